@@ -1,0 +1,27 @@
+"""One class per kind of error; each message is one sentence that says what was wrong and what is allowed."""
+
+
+class VramLabError(Exception):
+    """Base class of every error this package raises on purpose."""
+
+
+class RecipeError(VramLabError, ValueError):
+    """A recipe that cannot be trained, found before anything was allocated.
+
+    `field` and `value` say what was wrong, `allowed` what would have been right.
+    """
+
+    def __init__(self, field: str, value: object, allowed: str):
+        self.field, self.value, self.allowed = field, value, allowed
+        super().__init__(f"Recipe field '{field}' is {value!r}, but {allowed}.")
+
+    def __reduce__(self):
+        return type(self), (self.field, self.value, self.allowed)
+
+
+class MeasurementError(VramLabError, RuntimeError):
+    """A measurement that could not be made: the child process died, or the machine lacks what the recipe needs."""
+
+
+class RecordError(VramLabError, LookupError):
+    """A recorded measurement that does not exist, or a record file that cannot be read or written."""

@@ -1,0 +1,389 @@
+"""What to train and how: a frozen, validated dataclass that every witness reads and none can change.
+
+Field names are the ecosystem's (`TrainingArguments`, `LoraConfig`, `BitsAndBytesConfig`). A value that cannot be
+trained raises `RecipeError` when the recipe is built, before anything is allocated.
+"""
+
+import dataclasses
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from .errors import RecipeError
+from .shapes import Shape, read_shape
+
+PRECISIONS = ("fp32", "tf32", "fp16-mixed", "bf16-mixed", "fp16-true", "bf16-true")
+ATTENTION = ("eager", "sdpa", "flash_attention_2")
+QUANT_TYPES = ("nf4", "fp4", "int8")
+TASKS = (
+    "causal-lm",
+    "masked-lm",
+    "sequence-classification",
+    "seq2seq-lm",
+    "image-classification",
+)
+# Names of `transformers.training_args.OptimizerNames` whose memory this package models.
+OPTIMIZERS = (
+    "adamw_torch",
+    "adamw_torch_fused",
+    "adamw_bnb_8bit",
+    "paged_adamw_32bit",
+    "paged_adamw_8bit",
+    "lion_32bit",
+    "lion_8bit",
+    "paged_lion_32bit",
+    "paged_lion_8bit",
+    "sgd",
+    "adagrad",
+    "rmsprop",
+    "adafactor",
+)
+ALIASES = {"adamw_8bit": "adamw_bnb_8bit", "adamw": "adamw_torch", "paged_adamw": "paged_adamw_32bit", "lion": "lion_32bit"}
+
+
+def _choice(name: str, value: object, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        raise RecipeError(name, value, "allowed are " + ", ".join(map(repr, allowed)))
+
+
+def _whole(name: str, value: object, least: int = 1) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise RecipeError(name, value, f"it must be a whole number of at least {least}")
+
+
+def _flag(name: str, value: object, allow_none: bool = False) -> None:
+    if not (isinstance(value, bool) or (allow_none and value is None)):
+        raise RecipeError(name, value, "it must be True or False" + (" or None" if allow_none else ""))
+
+
+@dataclass(frozen=True)
+class LoRA:
+    """Low-rank adapters (Hu et al. 2021). Fields and defaults are those of `peft.LoraConfig`.
+
+    `target_modules`: None (PEFT's default for the architecture), "all-linear", or module names.
+    `autocast_adapter_dtype` is `get_peft_model`'s argument: fp16/bf16 adapters are kept in fp32 when True.
+    """
+
+    r: int = 8
+    lora_alpha: float = 8
+    lora_dropout: float = 0.0
+    target_modules: tuple[str, ...] | str | None = None
+    bias: str = "none"
+    use_rslora: bool = False
+    modules_to_save: tuple[str, ...] | None = None
+    autocast_adapter_dtype: bool = True
+
+    def __post_init__(self):
+        _whole("lora.r", self.r)
+        _choice("lora.bias", self.bias, ("none", "all", "lora_only"))
+        for name in ("target_modules", "modules_to_save"):
+            value = getattr(self, name)
+            if value is not None and not isinstance(value, str):
+                object.__setattr__(self, name, tuple(value))
+        if not 0 <= self.lora_dropout < 1:
+            raise RecipeError("lora.lora_dropout", self.lora_dropout, "it must be at least 0 and under 1")
+        if not self.lora_alpha > 0:
+            raise RecipeError("lora.lora_alpha", self.lora_alpha, "it must be over 0")
+
+
+@dataclass(frozen=True)
+class Quantization:
+    """A frozen base in few bits (Dettmers et al. 2023), as `transformers.BitsAndBytesConfig` makes it.
+
+    `double` is `bnb_4bit_use_double_quant`; `compute_dtype` is `bnb_4bit_compute_dtype` (None: the recipe's);
+    `prepare` says whether `peft.prepare_model_for_kbit_training` is called, which keeps all that is not quantized in fp32.
+    """
+
+    quant_type: str = "nf4"
+    double: bool = False
+    compute_dtype: str | None = None
+    prepare: bool = True
+
+    def __post_init__(self):
+        _choice("quantization.quant_type", self.quant_type, QUANT_TYPES)
+        _flag("quantization.double", self.double)
+        _flag("quantization.prepare", self.prepare)
+        if self.compute_dtype is not None:
+            _choice("quantization.compute_dtype", self.compute_dtype, ("float32", "float16", "bfloat16"))
+        if self.quant_type == "int8" and self.double:
+            raise RecipeError("quantization.double", True, "double quantization exists for 'nf4' and 'fp4' only")
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """Who holds what among `world_size` ranks: ZeRO `stage` 0 (plain data parallel) to 3 (Rajbhandari et al. 2020)."""
+
+    stage: int = 3
+    world_size: int = 1
+    engine: str = "fsdp"
+    offload: str | None = None
+
+    def __post_init__(self):
+        if self.stage not in (0, 1, 2, 3) or isinstance(self.stage, bool):
+            raise RecipeError("sharding.stage", self.stage, "allowed are 0, 1, 2 and 3")
+        _whole("sharding.world_size", self.world_size)
+        _choice("sharding.engine", self.engine, ("ddp", "fsdp", "deepspeed"))
+        if self.offload is not None:
+            _choice("sharding.offload", self.offload, ("optimizer", "parameters"))
+        if self.engine == "ddp" and self.stage > 1:
+            raise RecipeError("sharding.stage", self.stage, "engine 'ddp' holds whole replicas: stage 0, or 1 with ZeroRedundancyOptimizer")
+        if self.engine == "fsdp" and self.stage < 2:
+            raise RecipeError("sharding.stage", self.stage, "engine 'fsdp' shards gradients too: stage 2 or 3")
+        if self.offload == "parameters" and self.stage < 3:
+            raise RecipeError("sharding.offload", self.offload, "parameters can be offloaded at stage 3 only")
+
+
+@dataclass(frozen=True)
+class Loop:
+    """The training loop as far as memory sees it; the same object drives the run and the prediction.
+
+    Attributes:
+        zero_grad: where gradients are cleared: "start" of the step, "before_backward", or "end" after the update.
+        set_to_none: free the gradients (True) or fill them with zeros (False).
+        keep_outputs: the model's outputs (logits, keys and values) stay referenced until the next forward replaces them.
+        outputs_to_fp32: half-precision outputs are copied to fp32 after an autocast forward, as accelerate does.
+        use_cache: what `config.use_cache` is set to; None leaves the model's default.
+        max_grad_norm: gradients are clipped to this norm before the update; None does not clip.
+        foreach: the multi-tensor optimizer implementation; None takes torch's default for the device.
+        optimizer_in_backward: each parameter is updated and its gradient freed as soon as it is complete.
+        empty_cache_steps: `torch.cuda.empty_cache()` every so many steps; None never.
+    """
+
+    name: str = "trainer"
+    zero_grad: str = "end"
+    set_to_none: bool = True
+    keep_outputs: bool = False
+    outputs_to_fp32: bool = True
+    use_cache: bool | None = False
+    max_grad_norm: float | None = 1.0
+    foreach: bool | None = None
+    optimizer_in_backward: bool = False
+    empty_cache_steps: int | None = None
+
+    def __post_init__(self):
+        _choice("loop.zero_grad", self.zero_grad, ("start", "before_backward", "end"))
+        for name in ("set_to_none", "keep_outputs", "outputs_to_fp32", "optimizer_in_backward"):
+            _flag(f"loop.{name}", getattr(self, name))
+        for name in ("use_cache", "foreach"):
+            _flag(f"loop.{name}", getattr(self, name), allow_none=True)
+        if self.max_grad_norm is not None and not self.max_grad_norm > 0:
+            raise RecipeError("loop.max_grad_norm", self.max_grad_norm, "it must be over 0, or None for no clipping")
+        if self.empty_cache_steps is not None:
+            _whole("loop.empty_cache_steps", self.empty_cache_steps)
+        if self.optimizer_in_backward and self.max_grad_norm is not None:
+            raise RecipeError("loop.max_grad_norm", self.max_grad_norm, "clipping needs all gradients at once, which optimizer_in_backward never has: set it to None")
+
+    @classmethod
+    def named(cls, name: str, **changes) -> "Loop":
+        """The loop called `name`: "trainer", "plain" or "optimizer_in_backward", with `changes` applied."""
+        if name not in LOOPS:
+            raise RecipeError("loop", name, "allowed are " + ", ".join(map(repr, LOOPS)) + " or a Loop")
+        return dataclasses.replace(LOOPS[name], **changes)
+
+
+_PLAIN = Loop("plain", zero_grad="start", keep_outputs=True, outputs_to_fp32=False, use_cache=None, max_grad_norm=None)
+LOOPS = {
+    "trainer": Loop(),
+    "plain": _PLAIN,
+    "optimizer_in_backward": dataclasses.replace(_PLAIN, name="optimizer_in_backward", optimizer_in_backward=True),
+}
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What is trained and how; see the module docstring.
+
+    Attributes:
+        model: a name of the catalogue, a path to a `config.json` (or its folder), or a `transformers` config object.
+        batch_size: samples in one micro-batch on one device.
+        seq_len: tokens per sample; None takes 512 or the model's longest, whichever is less (images have their own).
+        precision: one of PRECISIONS; "-true" keeps weights, gradients and states in that format, "-mixed" is autocast.
+        optim: one of OPTIMIZERS, the names of `TrainingArguments.optim`.
+        optim_args: as in `TrainingArguments`, for example "momentum=0.9".
+        task: which head is trained; None takes the usual one of the architecture.
+        num_layers: a depth other than the model's own.
+    Raises:
+        RecipeError: a field has a value that cannot be trained.
+    """
+
+    model: Any
+    batch_size: int = 1
+    seq_len: int | None = None
+    precision: str = "fp32"
+    optim: str = "adamw_torch"
+    optim_args: str | None = None
+    gradient_checkpointing: bool = False
+    gradient_accumulation_steps: int = 1
+    attn_implementation: str = "sdpa"
+    torch_compile: bool = False
+    lora: LoRA | None = None
+    quantization: Quantization | None = None
+    sharding: Sharding | None = None
+    loop: Loop | str = "trainer"
+    num_layers: int | None = None
+    task: str | None = None
+    shape: Shape = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self):
+        set_ = lambda name, value: object.__setattr__(self, name, value)  # noqa: E731
+        model = self.model
+        if isinstance(model, os.PathLike):
+            model = os.fspath(model)
+        elif hasattr(model, "to_dict"):
+            model = model.to_dict()
+        elif not isinstance(model, str | Mapping):
+            raise RecipeError("model", model, "it must be a name, a path to a config.json or a transformers config object")
+        set_("model", model)
+        for name, kind in (("lora", LoRA), ("quantization", Quantization), ("sharding", Sharding)):
+            value = getattr(self, name)
+            if isinstance(value, Mapping):
+                value = _rebuild(kind, name, value)
+                set_(name, value)
+            if value is not None and not isinstance(value, kind):
+                raise RecipeError(name, value, f"it must be a {kind.__name__} or None")
+        if isinstance(self.loop, str):
+            set_("loop", Loop.named(self.loop))
+        elif isinstance(self.loop, Mapping):
+            set_("loop", _rebuild(Loop, "loop", self.loop))
+        elif not isinstance(self.loop, Loop):
+            raise RecipeError("loop", self.loop, "allowed are " + ", ".join(map(repr, LOOPS)) + " or a Loop")
+        set_("optim", ALIASES.get(self.optim, self.optim))
+        _choice("precision", self.precision, PRECISIONS)
+        _choice("optim", self.optim, OPTIMIZERS)
+        _choice("attn_implementation", self.attn_implementation, ATTENTION)
+        for name in ("batch_size", "gradient_accumulation_steps"):
+            _whole(name, getattr(self, name))
+        for name in ("gradient_checkpointing", "torch_compile"):
+            _flag(name, getattr(self, name))
+        if self.num_layers is not None:
+            _whole("num_layers", self.num_layers)
+        if self.task is not None:
+            _choice("task", self.task, TASKS)
+        self.optimizer_arguments()
+        set_("shape", read_shape(self.model, num_layers=self.num_layers, task=self.task))
+        self._check_against_shape(set_)
+
+    def _check_against_shape(self, set_) -> None:
+        shape = self.shape
+        if shape.task == "image-classification":
+            if self.seq_len not in (None, shape.image_tokens):
+                raise RecipeError("seq_len", self.seq_len, f"an image is always {shape.image_tokens} tokens to {shape.name}: leave it out")
+            set_("seq_len", shape.image_tokens)
+        elif self.seq_len is None:
+            set_("seq_len", min(512, shape.max_positions or 512))
+        _whole("seq_len", self.seq_len)
+        if shape.max_positions and self.seq_len > shape.max_positions and shape.task != "image-classification":
+            raise RecipeError("seq_len", self.seq_len, f"{shape.name} has {shape.max_positions} positions")
+        if self.quantization and not self.lora:
+            raise RecipeError("quantization", self.quantization.quant_type, "quantized weights cannot be trained: add lora=LoRA(...)")
+        if self.quantization and self.precision.endswith("-mixed") and self.quantization.quant_type == "int8":
+            raise RecipeError("precision", self.precision, "int8 bases are trained with a '-true' precision or 'fp32'")
+        if self.lora:
+            shape.check_lora(self.lora.target_modules, self.lora.r)
+        if self.loop.optimizer_in_backward and self.gradient_accumulation_steps > 1:
+            raise RecipeError("gradient_accumulation_steps", self.gradient_accumulation_steps, "with optimizer_in_backward no gradient survives to accumulate: use 1")
+        if self.sharding and self.sharding.world_size > 1 and self.loop.optimizer_in_backward:
+            raise RecipeError("loop", self.loop.name, "optimizer_in_backward is modelled for one device only")
+
+    @property
+    def name(self) -> str:
+        """The model's short name."""
+        return self.shape.name
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that one optimizer step reads on one device."""
+        return self.batch_size * self.seq_len * self.gradient_accumulation_steps
+
+    def optimizer_arguments(self) -> dict[str, float]:
+        """`optim_args` as a dictionary, {} when there are none."""
+        if not self.optim_args:
+            return {}
+        try:
+            return {key.strip(): float(value) for key, value in (pair.split("=") for pair in self.optim_args.split(","))}
+        except ValueError:
+            raise RecipeError("optim_args", self.optim_args, "it must read like 'momentum=0.9,weight_decay=0.01'") from None
+
+    def replace(self, **changes) -> "Recipe":
+        """A copy with `changes`, validated again."""
+        values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.init}
+        if ("model" in changes or "task" in changes) and self.shape.task == "image-classification":
+            values["seq_len"] = None
+        return Recipe(**{**values, **changes})
+
+    def to_dict(self) -> dict[str, Any]:
+        """A JSON-ready dictionary; `Recipe(**d)` gives the recipe back."""
+        values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.init}
+        for name, value in values.items():
+            if dataclasses.is_dataclass(value):
+                values[name] = dataclasses.asdict(value)
+        return json.loads(json.dumps(values, default=str))
+
+    def to_json(self) -> str:
+        return json.dumps(self.to_dict(), sort_keys=True)
+
+    @classmethod
+    def from_json(cls, text: str) -> "Recipe":
+        """The recipe that `to_json` wrote. Raises RecipeError on fields it does not know."""
+        return _rebuild(cls, "recipe", json.loads(text))
+
+    @property
+    def key(self) -> str:
+        """A short stable identifier: equal recipes have equal keys, on every machine."""
+        return hashlib.sha256(self.to_json().encode()).hexdigest()[:16]
+
+    def __hash__(self) -> int:
+        return hash(self.key)
+
+    def __eq__(self, other) -> bool:
+        return isinstance(other, Recipe) and self.to_json() == other.to_json()
+
+    def __str__(self) -> str:
+        """One line that names everything a number depends on."""
+        parts = [self.name, f"batch {self.batch_size}", f"{self.seq_len} tokens", self.precision, self.optim]
+        if self.optim_args:
+            parts.append(self.optim_args)
+        if self.num_layers is not None:
+            parts.append(f"{self.num_layers} layers")
+        if self.gradient_accumulation_steps > 1:
+            parts.append(f"accumulate ×{self.gradient_accumulation_steps}")
+        if self.gradient_checkpointing:
+            parts.append("checkpointing")
+        if self.attn_implementation != "sdpa":
+            parts.append(self.attn_implementation)
+        if self.lora:
+            parts.append(f"LoRA r={self.lora.r}")
+        if self.quantization:
+            parts.append(self.quantization.quant_type + (" double" if self.quantization.double else ""))
+        if self.sharding:
+            parts.append(f"{self.sharding.engine} stage {self.sharding.stage} × {self.sharding.world_size}")
+        if self.torch_compile:
+            parts.append("compiled")
+        if self.loop.name != "trainer" or self.loop != LOOPS["trainer"]:
+            parts.append(f"{self.loop.name} loop" + ("" if self.loop == LOOPS.get(self.loop.name) else " (changed)"))
+        return " · ".join(parts)
+
+    def training_arguments(self, output_dir: str = "out", **changes):
+        """The `transformers.TrainingArguments` that trains the same way; see `vramlab.training_arguments`."""
+        from .arguments import to_training_arguments
+
+        return to_training_arguments(self, output_dir, **changes)
+
+    @classmethod
+    def from_training_arguments(cls, args, model, **fields) -> "Recipe":
+        """The recipe of `args` (a `TrainingArguments`) for `model`; `fields` adds what the arguments do not say."""
+        from .arguments import from_training_arguments
+
+        return from_training_arguments(args, model, **fields)
+
+
+def _rebuild(kind, name: str, values: Mapping):
+    """`kind(**values)` with an error that names the unknown field."""
+    known = [f.name for f in dataclasses.fields(kind) if f.init]
+    for key in values:
+        if key not in known:
+            raise RecipeError(f"{name}.{key}", values[key], "no such field exists; known are " + ", ".join(known))
+    return kind(**values)
