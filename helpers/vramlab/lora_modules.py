@@ -1,0 +1,100 @@
+"""Which modules LoRA adapts, by the rules of PEFT 0.21, without PEFT or a model."""
+
+import re
+from typing import TYPE_CHECKING
+
+from .errors import RecipeError
+
+if TYPE_CHECKING:
+    from .shapes import Shape
+
+Module = tuple[str, int, int]
+Targets = tuple[str, ...] | list[str] | set[str] | str | None
+
+# PEFT's TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING (peft/utils/constants.py) for the families listed here.
+_Q_V = ("q_proj", "v_proj")
+DEFAULTS = {
+    "bert": ("query", "value"),
+    "falcon": ("query_key_value",),
+    "gpt2": ("c_attn",),
+    "gpt_neox": ("query_key_value",),
+    "phi": ("q_proj", "v_proj", "fc1", "fc2"),
+    "t5": ("q", "v"),
+    **dict.fromkeys(("gemma", "gemma2", "llama", "mistral", "mixtral", "opt", "qwen2", "qwen3"), _Q_V),
+}
+
+
+def modules(shape: "Shape") -> dict[str, tuple[str, int, int]]:
+    """Every module that PEFT can adapt: its name to (kind, inputs, outputs); a shared output head counts as a module.
+
+    An embedding's inputs are its rows; a convolution's are channels × kernel: r × (inputs + outputs) is then the
+    size of a rank-r adapter for every kind.
+    """
+    found = {}
+    for weight in shape.weights():
+        name, _, part = weight.name.rpartition(".")
+        if part != "weight" or weight.kind not in ("linear", "conv1d", "embedding", "conv"):
+            continue
+        first, rest = weight.shape[0], weight.size // weight.shape[0]
+        transposed = weight.kind in ("conv1d", "embedding")
+        found[name] = (weight.kind, first, rest) if transposed else (weight.kind, rest, first)
+    if shape.tied and shape.head not in found:
+        found[shape.head] = ("linear", shape.hidden_size, shape.vocab_size)
+    return found
+
+
+def find(shape: "Shape", target_modules: Targets, modules_to_save: tuple[str, ...] | None = None) -> list[Module]:
+    """The (name, inputs, outputs) of what `peft.get_peft_model` adapts; empty when nothing matches.
+
+    Args:
+        target_modules: None takes PEFT's default for the architecture; "all-linear" every linear layer but the output
+            head (of a sequence classifier too, as with task type SEQ_CLS); other text is a regular expression for
+            the whole name; a list holds names or their last parts.
+        modules_to_save: trained whole, so never adapted.
+    Raises:
+        RecipeError: PEFT has no default for this architecture, or the regular expression is not one.
+    """
+    candidates = modules(shape)
+    if target_modules is None:
+        target_modules = _default(shape)
+    if isinstance(target_modules, str) and target_modules.lower() == "all-linear":
+        names = {name for name, (kind, _, _) in candidates.items() if kind in ("linear", "conv1d")}
+        if shape.task != "image-classification":  # for PEFT an image classifier's head is a layer like any other
+            names.discard(shape.head)
+    elif isinstance(target_modules, str):
+        try:
+            names = {name for name in candidates if re.fullmatch(target_modules, name)}
+        except re.error as error:
+            message = f"it is not a regular expression: {error}"
+            raise RecipeError("lora.target_modules", target_modules, message) from None
+    else:
+        endings = tuple(f".{target}" for target in target_modules)
+        names = {name for name in candidates if name in target_modules or name.endswith(endings)}
+    for saved in modules_to_save or ():
+        names -= {name for name in names if re.match(rf"(^|.*\.){saved}($|\..*)", name)}
+    return [(name, inside, out) for name, (_, inside, out) in candidates.items() if name in names]
+
+
+def check(shape: "Shape", target_modules: Targets, r: int) -> None:
+    """Raise RecipeError unless rank `r` adapters fit something of `shape`."""
+    targets = find(shape, target_modules)
+    if not targets:
+        names = ", ".join(dict.fromkeys(name.rpartition(".")[2] for name in modules(shape)))
+        raise RecipeError("lora.target_modules", target_modules, f"nothing in {shape.name} matches; it has {names}")
+    name, inside, out = min(targets, key=lambda target: min(target[1:]))
+    if r > min(inside, out):
+        message = f"{name} is {inside} × {out}: a rank over {min(inside, out)} adds parameters and no freedom"
+        raise RecipeError("lora.r", r, message)
+
+
+def _default(shape: "Shape") -> tuple[str, ...] | str:
+    found = DEFAULTS.get(shape.family)
+    if found is None:
+        from peft.utils.constants import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING as mapping
+
+        found = mapping.get(shape.family)
+    if found is None:
+        names = ", ".join(dict.fromkeys(name.rpartition(".")[2] for name in modules(shape)))
+        message = f"PEFT has no default for {shape.family}: name modules ({names}) or say 'all-linear'"
+        raise RecipeError("lora.target_modules", None, message)
+    return found if isinstance(found, str) else tuple(found)
