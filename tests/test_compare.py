@@ -1,0 +1,233 @@
+"""The comparison table: which figures it shows, against what, and what it refuses."""
+
+import json
+import re
+from html.parser import HTMLParser
+
+import pytest
+from sample_reports import RECIPE, TITLE, measured, out_of_memory, report, split
+from vramlab.compare import compare, difference
+from vramlab.report import CATEGORIES, PHASES, Bytes, GiB, Interval
+
+
+def three():
+    return compare(measured(), report("predicted", 0.97), report())
+
+
+def test_weakest_witness_first_and_differences_against_the_run():
+    table = three()
+    assert table.labels == ("predicted", "simulated", "measured")
+    row = next(r for r in table.to_dict()["rows"] if r["name"] == "peak total")
+    truth = measured().peak.total
+    assert row["values"]["measured"] == truth == split().total + 12_345_344
+    assert row["differences"] == {
+        "predicted": {
+            "bytes": split(0.97).total - truth,
+            "relative": pytest.approx((split(0.97).total - truth) / truth, rel=1e-12),
+        },
+        "simulated": {"bytes": -12_345_344, "relative": pytest.approx(-12_345_344 / truth, rel=1e-12)},
+    }
+    assert table.to_dict()["against"] == "measured"
+
+
+def test_a_simulation_is_the_reference_where_nothing_was_run():
+    assert compare(report("simulated"), report("predicted")).labels[-1] == "simulated"
+    assert compare(report("recorded"), report("predicted")).labels[-1] == "recorded"
+
+
+def test_every_used_category_and_every_phase_has_its_own_bytes():
+    table, shown = three(), (report("predicted", 0.97), report(), measured())
+    for name in CATEGORIES[:-1]:
+        assert table.row(name.replace("_", " ")).values == tuple(getattr(r.peak, name) for r in shown)
+    for phase in PHASES:
+        name = phase.replace("_", " ")
+        assert table.row(f"{name} peak").values == tuple(r.phases[phase].peak.total for r in shown)
+        assert table.row(f"{name} end").values == tuple(r.phases[phase].end.total for r in shown)
+
+
+def test_categories_and_unexplained_add_up_to_the_peak():
+    rows = [row for row in three().rows if row.section == "at the peak" and row.name not in ("phase", "peak total")]
+    sums = tuple(sum(row.values[i] or 0 for row in rows) for i in range(3))
+    assert sums == three().row("peak total").values
+
+
+def test_an_unused_category_takes_no_line():
+    table = compare(*(report(s, peak=Bytes(parameters=5, inputs=1)) for s in ("predicted", "simulated")))
+    names = [row.name for row in table.rows if row.section == "at the peak"]
+    assert names == ["phase", "parameters", "inputs", "unexplained", "peak total"]
+
+
+def test_only_a_run_has_something_unexplained():
+    assert three().row("unexplained").values == (None, None, 12_345_344)
+    assert compare(report(), measured(unexplained=0)).row("unexplained").values == (None, 0)
+
+
+def test_equality_to_the_byte_looks_different_from_a_small_difference():
+    peak = split()
+    one_more = Bytes(**{**dict(peak.items()), "parameters": peak.parameters + 1})
+    cells = {line.split()[0]: line.split() for line in str(compare(report(peak=one_more), measured())).splitlines()}
+    assert cells["parameters"][-2:] == ["+0.000", "+0.00%"]
+    assert cells["gradients"][-2:] == ["0", "0"]
+
+
+def test_text_is_in_gib_and_names_the_recipe():
+    text = str(three())
+    assert text.splitlines()[0] == TITLE
+    head = ["GiB", "predicted", "simulated", "measured", "Δ predicted", "Δ %", "Δ simulated", "Δ %"]
+    assert re.split(r"\s{2,}", text.splitlines()[1]) == head
+    line = next(line for line in text.splitlines() if line.strip().startswith("peak total"))
+    assert line.split()[2:5] == ["13.270", "13.680", "13.691"]
+    assert "% is" not in text and text == str(three())
+    assert repr(three()) == text
+
+
+def test_the_unit_changes_what_is_shown_and_nothing_else():
+    table = compare(report(), measured(), unit="MiB")
+    line = next(line for line in str(table).splitlines() if line.strip().startswith("peak total"))
+    assert line.split()[2] == f"{split().total / 2**20:,.3f}"
+    assert table.to_dict()["rows"] == compare(report(), measured()).to_dict()["rows"]
+
+
+def test_an_interval_shows_its_range_and_a_truth_outside_is_said():
+    low = report("predicted", reserved=Interval(int(9 * GiB), int(10 * GiB), int(11 * GiB)))
+    text = str(compare(low, measured()))
+    assert "9.000–11.000" in text
+    assert "note: reserved: measured 14.513 GiB is above the interval of predicted, 9.000 GiB to 11.000 GiB." in text
+    wide = report("predicted", reserved=Interval(int(9 * GiB), int(10 * GiB), int(15 * GiB)))
+    assert "is above" not in str(compare(wide, measured()))
+    row = next(r for r in compare(low, measured()).to_dict()["rows"] if r["name"] == "reserved")
+    assert row["values"]["predicted"] == {"low": 9 * GiB, "value": 10 * GiB, "high": 11 * GiB}
+    assert row["differences"]["predicted"]["bytes"] == 10 * GiB - measured().reserved
+
+
+def test_out_of_memory_is_a_line_of_text():
+    table = compare(report("predicted"), report(), out_of_memory())
+    assert table.labels == ("predicted", "simulated")
+    assert table.failed == ("measured: out of memory: tried to allocate 2.00 GiB, of which 1.20 GiB were free",)
+    for shown in (str(table), table._repr_markdown_(), table._repr_html_()):
+        assert table.failed[0] in shown
+    alone = compare(out_of_memory())
+    assert alone.rows == () and str(alone) == f"{TITLE}\n{table.failed[0]}"
+    assert alone._repr_html_() and alone._repr_markdown_() and alone.to_dict()["against"] is None
+
+
+def test_different_recipes_are_refused_by_name_of_the_field_and_allowed_on_request():
+    other = report(recipe={**RECIPE, "batch_size": 8}, title=TITLE.replace("batch 4", "batch 8"))
+    with pytest.raises(ValueError, match=r"differ in batch_size \(4 against 8\).*same_recipe=False"):
+        compare(report(), other)
+    table = compare(report(), other, same_recipe=False)
+    assert table.labels == ("batch 4", "batch 8")
+    assert table.title != TITLE and f"note: batch 8 is {other.title}." in str(table)
+
+
+def test_a_record_older_than_a_field_still_counts_as_the_same_recipe():
+    newer = report(recipe={**RECIPE, "torch_compile": False})
+    assert compare(newer, report("recorded")).labels == ("simulated", "recorded")
+
+
+def test_reports_without_a_recipe_are_told_apart_by_title():
+    with pytest.raises(ValueError, match="differ in title"):
+        compare(report(recipe=None, title="a"), report(recipe=None, title="b"))
+    mixed = compare(report(), report("measured", recipe=None, title="my loop"))
+    assert "note: measured my loop is my loop." in str(mixed)
+
+
+def test_different_targets_are_said():
+    text = str(compare(report("simulated"), measured(target="cpu")))
+    assert "the targets differ (simulated is for cuda, measured is for cpu)" in text
+    assert "targets differ" not in str(three())
+    same_source = compare(report(), report(target="cpu"))
+    assert same_source.labels == ("simulated (cuda)", "simulated (cpu)")
+
+
+def test_peaks_in_different_phases_are_said():
+    assert "predicted in forward, measured in step" in str(
+        compare(report("predicted", peak_phase="forward"), measured())
+    )
+
+
+def test_labels_never_collide():
+    assert compare(report(), report(), measured()).labels == ("simulated 1", "simulated 2", "measured")
+    assert compare(report(), measured(), labels=["ours", "truth"]).labels == ("ours", "truth")
+
+
+@pytest.mark.parametrize(
+    ("reports", "options", "words"),
+    [
+        ([], {}, "at least one report"),
+        ([[report()]], {}, "one argument each, not list"),
+        ([report(), measured()], {"labels": ["one"]}, "2 different names"),
+        ([report(), measured()], {"labels": ["one", "one"]}, "2 different names"),
+        ([report()], {"unit": "GB"}, "'GB', but allowed are GiB"),
+    ],
+)
+def test_bad_input_is_one_sentence(reports, options, words):
+    with pytest.raises(ValueError, match=re.escape(words)) as caught:
+        compare(*reports, **options)
+    assert "\n" not in str(caught.value)
+
+
+def test_an_unknown_row_names_those_that_exist():
+    with pytest.raises(ValueError, match="'peaks': it has phase, parameters"):
+        three().row("peaks")
+
+
+class Cells(HTMLParser):
+    """Collects the rows of a table and fails on tags left open."""
+
+    def __init__(self):
+        super().__init__()
+        self.open, self.rows = [], []
+
+    def handle_starttag(self, tag, attrs):
+        self.open.append(tag)
+        if tag == "tr":
+            self.rows.append([])
+        elif tag in ("td", "th"):
+            self.rows[-1].append("")
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        if self.open and self.open[-1] in ("td", "th"):
+            self.rows[-1][-1] += data
+
+
+def test_html_and_markdown_carry_the_cells_of_the_text():
+    table = three()
+    parser = Cells()
+    parser.feed(table._repr_html_())
+    assert parser.open == []
+    html = [[c for c in row if c] for row in parser.rows]
+    lines = table._repr_markdown_().splitlines()
+    markdown = [
+        [c.strip(" *") for c in line.strip("|").split("|") if c.strip()] for line in lines if line.startswith("|")
+    ]
+    assert html == [markdown[0], *markdown[2:]]
+    text = [re.split(r"\s{2,}", line.strip()) for line in str(table).splitlines()[1:] if not line.startswith("─")]
+    assert html == text[: len(html)]
+
+
+def test_html_and_markdown_escape_what_titles_may_hold():
+    table = compare(report(title="a<b|c"), labels=["x|y"])
+    assert "a&lt;b|c" in table._repr_html_()
+    assert "x\\|y" in table._repr_markdown_()
+
+
+def test_to_json_is_json_without_infinities():
+    base, more = Bytes(parameters=8), Bytes(parameters=8, gradients=4)
+    table = compare(report("predicted", peak=more), report(peak=base))
+    row = next(r for r in json.loads(table.to_json())["rows"] if r["name"] == "gradients")
+    assert row["differences"]["predicted"] == {"bytes": 4, "relative": None}
+    assert "Infinity" not in table.to_json()
+
+
+def test_difference_is_relative_to_the_second():
+    assert difference(103, 100) == pytest.approx(0.03)
+    assert difference(Bytes(inputs=97), 100) == pytest.approx(-0.03)
+    assert difference(Interval(1, 110, 200), 100) == pytest.approx(0.1)
+    assert difference(report(), measured()) == pytest.approx(-12_345_344 / measured().peak.total)
+    assert difference(0, 0) == 0 and difference(5, 0) == float("inf")
+    with pytest.raises(ValueError, match="out of memory"):
+        difference(report(), out_of_memory())
