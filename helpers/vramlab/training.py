@@ -1,0 +1,233 @@
+"""The one training step. `simulate` and `measure` run exactly this code; so does every chapter.
+
+`build(recipe)` makes the model, the optimizer and a batch; `train_step` runs one optimizer step and says where it is
+through `on_phase`. What the loop does beyond the textbook (clipping, loss scaling, where gradients are cleared, which
+outputs stay alive) is read from `recipe.loop` and nowhere else.
+"""
+
+import contextlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from .errors import RecipeError
+from .models import build_model, real_tensors
+from .recipe import Recipe
+
+if TYPE_CHECKING:
+    import torch
+
+AUTOCAST = {"fp16-mixed": "float16", "bf16-mixed": "bfloat16"}
+
+
+@dataclass
+class Training:
+    """Everything one step needs. `outputs` is what the loop keeps alive between steps."""
+
+    recipe: Recipe
+    model: "torch.nn.Module"
+    optimizer: Any
+    batch: dict[str, "torch.Tensor"]
+    device: "torch.device"
+    multi_tensor: bool
+    scaler: Any = None
+    per_parameter: dict = field(default_factory=dict)
+    outputs: Any = None
+    loss: Any = None
+
+    @property
+    def optimizers(self) -> list:
+        """All optimizers that hold state: one, or one per parameter with optimizer_in_backward."""
+        return list(self.per_parameter.values()) or [self.optimizer]
+
+
+def build(recipe: Recipe, device: str = "cpu", target: str | None = None, pretrained: bool = False) -> Training:
+    """The model, optimizer and batch of `recipe` on `device`; fake under a FakeTensorMode.
+
+    Args:
+        target: whose defaults to take, "cuda" or "cpu"; None takes the device's own. On CUDA, PyTorch's optimizers
+            and clipping use the multi-tensor ("foreach") kernels by default, on CPU they do not
+            (`torch.optim.optimizer._default_to_fused_or_foreach`).
+    """
+    import torch
+
+    target = target or torch.device(device).type
+    model = build_model(recipe, device, pretrained)
+    multi_tensor = recipe.loop.foreach if recipe.loop.foreach is not None else target == "cuda"
+    training = Training(recipe, model, None, make_batch(recipe, device), torch.device(device), multi_tensor)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    if recipe.loop.optimizer_in_backward:
+        _step_in_backward(training, trained)
+    else:
+        training.optimizer = make_optimizer(recipe, _groups(recipe, model), multi_tensor)
+        if "8bit" in recipe.optim and recipe.loop.name == "trainer":
+            _embeddings_in_32_bits(training)
+    if recipe.precision == "fp16-mixed":
+        training.scaler = torch.amp.GradScaler(training.device.type)
+    if recipe.precision == "tf32" and target == "cuda":
+        torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
+    return training
+
+
+def make_batch(recipe: Recipe, device: str = "cpu") -> dict[str, "torch.Tensor"]:
+    """One micro-batch of random inputs and labels with the shapes of `recipe`; no padding, so no attention mask."""
+    import torch
+
+    shape, size = recipe.shape, (recipe.batch_size, recipe.seq_len)
+
+    def ids(high: int, *size: int) -> torch.Tensor:
+        return torch.randint(0, high, size, device=device)
+
+    if shape.task == "image-classification":
+        side, channels = shape.config["image_size"], shape.config.get("num_channels", 3)
+        pixels = torch.rand(recipe.batch_size, channels, side, side, device=device)
+        if recipe.precision.endswith("-true"):
+            pixels = pixels.to(torch.float16 if recipe.precision == "fp16-true" else torch.bfloat16)
+        return {"pixel_values": pixels, "labels": ids(shape.num_labels, recipe.batch_size)}
+    labels = ids(shape.num_labels, recipe.batch_size) if shape.task == "sequence-classification" else None
+    return {"input_ids": ids(shape.vocab_size, *size), "labels": ids(shape.vocab_size, *size) if labels is None else labels}
+
+
+def _groups(recipe: Recipe, model: "torch.nn.Module") -> list:
+    """The optimizer's parameters: the Trainer makes two groups (with and without weight decay), plain loops one.
+
+    The multi-tensor kernels run group by group, so the grouping moves the step's peak.
+    """
+    if recipe.loop.name != "trainer":
+        return [p for p in model.parameters() if p.requires_grad]
+    from transformers import Trainer
+
+    decayed = set(Trainer.get_decay_parameter_names(None, model))
+    named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    groups = [[p for n, p in named if n in decayed], [p for n, p in named if n not in decayed]]
+    return [{"params": group} for group in groups]
+
+
+def make_optimizer(recipe: Recipe, parameters: list, multi_tensor: bool) -> "torch.optim.Optimizer":
+    """The optimizer that `TrainingArguments.optim` names. Raises RecipeError for arguments it does not take."""
+    name, options = recipe.optim, recipe.optimizer_arguments()
+    options.setdefault("lr", 1e-5)
+    try:
+        with real_tensors():  # bitsandbytes computes its code tables here
+            return _optimizer(name, parameters, multi_tensor, options)
+    except TypeError as error:
+        raise RecipeError("optim_args", recipe.optim_args, f"{name} does not take it: {error}") from error
+
+
+def _optimizer(name: str, parameters: list, multi_tensor: bool, options: dict) -> "torch.optim.Optimizer":
+    import torch
+
+    if name == "adamw_torch":
+        return torch.optim.AdamW(parameters, foreach=multi_tensor, **options)
+    if name == "adamw_torch_fused":
+        return torch.optim.AdamW(parameters, fused=True, **options)
+    if name in ("sgd", "rmsprop", "adagrad"):
+        kind = {"sgd": torch.optim.SGD, "rmsprop": torch.optim.RMSprop, "adagrad": torch.optim.Adagrad}[name]
+        return kind(parameters, foreach=multi_tensor, **options)
+    if name == "adafactor":
+        from transformers.optimization import Adafactor
+
+        return Adafactor(parameters, scale_parameter=False, relative_step=False, **options)
+    import bitsandbytes.optim as bnb
+
+    kind = bnb.Lion if "lion" in name else bnb.AdamW
+    return kind(parameters, optim_bits=8 if "8bit" in name else 32, is_paged="paged" in name, **options)
+
+
+def _embeddings_in_32_bits(training: Training) -> None:
+    """Keep fp32 states for embeddings under an 8-bit optimizer, as `Trainer.create_optimizer` does.
+
+    The Trainer registers that with bitsandbytes' process-wide manager; a manager of this optimizer's own leaves
+    other runs in the process alone.
+    """
+    from bitsandbytes.optim import GlobalOptimManager
+    from torch.nn import Embedding
+
+    manager = object.__new__(GlobalOptimManager)
+    manager.initialize()
+    for module in training.model.modules():
+        if isinstance(module, Embedding):
+            manager.register_module_override(module, "weight", {"optim_bits": 32})
+    training.optimizer.mng = manager
+
+
+def _step_in_backward(training: Training, trained: list) -> None:
+    """Update each parameter as soon as its gradient is complete, and free the gradient (PyTorch's tutorial of 2023)."""
+
+    def update(parameter: "torch.Tensor") -> None:
+        training.per_parameter[parameter].step()
+        training.per_parameter[parameter].zero_grad(set_to_none=True)
+
+    for parameter in trained:
+        training.per_parameter[parameter] = make_optimizer(training.recipe, [parameter], training.multi_tensor)
+        parameter.register_post_accumulate_grad_hook(update)
+
+
+def train_step(training: Training, on_phase: Callable[[str], None] = lambda name: None) -> "torch.Tensor":
+    """One optimizer step, with all its micro-batches. Calls `on_phase` as each phase begins.
+
+    Phases: "forward", "backward" (once per micro-batch), "step", "between_steps". Returns the last micro-batch's loss.
+    """
+    recipe, loop, optimizer = training.recipe, training.recipe.loop, training.optimizer
+    if loop.zero_grad == "start" and optimizer:
+        optimizer.zero_grad(set_to_none=loop.set_to_none)
+    for micro in range(recipe.gradient_accumulation_steps):
+        on_phase("forward")
+        outputs = _forward(training)
+        loss = outputs["loss"]
+        if recipe.gradient_accumulation_steps > 1:
+            loss = loss / recipe.gradient_accumulation_steps
+        training.outputs = outputs if loop.keep_outputs else None
+        del outputs
+        if loop.zero_grad == "before_backward" and optimizer and micro == 0:
+            optimizer.zero_grad(set_to_none=loop.set_to_none)
+        on_phase("backward")
+        (training.scaler.scale(loss) if training.scaler else loss).backward()
+        training.loss = loss.detach()
+        del loss
+    on_phase("step")
+    if optimizer:
+        _update(training)
+        if loop.zero_grad == "end":
+            optimizer.zero_grad(set_to_none=loop.set_to_none)
+    on_phase("between_steps")
+    return training.loss
+
+
+def _forward(training: Training) -> Mapping[str, Any]:
+    recipe = training.recipe
+    if recipe.precision not in AUTOCAST:
+        return training.model(**training.batch)
+    with autocast(training.device.type, recipe.precision):
+        outputs = training.model(**training.batch)
+    if recipe.loop.outputs_to_fp32:
+        from accelerate.utils import convert_to_fp32
+
+        return convert_to_fp32(outputs)
+    return outputs
+
+
+def autocast(device_type: str, precision: str) -> contextlib.AbstractContextManager:
+    """`torch.autocast` in the dtype of a "-mixed" precision, a null context for the others."""
+    import torch
+
+    if precision not in AUTOCAST:
+        return contextlib.nullcontext()
+    return torch.autocast(device_type, getattr(torch, AUTOCAST[precision]))
+
+
+def _update(training: Training) -> None:
+    """Clip and step, unscaling first under fp16 autocast."""
+    import torch
+
+    scaler, optimizer, norm = training.scaler, training.optimizer, training.recipe.loop.max_grad_norm
+    if norm is not None:
+        if scaler:
+            scaler.unscale_(optimizer)
+        # On CUDA tensors torch takes the multi-tensor path by itself; fake CPU tensors have to be told.
+        torch.nn.utils.clip_grad_norm_(training.model.parameters(), norm, foreach=training.multi_tensor)
+    if scaler:
+        scaler.step(optimizer)
+        scaler.update()
+    else:
+        optimizer.step()
