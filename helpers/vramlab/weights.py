@@ -1,17 +1,14 @@
 """Every parameter tensor and buffer of a model, by formula: names, shapes and order as `transformers` 5.23 has them.
 
 One function per architecture lists them from its `Shape`; the source of each is the `__init__` of the architecture's
-`modeling_*.py` in transformers, and the tests hold every list against the model built on the meta device. A variant that
-no list covers (and any other architecture) is built there too, once, when asked for.
+`modeling_*.py` in transformers, and the tests hold every list against the model built on the meta device. A variant
+that no list covers, and any other architecture, is built there once and read off (`meta.py`).
 """
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import lru_cache
 from math import prod
 from typing import TYPE_CHECKING
-
-from .errors import RecipeError
 
 if TYPE_CHECKING:
     from .shapes import Shape
@@ -76,11 +73,14 @@ def _stack(prefix: str, count: int, rows: list[Row], first: int = 0) -> Iterator
             yield Weight(f"{prefix}.{i}.{name}", shape, kind, first + i)
 
 
-def _head(s: "Shape", bias: bool = False) -> list[Row]:
+def _head(s: "Shape", bias: bool = False, width: int | None = None) -> list[Row]:
     """The decoder families' output head: a classifier's `score`, or `lm_head` unless the embedding serves as it."""
+    width = width or s.hidden_size
     if s.task == "sequence-classification":
-        return linear("score", s.hidden_size, s.num_labels, bias=False)
-    return [] if s.tied else linear("lm_head", s.hidden_size, s.vocab_size, bias)
+        return linear("score", width, s.num_labels, bias=False)
+    if s.tied:
+        return [("lm_head.bias", (s.vocab_size,), "bias")] if bias else []
+    return linear("lm_head", width, s.vocab_size, bias)
 
 
 def _gpt2(s: "Shape") -> Iterator[Weight]:
@@ -160,97 +160,143 @@ def _bert(s: "Shape") -> Iterator[Weight]:
         raise Unlisted
 
 
-FAMILIES: dict[str, Callable[["Shape"], Iterator[Weight]]] = {
+def _opt(s: "Shape") -> Iterator[Weight]:
+    c, h, m = s.config, s.hidden_size, s.intermediate_size
+    if not (c.get("enable_bias", True) and c.get("layer_norm_elementwise_affine", True)):
+        raise Unlisted
+    width = c.get("word_embed_proj_dim") or h
+    yield from _outside(embedding("model.decoder.embed_tokens", s.vocab_size, width))
+    # two rows more than positions: OPT counts from 2, as the code it was converted from does
+    yield from _outside(embedding("model.decoder.embed_positions", s.max_positions + 2, h))
+    if width != h:
+        project = linear("model.decoder.project_out", h, width, False) + linear(
+            "model.decoder.project_in", width, h, False
+        )
+        yield from _outside(project)
+    if c.get("do_layer_norm_before", True) and not c.get("_remove_final_layer_norm"):
+        yield from _outside(norm("model.decoder.final_layer_norm", h))
+    rows = [row for part in ("k_proj", "v_proj", "q_proj", "out_proj") for row in linear(f"self_attn.{part}", h, h)]
+    rows += norm("self_attn_layer_norm", h) + linear("fc1", h, m) + linear("fc2", m, h) + norm("final_layer_norm", h)
+    yield from _stack("model.decoder.layers", s.num_layers, rows)
+    yield from _outside(_head(s, width=width))
+
+
+def _phi(s: "Shape") -> Iterator[Weight]:
+    h, m = s.hidden_size, s.intermediate_size
+    if s.config.get("qk_layernorm"):
+        raise Unlisted
+    yield from _outside(embedding("model.embed_tokens", s.vocab_size, h))
+    attention = _attention(s, "dense", bias=True, out_bias=True)
+    mlp = linear("mlp.fc1", h, m) + linear("mlp.fc2", m, h)
+    yield from _stack("model.layers", s.num_layers, attention + mlp + norm("input_layernorm", h))
+    yield from _outside(norm("model.final_layernorm", h) + _head(s, bias=True))
+
+
+def _falcon(s: "Shape") -> Iterator[Weight]:
+    c, h, m = s.config, s.hidden_size, s.intermediate_size
+    bias, new = bool(c.get("bias", False)), bool(c.get("new_decoder_architecture", False))
+    yield from _outside(embedding("transformer.word_embeddings", s.vocab_size, h))
+    rows = linear("self_attention.query_key_value", h, (s.num_heads + 2 * s.num_kv_heads) * s.head_dim, bias)
+    rows += linear("self_attention.dense", h, h, bias)
+    rows += linear("mlp.dense_h_to_4h", h, m, bias) + linear("mlp.dense_4h_to_h", m, h, bias)
+    norms = ["input_layernorm"]
+    if not c.get("parallel_attn", True):
+        norms = ["post_attention_layernorm", "input_layernorm"]
+    elif c.get("num_ln_in_parallel_attn", 2 if new else 1) == 2:
+        norms = ["ln_attn", "ln_mlp"]
+    yield from _stack("transformer.h", s.num_layers, rows + [row for name in norms for row in norm(name, h)])
+    yield from _outside(norm("transformer.ln_f", h) + _head(s))
+
+
+def _t5(s: "Shape") -> Iterator[Weight]:
+    h, m, inner = s.hidden_size, s.intermediate_size, s.num_heads * s.head_dim
+    buckets = s.config.get("relative_attention_num_buckets", 32)
+    position = embedding("layer.0.SelfAttention.relative_attention_bias", buckets, s.num_heads)
+
+    def attention(name: str, number: int, first: bool = False) -> list[Row]:
+        sub = f"layer.{number}.{name}"
+        rows = [row for part in "qkv" for row in linear(f"{sub}.{part}", h, inner, False)]
+        rows += linear(f"{sub}.o", inner, h, False) + (position if first else [])  # one position table for all blocks
+        return rows + norm(f"layer.{number}.layer_norm", h, bias=False)
+
+    def mlp(number: int) -> list[Row]:
+        sub = f"layer.{number}.DenseReluDense"
+        names = ("wi_0", "wi_1") if s.gated_mlp else ("wi",)
+        rows = [row for name in names for row in linear(f"{sub}.{name}", h, m, False)]
+        return rows + linear(f"{sub}.wo", m, h, False) + norm(f"layer.{number}.layer_norm", h, bias=False)
+
+    def stack(side: str, depth: int, after: Callable[[], list[Row]], first: int) -> Iterator[Weight]:
+        for i in range(depth):
+            rows = attention("SelfAttention", 0, first=i == 0) + after()
+            yield from (Weight(f"{side}.block.{i}.{name}", shape, kind, first + i) for name, shape, kind in rows)
+        yield from _outside(norm(f"{side}.final_layer_norm", h, bias=False))
+
+    yield from _outside(embedding("shared", s.vocab_size, h))
+    yield from stack("encoder", s.num_layers, lambda: mlp(1), 0)
+    yield from stack("decoder", s.num_decoder_layers, lambda: attention("EncDecAttention", 1) + mlp(2), s.num_layers)
+
+
+def _vit(s: "Shape") -> Iterator[Weight]:
+    c, h, m, bias = s.config, s.hidden_size, s.intermediate_size, s.config.get("qkv_bias", True)
+    patch = c.get("patch_size", 16)
+    sides = tuple(patch) if isinstance(patch, list) else (patch, patch)
+    yield Weight("vit.embeddings.cls_token", (1, 1, h), "other")
+    yield Weight("vit.embeddings.position_embeddings", (1, s.image_tokens, h), "other")
+    yield Weight("vit.embeddings.patch_embeddings.projection.weight", (h, c.get("num_channels", 3), *sides), "conv")
+    yield Weight("vit.embeddings.patch_embeddings.projection.bias", (h,), "bias")
+    rows = [row for part in ("q_proj", "k_proj", "v_proj") for row in linear(f"attention.{part}", h, h, bias)]
+    rows += linear("attention.o_proj", h, h) + norm("layernorm_before", h) + norm("layernorm_after", h)
+    rows += linear("mlp.fc1", h, m) + linear("mlp.fc2", m, h)
+    yield from _stack("vit.layers", s.num_layers, rows)
+    yield from _outside(norm("vit.layernorm", h) + linear("classifier", h, s.num_labels))
+
+
+LISTS: dict[str, Callable[["Shape"], Iterator[Weight]]] = {
+    "bert": _bert,
+    "falcon": _falcon,
     "gpt2": _gpt2,
     "gpt_neox": _gpt_neox,
-    "llama": _llama,
-    "mistral": _llama,
-    "qwen2": _llama,
-    "qwen3": _llama,
-    "gemma": _llama,
-    "gemma2": _llama,
-    "mixtral": _llama,
-    "bert": _bert,
+    "opt": _opt,
+    "phi": _phi,
+    "t5": _t5,
+    "vit": _vit,
+    **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "mixtral"), _llama),
 }
 
 
 def list_weights(s: "Shape") -> tuple[Weight, ...]:
     """Every parameter of `s` in the order of `named_parameters()`, shared ones once."""
     try:
-        if s.family in FAMILIES:
-            return tuple(FAMILIES[s.family](s))
+        if s.family in LISTS:
+            return tuple(LISTS[s.family](s))
     except Unlisted:
         pass
-    return _on_meta(s)[0]
+    return tuple(Weight(*row) for row in _meta(s)[0])
 
 
 def list_buffers(s: "Shape") -> tuple[tuple[str, tuple[int, ...], str], ...]:
     """Every buffer of `s`: name, shape and dtype, whether or not it is saved with the weights."""
-    if s.family not in FAMILIES or _other_rotation(s):
-        return _on_meta(s)[1]
+    if s.family not in LISTS or _other_rotation(s):
+        return _meta(s)[1]
     if s.family == "bert":
-        return tuple(
-            (f"bert.embeddings.{n}", (1, s.max_positions), "int64") for n in ("position_ids", "token_type_ids")
-        )
-    rows = []
-    if s.family in ("gemma", "gemma2"):
-        rows.append(("model.embed_tokens.embed_scale", (), "float32"))
+        names = ("position_ids", "token_type_ids")
+        return tuple((f"bert.embeddings.{name}", (1, s.max_positions), "int64") for name in names)
+    rows = [("model.embed_tokens.embed_scale", (), "float32")] if s.family in ("gemma", "gemma2") else []
     if s.rotary_dim:
         prefix = {"gpt_neox": "gpt_neox", "falcon": "transformer"}.get(s.family, "model")
         # one frequency per pair of channels, and a second copy that transformers keeps to undo dynamic scaling
         shape = ((s.rotary_dim + 1) // 2,)
-        rows += [(f"{prefix}.rotary_emb.{n}", shape, "float32") for n in ("inv_freq", "original_inv_freq")]
+        rows += [(f"{prefix}.rotary_emb.{name}", shape, "float32") for name in ("inv_freq", "original_inv_freq")]
     return tuple(rows)
 
 
 def _other_rotation(s: "Shape") -> bool:
-    """Whether the rotary embedding is of a type whose buffers are not the two usual ones."""
+    """Whether the rotary embedding is of a type whose buffers may not be the two usual ones."""
     rope = s.config.get("rope_parameters") or s.config.get("rope_scaling") or {}
     return rope.get("rope_type", rope.get("type", "default")) not in ("default", "linear", "dynamic", "llama3", "yarn")
 
 
-@lru_cache(maxsize=32)
-def _on_meta(s: "Shape") -> tuple[tuple[Weight, ...], tuple]:
-    """Weights and buffers of the transformers model of `s`, built without storage."""
-    import re
+def _meta(s: "Shape") -> tuple[tuple, tuple]:
+    from .meta import read_off
 
-    import torch
-    import transformers
-
-    from .models import AUTO_CLASS
-
-    try:
-        config = transformers.AutoConfig.for_model(**s.config)
-        with torch.device("meta"):
-            model = getattr(transformers, AUTO_CLASS[s.task]).from_config(config, dtype=torch.float32)
-    except (KeyError, ValueError, TypeError, ImportError) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise RecipeError("model", s.name, f"transformers cannot build it for {s.task}: {reason}") from error
-    owner = {}
-    for module in model.modules():
-        for parameter in module.parameters(recurse=False):
-            owner.setdefault(id(parameter), module)
-    weights = []
-    for name, parameter in model.named_parameters():
-        layer = re.search(r"\.(\d+)\.", name)
-        kind = _kind(torch.nn, name, parameter, owner[id(parameter)])
-        weights.append(Weight(name, tuple(parameter.shape), kind, int(layer.group(1)) if layer else None))
-    dtype = lambda tensor: str(tensor.dtype).removeprefix("torch.")  # noqa: E731
-    return tuple(weights), tuple((name, tuple(b.shape), dtype(b)) for name, b in model.named_buffers())
-
-
-def _kind(nn, name: str, parameter, module) -> str:
-    if "Norm" in type(module).__name__:
-        return "norm"
-    if name.endswith("bias"):
-        return "bias"
-    for kind, classes in (
-        ("embedding", nn.Embedding),
-        ("linear", nn.Linear),
-        ("conv", (nn.Conv1d, nn.Conv2d, nn.Conv3d)),
-    ):
-        if isinstance(module, classes):
-            return kind
-    if type(module).__name__ == "Conv1D":
-        return "conv1d"
-    return "expert" if parameter.dim() == 3 and "expert" in name else "other"
+    return read_off(s)
