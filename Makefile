@@ -1,0 +1,87 @@
+# Needs GNU make and a Python of at least 3.11; everything else goes into .venv.
+
+# Any of these can be given: make course PYTHON=python3.12
+PYTHON ?=
+PIP_FLAGS ?=
+CONSTRAINTS ?= constraints.txt
+JOBS ?= 2
+NBVAL ?= --nbval
+NOTEBOOKS ?=
+
+BIN := .venv/bin
+TOOLS := tests/tools
+INSTALLED := .venv/.installed
+
+.DEFAULT_GOAL := help
+.PHONY: help course lab test gate notebooks format repo-url constraints try-colab clean
+
+help:
+	@echo 'make course      run every chapter on this machine, then look at build/course/index.html'
+	@echo 'make lab         open the notebooks in JupyterLab'
+	@echo 'make test        what CI runs: the gate, the unit tests, every notebook with its outputs compared (CPU only)'
+	@echo 'make gate        only the quick checks: ruff, and the form of the notebooks'
+	@echo 'make notebooks   run all notebooks and store their outputs in canonical form'
+	@echo 'make format      lay out code and notebooks as the gate wants them, without running anything'
+	@echo 'make try-colab   install into an empty environment as Colab does, and run a chapter there'
+	@echo 'make repo-url    write the repository address (URL=https://github.com/OWNER/NAME) into badges and set-up cells'
+	@echo 'make constraints write constraints.txt from what .venv holds'
+	@echo 'make clean       remove .venv, build/ and caches'
+	@echo
+	@echo 'NOTEBOOKS=…      for course, notebooks and try-colab: only these, like NOTEBOOKS=notebooks/02_memory.ipynb'
+	@echo 'PYTHON=…         the interpreter that .venv is made with (found by itself: 3.11 or newer)'
+	@echo 'PIP_FLAGS=…      more flags for pip. On Linux without an NVIDIA GPU, save gigabytes with'
+	@echo '                 PIP_FLAGS="--extra-index-url ADDRESS", the address being that of the CPU wheel index of PyTorch'
+	@echo 'CONSTRAINTS=…    another version set for pip; empty for the newest of everything'
+
+# Made once, and again when the requirements change.
+$(INSTALLED): pyproject.toml $(wildcard $(CONSTRAINTS))
+	@python='$(PYTHON)'; \
+	for p in $${python:-python3.11 python3.12 python3.13 python3.14 python3 python}; do \
+		if "$$p" -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1; then found=$$p; break; fi; \
+	done; \
+	if [ -z "$$found" ]; then \
+		echo "No Python of at least 3.11 with its venv module was found: install one, or name it with PYTHON=…" >&2; exit 1; \
+	fi; \
+	echo "Making .venv with $$found; the first time takes minutes"; \
+	"$$found" -m venv .venv
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_FLAGS) \
+		$(if $(CONSTRAINTS),-c $(CONSTRAINTS)) -e '.[lab,test]'
+	@touch $@
+
+course: $(INSTALLED)
+	@$(BIN)/python $(TOOLS)/course.py $(NOTEBOOKS)
+
+lab: $(INSTALLED)
+	$(BIN)/jupyter lab notebooks
+
+# One pytest for everything: its closing lines are the last that is printed. A notebook's cells stay on one worker.
+test: gate
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile \
+		$(NBVAL) --nbval-current-env --nbval-cell-timeout 300 --nbval-kernel-startup-timeout 180 \
+		--nbval-sanitize-with $(TOOLS)/sanitize.cfg tests notebooks
+
+gate: $(INSTALLED)
+	@$(BIN)/ruff check helpers tests notebooks benchmarks
+	@$(BIN)/ruff format --check helpers tests notebooks benchmarks
+	@$(BIN)/python $(TOOLS)/canonical.py --check
+
+notebooks: $(INSTALLED)
+	@$(BIN)/python $(TOOLS)/execute.py $(NOTEBOOKS)
+
+format: $(INSTALLED)
+	@$(BIN)/ruff check --quiet --fix helpers tests notebooks benchmarks
+	@$(BIN)/ruff format helpers tests notebooks benchmarks
+	@$(BIN)/python $(TOOLS)/canonical.py --write
+
+repo-url: $(INSTALLED)
+	@$(BIN)/python $(TOOLS)/repo_url.py '$(URL)'
+
+constraints: $(INSTALLED)
+	@$(BIN)/python $(TOOLS)/pins.py installed > constraints.new && mv constraints.new constraints.txt
+
+try-colab: $(INSTALLED)
+	@$(BIN)/python $(TOOLS)/try_colab.py $(NOTEBOOKS)
+
+clean:
+	rm -rf .venv build .pytest_cache .ruff_cache .hypothesis helpers/*.egg-info
+	find helpers tests notebooks -name __pycache__ -o -name .ipynb_checkpoints | xargs rm -rf

@@ -1,0 +1,46 @@
+"""What every test shares: the same surroundings on every machine, no network, no window, hypothesis without a clock."""
+
+import os
+
+import hypothesis
+import pytest
+import settings
+
+# Before anything imports torch. Kernels and child processes inherit it.
+settings.apply(deterministic=True)
+
+hypothesis.settings.register_profile("ci", deadline=None, derandomize=True, print_blob=True)
+hypothesis.settings.register_profile("explore", deadline=None, max_examples=1000)
+hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
+
+# Warnings of other packages that are known and harmless: "ignore:start of the text:category", and why.
+KNOWN_WARNINGS: tuple[str, ...] = ()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    for warning in KNOWN_WARNINGS:
+        config.addinivalue_line("filterwarnings", warning)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def no_window() -> None:
+    """Figures are drawn into memory. By matplotlib's own switch: notebook kernels would inherit an MPLBACKEND."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+
+
+@pytest.fixture(scope="session")
+def good(tmp_path_factory) -> str:
+    """The text of a small notebook that really ran and that the notebook gate lets pass."""
+    import scratch
+
+    return scratch.good_notebook(tmp_path_factory.mktemp("good"))
+
+
+@pytest.fixture
+def notebook(good):
+    """A fresh copy of the good notebook, to spoil."""
+    import nbformat
+
+    return nbformat.reads(good, as_version=4)

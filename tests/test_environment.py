@@ -1,0 +1,99 @@
+"""pyproject.toml, environment.yml and constraints.txt say the same, and CI runs what the README tells readers."""
+
+import os
+import re
+import subprocess
+from importlib.metadata import PackageNotFoundError, version
+
+import pins
+import pytest
+import yaml
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+from packaging.version import Version
+from settings import ROOT
+
+CONDA = yaml.safe_load((ROOT / "environment.yml").read_text())["dependencies"]
+PIP_SECTION = next(entry["pip"] for entry in CONDA if isinstance(entry, dict))
+CONSTRAINTS = {
+    canonicalize_name(requirement.name): requirement
+    for line in (ROOT / "constraints.txt").read_text().splitlines()
+    if line and not line.startswith("#")
+    for requirement in [Requirement(line)]
+}
+
+
+def pin(name: str) -> Version:
+    (specifier,) = CONSTRAINTS[canonicalize_name(name)].specifier
+    assert specifier.operator == "==", f"{name} is not pinned"
+    return Version(specifier.version)
+
+
+def test_conda_has_every_dependency_with_the_same_floor():
+    conda = {str(Requirement(line)) for line in PIP_SECTION if not line.startswith("-e")}
+    assert conda == {str(requirement) for requirement in pins.direct()}
+
+
+def test_conda_installs_the_package_and_the_same_python():
+    assert "-e ." in PIP_SECTION
+    assert "python>=3.11" in CONDA
+    assert 'requires-python = ">=3.11"' in (ROOT / "pyproject.toml").read_text()
+
+
+@pytest.mark.parametrize("requirement", pins.direct(), ids=str)
+def test_every_dependency_has_a_floor_and_a_pin_that_it_admits(requirement):
+    assert pins.floor(requirement)
+    assert pin(requirement.name) in requirement.specifier
+
+
+def test_pins_are_exact_and_carry_no_build_tag():
+    versions = [pin(name) for name in CONSTRAINTS]
+    assert not [version for version in versions if version.local]
+
+
+def test_pins_are_those_the_course_was_written_with():
+    assert (str(pin("torch")), str(pin("transformers"))) == ("2.13.0", "5.23.0")
+
+
+def is_exact_set() -> bool:
+    """Whether this environment holds every direct dependency at its pin."""
+    try:
+        return all(Version(version(r.name)).public == str(pin(r.name)) for r in pins.direct())
+    except PackageNotFoundError:
+        return False
+
+
+@pytest.mark.skipif(not is_exact_set(), reason="this environment was made with other versions than constraints.txt")
+def test_pins_cover_what_the_dependencies_bring():
+    missing = {Requirement(line).name for line in pins.installed()} - set(CONSTRAINTS)
+    # A CUDA build of torch and other systems bring packages that the pinned set does not know.
+    assert not {name for name in missing if not name.startswith(("nvidia-", "cuda-", "triton"))}
+
+
+def test_floors_are_the_lowest_that_pyproject_admits():
+    floors = pins.floors()
+    assert "torch==2.11" in floors and "transformers==5.15" in floors
+    assert len(floors) == len({canonicalize_name(requirement.name) for requirement in pins.direct()})
+
+
+def test_a_dependency_without_a_floor_is_refused():
+    with pytest.raises(ValueError, match=r"exactly one floor, like rich>=1\.0"):
+        pins.floor(Requirement("rich<15"))
+
+
+def test_ci_calls_make_test_and_can_be_executed():
+    script = ROOT / ".ci" / "run"
+    assert os.access(script, os.X_OK)
+    assert script.read_text().splitlines()[-1] == "exec make test"
+    subprocess.run(["bash", "-n", script], check=True)
+
+
+def test_make_help_names_every_target():
+    text = subprocess.run(["make", "help"], cwd=ROOT, check=True, capture_output=True, text=True).stdout
+    targets = re.search(r"^\.PHONY: (.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)[1].split()
+    assert [name for name in targets if name != "help" and f"make {name} " not in text] == []
+
+
+def test_make_runs_nothing_by_default():
+    plan = subprocess.run(["make", "-n"], cwd=ROOT, check=True, capture_output=True, text=True).stdout
+    assert [line for line in plan.splitlines() if not line.startswith("echo")] == []

@@ -1,0 +1,89 @@
+"""nbval as `make test` runs it: a claim that changed fails, and only tagged lines are left out of the comparison."""
+
+import os
+import re
+import subprocess
+import sys
+
+import canonical
+import pytest
+import settings
+from nbval.plugin import get_sanitize_patterns
+from scratch import code
+from vramlab.live import live, stamp
+
+
+@pytest.fixture
+def nbval(tmp_path):
+    """A function that runs nbval as `make test` does and gives (exit status, output)."""
+
+    def verdict(notebook) -> tuple[int, str]:
+        path = tmp_path / "99_scratch.ipynb"
+        path.write_text(canonical.text(notebook))
+        sanitize = settings.TOOLS / "sanitize.cfg"
+        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", "--nbval"]
+        command += ["--nbval-current-env", "--nbval-cell-timeout=60", f"--nbval-sanitize-with={sanitize}", str(path)]
+        run = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+        return run.returncode, run.stdout + run.stderr
+
+    return verdict
+
+
+def test_the_good_notebook_passes(notebook, nbval):
+    status, output = nbval(notebook)
+    assert status == 0 and "4 passed" in output
+
+
+def test_nbval_refuses_a_changed_claim(notebook, nbval):
+    code(notebook, "claim").outputs[0].text = "peak 2.651 GiB\n"
+    status, output = nbval(notebook)
+    assert status == 1 and "1 failed, 3 passed" in output and "Cell 1: Cell outputs differ" in output
+
+
+def test_nbval_leaves_out_tagged_lines_and_nothing_else(notebook, nbval):
+    """Another machine's stamp and time pass; the same cell fails when an untagged line or the tags' number differs."""
+    live = code(notebook, "live")
+    live.outputs[0].text = "machine: Python 3.13\nmachine: a GPU\nmachine: another\n⏱ took 99.0 s\n"
+    assert nbval(notebook)[0] == 0
+    live.outputs[0].text += "⏱ took 99.0 s\n"
+    assert nbval(notebook)[0] == 1
+
+
+@pytest.mark.parametrize(
+    "line", ["took 99.0 s", "peak ⏱ 99.0 s", " ⏱ took 99.0 s", "⏱took 99.0 s", "machine 99", "the machine: 99 GiB"]
+)
+def test_only_whole_lines_that_begin_with_the_tag_are_left_out(line, sanitize):
+    assert sanitize(f"{line}\n") == f"{line}\n"
+
+
+def test_sanitizer_keeps_claims_between_tagged_lines(sanitize):
+    text = "machine: A\nmachine: B\npeak 2.650 GiB\n⏱ 3 s\n⏱ 4 s\nloss 3.14"
+    assert sanitize(text) == "machine\npeak 2.650 GiB\n⏱\n⏱\nloss 3.14"
+
+
+@pytest.fixture
+def sanitize():
+    """nbval's own sanitizing with the project's file."""
+    patterns = get_sanitize_patterns((settings.TOOLS / "sanitize.cfg").read_text())
+    assert len(patterns) == 2
+
+    def applied(text: str) -> str:
+        for pattern, replacement in patterns:
+            text = re.sub(pattern, replacement, text)
+        return text
+
+    return applied
+
+
+def test_live_tags_every_line(capsys, sanitize):
+    live("step", 1.5, "s\nrss 3")
+    stamp()
+    text = capsys.readouterr().out
+    assert text.startswith("⏱ step 1.5 s\n⏱ rss 3\nmachine: Python 3.")
+    assert "torch 2." in text and "no GPU" in text
+    assert sanitize(text) == "⏱\n⏱\nmachine\n"
+
+
+def test_kernels_draw_inline():
+    """An inherited MPLBACKEND would leave every figure out of the outputs."""
+    assert "MPLBACKEND" not in os.environ and "MPLBACKEND" not in {**settings.DETERMINISTIC, **settings.OFFLINE}

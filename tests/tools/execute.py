@@ -1,0 +1,147 @@
+"""Run notebooks top to bottom in a fresh kernel of this very interpreter.
+
+As a script, re-runs notebooks in place (`make notebooks`): a notebook that fails stays as it was, and the rest go on.
+"""
+
+import argparse
+import re
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import canonical
+import nbformat
+import settings
+from ipykernel.kernelspec import get_kernel_dict
+from jupyter_client.kernelspec import KernelSpec
+from jupyter_client.manager import AsyncKernelManager
+from nbclient import NotebookClient
+from nbclient.exceptions import CellExecutionError, CellTimeoutError, DeadKernelError
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+CELL_TIMEOUT = 1800  # seconds; a GPU chapter may train for minutes in one cell
+ANSI = re.compile(r"\x1b\[[0-9;]*m")
+
+
+class ThisInterpreter(AsyncKernelManager):
+    """Starts kernels of the running interpreter, whatever "python3" means in the user's own Jupyter settings."""
+
+    @property
+    def kernel_spec(self) -> KernelSpec:
+        return KernelSpec(**get_kernel_dict())
+
+
+@dataclass
+class Run:
+    """One notebook's run: the executed notebook, seconds, and where and why it stopped (cell 0: it ended well)."""
+
+    path: Path
+    notebook: nbformat.NotebookNode
+    seconds: float
+    failed_cell: int = 0
+    error: str = ""
+
+    @property
+    def title(self) -> str:
+        """The notebook's own title, or its file name when it has none."""
+        heading = re.search(r"^# (.+)$", self.notebook.cells[0].source if self.notebook.cells else "", re.MULTILINE)
+        return heading[1] if heading else self.path.stem
+
+
+def run(path: Path, on_cell: Callable[[], None] = lambda: None, timeout: int = CELL_TIMEOUT) -> Run:
+    """Execute a copy of the notebook at `path`, in its own folder; `on_cell` is called after each cell that runs."""
+    notebook = nbformat.read(path, as_version=4)
+    for cell in notebook.cells:
+        if cell.cell_type == "code":
+            cell.outputs, cell.execution_count = [], None
+    client = NotebookClient(
+        notebook,
+        kernel_manager_class=ThisInterpreter,
+        resources={"metadata": {"path": str(path.parent)}},
+        timeout=timeout,
+        startup_timeout=300,
+        record_timing=False,
+        coalesce_streams=True,
+        on_cell_executed=lambda **_: on_cell(),
+    )
+    start = time.monotonic()
+    result = Run(path, notebook, 0.0)
+    try:
+        client.execute()
+    except CellExecutionError as error:
+        result.error = f"{error.ename}: {error.evalue}"
+    except CellTimeoutError:
+        result.error = f"the cell took longer than {timeout} s"
+    except DeadKernelError:
+        result.error = "the kernel died (was it killed for its memory?)"
+    result.seconds = time.monotonic() - start
+    if result.error:
+        result.failed_cell = _last_started(notebook)
+    return result
+
+
+def _last_started(notebook: nbformat.NotebookNode) -> int:
+    """The number, counted from 1 over all cells, of the last code cell that a kernel began to run."""
+    code = [number for number, cell in enumerate(notebook.cells, 1) if cell.cell_type == "code" and cell.source.strip()]
+    started = [number for number in code if notebook.cells[number - 1].execution_count is not None]
+    return started[-1] if started else code[0]
+
+
+def run_all(paths: list[Path], console: Console, done: Callable[[Run], None]) -> list[Run]:
+    """Run every notebook under one progress bar that counts cells; one plain line a notebook where nobody watches."""
+    counts = {path: _code_cells(path) for path in paths}
+    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
+    runs = []
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+        bar = progress.add_task("cells", total=sum(counts.values()))
+        before = 0
+        for path in paths:
+            progress.update(bar, description=path.stem, completed=before)
+            result = run(path, on_cell=lambda: progress.advance(bar))
+            before += counts[path]
+            runs.append(result)
+            done(result)
+            mark = f"failed in cell {result.failed_cell}" if result.error else "ok"
+            progress.console.print(f"{path.stem}  {result.seconds:.0f} s  {mark}", highlight=False, markup=False)
+        progress.update(bar, completed=before)
+    return runs
+
+
+def _code_cells(path: Path) -> int:
+    notebook = nbformat.read(path, as_version=4)
+    return sum(cell.cell_type == "code" and bool(cell.source.strip()) for cell in notebook.cells)
+
+
+def failures(runs: list[Run]) -> list[str]:
+    """One line for each notebook that stopped: its name, the cell, that cell's first line, the error."""
+    lines = []
+    for result in runs:
+        if result.error:
+            first = result.notebook.cells[result.failed_cell - 1].source.strip().split("\n", 1)[0]
+            lines.append(f"{result.path.name}, cell {result.failed_cell} ({first}): {ANSI.sub('', result.error)}")
+    return lines
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("notebooks", nargs="*", type=Path, help="all of the course when none is named")
+    paths = parser.parse_args().notebooks or settings.all_notebooks()
+    settings.apply(deterministic=True)
+    for path in paths:  # the set-up cell and the badge first, so that what runs is what is stored
+        canonical.write(path)
+
+    def keep(result: Run) -> None:
+        if not result.error:
+            result.path.write_text(canonical.text(result.notebook), encoding="utf-8")
+            canonical.write(result.path)
+
+    wrong = failures(run_all(paths, Console(), keep))
+    print(*wrong, sep="\n", file=sys.stderr)
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

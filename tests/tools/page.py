@@ -1,0 +1,65 @@
+"""Executed notebooks as web pages that need no network: styles and figures inside, formulas as MathML, no scripts."""
+
+import re
+from pathlib import Path
+
+import canonical
+import nbformat
+from execute import Run
+from jinja2 import Environment, FileSystemLoader, pass_context
+from latex2mathml.converter import convert
+from nbconvert import HTMLExporter
+from nbconvert.filters.markdown_mistune import IPythonRenderer, MarkdownWithMath
+from settings import TOOLS
+
+TEMPLATES = FileSystemLoader(TOOLS / "templates")
+
+
+class MathML(IPythonRenderer):
+    """Markdown whose formulas every current browser draws by itself."""
+
+    def block_math(self, body: str) -> str:
+        return _formula(body, "block") or super().block_math(body)
+
+    def inline_math(self, body: str) -> str:
+        return _formula(body, "inline") or super().inline_math(body)
+
+    def latex_environment(self, name: str, body: str) -> str:
+        tex = f"\\begin{{{name}}}{body}\\end{{{name}}}"
+        return _formula(tex, "block") or super().latex_environment(name, body)
+
+
+def _formula(tex: str, display: str) -> str:
+    """MathML, or "" for a formula that the converter cannot read: it is then shown as it was written."""
+    try:
+        return convert(tex, display=display)
+    except Exception:  # it raises a dozen kinds, IndexError among them
+        return ""
+
+
+class Exporter(HTMLExporter):
+    @pass_context
+    def markdown2html(self, context, source: str) -> str:
+        return MarkdownWithMath(renderer=MathML(escape=False, exclude_anchor_links=True)).render(source)
+
+
+def chapter(run: Run) -> str:
+    """The executed notebook as one HTML page."""
+    notebook = nbformat.from_dict(run.notebook)
+    for cell in notebook.cells:
+        if cell.cell_type == "markdown":  # the badge is a picture from the network
+            cell.source = re.sub(r"\[!\[Open in Colab\]\(\S+\)\]", "[Open in Colab]", cell.source)
+    exporter = Exporter(template_name="lab", template_file="chapter.html.j2", extra_loaders=[TEMPLATES])
+    return exporter.from_notebook_node(notebook, {"metadata": {"name": run.title}})[0]
+
+
+def index(runs: list[Run], machine: str, witnesses: str = "") -> str:
+    """The front page: each chapter with its result and time, then the table of the three witnesses as text."""
+    template = Environment(loader=TEMPLATES, autoescape=True).get_template("index.html.j2")
+    return template.render(runs=runs, machine=machine, witnesses=witnesses)
+
+
+def save(run: Run, folder: Path) -> None:
+    """Write the executed notebook and its page into `folder`."""
+    (folder / run.path.name).write_text(canonical.text(run.notebook), encoding="utf-8")
+    (folder / f"{run.path.stem}.html").write_text(chapter(run), encoding="utf-8")

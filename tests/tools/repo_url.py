@@ -1,0 +1,48 @@
+"""Write the repository's address where it is needed: pyproject.toml, the README, every badge and set-up cell."""
+
+import re
+import sys
+from pathlib import Path
+
+import canonical
+import settings
+
+ADDRESS = re.compile(r"https://github\.com/[\w.-]+/[\w.-]+")
+
+
+def change(new: str, root: Path = settings.ROOT) -> list[Path]:
+    """Replace the repository's address by `new` under `root`; the files that changed. ValueError on a bad one."""
+    new = new.removesuffix("/").removesuffix(".git")
+    if not ADDRESS.fullmatch(new):
+        raise ValueError(f"the address is {new!r}, but it must read like https://github.com/OWNER/NAME")
+    old, owner_name = settings.repository_url(root), new.removeprefix("https://github.com/")
+    # A badge's target holds owner and name behind Colab's own address.
+    address = re.compile(r"(github\.com/|/github/)" + re.escape(old.removeprefix("https://github.com/")) + r"(?![\w-])")
+    changed = []
+    for path in (root / "pyproject.toml", root / "README.md"):
+        text = path.read_text(encoding="utf-8") if path.exists() else ""
+        written = address.sub(lambda match: match[1] + owner_name, text)
+        if written != text:
+            path.write_text(written, encoding="utf-8")
+            changed.append(path)
+    notebooks = root / "notebooks"
+    for path in [*notebooks.glob("[0-9]*.ipynb"), *notebooks.glob("solutions/*.ipynb")]:
+        if canonical.write(path, new, root):
+            changed.append(path)
+    return changed
+
+
+def main() -> int:
+    if len(sys.argv) != 2 or not sys.argv[1]:
+        print(f"now {settings.repository_url()}; change it by: make repo-url URL=https://github.com/OWNER/NAME")
+        return 1
+    try:
+        print(*(f"wrote {path.relative_to(settings.ROOT)}" for path in change(sys.argv[1])), sep="\n")
+    except ValueError as error:
+        print(f"{error}.", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,47 @@
+"""Where things are, and the surroundings in which notebooks and tests give the same output on every machine."""
+
+import os
+import tomllib
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+TOOLS = ROOT / "tests" / "tools"
+NOTEBOOKS = ROOT / "notebooks"
+
+# Kernels and worker processes inherit these. No MPLBACKEND: a kernel that inherits one draws nothing inline.
+DETERMINISTIC = {
+    "CUDA_VISIBLE_DEVICES": "",  # stored outputs are those of a CPU run, so that any machine can compare them
+    "COLUMNS": "120",  # text tables wrap at the terminal's width
+    "OMP_NUM_THREADS": "1",  # CPU attention allocates one buffer per thread
+    "PYTHONHASHSEED": "0",
+    "PYTHONUTF8": "1",
+}
+OFFLINE = {
+    "HF_HUB_OFFLINE": "1",  # models come from shapes, so a request to the hub is a mistake
+    "HF_DATASETS_OFFLINE": "1",
+    "TOKENIZERS_PARALLELISM": "false",  # or tokenizers warn on stderr after a fork
+    "PYDEVD_DISABLE_FILE_VALIDATION": "1",  # or Python 3.11 kernels warn on stderr about frozen modules
+}
+
+
+def apply(deterministic: bool) -> None:
+    """Set the surroundings for this process and those it starts; what the user has set stays unless `deterministic`."""
+    for name, value in OFFLINE.items():
+        os.environ.setdefault(name, value)
+    if deterministic:
+        os.environ.update(DETERMINISTIC)
+
+
+def chapters() -> list[Path]:
+    """The chapters' notebooks in the order of the course."""
+    return sorted(NOTEBOOKS.glob("[0-9]*.ipynb"))
+
+
+def all_notebooks() -> list[Path]:
+    """Every notebook that is checked: chapters, then solutions."""
+    return chapters() + sorted((NOTEBOOKS / "solutions").glob("*.ipynb"))
+
+
+def repository_url(root: Path = ROOT) -> str:
+    """The repository's address, from the one place where it stands: `[project.urls]` in pyproject.toml."""
+    return tomllib.loads((root / "pyproject.toml").read_text())["project"]["urls"]["Repository"]
