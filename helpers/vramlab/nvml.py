@@ -5,7 +5,7 @@ gives an answer too. Nothing here raises.
 """
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -129,6 +129,15 @@ def nvml_snapshot(index: int = 0) -> Sensors:
         return Sensors(False, index, f"GPU {index} does not answer ({_say(error)})")
     finally:
         _quiet(pynvml.nvmlShutdown)
+
+
+def all_sensors() -> Iterator[Sensors]:
+    """The sensors of every GPU that this process may use, none on a machine without NVML."""
+    for index in range(64):
+        seen = nvml_snapshot(index)
+        if not seen.available:
+            return
+        yield seen
 
 
 def _read(nvml: Any, index: int) -> Sensors:
