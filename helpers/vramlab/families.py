@@ -129,19 +129,25 @@ def _ask_transformers(name: str, config: dict[str, Any]) -> Family:
 
     try:
         full = AutoConfig.for_model(**config)
-    except (ValueError, TypeError, KeyError) as error:
-        reason = str(error).strip().splitlines()[0].rstrip(".")
-        raise RecipeError("model", name, f"transformers cannot read its configuration: {reason}") from error
+    except Exception as error:  # each configuration class has its own ways to refuse
+        raise RecipeError("model", name, f"transformers cannot read its configuration: {reason(error)}") from error
     tables = {task: getattr(modeling_auto, table, {}) for task, table in AUTO_TABLE.items()}
     classes = {task: table[full.model_type] for task, table in tables.items() if full.model_type in table}
     classes = {task: c if isinstance(c, str) else c[0] for task, c in classes.items()}
+    if getattr(full, "is_encoder_decoder", False) or "masked-lm" in classes:
+        classes.pop("causal-lm", None)  # half of the model, or an encoder made to look back only
     if not classes:
-        raise RecipeError("model", name, f"a {full.model_type} has none of the heads " + ", ".join(CLASS_SUFFIX))
+        raise RecipeError("model", name, f"a {full.model_type} has no head for any of " + ", ".join(CLASS_SUFFIX))
     for key, value in full.to_dict().items():
         config.setdefault(key, value)
     for key in ("hidden_size", "num_hidden_layers", "num_attention_heads", "head_dim"):  # other names of the same
         value = getattr(full, key, None)
         if isinstance(value, int):
             config.setdefault(key, value)
-    rope = config.get("rope_parameters")
-    return Family(classes, tied=bool(full.tie_word_embeddings), rotary=1.0 if rope else 0.0)
+    tied = bool(getattr(full, "tie_word_embeddings", False))
+    return Family(classes, tied=tied, rotary=1.0 if config.get("rope_parameters") else 0.0)
+
+
+def reason(error: Exception) -> str:
+    """The line of another library's error that says what is wrong."""
+    return str(error.__cause__ or error).strip().splitlines()[0].rstrip(".")

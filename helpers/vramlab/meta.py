@@ -5,6 +5,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from .errors import RecipeError
+from .families import reason
 
 if TYPE_CHECKING:
     import torch
@@ -35,6 +36,30 @@ def read_off(s: "Shape") -> tuple[tuple, tuple]:
     return tuple(weights), tuple(buffers)
 
 
+def describe(s: "Shape") -> dict[str, object]:
+    """Fields of `Shape` that only the model shows: `head`, `norm`, `gated_mlp` and an image's tokens.
+
+    Raises:
+        RecipeError: as `read_off` does.
+    """
+    weights, _ = read_off(s)
+    bias = any(kind == "norm" and name.endswith("bias") for name, _, kind, _ in weights)
+    found = {
+        "norm": "layernorm" if bias else "rmsnorm",
+        "gated_mlp": any("gate" in name and kind == "linear" for name, _, kind, _ in weights),
+    }
+    model = build(s)
+    output = model.get_output_embeddings()
+    heads = [name for name, module in model.named_modules() if output is not None and module is output]
+    heads += [name for name in ("score", "classifier") if hasattr(model, name)]
+    found["head"] = heads[0] if heads else s.head
+    if s.image_tokens:  # some models have more tokens than patches and a class
+        tables = [shape[-2] for name, shape, _, _ in weights if "position_embedding" in name and len(shape) > 1]
+        found["image_tokens"] = found["max_positions"] = tables[0] if tables else s.image_tokens
+    return found
+
+
+@lru_cache(maxsize=4)
 def build(s: "Shape") -> "torch.nn.Module":
     """The transformers model of `s` in fp32 on the meta device. Raises RecipeError if transformers cannot build it."""
     import torch
@@ -46,9 +71,8 @@ def build(s: "Shape") -> "torch.nn.Module":
         config = transformers.AutoConfig.for_model(**s.config)
         with torch.device("meta"):
             return getattr(transformers, AUTO_CLASS[s.task]).from_config(config, dtype=torch.float32)
-    except (KeyError, ValueError, TypeError, AttributeError, ImportError) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise RecipeError("model", s.name, f"transformers cannot build it for {s.task}: {reason}") from error
+    except Exception as error:  # each model class has its own ways to refuse
+        raise RecipeError("model", s.name, f"transformers cannot build it for {s.task}: {reason(error)}") from error
 
 
 def _kind(name: str, parameter: "torch.nn.Parameter", module: "torch.nn.Module") -> str:

@@ -1,5 +1,6 @@
 """The shapes of models: sizes, heads and layers read from a published configuration, without torch or transformers."""
 
+import dataclasses
 import json
 import os
 from collections.abc import Mapping
@@ -18,7 +19,7 @@ __all__ = ["Shape", "Weight", "model_names", "read_shape"]
 # Configurations name the same size differently; the first name found counts.
 SIZES = {
     "hidden_size": ("hidden_size", "n_embd", "d_model", "n_embed"),
-    "num_layers": ("num_hidden_layers", "n_layer", "num_layers", "n_layers"),
+    "num_layers": ("num_hidden_layers", "n_layer", "num_layers", "n_layers", "encoder_layers"),
     "num_heads": ("num_attention_heads", "n_head", "num_heads", "n_heads"),
     "vocab_size": ("vocab_size",),
     "num_kv_heads": ("num_key_value_heads", "num_kv_heads", "n_head_kv"),
@@ -173,7 +174,7 @@ def _shape(name: str, hub_id: str | None, text: str, num_layers: int | None, tas
     others = {key: _first(config, names, family.defaults.get(key)) for key, names in OTHERS.items()}
     others["embedding_dropout"] = _embedding_dropout(config, others)
     may_tie = task in ("causal-lm", "masked-lm", "seq2seq-lm")
-    return Shape(
+    shape = Shape(
         name=name,
         family=config["model_type"],
         task=task,
@@ -191,6 +192,14 @@ def _shape(name: str, hub_id: str | None, text: str, num_layers: int | None, tas
         image_tokens=sizes["max_positions"] if task == "image-classification" else 0,
         dtype=config.get("dtype") or config.get("torch_dtype"),
     )
+    return shape if shape.family in FAMILIES else _look_up(shape)
+
+
+def _look_up(shape: Shape) -> Shape:
+    """`shape`, with what no configuration says taken from the model itself."""
+    from .meta import describe
+
+    return dataclasses.replace(shape, **describe(shape))
 
 
 def _parse(name: str, text: str) -> dict[str, Any]:
@@ -232,7 +241,7 @@ def _size(name: str, config: dict[str, Any], size: str, family: Family) -> int |
     """One size of `config`, None when it may be absent and is."""
     key = next((key for key in SIZES[size] if config.get(key) is not None), SIZES[size][0])
     value = config.get(key)
-    if value is None:
+    if value is None or (size == "sliding_window" and not value):
         if size in REQUIRED or (size == "vocab_size" and "image-classification" not in family.tasks):
             raise RecipeError(f"model.{key}", None, f"the configuration of {name} must say it")
         return None if key in config and size == "sliding_window" else family.defaults.get(size)
@@ -295,7 +304,7 @@ def _embedding_dropout(config: dict[str, Any], others: dict[str, Any]) -> float 
 
 def _rotary_dim(config: dict[str, Any], family: Family, head_dim: int) -> int:
     """Channels of each head that are rotated, under the names that configurations of all ages use."""
-    if not family.rotary or (config["model_type"] not in FAMILIES and not config.get("rope_parameters")):
+    if not family.rotary:
         return 0
     rope = config.get("rope_parameters") or {}
     share = rope.get("partial_rotary_factor", config.get("partial_rotary_factor", config.get("rotary_pct")))
