@@ -1,0 +1,316 @@
+"""The command line builds the recipe asked for, prints what the witnesses return, and fails in one sentence."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from types import SimpleNamespace
+
+import pytest
+import vramlab
+from typer.testing import CliRunner
+from vramlab.cli import app
+from vramlab.errors import MeasurementError, RecordError
+from vramlab.gpu import find_gpu, gpu_names
+from vramlab.recipe import LoRA, Quantization, Recipe, Sharding
+from vramlab.report import Bytes, GiB, Interval, Phase, Report
+
+
+def run(*words):
+    return CliRunner().invoke(app, list(words))
+
+
+def report(source="predicted", recipe=None, target="cuda", total=GiB, status="ok", **more):
+    split = Bytes(parameters=total // 2, activations=total - total // 2)
+    phases = {"forward": Phase(split, split)} if status == "ok" else {}
+    title = str(recipe) if recipe else "a recipe"
+    return Report(source, recipe and recipe.to_dict(), title, target, phases, split, "forward", status, **more)
+
+
+@pytest.fixture
+def asked(monkeypatch):
+    """Witnesses that only note what they were asked: what the options mean is looked at apart from the answers."""
+    seen = SimpleNamespace(recipes=[], options=[])
+
+    def witness(source):
+        def answer(recipe, **options):
+            seen.recipes.append(recipe)
+            seen.options.append((source, options))
+            return report(source, recipe, options.get("target", "cpu" if source == "measured" else "cuda"))
+
+        return answer
+
+    for name, source in (("predict", "predicted"), ("simulate", "simulated"), ("measure", "measured")):
+        monkeypatch.setattr(vramlab, name, witness(source), raising=False)
+    return seen
+
+
+# Each option beside the field it sets; the recipe must be exactly this and nothing else.
+OPTIONS = [
+    ("", {}),
+    ("--batch-size 4 --seq-len 128", {"batch_size": 4, "seq_len": 128}),
+    ("--precision fp16-mixed", {"precision": "fp16-mixed"}),
+    ("--optim sgd --optim-args momentum=0.9", {"optim": "sgd", "optim_args": "momentum=0.9"}),
+    ("--gradient-checkpointing", {"gradient_checkpointing": True}),
+    ("--gradient-accumulation-steps 8", {"gradient_accumulation_steps": 8}),
+    ("--attn-implementation eager", {"attn_implementation": "eager"}),
+    ("--torch-compile", {"torch_compile": True}),
+    ("--num-layers 3 --task causal-lm", {"num_layers": 3, "task": "causal-lm"}),
+    ("--loop plain", {"loop": "plain"}),
+    ("--lora-r 16", {"lora": LoRA(r=16)}),
+    ("--lora-alpha 32 --lora-dropout 0.1", {"lora": LoRA(lora_alpha=32, lora_dropout=0.1)}),
+    ("--lora-target c_attn,c_proj", {"lora": LoRA(target_modules=("c_attn", "c_proj"))}),
+    ("--lora-target c_attn --lora-target c_proj", {"lora": LoRA(target_modules=("c_attn", "c_proj"))}),
+    ("--lora-r 4 --lora-target all-linear", {"lora": LoRA(r=4, target_modules="all-linear")}),
+    ("--lora-r 8 --quantization nf4", {"lora": LoRA(), "quantization": Quantization("nf4")}),
+    ("--lora-r 8 --quantization fp4 --double-quant",
+     {"lora": LoRA(), "quantization": Quantization("fp4", double=True)}),
+    ("--lora-r 8 --double-quant", {"lora": LoRA(), "quantization": Quantization("nf4", double=True)}),
+    ("--lora-r 8 --quantization int8 --precision bf16-true",
+     {"lora": LoRA(), "quantization": Quantization("int8"), "precision": "bf16-true"}),
+    ("--stage 2 --world-size 4", {"sharding": Sharding(2, 4)}),
+    ("--world-size 8 --engine deepspeed --offload optimizer", {"sharding": Sharding(3, 8, "deepspeed", "optimizer")}),
+    ("--world-size 2 --engine ddp", {"sharding": Sharding(0, 2, "ddp")}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("words", "fields"), OPTIONS)
+def test_options_make_the_recipe(asked, words, fields):
+    result = run("predict", "gpt2", *words.split())
+    assert result.exit_code == 0, result.output
+    assert asked.recipes == [Recipe("gpt2", **fields)]
+
+
+def test_every_field_of_a_recipe_can_be_set():
+    import inspect
+
+    from vramlab.cli_recipe import recipe
+
+    options = set(inspect.signature(recipe).parameters)
+    fields = set(inspect.signature(Recipe).parameters)
+    assert fields - options == {"lora", "sharding"}  # these have options of their own, tested above
+
+
+@pytest.mark.parametrize("command", ["predict", "simulate", "measure", "compare"])
+def test_all_commands_take_the_same_recipe(asked, monkeypatch, command):
+    monkeypatch.setattr(vramlab, "compare", lambda *r: "a table", raising=False)
+    result = run(command, "gpt2", "--batch-size", "3", "--lora-r", "2")
+    assert result.exit_code == 0, result.output
+    assert set(asked.recipes) == {Recipe("gpt2", batch_size=3, lora=LoRA(r=2))}
+
+
+def test_model_by_path(asked, tmp_path):
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({"model_type": "gpt2", "n_embd": 64, "n_layer": 2, "n_head": 4, "vocab_size": 100}))
+    assert run("predict", str(path)).exit_code == 0
+    assert asked.recipes[0].shape.num_layers == 2
+
+
+def test_witnesses_get_their_options(asked):
+    run("predict", "gpt2", "--gpu", "tesla t4")
+    run("simulate", "gpt2", "--target", "cpu", "--gpu", "L4")
+    run("measure", "gpt2", "--repeats", "2")
+    assert asked.options == [
+        ("predicted", {"gpu": "T4"}),
+        ("simulated", {"target": "cpu", "gpu": "L4"}),
+        ("measured", {"repeats": 2}),
+    ]
+
+
+def test_json_is_the_report_and_nothing_else(asked):
+    result = run("predict", "gpt2", "--json", "--gpu", "T4")
+    assert Report.from_json(result.stdout).to_dict() == report(recipe=Recipe("gpt2")).to_dict()
+    assert json.loads(result.stdout)["peak"]["total"] == GiB
+
+
+def test_text_is_the_reports_own(asked):
+    assert str(report(recipe=Recipe("gpt2"))) in run("predict", "gpt2").stdout
+
+
+@pytest.mark.parametrize(
+    ("needs", "answer"),
+    [
+        (
+            {"process": Interval(8 * GiB, 9 * GiB, 10 * GiB)},
+            "fits: T4 has 14.562 GiB, the process needs 9.000 GiB (8",
+        ),
+        ({"process": Interval(14 * GiB, 15 * GiB, 16 * GiB)}, "may not fit: T4"),
+        ({"process": Interval(15 * GiB, 16 * GiB, 17 * GiB)}, "does not fit: T4"),
+        ({"reserved": 20 * GiB}, "does not fit: T4 has 14.562 GiB, the process needs 20.000 GiB"),
+        ({"total": 3 * GiB}, "fits: T4"),
+    ],
+)
+def test_verdict_on_a_gpu(monkeypatch, needs, answer):
+    monkeypatch.setattr(vramlab, "predict", lambda recipe, gpu: report(recipe=recipe, **needs), raising=False)
+    last = run("predict", "gpt2", "--gpu", "T4").stdout.splitlines()[-1]
+    assert last.startswith(answer)
+
+
+def test_compare_shows_predicted_and_simulated(asked, monkeypatch):
+    got = []
+    table = SimpleNamespace(to_dict=lambda: {"rows": [1]})
+    monkeypatch.setattr(vramlab, "compare", lambda *reports: got.append(reports) or table, raising=False)
+    assert json.loads(run("compare", "gpt2", "--json").stdout) == {"rows": [1]}
+    assert [r.source for r in got[0]] == ["predicted", "simulated"]
+
+
+def test_compare_simulates_the_device_that_was_measured(asked, monkeypatch):
+    got = []
+    monkeypatch.setattr(vramlab, "compare", lambda *reports: got.append(reports) or "a table", raising=False)
+    assert run("compare", "gpt2", "--measure").exit_code == 0
+    assert [(r.source, r.target) for r in got[0]] == [("predicted", "cuda"), ("simulated", "cpu"), ("measured", "cpu")]
+
+
+# ── what goes wrong ─────────────────────────────────────────────────────────────────────────────────────────────────
+
+WRONG = [
+    ("gpt9", "", "did you mean 'gpt2'"),
+    ("no/such/config.json", "", "model"),
+    ("gpt2", "--batch-size 0", "batch_size"),
+    ("gpt2", "--batch-size -3", "batch_size"),
+    ("gpt2", "--seq-len 2048", "1024 positions"),
+    ("gpt2", "--precision bf17", "'bf16-mixed'"),
+    ("gpt2", "--optim adamw_nice", "'adamw_torch'"),
+    ("gpt2", "--optim-args momentum", "momentum=0.9"),
+    ("gpt2", "--lora-r 0", "lora.r"),
+    ("gpt2", "--lora-target nothing", "nothing"),
+    ("gpt2", "--quantization nf4", "lora=LoRA"),
+    ("gpt2", "--quantization int8 --double-quant --lora-r 8", "double"),
+    ("gpt2", "--stage 4", "sharding.stage"),
+    ("gpt2", "--stage 1 --engine fsdp", "shards gradients"),
+    ("gpt2", "--world-size 2 --engine horovod", "'ddp'"),
+    ("gpt2", "--loop while", "'trainer'"),
+    ("gpt2", "--task knitting", "'causal-lm'"),
+    ("gpt2", "--precision bf16-mixed --gpu T4", "7.5"),
+    ("gpt2", "--precision tf32 --gpu V100", "7.0"),
+    ("gpt2", "--gpu T5", "did you mean 'T4'"),
+]
+
+
+@pytest.mark.parametrize(("model", "words", "why"), WRONG)
+def test_wrong_request_is_one_sentence_and_status_2(asked, model, words, why):
+    result = run("predict", model, *words.split())
+    assert result.exit_code == 2 and result.stdout == ""
+    assert why in result.stderr and result.stderr.count("\n") == 1 and "Traceback" not in result.output
+    assert asked.recipes == [], "refused before anything was computed"
+
+
+@pytest.mark.parametrize("error", [MeasurementError("The child was killed."), RecordError("There is no record.")])
+def test_the_packages_own_errors_are_sentences(monkeypatch, error):
+    def fail(recipe, **options):
+        raise error
+
+    monkeypatch.setattr(vramlab, "measure", fail, raising=False)
+    result = run("measure", "gpt2")
+    assert (result.exit_code, result.stdout, result.stderr) == (2, "", f"{error}\n")
+
+
+def test_errors_that_are_bugs_are_not_hidden(monkeypatch):
+    def fail(recipe, **options):
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(vramlab, "predict", fail, raising=False)
+    assert isinstance(run("predict", "gpt2").exception, ZeroDivisionError)
+
+
+def test_unknown_option_is_refused(asked):
+    result = run("predict", "gpt2", "--batchsize", "4")
+    assert result.exit_code == 2 and "--batchsize" in result.output and asked.recipes == []
+
+
+@pytest.mark.parametrize(("status", "code"), [("oom", 3), ("error", 1), ("ok", 0)])
+@pytest.mark.parametrize("style", [[], ["--json"]])
+def test_status_of_the_report_is_the_exit_status_and_the_report_is_shown(monkeypatch, status, code, style):
+    ran = report("measured", status=status, message="asked for 2 GiB, 1 GiB was free")
+    monkeypatch.setattr(vramlab, "measure", lambda recipe, repeats: ran, raising=False)
+    result = run("measure", "gpt2", *style)
+    assert result.exit_code == code
+    assert result.stdout.strip() == (ran.to_json(indent=2) if style else str(ran))
+    assert ("asked for 2 GiB" in result.stdout) or (status == "ok" and not style)
+
+
+def test_compare_with_a_run_out_of_memory(asked, monkeypatch):
+    monkeypatch.setattr(vramlab, "measure", lambda recipe: report("measured", status="oom"), raising=False)
+    monkeypatch.setattr(vramlab, "compare", lambda *reports: "a table", raising=False)
+    result = run("compare", "gpt2", "--measure")
+    assert result.exit_code == 3 and result.stdout == "a table\n"
+
+
+INTERRUPTED = """
+import sys, time, vramlab, vramlab.cli
+def forever(recipe, **options):
+    print("started", flush=True)
+    time.sleep(60)
+vramlab.predict = forever
+sys.argv = ["vramlab", "predict", "gpt2"]
+vramlab.cli.main()
+"""
+
+
+@pytest.mark.skipif(os.name == "nt", reason="Windows sends Ctrl-C to the whole console, pytest included")
+def test_ctrl_c_stops_cleanly():
+    child = subprocess.Popen(
+        [sys.executable, "-c", INTERRUPTED], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    try:
+        assert child.stdout.readline() == "started\n"
+        begun = time.monotonic()
+        child.send_signal(signal.SIGINT)
+        out, err = child.communicate(timeout=30)
+    finally:
+        child.kill()
+    assert (child.returncode, out, err) == (130, "", "Stopped.\n")
+    assert time.monotonic() - begun < 20
+
+
+# ── the other commands ──────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_gpus_are_listed():
+    text = run("gpus").stdout
+    assert all(re.search(rf"^{re.escape(name)} ", text, re.MULTILINE) for name in gpu_names())
+    facts = {card["name"]: card for card in json.loads(run("gpus", "--json").stdout)}
+    assert facts["T4"]["total"] == find_gpu("T4").total and facts["T4"]["rates"]["fp16"] == 65e12
+    assert facts["T4"]["source"] and "bf16" not in facts["T4"]["rates"]
+
+
+def test_models_are_listed():
+    facts = {m["name"]: m for m in json.loads(run("models", "--json").stdout)}
+    assert facts["gpt2"]["parameters"] == 124_439_808
+    assert "124,439,808" in run("models").stdout and all(Recipe(name) for name in facts)
+
+
+def test_doctor_is_shown_and_its_verdict_is_the_exit_status(monkeypatch):
+    from vramlab import checks
+    from vramlab.checks import Check
+
+    monkeypatch.setattr(checks, "LOOKS", (("x", lambda: [Check("python", "ok", "3.12")]),))
+    result = run("doctor")
+    assert result.exit_code == 0 and result.stdout == "python  ok       3.12\n"
+    lacks = [Check("torch", "missing", "none", "pip install torch", required=True)]
+    monkeypatch.setattr(checks, "LOOKS", (("x", lambda: lacks),))
+    result = run("doctor", "--json")
+    assert result.exit_code == 1 and json.loads(result.stdout)["checks"][0]["advice"] == "pip install torch"
+
+
+def test_version():
+    from importlib import metadata
+
+    try:
+        expected = metadata.version("vramlab")
+    except metadata.PackageNotFoundError:
+        pytest.skip("the package is on the path but not installed")
+    assert run("--version").stdout == f"vramlab {expected}\n"
+
+
+def test_help_names_every_command_and_costs_no_torch():
+    code = "import sys, vramlab.cli; print(sorted({'torch', 'transformers', 'pynvml'} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n"
+    text = run("--help").stdout
+    for command in ("predict", "simulate", "measure", "compare", "record", "doctor", "models", "gpus"):
+        assert command in text
+        assert run(command, "-h").exit_code == 0
