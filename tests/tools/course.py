@@ -4,8 +4,6 @@ The committed notebooks are read and never written. A chapter that fails is repo
 """
 
 import argparse
-import contextlib
-import io
 import shutil
 import sys
 import traceback
@@ -15,18 +13,15 @@ from pathlib import Path
 import execute
 import page
 import settings
-import witnesses
 from rich.console import Console
-from vramlab.live import MACHINE, stamp
+from vramlab.doctor import MARKER, environment_stamp
 
 OUT = settings.ROOT / "build" / "course"
 
 
 def machine() -> str:
-    """This machine and the library versions in one line."""
-    with contextlib.redirect_stdout(io.StringIO()) as lines:
-        stamp()
-    return " · ".join(line.removeprefix(MACHINE) for line in lines.getvalue().splitlines())
+    """This machine and the library versions, a line each."""
+    return environment_stamp().replace(MARKER, "")
 
 
 def run_course(paths: list[Path], out: Path, table: Callable[[], str]) -> int:
@@ -56,13 +51,20 @@ def run_course(paths: list[Path], out: Path, table: Callable[[], str]) -> int:
     return 1 if wrong or not runs else 0
 
 
+def three_witnesses() -> str:
+    """The table of `witnesses.py`, which loads torch only now."""
+    import witnesses
+
+    return witnesses.table()
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("notebooks", nargs="*", type=Path, help="every chapter when none is named")
     paths = parser.parse_args().notebooks or settings.chapters()
     settings.apply(deterministic=False)
     shutil.rmtree(OUT, ignore_errors=True)
-    return run_course(paths, OUT, witnesses.table)
+    return run_course(paths, OUT, three_witnesses)
 
 
 if __name__ == "__main__":

@@ -29,6 +29,11 @@ ANSI = re.compile(r"\x1b\[[0-9;]*m")
 class ThisInterpreter(AsyncKernelManager):
     """Starts kernels of the running interpreter, whatever "python3" means in the user's own Jupyter settings."""
 
+    def __init__(self, **options):
+        super().__init__(**options)
+        if self.has_trait("transport_encryption"):  # newer kernels warn on stderr when they talk in the clear
+            self.transport_encryption = "auto"
+
     @property
     def kernel_spec(self) -> KernelSpec:
         return KernelSpec(**get_kernel_dict())
@@ -52,11 +57,12 @@ class Run:
 
 
 def run(path: Path, on_cell: Callable[[], None] = lambda: None, timeout: int = CELL_TIMEOUT) -> Run:
-    """Execute a copy of the notebook at `path`, in its own folder; `on_cell` is called after each cell that runs."""
+    """Execute a copy of the notebook at `path`, in its own folder; `on_cell` is called after each cell that ran."""
     notebook = nbformat.read(path, as_version=4)
     for cell in notebook.cells:
         if cell.cell_type == "code":
             cell.outputs, cell.execution_count = [], None
+    result = Run(path, notebook, 0.0)
     client = NotebookClient(
         notebook,
         kernel_manager_class=ThisInterpreter,
@@ -65,10 +71,10 @@ def run(path: Path, on_cell: Callable[[], None] = lambda: None, timeout: int = C
         startup_timeout=300,
         record_timing=False,
         coalesce_streams=True,
+        on_cell_execute=lambda cell, cell_index: setattr(result, "failed_cell", cell_index + 1),
         on_cell_executed=lambda **_: on_cell(),
     )
     start = time.monotonic()
-    result = Run(path, notebook, 0.0)
     try:
         client.execute()
     except CellExecutionError as error:
@@ -78,16 +84,9 @@ def run(path: Path, on_cell: Callable[[], None] = lambda: None, timeout: int = C
     except DeadKernelError:
         result.error = "the kernel died (was it killed for its memory?)"
     result.seconds = time.monotonic() - start
-    if result.error:
-        result.failed_cell = _last_started(notebook)
+    if not result.error:
+        result.failed_cell = 0
     return result
-
-
-def _last_started(notebook: nbformat.NotebookNode) -> int:
-    """The number, counted from 1 over all cells, of the last code cell that a kernel began to run."""
-    code = [number for number, cell in enumerate(notebook.cells, 1) if cell.cell_type == "code" and cell.source.strip()]
-    started = [number for number in code if notebook.cells[number - 1].execution_count is not None]
-    return started[-1] if started else code[0]
 
 
 def run_all(paths: list[Path], console: Console, done: Callable[[Run], None]) -> list[Run]:

@@ -15,9 +15,10 @@ plt.plot([1, 2, 3])
 plt.show()"""
 CLAIM = """peak = 2_847_936_512
 print(f"peak {peak / 2**30:.3f} GiB")"""
-LIVE = """from vramlab.live import live, stamp
+LIVE = """from vramlab.doctor import environment_stamp
+from vramlab.live import live
 
-stamp()
+print(environment_stamp())
 live("took", 1.5, "s")"""
 
 

@@ -10,5 +10,5 @@ REPOSITORY = "https://repository.invalid"
 hosted = "COLAB_RELEASE_TAG" in os.environ or "KAGGLE_KERNEL_RUN_TYPE" in os.environ
 if hosted and importlib.util.find_spec("vramlab") is None:
     held = [f"{name}=={importlib.metadata.version(name)}" for name in ("torch", "numpy")]
-    subprocess.run([sys.executable, "-m", "pip", "install", "-q", f"vramlab @ git+{REPOSITORY}", *held], check=True)
+    subprocess.run([sys.executable, "-m", "pip", "install", "-q", f"git+{REPOSITORY}", *held], check=True)
     importlib.invalidate_caches()
