@@ -44,6 +44,9 @@ class Family:
         rotary: the default share of a head that is rotated; 0 for learned or relative positions.
         gated: the feed-forward part has a gate (T5's configuration decides).
         whole_heads: the hidden size must be a multiple of the heads even where `head_dim` is given.
+        mlp: the one name under which the configuration says the feed-forward width; None takes any known name.
+        four_times: that width may be left out, and is then four times the hidden size.
+        learned: positions are looked up in a table, so their number must be said.
         defaults: of `Shape` fields, by their names.
         heads: module names of output heads, where they are not OUTPUT_HEAD's.
     """
@@ -55,6 +58,9 @@ class Family:
     rotary: float = 0.0
     gated: bool = False
     whole_heads: bool = False
+    mlp: str | None = "intermediate_size"
+    four_times: bool = False
+    learned: bool = False
     defaults: Mapping[str, Any] = field(default_factory=dict)
     heads: Mapping[str, str] = field(default_factory=dict)
 
@@ -83,30 +89,51 @@ FAMILIES = {
     "bert": Family(
         _classes("Bert", "sequence-classification", "masked-lm"),
         tied=True,
+        learned=True,
         defaults={"activation": "gelu", **_ONE_TENTH},
         heads={"sequence-classification": "classifier"},
     ),
-    "falcon": Family(_classes("Falcon"), tied=True, rotary=1.0, defaults={"activation": "gelu", "max_positions": 2048}),
-    "gemma": _llama("Gemma", defaults={"head_dim": 256}, **_GEMMA),
-    "gemma2": _llama("Gemma2", defaults={"head_dim": 256, "sliding_window": 4096}, whole_heads=True, **_GEMMA),
+    "falcon": Family(
+        _classes("Falcon"),
+        tied=True,
+        rotary=1.0,
+        mlp="ffn_hidden_size",
+        four_times=True,
+        defaults={"activation": "gelu", "max_positions": 2048},
+    ),
+    "gemma": _llama("Gemma", defaults={"head_dim": 256, "num_kv_heads": 16}, **_GEMMA),
+    "gemma2": _llama(
+        "Gemma2", defaults={"head_dim": 256, "num_kv_heads": 4, "sliding_window": 4096}, whole_heads=True, **_GEMMA
+    ),
     "gpt2": Family(
         {"causal-lm": "GPT2LMHeadModel", "sequence-classification": "GPT2ForSequenceClassification"},
         tied=True,
         whole_heads=True,
+        mlp="n_inner",
+        four_times=True,
+        learned=True,
         defaults={"activation": "gelu_new", **_ONE_TENTH},
     ),
     "gpt_neox": Family(_classes("GPTNeoX"), rotary=0.25, whole_heads=True, defaults={"activation": "gelu"}),
     "llama": _llama("Llama", whole_heads=True),
     "mistral": _llama("Mistral", defaults={"num_kv_heads": 8, "sliding_window": 4096}),
     "mixtral": _llama("Mixtral", defaults={"num_kv_heads": 8, "num_experts": 8, "experts_per_token": 2}),
-    "opt": Family(_classes("OPT"), tied=True, whole_heads=True, defaults={"activation": "relu", "hidden_dropout": 0.1}),
+    "opt": Family(
+        _classes("OPT"),
+        tied=True,
+        whole_heads=True,
+        mlp="ffn_dim",
+        learned=True,
+        defaults={"activation": "relu", "hidden_dropout": 0.1},
+    ),
     "phi": Family(_classes("Phi"), rotary=0.5, defaults={"activation": "gelu_new"}),
-    "qwen2": _llama("Qwen2"),
-    "qwen3": _llama("Qwen3", defaults={"head_dim": 128}),
+    "qwen2": _llama("Qwen2", defaults={"num_kv_heads": 32}),
+    "qwen3": _llama("Qwen3", defaults={"head_dim": 128, "num_kv_heads": 32}),
     "t5": Family(
         _classes("T5", "seq2seq-lm"),
         always_tied=True,
         norm="rmsnorm",
+        mlp="d_ff",
         defaults={"activation": "relu", "head_dim": 64, **_ONE_TENTH},
     ),
     "vit": Family(_classes("ViT", "image-classification"), whole_heads=True, defaults={"activation": "gelu"}),
@@ -145,7 +172,8 @@ def _ask_transformers(name: str, config: dict[str, Any]) -> Family:
         if isinstance(value, int):
             config.setdefault(key, value)
     tied = bool(getattr(full, "tie_word_embeddings", False))
-    return Family(classes, tied=tied, rotary=1.0 if config.get("rope_parameters") else 0.0)
+    rotary = 1.0 if config.get("rope_parameters") else 0.0
+    return Family(classes, tied=tied, rotary=rotary, mlp=None, four_times=True)
 
 
 def reason(error: Exception) -> str:

@@ -48,9 +48,10 @@ def find(shape: "Shape", target_modules: Targets, modules_to_save: tuple[str, ..
 
     Args:
         target_modules: None takes PEFT's default for the architecture; "all-linear" every linear layer but the output
-            head (of a sequence classifier too, as with task type SEQ_CLS); other text is a regular expression for
-            the whole name; a list holds names or their last parts.
-        modules_to_save: trained whole, so never adapted.
+            head; other text is a regular expression for the whole name; a list holds names or their last parts.
+            A router and fused experts are no linear layers and stay as they are (for Mixtral, PEFT 0.21 has no
+            working default and takes "all-linear" to mean whole parameters too: give it the names found here).
+        modules_to_save: trained whole, so never adapted; a sequence classifier's head always is (task type SEQ_CLS).
     Raises:
         RecipeError: PEFT has no default for this architecture, or the regular expression is not one.
     """
@@ -70,8 +71,11 @@ def find(shape: "Shape", target_modules: Targets, modules_to_save: tuple[str, ..
     else:
         endings = tuple(f".{target}" for target in target_modules)
         names = {name for name in candidates if name in target_modules or name.endswith(endings)}
-    for saved in modules_to_save or ():
-        names -= {name for name in names if re.match(rf"(^|.*\.){saved}($|\..*)", name)}
+    saved_modules = tuple(modules_to_save or ())
+    if shape.task == "sequence-classification":
+        saved_modules += ("classifier", "score")
+    for saved in saved_modules:
+        names = {name for name in names if not re.match(rf"(^|.*\.){saved}($|\..*)", name)}
     return [(name, inside, out) for name, (_, inside, out) in candidates.items() if name in names]
 
 
