@@ -72,7 +72,8 @@ def _on_meta(recipe: Recipe) -> "torch.nn.Module":
 
 def _prepared(model: "torch.nn.Module", recipe: Recipe) -> "torch.nn.Module":
     """`model` with the recipe's cache setting, quantized layers, checkpointing and adapters."""
-    model.config.use_cache = recipe.loop.use_cache if recipe.loop.use_cache is not None else model.config.use_cache
+    if recipe.loop.use_cache is not None:
+        model.config.use_cache = recipe.loop.use_cache
     if recipe.quantization:
         _quantized_layers(model, recipe)
     if recipe.gradient_checkpointing:
@@ -91,11 +92,27 @@ def _architecture(recipe: Recipe, dtype: "torch.dtype") -> "torch.nn.Module":
     shape = recipe.shape
     try:
         config = transformers.AutoConfig.for_model(**shape.config)
+        if shape.task == "seq2seq-lm" and getattr(config, "decoder_start_token_id", None) is None:
+            config.decoder_start_token_id = config.pad_token_id or 0
         auto = getattr(transformers, AUTO_CLASS[shape.task])
-        return auto.from_config(config, dtype=dtype, attn_implementation=recipe.attn_implementation)
+        model = auto.from_config(config, dtype=dtype, attn_implementation=recipe.attn_implementation)
     except (KeyError, ValueError, ImportError) as error:
         reason = str(error).strip().splitlines()[0]
         raise RecipeError("model", shape.name, f"transformers cannot build it for {shape.task}: {reason}") from error
+    for name, parameter in model.named_parameters():
+        if _kept_in_fp32(model, dtype).intersection(name.split(".")):
+            parameter.data = parameter.data.float()
+    return model
+
+
+def _kept_in_fp32(model: "torch.nn.Module", dtype: "torch.dtype") -> set[str]:
+    """Modules that `from_pretrained` leaves in fp32 whatever is asked for, such as T5's `wo` under fp16."""
+    import torch
+
+    names = set(getattr(model, "_keep_in_fp32_modules_strict", None) or ())
+    if dtype == torch.float16:
+        names |= set(getattr(model, "_keep_in_fp32_modules", None) or ())
+    return names if dtype != torch.float32 else set()
 
 
 def _pretrained(recipe: Recipe, device) -> "torch.nn.Module":
@@ -128,7 +145,7 @@ def _quantized_layers(model: "torch.nn.Module", recipe: Recipe) -> None:
         bnb_4bit_compute_dtype=dtype,
     )
     with torch.device("meta"):
-        keep = get_keys_to_not_convert(model)
+        keep = [*get_keys_to_not_convert(model), *(getattr(model, "_keep_in_fp32_modules", None) or ())]
         replace_with_bnb_linear(model, modules_to_not_convert=keep, quantization_config=config)
     for parameter in model.parameters():
         parameter.requires_grad_(False)

@@ -17,6 +17,7 @@ from .shapes import Shape, read_shape
 
 PRECISIONS = ("fp32", "tf32", "fp16-mixed", "bf16-mixed", "fp16-true", "bf16-true")
 ATTENTION = ("eager", "sdpa", "flash_attention_2")
+WITHOUT_SDPA = ("gemma2",)  # transformers: Gemma2PreTrainedModel._supports_sdpa is False
 QUANT_TYPES = ("nf4", "fp4", "int8")
 TASKS = (
     "causal-lm",
@@ -204,6 +205,7 @@ class Recipe:
         optim: one of OPTIMIZERS, the names of `TrainingArguments.optim`.
         optim_args: as in `TrainingArguments`, for example "momentum=0.9".
         task: which head is trained; None takes the usual one of the architecture.
+        attn_implementation: one of ATTENTION; None takes "sdpa" where the architecture has it, else "eager".
         num_layers: a depth other than the model's own.
     Raises:
         RecipeError: a field has a value that cannot be trained.
@@ -217,7 +219,7 @@ class Recipe:
     optim_args: str | None = None
     gradient_checkpointing: bool = False
     gradient_accumulation_steps: int = 1
-    attn_implementation: str = "sdpa"
+    attn_implementation: str | None = None
     torch_compile: bool = False
     lora: LoRA | None = None
     quantization: Quantization | None = None
@@ -253,7 +255,8 @@ class Recipe:
         set_("optim", ALIASES.get(self.optim, self.optim))
         _choice("precision", self.precision, PRECISIONS)
         _choice("optim", self.optim, OPTIMIZERS)
-        _choice("attn_implementation", self.attn_implementation, ATTENTION)
+        if self.attn_implementation is not None:
+            _choice("attn_implementation", self.attn_implementation, ATTENTION)
         for name in ("batch_size", "gradient_accumulation_steps"):
             _whole(name, getattr(self, name))
         for name in ("gradient_checkpointing", "torch_compile"):
@@ -281,6 +284,10 @@ class Recipe:
             raise RecipeError("quantization", self.quantization.quant_type, "quantized weights cannot be trained: add lora=LoRA(...)")
         if self.quantization and self.precision.endswith("-mixed") and self.quantization.quant_type == "int8":
             raise RecipeError("precision", self.precision, "int8 bases are trained with a '-true' precision or 'fp32'")
+        if self.attn_implementation is None:
+            set_("attn_implementation", "eager" if shape.family in WITHOUT_SDPA else "sdpa")
+        elif self.attn_implementation == "sdpa" and shape.family in WITHOUT_SDPA:
+            raise RecipeError("attn_implementation", "sdpa", f"{shape.name} caps its scores, which sdpa cannot: use 'eager'")
         if self.lora:
             shape.check_lora(self.lora.target_modules, self.lora.r)
         if self.loop.optimizer_in_backward and self.gradient_accumulation_steps > 1:

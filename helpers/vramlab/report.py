@@ -164,6 +164,13 @@ class Report:
         if self.allocated is None and self.status == "ok":
             self.allocated = self.peak.total
 
+    @classmethod
+    def failed(cls, source: str, recipe: Any, target: str, status: str, message: str, **more: Any) -> "Report":
+        """The report of a run that did not finish: no bytes, a status ("oom" or "error") and a message."""
+        title = str(recipe) if recipe else ""
+        values = recipe.to_dict() if recipe else None
+        return cls(source, values, title, target, {}, Bytes(), "", status, message, environment=environment(), **more)
+
     def to_dict(self) -> dict[str, Any]:
         """A JSON-ready dictionary; each `Bytes` also carries its total."""
         return _encode(self)

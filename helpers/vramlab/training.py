@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from .errors import RecipeError
 from .models import build_model, real_tensors
-from .recipe import Recipe
+from .recipe import Loop, Recipe
 
 if TYPE_CHECKING:
     import torch
@@ -20,16 +20,24 @@ if TYPE_CHECKING:
 AUTOCAST = {"fp16-mixed": "float16", "bf16-mixed": "bfloat16"}
 
 
+def loss_of(outputs: Any, batch: Any) -> "torch.Tensor":
+    """The loss that a transformers model returns with its outputs."""
+    return outputs["loss"]
+
+
 @dataclass
 class Training:
-    """Everything one step needs. `outputs` is what the loop keeps alive between steps."""
+    """Everything one step needs. `outputs` and `loss` are what the loop keeps alive between steps."""
 
-    recipe: Recipe
     model: "torch.nn.Module"
     optimizer: Any
-    batch: dict[str, "torch.Tensor"]
+    batch: Any
     device: "torch.device"
     multi_tensor: bool
+    loop: Loop = field(default_factory=Loop)
+    precision: str = "fp32"
+    accumulation: int = 1
+    loss_of: Callable[[Any, Any], "torch.Tensor"] = loss_of
     scaler: Any = None
     per_parameter: dict = field(default_factory=dict)
     outputs: Any = None
@@ -54,10 +62,19 @@ def build(recipe: Recipe, device: str = "cpu", target: str | None = None, pretra
     target = target or torch.device(device).type
     model = build_model(recipe, device, pretrained)
     multi_tensor = recipe.loop.foreach if recipe.loop.foreach is not None else target == "cuda"
-    training = Training(recipe, model, None, make_batch(recipe, device), torch.device(device), multi_tensor)
+    training = Training(
+        model=model,
+        optimizer=None,
+        batch=make_batch(recipe, device),
+        device=torch.device(device),
+        multi_tensor=multi_tensor,
+        loop=recipe.loop,
+        precision=recipe.precision,
+        accumulation=recipe.gradient_accumulation_steps,
+    )
     trained = [p for p in model.parameters() if p.requires_grad]
     if recipe.loop.optimizer_in_backward:
-        _step_in_backward(training, trained)
+        _step_in_backward(training, recipe, trained)
     else:
         training.optimizer = make_optimizer(recipe, _groups(recipe, model), multi_tensor)
         if "8bit" in recipe.optim and recipe.loop.name == "trainer":
@@ -151,7 +168,7 @@ def _embeddings_in_32_bits(training: Training) -> None:
     training.optimizer.mng = manager
 
 
-def _step_in_backward(training: Training, trained: list) -> None:
+def _step_in_backward(training: Training, recipe: Recipe, trained: list) -> None:
     """Update each parameter as soon as its gradient is complete, and free the gradient (PyTorch's tutorial of 2023)."""
 
     def update(parameter: "torch.Tensor") -> None:
@@ -159,7 +176,7 @@ def _step_in_backward(training: Training, trained: list) -> None:
         training.per_parameter[parameter].zero_grad(set_to_none=True)
 
     for parameter in trained:
-        training.per_parameter[parameter] = make_optimizer(training.recipe, [parameter], training.multi_tensor)
+        training.per_parameter[parameter] = make_optimizer(recipe, [parameter], training.multi_tensor)
         parameter.register_post_accumulate_grad_hook(update)
 
 
@@ -168,15 +185,15 @@ def train_step(training: Training, on_phase: Callable[[str], None] = lambda name
 
     Phases: "forward", "backward" (once per micro-batch), "step", "between_steps". Returns the last micro-batch's loss.
     """
-    recipe, loop, optimizer = training.recipe, training.recipe.loop, training.optimizer
+    loop, optimizer = training.loop, training.optimizer
     if loop.zero_grad == "start" and optimizer:
         optimizer.zero_grad(set_to_none=loop.set_to_none)
-    for micro in range(recipe.gradient_accumulation_steps):
+    for micro in range(training.accumulation):
         on_phase("forward")
         outputs = _forward(training)
-        loss = outputs["loss"]
-        if recipe.gradient_accumulation_steps > 1:
-            loss = loss / recipe.gradient_accumulation_steps
+        loss = training.loss_of(outputs, training.batch)
+        if training.accumulation > 1:
+            loss = loss / training.accumulation
         training.outputs = outputs if loop.keep_outputs else None
         del outputs
         if loop.zero_grad == "before_backward" and optimizer and micro == 0:
@@ -194,17 +211,23 @@ def train_step(training: Training, on_phase: Callable[[str], None] = lambda name
     return training.loss
 
 
-def _forward(training: Training) -> Mapping[str, Any]:
-    recipe = training.recipe
-    if recipe.precision not in AUTOCAST:
-        return training.model(**training.batch)
-    with autocast(training.device.type, recipe.precision):
-        outputs = training.model(**training.batch)
-    if recipe.loop.outputs_to_fp32:
+def _forward(training: Training) -> Any:
+    if training.precision not in AUTOCAST:
+        return call(training.model, training.batch)
+    with autocast(training.device.type, training.precision):
+        outputs = call(training.model, training.batch)
+    if training.loop.outputs_to_fp32:
         from accelerate.utils import convert_to_fp32
 
         return convert_to_fp32(outputs)
     return outputs
+
+
+def call(model: "torch.nn.Module", batch: Any) -> Any:
+    """`model` on a batch: a mapping gives keyword arguments, a tuple or list positional ones, a tensor is the only one."""
+    if isinstance(batch, Mapping):
+        return model(**batch)
+    return model(*batch) if isinstance(batch, tuple | list) else model(batch)
 
 
 def autocast(device_type: str, precision: str) -> contextlib.AbstractContextManager:
@@ -220,7 +243,7 @@ def _update(training: Training) -> None:
     """Clip and step, unscaling first under fp16 autocast."""
     import torch
 
-    scaler, optimizer, norm = training.scaler, training.optimizer, training.recipe.loop.max_grad_norm
+    scaler, optimizer, norm = training.scaler, training.optimizer, training.loop.max_grad_norm
     if norm is not None:
         if scaler:
             scaler.unscale_(optimizer)

@@ -1,0 +1,83 @@
+"""VRAM Lab: predict, simulate and measure the GPU memory of training, every byte accounted for.
+
+    from vramlab import Recipe, predict, simulate, compare
+    recipe = Recipe("gpt2", batch_size=8, seq_len=512, precision="bf16-mixed")
+    print(compare(predict(recipe), simulate(recipe)))
+
+Everything is loaded when it is first used, so the import is quick.
+"""
+
+import importlib
+from typing import TYPE_CHECKING
+
+__version__ = "0.1.0"
+
+_HOME = {
+    "Recipe": "recipe",
+    "Loop": "recipe",
+    "LoRA": "recipe",
+    "Quantization": "recipe",
+    "Sharding": "recipe",
+    "RecipeError": "errors",
+    "MeasurementError": "errors",
+    "RecordError": "errors",
+    "VramLabError": "errors",
+    "Report": "report",
+    "Bytes": "report",
+    "Phase": "report",
+    "GiB": "report",
+    "MiB": "report",
+    "format_bytes": "report",
+    "predict": "predict",
+    "simulate": "simulate",
+    "measure": "measure",
+    "find_record": "records",
+    "compare": "compare",
+    "watch": "watch",
+    "WatchCallback": "callback",
+    "doctor": "doctor",
+    "environment_stamp": "doctor",
+    "find_gpu": "gpu",
+    "gpu_names": "gpu",
+    "model_names": "shapes",
+    "read_shape": "shapes",
+    "plot": "",
+    "exercises": "",
+}
+__all__ = sorted(_HOME)
+
+if TYPE_CHECKING:
+    from . import exercises, plot
+    from .callback import WatchCallback
+    from .compare import compare
+    from .doctor import doctor, environment_stamp
+    from .errors import MeasurementError, RecipeError, RecordError, VramLabError
+    from .gpu import find_gpu, gpu_names
+    from .measure import measure
+    from .predict import predict
+    from .recipe import Loop, LoRA, Quantization, Recipe, Sharding
+    from .records import find_record
+    from .report import Bytes, GiB, MiB, Phase, Report, format_bytes
+    from .shapes import model_names, read_shape
+    from .simulate import simulate
+    from .watch import watch
+
+
+def __getattr__(name: str):
+    if name not in _HOME:
+        raise AttributeError(f"module 'vramlab' has no attribute {name!r}")
+    home = _HOME[name]
+    value = getattr(importlib.import_module(f".{home}", __name__), name) if home else importlib.import_module(f".{name}", __name__)
+    globals()[name] = value  # a submodule of the same name must not hide its function
+    return value
+
+
+def __dir__():
+    return __all__
+
+
+def load_ipython_extension(ipython) -> None:
+    """`%load_ext vramlab` gives the cell magic `%%watch`."""
+    from .magic import WatchMagic
+
+    ipython.register_magics(WatchMagic)

@@ -1,0 +1,120 @@
+"""PyTorch's CUDA caching allocator, modelled: how many bytes of segments a sequence of requests reserves.
+
+The rules are those of `c10/cuda/CUDACachingAllocator.cpp` with default settings. A request is rounded up to 512 bytes
+(kMinBlockSize). Requests of up to 1 MiB (kSmallSize) come from the small pool, whose segments are 2 MiB (kSmallBuffer);
+larger ones from the large pool, whose segments are 20 MiB (kLargeBuffer) for requests under 10 MiB (kMinLargeAlloc) and
+otherwise the request rounded up to 2 MiB (kRoundLarge). The smallest free block that fits is taken; what is left of it
+becomes a free block if it is at least 512 bytes (small pool) or over 1 MiB (large pool), else it is part of the
+allocation, which is why `allocated` can exceed what was asked for. Freed blocks merge with free neighbours and are kept.
+"""
+
+import bisect
+from dataclasses import dataclass, field
+
+from .tracker import ELSEWHERE, Storage
+
+UNIT, SMALL, SMALL_SEGMENT = 512, 1 << 20, 2 << 20
+LARGE_SEGMENT, LARGE_REQUEST, ROUND_LARGE = 20 << 20, 10 << 20, 2 << 20
+
+
+class Block:
+    """A piece of a segment: its address, size, pool, neighbours and whether it is free."""
+
+    __slots__ = ("address", "after", "before", "free", "size", "small")
+
+    def __init__(self, address: int, size: int, small: bool):
+        self.address, self.size, self.small = address, size, small
+        self.before: Block | None = None
+        self.after: Block | None = None
+        self.free = True
+
+
+@dataclass
+class Allocator:
+    """The state of the allocator. All figures are bytes; `peak_…` are their maxima so far."""
+
+    allocated: int = 0
+    reserved: int = 0
+    peak_allocated: int = 0
+    peak_reserved: int = 0
+    _pools: dict[bool, list[tuple[int, int, Block]]] = field(default_factory=lambda: {True: [], False: []})
+    _next: int = 1 << 30
+
+    def malloc(self, size: int) -> Block:
+        """A block for `size` bytes; cached segments are searched first, else a new one is reserved."""
+        size = max(UNIT, -(-size // UNIT) * UNIT)
+        small = size <= SMALL
+        pool = self._pools[small]
+        index = bisect.bisect_left(pool, (size, 0), key=lambda item: item[:2])
+        block = pool.pop(index)[2] if index < len(pool) else self._segment(size, small)
+        left = block.size - size
+        if left >= UNIT if small else left > SMALL:
+            rest = Block(block.address + size, left, small)
+            rest.before, rest.after, block.size = block, block.after, size
+            if rest.after:
+                rest.after.before = rest
+            block.after = rest
+            self._keep(rest)
+        block.free = False
+        self.allocated += block.size
+        self.peak_allocated = max(self.peak_allocated, self.allocated)
+        return block
+
+    def free(self, block: Block) -> None:
+        """Give `block` back to its pool, merged with free neighbours."""
+        self.allocated -= block.size
+        if block.before and block.before.free:
+            block = self._merge(block.before, block)
+        if block.after and block.after.free:
+            block = self._merge(block, block.after)
+        block.free = True
+        self._keep(block)
+
+    def _segment(self, size: int, small: bool) -> Block:
+        if small:
+            total = SMALL_SEGMENT
+        elif size < LARGE_REQUEST:
+            total = LARGE_SEGMENT
+        else:
+            total = -(-size // ROUND_LARGE) * ROUND_LARGE
+        self.reserved += total
+        self.peak_reserved = max(self.peak_reserved, self.reserved)
+        block = Block(self._next, total, small)
+        self._next += total
+        return block
+
+    def _keep(self, block: Block) -> None:
+        bisect.insort(self._pools[block.small], (block.size, block.address, block), key=lambda item: item[:2])
+
+    def _merge(self, left: Block, right: Block) -> Block:
+        for block in (left, right):
+            if block.free:
+                pool = self._pools[block.small]
+                del pool[bisect.bisect_left(pool, (block.size, block.address), key=lambda item: item[:2])]
+                block.free = False
+        left.size += right.size
+        left.after = right.after
+        if right.after:
+            right.after.before = left
+        return left
+
+
+@dataclass(frozen=True)
+class Replayed:
+    """What a log of births and frees made the allocator do: peaks in bytes."""
+
+    allocated: int
+    reserved: int
+
+
+def replay(log: list[tuple[int, Storage, str]]) -> Replayed:
+    """Run a tracker's log, (+size or -size, storage, operator), through the allocator."""
+    allocator, blocks = Allocator(), {}
+    for size, storage, _ in log:
+        if storage.category == ELSEWHERE:
+            continue
+        if size > 0:
+            blocks[id(storage)] = allocator.malloc(size)
+        elif block := blocks.pop(id(storage), None):
+            allocator.free(block)
+    return Replayed(allocator.peak_allocated, allocator.peak_reserved)

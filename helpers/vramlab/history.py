@@ -1,0 +1,120 @@
+"""What a tracker saw, replayed: bytes by category after every event, peaks, phases, the timeline."""
+
+from functools import cached_property
+
+import numpy as np
+
+from .report import Bytes, Moment, Phase, Tensor
+from .tracker import ELSEWHERE, Storage, Tracker
+
+ATTRIBUTED = ("parameters", "gradients", "optimizer_states", "activations", "temporaries", "buffers", "inputs", "workspace")
+INDEX = {name: i for i, name in enumerate(ATTRIBUTED)}
+PER_PARAMETER = ("stack", "cat")  # of the gradients' norms, in clipping
+
+
+def to_bytes(split: "np.ndarray | list[int]") -> Bytes:
+    """A row of bytes in the order of ATTRIBUTED as `Bytes`."""
+    return Bytes(**{name: int(n) for name, n in zip(ATTRIBUTED, split, strict=True)})
+
+
+class History:
+    """A replayed log. Position p is the moment after the first p events.
+
+    Attributes:
+        splits: array of shape (events + 1, categories): the bytes alive at each position.
+        live: their sums.
+        ragged: array of shape (events + 1, 2): of those, what temporaries with one entry a parameter take, and asked for.
+        stretches: (phase, first position, last position), in order; the first is "load".
+    """
+
+    def __init__(self, tracker: Tracker):
+        self.log = list(tracker.log)  # frees go on being logged while the run is torn down
+        self.calls = list(tracker.calls)
+        deltas = np.zeros((len(self.log) + 1, len(ATTRIBUTED)), dtype=np.int64)
+        ragged = np.zeros((len(self.log) + 1, 2), dtype=np.int64)
+        for i, (size, storage, _) in enumerate(self.log, 1):
+            if storage.op in PER_PARAMETER and storage.category is None:
+                ragged[i] = (size, storage.asked if size > 0 else -storage.asked)
+            if storage.category != ELSEWHERE:
+                deltas[i, INDEX[storage.category or "temporaries"]] = size
+        self.splits = deltas.cumsum(axis=0)
+        self.ragged = ragged.cumsum(axis=0)
+        self.live = self.splits.sum(axis=1)
+        starts = [(0, "load"), *tracker.marks]
+        ends = [position for position, _ in tracker.marks] + [len(self.log)]
+        self.stretches = [(name, start, end) for (start, name), end in zip(starts, ends, strict=True)]
+
+    def highest(self, start: int = 0, end: int | None = None) -> int:
+        """The first position in start…end at which most is alive."""
+        end = len(self.log) if end is None else end
+        return start + int(np.argmax(self.live[start : end + 1]))
+
+    def split(self, position: int) -> Bytes:
+        """The bytes by category at `position`."""
+        return to_bytes(self.splits[position])
+
+    def phase_at(self, position: int) -> str:
+        """The phase whose events lead to `position`."""
+        return next(name for name, start, end in self.stretches if position <= end and (position > start or start == 0))
+
+    @cached_property
+    def last_step(self) -> list[tuple[str, int, int]]:
+        """The stretches of the last optimizer step: from its first "forward" to its "between_steps"."""
+        names = [name for name, _, _ in self.stretches]
+        first = max(
+            (i for i, n in enumerate(names) if n == "forward" and names[i - 1] in ("load", "between_steps")), default=0
+        )
+        return self.stretches[first:]
+
+    def phases(self) -> dict[str, Phase]:
+        """Each phase of the last step (the highest of its micro-batches), and the moment after loading."""
+        load = self.split(self.stretches[0][2])
+        return {
+            "load": Phase(load, load),
+            **merge((name, self.split(self.highest(a, b)), self.split(b)) for name, a, b in self.last_step),
+        }
+
+    def groups(self, position: int) -> dict[tuple, list[Storage]]:
+        """The storages alive at `position`, equal ones together: (size, category, shape, dtype, operator) to storages."""
+        alive: dict[int, Storage] = {}
+        for size, storage, _ in self.log[:position]:
+            if size > 0:
+                alive[id(storage)] = storage
+            else:
+                alive.pop(id(storage), None)
+        groups: dict[tuple, list[Storage]] = {}
+        for s in alive.values():
+            if s.category != ELSEWHERE:
+                groups.setdefault((s.size, s.category or "temporaries", s.shape, s.dtype, s.op), []).append(s)
+        return groups
+
+    def timeline(self, points: int = 400) -> list[Moment]:
+        """The last step as at most about `points` moments: every high and low that shows at that resolution."""
+        step = self.last_step
+        begin, end = step[0][1], step[-1][2]
+        chosen = {begin, end, *(stop for _, _, stop in step)}
+        width = max(1, (end - begin) * 2 // points)
+        for left in range(begin, end, width):
+            window = self.live[left : min(left + width, end) + 1]
+            chosen |= {left + int(np.argmax(window)), left + int(np.argmin(window))}
+        names = [(start, name) for name, start, _ in step]
+        return [
+            Moment(p - begin, next(n for start, n in reversed(names) if start < p or start == begin), self.split(p))
+            for p in sorted(chosen)
+        ]
+
+
+def merge(stretches) -> dict[str, Phase]:
+    """(phase, peak, end) of several stretches to one `Phase` a name: the highest peak, the last end."""
+    phases: dict[str, Phase] = {}
+    for name, peak, end in stretches:
+        if name in phases and phases[name].peak.total >= peak.total:
+            peak = phases[name].peak
+        phases[name] = Phase(peak, end)
+    return phases
+
+
+def largest(groups: dict[tuple, tuple[int, str]], count: int = 8) -> list[Tensor]:
+    """The largest groups, as (size, category, shape, dtype, operator) to (how many, where the first was made)."""
+    ranked = sorted(groups.items(), key=lambda item: (-item[0][0] * item[1][0], str(item[0])))
+    return [Tensor(*key, where=where, count=number) for key, (number, where) in ranked[:count] if number > 0]

@@ -1,0 +1,98 @@
+"""The training step under a tracker that is told what each storage is for. Fake, CPU and CUDA tensors alike."""
+
+import contextlib
+import gc
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from .history import History
+from .tracker import Tracker
+from .training import Training, train_step
+
+
+def run_tracked(
+    training: Training, tracker: Tracker, steps: int, target: str, at_phase: Callable[[], None] | None = None
+) -> History:
+    """Run `steps` optimizer steps of `training` under `tracker` and return what it saw.
+
+    Args:
+        target: "cuda" or "cpu"; says which of the optimizer's tensors are on the host or in unified memory.
+        at_phase: called as each phase begins, before its first event.
+    """
+    claim_model(tracker, training.model)
+    tracker.claim(_tensors(training.batch), "inputs")
+
+    def on_phase(name: str) -> None:
+        if name == "step":
+            for parameter_name, parameter in training.model.named_parameters():
+                if parameter.grad is not None:
+                    tracker.claim([parameter.grad], "gradients", parameter_name)
+        if name == "between_steps":
+            claim_states(tracker, training.optimizers, target)
+        if at_phase:
+            at_phase()
+        tracker.begin(name)
+
+    with no_collection(), tracker.modules(training.model), tracker:
+        for _ in range(steps):
+            train_step(training, on_phase)
+    return History(tracker)
+
+
+@contextlib.contextmanager
+def no_collection():
+    """Python's cycle collector runs when it likes, and frees storages then; without it two runs are equal to the byte."""
+    gc.collect()
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+def _tensors(batch: Any) -> list[torch.Tensor]:
+    values = batch.values() if hasattr(batch, "values") else batch if isinstance(batch, tuple | list) else [batch]
+    return [value for value in values if isinstance(value, torch.Tensor)]
+
+
+def claim_model(tracker: Tracker, model: torch.nn.Module) -> None:
+    """Tell `tracker` about the model's storages: parameters (with the statistics of quantized ones) and buffers."""
+    for name, parameter in model.named_parameters():
+        tracker.claim([parameter, *quantization_statistics(parameter)], "parameters", name)
+    tracker.claim(model.buffers(), "buffers")
+
+
+def quantization_statistics(parameter: torch.nn.Parameter) -> list[torch.Tensor]:
+    """The tensors that a bitsandbytes weight keeps beside its codes: block maxima, their own code and maxima, offset."""
+    state = getattr(parameter, "quant_state", None)
+    if state is None:
+        return [t for t in (getattr(parameter, "SCB", None),) if t is not None]
+    tensors = [state.absmax, state.code, state.offset]
+    if state.state2 is not None:
+        tensors += [state.state2.absmax, state.state2.code]
+    return [t for t in tensors if t is not None]
+
+
+def claim_states(tracker: Tracker, optimizers: list[Any], target: str) -> None:
+    """Tell `tracker` what the optimizers keep.
+
+    On CUDA, PyTorch's step counters stay on the host unless the kernel is fused, and paged states of 100,000 elements
+    or more are in unified memory, outside the caching allocator (`bitsandbytes.optim.Optimizer8bit.get_state_buffer`).
+    """
+    for optimizer in optimizers:
+        on_host = target == "cuda" and not optimizer.defaults.get("fused") and not optimizer.defaults.get("capturable")
+        paged = target == "cuda" and getattr(optimizer, "is_paged", False)
+        for state in optimizer.state.values():
+            for name, value in state.items():
+                if not isinstance(value, torch.Tensor):
+                    continue
+                counter = name == "step" and on_host and value.dim() == 0
+                unified = paged and name in ("state1", "state2") and value.numel() >= 1e5
+                if counter or unified:
+                    tracker.forget([value])
+                else:
+                    tracker.claim([value], "optimizer_states")
