@@ -53,6 +53,14 @@ def difference(a: Report | Bytes | Interval | int, b: Report | Bytes | Interval 
     return relative_to(*map(_size, (a, b)))
 
 
+def column_labels(
+    reports: Sequence[Report], labels: Sequence[str] | None = None, same_recipe: bool = True
+) -> list[str]:
+    """A short name for each report, different from the others, in the order given. Raises ValueError as `compare`."""
+    _check(reports, same_recipe)
+    return _labels(reports, labels)
+
+
 def failure(report: Report) -> str:
     """One line for a report without figures: "out of memory: …"."""
     kind = "out of memory" if report.status == "oom" else report.status
@@ -92,7 +100,7 @@ def _outside(rows: Sequence[Row], labels: list[str], unit: str) -> Iterator[str]
                 yield f"{row.name}: {labels[-1]} {true} is {side} the interval of {label}, {low} to {high}."
 
 
-def _check(reports: Sequence[Report], same_recipe: bool, unit: str) -> str:
+def _check(reports: Sequence[Report], same_recipe: bool, unit: str = "GiB") -> str:
     """What tells the reports' recipes apart, "" when nothing does; refuses what cannot be compared."""
     if not reports:
         raise ValueError("compare needs at least one report, for example compare(predict(recipe), simulate(recipe)).")
