@@ -31,7 +31,17 @@ def report(source="predicted", recipe=None, target="cuda", total=GiB, status="ok
 
 
 @pytest.fixture
-def asked(monkeypatch):
+def stand_in(monkeypatch):
+    """Puts a function in the place of a module's of the same name: `stand_in("predict", function)`."""
+
+    def put(name, function):
+        monkeypatch.setitem(sys.modules, f"vramlab.{name}", SimpleNamespace(**{name: function}))
+
+    return put
+
+
+@pytest.fixture
+def asked(stand_in):
     """Witnesses that only note what they were asked: what the options mean is looked at apart from the answers."""
     seen = SimpleNamespace(recipes=[], options=[])
 
@@ -44,7 +54,7 @@ def asked(monkeypatch):
         return answer
 
     for name, source in (("predict", "predicted"), ("simulate", "simulated"), ("measure", "measured")):
-        monkeypatch.setattr(vramlab, name, witness(source), raising=False)
+        stand_in(name, witness(source))
     return seen
 
 
@@ -95,8 +105,8 @@ def test_every_field_of_a_recipe_can_be_set():
 
 
 @pytest.mark.parametrize("command", ["predict", "simulate", "measure", "compare"])
-def test_all_commands_take_the_same_recipe(asked, monkeypatch, command):
-    monkeypatch.setattr(vramlab, "compare", lambda *r: "a table", raising=False)
+def test_all_commands_take_the_same_recipe(asked, stand_in, command):
+    stand_in("compare", lambda *r: "a table")
     result = run(command, "gpt2", "--batch-size", "3", "--lora-r", "2")
     assert result.exit_code == 0, result.output
     assert set(asked.recipes) == {Recipe("gpt2", batch_size=3, lora=LoRA(r=2))}
@@ -104,7 +114,11 @@ def test_all_commands_take_the_same_recipe(asked, monkeypatch, command):
 
 def test_model_by_path(asked, tmp_path):
     path = tmp_path / "config.json"
-    path.write_text(json.dumps({"model_type": "gpt2", "n_embd": 64, "n_layer": 2, "n_head": 4, "vocab_size": 100}))
+    path.write_text(
+        json.dumps(
+            {"model_type": "gpt2", "n_embd": 64, "n_layer": 2, "n_head": 4, "vocab_size": 100, "n_positions": 64}
+        )
+    )
     assert run("predict", str(path)).exit_code == 0
     assert asked.recipes[0].shape.num_layers == 2
 
@@ -139,27 +153,29 @@ def test_text_is_the_reports_own(asked):
         ),
         ({"process": Interval(14 * GiB, 15 * GiB, 16 * GiB)}, "may not fit: T4"),
         ({"process": Interval(15 * GiB, 16 * GiB, 17 * GiB)}, "does not fit: T4"),
-        ({"reserved": 20 * GiB}, "does not fit: T4 has 14.562 GiB, the process needs 20.000 GiB"),
-        ({"total": 3 * GiB}, "fits: T4"),
+        ({"process": 14 * GiB}, "fits: T4 has 14.562 GiB, the process needs 14.000 GiB"),
+        ({"reserved": 14 * GiB}, "may not fit: T4 has 14.562 GiB, the process needs 14.138 GiB (14.130 GiB to 15.780"),
+        ({"reserved": Interval(15 * GiB, 15 * GiB, 16 * GiB)}, "does not fit: T4"),
+        ({"total": 3 * GiB}, "fits: T4 has 14.562 GiB, the process needs 3.138 GiB"),
     ],
 )
-def test_verdict_on_a_gpu(monkeypatch, needs, answer):
-    monkeypatch.setattr(vramlab, "predict", lambda recipe, gpu: report(recipe=recipe, **needs), raising=False)
+def test_verdict_on_a_gpu(stand_in, needs, answer):
+    stand_in("predict", lambda recipe, gpu: report(recipe=recipe, **needs))
     last = run("predict", "gpt2", "--gpu", "T4").stdout.splitlines()[-1]
     assert last.startswith(answer)
 
 
-def test_compare_shows_predicted_and_simulated(asked, monkeypatch):
+def test_compare_shows_predicted_and_simulated(asked, stand_in):
     got = []
     table = SimpleNamespace(to_dict=lambda: {"rows": [1]})
-    monkeypatch.setattr(vramlab, "compare", lambda *reports: got.append(reports) or table, raising=False)
+    stand_in("compare", lambda *reports: got.append(reports) or table)
     assert json.loads(run("compare", "gpt2", "--json").stdout) == {"rows": [1]}
     assert [r.source for r in got[0]] == ["predicted", "simulated"]
 
 
-def test_compare_simulates_the_device_that_was_measured(asked, monkeypatch):
+def test_compare_simulates_the_device_that_was_measured(asked, stand_in):
     got = []
-    monkeypatch.setattr(vramlab, "compare", lambda *reports: got.append(reports) or "a table", raising=False)
+    stand_in("compare", lambda *reports: got.append(reports) or "a table")
     assert run("compare", "gpt2", "--measure").exit_code == 0
     assert [(r.source, r.target) for r in got[0]] == [("predicted", "cuda"), ("simulated", "cpu"), ("measured", "cpu")]
 
@@ -199,20 +215,20 @@ def test_wrong_request_is_one_sentence_and_status_2(asked, model, words, why):
 
 
 @pytest.mark.parametrize("error", [MeasurementError("The child was killed."), RecordError("There is no record.")])
-def test_the_packages_own_errors_are_sentences(monkeypatch, error):
+def test_the_packages_own_errors_are_sentences(stand_in, error):
     def fail(recipe, **options):
         raise error
 
-    monkeypatch.setattr(vramlab, "measure", fail, raising=False)
+    stand_in("measure", fail)
     result = run("measure", "gpt2")
     assert (result.exit_code, result.stdout, result.stderr) == (2, "", f"{error}\n")
 
 
-def test_errors_that_are_bugs_are_not_hidden(monkeypatch):
+def test_errors_that_are_bugs_are_not_hidden(stand_in):
     def fail(recipe, **options):
         raise ZeroDivisionError
 
-    monkeypatch.setattr(vramlab, "predict", fail, raising=False)
+    stand_in("predict", fail)
     assert isinstance(run("predict", "gpt2").exception, ZeroDivisionError)
 
 
@@ -223,28 +239,28 @@ def test_unknown_option_is_refused(asked):
 
 @pytest.mark.parametrize(("status", "code"), [("oom", 3), ("error", 1), ("ok", 0)])
 @pytest.mark.parametrize("style", [[], ["--json"]])
-def test_status_of_the_report_is_the_exit_status_and_the_report_is_shown(monkeypatch, status, code, style):
+def test_status_of_the_report_is_the_exit_status_and_the_report_is_shown(stand_in, status, code, style):
     ran = report("measured", status=status, message="asked for 2 GiB, 1 GiB was free")
-    monkeypatch.setattr(vramlab, "measure", lambda recipe, repeats: ran, raising=False)
+    stand_in("measure", lambda recipe, repeats: ran)
     result = run("measure", "gpt2", *style)
     assert result.exit_code == code
     assert result.stdout.strip() == (ran.to_json(indent=2) if style else str(ran))
     assert ("asked for 2 GiB" in result.stdout) or (status == "ok" and not style)
 
 
-def test_compare_with_a_run_out_of_memory(asked, monkeypatch):
-    monkeypatch.setattr(vramlab, "measure", lambda recipe: report("measured", status="oom"), raising=False)
-    monkeypatch.setattr(vramlab, "compare", lambda *reports: "a table", raising=False)
+def test_compare_with_a_run_out_of_memory(asked, stand_in):
+    stand_in("measure", lambda recipe: report("measured", status="oom"))
+    stand_in("compare", lambda *reports: "a table")
     result = run("compare", "gpt2", "--measure")
     assert result.exit_code == 3 and result.stdout == "a table\n"
 
 
 INTERRUPTED = """
-import sys, time, vramlab, vramlab.cli
+import sys, time, types, vramlab.cli
 def forever(recipe, **options):
     print("started", flush=True)
     time.sleep(60)
-vramlab.predict = forever
+sys.modules["vramlab.predict"] = types.SimpleNamespace(predict=forever)
 sys.argv = ["vramlab", "predict", "gpt2"]
 vramlab.cli.main()
 """
@@ -297,13 +313,8 @@ def test_doctor_is_shown_and_its_verdict_is_the_exit_status(monkeypatch):
 
 
 def test_version():
-    from importlib import metadata
 
-    try:
-        expected = metadata.version("vramlab")
-    except metadata.PackageNotFoundError:
-        pytest.skip("the package is on the path but not installed")
-    assert run("--version").stdout == f"vramlab {expected}\n"
+    assert run("--version").stdout == f"vramlab {vramlab.__version__}\n"
 
 
 def test_help_names_every_command_and_costs_no_torch():
@@ -314,3 +325,42 @@ def test_help_names_every_command_and_costs_no_torch():
     for command in ("predict", "simulate", "measure", "compare", "record", "doctor", "models", "gpus"):
         assert command in text
         assert run(command, "-h").exit_code == 0
+
+
+# ── the real witnesses ──────────────────────────────────────────────────────────────────────────────────────────────
+
+SMALL = ["gpt2", "--num-layers", "2", "--batch-size", "2", "--seq-len", "32"]
+RECIPE = Recipe("gpt2", num_layers=2, batch_size=2, seq_len=32)
+
+
+def test_real_simulation_equals_the_function():
+    from vramlab.simulate import simulate
+
+    shown = Report.from_json(run("simulate", *SMALL, "--target", "cpu", "--json").stdout)
+    assert (shown.source, shown.target, shown.title) == ("simulated", "cpu", str(RECIPE))
+    assert shown.peak == simulate(RECIPE, target="cpu").peak and shown.peak.parameters > 4 * 50_000_000
+
+
+def test_real_prediction_equals_the_function():
+    predict = pytest.importorskip("vramlab.predict").predict
+    shown = Report.from_json(run("predict", *SMALL, "--json").stdout)
+    assert shown.source == "predicted" and shown.peak == predict(RECIPE).peak
+    assert run("predict", *SMALL, "--gpu", "T4").stdout.splitlines()[-1].startswith("fits: T4")
+    too_much = run("predict", "llama-3.1-70b", "--gpu", "T4")
+    assert too_much.exit_code == 0 and too_much.stdout.splitlines()[-1].startswith("does not fit: T4")
+
+
+def test_real_comparison_has_both_witnesses():
+    pytest.importorskip("vramlab.predict")
+    result = run("compare", *SMALL)
+    assert result.exit_code == 0 and "predicted" in result.stdout and "simulated" in result.stdout
+    assert isinstance(json.loads(run("compare", *SMALL, "--json").stdout), dict)
+
+
+def test_real_measurement_on_this_machine():
+    pytest.importorskip("vramlab.predict")
+    result = run("measure", *SMALL, "--repeats", "1", "--json")
+    assert result.exit_code == 0, result.output
+    shown = Report.from_json(result.stdout)
+    assert shown.source == "measured" and shown.speed.repeats == 1
+    assert shown.peak.parameters > 4 * 50_000_000

@@ -9,7 +9,6 @@ from types import SimpleNamespace
 
 import pytest
 from vramlab import checks
-from vramlab import doctor as doctor_module
 from vramlab.checks import Check
 from vramlab.doctor import MARKER, Doctor, doctor, environment_stamp
 from vramlab.gpu import find_gpu
@@ -300,14 +299,16 @@ def test_advice_stands_under_its_check():
 
 
 def test_stamp_lines_can_be_ignored_by_their_marker(monkeypatch):
-    monkeypatch.setattr(doctor_module, "all_sensors", lambda: iter([]))
+    monkeypatch.setattr(sys.modules["vramlab.doctor"], "all_sensors", lambda: iter([]))
     lines = environment_stamp().splitlines()
     assert len(lines) == 2 and all(line.startswith(MARKER) for line in lines)
     assert f"torch {metadata.version('torch')}" in lines[0] and "no GPU" in lines[1]
 
 
 def test_stamp_names_every_gpu(monkeypatch):
-    monkeypatch.setattr(doctor_module, "all_sensors", lambda: iter([sensors(), sensors(name="NVIDIA L4")]))
+    monkeypatch.setattr(
+        sys.modules["vramlab.doctor"], "all_sensors", lambda: iter([sensors(), sensors(name="NVIDIA L4")])
+    )
     assert "Tesla T4 + NVIDIA L4 · " in environment_stamp()
 
 

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-import vramlab
 from typer.core import TyperGroup
 
+from . import __version__
 from .cli_recipe import takes_recipe
 from .errors import VramLabError
 from .gpu import Gpu, find_gpu, gpu_names
@@ -52,9 +52,7 @@ Target = Annotated[str, typer.Option(help="Whose kernels and rounding: cuda or c
 @app.callback(invoke_without_command=True)
 def _version(version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False) -> None:
     if version:
-        from importlib import metadata
-
-        typer.echo(f"vramlab {metadata.version('vramlab')}")
+        typer.echo(f"vramlab {__version__}")
         raise typer.Exit()
 
 
@@ -62,16 +60,20 @@ def _version(version: Annotated[bool, typer.Option("--version", help="Print the 
 @takes_recipe
 def predict(recipe: Recipe, gpu: GpuName = None, as_json: Json = False) -> None:
     """Memory by formula: microseconds, no torch."""
+    from .predict import predict
+
     card = _card(gpu, recipe)
-    _finish([vramlab.predict(recipe, gpu=card.name if card else None)], card, as_json)
+    _finish([predict(recipe, gpu=card.name if card else None)], card, as_json)
 
 
 @app.command()
 @takes_recipe
 def simulate(recipe: Recipe, target: Target = "cuda", gpu: GpuName = None, as_json: Json = False) -> None:
     """Memory of the real training step on fake tensors: seconds, no GPU."""
+    from .simulate import simulate
+
     card = _card(gpu, recipe)
-    _finish([vramlab.simulate(recipe, target=target, gpu=card.name if card else None)], card, as_json)
+    _finish([simulate(recipe, target=target, gpu=card.name if card else None)], card, as_json)
 
 
 @app.command()
@@ -82,7 +84,9 @@ def measure(
     as_json: Json = False,
 ) -> None:
     """Memory and time of the real training step on this machine, in a fresh process."""
-    _finish([vramlab.measure(recipe, repeats=repeats)], None, as_json)
+    from .measure import measure
+
+    _finish([measure(recipe, repeats=repeats)], None, as_json)
 
 
 @app.command()
@@ -95,12 +99,17 @@ def compare(
     as_json: Json = False,
 ) -> None:
     """Predicted beside simulated, and measured with --measure: every category and the difference."""
+    from .compare import compare
+    from .measure import measure as run_here
+    from .predict import predict
+    from .simulate import simulate
+
     card = _card(gpu, recipe)
     name = card.name if card else None
-    measured = [vramlab.measure(recipe)] if measure else []
+    measured = [run_here(recipe)] if measure else []
     target = measured[0].target if measured else target
-    reports = [vramlab.predict(recipe, gpu=name), vramlab.simulate(recipe, target=target, gpu=name), *measured]
-    _finish(reports, card, as_json, vramlab.compare(*reports))
+    reports = [predict(recipe, gpu=name), simulate(recipe, target=target, gpu=name), *measured]
+    _finish(reports, card, as_json, compare(*reports))
 
 
 @app.command()
@@ -188,12 +197,21 @@ def _finish(reports: list[Report], card: Gpu | None, as_json: bool, shown: Any =
 
 
 def _verdict(report: Report, card: Gpu) -> str:
-    """One line: whether what the report needs is on the card."""
-    needs = next(n for n in (report.process, report.reserved, report.peak.total) if n is not None)
-    low, high = (needs.low, needs.high) if isinstance(needs, Interval) else (needs, needs)
+    """One line: whether what the process needs is on the card; where the report does not say, its allocator's
+    segments (or peak) plus what a context takes."""
+    needs = report.process
+    if needs is None:
+        inside = _interval(report.peak.total if report.reserved is None else report.reserved)
+        outside = card.context_interval
+        needs = Interval(inside.low + outside.low, inside.value + outside.value, inside.high + outside.high)
+    low, high = _interval(needs).low, _interval(needs).high
     answer = "fits" if high <= card.total else "does not fit" if low > card.total else "may not fit"
     needs = needs if isinstance(needs, Interval) else format_bytes(needs)
     return f"{answer}: {card.name} has {format_bytes(card.total)}, the process needs {needs}"
+
+
+def _interval(size: int | Interval) -> Interval:
+    return size if isinstance(size, Interval) else Interval(size, size, size)
 
 
 def main() -> None:
