@@ -61,16 +61,16 @@ test: gate
 		--nbval-sanitize-with $(TOOLS)/sanitize.cfg tests notebooks
 
 gate: $(INSTALLED)
-	@$(BIN)/ruff check helpers tests notebooks benchmarks
-	@$(BIN)/ruff format --check helpers tests notebooks benchmarks
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
 	@$(BIN)/python $(TOOLS)/canonical.py --check
 
 notebooks: $(INSTALLED)
 	@$(BIN)/python $(TOOLS)/execute.py $(NOTEBOOKS)
 
 format: $(INSTALLED)
-	@$(BIN)/ruff check --quiet --fix helpers tests notebooks benchmarks
-	@$(BIN)/ruff format helpers tests notebooks benchmarks
+	@$(BIN)/ruff check --quiet --fix .
+	@$(BIN)/ruff format .
 	@$(BIN)/python $(TOOLS)/canonical.py --write
 
 repo-url: $(INSTALLED)

@@ -13,13 +13,12 @@ hypothesis.settings.register_profile("ci", deadline=None, derandomize=True, prin
 hypothesis.settings.register_profile("explore", deadline=None, max_examples=1000)
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 
-# Warnings of other packages that are known and harmless: "ignore:start of the text:category", and why.
-KNOWN_WARNINGS: tuple[str, ...] = ()
-
 
 def pytest_configure(config: pytest.Config) -> None:
-    for warning in KNOWN_WARNINGS:
-        config.addinivalue_line("filterwarnings", warning)
+    from vramlab.quiet import KNOWN_WARNINGS
+
+    for start in KNOWN_WARNINGS:
+        config.addinivalue_line("filterwarnings", f"ignore:{start}")
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -44,22 +44,22 @@ def test_nbval_refuses_a_changed_claim(notebook, nbval):
 def test_nbval_leaves_out_tagged_lines_and_nothing_else(notebook, nbval):
     """Another machine's stamp and time pass; the same cell fails when an untagged line or the tags' number differs."""
     live = code(notebook, "live")
-    live.outputs[0].text = "machine: Python 3.13\nmachine: a GPU\nmachine: another\n⏱ took 99.0 s\n"
+    live.outputs[0].text = "machine: Python 3.13\nmachine: a GPU\nmachine: another\nlive: took 99.0 s\n"
     assert nbval(notebook)[0] == 0
-    live.outputs[0].text += "⏱ took 99.0 s\n"
+    live.outputs[0].text += "live: took 99.0 s\n"
     assert nbval(notebook)[0] == 1
 
 
 @pytest.mark.parametrize(
-    "line", ["took 99.0 s", "peak ⏱ 99.0 s", " ⏱ took 99.0 s", "⏱took 99.0 s", "machine 99", "the machine: 99 GiB"]
+    "line", ["took 99.0 s", "peak live: 99.0 s", " live: took 99.0 s", "live:took 99.0 s", "the machine: 99 GiB"]
 )
 def test_only_whole_lines_that_begin_with_the_tag_are_left_out(line, sanitize):
     assert sanitize(f"{line}\n") == f"{line}\n"
 
 
 def test_sanitizer_keeps_claims_between_tagged_lines(sanitize):
-    text = "machine: A\nmachine: B\npeak 2.650 GiB\n⏱ 3 s\n⏱ 4 s\nloss 3.14"
-    assert sanitize(text) == "machine\npeak 2.650 GiB\n⏱\n⏱\nloss 3.14"
+    text = "machine: A\nmachine: B\npeak 2.650 GiB\nlive: 3 s\nlive: 4 s\nloss 3.14"
+    assert sanitize(text) == "machine\npeak 2.650 GiB\nlive\nlive\nloss 3.14"
 
 
 @pytest.fixture
@@ -80,8 +80,8 @@ def test_live_tags_every_line_and_the_stamp_too(capsys, sanitize):
     live("step", 1.5, "s\n\nrss 3")
     print(environment_stamp())
     text = capsys.readouterr().out
-    assert text.startswith("⏱ step 1.5 s\n⏱ \n⏱ rss 3\nmachine: python 3.")
-    assert sanitize(text) == "⏱\n⏱\n⏱\nmachine\n"
+    assert text.startswith("live: step 1.5 s\nlive: \nlive: rss 3\nmachine: python 3.")
+    assert sanitize(text) == "live\nlive\nlive\nmachine\n"
 
 
 def test_kernels_draw_inline():

@@ -189,7 +189,7 @@ def spoil_size(nb):
 
 
 def spoil_live_claim(nb):
-    code(nb, "live").outputs[0].text += "⏱ peak 2.650 GiB\n"
+    code(nb, "live").outputs[0].text += "live: peak 2.650 GiB\n"
 
 
 def spoil_trailing_blank(nb):
@@ -260,12 +260,12 @@ def test_gate_refuses_other_files(notebook, gate, good):
 def test_gate_lets_pass_what_only_looks_wrong(notebook, gate):
     notebook.cells[0].source += "\n\nSee https://example.org/home/tmp, 1/work and ratio/root; 8 GB/s; a;b."
     code(notebook, "claim").source += "\n# a url: https://example.org/tmp/x; skip nbval here"
-    code(notebook, "live").outputs[0].text += "⏱ 12.4 GB/s and 3.1 TFLOP/s\n"
+    code(notebook, "live").outputs[0].text += "live: 12.4 GB/s and 3.1 TFLOP/s\n"
     assert gate(notebook) == ""
 
 
 def test_a_live_size_with_an_assert_passes(notebook, gate):
-    code(notebook, "live").outputs[0].text += "⏱ rss 0.812 GiB\n"
+    code(notebook, "live").outputs[0].text += "live: rss 0.812 GiB\n"
     code(notebook, "live").source += "\nassert 0.5 < 0.812 < 1"
     assert gate(notebook) == ""
 

@@ -4,7 +4,7 @@ Everything else a notebook prints is the same everywhere and is compared. Tagged
 about them is an `assert` in the same cell. The machine's description has its own tag, see `doctor.environment_stamp`.
 """
 
-MARKER = "⏱ "
+MARKER = "live: "
 
 
 def live(*values: object) -> None:

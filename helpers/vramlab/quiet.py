@@ -1,0 +1,34 @@
+"""Known, harmless messages of other packages, silenced one by one by their text; any other is still shown."""
+
+import logging
+import warnings
+
+KNOWN_WARNINGS = (
+    # tqdm in a notebook without ipywidgets: it falls back to plain text, and widgets would not render on GitHub.
+    "IProgress not found",
+)
+KNOWN_LOGS = (
+    # bitsandbytes on a CPU looks for a faster kernel on the hub; its own one gives the same bytes.
+    ("bitsandbytes.backends.cpu.ops", "Failed to load CPU gemm_4bit_forward"),
+    # A model class that names no loss takes the causal one, which is the one that is meant.
+    ("transformers.modeling_utils", "`loss_type=None` was set in the config"),
+)
+
+
+class Drop(logging.Filter):
+    """Lets every record pass but those whose text begins with `start`."""
+
+    def __init__(self, start: str):
+        super().__init__()
+        self.start = start
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        return not record.getMessage().startswith(self.start)
+
+
+def silence() -> None:
+    """Drop the known messages from here on, in this process."""
+    for start in KNOWN_WARNINGS:
+        warnings.filterwarnings("ignore", message=start)
+    for name, start in KNOWN_LOGS:
+        logging.getLogger(name).addFilter(Drop(start))
