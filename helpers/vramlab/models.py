@@ -23,6 +23,7 @@ AUTO_CLASS = {
     "seq2seq-lm": "AutoModelForSeq2SeqLM",
     "image-classification": "AutoModelForImageClassification",
 }
+TASK_TYPE = {"causal-lm": "CAUSAL_LM", "seq2seq-lm": "SEQ_2_SEQ_LM", "sequence-classification": "SEQ_CLS"}
 
 
 def weight_dtype(recipe: Recipe) -> "torch.dtype":
@@ -145,7 +146,9 @@ def _quantized_layers(model: "torch.nn.Module", recipe: Recipe) -> None:
         bnb_4bit_compute_dtype=dtype,
     )
     with torch.device("meta"):
-        keep = [*get_keys_to_not_convert(model), *(getattr(model, "_keep_in_fp32_modules", None) or ())]
+        # for a head with a bias transformers names the bias; the head is trained, so it must not be quantized
+        heads = [name.removesuffix(".bias").removesuffix(".weight") for name in get_keys_to_not_convert(model)]
+        keep = [*heads, *(getattr(model, "_keep_in_fp32_modules", None) or ())]
         replace_with_bnb_linear(model, modules_to_not_convert=keep, quantization_config=config)
     for parameter in model.parameters():
         parameter.requires_grad_(False)
@@ -165,9 +168,11 @@ def _adapters(model: "torch.nn.Module", recipe: Recipe) -> "torch.nn.Module":
 
     values = dataclasses.asdict(recipe.lora)
     cast = values.pop("autocast_adapter_dtype")
-    for name in ("target_modules", "modules_to_save"):
-        if isinstance(values[name], tuple):
-            values[name] = list(values[name])
+    save = values["modules_to_save"]
+    values["modules_to_save"] = list(save) if save else None
+    # by name, so that what PEFT adapts is what the shape says (its "all-linear" would take Mixtral's experts whole)
+    values["target_modules"] = [name for name, _, _ in recipe.shape.lora_targets(recipe.lora.target_modules, save)]
+    values["task_type"] = TASK_TYPE.get(recipe.shape.task)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*fan_in_fan_out.*")  # GPT-2's Conv1D; PEFT sets it right itself
         return get_peft_model(model, LoraConfig(**values), autocast_adapter_dtype=cast)
