@@ -6,6 +6,7 @@ PIP_FLAGS ?=
 CONSTRAINTS ?= constraints.txt
 JOBS ?= 2
 NBVAL ?= --nbval
+GATE ?= gate
 NOTEBOOKS ?=
 
 BIN := .venv/bin
@@ -55,7 +56,7 @@ lab: $(INSTALLED)
 	$(BIN)/jupyter lab notebooks
 
 # One pytest for everything: its closing lines are the last that is printed. A notebook's cells stay on one worker.
-test: gate
+test: $(GATE) $(INSTALLED)
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile \
 		$(NBVAL) --nbval-current-env --nbval-cell-timeout 300 --nbval-kernel-startup-timeout 180 \
 		--nbval-sanitize-with $(TOOLS)/sanitize.cfg tests notebooks
