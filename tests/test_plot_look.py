@@ -170,6 +170,13 @@ def test_matplotlib_loads_with_the_first_figure_only():
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
+def test_figures_do_not_hide_the_function_behind_the_module_of_its_name():
+    code = (
+        "from vramlab import plot; plot.compare; from vramlab import compare; assert not hasattr(compare, '__path__')"
+    )
+    subprocess.run([sys.executable, "-c", f"{code}; assert callable(compare), compare"], check=True)
+
+
 def test_a_notebook_shows_each_figure_once_with_its_alt_text(tmp_path, monkeypatch):
     monkeypatch.delenv("MPLBACKEND", raising=False)  # the kernel would inherit it in place of its own
     path = f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r})"

@@ -5,7 +5,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from html import escape
 
-from .report import Interval, Report, format_bytes, text_table
+from .labels import failure
+from .report import Bytes, Interval, Report, format_bytes, text_table
 
 INFINITE = (float("inf"), float("-inf"))  # relative to nothing
 Value = int | Interval | str | None
@@ -158,6 +159,23 @@ def relative_to(value: int, reference: int) -> float:
     if value == reference:
         return 0.0
     return (value - reference) / reference if reference else float("inf") if value > 0 else float("-inf")
+
+
+def difference(a: Report | Bytes | Interval | int, b: Report | Bytes | Interval | int) -> float:
+    """How far `a` is from `b`, relative to `b`: 0.03 when `a` is 3 % above. Reports are compared by their peak's total.
+
+    Raises:
+        ValueError: a report without figures, because the run did not end well.
+    """
+    return relative_to(*map(_size, (a, b)))
+
+
+def _size(value: Report | Bytes | Interval | int) -> int:
+    if isinstance(value, Report):
+        if value.status != "ok":
+            raise ValueError(f"a report without figures cannot be compared ({failure(value)}).")
+        return value.peak.total
+    return value.total if isinstance(value, Bytes) else number(value)
 
 
 def _bare(n: int, unit: str) -> str:

@@ -4,7 +4,7 @@ import textwrap
 from collections.abc import Sequence
 
 from . import plot_style as style
-from .compare import column_labels, failure
+from .labels import column_labels, failure
 from .plot_parts import Split, draw_limit, limit_of, split_of, split_rows, stack, subtitle, total
 from .report import PHASES, Report
 

@@ -5,7 +5,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 
 from . import plot_style as style
-from .compare import difference
+from .comparison import difference
 from .plot_parts import size_of
 from .report import Report
 

@@ -4,7 +4,7 @@ import itertools
 from collections.abc import Sequence
 
 from . import plot_style as style
-from .compare import failure
+from .labels import failure
 from .plot_parts import areas, split_rows
 from .report import Moment, Report, Tensor
 
