@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -32,10 +33,10 @@ def report(source="predicted", recipe=None, target="cuda", total=GiB, status="ok
 
 @pytest.fixture
 def stand_in(monkeypatch):
-    """Puts a function in the place of a module's of the same name: `stand_in("predict", function)`."""
+    """Puts a function in the place of a module's: `stand_in("predict", function)` for that of the same name."""
 
-    def put(name, function):
-        monkeypatch.setitem(sys.modules, f"vramlab.{name}", SimpleNamespace(**{name: function}))
+    def put(name, function, module=None):
+        monkeypatch.setitem(sys.modules, f"vramlab.{module or name}", SimpleNamespace(**{name: function}))
 
     return put
 
@@ -310,6 +311,17 @@ def test_doctor_is_shown_and_its_verdict_is_the_exit_status(monkeypatch):
     monkeypatch.setattr(checks, "LOOKS", (("x", lambda: lacks),))
     result = run("doctor", "--json")
     assert result.exit_code == 1 and json.loads(result.stdout)["checks"][0]["advice"] == "pip install torch"
+
+
+def test_record_hands_everything_on(stand_in):
+    asked = []
+    stand_in("record", lambda notebooks, **options: asked.append((notebooks, options)), module="records")
+    assert run("record").exit_code == 0
+    assert run("record", "a.ipynb", "b.ipynb", "--minutes", "2.5", "--dry-run", "--output", "x.json").exit_code == 0
+    assert asked == [
+        (None, {"minutes": 8, "dry_run": False, "output": None}),
+        ([Path("a.ipynb"), Path("b.ipynb")], {"minutes": 2.5, "dry_run": True, "output": Path("x.json")}),
+    ]
 
 
 def test_version():

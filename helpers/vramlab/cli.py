@@ -120,9 +120,9 @@ def record(
     output: Annotated[Path | None, typer.Option(help="The file to write; by GPU and versions when left out.")] = None,
 ) -> None:
     """Measure every recipe that the notebooks ask for and keep the reports for readers without this GPU."""
-    from . import records
+    from .records import record
 
-    records.record(notebooks or None, minutes=minutes, dry_run=dry_run, output=output)
+    record(notebooks or None, minutes=minutes, dry_run=dry_run, output=output)
 
 
 @app.command()
