@@ -116,7 +116,7 @@ def test_different_recipes_are_refused_by_name_of_the_field_and_allowed_on_reque
     with pytest.raises(ValueError, match=r"differ in batch_size \(4 against 8\).*same_recipe=False"):
         compare(report(), other)
     table = compare(report(), other, same_recipe=False)
-    assert table.labels == ("batch 4", "batch 8")
+    assert table.labels == ("batch 4", "batch 8") and table.against == "batch 4"
     assert table.title != TITLE and f"note: batch 8 is {other.title}." in str(table)
 
 
@@ -144,6 +144,21 @@ def test_peaks_in_different_phases_are_said():
     assert "predicted in forward, measured in step" in str(
         compare(report("predicted", peak_phase="forward"), measured())
     )
+
+
+def test_a_change_is_shown_against_the_first_recipe():
+    plain = report(scale=2)
+    trick = report("predicted", title=TITLE + " · checkpointing", recipe={**RECIPE, "batch_size": 5})
+    row = next(r for r in compare(plain, trick, same_recipe=False).to_dict()["rows"] if r["name"] == "peak total")
+    change = split().total - split(2).total
+    assert row["differences"] == {"predicted checkpointing": {"bytes": change, "relative": pytest.approx(-0.5)}}
+    failed_first = compare(out_of_memory(), trick, plain, same_recipe=False)
+    assert failed_first.against == "predicted checkpointing"
+
+
+def test_many_times_more_is_not_said_in_per_cent():
+    text = str(compare(report("predicted", peak=Bytes(inputs=5000)), report(peak=Bytes(inputs=40))))
+    assert next(line for line in text.splitlines() if line.strip().startswith("inputs")).endswith("×125")
 
 
 def test_labels_never_collide():

@@ -19,7 +19,8 @@ def compare(
     """A table of what each report says of the same recipe, and how far each is from the strongest witness.
 
     Args:
-        reports: in any order; they are shown predicted, simulated, then recorded and measured.
+        reports: in any order; they are shown predicted, simulated, then recorded and measured, and differences are
+            taken against the last. Different recipes keep their order, and differences are taken against the first.
         labels: names for the columns, in the order of `reports`; None makes short ones that tell them apart.
         same_recipe: False allows different recipes (what does a trick change?) and says so in a note.
         unit: "GiB", "MiB", "KiB" or "B", for the eye only.
@@ -28,7 +29,9 @@ def compare(
     """
     apart = check(reports, same_recipe, unit)
     names = labels_of(reports, labels)
-    pairs = sorted(zip(names, reports, strict=True), key=lambda pair: STRENGTH[pair[1].source])
+    pairs = list(zip(names, reports, strict=True))
+    if not apart:
+        pairs.sort(key=lambda pair: STRENGTH[pair[1].source])
     good = [(label, r) for label, r in pairs if r.status == "ok"]
     failed = [f"{label}: {failure(r)}" for label, r in pairs if r.status != "ok"]
     titles = {r.title for r in reports}
@@ -41,9 +44,12 @@ def compare(
         notes.append(f"the peaks stand in different phases ({where}), so their categories are not of the same moment.")
     columns = [r for _, r in good]
     rows = tuple(_rows(columns)) if columns else ()
-    notes += list(_outside(rows, [label for label, _ in good], unit))
+    if not apart:
+        notes += list(_outside(rows, [label for label, _ in good], unit))
+    against = good[0 if apart else -1][0] if good else None
     title = "different recipes, named in the notes" if apart else pairs[-1][1].title
-    return Comparison(title, unit, tuple(label for label, _ in good), tuple(columns), rows, tuple(failed), tuple(notes))
+    labels = tuple(label for label, _ in good)
+    return Comparison(title, unit, labels, against, tuple(columns), rows, tuple(failed), tuple(notes))
 
 
 def _rows(reports: list[Report]) -> Iterator[Row]:

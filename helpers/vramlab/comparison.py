@@ -23,12 +23,13 @@ class Row:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Reports beside each other, weakest witness first; differences are taken against the last.
+    """Reports beside each other, and how far each is from one of them.
 
     Attributes:
         title: the recipe in one line.
         unit: what sizes are shown in; inside they are bytes.
         labels: one per report, the source where that tells them apart.
+        against: the label of the report that differences are taken against, None without reports.
         reports: the reports with figures, in the order of `labels`.
         rows: the lines of the table.
         failed: a line of text per report without figures (out of memory).
@@ -38,6 +39,7 @@ class Comparison:
     title: str
     unit: str
     labels: tuple[str, ...]
+    against: str | None
     reports: tuple[Report, ...]
     rows: tuple[Row, ...]
     failed: tuple[str, ...] = ()
@@ -67,7 +69,7 @@ class Comparison:
         ]
         return {
             "title": self.title,
-            "against": self.labels[-1] if self.labels else None,
+            "against": self.against,
             "reports": reports,
             "rows": rows,
             "failed": list(self.failed),
@@ -117,13 +119,13 @@ class Comparison:
         return "\n".join([*lines, "</table>", *(f"<p>{escape(line)}</p>" for line in self._foot())])
 
     def _head(self) -> tuple[str, ...]:
-        changes = [text for label in self.labels[:-1] for text in (f"Δ {label}", "Δ %")]
+        changes = [text for label in self.labels if label != self.against for text in (f"Δ {label}", "Δ %")]
         return (self.unit, *self.labels, *changes)
 
     def _foot(self) -> list[str]:
         lines = []
         if len(self.labels) > 1:
-            lines.append(f"Δ is taken against {self.labels[-1]}; a plain 0 is equality to the byte.")
+            lines.append(f"Δ is taken against {self.against}; a plain 0 is equality to the byte.")
         return [*lines, *self.failed, *(f"note: {note}" for note in self.notes)]
 
     def _sections(self) -> Iterator[tuple[str, list[Row]]]:
@@ -131,9 +133,9 @@ class Comparison:
             yield section, [row for row in self.rows if row.section == section]
 
     def _differences(self, row: Row) -> Iterator[tuple[str, tuple[int | None, float | None]]]:
-        reference = number(row.values[-1])
-        for label, value in zip(self.labels[:-1], row.values, strict=False):
-            size = number(value)
+        sizes = {label: number(value) for label, value in zip(self.labels, row.values, strict=True)}
+        reference = sizes.pop(self.against)
+        for label, size in sizes.items():
             known = size is not None and reference is not None
             yield label, (size - reference, relative_to(size, reference)) if known else (None, None)
 
@@ -197,7 +199,9 @@ def _signed(change: int, unit: str) -> str:
 def _per_cent(relative: float) -> str:
     if relative == 0:
         return "0"
-    return "–" if relative in INFINITE else f"{'+' if relative > 0 else '−'}{abs(relative):.2%}"
+    if abs(relative) >= 10:  # per cent no longer say anything
+        return "–" if relative in INFINITE else f"×{relative + 1:,.0f}"
+    return f"{'+' if relative > 0 else '−'}{abs(relative):.2%}"
 
 
 def _bar(text: str) -> str:
