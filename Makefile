@@ -36,7 +36,7 @@ help:
 
 # Made once, and again when the requirements change.
 $(INSTALLED): pyproject.toml $(wildcard $(CONSTRAINTS))
-	@python='$(PYTHON)'; \
+	@python='$(PYTHON)'; found=; \
 	for p in $${python:-python3.11 python3.12 python3.13 python3.14 python3 python}; do \
 		if "$$p" -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1; then found=$$p; break; fi; \
 	done; \

@@ -1,8 +1,11 @@
 """`make course`, `make notebooks` and the set-up cell, on notebooks made here: what runs, what fails, what is left."""
 
+import os
 import re
+import signal
 import subprocess
 import sys
+import time
 
 import canonical
 import course
@@ -118,7 +121,10 @@ def test_the_bar_counts_cells(tmp_path):
 @pytest.mark.parametrize(
     ("source", "error"),
     [
-        ("import os\nos._exit(1)", "the kernel died"),
+        (
+            "import os\nos.write(2, b'out of luck\\n')\nos._exit(1)",
+            "the kernel died (was it killed for its memory?) out of luck",
+        ),
         ("import time\ntime.sleep(60)", "took longer than 3 s"),
         ("def (", "SyntaxError"),
     ],
@@ -163,3 +169,19 @@ assert "environment" in str(data_path())"""
     said = try_colab.try_notebook(scratch.write(tmp_path / "99_scratch.ipynb", check), tmp_path)
     assert said["failures"] == [] and not said["before"]
     assert said["newly"] == ["vramlab"], said["found"]
+
+
+def test_ctrl_c_ends_the_kernel_and_says_so(tmp_path):
+    sleeper = "import os, pathlib, time\n\npathlib.Path('pid').write_text(str(os.getpid()))\ntime.sleep(60)"
+    notebook = scratch.write(tmp_path / "00_x.ipynb", sleeper)
+    command = [sys.executable, settings.TOOLS / "execute.py", notebook]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    pid = tmp_path / "pid"
+    deadline = time.monotonic() + 60
+    while not (pid.exists() and pid.read_text()) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    process.send_signal(signal.SIGINT)
+    _, said = process.communicate(timeout=30)
+    assert process.returncode == 130 and said.strip() == "Stopped."
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(pid.read_text()), 0)

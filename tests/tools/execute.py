@@ -6,6 +6,7 @@ As a script, re-runs notebooks in place (`make notebooks`): a notebook that fail
 import argparse
 import re
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -75,14 +76,21 @@ def run(path: Path, on_cell: Callable[[], None] = lambda: None, timeout: int = C
         on_cell_executed=lambda **_: on_cell(),
     )
     start = time.monotonic()
-    try:
-        client.execute()
-    except CellExecutionError as error:
-        result.error = f"{error.ename}: {error.evalue}"
-    except CellTimeoutError:
-        result.error = f"the cell took longer than {timeout} s"
-    except DeadKernelError:
-        result.error = "the kernel died (was it killed for its memory?)"
+    with tempfile.TemporaryFile() as said:  # what native code prints would run through the progress bar
+        try:
+            client.execute(stderr=said)
+        except CellExecutionError as error:
+            result.error = f"{error.ename}: {error.evalue}"
+        except CellTimeoutError:
+            result.error = f"the cell took longer than {timeout} s"
+        except DeadKernelError:
+            said.seek(0)
+            last = [line for line in said.read().decode(errors="replace").splitlines() if line.strip()][-1:]
+            result.error = " ".join(["the kernel died (was it killed for its memory?)", *last])
+        except AssertionError:
+            if client.km is not None:
+                raise
+            raise KeyboardInterrupt from None  # nbclient answers Ctrl-C by ending the kernel, and then misses it
     result.seconds = time.monotonic() - start
     if not result.error:
         result.failed_cell = 0
@@ -142,5 +150,14 @@ def main() -> int:
     return 1 if wrong else 0
 
 
+def exit_with(program: Callable[[], int]) -> None:
+    """End this process with what `program` returns, and quietly after Ctrl-C: what was written by then stays."""
+    try:
+        sys.exit(program())
+    except KeyboardInterrupt:
+        print("\nStopped.", file=sys.stderr)
+        sys.exit(130)
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    exit_with(main)
