@@ -1,0 +1,141 @@
+"""Attention by every kernel: which one runs, what it keeps and what it needs while it runs.
+
+The kernels themselves (Dao 2023; Rabe and Staats 2021) keep queries, keys, values, their output and one number a row;
+the matrix of scores, batch × heads × tokens², exists only where the attention is written out ("eager", "math").
+"""
+
+from math import ceil
+
+from .ledger import Tensor
+from .linears import Linears
+from .operators import BOOL, FP32, HALF
+
+
+def kernel_of(width: int, head_dim: int, masked: bool, bf16: bool, capability: tuple[int, int] = (8, 0)) -> str:
+    """ "flash", "efficient" or "math": what `scaled_dot_product_attention` takes (`sdp_utils.cpp`, select_sdp_backend).
+
+    Flash: half precision, no mask, heads up to 256 wide, compute capability 8.0. Memory-efficient: whole multiples of
+    16 bytes a head, no bf16 below 8.0. cuDNN's kernel keeps what flash keeps.
+    """
+    if width == HALF and head_dim <= 256 and capability >= (8, 0) and not masked:
+        return "flash"
+    if width == HALF and bf16 and capability < (8, 0):
+        return "math"
+    return "efficient" if head_dim % (8 if width == HALF else 4) == 0 else "math"
+
+
+class Attention(Linears):
+    """Operators of attention. q is batch × heads × tokens × channels; k and v may have fewer heads.
+
+    Args:
+        implementation: "sdpa", "flash_attention_2" or "eager".
+        bf16: half precision is bf16. `capability` is the GPU's.
+    """
+
+    def __init__(self, *args, implementation: str = "sdpa", bf16: bool = True, capability=(8, 0), **kwargs):
+        super().__init__(*args, **kwargs)
+        self.implementation, self.bf16, self.capability = implementation, bf16, capability
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, p: float, softmax_fp32=True, **eager):
+        """The recipe's kernel; the result is batch × tokens × (heads · channels)."""
+        if self.implementation == "eager":
+            return self.written_out(q, k, v, mask, p, softmax_fp32, **eager)
+        return self.fused(q, k, v, mask, p)
+
+    def fused(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, p: float, bias_grad=False) -> Tensor:
+        """`scaled_dot_product_attention`."""
+        q, k, v = self.cast(q), self.cast(k), self.cast(v)
+        b, heads, n, d = q.shape
+        m = k.shape[2]
+        kernel = kernel_of(q.width, d, mask is not None, self.bf16, self.capability)
+        if self.implementation == "flash_attention_2":
+            kernel = "flash"
+        if kernel == "math":
+            return self.written_out(q, k, v, mask, p, softmax_fp32=False)
+        if kernel == "flash":
+            rows, wide = -(-n // 128) * 128, -(-d // 32) * 32
+            extra = FP32 * b * heads * rows * (wide + 1)  # dQ is summed up in fp32 (flash_api.cpp, mha_bwd)
+            if k.shape[1] != heads:  # and dK, dV exist for every query head before they are summed
+                extra += 2 * b * heads * m * d * k.width
+            lines = (b, heads, n)
+        else:
+            if k.shape[1] != heads:
+                k, v = self.repeat(k, heads), self.repeat(v, heads)
+            extra = FP32 * b * heads * n + (FP32 * b * heads * n * -(-d // 32) * 32 if q.width == HALF else 0)
+            lines = (b, heads, 32 * ceil(n / 32))
+        name = "flash_attention" if kernel == "flash" else "efficient_attention"
+        out, sums = self.tensor(name, (b, n, heads, d), q.width), self.tensor(name, lines, FP32)
+        inputs = [q, k, v] if mask is None else [q, k, v, mask]
+        y = self.op(name, inputs, (b, n, heads * d), q.width, saves=[*inputs, out, sums], extra=extra, block=out.block)
+        return y
+
+    def repeat(self, x: Tensor, heads: int) -> Tensor:
+        """Keys or values copied to every query head; their gradients are summed."""
+        b, few, m, d = x.shape
+        if few == heads:
+            return x
+        return self.op("repeat_kv", [x], (b, heads, m, d), x.width)
+
+    def written_out(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, p: float, softmax_fp32=True, cap=False, scaled=True
+    ) -> Tensor:
+        """softmax(q kᵀ · scale + mask) v in single operators, as every `eager_attention_forward` of transformers.
+
+        `softmax_fp32`: it asks for an fp32 softmax and casts back; `cap`: Gemma 2's tanh; `scaled`: it scales at all.
+        """
+        b, heads, n, d = q.shape
+        k, v = self.repeat(k, heads), self.repeat(v, heads)
+        m = k.shape[2]
+        scores = self.matmul(self.copied(q), self.copied(k), b, heads, n, m)
+        if scaled:
+            scores = self.scale(scores)
+        if cap:
+            scores = self.scale(self.unary("tanh", self.scale(scores), "result"))
+        if mask is not None:
+            scores = self.add(scores, mask)
+        weights = self.softmax(scores, softmax_fp32, q.width)
+        dropped = self.dropout(weights, p)
+        y = self.matmul(dropped, self.copied(v), b, heads, n, d)
+        return self.copy(y, shape=(b, n, heads * d))
+
+    def copied(self, x: Tensor) -> Tensor:
+        """A batched product needs heads and tokens in order: a transposed view is copied first (`torch.matmul`)."""
+        return self.copy(self.cast(x))
+
+    def softmax(self, x: Tensor, fp32: bool, width: int) -> Tensor:
+        """Keeps its result. With `fp32` (or under autocast) that is in fp32, and a copy in `width` goes on."""
+        if not fp32:
+            return self.unary("softmax", self.fp32(x), "result")
+        if x.width != FP32:  # the kernel reads half precision and writes fp32 by itself
+            out = self.tensor("softmax", x.shape, FP32)
+            x = self.op("softmax", [x], x.shape, FP32, saves=[out], block=out.block)
+        else:
+            x = self.unary("softmax", x, "result")
+        return self.to(x, width)
+
+    def rotary(self, x: Tensor, table: tuple[Tensor, Tensor], dims: int) -> Tensor:
+        """x · cos + rotate_half(x) · sin on the first `dims` channels (Su et al. 2021, `apply_rotary_pos_emb`).
+
+        cos and sin are kept once for all layers; of x nothing is.
+        """
+        *rest, d = x.shape
+        cos, sin = table
+        turned = self.slice(x, *rest, dims) if dims < d else x
+        passed = self.slice(x, *rest, d - dims) if dims < d else None
+        first = self.mul(turned, cos)
+        left, right = self.slice(turned, *rest, dims // 2), self.slice(turned, *rest, dims - dims // 2)
+        half = self.cat([self.scale(right, "neg"), left], *rest, dims)
+        del left, right
+        second = self.mul(half, sin)
+        del half
+        out = self.add(first, second)
+        del first, second
+        return out if passed is None else self.cat([out, passed], *rest, d)
+
+    def causal_mask(self, width: int) -> Tensor | None:
+        """What the eager path adds to the scores, 0 or -∞ for each pair of tokens; the kernels know by themselves."""
+        raise NotImplementedError
+
+    def mask_bytes(self, n: int) -> int:
+        """Bytes of a boolean mask."""
+        return n * n * BOOL

@@ -1,0 +1,270 @@
+"""What stays for the whole run, in closed formulas: parameters, gradients, optimizer states, buffers, inputs.
+
+    parameters        Σ over tensors of numbers × bytes a number                     `parameter_bytes`
+    gradients         the same sum over what is trained                               `gradient_bytes`
+    optimizer states  two more for Adam, one for momentum, ¼ of that in 8 bits, …     `optimizer_state_bytes`
+
+PyTorch's allocator rounds every tensor up to 512 bytes; so do the sums here, tensor by tensor.
+"""
+
+from collections import Counter
+from dataclasses import dataclass
+from functools import lru_cache
+from math import ceil, prod
+from typing import Any
+
+from .ledger import rounded
+from .linears import BLOCK, NESTED_BLOCK
+from .operators import FP32, HALF
+from .recipe import LoRA, Quantization, Recipe
+from .shapes import Shape
+
+# States an optimizer keeps for each trained number: (how many, bytes of each; None is the parameter's own width).
+# torch.optim keeps them in the parameter's dtype (`torch.zeros_like`), bitsandbytes in fp32 or in 8 bits (Optimizer2State
+# and Optimizer1State.init_state), Adafactor a row and a column for each matrix (Shazeer and Stern 2018, section 4).
+STATES = {
+    "adamw_torch": (2, None),
+    "adamw_torch_fused": (2, None),
+    "sgd": (0, None),
+    "rmsprop": (1, None),
+    "adagrad": (1, None),
+    "adafactor": (0, FP32),
+    "adamw_bnb_8bit": (2, 1),
+    "paged_adamw_8bit": (2, 1),
+    "paged_adamw_32bit": (2, FP32),
+    "lion_8bit": (1, 1),
+    "paged_lion_8bit": (1, 1),
+    "lion_32bit": (1, FP32),
+    "paged_lion_32bit": (1, FP32),
+}
+SMALLEST_IN_8_BITS = 4096  # bitsandbytes: tensors under `min_8bit_size` keep fp32 states
+STATE_BLOCK = 256  # and 8-bit states have one fp32 scale for so many numbers
+SMALLEST_PAGED = 100_000  # `Optimizer8bit.get_state_buffer`: larger states go to unified memory
+
+
+@dataclass(frozen=True)
+class Row:
+    """`count` equal tensors of the model.
+
+    Attributes:
+        name: of one of them. `shape` is that of the numbers, whatever they are stored in.
+        width: bytes a number; of a quantized tensor, of its scales.
+        quantized: "nf4", "fp4", "int8" or None.
+        decayed: in the Trainer's first parameter group (`Trainer.get_decay_parameter_names`).
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    kind: str
+    count: int
+    width: int
+    trained: bool
+    quantized: str | None = None
+    decayed: bool = True
+
+    @property
+    def numbers(self) -> int:
+        """In one tensor."""
+        return prod(self.shape)
+
+    @property
+    def size(self) -> int:
+        """Bytes of one tensor, rounded up as the allocator does."""
+        return rounded(self.numbers * self.width)
+
+
+def weight_width(precision: str, quantization: Quantization | None) -> int:
+    """Bytes of a weight that is not quantized: 2 for "-true" precisions, else 4; beside a quantized base its compute
+    dtype's, or 4 after `prepare_model_for_kbit_training`, which casts to fp32 all that is not quantized."""
+    if quantization and quantization.prepare:
+        return FP32
+    return compute_width(precision, quantization) if quantization else HALF if precision.endswith("-true") else FP32
+
+
+def compute_width(precision: str, quantization: Quantization) -> int:
+    """Bytes a number of what a 4-bit layer computes in (`bnb_4bit_compute_dtype`)."""
+    if quantization.compute_dtype:
+        return FP32 if quantization.compute_dtype == "float32" else HALF
+    return HALF if precision[:4] in ("fp16", "bf16") else FP32
+
+
+@lru_cache(maxsize=512)
+def table(shape: Shape, precision: str, quantization: Quantization | None, lora: LoRA | None) -> tuple[Row, ...]:
+    """Every tensor that is loaded, equal ones counted together, adapters last."""
+    width = weight_width(precision, quantization)
+    saved = _modules_to_save(lora)
+    rows: Counter[tuple] = Counter()
+    copies: Counter[tuple] = Counter()
+    for weight in shape.weights():
+        kind = weight.kind
+        quantized = quantization.quant_type if quantization and _can_quantize(shape, weight) else None
+        fp32 = shape.family == "t5" and precision.startswith("fp16") and weight.name.endswith(".wo.weight")
+        own = FP32 if fp32 else width
+        trained = lora is None or (kind == "bias" and _bias_trained(lora, shape, weight.name))
+        decayed = _decayed(weight.name, kind)
+        key = (role(weight.name), weight.shape, kind, own, trained, quantized, decayed)
+        rows[key] += 1
+        if any(f".{part}." in f".{weight.name}" for part in saved):
+            copies[(f"{role(weight.name)} (trained copy)", weight.shape, kind, own, True, None, decayed)] += 1
+    if lora:
+        r, adapter = lora.r, adapter_width(precision, quantization, lora)
+        for name, inside, out in adapted(shape, lora):
+            copies[(f"{role(name)}.lora_A", (r, inside), "lora", adapter, True, None, True)] += 1
+            copies[(f"{role(name)}.lora_B", (out, r), "lora", adapter, True, None, True)] += 1
+    return tuple(Row(n, s, k, c, w, t, q, d) for (n, s, k, w, t, q, d), c in (*rows.items(), *copies.items()))
+
+
+def adapter_width(precision: str, quantization: Quantization | None, lora: LoRA) -> int:
+    """Bytes of an adapter's weight: fp32 unless `autocast_adapter_dtype` is off and the base is in half precision."""
+    return FP32 if quantization or lora.autocast_adapter_dtype else weight_width(precision, None)
+
+
+def held(recipe: Recipe) -> tuple[Row, ...]:
+    """The tensors of `recipe`'s model; cached by shape and format."""
+    return table(recipe.shape, recipe.precision, recipe.quantization, recipe.lora)
+
+
+@lru_cache(maxsize=512)
+def adapted(shape: Shape, lora: LoRA) -> tuple[tuple[str, int, int], ...]:
+    """(name, inputs, outputs) of the modules that get an adapter; see `vramlab.lora_modules`."""
+    return tuple(shape.lora_targets(lora.target_modules, lora.modules_to_save))
+
+
+def row_bytes(row: Row, double: bool = False) -> int:
+    """Bytes of one tensor with all that is stored beside it.
+
+    4 bits: half a byte a number, one scale for 64 numbers (fp32, or 8 bits and an fp32 scale for 256 of those with
+    double quantization: 4.5 and 4.127 bits a number, Dettmers et al. 2023, section 3), the format's 16 values, an offset.
+    8 bits: one byte, and an fp32 scale for each row (Dettmers et al. 2022, section 2.2).
+    """
+    n = row.numbers
+    if row.quantized is None:
+        return row.size
+    if row.quantized == "int8":
+        return rounded(n) + rounded(FP32 * row.shape[0])
+    blocks = ceil(n / BLOCK)
+    scales = rounded(blocks) + rounded(FP32 * ceil(blocks / NESTED_BLOCK)) + rounded(FP32) if double else 0
+    return rounded(ceil(n / 2)) + (scales or rounded(FP32 * blocks)) + rounded(16 * FP32)
+
+
+def parameter_bytes(recipe: Recipe) -> int:
+    """Bytes of all weights as loaded, adapters and the scales of quantized ones included."""
+    rows = held(recipe)
+    double = bool(recipe.quantization and recipe.quantization.double)
+    shared_code = rounded(256 * FP32) if double and any(row.quantized for row in rows) else 0
+    return shared_code + sum(row.count * row_bytes(row, double) for row in rows)
+
+
+def gradient_bytes(recipe: Recipe) -> int:
+    """Bytes of the gradients: one number for each trained number, in its weight's dtype."""
+    return sum(row.count * row.size for row in held(recipe) if row.trained)
+
+
+def optimizer_state_bytes(recipe: Recipe) -> int:
+    """Bytes of what the optimizer keeps between steps, on the GPU."""
+    return sum(row.count * state_bytes(row, recipe) for row in held(recipe) if row.trained)
+
+
+def state_bytes(row: Row, recipe: Recipe) -> int:
+    """Bytes of one trained tensor's states; 0 for those that a paged optimizer keeps in unified memory."""
+    optim, n = recipe.optim, row.numbers
+    count, width = STATES[optim]
+    if optim == "adafactor":
+        return _factored(row.shape)
+    if optim in ("sgd", "rmsprop"):
+        arguments = recipe.optimizer_arguments()
+        count += bool(arguments.get("momentum")) + bool(arguments.get("centered"))
+    if "bit" not in optim:
+        step = rounded(FP32) if optim == "adamw_torch_fused" else 0
+        return count * row.size + step
+    if width == 1:
+        if n < SMALLEST_IN_8_BITS or (row.kind == "embedding" and recipe.loop.name == "trainer"):
+            width = FP32
+    if optim.startswith("paged") and n >= SMALLEST_PAGED:
+        return count * rounded(FP32 * ceil(n / STATE_BLOCK)) if width == 1 else 0
+    scales = rounded(FP32 * ceil(n / STATE_BLOCK)) if width == 1 else 0
+    return count * (rounded(n * width) + scales)
+
+
+def _factored(shape: tuple[int, ...]) -> int:
+    """Adafactor: one fp32 number for each row and each column of a matrix, or for each number of a vector."""
+    if len(shape) < 2:
+        return rounded(FP32 * prod(shape))
+    return rounded(FP32 * prod(shape[:-1])) + rounded(FP32 * prod(shape[:-2]) * shape[-1])
+
+
+def buffer_bytes(recipe: Recipe) -> int:
+    """Bytes of the model's buffers (position numbers, rotary frequencies)."""
+    return _buffers(recipe.shape)
+
+
+@lru_cache(maxsize=512)
+def _buffers(shape: Shape) -> int:
+    widths = {"float32": 4, "int64": 8, "bool": 1, "float16": 2, "bfloat16": 2}
+    return sum(rounded(prod(size) * widths.get(dtype, 4)) for _, size, dtype in shape.buffers())
+
+
+def input_bytes(recipe: Recipe) -> int:
+    """Bytes of one micro-batch: ids and labels of 8 bytes each, or pixels."""
+    b, n, shape = recipe.batch_size, recipe.seq_len, recipe.shape
+    if shape.task == "image-classification":
+        config = config_of(shape)
+        side = config.get("image_size", 224)
+        width = HALF if recipe.precision.endswith("-true") else FP32
+        return rounded(b * config.get("num_channels", 3) * side * side * width) + rounded(8 * b)
+    labels = b if shape.task == "sequence-classification" else b * n
+    return rounded(8 * b * n) + rounded(8 * labels)
+
+
+@lru_cache(maxsize=512)
+def config_of(shape: Shape) -> dict[str, Any]:
+    """The configuration, parsed once; not to be written to."""
+    return shape.config
+
+
+def bytes_per_parameter(precision: str, optim: str) -> dict[str, float]:
+    """Bytes a trained parameter of a full fine-tune: weights, gradients, states, the step's temporary, and their sum.
+
+    The numbers that are quoted for "a parameter" are sums over different rows of this: 16 is fp32 (or autocast) with
+    AdamW; 18 counts autocast's half-precision copy of the weights too, and 20 the copy that the foreach step makes; 12
+    is one with 8-bit or missing states, 8 is "-true" with AdamW and no fp32 anywhere (ZeRO's 16 = 2 + 2 + 12 keeps fp32
+    weights among the states, Rajbhandari et al. 2020, section 3.1).
+    """
+    width = HALF if precision.endswith("-true") else FP32
+    count, state = STATES[optim]
+    states = count * (width if state is None else state + (4 / STATE_BLOCK if state == 1 else 0))
+    temporary = {"adamw_torch": 1, "rmsprop": 1, "adagrad": 2}.get(optim, 0) * width
+    copy = HALF if precision.endswith("-mixed") else 0
+    parts = {"weights": width, "gradients": width, "states": states, "autocast copy": copy, "foreach": temporary}
+    return {**parts, "kept": width + width + states, "most": sum(parts.values())}
+
+
+def role(name: str) -> str:
+    """A tensor's name without the layer's number."""
+    return ".".join("*" if part.isdigit() else part for part in name.split("."))
+
+
+def _decayed(name: str, kind: str) -> bool:
+    return (
+        kind not in ("norm", "bias") and "bias" not in name and "norm" not in name.split(".")[-2 if "." in name else 0]
+    )
+
+
+def _modules_to_save(lora: LoRA | None) -> tuple[str, ...]:
+    return tuple(lora.modules_to_save or ()) if lora else ()
+
+
+def _bias_trained(lora: LoRA, shape: Shape, name: str) -> bool:
+    if lora.bias == "lora_only":
+        return name.removesuffix(".bias") in {target[0] for target in adapted(shape, lora)}
+    return lora.bias == "all"
+
+
+def _can_quantize(shape: Shape, weight) -> bool:
+    """bitsandbytes takes every `nn.Linear` and `Conv1D` but the output head's; Falcon's own linear class is neither."""
+    module = weight.name.removesuffix(".weight")
+    if weight.kind not in ("linear", "conv1d") or shape.family == "falcon" or not weight.name.endswith(".weight"):
+        return False
+    if shape.task not in ("image-classification",) and shape.family != "bert" and module == shape.head:
+        return False
+    return not (shape.tied and module == shape.head) and not (shape.family == "t5" and module.endswith(".wo"))

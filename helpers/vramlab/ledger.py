@@ -1,0 +1,302 @@
+"""Autograd with sizes instead of numbers: what squared paper and a pencil do for one training step.
+
+A `Tensor` here has a shape, a width (bytes an element) and a block of memory, and no content. An operator enters its
+result in the ledger and keeps what its backward formula will need; a block is crossed out when nobody refers to it any
+more, by Python's own reference counting, which is how PyTorch frees memory too. So the forward pass of a model written
+with these operators gives the bytes of the real one at every moment.
+
+The backward pass follows `torch/csrc/autograd/engine.cpp`: operators in reverse order; gradients for the inputs are
+computed while the incoming one and the saved tensors live, then summed or cast to the input's shape and dtype
+(`validate_outputs`), then those are freed; a second gradient for the same tensor is added to the first in a new block;
+a parameter keeps its gradient.
+
+    >>> ledger = Ledger()
+    >>> weight, x = Parameter("w", (4096, 4096), 4), ledger.tensor("input", (512, 4096), 4)
+    >>> y = ledger.op("linear", [x, weight], (512, 4096), 4, saves=[x])
+    >>> sum(ledger.changes) // 2**20  # MiB: the input and the result
+    16
+    >>> ledger.backward(y)
+    >>> weight.gradient.entry.size // 2**20
+    64
+"""
+
+from collections.abc import Callable
+from math import prod
+
+ROUND = 512  # CUDACachingAllocator.cpp, kMinBlockSize: blocks are multiples of 512 bytes
+# The gradient for an operator's input: a new block of the input's own shape (OWN) or of the result's (FULL), to be
+# summed over what was broadcast; the incoming gradient, seen in the input's shape (SAME) or to be summed (PASS); or a
+# copy in the input's dtype (CAST).
+OWN, FULL, SAME, PASS, CAST = "own", "full", "same", "pass", "cast"
+NEW = object()
+
+
+def rounded(size: int) -> int:
+    """`size` bytes as the CUDA allocator hands them out."""
+    return -(-size // ROUND) * ROUND
+
+
+class Entry:
+    """One line of the ledger: a block's size in bytes, what it is, and the events at which it came and went."""
+
+    __slots__ = ("birth", "category", "death", "op", "shape", "size", "where", "width")
+
+
+class Block:
+    """A hold on an entry: the memory is freed when the last hold goes."""
+
+    __slots__ = ("entry", "ledger")
+
+    def __init__(self, ledger: "Ledger", entry: Entry):
+        self.ledger, self.entry = ledger, entry
+
+    def __del__(self):
+        entry, ledger = self.entry, self.ledger
+        entry.death = len(ledger.changes)
+        ledger.changes.append(-entry.size)
+        ledger.lines.append(entry)
+
+
+class Tensor:
+    """A view of a block. `needs` says whether a gradient flows to it, `node` is the operator that made it."""
+
+    __slots__ = ("block", "needs", "node", "shape", "width")
+
+    def __init__(self, block: Block | None, shape: tuple[int, ...], width: int, node=None, needs: bool = False):
+        self.block, self.shape, self.width, self.node, self.needs = block, shape, width, node, needs
+
+    def view(self, *shape: int) -> "Tensor":
+        """The same block under another shape; its gradient is a view too."""
+        return Tensor(self.block, shape, self.width, self.node, self.needs)
+
+
+class Parameter:
+    """A weight of the model, whose own memory is counted elsewhere. `uses` are the gradients it still waits for."""
+
+    __slots__ = ("block", "gradient", "name", "needs", "node", "partial", "quantized", "shape", "uses", "width")
+
+    def __init__(self, name: str, shape: tuple[int, ...], width: int, needs: bool = True, quantized: str | None = None):
+        self.name, self.shape, self.width, self.needs, self.quantized = name, shape, width, needs, quantized
+        self.node, self.uses = self, 0
+        self.block = self.partial = self.gradient = None
+
+    def receive(self, ledger: "Ledger", gradient: Tensor) -> None:
+        """Gradients of all uses are added up first (the engine's input buffer), then kept."""
+        if self.partial is not None:
+            gradient = ledger.tensor("add", self.shape, self.width)
+        self.partial = gradient
+        self.uses -= 1
+        if self.uses <= 0:
+            del gradient
+            complete, self.partial = self.partial, None
+            ledger.complete(self, complete.block)
+
+
+class Node:
+    """One operator of the forward pass as the backward pass sees it."""
+
+    __slots__ = ("edges", "extra", "gradient", "held", "op", "saved", "shape", "where")
+
+    def receive(self, ledger: "Ledger", gradient: Tensor) -> None:
+        if self.gradient is not None:
+            gradient = ledger.tensor("add", self.shape, gradient.width)
+        self.gradient = gradient
+
+    def run(self, ledger: "Ledger") -> list[tuple]:
+        """The gradients for the inputs, as (who receives it, Tensor)."""
+        if type(self.saved) is Replay:
+            self.saved = self.saved.give(ledger)
+        gradient, ledger.where = self.gradient, self.where
+        extra = ledger.block(self.op, (self.extra,), 1, None) if self.extra else None
+        width = gradient.width if type(gradient) is Tensor else gradient[0].width  # pieces of a split come as a list
+        found = []
+        for _, shape, own_width, how in self.edges:
+            if how is OWN:
+                found.append(ledger.tensor(self.op, shape, width))
+            elif how is FULL:
+                found.append(ledger.tensor(self.op, self.shape, width))
+            elif how is CAST:
+                found.append(ledger.tensor("to", shape, own_width))
+            else:
+                found.append(Tensor(gradient.block, shape if how is SAME else self.shape, width))
+        del extra
+        for i, (_, shape, own_width, how) in enumerate(self.edges):
+            if (how is FULL or how is PASS) and prod(self.shape) != prod(shape):
+                found[i] = ledger.tensor("sum", shape, width)
+            if found[i].width != own_width:
+                found[i] = ledger.tensor("to", shape, own_width)
+        del gradient
+        self.gradient = self.saved = self.held = None
+        return [(edge[0], tensor) for edge, tensor in zip(self.edges, found, strict=True)]
+
+
+class Piece:
+    """One output of a split: hands its gradient to the split, which joins them."""
+
+    __slots__ = ("owner",)
+
+    def __init__(self, owner: Node):
+        self.owner = owner
+
+    def receive(self, ledger: "Ledger", gradient: Tensor) -> None:
+        self.owner.gradient = [*(self.owner.gradient or ()), gradient]
+
+
+class Replay:
+    """A checkpointed piece of the forward pass: `function(x)` runs again when its first saved tensor is needed."""
+
+    __slots__ = ("count", "filled", "function", "x")
+
+    def __init__(self, function: Callable[[Tensor], Tensor], x: Tensor):
+        self.function, self.x, self.count, self.filled = function, x, 0, None
+
+    def give(self, ledger: "Ledger") -> list[Block]:
+        """The saved tensors of the next operator, last one first."""
+        if self.filled is None:
+            self.filled = ledger.refill(self)[: self.count]
+        return self.filled.pop()
+
+    def skip(self) -> None:
+        """The next operator, last one first, got no gradient."""
+        if self.filled is None:
+            self.count -= 1
+        else:
+            self.filled.pop()
+
+
+class Stop(Exception):
+    """A recomputation has everything it needs (`torch.utils.checkpoint`, early stop)."""
+
+
+class Ledger:
+    """The running account of one step.
+
+    Attributes:
+        changes: what each event added, in bytes (a free is negative); `lines` are the entries they belong to.
+        entries: every entry, in order of birth.
+        bounds: a number of operators to names: `passed[name]` becomes the event at which backward has no more left.
+        on_gradient: called with each parameter whose gradient is complete; the gradient is used up at once then.
+    """
+
+    def __init__(self):
+        self.changes: list[int] = []
+        self.lines: list[Entry] = []
+        self.entries: list[Entry] = []
+        self.nodes: list[Node] = []
+        self.bounds: dict[int, list[str]] = {}
+        self.passed: dict[str, int] = {}
+        self.where = ""
+        self.casts: dict[str, Tensor] = {}
+        self.replay: Replay | None = None
+        self.refilled: list[list[Block]] | None = None
+        self.on_gradient: Callable[[Parameter], None] | None = None
+
+    def block(self, op: str, shape: tuple[int, ...], width: int, category: str | None = None) -> Block:
+        """A new block of prod(shape) × width bytes, rounded up as the allocator does."""
+        entry, size = Entry(), width
+        for n in shape:
+            size *= n
+        entry.size = size = -(-size // ROUND) * ROUND
+        entry.op, entry.shape, entry.width, entry.category, entry.where = op, shape, width, category, self.where
+        entry.birth, entry.death = len(self.changes), None
+        self.changes.append(size)
+        self.lines.append(entry)
+        self.entries.append(entry)
+        return Block(self, entry)
+
+    def tensor(self, op: str, shape: tuple[int, ...], width: int) -> Tensor:
+        """A new tensor to which no gradient flows."""
+        return Tensor(self.block(op, shape, width), shape, width)
+
+    def spend(self, size: int, op: str) -> None:
+        """`size` bytes that come and go at once."""
+        if size:
+            self.block(op, (size,), 1)
+
+    def op(self, name, inputs, shape, width, *, saves=(), held=(), grads=None, extra=0, block=NEW) -> Tensor:
+        """One operator; returns its result.
+
+        Args:
+            inputs: tensors and parameters; those that need a gradient get one.
+            shape, width: of the result; with `block` it is a view of that (None: of a parameter).
+            saves: what the backward formula keeps; a checkpoint drops it. `held` is kept behind autograd's back.
+            grads: for each input OWN, FULL, SAME, PASS or CAST; None is OWN for all.
+            extra: bytes that the backward formula needs besides the gradients it makes.
+        """
+        out = Tensor(self.block(name, shape, width) if block is NEW else block, shape, width)
+        edges = [(x.node, x.shape, x.width, grads[i] if grads else OWN) for i, x in enumerate(inputs) if x.needs]
+        if not edges:
+            return out
+        out.needs = True
+        if self.refilled is not None:  # recomputing: the operators are known, only what they saved is missing
+            if saves:
+                self.refilled.append([x.block for x in saves])
+                if len(self.refilled) == self.replay.count:
+                    raise Stop
+            return out
+        node = out.node = Node()
+        node.op, node.where, node.edges, node.extra, node.shape = name, self.where, edges, extra, shape
+        node.gradient, node.held = None, [x.block for x in held]
+        if self.replay is None:
+            node.saved = [x.block for x in saves]
+        elif saves:
+            node.saved = self.replay
+            self.replay.count += 1
+        else:
+            node.saved = None
+        for x in inputs:
+            if x.needs and type(x) is Parameter:
+                x.uses += 1
+        self.nodes.append(node)
+        return out
+
+    def checkpoint(self, function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+        """`function(x)` without keeping what its operators save; backward runs it again."""
+        self.replay = Replay(function, x)
+        try:
+            return function(x)
+        finally:
+            self.replay = None
+
+    def refill(self, replay: Replay) -> list[list[Block]]:
+        """Run `replay` again and collect what its operators save. Autocast's weight copies are its own."""
+        casts, self.casts, self.replay, self.refilled = self.casts, {}, replay, []
+        try:
+            replay.function(replay.x)
+        except Stop:
+            pass
+        finally:
+            refilled = self.refilled
+            for block in (block for blocks in refilled for block in blocks if block is not None):
+                block.entry.category = block.entry.category or "activations"
+            self.casts, self.replay, self.refilled = casts, None, None
+        return refilled
+
+    def complete(self, parameter: Parameter, block: Block) -> None:
+        """A gradient is complete: kept, or added to the one the parameter has, or used up by `on_gradient`."""
+        if self.on_gradient:
+            block.entry.category = "gradients"
+            self.on_gradient(parameter)
+        elif parameter.gradient is None:
+            block.entry.category = "gradients"
+            parameter.gradient = block
+
+    def backward(self, tensor: Tensor) -> None:
+        """All operators in reverse, from a gradient for `tensor`."""
+        node = tensor.node
+        node.gradient = self.tensor("ones_like", tensor.shape, tensor.width)
+        del tensor
+        nodes, bounds = self.nodes, self.bounds
+        while nodes:
+            node = nodes.pop()
+            if node.gradient is not None:
+                results = node.run(self)
+                while results:
+                    receiver, gradient = results.pop(0)
+                    receiver.receive(self, gradient)
+                    del gradient
+            elif type(node.saved) is Replay:
+                node.saved.skip()
+            node = None
+            for name in bounds.get(len(nodes), ()):
+                self.passed[name] = len(self.changes)

@@ -1,0 +1,72 @@
+"""The optimizer step: what it needs besides gradients and states.
+
+Multi-tensor ("foreach") kernels, PyTorch's default on CUDA, work on all tensors of a parameter group and dtype at once,
+so their temporaries are as large as the group. That is the hidden peak of a step with AdamW: √v for every parameter.
+"""
+
+from collections import Counter
+from math import prod
+
+from .formulas import Row, held
+from .ledger import Parameter, rounded
+from .operators import FP32, HALF
+from .recipe import Recipe
+
+# Temporaries as large as the tensors updated together, (foreach, one by one), counted in torch/optim/*.py: AdamW's
+# `denom` is √v, RMSprop's likewise, Adagrad's `std` and `numerator`; one by one, √v / correction is a second one.
+COPIES = {"adamw_torch": (1, 2), "rmsprop": (1, 1), "adagrad": (2, 2), "sgd": (0, 0)}
+
+
+def step_temporaries(recipe: Recipe) -> int:
+    """Bytes of the step's temporaries at their highest moment."""
+    rows = [row for row in held(recipe) if row.trained]
+    norms = clipping(recipe, rows)
+    if recipe.optim == "adafactor":
+        return max(norms, max((factored_temporaries(row.numbers, row.width) for row in rows), default=0))
+    if recipe.optim not in COPIES:
+        return norms
+    foreach, single = copies(recipe)
+    if recipe.loop.foreach is False:
+        return max(norms, single * max((row.size for row in rows), default=0))
+    return max(norms, foreach * max(groups(recipe, rows).values(), default=0))
+
+
+def copies(recipe: Recipe) -> tuple[int, int]:
+    """How many temporaries the size of what is updated: (foreach, one by one)."""
+    foreach, single = COPIES[recipe.optim]
+    if recipe.optim != "adamw_torch" and recipe.optimizer_arguments().get("weight_decay"):
+        foreach, single = max(foreach, foreach + (recipe.optim != "adagrad")), single + 1
+    return foreach, single
+
+
+def groups(recipe: Recipe, rows: list[Row]) -> Counter:
+    """Bytes of the trained tensors that are updated together: the Trainer's two parameter groups, by dtype."""
+    found: Counter = Counter()
+    for row in rows:
+        found[row.decayed if recipe.loop.name == "trainer" else True, row.width] += row.count * row.size
+    return found
+
+
+def clipping(recipe: Recipe, rows: list[Row]) -> int:
+    """Clipping needs one norm a tensor, each in a block of its own, and their stack."""
+    if recipe.loop.max_grad_norm is None:
+        return 0
+    tensors = sum(row.count for row in rows)
+    return tensors * rounded(FP32) + rounded(FP32 * tensors)
+
+
+def factored_temporaries(numbers: int, width: int) -> int:
+    """Adafactor goes tensor by tensor: g² and g² + ε, of fp32 copies of gradient and weight if those are in half."""
+    whole = rounded(FP32 * numbers)
+    return 2 * whole + (2 * whole if width == HALF else 0)
+
+
+def single_temporaries(recipe: Recipe, parameter: Parameter) -> int:
+    """Bytes that updating one tensor alone needs (`optimizer_in_backward`)."""
+    numbers = prod(parameter.shape)
+    if recipe.optim == "adafactor":
+        return factored_temporaries(numbers, parameter.width)
+    if recipe.optim not in COPIES:
+        return 0
+    foreach, single = copies(recipe)
+    return (single if recipe.loop.foreach is False else foreach) * numbers * parameter.width
