@@ -1,28 +1,29 @@
 """The real training step on fake tensors: no GPU, no memory, seconds.
 
 `simulate(recipe)` builds the recipe's model from storages that have a size and no content, runs `training.train_step`
-on it twice (the second step is the steady one) and replays what `tracker.Tracker` saw. Deep models are run at two
-small depths and carried to their own exactly (`depth.py`).
+on it twice (the second step is the steady one) and replays what `tracker.Tracker` saw. Deep models are run
+shallow, and their log is deepened exactly (`deepen.py`).
 """
 
 import contextlib
 import copy
-import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeCopyMode
 
 from . import training as tr
 from .allocator import replay
-from .cuda import ALLOCATION_UNIT, CudaKernels, cublas_workspaces, kernel_scratch
-from .depth import NotAffine, extrapolate
+from .cuda import ALLOCATION_UNIT, cublas_workspaces, kernel_scratch
+from .deepen import GROUPS, NotRegular, deepen
 from .errors import RecipeError
-from .gpu import find_gpu
+from .fakes import fake_world
+from .gpu import Gpu, find_gpu
 from .history import History, largest
 from .recipe import Loop, Recipe
-from .report import Interval, Report, environment
+from .overhead import CONTEXT
+from .report import Interval, MiB, Report, environment
 from .tracked import run_tracked
 from .tracker import Tracker
 
@@ -54,7 +55,7 @@ def simulate(
         optimizer: one built on the model's parameters, or a function of parameters to one.
         loss: a function of (outputs, batch) to a scalar; None takes `outputs["loss"]`.
         steps: optimizer steps to run; the phases of the last are reported, the peak is that of all.
-        full: run the whole depth instead of extrapolating from two small ones (equal, slower, a denser timeline).
+        full: run the whole depth instead of deepening a shallow run (equal, and slower).
     Returns:
         A report with source "simulated"; sizes in bytes.
     Raises:
@@ -64,83 +65,42 @@ def simulate(
         raise RecipeError("target", target, "allowed are 'cuda' and 'cpu'")
     card = find_gpu(gpu) if gpu else None
     if recipe is None:
-        history = trace_module(model, batch, optimizer, loss, loop, precision, target, card, steps)
-        return to_report(history, "simulated", None, target, title=type(model).__name__)
+        tracker = trace_module(model, batch, optimizer, loss, loop, precision, target, card, steps)
+        history = History(tracker.log, tracker.marks)
+        return to_report(history, "simulated", None, target, card=card, title=type(model).__name__)
     if recipe.sharding and recipe.sharding.world_size > 1:
         raise RecipeError("sharding", recipe.sharding.world_size, "simulate describes one rank of one: ask predict")
     notes = ["torch_compile: the eager step is simulated"] if recipe.torch_compile else []
     if card and (why := card.why_not(recipe.precision)):
         notes.append(why)
-    depth = recipe.shape.num_layers
-    depths = None if full else shallow_depths(recipe)
-    if depths:
-        histories = [trace(recipe.replace(num_layers=d), target, card, steps) for d in depths]
-        with contextlib.suppress(NotAffine):
-            deep = extrapolate(*histories, depths, depth, ALLOCATION_UNIT if target == "cuda" else 1)
-            reserved = _between([replay(h.log).reserved for h in histories], depths, depth, deep.peak.total, target)
-            return Report(
-                source="simulated",
-                recipe=recipe.to_dict(),
-                title=str(recipe),
-                target=target,
-                phases=deep.phases,
-                peak=deep.peak,
-                peak_phase=deep.peak_phase,
-                largest=deep.largest,
-                timeline=deep.timeline,
-                reserved=reserved,
-                environment=environment(gpu=card.name if card else None),
-                notes=notes,
-            )
-    return to_report(trace(recipe, target, card, steps), "simulated", recipe, target, gpu=card, notes=notes)
+    return to_report(trace(recipe, target, card, steps, full), "simulated", recipe, target, card=card, notes=notes)
 
 
-def shallow_depths(recipe: Recipe) -> tuple[int, int] | None:
-    """Two depths that stand for the recipe's own, or None when it is as cheap to run it whole.
+def trace(recipe: Recipe, target: str = "cuda", card: Gpu | None = None, steps: int = STEPS, full: bool = False) -> History:
+    """The history of every storage over `steps` optimizer steps of `recipe`, on fake tensors.
 
-    Layers may come in kinds that repeat with a period (Gemma 2's sliding and full attention); both depths keep the
-    pattern's place and the number of layers modulo the period.
+    A model of more than five groups of layers is run with five and deepened (`deepen.py`), unless `full`.
     """
-    shape = recipe.shape
-    if shape.num_decoder_layers not in (0, shape.num_layers):
-        return None
-    kinds = shape.config.get("layer_types") or [""] * shape.num_layers
-    period = next(p for p in range(1, len(kinds) + 1) if all(k == kinds[i % p] for i, k in enumerate(kinds)))
-    low = max(3, 2 * period)
-    low += (shape.num_layers - low) % period
-    return (low, low + period) if shape.num_layers > low + period else None
+    period, depth = layer_period(recipe), recipe.shape.num_layers
+    more = 0 if full else depth // period - GROUPS
+    if more > 0 and recipe.shape.num_decoder_layers in (0, depth):
+        tracker = _run(recipe.replace(num_layers=depth - more * period), target, card, steps)
+        with contextlib.suppress(NotRegular):
+            return History(*deepen(tracker, period, more))
+    tracker = _run(recipe, target, card, steps)
+    return History(tracker.log, tracker.marks)
 
 
-def _between(reserved: list[int], depths: tuple[int, int], depth: int, peak: int, target: str) -> Interval | None:
-    """Reserved bytes at `depth` from those of the two depths: never under the peak."""
-    if target == "cpu":
-        return None
-    a, b = reserved
-    value = max(peak, a + (b - a) * (depth - depths[0]) // (depths[1] - depths[0]))
-    return Interval(peak, value, value + max(value // 20, 64 * 1024 * 1024))
+def layer_period(recipe: Recipe) -> int:
+    """After how many layers the kinds of layers repeat: 1 in most models, 2 in Gemma 2 (sliding and full attention)."""
+    kinds = recipe.shape.config.get("layer_types") or [""]
+    return next(p for p in range(1, len(kinds) + 1) if all(k == kinds[i % p] for i, k in enumerate(kinds)))
 
 
-@contextlib.contextmanager
-def fake_world(target: str, card=None) -> Iterator[FakeTensorMode]:
-    """Fake tensors that transformers treats as real ones, with the kernels of `target` in place.
-
-    transformers takes a fake tensor for a sign of tracing and then builds causal masks that it skips otherwise
-    (`masking_utils._ignore_causal_mask_sdpa`), which changes the attention kernel too; here it must take the real branch.
-    """
-    from transformers.utils import generic, import_utils
-
-    saved = {module: module.is_fake_tensor for module in (generic, import_utils) if hasattr(module, "is_fake_tensor")}
-    capability = {"compute_capability": card.compute_capability} if card else {}
-    kernels = CudaKernels(**capability) if target == "cuda" else contextlib.nullcontext()
-    try:
-        for module in saved:
-            module.is_fake_tensor = lambda tensor: False
-        with FakeTensorMode(allow_non_fake_inputs=True) as mode, kernels, warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="Paged optimizers are not supported on CPU")
-            yield mode
-    finally:
-        for module, function in saved.items():
-            module.is_fake_tensor = function
+def _run(recipe: Recipe, target: str, card: Gpu | None, steps: int) -> Tracker:
+    with fake_world(target, card):
+        training = tr.build(recipe, "cpu", target=target)
+        return run_tracked(training, make_tracker(training, target, card), steps, target)
 
 
 def make_tracker(training: tr.Training, target: str, card=None) -> Tracker:
@@ -156,14 +116,7 @@ def make_tracker(training: tr.Training, target: str, card=None) -> Tracker:
     return tracker
 
 
-def trace(recipe: Recipe, target: str = "cuda", card=None, steps: int = STEPS) -> History:
-    """Run `steps` optimizer steps of `recipe` on fake tensors and return the history of every storage."""
-    with fake_world(target, card):
-        training = tr.build(recipe, "cpu", target=target)
-        return run_tracked(training, make_tracker(training, target, card), steps, target)
-
-
-def trace_module(model, batch, optimizer, loss, loop, precision, target, card, steps) -> History:
+def trace_module(model, batch, optimizer, loss, loop, precision, target, card, steps) -> Tracker:
     """The same for any module: its parameters, buffers and batch are copied as fake tensors, the original is untouched."""
     if model is None or batch is None or optimizer is None:
         raise RecipeError("model", model, "give a recipe, or a module with model=, batch= and optimizer=")
@@ -195,20 +148,24 @@ def _refit(optimizer: Any, model: torch.nn.Module, fake: torch.nn.Module, multi_
     groups = [{**group, "params": [twin[id(p)] for p in group["params"]]} for group in optimizer.param_groups]
     new = copy.copy(optimizer)
     new.__dict__ = {**optimizer.__dict__, "param_groups": groups, "state": type(optimizer.state)(dict)}
-    if "foreach" in optimizer.defaults and optimizer.defaults["foreach"] is None and not optimizer.defaults.get("fused"):
+    if (
+        "foreach" in optimizer.defaults
+        and optimizer.defaults["foreach"] is None
+        and not optimizer.defaults.get("fused")
+    ):
         for group in groups:
             group["foreach"] = multi_tensor
     return new
 
 
-def to_report(history: History, source: str, recipe: Recipe | None, target: str, **more: Any) -> Report:
-    """The report of a replayed run."""
+def to_report(history: History, source: str, recipe: Recipe | None, target: str, card: Gpu | None = None, **more: Any) -> Report:
+    """The report of a replayed run. On CUDA the log also goes through the allocator's model, for what it reserves."""
     at = history.highest()
-    card = more.pop("gpu", None)
     if target == "cuda" and source == "simulated":
-        peak = int(history.live[at])
-        reserved = replay(history.log).reserved
-        more["reserved"] = Interval(peak, reserved, reserved + max(reserved // 20, 64 * 1024 * 1024))
+        replayed = replay(history.log)
+        more |= {"allocated": replayed.allocated, "requested": replayed.requested}
+        more["reserved"] = _about(replayed.reserved, replayed.allocated)
+        more["process"] = _with_context(more["reserved"], card)
     counted = {key: (len(found), found[0].where) for key, found in history.groups(at).items()}
     return Report(
         source=source,
@@ -223,3 +180,14 @@ def to_report(history: History, source: str, recipe: Recipe | None, target: str,
         environment=environment(gpu=card.name if card else None),
         **more,
     )
+
+
+def _about(reserved: int, allocated: int) -> Interval:
+    """Segments as the allocator's model reserves them; another order of frees on autograd's thread can change a few."""
+    return Interval(allocated, reserved, reserved + max(reserved // 20, 64 * MiB))
+
+
+def _with_context(reserved: Interval, card: Gpu | None) -> Interval:
+    """What the device shows for the process: the segments and CUDA's context beside them."""
+    context = card.context_interval if card else CONTEXT
+    return Interval(reserved.low + context.low, reserved.value + context.value, reserved.high + context.high)
