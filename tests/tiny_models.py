@@ -1,4 +1,4 @@
-"""Catalogue shapes scaled down until a real step takes a fraction of a second: every architecture, its own quirks kept."""
+"""Catalogue shapes scaled down until a real step takes a fraction of a second, with every architecture's quirks."""
 
 from typing import Any
 

@@ -117,7 +117,7 @@ def make_tracker(training: tr.Training, target: str, card=None) -> Tracker:
 
 
 def trace_module(model, batch, optimizer, loss, loop, precision, target, card, steps) -> Tracker:
-    """The same for any module: its parameters, buffers and batch are copied as fake tensors, the original is untouched."""
+    """The same for any module: parameters, buffers and batch are copied as fake tensors, the original is untouched."""
     if model is None or batch is None or optimizer is None:
         raise RecipeError("model", model, "give a recipe, or a module with model=, batch= and optimizer=")
     loop = Loop.named(loop) if isinstance(loop, str) else loop
