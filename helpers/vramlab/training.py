@@ -80,7 +80,8 @@ def build(recipe: Recipe, device: str = "cpu", target: str | None = None, pretra
         if "8bit" in recipe.optim and recipe.loop.name == "trainer":
             _embeddings_in_32_bits(training)
     if recipe.precision == "fp16-mixed":
-        training.scaler = torch.amp.GradScaler(training.device.type)
+        # the usual start of 65,536 overflows at once with random weights, and a skipped step makes no optimizer states
+        training.scaler = torch.amp.GradScaler(training.device.type, init_scale=1.0)
     if recipe.precision == "tf32" and target == "cuda":
         torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
     return training
