@@ -8,6 +8,8 @@ Everything is loaded when it is first used, so the import is quick.
 """
 
 import importlib
+import sys
+import types
 from typing import TYPE_CHECKING
 
 __version__ = "0.1.0"
@@ -68,8 +70,20 @@ def __getattr__(name: str):
         raise AttributeError(f"module 'vramlab' has no attribute {name!r}")
     home = _HOME[name]
     value = getattr(importlib.import_module(f".{home}", __name__), name) if home else importlib.import_module(f".{name}", __name__)
-    globals()[name] = value  # a submodule of the same name must not hide its function
+    globals()[name] = value
     return value
+
+
+class _Package(types.ModuleType):
+    """Importing the submodule `vramlab.compare` sets it on the package; there the function of that name stays."""
+
+    def __setattr__(self, name, value):
+        if _HOME.get(name) == name and isinstance(value, types.ModuleType):
+            return
+        super().__setattr__(name, value)
+
+
+sys.modules[__name__].__class__ = _Package
 
 
 def __dir__():

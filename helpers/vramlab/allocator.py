@@ -103,6 +103,7 @@ class Allocator:
 class Replayed:
     """What a log of births and frees made the allocator do: peaks in bytes."""
 
+    requested: int
     allocated: int
     reserved: int
 
@@ -110,11 +111,14 @@ class Replayed:
 def replay(log: list[tuple[int, Storage, str]]) -> Replayed:
     """Run a tracker's log, (+size or -size, storage, operator), through the allocator."""
     allocator, blocks = Allocator(), {}
+    requested = most = 0
     for size, storage, _ in log:
         if storage.category == ELSEWHERE:
             continue
+        requested += storage.asked if size > 0 else -storage.asked
+        most = max(most, requested)
         if size > 0:
             blocks[id(storage)] = allocator.malloc(size)
         elif block := blocks.pop(id(storage), None):
             allocator.free(block)
-    return Replayed(allocator.peak_allocated, allocator.peak_reserved)
+    return Replayed(most, allocator.peak_allocated, allocator.peak_reserved)

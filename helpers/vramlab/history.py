@@ -5,11 +5,10 @@ from functools import cached_property
 import numpy as np
 
 from .report import Bytes, Moment, Phase, Tensor
-from .tracker import ELSEWHERE, Storage, Tracker
+from .tracker import ELSEWHERE, Storage
 
 ATTRIBUTED = ("parameters", "gradients", "optimizer_states", "activations", "temporaries", "buffers", "inputs", "workspace")
 INDEX = {name: i for i, name in enumerate(ATTRIBUTED)}
-PER_PARAMETER = ("stack", "cat")  # of the gradients' norms, in clipping
 
 
 def to_bytes(split: "np.ndarray | list[int]") -> Bytes:
@@ -23,25 +22,19 @@ class History:
     Attributes:
         splits: array of shape (events + 1, categories): the bytes alive at each position.
         live: their sums.
-        ragged: array of shape (events + 1, 2): of those, what temporaries with one entry a parameter take, and asked for.
         stretches: (phase, first position, last position), in order; the first is "load".
     """
 
-    def __init__(self, tracker: Tracker):
-        self.log = list(tracker.log)  # frees go on being logged while the run is torn down
-        self.calls = list(tracker.calls)
+    def __init__(self, log: list[tuple[int, Storage, str]], marks: list[tuple[int, str]]):
+        self.log = list(log)  # frees go on being logged while the run is torn down
         deltas = np.zeros((len(self.log) + 1, len(ATTRIBUTED)), dtype=np.int64)
-        ragged = np.zeros((len(self.log) + 1, 2), dtype=np.int64)
         for i, (size, storage, _) in enumerate(self.log, 1):
-            if storage.op in PER_PARAMETER and storage.category is None:
-                ragged[i] = (size, storage.asked if size > 0 else -storage.asked)
             if storage.category != ELSEWHERE:
                 deltas[i, INDEX[storage.category or "temporaries"]] = size
         self.splits = deltas.cumsum(axis=0)
-        self.ragged = ragged.cumsum(axis=0)
         self.live = self.splits.sum(axis=1)
-        starts = [(0, "load"), *tracker.marks]
-        ends = [position for position, _ in tracker.marks] + [len(self.log)]
+        starts = [(0, "load"), *marks]
+        ends = [position for position, _ in marks] + [len(self.log)]
         self.stretches = [(name, start, end) for (start, name), end in zip(starts, ends, strict=True)]
 
     def highest(self, start: int = 0, end: int | None = None) -> int:

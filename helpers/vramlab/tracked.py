@@ -7,15 +7,14 @@ from typing import Any
 
 import torch
 
-from .history import History
 from .tracker import Tracker
 from .training import Training, train_step
 
 
 def run_tracked(
     training: Training, tracker: Tracker, steps: int, target: str, at_phase: Callable[[], None] | None = None
-) -> History:
-    """Run `steps` optimizer steps of `training` under `tracker` and return what it saw.
+) -> Tracker:
+    """Run `steps` optimizer steps of `training` under `tracker`, and return it.
 
     Args:
         target: "cuda" or "cpu"; says which of the optimizer's tensors are on the host or in unified memory.
@@ -38,7 +37,7 @@ def run_tracked(
     with no_collection(), tracker.modules(training.model), tracker:
         for _ in range(steps):
             train_step(training, on_phase)
-    return History(tracker)
+    return tracker.finish()
 
 
 @contextlib.contextmanager

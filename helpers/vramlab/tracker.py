@@ -8,7 +8,6 @@ anonymous result until autograd hands it to its parameter. It works the same on 
 Prior art: `torch.distributed._tools.mem_tracker.MemTracker`, which decides the category at birth.
 """
 
-import re
 import weakref
 from collections.abc import Callable, Iterable
 from contextlib import contextmanager
@@ -18,7 +17,6 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
 
-LAYER = re.compile(r"\.\d+\.")  # a layer's number within a module's name
 ELSEWHERE = "elsewhere"  # on the host or in unified memory: seen, and counted nowhere
 
 
@@ -32,6 +30,12 @@ class Storage:
         self.shape = tuple(tensor.shape) if tensor is not None else ()
         self.dtype = str(tensor.dtype).removeprefix("torch.") if tensor is not None else ""
         self.ref = None
+
+    def copy(self, where: str) -> "Storage":
+        """The same for another layer."""
+        twin = Storage(self.size, self.asked, self.category, self.op, None, where)
+        twin.shape, twin.dtype, twin.alive = self.shape, self.dtype, self.alive
+        return twin
 
 
 class Tracker(TorchDispatchMode):
@@ -50,7 +54,7 @@ class Tracker(TorchDispatchMode):
         self.live: dict[int, Storage] = {}
         self.log: list[tuple[int, Storage, str]] = []  # (+size or -size, storage, operator)
         self.marks: list[tuple[int, str]] = []  # (position in the log, phase that begins there)
-        self.calls: list[tuple[int, tuple, int]] = []  # (position in the log, operator and result's shape, stretch)
+        self.calls: list[tuple[int, str, str, int]] = []  # (position in the log, operator, where, marks before it)
         self.phase = "load"
         self.recomputed: list[Storage] = []
         self.at_phase: dict[str, int] = {}  # workspace bytes that stay from a phase's first time on
@@ -123,12 +127,29 @@ class Tracker(TorchDispatchMode):
         if node is not None:
             return self._made_in.get(node._sequence_nr(), type(node).__name__)
         if self.phase == "step":
-            for tensor in args[0] if args and isinstance(args[0], list | tuple) else args:
-                if isinstance(tensor, torch.Tensor):
-                    storage = self.live.get(tensor.untyped_storage()._cdata)
-                    if storage and storage.where:
-                        return storage.where
+            return next(filter(None, map(self._owner, args)), "")
         return ""
+
+    def _owner(self, tensor: Any) -> str:
+        """Where the storage of `tensor` belongs, "" if it is none."""
+        storage = self.live.get(tensor.untyped_storage()._cdata) if isinstance(tensor, torch.Tensor) else None
+        return storage.where if storage else ""
+
+    def finish(self) -> "Tracker":
+        """Close the log: what is freed from now on is teardown. Returns self.
+
+        Frees that nothing came between are sorted by birth: their order (a hash table's, say) means nothing.
+        """
+        self.live.clear()
+        cuts = sorted({0, len(self.log), *(call[0] for call in self.calls), *(position for position, _ in self.marks)})
+        born = {id(storage): i for i, (size, storage, _) in enumerate(self.log) if size > 0}
+        for first, last in zip(cuts[:-1], cuts[1:], strict=True):
+            start = first
+            for i in range(first, last + 1):
+                if i == last or self.log[i][0] > 0:
+                    self.log[start:i] = sorted(self.log[start:i], key=lambda event: born[id(event[1])])
+                    start = i + 1
+        return self
 
     # --- what the dispatcher says ---------------------------------------------------------------------------------
 
@@ -147,22 +168,22 @@ class Tracker(TorchDispatchMode):
             block = Storage(self._round(extra), extra, "workspace", name, None, where)
             self.log.append((block.size, block, name))
         result = func(*args, **kwargs)
-        # one entry a parameter: as long as the model is deep, so no part of what the operator is
-        shape = tuple(result.shape) if isinstance(result, torch.Tensor) and name not in ("stack", "cat") else ()
-        self.calls.append((start, (name, shape, LAYER.sub(".#.", where)), len(self.marks)))
-        self._see(result, name, where)
+        self.calls.append((start, name, where, len(self.marks)))
+        self._see(result, name, where, args)
         if extra:
             self.log.append((-block.size, block, name))
         return result
 
-    def _see(self, result: Any, op: str, where: str) -> None:
+    def _see(self, result: Any, op: str, where: str, args: tuple = ()) -> None:
         if isinstance(result, torch.Tensor):
             for tensor in _beneath(result):
                 if tensor.device.type == self.device and tensor.untyped_storage()._cdata not in self.live:
                     self._born(tensor, op, where)
         elif isinstance(result, list | tuple):
-            for item in result:
-                self._see(item, op, where)
+            # a multi-tensor kernel: each result belongs where its own operand does
+            operands = args[0] if args and isinstance(args[0], list | tuple) and len(args[0]) == len(result) else None
+            for i, item in enumerate(result):
+                self._see(item, op, self._owner(operands[i]) if operands else where)
 
     def _born(self, tensor: torch.Tensor, op: str, where: str = "") -> Storage | None:
         handle = tensor.untyped_storage()

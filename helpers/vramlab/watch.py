@@ -1,13 +1,24 @@
-"""See where the memory of your own code goes: `with watch(model, optimizer) as w: …`, then `w.report()`.
+"""See where the memory of your own code goes.
 
-Whatever runs inside is followed storage by storage, on the device the model is on. Phases are found by themselves:
-the forward pass of the watched model, autograd's backward pass, the optimizer's step.
+    with watch(model) as w:
+        for batch in two_batches:
+            model(**batch).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    print(w.report())
+
+Whatever runs inside is followed storage by storage, on the device the model is on. Phases are found by themselves: a
+forward pass of the model begins "forward", `backward()` begins "backward", and its end begins "step", so that clipping
+and unscaling count there, as does the freeing of gradients directly after the update. Without an update (another
+micro-batch follows, or nothing) there was no step.
 """
 
 import contextlib
+from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from .cuda import ALLOCATION_UNIT
 from .errors import VramLabError
@@ -19,13 +30,17 @@ from .tracker import Tracker
 
 
 class watch:
-    """Follows every storage while it is entered.
+    """Follows every storage while it is entered. It can be entered again, and then starts anew.
 
     Args:
-        model: whose parameters, buffers and gradients to name, and whose forward passes to recognise.
-        optimizer: whose states to name, and whose steps to recognise.
-        batch: tensors to name as inputs.
-        title: the report's title.
+        model: whose parameters, buffers, gradients and inputs are named, and whose forward passes are recognised.
+        optimizer: one that has states already; any that steps on the model's parameters inside is recognised
+            without being given.
+        batch: tensors (also in mappings or sequences) that are alive from the start, to name as inputs; what the model
+            is called with is recognised without being given.
+        title: the report's title; the model's class when left out.
+    Raises:
+        VramLabError: `model` is no module, or the same watch is entered inside its own block.
     """
 
     def __init__(
@@ -35,90 +50,166 @@ class watch:
         batch: Any = None,
         title: str | None = None,
     ):
-        self.model, self.optimizer, self.batch = model, optimizer, batch
+        if not isinstance(model, torch.nn.Module):
+            raise VramLabError(f"watch follows a torch.nn.Module, and this is a {type(model).__name__}")
+        self.model, self.batch = model, batch
         self.title = title or type(model).__name__
-        device = next((p.device for p in model.parameters()), torch.device("cpu")).type
+        device = next((p.device.type for p in model.parameters()), "cpu")
         self.target = "cuda" if device == "cuda" else "cpu"
-        self.tracker = Tracker(device, round_to=ALLOCATION_UNIT if device == "cuda" else 1)
+        self.tracker: Tracker | None = None
         self.history: History | None = None
+        self._device, self._optimizers = device, [optimizer] if optimizer else []
         self._stack = contextlib.ExitStack()
+        self._running = False
 
     def __enter__(self) -> "watch":
+        if self._running:
+            raise VramLabError("this watch is running: take another one for a block inside its block")
+        self.tracker = Tracker(self._device, round_to=ALLOCATION_UNIT if self.target == "cuda" else 1)
+        self.history = None
+        self._parameters = {id(p) for p in self.model.parameters()}
+        self._backwards, self._stepped = 0, False
         claim_model(self.tracker, self.model)
-        if self.optimizer:
-            claim_states(self.tracker, [self.optimizer], self.target)
-        values = self.batch.values() if hasattr(self.batch, "values") else self.batch or ()
-        self.tracker.claim([t for t in values if isinstance(t, torch.Tensor)], "inputs")
+        for name, parameter in self.model.named_parameters():
+            self._name_gradient(name, parameter)
+        claim_states(self.tracker, self._optimizers, self.target)
+        self.tracker.claim(_tensors(self.batch), "inputs")
         self._hook()
         self._stack.enter_context(self.tracker.modules(self.model))
         self._stack.enter_context(self.tracker)
+        self._running = True
         return self
 
-    def __exit__(self, *error) -> None:
-        self._name_results()
-        self.tracker.begin("between_steps")
+    def __exit__(self, *error: Any) -> None:
         self._stack.__exit__(*error)
-        self.history = History(self.tracker)
-
-    def _hook(self) -> None:
-        """Recognise the phases: the model's own forward, the first gradient after it, the optimizer's step."""
-
-        def phase(name: str) -> None:
-            if self.tracker.phase != name:
-                self.tracker.begin(name)
-
-        def before_forward(module, args):
-            if torch.is_grad_enabled() and self.tracker.phase != "backward":
-                phase("forward")
-            elif self.tracker.phase == "backward" and torch._C._current_autograd_node() is None:
-                phase("forward")
-
-        def after_forward(module, args, outputs):
-            if self.tracker.phase == "forward":
-                for tensor in _graph_tensors(outputs):
-                    tensor.register_hook(lambda gradient: phase("backward"))
-
-        def before_step(optimizer, args, kwargs):
-            self._name_results()
-            phase("step")
-
-        def after_step(optimizer, args, kwargs):
-            self._name_results()
-            phase("between_steps")
-
-        handles = [
-            self.model.register_forward_pre_hook(before_forward),
-            self.model.register_forward_hook(after_forward),
-        ]
-        if self.optimizer:
-            handles.append(self.optimizer.register_step_pre_hook(before_step))
-            handles.append(self.optimizer.register_step_post_hook(after_step))
-        for handle in handles:
-            self._stack.callback(handle.remove)
-
-    def _name_results(self) -> None:
-        for name, parameter in self.model.named_parameters():
-            if parameter.grad is not None:
-                self.tracker.claim([parameter.grad], "gradients", name)
-        if self.optimizer:
-            claim_states(self.tracker, [self.optimizer], self.target)
+        self._running = False
+        claim_states(self.tracker, self._optimizers, self.target)
+        self._end_step()
+        if self.tracker.phase == "between_steps":
+            self._move_clearing()
+        else:
+            self._begin("between_steps")
+        self.history = History(self.tracker.log, self.tracker.marks)
 
     def report(self) -> Report:
-        """What was seen, as a measured report: phases, peak, largest tensors, timeline; sizes in bytes.
+        """What was seen, as a measured report: the last step's phases, peak, largest tensors, timeline; in bytes.
 
-        Raises VramLabError while the block is still running.
+        It counts storages; what allocator and process take beyond them is for `measure` to say. After an exception in
+        the block it describes what ran until then.
+
+        Raises VramLabError before the block has ended.
         """
         if self.history is None:
-            raise VramLabError("watch has no report yet: call it after the with-block")
+            raise VramLabError("watch has no report yet: ask after the with-block")
         report = to_report(self.history, "measured", None, self.target, title=self.title)
-        report.notes.append("followed by storages; the allocator's own peak needs measure()")
+        report.notes.append("storages of the watched code; the allocator's own peak needs measure()")
         return report
 
+    # --- recognising phases ---------------------------------------------------------------------------------------
 
-def _graph_tensors(outputs: Any) -> list[torch.Tensor]:
-    """The differentiable tensors of a model's output, through mappings and sequences."""
-    if isinstance(outputs, torch.Tensor):
-        return [outputs] if outputs.requires_grad else []
-    if hasattr(outputs, "values"):
-        outputs = list(outputs.values())
-    return [t for item in outputs for t in _graph_tensors(item)] if isinstance(outputs, list | tuple) else []
+    def _hook(self) -> None:
+        add = self._stack.callback
+        add(self.model.register_forward_pre_hook(self._before_forward, with_kwargs=True).remove)
+        for name, parameter in self.model.named_parameters():
+            if parameter.requires_grad:
+                add(self._on_gradient(name, parameter).remove)
+        add(register_optimizer_step_pre_hook(self._before_step).remove)
+        add(register_optimizer_step_post_hook(self._after_step).remove)
+        # Tensor.backward looks this name up at every call. Hooks on the model's outputs would miss the loss's backward.
+        original = torch.autograd.backward
+        torch.autograd.backward = self._around(original)
+        add(setattr, torch.autograd, "backward", original)
+
+    def _begin(self, phase: str) -> None:
+        if self.tracker.phase == "between_steps":
+            self._move_clearing()
+        self.tracker.begin(phase)
+        self._stepped = False
+
+    def _before_forward(self, module: torch.nn.Module, args: tuple, kwargs: dict) -> None:
+        for tensor in _tensors([*args, *kwargs.values()]):
+            storage = self.tracker.live.get(tensor.untyped_storage()._cdata)
+            if storage is None or not storage.category:
+                self.tracker.claim([tensor], "inputs")
+        # neither a checkpoint's recomputation nor an evaluation, and no second call before the backward pass
+        if not self._backwards and torch.is_grad_enabled() and self.tracker.phase != "forward":
+            self._end_step()
+            self._begin("forward")
+
+    def _around(self, original: Callable[..., None]) -> Callable[..., None]:
+        """`torch.autograd.backward` with its phase around it; a reentrant checkpoint calls it again inside."""
+
+        def backward(*args: Any, **kwargs: Any) -> None:
+            if not self._backwards:
+                self._begin("backward")
+            self._backwards += 1
+            try:
+                return original(*args, **kwargs)
+            finally:
+                self._backwards -= 1
+                if not self._backwards:
+                    self._begin("step")
+
+        return backward
+
+    def _before_step(self, optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict) -> None:
+        if self._ours(optimizer) and not self._backwards:
+            if self.tracker.phase != "step":
+                self._begin("step")
+            self._stepped = True
+
+    def _after_step(self, optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict) -> None:
+        if not self._ours(optimizer):
+            return
+        if not any(optimizer is known for known in self._optimizers):
+            self._optimizers.append(optimizer)
+        claim_states(self.tracker, [optimizer], self.target)
+        if not self._backwards:
+            self._begin("between_steps")
+
+    def _end_step(self) -> None:
+        """Decide whether a "step" that began at the end of a backward pass was one.
+
+        It was if gradients were freed since: an update by hand. If not, its events belong to the backward pass.
+        """
+        if self.tracker.phase != "step" or self._stepped:
+            return
+        start = self.tracker.marks[-1][0]
+        if any(size < 0 and storage.category == "gradients" for size, storage, _ in self.tracker.log[start:]):
+            self._begin("between_steps")
+        else:
+            self.tracker.marks.pop()
+            self.tracker.phase = "backward"
+
+    def _move_clearing(self) -> None:
+        """Gradients freed directly after the update belong to it, as in a loop that clears them at its end."""
+        start, phase = self.tracker.marks[-1]
+        for position, (size, storage, _) in enumerate(self.tracker.log[start:], start + 1):
+            if size > 0:
+                return
+            if storage.category == "gradients":
+                self.tracker.marks[-1] = (position, phase)
+
+    # --- naming -----------------------------------------------------------------------------------------------------
+
+    def _ours(self, optimizer: torch.optim.Optimizer) -> bool:
+        return any(id(p) in self._parameters for group in optimizer.param_groups for p in group["params"])
+
+    def _name_gradient(self, name: str, parameter: torch.Tensor) -> None:
+        if parameter.grad is not None:
+            self.tracker.claim([parameter.grad], "gradients", name)
+
+    def _on_gradient(self, name: str, parameter: torch.Tensor):
+        handle = parameter.register_post_accumulate_grad_hook(lambda p: self._name_gradient(name, p))
+        # before all others, which may step and free the gradient
+        parameter._post_accumulate_grad_hooks.move_to_end(handle.id, last=False)
+        return handle
+
+
+def _tensors(values: Any) -> list[torch.Tensor]:
+    """The tensors in `values`, through mappings and sequences."""
+    if isinstance(values, torch.Tensor):
+        return [values]
+    if hasattr(values, "values"):
+        values = list(values.values())
+    return [t for item in values for t in _tensors(item)] if isinstance(values, list | tuple) else []
