@@ -1,5 +1,8 @@
 """`WatchCallback` for `transformers.Trainer`: where the bytes of one real Trainer step are."""
 
+import sys
+from typing import Any
+
 from transformers import TrainerCallback
 
 from .report import Report
@@ -7,33 +10,60 @@ from .watch import watch
 
 
 class WatchCallback(TrainerCallback):
-    """Watches one optimizer step of a `Trainer` and leaves its report in `.report`.
+    """Watches one optimizer step of a `Trainer`, all its micro-batches, and leaves the report in `.report`.
 
-    Args:
-        step: which optimizer step to watch, counted from 1; the second is the first steady one.
-
-    Example:
         seen = WatchCallback()
         Trainer(model, args, train_dataset=data, callbacks=[seen]).train()
         print(seen.report)
+
+    Args:
+        step: which optimizer step of the run to watch, from 1; the second is the first in which all states exist.
+    Attributes:
+        report: None until that step has ended; sizes in bytes. Training again replaces it.
+
+    The Trainer tells no callback when training breaks off. In a notebook the end of the cell ends the watch then;
+    a script that goes on after catching the error calls `close()`.
     """
 
     def __init__(self, step: int = 2):
-        self.step, self.report, self._watch = step, None, None
+        self.step = step
         self.report: Report | None = None
+        self._watch: watch | None = None
+        self._steps = 0
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        self.close()
+        self.report, self._steps = None, 0
 
     def on_step_begin(self, args, state, control, model=None, optimizer=None, **kwargs):
-        if self._watch is None and self.report is None and state.global_step + 1 >= self.step:
+        self._steps += 1
+        if self._steps == self.step:
             optimizer = getattr(optimizer, "optimizer", optimizer)  # accelerate wraps it
             title = f"Trainer, step {state.global_step + 1}: {type(model).__name__}"
             self._watch = watch(model, optimizer, title=title).__enter__()
+            if shell := _shell():
+                shell.events.register("post_run_cell", self._after_cell)
 
     def on_step_end(self, args, state, control, **kwargs):
-        if self._watch is not None:
-            self._watch.__exit__(None, None, None)
-            self.report, self._watch = self._watch.report(), None
+        if watched := self._watch:
+            self.close()
+            self.report = watched.report()
 
     def on_train_end(self, args, state, control, **kwargs):
-        if self._watch is not None:  # training stopped in the middle of the step
-            self._watch.__exit__(None, None, None)
+        self.close()  # a callback may have stopped training between two micro-batches
+
+    def close(self) -> None:
+        """End the watch, if one is running, without a report."""
+        if watched := self._watch:
             self._watch = None
+            watched.__exit__(None, None, None)
+            if shell := _shell():
+                shell.events.unregister("post_run_cell", self._after_cell)
+
+    def _after_cell(self, result: Any) -> None:
+        self.close()
+
+
+def _shell() -> Any:
+    """The IPython shell this runs in, None outside of one."""
+    return sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None

@@ -38,6 +38,7 @@ STATES = {
     "paged_lion_32bit": (1, FP32),
 }
 SMALLEST_IN_8_BITS = 4096  # bitsandbytes: tensors under `min_8bit_size` keep fp32 states
+WRITTEN_OUT = 2  # layers of a stack that the ledger writes out (three where there is a decoder beside an encoder)
 STATE_BLOCK = 256  # and 8-bit states have one fp32 scale for so many numbers
 SMALLEST_PAGED = 100_000  # `Optimizer8bit.get_state_buffer`: larger states go to unified memory
 
@@ -117,6 +118,14 @@ def table(shape: Shape, precision: str, quantization: Quantization | None, lora:
 def adapter_width(precision: str, quantization: Quantization | None, lora: LoRA) -> int:
     """Bytes of an adapter's weight: fp32 unless `autocast_adapter_dtype` is off and the base is in half precision."""
     return FP32 if quantization or lora.autocast_adapter_dtype else weight_width(precision, None)
+
+
+@lru_cache(maxsize=512)
+def written_out(shape: Shape) -> tuple[tuple[str, str, tuple[int, ...]], ...]:
+    """(name, name without layer numbers, shape) of the weights outside the layers and of the first in each stack."""
+    first = range(WRITTEN_OUT + bool(shape.num_decoder_layers))
+    kept = {None, *first, *(shape.num_layers + i for i in first if shape.num_decoder_layers)}
+    return tuple((w.name, role(w.name), w.shape) for w in shape.weights() if w.layer in kept)
 
 
 def held(recipe: Recipe) -> tuple[Row, ...]:
@@ -205,15 +214,19 @@ def _buffers(shape: Shape) -> int:
 
 
 def input_bytes(recipe: Recipe) -> int:
-    """Bytes of one micro-batch: ids and labels of 8 bytes each, or pixels."""
+    """Bytes of the micro-batches on the device, with ids and labels of 8 bytes each, or pixels.
+
+    It is one, except that the Trainer fetches all of an optimizer step before it begins (`Trainer.get_batch_samples`).
+    """
     b, n, shape = recipe.batch_size, recipe.seq_len, recipe.shape
+    at_once = recipe.gradient_accumulation_steps if recipe.loop.name == "trainer" else 1
     if shape.task == "image-classification":
         config = config_of(shape)
         side = config.get("image_size", 224)
         width = HALF if recipe.precision.endswith("-true") else FP32
-        return rounded(b * config.get("num_channels", 3) * side * side * width) + rounded(8 * b)
+        return at_once * (rounded(b * config.get("num_channels", 3) * side * side * width) + rounded(8 * b))
     labels = b if shape.task == "sequence-classification" else b * n
-    return rounded(8 * b * n) + rounded(8 * labels)
+    return at_once * (rounded(8 * b * n) + rounded(8 * labels))
 
 
 @lru_cache(maxsize=512)

@@ -21,7 +21,8 @@ def run_tracked(
         at_phase: called as each phase begins, before its first event.
     """
     claim_model(tracker, training.model)
-    tracker.claim(_tensors(training.batch), "inputs")
+    for batch in (training.batch, *training.further):
+        tracker.claim(_tensors(batch), "inputs")
 
     def on_phase(name: str) -> None:
         if name == "step":

@@ -6,6 +6,7 @@ outputs stay alive) is read from `recipe.loop` and nowhere else.
 """
 
 import contextlib
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -27,7 +28,10 @@ def loss_of(outputs: Any, batch: Any) -> "torch.Tensor":
 
 @dataclass
 class Training:
-    """Everything one step needs. `outputs` and `loss` are what the loop keeps alive between steps."""
+    """Everything one step needs. `outputs` and `loss` are what the loop keeps alive between steps.
+
+    `further` are the other micro-batches of the step, where the loop has all of them on the device at once.
+    """
 
     model: "torch.nn.Module"
     optimizer: Any
@@ -40,6 +44,7 @@ class Training:
     loss_of: Callable[[Any, Any], "torch.Tensor"] = loss_of
     scaler: Any = None
     per_parameter: dict = field(default_factory=dict)
+    further: list = field(default_factory=list)
     outputs: Any = None
     loss: Any = None
 
@@ -72,6 +77,8 @@ def build(recipe: Recipe, device: str = "cpu", target: str | None = None, pretra
         precision=recipe.precision,
         accumulation=recipe.gradient_accumulation_steps,
     )
+    if recipe.loop.name == "trainer":  # Trainer.get_batch_samples fetches the whole step's micro-batches first
+        training.further = [make_batch(recipe, device) for _ in range(training.accumulation - 1)]
     trained = [p for p in model.parameters() if p.requires_grad]
     if recipe.loop.optimizer_in_backward:
         _step_in_backward(training, recipe, trained)
@@ -189,13 +196,17 @@ def train_step(training: Training, on_phase: Callable[[str], None] = lambda name
     loop, optimizer = training.loop, training.optimizer
     if loop.zero_grad == "start" and optimizer:
         optimizer.zero_grad(set_to_none=loop.set_to_none)
+    batches = [training.batch, *training.further]
     for micro in range(training.accumulation):
+        batch = batches[micro % len(batches)]
         on_phase("forward")
-        outputs = _forward(training)
-        loss = training.loss_of(outputs, training.batch)
+        outputs = _forward(training, batch)
+        loss = training.loss_of(outputs, batch)
         if training.accumulation > 1:
             loss = loss / training.accumulation
         training.outputs = outputs if loop.keep_outputs else None
+        if loop.keep_outputs:
+            training.loss = None  # the last step's is a variable too, and has just got a new value
         del outputs
         if loop.zero_grad == "before_backward" and optimizer and micro == 0:
             optimizer.zero_grad(set_to_none=loop.set_to_none)
@@ -212,11 +223,11 @@ def train_step(training: Training, on_phase: Callable[[str], None] = lambda name
     return training.loss
 
 
-def _forward(training: Training) -> Any:
+def _forward(training: Training, batch: Any) -> Any:
     if training.precision not in AUTOCAST:
-        return call(training.model, training.batch)
+        return call(training.model, batch)
     with autocast(training.device.type, training.precision):
-        outputs = call(training.model, training.batch)
+        outputs = call(training.model, batch)
     if training.loop.outputs_to_fp32:
         from accelerate.utils import convert_to_fp32
 
@@ -245,6 +256,8 @@ def _update(training: Training) -> None:
     import torch
 
     scaler, optimizer, norm = training.scaler, training.optimizer, training.loop.max_grad_norm
+    if norm is None and training.loop.name == "trainer":
+        norm = math.inf  # Trainer._get_grad_norm: for its log it computes the norm all the same
     if norm is not None:
         if scaler:
             scaler.unscale_(optimizer)
