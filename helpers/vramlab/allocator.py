@@ -101,24 +101,32 @@ class Allocator:
 
 @dataclass(frozen=True)
 class Replayed:
-    """What a log of births and frees made the allocator do: peaks in bytes."""
+    """What a log of births and frees made the allocator do. Bytes.
+
+    `slack[p]` is what the blocks alive after the first p events hold beyond what was asked for in units of 512 bytes:
+    a block is not split when no more than 1 MiB would be left of it, and the rest counts as allocated.
+    """
 
     requested: int
     allocated: int
     reserved: int
+    slack: list[int]
 
 
 def replay(log: list[tuple[int, Storage, str]]) -> Replayed:
     """Run a tracker's log, (+size or -size, storage, operator), through the allocator."""
     allocator, blocks = Allocator(), {}
-    requested = most = 0
+    requested = most = alive = 0
+    slack = [0]
     for size, storage, _ in log:
-        if storage.category == ELSEWHERE:
-            continue
-        requested += storage.asked if size > 0 else -storage.asked
-        most = max(most, requested)
-        if size > 0:
-            blocks[id(storage)] = allocator.malloc(size)
-        elif block := blocks.pop(id(storage), None):
-            allocator.free(block)
-    return Replayed(most, allocator.peak_allocated, allocator.peak_reserved)
+        if storage.category != ELSEWHERE:
+            requested += storage.asked if size > 0 else -storage.asked
+            most = max(most, requested)
+            if size > 0:
+                blocks[id(storage)] = allocator.malloc(size)
+                alive += size
+            elif block := blocks.pop(id(storage), None):
+                allocator.free(block)
+                alive += size
+        slack.append(allocator.allocated - alive)
+    return Replayed(most, allocator.peak_allocated, allocator.peak_reserved, slack)

@@ -4,6 +4,7 @@ from functools import cached_property
 
 import numpy as np
 
+from .allocator import replay
 from .report import Bytes, Moment, Phase, Tensor
 from .tracker import ELSEWHERE, Storage
 
@@ -19,19 +20,27 @@ def to_bytes(split: "np.ndarray | list[int]") -> Bytes:
 class History:
     """A replayed log. Position p is the moment after the first p events.
 
+    Args:
+        allocator: also run the log through the model of CUDA's caching allocator; what its blocks hold beyond
+            what was asked for is then part of the workspace, and the total is what `torch.cuda.memory_allocated` says.
+
     Attributes:
+        replayed: what the allocator did, or None.
         splits: array of shape (events + 1, categories): the bytes alive at each position.
         live: their sums.
         stretches: (phase, first position, last position), in order; the first is "load".
     """
 
-    def __init__(self, log: list[tuple[int, Storage, str]], marks: list[tuple[int, str]]):
-        self.log = list(log)  # frees go on being logged while the run is torn down
+    def __init__(self, log: list[tuple[int, Storage, str]], marks: list[tuple[int, str]], allocator: bool = False):
+        self.log = list(log)
+        self.replayed = replay(self.log) if allocator else None
         deltas = np.zeros((len(self.log) + 1, len(ATTRIBUTED)), dtype=np.int64)
         for i, (size, storage, _) in enumerate(self.log, 1):
             if storage.category != ELSEWHERE:
                 deltas[i, INDEX[storage.category or "temporaries"]] = size
         self.splits = deltas.cumsum(axis=0)
+        if self.replayed:
+            self.splits[:, INDEX["workspace"]] += self.replayed.slack
         self.live = self.splits.sum(axis=1)
         starts = [(0, "load"), *marks]
         ends = [position for position, _ in marks] + [len(self.log)]

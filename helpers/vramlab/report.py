@@ -33,6 +33,9 @@ def format_bytes(n: int | float, unit: str = "GiB", digits: int = 3) -> str:
 class Bytes:
     """One moment's memory, split by what it is for; every field is a number of bytes.
 
+    `workspace` is what libraries, kernels and the allocator take for themselves: cuBLAS's buffers, scratch while a kernel
+    runs, and what the allocator's blocks hold beyond what was asked for.
+
     `unexplained` is allocator truth minus all that was accounted for; only measured reports have it.
     """
 

@@ -14,15 +14,14 @@ import torch
 from torch._subclasses.fake_tensor import FakeCopyMode
 
 from . import training as tr
-from .allocator import replay
 from .cuda import ALLOCATION_UNIT, cublas_workspaces, kernel_scratch
 from .deepen import GROUPS, NotRegular, deepen
 from .errors import RecipeError
 from .fakes import fake_world
 from .gpu import Gpu, find_gpu
 from .history import History, largest
-from .recipe import Loop, Recipe
 from .overhead import CONTEXT
+from .recipe import Loop, Recipe
 from .report import Interval, MiB, Report, environment
 from .tracked import run_tracked
 from .tracker import Tracker
@@ -66,7 +65,7 @@ def simulate(
     card = find_gpu(gpu) if gpu else None
     if recipe is None:
         tracker = trace_module(model, batch, optimizer, loss, loop, precision, target, card, steps)
-        history = History(tracker.log, tracker.marks)
+        history = History(tracker.log, tracker.marks, allocator=target == "cuda")
         return to_report(history, "simulated", None, target, card=card, title=type(model).__name__)
     if recipe.sharding and recipe.sharding.world_size > 1:
         raise RecipeError("sharding", recipe.sharding.world_size, "simulate describes one rank of one: ask predict")
@@ -81,14 +80,15 @@ def trace(recipe: Recipe, target: str = "cuda", card: Gpu | None = None, steps: 
 
     A model of more than five groups of layers is run with five and deepened (`deepen.py`), unless `full`.
     """
+    cuda = target == "cuda"
     period, depth = layer_period(recipe), recipe.shape.num_layers
     more = 0 if full else depth // period - GROUPS
     if more > 0 and recipe.shape.num_decoder_layers in (0, depth):
         tracker = _run(recipe.replace(num_layers=depth - more * period), target, card, steps)
         with contextlib.suppress(NotRegular):
-            return History(*deepen(tracker, period, more))
+            return History(*deepen(tracker, period, more), allocator=cuda)
     tracker = _run(recipe, target, card, steps)
-    return History(tracker.log, tracker.marks)
+    return History(tracker.log, tracker.marks, allocator=cuda)
 
 
 def layer_period(recipe: Recipe) -> int:
@@ -161,8 +161,8 @@ def _refit(optimizer: Any, model: torch.nn.Module, fake: torch.nn.Module, multi_
 def to_report(history: History, source: str, recipe: Recipe | None, target: str, card: Gpu | None = None, **more: Any) -> Report:
     """The report of a replayed run. On CUDA the log also goes through the allocator's model, for what it reserves."""
     at = history.highest()
-    if target == "cuda" and source == "simulated":
-        replayed = replay(history.log)
+    if source == "simulated" and history.replayed:
+        replayed = history.replayed
         more |= {"allocated": replayed.allocated, "requested": replayed.requested}
         more["reserved"] = _about(replayed.reserved, replayed.allocated)
         more["process"] = _with_context(more["reserved"], card)

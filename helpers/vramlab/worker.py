@@ -125,7 +125,7 @@ def tracked_pass(recipe: Recipe, device: str, truth: dict[str, Any]) -> Report:
         torch.cuda.reset_peak_memory_stats()
     training = build(recipe, device)
     run_tracked(training, tracker, 2, device, allocator)
-    history = History(tracker.log, tracker.marks)
+    history = History(tracker.log, tracker.marks, allocator=device == "cuda")
     report = to_report(history, "measured", recipe, device)
     report.speed = truth["speed"]
     if allocator:
