@@ -354,7 +354,8 @@ def test_real_simulation_equals_the_function():
 
 
 def test_real_prediction_equals_the_function():
-    predict = pytest.importorskip("vramlab.predict").predict
+    from vramlab.predict import predict
+
     shown = Report.from_json(run("predict", *SMALL, "--json").stdout)
     assert shown.source == "predicted" and shown.peak == predict(RECIPE).peak
     assert run("predict", *SMALL, "--gpu", "T4").stdout.splitlines()[-1].startswith("fits: T4")
@@ -363,14 +364,12 @@ def test_real_prediction_equals_the_function():
 
 
 def test_real_comparison_has_both_witnesses():
-    pytest.importorskip("vramlab.predict")
     result = run("compare", *SMALL)
     assert result.exit_code == 0 and "predicted" in result.stdout and "simulated" in result.stdout
     assert isinstance(json.loads(run("compare", *SMALL, "--json").stdout), dict)
 
 
 def test_real_measurement_on_this_machine():
-    pytest.importorskip("vramlab.predict")
     result = run("measure", *SMALL, "--repeats", "1", "--json")
     assert result.exit_code == 0, result.output
     shown = Report.from_json(result.stdout)
