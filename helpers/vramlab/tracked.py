@@ -1,6 +1,7 @@
 """The training step under a tracker that is told what each storage is for. Fake, CPU and CUDA tensors alike."""
 
 import contextlib
+import functools
 import gc
 from collections.abc import Callable
 from typing import Any
@@ -25,20 +26,38 @@ def run_tracked(
         tracker.claim(_tensors(batch), "inputs")
 
     def on_phase(name: str) -> None:
-        if name == "step":
-            for parameter_name, parameter in training.model.named_parameters():
-                if parameter.grad is not None:
-                    tracker.claim([parameter.grad], "gradients", parameter_name)
         if name == "between_steps":
             claim_states(tracker, training.optimizers, target)
         if at_phase:
             at_phase()
         tracker.begin(name)
 
-    with no_collection(), tracker.modules(training.model), tracker:
+    with no_collection(), gradients_named(tracker, training.model), tracker.modules(training.model), tracker:
         for _ in range(steps):
             train_step(training, on_phase)
     return tracker.finish()
+
+
+@contextlib.contextmanager
+def gradients_named(tracker: Tracker, model: torch.nn.Module):
+    """While entered, each gradient is named as soon as it is complete; those that exist are named at once."""
+    handles = []
+
+    def name_it(name: str, parameter: torch.Tensor) -> None:
+        if parameter.grad is not None:
+            tracker.claim([parameter.grad], "gradients", name)
+
+    for name, parameter in model.named_parameters():
+        name_it(name, parameter)
+        if parameter.requires_grad:
+            handles.append(parameter.register_post_accumulate_grad_hook(functools.partial(name_it, name)))
+            # before the loop's own hooks, which may step on the gradient and free it
+            parameter._post_accumulate_grad_hooks.move_to_end(handles[-1].id, last=False)
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 @contextlib.contextmanager

@@ -25,7 +25,7 @@ from .errors import VramLabError
 from .history import History
 from .report import Report
 from .simulate import to_report
-from .tracked import claim_model, claim_states
+from .tracked import claim_model, claim_states, gradients_named
 from .tracker import Tracker
 
 
@@ -70,11 +70,10 @@ class watch:
         self._parameters = {id(p) for p in self.model.parameters()}
         self._backwards, self._stepped = 0, False
         claim_model(self.tracker, self.model)
-        for name, parameter in self.model.named_parameters():
-            self._name_gradient(name, parameter)
         claim_states(self.tracker, self._optimizers, self.target)
         self.tracker.claim(_tensors(self.batch), "inputs")
         self._hook()
+        self._stack.enter_context(gradients_named(self.tracker, self.model))
         self._stack.enter_context(self.tracker.modules(self.model))
         self._stack.enter_context(self.tracker)
         self._running = True
@@ -110,9 +109,6 @@ class watch:
     def _hook(self) -> None:
         add = self._stack.callback
         add(self.model.register_forward_pre_hook(self._before_forward, with_kwargs=True).remove)
-        for name, parameter in self.model.named_parameters():
-            if parameter.requires_grad:
-                add(self._on_gradient(name, parameter).remove)
         add(register_optimizer_step_pre_hook(self._before_step).remove)
         add(register_optimizer_step_post_hook(self._after_step).remove)
         # Tensor.backward looks this name up at every call. Hooks on the model's outputs would miss the loss's backward.
@@ -190,20 +186,8 @@ class watch:
             if storage.category == "gradients":
                 self.tracker.marks[-1] = (position, phase)
 
-    # --- naming -----------------------------------------------------------------------------------------------------
-
     def _ours(self, optimizer: torch.optim.Optimizer) -> bool:
         return any(id(p) in self._parameters for group in optimizer.param_groups for p in group["params"])
-
-    def _name_gradient(self, name: str, parameter: torch.Tensor) -> None:
-        if parameter.grad is not None:
-            self.tracker.claim([parameter.grad], "gradients", name)
-
-    def _on_gradient(self, name: str, parameter: torch.Tensor):
-        handle = parameter.register_post_accumulate_grad_hook(lambda p: self._name_gradient(name, p))
-        # before all others, which may step and free the gradient
-        parameter._post_accumulate_grad_hooks.move_to_end(handle.id, last=False)
-        return handle
 
 
 def _tensors(values: Any) -> list[torch.Tensor]:
