@@ -8,15 +8,13 @@ back. Backward's peak in a layer is at the top of the stack or at the bottom, fo
 
 from collections import Counter
 from dataclasses import dataclass
-from functools import lru_cache
 from itertools import accumulate
 
 from . import formulas, heads, t5_model, updates
-from .forward import Model, hidden_states
+from .forward import Model, Stack, hidden_states
 from .ledger import Entry, Parameter, Tensor
 from .operators import FP32, HALF
 from .recipe import Recipe
-from .shapes import Shape
 
 Extra = tuple[tuple[int, int, int], ...]
 Piece = tuple[int, int, Extra]
@@ -40,19 +38,12 @@ class Facts:
     input_width: int
 
 
-@lru_cache(maxsize=512)
-def written_out(shape: Shape) -> tuple[tuple[str, str, tuple[int, ...]], ...]:
-    """(name, name without layer numbers, shape) of the weights outside the layers and of two layers of each stack."""
-    kept = {None, 0, 1, shape.num_layers, shape.num_layers + 1} if shape.num_decoder_layers else {None, 0, 1}
-    return tuple((w.name, formulas.role(w.name), w.shape) for w in shape.weights() if w.layer in kept)
-
-
 def parameters(recipe: Recipe) -> dict[str, Parameter]:
     """The weights that the ledger writes out, by name."""
     shape, lora = recipe.shape, recipe.lora
     rows = {(row.name, row.shape): row for row in formulas.held(recipe)}
     found = {}
-    for name, role, size in written_out(shape):
+    for name, role, size in formulas.written_out(shape):
         row = rows[role, size]
         found[name] = Parameter(name, size, row.width, row.trained, row.quantized)
     if lora:
@@ -88,6 +79,8 @@ def model(recipe: Recipe, capability: tuple[int, int]) -> Model:
         capability=capability,
     )
     caching = recipe.loop.use_cache if recipe.loop.use_cache is not None else config.get("use_cache", True)
+    if shape.num_decoder_layers:  # the decoder has a configuration of its own, which the loop does not touch
+        caching = config.get("use_cache", True)
     if caching and not recipe.gradient_checkpointing and shape.family not in ("bert", "vit"):
         m.caches = []
     return m
@@ -122,7 +115,8 @@ class Account:
             if entry.category is None:
                 lasts = entry.birth < self.forward_end and (entry.death is None or entry.death >= self.forward_end)
                 entry.category = "activations" if lasts else "temporaries"
-        self.pieces = {"forward": self._forward_pieces(), "backward": self._backward_pieces()}
+        self.pieces: dict[str, list[Piece]] = {"forward": self._forward_pieces()}
+        self.pieces["backward"] = self._backward_pieces()
 
     def _forward(self) -> Tensor:
         m = self.m
@@ -130,6 +124,7 @@ class Account:
         logits, loss = heads.logits_and_loss(m, x)
         del x
         m.casts.clear()
+        self.autocast_end = len(m.changes)
         logits = heads.returned(m, logits)
         m.held.clear()
         self.kept = [logits, *(m.caches or ())] if m.recipe.loop.keep_outputs else []
@@ -139,17 +134,25 @@ class Account:
     def _forward_pieces(self) -> list[Piece]:
         pieces, first, extra = [], 0, ()
         for stack in self.m.stacks:
-            if stack.more:
-                pieces.append((first, stack.begin, extra))
-                first, extra = stack.begin, (*extra, (stack.more, stack.begin, stack.end))
-        return [*pieces, (first, self.forward_end, extra)]
+            pieces.append((first, stack.begin, extra))
+            first, extra = stack.begin, (*extra, (stack.more, stack.begin, stack.end))
+        pieces.append((first, self.autocast_end, extra))
+        extra += tuple((-stack.more, e.birth, e.birth + 1) for stack in self.m.stacks for e in self._uncast(stack))
+        return [*pieces, (self.autocast_end, self.forward_end, extra)]
+
+    def _uncast(self, stack: Stack) -> list[Entry]:
+        """Autocast's copies of the layer's weights that nothing kept when the context ended (under checkpointing)."""
+        return [
+            entry
+            for entry in self.m.cast_entries
+            if stack.begin <= entry.birth < stack.end and entry.death is not None and entry.death < self.autocast_end
+        ]
 
     def _backward_pieces(self) -> list[Piece]:
         """Inside a layer both the top and the bottom of its stack are candidates, so pieces overlap there."""
-        stacks = [stack for stack in self.m.stacks if stack.more]
-        pieces, first, extra = [], self.forward_end, tuple((s.more, s.begin, s.end) for s in stacks)
-        for stack in reversed(stacks):
-            top, bottom = self.m.passed[f"{stack.prefix}.end"], self.m.passed[stack.name]
+        pieces, first, extra = [], self.forward_end, self.pieces["forward"][-1][2]
+        for stack in reversed(self.m.stacks):
+            top, bottom = self.m.passed[stack.top], self.m.passed[stack.bottom]
             pieces.append((first, bottom, extra))
             first, extra = top, (*extra, (stack.more, top, bottom))
         return [*pieces, (first, self.end, extra)]
@@ -194,7 +197,7 @@ class Account:
 
     def alive(self, event: int) -> list[tuple[int, Entry]]:
         """(how many, entry) of the blocks alive at `event`; those of a layer that stands for others count for all."""
-        many = {stack.name: 1 + stack.more for stack in self.m.stacks if stack.more}
+        many = {stack.bottom: 1 + stack.more for stack in self.m.stacks}
         found = []
         for entry in self.m.entries:
             if entry.birth < event and (entry.death is None or entry.death >= event):

@@ -8,7 +8,7 @@ from math import ceil
 
 from .ledger import Tensor
 from .linears import Linears
-from .operators import BOOL, FP32, HALF
+from .operators import FP32, HALF
 
 
 def kernel_of(width: int, head_dim: int, masked: bool, bf16: bool, capability: tuple[int, int] = (8, 0)) -> str:
@@ -35,6 +35,7 @@ class Attention(Linears):
     def __init__(self, *args, implementation: str = "sdpa", bf16: bool = True, capability=(8, 0), **kwargs):
         super().__init__(*args, **kwargs)
         self.implementation, self.bf16, self.capability = implementation, bf16, capability
+        self.returned_weights: Tensor | None = None  # the layer gets them beside the output and holds them to its end
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, p: float, softmax_fp32=True, **eager):
         """The recipe's kernel; the result is batch × tokens × (heads · channels)."""
@@ -67,7 +68,8 @@ class Attention(Linears):
         out, sums = self.tensor(name, (b, n, heads, d), q.width), self.tensor(name, lines, FP32)
         inputs = [q, k, v] if mask is None else [q, k, v, mask]
         y = self.op(name, inputs, (b, n, heads * d), q.width, saves=[*inputs, out, sums], extra=extra, block=out.block)
-        return y
+        # flash writes its output in the order of the queries' memory; heads come apart again by a copy
+        return self.copy(y) if kernel == "flash" and q.packed else y
 
     def repeat(self, x: Tensor, heads: int) -> Tensor:
         """Keys or values copied to every query head; their gradients are summed."""
@@ -77,30 +79,40 @@ class Attention(Linears):
         return self.op("repeat_kv", [x], (b, heads, m, d), x.width)
 
     def written_out(
-        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, p: float, softmax_fp32=True, cap=False, scaled=True
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: Tensor | None,
+        p: float,
+        softmax_fp32=True,
+        cap=False,
+        second_mask=None,
     ) -> Tensor:
         """softmax(q kᵀ · scale + mask) v in single operators, as every `eager_attention_forward` of transformers.
 
-        `softmax_fp32`: it asks for an fp32 softmax and casts back; `cap`: Gemma 2's tanh; `scaled`: it scales at all.
+        `softmax_fp32`: it asks for an fp32 softmax and casts back; `cap`: Gemma 2's tanh; T5 adds positions, then a mask.
         """
         b, heads, n, d = q.shape
         k, v = self.repeat(k, heads), self.repeat(v, heads)
         m = k.shape[2]
         scores = self.matmul(self.copied(q), self.copied(k), b, heads, n, m)
-        if scaled:
-            scores = self.scale(scores)
+        scores = self.scale(scores)
         if cap:
             scores = self.scale(self.unary("tanh", self.scale(scores), "result"))
         if mask is not None:
             scores = self.add(scores, mask)
-        weights = self.softmax(scores, softmax_fp32, q.width)
-        dropped = self.dropout(weights, p)
-        y = self.matmul(dropped, self.copied(v), b, heads, n, d)
+        if second_mask is not None:
+            scores = self.add(scores, second_mask)
+        scores = self.softmax(scores, softmax_fp32, q.width)
+        self.returned_weights = scores = self.dropout(scores, p)
+        y = self.matmul(scores, self.copied(v), b, heads, n, d)
         return self.copy(y, shape=(b, n, heads * d))
 
     def copied(self, x: Tensor) -> Tensor:
         """A batched product needs heads and tokens in order: a transposed view is copied first (`torch.matmul`)."""
-        return self.copy(self.cast(x))
+        x = self.cast(x)
+        return x if x.packed else self.copy(x)
 
     def softmax(self, x: Tensor, fp32: bool, width: int) -> Tensor:
         """Keeps its result. With `fp32` (or under autocast) that is in fp32, and a copy in `width` goes on."""
@@ -131,11 +143,3 @@ class Attention(Linears):
         out = self.add(first, second)
         del first, second
         return out if passed is None else self.cat([out, passed], *rest, d)
-
-    def causal_mask(self, width: int) -> Tensor | None:
-        """What the eager path adds to the scores, 0 or -∞ for each pair of tokens; the kernels know by themselves."""
-        raise NotImplementedError
-
-    def mask_bytes(self, n: int) -> int:
-        """Bytes of a boolean mask."""
-        return n * n * BOOL

@@ -7,6 +7,8 @@ from .ledger import Tensor
 if TYPE_CHECKING:
     from .forward import Model
 
+Bias = tuple[Tensor, Tensor | None]
+
 
 def bert(m: "Model", name: str, x: Tensor, mask: Tensor | None) -> Tensor:
     """`BertLayer`: norms after the sums."""
@@ -15,13 +17,9 @@ def bert(m: "Model", name: str, x: Tensor, mask: Tensor | None) -> Tensor:
     y = m.linear(y, f"{name}.attention.output.dense")
     y = m.dropout(y, s.hidden_dropout)
     y = m.layer_norm(m.add(y, x), f"{name}.attention.output.LayerNorm")
-    z = m.activation(m.linear(y, f"{name}.intermediate.dense"), s.activation)
-    z = m.add(_bert_output(m, f"{name}.output.dense", z), y)
-    return m.layer_norm(z, f"{name}.output.LayerNorm")
-
-
-def _bert_output(m: "Model", name: str, z: Tensor) -> Tensor:
-    return m.dropout(m.linear(z, name), m.shape.hidden_dropout)
+    inner = m.activation(m.linear(y, f"{name}.intermediate.dense"), s.activation)
+    z = m.dropout(m.linear(inner, f"{name}.output.dense"), s.hidden_dropout)
+    return m.layer_norm(m.add(z, y), f"{name}.output.LayerNorm")
 
 
 def _self_attention(m: "Model", name: str, x: Tensor, mask, parts: tuple[str, str, str], softmax_fp32: bool) -> Tensor:
@@ -44,10 +42,13 @@ def vit(m: "Model", name: str, x: Tensor, mask: Tensor | None) -> Tensor:
     return m.add(y, x)
 
 
-def t5(m: "Model", name: str, x: Tensor, bias: Tensor, source: Tensor | None, zeros: Tensor | None) -> Tensor:
-    """`T5Block`: relative positions are a bias on the scores; a decoder block also attends to `source`."""
+def t5(m: "Model", name: str, x: Tensor, positions: Bias, source: Tensor | None, zeros: Bias) -> Tensor:
+    """`T5Block`: relative positions are a bias on the scores; a decoder block also attends to `source`.
+
+    `positions` and `zeros` are what is added to the scores of either attention, and the causal mask beside it.
+    """
     p, parts = m.shape.hidden_dropout, 2 if source is None else 3
-    x = _t5_attention(m, f"{name}.layer.0", "SelfAttention", x, None, bias)
+    x = _t5_attention(m, f"{name}.layer.0", "SelfAttention", x, None, positions)
     if source is not None:
         x = _t5_attention(m, f"{name}.layer.1", "EncDecAttention", x, source, zeros)
     inner = f"{name}.layer.{parts - 1}"
@@ -69,7 +70,7 @@ def _t5_feed_forward(m: "Model", name: str, z: Tensor, p: float) -> Tensor:
     return m.linear(z, f"{name}.wo")
 
 
-def _t5_attention(m: "Model", name: str, kind: str, x: Tensor, source: Tensor | None, bias: Tensor) -> Tensor:
+def _t5_attention(m: "Model", name: str, kind: str, x: Tensor, source: Tensor | None, bias: Bias) -> Tensor:
     s = m.shape
     normed = m.rms_norm(x, f"{name}.layer_norm", "t5")
     y = _t5_heads(m, f"{name}.{kind}", normed, normed if source is None else source, bias)
@@ -77,11 +78,15 @@ def _t5_attention(m: "Model", name: str, kind: str, x: Tensor, source: Tensor | 
     return m.clamped(m.add(x, m.dropout(y, s.hidden_dropout)))
 
 
-def _t5_heads(m: "Model", name: str, x: Tensor, source: Tensor, bias: Tensor) -> Tensor:
+def _t5_heads(m: "Model", name: str, x: Tensor, source: Tensor, bias: Bias) -> Tensor:
     s = m.shape
     (q,) = m.heads(m.linear(x, f"{name}.q"), s.num_heads)
     (k,) = m.heads(m.linear(source, f"{name}.k"), s.num_heads)
     (v,) = m.heads(m.linear(source, f"{name}.v"), s.num_heads)
-    k, v = m.cached(k, v)
-    y = m.attend(q, k, v, m.bias_mask(bias), s.attention_dropout, softmax_fp32=False, scaled=True)
+    if m.decoding:
+        k, v = m.cached(k, v)
+    if m.implementation == "eager":
+        y = m.written_out(q, k, v, bias[0], s.attention_dropout, softmax_fp32=False, second_mask=bias[1])
+    else:
+        y = m.fused(q, k, v, m.bias_mask(bias[0]), s.attention_dropout)
     return m.linear(y, f"{name}.o")

@@ -38,7 +38,6 @@ STATES = {
     "paged_lion_32bit": (1, FP32),
 }
 SMALLEST_IN_8_BITS = 4096  # bitsandbytes: tensors under `min_8bit_size` keep fp32 states
-WRITTEN_OUT = 2  # layers of a stack that the ledger writes out (three where there is a decoder beside an encoder)
 STATE_BLOCK = 256  # and 8-bit states have one fp32 scale for so many numbers
 SMALLEST_PAGED = 100_000  # `Optimizer8bit.get_state_buffer`: larger states go to unified memory
 
@@ -123,7 +122,7 @@ def adapter_width(precision: str, quantization: Quantization | None, lora: LoRA)
 @lru_cache(maxsize=512)
 def written_out(shape: Shape) -> tuple[tuple[str, str, tuple[int, ...]], ...]:
     """(name, name without layer numbers, shape) of the weights outside the layers and of the first in each stack."""
-    first = range(WRITTEN_OUT + bool(shape.num_decoder_layers))
+    first = range(3 if shape.num_decoder_layers else 2)
     kept = {None, *first, *(shape.num_layers + i for i in first if shape.num_decoder_layers)}
     return tuple((w.name, role(w.name), w.shape) for w in shape.weights() if w.layer in kept)
 
@@ -186,9 +185,8 @@ def state_bytes(row: Row, recipe: Recipe) -> int:
     if "bit" not in optim:
         step = rounded(FP32) if optim == "adamw_torch_fused" else 0
         return count * row.size + step
-    if width == 1:
-        if n < SMALLEST_IN_8_BITS or (row.kind == "embedding" and recipe.loop.name == "trainer"):
-            width = FP32
+    if width == 1 and (n < SMALLEST_IN_8_BITS or (row.kind == "embedding" and recipe.loop.name == "trainer")):
+        width = FP32
     if optim.startswith("paged") and n >= SMALLEST_PAGED:
         return count * rounded(FP32 * ceil(n / STATE_BLOCK)) if width == 1 else 0
     scales = rounded(FP32 * ceil(n / STATE_BLOCK)) if width == 1 else 0

@@ -6,20 +6,20 @@ from math import prod
 
 from . import decoders, encoders
 from .attention import Attention
-from .ledger import FULL, Tensor
-from .operators import BOOL, FP32, HALF, INT64
+from .ledger import FULL, Leaf, Tensor
+from .operators import BOOL, FP32, INT64
 
 
 @dataclass
 class Stack:
-    """Layers that are alike: `more` of them stand behind the last one that was written out.
+    """A layer that stands for `more` others like it.
 
-    `begin` and `end` are events of the forward pass around that one; `first` and `last` name the bounds around it in the
+    `begin` and `end` are the events around it in the forward pass; `bottom` and `top` name the bounds around it in the
     backward pass.
     """
 
-    prefix: str
-    name: str
+    bottom: str
+    top: str
     more: int
     begin: int
     end: int
@@ -31,7 +31,7 @@ class Model(Attention):
     def __init__(self, recipe, facts, parameters, **kwargs):
         super().__init__(parameters, **kwargs)
         self.recipe, self.facts, self.shape = recipe, facts, recipe.shape
-        self.batch, self.tokens = recipe.batch_size, recipe.seq_len
+        self.batch, self.tokens, self.checkpoints = recipe.batch_size, recipe.seq_len, recipe.gradient_checkpointing
         self.stacks: list[Stack] = []
         self.caches: list[Tensor] | None = None
         self.table: tuple[Tensor, Tensor] | None = None
@@ -45,8 +45,8 @@ class Model(Attention):
 
     def heads(self, x: Tensor, *counts: int) -> list[Tensor]:
         """batch × tokens × (heads · channels) seen as batch × heads × tokens × channels, in one part or several."""
-        b, n, wide = x.shape
-        d = wide // sum(counts)
+        b, n, *rest = x.shape
+        d = prod(rest) // sum(counts)
         if len(counts) == 1:
             return [x.view(b, counts[0], n, d)]
         return self.split(x, *((b, count, n, d) for count in counts))
@@ -76,6 +76,22 @@ class Model(Attention):
         if x.width == FP32 or self.bf16:
             return x
         return self.op("clamp", [x], x.shape, x.width, saves=[x], extra=2 * prod(x.shape) * BOOL)
+
+    def bias_mask(self, bias: Tensor) -> Tensor:
+        """T5's relative positions as the mask of a fused kernel: copied into order, with -∞ where a decoder must not
+        look (`sdpa_attention.create_position_bias_mask`)."""
+        if self.implementation == "eager" or bias.packed:
+            return bias
+        if self.decoding:
+            allowed = self.tensor("ge", bias.shape[2:], BOOL)
+            bias = self.op("where", [bias], bias.shape, bias.width, saves=[allowed])
+        return self.copy(bias)
+
+    def first(self, x: Tensor) -> Tensor:
+        """The input embedding: with LoRA under checkpointing made to need a gradient (`enable_input_require_grads`)."""
+        if self.recipe.lora and self.recipe.gradient_checkpointing:
+            x.needs, x.node = True, Leaf()
+        return x
 
     # --- what all layers share ------------------------------------------------------------------------------------
 
@@ -111,22 +127,34 @@ class Model(Attention):
 
     # --- layers ---------------------------------------------------------------------------------------------------
 
-    def stack(self, name: str, count: int, layer: Callable[[str, Tensor], Tensor], x: Tensor) -> Tensor:
-        """`count` layers: the first, and a second that stands for all the rest (they keep and need the same)."""
-        for i in range(min(count, 2)):
+    def stack(self, name: str, count: int, layer: Callable[[str, Tensor], Tensor], first: list[Tensor]) -> Tensor:
+        """`count` layers: one is written out and stands for all the rest, which keep and need the same.
+
+        Where no gradient flows into the first layer (LoRA), that one keeps less, and the second stands for the rest. In
+        an encoder–decoder the first makes what all share and the last starts its gradients: both are written out.
+
+        Args:
+            first: holds the input of the first layer, which is taken out, so that it goes when that layer is done.
+        """
+        x = first.pop()
+        both_ends = bool(self.shape.num_decoder_layers)
+        typical = int(both_ends or not x.needs)
+        written = min(count, typical + 1 + both_ends)
+        for i in range(written):
             begin = len(self.changes)
             self.bounds.setdefault(len(self.nodes), []).append(f"{name}.{i}")
             x = self.layer(layer, f"{name}.{i}", x)
-        self.bounds.setdefault(len(self.nodes), []).append(f"{name}.end")
-        self.stacks.append(Stack(name, f"{name}.{i}", count - i - 1, begin, len(self.changes)))
+            if i == typical and count > written:
+                self.stacks.append(Stack(f"{name}.{i}", f"{name}.{i}.end", count - written, begin, len(self.changes)))
+                self.bounds.setdefault(len(self.nodes), []).append(f"{name}.{i}.end")
         return x
 
     def layer(self, function: Callable[[str, Tensor], Tensor], name: str, x: Tensor) -> Tensor:
         """One layer; under gradient checkpointing only its input is kept (Chen et al. 2016)."""
         self.where = name
-        if self.recipe.gradient_checkpointing:
-            return self.checkpoint(lambda inner: function(name, inner), x)
-        return function(name, x)
+        x = self.checkpoint(lambda inner: function(name, inner), x) if self.checkpoints else function(name, x)
+        self.returned_weights = None
+        return x
 
 
 DECODERS = {
@@ -148,20 +176,19 @@ def hidden_states(m: Model) -> Tensor:
     m.where = prefix
     ids = Tensor(None, (m.batch, m.tokens), INT64)
     if s.family == "vit":
-        x = embed_image(m, f"{prefix}.embeddings")
+        first = [embed_image(m, f"{prefix}.embeddings")]
     elif s.family == "bert":
-        x = embed_bert(m, f"{prefix}.embeddings", ids)
+        first = [embed_bert(m, f"{prefix}.embeddings", ids)]
     else:
-        x = embed(m, prefix, ids)
+        first = [embed(m, prefix, ids)]
     mask = m.mask(causal=s.family not in ("bert", "vit"))
     if s.rotary_dim:
         m.rotary_table()
-    x = m.stack(f"{prefix}.{layers}", s.num_layers, lambda name, y: function(m, name, y, mask), x)
+    x = m.stack(f"{prefix}.{layers}", s.num_layers, lambda name, y: function(m, name, y, mask), first)
     m.where = prefix
     if final and f"{prefix}.{final}.weight" in m.parameters:
         x = m.norm(x, f"{prefix}.{final}")
     m.held.clear()
-    m.table = None
     return x
 
 
@@ -169,7 +196,7 @@ def embed(m: Model, prefix: str, ids: Tensor) -> Tensor:
     """Token embeddings, with learned positions (GPT-2, OPT) or a factor (Gemma), and dropout."""
     s = m.shape
     table = {"gpt2": "wte", "gpt_neox": "embed_in", "falcon": "word_embeddings"}.get(s.family, "embed_tokens")
-    x = m.embedding(ids, f"{prefix}.{table}")
+    x = m.first(m.embedding(ids, f"{prefix}.{table}"))
     if s.family.startswith("gemma"):
         x = m.scale(x)
     m.held.append(x)
@@ -183,14 +210,12 @@ def embed(m: Model, prefix: str, ids: Tensor) -> Tensor:
         ids = Tensor(m.block("add", (m.batch, m.tokens), INT64), (m.batch, m.tokens), INT64)
         m.held.append(m.embedding(ids, f"{prefix}.embed_positions"))
         x = m.add(*m.held)
-    if m.recipe.lora and m.recipe.gradient_checkpointing:
-        x.needs = True
     return m.dropout(x, s.embedding_dropout)
 
 
 def embed_bert(m: Model, prefix: str, ids: Tensor) -> Tensor:
     """Three embeddings added up, a norm, dropout."""
-    words = m.embedding(ids, f"{prefix}.word_embeddings")
+    words = m.first(m.embedding(ids, f"{prefix}.word_embeddings"))
     kinds = m.embedding(ids, f"{prefix}.token_type_embeddings")
     x = m.add(words, kinds)
     row = Tensor(m.block("positions", (m.tokens,), INT64), (1, m.tokens), INT64)
@@ -215,8 +240,3 @@ def embed_image(m: Model, prefix: str) -> Tensor:
     x = m.cat([token, patches], m.batch, m.tokens, s.hidden_size)
     x = m.add(x, m.parameters[f"{prefix}.position_embeddings"])
     return m.dropout(x, s.hidden_dropout)
-
-
-def half_of(recipe) -> int | None:
-    """The width autocast computes in."""
-    return HALF if recipe.precision.endswith("-mixed") else None

@@ -30,7 +30,8 @@ def logits_and_loss(m: Model, x: Tensor) -> tuple[Tensor, Tensor]:
         logits = m.unary("tanh", logits, "result")
         logits = m.scale(logits)
     m.where = "loss"
-    return logits, cross_entropy(m, m.to(logits, FP32).view(m.batch * m.tokens, m.shape.vocab_size))
+    rows = logits if task == "seq2seq-lm" else m.to(logits, FP32)
+    return logits, cross_entropy(m, rows.view(m.batch * m.tokens, m.shape.vocab_size))
 
 
 def project(m: Model, x: Tensor) -> Tensor:

@@ -58,12 +58,16 @@ class Block:
 
 
 class Tensor:
-    """A view of a block. `needs` says whether a gradient flows to it, `node` is the operator that made it."""
+    """A view of a block. `needs` says whether a gradient flows to it, `node` is the operator that made it.
 
-    __slots__ = ("block", "needs", "node", "shape", "width")
+    `packed`: the numbers lie in the order of the shape, so that a batched product can take them as they are.
+    """
+
+    __slots__ = ("block", "needs", "node", "packed", "shape", "width")
 
     def __init__(self, block: Block | None, shape: tuple[int, ...], width: int, node=None, needs: bool = False):
         self.block, self.shape, self.width, self.node, self.needs = block, shape, width, node, needs
+        self.packed = False
 
     def view(self, *shape: int) -> "Tensor":
         """The same block under another shape; its gradient is a view too."""
@@ -140,6 +144,13 @@ class Piece:
 
     def receive(self, ledger: "Ledger", gradient: Tensor) -> None:
         self.owner.gradient = [*(self.owner.gradient or ()), gradient]
+
+
+class Leaf:
+    """A tensor that was told to need a gradient; nobody reads it."""
+
+    def receive(self, ledger: "Ledger", gradient: Tensor) -> None:
+        """Dropped."""
 
 
 class Replay:

@@ -7,7 +7,7 @@ Each method is one PyTorch operator, or one module of transformers that is a lin
 
 from math import prod
 
-from .ledger import CAST, FULL, PASS, SAME, Ledger, Node, Parameter, Piece, Tensor
+from .ledger import CAST, FULL, PASS, SAME, Entry, Ledger, Node, Parameter, Piece, Tensor
 
 FP32, HALF, BOOL, INT64 = 4, 2, 1, 8
 
@@ -23,6 +23,7 @@ class Operators(Ledger):
     def __init__(self, parameters: dict[str, Parameter], autocast: int | None = None):
         super().__init__()
         self.parameters, self.autocast = parameters, autocast
+        self.cast_entries: list[Entry] = []
 
     # --- dtypes ---------------------------------------------------------------------------------------------------
 
@@ -30,7 +31,9 @@ class Operators(Ledger):
         """`x.to(dtype)`: keeps nothing; the gradient is cast back."""
         if x.width == width:
             return x
-        return self.op("to", [x], x.shape, width, grads=(CAST,))
+        out = self.op("to", [x], x.shape, width, grads=(CAST,))
+        out.packed = type(x) is Tensor and x.packed
+        return out
 
     def cast(self, x: Tensor | Parameter) -> Tensor | Parameter:
         """An argument of a matrix product: in half precision under autocast.
@@ -43,6 +46,7 @@ class Operators(Ledger):
             return self.to(x, self.autocast)
         if x.name not in self.casts:
             self.casts[x.name] = self.to(x, self.autocast)
+            self.cast_entries.append(self.casts[x.name].block.entry)
         return self.casts[x.name]
 
     def fp32(self, x: Tensor) -> Tensor:
@@ -110,7 +114,9 @@ class Operators(Ledger):
 
     def copy(self, x: Tensor, name: str = "clone", shape: tuple[int, ...] | None = None) -> Tensor:
         """`x.contiguous()` of a transposed view, or a clone: a new block forward, the gradient itself backward."""
-        return self.op(name, [x], shape or x.shape, x.width, grads=(SAME,))
+        out = self.op(name, [x], shape or x.shape, x.width, grads=(SAME,))
+        out.packed = True
+        return out
 
     def split(self, x: Tensor, *shapes: tuple[int, ...]) -> list[Tensor]:
         """Views of `x`; backward joins their gradients into one new tensor (`torch.split`, `chunk`)."""
@@ -124,7 +130,9 @@ class Operators(Ledger):
 
     def cat(self, tensors: list[Tensor], *shape: int) -> Tensor:
         """Joined into one new tensor; backward hands out views of the gradient."""
-        return self.op("cat", tensors, shape, max(t.width for t in tensors), grads=(SAME,) * len(tensors))
+        out = self.op("cat", tensors, shape, max(t.width for t in tensors), grads=(SAME,) * len(tensors))
+        out.packed = True
+        return out
 
     # --- lookups and products -------------------------------------------------------------------------------------
 

@@ -7,7 +7,7 @@ so their temporaries are as large as the group. That is the hidden peak of a ste
 from collections import Counter
 from math import prod
 
-from .formulas import Row, held
+from .formulas import Row, held, written_out
 from .ledger import Parameter, rounded
 from .operators import FP32, HALF
 from .recipe import Recipe
@@ -22,13 +22,13 @@ def step_temporaries(recipe: Recipe) -> int:
     rows = [row for row in held(recipe) if row.trained]
     norms = clipping(recipe, rows)
     if recipe.optim == "adafactor":
-        return max(norms, max((factored_temporaries(row.numbers, row.width) for row in rows), default=0))
+        return max(norms, factored_step(recipe))
     if recipe.optim not in COPIES:
         return norms
     foreach, single = copies(recipe)
     if recipe.loop.foreach is False:
         return max(norms, single * max((row.size for row in rows), default=0))
-    return max(norms, foreach * max(groups(recipe, rows).values(), default=0))
+    return max(norms, foreach * max(groups(recipe, rows), default=0))
 
 
 def copies(recipe: Recipe) -> tuple[int, int]:
@@ -39,12 +39,16 @@ def copies(recipe: Recipe) -> tuple[int, int]:
     return foreach, single
 
 
-def groups(recipe: Recipe, rows: list[Row]) -> Counter:
-    """Bytes of the trained tensors that are updated together: the Trainer's two parameter groups, by dtype."""
+def groups(recipe: Recipe, rows: list[Row]) -> list[int]:
+    """Bytes that are updated together: each of the Trainer's two parameter groups.
+
+    A group of two dtypes is updated in two goes, but the temporaries of the first live until the second has its own
+    (a Python name holds them), so they count together.
+    """
     found: Counter = Counter()
     for row in rows:
-        found[row.decayed if recipe.loop.name == "trainer" else True, row.width] += row.count * row.size
-    return found
+        found[row.decayed if recipe.loop.name == "trainer" else True] += row.count * row.size
+    return list(found.values())
 
 
 def clipping(recipe: Recipe, rows: list[Row]) -> int:
@@ -55,8 +59,21 @@ def clipping(recipe: Recipe, rows: list[Row]) -> int:
     return tensors * rounded(FP32) + rounded(FP32 * tensors)
 
 
+def factored_step(recipe: Recipe) -> int:
+    """Adafactor's highest moment: it goes tensor by tensor, and the last one's update lives on beside the next."""
+    most = before = 0
+    rows = {(row.name, row.shape): row for row in held(recipe) if row.trained}
+    order = [rows[role, size] for _, role, size in written_out(recipe.shape) if (role, size) in rows]
+    if recipe.loop.name == "trainer":
+        order.sort(key=lambda row: not row.decayed)
+    for row in order or rows.values():
+        most = max(most, before + factored_temporaries(row.numbers, row.width))
+        before = rounded(FP32 * row.numbers)
+    return most
+
+
 def factored_temporaries(numbers: int, width: int) -> int:
-    """Adafactor goes tensor by tensor: g² and g² + ε, of fp32 copies of gradient and weight if those are in half."""
+    """Adafactor needs g² and g² + ε, of fp32 copies of gradient and weight if those are in half precision."""
     whole = rounded(FP32 * numbers)
     return 2 * whole + (2 * whole if width == HALF else 0)
 
