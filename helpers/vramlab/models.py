@@ -242,13 +242,14 @@ def _quantized_parameter(old: "torch.nn.Parameter", data: "torch.Tensor", fake: 
 
 
 def _start_values(model: "torch.nn.Module") -> None:
-    """Compute what a meta model cannot hold: rotary frequencies and position ids, and the adapters' start values."""
+    """Compute what a meta model cannot hold: rotary frequencies, position ids, scales; and adapters' start values."""
     import torch
     from transformers import PreTrainedModel
 
     def visit(module: torch.nn.Module, owner: PreTrainedModel | None) -> None:
         owner = module if isinstance(module, PreTrainedModel) else owner
-        if owner is not None and any(b is not None for b in module._buffers.values()) and not module._parameters:
+        # with its weight, where it has one: Gemma's embedding holds the factor it scales by as a buffer
+        if owner is not None and any(b is not None for b in module._buffers.values()):
             owner._init_weights(module)
         for child in module.children():
             visit(child, owner)
