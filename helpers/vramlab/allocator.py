@@ -11,7 +11,7 @@ allocation, which is why `allocated` can exceed what was asked for. Freed blocks
 import bisect
 from dataclasses import dataclass, field
 
-from .tracker import ELSEWHERE, Storage
+from .tracker import Storage
 
 UNIT, SMALL, SMALL_SEGMENT = 512, 1 << 20, 2 << 20
 LARGE_SEGMENT, LARGE_REQUEST, ROUND_LARGE = 20 << 20, 10 << 20, 2 << 20
@@ -119,14 +119,12 @@ def replay(log: list[tuple[int, Storage, str]]) -> Replayed:
     requested = most = alive = 0
     slack = [0]
     for size, storage, _ in log:
-        if storage.category != ELSEWHERE:
-            requested += storage.asked if size > 0 else -storage.asked
-            most = max(most, requested)
-            if size > 0:
-                blocks[id(storage)] = allocator.malloc(size)
-                alive += size
-            elif block := blocks.pop(id(storage), None):
-                allocator.free(block)
-                alive += size
+        requested += storage.asked if size > 0 else -storage.asked
+        most = max(most, requested)
+        if size > 0:
+            blocks[id(storage)] = allocator.malloc(size)
+        else:
+            allocator.free(blocks.pop(id(storage)))
+        alive += size
         slack.append(allocator.allocated - alive)
     return Replayed(most, allocator.peak_allocated, allocator.peak_reserved, slack)

@@ -13,7 +13,7 @@ Multi-tensor optimizers are CUDA's default too: `training.build(target="cuda")` 
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch.autograd.graph import _engine_run_backward
@@ -23,16 +23,13 @@ from torch.overrides import TorchFunctionMode
 from .overhead import cublas_workspace
 
 ALLOCATION_UNIT = 512
+FACTORIES = (torch.tensor, torch.arange, torch.zeros, torch.ones, torch.full, torch.empty, torch.linspace)
 HALF = (torch.float16, torch.bfloat16)
 # aten/src/ATen/autocast_mode.h: AT_FORALL_FP32 and AT_FORALL_FP32_SET_OPT_DTYPE, by the names Python calls them
 FP32_OPERATORS = frozenset(
-    "acos asin cosh erfinv exp expm1 log log10 log2 log1p reciprocal rsqrt sinh tan pow softplus layer_norm group_norm "
-    "norm nuclear_norm cosine_similarity cosine_embedding_loss nll_loss hinge_embedding_loss kl_div l1_loss "
-    "smooth_l1_loss huber_loss mse_loss margin_ranking_loss multilabel_margin_loss soft_margin_loss triplet_margin_loss "
-    "multi_margin_loss binary_cross_entropy_with_logits dist pdist cdist renorm logsumexp upsample interpolate "
-    "cross_entropy __pow__ __rpow__".split()
+    ["acos", "asin", "cosh", "erfinv", "exp", "expm1", "log", "log10", "log2", "log1p", "reciprocal", "rsqrt", "sinh", "tan", "pow", "softplus", "layer_norm", "group_norm", "norm", "nuclear_norm", "cosine_similarity", "cosine_embedding_loss", "nll_loss", "hinge_embedding_loss", "kl_div", "l1_loss", "smooth_l1_loss", "huber_loss", "mse_loss", "margin_ranking_loss", "multilabel_margin_loss", "soft_margin_loss", "triplet_margin_loss", "multi_margin_loss", "binary_cross_entropy_with_logits", "dist", "pdist", "cdist", "renorm", "logsumexp", "upsample", "interpolate", "cross_entropy", "__pow__", "__rpow__"]
 )
-FP32_BY_DTYPE = frozenset("prod softmax log_softmax cumprod cumsum sum".split())
+FP32_BY_DTYPE = frozenset(["prod", "softmax", "log_softmax", "cumprod", "cumsum", "sum"])
 
 
 def cublas_workspaces(card=None) -> dict[str, int]:
@@ -63,11 +60,15 @@ class CudaKernels(TorchFunctionMode):
 
     Args:
         compute_capability: of the GPU described; (8, 0) stands for all that have flash attention.
+
+    Attributes:
+        on_host: told of tensors that were made without a device, which on a GPU machine are the host's.
     """
 
     def __init__(self, compute_capability: tuple[int, int] = (8, 0)):
         super().__init__()
         self.compute_capability = compute_capability
+        self.on_host: Callable[[list[torch.Tensor]], None] = lambda tensors: None
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
@@ -76,6 +77,10 @@ class CudaKernels(TorchFunctionMode):
             return self.attention(*args, **kwargs)
         if func in (F.dropout, torch.dropout):
             return dropout(*args, **kwargs)
+        if func in FACTORIES and kwargs.get("device") is None:
+            result = func(*args, **kwargs)
+            self.on_host([result])
+            return result
         if func is torch.Tensor.backward:
             return self.backward(args[0])
         if torch.is_autocast_enabled("cpu") and (name in FP32_OPERATORS or name in FP32_BY_DTYPE):

@@ -13,7 +13,7 @@ from .gpu import Gpu
 
 
 @contextlib.contextmanager
-def fake_world(target: str, card: Gpu | None = None) -> Iterator[FakeTensorMode]:
+def fake_world(target: str, card: Gpu | None = None) -> Iterator[tuple[FakeTensorMode, CudaKernels | None]]:
     """A FakeTensorMode with the kernels of `target` in place, in which models take the branches of real tensors.
 
     transformers takes a fake tensor for a sign of tracing and then builds causal masks that it skips otherwise
@@ -23,14 +23,14 @@ def fake_world(target: str, card: Gpu | None = None) -> Iterator[FakeTensorMode]
 
     saved = {module: module.is_fake_tensor for module in (generic, import_utils) if hasattr(module, "is_fake_tensor")}
     capability = {"compute_capability": card.compute_capability} if card else {}
-    kernels = CudaKernels(**capability) if target == "cuda" else contextlib.nullcontext()
+    kernels = CudaKernels(**capability) if target == "cuda" else None
     try:
         for module in saved:
             module.is_fake_tensor = lambda tensor: False
         fakes = FakeTensorMode(allow_non_fake_inputs=True)
-        with grouped_mm_of_any_dtype(), fakes as mode, kernels, warnings.catch_warnings():
+        with grouped_mm_of_any_dtype(), fakes as mode, kernels or contextlib.nullcontext(), warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="Paged optimizers are not supported on CPU")
-            yield mode
+            yield mode, kernels
     finally:
         for module, function in saved.items():
             module.is_fake_tensor = function

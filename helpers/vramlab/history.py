@@ -6,7 +6,7 @@ import numpy as np
 
 from .allocator import replay
 from .report import Bytes, Moment, Phase, Tensor
-from .tracker import ELSEWHERE, Storage
+from .tracker import Storage
 
 ATTRIBUTED = ("parameters", "gradients", "optimizer_states", "activations", "temporaries", "buffers", "inputs", "workspace")
 INDEX = {name: i for i, name in enumerate(ATTRIBUTED)}
@@ -36,8 +36,7 @@ class History:
         self.replayed = replay(self.log) if allocator else None
         deltas = np.zeros((len(self.log) + 1, len(ATTRIBUTED)), dtype=np.int64)
         for i, (size, storage, _) in enumerate(self.log, 1):
-            if storage.category != ELSEWHERE:
-                deltas[i, INDEX[storage.category or "temporaries"]] = size
+            deltas[i, INDEX[storage.category or "temporaries"]] = size
         self.splits = deltas.cumsum(axis=0)
         if self.replayed:
             self.splits[:, INDEX["workspace"]] += self.replayed.slack
@@ -86,8 +85,7 @@ class History:
                 alive.pop(id(storage), None)
         groups: dict[tuple, list[Storage]] = {}
         for s in alive.values():
-            if s.category != ELSEWHERE:
-                groups.setdefault((s.size, s.category or "temporaries", s.shape, s.dtype, s.op), []).append(s)
+            groups.setdefault((s.size, s.category or "temporaries", s.shape, s.dtype, s.op), []).append(s)
         return groups
 
     def timeline(self, points: int = 400) -> list[Moment]:

@@ -88,6 +88,8 @@ class LoRA:
             raise RecipeError("lora.lora_dropout", self.lora_dropout, "it must be at least 0 and under 1")
         if not self.lora_alpha > 0:
             raise RecipeError("lora.lora_alpha", self.lora_alpha, "it must be over 0")
+        for name in ("lora_alpha", "lora_dropout"):  # 8 and 8.0 are one recipe, with one key
+            object.__setattr__(self, name, float(getattr(self, name)))
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeCopyMode
 
 from . import training as tr
-from .cuda import ALLOCATION_UNIT, cublas_workspaces, kernel_scratch
+from .cuda import ALLOCATION_UNIT, CudaKernels, cublas_workspaces, kernel_scratch
 from .deepen import GROUPS, NotRegular, deepen
 from .errors import RecipeError
 from .fakes import fake_world
@@ -82,6 +82,8 @@ def trace(recipe: Recipe, target: str = "cuda", card: Gpu | None = None, steps: 
     """
     cuda = target == "cuda"
     period, depth = layer_period(recipe), recipe.shape.num_layers
+    # a sliding cache makes a scalar a layer before the layers run; on CUDA it is the host's
+    full = full or (not cuda and bool(recipe.shape.config.get("sliding_window")))
     more = 0 if full else depth // period - GROUPS
     if more > 0 and recipe.shape.num_decoder_layers in (0, depth):
         tracker = _run(recipe.replace(num_layers=depth - more * period), target, card, steps)
@@ -98,15 +100,16 @@ def layer_period(recipe: Recipe) -> int:
 
 
 def _run(recipe: Recipe, target: str, card: Gpu | None, steps: int) -> Tracker:
-    with fake_world(target, card):
+    with fake_world(target, card) as (_, kernels):
         training = tr.build(recipe, "cpu", target=target)
-        return run_tracked(training, make_tracker(training, target, card), steps, target)
+        return run_tracked(training, make_tracker(training, card, kernels), steps, target)
 
 
-def make_tracker(training: tr.Training, target: str, card=None) -> Tracker:
-    """A tracker for fake tensors: it knows the rounding and scratch of `target`, and answers reads of values."""
+def make_tracker(training: tr.Training, card: Gpu | None, kernels: CudaKernels | None) -> Tracker:
+    """A tracker for fake tensors: with CUDA's `kernels` it knows their rounding and scratch; it answers reads of values."""
     tracker = Tracker("cpu")
-    if target == "cuda":
+    if kernels:
+        kernels.on_host = tracker.forget
         tracker.round_to, tracker.scratch = ALLOCATION_UNIT, kernel_scratch
         tracker.at_phase = cublas_workspaces(card)
     # A fake tensor has no values to read: every mask is full, every count is one, and no gradient overflowed.
@@ -121,7 +124,7 @@ def trace_module(model, batch, optimizer, loss, loop, precision, target, card, s
     if model is None or batch is None or optimizer is None:
         raise RecipeError("model", model, "give a recipe, or a module with model=, batch= and optimizer=")
     loop = Loop.named(loop) if isinstance(loop, str) else loop
-    with fake_world(target, card) as mode:
+    with fake_world(target, card) as (mode, kernels):
         with FakeCopyMode(mode):
             fake, fake_batch = copy.deepcopy((model, batch))
         multi_tensor = target == "cuda" if loop.foreach is None else loop.foreach
@@ -136,7 +139,7 @@ def trace_module(model, batch, optimizer, loss, loop, precision, target, card, s
             loss_of=loss or tr.loss_of,
             scaler=torch.amp.GradScaler("cpu") if precision == "fp16-mixed" else None,
         )
-        return run_tracked(training, make_tracker(training, target, card), steps, target)
+        return run_tracked(training, make_tracker(training, card, kernels), steps, target)
 
 
 def _refit(optimizer: Any, model: torch.nn.Module, fake: torch.nn.Module, multi_tensor: bool) -> torch.optim.Optimizer:

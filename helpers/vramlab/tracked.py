@@ -50,9 +50,11 @@ def gradients_named(tracker: Tracker, model: torch.nn.Module):
     for name, parameter in model.named_parameters():
         name_it(name, parameter)
         if parameter.requires_grad:
+            hooks = parameter._post_accumulate_grad_hooks or {}
+            others = list(hooks)
             handles.append(parameter.register_post_accumulate_grad_hook(functools.partial(name_it, name)))
-            # before the loop's own hooks, which may step on the gradient and free it
-            parameter._post_accumulate_grad_hooks.move_to_end(handles[-1].id, last=False)
+            for other in others:  # the loop's own go last: they may step on the gradient and free it
+                hooks[other] = hooks.pop(other)
     try:
         yield
     finally:
@@ -99,19 +101,16 @@ def quantization_statistics(parameter: torch.nn.Parameter) -> list[torch.Tensor]
 def claim_states(tracker: Tracker, optimizers: list[Any], target: str) -> None:
     """Tell `tracker` what the optimizers keep.
 
-    On CUDA, PyTorch's step counters stay on the host unless the kernel is fused, and paged states of 100,000 elements
-    or more are in unified memory, outside the caching allocator (`bitsandbytes.optim.Optimizer8bit.get_state_buffer`).
+    On CUDA, paged states of 100,000 elements or more are in unified memory, outside the caching allocator
+    (`bitsandbytes.optim.Optimizer8bit.get_state_buffer`).
     """
     for optimizer in optimizers:
-        on_host = target == "cuda" and not optimizer.defaults.get("fused") and not optimizer.defaults.get("capturable")
         paged = target == "cuda" and getattr(optimizer, "is_paged", False)
         for state in optimizer.state.values():
             for name, value in state.items():
                 if not isinstance(value, torch.Tensor):
                     continue
-                counter = name == "step" and on_host and value.dim() == 0
-                unified = paged and name in ("state1", "state2") and value.numel() >= 1e5
-                if counter or unified:
+                if paged and name in ("state1", "state2") and value.numel() >= 1e5:
                     tracker.forget([value])
                 else:
                     tracker.claim([value], "optimizer_states")

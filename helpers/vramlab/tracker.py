@@ -11,11 +11,11 @@ Prior art: `torch.distributed._tools.mem_tracker.MemTracker`, which decides the 
 import weakref
 from collections.abc import Callable, Iterable
 from contextlib import contextmanager
+from itertools import accumulate
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
-
 
 ELSEWHERE = "elsewhere"  # on the host or in unified memory: seen, and counted nowhere
 
@@ -83,7 +83,7 @@ class Tracker(TorchDispatchMode):
                 if inner.device.type != self.device:
                     continue
                 storage = self.live.get(inner.untyped_storage()._cdata) or self._born(inner, "given", where)
-                if storage:
+                if storage and storage.category != ELSEWHERE:
                     storage.category, storage.where = category, where or storage.where
 
     def forget(self, tensors: Iterable[torch.Tensor]) -> None:
@@ -135,12 +135,22 @@ class Tracker(TorchDispatchMode):
         storage = self.live.get(tensor.untyped_storage()._cdata) if isinstance(tensor, torch.Tensor) else None
         return storage.where if storage else ""
 
+    def _leave_out(self) -> None:
+        kept = [event[1].category != ELSEWHERE for event in self.log]
+        if not all(kept):
+            at = [0, *accumulate(kept)]  # old position to new
+            self.log = [event for event, keep in zip(self.log, kept, strict=True) if keep]
+            self.marks = [(at[position], phase) for position, phase in self.marks]
+            self.calls = [(at[position], *call) for position, *call in self.calls]
+
     def finish(self) -> "Tracker":
         """Close the log: what is freed from now on is teardown. Returns self.
 
-        Frees that nothing came between are sorted by birth: their order (a hash table's, say) means nothing.
+        What was found to be elsewhere is left out, and frees that nothing came between are sorted by birth:
+        their order (a hash table's, say) means nothing.
         """
         self.live.clear()
+        self._leave_out()
         cuts = sorted({0, len(self.log), *(call[0] for call in self.calls), *(position for position, _ in self.marks)})
         born = {id(storage): i for i, (size, storage, _) in enumerate(self.log) if size > 0}
         for first, last in zip(cuts[:-1], cuts[1:], strict=True):
