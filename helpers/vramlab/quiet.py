@@ -6,6 +6,10 @@ import warnings
 KNOWN_WARNINGS = (
     # tqdm in a notebook without ipywidgets: it falls back to plain text, and widgets would not render on GitHub.
     "IProgress not found",
+    # torch 2.13 about its own code, when fake tensors run it.
+    "`torch.jit.script_method` is deprecated",
+    # PEFT 0.21 asks transformers 5.23 by the older of two names.
+    "`is_gradient_checkpointing` is deprecated",
 )
 KNOWN_LOGS = (
     # bitsandbytes on a CPU looks for a faster kernel on the hub; its own one gives the same bytes.

@@ -1,32 +1,69 @@
-"""The table that ends `make course`: a few recipes as predicted, simulated and measured, on this machine."""
+"""The table that ends `make course`: a few recipes as predicted, simulated and measured.
 
-from collections.abc import Callable, Sequence
+A line is about one target, because CUDA and CPU kernels hold different bytes: without a GPU, the steps that run here
+are a line for the CPU, and the lines for CUDA end in a recorded measurement where there is one.
+"""
 
-from vramlab import LoRA, Recipe, compare, measure, predict, simulate
-from vramlab.report import Report, format_bytes, text_table
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 
-# Small enough for any machine, and each with its peak made of something else.
+from rich.console import Console
+from rich.progress import track
+from vramlab import LoRA, MeasurementError, Recipe, Report, compare, measure, predict, simulate
+from vramlab.report import format_bytes, text_table
+
+# The first three run in seconds on any machine, each with a peak made of something else; the last needs a GPU.
 RECIPES = (
-    Recipe("gpt2", batch_size=2, seq_len=128, precision="fp32"),
-    Recipe("gpt2", batch_size=4, seq_len=256, precision="fp32", optim="sgd"),
-    Recipe("gpt2", batch_size=4, seq_len=256, precision="fp32", gradient_checkpointing=True, optim="sgd"),
-    Recipe("gpt2", batch_size=4, seq_len=256, precision="fp32", lora=LoRA(r=8)),
+    Recipe("gpt2", batch_size=1, seq_len=64, precision="fp32"),
+    Recipe("gpt2", batch_size=1, seq_len=64, precision="fp32", optim="sgd", gradient_checkpointing=True),
+    Recipe("gpt2", batch_size=1, seq_len=64, precision="fp32", lora=LoRA(r=8)),
+    Recipe("polyglot-ko-1.3b", batch_size=4, seq_len=256, precision="fp16-true"),
 )
-HEAD = ("peak of allocated memory", "predicted", "simulated", "measured", "predicted is", "simulated is", "")
+HEAD = ("peak of allocated memory", "on", "predicted", "simulated", "measured", "predicted is", "simulated is")
+COLUMNS = {"predicted": 0, "simulated": 1, "measured": 2, "recorded": 2}
 
 
-def table(recipes: Sequence[Recipe] = RECIPES, run: Callable[[Recipe], Report] = measure) -> str:
-    """One line a recipe: its peak by each witness, and how far the first two are from the last."""
-    return text_table([HEAD, *(_row(recipe, run(recipe)) for recipe in recipes)])
+def measure_once(recipe: Recipe, **options) -> Report:
+    """`measure` with as few steps as it takes: bytes do not depend on how often a step is timed."""
+    return measure(recipe, repeats=1, **options)
 
 
-def _row(recipe: Recipe, measured: Report) -> tuple[str, ...]:
-    weaker = predict(recipe), simulate(recipe, target=measured.target)
-    if measured.status != "ok":  # out of memory is an answer too
-        return (str(recipe), *(format_bytes(r.peak.total) for r in weaker), measured.status, "", "", "")
-    peaks = compare(*weaker, measured).row("peak total").values
-    apart = (f"{peak / peaks[-1] - 1:+.2%}" for peak in peaks[:-1])
-    return (str(recipe), *map(format_bytes, peaks), *apart, f"{measured.source} on {measured.target}")
+def table(recipes: Sequence[Recipe] = RECIPES, run: Callable[..., Report] = measure_once) -> str:
+    """Each recipe's peak by each witness, and how far the first two are from the measured one, as a text table."""
+    watched = Console().is_terminal
+    progress = track(recipes, "predict, simulate, measure", transient=True, disable=not watched)
+    return text_table([HEAD, *(_row(*reports) for recipe in progress for reports in _lines(recipe, run))])
+
+
+def _lines(recipe: Recipe, run: Callable[..., Report]) -> Iterator[list[Report]]:
+    """The reports that can be held against each other, weakest first."""
+    cuda = [predict(recipe), simulate(recipe)]
+    try:
+        measured = run(recipe)
+    except MeasurementError:  # neither fits here nor was ever recorded
+        yield cuda
+        return
+    if measured.target == "cuda":
+        yield [*cuda, measured]
+        return
+    with contextlib.suppress(MeasurementError):
+        cuda.append(run(recipe, recorded=True))
+    yield cuda
+    yield [simulate(recipe, target="cpu"), measured]
+
+
+def _row(*reports: Report) -> tuple[str, ...]:
+    peaks, apart = ["–"] * 3, ["–"] * 2
+    for report in reports:
+        recorded = " (recorded)" if report.source == "recorded" else ""
+        text = format_bytes(report.peak.total) if report.status == "ok" else report.status
+        peaks[COLUMNS[report.source]] = text + recorded
+    truth = reports[-1]
+    if COLUMNS[truth.source] == 2 and truth.status == "ok":
+        totals = compare(*reports).row("peak total").values
+        for report, total in zip(reports[:-1], totals, strict=False):
+            apart[COLUMNS[report.source]] = f"{total / totals[-1] - 1:+.2%}"
+    return (reports[0].title, truth.target, *peaks, *apart)
 
 
 if __name__ == "__main__":
