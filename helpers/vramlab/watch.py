@@ -137,7 +137,9 @@ class watch:
 
         def backward(*args: Any, **kwargs: Any) -> None:
             if not self._backwards:
-                self._begin("backward")
+                self._end_step()
+                if self.tracker.phase != "backward":
+                    self._begin("backward")
             self._backwards += 1
             try:
                 return original(*args, **kwargs)
