@@ -43,9 +43,11 @@ def parameters(recipe: Recipe) -> dict[str, Parameter]:
     shape, lora = recipe.shape, recipe.lora
     rows = {(row.name, row.shape): row for row in formulas.held(recipe)}
     found = {}
+    saved = formulas.saved_modules(shape, lora)
     for name, role, size in formulas.written_out(shape):
         row = rows[role, size]
-        found[name] = Parameter(name, size, row.width, row.trained, row.quantized)
+        copied = bool(saved) and formulas.is_saved(name, saved)
+        found[name] = Parameter(name, size, row.width, row.trained or copied, None if copied else row.quantized)
     if lora:
         width = formulas.adapter_width(recipe.precision, recipe.quantization, lora)
         for name, inside, out in formulas.adapted(shape, lora):
@@ -183,7 +185,10 @@ class Account:
         changes, lines = self.m.changes, self.m.lines
         for stop in sorted(wanted):
             for i in range(begin, stop):
-                totals[lines[i].category] += changes[i]
+                entry, change = lines[i], changes[i]
+                size = entry.size if change > 0 else -entry.size
+                totals[entry.category] += size
+                totals["workspace"] += change - size
             begin = stop
             at[stop] = dict(totals)
         found = []

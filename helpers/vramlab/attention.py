@@ -6,7 +6,7 @@ the matrix of scores, batch × heads × tokens², exists only where the attentio
 
 from math import ceil
 
-from .ledger import Tensor
+from .ledger import Block, Replay, Tensor
 from .linears import Linears
 from .operators import FP32, HALF
 
@@ -110,9 +110,15 @@ class Attention(Linears):
         return self.copy(y, shape=(b, n, heads * d))
 
     def copied(self, x: Tensor) -> Tensor:
-        """A batched product needs heads and tokens in order: a transposed view is copied first (`torch.matmul`)."""
+        """A batched product runs over batch · heads: a view in which those do not lie in order is copied first."""
         x = self.cast(x)
-        return x if x.packed else self.copy(x)
+        return x if x.packed or x.shape[0] == 1 else self.copy(x)
+
+    def refill(self, replay: Replay) -> list[list[Block]]:
+        """As any recomputation; what it returned goes with it."""
+        refilled = super().refill(replay)
+        self.returned_weights = None
+        return refilled
 
     def softmax(self, x: Tensor, fp32: bool, width: int) -> Tensor:
         """Keeps its result. With `fp32` (or under autocast) that is in fp32, and a copy in `width` goes on."""

@@ -13,7 +13,7 @@ from functools import lru_cache
 from math import ceil, prod
 from typing import Any
 
-from .ledger import rounded
+from .ledger import rounded, slack
 from .linears import BLOCK, NESTED_BLOCK
 from .operators import FP32, HALF
 from .recipe import LoRA, Quantization, Recipe
@@ -92,7 +92,7 @@ def compute_width(precision: str, quantization: Quantization) -> int:
 def table(shape: Shape, precision: str, quantization: Quantization | None, lora: LoRA | None) -> tuple[Row, ...]:
     """Every tensor that is loaded, equal ones counted together, adapters last."""
     width = weight_width(precision, quantization)
-    saved = _modules_to_save(lora)
+    saved = saved_modules(shape, lora)
     rows: Counter[tuple] = Counter()
     copies: Counter[tuple] = Counter()
     for weight in shape.weights():
@@ -104,7 +104,7 @@ def table(shape: Shape, precision: str, quantization: Quantization | None, lora:
         decayed = _decayed(weight.name, kind)
         key = (role(weight.name), weight.shape, kind, own, trained, quantized, decayed)
         rows[key] += 1
-        if any(f".{part}." in f".{weight.name}" for part in saved):
+        if is_saved(weight.name, saved):
             copies[(f"{role(weight.name)} (trained copy)", weight.shape, kind, own, True, None, decayed)] += 1
     if lora:
         r, adapter = lora.r, adapter_width(precision, quantization, lora)
@@ -112,6 +112,11 @@ def table(shape: Shape, precision: str, quantization: Quantization | None, lora:
             copies[(f"{role(name)}.lora_A", (r, inside), "lora", adapter, True, None, True)] += 1
             copies[(f"{role(name)}.lora_B", (out, r), "lora", adapter, True, None, True)] += 1
     return tuple(Row(n, s, k, c, w, t, q, d) for (n, s, k, w, t, q, d), c in (*rows.items(), *copies.items()))
+
+
+def is_saved(name: str, saved: tuple[str, ...]) -> bool:
+    """Whether the tensor `name` is in one of the modules that are trained whole."""
+    return any(f".{part}." in f".{name}" for part in saved)
 
 
 def adapter_width(precision: str, quantization: Quantization | None, lora: LoRA) -> int:
@@ -200,6 +205,27 @@ def _factored(shape: tuple[int, ...]) -> int:
     return rounded(FP32 * prod(shape[:-1])) + rounded(FP32 * prod(shape[:-2]) * shape[-1])
 
 
+def slack_bytes(recipe: Recipe) -> Counter:
+    """Bytes that the allocator holds beyond parameters, gradients and optimizer states; see `ledger.slack`."""
+    found: Counter = Counter()
+    for row in held(recipe):
+        stored = (
+            ceil(row.numbers / 2) if row.quantized in ("nf4", "fp4") else row.numbers if row.quantized else row.size
+        )
+        found["parameters"] += row.count * slack(rounded(stored))
+        if row.trained:
+            found["gradients"] += row.count * slack(row.size)
+            found["optimizer_states"] += row.count * _state_slack(row, recipe)
+    return found
+
+
+def _state_slack(row: Row, recipe: Recipe) -> int:
+    total, (count, _) = state_bytes(row, recipe), STATES[recipe.optim]
+    if recipe.optim in ("sgd", "rmsprop") or not count or total < row.numbers:
+        return slack(total)
+    return count * slack(rounded(total // count))
+
+
 def buffer_bytes(recipe: Recipe) -> int:
     """Bytes of the model's buffers (position numbers, rotary frequencies)."""
     return _buffers(recipe.shape)
@@ -261,8 +287,12 @@ def _decayed(name: str, kind: str) -> bool:
     )
 
 
-def _modules_to_save(lora: LoRA | None) -> tuple[str, ...]:
-    return tuple(lora.modules_to_save or ()) if lora else ()
+def saved_modules(shape: Shape, lora: LoRA | None) -> tuple[str, ...]:
+    """Modules that PEFT trains whole, in a copy beside the frozen one: those asked for, and a classifier's head."""
+    if lora is None:
+        return ()
+    heads = ("classifier", "score") if shape.task == "sequence-classification" else ()
+    return tuple(lora.modules_to_save or ()) + heads
 
 
 def _bias_trained(lora: LoRA, shape: Shape, name: str) -> bool:

@@ -35,6 +35,7 @@ class Model(Attention):
         self.stacks: list[Stack] = []
         self.caches: list[Tensor] | None = None
         self.table: tuple[Tensor, Tensor] | None = None
+        self.leaves: list[Leaf] = []
         self.held: list[Tensor] = []  # what the model's forward keeps by name until it returns
 
     def setting(self, name: str, default):
@@ -61,7 +62,7 @@ class Model(Attention):
         """With `use_cache` keys and values are copied into the cache (`DynamicLayer.update`), which outlives forward."""
         if self.caches is None:
             return k, v
-        k, v = self.cat([k], *k.shape), self.cat([v], *v.shape)
+        k, v = self.cat([k], *k.shape), self.cat([v], *v.shape, width=k.width)  # the cache takes the keys' dtype
         self.caches += [k, v]
         return k, v
 
@@ -90,7 +91,9 @@ class Model(Attention):
     def first(self, x: Tensor) -> Tensor:
         """The input embedding: with LoRA under checkpointing made to need a gradient (`enable_input_require_grads`)."""
         if self.recipe.lora and self.recipe.gradient_checkpointing:
-            x.needs, x.node = True, Leaf()
+            x.needs, x.node = True, Leaf(x.block)
+            if self.recipe.loop.keep_outputs:  # outputs hold the graph, and the graph its leaves
+                self.leaves.append(x.node)
         return x
 
     # --- what all layers share ------------------------------------------------------------------------------------
@@ -234,7 +237,7 @@ def embed_image(m: Model, prefix: str) -> Tensor:
     weight = m.parameters[f"{prefix}.patch_embeddings.projection.weight"]
     bias = m.parameters[f"{prefix}.patch_embeddings.projection.bias"]
     a, w, b = m.cast(pixels), m.cast(weight), m.cast(bias)
-    patches = m.op("convolution", [a, w, b], (m.batch, s.hidden_size, m.tokens - 1), a.width, saves=[a, w])
+    patches = m.first(m.op("convolution", [a, w, b], (m.batch, s.hidden_size, m.tokens - 1), a.width, saves=[a, w]))
     token = m.parameters[f"{prefix}.cls_token"]
     token = m.op("expand", [token], (m.batch, 1, s.hidden_size), token.width, block=None, grads=(FULL,))
     x = m.cat([token, patches], m.batch, m.tokens, s.hidden_size)

@@ -21,9 +21,11 @@ a parameter keeps its gradient.
 """
 
 from collections.abc import Callable
+from functools import lru_cache
 from math import prod
 
-ROUND = 512  # CUDACachingAllocator.cpp, kMinBlockSize: blocks are multiples of 512 bytes
+# c10/cuda/CUDACachingAllocator.cpp: kMinBlockSize, kSmallSize, kLargeBuffer, kMinLargeAlloc, kRoundLarge
+ROUND, SMALL, SEGMENT, OWN_SEGMENT, ROUND_LARGE = 512, 1 << 20, 20 << 20, 10 << 20, 2 << 20
 # The gradient for an operator's input: a new block of the input's own shape (OWN) or of the result's (FULL), to be
 # summed over what was broadcast; the incoming gradient, seen in the input's shape (SAME) or to be summed (PASS); or a
 # copy in the input's dtype (CAST).
@@ -36,10 +38,30 @@ def rounded(size: int) -> int:
     return -(-size // ROUND) * ROUND
 
 
-class Entry:
-    """One line of the ledger: a block's size in bytes, what it is, and the events at which it came and went."""
+@lru_cache(maxsize=4096)
+def slack(size: int) -> int:
+    """Bytes that a block of `size` bytes holds beyond that, because the allocator does not split off 1 MiB or less.
 
-    __slots__ = ("birth", "category", "death", "op", "shape", "size", "where", "width")
+    Over 10 MiB a request gets a segment of its own, a multiple of 2 MiB. Between 1 and 10 MiB requests share segments of
+    20 MiB; equal ones leave a rest that the last of them holds, counted here in equal parts. Up to 1 MiB nothing is left.
+    """
+    if size <= SMALL:
+        return 0
+    if size >= OWN_SEGMENT:
+        rest = -size % ROUND_LARGE
+        return rest if rest <= SMALL else 0
+    fit = SEGMENT // size
+    rest = SEGMENT - fit * size
+    return rest // fit // ROUND * ROUND if rest <= SMALL else 0
+
+
+class Entry:
+    """One line of the ledger: a block's size in bytes, what it is, and the events at which it came and went.
+
+    `held` is what the allocator gives for it: the size and its `slack`.
+    """
+
+    __slots__ = ("birth", "category", "death", "held", "op", "shape", "size", "where", "width")
 
 
 class Block:
@@ -53,7 +75,7 @@ class Block:
     def __del__(self):
         entry, ledger = self.entry, self.ledger
         entry.death = len(ledger.changes)
-        ledger.changes.append(-entry.size)
+        ledger.changes.append(-entry.held)
         ledger.lines.append(entry)
 
 
@@ -99,7 +121,7 @@ class Parameter:
 class Node:
     """One operator of the forward pass as the backward pass sees it."""
 
-    __slots__ = ("edges", "extra", "gradient", "held", "op", "saved", "shape", "where")
+    __slots__ = ("edges", "extra", "gradient", "held", "op", "saved", "shape", "spike", "where")
 
     def receive(self, ledger: "Ledger", gradient: Tensor) -> None:
         if self.gradient is not None:
@@ -111,7 +133,9 @@ class Node:
         if type(self.saved) is Replay:
             self.saved = self.saved.give(ledger)
         gradient, ledger.where = self.gradient, self.where
-        extra = ledger.block(self.op, (self.extra,), 1, None) if self.extra else None
+        if self.spike:
+            ledger.spend(self.spike, self.op)
+        extra = ledger.block(self.op, (self.extra,), 1) if self.extra else None
         width = gradient.width if type(gradient) is Tensor else gradient[0].width  # pieces of a split come as a list
         found = []
         for _, shape, own_width, how in self.edges:
@@ -147,10 +171,14 @@ class Piece:
 
 
 class Leaf:
-    """A tensor that was told to need a gradient; nobody reads it."""
+    """A tensor that was told to need a gradient; it lives, with its gradient, as long as the graph."""
+
+    def __init__(self, block: Block):
+        self.block, self.gradient = block, None
 
     def receive(self, ledger: "Ledger", gradient: Tensor) -> None:
-        """Dropped."""
+        """Kept."""
+        self.gradient = self.gradient or gradient
 
 
 class Replay:
@@ -208,9 +236,10 @@ class Ledger:
         for n in shape:
             size *= n
         entry.size = size = -(-size // ROUND) * ROUND
+        entry.held = held = size if size <= SMALL else size + slack(size)
         entry.op, entry.shape, entry.width, entry.category, entry.where = op, shape, width, category, self.where
         entry.birth, entry.death = len(self.changes), None
-        self.changes.append(size)
+        self.changes.append(held)
         self.lines.append(entry)
         self.entries.append(entry)
         return Block(self, entry)
@@ -224,7 +253,7 @@ class Ledger:
         if size:
             self.block(op, (size,), 1)
 
-    def op(self, name, inputs, shape, width, *, saves=(), held=(), grads=None, extra=0, block=NEW) -> Tensor:
+    def op(self, name, inputs, shape, width, *, saves=(), held=(), grads=None, extra=0, spike=0, block=NEW) -> Tensor:
         """One operator; returns its result.
 
         Args:
@@ -232,7 +261,7 @@ class Ledger:
             shape, width: of the result; with `block` it is a view of that (None: of a parameter).
             saves: what the backward formula keeps; a checkpoint drops it. `held` is kept behind autograd's back.
             grads: for each input OWN, FULL, SAME, PASS or CAST; None is OWN for all.
-            extra: bytes that the backward formula needs besides the gradients it makes.
+            extra: bytes that the backward formula needs besides the gradients it makes; `spike`: before it makes them.
         """
         out = Tensor(self.block(name, shape, width) if block is NEW else block, shape, width)
         edges = [(x.node, x.shape, x.width, grads[i] if grads else OWN) for i, x in enumerate(inputs) if x.needs]
@@ -247,7 +276,7 @@ class Ledger:
             return out
         node = out.node = Node()
         node.op, node.where, node.edges, node.extra, node.shape = name, self.where, edges, extra, shape
-        node.gradient, node.held = None, [x.block for x in held]
+        node.gradient, node.spike, node.held = None, spike, [x.block for x in held]
         if self.replay is None:
             node.saved = [x.block for x in saves]
         elif saves:

@@ -7,6 +7,9 @@ from .operators import FP32, HALF, Operators
 
 BLOCK = 64  # weights that share a scale in 4 bits (bitsandbytes.nn.Params4bit, blocksize)
 NESTED_BLOCK = 256  # scales that share a scale with double quantization (bitsandbytes.functional.quantize_4bit)
+# Backward unpacks into the dtype that the weight had when it was quantized (`QuantState.dtype`), then casts to the
+# gradient's. `models.py` quantizes fp32 weights; a checkpoint loaded in half precision saves that copy.
+STATE = FP32
 FEW_ROWS = 8  # up to so many rows bitsandbytes multiplies without dequantizing the whole weight (backends/cuda/ops.py)
 
 
@@ -67,13 +70,19 @@ class Linears(Operators):
 
         Nothing is kept: the packed weight is a parameter (`bitsandbytes.autograd.MatMul4Bit`).
         """
-        a, rows = self.to(x, self.compute), prod(x.shape[:-1])
-        whole = prod(weight.shape) * self.compute
-        unpacked = whole + scale_bytes(prod(weight.shape), self.nested)
-        temporary = self.block("dequantize_4bit", (unpacked,), 1, "workspace") if rows > FEW_ROWS else None
+        a, rows, n = self.to(x, self.compute), prod(x.shape[:-1]), prod(weight.shape)
+        scales = scale_bytes(n, self.nested)
+        temporary = self.block("gemm_4bit", (n * self.compute + scales,), 1, "workspace") if rows > FEW_ROWS else None
         inputs = [a] if bias is None else [a, bias]
-        shape = (*x.shape[:-1], prod(weight.shape) // x.shape[-1])
-        y = self.op("gemm_4bit", inputs, shape, self.compute, extra=unpacked)
+        cast = n * self.compute if self.compute != STATE else 0
+        y = self.op(
+            "gemm_4bit",
+            inputs,
+            (*x.shape[:-1], n // x.shape[-1]),
+            self.compute,
+            extra=n * self.compute,
+            spike=n * STATE + max(cast, scales),
+        )
         del temporary
         return self.to(y, x.width)
 

@@ -128,9 +128,10 @@ class Operators(Ledger):
         """x[..., :n]: a view; backward puts its gradient into a tensor of zeros as large as `x`."""
         return self.op("slice", [x], shape, x.width, block=x.block)
 
-    def cat(self, tensors: list[Tensor], *shape: int) -> Tensor:
+    def cat(self, tensors: list[Tensor], *shape: int, width: int = 0) -> Tensor:
         """Joined into one new tensor; backward hands out views of the gradient."""
-        out = self.op("cat", tensors, shape, max(t.width for t in tensors), grads=(SAME,) * len(tensors))
+        width = max(width, *(t.width for t in tensors))
+        out = self.op("cat", tensors, shape, width, grads=(SAME,) * len(tensors))
         out.packed = True
         return out
 

@@ -43,15 +43,25 @@ def predict(recipe: Recipe, gpu: str | Gpu | None = None) -> Report:
         recipe,
         Counter(
             parameters=formulas.parameter_bytes(recipe),
-            gradients=0 if loop.optimizer_in_backward else formulas.gradient_bytes(recipe),
+            gradients=formulas.gradient_bytes(recipe),
             optimizer_states=formulas.optimizer_state_bytes(recipe),
             buffers=formulas.buffer_bytes(recipe),
             inputs=formulas.input_bytes(recipe),
             workspace=2 * (card.cublas_workspace if card else cublas_workspace(capability)),
+            **{f"{category} slack": n for category, n in formulas.slack_bytes(recipe).items()},
         ),
     )
-    gradients = Counter(gradients=held.pop("gradients"))
-    phases, moments = _phases(recipe, account, held, gradients, exist)
+    gradients = Counter(gradients=held.pop("gradients"), workspace=held.pop("gradients slack", 0))
+    if loop.optimizer_in_backward:
+        gradients.clear()
+    loaded = Counter(
+        parameters=held["parameters"],
+        buffers=held["buffers"],
+        inputs=held["inputs"],
+        workspace=held.pop("parameters slack"),
+    )
+    held["workspace"] += loaded["workspace"] + held.pop("optimizer_states slack", 0)
+    phases, moments = _phases(recipe, account, loaded, held, gradients, exist)
     name = max(phases, key=lambda phase: phases[phase].peak.total)
     peak = phases[name].peak
     return Report(
@@ -69,7 +79,7 @@ def predict(recipe: Recipe, gpu: str | Gpu | None = None) -> Report:
     )
 
 
-def _phases(recipe: Recipe, account: Account, held: Counter, gradients: Counter, exist: bool):
+def _phases(recipe: Recipe, account: Account, loaded: Counter, held: Counter, gradients: Counter, exist: bool):
     """Each phase's split at peak and end, and the ledger's events of the peaks."""
     loop = recipe.loop
     moments = {"forward": account.peak("forward"), "backward": account.peak("backward")}
@@ -78,13 +88,12 @@ def _phases(recipe: Recipe, account: Account, held: Counter, gradients: Counter,
     kept = Counter(activations=sum(n for category, n in backward_end.items() if category != "gradients"))
     before = gradients if exist or loop.zero_grad == "before_backward" else Counter()
     during = gradients if exist else Counter()
-    loaded = Counter(parameters=held["parameters"], buffers=held["buffers"], inputs=held["inputs"])
     step = held + gradients + kept
     rest = held + kept + (gradients if loop.zero_grad != "end" or not loop.set_to_none else Counter())
     temporaries = Counter(temporaries=updates.step_temporaries(recipe))
     phases = {
         "load": (loaded, loaded),
-        "forward": (held + before + kept + forward, held + before + forward_end),
+        "forward": (held + before + kept + forward, held + during + forward_end),
         "backward": (held + during + backward, held + during + backward_end),
         "step": (step + temporaries, rest),
         "between_steps": (rest, rest),

@@ -54,5 +54,5 @@ def zeros(m: Model) -> list[Tensor]:
     empty = m.tensor("zeros", (1, m.shape.num_heads, m.tokens, m.tokens), m.hidden_width)
     empty.packed = True
     if m.recipe.gradient_checkpointing:
-        empty.needs, empty.node = True, Leaf()
+        empty.needs, empty.node = True, Leaf(empty.block)
     return [empty]

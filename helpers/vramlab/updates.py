@@ -8,7 +8,7 @@ from collections import Counter
 from math import prod
 
 from .formulas import Row, held, written_out
-from .ledger import Parameter, rounded
+from .ledger import Parameter, rounded, slack
 from .operators import FP32, HALF
 from .recipe import Recipe
 
@@ -19,6 +19,8 @@ COPIES = {"adamw_torch": (1, 2), "rmsprop": (1, 1), "adagrad": (2, 2), "sgd": (0
 
 def step_temporaries(recipe: Recipe) -> int:
     """Bytes of the step's temporaries at their highest moment."""
+    if recipe.loop.optimizer_in_backward:
+        return 0
     rows = [row for row in held(recipe) if row.trained]
     norms = clipping(recipe, rows)
     if recipe.optim == "adafactor":
@@ -47,7 +49,7 @@ def groups(recipe: Recipe, rows: list[Row]) -> list[int]:
     """
     found: Counter = Counter()
     for row in rows:
-        found[row.decayed if recipe.loop.name == "trainer" else True] += row.count * row.size
+        found[row.decayed if recipe.loop.name == "trainer" else True] += row.count * (row.size + slack(row.size))
     return list(found.values())
 
 

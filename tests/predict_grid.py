@@ -1,0 +1,93 @@
+"""The recipes on which `predict` is held against `simulate`: every model of the catalogue, every setting, spread out.
+
+Drawn once with a fixed seed and not chosen by how well they fit. Each model gets seven recipes; for every setting the
+draws go through a shuffled deck of its values, so that each value comes up equally often.
+"""
+
+import random
+
+from vramlab import LoRA, Loop, Quantization, Recipe, RecipeError
+from vramlab.shapes import model_names, read_shape
+
+RECIPES_A_MODEL = 7
+PRECISIONS = ("fp32", "tf32", "fp16-mixed", "bf16-mixed", "fp16-true", "bf16-true")
+OPTIMIZERS = (
+    *("adamw_torch", "adamw_torch_fused", "adamw_bnb_8bit", "paged_adamw_32bit", "paged_adamw_8bit", "lion_32bit"),
+    *("lion_8bit", "sgd", "adagrad", "rmsprop", "adafactor", "adamw_torch", "adamw_torch"),
+)
+# batch and tokens: from a few tokens to more than fit any card; fake tensors cost nothing
+SIZES = ((1, 32), (2, 128), (4, 256), (8, 128), (4, 512), (16, 64), (1, 1024), (8, 512), (32, 128), (2, 2048))
+ADAPTERS = (
+    *(None, None, None),
+    dict(lora=LoRA()),
+    dict(lora=LoRA(r=16, lora_dropout=0.05, target_modules="all-linear")),
+    dict(lora=LoRA(r=32), quantization=Quantization("nf4", double=True)),
+    dict(lora=LoRA(r=8, target_modules="all-linear"), quantization=Quantization("fp4", prepare=False)),
+    dict(lora=LoRA(r=4, autocast_adapter_dtype=False)),
+)
+LOOPS = (
+    *("trainer", "trainer", "plain", "optimizer_in_backward"),
+    Loop.named("plain", zero_grad="before_backward"),
+    Loop.named("trainer", set_to_none=False),
+    Loop.named("trainer", keep_outputs=True, use_cache=True, max_grad_norm=None),
+    Loop.named("plain", foreach=False),
+)
+
+
+class Deck:
+    """Values dealt in random order, each once before any comes again."""
+
+    def __init__(self, values: tuple, draw: random.Random):
+        self.values, self.draw, self.left = values, draw, []
+
+    def deal(self):
+        """The next value."""
+        if not self.left:
+            self.left = self.draw.sample(self.values, len(self.values))
+        return self.left.pop()
+
+
+def grid() -> list[Recipe]:
+    """The recipes, in the catalogue's order."""
+    draw = random.Random(20260806)
+    decks = {
+        "precision": Deck(PRECISIONS, draw),
+        "optim": Deck(OPTIMIZERS, draw),
+        "size": Deck(SIZES, draw),
+        "adapters": Deck(ADAPTERS, draw),
+        "loop": Deck(LOOPS, draw),
+        "gradient_checkpointing": Deck((False, False, True), draw),
+        "attn_implementation": Deck(("sdpa", "sdpa", "eager"), draw),
+        "gradient_accumulation_steps": Deck((1, 1, 1, 1, 3), draw),
+        "num_layers": Deck((1, 2, 2, 3), draw),
+        "task": Deck((None, None, None, "other"), draw),
+    }
+    found = []
+    for name in model_names():
+        count = 0
+        while count < RECIPES_A_MODEL:
+            settings = {key: deck.deal() for key, deck in decks.items()}
+            try:
+                found.append(recipe(name, **settings))
+                count += 1
+            except RecipeError:
+                continue  # a combination that cannot be trained, such as optimizer_in_backward with accumulation
+    return found
+
+
+def recipe(name: str, size, adapters, task, **settings) -> Recipe:
+    """One recipe; sizes and heads that the model does not have are left to its own."""
+    shape = read_shape(name)
+    batch, tokens = size
+    if shape.image_tokens:
+        tokens = None
+    elif shape.max_positions:
+        tokens = min(tokens, shape.max_positions)
+    if task == "other":
+        others = {"causal-lm": "sequence-classification", "sequence-classification": "masked-lm"}
+        task = others.get(shape.task)
+    if shape.family == "gemma2":
+        settings["attn_implementation"] = "eager"
+    if task == "sequence-classification" and shape.family != "bert":
+        batch = 1  # without a padding token transformers scores one sequence at a time
+    return Recipe(name, batch_size=batch, seq_len=tokens, task=task, **settings, **(adapters or {}))
