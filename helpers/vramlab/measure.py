@@ -1,8 +1,8 @@
 """The real training step on this machine, in a fresh process.
 
-Each experiment has a process of its own, so nothing leaks from one to the next and running out of memory kills
-no notebook: it comes back as a report. The child (`worker.py`) makes two passes, a clean one for the truth (allocator
-peaks, NVML, time) and one under the tracker for the split.
+Each experiment has a process of its own, so nothing leaks from one to the next and running out of memory kills no
+notebook: it comes back as a report. The child (`worker.py`) makes two passes (`passes.py`), a clean one for the truth
+(allocator peaks, NVML, time) and one under the tracker for the split.
 """
 
 import contextlib
@@ -15,13 +15,13 @@ import tempfile
 from pathlib import Path
 
 from .errors import MeasurementError, RecipeError, RecordError
-from .predict import predict
 from .recipe import Recipe
 from .records import find_record, log_wanted
-from .report import Report, format_bytes
+from .report import Report, environment, format_bytes
 
 SECONDS_ON_CPU = 120
 CPU_FLOPS = 2e10  # a cautious figure for two cores in fp32; half precision is slower on most CPUs
+WORKER = [sys.executable, "-P", "-m", "vramlab.worker"]  # -P: a torch.py in the notebook's folder is not meant
 
 
 def measure(
@@ -31,6 +31,7 @@ def measure(
     *,
     device: str | None = None,
     recorded: bool | None = None,
+    memory_limit: int | None = None,
     timeout: float = 1800,
 ) -> Report:
     """The memory and speed of `recipe`, measured here; or, where it does not fit this machine, as recorded on a GPU.
@@ -39,29 +40,47 @@ def measure(
         repeats, warmup: timed optimizer steps, and steps before them (two at least, so that all states exist).
         device: "cuda" or "cpu"; None takes CUDA where there is one.
         recorded: True only looks the recipe up in the records, False only runs it here, None runs it if it fits here.
+        memory_limit: bytes that training may take, as if the machine had no more: to run out of memory without harm.
         timeout: seconds after which the child is ended.
     Returns:
         source "measured" (or "recorded"), sizes in bytes; status "oom" when memory ran out, with what was asked for.
     Raises:
         MeasurementError: neither can be had; the message says why and what would do.
-        RecipeError: the device cannot compute in the recipe's precision.
+        RecipeError: the device cannot compute in the recipe's precision, or an argument is out of range.
     """
-    if repeats < 1 or warmup < 2:
-        raise RecipeError("repeats", repeats, "measure needs at least 1 repeat and 2 warm-up steps")
+    for name, value, least in (("repeats", repeats, 1), ("warmup", warmup, 2), ("memory_limit", memory_limit, 1)):
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < least):
+            raise RecipeError(name, value, f"measure needs a whole number of at least {least}")
+    if device not in (None, "cuda", "cpu"):
+        raise RecipeError("device", device, "allowed are 'cuda', 'cpu' and None")
     if stand_in := log_wanted(recipe):
         return stand_in
-    device = device or _device()
-    reason = "it was asked for recorded=True" if recorded else ""
-    if recorded is None and device == "cpu":
-        reason = why_not_here(recipe)
-    if recorded or reason:
-        try:
-            return find_record(recipe)
-        except RecordError as error:
-            raise MeasurementError(f"{recipe} was not run: {reason or 'it does not fit'}; and {error}") from None
+    if recorded:
+        return _recorded(recipe, "recorded=True asks for no run")
+    found = _device()
+    if device == "cuda" and found != "cuda":
+        return _recorded(recipe, "torch sees no CUDA device here")
+    device = device or found
+    reason = cannot(recipe, device)
+    if not reason and recorded is None and device == "cpu":
+        reason = too_much(recipe, limited=memory_limit is not None)
+    if reason:
+        return _recorded(recipe, reason, look=recorded is None)
     if device == "cuda":
         _check_precision(recipe)
-    return run_child(recipe, repeats, max(warmup, 2), device, timeout)
+    return run_child(recipe, repeats, warmup, device, timeout, memory_limit)
+
+
+def _recorded(recipe: Recipe, reason: str, look: bool = True) -> Report:
+    try:
+        if look:
+            return find_record(recipe)
+        error = "records were not to be used (recorded=False)"
+    except RecordError as failed:
+        error = str(failed).rstrip(".")
+    raise MeasurementError(
+        f"{recipe} was not measured here because {reason}, and {error}; simulate() and predict() describe it anywhere."
+    )
 
 
 def _device() -> str:
@@ -78,43 +97,64 @@ def _check_precision(recipe: Recipe) -> None:
         device.gpu.require(recipe.precision)
 
 
-def why_not_here(recipe: Recipe) -> str:
-    """Why this machine's CPU does not run `recipe`, in one clause; "" when it does."""
-    import psutil
-
-    if recipe.attn_implementation == "flash_attention_2":
+def cannot(recipe: Recipe, device: str) -> str:
+    """Why `device` cannot run `recipe` at all, as a clause; "" when it can."""
+    if recipe.sharding and recipe.sharding.world_size > 1:
+        return f"it needs {recipe.sharding.world_size} processes and measure() runs one"
+    if recipe.attn_implementation == "flash_attention_2" and device == "cpu":
         return "flash-attention needs a GPU"
-    free, needed = psutil.virtual_memory().available, predict(recipe).peak.total
-    if needed > 0.6 * free:
+    return ""
+
+
+def too_much(recipe: Recipe, limited: bool = False) -> str:
+    """Why this machine's CPU had better not run `recipe`, as a clause; "" when it may.
+
+    `limited`: a memory limit holds, so that its size does no harm.
+    """
+    from .checks import memory
+    from .predict import predict
+
+    free, needed = memory()[1], predict(recipe).peak.total
+    if needed > 0.6 * free and not limited:
+        # twice: libraries, the program itself, and whatever else the machine is doing
         return f"it needs about {format_bytes(needed, digits=1)} and {format_bytes(free, digits=1)} of RAM are free"
-    # a step costs about 6 operations a parameter and token (Kaplan et al. 2020, table 1), run some six times
+    # a step costs about 6 operations a parameter and token (Kaplan et al. 2020, table 1), and is run some six times
     seconds = 6 * 6 * recipe.shape.num_parameters * recipe.tokens / CPU_FLOPS
     if seconds > SECONDS_ON_CPU:
         return f"it would take this CPU about {seconds / 60:,.0f} minutes"
     return ""
 
 
-def run_child(recipe: Recipe, repeats: int, warmup: int, device: str, timeout: float) -> Report:
-    """Run `worker` in a fresh process and read the report it leaves. Ctrl-C and timeouts end the whole process group."""
+def run_child(
+    recipe: Recipe, repeats: int, warmup: int, device: str, timeout: float, memory_limit: int | None = None
+) -> Report:
+    """Run `worker` in a fresh process and read the report it leaves.
+
+    Ctrl-C and timeouts end the child's whole process group; should this process be killed, the child ends by itself.
+    """
     order = {"recipe": recipe.to_dict(), "repeats": repeats, "warmup": warmup, "device": device}
     with tempfile.TemporaryDirectory(prefix="vramlab-") as folder:
         order_file, answer_file = Path(folder, "order.json"), Path(folder, "answer.json")
-        order_file.write_text(json.dumps(order))
-        command = [sys.executable, "-m", "vramlab.worker", str(order_file), str(answer_file)]
-        with Path(folder, "stderr").open("w+") as stderr:
+        order_file.write_text(json.dumps({**order, "memory_limit": memory_limit}))
+        with Path(folder, "output").open("w+", errors="replace") as output:
             child = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=stderr, stderr=stderr, start_new_session=True, env=_environment()
+                [*WORKER, str(order_file), str(answer_file)],
+                stdin=subprocess.PIPE,
+                stdout=output,
+                stderr=output,
+                start_new_session=True,
+                env=_environment(),
             )
             try:
                 code = child.wait(timeout)
             except subprocess.TimeoutExpired:
-                raise MeasurementError(f"{recipe} took over {timeout:g} s and was ended: raise timeout=") from None
+                raise MeasurementError(f"{recipe} took over {timeout:g} s and was ended: raise timeout=.") from None
             finally:
                 _end(child)
-            stderr.seek(0)
-            last_words = stderr.read().strip().splitlines()[-12:]
+            output.seek(0)
+            last_words = output.read().strip().splitlines()[-12:]
         if answer_file.exists():
-            return _answer(json.loads(answer_file.read_text()))
+            return _answer(recipe, json.loads(answer_file.read_text()))
     return _died(recipe, code, last_words, device)
 
 
@@ -127,22 +167,28 @@ def _environment() -> dict[str, str]:
 def _end(child: subprocess.Popen) -> None:
     """No process of the child's group is left, however we got here."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(child.pid, signal.SIGKILL)
+        os.killpg(child.pid, signal.SIGKILL) if hasattr(os, "killpg") else child.kill()
     child.wait()
+    child.stdin.close()
 
 
-def _answer(answer: dict) -> Report:
-    if "error" in answer:
-        if answer["error"] == "RecipeError":
-            raise RecipeError(*answer["args"])
-        raise MeasurementError(answer["message"])
-    return Report.from_dict(answer)
+def _answer(recipe: Recipe, answer: dict) -> Report:
+    if "error" not in answer:
+        return Report.from_dict(answer)
+    if answer["error"] == "RecipeError":
+        raise RecipeError(*answer["args"])
+    raise MeasurementError(f"{recipe} could not be measured: {answer['message']}")
 
 
 def _died(recipe: Recipe, code: int, last_words: list[str], device: str) -> Report:
-    if code == -signal.SIGKILL:
-        return Report.failed(
-            "measured", recipe, device, "oom", "the system killed the process, as it does when memory runs out"
-        )
+    if code == -getattr(signal, "SIGKILL", 9):
+        message = "The system killed the process, as it does when memory runs out."
+        report = Report.failed("measured", recipe, device, "oom", message)
+        if device == "cuda":
+            from .nvml import nvml_snapshot
+
+            sensors = nvml_snapshot()
+            report.environment = environment(gpu=sensors.name, driver=sensors.driver)
+        return report
     words = "\n".join(last_words) or "nothing was printed"
     raise MeasurementError(f"the process that measured {recipe} ended with code {code}; its last words:\n{words}")

@@ -88,6 +88,7 @@ class watch:
             self._move_clearing()
         else:
             self._begin("between_steps")
+        self.tracker.finish()
         self.history = History(self.tracker.log, self.tracker.marks)
 
     def report(self) -> Report:

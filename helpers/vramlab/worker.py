@@ -1,169 +1,135 @@
-"""The child process of `measure`: `python -m vramlab.worker ORDER ANSWER` runs one recipe and writes one report."""
+"""The child process of `measure`: `python -m vramlab.worker ORDER ANSWER` runs one recipe and writes one report.
+
+It reads its standard input until that ends, which is when the parent does: no measurement outlives who asked for it.
+"""
 
 import contextlib
-import gc
 import json
-import resource
-import statistics
+import os
+import re
 import sys
-import time
-import warnings
-from dataclasses import replace
+import threading
+import traceback
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from .cuda import ALLOCATION_UNIT
-from .errors import RecipeError
-from .history import History
-from .nvml import nvml_snapshot
+from .checks import memory
+from .errors import MeasurementError, RecipeError
+from .nvml import Sensors, nvml_snapshot
+from .passes import clean_pass, tracked_pass
+from .quiet import silence
 from .recipe import Recipe
 from .records import write_atomically
-from .report import Bytes, Phase, Report, Speed, environment
-from .simulate import to_report
-from .tracked import run_tracked
-from .tracker import Tracker
-from .training import build, train_step
+from .report import Report, environment, format_bytes
+from .resident import limited, rss
 
 
 def main(order_file: str, answer_file: str) -> None:
     """Run the order and write the answer: a report, or the error that stopped it."""
+    end_with_parent()
+    silence()
     order = json.loads(Path(order_file).read_text())
     try:
-        recipe = Recipe(**order["recipe"])
-        answer = run(recipe, order["repeats"], order["warmup"], order["device"]).to_dict()
+        recipe = Recipe(**order.pop("recipe"))
+        answer = run(recipe, **order).to_dict()
     except RecipeError as error:
         answer = {"error": "RecipeError", "args": [error.field, str(error.value), error.allowed]}
+    except MeasurementError as error:
+        answer = {"error": "MeasurementError", "message": str(error)}
     except Exception as error:
-        import traceback
-
         where = traceback.extract_tb(error.__traceback__)[-1]
-        message = f"{type(error).__name__}: {error} (at {Path(where.filename).name}:{where.lineno})"
+        message = f"{type(error).__name__}: {error} ({Path(where.filename).name}, line {where.lineno})"
         answer = {"error": type(error).__name__, "message": message}
     write_atomically(Path(answer_file), json.dumps(answer))
 
 
-def run(recipe: Recipe, repeats: int, warmup: int, device: str) -> Report:
+def end_with_parent() -> None:
+    """End this process when its standard input ends, and let the kernel take it before any other when RAM runs out."""
+
+    def wait() -> None:
+        with contextlib.suppress(OSError):
+            while os.read(0, 1024):
+                pass
+        os._exit(1)
+
+    threading.Thread(target=wait, daemon=True).start()
+    with contextlib.suppress(OSError):  # Linux
+        Path("/proc/self/oom_score_adj").write_text("1000")
+
+
+def run(recipe: Recipe, repeats: int, warmup: int, device: str, memory_limit: int | None = None) -> Report:
     """Both passes of `recipe` on `device`; out of memory comes back as a report with status "oom"."""
+    before = nvml_snapshot() if device == "cuda" else None  # torch has not touched the device yet
     torch.manual_seed(0)
-    warnings.filterwarnings("ignore", message="Paged optimizers are not supported on CPU")
-    started = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    _import_all(recipe)
+    held = rss()
     try:
-        truth = clean_pass(recipe, repeats, warmup, device)
-        report = tracked_pass(recipe, device, truth)
-    except torch.cuda.OutOfMemoryError as error:
-        free, total = torch.cuda.mem_get_info()
-        message = f"{str(error).split('. See')[0].strip()} Free now: {free:,} of {total:,} bytes."
-        more = {"allocated": torch.cuda.max_memory_allocated(), "reserved": torch.cuda.max_memory_reserved()}
-        return Report.failed("measured", recipe, device, "oom", message, **more)
-    except (MemoryError, RuntimeError) as error:
-        if isinstance(error, RuntimeError) and "can't allocate memory" not in str(error):
+        with limited(memory_limit, device):
+            truth = clean_pass(recipe, repeats, warmup, device, before)
+            report = tracked_pass(recipe, device, truth)
+    except (MemoryError, RuntimeError) as error:  # torch.OutOfMemoryError is a RuntimeError
+        message = out_of_memory(error, device, memory_limit)
+        if not message:
             raise
-        return Report.failed("measured", recipe, device, "oom", str(error).split("\n")[0])
-    report.rss = truth.get("rss")
+        report = Report.failed("measured", recipe, device, "oom", message)
+        if device == "cuda":
+            report.allocated, report.reserved = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
+    report.environment = machine(device, before, memory_limit)
     if device == "cpu":
-        report.notes.append(f"the process held {started:,} bytes before the model was built")
+        report.notes.append(f"the process held {format_bytes(held)} before the model was built")
     return report
 
 
-def clean_pass(recipe: Recipe, repeats: int, warmup: int, device: str) -> dict[str, Any]:
-    """Undisturbed steps: the allocator's peaks, the device's own figure, seconds a step. Frees all it made."""
-    cuda = device == "cuda"
-    training = build(recipe, device)
-    if cuda:
-        torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
-    seconds = []
-    for i in range(warmup + repeats):
-        start = time.perf_counter()
-        train_step(training)
-        if cuda:
-            torch.cuda.synchronize()
-        if i >= warmup:
-            seconds.append(time.perf_counter() - start)
-    median = statistics.median(seconds)
-    truth: dict[str, Any] = {"speed": Speed(median, min(seconds), max(seconds), repeats, recipe.tokens / median)}
-    if cuda:
-        statistics_ = torch.cuda.memory_stats()
-        sensors = nvml_snapshot()
-        truth |= {
-            "allocated": statistics_["allocated_bytes.all.peak"],
-            "requested": statistics_["requested_bytes.all.peak"],
-            "reserved": statistics_["reserved_bytes.all.peak"],
-            "process": sensors.process or sensors.used,
-            "sensors": sensors,
+def _import_all(recipe: Recipe) -> None:
+    """Load what building the model will need, so that it counts neither in times nor in limits."""
+    import transformers.trainer  # noqa: F401
+
+    if recipe.lora:
+        import peft  # noqa: F401
+    if recipe.quantization or "bit" in recipe.optim:
+        import bitsandbytes  # noqa: F401
+
+
+# Texts of torch (c10/core/impl/alloc_cpu.cpp), CUDA, cuBLAS, cuDNN and oneDNN for an allocation that failed.
+OUT_OF_MEMORY = re.compile(
+    r"out of memory|can't allocate memory|not enough memory|[A-Z]+_STATUS_ALLOC_FAILED|could not create a memory", re.I
+)
+
+
+def out_of_memory(error: Exception, device: str, limit: int | None = None) -> str:
+    """What was asked for and what was free, in a sentence, if `error` says that memory ran out; else ""."""
+    text = str(error)
+    if not isinstance(error, MemoryError | torch.OutOfMemoryError) and not OUT_OF_MEMORY.search(text):
+        return ""
+    if device == "cuda":
+        text = re.split(r"\s*(?:See documentation|CUDA kernel errors|If reserved but)", text)[0].strip().rstrip(".")
+        try:
+            free, total = map(format_bytes, torch.cuda.mem_get_info())
+        except RuntimeError:  # not even CUDA's context could be made
+            return f"{text}."
+        return f"{text}. The device has {free} free of {total}."
+    asked = re.search(r"tried to allocate (\d+) bytes", text)
+    what = f"it asked for {format_bytes(int(asked[1]))} more" if asked else "an allocation failed"
+    left = f"the limit was {format_bytes(limit)}" if limit is not None else f"{format_bytes(memory()[1])} were free"
+    return f"RAM ran out: {what}, and {left}."
+
+
+def machine(device: str, sensors: Sensors | None, memory_limit: int | None = None) -> dict[str, Any]:
+    """What the report was made on: versions, date and, on CUDA, the card and its driver."""
+    more: dict[str, Any] = {"memory_limit": memory_limit} if memory_limit is not None else {}
+    if device == "cuda":
+        properties = torch.cuda.get_device_properties(0)
+        more |= {
+            "gpu": properties.name,
+            "compute_capability": f"{properties.major}.{properties.minor}",
+            "total_memory": properties.total_memory,
+            "driver": sensors.driver if sensors else None,
+            "cuda": torch.version.cuda,
         }
-        del training
-        gc.collect()
-        before = torch.cuda.memory_allocated()
-        torch._C._cuda_clearCublasWorkspaces()
-        truth["workspace"] = before - torch.cuda.memory_allocated()
-        torch.cuda.empty_cache()
-    else:
-        truth["rss"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    return truth
-
-
-class AllocatorPhases:
-    """The allocator's own peak and end of every stretch, read as each phase begins. Bytes."""
-
-    def __init__(self):
-        self.stretches: list[tuple[int, int]] = []
-
-    def __call__(self) -> None:
-        torch.cuda.synchronize()
-        self.stretches.append((torch.cuda.max_memory_allocated(), torch.cuda.memory_allocated()))
-        torch.cuda.reset_peak_memory_stats()
-
-
-def tracked_pass(recipe: Recipe, device: str, truth: dict[str, Any]) -> Report:
-    """Two steps under the tracker; on CUDA every phase is balanced against the allocator."""
-    tracker = Tracker(device, round_to=ALLOCATION_UNIT if device == "cuda" else 1)
-    allocator = AllocatorPhases() if device == "cuda" else None
-    if allocator:
-        torch.cuda.reset_peak_memory_stats()
-    training = build(recipe, device)
-    run_tracked(training, tracker, 2, device, allocator)
-    history = History(tracker.log, tracker.marks, allocator=device == "cuda")
-    report = to_report(history, "measured", recipe, device)
-    report.speed = truth["speed"]
-    if allocator:
-        allocator()
-        balance(report, history, allocator, truth)
-    return report
-
-
-def balance(report: Report, history: History, allocator: AllocatorPhases, truth: dict[str, Any]) -> None:
-    """Close the balance: categories + workspace + unexplained = the allocator's peak, phase by phase and over all."""
-    workspace = truth["workspace"]
-    steps = len(history.stretches) - len(history.last_step)
-    phases: dict[str, Phase] = {}
-    for (name, start, end), (peak, after) in list(zip(history.stretches, allocator.stretches, strict=True))[steps:]:
-        highest = _close(history.split(history.highest(start, end)), peak, workspace)
-        if name in phases and phases[name].peak.total >= highest.total:
-            highest = phases[name].peak
-        phases[name] = Phase(highest, _close(history.split(end), after, workspace))
-    report.phases = {"load": report.phases["load"], **phases}
-    report.allocated, report.requested = truth["allocated"], truth["requested"]
-    report.reserved, report.process = truth["reserved"], truth["process"]
-    report.peak = _close(report.peak, truth["allocated"], workspace)
-    sensors = truth["sensors"]
-    properties = torch.cuda.get_device_properties(0)
-    report.environment = environment(
-        gpu=properties.name,
-        compute_capability=f"{properties.major}.{properties.minor}",
-        total_memory=properties.total_memory,
-        driver=sensors.driver,
-        cuda=torch.version.cuda,
-    )
-
-
-def _close(split: Bytes, allocated: int, workspace: int) -> Bytes:
-    split = replace(split, workspace=split.workspace + workspace)
-    return replace(split, unexplained=allocated - split.total)
+    return environment(**more)
 
 
 if __name__ == "__main__":
-    with contextlib.suppress(BrokenPipeError):
-        main(*sys.argv[1:3])
+    main(*sys.argv[1:3])
