@@ -133,8 +133,7 @@ def make_optimizer(recipe: Recipe, parameters: list, multi_tensor: bool) -> "tor
     name, options = recipe.optim, recipe.optimizer_arguments()
     options.setdefault("lr", 1e-5)
     try:
-        with real_tensors():  # bitsandbytes computes its code tables here
-            return _optimizer(name, parameters, multi_tensor, options)
+        return _optimizer(name, parameters, multi_tensor, options)
     except TypeError as error:
         raise RecipeError("optim_args", recipe.optim_args, f"{name} does not take it: {error}") from error
 
@@ -156,7 +155,8 @@ def _optimizer(name: str, parameters: list, multi_tensor: bool, options: dict) -
     import bitsandbytes.optim as bnb
 
     kind = bnb.Lion if "lion" in name else bnb.AdamW
-    return kind(parameters, optim_bits=8 if "8bit" in name else 32, is_paged="paged" in name, **options)
+    with real_tensors():  # it computes its code tables here
+        return kind(parameters, optim_bits=8 if "8bit" in name else 32, is_paged="paged" in name, **options)
 
 
 def _embeddings_in_32_bits(training: Training) -> None:
