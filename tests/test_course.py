@@ -185,3 +185,11 @@ def test_ctrl_c_ends_the_kernel_and_says_so(tmp_path):
     assert process.returncode == 130 and said.strip() == "Stopped."
     with pytest.raises(ProcessLookupError):
         os.kill(int(pid.read_text()), 0)
+
+
+@pytest.mark.parametrize("tool", ["canonical.py --check", "execute.py", "course.py", "try_colab.py"])
+def test_a_notebook_that_is_not_there_is_named(tool):
+    name, *flags = tool.split()
+    command = [sys.executable, settings.TOOLS / name, *flags, "nowhere.ipynb"]
+    run = subprocess.run(command, capture_output=True, text=True)
+    assert run.returncode == 2 and run.stderr.endswith("there is no notebook nowhere.ipynb\n")

@@ -15,7 +15,7 @@ from pathlib import Path
 import nbformat
 from IPython.core.inputtransformer2 import TransformerManager
 from nbformat import NotebookNode
-from settings import ROOT, TOOLS, all_notebooks, repository_url
+from settings import ROOT, TOOLS, all_notebooks, notebook_path, repository_url
 
 MAX_BYTES = 1_000_000
 SETUP = (TOOLS / "setup_cell.py").read_text().rstrip("\n")
@@ -239,7 +239,7 @@ def main() -> int:
     mode = parser.add_mutually_exclusive_group(required=True)
     mode.add_argument("--check", action="store_true")
     mode.add_argument("--write", action="store_true")
-    parser.add_argument("notebooks", nargs="*", type=Path, help="all of the course when none is named")
+    parser.add_argument("notebooks", nargs="*", type=notebook_path, help="all of the course when none is named")
     arguments = parser.parse_args()
     paths = arguments.notebooks or all_notebooks()
     if arguments.write:

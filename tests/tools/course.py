@@ -60,7 +60,7 @@ def three_witnesses() -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("notebooks", nargs="*", type=Path, help="every chapter when none is named")
+    parser.add_argument("notebooks", nargs="*", type=settings.notebook_path, help="every chapter when none is named")
     paths = parser.parse_args().notebooks or settings.chapters()
     settings.apply(deterministic=False)
     shutil.rmtree(OUT, ignore_errors=True)

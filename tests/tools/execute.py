@@ -134,7 +134,7 @@ def failures(runs: list[Run]) -> list[str]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("notebooks", nargs="*", type=Path, help="all of the course when none is named")
+    parser.add_argument("notebooks", nargs="*", type=settings.notebook_path, help="all when none is named")
     paths = parser.parse_args().notebooks or settings.all_notebooks()
     settings.apply(deterministic=True)
     for path in paths:  # the set-up cell and the badge first, so that what runs is what is stored

@@ -1,5 +1,6 @@
 """Where things are, and the surroundings in which notebooks and tests give the same output on every machine."""
 
+import argparse
 import os
 import tomllib
 from pathlib import Path
@@ -40,6 +41,14 @@ def chapters() -> list[Path]:
 def all_notebooks() -> list[Path]:
     """Every notebook that is checked: chapters, then solutions."""
     return chapters() + sorted((NOTEBOOKS / "solutions").glob("*.ipynb"))
+
+
+def notebook_path(text: str) -> Path:
+    """`text` as the path of a notebook that exists, for argparse."""
+    path = Path(text)
+    if path.suffix != ".ipynb" or not path.is_file():
+        raise argparse.ArgumentTypeError(f"there is no notebook {text}")
+    return path
 
 
 def repository_url(root: Path = ROOT) -> str:

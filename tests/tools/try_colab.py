@@ -4,6 +4,7 @@ The package comes by git from a copy of this working tree. The environment sees 
 comes with its libraries, so nothing large is downloaded; building the package needs pip's usual index.
 """
 
+import argparse
 import json
 import os
 import shutil
@@ -68,7 +69,9 @@ def try_notebook(path: Path, folder: Path) -> dict:
 
 
 def main() -> int:
-    paths = [Path(name) for name in sys.argv[1:]] or settings.chapters()[:1]
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("notebooks", nargs="*", type=settings.notebook_path, help="else the first chapter")
+    paths = parser.parse_args().notebooks or settings.chapters()[:1]
     settings.apply(deterministic=True)
     wrong = []
     for path in paths:
