@@ -14,7 +14,7 @@ TOOLS := tests/tools
 INSTALLED := .venv/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help course lab test gate notebooks format repo-url constraints try-colab clean
+.PHONY: help course lab test gate notebooks format figure repo-url constraints try-colab clean
 
 help:
 	@echo 'make course      run every chapter on this machine, then look at build/course/index.html'
@@ -23,6 +23,7 @@ help:
 	@echo 'make gate        only the quick checks: ruff, and the form of the notebooks'
 	@echo 'make notebooks   run all notebooks and store their outputs in canonical form'
 	@echo 'make format      lay out code and notebooks as the gate wants them, without running anything'
+	@echo 'make figure      draw the pictures of the README again'
 	@echo 'make try-colab   install into an empty environment as Colab does, and run a chapter there'
 	@echo 'make repo-url    write the repository address (URL=https://github.com/OWNER/NAME) into badges and set-up cells'
 	@echo 'make constraints write constraints.txt from what .venv holds'
@@ -73,6 +74,9 @@ format: $(INSTALLED)
 	@$(BIN)/ruff check --quiet --fix .
 	@$(BIN)/ruff format .
 	@$(BIN)/python $(TOOLS)/canonical.py --write
+
+figure: $(INSTALLED)
+	@$(BIN)/python $(TOOLS)/readme_figure.py
 
 repo-url: $(INSTALLED)
 	@$(BIN)/python $(TOOLS)/repo_url.py '$(URL)'
