@@ -12,6 +12,8 @@ import sys
 import types
 from typing import TYPE_CHECKING
 
+from .quiet import silence
+
 __version__ = "0.1.0"
 
 _HOME = {
@@ -84,6 +86,7 @@ class _Package(types.ModuleType):
 
 
 sys.modules[__name__].__class__ = _Package
+silence()
 
 
 def __dir__():
