@@ -45,6 +45,7 @@ _HOME = {
     "gpu_names": "gpu",
     "model_names": "shapes",
     "read_shape": "shapes",
+    "live": "live",
     "plot": "",
     "exercises": "",
 }
@@ -57,6 +58,7 @@ if TYPE_CHECKING:
     from .doctor import doctor, environment_stamp
     from .errors import MeasurementError, RecipeError, RecordError, VramLabError
     from .gpu import find_gpu, gpu_names
+    from .live import live
     from .measure import measure
     from .predict import predict
     from .recipe import Loop, LoRA, Quantization, Recipe, Sharding
