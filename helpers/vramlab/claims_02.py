@@ -22,16 +22,17 @@ from .records import find_record
 from .report import GiB, Interval, MiB, Report, format_bytes
 
 T4 = "T4"
-# What B's loop keeps: the outputs of the last forward pass with keys and values (`use_cache` was on except with
-# checkpointing), gradients until the next step; no clipping; transformers' own AdamW, which goes tensor by tensor.
-LECTURE = dict(zero_grad="start", keep_outputs=True, outputs_to_fp32=False, max_grad_norm=None, foreach=False)
 OLD_CONTEXT = CONTEXT.low  # the bare context; nothing but weights had been loaded when C read 2,116 MB
 SCALARS_PER_LAYER = 2 + 4 * 32  # `masked_bias`, fp16, and `inv_freq`, fp32 of half the rotated channels, in bytes
 
 
 def lecture(batch_size: int, **changes: Any) -> Recipe:
-    """B's recipe with its loop, as far as today's libraries can do it."""
-    loop = Loop("lecture", use_cache=not changes.get("gradient_checkpointing", False), **LECTURE)
+    """B's recipe, as far as today's libraries can do it.
+
+    Its loop keeps the outputs of the last forward pass, with keys and values (`use_cache` was on except under
+    checkpointing), does not clip, and takes transformers' own AdamW of the time, which went tensor by tensor.
+    """
+    loop = Loop.named("plain", use_cache=not changes.get("gradient_checkpointing", False), foreach=False)
     base = dict(batch_size=batch_size, seq_len=256, precision="fp16-true", loop=loop)
     return Recipe("polyglot-ko-1.3b", **{**base, **changes})
 
@@ -129,20 +130,22 @@ def lecture_loaded(old: bool, workspace: bool = True) -> Finding:
 
 
 def lecture_after_step(batch_size: int, **changes: Any) -> int:
-    """Bytes allocated where B read them, with transformers 4.40: today's, its buffers, and what its cache pinned.
+    """Bytes allocated where B read them, after the step, with transformers 4.40.
 
-    The cache of 4.40 held keys in fp32 (the rotation's tables were fp32, so the result was) and values as a *view* of
-    the fused projection, which pins queries and keys too: 4 + 3 × 2 bytes a channel where today's cache holds copies of
-    2 + 2. And beside each of the eight tensors as large as the embedding (two weights, two gradients, four states), the
-    allocator keeps what is left of a segment of whole 2 MiB, since it does not split off less than 1 MiB.
+    Weights, gradients and two states; the batch; and the outputs, still referenced: logits and, with `use_cache`, keys
+    in fp32 (the rotation's tables were fp32, so the result was) and values as a *view* of the fused projection, which
+    pins queries and keys too: 4 + 3 × 2 bytes a channel, where today's cache holds copies of 2 + 2. Beside each of the
+    eight tensors as large as the embedding the allocator keeps what is left of a segment of whole 2 MiB, since it does
+    not split off less than 1 MiB. Of accumulated micro-batches only the last one's outputs are there.
     """
     recipe = lecture(batch_size, **changes)
-    shape = recipe.shape
-    end = witness(recipe, T4).phases["step"].end
-    kept = sum(getattr(end, part) for part in ("parameters", "gradients", "optimizer_states", "activations", "inputs"))
-    pinned = 6 * shape.num_layers * batch_size * recipe.seq_len * shape.hidden_size if recipe.loop.use_cache else 0
-    slack = 8 * (-2 * shape.vocab_size * shape.hidden_size % ROUND_LARGE)
-    return kept + sum(old_buffers(recipe)) + pinned + slack + 2 * cublas_workspace(find_gpu(T4).compute_capability)
+    shape, tokens = recipe.shape, batch_size * recipe.seq_len
+    embedding = 2 * shape.vocab_size * shape.hidden_size
+    cache = (4 + 3 * 2) * shape.num_layers * tokens * shape.hidden_size if recipe.loop.use_cache else 0
+    outputs = 2 * tokens * shape.vocab_size + cache
+    held = 4 * 2 * shape.num_parameters + 2 * 8 * tokens + 8 * (-embedding % ROUND_LARGE)
+    workspace = 2 * cublas_workspace(find_gpu(T4).compute_capability)
+    return held + outputs + sum(old_buffers(recipe)) + workspace
 
 
 def lecture_reading(batch_size: int, at: str, **changes: Any) -> Finding:
