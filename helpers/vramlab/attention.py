@@ -124,12 +124,7 @@ class Attention(Linears):
         """Keeps its result. With `fp32` (or under autocast) that is in fp32, and a copy in `width` goes on."""
         if not fp32:
             return self.unary("softmax", self.fp32(x), "result")
-        if x.width != FP32:  # the kernel reads half precision and writes fp32 by itself
-            out = self.tensor("softmax", x.shape, FP32)
-            x = self.op("softmax", [x], x.shape, FP32, saves=[out], block=out.block)
-        else:
-            x = self.unary("softmax", x, "result")
-        return self.to(x, width)
+        return self.to(self.unary("softmax", self.to(x, FP32), "result"), width)
 
     def rotary(self, x: Tensor, table: tuple[Tensor, Tensor], dims: int) -> Tensor:
         """x · cos + rotate_half(x) · sin on the first `dims` channels (Su et al. 2021, `apply_rotary_pos_emb`).

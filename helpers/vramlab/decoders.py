@@ -6,6 +6,7 @@ layer, in bytes: 4 · (2 norms · h + 3h queries, keys, values + h attention + 2
 result) + 2h dropout masks: about 109 h. `forward.activation_bytes_per_layer` lists them for any recipe.
 """
 
+from math import prod
 from typing import TYPE_CHECKING
 
 from .ledger import Tensor
@@ -187,15 +188,20 @@ def experts(m: "Model", name: str, x: Tensor) -> Tensor:
     top = m.op("topk", [probabilities], (rows, k), 4, saves=[m.tensor("topk", (rows, k), 8)])
     weights = m.op("div", [top], (rows, k), 4, saves=[top])
     order = m.tensor("sort", (rows * k,), 8)
-    chosen = m.op("index", [flat], (rows * k, h), x.width, saves=[order])
+    chosen = index(m, flat, order, rows * k, h)
     both = grouped(m, chosen, f"{name}.experts.gate_up_proj", 2 * s.intermediate_size)
     gate, up = m.split(both, (rows * k, s.intermediate_size), (rows * k, s.intermediate_size))
     product = m.mul(m.activation(gate, s.activation), up)
     out = grouped(m, product, f"{name}.experts.down_proj", h)
-    weighted = m.mul(out, m.op("index", [weights], (rows * k, 1), 4, saves=[order]))
-    back = m.op("index", [weighted], (rows * k, h), weighted.width, saves=[order])
+    weighted = m.mul(out, index(m, weights, order, rows * k, 1))
+    back = index(m, weighted, order, rows * k, h)
     total = m.reduce(back, (rows, h), "sum")
     return m.to(total, x.width).view(b, n, h)
+
+
+def index(m: "Model", x: Tensor, order: Tensor, *shape: int) -> Tensor:
+    """x[order]: backward puts the gradient into zeros and that into another tensor (`index_put`)."""
+    return m.op("index", [x], shape, x.width, saves=[order], extra=prod(x.shape) * x.width)
 
 
 def grouped(m: "Model", x: Tensor, name: str, out: int) -> Tensor:

@@ -13,10 +13,11 @@ from functools import lru_cache
 from math import ceil, prod
 from typing import Any
 
-from .ledger import rounded, slack
+from .ledger import rounded
 from .linears import BLOCK, NESTED_BLOCK
 from .operators import FP32, HALF
 from .recipe import LoRA, Quantization, Recipe
+from .reserve import pack
 from .shapes import Shape
 
 # States an optimizer keeps for each trained number: (how many, bytes of each; None is the parameter's own width).
@@ -143,8 +144,8 @@ def adapted(shape: Shape, lora: LoRA) -> tuple[tuple[str, int, int], ...]:
     return tuple(shape.lora_targets(lora.target_modules, lora.modules_to_save))
 
 
-def row_bytes(row: Row, double: bool = False) -> int:
-    """Bytes of one tensor with all that is stored beside it.
+def stored_sizes(row: Row, double: bool = False) -> list[int]:
+    """Bytes of the blocks of one tensor: its numbers, and what is stored beside them.
 
     4 bits: half a byte a number, one scale for 64 numbers (fp32, or 8 bits and an fp32 scale for 256 of those with
     double quantization: 4.5 and 4.127 bits a number, Dettmers et al. 2023, section 3), the format's 16 values, an offset.
@@ -152,12 +153,17 @@ def row_bytes(row: Row, double: bool = False) -> int:
     """
     n = row.numbers
     if row.quantized is None:
-        return row.size
+        return [row.size]
     if row.quantized == "int8":
-        return rounded(n) + rounded(FP32 * row.shape[0])
+        return [rounded(n), rounded(FP32 * row.shape[0])]
     blocks = ceil(n / BLOCK)
-    scales = rounded(blocks) + rounded(FP32 * ceil(blocks / NESTED_BLOCK)) + rounded(FP32) if double else 0
-    return rounded(ceil(n / 2)) + (scales or rounded(FP32 * blocks)) + rounded(16 * FP32)
+    scales = [blocks, FP32 * ceil(blocks / NESTED_BLOCK), FP32] if double else [FP32 * blocks]
+    return [rounded(size) for size in (ceil(n / 2), *scales, 16 * FP32)]
+
+
+def row_bytes(row: Row, double: bool = False) -> int:
+    """Bytes of one tensor with all that is stored beside it."""
+    return row.size if row.quantized is None else sum(stored_sizes(row, double))
 
 
 def parameter_bytes(recipe: Recipe) -> int:
@@ -179,51 +185,68 @@ def optimizer_state_bytes(recipe: Recipe) -> int:
 
 
 def state_bytes(row: Row, recipe: Recipe) -> int:
-    """Bytes of one trained tensor's states; 0 for those that a paged optimizer keeps in unified memory."""
-    optim, n = recipe.optim, row.numbers
+    """Bytes of one trained tensor's states; what a paged optimizer keeps in unified memory is left out."""
+    return sum(state_sizes(row, recipe.optim, *_state_key(recipe)))
+
+
+@lru_cache(maxsize=4096)
+def state_sizes(row: Row, optim: str, optim_args: str | None, trainer: bool) -> list[int]:
+    """Bytes of the blocks of one trained tensor's states. The Trainer keeps those of embeddings out of 8 bits."""
+    n = row.numbers
     count, width = STATES[optim]
     if optim == "adafactor":
         return _factored(row.shape)
-    if optim in ("sgd", "rmsprop"):
-        arguments = recipe.optimizer_arguments()
-        count += bool(arguments.get("momentum")) + bool(arguments.get("centered"))
     if "bit" not in optim:
-        step = rounded(FP32) if optim == "adamw_torch_fused" else 0
-        return count * row.size + step
-    if width == 1 and (n < SMALLEST_IN_8_BITS or (row.kind == "embedding" and recipe.loop.name == "trainer")):
+        if optim in ("sgd", "rmsprop") and optim_args:
+            count += _given(optim_args, "momentum")
+            count += optim == "rmsprop" and _given(optim_args, "centered")
+        return [row.size] * count + ([rounded(FP32)] if optim == "adamw_torch_fused" else [])
+    if width == 1 and (n < SMALLEST_IN_8_BITS or (row.kind == "embedding" and trainer)):
         width = FP32
+    scales = [rounded(FP32 * ceil(n / STATE_BLOCK))] if width == 1 else []
     if optim.startswith("paged") and n >= SMALLEST_PAGED:
-        return count * rounded(FP32 * ceil(n / STATE_BLOCK)) if width == 1 else 0
-    scales = rounded(FP32 * ceil(n / STATE_BLOCK)) if width == 1 else 0
-    return count * (rounded(n * width) + scales)
+        return scales * count
+    return ([rounded(n * width), *scales]) * count
 
 
-def _factored(shape: tuple[int, ...]) -> int:
+def _given(optim_args: str, name: str) -> bool:
+    """Whether an argument is there and not zero."""
+    pairs = (pair.partition("=") for pair in optim_args.split(","))
+    return any(key.strip() == name and float(value) != 0 for key, _, value in pairs)
+
+
+def _factored(shape: tuple[int, ...]) -> list[int]:
     """Adafactor: one fp32 number for each row and each column of a matrix, or for each number of a vector."""
     if len(shape) < 2:
-        return rounded(FP32 * prod(shape))
-    return rounded(FP32 * prod(shape[:-1])) + rounded(FP32 * prod(shape[:-2]) * shape[-1])
+        return [rounded(FP32 * prod(shape))]
+    return [rounded(FP32 * prod(shape[:-1])), rounded(FP32 * prod(shape[:-2]) * shape[-1])]
 
 
-def slack_bytes(recipe: Recipe) -> Counter:
-    """Bytes that the allocator holds beyond parameters, gradients and optimizer states; see `ledger.slack`."""
-    found: Counter = Counter()
-    for row in held(recipe):
-        stored = (
-            ceil(row.numbers / 2) if row.quantized in ("nf4", "fp4") else row.numbers if row.quantized else row.size
-        )
-        found["parameters"] += row.count * slack(rounded(stored))
-        if row.trained:
-            found["gradients"] += row.count * slack(row.size)
-            found["optimizer_states"] += row.count * _state_slack(row, recipe)
-    return found
+def slack_bytes(recipe: Recipe) -> dict[str, int]:
+    """Bytes that the allocator holds beyond parameters, gradients and optimizer states: rests it does not split off."""
+    return dict(
+        _slack(recipe.shape, recipe.precision, recipe.quantization, recipe.lora, recipe.optim, _state_key(recipe))
+    )
 
 
-def _state_slack(row: Row, recipe: Recipe) -> int:
-    total, (count, _) = state_bytes(row, recipe), STATES[recipe.optim]
-    if recipe.optim in ("sgd", "rmsprop") or not count or total < row.numbers:
-        return slack(total)
-    return count * slack(rounded(total // count))
+def _state_key(recipe: Recipe) -> tuple[str | None, bool]:
+    return recipe.optim_args, recipe.loop.name == "trainer"
+
+
+@lru_cache(maxsize=512)
+def _slack(shape: Shape, precision: str, quantization, lora, optim: str, state_key) -> tuple[tuple[str, int], ...]:
+    """All layers packed in the order of their names; gradients in the other order, states two by two."""
+    rows = {(row.name, row.shape): row for row in table(shape, precision, quantization, lora)}
+    order = [rows[role(weight.name), weight.shape] for weight in shape.weights()]
+    order += [row for row in rows.values() if row.kind == "lora" for _ in range(row.count)]
+    trained = [row for row in order if row.trained]
+    double = bool(quantization and quantization.double)
+    found = {
+        "parameters": [size for row in order for size in stored_sizes(row, double)],
+        "gradients": [row.size for row in reversed(trained)],
+        "optimizer_states": [size for row in trained for size in state_sizes(row, optim, *state_key)],
+    }
+    return tuple((name, pack(sizes) - sum(sizes)) for name, sizes in found.items())
 
 
 def buffer_bytes(recipe: Recipe) -> int:
@@ -306,6 +329,6 @@ def _can_quantize(shape: Shape, weight) -> bool:
     module = weight.name.removesuffix(".weight")
     if weight.kind not in ("linear", "conv1d") or shape.family == "falcon" or not weight.name.endswith(".weight"):
         return False
-    if shape.task not in ("image-classification",) and shape.family != "bert" and module == shape.head:
+    if module == shape.head:
         return False
-    return not (shape.tied and module == shape.head) and not (shape.family == "t5" and module.endswith(".wo"))
+    return shape.family != "t5" or not module.endswith(".wo")

@@ -141,7 +141,7 @@ class Model(Attention):
         """
         x = first.pop()
         both_ends = bool(self.shape.num_decoder_layers)
-        typical = int(both_ends or not x.needs)
+        typical = int(both_ends or not x.needs or type(x.node) is Leaf)
         written = min(count, typical + 1 + both_ends)
         for i in range(written):
             begin = len(self.changes)

@@ -46,24 +46,28 @@ class Linears(Operators):
         else:
             y = self.product(x, weight, offset)
         if name in self.adapted:
-            y = self._adapted(x, y, name, weight.quantized)
+            base = [y]
+            del y
+            y = self._adapted(x, base, name, weight.quantized)
         self.where = outer
         return y
 
-    def _adapted(self, x: Tensor, y: Tensor, name: str, quantized: str | None) -> Tensor:
-        """y + B(A(dropout(x))) · α/r: the adapter keeps x, in its own dtype, and r numbers a token (peft, lora.Linear).
+    def _adapted(self, x: Tensor, base: list[Tensor], name: str, quantized: str | None) -> Tensor:
+        """base + B(A(dropout(x))) · α/r: the adapter keeps x, in its own dtype, and r numbers a token (peft, lora.Linear).
 
         The frozen layer beside it keeps nothing of x: that is what LoRA saves of activations, and all it saves.
         """
-        down, up, width = self.parameters[f"{name}.lora_A"], self.parameters[f"{name}.lora_B"], y.width
+        down, up, y = self.parameters[f"{name}.lora_A"], self.parameters[f"{name}.lora_B"], base.pop()
+        width = y.width
         if quantized in ("nf4", "fp4"):
             y = self.copy(y)
         x = self.to(x, down.width)
-        small = self.product(self.dropout(x, self.lora_dropout), down)
-        update = self.scale(self.product(small, up))
         if quantized:
+            update = self.scale(self.product(self.product(self.dropout(x, self.lora_dropout), down), up))
             update = self.to(update, width)
-        return self.to(self.add(y, update), width)
+            return self.add(y, update)
+        y = self.add(y, self.scale(self.product(self.product(self.dropout(x, self.lora_dropout), down), up)))
+        return self.to(y, width)
 
     def _in_4_bits(self, x: Tensor, weight, bias) -> Tensor:
         """The weight is unpacked whole for each product, forward and backward (Dettmers et al. 2023, section 3).

@@ -64,6 +64,8 @@ def predict(recipe: Recipe, gpu: str | Gpu | None = None) -> Report:
     phases, moments = _phases(recipe, account, loaded, held, gradients, exist)
     name = max(phases, key=lambda phase: phases[phase].peak.total)
     peak = phases[name].peak
+    groups, places = _groups(recipe, account, moments.get(name), name, peak)
+    inside = reserve.reserved(_blocks(recipe, groups, peak), peak.total)
     return Report(
         source="predicted",
         recipe=recipe.to_dict(),
@@ -72,9 +74,9 @@ def predict(recipe: Recipe, gpu: str | Gpu | None = None) -> Report:
         phases=phases,
         peak=peak,
         peak_phase=name,
-        largest=_largest(recipe, account, moments.get(name), name, peak),
-        reserved=reserve.reserved(recipe, peak.total),
-        process=reserve.process(recipe, peak.total, card),
+        largest=_largest(groups, places),
+        reserved=inside,
+        process=reserve.process(inside, card),
         notes=_notes(recipe, card),
     )
 
@@ -105,31 +107,44 @@ def _bytes(split: Counter) -> Bytes:
     return Bytes(**{category: split[category] for category in CATEGORIES})
 
 
-def _largest(recipe: Recipe, account: Account, moment, phase: str, peak: Bytes) -> list[Tensor]:
-    """The largest groups of equal tensors alive at the peak."""
+def _groups(recipe: Recipe, account: Account, moment, phase: str, peak: Bytes) -> tuple[Counter, dict]:
+    """The blocks alive at the peak: (bytes, category, shape, dtype, what made it) to how many, and where one of them is."""
     half = "float16" if recipe.precision.startswith("fp16") else "bfloat16"
     groups: Counter = Counter()
     places: dict[tuple, str] = {}
     for row in formulas.held(recipe):
         stored = "uint8" if row.quantized else half if row.width == 2 else "float32"
-        key = (formulas.row_bytes(row), "parameters", row.shape, stored, "loaded")
-        groups[key] += row.count
-        places.setdefault(key, row.name)
-        if row.trained:
-            for category, size, op in (
-                ("optimizer_states", formulas.state_bytes(row, recipe), recipe.optim),
-                ("gradients", row.size if phase == "step" else 0, "backward"),
-            ):
-                if size and getattr(peak, category):
-                    key = (size, category, row.shape, stored, op)
-                    groups[key] += row.count
-                    places.setdefault(key, row.name)
+        found = [(formulas.row_bytes(row), "parameters", row.shape, stored, "loaded")]
+        if row.trained and peak.optimizer_states:
+            found.append((formulas.state_bytes(row, recipe), "optimizer_states", row.shape, stored, recipe.optim))
+        if row.trained and peak.gradients and (phase == "step" or moment is None):
+            found.append((row.size, "gradients", row.shape, stored, "backward"))
+        for key in found:
+            groups[key] += row.count
+            places.setdefault(key, row.name)
     if moment:
         for times, entry in account.alive(moment[0]):
-            dtype = half if entry.width == 2 else DTYPES[entry.width]
-            key = (entry.size, entry.category, entry.shape, dtype, entry.op)
+            key = (entry.size, entry.category, entry.shape, half if entry.width == 2 else DTYPES[entry.width], entry.op)
             groups[key] += times
             places.setdefault(key, entry.where)
+    return groups, places
+
+
+def _blocks(recipe: Recipe, groups: Counter, peak: Bytes) -> Counter:
+    """Sizes of the blocks alive at the peak, to how many: states come as one block for each state."""
+    blocks: Counter = Counter()
+    states = max(1, formulas.STATES[recipe.optim][0])
+    for (size, category, *_), count in groups.items():
+        if category == "optimizer_states":
+            size, count = size // states, count * states
+        blocks[size] += count
+    rest = peak.total - sum(size * count for size, count in blocks.items())
+    if rest > 0:  # the optimizer step's temporaries, cuBLAS's workspaces, gradients of layers already done
+        blocks[rest] += 1
+    return blocks
+
+
+def _largest(groups: Counter, places: dict) -> list[Tensor]:
     ranked = sorted(groups.items(), key=lambda item: -item[0][0] * item[1])[:LISTED]
     return [Tensor(*key, where=places[key], count=count) for key, count in ranked]
 

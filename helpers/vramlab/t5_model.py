@@ -18,7 +18,7 @@ def run(m: Model, name: str, count: int, source: Tensor | None) -> Tensor:
     """One `T5Stack`. The first layer computes the positions' bias for all; a cross-attention's bias is zeros."""
     p = m.shape.hidden_dropout
     m.where, m.decoding = name, source is not None
-    embedded = m.embedding(Tensor(None, (m.batch, m.tokens), INT64), "shared")
+    embedded = m.first(m.embedding(Tensor(None, (m.batch, m.tokens), INT64), "shared"))
     first = [m.dropout(embedded, p)]
     mask = m.mask() if m.decoding else None
     shared: list[Tensor] = []
@@ -31,6 +31,8 @@ def run(m: Model, name: str, count: int, source: Tensor | None) -> Tensor:
         return encoders.t5(m, inner, x, (biases[0], mask), source, (biases[-1], None))
 
     x = m.stack(f"{name}.block", count, layer, first)
+    if count == 1:  # nobody else asks for them again
+        shared.clear()
     m.where = name
     x = m.rms_norm(x, f"{name}.final_layer_norm", "t5")
     return m.dropout(x, p)
