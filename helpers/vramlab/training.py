@@ -7,6 +7,7 @@ outputs stay alive) is read from `recipe.loop` and nowhere else.
 
 import contextlib
 import math
+import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -178,10 +179,12 @@ def _embeddings_in_32_bits(training: Training) -> None:
 
 def _step_in_backward(training: Training, recipe: Recipe, trained: list) -> None:
     """Update each parameter as soon as its gradient is complete, and free the gradient (PyTorch's tutorial of 2023)."""
+    owner = weakref.ref(training)  # Python's collector does not see through hooks: a hold on it would never be freed
 
     def update(parameter: "torch.Tensor") -> None:
-        training.per_parameter[parameter].step()
-        training.per_parameter[parameter].zero_grad(set_to_none=True)
+        optimizer = owner().per_parameter[parameter]
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
 
     for parameter in trained:
         training.per_parameter[parameter] = make_optimizer(recipe, [parameter], training.multi_tensor)
