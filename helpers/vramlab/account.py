@@ -10,8 +10,8 @@ from collections import Counter
 from dataclasses import dataclass
 from itertools import accumulate
 
-from . import formulas, heads, t5_model, updates
-from .forward import Model, Stack, hidden_states
+from . import formulas, generic, heads, t5_model, updates
+from .forward import WRITTEN, Model, Stack, hidden_states
 from .ledger import Entry, Parameter, Tensor
 from .operators import FP32, HALF
 from .recipe import Recipe
@@ -57,24 +57,31 @@ def parameters(recipe: Recipe) -> dict[str, Parameter]:
     return found
 
 
-def model(recipe: Recipe, capability: tuple[int, int]) -> Model:
-    """The recipe's model with an empty ledger."""
+def model(recipe: Recipe, capability: tuple[int, int], approximate: bool = False) -> Model:
+    """The recipe's model with an empty ledger; the generic decoder if its own is not known."""
     shape, lora, quantization = recipe.shape, recipe.lora, recipe.quantization
     config, precision = formulas.config_of(shape), recipe.precision
     facts = Facts(
         config,
-        EMBEDDINGS.get(shape.family, "model.embed_tokens") + ".weight",
+        "model.embed.weight" if approximate else EMBEDDINGS.get(shape.family, "model.embed_tokens") + ".weight",
         formulas.weight_width(precision, quantization),
         HALF if precision.endswith("-true") else FP32,
     )
+    if approximate:
+        rank, packed = lora.r if lora else 0, quantization.quant_type if quantization else None
+        weights = generic.parameters(shape, facts.embedding_width, lora is None, packed, rank)
+        names = generic.adapted(rank)
+    else:
+        weights = parameters(recipe)
+        names = frozenset(name for name, _, _ in formulas.adapted(shape, lora)) if lora else frozenset()
     m = Model(
         recipe,
         facts,
-        parameters(recipe),
+        weights,
         autocast=HALF if precision.endswith("-mixed") else None,
         compute=formulas.compute_width(precision, quantization) if quantization else HALF,
         nested=bool(quantization and quantization.double),
-        adapted=frozenset(name for name, _, _ in formulas.adapted(shape, lora)) if lora else frozenset(),
+        adapted=names,
         lora_dropout=lora.lora_dropout if lora else 0.0,
         implementation=recipe.attn_implementation,
         bf16=not precision.startswith("fp16"),
@@ -101,7 +108,16 @@ class Account:
     """
 
     def __init__(self, recipe: Recipe, capability: tuple[int, int] = (8, 0), gradients_exist: bool = False):
-        self.m = m = model(recipe, capability)
+        self.approximate = recipe.shape.family not in WRITTEN
+        if not self.approximate:
+            try:
+                return self._enter(recipe, capability, gradients_exist)
+            except KeyError:  # a variant with other weights than the usual
+                self.approximate = True
+        self._enter(recipe, capability, gradients_exist)
+
+    def _enter(self, recipe: Recipe, capability: tuple[int, int], gradients_exist: bool) -> None:
+        self.m = m = model(recipe, capability, self.approximate)
         if gradients_exist:
             for parameter in m.parameters.values():
                 parameter.gradient = True
@@ -122,7 +138,10 @@ class Account:
 
     def _forward(self) -> Tensor:
         m = self.m
-        x = t5_model.hidden_states(m) if m.shape.family == "t5" else hidden_states(m)
+        if self.approximate:
+            x = generic.hidden_states(m)
+        else:
+            x = t5_model.hidden_states(m) if m.shape.family == "t5" else hidden_states(m)
         logits, loss = heads.logits_and_loss(m, x)
         del x
         m.casts.clear()
@@ -197,6 +216,9 @@ class Account:
             for times, a, b in extra:
                 for category in at[b]:
                     split[category] += times * (at[b][category] - at[a].get(category, 0))
+            kept = min(split["activations"], 0)  # a layer's output that only the last one does not keep
+            split["activations"] -= kept
+            split["temporaries"] += kept
             found.append(split)
         return found
 

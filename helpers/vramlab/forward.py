@@ -90,7 +90,7 @@ class Model(Attention):
 
     def first(self, x: Tensor) -> Tensor:
         """The input embedding: with LoRA under checkpointing made to need a gradient (`enable_input_require_grads`)."""
-        if self.recipe.lora and self.recipe.gradient_checkpointing:
+        if self.recipe.lora and self.checkpoints:
             x.needs, x.node = True, Leaf(x.block)
             if self.recipe.loop.keep_outputs:  # outputs hold the graph, and the graph its leaves
                 self.leaves.append(x.node)
@@ -134,20 +134,24 @@ class Model(Attention):
         """`count` layers: one is written out and stands for all the rest, which keep and need the same.
 
         Where no gradient flows into the first layer (LoRA), that one keeps less, and the second stands for the rest. In
-        an encoder–decoder the first makes what all share and the last starts its gradients: both are written out.
+        an encoder–decoder the last layer starts the gradients of what all share, so it is written out too, and under
+        checkpointing the first one, which makes it.
 
         Args:
             first: holds the input of the first layer, which is taken out, so that it goes when that layer is done.
         """
         x = first.pop()
+        leaf = x.node if type(x.node) is Leaf else None
+        if leaf and not self.leaves:
+            leaf.block = None  # it goes with the first layer then, or a little later
         both_ends = bool(self.shape.num_decoder_layers)
-        typical = int(both_ends or not x.needs or type(x.node) is Leaf)
+        typical = int(both_ends and self.checkpoints or not x.needs or bool(leaf and leaf.block))
         written = min(count, typical + 1 + both_ends)
         for i in range(written):
             begin = len(self.changes)
             self.bounds.setdefault(len(self.nodes), []).append(f"{name}.{i}")
             x = self.layer(layer, f"{name}.{i}", x)
-            if i == typical and count > written:
+            if i == min(typical, written - 1):
                 self.stacks.append(Stack(f"{name}.{i}", f"{name}.{i}.end", count - written, begin, len(self.changes)))
                 self.bounds.setdefault(len(self.nodes), []).append(f"{name}.{i}.end")
         return x
@@ -170,6 +174,8 @@ DECODERS = {
     "vit": ("vit", "layers", "layernorm", encoders.vit),
 }
 LLAMA = ("model", "layers", "norm", decoders.llama)
+LIKE_LLAMA = ("llama", "mistral", "mixtral", "qwen2", "qwen3", "gemma", "gemma2")
+WRITTEN = frozenset((*DECODERS, *LIKE_LLAMA, "t5"))
 
 
 def hidden_states(m: Model) -> Tensor:

@@ -16,6 +16,8 @@ def logits_and_loss(m: Model, x: Tensor) -> tuple[Tensor, Tensor]:
     """The head that the recipe trains: (what the model returns beside the loss, the loss)."""
     task = m.shape.task
     m.where = m.shape.head
+    if m.facts.embedding == "model.embed.weight":
+        return generic(m, x)
     if task == "sequence-classification" and m.shape.family != "bert":
         return score(m, x)
     if task in ("sequence-classification", "image-classification"):
@@ -32,6 +34,17 @@ def logits_and_loss(m: Model, x: Tensor) -> tuple[Tensor, Tensor]:
     m.where = "loss"
     rows = logits if task == "seq2seq-lm" else m.to(logits, FP32)
     return logits, cross_entropy(m, rows.view(m.batch * m.tokens, m.shape.vocab_size))
+
+
+def generic(m: Model, x: Tensor) -> tuple[Tensor, Tensor]:
+    """The head of an architecture nobody wrote out."""
+    if "classification" in m.shape.task:
+        x = m.slice(x, m.batch, m.shape.hidden_size)
+    weight = m.parameters.get("head.weight") or m.parameters[m.facts.embedding]
+    logits = m.product(x, weight)
+    return logits, cross_entropy(
+        m, m.to(logits, FP32).view(-1, weight.shape[0]) if len(logits.shape) == 2 else m.to(logits, FP32)
+    )
 
 
 def project(m: Model, x: Tensor) -> Tensor:

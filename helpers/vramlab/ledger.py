@@ -171,14 +171,15 @@ class Piece:
 
 
 class Leaf:
-    """A tensor that was told to need a gradient; it lives, with its gradient, as long as the graph."""
+    """A tensor that was told to need a gradient: the graph holds it, and its gradient with it."""
 
     def __init__(self, block: Block):
         self.block, self.gradient = block, None
 
     def receive(self, ledger: "Ledger", gradient: Tensor) -> None:
-        """Kept."""
-        self.gradient = self.gradient or gradient
+        """Kept as long as the tensor is."""
+        if self.block is not None:
+            self.gradient = self.gradient or gradient
 
 
 class Replay:

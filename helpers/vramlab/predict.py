@@ -1,11 +1,11 @@
-"""Pencil and paper: the bytes of a training step from the model's shape alone. No torch, no model, under a millisecond.
+"""Pencil and paper: the bytes of a training step from the model's shape alone. No torch, no model, about a millisecond.
 
     held       parameters + buffers + inputs + gradients + optimizer states + cuBLAS's workspaces    (`formulas`, `zero`)
-    forward    + what each layer keeps × layers + the last one's temporaries, then logits and loss    (`account`)
-    backward   + gradients of the loss, then per layer what it keeps less and the gradients it makes  (`account`)
+    forward    + what a layer keeps × layers + the last one's temporaries, then logits and loss       (`account`)
+    backward   + the loss's gradients, then layer by layer what is kept less, and gradients more      (`account`)
     step       + the optimizer's temporaries                                                          (`updates`)
 
-The peak is the highest of these moments. `account` enters the operators of two layers in a ledger (`ledger`,
+The peak is the highest of these moments. `account` enters the operators of a layer or two in a ledger (`ledger`,
 `operators`, `decoders`, …) and counts the rest of the stack by multiplication.
 """
 
@@ -13,7 +13,6 @@ from collections import Counter
 
 from . import formulas, reserve, updates, zero
 from .account import Account
-from .formulas import parameter_bytes  # noqa: F401 (part of the public page)
 from .gpu import Gpu, find_gpu
 from .overhead import cublas_workspace
 from .recipe import Recipe
@@ -21,6 +20,7 @@ from .report import CATEGORIES, Bytes, Phase, Report, Tensor
 
 LISTED = 8
 DTYPES = {8: "int64", 4: "float32", 1: "bool"}
+USUAL = (8, 0)  # compute capability, when no card is named
 
 
 def predict(recipe: Recipe, gpu: str | Gpu | None = None) -> Report:
@@ -35,37 +35,13 @@ def predict(recipe: Recipe, gpu: str | Gpu | None = None) -> Report:
         GpuError: no such card.
     """
     card = find_gpu(gpu) if gpu else None
-    capability = card.compute_capability if card else (8, 0)
-    loop, many = recipe.loop, recipe.gradient_accumulation_steps > 1
-    exist = many or not loop.set_to_none
-    account = Account(recipe, capability, gradients_exist=exist)
-    held = zero.shares(
-        recipe,
-        Counter(
-            parameters=formulas.parameter_bytes(recipe),
-            gradients=formulas.gradient_bytes(recipe),
-            optimizer_states=formulas.optimizer_state_bytes(recipe),
-            buffers=formulas.buffer_bytes(recipe),
-            inputs=formulas.input_bytes(recipe),
-            workspace=2 * (card.cublas_workspace if card else cublas_workspace(capability)),
-            **{f"{category} slack": n for category, n in formulas.slack_bytes(recipe).items()},
-        ),
-    )
-    gradients = Counter(gradients=held.pop("gradients"), workspace=held.pop("gradients slack", 0))
-    if loop.optimizer_in_backward:
-        gradients.clear()
-    loaded = Counter(
-        parameters=held["parameters"],
-        buffers=held["buffers"],
-        inputs=held["inputs"],
-        workspace=held.pop("parameters slack"),
-    )
-    held["workspace"] += loaded["workspace"] + held.pop("optimizer_states slack", 0)
-    phases, moments = _phases(recipe, account, loaded, held, gradients, exist)
+    account = Account(recipe, card.compute_capability if card else USUAL, gradients_exist=_gradients_exist(recipe))
+    share = zero.shares(recipe)
+    phases, moments = _phases(recipe, account, _held(recipe, card), share)
     name = max(phases, key=lambda phase: phases[phase].peak.total)
     peak = phases[name].peak
     groups, places = _groups(recipe, account, moments.get(name), name, peak)
-    inside = reserve.reserved(_blocks(recipe, groups, peak), peak.total)
+    inside = reserve.reserved(_blocks(recipe, groups, peak), peak.total, account.approximate)
     return Report(
         source="predicted",
         recipe=recipe.to_dict(),
@@ -74,33 +50,64 @@ def predict(recipe: Recipe, gpu: str | Gpu | None = None) -> Report:
         phases=phases,
         peak=peak,
         peak_phase=name,
-        largest=_largest(groups, places),
+        largest=_largest(groups, places, share),
         reserved=inside,
         process=reserve.process(inside, card),
-        notes=_notes(recipe, card),
+        notes=_notes(recipe, account, card),
     )
 
 
-def _phases(recipe: Recipe, account: Account, loaded: Counter, held: Counter, gradients: Counter, exist: bool):
+def _gradients_exist(recipe: Recipe) -> bool:
+    """Whether backward finds gradients already there: an earlier micro-batch's, or zeros."""
+    return recipe.gradient_accumulation_steps > 1 or not recipe.loop.set_to_none
+
+
+def _held(recipe: Recipe, card: Gpu | None) -> dict[str, Counter]:
+    """Bytes by category of what was loaded, of what stays beside it between steps, and of all gradients."""
+    slack = formulas.slack_bytes(recipe)
+    workspace = card.cublas_workspace if card else cublas_workspace(USUAL)
+    gradients = Counter(gradients=formulas.gradient_bytes(recipe), workspace=slack["gradients"])
+    return {
+        "loaded": Counter(
+            parameters=formulas.parameter_bytes(recipe),
+            buffers=formulas.buffer_bytes(recipe),
+            inputs=formulas.input_bytes(recipe),
+            workspace=slack["parameters"],
+        ),
+        "kept": Counter(
+            optimizer_states=formulas.optimizer_state_bytes(recipe),
+            workspace=2 * workspace + slack["optimizer_states"],  # one handle in forward's thread, one in backward's
+        ),
+        "gradients": Counter() if recipe.loop.optimizer_in_backward else gradients,
+    }
+
+
+def _phases(recipe: Recipe, account: Account, held: dict[str, Counter], share: zero.Shares):
     """Each phase's split at peak and end, and the ledger's events of the peaks."""
-    loop = recipe.loop
-    moments = {"forward": account.peak("forward"), "backward": account.peak("backward")}
+    loop, exist = recipe.loop, _gradients_exist(recipe)
+    moments = {phase: account.peak(phase) for phase in ("forward", "backward")}
     ends = [account.last("forward"), account.last("backward")]
     forward, backward, forward_end, backward_end = account.splits([*moments.values(), *ends])
-    kept = Counter(activations=sum(n for category, n in backward_end.items() if category != "gradients"))
+    loaded, gradients = held["loaded"], held["gradients"]
+    always = loaded + held["kept"]
+    outputs = Counter({category: n for category, n in backward_end.items() if category != "gradients"})
     before = gradients if exist or loop.zero_grad == "before_backward" else Counter()
     during = gradients if exist else Counter()
-    step = held + gradients + kept
-    rest = held + kept + (gradients if loop.zero_grad != "end" or not loop.set_to_none else Counter())
-    temporaries = Counter(temporaries=updates.step_temporaries(recipe))
-    phases = {
+    after = always + outputs
+    rest = after + (gradients if loop.zero_grad != "end" or not loop.set_to_none else Counter())
+    step = after + gradients + Counter(temporaries=int(updates.step_temporaries(recipe) * share.states))
+    splits = {
         "load": (loaded, loaded),
-        "forward": (held + before + kept + forward, held + during + forward_end),
-        "backward": (held + during + backward, held + during + backward_end),
-        "step": (step + temporaries, rest),
+        "forward": (always + before + outputs + forward, always + during + forward_end),
+        "backward": (always + during + backward, always + during + backward_end),
+        "step": (step, rest),
         "between_steps": (rest, rest),
     }
-    return {name: Phase(_bytes(peak), _bytes(end)) for name, (peak, end) in phases.items()}, moments
+    phases = {}
+    for name, pair in splits.items():
+        peak, end = (zero.divide(split, share, name in moments) for split in pair)
+        phases[name] = Phase(_bytes(peak), _bytes(end))
+    return phases, moments
 
 
 def _bytes(split: Counter) -> Bytes:
@@ -117,7 +124,7 @@ def _groups(recipe: Recipe, account: Account, moment, phase: str, peak: Bytes) -
         found = [(formulas.row_bytes(row), "parameters", row.shape, stored, "loaded")]
         if row.trained and peak.optimizer_states:
             found.append((formulas.state_bytes(row, recipe), "optimizer_states", row.shape, stored, recipe.optim))
-        if row.trained and peak.gradients and (phase == "step" or moment is None):
+        if row.trained and peak.gradients and phase not in ("forward", "backward"):
             found.append((row.size, "gradients", row.shape, stored, "backward"))
         for key in found:
             groups[key] += row.count
@@ -131,26 +138,36 @@ def _groups(recipe: Recipe, account: Account, moment, phase: str, peak: Bytes) -
 
 
 def _blocks(recipe: Recipe, groups: Counter, peak: Bytes) -> Counter:
-    """Sizes of the blocks alive at the peak, to how many: states come as one block for each state."""
+    """Sizes of the blocks alive at the peak, to how many: each state is a block of its own."""
     blocks: Counter = Counter()
     states = max(1, formulas.STATES[recipe.optim][0])
     for (size, category, *_), count in groups.items():
-        if category == "optimizer_states":
-            size, count = size // states, count * states
-        blocks[size] += count
+        each = states if category == "optimizer_states" else 1
+        blocks[size // each] += count * each
     rest = peak.total - sum(size * count for size, count in blocks.items())
     if rest > 0:  # the optimizer step's temporaries, cuBLAS's workspaces, gradients of layers already done
         blocks[rest] += 1
     return blocks
 
 
-def _largest(groups: Counter, places: dict) -> list[Tensor]:
-    ranked = sorted(groups.items(), key=lambda item: -item[0][0] * item[1])[:LISTED]
-    return [Tensor(*key, where=places[key], count=count) for key, count in ranked]
+def _largest(groups: Counter, places: dict, share: zero.Shares) -> list[Tensor]:
+    """The largest groups of equal tensors; a sharded category's are one rank's share."""
+    left = {"parameters": share.parameters, "gradients": share.gradients, "optimizer_states": share.states}
+    found = []
+    for (size, category, *rest), count in groups.items():
+        size_here = int(size * left.get(category, 1.0))
+        if size_here:
+            found.append(Tensor(size_here, category, *rest, where=places[size, category, *rest], count=count))
+    return sorted(found, key=lambda tensor: -tensor.size * tensor.count)[:LISTED]
 
 
-def _notes(recipe: Recipe, card: Gpu | None) -> list[str]:
+def _notes(recipe: Recipe, account: Account, card: Gpu | None) -> list[str]:
     notes = zero.notes(recipe)
+    if account.approximate:
+        notes.append(
+            f"{recipe.shape.family}: weights are exact; activations are those of the nearest generic decoder, "
+            "simulate(recipe) runs the real one"
+        )
     if recipe.torch_compile:
         notes.append("torch_compile: activations and temporaries are those of the eager step")
     if card and (why := card.why_not(recipe.precision)):

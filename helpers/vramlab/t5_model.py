@@ -21,14 +21,14 @@ def run(m: Model, name: str, count: int, source: Tensor | None) -> Tensor:
     embedded = m.first(m.embedding(Tensor(None, (m.batch, m.tokens), INT64), "shared"))
     first = [m.dropout(embedded, p)]
     mask = m.mask() if m.decoding else None
-    shared: list[Tensor] = []
+    shared: list[Tensor] = [] if m.checkpoints else biases(m, name)
 
     def layer(inner: str, x: Tensor) -> Tensor:
-        m.decoding, biases = source is not None, shared
-        if inner.endswith(".0"):
-            biases = [bias(m, f"{inner}.layer.0.SelfAttention"), *zeros(m)]
-            shared[:] = shared or biases
-        return encoders.t5(m, inner, x, (biases[0], mask), source, (biases[-1], None))
+        m.decoding, own = source is not None, shared
+        if inner.endswith(".0") and m.checkpoints:
+            own = biases(m, name)
+            shared[:] = shared or own
+        return encoders.t5(m, inner, x, (own[0], mask), source, (own[-1], None))
 
     x = m.stack(f"{name}.block", count, layer, first)
     if count == 1:  # nobody else asks for them again
@@ -36,6 +36,11 @@ def run(m: Model, name: str, count: int, source: Tensor | None) -> Tensor:
     m.where = name
     x = m.rms_norm(x, f"{name}.final_layer_norm", "t5")
     return m.dropout(x, p)
+
+
+def biases(m: Model, stack: str) -> list[Tensor]:
+    """What all layers add to their scores: relative positions, and a decoder's zeros; the first layer makes them."""
+    return [bias(m, f"{stack}.block.0.layer.0.SelfAttention"), *zeros(m)]
 
 
 def bias(m: Model, name: str) -> Tensor:
@@ -55,6 +60,6 @@ def zeros(m: Model) -> list[Tensor]:
         return []
     empty = m.tensor("zeros", (1, m.shape.num_heads, m.tokens, m.tokens), m.hidden_width)
     empty.packed = True
-    if m.recipe.gradient_checkpointing:
+    if m.checkpoints:
         empty.needs, empty.node = True, Leaf(empty.block)
     return [empty]
