@@ -66,7 +66,7 @@ RIGHT = [
     ("02.6", 7.67),
     ("02.7", fitting()),
     ("02.7", fitting(optim="adafactor")),
-    ("02.7", fitting(optim="paged_adamw_8bit", batch_size=4, gradient_accumulation_steps=1)),
+    ("02.7", fitting(batch_size=4, gradient_accumulation_steps=1)),
 ]
 
 
@@ -105,8 +105,8 @@ WRONG = [
     ("02.5", "load", "Choose one"),
     ("02.6", 10 * 8 * 50_257 * 4 / 2**30, "clone"),
     ("02.6", 8 * 512 * 50_257 * 4 / 2**30, "list has ten"),
-    ("02.7", fitting(precision="fp32", optim="adamw_torch"), "may not fit"),
-    ("02.7", fitting(precision="fp16-mixed"), "may not fit"),
+    ("02.7", fitting(precision="fp32", optim="adamw_torch"), "does not fit"),
+    ("02.7", fitting(precision="fp16-mixed"), "does not fit"),
     ("02.7", fitting(gradient_checkpointing=False, batch_size=4, gradient_accumulation_steps=1), "activations"),
     ("02.7", fitting(gradient_accumulation_steps=1), "four sequences"),
     ("02.7", fitting(precision="bf16-true"), "take fp16"),
@@ -126,8 +126,8 @@ def test_typical_mistakes_are_told_what_they_are(name, answer, said):
 
 
 def test_the_fitting_check_is_predicts_own():
-    """The verdict follows the report: refused is what does not fit with certainty."""
+    """The verdict follows the report: refused is what is likely not to fit."""
     for batch in (1, 4, 8, 16, 32, 64):
         recipe = fitting(batch_size=batch, gradient_accumulation_steps=4)
-        fits = predict(recipe, gpu="T4").process.high <= chapter.find_gpu("T4").total
+        fits = predict(recipe, gpu="T4").process.value <= chapter.find_gpu("T4").total
         assert judge(FOUND["02.7"], recipe).right is fits

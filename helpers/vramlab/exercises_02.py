@@ -63,7 +63,7 @@ def kept_logits(tokens: int, steps: int = 10) -> float:
 
 
 def fits(answer: Recipe) -> Verdict:
-    """Whether a recipe trains all of GPT-2 XL on a T4 with certainty."""
+    """Whether a recipe trains all of GPT-2 XL on a T4, as far as can be said beforehand."""
     if not isinstance(answer, Recipe):
         return Verdict(False, f"A Recipe was expected, not a {type(answer).__name__}.")
     if answer.name != "gpt2-xl" or answer.num_layers is not None or answer.seq_len != 1024:
@@ -76,12 +76,14 @@ def fits(answer: Recipe) -> Verdict:
     if why := card.why_not(answer.precision):
         return Verdict(False, f"{why}.")
     report = predict(answer, gpu=CARD)
-    need = f"The process needs up to {format_bytes(report.process.high)}, the card has {format_bytes(card.total)}"
-    if report.process.high <= card.total:
-        return Verdict(True, f"Right: it fits. {need}.")
+    need = (
+        f"The process is likely to take {format_bytes(report.process.value)}, the card has {format_bytes(card.total)}"
+    )
+    if report.process.value <= card.total:
+        return Verdict(True, f"Right. {need}.")
     most = max(report.peak.items(), key=lambda item: item[1])
     said = f"most of the peak, in {report.peak_phase}, is {most[0].replace('_', ' ')}: {format_bytes(most[1])}"
-    return Verdict(False, f"It may not fit. {need}; {said}.")
+    return Verdict(False, f"It does not fit. {need}; {said}.")
 
 
 def _fitting(**changes) -> Recipe:
@@ -212,8 +214,8 @@ EXERCISES = [
     Exercise(
         "02.7",
         f"Write a Recipe that trains all of gpt2-xl (1.56 billion parameters, no LoRA) at 1,024 tokens on a {CARD}, at "
-        "least four sequences a step, so that even the upper end of predict's interval fits. Any precision the card "
-        "has, any optimizer.",
+        "least four sequences a step. By predict, what its process is likely to take has to fit. Any precision the "
+        "card has, any optimizer.",
         difficulty=4,
         minutes=15,
         hints=(
