@@ -73,7 +73,11 @@ def __getattr__(name: str):
     if name not in _HOME:
         raise AttributeError(f"module 'vramlab' has no attribute {name!r}")
     home = _HOME[name]
-    value = getattr(importlib.import_module(f".{home}", __name__), name) if home else importlib.import_module(f".{name}", __name__)
+    value = (
+        getattr(importlib.import_module(f".{home}", __name__), name)
+        if home
+        else importlib.import_module(f".{name}", __name__)
+    )
     globals()[name] = value
     return value
 

@@ -5,7 +5,7 @@ The rules are those of `c10/cuda/CUDACachingAllocator.cpp` with default settings
 larger ones from the large pool, whose segments are 20 MiB (kLargeBuffer) for requests under 10 MiB (kMinLargeAlloc) and
 otherwise the request rounded up to 2 MiB (kRoundLarge). The smallest free block that fits is taken; what is left of it
 becomes a free block if it is at least 512 bytes (small pool) or over 1 MiB (large pool), else it is part of the
-allocation, which is why `allocated` can exceed what was asked for. Freed blocks merge with free neighbours and are kept.
+allocation, which is why `allocated` can exceed what was asked for. Freed blocks merge with free neighbours and stay.
 """
 
 import bisect

@@ -12,6 +12,7 @@ raised and the caller runs the full depth.
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import pairwise
 
 from .tracker import Storage, Tracker
 
@@ -54,7 +55,7 @@ class Place:
 
 
 def deepen(tracker: Tracker, period: int, more: int) -> tuple[list[Event], Marks]:
-    """The log and marks of a model with `more` further groups of `period` layers than `tracker` saw. Raises NotRegular."""
+    """The log and marks of a model with `more` further groups of `period` layers. Raises NotRegular."""
     return _Deepener(tracker, period, more).write()
 
 
@@ -65,7 +66,7 @@ def find_walks(items: Iterable[tuple[int, int, int | None]]) -> list[Walk]:
     """
     walks: list[Walk] = []
     starts: dict[int, int] = {}
-    last = end = 0
+    previous = last = end = 0
 
     def close() -> None:
         if len(starts) == GROUPS:
@@ -100,7 +101,7 @@ class _Deepener:
         calls: list[list[tuple[int, str]]] = [[] for _ in bounds[1:]]
         for position, _, where, stretch in tracker.calls:
             calls[stretch].append((position, where))
-        for index, (start, end) in enumerate(zip(bounds[:-1], bounds[1:], strict=True)):
+        for index, (start, end) in enumerate(pairwise(bounds)):
             self._find(start, end, calls[index])
         self.walks.sort(key=lambda walk: min(walk.starts))
         self._vectors(bounds)
@@ -122,7 +123,7 @@ class _Deepener:
         return min(int(number[1]) // self.period, GROUPS - 1) if number else None
 
     def _find(self, start: int, end: int, calls: list[tuple[int, str]]) -> None:
-        """The walks of one phase: over operator calls made in layers, and over what other calls make or free of layers."""
+        """The walks of one phase: over calls made in layers, and over what other calls make or free of layers."""
         cuts = [start, *(position for position, _ in calls), end]
         groups = [None, *(self._group(where) for _, where in calls)]
         slots = list(zip(cuts[:-1], cuts[1:], groups, strict=True))

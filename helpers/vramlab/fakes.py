@@ -1,6 +1,7 @@
 """Fake tensors that libraries treat as real ones: what torch and transformers do otherwise when they see one."""
 
 import contextlib
+import threading
 import warnings
 from collections.abc import Iterator
 
@@ -8,8 +9,11 @@ import torch
 from torch._subclasses import fake_impls
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from .cuda import CudaKernels
+from .cuda import CudaKernels, cuda_kernels
 from .gpu import Gpu
+
+# What is put in place below is the process's, so one simulation runs at a time; `_seen` is the last one's target.
+_lock, _seen = threading.RLock(), ["cpu"]
 
 
 @contextlib.contextmanager
@@ -21,37 +25,52 @@ def fake_world(target: str, card: Gpu | None = None) -> Iterator[tuple[FakeTenso
     """
     from transformers.utils import generic, import_utils
 
-    saved = {module: module.is_fake_tensor for module in (generic, import_utils) if hasattr(module, "is_fake_tensor")}
-    capability = {"compute_capability": card.compute_capability} if card else {}
-    kernels = CudaKernels(**capability) if target == "cuda" else None
-    try:
-        for module in saved:
-            module.is_fake_tensor = lambda tensor: False
-        fakes = FakeTensorMode(allow_non_fake_inputs=True)
-        with grouped_mm_of_any_dtype(), fakes as mode, kernels or contextlib.nullcontext(), warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="Paged optimizers are not supported on CPU")
-            yield mode, kernels
-    finally:
-        for module, function in saved.items():
-            module.is_fake_tensor = function
+    with _lock, contextlib.ExitStack() as stack:
+        for module in (generic, import_utils):
+            if hasattr(module, "is_fake_tensor"):
+                stack.callback(setattr, module, "is_fake_tensor", module.is_fake_tensor)
+                module.is_fake_tensor = lambda tensor: False
+        stack.enter_context(fake_kernels(target))
+        mode = stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+        kernels = None
+        if target == "cuda":
+            kernels = stack.enter_context(cuda_kernels(card.compute_capability if card else (8, 0)))
+        stack.enter_context(warnings.catch_warnings())
+        warnings.filterwarnings("ignore", message="Paged optimizers are not supported on CPU")
+        yield mode, kernels
 
 
 @contextlib.contextmanager
-def grouped_mm_of_any_dtype() -> Iterator[None]:
-    """torch's fake kernel of `_grouped_mm` (mixture of experts) refuses all but bf16; its real ones take any dtype."""
-    operator = torch.ops.aten._grouped_mm.default
-    if operator in fake_impls.op_implementations_dict:
-        yield
-        return
-    fake_impls.op_implementations_dict[operator] = _grouped_mm
+def fake_kernels(target: str) -> Iterator[None]:
+    """While entered, fake operators whose own rules do not describe `target` have others."""
+    rules = {torch.ops.aten._grouped_mm.default: _grouped_mm}
+    if target == "cuda":
+        rules[torch.ops.aten.native_layer_norm.default] = _layer_norm
+    if _seen[0] != target:  # results are cached by operator and shapes
+        FakeTensorMode.cache_clear()
+        _seen[0] = target
+    registered = fake_impls.op_implementations_dict
+    before = {operator: registered[operator] for operator in rules if operator in registered}
+    registered.update(rules)
     try:
         yield
     finally:
-        fake_impls.op_implementations_dict.pop(operator, None)
+        for operator in rules:
+            del registered[operator]
+        registered.update(before)
+
+
+def _layer_norm(mode: FakeTensorMode, func, input, shape, weight, bias, eps) -> tuple[FakeTensor, ...]:
+    """CUDA's mean and reciprocal deviation of each row are fp32 for half precision too (`layer_norm_kernel.cu`)."""
+    rows = (*input.shape[: input.dim() - len(shape)], *(1 for _ in shape))
+    with mode:
+        out = torch.empty(input.shape, dtype=input.dtype, device=input.device)
+        dtype = torch.float64 if input.dtype == torch.float64 else torch.float32
+        return out, torch.empty(rows, dtype=dtype), torch.empty(rows, dtype=dtype)
 
 
 def _grouped_mm(mode: FakeTensorMode, func, a, b, offs=None, bias=None, out_dtype=None) -> FakeTensor:
-    """Shapes as in aten/src/ATen/native/GroupedMMUtils.h: groups run along the rows of a, along both matrices'
+    """torch's own rule (mixture of experts) refuses all but bf16; its real kernels take any dtype. Shapes as in aten/src/ATen/native/GroupedMMUtils.h: groups run along the rows of a, along both matrices'
     shared dimension (weight gradients), along the columns of b, or there is a plain batch."""
     rows = a.dim() == 2
     if rows and b.dim() == 2:

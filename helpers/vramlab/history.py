@@ -8,7 +8,16 @@ from .allocator import replay
 from .report import Bytes, Moment, Phase, Tensor
 from .tracker import Storage
 
-ATTRIBUTED = ("parameters", "gradients", "optimizer_states", "activations", "temporaries", "buffers", "inputs", "workspace")
+ATTRIBUTED = (
+    "parameters",
+    "gradients",
+    "optimizer_states",
+    "activations",
+    "temporaries",
+    "buffers",
+    "inputs",
+    "workspace",
+)
 INDEX = {name: i for i, name in enumerate(ATTRIBUTED)}
 
 
@@ -76,7 +85,7 @@ class History:
         }
 
     def groups(self, position: int) -> dict[tuple, list[Storage]]:
-        """The storages alive at `position`, equal ones together: (size, category, shape, dtype, operator) to storages."""
+        """The storages alive at `position` by (size, category, shape, dtype, operator)."""
         alive: dict[int, Storage] = {}
         for size, storage, _ in self.log[:position]:
             if size > 0:

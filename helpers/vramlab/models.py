@@ -122,7 +122,9 @@ def _pretrained(recipe: Recipe, device) -> "torch.nn.Module":
     if recipe.shape.hub_id is None or recipe.num_layers is not None:
         raise RecipeError("model", recipe.name, "pretrained weights exist only for catalogue models at full depth")
     if recipe.quantization:
-        raise RecipeError("quantization", recipe.quantization.quant_type, "pretrained=True loads unquantized bases only")
+        raise RecipeError(
+            "quantization", recipe.quantization.quant_type, "pretrained=True loads unquantized bases only"
+        )
     auto = getattr(transformers, AUTO_CLASS[recipe.shape.task])
     dtype, kernel = weight_dtype(recipe), recipe.attn_implementation
     model = auto.from_pretrained(recipe.shape.hub_id, dtype=dtype, attn_implementation=kernel)

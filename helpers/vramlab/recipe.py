@@ -42,7 +42,12 @@ OPTIMIZERS = (
     "rmsprop",
     "adafactor",
 )
-ALIASES = {"adamw_8bit": "adamw_bnb_8bit", "adamw": "adamw_torch", "paged_adamw": "paged_adamw_32bit", "lion": "lion_32bit"}
+ALIASES = {
+    "adamw_8bit": "adamw_bnb_8bit",
+    "adamw": "adamw_torch",
+    "paged_adamw": "paged_adamw_32bit",
+    "lion": "lion_32bit",
+}
 
 
 def _choice(name: str, value: object, allowed: tuple[str, ...]) -> None:
@@ -97,7 +102,7 @@ class Quantization:
     """A frozen base in few bits (Dettmers et al. 2023), as `transformers.BitsAndBytesConfig` makes it.
 
     `double` is `bnb_4bit_use_double_quant`; `compute_dtype` is `bnb_4bit_compute_dtype` (None: the recipe's);
-    `prepare` says whether `peft.prepare_model_for_kbit_training` is called, which keeps all that is not quantized in fp32.
+    `prepare` says whether `peft.prepare_model_for_kbit_training` is called, which puts what is not quantized in fp32.
     """
 
     quant_type: str = "nf4"
@@ -132,7 +137,11 @@ class Sharding:
         if self.offload is not None:
             _choice("sharding.offload", self.offload, ("optimizer", "parameters"))
         if self.engine == "ddp" and self.stage > 1:
-            raise RecipeError("sharding.stage", self.stage, "engine 'ddp' holds whole replicas: stage 0, or 1 with ZeroRedundancyOptimizer")
+            raise RecipeError(
+                "sharding.stage",
+                self.stage,
+                "engine 'ddp' holds whole replicas: stage 0, or 1 with ZeroRedundancyOptimizer",
+            )
         if self.engine == "fsdp" and self.stage < 2:
             raise RecipeError("sharding.stage", self.stage, "engine 'fsdp' shards gradients too: stage 2 or 3")
         if self.offload == "parameters" and self.stage < 3:
@@ -146,7 +155,7 @@ class Loop:
     Attributes:
         zero_grad: where gradients are cleared: "start" of the step, "before_backward", or "end" after the update.
         set_to_none: free the gradients (True) or fill them with zeros (False).
-        keep_outputs: the model's outputs (logits, keys and values) stay referenced until the next forward replaces them.
+        keep_outputs: the model's outputs (logits, keys and values) stay referenced until the next forward pass.
         outputs_to_fp32: half-precision outputs are copied to fp32 after an autocast forward, as accelerate does.
         use_cache: what `config.use_cache` is set to; None leaves the model's default.
         max_grad_norm: gradients are clipped to this norm before the update; None does not clip.
@@ -177,7 +186,11 @@ class Loop:
         if self.empty_cache_steps is not None:
             _whole("loop.empty_cache_steps", self.empty_cache_steps)
         if self.optimizer_in_backward and self.max_grad_norm is not None:
-            raise RecipeError("loop.max_grad_norm", self.max_grad_norm, "clipping needs all gradients at once, which optimizer_in_backward never has: set it to None")
+            raise RecipeError(
+                "loop.max_grad_norm",
+                self.max_grad_norm,
+                "clipping needs all gradients at once, which optimizer_in_backward never has: set it to None",
+            )
 
     @classmethod
     def named(cls, name: str, **changes) -> "Loop":
@@ -239,7 +252,9 @@ class Recipe:
         elif hasattr(model, "to_dict"):
             model = model.to_dict()
         elif not isinstance(model, str | Mapping):
-            raise RecipeError("model", model, "it must be a name, a path to a config.json or a transformers config object")
+            raise RecipeError(
+                "model", model, "it must be a name, a path to a config.json or a transformers config object"
+            )
         set_("model", model)
         for name, kind in (("lora", LoRA), ("quantization", Quantization), ("sharding", Sharding)):
             value = getattr(self, name)
@@ -275,7 +290,11 @@ class Recipe:
         shape = self.shape
         if shape.task == "image-classification":
             if self.seq_len not in (None, shape.image_tokens):
-                raise RecipeError("seq_len", self.seq_len, f"an image is always {shape.image_tokens} tokens to {shape.name}: leave it out")
+                raise RecipeError(
+                    "seq_len",
+                    self.seq_len,
+                    f"an image is always {shape.image_tokens} tokens to {shape.name}: leave it out",
+                )
             set_("seq_len", shape.image_tokens)
         elif self.seq_len is None:
             set_("seq_len", min(512, shape.max_positions or 512))
@@ -283,17 +302,25 @@ class Recipe:
         if shape.max_positions and self.seq_len > shape.max_positions and shape.task != "image-classification":
             raise RecipeError("seq_len", self.seq_len, f"{shape.name} has {shape.max_positions} positions")
         if self.quantization and not self.lora:
-            raise RecipeError("quantization", self.quantization.quant_type, "quantized weights cannot be trained: add lora=LoRA(...)")
+            raise RecipeError(
+                "quantization", self.quantization.quant_type, "quantized weights cannot be trained: add lora=LoRA(...)"
+            )
         if self.quantization and self.precision.endswith("-mixed") and self.quantization.quant_type == "int8":
             raise RecipeError("precision", self.precision, "int8 bases are trained with a '-true' precision or 'fp32'")
         if self.attn_implementation is None:
             set_("attn_implementation", "eager" if shape.family in WITHOUT_SDPA else "sdpa")
         elif self.attn_implementation == "sdpa" and shape.family in WITHOUT_SDPA:
-            raise RecipeError("attn_implementation", "sdpa", f"{shape.name} caps its scores, which sdpa cannot: use 'eager'")
+            raise RecipeError(
+                "attn_implementation", "sdpa", f"{shape.name} caps its scores, which sdpa cannot: use 'eager'"
+            )
         if self.lora:
             shape.check_lora(self.lora.target_modules, self.lora.r)
         if self.loop.optimizer_in_backward and self.gradient_accumulation_steps > 1:
-            raise RecipeError("gradient_accumulation_steps", self.gradient_accumulation_steps, "with optimizer_in_backward no gradient survives to accumulate: use 1")
+            raise RecipeError(
+                "gradient_accumulation_steps",
+                self.gradient_accumulation_steps,
+                "with optimizer_in_backward no gradient survives to accumulate: use 1",
+            )
         if self.sharding and self.sharding.world_size > 1 and self.loop.optimizer_in_backward:
             raise RecipeError("loop", self.loop.name, "optimizer_in_backward is modelled for one device only")
 
@@ -312,9 +339,13 @@ class Recipe:
         if not self.optim_args:
             return {}
         try:
-            return {key.strip(): float(value) for key, value in (pair.split("=") for pair in self.optim_args.split(","))}
+            return {
+                key.strip(): float(value) for key, value in (pair.split("=") for pair in self.optim_args.split(","))
+            }
         except ValueError:
-            raise RecipeError("optim_args", self.optim_args, "it must read like 'momentum=0.9,weight_decay=0.01'") from None
+            raise RecipeError(
+                "optim_args", self.optim_args, "it must read like 'momentum=0.9,weight_decay=0.01'"
+            ) from None
 
     def replace(self, **changes) -> "Recipe":
         """A copy with `changes`, validated again."""

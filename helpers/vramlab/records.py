@@ -1,20 +1,22 @@
 """Recorded measurements: one JSON file per GPU and version set, keyed by recipe, made by `measure` and nothing else."""
 
 import contextlib
+import dataclasses
 import json
 import os
 import re
-import tempfile
 from collections.abc import Iterator
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 from .data import data_path
 from .errors import RecordError
 from .recipe import Recipe
-from .report import Report
+from .report import Interval, Report, Speed
 
 WANTED = "VRAMLAB_COLLECT"  # names a file: recipes are then written there instead of being measured
+MOMENTS = 60  # of the timeline that are kept
 
 
 def measurements_folder() -> Path:
@@ -22,70 +24,97 @@ def measurements_folder() -> Path:
     return Path(data_path("measurements"))
 
 
-def record_name(report: Report) -> str:
-    """The file a report belongs to: GPU and versions of torch and transformers, "nvidia-h200-torch2.11-transformers5.17.json"."""
-    env = report.environment
-    device = re.sub(r"[^a-z0-9]+", "-", str(env.get("gpu") or "cpu").lower()).strip("-")
-    versions = [f"{name}{'.'.join(str(env.get(name)).split('+')[0].split('.')[:2])}" for name in ("torch", "transformers")]
-    return "-".join([device, *versions]) + ".json"
+def file_name(environment: dict[str, Any]) -> str:
+    """The file for a GPU and versions of torch and transformers, "nvidia-h200-torch2.11-transformers5.17.json"."""
+    device = re.sub(r"[^a-z0-9]+", "-", str(environment.get("gpu") or "cpu").lower()).strip("-")
+    minor = {
+        name: ".".join(str(environment.get(name)).split("+")[0].split(".")[:2]) for name in ("torch", "transformers")
+    }
+    return "-".join([device, *(name + version for name, version in minor.items())]) + ".json"
+
+
+def _entries(path: Path) -> dict[str, dict[str, Any]]:
+    """The file's reports as they stand there, {} if there is no file. Raises RecordError when it cannot be read."""
+    try:
+        return dict(json.loads(path.read_text(encoding="utf-8"))["reports"])
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise _unreadable(path, error) from error
+
+
+def _unreadable(path: Path, error: Exception) -> RecordError:
+    return RecordError(
+        f"the record file {path.name} cannot be read ({type(error).__name__}: {error}): mend or remove it."
+    )
 
 
 def load(path: str | os.PathLike) -> dict[str, Report]:
     """The reports of one record file by recipe key. Raises RecordError when it cannot be read."""
+    path = Path(path)
+    if not path.exists():
+        raise RecordError(f"the record file {path.name} does not exist.")
     try:
-        entries = json.loads(Path(path).read_text())["reports"]
-        return {key: Report.from_dict(entry) for key, entry in entries.items()}
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise RecordError(f"the record file {Path(path).name} cannot be read: {error}") from error
+        return {key: Report.from_dict(entry) for key, entry in _entries(path).items()}
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise _unreadable(path, error) from error
 
 
 def save(report: Report, folder: str | os.PathLike | None = None) -> Path:
     """Add a measured report to its file, replacing an older one of the same recipe. Returns the file.
 
     The file is written whole beside the old one and then put in its place, so a full disk or a kill loses nothing.
-    Raises RecordError: the report is not a measurement, or the file cannot be written.
+
+    Raises:
+        RecordError: the report is no measurement of a recipe on a machine as it is; or a CPU's, and `folder` is the
+            course's own; or the file cannot be read or written.
     """
     if report.source != "measured" or not report.recipe:
-        raise RecordError(f"only measured reports of a recipe are recorded, and this one is {report.source}")
-    path = Path(folder or measurements_folder(), record_name(report))
-    entries = json.loads(path.read_text())["reports"] if path.exists() else {}
+        raise RecordError(f"only measured reports of a recipe are recorded, and this one is {report.source}.")
+    if report.environment.get("memory_limit"):
+        raise RecordError("a run under memory_limit says nothing of the machine, so it is not recorded.")
+    folder = Path(folder or measurements_folder())
+    if report.target != "cuda" and folder.resolve() == Path(data_path("measurements")).resolve():
+        raise RecordError("the course's records are a GPU's, and this was measured on a CPU: name another folder.")
+    path = folder / file_name(report.environment)
     entry = report.to_dict()
-    entries[Recipe(**report.recipe).key] = {**entry, "timeline": entry["timeline"][:: max(1, len(entry["timeline"]) // 60)]}
-    text = json.dumps({"reports": dict(sorted(entries.items()))}, indent=1) + "\n"
-    write_atomically(path, text)
+    entry["timeline"] = entry["timeline"][:: max(1, len(entry["timeline"]) // MOMENTS)]
+    entries = {**_entries(path), Recipe(**report.recipe).key: entry}
+    write_atomically(path, json.dumps({"reports": dict(sorted(entries.items()))}, indent=1) + "\n")
     _files.cache_clear()
     return path
 
 
 def write_atomically(path: Path, text: str) -> None:
     """Write `text` to `path` so that a reader sees the old content or the new, never a part. Raises RecordError."""
-    temporary = None
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".part", delete=False) as file:
-            temporary = Path(file.name)
+        with temporary.open("w", encoding="utf-8") as file:
             file.write(text)
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(path)
     except OSError as error:
-        if temporary:
-            with contextlib.suppress(OSError):
-                temporary.unlink()
-        raise RecordError(f"{path.name} could not be written ({error.strerror}); the file is as it was before") from error
+        raise RecordError(f"{path.name} could not be written ({error.strerror}); it is as it was before.") from error
+    finally:
+        with contextlib.suppress(OSError):
+            temporary.unlink()
 
 
 @lru_cache
-def _files(folder: str) -> tuple[tuple[str, dict[str, Report]], ...]:
-    return tuple((path.stem, load(path)) for path in sorted(Path(folder).glob("*.json")))
+def _files(folder: str) -> tuple[dict[str, Report], ...]:
+    return tuple(load(path) for path in sorted(Path(folder).glob("*.json")))
 
 
 def find_record(recipe: Recipe, gpu: str | None = None) -> Report:
     """The recorded measurement of exactly this recipe, newest first; `gpu` asks for a card by name.
 
-    Returns a report with source "recorded". Raises RecordError when there is none; the message says what there is.
+    Returns a report with source "recorded". Raises RecordError when there is none.
     """
-    found = [report for _, reports in _files(str(measurements_folder())) if (report := reports.get(recipe.key))]
+    if stand_in := log_wanted(recipe):
+        return dataclasses.replace(stand_in, source="recorded")
+    found = [report for reports in _files(str(measurements_folder())) if (report := reports.get(recipe.key))]
     if gpu:
         found = [r for r in found if gpu.lower() in str(r.environment.get("gpu", "")).lower()]
     if not found:
@@ -96,18 +125,29 @@ def find_record(recipe: Recipe, gpu: str | None = None) -> Report:
 
 def all_records() -> Iterator[Report]:
     """Every recorded report, as "recorded"."""
-    for _, reports in _files(str(measurements_folder())):
+    for reports in _files(str(measurements_folder())):
         for report in reports.values():
             yield Report.from_dict({**report.to_dict(), "source": "recorded"})
 
 
 def log_wanted(recipe: Recipe) -> Report | None:
-    """While recipes are being collected from notebooks, note this one and return its prediction in place of a run."""
+    """While recipes are being collected from notebooks, note this one; else None.
+
+    Returns something with a measurement's shape and predicted figures, so that the code around goes on to its next recipe.
+    It stays within the process that collects.
+    """
     path = os.environ.get(WANTED)
     if not path:
         return None
     from .predict import predict
 
-    with open(path, "a") as file:
+    with open(path, "a", encoding="utf-8") as file:
         file.write(recipe.to_json() + "\n")
-    return predict(recipe)
+    report = predict(recipe)
+    values = {name: getattr(report, name) for name in ("reserved", "process")}
+    figures = {name: value.value if isinstance(value, Interval) else value for name, value in values.items()}
+    total = report.peak.total
+    speed = Speed(1.0, 1.0, 1.0, 3, float(recipe.tokens))
+    return dataclasses.replace(
+        report, source="measured", allocated=total, requested=total, rss=total, speed=speed, timeline=[], **figures
+    )

@@ -33,8 +33,8 @@ def format_bytes(n: int | float, unit: str = "GiB", digits: int = 3) -> str:
 class Bytes:
     """One moment's memory, split by what it is for; every field is a number of bytes.
 
-    `workspace` is what libraries, kernels and the allocator take for themselves: cuBLAS's buffers, scratch while a kernel
-    runs, and what the allocator's blocks hold beyond what was asked for.
+    `workspace` is what libraries, kernels and the allocator take for themselves: cuBLAS's buffers, scratch while a
+    kernel runs, and what the allocator's blocks hold beyond what was asked for.
 
     `unexplained` is allocator truth minus all that was accounted for; only measured reports have it.
     """
@@ -228,7 +228,10 @@ class Report:
 def text_table(rows: list[tuple[str, ...]]) -> str:
     """Rows of text as an aligned table: the first row is the head, the first column is left-aligned."""
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    lines = ["  ".join(c.ljust(w) if i == 0 else c.rjust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True))) for row in rows]
+    lines = [
+        "  ".join(c.ljust(w) if i == 0 else c.rjust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True)))
+        for row in rows
+    ]
     return "\n".join([lines[0].rstrip(), "  ".join("─" * w for w in widths), *[line.rstrip() for line in lines[1:]]])
 
 

@@ -14,7 +14,8 @@ import torch
 from torch._subclasses.fake_tensor import FakeCopyMode
 
 from . import training as tr
-from .cuda import ALLOCATION_UNIT, CudaKernels, cublas_workspaces, kernel_scratch
+from .cuda import ALLOCATION_UNIT, CudaKernels, cublas_workspaces
+from .cuda_scratch import kernel_scratch
 from .deepen import GROUPS, NotRegular, deepen
 from .errors import RecipeError
 from .fakes import fake_world
@@ -75,7 +76,9 @@ def simulate(
     return to_report(trace(recipe, target, card, steps, full), "simulated", recipe, target, card=card, notes=notes)
 
 
-def trace(recipe: Recipe, target: str = "cuda", card: Gpu | None = None, steps: int = STEPS, full: bool = False) -> History:
+def trace(
+    recipe: Recipe, target: str = "cuda", card: Gpu | None = None, steps: int = STEPS, full: bool = False
+) -> History:
     """The history of every storage over `steps` optimizer steps of `recipe`, on fake tensors.
 
     A model of more than five groups of layers is run with five and deepened (`deepen.py`), unless `full`.
@@ -106,7 +109,7 @@ def _run(recipe: Recipe, target: str, card: Gpu | None, steps: int) -> Tracker:
 
 
 def make_tracker(training: tr.Training, card: Gpu | None, kernels: CudaKernels | None) -> Tracker:
-    """A tracker for fake tensors: with CUDA's `kernels` it knows their rounding and scratch; it answers reads of values."""
+    """A tracker for fake tensors: it answers reads of values, and knows rounding and scratch of CUDA's `kernels`."""
     tracker = Tracker("cpu")
     if kernels:
         kernels.on_host = tracker.forget
@@ -161,7 +164,9 @@ def _refit(optimizer: Any, model: torch.nn.Module, fake: torch.nn.Module, multi_
     return new
 
 
-def to_report(history: History, source: str, recipe: Recipe | None, target: str, card: Gpu | None = None, **more: Any) -> Report:
+def to_report(
+    history: History, source: str, recipe: Recipe | None, target: str, card: Gpu | None = None, **more: Any
+) -> Report:
     """The report of a replayed run. On CUDA the log also goes through the allocator's model, for what it reserves."""
     at = history.highest()
     if source == "simulated" and history.replayed:

@@ -64,7 +64,7 @@ def gradients_named(tracker: Tracker, model: torch.nn.Module):
 
 @contextlib.contextmanager
 def no_collection():
-    """Python's cycle collector runs when it likes, and frees storages then; without it two runs are equal to the byte."""
+    """Python's cycle collector frees storages when it likes; without it two runs are equal to the byte."""
     gc.collect()
     was_enabled = gc.isenabled()
     gc.disable()
@@ -88,7 +88,7 @@ def claim_model(tracker: Tracker, model: torch.nn.Module) -> None:
 
 
 def quantization_statistics(parameter: torch.nn.Parameter) -> list[torch.Tensor]:
-    """The tensors that a bitsandbytes weight keeps beside its codes: block maxima, their own code and maxima, offset."""
+    """What a bitsandbytes weight keeps beside its codes: block maxima, their own code and maxima, offset."""
     state = getattr(parameter, "quant_state", None)
     if state is None:
         return [t for t in (getattr(parameter, "SCB", None),) if t is not None]

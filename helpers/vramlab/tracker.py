@@ -11,7 +11,7 @@ Prior art: `torch.distributed._tools.mem_tracker.MemTracker`, which decides the 
 import weakref
 from collections.abc import Callable, Iterable
 from contextlib import contextmanager
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -25,7 +25,9 @@ class Storage:
 
     __slots__ = ("alive", "asked", "category", "dtype", "op", "ref", "shape", "size", "where")
 
-    def __init__(self, size: int, asked: int, category: str | None, op: str, tensor: torch.Tensor | None, where: str = ""):
+    def __init__(
+        self, size: int, asked: int, category: str | None, op: str, tensor: torch.Tensor | None, where: str = ""
+    ):
         self.size, self.asked, self.category, self.op, self.where, self.alive = size, asked, category, op, where, True
         self.shape = tuple(tensor.shape) if tensor is not None else ()
         self.dtype = str(tensor.dtype).removeprefix("torch.") if tensor is not None else ""
@@ -44,8 +46,8 @@ class Tracker(TorchDispatchMode):
     Args:
         device: count storages of this device type only ("cpu" or "cuda").
         round_to: sizes are rounded up to a multiple of this many bytes, as the allocator of `target` does.
-        scratch: what an operator's kernel needs besides its results while it runs: a function of the operator's name and
-            arguments to bytes.
+        scratch: bytes that a kernel needs besides its results while it runs, a function of the operator's name and
+            arguments.
     """
 
     def __init__(self, device: str = "cpu", round_to: int = 1, scratch: Callable[..., int] | None = None):
@@ -66,7 +68,7 @@ class Tracker(TorchDispatchMode):
     # --- what the caller says -------------------------------------------------------------------------------------
 
     def begin(self, phase: str) -> None:
-        """A phase begins. Leaving "forward", what it made and still holds is kept for the backward pass: activations."""
+        """A phase begins. What a forward pass made and still holds when it ends are activations."""
         self._settle()
         if self.phase == "forward":
             for storage in self.live.values():
@@ -153,7 +155,7 @@ class Tracker(TorchDispatchMode):
         self._leave_out()
         cuts = sorted({0, len(self.log), *(call[0] for call in self.calls), *(position for position, _ in self.marks)})
         born = {id(storage): i for i, (size, storage, _) in enumerate(self.log) if size > 0}
-        for first, last in zip(cuts[:-1], cuts[1:], strict=True):
+        for first, last in pairwise(cuts):
             start = first
             for i in range(first, last + 1):
                 if i == last or self.log[i][0] > 0:

@@ -111,7 +111,10 @@ def make_batch(recipe: Recipe, device: str = "cpu") -> dict[str, "torch.Tensor"]
             pixels = pixels.to(torch.float16 if recipe.precision == "fp16-true" else torch.bfloat16)
         return {"pixel_values": pixels, "labels": ids(shape.num_labels, recipe.batch_size)}
     labels = ids(shape.num_labels, recipe.batch_size) if shape.task == "sequence-classification" else None
-    return {"input_ids": ids(shape.vocab_size, *size), "labels": ids(shape.vocab_size, *size) if labels is None else labels}
+    return {
+        "input_ids": ids(shape.vocab_size, *size),
+        "labels": ids(shape.vocab_size, *size) if labels is None else labels,
+    }
 
 
 def _groups(recipe: Recipe, model: "torch.nn.Module") -> list:
@@ -239,7 +242,7 @@ def _forward(training: Training, batch: Any) -> Any:
 
 
 def call(model: "torch.nn.Module", batch: Any) -> Any:
-    """`model` on a batch: a mapping gives keyword arguments, a tuple or list positional ones, a tensor is the only one."""
+    """`model` on a batch: a mapping gives keyword arguments, a tuple or list positional ones, a tensor is alone."""
     if isinstance(batch, Mapping):
         return model(**batch)
     return model(*batch) if isinstance(batch, tuple | list) else model(batch)

@@ -1,4 +1,4 @@
-"""Draw the README's figure: one step of polyglot-ko-1.3b byte by byte, and predicted beside simulated and recorded peaks.
+"""Draw the README's figures: one step of polyglot-ko-1.3b byte by byte, and its peaks by every witness.
 
 Run `make figure` after a change to the predictor or after new records; it picks the records up by itself.
 """
