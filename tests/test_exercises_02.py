@@ -66,7 +66,7 @@ RIGHT = [
     ("02.6", 7.67),
     ("02.7", fitting()),
     ("02.7", fitting(optim="adafactor")),
-    ("02.7", fitting(batch_size=4, gradient_accumulation_steps=1)),
+    ("02.7", fitting(batch_size=2, gradient_accumulation_steps=2)),
 ]
 
 
