@@ -1,35 +1,39 @@
 """Where CUDA differs from CPU, in one place: how `target="cuda"` is simulated on fake CPU tensors.
 
 Fake tensors of device "cuda" need a CUDA build of PyTorch, so the step runs on fake CPU tensors and everything
-that would be different on a GPU is put in place here:
+that would be different on a GPU is put in place here, for PyTorch's dispatcher to find, whoever calls it:
 
 - attention goes to the kernel that `sdp_utils.cpp` would choose, which decides what is saved for the backward pass;
 - dropout is the fused `native_dropout`, which saves a mask of one byte an element (CPU saves the scaled noise);
-- autocast runs the operators of CUDA's fp32 list in fp32 (`autocast_mode.h`, AT_FORALL_FP32), which CPU's list lacks;
-- kernels allocate scratch memory while they run (`kernel_scratch`), and cuBLAS keeps a workspace per handle;
+- softmax of fp16 with an fp32 result converts on the way (`SoftMax.cpp`, half_to_float); CPU makes an fp32 copy first;
+- `rms_norm` is one kernel that keeps its input and one number a row (`_fused_rms_norm`), CPU's is made of pieces;
+- layer norm keeps its statistics in fp32 (`layer_norm_kernel.cu`, acc_type), CPU in the input's dtype;
+- autocast has CUDA's lists of operators (`cuda_autocast.py`);
+- 8-bit layers multiply in int8 (bitsandbytes, MatMul8bitLt), on CPU in floating point;
+- tensors made without a device are the host's;
+- kernels allocate scratch memory while they run (`cuda_scratch.py`), and cuBLAS keeps a workspace per handle;
 - the caching allocator rounds every block up to 512 bytes (`CUDACachingAllocator.cpp`, kMinBlockSize).
 
 Multi-tensor optimizers are CUDA's default too: `training.build(target="cuda")` asks for them.
 """
 
+import contextlib
 import math
-from collections.abc import Callable, Sequence
+import warnings
+from collections.abc import Callable, Iterator
 
 import torch
 from torch.autograd.graph import _engine_run_backward
+from torch.library import Library
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from .overhead import cublas_workspace
+from . import cuda_autocast
+from .overhead import cublas_workspace, torch_release
 
 ALLOCATION_UNIT = 512
 FACTORIES = (torch.tensor, torch.arange, torch.zeros, torch.ones, torch.full, torch.empty, torch.linspace)
 HALF = (torch.float16, torch.bfloat16)
-# aten/src/ATen/autocast_mode.h: AT_FORALL_FP32 and AT_FORALL_FP32_SET_OPT_DTYPE, by the names Python calls them
-FP32_OPERATORS = frozenset(
-    ["acos", "asin", "cosh", "erfinv", "exp", "expm1", "log", "log10", "log2", "log1p", "reciprocal", "rsqrt", "sinh", "tan", "pow", "softplus", "layer_norm", "group_norm", "norm", "nuclear_norm", "cosine_similarity", "cosine_embedding_loss", "nll_loss", "hinge_embedding_loss", "kl_div", "l1_loss", "smooth_l1_loss", "huber_loss", "mse_loss", "margin_ranking_loss", "multilabel_margin_loss", "soft_margin_loss", "triplet_margin_loss", "multi_margin_loss", "binary_cross_entropy_with_logits", "dist", "pdist", "cdist", "renorm", "logsumexp", "upsample", "interpolate", "cross_entropy", "__pow__", "__rpow__"]
-)
-FP32_BY_DTYPE = frozenset(["prod", "softmax", "log_softmax", "cumprod", "cumsum", "sum"])
 
 
 def cublas_workspaces(card=None) -> dict[str, int]:
@@ -40,51 +44,58 @@ def cublas_workspaces(card=None) -> dict[str, int]:
 
 
 def attention_kernel(
-    dtype: torch.dtype, head_dim: int, value_dim: int, masked: bool, compute_capability: tuple[int, int] = (8, 0)
+    dtype: torch.dtype,
+    head_dim: int,
+    value_dim: int,
+    masked: bool = False,
+    grouped: bool = False,
+    compute_capability: tuple[int, int] = (8, 0),
+    dropout: float = 0.0,
+    release: tuple[int, int] | None = None,
 ) -> str:
-    """"flash", "efficient" or "math": what `scaled_dot_product_attention` runs (`sdp_utils.cpp`, select_sdp_backend).
+    """ "flash", "efficient" or "math": what `scaled_dot_product_attention` runs (`sdp_utils.cpp`, select_sdp_backend).
 
     Hopper and data-centre Blackwell prefer cuDNN's kernel, which saves what flash saves; it is counted as flash.
+
+    Args:
+        grouped: fewer heads of keys than of queries, left to the kernel (`enable_gqa`). Up to 2.13 only flash can, and
+            what flash cannot take is written out with its matrix of scores; later "efficient" can too (pull 191085).
+        release: of torch; None is the installed one.
     """
-    same = head_dim == value_dim
-    ampere = compute_capability >= (8, 0)
-    if dtype in HALF and same and head_dim <= 256 and ampere and not masked:
+    half, same = dtype in HALF, head_dim == value_dim
+    major = compute_capability[0]
+    ada_or_small_blackwell = (8, 6) <= compute_capability <= (8, 9) or (12, 0) <= compute_capability <= (12, 1)
+    trainable = not ada_or_small_blackwell or head_dim <= 192 or (head_dim > 224 and not dropout)
+    if half and same and head_dim <= 256 and major >= 8 and trainable and not masked:
         return "flash"
-    if dtype == torch.bfloat16 and not ampere:
+    if dtype not in (*HALF, torch.float32) or (dtype == torch.bfloat16 and major < 8):
         return "math"
-    return "efficient" if head_dim % (8 if dtype in HALF else 4) == 0 else "math"
+    if grouped and (release or torch_release()) < (2, 14):
+        return "math"
+    # minimum_gemm_alignment: whole 16 bytes where tensor cores multiply, which take fp32 from 8.0 on
+    aligned = (8 if half else 4) if major >= 8 or (half and major == 7) else 1
+    return "math" if head_dim % aligned or value_dim % aligned else "efficient"
 
 
 class CudaKernels(TorchFunctionMode):
-    """While entered, functions called from Python do on (fake) CPU tensors what they would do on CUDA ones.
-
-    Args:
-        compute_capability: of the GPU described; (8, 0) stands for all that have flash attention.
+    """While entered, tensors that Python code makes without a device are the host's, as in CUDA code.
 
     Attributes:
-        on_host: told of tensors that were made without a device, which on a GPU machine are the host's.
+        on_host: told of them.
     """
 
-    def __init__(self, compute_capability: tuple[int, int] = (8, 0)):
+    def __init__(self):
         super().__init__()
-        self.compute_capability = compute_capability
         self.on_host: Callable[[list[torch.Tensor]], None] = lambda tensors: None
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        name = getattr(func, "__name__", "")
-        if func is F.scaled_dot_product_attention:
-            return self.attention(*args, **kwargs)
-        if func in (F.dropout, torch.dropout):
-            return dropout(*args, **kwargs)
         if func in FACTORIES and kwargs.get("device") is None:
             result = func(*args, **kwargs)
             self.on_host([result])
             return result
         if func is torch.Tensor.backward:
             return self.backward(args[0])
-        if torch.is_autocast_enabled("cpu") and (name in FP32_OPERATORS or name in FP32_BY_DTYPE):
-            return in_fp32(func, name, args, kwargs)
         return func(*args, **kwargs)
 
     def backward(self, loss: torch.Tensor) -> None:
@@ -96,31 +107,64 @@ class CudaKernels(TorchFunctionMode):
             start = torch.ones_like(loss, memory_format=torch.preserve_format)
             _engine_run_backward((loss,), (start,), False, False, (), allow_unreachable=True, accumulate_grad=True)
 
-    def attention(self, query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False):
-        """`F.scaled_dot_product_attention` with CUDA's saved tensors."""
-        if torch.is_autocast_enabled("cpu"):
-            dtype = torch.get_autocast_dtype("cpu")
-            query, key, value = (t.to(dtype) for t in (query, key, value))
-        dims = query.shape[-1], value.shape[-1]
-        kernel = attention_kernel(query.dtype, *dims, attn_mask is not None, self.compute_capability)
-        if kernel == "math":
-            return torch.ops.aten._scaled_dot_product_attention_math(
-                query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
-            )[0]
-        if kernel == "flash":
-            scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
-            query, key, value = (_pad_head(t, 8) for t in (query, key, value))
-            out = torch.ops.aten._scaled_dot_product_flash_attention(
-                query, key, value, dropout_p, is_causal, False, scale=scale
-            )[0]
-            return out[..., : dims[1]]
-        if enable_gqa:
-            groups = query.shape[-3] // key.shape[-3]
-            key, value = (t.repeat_interleave(groups, -3) for t in (key, value))
-        bias = _additive_mask(attn_mask, query, key)
-        return torch.ops.aten._scaled_dot_product_efficient_attention(
-            query, key, value, bias, torch.is_grad_enabled(), dropout_p, is_causal, scale=scale
+
+@contextlib.contextmanager
+def cuda_kernels(compute_capability: tuple[int, int] = (8, 0)) -> Iterator[CudaKernels]:
+    """While entered, CPU tensors, fake ones above all, get what CUDA tensors would get.
+
+    The dispatcher is the process's: what another thread computes on the CPU meanwhile goes through here too.
+
+    Args:
+        compute_capability: of the GPU described; (8, 0) stands for all that have flash attention.
+    """
+    library = Library("aten", "IMPL")
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Warning only once for all operators")
+        for name, kernel in _kernels(compute_capability).items():
+            library.impl(name, kernel, "AutogradCPU")
+        cuda_autocast.install(library)
+    try:
+        with eight_bit_products(), CudaKernels() as mode:
+            yield mode
+    finally:
+        library._destroy()
+
+
+def _kernels(compute_capability: tuple[int, int]) -> dict[str, Callable]:
+    def attention(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, *, scale=None, enable_gqa=False):
+        return _attention(
+            compute_capability, query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+        )
+
+    return {
+        "scaled_dot_product_attention": attention,
+        "dropout": _dropout,
+        "softmax.int": lambda x, dim, dtype=None: _softmax(torch.ops.aten._softmax, x, dim, dtype),
+        "log_softmax.int": lambda x, dim, dtype=None: _softmax(torch.ops.aten._log_softmax, x, dim, dtype),
+        "rms_norm": _rms_norm,
+    }
+
+
+def _attention(capability, query, key, value, mask, p, causal, scale, enable_gqa):
+    grouped = enable_gqa and query.shape[-3] != key.shape[-3]
+    dims = query.shape[-1], value.shape[-1]
+    square = not causal or query.shape[-2] == key.shape[-2]  # flash aligns a causal mask to the other corner
+    kernel = attention_kernel(query.dtype, *dims, mask is not None or not square, grouped, capability, p)
+    if mask is not None and mask.dtype == torch.bool:
+        mask = torch.where(mask, 0.0, -math.inf).to(query.dtype)
+    if kernel == "math" or query.dim() != 4:
+        return torch.ops.aten._scaled_dot_product_attention_math(
+            query, key, value, mask, p, causal, scale=scale, enable_gqa=enable_gqa
         )[0]
+    if kernel == "flash":
+        scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
+        query, key, value = (_pad_head(t, 8) for t in (query, key, value))
+        out = torch.ops.aten._scaled_dot_product_flash_attention(query, key, value, p, causal, False, scale=scale)[0]
+        return out[..., : dims[1]]
+    with_rows = torch.is_grad_enabled() and any(t.requires_grad for t in (query, key, value))
+    return torch.ops.aten._scaled_dot_product_efficient_attention(
+        query, key, value, _padded_mask(mask, query, key), with_rows, p, causal, scale=scale
+    )[0]
 
 
 def _pad_head(tensor: torch.Tensor, multiple: int) -> torch.Tensor:
@@ -129,74 +173,70 @@ def _pad_head(tensor: torch.Tensor, multiple: int) -> torch.Tensor:
     return F.pad(tensor, (0, missing)) if missing else tensor
 
 
-def _additive_mask(mask: torch.Tensor | None, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor | None:
-    """A boolean mask becomes 0 / -inf in the query's dtype, its last dimension padded to 16 (attention.cpp, pad_bias)."""
+def _padded_mask(mask: torch.Tensor | None, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor | None:
+    """The additive mask, its last dimension padded to 16 in memory, seen by every head (attention.cpp, pad_bias)."""
     if mask is None:
         return None
-    if mask.dtype == torch.bool:
-        mask = torch.where(mask, 0.0, -math.inf).to(query.dtype)
     length, missing = mask.shape[-1], -mask.shape[-1] % 16
     if missing:
         mask = F.pad(mask, (0, missing))[..., :length]
     return mask.expand(*query.shape[:-1], key.shape[-2])
 
 
-def dropout(input: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> torch.Tensor:
-    """CUDA's dropout: one fused kernel that returns the result and a mask of booleans (Dropout.cpp, is_fused_kernel_acceptable)."""
-    if not training or p == 0:
+def _dropout(input: torch.Tensor, p: float, train: bool) -> torch.Tensor:
+    """One fused kernel that returns the result and a mask of booleans (`Dropout.cpp`, is_fused_kernel_acceptable)."""
+    if not train or p == 0:
         return input
-    return torch.native_dropout(input, p, True)[0]
+    return torch.native_dropout(input, p, True)[0] if p < 1 else input * torch.zeros_like(input)
 
 
-def in_fp32(func, name: str, args: tuple, kwargs: dict):
-    """Call `func` as CUDA's autocast does: half-precision tensors are cast to fp32, or the result is asked for in fp32."""
-    halves = any(isinstance(a, torch.Tensor) and a.dtype in HALF for a in (*args, *kwargs.values()))
-    with torch.autocast("cpu", enabled=False):
-        if not halves:
-            return func(*args, **kwargs)
-        if name in FP32_BY_DTYPE:
-            return func(*args, **{**kwargs, "dtype": kwargs.get("dtype") or torch.float32})
-        args = [a.float() if isinstance(a, torch.Tensor) and a.dtype in HALF else a for a in args]
-        kwargs = {k: v.float() if isinstance(v, torch.Tensor) and v.dtype in HALF else v for k, v in kwargs.items()}
-        return func(*args, **kwargs)
+def _softmax(operator, input: torch.Tensor, dim: int, dtype: torch.dtype | None) -> torch.Tensor:
+    if input.dtype == torch.float16 and dtype == torch.float32:
+        return operator(input, dim, True)
+    return operator(input if dtype is None else input.to(dtype), dim, False)
 
 
-def _up(n: int, multiple: int) -> int:
-    return -(-n // multiple) * multiple
+class FusedRMSNorm(torch.autograd.Function):
+    """`_fused_rms_norm` and its backward: kept are the input, the weight and one fp32 number a row."""
+
+    @staticmethod
+    def forward(ctx, input, shape, weight, eps):
+        rows = input.shape[: input.dim() - len(shape)]
+        ctx.save_for_backward(input, input.new_empty(rows, dtype=torch.float32), weight)
+        return torch.empty_like(input, memory_format=torch.contiguous_format)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        input, _, weight = ctx.saved_tensors
+        of_weight = torch.empty_like(weight) if ctx.needs_input_grad[2] else None
+        return torch.empty_like(input), None, of_weight, None
 
 
-def kernel_scratch(name: str, args: Sequence) -> int:
-    """Bytes that the CUDA kernel of operator `name` allocates besides its results, while it runs.
+def _rms_norm(input, normalized_shape, weight=None, eps=None):
+    if weight is not None and weight.dtype != input.dtype:  # the fused kernel takes one dtype (layer_norm.cpp)
+        upcast = input.float()
+        rows = upcast.pow(2).mean(tuple(range(-len(normalized_shape), 0)), keepdim=True)
+        return (upcast * torch.rsqrt(rows + (eps or 1e-6))).to(input.dtype) * weight
+    return FusedRMSNorm.apply(input, normalized_shape, weight, eps)
 
-    - flash attention's backward accumulates dQ in fp32 over padded sizes, and with fewer key heads than query heads it
-      makes dK and dV for every query head before summing (`flash_api.cpp`, mha_bwd);
-    - memory-efficient attention's backward does the first too in half precision (`kernel_backward.h`, workspace);
-    - the embedding's backward sorts the indices when there are more than 3,072 (`Embedding.cu`, embedding_dense_backward).
-    """
-    if name == "_scaled_dot_product_flash_attention_backward":
-        _, query, key, value = args[:4]
-        batch, heads, length, dim = query.shape
-        rows, width = _up(length, 128), _up(dim, 32)
-        scratch = 4 * batch * heads * rows * (width + 1)
-        if key.shape[1] != heads:
-            scratch += 2 * batch * heads * key.shape[2] * dim * key.element_size()
-        return scratch
-    if name == "_scaled_dot_product_efficient_attention_backward":
-        _, query, _, value = args[:4]
-        batch, heads, length, dim = query.shape
-        delta = 4 * batch * heads * length
-        return delta + (4 * batch * heads * length * _up(dim, 32) if query.dtype in HALF else 0)
-    if name == "embedding_dense_backward":
-        gradient, indices = args[:2]
-        count = indices.numel()
-        if count <= 3072:
-            return 0
-        # sorted and original positions (int64, in and out of the radix sort), and one fp32 row per partial segment
-        return 4 * 8 * count + 4 * min(count, args[2]) * gradient.shape[-1]
-    if name in ("gemm_4bit", "bitsandbytes::gemm_4bit"):
-        activation, shape = args[0], args[2]
-        # the weight is dequantized whole and multiplied by cuBLAS, except for a handful of rows (bitsandbytes 0.50, backends/cuda)
-        rows = activation.numel() // activation.shape[-1]
-        nested = 4 * math.ceil(math.prod(shape) / args[4]) if len(args) > 7 and args[7] is not None else 0
-        return math.prod(shape) * activation.element_size() + 2 * nested if rows > 8 else 0
-    return 0
+
+@contextlib.contextmanager
+def eight_bit_products() -> Iterator[None]:
+    """bitsandbytes multiplies in int8 where it is not on a CPU. Without outlying columns: those depend on values."""
+    try:
+        import bitsandbytes
+        from bitsandbytes.autograd import _functions
+    except ImportError:
+        yield
+        return
+    original = bitsandbytes.matmul
+
+    def matmul(A, B, out=None, state=None, threshold=0.0, bias=None):
+        state.threshold = 0.0
+        return _functions.MatMul8bitLt.apply(A, B, out, bias, state)
+
+    bitsandbytes.matmul = matmul
+    try:
+        yield
+    finally:
+        bitsandbytes.matmul = original

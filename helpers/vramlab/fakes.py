@@ -70,8 +70,11 @@ def _layer_norm(mode: FakeTensorMode, func, input, shape, weight, bias, eps) -> 
 
 
 def _grouped_mm(mode: FakeTensorMode, func, a, b, offs=None, bias=None, out_dtype=None) -> FakeTensor:
-    """torch's own rule (mixture of experts) refuses all but bf16; its real kernels take any dtype. Shapes as in aten/src/ATen/native/GroupedMMUtils.h: groups run along the rows of a, along both matrices'
-    shared dimension (weight gradients), along the columns of b, or there is a plain batch."""
+    """torch's own rule (mixture of experts) refuses all but bf16; its real kernels take any dtype.
+
+    Shapes as in aten/src/ATen/native/GroupedMMUtils.h: groups run along the rows of a, along both matrices' shared
+    dimension (weight gradients), along the columns of b, or there is a plain batch.
+    """
     rows = a.dim() == 2
     if rows and b.dim() == 2:
         size = (offs.shape[0], a.shape[0], b.shape[1])

@@ -32,7 +32,7 @@ def cublas_workspace(compute_capability: tuple[int, int], torch_version: str | N
         compute_capability: of the device, (9, 0) for Hopper.
         torch_version: like "2.13.0+cu130"; None takes the torch installed here, unloaded.
     """
-    large = (9, 10, 12) if _release(torch_version) >= (2, 12) else (9,)
+    large = (9, 10, 12) if torch_release(torch_version) >= (2, 12) else (9,)
     return 4096 * 8 * 1024 if compute_capability[0] in large else 4096 * 1024 * 2 + 16 * 1024 * 8
 
 
@@ -43,11 +43,11 @@ def cublaslt_workspace(torch_version: str | None = None) -> int:
     only when TORCH_CUBLASLT_UNIFIED_WORKSPACE is set; since 2.12 (pull request 175879) it always does, so nothing is
     added; `torch.backends.cuda.blas_workspace_size` documents the sharing.
     """
-    return 1024 * 1024 if _release(torch_version) < (2, 12) else 0
+    return 1024 * 1024 if torch_release(torch_version) < (2, 12) else 0
 
 
 @cache
-def _release(torch_version: str | None) -> tuple[int, int]:
+def torch_release(torch_version: str | None = None) -> tuple[int, int]:
     """(2, 13) of "2.13.0+cu130"; the installed torch's for None, and the newest one known here without any torch."""
     if torch_version is None:
         from importlib import metadata
