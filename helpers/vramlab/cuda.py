@@ -10,7 +10,7 @@ that would be different on a GPU is put in place here, for PyTorch's dispatcher 
 - layer norm keeps its statistics in fp32 (`layer_norm_kernel.cu`, acc_type), CPU in the input's dtype;
 - autocast has CUDA's lists of operators (`cuda_autocast.py`);
 - 8-bit layers multiply in int8 (bitsandbytes, MatMul8bitLt), on CPU in floating point;
-- tensors made without a device are the host's;
+- tensors made without a device, or on "cpu" by name, are the host's (optimizers' step counters);
 - kernels allocate scratch memory while they run (`cuda_scratch.py`), and cuBLAS keeps a workspace per handle;
 - the caching allocator rounds every block up to 512 bytes (`CUDACachingAllocator.cpp`, kMinBlockSize).
 
@@ -78,7 +78,7 @@ def attention_kernel(
 
 
 class CudaKernels(TorchFunctionMode):
-    """While entered, tensors that Python code makes without a device are the host's, as in CUDA code.
+    """While entered, tensors that Python code makes on no device, or on "cpu" by name, are the host's, as in CUDA code.
 
     Attributes:
         on_host: told of them.
@@ -90,7 +90,10 @@ class CudaKernels(TorchFunctionMode):
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        if func in FACTORIES and kwargs.get("device") is None:
+        device = kwargs.get("device")
+        if func in FACTORIES and (
+            device is None or (isinstance(device, str) and device == "cpu")
+        ):  # tensors' own are no text
             result = func(*args, **kwargs)
             self.on_host([result])
             return result

@@ -39,7 +39,7 @@ WITH_DTYPE = {"norm.Scalar": "ScalarOpt_dtype", "norm.ScalarOpt_dim": "ScalarOpt
 # Of AT_FORALL_LOWER_PRECISION_FP, what CPU's list lacks and models call. (Recurrent cells run in cuDNN there.)
 LOWER = _names("addmv addr mv chain_matmul einsum linalg_multi_dot")
 # AT_FORALL_PROMOTE: mixed arguments are cast to the widest dtype among them
-PROMOTE = _names("addcdiv addcmul atan2 bilinear cross dot vdot index_put tensordot scatter_add")
+PROMOTE = _names("addcdiv addcmul atan2 bilinear cross dot vdot grid_sampler index_put tensordot scatter_add")
 
 
 def install(library: Library) -> None:

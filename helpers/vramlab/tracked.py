@@ -3,7 +3,7 @@
 import contextlib
 import functools
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -76,7 +76,7 @@ def no_collection():
 
 
 def _tensors(batch: Any) -> list[torch.Tensor]:
-    values = batch.values() if hasattr(batch, "values") else batch if isinstance(batch, tuple | list) else [batch]
+    values = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, tuple | list) else [batch]
     return [value for value in values if isinstance(value, torch.Tensor)]
 
 
