@@ -314,13 +314,24 @@ def test_doctor_is_shown_and_its_verdict_is_the_exit_status(monkeypatch):
 
 
 def test_record_hands_everything_on(stand_in):
-    asked = []
-    stand_in("record", lambda notebooks, **options: asked.append((notebooks, options)), module="records")
-    assert run("record").exit_code == 0
-    assert run("record", "a.ipynb", "b.ipynb", "--minutes", "2.5", "--dry-run", "--output", "x.json").exit_code == 0
+    asked, missing = [], [(Recipe("gpt2"), 20.0)]
+
+    class Done:
+        def __init__(self):
+            self.missing = missing
+
+        def __str__(self):
+            return "1 recipe missing"
+
+    stand_in("record", lambda paths, **options: asked.append((paths, options)) or Done())
+    result = run("record")
+    assert (result.exit_code, result.stdout) == (0, "1 recipe missing\n")
+    words = ["a.ipynb", "b.json", "--minutes", "2.5", "--dry-run", "--folder", "x", "--json"]
+    shown = json.loads(run("record", *words).stdout)
+    assert [Recipe(**fields) for fields in shown] == [Recipe("gpt2")]
     assert asked == [
-        (None, {"minutes": 8, "dry_run": False, "output": None}),
-        ([Path("a.ipynb"), Path("b.ipynb")], {"minutes": 2.5, "dry_run": True, "output": Path("x.json")}),
+        (None, {"minutes": 8, "folder": None, "dry_run": False, "progress": True}),
+        ([Path("a.ipynb"), Path("b.json")], {"minutes": 2.5, "folder": Path("x"), "dry_run": True, "progress": False}),
     ]
 
 

@@ -114,15 +114,21 @@ def compare(
 
 @app.command()
 def record(
-    notebooks: Annotated[list[Path] | None, typer.Argument(help="Notebooks; all of the course when left out.")] = None,
+    paths: Annotated[
+        list[Path] | None, typer.Argument(help="Notebooks and JSON lists of recipes; the course's when left out.")
+    ] = None,
     minutes: Annotated[float, typer.Option(min=0, help="Stop before this much time is spent.")] = 8,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only list what would be measured.")] = False,
-    output: Annotated[Path | None, typer.Option(help="The file to write; by GPU and versions when left out.")] = None,
+    folder: Annotated[Path | None, typer.Option(help="Where record files lie; the course's when left out.")] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print the list of what is missing, for a later run.")
+    ] = False,
 ) -> None:
     """Measure every recipe that the notebooks ask for and keep the reports for readers without this GPU."""
-    from .records import record
+    from .record import record
 
-    record(notebooks or None, minutes=minutes, dry_run=dry_run, output=output)
+    outcome = record(paths or None, minutes=minutes, folder=folder, dry_run=dry_run, progress=not as_json)
+    typer.echo(json.dumps([recipe.to_dict() for recipe, _ in outcome.missing], indent=1) if as_json else str(outcome))
 
 
 @app.command()

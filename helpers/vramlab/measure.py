@@ -5,15 +5,14 @@ notebook: it comes back as a report. The child (`worker.py`) makes two passes (`
 (allocator peaks, NVML, time) and one under the tracker for the split.
 """
 
-import contextlib
 import json
-import os
 import signal
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
+from .apart import run_apart
 from .errors import MeasurementError, RecipeError, RecordError
 from .recipe import Recipe
 from .records import find_record, log_wanted
@@ -136,40 +135,13 @@ def run_child(
     with tempfile.TemporaryDirectory(prefix="vramlab-") as folder:
         order_file, answer_file = Path(folder, "order.json"), Path(folder, "answer.json")
         order_file.write_text(json.dumps({**order, "memory_limit": memory_limit}))
-        with Path(folder, "output").open("w+", errors="replace") as output:
-            child = subprocess.Popen(
-                [*WORKER, str(order_file), str(answer_file)],
-                stdin=subprocess.PIPE,
-                stdout=output,
-                stderr=output,
-                start_new_session=True,
-                env=_environment(),
-            )
-            try:
-                code = child.wait(timeout)
-            except subprocess.TimeoutExpired:
-                raise MeasurementError(f"{recipe} took over {timeout:g} s and was ended: raise timeout=.") from None
-            finally:
-                _end(child)
-            output.seek(0)
-            last_words = output.read().strip().splitlines()[-12:]
+        try:
+            code, last_words = run_apart([*WORKER, str(order_file), str(answer_file)], timeout)
+        except subprocess.TimeoutExpired:
+            raise MeasurementError(f"{recipe} took over {timeout:g} s and was ended: raise timeout=.") from None
         if answer_file.exists():
             return _answer(recipe, json.loads(answer_file.read_text()))
     return _died(recipe, code, last_words, device)
-
-
-def _environment() -> dict[str, str]:
-    package = str(Path(__file__).resolve().parent.parent)
-    paths = [package, *filter(None, [os.environ.get("PYTHONPATH")])]
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "TOKENIZERS_PARALLELISM": "false"}
-
-
-def _end(child: subprocess.Popen) -> None:
-    """No process of the child's group is left, however we got here."""
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(child.pid, signal.SIGKILL) if hasattr(os, "killpg") else child.kill()
-    child.wait()
-    child.stdin.close()
 
 
 def _answer(recipe: Recipe, answer: dict) -> Report:

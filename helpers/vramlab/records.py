@@ -133,8 +133,8 @@ def all_records() -> Iterator[Report]:
 def log_wanted(recipe: Recipe) -> Report | None:
     """While recipes are being collected from notebooks, note this one; else None.
 
-    Returns something with a measurement's shape and predicted figures, so that the code around goes on to its next recipe.
-    It stays within the process that collects.
+    Returns something with a measurement's shape and predicted figures, so that the code around goes on to its next
+    recipe. It stays within the process that collects.
     """
     path = os.environ.get(WANTED)
     if not path:

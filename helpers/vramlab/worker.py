@@ -1,20 +1,15 @@
-"""The child process of `measure`: `python -m vramlab.worker ORDER ANSWER` runs one recipe and writes one report.
+"""The child process of `measure`: `python -m vramlab.worker ORDER ANSWER` runs one recipe and writes one report."""
 
-It reads its standard input until that ends, which is when the parent does: no measurement outlives who asked for it.
-"""
-
-import contextlib
 import json
-import os
 import re
 import sys
-import threading
 import traceback
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from .apart import end_with_parent
 from .checks import memory
 from .errors import MeasurementError, RecipeError
 from .nvml import Sensors, nvml_snapshot
@@ -43,20 +38,6 @@ def main(order_file: str, answer_file: str) -> None:
         message = f"{type(error).__name__}: {error} ({Path(where.filename).name}, line {where.lineno})"
         answer = {"error": type(error).__name__, "message": message}
     write_atomically(Path(answer_file), json.dumps(answer))
-
-
-def end_with_parent() -> None:
-    """End this process when its standard input ends, and let the kernel take it before any other when RAM runs out."""
-
-    def wait() -> None:
-        with contextlib.suppress(OSError):
-            while os.read(0, 1024):
-                pass
-        os._exit(1)
-
-    threading.Thread(target=wait, daemon=True).start()
-    with contextlib.suppress(OSError):  # Linux
-        Path("/proc/self/oom_score_adj").write_text("1000")
 
 
 def run(recipe: Recipe, repeats: int, warmup: int, device: str, memory_limit: int | None = None) -> Report:

@@ -1,0 +1,140 @@
+"""Measure every recipe that the course asks for, cheapest first, and keep the reports for readers without this GPU."""
+
+import os
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from .errors import MeasurementError, RecipeError, RecordError
+from .gpu import Gpu, current_device
+from .measure import CPU_FLOPS, cannot, measure, too_much
+from .recipe import Recipe
+from .records import file_name, load, measurements_folder, save
+from .report import Report, environment, format_bytes, text_table
+from .wanted import course_paths, wanted
+
+STEPS = 7  # warm-up, repeats and tracked steps of one measurement
+START = 15.0  # seconds for a process to load its libraries and make CUDA's context
+EFFICIENCY = 0.3  # of the card's peak rate: cautious, small models stay under it
+UNKNOWN_FLOPS = 6e12  # of a card that the table does not know
+
+
+@dataclass
+class Outcome:
+    """What `record` did: reports (some may say "oom"), and recipes with the seconds they would take or a reason."""
+
+    wanted: int = 0
+    recorded: int = 0
+    measured: list[Report] = field(default_factory=list)
+    missing: list[tuple[Recipe, float]] = field(default_factory=list)
+    skipped: list[tuple[Recipe, str]] = field(default_factory=list)
+    file: Path | None = None
+
+    def __str__(self) -> str:
+        lines = [f"{self.wanted} recipes wanted, {self.recorded} recorded before, {len(self.measured)} measured now"]
+        if self.file and self.measured:
+            lines.append(f"in {self.file}")
+        if self.missing:
+            rows = [(str(recipe), _gib(recipe), f"{seconds:,.0f}") for recipe, seconds in self.missing]
+            total = sum(seconds for _, seconds in self.missing)
+            lines.append(f"still missing, about {total / 60:,.0f} minutes:")
+            lines.append(text_table([("recipe", "GiB", "seconds"), *rows]))
+        lines += [f"skipped: {recipe}: {reason}" for recipe, reason in self.skipped]
+        return "\n".join(lines)
+
+
+def _gib(recipe: Recipe) -> str:
+    from .predict import predict
+
+    return format_bytes(predict(recipe).peak.total, digits=1).removesuffix(" GiB")
+
+
+def record(
+    paths: Iterable[str | os.PathLike] | None = None,
+    minutes: float = 8,
+    folder: str | os.PathLike | None = None,
+    dry_run: bool = False,
+    progress: bool = True,
+) -> Outcome:
+    """Measure what is wanted and not recorded yet, cheapest first, and save each report as soon as it is there.
+
+    Args:
+        paths: notebooks, whose code is run for the recipes it asks for, and lists (`wanted.read_list`); None takes
+            the course's notebooks and its list, `data/wanted.json`.
+        minutes: nothing is begun that is not expected to end in this time, and nothing goes on after it.
+        folder: where the record files lie; None is the course's own, for which a GPU is needed.
+        dry_run: measure nothing, only say what is missing.
+        progress: show a bar where somebody watches, and a line for each recipe.
+    Returns:
+        What was measured, and what is still missing. A recipe that runs out of memory is measured: that is its result.
+    Raises:
+        RecordError: a file cannot be read or written, or there is no GPU and no `folder`. What was saved stays.
+        KeyboardInterrupt: Ctrl-C; likewise.
+    """
+    start = time.monotonic()
+    here = current_device()
+    cuda = here.kind == "cuda"
+    if not (cuda or dry_run or folder):
+        raise RecordError("there is no CUDA device here, and the course keeps no CPU figures: name a folder for them.")
+    folder = Path(folder or measurements_folder())
+    recipes = wanted(course_paths() if paths is None else [Path(path) for path in paths])
+    outcome = Outcome(wanted=len(recipes))
+    files = [folder / file_name(environment(gpu=here.name if cuda else None))]
+    if dry_run and not cuda:
+        files = folder.glob("*.json")  # missing is then what no GPU has measured
+    known = {key for path in files if path.exists() for key in load(path)}
+    todo = [recipe for recipe in recipes if recipe.key not in known]
+    outcome.recorded = len(recipes) - len(todo)
+    device = "cuda" if cuda or dry_run else "cpu"
+    for recipe in todo:
+        reason = cannot(recipe, device) or (too_much(recipe) if device == "cpu" else "")
+        reason = reason or (here.gpu.why_not(recipe.precision) if here.gpu else "")
+        if reason:
+            outcome.skipped.append((recipe, reason))
+        else:
+            outcome.missing.append((recipe, seconds_for(recipe, here.gpu, device)))
+    outcome.missing.sort(key=lambda item: item[1])
+    if not dry_run:
+        _measure_all(outcome, folder, start + 60 * minutes, progress)
+    return outcome
+
+
+def _measure_all(outcome: Outcome, folder: Path, deadline: float, progress: bool) -> None:
+    """Go through `outcome.missing` in its order until the deadline is near."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    console = Console(quiet=not progress)
+    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task("measuring", total=len(outcome.missing))
+        for recipe, seconds in list(outcome.missing):
+            left = deadline - time.monotonic()
+            if seconds > left:
+                break  # and all that follow take longer
+            bar.update(task, description=str(recipe))
+            begun = time.monotonic()
+            try:
+                report = measure(recipe, recorded=False, timeout=left)
+            except (MeasurementError, RecipeError) as error:
+                result = str(error).strip().splitlines()[-1]
+                outcome.skipped.append((recipe, str(error)))
+            else:
+                outcome.file = save(report, folder)
+                outcome.measured.append(report)
+                result = format_bytes(report.allocated) if report.status == "ok" else report.status
+            outcome.missing.remove((recipe, seconds))
+            bar.advance(task)
+            took = time.monotonic() - begun
+            bar.console.print(f"{took:6.1f} s  {result}  {recipe}", highlight=False, markup=False, soft_wrap=True)
+
+
+def seconds_for(recipe: Recipe, card: Gpu | None = None, device: str = "cuda") -> float:
+    """About how long a measurement takes; meant to be too much rather than too little.
+
+    A step costs about 6 operations a parameter and token (Kaplan et al. 2020, table 1), 8 when layers are recomputed.
+    """
+    operations = (8 if recipe.gradient_checkpointing else 6) * recipe.shape.num_parameters * recipe.tokens
+    peak = (card.flops(recipe.precision) or card.flops("fp32")) if card else None
+    return START + STEPS * operations / (CPU_FLOPS if device == "cpu" else EFFICIENCY * peak if peak else UNKNOWN_FLOPS)

@@ -1,0 +1,494 @@
+"""Records are written whole or not at all, name what is wrong with them, and are made of what the notebooks ask for."""
+
+import dataclasses
+import errno
+import json
+import os
+import stat
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import sample_reports
+from tiny_models import config
+from vramlab import MeasurementError, Recipe, RecipeError, RecordError, Report, find_gpu, find_record, records
+from vramlab.collector import to_python
+from vramlab.data import data_path
+from vramlab.gpu import Device
+from vramlab.records import all_records, file_name, load, save, write_atomically
+
+H200 = {"gpu": "NVIDIA H200", "torch": "2.11.0+cu128", "transformers": "5.17.2", "date": "2026-02-01"}
+H200_FILE = "nvidia-h200-torch2.11-transformers5.17.json"
+SMALL, OTHER, LARGE = (Recipe("gpt2", batch_size=n) for n in (1, 2, 4))
+
+
+def measured(recipe: Recipe = SMALL, **changes) -> Report:
+    values = {"recipe": recipe.to_dict(), "title": str(recipe), "environment": dict(H200), "target": "cuda", **changes}
+    return dataclasses.replace(sample_reports.measured(), **values)
+
+
+@pytest.fixture(autouse=True)
+def folder(monkeypatch, tmp_path) -> Path:
+    """A folder in the place of the course's records."""
+    folder = tmp_path / "measurements"
+    monkeypatch.setattr(records, "measurements_folder", lambda: folder)
+    records._files.cache_clear()
+    yield folder
+    records._files.cache_clear()
+
+
+def contents(folder: Path) -> dict[str, str]:
+    return {path.name: path.read_text() for path in folder.iterdir()} if folder.exists() else {}
+
+
+# --- files ------------------------------------------------------------------------------------------------------------
+
+
+def test_what_is_saved_is_found(folder):
+    assert save(measured(SMALL)) == save(measured(OTHER)) == folder / H200_FILE
+    found = find_record(SMALL)
+    assert found.source == "recorded" and found.to_dict() == {**measured(SMALL).to_dict(), "source": "recorded"}
+    assert {report.title for report in all_records()} == {str(SMALL), str(OTHER)}
+    assert set(load(folder / H200_FILE)) == {SMALL.key, OTHER.key}
+    with pytest.raises(RecordError, match=r"there is no recorded measurement of it$"):
+        find_record(LARGE)
+
+
+def test_a_new_measurement_replaces_the_old_one_and_other_versions_stay():
+    save(measured(allocated=1))
+    save(measured(allocated=2))
+    save(measured(allocated=3, environment={**H200, "torch": "2.13.0", "date": "2026-03-01"}))
+    save(measured(allocated=4, environment={**H200, "gpu": "Tesla T4", "date": "2025-01-01"}))
+    assert len(list(all_records())) == 3
+    assert find_record(SMALL).allocated == 3, "the newest"
+    assert find_record(SMALL, gpu="t4").allocated == 4
+    with pytest.raises(RecordError, match="there is no recorded measurement of it on L4"):
+        find_record(SMALL, gpu="L4")
+
+
+@pytest.mark.parametrize(
+    ("environment", "name"),
+    [
+        (H200, H200_FILE),
+        ({**H200, "gpu": "NVIDIA GeForce RTX 4090"}, "nvidia-geforce-rtx-4090-torch2.11-transformers5.17.json"),
+        ({"gpu": None, "torch": "2.13.0+cpu", "transformers": "5.23.0"}, "cpu-torch2.13-transformers5.23.json"),
+    ],
+)
+def test_a_file_is_named_by_card_and_versions(environment, name):
+    assert file_name(environment) == name
+
+
+def test_a_file_can_be_read_by_all_and_its_timelines_are_short(folder):
+    moments = measured().timeline * 50
+    path = save(measured(timeline=moments))
+    mask = os.umask(0)
+    os.umask(mask)
+    assert stat.S_IMODE(path.stat().st_mode) == 0o666 & ~mask or os.name == "nt"
+    assert len(moments) > 200 and 30 < len(find_record(SMALL).timeline) < 130
+
+
+@pytest.mark.parametrize(
+    ("report", "why"),
+    [
+        (measured(source="predicted"), "only measured reports of a recipe are recorded, and this one is predicted"),
+        (measured(source="recorded"), "this one is recorded"),
+        (dataclasses.replace(measured(), recipe=None), "only measured reports of a recipe"),
+        (measured(environment={**H200, "memory_limit": 5}), "under memory_limit says nothing of the machine"),
+    ],
+)
+def test_only_measurements_of_the_machine_as_it_is_are_kept(folder, report, why):
+    with pytest.raises(RecordError, match=why):
+        save(report)
+    assert contents(folder) == {}
+
+
+def test_a_cpus_figures_never_land_among_the_courses(monkeypatch, tmp_path):
+    monkeypatch.undo()  # the real folder
+    ours = Path(data_path("measurements"))
+    before = contents(ours)
+    report = measured(target="cpu", environment={"gpu": None, "torch": "2.13.0", "transformers": "5.23.0"})
+    for folder in (None, ours, str(ours), ours / ".." / "measurements"):
+        with pytest.raises(RecordError, match="measured on a CPU: name another folder"):
+            save(report, folder)
+    assert contents(ours) == before
+    assert save(report, tmp_path).name == "cpu-torch2.13-transformers5.23.json"
+
+
+# --- faults -----------------------------------------------------------------------------------------------------------
+
+
+def full(*_):
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+@pytest.mark.parametrize("where", ["fsync", "replace"])
+def test_a_full_disk_leaves_the_old_file_and_one_message(folder, monkeypatch, where):
+    save(measured(SMALL))
+    before = contents(folder)
+    if where == "fsync":
+        monkeypatch.setattr(os, "fsync", full)
+    else:
+        monkeypatch.setattr(Path, where, full)
+    with pytest.raises(RecordError) as caught:
+        save(measured(OTHER))
+    monkeypatch.undo()
+    assert str(caught.value) == f"{H200_FILE} could not be written (No space left on device); it is as it was before."
+    assert contents(folder) == before and keys(folder) == {SMALL.key}
+
+
+def keys(folder: Path) -> set[str]:
+    return {key for path in folder.glob("*.json") for key in load(path)}
+
+
+def test_a_disk_that_fills_up_half_way(tmp_path):
+    """A real one: a device that is always full."""
+    if not os.access("/dev/full", os.W_OK):
+        pytest.skip("there is no /dev/full here")
+    target = tmp_path / "x.json"
+    target.write_text("old")
+    (tmp_path / f".x.json.{os.getpid()}.part").symlink_to("/dev/full")
+    with pytest.raises(RecordError, match=r"x\.json could not be written \(No space left on device\)"):
+        write_atomically(target, "new" * 100_000)
+    assert [path.name for path in tmp_path.iterdir()] == ["x.json"] and target.read_text() == "old"
+
+
+def test_an_interrupt_while_writing_loses_nothing(folder, monkeypatch):
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    save(measured(SMALL))
+    before = contents(folder)
+    monkeypatch.setattr(os, "fsync", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        save(measured(OTHER))
+    assert contents(folder) == before
+
+
+BROKEN = ["", "{", "[]", "{}", '{"reports": 5}', '{"reports": {"a": {}}}', '{"reports": {"a": [1]}}', "\x00"]
+
+
+@pytest.mark.parametrize("text", BROKEN)
+def test_a_broken_file_is_named(folder, text):
+    folder.mkdir()
+    (folder / H200_FILE).write_text(text)
+    for read in (lambda: load(folder / H200_FILE), lambda: find_record(SMALL), lambda: list(all_records())):
+        with pytest.raises(RecordError, match=f"the record file {H200_FILE} cannot be read"):
+            read()
+
+
+@pytest.mark.parametrize("text", [t for t in BROKEN if "a" not in t])
+def test_a_broken_file_is_not_written_over(folder, text):
+    folder.mkdir()
+    (folder / H200_FILE).write_text(text)
+    with pytest.raises(RecordError, match=f"the record file {H200_FILE} cannot be read .*: mend or remove it"):
+        save(measured())
+    assert contents(folder) == {H200_FILE: text}
+
+
+def test_a_file_that_is_not_there(folder):
+    with pytest.raises(RecordError, match=r"nothing\.json does not exist"):
+        load(folder / "nothing.json")
+
+
+# --- what the notebooks ask for ---------------------------------------------------------------------------------------
+
+
+def notebook(path: Path, *cells: str) -> Path:
+    code = [{"cell_type": "code", "source": cell.splitlines(keepends=True)} for cell in cells]
+    path.write_text(json.dumps({"cells": [{"cell_type": "markdown", "source": ["# measure(...)"]}, *code]}))
+    return path
+
+
+CELLS = (
+    "%load_ext vramlab\nfrom vramlab import Recipe, compare, find_record, measure, predict, simulate\n"
+    "base = Recipe('gpt2', seq_len=64)",
+    "for size in (1, 2, 4):\n    report = measure(base.replace(batch_size=size))\n"
+    "    assert report.source in ('measured', 'recorded') and report.speed.median > 0\n"
+    "    print(compare(predict(base.replace(batch_size=size)), report))\n"
+    "    print(report.rss - report.peak.total, report.reserved - report.allocated, report.process - report.requested)",
+    "raise ValueError('a cell that fails')",
+    "!ls\n%matplotlib inline\ndisplay(find_record(base.replace(optim='sgd')))",
+    "%%watch model\nmeasure(base.replace(batch_size=1))",
+    "%%bash\nexit 1",
+    "import sys\nsys.exit('an exit')",
+    "print('%d'\n  % measure(base.replace(optim='adafactor')).peak.total)",
+    "predict(base.replace(batch_size=99)); simulate(base.replace(num_layers=1))",
+    "this is no Python",
+)
+
+
+def test_the_recipes_of_a_notebook_are_what_its_code_asks_for(tmp_path):
+    from vramlab.wanted import collect
+
+    base = Recipe("gpt2", seq_len=64)
+    recipes = collect(notebook(tmp_path / "chapter.ipynb", *CELLS))
+    sizes = [base.replace(batch_size=size) for size in (1, 2, 4)]
+    assert recipes == [*sizes, base.replace(optim="sgd"), base.replace(optim="adafactor")]
+    assert [path.name for path in tmp_path.iterdir() if path.suffix] == ["chapter.ipynb"], "nothing is left there"
+
+
+@pytest.mark.parametrize(
+    ("source", "python"),
+    [
+        ("x = 1", "x = 1"),
+        ("%time\n  !ls\nx = 1", "pass\n  pass\nx = 1"),
+        ("%%time\nx = 1", "x = 1"),
+        ("%%watch model -o seen\nx = 1", "x = 1"),
+        ("%%writefile x.py\nx = 1", ""),
+        ("print('%d'\n% 5)", "print('%d'\n% 5)"),
+    ],
+)
+def test_only_what_ipython_alone_understands_is_taken_out(source, python):
+    assert to_python(source) == python
+
+
+def test_a_notebook_that_cannot_be_collected_is_a_sentence(monkeypatch, tmp_path):
+    from vramlab import wanted
+
+    with pytest.raises(RecordError, match="there is no notebook"):
+        wanted.collect(tmp_path / "none.ipynb")
+    path = notebook(tmp_path / "slow.ipynb", "1")
+    monkeypatch.setattr(wanted, "COLLECTOR", [sys.executable, "-c", "import time; time.sleep(100)"])
+    monkeypatch.setattr(wanted, "COLLECT_SECONDS", 0.5)
+    with pytest.raises(RecordError, match=r"the code of slow\.ipynb ran for over 0 minutes"):
+        wanted.collect(path)
+    code = "import os; print('so far', flush=True); os.abort()"
+    monkeypatch.setattr(wanted, "COLLECTOR", [sys.executable, "-c", code])
+    monkeypatch.setattr(wanted, "COLLECT_SECONDS", 60)
+    with pytest.raises(RecordError, match=r"slow.ipynb could not be run to its end \(exit status -6\): so far"):
+        wanted.collect(path)
+    (tmp_path / "broken.ipynb").write_text("{")
+    monkeypatch.undo()
+    with pytest.raises(RecordError, match=r"broken\.ipynb could not be run to its end .*: json.*JSONDecodeError"):
+        wanted.collect(tmp_path / "broken.ipynb")
+
+
+def recipe_list(path: Path, entries) -> Path:
+    path.write_text(json.dumps(entries))
+    return path
+
+
+def test_a_list_takes_each_value_of_a_field(tmp_path):
+    from vramlab.wanted import read_list, wanted
+
+    entries = [{"model": "gpt2", "batch_size": [1, 2], "lora": [None, {"r": 4}]}, {"model": "gpt2"}]
+    recipes = read_list(recipe_list(tmp_path / "list.json", entries))
+    assert len(recipes) == 5
+    assert {(r.batch_size, r.lora and r.lora.r) for r in recipes} == {(1, None), (2, None), (1, 4), (2, 4)}
+    assert wanted([tmp_path / "list.json"] * 2) == recipes[:4], "each once"
+    again = recipe_list(tmp_path / "again.json", [recipe.to_dict() for recipe in recipes])
+    assert read_list(again) == recipes, "what `record --json` prints is such a list"
+
+
+@pytest.mark.parametrize(
+    ("entries", "why"),
+    [
+        ({"model": "gpt2"}, "bad.json is no list of recipes: it is not a list"),
+        ([{"model": "gpt2"}, {"model": "gpt9"}], "bad.json, entry 2: Recipe field 'model' is 'gpt9'"),
+        ([{"modle": "gpt2"}], "bad.json, entry 1: .*modle"),
+        (["gpt2"], "bad.json, entry 1: "),
+    ],
+)
+def test_a_bad_list_names_its_entry(tmp_path, entries, why):
+    from vramlab.wanted import read_list
+
+    with pytest.raises(RecordError, match=why):
+        read_list(recipe_list(tmp_path / "bad.json", entries))
+    with pytest.raises(RecordError, match=r"none\.json is no list of recipes"):
+        read_list(tmp_path / "none.json")
+
+
+def test_the_courses_own_list_can_be_trained():
+    from vramlab.wanted import course_paths, read_list
+
+    paths = course_paths()
+    assert paths[0].name == "wanted.json" and all(path.suffix == ".ipynb" for path in paths[1:])
+    recipes = read_list(paths[0])
+    assert len({recipe.key for recipe in recipes}) == len(recipes) > 60
+    b = [r for r in recipes if r.name == "polyglot-ko-1.3b" and r.seq_len == 256 and r.precision == "fp16-true"]
+    assert {4, 8, 16} <= {r.batch_size for r in b} and any(r.quantization for r in b) and any(r.lora for r in b)
+    assert {"bert-large", "gpt2", "llama-3.2-1b", "qwen2.5-0.5b", "llama-3.1-8b"} <= {r.name for r in recipes}
+    assert {"fp32", "tf32", "fp16-mixed", "bf16-mixed", "fp16-true", "bf16-true"} == {r.precision for r in recipes}
+
+
+# --- record -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """A machine with a card, on which measuring is instant: `gpu.ran` are the recipes, `gpu.answers` what they give."""
+    from vramlab import record as module
+
+    versions = {"torch": H200["torch"], "transformers": H200["transformers"]}
+    seen = SimpleNamespace(ran=[], timeouts=[], answers={}, module=module, take=0.0)
+
+    def fake(recipe, recorded, timeout):
+        assert recorded is False
+        seen.ran.append(recipe)
+        seen.timeouts.append(timeout)
+        seen.now += seen.take
+        answer = seen.answers.get(recipe, measured(recipe))
+        if isinstance(answer, BaseException):
+            raise answer
+        return answer
+
+    seen.now = 0.0
+    monkeypatch.setattr(module, "measure", fake)
+    monkeypatch.setattr(module, "environment", lambda **more: {**versions, **more})
+    card = find_gpu("H200")
+    monkeypatch.setattr(module, "current_device", lambda: Device("cuda", "NVIDIA H200", card.total, gpu=card))
+    monkeypatch.setattr(module, "measurements_folder", lambda: records.measurements_folder())
+    monkeypatch.setattr(module.time, "monotonic", lambda: seen.now)
+    return seen
+
+
+@pytest.fixture
+def three(tmp_path) -> Path:
+    return recipe_list(tmp_path / "three.json", [{"model": "gpt2", "batch_size": [4, 1, 2]}])
+
+
+def test_the_cheapest_come_first_and_each_is_saved_at_once(gpu, three, folder):
+    done = gpu.module.record([three], progress=False)
+    assert gpu.ran == [SMALL, OTHER, LARGE] and [r.title for r in done.measured] == list(map(str, gpu.ran))
+    assert keys(folder) == {SMALL.key, OTHER.key, LARGE.key} and done.file == folder / H200_FILE
+    assert str(done).startswith("3 recipes wanted, 0 recorded before, 3 measured now\nin ")
+
+
+def test_what_is_recorded_for_this_card_and_these_versions_is_not_run_again(gpu, three):
+    save(measured(SMALL))
+    save(measured(OTHER, environment={**H200, "torch": "2.13.0"}))
+    save(measured(LARGE, environment={**H200, "gpu": "Tesla T4"}))
+    done = gpu.module.record([three], progress=False)
+    assert gpu.ran == [OTHER, LARGE] and done.recorded == 1
+    gpu.ran.clear()
+    assert gpu.module.record([three], progress=False).recorded == 3 and gpu.ran == []
+
+
+def test_the_time_is_kept(gpu, three, folder):
+    gpu.take = 50.0
+    done = gpu.module.record([three], minutes=1.5, progress=False)
+    assert gpu.ran == [SMALL, OTHER] and gpu.timeouts == [90, 40], "no child goes on past the end"
+    assert [recipe for recipe, _ in done.missing] == [LARGE] and "still missing, about" in str(done)
+    gpu.take = 0
+    gpu.module.record([three], minutes=1.5, progress=False)
+    assert gpu.ran == [SMALL, OTHER, LARGE], "it resumes where it stopped"
+
+
+def test_out_of_memory_is_a_result(gpu, three, folder):
+    oom = Report.failed("measured", OTHER, "cuda", "oom", "CUDA out of memory. Tried to allocate 2 GiB.")
+    oom.environment = dict(H200)
+    gpu.answers[OTHER] = oom
+    gpu.module.record([three], progress=False)
+    assert gpu.ran == [SMALL, OTHER, LARGE]
+    assert find_record(OTHER).status == "oom" and "Tried to allocate" in find_record(OTHER).message
+
+
+@pytest.mark.parametrize("error", [MeasurementError("The child\ncrashed."), RecipeError("precision", "x", "no")])
+def test_one_that_fails_does_not_stop_the_others(gpu, three, folder, error):
+    gpu.answers[SMALL] = error
+    done = gpu.module.record([three], progress=False)
+    assert gpu.ran == [SMALL, OTHER, LARGE] and keys(folder) == {OTHER.key, LARGE.key}
+    assert done.skipped == [(SMALL, str(error))] and done.missing == []
+
+
+def test_ctrl_c_keeps_what_was_measured(gpu, three, folder):
+    gpu.answers[OTHER] = KeyboardInterrupt()
+    with pytest.raises(KeyboardInterrupt):
+        gpu.module.record([three], progress=False)
+    assert keys(folder) == {SMALL.key}
+
+
+def test_a_full_disk_stops_with_what_was_saved(gpu, three, folder, monkeypatch):
+    real, calls = os.fsync, []
+
+    def fills(descriptor):
+        calls.append(descriptor)
+        return real(descriptor) if len(calls) == 1 else full()
+
+    monkeypatch.setattr(os, "fsync", fills)
+    with pytest.raises(RecordError, match="No space left on device"):
+        gpu.module.record([three], progress=False)
+    assert gpu.ran == [SMALL, OTHER] and keys(folder) == {SMALL.key}
+
+
+def test_what_the_card_cannot_do_is_skipped_with_the_reason(gpu, tmp_path, monkeypatch):
+    entries = [
+        {"model": "gpt2", "precision": ["fp16-mixed", "bf16-mixed"]},
+        {"model": "gpt2", "sharding": {"stage": 3, "world_size": 8}},
+    ]
+    t4 = find_gpu("T4")
+    monkeypatch.setattr(gpu.module, "current_device", lambda: Device("cuda", "Tesla T4", t4.total, gpu=t4))
+    done = gpu.module.record([recipe_list(tmp_path / "list.json", entries)], progress=False)
+    assert [recipe.precision for recipe in gpu.ran] == ["fp16-mixed"]
+    reasons = [reason for _, reason in done.skipped]
+    assert "compute capability 7.5" in reasons[0] and "8 processes" in reasons[1] and reasons[0] in str(done)
+
+
+def test_a_dry_run_lists_and_measures_nothing(gpu, three, folder, capsys):
+    save(measured(OTHER))
+    before = contents(folder)
+    done = gpu.module.record([three], dry_run=True)
+    assert gpu.ran == [] and contents(folder) == before and capsys.readouterr().out == ""
+    assert [recipe for recipe, _ in done.missing] == [SMALL, LARGE]
+    assert all(gpu.module.START < seconds < 60 for _, seconds in done.missing)
+    text = str(done)
+    assert "3 recipes wanted, 1 recorded before, 0 measured now" in text and str(LARGE) in text and "seconds" in text
+
+
+def test_dearer_recipes_are_expected_to_take_longer(gpu):
+    seconds = gpu.module.seconds_for
+    h200, t4 = find_gpu("H200"), find_gpu("T4")
+    assert seconds(SMALL, t4) < seconds(LARGE, t4) < seconds(LARGE.replace(gradient_checkpointing=True), t4)
+    assert seconds(LARGE, h200) < seconds(LARGE, t4) and seconds(LARGE) < seconds(LARGE, device="cpu")
+
+
+def test_nobody_watching_there_is_a_line_each_and_no_bar(gpu, three, capsys):
+    gpu.module.record([three])
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 3 and str(SMALL) in lines[0] and "GiB" in lines[0] and "\x1b" not in "".join(lines)
+    gpu.module.record([three], dry_run=True)
+    assert capsys.readouterr().out == ""
+
+
+def test_without_a_gpu_the_courses_records_are_out_of_reach(gpu, three, monkeypatch, tmp_path):
+    monkeypatch.setattr(gpu.module, "current_device", lambda: Device("cpu", "CPU", 2**34))
+    with pytest.raises(RecordError, match="no CUDA device here, and the course keeps no CPU figures: name a folder"):
+        gpu.module.record([three])
+    assert gpu.ran == []
+    save(measured(OTHER))
+    missing = gpu.module.record([three], dry_run=True).missing
+    assert [recipe for recipe, _ in missing] == [SMALL, LARGE], "what no GPU has measured"
+
+
+def test_a_real_record_on_a_cpu_and_its_resumption(tmp_path):
+    from vramlab.record import record
+
+    tiny = {"model": config("gpt2"), "batch_size": 2, "seq_len": 32, "num_layers": 2}
+    paths = [recipe_list(tmp_path / "tiny.json", [tiny, {"model": "llama-3.1-405b"}])]
+    first = record(paths, minutes=10, folder=tmp_path / "mine", progress=False)
+    assert [report.status for report in first.measured] == ["ok"] and first.file.name.startswith("cpu-torch")
+    assert [recipe.name for recipe, reason in first.skipped if "of RAM are free" in reason] == ["llama-3.1-405b"]
+    kept = load(first.file)[Recipe(**tiny).key]
+    assert kept.peak == first.measured[0].peak and kept.speed == first.measured[0].speed
+    begun = time.monotonic()
+    again = record(paths, minutes=10, folder=tmp_path / "mine", progress=False)
+    assert (again.recorded, again.measured) == (1, []) and time.monotonic() - begun < 10
+
+
+def test_a_child_that_the_system_kills_is_recorded_as_out_of_memory(tmp_path, monkeypatch):
+    from vramlab.record import record
+
+    code = "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"
+    monkeypatch.setattr(sys.modules["vramlab.measure"], "WORKER", [sys.executable, "-c", code])
+    tiny = {"model": config("gpt2"), "batch_size": 2, "seq_len": 32, "num_layers": 2}
+    done = record([recipe_list(tmp_path / "tiny.json", [tiny])], folder=tmp_path / "mine", progress=False)
+    assert load(done.file)[Recipe(**tiny).key].status == "oom"
+
+
+def test_the_command_line_says_it_in_a_sentence(tmp_path):
+    command = [sys.executable, "-m", "vramlab.cli", "record", str(tmp_path / "none.json"), "--folder", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (2, "") and "none.json is no list of recipes" in done.stderr
