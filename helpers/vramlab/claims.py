@@ -175,7 +175,7 @@ def shown(value: float | bool | Interval, unit: str) -> str:
         return "yes" if value else "no"
     if isinstance(value, Interval):
         return f"{value.low:,.0f} to {value.high:,.0f} {unit}"
-    text = f"{value:,.0f}" if unit == "MiB" else f"{value:,.3f}" if unit in ("GiB", "GB") else f"{value:,.4g}"
+    text = f"{value:,.0f}" if unit == "MiB" else f"{value:,.3f}" if unit == "GiB" else f"{value:,.4g}"
     return f"{text} {unit}".strip()
 
 
