@@ -14,8 +14,6 @@ from vramlab.tracker import Storage
 SIZES = st.one_of(st.integers(1, 4 * KiB), st.integers(1, 3 * MiB), st.integers(1 * MiB, 40 * MiB))
 FREE = st.integers(0, 99).map(lambda n: ("free", n))
 ACTIONS = st.lists(st.one_of(SIZES.map(lambda n: ("malloc", n)), FREE), max_size=120)
-    st.one_of(SIZES.map(lambda n: ("malloc", n)), st.integers(0, 99).map(lambda n: ("free", n))), max_size=120
-)
 
 
 def segments(blocks: list[Block]) -> list[list[Block]]:
