@@ -19,6 +19,8 @@ from .recipe import Loop, Recipe
 if TYPE_CHECKING:
     import torch
 
+# transformers.Trainer.get_decay_parameter_names; importing the Trainer only to ask it takes seconds
+WITHOUT_DECAY = [r"bias", r"layernorm", r"rmsnorm", r"(?:^|\.)norm(?:$|\.)", r"_norm(?:$|\.)"]
 AUTOCAST = {"fp16-mixed": "float16", "bf16-mixed": "bfloat16"}
 
 
@@ -124,9 +126,10 @@ def _groups(recipe: Recipe, model: "torch.nn.Module") -> list:
     """
     if recipe.loop.name != "trainer":
         return [p for p in model.parameters() if p.requires_grad]
-    from transformers import Trainer
+    import torch
+    from transformers.trainer_pt_utils import get_parameter_names
 
-    decayed = set(Trainer.get_decay_parameter_names(None, model))
+    decayed = set(get_parameter_names(model, [torch.nn.LayerNorm], WITHOUT_DECAY))
     named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     groups = [[p for n, p in named if n in decayed], [p for n, p in named if n not in decayed]]
     return [{"params": group} for group in groups]

@@ -65,7 +65,8 @@ def run(recipe: Recipe, repeats: int, warmup: int, device: str, memory_limit: in
 
 def _import_all(recipe: Recipe) -> None:
     """Load what building the model will need, so that it counts neither in times nor in limits."""
-    import transformers.trainer  # noqa: F401
+    import transformers.modeling_utils
+    import transformers.trainer_pt_utils  # noqa: F401
 
     if recipe.lora:
         import peft  # noqa: F401
