@@ -6,13 +6,12 @@ shallow, and their log is deepened exactly (`deepen.py`).
 """
 
 import contextlib
-import copy
 from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeCopyMode
 
+from . import any_module
 from . import training as tr
 from .cuda import ALLOCATION_UNIT, CudaKernels, cublas_workspaces
 from .cuda_scratch import kernel_scratch
@@ -63,6 +62,8 @@ def simulate(
     """
     if target not in ("cuda", "cpu"):
         raise RecipeError("target", target, "allowed are 'cuda' and 'cpu'")
+    if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
+        raise RecipeError("steps", steps, "it must be a whole number of at least 1")
     card = find_gpu(gpu) if gpu else None
     if recipe is None:
         tracker = trace_module(model, batch, optimizer, loss, loop, precision, target, card, steps)
@@ -124,44 +125,16 @@ def make_tracker(training: tr.Training, card: Gpu | None, kernels: CudaKernels |
 
 def trace_module(model, batch, optimizer, loss, loop, precision, target, card, steps) -> Tracker:
     """The same for any module: parameters, buffers and batch are copied as fake tensors, the original is untouched."""
-    if model is None or batch is None or optimizer is None:
-        raise RecipeError("model", model, "give a recipe, or a module with model=, batch= and optimizer=")
+    any_module.check(model, batch, optimizer, loss, precision)
     loop = Loop.named(loop) if isinstance(loop, str) else loop
     with fake_world(target, card) as (mode, kernels):
-        with FakeCopyMode(mode):
-            fake, fake_batch = copy.deepcopy((model, batch))
-        multi_tensor = target == "cuda" if loop.foreach is None else loop.foreach
-        training = tr.Training(
-            model=fake,
-            optimizer=_refit(optimizer, model, fake, multi_tensor),
-            batch=fake_batch,
-            device=torch.device("cpu"),
-            multi_tensor=multi_tensor,
-            loop=loop,
-            precision=precision,
-            loss_of=loss or tr.loss_of,
-            scaler=torch.amp.GradScaler("cpu") if precision == "fp16-mixed" else None,
-        )
-        return run_tracked(training, make_tracker(training, card, kernels), steps, target)
-
-
-def _refit(optimizer: Any, model: torch.nn.Module, fake: torch.nn.Module, multi_tensor: bool) -> torch.optim.Optimizer:
-    """`optimizer` again, without its state, on the fake model's parameters; a function is simply called with them."""
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        with tr.real_tensors():
-            return optimizer([p for p in fake.parameters() if p.requires_grad])
-    twin = dict(zip(map(id, model.parameters()), fake.parameters(), strict=True))
-    groups = [{**group, "params": [twin[id(p)] for p in group["params"]]} for group in optimizer.param_groups]
-    new = copy.copy(optimizer)
-    new.__dict__ = {**optimizer.__dict__, "param_groups": groups, "state": type(optimizer.state)(dict)}
-    if (
-        "foreach" in optimizer.defaults
-        and optimizer.defaults["foreach"] is None
-        and not optimizer.defaults.get("fused")
-    ):
-        for group in groups:
-            group["foreach"] = multi_tensor
-    return new
+        training = any_module.prepare(model, batch, optimizer, loss, loop, precision, target, mode)
+        try:
+            return run_tracked(training, make_tracker(training, card, kernels), steps, target)
+        except RecipeError:
+            raise
+        except Exception as error:  # a module has its own ways to refuse a batch
+            raise any_module.failed(model, batch, error) from error
 
 
 def to_report(
