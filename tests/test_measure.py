@@ -68,6 +68,7 @@ def test_the_report_names_what_it_was_made_with(measured):
     ("family", "fields"),
     [
         ("bert", {"precision": "bf16-mixed"}),
+        ("gpt2", {"precision": "fp16-mixed"}),
         ("llama", {"gradient_checkpointing": True, "gradient_accumulation_steps": 2, "optim": "adafactor"}),
         ("t5", {"precision": "bf16-true", "optim": "sgd", "loop": "plain"}),
     ],

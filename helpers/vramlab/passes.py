@@ -26,7 +26,7 @@ from .resident import peak_rss
 from .simulate import to_report
 from .tracked import run_tracked
 from .tracker import Tracker
-from .training import build, train_step
+from .training import Training, build, train_step
 
 TRACKED_STEPS = 2  # the second is the first in which all states exist
 
@@ -55,7 +55,7 @@ class Truth:
 def clean_pass(recipe: Recipe, repeats: int, warmup: int, device: str, before: Sensors | None = None) -> Truth:
     """Train `warmup + repeats` steps undisturbed, then free everything. `before`: the sensors before CUDA started."""
     cuda = device == "cuda"
-    training = build(recipe, device)
+    training = prepare(recipe, device)
     if recipe.torch_compile:
         training.model.compile()
     if cuda:
@@ -88,6 +88,14 @@ def clean_pass(recipe: Recipe, repeats: int, warmup: int, device: str, before: S
         process=process,
         notes=notes,
     )
+
+
+def prepare(recipe: Recipe, device: str) -> Training:
+    """The training, with a loss scale that overflows nothing: the usual one begins with steps that are skipped."""
+    training = build(recipe, device)
+    if training.scaler:
+        training.scaler = torch.amp.GradScaler(training.device.type, init_scale=1.0)
+    return training
 
 
 def clear_workspaces() -> int:
@@ -145,7 +153,7 @@ class Readings:
 def tracked_pass(recipe: Recipe, device: str, truth: Truth) -> Report:
     """Two steps under the tracker: the split of `truth`. On CUDA every phase is balanced against the allocator."""
     cuda = device == "cuda"
-    training = build(recipe, device)
+    training = prepare(recipe, device)
     tracker = Tracker(device, round_to=ALLOCATION_UNIT if cuda else 1)
     readings = Readings()
     run_tracked(training, tracker, TRACKED_STEPS, device, readings if cuda else None)
