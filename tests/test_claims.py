@@ -24,8 +24,19 @@ ENTRY = {
 }
 
 
+@pytest.fixture(scope="module", autouse=True)
+def no_records(tmp_path_factory):
+    """Without the course's records, so that they do not decide what these tests see."""
+    folder = tmp_path_factory.mktemp("records")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(records, "measurements_folder", lambda: folder)
+        claims_02.witness.cache_clear()
+        yield
+    claims_02.witness.cache_clear()
+
+
 @pytest.fixture(scope="module")
-def verdicts() -> dict[str, Verdict]:
+def verdicts(no_records) -> dict[str, Verdict]:
     return {verdict.claim.name: verdict for verdict in ledger("02")}
 
 
@@ -51,6 +62,13 @@ def test_every_claim_of_the_ledger_loads_and_is_judged(verdicts):
     assert {"B", "C"} == {verdict.claim.source for verdict in verdicts.values()}
     assert {v.outcome for v in verdicts.values()} <= {HOLDS, UNDER, NOT, WAITS}
     assert all(set(v.findings) == set(v.claim.cases) for v in verdicts.values())
+
+
+def test_the_ledger_that_readers_see_is_judged_with_the_courses_records(monkeypatch, no_cache):
+    monkeypatch.setattr(records, "measurements_folder", lambda: data_path("measurements"))
+    found = ledger("02")
+    assert {verdict.outcome for verdict in found} <= {HOLDS, UNDER, NOT, WAITS}
+    assert all(verdict.found and verdict.text for verdict in found)
 
 
 def test_no_verdict_is_stored():
