@@ -21,6 +21,8 @@ def activation_bytes_per_layer(recipe: Recipe) -> dict[str, int]:
     """
     account = Account(recipe)
     stack = account.m.stacks[0]
+    if recipe.gradient_checkpointing:
+        return {"input": stack.taken}
     found: dict[str, int] = {}
     for _, entry in account.alive(account.forward_end):
         if stack.begin <= entry.birth < stack.end:

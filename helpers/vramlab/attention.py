@@ -6,22 +6,35 @@ the matrix of scores, batch × heads × tokens², exists only where the attentio
 
 from math import ceil
 
-from .ledger import Block, Replay, Tensor
+from .ledger import CAST, Block, Replay, Tensor
 from .linears import Linears
 from .operators import FP32, HALF
 
 
-def kernel_of(width: int, head_dim: int, masked: bool, bf16: bool, capability: tuple[int, int] = (8, 0)) -> str:
+def kernel_of(
+    width: int,
+    head_dim: int,
+    masked: bool,
+    grouped: bool,
+    bf16: bool,
+    capability: tuple[int, int],
+    dropout: float = 0.0,
+) -> str:
     """ "flash", "efficient" or "math": what `scaled_dot_product_attention` takes (`sdp_utils.cpp`, select_sdp_backend).
 
-    Flash: half precision, no mask, heads up to 256 wide, compute capability 8.0. Memory-efficient: whole multiples of
-    16 bytes a head, no bf16 below 8.0. cuDNN's kernel keeps what flash keeps.
+    Flash: half precision, no mask, heads up to 256 wide, compute capability 8.0 (consumer cards of 8.6 to 8.9 and 12.x
+    cannot go back through 193 to 224 channels, or more with dropout). Memory-efficient: no bf16 below 8.0, no heads that
+    share keys (torch up to 2.13), whole multiples of 16 bytes a head where tensor cores multiply. Else "math".
     """
-    if width == HALF and head_dim <= 256 and capability >= (8, 0) and not masked:
+    half, major = width == HALF, capability[0]
+    consumer = (8, 6) <= capability <= (8, 9) or (12, 0) <= capability <= (12, 1)
+    trainable = not consumer or head_dim <= 192 or (head_dim > 224 and not dropout)
+    if half and head_dim <= 256 and major >= 8 and trainable and not masked:
         return "flash"
-    if width == HALF and bf16 and capability < (8, 0):
+    if (half and bf16 and major < 8) or grouped:
         return "math"
-    return "efficient" if head_dim % (8 if width == HALF else 4) == 0 else "math"
+    aligned = (8 if half else 4) if major >= 8 or (half and major == 7) else 1
+    return "math" if head_dim % aligned else "efficient"
 
 
 class Attention(Linears):
@@ -35,6 +48,7 @@ class Attention(Linears):
     def __init__(self, *args, implementation: str = "sdpa", bf16: bool = True, capability=(8, 0), **kwargs):
         super().__init__(*args, **kwargs)
         self.implementation, self.bf16, self.capability = implementation, bf16, capability
+        self.causal = True
         self.returned_weights: Tensor | None = None  # the layer gets them beside the output and holds them to its end
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, p: float, softmax_fp32=True, **eager):
@@ -43,40 +57,60 @@ class Attention(Linears):
             return self.written_out(q, k, v, mask, p, softmax_fp32, **eager)
         return self.fused(q, k, v, mask, p)
 
-    def fused(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, p: float, bias_grad=False) -> Tensor:
-        """`scaled_dot_product_attention`."""
-        q, k, v = self.cast(q), self.cast(k), self.cast(v)
+    def fused(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, p: float) -> Tensor:
+        """`scaled_dot_product_attention`. With a mask transformers repeats shared keys and values itself."""
         b, heads, n, d = q.shape
-        m = k.shape[2]
-        kernel = kernel_of(q.width, d, mask is not None, self.bf16, self.capability)
+        if mask is not None:
+            k, v, mask = self.repeat(k, heads), self.repeat(v, heads), self.cast(mask)
+        q, k, v = self.cast(q), self.cast(k), self.cast(v)
+        m, grouped = k.shape[2], k.shape[1] != heads
+        kernel = kernel_of(q.width, d, mask is not None, grouped, self.bf16, self.capability, p)
         if self.implementation == "flash_attention_2":
             kernel = "flash"
         if kernel == "math":
-            return self.written_out(q, k, v, mask, p, softmax_fp32=False)
+            return self.in_single_operators(q, k, v, mask, p)
         if kernel == "flash":
             rows, wide = -(-n // 128) * 128, -(-d // 32) * 32
             extra = FP32 * b * heads * rows * (wide + 1)  # dQ is summed up in fp32 (flash_api.cpp, mha_bwd)
-            if k.shape[1] != heads:  # and dK, dV exist for every query head before they are summed
+            if grouped:  # and dK, dV exist for every query head before they are summed
                 extra += 2 * b * heads * m * d * k.width
             lines = (b, heads, n)
         else:
-            if k.shape[1] != heads:
-                k, v = self.repeat(k, heads), self.repeat(v, heads)
             extra = FP32 * b * heads * n + (FP32 * b * heads * n * -(-d // 32) * 32 if q.width == HALF else 0)
             lines = (b, heads, 32 * ceil(n / 32))
         name = "flash_attention" if kernel == "flash" else "efficient_attention"
         out, sums = self.tensor(name, (b, n, heads, d), q.width), self.tensor(name, lines, FP32)
         inputs = [q, k, v] if mask is None else [q, k, v, mask]
-        y = self.op(name, inputs, (b, n, heads * d), q.width, saves=[*inputs, out, sums], extra=extra, block=out.block)
+        saves = [*inputs, out, sums]
+        y = self.op(name, inputs, (b, n, heads * d), q.width, saves=saves, extra=extra, block=out.block)
         # flash writes its output in the order of the queries' memory; heads come apart again by a copy
         return self.copy(y) if kernel == "flash" and q.packed else y
+
+    def in_single_operators(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, p: float) -> Tensor:
+        """`_scaled_dot_product_attention_math` (attention.cpp): both factors scaled, in fp32, scores kept by softmax."""
+        width, (b, heads, n, d), m = q.width, q.shape, k.shape[2]
+        q, k, v = self.to(q, FP32), self.to(k, FP32), self.to(v, FP32)
+        scaled = self.scale(q)
+        if mask is None and self.causal:
+            mask = self.tensor("where", (n, m), FP32)
+        k, v = self.repeat(k, heads), self.repeat(v, heads)
+        turned = self.scale(k)
+        turned.packed, scaled.packed = k.packed, q.packed
+        scores = self.matmul(self.copied(scaled), self.copied(turned), b, heads, n, m)
+        if mask is not None:
+            scores = self.add(scores, mask)
+        scores = self.dropout(self.unary("softmax", scores, "result"), p)
+        y = self.matmul(scores, self.copied(v), b, heads, n, d)
+        return self.to(self.copy(y, shape=(b, n, heads * d)), width)
 
     def repeat(self, x: Tensor, heads: int) -> Tensor:
         """Keys or values copied to every query head; their gradients are summed."""
         b, few, m, d = x.shape
         if few == heads:
             return x
-        return self.op("repeat_kv", [x], (b, heads, m, d), x.width)
+        out = self.op("repeat_kv", [x], (b, heads, m, d), x.width)
+        out.packed = True
+        return out
 
     def written_out(
         self,
@@ -124,6 +158,10 @@ class Attention(Linears):
         """Keeps its result. With `fp32` (or under autocast) that is in fp32, and a copy in `width` goes on."""
         if not fp32:
             return self.unary("softmax", self.fp32(x), "result")
+        if x.width == HALF and not self.bf16:  # one kernel reads fp16 and writes fp32 (SoftMax.cpp, half_to_float)
+            out = self.tensor("softmax", x.shape, FP32)
+            x = self.op("softmax", [x], x.shape, FP32, saves=[out], grads=(CAST,), block=out.block)
+            return self.to(x, width)
         return self.to(self.unary("softmax", self.to(x, FP32), "result"), width)
 
     def rotary(self, x: Tensor, table: tuple[Tensor, Tensor], dims: int) -> Tensor:

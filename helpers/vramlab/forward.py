@@ -15,7 +15,7 @@ class Stack:
     """A layer that stands for `more` others like it.
 
     `begin` and `end` are the events around it in the forward pass; `bottom` and `top` name the bounds around it in the
-    backward pass.
+    backward pass; `taken` is the size of its input.
     """
 
     bottom: str
@@ -23,6 +23,7 @@ class Stack:
     more: int
     begin: int
     end: int
+    taken: int
 
 
 class Model(Attention):
@@ -33,6 +34,7 @@ class Model(Attention):
         self.recipe, self.facts, self.shape = recipe, facts, recipe.shape
         self.batch, self.tokens, self.checkpoints = recipe.batch_size, recipe.seq_len, recipe.gradient_checkpointing
         self.stacks: list[Stack] = []
+        self.causal = recipe.shape.family not in ("bert", "vit")
         self.caches: list[Tensor] | None = None
         self.table: tuple[Tensor, Tensor] | None = None
         self.leaves: list[Leaf] = []
@@ -148,11 +150,12 @@ class Model(Attention):
         typical = int(both_ends and self.checkpoints or not x.needs or bool(leaf and leaf.block))
         written = min(count, typical + 1 + both_ends)
         for i in range(written):
-            begin = len(self.changes)
+            begin, taken = len(self.changes), x.block.entry.size
             self.bounds.setdefault(len(self.nodes), []).append(f"{name}.{i}")
             x = self.layer(layer, f"{name}.{i}", x)
             if i == min(typical, written - 1):
-                self.stacks.append(Stack(f"{name}.{i}", f"{name}.{i}.end", count - written, begin, len(self.changes)))
+                end = len(self.changes)
+                self.stacks.append(Stack(f"{name}.{i}", f"{name}.{i}.end", count - written, begin, end, taken))
                 self.bounds.setdefault(len(self.nodes), []).append(f"{name}.{i}.end")
         return x
 

@@ -55,7 +55,8 @@ def hidden_states(m: "Model") -> Tensor:
     m.where = "model"
     ids = Tensor(None, (m.batch, m.tokens), INT64)
     first = [m.dropout(m.first(m.embedding(ids, "model.embed")), s.embedding_dropout)]
-    mask = m.mask(causal=s.task in ("causal-lm", "seq2seq-lm"))
+    m.causal = s.task in ("causal-lm", "seq2seq-lm")
+    mask = m.mask(causal=m.causal)
     if s.rotary_dim:
         m.rotary_table()
     count = s.num_layers + s.num_decoder_layers

@@ -32,7 +32,7 @@ def logits_and_loss(m: Model, x: Tensor) -> tuple[Tensor, Tensor]:
         logits = m.unary("tanh", logits, "result")
         logits = m.scale(logits)
     m.where = "loss"
-    rows = logits if task == "seq2seq-lm" else m.to(logits, FP32)
+    rows = m.to(logits, FP32) if task == "causal-lm" else logits  # T5 and BERT do without
     return logits, cross_entropy(m, rows.view(m.batch * m.tokens, m.shape.vocab_size))
 
 
@@ -59,10 +59,10 @@ def project(m: Model, x: Tensor) -> Tensor:
 
 
 def cross_entropy(m: Model, logits: Tensor) -> Tensor:
-    """log-softmax and the mean of the labels' entries."""
+    """log-softmax, in the logits' own dtype, and the mean of the labels' entries, which autocast takes in fp32."""
     rows = prod(logits.shape[:-1])
     labels = m.tensor("labels", (rows,), INT64)
-    log = m.unary("log_softmax", m.fp32(logits), "result")
+    log = m.fp32(m.unary("log_softmax", logits, "result"))
     return m.op("nll_loss", [log], (), log.width, saves=[log, labels])
 
 

@@ -113,9 +113,7 @@ class Parameter:
         self.partial = gradient
         self.uses -= 1
         if self.uses <= 0:
-            del gradient
-            complete, self.partial = self.partial, None
-            ledger.complete(self, complete.block)
+            ledger.ready.append(self)
 
 
 class Node:
@@ -148,7 +146,9 @@ class Node:
             else:
                 found.append(Tensor(gradient.block, shape if how is SAME else self.shape, width))
         del extra
-        for i, (_, shape, own_width, how) in enumerate(self.edges):
+        for i, (receiver, shape, own_width, how) in enumerate(self.edges):
+            if how is PASS and type(receiver) is Parameter and prod(self.shape) == prod(shape):
+                found[i] = ledger.tensor("clone", shape, width)  # a parameter keeps no gradient that others use
             if (how is FULL or how is PASS) and prod(self.shape) != prod(shape):
                 found[i] = ledger.tensor("sum", shape, width)
             if found[i].width != own_width:
@@ -227,6 +227,7 @@ class Ledger:
         self.passed: dict[str, int] = {}
         self.where = ""
         self.casts: dict[str, Tensor] = {}
+        self.ready: list[Parameter] = []  # whose gradient is complete
         self.replay: Replay | None = None
         self.refilled: list[list[Block]] | None = None
         self.on_gradient: Callable[[Parameter], None] | None = None
@@ -313,8 +314,9 @@ class Ledger:
             self.casts, self.replay, self.refilled = casts, None, None
         return refilled
 
-    def complete(self, parameter: Parameter, block: Block) -> None:
+    def complete(self, parameter: Parameter) -> None:
         """A gradient is complete: kept, or added to the one the parameter has, or used up by `on_gradient`."""
+        block, parameter.partial = parameter.partial.block, None
         if self.on_gradient:
             block.entry.category = "gradients"
             self.on_gradient(parameter)
@@ -336,6 +338,8 @@ class Ledger:
                     receiver, gradient = results.pop(0)
                     receiver.receive(self, gradient)
                     del gradient
+                    while self.ready:
+                        self.complete(self.ready.pop())
             elif type(node.saved) is Replay:
                 node.saved.skip()
             node = None

@@ -91,10 +91,13 @@ class Linears(Operators):
         return self.to(y, x.width)
 
     def _in_8_bits(self, x: Tensor, weight, bias) -> Tensor:
-        """LLM.int8() keeps its input where no checkpoint can drop it (`ctx.A`), and unpacks the weight to go back."""
+        """LLM.int8() keeps its input where no checkpoint can drop it (`ctx.tensors`), and unpacks the weight to go back.
+
+        Forward it needs the input in 8 bits, and the product in 32 (`bitsandbytes.autograd.MatMul8bitLt`).
+        """
         out = prod(weight.shape) // x.shape[-1]
-        whole = prod(weight.shape) * x.width
-        temporary = self.block("dequantize_8bit", (whole,), 1)
+        whole, rows = prod(weight.shape) * x.width, prod(x.shape[:-1])
+        temporary = self.block("int8_linear_matmul", (rows * (x.shape[-1] + FP32 * out),), 1)
         inputs = [x] if bias is None else [x, bias]
         y = self.op("matmul_8bit", inputs, (*x.shape[:-1], out), x.width, held=[x], extra=whole)
         del temporary

@@ -58,7 +58,7 @@ def zeros(m: Model) -> list[Tensor]:
     """A cross-attention has no positions: zeros, which under checkpointing are told to need a gradient."""
     if not m.decoding:
         return []
-    empty = m.tensor("zeros", (1, m.shape.num_heads, m.tokens, m.tokens), m.hidden_width)
+    empty = m.tensor("zeros", (1, m.shape.num_heads, m.tokens, m.tokens), m.autocast or m.hidden_width)
     empty.packed = True
     if m.checkpoints:
         empty.needs, empty.node = True, Leaf(empty.block)

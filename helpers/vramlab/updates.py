@@ -14,7 +14,7 @@ from .recipe import Recipe
 
 # Temporaries as large as the tensors updated together, (foreach, one by one), counted in torch/optim/*.py: AdamW's
 # `denom` is √v, RMSprop's likewise, Adagrad's `std` and `numerator`; one by one, √v / correction is a second one.
-COPIES = {"adamw_torch": (1, 2), "rmsprop": (1, 1), "adagrad": (2, 2), "sgd": (0, 0)}
+COPIES = {"adamw_torch": (1, 2), "rmsprop": (1, 1), "adagrad": (2, 1), "sgd": (0, 0)}
 
 
 def step_temporaries(recipe: Recipe) -> int:
@@ -30,7 +30,7 @@ def step_temporaries(recipe: Recipe) -> int:
     foreach, single = copies(recipe)
     if recipe.loop.foreach is False:
         return max(norms, single * max((row.size for row in rows), default=0))
-    return max(norms, foreach * max(groups(recipe, rows), default=0))
+    return max(norms, max((in_turn(sizes, foreach) for sizes in groups(recipe, rows)), default=0))
 
 
 def copies(recipe: Recipe) -> tuple[int, int]:
@@ -41,16 +41,25 @@ def copies(recipe: Recipe) -> tuple[int, int]:
     return foreach, single
 
 
-def groups(recipe: Recipe, rows: list[Row]) -> list[int]:
-    """Bytes that are updated together: each of the Trainer's two parameter groups.
-
-    A group of two dtypes is updated in two goes, but the temporaries of the first live until the second has its own
-    (a Python name holds them), so they count together.
-    """
-    found: Counter = Counter()
+def groups(recipe: Recipe, rows: list[Row]) -> list[list[int]]:
+    """Bytes that are updated together: by dtype within each of the Trainer's two parameter groups."""
+    found: dict[bool, Counter] = {}
     for row in rows:
-        found[row.decayed if recipe.loop.name == "trainer" else True] += row.count * (row.size + slack(row.size))
-    return list(found.values())
+        group = found.setdefault(row.decayed if recipe.loop.name == "trainer" else True, Counter())
+        group[row.width] += row.count * (row.size + slack(row.size))
+    return [list(group.values()) for group in found.values()]
+
+
+def in_turn(sizes: list[int], copies: int) -> int:
+    """The most that `copies` temporaries of each of `sizes` take, one size after the other.
+
+    Names hold the temporaries of one go until the next go has made its own, one by one.
+    """
+    most = before = 0
+    for size in sizes:
+        most = max(most, *((copies - i) * before + (i + 1) * size for i in range(copies)), 0)
+        before = size
+    return most
 
 
 def clipping(recipe: Recipe, rows: list[Row]) -> int:

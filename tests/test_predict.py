@@ -1,0 +1,427 @@
+"""The formulas by themselves: what they say, that they need no torch, that nonsense is refused."""
+
+import subprocess
+import sys
+import time
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from vramlab import Loop, LoRA, Quantization, Recipe, RecipeError, Report, Sharding, formulas, zero
+from vramlab.account import Account
+from vramlab.activations import activation_bytes_per_layer, largest_batch, logits_bytes
+from vramlab.ledger import rounded
+from vramlab.predict import predict
+from vramlab.recipe import ATTENTION, OPTIMIZERS, PRECISIONS, QUANT_TYPES
+from vramlab.report import CATEGORIES, PHASES, GiB, Interval, MiB
+from vramlab.shapes import model_names, read_shape
+
+GPT2 = Recipe("gpt2", batch_size=4, seq_len=256)
+LLAMA = Recipe("llama-3.1-8b", batch_size=2, seq_len=512, precision="bf16-true")
+
+
+def simulated(recipe: Recipe) -> Report:
+    from vramlab.simulate import simulate
+
+    return simulate(recipe)
+
+
+# --- the report ---------------------------------------------------------------------------------------------------
+
+
+def test_it_needs_no_torch():
+    code = (
+        "import sys; from vramlab import Recipe, LoRA, Quantization; from vramlab.predict import predict\n"
+        "for r in (Recipe('gpt2'), Recipe('t5-small'), Recipe('vit-base'), Recipe('mixtral-8x7b'),"
+        " Recipe('llama-3.1-8b', lora=LoRA(), quantization=Quantization())): predict(r, 'T4')\n"
+        "heavy = {'torch', 'transformers', 'numpy', 'peft', 'bitsandbytes'} & set(sys.modules)\n"
+        "assert not heavy, heavy"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize("name", model_names())
+def test_a_report_is_whole_for_every_model(name):
+    report = predict(Recipe(name), "A100")
+    assert report.source == "predicted" and report.status == "ok" and report.target == "cuda"
+    assert tuple(report.phases) == PHASES
+    assert report.peak == report.phases[report.peak_phase].peak
+    assert report.peak.total == max(phase.peak.total for phase in report.phases.values())
+    for phase in report.phases.values():
+        assert phase.end.total <= phase.peak.total
+        assert all(getattr(split, c) >= 0 for split in (phase.peak, phase.end) for c in CATEGORIES)
+    assert isinstance(report.reserved, Interval) and isinstance(report.process, Interval)
+    assert report.peak.total <= report.reserved.value <= report.reserved.high < report.process.high
+    assert report.largest[0].size * report.largest[0].count >= report.largest[-1].size * report.largest[-1].count
+    assert sum(t.size * t.count for t in report.largest) <= report.peak.total
+    assert Report.from_json(report.to_json()).to_dict() == report.to_dict()
+
+
+def test_the_largest_tensors_are_those_of_the_simulation():
+    report, truth = predict(GPT2), simulated(GPT2)
+    assert report.peak_phase == truth.peak_phase
+    named = {(t.category, t.shape): t.size * t.count for t in report.largest}
+    first = truth.largest[0]
+    states = 2 if first.category == "optimizer_states" else 1  # one entry here, exp_avg and exp_avg_sq there
+    assert named[first.category, first.shape] in (first.size * first.count, states * first.size * first.count)
+
+
+def test_the_card_changes_what_depends_on_it():
+    t4, a100, h100 = (predict(LLAMA, name) for name in ("T4", "A100", "H100"))
+    assert h100.peak.workspace - a100.peak.workspace == 2 * (32 * MiB - 8_519_680)
+    assert any("bf16" in note for note in t4.notes) and not a100.notes
+    kept = [report.phases["forward"].end.activations for report in (t4, a100)]
+    assert kept[0] > 2 * kept[1]  # no fused attention for bf16 below compute capability 8.0
+    with pytest.raises(LookupError, match="A1000"):
+        predict(LLAMA, "A1000")
+
+
+def test_depth_costs_nothing():
+    def cpu_seconds(recipe: Recipe) -> float:
+        predict(recipe)
+        best = []
+        for _ in range(5):
+            start = time.process_time()
+            for _ in range(20):
+                predict(recipe)
+            best.append((time.process_time() - start) / 20)
+        return min(best)
+
+    shallow, deep = cpu_seconds(Recipe("llama-3.1-8b", num_layers=2)), cpu_seconds(Recipe("llama-3.1-405b"))
+    assert deep < 3 * shallow
+    assert deep < 0.01  # a millisecond on an idle core, with room for a busy machine
+
+
+# --- what stays ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "name", ["gpt2", "bert-base", "pythia-410m", "llama-3.2-1b", "t5-small", "vit-base", "opt-125m"]
+)
+@pytest.mark.parametrize("precision,width", [("fp32", 4), ("bf16-mixed", 4), ("bf16-true", 2)])
+def test_parameters_and_gradients_are_the_shapes_numbers(name, precision, width):
+    recipe = Recipe(name, precision=precision)
+    expected = sum(rounded(weight.size * width) for weight in recipe.shape.weights())
+    assert formulas.parameter_bytes(recipe) == formulas.gradient_bytes(recipe) == expected
+    assert predict(recipe).phases["load"].peak.parameters == expected
+    assert 0 <= expected - recipe.shape.num_parameters * width < 512 * len(recipe.shape.weights())
+
+
+def test_lora_counts_what_peft_counts():
+    shape = read_shape("polyglot-ko-1.3b")
+    recipe = Recipe("polyglot-ko-1.3b", precision="fp16-true", lora=LoRA(r=8, target_modules=("query_key_value",)))
+    trained = [row for row in formulas.held(recipe) if row.trained]
+    assert sum(row.count * row.numbers for row in trained) == 1_572_864
+    assert formulas.gradient_bytes(recipe) == 4 * 1_572_864
+    assert formulas.parameter_bytes(recipe) - formulas.parameter_bytes(recipe.replace(lora=None)) == 4 * 1_572_864
+    assert round(100 * 1_572_864 / shape.num_parameters, 3) == 0.118
+
+
+def test_four_bits_are_four_and_a_half_and_four_point_127():
+    row = formulas.Row("w", (4096, 4096), "linear", 1, 2, False, "nf4")
+    plain, double = formulas.row_bytes(row), formulas.row_bytes(row, double=True)
+    assert abs(8 * plain / row.numbers - 4.5) < 0.001
+    assert abs(8 * double / row.numbers - 4.127) < 0.001
+
+
+def test_bytes_per_parameter_explains_every_quoted_figure():
+    table = formulas.bytes_per_parameter
+    assert table("fp32", "adamw_torch")["kept"] == 16
+    assert table("fp32", "adamw_torch")["most"] == 20  # with the foreach copy of the step
+    assert table("bf16-mixed", "adamw_torch_fused")["most"] == 18  # with autocast's copy of the weights
+    assert table("fp32", "sgd")["kept"] == 8
+    assert table("bf16-true", "adamw_torch")["kept"] == 8
+    assert table("bf16-true", "paged_adamw_32bit")["kept"] == 12
+    assert round(table("fp32", "adamw_bnb_8bit")["kept"], 1) == 10.0
+    assert table("fp32", "lion_32bit")["kept"] == 12
+    for precision in PRECISIONS:
+        for optim in OPTIMIZERS:
+            found = table(precision, optim)
+            assert found["most"] >= found["kept"] >= 4
+
+
+@pytest.mark.parametrize(
+    "optim,arguments,per_number",
+    [
+        ("sgd", None, 0),
+        ("sgd", "momentum=0.9", 4),
+        ("rmsprop", "momentum=0.9,centered=1", 12),
+        ("adamw_torch", None, 8),
+        ("lion_32bit", None, 4),
+    ],
+)
+def test_states_per_number(optim, arguments, per_number):
+    recipe = GPT2.replace(optim=optim, optim_args=arguments)
+    assert formulas.optimizer_state_bytes(recipe) == per_number * formulas.gradient_bytes(recipe) // 4
+
+
+def test_the_trainer_keeps_embeddings_out_of_eight_bits():
+    trainer, plain = (GPT2.replace(optim="adamw_bnb_8bit", loop=loop) for loop in ("trainer", "plain"))
+    embeddings = 2 * (50257 + 1024) * 768
+    difference = formulas.optimizer_state_bytes(trainer) - formulas.optimizer_state_bytes(plain)
+    assert abs(difference - (3 - 4 / 256) * embeddings) < 4096
+
+
+# --- what a layer keeps -------------------------------------------------------------------------------------------
+
+
+def test_a_gpt2_layer_by_hand_and_by_simulation():
+    b, s, h, a = 4, 256, 768, 12
+    tokens = b * s
+    kept = {
+        "inputs and results of the two norms": 4 * 4 * tokens * h,
+        "queries, keys and values": 4 * 3 * tokens * h,
+        "attention's result": 4 * tokens * h,
+        "gelu_new: input, x/2, tanh, 1 + tanh": 4 * 4 * tokens * 4 * h,
+        "its result": 4 * tokens * 4 * h,
+        "three masks of one byte less the attention's": 2 * tokens * h,
+        "a mean and a deviation a token, twice; log-sums": 4 * (4 * tokens + b * a * s),
+    }
+    by_hand = sum(kept.values())
+    by_formula = activation_bytes_per_layer(GPT2)
+    assert abs(sum(by_formula.values()) - by_hand) <= 0.001 * by_hand
+    assert by_formula["gelu_new" if "gelu_new" in by_formula else "tanh"] == 4 * tokens * 4 * h
+    deep, shallow = (simulated(GPT2.replace(num_layers=n)).phases["forward"].end.activations for n in (3, 2))
+    assert abs(sum(by_formula.values()) - (deep - shallow)) <= 0.001 * by_hand
+
+
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        LLAMA.replace(num_layers=3),
+        LLAMA.replace(num_layers=3, precision="bf16-mixed"),
+        LLAMA.replace(num_layers=3, lora=LoRA(r=16)),
+        LLAMA.replace(num_layers=3, gradient_checkpointing=True),
+        Recipe("bert-base", batch_size=4, seq_len=128, num_layers=3, attn_implementation="eager"),
+        Recipe("vit-base", batch_size=8, num_layers=3),
+    ],
+    ids=str,
+)
+def test_a_layer_keeps_what_the_simulated_one_keeps(recipe):
+    deep, shallow = (simulated(recipe.replace(num_layers=n)).phases["forward"].end.activations for n in (4, 3))
+    assert abs(sum(activation_bytes_per_layer(recipe).values()) - (deep - shallow)) <= 0.002 * (deep - shallow)
+
+
+def test_checkpointing_leaves_the_layers_input():
+    kept = activation_bytes_per_layer(LLAMA.replace(gradient_checkpointing=True))
+    assert sum(kept.values()) == 2 * 2 * 512 * 4096
+
+
+def test_scores_grow_with_the_square_of_the_tokens_only_when_written_out():
+    def kept(tokens: int, attention: str) -> int:
+        return sum(activation_bytes_per_layer(LLAMA.replace(seq_len=tokens, attn_implementation=attention)).values())
+
+    assert kept(2048, "sdpa") == pytest.approx(4 * kept(512, "sdpa"), rel=0.001)
+    heads, scores = 32, 2048**2 - 4 * 512**2
+    assert kept(2048, "eager") - 4 * kept(512, "eager") == pytest.approx(2 * heads * scores * (4 + 2), rel=0.001)
+
+
+def test_logits():
+    size = 2 * 512 * 128256
+    parts = logits_bytes(LLAMA)
+    assert parts["logits"] == 2 * size and parts["log_softmax"] == 4 * size
+    assert sum(logits_bytes(LLAMA.replace(precision="fp32")).values()) == 16 * size
+    assert logits_bytes(Recipe("bert-base")) == {}
+    shallow = LLAMA.replace(num_layers=1, optim="sgd")
+    names = {(t.shape, t.dtype): t.size for t in predict(shallow.replace(batch_size=64)).largest}
+    assert names[(64 * 512, 128256), "float32"] == 4 * 64 * 512 * 128256
+
+
+# --- what is asked of it ------------------------------------------------------------------------------------------
+
+
+def test_largest_batch_is_the_last_that_fits():
+    budget = 24 * GiB
+    batch = largest_batch(LLAMA.replace(lora=LoRA(), gradient_checkpointing=True), budget)
+    fits = LLAMA.replace(lora=LoRA(), gradient_checkpointing=True, batch_size=batch)
+    assert batch > 1
+    assert predict(fits).peak.total <= budget < predict(fits.replace(batch_size=batch + 1)).peak.total
+    assert largest_batch(LLAMA, 1 * GiB) == 0
+
+
+@given(
+    st.sampled_from(["gpt2", "llama-3.2-1b", "bert-base", "t5-small", "pythia-70m", "gemma-2-2b", "mixtral-8x7b"]),
+    st.sampled_from(PRECISIONS),
+    st.integers(1, 16),
+    st.integers(16, 400),
+    st.booleans(),
+)
+@settings(max_examples=60)
+def test_more_never_takes_less(name, precision, batch, tokens, checkpointing):
+    base = Recipe(
+        name,
+        batch_size=batch,
+        seq_len=tokens,
+        precision=precision,
+        num_layers=3,
+        gradient_checkpointing=checkpointing,
+    )
+    least = predict(base).peak.total
+    slack = 4 * MiB  # the allocator's rests do not grow evenly
+    for more in (dict(batch_size=batch + 1), dict(seq_len=tokens + 16), dict(num_layers=4)):
+        assert predict(base.replace(**more)).peak.total >= least - slack
+    assert predict(base.replace(optim="sgd")).peak.total <= least + slack
+    adapted = predict(base.replace(lora=LoRA(target_modules="all-linear"))).peak
+    assert adapted.gradients <= predict(base).phases["step"].peak.gradients
+
+
+def test_zero_divides_what_its_stage_says():
+    full = Recipe("llama-3.1-8b", precision="bf16-true", gradient_checkpointing=True)
+    whole = predict(full).phases["between_steps"].end
+    for stage, engine, n in ((1, "deepspeed", 8), (2, "deepspeed", 8), (3, "fsdp", 8), (3, "deepspeed", 64)):
+        rank = predict(full.replace(sharding=Sharding(stage, n, engine)))
+        split = rank.phases["step"].peak
+        assert split.optimizer_states == -(-whole.optimizer_states // n)
+        assert split.gradients == -(-formulas.gradient_bytes(full) // (n if stage >= 2 else 1))
+        assert split.parameters == -(-whole.parameters // (n if stage == 3 else 1))
+        assert any("one rank" in note for note in rank.notes)
+    alone, two, many = (predict(full.replace(sharding=Sharding(3, n))).peak.total for n in (1, 2, 64))
+    assert alone == predict(full).peak.total and many < two < alone
+    inside, outside, layer = zero.units(full)
+    assert inside + outside == formulas.parameter_bytes(full) and 32 * layer >= inside
+    offloaded = predict(full.replace(sharding=Sharding(3, 8, "deepspeed", offload="optimizer")))
+    assert offloaded.phases["step"].peak.optimizer_states == 0
+    replicas = predict(full.replace(sharding=Sharding(0, 8, "ddp"))).peak.total
+    assert replicas - predict(full).peak.total == formulas.gradient_bytes(full)  # DDP's buckets
+
+
+def test_torch_compile_is_noted():
+    assert any("eager step" in note for note in predict(GPT2.replace(torch_compile=True)).notes)
+
+
+# --- what nobody wrote out ----------------------------------------------------------------------------------------
+
+UNKNOWN = [
+    dict(model_type=name, hidden_size=512, num_hidden_layers=3, num_attention_heads=8, num_key_value_heads=4, **more)
+    for name, more in (
+        ("stablelm", dict(intermediate_size=1536)),
+        ("starcoder2", dict(intermediate_size=2048)),
+        ("olmo2", dict(intermediate_size=1536)),
+        ("granite", dict(intermediate_size=1536)),
+    )
+]
+
+
+@pytest.mark.parametrize("config", UNKNOWN, ids=lambda config: config["model_type"])
+def test_an_unknown_architecture_gets_a_note_and_a_fair_figure(config):
+    recipe = Recipe(config, batch_size=4, seq_len=256)
+    report, truth = predict(recipe), simulated(recipe)
+    assert any("generic" in note for note in report.notes)
+    assert report.phases["load"].peak.parameters == truth.phases["load"].peak.parameters
+    assert abs(report.peak.total / truth.peak.total - 1) < 0.15
+
+
+# --- nonsense -----------------------------------------------------------------------------------------------------
+
+NONSENSE = [-1, 0, 1, 3, 7, 64, 10**7, 2.5, "4", None, True]
+
+
+def sometimes(values: list, nonsense: list = NONSENSE) -> st.SearchStrategy:
+    """Mostly one of `values`, sometimes nonsense."""
+    return st.one_of(st.sampled_from(values), st.sampled_from(values), st.sampled_from(nonsense))
+
+
+LORAS = st.builds(
+    dict,
+    r=sometimes([1, 8, 64]),
+    lora_dropout=sometimes([0.0, 0.1]),
+    target_modules=st.sampled_from([None, "all-linear", ("q_proj",), (".*",), "(", "c_attn", "", ()]),
+    bias=sometimes(["none", "all", "lora_only"]),
+    autocast_adapter_dtype=st.booleans(),
+    modules_to_save=st.sampled_from([None, ("lm_head",), ("nowhere",)]),
+)
+QUANTIZATIONS = st.builds(
+    dict,
+    quant_type=sometimes(list(QUANT_TYPES)),
+    double=st.booleans(),
+    prepare=st.booleans(),
+    compute_dtype=sometimes([None, "float16", "bfloat16"]),
+)
+SHARDINGS = st.builds(
+    dict,
+    stage=sometimes([0, 1, 2, 3]),
+    world_size=sometimes([1, 2, 8, 1024]),
+    engine=sometimes(["ddp", "fsdp", "deepspeed"]),
+    offload=sometimes([None, "optimizer", "parameters"]),
+)
+LOOPS = st.builds(
+    dict,
+    zero_grad=sometimes(["start", "before_backward", "end"]),
+    set_to_none=st.booleans(),
+    keep_outputs=st.booleans(),
+    use_cache=st.sampled_from([None, True, False]),
+    max_grad_norm=sometimes([None, 1.0]),
+    foreach=st.sampled_from([None, True, False]),
+    optimizer_in_backward=st.booleans(),
+)
+CONFIGS = [
+    dict(model_type="llama", hidden_size=64, num_hidden_layers=2, num_attention_heads=4, vocab_size=100),
+    dict(model_type="llama", hidden_size=63, num_hidden_layers=2, num_attention_heads=4, vocab_size=100),
+    dict(model_type="falcon", hidden_size=64, num_hidden_layers=2, num_attention_heads=4, vocab_size=9, bias=True),
+    dict(model_type="gpt2", n_embd=-4),
+    dict(model_type="t5", d_model=64, d_ff=32, num_layers=1, num_heads=2, d_kv=8, vocab_size=50),
+    dict(hidden_size=64),
+    {},
+]
+RECIPES = st.builds(
+    dict,
+    model=sometimes([*model_names(), "gpt-2", *CONFIGS]),
+    batch_size=sometimes([1, 2, 16]),
+    seq_len=sometimes([None, 16, 128, 513]),
+    precision=sometimes(list(PRECISIONS)),
+    optim=sometimes(list(OPTIMIZERS)),
+    optim_args=sometimes([None, "momentum=0.9", "weight_decay=0.1", "nonsense"]),
+    gradient_checkpointing=st.booleans(),
+    gradient_accumulation_steps=sometimes([1, 2]),
+    attn_implementation=sometimes([None, *ATTENTION]),
+    torch_compile=st.booleans(),
+    lora=st.one_of(st.none(), LORAS, st.sampled_from(NONSENSE)),
+    quantization=st.one_of(st.none(), st.none(), QUANTIZATIONS),
+    sharding=st.one_of(st.none(), st.none(), SHARDINGS),
+    loop=st.one_of(st.sampled_from(["trainer", "plain", "optimizer_in_backward", "endless"]), LOOPS),
+    num_layers=sometimes([None, 1, 2, 3, 80]),
+    task=sometimes([None, "causal-lm", "sequence-classification", "masked-lm"]),
+)
+
+
+@given(RECIPES, st.sampled_from([None, "T4", "H100"]))
+@settings(max_examples=1000)
+def test_any_recipe_is_a_report_or_a_recipe_error(fields, gpu):
+    try:
+        recipe = Recipe(**fields)
+    except RecipeError as error:
+        assert "\n" not in str(error) and str(error).endswith(".")
+        return
+    report = predict(recipe, gpu)
+    assert isinstance(report, Report) and report.peak.total > 0
+
+
+def test_a_written_out_stack_equals_the_multiplied_one():
+    """All layers in the ledger against one that stands for them, to the byte."""
+    from unittest.mock import patch
+
+    from vramlab import forward
+
+    recipe = GPT2.replace(num_layers=5, loop=Loop.named("plain"))
+
+    def whole(self, name, count, layer, first):
+        x = first.pop()
+        for i in range(count):
+            x = self.layer(layer, f"{name}.{i}", x)
+        return x
+
+    short = Account(recipe)
+    names = formulas.written_out.__wrapped__
+
+    def every(shape):
+        return tuple((w.name, formulas.role(w.name), w.shape) for w in shape.weights())
+
+    assert len(every(recipe.shape)) > len(names(recipe.shape))
+    with patch.object(forward.Model, "stack", whole), patch.object(formulas, "written_out", every):
+        long = Account(recipe)
+    for phase in ("forward", "backward"):
+        moment = short.peak(phase)
+        (split,), (other,) = short.splits([moment]), long.splits([long.peak(phase)])
+        assert sum(split.values()) == sum(other.values())
+        assert {k: n for k, n in split.items() if n} == {k: n for k, n in other.items() if n}
