@@ -176,9 +176,7 @@ class Operators(Ledger):
         factor = self.unary("rsqrt", self.scale(self.reduce(self.power(y), rows), "add"), "result")
         if style == "t5":
             y = self.mul(x, factor)
-            return self.mul(
-                weight if weight.width == FP32 else weight, self.to(y, weight.width) if weight.width == HALF else y
-            )
+            return self.mul(weight, self.to(y, weight.width) if weight.width == HALF else y)
         y = self.mul(y, factor)
         if style == "gemma":
             return self.to(self.mul(y, self.scale(self.to(weight, FP32), "add")), width)
