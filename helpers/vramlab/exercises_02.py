@@ -33,7 +33,7 @@ def per_parameter() -> dict[str, float]:
 
 
 def activations(batch: int, tokens: int, hidden: int, heads: int, layers: int) -> int:
-    """Korthikanti et al. 2022, equation 2, for all layers: bytes in 16 bits with dropout and written-out scores."""
+    """Korthikanti et al. 2022, equation 1, for all layers: bytes in 16 bits with dropout and written-out scores."""
     return layers * (34 * batch * tokens * hidden + 5 * batch * heads * tokens**2)
 
 
