@@ -6,12 +6,11 @@ Compared are every allocation of both runs in order, what was alive then by cate
 """
 
 import dataclasses
-import gc
 
 import pytest
 import torch
 from pairwise import pairs_of, pairwise
-from tiny_models import TINY, config
+from tiny_models import TINY, config, quick_collections  # noqa: F401
 from vramlab.errors import RecipeError
 from vramlab.history import History
 from vramlab.recipe import OPTIMIZERS, PRECISIONS, Loop, LoRA, Quantization, Recipe
@@ -107,15 +106,6 @@ SPECIAL = {
     "one token more than a tile": Recipe(config("llama"), 1, 65, num_layers=2, precision="bf16-true"),
     "three layers of two kinds": Recipe(config("gemma2"), 2, 24, num_layers=3, gradient_checkpointing=True),
 }
-
-
-@pytest.fixture(scope="module", autouse=True)
-def quick_collections():
-    """Both runs collect garbage first. What the libraries loaded is none: set aside, a collection takes no time."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 def real(recipe: Recipe, seed: int = 0) -> History:

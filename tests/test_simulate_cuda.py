@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny_models import config
+from tiny_models import config, quick_collections  # noqa: F401
 from torch._subclasses import fake_impls
 from torch.nn import functional as F
 from vramlab.cuda import ALLOCATION_UNIT, attention_kernel, cuda_kernels
