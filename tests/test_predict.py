@@ -7,8 +7,7 @@ import time
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
-from vramlab import Loop, LoRA, Quantization, Recipe, RecipeError, Report, Sharding, formulas, zero
+from vramlab import Loop, LoRA, Recipe, RecipeError, Report, Sharding, formulas, zero
 from vramlab.account import Account
 from vramlab.activations import activation_bytes_per_layer, largest_batch, logits_bytes
 from vramlab.ledger import rounded
@@ -72,7 +71,7 @@ def test_the_card_changes_what_depends_on_it():
     assert h100.peak.workspace - a100.peak.workspace == 2 * (32 * MiB - 8_519_680)
     assert any("bf16" in note for note in t4.notes) and not a100.notes
     kept = [report.phases["forward"].end.activations for report in (t4, a100)]
-    assert kept[0] > 2 * kept[1]  # no fused attention for bf16 below compute capability 8.0
+    assert kept[0] > 1.2 * kept[1]  # no fused attention for bf16 below compute capability 8.0
     with pytest.raises(LookupError, match="A1000"):
         predict(LLAMA, "A1000")
 
@@ -325,7 +324,7 @@ def sometimes(values: list, nonsense: list = NONSENSE) -> st.SearchStrategy:
 LORAS = st.builds(
     dict,
     r=sometimes([1, 8, 64]),
-    lora_dropout=sometimes([0.0, 0.1]),
+    lora_dropout=st.sampled_from([0.0, 0.1, 1.0, -0.1]),
     target_modules=st.sampled_from([None, "all-linear", ("q_proj",), (".*",), "(", "c_attn", "", ()]),
     bias=sometimes(["none", "all", "lora_only"]),
     autocast_adapter_dtype=st.booleans(),

@@ -48,7 +48,7 @@ class Attention(Linears):
     def __init__(self, *args, implementation: str = "sdpa", bf16: bool = True, capability=(8, 0), **kwargs):
         super().__init__(*args, **kwargs)
         self.implementation, self.bf16, self.capability = implementation, bf16, capability
-        self.causal = True
+        self.causal, self.grouping = True, True  # grouping: shared keys are announced (`enable_gqa`)
         self.returned_weights: Tensor | None = None  # the layer gets them beside the output and holds them to its end
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, p: float, softmax_fp32=True, **eager):
@@ -63,7 +63,8 @@ class Attention(Linears):
         if mask is not None:
             k, v, mask = self.repeat(k, heads), self.repeat(v, heads), self.cast(mask)
         q, k, v = self.cast(q), self.cast(k), self.cast(v)
-        m, grouped = k.shape[2], k.shape[1] != heads
+        m, fewer = k.shape[2], k.shape[1] != heads
+        grouped = fewer and self.grouping
         kernel = kernel_of(q.width, d, mask is not None, grouped, self.bf16, self.capability, p)
         if self.implementation == "flash_attention_2":
             kernel = "flash"
@@ -72,7 +73,7 @@ class Attention(Linears):
         if kernel == "flash":
             rows, wide = -(-n // 128) * 128, -(-d // 32) * 32
             extra = FP32 * b * heads * rows * (wide + 1)  # dQ is summed up in fp32 (flash_api.cpp, mha_bwd)
-            if grouped:  # and dK, dV exist for every query head before they are summed
+            if fewer:  # and dK, dV exist for every query head before they are summed
                 extra += 2 * b * heads * m * d * k.width
             lines = (b, heads, n)
         else:

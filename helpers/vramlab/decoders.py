@@ -9,7 +9,7 @@ result) + 2h dropout masks: about 109 h. `forward.activation_bytes_per_layer` li
 from math import prod
 from typing import TYPE_CHECKING
 
-from .ledger import Tensor
+from .ledger import SAME, Tensor
 
 if TYPE_CHECKING:
     from .forward import Model
@@ -142,7 +142,7 @@ def falcon(m: "Model", name: str, x: Tensor, mask: Tensor | None) -> Tensor:
         other = m.layer_norm(x, f"{name}.post_attention_layernorm")
     z = _two_layers(m, other, f"{name}.mlp.dense_h_to_4h", f"{name}.mlp.dense_4h_to_h")
     if new or parallel:
-        z = m.add(z, y)
+        z = m.op("add_", [z, y], z.shape, z.width, grads=(SAME, SAME), block=z.block)
     return m.add(x, m.dropout(z, s.hidden_dropout))
 
 
@@ -152,11 +152,21 @@ def _falcon_attention(m: "Model", name: str, x: Tensor, mask: Tensor | None, new
     q, k, v = m.heads(m.linear(x, f"{name}.query_key_value"), s.num_heads, kv, kv)
     if new:
         k, v = m.repeat(k, s.num_heads), m.repeat(v, s.num_heads)
-    q, k, v = m.copy(q), m.copy(k), m.copy(v)
     q, k = m.turn(q, k)
     k, v = m.cached(k, v)
-    y = m.attend(q, k, v, mask, 0.0, softmax_fp32=False)
+    y = _falcon_scores(m, q, k, v, mask) if m.implementation == "eager" else m.fused(q, k, v, mask, 0.0)
     return m.linear(y, f"{name}.dense")
+
+
+def _falcon_scores(m: "Model", q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+    """Scores scaled in place; one head of keys serves all without a copy if there is one sequence."""
+    b, heads, n, d = q.shape
+    if b > 1:
+        k, v = m.repeat(k, heads), m.repeat(v, heads)
+    scores = m.matmul(m.copied(q), m.copied(k), b, heads, n, n)
+    weights = m.softmax(m.add(scores, mask), False, q.width)
+    del scores
+    return m.copy(m.matmul(weights, m.copied(v), b, heads, n, d), shape=(b, n, heads * d))
 
 
 def phi(m: "Model", name: str, x: Tensor, mask: Tensor | None) -> Tensor:

@@ -34,7 +34,7 @@ class Model(Attention):
         self.recipe, self.facts, self.shape = recipe, facts, recipe.shape
         self.batch, self.tokens, self.checkpoints = recipe.batch_size, recipe.seq_len, recipe.gradient_checkpointing
         self.stacks: list[Stack] = []
-        self.causal = recipe.shape.family not in ("bert", "vit")
+        self.causal, self.grouping = recipe.shape.family not in ("bert", "vit"), recipe.shape.family != "falcon"
         self.caches: list[Tensor] | None = None
         self.table: tuple[Tensor, Tensor] | None = None
         self.leaves: list[Leaf] = []
