@@ -147,7 +147,7 @@ class Model(Attention):
         if leaf and not self.leaves:
             leaf.block = None  # it goes with the first layer then, or a little later
         both_ends = bool(self.shape.num_decoder_layers)
-        typical = int(both_ends and self.checkpoints or not x.needs or bool(leaf and leaf.block))
+        typical = int((both_ends and self.checkpoints) or not x.needs or bool(leaf and leaf.block))
         written = min(count, typical + 1 + both_ends)
         for i in range(written):
             begin, taken = len(self.changes), x.block.entry.size

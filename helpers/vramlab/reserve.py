@@ -33,10 +33,8 @@ def pack(sizes: Iterable[int]) -> int:
             held += size
             continue
         i = bisect.bisect_left(rests, size)
-        if i < len(rests):
-            block = rests.pop(i)
-        else:
-            block = SEGMENT if size < OWN_SEGMENT else -(-size // ROUND_LARGE) * ROUND_LARGE
+        segment = SEGMENT if size < OWN_SEGMENT else -(-size // ROUND_LARGE) * ROUND_LARGE
+        block = rests.pop(i) if i < len(rests) else segment
         if block - size > SMALL:
             bisect.insort(rests, block - size)
             block = size
