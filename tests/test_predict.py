@@ -7,10 +7,10 @@ import time
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from vramlab import Loop, LoRA, Recipe, RecipeError, Report, Sharding, formulas, zero
+from vramlab import Loop, LoRA, Recipe, RecipeError, Report, Sharding, formulas, states, zero
 from vramlab.account import Account
 from vramlab.activations import activation_bytes_per_layer, largest_batch, logits_bytes
-from vramlab.ledger import rounded
+from vramlab.blocks import rounded
 from vramlab.predict import predict
 from vramlab.recipe import ATTENTION, OPTIMIZERS, PRECISIONS, QUANT_TYPES
 from vramlab.report import CATEGORIES, PHASES, GiB, Interval, MiB
@@ -152,13 +152,13 @@ def test_bytes_per_parameter_explains_every_quoted_figure():
 )
 def test_states_per_number(optim, arguments, per_number):
     recipe = GPT2.replace(optim=optim, optim_args=arguments)
-    assert formulas.optimizer_state_bytes(recipe) == per_number * formulas.gradient_bytes(recipe) // 4
+    assert states.optimizer_state_bytes(recipe) == per_number * formulas.gradient_bytes(recipe) // 4
 
 
 def test_the_trainer_keeps_embeddings_out_of_eight_bits():
     trainer, plain = (GPT2.replace(optim="adamw_bnb_8bit", loop=loop) for loop in ("trainer", "plain"))
     embeddings = 2 * (50257 + 1024) * 768
-    difference = formulas.optimizer_state_bytes(trainer) - formulas.optimizer_state_bytes(plain)
+    difference = states.optimizer_state_bytes(trainer) - states.optimizer_state_bytes(plain)
     assert abs(difference - (3 - 4 / 256) * embeddings) < 4096
 
 

@@ -11,8 +11,9 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from . import formulas, generic, heads, t5_model, updates
+from .blocks import Entry, Tensor
 from .forward import WRITTEN, Model, Stack, hidden_states
-from .ledger import Entry, Parameter, Tensor
+from .ledger import Parameter
 from .operators import FP32, HALF
 from .recipe import Recipe
 

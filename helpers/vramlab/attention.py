@@ -6,7 +6,8 @@ the matrix of scores, batch × heads × tokens², exists only where the attentio
 
 from math import ceil
 
-from .ledger import CAST, Block, Replay, Tensor
+from .blocks import Block, Tensor
+from .ledger import CAST, Replay
 from .linears import Linears
 from .operators import FP32, HALF
 

@@ -3,13 +3,14 @@
 Every function takes the model `m` (see `forward.Model`), the layer's name and its input, and returns its output. What a
 layer keeps for the backward pass is the sum over its operators; for GPT-2 in fp32 with a fused kernel, per token and
 layer, in bytes: 4 · (2 norms · h + 3h queries, keys, values + h attention + 2h inputs of norms + 4 · 4h gelu_new + 4h its
-result) + 2h dropout masks: about 109 h. `forward.activation_bytes_per_layer` lists them for any recipe.
+result) + 2h dropout masks: about 109 h. `activations.activation_bytes_per_layer` lists them.
 """
 
 from math import prod
 from typing import TYPE_CHECKING
 
-from .ledger import SAME, Tensor
+from .blocks import Tensor
+from .ledger import SAME
 
 if TYPE_CHECKING:
     from .forward import Model

@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from .ledger import Tensor
+from .blocks import Tensor
 
 if TYPE_CHECKING:
     from .forward import Model

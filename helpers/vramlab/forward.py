@@ -6,7 +6,8 @@ from math import prod
 
 from . import decoders, encoders
 from .attention import Attention
-from .ledger import FULL, Leaf, Tensor
+from .blocks import Tensor
+from .ledger import FULL, Leaf
 from .operators import BOOL, FP32, INT64
 
 

@@ -6,7 +6,8 @@ a layer keeps and needs. The report says so.
 
 from typing import TYPE_CHECKING
 
-from .ledger import Parameter, Tensor
+from .blocks import Tensor
+from .ledger import Parameter
 from .operators import INT64
 
 if TYPE_CHECKING:

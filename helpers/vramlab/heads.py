@@ -7,8 +7,9 @@ vocabulary of 128,256 that is half a megabyte a token for each of them.
 
 from math import prod
 
+from .blocks import Tensor
 from .forward import Model
-from .ledger import SAME, Tensor
+from .ledger import SAME
 from .operators import FP32, INT64
 
 

@@ -2,7 +2,7 @@
 
 from math import ceil, prod
 
-from .ledger import Tensor
+from .blocks import Tensor
 from .operators import FP32, HALF, Operators
 
 BLOCK = 64  # weights that share a scale in 4 bits (bitsandbytes.nn.Params4bit, blocksize)

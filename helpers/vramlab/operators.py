@@ -7,7 +7,8 @@ Each method is one PyTorch operator, or one module of transformers that is a lin
 
 from math import prod
 
-from .ledger import CAST, FULL, PASS, SAME, Entry, Ledger, Node, Parameter, Piece, Tensor
+from .blocks import Entry, Tensor
+from .ledger import CAST, FULL, PASS, SAME, Ledger, Node, Parameter, Piece
 
 FP32, HALF, BOOL, INT64 = 4, 2, 1, 8
 

@@ -1,9 +1,9 @@
 """Pencil and paper: the bytes of a training step from the model's shape alone. No torch, no model, about a millisecond.
 
-    held       parameters + buffers + inputs + gradients + optimizer states + cuBLAS's workspaces    (`formulas`, `zero`)
-    forward    + what a layer keeps × layers + the last one's temporaries, then logits and loss       (`account`)
-    backward   + the loss's gradients, then layer by layer what is kept less, and gradients more      (`account`)
-    step       + the optimizer's temporaries                                                          (`updates`)
+    held       parameters + buffers + inputs + gradients + optimizer states + workspaces   (`formulas`, `states`, `zero`)
+    forward    + what a layer keeps × layers + the last one's temporaries, then logits and loss (`account`)
+    backward   + the loss's gradients, then layer by layer what is kept less, and gradients more (`account`)
+    step       + the optimizer's temporaries                                                  (`updates`)
 
 The peak is the highest of these moments. `account` enters the operators of a layer or two in a ledger (`ledger`,
 `operators`, `decoders`, …) and counts the rest of the stack by multiplication.
@@ -11,7 +11,7 @@ The peak is the highest of these moments. `account` enters the operators of a la
 
 from collections import Counter
 
-from . import formulas, reserve, updates, zero
+from . import formulas, reserve, states, updates, zero
 from .account import Account
 from .gpu import Gpu, find_gpu
 from .overhead import cublas_workspace
@@ -64,7 +64,7 @@ def _gradients_exist(recipe: Recipe) -> bool:
 
 def _held(recipe: Recipe, card: Gpu | None) -> dict[str, Counter]:
     """Bytes by category of what was loaded, of what stays beside it between steps, and of all gradients."""
-    slack = formulas.slack_bytes(recipe)
+    slack = states.slack_bytes(recipe)
     workspace = card.cublas_workspace if card else cublas_workspace(USUAL)
     gradients = Counter(gradients=formulas.gradient_bytes(recipe), workspace=slack["gradients"])
     return {
@@ -75,7 +75,7 @@ def _held(recipe: Recipe, card: Gpu | None) -> dict[str, Counter]:
             workspace=slack["parameters"],
         ),
         "kept": Counter(
-            optimizer_states=formulas.optimizer_state_bytes(recipe),
+            optimizer_states=states.optimizer_state_bytes(recipe),
             workspace=2 * workspace + slack["optimizer_states"],  # one handle in forward's thread, one in backward's
         ),
         "gradients": Counter() if recipe.loop.optimizer_in_backward else gradients,
@@ -123,7 +123,7 @@ def _groups(recipe: Recipe, account: Account, moment, phase: str, peak: Bytes) -
         stored = "uint8" if row.quantized else half if row.width == 2 else "float32"
         found = [(formulas.row_bytes(row), "parameters", row.shape, stored, "loaded")]
         if row.trained and peak.optimizer_states:
-            found.append((formulas.state_bytes(row, recipe), "optimizer_states", row.shape, stored, recipe.optim))
+            found.append((states.state_bytes(row, recipe), "optimizer_states", row.shape, stored, recipe.optim))
         if row.trained and peak.gradients and phase not in ("forward", "backward"):
             found.append((row.size, "gradients", row.shape, stored, "backward"))
         for key in found:
@@ -140,9 +140,9 @@ def _groups(recipe: Recipe, account: Account, moment, phase: str, peak: Bytes) -
 def _blocks(recipe: Recipe, groups: Counter, peak: Bytes) -> Counter:
     """Sizes of the blocks alive at the peak, to how many: each state is a block of its own."""
     blocks: Counter = Counter()
-    states = max(1, formulas.STATES[recipe.optim][0])
+    several = max(1, formulas.STATES[recipe.optim][0])
     for (size, category, *_), count in groups.items():
-        each = states if category == "optimizer_states" else 1
+        each = several if category == "optimizer_states" else 1
         blocks[size // each] += count * each
     rest = peak.total - sum(size * count for size, count in blocks.items())
     if rest > 0:  # the optimizer step's temporaries, cuBLAS's workspaces, gradients of layers already done

@@ -9,8 +9,8 @@ import bisect
 from collections import Counter
 from collections.abc import Iterable
 
+from .blocks import OWN_SEGMENT, ROUND_LARGE, SEGMENT, SMALL
 from .gpu import Gpu
-from .ledger import OWN_SEGMENT, ROUND_LARGE, SEGMENT, SMALL
 from .overhead import CONTEXT
 from .report import Interval
 

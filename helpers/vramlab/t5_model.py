@@ -1,8 +1,9 @@
 """T5 on paper: an encoder, a decoder that looks at it, and relative positions as a bias on every score."""
 
 from . import encoders
+from .blocks import Tensor
 from .forward import Model
-from .ledger import Leaf, Tensor
+from .ledger import Leaf
 from .operators import INT64
 
 

@@ -7,8 +7,9 @@ so their temporaries are as large as the group. That is the hidden peak of a ste
 from collections import Counter
 from math import prod
 
+from .blocks import rounded, slack
 from .formulas import Row, held, written_out
-from .ledger import Parameter, rounded, slack
+from .ledger import Parameter
 from .operators import FP32, HALF
 from .recipe import Recipe
 
