@@ -114,7 +114,7 @@ def test_a_child_that_the_system_kills_ran_out_of_memory(monkeypatch):
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the score is Linux's")
 def test_the_kernel_takes_the_child_before_the_notebook():
-    code = "import vramlab.worker as w; w.end_with_parent(); print(open('/proc/self/oom_score_adj').read(), flush=True)"
+    code = "import vramlab.apart as w; w.end_with_parent(); print(open('/proc/self/oom_score_adj').read(), flush=True)"
     child = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     with child:
         assert child.stdout.readline() == "1000\n", "the highest score goes first when RAM runs out"
@@ -150,9 +150,7 @@ def test_a_recipe_error_in_the_child_is_one_here():
 
 def answer(code: str) -> Report:
     """What the real worker answers, and measure makes of it, when its run does `code`."""
-    worker = (
-        f"import sys, vramlab.worker as w\ndef run(*args, **kwargs):\n    {code}\nw.run = run\nw.main(*sys.argv[1:])"
-    )
+    worker = f"import vramlab.worker as w\ndef run(*args, **kwargs):\n    {code}\nw.run = run\nw.main()"
     with pytest.MonkeyPatch.context() as patch:
         fake_worker(patch, worker)
         return child()
@@ -167,8 +165,8 @@ time.sleep(300)
 
 
 GUARDED = """
-import os, time, vramlab.worker
-vramlab.worker.end_with_parent()
+import os, time, vramlab.apart
+vramlab.apart.end_with_parent()
 open({path!r}, "w").write(f"{{os.getpid()}} {{os.getpid()}}")
 time.sleep(300)
 """
@@ -305,7 +303,7 @@ def test_a_limit_makes_size_harmless(monkeypatch):
     with pytest.raises(MeasurementError):
         measure_here(TINY, device="cpu")
     measure_here(TINY, device="cpu", memory_limit=MiB)
-    assert ran == [(TINY, 3, 2, "cpu", 1800, MiB)]
+    assert ran == [(TINY, 3, 2, "cpu", 1800, MiB, None)]
 
 
 @pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true", "tf32"])

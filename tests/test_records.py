@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 
+import psutil
 import pytest
 import sample_reports
 from tiny_models import config
@@ -323,10 +324,23 @@ def gpu(monkeypatch):
     from vramlab import record as module
 
     versions = {"torch": H200["torch"], "transformers": H200["transformers"]}
-    seen = SimpleNamespace(ran=[], timeouts=[], answers={}, module=module, take=0.0)
+    seen = SimpleNamespace(ran=[], timeouts=[], answers={}, module=module, take=0.0, workers=[], most=0)
 
-    def fake(recipe, recorded, timeout):
-        assert recorded is False
+    class Worker:
+        """Counts those that are there."""
+
+        def __init__(self):
+            seen.workers.append(self)
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *error):
+            seen.workers.remove(self)
+
+    def fake(recipe, recorded, timeout, worker):
+        assert recorded is False and worker in seen.workers
+        seen.most = max(seen.most, len(seen.workers))
         seen.ran.append(recipe)
         seen.timeouts.append(timeout)
         seen.now += seen.take
@@ -337,12 +351,14 @@ def gpu(monkeypatch):
 
     seen.now = 0.0
     monkeypatch.setattr(module, "measure", fake)
+    monkeypatch.setattr(module, "start_worker", Worker)
     monkeypatch.setattr(module, "environment", lambda **more: {**versions, **more})
     card = find_gpu("H200")
     monkeypatch.setattr(module, "current_device", lambda: Device("cuda", "NVIDIA H200", card.total, gpu=card))
     monkeypatch.setattr(module, "measurements_folder", lambda: records.measurements_folder())
     monkeypatch.setattr(module.time, "monotonic", lambda: seen.now)
-    return seen
+    yield seen
+    assert seen.workers == [], "no worker is left, however it ended"
 
 
 @pytest.fixture
@@ -445,6 +461,13 @@ def test_dearer_recipes_are_expected_to_take_longer(gpu):
     assert seconds(LARGE, h200) < seconds(LARGE, t4) and seconds(LARGE) < seconds(LARGE, device="cpu")
 
 
+@pytest.mark.parametrize(("cores", "most"), [(2, 1), (16, 2)])
+def test_with_cores_to_spare_the_next_worker_loads_meanwhile(gpu, three, monkeypatch, cores, most):
+    monkeypatch.setattr(gpu.module, "cores", lambda: cores)
+    gpu.module.record([three], progress=False)
+    assert gpu.ran == [SMALL, OTHER, LARGE] and gpu.most == most
+
+
 def test_nobody_watching_there_is_a_line_each_and_no_bar(gpu, three, capsys):
     gpu.module.record([three])
     lines = capsys.readouterr().out.splitlines()
@@ -463,19 +486,22 @@ def test_without_a_gpu_the_courses_records_are_out_of_reach(gpu, three, monkeypa
     assert [recipe for recipe, _ in missing] == [SMALL, LARGE], "what no GPU has measured"
 
 
-def test_a_real_record_on_a_cpu_and_its_resumption(tmp_path):
+def test_a_real_record_on_a_cpu_and_its_resumption(tmp_path, monkeypatch):
     from vramlab.record import record
 
+    monkeypatch.setattr("vramlab.record.cores", lambda: 16)  # the second worker is started before the first has ended
     tiny = {"model": config("gpt2"), "batch_size": 2, "seq_len": 32, "num_layers": 2}
-    paths = [recipe_list(tmp_path / "tiny.json", [tiny, {"model": "llama-3.1-405b"}])]
+    entries = [tiny, {**tiny, "optim": "sgd"}, {"model": "llama-3.1-405b"}]
+    paths = [recipe_list(tmp_path / "tiny.json", entries)]
     first = record(paths, minutes=10, folder=tmp_path / "mine", progress=False)
-    assert [report.status for report in first.measured] == ["ok"] and first.file.name.startswith("cpu-torch")
+    assert psutil.Process().children() == []
+    assert [report.status for report in first.measured] == ["ok", "ok"] and first.file.name.startswith("cpu-torch")
     assert [recipe.name for recipe, reason in first.skipped if "of RAM are free" in reason] == ["llama-3.1-405b"]
     kept = load(first.file)[Recipe(**tiny).key]
     assert kept.peak == first.measured[0].peak and kept.speed == first.measured[0].speed
     begun = time.monotonic()
     again = record(paths, minutes=10, folder=tmp_path / "mine", progress=False)
-    assert (again.recorded, again.measured) == (1, []) and time.monotonic() - begun < 10
+    assert (again.recorded, again.measured) == (2, []) and time.monotonic() - begun < 10
 
 
 def test_a_child_that_the_system_kills_is_recorded_as_out_of_memory(tmp_path, monkeypatch):

@@ -1,4 +1,4 @@
-"""Run a program in a process of its own, of which nothing is left afterwards, however that comes about."""
+"""A program in a process of its own, of which nothing is left afterwards, however that comes about."""
 
 import contextlib
 import os
@@ -7,42 +7,58 @@ import subprocess
 import tempfile
 import threading
 from pathlib import Path
+from typing import Any
 
 
-def run_apart(command: list[str], timeout: float, cwd: Path | None = None, **environment: str) -> tuple[int, list[str]]:
-    """Run `command` and wait; returns its exit code (negative: the signal that killed it) and its last lines of output.
+class Apart:
+    """Starts `command`; leaving the with-block kills whatever is left of its process group, also on Ctrl-C.
 
-    It gets this process's environment with `environment` on top, and finds this package. Its standard input ends when
-    this process does. When `timeout` seconds have passed, or Ctrl-C is pressed here, its whole process group is killed.
-
-    Raises:
-        subprocess.TimeoutExpired, KeyboardInterrupt: after the group is gone.
+    It gets this process's environment with `environment` on top, and finds this package. Its standard input stays open as
+    long as this process lives, so a child that calls `end_with_parent` never outlives it.
     """
-    package = str(Path(__file__).resolve().parent.parent)
-    paths = os.pathsep.join([package, *filter(None, [os.environ.get("PYTHONPATH")])])
-    with tempfile.TemporaryFile("w+", errors="replace") as output:
-        child = subprocess.Popen(
+
+    def __init__(self, command: list[str], cwd: Path | None = None, **environment: str):
+        package = str(Path(__file__).resolve().parent.parent)
+        paths = os.pathsep.join([package, *filter(None, [os.environ.get("PYTHONPATH")])])
+        self._output = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115 (closed in __exit__)
+        self._child = subprocess.Popen(
             command,
             stdin=subprocess.PIPE,
-            stdout=output,
-            stderr=output,
+            stdout=self._output,
+            stderr=self._output,
             cwd=cwd,
             start_new_session=True,
             env={**os.environ, "TOKENIZERS_PARALLELISM": "false", **environment, "PYTHONPATH": paths},
+            text=True,
         )
-        try:
-            code = child.wait(timeout)
-        finally:
-            _end(child)
-        output.seek(0)
-        return code, output.read().strip().splitlines()[-12:]
 
+    def send(self, line: str) -> None:
+        """Write a line to its standard input; that it has ended already is for `wait` to tell."""
+        with contextlib.suppress(BrokenPipeError):
+            self._child.stdin.write(line + "\n")
+            self._child.stdin.flush()
 
-def _end(child: subprocess.Popen) -> None:
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(child.pid, signal.SIGKILL) if hasattr(os, "killpg") else child.kill()
-    child.wait()
-    child.stdin.close()
+    def wait(self, timeout: float) -> tuple[int, list[str]]:
+        """Its exit code (negative: the signal that killed it) and the last lines it printed.
+
+        Raises subprocess.TimeoutExpired after `timeout` seconds.
+        """
+        code = self._child.wait(timeout)
+        self._output.seek(0)
+        return code, self._output.read().strip().splitlines()[-12:]
+
+    def __enter__(self) -> "Apart":
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        if self._output.closed:
+            return  # it has been left before, and the number may be another process's by now
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self._child.pid, signal.SIGKILL) if hasattr(os, "killpg") else self._child.kill()
+        self._child.wait()
+        with contextlib.suppress(BrokenPipeError):
+            self._child.stdin.close()
+        self._output.close()
 
 
 def end_with_parent() -> None:

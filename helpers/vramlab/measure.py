@@ -12,7 +12,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from .apart import run_apart
+from .apart import Apart
 from .errors import MeasurementError, RecipeError, RecordError
 from .recipe import Recipe
 from .records import find_record, log_wanted
@@ -32,6 +32,7 @@ def measure(
     recorded: bool | None = None,
     memory_limit: int | None = None,
     timeout: float = 1800,
+    worker: Apart | None = None,
 ) -> Report:
     """The memory and speed of `recipe`, measured here; or, where it does not fit this machine, as recorded on a GPU.
 
@@ -41,6 +42,7 @@ def measure(
         recorded: True only looks the recipe up in the records, False only runs it here, None runs it if it fits here.
         memory_limit: bytes that training may take, as if the machine had no more: to run out of memory without harm.
         timeout: seconds after which the child is ended.
+        worker: a child that was started before (`start_worker`), so that it has loaded its libraries by now.
     Returns:
         source "measured" (or "recorded"), sizes in bytes; status "oom" when memory ran out, with what was asked for.
     Raises:
@@ -67,7 +69,12 @@ def measure(
         return _recorded(recipe, reason, look=recorded is None)
     if device == "cuda":
         _check_precision(recipe)
-    return run_child(recipe, repeats, warmup, device, timeout, memory_limit)
+    return run_child(recipe, repeats, warmup, device, timeout, memory_limit, worker)
+
+
+def start_worker() -> Apart:
+    """A child that loads its libraries and waits for an order; leave its with-block to end it."""
+    return Apart(WORKER)
 
 
 def _recorded(recipe: Recipe, reason: str, look: bool = True) -> Report:
@@ -125,18 +132,24 @@ def too_much(recipe: Recipe, limited: bool = False) -> str:
 
 
 def run_child(
-    recipe: Recipe, repeats: int, warmup: int, device: str, timeout: float, memory_limit: int | None = None
+    recipe: Recipe,
+    repeats: int,
+    warmup: int,
+    device: str,
+    timeout: float,
+    memory_limit: int | None = None,
+    worker: Apart | None = None,
 ) -> Report:
-    """Run `worker` in a fresh process and read the report it leaves.
+    """Have a fresh process run `recipe` (see `worker.py`) and read the report it leaves.
 
     Ctrl-C and timeouts end the child's whole process group; should this process be killed, the child ends by itself.
     """
     order = {"recipe": recipe.to_dict(), "repeats": repeats, "warmup": warmup, "device": device}
-    with tempfile.TemporaryDirectory(prefix="vramlab-") as folder:
-        order_file, answer_file = Path(folder, "order.json"), Path(folder, "answer.json")
-        order_file.write_text(json.dumps({**order, "memory_limit": memory_limit}))
+    with tempfile.TemporaryDirectory(prefix="vramlab-") as folder, worker or start_worker() as child:
+        answer_file = Path(folder, "answer.json")
+        child.send(json.dumps({**order, "memory_limit": memory_limit, "answer": str(answer_file)}))
         try:
-            code, last_words = run_apart([*WORKER, str(order_file), str(answer_file)], timeout)
+            code, last_words = child.wait(timeout)
         except subprocess.TimeoutExpired:
             raise MeasurementError(f"{recipe} took over {timeout:g} s and was ended: raise timeout=.") from None
         if answer_file.exists():

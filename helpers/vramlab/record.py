@@ -5,10 +5,13 @@ import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
+from .apart import Apart
+from .checks import cores
 from .errors import MeasurementError, RecipeError, RecordError
 from .gpu import Gpu, current_device
-from .measure import CPU_FLOPS, cannot, measure, too_much
+from .measure import CPU_FLOPS, cannot, measure, start_worker, too_much
 from .recipe import Recipe
 from .records import file_name, load, measurements_folder, save
 from .report import Report, environment, format_bytes, text_table
@@ -17,6 +20,7 @@ from .wanted import course_paths, wanted
 STEPS = 7  # warm-up, repeats and tracked steps of one measurement
 START = 15.0  # seconds for a process to load its libraries and make CUDA's context
 EFFICIENCY = 0.3  # of the card's peak rate: cautious, small models stay under it
+SPARE_CORES = 4  # with fewer, loading would disturb the times
 UNKNOWN_FLOPS = 6e12  # of a card that the table does not know
 
 
@@ -107,7 +111,8 @@ def _measure_all(outcome: Outcome, folder: Path, deadline: float, progress: bool
 
     console = Console(quiet=not progress)
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+    hidden = not console.is_terminal
+    with Progress(*columns, console=console, transient=True, disable=hidden) as bar, Relay() as workers:
         task = bar.add_task("measuring", total=len(outcome.missing))
         for recipe, seconds in list(outcome.missing):
             left = deadline - time.monotonic()
@@ -116,7 +121,8 @@ def _measure_all(outcome: Outcome, folder: Path, deadline: float, progress: bool
             bar.update(task, description=str(recipe))
             begun = time.monotonic()
             try:
-                report = measure(recipe, recorded=False, timeout=left)
+                with workers.next(more=len(outcome.missing) > 1) as worker:
+                    report = measure(recipe, recorded=False, timeout=left, worker=worker)
             except (MeasurementError, RecipeError) as error:
                 result = str(error).strip().splitlines()[-1]
                 outcome.skipped.append((recipe, str(error)))
@@ -128,6 +134,27 @@ def _measure_all(outcome: Outcome, folder: Path, deadline: float, progress: bool
             bar.advance(task)
             took = time.monotonic() - begun
             bar.console.print(f"{took:6.1f} s  {result}  {recipe}", highlight=False, markup=False, soft_wrap=True)
+
+
+class Relay:
+    """Workers one after the other; where cores are to spare, the next one loads its libraries while one measures."""
+
+    def __init__(self):
+        self.ahead = cores() >= SPARE_CORES
+        self._spare: Apart | None = None
+
+    def next(self, more: bool) -> Apart:
+        """A worker; with `more` to come, another one is started."""
+        worker = self._spare or start_worker()
+        self._spare = start_worker() if more and self.ahead else None
+        return worker
+
+    def __enter__(self) -> "Relay":
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        if self._spare:
+            self._spare.__exit__(*error)
 
 
 def seconds_for(recipe: Recipe, card: Gpu | None = None, device: str = "cuda") -> float:

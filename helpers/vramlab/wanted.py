@@ -9,7 +9,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from .apart import run_apart
+from .apart import Apart
 from .data import data_folder, data_path
 from .errors import RecipeError, RecordError
 from .recipe import Recipe
@@ -75,9 +75,8 @@ def collect(notebook: Path) -> list[Recipe]:
         found = Path(folder, "wanted")
         surroundings = {WANTED: str(found), "MPLBACKEND": "Agg"}
         try:
-            code, words = run_apart(
-                [*COLLECTOR, notebook.name], COLLECT_SECONDS, cwd=notebook.resolve().parent, **surroundings
-            )
+            with Apart([*COLLECTOR, notebook.name], cwd=notebook.resolve().parent, **surroundings) as child:
+                code, words = child.wait(COLLECT_SECONDS)
         except subprocess.TimeoutExpired:
             raise RecordError(f"the code of {notebook.name} ran for over {COLLECT_SECONDS / 60:.0f} minutes.") from None
         if code:

@@ -1,4 +1,4 @@
-"""The child process of `measure`: `python -m vramlab.worker ORDER ANSWER` runs one recipe and writes one report."""
+"""The child process of `measure`: `python -m vramlab.worker` reads one order, runs its recipe and writes one report."""
 
 import json
 import re
@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers.modeling_utils
+import transformers.trainer_pt_utils  # noqa: F401 (loaded here, while there is no order yet)
 
 from .apart import end_with_parent
 from .checks import memory
@@ -21,11 +23,15 @@ from .report import Report, environment, format_bytes
 from .resident import limited, rss
 
 
-def main(order_file: str, answer_file: str) -> None:
-    """Run the order and write the answer: a report, or the error that stopped it."""
-    end_with_parent()
+def main() -> None:
+    """Load the libraries, wait for an order (a line of JSON), and answer it: a report, or the error that stopped it."""
     silence()
-    order = json.loads(Path(order_file).read_text())
+    line = sys.stdin.readline()
+    if not line:
+        return  # nobody wants anything any more
+    end_with_parent()
+    order = json.loads(line)
+    answer_file = Path(order.pop("answer"))
     try:
         recipe = Recipe(**order.pop("recipe"))
         answer = run(recipe, **order).to_dict()
@@ -37,7 +43,7 @@ def main(order_file: str, answer_file: str) -> None:
         where = traceback.extract_tb(error.__traceback__)[-1]
         message = f"{type(error).__name__}: {error} ({Path(where.filename).name}, line {where.lineno})"
         answer = {"error": type(error).__name__, "message": message}
-    write_atomically(Path(answer_file), json.dumps(answer))
+    write_atomically(answer_file, json.dumps(answer))
 
 
 def run(recipe: Recipe, repeats: int, warmup: int, device: str, memory_limit: int | None = None) -> Report:
@@ -64,10 +70,7 @@ def run(recipe: Recipe, repeats: int, warmup: int, device: str, memory_limit: in
 
 
 def _import_all(recipe: Recipe) -> None:
-    """Load what building the model will need, so that it counts neither in times nor in limits."""
-    import transformers.modeling_utils
-    import transformers.trainer_pt_utils  # noqa: F401
-
+    """Load what else building the model will need, so that it counts neither in times nor in limits."""
     if recipe.lora:
         import peft  # noqa: F401
     if recipe.quantization or "bit" in recipe.optim:
@@ -114,4 +117,4 @@ def machine(device: str, sensors: Sensors | None, memory_limit: int | None = Non
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:3])
+    main()
