@@ -43,9 +43,7 @@ def generic(m: Model, x: Tensor) -> tuple[Tensor, Tensor]:
         x = m.slice(x, m.batch, m.shape.hidden_size)
     weight = m.parameters.get("head.weight") or m.parameters[m.facts.embedding]
     logits = m.product(x, weight)
-    return logits, cross_entropy(
-        m, m.to(logits, FP32).view(-1, weight.shape[0]) if len(logits.shape) == 2 else m.to(logits, FP32)
-    )
+    return logits, cross_entropy(m, m.to(logits, FP32))
 
 
 def project(m: Model, x: Tensor) -> Tensor:
