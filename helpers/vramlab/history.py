@@ -5,19 +5,10 @@ from functools import cached_property
 import numpy as np
 
 from .allocator import replay
-from .report import Bytes, Moment, Phase, Tensor
+from .report import CATEGORIES, Bytes, Moment, Phase, Tensor
 from .tracker import Storage
 
-ATTRIBUTED = (
-    "parameters",
-    "gradients",
-    "optimizer_states",
-    "activations",
-    "temporaries",
-    "buffers",
-    "inputs",
-    "workspace",
-)
+ATTRIBUTED = tuple(name for name in CATEGORIES if name != "unexplained")  # what a log can say
 INDEX = {name: i for i, name in enumerate(ATTRIBUTED)}
 
 
