@@ -5,7 +5,8 @@ import json
 
 import pytest
 import sample_reports
-from vramlab import claims_02, records
+from vramlab import records
+from vramlab.chapters import claims_02
 from vramlab.claims import HOLDS, NOT, UNDER, WAITS, Claim, ClaimError, Ledger, Verdict, judge, ledger, load_claims
 from vramlab.claims import Finding as F
 from vramlab.data import data_path

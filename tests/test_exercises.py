@@ -10,7 +10,7 @@ from fractions import Fraction
 import numpy as np
 import pytest
 import torch
-import vramlab
+import vramlab.chapters
 from sample_reports import report
 from vramlab import exercises
 from vramlab.answers import Choice, Function, Judge, Mistake, Number, Table, Verdict
@@ -65,9 +65,9 @@ def exercise(check=NUMBER, name="99.1", **changes) -> Exercise:
 @pytest.fixture
 def chapter(monkeypatch):
     """A chapter 99 that exists for one test: its exercises may be appended to."""
-    module = types.ModuleType("vramlab.exercises_99")
+    module = types.ModuleType("vramlab.chapters.exercises_99")
     module.EXERCISES = [exercise(), exercise(FUNCTION, "99.2")]
-    monkeypatch.setitem(sys.modules, "vramlab.exercises_99", module)
+    monkeypatch.setitem(sys.modules, "vramlab.chapters.exercises_99", module)
     monkeypatch.setattr(exercises, "_hints_given", {})
     return module.EXERCISES
 
@@ -393,13 +393,13 @@ def test_names_of_a_chapter_are_its_own(chapter):
 
 
 def test_the_example_of_the_documentation_works(monkeypatch, capsys):
-    start = exercises.__doc__.index("    from .answers")
+    start = exercises.__doc__.index("    from ..answers")
     end = exercises.__doc__.index("`problems(exercise)`")
     code = "\n".join(line[4:] for line in exercises.__doc__[start:end].splitlines())
-    module = types.ModuleType("vramlab.exercises_02")
-    module.__package__ = "vramlab"
+    module = types.ModuleType("vramlab.chapters.exercises_02")
+    module.__package__ = "vramlab.chapters"
     exec(compile(code, "the documentation", "exec"), module.__dict__)
-    monkeypatch.setitem(sys.modules, "vramlab.exercises_02", module)
+    monkeypatch.setitem(sys.modules, "vramlab.chapters.exercises_02", module)
     (only,) = exercises.chapter("02").values()
     assert problems(only) == []
     answer = next(line for line in exercises.__doc__.splitlines() if "answer =" in line)
@@ -407,7 +407,9 @@ def test_the_example_of_the_documentation_works(monkeypatch, capsys):
     assert capsys.readouterr().out == "02.1: Right: four copies of 4 bytes each.\n"
 
 
-CHAPTERS = [module.name[-2:] for module in pkgutil.iter_modules(vramlab.__path__) if CHAPTER.fullmatch(module.name)]
+CHAPTERS = [
+    module.name[-2:] for module in pkgutil.iter_modules(vramlab.chapters.__path__) if CHAPTER.fullmatch(module.name)
+]
 
 
 @pytest.mark.parametrize("number", CHAPTERS)

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 from vramlab import Recipe, exercises
-from vramlab import exercises_02 as chapter
+from vramlab.chapters import exercises_02 as chapter
 from vramlab.exercises import judge, problems
 from vramlab.predict import predict
 from vramlab.report import GiB

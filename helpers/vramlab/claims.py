@@ -2,7 +2,7 @@
 
 `data/claims.json` holds the claims: where each stands, the quoted figure, and the experiment that tests it, in one case
 or in several (with and without momentum, say). The experiments of chapter 02 are the functions in `EXPERIMENTS` of the
-module `vramlab/claims_02.py`; nothing else has to be told. An experiment takes a case's arguments and returns a
+module `vramlab/chapters/claims_02.py`; nothing else has to be told. An experiment takes a case's arguments and returns a
 `Finding`; it raises `RecordError` where only a GPU can answer and no record of one is there yet.
 
     >>> from vramlab.claims import judge, load_claims
@@ -182,7 +182,7 @@ def shown(value: float | bool | Interval, unit: str) -> str:
 @cache
 def experiments(chapter: str) -> Mapping[str, Callable[..., Finding]]:
     """The experiments of one chapter by name; {} when it has none."""
-    module = f"{__package__}.claims_{chapter}"
+    module = f"{__package__}.chapters.claims_{chapter}"
     try:
         return importlib.import_module(module).EXPERIMENTS
     except ModuleNotFoundError as error:

@@ -7,13 +7,13 @@ In a notebook:
     exercises.check("02.1", answer)     # prints "Right: …" or what is wrong, returns True or False, never raises
     exercises.hint("02.1")              # the first hint; called again, the second
 
-**Adding one.** The exercises of chapter 02 are the list `EXERCISES` in the module `vramlab/exercises_02.py`; nothing
+**Adding one.** The exercises of chapter 02 are the list `EXERCISES` in the module `vramlab/chapters/exercises_02.py`; nothing
 else has to be told. A check is one of `answers.py`'s: `Number`, `Table`, `Function`, `Choice`, or `Judge` for all
 else. Its reference is *computed*, never typed:
 
-    from .answers import Mistake, Number
-    from .exercises import Exercise
-    from .recipe import Recipe
+    from ..answers import Mistake, Number
+    from ..exercises import Exercise
+    from ..recipe import Recipe
 
     GPT2 = Recipe("gpt2", precision="fp32").shape.num_parameters
 
@@ -96,7 +96,7 @@ class Exercise:
 
 def chapter(number: str) -> dict[str, Exercise]:
     """The exercises of one chapter ("02"), by name. Raises ExerciseError when the chapter has none."""
-    module = f"{__package__}.exercises_{number}"
+    module = f"{__package__}.chapters.exercises_{number}"
     try:
         found = importlib.import_module(module).EXERCISES
     except ModuleNotFoundError as error:

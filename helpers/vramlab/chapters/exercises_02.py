@@ -1,12 +1,12 @@
 """Exercises of chapter 02, memory decomposition."""
 
-from .answers import Choice, Function, Judge, Mistake, Number, Table, Verdict
-from .exercises import Exercise
-from .formulas import bytes_per_parameter
-from .gpu import find_gpu
-from .predict import predict
-from .recipe import Recipe
-from .report import GiB, format_bytes
+from ..answers import Choice, Function, Judge, Mistake, Number, Table, Verdict
+from ..exercises import Exercise
+from ..formulas import bytes_per_parameter
+from ..gpu import find_gpu
+from ..predict import predict
+from ..recipe import Recipe
+from ..report import GiB, format_bytes
 
 GPT2 = Recipe("gpt2").shape
 LLAMA = Recipe("llama-3.1-8b").shape

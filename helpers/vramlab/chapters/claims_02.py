@@ -12,14 +12,14 @@ from functools import cache
 from math import prod
 from typing import Any
 
-from .allocator import ROUND_LARGE, Allocator
-from .claims import Finding
-from .errors import RecordError
-from .gpu import find_gpu
-from .overhead import CONTEXT, cublas_workspace
-from .recipe import Loop, Recipe
-from .records import find_record
-from .report import GiB, Interval, MiB, Report, format_bytes
+from ..allocator import ROUND_LARGE, Allocator
+from ..claims import Finding
+from ..errors import RecordError
+from ..gpu import find_gpu
+from ..overhead import CONTEXT, cublas_workspace
+from ..recipe import Loop, Recipe
+from ..records import find_record
+from ..report import GiB, Interval, MiB, Report, format_bytes
 
 T4 = "T4"
 OLD_CONTEXT = CONTEXT.low  # the bare context; nothing but weights had been loaded when C read 2,116 MB
@@ -45,10 +45,10 @@ def witness(recipe: Recipe, gpu: str | None = None, simulated: bool = False) -> 
         if report.status == "ok":
             return report
     if simulated:
-        from .simulate import simulate
+        from ..simulate import simulate
 
         return simulate(recipe, gpu=gpu)
-    from .predict import predict
+    from ..predict import predict
 
     return predict(recipe, gpu=gpu)
 
