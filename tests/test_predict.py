@@ -92,6 +92,12 @@ def test_depth_costs_nothing():
     assert deep < 0.01  # a millisecond on an idle core, with room for a busy machine
 
 
+def test_reserved_counts_what_one_layer_recomputes_once():
+    recipe = Recipe("gpt2-xl", batch_size=4, seq_len=1024, precision="fp16-true", optim="adamw_bnb_8bit")
+    recipe = recipe.replace(gradient_checkpointing=True)
+    assert predict(recipe, "T4").reserved.value == pytest.approx(simulated(recipe).reserved.value, rel=0.05)
+
+
 # --- what stays ---------------------------------------------------------------------------------------------------
 
 

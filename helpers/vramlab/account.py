@@ -223,12 +223,18 @@ class Account:
             found.append(split)
         return found
 
-    def alive(self, event: int) -> list[tuple[int, Entry]]:
-        """(how many, entry) of the blocks alive at `event`; those of a layer that stands for others count for all."""
-        many = {stack.bottom: 1 + stack.more for stack in self.m.stacks}
+    def alive(self, moment: tuple[int, Extra]) -> list[tuple[int, Entry]]:
+        """(how many, entry) of the blocks alive at `moment`, those of the layers not written out counted too."""
+        event, extra = moment
         found = []
         for entry in self.m.entries:
-            if entry.birth < event and (entry.death is None or entry.death >= event):
-                times = next((n for name, n in many.items() if f"{entry.where}.".startswith(f"{name}.")), 1)
+            times = _alive(entry, event)
+            for many, a, b in extra:
+                times += many * (_alive(entry, b) - _alive(entry, a))
+            if times > 0:
                 found.append((times, entry))
         return found
+
+
+def _alive(entry: Entry, event: int) -> bool:
+    return entry.birth < event and (entry.death is None or entry.death >= event)

@@ -24,7 +24,7 @@ def activation_bytes_per_layer(recipe: Recipe) -> dict[str, int]:
     if recipe.gradient_checkpointing:
         return {"input": stack.taken}
     found: dict[str, int] = {}
-    for _, entry in account.alive(account.forward_end):
+    for _, entry in account.alive((account.forward_end, ())):
         if stack.begin <= entry.birth < stack.end:
             module = entry.where.removeprefix(stack.bottom).strip(".")
             key = f"{module} · {entry.op}" if module else entry.op

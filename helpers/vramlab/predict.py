@@ -130,7 +130,7 @@ def _groups(recipe: Recipe, account: Account, moment, phase: str, peak: Bytes) -
             groups[key] += row.count
             places.setdefault(key, row.name)
     if moment:
-        for times, entry in account.alive(moment[0]):
+        for times, entry in account.alive(moment):
             key = (entry.size, entry.category, entry.shape, half if entry.width == 2 else DTYPES[entry.width], entry.op)
             groups[key] += times
             places.setdefault(key, entry.where)
