@@ -43,3 +43,13 @@ def notebook(good):
     import nbformat
 
     return nbformat.reads(good, as_version=4)
+
+
+@pytest.fixture
+def no_figure_stays(monkeypatch):
+    """Plotting functions draw and leave showing to the reader; what they drew is closed after the test."""
+    import matplotlib.pyplot as plt
+
+    monkeypatch.setattr(plt, "show", lambda *_, **__: pytest.fail("a plotting function must not show"))
+    yield
+    plt.close("all")

@@ -8,20 +8,16 @@ import pytest
 from matplotlib.colors import to_hex
 from sample_reports import batches, measured, of_batch, out_of_memory, report, split
 from vramlab import plot
-from vramlab.plot_parts import limit_of
-from vramlab.plot_style import LOOK, amount
-from vramlab.plot_sweep import first_over, has_to_fit
-from vramlab.plot_timeline import thin
+from vramlab.plot.splits import amount, limit_of
+from vramlab.plot.style import LOOK
+from vramlab.plot.sweep import first_over, has_to_fit
+from vramlab.plot.timeline import thin
 from vramlab.report import CATEGORIES, Bytes, GiB, Interval, MiB, Moment
 
 OVER_EXPLAINED = measured(unexplained=-900_000_000)
 
 
-@pytest.fixture(autouse=True)
-def no_figure_stays(monkeypatch):
-    monkeypatch.setattr(plt, "show", lambda *_, **__: pytest.fail("a plotting function must not show"))
-    yield
-    plt.close("all")
+pytestmark = pytest.mark.usefixtures("no_figure_stays")
 
 
 def heights(ax) -> dict[str, list[float]]:
@@ -98,17 +94,6 @@ def test_groups_hold_the_bars_of_their_reports():
     below = ax.child_axes[0].xaxis
     assert [label.get_text() for label in below.get_ticklabels()] == ["batch 1", "batch 2", "batch 4"]
     assert list(below.get_ticklocs()) == pytest.approx([sum(middles[i : i + 3]) / 3 for i in (0, 3, 6)])
-
-
-def test_phases_show_peaks_and_what_is_left():
-    r = report()
-    figure = plot.phases(r)
-    sums = [sum(bar.get_height() for bar in bars) * GiB for bars in zip(*figure.axes[0].containers, strict=True)]
-    assert sums == pytest.approx([phase.peak.total for phase in r.phases.values()])
-    (lines,) = [c for c in figure.axes[0].collections if c.get_label() == "end of the phase"]
-    ends = [segment[0][1] * GiB for segment in lines.get_segments()]
-    assert ends == pytest.approx([phase.end.total for phase in r.phases.values()])
-    assert figure.axes[0].get_xticklabels()[3].get_text() == "step\n(the peak)"
 
 
 def test_bars_take_any_numbers_and_keep_the_colours_of_categories():
@@ -270,7 +255,6 @@ def test_a_limit_is_bytes_or_a_card():
         (lambda: plot.compare(report(), limit="T5000"), "'T5000' is not in the table"),
         (lambda: plot.compare_many([]), "pairs"),
         (lambda: plot.compare_many([("batch 4", [])]), "at least one report"),
-        (lambda: plot.phases(out_of_memory()), "out of memory"),
         (lambda: plot.bars([], []), "one label per value"),
         (lambda: plot.bars(["a"], [{}, {}]), "1 labels for 2 values"),
         (lambda: plot.timeline(report("predicted", timeline=[])), "a predicted one"),

@@ -1,16 +1,121 @@
 """Witnesses beside each other: every category, how far each is from the strongest witness, what is unexplained."""
 
+import json
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import groupby
 
-from .comparison import Comparison, Row, difference
-from .labels import check, failure, labels_of
-from .report import CATEGORIES, PHASES, Interval, Report, format_bytes
-
-__all__ = ["compare", "difference"]
+from .report import CATEGORIES, PHASES, Bytes, Interval, Report, format_bytes, text_table
 
 # What a difference is taken against: a run outweighs a simulation, and a simulation a formula.
 STRENGTH = {"predicted": 0, "simulated": 1, "recorded": 2, "measured": 2}
 DEVICE_ROWS = ("allocated", "requested", "reserved", "process", "rss")
+UNITS = ("GiB", "MiB", "KiB", "B")
+INFINITE = (float("inf"), float("-inf"))  # relative to nothing
+Value = int | Interval | str | None
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of a comparison: a value per report in bytes; text for the peak's phase, None where it is not known."""
+
+    section: str
+    name: str
+    values: tuple[Value, ...]
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Reports beside each other: a table when printed.
+
+    Attributes:
+        title: the recipe in one line.
+        unit: what sizes are shown in; inside they are bytes.
+        labels: one per report with figures, the source where that tells them apart.
+        against: the label of the report that differences are taken against, None without reports.
+        reports: those with figures, in the order of `labels`.
+        rows: the lines of the table.
+        failed: a line of text per report without figures (out of memory).
+        notes: what the reader has to know before trusting a difference.
+    """
+
+    title: str
+    unit: str
+    labels: tuple[str, ...]
+    against: str | None
+    reports: tuple[Report, ...]
+    rows: tuple[Row, ...]
+    failed: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+
+    def row(self, name: str) -> Row:
+        """The line called `name`, for example "peak total". Raises ValueError when there is none."""
+        for row in self.rows:
+            if row.name == name:
+                return row
+        raise ValueError(f"this comparison has no row {name!r}: it has {', '.join(row.name for row in self.rows)}.")
+
+    def to_dict(self) -> dict:
+        """A JSON-ready dictionary: sizes in bytes, `relative` differences as fractions (0.03 is 3 %)."""
+        rows = []
+        for row in self.rows:
+            values = {
+                k: vars(v) if isinstance(v, Interval) else v for k, v in zip(self.labels, row.values, strict=True)
+            }
+            changes = {
+                label: {"bytes": change, "relative": None if relative in INFINITE else relative}
+                for label, change, relative in self._differences(row)
+            }
+            rows.append({"section": row.section, "name": row.name, "values": values, "differences": changes})
+        named = zip(self.labels, self.reports, strict=True)
+        reports = [{"label": label, "source": r.source, "target": r.target, "title": r.title} for label, r in named]
+        texts = {"failed": list(self.failed), "notes": list(self.notes)}
+        return {"title": self.title, "against": self.against, "reports": reports, "rows": rows, **texts}
+
+    def to_json(self, indent: int | None = None) -> str:
+        """`to_dict` as JSON text."""
+        return json.dumps(self.to_dict(), indent=indent)
+
+    def __str__(self) -> str:
+        table = self._table("  ")
+        return "\n".join([self.title, *([text_table(table)] if self.rows else []), *self._foot()])
+
+    __repr__ = __str__
+
+    def _repr_markdown_(self) -> str:
+        head, *lines = ([cell.replace("|", "\\|") for cell in row] for row in self._table("&nbsp; "))
+        ruler = ["---", *["---:"] * (len(head) - 1)]
+        table = [f"| {' | '.join(row)} |" for row in (head, ruler, *lines)] if lines else []
+        return "\n".join([f"**{self.title}**", "", *table, *(f"\n{line}" for line in self._foot())])
+
+    def _foot(self) -> list[str]:
+        several = len(self.labels) > 1
+        against = [f"Δ is taken against {self.against}; a plain 0 is equality to the byte."] if several else []
+        return [*against, *self.failed, *(f"note: {note}" for note in self.notes)]
+
+    def _differences(self, row: Row) -> Iterator[tuple[str, int | None, float | None]]:
+        """Label, bytes and fraction for each report but the one they are taken against."""
+        sizes = {label: _number(value) for label, value in zip(self.labels, row.values, strict=True)}
+        reference = sizes.pop(self.against)
+        for label, size in sizes.items():
+            known = size is not None and reference is not None
+            yield (label, size - reference, _relative(size, reference)) if known else (label, None, None)
+
+    def _table(self, indent: str) -> list[tuple[str, ...]]:
+        """The head and the lines as text; a row with intervals takes a second line, so that columns stay narrow."""
+        changes = [text for label in self.labels if label != self.against for text in (f"Δ {label}", "Δ %")]
+        lines = [(self.unit, *self.labels, *changes)]
+        for section, rows in groupby(self.rows, key=lambda row: row.section):
+            lines.append((section, *[""] * (len(lines[0]) - 1)))
+            for row in rows:
+                cells = [_cell(value, self.unit) for value in row.values]
+                for _, change, relative in self._differences(row):
+                    cells += ["", ""] if change is None else [_signed(change, self.unit), _per_cent(relative)]
+                lines.append((indent + row.name, *cells))
+                if any(isinstance(value, Interval) for value in row.values):
+                    ranges = [_range(value, self.unit) for value in row.values]
+                    lines.append((f"{indent}{row.name}, low–high", *ranges, *[""] * len(changes)))
+        return lines
 
 
 def compare(
@@ -27,32 +132,86 @@ def compare(
     Raises:
         ValueError: nothing to compare, something that is no report, or different recipes.
     """
-    apart = check(reports, same_recipe, unit)
-    names = labels_of(reports, labels)
-    pairs = list(zip(names, reports, strict=True))
+    pairs = list(zip(column_labels(reports, labels, same_recipe), reports, strict=True))
+    if unit not in UNITS:
+        raise ValueError(f"unit is {unit!r}, but allowed are {', '.join(UNITS)}.")
+    apart = _apart_in(reports)
     if not apart:
         pairs.sort(key=lambda pair: STRENGTH[pair[1].source])
     good = [(label, r) for label, r in pairs if r.status == "ok"]
-    failed = [f"{label}: {failure(r)}" for label, r in pairs if r.status != "ok"]
-    titles = {r.title for r in reports}
-    notes = [f"{label} is {r.title}." for label, r in pairs if len(titles) > 1]
+    failed = tuple(f"{label}: {failure(r)}" for label, r in pairs if r.status != "ok")
+    notes = [f"{label} is {r.title}." for label, r in pairs if len({r.title for r in reports}) > 1]
     if len({r.target for _, r in good}) > 1:
         targets = ", ".join(f"{label} is for {r.target}" for label, r in good)
         notes.append(f"the targets differ ({targets}), so kernels and rounding do too.")
     if len({r.peak_phase for _, r in good}) > 1:
         where = ", ".join(f"{label} in {r.peak_phase}" for label, r in good)
         notes.append(f"the peaks stand in different phases ({where}), so their categories are not of the same moment.")
-    columns = [r for _, r in good]
-    rows = tuple(_rows(columns)) if columns else ()
+    names, columns = (tuple(part) for part in zip(*good, strict=True)) if good else ((), ())
+    rows = tuple(_rows(columns)) if good else ()
     if not apart:
-        notes += list(_outside(rows, [label for label, _ in good], unit))
+        notes += _outside(rows, names, unit)
     against = good[0 if apart else -1][0] if good else None
     title = "different recipes, named in the notes" if apart else pairs[-1][1].title
-    labels = tuple(label for label, _ in good)
-    return Comparison(title, unit, labels, against, tuple(columns), rows, tuple(failed), tuple(notes))
+    return Comparison(title, unit, names, against, columns, rows, failed, tuple(notes))
 
 
-def _rows(reports: list[Report]) -> Iterator[Row]:
+def difference(a: Report | Bytes | Interval | int, b: Report | Bytes | Interval | int) -> float:
+    """How far `a` is from `b`, relative to `b`: 0.03 when `a` is 3 % above. Reports are compared by their peak's total.
+
+    Raises:
+        ValueError: a report without figures, because the run did not end well.
+    """
+    return _relative(*map(_size, (a, b)))
+
+
+def failure(report: Report) -> str:
+    """One line for a report without figures: "out of memory: …"."""
+    kind = "out of memory" if report.status == "oom" else report.status
+    return f"{kind}: {' '.join(report.message.split())}" if report.message else kind
+
+
+def column_labels(
+    reports: Sequence[Report], labels: Sequence[str] | None = None, same_recipe: bool = True
+) -> list[str]:
+    """A short name for each report, different from the others, in the order given. Raises ValueError as `compare`."""
+    if not reports:
+        raise ValueError("compare needs at least one report, for example compare(predict(recipe), simulate(recipe)).")
+    for report in reports:
+        if not isinstance(report, Report):
+            raise ValueError(f"compare takes reports, one argument each, not {type(report).__name__}.")
+    if same_recipe and (apart := _apart_in(reports)):
+        raise ValueError(f"these reports differ in {apart}: pass same_recipe=False to compare them anyway.")
+    if labels is not None:
+        if len(labels) != len(reports) or len(set(labels)) != len(labels):
+            raise ValueError(f"labels must be {len(reports)} different names, one per report, not {list(labels)!r}.")
+        return [str(label) for label in labels]
+    names = [r.source for r in reports]
+    if len({r.title for r in reports}) > 1:
+        split = [r.title.split(" · ") for r in reports]
+        shared = set(split[0]).intersection(*split[1:])
+        own = [", ".join(part for part in parts if part not in shared) or "baseline" for parts in split]
+        names = own if len(set(names)) == 1 else [f"{name} {mine}" for name, mine in zip(names, own, strict=True)]
+    if len(set(names)) < len(names) and len({r.target for r in reports}) > 1:
+        names = [f"{name} ({r.target})" for name, r in zip(names, reports, strict=True)]
+    counted = [f"{name} {names[: i + 1].count(name)}" for i, name in enumerate(names)]
+    return [one if names.count(name) > 1 else name for name, one in zip(names, counted, strict=True)]
+
+
+def _apart_in(reports: Sequence[Report]) -> str:
+    """What tells the reports' recipes apart, in words; "" when nothing does. Fields that only one of them knows are not
+    held against it: a record may be older than a field."""
+    recipes = [r.recipe for r in reports if r.recipe is not None]
+    for recipe in recipes[1:]:
+        fields = [name for name in recipes[0] if name in recipe and recipe[name] != recipes[0][name]]
+        if fields:
+            pairs = [(name, f"{recipes[0][name]!r} against {recipe[name]!r}") for name in fields]
+            return " and ".join(f"{name} ({shown})" if len(shown) < 80 else name for name, shown in pairs)
+    titles = dict.fromkeys(r.title for r in reports)
+    return "title (" + " against ".join(map(repr, titles)) + ")" if not recipes and len(titles) > 1 else ""
+
+
+def _rows(reports: Sequence[Report]) -> Iterator[Row]:
     section = "at the peak"
     yield Row(section, "phase", tuple(r.peak_phase for r in reports))
     for name in CATEGORIES[:-1]:
@@ -65,16 +224,16 @@ def _rows(reports: list[Report]) -> Iterator[Row]:
     yield Row(section, "peak total", tuple(r.peak.total for r in reports))
     for phase in PHASES:
         found = [r.phases.get(phase) for r in reports]
-        if any(found):
-            yield Row("each phase", f"{phase.replace('_', ' ')} peak", tuple(p and p.peak.total for p in found))
-            yield Row("each phase", f"{phase.replace('_', ' ')} end", tuple(p and p.end.total for p in found))
+        for moment in ("peak", "end") if any(found) else ():
+            values = tuple(p and getattr(p, moment).total for p in found)
+            yield Row("each phase", f"{phase.replace('_', ' ')} {moment}", values)
     for name in DEVICE_ROWS:
         values = tuple(getattr(r, name) for r in reports)
         if any(value is not None for value in values):
             yield Row("allocator and device", name, values)
 
 
-def _outside(rows: Sequence[Row], labels: list[str], unit: str) -> Iterator[str]:
+def _outside(rows: Sequence[Row], labels: Sequence[str], unit: str) -> Iterator[str]:
     """A sentence for each interval that a measured figure falls out of: an under-estimate costs somebody a run."""
     for row in rows:
         truth = row.values[-1]
@@ -83,3 +242,47 @@ def _outside(rows: Sequence[Row], labels: list[str], unit: str) -> Iterator[str]
                 side = "above" if truth > value.high else "below"
                 low, true, high = (format_bytes(n, unit) for n in (value.low, truth, value.high))
                 yield f"{row.name}: {labels[-1]} {true} is {side} the interval of {label}, {low} to {high}."
+
+
+def _number(value: Value) -> int | None:
+    """The bytes of a value, the likeliest of an interval, None for text."""
+    return None if isinstance(value, str) else value.value if isinstance(value, Interval) else value
+
+
+def _relative(value: int, reference: int) -> float:
+    """How far `value` is from `reference`, as a fraction of it; infinite where only the reference is 0."""
+    if value == reference:
+        return 0.0
+    return (value - reference) / reference if reference else float("inf") if value > 0 else float("-inf")
+
+
+def _size(value: Report | Bytes | Interval | int) -> int:
+    if isinstance(value, Report):
+        if value.status != "ok":
+            raise ValueError(f"a report without figures cannot be compared ({failure(value)}).")
+        return value.peak.total
+    return value.total if isinstance(value, Bytes) else _number(value)
+
+
+def _bare(n: int, unit: str) -> str:
+    return format_bytes(n, unit).rsplit(" ", 1)[0]
+
+
+def _cell(value: Value, unit: str) -> str:
+    return "–" if value is None else value if isinstance(value, str) else _bare(_number(value), unit)
+
+
+def _range(value: Value, unit: str) -> str:
+    return f"{_bare(value.low, unit)}–{_bare(value.high, unit)}" if isinstance(value, Interval) else ""
+
+
+def _signed(change: int, unit: str) -> str:
+    return "0" if change == 0 else ("+" if change > 0 else "−") + _bare(abs(change), unit)
+
+
+def _per_cent(relative: float) -> str:
+    if relative == 0:
+        return "0"
+    if abs(relative) >= 10:  # per cent no longer say anything
+        return "–" if relative in INFINITE else f"×{relative + 1:,.0f}"
+    return f"{'+' if relative > 0 else '−'}{abs(relative):.2%}"

@@ -1,12 +1,11 @@
 """One look for every figure: a colour and a hatch per category, one size, fonts that come with matplotlib, alt text."""
 
-import math
 import textwrap
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import cache, wraps
 from typing import Any
 
-from .report import CATEGORIES, Bytes, GiB, KiB, MiB, format_bytes, text_table
+from ..report import text_table
 
 # Okabe and Ito's palette (Color Universal Design, 2008), which readers of every kind of colour vision tell apart; the
 # hatches do the same in print and in grey. The order keeps neighbours in a stack apart in lightness.
@@ -21,13 +20,7 @@ LOOK = {
     "workspace": ("#999999", "++"),
     "unexplained": ("#FFFFFF", "////"),
 }
-LINES = (
-    ("#0072B2", "o", "-"),
-    ("#D55E00", "s", "--"),
-    ("#009E73", "^", "-."),
-    ("#CC79A7", "D", ":"),
-    ("#000000", "v", "-"),
-)
+LINES = (("#0072B2", "o", "-"), ("#D55E00", "s", "--"), ("#009E73", "^", "-."), ("#CC79A7", "D", ":"))
 INK, FAINT, ALARM = "#222222", "#EEEEEE", "#B00020"
 PATCH = {"facecolor": "white", "edgecolor": "none", "pad": 0.8}  # keeps words legible where a line runs through them
 # 6.4 inches at 11 points stay readable where a phone shows the figure 360 pixels wide.
@@ -39,17 +32,12 @@ RC = {
     "axes.labelsize": 10.5,
     "axes.spines.top": False,
     "axes.spines.right": False,
-    "axes.edgecolor": INK,
     "axes.axisbelow": True,
-    "axes.facecolor": "white",
-    "figure.facecolor": "white",
     "text.color": INK,
     "hatch.linewidth": 0.5,
     "legend.frameon": False,
     "legend.fontsize": 9.5,
-    "mathtext.default": "regular",
 }
-UNIT_SIZES = {"GiB": GiB, "MiB": MiB, "KiB": KiB, "B": 1}
 
 
 @cache
@@ -60,8 +48,7 @@ def figure_class() -> type:
 
     class LabFigure(Figure):
         rows: Sequence[tuple[str, ...]] = ()
-        alt = ""
-        heading = ""
+        alt = heading = ""
 
         def __repr__(self) -> str:
             return f"<Figure: {self.heading}>"
@@ -84,8 +71,7 @@ def drawn(function: Callable) -> Callable:
         import matplotlib.pyplot as plt
 
         # Not `rc_context`: it would also undo what a notebook's backend switches on when the first figure loads it.
-        own = {key: plt.rcParams[key] for key in RC}
-        before = plt.get_fignums()
+        own, before = {key: plt.rcParams[key] for key in RC}, plt.get_fignums()
         plt.rcParams.update(RC)
         try:
             return function(*args, **options)
@@ -100,14 +86,14 @@ def drawn(function: Callable) -> Callable:
 
 
 def start(heading: str, subtitle: str = "", rows: int = 1, **options: Any):
-    """A new figure with its heading and (upper) axes' subtitle: (figure, axes, or a list of them when `rows` > 1)."""
+    """A new figure with its heading and subtitle: (figure, its axes, or a list of them when `rows` > 1)."""
     import matplotlib.pyplot as plt
 
     figure = plt.figure(FigureClass=figure_class(), figsize=SIZE, dpi=DPI, layout="constrained")
     figure.heading = heading
     figure.suptitle(heading, x=0.01, ha="left", fontweight="bold", fontsize=11.5)
     axes = figure.subplots(rows, 1, squeeze=False, **options)[:, 0]
-    axes[0].set_title(wrap(subtitle, 78), loc="left", color="#444444", linespacing=1.25)
+    axes[0].set_title(textwrap.fill(subtitle, 78), loc="left", color="#444444", linespacing=1.25)
     for ax in axes:
         ax.grid(axis="y", color="#DDDDDD", linewidth=0.6)
         # Tick labels are made late, when the reader's own settings hold again: say their font now.
@@ -115,37 +101,13 @@ def start(heading: str, subtitle: str = "", rows: int = 1, **options: Any):
     return figure, axes[0] if rows == 1 else list(axes)
 
 
-def wrap(text: str, width: int) -> str:
-    """`text` in lines of at most `width` letters, broken at the recipe's " · " where that can be."""
-    lines = [""]
-    for part in text.split(" · "):
-        joined = f"{lines[-1]} · {part}" if lines[-1] else part
-        if lines[-1] and len(joined) > width:
-            lines.append(part)
-        else:
-            lines[-1] = joined
-    return "\n".join(piece for line in lines for piece in textwrap.wrap(line, width) or [""])
-
-
-def legend(figure) -> None:
-    """The legend below the axes, where it hides nothing: what is stacked in its order, then lines, no entry twice."""
-    from matplotlib.collections import LineCollection
-    from matplotlib.lines import Line2D
-
-    found: dict[str, Any] = {}
-    for ax in figure.axes:
-        for handle, label in zip(*ax.get_legend_handles_labels(), strict=True):
-            found.setdefault(label, handle)
-    entries = sorted(found.items(), key=lambda entry: isinstance(entry[1], Line2D | LineCollection))
-    if entries:
-        labels, handles = zip(*entries, strict=True)
-        figure.legend(handles, labels, loc="outside lower left", ncols=3, handlelength=1.8, columnspacing=1.4)
-
-
 def finish(figure, rows: Sequence[tuple[str, ...]], alt: str):
-    """The figure with its data as a table and its alt text, laid out once so that late parts take this style too."""
+    """The figure with a legend below the axes, where it hides nothing, its data as a table, and its alt text."""
+    handles, labels = figure.axes[0].get_legend_handles_labels()
+    if labels:
+        figure.legend(handles, labels, loc="outside lower left", ncols=3, handlelength=1.8, columnspacing=1.4)
     figure.rows, figure.alt = list(rows), " ".join(alt.split())
-    figure.draw_without_rendering()
+    figure.draw_without_rendering()  # once, so that what is made late takes this style too
     return figure
 
 
@@ -160,44 +122,9 @@ def alt_text(figure) -> str:
 
 
 def _own(figure):
-    figure = getattr(figure, "figure", figure)  # axes know their figure
-    if not hasattr(figure, "rows") or not hasattr(figure, "alt"):
+    if type(figure).__name__ != "LabFigure":
         raise ValueError(f"this is no figure of vramlab.plot but a {type(figure).__name__}.")
     return figure
-
-
-def check_unit(unit: str) -> int:
-    """How many bytes a unit is. Raises ValueError for unknown ones."""
-    if unit not in UNIT_SIZES:
-        raise ValueError(f"unit is {unit!r}, but allowed are {', '.join(UNIT_SIZES)}.")
-    return UNIT_SIZES[unit]
-
-
-def amount(n: float, unit: str = "GiB") -> str:
-    """`n` bytes with three significant figures and no unit, for a label that stands in a figure."""
-    if unit == "B":
-        return exact(n, unit)
-    value = abs(n) / check_unit(unit)
-    digits = min(max(2 - math.floor(math.log10(value)), 0), 9) if value else 0
-    return format_bytes(n, unit, digits).rsplit(" ", 1)[0]
-
-
-def exact(n: float, unit: str = "GiB") -> str:
-    """`n` bytes as in the text tables, without the unit."""
-    if unit == "B":
-        return f"{n:,.0f}" if n == int(n) else f"{n:,.2f}"
-    return format_bytes(n, unit).rsplit(" ", 1)[0]
-
-
-def name(category: str) -> str:
-    """A category as the reader sees it."""
-    return category.replace("_", " ")
-
-
-def used(splits: Sequence[Bytes | Mapping[str, float] | str]) -> list[str]:
-    """The keys with something in them, in the order of CATEGORIES, other keys after them as they first appear."""
-    keys = dict.fromkeys(key for split in splits if not isinstance(split, str) for key, n in split.items() if n)
-    return [c for c in CATEGORIES if c in keys] + [key for key in keys if key not in CATEGORIES]
 
 
 def look(keys: Sequence[str]) -> dict[str, dict[str, Any]]:

@@ -4,10 +4,10 @@ import itertools
 import statistics
 from collections.abc import Mapping, Sequence
 
-from . import plot_style as style
-from .comparison import difference
-from .plot_parts import size_of
-from .report import Report
+from ..compare import difference
+from ..report import Report
+from . import style
+from .splits import check_unit, exact, size_of
 
 BAND = "#CCCCCC"
 
@@ -29,11 +29,10 @@ def scatter_error(
     Raises:
         ValueError: no pairs, a pair without figures, or sizes of 0.
     """
-    size = style.check_unit(unit)
+    size = check_unit(unit)
     groups = dict(pairs) if isinstance(pairs, Mapping) else {"": list(pairs)}
     errors = {label: [difference(a, b) for a, b in group] for label, group in groups.items()}
-    sizes = {label: [(size_of(a) / size, size_of(b) / size) for a, b in group] for label, group in groups.items()}
-    every = [n for group in sizes.values() for pair in group for n in pair]
+    every = [size_of(n) / size for group in groups.values() for pair in group for n in pair]
     if not every or min(every) <= 0:
         raise ValueError("scatter_error needs pairs of sizes over 0, for example [(predict(recipe), measured)].")
     off = [abs(error) for group in errors.values() for error in group]
@@ -47,23 +46,20 @@ def scatter_error(
     above.plot(ends, ends, color=style.INK, linewidth=0.8)
     below.axhspan(-band * 100, band * 100, color=BAND, linewidth=0)
     below.axhline(0, color=style.INK, linewidth=0.8)
-    for label, (colour, marker, _) in zip(groups, itertools.cycle(style.LINES), strict=False):
+    rows = [(unit, *names, "error")]
+    for (label, group), (colour, marker, _) in zip(groups.items(), itertools.cycle(style.LINES), strict=False):
         look = {"marker": marker, "linestyle": "", "color": colour, "markersize": 6, "alpha": 0.85, "gid": "points"}
-        x = [b for _, b in sizes[label]]
-        above.plot(x, [a for a, _ in sizes[label]], label=label or None, **look)
+        x, y = ([size_of(pair[i]) / size for pair in group] for i in (1, 0))
+        above.plot(x, y, label=label or None, **look)
         below.plot(x, [error * 100 for error in errors[label]], **look)
+        for i, ((a, b), error) in enumerate(zip(group, errors[label], strict=True), 1):
+            which = b.title if isinstance(b, Report) else str(i)
+            cells = (exact(size_of(n), unit) for n in (a, b))
+            rows.append((f"{label}: {which}" if label else which, *cells, f"{error:+.2%}"))
     reach = 100 * max(band * 1.5, max(off) * 1.2)
     above.set(xscale="log", yscale="log", xlim=ends, ylim=ends, ylabel=f"{names[0]}, {unit}")
     below.set(ylim=(-reach, reach), xlabel=f"{names[1]}, {unit}", ylabel="error, %")
     _plain_logs(above)
-    style.legend(figure)
-
-    rows = [(unit, *names, "error")]
-    for label, group in groups.items():
-        for i, ((a, b), error) in enumerate(zip(group, errors[label], strict=True)):
-            title_ = b.title if isinstance(b, Report) else str(i + 1)
-            cells = (style.exact(size_of(n), unit) for n in (a, b))
-            rows.append((f"{label}: {title_}" if label else title_, *cells, f"{error:+.2%}"))
     span = f"{min(every):.3g} to {max(every):.3g} {unit}"
     return style.finish(figure, rows, f"Scatter of {names[0]} over {names[1]} sizes, {span}: {summary}.")
 

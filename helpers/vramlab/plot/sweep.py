@@ -4,9 +4,9 @@ import itertools
 from collections.abc import Mapping, Sequence
 from numbers import Real
 
-from . import plot_style as style
-from .plot_parts import areas, draw_limit, limit_of, size_of, split_of, split_rows, subtitle
-from .report import Report
+from ..report import Report
+from . import style
+from .splits import amount, areas, check_unit, draw_limit, exact, limit_of, size_of, split_of, split_rows, subtitle
 
 Lines = Mapping[str, Sequence[Report]]
 
@@ -29,53 +29,48 @@ def sweep(
 
     Args:
         x_values: what was swept, two or more ascending numbers.
-        limit: bytes, a `Gpu` or its name.
         dots: reports of the same values from another witness, drawn as points; None where there is none.
     Raises:
         ValueError: lists of different lengths, values that do not ascend, or an unknown unit.
     """
-    size = style.check_unit(unit)
-    x = list(x_values)
+    size, x = check_unit(unit), list(x_values)
     lines = dict(reports) if isinstance(reports, Mapping) else {"": list(reports)}
     dots = list(dots) if dots else [None] * len(x)
     _check(x, [*lines.values(), dots])
     everything = [r for series in lines.values() for r in series]
     kind = has_to_fit(everything)
     figure, ax = style.start(title or f"Memory at the peak over {xlabel}", subtitle(everything))
+    top = [0.0]  # of all that is drawn
+
+    def line(series: Sequence[Report | None], label: str, of: str = "peak", **look) -> None:
+        good = [(a, size_of(getattr(r, of)) / size) for a, r in zip(x, series, strict=True) if r and r.status == "ok"]
+        top.extend(height for _, height in good)
+        ax.plot([a for a, _ in good], [height for _, height in good], label=label, **look)
+
     for (label, series), (colour, marker, dash) in zip(lines.items(), itertools.cycle(style.LINES), strict=False):
-        good = [(a, r) for a, r in zip(x, series, strict=True) if r.status == "ok"]
-        at = [a for a, _ in good]
+        good = [(a, r.peak) for a, r in zip(x, series, strict=True) if r.status == "ok"]
         if label:
-            look = {"color": colour, "marker": marker, "linestyle": dash, "label": label, "clip_on": False, "zorder": 4}
-            ax.plot(at, [r.peak.total / size for _, r in good], **look)
-        else:
-            areas(ax, at, [r.peak for _, r in good], unit)
-            if kind != "peak":
-                needs = [needed(r, kind) / size for _, r in good]
-                ax.plot(at, needs, color="black", linestyle="--", linewidth=1.4, label=f"{kind}, which has to fit")
-    found = [(a, r) for a, r in zip(x, dots, strict=True) if r is not None and r.status == "ok"]
-    if found:
+            line(series, label, color=colour, marker=marker, linestyle=dash, clip_on=False, zorder=4)
+            continue
+        areas(ax, [a for a, _ in good], [peak for _, peak in good], unit)
+        top.extend(size_of(peak) / size for _, peak in good)
+        if kind != "peak":
+            line(series, f"{kind}, which has to fit", kind, color="black", linestyle="--", linewidth=1.4)
+    if source := next((r.source for r in dots if r and r.status == "ok"), ""):
         look = {"color": "black", "markerfacecolor": "white", "markersize": 7, "markeredgewidth": 1.6, "zorder": 6}
-        heights = [r.peak.total / size for _, r in found]
-        ax.plot([a for a, _ in found], heights, "o", clip_on=False, label=found[0][1].source, **look)
-    ceiling = max([size_of(r) for r in [*everything, *(r for _, r in found)] if r.status == "ok"] or [1])
-    if not any(lines):
-        ceiling = max([ceiling, *(needed(r, kind) for r in everything if r.status == "ok")])
-    crossings = {}
+        line(dots, source, marker="o", linestyle="", clip_on=False, **look)
+    height = draw_limit(ax, limit, unit)
+    crossings = {label: first_over(x, series, limit_of(limit)[0], kind) for label, series in lines.items()}
     if limit is not None:
-        bytes_, _ = limit_of(limit)
-        ceiling = max(ceiling, bytes_)
-        draw_limit(ax, limit, unit)
-        crossings = {label: first_over(x, series, bytes_, kind) for label, series in lines.items()}
-        _mark(ax, crossings, bytes_ / size, xlabel)
-    ax.set_xlim(x[0], x[-1])
-    ax.set_ylim(0, ceiling / size * 1.16)
+        _mark(ax, crossings, height, xlabel)
+    ax.set(xlim=(x[0], x[-1]), ylim=(0, (max([*top, height]) or 1) * 1.16), xlabel=xlabel, ylabel=unit)
     _ticks(ax, x)
-    ax.set_xlabel(xlabel)
-    ax.set_ylabel(unit)
-    style.legend(figure)
-    rows = _rows(x, lines, dots, unit, xlabel)
-    return style.finish(figure, rows, _say(figure, x, lines, limit, crossings, unit, xlabel))
+    said = "; ".join(f"{label}: {_ends(x, series, unit)}".removeprefix(": ") for label, series in lines.items())
+    alt = f"{figure.heading}, in {unit}, {xlabel} from {x[0]:g} to {x[-1]:g}: {said}."
+    if limit is not None:
+        bytes_, card = limit_of(limit)
+        alt += f" Limit: {card}, {amount(bytes_, unit)} {unit}; {_verdict(crossings, xlabel)}."
+    return style.finish(figure, _rows(x, lines, dots, unit, xlabel), alt)
 
 
 def has_to_fit(reports: Sequence[Report]) -> str:
@@ -85,14 +80,10 @@ def has_to_fit(reports: Sequence[Report]) -> str:
     return next(known, "peak")
 
 
-def needed(report: Report, kind: str) -> float:
-    """The bytes that have to fit: `kind` is "process", "reserved" or "peak"; of an interval the likeliest."""
-    return size_of(getattr(report, kind))
-
-
-def first_over(x: Sequence[float], reports: Sequence[Report], limit: int, kind: str) -> float | None:
-    """The first value whose report needs more than `limit` bytes, or ran out of memory; None when all fit."""
-    over = (a for a, r in zip(x, reports, strict=True) if r.status == "oom" or needed(r, kind) > limit)
+def first_over(x: Sequence[float], reports: Sequence[Report], limit: float, kind: str) -> float | None:
+    """The first value whose report needs more than `limit` bytes (of an interval the likeliest), or ran out of memory;
+    None when all fit."""
+    over = (a for a, r in zip(x, reports, strict=True) if r.status == "oom" or size_of(getattr(r, kind)) > limit)
     return next(over, None)
 
 
@@ -108,12 +99,12 @@ def _check(x: list[float], lists: Sequence[Sequence]) -> None:
 def _mark(ax, crossings: Mapping[str, float | None], height: float, xlabel: str) -> None:
     for first in crossings.values():
         if first is not None:
-            ax.axvline(first, color=style.ALARM, linewidth=1, linestyle=":", gid="first over")
+            ax.axvline(first, color=style.ALARM, linewidth=1, linestyle=":")
             look = {"color": style.ALARM, "markersize": 10, "markeredgecolor": "white", "clip_on": False, "zorder": 7}
             ax.plot([first], [height], "X", gid="first over", **look)
     look = {"va": "top", "color": style.ALARM, "fontsize": 9.5, "fontweight": "bold", "bbox": style.PATCH, "zorder": 8}
     where = {"xycoords": "axes fraction", "xytext": (4, -3), "textcoords": "offset points"}
-    ax.annotate(style.wrap(_verdict(crossings, xlabel), 74), (0, 1), gid="verdict", **where, **look)
+    ax.annotate(_verdict(crossings, xlabel).replace(" · ", "\n"), (0, 1), gid="verdict", **where, **look)
 
 
 def _verdict(crossings: Mapping[str, float | None], xlabel: str) -> str:
@@ -139,33 +130,22 @@ def _ticks(ax, x: Sequence[float]) -> None:
 def _total(report: Report | None, unit: str) -> str:
     if report is None:
         return "–"
-    return style.exact(report.peak.total, unit) if report.status == "ok" else split_of(report)
+    return exact(report.peak.total, unit) if report.status == "ok" else split_of(report)
 
 
 def _rows(x, lines: Lines, dots: Sequence[Report | None], unit: str, xlabel: str) -> list[tuple[str, ...]]:
-    names = [f"{a:g}" for a in x]
+    names, corner = [f"{a:g}" for a in x], f"{xlabel}, {unit}"
     if any(lines):
-        rows = [(f"{xlabel}, {unit}", *map(str, lines))]
+        rows = [(corner, *map(str, lines))]
         rows += [(a, *(_total(r, unit) for r in line)) for a, *line in zip(names, *lines.values(), strict=True)]
     else:
-        rows = split_rows(names, [split_of(r) for r in lines[""]], unit, xlabel)
-    source = next((r.source for r in dots if r is not None), None)
-    if source:
+        rows = split_rows(names, [split_of(r) for r in lines[""]], unit, corner)
+    if source := next((r.source for r in dots if r is not None), None):
         column = [source, *(_total(r, unit) for r in dots)]
         rows = [(*row, cell) for row, cell in zip(rows, column, strict=True)]
     return rows
 
 
-def _say(figure, x, lines: Lines, limit, crossings: Mapping[str, float | None], unit: str, xlabel: str) -> str:
-    said = []
-    for label, series in lines.items():
-        good = [
-            f"{style.amount(r.peak.total, unit)} at {a:g}" for a, r in zip(x, series, strict=True) if r.status == "ok"
-        ]
-        ends = f"{good[0]} to {good[-1]}" if good else "out of memory everywhere"
-        said.append(f"{label}: {ends}" if label else ends)
-    text = f"{figure.heading}, in {unit}, {xlabel} from {x[0]:g} to {x[-1]:g}: {'; '.join(said)}."
-    if limit is not None:
-        bytes_, card = limit_of(limit)
-        text += f" Limit: {card}, {style.amount(bytes_, unit)} {unit}; {_verdict(crossings, xlabel)}."
-    return text
+def _ends(x: Sequence[float], series: Sequence[Report], unit: str) -> str:
+    good = [f"{_total(r, unit)} at {a:g}" for a, r in zip(x, series, strict=True) if r.status == "ok"]
+    return f"{good[0]} to {good[-1]}" if good else "out of memory everywhere"
