@@ -231,16 +231,14 @@ def test_a_function_has_to_be_right_for_every_configuration():
     assert "it is in GiB" in FUNCTION(lambda **c: reference(**c) / GiB).text
     first_only = lambda batch_size, seq_len: reference(1, 128) * batch_size * seq_len / 128  # noqa: E731
     verdict = FUNCTION(first_only)
-    assert verdict.text.startswith("Right for 1 of 3. For batch_size=4, seq_len=256 ") and "too low" in verdict.text
+    assert verdict.text.startswith("1 of 3 are right. batch_size=4, seq_len=256: ") and "too low" in verdict.text
 
 
 def test_a_function_that_fails_or_is_not_written_is_said():
     assert FUNCTION(lambda batch_size, seq_len: ...).text == FUNCTION(lambda **_: None).text == "not answered yet"
-    assert "fails for batch_size=1, seq_len=128 with ZeroDivisionError" in FUNCTION(lambda **_: 1 / 0).text
-    assert "fails for batch_size=1, seq_len=128 with TypeError" in FUNCTION(lambda batch: 1).text
-    assert FUNCTION(lambda **_: "much").text == "For batch_size=1, seq_len=128: A number was expected, not text."
-    half = lambda batch_size, seq_len: reference(batch_size, seq_len) if batch_size == 1 else None  # noqa: E731
-    assert FUNCTION(half).text == "For batch_size=4, seq_len=256: A number was expected, not nothing."
+    assert "fails with ZeroDivisionError" in FUNCTION(lambda **_: 1 / 0).text
+    assert "fails with TypeError" in FUNCTION(lambda batch: 1).text
+    assert FUNCTION(lambda **_: "much").text == "batch_size=1, seq_len=128: A number was expected, not text."
     assert FUNCTION(17).text == "A function was expected, not an int."
 
 
@@ -336,9 +334,9 @@ def test_a_sound_check_has_no_problems(kind):
         (dataclasses.replace(NUMBER, mistakes=[Mistake(5, "A."), Mistake(5, "B.")]), "'B.' is taken for 'A.'"),
         (Number("x"), "rejects its own reference"),
         (Table({"a": 1}, mistakes=[Mistake({"b": 1}, "B.")]), "speaks of b"),
-        (Table({"a": 1, "c": 2}, mistakes=[Mistake({"a": 1}, "A.")]), "rejects its own reference"),
+        (Table({"a": 1, "c": 2}, mistakes=[Mistake({"a": 1}, "A.")]), "accepts the mistake 'A.'"),
         (dataclasses.replace(FUNCTION, mistakes=[Mistake(lambda **c: reference(**c) + 1, "")]), "accepts the mistake"),
-        (Function(lambda n: 7, [{"n": 1}, {"n": 2}, {"n": 3}]), "a constant would be right"),
+        (Function(lambda n: 7, cases=[{"n": 1}, {"n": 2}, {"n": 3}]), "a constant would be right"),
         (Choice("left", {"right": "", "wrong": ""}), "none of the options"),
         (Choice("right", {"right": ""}), "only one option"),
         (Judge(lambda n: Verdict(True, "Right."), rights=[1], wrongs=[2, 3]), "accepts 2"),
@@ -361,7 +359,6 @@ def test_a_check_that_lets_a_mistake_through_is_found(check, words):
         {"hints": ("one",)},
         {"hints": ("one", "")},
         {"question": " "},
-        {"check": print},
     ],
 )
 def test_an_exercise_is_whole_or_refused(changes):
@@ -370,7 +367,7 @@ def test_an_exercise_is_whole_or_refused(changes):
 
 
 @pytest.mark.parametrize(
-    "make", [Number, Table, lambda reference, tolerance: Function(len, [{}] * 3, tolerance=tolerance)]
+    "make", [Number, Table, lambda reference, tolerance: Function(len, cases=[{}] * 3, tolerance=tolerance)]
 )
 @pytest.mark.parametrize("tolerance", [-0.1, 0.03, 1])
 def test_a_tolerance_that_hides_a_unit_is_refused(make, tolerance):
@@ -390,21 +387,6 @@ def test_names_of_a_chapter_are_its_own(chapter):
     chapter[-1] = exercise(name="98.1")
     with pytest.raises(ValueError, match=r"starts with '99\.'"):
         exercises.chapter("99")
-
-
-def test_the_example_of_the_documentation_works(monkeypatch, capsys):
-    start = exercises.__doc__.index("    from ..answers")
-    end = exercises.__doc__.index("`problems(exercise)`")
-    code = "\n".join(line[4:] for line in exercises.__doc__[start:end].splitlines())
-    module = types.ModuleType("vramlab.chapters.exercises_02")
-    module.__package__ = "vramlab.chapters"
-    exec(compile(code, "the documentation", "exec"), module.__dict__)
-    monkeypatch.setitem(sys.modules, "vramlab.chapters.exercises_02", module)
-    (only,) = exercises.chapter("02").values()
-    assert problems(only) == []
-    answer = next(line for line in exercises.__doc__.splitlines() if "answer =" in line)
-    assert exercises.check("02.1", eval(answer.split("=")[1])) is True
-    assert capsys.readouterr().out == "02.1: Right: four copies of 4 bytes each.\n"
 
 
 CHAPTERS = [

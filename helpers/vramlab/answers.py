@@ -1,11 +1,30 @@
-"""Checks of answers: against a computed reference, with a sentence of its own for each mistake that it recognises."""
+"""Checks of answers: against a computed reference, with a sentence of its own for each mistake that it recognises.
 
+What nobody foresaw is still told what it looks like: the right number in another unit, in bits, twice over, or so many
+per cent off.
+"""
+
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Real
 from typing import Any
 
-from .near_misses import MOST_TOLERANT, as_number, called, kind, listed, off, recognise, same
+from .report import GiB, KiB, MiB
+
+# Bytes in one of each unit; the decimal ones are what the binary ones are taken for.
+UNITS = {"B": 1, "KiB": KiB, "MiB": MiB, "GiB": GiB, "kB": 10**3, "MB": 10**6, "GB": 10**9}
+BITS = {
+    8: "That is the number of bits: 8 bits are one byte.",
+    1 / 8: "That is an eighth of the right amount: these are bytes already, nothing is to be divided by 8.",
+}
+FACTORS = {
+    2: "That is twice the right amount: is something counted two times?",
+    1 / 2: "That is half the right amount: is there a second copy of something?",
+    -1: "The amount is right, the sign is not.",
+}
+# The nearest two units are 2.4 % apart (kB and KiB), so a check that lets more through cannot tell them apart.
+MOST_TOLERANT = 0.02
 
 
 @dataclass(frozen=True)
@@ -30,10 +49,23 @@ class Mistake:
     text: str
 
 
+class Unclear(Exception):
+    """An answer that is none; the message says why."""
+
+
 class Check:
     """A check is called with any answer at all and returns a Verdict; it does not raise because of the answer."""
 
     def __call__(self, answer: Any) -> Verdict:
+        try:
+            return self.verdict(answer)
+        except Unclear as error:
+            return Verdict(False, str(error))
+        except Exception as error:  # written for one kind of answer, given another
+            return Verdict(False, f"This answer cannot be checked ({type(error).__name__}: {error}).")
+
+    def verdict(self, answer: Any) -> Verdict:
+        """The verdict, or an exception where the answer is of another kind."""
         raise NotImplementedError
 
     def problems(self) -> list[str]:
@@ -61,124 +93,118 @@ class Number(Check):
     right: str = ""
 
     def __post_init__(self):
-        _check_tolerance(self.tolerance)
+        if not 0 <= self.tolerance <= MOST_TOLERANT:
+            allowed = f"0 to {MOST_TOLERANT}: past that kB passes for KiB"
+            raise ValueError(f"tolerance is {self.tolerance!r}, but allowed is {allowed}.")
 
-    def __call__(self, answer: Any) -> Verdict:
-        number, reference = as_number(answer), _value(self.reference)
-        if isinstance(number, str):
-            return Verdict(False, number)
-        wrongs = [(mistake.text, [_value(mistake.wrong)]) for mistake in self.mistakes]
-        return _judge(self, [number], [reference], wrongs) or Verdict(False, f"Not right: {off(number, reference)}.")
+    def expand(self, thing: Any) -> dict[str, Any]:
+        """The reference or a mistake as numbers with names."""
+        return {"": _value(thing)}
+
+    def read(self, answer: Any) -> Mapping[str, Any]:
+        """The reader's answer likewise. Raises Unclear."""
+        return {"": answer}
+
+    def given(self, thing: Any) -> Any:
+        """The reference or a mistake as a reader would give it."""
+        return _value(thing)
+
+    def verdict(self, answer: Any) -> Verdict:
+        references, found = self.expand(self.reference), self.read(answer)
+        missing = [name for name in references if found.get(name) is None or found[name] is ...]
+        if missing:
+            partly = Verdict(False, f"Not answered yet for {', '.join(missing)}.")
+            return partly if len(missing) < len(references) else NOT_ANSWERED
+        numbers = {name: _number(found[name], f"{name}: " if name else "") for name in references}
+
+        def same(others: Mapping[str, float], factor: float = 1) -> bool:
+            return all(math.isclose(numbers[n], factor * other, rel_tol=self.tolerance) for n, other in others.items())
+
+        def recognised(some: Mapping[str, float]) -> str:
+            known = _factors(self.unit).items() if any(some.values()) else ()
+            return next((text for factor, text in known if same(some, factor)), "")
+
+        if same(references):
+            return Verdict(True, f"Right: {self.right}" if self.right else "Right.")
+        mistakes = (mistake.text for mistake in self.mistakes if same(self.expand(mistake.wrong)))
+        if text := next(mistakes, "") or recognised(references):
+            return Verdict(False, text)
+        wrong = [name for name, reference in references.items() if not same({name: reference})]
+        first = {wrong[0]: references[wrong[0]]}
+        said = recognised(first) or f"{_off(numbers[wrong[0]], references[wrong[0]])}."
+        right = len(references) - len(wrong)
+        start = f"{right} of {len(references)} are right. {wrong[0]}" if len(references) > 1 else "Not right"
+        return Verdict(False, f"{start}: {said}")
 
     def problems(self) -> list[str]:
-        found = [] if self(_value(self.reference)).right else ["the check rejects its own reference"]
-        return found + _confused(self, [(mistake, _value(mistake.wrong)) for mistake in self.mistakes])
+        found = [] if self(self.given(self.reference)).right else ["the check rejects its own reference"]
+        for mistake in self.mistakes:
+            if unknown := self.expand(mistake.wrong).keys() - self.expand(self.reference):
+                found.append(f"a mistake speaks of {', '.join(unknown)}, which the reference does not have")
+                continue
+            verdict = self(self.given(mistake.wrong))
+            if verdict.right:
+                found.append(f"the check accepts the mistake {mistake.text!r}")
+            elif verdict.text != mistake.text:
+                found.append(f"the mistake {mistake.text!r} is taken for {verdict.text!r}")
+        return found
 
 
 @dataclass(frozen=True)
-class Table(Check):
-    """A number for each of several names, answered as a dictionary.
+class Table(Number):
+    """A number for each of several names, answered as a dictionary; fields are those of `Number`.
 
-    Attributes:
-        reference: the right dictionary, or a function that computes it.
-        unit, tolerance, right: as for `Number`.
-        mistakes: `wrong` holds the entries that are wrong, and may leave out the others.
+    `reference` is the right dictionary, or computes it; a mistake's `wrong` may leave out the entries that are right.
     """
 
     reference: Mapping[Any, Real] | Callable[[], Mapping[Any, Real]]
-    unit: str = "B"
-    tolerance: float = 0.005
-    mistakes: Sequence[Mistake] = ()
-    right: str = ""
 
-    def __post_init__(self):
-        _check_tolerance(self.tolerance)
+    def expand(self, thing: Any) -> dict[str, Any]:
+        return dict(_value(thing))
 
-    def __call__(self, answer: Any) -> Verdict:
+    def read(self, answer: Any) -> Mapping[str, Any]:
         if not isinstance(answer, Mapping):
-            return Verdict(False, f"A dictionary was expected, not {kind(answer)}.")
-        reference = _value(self.reference)
-        missing = [name for name in reference if name not in answer or answer[name] is None or answer[name] is ...]
-        if len(missing) == len(reference):
-            return NOT_ANSWERED
-        if missing:
-            return Verdict(False, f"Not answered yet for {listed(missing)}.")
-        numbers = {name: as_number(answer[name]) for name in reference}
-        for name, number in numbers.items():
-            if isinstance(number, str):
-                return Verdict(False, f"{name}: {number}")
-        for mistake in self.mistakes:
-            wrong = _value(mistake.wrong)
-            if same([numbers[name] for name in wrong], list(wrong.values()), self.tolerance):
-                return Verdict(False, mistake.text)
-        if verdict := _judge(self, list(numbers.values()), list(reference.values())):
-            return verdict
-        wrong = [name for name in reference if not same([numbers[name]], [reference[name]], self.tolerance)]
-        first = wrong[0]
-        why = recognise([numbers[first]], [reference[first]], self.unit, self.tolerance)
-        said = why or f"{off(numbers[first], reference[first])}."
-        return Verdict(False, f"{len(reference) - len(wrong)} of {len(reference)} are right. {first}: {said}")
+            raise Unclear(f"A dictionary was expected, not {_kind(answer)}.")
+        return answer
 
-    def problems(self) -> list[str]:
-        reference = _value(self.reference)
-        if unknown := [name for mistake in self.mistakes for name in _value(mistake.wrong) if name not in reference]:
-            return [f"a mistake speaks of {listed(unknown)}, which the reference does not have"]
-        found = [] if self(dict(reference)).right else ["the check rejects its own reference"]
-        return found + _confused(self, [(m, {**reference, **_value(m.wrong)}) for m in self.mistakes])
+    def given(self, thing: Any) -> Any:
+        return {**_value(self.reference), **_value(thing)}
 
 
 @dataclass(frozen=True)
-class Function(Check):
-    """A function of the reader's, called with several configurations and compared with a reference function.
+class Function(Number):
+    """A function of the reader's, called with several configurations; other fields are those of `Number`.
 
     Attributes:
-        reference: takes what the reader's function takes and returns the right number.
+        reference: takes what the reader's function takes and returns the right number; so does a mistake's `wrong`.
         cases: the configurations, a dictionary of keyword arguments each; enough that no other formula fits by chance.
-        unit, tolerance, right: as for `Number`.
-        mistakes: `wrong` is a function that makes the mistake.
     """
 
     reference: Callable[..., Real]
-    cases: Sequence[Mapping[str, Any]]
-    unit: str = "B"
-    tolerance: float = 0.005
-    mistakes: Sequence[Mistake] = ()
-    right: str = ""
+    cases: Sequence[Mapping[str, Any]] = ()
 
     def __post_init__(self):
-        _check_tolerance(self.tolerance)
+        super().__post_init__()
         if len(self.cases) < 3:
             raise ValueError("a function is checked over three configurations or more, or a constant could be right.")
 
-    def __call__(self, answer: Any) -> Verdict:
+    def expand(self, thing: Any) -> dict[str, Any]:
+        return {", ".join(f"{name}={value!r}" for name, value in case.items()): thing(**case) for case in self.cases}
+
+    def read(self, answer: Any) -> Mapping[str, Any]:
         if not callable(answer):
-            return Verdict(False, f"A function was expected, not {kind(answer)}.")
-        results = []
-        for case in self.cases:
-            try:
-                results.append(answer(**case))
-            except Exception as error:
-                return Verdict(False, f"Your function fails for {called(case)} with {type(error).__name__}: {error}.")
-        if all(result is None or result is ... for result in results):
-            return NOT_ANSWERED
-        numbers = [as_number(result) for result in results]
-        for case, number in zip(self.cases, numbers, strict=True):
-            if isinstance(number, str):
-                return Verdict(False, f"For {called(case)}: {number}")
-        references = [self.reference(**case) for case in self.cases]
-        wrongs = [(mistake.text, [mistake.wrong(**case) for case in self.cases]) for mistake in self.mistakes]
-        if verdict := _judge(self, numbers, references, wrongs):
-            return verdict
-        rights = [same([a], [b], self.tolerance) for a, b in zip(numbers, references, strict=True)]
-        first = rights.index(False)
-        said = off(numbers[first], references[first])
-        return Verdict(False, f"Right for {sum(rights)} of {len(rights)}. For {called(self.cases[first])} {said}.")
+            raise Unclear(f"A function was expected, not {_kind(answer)}.")
+        try:
+            return self.expand(answer)
+        except Exception as error:
+            raise Unclear(f"Your function fails with {type(error).__name__}: {error}.") from None
+
+    def given(self, thing: Any) -> Any:
+        return thing
 
     def problems(self) -> list[str]:
-        found = [] if self(self.reference).right else ["the check rejects its own reference"]
-        if len({self.reference(**case) for case in self.cases}) == 1:
-            found.append("the reference is the same for all cases, so a constant would be right")
-        return found + _confused(self, [(mistake, mistake.wrong) for mistake in self.mistakes])
+        constant = len(set(self.expand(self.reference).values())) == 1
+        return super().problems() + ["the reference is constant, so a constant would be right"] * constant
 
 
 @dataclass(frozen=True)
@@ -193,19 +219,18 @@ class Choice(Check):
     reference: str | Callable[[], str]
     options: Mapping[str, str]
 
-    def __call__(self, answer: Any) -> Verdict:
+    def verdict(self, answer: Any) -> Verdict:
         named = {option.lower(): option for option in self.options}
         option = named.get(answer.strip().lower()) if isinstance(answer, str) else None
         if option is None:
-            return Verdict(False, f"Choose one of {listed(list(self.options))}.")
+            return Verdict(False, f"Choose one of {', '.join(self.options)}.")
         right = option == _value(self.reference)
         return Verdict(right, f"{'Right' if right else 'Not right'}: {self.options[option]}")
 
     def problems(self) -> list[str]:
         reference = _value(self.reference)
-        if reference not in self.options:
-            return [f"the reference {reference!r} is none of the options"]
-        return [] if len(self.options) > 1 else ["there is only one option to choose"]
+        found = [] if reference in self.options else [f"the reference {reference!r} is none of the options"]
+        return found + ["there is only one option to choose"] * (len(self.options) < 2)
 
 
 @dataclass(frozen=True)
@@ -222,11 +247,8 @@ class Judge(Check):
     rights: Sequence[Any] | Callable[[], Sequence[Any]]
     wrongs: Sequence[Any] | Callable[[], Sequence[Any]]
 
-    def __call__(self, answer: Any) -> Verdict:
-        try:
-            return self.judge(answer)
-        except Exception as error:  # written for one kind of answer, given another
-            return Verdict(False, f"This answer cannot be checked ({type(error).__name__}: {error}).")
+    def verdict(self, answer: Any) -> Verdict:
+        return self.judge(answer)
 
     def problems(self) -> list[str]:
         rights, wrongs = _value(self.rights), _value(self.wrongs)
@@ -235,35 +257,49 @@ class Judge(Check):
         return found + [f"the check accepts {answer!r}" for answer in wrongs if self(answer).right]
 
 
-def _judge(
-    check: Number | Table | Function, numbers, references, wrongs: Sequence[tuple[str, list]] = ()
-) -> Verdict | None:
-    """The verdict where all the numbers together are right, or wrong in a way that is known."""
-    if same(numbers, references, check.tolerance):
-        return Verdict(True, f"Right: {check.right}" if check.right else "Right.")
-    known = (text for text, values in wrongs if same(numbers, values, check.tolerance))
-    text = next(known, "") or recognise(numbers, references, check.unit, check.tolerance)
-    return Verdict(False, text) if text else None
-
-
-def _confused(check: Check, mistakes: Sequence[tuple[Mistake, Any]]) -> list[str]:
-    """The mistakes that a check accepts, or takes for others."""
-    found = []
-    for mistake, answer in mistakes:
-        verdict = check(answer)
-        if verdict.right:
-            found.append(f"the check accepts the mistake {mistake.text!r}")
-        elif verdict.text != mistake.text:
-            found.append(f"the mistake {mistake.text!r} is taken for {verdict.text!r}")
-    return found
-
-
-def _check_tolerance(tolerance: float) -> None:
-    if not 0 <= tolerance <= MOST_TOLERANT:
-        raise ValueError(
-            f"tolerance is {tolerance!r}, but allowed is 0 to {MOST_TOLERANT}: past that kB passes for KiB."
-        )
-
-
 def _value(thing: Any) -> Any:
     return thing() if callable(thing) else thing
+
+
+def _number(answer: Any, before: str) -> float:
+    """The number that an answer is (also numpy's and one-element tensors). Raises Unclear."""
+    if hasattr(answer, "peak"):
+        raise Unclear(f"{before}A number was expected, not a whole report: take for example report.peak.total.")
+    try:
+        if isinstance(answer, bool | str | bytes) or callable(answer):
+            raise TypeError
+        number = float(answer.item() if hasattr(answer, "item") else answer)
+    except Exception:  # whatever a stranger's __float__ does
+        raise Unclear(f"{before}A number was expected, not {_kind(answer)}.") from None
+    if not math.isfinite(number):
+        raise Unclear(f"{before}A number was expected, and {number} is none.")
+    return number
+
+
+def _factors(unit: str) -> dict[float, str]:
+    """What may lie between an answer and its reference, and what to say then."""
+    if unit not in UNITS:
+        return FACTORS
+    long = {name: "bytes" if size == 1 else f"{name} ({size:,} bytes)" for name, size in UNITS.items()}
+    text = "The amount is right, but it is in {}: the answer is wanted in {}."
+    units = {UNITS[unit] / size: text.format(long[name], long[unit]) for name, size in UNITS.items() if name != unit}
+    return {**units, **BITS, **FACTORS}
+
+
+def _off(number: float, reference: float) -> str:
+    """How far a number is from its reference, without giving the reference away."""
+    said = f"{number:,.6g} is"
+    direction = "high" if number > reference else "low"
+    if reference == 0 or number == 0 or (number < 0) != (reference < 0):
+        return f"{said} too {direction}"
+    ratio = number / reference
+    if 0.5 <= ratio <= 2:
+        return f"{said} {abs(ratio - 1):.1%} too {direction}"
+    return f"{said} {max(ratio, 1 / ratio):,.3g} times too {direction}"
+
+
+def _kind(answer: Any) -> str:
+    """What an answer is, in words."""
+    name = type(answer).__name__
+    known = {"str": "text", "bool": "True or False", "function": "a function"}
+    return known.get(name, f"{'an' if name[0] in 'aeio' else 'a'} {name}")

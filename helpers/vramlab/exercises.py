@@ -9,31 +9,8 @@ In a notebook:
 
 **Adding one.** The exercises of chapter 02 are the list `EXERCISES` in the module `vramlab/chapters/exercises_02.py`; nothing
 else has to be told. A check is one of `answers.py`'s: `Number`, `Table`, `Function`, `Choice`, or `Judge` for all
-else. Its reference is *computed*, never typed:
-
-    from ..answers import Mistake, Number
-    from ..exercises import Exercise
-    from ..recipe import Recipe
-
-    GPT2 = Recipe("gpt2", precision="fp32").shape.num_parameters
-
-    EXERCISES = [
-        Exercise(
-            "02.1",
-            "How many bytes do GPT-2's weights, gradients and AdamW states take in fp32?",
-            difficulty=2,
-            minutes=5,
-            hints=("Count the copies of a parameter after the first step.", "AdamW keeps two."),
-            check=Number(
-                lambda: 16 * GPT2,
-                mistakes=[Mistake(lambda: 12 * GPT2, "You left out the gradients.")],
-                right="four copies of 4 bytes each.",
-            ),
-        ),
-    ]
-
-`problems(exercise)` tries a check on its own reference and mistakes; a test asks it of every exercise of every chapter,
-so a check that lets a wrong answer through never reaches a reader.
+else. Its reference is *computed*, never typed. `problems(exercise)` tries a check on its own reference and mistakes; a
+test asks it of every exercise of every chapter, so a check that lets a wrong answer through never reaches a reader.
 """
 
 import importlib
@@ -64,8 +41,6 @@ class Exercise:
         minutes: what it should take.
         hints: two: where to look, then how to begin.
         check: one of `answers.py`'s checks.
-    Raises:
-        ValueError: a field out of its range, when the exercise is defined.
     """
 
     name: str
@@ -76,14 +51,10 @@ class Exercise:
     check: Check
 
     def __post_init__(self):
-        if not re.fullmatch(r"\d\d\.[1-9]\d?", self.name):
-            raise ValueError(f"exercise {self.name!r}: a name is chapter and number, like '02.1'.")
-        if self.difficulty not in range(1, 6) or not self.minutes > 0:
-            raise ValueError(f"exercise {self.name}: difficulty is 1 to 5 and minutes are over 0.")
-        if len(self.hints) != 2 or not all(isinstance(hint, str) and hint for hint in self.hints):
-            raise ValueError(f"exercise {self.name}: there are two hints, the second nearer to the solution.")
-        if not self.question.strip() or not isinstance(self.check, Check):
-            raise ValueError(f"exercise {self.name}: it needs a question, and a check of those in answers.py.")
+        whole = re.fullmatch(r"\d\d\.[1-9]\d?", self.name) and self.difficulty in range(1, 6) and self.minutes > 0
+        if not (whole and self.question.strip() and len(self.hints) == 2 and all(self.hints)):
+            needs = "a name like '02.1', a question, a difficulty of 1 to 5, minutes, and two hints"
+            raise ValueError(f"exercise {self.name!r} needs {needs}.")
 
     def __str__(self) -> str:
         """The question in a box, with difficulty and minutes."""
