@@ -8,14 +8,12 @@ from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from typing import Any
 
-from . import lora_modules, sizes
+from . import families, lora_modules
 from .catalogue import closest, find, model_names
 from .errors import RecipeError
-from .families import FAMILIES, family_of
-from .tensors import list_buffers, list_weights
-from .weights import Weight
+from .weights import Layout, Weight, layout, list_buffers, list_weights
 
-__all__ = ["Shape", "Weight", "model_names", "read_shape"]
+__all__ = ["Shape", "model_names", "read_shape"]
 
 
 @dataclass(frozen=True)
@@ -87,6 +85,16 @@ class Shape:
         return self._buffers
 
     @cached_property
+    def layout(self) -> Layout | None:
+        """The modules by the roles they play; None for an architecture that is not written down."""
+        return layout(self)
+
+    @cached_property
+    def settings(self) -> dict[str, Any]:
+        """`config`, parsed once; not to be written to."""
+        return self.config
+
+    @cached_property
     def _weights(self) -> tuple[Weight, ...]:
         return list_weights(self)
 
@@ -141,19 +149,16 @@ def read_shape(model: str | Mapping, num_layers: int | None = None, task: str | 
 
 @lru_cache(maxsize=512)
 def _shape(name: str, hub_id: str | None, text: str, num_layers: int | None, task: str | None) -> Shape:
-    config = sizes.parse(name, text)
+    config = families.parse(name, text)
     if num_layers is not None:
-        sizes.cut(config, num_layers)
-    family = family_of(name, config)
-    task = sizes.choose_task(name, family, config, task)
+        families.cut(config, num_layers)
+    family = families.family_of(name, config)
+    task = families.choose_task(name, family, config, task)
     config["architectures"] = [family.classes[task]]
-    fields = sizes.read(name, config, family, task)
+    fields = families.read(name, config, family, task)
     shape = Shape(name, config["model_type"], task, hub_id, json.dumps(config), family.head(task), **fields)
-    return shape if shape.family in FAMILIES else _look_up(shape)
-
-
-def _look_up(shape: Shape) -> Shape:
-    """`shape`, with what no configuration says taken from the model itself."""
-    from .meta import describe
+    if shape.family in families.FAMILIES:
+        return shape
+    from .meta import describe  # what no configuration says is taken from the model itself
 
     return dataclasses.replace(shape, **describe(shape))

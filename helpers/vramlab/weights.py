@@ -1,19 +1,17 @@
 """Every parameter tensor and buffer of a model, by formula: names, shapes and order as `transformers` 5.23 has them.
 
-One function per architecture lists them from its `Shape`; the source of each is the `__init__` of the architecture's
-`modeling_*.py` in transformers, and the tests hold every list against the model built on the meta device. A variant
-that no list covers raises `Unlisted`; `tensors.py` then reads it off a model.
+An architecture is one `Layout`: modules outside the layers, and the parts of a layer by the role they play in it, which
+is also how `formulas.layers` walks through one. The source of each is the `__init__` of the architecture's `modeling_*.py`;
+the tests hold every list against the model built on the meta device. What no layout covers is read off that model.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from .shapes import Shape
-
-Row = tuple[str, tuple[int, ...], str]
 
 
 @dataclass(frozen=True)
@@ -37,228 +35,277 @@ class Weight:
         return prod(self.shape)
 
 
-class Unlisted(Exception):
-    """The configuration uses a variant for which this module has no list."""
+@dataclass(frozen=True)
+class Stack:
+    """Equal layers: `count` of them under `prefix`, with `parts`, role to module, in the order of definition."""
+
+    prefix: str
+    count: int
+    parts: dict[str, str]
 
 
-def linear(name: str, inside: int, out: int, bias: bool = True) -> list[Row]:
-    """The weight of an `nn.Linear`, and its bias."""
-    rows = [(f"{name}.weight", (out, inside), "linear")]
-    return [*rows, (f"{name}.bias", (out,), "bias")] if bias else rows
+@dataclass(frozen=True)
+class Layout:
+    """What a model is made of, in order: "module kind size …; …" outside the layers, and stacks of layers.
+
+    Sizes are the letters of `_sizes`. `biased` are the roles of linear layers with a bias.
+    """
+
+    items: tuple[str | Stack, ...]
+    biased: frozenset[str] = frozenset()
+
+    @property
+    def stacks(self) -> list[Stack]:
+        """The stacks alone: one, or an encoder's and a decoder's."""
+        return [item for item in self.items if isinstance(item, Stack)]
 
 
-def conv1d(name: str, inside: int, out: int) -> list[Row]:
-    """transformers' `Conv1D`: a linear layer whose weight is stored transposed."""
-    return [(f"{name}.weight", (inside, out), "conv1d"), (f"{name}.bias", (out,), "bias")]
-
-
-def norm(name: str, size: int, bias: bool = True) -> list[Row]:
-    """A LayerNorm, or without bias an RMSNorm; its bias is of kind "norm" too."""
-    return [(f"{name}.{part}", (size,), "norm") for part in (("weight", "bias") if bias else ("weight",))]
-
-
-def embedding(name: str, rows: int, size: int) -> list[Row]:
-    """A lookup table."""
-    return [(f"{name}.weight", (rows, size), "embedding")]
-
-
-def _outside(rows: list[Row]) -> Iterator[Weight]:
-    return (Weight(*row) for row in rows)
-
-
-def _stack(prefix: str, count: int, rows: list[Row], first: int = 0) -> Iterator[Weight]:
-    """`rows` once per layer, under `prefix` and the layer's number."""
-    for i in range(count):
-        for name, shape, kind in rows:
-            yield Weight(f"{prefix}.{i}.{name}", shape, kind, first + i)
-
-
-def _head(s: "Shape", bias: bool = False, width: int | None = None) -> list[Row]:
-    """The decoder families' output head: a classifier's `score`, or `lm_head` unless the embedding serves as it."""
-    width = width or s.hidden_size
-    if s.task == "sequence-classification":
-        return linear("score", width, s.num_labels, bias=False)
-    if s.tied:
-        return [("lm_head.bias", (s.vocab_size,), "bias")] if bias else []
-    return linear("lm_head", width, s.vocab_size, bias)
-
-
-def _gpt2(s: "Shape") -> Iterator[Weight]:
-    if s.config.get("add_cross_attention"):
-        raise Unlisted
-    h, m = s.hidden_size, s.intermediate_size
-    yield from _outside(
-        embedding("transformer.wte", s.vocab_size, h) + embedding("transformer.wpe", s.max_positions, h)
-    )
-    attention = conv1d("attn.c_attn", h, 3 * h) + conv1d("attn.c_proj", h, h)
-    mlp = conv1d("mlp.c_fc", h, m) + conv1d("mlp.c_proj", m, h)
-    yield from _stack("transformer.h", s.num_layers, norm("ln_1", h) + attention + norm("ln_2", h) + mlp)
-    yield from _outside(norm("transformer.ln_f", h) + _head(s))
-
-
-def _gpt_neox(s: "Shape") -> Iterator[Weight]:
-    h, m, bias = s.hidden_size, s.intermediate_size, s.config.get("attention_bias", True)
-    yield from _outside(embedding("gpt_neox.embed_in", s.vocab_size, h))
-    norms = norm("input_layernorm", h) + norm("post_attention_layernorm", h)
-    attention = linear("attention.query_key_value", h, 3 * h, bias) + linear("attention.dense", h, h, bias)
-    mlp = linear("mlp.dense_h_to_4h", h, m) + linear("mlp.dense_4h_to_h", m, h)
-    yield from _stack("gpt_neox.layers", s.num_layers, norms + attention + mlp)
-    yield from _outside(norm("gpt_neox.final_layer_norm", h) + _head(s))
-
-
-def _attention(s: "Shape", out: str = "o_proj", bias: bool = False, out_bias: bool = False) -> list[Row]:
-    """Llama's separate projections; keys and values are narrower when heads share them."""
-    h, q, kv = s.hidden_size, s.num_heads * s.head_dim, s.num_kv_heads * s.head_dim
-    rows = linear("self_attn.q_proj", h, q, bias) + linear("self_attn.k_proj", h, kv, bias)
-    return rows + linear("self_attn.v_proj", h, kv, bias) + linear(f"self_attn.{out}", q, h, out_bias)
-
-
-def _gated_mlp(s: "Shape", bias: bool = False) -> list[Row]:
-    h, m = s.hidden_size, s.intermediate_size
-    return linear("mlp.gate_proj", h, m, bias) + linear("mlp.up_proj", h, m, bias) + linear("mlp.down_proj", m, h, bias)
-
-
-def _llama(s: "Shape") -> Iterator[Weight]:
-    """Llama and its descendants, which differ in biases, extra norms and the feed-forward part."""
-    h, bias = s.hidden_size, bool(s.config.get("attention_bias", False))
-    attention = _attention(s, bias=True) if s.family == "qwen2" else _attention(s, bias=bias, out_bias=bias)
-    if s.family == "qwen3":
-        attention += norm("self_attn.q_norm", s.head_dim, bias=False) + norm("self_attn.k_norm", s.head_dim, bias=False)
-    mlp = _gated_mlp(s, bool(s.config.get("mlp_bias", False)) and s.family == "llama")
-    if s.family == "mixtral":
-        n, m = s.num_experts, s.intermediate_size
-        mlp = [("mlp.gate.weight", (n, h), "other"), ("mlp.experts.gate_up_proj", (n, 2 * m, h), "expert")]
-        mlp += [("mlp.experts.down_proj", (n, h, m), "expert")]
-    names = ["input_layernorm", "post_attention_layernorm"]
-    if s.family == "gemma2":
-        names += ["pre_feedforward_layernorm", "post_feedforward_layernorm"]
-    norms = [row for name in names for row in norm(name, h, bias=False)]
-    yield from _outside(embedding("model.embed_tokens", s.vocab_size, h))
-    yield from _stack("model.layers", s.num_layers, attention + mlp + norms)
-    yield from _outside(norm("model.norm", h, bias=False) + _head(s))
-
-
-def _bert(s: "Shape") -> Iterator[Weight]:
-    c, h, m = s.config, s.hidden_size, s.intermediate_size
-    if c.get("add_cross_attention") or c.get("is_decoder"):
-        raise Unlisted
-    tables = (("word", s.vocab_size), ("position", s.max_positions), ("token_type", c.get("type_vocab_size", 2)))
-    for table, rows in tables:
-        yield from _outside(embedding(f"bert.embeddings.{table}_embeddings", rows, h))
-    yield from _outside(norm("bert.embeddings.LayerNorm", h))
-    rows = [row for part in ("query", "key", "value") for row in linear(f"attention.self.{part}", h, h)]
-    rows += linear("attention.output.dense", h, h) + norm("attention.output.LayerNorm", h)
-    rows += linear("intermediate.dense", h, m) + linear("output.dense", m, h) + norm("output.LayerNorm", h)
-    yield from _stack("bert.encoder.layer", s.num_layers, rows)
-    if s.task == "sequence-classification":
-        yield from _outside(linear("bert.pooler.dense", h, h) + linear("classifier", h, s.num_labels))
-    elif s.tied:
-        yield Weight("cls.predictions.bias", (s.vocab_size,), "bias")
-        head = linear("cls.predictions.transform.dense", h, h) + norm("cls.predictions.transform.LayerNorm", h)
-        yield from _outside(head)
-    else:
-        raise Unlisted
-
-
-def _opt(s: "Shape") -> Iterator[Weight]:
-    c, h, m = s.config, s.hidden_size, s.intermediate_size
-    if not (c.get("enable_bias", True) and c.get("layer_norm_elementwise_affine", True)):
-        raise Unlisted
-    width = c.get("word_embed_proj_dim") or h
-    yield from _outside(embedding("model.decoder.embed_tokens", s.vocab_size, width))
-    # two rows more than positions: OPT counts from 2, as the code it was converted from does
-    yield from _outside(embedding("model.decoder.embed_positions", s.max_positions + 2, h))
-    if width != h:
-        project = linear("model.decoder.project_out", h, width, False) + linear(
-            "model.decoder.project_in", width, h, False
-        )
-        yield from _outside(project)
-    if c.get("do_layer_norm_before", True) and not c.get("_remove_final_layer_norm"):
-        yield from _outside(norm("model.decoder.final_layer_norm", h))
-    rows = [row for part in ("k_proj", "v_proj", "q_proj", "out_proj") for row in linear(f"self_attn.{part}", h, h)]
-    rows += norm("self_attn_layer_norm", h) + linear("fc1", h, m) + linear("fc2", m, h) + norm("final_layer_norm", h)
-    yield from _stack("model.decoder.layers", s.num_layers, rows)
-    yield from _outside(_head(s, width=width))
-
-
-def _phi(s: "Shape") -> Iterator[Weight]:
-    h, m = s.hidden_size, s.intermediate_size
-    if s.config.get("qk_layernorm"):
-        raise Unlisted
-    yield from _outside(embedding("model.embed_tokens", s.vocab_size, h))
-    attention = _attention(s, "dense", bias=True, out_bias=True)
-    mlp = linear("mlp.fc1", h, m) + linear("mlp.fc2", m, h)
-    yield from _stack("model.layers", s.num_layers, attention + mlp + norm("input_layernorm", h))
-    yield from _outside(norm("model.final_layernorm", h) + _head(s, bias=True))
-
-
-def _falcon(s: "Shape") -> Iterator[Weight]:
-    c, h, m = s.config, s.hidden_size, s.intermediate_size
-    bias, new = bool(c.get("bias", False)), bool(c.get("new_decoder_architecture", False))
-    yield from _outside(embedding("transformer.word_embeddings", s.vocab_size, h))
-    rows = linear("self_attention.query_key_value", h, (s.num_heads + 2 * s.num_kv_heads) * s.head_dim, bias)
-    rows += linear("self_attention.dense", h, h, bias)
-    rows += linear("mlp.dense_h_to_4h", h, m, bias) + linear("mlp.dense_4h_to_h", m, h, bias)
-    norms = ["input_layernorm"]
-    if not c.get("parallel_attn", True):
-        norms = ["post_attention_layernorm", "input_layernorm"]
-    elif c.get("num_ln_in_parallel_attn", 2 if new else 1) == 2:
-        norms = ["ln_attn", "ln_mlp"]
-    yield from _stack("transformer.h", s.num_layers, rows + [row for name in norms for row in norm(name, h)])
-    yield from _outside(norm("transformer.ln_f", h) + _head(s))
-
-
-def _t5(s: "Shape") -> Iterator[Weight]:
-    h, m, inner = s.hidden_size, s.intermediate_size, s.num_heads * s.head_dim
-    buckets = s.config.get("relative_attention_num_buckets", 32)
-    position = embedding("layer.0.SelfAttention.relative_attention_bias", buckets, s.num_heads)
-
-    def attention(name: str, number: int, first: bool = False) -> list[Row]:
-        sub = f"layer.{number}.{name}"
-        rows = [row for part in "qkv" for row in linear(f"{sub}.{part}", h, inner, False)]
-        rows += linear(f"{sub}.o", inner, h, False) + (position if first else [])  # one position table for all blocks
-        return rows + norm(f"layer.{number}.layer_norm", h, bias=False)
-
-    def mlp(number: int) -> list[Row]:
-        sub = f"layer.{number}.DenseReluDense"
-        names = ("wi_0", "wi_1") if s.gated_mlp else ("wi",)
-        rows = [row for name in names for row in linear(f"{sub}.{name}", h, m, False)]
-        return rows + linear(f"{sub}.wo", m, h, False) + norm(f"layer.{number}.layer_norm", h, bias=False)
-
-    def stack(side: str, depth: int, after: Callable[[], list[Row]], first: int) -> Iterator[Weight]:
-        for i in range(depth):
-            rows = attention("SelfAttention", 0, first=i == 0) + after()
-            yield from (Weight(f"{side}.block.{i}.{name}", shape, kind, first + i) for name, shape, kind in rows)
-        yield from _outside(norm(f"{side}.final_layer_norm", h, bias=False))
-
-    yield from _outside(embedding("shared", s.vocab_size, h))
-    yield from stack("encoder", s.num_layers, lambda: mlp(1), 0)
-    yield from stack("decoder", s.num_decoder_layers, lambda: attention("EncDecAttention", 1) + mlp(2), s.num_layers)
-
-
-def _vit(s: "Shape") -> Iterator[Weight]:
-    c, h, m, bias = s.config, s.hidden_size, s.intermediate_size, s.config.get("qkv_bias", True)
-    patch = c.get("patch_size", 16)
-    sides = tuple(patch) if isinstance(patch, list) else (patch, patch)
-    yield Weight("vit.embeddings.cls_token", (1, 1, h), "other")
-    yield Weight("vit.embeddings.position_embeddings", (1, s.image_tokens, h), "other")
-    yield Weight("vit.embeddings.patch_embeddings.projection.weight", (h, c.get("num_channels", 3), *sides), "conv")
-    yield Weight("vit.embeddings.patch_embeddings.projection.bias", (h,), "bias")
-    rows = [row for part in ("q_proj", "k_proj", "v_proj") for row in linear(f"attention.{part}", h, h, bias)]
-    rows += linear("attention.o_proj", h, h) + norm("layernorm_before", h) + norm("layernorm_after", h)
-    rows += linear("mlp.fc1", h, m) + linear("mlp.fc2", m, h)
-    yield from _stack("vit.layers", s.num_layers, rows)
-    yield from _outside(norm("vit.layernorm", h) + linear("classifier", h, s.num_labels))
-
-
-LISTS: dict[str, Callable[["Shape"], Iterator[Weight]]] = {
-    "bert": _bert,
-    "falcon": _falcon,
-    "gpt2": _gpt2,
-    "gpt_neox": _gpt_neox,
-    "opt": _opt,
-    "phi": _phi,
-    "t5": _t5,
-    "vit": _vit,
-    **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "mixtral"), _llama),
+# Kind and sizes of what plays a role in a layer. A cross-attention's roles begin with "cross_"; "position" is in a
+# stack's first layer only.
+ROLES = {
+    **{role: ("linear", "q h") for role in ("q", "cross_q")},
+    **{role: ("linear", "k h") for role in ("k", "v", "cross_k", "cross_v")},
+    **{role: ("linear", "h q") for role in ("out", "cross_out")},
+    **{role: ("norm", "h") for role in ("norm1", "norm2", "after1", "after2", "cross_norm")},
+    **{role: ("norm", "d") for role in ("q_norm", "k_norm")},
+    **{role: ("linear", "m h") for role in ("up", "gate")},
+    "qkv": ("linear", "qkv h"),
+    "down": ("linear", "h m"),
+    "position": ("embedding", "B a"),
+    "router": ("other", "E h"),
+    "experts_up": ("expert", "E 2m h"),
+    "experts_down": ("expert", "E h m"),
 }
+ATTENTION = frozenset(("q", "k", "v", "qkv", "out"))
+ALL = ATTENTION | {"up", "gate", "down"}
+LLAMA_LIKE = ("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "mixtral")
+SEPARATE = "q=self_attn.q_proj k=self_attn.k_proj v=self_attn.v_proj out=self_attn.o_proj"
+TWO_NORMS = "norm1=input_layernorm norm2=post_attention_layernorm"
+ONE_BY_FOUR = "up=mlp.dense_h_to_4h down=mlp.dense_4h_to_h"
+
+
+def layout(s: "Shape") -> Layout | None:
+    """The layout of `s`; None for an architecture, or a variant of one, that is not written down here."""
+    c = s.config
+    family = "llama" if s.family in LLAMA_LIKE else s.family
+    return LAYOUTS[family](s, c) if family in LAYOUTS else None
+
+
+def generic(s: "Shape", c: dict) -> Layout:
+    """The nearest decoder to an architecture that nobody wrote down."""
+    parts = f"{SEPARATE} up=mlp.up_proj down=mlp.down_proj {TWO_NORMS}" + (" gate=mlp.gate_proj" if s.gated_mlp else "")
+    return _one_stack(s, "model.embed_tokens embedding V h", "model.layers", parts, "model.norm norm h")
+
+
+def _one_stack(
+    s: "Shape", before: str, prefix: str, parts: str, after: str, biased=(), head: str | None = None
+) -> Layout:
+    after = f"{after}; {_head(s) if head is None else head}"
+    return Layout((before, Stack(prefix, s.num_layers, _parts(parts)), after), frozenset(biased))
+
+
+def _parts(text: str) -> dict[str, str]:
+    return dict(part.split("=") for part in text.split())
+
+
+def _head(s: "Shape", bias: str = "") -> str:
+    """The decoder families' output head: a classifier's `score`, or `lm_head` unless the embedding serves as it."""
+    if "classification" in s.task:
+        return "score linear L w"
+    if s.tied:
+        return "lm_head.bias bias V" if bias else ""
+    return f"lm_head linear{bias} V w"
+
+
+def _gpt2(s: "Shape", c: dict) -> Layout | None:
+    if c.get("add_cross_attention"):
+        return None
+    parts = "norm1=ln_1 qkv=attn.c_attn out=attn.c_proj norm2=ln_2 up=mlp.c_fc down=mlp.c_proj"
+    before = "transformer.wte embedding V h; transformer.wpe embedding P h"
+    return _one_stack(s, before, "transformer.h", parts, "transformer.ln_f norm h", ALL)
+
+
+def _gpt_neox(s: "Shape", c: dict) -> Layout:
+    parts = f"{TWO_NORMS} qkv=attention.query_key_value out=attention.dense {ONE_BY_FOUR}"
+    biased = ALL if c.get("attention_bias", True) else ALL - ATTENTION
+    before, after = "gpt_neox.embed_in embedding V h", "gpt_neox.final_layer_norm norm h"
+    return _one_stack(s, before, "gpt_neox.layers", parts, after, biased)
+
+
+def _llama(s: "Shape", c: dict) -> Layout:
+    """Llama and its descendants, which differ in biases, extra norms and the feed-forward part."""
+    kind = s.family
+    norms = {"qwen3": " q_norm=self_attn.q_norm k_norm=self_attn.k_norm"}.get(kind, "")
+    mlp = "gate=mlp.gate_proj up=mlp.up_proj down=mlp.down_proj"
+    if kind == "mixtral":
+        mlp = "router=mlp.gate.weight experts_up=mlp.experts.gate_up_proj experts_down=mlp.experts.down_proj"
+    four = "norm1=input_layernorm after1=post_attention_layernorm"
+    four += " norm2=pre_feedforward_layernorm after2=post_feedforward_layernorm"
+    biased = ATTENTION - {"out"} if kind == "qwen2" else ATTENTION if c.get("attention_bias") else frozenset()
+    if kind == "llama" and c.get("mlp_bias"):
+        biased |= ALL - ATTENTION
+    parts = f"{SEPARATE}{norms} {mlp} {four if kind == 'gemma2' else TWO_NORMS}"
+    return _one_stack(s, "model.embed_tokens embedding V h", "model.layers", parts, "model.norm norm h", biased)
+
+
+def _bert(s: "Shape", c: dict) -> Layout | None:
+    classifies = s.task == "sequence-classification"
+    if c.get("add_cross_attention") or c.get("is_decoder") or not (classifies or s.tied):
+        return None
+    tables = (("word", "V"), ("position", "P"), ("token_type", "T"))
+    before = "; ".join(f"bert.embeddings.{name}_embeddings embedding {rows} h" for name, rows in tables)
+    parts = " ".join(f"{role[0]}=attention.self.{role}" for role in ("query", "key", "value"))
+    parts += " out=attention.output.dense norm1=attention.output.LayerNorm"
+    parts += " up=intermediate.dense down=output.dense norm2=output.LayerNorm"
+    after = "bert.pooler.dense linear+ h h; classifier linear+ L h"
+    if not classifies:
+        after = "cls.predictions.bias bias V; cls.predictions.transform.dense linear+ h h"
+        after += "; cls.predictions.transform.LayerNorm norm h"
+    before += "; bert.embeddings.LayerNorm norm h"
+    return _one_stack(s, before, "bert.encoder.layer", parts, after, ALL, "")
+
+
+def _opt(s: "Shape", c: dict) -> Layout | None:
+    if not (c.get("enable_bias", True) and c.get("layer_norm_elementwise_affine", True)):
+        return None
+    # two rows more than positions: OPT counts from 2, as the code it was converted from does
+    before = "model.decoder.embed_tokens embedding V w; model.decoder.embed_positions embedding P+2 h"
+    if (c.get("word_embed_proj_dim") or s.hidden_size) != s.hidden_size:
+        before += "; model.decoder.project_out linear w h; model.decoder.project_in linear h w"
+    if c.get("do_layer_norm_before", True) and not c.get("_remove_final_layer_norm"):
+        before += "; model.decoder.final_layer_norm norm h"
+    parts = "k=self_attn.k_proj v=self_attn.v_proj q=self_attn.q_proj out=self_attn.out_proj"
+    parts += " norm1=self_attn_layer_norm up=fc1 down=fc2 norm2=final_layer_norm"
+    return _one_stack(s, before, "model.decoder.layers", parts, "", ALL)
+
+
+def _phi(s: "Shape", c: dict) -> Layout | None:
+    if c.get("qk_layernorm"):
+        return None
+    parts = f"{SEPARATE.replace('o_proj', 'dense')} up=mlp.fc1 down=mlp.fc2 norm1=input_layernorm"
+    before, after = "model.embed_tokens embedding V h", "model.final_layernorm norm h"
+    return _one_stack(s, before, "model.layers", parts, after, ALL, _head(s, "+"))
+
+
+def _falcon(s: "Shape", c: dict) -> Layout:
+    new, norms = c.get("new_decoder_architecture", False), "norm1=input_layernorm"
+    if not c.get("parallel_attn", True):
+        norms = "norm2=post_attention_layernorm norm1=input_layernorm"
+    elif c.get("num_ln_in_parallel_attn", 2 if new else 1) == 2:
+        norms = "norm1=ln_attn norm2=ln_mlp"
+    parts = f"qkv=self_attention.query_key_value out=self_attention.dense {ONE_BY_FOUR} {norms}"
+    biased = ALL if c.get("bias", False) else ()
+    before, after = "transformer.word_embeddings embedding V h", "transformer.ln_f norm h"
+    return _one_stack(s, before, "transformer.h", parts, after, biased)
+
+
+def _t5(s: "Shape", c: dict) -> Layout:
+    def attention(prefix: str, module: str) -> str:
+        norm = "cross_norm" if prefix else "norm1"
+        parts = [f"{prefix}{role}={module}.{role[0]}" for role in ("q", "k", "v", "out")]
+        position = [] if prefix else [f"position={module}.relative_attention_bias"]
+        return " ".join([*parts, *position, f"{norm}={module.rpartition('.')[0]}.layer_norm"])
+
+    def mlp(sub: str) -> str:
+        up = [f"{role}={sub}.DenseReluDense.wi_{i}" for i, role in enumerate(("gate", "up"))]
+        names = up if s.gated_mlp else [f"up={sub}.DenseReluDense.wi"]
+        return " ".join([*names, f"down={sub}.DenseReluDense.wo", f"norm2={sub}.layer_norm"])
+
+    own, cross = attention("", "layer.0.SelfAttention"), attention("cross_", "layer.1.EncDecAttention")
+    encoder = Stack("encoder.block", s.num_layers, _parts(f"{own} {mlp('layer.1')}"))
+    decoder = Stack("decoder.block", s.num_decoder_layers, _parts(f"{own} {cross} {mlp('layer.2')}"))
+    norms = [f"{side}.final_layer_norm norm h" for side in ("encoder", "decoder")]
+    return Layout(("shared embedding V h", encoder, norms[0], decoder, norms[1]))
+
+
+def _vit(s: "Shape", c: dict) -> Layout:
+    before = "vit.embeddings.cls_token other 1 1 h; vit.embeddings.position_embeddings other 1 I h"
+    before += "; vit.embeddings.patch_embeddings.projection.weight conv h C p0 p1"
+    before += "; vit.embeddings.patch_embeddings.projection.bias bias h"
+    parts = SEPARATE.replace("self_attn", "attention")
+    parts += " norm1=layernorm_before norm2=layernorm_after up=mlp.fc1 down=mlp.fc2"
+    biased = ALL if c.get("qkv_bias", True) else ALL - {"q", "k", "v"}
+    return _one_stack(s, before, "vit.layers", parts, "vit.layernorm norm h", biased, "classifier linear+ L h")
+
+
+LAYOUTS = {
+    **{"gpt2": _gpt2, "gpt_neox": _gpt_neox, "llama": _llama, "bert": _bert, "opt": _opt, "phi": _phi},
+    **{"falcon": _falcon, "t5": _t5, "vit": _vit, "generic": generic},
+}
+
+
+def _sizes(s: "Shape") -> dict[str, int]:
+    """The letters of a layout. h hidden, w output head's input, m feed-forward, q and k all heads, d one head, a heads,
+    V vocabulary, P positions, T token types, L labels, E experts, B position buckets, I image tokens, C and p patches."""
+    c, h, q, k = s.config, s.hidden_size, s.num_heads * s.head_dim, s.num_kv_heads * s.head_dim
+    patch = c.get("patch_size", 16)
+    sides = patch if isinstance(patch, list) else (patch, patch)
+    return {
+        **dict(h=h, w=c.get("word_embed_proj_dim") or h, m=s.intermediate_size, q=q, k=k, qkv=q + 2 * k, d=s.head_dim),
+        **{"1": 1, "2m": 2 * s.intermediate_size, "P+2": (s.max_positions or 0) + 2, "p0": sides[0], "p1": sides[-1]},
+        **dict(a=s.num_heads, V=max(s.vocab_size, 1), P=s.max_positions, T=c.get("type_vocab_size", 2), L=s.num_labels),
+        **dict(E=s.num_experts, B=c.get("relative_attention_num_buckets", 32), I=s.image_tokens),
+        "C": c.get("num_channels", 3),
+    }
+
+
+def list_weights(s: "Shape") -> tuple[Weight, ...]:
+    """Every parameter of `s` in the order of `named_parameters()`, shared ones once."""
+    if s.layout is None:
+        return tuple(Weight(*row) for row in _meta(s)[0])
+    found, sizes, first = [], _sizes(s), 0
+    for item in s.layout.items:
+        if isinstance(item, str):
+            for words in filter(None, map(str.split, item.split(";"))):
+                found += (Weight(*row) for row in _tensors(s, sizes, words[0], words[1], words[2:]))
+            continue
+        rows = []
+        for role, name in item.parts.items():
+            kind, letters = ROLES[role]
+            if kind == "linear":
+                kind = ("conv1d" if s.family == "gpt2" else kind) + ("+" if role in s.layout.biased else "")
+            rows += ((role, *row) for row in _tensors(s, sizes, name, kind, letters.split()))
+        for i in range(item.count):
+            found += (
+                Weight(f"{item.prefix}.{i}.{name}", shape, kind, first + i)
+                for role, name, shape, kind in rows
+                if role != "position" or i == 0
+            )
+        first += item.count
+    return tuple(found)
+
+
+def _tensors(s: "Shape", sizes: dict[str, int], name: str, kind: str, letters: list[str]) -> Iterator[tuple]:
+    """(name, shape, kind) of a module's tensors; kinds that are no module are the tensor itself."""
+    shape, bias = tuple(sizes[letter] for letter in letters), kind.endswith("+")
+    kind = kind.removesuffix("+")
+    if kind not in ("linear", "conv1d", "embedding", "norm"):
+        yield name, shape, kind
+        return
+    yield f"{name}.weight", shape[::-1] if kind == "conv1d" else shape, kind  # Conv1D is stored transposed
+    if bias or (kind == "norm" and s.norm == "layernorm"):
+        yield f"{name}.bias", shape[:1], "norm" if kind == "norm" else "bias"
+
+
+def list_buffers(s: "Shape") -> tuple[tuple[str, tuple[int, ...], str], ...]:
+    """Every buffer of `s`: name, shape and dtype, whether or not it is saved with the weights."""
+    rope = s.config.get("rope_parameters") or s.config.get("rope_scaling") or {}
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if s.family not in (*LLAMA_LIKE, *LAYOUTS) or kind not in ("default", "linear", "dynamic", "llama3", "yarn"):
+        return _meta(s)[1]
+    if s.family == "bert":
+        names = ("position_ids", "token_type_ids")
+        return tuple((f"bert.embeddings.{name}", (1, s.max_positions), "int64") for name in names)
+    rows = [("model.embed_tokens.embed_scale", (), "float32")] if s.family in ("gemma", "gemma2") else []
+    if s.rotary_dim:
+        prefix = {"gpt_neox": "gpt_neox", "falcon": "transformer"}.get(s.family, "model")
+        # one frequency per pair of channels, and a second copy that transformers keeps to undo dynamic scaling
+        shape = ((s.rotary_dim + 1) // 2,)
+        rows += [(f"{prefix}.rotary_emb.{name}", shape, "float32") for name in ("inv_freq", "original_inv_freq")]
+    return tuple(rows)
+
+
+def _meta(s: "Shape") -> tuple[tuple, tuple]:
+    from .meta import read_off
+
+    return read_off(s)
