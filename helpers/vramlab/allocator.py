@@ -6,15 +6,23 @@ larger ones from the large pool, whose segments are 20 MiB (kLargeBuffer) for re
 otherwise the request rounded up to 2 MiB (kRoundLarge). The smallest free block that fits is taken; what is left of it
 becomes a free block if it is at least 512 bytes (small pool) or over 1 MiB (large pool), else it is part of the
 allocation, which is why `allocated` can exceed what was asked for. Freed blocks merge with free neighbours and stay.
+Where the card can give no further segment, every segment without a living block is given back, and it is tried again
+(`release_cached_blocks`); `expandable.py` has the other kind of segments.
 """
 
 import bisect
 from dataclasses import dataclass, field
 
+from .errors import VramLabError
+from .report import format_bytes
 from .tracker import Storage
 
 UNIT, SMALL, SMALL_SEGMENT = 512, 1 << 20, 2 << 20
 LARGE_SEGMENT, LARGE_REQUEST, ROUND_LARGE = 20 << 20, 10 << 20, 2 << 20
+
+
+class AllocatorError(VramLabError, MemoryError):
+    """The card has no room for a segment, even after all unused ones were given back."""
 
 
 class Block:
@@ -31,24 +39,34 @@ class Block:
 
 @dataclass
 class Allocator:
-    """The state of the allocator. All figures are bytes; `peak_…` are their maxima so far."""
+    """The state of the allocator. All figures are bytes; `peak_…` are their maxima so far.
+
+    `limit`: the segments that the card can hold, None for a card without end. `mallocs` and `given_back` count the
+    calls to cudaMalloc and cudaFree, which are slow; a hundred tensors from cached segments need none.
+    """
 
     allocated: int = 0
     reserved: int = 0
     peak_allocated: int = 0
     peak_reserved: int = 0
+    limit: int | None = None
+    mallocs: int = 0
+    given_back: int = 0
     _pools: dict[bool, list[tuple[int, int, Block]]] = field(default_factory=lambda: {True: [], False: []})
     _next: int = 1 << 30
 
     def malloc(self, size: int) -> Block:
-        """A block for `size` bytes; cached segments are searched first, else a new one is reserved."""
+        """A block for `size` bytes; cached segments are searched first, else a new one is reserved.
+
+        Raises AllocatorError where `limit` leaves no room for it.
+        """
         size = max(UNIT, -(-size // UNIT) * UNIT)
         small = size <= SMALL
         pool = self._pools[small]
-        index = bisect.bisect_left(pool, (size, 0), key=lambda item: item[:2])
+        index = self._fitting(pool, size)
         block = pool.pop(index)[2] if index < len(pool) else self._segment(size, small)
         left = block.size - size
-        if left >= UNIT if small else left > SMALL:
+        if self._splits(left, small):
             rest = Block(block.address + size, left, small)
             rest.before, rest.after, block.size = block, block.after, size
             if rest.after:
@@ -63,25 +81,62 @@ class Allocator:
     def free(self, block: Block) -> None:
         """Give `block` back to its pool, merged with free neighbours."""
         self.allocated -= block.size
+        self._settle(block)
+
+    def _settle(self, block: Block) -> Block:
+        """Make `block` one with free neighbours and put it into its pool; the block that it became."""
         if block.before and block.before.free:
             block = self._merge(block.before, block)
         if block.after and block.after.free:
             block = self._merge(block, block.after)
         block.free = True
         self._keep(block)
+        return block
+
+    def _fitting(self, pool: list[tuple[int, int, Block]], size: int) -> int:
+        """The place in `pool` of the smallest free block that holds `size`; its length when none does."""
+        return bisect.bisect_left(pool, (size, 0), key=lambda item: item[:2])
+
+    def _splits(self, left: int, small: bool) -> bool:
+        """Whether what is left of a block becomes a block of its own."""
+        return left >= UNIT if small else left > SMALL
 
     def _segment(self, size: int, small: bool) -> Block:
+        """A new segment's only block, taken out of its pool."""
         if small:
             total = SMALL_SEGMENT
         elif size < LARGE_REQUEST:
             total = LARGE_SEGMENT
         else:
             total = -(-size // ROUND_LARGE) * ROUND_LARGE
-        self.reserved += total
-        self.peak_reserved = max(self.peak_reserved, self.reserved)
+        self._reserve(total)
         block = Block(self._next, total, small)
         self._next += total
         return block
+
+    def _make_room(self, total: int) -> None:
+        """Give back what is unused if the card could not hold `total` bytes more."""
+        if self.limit is None or self.reserved + total <= self.limit:
+            return
+        self.empty_cache()
+        if self.reserved + total > self.limit:
+            held, most = format_bytes(self.allocated), format_bytes(self.limit)
+            raise AllocatorError(f"out of memory: {format_bytes(total)} more beside {held} allocated, of {most}.")
+
+    def _reserve(self, total: int) -> None:
+        """Ask the card for `total` bytes more."""
+        self._make_room(total)
+        self.mallocs += 1
+        self.reserved += total
+        self.peak_reserved = max(self.peak_reserved, self.reserved)
+
+    def empty_cache(self) -> None:
+        """Give back every segment in which nothing lives, as `torch.cuda.empty_cache()` does."""
+        for pool in self._pools.values():
+            whole = [item for item in pool if not item[2].before and not item[2].after]
+            pool[:] = [item for item in pool if item[2].before or item[2].after]
+            self.reserved -= sum(size for size, _, _ in whole)
+            self.given_back += len(whole)
 
     def _keep(self, block: Block) -> None:
         bisect.insort(self._pools[block.small], (block.size, block.address, block), key=lambda item: item[:2])
