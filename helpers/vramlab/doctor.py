@@ -24,10 +24,7 @@ class Doctor:
 
     def __getitem__(self, name: str) -> Check:
         """The check called `name`. Raises KeyError."""
-        for check in self.checks:
-            if check.name == name:
-                return check
-        raise KeyError(name)
+        return {check.name: check for check in self.checks}[name]
 
     def to_dict(self) -> dict[str, Any]:
         """A JSON-ready dictionary."""

@@ -4,9 +4,10 @@ A sensor that a card, a driver or a container does not have is None, with the re
 gives an answer too. Nothing here raises.
 """
 
+import contextlib
 import os
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 from .report import format_bytes, text_table
@@ -25,51 +26,47 @@ REASONS = {
     0x100: "display clocks set",
 }
 DISTRESS = ("hardware slowdown", "software thermal slowdown", "hardware thermal slowdown", "power brake")
+# Each sensor: its unit, and how NVML `n` is asked for that of the card `h`. `reserved` is the driver's own part, which
+# `used` leaves out where NVML tells them apart and contains where it does not; `process` is this process's memory;
+# `clock` that of the multiprocessors; `utilization` the share of the last sample period in which a kernel ran;
+# `throttle` why the clocks are held back, () when they are not; an idle card may lower its link's generation.
+SENSORS = {
+    "name": ("", lambda n, h: n.nvmlDeviceGetName(h)),
+    "driver": ("", lambda n, h: n.nvmlSystemGetDriverVersion()),
+    "total": ("bytes", lambda n, h: _memory(n, h).total),
+    "used": ("bytes", lambda n, h: _memory(n, h).used),
+    "free": ("bytes", lambda n, h: _memory(n, h).free),
+    "reserved": ("bytes", lambda n, h: getattr(_memory(n, h), "reserved", None)),
+    "process": ("bytes", lambda n, h: _process(n, h)),
+    "temperature": ("°C", lambda n, h: n.nvmlDeviceGetTemperature(h, n.NVML_TEMPERATURE_GPU)),
+    "slowdown_temperature": (
+        "°C",
+        lambda n, h: n.nvmlDeviceGetTemperatureThreshold(h, n.NVML_TEMPERATURE_THRESHOLD_SLOWDOWN),
+    ),
+    "power": ("W", lambda n, h: n.nvmlDeviceGetPowerUsage(h) / 1000),
+    "power_limit": ("W", lambda n, h: n.nvmlDeviceGetEnforcedPowerLimit(h) / 1000),
+    "clock": ("MHz", lambda n, h: n.nvmlDeviceGetClockInfo(h, n.NVML_CLOCK_SM)),
+    "clock_max": ("MHz", lambda n, h: n.nvmlDeviceGetMaxClockInfo(h, n.NVML_CLOCK_SM)),
+    "memory_clock": ("MHz", lambda n, h: n.nvmlDeviceGetClockInfo(h, n.NVML_CLOCK_MEM)),
+    "utilization": ("%", lambda n, h: n.nvmlDeviceGetUtilizationRates(h).gpu),
+    "throttle": ("", lambda n, h: _reasons(n.nvmlDeviceGetCurrentClocksEventReasons(h))),
+    "pcie_generation": ("", lambda n, h: n.nvmlDeviceGetCurrPcieLinkGeneration(h)),
+    "pcie_generation_max": ("", lambda n, h: n.nvmlDeviceGetMaxPcieLinkGeneration(h)),
+    "pcie_width": ("", lambda n, h: n.nvmlDeviceGetCurrPcieLinkWidth(h)),
+    "pcie_width_max": ("", lambda n, h: n.nvmlDeviceGetMaxPcieLinkWidth(h)),
+    "ecc": ("", lambda n, h: bool(n.nvmlDeviceGetEccMode(h)[0])),
+}
 
 
-@dataclass(frozen=True)
-class Sensors:
-    """What NVML says of one GPU at one moment; None where it says nothing, with the reason in `missing`.
+class Sensors(SimpleNamespace):
+    """What NVML says of one GPU at one moment: an attribute for each of SENSORS, None where it says nothing.
 
-    Attributes:
-        available: NVML answered; if not, `reason` says why in one sentence.
-        total, used, free, reserved: bytes; `reserved` is the driver's own part, which `used` leaves out where NVML
-            tells them apart (`nvmlDeviceGetMemoryInfo_v2`) and contains where it does not (`reserved` None).
-        process: bytes of this process on the GPU.
-        temperature, slowdown_temperature: degrees Celsius.
-        power, power_limit: watts.
-        clock, clock_max, memory_clock: MHz (`clock` is that of the multiprocessors).
-        utilization: percent of the last sample period in which a kernel ran.
-        throttle: why the clocks are held back, () when they are not; see REASONS.
-        pcie_generation, pcie_width: of the link as it is now; an idle card may lower the generation.
-        ecc: memory error correction is on.
+    `available`: NVML answered; if not, `reason` says why in one sentence. `missing` has the reason of each that is None.
     """
 
-    available: bool
-    index: int = 0
-    reason: str = ""
-    name: str | None = None
-    driver: str | None = None
-    total: int | None = None
-    used: int | None = None
-    free: int | None = None
-    reserved: int | None = None
-    process: int | None = None
-    temperature: int | None = None
-    slowdown_temperature: int | None = None
-    power: float | None = None
-    power_limit: float | None = None
-    clock: int | None = None
-    clock_max: int | None = None
-    memory_clock: int | None = None
-    utilization: int | None = None
-    throttle: tuple[str, ...] | None = None
-    pcie_generation: int | None = None
-    pcie_generation_max: int | None = None
-    pcie_width: int | None = None
-    pcie_width_max: int | None = None
-    ecc: bool | None = None
-    missing: dict[str, str] = field(default_factory=dict)
+    def __init__(self, available: bool, index: int = 0, reason: str = "", missing: dict | None = None, **values: Any):
+        super().__init__(available=available, index=index, reason=reason, missing=missing or {})
+        vars(self).update({**dict.fromkeys(SENSORS), **values})
 
     @property
     def slowed(self) -> tuple[str, ...]:
@@ -78,36 +75,21 @@ class Sensors:
 
     def to_dict(self) -> dict[str, Any]:
         """A JSON-ready dictionary."""
-        return asdict(self) | {"throttle": None if self.throttle is None else list(self.throttle)}
+        return {name: list(value) if isinstance(value, tuple) else value for name, value in vars(self).items()}
 
     def __str__(self) -> str:
         """A table, a line a sensor, with the reason where there is no value."""
-        if not self.available:
-            return f"NVML: {self.reason}"
         rows = [("sensor", "value")]
-        for name, unit in UNITS.items():
+        for name, (unit, _) in SENSORS.items():
             value = getattr(self, name)
             if value is None:
-                text = f"none: {self.missing[name]}" if name in self.missing else "none"
-            elif unit == "bytes":
-                text = format_bytes(value)
+                text = f"none: {self.missing.get(name, 'not asked')}"
             elif name == "throttle":
                 text = ", ".join(value) or "no"
             else:
-                text = f"{value:.1f} {unit}" if isinstance(value, float) else f"{value} {unit}".strip()
+                text = format_bytes(value) if unit == "bytes" else f"{value} {unit}".strip()
             rows.append((name.replace("_", " "), text))
-        return text_table(rows)
-
-
-UNITS = {
-    **dict.fromkeys(("name", "driver"), ""),
-    **dict.fromkeys(("total", "used", "free", "reserved", "process"), "bytes"),
-    **dict.fromkeys(("temperature", "slowdown_temperature"), "°C"),
-    **dict.fromkeys(("power", "power_limit"), "W"),
-    **dict.fromkeys(("clock", "clock_max", "memory_clock"), "MHz"),
-    "utilization": "%",
-    **dict.fromkeys(("throttle", "pcie_generation", "pcie_generation_max", "pcie_width", "pcie_width_max", "ecc"), ""),
-}
+        return text_table(rows) if self.available else f"NVML: {self.reason}"
 
 
 def nvml_snapshot(index: int = 0) -> Sensors:
@@ -123,12 +105,22 @@ def nvml_snapshot(index: int = 0) -> Sensors:
         pynvml.nvmlInit()
     except Exception as error:
         return Sensors(False, index, f"no NVIDIA driver answers on this machine ({error})")
+    values, missing = {}, {}
     try:
-        return _read(pynvml, index)
+        handle = _handle(pynvml, index)
+        for name, (_, ask) in SENSORS.items():
+            try:
+                values[name] = ask(pynvml, handle)
+                if values[name] is None:
+                    missing[name] = "not reported"
+            except Exception as error:
+                missing[name] = str(error) or type(error).__name__
     except Exception as error:
-        return Sensors(False, index, f"GPU {index} does not answer ({_say(error)})")
+        return Sensors(False, index, f"GPU {index} does not answer ({error})")
     finally:
-        _quiet(pynvml.nvmlShutdown)
+        with contextlib.suppress(Exception):
+            pynvml.nvmlShutdown()
+    return Sensors(True, index, missing=missing, **values)
 
 
 def all_sensors() -> Iterator[Sensors]:
@@ -138,46 +130,6 @@ def all_sensors() -> Iterator[Sensors]:
         if not seen.available:
             return
         yield seen
-
-
-def _read(nvml: Any, index: int) -> Sensors:
-    handle = _handle(nvml, index)
-    values: dict[str, Any] = {}
-    missing: dict[str, str] = {}
-
-    def read(names: str, ask: Callable[[], Any]) -> None:
-        """Stores what `ask` returns under `names`, or why it returned nothing."""
-        try:
-            answer = ask()
-        except Exception as error:
-            missing.update(dict.fromkeys(names.split(), _say(error)))
-        else:
-            found = zip(names.split(), answer if " " in names else (answer,), strict=True)
-            for name, value in found:
-                if value is None:
-                    missing[name] = "not reported"
-                values[name] = value
-
-    read("name", lambda: _text(nvml.nvmlDeviceGetName(handle)))
-    read("driver", lambda: _text(nvml.nvmlSystemGetDriverVersion()))
-    read("total used free reserved", lambda: _memory(nvml, handle))
-    read("process", lambda: _process(nvml, handle))
-    read("temperature", lambda: nvml.nvmlDeviceGetTemperature(handle, nvml.NVML_TEMPERATURE_GPU))
-    slowdown = "NVML_TEMPERATURE_THRESHOLD_SLOWDOWN"
-    read("slowdown_temperature", lambda: nvml.nvmlDeviceGetTemperatureThreshold(handle, getattr(nvml, slowdown)))
-    read("power", lambda: nvml.nvmlDeviceGetPowerUsage(handle) / 1000)
-    read("power_limit", lambda: nvml.nvmlDeviceGetEnforcedPowerLimit(handle) / 1000)
-    read("clock", lambda: nvml.nvmlDeviceGetClockInfo(handle, nvml.NVML_CLOCK_SM))
-    read("clock_max", lambda: nvml.nvmlDeviceGetMaxClockInfo(handle, nvml.NVML_CLOCK_SM))
-    read("memory_clock", lambda: nvml.nvmlDeviceGetClockInfo(handle, nvml.NVML_CLOCK_MEM))
-    read("utilization", lambda: nvml.nvmlDeviceGetUtilizationRates(handle).gpu)
-    read("throttle", lambda: _throttle(nvml, handle))
-    read("pcie_generation", lambda: nvml.nvmlDeviceGetCurrPcieLinkGeneration(handle))
-    read("pcie_generation_max", lambda: nvml.nvmlDeviceGetMaxPcieLinkGeneration(handle))
-    read("pcie_width", lambda: nvml.nvmlDeviceGetCurrPcieLinkWidth(handle))
-    read("pcie_width_max", lambda: nvml.nvmlDeviceGetMaxPcieLinkWidth(handle))
-    read("ecc", lambda: bool(nvml.nvmlDeviceGetEccMode(handle)[0]))
-    return Sensors(True, index, **values, missing=missing)
 
 
 def _handle(nvml: Any, index: int) -> Any:
@@ -194,44 +146,19 @@ def _handle(nvml: Any, index: int) -> Any:
     return nvml.nvmlDeviceGetHandleByIndex(int(name)) if name.isdigit() else nvml.nvmlDeviceGetHandleByUUID(name)
 
 
-def _memory(nvml: Any, handle: Any) -> tuple[int, int, int, int | None]:
+def _memory(nvml: Any, handle: Any) -> Any:
     try:
-        info = nvml.nvmlDeviceGetMemoryInfo(handle, version=nvml.nvmlMemory_v2)
+        return nvml.nvmlDeviceGetMemoryInfo(handle, version=nvml.nvmlMemory_v2)
     except Exception:  # older drivers know the first version only
-        info = nvml.nvmlDeviceGetMemoryInfo(handle)
-    return info.total, info.used, info.free, getattr(info, "reserved", None)
+        return nvml.nvmlDeviceGetMemoryInfo(handle)
 
 
-def _process(nvml: Any, handle: Any) -> int:
+def _process(nvml: Any, handle: Any) -> int | None:
     processes = {p.pid: p.usedGpuMemory for p in nvml.nvmlDeviceGetComputeRunningProcesses(handle)}
-    pid = os.getpid()
-    if pid in processes:
-        if processes[pid] is None:
-            raise LookupError("the driver does not tell memory per process here")
-        return processes[pid]
-    if processes:
-        raise LookupError(f"process {pid} is not among those on the GPU (containers number processes differently)")
-    raise LookupError("no process is on the GPU, or a container hides them")
+    if os.getpid() not in processes:
+        raise LookupError("this process is not among those on the GPU (a container hides or renumbers them)")
+    return processes[os.getpid()]
 
 
-def _throttle(nvml: Any, handle: Any) -> tuple[str, ...]:
-    ask = getattr(nvml, "nvmlDeviceGetCurrentClocksEventReasons", None)
-    mask = (ask or nvml.nvmlDeviceGetCurrentClocksThrottleReasons)(handle)
+def _reasons(mask: int) -> tuple[str, ...]:
     return tuple(reason for bit, reason in REASONS.items() if mask & bit)
-
-
-def _text(value: str | bytes) -> str:
-    return value.decode() if isinstance(value, bytes) else value
-
-
-def _say(error: Exception) -> str:
-    if isinstance(error, AttributeError):
-        return "this nvidia-ml-py does not know it"
-    return str(error) or type(error).__name__
-
-
-def _quiet(call: Callable[[], Any]) -> None:
-    try:
-        call()
-    except Exception:
-        return

@@ -17,9 +17,11 @@ from ..claims import Finding
 from ..errors import RecordError
 from ..gpu import find_gpu
 from ..overhead import CONTEXT, cublas_workspace
+from ..predict import predict
 from ..recipe import Loop, Recipe
 from ..records import find_record
 from ..report import GiB, Interval, MiB, Report, format_bytes
+from ..simulate import simulate
 
 T4 = "T4"
 OLD_CONTEXT = CONTEXT.low  # the bare context; nothing but weights had been loaded when C read 2,116 MB
@@ -37,20 +39,19 @@ def lecture(batch_size: int, **changes: Any) -> Recipe:
     return Recipe("polyglot-ko-1.3b", **{**base, **changes})
 
 
-@cache
 def witness(recipe: Recipe, gpu: str | None = None, simulated: bool = False) -> Report:
     """The strongest report there is of `recipe`: a record (on `gpu`, when given), else a simulation or a prediction."""
     with suppress(RecordError):
         report = find_record(recipe, gpu)
         if report.status == "ok":
             return report
-    if simulated:
-        from ..simulate import simulate
+    return simulation(recipe, gpu) if simulated else predict(recipe, gpu=gpu)
 
-        return simulate(recipe, gpu=gpu)
-    from ..predict import predict
 
-    return predict(recipe, gpu=gpu)
+@cache
+def simulation(recipe: Recipe, gpu: str | None) -> Report:
+    """`simulate`, once for each recipe."""
+    return simulate(recipe, gpu=gpu)
 
 
 def part_bytes(report: Report, parts: list[str], phase: str, moment: str) -> int:
@@ -277,29 +278,3 @@ def intensity(group: str, below: str, recipe: Mapping) -> Finding:
     each = {name: operations / (4 * numbers) for name, (operations, numbers) in groups.items()}
     text = ", ".join(f"{name} {value:.3g}" for name, value in each.items())
     return Finding(each[group] < each[below], "derived", f"operations a byte in a layer of {of}: {text}")
-
-
-EXPERIMENTS = {
-    function.__name__: function
-    for function in (
-        per_parameter,
-        per_weight_byte,
-        growth,
-        all_kinds,
-        card_memory,
-        workspaces,
-        lecture_loaded,
-        lecture_reading,
-        lecture_part,
-        same_at_all_batches,
-        reading_grows_by,
-        accumulation_is_free,
-        checkpointing_saves,
-        lecture_does_not_fit,
-        tensor_mib,
-        bert_loaded,
-        bert_trained,
-        samples_per_second,
-        intensity,
-    )
-}
