@@ -1,9 +1,12 @@
 """Models from shapes: what is built, on which storages, with which dtypes, and that a real one can be trained."""
 
+from collections import Counter
+
 import pytest
 import torch
 from tiny_models import TINY, config
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from vramlab import formulas
 from vramlab.errors import RecipeError
 from vramlab.models import build_model, real_tensors, weight_dtype
 from vramlab.recipe import LoRA, Quantization, Recipe
@@ -112,6 +115,50 @@ def test_quantized_weights_hold_the_values(kind):
         assert layer.weight.numel() == 256 * 96 // 2
         values = bnb.functional.dequantize_4bit(layer.weight.data, layer.weight.quant_state)
     assert values.shape == (256, 96) and 0.015 < values.float().std() < 0.025
+
+
+def stored(model) -> Counter:
+    """(what it is, dtype, bytes) of every storage of a model's weights, and how many there are."""
+    found, seen = Counter(), set()
+    for name, parameter in model.named_parameters():
+        state = getattr(parameter, "quant_state", None)
+        nested = state.state2 if state is not None else None
+        parts = {"weight" if state is not None else name: parameter}
+        parts |= {"scales": state.absmax, "code": state.code} if state is not None else {}
+        parts |= {"offset": state.offset, "nested": nested.absmax, "nested code": nested.code} if nested else {}
+        for part, tensor in parts.items():
+            storage = tensor.untyped_storage()
+            if storage._cdata not in seen:
+                seen.add(storage._cdata)
+                found[part, tensor.dtype, storage.nbytes()] += 1
+    return found
+
+
+@pytest.mark.parametrize("family", ["llama", "opt"])  # without and with biases
+@pytest.mark.parametrize("double", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_four_bit_bases_are_those_that_from_pretrained_loads(family, double, dtype, tmp_path):
+    """A checkpoint that is loaded in 4 bits and ours: the same storages, the same dtype to unpack into, all counted."""
+    import transformers
+
+    quantization = Quantization("nf4", double=double, prepare=False)
+    precision = "bf16-true" if dtype == torch.bfloat16 else "fp32"
+    recipe = tiny(family, precision=precision, lora=LoRA(r=4), quantization=quantization)
+    build_model(tiny(family, precision=precision)).save_pretrained(tmp_path)
+    config = transformers.BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=double,
+        bnb_4bit_compute_dtype=dtype,
+    )
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=config)
+    ours = build_model(recipe).unload()  # without its adapters
+    assert stored(ours) == stored(theirs)
+    states = [[p.quant_state.dtype for p in m.parameters() if hasattr(p, "quant_state")] for m in (ours, theirs)]
+    assert states[0] == states[1] and set(states[0]) == {dtype}
+    blocks = sum(-(-size // 512) * 512 * n for (_, _, size), n in stored(theirs).items())
+    adapters = sum(row.count * row.size for row in formulas.held(recipe) if row.trained)
+    assert blocks == formulas.parameter_bytes(recipe) - adapters
 
 
 def test_prepared_bases_keep_the_rest_in_fp32():

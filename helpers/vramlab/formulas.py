@@ -156,7 +156,8 @@ def stored_sizes(row: Row, double: bool = False) -> list[int]:
     if row.quantized == "int8":
         return [rounded(n), rounded(FP32 * row.shape[0])]
     blocks = ceil(n / BLOCK)
-    scales = [blocks, FP32 * ceil(blocks / NESTED_BLOCK), FP32] if double else [FP32 * blocks]
+    # with double quantization every matrix has its own copy of the scales' 256 codes (`functional.quantize_blockwise`)
+    scales = [blocks, FP32 * ceil(blocks / NESTED_BLOCK), 256 * FP32, FP32] if double else [FP32 * blocks]
     return [rounded(size) for size in (ceil(n / 2), *scales, 16 * FP32)]
 
 
@@ -167,10 +168,8 @@ def row_bytes(row: Row, double: bool = False) -> int:
 
 def parameter_bytes(recipe: Recipe) -> int:
     """Bytes of all weights as loaded, adapters and the scales of quantized ones included."""
-    rows = held(recipe)
     double = bool(recipe.quantization and recipe.quantization.double)
-    shared_code = rounded(256 * FP32) if double and any(row.quantized for row in rows) else 0
-    return shared_code + sum(row.count * row_bytes(row, double) for row in rows)
+    return sum(row.count * row_bytes(row, double) for row in held(recipe))
 
 
 def gradient_bytes(recipe: Recipe) -> int:

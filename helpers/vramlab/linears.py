@@ -7,9 +7,6 @@ from .operators import FP32, HALF, Operators
 
 BLOCK = 64  # weights that share a scale in 4 bits (bitsandbytes.nn.Params4bit, blocksize)
 NESTED_BLOCK = 256  # scales that share a scale with double quantization (bitsandbytes.functional.quantize_4bit)
-# Backward unpacks into the dtype that the weight had when it was quantized (`QuantState.dtype`), then casts to the
-# gradient's. `models.py` quantizes fp32 weights; a checkpoint loaded in half precision saves that copy.
-STATE = FP32
 FEW_ROWS = 8  # up to so many rows bitsandbytes multiplies without dequantizing the whole weight (backends/cuda/ops.py)
 
 
@@ -72,20 +69,20 @@ class Linears(Operators):
     def _in_4_bits(self, x: Tensor, weight, bias) -> Tensor:
         """The weight is unpacked whole for each product, forward and backward (Dettmers et al. 2023, section 3).
 
-        Nothing is kept: the packed weight is a parameter (`bitsandbytes.autograd.MatMul4Bit`).
+        Nothing is kept: the packed weight is a parameter (`bitsandbytes.autograd.MatMul4Bit`). Backward unpacks into the
+        dtype that the weight had when it was quantized (`QuantState.dtype`), here the one that is computed in.
         """
         a, rows, n = self.to(x, self.compute), prod(x.shape[:-1]), prod(weight.shape)
         scales = scale_bytes(n, self.nested)
         temporary = self.block("gemm_4bit", (n * self.compute + scales,), 1, "workspace") if rows > FEW_ROWS else None
         inputs = [a] if bias is None else [a, bias]
-        cast = n * self.compute if self.compute != STATE else 0
         y = self.op(
             "gemm_4bit",
             inputs,
             (*x.shape[:-1], n // x.shape[-1]),
             self.compute,
             extra=n * self.compute,
-            spike=n * STATE + max(cast, scales),
+            spike=n * self.compute + scales,
         )
         del temporary
         return self.to(y, x.width)

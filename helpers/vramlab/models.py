@@ -63,6 +63,19 @@ def real_tensors():
         yield
 
 
+@contextlib.contextmanager
+def default_dtype(dtype: "torch.dtype"):
+    """New floating tensors have `dtype` here."""
+    import torch
+
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
 def _on_meta(recipe: Recipe) -> "torch.nn.Module":
     import torch
 
@@ -147,7 +160,8 @@ def _quantized_layers(model: "torch.nn.Module", recipe: Recipe) -> None:
         bnb_4bit_use_double_quant=quantization.double,
         bnb_4bit_compute_dtype=dtype,
     )
-    with torch.device("meta"):
+    # layers made so hold weights and biases of the loading dtype, as a checkpoint's are before they are quantized
+    with torch.device("meta"), default_dtype(dtype):
         # for a head with a bias transformers names the bias; the head is trained, so it must not be quantized
         heads = [name.removesuffix(".bias").removesuffix(".weight") for name in get_keys_to_not_convert(model)]
         keep = [*heads, *(getattr(model, "_keep_in_fp32_modules", None) or ())]
