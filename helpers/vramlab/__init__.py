@@ -45,6 +45,9 @@ _HOME = {
     "gpu_names": "gpu",
     "model_names": "shapes",
     "read_shape": "shapes",
+    "load_base_model": "base_model",
+    "held_out": "base_model",
+    "bits_per_byte": "base_model",
     "live": "live",
     "plot": "",
     "exercises": "",
@@ -53,6 +56,7 @@ __all__ = sorted(_HOME)
 
 if TYPE_CHECKING:
     from . import exercises, plot
+    from .base_model import bits_per_byte, held_out, load_base_model
     from .callback import WatchCallback
     from .compare import compare
     from .doctor import doctor, environment_stamp
