@@ -6,9 +6,10 @@ text with `print(plot.table(figure))`; `plot.alt_text(figure)` says it in words,
 """
 
 from .bars import bars, compare, compare_many
+from .canvas import canvas
 from .error import scatter_error
 from .style import alt_text, table
 from .sweep import sweep
 from .timeline import timeline
 
-__all__ = ["alt_text", "bars", "compare", "compare_many", "scatter_error", "sweep", "table", "timeline"]
+__all__ = ["alt_text", "bars", "canvas", "compare", "compare_many", "scatter_error", "sweep", "table", "timeline"]
