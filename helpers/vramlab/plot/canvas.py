@@ -20,19 +20,9 @@ def canvas(
     At the end the legend is put below the axes. `rows` are the data as a text table, which `plot.table(ax.figure)` prints;
     `options` go to `Figure.subplots` (sharex, height_ratios). Raises ValueError without an alternative text.
     """
-    import matplotlib.pyplot as plt
-
     if not alt.strip():
         raise ValueError("canvas needs alt, a sentence or two for readers who do not see the figure.")
-    own, before = {key: plt.rcParams[key] for key in style.RC}, plt.get_fignums()
-    plt.rcParams.update(style.RC)
-    try:
+    with style.styled():
         figure, axes = style.start(heading, subtitle, panels, **options)
         yield axes
         style.finish(figure, rows, alt)
-    except BaseException:
-        for number in set(plt.get_fignums()).difference(before):  # a notebook would show half a figure
-            plt.close(number)
-        raise
-    finally:
-        plt.rcParams.update(own)

@@ -1,8 +1,9 @@
 """One look for every figure: a colour and a hatch per category, one size, fonts that come with matplotlib, alt text."""
 
 import textwrap
-from collections.abc import Callable, Sequence
-from functools import cache, wraps
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 from ..report import text_table
@@ -63,26 +64,27 @@ def figure_class() -> type:
     return LabFigure
 
 
+@contextmanager
+def styled() -> Iterator[None]:
+    """While entered, figures are drawn in this package's style; the reader's own settings are left alone."""
+    import matplotlib.pyplot as plt
+
+    # Not `rc_context`: it would also undo what a notebook's backend switches on when the first figure loads it.
+    own, before = {key: plt.rcParams[key] for key in RC}, plt.get_fignums()
+    plt.rcParams.update(RC)
+    try:
+        yield
+    except BaseException:
+        for number in set(plt.get_fignums()).difference(before):  # a notebook would show half a figure
+            plt.close(number)
+        raise
+    finally:
+        plt.rcParams.update(own)
+
+
 def drawn(function: Callable) -> Callable:
-    """Draws in this package's style whatever the reader's own settings are, and leaves those alone."""
-
-    @wraps(function)
-    def inside(*args: Any, **options: Any):
-        import matplotlib.pyplot as plt
-
-        # Not `rc_context`: it would also undo what a notebook's backend switches on when the first figure loads it.
-        own, before = {key: plt.rcParams[key] for key in RC}, plt.get_fignums()
-        plt.rcParams.update(RC)
-        try:
-            return function(*args, **options)
-        except BaseException:
-            for number in set(plt.get_fignums()).difference(before):  # a notebook would show half a figure
-                plt.close(number)
-            raise
-        finally:
-            plt.rcParams.update(own)
-
-    return inside
+    """`function`, drawing in this package's style."""
+    return styled()(function)
 
 
 def start(heading: str, subtitle: str = "", rows: int = 1, **options: Any):
@@ -103,9 +105,12 @@ def start(heading: str, subtitle: str = "", rows: int = 1, **options: Any):
 
 def finish(figure, rows: Sequence[tuple[str, ...]], alt: str):
     """The figure with a legend below the axes, where it hides nothing, its data as a table, and its alt text."""
-    handles, labels = figure.axes[0].get_legend_handles_labels()
-    if labels:
-        figure.legend(handles, labels, loc="outside lower left", ncols=3, handlelength=1.8, columnspacing=1.4)
+    found: dict[str, Any] = {}
+    for ax in figure.axes:
+        for handle, label in zip(*ax.get_legend_handles_labels(), strict=True):
+            found.setdefault(label, handle)
+    if found:
+        figure.legend(found.values(), found, loc="outside lower left", ncols=3, handlelength=1.8, columnspacing=1.4)
     figure.rows, figure.alt = list(rows), " ".join(alt.split())
     figure.draw_without_rendering()  # once, so that what is made late takes this style too
     return figure
