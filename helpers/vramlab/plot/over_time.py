@@ -1,0 +1,129 @@
+"""What happened one thing after the other: the allocator's events, a memory history by line, a profiler's trace."""
+
+import itertools
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from ..fragmentation import Followed
+from ..report import format_bytes
+from ..snapshot import Snapshot
+from ..trace import LOADING, Trace
+from . import style
+from .splits import amount, check_unit, draw_limit, exact, limit_of
+
+POINTS = 1500  # a figure has fewer pixels
+LETTERS = 46  # of a line of code in a legend
+
+
+@style.drawn
+def events(followed: Followed, limit=None, title: str = "Reserved against allocated", subtitle: str = "", unit="GiB"):
+    """Allocated (area) and reserved (line) after every event, with the steps marked; returns the figure."""
+    size = check_unit(unit)
+    figure, ax = style.start(title, subtitle)
+    at = _thin(len(followed.reserved))
+    steps = np.interp(at, [0, *followed.ends], range(len(followed.ends) + 1))
+    allocated, reserved = (np.array(line)[at] / size for line in (followed.allocated, followed.reserved))
+    ax.fill_between(steps, 0, allocated, step="post", facecolor="#56B4E9", linewidth=0, label="allocated")
+    ax.plot(steps, reserved, drawstyle="steps-post", color="#D55E00", linewidth=1.6, label="reserved")
+    if limit is not None:
+        draw_limit(ax, limit, unit)
+    ax.set_xlim(0, len(followed.ends))
+    ax.set_ylim(0, max(reserved.max(), limit_of(limit)[0] / size if limit else 0) * 1.1)
+    ax.set_xlabel("step")
+    ax.set_ylabel(unit)
+    rows = [("step", f"allocated, most, {unit}", f"reserved at its end, {unit}", "cudaMalloc", "cudaFree")]
+    for i, (start, end) in enumerate(itertools.pairwise(followed.ends), 1):
+        most = exact(max(followed.allocated[start:end]), unit)
+        calls = map(str, (followed.mallocs[i - 1], followed.given_back[i - 1]))
+        rows.append((str(i), most, exact(followed.reserved[end - 1], unit), *calls))
+    most = f"allocated at most {amount(followed.peak_allocated, unit)}, reserved {amount(followed.peak_reserved, unit)}"
+    alt = f"{title}, {subtitle}: over {len(followed.mallocs)} steps {most} {unit}."
+    return style.finish(figure, rows, alt)
+
+
+@style.drawn
+def blocks(snapshot: Snapshot, largest: int = 4, title: str = "Memory history", subtitle: str = "", unit: str = "MiB"):
+    """What is allocated after every event, stacked by the line of code that asked for it; returns the figure."""
+    size = check_unit(unit)
+    figure, ax = style.start(title, subtitle)
+    count = len(snapshot.events)
+    weight: dict = {}
+    for block in snapshot.blocks:  # a line's bytes times the events for which they live
+        end = count if block.freed is None else block.freed
+        weight[block.line] = weight.get(block.line, 0) + block.size * (end - block.born)
+    shown = sorted(weight, key=lambda line: (-weight[line], line))[:largest]
+    changes = {line: np.zeros(count + 2) for line in shown}
+    for block in snapshot.blocks:
+        if block.line in changes:
+            changes[block.line][block.born] += block.size
+            if block.freed is not None:
+                changes[block.line][block.freed] -= block.size
+    layers = {line: change.cumsum()[: count + 1] for line, change in changes.items()}
+    at = _thin(count + 1)
+    base = np.zeros(len(at))
+    looks = style.look([str(line) for line in shown])
+    for line, height in layers.items():
+        top = base + height[at] / size
+        ax.fill_between(at, base, top, step="post", label=_short(str(line)), **looks[str(line)])
+        base = top
+    total = snapshot.allocated[at] / size
+    if (total > base).any():
+        ax.fill_between(
+            at,
+            base,
+            total,
+            step="post",
+            facecolor="#BBBBBB",
+            edgecolor=style.INK,
+            linewidth=0.3,
+            label="all other lines",
+        )
+    ax.set_xlim(0, count)
+    ax.set_ylim(0, total.max() * 1.12)
+    ax.set_xlabel(f"events of the allocator ({snapshot.source})")
+    ax.set_ylabel(unit)
+    rows = [(f"at the peak, {unit}", "blocks", "line")]
+    rows += [(exact(group.size, unit), str(group.count), str(group.line)) for group in snapshot.largest(count=largest)]
+    peak = format_bytes(int(snapshot.allocated.max()), unit)
+    return style.finish(figure, rows, f"{title}, {subtitle}: highest {peak}; most of it from {_short(str(shown[0]))}.")
+
+
+@style.drawn
+def trace(traces: Mapping[str, Trace], regions: Sequence[str], title: str = "Where the time goes", subtitle: str = ""):
+    """Labelled regions of one or more traces above what was computed, all on one axis of time; returns the figure.
+
+    Args:
+        regions: the labels to draw, in the order of the legend; the wait for a DataLoader is drawn as "waiting".
+    """
+    figure, axes = style.start(title, subtitle, rows=len(traces), sharex=True)
+    axes = axes if len(traces) > 1 else [axes]
+    looks = style.look(["waiting", *regions])
+    looks["waiting"] = {"facecolor": "#D55E00", "hatch": "xx", "edgecolor": style.INK, "linewidth": 0.5}
+    rows = [("seconds", "waiting", *regions, "nothing computed")]
+    for ax, (name, found) in zip(axes, traces.items(), strict=True):
+        spans = {label: [] for label in ("waiting", *regions)}
+        for event in found.labelled:
+            label = "waiting" if event.name.startswith(LOADING) else event.name
+            spans.get(label, []).append((event.start, event.seconds))
+        for label, passages in spans.items():
+            ax.broken_barh(passages, (1.1, 0.8), label=label, **looks[label])
+        busy = [(start, end - start) for start, end in found.busy]
+        ax.broken_barh(busy, (0.1, 0.8), facecolor="#777777", label="computing")
+        ax.set_yticks([0.5, 1.5], ["computing", "region"])
+        ax.set_title(name if len(traces) > 1 else subtitle, loc="left", color="#444444")
+        ax.grid(axis="y", visible=False)
+        sums = (f"{sum(n for _, n in passages):.3f}" for passages in spans.values())
+        rows.append((name, *sums, f"{found.idle:.0%}"))
+    axes[-1].set_xlabel("seconds")
+    idle = "; ".join(f"{name}: nothing computed for {found.idle:.0%} of the time" for name, found in traces.items())
+    return style.finish(figure, rows, f"{title}. Labelled regions above the computing below them. {idle}.")
+
+
+def _thin(count: int) -> np.ndarray:
+    """At most POINTS indices below `count`, first and last among them."""
+    return np.unique(np.linspace(0, count - 1, min(count, POINTS)).astype(int))
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= LETTERS else text[: LETTERS - 1] + "…"
