@@ -11,8 +11,9 @@ from vramlab import Loop, LoRA, Recipe, RecipeError, Report, Sharding, formulas,
 from vramlab.account import Account
 from vramlab.activations import activation_bytes_per_layer, largest_batch, logits_bytes
 from vramlab.blocks import rounded
+from vramlab.options import QUANT_TYPES
 from vramlab.predict import predict
-from vramlab.recipe import ATTENTION, OPTIMIZERS, PRECISIONS, QUANT_TYPES
+from vramlab.recipe import ATTENTION, OPTIMIZERS, PRECISIONS
 from vramlab.report import CATEGORIES, PHASES, GiB, Interval, MiB
 from vramlab.shapes import model_names, read_shape
 
@@ -330,10 +331,11 @@ def sometimes(values: list, nonsense: list = NONSENSE) -> st.SearchStrategy:
 LORAS = st.builds(
     dict,
     r=sometimes([1, 8, 64]),
-    lora_dropout=st.sampled_from([0.0, 0.1, 1.0, -0.1]),
-    target_modules=st.sampled_from([None, "all-linear", ("q_proj",), (".*",), "(", "c_attn", "", ()]),
+    lora_dropout=sometimes([0.0, 0.1, 1.0, -0.1]),
+    lora_alpha=sometimes([8, 16.0]),
+    target_modules=sometimes([None, "all-linear", ("q_proj",), (".*",), "(", "c_attn", "", ()]),
     bias=sometimes(["none", "all", "lora_only"]),
-    autocast_adapter_dtype=st.booleans(),
+    autocast_adapter_dtype=sometimes([True, False]),
     modules_to_save=st.sampled_from([None, ("lm_head",), ("nowhere",)]),
 )
 QUANTIZATIONS = st.builds(
@@ -356,7 +358,7 @@ LOOPS = st.builds(
     set_to_none=st.booleans(),
     keep_outputs=st.booleans(),
     use_cache=st.sampled_from([None, True, False]),
-    max_grad_norm=st.sampled_from([None, 1.0, 0.0, -1]),
+    max_grad_norm=sometimes([None, 1.0]),
     foreach=st.sampled_from([None, True, False]),
     optimizer_in_backward=st.booleans(),
 )
@@ -376,7 +378,7 @@ RECIPES = st.builds(
     seq_len=sometimes([None, 16, 128, 513]),
     precision=sometimes(list(PRECISIONS)),
     optim=sometimes(list(OPTIMIZERS)),
-    optim_args=st.sampled_from([None] * 9 + ["momentum=0.9", "weight_decay=0.1", "nonsense"]),
+    optim_args=sometimes([None] * 9 + ["momentum=0.9", "weight_decay=0.1", "nonsense"]),
     gradient_checkpointing=st.booleans(),
     gradient_accumulation_steps=sometimes([1, 2]),
     attn_implementation=sometimes([None, *ATTENTION]),

@@ -18,10 +18,10 @@ __version__ = "0.1.0"
 
 _HOME = {
     "Recipe": "recipe",
-    "Loop": "recipe",
-    "LoRA": "recipe",
-    "Quantization": "recipe",
-    "Sharding": "recipe",
+    "Loop": "options",
+    "LoRA": "options",
+    "Quantization": "options",
+    "Sharding": "options",
     "RecipeError": "errors",
     "MeasurementError": "errors",
     "RecordError": "errors",
@@ -64,8 +64,9 @@ if TYPE_CHECKING:
     from .gpu import find_gpu, gpu_names
     from .live import live
     from .measure import measure
+    from .options import Loop, LoRA, Quantization, Sharding
     from .predict import predict
-    from .recipe import Loop, LoRA, Quantization, Recipe, Sharding
+    from .recipe import Recipe
     from .records import find_record
     from .report import Bytes, GiB, MiB, Phase, Report, format_bytes
     from .shapes import model_names, read_shape

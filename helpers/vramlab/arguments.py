@@ -8,7 +8,8 @@ import dataclasses
 from typing import TYPE_CHECKING, Any
 
 from .errors import RecipeError
-from .recipe import ATTENTION, LOOPS, Loop, Recipe, Sharding
+from .options import LOOPS, Loop, Sharding
+from .recipe import ATTENTION, Recipe
 
 if TYPE_CHECKING:
     from transformers import TrainingArguments

@@ -7,7 +7,8 @@ from typing import Annotated, Any
 
 import typer
 
-from .recipe import ATTENTION, LOOPS, OPTIMIZERS, PRECISIONS, QUANT_TYPES, TASKS, LoRA, Quantization, Recipe, Sharding
+from .options import LOOPS, QUANT_TYPES, LoRA, Quantization, Sharding
+from .recipe import ATTENTION, OPTIMIZERS, PRECISIONS, TASKS, Recipe
 
 
 def _one_of(words: tuple[str, ...] | list[str]) -> str:

@@ -13,12 +13,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from .errors import RecipeError
+from .options import LOOPS, Loop, LoRA, Quantization, Sharding, choice, flag, rebuild, whole
 from .shapes import Shape, read_shape
 
 PRECISIONS = ("fp32", "tf32", "fp16-mixed", "bf16-mixed", "fp16-true", "bf16-true")
 ATTENTION = ("eager", "sdpa", "flash_attention_2")
 WITHOUT_SDPA = ("gemma2",)  # transformers: Gemma2PreTrainedModel._supports_sdpa is False
-QUANT_TYPES = ("nf4", "fp4", "int8")
 TASKS = (
     "causal-lm",
     "masked-lm",
@@ -47,164 +47,6 @@ ALIASES = {
     "adamw": "adamw_torch",
     "paged_adamw": "paged_adamw_32bit",
     "lion": "lion_32bit",
-}
-
-
-def _choice(name: str, value: object, allowed: tuple[str, ...]) -> None:
-    if value not in allowed:
-        raise RecipeError(name, value, "allowed are " + ", ".join(map(repr, allowed)))
-
-
-def _whole(name: str, value: object, least: int = 1) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise RecipeError(name, value, f"it must be a whole number of at least {least}")
-
-
-def _flag(name: str, value: object, allow_none: bool = False) -> None:
-    if not (isinstance(value, bool) or (allow_none and value is None)):
-        raise RecipeError(name, value, "it must be True or False" + (" or None" if allow_none else ""))
-
-
-@dataclass(frozen=True)
-class LoRA:
-    """Low-rank adapters (Hu et al. 2021). Fields and defaults are those of `peft.LoraConfig`.
-
-    `target_modules`: None (PEFT's default for the architecture), "all-linear", or module names.
-    `autocast_adapter_dtype` is `get_peft_model`'s argument: fp16/bf16 adapters are kept in fp32 when True.
-    """
-
-    r: int = 8
-    lora_alpha: float = 8
-    lora_dropout: float = 0.0
-    target_modules: tuple[str, ...] | str | None = None
-    bias: str = "none"
-    use_rslora: bool = False
-    modules_to_save: tuple[str, ...] | None = None
-    autocast_adapter_dtype: bool = True
-
-    def __post_init__(self):
-        _whole("lora.r", self.r)
-        _choice("lora.bias", self.bias, ("none", "all", "lora_only"))
-        for name in ("target_modules", "modules_to_save"):
-            value = getattr(self, name)
-            if value is not None and not isinstance(value, str):
-                object.__setattr__(self, name, tuple(value))
-        if not 0 <= self.lora_dropout < 1:
-            raise RecipeError("lora.lora_dropout", self.lora_dropout, "it must be at least 0 and under 1")
-        if not self.lora_alpha > 0:
-            raise RecipeError("lora.lora_alpha", self.lora_alpha, "it must be over 0")
-        for name in ("lora_alpha", "lora_dropout"):  # 8 and 8.0 are one recipe, with one key
-            object.__setattr__(self, name, float(getattr(self, name)))
-
-
-@dataclass(frozen=True)
-class Quantization:
-    """A frozen base in few bits (Dettmers et al. 2023), as `transformers.BitsAndBytesConfig` makes it.
-
-    `double` is `bnb_4bit_use_double_quant`; `compute_dtype` is `bnb_4bit_compute_dtype` (None: the recipe's);
-    `prepare` says whether `peft.prepare_model_for_kbit_training` is called, which puts what is not quantized in fp32.
-    """
-
-    quant_type: str = "nf4"
-    double: bool = False
-    compute_dtype: str | None = None
-    prepare: bool = True
-
-    def __post_init__(self):
-        _choice("quantization.quant_type", self.quant_type, QUANT_TYPES)
-        _flag("quantization.double", self.double)
-        _flag("quantization.prepare", self.prepare)
-        if self.compute_dtype is not None:
-            _choice("quantization.compute_dtype", self.compute_dtype, ("float32", "float16", "bfloat16"))
-        if self.quant_type == "int8" and self.double:
-            raise RecipeError("quantization.double", True, "double quantization exists for 'nf4' and 'fp4' only")
-
-
-@dataclass(frozen=True)
-class Sharding:
-    """Who holds what among `world_size` ranks: ZeRO `stage` 0 (plain data parallel) to 3 (Rajbhandari et al. 2020)."""
-
-    stage: int = 3
-    world_size: int = 1
-    engine: str = "fsdp"
-    offload: str | None = None
-
-    def __post_init__(self):
-        if self.stage not in (0, 1, 2, 3) or isinstance(self.stage, bool):
-            raise RecipeError("sharding.stage", self.stage, "allowed are 0, 1, 2 and 3")
-        _whole("sharding.world_size", self.world_size)
-        _choice("sharding.engine", self.engine, ("ddp", "fsdp", "deepspeed"))
-        if self.offload is not None:
-            _choice("sharding.offload", self.offload, ("optimizer", "parameters"))
-        if self.engine == "ddp" and self.stage > 1:
-            raise RecipeError(
-                "sharding.stage",
-                self.stage,
-                "engine 'ddp' holds whole replicas: stage 0, or 1 with ZeroRedundancyOptimizer",
-            )
-        if self.engine == "fsdp" and self.stage < 2:
-            raise RecipeError("sharding.stage", self.stage, "engine 'fsdp' shards gradients too: stage 2 or 3")
-        if self.offload == "parameters" and self.stage < 3:
-            raise RecipeError("sharding.offload", self.offload, "parameters can be offloaded at stage 3 only")
-
-
-@dataclass(frozen=True)
-class Loop:
-    """The training loop as far as memory sees it; the same object drives the run and the prediction.
-
-    Attributes:
-        zero_grad: where gradients are cleared: "start" of the step, "before_backward", or "end" after the update.
-        set_to_none: free the gradients (True) or fill them with zeros (False).
-        keep_outputs: the model's outputs (logits, keys and values) stay referenced until the next forward pass.
-        outputs_to_fp32: half-precision outputs are copied to fp32 after an autocast forward, as accelerate does.
-        use_cache: what `config.use_cache` is set to; None leaves the model's default.
-        max_grad_norm: gradients are clipped to this norm before the update; None does not clip.
-        foreach: the multi-tensor optimizer implementation; None takes torch's default for the device.
-        optimizer_in_backward: each parameter is updated and its gradient freed as soon as it is complete.
-        empty_cache_steps: `torch.cuda.empty_cache()` every so many steps; None never.
-    """
-
-    name: str = "trainer"
-    zero_grad: str = "end"
-    set_to_none: bool = True
-    keep_outputs: bool = False
-    outputs_to_fp32: bool = True
-    use_cache: bool | None = False
-    max_grad_norm: float | None = 1.0
-    foreach: bool | None = None
-    optimizer_in_backward: bool = False
-    empty_cache_steps: int | None = None
-
-    def __post_init__(self):
-        _choice("loop.zero_grad", self.zero_grad, ("start", "before_backward", "end"))
-        for name in ("set_to_none", "keep_outputs", "outputs_to_fp32", "optimizer_in_backward"):
-            _flag(f"loop.{name}", getattr(self, name))
-        for name in ("use_cache", "foreach"):
-            _flag(f"loop.{name}", getattr(self, name), allow_none=True)
-        if self.max_grad_norm is not None and not self.max_grad_norm > 0:
-            raise RecipeError("loop.max_grad_norm", self.max_grad_norm, "it must be over 0, or None for no clipping")
-        if self.empty_cache_steps is not None:
-            _whole("loop.empty_cache_steps", self.empty_cache_steps)
-        if self.optimizer_in_backward and self.max_grad_norm is not None:
-            raise RecipeError(
-                "loop.max_grad_norm",
-                self.max_grad_norm,
-                "clipping needs all gradients at once, which optimizer_in_backward never has: set it to None",
-            )
-
-    @classmethod
-    def named(cls, name: str, **changes) -> "Loop":
-        """The loop called `name`: "trainer", "plain" or "optimizer_in_backward", with `changes` applied."""
-        if name not in LOOPS:
-            raise RecipeError("loop", name, "allowed are " + ", ".join(map(repr, LOOPS)) + " or a Loop")
-        return dataclasses.replace(LOOPS[name], **changes)
-
-
-_PLAIN = Loop("plain", zero_grad="start", keep_outputs=True, outputs_to_fp32=False, use_cache=None, max_grad_norm=None)
-LOOPS = {
-    "trainer": Loop(),
-    "plain": _PLAIN,
-    "optimizer_in_backward": dataclasses.replace(_PLAIN, name="optimizer_in_backward", optimizer_in_backward=True),
 }
 
 
@@ -259,29 +101,29 @@ class Recipe:
         for name, kind in (("lora", LoRA), ("quantization", Quantization), ("sharding", Sharding)):
             value = getattr(self, name)
             if isinstance(value, Mapping):
-                value = _rebuild(kind, name, value)
+                value = rebuild(kind, name, value)
                 set_(name, value)
             if value is not None and not isinstance(value, kind):
                 raise RecipeError(name, value, f"it must be a {kind.__name__} or None")
         if isinstance(self.loop, str):
             set_("loop", Loop.named(self.loop))
         elif isinstance(self.loop, Mapping):
-            set_("loop", _rebuild(Loop, "loop", self.loop))
+            set_("loop", rebuild(Loop, "loop", self.loop))
         elif not isinstance(self.loop, Loop):
             raise RecipeError("loop", self.loop, "allowed are " + ", ".join(map(repr, LOOPS)) + " or a Loop")
         set_("optim", ALIASES.get(self.optim, self.optim))
-        _choice("precision", self.precision, PRECISIONS)
-        _choice("optim", self.optim, OPTIMIZERS)
+        choice("precision", self.precision, PRECISIONS)
+        choice("optim", self.optim, OPTIMIZERS)
         if self.attn_implementation is not None:
-            _choice("attn_implementation", self.attn_implementation, ATTENTION)
+            choice("attn_implementation", self.attn_implementation, ATTENTION)
         for name in ("batch_size", "gradient_accumulation_steps"):
-            _whole(name, getattr(self, name))
+            whole(name, getattr(self, name))
         for name in ("gradient_checkpointing", "torch_compile"):
-            _flag(name, getattr(self, name))
+            flag(name, getattr(self, name))
         if self.num_layers is not None:
-            _whole("num_layers", self.num_layers)
+            whole("num_layers", self.num_layers)
         if self.task is not None:
-            _choice("task", self.task, TASKS)
+            choice("task", self.task, TASKS)
         self.optimizer_arguments()
         set_("shape", read_shape(self.model, num_layers=self.num_layers, task=self.task))
         self._check_against_shape(set_)
@@ -298,7 +140,7 @@ class Recipe:
             set_("seq_len", shape.image_tokens)
         elif self.seq_len is None:
             set_("seq_len", min(512, shape.max_positions or 512))
-        _whole("seq_len", self.seq_len)
+        whole("seq_len", self.seq_len)
         if shape.max_positions and self.seq_len > shape.max_positions and shape.task != "image-classification":
             raise RecipeError("seq_len", self.seq_len, f"{shape.name} has {shape.max_positions} positions")
         if self.quantization and not self.lora:
@@ -336,8 +178,10 @@ class Recipe:
 
     def optimizer_arguments(self) -> dict[str, float]:
         """`optim_args` as a dictionary, {} when there are none."""
-        if not self.optim_args:
+        if self.optim_args in (None, ""):
             return {}
+        if not isinstance(self.optim_args, str):
+            raise RecipeError("optim_args", self.optim_args, "it must be text like 'momentum=0.9,weight_decay=0.01'")
         try:
             return {
                 key.strip(): float(value) for key, value in (pair.split("=") for pair in self.optim_args.split(","))
@@ -368,7 +212,7 @@ class Recipe:
     @classmethod
     def from_json(cls, text: str) -> "Recipe":
         """The recipe that `to_json` wrote. Raises RecipeError on fields it does not know."""
-        return _rebuild(cls, "recipe", json.loads(text))
+        return rebuild(cls, "recipe", json.loads(text))
 
     @property
     def key(self) -> str:
@@ -386,6 +230,8 @@ class Recipe:
         parts = [self.name, f"batch {self.batch_size}", f"{self.seq_len} tokens", self.precision, self.optim]
         if self.optim_args:
             parts.append(self.optim_args)
+        if self.task is not None:
+            parts.append(self.task)
         if self.num_layers is not None:
             parts.append(f"{self.num_layers} layers")
         if self.gradient_accumulation_steps > 1:
@@ -418,12 +264,3 @@ class Recipe:
         from .arguments import from_training_arguments
 
         return from_training_arguments(args, model, **fields)
-
-
-def _rebuild(kind, name: str, values: Mapping):
-    """`kind(**values)` with an error that names the unknown field."""
-    known = [f.name for f in dataclasses.fields(kind) if f.init]
-    for key in values:
-        if key not in known:
-            raise RecipeError(f"{name}.{key}", values[key], "no such field exists; known are " + ", ".join(known))
-    return kind(**values)

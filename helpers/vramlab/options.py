@@ -1,0 +1,187 @@
+"""The parts of a recipe: adapters, quantization, sharding, the loop; and the checks that name a bad value."""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from .errors import RecipeError
+
+QUANT_TYPES = ("nf4", "fp4", "int8")
+
+
+def choice(name: str, value: object, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        raise RecipeError(name, value, "allowed are " + ", ".join(map(repr, allowed)))
+
+
+def whole(name: str, value: object, least: int = 1) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise RecipeError(name, value, f"it must be a whole number of at least {least}")
+
+
+def flag(name: str, value: object, allow_none: bool = False) -> None:
+    if not (isinstance(value, bool) or (allow_none and value is None)):
+        raise RecipeError(name, value, "it must be True or False" + (" or None" if allow_none else ""))
+
+
+def number(name: str, value: object, allowed: str, fits: Callable[[float], bool]) -> None:
+    """Raise RecipeError unless `value` is a number that `fits`."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not fits(value):
+        raise RecipeError(name, value, f"it must be a number {allowed}")
+
+
+def rebuild(kind, name: str, values: Mapping):
+    """`kind(**values)` with an error that names the unknown field."""
+    known = [f.name for f in dataclasses.fields(kind) if f.init]
+    for key in values:
+        if key not in known:
+            raise RecipeError(f"{name}.{key}", values[key], "no such field exists; known are " + ", ".join(known))
+    return kind(**values)
+
+
+@dataclass(frozen=True)
+class LoRA:
+    """Low-rank adapters (Hu et al. 2021). Fields and defaults are those of `peft.LoraConfig`.
+
+    `target_modules`: None (PEFT's default for the architecture), "all-linear", or module names.
+    `autocast_adapter_dtype` is `get_peft_model`'s argument: fp16/bf16 adapters are kept in fp32 when True.
+    """
+
+    r: int = 8
+    lora_alpha: float = 8
+    lora_dropout: float = 0.0
+    target_modules: tuple[str, ...] | str | None = None
+    bias: str = "none"
+    use_rslora: bool = False
+    modules_to_save: tuple[str, ...] | None = None
+    autocast_adapter_dtype: bool = True
+
+    def __post_init__(self):
+        whole("lora.r", self.r)
+        choice("lora.bias", self.bias, ("none", "all", "lora_only"))
+        for name in ("target_modules", "modules_to_save"):
+            value = getattr(self, name)
+            if value is None or isinstance(value, str):
+                continue
+            if not isinstance(value, list | tuple | set | frozenset) or not all(isinstance(n, str) for n in value):
+                raise RecipeError(f"lora.{name}", value, "it must be None, a name or a list of module names")
+            object.__setattr__(self, name, tuple(sorted(value) if isinstance(value, set | frozenset) else value))
+        number("lora.lora_dropout", self.lora_dropout, "of at least 0 and under 1", lambda p: 0 <= p < 1)
+        number("lora.lora_alpha", self.lora_alpha, "over 0", lambda a: a > 0)
+        for name in ("use_rslora", "autocast_adapter_dtype"):
+            flag(f"lora.{name}", getattr(self, name))
+        for name in ("lora_alpha", "lora_dropout"):  # 8 and 8.0 are one recipe, with one key
+            object.__setattr__(self, name, float(getattr(self, name)))
+
+
+@dataclass(frozen=True)
+class Quantization:
+    """A frozen base in few bits (Dettmers et al. 2023), as `transformers.BitsAndBytesConfig` makes it.
+
+    `double` is `bnb_4bit_use_double_quant`; `compute_dtype` is `bnb_4bit_compute_dtype` (None: the recipe's);
+    `prepare` says whether `peft.prepare_model_for_kbit_training` is called, which puts what is not quantized in fp32.
+    """
+
+    quant_type: str = "nf4"
+    double: bool = False
+    compute_dtype: str | None = None
+    prepare: bool = True
+
+    def __post_init__(self):
+        choice("quantization.quant_type", self.quant_type, QUANT_TYPES)
+        flag("quantization.double", self.double)
+        flag("quantization.prepare", self.prepare)
+        if self.compute_dtype is not None:
+            choice("quantization.compute_dtype", self.compute_dtype, ("float32", "float16", "bfloat16"))
+        if self.quant_type == "int8" and self.double:
+            raise RecipeError("quantization.double", True, "double quantization exists for 'nf4' and 'fp4' only")
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """Who holds what among `world_size` ranks: ZeRO `stage` 0 (plain data parallel) to 3 (Rajbhandari et al. 2020)."""
+
+    stage: int = 3
+    world_size: int = 1
+    engine: str = "fsdp"
+    offload: str | None = None
+
+    def __post_init__(self):
+        if self.stage not in (0, 1, 2, 3) or isinstance(self.stage, bool):
+            raise RecipeError("sharding.stage", self.stage, "allowed are 0, 1, 2 and 3")
+        whole("sharding.world_size", self.world_size)
+        choice("sharding.engine", self.engine, ("ddp", "fsdp", "deepspeed"))
+        if self.offload is not None:
+            choice("sharding.offload", self.offload, ("optimizer", "parameters"))
+        if self.engine == "ddp" and self.stage > 1:
+            raise RecipeError(
+                "sharding.stage",
+                self.stage,
+                "engine 'ddp' holds whole replicas: stage 0, or 1 with ZeroRedundancyOptimizer",
+            )
+        if self.engine == "fsdp" and self.stage < 2:
+            raise RecipeError("sharding.stage", self.stage, "engine 'fsdp' shards gradients too: stage 2 or 3")
+        if self.offload == "parameters" and self.stage < 3:
+            raise RecipeError("sharding.offload", self.offload, "parameters can be offloaded at stage 3 only")
+
+
+@dataclass(frozen=True)
+class Loop:
+    """The training loop as far as memory sees it; the same object drives the run and the prediction.
+
+    The loop named "trainer" also has all micro-batches of a step on the device at once, as `Trainer` fetches them.
+
+    Attributes:
+        zero_grad: where gradients are cleared: "start" of the step, "before_backward", or "end" after the update.
+        set_to_none: free the gradients (True) or fill them with zeros (False).
+        keep_outputs: the model's outputs (logits, keys and values) stay referenced until the next forward pass.
+        outputs_to_fp32: half-precision outputs are copied to fp32 after an autocast forward, as accelerate does.
+        use_cache: what `config.use_cache` is set to; None leaves the model's default.
+        max_grad_norm: gradients are clipped to this norm before the update; None does not clip.
+        foreach: the multi-tensor optimizer implementation; None takes torch's default for the device.
+        optimizer_in_backward: each parameter is updated and its gradient freed as soon as it is complete.
+        empty_cache_steps: `torch.cuda.empty_cache()` every so many steps; None never.
+    """
+
+    name: str = "trainer"
+    zero_grad: str = "end"
+    set_to_none: bool = True
+    keep_outputs: bool = False
+    outputs_to_fp32: bool = True
+    use_cache: bool | None = False
+    max_grad_norm: float | None = 1.0
+    foreach: bool | None = None
+    optimizer_in_backward: bool = False
+    empty_cache_steps: int | None = None
+
+    def __post_init__(self):
+        choice("loop.zero_grad", self.zero_grad, ("start", "before_backward", "end"))
+        for name in ("set_to_none", "keep_outputs", "outputs_to_fp32", "optimizer_in_backward"):
+            flag(f"loop.{name}", getattr(self, name))
+        for name in ("use_cache", "foreach"):
+            flag(f"loop.{name}", getattr(self, name), allow_none=True)
+        if self.max_grad_norm is not None:
+            number("loop.max_grad_norm", self.max_grad_norm, "over 0, or None for no clipping", lambda norm: norm > 0)
+        if self.empty_cache_steps is not None:
+            whole("loop.empty_cache_steps", self.empty_cache_steps)
+        if self.optimizer_in_backward and self.max_grad_norm is not None:
+            raise RecipeError(
+                "loop.max_grad_norm",
+                self.max_grad_norm,
+                "clipping needs all gradients at once, which optimizer_in_backward never has: set it to None",
+            )
+
+    @classmethod
+    def named(cls, name: str, **changes) -> "Loop":
+        """The loop called `name`: "trainer", "plain" or "optimizer_in_backward", with `changes` applied."""
+        if name not in LOOPS:
+            raise RecipeError("loop", name, "allowed are " + ", ".join(map(repr, LOOPS)) + " or a Loop")
+        return dataclasses.replace(LOOPS[name], **changes)
+
+
+_PLAIN = Loop("plain", zero_grad="start", keep_outputs=True, outputs_to_fp32=False, use_cache=None, max_grad_norm=None)
+LOOPS = {
+    "trainer": Loop(),
+    "plain": _PLAIN,
+    "optimizer_in_backward": dataclasses.replace(_PLAIN, name="optimizer_in_backward", optimizer_in_backward=True),
+}
