@@ -15,8 +15,10 @@ from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
+from torch._C import _storage_Use_Count
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
+aten = torch.ops.aten
 ELSEWHERE = "elsewhere"  # on the host or in unified memory: seen, and counted nowhere
 
 
@@ -169,10 +171,12 @@ class Tracker(TorchDispatchMode):
         kwargs = kwargs or {}
         if func is torch.ops.prim.device.default:
             return func(*args, **kwargs)
-        if func is torch.ops.aten._local_scalar_dense.default and args[0].dtype in self.constant:
+        if func is aten._local_scalar_dense.default and args[0].dtype in self.constant:
             return self.constant[args[0].dtype]  # a fake tensor has no value to read
         if self.recomputed and not torch.is_grad_enabled():
             self._settle()
+        if func is aten.add.Tensor and self.phase == "backward" and _accumulates(*args, **kwargs):
+            func = aten.add_.Tensor
         name = func.overloadpacket._qualified_op_name.rpartition("::")[2]
         start, where = len(self.log), self._where(args)
         extra = self.scratch(name, args) if self.scratch else 0
@@ -226,6 +230,20 @@ class Tracker(TorchDispatchMode):
 
     def _round(self, size: int) -> int:
         return -(-size // self.round_to) * self.round_to
+
+
+def _accumulates(held: Any, new: Any, **options: Any) -> bool:
+    """Whether autograd adds `new` to a gradient that only its own buffer holds, which it does in place.
+
+    It does so unless a dispatch mode is active (`can_accumulate_inplace` in torch/csrc/autograd/input_buffer.cpp), and
+    this tracker is one: without this, each residual connection would hold one gradient more than without a tracker.
+    Two hold the storage here: the tensor, and the handle that is asked.
+    """
+    if torch.is_grad_enabled() or options or not isinstance(new, torch.Tensor):
+        return False
+    storage = held.untyped_storage()
+    dense = held.nbytes == storage.nbytes()
+    return dense and held.shape == new.shape and held.dtype == new.dtype and _storage_Use_Count(storage._cdata) == 2
 
 
 def _beneath(tensor: torch.Tensor) -> list[torch.Tensor]:
