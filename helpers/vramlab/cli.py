@@ -1,10 +1,14 @@
-"""The command line: a thin face over `predict`, `simulate`, `measure`, `compare`, records and doctor.
+"""The command line: a thin face over `predict`, `simulate`, `measure`, records and doctor.
 
 Exit status: 0 done, 1 the run failed or doctor misses what the course needs, 2 a wrong request (one sentence on
 stderr), 3 out of memory (the report says how much), 130 stopped with Ctrl-C.
 """
 
+import functools
+import inspect
 import json
+from collections.abc import Callable, Iterator
+from inspect import Parameter
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -12,13 +16,39 @@ import typer
 from typer.core import TyperGroup
 
 from . import __version__
-from .cli_recipe import takes_recipe
 from .errors import VramLabError
-from .gpu import Gpu, find_gpu, gpu_names
-from .recipe import Recipe
-from .report import Interval, Report, format_bytes, text_table
+from .gpu import Gpu, find_gpu
+from .options import LOOPS, QUANT_TYPES, LoRA, Quantization, Sharding
+from .recipe import ATTENTION, OPTIMIZERS, PRECISIONS, TASKS, Recipe
+from .report import Interval, Report, format_bytes
 
 FAILED, WRONG, OUT_OF_MEMORY, STOPPED = 1, 2, 3, 130
+# A recipe's options: their names are the fields' names, and their defaults are those of `Recipe`.
+OPTIONS = {
+    "batch_size": (int, "Samples in one micro-batch on one device."),
+    "seq_len": (int, "Tokens per sample; 512 or the model's longest if less."),
+    "precision": (str, ", ".join(PRECISIONS)),
+    "optim": (str, ", ".join(OPTIMIZERS)),
+    "optim_args": (str, "As in TrainingArguments: momentum=0.9,…"),
+    "gradient_checkpointing": (bool, "Recompute layers."),
+    "gradient_accumulation_steps": (int, "Micro-batches in one optimizer step."),
+    "attn_implementation": (str, ", ".join(ATTENTION)),
+    "torch_compile": (bool, "Compile the model."),
+    "lora_r": (int, "Train LoRA adapters of this rank."),
+    "lora_alpha": (float, "LoRA's scale."),
+    "lora_dropout": (float, "Dropout before the adapters."),
+    "lora_target": (str, "Module names, with commas, or all-linear."),
+    "quantization": (str, "Of the frozen base: " + ", ".join(QUANT_TYPES)),
+    "double_quant": (bool, "Quantize the block scales too."),
+    "num_layers": (int, "A depth other than the model's own."),
+    "task": (str, "Which head: " + ", ".join(TASKS)),
+    "loop": (str, ", ".join(LOOPS)),
+    "stage": (int, "ZeRO stage 0 to 3."),
+    "world_size": (int, "Ranks that share the model."),
+    "engine": (str, "ddp, fsdp or deepspeed."),
+    "offload": (str, "optimizer or parameters, to the CPU."),
+}
+LORA = {"lora_r": "r", "lora_alpha": "lora_alpha", "lora_dropout": "lora_dropout", "lora_target": "target_modules"}
 
 
 class Commands(TyperGroup):
@@ -44,13 +74,69 @@ app = typer.Typer(
     help="Predict, simulate and measure the GPU memory of training.",
 )
 
-Json = Annotated[bool, typer.Option("--json", help="Print JSON; sizes are bytes, times seconds.")]
-GpuName = Annotated[str | None, typer.Option("--gpu", help="A card that `vramlab gpus` lists, such as T4.")]
+
+def _flag(text: str, *names: str) -> Any:
+    return Annotated[bool, typer.Option(*names, help=text)]
+
+
+Json = _flag("Print JSON; sizes are bytes, times seconds.", "--json")
+GpuName = Annotated[str | None, typer.Option("--gpu", help="A card by name, such as T4.")]
 Target = Annotated[str, typer.Option(help="Whose kernels and rounding: cuda or cpu.")]
+Repeats = Annotated[int, typer.Option(min=1, help="Timed steps after warm-up.")]
+Minutes = Annotated[float, typer.Option(min=0, help="Stop before this much time is spent.")]
+Folder = Annotated[Path | None, typer.Option(help="Where record files lie; the course's when left out.")]
+Lists = Annotated[list[Path] | None, typer.Argument(help="Notebooks and JSON lists of recipes; else the course's.")]
+
+
+def takes_recipe(command: Callable[..., None]) -> Callable[..., None]:
+    """Gives `command(recipe, …)` the options of a recipe before its own."""
+
+    @functools.wraps(command)
+    def run(**values: Any) -> None:
+        command(_recipe(values.pop("model"), {name: values.pop(name) for name in OPTIONS}), **values)
+
+    own = list(inspect.signature(command).parameters.values())[1:]
+    parameters = [*_parameters(), *(p.replace(kind=Parameter.KEYWORD_ONLY) for p in own)]
+    run.__signature__ = inspect.Signature(parameters)
+    run.__annotations__ = {p.name: p.annotation for p in parameters}
+    return run
+
+
+def _parameters() -> Iterator[Parameter]:
+    """The model and OPTIONS as typer wants them."""
+    model = Annotated[str, typer.Argument(help="A name, such as gpt2, or a path to a config.json.")]
+    yield Parameter("model", Parameter.KEYWORD_ONLY, annotation=model)
+    fields = inspect.signature(Recipe).parameters
+    for name, (kind, text) in OPTIONS.items():
+        default = fields[name].default if name in fields else False if kind is bool else None
+        annotation = _flag(text, f"--{name.replace('_', '-')}") if kind is bool else None
+        annotation = annotation or Annotated[kind if default is not None else kind | None, typer.Option(help=text)]
+        yield Parameter(name, Parameter.KEYWORD_ONLY, annotation=annotation, default=default)
+
+
+def _recipe(model: str, options: dict[str, Any]) -> Recipe:
+    """The recipe that the options describe."""
+    given = {name: value for name, value in options.items() if value is not None}
+    lora = {field: given.pop(name) for name, field in LORA.items() if name in given}
+    if lora.get("lora_alpha", 0.5).is_integer():
+        lora["lora_alpha"] = int(lora["lora_alpha"])  # as in Python: equal recipes must have equal keys
+    if lora.get("target_modules", "all-linear") != "all-linear":
+        lora["target_modules"] = tuple(lora["target_modules"].split(","))
+    sharding = {name: given.pop(name) for name in ("stage", "world_size", "engine", "offload") if name in given}
+    if sharding.get("engine") == "ddp":
+        sharding.setdefault("stage", 0)
+    kind, double = given.pop("quantization", None), given.pop("double_quant")
+    return Recipe(
+        model,
+        lora=LoRA(**lora) if lora else None,
+        quantization=Quantization(kind or "nf4", double=double) if kind or double else None,
+        sharding=Sharding(**sharding) if sharding else None,
+        **given,
+    )
 
 
 @app.callback(invoke_without_command=True)
-def _version(version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False) -> None:
+def _version(version: _flag("Print the version.", "--version") = False) -> None:
     if version:
         typer.echo(f"vramlab {__version__}")
         raise typer.Exit()
@@ -63,7 +149,7 @@ def predict(recipe: Recipe, gpu: GpuName = None, as_json: Json = False) -> None:
     from .predict import predict
 
     card = _card(gpu, recipe)
-    _finish([predict(recipe, gpu=card.name if card else None)], card, as_json)
+    _finish(predict(recipe, gpu=card and card.name), card, as_json)
 
 
 @app.command()
@@ -73,56 +159,25 @@ def simulate(recipe: Recipe, target: Target = "cuda", gpu: GpuName = None, as_js
     from .simulate import simulate
 
     card = _card(gpu, recipe)
-    _finish([simulate(recipe, target=target, gpu=card.name if card else None)], card, as_json)
+    _finish(simulate(recipe, target=target, gpu=card and card.name), card, as_json)
 
 
 @app.command()
 @takes_recipe
-def measure(
-    recipe: Recipe,
-    repeats: Annotated[int, typer.Option(min=1, help="Timed steps after warm-up.")] = 5,
-    as_json: Json = False,
-) -> None:
+def measure(recipe: Recipe, repeats: Repeats = 5, as_json: Json = False) -> None:
     """Memory and time of the real training step on this machine, in a fresh process."""
     from .measure import measure
 
-    _finish([measure(recipe, repeats=repeats)], None, as_json)
-
-
-@app.command()
-@takes_recipe
-def compare(
-    recipe: Recipe,
-    measure: Annotated[bool, typer.Option("--measure", help="Run it here too; its device is the target.")] = False,
-    target: Target = "cuda",
-    gpu: GpuName = None,
-    as_json: Json = False,
-) -> None:
-    """Predicted beside simulated, and measured with --measure: every category and the difference."""
-    from .compare import compare
-    from .measure import measure as run_here
-    from .predict import predict
-    from .simulate import simulate
-
-    card = _card(gpu, recipe)
-    name = card.name if card else None
-    measured = [run_here(recipe)] if measure else []
-    target = measured[0].target if measured else target
-    reports = [predict(recipe, gpu=name), simulate(recipe, target=target, gpu=name), *measured]
-    _finish(reports, card, as_json, compare(*reports))
+    _finish(measure(recipe, repeats=repeats), None, as_json)
 
 
 @app.command()
 def record(
-    paths: Annotated[
-        list[Path] | None, typer.Argument(help="Notebooks and JSON lists of recipes; the course's when left out.")
-    ] = None,
-    minutes: Annotated[float, typer.Option(min=0, help="Stop before this much time is spent.")] = 8,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only list what would be measured.")] = False,
-    folder: Annotated[Path | None, typer.Option(help="Where record files lie; the course's when left out.")] = None,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print the list of what is missing, for a later run.")
-    ] = False,
+    paths: Lists = None,
+    minutes: Minutes = 8,
+    dry_run: _flag("Only list what would be measured.", "--dry-run") = False,
+    folder: Folder = None,
+    as_json: _flag("Print the list of what is missing, for a later run.", "--json") = False,
 ) -> None:
     """Measure every recipe that the notebooks ask for and keep the reports for readers without this GPU."""
     from .record import record
@@ -142,42 +197,6 @@ def doctor(as_json: Json = False) -> None:
         raise typer.Exit(FAILED)
 
 
-@app.command()
-def models(as_json: Json = False) -> None:
-    """The models that are known by name."""
-    from .catalogue import catalogue
-
-    entries = catalogue().values()
-    if as_json:
-        facts = [{"name": e.name, "hub_id": e.hub_id, "task": e.task, "parameters": e.parameters} for e in entries]
-        typer.echo(json.dumps(facts, indent=2))
-    else:
-        rows = [(e.name, f"{e.parameters:,}", e.task, e.hub_id) for e in entries]
-        typer.echo(text_table([("model", "parameters", "task", "hub"), *rows]))
-
-
-@app.command()
-def gpus(as_json: Json = False) -> None:
-    """The GPUs that are known by name; an asterisk marks memory as on the box, for want of a reading."""
-    cards = [find_gpu(name) for name in gpu_names()]
-    if as_json:
-        typer.echo(json.dumps([card.to_dict() for card in cards], indent=2))
-        return
-    head = ("GPU", "memory", "GB/s", "fp32", "fp16", "bf16 TFLOP/s", "compute", "watts")
-    rows = [
-        (
-            card.name,
-            format_bytes(card.total, digits=2) + ("" if card.total_known else "*"),
-            f"{card.bandwidth / 1e9:,.0f}",
-            *(f"{card.peak[form] / 1e12:,.1f}" if form in card.peak else "–" for form in ("fp32", "fp16", "bf16")),
-            ".".join(map(str, card.compute_capability)),
-            str(card.tdp),
-        )
-        for card in cards
-    ]
-    typer.echo(text_table([head, *rows]))
-
-
 def _card(name: str | None, recipe: Recipe) -> Gpu | None:
     """The GPU asked for; refuses a precision that it lacks."""
     if name is None:
@@ -187,37 +206,17 @@ def _card(name: str | None, recipe: Recipe) -> Gpu | None:
     return card
 
 
-def _finish(reports: list[Report], card: Gpu | None, as_json: bool, shown: Any = None) -> None:
-    """Prints the one report, or `shown`, and exits with what the reports' status means."""
-    if as_json:
-        typer.echo(reports[0].to_json(indent=2) if shown is None else json.dumps(shown.to_dict(), indent=2))
-    else:
-        typer.echo(str(reports[0] if shown is None else shown))
-        if card and reports[-1].status == "ok":
-            typer.echo(_verdict(reports[-1], card))
-    states = {report.status for report in reports}
-    if "oom" in states:
-        raise typer.Exit(OUT_OF_MEMORY)
-    if states != {"ok"}:
-        raise typer.Exit(FAILED)
-
-
-def _verdict(report: Report, card: Gpu) -> str:
-    """One line: whether what the process needs is on the card; where the report does not say, its allocator's
-    segments (or peak) plus what a context takes."""
+def _finish(report: Report, card: Gpu | None, as_json: bool) -> None:
+    """Prints the report, whether it fits the card, and exits with what its status means."""
+    typer.echo(report.to_json(indent=2) if as_json else str(report))
     needs = report.process
-    if needs is None:
-        inside = _interval(report.peak.total if report.reserved is None else report.reserved)
-        outside = card.context_interval
-        needs = Interval(inside.low + outside.low, inside.value + outside.value, inside.high + outside.high)
-    low, high = _interval(needs).low, _interval(needs).high
-    answer = "fits" if high <= card.total else "does not fit" if low > card.total else "may not fit"
-    needs = needs if isinstance(needs, Interval) else format_bytes(needs)
-    return f"{answer}: {card.name} has {format_bytes(card.total)}, the process needs {needs}"
-
-
-def _interval(size: int | Interval) -> Interval:
-    return size if isinstance(size, Interval) else Interval(size, size, size)
+    if card and needs is not None and not as_json:
+        low, high = (needs.low, needs.high) if isinstance(needs, Interval) else (needs, needs)
+        answer = "fits" if high <= card.total else "does not fit" if low > card.total else "may not fit"
+        said = needs if isinstance(needs, Interval) else format_bytes(needs)
+        typer.echo(f"{answer}: {card.name} has {format_bytes(card.total)}, the process needs {said}")
+    if report.status != "ok":
+        raise typer.Exit(OUT_OF_MEMORY if report.status == "oom" else FAILED)
 
 
 def main() -> None:
