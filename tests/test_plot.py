@@ -72,7 +72,7 @@ def test_out_of_memory_is_words_in_place_of_a_bar():
     figure = plot.compare(report(), out_of_memory())
     assert texts(figure, "total") == ["13.7", "out of memory"]
     assert heights(figure.axes[0])["parameters"][1] == 0
-    assert "measured: out of memory" in plot.alt_text(figure)
+    assert "measured: total out of memory" in plot.alt_text(figure)
     assert plot.table(figure).splitlines()[-1].endswith("out of memory")
     assert texts(plot.compare(out_of_memory()), "total") == ["out of memory"]
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from ..compare import column_labels
 from ..report import Report
 from . import style
-from .splits import Split, amount, draw_limit, layers, name, size_of, split_of, split_rows, subtitle
+from .splits import Split, amount, draw_limit, layers, size_of, split_of, split_rows, subtitle
 
 SHORT = {"predicted": "pred.", "simulated": "sim.", "measured": "meas.", "recorded": "rec."}
 AT_THE_PEAK = "Memory at the peak, by category"
@@ -104,8 +104,8 @@ def _draw(
         ax.annotate(text, (x, top), xytext=(0, 3), textcoords="offset points", gid="total", **look)
     ax.set_ylabel(ylabel or unit)
     full = [f"{group}, {label}" if group else label for group, labels in groups for label in labels]
-    alt = f"Stacked bars. {title}{about and f', {about}'}, in {ylabel or unit}. {'; '.join(_say(full, splits, unit))}."
-    return style.finish(figure, split_rows(full, splits, unit, corner), alt)
+    alt = f"Stacked bars. {title}{about and f', {about}'}."
+    return style.finish(figure, split_rows(full, splits, unit, corner), alt, say_rows=True)
 
 
 def _name_bars(ax, groups: Sequence[tuple[str, list[str]]], positions: Sequence[float]) -> None:
@@ -128,17 +128,3 @@ def _name_bars(ax, groups: Sequence[tuple[str, list[str]]], positions: Sequence[
         depth = 6.5 * max(map(len, names)) if crowded else 14 * max(label.count("\n") + 1 for label in lines)
         below.tick_params(length=0, pad=8 + depth, labelfontfamily=style.FONT)
         below.spines["bottom"].set_visible(False)
-
-
-def _say(names: Sequence[str], splits: Sequence[Split | str], unit: str) -> list[str]:
-    """Each bar in words: its total and, where bars are few, its three largest parts."""
-    said = []
-    for label, split in zip(names, splits, strict=True):
-        if isinstance(split, str):
-            said.append(f"{label}: {split}")
-            continue
-        parts = sorted(((n, key) for key, n in split.items() if n), key=lambda pair: -abs(pair[0]))[:3]
-        most = ", ".join(f"{name(key)} {amount(n, unit)}" for n, key in parts)
-        more = f", most of it {most}" if most and len(splits) <= 5 else ""
-        said.append(f"{label}: {amount(size_of(split), unit)}{more}")
-    return said

@@ -57,19 +57,10 @@ def scatter_error(
             cells = (exact(size_of(n), unit) for n in (a, b))
             rows.append((f"{label}: {which}" if label else which, *cells, f"{error:+.2%}"))
     reach = 100 * max(band * 1.5, max(off) * 1.2)
-    above.set(xscale="log", yscale="log", xlim=ends, ylim=ends, ylabel=f"{names[0]}, {unit}")
+    for axis, scale in ((above.xaxis, above.set_xscale), (above.yaxis, above.set_yscale)):
+        scale("log", base=2)
+        axis.set_major_formatter("{x:,.6g}")  # 0.5, 1, 2, 4 and not powers
+    above.set(xlim=ends, ylim=ends, ylabel=f"{names[0]}, {unit}")
     below.set(ylim=(-reach, reach), xlabel=f"{names[1]}, {unit}", ylabel="error, %")
-    _plain_logs(above)
     span = f"{min(every):.3g} to {max(every):.3g} {unit}"
     return style.finish(figure, rows, f"Scatter of {names[0]} over {names[1]} sizes, {span}: {summary}.")
-
-
-def _plain_logs(ax) -> None:
-    """Plain numbers on logarithmic axes: 0.5, 1, 2, 5 and not powers of ten."""
-    from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
-
-    for axis in (ax.xaxis, ax.yaxis):
-        low, high = axis.get_view_interval()
-        axis.set_major_locator(LogLocator(subs=(1, 2, 5) if high / low < 300 else (1,)))
-        axis.set_minor_locator(NullLocator())
-        axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.6g}"))

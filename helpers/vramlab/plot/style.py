@@ -103,8 +103,19 @@ def start(heading: str, subtitle: str = "", rows: int = 1, **options: Any):
     return figure, axes[0] if rows == 1 else list(axes)
 
 
-def finish(figure, rows: Sequence[tuple[str, ...]], alt: str):
-    """The figure with a legend below the axes, where it hides nothing, its data as a table, and its alt text."""
+def finish(figure, rows: Sequence[tuple[str, ...]], alt: str, say_rows: bool = False):
+    """The figure with a legend below the axes, where it hides nothing, its data as a table, and its alt text.
+
+    `say_rows` adds the table in words: each line whole where lines are few, else its last column.
+    """
+    if say_rows:
+        head, *lines = rows
+        whole = slice(1 if len(lines) <= 5 else -1, None)
+        cells = [(line[0], zip(head[whole], line[whole], strict=True)) for line in lines]
+        said = (
+            f"{name}: {', '.join(f'{column} {cell}' for column, cell in pairs if cell != '–')}" for name, pairs in cells
+        )
+        alt = f"{alt} {head[0]}: {'; '.join(said)}."
     found: dict[str, Any] = {}
     for ax in figure.axes:
         for handle, label in zip(*ax.get_legend_handles_labels(), strict=True):

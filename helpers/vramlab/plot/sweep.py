@@ -65,12 +65,11 @@ def sweep(
         _mark(ax, crossings, height, xlabel)
     ax.set(xlim=(x[0], x[-1]), ylim=(0, (max([*top, height]) or 1) * 1.16), xlabel=xlabel, ylabel=unit)
     _ticks(ax, x)
-    said = "; ".join(f"{label}: {_ends(x, series, unit)}".removeprefix(": ") for label, series in lines.items())
-    alt = f"{figure.heading}, in {unit}, {xlabel} from {x[0]:g} to {x[-1]:g}: {said}."
+    alt = f"{figure.heading}."
     if limit is not None:
         bytes_, card = limit_of(limit)
         alt += f" Limit: {card}, {amount(bytes_, unit)} {unit}; {_verdict(crossings, xlabel)}."
-    return style.finish(figure, _rows(x, lines, dots, unit, xlabel), alt)
+    return style.finish(figure, _rows(x, lines, dots, unit, xlabel), alt, say_rows=True)
 
 
 def has_to_fit(reports: Sequence[Report]) -> str:
@@ -144,8 +143,3 @@ def _rows(x, lines: Lines, dots: Sequence[Report | None], unit: str, xlabel: str
         column = [source, *(_total(r, unit) for r in dots)]
         rows = [(*row, cell) for row, cell in zip(rows, column, strict=True)]
     return rows
-
-
-def _ends(x: Sequence[float], series: Sequence[Report], unit: str) -> str:
-    good = [f"{_total(r, unit)} at {a:g}" for a, r in zip(x, series, strict=True) if r.status == "ok"]
-    return f"{good[0]} to {good[-1]}" if good else "out of memory everywhere"

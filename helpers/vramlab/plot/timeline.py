@@ -47,10 +47,9 @@ def timeline(report: Report, largest: int = 3, unit: str = "GiB", title: str = "
     heading = f"\n\nlargest at the peak of the run, in {name(report.peak_phase)}:\n" if names else ""
     ax.set_xlabel("allocation events" + heading + "\n".join(names), loc="left", fontsize=9.5, linespacing=1.3)
     rows = split_rows([name(phase) for phase in best], [m.bytes for m in best.values()], unit, f"highest of, {unit}")
-    each = "; ".join(f"{name(phase)} {amount(m.bytes.total, unit)}" for phase, m in best.items())
     tensors = f" Largest tensors at the peak: {'; '.join(names)}." if names else ""
-    alt = f"Stacked area over the allocation events of one training step, {report.title}, in {unit}."
-    return style.finish(figure, rows, f"{alt} Highest: {said}. Highest of each phase: {each}.{tensors}")
+    alt = f"Stacked area over the allocation events of one training step, {report.title}. Highest: {said}.{tensors}"
+    return style.finish(figure, rows, alt, say_rows=True)
 
 
 def thin(moments: Sequence[Moment], points: int = POINTS) -> list[Moment]:
