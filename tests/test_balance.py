@@ -89,14 +89,14 @@ def on(monkeypatch):
     """Runs both passes of a recipe "on CUDA", which is `card`."""
     build(recipe(), "cpu")  # what it imports must not be seen
 
-    def run(card: Card, recipe: Recipe, **sensors) -> Report:
+    def run(card: Card, recipe: Recipe) -> Report:
         names = ("synchronize", "reset_peak_memory_stats", "memory_stats", "memory_allocated", "empty_cache")
         for name in names:
             monkeypatch.setattr(torch.cuda, name, getattr(card, name))
         monkeypatch.setattr(torch._C, "_cuda_clearCublasWorkspaces", card.clear, raising=False)
         monkeypatch.setattr(passes, "build", lambda recipe, device: build(recipe, "cpu"))
         monkeypatch.setattr(passes, "Tracker", lambda device, round_to: Tracker("cpu", round_to=round_to))
-        monkeypatch.setattr(passes, "nvml_snapshot", lambda: Sensors(**{"available": True, **sensors}))
+        monkeypatch.setattr(passes, "nvml_snapshot", lambda: Sensors(True, process=7 * MiB))
         with card.shadow:
             truth = passes.clean_pass(recipe, repeats=2, warmup=2, device="cuda", before=Sensors(True, used=MiB))
             return passes.tracked_pass(recipe, "cuda", truth)
@@ -128,7 +128,11 @@ def test_the_balance_closes_with_nothing_unexplained(on, fields):
     assert report.peak.total == report.allocated == max(report.phases[name].peak.total for name in LAST)
     assert max(moment.bytes.total for moment in report.timeline) == report.peak.total
     assert report.requested <= report.allocated and report.reserved >= report.allocated
-    assert card.emptied == 1 and not [note for note in report.notes if "tracked pass" in note]
+    assert (
+        card.emptied == 1
+        and report.process == 7 * MiB
+        and not [note for note in report.notes if "tracked pass" in note]
+    )
 
 
 def test_scratch_that_nobody_saw_is_unexplained_where_it_was(on):
@@ -180,15 +184,21 @@ def test_a_tracked_pass_that_peaks_elsewhere_is_said(on, monkeypatch):
 # --- the device's own figure -----------------------------------------------------------------------------------------
 
 
-def test_process_memory_is_nvmls_or_what_the_device_gained(on):
-    assert on(Card(), recipe(), process=7 * MiB).process == 7 * MiB
-    gained = on(Card(), recipe(), used=10 * MiB, process=0)
-    assert gained.process == 9 * MiB
-    assert gained.notes == ["process: the device's memory in use, less what was in use before"]
-    blind = on(Card(), recipe(), available=False, reason="no NVIDIA driver answers")
-    assert blind.process is None and blind.notes == ["process: not known, no NVIDIA driver answers"]
-    hidden = on(Card(), recipe(), missing={"process": "a container hides them"})
-    assert hidden.notes == ["process: not known, a container hides them"]
+BLIND = Sensors(False, reason="no NVIDIA driver answers")
+
+
+@pytest.mark.parametrize(
+    ("now", "process", "notes"),
+    [
+        (Sensors(True, process=7 * MiB), 7 * MiB, ()),
+        (Sensors(True, used=10 * MiB), 9 * MiB, ("process: the device's memory in use, less what was in use before",)),
+        (BLIND, None, ("process: not known, no NVIDIA driver answers",)),
+        (Sensors(True, missing={"process": "it hides"}), None, ("process: not known, it hides",)),
+    ],
+)
+def test_process_memory_is_nvmls_or_what_the_device_gained(now, process, notes):
+    assert passes.on_device(now, Sensors(True, used=MiB)) == (process, notes)
+    assert notes == () or passes.on_device(now, None)[0] is None
 
 
 # --- out of memory on CUDA -------------------------------------------------------------------------------------------

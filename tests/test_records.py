@@ -19,7 +19,7 @@ from vramlab import MeasurementError, Recipe, RecipeError, RecordError, Report, 
 from vramlab.collector import to_python
 from vramlab.data import data_path
 from vramlab.gpu import Device
-from vramlab.records import all_records, file_name, load, save, write_atomically
+from vramlab.records import file_name, load, save, write_atomically
 
 H200 = {"gpu": "NVIDIA H200", "torch": "2.11.0+cu128", "transformers": "5.17.2", "date": "2026-02-01"}
 H200_FILE = "nvidia-h200-torch2.11-transformers5.17.json"
@@ -52,7 +52,6 @@ def test_what_is_saved_is_found(folder):
     assert save(measured(SMALL)) == save(measured(OTHER)) == folder / H200_FILE
     found = find_record(SMALL)
     assert found.source == "recorded" and found.to_dict() == {**measured(SMALL).to_dict(), "source": "recorded"}
-    assert {report.title for report in all_records()} == {str(SMALL), str(OTHER)}
     assert set(load(folder / H200_FILE)) == {SMALL.key, OTHER.key}
     with pytest.raises(RecordError, match=r"there is no recorded measurement of it$"):
         find_record(LARGE)
@@ -63,7 +62,6 @@ def test_a_new_measurement_replaces_the_old_one_and_other_versions_stay():
     save(measured(allocated=2))
     save(measured(allocated=3, environment={**H200, "torch": "2.13.0", "date": "2026-03-01"}))
     save(measured(allocated=4, environment={**H200, "gpu": "Tesla T4", "date": "2025-01-01"}))
-    assert len(list(all_records())) == 3
     assert find_record(SMALL).allocated == 3, "the newest"
     assert find_record(SMALL, gpu="t4").allocated == 4
     with pytest.raises(RecordError, match="there is no recorded measurement of it on L4"):
@@ -175,18 +173,10 @@ BROKEN = ["", "{", "[]", "{}", '{"reports": 5}', '{"reports": {"a": {}}}', '{"re
 def test_a_broken_file_is_named(folder, text):
     folder.mkdir()
     (folder / H200_FILE).write_text(text)
-    for read in (lambda: load(folder / H200_FILE), lambda: find_record(SMALL), lambda: list(all_records())):
+    for read in (lambda: load(folder / H200_FILE), lambda: find_record(SMALL), lambda: save(measured())):
         with pytest.raises(RecordError, match=f"the record file {H200_FILE} cannot be read"):
             read()
-
-
-@pytest.mark.parametrize("text", [t for t in BROKEN if "a" not in t])
-def test_a_broken_file_is_not_written_over(folder, text):
-    folder.mkdir()
-    (folder / H200_FILE).write_text(text)
-    with pytest.raises(RecordError, match=f"the record file {H200_FILE} cannot be read .*: mend or remove it"):
-        save(measured())
-    assert contents(folder) == {H200_FILE: text}
+    assert contents(folder) == {H200_FILE: text}, "it is not written over"
 
 
 def test_a_file_that_is_not_there(folder):

@@ -12,8 +12,12 @@ import sys
 import tempfile
 from pathlib import Path
 
+from . import checks
 from .apart import Apart
 from .errors import MeasurementError, RecipeError, RecordError
+from .gpu import current_device
+from .nvml import nvml_snapshot
+from .predict import predict
 from .recipe import Recipe
 from .records import find_record, log_wanted
 from .report import Report, environment, format_bytes
@@ -58,17 +62,17 @@ def measure(
         return stand_in
     if recorded:
         return _recorded(recipe, "recorded=True asks for no run")
-    found = _device()
-    if device == "cuda" and found != "cuda":
+    here = current_device()
+    if device == "cuda" and here.kind != "cuda":
         return _recorded(recipe, "torch sees no CUDA device here")
-    device = device or found
+    device = device or here.kind
     reason = cannot(recipe, device)
     if not reason and recorded is None and device == "cpu":
         reason = too_much(recipe, limited=memory_limit is not None)
     if reason:
         return _recorded(recipe, reason, look=recorded is None)
-    if device == "cuda":
-        _check_precision(recipe)
+    if device == "cuda" and here.gpu:
+        here.gpu.require(recipe.precision)
     return run_child(recipe, repeats, warmup, device, timeout, memory_limit, worker)
 
 
@@ -89,20 +93,6 @@ def _recorded(recipe: Recipe, reason: str, look: bool = True) -> Report:
     )
 
 
-def _device() -> str:
-    import torch
-
-    return "cuda" if torch.cuda.is_available() else "cpu"
-
-
-def _check_precision(recipe: Recipe) -> None:
-    from .gpu import current_device
-
-    device = current_device()
-    if device.gpu:
-        device.gpu.require(recipe.precision)
-
-
 def cannot(recipe: Recipe, device: str) -> str:
     """Why `device` cannot run `recipe` at all, as a clause; "" when it can."""
     if recipe.sharding and recipe.sharding.world_size > 1:
@@ -117,10 +107,7 @@ def too_much(recipe: Recipe, limited: bool = False) -> str:
 
     `limited`: a memory limit holds, so that its size does no harm.
     """
-    from .checks import memory
-    from .predict import predict
-
-    free, needed = memory()[1], predict(recipe).peak.total
+    free, needed = checks.memory()[1], predict(recipe).peak.total
     if needed > 0.6 * free and not limited:
         # twice: libraries, the program itself, and whatever else the machine is doing
         return f"it needs about {format_bytes(needed, digits=1)} and {format_bytes(free, digits=1)} of RAM are free"
@@ -170,8 +157,6 @@ def _died(recipe: Recipe, code: int, last_words: list[str], device: str) -> Repo
         message = "The system killed the process, as it does when memory runs out."
         report = Report.failed("measured", recipe, device, "oom", message)
         if device == "cuda":
-            from .nvml import nvml_snapshot
-
             sensors = nvml_snapshot()
             report.environment = environment(gpu=sensors.name, driver=sensors.driver)
         return report

@@ -13,6 +13,7 @@ import gc
 import statistics
 import time
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -126,8 +127,7 @@ def on_device(now: Sensors, before: Sensors | None) -> tuple[int | None, tuple[s
     return now.used - before.used, ("process: the device's memory in use, less what was in use before",)
 
 
-@dataclass(frozen=True)
-class Reading:
+class Reading(NamedTuple):
     """The allocator over one stretch, in bytes: its peak and its end, allocated and asked for."""
 
     peak: int
@@ -136,18 +136,13 @@ class Reading:
     asked_end: int
 
 
-class Readings:
-    """Called as each phase begins: the allocator's reading of the stretch before it."""
-
-    def __init__(self):
-        self.all: list[Reading] = []
-
-    def __call__(self) -> None:
-        torch.cuda.synchronize()
-        now = torch.cuda.memory_stats()
-        names = [f"{kind}_bytes.all.{moment}" for kind in ("allocated", "requested") for moment in ("peak", "current")]
-        self.all.append(Reading(*(now[name] for name in names)))
-        torch.cuda.reset_peak_memory_stats()
+def read_allocator() -> Reading:
+    """The reading of the stretch that ends here."""
+    torch.cuda.synchronize()
+    now = torch.cuda.memory_stats()
+    torch.cuda.reset_peak_memory_stats()
+    kinds = ("allocated", "requested")
+    return Reading(*(now[f"{kind}_bytes.all.{moment}"] for kind in kinds for moment in ("peak", "current")))
 
 
 def tracked_pass(recipe: Recipe, device: str, truth: Truth) -> Report:
@@ -155,19 +150,21 @@ def tracked_pass(recipe: Recipe, device: str, truth: Truth) -> Report:
     cuda = device == "cuda"
     training = prepare(recipe, device)
     tracker = Tracker(device, round_to=ALLOCATION_UNIT if cuda else 1)
-    readings = Readings()
-    run_tracked(training, tracker, TRACKED_STEPS, device, readings if cuda else None)
+    readings: list[Reading] = []  # as each phase begins, of the stretch before it
+
+    def read() -> None:
+        readings.append(read_allocator())
+
+    run_tracked(training, tracker, TRACKED_STEPS, device, read if cuda else None)
     history = History(tracker.log, tracker.marks)
     report = to_report(history, "measured", recipe, device)
     report.speed, report.rss = truth.speed, truth.rss
     report.notes += truth.notes
     if recipe.torch_compile:
-        report.notes.append(
-            "torch_compile: peak and time are those of the compiled step, the split that of the eager one"
-        )
+        report.notes.append("torch_compile: peak and time are those of the compiled step, the split that of the eager")
     if cuda:
-        readings()  # the last stretch has no next one
-        balance(report, history, readings.all, truth, clear_workspaces())
+        read()  # the last stretch has no next one
+        balance(report, history, readings, truth, clear_workspaces())
     return report
 
 

@@ -40,18 +40,12 @@ class Outcome:
         if self.file and self.measured:
             lines.append(f"in {self.file}")
         if self.missing:
-            rows = [(str(recipe), _gib(recipe), f"{seconds:,.0f}") for recipe, seconds in self.missing]
+            rows = [(str(recipe), f"{seconds:,.0f}") for recipe, seconds in self.missing]
             total = sum(seconds for _, seconds in self.missing)
             lines.append(f"still missing, about {total / 60:,.0f} minutes:")
-            lines.append(text_table([("recipe", "GiB", "seconds"), *rows]))
+            lines.append(text_table([("recipe", "seconds"), *rows]))
         lines += [f"skipped: {recipe}: {reason}" for recipe, reason in self.skipped]
         return "\n".join(lines)
-
-
-def _gib(recipe: Recipe) -> str:
-    from .predict import predict
-
-    return format_bytes(predict(recipe).peak.total, digits=1).removesuffix(" GiB")
 
 
 def record(

@@ -5,7 +5,6 @@ import dataclasses
 import json
 import os
 import re
-from collections.abc import Iterator
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ from typing import Any
 from .data import data_path
 from .errors import RecordError
 from .recipe import Recipe
-from .report import Interval, Report, Speed
+from .report import Report, Speed
 
 WANTED = "VRAMLAB_COLLECT"  # names a file: recipes are then written there instead of being measured
 MOMENTS = 60  # of the timeline that are kept
@@ -33,31 +32,19 @@ def file_name(environment: dict[str, Any]) -> str:
     return "-".join([device, *(name + version for name, version in minor.items())]) + ".json"
 
 
-def _entries(path: Path) -> dict[str, dict[str, Any]]:
-    """The file's reports as they stand there, {} if there is no file. Raises RecordError when it cannot be read."""
-    try:
-        return dict(json.loads(path.read_text(encoding="utf-8"))["reports"])
-    except FileNotFoundError:
-        return {}
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise _unreadable(path, error) from error
-
-
-def _unreadable(path: Path, error: Exception) -> RecordError:
-    return RecordError(
-        f"the record file {path.name} cannot be read ({type(error).__name__}: {error}): mend or remove it."
-    )
-
-
-def load(path: str | os.PathLike) -> dict[str, Report]:
+def load(path: str | os.PathLike, missing_ok: bool = False) -> dict[str, Report]:
     """The reports of one record file by recipe key. Raises RecordError when it cannot be read."""
     path = Path(path)
-    if not path.exists():
-        raise RecordError(f"the record file {path.name} does not exist.")
+    if missing_ok and not path.exists():
+        return {}
     try:
-        return {key: Report.from_dict(entry) for key, entry in _entries(path).items()}
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise _unreadable(path, error) from error
+        reports = json.loads(path.read_text(encoding="utf-8"))["reports"]
+        return {key: Report.from_dict(entry) for key, entry in reports.items()}
+    except FileNotFoundError:
+        raise RecordError(f"the record file {path.name} does not exist.") from None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        why = f"({type(error).__name__}: {error}): mend or remove it"
+        raise RecordError(f"the record file {path.name} cannot be read {why}.") from error
 
 
 def save(report: Report, folder: str | os.PathLike | None = None) -> Path:
@@ -77,10 +64,10 @@ def save(report: Report, folder: str | os.PathLike | None = None) -> Path:
     if report.target != "cuda" and folder.resolve() == Path(data_path("measurements")).resolve():
         raise RecordError("the course's records are a GPU's, and this was measured on a CPU: name another folder.")
     path = folder / file_name(report.environment)
-    entry = report.to_dict()
-    entry["timeline"] = entry["timeline"][:: max(1, len(entry["timeline"]) // MOMENTS)]
-    entries = {**_entries(path), Recipe(**report.recipe).key: entry}
-    write_atomically(path, json.dumps({"reports": dict(sorted(entries.items()))}, indent=1) + "\n")
+    short = dataclasses.replace(report, timeline=report.timeline[:: max(1, len(report.timeline) // MOMENTS)])
+    reports = {**load(path, missing_ok=True), Recipe(**report.recipe).key: short}
+    entries = {key: reports[key].to_dict() for key in sorted(reports)}
+    write_atomically(path, json.dumps({"reports": entries}, indent=1) + "\n")
     _files.cache_clear()
     return path
 
@@ -123,13 +110,6 @@ def find_record(recipe: Recipe, gpu: str | None = None) -> Report:
     return Report.from_dict({**newest.to_dict(), "source": "recorded"})
 
 
-def all_records() -> Iterator[Report]:
-    """Every recorded report, as "recorded"."""
-    for reports in _files(str(measurements_folder())):
-        for report in reports.values():
-            yield Report.from_dict({**report.to_dict(), "source": "recorded"})
-
-
 def log_wanted(recipe: Recipe) -> Report | None:
     """While recipes are being collected from notebooks, note this one; else None.
 
@@ -144,10 +124,8 @@ def log_wanted(recipe: Recipe) -> Report | None:
     with open(path, "a", encoding="utf-8") as file:
         file.write(recipe.to_json() + "\n")
     report = predict(recipe)
-    values = {name: getattr(report, name) for name in ("reserved", "process")}
-    figures = {name: value.value if isinstance(value, Interval) else value for name, value in values.items()}
     total = report.peak.total
+    likely = {name: size and size.value for name, size in (("reserved", report.reserved), ("process", report.process))}
+    figures = {"allocated": total, "requested": total, "rss": total, "timeline": [], **likely}
     speed = Speed(1.0, 1.0, 1.0, 3, float(recipe.tokens))
-    return dataclasses.replace(
-        report, source="measured", allocated=total, requested=total, rss=total, speed=speed, timeline=[], **figures
-    )
+    return dataclasses.replace(report, source="measured", speed=speed, **figures)

@@ -22,17 +22,11 @@ def peak_rss() -> int:
     """
     try:
         with open("/proc/self/status") as status:
-            lines = dict(line.split(":", 1) for line in status)
-        return int(lines["VmHWM"].split()[0]) * 1024
-    except (OSError, KeyError):
-        pass
-    try:
-        import resource
-    except ImportError:  # Windows
+            return next(int(line.split()[1]) * 1024 for line in status if line.startswith("VmHWM"))
+    except OSError:
         import psutil
 
-        return psutil.Process().memory_info().peak_wset
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+        return getattr(psutil.Process().memory_info(), "peak_wset", rss())  # Windows tells the peak, macOS does not
 
 
 @contextlib.contextmanager
