@@ -13,7 +13,7 @@ from . import style
 from .splits import amount, check_unit, draw_limit, exact, limit_of
 
 POINTS = 1500  # a figure has fewer pixels
-LETTERS = 46  # of a line of code in a legend
+LETTERS = 72  # of a line of code in a legend
 
 
 @style.drawn
@@ -48,37 +48,26 @@ def blocks(snapshot: Snapshot, largest: int = 4, title: str = "Memory history", 
     size = check_unit(unit)
     figure, ax = style.start(title, subtitle)
     count = len(snapshot.events)
-    weight: dict = {}
-    for block in snapshot.blocks:  # a line's bytes times the events for which they live
-        end = count if block.freed is None else block.freed
-        weight[block.line] = weight.get(block.line, 0) + block.size * (end - block.born)
-    shown = sorted(weight, key=lambda line: (-weight[line], line))[:largest]
-    changes = {line: np.zeros(count + 2) for line in shown}
+    changes: dict = {}
     for block in snapshot.blocks:
-        if block.line in changes:
-            changes[block.line][block.born] += block.size
-            if block.freed is not None:
-                changes[block.line][block.freed] -= block.size
-    layers = {line: change.cumsum()[: count + 1] for line, change in changes.items()}
+        change = changes.setdefault(block.line, np.zeros(count + 1))
+        change[block.born] += block.size
+        if block.freed is not None:
+            change[block.freed] -= block.size
+    layers = {line: change.cumsum() for line, change in changes.items()}
+    shown = sorted(layers, key=lambda line: (-layers[line].max(), line))[:largest]
     at = _thin(count + 1)
     base = np.zeros(len(at))
     looks = style.look([str(line) for line in shown])
-    for line, height in layers.items():
-        top = base + height[at] / size
-        ax.fill_between(at, base, top, step="post", label=_short(str(line)), **looks[str(line)])
+    drawn = []
+    for line in shown:
+        top = base + layers[line][at] / size
+        drawn.append(ax.fill_between(at, base, top, step="post", **looks[str(line)]))
         base = top
     total = snapshot.allocated[at] / size
-    if (total > base).any():
-        ax.fill_between(
-            at,
-            base,
-            total,
-            step="post",
-            facecolor="#BBBBBB",
-            edgecolor=style.INK,
-            linewidth=0.3,
-            label="all other lines",
-        )
+    drawn.append(ax.fill_between(at, base, total, step="post", facecolor="#DDDDDD", edgecolor=style.INK, linewidth=0.3))
+    names = [*(_short(str(line)) for line in shown), "all other lines"]
+    figure.legend(drawn, names, loc="outside lower left", ncols=1, handlelength=1.8)  # a line of code needs the width
     ax.set_xlim(0, count)
     ax.set_ylim(0, total.max() * 1.12)
     ax.set_xlabel(f"events of the allocator ({snapshot.source})")

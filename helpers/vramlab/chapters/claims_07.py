@@ -1,0 +1,325 @@
+"""The experiments that test what source D says about profiling, data loading, the allocator and kernels (chapter 07).
+
+D names few figures, so most experiments return whether something is so. None rests on a time that a busy machine could
+spoil: they count (calls, segments, samples, graphs, bytes), or wait for a wait that was planted. What only a GPU shows
+waits for its record.
+"""
+
+import random
+import time
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+from ..claims import Finding
+from ..errors import RecordError
+from ..fragmentation import Followed, Requests, follow, requests_of
+from ..gpu import find_gpu
+from ..lengths import find_lengths
+from ..recipe import Recipe
+from ..records import find_record
+from ..report import format_bytes
+
+RECIPE = Recipe("gpt2", batch_size=8, seq_len=1024, precision="fp16-mixed", num_layers=6)
+BUCKETS = (256, 512, 1024)
+CARD = "T4"
+
+
+def draw_lengths(count: int = 24) -> list[int]:
+    """Lengths as texts have them: log-normal around 365 tokens, in whole 64s up to 1,024; always the same."""
+    rng = random.Random(0)
+    return [min(1024, max(64, 64 * round(rng.lognormvariate(5.9, 0.6) / 64))) for _ in range(count)]
+
+
+LENGTHS = draw_lengths()
+
+
+def room() -> int:
+    """Bytes of segments that a T4 has room for: its memory without CUDA's context."""
+    card = find_gpu(CARD)
+    return card.total - card.context_interval.value
+
+
+@cache
+def requests() -> Requests:
+    """What RECIPE asks for at every length that the chapter looks at."""
+    return requests_of(RECIPE, [*LENGTHS, *BUCKETS])
+
+
+@cache
+def run(cure: str) -> Followed:
+    """The 24 lengths on a T4, by the allocator's model, with one of D's cures ("none" is without)."""
+    from ..allocator import Allocator
+    from ..expandable import ExpandableAllocator
+
+    lengths = {
+        "fixed": [512] * len(LENGTHS),
+        "padding": [max(LENGTHS)] * len(LENGTHS),
+        "bucketing": [min(bucket for bucket in BUCKETS if bucket >= n) for n in LENGTHS],
+        "warm-up": [max(LENGTHS), *LENGTHS],
+    }.get(cure, LENGTHS)
+    kind = ExpandableAllocator if cure == "expandable segments" else Allocator
+    return follow(requests(), lengths, kind(limit=room()))
+
+
+def _about(cure: str) -> str:
+    return f"{RECIPE}, {len(LENGTHS)} lengths from {min(LENGTHS)} to {max(LENGTHS)}, {cure}, {CARD}"
+
+
+# --- the profiler ------------------------------------------------------------------------------------------------
+
+
+def module_takes_activities(module: str) -> Finding:
+    """Whether `profile` of torch.autograd.profiler or torch.profiler takes the arguments that D's listing gives it."""
+    import torch
+
+    kind = {"torch.autograd.profiler": torch.autograd.profiler.profile, "torch.profiler": torch.profiler.profile}[
+        module
+    ]
+    try:
+        kind(activities=[torch.profiler.ProfilerActivity.CPU], on_trace_ready=None)
+    except TypeError:
+        return Finding(False, "measured", f"torch {torch.__version__.split('+')[0]}")
+    return Finding(True, "measured", f"torch {torch.__version__.split('+')[0]}")
+
+
+def _traced(step: Callable[[], Any], **options: Any):
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CPU], **options) as profiler:
+        step()
+    return profiler
+
+
+def _small():
+    import torch
+
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.GELU(), torch.nn.Linear(256, 64))
+    return model, torch.randn(32, 64)
+
+
+def label_is_kept() -> Finding:
+    """Whether `record_function` inside a profiler leaves a region in the trace."""
+    return Finding("forward_pass" in _labels(profiled=True), "measured", "a label inside a profiler")
+
+
+def label_without_profiler_is_lost() -> Finding:
+    """Whether nothing is kept of a label that is passed while no profiler runs."""
+    return Finding("forward_pass" not in _labels(profiled=False), "measured", "a label after a profiler's block")
+
+
+def _labels(profiled: bool) -> dict[str, Any]:
+    """The regions of a trace of one forward pass that is labelled inside the profiler's block, or after it."""
+    import torch
+
+    from ..trace import Trace
+
+    model, x = _small()
+
+    def labelled() -> None:
+        with torch.profiler.record_function("forward_pass"):
+            model(x)
+
+    profiler = _traced(labelled if profiled else lambda: model(x))
+    labelled()
+    return Trace.of(profiler).regions()
+
+
+def more_options_write_more() -> Finding:
+    """Whether switching on shapes, memory and stacks makes the profiler write more bytes for the same step."""
+    import os
+    import tempfile
+
+    model, x = _small()
+    sizes = []
+    for options in ({}, {"record_shapes": True, "profile_memory": True, "with_stack": True}):
+        profiler = _traced(lambda: model(x).sum().backward(), **options)
+        with tempfile.TemporaryDirectory() as folder:
+            profiler.export_chrome_trace(os.path.join(folder, "trace.json"))
+            sizes.append(os.path.getsize(os.path.join(folder, "trace.json")))
+    return Finding(sizes[1] > sizes[0], "measured", "a step of two linear layers")
+
+
+def backward_has_its_own_thread(device: str) -> Finding:
+    """Whether autograd's operators run on another thread than forward's."""
+    import torch
+
+    from ..trace import Trace
+
+    if device == "cuda" and not torch.cuda.is_available():
+        raise RecordError("needs a GPU")
+    model, x = _small()
+    model, x = model.to(device), x.to(device)
+
+    def step():
+        with torch.profiler.record_function("forward_pass"):
+            loss = model(x).sum()
+        loss.backward()
+
+    trace = Trace.of(_traced(step))
+    operators = [event for event in trace.events if event.kind == "cpu_op"]
+    backward = {event.thread for event in operators if "Backward" in event.name}
+    forward = {event.thread for event in trace.labelled if event.name == "forward_pass"}
+    return Finding(backward.isdisjoint(forward), "measured", device)
+
+
+# --- data --------------------------------------------------------------------------------------------------------
+
+
+def workers_hide_the_wait() -> Finding:
+    """Whether two workers take away at least half of a planted wait of 60 ms a batch (the first batch not counted)."""
+    import torch
+
+    from ..trace import Trace
+
+    waits = []
+    for workers in (0, 2):
+        options = {"num_workers": workers, "multiprocessing_context": "fork"} if workers else {}
+        loader = torch.utils.data.DataLoader(_Slow(), batch_size=4, **options)
+
+        def step(loader=loader):
+            for _ in loader:
+                time.sleep(0.09)  # what a GPU's step would take
+
+        waits.append(sum(Trace.of(_traced(step)).waiting()[1:]))
+    return Finding(waits[1] < waits[0] / 2, "measured", "8 batches, 60 ms to load and 90 ms to train each")
+
+
+class _Slow:
+    """32 samples that take 15 ms each, as from a slow disk."""
+
+    def __len__(self) -> int:
+        return 32
+
+    def __getitem__(self, index: int) -> int:
+        import torch
+
+        if not 0 <= index < len(self):
+            raise IndexError(index)
+        time.sleep(0.015)
+        return torch.zeros(8).add_(index)  # an operator, so that the trace has work
+
+
+def times_each_sample_comes(sharded: bool, samples: int = 12, workers: int = 2) -> Finding:
+    """How often each sample of an IterableDataset comes with several workers; 0 where some are missing."""
+    from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+
+    class Stream(IterableDataset):
+        def __iter__(self):
+            info = get_worker_info() if sharded else None
+            return iter(range(samples)[info.id :: info.num_workers] if info else range(samples))
+
+    loader = DataLoader(Stream(), batch_size=None, num_workers=workers, multiprocessing_context="fork")
+    seen = [int(n) for n in loader]
+    complete = set(seen) == set(range(samples))
+    return Finding(len(seen) / samples if complete else 0, "measured", f"{samples} samples, {workers} workers")
+
+
+# --- the allocator -----------------------------------------------------------------------------------------------
+
+
+def calls_after_the_first(shapes: str) -> Finding:
+    """Calls to cudaMalloc in all steps after the first."""
+    found = run(shapes)
+    return Finding(sum(found.mallocs[1:]), "simulated", _about(shapes))
+
+
+def gives_back(shapes: str, limit: bool = True) -> Finding:
+    """Whether cached segments are given back (cudaFree), on a T4 or on a card without end."""
+    found = run(shapes) if limit else follow(requests(), LENGTHS)
+    return Finding(sum(found.given_back) > 0, "simulated", _about(shapes))
+
+
+def reserved_is_flat(cure: str) -> Finding:
+    """Whether `reserved` stays as it is from the second step on: D's flat red line."""
+    found = run(cure)
+    ends = [found.reserved[end - 1] for end in found.ends]
+    return Finding(len(set(ends[2:])) == 1, "simulated", _about(cure))
+
+
+def cure_lowers_the_overhead(cure: str) -> Finding:
+    """Whether a cure brings what is reserved beyond what is allocated, at their peaks, under half of that without it."""
+    before, after = (run(name) for name in ("none", cure))
+    return Finding(after.overhead < before.overhead / 2, "simulated", _about(cure))
+
+
+def cure_on_a_gpu() -> Finding:
+    """Whether a GPU reserved less with expandable segments than without, over the same lengths."""
+    found = [find_lengths(RECIPE, LENGTHS, settings) for settings in ("", "expandable_segments:True")]
+    return Finding(max(found[1]["reserved"]) < max(found[0]["reserved"]), "recorded", found[0]["gpu"])
+
+
+def gradients_left_raise_forward() -> Finding:
+    """Whether a loop that clears gradients only before the next backward has a higher peak in forward."""
+    from ..predict import predict
+
+    recipe = RECIPE.replace(seq_len=256)
+    cleared, left = (predict(recipe.replace(loop=_loop(when))) for when in ("end", "before_backward"))
+    peaks = [report.phases["forward"].peak.total for report in (cleared, left)]
+    return Finding(peaks[1] > peaks[0], "predicted", f"{recipe}: {', '.join(map(format_bytes, peaks))}")
+
+
+def _loop(zero_grad: str):
+    from ..recipe import Loop
+
+    return Loop.named("plain", zero_grad=zero_grad)
+
+
+# --- attention and torch.compile ---------------------------------------------------------------------------------
+
+
+def _attention(backend: str):
+    """Result of causal attention over 512 tokens by one of PyTorch's kernels, and the bytes that it keeps."""
+    import torch
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+    from torch.nn.functional import scaled_dot_product_attention
+
+    from ..snapshot import record
+
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, 4, 512, 32, generator=generator, requires_grad=True) for _ in range(3))
+    with sdpa_kernel(getattr(SDPBackend, backend)), record("cpu") as memory:
+        out = scaled_dot_product_attention(q, k, v, is_causal=True)
+    return out, sum(block.size for block in memory.snapshot.alive(len(memory.snapshot.events)))
+
+
+def attention_is_exact() -> Finding:
+    """Whether the flash kernel's result is that of attention written out, to fp32's rounding."""
+    import torch
+
+    flash, math = _attention("FLASH_ATTENTION")[0], _attention("MATH")[0]
+    return Finding(torch.allclose(flash, math, atol=1e-5), "measured", "fp32, 512 tokens, this machine's CPU kernels")
+
+
+def attention_keeps() -> Finding:
+    """How many times as much attention written out keeps for the backward pass as the flash kernel."""
+    flash, math = _attention("FLASH_ATTENTION")[1], _attention("MATH")[1]
+    return Finding(math / flash, "measured", "fp32, 512 tokens, 4 heads of 32, this machine's CPU kernels")
+
+
+def graphs_made(calls: int) -> Finding:
+    """How many graphs torch.compile has traced after so many forward passes."""
+    import torch
+
+    graphs = []
+
+    def backend(graph: Any, inputs: Any) -> Callable:
+        graphs.append(graph)
+        return graph.forward
+
+    torch.compiler.reset()
+    model, x = _small()
+    compiled = torch.compile(model, backend=backend)
+    for _ in range(calls):
+        compiled(x)
+    return Finding(float(len(graphs)), "measured", f"{calls} forward passes of two linear layers")
+
+
+def compiled_speed() -> Finding:
+    """How many times as fast the compiled step is, by records of a GPU."""
+    recipe = Recipe("gpt2", batch_size=8, seq_len=1024, precision="bf16-mixed")
+    eager, compiled = (find_record(recipe.replace(torch_compile=on)) for on in (False, True))
+    if not eager.speed or not compiled.speed:
+        raise RecordError("the records have no speed")
+    return Finding(compiled.speed.tokens_per_second / eager.speed.tokens_per_second, "recorded", str(recipe))
