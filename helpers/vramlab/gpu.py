@@ -14,11 +14,8 @@ from typing import Any
 
 from .data import data_path
 from .errors import RecipeError, VramLabError
-from .nvml import Sensors, nvml_snapshot
-from .overhead import CONTEXT, cublas_workspace, cublaslt_workspace
+from .overhead import CONTEXT, cublas_workspace
 from .report import GiB, Interval, MiB, format_bytes
-
-__all__ = ["Device", "Gpu", "GpuError", "Sensors", "current_device", "find_gpu", "gpu_names", "nvml_snapshot"]
 
 # Least compute capability for each format: tensor-core data types in NVIDIA's CUDA C++ Programming Guide (compute
 # capabilities), fp16 arithmetic in its table of arithmetic instructions; int8 as bitsandbytes' int8 matmul asks.
@@ -108,21 +105,12 @@ class Gpu:
         return cublas_workspace(self.compute_capability)
 
     @property
-    def cublaslt_workspace(self) -> int:
-        """Bytes of cuBLASLt's own workspace with the torch installed here; see `cublaslt_workspace`."""
-        return cublaslt_workspace()
-
-    @property
     def context_interval(self) -> Interval:
         """What a process holds outside torch's allocator: CUDA's context, loaded kernels, library handles.
 
         The published extremes, with this card's own figure, where there is one, as the most likely; see `CONTEXT`.
         """
         return dataclasses.replace(CONTEXT, value=self.context) if self.context else CONTEXT
-
-    def to_dict(self) -> dict[str, Any]:
-        """A JSON-ready dictionary."""
-        return {**dataclasses.asdict(self), "rates": self.peak}
 
     def __str__(self) -> str:
         """One line: name, memory, bandwidth, bf16 or fp16 rate, compute capability."""
