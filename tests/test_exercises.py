@@ -14,7 +14,7 @@ import vramlab.chapters
 from sample_reports import report
 from vramlab import exercises
 from vramlab.answers import Choice, Function, Judge, Mistake, Number, Table, Verdict
-from vramlab.exercises import Exercise, ExerciseError, problems
+from vramlab.exercises import Exercise, ExerciseError
 from vramlab.report import GiB, KiB, MiB
 
 CHAPTER = re.compile(r"exercises_\d\d")
@@ -324,7 +324,7 @@ def test_a_chapter_that_fails_to_load_is_not_called_empty(monkeypatch):
 
 @pytest.mark.parametrize("kind", CHECKS)
 def test_a_sound_check_has_no_problems(kind):
-    assert problems(exercise(CHECKS[kind])) == []
+    assert CHECKS[kind].problems() == []
 
 
 @pytest.mark.parametrize(
@@ -345,7 +345,7 @@ def test_a_sound_check_has_no_problems(kind):
     ],
 )  # fmt: skip
 def test_a_check_that_lets_a_mistake_through_is_found(check, words):
-    assert any(words in problem for problem in problems(exercise(check)))
+    assert any(words in problem for problem in check.problems())
 
 
 @pytest.mark.parametrize(
@@ -398,4 +398,4 @@ CHAPTERS = [
 def test_every_exercise_of_the_course_is_sound(number):
     found = exercises.chapter(number)
     assert found
-    assert [problem for exercise in found.values() for problem in problems(exercise)] == []
+    assert [problem for exercise in found.values() for problem in exercise.check.problems()] == []

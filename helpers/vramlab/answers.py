@@ -16,7 +16,7 @@ from .report import GiB, KiB, MiB
 UNITS = {"B": 1, "KiB": KiB, "MiB": MiB, "GiB": GiB, "kB": 10**3, "MB": 10**6, "GB": 10**9}
 BITS = {
     8: "That is the number of bits: 8 bits are one byte.",
-    1 / 8: "That is an eighth of the right amount: these are bytes already, nothing is to be divided by 8.",
+    1 / 8: "That is an eighth of the right amount: these are bytes already.",
 }
 FACTORS = {
     2: "That is twice the right amount: is something counted two times?",
@@ -54,7 +54,10 @@ class Unclear(Exception):
 
 
 class Check:
-    """A check is called with any answer at all and returns a Verdict; it does not raise because of the answer."""
+    """A check is called with any answer at all and returns a Verdict; it does not raise because of the answer.
+
+    Its `problems()` says what is wrong with the check itself: a reference it rejects, a mistake it accepts.
+    """
 
     def __call__(self, answer: Any) -> Verdict:
         try:
@@ -66,10 +69,6 @@ class Check:
 
     def verdict(self, answer: Any) -> Verdict:
         """The verdict, or an exception where the answer is of another kind."""
-        raise NotImplementedError
-
-    def problems(self) -> list[str]:
-        """What is wrong with the check itself: a reference it rejects, a mistake it accepts or takes for another."""
         raise NotImplementedError
 
 
@@ -288,14 +287,9 @@ def _factors(unit: str) -> dict[float, str]:
 
 def _off(number: float, reference: float) -> str:
     """How far a number is from its reference, without giving the reference away."""
-    said = f"{number:,.6g} is"
-    direction = "high" if number > reference else "low"
-    if reference == 0 or number == 0 or (number < 0) != (reference < 0):
-        return f"{said} too {direction}"
-    ratio = number / reference
-    if 0.5 <= ratio <= 2:
-        return f"{said} {abs(ratio - 1):.1%} too {direction}"
-    return f"{said} {max(ratio, 1 / ratio):,.3g} times too {direction}"
+    ratio = number / reference if reference else 0
+    far = f"{abs(ratio - 1):.1%} " if 0.5 <= ratio <= 2 else f"{max(ratio, 1 / ratio):,.3g} times " if ratio > 0 else ""
+    return f"{number:,.6g} is {far}too {'high' if number > reference else 'low'}"
 
 
 def _kind(answer: Any) -> str:

@@ -9,8 +9,8 @@ In a notebook:
 
 **Adding one.** The exercises of chapter 02 are the list `EXERCISES` in the module `vramlab/chapters/exercises_02.py`; nothing
 else has to be told. A check is one of `answers.py`'s: `Number`, `Table`, `Function`, `Choice`, or `Judge` for all
-else. Its reference is *computed*, never typed. `problems(exercise)` tries a check on its own reference and mistakes; a
-test asks it of every exercise of every chapter, so a check that lets a wrong answer through never reaches a reader.
+else. Its reference is *computed*, never typed. A check's `problems()` tries it on its own reference and mistakes; a
+test asks that of every exercise of every chapter, so a check that lets a wrong answer through never reaches a reader.
 """
 
 import importlib
