@@ -106,12 +106,12 @@ def start(heading: str, subtitle: str = "", rows: int = 1, **options: Any):
 def finish(figure, rows: Sequence[tuple[str, ...]], alt: str, say_rows: bool = False):
     """The figure with a legend below the axes, where it hides nothing, its data as a table, and its alt text.
 
-    `say_rows` adds the table in words: each line whole where lines are few, else its last column.
+    `say_rows` adds the table in words: each line whole, or where lines are many from its total on.
     """
     if say_rows:
         head, *lines = rows
-        whole = slice(1 if len(lines) <= 5 else -1, None)
-        cells = [(line[0], zip(head[whole], line[whole], strict=True)) for line in lines]
+        first = head.index("total") if len(lines) > 5 and "total" in head else 1
+        cells = [(line[0], zip(head[first:], line[first:], strict=True)) for line in lines]
         said = (
             f"{name}: {', '.join(f'{column} {cell}' for column, cell in pairs if cell != '–')}" for name, pairs in cells
         )
