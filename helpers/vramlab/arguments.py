@@ -23,14 +23,14 @@ TAKES = {
     "rmsprop": ("lr", "momentum", "alpha", "eps", "weight_decay", "centered"),
     "adafactor": ("lr", "weight_decay"),
 }
-# Arguments that move the peak and that no recipe models, with the values that leave it alone.
-UNMODELLED = {
-    "label_smoothing_factor": (0, 0.0),
-    "neftune_noise_alpha": (None,),
-    "use_liger_kernel": (False, None),
-    "optim_target_modules": (None,),
-    "auto_find_batch_size": (False, None),
-}
+# Arguments that move the peak when they are set, and that no recipe models.
+UNMODELLED = (
+    "label_smoothing_factor",
+    "neftune_noise_alpha",
+    "use_liger_kernel",
+    "optim_target_modules",
+    "auto_find_batch_size",
+)
 
 
 def to_training_arguments(recipe: Recipe, output_dir: str = "out", **changes: Any) -> "TrainingArguments":
@@ -69,7 +69,7 @@ def to_training_arguments(recipe: Recipe, output_dir: str = "out", **changes: An
         "use_cpu": not torch.accelerator.is_available(),
         "report_to": "none",
         "save_strategy": "no",
-        **_sharding_arguments(recipe),
+        **_sharding_arguments(recipe.sharding),
     }
     if recipe.gradient_checkpointing:
         values[f"{checkpointing}_kwargs"] = {"use_reentrant": False}
@@ -80,10 +80,8 @@ def to_training_arguments(recipe: Recipe, output_dir: str = "out", **changes: An
     try:
         arguments = TrainingArguments(**values)
     except (ValueError, ImportError) as error:
-        reason = str(error).strip().splitlines()[0].rstrip(".")
-        raise RecipeError(
-            "precision", recipe.precision, f"transformers refuses it on this machine: {reason}"
-        ) from error
+        reason = "transformers refuses it on this machine: " + str(error).strip().splitlines()[0].rstrip(".")
+        raise RecipeError("precision", recipe.precision, reason) from error
     if without_tf32:
         arguments.tf32 = True
     return arguments
@@ -101,9 +99,8 @@ def from_training_arguments(args: "TrainingArguments", model: Any, **fields: Any
     Raises:
         RecipeError: arguments that no recipe models, or `fields` that contradict `args`.
     """
-    for name, harmless in UNMODELLED.items():
-        value = getattr(args, name, harmless[0])
-        if value not in harmless:
+    for name in UNMODELLED:
+        if value := getattr(args, name, None):
             raise RecipeError(name, value, "no recipe models what it does to memory: leave it at its default")
     said = {
         "batch_size": args.per_device_train_batch_size,
@@ -155,28 +152,19 @@ def _optimizer_options(recipe: Recipe) -> dict[str, float]:
     return options
 
 
-def _sharding_arguments(recipe: Recipe) -> dict[str, Any]:
-    """`fsdp` or `deepspeed` for the recipe's sharding; the number of ranks is the launcher's business."""
-    sharding = recipe.sharding
+def _sharding_arguments(sharding: Sharding | None) -> dict[str, Any]:
+    """`fsdp` or `deepspeed`; the number of ranks is the launcher's business, and "auto" leaves it to the arguments."""
     if sharding is None or sharding.engine == "ddp":
         return {}
     if sharding.engine == "fsdp":
         offload = {"cpu_offload": True} if sharding.offload else {}
         mode = "full_shard auto_wrap" if sharding.stage == 3 else "shard_grad_op auto_wrap"
         return {"fsdp": mode, "fsdp_config": {"version": 2, "reshard_after_forward": sharding.stage == 3, **offload}}
-    return {"deepspeed": _deepspeed_config(sharding)}
-
-
-def _deepspeed_config(sharding: Sharding) -> dict[str, Any]:
-    """The ZeRO part of a DeepSpeed configuration; "auto" leaves the rest to the other arguments."""
-    zero: dict[str, Any] = {"stage": sharding.stage}
-    if sharding.offload:
-        zero["offload_optimizer"] = {"device": "cpu"}
-    if sharding.offload == "parameters":
-        zero["offload_param"] = {"device": "cpu"}
+    parts = {"optimizer": ["offload_optimizer"], "parameters": ["offload_optimizer", "offload_param"]}
+    zero = {"stage": sharding.stage, **{key: {"device": "cpu"} for key in parts.get(sharding.offload, ())}}
     auto = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping")
     formats = {name: {"enabled": "auto"} for name in ("fp16", "bf16")}
-    return {"zero_optimization": zero, **dict.fromkeys(auto, "auto"), **formats}
+    return {"deepspeed": {"zero_optimization": zero, **dict.fromkeys(auto, "auto"), **formats}}
 
 
 def _precision(args: "TrainingArguments", wanted: str | None) -> str:

@@ -99,7 +99,7 @@ class Comparison:
         reference = sizes.pop(self.against)
         for label, size in sizes.items():
             known = size is not None and reference is not None
-            yield (label, size - reference, _relative(size, reference)) if known else (label, None, None)
+            yield (label, size - reference, difference(size, reference)) if known else (label, None, None)
 
     def _table(self, indent: str) -> list[tuple[str, ...]]:
         """The head and the lines as text; a row with intervals takes a second line, so that columns stay narrow."""
@@ -113,7 +113,10 @@ class Comparison:
                     cells += ["", ""] if change is None else [_signed(change, self.unit), _per_cent(relative)]
                 lines.append((indent + row.name, *cells))
                 if any(isinstance(value, Interval) for value in row.values):
-                    ranges = [_range(value, self.unit) for value in row.values]
+                    ranges = [
+                        f"{_bare(v.low, self.unit)}–{_bare(v.high, self.unit)}" if isinstance(v, Interval) else ""
+                        for v in row.values
+                    ]
                     lines.append((f"{indent}{row.name}, low–high", *ranges, *[""] * len(changes)))
         return lines
 
@@ -157,12 +160,14 @@ def compare(
 
 
 def difference(a: Report | Bytes | Interval | int, b: Report | Bytes | Interval | int) -> float:
-    """How far `a` is from `b`, relative to `b`: 0.03 when `a` is 3 % above. Reports are compared by their peak's total.
+    """How far `a` is from `b`, relative to `b`: 0.03 when `a` is 3 % above; infinite where only `b` is 0.
 
-    Raises:
-        ValueError: a report without figures, because the run did not end well.
+    Reports are compared by their peak's total. Raises ValueError for one without figures.
     """
-    return _relative(*map(_size, (a, b)))
+    value, reference = _number(a), _number(b)
+    if value == reference:
+        return 0.0
+    return (value - reference) / reference if reference else INFINITE[value < 0]
 
 
 def failure(report: Report) -> str:
@@ -244,24 +249,15 @@ def _outside(rows: Sequence[Row], labels: Sequence[str], unit: str) -> Iterator[
                 yield f"{row.name}: {labels[-1]} {true} is {side} the interval of {label}, {low} to {high}."
 
 
-def _number(value: Value) -> int | None:
-    """The bytes of a value, the likeliest of an interval, None for text."""
-    return None if isinstance(value, str) else value.value if isinstance(value, Interval) else value
-
-
-def _relative(value: int, reference: int) -> float:
-    """How far `value` is from `reference`, as a fraction of it; infinite where only the reference is 0."""
-    if value == reference:
-        return 0.0
-    return (value - reference) / reference if reference else float("inf") if value > 0 else float("-inf")
-
-
-def _size(value: Report | Bytes | Interval | int) -> int:
+def _number(value: Report | Bytes | Value) -> int | None:
+    """The bytes of a value: a report's peak, the likeliest of an interval, None for text."""
     if isinstance(value, Report):
         if value.status != "ok":
             raise ValueError(f"a report without figures cannot be compared ({failure(value)}).")
-        return value.peak.total
-    return value.total if isinstance(value, Bytes) else _number(value)
+        value = value.peak
+    if isinstance(value, Bytes):
+        return value.total
+    return None if isinstance(value, str) else value.value if isinstance(value, Interval) else value
 
 
 def _bare(n: int, unit: str) -> str:
@@ -272,17 +268,11 @@ def _cell(value: Value, unit: str) -> str:
     return "–" if value is None else value if isinstance(value, str) else _bare(_number(value), unit)
 
 
-def _range(value: Value, unit: str) -> str:
-    return f"{_bare(value.low, unit)}–{_bare(value.high, unit)}" if isinstance(value, Interval) else ""
-
-
 def _signed(change: int, unit: str) -> str:
-    return "0" if change == 0 else ("+" if change > 0 else "−") + _bare(abs(change), unit)
+    return "0" if change == 0 else f"{'+' if change > 0 else '−'}{_bare(abs(change), unit)}"
 
 
 def _per_cent(relative: float) -> str:
-    if relative == 0:
-        return "0"
     if abs(relative) >= 10:  # per cent no longer say anything
         return "–" if relative in INFINITE else f"×{relative + 1:,.0f}"
-    return f"{'+' if relative > 0 else '−'}{abs(relative):.2%}"
+    return "0" if relative == 0 else f"{'+' if relative > 0 else '−'}{abs(relative):.2%}"
