@@ -49,6 +49,10 @@ class Mistake:
     text: str
 
 
+class Numbers(dict):
+    """An answer that has been read: its numbers by name."""
+
+
 class Unclear(Exception):
     """An answer that is none; the message says why."""
 
@@ -96,20 +100,16 @@ class Number(Check):
             allowed = f"0 to {MOST_TOLERANT}: past that kB passes for KiB"
             raise ValueError(f"tolerance is {self.tolerance!r}, but allowed is {allowed}.")
 
-    def expand(self, thing: Any) -> dict[str, Any]:
+    def expand(self, thing: Any) -> Numbers:
         """The reference or a mistake as numbers with names."""
-        return {"": _value(thing)}
+        return Numbers({"": _value(thing)})
 
     def read(self, answer: Any) -> Mapping[str, Any]:
         """The reader's answer likewise. Raises Unclear."""
         return {"": answer}
 
-    def given(self, thing: Any) -> Any:
-        """The reference or a mistake as a reader would give it."""
-        return _value(thing)
-
     def verdict(self, answer: Any) -> Verdict:
-        references, found = self.expand(self.reference), self.read(answer)
+        references, found = self.expand(self.reference), answer if isinstance(answer, Numbers) else self.read(answer)
         missing = [name for name in references if found.get(name) is None or found[name] is ...]
         if missing:
             partly = Verdict(False, f"Not answered yet for {', '.join(missing)}.")
@@ -136,12 +136,14 @@ class Number(Check):
         return Verdict(False, f"{start}: {said}")
 
     def problems(self) -> list[str]:
-        found = [] if self(self.given(self.reference)).right else ["the check rejects its own reference"]
+        references = self.expand(self.reference)
+        found = [] if self(references).right else ["the check rejects its own reference"]
         for mistake in self.mistakes:
-            if unknown := self.expand(mistake.wrong).keys() - self.expand(self.reference):
+            wrong = self.expand(mistake.wrong)
+            if unknown := wrong.keys() - references:
                 found.append(f"a mistake speaks of {', '.join(unknown)}, which the reference does not have")
                 continue
-            verdict = self(self.given(mistake.wrong))
+            verdict = self(Numbers({**references, **wrong}))
             if verdict.right:
                 found.append(f"the check accepts the mistake {mistake.text!r}")
             elif verdict.text != mistake.text:
@@ -158,16 +160,13 @@ class Table(Number):
 
     reference: Mapping[Any, Real] | Callable[[], Mapping[Any, Real]]
 
-    def expand(self, thing: Any) -> dict[str, Any]:
-        return dict(_value(thing))
+    def expand(self, thing: Any) -> Numbers:
+        return Numbers(_value(thing))
 
     def read(self, answer: Any) -> Mapping[str, Any]:
         if not isinstance(answer, Mapping):
             raise Unclear(f"A dictionary was expected, not {_kind(answer)}.")
         return answer
-
-    def given(self, thing: Any) -> Any:
-        return {**_value(self.reference), **_value(thing)}
 
 
 @dataclass(frozen=True)
@@ -187,8 +186,9 @@ class Function(Number):
         if len(self.cases) < 3:
             raise ValueError("a function is checked over three configurations or more, or a constant could be right.")
 
-    def expand(self, thing: Any) -> dict[str, Any]:
-        return {", ".join(f"{name}={value!r}" for name, value in case.items()): thing(**case) for case in self.cases}
+    def expand(self, thing: Any) -> Numbers:
+        named = {", ".join(f"{name}={value!r}" for name, value in case.items()): case for case in self.cases}
+        return Numbers({name: thing(**case) for name, case in named.items()})
 
     def read(self, answer: Any) -> Mapping[str, Any]:
         if not callable(answer):
@@ -197,9 +197,6 @@ class Function(Number):
             return self.expand(answer)
         except Exception as error:
             raise Unclear(f"Your function fails with {type(error).__name__}: {error}.") from None
-
-    def given(self, thing: Any) -> Any:
-        return thing
 
     def problems(self) -> list[str]:
         constant = len(set(self.expand(self.reference).values())) == 1
