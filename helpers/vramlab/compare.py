@@ -5,12 +5,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
-from .report import CATEGORIES, PHASES, Bytes, Interval, Report, format_bytes, text_table
+from .report import CATEGORIES, PHASES, Bytes, GiB, Interval, KiB, MiB, Report, format_bytes, text_table
 
 # What a difference is taken against: a run outweighs a simulation, and a simulation a formula.
 STRENGTH = {"predicted": 0, "simulated": 1, "recorded": 2, "measured": 2}
 DEVICE_ROWS = ("allocated", "requested", "reserved", "process", "rss")
-UNITS = ("GiB", "MiB", "KiB", "B")
+UNIT_SIZES = {"GiB": GiB, "MiB": MiB, "KiB": KiB, "B": 1}
 INFINITE = (float("inf"), float("-inf"))  # relative to nothing
 Value = int | Interval | str | None
 
@@ -136,8 +136,7 @@ def compare(
         ValueError: nothing to compare, something that is no report, or different recipes.
     """
     pairs = list(zip(column_labels(reports, labels, same_recipe), reports, strict=True))
-    if unit not in UNITS:
-        raise ValueError(f"unit is {unit!r}, but allowed are {', '.join(UNITS)}.")
+    check_unit(unit)
     apart = _apart_in(reports)
     if not apart:
         pairs.sort(key=lambda pair: STRENGTH[pair[1].source])
@@ -168,6 +167,13 @@ def difference(a: Report | Bytes | Interval | int, b: Report | Bytes | Interval 
     if value == reference:
         return 0.0
     return (value - reference) / reference if reference else INFINITE[value < 0]
+
+
+def check_unit(unit: str) -> int:
+    """How many bytes a unit is. Raises ValueError for unknown ones."""
+    if unit not in UNIT_SIZES:
+        raise ValueError(f"unit is {unit!r}, but allowed are {', '.join(UNIT_SIZES)}.")
+    return UNIT_SIZES[unit]
 
 
 def failure(report: Report) -> str:

@@ -3,10 +3,10 @@
 import math
 from collections.abc import Iterator, Mapping, Sequence
 
-from ..report import CATEGORIES, Bytes, GiB, Interval, KiB, MiB, Report, format_bytes
+from ..compare import check_unit
+from ..report import CATEGORIES, Bytes, Interval, Report, format_bytes
 from . import style
 
-UNIT_SIZES = {"GiB": GiB, "MiB": MiB, "KiB": KiB, "B": 1}
 Split = Bytes | Mapping[str, float]
 
 
@@ -22,13 +22,6 @@ def size_of(value: Report | Bytes | Interval | Split | float) -> float:
     if isinstance(value, Bytes | Mapping):
         return sum(n for _, n in value.items())
     return value.value if isinstance(value, Interval) else value
-
-
-def check_unit(unit: str) -> int:
-    """How many bytes a unit is. Raises ValueError for unknown ones."""
-    if unit not in UNIT_SIZES:
-        raise ValueError(f"unit is {unit!r}, but allowed are {', '.join(UNIT_SIZES)}.")
-    return UNIT_SIZES[unit]
 
 
 def amount(n: float, unit: str = "GiB") -> str:
