@@ -42,6 +42,7 @@ OPTIMIZERS = (
     "rmsprop",
     "adafactor",
 )
+MOST_LAYERS = 1000  # every weight is listed by name; the deepest model of the catalogue has 126 layers
 ALIASES = {
     "adamw_8bit": "adamw_bnb_8bit",
     "adamw": "adamw_torch",
@@ -130,6 +131,8 @@ class Recipe:
 
     def _check_against_shape(self, set_) -> None:
         shape = self.shape
+        if max(shape.num_layers, shape.num_decoder_layers or 0) > MOST_LAYERS:
+            raise RecipeError("num_layers", shape.num_layers, f"models of up to {MOST_LAYERS:,} layers can be described")
         if shape.task == "image-classification":
             if self.seq_len not in (None, shape.image_tokens):
                 raise RecipeError(
