@@ -1,6 +1,5 @@
 """Witnesses beside each other: every category, how far each is from the strongest witness, what is unexplained."""
 
-import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -33,7 +32,6 @@ class Comparison:
         unit: what sizes are shown in; inside they are bytes.
         labels: one per report with figures, the source where that tells them apart.
         against: the label of the report that differences are taken against, None without reports.
-        reports: those with figures, in the order of `labels`.
         rows: the lines of the table.
         failed: a line of text per report without figures (out of memory).
         notes: what the reader has to know before trusting a difference.
@@ -43,7 +41,6 @@ class Comparison:
     unit: str
     labels: tuple[str, ...]
     against: str | None
-    reports: tuple[Report, ...]
     rows: tuple[Row, ...]
     failed: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
@@ -55,26 +52,12 @@ class Comparison:
                 return row
         raise ValueError(f"this comparison has no row {name!r}: it has {', '.join(row.name for row in self.rows)}.")
 
-    def to_dict(self) -> dict:
-        """A JSON-ready dictionary: sizes in bytes, `relative` differences as fractions (0.03 is 3 %)."""
-        rows = []
-        for row in self.rows:
-            values = {
-                k: vars(v) if isinstance(v, Interval) else v for k, v in zip(self.labels, row.values, strict=True)
-            }
-            changes = {
-                label: {"bytes": change, "relative": None if relative in INFINITE else relative}
-                for label, change, relative in self._differences(row)
-            }
-            rows.append({"section": row.section, "name": row.name, "values": values, "differences": changes})
-        named = zip(self.labels, self.reports, strict=True)
-        reports = [{"label": label, "source": r.source, "target": r.target, "title": r.title} for label, r in named]
-        texts = {"failed": list(self.failed), "notes": list(self.notes)}
-        return {"title": self.title, "against": self.against, "reports": reports, "rows": rows, **texts}
-
-    def to_json(self, indent: int | None = None) -> str:
-        """`to_dict` as JSON text."""
-        return json.dumps(self.to_dict(), indent=indent)
+    def differences(self, name: str) -> dict[str, tuple[int, float]]:
+        """Of the line called `name`: bytes and fraction (0.03 is 3 %) by label, for all that can be held against one."""
+        sizes = {label: _number(value) for label, value in zip(self.labels, self.row(name).values, strict=True)}
+        reference = sizes.pop(self.against)
+        known = {label: size for label, size in sizes.items() if size is not None and reference is not None}
+        return {label: (size - reference, difference(size, reference)) for label, size in known.items()}
 
     def __str__(self) -> str:
         table = self._table("  ")
@@ -93,23 +76,18 @@ class Comparison:
         against = [f"Δ is taken against {self.against}; a plain 0 is equality to the byte."] if several else []
         return [*against, *self.failed, *(f"note: {note}" for note in self.notes)]
 
-    def _differences(self, row: Row) -> Iterator[tuple[str, int | None, float | None]]:
-        """Label, bytes and fraction for each report but the one they are taken against."""
-        sizes = {label: _number(value) for label, value in zip(self.labels, row.values, strict=True)}
-        reference = sizes.pop(self.against)
-        for label, size in sizes.items():
-            known = size is not None and reference is not None
-            yield (label, size - reference, difference(size, reference)) if known else (label, None, None)
-
     def _table(self, indent: str) -> list[tuple[str, ...]]:
         """The head and the lines as text; a row with intervals takes a second line, so that columns stay narrow."""
-        changes = [text for label in self.labels if label != self.against for text in (f"Δ {label}", "Δ %")]
+        others = [label for label in self.labels if label != self.against]
+        changes = [text for label in others for text in (f"Δ {label}", "Δ %")]
         lines = [(self.unit, *self.labels, *changes)]
         for section, rows in groupby(self.rows, key=lambda row: row.section):
             lines.append((section, *[""] * (len(lines[0]) - 1)))
             for row in rows:
                 cells = [_cell(value, self.unit) for value in row.values]
-                for _, change, relative in self._differences(row):
+                found = self.differences(row.name)
+                for label in others:
+                    change, relative = found.get(label, (None, 0.0))
                     cells += ["", ""] if change is None else [_signed(change, self.unit), _per_cent(relative)]
                 lines.append((indent + row.name, *cells))
                 if any(isinstance(value, Interval) for value in row.values):
@@ -149,13 +127,13 @@ def compare(
     if len({r.peak_phase for _, r in good}) > 1:
         where = ", ".join(f"{label} in {r.peak_phase}" for label, r in good)
         notes.append(f"the peaks stand in different phases ({where}), so their categories are not of the same moment.")
-    names, columns = (tuple(part) for part in zip(*good, strict=True)) if good else ((), ())
-    rows = tuple(_rows(columns)) if good else ()
+    names = tuple(label for label, _ in good)
+    rows = tuple(_rows([r for _, r in good])) if good else ()
     if not apart:
         notes += _outside(rows, names, unit)
     against = good[0 if apart else -1][0] if good else None
     title = "different recipes, named in the notes" if apart else pairs[-1][1].title
-    return Comparison(title, unit, names, against, columns, rows, failed, tuple(notes))
+    return Comparison(title, unit, names, against, rows, failed, tuple(notes))
 
 
 def difference(a: Report | Bytes | Interval | int, b: Report | Bytes | Interval | int) -> float:
