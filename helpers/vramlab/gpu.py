@@ -139,22 +139,17 @@ def _table() -> tuple[Gpu, ...]:
 
 def _read(entry: dict[str, Any]) -> Gpu:
     total, nvlink, context = entry["total_mib"], entry["nvlink_gb_s"], entry.get("context_mib")
+    same = ("name", "memory_gb", "pcie", "architecture", "source", "total_source", "note")
     return Gpu(
-        name=entry["name"],
+        **{field: entry[field] for field in same if field in entry},
         compute_capability=tuple(int(n) for n in entry["compute_capability"].split(".")),
-        memory_gb=entry["memory_gb"],
         total=total * MiB if total else entry["memory_gb"] * GiB,
         total_known=total is not None,
         bandwidth=entry["bandwidth_gb_s"] * 1e9,
         rates=tuple((form, rate * 1e12) for form, rate in entry["peak_tflops"].items()),
         nvlink=nvlink * 1e9 if nvlink else None,
-        pcie=entry["pcie"],
         tdp=entry["tdp_w"],
         context=int(context * MiB) if context else None,
-        architecture=entry["architecture"],
-        source=entry["source"],
-        total_source=entry["total_source"],
-        note=entry.get("note", ""),
         aliases=tuple(entry["aliases"]),
     )
 
