@@ -6,8 +6,8 @@ import pytest
 import torch
 from tiny_models import TINY, config
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from vramlab import formulas
 from vramlab.errors import RecipeError
+from vramlab.formulas.stored import held, parameter_bytes
 from vramlab.models import build_model, real_tensors, weight_dtype
 from vramlab.recipe import LoRA, Quantization, Recipe
 from vramlab.training import build, train_step
@@ -157,8 +157,8 @@ def test_four_bit_bases_are_those_that_from_pretrained_loads(family, double, dty
     states = [[p.quant_state.dtype for p in m.parameters() if hasattr(p, "quant_state")] for m in (ours, theirs)]
     assert states[0] == states[1] and set(states[0]) == {dtype}
     blocks = sum(-(-size // 512) * 512 * n for (_, _, size), n in stored(theirs).items())
-    adapters = sum(row.count * row.size for row in formulas.held(recipe) if row.trained)
-    assert blocks == formulas.parameter_bytes(recipe) - adapters
+    adapters = sum(row.count * row.size for row in held(recipe) if row.trained)
+    assert blocks == parameter_bytes(recipe) - adapters
 
 
 def test_prepared_bases_keep_the_rest_in_fp32():

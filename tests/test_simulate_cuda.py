@@ -9,13 +9,13 @@ import torch
 from tiny_models import config, quick_collections  # noqa: F401
 from torch._subclasses import fake_impls
 from torch.nn import functional as F
-from vramlab.cuda import ALLOCATION_UNIT, attention_kernel, cuda_kernels
+from vramlab.cuda import attention_kernel, cuda_kernels
 from vramlab.cuda_autocast import FP32, FP32_BY_DTYPE, LOWER, PROMOTE, WITH_DTYPE, cpu_only
 from vramlab.cuda_scratch import kernel_scratch
 from vramlab.fakes import fake_world
 from vramlab.gpu import find_gpu
 from vramlab.history import History
-from vramlab.overhead import torch_release
+from vramlab.overhead import UNIT, torch_release
 from vramlab.recipe import Loop, LoRA, Quantization, Recipe
 from vramlab.report import MiB
 from vramlab.simulate import simulate, trace
@@ -283,7 +283,7 @@ def test_rms_norm_is_one_kernel():
 
 
 def up(size: int) -> int:
-    return -(-size // ALLOCATION_UNIT) * ALLOCATION_UNIT
+    return -(-size // UNIT) * UNIT
 
 
 def test_every_block_is_a_multiple_of_512_bytes():

@@ -14,11 +14,9 @@ import bisect
 from dataclasses import dataclass, field
 
 from .errors import VramLabError
+from .overhead import LARGE_REQUEST, LARGE_SEGMENT, ROUND_LARGE, SMALL_BLOCK, SMALL_SEGMENT, UNIT
 from .report import format_bytes
 from .tracker import Storage
-
-UNIT, SMALL, SMALL_SEGMENT = 512, 1 << 20, 2 << 20
-LARGE_SEGMENT, LARGE_REQUEST, ROUND_LARGE = 20 << 20, 10 << 20, 2 << 20
 
 
 class AllocatorError(VramLabError, MemoryError):
@@ -61,7 +59,7 @@ class Allocator:
         Raises AllocatorError where `limit` leaves no room for it.
         """
         size = max(UNIT, -(-size // UNIT) * UNIT)
-        small = size <= SMALL
+        small = size <= SMALL_BLOCK
         pool = self._pools[small]
         index = self._fitting(pool, size)
         block = pool.pop(index)[2] if index < len(pool) else self._segment(size, small)
@@ -99,7 +97,7 @@ class Allocator:
 
     def _splits(self, left: int, small: bool) -> bool:
         """Whether what is left of a block becomes a block of its own."""
-        return left >= UNIT if small else left > SMALL
+        return left >= UNIT if small else left > SMALL_BLOCK
 
     def _segment(self, size: int, small: bool) -> Block:
         """A new segment's only block, taken out of its pool."""

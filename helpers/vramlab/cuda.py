@@ -31,7 +31,6 @@ from torch.overrides import TorchFunctionMode
 from . import cuda_autocast
 from .overhead import cublas_workspace, torch_release
 
-ALLOCATION_UNIT = 512
 FACTORIES = (torch.tensor, torch.arange, torch.zeros, torch.ones, torch.full, torch.empty, torch.linspace)
 HALF = (torch.float16, torch.bfloat16)
 

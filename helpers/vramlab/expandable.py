@@ -10,7 +10,8 @@ every page that lies whole in a free block.
 import bisect
 from dataclasses import dataclass, field
 
-from .allocator import LARGE_SEGMENT, SMALL_SEGMENT, UNIT, Allocator, Block
+from .allocator import Allocator, Block
+from .overhead import LARGE_SEGMENT, SMALL_SEGMENT, UNIT
 
 START, LENGTH = LARGE_SEGMENT << 30, LARGE_SEGMENT << 20  # of a stretch, in whole pages of both kinds
 

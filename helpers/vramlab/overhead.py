@@ -5,6 +5,13 @@ from functools import cache
 
 from .report import Interval, MiB
 
+# torch's allocator (c10/cuda/CUDACachingAllocator.cpp): kMinBlockSize; kSmallSize and kSmallBuffer, the segment that
+# requests up to that share; kMinLargeAlloc and kLargeBuffer, the segment of larger ones below it; kRoundLarge, to which
+# a segment of its own is rounded up. Of a large segment no rest of kSmallSize or less is split off.
+UNIT = 512
+SMALL_BLOCK, SMALL_SEGMENT = 1 * MiB, 2 * MiB
+LARGE_REQUEST, LARGE_SEGMENT, ROUND_LARGE = 10 * MiB, 20 * MiB, 2 * MiB
+
 # What a process holds outside torch's allocator: CUDA's context, the code of loaded kernels, library handles. It is no
 # constant: torch sets CUDA_MODULE_LOADING=LAZY, so a kernel's code comes in at its first use. The bare context is the
 # low end; cuBLAS, cuDNN, bitsandbytes and NCCL add to it as a run uses them; it grows with the card's multiprocessors
@@ -14,6 +21,11 @@ from .report import Interval, MiB
 # 1,008 MiB on a Titan V before lazy loading (PyTorch issue 28394); 1.79 GiB with a server's kernels loaded
 # on an H100 (vLLM pull request 10511).
 CONTEXT = Interval(133 * MiB, 287_047_680, 1823 * MiB)
+
+
+def rounded(size: int) -> int:
+    """`size` bytes as the CUDA allocator hands them out."""
+    return -(-size // UNIT) * UNIT
 
 
 def cublas_workspace(compute_capability: tuple[int, int], torch_version: str | None = None) -> int:

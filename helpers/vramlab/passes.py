@@ -18,9 +18,9 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from .cuda import ALLOCATION_UNIT
 from .history import History, merge
 from .nvml import Sensors, nvml_snapshot
+from .overhead import UNIT
 from .recipe import Recipe
 from .report import Bytes, Phase, Report, Speed
 from .resident import peak_rss
@@ -149,7 +149,7 @@ def tracked_pass(recipe: Recipe, device: str, truth: Truth) -> Report:
     """Two steps under the tracker: the split of `truth`. On CUDA every phase is balanced against the allocator."""
     cuda = device == "cuda"
     training = prepare(recipe, device)
-    tracker = Tracker(device, round_to=ALLOCATION_UNIT if cuda else 1)
+    tracker = Tracker(device, round_to=UNIT if cuda else 1)
     readings: list[Reading] = []  # as each phase begins, of the stretch before it
 
     def read() -> None:

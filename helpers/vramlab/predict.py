@@ -1,18 +1,18 @@
 """Pencil and paper: the bytes of a training step from the model's shape alone. No torch, no model, about a millisecond.
 
-    held       parameters + buffers + inputs + gradients + optimizer states + workspaces   (`formulas`, `states`, `zero`)
-    forward    + what a layer keeps × layers + the last one's temporaries, then logits and loss (`account`)
-    backward   + the loss's gradients, then layer by layer what is kept less, and gradients more (`account`)
-    step       + the optimizer's temporaries                                                  (`updates`)
+    held       parameters + buffers + inputs + gradients + optimizer states + workspaces    (`formulas.stored`, `.shards`)
+    forward    + what a layer keeps × layers + the last one's temporaries, then logits and loss (`formulas.account`)
+    backward   + the loss's gradients, then layer by layer what is kept less, and gradients more (`formulas.account`)
+    step       + the optimizer's temporaries                                                  (`formulas.step`)
 
-The peak is the highest of these moments. `account` enters the operators of a layer or two in a ledger (`ledger`,
-`operators`, `decoders`, …) and counts the rest of the stack by multiplication.
+The peak is the highest of these moments.
 """
 
 from collections import Counter
 
-from . import formulas, reserve, states, updates, zero
-from .account import Account
+from .formulas import reserved, shards, stored
+from .formulas.account import Account, Moment
+from .formulas.step import step_temporaries
 from .gpu import Gpu, find_gpu
 from .overhead import cublas_workspace
 from .recipe import Recipe
@@ -35,13 +35,20 @@ def predict(recipe: Recipe, gpu: str | Gpu | None = None) -> Report:
         GpuError: no such card.
     """
     card = find_gpu(gpu) if gpu else None
-    account = Account(recipe, card.compute_capability if card else USUAL, gradients_exist=_gradients_exist(recipe))
-    share = zero.shares(recipe)
-    phases, moments = _phases(recipe, account, _held(recipe, card), share)
+    gradients_exist = recipe.gradient_accumulation_steps > 1 or not recipe.loop.set_to_none  # when backward begins
+    account = Account(recipe, card.compute_capability if card else USUAL, gradients_exist)
+    moments = {phase: account.peak(phase) for phase in ("forward", "backward")}
+    share = shards.shares(recipe)
+    phases = {}
+    for name, pair in _splits(recipe, account, moments, card).items():
+        peak, end = (shards.divide(split, share, name in moments) for split in pair)
+        phases[name] = Phase(
+            *(Bytes(**{category: split[category] for category in CATEGORIES}) for split in (peak, end))
+        )
     name = max(phases, key=lambda phase: phases[phase].peak.total)
     peak = phases[name].peak
-    groups, places = _groups(recipe, account, moments.get(name), name, peak)
-    inside = reserve.reserved(_blocks(recipe, groups, peak), peak.total, account.approximate)
+    groups = _groups(recipe, account, moments.get(name), peak)
+    inside = reserved.reserved(_blocks(groups, peak), peak.total, account.approximate)
     return Report(
         source="predicted",
         recipe=recipe.to_dict(),
@@ -50,119 +57,95 @@ def predict(recipe: Recipe, gpu: str | Gpu | None = None) -> Report:
         phases=phases,
         peak=peak,
         peak_phase=name,
-        largest=_largest(groups, places, share),
+        largest=_largest(groups, share),
         reserved=inside,
-        process=reserve.process(inside, card),
+        process=reserved.process(inside, card),
         notes=_notes(recipe, account, card),
     )
 
 
-def _gradients_exist(recipe: Recipe) -> bool:
-    """Whether backward finds gradients already there: an earlier micro-batch's, or zeros."""
-    return recipe.gradient_accumulation_steps > 1 or not recipe.loop.set_to_none
-
-
-def _held(recipe: Recipe, card: Gpu | None) -> dict[str, Counter]:
-    """Bytes by category of what was loaded, of what stays beside it between steps, and of all gradients."""
-    slack = states.slack_bytes(recipe)
-    workspace = card.cublas_workspace if card else cublas_workspace(USUAL)
-    gradients = Counter(gradients=formulas.gradient_bytes(recipe), workspace=slack["gradients"])
-    return {
-        "loaded": Counter(
-            parameters=formulas.parameter_bytes(recipe),
-            buffers=formulas.buffer_bytes(recipe),
-            inputs=formulas.input_bytes(recipe),
-            workspace=slack["parameters"],
-        ),
-        "kept": Counter(
-            optimizer_states=states.optimizer_state_bytes(recipe),
-            workspace=2 * workspace + slack["optimizer_states"],  # one handle in forward's thread, one in backward's
-        ),
-        "gradients": Counter() if recipe.loop.optimizer_in_backward else gradients,
-    }
-
-
-def _phases(recipe: Recipe, account: Account, held: dict[str, Counter], share: zero.Shares):
-    """Each phase's split at peak and end, and the ledger's events of the peaks."""
-    loop, exist = recipe.loop, _gradients_exist(recipe)
-    moments = {phase: account.peak(phase) for phase in ("forward", "backward")}
+def _splits(recipe: Recipe, account: Account, moments: dict[str, Moment], card: Gpu | None) -> dict[str, tuple]:
+    """Each phase's bytes by category at its peak and at its end."""
+    loop, slack = recipe.loop, stored.slack_bytes(recipe)
+    exist = recipe.gradient_accumulation_steps > 1 or not loop.set_to_none
     ends = [account.last("forward"), account.last("backward")]
     forward, backward, forward_end, backward_end = account.splits([*moments.values(), *ends])
-    loaded, gradients = held["loaded"], held["gradients"]
-    always = loaded + held["kept"]
+    loaded = Counter(
+        parameters=stored.parameter_bytes(recipe),
+        buffers=stored.buffer_bytes(recipe.shape),
+        inputs=stored.input_bytes(recipe),
+        workspace=slack["parameters"],
+    )
+    handle = card.cublas_workspace if card else cublas_workspace(USUAL)  # one in forward's thread, one in backward's
+    always = loaded + Counter(
+        optimizer_states=stored.optimizer_state_bytes(recipe), workspace=2 * handle + slack["optimizer_states"]
+    )
+    gradients, none = Counter(gradients=stored.gradient_bytes(recipe), workspace=slack["gradients"]), Counter()
+    if loop.optimizer_in_backward:
+        gradients = none
     outputs = Counter({category: n for category, n in backward_end.items() if category != "gradients"})
-    before = gradients if exist or loop.zero_grad == "before_backward" else Counter()
-    during = gradients if exist else Counter()
-    after = always + outputs
-    rest = after + (gradients if loop.zero_grad != "end" or not loop.set_to_none else Counter())
-    step = after + gradients + Counter(temporaries=int(updates.step_temporaries(recipe) * share.states))
-    splits = {
+    before = gradients if exist or loop.zero_grad == "before_backward" else none
+    during = always + (gradients if exist else none)
+    rest = always + outputs + (gradients if loop.zero_grad != "end" or not loop.set_to_none else none)
+    states = recipe.sharding and shards.shares(recipe).optimizer_states
+    temporaries = int(step_temporaries(recipe) * (1.0 if states is None else states))
+    return {
         "load": (loaded, loaded),
-        "forward": (always + before + outputs + forward, always + during + forward_end),
-        "backward": (always + during + backward, always + during + backward_end),
-        "step": (step, rest),
+        "forward": (always + before + outputs + forward, during + forward_end),
+        "backward": (during + backward, during + backward_end),
+        "step": (always + outputs + gradients + Counter(temporaries=temporaries), rest),
         "between_steps": (rest, rest),
     }
-    phases = {}
-    for name, pair in splits.items():
-        peak, end = (zero.divide(split, share, name in moments) for split in pair)
-        phases[name] = Phase(_bytes(peak), _bytes(end))
-    return phases, moments
 
 
-def _bytes(split: Counter) -> Bytes:
-    return Bytes(**{category: split[category] for category in CATEGORIES})
+def _groups(recipe: Recipe, account: Account, moment: Moment | None, peak: Bytes) -> dict[tuple, list]:
+    """The blocks alive at the peak: (bytes, category, shape, dtype, what made it) to [how many, where one is, sizes].
 
-
-def _groups(recipe: Recipe, account: Account, moment, phase: str, peak: Bytes) -> tuple[Counter, dict]:
-    """The blocks alive at the peak: (bytes, category, shape, dtype, what made it) to how many, and where one of them is."""
+    `moment` is that of the peak, None outside forward and backward.
+    """
     half = "float16" if recipe.precision.startswith("fp16") else "bfloat16"
-    groups: Counter = Counter()
-    places: dict[tuple, str] = {}
-    for row in formulas.held(recipe):
-        stored = "uint8" if row.quantized else half if row.width == 2 else "float32"
-        found = [(formulas.row_bytes(row), "parameters", row.shape, stored, "loaded")]
-        if row.trained and peak.optimizer_states:
-            found.append((states.state_bytes(row, recipe), "optimizer_states", row.shape, stored, recipe.optim))
-        if row.trained and peak.gradients and phase not in ("forward", "backward"):
-            found.append((row.size, "gradients", row.shape, stored, "backward"))
-        for key in found:
-            groups[key] += row.count
-            places.setdefault(key, row.name)
-    if moment:
-        for times, entry in account.alive(moment):
-            key = (entry.size, entry.category, entry.shape, half if entry.width == 2 else DTYPES[entry.width], entry.op)
-            groups[key] += times
-            places.setdefault(key, entry.where)
-    return groups, places
+    groups: dict[tuple, list] = {}
+
+    def add(count: int, sizes: tuple[int, ...], category: str, shape, dtype: str, op: str, where: str) -> None:
+        group = groups.setdefault((sum(sizes), category, shape, dtype, op), [0, where, sizes])
+        group[0] += count
+
+    for row in stored.held(recipe):
+        dtype = half if row.width == 2 else "float32"
+        add(row.count, row.blocks, "parameters", row.shape, "uint8" if row.quantized else dtype, "loaded", row.name)
+        if row.states and peak.optimizer_states:
+            add(row.count, row.states, "optimizer_states", row.shape, dtype, recipe.optim, row.name)
+        if row.trained and peak.gradients and not moment:
+            add(row.count, (row.size,), "gradients", row.shape, dtype, "backward", row.name)
+    for times, entry in account.alive(moment) if moment else ():
+        dtype = half if entry.width == 2 else DTYPES[entry.width]
+        add(times, (entry.size,), entry.category, entry.shape, dtype, entry.op, entry.where)
+    return groups
 
 
-def _blocks(recipe: Recipe, groups: Counter, peak: Bytes) -> Counter:
-    """Sizes of the blocks alive at the peak, to how many: each state is a block of its own."""
+def _blocks(groups: dict[tuple, list], peak: Bytes) -> Counter:
+    """Sizes of the blocks alive at the peak, to how many."""
     blocks: Counter = Counter()
-    several = max(1, formulas.STATES[recipe.optim][0])
-    for (size, category, *_), count in groups.items():
-        each = several if category == "optimizer_states" else 1
-        blocks[size // each] += count * each
+    for count, _, sizes in groups.values():
+        for size in sizes:
+            blocks[size] += count
     rest = peak.total - sum(size * count for size, count in blocks.items())
     if rest > 0:  # the optimizer step's temporaries, cuBLAS's workspaces, gradients of layers already done
         blocks[rest] += 1
     return blocks
 
 
-def _largest(groups: Counter, places: dict, share: zero.Shares) -> list[Tensor]:
+def _largest(groups: dict[tuple, list], share: shards.Shares) -> list[Tensor]:
     """The largest groups of equal tensors; a sharded category's are one rank's share."""
-    left = {"parameters": share.parameters, "gradients": share.gradients, "optimizer_states": share.states}
     found = []
-    for (size, category, *rest), count in groups.items():
-        size_here = int(size * left.get(category, 1.0))
-        if size_here:
-            found.append(Tensor(size_here, category, *rest, where=places[size, category, *rest], count=count))
+    for (size, category, *rest), (count, where, _) in groups.items():
+        if here := int(size * getattr(share, category, 1.0)):
+            found.append(Tensor(here, category, *rest, where=where, count=count))
     return sorted(found, key=lambda tensor: -tensor.size * tensor.count)[:LISTED]
 
 
 def _notes(recipe: Recipe, account: Account, card: Gpu | None) -> list[str]:
-    notes = zero.notes(recipe)
+    notes = shards.notes(recipe)
     if account.approximate:
         notes.append(
             f"{recipe.shape.family}: weights are exact; activations are those of the nearest generic decoder, "

@@ -13,14 +13,14 @@ import torch
 
 from . import any_module
 from . import training as tr
-from .cuda import ALLOCATION_UNIT, CudaKernels, cublas_workspaces
+from .cuda import CudaKernels, cublas_workspaces
 from .cuda_scratch import kernel_scratch
 from .deepen import GROUPS, NotRegular, deepen
 from .errors import RecipeError
 from .fakes import fake_world
 from .gpu import Gpu, find_gpu
 from .history import History, largest
-from .overhead import CONTEXT
+from .overhead import CONTEXT, UNIT
 from .recipe import Loop, Recipe
 from .report import Interval, MiB, Report, environment
 from .tracked import run_tracked
@@ -114,7 +114,7 @@ def make_tracker(training: tr.Training, card: Gpu | None, kernels: CudaKernels |
     tracker = Tracker("cpu")
     if kernels:
         kernels.on_host = tracker.forget
-        tracker.round_to, tracker.scratch = ALLOCATION_UNIT, kernel_scratch
+        tracker.round_to, tracker.scratch = UNIT, kernel_scratch
         tracker.at_phase = cublas_workspaces(card)
     # A fake tensor has no values to read: every mask is full, every count is one, and no gradient overflowed.
     tracker.constant = {torch.bool: True, **dict.fromkeys(FLOATS, 1.0), torch.int64: 1}

@@ -20,9 +20,9 @@ from typing import Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from .cuda import ALLOCATION_UNIT
 from .errors import VramLabError
 from .history import History
+from .overhead import UNIT
 from .report import Report
 from .simulate import to_report
 from .tracked import claim_model, claim_states, gradients_named
@@ -65,7 +65,7 @@ class watch:
     def __enter__(self) -> "watch":
         if self._running:
             raise VramLabError("this watch is running: take another one for a block inside its block")
-        self.tracker = Tracker(self._device, round_to=ALLOCATION_UNIT if self.target == "cuda" else 1)
+        self.tracker = Tracker(self._device, round_to=UNIT if self.target == "cuda" else 1)
         self.history = None
         self._parameters = {id(p) for p in self.model.parameters()}
         self._backwards, self._stepped = 0, False

@@ -12,11 +12,11 @@ from functools import cache
 from math import prod
 from typing import Any
 
-from ..allocator import ROUND_LARGE, Allocator
+from ..allocator import Allocator
 from ..claims import Finding
 from ..errors import RecordError
 from ..gpu import find_gpu
-from ..overhead import CONTEXT, cublas_workspace
+from ..overhead import CONTEXT, ROUND_LARGE, cublas_workspace
 from ..predict import predict
 from ..recipe import Loop, Recipe
 from ..records import find_record

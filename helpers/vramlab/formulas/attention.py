@@ -4,12 +4,9 @@ The kernels themselves (Dao 2023; Rabe and Staats 2021) keep queries, keys, valu
 the matrix of scores, batch × heads × tokens², exists only where the attention is written out ("eager", "math").
 """
 
-from math import ceil
-
-from .blocks import Block, Tensor
-from .ledger import CAST, Replay
-from .linears import Linears
-from .operators import FP32, HALF
+from .ledger import CAST, Tensor
+from .operators import Operators
+from .stored import FP32, HALF
 
 
 def kernel_of(
@@ -38,51 +35,45 @@ def kernel_of(
     return "math" if head_dim % aligned else "efficient"
 
 
-class Attention(Linears):
+class Attention(Operators):
     """Operators of attention. q is batch × heads × tokens × channels; k and v may have fewer heads.
 
     Args:
         implementation: "sdpa", "flash_attention_2" or "eager".
-        bf16: half precision is bf16. `capability` is the GPU's.
+        bf16: half precision is bf16. `capability` is the GPU's. `grouping`: shared keys are announced (`enable_gqa`).
     """
 
-    def __init__(self, *args, implementation: str = "sdpa", bf16: bool = True, capability=(8, 0), **kwargs):
-        super().__init__(*args, **kwargs)
+    def __init__(self, *args, implementation: str, bf16: bool, capability, causal: bool, grouping: bool):
+        super().__init__(*args)
         self.implementation, self.bf16, self.capability = implementation, bf16, capability
-        self.causal, self.grouping = True, True  # grouping: shared keys are announced (`enable_gqa`)
-        self.returned_weights: Tensor | None = None  # the layer gets them beside the output and holds them to its end
+        self.causal, self.grouping = causal, grouping
+        self.layer_holds: list[Tensor] = []  # by name, to its end
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, p: float, softmax_fp32=True, **eager):
-        """The recipe's kernel; the result is batch × tokens × (heads · channels)."""
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, p: float, **eager) -> Tensor:
+        """`scaled_dot_product_attention`, or `written_out`; the result is batch × tokens × (heads · channels)."""
         if self.implementation == "eager":
-            return self.written_out(q, k, v, mask, p, softmax_fp32, **eager)
-        return self.fused(q, k, v, mask, p)
-
-    def fused(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, p: float) -> Tensor:
-        """`scaled_dot_product_attention`. With a mask transformers repeats shared keys and values itself."""
+            return self.written_out(q, k, v, mask, p, **eager)
         b, heads, n, d = q.shape
-        if mask is not None:
-            k, v, mask = self.repeat(k, heads), self.repeat(v, heads), self.cast(mask)
-        q, k, v = self.cast(q), self.cast(k), self.cast(v)
+        if mask is not None:  # then transformers repeats shared keys and values itself
+            k, v = self.repeat(k, heads), self.repeat(v, heads)
+        q, k, v, mask = self.cast(q), self.cast(k), self.cast(v), self.cast(mask)
         m, fewer = k.shape[2], k.shape[1] != heads
-        grouped = fewer and self.grouping
-        kernel = kernel_of(q.width, d, mask is not None, grouped, self.bf16, self.capability, p)
+        masked, grouped = mask is not None, fewer and self.grouping
+        kernel = kernel_of(q.width, d, masked, grouped, self.bf16, self.capability, p)
         if self.implementation == "flash_attention_2":
             kernel = "flash"
         if kernel == "math":
             return self.in_single_operators(q, k, v, mask, p)
-        if kernel == "flash":
-            rows, wide = -(-n // 128) * 128, -(-d // 32) * 32
-            extra = FP32 * b * heads * rows * (wide + 1)  # dQ is summed up in fp32 (flash_api.cpp, mha_bwd)
-            if fewer:  # and dK, dV exist for every query head before they are summed
+        wide, lines = FP32 * -(-d // 32) * 32, (b, heads, n)  # dQ is summed up in fp32
+        if kernel == "flash":  # flash_api.cpp, mha_bwd
+            extra = b * heads * -(-n // 128) * 128 * (wide + FP32)
+            if fewer:  # dK, dV exist for every query head before they are summed
                 extra += 2 * b * heads * m * d * k.width
-            lines = (b, heads, n)
         else:
-            extra = FP32 * b * heads * n + (FP32 * b * heads * n * -(-d // 32) * 32 if q.width == HALF else 0)
-            lines = (b, heads, 32 * ceil(n / 32))
-        name = "flash_attention" if kernel == "flash" else "efficient_attention"
+            extra, lines = b * heads * n * (FP32 + (wide if q.width == HALF else 0)), (b, heads, -(-n // 32) * 32)
+        name = f"{kernel}_attention"
         out, sums = self.tensor(name, (b, n, heads, d), q.width), self.tensor(name, lines, FP32)
-        inputs = [q, k, v] if mask is None else [q, k, v, mask]
+        inputs = [q, k, v, mask] if masked else [q, k, v]
         saves = [*inputs, out, sums]
         y = self.op(name, inputs, (b, n, heads * d), q.width, saves=saves, extra=extra, block=out.block)
         # flash writes its output in the order of the queries' memory; heads come apart again by a copy
@@ -101,9 +92,34 @@ class Attention(Linears):
         scores = self.matmul(self.copied(scaled), self.copied(turned), b, heads, n, m)
         if mask is not None:
             scores = self.add(scores, mask)
-        scores = self.dropout(self.unary("softmax", scores, "result"), p)
+        scores = self.dropout(self.unary("softmax", scores), p)
         y = self.matmul(scores, self.copied(v), b, heads, n, d)
         return self.to(self.copy(y, shape=(b, n, heads * d)), width)
+
+    def written_out(self, q, k, v, mask, p, softmax_fp32=True, cap=False, second_mask=None, falcon=False) -> Tensor:
+        """softmax(q kᵀ · scale + mask) v in single operators, as every `eager_attention_forward` of transformers.
+
+        `softmax_fp32`: it asks for an fp32 softmax and casts back; `cap`: Gemma 2's tanh; T5 adds positions, then a mask.
+        Falcon scales in place, and one head of keys serves all without a copy if there is one sequence.
+        """
+        b, heads, n, d = q.shape
+        if not (falcon and b == 1):
+            k, v = self.repeat(k, heads), self.repeat(v, heads)
+        scores = self.matmul(self.copied(q), self.copied(k), b, heads, n, k.shape[2])
+        if not falcon:
+            scores = self.scale(scores)
+        if cap:
+            scores = self.scale(self.unary("tanh", self.scale(scores)))
+        held = scores if falcon else None
+        for added in (mask, second_mask):
+            if added is not None:
+                scores = self.add(scores, added)
+        scores = self.softmax(scores, softmax_fp32, q.width)
+        del held
+        scores = self.dropout(scores, p)
+        self.layer_holds.append(scores)  # returned beside the output
+        y = self.matmul(scores, self.copied(v), b, heads, n, d)
+        return self.copy(y, shape=(b, n, heads * d))
 
     def repeat(self, x: Tensor, heads: int) -> Tensor:
         """Keys or values copied to every query head; their gradients are summed."""
@@ -114,57 +130,20 @@ class Attention(Linears):
         out.packed = True
         return out
 
-    def written_out(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        mask: Tensor | None,
-        p: float,
-        softmax_fp32=True,
-        cap=False,
-        second_mask=None,
-    ) -> Tensor:
-        """softmax(q kᵀ · scale + mask) v in single operators, as every `eager_attention_forward` of transformers.
-
-        `softmax_fp32`: it asks for an fp32 softmax and casts back; `cap`: Gemma 2's tanh; T5 adds positions, then a mask.
-        """
-        b, heads, n, d = q.shape
-        k, v = self.repeat(k, heads), self.repeat(v, heads)
-        m = k.shape[2]
-        scores = self.matmul(self.copied(q), self.copied(k), b, heads, n, m)
-        scores = self.scale(scores)
-        if cap:
-            scores = self.scale(self.unary("tanh", self.scale(scores), "result"))
-        if mask is not None:
-            scores = self.add(scores, mask)
-        if second_mask is not None:
-            scores = self.add(scores, second_mask)
-        scores = self.softmax(scores, softmax_fp32, q.width)
-        self.returned_weights = scores = self.dropout(scores, p)
-        y = self.matmul(scores, self.copied(v), b, heads, n, d)
-        return self.copy(y, shape=(b, n, heads * d))
-
     def copied(self, x: Tensor) -> Tensor:
         """A batched product runs over batch · heads: a view in which those do not lie in order is copied first."""
         x = self.cast(x)
         return x if x.packed or x.shape[0] == 1 else self.copy(x)
 
-    def refill(self, replay: Replay) -> list[list[Block]]:
-        """As any recomputation; what it returned goes with it."""
-        refilled = super().refill(replay)
-        self.returned_weights = None
-        return refilled
-
     def softmax(self, x: Tensor, fp32: bool, width: int) -> Tensor:
         """Keeps its result. With `fp32` (or under autocast) that is in fp32, and a copy in `width` goes on."""
         if not fp32:
-            return self.unary("softmax", self.fp32(x), "result")
+            return self.unary("softmax", self.fp32(x))
         if x.width == HALF and not self.bf16:  # one kernel reads fp16 and writes fp32 (SoftMax.cpp, half_to_float)
             out = self.tensor("softmax", x.shape, FP32)
             x = self.op("softmax", [x], x.shape, FP32, saves=[out], grads=(CAST,), block=out.block)
             return self.to(x, width)
-        return self.to(self.unary("softmax", self.to(x, FP32), "result"), width)
+        return self.to(self.unary("softmax", self.to(x, FP32)), width)
 
     def rotary(self, x: Tensor, table: tuple[Tensor, Tensor], dims: int) -> Tensor:
         """x · cos + rotate_half(x) · sin on the first `dims` channels (Su et al. 2021, `apply_rotary_pos_emb`).
@@ -172,14 +151,13 @@ class Attention(Linears):
         cos and sin are kept once for all layers; of x nothing is.
         """
         *rest, d = x.shape
-        cos, sin = table
         turned = self.slice(x, *rest, dims) if dims < d else x
         passed = self.slice(x, *rest, d - dims) if dims < d else None
-        first = self.mul(turned, cos)
+        first = self.mul(turned, table[0])
         left, right = self.slice(turned, *rest, dims // 2), self.slice(turned, *rest, dims - dims // 2)
         half = self.cat([self.scale(right, "neg"), left], *rest, dims)
         del left, right
-        second = self.mul(half, sin)
+        second = self.mul(half, table[1])
         del half
         out = self.add(first, second)
         del first, second

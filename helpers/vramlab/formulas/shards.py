@@ -9,6 +9,7 @@ U is two units (transformer layers), the one that computes and the next one, pre
 way to be divided, and all that is in no layer (embeddings, head), which the root unit keeps gathered. FSDP's stage 2
 keeps its gathered parameters beside the shards from forward to the end of backward. DDP copies gradients into
 buckets of the same total size unless `gradient_as_bucket_view` is set (`torch.nn.parallel.DistributedDataParallel`).
+DeepSpeed keeps an fp32 copy of weights that are trained in half precision.
 
 Limits: NCCL's own buffers, DeepSpeed's bucket sizes (configuration: `reduce_bucket_size`, …) and padding of shards to
 equal sizes are not counted; each rank is taken to hold an equal share.
@@ -16,11 +17,10 @@ equal sizes are not counted; each rank is taken to hold an equal share.
 
 from collections import Counter
 from dataclasses import dataclass
-from math import ceil
+from math import ceil, prod
 
-from .formulas import Row, gradient_bytes, held, row_bytes
-from .operators import FP32
-from .recipe import Recipe
+from ..recipe import Recipe
+from .stored import FP32, gradient_bytes, held
 
 
 @dataclass(frozen=True)
@@ -32,30 +32,34 @@ class Shares:
 
     parameters: float = 1.0
     gradients: float = 1.0
-    states: float = 1.0
+    optimizer_states: float = 1.0
     gathered: int = 0
     buckets: int = 0
 
 
 def shares(recipe: Recipe) -> Shares:
     """The shares of one rank; all of everything without sharding or with one rank."""
-    sharding = recipe.sharding
+    sharding, rows = recipe.sharding, held(recipe)
     if sharding is None or sharding.world_size == 1:
         return Shares()
     n, stage, engine = sharding.world_size, sharding.stage, sharding.engine
-    inside, outside, largest = units(recipe)
+    inside, outside, layer = units(recipe)
     gathered, parameters = 0, 1.0
     if stage == 3:
-        parameters, gathered = 1 / n, 2 * largest + outside + unit_gradient(recipe)
+        gradient = (
+            sum(row.count * row.size for row in rows if row.trained and "*" in row.name) * layer // max(inside, 1)
+        )
+        parameters, gathered = 1 / n, 2 * layer + outside + gradient
     elif engine == "fsdp":
         parameters, gathered = 1 / n, inside + outside
     buckets = gradient_bytes(recipe) if engine == "ddp" else 0
-    if engine == "deepspeed" and recipe.precision.endswith("-true"):
-        buckets += ceil(master_weights(recipe) / (n if stage else 1)) if sharding.offload is None else 0
+    if engine == "deepspeed" and recipe.precision.endswith("-true") and sharding.offload is None:
+        copy = sum(row.count * prod(row.shape) * FP32 for row in rows if row.trained)
+        buckets += ceil(copy / (n if stage else 1))
     return Shares(
         parameters=0.0 if sharding.offload == "parameters" else parameters,
         gradients=1 / n if stage >= 2 else 1.0,
-        states=0.0 if sharding.offload else 1 / n if stage >= 1 else 1.0,
+        optimizer_states=0.0 if sharding.offload else 1 / n if stage >= 1 else 1.0,
         gathered=gathered,
         buckets=buckets,
     )
@@ -64,35 +68,18 @@ def shares(recipe: Recipe) -> Shares:
 def divide(split: Counter, share: Shares, computing: bool) -> Counter:
     """`split` as one rank has it. `computing`: in forward or backward, where parameters are gathered."""
     found = Counter(split)
-    found["parameters"] = ceil(split["parameters"] * share.parameters)
-    found["gradients"] = ceil(split["gradients"] * share.gradients)
-    found["optimizer_states"] = ceil(split["optimizer_states"] * share.states)
+    for category in ("parameters", "gradients", "optimizer_states"):
+        found[category] = ceil(split[category] * getattr(share, category))
     found["workspace"] += share.buckets + (share.gathered if computing else 0)
     return found
 
 
 def units(recipe: Recipe) -> tuple[int, int, int]:
     """Bytes of the parameters inside the layers, outside them, and in one layer."""
-    shape, double = recipe.shape, bool(recipe.quantization and recipe.quantization.double)
-    layers = max(1, shape.num_layers + shape.num_decoder_layers)
-    inside = sum(row.count * row_bytes(row, double) for row in held(recipe) if _in_layer(row))
-    total = sum(row.count * row_bytes(row, double) for row in held(recipe))
-    return inside, total - inside, ceil(inside / layers)
-
-
-def unit_gradient(recipe: Recipe) -> int:
-    """Bytes of one layer's gradients before they are divided."""
     layers = max(1, recipe.shape.num_layers + recipe.shape.num_decoder_layers)
-    return ceil(sum(row.count * row.size for row in held(recipe) if row.trained and _in_layer(row)) / layers)
-
-
-def master_weights(recipe: Recipe) -> int:
-    """Bytes of the fp32 copy that DeepSpeed keeps of weights trained in half precision."""
-    return sum(row.count * row.numbers * FP32 for row in held(recipe) if row.trained)
-
-
-def _in_layer(row: Row) -> bool:
-    return "*" in row.name
+    sizes = [("*" in row.name, row.count * sum(row.blocks)) for row in held(recipe)]
+    inside, total = sum(size for in_layer, size in sizes if in_layer), sum(size for _, size in sizes)
+    return inside, total - inside, ceil(inside / layers)
 
 
 def notes(recipe: Recipe) -> list[str]:

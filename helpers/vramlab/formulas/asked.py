@@ -5,9 +5,9 @@ and 2) have s·b·h · (34 + 5·a·s/h) bytes. The figures here are of the layer
 GELU out in four tensors instead of one, RMSNorm keeps an fp32 copy, a fused kernel keeps no scores at all.
 """
 
+from ..recipe import Recipe
 from .account import Account
-from .operators import FP32
-from .recipe import Recipe
+from .stored import FP32, HALF
 
 ENOUGH = 1 << 20  # samples; nobody asks for more
 
@@ -20,13 +20,13 @@ def activation_bytes_per_layer(recipe: Recipe) -> dict[str, int]:
     With autocast a layer also keeps the half-precision copies of its weights, which no batch size changes.
     """
     account = Account(recipe)
-    stack = account.m.stacks[0]
+    section = account.m.sections[0]
     if recipe.gradient_checkpointing:
-        return {"input": stack.taken}
+        return {"input": section.taken}
     found: dict[str, int] = {}
     for _, entry in account.alive((account.forward_end, ())):
-        if stack.begin <= entry.birth < stack.end:
-            module = entry.where.removeprefix(stack.bottom).strip(".")
+        if section.begin <= entry.birth < section.end:
+            module = entry.where.removeprefix(section.bottom).strip(".")
             key = f"{module} · {entry.op}" if module else entry.op
             found[key] = found.get(key, 0) + entry.size
     return found
@@ -36,16 +36,16 @@ def logits_bytes(recipe: Recipe) -> dict[str, int]:
     """The output head's tensors, each tokens × vocabulary: forward's logits, the fp32 copy, log-softmax; backward's two.
 
     With T tokens, vocabulary V and w bytes a hidden number: logits w·T·V, copy 4·T·V (none in fp32), log-softmax 4·T·V
-    kept for backward, and there 4·T·V twice, so the loss peaks at 12·T·V (`heads`). A classifier has no such term.
+    kept for backward, and there 4·T·V twice, so the loss peaks at 12·T·V. A classifier has no such term.
     """
-    shape = recipe.shape
+    shape, precision = recipe.shape, recipe.precision
     if "classification" in shape.task:
         return {}
     size = recipe.batch_size * recipe.seq_len * shape.vocab_size
-    half = recipe.precision.endswith(("-true", "-mixed"))
-    loss = 2 if recipe.precision.endswith("-true") and shape.task == "seq2seq-lm" else FP32
+    half = precision.endswith(("-true", "-mixed"))
+    loss = HALF if precision.endswith("-true") and shape.task == "seq2seq-lm" else FP32
     return {
-        "logits": size * (2 if half else FP32),
+        "logits": size * (HALF if half else FP32),
         "fp32 copy": size * FP32 if half and loss == FP32 else 0,
         "log_softmax": size * loss,
         "gradient of nll_loss": size * loss,
@@ -53,24 +53,19 @@ def logits_bytes(recipe: Recipe) -> dict[str, int]:
     }
 
 
-def largest_batch(recipe: Recipe, budget_bytes: int, gpu: str | None = None) -> int:
+def largest_batch(recipe: Recipe, budget_bytes: int, gpu=None) -> int:
     """The most samples in a micro-batch whose predicted allocated peak is within `budget_bytes`; 0 if none is.
 
     Peaks grow with the batch, so doubling and halving find it in about 2·log₂ predictions. Leave room for the rest:
-    `predict(…).process.high` less `peak.total` says how much.
+    `predict(…).process.high` less `peak.total` says how much. `gpu` is as in `predict`.
     """
-    from .predict import predict
+    from ..predict import predict
 
-    def fits(batch: int) -> bool:
-        return predict(recipe.replace(batch_size=batch), gpu).peak.total <= budget_bytes
-
-    if not fits(1):
-        return 0
-    low = 1
-    while low < ENOUGH and fits(2 * low):
-        low *= 2
-    high = 2 * low
+    low, high = 0, 1  # low fits, high does not
+    while high <= ENOUGH and predict(recipe.replace(batch_size=high), gpu).peak.total <= budget_bytes:
+        low, high = high, 2 * high
     while high - low > 1:
         middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle)
+        fits = predict(recipe.replace(batch_size=middle), gpu).peak.total <= budget_bytes
+        low, high = (middle, high) if fits else (low, middle)
     return low

@@ -7,8 +7,8 @@ with these operators gives the bytes of the real one at every moment.
 
 The backward pass follows `torch/csrc/autograd/engine.cpp`: operators in reverse order; gradients for the inputs are
 computed while the incoming one and the saved tensors live, then summed or cast to the input's shape and dtype
-(`validate_outputs`), then those are freed; a second gradient for the same tensor is added to the first in a new block;
-a parameter keeps its gradient.
+(`validate_outputs`), then those are freed; a second gradient for the same tensor is added to the first, in place where
+nobody else holds that (`input_buffer.cpp`, can_accumulate_inplace); a parameter keeps its gradient.
 
     >>> ledger = Ledger()
     >>> weight, x = Parameter("w", (4096, 4096), 4), ledger.tensor("input", (512, 4096), 4)
@@ -22,14 +22,61 @@ a parameter keeps its gradient.
 
 from collections.abc import Callable
 from math import prod
+from sys import getrefcount
 
-from .blocks import ROUND, SMALL, Block, Entry, Tensor, slack
+from ..overhead import SMALL_BLOCK, UNIT, rounded
+from .reserved import slack
 
 # The gradient for an operator's input: a new block of the input's own shape (OWN) or of the result's (FULL), to be
-# summed over what was broadcast; the incoming gradient, seen in the input's shape (SAME) or to be summed (PASS); or a
-# copy in the input's dtype (CAST).
-OWN, FULL, SAME, PASS, CAST = "own", "full", "same", "pass", "cast"
+# summed over what was broadcast; the incoming gradient itself, summed likewise (PASS), or a view of a part of it
+# (PART); or a copy in the input's dtype (CAST).
+OWN, FULL, PASS, PART, CAST = "own", "full", "pass", "part", "cast"
 NEW = object()
+
+
+class Entry:
+    """One line of the ledger: a block's size in bytes, what it is, and the events at which it came and went.
+
+    `held` is what the allocator gives for it: the size and its `slack`.
+    """
+
+    __slots__ = ("birth", "category", "death", "held", "op", "shape", "size", "where", "width")
+
+    def alive(self, event: int) -> bool:
+        """Whether the block exists after so many events."""
+        return self.birth < event and (self.death is None or self.death >= event)
+
+
+class Block:
+    """A hold on an entry: the memory is freed when the last hold goes."""
+
+    __slots__ = ("entry", "ledger")
+
+    def __init__(self, ledger: "Ledger", entry: Entry):
+        self.ledger, self.entry = ledger, entry
+
+    def __del__(self):
+        entry, ledger = self.entry, self.ledger
+        entry.death = len(ledger.changes)
+        ledger.changes.append(-entry.held)
+        ledger.lines.append(entry)
+
+
+class Tensor:
+    """A view of a block. `needs` says whether a gradient flows to it, `node` is the operator that made it.
+
+    `packed`: the numbers lie in the order of the shape, so that a batched product can take them as they are.
+    """
+
+    __slots__ = ("block", "needs", "node", "packed", "shape", "width")
+
+    def __init__(self, block: Block | None, shape: tuple[int, ...], width: int, node=None, needs: bool = False):
+        self.block, self.shape, self.width, self.node, self.needs = block, shape, width, node, needs
+        self.packed = False
+
+    def view(self, *shape: int) -> "Tensor":
+        """The same block under another shape; its gradient is a view too."""
+        return Tensor(self.block, shape, self.width, self.node, self.needs)
 
 
 class Parameter:
@@ -42,14 +89,16 @@ class Parameter:
         self.node, self.uses = self, 0
         self.block = self.partial = self.gradient = None
 
-    def receive(self, ledger: "Ledger", gradient: Tensor) -> None:
-        """Gradients of all uses are added up first (the engine's input buffer), then kept."""
-        if self.partial is not None:
-            gradient = ledger.tensor("add", self.shape, self.width)
-        self.partial = gradient
+    def receive(self, ledger: "Ledger", gradient: Tensor) -> bool:
+        """Gradients of all uses are added up first (the engine's input buffer); returns whether that was the last.
+
+        In place, but for the first one from a linear layer: that is a transposed view, so the sum is new.
+        """
+        if self.partial is None or self.partial.block.entry.op == "linear":
+            gradient = gradient if self.partial is None else ledger.tensor("add", self.shape, self.width)
+            self.partial = gradient
         self.uses -= 1
-        if self.uses <= 0:
-            ledger.ready.append(self)
+        return self.uses <= 0
 
 
 class Node:
@@ -58,52 +107,40 @@ class Node:
     __slots__ = ("edges", "extra", "gradient", "held", "op", "saved", "shape", "spike", "where")
 
     def receive(self, ledger: "Ledger", gradient: Tensor) -> None:
-        if self.gradient is not None:
-            gradient = ledger.tensor("add", self.shape, gradient.width)
-        self.gradient = gradient
+        """Waits for the gradients of all uses; those of a split's pieces are joined."""
+        if self.op == "split":
+            self.gradient = [*(self.gradient or ()), gradient]
+        else:
+            self.gradient = ledger.accumulate(self.gradient, gradient, self.shape)
 
     def run(self, ledger: "Ledger") -> list[tuple]:
         """The gradients for the inputs, as (who receives it, Tensor)."""
         if type(self.saved) is Replay:
             self.saved = self.saved.give(ledger)
-        gradient, ledger.where = self.gradient, self.where
-        if self.spike:
-            ledger.spend(self.spike, self.op)
+        gradient, ledger.where, numbers = self.gradient, self.where, prod(self.shape)
+        ledger.spend(self.spike, self.op)
         extra = ledger.block(self.op, (self.extra,), 1) if self.extra else None
-        width = gradient.width if type(gradient) is Tensor else gradient[0].width  # pieces of a split come as a list
+        width = (gradient[0] if self.op == "split" else gradient).width
         found = []
         for _, shape, own_width, how in self.edges:
-            if how is OWN:
-                found.append(ledger.tensor(self.op, shape, width))
-            elif how is FULL:
-                found.append(ledger.tensor(self.op, self.shape, width))
-            elif how is CAST:
+            if how is CAST:
                 found.append(ledger.tensor("to", shape, own_width))
+            elif how is OWN or how is FULL:
+                found.append(ledger.tensor(self.op, shape if how is OWN else self.shape, width))
             else:
-                found.append(Tensor(gradient.block, shape if how is SAME else self.shape, width))
+                found.append(Tensor(gradient.block, shape, width))
         del extra
         for i, (receiver, shape, own_width, how) in enumerate(self.edges):
-            if how is PASS and type(receiver) is Parameter and prod(self.shape) == prod(shape):
-                found[i] = ledger.tensor("clone", shape, width)  # a parameter keeps no gradient that others use
-            if (how is FULL or how is PASS) and prod(self.shape) != prod(shape):
-                found[i] = ledger.tensor("sum", shape, width)
+            if how is PASS or how is FULL:
+                if numbers != prod(shape):
+                    found[i] = ledger.tensor("sum", shape, width)
+                elif how is PASS and type(receiver) is Parameter:
+                    found[i] = ledger.tensor("clone", shape, width)  # a parameter keeps no gradient that others use
             if found[i].width != own_width:
                 found[i] = ledger.tensor("to", shape, own_width)
         del gradient
         self.gradient = self.saved = self.held = None
         return [(edge[0], tensor) for edge, tensor in zip(self.edges, found, strict=True)]
-
-
-class Piece:
-    """One output of a split: hands its gradient to the split, which joins them."""
-
-    __slots__ = ("owner",)
-
-    def __init__(self, owner: Node):
-        self.owner = owner
-
-    def receive(self, ledger: "Ledger", gradient: Tensor) -> None:
-        self.owner.gradient = [*(self.owner.gradient or ()), gradient]
 
 
 class Leaf:
@@ -120,8 +157,6 @@ class Leaf:
 
 class Replay:
     """A checkpointed piece of the forward pass: `function(x)` runs again when its first saved tensor is needed."""
-
-    __slots__ = ("count", "filled", "function", "x")
 
     def __init__(self, function: Callable[[Tensor], Tensor], x: Tensor):
         self.function, self.x, self.count, self.filled = function, x, 0, None
@@ -163,7 +198,6 @@ class Ledger:
         self.passed: dict[str, int] = {}
         self.where = ""
         self.casts: dict[str, Tensor] = {}
-        self.ready: list[Parameter] = []  # whose gradient is complete
         self.replay: Replay | None = None
         self.refilled: list[list[Block]] | None = None
         self.on_gradient: Callable[[Parameter], None] | None = None
@@ -173,8 +207,8 @@ class Ledger:
         entry, size = Entry(), width
         for n in shape:
             size *= n
-        entry.size = size = -(-size // ROUND) * ROUND
-        entry.held = held = size if size <= SMALL else size + slack(size)
+        entry.size = size = -(-size // UNIT) * UNIT
+        entry.held = held = size if size <= SMALL_BLOCK else size + slack(size)
         entry.op, entry.shape, entry.width, entry.category, entry.where = op, shape, width, category, self.where
         entry.birth, entry.death = len(self.changes), None
         self.changes.append(held)
@@ -191,6 +225,13 @@ class Ledger:
         if size:
             self.block(op, (size,), 1)
 
+    def accumulate(self, held: Tensor | None, new: Tensor, shape: tuple[int, ...]) -> Tensor:
+        """The sum of a gradient's parts; in place if no other tensor shares the first one's block."""
+        if held is None:
+            return new
+        whole = rounded(held.width * prod(held.shape)) == held.block.entry.size
+        return held if whole and getrefcount(held.block) == 2 else self.tensor("add", shape, new.width)
+
     def op(self, name, inputs, shape, width, *, saves=(), held=(), grads=None, extra=0, spike=0, block=NEW) -> Tensor:
         """One operator; returns its result.
 
@@ -198,7 +239,7 @@ class Ledger:
             inputs: tensors and parameters; those that need a gradient get one.
             shape, width: of the result; with `block` it is a view of that (None: of a parameter).
             saves: what the backward formula keeps; a checkpoint drops it. `held` is kept behind autograd's back.
-            grads: for each input OWN, FULL, SAME, PASS or CAST; None is OWN for all.
+            grads: what each input's gradient is, see OWN; None is OWN for all.
             extra: bytes that the backward formula needs besides the gradients it makes; `spike`: before it makes them.
         """
         out = Tensor(self.block(name, shape, width) if block is NEW else block, shape, width)
@@ -214,14 +255,12 @@ class Ledger:
             return out
         node = out.node = Node()
         node.op, node.where, node.edges, node.extra, node.shape = name, self.where, edges, extra, shape
-        node.gradient, node.spike, node.held = None, spike, [x.block for x in held]
+        node.gradient, node.spike, node.held, node.saved = None, spike, [x.block for x in held], None
         if self.replay is None:
             node.saved = [x.block for x in saves]
         elif saves:
             node.saved = self.replay
             self.replay.count += 1
-        else:
-            node.saved = None
         for x in inputs:
             if x.needs and type(x) is Parameter:
                 x.uses += 1
@@ -229,7 +268,7 @@ class Ledger:
         return out
 
     def checkpoint(self, function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-        """`function(x)` without keeping what its operators save; backward runs it again."""
+        """`function(x)` without keeping what its operators save; backward runs it again (Chen et al. 2016)."""
         self.replay = Replay(function, x)
         try:
             return function(x)
@@ -272,10 +311,10 @@ class Ledger:
                 results = node.run(self)
                 while results:
                     receiver, gradient = results.pop(0)
-                    receiver.receive(self, gradient)
+                    complete = receiver.receive(self, gradient)
                     del gradient
-                    while self.ready:
-                        self.complete(self.ready.pop())
+                    if complete:
+                        self.complete(receiver)
             elif type(node.saved) is Replay:
                 node.saved.skip()
             node = None

@@ -1,0 +1,26 @@
+"""The formulas behind `vramlab.predict`: no torch, no model.
+
+stored      what stays: parameters, gradients, optimizer states, buffers, inputs
+model       one layer by the roles of its parts; embeddings, stacks, head and loss
+attention   the attention kernels
+operators   what PyTorch's operators keep and need, linear layers with LoRA and in few bits
+ledger      blocks that come and go, forward and backward
+account     the peaks read off, for all layers
+step        the optimizer step's temporaries
+shards      one rank of many (ZeRO)
+reserved    segments of the allocator, and what lies outside it
+asked       what readers ask for by name
+"""
+
+from .asked import activation_bytes_per_layer, largest_batch, logits_bytes
+from .stored import bytes_per_parameter, gradient_bytes, optimizer_state_bytes, parameter_bytes
+
+__all__ = [
+    "activation_bytes_per_layer",
+    "bytes_per_parameter",
+    "gradient_bytes",
+    "largest_batch",
+    "logits_bytes",
+    "optimizer_state_bytes",
+    "parameter_bytes",
+]

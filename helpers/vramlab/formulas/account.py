@@ -1,0 +1,179 @@
+"""A recipe's step in the ledger, read off: bytes by category at every peak, for all layers.
+
+A layer or two of each stack are written out, and one stands for all the others. With L layers, S bytes that one keeps
+in the forward pass and D that one adds in the backward pass (its gradients, less what it frees), the bytes at a moment
+are those of the ledger plus (L - 2) · S from the second layer on, and plus (L - 2) · (S + D) below it on the way back.
+Backward's peak in a layer is at the top of the stack or at the bottom, for between them it is affine.
+"""
+
+import dataclasses
+from collections import Counter
+from functools import lru_cache
+from itertools import accumulate
+
+from ..options import LoRA
+from ..recipe import Recipe
+from ..shapes import Shape
+from . import step
+from .ledger import Entry, Parameter, Tensor
+from .model import Model
+from .stored import is_saved, lora_targets, saved_modules, table, written_out
+
+# What the layers that are not written out add at a moment: times what one adds between two events.
+Extra = tuple[tuple[int, int, int], ...]
+Moment = tuple[int, Extra]
+
+
+class Account:
+    """The ledger of one micro-batch, read off.
+
+    Args:
+        gradients_exist: from an earlier micro-batch, or because they are zeroed in place: new ones are added to those.
+
+    Attributes:
+        approximate: the architecture is not written down; activations are those of the nearest generic decoder.
+        live: bytes alive after each event, as written out.
+        pieces: phase to (first event, last event, what the layers not written out add there).
+        kept: what the loop keeps alive after the step.
+    """
+
+    def __init__(self, recipe: Recipe, capability: tuple[int, int] = (8, 0), gradients_exist: bool = False):
+        shape, lora = recipe.shape, recipe.lora
+        self.approximate = shape.layout is None
+        if self.approximate:
+            shape = nearest(shape)
+            lora = lora and LoRA(lora.r, lora_dropout=lora.lora_dropout, target_modules=("q_proj", "v_proj"))
+        self.m = m = Model(recipe, shape, parameters(recipe, shape, lora), capability)
+        if gradients_exist:
+            for parameter in m.parameters.values():
+                parameter.gradient = True
+        if recipe.loop.optimizer_in_backward:
+            m.on_gradient = lambda p: m.spend(step.single_temporaries(recipe, p.shape, p.width), "optimizer")
+        loss = self._forward(recipe)
+        self.forward_end = len(m.changes)
+        m.backward(loss)
+        del loss
+        self.end = len(m.changes)
+        self.live = list(accumulate(m.changes, initial=0))
+        for entry in m.entries:
+            if entry.category is None:
+                lasts = entry.alive(self.forward_end) and entry.birth < self.forward_end
+                entry.category = "activations" if lasts else "temporaries"
+        self.pieces = self._pieces()
+
+    def _forward(self, recipe: Recipe) -> Tensor:
+        m = self.m
+        logits, loss = m.logits_and_loss(m.hidden_states())
+        m.casts.clear()
+        self.autocast_end = len(m.changes)
+        logits = m.returned(logits)
+        m.held.clear()
+        self.kept = [logits, *(m.caches or ())] if recipe.loop.keep_outputs else []
+        m.caches = None
+        return loss
+
+    def _pieces(self) -> dict[str, list[tuple[int, int, Extra]]]:
+        """Inside a layer both the top and the bottom of its stack are candidates, so backward's pieces overlap there."""
+        m, forward, backward, first, extra = self.m, [], [], 0, ()
+        for section in m.sections:
+            forward.append((first, section.begin, extra))
+            first, extra = section.begin, (*extra, (section.more, section.begin, section.end))
+        forward.append((first, self.autocast_end, extra))
+        for section in m.sections:  # autocast's copies that nothing kept when the context ended (under checkpointing)
+            for e in m.cast_entries:
+                if section.begin <= e.birth < section.end and not e.alive(self.autocast_end):
+                    extra += ((-section.more, e.birth, e.birth + 1),)
+        forward.append((self.autocast_end, self.forward_end, extra))
+        first = self.forward_end
+        for section in reversed(m.sections):
+            top, bottom = m.passed[section.top], m.passed[section.bottom]
+            backward.append((first, bottom, extra))
+            first, extra = top, (*extra, (section.more, top, bottom))
+        return {"forward": forward, "backward": [*backward, (first, self.end, extra)]}
+
+    def peak(self, phase: str) -> Moment:
+        """The phase's highest moment."""
+        best, found = -1, (0, ())
+        for first, last, extra in self.pieces[phase]:
+            part = self.live[first : last + 1]
+            high = max(part)
+            total = high + sum(times * (self.live[b] - self.live[a]) for times, a, b in extra)
+            if total > best:
+                best, found = total, (first + part.index(high), extra)
+        return found
+
+    def last(self, phase: str) -> Moment:
+        """The phase's last moment."""
+        return self.pieces[phase][-1][1:]
+
+    def splits(self, moments: list[Moment]) -> list[Counter]:
+        """Bytes by category at each of `moments`, all layers counted."""
+        wanted = {event for event, _ in moments} | {e for _, extra in moments for _, a, b in extra for e in (a, b)}
+        totals, at, begin = Counter(), {}, 0
+        changes, lines = self.m.changes, self.m.lines
+        for stop in sorted(wanted):
+            for i in range(begin, stop):
+                entry, change = lines[i], changes[i]
+                size = entry.size if change > 0 else -entry.size
+                totals[entry.category] += size
+                totals["workspace"] += change - size
+            begin = stop
+            at[stop] = dict(totals)
+        found = []
+        for event, extra in moments:
+            split = Counter(at[event])
+            for times, a, b in extra:
+                for category in at[b]:
+                    split[category] += times * (at[b][category] - at[a].get(category, 0))
+            kept = min(split["activations"], 0)  # a layer's output that only the last one does not keep
+            split["activations"] -= kept
+            split["temporaries"] += kept
+            found.append(split)
+        return found
+
+    def alive(self, moment: Moment) -> list[tuple[int, Entry]]:
+        """(how many, entry) of the blocks alive at `moment`, those of the layers not written out counted too."""
+        event, extra = moment
+        found = []
+        for entry in self.m.entries:
+            times = entry.alive(event) + sum(n * (entry.alive(b) - entry.alive(a)) for n, a, b in extra)
+            if times > 0:
+                found.append((times, entry))
+        return found
+
+
+def parameters(recipe: Recipe, shape: Shape, lora: LoRA | None) -> dict[str, Parameter]:
+    """The weights that the ledger writes out, by name; a tied head is another name for the embedding."""
+    found = {row[0]: Parameter(*row) for row in _written(shape, recipe.precision, recipe.quantization, lora)}
+    head = shape.head
+    if f"{head}.weight" not in found:
+        words = next(name for name, weight in found.items() if weight.shape[0] == shape.vocab_size)
+        found[f"{head}.weight"] = found[words]
+        if "cls.predictions.bias" in found:
+            found[f"{head}.bias"] = found["cls.predictions.bias"]
+    return found
+
+
+@lru_cache(maxsize=512)
+def _written(shape: Shape, precision: str, quantization, lora: LoRA | None) -> list[tuple]:
+    """(name, shape, width, trained, quantized) of the weights outside the layers and of those in the first layers."""
+    rows = {(row.name, row.shape): row for row in table(shape, precision, quantization, lora, "sgd", None, False)}
+    saved, found = saved_modules(shape, lora), []
+    for name, role, size in written_out(shape):
+        row, copied = rows[role, size], bool(saved) and is_saved(name, saved)
+        found.append((name, size, row.width, row.trained or copied, None if copied else row.quantized))
+    names = {row[0] for row in found}
+    for name, inside, out in lora_targets(shape, lora) if lora else ():
+        if f"{name}.weight" in names or name == shape.head:
+            width = next(row.width for row in rows.values() if row.kind == "lora")
+            found.append((f"{name}.lora_A", (lora.r, inside), width, True, None))
+            found.append((f"{name}.lora_B", (out, lora.r), width, True, None))
+    return found
+
+
+@lru_cache(maxsize=512)
+def nearest(shape: Shape) -> Shape:
+    """A decoder with the sizes of `shape`; an encoder's and a decoder's layers are one stack."""
+    layers = shape.num_layers + shape.num_decoder_layers
+    head = "score" if "classification" in shape.task else "lm_head"
+    return dataclasses.replace(shape, family="generic", head=head, num_layers=layers, num_decoder_layers=0)

@@ -1,0 +1,436 @@
+"""A recipe's model on paper: embeddings, stacks of layers, head and loss, as transformers 5.23 writes them.
+
+A layer is walked through by the roles of its parts (`vramlab.weights`), one way for decoders, encoders and T5. What it
+keeps for the backward pass is the sum over its operators; for GPT-2 in fp32 with a fused kernel, per token and layer, in
+bytes: 4 · (2 norms · h + 3h queries, keys, values + h attention + 2h inputs of norms + 4 · 4h gelu_new + 4h its result)
++ 2h dropout masks: about 109 h.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from math import prod
+
+from ..recipe import Recipe
+from ..shapes import Shape
+from .attention import Attention
+from .ledger import CAST, FULL, PASS, Leaf, Parameter, Tensor
+from .operators import BOOL, INT64
+from .stored import FP32, HALF, compute_width, weight_width
+
+FP32_SOFTMAX = ("gpt2", "bert", "t5", "falcon")  # those that do not ask for one
+
+
+@dataclass
+class Section:
+    """A layer that stands for `more` others like it.
+
+    `begin` and `end` are the events around it in the forward pass; `bottom` and `top` name the bounds around it in the
+    backward pass; `taken` is the size of its input.
+    """
+
+    bottom: str
+    top: str
+    more: int
+    begin: int
+    end: int
+    taken: int
+
+
+class Model(Attention):
+    """The ledger of one micro-batch of `recipe`, with `shape` for its model and `parameters` by name."""
+
+    def __init__(self, recipe: Recipe, shape: Shape, parameters: dict[str, Parameter], capability: tuple[int, int]):
+        precision, quantization = recipe.precision, recipe.quantization
+        super().__init__(
+            parameters,
+            HALF if precision.endswith("-mixed") else None,
+            compute_width(precision, quantization) if quantization else HALF,
+            bool(quantization and quantization.double),
+            recipe.lora.lora_dropout if recipe.lora else 0.0,
+            implementation=recipe.attn_implementation,
+            bf16=not precision.startswith("fp16"),
+            capability=capability,
+            causal=shape.task in ("causal-lm", "seq2seq-lm") or shape.family not in ("bert", "vit", "generic"),
+            grouping=shape.family != "falcon",
+        )
+        self.recipe, self.shape, self.setting = recipe, shape, shape.settings.get
+        self.batch, self.tokens, self.checkpoints = recipe.batch_size, recipe.seq_len, recipe.gradient_checkpointing
+        self.hidden_width = weight_width(precision, quantization)  # bytes an element of what the embedding returns
+        self.sections: list[Section] = []
+        self.table: tuple[Tensor, Tensor] | None = None  # cos and sin of rotary positions
+        self.leaves: list[Leaf] = []
+        self.held: list[Tensor] = []  # what the model's forward keeps by name until it returns
+        # the loop's setting does not reach the configuration of T5's decoder
+        caching = None if shape.num_decoder_layers else recipe.loop.use_cache
+        caching = self.setting("use_cache", True) if caching is None else caching
+        caching = caching and not self.checkpoints and shape.family not in ("bert", "vit")
+        self.caches: list[Tensor] | None = [] if caching else None
+        rows = [words.split() for item in shape.layout.items if isinstance(item, str) for words in item.split(";")]
+        self.embeddings = [row[0] for row in rows if row and row[1] == "embedding"]
+
+    # --- one layer ------------------------------------------------------------------------------------------------
+
+    def layer(self, name: str, parts: dict[str, str], x: Tensor, bias: tuple, source=None, cross: tuple = ()) -> Tensor:
+        """The layer `name`, whose `parts` say how its modules are called.
+
+        Args:
+            bias: what is added to the scores: a mask; for T5 positions and a mask. `cross`: to a cross-attention's.
+            source: T5's encoded input, to which a decoder's second attention looks.
+        """
+        s = self.shape
+        at = {role: f"{name}.{part}" for role, part in parts.items()}
+        if self.parallel:
+            p, normed = s.hidden_dropout, self.norm(x, at["norm1"])
+            y = self.dropout(self.attention(at, normed, bias), p)
+            if "norm2" in at:
+                normed = self.norm(x, at["norm2"])
+            z = self.feed_forward(at, normed)
+            if s.family == "falcon":
+                z = self.op("add_", [z, y], z.shape, z.width, grads=(PASS, PASS), block=z.block)
+                return self.add(x, self.dropout(z, p))
+            return self.add(self.add(self.dropout(z, p), y), x)
+        after = s.family == "bert" or not self.setting("do_layer_norm_before", True)  # norms after the sums
+        y = self.attention(at, x if after else self.norm(x, at["norm1"]), bias)
+        if "after1" in at:  # Gemma 2 also norms what each branch returns
+            y = self.norm(y, at["after1"])
+        x = self.joined(x, y, at["norm1"] if after else None)
+        del y
+        if source is not None:
+            x = self.joined(x, self.attention(at, self.norm(x, at["cross_norm"]), cross, source), None)
+        z = self.feed_forward(at, x if after else self.norm(x, at["norm2"]))
+        if "after2" in at:
+            z = self.norm(z, at["after2"])
+        return self.joined(x, z, at["norm2"] if after else None)
+
+    def joined(self, x: Tensor, y: Tensor, norm: str | None) -> Tensor:
+        """x + dropout(y), normed if the model norms sums; T5 clamps it in fp16, so that it does not overflow."""
+        total = self.add(x, self.dropout(y, self.shape.hidden_dropout))
+        if norm:
+            return self.norm(total, norm)
+        if total.width == FP32 or self.bf16 or self.shape.family != "t5":
+            return total
+        return self.op("clamp", [total], total.shape, HALF, saves=[total], extra=2 * prod(total.shape) * BOOL)
+
+    @property
+    def parallel(self) -> bool:
+        """Whether attention and feed-forward part run side by side."""
+        family, get = self.shape.family, self.setting
+        if family == "falcon":
+            return get("new_decoder_architecture", False) or get("parallel_attn", True)
+        return family == "phi" or (family == "gpt_neox" and get("use_parallel_residual", True))
+
+    def attention(self, at: dict[str, str], x: Tensor, bias: tuple, source: Tensor | None = None) -> Tensor:
+        """Queries, keys and values, rotated and cached where the model does, one kernel, and the projection back."""
+        s, cross = self.shape, "" if source is None else "cross_"
+        falcon, t5 = s.family == "falcon", s.family == "t5"
+        if "qkv" in at:
+            qkv = self.linear(x, at["qkv"])
+            kv = qkv.shape[-1] // s.head_dim - s.num_heads
+            q, k, v = self.split(qkv, *(self.heads(qkv, n).shape for n in (s.num_heads, kv // 2, kv // 2)))
+            del qkv
+        else:
+            q = self.linear(x, at[f"{cross}q"])
+            q = self.heads(self.scale(q) if s.family == "opt" else self.head_norm(q, at, "q_norm"), s.num_heads)
+            source = x if source is None else source
+            k = self.head_norm(self.linear(source, at[f"{cross}k"]), at, "k_norm")
+            k = self.heads(k, k.shape[-1] // s.head_dim if len(k.shape) == 3 else k.shape[2])
+            v = self.heads(self.linear(source, at[f"{cross}v"]), k.shape[1])
+        if falcon and self.setting("new_decoder_architecture", False):
+            k, v = self.repeat(k, s.num_heads), self.repeat(v, s.num_heads)
+        if self.table:
+            q_ = self.rotary(q, self.table, s.rotary_dim)
+            q, k = q_, self.rotary(k, self.table, s.rotary_dim)
+            del q_
+        if self.caches is not None and (not t5 or self.decoding):
+            # `use_cache` copies keys and values (`DynamicLayer.update`); the cache takes the keys' dtype
+            k, v = self.cat([k], *k.shape), self.cat([v], *v.shape, width=k.width)
+            self.caches += [k, v]
+        mask, second = (*bias, None)[:2]
+        if t5 and self.implementation != "eager":
+            mask = self.bias_mask(mask)
+        y = self.attend(
+            *(q, k, v, mask, s.attention_dropout),
+            softmax_fp32=s.family not in FP32_SOFTMAX,
+            cap=bool(self.setting("attn_logit_softcapping", None)),
+            second_mask=second,
+            falcon=falcon,
+        )
+        return self.linear(y, at[f"{cross}out"])
+
+    def heads(self, x: Tensor, count: int) -> Tensor:
+        """batch × tokens × (heads · channels) seen as batch × heads × tokens × channels."""
+        return x.view(x.shape[0], count, x.shape[1], self.shape.head_dim)
+
+    def head_norm(self, x: Tensor, at: dict[str, str], role: str) -> Tensor:
+        """Qwen 3 norms each head's queries and keys."""
+        if role not in at:
+            return x
+        b, n, width = x.shape
+        return self.norm(x.view(b, n, width // self.shape.head_dim, self.shape.head_dim), at[role])
+
+    def feed_forward(self, at: dict[str, str], x: Tensor) -> Tensor:
+        """down(act(up(x))), or down(act(gate(x)) · up(x)), of which four wide tensors are kept, or a choice of experts."""
+        s = self.shape
+        if "router" in at:
+            return self.experts(at, x)
+        if "gate" in at:
+            gate = self.activation(self.linear(x, at["gate"]), s.activation)
+            z = self.mul(gate, self.linear(x, at["up"]))
+            del gate
+        else:
+            z = self.activation(self.linear(x, at["up"]), s.activation)
+        if s.family == "t5":
+            z = self.to(self.dropout(z, s.hidden_dropout), self.parameters[f"{at['down']}.weight"].width)
+        if s.family == "bert":
+            self.layer_holds.append(z)
+        return self.linear(z, at["down"])
+
+    def experts(self, at: dict[str, str], x: Tensor) -> Tensor:
+        """`MixtralSparseMoeBlock` with grouped products: every token's row is copied to each expert it goes to."""
+        s, (b, n, h), m = self.shape, x.shape, self.shape.intermediate_size
+        rows, k = b * n, s.experts_per_token
+        flat = x.view(rows, h)
+        probabilities = self.softmax(self.product(flat, self.parameters[at["router"]]), True, FP32)
+        top = self.op("topk", [probabilities], (rows, k), FP32, saves=[self.tensor("topk", (rows, k), INT64)])
+        weights = self.op("div", [top], (rows, k), FP32, saves=[top])
+        order = self.tensor("sort", (rows * k,), INT64)
+
+        def index(x: Tensor, width: int) -> Tensor:  # backward: the gradient into zeros, those into another tensor
+            return self.op("index", [x], (rows * k, width), x.width, saves=[order], extra=prod(x.shape) * x.width)
+
+        def grouped(x: Tensor, role: str, out: int) -> Tensor:  # autocast leaves it alone, x takes the weight's dtype
+            weight = self.parameters[at[role]]
+            x = self.to(x, weight.width)
+            saves = ([x] if weight.needs else []) + ([weight] if x.needs else [])
+            return self.op("grouped_mm", [x, weight], (rows * k, out), weight.width, saves=saves)
+
+        gate, up = self.split(grouped(index(flat, h), "experts_up", 2 * m), (rows * k, m), (rows * k, m))
+        out = grouped(self.mul(self.activation(gate, s.activation), up), "experts_down", h)
+        weighted = index(self.mul(out, index(weights, 1)), h)
+        return self.to(self.reduce(weighted, (rows, h), "sum"), x.width).view(b, n, h)
+
+    def norm(self, x: Tensor, name: str) -> Tensor:
+        """The family's norm."""
+        if self.shape.norm == "layernorm":
+            return self.layer_norm(x, name)
+        return self.rms_norm(x, name, self.shape.family)
+
+    # --- what all layers share ------------------------------------------------------------------------------------
+
+    def mask(self) -> Tensor | None:
+        """What is added to written-out scores: 0 or the lowest number for each pair of tokens, for the whole batch.
+
+        The fused kernels know causality by themselves, unless a sliding window is shorter than the sequence
+        (`masking_utils._ignore_causal_mask_sdpa`). An encoder without padding has none.
+        """
+        n, window = self.tokens, self.shape.sliding_window
+        if self.implementation == "flash_attention_2" or not self.causal:
+            return None
+        if self.implementation == "sdpa" and (window is None or n <= window):
+            return None
+        seen = self.tensor("mask", (self.batch, 1, n, n), BOOL)
+        return seen if self.implementation == "sdpa" else self.tensor("mask", (self.batch, 1, n, n), self.hidden_width)
+
+    def biases(self, stack: str) -> list[Tensor]:
+        """What T5's layers add to their scores; the first one makes it for all.
+
+        A learned number for each head and each distance between tokens, looked up for every pair; for a decoder's
+        cross-attention, which has no positions, zeros, which under checkpointing are told to need a gradient.
+        """
+        n, heads = self.tokens, self.shape.num_heads
+        distance, bucket = self.tensor("sub", (n, n), INT64), self.tensor("add", (n, n), INT64)
+        self.spend(3 * INT64 * n * n, "where")
+        del distance
+        name = f"{stack}.0.layer.0.SelfAttention.relative_attention_bias"
+        found = [self.embedding(bucket, name).view(1, heads, n, n)]
+        if self.decoding:
+            empty = self.tensor("zeros", (1, heads, n, n), self.autocast or self.hidden_width)
+            empty.packed = True
+            if self.checkpoints:
+                empty.needs, empty.node = True, Leaf(empty.block)
+            found.append(empty)
+        return found
+
+    def bias_mask(self, bias: Tensor) -> Tensor:
+        """T5's relative positions as the mask of a fused kernel: copied into order, with -∞ where a decoder must not
+        look (`sdpa_attention.create_position_bias_mask`)."""
+        if bias.packed:
+            return bias
+        if self.decoding:
+            allowed = self.tensor("ge", bias.shape[2:], BOOL)
+            bias = self.op("where", [bias], bias.shape, bias.width, saves=[allowed])
+        return self.copy(bias)
+
+    # --- stacks ---------------------------------------------------------------------------------------------------
+
+    def stack(self, name: str, count: int, layer: Callable[[str, Tensor], Tensor], first: list[Tensor]) -> Tensor:
+        """`count` layers: one is written out and stands for all the rest, which keep and need the same.
+
+        Where no gradient flows into the first layer (LoRA), that one keeps less, and the second stands for the rest. In
+        an encoder–decoder the last layer starts the gradients of what all share, so it is written out too, and under
+        checkpointing the first one, which makes it.
+
+        Args:
+            first: holds the input of the first layer, which is taken out, so that it goes when that layer is done.
+        """
+        x = first.pop()
+        leaf = x.node if type(x.node) is Leaf else None
+        if leaf and not self.leaves:
+            leaf.block = None  # it goes with the first layer then, or a little later
+        both_ends = bool(self.shape.num_decoder_layers)
+        typical = int((both_ends and self.checkpoints) or not x.needs or bool(leaf and leaf.block))
+        written = min(count, typical + 1 + both_ends)
+
+        def run(name: str, x: Tensor) -> Tensor:
+            try:
+                return layer(name, x)
+            finally:
+                self.layer_holds.clear()
+
+        for i in range(written):
+            inner = self.where = f"{name}.{i}"
+            begin, taken = len(self.changes), x.block.entry.size
+            self.bounds.setdefault(len(self.nodes), []).append(inner)
+            x = self.checkpoint(lambda y, inner=inner: run(inner, y), x) if self.checkpoints else run(inner, x)
+            if i == min(typical, written - 1):
+                section = Section(inner, f"{inner}.end", count - written, begin, len(self.changes), taken)
+                self.sections.append(section)
+                self.bounds.setdefault(len(self.nodes), []).append(section.top)
+        return x
+
+    def hidden_states(self) -> Tensor:
+        """Everything before the output head."""
+        s, (stack, *more) = self.shape, self.shape.layout.stacks
+        self.decoding = False
+        if more:
+            encoded = self.t5_stack(stack, None)
+            hidden = self.t5_stack(more[0], encoded)
+            self.held.append(encoded)
+            scaled = self.setting("scale_decoder_outputs", self.setting("tie_word_embeddings", True))
+            return self.scale(hidden) if scaled else hidden
+        self.where = stack.prefix
+        first = [self.embed_image() if s.family == "vit" else self.embed()]
+        bias = (self.mask(),)
+        if s.rotary_dim:  # cos and sin of every position, computed in fp32 and kept in the hidden states' dtype
+            rows = (1, self.tokens, s.rotary_dim)
+            cos, sin = self.tensor("cos", rows, FP32), self.tensor("sin", rows, FP32)
+            self.table = (self.to(cos, self.hidden_width), self.to(sin, self.hidden_width))
+            del cos, sin
+        x = self.stack(stack.prefix, stack.count, lambda name, y: self.layer(name, stack.parts, y, bias), first)
+        self.where = stack.prefix
+        last = next((words.split() for words in s.layout.items[2].split(";")), None)
+        if s.family == "opt" and "model.decoder.final_layer_norm.weight" in self.parameters:
+            last = ["model.decoder.final_layer_norm", "norm"]
+        if s.family != "bert" and last and last[1] == "norm":
+            x = self.norm(x, last[0])
+        self.held.clear()
+        return x
+
+    def t5_stack(self, stack, source: Tensor | None) -> Tensor:
+        """One `T5Stack`: the encoder, or the decoder with `source`. The first layer makes the biases for all."""
+        p, side = self.shape.hidden_dropout, stack.prefix.partition(".")[0]
+        self.where, self.decoding = side, source is not None
+        first = [self.dropout(self.first(self.embedding(Tensor(None, (self.batch, self.tokens), INT64), "shared")), p)]
+        mask = self.mask() if self.decoding else None
+        shared: list[Tensor] = [] if self.checkpoints else self.biases(stack.prefix)
+
+        def layer(inner: str, x: Tensor) -> Tensor:
+            self.decoding, own = source is not None, shared
+            if inner.endswith(".0") and self.checkpoints:
+                own = self.biases(stack.prefix)
+                shared[:] = shared or own
+            return self.layer(inner, stack.parts, x, (own[0], mask), source, (own[-1],))
+
+        x = self.stack(stack.prefix, stack.count, layer, first)
+        if stack.count == 1:  # nobody else asks for them again
+            shared.clear()
+        self.where = side
+        return self.dropout(self.norm(x, f"{side}.final_layer_norm"), p)
+
+    # --- embeddings -----------------------------------------------------------------------------------------------
+
+    def first(self, x: Tensor) -> Tensor:
+        """The input embedding: with LoRA under checkpointing made to need a gradient (`enable_input_require_grads`)."""
+        if self.recipe.lora and self.checkpoints:
+            x.needs, x.node = True, Leaf(x.block)
+            if self.recipe.loop.keep_outputs:  # outputs hold the graph, and the graph its leaves
+                self.leaves.append(x.node)
+        return x
+
+    def embed(self) -> Tensor:
+        """Token embeddings, times a factor (Gemma), with learned positions (GPT-2, OPT, BERT), and dropout."""
+        s, b, n, (words, *others) = self.shape, self.batch, self.tokens, self.embeddings
+        x = self.first(self.embedding(Tensor(None, (b, n), INT64), words))
+        if s.family.startswith("gemma"):
+            x = self.scale(x)
+        if s.family == "opt" and "model.decoder.project_in.weight" in self.parameters:
+            x = self.linear(x, "model.decoder.project_in")
+        if s.family != "bert":
+            self.held.append(x)
+        for name in sorted(others, reverse=True):  # BERT's token types come before its positions
+            shape = (1, n) if s.family == "gpt2" or ("position" in name and s.family == "bert") else (b, n)
+            block = None if "type" in name else self.block("positions", shape, INT64)
+            looked_up = self.embedding(Tensor(block, shape, INT64), name)
+            del block
+            x = self.add(x, looked_up)
+            if s.family != "bert":
+                self.held.append(looked_up)
+        if s.family == "bert":
+            x = self.layer_norm(x, "bert.embeddings.LayerNorm")
+        return self.dropout(x, s.embedding_dropout)
+
+    def embed_image(self) -> Tensor:
+        """Patches by a convolution, the class token before them, learned positions."""
+        s, b, n, prefix, side = self.shape, self.batch, self.tokens, "vit.embeddings", self.setting("image_size", 224)
+        width = HALF if self.recipe.precision.endswith("-true") else FP32
+        pixels = self.to(Tensor(None, (b, self.setting("num_channels", 3), side, side), width), self.hidden_width)
+        projection = [self.parameters[f"{prefix}.patch_embeddings.projection.{part}"] for part in ("weight", "bias")]
+        a, w, bias = self.cast(pixels), self.cast(projection[0]), self.cast(projection[1])
+        patches = self.first(self.op("convolution", [a, w, bias], (b, s.hidden_size, n - 1), a.width, saves=[a, w]))
+        token = self.parameters[f"{prefix}.cls_token"]
+        token = self.op("expand", [token], (b, 1, s.hidden_size), token.width, block=None, grads=(FULL,))
+        x = self.cat([token, patches], b, n, s.hidden_size)
+        return self.dropout(self.add(x, self.parameters[f"{prefix}.position_embeddings"]), s.hidden_dropout)
+
+    # --- head and loss --------------------------------------------------------------------------------------------
+
+    def logits_and_loss(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """The head that the recipe trains: (what the model returns beside the loss, the loss).
+
+        Logits are tokens × vocabulary. The cross entropy needs them in fp32, keeps their log-softmax in fp32, and on the
+        way back holds two more fp32 tensors of that size at once (the gradients of `nll_loss` and of `log_softmax`).
+        With a vocabulary of 128,256 that is half a megabyte a token for each of them.
+        """
+        s, (b, n, h) = self.shape, x.shape
+        self.where = s.head
+        if "classification" in s.task:
+            if s.family in ("bert", "vit"):  # the first token's hidden state, in BERT through a tanh layer
+                x = self.slice(x, b, h)
+                if s.family == "bert":
+                    x = self.dropout(self.unary("tanh", self.linear(x, "bert.pooler.dense")), s.hidden_dropout)
+                logits = self.linear(x, s.head)
+            else:  # a score for every token, of which the last one's counts
+                logits = self.linear(x, s.head)
+                logits = self.op("index", [logits], (b, s.num_labels), logits.width)
+            return logits, self.cross_entropy(logits)
+        if s.task == "masked-lm" and s.family == "bert":
+            x = self.activation(self.linear(x, "cls.predictions.transform.dense"), s.activation)
+            x = self.layer_norm(x, "cls.predictions.transform.LayerNorm")
+        logits = self.linear(x, s.head)
+        if self.setting("final_logit_softcapping", None):
+            logits = self.scale(self.unary("tanh", self.scale(logits, "div")))
+        self.where = "loss"
+        rows = self.to(logits, FP32) if s.task == "causal-lm" else logits  # T5 and BERT do without
+        return logits, self.cross_entropy(rows.view(b * n, s.vocab_size))
+
+    def cross_entropy(self, logits: Tensor) -> Tensor:
+        """log-softmax, in the logits' own dtype, and the mean of the labels' entries, which autocast takes in fp32."""
+        labels = self.tensor("labels", (prod(logits.shape[:-1]),), INT64)
+        log = self.fp32(self.unary("log_softmax", logits))
+        return self.op("nll_loss", [log], (), log.width, saves=[log, labels])
+
+    def returned(self, logits: Tensor) -> Tensor:
+        """What the loop gets: accelerate copies half-precision outputs of an autocast forward pass to fp32."""
+        if self.autocast and self.recipe.loop.outputs_to_fp32 and logits.width != FP32:
+            return self.op("to", [logits], logits.shape, FP32, grads=(CAST,))
+        return logits

@@ -1,0 +1,238 @@
+"""The operators that transformers are made of: what each makes, what it keeps for the backward pass, what it spends there.
+
+Each method is one PyTorch operator, or one module of transformers that is a line or two of them. What is kept is what
+`tools/autograd/derivatives.yaml` names for the operator; dtypes follow PyTorch's promotion, autocast's two lists
+(`aten/src/ATen/autocast_mode.h`: matrix products in half precision, norms and losses in fp32) and the modules' own casts.
+"""
+
+from math import ceil, prod
+
+from .ledger import CAST, FULL, PART, PASS, Entry, Ledger, Parameter, Tensor
+from .stored import BLOCK, FP32, HALF
+
+BOOL, INT64 = 1, 8
+FEW_ROWS = 8  # up to so many rows bitsandbytes multiplies without dequantizing the whole weight (backends/cuda/ops.py)
+
+
+class Operators(Ledger):
+    """A ledger with PyTorch's operators.
+
+    Args:
+        parameters: the weights of the model by name.
+        autocast: the width that autocast computes matrix products in; None without autocast.
+        compute: the width in which quantized layers compute; `nested` says that their scales are quantized too.
+        lora_dropout: the adapters' own.
+    """
+
+    def __init__(
+        self, parameters: dict[str, Parameter], autocast: int | None, compute: int, nested: bool, lora_dropout
+    ):
+        super().__init__()
+        self.parameters, self.autocast = parameters, autocast
+        self.compute, self.nested, self.lora_dropout = compute, nested, lora_dropout
+        self.cast_entries: list[Entry] = []
+
+    # --- dtypes ---------------------------------------------------------------------------------------------------
+
+    def to(self, x: Tensor, width: int) -> Tensor:
+        """`x.to(dtype)`: keeps nothing; the gradient is cast back."""
+        if x.width == width:
+            return x
+        out = self.op("to", [x], x.shape, width, grads=(CAST,))
+        out.packed = type(x) is Tensor and x.packed
+        return out
+
+    def cast(self, x: Tensor | Parameter) -> Tensor | Parameter:
+        """An argument of a matrix product: in half precision under autocast.
+
+        The copy of a trained fp32 weight is made once and kept until the autocast context ends (`cached_cast`).
+        """
+        if self.autocast is None or x is None or x.width != FP32:
+            return x
+        if type(x) is not Parameter or not x.needs:
+            return self.to(x, self.autocast)
+        if x.name not in self.casts:
+            self.casts[x.name] = self.to(x, self.autocast)
+            self.cast_entries.append(self.casts[x.name].block.entry)
+        return self.casts[x.name]
+
+    def fp32(self, x: Tensor) -> Tensor:
+        """An argument of an operator on autocast's fp32 list."""
+        return self.to(x, FP32) if self.autocast else x
+
+    # --- elementwise ----------------------------------------------------------------------------------------------
+
+    def add(self, a: Tensor, b: Tensor | Parameter) -> Tensor:
+        """a + b keeps nothing; both get the incoming gradient itself, summed where they were broadcast."""
+        shape = a.shape if prod(a.shape) >= prod(b.shape) else b.shape
+        return self.op("add", [a, b], shape, max(a.width, b.width), grads=(PASS, PASS))
+
+    def mul(self, a: Tensor, b: Tensor | Parameter) -> Tensor:
+        """a · b keeps each factor for the other's gradient."""
+        shape = a.shape if prod(a.shape) >= prod(b.shape) else b.shape
+        return self.op("mul", [a, b], shape, max(a.width, b.width), saves=_factors(a, b), grads=(FULL, FULL))
+
+    def scale(self, x: Tensor, op: str = "mul") -> Tensor:
+        """x times, plus or over a number: a new tensor each way, nothing kept ("add" passes its gradient on)."""
+        return self.op(op, [x], x.shape, x.width, grads=(PASS,) if op == "add" else None)
+
+    def unary(self, name: str, x: Tensor, keeps: str = "result") -> Tensor:
+        """A function of each element that keeps its result (tanh, relu, rsqrt, softmax) or its input (gelu, silu)."""
+        out = self.tensor(name, x.shape, x.width)
+        return self.op(name, [x], x.shape, x.width, saves=[x if keeps == "input" else out], block=out.block)
+
+    def reduce(self, x: Tensor, shape: tuple[int, ...], name: str = "mean") -> Tensor:
+        """A sum or mean down to `shape`: nothing kept; the gradient is spread out into a new tensor."""
+        return self.op(name, [x], shape, x.width)
+
+    def dropout(self, x: Tensor, p: float) -> Tensor:
+        """CUDA's fused dropout keeps a mask of one byte an element (`Dropout.cpp`)."""
+        if not p:
+            return x
+        out, mask = self.tensor("native_dropout", x.shape, x.width), self.tensor("native_dropout", x.shape, BOOL)
+        return self.op("native_dropout", [x], x.shape, x.width, saves=[mask], block=out.block)
+
+    def activation(self, x: Tensor, name: str) -> Tensor:
+        """transformers' `ACT2FN[name]`; "gelu_new" is written out in operators that keep four tensors."""
+        if name in ("gelu_new", "gelu_fast", "gelu_python_tanh"):  # 0.5 · x · (1 + tanh(√(2/π) · (x + 0.044715 · x³)))
+            half = self.scale(x)
+            inner = self.add(x, self.scale(self.power(self.fp32(x))))
+            return self.mul(half, self.scale(self.unary("tanh", self.scale(inner)), "add"))
+        if name == "quick_gelu":
+            return self.mul(x, self.unary("sigmoid", self.scale(x)))
+        return self.unary(name, x, "result" if name in ("relu", "tanh", "sigmoid") else "input")
+
+    def power(self, x: Tensor) -> Tensor:
+        """x ** n keeps x; backward needs n · x ** (n - 1) beside its result."""
+        return self.op("pow", [x], x.shape, x.width, saves=[x], extra=2 * prod(x.shape) * x.width)
+
+    # --- shapes ---------------------------------------------------------------------------------------------------
+
+    def copy(self, x: Tensor, name: str = "clone", shape: tuple[int, ...] | None = None) -> Tensor:
+        """`x.contiguous()` of a transposed view, or a clone: a new block forward, the gradient itself backward."""
+        out = self.op(name, [x], shape or x.shape, x.width, grads=(PASS,))
+        out.packed = True
+        return out
+
+    def split(self, x: Tensor, *shapes: tuple[int, ...]) -> list[Tensor]:
+        """Views of `x`; backward joins their gradients into one new tensor (`torch.split`, `chunk`)."""
+        whole = self.op("split", [x], x.shape, x.width, block=x.block)
+        return [Tensor(x.block, shape, x.width, whole.node, whole.needs) for shape in shapes]
+
+    def slice(self, x: Tensor, *shape: int) -> Tensor:
+        """x[..., :n]: a view; backward puts its gradient into a tensor of zeros as large as `x`."""
+        return self.op("slice", [x], shape, x.width, block=x.block)
+
+    def cat(self, tensors: list[Tensor], *shape: int, width: int = 0) -> Tensor:
+        """Joined into one new tensor; backward hands out views of the gradient."""
+        width = max(width, *(t.width for t in tensors))
+        out = self.op("cat", tensors, shape, width, grads=(PART,) * len(tensors))
+        out.packed = True
+        return out
+
+    # --- lookups, products, norms ---------------------------------------------------------------------------------
+
+    def embedding(self, ids: Tensor, name: str) -> Tensor:
+        """A row per id. The gradient is as large as the table; more than 3,072 ids are sorted first (`Embedding.cu`)."""
+        weight = self.parameters[f"{name}.weight"]
+        count, width = prod(ids.shape), weight.shape[-1]
+        extra = 32 * count + 4 * min(count, weight.shape[0]) * width if count > 3072 else 0
+        return self.op("embedding", [weight], (*ids.shape, width), weight.width, saves=[ids], extra=extra)
+
+    def matmul(self, a: Tensor, b: Tensor, *shape: int) -> Tensor:
+        """A batched product of two activations keeps both."""
+        a, b = self.cast(a), self.cast(b)
+        return self.op("bmm", [a, b], shape, a.width, saves=_factors(a, b))
+
+    def product(self, x: Tensor, weight: Parameter, bias: Parameter | None = None, name: str = "linear") -> Tensor:
+        """x Wᵀ + b keeps x for the weight's gradient and W for that of x."""
+        weight_, bias_, x = self.cast(weight), self.cast(bias), self.cast(x)
+        out = prod(weight.shape) // x.shape[-1]
+        inputs = [x, weight_] if bias_ is None else [x, weight_, bias_]
+        return self.op(name, inputs, (*x.shape[:-1], out), x.width, saves=_factors(x, weight_))
+
+    def layer_norm(self, x: Tensor, name: str) -> Tensor:
+        """LayerNorm keeps its input, and mean and deviation of each row in fp32."""
+        weight, bias = self.parameters.get(f"{name}.weight"), self.parameters.get(f"{name}.bias")
+        x = self.fp32(x)
+        rows = (*x.shape[:-1], 1)
+        out = self.tensor("native_layer_norm", x.shape, x.width)
+        mean, deviation = self.tensor("native_layer_norm", rows, FP32), self.tensor("native_layer_norm", rows, FP32)
+        inputs = [t for t in (x, weight, bias) if t is not None]
+        return self.op("native_layer_norm", inputs, x.shape, x.width, saves=[x, mean, deviation], block=out.block)
+
+    def rms_norm(self, x: Tensor, name: str, family: str) -> Tensor:
+        """x / √(mean x² + ε) · w, in single operators on fp32 copies (`LlamaRMSNorm`, `Gemma2RMSNorm`, `T5LayerNorm`)."""
+        weight, width, rows = self.parameters[f"{name}.weight"], x.width, (*x.shape[:-1], 1)
+        y = self.to(x, FP32)
+        factor = self.unary("rsqrt", self.scale(self.reduce(self.power(y), rows), "add"))
+        if family == "t5":
+            y = self.mul(x, factor)
+            return self.mul(weight, self.to(y, weight.width) if weight.width == HALF else y)
+        y = self.mul(y, factor)
+        if family.startswith("gemma"):
+            return self.to(self.mul(y, self.scale(self.to(weight, FP32), "add")), width)
+        y = self.to(y, width)
+        return self.mul(weight, y)
+
+    # --- linear layers: plain, with a LoRA adapter beside them, with a base in 4 or 8 bits ------------------------
+
+    def linear(self, x: Tensor, name: str) -> Tensor:
+        """`nn.Linear` or `Conv1D` called `name`, as the recipe has it."""
+        outer, self.where = self.where, name
+        weight, bias = self.parameters[f"{name}.weight"], self.parameters.get(f"{name}.bias")
+        kind = {None: self.product, "int8": self.in_8_bits}.get(weight.quantized, self.in_4_bits)
+        y = kind(x, weight, bias)
+        if f"{name}.lora_A" in self.parameters:
+            base = [y]
+            del y
+            y = self.adapted(x, base, name, weight.quantized)
+        self.where = outer
+        return y
+
+    def adapted(self, x: Tensor, base: list[Tensor], name: str, quantized: str | None) -> Tensor:
+        """base + B(A(dropout(x))) · α/r: the adapter keeps x, in its own dtype, and r numbers a token (peft, lora.Linear).
+
+        The frozen layer beside it keeps nothing of x: that is what LoRA saves of activations, and all it saves.
+        """
+        down, up, y = self.parameters[f"{name}.lora_A"], self.parameters[f"{name}.lora_B"], base.pop()
+        width = y.width
+        if quantized in ("nf4", "fp4"):
+            y = self.copy(y)
+        x = self.to(x, down.width)
+        update = self.scale(self.product(self.product(self.dropout(x, self.lora_dropout), down), up))
+        if quantized:
+            update = self.to(update, width)
+        return self.to(self.add(y, update), width)
+
+    def in_4_bits(self, x: Tensor, weight: Parameter, bias: Parameter | None) -> Tensor:
+        """The weight is unpacked whole for each product, forward and backward (Dettmers et al. 2023, section 3).
+
+        Nothing is kept: the packed weight is a parameter (`bitsandbytes.autograd.MatMul4Bit`). Backward unpacks into the
+        dtype that the weight had when it was quantized (`QuantState.dtype`), here the one that is computed in. Scales
+        that are quantized too are unpacked into two fp32 temporaries (`bitsandbytes.functional.dequantize_4bit`).
+        """
+        a, rows, n = self.to(x, self.compute), prod(x.shape[:-1]), prod(weight.shape)
+        whole, scales = n * self.compute, 2 * FP32 * ceil(n / BLOCK) if self.nested else 0
+        temporary = self.block("gemm_4bit", (whole + scales,), 1, "workspace") if rows > FEW_ROWS else None
+        inputs, shape = [a] if bias is None else [a, bias], (*x.shape[:-1], n // x.shape[-1])
+        y = self.op("gemm_4bit", inputs, shape, self.compute, extra=whole, spike=whole + scales)
+        del temporary
+        return self.to(y, x.width)
+
+    def in_8_bits(self, x: Tensor, weight: Parameter, bias: Parameter | None) -> Tensor:
+        """LLM.int8() keeps its input where no checkpoint can drop it (`ctx.tensors`), and unpacks the weight to go back.
+
+        Forward it needs the input in 8 bits, and the product in 32 (`bitsandbytes.autograd.MatMul8bitLt`).
+        """
+        n, rows, inside = prod(weight.shape), prod(x.shape[:-1]), x.shape[-1]
+        temporary = self.block("int8_linear_matmul", (rows * (inside + FP32 * n // inside),), 1)
+        inputs, shape = [x] if bias is None else [x, bias], (*x.shape[:-1], n // inside)
+        y = self.op("matmul_8bit", inputs, shape, x.width, held=[x], extra=n * x.width)
+        del temporary
+        return y
+
+
+def _factors(a: Tensor | Parameter, b: Tensor | Parameter) -> list[Tensor | Parameter]:
+    """What a product keeps: each factor if the other one needs a gradient."""
+    return ([a] if b.needs else []) + ([b] if a.needs else [])

@@ -1,0 +1,74 @@
+"""The optimizer step: what it needs besides gradients and states.
+
+Multi-tensor ("foreach") kernels, PyTorch's default on CUDA, work on all tensors of a parameter group and dtype at once,
+so their temporaries are as large as the group. That is the hidden peak of a step with AdamW: √v for every parameter.
+"""
+
+from collections import Counter
+from math import prod
+
+from ..overhead import rounded
+from ..recipe import Recipe
+from .reserved import slack
+from .stored import FP32, HALF, held, written_out
+
+# Temporaries as large as the tensors updated together, (foreach, one by one), counted in torch/optim/*.py: AdamW's
+# `denom` is √v, RMSprop's likewise, Adagrad's `std` and `numerator`; one by one, √v / correction is a second one.
+COPIES = {"adamw_torch": (1, 2), "rmsprop": (1, 1), "adagrad": (2, 1), "sgd": (0, 0)}
+
+
+def step_temporaries(recipe: Recipe) -> int:
+    """Bytes of the step's temporaries at their highest moment.
+
+    Clipping needs one norm a tensor, each in a block of its own, and their stack; the Trainer computes the norm for its
+    log even where it does not clip.
+    """
+    loop, rows = recipe.loop, [row for row in held(recipe) if row.trained]
+    if loop.optimizer_in_backward:
+        return 0
+    tensors = sum(row.count for row in rows)
+    clips = loop.max_grad_norm is not None or loop.name == "trainer"
+    most = tensors * rounded(FP32) + rounded(FP32 * tensors) if clips else 0
+    if recipe.optim == "adafactor":  # tensor by tensor, and the last one's update lives on beside the next
+        by_name, before = {(row.name, row.shape): row for row in rows}, 0
+        order = [by_name[role, size] for _, role, size in written_out(recipe.shape) if (role, size) in by_name]
+        if loop.name == "trainer":
+            order.sort(key=lambda row: not row.decayed)
+        for row in order or rows:
+            most = max(most, before + single_temporaries(recipe, row.shape, row.width))
+            before = rounded(FP32 * prod(row.shape))
+    elif recipe.optim in COPIES and loop.foreach is False:
+        most = max(most, copies(recipe)[1] * max((row.size for row in rows), default=0))
+    elif recipe.optim in COPIES:
+        groups: dict[bool, Counter] = {}  # what is updated together: by dtype within the Trainer's two parameter groups
+        for row in rows:
+            group = groups.setdefault(row.decayed or loop.name != "trainer", Counter())
+            group[row.width] += row.count * (row.size + slack(row.size))
+        for group in groups.values():
+            n, before = copies(recipe)[0], 0
+            for size in group.values():  # names hold one go's temporaries until the next has made its own, one by one
+                most = max(most, *((n - i) * before + (i + 1) * size for i in range(n)), 0)
+                before = size
+    return most
+
+
+def copies(recipe: Recipe) -> tuple[int, int]:
+    """How many temporaries the size of what is updated: (foreach, one by one)."""
+    foreach, single = COPIES[recipe.optim]
+    if recipe.optim != "adamw_torch" and recipe.optimizer_arguments().get("weight_decay"):
+        foreach, single = foreach + (recipe.optim != "adagrad"), single + 1
+    return foreach, single
+
+
+def single_temporaries(recipe: Recipe, shape: tuple[int, ...], width: int) -> int:
+    """Bytes that updating one tensor alone needs (`optimizer_in_backward`, Adafactor).
+
+    Adafactor makes g² and g² + ε in fp32, and fp32 copies of gradient and weight if those are in half precision.
+    """
+    numbers = prod(shape)
+    if recipe.optim == "adafactor":
+        return (4 if width == HALF else 2) * rounded(FP32 * numbers)
+    if recipe.optim not in COPIES:
+        return 0
+    foreach, single = copies(recipe)
+    return (single if recipe.loop.foreach is False else foreach) * numbers * width
