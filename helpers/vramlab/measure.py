@@ -111,11 +111,15 @@ def too_much(recipe: Recipe, limited: bool = False) -> str:
     if needed > 0.6 * free and not limited:
         # twice: libraries, the program itself, and whatever else the machine is doing
         return f"it needs about {format_bytes(needed, digits=1)} and {format_bytes(free, digits=1)} of RAM are free"
-    # a step costs about 6 operations a parameter and token (Kaplan et al. 2020, table 1), and is run some six times
-    seconds = 6 * 6 * recipe.shape.num_parameters * recipe.tokens / CPU_FLOPS
+    seconds = 6 * operations(recipe) / CPU_FLOPS  # it is run some six times
     if seconds > SECONDS_ON_CPU:
         return f"it would take this CPU about {seconds / 60:,.0f} minutes"
     return ""
+
+
+def operations(recipe: Recipe) -> int:
+    """Of a step: about 6 a parameter and token (Kaplan et al. 2020, table 1), 8 when layers are recomputed."""
+    return (8 if recipe.gradient_checkpointing else 6) * recipe.shape.num_parameters * recipe.tokens
 
 
 def run_child(

@@ -1,17 +1,17 @@
 """Measure every recipe that the course asks for, cheapest first, and keep the reports for readers without this GPU."""
 
+import contextlib
 import os
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from .apart import Apart
 from .checks import cores
 from .errors import MeasurementError, RecipeError, RecordError
 from .gpu import Gpu, current_device
-from .measure import CPU_FLOPS, cannot, measure, start_worker, too_much
+from .measure import CPU_FLOPS, cannot, measure, operations, start_worker, too_much
 from .recipe import Recipe
 from .records import file_name, load, measurements_folder, save
 from .report import Report, environment, format_bytes, text_table
@@ -105,9 +105,9 @@ def _measure_all(outcome: Outcome, folder: Path, deadline: float, progress: bool
 
     console = Console(quiet=not progress)
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
-    hidden = not console.is_terminal
-    with Progress(*columns, console=console, transient=True, disable=hidden) as bar, Relay() as workers:
-        task = bar.add_task("measuring", total=len(outcome.missing))
+    hidden, count = not console.is_terminal, len(outcome.missing)
+    with Progress(*columns, console=console, transient=True, disable=hidden) as bar, relay(count) as workers:
+        task = bar.add_task("measuring", total=count)
         for recipe, seconds in list(outcome.missing):
             left = deadline - time.monotonic()
             if seconds > left:
@@ -115,7 +115,7 @@ def _measure_all(outcome: Outcome, folder: Path, deadline: float, progress: bool
             bar.update(task, description=str(recipe))
             begun = time.monotonic()
             try:
-                with workers.next(more=len(outcome.missing) > 1) as worker:
+                with next(workers) as worker:
                     report = measure(recipe, recorded=False, timeout=left, worker=worker)
             except (MeasurementError, RecipeError) as error:
                 result = str(error).strip().splitlines()[-1]
@@ -130,32 +130,27 @@ def _measure_all(outcome: Outcome, folder: Path, deadline: float, progress: bool
             bar.console.print(f"{took:6.1f} s  {result}  {recipe}", highlight=False, markup=False, soft_wrap=True)
 
 
-class Relay:
-    """Workers one after the other; where cores are to spare, the next one loads its libraries while one measures."""
+@contextlib.contextmanager
+def relay(count: int) -> Iterator[Iterator[Apart]]:
+    """`count` workers one after the other; where cores are to spare, the next one loads its libraries meanwhile."""
+    spare: list[Apart] = []
 
-    def __init__(self):
-        self.ahead = cores() >= SPARE_CORES
-        self._spare: Apart | None = None
+    def workers() -> Iterator[Apart]:
+        for left in range(count, 0, -1):
+            worker = spare.pop() if spare else start_worker()
+            if left > 1 and cores() >= SPARE_CORES:
+                spare.append(start_worker())
+            yield worker
 
-    def next(self, more: bool) -> Apart:
-        """A worker; with `more` to come, another one is started."""
-        worker = self._spare or start_worker()
-        self._spare = start_worker() if more and self.ahead else None
-        return worker
-
-    def __enter__(self) -> "Relay":
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        if self._spare:
-            self._spare.__exit__(*error)
+    try:
+        yield workers()
+    finally:
+        for worker in spare:
+            worker.__exit__()
 
 
 def seconds_for(recipe: Recipe, card: Gpu | None = None, device: str = "cuda") -> float:
-    """About how long a measurement takes; meant to be too much rather than too little.
-
-    A step costs about 6 operations a parameter and token (Kaplan et al. 2020, table 1), 8 when layers are recomputed.
-    """
-    operations = (8 if recipe.gradient_checkpointing else 6) * recipe.shape.num_parameters * recipe.tokens
+    """About how long a measurement takes; meant to be too much rather than too little."""
     peak = (card.flops(recipe.precision) or card.flops("fp32")) if card else None
-    return START + STEPS * operations / (CPU_FLOPS if device == "cpu" else EFFICIENCY * peak if peak else UNKNOWN_FLOPS)
+    rate = CPU_FLOPS if device == "cpu" else EFFICIENCY * peak if peak else UNKNOWN_FLOPS
+    return START + STEPS * operations(recipe) / rate
