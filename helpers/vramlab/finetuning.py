@@ -26,7 +26,7 @@ def adapted(model: "PreTrainedModel", r: int, targets: str | Sequence[str] = "al
 
     targets = targets if isinstance(targets, str) else list(targets)
     options = {"lora_alpha": ALPHA, "target_modules": targets, "task_type": "CAUSAL_LM", **options}
-    return get_peft_model(model, LoraConfig(r=r, **options))
+    return get_peft_model(model, LoraConfig(r=r, **options)).train(model.training)
 
 
 def batches(texts: Sequence[str], steps: int, batch_size: int, context: int, seed: int = 0) -> "Iterator[torch.Tensor]":

@@ -3,7 +3,7 @@
 from math import sqrt
 from typing import Any
 
-from ..answers import Function, Judge, Mistake, Number, Table, Verdict
+from ..answers import NOT_ANSWERED, Function, Judge, Mistake, Number, Table, Verdict
 from ..exercises import Exercise
 from ..gpu import find_gpu
 from ..predict import predict
@@ -60,6 +60,8 @@ def _merge(function: Any) -> Verdict:
             merged = function(weight, a, b, alpha)
         except Exception as error:
             return Verdict(False, f"Your function fails with {type(error).__name__}: {error}.")
+        if merged is None or merged is ...:
+            return NOT_ANSWERED
         case = f"inputs={inputs}, outputs={outputs}, r={r}, alpha={alpha}"
         if not isinstance(merged, torch.Tensor) or merged.shape != weight.shape:
             return Verdict(False, f"A matrix of {outputs} × {inputs} was expected, as the weight is: B · A, not A · B.")
