@@ -74,7 +74,7 @@ def find_lengths(recipe: Recipe, lengths: Sequence[int], settings: str = "") -> 
     for path in sorted(_folder().glob("*.json")):
         try:
             found = json.loads(path.read_text(encoding="utf-8"))["runs"].get(_key(recipe, lengths, settings))
-        except (OSError, ValueError, KeyError, AttributeError) as error:
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise RecordError(
                 f"the record file {path.name} cannot be read ({type(error).__name__}: {error})."
             ) from error

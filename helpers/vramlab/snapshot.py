@@ -33,6 +33,11 @@ DEPTH = 60  # frames that are kept of a stack
 LIBRARIES = ("site-packages", "dist-packages", f"{os.sep}torch{os.sep}", f"lib{os.sep}python3", "<frozen", "<string>")
 
 
+COURSE = os.path.join(
+    "vramlab", "chapters"
+)  # the course's own models are its readers' code, wherever they are installed
+
+
 class SnapshotError(VramLabError, ValueError):
     """Something that is no memory snapshot, or is one in a form that is not safe to open."""
 
@@ -198,7 +203,7 @@ def grouped(blocks: list[Block]) -> Groups:
 def user_line(frames: Iterator[Mapping[str, Any]] | list | tuple) -> Line:
     """The innermost line of a stack (innermost first) that is nobody's library; the innermost of all if all are."""
     frames = list(frames)
-    own = [frame for frame in frames if not any(word in frame["filename"] for word in LIBRARIES)]
+    own = [frame for frame in frames if COURSE in frame["filename"] or not _of_a_library(frame["filename"])]
     if not frames:
         return Line("unknown", 0, "")
     frame = (own or frames)[0]
@@ -206,6 +211,10 @@ def user_line(frames: Iterator[Mapping[str, Any]] | list | tuple) -> Line:
     text = frame.get("text") or linecache.getline(name, number).strip()
     cell = "ipykernel" in name or name.startswith("<ipython")
     return Line("cell" if cell else Path(name).name, number, frame["name"], text)
+
+
+def _of_a_library(filename: str) -> bool:
+    return any(word in filename for word in LIBRARIES)
 
 
 class record:

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from ..allocator import Allocator
-from ..answers import Choice, Function, Judge, Mistake, Number, Table, Verdict
+from ..answers import Choice, Judge, Mistake, Number, Table, Verdict
 from ..exercises import Exercise
 from ..expandable import ExpandableAllocator
 from ..gpu import find_gpu
@@ -15,11 +15,6 @@ SPLITS = [(12, 1), (12, 2), (12, 3), (13, 4), (3, 5), (100, 7), (0, 2)]  # sampl
 REQUESTS = (60, 61, 62, 63, 64)  # MiB
 ORDER = (20, 44, 28, 60, 36, 52, 12, 68)  # MiB
 A100 = find_gpu("A100 40GB")
-SHAPES = [
-    dict(batch=8, tokens=64, width=128, layers=2, weights=524_288),
-    dict(batch=1, tokens=2048, width=4096, layers=32, weights=6_600_000_000),
-    dict(batch=4, tokens=1024, width=768, layers=12, weights=123_532_032),
-]
 
 
 def reserved_after(sizes: Sequence[int], allocator: Allocator) -> int:
@@ -80,11 +75,6 @@ def padding_share(lengths: Sequence[int] = LENGTHS, buckets: Sequence[int] = ())
     """Percent of the tokens that are padding, when all are padded to the longest or to the next bucket."""
     padded = [min(b for b in buckets if b >= n) if buckets else max(lengths) for n in lengths]
     return 100 * (1 - sum(lengths) / sum(padded))
-
-
-def flops(batch: int, tokens: int, width: int, layers: int, weights: int) -> int:
-    """Operations of one training step: 6 a weight and token, and 12 · layers · tokens² · width a sequence."""
-    return batch * (6 * weights * tokens + 12 * layers * tokens**2 * width)
 
 
 def utilisation(tokens_per_second: float = 3000, weights: float = 7e9, per_weight: int = 6) -> float:
@@ -231,38 +221,6 @@ EXERCISES = [
     ),
     Exercise(
         "07.7",
-        "Write `flops(batch, tokens, width, layers, weights)`: the operations of one training step by the formula of "
-        "section 8, with `weights` those of all matrices and attention written out.",
-        difficulty=3,
-        minutes=7,
-        hints=(
-            "Two terms a sequence: one with weights × tokens, one with tokens².",
-            "batch · (6 · weights · tokens + 12 · layers · tokens² · width).",
-        ),
-        check=Function(
-            flops,
-            cases=SHAPES,
-            unit="operations",
-            mistakes=[
-                Mistake(
-                    lambda batch, tokens, width, layers, weights: 6 * weights * batch * tokens,
-                    "The attention scores are missing: each token meets each.",
-                ),
-                Mistake(
-                    lambda **shape: flops(**shape) // 3, "That is the forward pass: backward takes twice as much more."
-                ),
-                Mistake(
-                    lambda batch, tokens, width, layers, weights: (
-                        batch * (6 * weights * tokens + 12 * tokens**2 * width)
-                    ),
-                    "Each layer has an attention of its own.",
-                ),
-            ],
-            right="linear in the tokens but for attention's square.",
-        ),
-    ),
-    Exercise(
-        "07.8",
         f"Requests of {', '.join(map(str, ORDER))} MiB come one after the other, each freed before the next. Put them "
         "in an order, a list, in which the default allocator reserves least.",
         difficulty=2,

@@ -21,16 +21,16 @@ def events(followed: Followed, limit=None, title: str = "Reserved against alloca
     """Allocated (area) and reserved (line) after every event, with the steps marked; returns the figure."""
     size = check_unit(unit)
     figure, ax = style.start(title, subtitle)
-    at = _thin(len(followed.reserved))
-    steps = np.interp(at, [0, *followed.ends], range(len(followed.ends) + 1))
+    at = _thin(followed.allocated, followed.reserved)
+    steps = np.interp(at, [0, *followed.ends], range(-1, len(followed.ends)))  # loading, then step 1 from 0 to 1
     allocated, reserved = (np.array(line)[at] / size for line in (followed.allocated, followed.reserved))
     ax.fill_between(steps, 0, allocated, step="post", facecolor="#56B4E9", linewidth=0, label="allocated")
     ax.plot(steps, reserved, drawstyle="steps-post", color="#D55E00", linewidth=1.6, label="reserved")
     if limit is not None:
         draw_limit(ax, limit, unit)
-    ax.set_xlim(0, len(followed.ends))
+    ax.set_xlim(-1, len(followed.mallocs))
     ax.set_ylim(0, max(reserved.max(), limit_of(limit)[0] / size if limit else 0) * 1.1)
-    ax.set_xlabel("step")
+    ax.set_xlabel("steps done (left of 0: loading, and a first step)")
     ax.set_ylabel(unit)
     rows = [("step", f"allocated, most, {unit}", f"reserved at its end, {unit}", "cudaMalloc", "cudaFree")]
     for i, (start, end) in enumerate(itertools.pairwise(followed.ends), 1):
@@ -56,7 +56,7 @@ def blocks(snapshot: Snapshot, largest: int = 4, title: str = "Memory history", 
             change[block.freed] -= block.size
     layers = {line: change.cumsum() for line, change in changes.items()}
     shown = sorted(layers, key=lambda line: (-layers[line].max(), line))[:largest]
-    at = _thin(count + 1)
+    at = _thin(snapshot.allocated)
     base = np.zeros(len(at))
     looks = style.look([str(line) for line in shown])
     drawn = []
@@ -72,8 +72,8 @@ def blocks(snapshot: Snapshot, largest: int = 4, title: str = "Memory history", 
     ax.set_ylim(0, total.max() * 1.12)
     ax.set_xlabel(f"events of the allocator ({snapshot.source})")
     ax.set_ylabel(unit)
-    rows = [(f"at the peak, {unit}", "blocks", "line")]
-    rows += [(exact(group.size, unit), str(group.count), str(group.line)) for group in snapshot.largest(count=largest)]
+    rows = [("line, at the peak", "blocks", unit)]
+    rows += [(str(group.line), str(group.count), exact(group.size, unit)) for group in snapshot.largest(count=largest)]
     peak = format_bytes(int(snapshot.allocated.max()), unit)
     return style.finish(figure, rows, f"{title}, {subtitle}: highest {peak}; most of it from {_short(str(shown[0]))}.")
 
@@ -109,9 +109,16 @@ def trace(traces: Mapping[str, Trace], regions: Sequence[str], title: str = "Whe
     return style.finish(figure, rows, f"{title}. Labelled regions above the computing below them. {idle}.")
 
 
-def _thin(count: int) -> np.ndarray:
-    """At most POINTS indices below `count`, first and last among them."""
-    return np.unique(np.linspace(0, count - 1, min(count, POINTS)).astype(int))
+def _thin(*lines: Sequence[float]) -> np.ndarray:
+    """About POINTS indices at most: first, last, and of each run of neighbours every line's highest and lowest."""
+    count = len(lines[0])
+    width = -(-2 * len(lines) * count // POINTS)
+    chosen = {0, count - 1}
+    for start in range(0, count, width):
+        for line in lines:
+            part = np.asarray(line[start : start + width])
+            chosen |= {start + int(part.argmax()), start + int(part.argmin())}
+    return np.array(sorted(chosen))
 
 
 def _short(text: str) -> str:

@@ -1,0 +1,105 @@
+"""Source D's claims: each is judged, and each experiment can say no."""
+
+import dataclasses
+from types import SimpleNamespace
+
+import pytest
+import torch
+from vramlab.chapters import claims_07 as chapter
+from vramlab.claims import HOLDS, NOT, UNDER, WAITS, Verdict, judge, ledger, load_claims
+from vramlab.errors import RecordError
+from vramlab.fragmentation import Followed, requests_of
+from vramlab.trace import Trace
+
+
+@pytest.fixture(scope="module", autouse=True)
+def small():
+    """The same experiments on a smaller model, whose lengths fill a smaller card."""
+    with pytest.MonkeyPatch.context() as patch:
+        recipe = chapter.RECIPE.replace(model="pythia-70m", num_layers=1, precision="fp32")
+        lengths = [256, 384, 512, 768, 1024, 128, 640, 1024]
+        patch.setattr(chapter, "RECIPE", recipe)
+        patch.setattr(chapter, "LENGTHS", lengths)
+        found = requests_of(recipe, [*lengths, *chapter.BUCKETS])
+        patch.setattr(chapter, "requests", lambda: found)
+        most = chapter.follow(found, lengths).peak_allocated
+        patch.setattr(chapter, "room", lambda: int(1.4 * most))
+        chapter.run.cache_clear()
+        yield
+    chapter.run.cache_clear()
+
+
+@pytest.fixture(scope="module")
+def verdicts(small):
+    return {verdict.claim.name: verdict for verdict in ledger("07")}
+
+
+def test_every_claim_is_judged(verdicts):
+    assert list(verdicts) == list(load_claims("07")) and len(verdicts) >= 20
+    assert {verdict.claim.source for verdict in verdicts.values()} == {"D"}
+    assert {verdict.outcome for verdict in verdicts.values()} <= {HOLDS, UNDER, NOT, WAITS}
+
+
+def test_another_figure_in_the_source_would_get_another_verdict(verdicts):
+    for verdict in verdicts.values():
+        claim = verdict.claim
+        if verdict.outcome == WAITS:
+            continue
+        other = not claim.quoted if claim.rule == "is" else claim.quoted * 40 + 1
+        changed = Verdict(dataclasses.replace(claim, quoted=other), verdict.findings)
+        assert changed.holding != verdict.holding and changed.outcome != HOLDS, claim.name
+
+
+def test_what_only_a_gpu_shows_waits_for_it(verdicts):
+    if not torch.cuda.is_available():
+        waiting = {name for name, verdict in verdicts.items() if None in verdict.findings.values()}
+        assert {"D-backward-thread", "D-expandable-gpu", "D-compile-speed"} == waiting
+
+
+def test_the_listing_of_the_source_does_not_run(verdicts):
+    assert verdicts["D-profile-call"].holding == ["torch.profiler"]
+
+
+def test_a_label_that_is_kept_outside_a_profiler_would_be_seen(monkeypatch):
+    monkeypatch.setattr(chapter, "_labels", lambda profiled: {"forward_pass": None} if not profiled else {})
+    assert judge(load_claims("07")["D-label"]).outcome == NOT
+    assert judge(load_claims("07")["D-label-free"]).outcome == NOT
+
+
+def test_workers_that_hide_nothing_would_be_seen(monkeypatch):
+    monkeypatch.setattr(chapter, "_traced", lambda step, **options: None)
+    for with_workers, outcome in (((0.06, 0.05, 0.05), NOT), ((0.06, 0.01, 0.01), HOLDS)):
+        waits = iter([(0.06, 0.06, 0.06), with_workers])
+        monkeypatch.setattr(Trace, "of", lambda profiler, waits=waits: SimpleNamespace(waiting=lambda: next(waits)))
+        assert judge(load_claims("07")["D-workers"]).outcome == outcome
+
+
+def test_an_allocator_that_does_nothing_would_be_seen(monkeypatch):
+    nothing = Followed([1, 2], [2, 2], [1, 2], [0], [0])
+    monkeypatch.setattr(chapter, "run", lambda cure: nothing)
+    for name in ("D-expandable", "D-padding", "D-warm-up"):
+        assert judge(load_claims("07")[name]).outcome == NOT, name
+    monkeypatch.setattr(chapter, "run", lambda cure: dataclasses.replace(nothing, mallocs=[1, 1], given_back=[0, 0]))
+    assert judge(load_claims("07")["D-malloc-once"]).outcome == NOT
+    assert "a T4, which they fill" not in judge(load_claims("07")["D-panic"]).holding
+
+
+def test_a_record_of_a_gpu_decides(monkeypatch):
+    def found(recipe, lengths, settings):
+        return {"reserved": [10 if settings else 20, 5], "gpu": "Tesla T4"}
+
+    monkeypatch.setattr(chapter, "find_lengths", found)
+    assert judge(load_claims("07")["D-expandable-gpu"]).outcome == HOLDS
+    monkeypatch.setattr(chapter, "find_lengths", lambda recipe, lengths, settings: {"reserved": [7], "gpu": "T4"})
+    assert judge(load_claims("07")["D-expandable-gpu"]).outcome == NOT
+    with pytest.raises(RecordError):
+        chapter.compiled_speed()
+
+
+def test_an_attention_that_is_not_exact_or_keeps_all_would_be_seen(monkeypatch):
+    honest = chapter._attention
+    kept = {"FLASH_ATTENTION": 100, "MATH": 900}
+    monkeypatch.setattr(chapter, "_attention", lambda name: (torch.zeros(1) + (name == "MATH") * 1e-3, kept[name]))
+    assert judge(load_claims("07")["D-exact"]).outcome == NOT
+    assert judge(load_claims("07")["D-flash-memory"]).outcome == NOT
+    assert honest("MATH")[1] > honest("FLASH_ATTENTION")[1]
