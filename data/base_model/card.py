@@ -41,6 +41,8 @@ def write_card(folder: Path, facts: dict) -> None:
     model, done, prose = facts["model"], facts["training"], facts["documentation bytes"]
     left_out = f"{facts['held-out files']} held-out files of {facts['held-out bytes']:,} bytes"
     read = f"{done['tokens read'] / 1e6:.1f} million tokens, {done['tokens read'] / facts['tokens']:.1f} times the data"
+    ends = ", ".join(f"from step {first:,} for an end at {end:,}" for first, end in done["schedule"])
+    replanned = f" (planned anew while it ran: {ends})" if len(done["schedule"]) > 1 else ""
     about = {
         "parameters": f"{model['parameters']:,}: Llama, {model['layers']} layers of width {model['width']}, "
         f"vocabulary {model['vocabulary']:,}, head tied to the embedding",
@@ -50,7 +52,8 @@ def write_card(folder: Path, facts: dict) -> None:
         "tokenizer": f"byte-level BPE of the same files; {facts['bytes'] / facts['tokens']:.2f} bytes per token",
         "training": f"{done['steps']:,} steps × {done['batch size']} × {done['context']} tokens: {read}",
         "recipe": f"AdamW (β 0.9 and 0.95; weight decay 0.1 on matrices), peak rate {done['learning rate']:g}, warm-up over "
-        f"5 % of the steps, then cosine; gradients clipped at 1; bf16 autocast on fp32 weights; seed {facts['seed']}",
+        f"5 % of the steps, then cosine{replanned}; gradients clipped at 1; bf16 autocast on fp32 weights; "
+        f"seed {facts['seed']}",
         "loss": f"{done['loss']:.3f} nats per token, mean of the last 100 training batches",
         "time": f"{done['minutes']:.0f} minutes on {facts['hardware']}",
         "file": f"`model.safetensors`, fp16, {facts['file bytes']:,} bytes; nothing here is pickled",

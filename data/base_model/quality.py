@@ -18,12 +18,12 @@ import transformers
 from vramlab.base_model import CONTEXT, bits_per_byte, finetuning_texts, held_out
 from vramlab.finetuning import ALPHA, finetune, fresh
 
-STEPS, BATCH_SIZE, SEED = 150, 4, 0
+STEPS, BATCH_SIZE, SEED = 100, 4, 0
 RANKS = (1, 2, 4, 8, 16, 32, 64)
-TRIED = {"full": (3e-4, 1e-3, 3e-3), "LoRA": (1e-3, 3e-3, 1e-2)}
+TRIED = {"full": (3e-4, 1e-3, 3e-3), "LoRA": (3e-3, 1e-2, 3e-2)}
 QUERY_VALUE = "q_proj, v_proj"  # PEFT's default for Llama
 MLP = "gate_proj, up_proj, down_proj"
-PROGRAM_BYTES = 40_000
+PROGRAM_BYTES = 20_000
 
 
 def one(r: int | None, targets: str, learning_rate: float, texts: dict[str, list[str]], steps: int) -> dict:
@@ -43,7 +43,7 @@ def best(r: int | None, targets: str, texts: dict[str, list[str]], steps: int) -
 
 
 def sweep(steps: int, ranks=RANKS, documents: int | None = None, program_bytes: int = PROGRAM_BYTES) -> dict:
-    """All runs. The rate that is best at r = 8 is used at every rank: alpha / r takes the rank's part in it out."""
+    """All runs. The rate that is best at r = 8 is used for all adapters: alpha / r takes the rank's part in it out."""
     topics = finetuning_texts("train")[:documents]
     texts = {
         "train": [text for i, text in enumerate(topics) if i % 10],
@@ -57,7 +57,7 @@ def sweep(steps: int, ranks=RANKS, documents: int | None = None, program_bytes: 
     full, middle = best(None, "all", texts, steps), best(8, "all-linear", texts, steps)
     runs = [full, middle]
     runs += [one(r, "all-linear", middle["learning_rate"], texts, steps) for r in ranks if r != 8]
-    runs += [best(8, targets, texts, steps) for targets in (QUERY_VALUE, MLP)]
+    runs += [one(8, targets, middle["learning_rate"], texts, steps) for targets in (QUERY_VALUE, MLP)]
     runs.sort(key=lambda run: (run["targets"], run["r"] or 0))
     result["runs"] = [{key: value for key, value in run.items() if key != "tuning"} for run in runs]
     return result

@@ -119,10 +119,11 @@ def train(
     others = [p for p in model.parameters() if p.ndim == 1]
     groups = [{"params": matrices, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, lr=peak, betas=(0.9, 0.95), fused=True)
-    done, minutes, losses = 0, 0.0, []
+    done, minutes, losses, schedule = 0, 0.0, [], []
     if checkpoint and (checkpoint / "progress.json").exists():
         progress = json.loads((checkpoint / "progress.json").read_text())
         done, minutes, losses = progress["step"], progress["minutes"], progress["losses"]
+        schedule = progress["schedule"]
         model.load_state_dict(load_file(checkpoint / "model.safetensors"), strict=False)
         moments = load_file(checkpoint / "optimizer.safetensors")
         for i, p in enumerate(matrices + others):
@@ -131,6 +132,8 @@ def train(
     started = time.perf_counter()
     model.train()
     stop_at = stop_at or steps
+    if done < stop_at and (not schedule or schedule[-1][1] != steps):
+        schedule = [*schedule, [done, steps]]  # from which step on the cosine ended at which
     for step in range(done, stop_at):
         generator = torch.Generator().manual_seed(SEED + step)  # the batch depends on the step alone
         starts = torch.randint(len(tokens) - context, (batch_size, 1), generator=generator)
@@ -157,10 +160,15 @@ def train(
                     for key, value in optimizer.state[p].items()
                 }
                 save_file(moments, checkpoint / "optimizer.safetensors")
-                progress = {"step": step + 1, "minutes": spent, "losses": losses}
+                progress = {"step": step + 1, "minutes": spent, "losses": losses, "schedule": schedule}
                 (checkpoint / "progress.json").write_text(json.dumps(progress))
     spent = minutes + (time.perf_counter() - started) / 60
-    return {"loss": sum(losses) / len(losses), "minutes": spent, "tokens": stop_at * batch_size * context}
+    return {
+        "loss": sum(losses) / len(losses),
+        "minutes": spent,
+        "tokens": stop_at * batch_size * context,
+        "schedule": schedule,
+    }
 
 
 def token_stream(tokenizer, files: dict[str, str]) -> torch.Tensor:
@@ -182,7 +190,7 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--folder", type=Path, default=Path(__file__).parent, help="where model, texts and card go")
     parser.add_argument("--source", type=Path, default=Path(sysconfig.get_paths()["stdlib"]), help="what to train on")
-    parser.add_argument("--steps", type=int, default=5000)
+    parser.add_argument("--steps", type=int, default=2500)
     parser.add_argument("--stop-at", type=int, help="stop at this step, with the schedule of --steps")
     parser.add_argument("--batch-size", type=int, default=8)
     parser.add_argument("--context", type=int, default=256)
@@ -249,6 +257,7 @@ def main(argv: list[str] | None = None) -> None:
                 "learning rate": args.learning_rate,
                 "loss": done["loss"],
                 "minutes": done["minutes"],
+                "schedule": done["schedule"],
             },
             "seed": SEED,
             "hardware": args.hardware,
