@@ -17,6 +17,7 @@ def test_it_has_the_style_the_legend_and_the_words():
     with plot.canvas("A title", "A line\n  that falls.", "about it", [("x", "y"), ("0", "4")]) as ax:
         ax.plot([0, 1], [4, 2], label="a line")
         assert plt.rcParams["font.size"] == style.RC["font.size"]
+    assert ax.lines[0].get_color() == style.LINES[0][0]
     assert dict(plt.rcParams) == before
     assert plot.alt_text(ax.figure) == "A line that falls." and "4" in plot.table(ax.figure)
     assert [text.get_text() for legend in ax.figure.legends for text in legend.get_texts()] == ["a line"]

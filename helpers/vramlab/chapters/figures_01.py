@@ -62,8 +62,9 @@ def vanished(sizes: Sequence[float], lost: Mapping[str, Sequence[float]]):
     ends = f"{sizes[-1]:.0e} in the last layer to {sizes[0]:.0e} in the first"
     first = ", ".join(f"{name} {shares[0]:.0%}" for name, shares in lost.items())
     said = f"Gradients shrink from {ends}. Of the first layer's, so many became zero: {first}."
-    rows = [("layer", "median size", *lost)]
-    rows += [(f"{i}", f"{sizes[i]:.0e}", *(f"{lost[name][i]:.0%}" for name in lost)) for i in layers if i % 4 == 0]
+    rows = [("layer", "median size", *(f"{name}, became zero" for name in lost))]
+    for i in layers[::4]:  # to tens, for kernels of different CPUs add up in different orders
+        rows.append((f"{i}", f"{sizes[i]:.0e}", *(f"{10 * round(10 * shares[i])} %" for shares in lost.values())))
     about = f"{len(sizes) - 1} hidden layers of 32, 256 points, cross-entropy, at the first step"
     with canvas("Where gradients become zero", said, about, rows, panels=2, sharex=True) as (above, below):
         above.semilogy(layers, sizes, color=INK, marker="o", markersize=4, label="median gradient, fp32")
@@ -72,7 +73,6 @@ def vanished(sizes: Sequence[float], lost: Mapping[str, Sequence[float]]):
             above.axhline(limit, color=ALARM, linestyle=dash, label=f"fp16's {name}")
         for (name, shares), (colour, look) in zip(lost.items(), ((RED, "s-"), (BLUE, "^--"), (INK, "o:")), strict=True):
             below.plot(layers, [100 * share for share in shares], look, color=colour, markersize=4, label=name)
-        below.legend(loc="center right")
         above.set_ylabel("size")
         below.set(ylabel="became zero, %", xlabel="layer, the first one at 0", ylim=(-5, 105), xticks=layers[::4])
     return above.figure

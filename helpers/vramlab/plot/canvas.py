@@ -24,5 +24,7 @@ def canvas(
         raise ValueError("canvas needs alt, a sentence or two for readers who do not see the figure.")
     with style.styled():
         figure, axes = style.start(heading, subtitle, panels, **options)
+        for ax in figure.axes:
+            ax.set_prop_cycle(color=[colour for colour, *_ in style.LINES] + [style.INK])
         yield axes
         style.finish(figure, rows, alt)
