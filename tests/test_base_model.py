@@ -20,6 +20,7 @@ from vramlab.base_model import (
 )
 from vramlab.data import data_path
 from vramlab.errors import RecipeError
+from vramlab.finetuning import adapted
 from vramlab.recipe import LoRA, Quantization, Recipe
 
 KB = 1000
@@ -210,3 +211,20 @@ def test_the_script_refuses_a_folder_without_programs(script, tmp_path, capsys):
     with pytest.raises(SystemExit):
         script.main(_arguments(tmp_path, tmp_path / "model"))
     assert "0 files to train on" in capsys.readouterr().err
+
+
+def test_a_quantized_base_that_was_evaluated_can_still_be_trained():
+    """bitsandbytes repacks evaluated weights on some processors, for a kernel through which no gradient comes back."""
+
+    ids, gradients = torch.arange(64)[None], []
+    for evaluated in (False, True):
+        model = load_base_model(quantization="nf4")
+        if evaluated:
+            bits_per_byte(model, ["def f():\n    return 1\n"])
+        torch.manual_seed(0)
+        model = adapted(model, r=4).train()
+        model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+        gradients.append({name: p.grad for name, p in model.named_parameters() if p.requires_grad})
+    first, second = gradients
+    assert len(first) == 2 * 4 * 7 and all(torch.equal(first[name], second[name]) for name in first)
+    assert all(first[name].any() for name in first if "lora_B" in name)

@@ -68,6 +68,11 @@ def load_base_model(
         options["device_map"] = {"": device}
     with _no_progress_bar():
         model = LlamaForCausalLM.from_pretrained(folder, local_files_only=True, **options)
+    for module in model.modules():
+        # On a CPU with AVX-512 BF16 bitsandbytes 0.50 repacks weights when they are evaluated, for a kernel without a
+        # gradient: what is trained after that learns next to nothing, and figures would depend on the processor.
+        if getattr(module, "support_avx512bf16_for_cpu", False):
+            module.support_avx512bf16_for_cpu = False
     return model.to(device).eval() if quantization is None else model.eval()
 
 
