@@ -21,7 +21,7 @@ from torch import Tensor
 
 from .numerics import NumericsError
 
-# Yoshida 2023 (arXiv 2306.06965, section 2) reads it off the QLoRA code: 1 − (1/32 + 1/30)/2 is halfway between the
+# Yoshida 2023 (arXiv 2306.06965) reads it off the QLoRA code: 1 − (1/32 + 1/30)/2 is halfway between the
 # outermost of 16 and of 15 equally likely bins. bitsandbytes (`create_normal_map`) writes it with seven digits.
 NF4_OFFSET = 0.9677083
 
