@@ -67,7 +67,6 @@ class Account:
         m.casts.clear()
         self.autocast_end = len(m.changes)
         logits = m.returned(logits)
-        m.held.clear()
         self.kept = [logits, *(m.caches or ())] if recipe.loop.keep_outputs else []
         m.caches = None
         return loss

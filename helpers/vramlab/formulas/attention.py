@@ -75,9 +75,7 @@ class Attention(Operators):
         out, sums = self.tensor(name, (b, n, heads, d), q.width), self.tensor(name, lines, FP32)
         inputs = [q, k, v, mask] if masked else [q, k, v]
         saves = [*inputs, out, sums]
-        y = self.op(name, inputs, (b, n, heads * d), q.width, saves=saves, extra=extra, block=out.block)
-        # flash writes its output in the order of the queries' memory; heads come apart again by a copy
-        return self.copy(y) if kernel == "flash" and q.packed else y
+        return self.op(name, inputs, (b, n, heads * d), q.width, saves=saves, extra=extra, block=out.block)
 
     def in_single_operators(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, p: float) -> Tensor:
         """`_scaled_dot_product_attention_math` (attention.cpp): both factors scaled, in fp32, scores kept by softmax."""

@@ -144,14 +144,17 @@ class Node:
 
 
 class Leaf:
-    """A tensor that was told to need a gradient: the graph holds it, and its gradient with it."""
+    """What stands for a tensor that was told to need a gradient: the graph holds it, and the gradient's first part.
+
+    Without a `block` it holds neither.
+    """
 
     def __init__(self, block: Block):
         self.block, self.gradient = block, None
 
     def receive(self, ledger: "Ledger", gradient: Tensor) -> None:
-        """Kept as long as the tensor is."""
-        if self.block is not None:
+        """The gradient's parts are not added up here."""
+        if self.block:
             self.gradient = self.gradient or gradient
 
 

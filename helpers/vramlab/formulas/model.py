@@ -13,7 +13,7 @@ from math import prod
 from ..recipe import Recipe
 from ..shapes import Shape
 from .attention import Attention
-from .ledger import CAST, FULL, PASS, Leaf, Parameter, Tensor
+from .ledger import CAST, FULL, Leaf, Parameter, Tensor
 from .operators import BOOL, INT64
 from .stored import FP32, HALF, compute_width, weight_width
 
@@ -58,8 +58,6 @@ class Model(Attention):
         self.hidden_width = weight_width(precision, quantization)  # bytes an element of what the embedding returns
         self.sections: list[Section] = []
         self.table: tuple[Tensor, Tensor] | None = None  # cos and sin of rotary positions
-        self.leaves: list[Leaf] = []
-        self.held: list[Tensor] = []  # what the model's forward keeps by name until it returns
         # the loop's setting does not reach the configuration of T5's decoder
         caching = None if shape.num_decoder_layers else recipe.loop.use_cache
         caching = self.setting("use_cache", True) if caching is None else caching
@@ -85,9 +83,6 @@ class Model(Attention):
             if "norm2" in at:
                 normed = self.norm(x, at["norm2"])
             z = self.feed_forward(at, normed)
-            if s.family == "falcon":
-                z = self.op("add_", [z, y], z.shape, z.width, grads=(PASS, PASS), block=z.block)
-                return self.add(x, self.dropout(z, p))
             return self.add(self.add(self.dropout(z, p), y), x)
         after = s.family == "bert" or not self.setting("do_layer_norm_before", True)  # norms after the sums
         y = self.attention(at, x if after else self.norm(x, at["norm1"]), bias)
@@ -274,11 +269,10 @@ class Model(Attention):
             first: holds the input of the first layer, which is taken out, so that it goes when that layer is done.
         """
         x = first.pop()
-        leaf = x.node if type(x.node) is Leaf else None
-        if leaf and not self.leaves:
-            leaf.block = None  # it goes with the first layer then, or a little later
+        if type(x.node) is Leaf:
+            x.node.block = None  # it goes with the first layer
         both_ends = bool(self.shape.num_decoder_layers)
-        typical = int((both_ends and self.checkpoints) or not x.needs or bool(leaf and leaf.block))
+        typical = int((both_ends and self.checkpoints) or not x.needs)
         written = min(count, typical + 1 + both_ends)
 
         def run(name: str, x: Tensor) -> Tensor:
@@ -303,9 +297,7 @@ class Model(Attention):
         s, (stack, *more) = self.shape, self.shape.layout.stacks
         self.decoding = False
         if more:
-            encoded = self.t5_stack(stack, None)
-            hidden = self.t5_stack(more[0], encoded)
-            self.held.append(encoded)
+            hidden = self.t5_stack(more[0], self.t5_stack(stack, None))
             scaled = self.setting("scale_decoder_outputs", self.setting("tie_word_embeddings", True))
             return self.scale(hidden) if scaled else hidden
         self.where = stack.prefix
@@ -323,7 +315,6 @@ class Model(Attention):
             last = ["model.decoder.final_layer_norm", "norm"]
         if s.family != "bert" and last and last[1] == "norm":
             x = self.norm(x, last[0])
-        self.held.clear()
         return x
 
     def t5_stack(self, stack, source: Tensor | None) -> Tensor:
@@ -353,8 +344,6 @@ class Model(Attention):
         """The input embedding: with LoRA under checkpointing made to need a gradient (`enable_input_require_grads`)."""
         if self.recipe.lora and self.checkpoints:
             x.needs, x.node = True, Leaf(x.block)
-            if self.recipe.loop.keep_outputs:  # outputs hold the graph, and the graph its leaves
-                self.leaves.append(x.node)
         return x
 
     def embed(self) -> Tensor:
@@ -365,16 +354,10 @@ class Model(Attention):
             x = self.scale(x)
         if s.family == "opt" and "model.decoder.project_in.weight" in self.parameters:
             x = self.linear(x, "model.decoder.project_in")
-        if s.family != "bert":
-            self.held.append(x)
         for name in sorted(others, reverse=True):  # BERT's token types come before its positions
             shape = (1, n) if s.family == "gpt2" or ("position" in name and s.family == "bert") else (b, n)
             block = None if "type" in name else self.block("positions", shape, INT64)
-            looked_up = self.embedding(Tensor(block, shape, INT64), name)
-            del block
-            x = self.add(x, looked_up)
-            if s.family != "bert":
-                self.held.append(looked_up)
+            x = self.add(x, self.embedding(Tensor(block, shape, INT64), name))
         if s.family == "bert":
             x = self.layer_norm(x, "bert.embeddings.LayerNorm")
         return self.dropout(x, s.embedding_dropout)

@@ -38,9 +38,7 @@ class Operators(Ledger):
         """`x.to(dtype)`: keeps nothing; the gradient is cast back."""
         if x.width == width:
             return x
-        out = self.op("to", [x], x.shape, width, grads=(CAST,))
-        out.packed = type(x) is Tensor and x.packed
-        return out
+        return self.op("to", [x], x.shape, width, grads=(CAST,))
 
     def cast(self, x: Tensor | Parameter) -> Tensor | Parameter:
         """An argument of a matrix product: in half precision under autocast.
