@@ -183,3 +183,27 @@ def test_what_is_no_snapshot_is_said(tmp_path, content, said):
     path.write_text("{")
     with pytest.raises(SnapshotError, match="cannot be read"):
         Snapshot.load(path)
+
+
+def test_an_error_inside_comes_out_as_it_is():
+    with pytest.raises(RuntimeError, match="nothing yet"), record("cpu"):
+        raise RuntimeError("nothing yet")
+    with pytest.raises(SnapshotError, match="no history"), record("cpu"):
+        pass
+    with pytest.raises(RuntimeError), record("cpu") as memory:
+        kept = torch.zeros(1000)
+        raise RuntimeError
+    assert len(memory.snapshot.blocks) == 1 and len(kept)
+
+
+def test_on_a_gpu_the_history_is_torchs_own(monkeypatch):
+    """With torch's functions replaced: what is asked of them, and in which order."""
+    asked = []
+    monkeypatch.setattr(torch.cuda.memory, "_record_memory_history", lambda **options: asked.append(options))
+    monkeypatch.setattr(torch.cuda.memory, "_snapshot", lambda: HAND)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: asked.append("synchronize"))
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    with record("cuda", max_entries=7) as memory:
+        pass
+    assert asked == [{"max_entries": 7, "stacks": "python"}, "synchronize", {"enabled": None}]
+    assert memory.snapshot.source == "measured" and memory.snapshot.peak == 3

@@ -19,7 +19,7 @@ from .recipe import Recipe
 from .records import measurements_folder, write_atomically
 
 SETTINGS = ("", "expandable_segments:True")  # the default, and the one that chapter 07 compares it with
-VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # today's name, and the one before torch 2.9
+VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # today's name, and the older one, which still works
 
 
 def measure_lengths(recipe: Recipe, lengths: Sequence[int], settings: str = "", timeout: float = 900) -> dict[str, Any]:

@@ -250,14 +250,17 @@ class record:
 
         if self.device == "cuda":
             torch.cuda.synchronize()
-            content = torch.cuda.memory._snapshot()
+            content, source = torch.cuda.memory._snapshot(), "measured"
             torch.cuda.memory._record_memory_history(enabled=None)
-            self.snapshot = Snapshot(content, torch.cuda.current_device())
         else:
             self._tracker.__exit__(*error)
-            log, frames = list(self._tracker.log), self._tracker.frames
-            if error[0] is None or log:
-                self.snapshot = Snapshot(_as_torch_tells_it(log, frames), source="simulated")
+            content, source = _as_torch_tells_it(list(self._tracker.log), self._tracker.frames), "simulated"
+        device = torch.cuda.current_device() if self.device == "cuda" else 0
+        try:
+            self.snapshot = Snapshot(content, device, source)
+        except SnapshotError:
+            if error[0] is None:  # else what went wrong inside is what there is to say
+                raise
 
 
 def _tracker():

@@ -191,7 +191,7 @@ EXERCISES = [
             {
                 "a": "a Python number knows nothing of a graph.",
                 "b": "a detached tensor has no graph behind it.",
-                "c": "the loss holds its graph, and that everything that backward would have used and freed.",
+                "c": "the loss holds its graph, and the graph the activations, which backward would have freed.",
                 "d": "backward freed them; the list keeps the loss and an empty graph, bytes rather than mebibytes.",
             },
         ),
@@ -216,7 +216,7 @@ EXERCISES = [
                 ),
                 Mistake(lambda: utilisation() / 100, "That is the fraction: percent are wanted."),
             ],
-            right="about what well-tuned runs of that size reach on that card.",
+            right="near the 46 % that PaLM's authors report.",
         ),
     ),
     Exercise(
