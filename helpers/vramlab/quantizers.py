@@ -106,7 +106,7 @@ def blockwise(numbers: Tensor, table: Tensor, block_size: int | None = 64, doubl
     """
     if len(table) < 2 or not bool((table[1:] > table[:-1]).all()) or float(table.abs().max()) > 1:
         raise NumericsError("A table has two or more ascending numbers from −1 to 1.")
-    bits = (len(table) - 1).bit_length()
+    bits, table = (len(table) - 1).bit_length(), table.to(numbers.device)
     _check(numbers, bits)
     size = numbers.numel() if block_size is None else block_size
     maxima = _maxima(numbers, size)
