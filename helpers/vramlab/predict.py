@@ -35,12 +35,12 @@ def predict(recipe: Recipe, gpu: str | Gpu | None = None) -> Report:
         GpuError: no such card.
     """
     card = find_gpu(gpu) if gpu else None
-    gradients_exist = recipe.gradient_accumulation_steps > 1 or not recipe.loop.set_to_none  # when backward begins
-    account = Account(recipe, card.compute_capability if card else USUAL, gradients_exist)
+    exist = recipe.gradient_accumulation_steps > 1 or not recipe.loop.set_to_none  # gradients, when backward begins
+    account = Account(recipe, card.compute_capability if card else USUAL, exist)
     moments = {phase: account.peak(phase) for phase in ("forward", "backward")}
     share = shards.shares(recipe)
     phases = {}
-    for name, pair in _splits(recipe, account, moments, card).items():
+    for name, pair in _splits(recipe, account, moments, card, exist, share).items():
         peak, end = (shards.divide(split, share, name in moments) for split in pair)
         phases[name] = Phase(
             *(Bytes(**{category: split[category] for category in CATEGORIES}) for split in (peak, end))
@@ -64,10 +64,9 @@ def predict(recipe: Recipe, gpu: str | Gpu | None = None) -> Report:
     )
 
 
-def _splits(recipe: Recipe, account: Account, moments: dict[str, Moment], card: Gpu | None) -> dict[str, tuple]:
+def _splits(recipe: Recipe, account: Account, moments: dict[str, Moment], card, exist: bool, share) -> dict[str, tuple]:
     """Each phase's bytes by category at its peak and at its end."""
     loop, slack = recipe.loop, stored.slack_bytes(recipe)
-    exist = recipe.gradient_accumulation_steps > 1 or not loop.set_to_none
     ends = [account.last("forward"), account.last("backward")]
     forward, backward, forward_end, backward_end = account.splits([*moments.values(), *ends])
     loaded = Counter(
@@ -87,8 +86,7 @@ def _splits(recipe: Recipe, account: Account, moments: dict[str, Moment], card: 
     before = gradients if exist or loop.zero_grad == "before_backward" else none
     during = always + (gradients if exist else none)
     rest = always + outputs + (gradients if loop.zero_grad != "end" or not loop.set_to_none else none)
-    states = recipe.sharding and shards.shares(recipe).optimizer_states
-    temporaries = int(step_temporaries(recipe) * (1.0 if states is None else states))
+    temporaries = int(step_temporaries(recipe) * share.optimizer_states)
     return {
         "load": (loaded, loaded),
         "forward": (always + before + outputs + forward, during + forward_end),

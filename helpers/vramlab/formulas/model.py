@@ -15,7 +15,7 @@ from ..shapes import Shape
 from .attention import Attention
 from .ledger import CAST, FULL, Leaf, Parameter, Tensor
 from .operators import BOOL, INT64
-from .stored import FP32, HALF, compute_width, weight_width
+from .stored import FP32, HALF, compute_width, image_sizes, weight_width
 
 FP32_SOFTMAX = ("gpt2", "bert", "t5", "falcon")  # those that do not ask for one
 
@@ -364,9 +364,9 @@ class Model(Attention):
 
     def embed_image(self) -> Tensor:
         """Patches by a convolution, the class token before them, learned positions."""
-        s, b, n, prefix, side = self.shape, self.batch, self.tokens, "vit.embeddings", self.setting("image_size", 224)
+        s, b, n, prefix = self.shape, self.batch, self.tokens, "vit.embeddings"
         width = HALF if self.recipe.precision.endswith("-true") else FP32
-        pixels = self.to(Tensor(None, (b, self.setting("num_channels", 3), side, side), width), self.hidden_width)
+        pixels = self.to(Tensor(None, (b, *image_sizes(s)), width), self.hidden_width)
         projection = [self.parameters[f"{prefix}.patch_embeddings.projection.{part}"] for part in ("weight", "bias")]
         a, w, bias = self.cast(pixels), self.cast(projection[0]), self.cast(projection[1])
         patches = self.first(self.op("convolution", [a, w, bias], (b, s.hidden_size, n - 1), a.width, saves=[a, w]))

@@ -226,6 +226,12 @@ def buffer_bytes(shape: Shape) -> int:
     return sum(rounded(prod(size) * widths.get(dtype, 4)) for _, size, dtype in shape.buffers())
 
 
+def image_sizes(shape: Shape) -> tuple[int, int, int]:
+    """Channels, height and width of an image."""
+    side = shape.settings.get("image_size", 224)
+    return shape.settings.get("num_channels", 3), *(side if isinstance(side, list) else (side, side))
+
+
 def input_bytes(recipe: Recipe) -> int:
     """Bytes of the micro-batches on the device, with ids and labels of 8 bytes each, or pixels.
 
@@ -234,8 +240,7 @@ def input_bytes(recipe: Recipe) -> int:
     b, n, shape = recipe.batch_size, recipe.seq_len, recipe.shape
     inputs, labels = 8 * b * n, b if "classification" in shape.task else b * n
     if shape.task == "image-classification":
-        side, channels = shape.settings.get("image_size", 224), shape.settings.get("num_channels", 3)
-        inputs = b * channels * side * side * (HALF if recipe.precision.endswith("-true") else FP32)
+        inputs = b * prod(image_sizes(shape)) * (HALF if recipe.precision.endswith("-true") else FP32)
     at_once = recipe.gradient_accumulation_steps if recipe.loop.name == "trainer" else 1
     return at_once * (rounded(inputs) + rounded(8 * labels))
 
