@@ -51,9 +51,6 @@ OTHERS = {
 }
 
 
-MOST_LAYERS = 10_000  # more would only fill this machine's memory with names
-
-
 @dataclass(frozen=True)
 class Family:
     """One `model_type`.
@@ -242,8 +239,6 @@ def _size(name: str, config: dict[str, Any], size: str, family: Family) -> int |
         return None if key in config else family.defaults.get(size)
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise RecipeError(f"model.{key}", value, "it must be a whole number of at least 1")
-    if "layers" in size and value > MOST_LAYERS:
-        raise RecipeError(f"model.{key}", value, f"it must be at most {MOST_LAYERS:,}")
     return value
 
 
