@@ -50,6 +50,7 @@ class Training:
     further: list = field(default_factory=list)
     outputs: Any = None
     loss: Any = None
+    steps: int = 0
 
     @property
     def optimizers(self) -> list:
@@ -202,6 +203,8 @@ def train_step(training: Training, on_phase: Callable[[str], None] = lambda name
 
     Phases: "forward", "backward" (once per micro-batch), "step", "between_steps". Returns the last micro-batch's loss.
     """
+    import torch
+
     loop, optimizer = training.loop, training.optimizer
     if loop.zero_grad == "start" and optimizer:
         optimizer.zero_grad(set_to_none=loop.set_to_none)
@@ -213,8 +216,10 @@ def train_step(training: Training, on_phase: Callable[[str], None] = lambda name
         loss = training.loss_of(outputs, batch)
         if training.accumulation > 1:
             loss = loss / training.accumulation
+        if loop.empty_cache_steps and training.steps % loop.empty_cache_steps == 0 and training.device.type == "cuda":
+            torch.cuda.empty_cache()  # here, because Trainer.training_step does it here
         training.outputs = outputs if loop.keep_outputs else None
-        if loop.keep_outputs:
+        if loop.keep_outputs is True:
             training.loss = None  # the last step's is a variable too, and has just got a new value
         del outputs
         if loop.zero_grad == "before_backward" and optimizer and micro == 0:
@@ -223,11 +228,14 @@ def train_step(training: Training, on_phase: Callable[[str], None] = lambda name
         (training.scaler.scale(loss) if training.scaler else loss).backward()
         training.loss = loss.detach()
         del loss
+        if loop.keep_outputs == "backward":
+            training.outputs = None
     on_phase("step")
     if optimizer:
         _update(training)
         if loop.zero_grad == "end":
             optimizer.zero_grad(set_to_none=loop.set_to_none)
+    training.steps += 1
     on_phase("between_steps")
     return training.loss
 
