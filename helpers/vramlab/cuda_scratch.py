@@ -18,6 +18,8 @@ def kernel_scratch(name: str, args: Sequence) -> int:
     - flash attention's backward accumulates dQ in fp32 over padded sizes, and with fewer key heads than query heads it
       makes dK and dV for every query head before summing (`flash_api.cpp`, mha_bwd);
     - memory-efficient attention's backward does the first too in half precision (`kernel_backward.h`, workspace);
+    - softmax's backward multiplies gradient and result into a tensor of its own (`SoftMax.cu`,
+      softmax_backward_cuda_out), as large as the scores where attention is written out;
     - the embedding's backward sorts the indices when there are more than 3,072 and sums up rows in fp32
       (`Embedding.cu`, embedding_dense_backward; `EmbeddingBackwardKernel.cu`, grad_weight_per_segment);
     - int8 products are int32 before they are scaled (bitsandbytes, int8_linear_matmul);
@@ -37,6 +39,8 @@ def kernel_scratch(name: str, args: Sequence) -> int:
         batch, heads, length, dim = query.shape
         delta = 4 * batch * heads * length
         return delta + (4 * batch * heads * length * _up(dim, 32) if query.dtype in HALF else 0)
+    if name == "_softmax_backward_data":
+        return args[0].numel() * args[0].element_size()
     if name == "embedding_dense_backward":
         gradient, indices = args[:2]
         count = indices.numel()

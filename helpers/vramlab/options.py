@@ -134,7 +134,9 @@ class Loop:
     Attributes:
         zero_grad: where gradients are cleared: "start" of the step, "before_backward", or "end" after the update.
         set_to_none: free the gradients (True) or fill them with zeros (False).
-        keep_outputs: the model's outputs (logits, keys and values) stay referenced until the next forward pass.
+        keep_outputs: how long the model's outputs (logits, keys and values) stay referenced: False, until the loss is
+            computed; "backward", to the end of the backward pass; "step", of the step (a function around it returns);
+            True, until the next forward pass gives their variable new values.
         outputs_to_fp32: half-precision outputs are copied to fp32 after an autocast forward, as accelerate does.
         use_cache: what `config.use_cache` is set to; None leaves the model's default.
         max_grad_norm: gradients are clipped to this norm before the update; None does not clip.
@@ -146,7 +148,7 @@ class Loop:
     name: str = "trainer"
     zero_grad: str = "end"
     set_to_none: bool = True
-    keep_outputs: bool = False
+    keep_outputs: bool | str = False
     outputs_to_fp32: bool = True
     use_cache: bool | None = False
     max_grad_norm: float | None = 1.0
@@ -156,8 +158,10 @@ class Loop:
 
     def __post_init__(self):
         choice("loop.zero_grad", self.zero_grad, ("start", "before_backward", "end"))
-        for name in ("set_to_none", "keep_outputs", "outputs_to_fp32", "optimizer_in_backward"):
+        for name in ("set_to_none", "outputs_to_fp32", "optimizer_in_backward"):
             flag(f"loop.{name}", getattr(self, name))
+        if not isinstance(self.keep_outputs, bool):
+            choice("loop.keep_outputs", self.keep_outputs, (False, "backward", "step", True))
         for name in ("use_cache", "foreach"):
             flag(f"loop.{name}", getattr(self, name), allow_none=True)
         if self.max_grad_norm is not None:

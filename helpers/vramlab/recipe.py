@@ -132,7 +132,9 @@ class Recipe:
     def _check_against_shape(self, set_) -> None:
         shape = self.shape
         if max(shape.num_layers, shape.num_decoder_layers or 0) > MOST_LAYERS:
-            raise RecipeError("num_layers", shape.num_layers, f"models of up to {MOST_LAYERS:,} layers can be described")
+            raise RecipeError(
+                "num_layers", shape.num_layers, f"models of up to {MOST_LAYERS:,} layers can be described"
+            )
         if shape.task == "image-classification":
             if self.seq_len not in (None, shape.image_tokens):
                 raise RecipeError(

@@ -235,6 +235,8 @@ def train_step(training: Training, on_phase: Callable[[str], None] = lambda name
         _update(training)
         if loop.zero_grad == "end":
             optimizer.zero_grad(set_to_none=loop.set_to_none)
+    if loop.keep_outputs == "step":
+        training.outputs = None
     training.steps += 1
     on_phase("between_steps")
     return training.loss
