@@ -1,0 +1,194 @@
+"""The experiments that test what source E says about hardware, and source D about containers (chapter 00).
+
+E's run: gpt2 with `run_clm.py` and DDP on two TITAN RTX (NV2), 4 sequences a GPU, 200 steps, fp32, once as it is and
+once with NCCL_P2P_DISABLE=1. What E printed is a constant here; everything else is derived from specifications.
+"""
+
+from itertools import combinations, pairwise
+from math import ceil
+
+from ..claims import Finding
+from ..errors import RecordError
+from ..gpu import find_gpu
+from ..nvml import nvml_snapshot
+from ..recipe import Recipe
+from ..report import Interval
+from ..topology import NVLINK, bytes_sent, parse_topology, pcie_bandwidth, run_seconds
+
+STEPS, WORLD, BATCH = 200, 2, 4
+RUNTIME = {"NVLink": 101.9003, "no P2P": 131.4367}  # seconds, E's `train_runtime`
+CONTINUED = {"NVLink": (True, True, True), "no P2P": (True, True, False)}  # a backslash at the end of all lines but one
+HEADS = "GPU0 GPU1 CPU Affinity NUMA Affinity\n"
+MATRICES = {
+    "NVLink": HEADS + "GPU0 X NV2 0-23 N/A\nGPU1 NV2 X 0-23 N/A",
+    "no NVLink": HEADS + "GPU0 X PHB 0-11 N/A\nGPU1 PHB X 0-11 N/A",
+}
+# Watts, by PCI-SIG's PCI Express Card Electromechanical Specification (3.0; 5.1 for 16 pins, 12 of them for power).
+# What a 16-pin cable may carry is coded by its two sense pins.
+SLOT = 75
+CONNECTORS = {"6-pin": 75, "8-pin": 150, "16-pin, coded 600 W": 600, "16-pin, coded 450 W": 450}
+# "Maximum GPU temperature" in °C on the product pages of NVIDIA, where the driver begins to throttle (NVIDIA support,
+# answer 2752).
+HOTTEST = {"TITAN RTX": 89, "RTX 2080 Ti": 89, "RTX 3090": 93, "RTX 4070": 90, "RTX 4090": 90}
+# Bytes a second in one direction while both are in use, between two cards at PHB on PCIe 3.0 x16: half of the
+# bidirectional readings (4.88 and 7.50 GB/s, two settings of one board) in forum.level1techs.com, thread 185531.
+HOST_PATH = (4.88e9 / 2, 7.50e9 / 2)
+WORDS = 2_088_628  # wikitext-2, training part: Merity et al. 2016, table 1
+TOKENS_PER_WORD = (1.0, 4 / 3)  # a word is a token at least; 4/3 is OpenAI's rule of thumb for English
+P2P = {"NVLink": "P2P", "PCIe": "P2P", "host memory": "SHM"}  # which of NCCL's transports takes a path (its user guide)
+# What each way of fixing an environment fixes; a container runs on the host's kernel and driver (NVIDIA Container
+# Toolkit, architecture overview).
+FIXES = {
+    "environment": ("Python packages",),
+    "image": ("Python packages", "Python", "system libraries"),
+}
+
+
+def gradient_bytes() -> int:
+    """Bytes that DDP averages in a step of E's run: an fp32 gradient for each parameter of gpt2."""
+    return 4 * Recipe("gpt2").shape.num_parameters
+
+
+def compute_seconds() -> float:
+    """Seconds of a step of E's faster run that are no communication, if none is hidden."""
+    return RUNTIME["NVLink"] / STEPS - bytes_sent("DDP", gradient_bytes(), WORLD) / one_way("TITAN RTX")
+
+
+def one_way(card: str) -> float:
+    """Bytes a second of all NVLinks of a card in one direction."""
+    _, links, each = NVLINK[card]
+    return links * each
+
+
+# --- power and cooling --------------------------------------------------------------------------------------------
+
+
+def rated(connector: str) -> Finding:
+    """Watts of a power connector."""
+    return Finding(CONNECTORS[connector], "derived", "PCI Express Card Electromechanical Specification")
+
+
+def eight_pins(card: str) -> int:
+    """8-pin cables that a card's power asks for beside the slot's 75 W."""
+    return max(0, ceil((find_gpu(card).tdp - SLOT) / CONNECTORS["8-pin"]))
+
+
+def two_or_three(card: str) -> Finding:
+    """Whether a card needs two or three 8-pin cables."""
+    count = eight_pins(card)
+    return Finding(count in (2, 3), "derived", f"{card}: {find_gpu(card).tdp} W are the slot and {count} cables")
+
+
+def one_cable_falls_short(card: str) -> Finding:
+    """Whether one 8-pin cable, split at its end, is rated for less than the card draws through its sockets."""
+    drawn = find_gpu(card).tdp - SLOT
+    return Finding(drawn > CONNECTORS["8-pin"], "derived", f"{card}: {drawn} W beside the slot")
+
+
+def throttles_at(card: str | None = None, low: int = 84, high: int = 90) -> Finding:
+    """Whether a card begins to throttle between two temperatures; without a name the card of this machine."""
+    if card:
+        return Finding(low <= HOTTEST[card] <= high, "derived", f"{card}: {HOTTEST[card]} °C on its product page")
+    seen = nvml_snapshot()
+    if seen.slowdown_temperature is None:
+        raise RecordError("No sensor of this machine says from which temperature its GPU slows down.")
+    found = seen.slowdown_temperature
+    return Finding(low <= found <= high, "measured", f"{seen.name}: {found} °C by NVML")
+
+
+# --- how GPUs are joined ------------------------------------------------------------------------------------------
+
+
+def links(matrix: str) -> Finding:
+    """NVLinks between the two GPUs of one of E's matrices."""
+    return Finding(parse_topology(MATRICES[matrix]).nvlinks("GPU0", "GPU1"), "derived", f"E's matrix, {matrix}")
+
+
+def sends_more_than_ddp(method: str) -> Finding:
+    """Whether a GPU sends more a step than with DDP."""
+    ratio = bytes_sent(method, 12, 4) / bytes_sent("DDP", 12, 4)
+    return Finding(ratio > 1, "derived", f"{method}: {ratio:g} times DDP's bytes")
+
+
+def slow_link_costs_little(accumulated: int, share: float = 0.05) -> Finding:
+    """Whether E's slow path lengthens a run by `share` or less, with DDP and `accumulated` micro-batches a step."""
+    extra = (RUNTIME["no P2P"] - RUNTIME["NVLink"]) / STEPS / accumulated
+    more = extra / (RUNTIME["NVLink"] / STEPS)
+    return Finding(more <= share, "derived", f"{more:.1%} longer, gradients sent every {accumulated} micro-batches")
+
+
+def newer_is_faster(cards: list[str], per: str) -> Finding:
+    """Whether bandwidth grows from each card to the next, per "GPU" or per "link"."""
+    rates = [NVLINK[card][2] * (NVLINK[card][1] if per == "GPU" else 1) for card in cards]
+    rising = all(a < b for a, b in pairwise(rates))
+    said = (f"{card} {rate / 1e9:g} GB/s" for card, rate in zip(cards, rates, strict=True))
+    return Finding(rising, "derived", ", ".join(said))
+
+
+def nvlink_gigabytes(card: str, directions: int) -> Finding:
+    """GB/s of a card over all its NVLinks, in one direction or both."""
+    return Finding(directions * one_way(card) / 1e9, "derived", f"{card}: {NVLINK[card][1]} links")
+
+
+def links_order_bandwidth(generation: int | None = None) -> Finding:
+    """Whether the number of links alone says which of two cards has more bandwidth, within a generation or across."""
+    cards = {card: entry for card, entry in NVLINK.items() if generation in (None, entry[0])}
+    pairs = combinations(cards, 2)
+
+    def order(a: float, b: float) -> int:
+        return (a > b) - (a < b)
+
+    wrong = [(a, b) for a, b in pairs if order(cards[a][1], cards[b][1]) != order(one_way(a), one_way(b))]
+    return Finding(not wrong, "derived", f"{len(cards)} cards; not so for {wrong or 'none'}")
+
+
+# --- E's two runs -------------------------------------------------------------------------------------------------
+
+
+def runtime(run: str) -> Finding:
+    """Seconds of one of the runs by E's own log."""
+    return Finding(RUNTIME[run], "derived", "train_runtime in E's log")
+
+
+def gain(of: str) -> Finding:
+    """Per cent by which NVLink is better: "time" saved, or "speed" gained."""
+    fast, slow = RUNTIME["NVLink"], RUNTIME["no P2P"]
+    return Finding(100 * (1 - fast / slow if of == "time" else slow / fast - 1), "derived", f"{slow} s and {fast} s")
+
+
+def per_second(samples_a_step: int) -> Finding:
+    """What E's faster run does a second."""
+    return Finding(STEPS * samples_a_step / RUNTIME["NVLink"], "derived", f"{STEPS} steps, {samples_a_step} each")
+
+
+def epochs(block: int) -> Finding:
+    """Per cent of an epoch in E's steps if a sample has `block` tokens, between few and many tokens a word."""
+    most, least = (100 * STEPS * WORLD * BATCH / (WORDS * ratio / block) for ratio in TOKENS_PER_WORD)
+    return Finding(Interval(least, (least + most) / 2, most), "derived", f"{WORDS:,} words, {block:,} tokens a sample")
+
+
+def seconds_without_nvlink(path: str) -> Finding:
+    """Seconds of E's slower run, predicted from the faster one: the same bytes at another bandwidth, none hidden."""
+    slow, fast = HOST_PATH if path == "host" else (pcie_bandwidth("3.0 x8"), pcie_bandwidth("3.0 x16"))
+    sent = bytes_sent("DDP", gradient_bytes(), WORLD)
+    low, high = (run_seconds(STEPS, compute_seconds(), sent, bandwidth) for bandwidth in (fast, slow))
+    rates = f"{slow / 1e9:.2f} to {fast / 1e9:.2f} GB/s"
+    return Finding(Interval(low, (low + high) / 2, high), "predicted", f"{sent / 1e6:.1f} MB a step at {rates}")
+
+
+def left_alone(path: str) -> Finding:
+    """Whether NCCL_P2P_DISABLE=1 leaves a path in use."""
+    return Finding(P2P[path] != "P2P", "derived", f"NCCL takes {path} by its {P2P[path]} transport")
+
+
+def one_command(run: str) -> Finding:
+    """Whether the lines of one of E's commands are one command to the shell."""
+    return Finding(all(CONTINUED[run]), "derived", "a backslash at the end of every line but the last")
+
+
+# --- D's containers -----------------------------------------------------------------------------------------------
+
+
+def fixes(tool: str, part: str) -> Finding:
+    """Whether an "environment" with fixed versions, or an "image", fixes a part of what a run depends on."""
+    return Finding(part in FIXES[tool], "derived", f"{tool}: {', '.join(FIXES[tool])}")
