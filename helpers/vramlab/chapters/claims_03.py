@@ -1,0 +1,403 @@
+"""The experiments that test what the sources say about training on one GPU (chapter 03).
+
+A's and C's tables say of each trick whether it is faster and whether it saves memory. Memory is a record's, else a
+simulation's, of GPT-2 on an A100; speed is a record's or nothing. What concerns PyTorch and transformers themselves
+(names, kernels, gradients) is asked of the versions that are installed.
+"""
+
+import warnings
+from collections.abc import Mapping
+from contextlib import suppress
+from functools import cache
+from typing import Any
+
+from ..claims import Finding
+from ..errors import RecordError
+from ..gpu import find_gpu
+from ..predict import predict
+from ..recipe import Recipe
+from ..records import find_record
+from ..report import Report, format_bytes
+from ..simulate import simulate
+
+CARD = "A100"
+BIG = Recipe("gpt2", batch_size=8, seq_len=512)
+TILE = 128  # rows and columns of the output that one thread block computes, of cuBLAS's largest common tile
+ENOUGH = 0.02  # what differs by less is the same
+
+
+@cache
+def simulation(recipe: Recipe, gpu: str = CARD) -> Report:
+    """`simulate`, once for each recipe."""
+    return simulate(recipe, gpu=gpu)
+
+
+def witness(recipe: Recipe) -> Report:
+    """A record of `recipe`, else its simulation."""
+    with suppress(RecordError):
+        report = find_record(recipe)
+        if report.status == "ok":
+            return report
+    return simulation(recipe)
+
+
+def _changed(start: Mapping[str, Any], changes: Mapping[str, Any]) -> tuple[Recipe, Recipe]:
+    before = BIG.replace(**start)
+    return before, before.replace(**changes)
+
+
+def lowers_peak(changes: Mapping[str, Any], start: Mapping[str, Any] = {}) -> Finding:
+    """Whether the peak is lower after `changes`, by more than two per cent."""
+    recipes = _changed(start, changes)
+    reports = [witness(recipe) for recipe in recipes]
+    before, after = (report.allocated for report in reports)
+    text = f"{recipes[0]}: {format_bytes(before)}; {recipes[1]}: {format_bytes(after)}"
+    return Finding(after < (1 - ENOUGH) * before, reports[1].source, text)
+
+
+def keeps_less(part: str, changes: Mapping[str, Any], phase: str, start: Mapping[str, Any] = {}) -> Finding:
+    """Whether `changes` lower the bytes of one category at the end of a phase."""
+    recipes = _changed(start, changes)
+    sizes = [getattr(simulation(recipe).phases[phase].end, part) for recipe in recipes]
+    text = f"{part.replace('_', ' ')}: {' and '.join(map(format_bytes, sizes))}"
+    return Finding(sizes[1] < (1 - ENOUGH) * sizes[0], "simulated", f"{recipes[1]}; {text}")
+
+
+def raises_peak(changes: Mapping[str, Any], start: Mapping[str, Any]) -> Finding:
+    """Whether the peak is higher after `changes`."""
+    recipes = _changed(start, changes)
+    before, after = (witness(recipe).allocated for recipe in recipes)
+    return Finding(after > before, witness(recipes[1]).source, f"{format_bytes(before)} and {format_bytes(after)}")
+
+
+def time_ratio(changes: Mapping[str, Any], start: Mapping[str, Any] = {}) -> Finding:
+    """How many times as long a token takes after `changes`, on a GPU. Raises RecordError without records of both."""
+    recipes = _changed(start, changes)
+    reports = [find_record(recipe) for recipe in recipes]
+    speeds = [report.speed.tokens_per_second for report in reports if report.speed]
+    if len(speeds) < 2:
+        raise RecordError("a record has no speed")
+    return Finding(speeds[0] / speeds[1], "recorded", f"{recipes[1]} on {reports[1].environment.get('gpu')}")
+
+
+def faster(changes: Mapping[str, Any], start: Mapping[str, Any] = {}) -> Finding:
+    """Whether a token takes less time after `changes`, by more than two per cent. Raises RecordError as above."""
+    ratio = time_ratio(changes, start)
+    return Finding(ratio.value < 1 - ENOUGH, ratio.witness, f"{ratio.value:.2f} × the time; {ratio.configuration}")
+
+
+def slower(changes: Mapping[str, Any], start: Mapping[str, Any] = {}) -> Finding:
+    """Whether a token takes more time after `changes`, by more than two per cent. Raises RecordError as above."""
+    ratio = time_ratio(changes, start)
+    return Finding(ratio.value > 1 + ENOUGH, ratio.witness, f"{ratio.value:.2f} × the time; {ratio.configuration}")
+
+
+# --- arithmetic ---------------------------------------------------------------------------------------------------
+
+
+def recomputed_operations(model: str, seq_len: int) -> Finding:
+    """How many times as many operations a step takes when every layer runs forward twice.
+
+    Forward is one part, backward two; 2 operations a weight and token, attention 4 · s · h a token and layer. The head
+    is not recomputed.
+    """
+    shape = Recipe(model, seq_len=seq_len).shape
+    head = shape.vocab_size * shape.hidden_size
+    tables = head + (shape.max_positions or 0) * shape.hidden_size
+    layers = 2 * (shape.num_parameters - tables) + 4 * seq_len * shape.hidden_size * shape.num_layers
+    forward = layers + 2 * head
+    return Finding((3 * forward + layers) / (3 * forward), "derived", f"{model}, {seq_len} tokens")
+
+
+def peak_rates(gpu: str, of: str, to: str) -> Finding:
+    """The ratio of a card's peak rates in two formats, from its datasheet."""
+    card = find_gpu(gpu)
+    return Finding(card.peak[of] / card.peak[to], "derived", f"{card.name}: {of} against {to}; {card.source}")
+
+
+def tile_efficiency(rows: int, tile: int = TILE) -> float:
+    """The part of the computed tiles' rows that is asked for: 1 when `rows` are whole tiles."""
+    return rows / (-(-rows // tile) * tile)
+
+
+def wastes_tiles(batch_size: int, tokens: int = 1) -> Finding:
+    """Whether a matrix product with a row for each token computes rows that nobody asked for."""
+    part = tile_efficiency(batch_size * tokens)
+    return Finding(part < 1, "derived", f"{batch_size * tokens:,} rows in tiles of {TILE}: {part:.1%} used")
+
+
+def steps_in_epoch(samples: int, batch_size: int, drop_last: bool = False) -> Finding:
+    """Batches that a DataLoader gives in one pass."""
+    from torch.utils.data import DataLoader
+
+    count = len(DataLoader(range(samples), batch_size=batch_size, drop_last=drop_last))
+    return Finding(float(count), "measured", f"{samples} samples, batch {batch_size}, drop_last={drop_last}")
+
+
+# --- gradients ----------------------------------------------------------------------------------------------------
+
+
+def accumulated_error(lengths: list[int], by: str, parts: int = 4) -> float:
+    """How far gradients accumulated over `parts` micro-batches are from those of the whole batch, relative to them.
+
+    A linear layer guesses words; `lengths` are the words of each text, the rest is padding. `by` says what a
+    micro-batch's loss is divided by: "micro-batches" takes the mean of means, "words" the words of the whole batch.
+    """
+    import torch
+    from torch.nn import functional as F
+
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(len(lengths), max(lengths), 32, generator=generator)
+    words = torch.randint(50, x.shape[:2], generator=generator)
+    for row, length in enumerate(lengths):
+        words[row, length:] = -100
+    layer = torch.nn.Linear(32, 50)
+    with torch.no_grad():
+        layer.weight.copy_(torch.randn(50, 32, generator=generator) / 8)
+
+    def gradient(rows: list[slice], divide: bool) -> torch.Tensor:
+        layer.zero_grad()
+        for part in rows:
+            total = F.cross_entropy(layer(x[part]).flatten(0, 1), words[part].flatten(), reduction="sum")
+            count = (words[part] != -100).sum() * len(rows) if divide else (words != -100).sum()
+            (total / count).backward()
+        return layer.weight.grad.clone()
+
+    size = len(lengths) // parts
+    whole = gradient([slice(None)], divide=False)
+    pieces = gradient([slice(i * size, (i + 1) * size) for i in range(parts)], divide=by == "micro-batches")
+    return ((pieces - whole).norm() / whole.norm()).item()
+
+
+def same_gradients(lengths: list[int], by: str) -> Finding:
+    """Whether accumulating over micro-batches gives the gradients of the whole batch, to rounding (1e-5)."""
+    error = accumulated_error(lengths, by)
+    return Finding(error < 1e-5, "measured", f"{'equal' if len(set(lengths)) == 1 else 'different'} lengths, by {by}")
+
+
+# --- what the installed libraries offer ---------------------------------------------------------------------------
+
+
+def _versions() -> str:
+    import torch
+    import transformers
+
+    return f"torch {torch.__version__.split('+')[0]}, transformers {transformers.__version__}"
+
+
+def changes_argument(given: Mapping[str, Any], watched: str) -> Finding:
+    """Whether an argument of `TrainingArguments` changes what another one says."""
+    from transformers import TrainingArguments
+
+    quiet = dict(output_dir="out", use_cpu=True, report_to="none")
+    with warnings.catch_warnings():  # transformers renames some, and says so when they are given
+        warnings.simplefilter("ignore", FutureWarning)
+        values = [getattr(TrainingArguments(**quiet, **more), watched) for more in ({}, given)]
+    return Finding(values[0] != values[1], "measured", f"{watched}: {values[0]}, then {values[1]}; {_versions()}")
+
+
+def default_optimizer(name: str) -> Finding:
+    """Whether this is the optimizer that the Trainer takes when nobody says one."""
+    from transformers import TrainingArguments
+
+    found = TrainingArguments.__dataclass_fields__["optim"].default
+    return Finding(getattr(found, "value", found) == name, "measured", f"{found}; {_versions()}")
+
+
+def optimizer_offered(name: str) -> Finding:
+    """Whether `TrainingArguments.optim` takes this name."""
+    from transformers.training_args import OptimizerNames
+
+    return Finding(name in {member.value for member in OptimizerNames}, "measured", _versions())
+
+
+def backends() -> list[str]:
+    """The backends that torch.compile has here, hidden ones too."""
+    import torch._dynamo
+
+    return torch._dynamo.list_backends(exclude_tags=())
+
+
+def backend_offered(name: str) -> Finding:
+    """Whether torch.compile has a backend of this name."""
+    return Finding(name in backends(), "measured", _versions())
+
+
+def attention_kernels() -> Finding:
+    """How many kernels of its own `scaled_dot_product_attention` chooses among."""
+    from torch.nn.attention import SDPBackend
+
+    names = [name for name in SDPBackend.__members__ if name not in ("ERROR", "OVERRIDEABLE")]
+    return Finding(float(len(names)), "measured", f"{', '.join(names)}; {_versions()}")
+
+
+def chooses_kernel(kernel: str, dtype: str, gpu: str, masked: bool = False) -> Finding:
+    """Whether SDPA takes this kernel, by the rules of `sdp_utils.cpp`, for heads of 64."""
+    import torch
+
+    from ..cuda import attention_kernel
+
+    card = find_gpu(gpu)
+    found = attention_kernel(getattr(torch, dtype), 64, 64, masked=masked, compute_capability=card.compute_capability)
+    return Finding(found == kernel, "derived", f"{dtype} on {card.name}{', padded' if masked else ''}: {found}")
+
+
+def sdpa_by_default(model: str) -> Finding:
+    """Whether a model takes SDPA when nothing is said."""
+    return Finding(Recipe(model).attn_implementation == "sdpa", "derived", f"{model}; {_versions()}")
+
+
+def state_is_8_bit(numbers: int, kind: str) -> Finding:
+    """Whether bitsandbytes' 8-bit AdamW keeps the state of a tensor of so many numbers in 8 bits.
+
+    `kind` is "weight", or "embedding", which `Trainer.create_optimizer` has kept in 32 bits.
+    """
+    from ..training import build, train_step
+
+    training = build(Recipe(_small_gpt2(), seq_len=8, optim="adamw_bnb_8bit"))
+    train_step(training)
+    tables = (training.model.transformer.wte.weight, training.model.transformer.wpe.weight)
+    tensor = next(
+        parameter
+        for parameter in training.model.parameters()
+        if parameter.numel() == numbers and any(parameter is table for table in tables) is (kind == "embedding")
+    )
+    dtype = str(training.optimizer.state[tensor]["state1"].dtype)
+    return Finding(dtype == "torch.uint8", "measured", f"{kind} of {numbers:,} numbers: {dtype}")
+
+
+def _small_gpt2() -> dict[str, Any]:
+    return dict(
+        model_type="gpt2",
+        n_embd=64,
+        n_head=2,
+        n_layer=1,
+        vocab_size=100,
+        n_positions=64,
+        bos_token_id=0,
+        eos_token_id=0,
+    )
+
+
+def arguments_lower_peak(**arguments: Any) -> Finding:
+    """Whether a Trainer with these arguments has a lower peak: they are read back into a recipe and predicted."""
+    changed = Recipe.from_training_arguments(BIG.training_arguments(**arguments), "gpt2", seq_len=BIG.seq_len)
+    before, after = (predict(recipe, gpu=CARD).peak.total for recipe in (BIG, changed))
+    return Finding(after < (1 - ENOUGH) * before, "predicted", f"{changed}: {format_bytes(after)}")
+
+
+def workers_cut_the_wait() -> Finding:
+    """Whether workers at least halve the wait for data that takes as long to load as a step to compute."""
+    import time
+
+    from torch.utils.data import DataLoader
+
+    from .slow_rows import SlowRows
+
+    waits = []
+    for workers in (0, 2):
+        loader = iter(DataLoader(SlowRows(12, seconds=0.06), batch_size=1, num_workers=workers))
+        next(loader)  # the workers start
+        waited = 0.0
+        for _ in range(8):
+            time.sleep(0.06)  # the step
+            start = time.perf_counter()
+            next(loader)
+            waited += time.perf_counter() - start
+        waits.append(waited)
+    return Finding(waits[1] < waits[0] / 2, "measured", "a planted wait of 60 ms a sample")
+
+
+def compiled_keeps_less() -> Finding:
+    """Whether a compiled model keeps fewer bytes for the backward pass than the eager one, on the CPU."""
+    import torch
+
+    from ..training import build
+
+    recipe = Recipe(_small_gpt2(), batch_size=2, seq_len=64, num_layers=1)
+    training = build(recipe)
+    sizes = [saved_bytes(training.model, training.batch)]
+    torch._dynamo.reset()
+    sizes.append(saved_bytes(training.model, training.batch, torch.compile(training.model, backend="aot_eager")))
+    torch._dynamo.reset()
+    text = f"{format_bytes(sizes[0], 'MiB')} and {format_bytes(sizes[1], 'MiB')}; aot_eager, {_versions()}"
+    return Finding(sizes[1] < (1 - ENOUGH) * sizes[0], "measured", text)
+
+
+def saved_bytes(model, batch, function=None) -> int:
+    """Bytes of the storages that autograd keeps for the backward pass, without the model's own.
+
+    `watch` would see the eager model: under it torch.compile steps aside.
+    """
+    import torch
+
+    own = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    kept: dict[int, int] = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in own:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        (model if function is None else function)(**batch, use_cache=False)["loss"].backward()
+    model.zero_grad()
+    return sum(kept.values())
+
+
+# --- the allocator, and many GPUs ---------------------------------------------------------------------------------
+
+
+def emptying_lowers(what: str) -> Finding:
+    """Whether `empty_cache` after every step lowers the peak of what is allocated, or reserved, or what is reserved
+    between steps; by the allocator's model, over texts of different lengths."""
+    usual, emptied = replayed(False), replayed(True)
+    before, after = getattr(usual, what), getattr(emptied, what)
+    text = f"gpt2, {len(LENGTHS)} lengths: {format_bytes(before)} and {format_bytes(after)}"
+    return Finding(after < (1 - ENOUGH) * before, "simulated", text)
+
+
+LENGTHS = (320, 384, 576, 320, 832, 128, 448, 192)
+
+
+@cache
+def _requests():
+    from ..fragmentation import requests_of
+
+    return requests_of(Recipe("gpt2", batch_size=8, seq_len=1024, precision="fp16-mixed", num_layers=4), LENGTHS)
+
+
+class Held:
+    """What the allocator held over a run: bytes at the peak and between steps, and its calls to the driver."""
+
+    def __init__(self, allocator, between: int):
+        self.allocated, self.reserved = allocator.peak_allocated, allocator.peak_reserved
+        self.between, self.calls = between, allocator.mallocs + allocator.given_back
+
+
+@cache
+def replayed(emptied: bool) -> Held:
+    """The steps of LENGTHS through the allocator's model, with `empty_cache()` after each step or without."""
+    from ..allocator import Allocator
+
+    allocator, blocks, requests, between = Allocator(), {}, _requests(), 0
+    for log in (requests.load, *(requests.steps[length] for length in LENGTHS)):
+        for size, storage, _ in log:
+            if size > 0:
+                blocks[id(storage)] = allocator.malloc(storage.asked)
+            else:
+                allocator.free(blocks.pop(id(storage)))
+        if emptied:
+            allocator.empty_cache()
+        between = max(between, allocator.reserved)
+    return Held(allocator, between)
+
+
+def sharding_lowers_peak(world_size: int, stage: int = 3) -> Finding:
+    """Whether ZeRO lowers the peak of one rank."""
+    from ..options import Sharding
+
+    shared = BIG.replace(sharding=Sharding(stage, world_size, "deepspeed"))
+    before, after = (predict(recipe, gpu=CARD).peak.total for recipe in (BIG, shared))
+    return Finding(after < (1 - ENOUGH) * before, "predicted", f"{shared}: {format_bytes(after)} a GPU")
