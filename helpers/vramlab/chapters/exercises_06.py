@@ -181,7 +181,7 @@ EXERCISES = [
             larger_in_4_bits,
             {
                 "weights": "the weights are the one thing that got smaller.",
-                "activations": "fp32 norms make fp32 results, in every layer, and adapters keep fp32 inputs.",
+                "activations": "fp32 norms make fp32 results, and from the first one on all that layers keep is fp32.",
                 "optimizer states": "there are two for each adapter parameter in both.",
                 "gradients": "there is one for each adapter parameter in both.",
             },
@@ -205,7 +205,7 @@ EXERCISES = [
                 Mistake(lambda: break_even(4), "That is with codes alone: count the scales, 4.127 bits."),
                 Mistake(lambda: 1 / break_even(), "That is the other way round: weights inside for each one outside."),
             ],
-            right="pythia-160m, half of whose weights are embedding and head, is past it.",
+            right="pythia-160m, nearly half of whose weights are embedding and head, is past it.",
         ),
     ),
     Exercise(
