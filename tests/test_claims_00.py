@@ -1,0 +1,103 @@
+"""The ledger of chapter 00: every verdict is computed, and other facts would give other verdicts."""
+
+import dataclasses
+
+import pytest
+from vramlab.chapters import claims_00
+from vramlab.claims import HOLDS, NOT, UNDER, Verdict, experiments, judge, ledger, load_claims
+from vramlab.nvml import Sensors
+from vramlab.report import Interval
+
+EXPECTED = {
+    "E-eight-pin": HOLDS,
+    "E-six-pin": HOLDS,
+    "E-twelve-pin": UNDER,
+    "E-sockets": UNDER,
+    "E-split": UNDER,
+    "E-throttle": UNDER,
+    "E-nv2": HOLDS,
+    "E-phb": HOLDS,
+    "E-ddp": UNDER,
+    "E-zero": UNDER,
+    "E-generation": UNDER,
+    "E-ga102": HOLDS,
+    "E-ga102-both": HOLDS,
+    "E-more-links": UNDER,
+    "E-fast": NOT,
+    "E-slow": UNDER,
+    "E-faster": UNDER,
+    "E-samples": UNDER,
+    "E-epoch": UNDER,
+    "E-switch": UNDER,
+    "E-commands": UNDER,
+    "D-environment": UNDER,
+    "D-image": UNDER,
+}
+
+
+@pytest.fixture(scope="module")
+def verdicts() -> dict[str, Verdict]:
+    return {verdict.claim.name: verdict for verdict in ledger("00")}
+
+
+def test_verdicts(verdicts):
+    assert {name: verdict.outcome for name, verdict in verdicts.items()} == EXPECTED
+    assert {verdict.claim.experiment for verdict in verdicts.values()} == set(experiments("00"))
+
+
+def test_the_slips_are_found(verdicts):
+    assert verdicts["E-fast"].findings["E's log"].value == 101.9003
+    assert verdicts["E-samples"].holding == ["steps"] and verdicts["E-faster"].holding == ["less time"]
+    assert verdicts["E-commands"].holding == ["with NVLink"] and verdicts["E-zero"].holding == ["stage 3"]
+
+
+def test_another_figure_in_the_source_would_get_another_verdict(verdicts):
+    for verdict in verdicts.values():
+        claim = verdict.claim
+        other = not claim.quoted if claim.rule == "is" else claim.quoted * 2.3 + 1
+        changed = Verdict(dataclasses.replace(claim, quoted=other), verdict.findings)
+        assert changed.outcome == NOT or changed.holding != verdict.holding, claim.name
+
+
+def test_the_slow_run_follows_from_bytes_and_bandwidth(monkeypatch):
+    """By hand: 497.8 MB a step, 200 steps, the NVLink run as the base."""
+    found = claims_00.seconds_without_nvlink("host").value
+    sent = 200 * 4 * 124_439_808
+    base = 101.9003 - sent / 50e9
+    assert found.low == pytest.approx(base + sent / 3.75e9) and found.high == pytest.approx(base + sent / 2.44e9)
+    monkeypatch.setattr(claims_00, "HOST_PATH", (10e9, 12e9))
+    assert judge(load_claims("00")["E-slow"]).outcome == NOT
+
+
+def test_other_facts_would_get_other_verdicts(monkeypatch):
+    claims = load_claims("00")
+    monkeypatch.setitem(claims_00.HOTTEST, "RTX 4090", 99)
+    assert "RTX 4090" not in judge(claims["E-throttle"]).holding
+    monkeypatch.setitem(claims_00.RUNTIME, "no P2P", 103.0)
+    assert "E's own run" in judge(claims["E-ddp"]).holding and judge(claims["E-faster"]).outcome == NOT
+    monkeypatch.setitem(claims_00.P2P, "PCIe", "SHM")
+    assert judge(claims["E-switch"]).outcome == HOLDS
+    monkeypatch.setitem(claims_00.NVLINK, "H100 SXM", (4, 18, 26e9))
+    monkeypatch.setitem(claims_00.NVLINK, "A100 80GB", (3, 12, 25.5e9))
+    assert judge(claims["E-generation"]).outcome == HOLDS
+    monkeypatch.setitem(claims_00.MATRICES, "no NVLink", claims_00.MATRICES["NVLink"])
+    assert judge(claims["E-phb"]).outcome == NOT
+
+
+@pytest.mark.parametrize("degrees, holds", [(87, True), (93, False)])
+def test_the_card_of_this_machine_is_asked(monkeypatch, degrees, holds):
+    seen = Sensors(True, name="a card", slowdown_temperature=degrees)
+    monkeypatch.setattr(claims_00, "nvml_snapshot", lambda: seen)
+    found = claims_00.throttles_at()
+    assert found.value is holds and found.witness == "measured"
+
+
+def test_the_epoch_tells_the_sample_length():
+    shorter, longer = claims_00.epochs(512).value, claims_00.epochs(1024).value
+    assert isinstance(longer, Interval) and longer.low == pytest.approx(2 * shorter.low)
+    assert longer.low < 69 < longer.high and shorter.high < 69
+
+
+@pytest.mark.parametrize("part, inside", [("Python packages", True), ("driver and kernel", False)])
+def test_what_an_image_fixes(part, inside):
+    assert claims_00.fixes("image", part).value is inside
