@@ -83,15 +83,19 @@ def _splits(recipe: Recipe, account: Account, moments: dict[str, Moment], card, 
     if loop.optimizer_in_backward:
         gradients = none
     outputs = Counter({category: n for category, n in backward_end.items() if category != "gradients"})
+    in_step = outputs if loop.keep_outputs in ("step", True) else none
+    after = outputs if loop.keep_outputs is True else none
+    if loop.keep_outputs == "backward":
+        backward_end = backward_end - outputs
     before = gradients if exist or loop.zero_grad == "before_backward" else none
     during = always + (gradients if exist else none)
-    rest = always + outputs + (gradients if loop.zero_grad != "end" or not loop.set_to_none else none)
+    rest = always + after + (gradients if loop.zero_grad != "end" or not loop.set_to_none else none)
     temporaries = int(step_temporaries(recipe) * share.optimizer_states)
     return {
         "load": (loaded, loaded),
-        "forward": (always + before + outputs + forward, during + forward_end),
+        "forward": (always + before + after + forward, during + forward_end),
         "backward": (during + backward, during + backward_end),
-        "step": (always + outputs + gradients + Counter(temporaries=temporaries), rest),
+        "step": (always + in_step + gradients + Counter(temporaries=temporaries), rest),
         "between_steps": (rest, rest),
     }
 

@@ -4,7 +4,7 @@ The kernels themselves (Dao 2023; Rabe and Staats 2021) keep queries, keys, valu
 the matrix of scores, batch × heads × tokens², exists only where the attention is written out ("eager", "math").
 """
 
-from .ledger import CAST, Tensor
+from .ledger import Tensor
 from .operators import Operators
 from .stored import FP32, HALF
 
@@ -90,7 +90,7 @@ class Attention(Operators):
         scores = self.matmul(self.copied(scaled), self.copied(turned), b, heads, n, m)
         if mask is not None:
             scores = self.add(scores, mask)
-        scores = self.dropout(self.unary("softmax", scores), p)
+        scores = self.dropout(self.softmax(scores), p)
         y = self.matmul(scores, self.copied(v), b, heads, n, d)
         return self.to(self.copy(y, shape=(b, n, heads * d)), width)
 
@@ -112,7 +112,7 @@ class Attention(Operators):
         for added in (mask, second_mask):
             if added is not None:
                 scores = self.add(scores, added)
-        scores = self.softmax(scores, softmax_fp32, q.width)
+        scores = self.probabilities(scores, softmax_fp32, q.width)
         del held
         scores = self.dropout(scores, p)
         self.layer_holds.append(scores)  # returned beside the output
@@ -133,15 +133,13 @@ class Attention(Operators):
         x = self.cast(x)
         return x if x.packed or x.shape[0] == 1 else self.copy(x)
 
-    def softmax(self, x: Tensor, fp32: bool, width: int) -> Tensor:
-        """Keeps its result. With `fp32` (or under autocast) that is in fp32, and a copy in `width` goes on."""
+    def probabilities(self, x: Tensor, fp32: bool, width: int) -> Tensor:
+        """A softmax; with `fp32` (or under autocast) its result is in fp32, and a copy in `width` goes on."""
         if not fp32:
-            return self.unary("softmax", self.fp32(x))
+            return self.softmax(self.fp32(x))
         if x.width == HALF and not self.bf16:  # one kernel reads fp16 and writes fp32 (SoftMax.cpp, half_to_float)
-            out = self.tensor("softmax", x.shape, FP32)
-            x = self.op("softmax", [x], x.shape, FP32, saves=[out], grads=(CAST,), block=out.block)
-            return self.to(x, width)
-        return self.to(self.unary("softmax", self.to(x, FP32)), width)
+            return self.to(self.softmax(x, FP32), width)
+        return self.to(self.softmax(self.to(x, FP32)), width)
 
     def rotary(self, x: Tensor, table: tuple[Tensor, Tensor], dims: int) -> Tensor:
         """x · cos + rotate_half(x) · sin on the first `dims` channels (Su et al. 2021, `apply_rotary_pos_emb`).

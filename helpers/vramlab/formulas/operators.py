@@ -75,9 +75,16 @@ class Operators(Ledger):
         return self.op(op, [x], x.shape, x.width, grads=(PASS,) if op == "add" else None)
 
     def unary(self, name: str, x: Tensor, keeps: str = "result") -> Tensor:
-        """A function of each element that keeps its result (tanh, relu, rsqrt, softmax) or its input (gelu, silu)."""
+        """A function of each element that keeps its result (tanh, relu, rsqrt) or its input (gelu, silu)."""
         out = self.tensor(name, x.shape, x.width)
         return self.op(name, [x], x.shape, x.width, saves=[x if keeps == "input" else out], block=out.block)
+
+    def softmax(self, x: Tensor, width: int | None = None) -> Tensor:
+        """Keeps its result, in `width`; backward first multiplies that with the gradient (`SoftMax.cu`), as large again."""
+        width = width or x.width
+        out, grads = self.tensor("softmax", x.shape, width), None if width == x.width else (CAST,)
+        extra = prod(x.shape) * width
+        return self.op("softmax", [x], x.shape, width, saves=[out], grads=grads, extra=extra, block=out.block)
 
     def reduce(self, x: Tensor, shape: tuple[int, ...], name: str = "mean") -> Tensor:
         """A sum or mean down to `shape`: nothing kept; the gradient is spread out into a new tensor."""
