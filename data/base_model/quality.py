@@ -36,10 +36,10 @@ def one(r: int | None, targets: str, learning_rate: float, texts: dict[str, list
     return {"r": r, "targets": targets, "trained": trained, "learning_rate": learning_rate, **bits}
 
 
-def best(r: int | None, targets: str, texts: dict[str, list[str]], steps: int) -> dict:
-    """The best of the rates tried, by the texts kept for that choice."""
+def tried(r: int | None, targets: str, texts: dict[str, list[str]], steps: int) -> list[dict]:
+    """A run for each rate, the best one first, by the texts kept for that choice."""
     runs = [one(r, targets, rate, texts, steps) for rate in TRIED["LoRA" if r else "full"]]
-    return min(runs, key=lambda run: run["tuning"])
+    return sorted(runs, key=lambda run: run["tuning"])
 
 
 def sweep(steps: int, ranks=RANKS, documents: int | None = None, program_bytes: int = PROGRAM_BYTES) -> dict:
@@ -54,7 +54,9 @@ def sweep(steps: int, ranks=RANKS, documents: int | None = None, program_bytes: 
     base = fresh(None)
     names = ("documentation", "programs")
     result = {"base": {name: round(bits_per_byte(base, texts[name], stride=CONTEXT), 4) for name in names}}
-    full, middle = best(None, "all", texts, steps), best(8, "all-linear", texts, steps)
+    rates = [tried(None, "all", texts, steps), tried(8, "all-linear", texts, steps)]
+    full, middle = rates[0][0], rates[1][0]
+    result["tried"] = [{key: run[key] for key in ("r", "learning_rate", "tuning")} for runs in rates for run in runs]
     runs = [full, middle]
     runs += [one(r, "all-linear", middle["learning_rate"], texts, steps) for r in ranks if r != 8]
     runs += [one(8, targets, middle["learning_rate"], texts, steps) for targets in (QUERY_VALUE, MLP)]
