@@ -81,7 +81,7 @@ def test_source_e(text, code, links, after):
 
 
 def test_what_is_printed_explains_the_path():
-    assert "2 links bonded" in str(parse_topology(E_NVLINK))
+    assert "NVLink, 2 bonded" in str(parse_topology(E_NVLINK))
     assert "host bridge" in str(parse_topology(E_PCIE))
     assert str(parse_topology("GPU0 CPU Affinity\nGPU0 X 0-3")) == "1 GPU: no path to speak of"
 

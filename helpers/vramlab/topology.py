@@ -17,7 +17,7 @@ from .report import text_table
 # Best first: how nvidia-smi calls a path (its own legend), and what that means.
 PATHS = {
     "X": "the device itself",
-    "NV": "NVLink: # links bonded together, no PCIe between",
+    "NV": "NVLink, # bonded together, no PCIe between",
     "PIX": "one PCIe switch between them at most",
     "PXB": "several PCIe switches, not the CPU",
     "PHB": "through the CPU's PCIe host bridge",
