@@ -1,4 +1,4 @@
-"""Draw the README's figures: one step of polyglot-ko-1.3b byte by byte, and its peaks by every witness.
+"""Draw the README's figures: one step byte by byte, its peaks by every witness, and simulated against published peaks.
 
 Run `make figure` after a change to the predictor or after new records; it picks the records up by itself.
 """
@@ -6,6 +6,7 @@ Run `make figure` after a change to the predictor or after new records; it picks
 from pathlib import Path
 
 from vramlab import Recipe, RecordError, find_record, plot, predict, simulate
+from vramlab.published import as_it_ran, runs
 
 FOLDER = Path(__file__).resolve().parents[2] / "notebooks" / "figures"
 RECIPE = Recipe("polyglot-ko-1.3b", batch_size=16, seq_len=256, precision="fp16-true")
@@ -20,8 +21,19 @@ def witnesses(recipe: Recipe) -> list:
         return reports
 
 
+def published() -> dict[str, list[tuple[int, int]]]:
+    """GPU to (simulated, measured) peaks in bytes of the runs that others published."""
+    pairs: dict[str, list[tuple[int, int]]] = {}
+    for run in runs():
+        with as_it_ran(run):
+            pairs.setdefault(run.gpu, []).append((simulate(run.recipe, gpu=run.gpu).peak.total, run.allocated))
+    return pairs
+
+
 if __name__ == "__main__":
     FOLDER.mkdir(exist_ok=True)
     plot.timeline(simulate(RECIPE)).savefig(FOLDER / "timeline.png", dpi=110, bbox_inches="tight")
     batches = [(f"batch {size}", witnesses(RECIPE.replace(batch_size=size))) for size in (4, 8, 16)]
     plot.compare_many(batches).savefig(FOLDER / "peaks.png", dpi=110, bbox_inches="tight")
+    look = dict(band=0.01, title="Simulated against 84 published runs", names=("simulated", "measured"))
+    plot.scatter_error(published(), **look).savefig(FOLDER / "published.png", dpi=110, bbox_inches="tight")
