@@ -26,9 +26,7 @@ from .claims_02 import T4, lecture, old_buffers, witness
 from .claims_05 import ADAPTERS, trained
 
 NF4 = Quantization("nf4", double=True)
-OFFSET = (1 - 1 / (2 * 15) + 1 - 1 / (2 * 16)) / 2  # the outermost probability, 0.9677083 in bitsandbytes (`create_normal_map`)
-    1 - 1 / (2 * 15) + 1 - 1 / (2 * 16)
-) / 2  # the outermost quantile, Dettmers et al. 2023, section 3, equation 4
+OFFSET = (1 - 1 / 30 + 1 - 1 / 32) / 2  # the outermost probability, bitsandbytes' 0.9677083 (`create_normal_map`)
 SEEN_AS_EQUAL = 0.01  # of bits per byte: what passes for "similar quality"
 
 
