@@ -101,8 +101,13 @@ def test_a_mesh_is_one_island_with_slow_pairs():
     assert found.islands() == [found.gpus]  # through one another
     assert found.slowest() == ("GPU0", "GPU5", "SYS")
     assert sum(found.nvlinks("GPU0", other) for other in found.gpus) == NVLINK["V100"][1]
-    assert str(found).splitlines()[2].startswith("NV1") and " 12 " in str(found).splitlines()[-1]
+    assert [line.split()[:2] for line in str(found).splitlines()[2:]] == [["NV2", "8"], ["NV1", "8"], ["SYS", "12"]]
     assert found.nics == [] and found.nearest_nics("GPU0") == []
+
+
+def test_columns_that_a_driver_leaves_out():
+    found = parse_topology("GPU0 GPU1 NUMA Affinity\nGPU0 X SYS 0\nGPU1 SYS X 1")
+    assert found.devices == ("GPU0", "GPU1") and found.numa_nodes() == {"0": ["GPU0"], "1": ["GPU1"]}
 
 
 def test_two_bridged_pairs_are_two_islands():
@@ -114,7 +119,9 @@ def test_two_bridged_pairs_are_two_islands():
 
 def test_fewer_links_are_the_slower_path():
     text = "GPU0 GPU1 GPU2\nGPU0 X NV12 NV2\nGPU1 NV12 X NV4\nGPU2 NV2 NV4 X"
-    assert parse_topology(text).slowest() == ("GPU0", "GPU2", "NV2")
+    found = parse_topology(text)
+    assert found.slowest() == ("GPU0", "GPU2", "NV2")
+    assert [line.split()[0] for line in str(found).splitlines()[2:]] == ["NV12", "NV4", "NV2"]  # as numbers, best first
 
 
 @pytest.mark.parametrize(

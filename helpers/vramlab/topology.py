@@ -121,10 +121,10 @@ class Topology:
 
     def __str__(self) -> str:
         """Each kind of path between GPUs, how many pairs have it, and what it means."""
-        pairs = [self.codes[pair] for pair in combinations(self.gpus, 2)]
-        ranked = sorted(set(pairs), key=lambda code: (list(PATHS).index(kind(code)), code))
+        pairs = [(self.codes[pair], self.nvlinks(*pair)) for pair in combinations(self.gpus, 2)]
+        ranked = sorted(set(pairs), key=lambda path: (list(PATHS).index(kind(path[0])), -path[1]))
         rows = [("path", "pairs", "meaning")]
-        rows += [(c, str(pairs.count(c)), PATHS[kind(c)].replace("#", c.removeprefix("NV"))) for c in ranked]
+        rows += [(c, str(pairs.count((c, n))), PATHS[kind(c)].replace("#", str(n))) for c, n in ranked]
         return text_table(rows) if pairs else f"{len(self.gpus)} GPU: no path to speak of"
 
 
@@ -139,7 +139,7 @@ def parse_topology(text: str) -> Topology:
     head = next((i for i, row in enumerate(words) if row[:1] == ["GPU0"] and row[1:2] != ["X"]), None)
     if head is None:
         raise TopologyError("There is no matrix in this text: it has to have the line that begins with GPU0.")
-    titles = re.search(r"(CPU Affinity.*)?$", " ".join(words[head]))[0]
+    titles = re.search(r"((CPU Affinity|NUMA Affinity|GPU NUMA ID).*)?$", " ".join(words[head]))[0]
     columns = " ".join(words[head]).removesuffix(titles).split()
     extras_there = [title for title in EXTRAS if title in titles]
     codes, extras = {}, {}
