@@ -3,6 +3,8 @@
 import warnings
 
 import pytest
+from tiny_models import config
+from vramlab import LoRA, Recipe, predict, simulate
 from vramlab.errors import RecipeError
 from vramlab.meta import build
 from vramlab.shapes import read_shape
@@ -127,3 +129,14 @@ def test_bad_adapters(name, target_modules, r, field, words):
 def test_good_adapters_pass():
     read_shape("llama-3.1-8b").check_lora(("k_proj", "q_proj"), 1024)
     read_shape("gpt2").check_lora("all-linear", 768)
+
+
+@pytest.mark.parametrize("targets", [r".*layers\.[45]\..*q_proj", ["layers.3.self_attn.q_proj"], r".*layers\.0\..*"])
+def test_adapters_in_some_layers_are_simulated_whole_and_not_predicted(targets):
+    recipe = Recipe(config("llama"), 2, 16, num_layers=8, lora=LoRA(r=2, target_modules=targets))
+    assert simulate(recipe).peak.total == simulate(recipe, full=True).peak.total
+    everywhere = recipe.replace(lora=LoRA(r=2, target_modules=["q_proj"]))
+    assert simulate(recipe).peak.optimizer_states != simulate(everywhere).peak.optimizer_states
+    with pytest.raises(RecipeError, match="every layer has to get the same adapters"):
+        predict(recipe)
+    assert predict(everywhere).peak.total > 0

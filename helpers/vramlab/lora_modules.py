@@ -1,11 +1,13 @@
 """Which modules LoRA adapts, by the rules of PEFT 0.21, without PEFT or a model."""
 
 import re
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from .errors import RecipeError
 
 if TYPE_CHECKING:
+    from .options import LoRA
     from .shapes import Shape
 
 Module = tuple[str, int, int]
@@ -77,6 +79,20 @@ def find(shape: "Shape", target_modules: Targets, modules_to_save: tuple[str, ..
     for saved in saved_modules:
         names = {name for name in names if not re.match(rf"(^|.*\.){saved}($|\..*)", name)}
     return [(name, inside, out) for name, (_, inside, out) in candidates.items() if name in names]
+
+
+@lru_cache(maxsize=512)
+def differ_by_layer(shape: "Shape", lora: "LoRA | None") -> bool:
+    """Whether some layers get other adapters than the rest, as `target_modules=r".*layers\.3\..*"` asks for."""
+    if lora is None:
+        return False
+    found = {name for name, _, _ in find(shape, lora.target_modules, lora.modules_to_save)}
+    roles = {_role(name) for name in found}
+    return any(_role(name) in roles and name not in found for name in modules(shape))
+
+
+def _role(name: str) -> str:
+    return re.sub(r"\.\d+\.", ".*.", name)
 
 
 def check(shape: "Shape", target_modules: Targets, r: int) -> None:

@@ -10,10 +10,12 @@ The peak is the highest of these moments.
 
 from collections import Counter
 
+from .errors import RecipeError
 from .formulas import reserved, shards, stored
 from .formulas.account import Account, Moment
 from .formulas.step import step_temporaries
 from .gpu import Gpu, find_gpu
+from .lora_modules import differ_by_layer
 from .overhead import cublas_workspace
 from .recipe import Recipe
 from .report import CATEGORIES, Bytes, Phase, Report, Tensor
@@ -33,8 +35,12 @@ def predict(recipe: Recipe, gpu: str | Gpu | None = None) -> Report:
         and its phase, the largest tensors there, `reserved` and `process` as intervals.
     Raises:
         GpuError: no such card.
+        RecipeError: adapters in some layers only, which `simulate` takes.
     """
     card = find_gpu(gpu) if gpu else None
+    if differ_by_layer(recipe.shape, recipe.lora):
+        allowed = "the formulas multiply one layer, so every layer has to get the same adapters: ask simulate"
+        raise RecipeError("lora.target_modules", recipe.lora.target_modules, allowed)
     exist = recipe.gradient_accumulation_steps > 1 or not recipe.loop.set_to_none  # gradients, when backward begins
     account = Account(recipe, card.compute_capability if card else USUAL, exist)
     moments = {phase: account.peak(phase) for phase in ("forward", "backward")}

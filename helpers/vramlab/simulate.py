@@ -20,6 +20,7 @@ from .errors import RecipeError
 from .fakes import fake_world
 from .gpu import Gpu, find_gpu
 from .history import History, largest
+from .lora_modules import differ_by_layer
 from .overhead import CONTEXT, UNIT
 from .recipe import Loop, Recipe
 from .report import Interval, MiB, Report, environment
@@ -88,6 +89,7 @@ def trace(
     period, depth = layer_period(recipe), recipe.shape.num_layers
     # a sliding cache makes a scalar a layer before the layers run; on CUDA it is the host's
     full = full or (not cuda and bool(recipe.shape.config.get("sliding_window")))
+    full = full or differ_by_layer(recipe.shape, recipe.lora)
     more = 0 if full else depth // period - GROUPS
     if more > 0 and recipe.shape.num_decoder_layers in (0, depth):
         tracker = _run(recipe.replace(num_layers=depth - more * period), target, card, steps)
