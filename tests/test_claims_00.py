@@ -71,8 +71,9 @@ def test_the_slow_run_follows_from_bytes_and_bandwidth(monkeypatch):
 
 def test_other_facts_would_get_other_verdicts(monkeypatch):
     claims = load_claims("00")
-    monkeypatch.setitem(claims_00.HOTTEST, "RTX 4090", 99)
-    assert "RTX 4090" not in judge(claims["E-throttle"]).holding
+    assert "RTX 3090, target" in judge(claims["E-throttle"]).holding
+    monkeypatch.setitem(claims_00.THRESHOLDS["RTX 3090"], "target", 82)
+    assert "RTX 3090, target" not in judge(claims["E-throttle"]).holding
     monkeypatch.setitem(claims_00.RUNTIME, "no P2P", 103.0)
     assert "E's own run" in judge(claims["E-ddp"]).holding and judge(claims["E-faster"]).outcome == NOT
     monkeypatch.setitem(claims_00.P2P, "PCIe", "SHM")

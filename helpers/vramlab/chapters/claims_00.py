@@ -27,9 +27,14 @@ MATRICES = {
 # What a 16-pin cable may carry is coded by its two sense pins.
 SLOT = 75
 CONNECTORS = {"6-pin": 75, "8-pin": 150, "16-pin, coded 600 W": 600, "16-pin, coded 450 W": 450}
-# "Maximum GPU temperature" in °C on the product pages of NVIDIA, where the driver begins to throttle (NVIDIA support,
-# answer 2752).
-HOTTEST = {"TITAN RTX": 89, "RTX 2080 Ti": 89, "RTX 3090": 93, "RTX 4070": 90, "RTX 4090": 90}
+# °C in published outputs of `nvidia-smi -q`: the target that the driver lowers clocks to keep, and the maximum that the
+# card is made for, at which it throttles too (NVIDIA support, answer 2752). 280 W card of github.com/microsoft/WSL issue
+# 7852; RTX 3090, driver 535; github.com/NVIDIA/open-gpu-kernel-modules issue 1083.
+THRESHOLDS = {
+    "TITAN RTX": {"target": 84, "maximum": 89},
+    "RTX 3090": {"target": 83, "maximum": 93},
+    "RTX 2070 in a laptop, driver 595": {"target": 75},
+}
 # Bytes a second in one direction while both are in use, between two cards at PHB on PCIe 3.0 x16: half of the
 # bidirectional readings (4.88 and 7.50 GB/s, two settings of one board) in forum.level1techs.com, thread 185531.
 HOST_PATH = (4.88e9 / 2, 7.50e9 / 2)
@@ -85,15 +90,16 @@ def one_cable_falls_short(card: str) -> Finding:
     return Finding(drawn > CONNECTORS["8-pin"], "derived", f"{card}: {drawn} W beside the slot")
 
 
-def throttles_at(card: str | None = None, low: int = 84, high: int = 90) -> Finding:
-    """Whether a card begins to throttle between two temperatures; without a name the card of this machine."""
+def throttles_at(card: str | None = None, threshold: str = "slowdown", low: int = 84, high: int = 90) -> Finding:
+    """Whether a card's threshold lies between two temperatures, give or take a degree; without a name this machine's."""
     if card:
-        return Finding(low <= HOTTEST[card] <= high, "derived", f"{card}: {HOTTEST[card]} °C on its product page")
+        found = THRESHOLDS[card][threshold]
+        return Finding(low - 1 <= found <= high + 1, "derived", f"{card}: {found} °C by its nvidia-smi -q")
     seen = nvml_snapshot()
     if seen.slowdown_temperature is None:
         raise RecordError("No sensor of this machine says from which temperature its GPU slows down.")
     found = seen.slowdown_temperature
-    return Finding(low <= found <= high, "measured", f"{seen.name}: {found} °C by NVML")
+    return Finding(low - 1 <= found <= high + 1, "measured", f"{seen.name}: {found} °C by NVML")
 
 
 # --- how GPUs are joined ------------------------------------------------------------------------------------------
