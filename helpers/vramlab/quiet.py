@@ -16,6 +16,8 @@ KNOWN_LOGS = (
     ("bitsandbytes.backends.cpu.ops", "Failed to load CPU gemm_4bit_forward"),
     # A model class that names no loss takes the causal one, which is the one that is meant.
     ("transformers.modeling_utils", "`loss_type=None` was set in the config"),
+    # The Trainer compiles on a CPU as well; that is slow, and the chapter says so.
+    ("transformers.training_args", "The speedups for torchdynamo mostly come with GPU"),
 )
 
 

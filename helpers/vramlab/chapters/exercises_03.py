@@ -215,9 +215,9 @@ EXERCISES = [
     ),
     Exercise(
         "03.7",
-        f"Write a Recipe that trains gpt2-large with the Trainer on a {CARD} (24 GB): 1,024 tokens, 32 texts a step, weights "
-        "in fp32, no checkpointing. What its process is likely to take, by predict, has to fit. "
-        f"Begin with {START.model!r}, batch 16, which needs several times as much.",
+        f"Write a Recipe that trains gpt2-large with the Trainer on an {CARD} (24 GB): 1,024 tokens, 32 texts a step, "
+        "weights in fp32, no checkpointing. What its process is likely to take, by predict, has to fit. "
+        f"At batch {START.batch_size} without any trick it needs several times as much.",
         difficulty=4,
         minutes=12,
         hints=(

@@ -1,0 +1,130 @@
+"""The bench of chapter 03: one loop that asks every witness about a trick, on paper and on this machine.
+
+A trick is a change of recipe fields. It is tried on two recipes: `big`, of which memory is predicted, simulated and
+looked up in the records, and `small`, which the Trainer really trains here, from the course's base model.
+"""
+
+import tempfile
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ..base_model import finetuning_texts, load_base_model
+from ..errors import RecordError
+from ..finetuning import batches
+from ..gpu import current_device
+from ..live import live
+from ..pace import Pace, pace, stepper
+from ..predict import predict
+from ..recipe import Recipe
+from ..records import find_record
+from ..report import GiB, MiB, Report, text_table
+from ..simulate import simulate
+from .claims_03 import CARD, simulation
+
+HEAD = ("", "predicted", "simulated", "peak in", "GPU record", "Trainer here", "second loss")
+
+
+def texts(recipe: Recipe, steps: int) -> list[dict[str, Any]]:
+    """Rows of real text, enough for so many updates; always the same."""
+    rows = recipe.batch_size * recipe.gradient_accumulation_steps * steps
+    ids = next(batches(finetuning_texts("train", limit=60_000), 1, rows, recipe.seq_len))
+    return [{"input_ids": row, "labels": row} for row in ids]
+
+
+def train(
+    recipe: Recipe, data: Any = None, steps: int = 2, watched: bool = True, **more: Any
+) -> tuple[Report | None, list[float]]:
+    """Train the base model with the `Trainer` as `recipe` says: the last step's report, and each step's loss.
+
+    `more` are further `TrainingArguments`; `data` is the training set, real text when left out. A compiled model runs
+    eagerly while it is watched, so there is no report where `watched` is False.
+    """
+    from transformers import Trainer
+    from transformers.trainer_callback import PrinterCallback
+
+    from ..callback import WatchCallback
+
+    seen, model = (
+        WatchCallback(step=steps if watched else 0),
+        load_base_model(attn_implementation=recipe.attn_implementation),
+    )
+    options = dict(max_steps=steps, logging_steps=1, learning_rate=1e-3, disable_tqdm=True)
+    options["dataloader_pin_memory"] = current_device().kind == "cuda"
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = recipe.training_arguments(folder, **{**options, **more})
+        trainer = Trainer(model, arguments, train_dataset=data or texts(recipe, steps), callbacks=[seen])
+        trainer.remove_callback(PrinterCallback)
+        trainer.train()
+    return seen.report, [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+
+class Bench:
+    """Tries tricks beside the unchanged recipes.
+
+    Args:
+        big, small: see the module; `big` is predicted and simulated for the chapter's card, an A100.
+    Attributes:
+        measured: "section: trick" to the Trainer's peak in bytes and the time a word takes here, unchanged = 1.
+    """
+
+    def __init__(self, big: Recipe, small: Recipe):
+        self.big, self.small = big, small
+        self.here = current_device()
+        self.usual = stepper(small)
+        self.unchanged = self._trained(small)
+        self.measured: dict[str, tuple[int, float]] = {"unchanged": (self.unchanged[0].peak.total, 1.0)}
+
+    def try_out(self, section: str, tricks: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:
+        """Print a table of a section's tricks, then how long each takes here; the simulated peaks in GiB.
+
+        What the witnesses must agree on is asserted: formula and simulation to 2 %; the Trainer's step and the
+        simulation of it to 1 in 100,000 on a CPU, 5 % on a GPU.
+        """
+        rows, times, peaks = [HEAD], [], {}
+        for name, changes in {"unchanged": {}, **tricks}.items():
+            big, small = self.big.replace(**changes), self.small.replace(**changes)
+            predicted, simulated = predict(big, gpu=CARD), simulation(big)
+            assert abs(predicted.peak.total / simulated.peak.total - 1) < 0.02, f"{name}: formula and simulation differ"
+            peaks[name] = simulated.peak.total / GiB
+            trained = ["needs a GPU", "–"]
+            if self.here.gpu or not ("paged" in small.optim or small.precision == "fp16-mixed"):
+                seen, losses = self._trained(small) if changes else self.unchanged
+                trained = [f"{seen.peak.total / MiB:.1f} MiB", f"{losses[1]:.2f}"]
+                if changes:
+                    ratio = self.time_a_word(small)
+                    self.measured[f"{section}: {name}"] = seen.peak.total, ratio.median
+                    times.append(f"here, {name}: a word takes {ratio}")
+            gib = f"{predicted.peak.total / GiB:.3f}", f"{peaks[name]:.3f}"
+            rows.append((name, *gib, simulated.peak_phase, record_of(big), *trained))
+        (live if self.here.gpu else print)(text_table(rows))
+        live("\n".join(times))
+        return peaks
+
+    def time_a_word(self, recipe: Recipe) -> Pace:
+        """How many times as long a word of `recipe` takes here as one of the unchanged small recipe."""
+        return pace(stepper(recipe), self.usual, rounds=3).per(recipe.tokens / self.small.tokens)
+
+    def _trained(self, recipe: Recipe) -> tuple[Report, list[float]]:
+        """`train`, with the simulation of the same step asked too."""
+        seen, losses = train(recipe)
+        expected = simulate(recipe, target=seen.target, gpu=self.here.gpu).peak.total
+        assert abs(seen.peak.total / expected - 1) < (0.05 if self.here.gpu else 1e-5), f"{recipe}: {expected:,} bytes"
+        return seen, losses
+
+
+def record_of(recipe: Recipe) -> str:
+    """The peak of `recipe` on a recorded GPU, in GiB; "none yet" without a record."""
+    try:
+        return f"{find_record(recipe).allocated / GiB:.3f}"
+    except RecordError:
+        return "none yet"
+
+
+def front(points: Sequence[tuple]) -> list[tuple]:
+    """The Pareto front of (cost, gain, …): those beside which no other has less cost and no less gain, cheapest first."""
+    best, kept = float("-inf"), []
+    for point in sorted(points, key=lambda point: (point[0], -point[1])):
+        if point[1] > best:
+            best = point[1]
+            kept.append(point)
+    return kept
