@@ -41,7 +41,7 @@ class Rate:
     median: float
 
 
-def copy_bandwidth(device: str | None = None, size: int | None = None, repeats: int = 7) -> Rate:
+def copy_bandwidth(device: str | None = None, size: int | None = None, repeats: int = 30) -> Rate:
     """Bytes a second of a copy within the device's memory, a byte read and a byte written counted as two.
 
     `size` bytes are copied, 256 MiB on CUDA and 64 MiB on a CPU: far more than the caches hold. Loads torch.
@@ -55,7 +55,7 @@ def copy_bandwidth(device: str | None = None, size: int | None = None, repeats: 
     return _rate(lambda: target.copy_(source), 2 * size, device, repeats)
 
 
-def matmul_rate(form: str, device: str | None = None, size: int | None = None, repeats: int = 5) -> Rate:
+def matmul_rate(form: str, device: str | None = None, size: int | None = None, repeats: int = 20) -> Rate:
     """Operations a second of a square matmul in `form` ("fp32", "tf32", "bf16", "fp16"). Loads torch.
 
     `size` is 8192 on CUDA and 768 on a CPU. On a CPU "tf32" does not exist, and 16-bit formats may be emulated.
