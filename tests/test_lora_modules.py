@@ -131,7 +131,9 @@ def test_good_adapters_pass():
     read_shape("gpt2").check_lora("all-linear", 768)
 
 
-@pytest.mark.parametrize("targets", [r".*layers\.[45]\..*q_proj", ["layers.3.self_attn.q_proj"], r".*layers\.0\..*q_proj"])
+@pytest.mark.parametrize(
+    "targets", [r".*layers\.[45]\..*q_proj", ["layers.3.self_attn.q_proj"], r".*layers\.0\..*q_proj"]
+)
 def test_adapters_in_some_layers_are_simulated_whole_and_not_predicted(targets):
     recipe = Recipe(config("llama"), 2, 16, num_layers=8, lora=LoRA(r=2, target_modules=targets))
     assert simulate(recipe).peak.total == simulate(recipe, full=True).peak.total
