@@ -97,7 +97,8 @@ class Bench:
             gib = f"{predicted.peak.total / GiB:.3f}", f"{peaks[name]:.3f}"
             rows.append((name, *gib, simulated.peak_phase, record_of(big), *trained))
         (live if self.here.gpu else print)(text_table(rows))
-        live("\n".join(times))
+        for line in times:
+            live(line)
         return peaks
 
     def time_a_word(self, recipe: Recipe) -> Pace:
