@@ -1,0 +1,110 @@
+"""Experiments of chapter 03 that ask the installed libraries: names, defaults, kernels, dtypes."""
+
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+from ..claims import Finding
+from ..gpu import find_gpu
+from ..recipe import Recipe
+
+
+def versions() -> str:
+    import torch
+    import transformers
+
+    return f"torch {torch.__version__.split('+')[0]}, transformers {transformers.__version__}"
+
+
+def changes_argument(given: Mapping[str, Any], watched: str) -> Finding:
+    """Whether an argument of `TrainingArguments` changes what another one says."""
+    from transformers import TrainingArguments
+
+    quiet = dict(output_dir="out", use_cpu=True, report_to="none")
+    with warnings.catch_warnings():  # transformers renames some, and says so when they are given
+        warnings.simplefilter("ignore", FutureWarning)
+        values = [getattr(TrainingArguments(**quiet, **more), watched) for more in ({}, given)]
+    return Finding(values[0] != values[1], "measured", f"{watched}: {values[0]}, then {values[1]}; {versions()}")
+
+
+def default_optimizer(name: str) -> Finding:
+    """Whether this is the optimizer that the Trainer takes when nobody says one."""
+    from transformers import TrainingArguments
+
+    found = TrainingArguments.__dataclass_fields__["optim"].default
+    return Finding(getattr(found, "value", found) == name, "measured", f"{found}; {versions()}")
+
+
+def optimizer_offered(name: str) -> Finding:
+    """Whether `TrainingArguments.optim` takes this name."""
+    from transformers.training_args import OptimizerNames
+
+    return Finding(name in {member.value for member in OptimizerNames}, "measured", versions())
+
+
+def backends() -> list[str]:
+    """The backends that torch.compile has here, hidden ones too."""
+    import torch._dynamo
+
+    return torch._dynamo.list_backends(exclude_tags=())
+
+
+def backend_offered(name: str) -> Finding:
+    """Whether torch.compile has a backend of this name."""
+    return Finding(name in backends(), "measured", versions())
+
+
+def attention_kernels() -> Finding:
+    """How many kernels of its own `scaled_dot_product_attention` chooses among."""
+    from torch.nn.attention import SDPBackend
+
+    names = [name for name in SDPBackend.__members__ if name not in ("ERROR", "OVERRIDEABLE")]
+    return Finding(float(len(names)), "measured", f"{', '.join(names)}; {versions()}")
+
+
+def chooses_kernel(kernel: str, dtype: str, gpu: str, masked: bool = False) -> Finding:
+    """Whether SDPA takes this kernel, by the rules of `sdp_utils.cpp`, for heads of 64."""
+    import torch
+
+    from ..cuda import attention_kernel
+
+    card = find_gpu(gpu)
+    found = attention_kernel(getattr(torch, dtype), 64, 64, masked=masked, compute_capability=card.compute_capability)
+    return Finding(found == kernel, "derived", f"{dtype} on {card.name}{', padded' if masked else ''}: {found}")
+
+
+def sdpa_by_default(model: str) -> Finding:
+    """Whether a model takes SDPA when nothing is said."""
+    return Finding(Recipe(model).attn_implementation == "sdpa", "derived", f"{model}; {versions()}")
+
+
+def state_is_8_bit(numbers: int, kind: str) -> Finding:
+    """Whether bitsandbytes' 8-bit AdamW keeps the state of a tensor of so many numbers in 8 bits.
+
+    `kind` is "weight", or "embedding", which `Trainer.create_optimizer` has kept in 32 bits.
+    """
+    from ..training import build, train_step
+
+    training = build(Recipe(small_gpt2(), seq_len=8, optim="adamw_bnb_8bit"))
+    train_step(training)
+    tables = (training.model.transformer.wte.weight, training.model.transformer.wpe.weight)
+    tensor = next(
+        parameter
+        for parameter in training.model.parameters()
+        if parameter.numel() == numbers and any(parameter is table for table in tables) is (kind == "embedding")
+    )
+    dtype = str(training.optimizer.state[tensor]["state1"].dtype)
+    return Finding(dtype == "torch.uint8", "measured", f"{kind} of {numbers:,} numbers: {dtype}")
+
+
+def small_gpt2() -> dict[str, Any]:
+    return dict(
+        model_type="gpt2",
+        n_embd=64,
+        n_head=2,
+        n_layer=1,
+        vocab_size=100,
+        n_positions=64,
+        bos_token_id=0,
+        eos_token_id=0,
+    )
