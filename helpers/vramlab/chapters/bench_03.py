@@ -21,7 +21,7 @@ from ..report import GiB, MiB, Report, text_table
 from ..simulate import simulate
 from .claims_03 import CARD, simulation
 
-HEAD = ("", "predicted", "simulated", "peak in", "GPU record", "Trainer here", "second loss")
+HEAD = ("peak, GiB", "predicted", "simulated", "peak in", "GPU record", "Trainer here", "second loss")
 
 
 def texts(recipe: Recipe, steps: int) -> list[dict[str, Any]]:
