@@ -1,10 +1,16 @@
 """What every test shares: the same surroundings on every machine, no network, no window, hypothesis without a clock."""
 
 import os
+import signal
 
 import hypothesis
 import pytest
 import settings
+
+# In a shell's background job Ctrl-C is ignored, and so it would be by every program that the tests start and interrupt.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
 
 # Before anything imports torch. Kernels and child processes inherit it.
 settings.apply(deterministic=True)

@@ -153,6 +153,7 @@ class _Deepener:
 
     def write(self) -> tuple[list[Event], Marks]:
         self.log: list[Event] = []
+        self.at: int | None = None  # the group that is being written
         self.copies: dict[tuple[int, int, int], Storage] = {}
         self.freed: set[tuple[int, int, int]] = set()
         marks: Marks = []
@@ -167,13 +168,16 @@ class _Deepener:
                 position += 1
 
         for walk in self.walks:
+            self.at = None
             up_to(min(walk.starts), None)
             for group, first, end in walk.blocks:
+                self.at = group
                 if group == MIDDLE and not walk.upwards:
                     self._repeat(first, end, range(self.more, 0, -1))
                 up_to(end, 0 if group <= MIDDLE else self.more)
                 if group == MIDDLE and walk.upwards:
                     self._repeat(first, end, range(1, self.more + 1))
+        self.at = None
         up_to(len(self.events), None)
         marks += [(len(self.log), name) for _, name in pending]
         self._check()
@@ -202,7 +206,10 @@ class _Deepener:
                 raise NotRegular(f"{storage.op} is made twice in {storage.where}")
             copy = self.copies[key] = storage.copy(self._renumbered(storage.where, shift))
         else:
-            if key not in self.copies or key in self.freed:  # a leftover of the last layer of an earlier walk
+            far = (
+                self.at is not None and abs(place.group - self.at) > 1
+            )  # not a neighbour's: the first or last layer's own
+            if far or key not in self.copies or key in self.freed:  # or a leftover of the last layer of an earlier walk
                 key = (place.walk, place.ordinal, place.group + (0 if place.group <= MIDDLE else self.more))
             copy = self.copies.get(key)
             if copy is None or copy.size != -size or key in self.freed:

@@ -83,7 +83,7 @@ def find(shape: "Shape", target_modules: Targets, modules_to_save: tuple[str, ..
 
 @lru_cache(maxsize=512)
 def differ_by_layer(shape: "Shape", lora: "LoRA | None") -> bool:
-    """Whether some layers get other adapters than the rest, as `target_modules=r".*layers\.3\..*"` asks for."""
+    """Whether some layers get other adapters than the rest, as a pattern with a layer's number asks for."""
     if lora is None:
         return False
     found = {name for name, _, _ in find(shape, lora.target_modules, lora.modules_to_save)}

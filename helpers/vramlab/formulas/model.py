@@ -185,7 +185,7 @@ class Model(Attention):
         s, (b, n, h), m = self.shape, x.shape, self.shape.intermediate_size
         rows, k = b * n, s.experts_per_token
         flat = x.view(rows, h)
-        probabilities = self.softmax(self.product(flat, self.parameters[at["router"]]), True, FP32)
+        probabilities = self.probabilities(self.product(flat, self.parameters[at["router"]]), True, FP32)
         top = self.op("topk", [probabilities], (rows, k), FP32, saves=[self.tensor("topk", (rows, k), INT64)])
         weights = self.op("div", [top], (rows, k), FP32, saves=[top])
         order = self.tensor("sort", (rows * k,), INT64)
