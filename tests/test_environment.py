@@ -95,5 +95,7 @@ def test_make_help_names_every_target():
 
 
 def test_make_runs_nothing_by_default():
-    plan = subprocess.run(["make", "-n", "--no-print-directory"], cwd=ROOT, check=True, capture_output=True, text=True).stdout
+    plan = subprocess.run(
+        ["make", "-n", "--no-print-directory"], cwd=ROOT, check=True, capture_output=True, text=True
+    ).stdout
     assert [line for line in plan.splitlines() if not line.startswith("echo")] == []
