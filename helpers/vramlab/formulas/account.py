@@ -13,6 +13,7 @@ from itertools import accumulate
 
 from ..options import LoRA
 from ..recipe import Recipe
+from ..report import CATEGORIES
 from ..shapes import Shape
 from . import step
 from .ledger import Entry, Parameter, Tensor
@@ -108,22 +109,24 @@ class Account:
     def splits(self, moments: list[Moment]) -> list[Counter]:
         """Bytes by category at each of `moments`, all layers counted."""
         wanted = {event for event, _ in moments} | {e for _, extra in moments for _, a, b in extra for e in (a, b)}
-        totals, at, begin = Counter(), {}, 0
+        totals, at, begin = dict.fromkeys(CATEGORIES, 0), {}, 0
         changes, lines = self.m.changes, self.m.lines
         for stop in sorted(wanted):
-            for i in range(begin, stop):
-                entry, change = lines[i], changes[i]
+            rest = 0
+            for entry, change in zip(lines[begin:stop], changes[begin:stop], strict=True):
                 size = entry.size if change > 0 else -entry.size
                 totals[entry.category] += size
-                totals["workspace"] += change - size
+                rest += change - size
+            totals["workspace"] += rest
             begin = stop
             at[stop] = dict(totals)
         found = []
         for event, extra in moments:
             split = Counter(at[event])
             for times, a, b in extra:
-                for category in at[b]:
-                    split[category] += times * (at[b][category] - at[a].get(category, 0))
+                before, after = at[a], at[b]
+                for category in after:
+                    split[category] += times * (after[category] - before[category])
             kept = min(split["activations"], 0)  # a layer's output that only the last one does not keep
             split["activations"] -= kept
             split["temporaries"] += kept
@@ -135,7 +138,10 @@ class Account:
         event, extra = moment
         found = []
         for entry in self.m.entries:
-            times = entry.alive(event) + sum(n * (entry.alive(b) - entry.alive(a)) for n, a, b in extra)
+            birth, death = entry.birth, entry.death
+            times = int(birth < event <= death)
+            for n, a, b in extra:
+                times += n * ((birth < b <= death) - (birth < a <= death))
             if times > 0:
                 found.append((times, entry))
         return found

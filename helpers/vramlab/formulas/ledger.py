@@ -32,6 +32,7 @@ from .reserved import slack
 # (PART); or a copy in the input's dtype (CAST).
 OWN, FULL, PASS, PART, CAST = "own", "full", "pass", "part", "cast"
 NEW = object()
+NEVER = 1 << 60  # the death of what is still there
 
 
 class Entry:
@@ -44,7 +45,7 @@ class Entry:
 
     def alive(self, event: int) -> bool:
         """Whether the block exists after so many events."""
-        return self.birth < event and (self.death is None or self.death >= event)
+        return self.birth < event <= self.death
 
 
 class Block:
@@ -213,7 +214,7 @@ class Ledger:
         entry.size = size = -(-size // UNIT) * UNIT
         entry.held = held = size if size <= SMALL_BLOCK else size + slack(size)
         entry.op, entry.shape, entry.width, entry.category, entry.where = op, shape, width, category, self.where
-        entry.birth, entry.death = len(self.changes), None
+        entry.birth, entry.death = len(self.changes), NEVER
         self.changes.append(held)
         self.lines.append(entry)
         self.entries.append(entry)
