@@ -59,3 +59,14 @@ def no_figure_stays(monkeypatch):
     monkeypatch.setattr(plt, "show", lambda *_, **__: pytest.fail("a plotting function must not show"))
     yield
     plt.close("all")
+
+
+@pytest.fixture(scope="module")
+def no_records(tmp_path_factory):
+    """Without the course's records, so that they do not decide what these tests see."""
+    from vramlab import records
+
+    folder = tmp_path_factory.mktemp("records")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(records, "measurements_folder", lambda: folder)
+        yield

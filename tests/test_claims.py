@@ -13,6 +13,8 @@ from vramlab.data import data_path
 from vramlab.errors import RecordError
 from vramlab.report import GiB, Interval, MiB, Speed
 
+pytestmark = pytest.mark.usefixtures("no_records")
+
 ENTRY = {
     "name": "B-test",
     "chapter": "02",
@@ -23,15 +25,6 @@ ENTRY = {
     "experiment": "card_memory",
     "cases": {"RTX 4070": {"gpu": "RTX 4070"}},
 }
-
-
-@pytest.fixture(scope="module", autouse=True)
-def no_records(tmp_path_factory):
-    """Without the course's records, so that they do not decide what these tests see."""
-    folder = tmp_path_factory.mktemp("records")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(records, "measurements_folder", lambda: folder)
-        yield
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 from tiny_models import config
-from vramlab import records
 from vramlab.base_model import finetuning_texts
 from vramlab.chapters import claims_06 as chapter
 from vramlab.claims import HOLDS, NOT, UNDER, WAITS, Verdict, judge, ledger, load_claims
@@ -18,16 +17,9 @@ from vramlab.models import build_model
 from vramlab.recipe import LoRA, Quantization, Recipe
 from vramlab.watch import watch
 
+pytestmark = pytest.mark.usefixtures("no_records")
+
 CLAIMS = load_claims("06")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def no_records(tmp_path_factory):
-    """Without the course's records, so that they do not decide what these tests see."""
-    folder = tmp_path_factory.mktemp("records")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(records, "measurements_folder", lambda: folder)
-        yield
 
 
 @pytest.fixture(scope="module")

@@ -392,6 +392,7 @@ def test_names_of_a_chapter_are_its_own(chapter):
 CHAPTERS = [
     module.name[-2:] for module in pkgutil.iter_modules(vramlab.chapters.__path__) if CHAPTER.fullmatch(module.name)
 ]
+EVERY = {name: exercise for number in CHAPTERS for name, exercise in exercises.chapter(number).items()}
 
 
 @pytest.mark.parametrize("number", CHAPTERS)
@@ -399,3 +400,9 @@ def test_every_exercise_of_the_course_is_sound(number):
     found = exercises.chapter(number)
     assert found
     assert [problem for exercise in found.values() for problem in exercise.check.problems()] == []
+
+
+@pytest.mark.parametrize("name", EVERY)
+@pytest.mark.parametrize("answer", [..., None, "", "nonsense", -1, float("nan"), [], {}, object(), lambda: 1])
+def test_nonsense_is_wrong_and_never_raises(name, answer):
+    assert not exercises.judge(EVERY[name], answer).right

@@ -4,7 +4,7 @@ import math
 
 import pytest
 from vramlab import exercises
-from vramlab.exercises import judge, problems
+from vramlab.exercises import judge
 
 FOUND = exercises.chapter("00")
 GPT2 = 124_439_808
@@ -14,17 +14,6 @@ def test_there_are_seven_with_two_hints_each():
     assert list(FOUND) == [f"00.{i}" for i in range(1, 8)]
     assert all(len(set(exercise.hints)) == 2 for exercise in FOUND.values())
     assert sum(exercise.minutes for exercise in FOUND.values()) <= 45
-
-
-@pytest.mark.parametrize("name", FOUND)
-def test_a_check_does_what_it_says(name):
-    assert problems(FOUND[name]) == []
-
-
-@pytest.mark.parametrize("name", FOUND)
-@pytest.mark.parametrize("answer", [..., None, "", "nonsense", -1, float("nan"), [], {}, object(), lambda: 1])
-def test_nonsense_is_wrong_and_never_raises(name, answer):
-    assert not judge(FOUND[name], answer).right
 
 
 @pytest.mark.parametrize(

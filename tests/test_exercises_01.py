@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 from vramlab import exercises
-from vramlab.exercises import judge, problems
+from vramlab.exercises import judge
 from vramlab.quantizers import NF4
 
 FOUND = exercises.chapter("01")
@@ -21,17 +21,6 @@ def test_there_are_eight_with_two_hints_each():
     assert list(FOUND) == [f"01.{i}" for i in range(1, 9)]
     assert all(len(set(exercise.hints)) == 2 for exercise in FOUND.values())
     assert sum(exercise.minutes for exercise in FOUND.values()) <= 60
-
-
-@pytest.mark.parametrize("name", FOUND)
-def test_a_check_does_what_it_says(name):
-    assert problems(FOUND[name]) == []
-
-
-@pytest.mark.parametrize("name", FOUND)
-@pytest.mark.parametrize("answer", [..., None, "", "nonsense", -1, float("nan"), [], {}, object(), lambda: 1])
-def test_nonsense_is_wrong_and_never_raises(name, answer):
-    assert not judge(FOUND[name], answer).right
 
 
 @pytest.mark.parametrize(

@@ -34,12 +34,6 @@ def test_there_are_seven_with_two_hints_each():
     assert sum(exercise.minutes for exercise in FOUND.values()) <= 60
 
 
-@pytest.mark.parametrize("name", FOUND)
-@pytest.mark.parametrize("answer", [..., None, "", "nonsense", -1, float("nan"), [], {}, object(), lambda: 1])
-def test_nonsense_is_wrong_and_never_raises(name, answer):
-    assert not judge(FOUND[name], answer).right
-
-
 RIGHT = [
     ("02.1", 16 * N),
     ("02.1", 1.991e9),

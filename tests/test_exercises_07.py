@@ -14,12 +14,6 @@ def test_there_are_seven_with_two_hints_each():
     assert sum(exercise.minutes for exercise in FOUND.values()) <= 45
 
 
-@pytest.mark.parametrize("name", FOUND)
-@pytest.mark.parametrize("answer", [..., None, "", "nonsense", -1, float("nan"), [], {}, object(), lambda: 1])
-def test_nonsense_is_wrong_and_never_raises(name, answer):
-    assert not judge(FOUND[name], answer).right
-
-
 def deal(samples, worker, workers):
     return [sample for i, sample in enumerate(samples) if i % workers == worker]
 

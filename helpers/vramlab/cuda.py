@@ -29,6 +29,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from . import cuda_autocast
+from .formulas.attention import kernel_of
 from .overhead import cublas_workspace, torch_release
 
 FACTORIES = (torch.tensor, torch.arange, torch.zeros, torch.ones, torch.full, torch.empty, torch.linspace)
@@ -61,19 +62,11 @@ def attention_kernel(
             what flash cannot take is written out with its matrix of scores; later "efficient" can too (pull 191085).
         release: of torch; None is the installed one.
     """
-    half, same = dtype in HALF, head_dim == value_dim
-    major = compute_capability[0]
-    ada_or_small_blackwell = (8, 6) <= compute_capability <= (8, 9) or (12, 0) <= compute_capability <= (12, 1)
-    trainable = not ada_or_small_blackwell or head_dim <= 192 or (head_dim > 224 and not dropout)
-    if half and same and head_dim <= 256 and major >= 8 and trainable and not masked:
-        return "flash"
-    if dtype not in (*HALF, torch.float32) or (dtype == torch.bfloat16 and major < 8):
+    if dtype not in (*HALF, torch.float32):
         return "math"
-    if grouped and (release or torch_release()) < (2, 14):
-        return "math"
-    # minimum_gemm_alignment: whole 16 bytes where tensor cores multiply, which take fp32 from 8.0 on
-    aligned = (8 if half else 4) if major >= 8 or (half and major == 7) else 1
-    return "math" if head_dim % aligned or value_dim % aligned else "efficient"
+    grouped = grouped and (release or torch_release()) < (2, 14)
+    bf16 = dtype == torch.bfloat16
+    return kernel_of(dtype.itemsize, head_dim, masked, grouped, bf16, compute_capability, dropout, value_dim)
 
 
 class CudaKernels(TorchFunctionMode):

@@ -17,6 +17,7 @@ def kernel_of(
     bf16: bool,
     capability: tuple[int, int],
     dropout: float = 0.0,
+    value_dim: int | None = None,
 ) -> str:
     """ "flash", "efficient" or "math": what `scaled_dot_product_attention` takes (`sdp_utils.cpp`, select_sdp_backend).
 
@@ -24,15 +25,15 @@ def kernel_of(
     cannot go back through 193 to 224 channels, or more with dropout). Memory-efficient: no bf16 below 8.0, no heads that
     share keys (torch up to 2.13), whole multiples of 16 bytes a head where tensor cores multiply. Else "math".
     """
-    half, major = width == HALF, capability[0]
+    half, major, value_dim = width == HALF, capability[0], value_dim or head_dim
     consumer = (8, 6) <= capability <= (8, 9) or (12, 0) <= capability <= (12, 1)
     trainable = not consumer or head_dim <= 192 or (head_dim > 224 and not dropout)
-    if half and head_dim <= 256 and major >= 8 and trainable and not masked:
+    if half and head_dim == value_dim and head_dim <= 256 and major >= 8 and trainable and not masked:
         return "flash"
     if (half and bf16 and major < 8) or grouped:
         return "math"
     aligned = (8 if half else 4) if major >= 8 or (half and major == 7) else 1
-    return "math" if head_dim % aligned else "efficient"
+    return "math" if head_dim % aligned or value_dim % aligned else "efficient"
 
 
 class Attention(Operators):
