@@ -22,6 +22,7 @@ class Run:
     Attributes:
         recipe: what was trained; the loop is that of the source's own script.
         allocated: `torch.cuda.max_memory_allocated()` in bytes; `reserved`: the same of segments, None if not published.
+        loaded: `torch.cuda.memory_allocated()` once the model was loaded, in bytes, None if not published.
         as_run: "", or what differed: "repeated keys", "causal mask".
         made_with: GPU, torch, transformers, date.
     """
@@ -31,6 +32,7 @@ class Run:
     recipe: Recipe
     allocated: int
     reserved: int | None
+    loaded: int | None
     as_run: str
     made_with: str
 
@@ -50,6 +52,7 @@ def runs() -> list[Run]:
                 recipe=Recipe(**{**fields, "model": model, "loop": loops[run["source"]]}),
                 allocated=run["allocated"],
                 reserved=run.get("reserved"),
+                loaded=run.get("loaded"),
                 as_run=run.get("as_run", ""),
                 made_with=f"{run['gpu']}, torch {run['torch']}, transformers {run['transformers']}, {run['date']}",
             )
