@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from .errors import RecipeError
 
 QUANT_TYPES = ("nf4", "fp4", "int8")
+STAGES = {"ddp": (0, 1), "fsdp": (2, 3), "deepspeed": (0, 1, 2, 3), "tensor": (0,), "pipeline": (0,)}
 
 
 def choice(name: str, value: object, allowed: tuple[str, ...]) -> None:
@@ -99,30 +100,52 @@ class Quantization:
 
 @dataclass(frozen=True)
 class Sharding:
-    """Who holds what among `world_size` ranks: ZeRO `stage` 0 (plain data parallel) to 3 (Rajbhandari et al. 2020)."""
+    """Who holds what among `world_size` ranks.
+
+    Attributes:
+        stage: ZeRO's, 0 (plain data parallel, or no data parallelism at all) to 3 (Rajbhandari et al. 2020).
+        engine: "ddp" (stages 0, 1), "fsdp" (2, 3), "deepspeed" (0 to 3), "tensor" or "pipeline" (0: each rank has a
+            slice of every layer, or some of the layers, and all work on the same batch).
+        offload: "optimizer" or "parameters" (and optimizer) live in host memory.
+        rank: whose bytes are described; ranks differ where a size does not divide, and between pipeline stages.
+        wrap: FSDP's units, one for each of the "layers" and the rest, or one for the "model".
+        schedule, micro_batches: how the pipeline runs the parts of a batch, "gpipe" or "1f1b".
+    """
 
     stage: int = 3
     world_size: int = 1
     engine: str = "fsdp"
     offload: str | None = None
+    rank: int = 0
+    wrap: str = "layers"
+    schedule: str = "1f1b"
+    micro_batches: int = 1
 
     def __post_init__(self):
         if self.stage not in (0, 1, 2, 3) or isinstance(self.stage, bool):
             raise RecipeError("sharding.stage", self.stage, "allowed are 0, 1, 2 and 3")
         whole("sharding.world_size", self.world_size)
-        choice("sharding.engine", self.engine, ("ddp", "fsdp", "deepspeed"))
+        whole("sharding.rank", self.rank, 0)
+        if self.rank >= self.world_size:
+            raise RecipeError(
+                "sharding.rank", self.rank, f"ranks of {self.world_size} go from 0 to {self.world_size - 1}"
+            )
+        whole("sharding.micro_batches", self.micro_batches)
+        choice("sharding.engine", self.engine, tuple(STAGES))
+        choice("sharding.wrap", self.wrap, ("layers", "model"))
+        choice("sharding.schedule", self.schedule, ("gpipe", "1f1b"))
+        if self.stage not in STAGES[self.engine]:
+            allowed = " or ".join(map(str, STAGES[self.engine]))
+            raise RecipeError("sharding.stage", self.stage, f"engine {self.engine!r} has stage {allowed}")
         if self.offload is not None:
             choice("sharding.offload", self.offload, ("optimizer", "parameters"))
-        if self.engine == "ddp" and self.stage > 1:
-            raise RecipeError(
-                "sharding.stage",
-                self.stage,
-                "engine 'ddp' holds whole replicas: stage 0, or 1 with ZeroRedundancyOptimizer",
-            )
-        if self.engine == "fsdp" and self.stage < 2:
-            raise RecipeError("sharding.stage", self.stage, "engine 'fsdp' shards gradients too: stage 2 or 3")
+            if self.engine not in ("fsdp", "deepspeed"):
+                raise RecipeError("sharding.offload", self.offload, "engines 'fsdp' and 'deepspeed' offload")
         if self.offload == "parameters" and self.stage < 3:
             raise RecipeError("sharding.offload", self.offload, "parameters can be offloaded at stage 3 only")
+        for name, engine in (("schedule", "pipeline"), ("micro_batches", "pipeline"), ("wrap", "fsdp")):
+            if getattr(self, name) != getattr(type(self), name) and self.engine != engine:
+                raise RecipeError(f"sharding.{name}", getattr(self, name), f"only engine {engine!r} knows it")
 
 
 @dataclass(frozen=True)

@@ -26,6 +26,7 @@ from .recipe import Loop, Recipe
 from .report import Interval, MiB, Report, environment
 from .tracked import run_tracked
 from .tracker import Tracker
+from .world import one_rank_of
 
 STEPS = 2
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
@@ -106,7 +107,7 @@ def layer_period(recipe: Recipe) -> int:
 
 
 def _run(recipe: Recipe, target: str, card: Gpu | None, steps: int) -> Tracker:
-    with fake_world(target, card) as (_, kernels):
+    with one_rank_of(recipe.sharding), fake_world(target, card) as (_, kernels):
         training = tr.build(recipe, "cpu", target=target)
         return run_tracked(training, make_tracker(training, card, kernels), steps, target)
 

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from .engines import Engine, engine_of
 from .errors import RecipeError
 from .models import build_model, real_tensors
 from .recipe import Loop, Recipe
@@ -46,6 +47,7 @@ class Training:
     accumulation: int = 1
     loss_of: Callable[[Any, Any], "torch.Tensor"] = loss_of
     scaler: Any = None
+    engine: Engine = field(default_factory=Engine)
     per_parameter: dict = field(default_factory=dict)
     further: list = field(default_factory=list)
     outputs: Any = None
@@ -68,8 +70,8 @@ def build(recipe: Recipe, device: str = "cpu", target: str | None = None, pretra
     """
     import torch
 
-    target = target or torch.device(device).type
-    model = build_model(recipe, device, pretrained)
+    target, engine = target or torch.device(device).type, engine_of(recipe)
+    model = engine.wrap(build_model(recipe, device, pretrained))
     multi_tensor = recipe.loop.foreach if recipe.loop.foreach is not None else target == "cuda"
     training = Training(
         model=model,
@@ -80,6 +82,7 @@ def build(recipe: Recipe, device: str = "cpu", target: str | None = None, pretra
         loop=recipe.loop,
         precision=recipe.precision,
         accumulation=recipe.gradient_accumulation_steps,
+        engine=engine,
     )
     if recipe.loop.name == "trainer":  # Trainer.get_batch_samples fetches the whole step's micro-batches first
         training.further = [make_batch(recipe, device) for _ in range(training.accumulation - 1)]
@@ -87,7 +90,9 @@ def build(recipe: Recipe, device: str = "cpu", target: str | None = None, pretra
     if recipe.loop.optimizer_in_backward:
         _step_in_backward(training, recipe, trained)
     else:
-        training.optimizer = make_optimizer(recipe, _groups(recipe, model), multi_tensor)
+        training.optimizer = engine.optimizer(
+            _groups(recipe, model), lambda parameters: make_optimizer(recipe, parameters, multi_tensor)
+        )
         if "8bit" in recipe.optim and recipe.loop.name == "trainer":
             _embeddings_in_32_bits(training)
     if recipe.precision == "fp16-mixed":
@@ -95,6 +100,7 @@ def build(recipe: Recipe, device: str = "cpu", target: str | None = None, pretra
         training.scaler = torch.amp.GradScaler(training.device.type, init_scale=1.0)
     if recipe.precision == "tf32" and target == "cuda":
         torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
+    engine.start(training)
     return training
 
 
@@ -203,43 +209,50 @@ def train_step(training: Training, on_phase: Callable[[str], None] = lambda name
 
     Phases: "forward", "backward" (once per micro-batch), "step", "between_steps". Returns the last micro-batch's loss.
     """
-    import torch
-
-    loop, optimizer = training.loop, training.optimizer
+    loop, optimizer, engine = training.loop, training.optimizer, training.engine
     if loop.zero_grad == "start" and optimizer:
-        optimizer.zero_grad(set_to_none=loop.set_to_none)
-    batches = [training.batch, *training.further]
-    for micro in range(training.accumulation):
-        batch = batches[micro % len(batches)]
-        on_phase("forward")
-        outputs = _forward(training, batch)
-        loss = training.loss_of(outputs, batch)
-        if training.accumulation > 1:
-            loss = loss / training.accumulation
-        if loop.empty_cache_steps and training.steps % loop.empty_cache_steps == 0 and training.device.type == "cuda":
-            torch.cuda.empty_cache()  # here, because Trainer.training_step does it here
-        training.outputs = outputs if loop.keep_outputs else None
-        if loop.keep_outputs is True:
-            training.loss = None  # the last step's is a variable too, and has just got a new value
-        del outputs
-        if loop.zero_grad == "before_backward" and optimizer and micro == 0:
-            optimizer.zero_grad(set_to_none=loop.set_to_none)
-        on_phase("backward")
-        (training.scaler.scale(loss) if training.scaler else loss).backward()
-        training.loss = loss.detach()
-        del loss
-        if loop.keep_outputs == "backward":
-            training.outputs = None
+        engine.zero_grad(training)
+    if not engine.run_micro_batches(training, on_phase):
+        batches = [training.batch, *training.further]
+        for micro in range(training.accumulation):
+            with engine.micro_batch(training, last=micro == training.accumulation - 1):
+                _micro_batch(training, batches[micro % len(batches)], on_phase, first=micro == 0)
     on_phase("step")
     if optimizer:
         _update(training)
         if loop.zero_grad == "end":
-            optimizer.zero_grad(set_to_none=loop.set_to_none)
+            engine.zero_grad(training)
     if loop.keep_outputs == "step":
         training.outputs = None
     training.steps += 1
     on_phase("between_steps")
     return training.loss
+
+
+def _micro_batch(training: Training, batch: Any, on_phase: Callable[[str], None], first: bool) -> None:
+    """Forward and backward of one micro-batch; what the loop keeps of it stays in `training`."""
+    import torch
+
+    loop = training.loop
+    on_phase("forward")
+    outputs = _forward(training, batch)
+    loss = training.loss_of(outputs, batch)
+    if training.accumulation > 1:
+        loss = loss / training.accumulation
+    if loop.empty_cache_steps and training.steps % loop.empty_cache_steps == 0 and training.device.type == "cuda":
+        torch.cuda.empty_cache()  # here, because Trainer.training_step does it here
+    training.outputs = outputs if loop.keep_outputs else None
+    if loop.keep_outputs is True:
+        training.loss = None  # the last step's is a variable too, and has just got a new value
+    del outputs
+    if loop.zero_grad == "before_backward" and training.optimizer and first:
+        training.engine.zero_grad(training)
+    on_phase("backward")
+    training.engine.backward(training, training.scaler.scale(loss) if training.scaler else loss)
+    training.loss = loss.detach()
+    del loss
+    if loop.keep_outputs == "backward":
+        training.outputs = None
 
 
 def _forward(training: Training, batch: Any) -> Any:
@@ -272,18 +285,11 @@ def autocast(device_type: str, precision: str) -> contextlib.AbstractContextMana
 
 def _update(training: Training) -> None:
     """Clip and step, unscaling first under fp16 autocast."""
-    import torch
-
-    scaler, optimizer, norm = training.scaler, training.optimizer, training.loop.max_grad_norm
+    scaler, norm = training.scaler, training.loop.max_grad_norm
     if norm is None and training.loop.name == "trainer":
         norm = math.inf  # Trainer._get_grad_norm: for its log it computes the norm all the same
     if norm is not None:
         if scaler:
-            scaler.unscale_(optimizer)
-        # On CUDA tensors torch takes the multi-tensor path by itself; fake CPU tensors have to be told.
-        torch.nn.utils.clip_grad_norm_(training.model.parameters(), norm, foreach=training.multi_tensor)
-    if scaler:
-        scaler.step(optimizer)
-        scaler.update()
-    else:
-        optimizer.step()
+            scaler.unscale_(training.optimizer)
+        training.engine.clip(training, norm)
+    training.engine.update(training)

@@ -1,0 +1,54 @@
+"""A process alone, and what every engine may do otherwise."""
+
+import contextlib
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+
+    from ..training import Training
+
+
+class Engine:
+    """One process that holds everything. Engines of many ranks override what they do otherwise."""
+
+    def wrap(self, model: "torch.nn.Module") -> "torch.nn.Module":
+        """`model` as this rank holds it: sharded, wrapped or cut. The optimizer is made from its parameters."""
+        return model
+
+    def optimizer(self, parameters: list, make: Callable[[list], Any]) -> Any:
+        """The optimizer of `parameters` (groups or a list); `make` gives the recipe's for those it is handed."""
+        return make(parameters)
+
+    def start(self, training: "Training") -> None:
+        """Everything is built: the place for engines that take model and optimizer over."""
+
+    def micro_batch(self, training: "Training", last: bool) -> contextlib.AbstractContextManager:
+        """Around forward and backward of one micro-batch; gradients need to be averaged after the `last` only."""
+        return contextlib.nullcontext()
+
+    def run_micro_batches(self, training: "Training", on_phase: Callable[[str], None]) -> bool:
+        """Run all micro-batches of the step under a schedule of its own, and return True; False: the plain loop does."""
+        return False
+
+    def backward(self, training: "Training", loss: "torch.Tensor") -> None:
+        loss.backward()
+
+    def clip(self, training: "Training", norm: float) -> None:
+        """Clip the gradients of the whole model, over all ranks, to `norm`."""
+        import torch
+
+        # On CUDA tensors torch takes the multi-tensor path by itself; fake CPU tensors have to be told.
+        torch.nn.utils.clip_grad_norm_(training.model.parameters(), norm, foreach=training.multi_tensor)
+
+    def update(self, training: "Training") -> None:
+        """The optimizer's step, with the loss scaler's where there is one."""
+        if training.scaler:
+            training.scaler.step(training.optimizer)
+            training.scaler.update()
+        else:
+            training.optimizer.step()
+
+    def zero_grad(self, training: "Training") -> None:
+        training.optimizer.zero_grad(set_to_none=training.loop.set_to_none)

@@ -1,0 +1,42 @@
+"""The process group of a rank: torchrun's for real ranks, torch's fake one for one rank of a world that is not there."""
+
+import contextlib
+import os
+from collections.abc import Iterator
+
+from .recipe import Sharding
+
+
+@contextlib.contextmanager
+def one_rank_of(sharding: Sharding | None) -> Iterator[None]:
+    """While entered, this process is rank `sharding.rank` of `sharding.world_size`; no other rank need exist.
+
+    The fake group's collectives return at once and move nothing (`torch.testing._internal.distributed.fake_pg`), so
+    bytes are those of a real rank and values are not. None: nothing is done.
+    """
+    if sharding is None:
+        yield
+        return
+    import torch.distributed as dist
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", rank=sharding.rank, world_size=sharding.world_size, store=FakeStore())
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+@contextlib.contextmanager
+def real_rank(device: str) -> Iterator[None]:
+    """While entered, this process is the rank that torchrun's environment says, over NCCL on CUDA and gloo on CPUs."""
+    import torch
+    import torch.distributed as dist
+
+    if device == "cuda":
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group("nccl" if device == "cuda" else "gloo")
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
