@@ -171,7 +171,7 @@ WRONG = [
     ("gpt2", "--quantization nf4", "lora=LoRA"),
     ("gpt2", "--quantization int8 --double-quant --lora-r 8", "double"),
     ("gpt2", "--stage 4", "sharding.stage"),
-    ("gpt2", "--stage 1 --engine fsdp", "engine .fsdp. has stage 2 or 3"),
+    ("gpt2", "--stage 1 --engine fsdp", "has stage 2 or 3"),
     ("gpt2", "--world-size 2 --engine horovod", "'ddp'"),
     ("gpt2", "--loop while", "'trainer'"),
     ("gpt2", "--task knitting", "'causal-lm'"),
