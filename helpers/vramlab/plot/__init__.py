@@ -8,8 +8,21 @@ text with `print(plot.table(figure))`; `plot.alt_text(figure)` says it in words,
 from .bars import bars, compare, compare_many
 from .canvas import canvas
 from .error import scatter_error
+from .ranks import pipeline, who_holds_what
 from .style import alt_text, table
 from .sweep import sweep
 from .timeline import timeline
 
-__all__ = ["alt_text", "bars", "canvas", "compare", "compare_many", "scatter_error", "sweep", "table", "timeline"]
+__all__ = [
+    "alt_text",
+    "bars",
+    "canvas",
+    "compare",
+    "compare_many",
+    "pipeline",
+    "scatter_error",
+    "sweep",
+    "table",
+    "timeline",
+    "who_holds_what",
+]
