@@ -15,7 +15,7 @@ import json
 import re
 import textwrap
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -107,10 +107,11 @@ class Claim:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What became of a claim: the finding of each case, None where a GPU record is missing."""
+    """What became of a claim: the finding of each case, None where a GPU record is missing, and what is missing."""
 
     claim: Claim
     findings: Mapping[str, Finding | None]
+    missing: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def holding(self) -> list[str]:
@@ -210,12 +211,13 @@ def judge(claim: Claim) -> Verdict:
     """Run a claim's experiment in each of its cases."""
     experiment = experiments(claim.chapter)[claim.experiment]
     findings: dict[str, Finding | None] = {}
+    missing: dict[str, str] = {}
     for case, arguments in claim.cases.items():
         try:
             findings[case] = experiment(**arguments)
-        except RecordError:
-            findings[case] = None
-    return Verdict(claim, findings)
+        except RecordError as error:
+            findings[case], missing[case] = None, str(error)
+    return Verdict(claim, findings, missing)
 
 
 def ledger(chapter: str) -> Ledger:
