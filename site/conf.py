@@ -1,0 +1,45 @@
+"""How Sphinx renders the course. `make site` copies this folder and the notebooks side by side, and starts it there.
+
+Nothing is executed and nothing is fetched: outputs are those stored in the notebooks, formulas become MathML, and fonts
+are the reader's own.
+"""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+project = "VRAM Lab"
+author = "the VRAM Lab authors"
+copyright = "Apache 2.0"
+language = "en"
+
+extensions = ["myst_nb", "mathml"]
+exclude_patterns = ["README.md", "generated"]
+html_math_renderer = "mathml"
+smartquotes = False
+
+nb_execution_mode = "off"
+nb_ipywidgets_js = {}  # no widgets, hence neither require.js nor a CDN
+nb_render_markdown_format = "myst"  # tables and formulas in outputs, as in text
+nb_number_source_lines = False
+myst_enable_extensions = ["amsmath", "attrs_inline", "dollarmath"]
+myst_heading_anchors = 3
+
+html_theme = "sphinx_book_theme"
+html_title = "VRAM Lab"
+html_static_path = ["static"]
+html_css_files = ["course.css"]
+html_js_files = ["course.js"]
+html_show_sourcelink = False
+html_show_copyright = False
+html_last_updated_fmt = None
+html_theme_options = {
+    "use_download_button": True,
+    "use_fullscreen_button": False,
+    "home_page_in_toc": True,
+    "navbar_persistent": [],  # the sidebar has the search
+    "show_toc_level": 2,
+    "pygments_light_style": "a11y-high-contrast-light",
+    "pygments_dark_style": "a11y-high-contrast-dark",
+}

@@ -1,0 +1,180 @@
+"""`make site`: the course as a web site in build/site, from the outputs that are stored in the notebooks.
+
+Nothing is executed but the experiments of the claims, whose verdicts are computed now. A warning of Sphinx, a link that
+leads nowhere and a page that would fetch anything from the network are errors.
+"""
+
+import argparse
+import re
+import shutil
+import sys
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from html.parser import HTMLParser
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+import canonical
+import nbformat
+import settings
+import site_pages
+from vramlab.claims import Verdict, judge, load_claims
+
+SITE = settings.ROOT / "site"
+BUILD = settings.ROOT / "build"
+
+
+def assemble(source: Path, notebooks: Sequence[Path], verdicts: Iterable[Verdict]) -> None:
+    """Lay out in `source` what Sphinx reads: the folder site/, the README, the notebooks and the generated pages.
+
+    Notebooks keep their place under notebooks/, so that their links to each other are the site's.
+    """
+    shutil.rmtree(source, ignore_errors=True)
+    shutil.copytree(SITE, source, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(settings.ROOT / "README.md", source)
+    shutil.copytree(settings.NOTEBOOKS / "figures", source / "notebooks" / "figures")
+    titles = {}
+    for path in notebooks:
+        place = path.relative_to(settings.ROOT).as_posix()
+        notebook = for_the_site(nbformat.read(path, as_version=4))
+        if path.parent == settings.NOTEBOOKS:
+            titles[path.name[:2]] = place, notebook.cells[0].source.splitlines()[0].removeprefix("# ")
+        target = source / place
+        target.parent.mkdir(parents=True, exist_ok=True)
+        nbformat.write(notebook, target)
+    glossary = source / "glossary.md"
+    glossary.write_text(link_chapters(glossary.read_text(encoding="utf-8"), titles), encoding="utf-8")
+    generated = source / "generated"
+    generated.mkdir()
+    (generated / "claims.md").write_text(site_pages.claims_page(verdicts, titles), encoding="utf-8")
+    (generated / "reference.md").write_text(site_pages.reference_page(), encoding="utf-8")
+
+
+def link_chapters(text: str, titles: Mapping[str, tuple[str, str]]) -> str:
+    """`text` with each "(chapter 02)" as a link to its page; one whose notebook is not here stays text."""
+
+    def link(found: re.Match) -> str:
+        return f"([chapter {found[1]}]({titles[found[1]][0]}))" if found[1] in titles else found[0]
+
+    return re.sub(r"\(chapter (\d\d)\)", link, text)
+
+
+def for_the_site(notebook: nbformat.NotebookNode) -> nbformat.NotebookNode:
+    """The notebook with its set-up folded away, figures that say what they show, and no picture from the network."""
+    for cell in notebook.cells:
+        if cell.cell_type == "markdown":
+            cell.source = re.sub(r"\[!\[Open in Colab\]\(\S+\)\]", "[Open in Colab]", cell.source)
+        elif cell.source.startswith("# " + canonical.SETUP_START):
+            cell.metadata["tags"] = ["hide-input"]
+        else:
+            alts = [canonical.alternative_text(output, "image/png") for output in cell.outputs if "metadata" in output]
+            if any(alts):
+                cell.metadata["mystnb"] = {"image": {"alt": " ".join(filter(None, alts))}}
+    return notebook
+
+
+def render(source: Path, out: Path) -> int:
+    """Run Sphinx; its exit status, which a warning makes 1."""
+    from sphinx.cmd.build import build_main
+
+    return build_main(
+        ["-n", "-W", "--keep-going", "-q", "-j", "auto", "-b", "html", "-d", f"{out}.doctrees", str(source), str(out)]
+    )
+
+
+# --- links --------------------------------------------------------------------------------------------------------
+
+
+class Page(HTMLParser):
+    """What a page of HTML offers and asks for: its anchors, its links, and what a browser would load with it."""
+
+    def __init__(self):
+        super().__init__()
+        self.anchors: set[str] = set()
+        self.links: list[str] = []
+        self.loaded: list[str] = []
+
+    def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
+        given = {name: value for name, value in attributes if value is not None}
+        self.anchors.update(given[name] for name in ("id", "name") if name in given)
+        if tag == "a" and "href" in given:
+            self.links.append(given["href"])
+        elif tag == "link" and given.get("rel") in ("canonical", "search", "next", "prev", "index", "author"):
+            self.links.extend([given["href"]] if "href" in given else [])
+        else:
+            self.loaded += [given[name] for name in ("src", "href", "data", "poster") if name in given]
+
+    handle_startendtag = handle_starttag
+
+
+def read_page(path: Path) -> Page:
+    """The page at `path`, taken apart."""
+    page = Page()
+    page.feed(path.read_text(encoding="utf-8"))
+    return page
+
+
+def check(out: Path) -> tuple[list[str], Counter]:
+    """Look through every page under `out`: what is wrong, a line each, and how often each external link stands there.
+
+    Wrong are links and files inside the site that lead nowhere, and whatever a browser would fetch from elsewhere.
+    """
+    pages = {path: read_page(path) for path in sorted(out.rglob("*.html")) if "_static" not in path.parts}
+    wrong, external = [], Counter()
+    for path, page in pages.items():
+        name = path.relative_to(out).as_posix()
+        for link in page.links + page.loaded:
+            parts = urlsplit(link)
+            if parts.scheme in ("http", "https") or parts.netloc:
+                if link in page.links:
+                    external[link] += 1
+                else:
+                    wrong.append(f"{name} loads {link} from the network")
+            elif parts.scheme not in ("data", "mailto", "javascript") and (said := _missing(path, parts, pages)):
+                wrong.append(f"{name}: {link} {said}")
+    return wrong, external
+
+
+def _missing(path: Path, parts, pages: dict[Path, Page]) -> str:
+    """Why a link inside the site leads nowhere; "" when it leads somewhere."""
+    target = (path.parent / unquote(parts.path)).resolve() if parts.path else path
+    if target.is_dir():
+        target /= "index.html"
+    if not target.is_file():
+        return "is not there"
+    anchor = unquote(parts.fragment)
+    if anchor and target in pages and anchor not in pages[target].anchors:
+        return "has no such anchor"
+    return ""
+
+
+def make(notebooks: Sequence[Path], verdicts: Iterable[Verdict], build: Path) -> tuple[list[str], Counter]:
+    """The whole way: `build`/site-source, then `build`/site; what is wrong, and the external links."""
+    source, out = build.resolve() / "site-source", build.resolve() / "site"
+    assemble(source, notebooks, verdicts)
+    shutil.rmtree(out, ignore_errors=True)
+    status = render(source, out)
+    wrong, external = check(out)
+    return ([f"Sphinx ended with {status}: see its warnings above"] if status else []) + wrong, external
+
+
+def main() -> int:
+    argparse.ArgumentParser(description=__doc__.splitlines()[0]).parse_args()
+    settings.apply(deterministic=True)
+    notebooks = sorted(settings.NOTEBOOKS.glob("*.ipynb")) + sorted((settings.NOTEBOOKS / "solutions").glob("*.ipynb"))
+    claims = load_claims()
+    print(
+        f"Testing {len(claims)} claims and rendering {len(notebooks)} notebooks; this takes about two minutes",
+        flush=True,
+    )
+    wrong, external = make(notebooks, map(judge, claims.values()), BUILD)
+    print(f"{sum(external.values())} external links, not fetched, to:")
+    print(*(f"  {link} ({count})" for link, count in sorted(external.items())), sep="\n")
+    print(f"\n{BUILD / 'site' / 'index.html'}\nTo look at it: python -m http.server --directory build/site")
+    if wrong:
+        print("\nWrong:", *wrong, sep="\n", file=sys.stderr)
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
