@@ -106,6 +106,13 @@ def test_a_failing_table_fails_the_course(tmp_path, capsys):
     assert "1 of 1 chapters ran to the end" in said.out and "no table today" in said.err
 
 
+def test_the_calculator_is_checked_like_a_chapter_and_is_none():
+    """`make course` leaves static pages, on which no slider moves."""
+    name = settings.NOTEBOOKS / "calculator.ipynb"
+    assert name in settings.all_notebooks() and name not in settings.chapters()
+    assert set(settings.chapters()) < set(settings.all_notebooks())
+
+
 def test_a_course_without_chapters_fails(tmp_path):
     assert course.run_course([], tmp_path / "out", lambda: "") == 1
 

@@ -286,6 +286,23 @@ def test_write_puts_right_all_but_results(notebook, tmp_path, good):
     assert "no execution count" in "\n".join(canonical.problems(path, URL)), "a count is never invented"
 
 
+def test_write_keeps_the_text_of_a_widget_that_has_one(notebook, gate, tmp_path):
+    """The calculator's output is live on a page that runs it and text in the file; a progress bar is still refused."""
+    path = tmp_path / "99_scratch.ipynb"
+
+    def written(text: str) -> nbformat.NotebookNode:
+        data = {canonical.WIDGET: {"model_id": "a"}, "text/plain": text}
+        code(notebook, "claim").outputs[:] = [new_output("execute_result", data, execution_count=2)]
+        path.write_text(canonical.text(notebook))
+        assert "cannot render: application/vnd.jupyter.widget-view+json" in gate(notebook)
+        canonical.write(path, URL)
+        return nbformat.read(path, as_version=4)
+
+    kept = written("a table\nof 12.4 GiB")
+    assert code(kept, "claim").outputs[0].data == {"text/plain": "a table\nof 12.4 GiB"} and gate(kept) == ""
+    assert "cannot render" in gate(written("HBox(children=(FloatProgress(value=0.0),))"))
+
+
 def test_write_adds_badge_and_setup_cell(tmp_path):
     path = tmp_path / "99_new.ipynb"
     path.write_text(canonical.text(new_notebook(cells=[new_markdown_cell("# New\n\nText."), new_code_cell("1 + 1")])))

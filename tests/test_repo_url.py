@@ -11,15 +11,16 @@ def test_repo_url_writes_everywhere(tmp_path, good):
     (tmp_path / "notebooks" / "solutions").mkdir(parents=True)
     (tmp_path / "pyproject.toml").write_text(f'[project.urls]\nRepository = "{URL}"\n')
     (tmp_path / "README.md").write_text(canonical.badge(URL, "notebooks/99_scratch.ipynb") + f"\n{URL}-fork {URL}.\n")
-    for name in ("notebooks/99_scratch.ipynb", "notebooks/solutions/99_scratch.ipynb"):
+    names = ("notebooks/99_scratch.ipynb", "notebooks/solutions/99_scratch.ipynb", "notebooks/calculator.ipynb")
+    for name in names:
         (tmp_path / name).write_text(good)
     new = "https://github.com/else/where"
-    assert len(repo_url.change(new + ".git", tmp_path)) == 4
+    assert len(repo_url.change(new + ".git", tmp_path)) == 5
     assert settings.repository_url(tmp_path) == new
     assert (tmp_path / "README.md").read_text() == (
         canonical.badge(new, "notebooks/99_scratch.ipynb") + f"\n{URL}-fork {new}.\n"
     )
-    for name in ("notebooks/99_scratch.ipynb", "notebooks/solutions/99_scratch.ipynb"):
+    for name in names:
         text = (tmp_path / name).read_text()
         assert URL not in text and canonical.badge(new, name) in text and f'REPOSITORY = \\"{new}\\"' in text
     assert repo_url.change(new, tmp_path) == []

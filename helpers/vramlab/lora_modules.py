@@ -24,6 +24,7 @@ DEFAULTS = {
     "t5": ("q", "v"),
     **dict.fromkeys(("gemma", "gemma2", "llama", "mistral", "mixtral", "opt", "qwen2", "qwen3"), _Q_V),
 }
+WITHOUT_DEFAULT = ("vit",)  # not in that mapping, which takes seconds to load
 
 
 def modules(shape: "Shape") -> dict[str, tuple[str, int, int]]:
@@ -109,7 +110,7 @@ def check(shape: "Shape", target_modules: Targets, r: int) -> None:
 
 def _default(shape: "Shape") -> tuple[str, ...] | str:
     found = DEFAULTS.get(shape.family)
-    if found is None:
+    if found is None and shape.family not in WITHOUT_DEFAULT:
         from peft.utils.constants import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING as mapping
 
         found = mapping.get(shape.family)

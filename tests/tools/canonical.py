@@ -50,6 +50,11 @@ def alternative_text(output: NotebookNode, mime: str) -> str:
     return about.get("alt", "") if isinstance(about, dict) else ""
 
 
+def says_in_text(output: NotebookNode) -> bool:
+    """Whether an output's text is more than the one line by which any widget describes itself."""
+    return "\n" in output.get("data", {}).get("text/plain", "")
+
+
 def notebook_name(path: Path, root: Path = ROOT) -> str:
     """The notebook's path from the repository's `root`, also for a copy that lies elsewhere."""
     path = path.resolve()
@@ -62,7 +67,10 @@ def text(nb: NotebookNode) -> str:
 
 
 def canonical(nb: NotebookNode, url: str, name: str) -> NotebookNode:
-    """A copy in canonical form: ids, metadata, badge and set-up cell; sources, counts and outputs stay as they are."""
+    """A copy in canonical form: ids, metadata, badge and set-up cell; sources, counts and outputs stay as they are.
+
+    Only of a widget that also says in text what it shows, the text alone is kept.
+    """
     nb = copy.deepcopy(nb)
     nb.nbformat, nb.nbformat_minor = 4, 5
     asks_gpu = nb.metadata.get("accelerator") == "GPU"
@@ -74,6 +82,8 @@ def canonical(nb: NotebookNode, url: str, name: str) -> NotebookNode:
         cell.metadata = NotebookNode()
         cell.source = "\n".join(line.rstrip() for line in cell.source.splitlines())
         for output in cell.get("outputs", []):
+            if says_in_text(output):
+                output.data.pop(WIDGET, None)
             if "metadata" in output:  # alternative texts stay, all else goes
                 alts = {mime: {"alt": text} for mime in output.metadata if (text := alternative_text(output, mime))}
                 output.metadata = nbformat.from_dict(alts)

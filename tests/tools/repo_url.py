@@ -25,8 +25,7 @@ def change(new: str, root: Path = settings.ROOT) -> list[Path]:
         if written != text:
             path.write_text(written, encoding="utf-8")
             changed.append(path)
-    notebooks = root / "notebooks"
-    for path in [*notebooks.glob("[0-9]*.ipynb"), *notebooks.glob("solutions/*.ipynb")]:
+    for path in settings.all_notebooks(root):
         if canonical.write(path, new, root):
             changed.append(path)
     return changed

@@ -38,9 +38,9 @@ def chapters() -> list[Path]:
     return sorted(NOTEBOOKS.glob("[0-9]*.ipynb"))
 
 
-def all_notebooks() -> list[Path]:
-    """Every notebook that is checked: chapters, then solutions."""
-    return chapters() + sorted((NOTEBOOKS / "solutions").glob("*.ipynb"))
+def all_notebooks(root: Path = ROOT) -> list[Path]:
+    """Every notebook that is checked: chapters, what is no chapter (the calculator), then solutions."""
+    return [path for folder in ("notebooks", "notebooks/solutions") for path in sorted((root / folder).glob("*.ipynb"))]
 
 
 def notebook_path(text: str) -> Path:
