@@ -71,8 +71,6 @@ def simulate(
         tracker = trace_module(model, batch, optimizer, loss, loop, precision, target, card, steps)
         history = History(tracker.log, tracker.marks, allocator=target == "cuda")
         return to_report(history, "simulated", None, target, card=card, title=type(model).__name__)
-    if recipe.sharding and recipe.sharding.world_size > 1:
-        raise RecipeError("sharding", recipe.sharding.world_size, "simulate describes one rank of one: ask predict")
     notes = ["torch_compile: the eager step is simulated"] if recipe.torch_compile else []
     if card and (why := card.why_not(recipe.precision)):
         notes.append(why)

@@ -251,4 +251,5 @@ def _beneath(tensor: torch.Tensor) -> list[torch.Tensor]:
     if not is_traceable_wrapper_subclass(tensor):
         return [tensor]
     names, _ = tensor.__tensor_flatten__()
-    return [inner for name in names for inner in _beneath(getattr(tensor, name))]
+    held = [getattr(tensor, name) for name in names]
+    return [inner for each in held if isinstance(each, torch.Tensor) for inner in _beneath(each)]  # a mesh is no tensor

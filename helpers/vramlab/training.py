@@ -256,7 +256,7 @@ def _micro_batch(training: Training, batch: Any, on_phase: Callable[[str], None]
 
 
 def _forward(training: Training, batch: Any) -> Any:
-    if training.precision not in AUTOCAST:
+    if training.precision not in AUTOCAST or not training.engine.autocasts:
         return call(training.model, batch)
     with autocast(training.device.type, training.precision):
         outputs = call(training.model, batch)

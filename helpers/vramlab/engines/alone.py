@@ -11,7 +11,12 @@ if TYPE_CHECKING:
 
 
 class Engine:
-    """One process that holds everything. Engines of many ranks override what they do otherwise."""
+    """One process that holds everything. Engines of many ranks override what they do otherwise.
+
+    `autocasts`: a "-mixed" precision is `torch.autocast` around the forward pass; False where the engine has its own way.
+    """
+
+    autocasts = True
 
     def wrap(self, model: "torch.nn.Module") -> "torch.nn.Module":
         """`model` as this rank holds it: sharded, wrapped or cut. The optimizer is made from its parameters."""

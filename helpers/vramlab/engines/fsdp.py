@@ -1,34 +1,125 @@
 """ZeRO stages 2 and 3 by FSDP2 (`torch.distributed.fsdp.fully_shard`; Zhao et al. 2023)."""
 
 import contextlib
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple
 
+from ..models import real_tensors
 from ..recipe import Recipe
 from .alone import Engine
 
 if TYPE_CHECKING:
     import torch
+    from torch.distributed.device_mesh import DeviceMesh
 
     from ..training import Training
 
+HALF = {"fp16-mixed": "float16", "bf16-mixed": "bfloat16"}
+
 
 class FSDP(Engine):
-    """Each unit (a layer, and the rest as the root) is gathered when it is needed; gradients are reduce-scattered.
+    """Each unit of `units` is gathered when it is needed; gradients are reduce-scattered, unit by unit.
 
     Stage 3 frees a unit after its forward pass (`reshard_after_forward`), stage 2 keeps it until its backward pass.
+    A "-mixed" precision is FSDP's own policy, not autocast: fp32 shards are gathered in half precision, gradients
+    are summed in it and outputs, the loss among them, are cast to it, as accelerate sets it
+    (`FullyShardedDataParallelPlugin.set_mixed_precision`).
     """
+
+    autocasts = False
 
     def __init__(self, recipe: Recipe):
         self.recipe = recipe
 
     def wrap(self, model: "torch.nn.Module") -> "torch.nn.Module":
-        from torch.distributed.fsdp import fully_shard
-
-        raise NotImplementedError(fully_shard)
+        sharding = self.recipe.sharding
+        return shard(
+            model,
+            units(model, sharding.wrap, as_accelerate=self.recipe.loop.name == "trainer"),
+            reshard_after_forward=sharding.stage == 3,
+            half=HALF.get(self.recipe.precision),
+            offload=sharding.offload is not None,
+        )
 
     def micro_batch(self, training: "Training", last: bool) -> contextlib.AbstractContextManager:
         training.model.set_requires_gradient_sync(last)
         return contextlib.nullcontext()
+
+
+class Unit(NamedTuple):
+    """Modules that are gathered together; `keep`: from the forward to the backward pass in any case."""
+
+    modules: tuple["torch.nn.Module", ...]
+    keep: bool = False
+
+
+def units(model: "torch.nn.Module", wrap: str = "layers", as_accelerate: bool = True) -> list[Unit]:
+    """The units of a transformer, in the order in which they are to be made; the last is the root and has the rest.
+
+    "layers": each transformer layer (`_no_split_modules`) is a unit; `as_accelerate` also gives the input embedding
+    one, and the last norm and the head together, with the embedding if it is the head's too
+    (`accelerate.utils.fsdp_utils.fsdp2_prepare_model`). The head's and the root are kept, as accelerate and
+    `fully_shard`'s default for a root have it: their backward pass begins where their forward pass ended.
+    "model": one unit, the root.
+    """
+    if wrap == "model":
+        return [Unit((model,))]
+    kinds = set(getattr(model, "_no_split_modules", None) or ())
+    found = [Unit((module,)) for module in model.modules() if type(module).__name__ in kinds]
+    if as_accelerate:
+        embedding = model.get_input_embeddings() if hasattr(model, "get_input_embeddings") else None
+        head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+        tied = embedding is not None and getattr(embedding, "weight", None) is getattr(head, "weight", ...)
+        if embedding is not None and not tied:
+            found.append(Unit((embedding,)))
+        tail = tuple(m for m in (_last_norm(model), embedding if tied else None, head) if m is not None)
+        if tail:
+            found.append(Unit(tail, keep=True))
+    return [*found, Unit((model,), keep=True)]
+
+
+def _last_norm(model: "torch.nn.Module") -> "torch.nn.Module | None":
+    """The last norm among the base model's own modules, as `accelerate.utils.fsdp_utils._find_final_norm` finds it."""
+    prefix = getattr(model, "base_model_prefix", "")
+    base = getattr(model, prefix, None) if prefix else model
+    children = base.children() if hasattr(base, "children") else ()
+    return next((m for m in reversed([*children]) if "Norm" in type(m).__name__), None)
+
+
+def shard(
+    model: "torch.nn.Module",
+    parts: Sequence[Unit],
+    reshard_after_forward: bool = True,
+    half: str | None = None,
+    offload: bool = False,
+    mesh: "DeviceMesh | None" = None,
+) -> "torch.nn.Module":
+    """`model`, any module, with its parameters divided among the ranks of the default process group, in place.
+
+    Args:
+        parts: the units; one takes what is in none before it, so the last is the model itself.
+        reshard_after_forward: free what was gathered after a unit's forward pass, and gather it again for its backward.
+        half: "float16" or "bfloat16": gather and reduce in it, and cast outputs to it.
+        offload: shards, gradients and the optimizer stay on the host.
+    """
+    import torch
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+
+    if mesh is None:
+        device = next(model.parameters()).device.type
+        with real_tensors():
+            mesh = init_device_mesh(device, (torch.distributed.get_world_size(),))
+    dtype = getattr(torch, half) if half else None
+    options = {
+        "mesh": mesh,
+        "mp_policy": MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=dtype, output_dtype=dtype),
+        "offload_policy": CPUOffloadPolicy() if offload else OffloadPolicy(),
+    }
+    for modules, keep in parts:
+        reshard = reshard_after_forward and not keep
+        fully_shard(modules[0] if len(modules) == 1 else [*modules], reshard_after_forward=reshard, **options)
+    return model
 
 
 def make(recipe: Recipe) -> Engine:
