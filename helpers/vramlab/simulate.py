@@ -16,6 +16,7 @@ from . import training as tr
 from .cuda import CudaKernels, cublas_workspaces
 from .cuda_scratch import kernel_scratch
 from .deepen import GROUPS, NotRegular, deepen
+from .engines import engine_of
 from .errors import RecipeError
 from .fakes import fake_world
 from .gpu import Gpu, find_gpu
@@ -105,7 +106,7 @@ def layer_period(recipe: Recipe) -> int:
 
 
 def _run(recipe: Recipe, target: str, card: Gpu | None, steps: int) -> Tracker:
-    with one_rank_of(recipe.sharding), fake_world(target, card) as (_, kernels):
+    with one_rank_of(recipe.sharding), engine_of(recipe).without_peers(), fake_world(target, card) as (_, kernels):
         training = tr.build(recipe, "cpu", target=target)
         return run_tracked(training, make_tracker(training, card, kernels), steps, target)
 

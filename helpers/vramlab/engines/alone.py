@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import torch
 
+    from ..tracker import Tracker
     from ..training import Training
 
 
@@ -28,6 +29,14 @@ class Engine:
 
     def start(self, training: "Training") -> None:
         """Everything is built: the place for engines that take model and optimizer over."""
+
+    def without_peers(self) -> contextlib.AbstractContextManager:
+        """Around building and running on fake tensors: what the engine's library asks of other ranks has an answer."""
+        return contextlib.nullcontext()
+
+    def follow(self, training: "Training", tracker: "Tracker") -> contextlib.AbstractContextManager:
+        """Tell `tracker` what the engine holds besides model and optimizer and, while entered, what it makes."""
+        return contextlib.nullcontext()
 
     def micro_batch(self, training: "Training", last: bool) -> contextlib.AbstractContextManager:
         """Around forward and backward of one micro-batch; gradients need to be averaged after the `last` only."""
