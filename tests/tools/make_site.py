@@ -5,11 +5,12 @@ leads nowhere and a page that would fetch anything from the network are errors.
 """
 
 import argparse
+import posixpath
 import re
 import shutil
 import sys
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from html.parser import HTMLParser
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
@@ -33,37 +34,57 @@ def assemble(source: Path, notebooks: Sequence[Path], verdicts: Iterable[Verdict
     shutil.copytree(SITE, source, ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copy(settings.ROOT / "README.md", source)
     shutil.copytree(settings.NOTEBOOKS / "figures", source / "notebooks" / "figures")
+    places = [path.relative_to(settings.ROOT).as_posix() for path in notebooks]
     titles = {}
-    for path in notebooks:
-        place = path.relative_to(settings.ROOT).as_posix()
-        notebook = for_the_site(nbformat.read(path, as_version=4))
-        if path.parent == settings.NOTEBOOKS:
+    for path, place in zip(notebooks, places, strict=True):
+        notebook = nbformat.read(path, as_version=4)
+        if re.fullmatch(r"notebooks/\d\d_\w+\.ipynb", place):
             titles[path.name[:2]] = place, notebook.cells[0].source.splitlines()[0].removeprefix("# ")
         target = source / place
         target.parent.mkdir(parents=True, exist_ok=True)
-        nbformat.write(notebook, target)
+        nbformat.write(for_the_site(notebook, place, places), target)
     glossary = source / "glossary.md"
-    glossary.write_text(link_chapters(glossary.read_text(encoding="utf-8"), titles), encoding="utf-8")
+    glossary.write_text(link_mentions(glossary.read_text(encoding="utf-8"), "glossary.md", places), encoding="utf-8")
     generated = source / "generated"
     generated.mkdir()
     (generated / "claims.md").write_text(site_pages.claims_page(verdicts, titles), encoding="utf-8")
     (generated / "reference.md").write_text(site_pages.reference_page(), encoding="utf-8")
 
 
-def link_chapters(text: str, titles: Mapping[str, tuple[str, str]]) -> str:
-    """`text` with each "(chapter 02)" as a link to its page; one whose notebook is not here stays text."""
+MENTION = re.compile(
+    r"`(?P<place>notebooks/[\w/]+)(?:\.ipynb)?`"  # a notebook by its path
+    r"|```.*?```|`[^`]*`|!?\[[^\]]*\]\([^)]*\)|\$[^$]*\$|^#.*?$"  # left alone: code, links, formulas, headings
+    r"|(?P<word>[Cc]hapter)\s(?P<number>\d\d)\b",
+    re.DOTALL | re.MULTILINE,
+)
+
+
+def link_mentions(text: str, here: str, places: Sequence[str]) -> str:
+    """Markdown with every "chapter 02" and every notebook's path as a link, on the page that stands at `here`.
+
+    `places` are the notebooks that the site has; of others, and of the page itself, the mention stays as it is.
+    """
 
     def link(found: re.Match) -> str:
-        return f"([chapter {found[1]}]({titles[found[1]][0]}))" if found[1] in titles else found[0]
+        if found["place"]:
+            shown, starts = found[0], found["place"] + "."
+        elif found["number"]:
+            shown, starts = f"{found['word']} {found['number']}", f"notebooks/{found['number']}_"
+        else:
+            return found[0]
+        place = next((place for place in places if place.startswith(starts) and place != here), None)
+        return f"[{shown}]({posixpath.relpath(place, posixpath.dirname(here))})" if place else found[0]
 
-    return re.sub(r"\(chapter (\d\d)\)", link, text)
+    return MENTION.sub(link, text)
 
 
-def for_the_site(notebook: nbformat.NotebookNode) -> nbformat.NotebookNode:
-    """The notebook with its set-up folded away, figures that say what they show, and no picture from the network."""
+def for_the_site(notebook: nbformat.NotebookNode, here: str, places: Sequence[str]) -> nbformat.NotebookNode:
+    """The notebook with its set-up folded away, mentions as links, figures that say what they show, and no badge, which
+    would be a picture from the network."""
     for cell in notebook.cells:
         if cell.cell_type == "markdown":
-            cell.source = re.sub(r"\[!\[Open in Colab\]\(\S+\)\]", "[Open in Colab]", cell.source)
+            source = re.sub(r"\[!\[Open in Colab\]\(\S+\)\]", "[Open in Colab]", cell.source)
+            cell.source = link_mentions(source, here, places)
         elif cell.source.startswith("# " + canonical.SETUP_START):
             cell.metadata["tags"] = ["hide-input"]
         else:
