@@ -45,12 +45,7 @@ def predict(recipe: Recipe, gpu: str | Gpu | None = None) -> Report:
     account = Account(recipe, card.compute_capability if card else USUAL, exist)
     moments = {phase: account.peak(phase) for phase in ("forward", "backward")}
     share = shards.shares(recipe)
-    phases = {}
-    for name, pair in _splits(recipe, account, moments, card, exist, share).items():
-        peak, end = (shards.divide(split, share, name in moments) for split in pair)
-        phases[name] = Phase(
-            *(Bytes(**{category: split[category] for category in CATEGORIES}) for split in (peak, end))
-        )
+    phases = _phases(recipe, account, moments, card, exist, share)
     name = max(phases, key=lambda phase: phases[phase].peak.total)
     peak = phases[name].peak
     groups = _groups(recipe, account, moments.get(name), peak)
@@ -70,39 +65,51 @@ def predict(recipe: Recipe, gpu: str | Gpu | None = None) -> Report:
     )
 
 
-def _splits(recipe: Recipe, account: Account, moments: dict[str, Moment], card, exist: bool, share) -> dict[str, tuple]:
+def _phases(recipe: Recipe, account: Account, moments: dict[str, Moment], card, exist: bool, share) -> dict[str, Phase]:
     """Each phase's bytes by category at its peak and at its end."""
+
+    def rank(*splits: dict[str, int], computing: bool = False) -> Bytes:
+        """The sum of `splits`, as one rank has it."""
+        split = dict.fromkeys(CATEGORIES, 0)
+        for part in splits:
+            for category, n in part.items():
+                if n:  # blocks' rests, multiplied by layers, may be freed more often than they were held
+                    split[category] = max(split[category] + n, 0)
+        return Bytes(**(shards.divide(split, share, computing) if recipe.sharding else split))
+
     loop, slack = recipe.loop, stored.slack_bytes(recipe)
     ends = [account.last("forward"), account.last("backward")]
     forward, backward, forward_end, backward_end = account.splits([*moments.values(), *ends])
-    loaded = Counter(
-        parameters=stored.parameter_bytes(recipe),
-        buffers=stored.buffer_bytes(recipe.shape),
-        inputs=stored.input_bytes(recipe),
-        workspace=slack["parameters"],
-    )
+    loaded = {
+        "parameters": stored.parameter_bytes(recipe),
+        "buffers": stored.buffer_bytes(recipe.shape),
+        "inputs": stored.input_bytes(recipe),
+        "workspace": slack["parameters"],
+    }
     handle = card.cublas_workspace if card else cublas_workspace(USUAL)  # one in forward's thread, one in backward's
-    always = loaded + Counter(
-        optimizer_states=stored.optimizer_state_bytes(recipe), workspace=2 * handle + slack["optimizer_states"]
-    )
-    gradients, none = Counter(gradients=stored.gradient_bytes(recipe), workspace=slack["gradients"]), Counter()
+    states = stored.optimizer_state_bytes(recipe)
+    always = loaded, {"optimizer_states": states, "workspace": 2 * handle + slack["optimizer_states"]}
+    gradients, none = {"gradients": stored.gradient_bytes(recipe), "workspace": slack["gradients"]}, {}
     if loop.optimizer_in_backward:
         gradients = none
-    outputs = Counter({category: n for category, n in backward_end.items() if category != "gradients"})
+    outputs = {category: n for category, n in backward_end.items() if category != "gradients"}
     in_step = outputs if loop.keep_outputs in ("step", True) else none
     after = outputs if loop.keep_outputs is True else none
     if loop.keep_outputs == "backward":
-        backward_end = backward_end - outputs
+        backward_end = {"gradients": backward_end["gradients"]}
     before = gradients if exist or loop.zero_grad == "before_backward" else none
-    during = always + (gradients if exist else none)
-    rest = always + after + (gradients if loop.zero_grad != "end" or not loop.set_to_none else none)
-    temporaries = int(step_temporaries(recipe) * share.optimizer_states)
+    during = *always, gradients if exist else none
+    temporaries = {"temporaries": int(step_temporaries(recipe) * share.optimizer_states)}
+    start = rank(loaded)
+    rest = rank(*always, after, gradients if loop.zero_grad != "end" or not loop.set_to_none else none)
     return {
-        "load": (loaded, loaded),
-        "forward": (always + before + after + forward, during + forward_end),
-        "backward": (during + backward, during + backward_end),
-        "step": (always + in_step + gradients + Counter(temporaries=temporaries), rest),
-        "between_steps": (rest, rest),
+        "load": Phase(start, start),
+        "forward": Phase(
+            rank(*always, before, after, forward, computing=True), rank(*during, forward_end, computing=True)
+        ),
+        "backward": Phase(rank(*during, backward, computing=True), rank(*during, backward_end, computing=True)),
+        "step": Phase(rank(*always, in_step, gradients, temporaries), rest),
+        "between_steps": Phase(rest, rest),
     }
 
 
@@ -148,8 +155,8 @@ def _largest(groups: dict[tuple, list], share: shards.Shares) -> list[Tensor]:
     found = []
     for (size, category, *rest), (count, where, _) in groups.items():
         if here := int(size * getattr(share, category, 1.0)):
-            found.append(Tensor(here, category, *rest, where=where, count=count))
-    return sorted(found, key=lambda tensor: -tensor.size * tensor.count)[:LISTED]
+            found.append((-here * count, len(found), here, category, *rest, where, count))
+    return [Tensor(*row) for _, _, *row in sorted(found)[:LISTED]]
 
 
 def _notes(recipe: Recipe, account: Account, card: Gpu | None) -> list[str]:

@@ -7,7 +7,6 @@ Backward's peak in a layer is at the top of the stack or at the bottom, for betw
 """
 
 import dataclasses
-from collections import Counter
 from functools import lru_cache
 from itertools import accumulate
 
@@ -58,7 +57,7 @@ class Account:
         self.live = list(accumulate(m.changes, initial=0))
         for entry in m.entries:
             if entry.category is None:
-                lasts = entry.alive(self.forward_end) and entry.birth < self.forward_end
+                lasts = entry.birth < self.forward_end <= entry.death
                 entry.category = "activations" if lasts else "temporaries"
         self.pieces = self._pieces()
 
@@ -106,45 +105,37 @@ class Account:
         """The phase's last moment."""
         return self.pieces[phase][-1][1:]
 
-    def splits(self, moments: list[Moment]) -> list[Counter]:
+    def splits(self, moments: list[Moment]) -> list[dict[str, int]]:
         """Bytes by category at each of `moments`, all layers counted."""
         wanted = {event for event, _ in moments} | {e for _, extra in moments for _, a, b in extra for e in (a, b)}
         totals, at, begin = dict.fromkeys(CATEGORIES, 0), {}, 0
         changes, lines = self.m.changes, self.m.lines
         for stop in sorted(wanted):
-            rest = 0
             for entry, change in zip(lines[begin:stop], changes[begin:stop], strict=True):
-                size = entry.size if change > 0 else -entry.size
-                totals[entry.category] += size
-                rest += change - size
-            totals["workspace"] += rest
-            begin = stop
-            at[stop] = dict(totals)
+                totals[entry.category] += entry.size if change > 0 else -entry.size
+            at[stop], begin = dict(totals), stop
+            at[stop]["workspace"] += self.live[stop] - sum(totals.values())  # what blocks hold beyond their sizes
         found = []
         for event, extra in moments:
-            split = Counter(at[event])
+            split = dict(at[event])
             for times, a, b in extra:
                 before, after = at[a], at[b]
                 for category in after:
                     split[category] += times * (after[category] - before[category])
             kept = min(split["activations"], 0)  # a layer's output that only the last one does not keep
             split["activations"] -= kept
-            split["temporaries"] += kept
+            split["temporaries"] = max(split["temporaries"] + kept, 0)
             found.append(split)
         return found
 
     def alive(self, moment: Moment) -> list[tuple[int, Entry]]:
         """(how many, entry) of the blocks alive at `moment`, those of the layers not written out counted too."""
         event, extra = moment
-        found = []
-        for entry in self.m.entries:
-            birth, death = entry.birth, entry.death
-            times = int(birth < event <= death)
-            for n, a, b in extra:
-                times += n * ((birth < b <= death) - (birth < a <= death))
-            if times > 0:
-                found.append((times, entry))
-        return found
+        times = {entry: 1 for entry in self.m.lines[:event] if entry.death >= event}
+        for n, a, b in extra:
+            for entry, change in zip(self.m.lines[a:b], self.m.changes[a:b], strict=True):
+                times[entry] = times.get(entry, 0) + (n if change > 0 else -n)
+        return sorted(((n, entry) for entry, n in times.items() if n > 0), key=lambda pair: pair[1].birth)
 
 
 def parameters(recipe: Recipe, shape: Shape, lora: LoRA | None) -> dict[str, Parameter]:

@@ -53,13 +53,11 @@ class Block:
 
     __slots__ = ("entry", "ledger")
 
-    def __init__(self, ledger: "Ledger", entry: Entry):
-        self.ledger, self.entry = ledger, entry
-
     def __del__(self):
         entry, ledger = self.entry, self.ledger
-        entry.death = len(ledger.changes)
-        ledger.changes.append(-entry.held)
+        changes = ledger.changes
+        entry.death = len(changes)
+        changes.append(-entry.held)
         ledger.lines.append(entry)
 
 
@@ -111,6 +109,8 @@ class Node:
         """Waits for the gradients of all uses; those of a split's pieces are joined."""
         if self.op == "split":
             self.gradient = [*(self.gradient or ()), gradient]
+        elif self.gradient is None:
+            self.gradient = gradient
         else:
             self.gradient = ledger.accumulate(self.gradient, gradient, self.shape)
 
@@ -118,30 +118,32 @@ class Node:
         """The gradients for the inputs, as (who receives it, Tensor)."""
         if type(self.saved) is Replay:
             self.saved = self.saved.give(ledger)
-        gradient, ledger.where, numbers = self.gradient, self.where, prod(self.shape)
-        ledger.spend(self.spike, self.op)
-        extra = ledger.block(self.op, (self.extra,), 1) if self.extra else None
-        width = (gradient[0] if self.op == "split" else gradient).width
-        found = []
-        for _, shape, own_width, how in self.edges:
-            if how is CAST:
-                found.append(ledger.tensor("to", shape, own_width))
-            elif how is OWN or how is FULL:
-                found.append(ledger.tensor(self.op, shape if how is OWN else self.shape, width))
+        gradient, ledger.where, op, results = self.gradient, self.where, self.op, []
+        if self.spike:
+            ledger.spend(self.spike, op)
+        extra = ledger.block(op, (self.extra,), 1) if self.extra else None
+        width = (gradient[0] if op == "split" else gradient).width
+        for receiver, shape, own_width, how in self.edges:
+            if how is OWN:
+                results.append((receiver, ledger.tensor(op, shape, width)))
+            elif how is CAST:
+                results.append((receiver, ledger.tensor("to", shape, own_width)))
+            elif how is FULL:
+                results.append((receiver, ledger.tensor(op, self.shape, width)))
             else:
-                found.append(Tensor(gradient.block, shape, width))
+                results.append((receiver, Tensor(gradient.block, shape, width)))
         del extra
         for i, (receiver, shape, own_width, how) in enumerate(self.edges):
             if how is PASS or how is FULL:
-                if numbers != prod(shape):
-                    found[i] = ledger.tensor("sum", shape, width)
-                elif how is PASS and type(receiver) is Parameter:
-                    found[i] = ledger.tensor("clone", shape, width)  # a parameter keeps no gradient that others use
-            if found[i].width != own_width:
-                found[i] = ledger.tensor("to", shape, own_width)
+                if shape != self.shape and prod(shape) != prod(self.shape):
+                    results[i] = receiver, ledger.tensor("sum", shape, width)
+                elif how is PASS and type(receiver) is Parameter:  # it keeps no gradient that others use
+                    results[i] = receiver, ledger.tensor("clone", shape, width)
+            if width != own_width and how is not CAST:
+                results[i] = receiver, ledger.tensor("to", shape, own_width)
         del gradient
         self.gradient = self.saved = self.held = None
-        return [(edge[0], tensor) for edge, tensor in zip(self.edges, found, strict=True)]
+        return results
 
 
 class Leaf:
@@ -208,17 +210,16 @@ class Ledger:
 
     def block(self, op: str, shape: tuple[int, ...], width: int, category: str | None = None) -> Block:
         """A new block of prod(shape) × width bytes, rounded up as the allocator does."""
-        entry, size = Entry(), width
-        for n in shape:
-            size *= n
-        entry.size = size = -(-size // UNIT) * UNIT
+        block, entry, changes = Block(), Entry(), self.changes
+        block.ledger, block.entry = self, entry
+        entry.size = size = -(-prod(shape) * width // UNIT) * UNIT
         entry.held = held = size if size <= SMALL_BLOCK else size + slack(size)
         entry.op, entry.shape, entry.width, entry.category, entry.where = op, shape, width, category, self.where
-        entry.birth, entry.death = len(self.changes), NEVER
-        self.changes.append(held)
+        entry.birth, entry.death = len(changes), NEVER
+        changes.append(held)
         self.lines.append(entry)
         self.entries.append(entry)
-        return Block(self, entry)
+        return block
 
     def tensor(self, op: str, shape: tuple[int, ...], width: int) -> Tensor:
         """A new tensor to which no gradient flows."""
@@ -229,10 +230,8 @@ class Ledger:
         if size:
             self.block(op, (size,), 1)
 
-    def accumulate(self, held: Tensor | None, new: Tensor, shape: tuple[int, ...]) -> Tensor:
+    def accumulate(self, held: Tensor, new: Tensor, shape: tuple[int, ...]) -> Tensor:
         """The sum of a gradient's parts; in place if no other tensor shares the first one's block."""
-        if held is None:
-            return new
         whole = rounded(held.width * prod(held.shape)) == held.block.entry.size
         return held if whole and getrefcount(held.block) == 2 else self.tensor("add", shape, new.width)
 
@@ -247,7 +246,10 @@ class Ledger:
             extra: bytes that the backward formula needs besides the gradients it makes; `spike`: before it makes them.
         """
         out = Tensor(self.block(name, shape, width) if block is NEW else block, shape, width)
-        edges = [(x.node, x.shape, x.width, grads[i] if grads else OWN) for i, x in enumerate(inputs) if x.needs]
+        edges = []
+        for i, x in enumerate(inputs):
+            if x.needs:
+                edges.append((x.node, x.shape, x.width, grads[i] if grads else OWN))
         if not edges:
             return out
         out.needs = True
@@ -259,15 +261,16 @@ class Ledger:
             return out
         node = out.node = Node()
         node.op, node.where, node.edges, node.extra, node.shape = name, self.where, edges, extra, shape
-        node.gradient, node.spike, node.held, node.saved = None, spike, [x.block for x in held], None
-        if self.replay is None:
-            node.saved = [x.block for x in saves]
-        elif saves:
-            node.saved = self.replay
-            self.replay.count += 1
-        for x in inputs:
-            if x.needs and type(x) is Parameter:
-                x.uses += 1
+        node.gradient, node.spike, node.held, node.saved = None, spike, held and [x.block for x in held], None
+        if saves:
+            if self.replay is None:
+                node.saved = [x.block for x in saves]
+            else:
+                node.saved = self.replay
+                self.replay.count += 1
+        for edge in edges:
+            if type(edge[0]) is Parameter:
+                edge[0].uses += 1
         self.nodes.append(node)
         return out
 

@@ -46,6 +46,7 @@ class Row:
         decayed: in the Trainer's first parameter group (`Trainer.get_decay_parameter_names`).
         blocks: bytes of the blocks that one tensor is stored in.
         states: bytes of the blocks of its optimizer states, where it is trained.
+        size: bytes of one tensor that is not quantized, or of its gradient, rounded up as the allocator does.
     """
 
     name: str
@@ -58,11 +59,7 @@ class Row:
     decayed: bool
     blocks: tuple[int, ...]
     states: tuple[int, ...]
-
-    @property
-    def size(self) -> int:
-        """Bytes of one tensor that is not quantized, or of its gradient, rounded up as the allocator does."""
-        return rounded(prod(self.shape) * self.width)
+    size: int
 
 
 def weight_width(precision: str, quantization: Quantization | None) -> int:
@@ -157,8 +154,8 @@ def table(shape: Shape, precision, quantization, lora: LoRA | None, optim, optim
     found = []
     for (name, size, kind, own, trained, quantized, decayed), count in (*rows.items(), *copies.items()):
         states = state_sizes(size, kind, own, optim, optim_args, trainer) if trained else ()
-        blocks = stored_sizes(size, own, quantized, double)
-        found.append(Row(name, size, kind, count, own, trained, quantized, decayed, blocks, states))
+        blocks, whole = stored_sizes(size, own, quantized, double), rounded(prod(size) * own)
+        found.append(Row(name, size, kind, count, own, trained, quantized, decayed, blocks, states, whole))
     return tuple(found)
 
 
