@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import gc
+import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -32,7 +33,14 @@ def run_tracked(
             at_phase()
         tracker.begin(name)
 
-    with no_collection(), gradients_named(tracker, training.model), tracker.modules(training.model), tracker:
+    with (
+        no_collection(),
+        gradients_named(tracker, training.model),
+        units_named(tracker),
+        training.engine.follow(training, tracker),
+        tracker.modules(training.model),
+        tracker,
+    ):
         for _ in range(steps):
             train_step(training, on_phase)
     return tracker.finish()
@@ -60,6 +68,35 @@ def gradients_named(tracker: Tracker, model: torch.nn.Module):
     finally:
         for handle in handles:
             handle.remove()
+
+
+@contextlib.contextmanager
+def units_named(tracker: Tracker):
+    """While entered, what FSDP gathers is workspace, and the full gradients that it is to divide are gradients."""
+    if "torch.distributed.fsdp" not in sys.modules:
+        yield
+        return
+    from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+    from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+
+    gathered, complete = FSDPParam.init_unsharded_param, FSDPParamGroup.post_backward
+
+    def init_unsharded_param(part: FSDPParam) -> None:
+        tracker.claim(part.all_gather_outputs, "workspace", part._param_fqn or "")
+        gathered(part)
+
+    def post_backward(group: FSDPParamGroup, *unused: Any) -> None:
+        for part in group.fsdp_params:
+            whole = getattr(part, "_unsharded_param", None)
+            held = (part.unsharded_accumulated_grad, None if whole is None else whole.grad)
+            tracker.claim((g for g in held if g is not None), "gradients", part._param_fqn or "")
+        complete(group, *unused)
+
+    FSDPParam.init_unsharded_param, FSDPParamGroup.post_backward = init_unsharded_param, post_backward
+    try:
+        yield
+    finally:
+        FSDPParam.init_unsharded_param, FSDPParamGroup.post_backward = gathered, complete
 
 
 @contextlib.contextmanager

@@ -8,9 +8,10 @@ anonymous result until autograd hands it to its parameter. It works the same on 
 Prior art: `torch.distributed._tools.mem_tracker.MemTracker`, which decides the category at birth.
 """
 
+import sys
 import weakref
 from collections.abc import Callable, Iterable
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -19,6 +20,14 @@ from torch._C import _storage_Use_Count
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
 aten = torch.ops.aten
+# What FSDP and collectives work in: operator to the places of the arguments that are buffers for the transfer.
+BUFFERS = {
+    "fsdp::all_gather_copy_in": (0, 1),
+    "fsdp::chunk_cat": ("out",),
+    "c10d::_allgather_base_": (0,),
+    "c10d::_reduce_scatter_base_": (0, 1),
+    "c10d::allreduce_": (0,),
+}
 ELSEWHERE = "elsewhere"  # on the host or in unified memory: seen, and counted nowhere
 
 
@@ -66,6 +75,17 @@ class Tracker(TorchDispatchMode):
         self._names: dict[int, str] = {}
         self._stack: list[str] = []
         self._made_in: dict[int, str] = {}  # autograd's number of an operator to the module that called it
+        self.asleep = False
+        self._entered = ExitStack()
+
+    def __enter__(self) -> "Tracker":
+        self._entered.enter_context(_resizes_seen(self._resized))
+        self._entered.enter_context(_shapes_unseen(self))
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self._entered.close()
 
     # --- what the caller says -------------------------------------------------------------------------------------
 
@@ -169,6 +189,10 @@ class Tracker(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
+        if any(hasattr(kind, "__tensor_flatten__") for kind in types):
+            return NotImplemented  # a wrapper such as DTensor: what it is made of comes here next
+        if self.asleep:
+            return func(*args, **kwargs)
         if func is torch.ops.prim.device.default:
             return func(*args, **kwargs)
         if func is aten._local_scalar_dense.default and args[0].dtype in self.constant:
@@ -186,6 +210,8 @@ class Tracker(TorchDispatchMode):
         result = func(*args, **kwargs)
         self.calls.append((start, name, where, len(self.marks)))
         self._see(result, name, where, args)
+        for place in BUFFERS.get(func.overloadpacket._qualified_op_name, ()):
+            self._carries(args[place] if isinstance(place, int) else kwargs[place])
         if extra:
             self.log.append((-block.size, block, name))
         return result
@@ -217,9 +243,32 @@ class Tracker(TorchDispatchMode):
 
     def _freed(self, key: int) -> None:
         storage = self.live.pop(key, None)
-        if storage:
+        if storage and storage.alive:
             storage.alive = False
             self.log.append((-storage.size, storage, "free"))
+
+    def _resized(self, handle: torch.UntypedStorage) -> None:
+        """A storage is emptied or filled again without an operator, as FSDP does with what it gathers."""
+        storage, size = self.live.get(handle._cdata), self._round(handle.nbytes())
+        if storage is None or (size == storage.size if storage.alive else not size):
+            return
+        if storage.alive:
+            storage.alive = False
+            self.log.append((-storage.size, storage, "resize"))
+        if size:
+            filled = self.live[handle._cdata] = storage.copy(storage.where)
+            filled.size, filled.asked, filled.alive, filled.ref = size, handle.nbytes(), True, storage.ref
+            self.log.append((size, filled, "resize"))
+
+    def _carries(self, tensors: Any) -> None:
+        """What nobody has claimed of `tensors` is a buffer for a transfer."""
+        if isinstance(tensors, list | tuple):
+            for each in tensors:
+                self._carries(each)
+        elif isinstance(tensors, torch.Tensor):
+            storage = self.live.get(tensors.untyped_storage()._cdata)
+            if storage:
+                storage.category = storage.category or "workspace"
 
     def _settle(self) -> None:
         """A recomputed piece of the forward pass has ended: what is still held of it was kept for its backward pass."""
@@ -230,6 +279,52 @@ class Tracker(TorchDispatchMode):
 
     def _round(self, size: int) -> int:
         return -(-size // self.round_to) * self.round_to
+
+
+@contextmanager
+def _resizes_seen(seen: Callable[[torch.UntypedStorage], None]):
+    """While entered, `seen` is told of each storage that Python resizes; no dispatch mode is."""
+    plain = torch.UntypedStorage.resize_
+
+    def resize_(storage: torch.UntypedStorage, size: int) -> Any:
+        result = plain(storage, size)
+        seen(storage)
+        return result
+
+    torch.UntypedStorage.resize_ = resize_
+    try:
+        yield
+    finally:
+        torch.UntypedStorage.resize_ = plain
+
+
+@contextmanager
+def _shapes_unseen(tracker: Tracker):
+    """While entered, `tracker` sleeps whenever DTensor runs an operator on fake tensors to learn its result's shape.
+
+    DTensor enters a lock for that (`ShardingPropagator._propagate_tensor_meta_non_cached`).
+    """
+    propagator = sys.modules.get("torch.distributed.tensor._sharding_prop")
+    if propagator is None:
+        yield
+        return
+    kind = propagator.ShardingPropagator
+    lock = kind._fake_mode_lock
+
+    class Sleep:
+        def __enter__(self):
+            lock.__enter__()
+            tracker.asleep = True
+
+        def __exit__(self, *error):
+            tracker.asleep = False
+            lock.__exit__(*error)
+
+    kind._fake_mode_lock = Sleep()
+    try:
+        yield
+    finally:
+        kind._fake_mode_lock = lock
 
 
 def _accumulates(held: Any, new: Any, **options: Any) -> bool:
