@@ -14,11 +14,12 @@ TOOLS := tests/tools
 INSTALLED := .venv/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help course lab test gate notebooks format figure repo-url constraints try-colab clean
+.PHONY: help course lab site test gate notebooks format figure repo-url constraints try-colab clean
 
 help:
 	@echo 'make course      run every chapter on this machine, then look at build/course/index.html'
 	@echo 'make lab         open the notebooks in JupyterLab'
+	@echo 'make site        the course as web pages from the stored outputs: build/site/index.html'
 	@echo 'make test        what CI runs: the gate, the unit tests, every notebook with its outputs compared (CPU only)'
 	@echo 'make gate        only the quick checks: ruff, and the form of the notebooks'
 	@echo 'make notebooks   run all notebooks and store their outputs in canonical form'
@@ -47,7 +48,7 @@ $(INSTALLED): pyproject.toml $(wildcard $(CONSTRAINTS))
 	echo "Making .venv with $$found; the first time takes minutes"; \
 	"$$found" -m venv .venv
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_FLAGS) \
-		$(if $(CONSTRAINTS),-c $(CONSTRAINTS)) -e '.[lab,test]'
+		$(if $(CONSTRAINTS),-c $(CONSTRAINTS)) -e '.[lab,site,test]'
 	@touch $@
 
 course: $(INSTALLED)
@@ -55,6 +56,10 @@ course: $(INSTALLED)
 
 lab: $(INSTALLED)
 	$(BIN)/jupyter lab notebooks
+
+# Offline, and with warnings and broken links as errors.
+site: $(INSTALLED)
+	@$(BIN)/python $(TOOLS)/make_site.py
 
 # One pytest for everything: its closing lines are the last that is printed. A notebook's cells stay on one worker.
 test: $(GATE) $(INSTALLED)

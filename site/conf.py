@@ -23,7 +23,7 @@ nb_execution_mode = "off"
 nb_ipywidgets_js = {}  # no widgets, hence neither require.js nor a CDN
 nb_render_markdown_format = "myst"  # tables and formulas in outputs, as in text
 nb_number_source_lines = False
-myst_enable_extensions = ["amsmath", "attrs_inline", "dollarmath"]
+myst_enable_extensions = ["amsmath", "attrs_inline", "deflist", "dollarmath"]
 myst_heading_anchors = 3
 
 html_theme = "sphinx_book_theme"
