@@ -197,12 +197,13 @@ class Calculator:
         table = [f"<tr><th></th><th>{corner}</th>{cells}</tr>"]
         for category, *figures in body:
             mark = svg.swatch(*style.LOOK[key]) if (key := category.replace(" ", "_")) in style.LOOK else ""
-            cells = "".join(f'<td style="text-align: right">{figure}</td>' for figure in figures)
+            cells = "".join(f'<td style="text-align: right; padding-left: 1em">{figure}</td>' for figure in figures)
             table.append(f"<tr><td>{mark}</td><td>{category}</td>{cells}</tr>")
         return (
+            '<div style="line-height: 1.4">'
             f'<p role="status" style="{style_}">{"⚠ " if self.error else ""}{first}</p>{bar}'
             f"{''.join(f'<p>{text}</p>' for text in others)}<table>{''.join(table)}</table>"
-            f'<p>To copy:</p><pre tabindex="0" style="user-select: all">{escape(self.code)}</pre>'
+            f'<p>To copy:</p><pre tabindex="0" style="user-select: all">{escape(self.code)}</pre></div>'
         )
 
     def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, Any]:
