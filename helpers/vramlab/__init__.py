@@ -37,6 +37,9 @@ _HOME = {
     "measure": "measure",
     "find_record": "records",
     "compare": "compare",
+    "plan": "plan",
+    "Plan": "plan",
+    "step_time": "step_time",
     "watch": "watch",
     "WatchCallback": "callback",
     "doctor": "doctor",
@@ -65,12 +68,14 @@ if TYPE_CHECKING:
     from .live import live
     from .measure import measure
     from .options import Loop, LoRA, Quantization, Sharding
+    from .plan import Plan, plan
     from .predict import predict
     from .recipe import Recipe
     from .records import find_record
     from .report import Bytes, GiB, MiB, Phase, Report, format_bytes
     from .shapes import model_names, read_shape
     from .simulate import simulate
+    from .step_time import step_time
     from .watch import watch
 
 

@@ -47,12 +47,35 @@ def to_training_arguments(recipe: Recipe, output_dir: str = "out", **changes: An
     import torch
     from transformers import TrainingArguments
 
+    values = {**settings(recipe), "output_dir": output_dir, "save_strategy": "no"}
+    values["use_cpu"] = not torch.accelerator.is_available()
+    values.update(changes)
+    without_tf32 = bool(values["tf32"]) and values["use_cpu"]
+    if without_tf32:
+        values["tf32"] = None
+    try:
+        arguments = TrainingArguments(**values)
+    except (ValueError, ImportError) as error:
+        reason = "transformers refuses it on this machine: " + str(error).strip().splitlines()[0].rstrip(".")
+        raise RecipeError("precision", recipe.precision, reason) from error
+    if without_tf32:
+        arguments.tf32 = True
+    return arguments
+
+
+def settings(recipe: Recipe) -> dict[str, Any]:
+    """Names of `TrainingArguments` to the values that describe `recipe`, on whatever machine. Loads transformers.
+
+    Raises:
+        RecipeError: as `to_training_arguments`.
+    """
+    from transformers import TrainingArguments
+
     loop, options = _trainer_loop(recipe), _optimizer_options(recipe)
     known = {field.name for field in dataclasses.fields(TrainingArguments)}
     # transformers 5.2x renames the switch and warns about the old name
     checkpointing = "activation_checkpointing" if "activation_checkpointing" in known else "gradient_checkpointing"
     values = {
-        "output_dir": output_dir,
         "per_device_train_batch_size": recipe.batch_size,
         "gradient_accumulation_steps": recipe.gradient_accumulation_steps,
         checkpointing: recipe.gradient_checkpointing,
@@ -66,25 +89,12 @@ def to_training_arguments(recipe: Recipe, output_dir: str = "out", **changes: An
         "torch_empty_cache_steps": loop.empty_cache_steps,
         "use_cache": loop.use_cache,
         "torch_compile": recipe.torch_compile,
-        "use_cpu": not torch.accelerator.is_available(),
         "report_to": "none",
-        "save_strategy": "no",
         **_sharding_arguments(recipe.sharding),
     }
     if recipe.gradient_checkpointing:
         values[f"{checkpointing}_kwargs"] = {"use_reentrant": False}
-    values.update(changes)
-    without_tf32 = bool(values["tf32"]) and values["use_cpu"]
-    if without_tf32:
-        values["tf32"] = None
-    try:
-        arguments = TrainingArguments(**values)
-    except (ValueError, ImportError) as error:
-        reason = "transformers refuses it on this machine: " + str(error).strip().splitlines()[0].rstrip(".")
-        raise RecipeError("precision", recipe.precision, reason) from error
-    if without_tf32:
-        arguments.tf32 = True
-    return arguments
+    return values
 
 
 def from_training_arguments(args: "TrainingArguments", model: Any, **fields: Any) -> Recipe:

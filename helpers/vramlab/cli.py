@@ -1,9 +1,10 @@
 """The command line: a thin face over `predict`, `simulate`, `measure`, records and doctor.
 
 Exit status: 0 done, 1 the run failed or doctor misses what the course needs, 2 a wrong request (one sentence on
-stderr), 3 out of memory (the report says how much), 130 stopped with Ctrl-C.
+stderr), 3 out of memory (the report says how much, or that no plan fits), 130 stopped with Ctrl-C.
 """
 
+import dataclasses
 import functools
 import inspect
 import json
@@ -169,6 +170,42 @@ def measure(recipe: Recipe, repeats: Repeats = 5, as_json: Json = False) -> None
     from .measure import measure
 
     _finish(measure(recipe, repeats=repeats), None, as_json)
+
+
+@app.command()
+def plan(
+    model: Annotated[str, typer.Argument(help="A name, such as gpt2, or a path to a config.json.")],
+    gpu: Annotated[str, typer.Option("--gpu", help="A card by name, such as T4.")],
+    gpus: Annotated[int, typer.Option(help="How many of them.")] = 1,
+    global_batch: Annotated[int, typer.Option(help="Samples in one optimizer step, over all GPUs.")] = 16,
+    seq_len: Annotated[int | None, typer.Option(help="Tokens per sample; 512 or the model's longest if less.")] = None,
+    method: Annotated[str, typer.Option(help="any, full, lora or qlora.")] = "any",
+    lora_r: Annotated[int, typer.Option(help="Rank of adapters, where a plan has some.")] = 16,
+    precision: Annotated[list[str] | None, typer.Option(help="Only this precision; may be repeated.")] = None,
+    optim: Annotated[list[str] | None, typer.Option(help="Only this optimizer; may be repeated.")] = None,
+    engine: Annotated[list[str] | None, typer.Option(help="Only ddp, fsdp or deepspeed; may be repeated.")] = None,
+    offload: Annotated[bool, typer.Option(help="Whether optimizer and parameters may go to the host.")] = True,
+    task: Annotated[str | None, typer.Option(help="Which head: " + ", ".join(TASKS))] = None,
+    top: Annotated[int, typer.Option(min=1, help="Recipes of each method to rank.")] = 5,
+    code: _flag("Print the fastest recipe as Python code.", "--code") = False,
+    as_json: Json = False,
+) -> None:
+    """Which recipes fit a GPU, fastest first, and why the next faster one does not. Exit status 3: none fits."""
+    from .plan import plan
+    from .space import ENGINES, OPTIMS, RANK
+
+    adapters = dataclasses.replace(RANK, r=lora_r, lora_alpha=2 * lora_r)
+    choices = {"optims": optim or OPTIMS, "engines": engine or ENGINES, "precisions": precision or None}
+    found = plan(
+        model, gpu, gpus, global_batch=global_batch, seq_len=seq_len, method=method, lora=adapters, offload=offload,
+        task=task, top=top, **choices,
+    )  # fmt: skip
+    if code and found.choices and not as_json:
+        typer.echo(found.best.code())
+    else:
+        typer.echo(found.to_json(indent=2) if as_json else str(found))
+    if not found.choices:
+        raise typer.Exit(OUT_OF_MEMORY)
 
 
 @app.command()
