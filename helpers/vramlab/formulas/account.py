@@ -53,6 +53,7 @@ class Account:
         self.forward_end = len(m.changes)
         m.backward(loss)
         del loss
+        m.on_gradient = None  # it knows the model, which need not wait for the garbage collector
         self.end = len(m.changes)
         self.live = list(accumulate(m.changes, initial=0))
         for entry in m.entries:

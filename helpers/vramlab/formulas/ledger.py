@@ -49,16 +49,18 @@ class Entry:
 
 
 class Block:
-    """A hold on an entry: the memory is freed when the last hold goes."""
+    """A hold on an entry: the memory is freed when the last hold goes.
 
-    __slots__ = ("entry", "ledger")
+    It knows the ledger's lists and not the ledger, which holds blocks: no cycle is left to the garbage collector.
+    """
+
+    __slots__ = ("changes", "entry", "lines")
 
     def __del__(self):
-        entry, ledger = self.entry, self.ledger
-        changes = ledger.changes
+        entry, changes = self.entry, self.changes
         entry.death = len(changes)
         changes.append(-entry.held)
-        ledger.lines.append(entry)
+        self.lines.append(entry)
 
 
 class Tensor:
@@ -81,12 +83,16 @@ class Tensor:
 class Parameter:
     """A weight of the model, whose own memory is counted elsewhere. `uses` are the gradients it still waits for."""
 
-    __slots__ = ("block", "gradient", "name", "needs", "node", "partial", "quantized", "shape", "uses", "width")
+    __slots__ = ("block", "gradient", "name", "needs", "partial", "quantized", "shape", "uses", "width")
 
     def __init__(self, name: str, shape: tuple[int, ...], width: int, needs: bool = True, quantized: str | None = None):
         self.name, self.shape, self.width, self.needs, self.quantized = name, shape, width, needs, quantized
-        self.node, self.uses = self, 0
-        self.block = self.partial = self.gradient = None
+        self.uses, self.block, self.partial, self.gradient = 0, None, None, None
+
+    @property
+    def node(self) -> "Parameter":
+        """Who receives the gradient."""
+        return self
 
     def receive(self, ledger: "Ledger", gradient: Tensor) -> bool:
         """Gradients of all uses are added up first (the engine's input buffer); returns whether that was the last.
@@ -210,14 +216,14 @@ class Ledger:
 
     def block(self, op: str, shape: tuple[int, ...], width: int, category: str | None = None) -> Block:
         """A new block of prod(shape) × width bytes, rounded up as the allocator does."""
-        block, entry, changes = Block(), Entry(), self.changes
-        block.ledger, block.entry = self, entry
+        block, entry, changes, lines = Block(), Entry(), self.changes, self.lines
+        block.entry, block.changes, block.lines = entry, changes, lines
         entry.size = size = -(-prod(shape) * width // UNIT) * UNIT
         entry.held = held = size if size <= SMALL_BLOCK else size + slack(size)
         entry.op, entry.shape, entry.width, entry.category, entry.where = op, shape, width, category, self.where
         entry.birth, entry.death = len(changes), NEVER
         changes.append(held)
-        self.lines.append(entry)
+        lines.append(entry)
         self.entries.append(entry)
         return block
 
