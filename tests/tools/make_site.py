@@ -25,6 +25,11 @@ SITE = settings.ROOT / "site"
 BUILD = settings.ROOT / "build"
 
 
+def notebooks() -> list[Path]:
+    """Every notebook of the site: the chapters and what else stands beside them, then the solutions."""
+    return sorted(settings.NOTEBOOKS.glob("*.ipynb")) + sorted((settings.NOTEBOOKS / "solutions").glob("*.ipynb"))
+
+
 def assemble(source: Path, notebooks: Sequence[Path], verdicts: Iterable[Verdict]) -> None:
     """Lay out in `source` what Sphinx reads: the folder site/, the README, the notebooks and the generated pages.
 
@@ -182,13 +187,13 @@ def make(notebooks: Sequence[Path], verdicts: Iterable[Verdict], build: Path) ->
 def main() -> int:
     argparse.ArgumentParser(description=__doc__.splitlines()[0]).parse_args()
     settings.apply(deterministic=True)
-    notebooks = sorted(settings.NOTEBOOKS.glob("*.ipynb")) + sorted((settings.NOTEBOOKS / "solutions").glob("*.ipynb"))
+    pages = notebooks()
     claims = load_claims()
     print(
-        f"Testing {len(claims)} claims and rendering {len(notebooks)} notebooks; this takes about two minutes",
+        f"Testing {len(claims)} claims and rendering {len(pages)} notebooks; this takes about two minutes",
         flush=True,
     )
-    wrong, external = make(notebooks, map(judge, claims.values()), BUILD)
+    wrong, external = make(pages, map(judge, claims.values()), BUILD)
     print(f"{sum(external.values())} external links, not fetched, to:")
     print(*(f"  {link} ({count})" for link, count in sorted(external.items())), sep="\n")
     print(f"\n{BUILD / 'site' / 'index.html'}\nTo look at it: python -m http.server --directory build/site")
