@@ -38,6 +38,10 @@ class Apart:
             self._child.stdin.write(line + "\n")
             self._child.stdin.flush()
 
+    def ended(self) -> int | None:
+        """Its exit code if it has ended (negative: the signal that killed it), else None."""
+        return self._child.poll()
+
     def wait(self, timeout: float) -> tuple[int, list[str]]:
         """Its exit code (negative: the signal that killed it) and the last lines it printed.
 

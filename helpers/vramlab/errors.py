@@ -25,3 +25,15 @@ class MeasurementError(VramLabError, RuntimeError):
 
 class RecordError(VramLabError, LookupError):
     """A recorded measurement that does not exist, or a record file that cannot be read or written."""
+
+
+class RankError(MeasurementError):
+    """A rank that failed. `rank` says which, `code` how it ended, `traceback` is its own, in one piece.
+
+    `code` is its exit status, negative for the signal that killed it, or None where only its exception is known;
+    `oom` says what was asked for if memory ran out.
+    """
+
+    def __init__(self, message: str, rank: int, code: int | None = None, traceback: str = "", oom: str = ""):
+        self.rank, self.code, self.traceback, self.oom = rank, code, traceback, oom
+        super().__init__(message + (f"\n\n{traceback.rstrip()}" if traceback else ""))

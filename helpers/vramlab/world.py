@@ -28,8 +28,11 @@ def one_rank_of(sharding: Sharding | None) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def real_rank(device: str) -> Iterator[None]:
-    """While entered, this process is the rank that torchrun's environment says, over NCCL on CUDA and gloo on CPUs."""
+def real_rank(device: str) -> Iterator[int]:
+    """While entered, this process is the rank that torchrun's environment says, over NCCL on CUDA and gloo on CPUs.
+
+    Gives the rank.
+    """
     import torch
     import torch.distributed as dist
 
@@ -37,6 +40,15 @@ def real_rank(device: str) -> Iterator[None]:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("nccl" if device == "cuda" else "gloo")
     try:
-        yield
-    finally:
+        yield dist.get_rank()
+    except BaseException:
+        raise  # the others wait in a collective: no goodbye, the group dies with the process
+    else:
         dist.destroy_process_group()
+
+
+def rank() -> int:
+    """This process's rank, 0 where there is no process group."""
+    import torch.distributed as dist
+
+    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0

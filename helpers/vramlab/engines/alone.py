@@ -1,7 +1,7 @@
 """A process alone, and what every engine may do otherwise."""
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -15,9 +15,11 @@ class Engine:
     """One process that holds everything. Engines of many ranks override what they do otherwise.
 
     `autocasts`: a "-mixed" precision is `torch.autocast` around the forward pass; False where the engine has its own way.
+    `ranks_differ`: each rank has parameters of its own, as the stages of a pipeline do.
     """
 
     autocasts = True
+    ranks_differ = False
 
     def wrap(self, model: "torch.nn.Module") -> "torch.nn.Module":
         """`model` as this rank holds it: sharded, wrapped or cut. The optimizer is made from its parameters."""
@@ -66,3 +68,11 @@ class Engine:
 
     def zero_grad(self, training: "Training") -> None:
         training.optimizer.zero_grad(set_to_none=training.loop.set_to_none)
+
+    def gradients(self, training: "Training") -> "Iterator[tuple[str, torch.Tensor]]":
+        """(name as in the whole model, whole gradient) before the update, gathered where ranks hold shards of it."""
+        for name, parameter in training.model.named_parameters():
+            if parameter.grad is not None:
+                gradient = parameter.grad
+                name = name.removeprefix("module.")  # DDP's
+                yield name, gradient.full_tensor() if hasattr(gradient, "full_tensor") else gradient

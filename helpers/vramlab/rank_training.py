@@ -1,0 +1,163 @@
+"""What each rank does for `sharding.run_ranks`: a few steps for the values, and a few under the tracker for the bytes."""
+
+import dataclasses
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from . import world
+from .collectives import Collectives
+from .history import History
+from .recipe import Recipe
+from .resident import limited
+from .simulate import to_report
+from .tracked import run_tracked
+from .tracker import Tracker
+from .training import Training, build, train_step
+
+SEED = 0  # of the weights, equal on all ranks, and of the batch
+DIGEST_BYTES = 64 * 2**20  # gradients of more bytes than that are given as their norms
+
+
+def train(
+    recipe: dict[str, Any],
+    steps: int,
+    device: str,
+    events: bool = False,
+    memory_limit: dict[str, int] | None = None,
+) -> dict[str, Any]:
+    """A rank's losses, collectives, report and, in a file of the launch's folder, gradients; torchrun's environment says which."""
+    with world.real_rank(device) as rank:
+        whole = Recipe(**recipe)
+        here = whole.replace(sharding=dataclasses.replace(whole.sharding, rank=rank))
+        _load_libraries(here)
+        with limited((memory_limit or {}).get(str(rank)), device):
+            answer = values(here, steps, device, Path(os.environ["VRAMLAB_FOLDER"]))
+            report, log = split(here, device, steps)
+    answer["report"] = report.to_dict()
+    if events:
+        answer["events"] = log
+    return answer
+
+
+def _load_libraries(recipe: Recipe) -> None:
+    from .worker import _import_all
+
+    _import_all(recipe)
+
+
+def values(recipe: Recipe, steps: int, device: str, folder: Path) -> dict[str, Any]:
+    """Train `steps` steps: each one's loss, the collectives of the last, and the gradients before its update."""
+    training = prepare(recipe, device)
+    losses: list[list[float]] = []
+    real_loss_of = training.loss_of
+
+    def loss_of(outputs: Any, batch: Any) -> torch.Tensor:
+        loss = real_loss_of(outputs, batch)
+        losses[-1].append(loss.detach().item())
+        return loss
+
+    training.loss_of = loss_of
+    names: list[str] = []
+    counting = Collectives()
+    for step in range(steps):
+        losses.append([])
+        if step < steps - 1:
+            train_step(training)
+            continue
+
+        def on_phase(name: str) -> None:
+            if name == "step":
+                names.extend(save_gradients(training, folder))
+
+        with counting:
+            train_step(training, on_phase)
+        if not losses[-1] and training.loss is not None:
+            losses[-1].append(float(training.loss) * training.accumulation)
+    return {
+        "losses": [sum(step) / len(step) if step else None for step in losses],
+        "gradients": names,
+        "collectives": {kind: list(seen) for kind, seen in counting.seen.items()},
+        "sizes": dict(counting.sizes),
+    }
+
+
+def save_gradients(training: Training, folder: Path) -> list[str]:
+    """Write the whole model's gradients, as far as this rank has them whole or can gather them; returns their names."""
+    from safetensors.torch import save_file
+
+    rank = world.rank()
+    with torch.utils._python_dispatch._disable_current_modes():  # what is gathered here is no part of the step
+        found = {name: tensor.detach().float().cpu() for name, tensor in training.engine.gradients(training)}
+        if rank and found and not _differs(training):
+            return []
+        if sum(t.nbytes for t in found.values()) > DIGEST_BYTES:
+            found = {name: t.norm().reshape(1) for name, t in found.items()}
+        save_file({name: t.contiguous() for name, t in found.items()}, folder / f"gradients-{rank}.safetensors")
+    return list(found)
+
+
+def _differs(training: Training) -> bool:
+    """Whether each rank has gradients of its own, as stages of a pipeline do; else rank 0's are everybody's."""
+    return getattr(training.engine, "ranks_differ", False)
+
+
+def prepare(recipe: Recipe, device: str) -> Training:
+    """The training of this rank, from the same weights on all, with its own rows of the global batch."""
+    torch.manual_seed(SEED)
+    training = build(recipe, device)
+    fill(training, recipe, device)
+    return training
+
+
+def fill(training: Training, recipe: Recipe, device: str) -> None:
+    """Put this rank's rows of the global batch into the batch that is there, which keeps its place in memory."""
+    batches = [training.batch, *training.further]
+    for batch, rows in zip(batches, global_batches(recipe, len(batches)), strict=True):
+        for name, tensor in batch.items():
+            tensor.copy_(rows[name].to(device))
+
+
+def global_batches(recipe: Recipe, count: int) -> Iterator[dict[str, torch.Tensor]]:
+    """This rank's share of `count` global micro-batches: rank r has the r-th `batch_size` rows of each.
+
+    Where all ranks work on the same batch (tensor and pipeline parallel), every rank has all of it.
+    """
+    from .training import make_batch
+
+    sharding, generator = recipe.sharding, torch.random.get_rng_state()
+    shards = replicas(recipe)
+    first = sharding.rank * recipe.batch_size if shards > 1 else 0
+    try:
+        for number in range(count):
+            torch.manual_seed(SEED + 1 + number)
+            rows = make_batch(recipe.replace(sharding=None, batch_size=recipe.batch_size * shards), "cpu")
+            yield {name: tensor[first : first + recipe.batch_size] for name, tensor in rows.items()}
+    finally:
+        torch.random.set_rng_state(generator)
+
+
+def replicas(recipe: Recipe) -> int:
+    """Among how many ranks the global batch is divided."""
+    if recipe.sharding is None or recipe.sharding.engine in ("tensor", "pipeline"):
+        return 1
+    return recipe.sharding.world_size
+
+
+def split(recipe: Recipe, device: str, steps: int) -> tuple[Any, list]:
+    """This rank's report under the tracker, and every event: (bytes, category, operator, phase)."""
+    training = prepare(recipe, device)
+    tracker = run_tracked(training, Tracker(device), max(steps, 2), device)
+    history = History(tracker.log, tracker.marks)
+    report = to_report(history, "measured", recipe, device)
+    phases = [""] * len(history.log)
+    for name, start, end in history.stretches:
+        phases[start:end] = [name] * (end - start)
+    log = [
+        [size, storage.category, storage.op, phase]
+        for (size, storage, _), phase in zip(history.log, phases, strict=True)
+    ]
+    return report, log
