@@ -31,6 +31,7 @@ def fake_world(target: str, card: Gpu | None = None) -> Iterator[tuple[FakeTenso
                 stack.callback(setattr, module, "is_fake_tensor", module.is_fake_tensor)
                 module.is_fake_tensor = lambda tensor: False
         stack.enter_context(fake_kernels(target))
+        stack.enter_context(_nothing_to_compare())
         mode = stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         kernels = None
         if target == "cuda":
@@ -41,9 +42,30 @@ def fake_world(target: str, card: Gpu | None = None) -> Iterator[tuple[FakeTenso
 
 
 @contextlib.contextmanager
+def _nothing_to_compare() -> Iterator[None]:
+    """While entered, `DistributedDataParallel` does not send the parameters' shapes and values around when it is made.
+
+    Both would read values that fake tensors have not, and leave no storage behind.
+    """
+    from torch.nn.parallel import distributed
+
+    names = ("_verify_param_shape_across_processes", "_sync_module_states")
+    before = {name: getattr(distributed, name) for name in names}
+    for name in names:
+        setattr(distributed, name, lambda *args, **kwargs: None)
+    try:
+        yield
+    finally:
+        for name, function in before.items():
+            setattr(distributed, name, function)
+
+
+@contextlib.contextmanager
 def fake_kernels(target: str) -> Iterator[None]:
     """While entered, fake operators whose own rules do not describe `target` have others."""
     rules = {torch.ops.aten._grouped_mm.default: _grouped_mm}
+    if hasattr(torch.ops._c10d_functional, "wait_tensor"):
+        rules[torch.ops._c10d_functional.wait_tensor.default] = _wait
     if target == "cuda":
         rules[torch.ops.aten.native_layer_norm.default] = _layer_norm
     if _seen[0] != target:  # results are cached by operator and shapes
@@ -58,6 +80,11 @@ def fake_kernels(target: str) -> Iterator[None]:
         for operator in rules:
             del registered[operator]
         registered.update(before)
+
+
+def _wait(mode: FakeTensorMode, func, tensor: FakeTensor) -> FakeTensor:
+    """Waiting for a collective gives the tensor itself; torch's own rule gives another one."""
+    return tensor
 
 
 def _layer_norm(mode: FakeTensorMode, func, input, shape, weight, bias, eps) -> tuple[FakeTensor, ...]:
