@@ -54,12 +54,24 @@ class Launcher:
         return self
 
     @contextlib.contextmanager
-    def run(self, function: str, arguments: dict, world_size: int, device: str, timeout: float, port: int | None):
-        """Run `function` on all ranks; gives the folder where each left its answer, until the with-block is left."""
+    def run(
+        self,
+        function: str,
+        arguments: dict[str, Any],
+        world_size: int,
+        device: str = "cpu",
+        timeout: float = 300,
+        port: int | None = None,
+        preload: str | None = None,
+    ) -> Iterator[Path]:
+        """Run `function` on all ranks; gives the folder where each left its answer, until the with-block is left.
+
+        `preload(**arguments)` loads what they need before they are forked; it may start no thread.
+        """
         self.start()
         with tempfile.TemporaryDirectory(prefix="vramlab-") as folder:
             order = {"function": function, "arguments": arguments, "world_size": world_size, "device": device}
-            order |= {"folder": folder, "port": port, "path": sys.path}
+            order |= {"folder": folder, "port": port, "path": sys.path, "preload": preload}
             try:
                 self._child.send(json.dumps(order))
                 self._wait(Path(folder), world_size, timeout)

@@ -1,6 +1,7 @@
 """What each rank does for `sharding.run_ranks`: a few steps for the values, and a few under the tracker for the bytes."""
 
 import dataclasses
+import importlib
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,12 +12,14 @@ import torch
 from . import world
 from .collectives import Collectives
 from .history import History
+from .models import build_model
 from .recipe import Recipe
 from .resident import limited
 from .simulate import to_report
 from .tracked import run_tracked
 from .tracker import Tracker
 from .training import Training, build, train_step
+from .worker import import_all
 
 SEED = 0  # of the weights, equal on all ranks, and of the batch
 DIGEST_BYTES = 64 * 2**20  # gradients of more bytes than that are given as their norms
@@ -29,11 +32,14 @@ def train(
     events: bool = False,
     memory_limit: dict[str, int] | None = None,
 ) -> dict[str, Any]:
-    """A rank's losses, collectives, report and, in a file of the launch's folder, gradients; torchrun's environment says which."""
+    """A rank's losses, collectives and report; its gradients go to a file in the launch's folder.
+
+    torchrun's environment says which rank. `memory_limit` is by rank.
+    """
     with world.real_rank(device) as rank:
         whole = Recipe(**recipe)
         here = whole.replace(sharding=dataclasses.replace(whole.sharding, rank=rank))
-        _load_libraries(here)
+        import_all(here)
         with limited((memory_limit or {}).get(str(rank)), device):
             answer = values(here, steps, device, Path(os.environ["VRAMLAB_FOLDER"]))
             report, log = split(here, device, steps)
@@ -43,10 +49,16 @@ def train(
     return answer
 
 
-def _load_libraries(recipe: Recipe) -> None:
-    from .worker import _import_all
+def preload(recipe: dict[str, Any], **others: Any) -> None:
+    """Import what `train` will need. One layer of the model on no device: its class is looked up when it is built."""
+    import torch._dynamo
+    import torch.distributed.fsdp
+    import torch.distributed.tensor.parallel  # noqa: F401
 
-    _import_all(recipe)
+    found = Recipe(**recipe)
+    import_all(found)
+    importlib.import_module(f".engines.{found.sharding.engine}", __package__)
+    build_model(found.replace(num_layers=1, sharding=None), "meta")
 
 
 def values(recipe: Recipe, steps: int, device: str, folder: Path) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 import contextlib
 import ctypes
+import gc
 import importlib
 import json
 import os
@@ -54,6 +55,7 @@ def main() -> None:
         return
     while line := _line():
         order = json.loads(line)
+        _preload(order)
         agent = os.fork()  # so that this process stays as it is, without a thread
         if not agent:
             _die_with_parent()
@@ -77,6 +79,15 @@ def _line() -> str:
             return ""
         line += byte
     return line.decode()
+
+
+def _preload(order: dict[str, Any]) -> None:
+    """Load here, once, what every rank of this and of later orders needs; what cannot be loaded is for them to say."""
+    if order["preload"] and order["device"] == "cpu":  # on a GPU each rank is a fresh process
+        with contextlib.suppress(Exception), open(os.devnull, "w") as nowhere, contextlib.redirect_stderr(nowhere):
+            _resolve(order["preload"])(**order["arguments"])
+    gc.collect()
+    gc.freeze()  # a collection in a rank would go through all of it, and copy its pages
 
 
 def _die_with_parent() -> None:

@@ -18,7 +18,7 @@ from .report import Report
 
 __all__ = ["Launcher", "Ranks", "launch", "run_alone", "run_ranks"]
 
-TRAIN = "vramlab.rank_training:train"
+TRAIN, PRELOAD = "vramlab.rank_training:train", "vramlab.rank_training:preload"
 
 
 @dataclass
@@ -88,7 +88,7 @@ def run_ranks(
     order["memory_limit"] = {str(rank): limit for rank, limit in limits.items() if limit is not None}
     with _launcher(launcher) as it:
         try:
-            with it.run(TRAIN, order, world, device, timeout, port) as folder:
+            with it.run(TRAIN, order, world, device, timeout, port, PRELOAD) as folder:
                 return _collect(folder, world)
         except RankError as error:
             if error.oom:

@@ -50,7 +50,7 @@ def run(recipe: Recipe, repeats: int, warmup: int, device: str, memory_limit: in
     """Both passes of `recipe` on `device`; out of memory comes back as a report with status "oom"."""
     before = nvml_snapshot() if device == "cuda" else None  # torch has not touched the device yet
     torch.manual_seed(0)
-    _import_all(recipe)
+    import_all(recipe)
     held = rss()
     try:
         with limited(memory_limit, device):
@@ -69,7 +69,7 @@ def run(recipe: Recipe, repeats: int, warmup: int, device: str, memory_limit: in
     return report
 
 
-def _import_all(recipe: Recipe) -> None:
+def import_all(recipe: Recipe) -> None:
     """Load what else building the model will need, so that it counts neither in times nor in limits."""
     if recipe.lora:
         import peft  # noqa: F401
