@@ -88,7 +88,7 @@ def run(folder: Path, names: list[str], world_size: int) -> list[dict[str, dict[
     """By rank and name, what `world_size` real processes leave. Raises AssertionError with their last words."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={world_size}"]
     done = subprocess.run([*command, __file__, str(folder), *names], capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stderr[-4000:]
+    assert done.returncode == 0, [l for l in done.stderr.splitlines() if l.startswith("[rank0]")][-12:]
     return [pickle.loads(Path(folder, f"{rank}.pickle").read_bytes()) for rank in range(world_size)]
 
 

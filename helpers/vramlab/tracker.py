@@ -9,6 +9,7 @@ Prior art: `torch.distributed._tools.mem_tracker.MemTracker`, which decides the 
 """
 
 import sys
+import time
 import weakref
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack, contextmanager
@@ -17,7 +18,10 @@ from typing import Any
 
 import torch
 from torch._C import _storage_Use_Count
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
+
+from .gloo import gloo_scratch
 
 aten = torch.ops.aten
 # What FSDP and collectives work in: operator to the places of the arguments that are buffers for the transfer.
@@ -58,12 +62,14 @@ class Tracker(TorchDispatchMode):
         device: count storages of this device type only ("cpu" or "cuda").
         round_to: sizes are rounded up to a multiple of this many bytes, as the allocator of `target` does.
         scratch: bytes that a kernel needs besides its results while it runs, a function of the operator's name and
-            arguments.
+            arguments. None: gloo's on a CPU, nothing otherwise.
     """
 
     def __init__(self, device: str = "cpu", round_to: int = 1, scratch: Callable[..., int] | None = None):
         super().__init__()
-        self.device, self.round_to, self.scratch = device, round_to, scratch
+        self.device, self.round_to = device, round_to
+        self.scratch = scratch or (gloo_scratch if device == "cpu" else None)
+        self._gathering: tuple[torch.UntypedStorage, int] | None = None
         self.live: dict[int, Storage] = {}
         self.log: list[tuple[int, Storage, str]] = []  # (+size or -size, storage, operator)
         self.marks: list[tuple[int, str]] = []  # (position in the log, phase that begins there)
@@ -91,6 +97,7 @@ class Tracker(TorchDispatchMode):
 
     def begin(self, phase: str) -> None:
         """A phase begins. What a forward pass made and still holds when it ends are activations."""
+        self._let_go()
         self._settle()
         if self.phase == "forward":
             for storage in self.live.values():
@@ -197,6 +204,7 @@ class Tracker(TorchDispatchMode):
             return func(*args, **kwargs)
         if func is aten._local_scalar_dense.default and args[0].dtype in self.constant:
             return self.constant[args[0].dtype]  # a fake tensor has no value to read
+        self._let_go()
         if self.recomputed and not torch.is_grad_enabled():
             self._settle()
         if func is aten.add.Tensor and self.phase == "backward" and _accumulates(*args, **kwargs):
@@ -207,6 +215,9 @@ class Tracker(TorchDispatchMode):
         if extra:
             block = Storage(self._round(extra), extra, "workspace", name, None, where)
             self.log.append((block.size, block, name))
+        if name == "_allgather_base_" and not isinstance(args[0], FakeTensor):
+            handle = args[0].untyped_storage()
+            self._gathering = handle, _storage_Use_Count(handle._cdata)
         result = func(*args, **kwargs)
         self.calls.append((start, name, where, len(self.marks)))
         self._see(result, name, where, args)
@@ -220,6 +231,8 @@ class Tracker(TorchDispatchMode):
         if isinstance(result, torch.Tensor):
             for tensor in _beneath(result):
                 if tensor.device.type == self.device and tensor.untyped_storage()._cdata not in self.live:
+                    if op == "split":  # of a collective's own copy, which `scratch` has counted
+                        continue
                     self._born(tensor, op, where)
         elif isinstance(result, list | tuple):
             # a multi-tensor kernel: each result belongs where its own operand does
@@ -249,6 +262,7 @@ class Tracker(TorchDispatchMode):
 
     def _resized(self, handle: torch.UntypedStorage) -> None:
         """A storage is emptied or filled again without an operator, as FSDP does with what it gathers."""
+        self._let_go()
         storage, size = self.live.get(handle._cdata), self._round(handle.nbytes())
         if storage is None or (size == storage.size if storage.alive else not size):
             return
@@ -269,6 +283,15 @@ class Tracker(TorchDispatchMode):
             storage = self.live.get(tensors.untyped_storage()._cdata)
             if storage:
                 storage.category = storage.category or "workspace"
+
+    def _let_go(self) -> None:
+        """Gloo's thread still holds what it gathered for a moment after it is done; wait for that moment's end."""
+        if self._gathering is None:
+            return
+        (handle, before), self._gathering = self._gathering, None
+        end = time.monotonic() + 1
+        while _storage_Use_Count(handle._cdata) > before and time.monotonic() < end:
+            time.sleep(1e-4)
 
     def _settle(self) -> None:
         """A recomputed piece of the forward pass has ended: what is still held of it was kept for its backward pass."""

@@ -64,18 +64,38 @@ def units(model: "torch.nn.Module", wrap: str = "layers", as_accelerate: bool = 
     """
     if wrap == "model":
         return [Unit((model,))]
-    kinds = set(getattr(model, "_no_split_modules", None) or ())
-    found = [Unit((module,)) for module in model.modules() if type(module).__name__ in kinds]
+    kinds, shared = set(getattr(model, "_no_split_modules", None) or ()), _sharing(model)
+    found = [
+        Unit((module,))
+        for module in model.modules()
+        if type(module).__name__ in kinds and _has_all_or_none(module, shared)
+    ]
     if as_accelerate:
         embedding = model.get_input_embeddings() if hasattr(model, "get_input_embeddings") else None
         head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
-        tied = embedding is not None and getattr(embedding, "weight", None) is getattr(head, "weight", ...)
-        if embedding is not None and not tied:
+        tied = [module for module in shared if module not in (embedding, head)]
+        if embedding in shared:
+            tied.insert(0, embedding)
+        elif embedding is not None:
             found.append(Unit((embedding,)))
-        tail = tuple(m for m in (_last_norm(model), embedding if tied else None, head) if m is not None)
-        if tail:
+        if tail := tuple(module for module in (_last_norm(model), *tied, head) if module is not None):
             found.append(Unit(tail, keep=True))
     return [*found, Unit((model,), keep=True)]
+
+
+def _sharing(model: "torch.nn.Module") -> list["torch.nn.Module"]:
+    """The modules that hold a parameter which another holds too: all of them have to be in one unit."""
+    holders: dict[int, list] = {}
+    for module in model.modules():
+        for parameter in module._parameters.values():
+            if parameter is not None:
+                holders.setdefault(id(parameter), []).append(module)
+    return [*dict.fromkeys(module for group in holders.values() if len(group) > 1 for module in group)]
+
+
+def _has_all_or_none(module: "torch.nn.Module", shared: list["torch.nn.Module"]) -> bool:
+    inside = {id(m) for m in module.modules()}
+    return len({id(m) in inside for m in shared}) < 2
 
 
 def _last_norm(model: "torch.nn.Module") -> "torch.nn.Module | None":
