@@ -12,7 +12,7 @@ from collections import Counter
 
 from .errors import RecipeError
 from .formulas import reserved, shards, stored
-from .formulas.account import Account, Moment
+from .formulas.account import Account, Asked, Moment, kept_account
 from .formulas.step import step_temporaries
 from .gpu import Gpu, find_gpu
 from .lora_modules import differ_by_layer
@@ -42,13 +42,12 @@ def predict(recipe: Recipe, gpu: str | Gpu | None = None) -> Report:
         allowed = "the formulas multiply one layer, so every layer has to get the same adapters: ask simulate"
         raise RecipeError("lora.target_modules", recipe.lora.target_modules, allowed)
     exist = recipe.gradient_accumulation_steps > 1 or not recipe.loop.set_to_none  # gradients, when backward begins
-    account = Account(recipe, card.compute_capability if card else USUAL, exist)
-    moments = {phase: account.peak(phase) for phase in ("forward", "backward")}
+    account = kept_account(Asked(recipe, card.compute_capability if card else USUAL, exist))
     share = shards.shares(recipe)
-    phases = _phases(recipe, account, moments, card, exist, share)
+    phases = _phases(recipe, account, card, exist, share)
     name = max(phases, key=lambda phase: phases[phase].peak.total)
     peak = phases[name].peak
-    groups = _groups(recipe, account, moments.get(name), peak)
+    groups = _groups(recipe, account, account.moments.get(name), peak)
     inside = reserved.reserved(_blocks(groups, peak), peak.total, account.approximate)
     return Report(
         source="predicted",
@@ -65,7 +64,7 @@ def predict(recipe: Recipe, gpu: str | Gpu | None = None) -> Report:
     )
 
 
-def _phases(recipe: Recipe, account: Account, moments: dict[str, Moment], card, exist: bool, share) -> dict[str, Phase]:
+def _phases(recipe: Recipe, account: Account, card: Gpu | None, exist: bool, share: shards.Shares) -> dict[str, Phase]:
     """Each phase's bytes by category at its peak and at its end."""
 
     def rank(*splits: dict[str, int], computing: bool = False) -> Bytes:
@@ -78,8 +77,7 @@ def _phases(recipe: Recipe, account: Account, moments: dict[str, Moment], card, 
         return Bytes(**(shards.divide(split, share, computing) if recipe.sharding else split))
 
     loop, slack = recipe.loop, stored.slack_bytes(recipe)
-    ends = [account.last("forward"), account.last("backward")]
-    forward, backward, forward_end, backward_end = account.splits([*moments.values(), *ends])
+    forward, backward, forward_end, backward_end = account.phases
     loaded = {
         "parameters": stored.parameter_bytes(recipe),
         "buffers": stored.buffer_bytes(recipe.shape),
@@ -120,21 +118,20 @@ def _groups(recipe: Recipe, account: Account, moment: Moment | None, peak: Bytes
     """
     half = "float16" if recipe.precision.startswith("fp16") else "bfloat16"
     groups: dict[tuple, list] = {}
-
-    def add(count: int, sizes: tuple[int, ...], category: str, shape, dtype: str, op: str, where: str) -> None:
-        group = groups.setdefault((sum(sizes), category, shape, dtype, op), [0, where, sizes])
-        group[0] += count
-
+    found = []
     for row in stored.held(recipe):
         dtype = half if row.width == 2 else "float32"
-        add(row.count, row.blocks, "parameters", row.shape, "uint8" if row.quantized else dtype, "loaded", row.name)
+        as_loaded = "uint8" if row.quantized else dtype
+        found.append((row.count, row.blocks, "parameters", row.shape, as_loaded, "loaded", row.name))
         if row.states and peak.optimizer_states:
-            add(row.count, row.states, "optimizer_states", row.shape, dtype, recipe.optim, row.name)
+            found.append((row.count, row.states, "optimizer_states", row.shape, dtype, recipe.optim, row.name))
         if row.trained and peak.gradients and not moment:
-            add(row.count, (row.size,), "gradients", row.shape, dtype, "backward", row.name)
-    for times, entry in account.alive(moment) if moment else ():
-        dtype = half if entry.width == 2 else DTYPES[entry.width]
-        add(times, (entry.size,), entry.category, entry.shape, dtype, entry.op, entry.where)
+            found.append((row.count, (row.size,), "gradients", row.shape, dtype, "backward", row.name))
+    for times, e in account.alive(moment) if moment else ():
+        dtype = half if e.width == 2 else DTYPES[e.width]
+        found.append((times, (e.size,), e.category, e.shape, dtype, e.op, e.where))
+    for count, sizes, category, shape, dtype, op, where in found:
+        groups.setdefault((sum(sizes), category, shape, dtype, op), [0, where, sizes])[0] += count
     return groups
 
 
@@ -152,11 +149,12 @@ def _blocks(groups: dict[tuple, list], peak: Bytes) -> Counter:
 
 def _largest(groups: dict[tuple, list], share: shards.Shares) -> list[Tensor]:
     """The largest groups of equal tensors; a sharded category's are one rank's share."""
+    shares = {category: getattr(share, category, 1.0) for category in CATEGORIES}
     found = []
-    for (size, category, *rest), (count, where, _) in groups.items():
-        if here := int(size * getattr(share, category, 1.0)):
-            found.append((-here * count, len(found), here, category, *rest, where, count))
-    return [Tensor(*row) for _, _, *row in sorted(found)[:LISTED]]
+    for key, (count, where, _) in groups.items():
+        if here := int(key[0] * shares[key[1]]):
+            found.append((-here * count, len(found), (here, *key[1:], where, count)))
+    return [Tensor(*row) for *_, row in sorted(found)[:LISTED]]
 
 
 def _notes(recipe: Recipe, account: Account, card: Gpu | None) -> list[str]:

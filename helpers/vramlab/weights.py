@@ -1,7 +1,7 @@
 """Every parameter tensor and buffer of a model, by formula: names, shapes and order as `transformers` 5.23 has them.
 
 An architecture is one `Layout`: modules outside the layers, and the parts of a layer by the role they play in it, which
-is also how `formulas.layers` walks through one. The source of each is the `__init__` of the architecture's `modeling_*.py`;
+is also how `formulas.layer` walks through one. The source of each is the `__init__` of the architecture's `modeling_*.py`;
 the tests hold every list against the model built on the meta device. What no layout covers is read off that model.
 """
 

@@ -1,10 +1,12 @@
 """The formulas behind `vramlab.predict`: no torch, no model.
 
 stored      what stays: parameters, gradients, optimizer states, buffers, inputs
-model       one layer by the roles of its parts; embeddings, stacks, head and loss
+model       embeddings, stacks, head and loss
+layer       one layer by the roles of its parts
 attention   the attention kernels
 operators   what PyTorch's operators keep and need, linear layers with LoRA and in few bits
 ledger      blocks that come and go, forward and backward
+graph       who holds a block: tensors, weights, operators that wait for a gradient
 account     the peaks read off, for all layers
 step        the optimizer step's temporaries
 shards      one rank of many (ZeRO)

@@ -7,7 +7,7 @@ Backward's peak in a layer is at the top of the stack or at the bottom, for betw
 """
 
 import dataclasses
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import accumulate
 
 from ..options import LoRA
@@ -15,7 +15,7 @@ from ..recipe import Recipe
 from ..report import CATEGORIES
 from ..shapes import Shape
 from . import step
-from .ledger import Entry, Parameter, Tensor
+from .graph import Entry, Parameter, Tensor
 from .model import Model
 from .stored import is_saved, lora_targets, saved_modules, table, written_out
 
@@ -91,6 +91,16 @@ class Account:
             first, extra = top, (*extra, (section.more, top, bottom))
         return {"forward": forward, "backward": [*backward, (first, self.end, extra)]}
 
+    @cached_property
+    def moments(self) -> dict[str, Moment]:
+        """Each phase's highest moment."""
+        return {phase: self.peak(phase) for phase in self.pieces}
+
+    @cached_property
+    def phases(self) -> list[dict[str, int]]:
+        """Bytes by category at both phases' peaks, then at their ends."""
+        return self.splits([*self.moments.values(), *(self.last(phase) for phase in self.pieces)])
+
     def peak(self, phase: str) -> Moment:
         """The phase's highest moment."""
         best, found = -1, (0, ())
@@ -137,6 +147,28 @@ class Account:
             for entry, change in zip(self.m.lines[a:b], self.m.changes[a:b], strict=True):
                 times[entry] = times.get(entry, 0) + (n if change > 0 else -n)
         return sorted(((n, entry) for entry, n in times.items() if n > 0), key=lambda pair: pair[1].birth)
+
+
+class Asked:
+    """What an `Account` is made of, equal to others by the settings that it depends on."""
+
+    def __init__(self, recipe: Recipe, capability: tuple[int, int], gradients_exist: bool):
+        r, self.arguments = recipe, (recipe, capability, gradients_exist)
+        optim = (r.optim, r.optim_args) if r.loop.optimizer_in_backward else None
+        sizes = (r.shape, r.batch_size, r.seq_len, r.gradient_checkpointing, r.attn_implementation)
+        self.key = (*sizes, r.precision, r.lora, r.quantization, r.loop, optim, capability, gradients_exist)
+
+    def __hash__(self) -> int:
+        return hash(self.key)
+
+    def __eq__(self, other) -> bool:
+        return self.key == other.key
+
+
+@lru_cache(maxsize=32)
+def kept_account(asked: Asked) -> Account:
+    """The account of `asked`, one of the last few: recipes that differ in optimizer or sharding alone share theirs."""
+    return Account(*asked.arguments)
 
 
 def parameters(recipe: Recipe, shape: Shape, lora: LoRA | None) -> dict[str, Parameter]:

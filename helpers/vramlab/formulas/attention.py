@@ -4,7 +4,7 @@ The kernels themselves (Dao 2023; Rabe and Staats 2021) keep queries, keys, valu
 the matrix of scores, batch × heads × tokens², exists only where the attention is written out ("eager", "math").
 """
 
-from .ledger import Tensor
+from .graph import Tensor
 from .operators import Operators
 from .stored import FP32, HALF
 

@@ -1,10 +1,4 @@
-"""A recipe's model on paper: embeddings, stacks of layers, head and loss, as transformers 5.23 writes them.
-
-A layer is walked through by the roles of its parts (`vramlab.weights`), one way for decoders, encoders and T5. What it
-keeps for the backward pass is the sum over its operators; for GPT-2 in fp32 with a fused kernel, per token and layer, in
-bytes: 4 · (2 norms · h + 3h queries, keys, values + h attention + 2h inputs of norms + 4 · 4h gelu_new + 4h its result)
-+ 2h dropout masks: about 109 h.
-"""
+"""A recipe's model on paper: embeddings, stacks of layers, head and loss, as transformers 5.23 writes them."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,12 +6,10 @@ from math import prod
 
 from ..recipe import Recipe
 from ..shapes import Shape
-from .attention import Attention
-from .ledger import CAST, FULL, Leaf, Parameter, Tensor
+from .graph import CAST, FULL, Leaf, Parameter, Tensor
+from .layer import Layer
 from .operators import BOOL, INT64
-from .stored import FP32, HALF, compute_width, image_sizes, weight_width
-
-FP32_SOFTMAX = ("gpt2", "bert", "t5", "falcon")  # those that do not ask for one
+from .stored import FP32, HALF, image_sizes
 
 
 @dataclass
@@ -36,179 +28,14 @@ class Section:
     taken: int
 
 
-class Model(Attention):
-    """The ledger of one micro-batch of `recipe`, with `shape` for its model and `parameters` by name."""
+class Model(Layer):
+    """The ledger of one micro-batch, whole: see `Layer` for the arguments."""
 
     def __init__(self, recipe: Recipe, shape: Shape, parameters: dict[str, Parameter], capability: tuple[int, int]):
-        precision, quantization = recipe.precision, recipe.quantization
-        super().__init__(
-            parameters,
-            HALF if precision.endswith("-mixed") else None,
-            compute_width(precision, quantization) if quantization else HALF,
-            bool(quantization and quantization.double),
-            recipe.lora.lora_dropout if recipe.lora else 0.0,
-            implementation=recipe.attn_implementation,
-            bf16=not precision.startswith("fp16"),
-            capability=capability,
-            causal=shape.task in ("causal-lm", "seq2seq-lm") or shape.family not in ("bert", "vit", "generic"),
-            grouping=shape.family != "falcon",
-        )
-        self.recipe, self.shape, self.setting = recipe, shape, shape.settings.get
-        self.batch, self.tokens, self.checkpoints = recipe.batch_size, recipe.seq_len, recipe.gradient_checkpointing
-        self.hidden_width = weight_width(precision, quantization)  # bytes an element of what the embedding returns
+        super().__init__(recipe, shape, parameters, capability)
         self.sections: list[Section] = []
-        self.table: tuple[Tensor, Tensor] | None = None  # cos and sin of rotary positions
-        # the loop's setting does not reach the configuration of T5's decoder
-        caching = None if shape.num_decoder_layers else recipe.loop.use_cache
-        caching = self.setting("use_cache", True) if caching is None else caching
-        caching = caching and not self.checkpoints and shape.family not in ("bert", "vit")
-        self.caches: list[Tensor] | None = [] if caching else None
         rows = [words.split() for item in shape.layout.items if isinstance(item, str) for words in item.split(";")]
         self.embeddings = [row[0] for row in rows if row and row[1] == "embedding"]
-
-    # --- one layer ------------------------------------------------------------------------------------------------
-
-    def layer(self, name: str, parts: dict[str, str], x: Tensor, bias: tuple, source=None, cross: tuple = ()) -> Tensor:
-        """The layer `name`, whose `parts` say how its modules are called.
-
-        Args:
-            bias: what is added to the scores: a mask; for T5 positions and a mask. `cross`: to a cross-attention's.
-            source: T5's encoded input, to which a decoder's second attention looks.
-        """
-        s = self.shape
-        at = {role: f"{name}.{part}" for role, part in parts.items()}
-        if self.parallel:
-            p, normed = s.hidden_dropout, self.norm(x, at["norm1"])
-            y = self.dropout(self.attention(at, normed, bias), p)
-            if "norm2" in at:
-                normed = self.norm(x, at["norm2"])
-            z = self.feed_forward(at, normed)
-            return self.add(self.add(self.dropout(z, p), y), x)
-        after = s.family == "bert" or not self.setting("do_layer_norm_before", True)  # norms after the sums
-        y = self.attention(at, x if after else self.norm(x, at["norm1"]), bias)
-        if "after1" in at:  # Gemma 2 also norms what each branch returns
-            y = self.norm(y, at["after1"])
-        x = self.joined(x, y, at["norm1"] if after else None)
-        del y
-        if source is not None:
-            x = self.joined(x, self.attention(at, self.norm(x, at["cross_norm"]), cross, source), None)
-        z = self.feed_forward(at, x if after else self.norm(x, at["norm2"]))
-        if "after2" in at:
-            z = self.norm(z, at["after2"])
-        return self.joined(x, z, at["norm2"] if after else None)
-
-    def joined(self, x: Tensor, y: Tensor, norm: str | None) -> Tensor:
-        """x + dropout(y), normed if the model norms sums; T5 clamps it in fp16, so that it does not overflow."""
-        total = self.add(x, self.dropout(y, self.shape.hidden_dropout))
-        if norm:
-            return self.norm(total, norm)
-        if total.width == FP32 or self.bf16 or self.shape.family != "t5":
-            return total
-        return self.op("clamp", [total], total.shape, HALF, saves=[total], extra=2 * prod(total.shape) * BOOL)
-
-    @property
-    def parallel(self) -> bool:
-        """Whether attention and feed-forward part run side by side."""
-        family, get = self.shape.family, self.setting
-        if family == "falcon":
-            return get("new_decoder_architecture", False) or get("parallel_attn", True)
-        return family == "phi" or (family == "gpt_neox" and get("use_parallel_residual", True))
-
-    def attention(self, at: dict[str, str], x: Tensor, bias: tuple, source: Tensor | None = None) -> Tensor:
-        """Queries, keys and values, rotated and cached where the model does, one kernel, and the projection back."""
-        s, cross = self.shape, "" if source is None else "cross_"
-        falcon, t5 = s.family == "falcon", s.family == "t5"
-        if "qkv" in at:
-            qkv = self.linear(x, at["qkv"])
-            kv = qkv.shape[-1] // s.head_dim - s.num_heads
-            q, k, v = self.split(qkv, *(self.heads(qkv, n).shape for n in (s.num_heads, kv // 2, kv // 2)))
-            del qkv
-        else:
-            q = self.linear(x, at[f"{cross}q"])
-            q = self.heads(self.scale(q) if s.family == "opt" else self.head_norm(q, at, "q_norm"), s.num_heads)
-            source = x if source is None else source
-            k = self.head_norm(self.linear(source, at[f"{cross}k"]), at, "k_norm")
-            k = self.heads(k, k.shape[-1] // s.head_dim if len(k.shape) == 3 else k.shape[2])
-            v = self.heads(self.linear(source, at[f"{cross}v"]), k.shape[1])
-        if falcon and self.setting("new_decoder_architecture", False):
-            k, v = self.repeat(k, s.num_heads), self.repeat(v, s.num_heads)
-        if self.table:
-            q_ = self.rotary(q, self.table, s.rotary_dim)
-            q, k = q_, self.rotary(k, self.table, s.rotary_dim)
-            del q_
-        if self.caches is not None and (not t5 or self.decoding):
-            # `use_cache` copies keys and values (`DynamicLayer.update`); the cache takes the keys' dtype
-            k, v = self.cat([k], *k.shape), self.cat([v], *v.shape, width=k.width)
-            self.caches += [k, v]
-        mask, second = (*bias, None)[:2]
-        if t5 and self.implementation != "eager":
-            mask = self.bias_mask(mask)
-        y = self.attend(
-            *(q, k, v, mask, s.attention_dropout),
-            softmax_fp32=s.family not in FP32_SOFTMAX,
-            cap=bool(self.setting("attn_logit_softcapping", None)),
-            second_mask=second,
-            falcon=falcon,
-        )
-        return self.linear(y, at[f"{cross}out"])
-
-    def heads(self, x: Tensor, count: int) -> Tensor:
-        """batch × tokens × (heads · channels) seen as batch × heads × tokens × channels."""
-        return x.view(x.shape[0], count, x.shape[1], self.shape.head_dim)
-
-    def head_norm(self, x: Tensor, at: dict[str, str], role: str) -> Tensor:
-        """Qwen 3 norms each head's queries and keys."""
-        if role not in at:
-            return x
-        b, n, width = x.shape
-        return self.norm(x.view(b, n, width // self.shape.head_dim, self.shape.head_dim), at[role])
-
-    def feed_forward(self, at: dict[str, str], x: Tensor) -> Tensor:
-        """down(act(up(x))), or down(act(gate(x)) · up(x)), of which four wide tensors are kept, or a choice of experts."""
-        s = self.shape
-        if "router" in at:
-            return self.experts(at, x)
-        if "gate" in at:
-            gate = self.activation(self.linear(x, at["gate"]), s.activation)
-            z = self.mul(gate, self.linear(x, at["up"]))
-            del gate
-        else:
-            z = self.activation(self.linear(x, at["up"]), s.activation)
-        if s.family == "t5":
-            z = self.to(self.dropout(z, s.hidden_dropout), self.parameters[f"{at['down']}.weight"].width)
-        if s.family == "bert":
-            self.layer_holds.append(z)
-        return self.linear(z, at["down"])
-
-    def experts(self, at: dict[str, str], x: Tensor) -> Tensor:
-        """`MixtralSparseMoeBlock` with grouped products: every token's row is copied to each expert it goes to."""
-        s, (b, n, h), m = self.shape, x.shape, self.shape.intermediate_size
-        rows, k = b * n, s.experts_per_token
-        flat = x.view(rows, h)
-        probabilities = self.probabilities(self.product(flat, self.parameters[at["router"]]), True, FP32)
-        top = self.op("topk", [probabilities], (rows, k), FP32, saves=[self.tensor("topk", (rows, k), INT64)])
-        weights = self.op("div", [top], (rows, k), FP32, saves=[top])
-        order = self.tensor("sort", (rows * k,), INT64)
-
-        def index(x: Tensor, width: int) -> Tensor:  # backward: the gradient into zeros, those into another tensor
-            return self.op("index", [x], (rows * k, width), x.width, saves=[order], extra=prod(x.shape) * x.width)
-
-        def grouped(x: Tensor, role: str, out: int) -> Tensor:  # autocast leaves it alone, x takes the weight's dtype
-            weight = self.parameters[at[role]]
-            x = self.to(x, weight.width)
-            saves = ([x] if weight.needs else []) + ([weight] if x.needs else [])
-            return self.op("grouped_mm", [x, weight], (rows * k, out), weight.width, saves=saves)
-
-        gate, up = self.split(grouped(index(flat, h), "experts_up", 2 * m), (rows * k, m), (rows * k, m))
-        out = grouped(self.mul(self.activation(gate, s.activation), up), "experts_down", h)
-        weighted = index(self.mul(out, index(weights, 1)), h)
-        return self.to(self.reduce(weighted, (rows, h), "sum"), x.width).view(b, n, h)
-
-    def norm(self, x: Tensor, name: str) -> Tensor:
-        """The family's norm."""
-        if self.shape.norm == "layernorm":
-            return self.layer_norm(x, name)
-        return self.rms_norm(x, name, self.shape.family)
 
     # --- what all layers share ------------------------------------------------------------------------------------
 
@@ -284,18 +111,17 @@ class Model(Attention):
         for i in range(written):
             inner = self.where = f"{name}.{i}"
             begin, taken = len(self.changes), x.block.entry.size
-            self.bounds.setdefault(len(self.nodes), []).append(inner)
+            self.nodes.append(inner)
             x = self.checkpoint(lambda y, inner=inner: run(inner, y), x) if self.checkpoints else run(inner, x)
             if i == min(typical, written - 1):
                 section = Section(inner, f"{inner}.end", count - written, begin, len(self.changes), taken)
                 self.sections.append(section)
-                self.bounds.setdefault(len(self.nodes), []).append(section.top)
+                self.nodes.append(section.top)
         return x
 
     def hidden_states(self) -> Tensor:
         """Everything before the output head."""
         s, (stack, *more) = self.shape, self.shape.layout.stacks
-        self.decoding = False
         if more:
             hidden = self.t5_stack(more[0], self.t5_stack(stack, None))
             scaled = self.setting("scale_decoder_outputs", self.setting("tie_word_embeddings", True))

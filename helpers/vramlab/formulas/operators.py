@@ -7,7 +7,8 @@ Each method is one PyTorch operator, or one module of transformers that is a lin
 
 from math import ceil, prod
 
-from .ledger import CAST, FULL, PART, PASS, Entry, Ledger, Parameter, Tensor
+from .graph import CAST, FULL, PART, PASS, Entry, Parameter, Tensor
+from .ledger import Ledger
 from .stored import BLOCK, FP32, HALF
 
 BOOL, INT64 = 1, 8
