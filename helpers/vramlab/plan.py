@@ -78,13 +78,13 @@ class Plan:
 
     def table(self, top: int = 10) -> str:
         """The fastest `top` choices as text."""
-        rows = [("", "tokens/s", "from", "to", "peak", f"{self.question['tier']} at most", " recipe")]
+        rows = [("", "method", "tokens/s", "from", "to", "peak", f"{self.question['tier']} at most", " recipe")]
         for i, choice in enumerate(self.choices[:top]):
             time = choice.time
             rates = (f"{time.tokens / seconds:,.0f}" for seconds in (time.seconds, time.high, time.low))
             needs = upper(choice.report, self.question["tier"])
             sizes = (format_bytes(size, digits=2) for size in (choice.report.peak.total, needs))
-            rows.append((str(i + 1), *rates, *sizes, " " + _short(choice.recipe)))
+            rows.append((str(i + 1), choice.method, *rates, *sizes, " " + _short(choice.recipe)))
         width = max(len(row[-1]) for row in rows)
         return text_table([(*row[:-1], row[-1].ljust(width)) for row in rows])
 

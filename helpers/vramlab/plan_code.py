@@ -81,6 +81,8 @@ def _lora(recipe: Recipe, task: str | None) -> dict[str, str]:
         value = getattr(lora, name)
         if value != getattr(usual, name):
             found[name] = _text(list(value) if isinstance(value, tuple) else value)
+    if recipe.shape.family == "gpt2":
+        found["fan_in_fan_out"] = "True"  # its Conv1D is stored transposed
     return {**found, "task_type": _text(task)} if task else found
 
 

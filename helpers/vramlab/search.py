@@ -5,7 +5,7 @@
                 largest that fits is found (one micro-batch alone keeps no gradients while it computes, and is tried first)
     best first  families are opened in the order of their fastest recipe, so the search ends when enough are found
 
-None of the three changes the answer.
+None of the three changes the answer (memory is monotone but for the rounding of small blocks, a hundred-thousandth).
 """
 
 import heapq

@@ -1,0 +1,68 @@
+"""How many recipes a plan considers a second, beside predicting each of them.
+
+    python benchmarks/plan_speed.py [MODEL GPU GPUS SEQ_LEN]
+
+Both run in fresh processes, so that neither finds the other's cached layers. Seconds are those of the processor
+(other programs do not count) and depend on the machine; the ratio hardly does. The fastest recipe that fits is the same: the ratio is what the pruning is worth.
+"""
+
+import subprocess
+import sys
+
+CASES = (
+    ("llama-3.1-8b", "T4", 1, 1024),
+    ("polyglot-ko-1.3b", "RTX 4070", 1, 256),
+    ("llama-3.1-8b", "RTX 4090", 8, 2048),
+)
+SETUP = """
+import sys, time
+from vramlab import plan, predict
+from vramlab.search import order, upper
+from vramlab.space import Question, families, micro_batches, with_micro_batch
+from vramlab.step_time import estimate
+model, gpu, gpus, tokens = sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
+predict(Question("gpt2", gpu).plain, gpu)
+start = time.process_time()
+"""
+PLANNED = """
+found = plan(model, gpu, gpus, seq_len=tokens)
+taken = time.process_time() - start
+print(found.considered, found.predicted, taken, str(found.choices[0].recipe) if found.choices else "nothing")
+"""
+EACH = """
+question, count, best = Question(model, gpu, gpus, seq_len=tokens), 0, None
+for method in question.methods:
+    for family in families(question, method):
+        for size in micro_batches(question):
+            recipe, count = with_micro_batch(family, size), count + 1
+            if upper(predict(recipe, question.gpu), "process") <= question.usable:
+                rank = order(sum(estimate(recipe, question.gpu).values()), recipe)
+                best = min(best or (rank, str(recipe)), (rank, str(recipe)))
+taken = time.process_time() - start
+print(count, count, taken, best[1] if best else "nothing")
+"""
+
+
+def run(script: str, case: tuple) -> tuple[int, int, float, str]:
+    """(recipes considered, predicted, seconds, the fastest that fits) of `script` in a process of its own."""
+    words = [sys.executable, "-c", SETUP + script, *map(str, case)]
+    said = subprocess.run(words, check=True, capture_output=True, text=True).stdout
+    considered, predicted, seconds, best = said.strip().split(" ", 3)
+    return int(considered), int(predicted), float(seconds), best
+
+
+def main() -> None:
+    given = sys.argv[1:]
+    cases = [(given[0], given[1], int(given[2]), int(given[3]))] if given else CASES
+    for case in cases:
+        considered, predicted, seconds, best = run(PLANNED, case)
+        _, _, each, same = run(EACH, case)
+        print(f"{case[0]} on {case[2]} × {case[1]}, {case[3]} tokens: {considered:,} recipes, {predicted} predicted")
+        print(
+            f"  {considered / seconds:,.0f} a second in {seconds:.2f} s; predicting each: {considered / each:,.0f} a second"
+        )
+        print(f"  {each / seconds:.1f} times as fast; the same best recipe: {best == same}")
+
+
+if __name__ == "__main__":
+    main()
