@@ -8,7 +8,7 @@ from math import prod
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from vramlab import Loop, LoRA, Recipe, RecipeError, Report, Sharding
+from vramlab import Loop, LoRA, Quantization, Recipe, RecipeError, Report, Sharding
 from vramlab.formulas import (
     account,
     activation_bytes_per_layer,
@@ -93,6 +93,7 @@ def test_depth_costs_nothing():
         for _ in range(5):
             start = time.process_time()
             for _ in range(20):
+                account.kept_account.cache_clear()
                 predict(recipe)
             best.append((time.process_time() - start) / 20)
         return min(best)
@@ -416,6 +417,59 @@ def test_any_recipe_is_a_report_or_a_recipe_error(fields, gpu):
         return
     report = predict(recipe, gpu)
     assert isinstance(report, Report) and report.peak.total > 0
+
+
+IN_BACKWARD = GPT2.replace(loop="optimizer_in_backward", optim="rmsprop")
+CHANGES = [
+    *((GPT2, change) for change in (dict(batch_size=3), dict(seq_len=96), dict(precision="bf16-mixed"))),
+    *((GPT2, change) for change in (dict(attn_implementation="eager"), dict(gradient_checkpointing=True))),
+    *((GPT2, change) for change in (dict(num_layers=1), dict(task="sequence-classification"), dict(model="opt-125m"))),
+    *((GPT2, change) for change in (dict(lora=LoRA()), dict(loop="plain"), dict(gradient_accumulation_steps=2))),
+    (GPT2.replace(lora=LoRA()), dict(lora=LoRA(r=9))),
+    (GPT2.replace(lora=LoRA()), dict(quantization=Quantization())),
+    (IN_BACKWARD, dict(optim="sgd")),
+    (IN_BACKWARD, dict(optim_args="weight_decay=0.1")),
+]
+
+
+@pytest.mark.parametrize("base,change", CHANGES, ids=[str(change) for _, change in CHANGES])
+def test_a_kept_account_serves_no_other_recipe(base, change):
+    changed = base.replace(**change)
+    exist = changed.gradient_accumulation_steps > 1
+    one, other = account.Account(base), account.Account(changed, gradients_exist=exist)
+    assert (one.live, one.pieces) != (other.live, other.pieces)
+    account.kept_account.cache_clear()
+    predict(base)
+    after_another = predict(changed).to_json()
+    account.kept_account.cache_clear()
+    assert predict(changed).to_json() == after_another
+
+
+def test_a_kept_account_knows_the_card_and_serves_every_optimizer():
+    recipe = LLAMA.replace(precision="bf16-true")
+    account.kept_account.cache_clear()
+    a100, t4 = predict(recipe, "A100"), predict(recipe, "T4")
+    assert a100.phases["forward"] != t4.phases["forward"]
+    predict(recipe.replace(optim="sgd", sharding=Sharding(3, 8)), "A100")
+    assert account.kept_account.cache_info()[:2] == (1, 2)  # hits, misses
+
+
+def test_predictions_leave_nothing_to_the_garbage_collector():
+    import gc
+
+    recipes = [IN_BACKWARD, GPT2.replace(lora=LoRA(), gradient_checkpointing=True), Recipe("t5-small"), LLAMA]
+    for recipe in recipes:
+        predict(recipe)
+    account.kept_account.cache_clear()
+    gc.collect()
+    gc.disable()
+    try:
+        for recipe in recipes:
+            predict(recipe)
+        account.kept_account.cache_clear()
+        assert gc.collect() == 0
+    finally:
+        gc.enable()
 
 
 def test_a_written_out_stack_equals_the_multiplied_one():
