@@ -69,7 +69,7 @@ class Tracker(TorchDispatchMode):
         super().__init__()
         self.device, self.round_to = device, round_to
         self.scratch = scratch or (gloo_scratch if device == "cpu" else None)
-        self._gathering: tuple[torch.UntypedStorage, int] | None = None
+        self._sent: tuple[torch.UntypedStorage, int] | None = None
         self.live: dict[int, Storage] = {}
         self.log: list[tuple[int, Storage, str]] = []  # (+size or -size, storage, operator)
         self.marks: list[tuple[int, str]] = []  # (position in the log, phase that begins there)
@@ -215,9 +215,7 @@ class Tracker(TorchDispatchMode):
         if extra:
             block = Storage(self._round(extra), extra, "workspace", name, None, where)
             self.log.append((block.size, block, name))
-        if name == "_allgather_base_" and not isinstance(args[0], FakeTensor):
-            handle = args[0].untyped_storage()
-            self._gathering = handle, _storage_Use_Count(handle._cdata)
+        self._transfer(name, args)
         result = func(*args, **kwargs)
         self.calls.append((start, name, where, len(self.marks)))
         self._see(result, name, where, args)
@@ -284,12 +282,19 @@ class Tracker(TorchDispatchMode):
             if storage:
                 storage.category = storage.category or "workspace"
 
+    def _transfer(self, name: str, args: tuple) -> None:
+        """Note a storage that gloo's thread works on, and how many hold it without that thread."""
+        if name in ("_allgather_base_", "wait_tensor") and not isinstance(args[0], FakeTensor):
+            handle = args[0].untyped_storage()
+            # a functional collective's result is held by itself and by this handle
+            self._sent = handle, 2 if name == "wait_tensor" else _storage_Use_Count(handle._cdata)
+
     def _let_go(self) -> None:
-        """Gloo's thread still holds what it gathered for a moment after it is done; wait for that moment's end."""
-        if self._gathering is None:
+        """Gloo's thread holds what it worked on for a moment after it is done: wait, or frees are late by chance."""
+        if self._sent is None:
             return
-        (handle, before), self._gathering = self._gathering, None
-        end = time.monotonic() + 1
+        (handle, before), self._sent = self._sent, None
+        end = time.monotonic() + 0.2
         while _storage_Use_Count(handle._cdata) > before and time.monotonic() < end:
             time.sleep(1e-4)
 

@@ -4,6 +4,7 @@ import contextlib
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from ..models import real_tensors
 from ..recipe import Recipe
 from .alone import Engine
 
@@ -20,9 +21,16 @@ class DDP(Engine):
         self.recipe, self.stage = recipe, recipe.sharding.stage
 
     def wrap(self, model: "torch.nn.Module") -> "torch.nn.Module":
+        import torch.distributed as dist
+        from torch._subclasses.fake_tensor import FakeTensor
         from torch.nn.parallel import DistributedDataParallel
 
-        return DistributedDataParallel(model, find_unused_parameters=self._finds_unused())
+        ddp = DistributedDataParallel(model, find_unused_parameters=self._finds_unused())
+        if dist.get_backend() == "fake":
+            ddp.register_comm_hook(None, _answered)
+            if isinstance(next(model.parameters()), FakeTensor):
+                ddp.reducer = _Reducer(ddp.reducer)
+        return ddp
 
     def _finds_unused(self) -> bool:
         """The Trainer looks for parameters without gradients unless layers are recomputed (and with PEFT always).
@@ -43,6 +51,47 @@ class DDP(Engine):
 
     def micro_batch(self, training: "Training", last: bool) -> contextlib.AbstractContextManager:
         return contextlib.nullcontext() if last else training.model.no_sync()
+
+
+def _answered(state, bucket):  # DDP refuses annotations that are not its own
+    """The all-reduce of a group whose other ranks are not there: its work has no result, which DDP asks for."""
+    import torch
+
+    torch.distributed.all_reduce(bucket.buffer(), async_op=True)
+    future = torch.futures.Future()
+    future.set_result(bucket.buffer())
+    return future
+
+
+class _Reducer:
+    """DDP's reducer of fake tensors. It agrees with the other ranks on the buckets' order through tensors that it reads."""
+
+    def __init__(self, reducer):
+        self._reducer = reducer
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._reducer, name)
+
+    def _rebuild_buckets(self) -> bool:
+        with _numbers_are_real():
+            return self._reducer._rebuild_buckets()
+
+
+def _numbers_are_real() -> contextlib.AbstractContextManager:
+    """While entered, tensors of int32 (bucket indices) are real under a FakeTensorMode, all others are fake."""
+    import torch
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Numbers(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            kwargs = kwargs or {}
+            inputs = [t for t in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
+            if kwargs.get("dtype") is torch.int32 or any(t.dtype is torch.int32 for t in inputs):
+                with real_tensors():
+                    return func(*args, **kwargs)
+            return func(*args, **kwargs)
+
+    return Numbers()
 
 
 def make(recipe: Recipe) -> Engine:

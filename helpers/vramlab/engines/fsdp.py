@@ -71,14 +71,16 @@ def units(model: "torch.nn.Module", wrap: str = "layers", as_accelerate: bool = 
         if type(module).__name__ in kinds and _has_all_or_none(module, shared)
     ]
     if as_accelerate:
+        taken = {id(inner) for unit in found for module in unit.modules for inner in module.modules()}
         embedding = model.get_input_embeddings() if hasattr(model, "get_input_embeddings") else None
         head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
         tied = [module for module in shared if module not in (embedding, head)]
         if embedding in shared:
             tied.insert(0, embedding)
-        elif embedding is not None:
+        elif embedding is not None and id(embedding) not in taken:  # BERT's is in a unit already
             found.append(Unit((embedding,)))
-        if tail := tuple(module for module in (_last_norm(model), *tied, head) if module is not None):
+        tail = (_last_norm(model), *tied, head)
+        if tail := tuple(module for module in tail if module is not None and id(module) not in taken):
             found.append(Unit(tail, keep=True))
     return [*found, Unit((model,), keep=True)]
 
