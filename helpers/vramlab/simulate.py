@@ -30,7 +30,7 @@ from .tracker import Tracker
 from .world import one_rank_of
 
 STEPS = 2
-FLOATS = (torch.float32, torch.float16, torch.bfloat16)
+FLOATS, INTEGERS = (torch.float32, torch.float16, torch.bfloat16), (torch.int64, torch.int32)
 
 
 def simulate(
@@ -119,7 +119,7 @@ def make_tracker(training: tr.Training, card: Gpu | None, kernels: CudaKernels |
         tracker.round_to, tracker.scratch = UNIT, kernel_scratch
         tracker.at_phase = cublas_workspaces(card)
     # A fake tensor has no values to read: every mask is full, every count is one, and no gradient overflowed.
-    tracker.constant = {torch.bool: True, **dict.fromkeys(FLOATS, 1.0), torch.int64: 1}
+    tracker.constant = {torch.bool: True, **dict.fromkeys(FLOATS, 1.0), **dict.fromkeys(INTEGERS, 1)}
     if training.scaler:
         training.scaler._maybe_opt_step = lambda optimizer, state, *args, **kwargs: optimizer.step(*args, **kwargs)
     return tracker
