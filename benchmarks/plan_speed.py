@@ -2,8 +2,9 @@
 
     python benchmarks/plan_speed.py [MODEL GPU GPUS SEQ_LEN]
 
-Both run in fresh processes, so that neither finds the other's cached layers. Seconds are those of the processor
-(other programs do not count) and depend on the machine; the ratio hardly does. The fastest recipe that fits is the same: the ratio is what the pruning is worth.
+Both run in fresh processes, so that neither finds the other's cached layers. Seconds are the processor's own (other
+programs do not count). They depend on the machine; the ratio, what the pruning is worth, hardly does. `predict` itself
+shares a walk through the layers among recipes that differ in optimizer or sharding, so the ratio falls with many GPUs.
 """
 
 import subprocess

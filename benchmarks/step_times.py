@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import numpy as np
 from vramlab import find_gpu
 from vramlab.published import Run, runs
-from vramlab.step_time import BANDWIDTH, LAUNCH, TRANSFERS, UTILISATION, operations, written_bytes
+from vramlab.step_time import BANDWIDTH, LAUNCH, TRANSFERS, UTILISATION, operations, walk
 from vramlab.step_traffic import optimizer_traffic
 
 
@@ -26,9 +26,9 @@ def chosen() -> list[Run]:
 def features(run: Run) -> tuple[float, float, float]:
     """Seconds at the whole peak and at the whole bandwidth, and kernels."""
     card, recipe = find_gpu(run.gpu), run.recipe
-    written, kernels, fused = written_bytes(recipe, card.compute_capability)
-    computing = sum(n / card.flops(form) for form, n in operations(recipe, fused).items())
-    return computing, (TRANSFERS * written + optimizer_traffic(recipe)) / card.bandwidth, kernels
+    walked = walk(recipe, card.compute_capability)
+    computing = sum(n / card.flops(form) for form, n in operations(recipe, walked.fused).items())
+    return computing, (TRANSFERS * walked.written + optimizer_traffic(recipe)) / card.bandwidth, walked.kernels
 
 
 def fit(runs: Sequence[Run]) -> tuple[float, float, float]:

@@ -8,14 +8,13 @@ import copy
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from functools import lru_cache
 
 from .errors import RecipeError
 from .formulas import stored
-from .formulas.account import Account
 from .gpu import Gpu, find_gpu, gpu_names
 from .options import LoRA, Quantization, Sharding, choice, flag, whole
 from .recipe import ATTENTION, OPTIMIZERS, PRECISIONS, Recipe
+from .step_time import walk
 
 METHODS = ("full", "lora", "qlora")
 ENGINES = ("ddp", "fsdp", "deepspeed")
@@ -28,6 +27,7 @@ PROPOSED = {"full": ("{half}-true", "{half}-mixed", "tf32", "fp32"), "lora": ("{
 PROPOSED["qlora"] = PROPOSED["lora"][:2]
 RANK = LoRA(r=16, lora_alpha=32, target_modules="all-linear")  # all linear layers: Dettmers et al. 2023, section 4
 MOST_GPUS = 1024
+SURE = 0.98  # of what layers keep by two micro-batches: the rounding of blocks is not affine
 
 
 @dataclass(frozen=True)
@@ -183,35 +183,14 @@ def least_bytes(recipe: Recipe) -> int:
 
 
 def held_bytes(recipe: Recipe, capability: tuple[int, int]) -> int:
-    """A better lower bound: at the end of forward, weights, states and what the layers keep are there together.
-
-    What the layers keep no optimizer and no division among ranks changes, so it is worked out once for all of them.
-    """
-    r = recipe
-    kept = _kept(
-        r.shape, r.batch_size, r.seq_len, r.precision, r.gradient_checkpointing, r.attn_implementation, r.lora,
-        r.quantization, capability,
-    )  # fmt: skip
-    sharding = r.sharding
-    weights, states = stored.parameter_bytes(r), stored.optimizer_state_bytes(r)
+    """A better lower bound: at the end of forward, weights, states and what the layers keep are there together."""
+    sharding, kept = recipe.sharding, walk(recipe, capability).kept
+    weights, states = stored.parameter_bytes(recipe), stored.optimizer_state_bytes(recipe)
     if sharding:
         divided = sharding.stage == 3 or sharding.engine == "fsdp"
         weights = 0 if sharding.offload == "parameters" else weights // (sharding.world_size if divided else 1)
         states = 0 if sharding.offload else states // (sharding.world_size if sharding.stage else 1)
-    return max(least_bytes(r), weights + states + kept)
-
-
-@lru_cache(maxsize=4096)
-def _kept(shape, batch_size, seq_len, precision, checkpointing, attention, lora, quantization, capability) -> int:
-    """Bytes of activations at the end of the forward pass."""
-    recipe = Recipe(
-        shape.config, batch_size, seq_len if shape.task != "image-classification" else None, precision,
-        gradient_checkpointing=checkpointing, attn_implementation=attention, lora=lora, quantization=quantization,
-        task=shape.task,
-    )  # fmt: skip
-    account = Account(recipe, capability)
-    (end,) = account.splits([account.last("forward")])
-    return end["activations"]
+    return max(least_bytes(recipe), weights + states + int(SURE * kept))
 
 
 def _proposed(card: Gpu, method: str) -> list[str]:

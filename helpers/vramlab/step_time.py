@@ -96,12 +96,14 @@ def estimate(recipe: Recipe, card: Gpu, link: float | None = None, which: int = 
     """Part of the step to seconds, uncalibrated: the likely (`which` 0), the least (1) or the most (2) figures."""
     matmuls, memory, launches = (SHARES[name][which] for name in ("matmuls", "memory", "launches"))
     times, bandwidth = recipe.gradient_accumulation_steps, memory * _known(card, "bandwidth", card.bandwidth)
-    written, kernels, fused = written_bytes(recipe, card.compute_capability)
+    walked = walk(recipe, card.compute_capability)
     parts = {
         "matmuls": times
-        * sum(n / (matmuls * _known(card, form, card.flops(form))) for form, n in operations(recipe, fused).items()),
-        "memory": times * TRANSFERS * written / bandwidth,
-        "launches": times * kernels * launches,
+        * sum(
+            n / (matmuls * _known(card, form, card.flops(form))) for form, n in operations(recipe, walked.fused).items()
+        ),
+        "memory": times * TRANSFERS * walked.written / bandwidth,
+        "launches": times * walked.kernels * launches,
         "optimizer": optimizer_traffic(recipe) * optimizer_share(recipe) / bandwidth,
     }
     computing = parts["matmuls"] + parts["memory"] + parts["launches"]
@@ -161,22 +163,37 @@ def _adapters(shape: Shape, lora: LoRA) -> int:
     return sum(lora.r * (inside + out) for _, inside, out in shape.lora_targets(lora.target_modules))
 
 
-def written_bytes(recipe: Recipe, capability: tuple[int, int]) -> tuple[int, int, bool]:
-    """(bytes that the operators of one micro-batch write, how many operators, whether attention is one fused kernel).
+@dataclass(frozen=True)
+class Walk:
+    """One micro-batch walked through: bytes that its operators write, how many they are, bytes kept at the end of forward.
 
-    Affine in the micro-batch, so that two of them say it for all.
+    `fused`: attention is one kernel.
+    """
+
+    written: int
+    kernels: int
+    kept: int
+    fused: bool
+
+
+def walk(recipe: Recipe, capability: tuple[int, int]) -> Walk:
+    """The recipe's walk. All of it is affine in the micro-batch (but for the rounding of blocks), so two say it for all.
+
+    No optimizer, accumulation or division among ranks changes it.
     """
     r = recipe
-    (one, kernels, fused), (two, _, _) = (
-        _written(r.shape, i, r.seq_len, r.precision, r.gradient_checkpointing, r.attn_implementation, r.lora,
-                 r.quantization, capability)
+    one, two = (
+        _walk(r.shape, i, r.seq_len, r.precision, r.gradient_checkpointing, r.attn_implementation, r.lora,
+              r.quantization, capability)
         for i in (1, 2)
     )  # fmt: skip
-    return one + (two - one) * (recipe.batch_size - 1), kernels, fused
+    more = r.batch_size - 1
+    written, kept = (a + (b - a) * more for a, b in ((one.written, two.written), (one.kept, two.kept)))
+    return Walk(written, one.kernels, kept, one.fused)
 
 
 @lru_cache(maxsize=4096)
-def _written(
+def _walk(
     shape: Shape,
     batch_size: int,
     seq_len: int,
@@ -186,23 +203,25 @@ def _written(
     lora: LoRA | None,
     quantization: Quantization | None,
     capability: tuple[int, int],
-) -> tuple[int, int, bool]:
+) -> Walk:
     """The ledger of one micro-batch, its written layers counted for all."""
     recipe = Recipe(
         shape.config, batch_size, seq_len if shape.task != "image-classification" else None, precision,
         gradient_checkpointing=checkpointing, attn_implementation=attention, lora=lora, quantization=quantization,
         task=shape.task,
     )  # fmt: skip
-    model = Account(recipe, capability).m
+    account = Account(recipe, capability)
+    model = account.m
     sections = [(s.begin, s.end, model.passed[s.top], model.passed[s.bottom], s.more) for s in model.sections]
     size = count = 0
     for entry in model.entries:
-        times = 1
+        times, birth = 1, entry.birth
         for begin, end, top, bottom, more in sections:
-            if begin <= entry.birth < end or top <= entry.birth < bottom:
+            if begin <= birth < end or top <= birth < bottom:
                 times += more
         size, count = size + times * entry.size, count + times
-    return size, count, any(entry.op.endswith("_attention") for entry in model.entries)
+    kept = account.splits([account.last("forward")])[0]["activations"]
+    return Walk(size, count, kept, any(entry.op.endswith("_attention") for entry in model.entries))
 
 
 def _known(card: Gpu, what: str, rate: float | None) -> float:
