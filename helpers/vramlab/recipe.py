@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from . import cuts
 from .errors import RecipeError
 from .options import LOOPS, Loop, LoRA, Quantization, Sharding, choice, flag, rebuild, whole
 from .shapes import Shape, read_shape
@@ -170,6 +171,7 @@ class Recipe:
             )
         if self.sharding and self.sharding.world_size > 1 and self.loop.optimizer_in_backward:
             raise RecipeError("loop", self.loop.name, "optimizer_in_backward is modelled for one device only")
+        cuts.check(self)
 
     @property
     def name(self) -> str:

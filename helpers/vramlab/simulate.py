@@ -90,6 +90,7 @@ def trace(
     # a sliding cache makes a scalar a layer before the layers run; on CUDA it is the host's
     full = full or (not cuda and bool(recipe.shape.config.get("sliding_window")))
     full = full or differ_by_layer(recipe.shape, recipe.lora)
+    full = full or bool(recipe.sharding and recipe.sharding.engine == "pipeline")  # its depth is divided
     more = 0 if full else depth // period - GROUPS
     if more > 0 and recipe.shape.num_decoder_layers in (0, depth):
         tracker = _run(recipe.replace(num_layers=depth - more * period), target, card, steps)

@@ -74,6 +74,8 @@ class Pipeline(Engine):
         first, last = self.rank == 0, self.rank == self.stages - 1
         batches, found = [training.batch, *training.further], []
         self.stage.on_phase = on_phase
+        if training.loop.zero_grad == "before_backward":  # the first backward pass is somewhere in the schedule
+            self.zero_grad(training)
         for step in range(training.accumulation):
             batch, losses = batches[step % len(batches)], []
             with sends_held(self.until_waited) if alone() else contextlib.nullcontext():

@@ -9,11 +9,11 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining._utils import InferenceMode
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle
 
-from ..formulas.slices import stage_layers
+from ..cuts import stage_layers
 from ..models import real_tensors
 from ..training import Training, autocast
 
-NORMS = ("norm", "final_layernorm", "final_layer_norm")  # what the families of `formulas.slices.FAMILIES` call it
+NORMS = ("norm", "final_layernorm", "final_layer_norm")  # what the families of `cuts.FAMILIES` call it
 
 
 def keep_stage(model: torch.nn.Module, rank: int, stages: int) -> None:
