@@ -37,7 +37,6 @@ def milliseconds(call: Callable[[], object], repeats: int = REPEATS, before: Cal
 
 def main() -> None:
     recipes, forget = grid(), kept_account.cache_clear
-    simulate(recipes[0])  # loads torch and transformers
     found = {
         "first": [milliseconds(lambda r=recipe: predict(r), 1) for recipe in recipes],
         "sweep": [milliseconds(lambda r=recipe: predict(r), before=forget) for recipe in recipes],
@@ -51,6 +50,7 @@ def main() -> None:
         print(
             f"{name}: mean {statistics.mean(took):.2f}, median {statistics.median(took):.2f}, worst {worst:.2f}: {slowest}"
         )
+    simulate(recipes[0])  # loads torch and transformers
     some = range(0, len(recipes), len(recipes) // SIMULATED)
     ratios = [milliseconds(lambda r=recipes[i]: simulate(r), 1) / found["sweep"][i] for i in some]
     print(f"simulate takes {statistics.median(ratios):,.0f} times as long (median of {len(ratios)} recipes)")

@@ -146,7 +146,7 @@ def _version(version: _flag("Print the version.", "--version") = False) -> None:
 @app.command()
 @takes_recipe
 def predict(recipe: Recipe, gpu: GpuName = None, as_json: Json = False) -> None:
-    """Memory by formula: microseconds, no torch."""
+    """Memory by formula: about a millisecond, no torch."""
     from .predict import predict
 
     card = _card(gpu, recipe)

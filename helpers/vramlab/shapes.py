@@ -11,7 +11,8 @@ from typing import Any
 from . import families, lora_modules
 from .catalogue import closest, find, model_names
 from .errors import RecipeError
-from .weights import Layout, Weight, layout, list_buffers, list_weights
+from .layouts import Layout, layout
+from .weights import Weight, list_buffers, list_weights
 
 __all__ = ["Shape", "model_names", "read_shape"]
 
