@@ -7,6 +7,7 @@ length, adapters, quantization, attention kernel and the number of ranks are sai
 import dataclasses
 from typing import TYPE_CHECKING, Any
 
+from .engines.deepspeed_config import deepspeed_config
 from .errors import RecipeError
 from .options import LOOPS, Loop, Sharding
 from .recipe import ATTENTION, Recipe
@@ -170,11 +171,7 @@ def _sharding_arguments(sharding: Sharding | None) -> dict[str, Any]:
         offload = {"cpu_offload": True} if sharding.offload else {}
         mode = "full_shard auto_wrap" if sharding.stage == 3 else "shard_grad_op auto_wrap"
         return {"fsdp": mode, "fsdp_config": {"version": 2, "reshard_after_forward": sharding.stage == 3, **offload}}
-    parts = {"optimizer": ["offload_optimizer"], "parameters": ["offload_optimizer", "offload_param"]}
-    zero = {"stage": sharding.stage, **{key: {"device": "cpu"} for key in parts.get(sharding.offload, ())}}
-    auto = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping")
-    formats = {name: {"enabled": "auto"} for name in ("fp16", "bf16")}
-    return {"deepspeed": {"zero_optimization": zero, **dict.fromkeys(auto, "auto"), **formats}}
+    return {"deepspeed": deepspeed_config(sharding)}
 
 
 def _precision(args: "TrainingArguments", wanted: str | None) -> str:

@@ -42,7 +42,7 @@ class DeepSpeed(Engine):
         config["fp16"]["initial_scale_power"] = 0
         if self.recipe.precision == "fp16-mixed" and not deepspeed.accelerator.get_accelerator().is_fp16_supported():
             raise RecipeError("precision", "fp16-mixed", "DeepSpeed does not train in fp16 on this CPU: use bf16-mixed")
-        forget_groups()
+        forget()
         engine, training.optimizer, _, _ = deepspeed.initialize(
             model=model, optimizer=training.optimizer, config=config, dist_init_required=False
         )
@@ -98,12 +98,15 @@ def library() -> Any:
     return deepspeed
 
 
-def forget_groups() -> None:
-    """Let DeepSpeed look at the default process group again: it keeps the first that it met for the process's life."""
+def forget() -> None:
+    """Undo what DeepSpeed keeps for the process's life: its first process group, and stage 3's own linear layer."""
+    import torch
     from deepspeed.comm import comm
+    from deepspeed.runtime.zero.partition_parameters import InsertPostInitMethodToModuleSubClasses as Patched
     from deepspeed.utils import groups
 
     comm.cdb = groups._WORLD_GROUP = None
+    torch.nn.functional.linear = getattr(Patched, "linear_bk", torch.nn.functional.linear)
 
 
 def make(recipe: Recipe) -> Engine:

@@ -25,7 +25,7 @@ def without_peers() -> Iterator[None]:
     from deepspeed.runtime.zero import partitioned_param_coordinator
     from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
-    from .deepspeed import forget_groups
+    from .deepspeed import forget
 
     ours = (
         # Fake tensors are CPU tensors, whatever this machine has.
@@ -50,7 +50,7 @@ def without_peers() -> Iterator[None]:
         stack.enter_context(warnings.catch_warnings())
         # It checks the alignment of its partitions; the address of a fake one is 0, which is aligned.
         warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")
-        stack.callback(forget_groups)
+        stack.callback(forget)
         yield
 
 

@@ -1,8 +1,41 @@
-"""What a rank holds under DeepSpeed draft."""
+"""What a rank holds under DeepSpeed, told to a tracker as it comes and goes.
+
+Ψ: trained parameters, N: ranks, w: bytes of a weight (2 with fp16 or bf16, 4 with fp32), B: `reduce_bucket_size`
+(hidden size squared, as the `Trainer` sets it), p̂: the largest parameter. All of it beside activations. "part": what
+one parameter group (with and without weight decay) has on one rank, ⌈Ψ/2N⌉·2 at stages 1 and 2; at stage 3 the sum of
+⌈p/N⌉ over parameters. Sizes in bytes; places in DeepSpeed 0.19.8.
+
+    stage  name                      size           when                  where in deepspeed/runtime
+    0      fp32 weights              4Ψ if w = 2    always                fp16/unfused_optimizer.py, __init__
+    0      flat copy of gradients    wΨ             end of backward       engine.py, allreduce_bucket (500M at a time)
+    0      fp32 gradients            4Ψ if w = 2    step                  fp16/unfused_optimizer.py, step
+    1, 2   flat weights              w · 2N⌈Ψ/2N⌉   always (is the model) zero/stage_1_and_2.py, bit16_groups_flat
+    1, 2   fp32 weights              4 part         always, w = 4 too     …, single_partition_of_fp32_groups
+    1, 2   reduce bucket             wB             backward              …, setup_buckets
+    1, 2   flat copy of the bucket   w · ≤ max(B, p̂) each reduction       …, allreduce_bucket
+    1      gradients                 wΨ             backward, step        kept by parameters outside the rank's part
+    1, 2   gradients in the part     w · part       backward, step        …, copy_grads_in_partition
+    1, 2   flat gradients            4 part         step                  …, step (single_grad_partition)
+    3      flat weights              w · part       always                zero/stage3.py, lp_param_buffer
+    3      fp32 weights              4 part         always, w = 4 too     …, fp32_partitioned_groups_flat
+    3      gradients in the part     w · part       always                …, grad_partitions_flat_buffer
+    3      reduce bucket             wB             always                …, ipg_buckets
+    3      gathered weights          see below      forward, backward     zero/partition_parameters.py, all_gather_coalesced
+    3      persistent weights        w · those of at most 10 · hidden elements   between step and step   …, persistent_parameters
+    3      flat gradients            4 part         step                  zero/stage3.py, _prepare_fp32_grad_for_sub_group
+
+Offloading puts fp32 weights, optimizer states and gradients in the part on the host (with stage 3's "parameters" the
+flat weights too); on stages 1 and 2 it adds a device buffer of w · p̂ (temp_grad_buffer_for_gpu_offload).
+"""
 
 import contextlib
-from collections.abc import Iterator
+import functools
+import time
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
+
+import torch
 
 if TYPE_CHECKING:
     from ..tracker import Tracker
@@ -10,4 +43,135 @@ if TYPE_CHECKING:
 
 @contextlib.contextmanager
 def follow(engine: Any, tracker: "Tracker") -> Iterator[None]:
-    yield
+    """Tell `tracker` what DeepSpeed's `engine` holds and, while entered, what it makes."""
+    from deepspeed.runtime.zero.partition_parameters import AllGatherCoalescedHandle, AllGatherHandle
+    from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3 as Stage3
+    from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer as Stage12
+
+    for category, where, tensors in held(engine):
+        tracker.claim(tensors, category, where)
+
+    def buckets(optimizer: Any) -> None:
+        for bucket in optimizer.ipg_buckets.values():
+            tracker.claim(bucket.buffer, "workspace", "reduce bucket")
+
+    def part(optimizer: Any, *_: Any) -> None:
+        if optimizer.grads_in_partition is not None:
+            tracker.claim([optimizer.grads_in_partition], "gradients", "gradients in the part")
+
+    def flat(optimizer: Any, gradients: list, *_: Any) -> None:
+        tracker.claim(gradients, "gradients", "flat gradients")
+
+    def flat_3(optimizer: Any, group: int) -> None:
+        tracker.claim([optimizer.fp32_partitioned_groups_flat[group].grad], "gradients", "flat gradients")
+
+    def one(handle: Any, *_: Any, **__: Any) -> None:
+        tracker.claim([handle._AllGatherHandle__param.data], "workspace", "gathered weights")
+
+    def several(handle: Any, *_: Any, **__: Any) -> None:
+        tracker.claim([p.data for p in handle.params], "workspace", "gathered weights")
+
+    with contextlib.ExitStack() as stack:
+        for owner, name, tell in (
+            (Stage12, "setup_buckets", buckets),
+            (Stage12, "copy_grads_in_partition", part),
+            (Stage12, "unscale_and_clip_grads", flat),
+            (Stage3, "_prepare_fp32_grad_for_sub_group", flat_3),
+            (AllGatherHandle, "wait", one),
+            (AllGatherCoalescedHandle, "wait", several),
+        ):
+            stack.enter_context(patch.object(owner, name, _then(getattr(owner, name), tell)))
+        if engine.device.type == "cpu" and torch.distributed.get_backend() == "gloo":
+            stack.enter_context(frees_at_once(tracker))
+        yield
+
+
+@contextlib.contextmanager
+def frees_at_once(tracker: "Tracker") -> Iterator[None]:
+    """While entered, a collective returns when gloo's thread has let go of what it worked on.
+
+    It holds the tensors for a moment after the work is done, and their frees would be late by chance.
+    """
+    from deepspeed.comm.torch import TorchBackend
+    from deepspeed.runtime.zero.partition_parameters import AllGatherCoalescedHandle, AllGatherHandle
+
+    def wrapped(collective: Callable) -> Callable:
+        @functools.wraps(collective)
+        def inner(*args: Any, **options: Any) -> Any:
+            tensors = [t for t in (*args, *options.values()) if isinstance(t, torch.Tensor)]
+            before = [t._use_count() for t in tensors]
+            work = collective(*args, **options)
+            if work is None:
+                _until(lambda: all(t._use_count() <= n for t, n in zip(tensors, before, strict=True)))
+            else:
+                tracker._sent = None  # it is waited for below, not at the next operator
+            return work
+
+        return inner
+
+    def waited(wait: Callable, attribute: str, storage_of: Callable[[Any], Any]) -> Callable:
+        @functools.wraps(wait)
+        def inner(handle: Any, *args: Any, **options: Any) -> None:
+            done = getattr(handle, attribute, None) is None
+            wait(handle, *args, **options)
+            if not done:
+                storage = storage_of(handle)
+                held = torch._C._storage_Use_Count(storage._cdata)
+                setattr(handle, attribute, None)  # DeepSpeed asks for it once
+                _until(lambda: torch._C._storage_Use_Count(storage._cdata) < held)
+
+        return inner
+
+    names = ("all_reduce", "broadcast", "all_gather_into_tensor", "reduce_scatter_tensor", "reduce")
+    with contextlib.ExitStack() as stack:
+        for name in names:
+            stack.enter_context(patch.object(TorchBackend, name, wrapped(getattr(TorchBackend, name))))
+        for kind, attribute, storage_of in (
+            (AllGatherHandle, "_AllGatherHandle__handle", lambda h: h._AllGatherHandle__param.data.untyped_storage()),
+            (AllGatherCoalescedHandle, "allgather_handle", lambda h: h.partitions[0].untyped_storage()),
+        ):
+            stack.enter_context(patch.object(kind, "wait", waited(kind.wait, attribute, storage_of)))
+        yield
+
+
+def _until(done: Callable[[], bool], seconds: float = 0.2) -> None:
+    end = time.monotonic() + seconds
+    while not done() and time.monotonic() < end:
+        time.sleep(1e-4)
+
+
+def _then(method: Callable, tell: Callable) -> Callable:
+    """`method`, and `tell` with the same arguments when it is done."""
+
+    @functools.wraps(method)
+    def inner(*args: Any, **options: Any) -> Any:
+        result = method(*args, **options)
+        tell(*args, **options)
+        return result
+
+    return inner
+
+
+def held(engine: Any) -> Iterable[tuple[str, str, list[torch.Tensor]]]:
+    """(category, name, tensors) of what is there before the first step. fp32 weights are optimizer states, as in ZeRO."""
+    optimizer = engine.optimizer
+
+    def those(name: str) -> list[torch.Tensor]:
+        value = getattr(optimizer, name, None)
+        if value is None:
+            return []
+        return list(value) if isinstance(value, list | tuple) else [value]
+
+    weights = those("single_partition_of_fp32_groups") + those("fp32_partitioned_groups_flat")
+    weights += [p for group in those("fp32_groups") for p in group]
+    yield "optimizer_states", "fp32 weights", weights
+    yield "gradients", "flat gradients", [p.grad for p in weights if p.grad is not None]
+    yield "gradients", "gradients in the part", those("grad_partitions_flat_buffer")
+    shards = [p.ds_tensor for p in engine.module.parameters() if hasattr(p, "ds_tensor")]
+    yield "parameters", "flat weights", shards + those("param_groups_fp16_flat_cpu_memory")
+    buckets = getattr(optimizer, "ipg_buckets", {}).values()
+    yield "workspace", "reduce bucket", [b.buffer for b in buckets if hasattr(b.buffer, "untyped_storage")]
+    yield "workspace", "overflow flag", those("inf_or_nan_tracker")
+    offload = ("param_buffer_of_bit16_for_cpu_offload_groups", "temp_grad_buffer_for_cpu_offload")
+    for name in (*offload, "temp_grad_buffer_for_gpu_offload"):
+        yield "workspace", name, those(name)
