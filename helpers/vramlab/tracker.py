@@ -9,7 +9,6 @@ Prior art: `torch.distributed._tools.mem_tracker.MemTracker`, which decides the 
 """
 
 import sys
-import time
 import weakref
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack, contextmanager
@@ -18,8 +17,7 @@ from typing import Any
 
 import torch
 from torch._C import _storage_Use_Count
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, is_traceable_wrapper_subclass
 
 from .gloo import gloo_scratch
 
@@ -31,6 +29,10 @@ BUFFERS = {
     "c10d::_allgather_base_": (0,),
     "c10d::_reduce_scatter_base_": (0, 1),
     "c10d::allreduce_": (0,),
+}
+TOGETHER = {  # collectives that all ranks enter
+    *(("c10d", name) for name in ("_allgather_base_", "_reduce_scatter_base_", "allreduce_", "broadcast_")),
+    *(("_c10d_functional", name) for name in ("all_reduce", "all_gather_into_tensor", "wait_tensor")),
 }
 ELSEWHERE = "elsewhere"  # on the host or in unified memory: seen, and counted nowhere
 
@@ -69,7 +71,7 @@ class Tracker(TorchDispatchMode):
         super().__init__()
         self.device, self.round_to = device, round_to
         self.scratch = scratch or (gloo_scratch if device == "cpu" else None)
-        self._sent: tuple[torch.UntypedStorage, int] | None = None
+        self._sent = self._over_gloo = False
         self.live: dict[int, Storage] = {}
         self.log: list[tuple[int, Storage, str]] = []  # (+size or -size, storage, operator)
         self.marks: list[tuple[int, str]] = []  # (position in the log, phase that begins there)
@@ -85,11 +87,14 @@ class Tracker(TorchDispatchMode):
         self._entered = ExitStack()
 
     def __enter__(self) -> "Tracker":
+        grouped = torch.distributed.is_available() and torch.distributed.is_initialized()
+        self._over_gloo = grouped and torch.distributed.get_backend() == "gloo"
         self._entered.enter_context(_resizes_seen(self._resized))
         self._entered.enter_context(_shapes_unseen(self))
         return super().__enter__()
 
     def __exit__(self, *error: Any) -> None:
+        self._sent = False
         super().__exit__(*error)
         self._entered.close()
 
@@ -215,7 +220,7 @@ class Tracker(TorchDispatchMode):
         if extra:
             block = Storage(self._round(extra), extra, "workspace", name, None, where)
             self.log.append((block.size, block, name))
-        self._transfer(name, args)
+        self._sent = self._over_gloo and (func.namespace, name) in TOGETHER
         result = func(*args, **kwargs)
         self.calls.append((start, name, where, len(self.marks)))
         self._see(result, name, where, args)
@@ -282,21 +287,17 @@ class Tracker(TorchDispatchMode):
             if storage:
                 storage.category = storage.category or "workspace"
 
-    def _transfer(self, name: str, args: tuple) -> None:
-        """Note a storage that gloo's thread works on, and how many hold it without that thread."""
-        if name in ("_allgather_base_", "wait_tensor") and not isinstance(args[0], FakeTensor):
-            handle = args[0].untyped_storage()
-            # a functional collective's result is held by itself and by this handle
-            self._sent = handle, 2 if name == "wait_tensor" else _storage_Use_Count(handle._cdata)
-
     def _let_go(self) -> None:
-        """Gloo's thread holds what it worked on for a moment after it is done: wait, or frees are late by chance."""
-        if self._sent is None:
+        """Gloo's thread holds what it worked on a moment longer than the transfer takes; wait for that moment's end.
+
+        The thread does one thing after the other (`world.real_rank` gives it no second), so once it has begun another
+        it has let go of the last. Without this, frees would be late by chance.
+        """
+        if not self._sent:
             return
-        (handle, before), self._sent = self._sent, None
-        end = time.monotonic() + 0.2
-        while _storage_Use_Count(handle._cdata) > before and time.monotonic() < end:
-            time.sleep(1e-4)
+        self._sent = False
+        with _disable_current_modes():
+            torch.distributed.all_reduce(torch.zeros(1))
 
     def _settle(self) -> None:
         """A recomputed piece of the forward pass has ended: what is still held of it was kept for its backward pass."""

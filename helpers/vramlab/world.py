@@ -38,7 +38,11 @@ def real_rank(device: str) -> Iterator[int]:
 
     if device == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    dist.init_process_group("nccl" if device == "cuda" else "gloo")
+        dist.init_process_group("nccl")
+    else:
+        options = dist.ProcessGroupGloo._Options()
+        options._threads = 1  # one transfer after the other: what is held and when does not hang on the scheduler
+        dist.init_process_group("gloo", pg_options=options)
     try:
         yield dist.get_rank()
     except BaseException:
@@ -52,3 +56,10 @@ def rank() -> int:
     import torch.distributed as dist
 
     return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+
+
+def alone() -> bool:
+    """Whether this process's group is the fake one, whose collectives move nothing."""
+    import torch.distributed as dist
+
+    return dist.is_available() and dist.is_initialized() and dist.get_backend() == "fake"

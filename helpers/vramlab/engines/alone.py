@@ -48,6 +48,10 @@ class Engine:
         """Run all micro-batches of the step under a schedule of its own, and return True; False: the plain loop does."""
         return False
 
+    def buffers(self) -> list["torch.UntypedStorage"]:
+        """What the engine itself has allocated by now, beside parameters: its buckets."""
+        return []
+
     def backward(self, training: "Training", loss: "torch.Tensor") -> None:
         loss.backward()
 
