@@ -24,7 +24,7 @@ class Stack:
 class Layout:
     """What a model is made of, in order: "module kind size …; …" outside the layers, and stacks of layers.
 
-    Sizes are the letters of `_sizes`. `biased` are the roles of linear layers with a bias.
+    Sizes are the letters of `weights._sizes`. `biased` are the roles of linear layers with a bias.
     """
 
     items: tuple[str | Stack, ...]
