@@ -24,7 +24,7 @@ help:
 	@echo 'make gate        only the quick checks: ruff, and the form of the notebooks'
 	@echo 'make notebooks   run all notebooks and store their outputs in canonical form'
 	@echo 'make format      lay out code and notebooks as the gate wants them, without running anything'
-	@echo 'make figure      draw the pictures of the README again'
+	@echo 'make figure      draw the pictures of the README and the cheat sheet again'
 	@echo 'make try-colab   install into an empty environment as Colab does, and run a chapter there'
 	@echo 'make repo-url    write the repository address (URL=https://github.com/OWNER/NAME) into badges and set-up cells'
 	@echo 'make constraints write constraints.txt from what .venv holds'

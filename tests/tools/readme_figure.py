@@ -1,4 +1,5 @@
-"""Draw the README's figures: one step byte by byte, its peaks by every witness, and simulated against published peaks.
+"""Draw the stored figures: the README's (one step byte by byte, its peaks by every witness, simulated against published
+peaks) and the cheat sheet that ends the course.
 
 Run `make figure` after a change to the predictor or after new records; it picks the records up by itself.
 """
@@ -6,6 +7,7 @@ Run `make figure` after a change to the predictor or after new records; it picks
 from pathlib import Path
 
 from vramlab import Recipe, RecordError, find_record, plot, predict, simulate
+from vramlab.chapters import cheat_sheet
 from vramlab.published import as_it_ran, runs
 
 FOLDER = Path(__file__).resolve().parents[2] / "notebooks" / "figures"
@@ -37,3 +39,4 @@ if __name__ == "__main__":
     plot.compare_many(batches).savefig(FOLDER / "peaks.png", dpi=110, bbox_inches="tight")
     look = dict(band=0.01, title="Simulated against 84 published runs", names=("simulated", "measured"))
     plot.scatter_error(published(), **look).savefig(FOLDER / "published.png", dpi=110, bbox_inches="tight")
+    cheat_sheet.draw().savefig(FOLDER / "cheat_sheet.png", dpi=130)
