@@ -23,6 +23,7 @@ def run_tracked(
         at_phase: called as each phase begins, before its first event.
     """
     claim_model(tracker, training.model)
+    tracker.given(training.engine.buffers(), "workspace", "buckets")
     for batch in (training.batch, *training.further):
         tracker.claim(_tensors(batch), "inputs")
 

@@ -122,6 +122,15 @@ class Tracker(TorchDispatchMode):
                 if storage and storage.category != ELSEWHERE:
                     storage.category, storage.where = category, where or storage.where
 
+    def given(self, storages: Iterable[torch.UntypedStorage], category: str, where: str) -> None:
+        """Storages without a tensor that is known: they are there, of `category`."""
+        for handle in storages:
+            storage = self._enter(
+                handle, Storage(self._round(handle.nbytes()), handle.nbytes(), category, "given", None)
+            )
+            if storage:
+                storage.where = where
+
     def forget(self, tensors: Iterable[torch.Tensor]) -> None:
         """These tensors live on another device than the one described (the host's step counters): leave them out."""
         for tensor in tensors:
@@ -245,16 +254,20 @@ class Tracker(TorchDispatchMode):
 
     def _born(self, tensor: torch.Tensor, op: str, where: str = "") -> Storage | None:
         handle = tensor.untyped_storage()
-        size = self._round(handle.nbytes())
-        if not size:
+        asked = handle.nbytes()
+        storage = self._enter(handle, Storage(self._round(asked), asked, None, op, tensor, where))
+        if storage and self.phase == "backward" and torch.is_grad_enabled():
+            self.recomputed.append(storage)
+        return storage
+
+    def _enter(self, handle: torch.UntypedStorage, storage: Storage) -> Storage | None:
+        """Log the birth of `storage`, whose memory `handle` is; None without memory."""
+        if not storage.size:
             return None
         key = handle._cdata
-        storage = Storage(size, handle.nbytes(), None, op, tensor, where)
         storage.ref = weakref.ref(handle, lambda _, key=key: self._freed(key))
         self.live[key] = storage
-        self.log.append((size, storage, op))
-        if self.phase == "backward" and torch.is_grad_enabled():
-            self.recomputed.append(storage)
+        self.log.append((storage.size, storage, storage.op))
         return storage
 
     def _freed(self, key: int) -> None:

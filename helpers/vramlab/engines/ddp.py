@@ -1,6 +1,7 @@
 """Data parallel: `DistributedDataParallel`, and with it ZeRO stage 1 by `ZeroRedundancyOptimizer`."""
 
 import contextlib
+import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -19,18 +20,24 @@ class DDP(Engine):
 
     def __init__(self, recipe: Recipe):
         self.recipe, self.stage = recipe, recipe.sharding.stage
+        self._seen: list[weakref.ref] = []
 
     def wrap(self, model: "torch.nn.Module") -> "torch.nn.Module":
         import torch.distributed as dist
         from torch._subclasses.fake_tensor import FakeTensor
         from torch.nn.parallel import DistributedDataParallel
 
-        ddp = DistributedDataParallel(model, find_unused_parameters=self._finds_unused())
+        with _buckets_seen(self._seen):
+            ddp = DistributedDataParallel(model, find_unused_parameters=self._finds_unused())
         if dist.get_backend() == "fake":
             ddp.register_comm_hook(None, _answered)
             if isinstance(next(model.parameters()), FakeTensor):
                 ddp.reducer = _Reducer(ddp.reducer)
         return ddp
+
+    def buffers(self) -> list["torch.UntypedStorage"]:
+        """The buckets that the reducer made with itself, which no attribute leads to."""
+        return [storage for storage in (seen() for seen in self._seen) if storage is not None]
 
     def _finds_unused(self) -> bool:
         """The Trainer looks for parameters without gradients unless layers are recomputed (and with PEFT always).
@@ -61,6 +68,21 @@ def _answered(state, bucket):  # DDP refuses annotations that are not its own
     future = torch.futures.Future()
     future.set_result(bucket.buffer())
     return future
+
+
+def _buckets_seen(seen: list[weakref.ref]) -> contextlib.AbstractContextManager:
+    """While entered, `seen` gets the storages that C++ makes with `at::empty`, floats only: those of buckets."""
+    import torch
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Buckets(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            result = func(*args, **(kwargs or {}))
+            if func is torch.ops.aten.empty.memory_format and result.is_floating_point():
+                seen.append(weakref.ref(result.untyped_storage()))
+            return result
+
+    return Buckets()
 
 
 class _Reducer:

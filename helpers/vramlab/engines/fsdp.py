@@ -33,17 +33,35 @@ class FSDP(Engine):
 
     def wrap(self, model: "torch.nn.Module") -> "torch.nn.Module":
         sharding = self.recipe.sharding
-        return shard(
+        wrapped = shard(
             model,
             units(model, sharding.wrap, as_accelerate=self.recipe.loop.name == "trainer"),
             reshard_after_forward=sharding.stage == 3,
             half=HALF.get(self.recipe.precision),
             offload=sharding.offload is not None,
         )
+        _shards_are_new(wrapped)
+        return wrapped
 
     def micro_batch(self, training: "Training", last: bool) -> contextlib.AbstractContextManager:
         training.model.set_requires_gradient_sync(last)
         return contextlib.nullcontext()
+
+
+def _shards_are_new(model: "torch.nn.Module") -> None:
+    """Tell FSDP that no shard was replaced since it made them.
+
+    The first forward pass would find out by comparing addresses, and fake storages have none: it would pad once more.
+    """
+    from torch._subclasses.fake_tensor import FakeTensor
+    from torch.distributed.fsdp import FSDPModule
+
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            for group in module._get_fsdp_state()._fsdp_param_groups:
+                group._reset_sharded_params = all(
+                    isinstance(part._sharded_param_data, FakeTensor) for part in group.fsdp_params
+                )
 
 
 class Unit(NamedTuple):
