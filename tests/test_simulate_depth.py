@@ -3,7 +3,7 @@
 import pytest
 from tiny_models import TINY, config, quick_collections  # noqa: F401
 from vramlab.deepen import GROUPS, NotRegular
-from vramlab.recipe import Loop, LoRA, Quantization, Recipe
+from vramlab.recipe import Loop, LoRA, Quantization, Recipe, Sharding
 from vramlab.report import CATEGORIES, GiB
 from vramlab.shapes import model_names, read_shape
 from vramlab.simulate import simulate
@@ -152,3 +152,24 @@ def test_every_family_of_the_catalogue_is_among_the_tested(family):
 def test_deep_catalogue_models_take_the_shortcut(name, taken):
     simulate(Recipe(name, seq_len=None if "vit" in name else 32, precision="bf16-true", optim="sgd"))
     assert taken == ["deepened"]
+
+
+SHARDINGS = {
+    "stage 3": Sharding(3, 4),
+    "stage 2": Sharding(2, 4),
+    "one unit": Sharding(3, 4, wrap="model"),
+    "replicas": Sharding(0, 2, "ddp"),
+    "states": Sharding(1, 2, "ddp"),
+    "slices": Sharding(0, 2, "tensor"),
+    "layers": Sharding(0, 2, "pipeline", micro_batches=2),
+}
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("name", SHARDINGS)
+def test_one_rank_of_many(name, checkpointing, taken):
+    sharding = SHARDINGS[name]
+    recipe = Recipe(config("llama"), 2, 24, num_layers=GROUPS + 3, gradient_checkpointing=checkpointing)
+    assert_same(recipe.replace(sharding=sharding, precision="bf16-true"), "cuda")
+    by_layer = sharding.engine == "tensor" or (sharding.engine == "fsdp" and sharding.wrap == "layers")
+    assert taken == (["deepened"] if by_layer else [])

@@ -90,7 +90,7 @@ def trace(
     # a sliding cache makes a scalar a layer before the layers run; on CUDA it is the host's
     full = full or (not cuda and bool(recipe.shape.config.get("sliding_window")))
     full = full or differ_by_layer(recipe.shape, recipe.lora)
-    full = full or bool(recipe.sharding and recipe.sharding.engine == "pipeline")  # its depth is divided
+    full = full or not divided_by_layer(recipe)
     more = 0 if full else depth // period - GROUPS
     if more > 0 and recipe.shape.num_decoder_layers in (0, depth):
         tracker = _run(recipe.replace(num_layers=depth - more * period), target, card, steps)
@@ -98,6 +98,15 @@ def trace(
             return History(*deepen(tracker, period, more), allocator=cuda)
     tracker = _run(recipe, target, card, steps)
     return History(tracker.log, tracker.marks, allocator=cuda)
+
+
+def divided_by_layer(recipe: Recipe) -> bool:
+    """Whether a rank's share of a deep model is its share of a shallow one and of the layers between.
+
+    DDP's buckets and DeepSpeed's flat buffers run across layers, one unit has all of them, a pipeline deals them out.
+    """
+    sharding = recipe.sharding
+    return sharding is None or sharding.engine == "tensor" or (sharding.engine == "fsdp" and sharding.wrap == "layers")
 
 
 def layer_period(recipe: Recipe) -> int:
