@@ -153,6 +153,26 @@ def test_the_rules():
     assert verdict_of({"a": 1}, rule="is", quoted=True).outcome == NOT
 
 
+def test_what_is_missing_is_said_of_each_case_without_a_finding(verdicts):
+    for verdict in verdicts.values():
+        assert set(verdict.missing) == {case for case, found in verdict.findings.items() if found is None}
+        assert all(verdict.missing.values())
+
+
+SPEED_UNITS = {"samples/s", "× the time"}
+ON_A_GPU = [c for c in load_claims().values() if c.name.endswith(("-speed", "-slower")) or c.unit in SPEED_UNITS]
+
+
+@pytest.mark.parametrize("claim", ON_A_GPU, ids=lambda claim: claim.name)
+def test_without_a_record_nothing_is_said_of_a_speed(claim):
+    """Except where the wait itself was measured here, or where bandwidths are compared and not runs."""
+    verdict = judge(claim)
+    if verdict.outcome == WAITS:
+        return
+    assert claim.experiment in {"workers_cut_the_wait", "slower_than_nvlink"}
+    assert {found.witness for found in verdict.findings.values()} <= {"measured", "derived"}
+
+
 # --- what the experiments find ------------------------------------------------------------------------------------
 
 

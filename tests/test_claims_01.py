@@ -15,7 +15,7 @@ def verdicts() -> dict[str, Verdict]:
 
 def test_all_are_judged_and_none_waits(verdicts):
     assert {verdict.outcome for verdict in verdicts.values()} == {HOLDS, UNDER, NOT}
-    assert {verdict.claim.source for verdict in verdicts.values()} == {"A", "B"} and len(verdicts) > 25
+    assert {verdict.claim.source for verdict in verdicts.values()} == {"A", "B", "C"} and len(verdicts) > 25
 
 
 def test_the_slips_are_found(verdicts):

@@ -7,6 +7,7 @@ import pytest
 import sample_reports
 from vramlab import predict, records
 from vramlab.chapters import claims_03 as chapter
+from vramlab.chapters import installed_03
 from vramlab.claims import HOLDS, NOT, UNDER, WAITS, Verdict, experiments, judge, load_claims
 from vramlab.data import data_path
 from vramlab.report import Speed
@@ -147,3 +148,25 @@ def test_no_verdict_of_the_chapter_is_stored():
     entries = [e for e in json.loads(data_path("claims.json").read_text())["claims"] if e["chapter"] == "03"]
     assert entries and not any({"verdict", "outcome", "found"} & set(entry) for entry in entries)
     assert {judge(load_claims("03")["B-epoch"]).outcome} == {UNDER}
+
+
+def test_what_the_libraries_lack_is_said_to_be_gone(verdicts):
+    assert verdicts["C-better"].outcome == NOT and chapter.model_has("save_pretrained").value
+    assert set(verdicts["C-evaluation-strategy"].claim.cases) - set(verdicts["C-evaluation-strategy"].holding) == {
+        "evaluation_strategy"
+    }
+    assert verdicts["A-listings"].holding == ["bf16"]
+
+
+def test_a_loop_that_trains_otherwise_is_no_answer(monkeypatch):
+    assert chapter.lines_for_accelerate().value == 4
+    other = installed_03.ACCELERATED.replace("accelerator.backward(loss)", "accelerator.backward(2 * loss)")
+    monkeypatch.setattr(installed_03, "ACCELERATED", other)
+    assert chapter.lines_for_accelerate().value == float("inf")
+
+
+def test_statistics_of_a_batch_are_told_from_those_of_a_sample():
+    assert (
+        chapter.statistics_differ("BatchNorm1d").value and not chapter.statistics_differ("BatchNorm1d", parts=1).value
+    )
+    assert not chapter.statistics_differ("LayerNorm").value

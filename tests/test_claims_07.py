@@ -47,13 +47,15 @@ def test_another_figure_in_the_source_would_get_another_verdict(verdicts):
             continue
         other = not claim.quoted if claim.rule == "is" else claim.quoted * 40 + 1
         changed = Verdict(dataclasses.replace(claim, quoted=other), verdict.findings)
-        assert changed.holding != verdict.holding and changed.outcome != HOLDS, claim.name
+        assert changed.holding != verdict.holding, claim.name
+        assert changed.outcome != HOLDS or verdict.outcome == NOT, claim.name
 
 
 def test_what_only_a_gpu_shows_waits_for_it(verdicts):
     if not torch.cuda.is_available():
         waiting = {name for name, verdict in verdicts.items() if None in verdict.findings.values()}
-        assert {"D-backward-thread", "D-expandable-gpu", "D-compile-speed"} == waiting
+        speeds = {"D-flash-speed", "D-compile-speed"}
+        assert {"D-backward-thread", "D-records", "D-expandable-gpu", *speeds} == waiting
 
 
 def test_the_listing_of_the_source_does_not_run(verdicts):
@@ -103,3 +105,23 @@ def test_an_attention_that_is_not_exact_or_keeps_all_would_be_seen(monkeypatch):
     assert judge(load_claims("07")["D-exact"]).outcome == NOT
     assert judge(load_claims("07")["D-flash-memory"]).outcome == NOT
     assert honest("MATH")[1] > honest("FLASH_ATTENTION")[1]
+
+
+def test_a_call_that_is_gone_and_a_kernel_that_is_not_taken_would_be_seen(monkeypatch):
+    assert chapter.history_call("_record_memory_history", max_entries=1).value
+    assert not chapter.history_call("_record_memory_history", entries=1).value
+    assert not chapter.history_call("_no_such_call").value
+    monkeypatch.setattr(torch, "_fused_sdp_choice", lambda *_: 0)  # the math kernel
+    assert chapter.flash_has_to_be_asked_for().value
+
+
+def test_workers_that_are_no_processes_would_be_seen(monkeypatch):
+    monkeypatch.setattr("os.getpid", lambda: 1)
+    assert not chapter.workers_are_processes().value
+
+
+def test_python_calls_are_counted():
+    def three(x):
+        return list(map(lambda _: None, range(2)))
+
+    assert chapter._python_calls(three, None) == 3

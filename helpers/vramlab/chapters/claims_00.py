@@ -68,6 +68,12 @@ def one_way(card: str) -> float:
 # --- power and cooling --------------------------------------------------------------------------------------------
 
 
+def card_gigabytes(card: str) -> Finding:
+    """Gigabytes on a card's box, from the GPU table."""
+    gpu = find_gpu(card)
+    return Finding(float(gpu.memory_gb), "derived", f"{gpu.name}: {gpu.source}")
+
+
 def rated(connector: str) -> Finding:
     """Watts of a power connector."""
     return Finding(CONNECTORS[connector], "derived", "PCI Express Card Electromechanical Specification")
@@ -131,9 +137,24 @@ def newer_is_faster(cards: list[str], per: str) -> Finding:
     return Finding(rising, "derived", ", ".join(said))
 
 
-def nvlink_gigabytes(card: str, directions: int) -> Finding:
-    """GB/s of a card over all its NVLinks, in one direction or both."""
-    return Finding(directions * one_way(card) / 1e9, "derived", f"{card}: {NVLINK[card][1]} links")
+def nvlink_gigabytes(card: str, directions: int, per: str = "GPU") -> Finding:
+    """GB/s of a card over all its NVLinks, or over one "link", in one direction or both."""
+    rate = one_way(card) if per == "GPU" else NVLINK[card][2]
+    return Finding(directions * rate / 1e9, "derived", f"{card}: {NVLINK[card][1]} links")
+
+
+def nvlinks(card: str) -> Finding:
+    """NVLinks that a card has."""
+    generation, count, _ = NVLINK[card]
+    return Finding(float(count), "derived", f"{card}: generation {generation}")
+
+
+def slower_than_nvlink(card: str, path: str) -> Finding:
+    """Whether a path through a host bridge carries less in one direction than a card's NVLinks: the "measured" path of
+    HOST_PATH, or PCIe at its line rate."""
+    rate = max(HOST_PATH) if path == "measured" else pcie_bandwidth(path)
+    text = f"{rate / 1e9:.2f} GB/s, and {one_way(card) / 1e9:g} by the NVLinks of {card}"
+    return Finding(rate < one_way(card), "derived", text)
 
 
 def links_order_bandwidth(generation: int | None = None) -> Finding:
@@ -162,9 +183,9 @@ def gain(of: str) -> Finding:
     return Finding(100 * (1 - fast / slow if of == "time" else slow / fast - 1), "derived", f"{slow} s and {fast} s")
 
 
-def per_second(samples_a_step: int) -> Finding:
-    """What E's faster run does a second."""
-    return Finding(STEPS * samples_a_step / RUNTIME["NVLink"], "derived", f"{STEPS} steps, {samples_a_step} each")
+def per_second(samples_a_step: int, run: str = "NVLink") -> Finding:
+    """What one of E's runs does a second."""
+    return Finding(STEPS * samples_a_step / RUNTIME[run], "derived", f"{STEPS} steps, {samples_a_step} each")
 
 
 def epochs(block: int) -> Finding:

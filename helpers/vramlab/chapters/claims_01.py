@@ -35,9 +35,9 @@ def parameters(hidden_bias: int, output_bias: int) -> Finding:
     return Finding(weights + hidden_bias + output_bias, "derived", text)
 
 
-def gigabyte(power_of: int) -> Finding:
-    """Bytes of a GB, by thousands or by 1,024."""
-    return Finding(power_of**3, "derived", f"{power_of} × {power_of} × {power_of}")
+def gigabyte(power_of: int, power: int = 3) -> Finding:
+    """Bytes of a GB, or of a MB (`power` 2), by thousands or by 1,024."""
+    return Finding(power_of**power, "derived", " × ".join([str(power_of)] * power))
 
 
 def weights_of_seven_billion(divisor: int) -> Finding:
@@ -99,6 +99,14 @@ def range_for_precision() -> Finding:
     return Finding(spans[0] > spans[1] and steps[0] > steps[1], "derived", f"exponents {spans}, steps at 1 {steps}")
 
 
+def fewer_bits_are_faster(gpu: str, format: str) -> Finding:
+    """Whether a card's peak rate in a format is above its rate in fp32, by its datasheet; no where it has no unit for it."""
+    card = find_gpu(gpu)
+    rate = card.peak.get(format, 0)
+    rates = f"{rate / 1e12:g} and {card.peak['fp32'] / 1e12:g} TFLOP/s"
+    return Finding(rate > card.peak["fp32"], "derived", f"{card.name}: {rates if rate else f'has no {format}'}")
+
+
 def more_precise(format: str, than: str) -> Finding:
     """Whether a format has finer steps than another."""
     a, b = FORMATS[format], FORMATS[than]
@@ -127,14 +135,16 @@ def tf32_by_default(operation: str) -> Finding:
 
 
 def under_autocast(what: str) -> Finding:
-    """What autocast to fp16 does: "gradients" arrive in fp32; results are fp16 or fp32 by the kind of operator ("mixed")."""
+    """What autocast to fp16 does: "gradients" arrive in fp32; results are fp16 or fp32 by the kind of operator ("mixed");
+    the "update" adds fp32 to fp32."""
     layer, x = nn.Linear(8, 8), torch.ones(2, 8)
     with torch.autocast("cpu", dtype=torch.float16):
         result = layer(x)
         loss = nn.functional.mse_loss(result, x)
     loss.backward()
     mixed = (result.dtype, loss.dtype) == (torch.float16, torch.float32)
-    found = layer.weight.grad.dtype == torch.float32 if what == "gradients" else mixed
+    gradients = layer.weight.grad.dtype == torch.float32
+    found = {"gradients": gradients, "mixed": mixed, "update": gradients and layer.weight.dtype == torch.float32}[what]
     return Finding(found, "measured", f"linear {result.dtype}, loss {loss.dtype}, gradient {layer.weight.grad.dtype}")
 
 
@@ -271,10 +281,12 @@ def blocks_help(data: str) -> Finding:
     return Finding(blocked <= whole / 2, "measured", text)
 
 
-def uneven_wastes() -> Finding:
-    """Whether min-max leaves more of 256 codes unused on normal numbers with an outlier than on evenly spread ones."""
-    even = torch.rand(4096, generator=torch.Generator().manual_seed(0))
-    used = [len(minmax(numbers, 8).codes.unique()) for numbers in (even, normal_numbers(outlier=20.0))]
+def uneven_wastes(method: str = "minmax") -> Finding:
+    """Whether "minmax" or "absmax" leaves more of 256 codes unused on normal numbers with an outlier than on evenly
+    spread ones."""
+    even = torch.rand(4096, generator=torch.Generator().manual_seed(0)) * 2 - 1
+    quantize = {"minmax": minmax, "absmax": absmax}[method]
+    used = [len(quantize(numbers, 8).codes.unique()) for numbers in (even, normal_numbers(outlier=20.0))]
     return Finding(used[1] < used[0], "measured", f"{used[0]} of 256 codes used, and {used[1]}")
 
 

@@ -100,6 +100,36 @@ def card_memory(gpu: str) -> Finding:
     return Finding(float(card.memory_gb), "derived", f"{card.name}: {card.source}")
 
 
+# Streaming multiprocessors (product page, 2023) and CUDA cores in each (NVIDIA Ada whitepaper V2, appendix A).
+CORES = {"RTX 4070": (46, 128)}
+
+
+def cuda_cores(gpu: str) -> Finding:
+    """CUDA cores of a card."""
+    processors, each = CORES[gpu]
+    return Finding(float(processors * each), "derived", f"{gpu}: {processors} multiprocessors of {each}")
+
+
+def boost_clock(gpu: str) -> Finding:
+    """GHz at which a card's cores reach its fp32 peak, at two operations a cycle and core."""
+    card, (processors, each) = find_gpu(gpu), CORES[gpu]
+    text = f"{card.name}: {card.peak['fp32'] / 1e12:g} TFLOP/s in fp32, {processors * each:,} cores"
+    return Finding(card.peak["fp32"] / (2 * processors * each) / 1e9, "derived", text)
+
+
+def subtracts_the_gradient(optimizer: str, **options: float) -> Finding:
+    """Whether one step of an optimizer of torch.optim takes exactly the gradient off a weight."""
+    import torch
+
+    weight = torch.nn.Parameter(torch.tensor([1.0, -2.0]))
+    before = weight.detach().clone()
+    weight.grad = torch.tensor([0.25, -0.5])
+    getattr(torch.optim, optimizer)([weight], **options).step()
+    taken = before - weight.detach()
+    text = f"{optimizer}: a gradient of {weight.grad[0].item():g} changes the weight by {taken[0].item():.2g}"
+    return Finding(torch.equal(taken, weight.grad), "measured", text)
+
+
 # --- B's experiment -----------------------------------------------------------------------------------------------
 
 

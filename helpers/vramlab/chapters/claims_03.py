@@ -19,16 +19,23 @@ from ..records import find_record
 from ..report import Report, format_bytes
 from ..simulate import simulate
 from .installed_03 import (  # noqa: F401, the chapter's experiments are all names of this module
+    argument_offered,
     attention_kernels,
     backend_offered,
     backends,
     changes_argument,
     chooses_kernel,
     default_optimizer,
+    effective_batch,
+    inductor_takes_cuda_graphs,
+    lines_for_accelerate,
+    model_has,
     optimizer_offered,
+    parses,
     sdpa_by_default,
     small_gpt2,
     state_is_8_bit,
+    takes_fast_path,
     versions,
 )
 
@@ -186,6 +193,35 @@ def same_gradients(lengths: list[int], by: str) -> Finding:
     """Whether accumulating over micro-batches gives the gradients of the whole batch, to rounding (1e-5)."""
     error = accumulated_error(lengths, by)
     return Finding(error < 1e-5, "measured", f"{'equal' if len(set(lengths)) == 1 else 'different'} lengths, by {by}")
+
+
+def passes_per_update(gradient_accumulation_steps: int) -> Finding:
+    """How often a model runs forward for one update."""
+    from ..training import build, train_step
+
+    training = build(Recipe(small_gpt2(), seq_len=8, gradient_accumulation_steps=gradient_accumulation_steps))
+    passes = []
+    training.model.register_forward_hook(lambda *_: passes.append(1))
+    train_step(training)
+    return Finding(float(len(passes)), "measured", f"{gradient_accumulation_steps} micro-batches, {versions()}")
+
+
+def statistics_differ(layer: str, parts: int = 4) -> Finding:
+    """Whether a network with such a layer gets other gradients from 16 samples in `parts` than from them at once."""
+    import torch
+
+    def gradient(pieces: int) -> torch.Tensor:
+        torch.manual_seed(0)
+        network = torch.nn.Sequential(torch.nn.Linear(8, 8), getattr(torch.nn, layer)(8), torch.nn.Linear(8, 1))
+        for piece in torch.randn(16, 8).chunk(pieces):
+            (network(piece).square().mean() / pieces).backward()
+        return network[0].weight.grad
+
+    whole, pieces = gradient(1), gradient(parts)
+    error = ((pieces - whole).norm() / whole.norm()).item()
+    return Finding(
+        error > 1e-3, "measured", f"{layer}, {parts} × {16 // parts} for 16: gradients differ by {error:.1%}"
+    )
 
 
 # --- Trainer arguments, data, compiling ----------------------------------------------------------------------------

@@ -164,6 +164,37 @@ def backward_has_its_own_thread(device: str) -> Finding:
     return Finding(backward.isdisjoint(forward), "measured", device)
 
 
+def profiler_records(what: str) -> Finding:
+    """Whether a profile holds the times of CPU "operators", those of CUDA "kernels", or the history of "memory"."""
+    import torch
+
+    if what == "kernels":
+        if not torch.cuda.is_available():
+            raise RecordError("needs a GPU")
+        model, x = _small()
+        model, x = model.cuda(), x.cuda()
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
+            model(x)
+        return Finding(any(event.device_time > 0 for event in profiler.key_averages()), "measured", "two linear layers")
+    model, x = _small()
+    averages = _traced(lambda: model(x), profile_memory=what == "memory").key_averages()
+    found = any((event.cpu_memory_usage if what == "memory" else event.cpu_time) > 0 for event in averages)
+    return Finding(found, "measured", "two linear layers")
+
+
+def history_call(name: str, **arguments: Any) -> Finding:
+    """Whether a function of torch.cuda.memory takes these arguments."""
+    import inspect
+
+    import torch
+
+    try:
+        inspect.signature(getattr(torch.cuda.memory, name)).bind(**arguments)
+    except (AttributeError, TypeError) as error:
+        return Finding(False, "measured", f"{name}: {error}; torch {torch.__version__.split('+')[0]}")
+    return Finding(True, "measured", f"{name}, torch {torch.__version__.split('+')[0]}")
+
+
 # --- data --------------------------------------------------------------------------------------------------------
 
 
@@ -214,6 +245,24 @@ def times_each_sample_comes(sharded: bool, samples: int = 12, workers: int = 2) 
     seen = [int(n) for n in loader]
     complete = set(seen) == set(range(samples))
     return Finding(len(seen) / samples if complete else 0, "measured", f"{samples} samples, {workers} workers")
+
+
+def workers_are_processes() -> Finding:
+    """Whether a DataLoader's workers run in processes of their own, each with its own interpreter lock."""
+    import os
+
+    from torch.utils.data import DataLoader
+
+    class Numbers:
+        def __len__(self) -> int:
+            return 4
+
+        def __getitem__(self, index: int) -> int:
+            return os.getpid()
+
+    loader = DataLoader(Numbers(), batch_size=1, num_workers=2, multiprocessing_context="fork")
+    owners = {int(batch) for batch in loader}
+    return Finding(len(owners) == 2 and os.getpid() not in owners, "measured", "2 workers")
 
 
 # --- the allocator -----------------------------------------------------------------------------------------------
@@ -296,6 +345,66 @@ def attention_keeps() -> Finding:
     """How many times as much attention written out keeps for the backward pass as the flash kernel."""
     flash, math = _attention("FLASH_ATTENTION")[1], _attention("MATH")[1]
     return Finding(math / flash, "measured", "fp32, 512 tokens, 4 heads of 32, this machine's CPU kernels")
+
+
+def flash_has_to_be_asked_for() -> Finding:
+    """Whether SDPA leaves the flash kernel out unless a context manager names it, on this machine's CPU."""
+    import torch
+    from torch.nn.attention import SDPBackend
+
+    q = torch.zeros(1, 4, 512, 32)
+    chosen = SDPBackend(torch._fused_sdp_choice(q, q, q, None, 0.0, True))
+    return Finding(chosen != SDPBackend.FLASH_ATTENTION, "measured", f"without one: {chosen.name}")
+
+
+def fused_attention_gives(what: str) -> Finding:
+    """Whether a model with fused attention still gives its "loss", or its attention "weights" when they are asked for."""
+    import torch
+    from transformers import AutoModelForCausalLM, GPT2Config
+
+    config = GPT2Config(n_layer=1, n_embd=32, n_head=2, vocab_size=100, n_positions=64, bos_token_id=0, eos_token_id=0)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
+    tokens = torch.ones(1, 8, dtype=torch.long)
+    output = model(tokens, labels=tokens, output_attentions=what == "weights")
+    found = bool(output.attentions) if what == "weights" else bool(torch.isfinite(output.loss))
+    return Finding(found, "measured", "gpt2 of one layer, sdpa")
+
+
+def attention_speed() -> Finding:
+    """How many times as fast a step is with fused attention as with attention written out, by records of a GPU."""
+    recipe = Recipe("gpt2", batch_size=8, seq_len=512, precision="bf16-mixed")
+    written, fused = (find_record(recipe.replace(attn_implementation=how)) for how in ("eager", "sdpa"))
+    if not written.speed or not fused.speed:
+        raise RecordError("the records have no speed")
+    return Finding(fused.speed.tokens_per_second / written.speed.tokens_per_second, "recorded", str(recipe))
+
+
+def few_python_calls_left(layers: int, part: float = 0.1) -> Finding:
+    """Whether a compiled forward pass, once it is traced, makes under `part` of the Python calls of an eager one."""
+    import torch
+
+    network = torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(layers)))
+    torch.compiler.reset()
+    x = torch.zeros(1, 8)
+    counts = [_python_calls(run, x) for run in (network, torch.compile(network, backend="eager"))]
+    torch.compiler.reset()
+    text = f"{layers} linear layers: {counts[0]} calls of Python functions, and {counts[1]}"
+    return Finding(counts[1] < part * counts[0], "measured", text)
+
+
+def _python_calls(function: Callable[[Any], Any], x: Any) -> int:
+    """Calls of Python functions while `function(x)` runs for the second time."""
+    import sys
+
+    calls = []
+    function(x)
+    before = sys.getprofile()
+    sys.setprofile(lambda frame, event, argument: calls.append(1) if event == "call" else None)
+    try:
+        function(x)
+    finally:
+        sys.setprofile(before)
+    return len(calls)
 
 
 def graphs_made(calls: int) -> Finding:

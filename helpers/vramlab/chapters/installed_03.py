@@ -1,4 +1,4 @@
-"""Experiments of chapter 03 that ask the installed libraries: names, defaults, kernels, dtypes."""
+"""Experiments of chapter 03 that ask the installed libraries: names, defaults, kernels, dtypes, what a listing does."""
 
 import warnings
 from collections.abc import Mapping
@@ -108,3 +108,114 @@ def small_gpt2() -> dict[str, Any]:
         bos_token_id=0,
         eos_token_id=0,
     )
+
+
+def argument_offered(name: str) -> Finding:
+    """Whether `TrainingArguments` takes an argument of this name."""
+    from transformers import TrainingArguments
+
+    return Finding(name in TrainingArguments.__dataclass_fields__, "measured", versions())
+
+
+def parses(arguments: str) -> Finding:
+    """Whether Python reads a call with these arguments."""
+    try:
+        compile(f"TrainingArguments({arguments})", "listing", "eval")
+    except SyntaxError as error:
+        return Finding(False, "measured", f"{arguments.strip()}: {error.msg}")
+    return Finding(True, "measured", arguments.strip())
+
+
+def effective_batch(per_device_train_batch_size: int, gradient_accumulation_steps: int) -> Finding:
+    """Samples behind one update of the Trainer in one process."""
+    from transformers import TrainingArguments
+
+    given = dict(
+        per_device_train_batch_size=per_device_train_batch_size, gradient_accumulation_steps=gradient_accumulation_steps
+    )
+    found = TrainingArguments(output_dir="out", use_cpu=True, report_to="none", **given)
+    value = found.train_batch_size * found.gradient_accumulation_steps
+    return Finding(float(value), "measured", f"{', '.join(f'{k}={v}' for k, v in given.items())}; {versions()}")
+
+
+def inductor_takes_cuda_graphs(mode: str) -> Finding:
+    """Whether inductor records CUDA Graphs in this mode of torch.compile."""
+    import torch._inductor as inductor
+
+    default = inductor.config.triton.cudagraphs
+    found = inductor.list_mode_options(mode).get("triton.cudagraphs", default)
+    return Finding(bool(found), "measured", f'mode="{mode}", {versions()}')
+
+
+def model_has(method: str) -> Finding:
+    """Whether models of transformers have this method."""
+    from transformers import PreTrainedModel
+
+    return Finding(hasattr(PreTrainedModel, method), "measured", versions())
+
+
+def takes_fast_path(training: bool) -> Finding:
+    """Whether PyTorch's own encoder layer runs as one fused operator, in a training step or outside of one."""
+    import torch
+    from torch.profiler import ProfilerActivity, profile
+
+    layer = torch.nn.TransformerEncoderLayer(32, 2, 64, batch_first=True).train(training)
+    with profile(activities=[ProfilerActivity.CPU]) as profiler, torch.set_grad_enabled(training):
+        layer(torch.zeros(2, 4, 32))
+    found = any("transformer_encoder_layer" in event.key for event in profiler.key_averages())
+    return Finding(found, "measured", f"torch.nn.TransformerEncoderLayer, {versions()}")
+
+
+LOOP = """\
+model, optimizer, loader = parts()
+model.train()
+for x, labels in loader:
+    optimizer.zero_grad()
+    loss = F.cross_entropy(model(x), labels)
+    loss.backward()
+    optimizer.step()
+"""
+ACCELERATED = """\
+from accelerate import Accelerator
+accelerator = Accelerator(cpu=True)
+model, optimizer, loader = parts()
+model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+model.train()
+for x, labels in loader:
+    optimizer.zero_grad()
+    loss = F.cross_entropy(model(x), labels)
+    accelerator.backward(loss)
+    optimizer.step()
+"""
+
+
+def lines_for_accelerate() -> Finding:
+    """How many lines a training loop gains with Accelerate, another in place of an old one among them; infinite if the
+    loop then trains to other weights."""
+    import difflib
+    import math
+
+    trained = [_weights_after(loop) for loop in (LOOP, ACCELERATED)]
+    added = [line for line in difflib.ndiff(LOOP.splitlines(), ACCELERATED.splitlines()) if line.startswith("+ ")]
+    same = all(bool((a == b).all()) for a, b in zip(*trained, strict=True))
+    return Finding(float(len(added)) if same else math.inf, "measured", "; ".join(line[2:].strip() for line in added))
+
+
+def _weights_after(loop: str) -> list:
+    """The weights of a small network after a loop of source code has trained it."""
+    import torch
+    from accelerate.state import AcceleratorState
+    from torch.utils.data import DataLoader, TensorDataset
+
+    def parts():
+        torch.manual_seed(0)
+        model = torch.nn.Linear(8, 4)
+        data = TensorDataset(torch.randn(32, 8), torch.randint(4, (32,)))
+        return model, torch.optim.SGD(model.parameters(), lr=0.1), DataLoader(data, batch_size=8)
+
+    names = {"parts": parts, "F": torch.nn.functional}
+    try:
+        exec(loop, names)
+    finally:
+        AcceleratorState._reset_state(reset_partial_state=True)  # what comes after chooses its own device
+    return [parameter.detach() for parameter in names["model"].parameters()]
