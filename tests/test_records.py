@@ -423,14 +423,34 @@ def test_a_full_disk_stops_with_what_was_saved(gpu, three, folder, monkeypatch):
 def test_what_the_card_cannot_do_is_skipped_with_the_reason(gpu, tmp_path, monkeypatch):
     entries = [
         {"model": "gpt2", "precision": ["fp16-mixed", "bf16-mixed"]},
-        {"model": "gpt2", "sharding": {"stage": 3, "world_size": 8}},
+        {"model": "gpt2", "attn_implementation": "flash_attention_2", "precision": "bf16-true"},
+        {"model": "gpt2", "sharding": {"stage": 3, "world_size": 8, "rank": 5}},
     ]
     t4 = find_gpu("T4")
     monkeypatch.setattr(gpu.module, "current_device", lambda: Device("cuda", "Tesla T4", t4.total, gpu=t4))
     done = gpu.module.record([recipe_list(tmp_path / "list.json", entries)], progress=False)
-    assert [recipe.precision for recipe in gpu.ran] == ["fp16-mixed"]
+    assert sorted(recipe.precision for recipe in gpu.ran) == ["fp16-mixed", "fp32"]
     reasons = [reason for _, reason in done.skipped]
-    assert "compute capability 7.5" in reasons[0] and "8 processes" in reasons[1] and reasons[0] in str(done)
+    assert len(reasons) == 2 and all("compute capability 7.5" in reason for reason in reasons)
+    assert reasons[0] in str(done)
+
+
+def test_one_gpu_records_its_own_rank_of_many(gpu, tmp_path, folder):
+    ranks = [{"stage": 3, "world_size": size, "rank": 5} for size in (8, 1024)]
+    path = recipe_list(tmp_path / "list.json", [{"model": "gpt2", "sharding": ranks}])
+    gpu.module.record([path], progress=False)
+    assert [(r.sharding.world_size, r.sharding.rank) for r in gpu.ran] == [(8, 5), (1024, 5)]
+    assert keys(folder) == {recipe.key for recipe in gpu.ran} and len(keys(folder)) == 2
+
+
+def test_a_cpu_records_what_four_processes_can_do(gpu, tmp_path, monkeypatch):
+    monkeypatch.setattr(gpu.module, "current_device", lambda: Device("cpu", "CPU", 2**34))
+    monkeypatch.setattr(gpu.module, "too_much", lambda recipe: "")
+    worlds = [{"stage": 3, "world_size": size} for size in (4, 8)]
+    path = recipe_list(tmp_path / "list.json", [{"model": "gpt2", "sharding": worlds}])
+    done = gpu.module.record([path], folder=tmp_path / "kept", progress=False)
+    assert [recipe.sharding.world_size for recipe in gpu.ran] == [4]
+    assert [reason for _, reason in done.skipped] == ["it needs 8 processes and measure() starts 4 at most on a CPU"]
 
 
 def test_a_dry_run_lists_and_measures_nothing(gpu, three, folder, capsys):

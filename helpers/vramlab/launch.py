@@ -80,6 +80,11 @@ class Launcher:
                 self.end()
                 raise
 
+    def answers(self, function: str, arguments: dict[str, Any], world_size: int, *how: Any) -> list[Any]:
+        """What `function(**arguments)` returns on each rank; the rest as in `run`."""
+        with self.run(function, arguments, world_size, *how) as folder:
+            return [json.loads((folder / f"{rank}.json").read_text())["answer"] for rank in range(world_size)]
+
     def _wait(self, folder: Path, world_size: int, timeout: float) -> None:
         until = time.monotonic() + timeout
         while not (folder / "done.json").exists():
@@ -157,8 +162,8 @@ def launch(
     """
     name, arguments = _name(function), dict(arguments or {})
     json.dumps(arguments)  # says at once what is not JSON
-    with _launcher(launcher) as it, it.run(name, arguments, world_size, device, timeout, port) as folder:
-        return [json.loads((folder / f"{rank}.json").read_text())["answer"] for rank in range(world_size)]
+    with _launcher(launcher) as it:
+        return it.answers(name, arguments, world_size, device, timeout, port)
 
 
 @contextlib.contextmanager

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from . import checks
 from .apart import Apart
-from .errors import MeasurementError, RecipeError, RecordError
+from .errors import MeasurementError, RankError, RecipeError, RecordError
 from .gpu import current_device
 from .nvml import nvml_snapshot
 from .predict import predict
@@ -23,6 +23,7 @@ from .records import find_record, log_wanted
 from .report import Report, environment, format_bytes
 
 SECONDS_ON_CPU = 120
+MOST_RANKS = 4  # processes on a CPU: each holds the libraries, and they take turns on the cores
 CPU_FLOPS = 2e10  # a cautious figure for two cores in fp32; half precision is slower on most CPUs
 WORKER = [sys.executable, "-P", "-m", "vramlab.worker"]  # -P: a torch.py in the notebook's folder is not meant
 
@@ -39,6 +40,9 @@ def measure(
     worker: Apart | None = None,
 ) -> Report:
     """The memory and speed of `recipe`, measured here; or, where it does not fit this machine, as recorded on a GPU.
+
+    With sharding it is those of rank `recipe.sharding.rank`: of real processes, on as many GPUs or up to MOST_RANKS of
+    them on a CPU; on fewer GPUs, of that rank alone among ranks that are not there (its collectives move nothing).
 
     Args:
         repeats, warmup: timed optimizer steps, and steps before them (two at least, so that all states exist).
@@ -73,6 +77,8 @@ def measure(
         return _recorded(recipe, reason, look=recorded is None)
     if device == "cuda" and here.gpu:
         here.gpu.require(recipe.precision)
+    if real_ranks(recipe, device):
+        return run_on_ranks(recipe, repeats, warmup, device, timeout, memory_limit)
     return run_child(recipe, repeats, warmup, device, timeout, memory_limit, worker)
 
 
@@ -95,8 +101,8 @@ def _recorded(recipe: Recipe, reason: str, look: bool = True) -> Report:
 
 def cannot(recipe: Recipe, device: str) -> str:
     """Why `device` cannot run `recipe` at all, as a clause; "" when it can."""
-    if recipe.sharding and recipe.sharding.world_size > 1:
-        return f"it needs {recipe.sharding.world_size} processes and measure() runs one"
+    if recipe.sharding and recipe.sharding.world_size > MOST_RANKS and device == "cpu":
+        return f"it needs {recipe.sharding.world_size} processes and measure() starts {MOST_RANKS} at most on a CPU"
     if recipe.attn_implementation == "flash_attention_2" and device == "cpu":
         return "flash-attention needs a GPU"
     return ""
@@ -107,19 +113,72 @@ def too_much(recipe: Recipe, limited: bool = False) -> str:
 
     `limited`: a memory limit holds, so that its size does no harm.
     """
-    free, needed = checks.memory()[1], predict(recipe).peak.total
+    ranks = recipe.sharding.world_size if recipe.sharding else 1
+    free, needed = checks.memory()[1], ranks * _predicted(recipe)
     if needed > 0.6 * free and not limited:
         # twice: libraries, the program itself, and whatever else the machine is doing
         return f"it needs about {format_bytes(needed, digits=1)} and {format_bytes(free, digits=1)} of RAM are free"
-    seconds = 6 * operations(recipe) / CPU_FLOPS  # it is run some six times
+    seconds = 6 * ranks * operations(recipe) / CPU_FLOPS  # it is run some six times
     if seconds > SECONDS_ON_CPU:
         return f"it would take this CPU about {seconds / 60:,.0f} minutes"
     return ""
 
 
+def _predicted(recipe: Recipe) -> int:
+    """The peak in bytes; a process alone needs no less than any rank does."""
+    try:
+        return predict(recipe).peak.total
+    except RecipeError:
+        if recipe.sharding is None:
+            raise
+        return predict(recipe.replace(sharding=None)).peak.total
+
+
 def operations(recipe: Recipe) -> int:
     """Of a step: about 6 a parameter and token (Kaplan et al. 2020, table 1), 8 when layers are recomputed."""
     return (8 if recipe.gradient_checkpointing else 6) * recipe.shape.num_parameters * recipe.tokens
+
+
+def real_ranks(recipe: Recipe, device: str) -> bool:
+    """Whether the ranks of `recipe` are all started here, each with a processor of its own."""
+    ranks = recipe.sharding.world_size if recipe.sharding else 1
+    return ranks > 1 and (device == "cpu" or gpus() >= ranks)
+
+
+def gpus() -> int:
+    """How many CUDA devices torch sees."""
+    import torch
+
+    return torch.cuda.device_count()
+
+
+def run_on_ranks(
+    recipe: Recipe, repeats: int, warmup: int, device: str, timeout: float, memory_limit: int | None = None
+) -> Report:
+    """Have `recipe.sharding.world_size` processes run `recipe`; returns the report of the recipe's rank.
+
+    Memory that runs out on any rank is a report with status "oom" that names it.
+    """
+    from .launch import Launcher
+
+    arguments = {"recipe": recipe.to_dict(), "repeats": repeats, "warmup": warmup, "device": device}
+    arguments["memory_limit"] = memory_limit
+    ranks, module = recipe.sharding.world_size, "vramlab.rank_training"
+    with Launcher() as launcher:
+        try:
+            answers = launcher.answers(
+                f"{module}:measure", arguments, ranks, device, timeout, None, f"{module}:preload"
+            )
+        except RankError as error:
+            if not error.oom and error.code != -getattr(signal, "SIGKILL", 9):
+                raise
+            message = f"Rank {error.rank} of {ranks}: {error.oom}" if error.oom else str(error)
+            return _failed(recipe, device, message, memory_limit)
+    reports = [Report.from_dict(answer) for answer in answers]
+    report = reports[recipe.sharding.rank]
+    peaks = ", ".join(format_bytes(r.allocated) for r in reports)
+    report.notes.append(f"{ranks} processes on this machine; their peaks by rank: {peaks}")
+    return report
 
 
 def run_child(
@@ -158,11 +217,17 @@ def _answer(recipe: Recipe, answer: dict) -> Report:
 
 def _died(recipe: Recipe, code: int, last_words: list[str], device: str) -> Report:
     if code == -getattr(signal, "SIGKILL", 9):
-        message = "The system killed the process, as it does when memory runs out."
-        report = Report.failed("measured", recipe, device, "oom", message)
-        if device == "cuda":
-            sensors = nvml_snapshot()
-            report.environment = environment(gpu=sensors.name, driver=sensors.driver)
-        return report
+        return _failed(recipe, device, "The system killed the process, as it does when memory runs out.")
     words = "\n".join(last_words) or "nothing was printed"
     raise MeasurementError(f"the process that measured {recipe} ended with code {code}; its last words:\n{words}")
+
+
+def _failed(recipe: Recipe, device: str, message: str, memory_limit: int | None = None) -> Report:
+    """The report of a run that ran out of memory and could not say so itself."""
+    report = Report.failed("measured", recipe, device, "oom", message)
+    more = {"memory_limit": memory_limit} if memory_limit is not None else {}
+    if device == "cuda":
+        sensors = nvml_snapshot()
+        more |= {"gpu": sensors.name, "driver": sensors.driver}
+    report.environment = environment(**more)
+    return report

@@ -28,6 +28,7 @@ from .simulate import to_report
 from .tracked import run_tracked
 from .tracker import Tracker
 from .training import Training, build, train_step
+from .world import alone
 
 TRACKED_STEPS = 2  # the second is the first in which all states exist
 
@@ -96,6 +97,8 @@ def prepare(recipe: Recipe, device: str) -> Training:
     training = build(recipe, device)
     if training.scaler:
         training.scaler = torch.amp.GradScaler(training.device.type, init_scale=1.0)
+        if alone():  # what other ranks would have sent is not there, and may look like an overflow
+            training.scaler._maybe_opt_step = lambda optimizer, state, *args, **kwargs: optimizer.step(*args, **kwargs)
     return training
 
 

@@ -13,13 +13,16 @@ from . import world
 from .collectives import Collectives
 from .history import History
 from .models import build_model
+from .nvml import nvml_snapshot
+from .passes import clean_pass, tracked_pass
 from .recipe import Recipe
-from .resident import limited
+from .report import format_bytes
+from .resident import limited, rss
 from .simulate import to_report
 from .tracked import run_tracked
 from .tracker import Tracker
 from .training import Training, build, train_step
-from .worker import import_all
+from .worker import import_all, machine
 
 SEED = 0  # of the weights, equal on all ranks, and of the batch
 DIGEST_BYTES = 64 * 2**20  # gradients of more bytes than that are given as their norms
@@ -47,6 +50,26 @@ def train(
     if events:
         answer["events"] = log
     return answer
+
+
+def measure(
+    recipe: dict[str, Any], repeats: int, warmup: int, device: str, memory_limit: int | None = None
+) -> dict[str, Any]:
+    """A rank's report of both passes (`passes.py`), for `vramlab.measure`. Running out of memory raises."""
+    before = nvml_snapshot() if device == "cuda" else None
+    with world.real_rank(device) as rank:
+        whole = Recipe(**recipe)
+        here = whole.replace(sharding=dataclasses.replace(whole.sharding, rank=rank))
+        torch.manual_seed(SEED)
+        import_all(here)
+        held = rss()
+        with limited(memory_limit, device):
+            truth = clean_pass(here, repeats, warmup, device, before)
+            report = tracked_pass(here, device, truth)
+    report.environment = machine(device, before, memory_limit)
+    if device == "cpu":
+        report.notes.append(f"the process held {format_bytes(held)} before the model was built")
+    return report.to_dict()
 
 
 def preload(recipe: dict[str, Any], **others: Any) -> None:

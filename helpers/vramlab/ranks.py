@@ -165,7 +165,8 @@ def describe(error: Exception) -> dict[str, Any]:
 def _out_of_memory(error: Exception, order: dict[str, Any]) -> str:
     from .worker import out_of_memory
 
-    limit = (order["arguments"].get("memory_limit") or {}).get(os.environ["RANK"])
+    limit = order["arguments"].get("memory_limit")
+    limit = limit.get(os.environ["RANK"]) if isinstance(limit, dict) else limit
     return out_of_memory(error, order["device"], limit) if isinstance(error, MemoryError | RuntimeError) else ""
 
 

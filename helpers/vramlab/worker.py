@@ -13,6 +13,7 @@ import transformers.trainer_pt_utils  # noqa: F401 (loaded here, while there is 
 
 from .apart import end_with_parent
 from .checks import memory
+from .engines import engine_of
 from .errors import MeasurementError, RecipeError
 from .nvml import Sensors, nvml_snapshot
 from .passes import clean_pass, tracked_pass
@@ -21,6 +22,7 @@ from .recipe import Recipe
 from .records import write_atomically
 from .report import Report, environment, format_bytes
 from .resident import limited, rss
+from .world import one_rank_of
 
 
 def main() -> None:
@@ -47,13 +49,16 @@ def main() -> None:
 
 
 def run(recipe: Recipe, repeats: int, warmup: int, device: str, memory_limit: int | None = None) -> Report:
-    """Both passes of `recipe` on `device`; out of memory comes back as a report with status "oom"."""
+    """Both passes of `recipe` on `device`; out of memory comes back as a report with status "oom".
+
+    A recipe with sharding is measured as its one rank, in a process group of which no other rank exists.
+    """
     before = nvml_snapshot() if device == "cuda" else None  # torch has not touched the device yet
     torch.manual_seed(0)
     import_all(recipe)
     held = rss()
     try:
-        with limited(memory_limit, device):
+        with one_rank_of(recipe.sharding), engine_of(recipe).without_peers(), limited(memory_limit, device):
             truth = clean_pass(recipe, repeats, warmup, device, before)
             report = tracked_pass(recipe, device, truth)
     except (MemoryError, RuntimeError) as error:  # torch.OutOfMemoryError is a RuntimeError
@@ -64,6 +69,11 @@ def run(recipe: Recipe, repeats: int, warmup: int, device: str, memory_limit: in
         if device == "cuda":
             report.allocated, report.reserved = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
     report.environment = machine(device, before, memory_limit)
+    if recipe.sharding and recipe.sharding.world_size > 1:
+        report.notes.append(
+            f"rank {recipe.sharding.rank} of {recipe.sharding.world_size} alone, in a process group whose collectives "
+            "move nothing: bytes are a real rank's, time is that of its computation only"
+        )
     if device == "cpu":
         report.notes.append(f"the process held {format_bytes(held)} before the model was built")
     return report

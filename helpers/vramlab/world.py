@@ -1,6 +1,7 @@
 """The process group of a rank: torchrun's for real ranks, torch's fake one for one rank of a world that is not there."""
 
 import contextlib
+import gc
 import os
 from collections.abc import Iterator
 
@@ -48,6 +49,9 @@ def real_rank(device: str) -> Iterator[int]:
     except BaseException:
         raise  # the others wait in a collective: no goodbye, the group dies with the process
     else:
+        # DDP's reducer must not be the last to hold the group: it would end gloo's threads while it has Python's lock,
+        # for which they may be waiting (torch 2.13; pytorch/pytorch issue 56297)
+        gc.collect()
         dist.destroy_process_group()
 
 
