@@ -253,6 +253,8 @@ class Recipe:
             parts.append(self.quantization.quant_type + (" double" if self.quantization.double else ""))
         if self.sharding:
             parts.append(f"{self.sharding.engine} stage {self.sharding.stage} × {self.sharding.world_size}")
+            if self.sharding.offload:
+                parts.append(f"{self.sharding.offload} offloaded")
         if self.torch_compile:
             parts.append("compiled")
         if self.loop.name != "trainer" or self.loop != LOOPS["trainer"]:
