@@ -58,12 +58,11 @@ def accumulation_alone(model: str, gpu: str, seq_len: int) -> Finding:
     return Finding(fits, "predicted", said)
 
 
-def billions(model: str, gpu: str, seq_len: int) -> Finding:
-    """Billion parameters of `model` that are in training on `gpu`, the frozen ones included; 0 when nothing fits."""
-    found = planned(model, gpu, seq_len=seq_len, offload=False)
-    parameters = found.choices[0].recipe.shape.num_parameters if found.choices else 0
-    said = str(found.choices[0].recipe) if found.choices else f"nothing fits {model} on a {gpu}"
-    return Finding(parameters / 1e9, "predicted", said)
+def billions(model: str, gpu: str, seq_len: int, method: str = "any") -> Finding:
+    """Billion parameters of `model` that can be in training on `gpu`, frozen ones included; 0 when nothing fits."""
+    found = Search(Question(model, gpu, seq_len=seq_len, method=method, offload=False)).any_fit()
+    said = str(found or f"nothing fits {model} on a {gpu}")
+    return Finding(found.shape.num_parameters / 1e9 if found else 0.0, "predicted", said)
 
 
 def batch_by_need(model: str, gpu: str, batch: int, seq_len: int) -> Finding:
@@ -84,6 +83,12 @@ def makes_it_fit(model: str, gpu: str, seq_len: int, method: str, change: dict, 
     before = Search(Question(model, gpu, **asked)).any_fit()
     after = Search(Question(**{"model": model, "gpu": gpu, **asked, **change})).any_fit()
     return Finding(before is None and after is not None, "predicted", f"with {change}: {after or 'nothing fits'}")
+
+
+def nothing_else(model: str, gpu: str, seq_len: int, method: str, change: dict) -> Finding:
+    """Whether `change`, which asks for no other hardware, does not make fit what does not without it."""
+    found = makes_it_fit(model, gpu, seq_len, method, change)
+    return Finding(not found.value, found.witness, found.configuration)
 
 
 def keeps_the_batch(model: str, gpu: str, batch: int) -> bool:
