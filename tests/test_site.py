@@ -97,6 +97,25 @@ def test_mentions_become_links(here, text, expected):
     assert make_site.link_mentions(text, here, PLACES).startswith(expected)
 
 
+@pytest.mark.parametrize(
+    "here, text, expected",
+    [
+        ("README.md", "[licence](LICENSE)", f"[licence]({settings.repository_url()}/blob/main/LICENSE)"),
+        (
+            PLACES[0],
+            "[claims](../data/claims.json)",
+            f"[claims]({settings.repository_url()}/blob/main/data/claims.json)",
+        ),
+        (PLACES[2], "[back](../02_memory.ipynb)", "[back](../02_memory.ipynb)"),
+        (PLACES[0], "![peak](figures/timeline.png)", "![peak](figures/timeline.png)"),
+        (PLACES[0], "[nowhere](nowhere.md)", "[nowhere](nowhere.md)"),  # the build says so
+        (PLACES[0], "[a](https://example.org/LICENSE) [b](#LICENSE)", "[a](https://example.org/LICENSE) [b](#LICENSE)"),
+    ],
+)
+def test_files_outside_of_the_site_are_in_the_repository(here, text, expected):
+    assert make_site.link_files(text, here, PLACES) == expected
+
+
 def test_the_badge_goes_the_setup_is_folded_and_figures_keep_their_words(notebook):
     picture = nbformat.v4.new_output("display_data", {"image/png": "AAAA"}, metadata={"image/png": {"alt": "A bar."}})
     notebook.cells.append(nbformat.v4.new_code_cell("plt.show()", outputs=[picture]))

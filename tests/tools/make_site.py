@@ -37,9 +37,10 @@ def assemble(source: Path, notebooks: Sequence[Path], verdicts: Iterable[Verdict
     """
     shutil.rmtree(source, ignore_errors=True)
     shutil.copytree(SITE, source, ignore=shutil.ignore_patterns("__pycache__"))
-    shutil.copy(settings.ROOT / "README.md", source)
     shutil.copytree(settings.NOTEBOOKS / "figures", source / "notebooks" / "figures")
     places = [path.relative_to(settings.ROOT).as_posix() for path in notebooks]
+    readme = (settings.ROOT / "README.md").read_text(encoding="utf-8")
+    (source / "README.md").write_text(link_files(readme, "README.md", places), encoding="utf-8")
     titles = {}
     for path, place in zip(notebooks, places, strict=True):
         notebook = nbformat.read(path, as_version=4)
@@ -83,13 +84,28 @@ def link_mentions(text: str, here: str, places: Sequence[str]) -> str:
     return MENTION.sub(link, text)
 
 
+def link_files(text: str, here: str, places: Sequence[str]) -> str:
+    """Markdown whose links to files that the site has not, like a script, lead to the repository.
+
+    What is in neither stays as it is, and fails the build.
+    """
+
+    def link(found: re.Match) -> str:
+        place = posixpath.normpath(posixpath.join(posixpath.dirname(here), found[2]))
+        if place in places or place.startswith("notebooks/figures/") or not (settings.ROOT / place).exists():
+            return found[0]
+        return f"{found[1]}({settings.repository_url()}/blob/main/{place})"
+
+    return re.sub(r"(\])\((?![a-z]+:|#)([^)\s#]+)\)", link, text)
+
+
 def for_the_site(notebook: nbformat.NotebookNode, here: str, places: Sequence[str]) -> nbformat.NotebookNode:
     """The notebook with its set-up folded away, mentions as links, figures that say what they show, and no badge, which
     would be a picture from the network."""
     for cell in notebook.cells:
         if cell.cell_type == "markdown":
             source = re.sub(r"\[!\[Open in Colab\]\(\S+\)\]", "[Open in Colab]", cell.source)
-            cell.source = link_mentions(source, here, places)
+            cell.source = link_mentions(link_files(source, here, places), here, places)
         elif cell.source.startswith("# " + canonical.SETUP_START):
             cell.metadata["tags"] = ["hide-input"]
         else:
