@@ -63,6 +63,13 @@ def real_tensors():
         yield
 
 
+def is_fake(model: "torch.nn.Module") -> bool:
+    """Whether the parameters of `model` have sizes and no values."""
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    return any(isinstance(parameter.data, FakeTensor) for parameter in model.parameters())
+
+
 @contextlib.contextmanager
 def default_dtype(dtype: "torch.dtype"):
     """New floating tensors have `dtype` here."""

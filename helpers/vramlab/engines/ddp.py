@@ -5,7 +5,7 @@ import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from ..models import real_tensors
+from ..models import is_fake, real_tensors
 from ..recipe import Recipe
 from .alone import Engine
 
@@ -24,14 +24,13 @@ class DDP(Engine):
 
     def wrap(self, model: "torch.nn.Module") -> "torch.nn.Module":
         import torch.distributed as dist
-        from torch._subclasses.fake_tensor import FakeTensor
         from torch.nn.parallel import DistributedDataParallel
 
         with _buckets_seen(self._seen):
             ddp = DistributedDataParallel(model, find_unused_parameters=self._finds_unused())
         if dist.get_backend() == "fake":
             ddp.register_comm_hook(None, _answered)
-            if isinstance(next(model.parameters()), FakeTensor):
+            if is_fake(model):
                 ddp.reducer = _Reducer(ddp.reducer)
         return ddp
 

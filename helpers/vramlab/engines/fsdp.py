@@ -4,7 +4,7 @@ import contextlib
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from ..models import real_tensors
+from ..models import is_fake, real_tensors
 from ..recipe import Recipe
 from .alone import Engine
 
@@ -33,35 +33,17 @@ class FSDP(Engine):
 
     def wrap(self, model: "torch.nn.Module") -> "torch.nn.Module":
         sharding = self.recipe.sharding
-        wrapped = shard(
+        return shard(
             model,
             units(model, sharding.wrap, as_accelerate=self.recipe.loop.name == "trainer"),
             reshard_after_forward=sharding.stage == 3,
             half=HALF.get(self.recipe.precision),
             offload=sharding.offload is not None,
         )
-        _shards_are_new(wrapped)
-        return wrapped
 
     def micro_batch(self, training: "Training", last: bool) -> contextlib.AbstractContextManager:
         training.model.set_requires_gradient_sync(last)
         return contextlib.nullcontext()
-
-
-def _shards_are_new(model: "torch.nn.Module") -> None:
-    """Tell FSDP that no shard was replaced since it made them.
-
-    The first forward pass would find out by comparing addresses, and fake storages have none: it would pad once more.
-    """
-    from torch._subclasses.fake_tensor import FakeTensor
-    from torch.distributed.fsdp import FSDPModule
-
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            for group in module._get_fsdp_state()._fsdp_param_groups:
-                group._reset_sharded_params = all(
-                    isinstance(part._sharded_param_data, FakeTensor) for part in group.fsdp_params
-                )
 
 
 class Unit(NamedTuple):
@@ -156,10 +138,42 @@ def shard(
         "mp_policy": MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=dtype, output_dtype=dtype),
         "offload_policy": CPUOffloadPolicy() if offload else OffloadPolicy(),
     }
-    for modules, keep in parts:
-        reshard = reshard_after_forward and not keep
-        fully_shard(modules[0] if len(modules) == 1 else [*modules], reshard_after_forward=reshard, **options)
+    with _of_fake_tensors(model) if is_fake(model) else contextlib.nullcontext():
+        for modules, keep in parts:
+            reshard = reshard_after_forward and not keep
+            fully_shard(modules[0] if len(modules) == 1 else [*modules], reshard_after_forward=reshard, **options)
     return model
+
+
+@contextlib.contextmanager
+def _of_fake_tensors(model: "torch.nn.Module"):
+    """What FSDP does otherwise while it shards fake tensors; what is allocated is the same.
+
+    Of a parameter's chunks only the first, whose size counts, and this rank's are made, not a thousand. And no shard
+    was replaced since it was made: the first forward pass would find out by comparing addresses, of which fake
+    storages have none, and pad once more.
+    """
+    import torch
+    from torch.distributed.fsdp import FSDPModule
+    from torch.distributed.fsdp._fully_shard import _fsdp_param
+
+    class Chunks:
+        def __init__(self, tensor: torch.Tensor, parts: int, dim: int):
+            self.tensor, self.dim, self.length = tensor, dim, -(-tensor.size(dim) // parts)
+
+        def __getitem__(self, rank: int) -> torch.Tensor:
+            start = min(rank * self.length, self.tensor.size(self.dim))
+            return self.tensor.narrow(self.dim, start, min(self.length, self.tensor.size(self.dim) - start))
+
+    plain, _fsdp_param._chunk_with_empty = _fsdp_param._chunk_with_empty, Chunks
+    try:
+        yield
+    finally:
+        _fsdp_param._chunk_with_empty = plain
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            for group in module._get_fsdp_state()._fsdp_param_groups:
+                group._reset_sharded_params = True
 
 
 def make(recipe: Recipe) -> Engine:
