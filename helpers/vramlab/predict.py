@@ -11,7 +11,7 @@ The peak is the highest of these moments.
 from collections import Counter
 
 from .errors import RecipeError
-from .formulas import reserved, shards, stored
+from .formulas import reserved, shards, slices, stored
 from .formulas.account import Account, Asked, Moment, kept_account
 from .formulas.step import step_temporaries
 from .gpu import Gpu, find_gpu
@@ -42,12 +42,16 @@ def predict(recipe: Recipe, gpu: str | Gpu | None = None) -> Report:
         allowed = "the formulas multiply one layer, so every layer has to get the same adapters: ask simulate"
         raise RecipeError("lora.target_modules", recipe.lora.target_modules, allowed)
     exist = recipe.gradient_accumulation_steps > 1 or not recipe.loop.set_to_none  # gradients, when backward begins
-    account = kept_account(Asked(recipe, card.compute_capability if card else USUAL, exist))
+    part, capability = slices.of_rank(recipe), card.compute_capability if card else USUAL
+    account = kept_account(Asked(part, capability, exist))
     share = shards.shares(recipe)
-    phases = _phases(recipe, account, card, exist, share)
+    phases = _phases(part, account, card, exist, share)
+    if slices.cut(recipe) and recipe.sharding.engine == "pipeline":
+        later = _phases(part, kept_account(Asked(part, capability, True)), card, True, share)
+        phases = slices.pipelined(recipe, phases, later, account.phases[2]["activations"])
     name = max(phases, key=lambda phase: phases[phase].peak.total)
     peak = phases[name].peak
-    groups = _groups(recipe, account, account.moments.get(name), peak)
+    groups = _groups(part, account, account.moments.get(name), peak)
     inside = reserved.reserved(_blocks(groups, peak), peak.total, account.approximate)
     return Report(
         source="predicted",
@@ -88,6 +92,7 @@ def _phases(recipe: Recipe, account: Account, card: Gpu | None, exist: bool, sha
     states = stored.optimizer_state_bytes(recipe)
     always = loaded, {"optimizer_states": states, "workspace": 2 * handle + slack["optimizer_states"]}
     gradients, none = {"gradients": stored.gradient_bytes(recipe), "workspace": slack["gradients"]}, {}
+    gradients["gradients"] += slices.beyond_the_slice(recipe)
     if loop.optimizer_in_backward:
         gradients = none
     outputs = {category: n for category, n in backward_end.items() if category != "gradients"}

@@ -230,7 +230,7 @@ class Model(Layer):
             logits = self.scale(self.unary("tanh", self.scale(logits, "div")))
         self.where = "loss"
         rows = self.to(logits, FP32) if s.task == "causal-lm" else logits  # T5 and BERT do without
-        return logits, self.cross_entropy(rows.view(b * n, s.vocab_size))
+        return logits, self.cross_entropy(rows.view(b * n, rows.shape[-1]))
 
     def cross_entropy(self, logits: Tensor) -> Tensor:
         """log-softmax, in the logits' own dtype, and the mean of the labels' entries, which autocast takes in fp32."""

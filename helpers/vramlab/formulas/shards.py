@@ -87,6 +87,8 @@ def notes(recipe: Recipe) -> list[str]:
     sharding = recipe.sharding
     if sharding is None or sharding.world_size == 1:
         return []
+    if sharding.engine in ("tensor", "pipeline"):
+        return [f"rank {sharding.rank} of {sharding.world_size}: buffers of NCCL are not counted"]
     found = [
         f"one rank of {sharding.world_size}, by ZeRO's formulas: buffers of NCCL and bucket settings are not counted"
     ]

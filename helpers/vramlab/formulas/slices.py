@@ -1,0 +1,245 @@
+"""What one rank holds of a model that is cut, on paper: a slice of every matrix, or some of the layers.
+
+Tensor parallel (Shoeybi et al. 2019) on N ranks: P/N of what is sliced and all of the norms; of the activations, what
+lies between the two matrices of a pair (heads, MLP channels) is sliced, and what lies between pairs (hidden states,
+norms, residuals) is whole, as are logits and loss. Each pair's result is all-reduced into a new tensor.
+
+Pipeline (Huang et al. 2019; Narayanan et al. 2021) with N stages and m micro-batches: a stage's own layers, with the
+activations of the micro-batches in flight: all m under GPipe, min(m, N - rank) under 1F1B, whose bubble is the same,
+(N - 1) / (m + N - 1) of the step. PyTorch's stages also hold two buffers for each micro-batch, for hidden states to
+come and for their gradients, which no schedule makes fewer: 2 · batch · tokens · hidden numbers, one of the two at the
+ends of the pipeline.
+
+A rank is described as a model of its own (`of_rank`): the same layers with fewer heads, or fewer layers.
+"""
+
+import copy
+import dataclasses
+from functools import lru_cache
+
+from ..cuts import stage_layers
+from ..overhead import rounded
+from ..recipe import Recipe, Sharding
+from ..report import Bytes, Phase
+from ..shapes import Shape
+from ..weights import Weight
+from .graph import Leaf, Parameter, Tensor
+from .model import Model
+from .operators import BOOL, INT64
+from .stored import input_bytes, weight_width
+
+# The first matrix of each pair gives a part of its results, the second one takes a part (transformers' `tp_plan`).
+GIVE = ("q_proj", "k_proj", "v_proj", "query_key_value", "gate_proj", "up_proj", "fc1", "dense_h_to_4h")
+TAKE = ("o_proj", "down_proj", "dense", "fc2", "dense_4h_to_h")
+WHOLE_EMBEDDING = ("gpt_neox",)  # whose plan leaves it out
+
+
+def of_rank(recipe: Recipe) -> Recipe:
+    """`recipe` as its sharding's rank runs it, if that is "tensor" or "pipeline"; else `recipe` itself.
+
+    Its shape has this rank's weights and sizes; a pipeline's has the batch size of one micro-batch.
+    """
+    sharding = recipe.sharding
+    if not cut(recipe):
+        return recipe
+    found = copy.copy(recipe)
+    if sharding.engine == "tensor":
+        object.__setattr__(found, "shape", _sliced(recipe.shape, sharding.world_size, sharding.rank))
+    else:
+        object.__setattr__(found, "shape", _stage(recipe.shape, sharding.world_size, sharding.rank))
+        object.__setattr__(found, "batch_size", recipe.batch_size // sharding.micro_batches)
+        if not recipe.loop.keep_outputs:  # a stage holds a micro-batch's result until its backward pass is done
+            object.__setattr__(found, "loop", dataclasses.replace(recipe.loop, keep_outputs="backward"))
+    return found
+
+
+def cut(recipe: Recipe) -> bool:
+    """Whether each rank holds a slice of the model or some of its layers."""
+    sharding = recipe.sharding
+    return sharding is not None and sharding.world_size > 1 and sharding.engine in ("tensor", "pipeline")
+
+
+@lru_cache(maxsize=256)
+def _sliced(shape: Shape, ranks: int, rank: int) -> Shape:
+    rows = -(-shape.vocab_size // ranks)  # DTensor's slices: as `torch.chunk` makes them
+    rows = max(0, min(rows, shape.vocab_size - rank * rows))
+    sizes = {name: getattr(shape, name) // ranks for name in ("num_heads", "num_kv_heads", "intermediate_size")}
+    found = dataclasses.replace(shape, name=f"{shape.name}, slice {rank} of {ranks}", vocab_size=rows, **sizes)
+    found.__dict__["_weights"] = tuple(_slice(shape, weight, ranks, rows) for weight in shape.weights())
+    return found
+
+
+def _slice(shape: Shape, weight: Weight, ranks: int, rows: int) -> Weight:
+    module, _, part = weight.name.rpartition(".")
+    name, (first, *others) = module.rpartition(".")[2], weight.shape
+    if weight.layer is None:
+        sliced = first == shape.vocab_size and not (weight.kind == "embedding" and shape.family in WHOLE_EMBEDDING)
+        return dataclasses.replace(weight, shape=(rows, *others)) if sliced else weight
+    if name in GIVE:
+        return dataclasses.replace(weight, shape=(first // ranks, *others))
+    if name in TAKE and part == "weight":
+        return dataclasses.replace(weight, shape=(first, others[0] // ranks))
+    return weight
+
+
+@lru_cache(maxsize=256)
+def _stage(shape: Shape, stages: int, rank: int) -> Shape:
+    layers = stage_layers(shape.num_layers, stages)[rank]
+    found = dataclasses.replace(shape, name=f"{shape.name}, stage {rank} of {stages}", num_layers=len(layers))
+    last, weights = rank == stages - 1, []
+    for weight in shape.weights():
+        if weight.layer is not None:
+            if weight.layer in layers:  # the ledger writes out the first of the layers, by number
+                name = weight.name.replace(f".{weight.layer}.", f".{weight.layer - layers[0]}.", 1)
+                weights.append(dataclasses.replace(weight, name=name, layer=weight.layer - layers[0]))
+        elif weight.kind == "embedding":
+            if rank == 0:
+                weights.append(weight)
+            elif last and shape.tied:
+                weights.append(dataclasses.replace(weight, name=f"{shape.head}.weight"))
+        elif last:
+            weights.append(weight)
+    found.__dict__["_weights"] = tuple(weights)
+    return found
+
+
+def in_flight(sharding: Sharding) -> int:
+    """The most micro-batches whose activations a stage holds at once."""
+    if sharding.schedule == "gpipe":
+        return sharding.micro_batches
+    return min(sharding.micro_batches, sharding.world_size - sharding.rank)
+
+
+def bubble(sharding: Sharding) -> float:
+    """The part of a step in which a stage waits, with equal stages and no time for transfers."""
+    n, m = sharding.world_size, sharding.micro_batches
+    return (n - 1) / (m + n - 1)
+
+
+def receive_bytes(recipe: Recipe, width: int) -> int:
+    """Bytes of a stage's buffers for hidden states and gradients from its neighbours, for all micro-batches."""
+    sharding = recipe.sharding
+    samples = recipe.batch_size // sharding.micro_batches
+    one = rounded(samples * recipe.seq_len * recipe.shape.hidden_size * width)
+    return sharding.micro_batches * one * ((sharding.rank > 0) + (sharding.rank < sharding.world_size - 1))
+
+
+def pipelined(recipe: Recipe, first: dict[str, Phase], later: dict[str, Phase], kept: int) -> dict[str, Phase]:
+    """The phases of a stage's whole step, from those of one micro-batch.
+
+    Args:
+        first, later: of a micro-batch before which no gradient exists, and of one before which they do.
+        kept: bytes of activations that one micro-batch keeps from its forward to its backward pass.
+    """
+    sharding, most = recipe.sharding, in_flight(recipe.sharding)
+    inputs = {"inputs": input_bytes(recipe) - first["load"].end.inputs}
+    always = {**inputs, "workspace": receive_bytes(recipe, weight_width(recipe.precision, recipe.quantization))}
+
+    def plus(split: Bytes, more: dict[str, int], others: int = 0) -> Bytes:
+        found = dataclasses.asdict(split)
+        for category, n in more.items():
+            found[category] += n
+        found["activations"] += others * kept
+        return Bytes(**found)
+
+    phases = {name: Phase(plus(p.peak, always), plus(p.end, always)) for name, p in first.items()}
+    phases["load"] = Phase(plus(first["load"].peak, inputs), plus(first["load"].end, inputs))
+    steady = sharding.micro_batches > most  # a forward pass begins when a backward pass is done
+    found = [(first, most - 1, most)]
+    if sharding.micro_batches > 1:
+        found.append((later, most - 1 if steady else None, most if steady else most - 1))
+    for name, place in (("forward", 1), ("backward", 2)):
+        peaks = [
+            plus(run[0][name].peak, always, max(run[place] - 1, 0) if name == "backward" else run[place])
+            for run in found
+            if run[place] is not None
+        ]
+        phases[name] = Phase(max(peaks, key=lambda split: split.total), phases[name].end)
+    return phases
+
+
+def beyond_the_slice(recipe: Recipe) -> int:
+    """Bytes of an embedding's gradient on a tensor parallel rank beyond its slice; `recipe` is `of_rank`'s.
+
+    DTensor computes the gradient of the whole table (`embedding_dense_backward`) and keeps a view of its slice, and with
+    it all of the storage. Where the table is the head too, the two gradients' sum is a new tensor, of the slice.
+    """
+    shape = recipe.shape
+    if not cut(recipe) or recipe.sharding.engine != "tensor" or shape.tied or shape.family in WHOLE_EMBEDDING:
+        return 0
+    width = weight_width(recipe.precision, recipe.quantization)
+    whole, part = shape.settings["vocab_size"] * shape.hidden_size, shape.vocab_size * shape.hidden_size
+    return rounded(width * whole) - rounded(width * part)
+
+
+class Sliced(Model):
+    """The ledger of a tensor parallel rank: pairs of sliced matrices, between whole hidden states."""
+
+    def once(self, x: Tensor) -> Tensor:
+        """What all slices read: the same tensor; its gradient is all-reduced into a new one."""
+        return self.op("all_reduce", [x], x.shape, x.width, block=x.block)
+
+    def all_reduced(self, x: Tensor) -> Tensor:
+        """The sum over the ranks, a new tensor; the gradient passes."""
+        return self.scale(x, "add")
+
+    def attention(self, at: dict[str, str], x: Tensor, *others) -> Tensor:
+        return self.all_reduced(super().attention(at, self.once(x), *others))
+
+    def feed_forward(self, at: dict[str, str], x: Tensor) -> Tensor:
+        return self.all_reduced(super().feed_forward(at, self.once(x)))
+
+    def embedding(self, ids: Tensor, name: str) -> Tensor:
+        if self.shape.family in WHOLE_EMBEDDING:
+            return super().embedding(ids, name)
+        if ids.block is None:  # numbers of rows that are not here are replaced, and remembered
+            ids = self.tensor("masked", ids.shape, INT64)
+        mask, weight = self.tensor("mask", ids.shape, BOOL), self.parameters[f"{name}.weight"]
+        part, weight.shape = weight.shape, (self.setting("vocab_size", 0), weight.shape[1])  # see `beyond_the_slice`
+        rows = super().embedding(ids, name)
+        weight.shape = part
+        rows = self.op("index_put", [rows], rows.shape, rows.width, saves=[mask], block=rows.block)
+        return self.all_reduced(rows)
+
+    def linear(self, x: Tensor, name: str) -> Tensor:
+        if name != self.shape.head:
+            return super().linear(x, name)
+        b, n, _ = x.shape
+        ranks, whole = self.recipe.sharding.world_size, self.setting("vocab_size", 0)
+        part = super().linear(self.once(x), name)
+        gathered = self.block("all_gather", (ranks * b, n, -(-whole // ranks)), part.width)
+        logits = self.op("cat", [part], (b, n, whole), part.width)
+        del gathered
+        return logits
+
+
+class Stage(Model):
+    """The ledger of one micro-batch in a stage: hidden states come in from the stage before and go on to the next."""
+
+    def __init__(self, recipe: Recipe, shape: Shape, parameters: dict[str, Parameter], capability: tuple[int, int]):
+        super().__init__(recipe, shape, parameters, capability)
+        self.begins = recipe.sharding.rank == 0
+        self.ends = recipe.sharding.rank == recipe.sharding.world_size - 1
+
+    def embed(self) -> Tensor:
+        return super().embed() if self.begins else self.received((self.batch, self.tokens, self.shape.hidden_size))
+
+    def received(self, shape: tuple[int, ...]) -> Tensor:
+        """A buffer, counted elsewhere (`receive_bytes`)."""
+        block = self.block("received", (0,), 1)
+        hidden = Tensor(block, shape, self.hidden_width)
+        hidden.needs, hidden.node = True, Leaf(None)  # its gradient is sent back
+        return hidden
+
+    def norm(self, x: Tensor, name: str) -> Tensor:
+        return super().norm(x, name) if f"{name}.weight" in self.parameters else x
+
+    def logits_and_loss(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return super().logits_and_loss(x) if self.ends else (x, x)
+
+
+def model_of(recipe: Recipe) -> type[Model]:
+    """The ledger of a recipe's rank."""
+    if not cut(recipe):
+        return Model
+    return Sliced if recipe.sharding.engine == "tensor" else Stage
