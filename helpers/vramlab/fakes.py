@@ -60,6 +60,11 @@ def _nothing_to_compare() -> Iterator[None]:
             setattr(distributed, name, function)
 
 
+def described() -> str:
+    """Whose kernels and memory the fake tensors of the simulation that runs stand for, "cuda" or "cpu"."""
+    return _seen[0]
+
+
 @contextlib.contextmanager
 def fake_kernels(target: str) -> Iterator[None]:
     """While entered, fake operators whose own rules do not describe `target` have others."""

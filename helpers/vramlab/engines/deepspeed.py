@@ -11,6 +11,7 @@ import warnings
 from typing import TYPE_CHECKING, Any
 
 from ..errors import RecipeError
+from ..models import is_fake
 from ..recipe import Recipe
 from .alone import Engine
 from .deepspeed_config import filled_in, hidden_size
@@ -35,8 +36,14 @@ class DeepSpeed(Engine):
         self.recipe = recipe
 
     def start(self, training: "Training") -> None:
+        from ..fakes import described
+
         deepspeed = library()
         model = training.model
+        if self.recipe.sharding.offload and is_fake(model) and described() == "cuda":
+            # Host and device are one on fake CPU tensors, and a copy from one to the other would be left out.
+            rest = "DeepSpeed's offloading is simulated for target='cpu' only, where all of it is counted: ask predict"
+            raise RecipeError("sharding.offload", self.recipe.sharding.offload, rest)
         config = filled_in(self.recipe, hidden_size(model.config))
         # The usual start of 65,536 overflows at once with random weights, and a skipped step makes no states.
         config["fp16"]["initial_scale_power"] = 0

@@ -1,7 +1,8 @@
 """DeepSpeed on fake tensors under torch's fake process group: what it asks of values and of other ranks.
 
 Each answer is the one that a healthy run gives, and what it allocates on the way to the question is allocated all the
-same. Nothing else of DeepSpeed is replaced.
+same. Two loops over all ranks, of stage 3, are cut short, since a thousand fake views take their time. Nothing else of
+DeepSpeed is replaced.
 """
 
 import contextlib
@@ -22,7 +23,8 @@ def without_peers() -> Iterator[None]:
     from deepspeed.accelerator import real_accelerator
     from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
     from deepspeed.runtime.engine import DeepSpeedEngine
-    from deepspeed.runtime.zero import partitioned_param_coordinator
+    from deepspeed.runtime.zero import partitioned_param_coordinator, stage3
+    from deepspeed.runtime.zero.partition_parameters import AllGatherCoalescedHandle
     from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
     from .deepspeed import forget
@@ -41,6 +43,11 @@ def without_peers() -> Iterator[None]:
         ),
         # Every rank saw the modules in the same order.
         patch.object(partitioned_param_coordinator, "assert_ints_same_as_other_ranks", _same_everywhere),
+        # What was gathered, and what is to be scattered, is put together in as many pieces as there are ranks.
+        patch.object(AllGatherCoalescedHandle, "wait", _gathered),
+        patch.object(stage3, "reduce_scatter_coalesced", _scattered),
+        # stage 3 puts a linear layer of its own in torch's place
+        patch.object(torch.nn.functional, "linear", torch.nn.functional.linear),
         # The model is where it belongs, and a fake parameter that somebody refers to cannot be moved.
         patch.object(DeepSpeedEngine, "_set_client_model", _stays(DeepSpeedEngine._set_client_model)),
     )
@@ -87,3 +94,49 @@ def _stays(method: Callable) -> Callable:
         engine.dont_change_device = True
 
     return inner
+
+
+def _gathered(handle: Any, handle_dependency: bool = True) -> None:
+    """`AllGatherCoalescedHandle.wait`: each parameter becomes a copy of its pieces, one `cat` of its size."""
+    from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
+
+    if handle.complete:
+        return
+    handle.allgather_handle.wait()
+    for param in handle.params:
+        whole = handle.partitions[0].as_strided((param.ds_numel,), (1,), 0)
+        param.data = torch.cat([whole]).view(param.ds_shape).to(param.ds_tensor.dtype)
+        param.ds_status = ZeroParamStatus.AVAILABLE
+    handle.complete = True
+
+
+@torch.no_grad()
+def _scattered(tensors: list[torch.Tensor], group: Any = None) -> list[torch.Tensor]:
+    """`reduce_scatter_coalesced`: padding, piece by piece, and one `cat` of all; this rank's part of each is returned."""
+    from deepspeed import comm
+
+    world, rank = comm.get_world_size(group), comm.get_rank(group)
+    sizes = [-(-t.numel() // world) for t in tensors]
+    flat = tensors[0].view(-1)
+    if len(tensors) > 1 or tensors[0].numel() % world:
+        paddings = []
+        for other in range(world):
+            for tensor, size in zip(tensors, sizes, strict=True):
+                if missing := size - _own(tensor, size, other):
+                    paddings.append(torch.empty(missing, dtype=tensor.dtype, device=tensor.device))
+        more = world * sum(sizes) - sum(t.numel() for t in tensors)
+        filler = [paddings[0].narrow(0, 0, 1).expand(more)] if more else []
+        flat = torch.cat([*(t.view(-1) for t in tensors), *filler])
+    flat.div_(world)
+    mine = flat.narrow(0, rank * sum(sizes), sum(sizes))
+    comm.reduce_scatter_fn(mine, flat, group=group)
+    starts = [sum(sizes[:i]) for i in range(len(sizes))]
+    return [
+        mine.narrow(0, start, _own(tensor, size, rank))
+        for tensor, size, start in zip(tensors, sizes, starts, strict=True)
+    ]
+
+
+def _own(tensor: torch.Tensor, size: int, rank: int) -> int:
+    """How many elements of `tensor` are the part of `rank`, of at most `size`."""
+    return max(0, min(size, tensor.numel() - rank * size))

@@ -1,31 +1,39 @@
-"""What a rank holds under DeepSpeed, told to a tracker as it comes and goes.
+"""What a rank holds under DeepSpeed 0.19, told to a tracker as it comes and goes.
 
-Ψ: trained parameters, N: ranks, w: bytes of a weight (2 with fp16 or bf16, 4 with fp32), B: `reduce_bucket_size`
-(hidden size squared, as the `Trainer` sets it), p̂: the largest parameter. All of it beside activations. "part": what
-one parameter group (with and without weight decay) has on one rank, ⌈Ψ/2N⌉·2 at stages 1 and 2; at stage 3 the sum of
-⌈p/N⌉ over parameters. Sizes in bytes; places in DeepSpeed 0.19.8.
+Ψ: trained parameters, p̂ the largest of them, N: ranks, w: bytes of a weight (2 where fp16 or bf16 is DeepSpeed's or the
+model's, else 4), B: `reduce_bucket_size`, as the `Trainer` sets it the hidden size squared. A "part" is what one rank has
+of the elements: at stages 1 and 2 the N-th of each parameter group's, padded to a multiple of 2N, at stage 3 the sum
+of ⌈p/N⌉. The numbers were held against real ranks, event by event (tests/test_deepspeed.py). Bytes, beside activations:
 
-    stage  name                      size           when                  where in deepspeed/runtime
-    0      fp32 weights              4Ψ if w = 2    always                fp16/unfused_optimizer.py, __init__
-    0      flat copy of gradients    wΨ             end of backward       engine.py, allreduce_bucket (500M at a time)
-    0      fp32 gradients            4Ψ if w = 2    step                  fp16/unfused_optimizer.py, step
-    1, 2   flat weights              w · 2N⌈Ψ/2N⌉   always (is the model) zero/stage_1_and_2.py, bit16_groups_flat
-    1, 2   fp32 weights              4 part         always, w = 4 too     …, single_partition_of_fp32_groups
-    1, 2   reduce bucket             wB             backward              …, setup_buckets
-    1, 2   flat copy of the bucket   w · ≤ max(B, p̂) each reduction       …, allreduce_bucket
-    1      gradients                 wΨ             backward, step        kept by parameters outside the rank's part
-    1, 2   gradients in the part     w · part       backward, step        …, copy_grads_in_partition
-    1, 2   flat gradients            4 part         step                  …, step (single_grad_partition)
-    3      flat weights              w · part       always                zero/stage3.py, lp_param_buffer
-    3      fp32 weights              4 part         always, w = 4 too     …, fp32_partitioned_groups_flat
-    3      gradients in the part     w · part       always                …, grad_partitions_flat_buffer
-    3      reduce bucket             wB             always                …, ipg_buckets
-    3      gathered weights          see below      forward, backward     zero/partition_parameters.py, all_gather_coalesced
-    3      persistent weights        w · those of at most 10 · hidden elements   between step and step   …, persistent_parameters
-    3      flat gradients            4 part         step                  zero/stage3.py, _prepare_fp32_grad_for_sub_group
+    stage name                    size                 when                 where in deepspeed/runtime
+    0     fp32 weights            4Ψ if w = 2          always               fp16/unfused_optimizer.py, __init__
+    0     flat gradients          wΨ                   end of backward      engine.py, allreduce_bucket (5e8 at a time)
+    0     fp32 gradients          4Ψ if w = 2          step                 fp16/unfused_optimizer.py, step
+    1, 2  weights                 w · N part           always               zero/stage_1_and_2.py, bit16_groups_flat
+    1, 2  fp32 weights            4 part, w = 4 too    always               single_partition_of_fp32_groups
+    1, 2  reduce bucket           wB                   backward             setup_buckets
+    1, 2  copy of what is reduced w · at most B or p̂   each reduction       allreduce_bucket
+    1     gradients               wΨ                   backward             the parameters' own, until all are reduced
+    2     gradients               w(B + p̂) at most     backward             reduce_ipg_grads
+    1, 2  gradients in the part   w · part, and the rest of parameters at its ends; backward, step  copy_grads_in_partition
+    1, 2  fp64 copy for the norm  8p̂ at most           step                 get_grad_norm_direct
+    1, 2  flat gradients          4 part, by group     step                 step (single_grad_partition)
+    3     weights                 w · part             always               zero/stage3.py, lp_param_buffer
+    3     fp32 weights            4 part, w = 4 too    always               fp32_partitioned_groups_flat
+    3     gradients in the part   w · part             always               grad_partitions_flat_buffer
+    3     reduce bucket           wB                   always               ipg_buckets
+    3     gathered weights        w · p while used; from the second step on all whose next use is within 1e9 elements
+                                  (`stage3_max_reuse_distance`), so all of a model of up to half that: forward, backward
+                                                       zero/partitioned_param_coordinator.py, __params_to_release
+    3     gathering several       w · N ⌈p/N⌉ for all of them once more     zero/partition_parameters.py, wait
+    3     persistent weights      w · p for p ≤ 10 · hidden size, between steps too   persistent_parameters
+    3     scattering several      w · N ⌈p/N⌉ of the bucket                 comm/coalesced_collectives.py
+    3     fp64 copy for the norm  8 · largest ⌈p/N⌉    step                 zero/stage3.py, get_grad_norm_direct
+    3     flat gradients          4 part, by group     step                 _prepare_fp32_grad_for_sub_group
 
-Offloading puts fp32 weights, optimizer states and gradients in the part on the host (with stage 3's "parameters" the
-flat weights too); on stages 1 and 2 it adds a device buffer of w · p̂ (temp_grad_buffer_for_gpu_offload).
+Offloaded: fp32 weights, states and fp32 gradients of the part are the host's (with "parameters" stage 3's weights too);
+at stages 1 and 2 the device then has a buffer of w · p̂ more (temp_grad_buffer_for_gpu_offload). Stages 1 and 2
+all-reduce each bucket and gather the updated weights: 3Ψ elements travel, not 2Ψ.
 """
 
 import contextlib
