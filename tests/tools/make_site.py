@@ -5,6 +5,7 @@ leads nowhere and a page that would fetch anything from the network are errors.
 """
 
 import argparse
+import os
 import posixpath
 import re
 import shutil
@@ -203,10 +204,11 @@ def make(notebooks: Sequence[Path], verdicts: Iterable[Verdict], build: Path) ->
 def main() -> int:
     argparse.ArgumentParser(description=__doc__.splitlines()[0]).parse_args()
     settings.apply(deterministic=True)
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler's start and stop messages
     pages = notebooks()
     claims = load_claims()
     print(
-        f"Testing {len(claims)} claims and rendering {len(pages)} notebooks; this takes about two minutes",
+        f"Testing {len(claims)} claims and rendering {len(pages)} notebooks; this takes two minutes or more",
         flush=True,
     )
     wrong, external = make(pages, map(judge, claims.values()), BUILD)
