@@ -9,6 +9,7 @@ import contextlib
 import json
 import os
 import signal
+import socket
 import sys
 import tempfile
 import time
@@ -68,40 +69,55 @@ class Launcher:
 
         `preload(**arguments)` loads what they need before they are forked; it may start no thread.
         """
+        if port is not None:
+            _check_port(port)
         self.start()
         with tempfile.TemporaryDirectory(prefix="vramlab-") as folder:
             order = {"function": function, "arguments": arguments, "world_size": world_size, "device": device}
             order |= {"folder": folder, "port": port, "path": sys.path, "preload": preload}
             try:
                 self._child.send(json.dumps(order))
-                self._wait(Path(folder), world_size, timeout)
-                yield Path(folder)
+                done = self._wait(Path(folder), world_size, timeout)
             except BaseException:  # Ctrl-C too: whatever is left goes
                 self.end()
                 raise
+            if done != {"failed": None}:
+                raise _failure(Path(folder), done, world_size)  # the ranks are gone, and the child is as it was
+            yield Path(folder)
 
     def answers(self, function: str, arguments: dict[str, Any], world_size: int, *how: Any) -> list[Any]:
         """What `function(**arguments)` returns on each rank; the rest as in `run`."""
         with self.run(function, arguments, world_size, *how) as folder:
             return [json.loads((folder / f"{rank}.json").read_text())["answer"] for rank in range(world_size)]
 
-    def _wait(self, folder: Path, world_size: int, timeout: float) -> None:
+    def _wait(self, folder: Path, world_size: int, timeout: float) -> dict[str, Any]:
+        """What `ranks.py` says at the end. Raises MeasurementError after `timeout` seconds, or if it is gone itself."""
         until = time.monotonic() + timeout
         while not (folder / "done.json").exists():
             if (code := self._child.ended()) is not None:
                 words = "\n".join(self._child.wait(1)[1]) or "nothing was printed"
                 raise MeasurementError(f"the process that starts the ranks ended with code {code}:\n{words}")
             if time.monotonic() > until:
-                answered = [r for r in range(world_size) if (folder / f"{r}.json").exists()]
-                late = ", ".join(str(r) for r in range(world_size) if r not in answered)
+                late = [str(rank) for rank in range(world_size) if not (folder / f"{rank}.json").exists()]
+                which = f"no answer from {', '.join(late)}" if late else "all had answered"
                 raise MeasurementError(
-                    f"{world_size} ranks took over {timeout:g} s and were ended (without an answer: {late}): "
-                    "raise timeout=."
+                    f"{world_size} ranks took over {timeout:g} s and were ended ({which}): raise timeout=."
                 )
             time.sleep(0.02)
-        done = json.loads((folder / "done.json").read_text())
-        if done != {"failed": None}:
-            raise _failure(folder, done, world_size)
+        return json.loads((folder / "done.json").read_text())
+
+
+def _check_port(port: int) -> None:
+    """Raise MeasurementError if somebody listens there: the ranks would wait for an answer that never comes."""
+    with socket.socket() as probe:
+        if os.name != "nt":  # a port that was in use a moment ago is free; on Windows the option means otherwise
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("localhost", port))
+        except OSError as error:
+            raise MeasurementError(
+                f"port {port} is in use ({error.strerror}): leave port= out for a free one."
+            ) from None
 
 
 def _failure(folder: Path, done: dict, world_size: int) -> Exception:

@@ -25,6 +25,7 @@ from .training import Training, build, train_step
 from .worker import import_all, machine
 
 SEED = 0  # of the weights, equal on all ranks, and of the batch
+STEADY = 2  # steps before collectives are counted: in the second, DDP tells all ranks its new buckets
 DIGEST_BYTES = 64 * 2**20  # gradients of more bytes than that are given as their norms
 
 
@@ -85,7 +86,7 @@ def preload(recipe: dict[str, Any], **others: Any) -> None:
 
 
 def values(recipe: Recipe, steps: int, device: str, folder: Path) -> dict[str, Any]:
-    """Train `steps` steps: each one's loss, the collectives of the last, and the gradients before its update."""
+    """Train `steps` steps: each one's loss and the last one's gradients; and one more for its collectives."""
     training = prepare(recipe, device)
     losses: list[list[float]] = []
     real_loss_of = training.loss_of
@@ -97,21 +98,21 @@ def values(recipe: Recipe, steps: int, device: str, folder: Path) -> dict[str, A
 
     training.loss_of = loss_of
     names: list[str] = []
-    counting = Collectives()
+
+    def on_phase(name: str) -> None:
+        if name == "step":
+            names.extend(save_gradients(training, folder))
+
     for step in range(steps):
         losses.append([])
-        if step < steps - 1:
-            train_step(training)
-            continue
-
-        def on_phase(name: str) -> None:
-            if name == "step":
-                names.extend(save_gradients(training, folder))
-
-        with counting:
-            train_step(training, on_phase)
+        train_step(training, on_phase if step == steps - 1 else lambda name: None)
         if not losses[-1] and training.loss is not None:
             losses[-1].append(float(training.loss) * training.accumulation)
+    training.loss_of = real_loss_of
+    for _ in range(STEADY - steps):
+        train_step(training)
+    with Collectives() as counting:
+        train_step(training)
     return {
         "losses": [sum(step) / len(step) if step else None for step in losses],
         "gradients": names,

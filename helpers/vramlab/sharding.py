@@ -30,7 +30,7 @@ class Ranks:
         losses: of each step, the mean over the global batch, before its update.
         gradients: of the last step, averaged over ranks and not yet clipped: parameter's name to the whole fp32 tensor,
             or to its norm alone (one element) if all together exceed 64 MiB.
-        collectives: kind to (calls, bytes, sent) of rank 0 in the last step; `by_rank` has every rank's.
+        collectives: kind to (calls, bytes, sent) of rank 0 in one further, steady step; `by_rank` has every rank's.
         sizes: kind to the payload of each call of rank 0 in order, in bytes.
         events: each rank's allocations and frees in order, as (bytes, category, operator, phase), if asked for.
     """

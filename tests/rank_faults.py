@@ -1,0 +1,73 @@
+"""What ranks do in test_sharding_faults.py: fail, each in its own way, while the others wait for them."""
+
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+
+def greet(word: str = "hello") -> dict[str, Any]:
+    """The rank, what it was told, and the sum of all ranks by a real collective."""
+    import torch
+    import torch.distributed as dist
+    from vramlab.world import real_rank
+
+    with real_rank("cpu") as rank:
+        total = torch.tensor([float(rank)])
+        dist.all_reduce(total)
+    return {"rank": rank, "word": word, "total": total.item(), "local": int(os.environ["LOCAL_RANK"])}
+
+
+def fail(how: str, folder: str, who: int = 1) -> None:
+    """Rank `who` fails; the others wait for it in an all-reduce. Each leaves its process number in `folder`."""
+    import torch
+    import torch.distributed as dist
+    from vramlab.world import real_rank
+
+    with real_rank("cpu") as rank:
+        Path(folder, str(os.getpid())).touch()
+        dist.barrier()
+        if rank == who:
+            FAULTS[how]()
+        dist.all_reduce(torch.ones(3))
+
+
+def hang(folder: str) -> None:
+    """No rank comes to an end; Ctrl-C and SIGTERM are ignored, as by a process that is stuck in a library."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    Path(folder, str(os.getpid())).touch()
+    time.sleep(300)
+
+
+def _raise() -> None:
+    raise ValueError("a bad value\nof two lines")
+
+
+def _refuse() -> None:
+    from vramlab import RecipeError
+
+    raise RecipeError("sharding.world_size", 3, "it must divide what it must divide")
+
+
+FAULTS = {
+    "refuse": _refuse,
+    "exit": lambda: os._exit(7),
+    "leave": lambda: sys.exit("enough"),
+    "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
+    "raise": _raise,
+}
+
+
+def without_deepspeed(**arguments: Any) -> Any:
+    """A rank's training on a machine that has no DeepSpeed."""
+    from vramlab.rank_training import train
+
+    sys.modules["deepspeed"] = None
+    return train(**arguments)
+
+
+def unanswerable() -> object:
+    return object()
