@@ -55,7 +55,7 @@ EXERCISES = [
         "00.1",
         f"GPT-2 ({GPT2:,} parameters) is trained with DDP on four GPUs, fp32 gradients. How many bytes does each GPU "
         "send in a step, if a ring averages the gradients?",
-        difficulty=2,
+        difficulty=1,
         minutes=4,
         hints=(
             "An all-reduce is two rounds; in each a GPU sends all pieces but one.",
