@@ -242,7 +242,7 @@ EXERCISES = [
     Exercise(
         "04.6",
         "`ZeroRedundancyOptimizer` does not cut parameters: it deals them out whole, the largest first, each to the "
-        "rank that has fewest elements so far (the first such). Write `dealt(sizes, n)`: how many elements the fullest rank gets.",
+        "rank that has fewest elements so far (the first such). Write `dealt(sizes, n)`: the elements of the fullest rank.",
         difficulty=3,
         minutes=8,
         hints=(

@@ -1,4 +1,4 @@
-"""Source D's hundred linear layers under FSDP: wrapped as one unit, and each as a unit of its own (chapter 04)."""
+"""Chapter 04's small experiments on real ranks: source D's hundred linear layers, and who sends what when."""
 
 from typing import Any
 
@@ -54,3 +54,34 @@ def hundred(wrapping: str, layers: int = 100, width: int = 256, rows: int = 8) -
         "peak": max(history.phases()[phase].peak.total for phase in ("forward", "backward")),
         "loss": loss,
     }
+
+
+def by_phase(recipe: dict[str, Any]) -> dict[str, dict[str, int]]:
+    """One rank's side of a steady step of `recipe`: phase to the bytes of each kind of collective; for `launch`."""
+    import dataclasses
+
+    from ..collectives import Collectives
+    from ..rank_training import prepare
+    from ..recipe import Recipe
+    from ..training import train_step
+    from ..world import real_rank
+
+    with real_rank("cpu") as rank:
+        whole = Recipe(**recipe)
+        training = prepare(whole.replace(sharding=dataclasses.replace(whole.sharding, rank=rank)), "cpu")
+        train_step(training)
+        counting = Collectives()
+        begun: list[tuple[str, dict[str, int]]] = []
+
+        def so_far() -> dict[str, int]:
+            return {kind: seen.bytes for kind, seen in counting.seen.items()}
+
+        with counting:
+            train_step(training, lambda name: begun.append((name, so_far())))
+        found: dict[str, dict[str, int]] = {}
+        for (name, before), (_, after) in zip(begun, [*begun[1:], ("", so_far())], strict=True):
+            phase = found.setdefault(name, {})
+            for kind, size in after.items():
+                if size > before.get(kind, 0):
+                    phase[kind] = phase.get(kind, 0) + size - before.get(kind, 0)
+    return found
