@@ -223,7 +223,7 @@ EXERCISES = [
         "07.7",
         f"Requests of {', '.join(map(str, ORDER))} MiB come one after the other, each freed before the next. Put them "
         "in an order, a list, in which the default allocator reserves least.",
-        difficulty=2,
+        difficulty=3,
         minutes=4,
         hints=(
             "Which request can be served from a segment that is there?",
