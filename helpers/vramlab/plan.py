@@ -19,7 +19,7 @@ from .options import LoRA
 from .recipe import ATTENTION, Recipe
 from .report import Report, format_bytes, text_table
 from .search import Choice, Miss, Search, order, upper
-from .space import ENGINES, OPTIMS, RANK, Question, method_of
+from .space import ENGINES, OPTIMS, RANK, Question, described, method_of
 from .step_time import StepTime
 
 
@@ -101,7 +101,9 @@ class Plan:
         else:
             lines.append("Nothing fits.")
             if lightest := self.lightest:
-                lines[-1] += f" The lightest recipe is {lightest.recipe}, {format_bytes(lightest.over, digits=2)} over."
+                lines[-1] += (
+                    f" The lightest recipe is {described(lightest.recipe)}, {format_bytes(lightest.over, digits=2)} over."
+                )
             lines += [f"- {advice}" for advice in self.advice]
         lines.append(f"fits means: the upper end of the predicted {q['tier']} interval is within the usable memory")
         lines.append(f"{self.considered:,} recipes considered, {self.predicted:,} predicted")
@@ -186,7 +188,7 @@ def plan(
 
 def _short(recipe: Recipe) -> str:
     """The recipe without what the plan's first line says."""
-    return str(recipe).replace(f"{recipe.name} · ", "", 1).replace(f"{recipe.seq_len} tokens · ", "", 1)
+    return described(recipe).replace(f"{recipe.name} · ", "", 1).replace(f"{recipe.seq_len} tokens · ", "", 1)
 
 
 def _nominal(question: Question) -> str:

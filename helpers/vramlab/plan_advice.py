@@ -7,7 +7,7 @@ from .errors import RecipeError
 from .gpu import Gpu, find_gpu, gpu_names
 from .recipe import Recipe
 from .report import format_bytes
-from .space import MOST_GPUS, Question, method_of
+from .space import MOST_GPUS, Question, described, method_of
 
 SHORTEST = 64  # tokens
 
@@ -61,5 +61,5 @@ def _cards(question: Question) -> Iterator[tuple[Gpu, Recipe]]:
 
 
 def _said(recipe: Recipe, question: Question) -> str:
-    said = str(recipe)
+    said = described(recipe)
     return said if method_of(recipe) in said.lower() or question.method != "any" else f"{said} ({method_of(recipe)})"

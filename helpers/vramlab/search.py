@@ -21,7 +21,18 @@ from .plan_notes import notes_on
 from .predict import predict
 from .recipe import Recipe
 from .report import CATEGORIES, Interval, Report, format_bytes
-from .space import ENGINES, METHODS, OPTIMS, Question, families, held_bytes, method_of, micro_batches, with_micro_batch
+from .space import (
+    ENGINES,
+    METHODS,
+    OPTIMS,
+    Question,
+    described,
+    families,
+    held_bytes,
+    method_of,
+    micro_batches,
+    with_micro_batch,
+)
 from .step_time import StepTime, estimate, step_time
 
 Place = tuple[int, int]  # the number of a family in the space, and a micro-batch
@@ -59,7 +70,7 @@ class Miss:
 
     def __str__(self) -> str:
         rate, excess = f"{self.time.tokens_per_second:,.0f} tokens/s", format_bytes(self.over, digits=2)
-        text = f"{self.recipe} ({rate}) does not fit: {excess} over"
+        text = f"{described(self.recipe)} ({rate}) does not fit: {excess} over"
         if self.more > 0:
             text += f"; its {self.category.replace('_', ' ')} take {format_bytes(self.more, digits=2)} more"
         return text

@@ -166,6 +166,11 @@ def method_of(recipe: Recipe) -> str:
     return "qlora" if recipe.quantization else "lora" if recipe.lora else "full"
 
 
+def described(recipe: Recipe) -> str:
+    """The recipe's line, with what it leaves out: whether a 4-bit base is prepared for k-bit training."""
+    return f"{recipe} · not prepared" if recipe.quantization and not recipe.quantization.prepare else str(recipe)
+
+
 def least_bytes(recipe: Recipe) -> int:
     """A lower bound of the predicted peak that needs no walk through the model: what is there when the optimizer steps.
 

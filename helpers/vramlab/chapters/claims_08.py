@@ -48,9 +48,8 @@ def combined(model: str, gpu: str, seq_len: int, precision: str) -> Finding:
 
 def accumulation_alone(model: str, gpu: str, seq_len: int) -> Finding:
     """Whether full training fits in some precision once it is cut into micro-batches of 1, with plain AdamW."""
-    question = Question(
-        model, gpu, seq_len=seq_len, method="full", optims=("adamw_torch_fused", "adamw_torch"), checkpointing=False, offload=False
-    )  # fmt: skip
+    asked = dict(optims=("adamw_torch_fused", "adamw_torch"), checkpointing=False, offload=False)
+    question = Question(model, gpu, seq_len=seq_len, method="full", **asked)
     search = Search(question)
     fits = any(search.fits((family, 1)) for family in range(len(search.families)))
     least = search.lightest()
