@@ -90,7 +90,7 @@ class Collectives(TorchDispatchMode):
         name = func.name().split(".")[0]
         if name in KINDS:
             kind, where = KINDS[name]
-            self.add(kind, _bytes(result if where is None else args[where]), _ranks(args))
+            self.add(kind, _bytes(result if where is None else args[where]), ranks_of(args))
         return result
 
     def add(self, kind: str, size: int, ranks: int) -> None:
@@ -105,7 +105,7 @@ def _bytes(tensors: Any) -> int:
     return sum(t.nbytes for t in tree_leaves(tensors) if isinstance(t, torch.Tensor))
 
 
-def _ranks(args: tuple) -> int:
+def ranks_of(args: tuple) -> int:
     """The size of the group that an operator is called on: it is told by object or by name."""
     import torch.distributed as dist
     from torch.distributed.distributed_c10d import _resolve_process_group

@@ -19,6 +19,7 @@ import torch
 from torch._C import _storage_Use_Count
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, is_traceable_wrapper_subclass
 
+from .collectives import ranks_of
 from .gloo import gloo_scratch
 
 aten = torch.ops.aten
@@ -229,7 +230,8 @@ class Tracker(TorchDispatchMode):
         if extra:
             block = Storage(self._round(extra), extra, "workspace", name, None, where)
             self.log.append((block.size, block, name))
-        self._sent = self._over_gloo and (func.namespace, name) in TOGETHER
+        together = self._over_gloo and (func.namespace, name) in TOGETHER
+        self._sent = together and ranks_of(args) == torch.distributed.get_world_size()
         result = func(*args, **kwargs)
         self.calls.append((start, name, where, len(self.marks)))
         self._see(result, name, where, args)
