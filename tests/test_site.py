@@ -150,6 +150,16 @@ def test_the_page_has_every_claim_with_its_figure_verdict_and_source(stubs):
     assert f"| all five | {len(stubs)} |" in page
 
 
+def test_what_an_experiment_says_stays_in_its_cell():
+    claim = load_claims("02")["B-rtx-4070"]
+    text = "a | b\n`c` *d* <e> $f$\n| g |"
+    page = site_pages.claims_page([Verdict(claim, {"RTX 4070": Finding(12, "derived", text)})], {})
+    (row,) = [line for line in page.splitlines() if "{#b-rtx-4070}" in line]
+    assert row.endswith(
+        "**holds** | 12 GB (derived)<br><small>a \\| b \\`c\\` \\*d\\* \\<e\\> \\$f\\$ \\| g \\|</small> |"
+    )
+
+
 def test_another_verdict_gives_another_page():
     claim = load_claims("02")["B-rtx-4070"]
     pages = [

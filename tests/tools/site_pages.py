@@ -96,8 +96,8 @@ def waits_for(verdict: Verdict, case: str) -> str:
 
 
 def _plain(text: str) -> str:
-    """Text that means itself inside a Markdown table."""
-    return re.sub(r"([\\`*_{}\[\]<>|$~#])", r"\\\1", text)
+    """Text that means itself inside a Markdown table, on one line."""
+    return re.sub(r"([\\`*_{}\[\]<>|$~#])", r"\\\1", " ".join(text.split()))
 
 
 def reference_page() -> str:

@@ -119,11 +119,12 @@ def argument_offered(name: str) -> Finding:
 
 def parses(arguments: str) -> Finding:
     """Whether Python reads a call with these arguments."""
+    said = " ".join(arguments.split())
     try:
         compile(f"TrainingArguments({arguments})", "listing", "eval")
     except SyntaxError as error:
-        return Finding(False, "measured", f"{arguments.strip()}: {error.msg}")
-    return Finding(True, "measured", arguments.strip())
+        return Finding(False, "measured", f"{said}: {error.msg}")
+    return Finding(True, "measured", said)
 
 
 def effective_batch(per_device_train_batch_size: int, gradient_accumulation_steps: int) -> Finding:
