@@ -9,6 +9,7 @@ import os
 import pickle
 import subprocess
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +58,21 @@ TABLE: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] = {
 }
 
 
+# those whose losses and gradients are held against one process's
+LEARNED = (
+    "llama, stage 3",
+    "gpt2, tied, stage 2, plain loop",
+    "gpt2, sizes that nothing divides",
+    "llama, accumulating",
+    "llama, checkpointing",
+    "llama, LoRA",
+    "llama, DDP",
+    "gpt2, DDP, accumulating",
+    "gpt2, ZeRO-1, plain loop",
+    "llama, bf16-mixed",
+)
+
+
 def recipe_of(name: str, world_size: int, rank: int = 0) -> Recipe:
     family, changes, sharding, options = TABLE[name]
     sharding = Sharding(world_size=world_size, rank=rank, **sharding)
@@ -84,11 +100,62 @@ def followed(recipe: Recipe) -> dict[str, Any]:
     return {"births": births(history), "phases": history.phases(), "splits": history.last_step}
 
 
-def run(folder: Path, names: list[str], world_size: int) -> list[dict[str, dict[str, Any]]]:
+def learned(recipe: Recipe, steps: int = 3) -> dict[str, Any]:
+    """Losses of the global batch and full gradients, step by step, of a rank or of one process with all its batches.
+
+    Everybody begins with equal weights, and rank r has the r-th part of each micro-batch.
+    """
+    from torch.distributed.tensor import DTensor
+    from vramlab.training import build, make_batch, train_step
+
+    sharding, alone = recipe.sharding, dist_rank() is None
+    world_size = sharding.world_size
+    whole = recipe.replace(batch_size=recipe.batch_size * world_size, sharding=None)
+    torch.manual_seed(0)
+    training = build(whole if alone else recipe, "cpu", target="cpu")
+    for module in training.model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0  # ranks would drop other channels than one process
+    torch.manual_seed(1)
+    own = slice(None) if alone else slice(dist_rank() * recipe.batch_size, (dist_rank() + 1) * recipe.batch_size)
+
+    def batch() -> dict[str, torch.Tensor]:
+        return {name: values[own] for name, values in make_batch(whole, "cpu").items()}
+
+    def full(tensor: torch.Tensor) -> torch.Tensor:
+        return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
+
+    losses, gradients = [], []
+
+    def on_phase(name: str) -> None:
+        if name == "step":
+            named = ((n.removeprefix("module."), p) for n, p in training.model.named_parameters())
+            gradients.append({n: full(p.grad) for n, p in named if p.grad is not None})
+
+    for _ in range(steps):
+        training.batch, training.further = batch(), [batch() for _ in training.further]
+        losses.append(float(train_step(training, on_phase)) * training.accumulation)
+    weights = {n.removeprefix("module."): full(p) for n, p in training.model.named_parameters()}
+    return {"losses": losses, "gradients": gradients, "weights": weights}
+
+
+def hundred_layers() -> dict[str, int]:
+    """Bytes of the buffers and full weights that a rank has at once: all layers one unit, or each its own."""
+    from vramlab.chapters.wrap_units import experiment
+
+    return experiment(layers=100, width=32)
+
+
+def dist_rank() -> int | None:
+    return int(os.environ["RANK"]) if "RANK" in os.environ else None
+
+
+def run(folder: Path, names: Iterable[str], world_size: int) -> list[dict[str, dict[str, Any]]]:
     """By rank and name, what `world_size` real processes leave. Raises AssertionError with their last words."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={world_size}"]
     done = subprocess.run([*command, __file__, str(folder), *names], capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, [l for l in done.stderr.splitlines() if l.startswith("[rank0]")][-12:]
+    said = [line for line in done.stderr.splitlines() if line.startswith("[rank0]")]
+    assert done.returncode == 0, said[-12:]
     return [pickle.loads(Path(folder, f"{rank}.pickle").read_bytes()) for rank in range(world_size)]
 
 
@@ -101,7 +168,9 @@ def main() -> None:
     found = {}
     with real_rank("cpu"):
         for name in names:
-            found[name] = followed(recipe_of(name, world_size, rank))
+            recipe = recipe_of(name, world_size, rank)
+            found[name] = followed(recipe) | (learned(recipe) if name in LEARNED else {})
+        found["units"] = hundred_layers()
     Path(folder, f"{rank}.pickle").write_bytes(pickle.dumps(found))
 
 

@@ -2,7 +2,8 @@
 
 `simulate(recipe)` builds the recipe's model from storages that have a size and no content, runs `training.train_step`
 on it twice (the second step is the steady one) and replays what `tracker.Tracker` saw. Deep models are run
-shallow, and their log is deepened exactly (`deepen.py`).
+shallow, and their log is deepened exactly (`deepen.py`). With `recipe.sharding` it is the step of one rank, in a process
+group whose other ranks need not exist (`world.one_rank_of`), as `engines` has it run.
 """
 
 import contextlib
@@ -73,6 +74,8 @@ def simulate(
         history = History(tracker.log, tracker.marks, allocator=target == "cuda")
         return to_report(history, "simulated", None, target, card=card, title=type(model).__name__)
     notes = ["torch_compile: the eager step is simulated"] if recipe.torch_compile else []
+    if target == "cuda" and recipe.sharding and recipe.sharding.engine == "fsdp":
+        notes.append("reserved: FSDP gathers and reduces on streams of their own, whose segments are not told apart")
     if card and (why := card.why_not(recipe.precision)):
         notes.append(why)
     return to_report(trace(recipe, target, card, steps, full), "simulated", recipe, target, card=card, notes=notes)

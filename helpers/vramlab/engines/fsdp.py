@@ -4,6 +4,7 @@ import contextlib
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
+from ..errors import RecipeError
 from ..models import is_fake, real_tensors
 from ..recipe import Recipe
 from .alone import Engine
@@ -33,6 +34,12 @@ class FSDP(Engine):
 
     def wrap(self, model: "torch.nn.Module") -> "torch.nn.Module":
         sharding = self.recipe.sharding
+        if sharding.offload == "optimizer":
+            allowed = "FSDP offloads parameters, gradients and optimizer together: 'parameters'"
+            raise RecipeError("sharding.offload", sharding.offload, allowed)
+        if sharding.offload and is_fake(model):
+            # fake tensors are all on one device, where FSDP's copies between host and device are none
+            raise RecipeError("sharding.offload", sharding.offload, "FSDP's offload has no simulation: ask predict")
         return shard(
             model,
             units(model, sharding.wrap, as_accelerate=self.recipe.loop.name == "trainer"),
@@ -136,7 +143,7 @@ def shard(
     options = {
         "mesh": mesh,
         "mp_policy": MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=dtype, output_dtype=dtype),
-        "offload_policy": CPUOffloadPolicy() if offload else OffloadPolicy(),
+        "offload_policy": CPUOffloadPolicy(pin_memory=torch.cuda.is_available()) if offload else OffloadPolicy(),
     }
     with _of_fake_tensors(model) if is_fake(model) else contextlib.nullcontext():
         for modules, keep in parts:
