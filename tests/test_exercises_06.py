@@ -13,6 +13,10 @@ def bits(block, nested):
     return 4 + 8 * (4 / block if nested is None else 1 / block + 4 / (block * nested))
 
 
+def block(most, nested):
+    return next(size for size in (2, 4, 8, 16, 32, 64, 128, 256, 512) if bits(size, nested) <= most)
+
+
 def fitting(**changes):
     fields = dict(batch_size=1, seq_len=2048, gradient_accumulation_steps=8, gradient_checkpointing=True)
     adapters = dict(lora=LoRA(r=16, target_modules="all-linear"), quantization=Quantization("nf4", double=True))
@@ -29,7 +33,7 @@ def test_there_are_seven_with_two_hints_each():
     "name,answer",
     [
         ("06.1", 28.89),
-        ("06.2", bits),
+        ("06.2", block),
         ("06.3", (2 * 128256 * 4096 + 65 * 4096) * 2 / 2**30),
         ("06.4", " Activations"),
         ("06.5", 0.742),
@@ -46,8 +50,10 @@ def test_right_answers_are_accepted(name, answer):
     [
         ("06.1", 28 * 1.125, "double quantization"),
         ("06.1", 28.89 * 1.048576, ""),
-        ("06.2", lambda block, nested: 4.5, ""),
-        ("06.2", lambda block, nested: bits(block, None), ""),
+        ("06.2", lambda most, nested: 64, ""),
+        ("06.2", lambda most, nested: block(most, None), ""),
+        ("06.2", lambda most, nested: block(most, nested) // 2, "take the next"),
+        ("06.2", lambda most, nested: (32 if nested is None else 8 + 32 / nested) / (most - 4), ""),
         ("06.3", 3.92, "there before"),
         ("06.3", 0.978, "two tensors"),
         ("06.4", "weights", "smaller"),

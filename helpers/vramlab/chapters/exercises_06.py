@@ -1,5 +1,7 @@
 """Exercises of chapter 06, QLoRA."""
 
+import itertools
+from functools import partial
 from math import ceil
 from typing import Any
 
@@ -15,11 +17,10 @@ CARD = "T4"
 NF4 = Quantization("nf4", double=True)
 PAGED_FROM = 100_000  # numbers, as bitsandbytes has it (`Optimizer8bit.get_state_buffer`)
 ROWS, COLUMNS = 14336, 4096
-FORMS = [
-    dict(block=64, nested=None),
-    dict(block=64, nested=256),
-    dict(block=128, nested=None),
-    dict(block=32, nested=128),
+# (most, nested) -> block: 64, 32, 256, 64, 256 and 32; each mistake below is wrong in some.
+BUDGETS = [
+    {"most": most, "nested": nested}
+    for most, nested in ((4.5, None), (4.5, 256), (4.2, None), (4.2, 256), (4.05, 256), (4.5, 16))
 ]
 
 
@@ -36,6 +37,16 @@ def half_scales(block: int, nested: int | None) -> float:
 def byte_scales(block: int, nested: int | None) -> float:
     """The same without the scales of the scales."""
     return 4 + (32 if nested is None else 8) / block
+
+
+def smallest_block(most: float, nested: int | None, each=bits) -> int:
+    """The smallest power of two as a block size with which a weight takes at most `most` bits, `each` being its bits."""
+    return next(2**n for n in itertools.count() if each(2**n, nested) <= most)
+
+
+def too_dear(most: float, nested: int | None) -> int:
+    """The block below, which takes more than `most` bits."""
+    return smallest_block(most, nested) // 2
 
 
 def matrix(each: float) -> float:
@@ -127,24 +138,27 @@ EXERCISES = [
     ),
     Exercise(
         "06.2",
-        "Write `bits(block, nested)`: bits a weight in 4 bits with blocks of `block` weights. With nested=None a block "
-        "has an fp32 scale; else an 8-bit one, and `nested` scales share an fp32 scale.",
-        difficulty=2,
+        "Smaller blocks follow the weights more closely and cost more. Write `smallest_block(most, nested)`: the smallest "
+        "power of two as a block size with which 4-bit weights take at most `most` bits each, scales included. With "
+        "nested=None a block has an fp32 scale; else an 8-bit one, and `nested` scales share an fp32 scale.",
+        difficulty=3,
         minutes=8,
         hints=(
-            "A number that n weights share costs each of them 1/n of its bits.",
+            "A number that n weights share costs each of them 1/n of its bits. Double the block until they fit.",
             "nested=None: 4 + 32/block. Else a block has 8 bits and 1/nested of 32 bits.",
         ),
         check=Function(
-            bits,
-            unit="bits",
+            smallest_block,
             tolerance=0.001,
-            cases=FORMS,
+            cases=BUDGETS,
             mistakes=[
-                Mistake(half_scales, "bitsandbytes keeps scales in fp32: 32 bits, not 16."),
-                Mistake(byte_scales, "The 8-bit scales have fp32 scales of their own."),
+                Mistake(
+                    partial(smallest_block, each=half_scales), "bitsandbytes keeps scales in fp32: 32 bits, not 16."
+                ),
+                Mistake(partial(smallest_block, each=byte_scales), "The 8-bit scales have fp32 scales of their own."),
+                Mistake(too_dear, "That is the last block size that takes more than `most` bits: take the next."),
             ],
-            right="smaller blocks follow the weights more closely and cost more; double quantization makes them cheap.",
+            right="within 4.5 bits, double quantization halves the block, from 64 to 32.",
         ),
     ),
     Exercise(
