@@ -8,6 +8,7 @@ import contextlib
 import logging
 import os
 import warnings
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from ..errors import RecipeError
@@ -86,6 +87,16 @@ class DeepSpeed(Engine):
     def zero_grad(self, training: "Training") -> None:
         """`update` has done it."""
 
+    def gradients(self, training: "Training") -> Iterator[tuple[str, "torch.Tensor"]]:
+        """(name, whole gradient) before the update. All ranks have to ask: shards are gathered."""
+        from deepspeed.utils import safe_get_full_grad
+
+        for name, parameter in training.model.module.named_parameters():
+            if parameter.requires_grad:
+                whole = safe_get_full_grad(parameter) if self.recipe.sharding.stage else parameter.grad
+                if whole is not None:
+                    yield name, whole
+
 
 def library() -> Any:
     """The package `deepspeed`, quiet. Raises RecipeError with the command that installs it."""
@@ -117,11 +128,8 @@ def forget() -> None:
 
 
 def make(recipe: Recipe) -> Engine:
-    engine, loop = "deepspeed", recipe.loop
-    if loop.optimizer_in_backward:
-        raise RecipeError("loop.optimizer_in_backward", True, f"engine {engine!r} steps by itself: use another loop")
-    if not loop.set_to_none:
-        raise RecipeError("loop.set_to_none", False, f"engine {engine!r} frees gradients by itself: leave it True")
+    if not recipe.loop.set_to_none:
+        raise RecipeError("loop.set_to_none", False, "engine 'deepspeed' frees gradients by itself: leave it True")
     if recipe.quantization and recipe.sharding.stage == 3:
         rest = "DeepSpeed's stage 3 does not divide quantized weights: use stage 2 or engine 'fsdp'"
         raise RecipeError("sharding.stage", 3, rest)
