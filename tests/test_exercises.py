@@ -1,6 +1,8 @@
 """The exercise machinery: what is right, what each typical mistake is told, and that no answer stops a notebook."""
 
 import dataclasses
+import difflib
+import itertools
 import pkgutil
 import re
 import sys
@@ -9,6 +11,7 @@ from fractions import Fraction
 
 import numpy as np
 import pytest
+import settings
 import torch
 import vramlab.chapters
 from sample_reports import report
@@ -406,3 +409,25 @@ def test_every_exercise_of_the_course_is_sound(number):
 @pytest.mark.parametrize("answer", [..., None, "", "nonsense", -1, float("nan"), [], {}, object(), lambda: 1])
 def test_nonsense_is_wrong_and_never_raises(name, answer):
     assert not exercises.judge(EVERY[name], answer).right
+
+
+@pytest.mark.parametrize("number", CHAPTERS)
+def test_a_chapter_begins_easy_and_ends_hard(number):
+    difficulties = [exercise.difficulty for exercise in exercises.chapter(number).values()]
+    assert difficulties[0] == min(difficulties) and difficulties[-1] == max(difficulties)
+
+
+@pytest.mark.parametrize("path", settings.chapters(), ids=lambda path: path.stem)
+def test_a_chapter_says_how_long_its_exercises_take(path):
+    """In the line of times at its top, to five minutes."""
+    said = re.search(r"\*\*Time:\*\* .* and (\d+) for the exercises", path.read_text(encoding="utf-8"))
+    minutes = sum(exercise.minutes for exercise in exercises.chapter(path.name[:2]).values())
+    assert said and abs(int(said[1]) - minutes) <= 3
+
+
+def test_no_question_is_asked_twice():
+    """Neither are hints: each belongs to its exercise."""
+    for what in (lambda exercise: exercise.question, lambda exercise: " ".join(exercise.hints)):
+        for a, b in itertools.combinations(EVERY.values(), 2):
+            alike = difflib.SequenceMatcher(None, what(a), what(b), autojunk=False)
+            assert alike.quick_ratio() < 0.85 or alike.ratio() < 0.8, f"{a.name} and {b.name}"
