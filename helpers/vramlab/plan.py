@@ -128,6 +128,7 @@ def plan(
     task: str | None = None,
     num_layers: int | None = None,
     memory: int | None = None,
+    host_memory: int | None = None,
     tier: str = "process",
     link: float | None = None,
     top: int = 5,
@@ -143,6 +144,7 @@ def plan(
             those that the card computes in and that are safe to train in.
         lora: rank and targets of adapters.
         memory: usable bytes of one card, in place of the table's.
+        host_memory: bytes of the host that offloaded and paged parts of all ranks may take; None does not ask.
         tier: which predicted figure has to fit: "process" (what the driver sees), "reserved" or "allocated".
         link: bytes a second between the GPUs, in place of the table's.
         top: how many recipes of each method to rank.
@@ -151,7 +153,7 @@ def plan(
     """
     question = Question(
         model, gpu, gpus, global_batch, seq_len, method, precisions, optims, attention, checkpointing, engines, offload,
-        lora, task, num_layers, memory, tier, link,
+        lora, task, num_layers, memory, host_memory, tier, link,
     )  # fmt: skip
     if isinstance(top, bool) or not isinstance(top, int) or top < 1:
         raise RecipeError("top", top, "it must be a whole number of at least 1")

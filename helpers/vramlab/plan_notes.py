@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from .recipe import Recipe
 from .report import format_bytes
-from .step_traffic import paged_bytes
+from .space import host_bytes
 
 # Least steps between neighbouring numbers of a format, as a part of the number: 2^-8 and 2^-11.
 LOST = {"bf16-true": "1/256", "fp16-true": "1/2048"}
@@ -19,12 +19,12 @@ def notes_on(recipe: Recipe) -> Iterator[str]:
         yield "fp16-true: nothing scales the loss, so gradients under 6e-8 become zero (chapter 01)"
     if recipe.optim == "adafactor":
         yield "adafactor is another optimizer: compare the loss before trusting it"
-    if paged := paged_bytes(recipe):
-        yield f"paged states: {format_bytes(paged, digits=2)} of host memory when the card is full"
+    if recipe.optim.startswith("paged"):
+        yield f"paged states: {format_bytes(host_bytes(recipe), digits=2)} of host memory when the card is full"
     if recipe.attn_implementation == "flash_attention_2":
         yield "flash_attention_2 needs the package flash-attn"
     sharding = recipe.sharding
     if sharding and sharding.offload:
-        yield f"{sharding.offload} offloaded: the host holds them for all ranks of a machine"
+        yield f"{sharding.offload} offloaded: {format_bytes(host_bytes(recipe), digits=0)} of host memory for all ranks"
     if sharding and sharding.world_size > 8:
         yield "more than 8 GPUs are several machines: say link=, the bytes a second of one GPU's network"

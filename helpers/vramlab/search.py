@@ -72,7 +72,9 @@ class Miss:
         rate, excess = f"{self.time.tokens_per_second:,.0f} tokens/s", format_bytes(self.over, digits=2)
         text = f"{described(self.recipe)} ({rate}) does not fit: {excess} over"
         if self.more > 0:
-            text += f"; its {self.category.replace('_', ' ')} take {format_bytes(self.more, digits=2)} more"
+            text += (
+                f"; {format_bytes(self.more, digits=2)} more {self.category.replace('_', ' ')} than the best that fits"
+            )
         return text
 
 

@@ -15,6 +15,7 @@ from .gpu import Gpu, find_gpu, gpu_names
 from .options import LoRA, Quantization, Sharding, choice, flag, whole
 from .recipe import ATTENTION, OPTIMIZERS, PRECISIONS, Recipe
 from .step_time import walk
+from .step_traffic import paged_bytes
 
 METHODS = ("full", "lora", "qlora")
 ENGINES = ("ddp", "fsdp", "deepspeed")
@@ -54,6 +55,7 @@ class Question:
     task: str | None = None
     num_layers: int | None = None
     memory: int | None = None
+    host_memory: int | None = None
     tier: str = "process"
     link: float | None = None
     plain: Recipe = field(init=False, repr=False, compare=False)
@@ -70,8 +72,9 @@ class Question:
             raise RecipeError(
                 "global_batch", self.global_batch, f"{self.gpus} GPUs share it equally: take a multiple, such as {near}"
             )
-        if self.memory is not None:
-            whole("memory", self.memory)
+        for name in ("memory", "host_memory"):
+            if getattr(self, name) is not None:
+                whole(name, getattr(self, name))
         if self.link is not None and not (isinstance(self.link, int | float) and self.link > 0):
             raise RecipeError("link", self.link, "it must be bytes a second, over 0")
         choice("method", self.method, ("any", *METHODS))
@@ -134,7 +137,7 @@ def families(question: Question, method: str) -> Iterator[Recipe]:
         if _left_out(question, precision, optim, attention, base, sharding):
             continue
         try:
-            yield question.plain.replace(
+            found = question.plain.replace(
                 batch_size=question.each,
                 precision=precision,
                 optim=optim,
@@ -146,6 +149,8 @@ def families(question: Question, method: str) -> Iterator[Recipe]:
             )
         except RecipeError:  # what the model or the base cannot have
             continue
+        if question.host_memory is None or host_bytes(found) <= question.host_memory:
+            yield found
 
 
 def with_micro_batch(family: Recipe, size: int) -> Recipe:
@@ -164,6 +169,14 @@ def with_micro_batch(family: Recipe, size: int) -> Recipe:
 def method_of(recipe: Recipe) -> str:
     """ "full", "lora" or "qlora"."""
     return "qlora" if recipe.quantization else "lora" if recipe.lora else "full"
+
+
+def host_bytes(recipe: Recipe) -> int:
+    """Bytes that all ranks together hold in the host's memory: what is offloaded, and paged states."""
+    if not (recipe.sharding and recipe.sharding.offload):
+        return paged_bytes(recipe)
+    moved = stored.optimizer_state_bytes(recipe) + stored.gradient_bytes(recipe)
+    return moved + (stored.parameter_bytes(recipe) if recipe.sharding.offload == "parameters" else 0)
 
 
 def described(recipe: Recipe) -> str:
