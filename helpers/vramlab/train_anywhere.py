@@ -33,7 +33,11 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-BASE_MODEL = Path(__file__).resolve().parents[2] / "data" / "base_model"
+HERE = Path(__file__).resolve().parent
+BASE_MODEL = next(  # beside the installed package, or in a checkout; a copy of this file elsewhere needs --model
+    (folder for folder in (HERE / "data_files/base_model", HERE.parent.parent / "data/base_model") if folder.exists()),
+    None,
+)
 
 
 def arguments() -> argparse.Namespace:
@@ -113,7 +117,7 @@ def build(given: argparse.Namespace, device: torch.device) -> torch.nn.Module:
     if given.sharding == "ddp":
         return DistributedDataParallel(model, device_ids=[device.index] if device.type == "cuda" else None)
     half = torch.bfloat16 if given.precision == "bf16" else None  # gathered and computed in bf16, summed in fp32
-    policy = MixedPrecisionPolicy(param_dtype=half, reduce_dtype=torch.float32, output_dtype=torch.float32)
+    policy = MixedPrecisionPolicy(param_dtype=half, reduce_dtype=torch.float32)
     for module in list(model.modules()):
         if type(module).__name__ in (model._no_split_modules or ()):
             fully_shard(module, mp_policy=policy)
@@ -168,6 +172,8 @@ def load(model, optimizer, folder: Path) -> int:
 
 def train(given: argparse.Namespace, device: torch.device, rank: int, world: int) -> None:
     """Train from the newest checkpoint, or from the start, to step `given.steps`."""
+    if given.model is None or not (given.model / "config.json").exists():
+        raise SystemExit(f"--model must be a folder with config.json, weights and tokenizer, not {given.model}.")
     if given.batch_size % world:
         raise SystemExit(f"--batch-size {given.batch_size} cannot be divided among {world} ranks.")
     tokens, model = tokens_of(given), build(given, device)
