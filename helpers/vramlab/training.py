@@ -57,7 +57,8 @@ class Training:
     @property
     def optimizers(self) -> list:
         """All optimizers that hold state: one, or one per parameter with optimizer_in_backward."""
-        return list(self.per_parameter.values()) or [self.optimizer]
+        # ZeroRedundancyOptimizer has one for this rank's share, and no state of its own
+        return list(self.per_parameter.values()) or [getattr(self.optimizer, "optim", self.optimizer)]
 
 
 def build(recipe: Recipe, device: str = "cpu", target: str | None = None, pretrained: bool = False) -> Training:

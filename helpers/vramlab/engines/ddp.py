@@ -10,8 +10,11 @@ from ..recipe import Recipe
 from .alone import Engine
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     import torch
 
+    from ..tracker import Tracker
     from ..training import Training
 
 
@@ -37,6 +40,22 @@ class DDP(Engine):
     def buffers(self) -> list["torch.UntypedStorage"]:
         """The buckets that the reducer made with itself, which no attribute leads to."""
         return [storage for storage in (seen() for seen in self._seen) if storage is not None]
+
+    @contextlib.contextmanager
+    def follow(self, training: "Training", tracker: "Tracker") -> "Iterator[None]":
+        """The buckets that the second step's forward pass makes anew are named as soon as they are there."""
+
+        def rebuilt() -> None:
+            for handle in self.buffers():
+                if storage := tracker.live.get(handle._cdata):
+                    storage.category, storage.where = "workspace", "buckets"
+
+        reducer = training.model.reducer
+        training.model.reducer = _Watched(reducer, self._seen, rebuilt)
+        try:
+            yield
+        finally:
+            training.model.reducer = reducer
 
     def _finds_unused(self) -> bool:
         """The Trainer looks for parameters without gradients unless layers are recomputed (and with PEFT always).
@@ -82,6 +101,23 @@ def _buckets_seen(seen: list[weakref.ref]) -> contextlib.AbstractContextManager:
             return result
 
     return Buckets()
+
+
+class _Watched:
+    """DDP's reducer; `rebuilt` is called when it has made its buckets anew, and `seen` has them then."""
+
+    def __init__(self, reducer, seen: list[weakref.ref], rebuilt: Callable[[], None]):
+        self._reducer, self._seen, self._rebuilt = reducer, seen, rebuilt
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._reducer, name)
+
+    def _rebuild_buckets(self) -> bool:
+        with _buckets_seen(self._seen):
+            done = self._reducer._rebuild_buckets()
+        if done:
+            self._rebuilt()
+        return done
 
 
 class _Reducer:
