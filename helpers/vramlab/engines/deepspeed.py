@@ -40,6 +40,7 @@ class DeepSpeed(Engine):
         from ..fakes import described
 
         deepspeed = library()
+        choose_accelerator(training.device.type)
         model = training.model
         if self.recipe.sharding.offload and is_fake(model) and described() == "cuda":
             # Host and device are one on fake CPU tensors, and a copy from one to the other would be left out.
@@ -114,6 +115,19 @@ def library() -> Any:
     # Shared-memory collectives serve inference only, and would be compiled here and now.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     return deepspeed
+
+
+def choose_accelerator(device: str) -> None:
+    """Let DeepSpeed's idea of the accelerator, which it forms once, be where the model is. Fake tensors are CPU's."""
+    from deepspeed.accelerator import get_accelerator, set_accelerator
+
+    if get_accelerator().device_name() == device:
+        return
+    if device == "cpu":
+        from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator as Accelerator
+    else:
+        from deepspeed.accelerator.cuda_accelerator import CUDA_Accelerator as Accelerator
+    set_accelerator(Accelerator())
 
 
 def forget() -> None:

@@ -1,4 +1,4 @@
-"""DeepSpeed on fake tensors under torch's fake process group: what it asks of values and of other ranks.
+"""DeepSpeed under torch's fake process group: what it asks of other ranks, and of fake tensors' values.
 
 Each answer is the one that a healthy run gives, and what it allocates on the way to the question is allocated all the
 same. Two loops over all ranks, of stage 3, are cut short, since a thousand fake views take their time. Nothing else of
@@ -14,14 +14,14 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 
 @contextlib.contextmanager
 def without_peers() -> Iterator[None]:
     """While entered, DeepSpeed runs on one rank of a world that is not there."""
-    from deepspeed.accelerator import real_accelerator
-    from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
+    from deepspeed.accelerator import get_accelerator, real_accelerator
     from deepspeed.runtime.engine import DeepSpeedEngine
     from deepspeed.runtime.zero import partitioned_param_coordinator, stage3
     from deepspeed.runtime.zero.partition_parameters import AllGatherCoalescedHandle
@@ -30,8 +30,8 @@ def without_peers() -> Iterator[None]:
     from .deepspeed import forget
 
     ours = (
-        # Fake tensors are CPU tensors, whatever this machine has.
-        patch.object(real_accelerator, "ds_accelerator", CPU_Accelerator()),
+        # `choose_accelerator` may put another in its place.
+        patch.object(real_accelerator, "ds_accelerator", get_accelerator()),
         # torchrun says it to real ranks, and DeepSpeed insists.
         patch.dict(os.environ, {"LOCAL_RANK": os.environ.get("LOCAL_RANK", "0")}),
         # No gradient overflowed, and a norm is 1.
@@ -44,8 +44,8 @@ def without_peers() -> Iterator[None]:
         # Every rank saw the modules in the same order.
         patch.object(partitioned_param_coordinator, "assert_ints_same_as_other_ranks", _same_everywhere),
         # What was gathered, and what is to be scattered, is put together in as many pieces as there are ranks.
-        patch.object(AllGatherCoalescedHandle, "wait", _gathered),
-        patch.object(stage3, "reduce_scatter_coalesced", _scattered),
+        patch.object(AllGatherCoalescedHandle, "wait", _if_fake(_gathered, AllGatherCoalescedHandle.wait)),
+        patch.object(stage3, "reduce_scatter_coalesced", _if_fake(_scattered, stage3.reduce_scatter_coalesced)),
         # stage 3 puts a linear layer of its own in torch's place
         patch.object(torch.nn.functional, "linear", torch.nn.functional.linear),
         # The model is where it belongs, and a fake parameter that somebody refers to cannot be moved.
@@ -83,8 +83,22 @@ def _healthy(method: Callable) -> Callable:
 
 def _same_everywhere(ints: list[int]) -> None:
     """Allocates what the comparison does: the list's length, then the list (`deepspeed/runtime/zero/utils.py`)."""
-    torch.tensor(len(ints))
-    torch.tensor(ints, dtype=int)
+    from deepspeed.accelerator import get_accelerator
+
+    device = torch.device(get_accelerator().device_name(os.environ["LOCAL_RANK"]))
+    torch.tensor(len(ints), device=device)
+    torch.tensor(ints, dtype=int, device=device)
+
+
+def _if_fake(short: Callable, method: Callable) -> Callable:
+    """`short` where the first argument is, or has gathered, fake tensors, else `method`."""
+
+    @functools.wraps(method)
+    def inner(first: Any, *args: Any, **options: Any) -> Any:
+        tensors = first if isinstance(first, list) else first.partitions
+        return (short if isinstance(tensors[0], FakeTensor) else method)(first, *args, **options)
+
+    return inner
 
 
 def _stays(method: Callable) -> Callable:
