@@ -19,6 +19,7 @@ from .tracker import Storage, Tracker
 GROUPS, MIDDLE = 5, 2
 NUMBER = re.compile(r"\.(\d+)(?=\.|$)")
 PER_PARAMETER = ("stack", "cat")  # results with one entry a parameter: the gradients' norms, in clipping
+OF_THEM = ("pow", "all_reduce")  # made of those with as many entries, where shards' norms are added up over ranks
 ENTRY = 4  # bytes: a norm is fp32
 
 Event = tuple[int, Storage, str]
@@ -109,12 +110,14 @@ class _Deepener:
     def _vectors(self, bounds: list[int]) -> None:
         """Find the vectors with one entry a clipped gradient, and how many gradients the middle group has."""
         phases = ["load", *(name for _, name in self.marks)]
-        self.vectors = {
-            id(s)
+        made = [
+            s
             for name, start, end in zip(phases, bounds[:-1], bounds[1:], strict=True)
             for _, s, _ in self.events[start:end]
-            if name == "step" and s.op in PER_PARAMETER and id(s) not in self.places
-        }
+            if name == "step" and s.op in (*PER_PARAMETER, *OF_THEM) and id(s) not in self.places
+        ]
+        entries = {s.asked for s in made if s.op in PER_PARAMETER}
+        self.vectors = {id(s) for s in made if s.asked in entries}
         gradients = (s for _, s, _ in self.events if s.category == "gradients")
         self.clipped = len({s.where for s in gradients if self._group(s.where) == MIDDLE})
 
