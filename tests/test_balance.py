@@ -96,7 +96,8 @@ def on(monkeypatch):
         monkeypatch.setattr(torch._C, "_cuda_clearCublasWorkspaces", card.clear, raising=False)
         monkeypatch.setattr(passes, "build", lambda recipe, device: build(recipe, "cpu"))
         monkeypatch.setattr(passes, "Tracker", lambda device, round_to: Tracker("cpu", round_to=round_to))
-        monkeypatch.setattr(passes, "nvml_snapshot", lambda: Sensors(True, process=7 * MiB))
+        monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+        monkeypatch.setattr(passes, "nvml_snapshot", lambda index: Sensors(True, process=(4 + index) * MiB))
         with card.shadow:
             truth = passes.clean_pass(recipe, repeats=2, warmup=2, device="cuda", before=Sensors(True, used=MiB))
             return passes.tracked_pass(recipe, "cuda", truth)

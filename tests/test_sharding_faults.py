@@ -56,6 +56,11 @@ def test_every_rank_answers_in_order(launcher, world_size):
     assert answers == [{"rank": r, "word": "안녕", "total": total, "local": r} for r in range(world_size)]
 
 
+def test_for_gpus_each_rank_is_a_fresh_process(launcher):
+    """CUDA does not survive a fork, so these are spawned; the ranks themselves may as well be a CPU's."""
+    assert [answer["rank"] for answer in launch(rank_faults.greet, device="cuda", launcher=launcher)] == [0, 1]
+
+
 def test_three_ranks_compute_what_one_does(launcher):
     recipe = Recipe(config("llama"), sharding=Sharding(3, 3), **SMALL)
     ranks, alone = run_ranks(recipe, steps=3, launcher=launcher), run_alone(recipe, steps=3)

@@ -76,7 +76,7 @@ def clean_pass(recipe: Recipe, repeats: int, warmup: int, device: str, before: S
     if not cuda:
         return Truth(speed, rss=peak_rss())
     peaks = torch.cuda.memory_stats()
-    process, notes = on_device(nvml_snapshot(), before)
+    process, notes = on_device(nvml_snapshot(torch.cuda.current_device()), before)
     workspace = clear_workspaces()
     del training
     gc.collect()

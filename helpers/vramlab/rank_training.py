@@ -57,7 +57,7 @@ def measure(
     recipe: dict[str, Any], repeats: int, warmup: int, device: str, memory_limit: int | None = None
 ) -> dict[str, Any]:
     """A rank's report of both passes (`passes.py`), for `vramlab.measure`. Running out of memory raises."""
-    before = nvml_snapshot() if device == "cuda" else None
+    before = nvml_snapshot(int(os.environ["LOCAL_RANK"])) if device == "cuda" else None
     with world.real_rank(device) as rank:
         whole = Recipe(**recipe)
         here = whole.replace(sharding=dataclasses.replace(whole.sharding, rank=rank))
