@@ -250,13 +250,16 @@ def test_figures_formulas_and_tables_are_on_the_pages(built):
     folder, _ = built
     for path in settings.chapters():
         html = (folder / "site" / path.relative_to(ROOT).with_suffix(".html")).read_text(encoding="utf-8")
-        outputs = [o for cell in nbformat.read(path, 4).cells if cell.cell_type == "code" for o in cell.outputs]
+        cells = nbformat.read(path, 4).cells
+        text = "\n".join(cell.source for cell in cells if cell.cell_type == "markdown")
+        outputs = [o for cell in cells if cell.cell_type == "code" for o in cell.outputs]
         figures = [o for o in outputs if "image/png" in o.get("data", {})]
+        shown = len(figures) + len(re.findall(r"!\[[^\]]*\]\((?!https:)", text))
         article = html[html.index("<article") : html.index("</article>")]
-        assert article.count("<img ") == len(figures), path.name
-        assert len(re.findall(r'<img alt="[^"]{20,}', article)) == len(figures), path.name
-        assert "<math" in article and "$$" not in article, path.name
-        assert "<table" in article, path.name
+        assert article.count("<img ") == shown, path.name
+        assert len(re.findall(r'<img alt="[^"]{20,}', article)) == shown, path.name
+        assert ("<math" in article) == ("$" in text) and "$$" not in article, path.name
+        assert ("<table" in article) == ("\n|--" in text or "\n| --" in text), path.name
 
 
 def test_the_index_carries_the_promise_the_picture_and_the_syllabus(built):
