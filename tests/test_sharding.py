@@ -57,6 +57,16 @@ def test_ranks_compute_what_one_process_does(ran, alone, name):
         assert torch.allclose(ran[name].gradients[parameter], gradient, rtol=1e-4, atol=1e-7), parameter
 
 
+@pytest.mark.parametrize("sharding", [Sharding(0, 2, "tensor"), Sharding(0, 2, "pipeline", micro_batches=2)], ids=str)
+def test_ranks_that_share_the_batch_compute_what_one_process_does(launcher, sharding):
+    """All have the same rows; the pipeline's gradients come from the stage that has the layer."""
+    recipe = LLAMA.replace(sharding=sharding)
+    ranks, one = run_ranks(recipe, launcher=launcher), run_alone(recipe)
+    assert ranks.losses == pytest.approx(one.losses, rel=1e-6) and set(ranks.gradients) == set(one.gradients)
+    for parameter, gradient in one.gradients.items():
+        assert torch.allclose(ranks.gradients[parameter], gradient, rtol=1e-4, atol=1e-7), parameter
+
+
 def test_ddp_reduces_each_gradient_once_and_sends_its_buffers_before(ran):
     """The reducer's all-reduces are issued in C++; the payload says that none escapes."""
     size = numbers(LLAMA)

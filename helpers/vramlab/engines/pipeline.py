@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 class Pipeline(Engine):
     """One stage on each rank: `wrap` leaves of the model what is this rank's."""
 
+    ranks_differ = True
+
     def __init__(self, recipe: Recipe):
         self.recipe, self.stages = recipe, recipe.sharding.world_size
         self.shared: Any = None  # the weight that the first and the last stage both hold
