@@ -139,6 +139,37 @@ def learned(recipe: Recipe, steps: int = 3) -> dict[str, Any]:
     return {"losses": losses, "gradients": gradients, "weights": weights}
 
 
+# those that the allocator itself is asked about; a first step that makes DDP's buckets anew has no steady second one
+WITNESSED = ("llama, stage 3", "llama, one unit", "llama, DDP")
+
+
+def witnesses(recipe: Recipe) -> dict[str, Any]:
+    """Peak and end of each phase by the allocator's own events, and by the tracker's (`test_simulate_witness.py`).
+
+    The profiler does not see what gloo's thread frees, so in each of FSDP's transfers that thread is waited for before
+    the transfer's end: it does one thing after the other, and has let go of the last when another is done.
+    """
+    import torch.distributed as dist
+    from pytest import MonkeyPatch
+    from test_simulate_witness import tracked, witnessed
+
+    another = torch.zeros(1)
+
+    def waiting(transfer):
+        def transferred(*args, **options):
+            work = transfer(*args, **{**options, "async_op": True})
+            dist.all_reduce(another)
+            work.wait()
+
+        return transferred
+
+    with MonkeyPatch.context() as patch:
+        for name in ("all_gather_single", "reduce_scatter_single"):
+            patch.setattr(dist, name, waiting(getattr(dist, name)))
+        seen = witnessed(recipe)
+    return {"witnessed": seen, "tracked": tracked(recipe)}
+
+
 def hundred_layers() -> dict[str, int]:
     """Bytes of the buffers and full weights that a rank has at once: all layers one unit, or each its own."""
     from vramlab.chapters.wrap_units import experiment
@@ -170,6 +201,7 @@ def main() -> None:
         for name in names:
             recipe = recipe_of(name, world_size, rank)
             found[name] = followed(recipe) | (learned(recipe) if name in LEARNED else {})
+            found[name] |= witnesses(recipe) if name in WITNESSED else {}
         found["units"] = hundred_layers()
     Path(folder, f"{rank}.pickle").write_bytes(pickle.dumps(found))
 
