@@ -78,6 +78,7 @@ def by_phase(recipe: dict[str, Any]) -> dict[str, dict[str, int]]:
 
         with counting:
             train_step(training, lambda name: begun.append((name, so_far())))
+        del training  # DDP's reducer has to go before the process group (pytorch issue 56297)
         found: dict[str, dict[str, int]] = {}
         for (name, before), (_, after) in zip(begun, [*begun[1:], ("", so_far())], strict=True):
             phase = found.setdefault(name, {})
