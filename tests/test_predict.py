@@ -16,7 +16,6 @@ from vramlab.formulas import (
     largest_batch,
     logits_bytes,
     model,
-    shards,
     stored,
 )
 from vramlab.options import QUANT_TYPES
@@ -286,19 +285,20 @@ def test_zero_divides_what_its_stage_says():
     whole = predict(full).phases["between_steps"].end
     for stage, engine, n in ((1, "deepspeed", 8), (2, "deepspeed", 8), (3, "fsdp", 8), (3, "deepspeed", 64)):
         rank = predict(full.replace(sharding=Sharding(stage, n, engine)))
-        split = rank.phases["step"].peak
-        assert split.optimizer_states == -(-whole.optimizer_states // n)
-        assert split.gradients == -(-stored.gradient_bytes(full) // (n if stage >= 2 else 1))
-        assert split.parameters == -(-whole.parameters // (n if stage == 3 else 1))
-        assert any("one rank" in note for note in rank.notes)
+        split, rest = rank.phases["step"].peak, rank.phases["between_steps"].end
+        fp32 = 3 if engine == "deepspeed" else 1  # it updates a copy of the weights in fp32, with states in fp32
+        assert rest.optimizer_states == pytest.approx(fp32 * whole.optimizer_states / n, rel=1e-4)
+        assert split.parameters == pytest.approx(whole.parameters / (n if stage == 3 else 1), rel=1e-4)
+        assert any(f"rank 0 of {n}" in note for note in rank.notes)
+    gradients = predict(full.replace(sharding=Sharding(3, 8))).phases["step"].peak.gradients
+    assert gradients == pytest.approx(stored.gradient_bytes(full) / 8, rel=1e-4)
     alone, two, many = (predict(full.replace(sharding=Sharding(3, n))).peak.total for n in (1, 2, 64))
     assert alone == predict(full).peak.total and many < two < alone
-    inside, outside, layer = shards.units(full)
-    assert inside + outside == stored.parameter_bytes(full) and 32 * layer >= inside
     offloaded = predict(full.replace(sharding=Sharding(3, 8, "deepspeed", offload="optimizer")))
     assert offloaded.phases["step"].peak.optimizer_states == 0
     replicas = predict(full.replace(sharding=Sharding(0, 8, "ddp"))).peak.total
-    assert replicas - predict(full).peak.total == stored.gradient_bytes(full)  # DDP's buckets
+    buckets = replicas - predict(full).peak.total
+    assert buckets == pytest.approx(stored.gradient_bytes(full), rel=1e-3)
 
 
 def test_torch_compile_is_noted():

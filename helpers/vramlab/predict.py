@@ -13,7 +13,6 @@ from collections import Counter
 from .errors import RecipeError
 from .formulas import reserved, shards, slices, stored
 from .formulas.account import Account, Asked, Moment, kept_account
-from .formulas.step import step_temporaries
 from .gpu import Gpu, find_gpu
 from .lora_modules import differ_by_layer
 from .overhead import cublas_workspace
@@ -44,10 +43,10 @@ def predict(recipe: Recipe, gpu: str | Gpu | None = None) -> Report:
     exist = recipe.gradient_accumulation_steps > 1 or not recipe.loop.set_to_none  # gradients, when backward begins
     part, capability = slices.of_rank(recipe), card.compute_capability if card else USUAL
     account = kept_account(Asked(part, capability, exist))
-    share = shards.shares(recipe)
-    phases = _phases(part, account, card, exist, share)
+    rank = shards.of_rank(part)
+    phases = _phases(part, account, card, exist, rank)
     if slices.cut(recipe) and recipe.sharding.engine == "pipeline":
-        later = _phases(part, kept_account(Asked(part, capability, True)), card, True, share)
+        later = _phases(part, kept_account(Asked(part, capability, True)), card, True, rank)
         phases = slices.pipelined(recipe, phases, later, account.phases[2]["activations"])
     name = max(phases, key=lambda phase: phases[phase].peak.total)
     peak = phases[name].peak
@@ -61,37 +60,36 @@ def predict(recipe: Recipe, gpu: str | Gpu | None = None) -> Report:
         phases=phases,
         peak=peak,
         peak_phase=name,
-        largest=_largest(groups, share),
+        largest=_largest(groups),
         reserved=inside,
         process=reserved.process(inside, card),
         notes=_notes(recipe, account, card),
     )
 
 
-def _phases(recipe: Recipe, account: Account, card: Gpu | None, exist: bool, share: shards.Shares) -> dict[str, Phase]:
+def _phases(recipe: Recipe, account: Account, card: Gpu | None, exist: bool, held: shards.Held) -> dict[str, Phase]:
     """Each phase's bytes by category at its peak and at its end."""
 
-    def rank(*splits: dict[str, int], computing: bool = False) -> Bytes:
-        """The sum of `splits`, as one rank has it."""
+    def rank(*splits: dict[str, int]) -> Bytes:
+        """The sum of `splits`."""
         split = dict.fromkeys(CATEGORIES, 0)
         for part in splits:
             for category, n in part.items():
                 if n:  # blocks' rests, multiplied by layers, may be freed more often than they were held
                     split[category] = max(split[category] + n, 0)
-        return Bytes(**(shards.divide(split, share, computing) if recipe.sharding else split))
+        return Bytes(**split)
 
-    loop, slack = recipe.loop, stored.slack_bytes(recipe)
+    loop, slack = recipe.loop, dict.fromkeys(("parameters", "gradients", "optimizer_states"), 0) | held.slack
     forward, backward, forward_end, backward_end = account.phases
-    loaded = {
-        "parameters": stored.parameter_bytes(recipe),
-        "buffers": stored.buffer_bytes(recipe.shape),
-        "inputs": stored.input_bytes(recipe),
-        "workspace": slack["parameters"],
-    }
+    loaded = Counter(held.always) + Counter(
+        parameters=held.parameters,
+        buffers=stored.buffer_bytes(recipe.shape),
+        inputs=stored.input_bytes(recipe),
+        workspace=slack["parameters"],
+    )
     handle = card.cublas_workspace if card else cublas_workspace(USUAL)  # one in forward's thread, one in backward's
-    states = stored.optimizer_state_bytes(recipe)
-    always = loaded, {"optimizer_states": states, "workspace": 2 * handle + slack["optimizer_states"]}
-    gradients, none = {"gradients": stored.gradient_bytes(recipe), "workspace": slack["gradients"]}, {}
+    always = loaded, {"optimizer_states": held.optimizer_states, "workspace": 2 * handle + slack["optimizer_states"]}
+    gradients, none = {"gradients": held.gradients, "workspace": slack["gradients"]}, {}
     gradients["gradients"] += slices.beyond_the_slice(recipe)
     if loop.optimizer_in_backward:
         gradients = none
@@ -100,18 +98,25 @@ def _phases(recipe: Recipe, account: Account, card: Gpu | None, exist: bool, sha
     after = outputs if loop.keep_outputs is True else none
     if loop.keep_outputs == "backward":
         backward_end = {"gradients": backward_end["gradients"]}
-    before = gradients if exist or loop.zero_grad == "before_backward" else none
-    during = *always, gradients if exist else none
-    temporaries = {"temporaries": int(step_temporaries(recipe) * share.optimizer_states)}
+    if account.units and loop.set_to_none:  # those of earlier micro-batches are whole, and in the account
+        exist = False
+    existing = gradients if held.existing is None else {"gradients": held.existing}
+    before = existing if exist or loop.zero_grad == "before_backward" else none
+    during = *always, existing if exist else none
+    temporaries = {"temporaries": held.temporaries}
     start = rank(loaded)
     rest = rank(*always, after, gradients if loop.zero_grad != "end" or not loop.set_to_none else none)
+    over = rank(*during, backward, held.backward)
+    if held.reducing:
+        over = max(over, rank(*during, backward_end, {"workspace": held.reducing}), key=lambda split: split.total)
+    if held.backward_end:  # gradients are divided by then
+        backward_end = backward_end | {"gradients": 0}
+        during = always
     return {
         "load": Phase(start, start),
-        "forward": Phase(
-            rank(*always, before, after, forward, computing=True), rank(*during, forward_end, computing=True)
-        ),
-        "backward": Phase(rank(*during, backward, computing=True), rank(*during, backward_end, computing=True)),
-        "step": Phase(rank(*always, in_step, gradients, temporaries), rest),
+        "forward": Phase(rank(*always, before, after, forward, held.forward), rank(*during, forward_end, held.forward)),
+        "backward": Phase(over, rank(*during, backward_end, held.backward_end)),
+        "step": Phase(rank(*always, in_step, gradients, temporaries, held.step), rest),
         "between_steps": Phase(rest, rest),
     }
 
@@ -152,13 +157,9 @@ def _blocks(groups: dict[tuple, list], peak: Bytes) -> Counter:
     return blocks
 
 
-def _largest(groups: dict[tuple, list], share: shards.Shares) -> list[Tensor]:
-    """The largest groups of equal tensors; a sharded category's are one rank's share."""
-    shares = {category: getattr(share, category, 1.0) for category in CATEGORIES}
-    found = []
-    for key, (count, where, _) in groups.items():
-        if here := int(key[0] * shares[key[1]]):
-            found.append((-here * count, len(found), (here, *key[1:], where, count)))
+def _largest(groups: dict[tuple, list]) -> list[Tensor]:
+    """The largest groups of equal tensors."""
+    found = [(-key[0] * count, i, (*key, where, count)) for i, (key, (count, where, _)) in enumerate(groups.items())]
     return [Tensor(*row) for *_, row in sorted(found)[:LISTED]]
 
 

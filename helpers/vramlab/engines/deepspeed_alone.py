@@ -22,6 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 def without_peers() -> Iterator[None]:
     """While entered, DeepSpeed runs on one rank of a world that is not there."""
     from deepspeed.accelerator import get_accelerator, real_accelerator
+    from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
     from deepspeed.runtime.engine import DeepSpeedEngine
     from deepspeed.runtime.zero import partitioned_param_coordinator, stage3
     from deepspeed.runtime.zero.partition_parameters import AllGatherCoalescedHandle
@@ -32,6 +33,8 @@ def without_peers() -> Iterator[None]:
     ours = (
         # `choose_accelerator` may put another in its place.
         patch.object(real_accelerator, "ds_accelerator", get_accelerator()),
+        # "cpu" by name is the host's, beside the device that fake tensors stand for (`cuda.CudaKernels`).
+        patch.object(CPU_Accelerator, "current_device_name", lambda accelerator: torch.device("cpu")),
         # torchrun says it to real ranks, and DeepSpeed insists.
         patch.dict(os.environ, {"LOCAL_RANK": os.environ.get("LOCAL_RANK", "0")}),
         # No gradient overflowed, and a norm is 1.

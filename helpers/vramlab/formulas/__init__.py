@@ -9,7 +9,9 @@ ledger      blocks that come and go, forward and backward
 graph       who holds a block: tensors, weights, operators that wait for a gradient
 account     the peaks read off, for all layers
 step        the optimizer step's temporaries
-shards      one rank of many (ZeRO)
+shards      one rank of many: exact shares by engine
+units       FSDP in the ledger, and what DDP and DeepSpeed do to gradients and outputs there
+zero_terms  DeepSpeed's flat partitions
 reserved    segments of the allocator, and what lies outside it
 asked       what readers ask for by name
 """

@@ -15,9 +15,10 @@ from ..recipe import Recipe
 from ..report import CATEGORIES
 from ..shapes import Shape
 from . import step
-from .graph import Entry, Parameter, Tensor
+from .graph import PASS, Entry, Hook, Parameter, Tensor
 from .slices import cut, model_of
 from .stored import is_saved, lora_targets, saved_modules, table, written_out
+from .units import ROOT, OneByOne, Units, at_once, computed, copies_outputs, divides
 
 # What the layers that are not written out add at a moment: times what one adds between two events.
 Extra = tuple[tuple[int, int, int], ...]
@@ -38,21 +39,31 @@ class Account:
     """
 
     def __init__(self, recipe: Recipe, capability: tuple[int, int] = (8, 0), gradients_exist: bool = False):
+        asked, recipe = recipe, computed(recipe)
         shape, lora = recipe.shape, recipe.lora
         self.approximate = shape.layout is None
         if self.approximate:
             shape = nearest(shape)
             lora = lora and LoRA(lora.r, lora_dropout=lora.lora_dropout, target_modules=("q_proj", "v_proj"))
         self.m = m = model_of(recipe)(recipe, shape, parameters(recipe, shape, lora), capability)
-        if gradients_exist:
+        self.units = units = m.units = Units(m, asked, gradients_exist) if divides(recipe) else None
+        if gradients_exist and not units:
             for parameter in m.parameters.values():
                 parameter.gradient = True
         if recipe.loop.optimizer_in_backward:
-            m.on_gradient = lambda p: m.spend(step.single_temporaries(recipe, p.shape, p.width), "optimizer")
+            m.on_gradient = lambda p, block: m.spend(step.single_temporaries(recipe, p.shape, p.width), "optimizer")
+        if at_once(asked):
+            m.on_gradient = self.hook = OneByOne(m, asked, gradients_exist)
         loss = self._forward(recipe)
         self.forward_end = len(m.changes)
+        if units:
+            m.nodes.append(Hook(lambda: units.before_backward(ROOT)))
         m.backward(loss)
         del loss
+        if units:
+            units.end()
+        if at_once(asked):
+            self.hook.last = None
         m.on_gradient = None  # it knows the model, which need not wait for the garbage collector
         self.end = len(m.changes)
         self.live = list(accumulate(m.changes, initial=0))
@@ -65,11 +76,15 @@ class Account:
     def _forward(self, recipe: Recipe) -> Tensor:
         m = self.m
         logits, loss = m.logits_and_loss(m.hidden_states())
+        if copies_outputs(recipe):
+            logits = m.op("clone", [logits], logits.shape, logits.width, grads=(PASS,))
         m.casts.clear()
         self.autocast_end = len(m.changes)
         logits = m.returned(logits)
         self.kept = [logits, *(m.caches or ())] if recipe.loop.keep_outputs else []
         m.caches = None
+        if self.units:
+            self.units.end_forward()
         return loss
 
     def _pieces(self) -> dict[str, list[tuple[int, int, Extra]]]:
@@ -129,6 +144,7 @@ class Account:
         found = []
         for event, extra in moments:
             split = dict(at[event])
+            split["gradients"] += self.units.base if self.units else 0
             for times, a, b in extra:
                 before, after = at[a], at[b]
                 for category in after:
@@ -156,7 +172,9 @@ class Asked:
         r, self.arguments = recipe, (recipe, capability, gradients_exist)
         optim = (r.optim, r.optim_args) if r.loop.optimizer_in_backward else None
         sizes = (r.shape, r.batch_size, r.seq_len, r.gradient_checkpointing, r.attn_implementation)
-        part = r.sharding if cut(r) else None
+        part = computed(r).precision, at_once(r), copies_outputs(r)
+        if cut(r) or divides(r):  # ranks that FSDP divides a model among compute alike
+            part = r.sharding if cut(r) else dataclasses.replace(r.sharding, rank=0)
         self.key = (*sizes, r.precision, r.lora, r.quantization, r.loop, optim, capability, gradients_exist, part)
 
     def __hash__(self) -> int:
@@ -174,7 +192,8 @@ def kept_account(asked: Asked) -> Account:
 
 def parameters(recipe: Recipe, shape: Shape, lora: LoRA | None) -> dict[str, Parameter]:
     """The weights that the ledger writes out, by name; a tied head is another name for the embedding."""
-    found = {row[0]: Parameter(*row) for row in _written(shape, recipe.precision, recipe.quantization, lora)}
+    layers = 3 if divides(recipe) else 2
+    found = {row[0]: Parameter(*row) for row in _written(shape, recipe.precision, recipe.quantization, lora, layers)}
     head = shape.head
     words = next((name for name, weight in found.items() if weight.shape[0] == shape.vocab_size), None)
     if f"{head}.weight" not in found and words:  # a stage in the middle has neither
@@ -185,11 +204,11 @@ def parameters(recipe: Recipe, shape: Shape, lora: LoRA | None) -> dict[str, Par
 
 
 @lru_cache(maxsize=512)
-def _written(shape: Shape, precision: str, quantization, lora: LoRA | None) -> list[tuple]:
+def _written(shape: Shape, precision: str, quantization, lora: LoRA | None, layers: int) -> list[tuple]:
     """(name, shape, width, trained, quantized) of the weights outside the layers and of those in the first layers."""
     rows = {(row.name, row.shape): row for row in table(shape, precision, quantization, lora, "sgd", None, False)}
     saved, found = saved_modules(shape, lora), []
-    for name, role, size in written_out(shape):
+    for name, role, size in written_out(shape, layers):
         row, copied = rows[role, size], bool(saved) and is_saved(name, saved)
         found.append((name, size, row.width, row.trained or copied, None if copied else row.quantized))
     names = {row[0] for row in found}

@@ -150,6 +150,15 @@ class Leaf:
             self.gradient = self.gradient or gradient
 
 
+class Hook:
+    """Something that backward does when it gets here."""
+
+    __slots__ = ("call",)
+
+    def __init__(self, call: Callable[[], None]):
+        self.call = call
+
+
 class Replay:
     """A checkpointed piece of the forward pass: `function(x)` runs again when its first saved tensor is needed."""
 

@@ -25,7 +25,7 @@ from math import prod
 from sys import getrefcount
 
 from ..overhead import SMALL_BLOCK, UNIT, rounded
-from .graph import NEVER, OWN, Block, Entry, Node, Parameter, Replay, Stop, Tensor
+from .graph import NEVER, OWN, Block, Entry, Hook, Node, Parameter, Replay, Stop, Tensor
 from .reserved import slack
 
 NEW = object()
@@ -37,21 +37,22 @@ class Ledger:
     Attributes:
         changes: what each event added, in bytes (a free is negative); `lines` are the entries they belong to.
         entries: every entry, in order of birth.
-        nodes: operators in order, and names between them: `passed[name]` becomes the event at which backward gets there.
-        on_gradient: called with each parameter whose gradient is complete; the gradient is used up at once then.
+        nodes: operators in order, and between them hooks that backward calls and names: `passed[name]` becomes the event
+            at which backward gets there.
+        on_gradient: called with each parameter whose gradient is complete, and the gradient, which nobody else holds then.
     """
 
     def __init__(self):
         self.changes: list[int] = []
         self.lines: list[Entry] = []
         self.entries: list[Entry] = []
-        self.nodes: list[Node | str] = []
+        self.nodes: list[Node | Hook | str] = []
         self.passed: dict[str, int] = {}
         self.where = ""
         self.casts: dict[str, Tensor] = {}
         self.replay: Replay | None = None
         self.refilled: list[list[Block]] | None = None
-        self.on_gradient: Callable[[Parameter], None] | None = None
+        self.on_gradient: Callable[[Parameter, Block], None] | None = None
 
     def block(self, op: str, shape: tuple[int, ...], width: int, category: str | None = None) -> Block:
         """A new block of prod(shape) × width bytes, rounded up as the allocator does."""
@@ -64,6 +65,14 @@ class Ledger:
         changes.append(held)
         lines.append(entry)
         self.entries.append(entry)
+        return block
+
+    def group(self, op: str, sizes: list[tuple[int, int]], category: str) -> Block:
+        """One block for many that come and go together: `sizes` are (bytes of one, how many)."""
+        block, entry = self.block(op, (0,), 1, category), self.entries[-1]
+        entry.size = sum(rounded(size) * count for size, count in sizes)
+        entry.held = entry.size + sum(slack(rounded(size)) * count for size, count in sizes)
+        entry.shape, self.changes[-1] = (entry.size,), entry.held
         return block
 
     def tensor(self, op: str, shape: tuple[int, ...], width: int) -> Tensor:
@@ -146,7 +155,7 @@ class Ledger:
         block, parameter.partial = parameter.partial.block, None
         if self.on_gradient:
             block.entry.category = "gradients"
-            self.on_gradient(parameter)
+            self.on_gradient(parameter, block)
         elif parameter.gradient is None:
             block.entry.category = "gradients"
             parameter.gradient = block
@@ -161,6 +170,8 @@ class Ledger:
             node = nodes.pop()
             if type(node) is str:
                 self.passed[node] = len(self.changes)
+            elif type(node) is Hook:
+                node.call()
             elif node.gradient is not None:
                 results = node.run(self)
                 while results:

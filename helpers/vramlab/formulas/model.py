@@ -6,10 +6,11 @@ from math import prod
 
 from ..recipe import Recipe
 from ..shapes import Shape
-from .graph import CAST, FULL, Leaf, Parameter, Tensor
+from .graph import CAST, FULL, Hook, Leaf, Parameter, Tensor
 from .layer import Layer
 from .operators import BOOL, INT64
 from .stored import FP32, HALF, image_sizes
+from .units import ROOT, TAIL, Units
 
 
 @dataclass
@@ -34,6 +35,7 @@ class Model(Layer):
     def __init__(self, recipe: Recipe, shape: Shape, parameters: dict[str, Parameter], capability: tuple[int, int]):
         super().__init__(recipe, shape, parameters, capability)
         self.sections: list[Section] = []
+        self.units: Units | None = None  # FSDP's, where there are any
         rows = [words.split() for item in shape.layout.items if isinstance(item, str) for words in item.split(";")]
         self.embeddings = [row[0] for row in rows if row and row[1] == "embedding"]
 
@@ -99,8 +101,9 @@ class Model(Layer):
         if type(x.node) is Leaf:
             x.node.block = None  # it goes with the first layer
         both_ends = bool(self.shape.num_decoder_layers)
-        typical = int((both_ends and self.checkpoints) or not x.needs)
-        written = min(count, typical + 1 + both_ends)
+        units = self.units if self.units and self.units.by_layer else None  # each gathers for the next one
+        typical = int(bool(units) or (both_ends and self.checkpoints) or not x.needs)
+        written = min(count, typical + 1 + (both_ends or bool(units)))
 
         def run(name: str, x: Tensor) -> Tensor:
             try:
@@ -112,7 +115,14 @@ class Model(Layer):
             inner = self.where = f"{name}.{i}"
             begin, taken = len(self.changes), x.block.entry.size
             self.nodes.append(inner)
+            if units:
+                units.before_forward(inner)
+                if x.needs:
+                    self.nodes.append(Hook(lambda inner=inner: units.after_backward(inner)))
             x = self.checkpoint(lambda y, inner=inner: run(inner, y), x) if self.checkpoints else run(inner, x)
+            if units:
+                units.after_forward(inner)
+                self.nodes.append(Hook(lambda inner=inner: units.before_backward(inner)))
             if i == min(typical, written - 1):
                 section = Section(inner, f"{inner}.end", count - written, begin, len(self.changes), taken)
                 self.sections.append(section)
@@ -126,8 +136,14 @@ class Model(Layer):
             hidden = self.t5_stack(more[0], self.t5_stack(stack, None))
             scaled = self.setting("scale_decoder_outputs", self.setting("tie_word_embeddings", True))
             return self.scale(hidden) if scaled else hidden
-        self.where = stack.prefix
+        self.where, units = stack.prefix, self.units
+        if units:
+            units.before_forward(ROOT)
+            units.before_forward(units.first)
         first = [self.embed_image() if s.family == "vit" else self.embed()]
+        if units and units.first not in (ROOT, TAIL):
+            units.after_forward(units.first)
+            self.nodes.append(Hook(lambda: units.before_backward(units.first)))
         bias = (self.mask(),)
         if s.rotary_dim:  # cos and sin of every position, computed in fp32 and kept in the hidden states' dtype
             rows = (1, self.tokens, s.rotary_dim)
@@ -139,6 +155,10 @@ class Model(Layer):
         last = next((words.split() for words in s.layout.items[2].split(";")), None)
         if s.family == "opt" and "model.decoder.final_layer_norm.weight" in self.parameters:
             last = ["model.decoder.final_layer_norm", "norm"]
+        if units:
+            units.before_forward(TAIL)
+            if units.first != TAIL and x.needs:
+                self.nodes.append(Hook(lambda: units.after_backward(TAIL)))
         if s.family != "bert" and last and last[1] == "norm":
             x = self.norm(x, last[0])
         return x
@@ -226,6 +246,9 @@ class Model(Layer):
             x = self.activation(self.linear(x, "cls.predictions.transform.dense"), s.activation)
             x = self.layer_norm(x, "cls.predictions.transform.LayerNorm")
         logits = self.linear(x, s.head)
+        if units := self.units:
+            units.after_forward(TAIL)
+            self.nodes.append(Hook(lambda: units.before_backward(TAIL)))
         if self.setting("final_logit_softcapping", None):
             logits = self.scale(self.unary("tanh", self.scale(logits, "div")))
         self.where = "loss"

@@ -5,81 +5,199 @@
     stage 2   P + (G + S) / N       and gradients
     stage 3   (P + G + S) / N + U   and parameters: U is what is gathered at a time
 
-U is two units (transformer layers), the one that computes and the next one, prefetched, with one unit's gradient on its
-way to be divided, and all that is in no layer (embeddings, head), which the root unit keeps gathered. FSDP's stage 2
-keeps its gathered parameters beside the shards from forward to the end of backward. DDP copies gradients into
-buckets of the same total size unless `gradient_as_bucket_view` is set (`torch.nn.parallel.DistributedDataParallel`).
-DeepSpeed keeps an fp32 copy of weights that are trained in half precision.
+Here are the exact shares, tensor by tensor, and what an engine adds on top:
 
-Limits: NCCL's own buffers, DeepSpeed's bucket sizes (configuration: `reduce_bucket_size`, …) and padding of shards to
-equal sizes are not counted; each rank is taken to hold an equal share.
+    DDP        a copy of all gradients in buckets (`gradient_as_bucket_view` is False), from the beginning on; at stage 1
+               `ZeroRedundancyOptimizer` deals out whole tensors, largest first, each to the rank that has least so far
+    FSDP2      rows of every tensor, `units.padded`; what is gathered and reduced is in the ledger (`units`)
+    DeepSpeed  flat partitions, see `zero_terms`
+
+Limits: NCCL's own buffers are not counted.
 """
 
+import heapq
 from collections import Counter
-from dataclasses import dataclass
-from math import ceil, prod
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from math import prod
 
+from ..overhead import rounded
 from ..recipe import Recipe
-from .stored import FP32, gradient_bytes, held
+from . import stored
+from .reserved import pack, slack
+from .step import step_temporaries
+from .stored import Row, held, role, state_sizes
+from .units import divides, own, padded, unit_of
+
+Sizes = dict[str, int]  # category to bytes
 
 
 @dataclass(frozen=True)
-class Shares:
-    """What is left of each category on one rank, as a fraction, and bytes that come on top.
+class Held:
+    """Bytes of one rank.
 
-    `gathered`: while forward and backward run; `buckets`: always.
+    Attributes:
+        parameters, gradients, optimizer_states: between the phases that need them; `slack` is what the allocator's
+            blocks hold beyond those.
+        always: what else is there from the beginning on.
+        temporaries: of the optimizer's step, at its highest moment.
+        forward, backward, backward_end, step: what the engine adds there, at the peak and (`_end`) at the end.
+        reducing: bytes that come and go when the backward pass is over.
+        existing: gradients that earlier micro-batches left; None: `gradients`.
     """
 
-    parameters: float = 1.0
-    gradients: float = 1.0
-    optimizer_states: float = 1.0
-    gathered: int = 0
-    buckets: int = 0
+    parameters: int
+    gradients: int
+    optimizer_states: int
+    slack: Sizes
+    temporaries: int
+    always: Sizes = field(default_factory=dict)
+    forward: Sizes = field(default_factory=dict)
+    backward: Sizes = field(default_factory=dict)
+    backward_end: Sizes = field(default_factory=dict)
+    step: Sizes = field(default_factory=dict)
+    reducing: int = 0
+    existing: int | None = None
 
 
-def shares(recipe: Recipe) -> Shares:
-    """The shares of one rank; all of everything without sharding or with one rank."""
-    sharding, rows = recipe.sharding, held(recipe)
-    if sharding is None or sharding.world_size == 1:
-        return Shares()
-    n, stage, engine = sharding.world_size, sharding.stage, sharding.engine
-    inside, outside, layer = units(recipe)
-    gathered, parameters = 0, 1.0
-    if stage == 3:
-        gradient = (
-            sum(row.count * row.size for row in rows if row.trained and "*" in row.name) * layer // max(inside, 1)
-        )
-        parameters, gathered = 1 / n, 2 * layer + outside + gradient
-    elif engine == "fsdp":
-        parameters, gathered = 1 / n, inside + outside
-    buckets = gradient_bytes(recipe) if engine == "ddp" else 0
-    if engine == "deepspeed" and recipe.precision.endswith("-true") and sharding.offload is None:
-        copy = sum(row.count * prod(row.shape) * FP32 for row in rows if row.trained)
-        buckets += ceil(copy / (n if stage else 1))
-    return Shares(
-        parameters=0.0 if sharding.offload == "parameters" else parameters,
-        gradients=1 / n if stage >= 2 else 1.0,
-        optimizer_states=0.0 if sharding.offload else 1 / n if stage >= 1 else 1.0,
-        gathered=gathered,
-        buckets=buckets,
+def of_rank(recipe: Recipe) -> Held:
+    """What this rank holds; all of everything without sharding, or with one rank."""
+    sharding = recipe.sharding
+    if sharding is None or sharding.world_size == 1 or sharding.engine in ("tensor", "pipeline"):
+        return _alone(recipe)
+    return _of_rank(_Key(recipe))
+
+
+class _Key:
+    """A recipe, equal to others by what `of_rank` depends on."""
+
+    def __init__(self, r: Recipe):
+        self.recipe = r
+        self.key = (r.shape, r.precision, r.quantization, r.lora, r.optim, r.optim_args, r.loop, r.sharding)
+        self.key += (r.gradient_accumulation_steps > 1,)
+
+    def __hash__(self) -> int:
+        return hash(self.key)
+
+    def __eq__(self, other) -> bool:
+        return self.key == other.key
+
+
+@lru_cache(maxsize=512)
+def _of_rank(key: _Key) -> Held:
+    recipe = key.recipe
+    if recipe.sharding.engine == "deepspeed":
+        from .zero_terms import of_rank
+
+        return of_rank(recipe)
+    return _fsdp(recipe) if divides(recipe) else _ddp(recipe)
+
+
+def _alone(recipe: Recipe) -> Held:
+    return Held(
+        stored.parameter_bytes(recipe),
+        stored.gradient_bytes(recipe),
+        stored.optimizer_state_bytes(recipe),
+        stored.slack_bytes(recipe),
+        step_temporaries(recipe),
     )
 
 
-def divide(split: Counter, share: Shares, computing: bool) -> Counter:
-    """`split` as one rank has it. `computing`: in forward or backward, where parameters are gathered."""
-    found = Counter(split)
-    for category in ("parameters", "gradients", "optimizer_states"):
-        found[category] = ceil(split[category] * getattr(share, category))
-    found["workspace"] += share.buckets + (share.gathered if computing else 0)
-    return found
+# --- DDP --------------------------------------------------------------------------------------------------------------
 
 
-def units(recipe: Recipe) -> tuple[int, int, int]:
-    """Bytes of the parameters inside the layers, outside them, and in one layer."""
-    layers = max(1, recipe.shape.num_layers + recipe.shape.num_decoder_layers)
-    sizes = [("*" in row.name, row.count * sum(row.blocks)) for row in held(recipe)]
-    inside, total = sum(size for in_layer, size in sizes if in_layer), sum(size for _, size in sizes)
-    return inside, total - inside, ceil(inside / layers)
+def _ddp(recipe: Recipe) -> Held:
+    """A replica with buckets beside its gradients; the states of this rank."""
+    alone = _alone(recipe)
+    found = replace(alone, always={"workspace": sum(buckets(recipe))})
+    if recipe.sharding.stage == 0:
+        return found
+    mine = dealt(recipe, recipe.sharding.rank)
+    states = [size for row in mine for size in row.states]
+    slacks = alone.slack | {"optimizer_states": pack(states) - sum(states)}
+    counts = Counter(mine)
+    rows = tuple(replace(row, count=count) for row, count in counts.items())
+    temporaries = step_temporaries(recipe, rows)
+    return replace(found, optimizer_states=sum(states), slack=slacks, temporaries=temporaries)
+
+
+def buckets(recipe: Recipe) -> list[int]:
+    """Bytes of DDP's buckets as the allocator holds them: gradients in the order of the backward pass, up to 25 MiB
+    each and the first one up to 1 MiB (`_DEFAULT_FIRST_BUCKET_BYTES`; torch/csrc/distributed/c10d/reducer.cpp,
+    `compute_bucket_assignment_by_size`: a bucket is full with the tensor that reaches its limit)."""
+    sizes, current, limit = [], 0, 1 << 20
+    for row in reversed(in_order(recipe)):
+        if row.trained:
+            current += prod(row.shape) * row.width
+            if current >= limit:
+                sizes.append(current)
+                current, limit = 0, 25 << 20
+    sizes += [current] if current else []
+    return [rounded(size) + slack(rounded(size)) for size in sizes]
+
+
+def dealt(recipe: Recipe, rank: int) -> list[Row]:
+    """The tensors whose states are this rank's: each to the rank with fewest numbers so far, in order of size within a
+    parameter group (`ZeroRedundancyOptimizer._partition_parameters`)."""
+    ranks, mine = recipe.sharding.world_size, []
+    loads = [(0, i) for i in range(ranks)]
+    heapq.heapify(loads)
+    rows = [row for row in in_order(recipe) if row.trained]
+    groups = [rows]
+    if recipe.loop.name == "trainer":
+        groups = [[row for row in rows if row.decayed], [row for row in rows if not row.decayed]]
+    for group in groups:
+        for row in sorted(group, key=lambda row: -prod(row.shape)):
+            load, i = heapq.heappop(loads)
+            heapq.heappush(loads, (load + prod(row.shape), i))
+            if i == rank:
+                mine.append(row)
+    return mine
+
+
+def in_order(recipe: Recipe) -> list[Row]:
+    """Every tensor of the model, in the order of their names, adapters last; each has a count of 1."""
+    rows = {(row.name, row.shape): replace(row, count=1) for row in held(recipe)}
+    order = [rows[role(weight.name), weight.shape] for weight in recipe.shape.weights()]
+    names = {(row.name, row.shape) for row in order}
+    others = [row for row in held(recipe) if (row.name, row.shape) not in names]
+    return order + [rows[row.name, row.shape] for row in others for _ in range(row.count)]
+
+
+# --- FSDP2 ------------------------------------------------------------------------------------------------------------
+
+
+def _fsdp(recipe: Recipe) -> Held:
+    """Padded shards of the weights, states of the rows that are this rank's, one flat shard of a unit's gradients."""
+    sharding, trainer = recipe.sharding, recipe.loop.name == "trainer"
+    ranks, rank, offload = sharding.world_size, sharding.rank, sharding.offload is not None
+    rows, units = [], {}
+    for row in held(recipe):
+        shape = own(row.shape, ranks, rank)
+        states = (
+            state_sizes(shape, row.kind, row.width, recipe.optim, recipe.optim_args, trainer) if row.trained else ()
+        )
+        if row.quantized:
+            blocks = (rounded(-(-row.blocks[0] // ranks)), *row.blocks[1:])
+        else:
+            blocks = (rounded(padded(row.shape, ranks) * row.width),)
+        rows.append(replace(row, shape=shape, blocks=blocks, states=states, size=rounded(prod(shape) * row.width)))
+        if row.trained:
+            key = unit_of(row.name, recipe)
+            layers = recipe.shape.num_layers if "*" in key else 1
+            size, _ = units.get(key, (0, 1))
+            units[key] = size + padded(row.shape, ranks) * row.width * row.count // layers, layers
+    if offload:
+        return Held(0, 0, 0, {}, 0)
+    gradients = [rounded(size) for size, count in units.values() for _ in range(count)]
+    sizes = {
+        "parameters": [size for row in rows for size in row.blocks for _ in range(row.count)],
+        "gradients": gradients,
+        "optimizer_states": [size for row in rows for size in row.states for _ in range(row.count)],
+    }
+    slacks = {name: pack(found) - sum(found) for name, found in sizes.items()}
+    temporaries = step_temporaries(recipe, tuple(rows))
+    return Held(*(sum(sizes[name]) for name in sizes), slacks, temporaries)
 
 
 def notes(recipe: Recipe) -> list[str]:
@@ -87,11 +205,7 @@ def notes(recipe: Recipe) -> list[str]:
     sharding = recipe.sharding
     if sharding is None or sharding.world_size == 1:
         return []
-    if sharding.engine in ("tensor", "pipeline"):
-        return [f"rank {sharding.rank} of {sharding.world_size}: buffers of NCCL are not counted"]
-    found = [
-        f"one rank of {sharding.world_size}, by ZeRO's formulas: buffers of NCCL and bucket settings are not counted"
-    ]
+    found = [f"rank {sharding.rank} of {sharding.world_size}: buffers of NCCL are not counted"]
     if sharding.offload:
         found.append(f"{sharding.offload} offloaded to host memory, which needs them in full")
     return found

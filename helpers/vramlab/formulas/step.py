@@ -10,20 +10,20 @@ from math import prod
 from ..overhead import rounded
 from ..recipe import Recipe
 from .reserved import slack
-from .stored import FP32, HALF, held, written_out
+from .stored import FP32, HALF, Row, held, written_out
 
 # Temporaries as large as the tensors updated together, (foreach, one by one), counted in torch/optim/*.py: AdamW's
 # `denom` is √v, RMSprop's likewise, Adagrad's `std` and `numerator`; one by one, √v / correction is a second one.
 COPIES = {"adamw_torch": (1, 2), "rmsprop": (1, 1), "adagrad": (2, 1), "sgd": (0, 0)}
 
 
-def step_temporaries(recipe: Recipe) -> int:
-    """Bytes of the step's temporaries at their highest moment.
+def step_temporaries(recipe: Recipe, rows: tuple[Row, ...] | None = None) -> int:
+    """Bytes of the step's temporaries at their highest moment, for all tensors or for `rows`, one rank's.
 
     Clipping needs one norm a tensor, each in a block of its own, and their stack; the Trainer computes the norm for its
     log even where it does not clip.
     """
-    loop, rows = recipe.loop, [row for row in held(recipe) if row.trained]
+    loop, rows = recipe.loop, [row for row in (held(recipe) if rows is None else rows) if row.trained]
     if loop.optimizer_in_backward:
         return 0
     tensors = sum(row.count for row in rows)

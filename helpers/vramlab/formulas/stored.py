@@ -194,9 +194,9 @@ def _can_quantize(shape: Shape, weight) -> bool:
 
 
 @lru_cache(maxsize=512)
-def written_out(shape: Shape) -> tuple[tuple[str, str, tuple[int, ...]], ...]:
+def written_out(shape: Shape, layers: int = 2) -> tuple[tuple[str, str, tuple[int, ...]], ...]:
     """(name, name without layer numbers, shape) of the weights outside the layers and of the first in each stack."""
-    first = range(3 if shape.num_decoder_layers else 2)
+    first = range(3 if shape.num_decoder_layers else layers)
     kept = {None, *first, *(shape.num_layers + i for i in first if shape.num_decoder_layers)}
     return tuple((w.name, role(w.name), w.shape) for w in shape.weights() if w.layer in kept)
 

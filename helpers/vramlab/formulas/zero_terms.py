@@ -1,0 +1,197 @@
+"""DeepSpeed on paper: flat partitions, gradients that go into a bucket, a step in fp32. See `engines.deepspeed_terms`.
+
+Ψ: trained parameters, N: ranks, w: bytes of a weight, B: `reduce_bucket_size` (hidden size squared), "part": what a rank
+has of each parameter group, ⌈Ψ/2N⌉ · 2 elements at stages 1 and 2, the sum of ⌈p/N⌉ at stage 3.
+
+    weights      stage 0 as they are; 1, 2 in one flat tensor a group, w · N part; 3 w · part
+    states       fp32 weights (4 part; 4Ψ at stage 0 if a "-mixed" precision trains half-precision weights) and what the
+                 optimizer keeps of those
+    gradients    0, 1 all to the end of the backward pass (in fp32 at stage 1 with half-precision weights, which DeepSpeed
+                 was not told of); 2, 3 one after the other, each until the next is complete, and 3 always w · part
+    reducing     0 a flat copy at the end, over 500 million elements at a time (`allreduce_bucket`), and in fp32 once more
+                 with weights in half precision that DeepSpeed was not told of (`communication_data_type`)
+    gathered     3: all of the last 500 million elements to be used, whose next use in the step is within
+                 `stage3_max_reuse_distance`; small ones (10 · hidden size) at all times
+    step         an fp64 copy of the largest gradient for the norm, then fp32 gradients and the optimizer's temporaries
+"""
+
+from dataclasses import replace
+from math import ceil, prod
+
+from ..overhead import rounded
+from ..recipe import Recipe
+from . import stored
+from .reserved import slack
+from .shards import Held, in_order
+from .step import COPIES, copies
+from .stored import FP32, HALF, Row, held, state_sizes
+from .units import computed
+
+FP64 = 8
+ALL_REDUCED = (
+    500_000_000  # elements that stage 0 reduces at a time (deepspeed/runtime/engine.py, MEMORY_OPT_ALLREDUCE_SIZE)
+)
+KEPT_GATHERED = 500_000_000  # half of stage3_max_reuse_distance's default: there and back
+
+
+def of_rank(recipe: Recipe) -> Held:
+    """What a rank holds."""
+    sharding, asked = recipe.sharding, recipe
+    recipe = computed(recipe)
+    told, offload = asked.precision.endswith("-mixed"), sharding.offload is not None
+    rows = [row for row in in_order(recipe) if row.trained]
+    groups = [rows]
+    if recipe.loop.name == "trainer":
+        groups = [[row for row in rows if row.decayed], [row for row in rows if not row.decayed]]
+    groups = [group for group in groups if group]
+    if sharding.stage == 0:
+        return _replica(recipe, told, rows)
+    width, ranks = max((row.width for row in rows), default=FP32), sharding.world_size
+    parts = [_part(group, ranks, sharding.stage) for group in groups]
+    frozen = sum(row.count * sum(row.blocks) for row in stored.held(recipe) if not row.trained)
+    bucket = _bucket(recipe) * width
+    weights = [part * width * (1 if sharding.stage == 3 else ranks) for part in parts]
+    if sharding.stage == 3:
+        frozen = ceil(frozen / ranks)
+        weights = [sum(weights)]
+    states = [size for part in parts for size in _states(recipe, (part,))] if not offload else []
+    # stage 3 updates fp32 weights as they are (zero/stage3.py, _create_fp32_partitions)
+    same = sharding.stage == 3 and width == FP32
+    masters = [rounded(FP32 * part) for part in parts] if not offload and not same else []
+    found = Held(
+        parameters=0 if sharding.offload == "parameters" else frozen + sum(map(rounded, weights)),
+        gradients=0,
+        optimizer_states=sum(states),
+        slack={
+            "parameters": sum(slack(rounded(size)) for size in weights),
+            "optimizer_states": sum(slack(size) for size in (*states, *masters)),
+        },
+        temporaries=0,
+        always={"optimizer_states": sum(masters)},
+    )
+    if sharding.stage == 3:
+        return _third(recipe, found, rows, parts, width, bucket, told or width == FP32)
+    pieces = [piece for group, part in zip(groups, parts, strict=True) for piece in _pieces(group, part, sharding.rank)]
+    return _first_two(
+        recipe, found, parts, pieces, width if told or width == FP32 else FP32, bucket, told or width == FP32
+    )
+
+
+def _first_two(
+    recipe: Recipe, found: Held, parts: list[int], pieces: list[tuple[int, int]], width: int, bucket: int, told: bool
+) -> Held:
+    """Stages 1 and 2: the gradients that are this rank's stay to the step, whole where they lie across its ends."""
+    stage, offload = recipe.sharding.stage, recipe.sharding.offload is not None
+    largest = max((row for _, row in pieces), default=0)
+    if offload:
+        gradients, temporaries = 0, 0
+        buffer = {"workspace": max((prod(r.shape) * r.width for r in held(recipe) if r.trained), default=0)}
+        found = replace(found, always=found.always | buffer)
+    else:
+        gradients = sum(whole for _, whole in pieces) * width if told else sum(parts) * width
+        flat = max(parts) * FP32 * ((1 if told else 0) + _foreach(recipe))
+        fp64 = max((piece for piece, _ in pieces), default=0) * FP64
+        temporaries = gradients + max(fp64, flat) if stage == 1 or not told else max(gradients + fp64, flat)
+    if stage == 1:
+        rows = [row for row in held(recipe) if row.trained]
+        left = 0 if told else _left(recipe, pieces) * FP32
+        return replace(
+            found,
+            temporaries=temporaries + left,
+            backward={"workspace": bucket},
+            backward_end={"gradients": gradients + left},
+            reducing=0 if told else gradients,
+            existing=sum(prod(row.shape) * row.count for row in rows) * width,
+        )
+    return replace(
+        found,
+        temporaries=temporaries,
+        backward={"workspace": bucket},
+        backward_end={"gradients": gradients},
+        reducing=gradients + largest * width,
+        existing=gradients,
+    )
+
+
+def _third(recipe: Recipe, found: Held, rows: list[Row], parts: list[int], width: int, bucket: int, told: bool) -> Held:
+    """Stage 3: gradients of the part at all times, weights gathered while the step needs them."""
+    sharding, small = recipe.sharding, 10 * recipe.shape.hidden_size
+    persistent = sum(rounded(prod(row.shape) * row.width) for row in rows if prod(row.shape) <= small)
+    elements = sum(prod(row.shape) for row in rows)
+    gathered = {"workspace": max(0, min(elements, KEPT_GATHERED) * width - persistent)}
+    always = {"workspace": bucket + persistent, "gradients": rounded(sum(parts) * (width if told else FP32))}
+    if sharding.offload:
+        return replace(found, always=always | {"gradients": 0}, forward=gathered, backward=gathered)
+    largest = max((ceil(prod(row.shape) / sharding.world_size) for row in rows), default=0)
+    whole = max(FP32 * part + max(FP32 * part * _foreach(recipe), width * part) for part in parts)
+    temporaries = max(FP64 * largest, whole)
+    return replace(found, always=found.always | always, forward=gathered, backward=gathered, temporaries=temporaries)
+
+
+def _pieces(rows: list[Row], part: int, rank: int) -> list[tuple[int, int]]:
+    """(elements in the part, elements) of each tensor of a group that `rank`'s part has something of."""
+    begin, found = 0, []
+    for row in rows:
+        size = prod(row.shape)
+        inside = min((rank + 1) * part, begin + size) - max(rank * part, begin)
+        if inside > 0:
+            found.append((inside, size))
+        begin += size
+    return found
+
+
+def _left(recipe: Recipe, pieces: list[tuple[int, int]]) -> int:
+    """Elements of gradients that stay with their parameters to the step: of those that filled a bucket alone, and of
+    which this rank's part has nothing."""
+    mine = sum(size for _, size in pieces)
+    rows = [row for row in held(recipe) if row.trained and prod(row.shape) > recipe.shape.hidden_size**2]
+    total = sum(prod(row.shape) * row.count for row in rows)
+    return max(0, total - mine)
+
+
+def _foreach(recipe: Recipe) -> int:
+    return copies(recipe)[0] if recipe.optim in COPIES else 0
+
+
+def _replica(recipe: Recipe, told: bool, rows: list[Row]) -> Held:
+    """Stage 0: everything, and in "-mixed" precisions an fp32 copy of every weight, which the optimizer updates."""
+    width = max((row.width for row in rows), default=FP32)
+    sizes = [prod(row.shape) for row in rows]
+    copies_, states = [], [size for row in rows for size in row.states]
+    if told:
+        copies_ = [rounded(FP32 * size) for size in sizes]
+        states = [size for row in rows for size in _states(recipe, row.shape)]
+    chunks, current = [0], 0
+    for size in sizes:
+        current += size
+        if current > ALL_REDUCED:
+            chunks, current = [*chunks, current], 0
+    chunk = max(*chunks, current)
+    own = FP32 if told else width
+    foreach = _foreach(recipe)
+    whole = sum(rounded(own * size) + slack(rounded(own * size)) for size in sizes)
+    return Held(
+        parameters=stored.parameter_bytes(recipe),
+        gradients=stored.gradient_bytes(recipe),
+        optimizer_states=sum(states),
+        slack=stored.slack_bytes(recipe) | {"optimizer_states": sum(slack(size) for size in (*copies_, *states))},
+        temporaries=whole * foreach + (whole if told else 0),
+        always={"optimizer_states": sum(copies_)},
+        reducing=chunk * width + (chunk * FP32 if width == HALF and not told else 0),
+    )
+
+
+def _part(rows: list[Row], ranks: int, stage: int) -> int:
+    """Elements of a parameter group on one rank."""
+    if stage == 3:
+        return sum(ceil(prod(row.shape) / ranks) for row in rows)
+    return 2 * ceil(sum(prod(row.shape) for row in rows) / (2 * ranks))
+
+
+def _bucket(recipe: Recipe) -> int:
+    return recipe.shape.hidden_size**2
+
+
+def _states(recipe: Recipe, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Bytes of the states of an fp32 tensor."""
+    return state_sizes(shape, "linear", FP32, recipe.optim, recipe.optim_args, False)

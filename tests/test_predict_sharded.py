@@ -1,0 +1,121 @@
+"""predict against simulate for one rank of many: what it holds to the byte, its peak within a few per cent."""
+
+import time
+
+import pytest
+from sharded_grid import grid, simulated
+from vramlab import Recipe
+from vramlab.formulas import shards, units
+from vramlab.options import Sharding
+from vramlab.predict import predict
+
+# Of the simulated peak. Run sharded_grid.py for all of it: 65 recipes, minutes.
+BOUND, MEAN = 0.03, 0.01
+PHASE_BOUND = 0.05
+HELD = ("parameters", "optimizer_states", "buffers", "inputs")
+
+
+def _some() -> list[Recipe]:
+    """Four of each engine's recipes, the cheap ones to simulate first."""
+    found = []
+    for engine, stages in (("ddp", (0, 1)), ("fsdp", (2, 3)), ("deepspeed", (0, 1, 2, 3))):
+        for stage in stages:
+            mine = [r for r in grid() if (r.sharding.engine, r.sharding.stage) == (engine, stage)]
+            mine.sort(
+                key=lambda r: (r.sharding.world_size > 64 and engine != "ddp", r.gradient_accumulation_steps, r.tokens)
+            )
+            found += mine[: 2 if engine != "fsdp" else 3]
+    return found
+
+
+@pytest.fixture(scope="module")
+def pairs():
+    if any(r.sharding.engine == "deepspeed" for r in _some()):
+        pytest.importorskip("deepspeed")
+    return [(recipe, predict(recipe), simulated(recipe)) for recipe in _some()]
+
+
+def error(predicted: int, truth: int) -> float:
+    """Relative, over-estimates positive."""
+    return predicted / truth - 1
+
+
+def test_the_grid_has_sixty_recipes_of_every_engine_and_stage():
+    recipes = grid()
+    assert len(recipes) >= 60
+    kinds = {(r.sharding.engine, r.sharding.stage) for r in recipes}
+    assert kinds == {("ddp", 0), ("ddp", 1), ("fsdp", 2), ("fsdp", 3), *(("deepspeed", stage) for stage in range(4))}
+    assert {r.sharding.world_size for r in recipes} == {2, 8, 64, 1024}
+
+
+def test_the_peak_of_a_rank_is_within_three_percent(pairs):
+    rows = [(error(p.peak.total, t["peak"]), str(recipe)) for recipe, p, t in pairs]
+    text = "\n".join(f"{100 * e:+.2f} %  {name}" for e, name in sorted(rows, key=lambda row: -abs(row[0])))
+    assert sum(abs(e) for e, _ in rows) / len(rows) <= MEAN, text
+    assert max(abs(e) for e, _ in rows) <= BOUND, text
+
+
+def test_forward_backward_and_step_are_close(pairs):
+    rows = [
+        (error(p.phases[name].peak.total, sum(t["phases"][name][0].values())), f"{name}: {recipe}")
+        for recipe, p, t in pairs
+        for name in ("forward", "backward", "step")
+    ]
+    assert max(abs(e) for e, _ in rows) <= PHASE_BOUND, sorted(rows, key=lambda row: -abs(row[0]))[:6]
+
+
+def test_what_fsdp_holds_between_steps_is_exact_to_the_byte(pairs):
+    found = [(recipe, p, t) for recipe, p, t in pairs if recipe.sharding.engine == "fsdp"]
+    assert len(found) >= 6
+    for recipe, p, t in found:
+        predicted, truth = dict(p.phases["between_steps"].end.items()), t["phases"]["between_steps"][1]
+        assert {k: predicted[k] for k in HELD} == {k: truth[k] for k in HELD}, str(recipe)
+        assert abs(dict(p.phases["step"].peak.items())["gradients"] - t["phases"]["step"][0]["gradients"]) == 0, str(
+            recipe
+        )
+
+
+def test_shards_of_all_ranks_are_the_model():
+    for rows in (1, 5, 64, 50_257):
+        for ranks in (2, 3, 64, 1024):
+            own = [units.own((rows, 7), ranks, rank) for rank in range(ranks)]
+            assert sum(first for first, _ in own) == rows
+            assert units.padded((rows, 7), ranks) == 7 * max(first for first, _ in own)
+
+
+def test_zero_redundancy_optimizer_deals_as_the_formula():
+    torch = pytest.importorskip("torch")
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+    from vramlab.models import build_model
+    from vramlab.world import one_rank_of
+
+    recipe = Recipe("gpt2", num_layers=3, loop="plain", sharding=Sharding(1, 5, "ddp", rank=3))
+    with torch.device("meta"), one_rank_of(recipe.sharding):
+        parameters = [*build_model(recipe, "meta").parameters()]
+        optimizer = ZeroRedundancyOptimizer(parameters, optimizer_class=torch.optim.AdamW)
+        parts = optimizer._partition_parameters()
+    for rank, groups in enumerate(parts):
+        real = sorted(tuple(p.shape) for group in groups for p in group["params"])
+        assert sorted(row.shape for row in shards.dealt(recipe, rank)) == real
+
+
+def test_a_sharded_prediction_is_quick():
+    recipe = Recipe("llama-3.1-70b", precision="bf16-mixed", sharding=Sharding(3, 64, "fsdp"))
+    predict(recipe)
+    best = min(_seconds(recipe) for _ in range(5))
+    assert best < 0.01  # a third of it on an idle machine
+
+
+def _seconds(recipe: Recipe) -> float:
+    begin = time.perf_counter()
+    predict(recipe)
+    return time.perf_counter() - begin
+
+
+def test_more_ranks_hold_less_and_a_mixed_precision_gathers_in_half():
+    sizes = [predict(Recipe("gpt2", sharding=Sharding(3, n, "fsdp"))).peak.total for n in (2, 8, 64)]
+    assert sizes == sorted(sizes, reverse=True)
+    mixed = predict(Recipe("gpt2", precision="bf16-mixed", sharding=Sharding(3, 8, "fsdp")))
+    true = predict(Recipe("gpt2", precision="bf16-true", sharding=Sharding(3, 8, "fsdp")))
+    assert mixed.peak.parameters == pytest.approx(2 * true.peak.parameters, rel=0.01)
+    assert mixed.peak.activations == true.peak.activations
