@@ -71,7 +71,7 @@ def test_a_simulated_rank_allocates_what_a_real_one_does(ranks, engine, world, n
         simulated = events(trace(recipe_of(engine, name, world, rank), "cpu", full=True))
         late = assert_same(simulated, answer[name]["events"])
         largest = max([*answer[name]["sizes"].get("all_gather", []), HIDDEN]) if engine == "tensor" else 0
-        assert max(late) <= 2 * largest  # what it read and what it wrote
+        assert max(late) <= 3 * largest  # what it read, padded where slices differ, and what it wrote
         assert late.count(0) > 0.8 * len(late)
 
 
