@@ -10,6 +10,7 @@ A recipe fits when the upper end of its predicted `process` interval is no more 
 """
 
 import json
+import textwrap
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,6 +22,8 @@ from .report import Report, format_bytes, text_table
 from .search import Choice, Miss, Search, order, upper
 from .space import ENGINES, OPTIMS, RANK, Question, described, method_of
 from .step_time import StepTime
+
+WIDTH = 100  # characters of a line, as many as a notebook shows
 
 
 @dataclass(frozen=True)
@@ -77,16 +80,17 @@ class Plan:
         return cls(**{name: tuple(value) if isinstance(value, list) else value for name, value in d.items()})
 
     def table(self, top: int = 10) -> str:
-        """The fastest `top` choices as text."""
-        rows = [("", "method", "tokens/s", "from", "to", "peak", f"{self.question['tier']} at most", " recipe")]
+        """The fastest `top` choices as text: a line of figures each, and the recipe under it."""
+        rows = [("", "method", "tokens/s", "from", "to", "peak", f"{self.question['tier']} at most")]
         for i, choice in enumerate(self.choices[:top]):
             time = choice.time
             rates = (f"{time.tokens / seconds:,.0f}" for seconds in (time.seconds, time.high, time.low))
             needs = upper(choice.report, self.question["tier"])
             sizes = (format_bytes(size, digits=2) for size in (choice.report.peak.total, needs))
-            rows.append((str(i + 1), choice.method, *rates, *sizes, " " + _short(choice.recipe)))
-        width = max(len(row[-1]) for row in rows)
-        return text_table([(*row[:-1], row[-1].ljust(width)) for row in rows])
+            rows.append((str(i + 1), choice.method, *rates, *sizes))
+        head, rule, *lines = text_table(rows).split("\n")
+        recipes = (_wrapped("    " + _short(choice.recipe)) for choice in self.choices[:top])
+        return "\n".join([head, rule, *(f"{line}\n{recipe}" for line, recipe in zip(lines, recipes, strict=True))])
 
     def __str__(self) -> str:
         q, room = self.question, format_bytes(self.usable, digits=2)
@@ -107,7 +111,7 @@ class Plan:
             lines += [f"- {advice}" for advice in self.advice]
         lines.append(f"fits means: the upper end of the predicted {q['tier']} interval is within the usable memory")
         lines.append(f"{self.considered:,} recipes considered, {self.predicted:,} predicted")
-        return "\n".join(lines)
+        return "\n".join(line if "\n" in line else _wrapped(line) for line in lines)
 
 
 def plan(
@@ -186,6 +190,11 @@ def plan(
         len(search.reports),
         notes,
     )
+
+
+def _wrapped(line: str) -> str:
+    """The line in pieces of WIDTH characters; what follows the first is indented."""
+    return textwrap.fill(line, WIDTH, subsequent_indent="    ", break_long_words=False, break_on_hyphens=False)
 
 
 def _short(recipe: Recipe) -> str:

@@ -213,8 +213,14 @@ class Search:
         return sorted(places, key=lambda place: (self.least(place), place))
 
     def any_fit(self) -> Recipe | None:
-        """A recipe that fits, one of the lightest; None if none does."""
-        return next((self.recipe(place) for place in self.by_bound() if self.fits(place)), None)
+        """A recipe that fits, one of the lightest, without offload if there is one; None if none does."""
+        places = sorted(self.by_bound(), key=lambda place: self.offloads(place[0]))  # stable
+        return next((self.recipe(place) for place in places if self.fits(place)), None)
+
+    def offloads(self, family: int) -> bool:
+        """Whether a family keeps something on the host."""
+        sharding = self.families[family].sharding
+        return bool(sharding and sharding.offload)
 
     def lightest(self) -> Miss | None:
         """The recipe that needs least of the asked tier; by the bound, so that not all have to be predicted."""

@@ -249,8 +249,8 @@ def _left_out(question, precision, optim, attention, base, sharding) -> bool:
         return True
     if sharding and sharding.offload and optim != "adamw_torch":
         return True  # DeepSpeed puts its own CPU Adam in place, FSDP updates on the CPU
-    if base and sharding and sharding.engine == "deepspeed" and sharding.stage < 3 and sharding.offload:
-        return True
+    if base and sharding and sharding.engine == "deepspeed" and sharding.offload:
+        return True  # packed weights that DeepSpeed's host copies know nothing of
     if attention == "flash_attention_2":
         half = precision[:4] in ("fp16", "bf16")
         usable = half and question.gpu.compute_capability >= (8, 0)
