@@ -18,6 +18,8 @@ KNOWN_LOGS = (
     ("transformers.modeling_utils", "`loss_type=None` was set in the config"),
     # The Trainer compiles on a CPU as well; that is slow, and the chapter says so.
     ("transformers.training_args", "The speedups for torchdynamo mostly come with GPU"),
+    # accelerate asks DeepSpeed, where it is installed, whatever is trained.
+    ("DeepSpeed", "Setting accelerator to CPU. If you have GPU"),
 )
 
 
