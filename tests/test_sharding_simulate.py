@@ -64,15 +64,16 @@ def test_ranks_differ_where_sizes_do_not_divide(real):
 
 @pytest.mark.parametrize("name", WITNESSED)
 def test_the_allocator_says_the_same_on_every_rank(real, name):
-    """The tracker's peaks on a rank are the CPU allocator's, but for literals of a few bytes.
+    """The tracker's bytes on a rank are the CPU allocator's, but for literals of a few bytes.
 
-    Ends are compared without FSDP only: gloo's thread may be the one that frees a unit's last buffer, and the profiler
-    hears allocations from any thread, and frees from its own.
+    With FSDP that is the forward peak: in its backward pass gloo's thread may be the one that frees a buffer, and the
+    profiler hears allocations from any thread, and frees from its own, so it can only say too much.
     """
     for left in real(2):
         for phase in ("forward", "backward"):
             (peak, end), claimed = left[name]["witnessed"][phase], left[name]["tracked"][phase]
-            assert 0 <= peak - claimed[0] <= LITERALS, phase
+            exact = "DDP" in name or phase == "forward"
+            assert 0 <= peak - claimed[0] and (not exact or peak - claimed[0] <= LITERALS), phase
             assert "DDP" not in name or 0 <= end - claimed[1] <= LITERALS, phase
         assert left[name]["witnessed"]["backward"][0] > 1_000_000
 
