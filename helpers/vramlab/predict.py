@@ -140,9 +140,21 @@ def _groups(recipe: Recipe, account: Account, moment: Moment | None, peak: Bytes
     for times, e in account.alive(moment) if moment else ():
         dtype = half if e.width == 2 else DTYPES[e.width]
         found.append((times, (e.size,), e.category, e.shape, dtype, e.op, e.where))
+    if recipe.sharding:
+        found = _own(found, peak)
     for count, sizes, category, shape, dtype, op, where in found:
         groups.setdefault((sum(sizes), category, shape, dtype, op), [0, where, sizes])[0] += count
     return groups
+
+
+def _own(found: list[tuple], peak: Bytes) -> list[tuple]:
+    """A rank's part of the whole model's blocks: those of a category of which it holds less than all, scaled down."""
+    whole: Counter = Counter()
+    for count, sizes, category, *_ in found:
+        whole[category] += count * sum(sizes)
+    share = {category: min(1.0, getattr(peak, category) / size) for category, size in whole.items() if size}
+    scaled = ((c, tuple(int(n * share[category]) for n in sizes), category, *x) for c, sizes, category, *x in found)
+    return [row for row in scaled if sum(row[1])]
 
 
 def _blocks(groups: dict[tuple, list], peak: Bytes) -> Counter:
