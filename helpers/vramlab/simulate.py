@@ -92,7 +92,7 @@ def trace(
     period, depth = layer_period(recipe), recipe.shape.num_layers
     # a sliding cache makes a scalar a layer before the layers run; on CUDA it is the host's
     full = full or (not cuda and bool(recipe.shape.config.get("sliding_window")))
-    full = full or differ_by_layer(recipe.shape, recipe.lora) or not _by_layer(recipe)
+    full = full or differ_by_layer(recipe.shape, recipe.lora)
     full = full or not divided_by_layer(recipe)
     more = 0 if full else depth // period - GROUPS
     if more > 0 and recipe.shape.num_decoder_layers in (0, depth):
@@ -110,11 +110,6 @@ def divided_by_layer(recipe: Recipe) -> bool:
     """
     sharding = recipe.sharding
     return sharding is None or sharding.engine == "tensor" or (sharding.engine == "fsdp" and sharding.wrap == "layers")
-
-
-def _by_layer(recipe: Recipe) -> bool:
-    """Whether each layer's storages are its own; DDP's buckets, say, and one unit for all, span several."""
-    return recipe.sharding is None or (recipe.sharding.engine == "fsdp" and recipe.sharding.wrap == "layers")
 
 
 def layer_period(recipe: Recipe) -> int:
