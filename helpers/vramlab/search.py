@@ -8,14 +8,12 @@
 None of the three changes the answer (memory is monotone but for the rounding of small blocks, a hundred-thousandth).
 """
 
-import dataclasses
 import heapq
 from collections import Counter
 from dataclasses import dataclass
 
 from .errors import RecipeError
 from .formulas import reserved
-from .gpu import Gpu
 from .plan_code import code as code_of
 from .plan_notes import notes_on
 from .predict import predict
@@ -111,7 +109,7 @@ class Search:
                     report = report if report.peak.total < alone.peak.total else None
             except RecipeError:
                 report = None
-            self.reports[place] = report and of_one_rank(report, recipe, self.question.gpu)
+            self.reports[place] = report
         return self.reports[place]
 
     def fits(self, place: Place) -> bool:
@@ -232,15 +230,6 @@ class Search:
             if report and (least is None or upper(report, self.question.tier) < least):
                 best, least = place, upper(report, self.question.tier)
         return best and self.miss(best)
-
-
-def of_one_rank(report: Report, recipe: Recipe, card: Gpu) -> Report:
-    """The report with the segments of a rank's own share: `predict` counts those of whole weights where they are divided."""
-    sharding, total = recipe.sharding, report.peak.total
-    if not sharding or sharding.world_size == 1 or report.reserved.value <= reserved.reserved(Counter(), total).high:
-        return report
-    inside = reserved.reserved(Counter(), total)
-    return dataclasses.replace(report, reserved=inside, process=reserved.process(inside, card))
 
 
 def order(seconds: float, recipe: Recipe) -> tuple:

@@ -175,7 +175,9 @@ def draw():
         climb.axvline(total, color=style.ALARM, linewidth=0.9, linestyle="--", zorder=0.5)
         climb.text(total, -0.6, name, color=style.ALARM, fontsize=7.5, ha=side, va="bottom")
     _table(
-        fits, matrix(), f"3 · Largest model of the catalogue that fits (global batch 8 × {TOKENS:,} tokens, by `plan`)"
+        fits,
+        matrix(),
+        f"3 · Largest model that fits (global batch 8 × {TOKENS:,} tokens; offload allowed)",
     )
     _table(
         moves,
