@@ -153,7 +153,7 @@ def _own(found: list[tuple], peak: Bytes) -> list[tuple]:
     for count, sizes, category, *_ in found:
         whole[category] += count * sum(sizes)
     share = {category: min(1.0, getattr(peak, category) / size) for category, size in whole.items() if size}
-    scaled = ((c, tuple(int(n * share[category]) for n in sizes), category, *x) for c, sizes, category, *x in found)
+    scaled = ((c, tuple(int(n * share.get(category, 0)) for n in sizes), category, *x) for c, sizes, category, *x in found)
     return [row for row in scaled if sum(row[1])]
 
 

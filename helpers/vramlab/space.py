@@ -10,7 +10,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from .errors import RecipeError
-from .formulas import stored
+from .formulas import shards, stored
+from .formulas.units import computed
 from .gpu import Gpu, find_gpu, gpu_names
 from .options import LoRA, Quantization, Sharding, choice, flag, whole
 from .recipe import ATTENTION, OPTIMIZERS, PRECISIONS, Recipe
@@ -189,26 +190,22 @@ def least_bytes(recipe: Recipe) -> int:
 
     Weights, gradients and states, a rank's part of those that are divided, none of what is offloaded.
     """
-    sharding = recipe.sharding
-    weights, gradients = stored.parameter_bytes(recipe), stored.gradient_bytes(recipe)
-    states = stored.optimizer_state_bytes(recipe)
-    if sharding is None:
-        return weights + gradients + states
-    n, stage, offload = sharding.world_size, sharding.stage, sharding.offload
-    weights = 0 if offload == "parameters" else weights // n if stage == 3 or sharding.engine == "fsdp" else weights
-    gradients = 0 if offload else gradients // n if stage >= 2 else gradients
-    return weights + gradients + (0 if offload else states // n if stage else states)
+    return sum(_held(recipe))
 
 
 def held_bytes(recipe: Recipe, capability: tuple[int, int]) -> int:
     """A better lower bound: at the end of forward, weights, states and what the layers keep are there together."""
-    sharding, kept = recipe.sharding, walk(recipe, capability).kept
-    weights, states = stored.parameter_bytes(recipe), stored.optimizer_state_bytes(recipe)
-    if sharding:
-        divided = sharding.stage == 3 or sharding.engine == "fsdp"
-        weights = 0 if sharding.offload == "parameters" else weights // (sharding.world_size if divided else 1)
-        states = 0 if sharding.offload else states // (sharding.world_size if sharding.stage else 1)
-    return max(least_bytes(recipe), weights + states + int(SURE * kept))
+    weights, gradients, states = _held(recipe)
+    return weights + states + max(gradients, int(SURE * walk(computed(recipe), capability).kept))
+
+
+def _held(recipe: Recipe) -> tuple[int, int, int]:
+    """Bytes of weights, gradients and states, of one rank where they are divided."""
+    if recipe.sharding is None:
+        sizes = stored.parameter_bytes, stored.gradient_bytes, stored.optimizer_state_bytes
+        return tuple(size(recipe) for size in sizes)
+    rank = shards.of_rank(recipe)
+    return rank.parameters, rank.gradients, rank.optimizer_states
 
 
 def _proposed(card: Gpu, method: str) -> list[str]:

@@ -61,9 +61,10 @@ class Held:
 
 
 def of_rank(recipe: Recipe) -> Held:
-    """What this rank holds; all of everything without sharding, or with one rank."""
+    """What this rank holds; all of everything without sharding, or with one rank but for DeepSpeed's ways."""
     sharding = recipe.sharding
-    if sharding is None or sharding.world_size == 1 or sharding.engine in ("tensor", "pipeline"):
+    alone = sharding is None or (sharding.world_size == 1 and sharding.engine != "deepspeed")
+    if alone or sharding.engine in ("tensor", "pipeline"):
         return _alone(recipe)
     return _of_rank(_Key(recipe))
 

@@ -56,13 +56,15 @@ class Unit:
 def divides(recipe: Recipe) -> bool:
     """Whether FSDP divides `recipe`'s model among several ranks."""
     sharding = recipe.sharding
-    return sharding is not None and sharding.engine == "fsdp" and sharding.world_size > 1
+    return sharding is not None and sharding.engine == "fsdp"
 
 
 def computed(recipe: Recipe) -> Recipe:
     """`recipe` as its forward pass computes: FSDP's and DeepSpeed's "-mixed" is a model in half precision, no autocast."""
     sharding = recipe.sharding
-    if sharding is None or sharding.engine not in ("fsdp", "deepspeed") or not recipe.precision.endswith("-mixed"):
+    if not recipe.precision.endswith("-mixed") or not (
+        divides(recipe) or (sharding and sharding.engine == "deepspeed")
+    ):
         return recipe
     lora = recipe.lora and dataclasses.replace(recipe.lora, autocast_adapter_dtype=False)
     found = copy.copy(recipe)  # not `replace`, which would check all again
@@ -75,7 +77,7 @@ def at_once(recipe: Recipe) -> bool | str:
     """What DeepSpeed does with a gradient that is complete: False, it stays; True, it is reduced and goes when the next
     one is complete; "fp32", it stays in fp32."""
     sharding = recipe.sharding
-    if sharding is None or sharding.engine != "deepspeed" or sharding.world_size == 1 or sharding.stage == 0:
+    if sharding is None or sharding.engine != "deepspeed" or sharding.stage == 0:
         return False
     if sharding.stage == 1:
         return "fp32" if recipe.precision.endswith("-true") else False
@@ -113,6 +115,14 @@ class OneByOne:
 def padded(shape: tuple[int, ...], ranks: int) -> int:
     """Numbers of one rank's part of a weight, padded: its rows are dealt out in equal chunks (`Shard(0)`)."""
     return ceil(shape[0] / ranks) * prod(shape[1:]) if shape else 1
+
+
+def packed(shape: tuple[int, ...], width: int, quantized: str | None) -> tuple[tuple[int, ...], int]:
+    """(shape, bytes a number) of a weight as it is stored: two numbers of 4 bits in a byte, in a column
+    (`bitsandbytes.nn.Params4bit`)."""
+    if quantized in (None, "int8"):
+        return shape, 1 if quantized else width
+    return (ceil(prod(shape) / 2), 1), 1
 
 
 def own(shape: tuple[int, ...], ranks: int, rank: int) -> tuple[int, ...]:
@@ -168,7 +178,9 @@ class Units:
         self.rows = held(recipe)
         for row in self.rows:
             if "*" not in (key := unit_of(row.name, recipe)):
-                self._unit(key).sizes.append((row.shape, self._width(row), row.count, row.trained))
+                self._unit(key).sizes.append(
+                    (*packed(row.shape, self._width(row), row.quantized), row.count, row.trained)
+                )
         names = {}
         for name, parameter in m.parameters.items():
             names[name] = key = unit_of(name, recipe)
@@ -176,7 +188,8 @@ class Units:
             if not any(parameter is other for other in unit.written):
                 unit.written.append(parameter)
                 if key and key[-1].isdigit():
-                    unit.sizes.append((parameter.shape, parameter.width, 1, parameter.needs))
+                    size = packed(parameter.shape, parameter.width, parameter.quantized)
+                    unit.sizes.append((*size, 1, parameter.needs))
         if TAIL in self.units:
             self.units[TAIL].keep = True
         if ROOT in self.units:

@@ -117,8 +117,10 @@ def _third(recipe: Recipe, found: Held, rows: list[Row], parts: list[int], width
     """Stage 3: gradients of the part at all times, weights gathered while the step needs them."""
     sharding, small = recipe.sharding, 10 * recipe.shape.hidden_size
     persistent = sum(rounded(prod(row.shape) * row.width) for row in rows if prod(row.shape) <= small)
-    elements = sum(prod(row.shape) for row in rows)
-    gathered = {"workspace": max(0, min(elements, KEPT_GATHERED) * width - persistent)}
+    divided = [(prod(row.shape) * row.count, row.width) for row in held(recipe) if not row.quantized]
+    elements = sum(n for n, _ in divided)
+    share = min(1.0, KEPT_GATHERED / elements)
+    gathered = {"workspace": max(0, int(share * sum(n * width for n, width in divided)) - persistent)}
     always = {"workspace": bucket + persistent, "gradients": rounded(sum(parts) * (width if told else FP32))}
     if sharding.offload:
         return replace(found, always=always | {"gradients": 0}, forward=gathered, backward=gathered)
