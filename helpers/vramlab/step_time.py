@@ -31,6 +31,7 @@ UTILISATION, BANDWIDTH, LAUNCH = 0.425, 0.922, 13.35e-6  # of the peak, of the b
 FITTED_ON, FITTED = "T4", (1, 0.79, 1.54)
 # Elsewhere: (likely, most, least) share of the peak and of the bandwidth, (likely, least, most) seconds a kernel.
 SHARES = {"matmuls": (UTILISATION, 0.70, 0.30), "memory": (BANDWIDTH, 1.0, 0.6), "launches": (LAUNCH, 5e-6, 25e-6)}
+WAITS = ("links", "host")
 FEW = 5  # records, below which their spread says little
 ASSUMED = (
     f"uncalibrated: {UTILISATION:.0%} of the card's peak, {BANDWIDTH:.0%} of its bandwidth and {LAUNCH * 1e6:.0f} µs "
@@ -79,12 +80,17 @@ def step_time(recipe: Recipe, gpu: str | Gpu, link: float | None = None) -> Step
     card = find_gpu(gpu)
     card.require(recipe.precision)
     likely, least, most = (estimate(recipe, card, link, which) for which in range(3))
-    total, tokens = sum(likely.values()), recipe.tokens * ranks(recipe)
-    if found := calibration(card.name):
-        (middle, low, high), basis = found
-        parts = {name: part * middle for name, part in likely.items()}
-        return StepTime(total * middle, total * low, total * high, parts, tokens, basis)
-    return StepTime(total, sum(least.values()), sum(most.values()), likely, tokens, ASSUMED)
+    tokens, basis = recipe.tokens * ranks(recipe), ASSUMED
+    if found := calibration(card.name):  # says nothing of links and host, whose own intervals stay
+        factors, basis = found
+        scaled = ({name: n * (1 if name in WAITS else f) for name, n in likely.items()} for f in factors)
+        computed, low, high = scaled
+        least = {**low, **{name: least[name] for name in WAITS if name in least}}
+        most = {**high, **{name: most[name] for name in WAITS if name in most}}
+        likely = computed
+    if waiting := [name for name in WAITS if name in likely]:
+        basis += f"; {' and '.join(waiting)}: assumed, 30 to 90 % of the datasheet's rates"
+    return StepTime(*(sum(parts.values()) for parts in (likely, least, most)), likely, tokens, basis)
 
 
 def ranks(recipe: Recipe) -> int:

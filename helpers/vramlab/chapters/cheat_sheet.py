@@ -113,7 +113,7 @@ def largest_model(card: str, method: str) -> str:
     gpus, low, high = int(number or 1), 0, len(MODELS)
     while low < high:  # models below `low` fit, from `high` on they do not
         middle = (low + high) // 2
-        question = Question(MODELS[middle], name, gpus, global_batch=8, seq_len=TOKENS, method=method)
+        question = Question(MODELS[middle], name, gpus, global_batch=8, seq_len=TOKENS, method=method, offload=False)
         low, high = (middle + 1, high) if Search(question).any_fit() else (low, middle)
     return MODELS[low - 1] if low else "–"
 
@@ -138,7 +138,7 @@ def as_text() -> str:
     titles = (
         "What a parameter keeps",
         "What each switch saves",
-        f"Largest model that fits, {TOKENS:,} tokens",
+        f"Largest model that fits, {TOKENS:,} tokens, no offload",
         "What to do",
     )
     parts = (text_table(kept), text_table(climbed), text_table(fits), text_table(_left(moves)))
@@ -177,7 +177,7 @@ def draw():
     _table(
         fits,
         matrix(),
-        f"3 · Largest model that fits (global batch 8 × {TOKENS:,} tokens; offload allowed)",
+        f"3 · Largest model that fits (global batch 8 × {TOKENS:,} tokens; no offload)",
     )
     _table(
         moves,
