@@ -3,6 +3,7 @@
 import contextlib
 import gc
 import os
+import sys
 from collections.abc import Iterator
 
 from .recipe import Sharding
@@ -21,11 +22,25 @@ def one_rank_of(sharding: Sharding | None) -> Iterator[None]:
     import torch.distributed as dist
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
+    _forget_slices()
     dist.init_process_group("fake", rank=sharding.rank, world_size=sharding.world_size, store=FakeStore())
     try:
         yield
     finally:
         dist.destroy_process_group()
+
+
+def _forget_slices() -> None:
+    """Clear what DTensor remembers of shapes by operator: it takes a process for one rank all its life."""
+    import torch
+
+    if "torch.distributed.tensor" in sys.modules:
+        from torch.distributed.tensor import DTensor
+
+        DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache_clear()
+        clear = getattr(torch._C, "_clear_DTensor_sharding_propagator_cache", None)  # newer releases have two
+        if clear:
+            clear()
 
 
 @contextlib.contextmanager
