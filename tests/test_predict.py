@@ -450,14 +450,18 @@ def test_a_kept_account_knows_the_card_and_serves_every_optimizer():
     account.kept_account.cache_clear()
     a100, t4 = predict(recipe, "A100"), predict(recipe, "T4")
     assert a100.phases["forward"] != t4.phases["forward"]
-    predict(recipe.replace(optim="sgd", sharding=Sharding(3, 8)), "A100")
-    assert account.kept_account.cache_info()[:2] == (1, 2)  # hits, misses
+    predict(recipe.replace(optim="sgd", sharding=Sharding(1, 8, "ddp"), loop="plain"), "A100")
+    predict(recipe.replace(optim="sgd", loop="plain"), "A100")
+    for rank in (0, 7):  # FSDP gathers in its account, all ranks alike
+        predict(recipe.replace(sharding=Sharding(3, 8, rank=rank)), "A100")
+    assert account.kept_account.cache_info()[:2] == (2, 4)  # hits, misses
 
 
 def test_predictions_leave_nothing_to_the_garbage_collector():
     import gc
 
     recipes = [IN_BACKWARD, GPT2.replace(lora=LoRA(), gradient_checkpointing=True), Recipe("t5-small"), LLAMA]
+    recipes += [LLAMA.replace(sharding=sharding) for sharding in (Sharding(3, 8), Sharding(2, 8, "deepspeed"))]
     for recipe in recipes:
         predict(recipe)
     account.kept_account.cache_clear()

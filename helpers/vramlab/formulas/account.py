@@ -62,6 +62,7 @@ class Account:
         del loss
         if units:
             units.end()
+            m.units = units.m = None  # no cycle is left to the garbage collector
         if at_once(asked):
             self.hook.last = None
         m.on_gradient = None  # it knows the model, which need not wait for the garbage collector
@@ -186,7 +187,7 @@ class Asked:
 
 @lru_cache(maxsize=32)
 def kept_account(asked: Asked) -> Account:
-    """The account of `asked`, one of the last few: recipes that differ in optimizer or sharding alone share theirs."""
+    """The account of `asked`, one of the last few: recipes that differ in optimizer or rank alone share theirs."""
     return Account(*asked.arguments)
 
 
