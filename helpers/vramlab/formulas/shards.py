@@ -61,10 +61,9 @@ class Held:
 
 
 def of_rank(recipe: Recipe) -> Held:
-    """What this rank holds; all of everything without sharding, or with one rank but for DeepSpeed's ways."""
+    """What this rank holds; all of everything without sharding. A world of one has its engine's ways all the same."""
     sharding = recipe.sharding
-    alone = sharding is None or (sharding.world_size == 1 and sharding.engine != "deepspeed")
-    if alone or sharding.engine in ("tensor", "pipeline"):
+    if sharding is None or sharding.engine in ("tensor", "pipeline"):
         return _alone(recipe)
     return _of_rank(_Key(recipe))
 
@@ -204,9 +203,11 @@ def _fsdp(recipe: Recipe) -> Held:
 def notes(recipe: Recipe) -> list[str]:
     """What the reader should know about the figures of a sharded recipe."""
     sharding = recipe.sharding
-    if sharding is None or sharding.world_size == 1:
+    if sharding is None:
         return []
     found = [f"rank {sharding.rank} of {sharding.world_size}: buffers of NCCL are not counted"]
+    if sharding.world_size == 1:
+        found = []
     if sharding.offload:
         found.append(f"{sharding.offload} offloaded to host memory, which needs them in full")
     return found
