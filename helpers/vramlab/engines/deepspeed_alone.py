@@ -28,13 +28,12 @@ def without_peers() -> Iterator[None]:
     from deepspeed.runtime.zero.partition_parameters import AllGatherCoalescedHandle
     from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
+    from ..fakes import described
     from .deepspeed import forget
 
     ours = (
         # `choose_accelerator` may put another in its place.
         patch.object(real_accelerator, "ds_accelerator", get_accelerator()),
-        # "cpu" by name is the host's, beside the device that fake tensors stand for (`cuda.CudaKernels`).
-        patch.object(CPU_Accelerator, "current_device_name", lambda accelerator: torch.device("cpu")),
         # torchrun says it to real ranks, and DeepSpeed insists.
         patch.dict(os.environ, {"LOCAL_RANK": os.environ.get("LOCAL_RANK", "0")}),
         # No gradient overflowed, and a norm is 1.
@@ -57,6 +56,10 @@ def without_peers() -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         for each in ours:
             stack.enter_context(each)
+        # "cpu" by name is the host's where fake tensors stand for a GPU's (`cuda.CudaKernels`).
+        where = {"cuda": torch.device("cpu"), "cpu": "cpu"}
+        device = patch.object(CPU_Accelerator, "current_device_name", lambda accelerator: where[described()])
+        stack.enter_context(device)
         stack.enter_context(warnings.catch_warnings())
         # It checks the alignment of its partitions; the address of a fake one is 0, which is aligned.
         warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")
