@@ -71,7 +71,8 @@ def test_a_simulated_rank_allocates_what_a_real_one_does(ranks, engine, world, n
         simulated = events(trace(recipe_of(engine, name, world, rank), "cpu", full=True))
         late = assert_same(simulated, answer[name]["events"])
         largest = max([*answer[name]["sizes"].get("all_gather", []), HIDDEN]) if engine == "tensor" else 0
-        assert max(late) <= 3 * largest  # what it read, padded where slices differ, and what it wrote
+        # what it read, padded where slices differ, and what it wrote; the norm for clipping
+        assert max(late) <= 3 * largest + 4
         assert late.count(0) > 0.8 * len(late)
 
 
@@ -123,7 +124,9 @@ def test_slices_are_equal_shares():
 
 
 def test_sixty_four_stages_hold_the_model_once():
-    recipe = Recipe(config("llama"), 64, 8, num_layers=70, sharding=Sharding(0, 64, "pipeline", micro_batches=64))
+    recipe = Recipe(
+        config("llama"), 4, 8, num_layers=70, sharding=Sharding(0, 64, "pipeline", schedule="gpipe", micro_batches=4)
+    )
     found = [simulate(on_rank(recipe, rank), "cpu").phases["load"].end for rank in (0, 1, 6, 63)]
     layer = 4 * sum(w.size for w in recipe.shape.weights() if w.layer == 0)
     embedding, norm = 4 * 1000 * 96, 4 * 96

@@ -120,6 +120,9 @@ class _Deepener:
         self.vectors = {id(s) for s in made if s.asked in entries}
         gradients = (s for _, s, _ in self.events if s.category == "gradients")
         self.clipped = len({s.where for s in gradients if self._group(s.where) == MIDDLE})
+        for storage in {id(s): s for s in made}.values():
+            if id(storage) in self.vectors and len(storage.shape) == 1:
+                storage.shape = (storage.shape[0] + self.clipped * self.more,)
 
     def _group(self, where: str) -> int | None:
         number = NUMBER.search(where)

@@ -143,7 +143,6 @@ def pipelined(recipe: Recipe, first: dict[str, Phase], later: dict[str, Phase], 
         return Bytes(**found)
 
     phases = {name: Phase(plus(p.peak, always), plus(p.end, always)) for name, p in first.items()}
-    phases["load"] = Phase(plus(first["load"].peak, inputs), plus(first["load"].end, inputs))
     steady = sharding.micro_batches > most  # a forward pass begins when a backward pass is done
     found = [(first, most - 1, most)]
     if sharding.micro_batches > 1:
