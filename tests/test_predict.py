@@ -217,6 +217,30 @@ def test_a_layer_keeps_what_the_simulated_one_keeps(recipe):
     assert abs(sum(activation_bytes_per_layer(recipe).values()) - (deep - shallow)) <= 0.002 * (deep - shallow)
 
 
+NEOX = Recipe("pythia-70m", batch_size=4, seq_len=256, precision="fp16-true", num_layers=3)
+
+
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        NEOX,
+        NEOX.replace(precision="fp16-mixed"),
+        NEOX.replace(lora=LoRA(target_modules=("query_key_value",))),
+        NEOX.replace(lora=LoRA(target_modules=("dense",))),
+        NEOX.replace(gradient_checkpointing=True),
+        NEOX.replace(model=NEOX.shape.config | {"rotary_pct": 1.0}),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("gpu", ["A100", "T4"])
+def test_heads_that_lie_one_after_the_other_are_copied_after_flash_attention(recipe, gpu):
+    from vramlab.simulate import simulate
+
+    predicted, truth = (find(recipe, gpu=gpu).phases["forward"].end for find in (predict, simulate))
+    tensor = 2 * 4 * 256 * 512
+    assert abs(predicted.activations - truth.activations) < tensor // 4
+
+
 def test_checkpointing_leaves_the_layers_input():
     kept = activation_bytes_per_layer(LLAMA.replace(gradient_checkpointing=True))
     assert sum(kept.values()) == 2 * 2 * 512 * 4096

@@ -57,6 +57,7 @@ class Attention(Operators):
         b, heads, n, d = q.shape
         if mask is not None:  # then transformers repeats shared keys and values itself
             k, v = self.repeat(k, heads), self.repeat(v, heads)
+        head_by_head = q.packed and heads > 1 and n > 1
         q, k, v, mask = self.cast(q), self.cast(k), self.cast(v), self.cast(mask)
         m, fewer = k.shape[2], k.shape[1] != heads
         masked, grouped = mask is not None, fewer and self.grouping
@@ -76,7 +77,9 @@ class Attention(Operators):
         out, sums = self.tensor(name, (b, n, heads, d), q.width), self.tensor(name, lines, FP32)
         inputs = [q, k, v, mask] if masked else [q, k, v]
         saves = [*inputs, out, sums]
-        return self.op(name, inputs, (b, n, heads * d), q.width, saves=saves, extra=extra, block=out.block)
+        y = self.op(name, inputs, (b, n, heads * d), q.width, saves=saves, extra=extra, block=out.block)
+        # flash_api.cpp, mha_fwd: `out = at::empty_like(q_padded)` lies as q does, and the projection takes a copy of it
+        return self.copy(y) if kernel == "flash" and head_by_head else y
 
     def in_single_operators(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, p: float) -> Tensor:
         """`_scaled_dot_product_attention_math` (attention.cpp): both factors scaled, in fp32, scores kept by softmax."""
@@ -142,10 +145,11 @@ class Attention(Operators):
             return self.to(self.softmax(x, FP32), width)
         return self.to(self.softmax(self.to(x, FP32)), width)
 
-    def rotary(self, x: Tensor, table: tuple[Tensor, Tensor], dims: int) -> Tensor:
+    def rotary(self, x: Tensor, table: tuple[Tensor, Tensor], dims: int, partial: bool) -> Tensor:
         """x · cos + rotate_half(x) · sin on the first `dims` channels (Su et al. 2021, `apply_rotary_pos_emb`).
 
-        cos and sin are kept once for all layers; of x nothing is.
+        cos and sin are kept once for all layers; of x nothing is. `partial`: the family joins turned and other channels,
+        even where there are no others, and what it joins lies head by head.
         """
         *rest, d = x.shape
         turned = self.slice(x, *rest, dims) if dims < d else x
@@ -158,4 +162,4 @@ class Attention(Operators):
         del half
         out = self.add(first, second)
         del first, second
-        return out if passed is None else self.cat([out, passed], *rest, d)
+        return self.cat([out] if passed is None else [out, passed], *rest, d) if partial else out

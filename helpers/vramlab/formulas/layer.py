@@ -15,6 +15,7 @@ from .operators import BOOL, INT64
 from .stored import FP32, HALF, compute_width, weight_width
 
 FP32_SOFTMAX = ("gpt2", "bert", "t5", "falcon")  # those that do not ask for one
+PARTIAL_ROTARY = ("gpt_neox", "phi")
 
 
 class Layer(Attention):
@@ -110,8 +111,9 @@ class Layer(Attention):
         if falcon and self.setting("new_decoder_architecture", False):
             k, v = self.repeat(k, s.num_heads), self.repeat(v, s.num_heads)
         if self.table:
-            q_ = self.rotary(q, self.table, s.rotary_dim)
-            q, k = q_, self.rotary(k, self.table, s.rotary_dim)
+            partial = s.rotary_dim < s.head_dim or s.family in PARTIAL_ROTARY
+            q_ = self.rotary(q, self.table, s.rotary_dim, partial)
+            q, k = q_, self.rotary(k, self.table, s.rotary_dim, partial)
             del q_
         if self.caches is not None and (not t5 or self.decoding):
             # `use_cache` copies keys and values (`DynamicLayer.update`); the cache takes the keys' dtype
