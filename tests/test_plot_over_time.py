@@ -24,10 +24,11 @@ def closed():
     matplotlib.pyplot.close("all")
 
 
-def history():
-    def event(action, addr, size, frames):
-        return {"action": action, "addr": addr, "size": size, "frames": frames}
+def event(action, addr, size, frames):
+    return {"action": action, "addr": addr, "size": size, "frames": frames}
 
+
+def history():
     made = [
         event("alloc", 1, 4 * MiB, FRAME),
         event("alloc", 2, 8 * MiB, OTHER),
@@ -53,7 +54,19 @@ def test_blocks_are_stacked_by_line_up_to_the_total():
     assert figure.rows[1:] == [("model.py:3 forward", "1", "8.000"), ("train.py:12 step", "1", "4.000")]
     names = [text.get_text() for text in figure.legends[0].get_texts()]
     assert names == ["model.py:3 forward", "train.py:12 step", "all other lines"]
-    assert "highest 12.000 MiB" in plot.alt_text(figure)
+    assert "highest 12.000 MiB; largest at the peak: model.py:3 forward." in plot.alt_text(figure)
+
+
+def test_what_blocks_says_of_the_peak_is_not_of_an_earlier_moment():
+    third = [{"filename": "/home/ann/loss.py", "line": 7, "name": "loss"}]
+    made = [
+        event("alloc", 1, 8 * MiB, OTHER),
+        event("free_completed", 1, 8 * MiB, []),
+        event("alloc", 2, 4 * MiB, FRAME),
+        event("alloc", 3, 6 * MiB, third),
+    ]
+    figure = blocks(Snapshot({"device_traces": [made]}, source="simulated"))
+    assert "highest 10.000 MiB; largest at the peak: loss.py:7 loss." in plot.alt_text(figure)
 
 
 @pytest.mark.parametrize("count", [1, 2])

@@ -75,7 +75,8 @@ def blocks(snapshot: Snapshot, largest: int = 4, title: str = "Memory history", 
     rows = [("line, at the peak", "blocks", unit)]
     rows += [(str(group.line), str(group.count), exact(group.size, unit)) for group in snapshot.largest(count=largest)]
     peak = format_bytes(int(snapshot.allocated.max()), unit)
-    return style.finish(figure, rows, f"{title}, {subtitle}: highest {peak}; most of it from {_short(str(shown[0]))}.")
+    most = "".join(f"; largest at the peak: {_short(str(group.line))}" for group in snapshot.largest(count=1))
+    return style.finish(figure, rows, f"{title}, {subtitle}: highest {peak}{most}.")
 
 
 @style.drawn
