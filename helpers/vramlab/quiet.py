@@ -1,7 +1,10 @@
 """Known, harmless messages of other packages, silenced one by one by their text; any other is still shown."""
 
+import contextlib
 import logging
+import os
 import warnings
+from collections.abc import Iterator
 
 KNOWN_WARNINGS = (
     # tqdm in a notebook without ipywidgets: it falls back to plain text, and widgets would not render on GitHub.
@@ -32,6 +35,22 @@ class Drop(logging.Filter):
 
     def filter(self, record: logging.LogRecord) -> bool:
         return not record.getMessage().startswith(self.start)
+
+
+@contextlib.contextmanager
+def compilers_silent() -> Iterator[None]:
+    """While entered, what child processes write to the standard error is dropped.
+
+    In a notebook `sys.stderr` is not file 2, so a library that tries out a compiler and silences the former is heard.
+    """
+    kept = os.dup(2)
+    with open(os.devnull, "w") as nowhere:
+        os.dup2(nowhere.fileno(), 2)
+    try:
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
 
 
 def silence() -> None:

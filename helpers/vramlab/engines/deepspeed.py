@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import RecipeError
 from ..models import is_fake
+from ..quiet import compilers_silent
 from ..recipe import Recipe
 from .alone import Engine
 from .deepspeed_config import filled_in, hidden_size
@@ -113,7 +114,8 @@ def library() -> Any:
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
     warnings.filterwarnings("ignore", message=r"`torch\.distributed\.\w+_tensor` is deprecated")
     # Shared-memory collectives serve inference only, and would be compiled here and now.
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    with compilers_silent():  # it tries out which operators could be compiled
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     return deepspeed
 
 
