@@ -20,7 +20,7 @@ from .recipe import Recipe
 from .report import CATEGORIES, Bytes, Phase, Report, Tensor
 
 LISTED = 8
-DTYPES = {8: "int64", 4: "float32", 1: "bool"}
+DTYPES = {8: "int64", 4: "float32", 1: "uint8"}
 USUAL = (8, 0)  # compute capability, when no card is named
 
 
@@ -138,7 +138,7 @@ def _groups(recipe: Recipe, account: Account, moment: Moment | None, peak: Bytes
         if row.trained and peak.gradients and not moment:
             found.append((row.count, (row.size,), "gradients", row.shape, dtype, "backward", row.name))
     for times, e in account.alive(moment) if moment else ():
-        dtype = half if e.width == 2 else DTYPES[e.width]
+        dtype = half if e.width == 2 else "bool" if e.op == "native_dropout" and e.width == 1 else DTYPES[e.width]
         found.append((times, (e.size,), e.category, e.shape, dtype, e.op, e.where))
     if recipe.sharding:
         found = _own(found, peak)
@@ -153,7 +153,9 @@ def _own(found: list[tuple], peak: Bytes) -> list[tuple]:
     for count, sizes, category, *_ in found:
         whole[category] += count * sum(sizes)
     share = {category: min(1.0, getattr(peak, category) / size) for category, size in whole.items() if size}
-    scaled = ((c, tuple(int(n * share.get(category, 0)) for n in sizes), category, *x) for c, sizes, category, *x in found)
+    scaled = (
+        (c, tuple(int(n * share.get(category, 0)) for n in sizes), category, *x) for c, sizes, category, *x in found
+    )
     return [row for row in scaled if sum(row[1])]
 
 

@@ -67,12 +67,13 @@ class Ledger:
         self.entries.append(entry)
         return block
 
-    def group(self, op: str, sizes: list[tuple[int, int]], category: str) -> Block:
-        """One block for many that come and go together: `sizes` are (bytes of one, how many)."""
+    def group(self, op: str, sizes: list[tuple[int, int]], category: str, width: int = 1) -> Block:
+        """One block for many that come and go together: `sizes` are (bytes of one, how many), `width` a number's bytes."""
         block, entry = self.block(op, (0,), 1, category), self.entries[-1]
         entry.size = sum(rounded(size) * count for size, count in sizes)
         entry.held = entry.size + sum(slack(rounded(size)) * count for size, count in sizes)
-        entry.shape, self.changes[-1] = (entry.size,), entry.held
+        entry.shape, entry.width = (sum(size * count for size, count in sizes) // width,), width
+        self.changes[-1] = entry.held
         return block
 
     def tensor(self, op: str, shape: tuple[int, ...], width: int) -> Tensor:

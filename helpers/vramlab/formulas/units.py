@@ -103,12 +103,12 @@ class OneByOne:
     def __call__(self, parameter: Parameter, block: Block) -> None:
         size = prod(parameter.shape) * FP32
         if self.kind == "fp32":
-            new = self.m.group("to", [(size, 1)], "gradients")
+            new = self.m.group("to", [(size, 1)], "gradients", FP32)
             if not self.exist:
                 self.kept.append(new)
             return
-        copied = [(size, 1)] if self.fp32 else [(prod(parameter.shape) * parameter.width, 1)]
-        self.m.group("reduced", copied, "workspace")
+        width = FP32 if self.fp32 else parameter.width
+        self.m.group("reduced", [(prod(parameter.shape) * width, 1)], "workspace", width)
         self.last = block
 
 
@@ -210,7 +210,7 @@ class Units:
                     size = prod(parameter.shape) * parameter.width
                     rest -= _held([(size, 1)])
                     if accumulates:
-                        parameter.gradient = self.m.group("backward", [(size, 1)], "gradients")
+                        parameter.gradient = self.m.group("backward", [(size, 1)], "gradients", parameter.width)
         if self.recipe.sharding.wrap != "model":
             return rest, None
         return (0 if accumulates else -rest), self.m.group("backward", [(rest, 1)], "gradients")
@@ -227,14 +227,20 @@ class Units:
         """The flat buffer of `unit`, gathered into."""
         shard = sum(padded(shape, self.ranks) * width * count for shape, width, count, _ in unit.sizes)
         if shard:
-            cast = self.m.group("cast", [(shard, 1)], "temporaries") if self.mixed else None
-            unit.flat = self.m.group("all_gather", [(shard * self.ranks, 1)], "workspace")
+            width = self._common(unit)
+            cast = self.m.group("cast", [(shard, 1)], "temporaries", width) if self.mixed else None
+            unit.flat = self.m.group("all_gather", [(shard * self.ranks, 1)], "workspace", width)
             del cast
+
+    def _common(self, unit: Unit) -> int:
+        """Bytes of a number of `unit`; weights of several dtypes are gathered as bytes."""
+        widths = {width for _, width, _, _ in unit.sizes}
+        return widths.pop() if len(widths) == 1 else 1
 
     def _copy_out(self, unit: Unit) -> None:
         sizes = [(self.ranks * padded(shape, self.ranks) * width, count) for shape, width, count, _ in unit.sizes]
         if sizes:
-            unit.copied = self.m.group("gathered", sizes, "workspace")
+            unit.copied = self.m.group("gathered", sizes, "workspace", self._common(unit))
 
     def before_forward(self, key: str) -> None:
         """`key`'s weights are needed. Nothing when it is gathered, or runs again under checkpointing."""
@@ -284,14 +290,14 @@ class Units:
         if not shard:
             return
         width = max(width for _, width, _ in trained)
-        self.reducing = self.m.group("reduce_scatter", [(shard * width * self.ranks, 1)], "workspace")
+        self.reducing = self.m.group("reduce_scatter", [(shard * width * self.ranks, 1)], "workspace", width)
         for parameter in unit.written:
             parameter.gradient = None
         if unit is self.units.get(ROOT):
             self.ghost = None
-        result = self.m.group("reduce_scatter", [(shard * width, 1)], "gradients")
+        result = self.m.group("reduce_scatter", [(shard * width, 1)], "gradients", width)
         if self.mixed:
-            result = self.m.group("to", [(shard * FP32, 1)], "gradients")
+            result = self.m.group("to", [(shard * FP32, 1)], "gradients", FP32)
         if self.recipe.sharding.offload is None and self.recipe.loop.set_to_none:
             self.shards.append(result)
 
