@@ -18,7 +18,7 @@ from . import step
 from .graph import PASS, Entry, Hook, Parameter, Tensor
 from .slices import cut, model_of
 from .stored import is_saved, lora_targets, saved_modules, table, written_out
-from .units import ROOT, OneByOne, Units, at_once, computed, copies_outputs, divides
+from .units import ROOT, OneByOne, Units, at_once, computed, copies_outputs, divides, own_linear
 
 # What the layers that are not written out add at a moment: times what one adds between two events.
 Extra = tuple[tuple[int, int, int], ...]
@@ -47,6 +47,7 @@ class Account:
             lora = lora and LoRA(lora.r, lora_dropout=lora.lora_dropout, target_modules=("q_proj", "v_proj"))
         self.m = m = model_of(recipe)(recipe, shape, parameters(recipe, shape, lora), capability)
         self.units = units = m.units = Units(m, asked, gradients_exist) if divides(recipe) else None
+        m.own_linear = own_linear(asked)
         if gradients_exist and not units:
             for parameter in m.parameters.values():
                 parameter.gradient = True
@@ -173,7 +174,7 @@ class Asked:
         r, self.arguments = recipe, (recipe, capability, gradients_exist)
         optim = (r.optim, r.optim_args) if r.loop.optimizer_in_backward else None
         sizes = (r.shape, r.batch_size, r.seq_len, r.gradient_checkpointing, r.attn_implementation)
-        part = computed(r).precision, at_once(r), copies_outputs(r)
+        part = computed(r).precision, at_once(r), copies_outputs(r), own_linear(r)
         if cut(r) or divides(r):  # ranks that FSDP divides a model among compute alike
             part = r.sharding if cut(r) else dataclasses.replace(r.sharding, rank=0)
         self.key = (*sizes, r.precision, r.lora, r.quantization, r.loop, optim, capability, gradients_exist, part)

@@ -80,9 +80,10 @@ class Parameter:
     def receive(self, ledger: "Ledger", gradient: Tensor) -> bool:
         """Gradients of all uses are added up first (the engine's input buffer); returns whether that was the last.
 
-        In place, but for the first one from a linear layer: that is a transposed view, so the sum is new.
+        In place, but for the first one from a linear layer: that is a transposed view, so the sum is new. DeepSpeed's
+        linear layer of stage 3 computes it the other way round (`LinearFunctionForZeroStage3`), and the sum is in place.
         """
-        if self.partial is None or self.partial.block.entry.op == "linear":
+        if self.partial is None or (self.partial.block.entry.op == "linear" and not ledger.own_linear):
             gradient = gradient if self.partial is None else ledger.tensor("add", self.shape, self.width)
             self.partial = gradient
         self.uses -= 1

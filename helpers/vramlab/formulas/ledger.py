@@ -39,6 +39,7 @@ class Ledger:
         entries: every entry, in order of birth.
         nodes: operators in order, and between them hooks that backward calls and names: `passed[name]` becomes the event
             at which backward gets there.
+        own_linear: linear layers are DeepSpeed's.
         on_gradient: called with each parameter whose gradient is complete, and the gradient, which nobody else holds then.
     """
 
@@ -52,6 +53,7 @@ class Ledger:
         self.casts: dict[str, Tensor] = {}
         self.replay: Replay | None = None
         self.refilled: list[list[Block]] | None = None
+        self.own_linear = False
         self.on_gradient: Callable[[Parameter, Block], None] | None = None
 
     def block(self, op: str, shape: tuple[int, ...], width: int, category: str | None = None) -> Block:

@@ -84,6 +84,11 @@ def at_once(recipe: Recipe) -> bool | str:
     return True
 
 
+def own_linear(recipe: Recipe) -> bool:
+    """Whether DeepSpeed puts its own linear layers into the model: at stage 3 (`zero.Init`, memory_efficient_linear)."""
+    return recipe.sharding is not None and recipe.sharding.engine == "deepspeed" and recipe.sharding.stage == 3
+
+
 def copies_outputs(recipe: Recipe) -> bool:
     """Whether DDP looks for parameters without gradients, and for that copies the outputs (`_DDPSink`): the Trainer asks
     for it unless layers are recomputed, and always with PEFT (`Trainer._build_accelerator_args`)."""

@@ -120,6 +120,8 @@ def _third(recipe: Recipe, found: Held, rows: list[Row], parts: list[int], width
     divided = [(prod(row.shape) * row.count, row.width) for row in held(recipe) if not row.quantized]
     elements = sum(n for n, _ in divided)
     share = min(1.0, KEPT_GATHERED / elements)
+    if sharding.world_size == 1:  # the part is the whole, and is taken as it is
+        share = persistent = 0
     gathered = {"workspace": max(0, int(share * sum(n * width for n, width in divided)) - persistent)}
     always = {"workspace": bucket + persistent, "gradients": rounded(sum(parts) * (width if told else FP32))}
     if sharding.offload:
