@@ -75,6 +75,16 @@ def test_what_fsdp_holds_between_steps_is_exact_to_the_byte(pairs):
         )
 
 
+@pytest.mark.parametrize("layers,ranks", [(1, 2), (3, 2), (2, 1)])
+def test_stage_3_lets_go_of_the_layers_before_the_embeddings_gradient(layers, ranks):
+    pytest.importorskip("deepspeed")
+    sharding = Sharding(engine="deepspeed", stage=3, world_size=ranks)
+    recipe = Recipe("gpt2", batch_size=1, seq_len=32, num_layers=layers, sharding=sharding)
+    report, truth = predict(recipe), simulated(recipe)
+    for name in ("forward", "backward", "step"):
+        assert abs(error(report.phases[name].peak.total, sum(truth["phases"][name][0].values()))) < 0.005, name
+
+
 def test_shards_of_all_ranks_are_the_model():
     for rows in (1, 5, 64, 50_257):
         for ranks in (2, 3, 64, 1024):

@@ -107,6 +107,9 @@ def _phases(recipe: Recipe, account: Account, card: Gpu | None, exist: bool, hel
     start = rank(loaded)
     rest = rank(*always, after, gradients if loop.zero_grad != "end" or not loop.set_to_none else none)
     over = rank(*during, backward, held.backward)
+    if held.after_layers is not None:
+        times = zip(account.around_layers(), (held.backward, held.after_layers), strict=False)
+        over = max((rank(*during, split, gathered) for split, gathered in times), key=lambda split: split.total)
     if held.reducing:
         over = max(over, rank(*during, backward_end, {"workspace": held.reducing}), key=lambda split: split.total)
     if held.backward_end:  # gradients are divided by then

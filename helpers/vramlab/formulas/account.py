@@ -120,8 +120,20 @@ class Account:
 
     def peak(self, phase: str) -> Moment:
         """The phase's highest moment."""
+        return self._highest(self.pieces[phase])
+
+    def around_layers(self) -> list[dict[str, int]]:
+        """Bytes by category at backward's highest moments: until it has been through all layers, and after that."""
+        pieces, sections = self.pieces["backward"], self.m.sections
+        if not sections:
+            return [self.phases[1]]
+        bottom = self.m.passed[sections[0].bottom]
+        until = [(first, min(last, bottom), extra) for first, last, extra in pieces]
+        return self.splits([self._highest(until), self._highest([(bottom, *pieces[-1][1:])])])
+
+    def _highest(self, pieces: list[tuple[int, int, Extra]]) -> Moment:
         best, found = -1, (0, ())
-        for first, last, extra in self.pieces[phase]:
+        for first, last, extra in pieces:
             part = self.live[first : last + 1]
             high = max(part)
             total = high + sum(times * (self.live[b] - self.live[a]) for times, a, b in extra)

@@ -42,6 +42,7 @@ class Held:
         always: what else is there from the beginning on.
         temporaries: of the optimizer's step, at its highest moment.
         forward, backward, backward_end, step: what the engine adds there, at the peak and (`_end`) at the end.
+        after_layers: instead of `backward`, once the backward pass has been through all layers; None: no less.
         reducing: bytes that come and go when the backward pass is over.
         existing: gradients that earlier micro-batches left; None: `gradients`.
     """
@@ -56,6 +57,7 @@ class Held:
     backward: Sizes = field(default_factory=dict)
     backward_end: Sizes = field(default_factory=dict)
     step: Sizes = field(default_factory=dict)
+    after_layers: Sizes | None = None
     reducing: int = 0
     existing: int | None = None
 

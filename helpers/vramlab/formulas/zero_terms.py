@@ -11,8 +11,11 @@ has of each parameter group, ⌈Ψ/2N⌉ · 2 elements at stages 1 and 2, the su
     reducing     0 a flat copy at the end, over 500 million elements at a time (`allreduce_bucket`), and in fp32 once more
                  with weights in half precision that DeepSpeed was not told of (`communication_data_type`)
     gathered     3: all of the last 500 million elements to be used, whose next use in the step is within
-                 `stage3_max_reuse_distance`; small ones (10 · hidden size) at all times
+                 `stage3_max_reuse_distance`; small ones (10 · hidden size) at all times; layers' until backward has been
+                 through all of them, though each goes after its own backward pass: too much in the lower layers
     step         an fp64 copy of the largest gradient for the norm, then fp32 gradients and the optimizer's temporaries
+
+A world of one at stage 2 in fp32 is said too small, by 14 % with a large tied embedding.
 """
 
 from dataclasses import replace
@@ -123,13 +126,20 @@ def _third(recipe: Recipe, found: Held, rows: list[Row], parts: list[int], width
     if sharding.world_size == 1:  # the part is the whole, and is taken as it is
         share = persistent = 0
     gathered = {"workspace": max(0, int(share * sum(n * width for n, width in divided)) - persistent)}
+    outside = sum(
+        prod(row.shape) * row.count * row.width
+        for row in held(recipe)
+        if not row.quantized and "*" not in row.name and prod(row.shape) > small
+    )
+    late = {"workspace": min(outside, gathered["workspace"])}
     always = {"workspace": bucket + persistent, "gradients": rounded(sum(parts) * (width if told else FP32))}
     if sharding.offload:
-        return replace(found, always=always | {"gradients": 0}, forward=gathered, backward=gathered)
+        return replace(found, always=always | {"gradients": 0}, forward=gathered, backward=gathered, after_layers=late)
     largest = max((ceil(prod(row.shape) / sharding.world_size) for row in rows), default=0)
     whole = max(FP32 * part + max(FP32 * part * _foreach(recipe), width * part) for part in parts)
     temporaries = max(FP64 * largest, whole)
-    return replace(found, always=found.always | always, forward=gathered, backward=gathered, temporaries=temporaries)
+    found = replace(found, forward=gathered, backward=gathered, after_layers=late)
+    return replace(found, always=found.always | always, temporaries=temporaries)
 
 
 def _pieces(rows: list[Row], part: int, rank: int) -> list[tuple[int, int]]:
