@@ -26,7 +26,7 @@ def test_a_trick_is_asked_of_every_witness(bench, capsys):
     lines = capsys.readouterr().out.splitlines()
     assert [line.split("  ")[0] for line in lines[2:5]] == ["unchanged", "batch 4", "paged"]
     assert "needs a GPU" in lines[4] or bench.here.gpu
-    assert lines[5] == "live: here, batch 4: a word takes 1.00 × as long (0.50 to 1.50)"  # twice the words
+    assert lines[5] == "live: here, batch 4: a token takes 1.00 × as long (0.50 to 1.50)"  # twice the tokens
     assert peaks["batch 4"] > peaks["unchanged"] > peaks["paged"]
     assert bench.measured["batch: batch 4"][0] > bench.measured["unchanged"][0] and "batch: paged" not in bench.measured
 

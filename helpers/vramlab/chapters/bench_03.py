@@ -64,7 +64,7 @@ class Bench:
     Args:
         big, small: see the module; `big` is predicted and simulated for the chapter's card, an A100.
     Attributes:
-        measured: "section: trick" to the Trainer's peak in bytes and the time a word takes here, unchanged = 1.
+        measured: "section: trick" to the Trainer's peak in bytes and the time a token takes here, unchanged = 1.
     """
 
     def __init__(self, big: Recipe, small: Recipe):
@@ -95,9 +95,9 @@ class Bench:
                 seen, losses = self._trained(small) if changes else self.unchanged
                 trained = [f"{seen.peak.total / MiB:.1f} MiB", f"{losses[1]:.2f}"]
                 if changes:
-                    ratio = self.time_a_word(small)
+                    ratio = self.time_a_token(small)
                     self.measured[f"{section}: {name}"] = seen.peak.total, ratio.median
-                    times.append(f"here, {name}: a word takes {ratio}")
+                    times.append(f"here, {name}: a token takes {ratio}")
             for where, allowed in zip(tf32, before, strict=True):
                 where.allow_tf32 = allowed
             gib = f"{predicted.peak.total / GiB:.3f}", f"{peaks[name]:.3f}"
@@ -107,8 +107,8 @@ class Bench:
             live(line)
         return peaks
 
-    def time_a_word(self, recipe: Recipe) -> Pace:
-        """How many times as long a word of `recipe` takes here as one of the unchanged small recipe."""
+    def time_a_token(self, recipe: Recipe) -> Pace:
+        """How many times as long a token of `recipe` takes here as one of the unchanged small recipe."""
         return pace(stepper(recipe), self.usual, rounds=3).per(recipe.tokens / self.small.tokens)
 
     def _runs(self, recipe: Recipe) -> bool:

@@ -160,17 +160,17 @@ def steps_in_epoch(samples: int, batch_size: int, drop_last: bool = False) -> Fi
 def accumulated_error(lengths: list[int], by: str, parts: int = 4) -> float:
     """How far gradients accumulated over `parts` micro-batches are from those of the whole batch, relative to them.
 
-    A linear layer guesses words; `lengths` are the words of each text, the rest is padding. `by` says what a
-    micro-batch's loss is divided by: "micro-batches" takes the mean of means, "words" the words of the whole batch.
+    A linear layer guesses tokens; `lengths` are the tokens of each sequence, the rest is padding. `by` says what a
+    micro-batch's loss is divided by: "micro-batches" takes the mean of means, "tokens" the tokens of the whole batch.
     """
     import torch
     from torch.nn import functional as F
 
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(len(lengths), max(lengths), 32, generator=generator)
-    words = torch.randint(50, x.shape[:2], generator=generator)
+    tokens = torch.randint(50, x.shape[:2], generator=generator)
     for row, length in enumerate(lengths):
-        words[row, length:] = -100
+        tokens[row, length:] = -100
     layer = torch.nn.Linear(32, 50)
     with torch.no_grad():
         layer.weight.copy_(torch.randn(50, 32, generator=generator) / 8)
@@ -178,8 +178,8 @@ def accumulated_error(lengths: list[int], by: str, parts: int = 4) -> float:
     def gradient(rows: list[slice], divide: bool) -> torch.Tensor:
         layer.zero_grad()
         for part in rows:
-            total = F.cross_entropy(layer(x[part]).flatten(0, 1), words[part].flatten(), reduction="sum")
-            count = (words[part] != -100).sum() * len(rows) if divide else (words != -100).sum()
+            total = F.cross_entropy(layer(x[part]).flatten(0, 1), tokens[part].flatten(), reduction="sum")
+            count = (tokens[part] != -100).sum() * len(rows) if divide else (tokens != -100).sum()
             (total / count).backward()
         return layer.weight.grad.clone()
 
@@ -304,7 +304,7 @@ def saved_bytes(function: Callable[[], Any], own: Iterable[Any] = ()) -> tuple[i
 
 def emptying_lowers(what: str) -> Finding:
     """Whether `empty_cache` after every step lowers the peak of what is allocated, or reserved, or what is reserved
-    between steps; by the allocator's model, over texts of different lengths."""
+    between steps; by the allocator's model, over sequences of different lengths."""
     usual, emptied = replayed(False), replayed(True)
     before, after = getattr(usual, what), getattr(emptied, what)
     text = f"gpt2, {len(LENGTHS)} lengths: {format_bytes(before)} and {format_bytes(after)}"

@@ -47,7 +47,7 @@ def at_the_peak(layers: int, every: int, given: int, kept: int) -> int:
 
 
 def fits(answer: Recipe) -> Verdict:
-    """Whether a recipe trains GPT-2 large on 32 texts a step, on an RTX 3090, without recomputing anything."""
+    """Whether a recipe trains GPT-2 large on 32 sequences a step, on an RTX 3090, without recomputing anything."""
     if not isinstance(answer, Recipe):
         return Verdict(False, f"A Recipe was expected, not a {type(answer).__name__}.")
     if answer.name != "gpt2-large" or answer.num_layers is not None or answer.seq_len != 1024:
@@ -59,7 +59,7 @@ def fits(answer: Recipe) -> Verdict:
     if answer.precision.endswith("-true"):
         return Verdict(False, "The weights stay in fp32: take a precision that ends in '-mixed', or fp32 or tf32.")
     if answer.batch_size * answer.gradient_accumulation_steps != 32:
-        return Verdict(False, "A step has to see 32 texts: batch_size × gradient_accumulation_steps.")
+        return Verdict(False, "A step has to see 32 sequences: batch_size × gradient_accumulation_steps.")
     card = find_gpu(CARD)
     report = predict(answer, gpu=CARD)
     need = f"the process is likely to take {format_bytes(report.process.value)} of {format_bytes(card.total)}"
@@ -78,7 +78,7 @@ def _fitting(**changes) -> Recipe:
 EXERCISES = [
     Exercise(
         "03.1",
-        f"You have {SAMPLES:,} texts, per_device_train_batch_size={MICRO} and gradient_accumulation_steps={ACCUMULATED}, "
+        f"You have {SAMPLES:,} sequences, per_device_train_batch_size={MICRO} and gradient_accumulation_steps={ACCUMULATED}, "
         "on one GPU. How often does the Trainer update the weights in an epoch?",
         difficulty=1,
         minutes=4,
@@ -93,20 +93,20 @@ EXERCISES = [
                     lambda: SAMPLES // MICRO // ACCUMULATED,
                     "Four micro-batches are left at the end, and the Trainer makes an update of them too.",
                 ),
-                Mistake(lambda: SAMPLES // ACCUMULATED, "Sixteen is the number of micro-batches, not of texts."),
+                Mistake(lambda: SAMPLES // ACCUMULATED, "Sixteen is the number of micro-batches, not of sequences."),
             ],
-            right="the last update sees fewer texts than the others.",
+            right="the last update sees fewer sequences than the others.",
         ),
     ),
     Exercise(
         "03.2",
-        "Texts differ in length. Write `weight(here, whole, parts)`: by what must a micro-batch's mean loss be multiplied "
-        "so that the accumulated gradients are those of the whole batch? It has `here` words, the whole batch `whole`, "
-        "in `parts` micro-batches.",
+        "Sequences differ in length. Write `weight(here, whole, parts)`: by what must a micro-batch's mean loss be "
+        "multiplied so that the accumulated gradients are those of the whole batch? It has `here` tokens, the whole "
+        "batch `whole`, in `parts` micro-batches.",
         difficulty=2,
         minutes=6,
         hints=(
-            "The whole batch's loss is the sum over all words, divided by their number.",
+            "The whole batch's loss is the sum over all tokens, divided by their number.",
             "A micro-batch's mean is its sum divided by `here`: multiply by that, divide by what it should have been.",
         ),
         check=Function(
@@ -115,10 +115,10 @@ EXERCISES = [
             unit="×",
             mistakes=[
                 Mistake(
-                    lambda here, whole, parts: 1 / parts, "That is the mean of means: a short text counts too much."
+                    lambda here, whole, parts: 1 / parts, "That is the mean of means: a short sequence counts too much."
                 ),
                 Mistake(
-                    lambda here, whole, parts: whole / here, "Upside down: a part with more words has to count more."
+                    lambda here, whole, parts: whole / here, "Upside down: a part with more tokens has to count more."
                 ),
                 Mistake(lambda here, whole, parts: 1 / whole, "The mean loss was divided by `here` already."),
             ],
@@ -142,7 +142,7 @@ EXERCISES = [
                 Mistake(lambda rows, columns: used(128, columns), "The rows come in tiles too."),
                 Mistake(lambda rows, columns: 1 / used(rows, columns), "That is how much too much is computed."),
             ],
-            right="GPT-2's 50,257 words are 47 columns short of whole tiles, which costs next to nothing.",
+            right="GPT-2's 50,257 tokens are 47 columns short of whole tiles, which costs next to nothing.",
         ),
     ),
     Exercise(
@@ -215,7 +215,7 @@ EXERCISES = [
     ),
     Exercise(
         "03.7",
-        f"Write a Recipe that trains gpt2-large with the Trainer on an {CARD} (24 GB): 1,024 tokens, 32 texts a step, "
+        f"Write a Recipe that trains gpt2-large with the Trainer on an {CARD} (24 GB): 1,024 tokens, 32 sequences a step, "
         "weights in fp32, no checkpointing. What its process is likely to take, by predict, has to fit. "
         f"At batch {START.batch_size} without any trick it needs several times as much.",
         difficulty=4,
