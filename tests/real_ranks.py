@@ -170,21 +170,23 @@ def witnesses(recipe: Recipe) -> dict[str, Any]:
     return {"witnessed": seen, "tracked": tracked(recipe)}
 
 
-def hundred_layers() -> dict[str, int]:
-    """Bytes of the buffers and full weights that a rank has at once: all layers one unit, or each its own."""
-    from vramlab.chapters.wrap_units import experiment
+def hundred_layers() -> dict[str, dict[str, Any]]:
+    """By wrapping, what a rank has of a hundred layers: all one unit, or each its own."""
+    from vramlab.chapters.units_04 import wrapped
 
-    return experiment(layers=100, width=32)
+    return {wrapping: wrapped(wrapping, layers=100, width=32, rows=4) for wrapping in ("one unit", "a unit each")}
 
 
 def dist_rank() -> int | None:
     return int(os.environ["RANK"]) if "RANK" in os.environ else None
 
 
-def run(folder: Path, names: Iterable[str], world_size: int) -> list[dict[str, dict[str, Any]]]:
-    """By rank and name, what `world_size` real processes leave. Raises AssertionError with their last words."""
+def run(
+    folder: Path, names: Iterable[str], world_size: int, script: str = __file__, timeout: float = 600
+) -> list[dict[str, dict[str, Any]]]:
+    """By rank and name, what `world_size` real processes of `script` leave. Raises AssertionError with their last words."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={world_size}"]
-    done = subprocess.run([*command, __file__, str(folder), *names], capture_output=True, text=True, timeout=600)
+    done = subprocess.run([*command, script, str(folder), *names], capture_output=True, text=True, timeout=timeout)
     said = [line for line in done.stderr.splitlines() if line.startswith("[rank0]")]
     assert done.returncode == 0, said[-12:]
     return [pickle.loads(Path(folder, f"{rank}.pickle").read_bytes()) for rank in range(world_size)]

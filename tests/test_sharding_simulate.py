@@ -233,11 +233,12 @@ def test_units_are_accelerates():
 def test_wrapping_a_plain_module(real):
     """A hundred linear layers: in one unit everything is gathered at once; in units of one, a layer or two."""
     for rank in real(2):
-        found = rank["units"]
-        assert found["shards"] == found["all"] // 2
-        assert found["one_unit"] == 2 * found["all"]  # full weights, and the flat tensor that they arrive in
-        assert found["unit_each"] <= 6 * found["all"] // 100
-        assert found["unit_each_peak"] < found["one_unit_peak"] / 2
+        one, each = rank["units"]["one unit"], rank["units"]["a unit each"]
+        whole = 100 * 32 * 32 * 4
+        assert one["shards"] == each["shards"] == whole // 2
+        assert one["gathered"] == 2 * whole  # full weights, and the flat tensor that they arrive in
+        assert each["gathered"] <= 6 * whole // 100
+        assert each["peak"] < one["peak"] / 2
 
 
 def test_recipes_that_no_engine_runs_are_refused():
