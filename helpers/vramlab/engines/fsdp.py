@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from ..errors import RecipeError
 from ..models import is_fake, real_tensors
 from ..recipe import Recipe
+from ..training import AUTOCAST
 from .alone import Engine
 
 if TYPE_CHECKING:
@@ -14,8 +15,6 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
     from ..training import Training
-
-HALF = {"fp16-mixed": "float16", "bf16-mixed": "bfloat16"}
 
 
 class FSDP(Engine):
@@ -44,7 +43,7 @@ class FSDP(Engine):
             model,
             units(model, sharding.wrap, as_accelerate=self.recipe.loop.name == "trainer"),
             reshard_after_forward=sharding.stage == 3,
-            half=HALF.get(self.recipe.precision),
+            half=AUTOCAST.get(self.recipe.precision),
             offload=sharding.offload is not None,
         )
 
