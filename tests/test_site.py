@@ -176,6 +176,7 @@ def test_another_verdict_gives_another_page():
         ({"a": {"changes": {"precision": "bf16-mixed"}}}, "there is no recorded measurement of it", "Ampere or newer"),
         ({"a": {"changes": {"sharding": {"world_size": 8}}}}, "there is no recorded measurement of it", "8 GPUs"),
         ({"a": {}}, "needs a GPU", "a GPU with CUDA"),
+        ({"a": {}}, "Waits for a GPU with a fan.", "a GPU with a fan"),
     ],
 )
 def test_a_waiting_claim_says_for_what_hardware(cases, missing, said):

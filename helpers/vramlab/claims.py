@@ -131,13 +131,21 @@ class Verdict:
         """The outcome with its conditions."""
         return f"{self.outcome} {'; '.join(self.holding)}" if self.outcome == UNDER else self.outcome
 
+    def waits_for(self, case: str) -> str:
+        """What a case without a finding waits for, "waits for a GPU with …", where its experiment names it; else ""."""
+        said = self.missing.get(case, "")
+        return f"w{said[1:].rstrip('.')}" if said.startswith("Waits for ") else ""
+
     @property
     def found(self) -> str:
         """What was found, case by case, with the witness."""
         several = len(self.findings) > 1
         said = []
         for case, found in self.findings.items():
-            figure = f"{shown(found.value, self.claim.unit)} ({found.witness})" if found else "no record yet"
+            if found:
+                figure = f"{shown(found.value, self.claim.unit)} ({found.witness})"
+            else:
+                figure = self.waits_for(case) or "no record yet"
             said.append(f"{case}: {figure}" if several else figure)
         return "; ".join(said)
 

@@ -45,7 +45,7 @@ def _summary(verdicts: list[Verdict]) -> str:
         "\n\n*Holds under* names the conditions under which the claim holds; under the others it does not. A finding is "
         "*derived* (arithmetic on specifications), *predicted* (closed formulas), *simulated* (the real step on tensors "
         "without contents), *measured* (here, on a CPU, when the page was made) or *recorded* (on a GPU, earlier). What "
-        "waits for a GPU gets its verdict by itself as soon as `vramlab record` has run on one."
+        "waits for a GPU gets its verdict by itself as soon as `vramlab record`, or the chapter, has run on one."
     )
 
 
@@ -87,6 +87,8 @@ def _found(verdict: Verdict) -> str:
 
 def waits_for(verdict: Verdict, case: str) -> str:
     """The hardware that a case without a finding waits for: the record's card, or what the case itself asks for."""
+    if named := verdict.waits_for(case):
+        return named.removeprefix("waits for ")
     if card := re.search(r"recorded .* on (.+?)\.?$", verdict.missing.get(case, "")):
         return f"a record on {card[1]}"
     asked = json.dumps(verdict.claim.cases[case])
