@@ -56,6 +56,21 @@ def test_another_kind_of_rounding_would_not_give_the_printed_codes(monkeypatch):
     assert claims_01.other_codes().value is False
 
 
+def test_a_smaller_number_would_be_the_largest(monkeypatch):
+    monkeypatch.setitem(claims_01.BLOCKS, 1, [1, -7, 3])
+    assert claims_01.largest(1).value == 7 and claims_01.largest().value == 20
+
+
+def test_half_precision_saves_bytes_and_time_but_no_operations(verdicts):
+    assert verdicts["A-half-work"].holding == ["bytes of its operands", "time at an A100's peak rates"]
+    assert not claims_01.half_is_less("operations").value
+
+
+def test_lines_that_turn_nothing_on_would_be_seen(monkeypatch):
+    monkeypatch.setattr(claims_01, "_tf32_switches", lambda turned_on=False: (not turned_on, turned_on))
+    assert not claims_01.tf32_turned_on("matmuls").value and claims_01.tf32_turned_on("convolutions").value
+
+
 def test_blocks_without_an_outlier_help_less(monkeypatch):
     monkeypatch.setattr(claims_01, "normal_numbers", lambda outlier=None: torch.randn(4096))
     assert claims_01.blocks_help("outlier").value is False

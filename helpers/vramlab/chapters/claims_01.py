@@ -120,10 +120,14 @@ def since_ampere(format: str) -> Finding:
     return Finding(agree, "derived", f"{len(cards)} cards; CUDA C++ Programming Guide, compute capabilities")
 
 
+SWITCHES = ("torch.backends.cuda.matmul.allow_tf32", "torch.backends.cudnn.allow_tf32")
+
+
 @cache
-def _tf32_switches() -> tuple[bool, bool]:
-    """torch's switches for (matmuls, convolutions) as a fresh interpreter has them."""
-    code = "import torch; print(torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32)"
+def _tf32_switches(turned_on: bool = False) -> tuple[bool, bool]:
+    """torch's switches for (matmuls, convolutions) as a fresh interpreter has them, or after A's two lines."""
+    lines = [f"{switch} = True" for switch in SWITCHES] if turned_on else []
+    code = "; ".join(["import torch", *lines, f"print({', '.join(SWITCHES)})"])
     said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
     return said[0] == "True", said[1] == "True"
 
@@ -132,6 +136,30 @@ def tf32_by_default(operation: str) -> Finding:
     """Whether torch lets "matmuls" or "convolutions" use tf32 without being asked."""
     on = _tf32_switches()[operation == "convolutions"]
     return Finding(on, "measured", f"torch {torch.__version__.split('+')[0]}, {operation}")
+
+
+def tf32_turned_on(operation: str) -> Finding:
+    """Whether A's two lines turn tf32 on for "matmuls" or "convolutions"."""
+    on = _tf32_switches(turned_on=True)[operation == "convolutions"]
+    return Finding(on, "measured", f"torch {torch.__version__.split('+')[0]}, {SWITCHES[operation == 'convolutions']}")
+
+
+def half_is_less(what: str, gpu: str = "A100") -> Finding:
+    """Whether a product of 256 × 256 matrices in fp16 has fewer "operations" than in fp32, fewer "bytes" to move, or takes
+    less "time" at a card's peak rates."""
+    from torch.utils.flop_counter import FlopCounterMode
+
+    counts = []
+    for dtype in (torch.float16, torch.float32):
+        a = torch.ones(256, 256, dtype=dtype)
+        with FlopCounterMode(display=False) as counter:
+            result = a @ a
+        counts.append((counter.get_total_flops(), 2 * a.nbytes + result.nbytes))
+    operations, moved = zip(*counts, strict=True)
+    seconds = [n / find_gpu(gpu).peak[name] for n, name in zip(operations, ("fp16", "fp32"), strict=True)]
+    half, full = {"operations": operations, "bytes": moved, "time": seconds}[what]
+    witness = "derived" if what == "time" else "measured"
+    return Finding(half < full, witness, f"{what}: {half:.4g} and {full:.4g}{f' s on {gpu}' if what == 'time' else ''}")
 
 
 def under_autocast(what: str) -> Finding:
@@ -231,6 +259,12 @@ def spread_over(numbers: list[float], largest: float, low: float, how: str = "ro
     """B's way: `low` to `largest` onto the codes 0 to 255, rounded to the nearest or cut off."""
     exact = [(n - low) / (largest - low) * 255 for n in numbers]
     return [round(e) if how == "round" else int(e) for e in exact]
+
+
+def largest(block: int | None = None) -> Finding:
+    """The largest absolute value of B's nine numbers, or of one of its blocks."""
+    numbers = BLOCKS[block] if block else NINE
+    return Finding(float(max(map(abs, numbers))), "derived", str(numbers))
 
 
 def code_of(number: float) -> Finding:
