@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from vramlab.allocator import AllocatorError
 from vramlab.chapters import claims_07 as chapter
 from vramlab.claims import HOLDS, NOT, UNDER, WAITS, Verdict, judge, ledger, load_claims
 from vramlab.errors import RecordError
@@ -56,7 +57,7 @@ def test_what_only_a_gpu_shows_waits_for_it(verdicts):
     if not torch.cuda.is_available():
         waiting = {name for name, verdict in verdicts.items() if None in verdict.findings.values()}
         speeds = {"D-flash-speed", "D-compile-speed"}
-        assert {"D-backward-thread", "D-records", "D-expandable-gpu", *speeds} == waiting
+        assert {"D-backward-thread", "D-records", "D-expandable-gpu", "D-malloc-cost", *speeds} == waiting
 
 
 def test_the_listing_of_the_source_does_not_run(verdicts):
@@ -126,3 +127,30 @@ def test_python_calls_are_counted():
         return list(map(lambda _: None, range(2)))
 
     assert chapter._python_calls(three, None) == 3
+
+
+def test_a_trace_that_only_a_plugin_reads_would_be_seen(verdicts, monkeypatch):
+    assert verdicts["D-tensorboard"].holding == ["in TensorBoard"]
+    monkeypatch.setattr(Trace, "load", lambda path: SimpleNamespace(events=[]))
+    assert chapter.trace_needs_a_plugin("JSON").value
+
+
+def test_expandable_segments_that_give_nothing_back_would_be_seen(monkeypatch):
+    """Over unequal lengths only: what comes with equal ones too is not the sizes' fault."""
+    claim = load_claims("07")["D-expandable-limit"]
+    assert {case.get("spare") for case in claim.cases.values()} == {None, 0.02, 0.05, 0.1}
+    for unequal, equal, outcome in ((1, 0, HOLDS), (0, 0, NOT), (1, 1, NOT), (None, 0, HOLDS), (None, None, NOT)):
+
+        def follow(requests, lengths, allocator, back=(unequal, equal)):
+            given = back[len(set(lengths)) == 1]
+            if given is None and allocator.limit:
+                raise AllocatorError("out of memory")
+            return Followed([1], [1], [1], [0], [given])
+
+        monkeypatch.setattr(chapter, "follow", follow)
+        assert judge(claim).outcome == outcome
+
+
+def test_a_variable_that_torch_does_not_know_would_be_seen():
+    assert chapter.torch_reads_variable("PYTORCH_ALLOC_CONF").value
+    assert not chapter.torch_reads_variable("PYTORCH_NO_SUCH_CONF").value

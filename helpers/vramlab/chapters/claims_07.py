@@ -195,6 +195,26 @@ def history_call(name: str, **arguments: Any) -> Finding:
     return Finding(True, "measured", f"{name}, torch {torch.__version__.split('+')[0]}")
 
 
+def trace_needs_a_plugin(viewer: str) -> Finding:
+    """Whether a trace says nothing without torch-tb-profiler: "TensorBoard" itself reads event files only, and `Trace`
+    reads plain "JSON"."""
+    import tempfile
+    from pathlib import Path
+
+    import torch
+
+    from ..trace import Trace
+
+    model, x = _small()
+    with tempfile.TemporaryDirectory() as folder:
+        _traced(lambda: model(x), on_trace_ready=torch.profiler.tensorboard_trace_handler(folder))
+        (path,) = Path(folder).iterdir()
+        read = [event for event in Trace.load(path).events if event.kind == "cpu_op"] if viewer == "JSON" else []
+    kind = "".join(path.suffixes[-3:])
+    needed = ".tfevents." not in path.name if viewer == "TensorBoard" else not read
+    return Finding(needed, "measured", f"a file {kind}, {len(read)} operators read from it")
+
+
 # --- data --------------------------------------------------------------------------------------------------------
 
 
@@ -279,6 +299,61 @@ def calls_after_the_first(shapes: str) -> Finding:
     """Calls to cudaMalloc in all steps after the first."""
     found = run(shapes)
     return Finding(sum(found.mallocs[1:]), "simulated", _about(shapes))
+
+
+def malloc_is_expensive() -> Finding:
+    """Whether a tensor takes ten times as long with cudaMalloc as from the cache. Raises RecordError without a GPU."""
+    import statistics
+
+    import torch
+
+    if not torch.cuda.is_available():
+        raise RecordError("Waits for a GPU, where cudaMalloc takes its time.")
+    seconds: dict[bool, list[float]] = {True: [], False: []}
+    for _ in range(20):
+        torch.cuda.empty_cache()
+        for fresh in (True, False):  # the second finds what the first left in the cache
+            torch.cuda.synchronize()
+            start = time.perf_counter()
+            torch.empty(256 * 2**20, dtype=torch.uint8, device="cuda")
+            seconds[fresh].append(time.perf_counter() - start)
+    fresh, cached = (statistics.median(seconds[kind]) for kind in (True, False))
+    return Finding(fresh >= 10 * cached, "measured", f"256 MiB: {fresh * 1e6:.0f} µs and {cached * 1e6:.1f} µs")
+
+
+def expandable_still_fails(spare: float | None = None) -> Finding:
+    """Whether expandable segments give cached memory back over the lengths, but not over batches as long as the longest.
+
+    On a card that has room for `spare` more than is allocated at the peak (0.1: ten per cent), or on a T4. Running out of
+    memory counts as giving back.
+    """
+    from ..allocator import AllocatorError
+    from ..expandable import ExpandableAllocator
+
+    most = follow(requests(), LENGTHS, ExpandableAllocator()).peak_allocated
+    limit = room() if spare is None else int((1 + spare) * most)
+
+    def gives_back_over(lengths: list[int]) -> bool:
+        try:
+            return sum(follow(requests(), lengths, ExpandableAllocator(limit=limit)).given_back) > 0
+        except AllocatorError:
+            return True
+
+    found = [gives_back_over(lengths) for lengths in (LENGTHS, [max(LENGTHS)] * len(LENGTHS))]
+    said = "; equal sizes do so too" if found[1] else ""
+    text = f"{_about('expandable segments')}, room for {format_bytes(limit)}{said}"
+    return Finding(found[0] and not found[1], "simulated", text)
+
+
+def torch_reads_variable(name: str) -> Finding:
+    """Whether the installed torch's core library knows an environment variable."""
+    from pathlib import Path
+
+    import torch
+
+    libraries = (Path(torch.__file__).parent / "lib").glob("*c10*")
+    found = any(name.encode() in path.read_bytes() for path in libraries if path.is_file())
+    return Finding(found, "measured", f"torch {torch.__version__.split('+')[0]}")
 
 
 def gives_back(shapes: str, limit: bool = True) -> Finding:
