@@ -4,8 +4,9 @@ E's run: gpt2 with `run_clm.py` and DDP on two TITAN RTX (NV2), 4 sequences a GP
 once with NCCL_P2P_DISABLE=1. What E printed is a constant here; everything else is derived from specifications.
 """
 
+from importlib import metadata
 from itertools import combinations, pairwise
-from math import ceil
+from math import ceil, exp
 
 from ..claims import Finding
 from ..errors import RecordError
@@ -28,18 +29,23 @@ MATRICES = {
 SLOT = 75
 CONNECTORS = {"6-pin": 75, "8-pin": 150, "16-pin, coded 600 W": 600, "16-pin, coded 450 W": 450}
 # °C in published outputs of `nvidia-smi -q`: the target that the driver lowers clocks to keep, and the maximum that the
-# card is made for, at which it throttles too (NVIDIA support, answer 2752). 280 W card of github.com/microsoft/WSL issue
-# 7852; RTX 3090, driver 535; github.com/NVIDIA/open-gpu-kernel-modules issue 1083.
+# card is made for, at which it throttles too; further up it shuts down (NVIDIA support, answer 2752). 280 W card of
+# github.com/microsoft/WSL issue 7852; RTX 3090, driver 535; github.com/NVIDIA/open-gpu-kernel-modules issue 1083;
+# github.com/intel/thermal_daemon issue 300.
 THRESHOLDS = {
-    "TITAN RTX": {"target": 84, "maximum": 89},
+    "TITAN RTX": {"target": 84, "maximum": 89, "shutdown": 94},
     "RTX 3090": {"target": 83, "maximum": 93},
     "RTX 2070 in a laptop, driver 595": {"target": 75},
+    "MX330 in a laptop": {"shutdown": 102},
 }
+BOLTZMANN = 8.617e-5  # electronvolts a kelvin
+ACTIVATION = {"aluminium": 0.5, "copper": 0.9}  # electronvolts, of electromigration
 # Bytes a second in one direction while both are in use, between two cards at PHB on PCIe 3.0 x16: half of the
 # bidirectional readings (4.88 and 7.50 GB/s, two settings of one board) in forum.level1techs.com, thread 185531.
 HOST_PATH = (4.88e9 / 2, 7.50e9 / 2)
 WORDS = 2_088_628  # wikitext-2, training part: Merity et al. 2016, table 1
 TOKENS_PER_WORD = (1.0, 4 / 3)  # a word is a token at least; 4/3 is OpenAI's rule of thumb for English
+BRIDGE_LINKS = {"RTX 3090": 4}  # NVIDIA's NVLink bridge for the RTX 30 series carries 112.5 GB/s, all that GA102 has
 P2P = {"NVLink": "P2P", "PCIe": "P2P", "host memory": "SHM"}  # which of NCCL's transports takes a path (its user guide)
 # What each way of fixing an environment fixes; a container runs on the host's kernel and driver (NVIDIA Container
 # Toolkit, architecture overview).
@@ -47,6 +53,8 @@ FIXES = {
     "environment": ("Python packages",),
     "image": ("Python packages", "Python", "system libraries"),
 }
+# Contents of NVIDIA's container image for PyTorch by its release notes, release 19.11.
+IMAGE = ("PyTorch", "CUDA", "cuDNN", "NCCL", "Apex", "JupyterLab", "TensorBoard", "TensorRT", "DALI")
 
 
 def gradient_bytes() -> int:
@@ -108,6 +116,56 @@ def throttles_at(card: str | None = None, threshold: str = "slowdown", low: int 
     return Finding(low - 1 <= found <= high + 1, "measured", f"{seen.name}: {found} °C by NVML")
 
 
+def keeps_its_clocks(degrees: int, card: str | None = None) -> Finding:
+    """Whether a temperature is below the one from which a card lowers its clocks; without a name this machine's."""
+    if card:
+        found = THRESHOLDS[card]["target"]
+        return Finding(degrees < found, "derived", f"{card}: {found} °C by its nvidia-smi -q")
+    seen = nvml_snapshot()
+    if seen.slowdown_temperature is None:
+        raise RecordError("No sensor of this machine says from which temperature its GPU slows down.")
+    found = seen.slowdown_temperature
+    return Finding(degrees < found, "measured", f"{seen.name}: {found} °C by NVML")
+
+
+def shutdown_temperature() -> int | None:
+    """°C at which this machine's first GPU shuts down, by NVML; None where NVML or the card does not say."""
+    import pynvml
+
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError:
+        return None
+    try:
+        card = pynvml.nvmlDeviceGetHandleByIndex(0)
+        return pynvml.nvmlDeviceGetTemperatureThreshold(card, pynvml.NVML_TEMPERATURE_THRESHOLD_SHUTDOWN)
+    except pynvml.NVMLError:
+        return None
+    finally:
+        pynvml.nvmlShutdown()
+
+
+def shuts_down(card: str | None = None) -> Finding:
+    """Whether a card has a temperature at which it shuts down, above that at which it throttles; without a name this
+    machine's. Raises RecordError where no sensor says."""
+    if card:
+        known = THRESHOLDS[card]
+        found = known.get("shutdown", 0)
+        return Finding(found > known.get("maximum", 0), "derived", f"{card}: {found} °C by its nvidia-smi -q")
+    found = shutdown_temperature()
+    if found is None:
+        raise RecordError("No sensor of this machine says at which temperature its GPU shuts down.")
+    return Finding(found > 0, "measured", f"{found} °C by NVML")
+
+
+def wears(metal: str, cool: int = 70, hot: int = 90) -> Finding:
+    """How many times as fast a chip's wires wear out at one temperature as at another, at the same current: Black's
+    equation (Proceedings of the IEEE, 1969), by which their life is proportional to exp(E / kT)."""
+    energy = ACTIVATION[metal]
+    value = exp(energy / BOLTZMANN * (1 / (cool + 273.15) - 1 / (hot + 273.15)))
+    return Finding(value, "derived", f"electromigration in {metal}, {energy} eV, {hot} °C against {cool} °C")
+
+
 # --- how GPUs are joined ------------------------------------------------------------------------------------------
 
 
@@ -149,6 +207,19 @@ def nvlinks(card: str) -> Finding:
     return Finding(float(count), "derived", f"{card}: generation {generation}")
 
 
+def nvlink_generation(card: str) -> Finding:
+    """The generation of a card's NVLink."""
+    return Finding(float(NVLINK[card][0]), "derived", f"{card}: generation {NVLINK[card][0]}")
+
+
+def cards_joined(card: str) -> Finding:
+    """Cards that can be joined, each to each: a bridge takes BRIDGE_LINKS of a card's links to one other card."""
+    links = NVLINK[card][1]
+    return Finding(
+        1.0 + links // BRIDGE_LINKS[card], "derived", f"{card}: {links} links, {BRIDGE_LINKS[card]} a bridge"
+    )
+
+
 def slower_than_nvlink(card: str, path: str) -> Finding:
     """Whether a path through a host bridge carries less in one direction than a card's NVLinks: the "measured" path of
     HOST_PATH, or PCIe at its line rate."""
@@ -172,9 +243,10 @@ def links_order_bandwidth(generation: int | None = None) -> Finding:
 # --- E's two runs -------------------------------------------------------------------------------------------------
 
 
-def runtime(run: str) -> Finding:
-    """Seconds of one of the runs by E's own log."""
-    return Finding(RUNTIME[run], "derived", "train_runtime in E's log")
+def runtime(run: str, how: str) -> Finding:
+    """Whole seconds of one of the runs by E's own log, "rounded" or "cut" off."""
+    whole = round(RUNTIME[run]) if how == "rounded" else int(RUNTIME[run])
+    return Finding(float(whole), "derived", f"train_runtime in E's log: {RUNTIME[run]} s")
 
 
 def gain(of: str) -> Finding:
@@ -219,3 +291,37 @@ def one_command(run: str) -> Finding:
 def fixes(tool: str, part: str) -> Finding:
     """Whether an "environment" with fixed versions, or an "image", fixes a part of what a run depends on."""
     return Finding(part in FIXES[tool], "derived", f"{tool}: {', '.join(FIXES[tool])}")
+
+
+def image_has(part: str) -> Finding:
+    """Whether a part is in NVIDIA's image for PyTorch, by its release notes."""
+    return Finding(part in IMAGE, "derived", f"release 19.11: {', '.join(IMAGE)}")
+
+
+# --- C's libraries ------------------------------------------------------------------------------------------------
+
+
+def pynvml_reads(card: bool) -> Finding:
+    """Whether pynvml has the calls of C's listing, or reads with them what is in use of this machine's `card`.
+
+    Raises RecordError without a GPU and its driver.
+    """
+    import pynvml
+
+    if not card:
+        calls = ("nvmlInit", "nvmlDeviceGetHandleByIndex", "nvmlDeviceGetMemoryInfo")
+        return Finding(all(hasattr(pynvml, call) for call in calls), "measured", ", ".join(calls))
+    used = nvml_snapshot().used
+    if used is None:
+        raise RecordError("Waits for a GPU with NVIDIA's driver.")
+    return Finding(used > 0, "measured", f"{used / 2**20:,.0f} MiB in use")
+
+
+def pynvml_comes_from(package: str) -> Finding:
+    """Whether the module pynvml that is installed here belongs to a package."""
+    try:
+        files = metadata.files(package) or []
+    except metadata.PackageNotFoundError:
+        return Finding(False, "measured", f"{package} is not installed")
+    found = any(str(file) == "pynvml.py" for file in files)
+    return Finding(found, "measured", f"{package} {metadata.version(package)}")
