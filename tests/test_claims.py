@@ -43,7 +43,7 @@ def stored(tmp_path, *entries):
 
 def test_every_claim_of_the_ledger_loads_and_is_judged(verdicts):
     assert list(verdicts) == list(load_claims("02"))
-    assert {"B", "C"} == {verdict.claim.source for verdict in verdicts.values()}
+    assert {"A", "B", "C"} == {verdict.claim.source for verdict in verdicts.values()}
     assert {v.outcome for v in verdicts.values()} <= {HOLDS, UNDER, NOT, WAITS}
     assert all(set(v.findings) == set(v.claim.cases) for v in verdicts.values())
 
@@ -236,3 +236,22 @@ def test_the_table_shows_figure_finding_and_verdict(verdicts):
     lines = markdown.splitlines()
     assert len(lines) == 2 + 3 and all(line.count("|") == 5 for line in lines)
     assert max(len(line) for line in text.splitlines()) <= 112
+
+
+def test_a_case_says_what_it_waits_for_where_its_experiment_names_it():
+    claim = Claim(**{**ENTRY, "cases": {"a": {}, "b": {}}})
+    verdict = Verdict(claim, {"a": None, "b": None}, {"a": "Waits for a GPU with a fan.", "b": "there is no record"})
+    assert verdict.outcome == WAITS and verdict.found == "a: waits for a GPU with a fan; b: no record yet"
+
+
+def test_gddr6_is_told_from_gddr6x_by_its_rate():
+    assert claims_02.memory_is_gddr6x("RTX 4070").value
+    assert not claims_02.memory_is_gddr6x("RTX 4070", 480).value  # 20 Gbit/s times 192 pins
+    assert "21.0 Gbit/s" in claims_02.memory_is_gddr6x("RTX 4070").configuration
+
+
+def test_the_log_of_c_agrees_with_itself(verdicts):
+    assert verdicts["C-rate"].outcome == verdicts["C-rate-steps"].outcome == HOLDS
+    assert verdicts["C-labels"].holding == ["randint(0, 2)"] and len(verdicts["C-file"].holding) == 1
+    assert verdicts["C-full"].holding == ["a card of 12 GB"]
+    assert verdicts["A-adamw-proportional"].outcome == HOLDS

@@ -24,6 +24,11 @@ from ..report import GiB, Interval, MiB, Report, format_bytes
 from ..simulate import simulate
 
 T4 = "T4"
+SAMPLES, SECONDS, READ = (
+    512,
+    111.7234,
+    12183,
+)  # of C's training: the data set, train_runtime, MiB that NVML showed after it
 OLD_CONTEXT = CONTEXT.low  # the bare context; nothing but weights had been loaded when C read 2,116 MB
 SCALARS_PER_LAYER = 2 + 4 * 32  # `masked_bias`, fp16, and `inv_freq`, fp32 of half the rotated channels, in bytes
 
@@ -102,6 +107,7 @@ def card_memory(gpu: str) -> Finding:
 
 # Streaming multiprocessors (product page, 2023) and CUDA cores in each (NVIDIA Ada whitepaper V2, appendix A).
 CORES = {"RTX 4070": (46, 128)}
+BASE_CLOCK, PINS = {"RTX 4070": 1.92}, {"RTX 4070": 192}  # GHz, bits of the memory interface; the same page
 
 
 def cuda_cores(gpu: str) -> Finding:
@@ -115,6 +121,18 @@ def boost_clock(gpu: str) -> Finding:
     card, (processors, each) = find_gpu(gpu), CORES[gpu]
     text = f"{card.name}: {card.peak['fp32'] / 1e12:g} TFLOP/s in fp32, {processors * each:,} cores"
     return Finding(card.peak["fp32"] / (2 * processors * each) / 1e9, "derived", text)
+
+
+def base_clock(gpu: str) -> Finding:
+    """GHz of a card's base clock."""
+    return Finding(BASE_CLOCK[gpu], "derived", f"{gpu}: NVIDIA's product page")
+
+
+def memory_is_gddr6x(gpu: str, gigabytes: float | None = None) -> Finding:
+    """Whether a card's memory moves more than 20 Gbit/s a pin: as the GPU table has it, or at so many GB/s."""
+    rate = gigabytes or find_gpu(gpu).bandwidth / 1e9
+    each = 8 * rate / PINS[gpu]
+    return Finding(each > 20, "derived", f"{gpu}: {rate:g} GB/s over {PINS[gpu]} pins are {each:.1f} Gbit/s each")
 
 
 def subtracts_the_gradient(optimizer: str, **options: float) -> Finding:
@@ -264,6 +282,22 @@ def bert_loaded(context: bool) -> Finding:
     return Finding(size / MiB, "derived", text)
 
 
+def weights_file(unit: int) -> Finding:
+    """Size of C's model in a file of fp32 weights, in units of so many bytes."""
+    count = bert().shape.num_parameters
+    return Finding(4 * count / unit, "derived", f"{count:,} parameters of 4 bytes, over {unit:,}")
+
+
+def values_drawn(high: int) -> Finding:
+    """How many different labels are among 512 that numpy draws from 0 to `high`, which it leaves out."""
+    import numpy as np
+
+    found = np.unique(np.random.default_rng(0).integers(0, high, SAMPLES))
+    return Finding(
+        float(len(found)), "measured", f"labels {', '.join(map(str, found))}: np.random.randint(0, {high}, {SAMPLES})"
+    )
+
+
 def bert_trained(attn_implementation: str) -> Finding:
     """MiB of the process after training, as NVML sees it."""
     recipe = bert(attn_implementation)
@@ -271,6 +305,16 @@ def bert_trained(attn_implementation: str) -> Finding:
     reserved = report.reserved if isinstance(report.reserved, Interval) else Interval(*[report.reserved] * 3)
     ends = [(getattr(reserved, end) + getattr(CONTEXT, end)) // MiB for end in ("low", "value", "high")]
     return Finding(Interval(*ends), report.source, f"{recipe}, reserved and a context")
+
+
+def card_filled(gigabytes: int) -> Finding:
+    """Per cent of a card's memory that C's reading after training is."""
+    return Finding(100 * READ / (gigabytes * 1024), "derived", f"{READ:,} MiB of {gigabytes:,} GiB")
+
+
+def by_the_log(batch: int) -> Finding:
+    """Batches a second by the samples and the seconds of C's log."""
+    return Finding(SAMPLES / batch / SECONDS, "derived", f"{SAMPLES // batch} in {SECONDS} s")
 
 
 def samples_per_second(attn_implementation: str) -> Finding:
