@@ -7,12 +7,12 @@ import pytest
 import sample_reports
 from vramlab import predict, records
 from vramlab.chapters import claims_03 as chapter
-from vramlab.chapters import installed_03
+from vramlab.chapters import installed_03, trained_03
 from vramlab.claims import HOLDS, NOT, UNDER, WAITS, Verdict, experiments, judge, load_claims
 from vramlab.data import data_path
 from vramlab.report import Speed
 
-GPU_ONLY = ("faster", "slower", "time_ratio")
+GPU_ONLY = ("faster", "slower", "time_ratio", "apex_is_fastest", "adafactor_is_slower", "pinned_is_faster")
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -170,3 +170,63 @@ def test_statistics_of_a_batch_are_told_from_those_of_a_sample():
         chapter.statistics_differ("BatchNorm1d").value and not chapter.statistics_differ("BatchNorm1d", parts=1).value
     )
     assert not chapter.statistics_differ("LayerNorm").value
+
+
+@pytest.mark.parametrize("name, hardware", [("A-apex-fastest", "with NVIDIA Apex"), ("A-adafactor-slower", "2,000")])
+def test_what_waits_names_what_it_waits_for(verdicts, name, hardware):
+    assert verdicts[name].outcome == WAITS
+    assert all(said.startswith("Waits for a GPU") and hardware in said for said in verdicts[name].missing.values())
+
+
+def test_calls_are_timed_between_waits_for_the_device():
+    calls = []
+    seconds = chapter._seconds(lambda: calls.append("update"), lambda: calls.append("wait"), times=5)
+    assert calls == ["wait", "update", "wait"] * 8 and 0 <= seconds < 1
+
+
+def test_runs_are_told_apart_by_their_losses(monkeypatch):
+    losses = {"fp32": 3.0, "mixed": 3.01, "bf16": 3.2}
+    monkeypatch.setattr(trained_03, "loss_after", lambda rate, precision="fp32", **changes: losses[precision])
+    assert chapter.keeps_the_loss("mixed", 1e-3).value and not chapter.keeps_the_loss("bf16", 1e-3).value
+    assert chapter.update_in_fp32_helps(1e-3).value
+    losses["bf16"] = 3.02
+    assert not chapter.update_in_fp32_helps(1e-3).value
+    for slow, found in ((3.5, True), (3.01, False), (2.0, False)):
+        monkeypatch.setattr(
+            trained_03, "loss_after", lambda rate, optim="adamw", s=slow, **c: s if c or optim != "adamw" else 3.0
+        )
+        assert chapter.adafactor_is_slower().value is found
+        assert chapter.larger_batch_ends_lower(16).value is found
+
+
+def test_training_lowers_the_loss_and_bf16_alone_loses_small_updates():
+    before, after = (trained_03.loss_after(1e-4, steps=steps, batch_size=1) for steps in (0, 6))
+    assert after < before and trained_03.loss_after(1e-4, "bf16", steps=6, batch_size=1) > after
+
+
+def test_a_cache_that_is_emptied_for_nothing_is_told_from_one_that_saves(monkeypatch):
+    for out, saves in (((True, False), True), ((True, True), False), ((False, False), False), ((False, True), False)):
+        monkeypatch.setattr(chapter, "_runs_out", lambda emptied, limit, out=out: out[emptied])
+        assert chapter.emptying_saves(0.02).value is saves
+
+
+def test_an_older_torch_is_told_from_the_installed_one():
+    import torch
+
+    assert chapter.torch_is_new_enough(torch.__version__.split("+")[0]).value
+    assert not chapter.torch_is_new_enough("1.13").value
+
+
+def test_what_a_trainer_registered_before_does_not_matter(monkeypatch):
+    from bitsandbytes.optim import GlobalOptimManager
+
+    monkeypatch.setitem(GlobalOptimManager.get_instance().index2config, (0, 0), {"optim_bits": 32})
+    assert chapter.updates_from_dequantized().value
+
+
+def test_states_that_are_not_dequantized_would_be_seen(monkeypatch):
+    import bitsandbytes.functional
+
+    honest = bitsandbytes.functional.dequantize_blockwise
+    monkeypatch.setattr(bitsandbytes.functional, "dequantize_blockwise", lambda *a, **k: 2 * honest(*a, **k))
+    assert not chapter.updates_from_dequantized().value

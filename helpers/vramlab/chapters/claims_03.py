@@ -28,15 +28,25 @@ from .installed_03 import (  # noqa: F401, the chapter's experiments are all nam
     default_optimizer,
     effective_batch,
     inductor_takes_cuda_graphs,
+    inductor_writes_triton,
     lines_for_accelerate,
     model_has,
     optimizer_offered,
     parses,
     sdpa_by_default,
+    skips_padding,
     small_gpt2,
     state_is_8_bit,
     takes_fast_path,
+    torch_is_new_enough,
+    updates_from_dequantized,
     versions,
+)
+from .trained_03 import (  # noqa: F401, likewise
+    adafactor_is_slower,
+    keeps_the_loss,
+    larger_batch_ends_lower,
+    update_in_fp32_helps,
 )
 
 CARD = "A100"
@@ -112,6 +122,56 @@ def slower(changes: Mapping[str, Any], start: Mapping[str, Any] = {}) -> Finding
     return Finding(ratio.value > 1 + ENOUGH, ratio.witness, f"{ratio.value:.2f} × the time; {ratio.configuration}")
 
 
+def apex_is_fastest(against: str) -> Finding:
+    """Whether NVIDIA Apex's AdamW takes less time for an update than torch's "fused" or "foreach" one.
+
+    Raises RecordError without a GPU or without Apex built for it.
+    """
+    import torch
+
+    try:
+        from apex.optimizers import FusedAdam
+    except ImportError:
+        FusedAdam = None
+    if FusedAdam is None or not torch.cuda.is_available():
+        raise RecordError("Waits for a GPU with NVIDIA Apex built for it.")
+    weights = [torch.ones(1024, 1024, device="cuda", requires_grad=True) for _ in range(96)]
+    for weight in weights:
+        weight.grad = torch.ones_like(weight)
+    apex, torchs = FusedAdam(weights), torch.optim.AdamW(weights, **{against: True})
+    seconds = [_seconds(optimizer.step, torch.cuda.synchronize) for optimizer in (apex, torchs)]
+    text = f"96 matrices of 1,024 × 1,024: {seconds[0] * 1e3:.2f} ms and {seconds[1] * 1e3:.2f} ms"
+    return Finding(seconds[0] < (1 - ENOUGH) * seconds[1], "measured", text)
+
+
+def pinned_is_faster(mib: float) -> Finding:
+    """Whether a copy to the GPU takes less time from pinned memory. Raises RecordError without a GPU."""
+    import torch
+
+    if not torch.cuda.is_available():
+        raise RecordError("Waits for a GPU.")
+    usual = torch.ones(int(mib * 2**20), dtype=torch.uint8)
+    there, wait = torch.empty_like(usual, device="cuda"), torch.cuda.synchronize
+    seconds = [_seconds(lambda s=source: there.copy_(s), wait) for source in (usual.pin_memory(), usual)]
+    text = f"{format_bytes(usual.nbytes, 'MiB')}: {seconds[0] * 1e6:.0f} µs and {seconds[1] * 1e6:.0f} µs"
+    return Finding(seconds[0] < (1 - ENOUGH) * seconds[1], "measured", text)
+
+
+def _seconds(call: Callable[[], Any], wait: Callable[[], Any], times: int = 20) -> float:
+    """Seconds of a call and of what it starts on the GPU, the median of `times` after three to warm up."""
+    import statistics
+    import time
+
+    seconds = []
+    for _ in range(3 + times):
+        wait()
+        start = time.perf_counter()
+        call()
+        wait()
+        seconds.append(time.perf_counter() - start)
+    return statistics.median(seconds[3:])
+
+
 # --- arithmetic ---------------------------------------------------------------------------------------------------
 
 
@@ -144,6 +204,26 @@ def wastes_tiles(batch_size: int, tokens: int = 1) -> Finding:
     """Whether a matrix product with a row for each token computes rows that nobody asked for."""
     part = tile_efficiency(batch_size * tokens)
     return Finding(part < 1, "derived", f"{batch_size * tokens:,} rows in tiles of {TILE}: {part:.1%} used")
+
+
+def larger_does_more_a_byte(before: list[int], after: list[int]) -> Finding:
+    """Whether a product of m × k and k × n matrices in fp16 does more operations for each byte moved when it is larger."""
+
+    def intensity(m: int, n: int, k: int) -> float:
+        return 2 * m * n * k / (2 * (m * k + k * n + m * n))
+
+    small, large = intensity(*before), intensity(*after)
+    return Finding(large > (1 + ENOUGH) * small, "derived", f"operations a byte: {small:.3g}, then {large:.3g}")
+
+
+# Bytes of a row that tensor cores take best (NVIDIA, Matrix Multiplication Background, "Requirements to use Tensor Cores").
+ALIGNED = {"": 16, "A100": 128}
+
+
+def numbers_aligned(format: str, card: str = "") -> Finding:
+    """How many numbers of a format are in the bytes that tensor cores take best, on a card or on all others."""
+    width = {"tf32": 4, "fp16": 2, "fp8": 1}[format]
+    return Finding(ALIGNED[card] / width, "derived", f"{ALIGNED[card]} bytes, {width} a number")
 
 
 def steps_in_epoch(samples: int, batch_size: int, drop_last: bool = False) -> Finding:
@@ -321,6 +401,25 @@ def _requests():
     return requests_of(Recipe("gpt2", batch_size=8, seq_len=1024, precision="fp16-mixed", num_layers=4), LENGTHS)
 
 
+def emptying_saves(spare: float) -> Finding:
+    """Whether a card with room for `spare` more than is allocated at the peak (0.1: ten per cent) runs out of memory over
+    LENGTHS, and does not when the cache is emptied after every step."""
+    limit = int((1 + spare) * replayed(False).allocated)
+    out = [_runs_out(emptied, limit) for emptied in (False, True)]
+    said = "; ".join("out of memory" if failed else "runs" for failed in out)
+    return Finding(out[0] and not out[1], "simulated", f"gpt2, {format_bytes(limit)}: {said} with the cache emptied")
+
+
+def _runs_out(emptied: bool, limit: int) -> bool:
+    from ..allocator import AllocatorError
+
+    try:
+        replayed(emptied, limit)
+    except AllocatorError:
+        return True
+    return False
+
+
 class Held:
     """What the allocator held over a run: bytes at the peak and between steps, and its calls to the driver."""
 
@@ -330,11 +429,11 @@ class Held:
 
 
 @cache
-def replayed(emptied: bool) -> Held:
+def replayed(emptied: bool, limit: int | None = None) -> Held:
     """The steps of LENGTHS through the allocator's model, with `empty_cache()` after each step or without."""
     from ..allocator import Allocator
 
-    allocator, blocks, requests, between = Allocator(), {}, _requests(), 0
+    allocator, blocks, requests, between = Allocator(limit=limit), {}, _requests(), 0
     for log in (requests.load, *(requests.steps[length] for length in LENGTHS)):
         for size, storage, _ in log:
             if size > 0:

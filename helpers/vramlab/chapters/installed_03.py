@@ -97,6 +97,32 @@ def state_is_8_bit(numbers: int, kind: str) -> Finding:
     return Finding(dtype == "torch.uint8", "measured", f"{kind} of {numbers:,} numbers: {dtype}")
 
 
+def updates_from_dequantized() -> Finding:
+    """Whether a second step of the 8-bit AdamW is that which fp32 makes of the dequantized states, to a thousandth."""
+    import torch
+    from bitsandbytes.functional import dequantize_blockwise
+    from bitsandbytes.optim import AdamW8bit, GlobalOptimManager
+
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.nn.Parameter(torch.randn(64, 256, generator=generator))
+    optimizer = AdamW8bit([weight], lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0)
+    optimizer.mng = object.__new__(GlobalOptimManager)  # its own: the Trainer registers 32 bits by position, for all
+    optimizer.mng.initialize()
+    weight.grad = torch.randn(64, 256, generator=generator)
+    optimizer.step()
+    kept = optimizer.state[weight]
+    mean, square = (
+        dequantize_blockwise(kept[f"state{n}"], absmax=kept[f"absmax{n}"], code=kept[f"qmap{n}"], blocksize=256)
+        for n in (1, 2)
+    )
+    before, weight.grad = weight.detach().clone(), torch.randn(64, 256, generator=generator)
+    optimizer.step()
+    mean, square = 0.9 * mean + 0.1 * weight.grad, 0.999 * square + 0.001 * weight.grad**2
+    wanted = 1e-3 * (mean / (1 - 0.9**2)) / ((square / (1 - 0.999**2)).sqrt() + 1e-8)
+    error = float((before - weight.detach() - wanted).norm() / wanted.norm())
+    return Finding(error < 1e-3, "measured", f"updates differ by {error:.1e} of them")
+
+
 def small_gpt2() -> dict[str, Any]:
     return dict(
         model_type="gpt2",
@@ -148,6 +174,14 @@ def inductor_takes_cuda_graphs(mode: str) -> Finding:
     return Finding(bool(found), "measured", f'mode="{mode}", {versions()}')
 
 
+def inductor_writes_triton(device: str) -> Finding:
+    """Whether inductor's kernels for a "cuda" device or the "cpu" are written in Triton when nothing is said."""
+    import torch._inductor as inductor
+
+    found = getattr(inductor.config, f"{device}_backend")
+    return Finding(found == "triton", "measured", f"{device}: {found}; {versions()}")
+
+
 def model_has(method: str) -> Finding:
     """Whether models of transformers have this method."""
     from transformers import PreTrainedModel
@@ -165,6 +199,32 @@ def takes_fast_path(training: bool) -> Finding:
         layer(torch.zeros(2, 4, 32))
     found = any("transformer_encoder_layer" in event.key for event in profiler.key_averages())
     return Finding(found, "measured", f"torch.nn.TransformerEncoderLayer, {versions()}")
+
+
+def skips_padding(first: bool) -> Finding:
+    """Whether PyTorch's encoder leaves padding out of its work at inference, by nested tensors; padding may come first."""
+    import torch
+    from torch.profiler import ProfilerActivity, profile
+
+    layer = torch.nn.TransformerEncoderLayer(32, 2, 64, batch_first=True)
+    encoder = torch.nn.TransformerEncoder(layer, 2).eval()
+    padded = torch.arange(8).expand(2, 8) < torch.tensor([[0], [3]])  # the second sequence has three tokens of padding
+    with warnings.catch_warnings(), profile(activities=[ProfilerActivity.CPU]) as profiler, torch.no_grad():
+        warnings.filterwarnings("ignore", "The PyTorch API of nested tensors", UserWarning)
+        encoder(torch.zeros(2, 8, 32), src_key_padding_mask=padded if first else padded.flip(1))
+    found = any(event.key == "aten::_nested_tensor_from_mask" for event in profiler.key_averages())
+    return Finding(found, "measured", f"torch.nn.TransformerEncoder, {versions()}")
+
+
+def torch_is_new_enough(version: str) -> Finding:
+    """Whether the installed transformers takes a torch of this version."""
+    from importlib.metadata import requires
+
+    from packaging.requirements import Requirement
+
+    wanted = {str(r.specifier) for line in requires("transformers") if (r := Requirement(line)).name == "torch"}
+    found = all(Requirement(f"torch{each}").specifier.contains(version) for each in wanted)
+    return Finding(found, "measured", f"torch{', '.join(sorted(wanted))}; {versions()}")
 
 
 LOOP = """\
