@@ -8,6 +8,7 @@ from vramlab.claims import HOLDS, NOT, UNDER, Verdict, experiments, ledger, load
 EXPECTED = {
     "B-dp-speed": UNDER,
     "B-dp-copy": HOLDS,
+    "B-model-parallel-copy": UNDER,
     "B-pipeline-layers": HOLDS,
     "B-pipeline-order": UNDER,
     "B-tensor-parts": UNDER,
@@ -57,6 +58,7 @@ def test_another_figure_would_get_another_verdict(verdicts):
 def test_which_conditions_hold(verdicts):
     assert verdicts["B-zero-part"].holding == ["stages 2 and 3, FSDP"]
     assert verdicts["B-zero-work"].holding == ["tensor"]
+    assert verdicts["B-model-parallel-copy"].holding == ["data parallel, which is meant"]
     assert verdicts["C-zero-redundancy"].holding == ["states, stage 1", "gradients, stage 2", "parameters, stage 3"]
     assert verdicts["D-zero3-fetch"].holding == ["forward"]  # the tied embedding is kept to the backward pass
     assert verdicts["B-accumulation-sync"].holding == ["DDP without no_sync"]
