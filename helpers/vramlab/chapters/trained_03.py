@@ -78,7 +78,7 @@ def adafactor_is_slower(steps: int = STEPS) -> Finding:
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     if steps > 100 and device == "cpu":
-        raise RecordError(f"Waits for a GPU, on which {steps:,} steps take a minute.")
+        raise RecordError(f"Waits for a GPU, for {steps:,} steps.")
     more = {"steps": steps, "device": device} if steps != STEPS else {}
     losses = [best_loss(optim=optim, **more) for optim in ("adafactor", "adamw")]
     return Finding(losses[0] > 1.01 * losses[1], "measured", f"{_said(losses)}, {steps:,} steps")
