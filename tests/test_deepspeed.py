@@ -153,11 +153,18 @@ def test_what_it_does_not_do(stage, changes, field):
 
 
 @installed
-def test_offloading_is_not_passed_off_as_simulated_on_cuda():
-    recipe = Recipe(config("gpt2"), 1, 8, num_layers=1, sharding=Sharding(2, 2, "deepspeed", offload="optimizer"))
-    with pytest.raises(RecipeError, match="target='cpu' only"):
-        simulate(recipe)
-    assert simulate(recipe.replace(sharding=Sharding(2, 2, "deepspeed"))).peak.total > 0
+@pytest.mark.parametrize(
+    ("stage", "offload"), [(1, "optimizer"), (2, "optimizer"), (3, "optimizer"), (3, "parameters")]
+)
+def test_what_is_offloaded_is_not_on_the_gpu(stage, offload):
+    """Of fp32 weights, states and the part's gradients nothing is left; weights that are not offloaded are all there."""
+    recipe = Recipe(config("llama"), 2, 24, num_layers=2, precision="bf16-mixed")
+    here, there = (
+        simulate(recipe.replace(sharding=Sharding(stage, 2, "deepspeed", offload=where))).phases["between_steps"].end
+        for where in (None, offload)
+    )
+    assert here.optimizer_states > 0 and there.optimizer_states == there.gradients == 0
+    assert here.parameters > 0 and there.parameters == (0 if offload == "parameters" else here.parameters)
 
 
 @installed

@@ -4,6 +4,8 @@
 rounding (fp32 sums in another order), and a simulated rank allocates what the real one does, event by event.
 """
 
+import itertools
+
 import cut_ranks
 import pytest
 import torch
@@ -12,7 +14,6 @@ from tiny_models import config, quick_collections  # noqa: F401
 from vramlab.cuts import stage_layers
 from vramlab.errors import RecipeError
 from vramlab.formulas.slices import bubble
-from vramlab.history import ATTRIBUTED
 from vramlab.launch import Launcher, launch
 from vramlab.predict import predict
 from vramlab.recipe import Recipe, Sharding
@@ -69,27 +70,8 @@ def test_a_simulated_rank_allocates_what_a_real_one_does(ranks, engine, world, n
     answers, _ = ranks[engine, world]
     for rank, answer in enumerate(answers):
         simulated = events(trace(recipe_of(engine, name, world, rank), "cpu", full=True))
-        late = assert_same(simulated, answer[name]["events"])
-        largest = max([*answer[name]["sizes"].get("all_gather", []), HIDDEN]) if engine == "tensor" else 0
-        # what it read, padded where slices differ, and what it wrote; the norm for clipping
-        assert max(late) <= 3 * largest + 4
-        assert late.count(0) > 0.8 * len(late)
-
-
-def assert_same(simulated: list, real: list) -> list[int]:
-    """Both runs make the same tensors in the same order. Returns by how many bytes real ones are alive for longer.
-
-    Gloo's thread holds what a collective read and wrote until Python's thread lets it run again: a moment, by chance.
-    """
-    late = []
-    for one, other in zip(simulated, real, strict=True):
-        assert one[0] == other[0] and one[2:6] == other[2:6]
-        assert one[1] == other[1] or (one[1], other[1]) == (None, "activations")  # held beyond the phase's end
-        more = dict(zip(ATTRIBUTED, (b - a for a, b in zip(one[6], other[6], strict=True)), strict=True))
-        assert not any(n for category, n in more.items() if category not in ("activations", "temporaries", "workspace"))
-        late.append(sum(more.values()))
-        assert late[-1] >= 0
-    return late
+        for one, other in itertools.zip_longest(simulated, answer[name]["events"]):
+            assert one == other, f"rank {rank}"
 
 
 def test_a_layer_all_reduces_four_times(ranks):

@@ -91,7 +91,10 @@ class CudaKernels(TorchFunctionMode):
             return result
         if func is torch.Tensor.backward:
             return self.backward(args[0])
-        return func(*args, **kwargs)
+        result = func(*args, **kwargs)
+        if func is torch.tensor and torch.device(device).index is not None:  # which it loses on the way
+            return torch.empty(result.shape, dtype=result.dtype, device=device)
+        return result
 
     def backward(self, loss: torch.Tensor) -> None:
         """`loss.backward()` with this mode still entered, because a checkpoint recomputes the forward pass in there.

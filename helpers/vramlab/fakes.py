@@ -4,6 +4,7 @@ import contextlib
 import threading
 import warnings
 from collections.abc import Iterator
+from unittest.mock import patch
 
 import torch
 from torch._subclasses import fake_impls
@@ -32,6 +33,7 @@ def fake_world(target: str, card: Gpu | None = None) -> Iterator[tuple[FakeTenso
                 module.is_fake_tensor = lambda tensor: False
         stack.enter_context(fake_kernels(target))
         stack.enter_context(_nothing_to_compare())
+        stack.enter_context(_plain_codes())
         mode = stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         kernels = None
         if target == "cuda":
@@ -58,6 +60,26 @@ def _nothing_to_compare() -> Iterator[None]:
     finally:
         for name, function in before.items():
             setattr(distributed, name, function)
+
+
+@contextlib.contextmanager
+def _plain_codes() -> Iterator[None]:
+    """While entered, 4-bit weights that FSDP has gathered stay plain parameters, which fake ones are (`models.py`).
+
+    bitsandbytes makes them its own class again, of the same storage, and gives them their statistics.
+    """
+    try:
+        from bitsandbytes.nn import modules
+    except ImportError:
+        yield
+        return
+
+    def give_back(module: torch.nn.Module) -> None:
+        if getattr(module.weight, "quant_state", None) is None:
+            module.weight.quant_state = module.quant_state
+
+    with patch.object(modules, "fix_4bit_weight_quant_state_from_module", give_back):
+        yield
 
 
 def described() -> str:
@@ -98,7 +120,7 @@ def _layer_norm(mode: FakeTensorMode, func, input, shape, weight, bias, eps) -> 
     with mode:
         out = torch.empty(input.shape, dtype=input.dtype, device=input.device)
         dtype = torch.float64 if input.dtype == torch.float64 else torch.float32
-        return out, torch.empty(rows, dtype=dtype), torch.empty(rows, dtype=dtype)
+        return out, *(torch.empty(rows, dtype=dtype, device=input.device) for _ in range(2))
 
 
 def _grouped_mm(mode: FakeTensorMode, func, a, b, offs=None, bias=None, out_dtype=None) -> FakeTensor:

@@ -160,7 +160,7 @@ def tracked_pass(recipe: Recipe, device: str, truth: Truth) -> Report:
 
     run_tracked(training, tracker, TRACKED_STEPS, device, read if cuda else None)
     history = History(tracker.log, tracker.marks)
-    report = to_report(history, "measured", recipe, device)
+    report = to_report(history, "measured", recipe, device, host=host_bytes(recipe, tracker))
     report.speed, report.rss = truth.speed, truth.rss
     report.notes += truth.notes
     if recipe.torch_compile:
@@ -169,6 +169,12 @@ def tracked_pass(recipe: Recipe, device: str, truth: Truth) -> Report:
         read()  # the last stretch has no next one
         balance(report, history, readings, truth, clear_workspaces())
     return report
+
+
+def host_bytes(recipe: Recipe, tracker: Tracker) -> int | None:
+    """What `tracker` saw offloaded, at the most; None where nothing is, and on CUDA, where it does not see the host."""
+    offloads = recipe.sharding is not None and recipe.sharding.offload is not None
+    return tracker.on_host if offloads and tracker.host_computes else None
 
 
 def balance(report: Report, history: History, readings: list[Reading], truth: Truth, workspace: int) -> None:

@@ -14,7 +14,7 @@ from .collectives import Collectives
 from .history import History
 from .models import build_model
 from .nvml import nvml_snapshot
-from .passes import clean_pass, tracked_pass
+from .passes import clean_pass, host_bytes, tracked_pass
 from .recipe import Recipe
 from .report import format_bytes
 from .resident import limited, rss
@@ -188,7 +188,7 @@ def split(recipe: Recipe, device: str, steps: int) -> tuple[Any, list]:
     training = prepare(recipe, device)
     tracker = run_tracked(training, Tracker(device), max(steps, 2), device)
     history = History(tracker.log, tracker.marks)
-    report = to_report(history, "measured", recipe, device)
+    report = to_report(history, "measured", recipe, device, host=host_bytes(recipe, tracker))
     phases = [""] * len(history.log)
     for name, start, end in history.stretches:
         phases[start:end] = [name] * (end - start)

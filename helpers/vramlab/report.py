@@ -139,6 +139,7 @@ class Report:
         reserved: the allocator's segments: an int when measured, an Interval when predicted.
         process: the whole process as the device sees it (NVML): likewise.
         rss: on a CPU run, the process's own peak resident set.
+        host: on a CPU run, the most bytes that this rank kept in host memory of what is offloaded there; not in `peak`.
     """
 
     source: str
@@ -156,6 +157,7 @@ class Report:
     reserved: int | Interval | None = None
     process: int | Interval | None = None
     rss: int | None = None
+    host: int | None = None
     speed: Speed | None = None
     timeline: list[Moment] = field(default_factory=list, repr=False)
     environment: dict[str, Any] = field(default_factory=dict)
@@ -214,7 +216,7 @@ class Report:
                 rows.append((mark, *[f"{getattr(split, c) / GiB:.3f}" for c in used], f"{split.total / GiB:.3f}"))
         lines = [f"{self.source} ({self.target}), GiB: {self.title}", text_table(rows)]
         lines.append(f"peak {format_bytes(self.peak.total)} in {self.peak_phase}")
-        for name in ("reserved", "process", "rss"):
+        for name in ("reserved", "process", "rss", "host"):
             value = getattr(self, name)
             if value is not None:
                 lines.append(f"{name} {value if isinstance(value, Interval) else format_bytes(value)}")

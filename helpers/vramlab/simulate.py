@@ -119,14 +119,18 @@ def layer_period(recipe: Recipe) -> int:
 
 
 def _run(recipe: Recipe, target: str, card: Gpu | None, steps: int) -> Tracker:
-    with one_rank_of(recipe.sharding), engine_of(recipe).without_peers(), fake_world(target, card) as (_, kernels):
-        training = tr.build(recipe, "cpu", target=target)
+    engine = engine_of(recipe)
+    device = engine.fake_gpu if target == "cuda" else "cpu"
+    with one_rank_of(recipe.sharding), engine.without_peers(), fake_world(target, card) as (_, kernels):
+        training = tr.build(recipe, device, target=target)
         return run_tracked(training, make_tracker(training, card, kernels), steps, target)
 
 
 def make_tracker(training: tr.Training, card: Gpu | None, kernels: CudaKernels | None) -> Tracker:
     """A tracker for fake tensors: it answers reads of values, and knows rounding and scratch of CUDA's `kernels`."""
     tracker = Tracker("cpu")
+    if training.device.index is not None:  # another is the host's
+        tracker.only = training.device
     if kernels:
         kernels.on_host = tracker.forget
         tracker.round_to, tracker.scratch = UNIT, kernel_scratch

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from .models import is_fake
 from .tracker import Tracker
 from .training import Training, train_step
 
@@ -35,7 +36,7 @@ def run_tracked(
         tracker.begin(name)
 
     with (
-        no_collection(),
+        no_collection(before=not is_fake(training.model)),
         gradients_named(tracker, training.model),
         units_named(tracker),
         training.engine.follow(training, tracker),
@@ -101,9 +102,13 @@ def units_named(tracker: Tracker):
 
 
 @contextlib.contextmanager
-def no_collection():
-    """Python's cycle collector frees storages when it likes; without it two runs are equal to the byte."""
-    gc.collect()
+def no_collection(before: bool = True):
+    """Python's cycle collector frees storages when it likes; without it two runs are equal to the byte.
+
+    `before`: collect once now. What is left of fake tensors weighs nothing, and looking for it takes long.
+    """
+    if before:
+        gc.collect()
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -122,14 +127,16 @@ def claim_model(tracker: Tracker, model: torch.nn.Module) -> None:
     """Tell `tracker` about the model's storages: parameters (with the statistics of quantized ones) and buffers."""
     for name, parameter in model.named_parameters():
         tracker.claim([parameter, *quantization_statistics(parameter)], "parameters", name)
+    for name, module in model.named_modules():  # FSDP's shards have none of their own
+        tracker.claim(quantization_statistics(module), "parameters", f"{name}.weight")
     tracker.claim(model.buffers(), "buffers")
 
 
-def quantization_statistics(parameter: torch.nn.Parameter) -> list[torch.Tensor]:
-    """What a bitsandbytes weight keeps beside its codes: block maxima, their own code and maxima, offset."""
-    state = getattr(parameter, "quant_state", None)
+def quantization_statistics(owner: torch.nn.Parameter | torch.nn.Module) -> list[torch.Tensor]:
+    """What a bitsandbytes weight or its layer keeps beside the codes: block maxima, their own code and maxima, offset."""
+    state = getattr(owner, "quant_state", None)
     if state is None:
-        return [t for t in (getattr(parameter, "SCB", None),) if t is not None]
+        return [t for t in (getattr(owner, "SCB", None),) if t is not None]
     tensors = [state.absmax, state.code, state.offset]
     if state.state2 is not None:
         tensors += [state.state2.absmax, state.state2.code]
@@ -144,11 +151,12 @@ def claim_states(tracker: Tracker, optimizers: list[Any], target: str) -> None:
     """
     for optimizer in optimizers:
         paged = target == "cuda" and getattr(optimizer, "is_paged", False)
-        for state in optimizer.state.values():
+        for parameter, state in optimizer.state.items():
+            offloaded = tracker.forgotten([parameter])
             for name, value in state.items():
                 if not isinstance(value, torch.Tensor):
                     continue
-                if paged and name in ("state1", "state2") and value.numel() >= 1e5:
+                if offloaded or (paged and name in ("state1", "state2") and value.numel() >= 1e5):
                     tracker.forget([value])
                 else:
                     tracker.claim([value], "optimizer_states")

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch._C import _storage_Use_Count
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, is_traceable_wrapper_subclass
+from torch.utils._pytree import tree_leaves
 
 from .collectives import ranks_of
 from .gloo import gloo_scratch
@@ -66,6 +67,11 @@ class Tracker(TorchDispatchMode):
         round_to: sizes are rounded up to a multiple of this many bytes, as the allocator of `target` does.
         scratch: bytes that a kernel needs besides its results while it runs, a function of the operator's name and
             arguments. None: gloo's on a CPU, nothing otherwise.
+
+    Attributes:
+        only: of the devices of that type, the one to count; None: all.
+        host_computes: what is computed from tensors that live elsewhere alone stays there.
+        on_host: once finished, the most bytes that were elsewhere at a time.
     """
 
     def __init__(self, device: str = "cpu", round_to: int = 1, scratch: Callable[..., int] | None = None):
@@ -85,6 +91,9 @@ class Tracker(TorchDispatchMode):
         self._stack: list[str] = []
         self._made_in: dict[int, str] = {}  # autograd's number of an operator to the module that called it
         self.asleep = False
+        self.only: torch.device | None = None
+        self.host_computes = False
+        self.on_host = 0
         self._entered = ExitStack()
 
     def __enter__(self) -> "Tracker":
@@ -117,9 +126,9 @@ class Tracker(TorchDispatchMode):
         """These tensors' storages are, and always were, of `category`. Storages not met before are born now."""
         for tensor in tensors:
             for inner in _beneath(tensor):
-                if inner.device.type != self.device:
+                if not self._counts(inner):
                     continue
-                storage = self.live.get(inner.untyped_storage()._cdata) or self._born(inner, "given", where)
+                storage = self._storage(inner) or self._born(inner, "given", where)
                 if storage and storage.category != ELSEWHERE:
                     storage.category, storage.where = category, where or storage.where
 
@@ -135,9 +144,20 @@ class Tracker(TorchDispatchMode):
     def forget(self, tensors: Iterable[torch.Tensor]) -> None:
         """These tensors live on another device than the one described (the host's step counters): leave them out."""
         for tensor in tensors:
-            storage = self.live.get(tensor.untyped_storage()._cdata)
-            if storage:
-                storage.category = ELSEWHERE
+            for inner in _beneath(tensor):
+                if storage := self._storage(inner):
+                    storage.category = ELSEWHERE
+
+    def forgotten(self, tensors: Iterable[torch.Tensor]) -> bool:
+        """Whether there are any `tensors`, and all of them live elsewhere."""
+        found = [self._storage(inner) for tensor in tensors for inner in _beneath(tensor)]
+        return bool(found) and all(storage is not None and storage.category == ELSEWHERE for storage in found)
+
+    def _counts(self, tensor: torch.Tensor) -> bool:
+        return tensor.device.type == self.device and self.only in (None, tensor.device)
+
+    def _storage(self, tensor: torch.Tensor) -> Storage | None:
+        return self.live.get(tensor.untyped_storage()._cdata)
 
     @contextmanager
     def modules(self, model: torch.nn.Module):
@@ -178,12 +198,14 @@ class Tracker(TorchDispatchMode):
 
     def _owner(self, tensor: Any) -> str:
         """Where the storage of `tensor` belongs, "" if it is none."""
-        storage = self.live.get(tensor.untyped_storage()._cdata) if isinstance(tensor, torch.Tensor) else None
+        storage = self._storage(tensor) if isinstance(tensor, torch.Tensor) else None
         return storage.where if storage else ""
 
     def _leave_out(self) -> None:
         kept = [event[1].category != ELSEWHERE for event in self.log]
         if not all(kept):
+            held = accumulate(event[0] for event, keep in zip(self.log, kept, strict=True) if not keep)
+            self.on_host = max(held)
             at = [0, *accumulate(kept)]  # old position to new
             self.log = [event for event, keep in zip(self.log, kept, strict=True) if keep]
             self.marks = [(at[position], phase) for position, phase in self.marks]
@@ -235,6 +257,8 @@ class Tracker(TorchDispatchMode):
         result = func(*args, **kwargs)
         self.calls.append((start, name, where, len(self.marks)))
         self._see(result, name, where, args)
+        if self.host_computes and self.forgotten(_tensors((args, kwargs))):
+            self.forget(_tensors(result))
         for place in BUFFERS.get(func.overloadpacket._qualified_op_name, ()):
             self._carries(args[place] if isinstance(place, int) else kwargs[place])
         if extra:
@@ -244,7 +268,7 @@ class Tracker(TorchDispatchMode):
     def _see(self, result: Any, op: str, where: str, args: tuple = ()) -> None:
         if isinstance(result, torch.Tensor):
             for tensor in _beneath(result):
-                if tensor.device.type == self.device and tensor.untyped_storage()._cdata not in self.live:
+                if self._counts(tensor) and not self._storage(tensor):
                     if op == "split":  # of a collective's own copy, which `scratch` has counted
                         continue
                     self._born(tensor, op, where)
@@ -297,10 +321,8 @@ class Tracker(TorchDispatchMode):
         if isinstance(tensors, list | tuple):
             for each in tensors:
                 self._carries(each)
-        elif isinstance(tensors, torch.Tensor):
-            storage = self.live.get(tensors.untyped_storage()._cdata)
-            if storage:
-                storage.category = storage.category or "workspace"
+        elif isinstance(tensors, torch.Tensor) and (storage := self._storage(tensors)):
+            storage.category = storage.category or "workspace"
 
     def _let_go(self) -> None:
         """Gloo's thread holds what it worked on a moment longer than the transfer takes; wait for that moment's end.
@@ -383,6 +405,10 @@ def _accumulates(held: Any, new: Any, **options: Any) -> bool:
     storage = held.untyped_storage()
     dense = held.nbytes == storage.nbytes()
     return dense and held.shape == new.shape and held.dtype == new.dtype and _storage_Use_Count(storage._cdata) == 2
+
+
+def _tensors(values: Any) -> list[torch.Tensor]:
+    return [value for value in tree_leaves(values) if isinstance(value, torch.Tensor)]
 
 
 def _beneath(tensor: torch.Tensor) -> list[torch.Tensor]:

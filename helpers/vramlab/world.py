@@ -45,29 +45,49 @@ def _forget_slices() -> None:
 
 @contextlib.contextmanager
 def real_rank(device: str) -> Iterator[int]:
-    """While entered, this process is the rank that torchrun's environment says, over NCCL on CUDA and gloo on CPUs.
+    """While entered, this process is the rank that torchrun's environment says, over NCCL between GPUs and gloo between CPUs.
 
     Gives the rank.
     """
     import torch
     import torch.distributed as dist
 
-    if device == "cuda":
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-        dist.init_process_group("nccl")
-    else:
-        options = dist.ProcessGroupGloo._Options()
-        options._threads = 1  # one transfer after the other: what is held and when does not hang on the scheduler
-        dist.init_process_group("gloo", pg_options=options)
-    try:
-        yield dist.get_rank()
-    except BaseException:
-        raise  # the others wait in a collective: no goodbye, the group dies with the process
-    else:
+    with one_gloo_thread():
+        if device == "cuda":
+            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+            dist.init_process_group("cpu:gloo,cuda:nccl")  # what is offloaded is summed up where it is
+        else:
+            dist.init_process_group("gloo")
+        yield dist.get_rank()  # after an error the others wait in a collective: the group dies with the process
         # DDP's reducer must not be the last to hold the group: it would end gloo's threads while it has Python's lock,
         # for which they may be waiting (torch 2.13; pytorch/pytorch issue 56297)
         gc.collect()
         dist.destroy_process_group()
+
+
+@contextlib.contextmanager
+def one_gloo_thread() -> Iterator[None]:
+    """Gloo's groups that are made while this is entered do one transfer after the other, on one thread instead of two.
+
+    A thread lets go of what it has sent when it begins with the next, so what is held and when does not hang on the
+    scheduler. `init_process_group` takes options for gloo and ignores them (torch 2.13).
+    """
+    from torch.distributed import distributed_c10d
+
+    plain = distributed_c10d.ProcessGroupGloo
+
+    class OneThread(plain):
+        def __init__(self, store, rank, size, timeout):
+            options = plain._Options()
+            options._threads, options._timeout = 1, timeout
+            options._devices = [plain.create_default_device()]
+            super().__init__(store, rank, size, options)
+
+    distributed_c10d.ProcessGroupGloo = OneThread
+    try:
+        yield
+    finally:
+        distributed_c10d.ProcessGroupGloo = plain
 
 
 def rank() -> int:

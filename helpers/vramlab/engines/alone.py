@@ -16,10 +16,12 @@ class Engine:
 
     `autocasts`: a "-mixed" precision is `torch.autocast` around the forward pass; False where the engine has its own way.
     `ranks_differ`: each rank has parameters of its own, as the stages of a pipeline do.
+    `fake_gpu`: on which device fake tensors stand for a GPU's. "cpu:0" is told from the host, "cpu", which takes part.
     """
 
     autocasts = True
     ranks_differ = False
+    fake_gpu = "cpu"
 
     def wrap(self, model: "torch.nn.Module") -> "torch.nn.Module":
         """`model` as this rank holds it: sharded, wrapped or cut. The optimizer is made from its parameters."""

@@ -10,6 +10,7 @@ import functools
 import os
 import warnings
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -19,12 +20,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 
 @contextlib.contextmanager
-def without_peers() -> Iterator[None]:
-    """While entered, DeepSpeed runs on one rank of a world that is not there."""
+def without_peers(fake_gpu: str = "cpu") -> Iterator[None]:
+    """While entered, DeepSpeed runs on one rank of a world that is not there.
+
+    Where fake tensors stand for a GPU's, its accelerator is the device `fake_gpu`, and "cpu" by name is the host
+    (`cuda.CudaKernels`).
+    """
     from deepspeed.accelerator import get_accelerator, real_accelerator
     from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
     from deepspeed.runtime.engine import DeepSpeedEngine
-    from deepspeed.runtime.zero import partitioned_param_coordinator, stage3
+    from deepspeed.runtime.zero import linear, partitioned_param_coordinator, stage3
     from deepspeed.runtime.zero.partition_parameters import AllGatherCoalescedHandle
     from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
@@ -56,10 +61,15 @@ def without_peers() -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         for each in ours:
             stack.enter_context(each)
-        # "cpu" by name is the host's where fake tensors stand for a GPU's (`cuda.CudaKernels`).
-        where = {"cuda": torch.device("cpu"), "cpu": "cpu"}
-        device = patch.object(CPU_Accelerator, "current_device_name", lambda accelerator: where[described()])
-        stack.enter_context(device)
+        where = {"cuda": torch.device(fake_gpu), "cpu": "cpu"}
+        for name in ("device_name", "current_device_name"):
+            stack.enter_context(patch.object(CPU_Accelerator, name, lambda *index: where[described()]))
+        there = patch.object(
+            CPU_Accelerator, "on_accelerator", lambda _, t: t.device == torch.device(where[described()])
+        )
+        stack.enter_context(there)
+        kind = SimpleNamespace(device_name=lambda: "cpu")  # of device, for autocast
+        stack.enter_context(patch.object(linear, "get_accelerator", lambda: kind))
         stack.enter_context(warnings.catch_warnings())
         # It checks the alignment of its partitions; the address of a fake one is 0, which is aligned.
         warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")

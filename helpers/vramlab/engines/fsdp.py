@@ -14,7 +14,9 @@ if TYPE_CHECKING:
     import torch
     from torch.distributed.device_mesh import DeviceMesh
 
+    from ..tracker import Tracker
     from ..training import Training
+    from .host import Host
 
 
 class FSDP(Engine):
@@ -30,22 +32,31 @@ class FSDP(Engine):
 
     def __init__(self, recipe: Recipe):
         self.recipe = recipe
+        self.host: Host | None = None
 
     def wrap(self, model: "torch.nn.Module") -> "torch.nn.Module":
         sharding = self.recipe.sharding
         if sharding.offload == "optimizer":
             allowed = "FSDP offloads parameters, gradients and optimizer together: 'parameters'"
             raise RecipeError("sharding.offload", sharding.offload, allowed)
-        if sharding.offload and is_fake(model):
-            # fake tensors are all on one device, where FSDP's copies between host and device are none
-            raise RecipeError("sharding.offload", sharding.offload, "FSDP's offload has no simulation: ask predict")
-        return shard(
-            model,
-            units(model, sharding.wrap, as_accelerate=self.recipe.loop.name == "trainer"),
-            reshard_after_forward=sharding.stage == 3,
-            half=AUTOCAST.get(self.recipe.precision),
-            offload=sharding.offload is not None,
-        )
+        if sharding.offload and next(model.parameters()).device.type == "cpu":
+            from .host import Host
+
+            self.host = Host()
+        with self.host or contextlib.nullcontext():
+            model = shard(
+                model,
+                units(model, sharding.wrap, as_accelerate=self.recipe.loop.name == "trainer"),
+                reshard_after_forward=sharding.stage == 3,
+                half=AUTOCAST.get(self.recipe.precision),
+                offload=sharding.offload is not None,
+            )
+        if self.host:
+            self.host.serve(model)
+        return model
+
+    def follow(self, training: "Training", tracker: "Tracker") -> contextlib.AbstractContextManager:
+        return self.host.follow(training.model, tracker) if self.host else contextlib.nullcontext()
 
     def micro_batch(self, training: "Training", last: bool) -> contextlib.AbstractContextManager:
         training.model.set_requires_gradient_sync(last)
@@ -134,15 +145,15 @@ def shard(
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
+    device = next(model.parameters()).device.type
     if mesh is None:
-        device = next(model.parameters()).device.type
         with real_tensors():
             mesh = init_device_mesh(device, (torch.distributed.get_world_size(),))
     dtype = getattr(torch, half) if half else None
     options = {
         "mesh": mesh,
         "mp_policy": MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=dtype, output_dtype=dtype),
-        "offload_policy": CPUOffloadPolicy(pin_memory=torch.cuda.is_available()) if offload else OffloadPolicy(),
+        "offload_policy": CPUOffloadPolicy(pin_memory=device == "cuda") if offload else OffloadPolicy(),
     }
     with _of_fake_tensors(model) if is_fake(model) else contextlib.nullcontext():
         for modules, keep in parts:

@@ -147,7 +147,8 @@ def table(shape: Shape, precision, quantization, lora: LoRA | None, optim, optim
         rows[name, weight.shape, kind, own, trained, quantized, decayed] += 1
         if is_saved(weight.name, saved):
             copies[f"{name} (trained copy)", weight.shape, kind, own, True, None, decayed] += 1
-    adapter = FP32 if quantization or (lora and lora.autocast_adapter_dtype) else width
+    cast = lora and lora.autocast_adapter_dtype  # None: adapters are as wide as everything else (`units.computed`)
+    adapter = FP32 if cast or (quantization and cast is not None) else width
     for name, inside, out in targets:
         copies[f"{role(name)}.lora_A", (lora.r, inside), "lora", adapter, True, None, True] += 1
         copies[f"{role(name)}.lora_B", (out, lora.r), "lora", adapter, True, None, True] += 1

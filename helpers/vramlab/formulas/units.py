@@ -66,9 +66,12 @@ def computed(recipe: Recipe) -> Recipe:
         divides(recipe) or (sharding and sharding.engine == "deepspeed")
     ):
         return recipe
-    lora = recipe.lora and dataclasses.replace(recipe.lora, autocast_adapter_dtype=False)
+    quantization, lora = recipe.quantization, copy.copy(recipe.lora)
+    if lora:  # adapters of a quantized base too are gathered in half precision, or cast
+        object.__setattr__(lora, "autocast_adapter_dtype", None)
     found = copy.copy(recipe)  # not `replace`, which would check all again
     object.__setattr__(found, "precision", recipe.precision.replace("-mixed", "-true"))
+    object.__setattr__(found, "quantization", quantization and dataclasses.replace(quantization, prepare=False))
     object.__setattr__(found, "lora", lora)
     return found
 
