@@ -12,13 +12,14 @@ from predict_grid import Deck
 from vramlab import Recipe
 from vramlab.options import Sharding
 
-DRAWN = 72
+DRAWN = 84
 # (engine, stage, what else)
 ENGINES = (
     *(("ddp", 0, {}), ("ddp", 1, {})),
     *(("fsdp", 2, {}), ("fsdp", 2, {}), ("fsdp", 3, {}), ("fsdp", 3, {}), ("fsdp", 3, {"wrap": "model"})),
     ("fsdp", 3, {"offload": "parameters"}),
     *(("deepspeed", stage, {}) for stage in (0, 1, 2, 3)),
+    *(("deepspeed", 2, {"offload": "optimizer"}), ("deepspeed", 3, {"offload": "parameters"})),
 )
 MODELS = (("llama-3.2-1b", 4), ("gpt2", 5), ("pythia-160m", 4), ("llama-3.1-8b", 3))
 SIZES = ((1, 128), (2, 512), (4, 256), (8, 512))
@@ -41,8 +42,7 @@ def grid() -> list[Recipe]:
     }
     decks = {key: Deck(options, draw) for key, options in values.items()}
     drawn = [_recipe(**{key: deck.deal() for key, deck in decks.items()}) for _ in range(DRAWN)]
-    found = {recipe.key: recipe for recipe in drawn if not recipe.sharding.offload}  # FSDP's has no simulation
-    return [*found.values()]
+    return [*{recipe.key: recipe for recipe in drawn}.values()]
 
 
 def _recipe(engine, model, size, world_size, rank, **settings) -> Recipe:

@@ -107,21 +107,29 @@ def _phases(recipe: Recipe, account: Account, card: Gpu | None, exist: bool, hel
     start = rank(loaded)
     rest = rank(*always, after, gradients if loop.zero_grad != "end" or not loop.set_to_none else none)
     over = rank(*during, backward, held.backward)
-    if held.after_layers is not None:
-        times = zip(account.around_layers(), (held.backward, held.after_layers), strict=False)
-        over = max((rank(*during, split, gathered) for split, gathered in times), key=lambda split: split.total)
+    first = rank(*always, before, after, forward, held.forward)
+    if held.by_part:
+        parts = account.around_layers()
+        rows = zip(parts["forward"], held.by_part[:2], strict=True)
+        first = max((rank(*always, before, after, split, {"workspace": n}) for split, n in rows), key=_total)
+        rows = zip(parts["backward"], held.by_part[1:], strict=False)
+        over = max((rank(*during, split, {"workspace": n}) for split, n in rows), key=_total)
     if held.reducing:
-        over = max(over, rank(*during, backward_end, {"workspace": held.reducing}), key=lambda split: split.total)
+        over = max(over, rank(*during, backward_end, {"workspace": held.reducing}), key=_total)
     if held.backward_end:  # gradients are divided by then
         backward_end = backward_end | {"gradients": 0}
         during = always
     return {
         "load": Phase(start, start),
-        "forward": Phase(rank(*always, before, after, forward, held.forward), rank(*during, forward_end, held.forward)),
+        "forward": Phase(first, rank(*during, forward_end, held.forward)),
         "backward": Phase(over, rank(*during, backward_end, held.backward_end)),
         "step": Phase(rank(*always, in_step, gradients, temporaries, held.step), rest),
         "between_steps": Phase(rest, rest),
     }
+
+
+def _total(split: Bytes) -> int:
+    return split.total
 
 
 def _groups(recipe: Recipe, account: Account, moment: Moment | None, peak: Bytes) -> dict[tuple, list]:

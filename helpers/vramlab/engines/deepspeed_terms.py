@@ -13,6 +13,7 @@ of ⌈p/N⌉. The numbers were held against real ranks, event by event (tests/te
     1, 2  fp32 weights            4 part, w = 4 too    always               single_partition_of_fp32_groups
     1, 2  reduce bucket           wB                   backward             setup_buckets
     1, 2  copy of what is reduced w · at most B or p̂   each reduction       allreduce_bucket
+    3     part of a gradient, and its fp64 copy   w ⌈p/N⌉ + 8 ⌈p/N⌉ if offloaded   each reduction   partition_grads
     1     gradients               wΨ                   backward             the parameters' own, until all are reduced
     2     gradients               w(B + p̂) at most     backward             reduce_ipg_grads
     1, 2  gradients in the part   w · part, and the rest of parameters at its ends; backward, step  copy_grads_in_partition
@@ -22,9 +23,9 @@ of ⌈p/N⌉. The numbers were held against real ranks, event by event (tests/te
     3     fp32 weights            4 part, w = 4 too    always               fp32_partitioned_groups_flat
     3     gradients in the part   w · part             always               grad_partitions_flat_buffer
     3     reduce bucket           wB                   always               ipg_buckets
-    3     gathered weights        w · p while used; from the second step on all whose next use is within 1e9 elements
-                                  (`stage3_max_reuse_distance`), so all of a model of up to half that: forward, backward
-                                                       zero/partitioned_param_coordinator.py, __params_to_release
+    3     gathered weights        w · p while used; from the second step on the next ones in order too, up to 1e9 elements
+                                  (`stage3_max_live_parameters`), and what comes again within 1e9 stays: forward,
+                                  backward          zero/partitioned_param_coordinator.py; formulas/zero_gathered.py
     3     gathering several       w · N ⌈p/N⌉ for all of them once more     zero/partition_parameters.py, wait
     3     persistent weights      w · p for p ≤ 10 · hidden size, between steps too   persistent_parameters
     3     scattering several      w · N ⌈p/N⌉ of the bucket                 comm/coalesced_collectives.py

@@ -77,7 +77,10 @@ class Account:
 
     def _forward(self, recipe: Recipe) -> Tensor:
         m = self.m
-        logits, loss = m.logits_and_loss(m.hidden_states())
+        hidden = m.hidden_states()
+        self.head = len(m.changes)
+        logits, loss = m.logits_and_loss(hidden)
+        del hidden
         if copies_outputs(recipe):
             logits = m.op("clone", [logits], logits.shape, logits.width, grads=(PASS,))
         m.casts.clear()
@@ -122,14 +125,23 @@ class Account:
         """The phase's highest moment."""
         return self._highest(self.pieces[phase])
 
-    def around_layers(self) -> list[dict[str, int]]:
-        """Bytes by category at backward's highest moments: until it has been through all layers, and after that."""
-        pieces, sections = self.pieces["backward"], self.m.sections
-        if not sections:
-            return [self.phases[1]]
-        bottom = self.m.passed[sections[0].bottom]
-        until = [(first, min(last, bottom), extra) for first, last, extra in pieces]
-        return self.splits([self._highest(until), self._highest([(bottom, *pieces[-1][1:])])])
+    def around_layers(self) -> dict[str, list[dict[str, int]]]:
+        """Phase to bytes by category at its highest moments: forward's until the head and from there on, backward's until
+        the layers, in them, and after them."""
+        forward, backward = self.pieces["forward"], self.pieces["backward"]
+        cuts = {"forward": [self.head], "backward": []}
+        if sections := self.m.sections:
+            cuts["backward"] = [self.m.passed[sections[-1].top], self.m.passed[sections[0].bottom]]
+        found = {}
+        for phase, pieces in (("forward", forward), ("backward", backward)):
+            ends = [*cuts[phase], pieces[-1][1]]
+            parts, begin = [], pieces[0][0]
+            for end in ends:
+                inside = [(max(first, begin), min(last, end), extra) for first, last, extra in pieces]
+                parts.append([piece for piece in inside if piece[0] <= piece[1]])
+                begin = end
+            found[phase] = self.splits([self._highest(part) for part in parts])
+        return found
 
     def _highest(self, pieces: list[tuple[int, int, Extra]]) -> Moment:
         best, found = -1, (0, ())

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from .model import Model
 
 ROOT, TAIL = "", "tail"
+FP64, AT_ONCE = 8, 250_000_000  # elements of a norm that DeepSpeed computes at a time
 
 
 @dataclass(eq=False)
@@ -102,21 +103,36 @@ def copies_outputs(recipe: Recipe) -> bool:
 
 
 class OneByOne:
-    """DeepSpeed's hook for a gradient that is complete (`reduce_independent_p_g_buckets_and_remove_grads`)."""
+    """DeepSpeed's hook for a gradient that is complete (`reduce_independent_p_g_buckets_and_remove_grads`).
+
+    Stages 1 and 2 reduce a copy of it; in fp32 where the model is in half precision and DeepSpeed does not know it, and
+    then in pieces, one for each rank that has a part of it. Stage 3 scatters it as it is; offloaded, the rank's part
+    comes back to the device and is copied to fp64 for its norm (`partition_grads`), when the module's gathered weights
+    have just been freed, unless it is the embedding.
+    """
 
     def __init__(self, m: "Model", recipe: Recipe, exist: bool):
         self.m, self.exist, self.kind, self.kept, self.last = m, exist, at_once(recipe), [], None
-        self.fp32 = recipe.precision.endswith("-true")
+        self.fp32, self.sharding = recipe.precision.endswith("-true"), recipe.sharding
+        trained = sum(prod(row.shape) * row.count for row in held(recipe) if row.trained)
+        self.part = ceil(trained / self.sharding.world_size)
 
     def __call__(self, parameter: Parameter, block: Block) -> None:
-        size = prod(parameter.shape) * FP32
+        elements, width = prod(parameter.shape), FP32 if self.fp32 else parameter.width
         if self.kind == "fp32":
-            new = self.m.group("to", [(size, 1)], "gradients", FP32)
+            new = self.m.group("to", [(elements * FP32, 1)], "gradients", FP32)
             if not self.exist:
                 self.kept.append(new)
             return
-        width = FP32 if self.fp32 else parameter.width
-        self.m.group("reduced", [(prod(parameter.shape) * width, 1)], "workspace", width)
+        size = (min(elements, self.part) if self.fp32 else elements) * width
+        if self.sharding.stage == 3:
+            part = ceil(elements / self.sharding.world_size)
+            back = part * width + min(part, AT_ONCE) * FP64 if self.sharding.offload else 0
+            cast = elements * width if width > parameter.width else 0
+            embedding = parameter.name == f"{self.m.embeddings[0]}.weight" if self.m.embeddings else False
+            size = max(0, cast + back - (0 if embedding else elements * parameter.width))
+        if size:
+            self.m.group("reduced", [(size, 1)], "workspace", width)
         self.last = block
 
 

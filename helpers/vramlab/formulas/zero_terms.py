@@ -29,12 +29,12 @@ from .shards import Held, in_order
 from .step import COPIES, copies
 from .stored import FP32, HALF, Row, held, state_sizes
 from .units import computed
+from .zero_gathered import Gathered, gathered
 
 FP64 = 8
 ALL_REDUCED = (
     500_000_000  # elements that stage 0 reduces at a time (deepspeed/runtime/engine.py, MEMORY_OPT_ALLREDUCE_SIZE)
 )
-KEPT_GATHERED = 500_000_000  # half of stage3_max_reuse_distance's default: there and back
 
 
 def of_rank(recipe: Recipe) -> Held:
@@ -94,7 +94,9 @@ def _first_two(
         gradients = sum(whole for _, whole in pieces) * width if told else sum(parts) * width
         flat = max(parts) * FP32 * ((1 if told else 0) + _foreach(recipe))
         fp64 = max((piece for piece, _ in pieces), default=0) * FP64
-        temporaries = gradients + max(fp64, flat) if stage == 1 or not told else max(gradients + fp64, flat)
+        # one buffer has the gradients of all groups, and goes when the last group's are flat
+        soon = stage == 2 and told and len(parts) == 1
+        temporaries = max(gradients + fp64, flat) if soon else gradients + max(fp64, flat)
     if stage == 1:
         rows = [row for row in held(recipe) if row.trained]
         left = 0 if told else _left(recipe, pieces) * FP32
@@ -106,10 +108,14 @@ def _first_two(
             reducing=0 if told else gradients,
             existing=sum(prod(row.shape) * row.count for row in rows) * width,
         )
+    # the part's buffer is made with its first gradient; the embedding's, which is the last, may be all that it is for
+    early = gradients if recipe.gradient_accumulation_steps == 1 and not offload else 0
+    layers, front = early * (recipe.sharding.rank > 0), early * (len(pieces) > 1)
     return replace(
         found,
         temporaries=temporaries,
         backward={"workspace": bucket},
+        by_part=(0, bucket, bucket + layers, bucket + front),
         backward_end={"gradients": gradients},
         reducing=gradients + largest * width,
         existing=gradients,
@@ -120,25 +126,21 @@ def _third(recipe: Recipe, found: Held, rows: list[Row], parts: list[int], width
     """Stage 3: gradients of the part at all times, weights gathered while the step needs them."""
     sharding, small = recipe.sharding, 10 * recipe.shape.hidden_size
     persistent = sum(rounded(prod(row.shape) * row.width) for row in rows if prod(row.shape) <= small)
-    divided = [(prod(row.shape) * row.count, row.width) for row in held(recipe) if not row.quantized]
-    elements = sum(n for n, _ in divided)
-    share = min(1.0, KEPT_GATHERED / elements)
+    parts_of_step = gathered(recipe.shape, recipe.gradient_checkpointing)
     if sharding.world_size == 1:  # the part is the whole, and is taken as it is
-        share = persistent = 0
-    gathered = {"workspace": max(0, int(share * sum(n * width for n, width in divided)) - persistent)}
-    outside = sum(
-        prod(row.shape) * row.count * row.width
-        for row in held(recipe)
-        if not row.quantized and "*" not in row.name and prod(row.shape) > small
-    )
-    late = {"workspace": min(outside, gathered["workspace"])}
+        parts_of_step, persistent = Gathered(), 0
+    wide = stored.weight_width(recipe.precision, recipe.quantization)
+    times = [n * wide for n in parts_of_step]
+    if sharding.offload == "parameters":  # a rank's part is copied to the device, then gathered
+        part = wide * max(ceil(prod(row.shape) / sharding.world_size) for row in held(recipe))
+        times[0] += part
+    found = replace(found, forward={"workspace": times[1]}, by_part=tuple(times))
     always = {"workspace": bucket + persistent, "gradients": rounded(sum(parts) * (width if told else FP32))}
     if sharding.offload:
-        return replace(found, always=always | {"gradients": 0}, forward=gathered, backward=gathered, after_layers=late)
+        return replace(found, always=always | {"gradients": 0})
     largest = max((ceil(prod(row.shape) / sharding.world_size) for row in rows), default=0)
     whole = max(FP32 * part + max(FP32 * part * _foreach(recipe), width * part) for part in parts)
     temporaries = max(FP64 * largest, whole)
-    found = replace(found, forward=gathered, backward=gathered, after_layers=late)
     return replace(found, always=found.always | always, temporaries=temporaries)
 
 
@@ -184,12 +186,13 @@ def _replica(recipe: Recipe, told: bool, rows: list[Row]) -> Held:
     own = FP32 if told else width
     foreach = _foreach(recipe)
     whole = sum(rounded(own * size) + slack(rounded(own * size)) for size in sizes)
+    norm = FP32 * max(sizes, default=0) if width == HALF and not told and recipe.loop.max_grad_norm else 0
     return Held(
         parameters=stored.parameter_bytes(recipe),
         gradients=stored.gradient_bytes(recipe),
         optimizer_states=sum(states),
         slack=stored.slack_bytes(recipe) | {"optimizer_states": sum(slack(size) for size in (*copies_, *states))},
-        temporaries=whole * foreach + (whole if told else 0),
+        temporaries=max(whole * foreach + (whole if told else 0), norm),
         always={"optimizer_states": sum(copies_)},
         reducing=chunk * width + (chunk * FP32 if width == HALF and not told else 0),
     )
