@@ -199,7 +199,9 @@ def _adapters(model: "torch.nn.Module", recipe: Recipe) -> "torch.nn.Module":
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*fan_in_fan_out.*")  # GPT-2's Conv1D; PEFT sets it right itself
         # adapters take their layer's dtype, but not a quantized one's; here that is quantized when they are there
-        return get_peft_model(model, LoraConfig(**values), autocast_adapter_dtype=cast or recipe.quantization is not None)
+        return get_peft_model(
+            model, LoraConfig(**values), autocast_adapter_dtype=cast or recipe.quantization is not None
+        )
 
 
 def materialise(model: "torch.nn.Module", device: "torch.device") -> None:
