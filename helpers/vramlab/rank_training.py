@@ -3,7 +3,7 @@
 import dataclasses
 import importlib
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -41,8 +41,7 @@ def train(
     torchrun's environment says which rank. `memory_limit` is by rank.
     """
     with world.real_rank(device) as rank:
-        whole = Recipe(**recipe)
-        here = whole.replace(sharding=dataclasses.replace(whole.sharding, rank=rank))
+        here = on_rank(Recipe(**recipe), rank)
         import_all(here)
         with limited((memory_limit or {}).get(str(rank)), device):
             answer = values(here, steps, device, Path(os.environ["VRAMLAB_FOLDER"]))
@@ -59,8 +58,7 @@ def measure(
     """A rank's report of both passes (`passes.py`), for `vramlab.measure`. Running out of memory raises."""
     before = nvml_snapshot(int(os.environ["LOCAL_RANK"])) if device == "cuda" else None
     with world.real_rank(device) as rank:
-        whole = Recipe(**recipe)
-        here = whole.replace(sharding=dataclasses.replace(whole.sharding, rank=rank))
+        here = on_rank(Recipe(**recipe), rank)
         torch.manual_seed(SEED)
         import_all(here)
         held = rss()
@@ -71,6 +69,16 @@ def measure(
     if device == "cpu":
         report.notes.append(f"the process held {format_bytes(held)} before the model was built")
     return report.to_dict()
+
+
+def on_rank(recipe: Recipe, rank: int) -> Recipe:
+    """`recipe` as rank `rank` runs it."""
+    return recipe.replace(sharding=dataclasses.replace(recipe.sharding, rank=rank))
+
+
+def alone(recipe: Recipe) -> Recipe:
+    """What one process trains that has all rows of the global batch."""
+    return recipe.replace(sharding=None, batch_size=recipe.batch_size * replicas(recipe))
 
 
 def preload(recipe: dict[str, Any], **others: Any) -> None:
@@ -89,14 +97,6 @@ def values(recipe: Recipe, steps: int, device: str, folder: Path) -> dict[str, A
     """Train `steps` steps: each one's loss and the last one's gradients; and one more for its collectives."""
     training = prepare(recipe, device)
     losses: list[list[float]] = []
-    real_loss_of = training.loss_of
-
-    def loss_of(outputs: Any, batch: Any) -> torch.Tensor:
-        loss = real_loss_of(outputs, batch)
-        losses[-1].append(loss.detach().item())
-        return loss
-
-    training.loss_of = loss_of
     names: list[str] = []
 
     def on_phase(name: str) -> None:
@@ -104,11 +104,7 @@ def values(recipe: Recipe, steps: int, device: str, folder: Path) -> dict[str, A
             names.extend(save_gradients(training, folder))
 
     for step in range(steps):
-        losses.append([])
-        train_step(training, on_phase if step == steps - 1 else lambda name: None)
-        if not losses[-1] and training.loss is not None:
-            losses[-1].append(float(training.loss) * training.accumulation)
-    training.loss_of = real_loss_of
+        losses.append(losses_of_step(training, on_phase if step == steps - 1 else lambda name: None))
     for _ in range(STEADY - steps):
         train_step(training)
     with Collectives() as counting:
@@ -119,6 +115,22 @@ def values(recipe: Recipe, steps: int, device: str, folder: Path) -> dict[str, A
         "collectives": {kind: list(seen) for kind, seen in counting.seen.items()},
         "sizes": dict(counting.sizes),
     }
+
+
+def losses_of_step(training: Training, on_phase: Callable[[str], None] = lambda name: None) -> list[float]:
+    """Train a step: each micro-batch's loss, or of a pipeline's whole batch one on the last rank and none on the others."""
+    losses: list[float] = []
+    plain = training.loss_of
+
+    def loss_of(outputs: Any, batch: Any) -> torch.Tensor:
+        loss = plain(outputs, batch)
+        losses.append(loss.detach().item())
+        return loss
+
+    training.loss_of = loss_of
+    last = train_step(training, on_phase)
+    training.loss_of = plain
+    return losses or ([] if last is None else [float(last)])
 
 
 def save_gradients(training: Training, folder: Path) -> list[str]:
@@ -149,16 +161,16 @@ def prepare(recipe: Recipe, device: str) -> Training:
     return training
 
 
-def fill(training: Training, recipe: Recipe, device: str) -> None:
-    """Put this rank's rows of the global batch into the batch that is there, which keeps its place in memory."""
+def fill(training: Training, recipe: Recipe, device: str, step: int = 0) -> None:
+    """Put this rank's rows of the `step`-th global batch into the batch that is there, which keeps its place in memory."""
     batches = [training.batch, *training.further]
-    for batch, rows in zip(batches, global_batches(recipe, len(batches)), strict=True):
+    for batch, rows in zip(batches, global_batches(recipe, len(batches), step), strict=True):
         for name, tensor in batch.items():
             tensor.copy_(rows[name].to(device))
 
 
-def global_batches(recipe: Recipe, count: int) -> Iterator[dict[str, torch.Tensor]]:
-    """This rank's share of `count` global micro-batches: rank r has the r-th `batch_size` rows of each.
+def global_batches(recipe: Recipe, count: int, step: int = 0) -> Iterator[dict[str, torch.Tensor]]:
+    """This rank's share of a step's `count` global micro-batches: rank r has the r-th `batch_size` rows of each.
 
     Where all ranks work on the same batch (tensor and pipeline parallel), every rank has all of it.
     """
@@ -169,8 +181,8 @@ def global_batches(recipe: Recipe, count: int) -> Iterator[dict[str, torch.Tenso
     first = sharding.rank * recipe.batch_size if shards > 1 else 0
     try:
         for number in range(count):
-            torch.manual_seed(SEED + 1 + number)
-            rows = make_batch(recipe.replace(sharding=None, batch_size=recipe.batch_size * shards), "cpu")
+            torch.manual_seed(SEED + 1 + step * count + number)
+            rows = make_batch(alone(recipe), "cpu")
             yield {name: tensor[first : first + recipe.batch_size] for name, tensor in rows.items()}
     finally:
         torch.random.set_rng_state(generator)

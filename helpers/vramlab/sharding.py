@@ -156,11 +156,11 @@ def run_alone(recipe: Recipe, *, steps: int = 2) -> Ranks:
 
     import torch
 
-    from .rank_training import replicas, values
+    from . import rank_training
 
-    whole = recipe.replace(sharding=None, batch_size=recipe.batch_size * replicas(recipe))
+    whole = rank_training.alone(recipe)
     with tempfile.TemporaryDirectory(prefix="vramlab-") as folder, torch.random.fork_rng():
-        answer = values(whole, steps, "cpu", Path(folder))
+        answer = rank_training.values(whole, steps, "cpu", Path(folder))
         (Path(folder) / "0.json").write_text(json.dumps({"answer": {**answer, "report": None}}))
         found = _collect_alone(Path(folder), answer)
     return found
