@@ -1,154 +1,108 @@
-"""Real ranks of small recipes, started by torchrun: what each allocates, computes and sends, written to a folder.
+"""Recipes on real ranks over gloo, by name: what each rank allocates, learns and sends, for tests to compare.
 
-    torchrun --standalone --nproc_per_node 2 tests/real_ranks.py FOLDER NAME NAME …
-
-NAME is a key of RECIPES; the world's size replaces the recipe's. `run` starts it from a test and reads the folder.
+What is allocated is held against fake ranks (`differing`), what is learned against one process that trains all rows
+(`learned` of `rank_training.alone`).
 """
 
+import dataclasses
+import itertools
+import json
 import os
-import pickle
-import subprocess
-import sys
-from collections.abc import Iterable
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
-from tiny_models import config
+from safetensors.torch import load_file, save_file
+from torch.utils._python_dispatch import _disable_current_modes
+from vramlab import rank_training
+from vramlab.collectives import Collectives
 from vramlab.history import History
-from vramlab.recipe import Loop, LoRA, Recipe, Sharding
-
-SMALL = {"batch_size": 2, "seq_len": 24, "num_layers": 2}
-FSDP3, FSDP2 = {"stage": 3, "engine": "fsdp"}, {"stage": 2, "engine": "fsdp"}
-DDP, ZERO1 = {"stage": 0, "engine": "ddp"}, {"stage": 1, "engine": "ddp"}
-EVERYWHERE = LoRA(r=4, target_modules="all-linear")
-
-# name to (model, what is changed of it, sharding, what else the recipe says)
-TABLE: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] = {
-    "llama, stage 3": ("llama", {}, FSDP3, {}),
-    "llama, stage 2": ("llama", {}, FSDP2, {}),
-    "llama, stage 3, plain loop": ("llama", {}, FSDP3, {"loop": "plain"}),
-    "llama, one unit": ("llama", {}, {**FSDP3, "wrap": "model"}, {}),
-    "gpt2, tied, stage 3": ("gpt2", {}, FSDP3, {}),
-    "gpt2, tied, stage 2, plain loop": ("gpt2", {}, FSDP2, {"loop": "plain"}),
-    "gpt2, sizes that nothing divides": ("gpt2", {"n_embd": 66, "vocab_size": 1001, "n_positions": 37}, FSDP3, {}),
-    "llama, accumulating": ("llama", {}, FSDP3, {"gradient_accumulation_steps": 2}),
-    "llama, accumulating, bf16-mixed": (
-        "llama",
-        {},
-        FSDP3,
-        {"gradient_accumulation_steps": 2, "precision": "bf16-mixed"},
-    ),
-    "llama, checkpointing": ("llama", {}, FSDP3, {"gradient_checkpointing": True}),
-    "gpt2, checkpointing, stage 2": ("gpt2", {}, FSDP2, {"gradient_checkpointing": True}),
-    "llama, bf16-mixed": ("llama", {}, FSDP3, {"precision": "bf16-mixed"}),
-    "llama, bf16-true": ("llama", {}, FSDP3, {"precision": "bf16-true"}),
-    "llama, LoRA": ("llama", {}, FSDP3, {"lora": EVERYWHERE}),
-    "llama, LoRA on bf16": ("llama", {}, FSDP3, {"lora": EVERYWHERE, "precision": "bf16-true"}),
-    "llama, offloaded": ("llama", {}, {**FSDP3, "offload": "parameters"}, {"gradient_accumulation_steps": 2}),
-    "gpt2, offloaded, plain loop, bf16-mixed": (
-        "gpt2",
-        {},
-        {**FSDP3, "offload": "parameters"},
-        {"loop": "plain", "precision": "bf16-mixed"},
-    ),
-    "llama, foreach": ("llama", {}, FSDP3, {"loop": Loop.named("trainer", foreach=True)}),
-    "bert, momentum": ("bert", {}, FSDP3, {"optim": "sgd", "optim_args": "momentum=0.9"}),
-    "llama, DDP": ("llama", {}, DDP, {}),
-    "gpt2, DDP, plain loop": ("gpt2", {}, DDP, {"loop": "plain"}),
-    "gpt2, DDP, accumulating": ("gpt2", {}, DDP, {"gradient_accumulation_steps": 2}),
-    "llama, DDP, checkpointing": ("llama", {}, DDP, {"gradient_checkpointing": True}),
-    "llama, DDP, LoRA": ("llama", {}, DDP, {"lora": EVERYWHERE}),
-    "llama, DDP, bf16-mixed": ("llama", {}, DDP, {"precision": "bf16-mixed"}),
-    "gpt2, ZeRO-1, plain loop": ("gpt2", {}, ZERO1, {"loop": "plain"}),
-    "llama, ZeRO-1": ("llama", {}, ZERO1, {}),
-}
+from vramlab.launch import Launcher
+from vramlab.rank_training import losses_of_step, on_rank, prepare
+from vramlab.recipe import Recipe
+from vramlab.simulate import trace
+from vramlab.tracked import run_tracked
+from vramlab.tracker import Tracker
 
 
-# those whose losses and gradients are held against one process's
-LEARNED = (
-    "llama, stage 3",
-    "gpt2, tied, stage 2, plain loop",
-    "gpt2, sizes that nothing divides",
-    "llama, accumulating",
-    "llama, checkpointing",
-    "llama, LoRA",
-    "llama, offloaded",
-    "llama, DDP",
-    "gpt2, DDP, accumulating",
-    "gpt2, ZeRO-1, plain loop",
-    "llama, bf16-mixed",
-)
+def run(
+    launcher: Launcher,
+    recipes: Mapping[str, Recipe],
+    learn: Collection[str] = (),
+    witness: Collection[str] = (),
+    timeout: float = 300,
+) -> list[dict[str, dict[str, Any]]]:
+    """By rank and name, what real ranks find of `recipes`, which are for as many; `learn` and `witness` say of which."""
+    (world,) = {recipe.sharding.world_size for recipe in recipes.values()}
+    order = {"recipes": {name: recipe.to_dict() for name, recipe in recipes.items()}}
+    order |= {"learn": [*learn], "witness": [*witness]}
+    with launcher.run("real_ranks:work", order, world, timeout=timeout, preload="real_ranks:preload") as folder:
+        found = [json.loads((folder / f"{rank}.json").read_text())["answer"] for rank in range(world)]
+        for rank, name in itertools.product(range(world), learn):
+            found[rank][name]["tensors"] = load_file(folder / f"{name} {rank}.safetensors")
+    return found
 
 
-def recipe_of(name: str, world_size: int, rank: int = 0) -> Recipe:
-    family, changes, sharding, options = TABLE[name]
-    sharding = Sharding(world_size=world_size, rank=rank, **sharding)
-    return Recipe(config(family, **changes), sharding=sharding, **{**SMALL, **options})
+def preload(recipes: dict[str, dict[str, Any]], **others: Any) -> None:
+    """Import once what the ranks need."""
+    for recipe in recipes.values():
+        rank_training.preload(recipe)
 
 
-def births(history: History) -> list[tuple]:
-    """Every allocation in order: what it is, and what is alive once it is there (as in test_simulate_cpu.py)."""
+def work(recipes: dict[str, dict[str, Any]], learn: list[str], witness: list[str]) -> dict[str, dict[str, Any]]:
+    """What this rank finds of each recipe; tensors go to files in the launch's folder."""
+    from vramlab.world import real_rank
+
+    torch.set_num_threads(1)
+    folder, found = Path(os.environ["VRAMLAB_FOLDER"]), {}
+    with real_rank("cpu") as rank:
+        for name, values in recipes.items():
+            recipe = on_rank(Recipe(**values), rank)
+            found[name] = followed(recipe)
+            if name in learn:
+                found[name] |= learned(recipe)
+                save_file(found[name].pop("tensors"), folder / f"{name} {rank}.safetensors")
+            found[name] |= witnesses(recipe) if name in witness else {}
+    return found
+
+
+# --- what is allocated ----------------------------------------------------------------------------------------------
+
+
+def births(history: History) -> list[list[Any]]:
+    """Every allocation in order: size, category, operator, shape, dtype, module, and what is alive then by category.
+
+    Frees are left to the sums: a function's local variables go in no particular order when it returns.
+    """
     return [
-        (size, storage.category, storage.op, storage.shape, storage.dtype, storage.where, tuple(alive))
+        [size, storage.category, storage.op, list(storage.shape), storage.dtype, storage.where, alive]
         for (size, storage, _), alive in zip(history.log, history.splits[1:].tolist(), strict=True)
         if size > 0
     ]
 
 
+def allocated(history: History) -> dict[str, Any]:
+    phases = {name: dataclasses.asdict(phase) for name, phase in history.phases().items()}
+    return {"births": births(history), "phases": phases}
+
+
 def followed(recipe: Recipe) -> dict[str, Any]:
     """What a tracker sees of two real steps."""
-    from vramlab.tracked import run_tracked
-    from vramlab.tracker import Tracker
-    from vramlab.training import build
-
-    torch.manual_seed(0)
-    tracker = run_tracked(build(recipe, "cpu", target="cpu"), Tracker("cpu"), 2, "cpu")
-    history = History(tracker.log, tracker.marks)
-    return {"births": births(history), "phases": history.phases(), "splits": history.last_step}
+    tracker = run_tracked(prepare(recipe, "cpu"), Tracker("cpu"), 2, "cpu")
+    return allocated(History(tracker.log, tracker.marks))
 
 
-def learned(recipe: Recipe, steps: int = 3) -> dict[str, Any]:
-    """Losses of the global batch and full gradients, step by step, of a rank or of one process with all its batches.
-
-    Everybody begins with equal weights, and rank r has the r-th part of each micro-batch.
-    """
-    from torch.distributed.tensor import DTensor
-    from vramlab.training import build, make_batch, train_step
-
-    sharding, alone = recipe.sharding, dist_rank() is None
-    world_size = sharding.world_size
-    whole = recipe.replace(batch_size=recipe.batch_size * world_size, sharding=None)
-    torch.manual_seed(0)
-    training = build(whole if alone else recipe, "cpu", target="cpu")
-    for module in training.model.modules():
-        if isinstance(module, torch.nn.Dropout):
-            module.p = 0.0  # ranks would drop other channels than one process
-    torch.manual_seed(1)
-    own = slice(None) if alone else slice(dist_rank() * recipe.batch_size, (dist_rank() + 1) * recipe.batch_size)
-
-    def batch() -> dict[str, torch.Tensor]:
-        return {name: values[own] for name, values in make_batch(whole, "cpu").items()}
-
-    def full(tensor: torch.Tensor) -> torch.Tensor:
-        return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
-
-    losses, gradients = [], []
-
-    def on_phase(name: str) -> None:
-        if name == "step":
-            named = ((n.removeprefix("module."), p) for n, p in training.model.named_parameters())
-            gradients.append({n: full(p.grad) for n, p in named if p.grad is not None})
-
-    for _ in range(steps):
-        training.batch, training.further = batch(), [batch() for _ in training.further]
-        losses.append(float(train_step(training, on_phase)) * training.accumulation)
-    weights = {n.removeprefix("module."): full(p) for n, p in training.model.named_parameters()}
-    return {"losses": losses, "gradients": gradients, "weights": weights}
-
-
-# those that the allocator itself is asked about; a first step that makes DDP's buckets anew has no steady second one
-WITNESSED = ("llama, stage 3", "llama, one unit", "llama, DDP")
+def differing(recipe: Recipe, found: list[dict[str, Any]]) -> tuple | None:
+    """(rank, simulated, real) of the first allocation or phase in which a rank of `found` and its simulation differ."""
+    for rank, real in enumerate(found):
+        simulated = allocated(trace(on_rank(recipe, rank), "cpu", full=True))
+        sides = ([*side["births"], *side["phases"].items()] for side in (simulated, real))
+        for one, other in itertools.zip_longest(*sides):
+            if one != other:
+                return rank, one, other
+    return None
 
 
 def witnesses(recipe: Recipe) -> dict[str, Any]:
@@ -158,7 +112,6 @@ def witnesses(recipe: Recipe) -> dict[str, Any]:
     the transfer's end: it does one thing after the other, and has let go of the last when another is done.
     """
     import torch.distributed as dist
-    from pytest import MonkeyPatch
     from test_simulate_witness import tracked, witnessed
 
     another = torch.zeros(1)
@@ -171,50 +124,59 @@ def witnesses(recipe: Recipe) -> dict[str, Any]:
 
         return transferred
 
-    with MonkeyPatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch:
         for name in ("all_gather_single", "reduce_scatter_single"):
             patch.setattr(dist, name, waiting(getattr(dist, name)))
         seen = witnessed(recipe)
     return {"witnessed": seen, "tracked": tracked(recipe)}
 
 
-def hundred_layers() -> dict[str, dict[str, Any]]:
-    """By wrapping, what a rank has of a hundred layers: all one unit, or each its own."""
-    from vramlab.chapters.units_04 import wrapped
-
-    return {wrapping: wrapped(wrapping, layers=100, width=32, rows=4) for wrapping in ("one unit", "a unit each")}
+# --- what is computed and sent --------------------------------------------------------------------------------------
 
 
-def dist_rank() -> int | None:
-    return int(os.environ["RANK"]) if "RANK" in os.environ else None
+def learned(recipe: Recipe, steps: int = 3) -> dict[str, Any]:
+    """Of each step, on rows of its own, the micro-batches' losses, whole gradients; the weights after the last.
+
+    "sizes" has the bytes of every collective of the last step by kind. A recipe without sharding is a process's alone.
+    """
+    training = prepare(recipe, "cpu")
+    for module in training.model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0  # ranks would drop other channels than one process
+    losses, tensors, counting = [], {}, Collectives()
+
+    def on_phase(name: str) -> None:
+        if name == "step":
+            with _disable_current_modes():  # what is gathered here is no part of the step
+                for parameter, gradient in training.engine.gradients(training):
+                    tensors[f"gradient {len(losses)} {parameter}"] = gradient.detach().float().clone()
+
+    for step in range(steps):
+        rank_training.fill(training, recipe, "cpu", step)
+        counting.sizes.clear()
+        with counting:
+            losses.append(losses_of_step(training, on_phase))
+    for name, parameter in training.model.named_parameters():
+        tensors[f"weight {name.removeprefix('module.')}"] = whole(parameter).detach().clone()
+    return {"losses": losses, "tensors": tensors, "sizes": dict(counting.sizes)}
 
 
-def run(
-    folder: Path, names: Iterable[str], world_size: int, script: str = __file__, timeout: float = 600
-) -> list[dict[str, dict[str, Any]]]:
-    """By rank and name, what `world_size` real processes of `script` leave. Raises AssertionError with their last words."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={world_size}"]
-    done = subprocess.run([*command, script, str(folder), *names], capture_output=True, text=True, timeout=timeout)
-    said = [line for line in done.stderr.splitlines() if line.startswith("[rank0]")]
-    assert done.returncode == 0, said[-12:]
-    return [pickle.loads(Path(folder, f"{rank}.pickle").read_bytes()) for rank in range(world_size)]
+def assert_learned_alike(recipe: Recipe, found: list[dict[str, Any]]) -> None:
+    """Ranks that have divided the rows learn what one process does of all, up to the order in which fp32 is summed."""
+    one = learned(rank_training.alone(recipe))
+    for expected, *losses in zip(one["losses"], *(rank["losses"] for rank in found), strict=True):
+        assert [sum(each) / len(found) for each in zip(*losses, strict=True)] == pytest.approx(expected, rel=1e-4)
+    for rank in found:
+        assert rank["tensors"].keys() == one["tensors"].keys()
+        for key, tensor in one["tensors"].items():
+            least = 2e-6 if key.startswith("gradient") else 5e-6
+            torch.testing.assert_close(rank["tensors"][key], tensor, rtol=1e-3, atol=least)
 
 
-def main() -> None:
-    from vramlab.world import real_rank
+def whole(parameter: torch.Tensor) -> torch.Tensor:
+    """`parameter`, gathered if this rank has a part of it. All ranks have to ask."""
+    if hasattr(parameter, "ds_tensor"):
+        from deepspeed.utils import safe_get_full_fp32_param
 
-    folder, *names = sys.argv[1:]
-    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    torch.set_num_threads(1)
-    found = {}
-    with real_rank("cpu"):
-        for name in names:
-            recipe = recipe_of(name, world_size, rank)
-            found[name] = followed(recipe) | (learned(recipe) if name in LEARNED else {})
-            found[name] |= witnesses(recipe) if name in WITNESSED else {}
-        found["units"] = hundred_layers()
-    Path(folder, f"{rank}.pickle").write_bytes(pickle.dumps(found))
-
-
-if __name__ == "__main__":
-    main()
+        return safe_get_full_fp32_param(parameter)
+    return parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter

@@ -1,48 +1,79 @@
 """DeepSpeed's stages: real ranks against one process, and against simulated ones, to the byte."""
 
-import itertools
+import functools
 import sys
 from math import ceil
+from typing import Any
 
-import deepspeed_ranks
 import pytest
 import torch
-from deepspeed_ranks import TABLE, learned, recipe_of
-from real_ranks import births
+from real_ranks import assert_learned_alike, differing, learned, run
 from tiny_models import config, quick_collections  # noqa: F401
 from vramlab.engines import engine_of
 from vramlab.engines.deepspeed_config import deepspeed_config, filled_in, nvme_config, nvme_missing
 from vramlab.errors import RecipeError
+from vramlab.launch import Launcher
+from vramlab.models import build_model
+from vramlab.rank_training import alone
 from vramlab.recipe import Loop, LoRA, Quantization, Recipe, Sharding
-from vramlab.simulate import simulate, trace
+from vramlab.simulate import simulate
 
+ODD = {"n_embd": 66, "vocab_size": 1001, "n_positions": 37}  # nothing divides it
+ACCUMULATING, HALF = {"gradient_accumulation_steps": 2}, {"precision": "bf16-mixed"}
+EVERYWHERE = LoRA(r=4, target_modules="all-linear")
+# name to (model, what is changed of it, stage, what is offloaded, what else the recipe says)
+TABLE: dict[str, tuple[str, dict[str, Any], int, str | None, dict[str, Any]]] = {
+    "stage 0": ("llama", {}, 0, None, {}),
+    "stage 0, bf16-mixed": ("llama", {}, 0, None, HALF),
+    "stage 1, accumulating": ("gpt2", {}, 1, None, ACCUMULATING),
+    "stage 1, odd sizes, plain loop": ("gpt2", ODD, 1, None, {"loop": "plain"}),
+    "stage 1, bf16-mixed, offloaded": ("llama", {}, 1, "optimizer", HALF),
+    "stage 2": ("llama", {}, 2, None, {}),
+    "stage 2, odd sizes, bf16-mixed": ("gpt2", ODD, 2, None, HALF),
+    "stage 2, LoRA, checkpointing": (
+        "llama",
+        {},
+        2,
+        None,
+        {"lora": EVERYWHERE, "gradient_checkpointing": True, **HALF},
+    ),
+    "stage 3": ("llama", {}, 3, None, {}),
+    "stage 3, odd sizes, bf16-mixed": ("gpt2", ODD, 3, None, HALF),
+    "stage 3, accumulating, offloaded": ("llama", {}, 3, "optimizer", ACCUMULATING),
+    "stage 3, offloaded parameters, checkpointing": ("llama", {}, 3, "parameters", {"gradient_checkpointing": True}),
+    "stage 3, bf16-true": ("llama", {}, 3, None, {"precision": "bf16-true"}),
+}
+LEARNED = [name for name, row in TABLE.items() if "precision" not in row[4]]
+HALVED = "stage 1, bf16-mixed, offloaded"
 OF_FOUR = ("stage 1, odd sizes, plain loop", "stage 2, odd sizes, bf16-mixed", "stage 3, odd sizes, bf16-mixed")
 WORLDS = {2: tuple(TABLE), 4: OF_FOUR}
 CASES = [(world, name) for world, names in WORLDS.items() for name in names]
 installed = pytest.mark.skipif("not __import__('importlib.util').util.find_spec('deepspeed')", reason="no deepspeed")
 
 
+def recipe_of(name: str, world_size: int = 2) -> Recipe:
+    family, changes, stage, offload, options = TABLE[name]
+    sharding = Sharding(stage, world_size, "deepspeed", offload=offload)
+    return Recipe(config(family, **changes), 2, 24, num_layers=2, sharding=sharding, **options)
+
+
 @pytest.fixture(scope="module")
-def real(tmp_path_factory):
-    """By world size: what each rank left, by name. A world is started when it is first asked for."""
-    left = {}
+def real():
+    """By world size: what each rank found, by name. A world is started when it is first asked for."""
+    with Launcher() as launcher:
 
-    def of(world: int) -> list[dict]:
-        if world not in left:
-            left[world] = deepspeed_ranks.run(tmp_path_factory.mktemp("ranks"), WORLDS[world], world)
-        return left[world]
+        @functools.cache
+        def of(world: int) -> list[dict[str, Any]]:
+            learn = [*LEARNED, HALVED] if world == 2 else ()
+            return run(launcher, {name: recipe_of(name, world) for name in WORLDS[world]}, learn)
 
-    return of
+        yield of
 
 
 @installed
 @pytest.mark.parametrize(("world", "name"), CASES, ids=str)
 def test_every_rank_allocates_what_its_simulation_says(real, world, name):
-    for rank, left in enumerate(real(world)):
-        simulated = trace(recipe_of(name, world, rank), "cpu")
-        for one, other in itertools.zip_longest(births(simulated), left[name]["births"]):
-            assert one == other, f"rank {rank}"
-        assert simulated.phases() == left[name]["phases"], f"rank {rank}"
+    assert differing(recipe_of(name, world), [left[name] for left in real(world)]) is None
 
 
 @installed
@@ -53,16 +84,10 @@ def test_ranks_and_stages_are_told_apart(real):
 
 
 @installed
-@pytest.mark.parametrize("name", [name for name, row in TABLE.items() if "precision" not in row[4]])
+@pytest.mark.parametrize("name", LEARNED)
 def test_two_ranks_learn_what_one_process_does(real, name):
-    """Equal losses and gradients over three steps, up to the order in which fp32 is summed."""
-    ranks, alone = [left[name] for left in real(2)], learned(recipe_of(name, 2), alone=True)
-    for step in range(3):
-        assert sum(rank["losses"][step] for rank in ranks) / 2 == pytest.approx(alone["losses"][step], rel=1e-4)
-        for rank in ranks:
-            assert rank["gradients"][step].keys() == alone["gradients"][step].keys()
-            for key, gradient in alone["gradients"][step].items():
-                torch.testing.assert_close(rank["gradients"][step][key], gradient, rtol=1e-3, atol=2e-6)
+    """Equal losses, gradients and weights over three steps, up to the order in which fp32 is summed."""
+    assert_learned_alike(recipe_of(name), [left[name] for left in real(2)])
 
 
 @installed
@@ -71,27 +96,26 @@ def test_stages_of_half_precision_learn_the_same(real):
 
     Stage 0 is left out: DeepSpeed's wrapper takes a step with empty gradients when it is made, which Adam counts.
     """
-    name = "stage 1, bf16-mixed, offloaded"
-    ranks, alone = [left[name] for left in real(2)], learned(recipe_of(name, 2), alone=True)
-    for step in range(3):
-        loss = sum(rank["losses"][step] for rank in ranks) / 2
-        assert loss == pytest.approx(alone["losses"][step], rel=2e-2) and loss != alone["losses"][step]
+    for (expected,), *losses in zip(
+        learned(alone(recipe_of(HALVED)))["losses"], *(left[HALVED]["losses"] for left in real(2)), strict=True
+    ):
+        loss = sum(loss for (loss,) in losses) / 2
+        assert loss == pytest.approx(expected, rel=2e-2) and loss != expected
 
 
 @installed
 def test_collectives_of_a_step(real):
     """Stages 1 and 2 all-reduce and gather; stage 3 gathers once what stays gathered, and scatters."""
-    recipe = recipe_of("stage 2", 2)
-    weights = 4 * sum(p.numel() for p in learned(recipe, alone=True, steps=0)["training"].model.parameters())
+    weights = 4 * sum(p.numel() for p in build_model(recipe_of("stage 2"), "meta").parameters())
     for name, expected in (
-        ("stage 0", {"all_reduce": weights}),
-        ("stage 2", {"all_reduce": weights, "all_gather": weights}),
-        ("stage 3", {"all_gather": weights, "reduce_scatter": weights}),
+        ("stage 0", ["all_reduce"]),
+        ("stage 2", ["all_reduce", "all_gather"]),
+        ("stage 3", ["all_gather", "reduce_scatter"]),
     ):
-        seen = real(2)[0][name]["sent"]
-        for kind, size in expected.items():
-            assert size <= seen[kind][1] <= size + 1024, (name, kind)  # and norms, flags and paddings
-        assert sum(seen[kind][1] for kind in seen if kind not in expected) < 1024, name
+        sent = {kind: sum(sizes) for kind, sizes in real(2)[0][name]["sizes"].items()}
+        for kind in expected:
+            assert weights <= sent.pop(kind) <= weights + 1024, (name, kind)  # and norms, flags and paddings
+        assert sum(sent.values()) < 1024, name
 
 
 @installed

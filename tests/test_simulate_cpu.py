@@ -10,6 +10,7 @@ import dataclasses
 import pytest
 import torch
 from pairwise import pairs_of, pairwise
+from real_ranks import births
 from tiny_models import TINY, config, quick_collections  # noqa: F401
 from vramlab.errors import RecipeError
 from vramlab.history import History
@@ -113,18 +114,6 @@ def real(recipe: Recipe, seed: int = 0) -> History:
     torch.manual_seed(seed)
     tracker = run_tracked(build(recipe, "cpu", target="cpu"), Tracker("cpu"), 2, "cpu")
     return History(tracker.log, tracker.marks)
-
-
-def births(history: History) -> list[tuple]:
-    """Every allocation in order: what it is, and what is alive once it is there.
-
-    Frees are left to the sums: a function's local variables go in no particular order when it returns.
-    """
-    return [
-        (size, storage.category, storage.op, storage.shape, storage.dtype, storage.where, tuple(alive))
-        for (size, storage, _), alive in zip(history.log, history.splits[1:].tolist(), strict=True)
-        if size > 0
-    ]
 
 
 def assert_equal(recipe: Recipe) -> None:
