@@ -38,6 +38,9 @@ CONSEQUENCES = (
 FOLDER = "VRAMLAB_FOLDER"  # names the folder in which a rank may leave files of its own
 OUTCOME, DONE = "outcome.json", "done.json"
 PR_SET_PDEATHSIG = 1  # prctl(2)
+# A number, because a forked rank may find glibc's lock on its list of name servers taken for ever: the agent's store looks
+# names up on a thread of its own, whenever a rank connects.
+HERE = "127.0.0.1"
 
 
 def main() -> None:
@@ -111,8 +114,8 @@ def start_ranks(order: dict[str, Any], start_method: str) -> None:
             nproc_per_node=order["world_size"],
             run_id=uuid.uuid4().hex,
             rdzv_backend="c10d",
-            rdzv_endpoint=f"localhost:{order['port'] or 0}",
-            local_addr="localhost",
+            rdzv_endpoint=f"{HERE}:{order['port'] or 0}",
+            local_addr=HERE,
             max_restarts=0,
             monitor_interval=0.02,
             start_method=start_method,
@@ -136,6 +139,7 @@ def one_rank(order: dict[str, Any]) -> None:
     silence()
     sys.path += [path for path in order["path"] if path not in sys.path]
     os.environ[FOLDER] = order["folder"]
+    _wait_for_all(Path(order["folder"]), order["world_size"])
     file = Path(order["folder"], os.environ["RANK"] + ".json")
     try:
         answer = _resolve(order["function"])(**order["arguments"])
@@ -145,6 +149,14 @@ def one_rank(order: dict[str, Any]) -> None:
         if any(text in str(error) for text in CONSEQUENCES):
             time.sleep(2)  # the agent looks for the rank that is gone, and ends this one
         raise
+
+
+def _wait_for_all(folder: Path, world_size: int, seconds: float = 60) -> None:
+    """Return when all ranks are there: while the agent forks, none may connect to it (see HERE)."""
+    (folder / f"{os.environ['RANK']}.started").touch()
+    until = time.monotonic() + seconds
+    while len([*folder.glob("*.started")]) < world_size and time.monotonic() < until:
+        time.sleep(0.005)
 
 
 def describe(error: Exception) -> dict[str, Any]:

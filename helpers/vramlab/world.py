@@ -80,7 +80,9 @@ def one_gloo_thread() -> Iterator[None]:
         def __init__(self, store, rank, size, timeout):
             options = plain._Options()
             options._threads, options._timeout = 1, timeout
-            options._devices = [plain.create_default_device()]
+            interface = os.environ.get("GLOO_SOCKET_IFNAME", "")
+            device = plain.create_device(interface=interface) if interface else plain.create_default_device()
+            options._devices = [device]
             super().__init__(store, rank, size, options)
 
     distributed_c10d.ProcessGroupGloo = OneThread
