@@ -106,15 +106,20 @@ def _bytes(tensors: Any) -> int:
 
 
 def ranks_of(args: tuple) -> int:
-    """The size of the group that an operator is called on: it is told by object or by name."""
+    """The size of the group that an operator is called on."""
+    return group_of(args).size()
+
+
+def group_of(args: tuple) -> "torch.distributed.ProcessGroup":
+    """The group that an operator is called on: it is told by object or by name."""
     import torch.distributed as dist
     from torch.distributed.distributed_c10d import _resolve_process_group
 
     for value in reversed(args):
         if isinstance(value, dist.ProcessGroup):
-            return value.size()
+            return value
         if isinstance(value, torch.ScriptObject) and "ProcessGroup" in str(value._type()):
-            return dist.ProcessGroup.unbox(value).size()
+            return dist.ProcessGroup.unbox(value)
         if isinstance(value, str) and value not in ("sum", "avg", "min", "max", "product"):
-            return _resolve_process_group(value).size()
-    return dist.get_world_size()
+            return _resolve_process_group(value)
+    return dist.group.WORLD

@@ -20,7 +20,7 @@ from torch._C import _storage_Use_Count
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 
-from .collectives import ranks_of
+from .collectives import group_of
 from .gloo import gloo_scratch
 
 aten = torch.ops.aten
@@ -78,7 +78,8 @@ class Tracker(TorchDispatchMode):
         super().__init__()
         self.device, self.round_to = device, round_to
         self.scratch = scratch or (gloo_scratch if device == "cpu" else None)
-        self._sent = self._over_gloo = False
+        self._over_gloo = False
+        self._sent: Any = None  # the group of the collective that was the last operator
         self.live: dict[int, Storage] = {}
         self.log: list[tuple[int, Storage, str]] = []  # (+size or -size, storage, operator)
         self.marks: list[tuple[int, str]] = []  # (position in the log, phase that begins there)
@@ -104,7 +105,7 @@ class Tracker(TorchDispatchMode):
         return super().__enter__()
 
     def __exit__(self, *error: Any) -> None:
-        self._sent = False
+        self._sent = None
         super().__exit__(*error)
         self._entered.close()
 
@@ -252,8 +253,7 @@ class Tracker(TorchDispatchMode):
         if extra:
             block = Storage(self._round(extra), extra, "workspace", name, None, where)
             self.log.append((block.size, block, name))
-        together = self._over_gloo and (func.namespace, name) in TOGETHER
-        self._sent = together and ranks_of(args) == torch.distributed.get_world_size()
+        self._sent = group_of(args) if self._over_gloo and (func.namespace, name) in TOGETHER else None
         result = func(*args, **kwargs)
         self.calls.append((start, name, where, len(self.marks)))
         self._see(result, name, where, args)
@@ -327,14 +327,14 @@ class Tracker(TorchDispatchMode):
     def _let_go(self) -> None:
         """Gloo's thread holds what it worked on a moment longer than the transfer takes; wait for that moment's end.
 
-        The thread does one thing after the other (`world.real_rank` gives it no second), so once it has begun another
-        it has let go of the last. Without this, frees would be late by chance.
+        A group's thread does one thing after the other (`world.real_rank` gives it no second), so once it has begun
+        another it has let go of the last. Without this, frees would be late by chance.
         """
-        if not self._sent:
+        if self._sent is None:
             return
-        self._sent = False
+        group, self._sent = self._sent, None
         with _disable_current_modes():
-            torch.distributed.all_reduce(torch.zeros(1))
+            group.allreduce([torch.zeros(1)]).wait()
 
     def _settle(self) -> None:
         """A recomputed piece of the forward pass has ended: what is still held of it was kept for its backward pass."""

@@ -39,7 +39,6 @@ all-reduce each bucket and gather the updated weights: 3Ψ elements travel, not 
 
 import contextlib
 import functools
-import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
@@ -90,63 +89,7 @@ def follow(engine: Any, tracker: "Tracker") -> Iterator[None]:
             (AllGatherCoalescedHandle, "wait", several),
         ):
             stack.enter_context(patch.object(owner, name, _then(getattr(owner, name), tell)))
-        if engine.device.type == "cpu" and torch.distributed.get_backend() == "gloo":
-            stack.enter_context(frees_at_once(tracker))
         yield
-
-
-@contextlib.contextmanager
-def frees_at_once(tracker: "Tracker") -> Iterator[None]:
-    """While entered, a collective returns when gloo's thread has let go of what it worked on.
-
-    It holds the tensors for a moment after the work is done, and their frees would be late by chance.
-    """
-    from deepspeed.comm.torch import TorchBackend
-    from deepspeed.runtime.zero.partition_parameters import AllGatherCoalescedHandle, AllGatherHandle
-
-    def wrapped(collective: Callable) -> Callable:
-        @functools.wraps(collective)
-        def inner(*args: Any, **options: Any) -> Any:
-            tensors = [t for t in (*args, *options.values()) if isinstance(t, torch.Tensor)]
-            before = [t._use_count() for t in tensors]
-            work = collective(*args, **options)
-            if work is None:
-                _until(lambda: all(t._use_count() <= n for t, n in zip(tensors, before, strict=True)))
-            else:
-                tracker._sent = None  # it is waited for below, not at the next operator
-            return work
-
-        return inner
-
-    def waited(wait: Callable, attribute: str, storage_of: Callable[[Any], Any]) -> Callable:
-        @functools.wraps(wait)
-        def inner(handle: Any, *args: Any, **options: Any) -> None:
-            done = getattr(handle, attribute, None) is None
-            wait(handle, *args, **options)
-            if not done:
-                storage = storage_of(handle)
-                held = torch._C._storage_Use_Count(storage._cdata)
-                setattr(handle, attribute, None)  # DeepSpeed asks for it once
-                _until(lambda: torch._C._storage_Use_Count(storage._cdata) < held)
-
-        return inner
-
-    names = ("all_reduce", "broadcast", "all_gather_into_tensor", "reduce_scatter_tensor", "reduce")
-    with contextlib.ExitStack() as stack:
-        for name in names:
-            stack.enter_context(patch.object(TorchBackend, name, wrapped(getattr(TorchBackend, name))))
-        for kind, attribute, storage_of in (
-            (AllGatherHandle, "_AllGatherHandle__handle", lambda h: h._AllGatherHandle__param.data.untyped_storage()),
-            (AllGatherCoalescedHandle, "allgather_handle", lambda h: h.partitions[0].untyped_storage()),
-        ):
-            stack.enter_context(patch.object(kind, "wait", waited(kind.wait, attribute, storage_of)))
-        yield
-
-
-def _until(done: Callable[[], bool], seconds: float = 0.2) -> None:
-    end = time.monotonic() + seconds
-    while not done() and time.monotonic() < end:
-        time.sleep(1e-4)
 
 
 def _then(method: Callable, tell: Callable) -> Callable:
