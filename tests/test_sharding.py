@@ -112,13 +112,13 @@ def counted_twice(recipe: dict[str, Any]) -> dict[str, Any]:
     """On a rank: a step's collectives by the counter, and by the profiler, which hears of them from gloo itself."""
     from torch.profiler import ProfilerActivity, profile
     from vramlab.collectives import Collectives
-    from vramlab.rank_training import prepare
+    from vramlab.rank_training import on_rank, prepare
     from vramlab.training import train_step
     from vramlab.world import real_rank
 
     with real_rank("cpu") as rank:
         here = Recipe(**recipe)
-        training = prepare(here.replace(sharding=dataclasses.replace(here.sharding, rank=rank)), "cpu")
+        training = prepare(on_rank(here, rank), "cpu")
         for _ in range(2):
             train_step(training)
         with Collectives() as counter:

@@ -106,14 +106,14 @@ def _phases(recipe: Recipe, account: Account, card: Gpu | None, exist: bool, hel
     temporaries = {"temporaries": held.temporaries}
     start = rank(loaded)
     rest = rank(*always, after, gradients if loop.zero_grad != "end" or not loop.set_to_none else none)
-    over = rank(*during, backward, held.backward)
     first = rank(*always, before, after, forward, held.forward)
-    if held.by_part:
-        parts = account.around_layers()
-        rows = zip(parts["forward"], held.by_part[:2], strict=True)
-        first = max((rank(*always, before, after, split, {"workspace": n}) for split, n in rows), key=_total)
-        rows = zip(parts["backward"], held.by_part[1:], strict=False)
-        over = max((rank(*during, split, {"workspace": n}) for split, n in rows), key=_total)
+    if held.forward_parts:
+        parts = zip(account.around_layers["forward"], held.forward_parts, strict=True)
+        first = max((rank(*always, before, after, split, {"workspace": n}) for split, n in parts), key=_total)
+    over = rank(*during, backward, held.backward)
+    if held.backward_parts:  # a model without layers has one part
+        parts = zip(account.around_layers["backward"], held.backward_parts, strict=False)
+        over = max((rank(*during, split, {"workspace": n}) for split, n in parts), key=_total)
     if held.reducing:
         over = max(over, rank(*during, backward_end, {"workspace": held.reducing}), key=_total)
     if held.backward_end:  # gradients are divided by then

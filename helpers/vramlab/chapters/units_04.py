@@ -66,17 +66,15 @@ def wrapped(wrapping: str, layers: int, width: int, rows: int) -> dict[str, Any]
 
 def by_phase(recipe: dict[str, Any]) -> dict[str, dict[str, int]]:
     """One rank's side of a steady step of `recipe`: phase to the bytes of each kind of collective; for `launch`."""
-    import dataclasses
-
     from ..collectives import Collectives
-    from ..rank_training import prepare
+    from ..rank_training import on_rank, prepare
     from ..recipe import Recipe
     from ..training import train_step
     from ..world import real_rank
 
     with real_rank("cpu") as rank:
         whole = Recipe(**recipe)
-        training = prepare(whole.replace(sharding=dataclasses.replace(whole.sharding, rank=rank)), "cpu")
+        training = prepare(on_rank(whole, rank), "cpu")
         train_step(training)
         counting = Collectives()
         begun: list[tuple[str, dict[str, int]]] = []

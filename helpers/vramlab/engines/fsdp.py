@@ -171,8 +171,9 @@ def _of_fake_tensors(model: "torch.nn.Module"):
     storages have none, and pad once more.
     """
     import torch
-    from torch.distributed.fsdp import FSDPModule
     from torch.distributed.fsdp._fully_shard import _fsdp_param
+
+    from .host import groups
 
     class Chunks:
         def __init__(self, tensor: torch.Tensor, parts: int, dim: int):
@@ -187,10 +188,8 @@ def _of_fake_tensors(model: "torch.nn.Module"):
         yield
     finally:
         _fsdp_param._chunk_with_empty = plain
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            for group in module._get_fsdp_state()._fsdp_param_groups:
-                group._reset_sharded_params = True
+    for group in groups(model):
+        group._reset_sharded_params = True
 
 
 def make(recipe: Recipe) -> Engine:

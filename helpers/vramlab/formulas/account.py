@@ -125,6 +125,7 @@ class Account:
         """The phase's highest moment."""
         return self._highest(self.pieces[phase])
 
+    @cached_property
     def around_layers(self) -> dict[str, list[dict[str, int]]]:
         """Phase to bytes by category at its highest moments: forward's until the head and from there on, backward's until
         the layers, in them, and after them."""

@@ -42,8 +42,8 @@ class Held:
         always: what else is there from the beginning on.
         temporaries: of the optimizer's step, at its highest moment.
         forward, backward, backward_end, step: what the engine adds there, at the peak and (`_end`) at the end.
-        by_part: instead of what `forward` and `backward` add at the peaks: bytes of workspace in the layers' forward pass,
-            in the head's both passes, in the layers' backward pass, and after that; None: the same throughout.
+        forward_parts, backward_parts: instead of what `forward` and `backward` add at the peaks, bytes of workspace in the
+            layers and in the head; in the head, in the layers and after them. None: the same throughout.
         reducing: bytes that come and go when the backward pass is over.
         existing: gradients that earlier micro-batches left; None: `gradients`.
     """
@@ -58,7 +58,8 @@ class Held:
     backward: Sizes = field(default_factory=dict)
     backward_end: Sizes = field(default_factory=dict)
     step: Sizes = field(default_factory=dict)
-    by_part: tuple[int, int, int, int] | None = None
+    forward_parts: tuple[int, int] | None = None
+    backward_parts: tuple[int, int, int] | None = None
     reducing: int = 0
     existing: int | None = None
 

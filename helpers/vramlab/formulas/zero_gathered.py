@@ -16,6 +16,7 @@ from itertools import accumulate, groupby
 from math import prod
 from typing import NamedTuple
 
+from ..engines.deepspeed_config import HIDDEN
 from ..shapes import Shape
 from ..weights import Weight
 
@@ -58,7 +59,10 @@ def gathered(shape: Shape, checkpointing: bool) -> Gathered:
             for _ in [weight for weight in weights if fetched.get(weight, -1) < step]:
                 weight, used = coming.popleft()
                 fetched[weight] = used
-            ahead, room = 0, min(MOST - total - sum(n for _, n in new), 0.9 * shape.hidden_size**2)
+            ahead, room = (
+                0,
+                min(MOST - total - sum(n for _, n in new), HIDDEN["stage3_prefetch_bucket_size"](shape.hidden_size)),
+            )
             while coming and ahead < room:
                 weight, used = coming.popleft()
                 fetched[weight] = max(used, fetched.get(weight, -1))
@@ -89,13 +93,14 @@ def _events(shape: Shape, checkpointing: bool) -> list[tuple[Weights, bool, str]
 
 def _modules(shape: Shape) -> tuple[list[Weights], list[list[Weights]], list[Weights]]:
     """The weights of each module that is called, those without any too: before the layers, layer by layer, after them."""
+    persistent = HIDDEN["stage3_param_persistence_threshold"](shape.hidden_size)
     called: dict[str, tuple[int | None, list]] = {"": (None, [])}
     for weight in _as_called(shape):
         parts = weight.name.split(".")[:-1]
         for length in range(1, len(parts) + 1):
             if length == len(parts) or not parts[length].isdigit():  # a list of modules is not called
                 called.setdefault(".".join(parts[:length]), (weight.layer, []))
-        if (size := prod(weight.shape)) > 10 * shape.hidden_size:
+        if (size := prod(weight.shape)) > persistent:
             called[".".join(parts)][1].append((weight.name, size))
     if shape.tied:
         embedding = next(found for _, found in called.values() if found)
@@ -116,8 +121,8 @@ def _as_called(shape: Shape) -> list[Weight]:
     found: list[Weight] = []
     for _, group in groupby(shape.weights(), key=lambda weight: weight.layer):
         part = [*group]
-        norms = [w for w in part if part[0].layer is not None and ".post_attention_layernorm" in w.name]
-        before = [w for w in part if part[0].layer is not None and ".input_layernorm" in w.name]
+        norms = [w for w in part if ".post_attention_layernorm" in w.name]
+        before = [w for w in part if ".input_layernorm" in w.name]
         rest = [w for w in part if w not in norms and w not in before]
         mlp = next((i for i, w in enumerate(rest) if ".mlp." in w.name), len(rest))
         found += [*before, *rest[:mlp], *norms, *rest[mlp:]]

@@ -21,6 +21,7 @@ A world of one at stage 2 in fp32 is said too small, by 14 % with a large tied e
 from dataclasses import replace
 from math import ceil, prod
 
+from ..engines.deepspeed_config import HIDDEN
 from ..overhead import rounded
 from ..recipe import Recipe
 from . import stored
@@ -28,10 +29,9 @@ from .reserved import slack
 from .shards import Held, in_order
 from .step import COPIES, copies
 from .stored import FP32, HALF, Row, held, state_sizes
-from .units import computed
+from .units import FP64, computed
 from .zero_gathered import Gathered, gathered
 
-FP64 = 8
 ALL_REDUCED = (
     500_000_000  # elements that stage 0 reduces at a time (deepspeed/runtime/engine.py, MEMORY_OPT_ALLREDUCE_SIZE)
 )
@@ -114,8 +114,7 @@ def _first_two(
     return replace(
         found,
         temporaries=temporaries,
-        backward={"workspace": bucket},
-        by_part=(0, bucket, bucket + layers, bucket + front),
+        backward_parts=(bucket, bucket + layers, bucket + front),
         backward_end={"gradients": gradients},
         reducing=gradients + largest * width,
         existing=gradients,
@@ -124,7 +123,7 @@ def _first_two(
 
 def _third(recipe: Recipe, found: Held, rows: list[Row], parts: list[int], width: int, bucket: int, told: bool) -> Held:
     """Stage 3: gradients of the part at all times, weights gathered while the step needs them."""
-    sharding, small = recipe.sharding, 10 * recipe.shape.hidden_size
+    sharding, small = recipe.sharding, HIDDEN["stage3_param_persistence_threshold"](recipe.shape.hidden_size)
     persistent = sum(rounded(prod(row.shape) * row.width) for row in rows if prod(row.shape) <= small)
     parts_of_step = gathered(recipe.shape, recipe.gradient_checkpointing)
     if sharding.world_size == 1:  # the part is the whole, and is taken as it is
@@ -134,7 +133,9 @@ def _third(recipe: Recipe, found: Held, rows: list[Row], parts: list[int], width
     if sharding.offload == "parameters":  # a rank's part is copied to the device, then gathered
         part = wide * max(ceil(prod(row.shape) / sharding.world_size) for row in held(recipe))
         times[0] += part
-    found = replace(found, forward={"workspace": times[1]}, by_part=tuple(times))
+    found = replace(
+        found, forward={"workspace": times[1]}, forward_parts=tuple(times[:2]), backward_parts=tuple(times[1:])
+    )
     always = {"workspace": bucket + persistent, "gradients": rounded(sum(parts) * (width if told else FP32))}
     if sharding.offload:
         return replace(found, always=always | {"gradients": 0})
@@ -160,7 +161,7 @@ def _left(recipe: Recipe, pieces: list[tuple[int, int]]) -> int:
     """Elements of gradients that stay with their parameters to the step: of those that filled a bucket alone, and of
     which this rank's part has nothing."""
     mine = sum(size for _, size in pieces)
-    rows = [row for row in held(recipe) if row.trained and prod(row.shape) > recipe.shape.hidden_size**2]
+    rows = [row for row in held(recipe) if row.trained and prod(row.shape) > _bucket(recipe)]
     total = sum(prod(row.shape) * row.count for row in rows)
     return max(0, total - mine)
 
@@ -206,7 +207,7 @@ def _part(rows: list[Row], ranks: int, stage: int) -> int:
 
 
 def _bucket(recipe: Recipe) -> int:
-    return recipe.shape.hidden_size**2
+    return HIDDEN["reduce_bucket_size"](recipe.shape.hidden_size)
 
 
 def _states(recipe: Recipe, shape: tuple[int, ...]) -> tuple[int, ...]:
