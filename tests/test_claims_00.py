@@ -54,7 +54,6 @@ def verdicts() -> dict[str, Verdict]:
     """On a machine without NVML's sensors, wherever the tests run."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(claims_00, "nvml_snapshot", lambda: Sensors(False))
-        patch.setattr(claims_00, "shutdown_temperature", lambda: None)
         return {verdict.claim.name: verdict for verdict in ledger("00")}
 
 
@@ -127,7 +126,8 @@ def test_a_card_that_slows_down_at_79_degrees_is_no_good_at_79(monkeypatch, degr
 
 def test_what_a_sensor_says_is_judged_where_there_is_one(monkeypatch):
     for degrees, stops in ((0, False), (97, True)):
-        monkeypatch.setattr(claims_00, "shutdown_temperature", lambda found=degrees: found)
+        seen = Sensors(True, name="a card", shutdown_temperature=degrees)
+        monkeypatch.setattr(claims_00, "nvml_snapshot", lambda seen=seen: seen)
         assert claims_00.shuts_down().value is stops
     monkeypatch.setitem(
         claims_00.THRESHOLDS["TITAN RTX"], "shutdown", 80

@@ -232,7 +232,8 @@ class NVMLError(Exception):
 class FakeNvml:
     """As much of pynvml as is asked for; `without` names calls that answer "Not Supported"."""
 
-    NVML_TEMPERATURE_GPU, NVML_TEMPERATURE_THRESHOLD_SLOWDOWN, NVML_CLOCK_SM, NVML_CLOCK_MEM = 0, 1, 1, 2
+    NVML_TEMPERATURE_GPU, NVML_CLOCK_SM, NVML_CLOCK_MEM = 0, 1, 2
+    NVML_TEMPERATURE_THRESHOLD_SHUTDOWN, NVML_TEMPERATURE_THRESHOLD_SLOWDOWN = 0, 1
     nvmlMemory_v2 = 0x02000028
     NVMLError = NVMLError
 
@@ -340,7 +341,7 @@ SENSORS = {
     "nvmlDeviceGetName": ["name"],
     "nvmlDeviceGetMemoryInfo": ["total", "used", "free", "reserved"],
     "nvmlDeviceGetTemperature": ["temperature"],
-    "nvmlDeviceGetTemperatureThreshold": ["slowdown_temperature"],
+    "nvmlDeviceGetTemperatureThreshold": ["slowdown_temperature", "shutdown_temperature"],
     "nvmlDeviceGetPowerUsage": ["power"],
     "nvmlDeviceGetEnforcedPowerLimit": ["power_limit"],
     "nvmlDeviceGetClockInfo": ["clock", "memory_clock"],

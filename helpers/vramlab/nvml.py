@@ -43,6 +43,10 @@ SENSORS = {
         "°C",
         lambda n, h: n.nvmlDeviceGetTemperatureThreshold(h, n.NVML_TEMPERATURE_THRESHOLD_SLOWDOWN),
     ),
+    "shutdown_temperature": (
+        "°C",
+        lambda n, h: n.nvmlDeviceGetTemperatureThreshold(h, n.NVML_TEMPERATURE_THRESHOLD_SHUTDOWN),
+    ),
     "power": ("W", lambda n, h: n.nvmlDeviceGetPowerUsage(h) / 1000),
     "power_limit": ("W", lambda n, h: n.nvmlDeviceGetEnforcedPowerLimit(h) / 1000),
     "clock": ("MHz", lambda n, h: n.nvmlDeviceGetClockInfo(h, n.NVML_CLOCK_SM)),

@@ -128,23 +128,6 @@ def keeps_its_clocks(degrees: int, card: str | None = None) -> Finding:
     return Finding(degrees < found, "measured", f"{seen.name}: {found} °C by NVML")
 
 
-def shutdown_temperature() -> int | None:
-    """°C at which this machine's first GPU shuts down, by NVML; None where NVML or the card does not say."""
-    import pynvml
-
-    try:
-        pynvml.nvmlInit()
-    except pynvml.NVMLError:
-        return None
-    try:
-        card = pynvml.nvmlDeviceGetHandleByIndex(0)
-        return pynvml.nvmlDeviceGetTemperatureThreshold(card, pynvml.NVML_TEMPERATURE_THRESHOLD_SHUTDOWN)
-    except pynvml.NVMLError:
-        return None
-    finally:
-        pynvml.nvmlShutdown()
-
-
 def shuts_down(card: str | None = None) -> Finding:
     """Whether a card has a temperature at which it shuts down, above that at which it throttles; without a name this
     machine's. Raises RecordError where no sensor says."""
@@ -152,7 +135,7 @@ def shuts_down(card: str | None = None) -> Finding:
         known = THRESHOLDS[card]
         found = known.get("shutdown", 0)
         return Finding(found > known.get("maximum", 0), "derived", f"{card}: {found} °C by its nvidia-smi -q")
-    found = shutdown_temperature()
+    found = nvml_snapshot().shutdown_temperature
     if found is None:
         raise RecordError("No sensor of this machine says at which temperature its GPU shuts down.")
     return Finding(found > 0, "measured", f"{found} °C by NVML")
