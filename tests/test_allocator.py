@@ -36,7 +36,7 @@ def test_invariants(actions):
         if what == "malloc":
             block = allocator.malloc(number)
             assert block.size >= number and block.size % 512 == 0 and block.address % 512 == 0
-            assert block.small == (-(-number // 512) * 512 <= MiB)
+            assert block.pool[0] == (-(-number // 512) * 512 <= MiB)
             alive.append(block)
         elif alive:
             allocator.free(alive.pop(number % len(alive)))
@@ -100,7 +100,7 @@ def test_pools_do_not_mix():
     allocator = Allocator()
     allocator.free(allocator.malloc(20 * MiB))
     small = allocator.malloc(512)
-    assert allocator.reserved == 22 * MiB and small.small
+    assert allocator.reserved == 22 * MiB and small.pool[0]
     for _ in range(2 * MiB // 512 - 1):
         allocator.malloc(512)
     assert allocator.reserved == 22 * MiB

@@ -22,14 +22,14 @@ ACTIONS = st.lists(
 
 def chains(allocator):
     """Every block and hole of each stretch, from its first address on."""
-    for small, holes in allocator._holes.items():
+    for pool, holes in allocator._holes.items():
         block = holes[0]
         while block.before:
             block = block.before
         chain = [block]
         while chain[-1].after:
             chain.append(chain[-1].after)
-        yield small, chain
+        yield pool, chain
 
 
 @given(ACTIONS, st.sampled_from([None, 100 * MiB]))
@@ -48,16 +48,16 @@ def test_invariants(actions, limit):
         assert allocator.allocated == sum(block.size for block in alive) <= allocator.reserved
         assert limit is None or allocator.peak_reserved <= limit
         mapped = 0
-        for small, chain in chains(allocator):
-            page = (2 if small else 20) * MiB
+        for pool, chain in chains(allocator):
+            page = (2 if pool[0] else 20) * MiB
             assert all(a.address + a.size == b.address and b.before is a for a, b in pairwise(chain))
             assert not any(a.free and b.free for a, b in pairwise(chain)), "free neighbours merge"
             assert not any(isinstance(a, Hole) and isinstance(b, Hole) for a, b in pairwise(chain)), "and so do holes"
             holes = [block for block in chain if isinstance(block, Hole)]
-            assert holes == sorted(allocator._holes[small], key=lambda hole: hole.address)
+            assert holes == sorted(allocator._holes[pool], key=lambda hole: hole.address)
             assert all(hole.address % page == hole.size % page == 0 for hole in holes)
-            pool = [block for block in chain if block.free]
-            assert {id(block) for block in pool} == {id(block) for _, _, block in allocator._pools[small]}
+            free = [block for block in chain if block.free]
+            assert {id(block) for block in free} == {id(block) for _, _, block in allocator._pools[pool]}
             mapped += sum(block.size for block in chain if not isinstance(block, Hole))
         assert mapped == allocator.reserved
 

@@ -11,6 +11,7 @@ Where the card can give no further segment, every segment without a living block
 """
 
 import bisect
+from collections import defaultdict
 from dataclasses import dataclass, field
 
 from .errors import VramLabError
@@ -23,13 +24,16 @@ class AllocatorError(VramLabError, MemoryError):
     """The card has no room for a segment, even after all unused ones were given back."""
 
 
+Pool = tuple[bool, int]  # whether it is that of small blocks, and of which stream
+
+
 class Block:
     """A piece of a segment: its address, size, pool, neighbours and whether it is free."""
 
-    __slots__ = ("address", "after", "before", "free", "size", "small")
+    __slots__ = ("address", "after", "before", "free", "pool", "size")
 
-    def __init__(self, address: int, size: int, small: bool):
-        self.address, self.size, self.small = address, size, small
+    def __init__(self, address: int, size: int, pool: Pool):
+        self.address, self.size, self.pool = address, size, pool
         self.before: Block | None = None
         self.after: Block | None = None
         self.free = True
@@ -50,22 +54,22 @@ class Allocator:
     limit: int | None = None
     mallocs: int = 0
     given_back: int = 0
-    _pools: dict[bool, list[tuple[int, int, Block]]] = field(default_factory=lambda: {True: [], False: []})
+    _pools: dict[Pool, list[tuple[int, int, Block]]] = field(default_factory=lambda: defaultdict(list))
     _next: int = 1 << 30
 
-    def malloc(self, size: int) -> Block:
-        """A block for `size` bytes; cached segments are searched first, else a new one is reserved.
+    def malloc(self, size: int, stream: int = 0) -> Block:
+        """A block for `size` bytes; cached segments of the stream are searched first, else a new one is reserved.
 
         Raises AllocatorError where `limit` leaves no room for it.
         """
         size = max(UNIT, -(-size // UNIT) * UNIT)
-        small = size <= SMALL_BLOCK
-        pool = self._pools[small]
-        index = self._fitting(pool, size)
-        block = pool.pop(index)[2] if index < len(pool) else self._segment(size, small)
+        pool = (size <= SMALL_BLOCK, stream)
+        free = self._pools[pool]
+        index = self._fitting(free, size)
+        block = free.pop(index)[2] if index < len(free) else self._segment(size, pool)
         left = block.size - size
-        if self._splits(left, small):
-            rest = Block(block.address + size, left, small)
+        if self._splits(left, pool[0]):
+            rest = Block(block.address + size, left, pool)
             rest.before, rest.after, block.size = block, block.after, size
             if rest.after:
                 rest.after.before = rest
@@ -91,24 +95,24 @@ class Allocator:
         self._keep(block)
         return block
 
-    def _fitting(self, pool: list[tuple[int, int, Block]], size: int) -> int:
-        """The place in `pool` of the smallest free block that holds `size`; its length when none does."""
-        return bisect.bisect_left(pool, (size, 0), key=lambda item: item[:2])
+    def _fitting(self, free: list[tuple[int, int, Block]], size: int) -> int:
+        """The place in `free` of the smallest block that holds `size`; its length when none does."""
+        return bisect.bisect_left(free, (size, 0), key=lambda item: item[:2])
 
     def _splits(self, left: int, small: bool) -> bool:
         """Whether what is left of a block becomes a block of its own."""
         return left >= UNIT if small else left > SMALL_BLOCK
 
-    def _segment(self, size: int, small: bool) -> Block:
+    def _segment(self, size: int, pool: Pool) -> Block:
         """A new segment's only block, taken out of its pool."""
-        if small:
+        if pool[0]:
             total = SMALL_SEGMENT
         elif size < LARGE_REQUEST:
             total = LARGE_SEGMENT
         else:
             total = -(-size // ROUND_LARGE) * ROUND_LARGE
         self._reserve(total)
-        block = Block(self._next, total, small)
+        block = Block(self._next, total, pool)
         self._next += total
         return block
 
@@ -137,12 +141,12 @@ class Allocator:
             self.given_back += len(whole)
 
     def _keep(self, block: Block) -> None:
-        bisect.insort(self._pools[block.small], (block.size, block.address, block), key=lambda item: item[:2])
+        bisect.insort(self._pools[block.pool], (block.size, block.address, block), key=lambda item: item[:2])
 
     def _merge(self, left: Block, right: Block) -> Block:
         for block in (left, right):
             if block.free:
-                pool = self._pools[block.small]
+                pool = self._pools[block.pool]
                 del pool[bisect.bisect_left(pool, (block.size, block.address), key=lambda item: item[:2])]
                 block.free = False
         left.size += right.size
@@ -175,7 +179,7 @@ def replay(log: list[tuple[int, Storage, str]]) -> Replayed:
         requested += storage.asked if size > 0 else -storage.asked
         most = max(most, requested)
         if size > 0:
-            blocks[id(storage)] = allocator.malloc(size)
+            blocks[id(storage)] = allocator.malloc(size, storage.stream)
         else:
             allocator.free(blocks.pop(id(storage)))
         alive += size

@@ -74,11 +74,13 @@ class CudaKernels(TorchFunctionMode):
 
     Attributes:
         on_host: told of them.
+        is_on_host: says whether tensors are.
     """
 
     def __init__(self):
         super().__init__()
         self.on_host: Callable[[list[torch.Tensor]], None] = lambda tensors: None
+        self.is_on_host: Callable[[list[torch.Tensor]], bool] = lambda tensors: False
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
@@ -92,6 +94,9 @@ class CudaKernels(TorchFunctionMode):
         if func is torch.Tensor.backward:
             return self.backward(args[0])
         result = func(*args, **kwargs)
+        if func is torch.Tensor.to and result is args[0] and args[1:] and isinstance(args[1], torch.Tensor):
+            other = args[1]  # whose device and dtype it is to have, as Adafactor's states
+            return result.clone() if self.is_on_host([result]) and not self.is_on_host([other]) else result
         if func is torch.tensor and torch.device(device).index is not None:  # which it loses on the way
             return torch.empty(result.shape, dtype=result.dtype, device=device)
         return result

@@ -20,6 +20,7 @@ GROUPS, MIDDLE = 5, 2
 NUMBER = re.compile(r"\.(\d+)(?=\.|$)")
 PER_PARAMETER = ("stack", "cat")  # results with one entry a parameter: the gradients' norms, in clipping
 OF_THEM = ("pow", "all_reduce")  # made of those with as many entries, where shards' norms are added up over ranks
+WHILE_MADE = ("_foreach_norm",)  # whose kernel's scratch has several entries a parameter (`cuda_reductions.py`)
 ENTRY = 4  # bytes: a norm is fp32
 
 Event = tuple[int, Storage, str]
@@ -114,14 +115,21 @@ class _Deepener:
             s
             for name, start, end in zip(phases, bounds[:-1], bounds[1:], strict=True)
             for _, s, _ in self.events[start:end]
-            if name == "step" and s.op in (*PER_PARAMETER, *OF_THEM) and id(s) not in self.places
+            if name == "step" and s.op in (*PER_PARAMETER, *OF_THEM, *WHILE_MADE) and id(s) not in self.places
         ]
         entries = {s.asked for s in made if s.op in PER_PARAMETER}
-        self.vectors = {id(s) for s in made if s.asked in entries}
+        self.vectors = {id(s): ENTRY for s in made if s.asked in entries}  # to bytes a parameter
+        if entries:
+            count = max(entries) // ENTRY
+            self.vectors |= {id(s): s.asked // count for s in made if s.op in WHILE_MADE and s.asked % count == 0}
         gradients = (s for _, s, _ in self.events if s.category == "gradients")
         self.clipped = len({s.where for s in gradients if self._group(s.where) == MIDDLE})
         for storage in {id(s): s for s in made}.values():
-            if id(storage) in self.vectors and len(storage.shape) == 1:
+            if id(storage) not in self.vectors:
+                continue
+            storage.asked += self.vectors[id(storage)] * self.clipped * self.more
+            storage.size = -(-storage.asked // self.unit) * self.unit
+            if storage.shape and len(storage.shape) == 1:
                 storage.shape = (storage.shape[0] + self.clipped * self.more,)
 
     def _group(self, where: str) -> int | None:
@@ -202,7 +210,7 @@ class _Deepener:
         size, storage, op = event
         place = self.places.get(id(storage))
         if place is None:
-            self.log.append((self._stretched(size, storage), storage, op))
+            self.log.append((storage.size if size > 0 else -storage.size, storage, op))
             return
         if shift is None:
             shift = 0 if place.group <= MIDDLE else self.more
@@ -222,14 +230,6 @@ class _Deepener:
                 raise NotRegular(f"{storage.op} of {storage.where} has no counterpart further up")
             self.freed.add(key)
         self.log.append((size, copy, op))
-
-    def _stretched(self, size: int, storage: Storage) -> int:
-        """`size`, or what it becomes with more parameters where the storage has an entry for each."""
-        if id(storage) not in self.vectors:
-            return size
-        asked = storage.asked + ENTRY * self.clipped * self.more
-        size_now = -(-asked // self.unit) * self.unit
-        return size_now if size > 0 else -size_now
 
     def _renumbered(self, where: str, shift: int) -> str:
         if not shift or self._group(where) is None:

@@ -10,7 +10,7 @@ import json
 import re
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 from .data import data_path
 from .errors import RecipeError, VramLabError
@@ -28,6 +28,21 @@ class GpuError(VramLabError, LookupError):
     """A GPU that the table does not know."""
 
 
+class Chip(NamedTuple):
+    """What a kernel's choice of algorithm and scratch memory depends on."""
+
+    capability: tuple[int, int]
+    multiprocessors: int
+
+    @property
+    def threads(self) -> int:
+        """Resident on a multiprocessor at most (CUDA C++ Programming Guide, technical specifications)."""
+        return {(7, 5): 1024, (8, 6): 1536, (8, 7): 1536, (8, 9): 1536, (12, 0): 1536}.get(self.capability, 2048)
+
+
+USUAL = Chip((8, 0), 108)  # an A100, where no card is named
+
+
 @dataclass(frozen=True)
 class Gpu:
     """One kind of GPU.
@@ -41,6 +56,7 @@ class Gpu:
         nvlink: bytes a second over all links, both directions added, as datasheets count; None without NVLink.
         tdp: watts.
         context: published bytes of a bare CUDA context on this very card, None where there are none.
+        multiprocessors: how many are switched on; some kernels' scratch memory grows with them.
         source, total_source: where the figures are from.
     """
 
@@ -55,6 +71,7 @@ class Gpu:
     pcie: str = ""
     tdp: int | None = None
     context: int | None = None
+    multiprocessors: int = USUAL.multiprocessors
     architecture: str = ""
     source: str = ""
     total_source: str = ""
@@ -105,6 +122,11 @@ class Gpu:
         return cublas_workspace(self.compute_capability)
 
     @property
+    def chip(self) -> Chip:
+        """What kernels make their choices by."""
+        return Chip(self.compute_capability, self.multiprocessors)
+
+    @property
     def context_interval(self) -> Interval:
         """What a process holds outside torch's allocator: CUDA's context, loaded kernels, library handles.
 
@@ -139,7 +161,7 @@ def _table() -> tuple[Gpu, ...]:
 
 def _read(entry: dict[str, Any]) -> Gpu:
     total, nvlink, context = entry["total_mib"], entry["nvlink_gb_s"], entry.get("context_mib")
-    same = ("name", "memory_gb", "pcie", "architecture", "source", "total_source", "note")
+    same = ("name", "memory_gb", "multiprocessors", "pcie", "architecture", "source", "total_source", "note")
     return Gpu(
         **{field: entry[field] for field in same if field in entry},
         compute_capability=tuple(int(n) for n in entry["compute_capability"].split(".")),
@@ -218,6 +240,7 @@ def current_device() -> Device:
     index = torch.cuda.current_device()
     seen = torch.cuda.get_device_properties(index)
     said = dict(total=seen.total_memory, compute_capability=(seen.major, seen.minor), total_source="this device")
+    said["multiprocessors"] = seen.multi_processor_count
     if known := _index().get(_key(seen.name)):
         gpu = dataclasses.replace(known, **said, total_known=True)
     else:

@@ -13,7 +13,7 @@ from collections import Counter
 from .errors import RecipeError
 from .formulas import reserved, shards, slices, stored
 from .formulas.account import Account, Asked, Moment, kept_account
-from .gpu import Gpu, find_gpu
+from .gpu import USUAL, Gpu, find_gpu
 from .lora_modules import differ_by_layer
 from .overhead import cublas_workspace
 from .recipe import Recipe
@@ -21,14 +21,13 @@ from .report import CATEGORIES, Bytes, Phase, Report, Tensor
 
 LISTED = 8
 DTYPES = {8: "int64", 4: "float32", 1: "uint8"}
-USUAL = (8, 0)  # compute capability, when no card is named
 
 
 def predict(recipe: Recipe, gpu: str | Gpu | None = None) -> Report:
     """What `recipe` needs in memory on a CUDA device, by formula.
 
     Args:
-        gpu: a name of the GPU table, for what depends on the card; None takes one of compute capability 8.0.
+        gpu: a name of the GPU table, for what depends on the card; None takes an A100's kernels.
     Returns:
         A report with source "predicted": bytes by category at the peak and end of each phase of a steady step, the peak
         and its phase, the largest tensors there, `reserved` and `process` as intervals.
@@ -41,12 +40,12 @@ def predict(recipe: Recipe, gpu: str | Gpu | None = None) -> Report:
         allowed = "the formulas multiply one layer, so every layer has to get the same adapters: ask simulate"
         raise RecipeError("lora.target_modules", recipe.lora.target_modules, allowed)
     exist = recipe.gradient_accumulation_steps > 1 or not recipe.loop.set_to_none  # gradients, when backward begins
-    part, capability = slices.of_rank(recipe), card.compute_capability if card else USUAL
-    account = kept_account(Asked(part, capability, exist))
+    part, chip = slices.of_rank(recipe), card.chip if card else USUAL
+    account = kept_account(Asked(part, chip, exist))
     rank = shards.of_rank(part)
     phases = _phases(part, account, card, exist, rank)
     if slices.cut(recipe) and recipe.sharding.engine == "pipeline":
-        later = _phases(part, kept_account(Asked(part, capability, True)), card, True, rank)
+        later = _phases(part, kept_account(Asked(part, chip, True)), card, True, rank)
         phases = slices.pipelined(recipe, phases, later, account.phases[2]["activations"])
     name = max(phases, key=lambda phase: phases[phase].peak.total)
     peak = phases[name].peak
@@ -87,7 +86,9 @@ def _phases(recipe: Recipe, account: Account, card: Gpu | None, exist: bool, hel
         inputs=stored.input_bytes(recipe),
         workspace=slack["parameters"],
     )
-    handle = card.cublas_workspace if card else cublas_workspace(USUAL)  # one in forward's thread, one in backward's
+    handle = (
+        card.cublas_workspace if card else cublas_workspace(USUAL.capability)
+    )  # one in forward's thread, one in backward's
     always = loaded, {"optimizer_states": held.optimizer_states, "workspace": 2 * handle + slack["optimizer_states"]}
     gradients, none = {"gradients": held.gradients, "workspace": slack["gradients"]}, {}
     gradients["gradients"] += slices.beyond_the_slice(recipe)

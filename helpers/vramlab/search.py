@@ -122,7 +122,7 @@ class Search:
     def least(self, place: Place) -> int:
         """A lower bound of the upper end of the asked tier, from what is surely held."""
         if place not in self.bounds:
-            held = held_bytes(self.recipe(place), self.question.gpu.compute_capability)
+            held = held_bytes(self.recipe(place), self.question.gpu.chip)
             inside = reserved.reserved(Counter(), held)
             outside = {"process": reserved.process(inside, self.question.gpu).high, "reserved": inside.high}
             self.bounds[place] = outside.get(self.question.tier, held)

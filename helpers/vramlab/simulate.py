@@ -20,7 +20,7 @@ from .deepen import GROUPS, NotRegular, deepen
 from .engines import engine_of
 from .errors import RecipeError
 from .fakes import fake_world
-from .gpu import Gpu, find_gpu
+from .gpu import USUAL, Gpu, find_gpu
 from .history import History, largest
 from .lora_modules import differ_by_layer
 from .overhead import CONTEXT, UNIT
@@ -74,8 +74,6 @@ def simulate(
         history = History(tracker.log, tracker.marks, allocator=target == "cuda")
         return to_report(history, "simulated", None, target, card=card, title=type(model).__name__)
     notes = ["torch_compile: the eager step is simulated"] if recipe.torch_compile else []
-    if target == "cuda" and recipe.sharding and recipe.sharding.engine == "fsdp":
-        notes.append("reserved: FSDP gathers and reduces on streams of their own, whose segments are not told apart")
     if card and (why := card.why_not(recipe.precision)):
         notes.append(why)
     return to_report(trace(recipe, target, card, steps, full), "simulated", recipe, target, card=card, notes=notes)
@@ -132,8 +130,8 @@ def make_tracker(training: tr.Training, card: Gpu | None, kernels: CudaKernels |
     if training.device.index is not None:  # another is the host's
         tracker.only = training.device
     if kernels:
-        kernels.on_host = tracker.forget
-        tracker.round_to, tracker.scratch = UNIT, kernel_scratch
+        kernels.on_host, kernels.is_on_host = tracker.forget, tracker.forgotten
+        tracker.round_to, tracker.scratch = UNIT, kernel_scratch(card.chip if card else USUAL)
         tracker.at_phase = cublas_workspaces(card)
     # A fake tensor has no values to read: every mask is full, every count is one, and no gradient overflowed.
     tracker.constant = {torch.bool: True, **dict.fromkeys(FLOATS, 1.0), **dict.fromkeys(INTEGERS, 1)}

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from .errors import RecipeError
 from .formulas import shards, stored
 from .formulas.units import computed
-from .gpu import Gpu, find_gpu, gpu_names
+from .gpu import Chip, Gpu, find_gpu, gpu_names
 from .options import LoRA, Quantization, Sharding, choice, flag, whole
 from .recipe import ATTENTION, OPTIMIZERS, PRECISIONS, Recipe
 from .step_time import walk
@@ -193,10 +193,10 @@ def least_bytes(recipe: Recipe) -> int:
     return sum(_held(recipe))
 
 
-def held_bytes(recipe: Recipe, capability: tuple[int, int]) -> int:
+def held_bytes(recipe: Recipe, chip: Chip) -> int:
     """A better lower bound: at the end of forward, weights, states and what the layers keep are there together."""
     weights, gradients, states = _held(recipe)
-    return weights + states + max(gradients, int(SURE * walk(computed(recipe), capability).kept))
+    return weights + states + max(gradients, int(SURE * walk(computed(recipe), chip).kept))
 
 
 def _held(recipe: Recipe) -> tuple[int, int, int]:

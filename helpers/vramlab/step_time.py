@@ -18,7 +18,7 @@ from functools import lru_cache
 from statistics import median
 
 from .formulas.account import Account
-from .gpu import Gpu, GpuError, find_gpu
+from .gpu import Chip, Gpu, GpuError, find_gpu
 from .options import LoRA, Quantization
 from .recipe import Recipe
 from .records import load, measurements_folder
@@ -102,7 +102,7 @@ def estimate(recipe: Recipe, card: Gpu, link: float | None = None, which: int = 
     """Part of the step to seconds, uncalibrated: the likely (`which` 0), the least (1) or the most (2) figures."""
     matmuls, memory, launches = (SHARES[name][which] for name in ("matmuls", "memory", "launches"))
     times, bandwidth = recipe.gradient_accumulation_steps, memory * _known(card, "bandwidth", card.bandwidth)
-    walked = walk(recipe, card.compute_capability)
+    walked = walk(recipe, card.chip)
     parts = {
         "matmuls": times
         * sum(
@@ -182,7 +182,7 @@ class Walk:
     fused: bool
 
 
-def walk(recipe: Recipe, capability: tuple[int, int]) -> Walk:
+def walk(recipe: Recipe, chip: Chip) -> Walk:
     """The recipe's walk. All of it is affine in the micro-batch (but for the rounding of blocks), so two say it for all.
 
     No optimizer, accumulation or division among ranks changes it.
@@ -190,7 +190,7 @@ def walk(recipe: Recipe, capability: tuple[int, int]) -> Walk:
     r = recipe
     one, two = (
         _walk(r.shape, i, r.seq_len, r.precision, r.gradient_checkpointing, r.attn_implementation, r.lora,
-              r.quantization, capability)
+              r.quantization, chip)
         for i in (1, 2)
     )  # fmt: skip
     more = r.batch_size - 1
@@ -208,7 +208,7 @@ def _walk(
     attention: str,
     lora: LoRA | None,
     quantization: Quantization | None,
-    capability: tuple[int, int],
+    chip: Chip,
 ) -> Walk:
     """The ledger of one micro-batch, its written layers counted for all."""
     recipe = Recipe(
@@ -216,11 +216,13 @@ def _walk(
         gradient_checkpointing=checkpointing, attn_implementation=attention, lora=lora, quantization=quantization,
         task=shape.task,
     )  # fmt: skip
-    account = Account(recipe, capability)
+    account = Account(recipe, chip)
     model = account.m
     sections = [(s.begin, s.end, model.passed[s.top], model.passed[s.bottom], s.more) for s in model.sections]
     size = count = 0
     for entry in model.entries:
+        if entry.category == "workspace":  # not the operators' own data
+            continue
         times, birth = 1, entry.birth
         for begin, end, top, bottom, more in sections:
             if begin <= birth < end or top <= birth < bottom:

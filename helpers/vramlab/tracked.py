@@ -27,6 +27,7 @@ def run_tracked(
     tracker.given(training.engine.buffers(), "workspace", "buckets")
     for batch in (training.batch, *training.further):
         tracker.claim(_tensors(batch), "inputs")
+    claim_states(tracker, training.optimizers, target)  # Adagrad makes its own before the first step
 
     def on_phase(name: str) -> None:
         if name == "between_steps":
@@ -159,4 +160,4 @@ def claim_states(tracker: Tracker, optimizers: list[Any], target: str) -> None:
                 if offloaded or (paged and name in ("state1", "state2") and value.numel() >= 1e5):
                     tracker.forget([value])
                 else:
-                    tracker.claim([value], "optimizer_states")
+                    tracker.claim([value], "optimizer_states", tracker.owner(parameter))

@@ -40,9 +40,12 @@ ELSEWHERE = "elsewhere"  # on the host or in unified memory: seen, and counted n
 
 
 class Storage:
-    """One block of memory: its size (rounded) and what was asked for in bytes, what it is for, and what made it."""
+    """One block of memory: its size (rounded) and what was asked for in bytes, what it is for, and what made it.
 
-    __slots__ = ("alive", "asked", "category", "dtype", "op", "ref", "shape", "size", "where")
+    `stream`: the number of the stream it was allocated on, 0 the default one; blocks of others are not reused for it.
+    """
+
+    __slots__ = ("alive", "asked", "category", "dtype", "op", "ref", "shape", "size", "stream", "where")
 
     def __init__(
         self, size: int, asked: int, category: str | None, op: str, tensor: torch.Tensor | None, where: str = ""
@@ -50,12 +53,12 @@ class Storage:
         self.size, self.asked, self.category, self.op, self.where, self.alive = size, asked, category, op, where, True
         self.shape = tuple(tensor.shape) if tensor is not None else ()
         self.dtype = str(tensor.dtype).removeprefix("torch.") if tensor is not None else ""
-        self.ref = None
+        self.ref, self.stream = None, 0
 
     def copy(self, where: str) -> "Storage":
         """The same for another layer."""
         twin = Storage(self.size, self.asked, self.category, self.op, None, where)
-        twin.shape, twin.dtype, twin.alive = self.shape, self.dtype, self.alive
+        twin.shape, twin.dtype, twin.alive, twin.stream = self.shape, self.dtype, self.alive, self.stream
         return twin
 
 
@@ -81,6 +84,7 @@ class Tracker(TorchDispatchMode):
         self._over_gloo = False
         self._sent: Any = None  # the group of the collective that was the last operator
         self.live: dict[int, Storage] = {}
+        self.streams = {id(torch.cpu.current_stream()): 0}
         self.log: list[tuple[int, Storage, str]] = []  # (+size or -size, storage, operator)
         self.marks: list[tuple[int, str]] = []  # (position in the log, phase that begins there)
         self.calls: list[tuple[int, str, str, int]] = []  # (position in the log, operator, where, marks before it)
@@ -194,10 +198,10 @@ class Tracker(TorchDispatchMode):
         if node is not None:
             return self._made_in.get(node._sequence_nr(), type(node).__name__)
         if self.phase == "step":
-            return next(filter(None, map(self._owner, args)), "")
+            return next(filter(None, map(self.owner, args)), "")
         return ""
 
-    def _owner(self, tensor: Any) -> str:
+    def owner(self, tensor: Any) -> str:
         """Where the storage of `tensor` belongs, "" if it is none."""
         storage = self._storage(tensor) if isinstance(tensor, torch.Tensor) else None
         return storage.where if storage else ""
@@ -276,7 +280,7 @@ class Tracker(TorchDispatchMode):
             # a multi-tensor kernel: each result belongs where its own operand does
             operands = args[0] if args and isinstance(args[0], list | tuple) and len(args[0]) == len(result) else None
             for i, item in enumerate(result):
-                self._see(item, op, self._owner(operands[i]) if operands else where)
+                self._see(item, op, self.owner(operands[i]) if operands else where)
 
     def _born(self, tensor: torch.Tensor, op: str, where: str = "") -> Storage | None:
         handle = tensor.untyped_storage()
@@ -290,7 +294,8 @@ class Tracker(TorchDispatchMode):
         """Log the birth of `storage`, whose memory `handle` is; None without memory."""
         if not storage.size:
             return None
-        key = handle._cdata
+        key, stream = handle._cdata, torch.cpu.current_stream()  # which is where FSDP works on fake tensors
+        storage.stream = self.streams.setdefault(id(stream), len(self.streams))
         storage.ref = weakref.ref(handle, lambda _, key=key: self._freed(key))
         self.live[key] = storage
         self.log.append((storage.size, storage, storage.op))

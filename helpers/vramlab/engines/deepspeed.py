@@ -32,11 +32,10 @@ class DeepSpeed(Engine):
     """
 
     autocasts = False
+    fake_gpu = "cpu:0"
 
     def __init__(self, recipe: Recipe):
         self.recipe = recipe
-        if recipe.sharding.offload:
-            self.fake_gpu = "cpu:0"
 
     def start(self, training: "Training") -> None:
         deepspeed = library()

@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 
 @contextlib.contextmanager
-def without_peers(fake_gpu: str = "cpu") -> Iterator[None]:
+def without_peers(fake_gpu: str) -> Iterator[None]:
     """While entered, DeepSpeed runs on one rank of a world that is not there.
 
     Where fake tensors stand for a GPU's, its accelerator is the device `fake_gpu`, and "cpu" by name is the host
@@ -61,7 +61,7 @@ def without_peers(fake_gpu: str = "cpu") -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         for each in ours:
             stack.enter_context(each)
-        where = {"cuda": torch.device(fake_gpu), "cpu": "cpu"}
+        where = {"cuda": fake_gpu, "cpu": "cpu"}  # text, as its accelerators give: stage 3 finds no device equal to it
         for name in ("device_name", "current_device_name"):
             stack.enter_context(patch.object(CPU_Accelerator, name, lambda *index: where[described()]))
         there = patch.object(

@@ -22,21 +22,21 @@ class TensorParallel(Engine):
         from torch.distributed.tensor.parallel import parallelize_module
 
         tied = model.get_output_embeddings().weight is model.get_input_embeddings().weight
-        parallelize_module(model, mesh(), styles(model, model.tp_plan))
+        parallelize_module(model, mesh(model.device.type), styles(model, model.tp_plan))
         if tied:  # each of the two has been cut for itself, in the same way
             model.get_output_embeddings().weight = model.get_input_embeddings().weight
         return model
 
 
-def mesh() -> Any:
-    """All ranks in a row. It has to be made of real tensors."""
+def mesh(device: str) -> Any:
+    """All ranks in a row, each with a `device`. It has to be made of real tensors."""
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
 
     from ..models import real_tensors
 
     with real_tensors():
-        return init_device_mesh("cuda" if dist.get_backend() == "nccl" else "cpu", (dist.get_world_size(),))
+        return init_device_mesh(device, (dist.get_world_size(),))
 
 
 def styles(model: "torch.nn.Module", plan: dict[str, str]) -> dict[str, Any]:

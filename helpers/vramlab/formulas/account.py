@@ -10,6 +10,7 @@ import dataclasses
 from functools import cached_property, lru_cache
 from itertools import accumulate
 
+from ..gpu import USUAL, Chip
 from ..options import LoRA
 from ..recipe import Recipe
 from ..report import CATEGORIES
@@ -38,14 +39,14 @@ class Account:
         kept: what the loop keeps alive after the step.
     """
 
-    def __init__(self, recipe: Recipe, capability: tuple[int, int] = (8, 0), gradients_exist: bool = False):
+    def __init__(self, recipe: Recipe, chip: Chip = USUAL, gradients_exist: bool = False):
         asked, recipe = recipe, computed(recipe)
         shape, lora = recipe.shape, recipe.lora
         self.approximate = shape.layout is None
         if self.approximate:
             shape = nearest(shape)
             lora = lora and LoRA(lora.r, lora_dropout=lora.lora_dropout, target_modules=("q_proj", "v_proj"))
-        self.m = m = model_of(recipe)(recipe, shape, parameters(recipe, shape, lora), capability)
+        self.m = m = model_of(recipe)(recipe, shape, parameters(recipe, shape, lora), chip)
         self.units = units = m.units = Units(m, asked, gradients_exist) if divides(recipe) else None
         m.own_linear = own_linear(asked)
         if gradients_exist and not units:
@@ -195,14 +196,14 @@ class Account:
 class Asked:
     """What an `Account` is made of, equal to others by the settings that it depends on."""
 
-    def __init__(self, recipe: Recipe, capability: tuple[int, int], gradients_exist: bool):
-        r, self.arguments = recipe, (recipe, capability, gradients_exist)
+    def __init__(self, recipe: Recipe, chip: Chip, gradients_exist: bool):
+        r, self.arguments = recipe, (recipe, chip, gradients_exist)
         optim = (r.optim, r.optim_args) if r.loop.optimizer_in_backward else None
         sizes = (r.shape, r.batch_size, r.seq_len, r.gradient_checkpointing, r.attn_implementation)
         part = computed(r).precision, at_once(r), copies_outputs(r), own_linear(r)
         if cut(r) or divides(r):  # ranks that FSDP divides a model among compute alike
             part = r.sharding if cut(r) else dataclasses.replace(r.sharding, rank=0)
-        self.key = (*sizes, r.precision, r.lora, r.quantization, r.loop, optim, capability, gradients_exist, part)
+        self.key = (*sizes, r.precision, r.lora, r.quantization, r.loop, optim, chip, gradients_exist, part)
 
     def __hash__(self) -> int:
         return hash(self.key)

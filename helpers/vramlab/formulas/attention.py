@@ -4,8 +4,11 @@ The kernels themselves (Dao 2023; Rabe and Staats 2021) keep queries, keys, valu
 the matrix of scores, batch × heads × tokens², exists only where the attention is written out ("eager", "math").
 """
 
+from ..gpu import Chip
+from ..overhead import rounded
 from .graph import Tensor
 from .operators import Operators
+from .scratch import efficient_scratch
 from .stored import FP32, HALF
 
 
@@ -41,12 +44,12 @@ class Attention(Operators):
 
     Args:
         implementation: "sdpa", "flash_attention_2" or "eager".
-        bf16: half precision is bf16. `capability` is the GPU's. `grouping`: shared keys are announced (`enable_gqa`).
+        bf16: half precision is bf16. `chip` is the GPU's. `grouping`: shared keys are announced (`enable_gqa`).
     """
 
-    def __init__(self, *args, implementation: str, bf16: bool, capability, causal: bool, grouping: bool):
+    def __init__(self, *args, implementation: str, bf16: bool, chip: Chip, causal: bool, grouping: bool):
         super().__init__(*args)
-        self.implementation, self.bf16, self.capability = implementation, bf16, capability
+        self.implementation, self.bf16, self.chip = implementation, bf16, chip
         self.causal, self.grouping = causal, grouping
         self.layer_holds: list[Tensor] = []  # by name, to its end
 
@@ -61,7 +64,7 @@ class Attention(Operators):
         q, k, v, mask = self.cast(q), self.cast(k), self.cast(v), self.cast(mask)
         m, fewer = k.shape[2], k.shape[1] != heads
         masked, grouped = mask is not None, fewer and self.grouping
-        kernel = kernel_of(q.width, d, masked, grouped, self.bf16, self.capability, p)
+        kernel = kernel_of(q.width, d, masked, grouped, self.bf16, self.chip.capability, p)
         if self.implementation == "flash_attention_2":
             kernel = "flash"
         if kernel == "math":
@@ -72,7 +75,8 @@ class Attention(Operators):
             if fewer:  # dK, dV exist for every query head before they are summed
                 extra += 2 * b * heads * m * d * k.width
         else:
-            extra, lines = b * heads * n * (FP32 + (wide if q.width == HALF else 0)), (b, heads, -(-n // 32) * 32)
+            blocks = efficient_scratch(b * heads, n, m, d, v.shape[-1], q.width, p > 0, self.chip)
+            extra, lines = sum(map(rounded, blocks)), (b, heads, -(-n // 32) * 32)
         name = f"{kernel}_attention"
         out, sums = self.tensor(name, (b, n, heads, d), q.width), self.tensor(name, lines, FP32)
         inputs = [q, k, v, mask] if masked else [q, k, v]

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 # summed over what was broadcast; the incoming gradient itself, summed likewise (PASS), or a view of a part of it
 # (PART); or a copy in the input's dtype (CAST).
 OWN, FULL, PASS, PART, CAST = "own", "full", "pass", "part", "cast"
+PRODUCTS = ("linear", "gemm_4bit", "matmul_8bit")
 NEVER = 1 << 60  # the death of what is still there
 
 
@@ -124,8 +125,11 @@ class Node:
                 results.append((receiver, Tensor(gradient.block, shape, width)))
         del extra
         for i, (receiver, shape, own_width, how) in enumerate(self.edges):
+            if how is OWN and len(shape) == 1 and op in PRODUCTS:  # a bias
+                ledger.add_up(self.shape, shape, width)
             if how is PASS or how is FULL:
                 if shape != self.shape and prod(shape) != prod(self.shape):
+                    ledger.add_up(self.shape, shape, width)
                     results[i] = receiver, ledger.tensor("sum", shape, width)
                 elif how is PASS and type(receiver) is Parameter:  # it keeps no gradient that others use
                     results[i] = receiver, ledger.tensor("clone", shape, width)

@@ -7,6 +7,7 @@ for GPT-2 in fp32 with a fused kernel, per token and layer, in bytes: 4 · (2 no
 
 from math import prod
 
+from ..gpu import Chip
 from ..recipe import Recipe
 from ..shapes import Shape
 from .attention import Attention
@@ -21,7 +22,7 @@ PARTIAL_ROTARY = ("gpt_neox", "phi")
 class Layer(Attention):
     """The ledger of one micro-batch of `recipe`, with `shape` for its model and `parameters` by name."""
 
-    def __init__(self, recipe: Recipe, shape: Shape, parameters: dict[str, Parameter], capability: tuple[int, int]):
+    def __init__(self, recipe: Recipe, shape: Shape, parameters: dict[str, Parameter], chip: Chip):
         precision, quantization = recipe.precision, recipe.quantization
         super().__init__(
             parameters,
@@ -31,7 +32,7 @@ class Layer(Attention):
             recipe.lora.lora_dropout if recipe.lora else 0.0,
             implementation=recipe.attn_implementation,
             bf16=not precision.startswith("fp16"),
-            capability=capability,
+            chip=chip,
             causal=shape.task in ("causal-lm", "seq2seq-lm") or shape.family not in ("bert", "vit", "generic"),
             grouping=shape.family != "falcon",
         )

@@ -24,9 +24,11 @@ from collections.abc import Callable
 from math import prod
 from sys import getrefcount
 
+from ..gpu import Chip
 from ..overhead import SMALL_BLOCK, UNIT, rounded
 from .graph import NEVER, OWN, Block, Entry, Hook, Node, Parameter, Replay, Stop, Tensor
 from .reserved import slack
+from .scratch import column_sums
 
 NEW = object()
 
@@ -40,8 +42,11 @@ class Ledger:
         nodes: operators in order, and between them hooks that backward calls and names: `passed[name]` becomes the event
             at which backward gets there.
         own_linear: linear layers are DeepSpeed's.
+        chip: the GPU's; None where kernels' scratch memory is not asked for.
         on_gradient: called with each parameter whose gradient is complete, and the gradient, which nobody else holds then.
     """
+
+    chip: Chip | None = None
 
     def __init__(self):
         self.changes: list[int] = []
@@ -82,10 +87,16 @@ class Ledger:
         """A new tensor to which no gradient flows."""
         return Tensor(self.block(op, shape, width), shape, width)
 
-    def spend(self, size: int, op: str) -> None:
+    def spend(self, size: int, op: str, category: str | None = None) -> None:
         """`size` bytes that come and go at once."""
         if size:
-            self.block(op, (size,), 1)
+            self.block(op, (size,), 1, category)
+
+    def add_up(self, whole: tuple[int, ...], shape: tuple[int, ...], width: int) -> None:
+        """What the kernel needs that sums a gradient of shape `whole` down to `shape`, over the first dimensions."""
+        columns = prod(shape)
+        if self.chip and columns > 1:
+            self.spend(column_sums(prod(whole) // columns, columns, width, self.chip), "sum", "workspace")
 
     def accumulate(self, held: Tensor, new: Tensor, shape: tuple[int, ...]) -> Tensor:
         """The sum of a gradient's parts; in place if no other tensor shares the first one's block."""

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from math import prod
 
+from ..gpu import Chip
 from ..recipe import Recipe
 from ..shapes import Shape
 from .graph import CAST, FULL, Hook, Leaf, Parameter, Tensor
@@ -32,8 +33,8 @@ class Section:
 class Model(Layer):
     """The ledger of one micro-batch, whole: see `Layer` for the arguments."""
 
-    def __init__(self, recipe: Recipe, shape: Shape, parameters: dict[str, Parameter], capability: tuple[int, int]):
-        super().__init__(recipe, shape, parameters, capability)
+    def __init__(self, recipe: Recipe, shape: Shape, parameters: dict[str, Parameter], chip: Chip):
+        super().__init__(recipe, shape, parameters, chip)
         self.sections: list[Section] = []
         self.units: Units | None = None  # FSDP's, where there are any
         rows = [words.split() for item in shape.layout.items if isinstance(item, str) for words in item.split(";")]

@@ -18,6 +18,7 @@ import dataclasses
 from functools import lru_cache
 
 from ..cuts import stage_layers
+from ..gpu import Chip
 from ..overhead import rounded
 from ..recipe import Recipe, Sharding
 from ..report import Bytes, Phase
@@ -215,8 +216,8 @@ class Sliced(Model):
 class Stage(Model):
     """The ledger of one micro-batch in a stage: hidden states come in from the stage before and go on to the next."""
 
-    def __init__(self, recipe: Recipe, shape: Shape, parameters: dict[str, Parameter], capability: tuple[int, int]):
-        super().__init__(recipe, shape, parameters, capability)
+    def __init__(self, recipe: Recipe, shape: Shape, parameters: dict[str, Parameter], chip: Chip):
+        super().__init__(recipe, shape, parameters, chip)
         self.begins = recipe.sharding.rank == 0
         self.ends = recipe.sharding.rank == recipe.sharding.world_size - 1
 

@@ -10,6 +10,7 @@ from math import prod
 from ..overhead import rounded
 from ..recipe import Recipe
 from .reserved import slack
+from .scratch import norms_scratch
 from .stored import FP32, HALF, Row, held, written_out
 
 # Temporaries as large as the tensors updated together, (foreach, one by one), counted in torch/optim/*.py: AdamW's
@@ -28,7 +29,8 @@ def step_temporaries(recipe: Recipe, rows: tuple[Row, ...] | None = None) -> int
         return 0
     tensors = sum(row.count for row in rows)
     clips = loop.max_grad_norm is not None or loop.name == "trainer"
-    most = tensors * rounded(FP32) + rounded(FP32 * tensors) if clips else 0
+    sizes = [prod(row.shape) for row in rows for _ in range(row.count)] if clips else []
+    most = tensors * rounded(FP32) + max(rounded(FP32 * tensors), rounded(norms_scratch(sizes))) if clips else 0
     if recipe.optim == "adafactor":  # tensor by tensor, and the last one's update lives on beside the next
         by_name, before = {(row.name, row.shape): row for row in rows}, 0
         order = [by_name[role, size] for _, role, size in written_out(recipe.shape) if (role, size) in by_name]

@@ -58,9 +58,9 @@ def of_rank(recipe: Recipe) -> Held:
         frozen = ceil(frozen / ranks)
         weights = [sum(weights)]
     states = [size for part in parts for size in _states(recipe, (part,))] if not offload else []
-    # stage 3 updates fp32 weights as they are (zero/stage3.py, _create_fp32_partitions)
-    same = sharding.stage == 3 and width == FP32
-    masters = [rounded(FP32 * part) for part in parts] if not offload and not same else []
+    # of fp32 weights too: stage 3 would do without, but compares a device with its name (zero/stage3.py,
+    # _create_fp32_partitions; DeepSpeed 0.19.8)
+    masters = [rounded(FP32 * part) for part in parts] if not offload else []
     found = Held(
         parameters=0 if sharding.offload == "parameters" else frozen + sum(map(rounded, weights)),
         gradients=0,
