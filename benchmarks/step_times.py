@@ -26,7 +26,7 @@ def chosen() -> list[Run]:
 def features(run: Run) -> tuple[float, float, float]:
     """Seconds at the whole peak and at the whole bandwidth, and kernels."""
     card, recipe = find_gpu(run.gpu), run.recipe
-    walked = walk(recipe, card.compute_capability)
+    walked = walk(recipe, card.chip)
     computing = sum(n / card.flops(form) for form, n in operations(recipe, walked.fused).items())
     return computing, (TRANSFERS * walked.written + optimizer_traffic(recipe)) / card.bandwidth, walked.kernels
 

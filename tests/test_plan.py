@@ -79,7 +79,7 @@ def test_the_bound_is_below_and_memory_grows_with_the_micro_batch(method, gpus):
         for size in micro_batches(question):
             recipe = with_micro_batch(family, size)
             found = predict(recipe, question.gpu).peak.total
-            assert held_bytes(recipe, question.gpu.compute_capability) <= found
+            assert held_bytes(recipe, question.gpu.chip) <= found
             totals.append(found)
         rounding = 1e-5  # of blocks of a few kilobytes, where weights are all that counts
         assert all(large >= small * (1 - rounding) for large, small in itertools.pairwise(totals[1:]))

@@ -21,6 +21,7 @@ from .slices import cut, model_of
 from .stored import is_saved, lora_targets, saved_modules, table, written_out
 from .units import ROOT, OneByOne, Units, at_once, computed, copies_outputs, divides, own_linear
 
+SHARED = ("zeros", "mask")
 # What the layers that are not written out add at a moment: times what one adds between two events.
 Extra = tuple[tuple[int, int, int], ...]
 Moment = tuple[int, Extra]
@@ -110,6 +111,9 @@ class Account:
             top, bottom = m.passed[section.top], m.passed[section.bottom]
             backward.append((first, bottom, extra))
             first, extra = top, (*extra, (section.more, top, bottom))
+            for e in m.lines[top:bottom]:  # the first layer lets go of what all of them shared
+                if e.op in SHARED and top <= e.death < bottom and e.birth < section.begin:
+                    extra += ((-section.more, e.death, e.death + 1),)
         return {"forward": forward, "backward": [*backward, (first, self.end, extra)]}
 
     @cached_property
