@@ -149,10 +149,13 @@ def _kernels(compute_capability: tuple[int, int]) -> dict[str, Callable]:
 
 
 def _attention(capability, query, key, value, mask, p, causal, scale, enable_gqa):
-    grouped = enable_gqa and query.shape[-3] != key.shape[-3]
+    fewer = query.shape[-3] != key.shape[-3]
+    grouped = enable_gqa and fewer
     dims = query.shape[-1], value.shape[-1]
     square = not causal or query.shape[-2] == key.shape[-2]  # flash aligns a causal mask to the other corner
     kernel = attention_kernel(query.dtype, *dims, mask is not None or not square, grouped, capability, p)
+    if fewer and not enable_gqa:  # Falcon's one head of keys is broadcast, which no kernel does
+        kernel = "math"
     if mask is not None and mask.dtype == torch.bool:
         mask = torch.where(mask, 0.0, -math.inf).to(query.dtype)
     if kernel == "math" or query.dim() != 4:

@@ -65,6 +65,8 @@ class Attention(Operators):
         m, fewer = k.shape[2], k.shape[1] != heads
         masked, grouped = mask is not None, fewer and self.grouping
         kernel = kernel_of(q.width, d, masked, grouped, self.bf16, self.chip.capability, p)
+        if fewer and not self.grouping:  # broadcast, which no kernel does (check_batch_size_and_num_heads_dense)
+            kernel = "math"
         if self.implementation == "flash_attention_2":
             kernel = "flash"
         if kernel == "math":
@@ -92,9 +94,11 @@ class Attention(Operators):
         scaled = self.scale(q)
         if mask is None and self.causal:
             mask = self.tensor("where", (n, m), FP32)
-        k, v = self.repeat(k, heads), self.repeat(v, heads)
+        if self.grouping:
+            k, v = self.repeat(k, heads), self.repeat(v, heads)
         turned = self.scale(k)
         turned.packed, scaled.packed = k.packed, q.packed
+        turned, v = self.repeat(turned, heads), self.repeat(v, heads)  # a product copies what is broadcast
         scores = self.matmul(self.copied(scaled), self.copied(turned), b, heads, n, m)
         if mask is not None:
             scores = self.add(scores, mask)
