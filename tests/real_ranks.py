@@ -125,8 +125,11 @@ def witnesses(recipe: Recipe) -> dict[str, Any]:
 
         return transferred
 
+    names = ("all_gather_single", "reduce_scatter_single")
+    if not hasattr(dist, names[0]):  # torch 2.11's FSDP calls them so
+        names = ("all_gather_into_tensor", "reduce_scatter_tensor")
     with pytest.MonkeyPatch.context() as patch:
-        for name in ("all_gather_single", "reduce_scatter_single"):
+        for name in names:
             patch.setattr(dist, name, waiting(getattr(dist, name)))
         seen = witnessed(recipe)
     return {"witnessed": seen, "tracked": tracked(recipe)}

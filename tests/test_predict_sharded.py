@@ -5,8 +5,10 @@ import time
 import pytest
 from sharded_grid import grid, simulated
 from vramlab import LoRA, Quantization, Recipe
+from vramlab.errors import RecipeError
 from vramlab.formulas import shards, units
 from vramlab.options import Sharding
+from vramlab.overhead import torch_release
 from vramlab.predict import predict
 
 # Of the simulated peak. Run sharded_grid.py for all of it: 84 recipes, minutes.
@@ -97,7 +99,11 @@ def test_a_whole_model_is_within_three_percent(changes):
         pytest.importorskip("deepspeed")
     options = {"seq_len": 2048, "precision": "bf16-mixed", "gradient_checkpointing": True} | changes
     recipe = Recipe("llama-3.2-1b", 1, **options)
-    report, truth = predict(recipe), simulated(recipe)
+    try:
+        report, truth = predict(recipe), simulated(recipe)
+    except RecipeError as refusal:  # what is simulated is the installed torch
+        assert "FSDP shards no integers" in str(refusal) and torch_release() < (2, 13)
+        pytest.skip(str(refusal))
     assert abs(error(report.peak.total, truth["peak"])) <= BOUND
     for name in ("forward", "backward", "step"):
         assert abs(error(report.phases[name].peak.total, sum(truth["phases"][name][0].values()))) <= PHASE_BOUND, name

@@ -222,12 +222,15 @@ def test_stages_order_as_zero_says():
     assert found[3]["backward"].end.gradients == rest[3].parameters
 
 
-def test_units_are_accelerates():
+@pytest.mark.parametrize("family", ["llama", "gpt2", "qwen2", "opt"])
+def test_units_are_accelerates(family):
     """The Trainer's loop has the units that accelerate itself makes, module by module."""
+    from importlib.metadata import version
     from types import SimpleNamespace
 
     from accelerate import FullyShardedDataParallelPlugin
     from accelerate.utils import fsdp2_prepare_model
+    from packaging.version import Version
     from torch.distributed.fsdp import FSDPModule
     from vramlab.engines.fsdp import shard, units
     from vramlab.models import build_model
@@ -237,36 +240,36 @@ def test_units_are_accelerates():
         names = {id(module): name for name, module in model.named_modules()}
         groups = []
         for module in model.modules():
-            if isinstance(module, FSDPModule):
-                for group in module._get_fsdp_state()._fsdp_param_groups:
-                    inside = sorted(
-                        (names[id(p._module_info.module)], p._module_info.param_name) for p in group.fsdp_params
-                    )
-                    state = module._get_fsdp_state()
-                    kept = not group._reshard_after_forward or state._auto_reshard_after_forward
-                    groups.append((inside, kept, group.mp_policy))
+            state = module._get_fsdp_state() if isinstance(module, FSDPModule) else None
+            if state and (group := state._fsdp_param_group):
+                inside = sorted(
+                    (names[id(p._module_info.module)], p._module_info.param_name) for p in group.fsdp_params
+                )
+                kept = not group._reshard_after_forward or state._auto_reshard_after_forward
+                groups.append((inside, kept, group.mp_policy))
         return sorted(groups, key=str)
 
-    for family in ("llama", "gpt2", "qwen2", "opt"):
-        recipe = Recipe(config(family), 2, 24, num_layers=2, sharding=Sharding(3, 2))
-        with one_rank_of(recipe.sharding):
-            ours = build_model(recipe)
-            shard(ours, units(ours), half="bfloat16")
-            plugin = FullyShardedDataParallelPlugin(
-                fsdp_version=2, auto_wrap_policy="transformer_based_wrap", cpu_ram_efficient_loading=False
-            )
-            plugin.set_mixed_precision("bf16")
-            state = SimpleNamespace(fsdp_plugin=plugin)
-            accelerator = SimpleNamespace(state=state, mixed_precision="bf16", is_main_process=True, device="cpu")
-            theirs = build_model(recipe)
-            with pytest.MonkeyPatch.context() as patch:  # without a GPU, FSDP would take the mesh of one
-                from torch.distributed.device_mesh import init_device_mesh
+    recipe = Recipe(config(family), 2, 24, num_layers=2, sharding=Sharding(3, 2))
+    if recipe.shape.tied and Version(version("accelerate")) < Version("1.15"):
+        pytest.skip("accelerate 1.14 leaves a tied head to the root's unit, which unties it")
+    with one_rank_of(recipe.sharding):
+        ours = build_model(recipe)
+        shard(ours, units(ours), half="bfloat16")
+        plugin = FullyShardedDataParallelPlugin(
+            fsdp_version=2, auto_wrap_policy="transformer_based_wrap", cpu_ram_efficient_loading=False
+        )
+        plugin.set_mixed_precision("bf16")
+        state = SimpleNamespace(fsdp_plugin=plugin)
+        accelerator = SimpleNamespace(state=state, mixed_precision="bf16", is_main_process=True, device="cpu")
+        theirs = build_model(recipe)
+        with pytest.MonkeyPatch.context() as patch:  # without a GPU, FSDP would take the mesh of one
+            from torch.distributed.device_mesh import init_device_mesh
 
-                accelerator.torch_device_mesh = {("fsdp",): init_device_mesh("cpu", (2,))}
-                accelerator.parallelism_config = SimpleNamespace(fsdp_dim_names=("fsdp",))
-                patch.setattr("torch.accelerator.is_available", lambda: False)
-                fsdp2_prepare_model(accelerator, theirs)
-            assert seen(ours) == seen(theirs), family
+            accelerator.torch_device_mesh = {("fsdp",): init_device_mesh("cpu", (2,))}
+            accelerator.parallelism_config = SimpleNamespace(fsdp_dim_names=("fsdp",))
+            patch.setattr("torch.accelerator.is_available", lambda: False)
+            fsdp2_prepare_model(accelerator, theirs)
+        assert seen(ours) == seen(theirs)
 
 
 def test_wrapping_a_plain_module(launcher):

@@ -262,3 +262,17 @@ def test_wrong_input_gets_one_clear_sentence(changes, names):
     with pytest.raises(RecipeError) as caught:
         simulate(**arguments)
     assert caught.value.field == names and "\n" not in str(caught.value)
+
+
+def test_layers_that_may_be_dropped_at_random_are_there():
+    """The draw is a fake tensor without a value, and real models drop a layer now and then only."""
+    from transformers import BartConfig, BartForConditionalGeneration
+
+    sizes = {
+        f"{part}_{name}": size for part in ("encoder", "decoder") for name, size in (("layers", 2), ("ffn_dim", 64))
+    }
+    rates = {"encoder_layerdrop": 0.1, "decoder_layerdrop": 0.1}
+    model = BartForConditionalGeneration(BartConfig(vocab_size=128, d_model=32, **sizes, **rates))
+    ids = torch.arange(16).reshape(2, 8)
+    report = simulate(model=model, batch={"input_ids": ids, "labels": ids}, optimizer=torch.optim.AdamW, target="cpu")
+    assert report.phases["backward"].end.gradients == report.phases["backward"].end.parameters

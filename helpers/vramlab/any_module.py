@@ -103,6 +103,9 @@ def _refit(optimizer: Any, model: torch.nn.Module, fake: torch.nn.Module, multi_
         groups = [{**group, "params": [twin[id(p)] for p in group["params"]]} for group in optimizer.param_groups]
         new = copy.copy(optimizer)
         new.__dict__ = {**optimizer.__dict__, "param_groups": groups, "state": type(optimizer.state)(dict)}
+        if type(optimizer) is torch.optim.Adagrad:  # torch 2.11's has its states from the start
+            with tr.real_tensors():
+                new = torch.optim.Adagrad(groups, **optimizer.defaults)
     defaults = new.defaults
     if "foreach" in defaults and defaults["foreach"] is None and not defaults.get("fused"):
         for group in groups:

@@ -121,12 +121,12 @@ def cuda_kernels(compute_capability: tuple[int, int] = (8, 0)) -> Iterator[CudaK
         compute_capability: of the GPU described; (8, 0) stands for all that have flash attention.
     """
     library = Library("aten", "IMPL")
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="Warning only once for all operators")
-        for name, kernel in _kernels(compute_capability).items():
-            library.impl(name, kernel, "AutogradCPU")
-        cuda_autocast.install(library)
     try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="Warning only once for all operators")
+            for name, kernel in _kernels(compute_capability).items():
+                library.impl(name, kernel, "AutogradCPU")
+            cuda_autocast.install(library)
         with eight_bit_products(), CudaKernels() as mode:
             yield mode
     finally:

@@ -44,7 +44,7 @@ PROMOTE = _names("addcdiv addcmul atan2 bilinear cross dot vdot grid_sampler ind
 
 def install(library: Library) -> None:
     """Register the rules in `library`; they go with it."""
-    for name in FP32:
+    for name in filter(on_cuda, FP32):  # torch 2.11 does not cast rms_norm
         library.impl(name, _cast(_operator(name), torch.float32), "AutocastCPU")
     for name in FP32_BY_DTYPE:
         library.impl(name, _ask_for_fp32(_operator(name)), "AutocastCPU")
@@ -61,10 +61,18 @@ def install(library: Library) -> None:
 @cache
 def cpu_only() -> tuple[str, ...]:
     """Operators that autocast casts on CPU and leaves alone on CUDA."""
-    has = torch._C._dispatch_has_kernel_for_dispatch_key
-    names = (name for name in torch._C._dispatch_get_all_op_names() if name.startswith("aten::"))
-    only = (name for name in names if has(name, "AutocastCPU") and not has(name, "AutocastCUDA"))
-    return tuple(name.removeprefix("aten::") for name in only)
+    names = torch._C._dispatch_get_all_op_names()
+    ours = (name.removeprefix("aten::") for name in names if name.startswith("aten::"))
+    return tuple(name for name in ours if _has_rule(name, "AutocastCPU") and not on_cuda(name))
+
+
+def on_cuda(name: str) -> bool:
+    """Whether the installed torch has a rule for this operator under CUDA's autocast; its CPU builds know too."""
+    return _has_rule(name, "AutocastCUDA")
+
+
+def _has_rule(name: str, key: str) -> bool:
+    return torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", key)
 
 
 def _operator(name: str) -> torch._ops.OpOverload:

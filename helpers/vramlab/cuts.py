@@ -10,6 +10,7 @@ if TYPE_CHECKING:
 
 # Causal models of nn.Linear, for which transformers keeps a plan (`tp_plan`), and of embedding, layers, norm and head.
 FAMILIES = ("llama", "qwen2", "qwen3", "mistral", "gpt_neox", "phi", "gemma2")
+WHOLE_EMBEDDING = ("gpt_neox",)  # whose plan leaves the embedding out, in transformers' newer releases too
 OPTIMIZERS = ("adamw_torch", "adamw_torch_fused", "sgd", "rmsprop", "adagrad")  # those that work on DTensors
 
 

@@ -235,7 +235,7 @@ def _parameter(name: str, old: "torch.nn.Parameter", device: "torch.device", fak
     """One parameter like the meta one `old` on `device`: matrices normal with deviation 0.02, biases 0, scales 1."""
     import torch
 
-    data = torch.empty_like(old.data, device=device)
+    data = torch.empty(old.shape, dtype=old.dtype, device=device)  # fake modes of torch 2.11 take no subclass's .data
     if not fake and data.is_floating_point():
         data.normal_(0, 0.02) if data.dim() > 1 else data.fill_(0.0 if "bias" in name else 1.0)
     if type(old).__name__ in ("Params4bit", "Int8Params"):

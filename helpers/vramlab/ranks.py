@@ -102,6 +102,7 @@ def start_ranks(order: dict[str, Any], start_method: str) -> None:
     """Have torch's elastic agent run the ordered function on all ranks, and write OUTCOME: which failed, and how."""
     folder = Path(order["folder"])
     os.environ["TORCHELASTIC_ERROR_FILE"] = str(folder / "agent.json")  # its own; ours hold more
+    os.environ["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = "1"  # torch 2.11 has no such setting
     done: dict[str, Any] = {"failed": None}
     try:
         sys.path += [path for path in order["path"] if path not in sys.path]
@@ -119,7 +120,6 @@ def start_ranks(order: dict[str, Any], start_method: str) -> None:
             max_restarts=0,
             monitor_interval=0.02,
             start_method=start_method,
-            shutdown_timeout=1,
             logs_specs=DefaultLogsSpecs(log_dir=str(folder / "logs")),
         )
         elastic_launch(config, one_rank)(order)

@@ -245,6 +245,8 @@ class Tracker(TorchDispatchMode):
         if func is torch.ops.prim.device.default:
             return func(*args, **kwargs)
         if func is aten._local_scalar_dense.default and args[0].dtype in self.constant:
+            if args[0].dtype == torch.bool and self.calls and self.calls[-1][1] in ("lt", "le"):
+                return False  # what a module has drawn is not below its rate: LayerDrop drops no layer
             return self.constant[args[0].dtype]  # a fake tensor has no value to read
         self._let_go()
         if self.recomputed and not torch.is_grad_enabled():
@@ -371,31 +373,26 @@ def _resizes_seen(seen: Callable[[torch.UntypedStorage], None]):
 
 @contextmanager
 def _shapes_unseen(tracker: Tracker):
-    """While entered, `tracker` sleeps whenever DTensor runs an operator on fake tensors to learn its result's shape.
-
-    DTensor enters a lock for that (`ShardingPropagator._propagate_tensor_meta_non_cached`).
-    """
+    """While entered, `tracker` sleeps whenever DTensor runs an operator on fake tensors to learn its result's shape."""
     propagator = sys.modules.get("torch.distributed.tensor._sharding_prop")
     if propagator is None:
         yield
         return
     kind = propagator.ShardingPropagator
-    lock = kind._fake_mode_lock
+    plain = kind._propagate_tensor_meta_non_cached
 
-    class Sleep:
-        def __enter__(self):
-            lock.__enter__()
-            tracker.asleep = True
-
-        def __exit__(self, *error):
+    def unseen(*args: Any) -> Any:
+        tracker.asleep = True
+        try:
+            return plain(*args)
+        finally:
             tracker.asleep = False
-            lock.__exit__(*error)
 
-    kind._fake_mode_lock = Sleep()
+    kind._propagate_tensor_meta_non_cached = unseen
     try:
         yield
     finally:
-        kind._fake_mode_lock = lock
+        kind._propagate_tensor_meta_non_cached = plain
 
 
 def _accumulates(held: Any, new: Any, **options: Any) -> bool:

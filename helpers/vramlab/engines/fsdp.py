@@ -1,7 +1,7 @@
 """ZeRO stages 2 and 3 by FSDP2 (`torch.distributed.fsdp.fully_shard`; Zhao et al. 2023)."""
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from ..errors import RecipeError
@@ -43,7 +43,7 @@ class FSDP(Engine):
             from .host import Host
 
             self.host = Host()
-        with self.host or contextlib.nullcontext():
+        with self.host or contextlib.nullcontext(), _of_integers(self.recipe):
             model = shard(
                 model,
                 units(model, sharding.wrap, as_accelerate=self.recipe.loop.name == "trainer"),
@@ -61,6 +61,18 @@ class FSDP(Engine):
     def micro_batch(self, training: "Training", last: bool) -> contextlib.AbstractContextManager:
         training.model.set_requires_gradient_sync(last)
         return contextlib.nullcontext()
+
+
+@contextlib.contextmanager
+def _of_integers(recipe: Recipe) -> Iterator[None]:
+    """While entered, torch's refusal to shard quantized weights is a RecipeError; that of torch 2.11 asks for gradients."""
+    try:
+        yield
+    except RuntimeError as error:
+        if recipe.quantization is None or "floating point dtype can require gradients" not in str(error):
+            raise
+        allowed = "the installed torch's FSDP shards no integers, as 4- and 8-bit weights are; that of torch 2.13 does"
+        raise RecipeError("quantization", recipe.quantization.quant_type, allowed) from error
 
 
 class Unit(NamedTuple):

@@ -67,9 +67,10 @@ def _nobody(tensors: list[torch.Tensor]) -> None:
 
 
 def groups(model: torch.nn.Module) -> Iterator[Any]:
-    """The parameter groups of all units of `model`."""
+    """The parameter group of each unit of `model`."""
     from torch.distributed.fsdp import FSDPModule
 
     for module in model.modules():
-        if isinstance(module, FSDPModule):
-            yield from module._get_fsdp_state()._fsdp_param_groups
+        # a unit has one at most, as all its parameters share a mesh
+        if isinstance(module, FSDPModule) and (group := module._get_fsdp_state()._fsdp_param_group):
+            yield group

@@ -100,8 +100,8 @@ class Pipeline(Engine):
         self.until_waited = tracker.round_to > 1 or tracker.device == "cuda"
         yield
         received = [*self.stage.args_recv_info.values(), *self.stage.grad_recv_info.values()]
-        buffers = [info.buffer for infos in received for info in infos if info.buffer is not None]
-        tracker.claim(buffers, "workspace")
+        buffers = [getattr(info, "buffer", None) for infos in received for info in infos]  # a batch's has none
+        tracker.claim([buffer for buffer in buffers if buffer is not None], "workspace")
 
     def clip(self, training: "Training", norm: float) -> None:
         """By the norm over all stages; the shared weight counts once."""

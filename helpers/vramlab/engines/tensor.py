@@ -2,12 +2,14 @@
 
 DTensor's `parallelize_module` cuts the model as the plan says that transformers keeps with it (`model.tp_plan`): the first
 matrix of attention and MLP by columns, the second by rows, so that a layer needs one all-reduce after each of the two in
-the forward pass, and one before each in the backward pass. Norms are whole on every rank. Each rank computes the loss on
-whole logits, gathered from the slices of the head.
+the forward pass, and one before each in the backward pass. The embedding is cut by rows, as newer releases' plans have
+it for more models (5.15's not for Llama). Norms are whole on every rank. Each rank computes the loss on whole logits,
+gathered from the slices of the head.
 """
 
 from typing import TYPE_CHECKING, Any
 
+from ..cuts import WHOLE_EMBEDDING
 from ..recipe import Recipe
 from .alone import Engine
 
@@ -21,10 +23,13 @@ class TensorParallel(Engine):
     def wrap(self, model: "torch.nn.Module") -> "torch.nn.Module":
         from torch.distributed.tensor.parallel import parallelize_module
 
-        tied = model.get_output_embeddings().weight is model.get_input_embeddings().weight
-        parallelize_module(model, mesh(model.device.type), styles(model, model.tp_plan))
+        embedding, plan = model.get_input_embeddings(), dict(model.tp_plan)
+        if model.config.model_type not in WHOLE_EMBEDDING:
+            plan[next(name for name, module in model.named_modules() if module is embedding)] = "embedding_rowwise"
+        tied = model.get_output_embeddings().weight is embedding.weight
+        parallelize_module(model, mesh(model.device.type), styles(model, plan))
         if tied:  # each of the two has been cut for itself, in the same way
-            model.get_output_embeddings().weight = model.get_input_embeddings().weight
+            model.get_output_embeddings().weight = embedding.weight
         return model
 
 

@@ -17,7 +17,7 @@ import copy
 import dataclasses
 from functools import lru_cache
 
-from ..cuts import stage_layers
+from ..cuts import WHOLE_EMBEDDING, stage_layers
 from ..gpu import Chip
 from ..overhead import rounded
 from ..recipe import Recipe, Sharding
@@ -32,7 +32,6 @@ from .stored import input_bytes, weight_width
 # The first matrix of each pair gives a part of its results, the second one takes a part (transformers' `tp_plan`).
 GIVE = ("q_proj", "k_proj", "v_proj", "query_key_value", "gate_proj", "up_proj", "fc1", "dense_h_to_4h")
 TAKE = ("o_proj", "down_proj", "dense", "fc2", "dense_4h_to_h")
-WHOLE_EMBEDDING = ("gpt_neox",)  # whose plan leaves it out
 
 
 def of_rank(recipe: Recipe) -> Recipe:
