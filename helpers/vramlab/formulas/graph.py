@@ -84,9 +84,13 @@ class Parameter:
         In place, but for the first one from a linear layer: that is a transposed view, so the sum is new. DeepSpeed's
         linear layer of stage 3 computes it the other way round (`LinearFunctionForZeroStage3`), and the sum is in place.
         """
-        if self.partial is None or (self.partial.block.entry.op == "linear" and not ledger.own_linear):
-            gradient = gradient if self.partial is None else ledger.tensor("add", self.shape, self.width)
+        if self.partial is None:
             self.partial = gradient
+        elif self.partial.block.entry.op == "linear" and not ledger.own_linear:
+            sliced = prod(gradient.block.entry.shape) > prod(self.shape)  # of the whole table, under tensor parallel
+            part = ledger.tensor("clone", self.shape, self.width) if sliced else None
+            self.partial = ledger.tensor("add", self.shape, self.width)
+            del part
         self.uses -= 1
         return self.uses <= 0
 
