@@ -41,7 +41,7 @@ def wrapped(wrapping: str, layers: int, width: int, rows: int) -> dict[str, Any]
     torch.manual_seed(rank())
     training = Training(
         model=model,
-        optimizer=torch.optim.AdamW(model.parameters(), foreach=False),
+        optimizer=torch.optim.SGD(model.parameters(), foreach=False),
         batch=torch.randn(rows, width),
         device=torch.device("cpu"),
         multi_tensor=False,
