@@ -139,6 +139,9 @@ def one_rank(order: dict[str, Any]) -> None:
     silence()
     sys.path += [path for path in order["path"] if path not in sys.path]
     os.environ[FOLDER] = order["folder"]
+    # A fork replaces torch's thread pool at the first call that asks for it. Two of autograd's threads may ask at once, of
+    # which one finds none and aborts ("Invalid thread pool!", pthreadpool-cpp.cc); so this thread asks before they are made.
+    torch.set_num_threads(torch.get_num_threads())
     _wait_for_all(Path(order["folder"]), order["world_size"])
     file = Path(order["folder"], os.environ["RANK"] + ".json")
     try:
