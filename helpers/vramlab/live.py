@@ -7,7 +7,7 @@ about them is an `assert` in the same cell. The machine's description has its ow
 MARKER = "live: "
 
 
-def live(*values: object) -> None:
+def live(*values: object, sep: str = " ") -> None:
     """Print `values` as `print` does, each line tagged as a figure of this very run: a time, a rate, a resident set."""
-    lines = " ".join(map(str, values)).split("\n")
+    lines = sep.join(map(str, values)).split("\n")
     print("\n".join(MARKER + line for line in lines))

@@ -37,6 +37,8 @@ CONSEQUENCES = (
 )
 FOLDER = "VRAMLAB_FOLDER"  # names the folder in which a rank may leave files of its own
 OUTCOME, DONE = "outcome.json", "done.json"
+VISIBLE = "CUDA_VISIBLE_DEVICES"
+GPUS = os.environ.get(VISIBLE)  # what this process may see, None for all
 PR_SET_PDEATHSIG = 1  # prctl(2)
 # A number, because a forked rank may find glibc's lock on its list of name servers taken for ever: the agent's store looks
 # names up on a thread of its own, whenever a rank connects.
@@ -53,11 +55,13 @@ def main() -> None:
         if line:
             end_with_parent()
             order = json.loads(line)
+            _show_gpus(order["device"])
             start_ranks(order, "spawn")
             Path(order["folder"], OUTCOME).rename(Path(order["folder"], DONE))
         return
     while line := _line():
         order = json.loads(line)
+        _show_gpus(order["device"])
         _preload(order)
         agent = os.fork()  # so that this process stays as it is, without a thread
         if not agent:
@@ -82,6 +86,14 @@ def _line() -> str:
             return ""
         line += byte
     return line.decode()
+
+
+def _show_gpus(device: str) -> None:
+    """Hide all GPUs from ranks on the CPU: libraries that look for one would start CUDA here, which no fork survives."""
+    if device == "cpu" or GPUS is not None:
+        os.environ[VISIBLE] = "" if device == "cpu" else GPUS
+    else:
+        os.environ.pop(VISIBLE, None)
 
 
 def _preload(order: dict[str, Any]) -> None:

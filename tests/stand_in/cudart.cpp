@@ -124,7 +124,11 @@ API Error cudaGetSymbolAddress(void **found, const void *symbol) { return *found
 // --- the device ---------------------------------------------------------------------------------------------------------
 
 static thread_local int current = 0;
-API Error cudaGetDeviceCount(int *count) { return *count = 1, cudaSuccess; }
+API Error cudaGetDeviceCount(int *count) {
+  const char *visible = getenv("CUDA_VISIBLE_DEVICES");
+  *count = !visible || *visible;
+  return *count ? cudaSuccess : fail(cudaErrorNoDevice);
+}
 API Error cudaGetDevice(int *found) { return *found = current, cudaSuccess; }
 API Error cudaSetDevice(int chosen) { return current = chosen, cudaSuccess; }
 API Error cudaDriverGetVersion(int *version) { return *version = 13000, cudaSuccess; }

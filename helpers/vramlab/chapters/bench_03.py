@@ -83,8 +83,8 @@ class Bench:
         import torch
 
         rows, times, peaks = [HEAD], [], {}
-        tf32 = torch.backends.cuda.matmul, torch.backends.cudnn  # a recipe in tf32 switches it on for the process
-        before = [where.allow_tf32 for where in tf32]
+        products = torch.backends.cuda.matmul  # a recipe in tf32 switches it on for the process
+        before = products.allow_tf32
         for name, changes in {"unchanged": {}, **tricks}.items():
             big, small = self.big.replace(**changes), self.small.replace(**changes)
             predicted, simulated = predict(big, gpu=CARD), simulation(big)
@@ -98,8 +98,7 @@ class Bench:
                     ratio = self.time_a_token(small)
                     self.measured[f"{section}: {name}"] = seen.peak.total, ratio.median
                     times.append(f"here, {name}: a token takes {ratio}")
-            for where, allowed in zip(tf32, before, strict=True):
-                where.allow_tf32 = allowed
+            products.allow_tf32 = before
             gib = f"{predicted.peak.total / GiB:.3f}", f"{peaks[name]:.3f}"
             rows.append((name, *gib, simulated.peak_phase, record_of(big), *trained))
         (live if self.here.gpu else print)(text_table(rows))
