@@ -1,5 +1,6 @@
 """predict against simulate on three hundred recipes over the whole catalogue, and at full depth on some."""
 
+import inspect
 import json
 import os
 import subprocess
@@ -50,6 +51,18 @@ def error(predicted: int, truth: int) -> float:
     return predicted / truth - 1
 
 
+@pytest.fixture(scope="module")
+def as_formulas_have_it(pairs):
+    """`pairs` without what the installed transformers does otherwise than the newest, which the formulas describe.
+
+    Up to 5.17 T5's relative positions go to the fused kernel as they lie, and later as a copy that is put in order.
+    """
+    from transformers.integrations import sdpa_attention
+
+    copied = ".contiguous()" in inspect.getsource(sdpa_attention.create_position_bias_mask)
+    return [p for p in pairs if copied or (p[0].shape.family, p[0].attn_implementation) != ("t5", "sdpa")]
+
+
 def worst(rows: list[tuple[float, str]], count: int = 10) -> str:
     """The rows furthest off, as text."""
     return "\n".join(f"{100 * e:+7.2f} %  {text}" for e, text in sorted(rows, key=lambda row: -abs(row[0]))[:count])
@@ -64,18 +77,18 @@ def test_the_grid_is_large_and_covers_the_catalogue(pairs):
     assert sum(recipe.quantization is not None for recipe in recipes) > 50
 
 
-def test_the_peak_is_within_three_percent(pairs):
-    rows = [(error(p.peak.total, t["peak"]), str(recipe)) for recipe, p, t in pairs]
+def test_the_peak_is_within_three_percent(as_formulas_have_it):
+    rows = [(error(p.peak.total, t["peak"]), str(recipe)) for recipe, p, t in as_formulas_have_it]
     mean = sum(abs(e) for e, _ in rows) / len(rows)
     print(f"\n{len(rows)} recipes, mean error {100 * mean:.3f} %, worst:\n{worst(rows)}")
     assert mean <= MEAN
     assert max(abs(e) for e, _ in rows) <= BOUND, worst(rows)
 
 
-def test_every_phase_is_close(pairs):
+def test_every_phase_is_close(as_formulas_have_it):
     rows = [
         (error(p.phases[name].peak.total, n), f"{name}: {recipe}")
-        for recipe, p, t in pairs
+        for recipe, p, t in as_formulas_have_it
         for name, n in t["phases"].items()
     ]
     print(f"\n{len(rows)} phases, worst:\n{worst(rows)}")
