@@ -32,7 +32,7 @@ def sensors(**changes):
 def machine_with(monkeypatch, cuda="13.0", available=True, nvml=NO_NVML, card=("Tesla T4", 7, 5)):
     """A pretended torch build, GPU and driver."""
     name, major, minor = card
-    seen = SimpleNamespace(name=name, total_memory=15 * GiB, major=major, minor=minor)
+    seen = SimpleNamespace(name=name, total_memory=15 * GiB, major=major, minor=minor, multi_processor_count=40)
     monkeypatch.setattr(torch.version, "cuda", cuda)
     for call, answer in {
         "is_available": available,

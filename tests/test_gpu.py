@@ -194,7 +194,7 @@ def test_gpu_is_a_plain_value():
 
 def fake_cuda(monkeypatch, name, total, major, minor):
     torch = pytest.importorskip("torch")
-    seen = SimpleNamespace(name=name, total_memory=total, major=major, minor=minor)
+    seen = SimpleNamespace(name=name, total_memory=total, multi_processor_count=40, major=major, minor=minor)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: seen)

@@ -157,7 +157,7 @@ def test_any_module_is_what_simulate_says_to_the_byte(kind):
     model = mlp()
     optimizer = kind(model.parameters(), lr=0.1)
     simulated = simulate(model=model, batch=(X,), optimizer=optimizer, loss=entropy, target="cpu", loop="plain")
-    with watch(model, batch=X) as seen:
+    with watch(model, optimizer, batch=X) as seen:
         kept = tutorial(model, X, optimizer, entropy)
     assert seen.report().phases == simulated.phases and seen.report().peak == simulated.peak
     # the loss is made and differentiated outside the model, and still in the right phases

@@ -106,6 +106,8 @@ def _phases(recipe: Recipe, account: Account, card: Gpu | None, exist: bool, hel
     during = *always, existing if exist else none
     temporaries = {"temporaries": held.temporaries}
     start = rank(loaded)
+    if recipe.optim == "adagrad":  # makes its states when it is made
+        start = rank(loaded, {"optimizer_states": held.optimizer_states, "workspace": slack["optimizer_states"]})
     rest = rank(*always, after, gradients if loop.zero_grad != "end" or not loop.set_to_none else none)
     first = rank(*always, before, after, forward, held.forward)
     if held.forward_parts:
