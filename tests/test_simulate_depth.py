@@ -173,3 +173,10 @@ def test_one_rank_of_many(name, checkpointing, taken):
     assert_same(recipe.replace(sharding=sharding, precision="bf16-true"), "cuda")
     by_layer = sharding.engine == "tensor" or (sharding.engine == "fsdp" and sharding.wrap == "layers")
     assert taken == (["deepened"] if by_layer else [])
+
+
+def test_norms_of_a_large_vocabulary_in_half_precision():
+    """Their kernel's scratch has hundreds of numbers a parameter here, where small models need one."""
+    recipe = Recipe("polyglot-ko-1.3b", batch_size=1, seq_len=8, precision="fp16-true", optim="sgd", num_layers=7)
+    deepened, whole = simulate(recipe), simulate(recipe, full=True)
+    assert (deepened.requested, deepened.phases) == (whole.requested, whole.phases)

@@ -21,7 +21,7 @@ NUMBER = re.compile(r"\.(\d+)(?=\.|$)")
 PER_PARAMETER = ("stack", "cat")  # results with one entry a parameter: the gradients' norms, in clipping
 OF_THEM = ("pow", "all_reduce")  # made of those with as many entries, where shards' norms are added up over ranks
 WHILE_MADE = ("_foreach_norm",)  # whose kernel's scratch has several entries a parameter (`cuda_reductions.py`)
-ENTRY = 4  # bytes: a norm is fp32
+HALF = ("float16", "bfloat16")  # a norm has its gradient's dtype
 
 Event = tuple[int, Storage, str]
 Marks = list[tuple[int, str]]
@@ -117,10 +117,10 @@ class _Deepener:
             for _, s, _ in self.events[start:end]
             if name == "step" and s.op in (*PER_PARAMETER, *OF_THEM, *WHILE_MADE) and id(s) not in self.places
         ]
-        entries = {s.asked for s in made if s.op in PER_PARAMETER}
-        self.vectors = {id(s): ENTRY for s in made if s.asked in entries}  # to bytes a parameter
+        entries = {s.asked: 2 if s.dtype in HALF else 4 for s in made if s.op in PER_PARAMETER}
+        self.vectors = {id(s): entries[s.asked] for s in made if s.asked in entries}  # to bytes a parameter
         if entries:
-            count = max(entries) // ENTRY
+            count = max(asked // entry for asked, entry in entries.items())
             self.vectors |= {id(s): s.asked // count for s in made if s.op in WHILE_MADE and s.asked % count == 0}
         gradients = (s for _, s, _ in self.events if s.category == "gradients")
         self.clipped = len({s.where for s in gradients if self._group(s.where) == MIDDLE})
