@@ -52,6 +52,7 @@ def attention_kernel(
     compute_capability: tuple[int, int] = (8, 0),
     dropout: float = 0.0,
     release: tuple[int, int] | None = None,
+    broadcast: bool = False,
 ) -> str:
     """ "flash", "efficient" or "math": what `scaled_dot_product_attention` runs (`sdp_utils.cpp`, select_sdp_backend).
 
@@ -61,12 +62,13 @@ def attention_kernel(
         grouped: fewer heads of keys than of queries, left to the kernel (`enable_gqa`). Up to 2.13 only flash can, and
             what flash cannot take is written out with its matrix of scores; later "efficient" can too (pull 191085).
         release: of torch; None is the installed one.
+        broadcast: fewer heads of keys without `enable_gqa`.
     """
     if dtype not in (*HALF, torch.float32):
         return "math"
     grouped = grouped and (release or torch_release()) < (2, 14)
     bf16 = dtype == torch.bfloat16
-    return kernel_of(dtype.itemsize, head_dim, masked, grouped, bf16, compute_capability, dropout, value_dim)
+    return kernel_of(dtype.itemsize, head_dim, masked, grouped, bf16, compute_capability, dropout, value_dim, broadcast)
 
 
 class CudaKernels(TorchFunctionMode):
@@ -150,12 +152,11 @@ def _kernels(compute_capability: tuple[int, int]) -> dict[str, Callable]:
 
 def _attention(capability, query, key, value, mask, p, causal, scale, enable_gqa):
     fewer = query.shape[-3] != key.shape[-3]
-    grouped = enable_gqa and fewer
+    grouped, broadcast = fewer and enable_gqa, fewer and not enable_gqa
     dims = query.shape[-1], value.shape[-1]
     square = not causal or query.shape[-2] == key.shape[-2]  # flash aligns a causal mask to the other corner
-    kernel = attention_kernel(query.dtype, *dims, mask is not None or not square, grouped, capability, p)
-    if fewer and not enable_gqa:  # Falcon's one head of keys is broadcast, which no kernel does
-        kernel = "math"
+    masked = mask is not None or not square
+    kernel = attention_kernel(query.dtype, *dims, masked, grouped, capability, p, broadcast=broadcast)
     if mask is not None and mask.dtype == torch.bool:
         mask = torch.where(mask, 0.0, -math.inf).to(query.dtype)
     if kernel == "math" or query.dim() != 4:

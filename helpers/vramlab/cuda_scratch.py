@@ -7,7 +7,7 @@ import torch
 
 from .formulas.scratch import efficient_scratch, norms_scratch, reduction_scratch
 from .gpu import USUAL, Chip
-from .overhead import UNIT
+from .overhead import rounded
 
 HALF = (torch.float16, torch.bfloat16)
 REDUCTIONS = ("sum", "mean", "linalg_vector_norm")
@@ -36,7 +36,7 @@ def kernel_scratch(chip: Chip = USUAL) -> Callable[[str, Sequence], int]:
 
     def scratch(name: str, args: Sequence) -> int:
         *others, last = _blocks(name, args, chip) or [0]
-        return sum(_up(n, UNIT) for n in others) + last  # the tracker rounds the sum
+        return sum(map(rounded, others)) + last  # the tracker rounds the sum
 
     return scratch
 
@@ -45,7 +45,7 @@ def _blocks(name: str, args: Sequence, chip: Chip) -> list[int]:
     if name in REDUCTIONS:
         return _reduction(name, args, chip)
     if name == "_foreach_norm":
-        return [norms_scratch([tensor.numel() for tensor in args[0]])]
+        return [norms_scratch(len(args[0]), max(tensor.numel() for tensor in args[0]))]
     if name == "_scaled_dot_product_flash_attention_backward":
         _, query, key = args[:3]
         batch, heads, length, dim = query.shape

@@ -86,9 +86,8 @@ def _phases(recipe: Recipe, account: Account, card: Gpu | None, exist: bool, hel
         inputs=stored.input_bytes(recipe),
         workspace=slack["parameters"],
     )
-    handle = (
-        card.cublas_workspace if card else cublas_workspace(USUAL.capability)
-    )  # one in forward's thread, one in backward's
+    # one in forward's thread, one in backward's
+    handle = card.cublas_workspace if card else cublas_workspace(USUAL.capability)
     always = loaded, {"optimizer_states": held.optimizer_states, "workspace": 2 * handle + slack["optimizer_states"]}
     gradients, none = {"gradients": held.gradients, "workspace": slack["gradients"]}, {}
     gradients["gradients"] += slices.beyond_the_slice(recipe)

@@ -21,13 +21,17 @@ def kernel_of(
     capability: tuple[int, int],
     dropout: float = 0.0,
     value_dim: int | None = None,
+    broadcast: bool = False,
 ) -> str:
     """ "flash", "efficient" or "math": what `scaled_dot_product_attention` takes (`sdp_utils.cpp`, select_sdp_backend).
 
     Flash: half precision, no mask, heads up to 256 wide, compute capability 8.0 (consumer cards of 8.6 to 8.9 and 12.x
     cannot go back through 193 to 224 channels, or more with dropout). Memory-efficient: no bf16 below 8.0, no heads that
-    share keys (torch up to 2.13), whole multiples of 16 bytes a head where tensor cores multiply. Else "math".
+    share keys (torch up to 2.13), whole multiples of 16 bytes a head where tensor cores multiply. Else "math", and where
+    fewer heads of keys are to be broadcast, as Falcon's one (check_batch_size_and_num_heads_dense).
     """
+    if broadcast:
+        return "math"
     half, major, value_dim = width == HALF, capability[0], value_dim or head_dim
     consumer = (8, 6) <= capability <= (8, 9) or (12, 0) <= capability <= (12, 1)
     trainable = not consumer or head_dim <= 192 or (head_dim > 224 and not dropout)
@@ -64,9 +68,8 @@ class Attention(Operators):
         q, k, v, mask = self.cast(q), self.cast(k), self.cast(v), self.cast(mask)
         m, fewer = k.shape[2], k.shape[1] != heads
         masked, grouped = mask is not None, fewer and self.grouping
-        kernel = kernel_of(q.width, d, masked, grouped, self.bf16, self.chip.capability, p)
-        if fewer and not self.grouping:  # broadcast, which no kernel does (check_batch_size_and_num_heads_dense)
-            kernel = "math"
+        broadcast = fewer and not self.grouping
+        kernel = kernel_of(q.width, d, masked, grouped, self.bf16, self.chip.capability, p, broadcast=broadcast)
         if self.implementation == "flash_attention_2":
             kernel = "flash"
         if kernel == "math":

@@ -109,10 +109,10 @@ def column_sums(rows: int, columns: int, itemsize: int, chip: Chip) -> int:
     return sum(map(rounded, reduction_scratch((rows, columns), (columns, 1), (0,), itemsize, chip)))
 
 
-def norms_scratch(sizes: Sequence[int]) -> int:
+def norms_scratch(tensors: int, largest: int) -> int:
     """Bytes in which `_foreach_norm` keeps an fp32 number for every 65,536 elements of each tensor, for all as many as
     the largest has (`ForeachReduceOp.cu`, output_per_tensor; `MultiTensorApply.cuh`, kChunkSize)."""
-    return 4 * len(sizes) * max((-(-size // 65536) for size in sizes), default=0)
+    return 4 * tensors * -(-largest // 65536)
 
 
 def efficient_scratch(

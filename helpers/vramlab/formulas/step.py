@@ -29,8 +29,10 @@ def step_temporaries(recipe: Recipe, rows: tuple[Row, ...] | None = None) -> int
         return 0
     tensors = sum(row.count for row in rows)
     clips = loop.max_grad_norm is not None or loop.name == "trainer"
-    sizes = [prod(row.shape) for row in rows for _ in range(row.count)] if clips else []
-    most = tensors * rounded(FP32) + max(rounded(FP32 * tensors), rounded(norms_scratch(sizes))) if clips else 0
+    most = 0
+    if clips:
+        scratch = norms_scratch(tensors, max((prod(row.shape) for row in rows), default=0))
+        most = tensors * rounded(FP32) + rounded(max(FP32 * tensors, scratch))
     if recipe.optim == "adafactor":  # tensor by tensor, and the last one's update lives on beside the next
         by_name, before = {(row.name, row.shape): row for row in rows}, 0
         order = [by_name[role, size] for _, role, size in written_out(recipe.shape) if (role, size) in by_name]
