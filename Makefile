@@ -14,13 +14,14 @@ TOOLS := tests/tools
 INSTALLED := .venv/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help course lab site test gate notebooks format figure repo-url constraints try-colab clean
+.PHONY: help course lab site test test-all gate notebooks format figure repo-url constraints try-colab clean
 
 help:
 	@echo 'make course      run every chapter on this machine, then look at build/course/index.html'
 	@echo 'make lab         open the notebooks in JupyterLab'
 	@echo 'make site        the course as web pages from the stored outputs: build/site/index.html'
 	@echo 'make test        what CI runs: the gate, the unit tests, every notebook with its outputs compared (CPU only)'
+	@echo 'make test-all    the same with the exhaustive tests: hours'
 	@echo 'make gate        only the quick checks: ruff, and the form of the notebooks'
 	@echo 'make notebooks   run all notebooks and store their outputs in canonical form'
 	@echo 'make format      lay out code and notebooks as the gate wants them, without running anything'
@@ -64,6 +65,12 @@ site: $(INSTALLED)
 # One pytest for everything: its closing lines are the last that is printed. A notebook's cells stay on one worker.
 test: $(GATE) $(INSTALLED)
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile \
+		$(NBVAL) --nbval-current-env --nbval-cell-timeout 300 --nbval-kernel-startup-timeout 180 \
+		--nbval-sanitize-with $(TOOLS)/sanitize.cfg tests notebooks
+
+# The exhaustive grids and random draws too: hours, run on a schedule.
+test-all: $(GATE) $(INSTALLED)
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile -m 'slow or not slow' \
 		$(NBVAL) --nbval-current-env --nbval-cell-timeout 300 --nbval-kernel-startup-timeout 180 \
 		--nbval-sanitize-with $(TOOLS)/sanitize.cfg tests notebooks
 
