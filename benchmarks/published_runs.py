@@ -1,26 +1,28 @@
 """simulate and predict against training runs on real GPUs that others measured and published.
 
-    python benchmarks/published_runs.py
+    python benchmarks/published_runs.py            # each with what its script or its transformers did differently
+    python benchmarks/published_runs.py --plainly  # all as the installed transformers would run them
 
 One line a run: the peak of `torch.cuda.max_memory_allocated()`, how far simulate and predict are off, and the same of
 reserved segments. predict describes plain runs only, so it is left out where a script or an older library differed.
 """
 
+import argparse
 import statistics
 
 from vramlab import predict, simulate
-from vramlab.published import as_it_ran, runs
+from vramlab.published import runs
 from vramlab.report import GiB, text_table
 
 
-def main() -> None:
+def main(plainly: bool) -> None:
     rows = [("run", "allocated", "simulate", "predict", "reserved", "simulate")]
     errors = {"simulate, allocated": [], "predict, allocated": [], "simulate, reserved": []}
     found = runs()
     for run in found:
-        with as_it_ran(run):
-            simulated = simulate(run.recipe, gpu=run.gpu)
-        row = [f"{run.gpu}: {run.recipe}" + f" · {run.as_run}" * bool(run.as_run), f"{run.allocated / GiB:.3f} GiB"]
+        as_run = None if plainly else run.as_run
+        simulated = simulate(run.recipe, gpu=run.gpu, as_run=as_run)
+        row = [f"{run.gpu}: {run.recipe}" + (f" · {as_run}" if as_run else ""), f"{run.allocated / GiB:.3f} GiB"]
         row.append(note(errors["simulate, allocated"], simulated.peak.total / run.allocated - 1))
         plain = predict(run.recipe, gpu=run.gpu).peak.total / run.allocated - 1
         row.append("" if run.as_run else note(errors["predict, allocated"], plain))
@@ -29,6 +31,11 @@ def main() -> None:
         row.append(note(errors["simulate, reserved"], off) if run.reserved else "")
         rows.append(tuple(row))
     print(text_table(rows))
+    differed = sum(bool(run.as_run) for run in found)
+    print(
+        f"{differed} of {len(found)} runs differed from a plain one:",
+        "left out" if plainly else "put in place by as_run",
+    )
     for name, all_of in errors.items():
         sizes = [abs(error) for error in all_of]
         print(
@@ -45,4 +52,8 @@ def note(errors: list[float], error: float) -> str:
 
 
 if __name__ == "__main__":
-    main()
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument(
+        "--plainly", action="store_true", help="leave out what a script or an older library differed in"
+    )
+    main(parser.parse_args().plainly)

@@ -18,6 +18,7 @@ from .lora_modules import differ_by_layer
 from .overhead import cublas_workspace
 from .recipe import Recipe
 from .report import CATEGORIES, Bytes, Phase, Report, Tensor
+from .weights import unquantized
 
 LISTED = 8
 DTYPES = {8: "int64", 4: "float32", 1: "uint8"}
@@ -191,7 +192,7 @@ def _largest(groups: dict[tuple, list]) -> list[Tensor]:
 
 
 def _notes(recipe: Recipe, account: Account, card: Gpu | None) -> list[str]:
-    notes = shards.notes(recipe)
+    notes = shards.notes(recipe) + unquantized(recipe)
     if account.approximate:
         notes.append(
             f"{recipe.shape.family}: weights are exact; activations are those of the nearest generic decoder, "

@@ -14,6 +14,8 @@ import torch
 
 from . import any_module
 from . import training as tr
+from .as_run import as_it_ran
+from .as_run import check as check_as_run
 from .cuda import CudaKernels, cublas_workspaces
 from .cuda_scratch import kernel_scratch
 from .deepen import GROUPS, NotRegular, deepen
@@ -28,6 +30,7 @@ from .recipe import Loop, Recipe
 from .report import Interval, MiB, Report, environment
 from .tracked import run_tracked
 from .tracker import Tracker
+from .weights import unquantized
 from .world import one_rank_of
 
 STEPS = 2
@@ -47,6 +50,7 @@ def simulate(
     precision: str = "fp32",
     steps: int = STEPS,
     full: bool = False,
+    as_run: str | None = None,
 ) -> Report:
     """Where every byte of a training step would be, without a GPU and without the memory.
 
@@ -59,6 +63,8 @@ def simulate(
         loss: a function of (outputs, batch) to a scalar; None takes `outputs["loss"]`.
         steps: optimizer steps to run; the phases of the last are reported, the peak is that of all.
         full: run the whole depth instead of deepening a shallow run (equal, and slower).
+        as_run: a name of `as_run.AS_RUN`, such as "transformers 4.57": what that version, or a script, does in attention
+            and the installed transformers does not. None simulates the installed one.
     Returns:
         A report with source "simulated"; sizes in bytes.
     Raises:
@@ -68,15 +74,18 @@ def simulate(
         raise RecipeError("target", target, "allowed are 'cuda' and 'cpu'")
     if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
         raise RecipeError("steps", steps, "it must be a whole number of at least 1")
-    card = find_gpu(gpu) if gpu else None
+    card, notes = find_gpu(gpu) if gpu else None, check_as_run(as_run, recipe)
     if recipe is None:
         tracker = trace_module(model, batch, optimizer, loss, loop, precision, target, card, steps)
         history = History(tracker.log, tracker.marks, allocator=target == "cuda")
         return to_report(history, "simulated", None, target, card=card, title=type(model).__name__)
-    notes = ["torch_compile: the eager step is simulated"] if recipe.torch_compile else []
+    notes += ["torch_compile: the eager step is simulated"] if recipe.torch_compile else []
+    notes += unquantized(recipe)
     if card and (why := card.why_not(recipe.precision)):
         notes.append(why)
-    return to_report(trace(recipe, target, card, steps, full), "simulated", recipe, target, card=card, notes=notes)
+    with as_it_ran(as_run):
+        history = trace(recipe, target, card, steps, full)
+    return to_report(history, "simulated", recipe, target, card=card, notes=notes)
 
 
 def trace(

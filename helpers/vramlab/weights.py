@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from .layouts import LAYOUTS, LLAMA_LIKE
 
 if TYPE_CHECKING:
+    from .recipe import Recipe
     from .shapes import Shape
 
 
@@ -123,6 +124,24 @@ def list_buffers(s: "Shape") -> tuple[tuple[str, tuple[int, ...], str], ...]:
         shape = ((s.rotary_dim + 1) // 2,)
         rows += [(f"{prefix}.rotary_emb.{name}", shape, "float32") for name in ("inv_freq", "original_inv_freq")]
     return tuple(rows)
+
+
+def unquantized(recipe: "Recipe") -> list[str]:
+    """The note on matrices that a 4- or 8-bit base keeps in 16 or 32 bits, [] where there are none.
+
+    `transformers.integrations.bitsandbytes.replace_with_bnb_linear` takes modules whose type is `nn.Linear` or `Conv1D`.
+    transformers 5 has the experts of a layer in 3-D parameters of no such module; Falcon has a linear class of its own.
+    """
+    if not recipe.quantization:
+        return []
+    shape, own = recipe.shape, recipe.shape.family == "falcon"
+    left = [w for w in shape.weights() if w.kind == "expert" or (own and w.kind == "linear" and w.layer is not None)]
+    if not left:
+        return []
+    what = "Falcon's own linear class is none" if own else "transformers 5 fuses experts in 3-D parameters"
+    cast = ", and prepare_model_for_kbit_training casts them to fp32" if recipe.quantization.prepare else ""
+    sizes = f"{sum(w.size for w in left) / 1e9:,.1f} of {shape.num_parameters / 1e9:,.1f} billion weights"
+    return [f"{sizes} are not quantized: bitsandbytes takes nn.Linear layers, {what}{cast}"]
 
 
 def _meta(s: "Shape") -> tuple[tuple, tuple]:
