@@ -2,8 +2,8 @@
 
 import pytest
 from tiny_models import TINY, config, quick_collections  # noqa: F401
-from vramlab.deepen import GROUPS, NotRegular
 from vramlab.recipe import Loop, LoRA, Quantization, Recipe, Sharding
+from vramlab.repetition import GROUPS, NotRegular
 from vramlab.report import CATEGORIES, GiB
 from vramlab.shapes import model_names, read_shape
 from vramlab.simulate import simulate
@@ -72,7 +72,9 @@ def assert_same(recipe: Recipe, target: str) -> None:
 
 
 def tiny(family: str, **changes) -> Recipe:
-    sizes = {"batch_size": 2, "seq_len": None if family == "vit" else 24, "num_layers": GROUPS + 3}
+    # in Gemma 2 every second layer has a window
+    layers = 2 * GROUPS if family == "gemma2" else GROUPS + 3
+    sizes = {"batch_size": 2, "seq_len": None if family == "vit" else 24, "num_layers": layers}
     return Recipe(config(family), **{**sizes, **changes})
 
 

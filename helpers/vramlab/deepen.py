@@ -1,7 +1,7 @@
 """A deep model's log from a shallow one, to the byte: write the shallow log down again with its middle layer repeated.
 
 A transformer is the same layer again and again, so a deeper model's step is the shallow one's with more repetitions.
-The shallow run has five groups of layers (a group is one layer, or one period where kinds of layers alternate).
+The shallow run has five groups of layers (`repetition.py`: the first layers, three periods, the last layers).
 Wherever the log walks over the groups, upwards or downwards, the middle group's events are written again, once for each
 group that the deep model has more. The copies get storages of their own: what the walk frees of group 1 while it is in
 group 2 becomes, in the copy that stands for group 7, what group 6 made. The result is an ordinary log: peaks, timeline
@@ -9,15 +9,14 @@ and the allocator's segments follow from it as from a run. Where the log is not 
 raised and the caller runs the full depth.
 """
 
-import re
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cache
 from itertools import pairwise
 
+from .repetition import GROUPS, MIDDLE, NotRegular, Repetition
 from .tracker import Storage, Tracker
 
-GROUPS, MIDDLE = 5, 2
-NUMBER = re.compile(r"\.(\d+)(?=\.|$)")
 PER_PARAMETER = ("stack", "cat")  # results with one entry a parameter: the gradients' norms, in clipping
 OF_THEM = ("pow", "all_reduce")  # made of those with as many entries, where shards' norms are added up over ranks
 WHILE_MADE = ("_foreach_norm",)  # whose kernel's scratch has several entries a parameter (`cuda_reductions.py`)
@@ -25,10 +24,6 @@ HALF = ("float16", "bfloat16")  # a norm has its gradient's dtype
 
 Event = tuple[int, Storage, str]
 Marks = list[tuple[int, str]]
-
-
-class NotRegular(Exception):
-    """The log does not walk over the layers one after the other."""
 
 
 @dataclass(frozen=True)
@@ -49,16 +44,16 @@ class Walk:
 
 @dataclass(frozen=True)
 class Place:
-    """Where a layer's storage was born: in which walk, as the how-manyth of its group."""
+    """Where a layer's storage was born: in which walk, and its index within the group."""
 
     walk: int
     ordinal: int
     group: int
 
 
-def deepen(tracker: Tracker, period: int, more: int) -> tuple[list[Event], Marks]:
-    """The log and marks of a model with `more` further groups of `period` layers. Raises NotRegular."""
-    return _Deepener(tracker, period, more).write()
+def deepen(tracker: Tracker, repetition: Repetition, more: int) -> tuple[list[Event], Marks]:
+    """The log and marks of a model whose middle group comes `more` times more than in `tracker`. Raises NotRegular."""
+    return _Deepener(tracker, repetition, more).write()
 
 
 def find_walks(items: Iterable[tuple[int, int, int | None]]) -> list[Walk]:
@@ -93,9 +88,10 @@ def find_walks(items: Iterable[tuple[int, int, int | None]]) -> list[Walk]:
 
 
 class _Deepener:
-    def __init__(self, tracker: Tracker, period: int, more: int):
+    def __init__(self, tracker: Tracker, repetition: Repetition, more: int):
         self.events: list[Event] = list(tracker.log)
-        self.period, self.more, self.unit = period, more, tracker.round_to
+        self.repetition, self.more, self.unit = repetition, more, tracker.round_to
+        self._group = cache(repetition.group)
         self.marks: Marks = list(tracker.marks)
         self.places: dict[int, Place] = {}
         self.walks: list[Walk] = []
@@ -124,17 +120,15 @@ class _Deepener:
             self.vectors |= {id(s): s.asked // count for s in made if s.op in WHILE_MADE and s.asked % count == 0}
         gradients = (s for _, s, _ in self.events if s.category == "gradients")
         self.clipped = len({s.where for s in gradients if self._group(s.where) == MIDDLE})
+        self.longer: dict[int, Storage] = {}
         for storage in {id(s): s for s in made}.values():
             if id(storage) not in self.vectors:
                 continue
-            storage.asked += self.vectors[id(storage)] * self.clipped * self.more
-            storage.size = -(-storage.asked // self.unit) * self.unit
+            longer = self.longer[id(storage)] = storage.copy(storage.where)
+            longer.asked += self.vectors[id(storage)] * self.clipped * self.more
+            longer.size = -(-longer.asked // self.unit) * self.unit
             if storage.shape and len(storage.shape) == 1:
-                storage.shape = (storage.shape[0] + self.clipped * self.more,)
-
-    def _group(self, where: str) -> int | None:
-        number = NUMBER.search(where)
-        return min(int(number[1]) // self.period, GROUPS - 1) if number else None
+                longer.shape = (storage.shape[0] + self.clipped * self.more,)
 
     def _find(self, start: int, end: int, calls: list[tuple[int, str]]) -> None:
         """The walks of one phase: over calls made in layers, and over what other calls make or free of layers."""
@@ -160,10 +154,14 @@ class _Deepener:
         """Note the places of what is born in `walk`."""
         number = len(self.walks)
         self.walks.append(walk)
+        made: list[list[int]] = [[] for _ in range(GROUPS)]
         for group, first, stop in walk.blocks:
-            born = (storage for size, storage, _ in self.events[first:stop] if size > 0)
+            born = [storage for size, storage, _ in self.events[first:stop] if size > 0]
+            made[group] = [storage.asked for storage in born]
             for ordinal, storage in enumerate(born):
                 self.places[id(storage)] = Place(number, ordinal, group)
+        if not made[MIDDLE - 1] == made[MIDDLE] == made[MIDDLE + 1]:
+            raise NotRegular("layers of one kind do not all make the same")
 
     def write(self) -> tuple[list[Event], Marks]:
         self.log: list[Event] = []
@@ -210,6 +208,7 @@ class _Deepener:
         size, storage, op = event
         place = self.places.get(id(storage))
         if place is None:
+            storage = self.longer.get(id(storage), storage)
             self.log.append((storage.size if size > 0 else -storage.size, storage, op))
             return
         if shift is None:
@@ -234,7 +233,8 @@ class _Deepener:
     def _renumbered(self, where: str, shift: int) -> str:
         if not shift or self._group(where) is None:
             return where
-        return NUMBER.sub(lambda number: f".{int(number[1]) + shift * self.period}", where, count=1)
+        further = shift * self.repetition.period
+        return self.repetition.number.sub(lambda found: f"{found[1]}{int(found[2]) + further}", where, count=1)
 
     def _check(self) -> None:
         """What the middle group keeps to the end its copies keep, and what it frees they free."""

@@ -27,6 +27,7 @@ TASKS = {
     ),
     "masked-lm": ("ForMaskedLM", "MODEL_FOR_MASKED_LM_MAPPING_NAMES", "cls.predictions.decoder"),
 }
+FEW = 4  # a configuration's other lists are as short as this: image sizes, colours
 DECODER = ("causal-lm", "sequence-classification")
 # Configurations name the same size differently; the first name found counts.
 SIZES = {
@@ -178,13 +179,20 @@ def parse(name: str, text: str) -> dict[str, Any]:
     return config
 
 
-def cut(config: dict[str, Any], num_layers: int) -> None:
-    """Set the depth of `config`, in every place that holds it."""
-    for key in (*SIZES["num_layers"], *SIZES["num_decoder_layers"]):
-        if config.get(key) is not None:
-            config[key] = num_layers
-    if kinds := config.get("layer_types"):
-        config["layer_types"] = [kinds[i % len(kinds)] for i in range(num_layers)]
+def cut(config: dict[str, Any], kept: list[int] | int) -> None:
+    """Leave the layers `kept` (as many as a number says, from the first) in every place of `config` that counts them.
+
+    Lists with an entry a layer lose those of the others; a number beyond the depth goes through them again.
+    """
+    keys = [key for key in (*SIZES["num_layers"], *SIZES["num_decoder_layers"]) if config.get(key) is not None]
+    depth = len(config.get("layer_types") or ()) or next((config[key] for key in keys), None)
+    for key, value in config.items():
+        if isinstance(value, list) and len(value) == depth and (depth > FEW or key == "layer_types"):
+            config[key] = [value[i % depth] for i in (range(kept) if isinstance(kept, int) else kept)]
+    for key in keys:
+        config[key] = kept if isinstance(kept, int) else len(kept)
+    for key in ("stage_names", "out_features", "out_indices"):  # a backbone's, made from its depth
+        config.pop(key, None)
 
 
 def choose_task(name: str, family: Family, config: dict[str, Any], task: str | None) -> str:

@@ -23,6 +23,7 @@ class History:
     Args:
         allocator: also run the log through the model of CUDA's caching allocator; what its blocks hold beyond
             what was asked for is then part of the workspace, and the total is what `torch.cuda.memory_allocated` says.
+        notes: what its report is to say of how it came about.
 
     Attributes:
         replayed: what the allocator did, or None.
@@ -31,8 +32,10 @@ class History:
         stretches: (phase, first position, last position), in order; the first is "load".
     """
 
-    def __init__(self, log: list[tuple[int, Storage, str]], marks: list[tuple[int, str]], allocator: bool = False):
-        self.log = list(log)
+    def __init__(
+        self, log: list[tuple[int, Storage, str]], marks: list[tuple[int, str]], allocator: bool = False, notes=()
+    ):
+        self.log, self.notes = list(log), list(notes)
         self.replayed = replay(self.log) if allocator else None
         deltas = np.zeros((len(self.log) + 1, len(ATTRIBUTED)), dtype=np.int64)
         for i, (size, storage, _) in enumerate(self.log, 1):
@@ -66,6 +69,12 @@ class History:
             (i for i, n in enumerate(names) if n == "forward" and names[i - 1] in ("load", "between_steps")), default=0
         )
         return self.stretches[first:]
+
+    def first_step(self) -> list[tuple[str, Bytes, Bytes]]:
+        """The stretches up to the end of the first optimizer step, each with its peak and its end."""
+        ends = [i for i, (name, _, _) in enumerate(self.stretches) if name == "between_steps"]
+        ran = self.stretches[: ends[0]]
+        return [(name, self.split(self.highest(a, b)), self.split(b)) for name, a, b in ran]
 
     def phases(self) -> dict[str, Phase]:
         """Each phase of the last step (the highest of its micro-batches), and the moment after loading."""

@@ -6,7 +6,7 @@ shallow, and their log is deepened exactly (`deepen.py`). With `recipe.sharding`
 group whose other ranks need not exist (`world.one_rank_of`), as `engines` has it run.
 """
 
-import contextlib
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -18,7 +18,7 @@ from .as_run import as_it_ran
 from .as_run import check as check_as_run
 from .cuda import CudaKernels, cublas_workspaces
 from .cuda_scratch import kernel_scratch
-from .deepen import GROUPS, NotRegular, deepen
+from .deepen import deepen
 from .engines import engine_of
 from .errors import RecipeError
 from .fakes import fake_world
@@ -27,9 +27,10 @@ from .history import History, largest
 from .lora_modules import differ_by_layer
 from .overhead import CONTEXT, UNIT
 from .recipe import Loop, Recipe
+from .repetition import GROUPS, NotRegular, cut, find
 from .report import Interval, MiB, Report, environment
 from .tracked import run_tracked
-from .tracker import Tracker
+from .tracker import Storage, Tracker
 from .weights import unquantized
 from .world import one_rank_of
 
@@ -85,7 +86,7 @@ def simulate(
         notes.append(why)
     with as_it_ran(as_run):
         history = trace(recipe, target, card, steps, full)
-    return to_report(history, "simulated", recipe, target, card=card, notes=notes)
+    return to_report(history, "simulated", recipe, target, card=card, notes=notes + history.notes)
 
 
 def trace(
@@ -93,21 +94,68 @@ def trace(
 ) -> History:
     """The history of every storage over `steps` optimizer steps of `recipe`, on fake tensors.
 
-    A model of more than five groups of layers is run with five and deepened (`deepen.py`), unless `full`.
+    A model of layers that repeat is run shallow and deepened (`repetition.py`, `deepen.py`) where that is the lesser
+    work, unless `full`. One whose layers do not repeat is run whole, and `History.notes` says so.
     """
-    cuda = target == "cuda"
-    period, depth = layer_period(recipe), recipe.shape.num_layers
-    # a sliding cache makes a scalar a layer before the layers run; on CUDA it is the host's
-    full = full or (not cuda and bool(recipe.shape.config.get("sliding_window")))
-    full = full or differ_by_layer(recipe.shape, recipe.lora)
-    full = full or not divided_by_layer(recipe)
-    more = 0 if full else depth // period - GROUPS
-    if more > 0 and recipe.shape.num_decoder_layers in (0, depth):
-        tracker = _run(recipe.replace(num_layers=depth - more * period), target, card, steps)
-        with contextlib.suppress(NotRegular):
-            return History(*deepen(tracker, period, more), allocator=cuda)
+    notes = []
+    if not full and may_be_deepened(recipe, target):
+        try:
+            if history := _deepened(recipe, target, card, steps):
+                return history
+        except NotRegular as error:
+            notes.append(f"all {recipe.shape.num_layers} layers were run, none repeated: {error}")
     tracker = _run(recipe, target, card, steps)
-    return History(tracker.log, tracker.marks, allocator=cuda)
+    return History(tracker.log, tracker.marks, allocator=target == "cuda", notes=notes)
+
+
+def may_be_deepened(recipe: Recipe, target: str) -> bool:
+    """Whether a shallow run could say what `recipe` takes, and take less time."""
+    if target == "cpu" and recipe.shape.config.get("sliding_window"):
+        return False  # a sliding cache makes a scalar a layer before the layers run; on CUDA it is the host's
+    if differ_by_layer(recipe.shape, recipe.lora) or not divided_by_layer(recipe):
+        return False
+    return recipe.shape.num_layers > _layers_run(GROUPS, 1, is_written_down(recipe))
+
+
+def is_written_down(recipe: Recipe) -> bool:
+    """Whether the architecture is one whose deepened log the tests hold against the whole run, and returns no more."""
+    shape = recipe.shape
+    more = ("output_hidden_states", "output_attentions", "output_router_logits")
+    return shape.layout is not None and not any(shape.settings.get(name) for name in more)
+
+
+def _layers_run(shallow: int, period: int, written_down: bool) -> float:
+    """Layers to run, over two steps, for a deepened log; others than those written down are checked by one more step."""
+    return shallow if written_down else shallow + (shallow + period) / 2
+
+
+def _deepened(recipe: Recipe, target: str, card: Gpu | None, steps: int) -> History | None:
+    """The deepened history of `recipe`; None if running it whole is no more work. Raises NotRegular."""
+    shape, sure, cuda = recipe.shape, is_written_down(recipe), target == "cuda"
+    layers = find(shape)
+    if _layers_run(layers.shallow, layers.period, sure) >= layers.depth:
+        return None
+
+    def run(extra: int, steps: int) -> Tracker:
+        config = cut(shape, layers.kept(extra)).config
+        return _run(recipe.replace(model=config, num_layers=None, task=shape.task), target, card, steps)
+
+    tracker = run(0, steps)
+    if not sure:  # one group more than needed, deepened and run
+        tried, ran = History(*deepen(tracker, layers, 1)), run(1, 1)
+        if tried.first_step() != History(ran.log, ran.marks).first_step():
+            raise NotRegular(f"{layers.shallow + layers.period} layers take something else than their repetition says")
+    history = History(*deepen(tracker, layers, layers.more), allocator=cuda)
+    if recipe.sharding is None and recipe.quantization is None:
+        found = sum(math.prod(s.shape) for size, s, _ in history.log if size > 0 and is_base_weight(s))
+        if found != layers.parameters:
+            raise NotRegular(f"its repetition has {found:,} parameters, and the model {layers.parameters:,}")
+    return history
+
+
+def is_base_weight(storage: Storage) -> bool:
+    """Whether `storage` is a parameter of the model itself, not of an adapter."""
+    return storage.category == "parameters" and not any(s in storage.where for s in ("lora_", "modules_to_save"))
 
 
 def divided_by_layer(recipe: Recipe) -> bool:
@@ -117,12 +165,6 @@ def divided_by_layer(recipe: Recipe) -> bool:
     """
     sharding = recipe.sharding
     return sharding is None or sharding.engine == "tensor" or (sharding.engine == "fsdp" and sharding.wrap == "layers")
-
-
-def layer_period(recipe: Recipe) -> int:
-    """After how many layers the kinds of layers repeat: 1 in most models, 2 in Gemma 2 (sliding and full attention)."""
-    kinds = recipe.shape.config.get("layer_types") or [""]
-    return next(p for p in range(1, len(kinds) + 1) if all(k == kinds[i % p] for i, k in enumerate(kinds)))
 
 
 def _run(recipe: Recipe, target: str, card: Gpu | None, steps: int) -> Tracker:

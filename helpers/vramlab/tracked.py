@@ -130,7 +130,8 @@ def claim_model(tracker: Tracker, model: torch.nn.Module) -> None:
         tracker.claim([parameter, *quantization_statistics(parameter)], "parameters", name)
     for name, module in model.named_modules():  # FSDP's shards have none of their own
         tracker.claim(quantization_statistics(module), "parameters", f"{name}.weight")
-    tracker.claim(model.buffers(), "buffers")
+    for name, buffer in model.named_buffers():
+        tracker.claim([buffer], "buffers", name)
 
 
 def quantization_statistics(owner: torch.nn.Parameter | torch.nn.Module) -> list[torch.Tensor]:
