@@ -26,6 +26,7 @@ from .lora_modules import differ_by_layer
 from .overhead import CONTEXT, UNIT
 from .recipe import Loop, Recipe
 from .report import Interval, MiB, Report, environment
+from .result_storages import keep_storage
 from .tracked import run_tracked
 from .tracker import Tracker
 from .world import one_rank_of
@@ -127,6 +128,7 @@ def _run(recipe: Recipe, target: str, card: Gpu | None, steps: int) -> Tracker:
 def make_tracker(training: tr.Training, card: Gpu | None, kernels: CudaKernels | None) -> Tracker:
     """A tracker for fake tensors: it answers reads of values, and knows rounding and scratch of CUDA's `kernels`."""
     tracker = Tracker("cpu")
+    tracker.keep_storage = keep_storage
     if training.device.index is not None:  # another is the host's
         tracker.only = training.device
     if kernels:

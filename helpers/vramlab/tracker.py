@@ -73,6 +73,8 @@ class Tracker(TorchDispatchMode):
 
     Attributes:
         only: of the devices of that type, the one to count; None: all.
+        keep_storage: called with each operator, its arguments and its result, which on fake tensors may need a larger
+            storage (`result_storages.py`).
         host_computes: what is computed from tensors that live elsewhere alone stays there.
         on_host: once finished, the most bytes that were elsewhere at a time.
     """
@@ -98,6 +100,7 @@ class Tracker(TorchDispatchMode):
         self.asleep = False
         self.only: torch.device | None = None
         self.host_computes = False
+        self.keep_storage: Callable[..., None] | None = None
         self.on_host = 0
         self._entered = ExitStack()
 
@@ -261,6 +264,8 @@ class Tracker(TorchDispatchMode):
             self.log.append((block.size, block, name))
         self._sent = group_of(args) if self._over_gloo and (func.namespace, name) in TOGETHER else None
         result = func(*args, **kwargs)
+        if self.keep_storage:
+            self.keep_storage(func, args, kwargs, result)
         self.calls.append((start, name, where, len(self.marks)))
         self._see(result, name, where, args)
         if self.host_computes and self.forgotten(_tensors((args, kwargs))):
