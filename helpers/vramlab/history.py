@@ -23,6 +23,7 @@ class History:
     Args:
         allocator: also run the log through the model of CUDA's caching allocator; what its blocks hold beyond
             what was asked for is then part of the workspace, and the total is what `torch.cuda.memory_allocated` says.
+        limit: bytes of segments that the card can hold; None for a card without end.
 
     Attributes:
         replayed: what the allocator did, or None.
@@ -31,9 +32,15 @@ class History:
         stretches: (phase, first position, last position), in order; the first is "load".
     """
 
-    def __init__(self, log: list[tuple[int, Storage, str]], marks: list[tuple[int, str]], allocator: bool = False):
+    def __init__(
+        self,
+        log: list[tuple[int, Storage, str]],
+        marks: list[tuple[int, str]],
+        allocator: bool = False,
+        limit: int | None = None,
+    ):
         self.log = list(log)
-        self.replayed = replay(self.log) if allocator else None
+        self.replayed = replay(self.log, limit) if allocator else None
         deltas = np.zeros((len(self.log) + 1, len(ATTRIBUTED)), dtype=np.int64)
         for i, (size, storage, _) in enumerate(self.log, 1):
             deltas[i, INDEX[storage.category or "temporaries"]] = size

@@ -72,7 +72,7 @@ def simulate(
     card = find_gpu(gpu) if gpu else None
     if recipe is None:
         tracker = trace_module(model, batch, optimizer, loss, loop, precision, target, card, steps)
-        history = History(tracker.log, tracker.marks, allocator=target == "cuda")
+        history = History(tracker.log, tracker.marks, allocator=target == "cuda", limit=_room(card))
         return to_report(history, "simulated", None, target, card=card, title=type(model).__name__)
     notes = ["torch_compile: the eager step is simulated"] if recipe.torch_compile else []
     if card and (why := card.why_not(recipe.precision)):
@@ -97,9 +97,9 @@ def trace(
     if more > 0 and recipe.shape.num_decoder_layers in (0, depth):
         tracker = _run(recipe.replace(num_layers=depth - more * period), target, card, steps)
         with contextlib.suppress(NotRegular):
-            return History(*deepen(tracker, period, more), allocator=cuda)
+            return History(*deepen(tracker, period, more), allocator=cuda, limit=_room(card))
     tracker = _run(recipe, target, card, steps)
-    return History(tracker.log, tracker.marks, allocator=cuda)
+    return History(tracker.log, tracker.marks, allocator=cuda, limit=_room(card))
 
 
 def divided_by_layer(recipe: Recipe) -> bool:
@@ -164,8 +164,14 @@ def to_report(
     if source == "simulated" and history.replayed:
         replayed = history.replayed
         more |= {"allocated": replayed.allocated, "requested": replayed.requested}
-        more["reserved"] = _about(replayed.reserved, replayed.allocated)
-        more["process"] = _with_context(more["reserved"], card)
+        bounds = card if card and replayed.fits else None
+        more["reserved"] = _about(replayed.reserved, replayed.allocated, bounds)
+        more["process"] = _with_context(more["reserved"], card, bounds)
+        if card and not replayed.fits:
+            more["notes"] = [
+                *more.get("notes", ()),
+                f"does not fit {card.name}: reserved is that of a card without end",
+            ]
     counted = {key: (len(found), found[0].where) for key, found in history.groups(at).items()}
     return Report(
         source=source,
@@ -182,15 +188,23 @@ def to_report(
     )
 
 
-def _about(reserved: int, allocated: int) -> Interval:
+def _room(card: Gpu | None) -> int | None:
+    """Bytes of segments that the card can hold besides CUDA's context."""
+    return card.total - card.context_interval.value if card else None
+
+
+def _about(reserved: int, allocated: int, bounds: Gpu | None) -> Interval:
     """Segments as the allocator's model reserves them; another order of loading and freeing can change a few.
 
     Of the published runs in `data/published_runs.json` that say what was reserved, 97 % lie below the upper end.
+    On a card that the step fits (`bounds`) there are no more than it holds: unused ones are given back before that.
     """
-    return Interval(allocated, reserved, reserved + max(reserved // 10, 64 * MiB))
+    high = reserved + max(reserved // 10, 64 * MiB)
+    return Interval(allocated, reserved, min(high, bounds.total - bounds.context_interval.low) if bounds else high)
 
 
-def _with_context(reserved: Interval, card: Gpu | None) -> Interval:
+def _with_context(reserved: Interval, card: Gpu | None, bounds: Gpu | None) -> Interval:
     """What the device shows for the process: the segments and CUDA's context beside them."""
     context = card.context_interval if card else CONTEXT
-    return Interval(reserved.low + context.low, reserved.value + context.value, reserved.high + context.high)
+    low, value, high = (getattr(reserved, end) + getattr(context, end) for end in ("low", "value", "high"))
+    return Interval(low, value, min(high, bounds.total) if bounds else high)
