@@ -109,6 +109,8 @@ class Tracker(TorchDispatchMode):
         self._over_gloo = grouped and torch.distributed.get_backend() == "gloo"
         self._entered.enter_context(_resizes_seen(self._resized))
         self._entered.enter_context(_shapes_unseen(self))
+        if self.device == "cpu" and self.round_to == 1:
+            self._entered.enter_context(_generator_states_seen(self.made))
         return super().__enter__()
 
     def __exit__(self, *error: Any) -> None:
@@ -289,6 +291,13 @@ class Tracker(TorchDispatchMode):
             for i, item in enumerate(result):
                 self._see(item, op, self.owner(operands[i]) if operands else where)
 
+    def made(self, tensor: torch.Tensor, op: str) -> None:
+        """`tensor` was made by `op` without the dispatcher."""
+        self._let_go()
+        where = self._where(())
+        self.calls.append((len(self.log), op, where, len(self.marks)))
+        self._see(tensor, op, where)
+
     def _born(self, tensor: torch.Tensor, op: str, where: str = "") -> Storage | None:
         handle = tensor.untyped_storage()
         asked = handle.nbytes()
@@ -374,6 +383,27 @@ def _resizes_seen(seen: Callable[[torch.UntypedStorage], None]):
         yield
     finally:
         torch.UntypedStorage.resize_ = plain
+
+
+@contextmanager
+def _generator_states_seen(seen: Callable[[torch.Tensor, str], None]):
+    """While entered, `seen` is told of each state of the CPU's generator that Python asks for; no dispatch mode is.
+
+    A checkpoint keeps one (5,056 bytes) from forward to backward to draw the same numbers again. They are the host's,
+    as is the state of a GPU's generator (16 bytes, `torch.cuda.get_rng_state`), so a GPU holds nothing of them.
+    """
+    plain = torch.get_rng_state
+
+    def get_rng_state() -> torch.Tensor:
+        state = plain()
+        seen(state, "get_rng_state")
+        return state
+
+    torch.get_rng_state = get_rng_state
+    try:
+        yield
+    finally:
+        torch.get_rng_state = plain
 
 
 @contextmanager
