@@ -160,3 +160,13 @@ def test_replay_takes_a_hundred_thousand_events_in_seconds():
     seconds = time.perf_counter() - started
     assert len(sizes) > 80_000 and replayed.reserved >= replayed.allocated >= replayed.requested
     assert seconds < 10
+
+
+def test_replay_on_a_card_gives_back_unused_segments_before_it_fails():
+    """30 MiB come and go, then 40: cached, the 30 would be reserved beside them."""
+    log = log_of(30 * MiB, -1, 40 * MiB, -2)
+    assert replay(log).reserved == 70 * MiB
+    assert (replay(log, 64 * MiB).reserved, replay(log, 64 * MiB).fits) == (40 * MiB, True)
+    assert replay(log, 70 * MiB).reserved == 70 * MiB
+    too_small = replay(log, 39 * MiB)
+    assert not too_small.fits and too_small.reserved == 70 * MiB and too_small.slack == replay(log).slack

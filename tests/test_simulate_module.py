@@ -1,15 +1,17 @@
 """simulate(model=…): any nn.Module with a batch, a loss and an optimizer, and the originals left as they were."""
 
 import copy
+import dataclasses
 
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
 from vramlab.errors import RecipeError
+from vramlab.gpu import find_gpu
 from vramlab.history import History
 from vramlab.recipe import Loop
-from vramlab.report import PHASES
+from vramlab.report import PHASES, GiB
 from vramlab.simulate import simulate
 from vramlab.tracked import run_tracked
 from vramlab.tracker import Tracker
@@ -276,3 +278,32 @@ def test_layers_that_may_be_dropped_at_random_are_there():
     ids = torch.arange(16).reshape(2, 8)
     report = simulate(model=model, batch={"input_ids": ids, "labels": ids}, optimizer=torch.optim.AdamW, target="cpu")
     assert report.phases["backward"].end.gradients == report.phases["backward"].end.parameters
+
+
+class Growing(nn.Module):
+    """Buffers of 256 MiB, 512 MiB … 2 GiB, one after the other: each strands the segments before it."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(64, 64)
+
+    def forward(self, x):
+        for n in range(1, 9):
+            x.new_empty(n << 26)
+        return self.layer(x)
+
+
+def test_a_card_reserves_no_more_than_it_holds():
+    """`release_cached_blocks`: where cudaMalloc fails, unused segments are given back before the step fails."""
+    model = Growing()
+    step = {"model": model, "batch": torch.rand(4, 64), "loss": total, "optimizer": torch.optim.SGD(model.parameters())}
+    endless = simulate(**step)
+    assert endless.reserved.value > 9 * GiB > 3 * GiB > endless.allocated
+    card = find_gpu("T4")
+    small = dataclasses.replace(card, total=4 * GiB)
+    report = simulate(**step, gpu=small)
+    assert report.allocated == endless.allocated <= report.reserved.value <= report.reserved.high <= report.process.high
+    assert report.process.high <= small.total and report.process.value <= small.total and not report.notes
+    tiny = simulate(**step, gpu=dataclasses.replace(card, total=2 * GiB))
+    assert tiny.reserved == endless.reserved
+    assert tiny.notes == ["does not fit T4: reserved is that of a card without end"]

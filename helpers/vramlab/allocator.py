@@ -12,7 +12,7 @@ Where the card can give no further segment, every segment without a living block
 
 import bisect
 from collections import defaultdict
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from .errors import VramLabError
 from .overhead import LARGE_REQUEST, LARGE_SEGMENT, ROUND_LARGE, SMALL_BLOCK, SMALL_SEGMENT, UNIT
@@ -161,18 +161,34 @@ class Replayed:
     """What a log of births and frees made the allocator do. Bytes.
 
     `slack[p]` is what the blocks alive after the first p events hold beyond what was asked for in units of 512 bytes:
-    a block is not split when no more than 1 MiB would be left of it, and the rest counts as allocated.
+    a block is not split when no more than 1 MiB would be left of it, and the rest counts as allocated. `fits`: whether
+    the card's memory was enough.
     """
 
     requested: int
     allocated: int
     reserved: int
     slack: list[int]
+    fits: bool = True
 
 
-def replay(log: list[tuple[int, Storage, str]]) -> Replayed:
-    """Run a tracker's log, (+size or -size, storage, operator), through the allocator."""
-    allocator, blocks = Allocator(), {}
+def replay(log: list[tuple[int, Storage, str]], limit: int | None = None) -> Replayed:
+    """Run a tracker's log, (+size or -size, storage, operator), through the allocator.
+
+    Args:
+        limit: bytes of segments that the card can hold. Where they do not suffice even after unused segments are given
+            back, the replay is that of a card without end, and `fits` is False.
+    """
+    if limit is not None:
+        try:
+            return _replay(log, Allocator(limit=limit))
+        except AllocatorError:
+            return replace(_replay(log, Allocator()), fits=False)
+    return _replay(log, Allocator())
+
+
+def _replay(log: list[tuple[int, Storage, str]], allocator: Allocator) -> Replayed:
+    blocks: dict[int, Block] = {}
     requested = most = alive = 0
     slack = [0]
     for size, storage, _ in log:

@@ -11,6 +11,13 @@ from .overhead import rounded
 
 HALF = (torch.float16, torch.bfloat16)
 REDUCTIONS = ("sum", "mean", "linalg_vector_norm")
+LOSSES = {  # to the index of the argument `reduction`, and whether the elements' losses are apart from the result
+    "mse_loss": (2, True),
+    "smooth_l1_loss": (2, True),
+    "huber_loss": (2, True),
+    "soft_margin_loss": (2, False),
+    "binary_cross_entropy": (3, False),
+}
 
 
 def _up(n: int, multiple: int) -> int:
@@ -22,6 +29,7 @@ def kernel_scratch(chip: Chip = USUAL) -> Callable[[str, Sequence], int]:
     while it runs, all blocks but the last rounded up as the caching allocator does.
 
     - a reduction adds up in global memory what its blocks found (`formulas/scratch.py`);
+    - a loss is computed for every element before it is reduced (`Loss.cpp`, `Loss.cu`);
     - flash attention's backward accumulates dQ in fp32 over padded sizes, and with fewer key heads than query heads it
       makes dK and dV for every query head before summing (`flash_api.cpp`, mha_bwd);
     - memory-efficient attention's backward keeps what it adds up in a workspace (there too);
@@ -44,6 +52,8 @@ def kernel_scratch(chip: Chip = USUAL) -> Callable[[str, Sequence], int]:
 def _blocks(name: str, args: Sequence, chip: Chip) -> list[int]:
     if name in REDUCTIONS:
         return _reduction(name, args, chip)
+    if name in LOSSES:
+        return _loss(name, args, chip)
     if name == "_foreach_norm":
         return [norms_scratch(len(args[0]), max(tensor.numel() for tensor in args[0]))]
     if name == "_scaled_dot_product_flash_attention_backward":
@@ -77,6 +87,15 @@ def _blocks(name: str, args: Sequence, chip: Chip) -> list[int]:
         nested = 4 * math.ceil(math.prod(shape) / args[4]) if len(args) > 7 and args[7] is not None else 0
         return [math.prod(shape) * activation.element_size(), nested, nested] if rows > 8 else []
     return []
+
+
+def _loss(name: str, args: Sequence, chip: Chip) -> list[int]:
+    place, apart = LOSSES[name]
+    if (args[place] if len(args) > place else 1) == 0:  # by default the mean
+        return []
+    size, itemsize = torch.broadcast_shapes(args[0].shape, args[1].shape), args[0].element_size()
+    adding_up = reduction_scratch(size, torch.empty(size, device="meta").stride(), (), itemsize, chip)
+    return [math.prod(size) * itemsize if apart else itemsize, *adding_up]
 
 
 def _reduction(name: str, args: Sequence, chip: Chip) -> list[int]:

@@ -3,10 +3,12 @@
 import contextlib
 import threading
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from unittest.mock import patch
 
 import torch
+from torch._decomp import decomposition_table
+from torch._prims_common import suggest_memory_format
 from torch._subclasses import fake_impls
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
@@ -93,20 +95,16 @@ def fake_kernels(target: str) -> Iterator[None]:
     rules = {torch.ops.aten._grouped_mm.default: _grouped_mm}
     if hasattr(torch.ops._c10d_functional, "wait_tensor"):
         rules[torch.ops._c10d_functional.wait_tensor.default] = _wait
+    rules |= _norms(target == "cuda")
     if target == "cuda":
-        rules[torch.ops.aten.native_layer_norm.default] = _layer_norm
+        rules[torch.ops.aten._embedding_bag.default] = _embedding_bag
     if _seen[0] != target:  # results are cached by operator and shapes
         FakeTensorMode.cache_clear()
         _seen[0] = target
-    registered = fake_impls.op_implementations_dict
-    before = {operator: registered[operator] for operator in rules if operator in registered}
-    registered.update(rules)
-    try:
-        yield
-    finally:
+    with patch.dict(fake_impls.op_implementations_dict, rules), patch.dict(decomposition_table):
         for operator in rules:
-            del registered[operator]
-        registered.update(before)
+            decomposition_table.pop(operator, None)  # which would be preferred
+        yield
 
 
 def _wait(mode: FakeTensorMode, func, tensor: FakeTensor) -> FakeTensor:
@@ -114,13 +112,78 @@ def _wait(mode: FakeTensorMode, func, tensor: FakeTensor) -> FakeTensor:
     return tensor
 
 
-def _layer_norm(mode: FakeTensorMode, func, input, shape, weight, bias, eps) -> tuple[FakeTensor, ...]:
-    """CUDA's mean and reciprocal deviation of each row are fp32 for half precision too (`layer_norm_kernel.cu`)."""
-    rows = (*input.shape[: input.dim() - len(shape)], *(1 for _ in shape))
+def _norms(cuda: bool) -> dict[torch._ops.OpOverload, Callable[..., tuple]]:
+    """Rules for norms, by the dtype of the statistics that they keep.
+
+    Layer and batch norm on CUDA keep them in fp32 for half precision too (`layer_norm_kernel.cu`, `Normalization.cu`,
+    acc_type). Otherwise they have the input's dtype, and fp32 if the input is half precision and a parameter is not
+    (`mixed_data_type.h`, param_scalar_type; group norm on both devices).
+    """
+
+    def kept_in(input, parameters, fused):
+        mixed = any(p is not None and p.dtype == torch.float32 for p in parameters)
+        return torch.float32 if input.itemsize == 2 and (fused or mixed) else input.dtype
+
+    def layer_norm(mode, func, input, shape, weight, bias, eps):
+        rows = (*input.shape[: input.dim() - len(shape)], *(1 for _ in shape))
+        dtype = kept_in(input, (weight, bias), cuda)
+        with mode:
+            return torch.empty_like(input, memory_format=torch.contiguous_format), *_pair(input, rows, dtype)
+
+    def batch_norm(mode, func, input, weight, bias, mean, var, training, momentum, eps):
+        dtype = kept_in(input, (weight, bias, mean, var), cuda)
+        with mode:
+            return _like(input), *_pair(input, (input.shape[1] if training else 0,), dtype)
+
+    def group_norm(mode, func, input, weight, bias, n, c, size, groups, eps):
+        with mode:
+            return _like(input), *_pair(input, (n, groups), kept_in(input, (weight, bias), False))
+
+    def group_norm_backward(mode, func, gradient, input, mean, rstd, weight, n, c, size, groups, mask):
+        with mode:
+            of_weight = (input.new_empty(c, dtype=mean.dtype if weight is None else weight.dtype) for _ in range(2))
+            made = (_like(input), *of_weight)
+            return tuple(tensor if wanted else None for tensor, wanted in zip(made, mask, strict=True))
+
+    aten = torch.ops.aten
+    return {
+        aten.native_layer_norm.default: layer_norm,
+        aten.native_batch_norm.default: batch_norm,
+        aten._native_batch_norm_legit.default: batch_norm,  # of which torch may make it
+        aten._native_batch_norm_legit.no_stats: lambda mode, func, input, weight, bias, *others: batch_norm(
+            mode, func, input, weight, bias, None, None, *others
+        ),
+        aten.native_group_norm.default: group_norm,
+        aten.native_group_norm_backward.default: group_norm_backward,
+    }
+
+
+def _like(input: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(input, memory_format=suggest_memory_format(input))
+
+
+def _pair(input: torch.Tensor, shape: tuple, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    return input.new_empty(shape, dtype=dtype), input.new_empty(shape, dtype=dtype)
+
+
+def _embedding_bag(
+    mode: FakeTensorMode,
+    func,
+    weight,
+    indices,
+    offsets,
+    scale_grad_by_freq=False,
+    kind=0,
+    sparse=False,
+    per_sample_weights=None,
+    include_last_offset=False,
+    padding_idx=-1,
+) -> tuple[FakeTensor, ...]:
+    """CUDA keeps the bag of every index and, for maxima, where they were (`EmbeddingBag.cu`, _embedding_bag_cuda)."""
+    bags, width = offsets.shape[0] - include_last_offset, weight.shape[1]
     with mode:
-        out = torch.empty(input.shape, dtype=input.dtype, device=input.device)
-        dtype = torch.float64 if input.dtype == torch.float64 else torch.float32
-        return out, *(torch.empty(rows, dtype=dtype, device=input.device) for _ in range(2))
+        bag_sizes, found = indices.new_empty(offsets.shape), indices.new_empty((bags, width) if kind == 2 else 0)
+        return weight.new_empty(bags, width), indices.new_empty(indices.shape), bag_sizes, found
 
 
 def _grouped_mm(mode: FakeTensorMode, func, a, b, offs=None, bias=None, out_dtype=None) -> FakeTensor:

@@ -1,5 +1,6 @@
 """What a tracker saw, replayed: bytes by category after every event, peaks, phases, the timeline."""
 
+from collections.abc import Iterable
 from functools import cached_property
 
 import numpy as np
@@ -23,6 +24,7 @@ class History:
     Args:
         allocator: also run the log through the model of CUDA's caching allocator; what its blocks hold beyond
             what was asked for is then part of the workspace, and the total is what `torch.cuda.memory_allocated` says.
+        limit: bytes of segments that the card can hold; None for a card without end.
         notes: what its report is to say of how it came about.
 
     Attributes:
@@ -33,10 +35,15 @@ class History:
     """
 
     def __init__(
-        self, log: list[tuple[int, Storage, str]], marks: list[tuple[int, str]], allocator: bool = False, notes=()
+        self,
+        log: list[tuple[int, Storage, str]],
+        marks: list[tuple[int, str]],
+        allocator: bool = False,
+        limit: int | None = None,
+        notes: Iterable[str] = (),
     ):
         self.log, self.notes = list(log), list(notes)
-        self.replayed = replay(self.log) if allocator else None
+        self.replayed = replay(self.log, limit) if allocator else None
         deltas = np.zeros((len(self.log) + 1, len(ATTRIBUTED)), dtype=np.int64)
         for i, (size, storage, _) in enumerate(self.log, 1):
             deltas[i, INDEX[storage.category or "temporaries"]] = size

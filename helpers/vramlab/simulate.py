@@ -29,6 +29,7 @@ from .overhead import CONTEXT, UNIT
 from .recipe import Loop, Recipe
 from .repetition import GROUPS, NotRegular, cut, find
 from .report import Interval, MiB, Report, environment
+from .result_storages import keep_storage
 from .tracked import run_tracked
 from .tracker import Storage, Tracker
 from .weights import unquantized
@@ -78,7 +79,7 @@ def simulate(
     card, notes = find_gpu(gpu) if gpu else None, check_as_run(as_run, recipe)
     if recipe is None:
         tracker = trace_module(model, batch, optimizer, loss, loop, precision, target, card, steps)
-        history = History(tracker.log, tracker.marks, allocator=target == "cuda")
+        history = History(tracker.log, tracker.marks, allocator=target == "cuda", limit=_room(card))
         return to_report(history, "simulated", None, target, card=card, title=type(model).__name__)
     notes += ["torch_compile: the eager step is simulated"] if recipe.torch_compile else []
     notes += unquantized(recipe)
@@ -105,7 +106,7 @@ def trace(
         except NotRegular as error:
             notes.append(f"all {recipe.shape.num_layers} layers were run, none repeated: {error}")
     tracker = _run(recipe, target, card, steps)
-    return History(tracker.log, tracker.marks, allocator=target == "cuda", notes=notes)
+    return History(tracker.log, tracker.marks, allocator=target == "cuda", limit=_room(card), notes=notes)
 
 
 def may_be_deepened(recipe: Recipe, target: str) -> bool:
@@ -145,7 +146,7 @@ def _deepened(recipe: Recipe, target: str, card: Gpu | None, steps: int) -> Hist
         tried, ran = History(*deepen(tracker, layers, 1)), run(1, 1)
         if tried.first_step() != History(ran.log, ran.marks).first_step():
             raise NotRegular(f"{layers.shallow + layers.period} layers take something else than their repetition says")
-    history = History(*deepen(tracker, layers, layers.more), allocator=cuda)
+    history = History(*deepen(tracker, layers, layers.more), allocator=cuda, limit=_room(card))
     if recipe.sharding is None and recipe.quantization is None:
         found = sum(math.prod(s.shape) for size, s, _ in history.log if size > 0 and is_base_weight(s))
         if found != layers.parameters:
@@ -178,6 +179,7 @@ def _run(recipe: Recipe, target: str, card: Gpu | None, steps: int) -> Tracker:
 def make_tracker(training: tr.Training, card: Gpu | None, kernels: CudaKernels | None) -> Tracker:
     """A tracker for fake tensors: it answers reads of values, and knows rounding and scratch of CUDA's `kernels`."""
     tracker = Tracker("cpu")
+    tracker.keep_storage = keep_storage
     if training.device.index is not None:  # another is the host's
         tracker.only = training.device
     if kernels:
@@ -213,8 +215,14 @@ def to_report(
     if source == "simulated" and history.replayed:
         replayed = history.replayed
         more |= {"allocated": replayed.allocated, "requested": replayed.requested}
-        more["reserved"] = _about(replayed.reserved, replayed.allocated)
-        more["process"] = _with_context(more["reserved"], card)
+        bounds = card if card and replayed.fits else None
+        more["reserved"] = _about(replayed.reserved, replayed.allocated, bounds)
+        more["process"] = _with_context(more["reserved"], card, bounds)
+        if card and not replayed.fits:
+            more["notes"] = [
+                *more.get("notes", ()),
+                f"does not fit {card.name}: reserved is that of a card without end",
+            ]
     counted = {key: (len(found), found[0].where) for key, found in history.groups(at).items()}
     return Report(
         source=source,
@@ -231,15 +239,23 @@ def to_report(
     )
 
 
-def _about(reserved: int, allocated: int) -> Interval:
+def _room(card: Gpu | None) -> int | None:
+    """Bytes of segments that the card can hold besides CUDA's context."""
+    return card.total - card.context_interval.value if card else None
+
+
+def _about(reserved: int, allocated: int, bounds: Gpu | None) -> Interval:
     """Segments as the allocator's model reserves them; another order of loading and freeing can change a few.
 
     Of the published runs in `data/published_runs.json` that say what was reserved, 97 % lie below the upper end.
+    On a card that the step fits (`bounds`) there are no more than it holds: unused ones are given back before that.
     """
-    return Interval(allocated, reserved, reserved + max(reserved // 10, 64 * MiB))
+    high = reserved + max(reserved // 10, 64 * MiB)
+    return Interval(allocated, reserved, min(high, bounds.total - bounds.context_interval.low) if bounds else high)
 
 
-def _with_context(reserved: Interval, card: Gpu | None) -> Interval:
+def _with_context(reserved: Interval, card: Gpu | None, bounds: Gpu | None) -> Interval:
     """What the device shows for the process: the segments and CUDA's context beside them."""
     context = card.context_interval if card else CONTEXT
-    return Interval(reserved.low + context.low, reserved.value + context.value, reserved.high + context.high)
+    low, value, high = (getattr(reserved, end) + getattr(context, end) for end in ("low", "value", "high"))
+    return Interval(low, value, min(high, bounds.total) if bounds else high)

@@ -73,6 +73,8 @@ class Tracker(TorchDispatchMode):
 
     Attributes:
         only: of the devices of that type, the one to count; None: all.
+        keep_storage: called with each operator, its arguments and its result, which on fake tensors may need a larger
+            storage (`result_storages.py`).
         host_computes: what is computed from tensors that live elsewhere alone stays there.
         on_host: once finished, the most bytes that were elsewhere at a time.
     """
@@ -98,6 +100,7 @@ class Tracker(TorchDispatchMode):
         self.asleep = False
         self.only: torch.device | None = None
         self.host_computes = False
+        self.keep_storage: Callable[..., None] | None = None
         self.on_host = 0
         self._entered = ExitStack()
 
@@ -106,6 +109,8 @@ class Tracker(TorchDispatchMode):
         self._over_gloo = grouped and torch.distributed.get_backend() == "gloo"
         self._entered.enter_context(_resizes_seen(self._resized))
         self._entered.enter_context(_shapes_unseen(self))
+        if self.device == "cpu" and self.round_to == 1:
+            self._entered.enter_context(_generator_states_seen(self.made))
         return super().__enter__()
 
     def __exit__(self, *error: Any) -> None:
@@ -261,6 +266,8 @@ class Tracker(TorchDispatchMode):
             self.log.append((block.size, block, name))
         self._sent = group_of(args) if self._over_gloo and (func.namespace, name) in TOGETHER else None
         result = func(*args, **kwargs)
+        if self.keep_storage:
+            self.keep_storage(func, args, kwargs, result)
         self.calls.append((start, name, where, len(self.marks)))
         self._see(result, name, where, args)
         if self.host_computes and self.forgotten(_tensors((args, kwargs))):
@@ -283,6 +290,13 @@ class Tracker(TorchDispatchMode):
             operands = args[0] if args and isinstance(args[0], list | tuple) and len(args[0]) == len(result) else None
             for i, item in enumerate(result):
                 self._see(item, op, self.owner(operands[i]) if operands else where)
+
+    def made(self, tensor: torch.Tensor, op: str) -> None:
+        """`tensor` was made by `op` without the dispatcher."""
+        self._let_go()
+        where = self._where(())
+        self.calls.append((len(self.log), op, where, len(self.marks)))
+        self._see(tensor, op, where)
 
     def _born(self, tensor: torch.Tensor, op: str, where: str = "") -> Storage | None:
         handle = tensor.untyped_storage()
@@ -369,6 +383,27 @@ def _resizes_seen(seen: Callable[[torch.UntypedStorage], None]):
         yield
     finally:
         torch.UntypedStorage.resize_ = plain
+
+
+@contextmanager
+def _generator_states_seen(seen: Callable[[torch.Tensor, str], None]):
+    """While entered, `seen` is told of each state of the CPU's generator that Python asks for; no dispatch mode is.
+
+    A checkpoint keeps one (5,056 bytes) from forward to backward to draw the same numbers again. They are the host's,
+    as is the state of a GPU's generator (16 bytes, `torch.cuda.get_rng_state`), so a GPU holds nothing of them.
+    """
+    plain = torch.get_rng_state
+
+    def get_rng_state() -> torch.Tensor:
+        state = plain()
+        seen(state, "get_rng_state")
+        return state
+
+    torch.get_rng_state = get_rng_state
+    try:
+        yield
+    finally:
+        torch.get_rng_state = plain
 
 
 @contextmanager
