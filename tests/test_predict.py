@@ -85,6 +85,18 @@ def test_the_card_changes_what_depends_on_it():
         predict(LLAMA, "A1000")
 
 
+@pytest.mark.parametrize("gpu", ["T4", "V100"])
+@pytest.mark.parametrize("name", ["bert-large", "pythia-410m", "t5-small", "falcon-7b"])
+def test_autocast_is_off_inside_attention_that_is_written_out(name, gpu):
+    from vramlab.simulate import simulate
+
+    recipe = Recipe(name, batch_size=4, seq_len=256, precision="bf16-mixed", optim="sgd", num_layers=2)
+    predicted, truth = predict(recipe, gpu), simulate(recipe, gpu=gpu)
+    kept, really = (report.phases["forward"].end.activations for report in (predicted, truth))
+    assert kept == pytest.approx(really, rel=0.001)
+    assert predicted.peak.total == pytest.approx(truth.peak.total, rel=0.005)
+
+
 def test_depth_costs_nothing():
     def cpu_seconds(recipe: Recipe) -> float:
         predict(recipe)

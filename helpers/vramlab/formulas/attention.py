@@ -91,8 +91,12 @@ class Attention(Operators):
         return self.copy(y) if kernel == "flash" and head_by_head else y
 
     def in_single_operators(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, p: float) -> Tensor:
-        """`_scaled_dot_product_attention_math` (attention.cpp): both factors scaled, in fp32, scores kept by softmax."""
+        """`_scaled_dot_product_attention_math` (attention.cpp): both factors scaled, in fp32, scores kept by softmax.
+
+        Autocast casts what the attention takes, and is off inside it (`autocast_mode.h`, ExcludeDispatchKeyGuard).
+        """
         width, (b, heads, n, d), m = q.width, q.shape, k.shape[2]
+        autocast, self.autocast = self.autocast, None
         q, k, v = self.to(q, FP32), self.to(k, FP32), self.to(v, FP32)
         scaled = self.scale(q)
         if mask is None and self.causal:
@@ -107,7 +111,9 @@ class Attention(Operators):
             scores = self.add(scores, mask)
         scores = self.dropout(self.softmax(scores), p)
         y = self.matmul(scores, self.copied(v), b, heads, n, d)
-        return self.to(self.copy(y, shape=(b, n, heads * d)), width)
+        y = self.to(self.copy(y, shape=(b, n, heads * d)), width)
+        self.autocast = autocast
+        return y
 
     def written_out(self, q, k, v, mask, p, softmax_fp32=True, cap=False, second_mask=None, falcon=False) -> Tensor:
         """softmax(q kᵀ · scale + mask) v in single operators, as every `eager_attention_forward` of transformers.
