@@ -115,11 +115,12 @@ class Attention(Operators):
         self.autocast = autocast
         return y
 
-    def written_out(self, q, k, v, mask, p, softmax_fp32=True, cap=False, second_mask=None, falcon=False) -> Tensor:
+    def written_out(self, q, k, v, mask, p, softmax_fp32=True, cap=False, second_mask=None, falcon=False, sinks=False):
         """softmax(q kᵀ · scale + mask) v in single operators, as every `eager_attention_forward` of transformers.
 
         `softmax_fp32`: it asks for an fp32 softmax and casts back; `cap`: Gemma 2's tanh; T5 adds positions, then a mask.
-        Falcon scales in place, and one head of keys serves all without a copy if there is one sequence.
+        Falcon scales in place, and one head of keys serves all without a copy if there is one sequence. `sinks` are
+        GPT-OSS's: a column more, less the maximum, which is cut off after the softmax.
         """
         b, heads, n, d = q.shape
         if not (falcon and b == 1):
@@ -133,7 +134,11 @@ class Attention(Operators):
         for added in (mask, second_mask):
             if added is not None:
                 scores = self.add(scores, added)
-        scores = self.probabilities(scores, softmax_fp32, q.width)
+        if sinks:
+            scores = self.scale(self.cat([scores], b, heads, n, k.shape[2] + 1), "add")
+        scores = self.probabilities(scores, softmax_fp32 and not sinks, q.width)
+        if sinks:
+            scores = self.copy(scores)
         del held
         scores = self.dropout(scores, p)
         self.layer_holds.append(scores)  # returned beside the output
