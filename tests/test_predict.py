@@ -1,5 +1,6 @@
 """The formulas by themselves: what they say, that they need no torch, that nonsense is refused."""
 
+import re
 import subprocess
 import sys
 import time
@@ -83,6 +84,18 @@ def test_the_card_changes_what_depends_on_it():
     assert kept[0] > 1.2 * kept[1]  # no fused attention for bf16 below compute capability 8.0
     with pytest.raises(LookupError, match="A1000"):
         predict(LLAMA, "A1000")
+
+
+@pytest.mark.parametrize("gpu", ["T4", "V100"])
+@pytest.mark.parametrize("name", ["bert-large", "pythia-410m", "t5-small", "falcon-7b"])
+def test_autocast_is_off_inside_attention_that_is_written_out(name, gpu):
+    from vramlab.simulate import simulate
+
+    recipe = Recipe(name, batch_size=4, seq_len=256, precision="bf16-mixed", optim="sgd", num_layers=2)
+    predicted, truth = predict(recipe, gpu), simulate(recipe, gpu=gpu)
+    kept, really = (report.phases["forward"].end.activations for report in (predicted, truth))
+    assert kept == pytest.approx(really, rel=0.001)
+    assert predicted.peak.total == pytest.approx(truth.peak.total, rel=0.005)
 
 
 def test_depth_costs_nothing():
@@ -331,24 +344,72 @@ def test_torch_compile_is_noted():
 
 # --- what nobody wrote out ----------------------------------------------------------------------------------------
 
-UNKNOWN = [
-    dict(model_type=name, hidden_size=512, num_hidden_layers=3, num_attention_heads=8, num_key_value_heads=4, **more)
-    for name, more in (
-        ("stablelm", dict(intermediate_size=1536)),
-        ("starcoder2", dict(intermediate_size=2048)),
-        ("olmo2", dict(intermediate_size=1536)),
-        ("granite", dict(intermediate_size=1536)),
-    )
+SIZES = dict(hidden_size=512, num_hidden_layers=2, vocab_size=8000)
+DENSE = dict(SIZES, num_attention_heads=8, num_key_value_heads=4, intermediate_size=1536, head_dim=64, pad_token_id=0)
+MIXED = dict(DENSE, num_experts_per_tok=2, num_local_experts=8, num_experts=8, moe_intermediate_size=256)
+EIGHT_HEADS = dict(SIZES, n_embd=512, n_head=8, n_layer=2, num_attention_heads=8)
+LIKE_A_DECODER = [
+    *({"model_type": name, **DENSE} for name in ("stablelm", "granite", "phi3", "olmo2", "cohere2", "glm4")),
+    *({"model_type": name, **MIXED} for name in ("qwen3_moe", "gpt_oss")),
+]
+MORE = [
+    *(
+        {"model_type": name, **DENSE}
+        for name in ("starcoder2", "smollm3", "nemotron", "exaone4", "gemma3_text", "helium")
+    ),
+    *({"model_type": name, **MIXED} for name in ("granitemoe", "olmoe")),
+    *({"model_type": name, **EIGHT_HEADS} for name in ("gpt_bigcode", "gptj")),
+]
+LIKE_A_DECODER += [pytest.param(config, marks=pytest.mark.slow) for config in MORE]
+WITHOUT_SDPA = ("gpt_oss", "gptj")
+
+
+@pytest.mark.parametrize("lora", [None, LoRA(r=16, target_modules="all-linear")], ids=["full", "all-linear"])
+@pytest.mark.parametrize("config", LIKE_A_DECODER, ids=lambda config: config["model_type"])
+def test_a_decoder_that_nobody_wrote_down_is_within_its_interval(config, lora):
+    attention = "eager" if config["model_type"] in WITHOUT_SDPA else "sdpa"
+    recipe = Recipe(config, 4, 256, "bf16-true", optim="sgd", attn_implementation=attention, lora=lora)
+    report, truth = predict(recipe), simulated(recipe)
+    (note,) = report.notes
+    low, high = (float(text.replace(",", "")) * GiB for text in re.findall(r"([\d.,]+) GiB", note))
+    assert low < truth.peak.total < high and high / low < 1.12
+    assert report.phases["load"].peak.parameters == truth.phases["load"].peak.parameters
+    assert abs(report.peak.total / truth.peak.total - 1) < 0.03
+
+
+STATES = dict(SIZES, num_heads=16, head_dim=64, n_groups=1, num_attention_heads=8, attn_implementation="eager")
+UNLIKE = [
+    ({"model_type": "bart", "d_model": 512, "encoder_layers": 3, "decoder_layers": 3}, "there is an encoder"),
+    ({"model_type": "mt5", "d_model": 512, "num_layers": 3, "num_heads": 8}, "there is an encoder"),
+    ({"model_type": "roberta", **SIZES, "num_attention_heads": 8}, "there is an encoder"),
+    ({"model_type": "albert", **SIZES, "num_attention_heads": 8}, "there is an encoder"),
+    ({"model_type": "dinov2", "hidden_size": 384, "num_hidden_layers": 2, "num_attention_heads": 6}, "an encoder"),
+    ({"model_type": "mamba2", **STATES}, "the layers have"),
+    ({"model_type": "bamba", **DENSE, "mamba_n_heads": 16, "mamba_d_head": 64, "attn_layer_indices": [1]}, "differ"),
+    ({"model_type": "lfm2", **DENSE}, "the layers have"),
+    ({"model_type": "deepseek_v3", **SIZES, "n_routed_experts": 16, "first_k_dense_replace": 1}, "differ"),
+    ({"model_type": "deepseek_v3", **SIZES, "n_routed_experts": 16, "first_k_dense_replace": 0}, "the layers have"),
+    ({"model_type": "qwen3_moe", **MIXED, "mlp_only_layers": [0]}, "differ"),
+    ({"model_type": "qwen2_moe", **MIXED}, "shared_expert"),
+    ({"model_type": "apertus", **DENSE}, "the activation is xielu"),
+    ({"model_type": "olmo", **DENSE}, "0 norms with weights"),
+    ({"model_type": "gemma3_text", **DENSE, "sliding_window": 64, "sliding_window_pattern": 2}, "look back 64 tokens"),
 ]
 
 
-@pytest.mark.parametrize("config", UNKNOWN, ids=lambda config: config["model_type"])
-def test_an_unknown_architecture_gets_a_note_and_a_fair_figure(config):
-    recipe = Recipe(config, batch_size=4, seq_len=256)
-    report, truth = predict(recipe), simulated(recipe)
-    assert any("generic" in note for note in report.notes)
-    assert report.phases["load"].peak.parameters == truth.phases["load"].peak.parameters
-    assert abs(report.peak.total / truth.peak.total - 1) < 0.15
+@pytest.mark.parametrize("config,reason", UNLIKE, ids=[f"{c['model_type']}-{reason}" for c, reason in UNLIKE])
+def test_what_is_built_otherwise_is_refused_with_a_reason(config, reason):
+    config = dict(config)
+    attention = config.pop("attn_implementation", None)
+    with pytest.raises(RecipeError, match=re.escape(reason)) as caught:
+        predict(Recipe(config, 4, None if "dinov2" in config.values() else 256, attn_implementation=attention))
+    assert str(caught.value).endswith("ask simulate.") and "\n" not in str(caught.value)
+
+
+def test_what_predict_refuses_is_measured_all_the_same():
+    from vramlab.measure import too_much
+
+    assert too_much(Recipe({"model_type": "lfm2", **DENSE}, 1, 16)) == ""
 
 
 def test_images_need_not_be_square():

@@ -51,12 +51,6 @@ def layout(s: "Shape") -> Layout | None:
     return LAYOUTS[family](s, c) if family in LAYOUTS else None
 
 
-def generic(s: "Shape", c: dict) -> Layout:
-    """The nearest decoder to an architecture that nobody wrote down."""
-    parts = f"{SEPARATE} up=mlp.up_proj down=mlp.down_proj {TWO_NORMS}" + (" gate=mlp.gate_proj" if s.gated_mlp else "")
-    return _one_stack(s, "model.embed_tokens embedding V h", "model.layers", parts, "model.norm norm h")
-
-
 def _one_stack(
     s: "Shape", before: str, prefix: str, parts: str, after: str, biased=(), head: str | None = None
 ) -> Layout:
@@ -190,5 +184,5 @@ def _vit(s: "Shape", c: dict) -> Layout:
 
 LAYOUTS = {
     **{"gpt2": _gpt2, "gpt_neox": _gpt_neox, "llama": _llama, "bert": _bert, "opt": _opt, "phi": _phi},
-    **{"falcon": _falcon, "t5": _t5, "vit": _vit, "generic": generic},
+    **{"falcon": _falcon, "t5": _t5, "vit": _vit},
 }

@@ -15,6 +15,7 @@ from pathlib import Path
 from . import checks
 from .apart import Apart
 from .errors import MeasurementError, RankError, RecipeError, RecordError
+from .formulas import gradient_bytes, optimizer_state_bytes, parameter_bytes
 from .gpu import current_device
 from .nvml import nvml_snapshot
 from .predict import predict
@@ -125,13 +126,13 @@ def too_much(recipe: Recipe, limited: bool = False) -> str:
 
 
 def _predicted(recipe: Recipe) -> int:
-    """The peak in bytes; a process alone needs no less than any rank does."""
+    """The peak in bytes, or what stays where predict refuses; a process alone needs no less than any rank does."""
     try:
         return predict(recipe).peak.total
     except RecipeError:
         if recipe.sharding is None:
-            raise
-        return predict(recipe.replace(sharding=None)).peak.total
+            return parameter_bytes(recipe) + gradient_bytes(recipe) + optimizer_state_bytes(recipe)
+        return _predicted(recipe.replace(sharding=None))
 
 
 def operations(recipe: Recipe) -> int:

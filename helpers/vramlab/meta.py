@@ -1,5 +1,6 @@
 """Weights and buffers of any architecture, read off its transformers model on the meta device: shapes, no storage."""
 
+import copy
 import re
 from functools import lru_cache
 from typing import TYPE_CHECKING
@@ -43,12 +44,11 @@ def describe(s: "Shape") -> dict[str, object]:
         RecipeError: as `read_off` does.
     """
     weights, _ = read_off(s)
-    bias = any(kind == "norm" and name.endswith("bias") for name, _, kind, _ in weights)
+    model = build(s)
     found = {
-        "norm": "layernorm" if bias else "rmsnorm",
+        "norm": _norm(model),
         "gated_mlp": any("gate" in name and kind == "linear" for name, _, kind, _ in weights),
     }
-    model = build(s)
     output = model.get_output_embeddings()
     heads = [name for name, module in model.named_modules() if output is not None and module is output]
     heads += [name for name in ("score", "classifier") if hasattr(model, name)]
@@ -57,6 +57,22 @@ def describe(s: "Shape") -> dict[str, object]:
         tables = [shape[-2] for name, shape, _, _ in weights if "position_embedding" in name and len(shape) > 1]
         found["image_tokens"] = found["max_positions"] = tables[0] if tables else s.image_tokens
     return found
+
+
+def _norm(model: "torch.nn.Module") -> str:
+    """`Shape.norm` of `model`, by how many tensors its first norm keeps of bf16 hidden states, in fp32 and in bf16."""
+    import torch
+
+    norms = [m for m in model.modules() if "Norm" in type(m).__name__ and getattr(m, "weight", None) is not None]
+    if not norms or getattr(norms[0], "bias", None) is not None:
+        return "layernorm"
+    kept, norm = {}, copy.deepcopy(norms[0]).bfloat16()
+    hidden = torch.empty(2, 2, *norm.weight.shape, dtype=torch.bfloat16, device="meta", requires_grad=True)
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.update({t.untyped_storage()._cdata: t}), lambda t: t):
+        norm(hidden)
+    whole = [t.dtype for t in kept.values() if t.shape == hidden.shape]
+    found = whole.count(torch.float32), whole.count(torch.bfloat16)
+    return {(1, 1): "rmsnorm", (2, 0): "rmsnorm in fp32", (3, 0): "layernorm in fp32"}.get(found, type(norm).__name__)
 
 
 @lru_cache(maxsize=4)

@@ -17,7 +17,7 @@ from .gpu import USUAL, Gpu, find_gpu
 from .lora_modules import differ_by_layer
 from .overhead import cublas_workspace
 from .recipe import Recipe
-from .report import CATEGORIES, Bytes, Phase, Report, Tensor
+from .report import CATEGORIES, Bytes, Phase, Report, Tensor, format_bytes
 from .weights import unquantized
 
 LISTED = 8
@@ -34,7 +34,8 @@ def predict(recipe: Recipe, gpu: str | Gpu | None = None) -> Report:
         and its phase, the largest tensors there, `reserved` and `process` as intervals.
     Raises:
         GpuError: no such card.
-        RecipeError: adapters in some layers only, which `simulate` takes.
+        RecipeError: adapters in some layers only, or an architecture unlike those written down (`formulas.nearest`):
+            `simulate` takes both.
     """
     card = find_gpu(gpu) if gpu else None
     if differ_by_layer(recipe.shape, recipe.lora):
@@ -63,7 +64,7 @@ def predict(recipe: Recipe, gpu: str | Gpu | None = None) -> Report:
         largest=_largest(groups),
         reserved=inside,
         process=reserved.process(inside, card),
-        notes=_notes(recipe, account, card),
+        notes=_notes(recipe, account, card, peak.total),
     )
 
 
@@ -191,12 +192,13 @@ def _largest(groups: dict[tuple, list]) -> list[Tensor]:
     return [Tensor(*row) for *_, row in sorted(found)[:LISTED]]
 
 
-def _notes(recipe: Recipe, account: Account, card: Gpu | None) -> list[str]:
+def _notes(recipe: Recipe, account: Account, card: Gpu | None, peak: int) -> list[str]:
     notes = shards.notes(recipe) + unquantized(recipe)
     if account.approximate:
+        low, high = (format_bytes(peak * n) for n in (reserved.UNKNOWN, 1 / reserved.UNKNOWN))
         notes.append(
-            f"{recipe.shape.family}: weights are exact; activations are those of the nearest generic decoder, "
-            "simulate(recipe) runs the real one"
+            f"{recipe.shape.family} is not written down: weights are exact, activations are those of a decoder of its "
+            f"matrices, so take the peak as {low} to {high}; simulate(recipe) runs the real one"
         )
     if recipe.torch_compile:
         notes.append("torch_compile: activations and temporaries are those of the eager step")

@@ -34,7 +34,7 @@ class Shape:
         num_labels: classes of a classification head.
         tied: one matrix serves as embedding and output head.
         gated_mlp: the feed-forward part has a gate beside its up-projection.
-        norm: "layernorm" or "rmsnorm".
+        norm: "layernorm" or "rmsnorm"; either "in fp32" casts back after its weight (`meta.py` knows those).
         rotary_dim: channels of a head that are rotated; 0 without rotary positions.
         sliding_window: how far back a token sees, None without such a limit (Gemma 2: in every second layer).
         hidden_dropout, attention_dropout, embedding_dropout: probabilities while training.

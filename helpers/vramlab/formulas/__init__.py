@@ -1,6 +1,7 @@
 """The formulas behind `vramlab.predict`: no torch, no model.
 
 stored      what stays: parameters, gradients, optimizer states, buffers, inputs
+nearest     decoders that nobody wrote down, and what is refused
 model       embeddings, stacks, head and loss
 layer       one layer by the roles of its parts
 attention   the attention kernels

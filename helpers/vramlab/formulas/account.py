@@ -17,6 +17,7 @@ from ..report import CATEGORIES
 from ..shapes import Shape
 from . import step
 from .graph import PASS, Entry, Hook, Parameter, Tensor
+from .nearest import nearest
 from .slices import cut, model_of
 from .stored import is_saved, lora_targets, saved_modules, table, written_out
 from .units import ROOT, OneByOne, Units, at_once, computed, copies_outputs, divides, own_linear
@@ -34,7 +35,7 @@ class Account:
         gradients_exist: from an earlier micro-batch, or because they are zeroed in place: new ones are added to those.
 
     Attributes:
-        approximate: the architecture is not written down; activations are those of the nearest generic decoder.
+        approximate: the architecture is not written down; activations are those of a decoder of its matrices.
         live: bytes alive after each event, as written out.
         pieces: phase to (first event, last event, what the layers not written out add there).
         kept: what the loop keeps alive after the step.
@@ -45,8 +46,7 @@ class Account:
         shape, lora = recipe.shape, recipe.lora
         self.approximate = shape.layout is None
         if self.approximate:
-            shape = nearest(shape)
-            lora = lora and LoRA(lora.r, lora_dropout=lora.lora_dropout, target_modules=("q_proj", "v_proj"))
+            shape = nearest(recipe)
         self.m = m = model_of(recipe)(recipe, shape, parameters(recipe, shape, lora), chip)
         self.units = units = m.units = Units(m, asked, gradients_exist) if divides(recipe) else None
         m.own_linear = own_linear(asked)
@@ -250,11 +250,3 @@ def _written(shape: Shape, precision: str, quantization, lora: LoRA | None, laye
             found.append((f"{name}.lora_A", (lora.r, inside), width, True, None))
             found.append((f"{name}.lora_B", (out, lora.r), width, True, None))
     return found
-
-
-@lru_cache(maxsize=512)
-def nearest(shape: Shape) -> Shape:
-    """A decoder with the sizes of `shape`; an encoder's and a decoder's layers are one stack."""
-    layers = shape.num_layers + shape.num_decoder_layers
-    head = "score" if "classification" in shape.task else "lm_head"
-    return dataclasses.replace(shape, family="generic", head=head, num_layers=layers, num_decoder_layers=0)

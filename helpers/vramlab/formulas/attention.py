@@ -91,8 +91,12 @@ class Attention(Operators):
         return self.copy(y) if kernel == "flash" and head_by_head else y
 
     def in_single_operators(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, p: float) -> Tensor:
-        """`_scaled_dot_product_attention_math` (attention.cpp): both factors scaled, in fp32, scores kept by softmax."""
+        """`_scaled_dot_product_attention_math` (attention.cpp): both factors scaled, in fp32, scores kept by softmax.
+
+        Autocast casts what the attention takes, and is off inside it (`autocast_mode.h`, ExcludeDispatchKeyGuard).
+        """
         width, (b, heads, n, d), m = q.width, q.shape, k.shape[2]
+        autocast, self.autocast = self.autocast, None
         q, k, v = self.to(q, FP32), self.to(k, FP32), self.to(v, FP32)
         scaled = self.scale(q)
         if mask is None and self.causal:
@@ -107,13 +111,16 @@ class Attention(Operators):
             scores = self.add(scores, mask)
         scores = self.dropout(self.softmax(scores), p)
         y = self.matmul(scores, self.copied(v), b, heads, n, d)
-        return self.to(self.copy(y, shape=(b, n, heads * d)), width)
+        y = self.to(self.copy(y, shape=(b, n, heads * d)), width)
+        self.autocast = autocast
+        return y
 
-    def written_out(self, q, k, v, mask, p, softmax_fp32=True, cap=False, second_mask=None, falcon=False) -> Tensor:
+    def written_out(self, q, k, v, mask, p, softmax_fp32=True, cap=False, second_mask=None, falcon=False, sinks=False):
         """softmax(q kᵀ · scale + mask) v in single operators, as every `eager_attention_forward` of transformers.
 
         `softmax_fp32`: it asks for an fp32 softmax and casts back; `cap`: Gemma 2's tanh; T5 adds positions, then a mask.
-        Falcon scales in place, and one head of keys serves all without a copy if there is one sequence.
+        Falcon scales in place, and one head of keys serves all without a copy if there is one sequence. `sinks` are
+        GPT-OSS's: a column more, less the maximum, which is cut off after the softmax.
         """
         b, heads, n, d = q.shape
         if not (falcon and b == 1):
@@ -127,7 +134,11 @@ class Attention(Operators):
         for added in (mask, second_mask):
             if added is not None:
                 scores = self.add(scores, added)
-        scores = self.probabilities(scores, softmax_fp32, q.width)
+        if sinks:
+            scores = self.scale(self.cat([scores], b, heads, n, k.shape[2] + 1), "add")
+        scores = self.probabilities(scores, softmax_fp32 and not sinks, q.width)
+        if sinks:
+            scores = self.copy(scores)
         del held
         scores = self.dropout(scores, p)
         self.layer_holds.append(scores)  # returned beside the output

@@ -56,7 +56,7 @@ class Layer(Attention):
         """
         s = self.shape
         at = {role: f"{name}.{part}" for role, part in parts.items()}
-        if self.parallel:
+        if self.parallel or not at.keys() & {"norm2", "after2"}:
             p, normed = s.hidden_dropout, self.norm(x, at["norm1"])
             y = self.dropout(self.attention(at, normed, bias), p)
             if "norm2" in at:
@@ -64,14 +64,14 @@ class Layer(Attention):
             z = self.feed_forward(at, normed)
             return self.add(self.add(self.dropout(z, p), y), x)
         after = s.family == "bert" or not self.setting("do_layer_norm_before", True)  # norms after the sums
-        y = self.attention(at, x if after else self.norm(x, at["norm1"]), bias)
-        if "after1" in at:  # Gemma 2 also norms what each branch returns
+        y = self.attention(at, x if after or "norm1" not in at else self.norm(x, at["norm1"]), bias)
+        if "after1" in at:  # Gemma 2 also norms what each branch returns, OLMo 2 that alone
             y = self.norm(y, at["after1"])
         x = self.joined(x, y, at["norm1"] if after else None)
         del y
         if source is not None:
             x = self.joined(x, self.attention(at, self.norm(x, at["cross_norm"]), cross, source), None)
-        z = self.feed_forward(at, x if after else self.norm(x, at["norm2"]))
+        z = self.feed_forward(at, x if after or "norm2" not in at else self.norm(x, at["norm2"]))
         if "after2" in at:
             z = self.norm(z, at["after2"])
         return self.joined(x, z, at["norm2"] if after else None)
@@ -129,6 +129,7 @@ class Layer(Attention):
             cap=bool(self.setting("attn_logit_softcapping", None)),
             second_mask=second,
             falcon=falcon,
+            sinks="sinks" in at,
         )
         return self.linear(y, at[f"{cross}out"])
 
@@ -137,10 +138,12 @@ class Layer(Attention):
         return x.view(x.shape[0], count, x.shape[1], self.shape.head_dim)
 
     def head_norm(self, x: Tensor, at: dict[str, str], role: str) -> Tensor:
-        """Qwen 3 norms each head's queries and keys."""
+        """Qwen 3 norms each head's queries and keys, OLMo 2 those of all heads at once."""
         if role not in at:
             return x
         b, n, width = x.shape
+        if self.parameters[f"{at[role]}.weight"].shape == (width,):
+            return self.norm(x, at[role])
         return self.norm(x.view(b, n, width // self.shape.head_dim, self.shape.head_dim), at[role])
 
     def feed_forward(self, at: dict[str, str], x: Tensor) -> Tensor:
@@ -148,7 +151,12 @@ class Layer(Attention):
         s = self.shape
         if "router" in at:
             return self.experts(at, x)
-        if "gate" in at:
+        if "gate_up" in at:
+            half = (*x.shape[:-1], s.intermediate_size)
+            gate, up = self.split(self.linear(x, at["gate_up"]), half, half)
+            z = self.mul(self.activation(gate, s.activation), up)
+            del gate, up
+        elif "gate" in at:
             gate = self.activation(self.linear(x, at["gate"]), s.activation)
             z = self.mul(gate, self.linear(x, at["up"]))
             del gate
@@ -180,7 +188,12 @@ class Layer(Attention):
             return self.op("grouped_mm", [x, weight], (rows * k, out), weight.width, saves=saves)
 
         gate, up = self.split(grouped(index(flat, h), "experts_up", 2 * m), (rows * k, m), (rows * k, m))
-        out = grouped(self.mul(self.activation(gate, s.activation), up), "experts_down", h)
+        if f"{at['experts_up']}_bias" in self.parameters:  # GPT-OSS: gate · σ(α · gate) · (up + 1), both clamped first
+            gate, up = (self.op("clamp", [t], t.shape, t.width, saves=[t]) for t in (gate, up))
+            glu = self.mul(gate, self.unary("sigmoid", self.scale(gate)))
+            out = grouped(self.mul(self.scale(up, "add"), glu), "experts_down", h)
+        else:
+            out = grouped(self.mul(self.activation(gate, s.activation), up), "experts_down", h)
         weighted = index(self.mul(out, index(weights, 1)), h)
         return self.to(self.reduce(weighted, (rows, h), "sum"), x.width).view(b, n, h)
 
@@ -188,4 +201,4 @@ class Layer(Attention):
         """The family's norm."""
         if self.shape.norm == "layernorm":
             return self.layer_norm(x, name)
-        return self.rms_norm(x, name, self.shape.family)
+        return self.rms_norm(x, name, self.setting("model_type"), self.shape.norm)

@@ -197,7 +197,7 @@ class Model(Layer):
         """Token embeddings, times a factor (Gemma), with learned positions (GPT-2, OPT, BERT), and dropout."""
         s, b, n, (words, *others) = self.shape, self.batch, self.tokens, self.embeddings
         x = self.first(self.embedding(Tensor(None, (b, n), INT64), words))
-        if s.family.startswith("gemma"):
+        if self.setting("model_type").startswith("gemma"):
             x = self.scale(x)
         if s.family == "opt" and "model.decoder.project_in.weight" in self.parameters:
             x = self.linear(x, "model.decoder.project_in")

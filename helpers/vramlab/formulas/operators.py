@@ -167,17 +167,25 @@ class Operators(Ledger):
         inputs = [t for t in (x, weight, bias) if t is not None]
         return self.op("native_layer_norm", inputs, x.shape, x.width, saves=[x, mean, deviation], block=out.block)
 
-    def rms_norm(self, x: Tensor, name: str, family: str) -> Tensor:
-        """x / √(mean x² + ε) · w, in single operators on fp32 copies (`LlamaRMSNorm`, `Gemma2RMSNorm`, `T5LayerNorm`)."""
+    def rms_norm(self, x: Tensor, name: str, family: str, kind: str = "") -> Tensor:
+        """x / √(mean x² + ε) · w, in single operators on fp32 copies (`LlamaRMSNorm`, `Gemma2RMSNorm`, `T5LayerNorm`).
+
+        `kind` "… in fp32": it is cast back after the weight (`Olmo2RMSNorm`), "layernorm …": less the mean (Cohere's).
+        """
         weight, width, rows = self.parameters[f"{name}.weight"], x.width, (*x.shape[:-1], 1)
-        y = self.to(x, FP32)
-        factor = self.unary("rsqrt", self.scale(self.reduce(self.power(y), rows), "add"))
+        y = square = self.to(x, FP32)
+        if kind.startswith("layernorm"):
+            y, square = self.scale(y, "add"), self.scale(y, "add")
+        factor = self.unary("rsqrt", self.scale(self.reduce(self.power(square), rows), "add"))
+        del square
         if family == "t5":
             y = self.mul(x, factor)
             return self.mul(weight, self.to(y, weight.width) if weight.width == HALF else y)
         y = self.mul(y, factor)
         if family.startswith("gemma"):
             return self.to(self.mul(y, self.scale(self.to(weight, FP32), "add")), width)
+        if kind.endswith("in fp32"):
+            return self.to(self.mul(weight, y), width)
         y = self.to(y, width)
         return self.mul(weight, y)
 

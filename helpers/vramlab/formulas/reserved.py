@@ -18,7 +18,7 @@ from ..report import Interval
 # every block went through a model of the allocator: half lie under the first figure, all but one in a hundred under the
 # second. Small models on few layers fragment most, so for large ones the upper end is generous.
 TYPICAL, WORST = 1.05, 1.40
-EXACT, UNKNOWN = 0.97, 0.8  # the peak is known to 3 %; that of an architecture nobody wrote out to a fifth
+EXACT, UNKNOWN = 0.97, 0.95  # the peak is known to 3 %; that of an architecture nobody wrote out to 5 %
 
 
 @lru_cache(maxsize=4096)
