@@ -24,7 +24,7 @@ from .gpu import USUAL, Gpu, find_gpu
 from .history import History, largest
 from .lora_modules import differ_by_layer
 from .overhead import CONTEXT, UNIT
-from .recipe import Loop, Recipe
+from .recipe import Loop, Recipe, as_recipe
 from .report import Interval, MiB, Report, environment
 from .tracked import run_tracked
 from .tracker import Tracker
@@ -35,7 +35,7 @@ FLOATS, INTEGERS = (torch.float32, torch.float16, torch.bfloat16), (torch.int64,
 
 
 def simulate(
-    recipe: Recipe | None = None,
+    recipe: Recipe | Any = None,
     target: str = "cuda",
     gpu: str | None = None,
     *,
@@ -51,7 +51,8 @@ def simulate(
     """Where every byte of a training step would be, without a GPU and without the memory.
 
     Args:
-        recipe: what to train; or leave it out and give any module by `model`, with `batch`, `optimizer` and `loss`.
+        recipe: what to train, a `Recipe` or a model's name; or leave it out and give any module by `model`, with
+            `batch`, `optimizer` and `loss`.
         target: "cuda" describes a GPU's kernels and rounding, "cpu" this machine's.
         gpu: a name of the GPU table, for what depends on the card (attention kernel, cuBLAS workspace).
         batch: keyword arguments (mapping), positional ones (tuple) or the only one (tensor) of the model's forward.
@@ -73,6 +74,7 @@ def simulate(
         tracker = trace_module(model, batch, optimizer, loss, loop, precision, target, card, steps)
         history = History(tracker.log, tracker.marks, allocator=target == "cuda")
         return to_report(history, "simulated", None, target, card=card, title=type(model).__name__)
+    recipe = as_recipe(recipe)
     notes = ["torch_compile: the eager step is simulated"] if recipe.torch_compile else []
     if card and (why := card.why_not(recipe.precision)):
         notes.append(why)
