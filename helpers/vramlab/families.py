@@ -4,6 +4,7 @@ FAMILIES holds what a configuration leaves unsaid: the class defaults of transfo
 itself is asked about other architectures.
 """
 
+import contextlib
 import json
 import math
 from collections.abc import Mapping
@@ -31,6 +32,7 @@ TASKS = {
 }
 MOST_LAYERS = 1000  # every weight is listed by name; the deepest model of the catalogue has 126 layers
 MOST_SIZE, MOST_POSITIONS = 2**23, 2**31  # so that PyTorch can count the bytes of every tensor in signed 64 bits
+WITHOUT_SDPA = ("gemma2",)  # transformers: Gemma2PreTrainedModel._supports_sdpa is False; others are asked (`meta`)
 DECODER = ("causal-lm", "sequence-classification")
 # Configurations name the same size differently; the first name found counts.
 SIZES = {
@@ -158,6 +160,9 @@ FAMILIES = {
 }
 
 
+BUILT = "build it yourself and ask simulate(model=..., batch=..., optimizer=...)"
+
+
 def family_of(name: str, config: dict[str, Any]) -> Family:
     """The family of `config`; one that has no entry here is asked from transformers, which also completes `config`.
 
@@ -179,12 +184,13 @@ def family_of(name: str, config: dict[str, Any]) -> Family:
     if getattr(full, "is_encoder_decoder", False) or "masked-lm" in classes:
         classes.pop("causal-lm", None)  # half of the model, or an encoder made to look back only
     if not classes:
-        raise RecipeError("model", name, f"a {full.model_type} has no head for any of " + ", ".join(TASKS))
+        raise RecipeError("model", name, f"recipes train {', '.join(TASKS)}, and a {full.model_type} does not: {BUILT}")
     for key, value in full.to_dict().items():
         config.setdefault(key, value)
     for key in ("hidden_size", "num_hidden_layers", "num_attention_heads", "head_dim"):  # other names of the same
-        if isinstance(value := getattr(full, key, None), int):
-            config.setdefault(key, value)
+        with contextlib.suppress(Exception):  # Gemma 4 refuses to name one value of what differs by layer
+            if isinstance(value := getattr(full, key, None), int):
+                config.setdefault(key, value)
     tied, rotary = bool(getattr(full, "tie_word_embeddings", False)), 1.0 if config.get("rope_parameters") else 0.0
     required = _NO_MLP[:3] if "image-classification" in classes else _NO_MLP
     return Family(classes, tied=tied, rotary=rotary, mlp=None, required=required)
@@ -217,7 +223,9 @@ def parse(name: str, text: str) -> dict[str, Any]:
     if not isinstance(config, dict) or not config.get("model_type"):
         raise RecipeError("model", name, "its configuration must say a 'model_type', as every config.json does")
     if isinstance(config.get("text_config"), dict) and "hidden_size" not in config:
-        raise RecipeError("model", name, "it reads more than text: give its 'text_config' for the language part")
+        raise RecipeError(
+            "model", name, f"it reads more than text: give its 'text_config' for the language part, or {BUILT}"
+        )
     return config
 
 
@@ -301,6 +309,7 @@ def read(name: str, config: dict[str, Any], family: Family, task: str) -> dict[s
         **{key: float(value or 0) for key, value in others.items()},
         "image_tokens": sizes["max_positions"] if task == "image-classification" else 0,
         "dtype": config.get("dtype") or config.get("torch_dtype"),
+        "attention": "eager" if config["model_type"] in WITHOUT_SDPA else "sdpa",
     }
 
 
@@ -312,13 +321,13 @@ def _size(name: str, config: dict[str, Any], size: str, family: Family) -> int |
     """One size of `config`, None when it may be absent and is."""
     keys = (family.mlp,) if size == "intermediate_size" and family.mlp else SIZES[size]
     key = next((key for key in keys if config.get(key) is not None), keys[0])
-    value = config.get(key)
+    value, otherwise = config.get(key), "" if config["model_type"] in FAMILIES else f"; or {BUILT}"
     if value is None or (size == "sliding_window" and not value):
         if size in family.required:
-            raise RecipeError(f"model.{key}", None, f"the configuration of {name} must say it")
+            raise RecipeError(f"model.{key}", None, f"the configuration of {name} must say it{otherwise}")
         return None if key in config else family.defaults.get(size)
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise RecipeError(f"model.{key}", value, "it must be a whole number of at least 1")
+        raise RecipeError(f"model.{key}", value, f"it must be a whole number of at least 1{otherwise}")
     return value
 
 

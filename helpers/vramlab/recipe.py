@@ -20,7 +20,6 @@ from .shapes import Shape, plain, read_json, read_shape
 
 PRECISIONS = ("fp32", "tf32", "fp16-mixed", "bf16-mixed", "fp16-true", "bf16-true")
 ATTENTION = ("eager", "sdpa", "flash_attention_2")
-WITHOUT_SDPA = ("gemma2",)  # transformers: Gemma2PreTrainedModel._supports_sdpa is False
 TASKS = (
     "causal-lm",
     "masked-lm",
@@ -155,10 +154,10 @@ class Recipe:
         if self.quantization and self.precision.endswith("-mixed") and self.quantization.quant_type == "int8":
             raise RecipeError("precision", self.precision, "int8 bases are trained with a '-true' precision or 'fp32'")
         if self.attn_implementation is None:
-            set_("attn_implementation", "eager" if shape.family in WITHOUT_SDPA else "sdpa")
-        elif self.attn_implementation == "sdpa" and shape.family in WITHOUT_SDPA:
+            set_("attn_implementation", shape.attention)
+        elif self.attn_implementation == "sdpa" and shape.attention == "eager":
             raise RecipeError(
-                "attn_implementation", "sdpa", f"{shape.name} caps its scores, which sdpa cannot: use 'eager'"
+                "attn_implementation", "sdpa", f"transformers has no sdpa for a {shape.family}: use 'eager'"
             )
         if self.lora:
             shape.check_lora(self.lora.target_modules, self.lora.r)

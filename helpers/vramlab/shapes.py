@@ -39,6 +39,7 @@ class Shape:
         rotary_dim: channels of a head that are rotated; 0 without rotary positions.
         sliding_window: how far back a token sees, None without such a limit (Gemma 2: in every second layer).
         hidden_dropout, attention_dropout, embedding_dropout: probabilities while training.
+        attention: the kernel that transformers takes by itself, "eager" for an architecture without sdpa.
         image_tokens: patches of an image and the class token; 0 for text.
         dtype: the format in which the weights were published, None if unknown.
     """
@@ -72,6 +73,7 @@ class Shape:
     experts_per_token: int
     image_tokens: int
     dtype: str | None
+    attention: str
 
     @property
     def config(self) -> dict[str, Any]:

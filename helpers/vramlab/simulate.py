@@ -18,8 +18,9 @@ from .cuda import CudaKernels, cublas_workspaces
 from .cuda_scratch import kernel_scratch
 from .deepen import GROUPS, NotRegular, deepen
 from .engines import engine_of
-from .errors import RecipeError
+from .errors import RecipeError, VramLabError
 from .fakes import fake_world
+from .families import reason
 from .gpu import USUAL, Gpu, find_gpu
 from .history import History, largest
 from .lora_modules import differ_by_layer
@@ -123,7 +124,13 @@ def _run(recipe: Recipe, target: str, card: Gpu | None, steps: int) -> Tracker:
     device = engine.fake_gpu if target == "cuda" else "cpu"
     with one_rank_of(recipe.sharding), engine.without_peers(), fake_world(target, card) as (_, kernels):
         training = tr.build(recipe, device, target=target)
-        return run_tracked(training, make_tracker(training, card, kernels), steps, target)
+        try:
+            return run_tracked(training, make_tracker(training, card, kernels), steps, target)
+        except VramLabError:
+            raise
+        except Exception as error:  # each model class has its own ways to fail, and to read values that a fake lacks
+            rest = f"its training step does not run on fake tensors: {reason(error)}; measure(recipe) runs it for real"
+            raise RecipeError("model", recipe.name, rest) from error
 
 
 def make_tracker(training: tr.Training, card: Gpu | None, kernels: CudaKernels | None) -> Tracker:
