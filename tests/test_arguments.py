@@ -1,10 +1,13 @@
 """Recipes and TrainingArguments: there and back, and what the arguments make of a real Trainer."""
 
+import dataclasses
 import warnings
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from vramlab import arguments
+from vramlab.engines.deepspeed_config import deepspeed_config
 from vramlab.errors import RecipeError
 from vramlab.recipe import OPTIMIZERS, Loop, LoRA, Quantization, Recipe, Sharding
 
@@ -158,7 +161,7 @@ def test_sharding():
         ({"loop": Loop(foreach=False)}, "loop.foreach", "None"),
         ({"loop": Loop(use_cache=None)}, "loop.use_cache", "True or False"),
         ({"optim_args": "amsgrad=1"}, "optim_args", "not amsgrad"),
-        ({"optim": "sgd", "optim_args": "eps=1"}, "optim_args", "not eps"),
+        ({"optim": "adagrad", "optim_args": "initial_accumulator_value=1"}, "optim_args", "not initial_accumulator"),
     ],
 )
 def test_what_the_trainer_cannot_do(fields, field, words):
@@ -183,6 +186,104 @@ def test_what_no_recipe_says(changes, fields, field):
     with pytest.raises((RecipeError, TypeError)) as caught:
         Recipe.from_training_arguments(args, "gpt2", **fields)
     assert getattr(caught.value, "field", None) == field
+
+
+def test_every_argument_is_classified():
+    """A field that transformers adds is neither ignored nor taken for harmless: someone has to say what it does."""
+    from transformers import Seq2SeqTrainingArguments
+
+    tables = [arguments.MODELLED, arguments.NEUTRAL, {*arguments.REFUSED}, {*arguments.REFUSED_IN_DDP}]
+    known = [name for table in tables for name in table]
+    assert len(known) == len(set(known)), "a field has one class"
+    assert {field.name for field in dataclasses.fields(Seq2SeqTrainingArguments)} <= set(known)
+
+
+@pytest.mark.parametrize(
+    "changes, field",
+    [
+        ({"full_determinism": True}, "full_determinism"),
+        ({"use_liger_kernel": True}, "use_liger_kernel"),
+        ({"auto_find_batch_size": True}, "auto_find_batch_size"),
+        ({"optim_target_modules": "all-linear"}, "optim_target_modules"),
+        ({"debug": "underflow_overflow"}, "debug"),
+        ({"torch_compile_mode": "reduce-overhead"}, "torch_compile_mode"),
+        ({"torch_compile_backend": "eager"}, "torch_compile_backend"),
+        ({"accelerator_config": {"split_batches": True}}, "accelerator_config.split_batches"),
+        ({"gradient_checkpointing_kwargs": {"use_reentrant": True}}, "checkpointing_kwargs.use_reentrant"),
+        ({"gradient_checkpointing_kwargs": {"every_n_layers": 2}}, "checkpointing_kwargs.every_n_layers"),
+        ({"gradient_checkpointing_kwargs": {"offload": True}}, "checkpointing_kwargs.offload"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing:FutureWarning")
+def test_what_moves_memory_and_is_not_modelled(changes, field):
+    args = Recipe("gpt2").training_arguments("unused", **{k: v for k, v in changes.items() if k != "full_determinism"})
+    args.full_determinism = changes.get("full_determinism", False)
+    with pytest.raises(RecipeError) as caught:
+        Recipe.from_training_arguments(args, "gpt2")
+    assert caught.value.field.endswith(field) and "no recipe models" in str(caught.value)
+
+
+def test_what_moves_memory_among_ranks_only():
+    args = Recipe("gpt2").training_arguments("unused", ddp_bucket_cap_mb=100)
+    assert Recipe.from_training_arguments(args, "gpt2") == Recipe("gpt2")
+    with pytest.raises(RecipeError, match="ddp_bucket_cap_mb"):
+        Recipe.from_training_arguments(args, "gpt2", sharding=Sharding(0, 2, "ddp"))
+
+
+def test_arguments_of_another_trainer():
+    """TRL's configurations are TrainingArguments; its trainers load second models and batch and lose otherwise."""
+    from transformers import Seq2SeqTrainingArguments, TrainingArguments
+
+    @dataclasses.dataclass
+    class SFTConfig(TrainingArguments):
+        max_length: int = 1024
+
+    SFTConfig.__module__ = "trl.trainer.sft_config"
+    for args in (SFTConfig("out", use_cpu=True), None, {"output_dir": "out"}):
+        with pytest.raises(RecipeError) as caught:
+            Recipe.from_training_arguments(args, "gpt2")
+        assert caught.value.field == "args" and "\n" not in str(caught.value)
+    with pytest.raises(RecipeError, match=r"trl\.trainer\.sft_config.*WatchCallback"):
+        Recipe.from_training_arguments(SFTConfig("out", use_cpu=True), "gpt2")
+    assert Recipe.from_training_arguments(Seq2SeqTrainingArguments("out", use_cpu=True), "gpt2").batch_size == 8
+
+
+def test_weight_decay_of_the_arguments_is_the_optimizers():
+    """The Trainer gives it to the parameter groups; SGD then copies the gradients."""
+    args = Recipe("gpt2", optim="sgd", optim_args="momentum=0.9").training_arguments("unused", weight_decay=0.1)
+    assert Recipe.from_training_arguments(args, "gpt2").optim_args == "momentum=0.9,weight_decay=0.1"
+    args = Recipe("gpt2").training_arguments("unused", weight_decay=0.1)
+    assert Recipe.from_training_arguments(args, "gpt2") == Recipe("gpt2")
+
+
+@pytest.mark.parametrize(
+    "config, field",
+    [
+        ({"activation_checkpointing": True}, "fsdp_config.activation_checkpointing"),
+        ({"cpu_offload": True}, "fsdp_config.cpu_offload"),
+        ({"reshard_after_forward": False}, "fsdp_config.reshard_after_forward"),
+        ({"auto_wrap_policy": "NO_WRAP"}, "fsdp_config.auto_wrap_policy"),
+        ({"version": 1}, "fsdp_config.version"),
+    ],
+)
+def test_fsdp_that_is_not_the_recipes(config, field):
+    args = Recipe("gpt2").training_arguments("unused")
+    args.fsdp, args.fsdp_config = True, config
+    with pytest.raises(RecipeError) as caught:
+        Recipe.from_training_arguments(args, "gpt2", sharding=Sharding(3, 2))
+    assert caught.value.field == field
+
+
+def test_deepspeed_that_is_not_the_recipes():
+    sharding = Sharding(2, 2, "deepspeed")
+    args, config = Recipe("gpt2").training_arguments("unused"), deepspeed_config(sharding)
+    args.deepspeed = {**config, "steps_per_print": 10}
+    assert Recipe.from_training_arguments(args, "gpt2", sharding=sharding).sharding == sharding
+    args.deepspeed = {**config, "zero_optimization": {"stage": 2, "reduce_bucket_size": 500_000_000}}
+    with pytest.raises(RecipeError, match=r"zero_optimization\.reduce_bucket_size"):
+        Recipe.from_training_arguments(args, "gpt2", sharding=sharding)
+    with pytest.raises(RecipeError, match="'deepspeed'"):
+        Recipe.from_training_arguments(args, "gpt2", sharding=Sharding(3, 2))
 
 
 def test_adapters_on_the_model_must_be_said():

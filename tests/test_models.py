@@ -186,3 +186,47 @@ def test_real_tensors_can_be_made_within_a_fake_mode():
         with real_tensors():
             assert not isinstance(torch.ones(2), FakeTensor)
         assert isinstance(torch.ones(2), FakeTensor)
+
+
+TEXT = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 96, "intermediate_size": 80}
+EXPERTS = {"num_key_value_heads": 2, "head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2}
+STATES = {"num_heads": 8, "head_dim": 16, "state_size": 16, "n_groups": 1, "expand": 2}
+OTHERS = {
+    "gpt_oss": {**TEXT, **EXPERTS},
+    "bloom": {"hidden_size": 64, "n_layer": 2, "n_head": 4, "vocab_size": 96},
+    "mamba2": {"hidden_size": 64, "num_hidden_layers": 2, "vocab_size": 96, **STATES},
+    "deberta-v2": TEXT,
+}
+
+
+@pytest.mark.parametrize("kind", OTHERS)
+def test_architectures_without_sdpa_take_eager(kind):
+    """By themselves; and what cannot be simulated is one sentence."""
+    from vramlab import simulate
+
+    recipe = Recipe({"model_type": kind, **OTHERS[kind]}, seq_len=16)
+    assert recipe.attn_implementation == "eager"
+    with pytest.raises(RecipeError, match="use 'eager'"):
+        recipe.replace(attn_implementation="sdpa")
+    try:
+        assert simulate(recipe, target="cpu").peak.total > 0
+    except RecipeError as error:
+        assert "\n" not in str(error)
+
+
+@pytest.mark.parametrize(
+    "kind", ["whisper", "sam", "wav2vec2", "swin", "convnext", "mamba", "rwkv", "gemma3n", "gemma3n_text", "gemma4"]
+)
+def test_what_no_recipe_describes_goes_to_simulate_as_a_module(kind):
+    from transformers import AutoConfig
+
+    with pytest.raises(RecipeError, match=r"simulate\(model="):
+        Recipe(AutoConfig.for_model(kind))
+
+
+def test_sizes_that_differ_by_layer_are_no_traceback():
+    """Gemma 4's heads are wider in some layers, and its configuration refuses to name one width."""
+    try:
+        Recipe({"model_type": "gemma4_text", **TEXT, "num_key_value_heads": 2, "head_dim": 16}, seq_len=16)
+    except RecipeError as error:
+        assert "\n" not in str(error)

@@ -314,7 +314,7 @@ GOOD = {"model_type": "llama", **TEXT}
         ({"hidden_size": 64}, {}, "model", "model_type"),
         ({"model_type": "no-such-architecture", "hidden_size": 64}, {}, "model", "no-such-architecture"),
         ({"model_type": "gemma3", "text_config": {"hidden_size": 64}}, {}, "model", "text_config"),
-        ({"model_type": "whisper"}, {}, "model", "no head"),
+        ({"model_type": "whisper"}, {}, "model", "simulate(model="),
         ({"model_type": "vit", **TEXT, "patch_size": 300}, {}, "model.patch_size", "exceed"),
         ("gpt2", {"task": "masked-lm"}, "task", "'causal-lm' or 'sequence-classification'"),
         ("vit-base", {"task": "causal-lm"}, "task", "'image-classification'"),

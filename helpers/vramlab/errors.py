@@ -13,10 +13,19 @@ class RecipeError(VramLabError, ValueError):
 
     def __init__(self, field: str, value: object, allowed: str):
         self.field, self.value, self.allowed = field, value, allowed
-        super().__init__(f"Recipe field '{field}' is {value!r}, but {allowed}.")
+        super().__init__(f"Recipe field '{field}' is {_shown(value)}, but {allowed}.")
 
     def __reduce__(self):
         return type(self), (self.field, self.value, self.allowed)
+
+
+def _shown(value: object) -> str:
+    """`repr(value)` in one line of at most 120 characters."""
+    try:
+        text = " ".join(repr(value).split())
+    except Exception:  # Python writes no whole numbers of over 4,300 digits, and any object has a repr of its own
+        text = f"a value of {type(value).__name__}"
+    return text if len(text) <= 120 else text[:117] + "..."
 
 
 class MeasurementError(VramLabError, RuntimeError):

@@ -4,12 +4,15 @@ FAMILIES holds what a configuration leaves unsaid: the class defaults of transfo
 itself is asked about other architectures.
 """
 
+import contextlib
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from .errors import RecipeError
+from .options import words
 
 # Task to the suffix of transformers' classes, the table of `modeling_auto` and the usual name of the output head.
 TASKS = {
@@ -28,6 +31,9 @@ TASKS = {
     "masked-lm": ("ForMaskedLM", "MODEL_FOR_MASKED_LM_MAPPING_NAMES", "cls.predictions.decoder"),
 }
 FEW = 4  # a configuration's other lists are as short as this: image sizes, colours
+MOST_LAYERS = 1000  # every weight is listed by name; the deepest model of the catalogue has 126 layers
+MOST_SIZE, MOST_POSITIONS = 2**23, 2**31  # so that PyTorch can count the bytes of every tensor in signed 64 bits
+WITHOUT_SDPA = ("gemma2",)  # transformers: Gemma2PreTrainedModel._supports_sdpa is False; others are asked (`meta`)
 DECODER = ("causal-lm", "sequence-classification")
 # Configurations name the same size differently; the first name found counts.
 SIZES = {
@@ -50,6 +56,32 @@ OTHERS = {
     "attention_dropout": ("attention_probs_dropout_prob", "attention_dropout", "attn_pdrop", "dropout_rate"),
     "embedding_dropout": ("embd_pdrop",),
 }
+MOST = dict.fromkeys((name for names in SIZES.values() for name in names), MOST_SIZE)
+MOST |= dict.fromkeys((*SIZES["max_positions"], *SIZES["sliding_window"]), MOST_POSITIONS)
+MOST |= dict.fromkeys((*SIZES["num_layers"], *SIZES["num_decoder_layers"]), MOST_LAYERS)
+MOST |= dict.fromkeys(SIZES["num_experts"], 2**12) | {"image_size": 2**16, "patch_size": 2**16, "num_channels": 2**16}
+# What configurations say besides sizes, and what it must be. transformers' classes check most of it too, later.
+SWITCHES = words(
+    """tie_word_embeddings attention_bias mlp_bias qkv_bias bias enable_bias parallel_attn multi_query alibi is_decoder
+    new_decoder_architecture add_cross_attention use_sliding_window do_layer_norm_before layer_norm_elementwise_affine
+    qk_layernorm use_parallel_residual is_encoder_decoder"""
+)
+SHARES = ("partial_rotary_factor", "rotary_pct")
+NUMBERS = (
+    "factor",
+    "rope_theta",
+    "rotary_emb_base",
+    "query_pre_attn_scalar",
+    "attn_logit_softcapping",
+    "final_logit_softcapping",
+)
+DROPOUTS = tuple(name for key, names in OTHERS.items() if "dropout" in key for name in names)
+TEXTS = ("feed_forward_proj", *OTHERS["activation"])
+DTYPES = ("float32", "float16", "bfloat16", "float64", "auto")
+ACTIVATIONS = words(  # transformers.activations.ACT2FN
+    """gelu gelu_10 gelu_accurate gelu_fast gelu_new gelu_python gelu_python_tanh gelu_pytorch_tanh hardswish laplace
+    leaky_relu linear mish prelu quick_gelu relu relu2 relu6 sigmoid silu sqrtsoftplus swish tanh xielu"""
+)
 
 
 @dataclass(frozen=True)
@@ -129,6 +161,9 @@ FAMILIES = {
 }
 
 
+BUILT = "build it yourself and ask simulate(model=..., batch=..., optimizer=...)"
+
+
 def family_of(name: str, config: dict[str, Any]) -> Family:
     """The family of `config`; one that has no entry here is asked from transformers, which also completes `config`.
 
@@ -150,33 +185,84 @@ def family_of(name: str, config: dict[str, Any]) -> Family:
     if getattr(full, "is_encoder_decoder", False) or "masked-lm" in classes:
         classes.pop("causal-lm", None)  # half of the model, or an encoder made to look back only
     if not classes:
-        raise RecipeError("model", name, f"a {full.model_type} has no head for any of " + ", ".join(TASKS))
+        raise RecipeError("model", name, f"recipes train {', '.join(TASKS)}, and a {full.model_type} does not: {BUILT}")
     for key, value in full.to_dict().items():
         config.setdefault(key, value)
     for key in ("hidden_size", "num_hidden_layers", "num_attention_heads", "head_dim"):  # other names of the same
-        if isinstance(value := getattr(full, key, None), int):
-            config.setdefault(key, value)
+        with contextlib.suppress(Exception):  # Gemma 4 refuses to name one value of what differs by layer
+            if isinstance(value := getattr(full, key, None), int):
+                config.setdefault(key, value)
     tied, rotary = bool(getattr(full, "tie_word_embeddings", False)), 1.0 if config.get("rope_parameters") else 0.0
     required = _NO_MLP[:3] if "image-classification" in classes else _NO_MLP
     return Family(classes, tied=tied, rotary=rotary, mlp=None, required=required)
 
 
 def reason(error: Exception) -> str:
-    """The line of another library's error that says what is wrong."""
-    return str(error.__cause__ or error).strip().splitlines()[0].rstrip(".")
+    """The line of another library's error that says what is wrong, or the error's class if it says nothing."""
+    text = str(error.__cause__ or error).strip()
+    return text.splitlines()[0].rstrip(".") if text else type(error).__name__
+
+
+def read_json(field: str, text: Any, name: str | None = None) -> Any:
+    """What the JSON `text` says. Raises RecipeError about `field` (called `name`) if it is none."""
+    try:
+        return json.loads(text)
+    except RecursionError:
+        reason = "it is nested too deeply"
+    except (TypeError, ValueError) as error:
+        reason = str(error)
+    raise RecipeError(field, text if name is None else name, f"it is not JSON: {reason}")
 
 
 def parse(name: str, text: str) -> dict[str, Any]:
     """The configuration in `text`. Raises RecipeError if it is none, or not of one language or image model."""
-    try:
-        config = json.loads(text)
-    except ValueError as error:
-        raise RecipeError("model", name, f"its configuration is not JSON: {error}") from None
+    config = read_json("model", text, name)
+    if isinstance(config, dict):
+        for key, value in config.items():
+            if value is not None and (allowed := _wrong(key, value)):
+                raise RecipeError(f"model.{key}", value, f"it must be {allowed}")
     if not isinstance(config, dict) or not config.get("model_type"):
         raise RecipeError("model", name, "its configuration must say a 'model_type', as every config.json does")
     if isinstance(config.get("text_config"), dict) and "hidden_size" not in config:
-        raise RecipeError("model", name, "it reads more than text: give its 'text_config' for the language part")
+        raise RecipeError(
+            "model", name, f"it reads more than text: give its 'text_config' for the language part, or {BUILT}"
+        )
     return config
+
+
+def _wrong(key: str, value: Any) -> str:
+    """What `value` would have to be where a configuration has `key`, "" if it is that, or if any value may be."""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if (most := MOST.get(key)) and is_number and value > most:
+        return f"{most:,} at most"
+    if "dropout" in key or key.endswith("pdrop"):
+        other = isinstance(value, list | dict) or (
+            isinstance(value, bool) and key not in DROPOUTS
+        )  # a switch, or several
+        return "" if other or (is_number and 0 <= value <= 1) else "a probability from 0 to 1"
+    if key.endswith(("_eps", "_epsilon")) or key in NUMBERS:
+        return "" if is_number and 0 < value < math.inf else "a number over 0"
+    if key in SHARES:
+        return "" if is_number and 0 < value <= 1 else "a number over 0 and up to 1"
+    if key in SWITCHES:
+        return "" if isinstance(value, bool) else "true or false"
+    if key in ("rope_scaling", "rope_parameters"):
+        if not isinstance(value, dict):
+            return "a mapping, such as {'rope_type': 'linear', 'factor': 2.0}"
+        wrong = ((inner, _wrong(inner, v)) for inner, v in value.items() if v is not None)
+        return next((f"a mapping in which {inner} is {allowed}" for inner, allowed in wrong if allowed), "")
+    if key in ("dtype", "torch_dtype"):
+        known = isinstance(value, str) and value.removeprefix("torch.") in DTYPES
+        return "" if known else "one of " + ", ".join(DTYPES)
+    if key == "model_type" or key in TEXTS:
+        return "" if isinstance(value, str) else "text"
+    if key in ("architectures", "layer_types"):
+        return "" if isinstance(value, list) and all(isinstance(v, str) for v in value) else "a list of names"
+    if key == "id2label":
+        return "" if isinstance(value, dict) else "a mapping of numbers to names"
+    if key == "num_labels":
+        return "" if isinstance(value, int) and is_number and 0 < value <= MOST_SIZE else "a whole number of at least 1"
+    return ""
 
 
 def cut(config: dict[str, Any], kept: list[int] | int) -> None:
@@ -215,6 +301,8 @@ def read(name: str, config: dict[str, Any], family: Family, task: str) -> dict[s
     activation, packed = others.pop("activation") or "gelu", config.get("feed_forward_proj") or ""
     if packed:  # T5 packs it, with the gate; "gated-gelu" is GPT-2's GELU
         activation = "gelu_new" if packed == "gated-gelu" else packed.rpartition("-")[2]
+    if config["model_type"] in FAMILIES and activation not in ACTIVATIONS:
+        raise RecipeError("model.activation", activation, "allowed are " + ", ".join(sorted(ACTIVATIONS)))
     rope = config.get("rope_parameters") or {}  # the rotated share of a head, under the names of all ages
     share = rope.get("partial_rotary_factor", config.get("partial_rotary_factor", config.get("rotary_pct")))
     tied = family.tied == "always" or bool(config.get("tie_word_embeddings", family.tied))
@@ -229,6 +317,7 @@ def read(name: str, config: dict[str, Any], family: Family, task: str) -> dict[s
         **{key: float(value or 0) for key, value in others.items()},
         "image_tokens": sizes["max_positions"] if task == "image-classification" else 0,
         "dtype": config.get("dtype") or config.get("torch_dtype"),
+        "attention": "eager" if config["model_type"] in WITHOUT_SDPA else "sdpa",
     }
 
 
@@ -240,13 +329,13 @@ def _size(name: str, config: dict[str, Any], size: str, family: Family) -> int |
     """One size of `config`, None when it may be absent and is."""
     keys = (family.mlp,) if size == "intermediate_size" and family.mlp else SIZES[size]
     key = next((key for key in keys if config.get(key) is not None), keys[0])
-    value = config.get(key)
+    value, otherwise = config.get(key), "" if config["model_type"] in FAMILIES else f"; or {BUILT}"
     if value is None or (size == "sliding_window" and not value):
         if size in family.required:
-            raise RecipeError(f"model.{key}", None, f"the configuration of {name} must say it")
+            raise RecipeError(f"model.{key}", None, f"the configuration of {name} must say it{otherwise}")
         return None if key in config else family.defaults.get(size)
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise RecipeError(f"model.{key}", value, "it must be a whole number of at least 1")
+        raise RecipeError(f"model.{key}", value, f"it must be a whole number of at least 1{otherwise}")
     return value
 
 
@@ -259,6 +348,10 @@ def _fill(config: dict[str, Any], sizes: dict[str, int | None], family: Family) 
     if kind == "falcon" and not config.get("new_decoder_architecture"):
         sizes["num_kv_heads"] = 1 if config.get("multi_query", True) else heads
     sizes["num_kv_heads"] = sizes["num_kv_heads"] or heads
+    if family.rotary == 1 and kind in FAMILIES and sizes["head_dim"] % 2 and sizes["head_dim"] > 4:
+        raise RecipeError(
+            "model.head_dim", sizes["head_dim"], "rotary positions turn pairs of channels: it must be even"
+        )
     if heads % sizes["num_kv_heads"]:
         raise RecipeError("model.num_key_value_heads", sizes["num_kv_heads"], f"it must divide the {heads} heads")
     sizes["intermediate_size"] = sizes["intermediate_size"] or 4 * h

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 from . import checks
 from .apart import Apart
@@ -19,7 +20,7 @@ from .formulas import gradient_bytes, optimizer_state_bytes, parameter_bytes
 from .gpu import current_device
 from .nvml import nvml_snapshot
 from .predict import predict
-from .recipe import Recipe
+from .recipe import Recipe, as_recipe
 from .records import find_record, log_wanted
 from .report import Report, environment, format_bytes
 
@@ -30,7 +31,7 @@ WORKER = [sys.executable, "-P", "-m", "vramlab.worker"]  # -P: a torch.py in the
 
 
 def measure(
-    recipe: Recipe,
+    recipe: Recipe | Any,
     repeats: int = 3,
     warmup: int = 2,
     *,
@@ -46,6 +47,7 @@ def measure(
     them on a CPU; on fewer GPUs, of that rank alone among ranks that are not there (its collectives move nothing).
 
     Args:
+        recipe: a recipe; or what `Recipe` takes for a model, with every other field at its default.
         repeats, warmup: timed optimizer steps, and steps before them (two at least, so that all states exist).
         device: "cuda" or "cpu"; None takes CUDA where there is one.
         recorded: True only looks the recipe up in the records, False only runs it here, None runs it if it fits here.
@@ -58,6 +60,7 @@ def measure(
         MeasurementError: neither can be had; the message says why and what would do.
         RecipeError: the device cannot compute in the recipe's precision, or an argument is out of range.
     """
+    recipe = as_recipe(recipe)
     for name, value, least in (("repeats", repeats, 1), ("warmup", warmup, 2), ("memory_limit", memory_limit, 1)):
         if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < least):
             raise RecipeError(name, value, f"measure needs a whole number of at least {least}")

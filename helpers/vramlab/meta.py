@@ -38,7 +38,7 @@ def read_off(s: "Shape") -> tuple[tuple, tuple]:
 
 
 def describe(s: "Shape") -> dict[str, object]:
-    """Fields of `Shape` that only the model shows: `head`, `norm`, `gated_mlp` and an image's tokens.
+    """Fields of `Shape` that only the model shows: `head`, `norm`, `gated_mlp`, `attention` and an image's tokens.
 
     Raises:
         RecipeError: as `read_off` does.
@@ -49,6 +49,7 @@ def describe(s: "Shape") -> dict[str, object]:
         "norm": _norm(model),
         "gated_mlp": any("gate" in name and kind == "linear" for name, _, kind, _ in weights),
     }
+    found["attention"] = "sdpa" if getattr(model, "_supports_sdpa", True) else "eager"
     output = model.get_output_embeddings()
     heads = [name for name, module in model.named_modules() if output is not None and module is output]
     heads += [name for name in ("score", "classifier") if hasattr(model, name)]

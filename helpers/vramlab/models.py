@@ -11,6 +11,7 @@ import warnings
 from typing import TYPE_CHECKING
 
 from .errors import RecipeError
+from .families import reason
 from .recipe import Recipe
 
 if TYPE_CHECKING:
@@ -117,9 +118,9 @@ def _architecture(recipe: Recipe, dtype: "torch.dtype") -> "torch.nn.Module":
             config.decoder_start_token_id = config.pad_token_id or 0
         auto = getattr(transformers, AUTO_CLASS[shape.task])
         model = auto.from_config(config, dtype=dtype, attn_implementation=recipe.attn_implementation)
-    except (KeyError, ValueError, ImportError) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise RecipeError("model", shape.name, f"transformers cannot build it for {shape.task}: {reason}") from error
+    except Exception as error:  # each configuration and model class has its own ways to refuse
+        rest = f"transformers cannot build it for {shape.task}: {reason(error)}"
+        raise RecipeError("model", shape.name, rest) from error
     for name, parameter in model.named_parameters():
         if _kept_in_fp32(model, dtype).intersection(name.split(".")):
             parameter.data = parameter.data.float()

@@ -1,23 +1,33 @@
 """The parts of a recipe: adapters, quantization, sharding, the loop; and the checks that name a bad value."""
 
 import dataclasses
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 
 from .errors import RecipeError
 
 QUANT_TYPES = ("nf4", "fp4", "int8")
+LARGEST = 1e300  # of numbers that a recipe may have, so that each is one for torch too
 STAGES = {"ddp": (0, 1), "fsdp": (2, 3), "deepspeed": (0, 1, 2, 3), "tensor": (0,), "pipeline": (0,)}
 
 
+def words(text: str) -> frozenset[str]:
+    """The words of `text`, for long lists of names."""
+    return frozenset(text.split())
+
+
 def choice(name: str, value: object, allowed: tuple[str, ...]) -> None:
-    if value not in allowed:
+    if not isinstance(value, str) or value not in allowed:
         raise RecipeError(name, value, "allowed are " + ", ".join(map(repr, allowed)))
 
 
-def whole(name: str, value: object, least: int = 1) -> None:
+def whole(name: str, value: object, least: int = 1, most: int | None = None) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise RecipeError(name, value, f"it must be a whole number of at least {least}")
+    if most is not None and value > most:
+        raise RecipeError(name, value, f"it must be {most:,} at most")
 
 
 def flag(name: str, value: object, allow_none: bool = False) -> None:
@@ -27,8 +37,61 @@ def flag(name: str, value: object, allow_none: bool = False) -> None:
 
 def number(name: str, value: object, allowed: str, fits: Callable[[float], bool]) -> None:
     """Raise RecipeError unless `value` is a number that `fits`."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not fits(value):
+    if isinstance(value, bool) or not isinstance(value, int | float) or not (abs(value) < LARGEST and fits(value)):
         raise RecipeError(name, value, f"it must be a number {allowed}")
+
+
+# What each optimizer takes (its signature in torch, transformers or bitsandbytes) of what the package models.
+_TORCH, _BNB = ("lr", "weight_decay", "eps"), ("lr", "weight_decay")
+OPTIMIZER_ARGUMENTS = {
+    **dict.fromkeys(("adamw_torch", "adamw_torch_fused"), (*_TORCH, "amsgrad")),
+    **dict.fromkeys(("adamw_bnb_8bit", "paged_adamw_32bit", "paged_adamw_8bit"), _TORCH),
+    **dict.fromkeys(("lion_32bit", "lion_8bit", "paged_lion_32bit", "paged_lion_8bit"), _BNB),
+    "sgd": (*_BNB, "momentum", "dampening", "nesterov"),
+    "adagrad": (*_TORCH, "lr_decay", "initial_accumulator_value"),
+    "rmsprop": (*_TORCH, "momentum", "alpha", "centered"),
+    "adafactor": (*_BNB, "clip_threshold", "decay_rate"),
+}
+SWITCHES = ("nesterov", "centered", "amsgrad")
+ANY_SIGN = ("dampening", "decay_rate")
+FLAGS = {"true": 1.0, "yes": 1.0, "1": 1.0, "1.0": 1.0, "false": 0.0, "no": 0.0, "0": 0.0, "0.0": 0.0}
+
+
+@lru_cache(maxsize=512)
+def _optimizer_arguments(optim: str, text: str) -> tuple[tuple[str, float], ...]:
+    found: dict[str, float] = {}
+    for pair in text.split(","):
+        name, equals, value = (part.strip() for part in pair.partition("="))
+        if not equals or not value:
+            raise RecipeError("optim_args", text, "it must read like 'momentum=0.9,weight_decay=0.01'")
+        if name not in OPTIMIZER_ARGUMENTS[optim]:
+            allowed = ", ".join(OPTIMIZER_ARGUMENTS[optim])
+            raise RecipeError("optim_args", text, f"{optim} has no {name!r} here; it takes {allowed}")
+        try:
+            number = FLAGS[value.lower()] if name in SWITCHES else float(value)
+        except (KeyError, ValueError):
+            kind = "True or False" if name in SWITCHES else "a number"
+            raise RecipeError("optim_args", text, f"{name} must be {kind}") from None
+        if not math.isfinite(number) or (number < 0 and name not in ANY_SIGN):
+            allowed = "a finite number" + ("" if name in ANY_SIGN else " of at least 0")
+            raise RecipeError("optim_args", text, f"{name} must be {allowed}")
+        found[name] = number
+    if found.get("nesterov") and (not found.get("momentum") or found.get("dampening")):
+        raise RecipeError("optim_args", text, "nesterov needs a momentum over 0 and no dampening")
+    return tuple(found.items())
+
+
+def optimizer_arguments(optim: str, text: str | None) -> dict[str, float]:
+    """`optim_args` as a dictionary, {} when there are none.
+
+    Raises:
+        RecipeError: it is no text of that form, or names or values are not the optimizer's.
+    """
+    if text in (None, ""):
+        return {}
+    if not isinstance(text, str):
+        raise RecipeError("optim_args", text, "it must be text like 'momentum=0.9,weight_decay=0.01'")
+    return dict(_optimizer_arguments(optim, text))
 
 
 def rebuild(kind, name: str, values: Mapping):
@@ -124,13 +187,13 @@ class Sharding:
     def __post_init__(self):
         if self.stage not in (0, 1, 2, 3) or isinstance(self.stage, bool):
             raise RecipeError("sharding.stage", self.stage, "allowed are 0, 1, 2 and 3")
-        whole("sharding.world_size", self.world_size)
+        whole("sharding.world_size", self.world_size, most=2**20)
         whole("sharding.rank", self.rank, 0)
         if self.rank >= self.world_size:
             raise RecipeError(
                 "sharding.rank", self.rank, f"ranks of {self.world_size} go from 0 to {self.world_size - 1}"
             )
-        whole("sharding.micro_batches", self.micro_batches)
+        whole("sharding.micro_batches", self.micro_batches, most=2**16)
         choice("sharding.engine", self.engine, tuple(STAGES))
         choice("sharding.wrap", self.wrap, ("layers", "model"))
         choice("sharding.schedule", self.schedule, ("gpipe", "1f1b"))
@@ -180,6 +243,8 @@ class Loop:
     empty_cache_steps: int | None = None
 
     def __post_init__(self):
+        if not isinstance(self.name, str):
+            raise RecipeError("loop.name", self.name, "it must be text")
         choice("loop.zero_grad", self.zero_grad, ("start", "before_backward", "end"))
         for name in ("set_to_none", "outputs_to_fp32", "optimizer_in_backward"):
             flag(f"loop.{name}", getattr(self, name))

@@ -9,6 +9,7 @@ The peak is the highest of these moments.
 """
 
 from collections import Counter
+from typing import Any
 
 from .errors import RecipeError
 from .formulas import reserved, shards, slices, stored
@@ -16,7 +17,7 @@ from .formulas.account import Account, Asked, Moment, kept_account
 from .gpu import USUAL, Gpu, find_gpu
 from .lora_modules import differ_by_layer
 from .overhead import cublas_workspace
-from .recipe import Recipe
+from .recipe import Recipe, as_recipe
 from .report import CATEGORIES, Bytes, Phase, Report, Tensor, format_bytes
 from .weights import unquantized
 
@@ -24,10 +25,11 @@ LISTED = 8
 DTYPES = {8: "int64", 4: "float32", 1: "uint8"}
 
 
-def predict(recipe: Recipe, gpu: str | Gpu | None = None) -> Report:
+def predict(recipe: Recipe | Any, gpu: str | Gpu | None = None) -> Report:
     """What `recipe` needs in memory on a CUDA device, by formula.
 
     Args:
+        recipe: a recipe; or what `Recipe` takes for a model, with every other field at its default.
         gpu: a name of the GPU table, for what depends on the card; None takes an A100's kernels.
     Returns:
         A report with source "predicted": bytes by category at the peak and end of each phase of a steady step, the peak
@@ -37,6 +39,7 @@ def predict(recipe: Recipe, gpu: str | Gpu | None = None) -> Report:
         RecipeError: adapters in some layers only, or an architecture unlike those written down (`formulas.nearest`):
             `simulate` takes both.
     """
+    recipe = as_recipe(recipe)
     card = find_gpu(gpu) if gpu else None
     if differ_by_layer(recipe.shape, recipe.lora):
         allowed = "the formulas multiply one layer, so every layer has to get the same adapters: ask simulate"

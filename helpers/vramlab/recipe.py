@@ -14,12 +14,12 @@ from typing import Any
 
 from . import cuts
 from .errors import RecipeError
-from .options import LOOPS, Loop, LoRA, Quantization, Sharding, choice, flag, rebuild, whole
-from .shapes import Shape, read_shape
+from .families import MOST_LAYERS
+from .options import LOOPS, Loop, LoRA, Quantization, Sharding, choice, flag, optimizer_arguments, rebuild, whole
+from .shapes import Shape, plain, read_json, read_shape
 
 PRECISIONS = ("fp32", "tf32", "fp16-mixed", "bf16-mixed", "fp16-true", "bf16-true")
 ATTENTION = ("eager", "sdpa", "flash_attention_2")
-WITHOUT_SDPA = ("gemma2",)  # transformers: Gemma2PreTrainedModel._supports_sdpa is False
 TASKS = (
     "causal-lm",
     "masked-lm",
@@ -43,7 +43,9 @@ OPTIMIZERS = (
     "rmsprop",
     "adafactor",
 )
-MOST_LAYERS = 1000  # every weight is listed by name; the deepest model of the catalogue has 126 layers
+MOST = 2**24  # samples or tokens
+MOST_MICRO_BATCHES = 2**16  # each of them is run
+MOST_BYTES = 2**62  # of one tensor: PyTorch counts bytes in signed 64 bits
 ALIASES = {
     "adamw_8bit": "adamw_bnb_8bit",
     "adamw": "adamw_torch",
@@ -90,16 +92,7 @@ class Recipe:
 
     def __post_init__(self):
         set_ = lambda name, value: object.__setattr__(self, name, value)  # noqa: E731
-        model = self.model
-        if isinstance(model, os.PathLike):
-            model = os.fspath(model)
-        elif hasattr(model, "to_dict"):
-            model = model.to_dict()
-        elif not isinstance(model, str | Mapping):
-            raise RecipeError(
-                "model", model, "it must be a name, a path to a config.json or a transformers config object"
-            )
-        set_("model", model)
+        set_("model", _described(self.model))
         for name, kind in (("lora", LoRA), ("quantization", Quantization), ("sharding", Sharding)):
             value = getattr(self, name)
             if isinstance(value, Mapping):
@@ -113,17 +106,20 @@ class Recipe:
             set_("loop", rebuild(Loop, "loop", self.loop))
         elif not isinstance(self.loop, Loop):
             raise RecipeError("loop", self.loop, "allowed are " + ", ".join(map(repr, LOOPS)) + " or a Loop")
-        set_("optim", ALIASES.get(self.optim, self.optim))
+        if isinstance(self.optim, str):
+            set_("optim", ALIASES.get(self.optim, self.optim))
         choice("precision", self.precision, PRECISIONS)
         choice("optim", self.optim, OPTIMIZERS)
         if self.attn_implementation is not None:
             choice("attn_implementation", self.attn_implementation, ATTENTION)
-        for name in ("batch_size", "gradient_accumulation_steps"):
-            whole(name, getattr(self, name))
+        whole("batch_size", self.batch_size, most=MOST)
+        whole("gradient_accumulation_steps", self.gradient_accumulation_steps, most=MOST_MICRO_BATCHES)
+        if self.seq_len is not None:
+            whole("seq_len", self.seq_len, most=MOST)
         for name in ("gradient_checkpointing", "torch_compile"):
             flag(name, getattr(self, name))
         if self.num_layers is not None:
-            whole("num_layers", self.num_layers)
+            whole("num_layers", self.num_layers, most=MOST_LAYERS)
         if self.task is not None:
             choice("task", self.task, TASKS)
         self.optimizer_arguments()
@@ -132,10 +128,6 @@ class Recipe:
 
     def _check_against_shape(self, set_) -> None:
         shape = self.shape
-        if max(shape.num_layers, shape.num_decoder_layers or 0) > MOST_LAYERS:
-            raise RecipeError(
-                "num_layers", shape.num_layers, f"models of up to {MOST_LAYERS:,} layers can be described"
-            )
         if shape.task == "image-classification":
             if self.seq_len not in (None, shape.image_tokens):
                 raise RecipeError(
@@ -146,9 +138,15 @@ class Recipe:
             set_("seq_len", shape.image_tokens)
         elif self.seq_len is None:
             set_("seq_len", min(512, shape.max_positions or 512))
-        whole("seq_len", self.seq_len)
         if shape.max_positions and self.seq_len > shape.max_positions and shape.task != "image-classification":
             raise RecipeError("seq_len", self.seq_len, f"{shape.name} has {shape.max_positions} positions")
+        tokens = self.batch_size * self.seq_len
+        widest = max(shape.vocab_size, shape.intermediate_size, shape.hidden_size, shape.num_heads * self.seq_len)
+        if tokens * widest * 8 > MOST_BYTES:
+            rest = (
+                f"with {self.seq_len:,} tokens a sample one tensor would have {tokens * widest:.1e} numbers: too many"
+            )
+            raise RecipeError("batch_size", self.batch_size, rest)
         if self.quantization and not self.lora:
             raise RecipeError(
                 "quantization", self.quantization.quant_type, "quantized weights cannot be trained: add lora=LoRA(...)"
@@ -156,10 +154,10 @@ class Recipe:
         if self.quantization and self.precision.endswith("-mixed") and self.quantization.quant_type == "int8":
             raise RecipeError("precision", self.precision, "int8 bases are trained with a '-true' precision or 'fp32'")
         if self.attn_implementation is None:
-            set_("attn_implementation", "eager" if shape.family in WITHOUT_SDPA else "sdpa")
-        elif self.attn_implementation == "sdpa" and shape.family in WITHOUT_SDPA:
+            set_("attn_implementation", shape.attention)
+        elif self.attn_implementation == "sdpa" and shape.attention == "eager":
             raise RecipeError(
-                "attn_implementation", "sdpa", f"{shape.name} caps its scores, which sdpa cannot: use 'eager'"
+                "attn_implementation", "sdpa", f"transformers has no sdpa for a {shape.family}: use 'eager'"
             )
         if self.lora:
             shape.check_lora(self.lora.target_modules, self.lora.r)
@@ -185,18 +183,7 @@ class Recipe:
 
     def optimizer_arguments(self) -> dict[str, float]:
         """`optim_args` as a dictionary, {} when there are none."""
-        if self.optim_args in (None, ""):
-            return {}
-        if not isinstance(self.optim_args, str):
-            raise RecipeError("optim_args", self.optim_args, "it must be text like 'momentum=0.9,weight_decay=0.01'")
-        try:
-            return {
-                key.strip(): float(value) for key, value in (pair.split("=") for pair in self.optim_args.split(","))
-            }
-        except ValueError:
-            raise RecipeError(
-                "optim_args", self.optim_args, "it must read like 'momentum=0.9,weight_decay=0.01'"
-            ) from None
+        return optimizer_arguments(self.optim, self.optim_args)
 
     def replace(self, **changes) -> "Recipe":
         """A copy with `changes`, validated again."""
@@ -218,8 +205,11 @@ class Recipe:
 
     @classmethod
     def from_json(cls, text: str) -> "Recipe":
-        """The recipe that `to_json` wrote. Raises RecipeError on fields it does not know."""
-        return rebuild(cls, "recipe", json.loads(text))
+        """The recipe that `to_json` wrote. Raises RecipeError if `text` is no JSON of a recipe."""
+        values = read_json("recipe", text)
+        if not isinstance(values, dict) or "model" not in values:
+            raise RecipeError("recipe", text, "it must be a JSON object with a 'model', as to_json() writes it")
+        return rebuild(cls, "recipe", values)
 
     @property
     def key(self) -> str:
@@ -273,3 +263,26 @@ class Recipe:
         from .arguments import from_training_arguments
 
         return from_training_arguments(args, model, **fields)
+
+
+def as_recipe(value: Any) -> Recipe:
+    """`value` if it is a recipe; else the recipe of the model it names, with every other field at its default.
+
+    Raises:
+        RecipeError: `value` is neither a recipe nor a model.
+    """
+    return value if isinstance(value, Recipe) else Recipe(value)
+
+
+def _described(model: Any) -> str | dict[str, Any]:
+    """The text or the dictionary that says which `model` it is."""
+    if isinstance(model, str | os.PathLike):
+        return os.fspath(model)
+    if hasattr(model, "to_dict") and not isinstance(model, Mapping | Recipe):
+        model = model.to_dict()
+    if isinstance(model, Mapping):
+        return plain(model)
+    rest = "it must be a name, a path to a config.json or a transformers config object"
+    if hasattr(model, "named_parameters"):
+        rest += "; a module goes to simulate(model=...)"
+    raise RecipeError("model", model, rest)

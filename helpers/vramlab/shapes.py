@@ -11,10 +11,11 @@ from typing import Any
 from . import families, lora_modules
 from .catalogue import closest, find, model_names
 from .errors import RecipeError
+from .families import read_json
 from .layouts import Layout, layout
 from .weights import Weight, list_buffers, list_weights
 
-__all__ = ["Shape", "model_names", "read_shape"]
+__all__ = ["Shape", "model_names", "plain", "read_json", "read_shape"]
 
 
 @dataclass(frozen=True)
@@ -38,6 +39,7 @@ class Shape:
         rotary_dim: channels of a head that are rotated; 0 without rotary positions.
         sliding_window: how far back a token sees, None without such a limit (Gemma 2: in every second layer).
         hidden_dropout, attention_dropout, embedding_dropout: probabilities while training.
+        attention: the kernel that transformers takes by itself, "eager" for an architecture without sdpa.
         image_tokens: patches of an image and the class token; 0 for text.
         dtype: the format in which the weights were published, None if unknown.
     """
@@ -71,6 +73,7 @@ class Shape:
     experts_per_token: int
     image_tokens: int
     dtype: str | None
+    attention: str
 
     @property
     def config(self) -> dict[str, Any]:
@@ -129,23 +132,43 @@ def read_shape(model: str | Mapping, num_layers: int | None = None, task: str | 
         RecipeError: no such model or file, a size is missing or impossible, or the model has no such head.
     """
     if isinstance(model, Mapping):
-        text = json.dumps(model, default=str)
+        model = plain(model)
+        text = json.dumps(model)
         name = model.get("_name_or_path") or model.get("model_type") or "config"
         return _shape(str(name), None, text, num_layers, task)
+    if not isinstance(model, str):
+        raise RecipeError("model", model, "it must be a name, a path to a config.json or a configuration")
     entry = find(model)
     if entry:
         return _shape(entry.name, entry.hub_id, entry.config, num_layers, task)
-    path = os.path.join(model, "config.json") if os.path.isdir(model) else model
     try:
+        path = os.path.join(model, "config.json") if os.path.isdir(model) else model
         with open(path, encoding="utf-8") as file:
             text = file.read()
-    except OSError:
+    except UnicodeDecodeError:
+        rest = "this file is not text: give the config.json of the model, or the folder that holds it"
+        raise RecipeError("model", model, rest) from None
+    except (OSError, ValueError):  # a name with a zero byte is no path
         hint = f"did you mean {closest(model)!r}? " if closest(model) else ""
         rest = "vramlab.model_names() lists the names, and the path of any config.json works too"
         raise RecipeError("model", model, f"no model and no readable file is called so; {hint}{rest}") from None
     folder, file_name = os.path.split(os.path.abspath(path))
     name = os.path.basename(folder) if file_name == "config.json" else file_name.removesuffix(".json")
     return _shape(name, None, text, num_layers, task)
+
+
+def plain(config: Mapping) -> dict[str, Any]:
+    """`config` as JSON gives it back: text for keys, and text for what JSON has no form for, such as a torch.dtype.
+
+    Raises:
+        RecipeError: it contains itself, or has keys that JSON cannot write.
+    """
+    try:
+        return json.loads(json.dumps(dict(config), default=str))
+    except (TypeError, ValueError, RecursionError) as error:
+        raise RecipeError(
+            "model", type(config).__name__, f"its configuration cannot be written as JSON: {error}"
+        ) from None
 
 
 @lru_cache(maxsize=512)

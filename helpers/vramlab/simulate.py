@@ -20,13 +20,14 @@ from .cuda import CudaKernels, cublas_workspaces
 from .cuda_scratch import kernel_scratch
 from .deepen import deepen
 from .engines import engine_of
-from .errors import RecipeError
+from .errors import RecipeError, VramLabError
 from .fakes import fake_world
+from .families import reason
 from .gpu import USUAL, Gpu, find_gpu
 from .history import History, largest
 from .lora_modules import differ_by_layer
 from .overhead import CONTEXT, UNIT
-from .recipe import Loop, Recipe
+from .recipe import Loop, Recipe, as_recipe
 from .repetition import GROUPS, NotRegular, cut, find
 from .report import Interval, MiB, Report, environment
 from .result_storages import keep_storage
@@ -40,7 +41,7 @@ FLOATS, INTEGERS = (torch.float32, torch.float16, torch.bfloat16), (torch.int64,
 
 
 def simulate(
-    recipe: Recipe | None = None,
+    recipe: Recipe | Any = None,
     target: str = "cuda",
     gpu: str | None = None,
     *,
@@ -57,7 +58,8 @@ def simulate(
     """Where every byte of a training step would be, without a GPU and without the memory.
 
     Args:
-        recipe: what to train; or leave it out and give any module by `model`, with `batch`, `optimizer` and `loss`.
+        recipe: what to train, a `Recipe` or a model's name; or leave it out and give any module by `model`, with
+            `batch`, `optimizer` and `loss`.
         target: "cuda" describes a GPU's kernels and rounding, "cpu" this machine's.
         gpu: a name of the GPU table, for what depends on the card (attention kernel, cuBLAS workspace).
         batch: keyword arguments (mapping), positional ones (tuple) or the only one (tensor) of the model's forward.
@@ -76,7 +78,8 @@ def simulate(
         raise RecipeError("target", target, "allowed are 'cuda' and 'cpu'")
     if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
         raise RecipeError("steps", steps, "it must be a whole number of at least 1")
-    card, notes = find_gpu(gpu) if gpu else None, check_as_run(as_run, recipe)
+    card, recipe = find_gpu(gpu) if gpu else None, as_recipe(recipe) if recipe is not None else None
+    notes = check_as_run(as_run, recipe)
     if recipe is None:
         tracker = trace_module(model, batch, optimizer, loss, loop, precision, target, card, steps)
         history = History(tracker.log, tracker.marks, allocator=target == "cuda", limit=_room(card))
@@ -173,7 +176,13 @@ def _run(recipe: Recipe, target: str, card: Gpu | None, steps: int) -> Tracker:
     device = engine.fake_gpu if target == "cuda" else "cpu"
     with one_rank_of(recipe.sharding), engine.without_peers(), fake_world(target, card) as (_, kernels):
         training = tr.build(recipe, device, target=target)
-        return run_tracked(training, make_tracker(training, card, kernels), steps, target)
+        try:
+            return run_tracked(training, make_tracker(training, card, kernels), steps, target)
+        except VramLabError:
+            raise
+        except Exception as error:  # each model class has its own ways to fail, and to read values that a fake lacks
+            rest = f"its training step does not run on fake tensors: {reason(error)}; measure(recipe) runs it for real"
+            raise RecipeError("model", recipe.name, rest) from error
 
 
 def make_tracker(training: tr.Training, card: Gpu | None, kernels: CudaKernels | None) -> Tracker:

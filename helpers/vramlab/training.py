@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from .engines import Engine, engine_of
-from .errors import RecipeError
 from .models import build_model, real_tensors
 from .recipe import Loop, Recipe
 
@@ -144,13 +143,8 @@ def _groups(recipe: Recipe, model: "torch.nn.Module") -> list:
 
 
 def make_optimizer(recipe: Recipe, parameters: list, multi_tensor: bool) -> "torch.optim.Optimizer":
-    """The optimizer that `TrainingArguments.optim` names. Raises RecipeError for arguments it does not take."""
-    name, options = recipe.optim, recipe.optimizer_arguments()
-    options.setdefault("lr", 1e-5)
-    try:
-        return _optimizer(name, parameters, multi_tensor, options)
-    except TypeError as error:
-        raise RecipeError("optim_args", recipe.optim_args, f"{name} does not take it: {error}") from error
+    """The optimizer that `TrainingArguments.optim` names."""
+    return _optimizer(recipe.optim, parameters, multi_tensor, {"lr": 1e-5, **recipe.optimizer_arguments()})
 
 
 def _optimizer(name: str, parameters: list, multi_tensor: bool, options: dict) -> "torch.optim.Optimizer":

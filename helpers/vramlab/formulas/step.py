@@ -59,9 +59,10 @@ def step_temporaries(recipe: Recipe, rows: tuple[Row, ...] | None = None) -> int
 def copies(recipe: Recipe) -> tuple[int, int]:
     """How many temporaries the size of what is updated: (foreach, one by one)."""
     foreach, single = COPIES[recipe.optim]
-    if recipe.optim != "adamw_torch" and recipe.optimizer_arguments().get("weight_decay"):
+    given = recipe.optimizer_arguments()
+    if recipe.optim != "adamw_torch" and given.get("weight_decay"):
         foreach, single = foreach + (recipe.optim != "adagrad"), single + 1
-    return foreach, single
+    return foreach, single + bool(given.get("nesterov"))
 
 
 def single_temporaries(recipe: Recipe, shape: tuple[int, ...], width: int) -> int:

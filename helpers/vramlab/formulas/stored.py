@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from math import ceil, prod
 
-from ..options import LoRA, Quantization
+from ..options import LoRA, Quantization, optimizer_arguments
 from ..overhead import rounded
 from ..recipe import Recipe
 from ..shapes import Shape
@@ -105,9 +105,8 @@ def state_sizes(shape, kind: str, width: int, optim: str, optim_args: str | None
         rows, columns = prod(shape[:-1]), prod(shape[:-2]) * shape[-1]
         return tuple(rounded(FP32 * size) for size in ((n,) if len(shape) < 2 else (rows, columns)))
     if "bit" not in optim:
-        if optim in ("sgd", "rmsprop") and optim_args:
-            given = {key.strip(): float(value) for key, _, value in (a.partition("=") for a in optim_args.split(","))}
-            count += bool(given.get("momentum")) + (optim == "rmsprop" and bool(given.get("centered")))
+        given = optimizer_arguments(optim, optim_args)
+        count += sum(bool(given.get(name)) for name in ("momentum", "centered", "amsgrad"))
         return (rounded(n * width),) * count + ((rounded(FP32),) if optim == "adamw_torch_fused" else ())
     if state == 1 and (n < SMALLEST_IN_8_BITS or (kind == "embedding" and trainer)):
         state = FP32
