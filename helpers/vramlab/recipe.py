@@ -224,7 +224,7 @@ class Recipe:
     @property
     def key(self) -> str:
         """A short stable identifier: equal recipes have equal keys, on every machine."""
-        return hashlib.sha256(self.to_json().encode()).hexdigest()[:16]
+        return key_of(self.to_dict())
 
     def __hash__(self) -> int:
         return hash(self.key)
@@ -273,3 +273,8 @@ class Recipe:
         from .arguments import from_training_arguments
 
         return from_training_arguments(args, model, **fields)
+
+
+def key_of(values: Mapping[str, Any]) -> str:
+    """The key of the recipe whose `to_dict` gives `values`, without building it."""
+    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:16]
