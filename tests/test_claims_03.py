@@ -5,7 +5,7 @@ import json
 
 import pytest
 import sample_reports
-from vramlab import predict, records
+from vramlab import predict
 from vramlab.chapters import claims_03 as chapter
 from vramlab.chapters import installed_03, trained_03
 from vramlab.claims import HOLDS, NOT, UNDER, WAITS, Verdict, experiments, judge, load_claims
@@ -19,7 +19,6 @@ GPU_ONLY = ("faster", "slower", "time_ratio", "apex_is_fastest", "adafactor_is_s
 def cheap():
     """Without records, and with predictions in place of simulations; a test below holds the two together."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(records, "log_wanted", lambda recipe: None)
         patch.setattr(chapter, "find_record", missing)
         patch.setattr(chapter, "simulation", lambda recipe: predict(recipe, gpu=chapter.CARD))
         yield

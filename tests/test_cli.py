@@ -151,8 +151,19 @@ def test_text_is_the_reports_own(asked):
 )
 def test_verdict_on_a_gpu(stand_in, needs, answer):
     stand_in("predict", lambda recipe, gpu: report(recipe=recipe, **needs))
-    last = run("predict", "gpt2", "--gpu", "T4").stdout.splitlines()[-1]
-    assert last.startswith(answer)
+    shown, code = run("predict", "gpt2", "--gpu", "T4"), 1 if answer.startswith("does not fit") else 0
+    assert shown.stdout.splitlines()[-1].startswith(answer) and shown.exit_code == code
+    shown = run("predict", "gpt2", "--gpu", "T4", "--json")
+    found = Report.from_json(shown.stdout)
+    fits = {"fits": True, "does": False, "may": None}[answer.split()[0].rstrip(":")]
+    assert (found.environment, shown.exit_code) == ({"gpu": "T4", "fits": fits}, code)
+    assert found.notes[-1].startswith(answer)
+
+
+def test_a_simulation_that_does_not_fit_exits_with_1_too(stand_in):
+    stand_in("simulate", lambda recipe, **options: report("simulated", recipe, process=15 * GiB))
+    assert run("simulate", "gpt2", "--gpu", "T4").exit_code == 1
+    assert run("simulate", "gpt2", "--gpu", "A100").exit_code == 0
 
 
 # ── what goes wrong ─────────────────────────────────────────────────────────────────────────────────────────────────
@@ -279,12 +290,12 @@ def test_record_hands_everything_on(stand_in):
     stand_in("record", lambda paths, **options: asked.append((paths, options)) or Done())
     result = run("record")
     assert (result.exit_code, result.stdout) == (0, "1 recipe missing\n")
-    words = ["a.ipynb", "b.json", "--minutes", "2.5", "--dry-run", "--folder", "x", "--json"]
+    words = ["a.json", "b.json", "--minutes", "2.5", "--dry-run", "--folder", "x", "--json"]
     shown = json.loads(run("record", *words).stdout)
     assert [Recipe(**fields) for fields in shown] == [Recipe("gpt2")]
     assert asked == [
         (None, {"minutes": 8, "folder": None, "dry_run": False, "progress": True}),
-        ([Path("a.ipynb"), Path("b.json")], {"minutes": 2.5, "folder": Path("x"), "dry_run": True, "progress": False}),
+        ([Path("a.json"), Path("b.json")], {"minutes": 2.5, "folder": Path("x"), "dry_run": True, "progress": False}),
     ]
 
 
@@ -323,7 +334,7 @@ def test_real_prediction_equals_the_function():
     assert shown.source == "predicted" and shown.peak == predict(RECIPE).peak
     assert run("predict", *SMALL, "--gpu", "T4").stdout.splitlines()[-1].startswith("fits: T4")
     too_much = run("predict", "llama-3.1-70b", "--gpu", "T4")
-    assert too_much.exit_code == 0 and too_much.stdout.splitlines()[-1].startswith("does not fit: T4")
+    assert too_much.exit_code == 1 and too_much.stdout.splitlines()[-1].startswith("does not fit: T4")
 
 
 def test_real_measurement_on_this_machine():

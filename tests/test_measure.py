@@ -1,5 +1,6 @@
 """`measure` runs the real step in a process of its own; whatever happens there comes back as a report or a sentence."""
 
+import ast
 import io
 import json
 import os
@@ -7,11 +8,26 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import psutil
 import pytest
+import vramlab
 from tiny_models import config
-from vramlab import MeasurementError, MiB, Recipe, RecipeError, Report, Sharding, format_bytes, simulate, worker
+from vramlab import (
+    MeasurementError,
+    MiB,
+    Recipe,
+    RecipeError,
+    RecordError,
+    Report,
+    Sharding,
+    apart,
+    find_record,
+    format_bytes,
+    simulate,
+    worker,
+)
 from vramlab import measure as measure_here
 from vramlab.gpu import Device, find_gpu
 from vramlab.measure import run_child
@@ -107,11 +123,43 @@ def child(recipe: Recipe = TINY, timeout: float = 60, device: str = "cpu") -> Re
     return run_child(recipe, 1, 2, device, timeout)
 
 
-def test_a_child_that_the_system_kills_ran_out_of_memory(monkeypatch):
-    fake_worker(monkeypatch, "import os, signal; os.kill(os.getpid(), signal.SIGKILL)")
+KILL = "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"
+
+
+@pytest.fixture
+def counter(monkeypatch, tmp_path):
+    """A kernel's count of out-of-memory kills, in a file."""
+    file = tmp_path / "memory.events"
+    file.write_text("max 7\noom 3\noom_kill 3\n")
+    monkeypatch.setattr(apart, "oom_counters", lambda: [tmp_path / "none", file])
+    return file
+
+
+def test_a_child_that_the_kernel_kills_for_its_memory_ran_out_of_memory(monkeypatch, counter):
+    fake_worker(monkeypatch, f"open({str(counter)!r}, 'w').write('oom_kill 4\\n'); {KILL}")
     report = child()
     assert (report.status, report.source, report.title) == ("oom", "measured", str(TINY))
-    assert "system killed the process" in report.message
+    assert report.message == "The kernel killed the process because RAM ran out."
+
+
+def test_a_child_that_somebody_kills_is_an_error(monkeypatch, counter):
+    fake_worker(monkeypatch, KILL)
+    with pytest.raises(MeasurementError, match=r"was killed by somebody, not for its memory: that is no result\.$"):
+        child()
+
+
+def test_ram_that_runs_out_says_nothing_of_a_gpu(monkeypatch, counter):
+    fake_worker(monkeypatch, f"open({str(counter)!r}, 'w').write('oom_kill 4\\n'); {KILL}")
+    with pytest.raises(MeasurementError, match="because this machine's RAM ran out, not the GPU's memory"):
+        child(device="cuda")
+    assert worker.out_of_memory(RuntimeError("DefaultCPUAllocator: can't allocate memory"), "cuda") == ""
+    assert worker.out_of_memory(MemoryError(), "cuda") == "" and "RAM" in worker.out_of_memory(MemoryError(), "cpu")
+
+
+def test_the_kernels_count_is_read(monkeypatch, counter):
+    assert apart.oom_kills() == 3
+    monkeypatch.undo()
+    assert apart.oom_kills() >= 0 and all(isinstance(path, Path) for path in apart.oom_counters())
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the score is Linux's")
@@ -134,30 +182,31 @@ def test_a_child_that_ends_early_is_quoted(monkeypatch):
     assert str(TINY) in str(caught.value)
 
 
-def answer(monkeypatch, tmp_path, error: Exception) -> Report:
+def answer(monkeypatch, capfd, error: Exception) -> Report:
     """What the worker writes, and measure makes of it, when its run raises `error`."""
-    order = {"recipe": TINY.to_dict(), "repeats": 1, "warmup": 2, "device": "cpu", "answer": str(tmp_path / "answer")}
+    order = {"recipe": TINY.to_dict(), "repeats": 1, "warmup": 2, "device": "cpu"}
     monkeypatch.setattr(sys, "stdin", io.StringIO(json.dumps(order) + "\n"))
     monkeypatch.setattr(worker, "end_with_parent", lambda: None)
     monkeypatch.setattr(worker, "run", lambda *args, **options: raises(error))
     worker.main()
-    return measure._answer(TINY, json.loads((tmp_path / "answer").read_text()))
+    (line,) = (line for line in capfd.readouterr().out.splitlines() if line.startswith(apart.ANSWER))
+    return measure._answer(TINY, json.loads(line.removeprefix(apart.ANSWER)))
 
 
 def raises(error: Exception):
     raise error
 
 
-def test_an_exception_in_the_child_is_a_sentence(monkeypatch, tmp_path):
+def test_an_exception_in_the_child_is_a_sentence(monkeypatch, capfd):
     """A pickled class would need its module here; what crosses is text."""
     sentence = r"could not be measured: ZeroDivisionError: division by zero \(.*, line"
     with pytest.raises(MeasurementError, match=sentence):
-        answer(monkeypatch, tmp_path, ZeroDivisionError("division by zero"))
+        answer(monkeypatch, capfd, ZeroDivisionError("division by zero"))
 
 
-def test_a_recipe_error_in_the_child_is_one_here(monkeypatch, tmp_path):
+def test_a_recipe_error_in_the_child_is_one_here(monkeypatch, capfd):
     with pytest.raises(RecipeError, match="'optim_args' is 'beta=1', but sgd does not take it") as caught:
-        answer(monkeypatch, tmp_path, RecipeError("optim_args", "beta=1", "sgd does not take it"))
+        answer(monkeypatch, capfd, RecipeError("optim_args", "beta=1", "sgd does not take it"))
     assert caught.value.field == "optim_args"
 
 
@@ -221,13 +270,15 @@ except KeyboardInterrupt:
 
 
 @pytest.mark.skipif(os.name == "nt", reason="Windows sends Ctrl-C to the whole console, pytest included")
-@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_nothing_outlives_the_one_who_asked(how, tmp_path):
-    """Ctrl-C is answered at once; a killed notebook takes its measurement with it."""
-    pids = tmp_path / "pids"
+    """Ctrl-C is answered at once; a killed notebook takes its measurement with it, and no file stays."""
+    pids, files = tmp_path / "pids", tmp_path / "files"
+    files.mkdir()
     worker = (GRANDCHILD if how == signal.SIGINT else GUARDED).format(path=str(pids))
     code = INTERRUPTED.format(tests=os.path.dirname(__file__), worker=worker)
-    parent = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    surroundings = {**os.environ, "TMPDIR": str(files)}
+    parent = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, env=surroundings)
     try:
         children = wait_for(pids)
         begun = time.monotonic()
@@ -237,7 +288,7 @@ def test_nothing_outlives_the_one_who_asked(how, tmp_path):
         parent.kill()
     assert time.monotonic() - begun < 15
     assert out == ("interrupted 0\n" if how == signal.SIGINT else "")
-    assert gone(children)
+    assert gone(children) and [*files.iterdir()] == []
 
 
 # --- recipes that this machine does not run --------------------------------------------------------------------------
@@ -341,11 +392,53 @@ def test_wrong_arguments_are_sentences(arguments, why):
         measure_here(TINY, **arguments)
 
 
-def test_while_recipes_are_collected_nothing_runs(monkeypatch, tmp_path):
-    monkeypatch.setattr(measure, "run_child", lambda *args: pytest.fail("it ran"))
+CHANGES_SOURCE = {
+    ("records.py", "find_record", "recorded"),  # dataclasses.replace(a report that load() found to be measured, …)
+    ("lengths.py", "find_lengths", "recorded"),  # of a dictionary that save_lengths took as measured
+    ("lengths.py", "measure_lengths", "measured"),  # what the child process measured
+}
+
+
+def test_no_path_gives_a_report_another_source():
+    """But measured to recorded, in `find_record`. `{**report, "source": …}`, `replace(…, source=…)` and `x.source = …`
+    anywhere else in the package fail here."""
+    found = set()
+    for path in Path(vramlab.__file__).parent.rglob("*.py"):
+        for function in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(function, ast.FunctionDef):
+                found |= {(path.name, function.name, value) for node in ast.walk(function) for value in changed(node)}
+    assert found == CHANGES_SOURCE
+
+
+def changed(node: ast.AST) -> list[str]:
+    """The values that `node` puts in the place of a source."""
+    if isinstance(node, ast.Call) and getattr(node.func, "attr", getattr(node.func, "id", "")) in (
+        "replace",
+        "setattr",
+    ):
+        values = [word.value for word in node.keywords if word.arg == "source"]
+        texts = [getattr(each, "value", None) for each in node.args]
+        values += node.args[-1:] if "source" in texts else []
+    elif isinstance(node, ast.Dict) and None in node.keys:  # {**other, "source": value}
+        values = [v for k, v in zip(node.keys, node.values, strict=True) if getattr(k, "value", None) == "source"]
+    elif isinstance(node, ast.Assign):
+        targets = [getattr(each, "attr", getattr(getattr(each, "slice", None), "value", None)) for each in node.targets]
+        values = [node.value] if "source" in targets and not is_own(node) else []
+    else:
+        return []
+    return [getattr(value, "value", "computed") for value in values]
+
+
+def is_own(node: ast.Assign) -> bool:
+    """`self.source = …` of another class."""
+    return ast.unparse(node.targets[0]).startswith("self.")
+
+
+def test_whatever_surrounds_it_a_measurement_is_one(records, monkeypatch, tmp_path):
+    """Earlier, this variable made predictions come back as measured."""
     monkeypatch.setenv("VRAMLAB_COLLECT", str(tmp_path / "wanted"))
-    stand_ins = [measure_here(recipe) for recipe in (TINY, BIG)]
-    # they only carry the notebook's code to its next recipe; see vramlab.wanted
-    assert [report.source for report in stand_ins] == ["measured"] * 2 and stand_ins[0].speed.repeats == 3
-    lines = (tmp_path / "wanted").read_text().splitlines()
-    assert [Recipe(**json.loads(line)) for line in lines] == [TINY, BIG]
+    with pytest.raises(MeasurementError, match="there is no recorded measurement"):
+        measure_here(BIG, device="cpu")
+    with pytest.raises(RecordError, match="there is no recorded measurement"):
+        find_record(BIG)
+    assert not (tmp_path / "wanted").exists()

@@ -6,7 +6,9 @@ import subprocess
 import sys
 
 import canonical
+import execute
 import pytest
+import scratch
 import settings
 from nbval.plugin import get_sanitize_patterns
 from scratch import code
@@ -48,6 +50,22 @@ def test_nbval_leaves_out_tagged_lines_and_nothing_else(notebook, nbval):
     assert nbval(notebook)[0] == 0
     live.outputs[0].text += "live: took 99.0 s\n"
     assert nbval(notebook)[0] == 1
+
+
+LOOKS_UP = """from vramlab import MeasurementError, Recipe, measure
+
+try:
+    measure(Recipe({model!r}, batch_size=8, seq_len=512), recorded=True)
+except MeasurementError:
+    print("no record")"""
+
+
+@pytest.mark.parametrize(("model", "listed"), [("gpt2", True), ("gpt2-xl", False)])
+def test_a_notebook_looks_up_what_is_on_the_courses_list(model, listed, tmp_path):
+    """Else nothing would ever be recorded for it, and no reader would learn why."""
+    run = execute.run(scratch.write(tmp_path / "00_x.ipynb", LOOKS_UP.format(model=model)))
+    assert ("is not in data/wanted.json, so no GPU records it: add {" in run.error) is not listed, run.error
+    assert run.failed_cell == (0 if listed else 3)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Records are written whole or not at all, name what is wrong with them, and are made of what the notebooks ask for."""
+"""Records are written whole or not at all, name what is wrong with them, and are made from lists of recipes."""
 
 import dataclasses
 import errno
@@ -16,7 +16,6 @@ import pytest
 import sample_reports
 from tiny_models import config
 from vramlab import MeasurementError, Recipe, RecipeError, RecordError, Report, find_gpu, find_record, records
-from vramlab.collector import to_python
 from vramlab.data import data_path
 from vramlab.gpu import Device
 from vramlab.records import file_name, load, save, write_atomically
@@ -42,7 +41,9 @@ def folder(monkeypatch, tmp_path) -> Path:
 
 
 def contents(folder: Path) -> dict[str, str]:
-    return {path.name: path.read_text() for path in folder.iterdir()} if folder.exists() else {}
+    """Its files, without the locks."""
+    files = [path for path in folder.iterdir() if path.suffix != ".lock"] if folder.exists() else []
+    return {path.name: path.read_text() for path in files}
 
 
 # --- files ------------------------------------------------------------------------------------------------------------
@@ -116,6 +117,47 @@ def test_a_cpus_figures_never_land_among_the_courses(monkeypatch, tmp_path):
     assert save(report, tmp_path).name == "cpu-torch2.13-transformers5.23.json"
 
 
+WRITER = """
+import dataclasses, sys
+sys.path.insert(0, sys.argv[1])
+import test_records
+from vramlab import Recipe
+from vramlab.records import save
+
+who, saves = int(sys.argv[3]), int(sys.argv[4])
+small = dataclasses.replace(test_records.measured(), timeline=[], largest=[], phases={})
+for n in range(saves):
+    recipe = Recipe("gpt2", batch_size=1 + who, seq_len=1 + n)
+    save(dataclasses.replace(small, recipe=recipe.to_dict()), sys.argv[2])
+"""
+
+
+@pytest.mark.parametrize("saves", [10, pytest.param(250, marks=pytest.mark.slow)])
+def test_four_writers_lose_nothing(folder, saves):
+    words = [sys.executable, "-c", WRITER, os.path.dirname(__file__), str(folder)]
+    writers = [subprocess.Popen([*words, str(who), str(saves)]) for who in range(4)]
+    assert [writer.wait(600) for writer in writers] == [0] * 4
+    expected = {Recipe("gpt2", batch_size=1 + who, seq_len=1 + n).key for who in range(4) for n in range(saves)}
+    assert keys(folder) == expected and len(expected) == 4 * saves
+    assert [path.suffix for path in folder.iterdir() if path.suffix != ".lock"] == [".json"]
+
+
+def test_a_lock_that_is_never_given_back_is_a_sentence(folder, monkeypatch):
+    monkeypatch.setattr(records, "LOCK_SECONDS", 0.1)
+    with (
+        records.locked(folder / H200_FILE),
+        pytest.raises(RecordError, match=rf"{H200_FILE} is being written by others for over 0\.1 s"),
+    ):
+        save(measured())
+    assert save(measured()).exists(), "it was given back"
+
+
+def test_a_folder_that_cannot_be_written_is_a_sentence(folder):
+    folder.write_text("a file")
+    with pytest.raises(RecordError, match=rf"{H200_FILE} could not be locked \(.*\); it is as it was before"):
+        save(measured())
+
+
 # --- faults -----------------------------------------------------------------------------------------------------------
 
 
@@ -166,7 +208,17 @@ def test_an_interrupt_while_writing_loses_nothing(folder, monkeypatch):
     assert contents(folder) == before
 
 
-BROKEN = ["", "{", "[]", "{}", '{"reports": 5}', '{"reports": {"a": {}}}', '{"reports": {"a": [1]}}', "\x00"]
+BROKEN = [
+    "",
+    "{",
+    "[]",
+    "[" * 100_000,
+    "{}",
+    '{"reports": 5}',
+    '{"reports": {"a": {}}}',
+    '{"reports": {"a": [1]}}',
+    "\x00",
+]
 
 
 @pytest.mark.parametrize("text", BROKEN)
@@ -179,82 +231,53 @@ def test_a_broken_file_is_named(folder, text):
     assert contents(folder) == {H200_FILE: text}, "it is not written over"
 
 
+def spoil(entry: dict, *path: str, value) -> dict:
+    """`entry` with the value at `path` changed."""
+    name, *rest = path
+    return {**entry, name: spoil(entry[name], *rest, value=value) if rest else value}
+
+
+SPOILT = [
+    (("peak",), "large", "Report field 'peak' is 'large', but it must be an object with names and values"),
+    (("peak", "parameters"), "5", "'peak.parameters' is '5', but it must be a whole number of bytes"),
+    (("peak", "gradients"), -5, "'peak.gradients' is -5"),
+    (("peak", "total"), 5, "'peak.total' is 5, but it must be the sum of the categories"),
+    (("phases", "step", "end"), None, "'phases.step.end' is None"),
+    (("phases",), {"stpe": None}, "'phases.stpe' is unknown; known are load, forward"),
+    (("environment",), None, "'environment' is None"),
+    (("speed",), {"median": float("nan"), "low": 1, "high": 1, "repeats": 1, "tokens_per_second": 1}, "speed.median"),
+    (("status",), "fine", "'status' is 'fine', but it must be one of ok, oom, error"),
+    (("source",), "simulated", "is a simulated report, but records are measured"),
+    (("recipe",), None, "is the report of another recipe"),
+    (("recipe", "batch_size"), 2, "is the report of another recipe: gpt2 · batch 1"),
+]
+
+
+@pytest.mark.parametrize(("path", "value", "why"), SPOILT, ids=[".".join(path) for path, *_ in SPOILT])
+def test_a_record_that_cannot_be_is_refused_in_one_sentence(folder, path, value, why):
+    file = save(measured())
+    entries = json.loads(file.read_text())["reports"]
+    file.write_text(json.dumps({"reports": {SMALL.key: spoil(entries[SMALL.key], *path, value=value)}}))
+    records._files.cache_clear()
+    for read in (lambda: load(file), lambda: find_record(SMALL), lambda: save(measured(OTHER))):
+        with pytest.raises(RecordError) as caught:
+            read()
+        text = str(caught.value)
+        assert why in text and SMALL.key in text and H200_FILE in text and "\n" not in text
+
+
+def test_a_run_that_failed_is_no_record(folder):
+    with pytest.raises(RecordError, match="a run that failed is not recorded: rank 1 ended it"):
+        save(dataclasses.replace(measured(), status="error", message="rank 1 ended it"))
+    assert contents(folder) == {}
+
+
 def test_a_file_that_is_not_there(folder):
     with pytest.raises(RecordError, match=r"nothing\.json does not exist"):
         load(folder / "nothing.json")
 
 
-# --- what the notebooks ask for ---------------------------------------------------------------------------------------
-
-
-def notebook(path: Path, *cells: str) -> Path:
-    code = [{"cell_type": "code", "source": cell.splitlines(keepends=True)} for cell in cells]
-    path.write_text(json.dumps({"cells": [{"cell_type": "markdown", "source": ["# measure(...)"]}, *code]}))
-    return path
-
-
-CELLS = (
-    "%load_ext vramlab\nfrom vramlab import Recipe, compare, find_record, measure, predict, simulate\n"
-    "base = Recipe('gpt2', seq_len=64)",
-    "for size in (1, 2, 4):\n    report = measure(base.replace(batch_size=size))\n"
-    "    assert report.source in ('measured', 'recorded') and report.speed.median > 0\n"
-    "    print(compare(predict(base.replace(batch_size=size)), report))\n"
-    "    print(report.rss - report.peak.total, report.reserved - report.allocated, report.process - report.requested)",
-    "raise ValueError('a cell that fails')",
-    "!ls\n%matplotlib inline\ndisplay(find_record(base.replace(optim='sgd')))",
-    "%%watch model\nmeasure(base.replace(batch_size=1))",
-    "%%bash\nexit 1",
-    "import sys\nsys.exit('an exit')",
-    "print('%d'\n  % measure(base.replace(optim='adafactor')).peak.total)",
-    "predict(base.replace(batch_size=99)); simulate(base.replace(num_layers=1))",
-    "this is no Python",
-)
-
-
-def test_the_recipes_of_a_notebook_are_what_its_code_asks_for(tmp_path):
-    from vramlab.wanted import collect
-
-    base = Recipe("gpt2", seq_len=64)
-    recipes = collect(notebook(tmp_path / "chapter.ipynb", *CELLS))
-    sizes = [base.replace(batch_size=size) for size in (1, 2, 4)]
-    assert recipes == [*sizes, base.replace(optim="sgd"), base.replace(optim="adafactor")]
-    assert [path.name for path in tmp_path.iterdir() if path.suffix] == ["chapter.ipynb"], "nothing is left there"
-
-
-@pytest.mark.parametrize(
-    ("source", "python"),
-    [
-        ("x = 1", "x = 1"),
-        ("%time\n  !ls\nx = 1", "pass\n  pass\nx = 1"),
-        ("%%time\nx = 1", "x = 1"),
-        ("%%watch model -o seen\nx = 1", "x = 1"),
-        ("%%writefile x.py\nx = 1", ""),
-        ("print('%d'\n% 5)", "print('%d'\n% 5)"),
-    ],
-)
-def test_only_what_ipython_alone_understands_is_taken_out(source, python):
-    assert to_python(source) == python
-
-
-def test_a_notebook_that_cannot_be_collected_is_a_sentence(monkeypatch, tmp_path):
-    from vramlab import wanted
-
-    with pytest.raises(RecordError, match="there is no notebook"):
-        wanted.collect(tmp_path / "none.ipynb")
-    path = notebook(tmp_path / "slow.ipynb", "1")
-    monkeypatch.setattr(wanted, "COLLECTOR", [sys.executable, "-c", "import time; time.sleep(100)"])
-    monkeypatch.setattr(wanted, "COLLECT_SECONDS", 0.5)
-    with pytest.raises(RecordError, match=r"the code of slow\.ipynb ran for over 0 minutes"):
-        wanted.collect(path)
-    code = "import os; print('so far', flush=True); os.abort()"
-    monkeypatch.setattr(wanted, "COLLECTOR", [sys.executable, "-c", code])
-    monkeypatch.setattr(wanted, "COLLECT_SECONDS", 60)
-    with pytest.raises(RecordError, match=r"slow.ipynb could not be run to its end \(exit status -6\): so far"):
-        wanted.collect(path)
-    (tmp_path / "broken.ipynb").write_text("{")
-    monkeypatch.undo()
-    with pytest.raises(RecordError, match=r"broken\.ipynb could not be run to its end .*: json.*JSONDecodeError"):
-        wanted.collect(tmp_path / "broken.ipynb")
+# --- lists ------------------------------------------------------------------------------------------------------------
 
 
 def recipe_list(path: Path, entries) -> Path:
@@ -280,7 +303,8 @@ def test_a_list_takes_each_value_of_a_field(tmp_path):
         ({"model": "gpt2"}, "bad.json is no list of recipes: it is not a list"),
         ([{"model": "gpt2"}, {"model": "gpt9"}], "bad.json, entry 2: Recipe field 'model' is 'gpt9'"),
         ([{"modle": "gpt2"}], "bad.json, entry 1: .*modle"),
-        (["gpt2"], "bad.json, entry 1: "),
+        ([{"model": "gpt2", "bacth_size": 1}], "bad.json, entry 1: Recipe field 'recipe.bacth_size' is 1, but no such"),
+        (["gpt2"], "bad.json, entry 1: Recipe field 'recipe' is 'gpt2', but it must be an object"),
     ],
 )
 def test_a_bad_list_names_its_entry(tmp_path, entries, why):
@@ -293,12 +317,10 @@ def test_a_bad_list_names_its_entry(tmp_path, entries, why):
 
 
 def test_the_courses_own_list_can_be_trained():
-    from vramlab.wanted import course_paths, read_list
+    from vramlab.wanted import course_list, read_list
 
-    paths = course_paths()
-    assert paths[0].name == "wanted.json" and all(path.suffix == ".ipynb" for path in paths[1:])
-    recipes = read_list(paths[0])
-    assert len({recipe.key for recipe in recipes}) == len(recipes) > 60
+    recipes = read_list(course_list())
+    assert len({recipe.key for recipe in recipes}) == len(recipes) > 140
     b = [r for r in recipes if r.name == "polyglot-ko-1.3b" and r.seq_len == 256 and r.precision == "fp16-true"]
     assert {4, 8, 16} <= {r.batch_size for r in b} and any(r.quantization for r in b) and any(r.lora for r in b)
     assert {"bert-large", "gpt2", "llama-3.2-1b", "qwen2.5-0.5b", "llama-3.1-8b"} <= {r.name for r in recipes}
@@ -381,6 +403,32 @@ def test_the_time_is_kept(gpu, three, folder):
     gpu.take = 0
     gpu.module.record([three], minutes=1.5, progress=False)
     assert gpu.ran == [SMALL, OTHER, LARGE], "it resumes where it stopped"
+
+
+def test_the_clock_starts_with_the_first_run(gpu, three, monkeypatch):
+    def slow_start():
+        gpu.now += 600
+        return Device("cuda", "NVIDIA H200", card.total, gpu=card)
+
+    card = find_gpu("H200")
+    monkeypatch.setattr(gpu.module, "current_device", slow_start)
+    gpu.take = 20.0
+    gpu.module.record([three], minutes=1, progress=False)
+    assert gpu.ran == [SMALL, OTHER, LARGE] and gpu.timeouts == [60, 40, 20]
+
+
+@pytest.mark.parametrize("minutes", [-1, float("nan")])
+def test_what_is_no_time_is_refused(gpu, three, minutes):
+    with pytest.raises(RecordError, match="it must be a number of at least 0"):
+        gpu.module.record([three], minutes=minutes)
+    assert gpu.ran == []
+
+
+def test_there_is_a_bar_where_somebody_watches(gpu, three, monkeypatch, capsys):
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("COLUMNS", "120")
+    gpu.module.record([three])
+    assert "3/3" in capsys.readouterr().out
 
 
 def test_out_of_memory_is_a_result(gpu, three, folder):
@@ -514,14 +562,34 @@ def test_a_real_record_on_a_cpu_and_its_resumption(tmp_path, monkeypatch):
     assert (again.recorded, again.measured) == (2, []) and time.monotonic() - begun < 10
 
 
-def test_a_child_that_the_system_kills_is_recorded_as_out_of_memory(tmp_path, monkeypatch):
+KILLED = """
+import os, re, signal, sys
+if {oom}:
+    open({counter!r}, "w").write("low 0\\noom_kill 1\\noom_group_kill 0\\n")
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.mark.skipif(os.name == "nt", reason="Windows has no SIGKILL")
+@pytest.mark.parametrize("oom", [True, False])
+def test_only_the_kernels_own_kill_is_recorded_as_out_of_memory(tmp_path, monkeypatch, oom):
+    """`kill -9` says nothing of the recipe: it is measured again next time."""
+    from vramlab import apart
     from vramlab.record import record
 
-    code = "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"
+    counter = tmp_path / "memory.events"
+    counter.write_text("low 0\noom_kill 0\noom_group_kill 0\n")
+    monkeypatch.setattr(apart, "oom_counters", lambda: [counter])
+    code = KILLED.format(oom=oom, counter=str(counter))
     monkeypatch.setattr(sys.modules["vramlab.measure"], "WORKER", [sys.executable, "-c", code])
     tiny = {"model": config("gpt2"), "batch_size": 2, "seq_len": 32, "num_layers": 2}
     done = record([recipe_list(tmp_path / "tiny.json", [tiny])], folder=tmp_path / "mine", progress=False)
-    assert load(done.file)[Recipe(**tiny).key].status == "oom"
+    if oom:
+        assert load(done.file)[Recipe(**tiny).key].status == "oom"
+    else:
+        (skipped,) = done.skipped
+        assert "was killed by somebody, not for its memory: that is no result" in skipped[1]
+        assert done.file is None and contents(tmp_path / "mine") == {}
 
 
 def test_the_command_line_says_it_in_a_sentence(tmp_path):

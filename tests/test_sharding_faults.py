@@ -13,7 +13,7 @@ import pytest
 import rank_faults
 from test_measure import gone
 from tiny_models import config
-from vramlab import MeasurementError, MiB, Recipe, RecipeError, Sharding, measure
+from vramlab import MeasurementError, MiB, Recipe, RecipeError, Sharding, apart, measure
 from vramlab.errors import RankError
 from vramlab.sharding import Launcher, launch, run_alone, run_ranks
 
@@ -78,7 +78,7 @@ FAILURES = {
     "raise": (None, "failed: ValueError: a bad value"),
     "exit": (7, "ended in the middle with exit status 7, without an exception."),
     "leave": (1, "ended in the middle with exit status 1, without an exception."),
-    "kill": (-9, "was killed by SIGKILL, as the system does when memory runs out."),
+    "kill": (-9, "was killed by SIGKILL."),
 }
 
 
@@ -92,6 +92,15 @@ def test_the_rank_that_failed_is_named_and_the_others_do_not_wait(launcher, tmp_
     assert (caught.value.rank, caught.value.code) == (who, code)
     assert str(caught.value).startswith(f"Rank {who} of 3 {words}")
     assert len(pids(tmp_path)) == 3 and gone(pids(tmp_path))
+
+
+@pytest.mark.parametrize("oom", [True, False])
+def test_a_rank_that_is_killed_ran_out_of_memory_only_if_the_kernel_says_so(launcher, tmp_path, monkeypatch, oom):
+    monkeypatch.setattr(apart.Apart, "out_of_memory", lambda self: oom)
+    with pytest.raises(RankError) as caught:
+        launch("rank_faults:fail", {"how": "kill", "folder": str(tmp_path)}, 2, launcher=launcher)
+    assert caught.value.oom == ("It was killed by the kernel because RAM ran out." if oom else "")
+    assert str(caught.value).endswith("SIGKILL by the kernel because RAM ran out." if oom else "SIGKILL.")
 
 
 def test_the_traceback_is_the_ranks_own_in_one_piece(launcher, tmp_path):
@@ -213,11 +222,14 @@ except KeyboardInterrupt:
 """
 
 
-@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_nothing_outlives_the_one_who_asked(how, tmp_path):
-    """Ctrl-C is answered at once; a killed notebook takes its ranks with it."""
+    """Ctrl-C is answered at once; a killed notebook takes its ranks with it, and no folder stays."""
+    files = tmp_path / "files"
+    files.mkdir()
     code = ASKING.format(tests=os.path.dirname(__file__), folder=str(tmp_path))
-    parent = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    surroundings = {**os.environ, "TMPDIR": str(files)}
+    parent = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, env=surroundings)
     try:
         ranks = pids(tmp_path, 2)
         family = ranks + [child.pid for child in psutil.Process(parent.pid).children(recursive=True)]
@@ -229,3 +241,4 @@ def test_nothing_outlives_the_one_who_asked(how, tmp_path):
     assert time.monotonic() - begun < 15
     assert out == ("interrupted 0\n" if how == signal.SIGINT else "")
     assert len(family) >= 5 and gone(family)
+    assert [path.name for path in files.iterdir() if path.name.startswith("vramlab")] == []

@@ -406,7 +406,7 @@ def run(shell, text: str):
 def test_the_magic_prints_the_report_of_its_cell(shell, line):
     result, text = run(shell, f"%%watch {line}\n{CELL}answer = 42")
     assert result.success and shell.user_ns["answer"] == 42
-    assert "measured (cpu), GiB: Sequential" in text and "between_steps" in text
+    assert "measured (cpu), KiB: Sequential" in text and "between_steps" in text
     assert _get_current_dispatch_mode() is None
 
 

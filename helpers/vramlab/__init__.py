@@ -25,6 +25,7 @@ _HOME = {
     "RecipeError": "errors",
     "MeasurementError": "errors",
     "RecordError": "errors",
+    "ReportError": "errors",
     "VramLabError": "errors",
     "Report": "report",
     "Bytes": "report",
@@ -63,7 +64,7 @@ if TYPE_CHECKING:
     from .callback import WatchCallback
     from .compare import compare
     from .doctor import doctor, environment_stamp
-    from .errors import MeasurementError, RecipeError, RecordError, VramLabError
+    from .errors import MeasurementError, RecipeError, RecordError, ReportError, VramLabError
     from .gpu import find_gpu, gpu_names
     from .live import live
     from .measure import measure

@@ -1,7 +1,7 @@
 """The command line: a thin face over `predict`, `simulate`, `measure`, records and doctor.
 
-Exit status: 0 done, 1 the run failed or doctor misses what the course needs, 2 a wrong request (one sentence on
-stderr), 3 out of memory (the report says how much, or that no plan fits), 130 stopped with Ctrl-C.
+Exit status: 0 done, 1 the run failed, the recipe does not fit --gpu, or doctor misses what the course needs, 2 a wrong
+request (one sentence on stderr), 3 out of memory (the report says how much, or that no plan fits), 130 stopped with Ctrl-C.
 """
 
 import dataclasses
@@ -81,12 +81,12 @@ def _flag(text: str, *names: str) -> Any:
 
 
 Json = _flag("Print JSON; sizes are bytes, times seconds.", "--json")
-GpuName = Annotated[str | None, typer.Option("--gpu", help="A card by name, such as T4.")]
+GpuName = Annotated[str | None, typer.Option("--gpu", help="A card by name, such as T4. Exit status 1: does not fit.")]
 Target = Annotated[str, typer.Option(help="Whose kernels and rounding: cuda or cpu.")]
 Repeats = Annotated[int, typer.Option(min=1, help="Timed steps after warm-up.")]
-Minutes = Annotated[float, typer.Option(min=0, help="Stop before this much time is spent.")]
+Minutes = Annotated[float, typer.Option(min=0, help="From the first run; nothing goes on after that.")]
 Folder = Annotated[Path | None, typer.Option(help="Where record files lie; the course's when left out.")]
-Lists = Annotated[list[Path] | None, typer.Argument(help="Notebooks and JSON lists of recipes; else the course's.")]
+Lists = Annotated[list[Path] | None, typer.Argument(help="JSON lists of recipes; the course's when left out.")]
 
 
 def takes_recipe(command: Callable[..., None]) -> Callable[..., None]:
@@ -216,7 +216,7 @@ def record(
     folder: Folder = None,
     as_json: _flag("Print the list of what is missing, for a later run.", "--json") = False,
 ) -> None:
-    """Measure every recipe that the notebooks ask for and keep the reports for readers without this GPU."""
+    """Measure every recipe on the list and keep the reports for readers without this GPU."""
     from .record import record
 
     outcome = record(paths or None, minutes=minutes, folder=folder, dry_run=dry_run, progress=not as_json)
@@ -244,16 +244,28 @@ def _card(name: str | None, recipe: Recipe) -> Gpu | None:
 
 
 def _finish(report: Report, card: Gpu | None, as_json: bool) -> None:
-    """Prints the report, whether it fits the card, and exits with what its status means."""
-    typer.echo(report.to_json(indent=2) if as_json else str(report))
+    """Prints the report, and whether it fits the card; exits with what its status and that mean.
+
+    In JSON the answer is `environment.fits`: true, false, or null where the card lies within the interval.
+    """
+    fits = True
     needs = report.process
-    if card and needs is not None and not as_json:
+    if card and needs is not None:
         low, high = (needs.low, needs.high) if isinstance(needs, Interval) else (needs, needs)
-        answer = "fits" if high <= card.total else "does not fit" if low > card.total else "may not fit"
+        fits = True if high <= card.total else False if low > card.total else None
+        answer = {True: "fits", False: "does not fit", None: "may not fit"}[fits]
         said = needs if isinstance(needs, Interval) else format_bytes(needs)
-        typer.echo(f"{answer}: {card.name} has {format_bytes(card.total)}, the process needs {said}")
+        sentence = f"{answer}: {card.name} has {format_bytes(card.total)}, the process needs {said}"
+        report.environment |= {"gpu": card.name, "fits": fits}
+        if as_json:
+            report.notes.append(sentence)
+    typer.echo(report.to_json(indent=2) if as_json else str(report))
+    if card and needs is not None and not as_json:
+        typer.echo(sentence)
     if report.status != "ok":
         raise typer.Exit(OUT_OF_MEMORY if report.status == "oom" else FAILED)
+    if fits is False:
+        raise typer.Exit(FAILED)
 
 
 def main() -> None:

@@ -4,12 +4,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
-from .report import CATEGORIES, PHASES, Bytes, GiB, Interval, KiB, MiB, Report, format_bytes, text_table
+from .report import CATEGORIES, PHASES, UNITS, Bytes, Interval, Report, format_bytes, text_table, unit_for
 
 # What a difference is taken against: a run outweighs a simulation, and a simulation a formula.
 STRENGTH = {"predicted": 0, "simulated": 1, "recorded": 2, "measured": 2}
 DEVICE_ROWS = ("allocated", "requested", "reserved", "process", "rss")
-UNIT_SIZES = {"GiB": GiB, "MiB": MiB, "KiB": KiB, "B": 1}
 INFINITE = (float("inf"), float("-inf"))  # relative to nothing
 Value = int | Interval | str | None
 
@@ -100,7 +99,7 @@ class Comparison:
 
 
 def compare(
-    *reports: Report, labels: Sequence[str] | None = None, same_recipe: bool = True, unit: str = "GiB"
+    *reports: Report, labels: Sequence[str] | None = None, same_recipe: bool = True, unit: str | None = None
 ) -> Comparison:
     """A table of what each report says of the same recipe, and how far each is from the strongest witness.
 
@@ -109,11 +108,14 @@ def compare(
             taken against the last. Different recipes keep their order, and differences are taken against the first.
         labels: names for the columns, in the order of `reports`; None makes short ones that tell them apart.
         same_recipe: False allows different recipes (what does a trick change?) and says so in a note.
-        unit: "GiB", "MiB", "KiB" or "B", for the eye only.
+        unit: "GiB", "MiB", "KiB" or "B", for the eye only; None takes one by the highest peak.
     Raises:
         ValueError: nothing to compare, something that is no report, or different recipes.
     """
     pairs = list(zip(column_labels(reports, labels, same_recipe), reports, strict=True))
+    unit = unit or unit_for(
+        max((report.peak.total for report in reports if report.status == "ok"), default=UNITS["GiB"])
+    )
     check_unit(unit)
     apart = _apart_in(reports)
     if not apart:
@@ -149,9 +151,9 @@ def difference(a: Report | Bytes | Interval | int, b: Report | Bytes | Interval 
 
 def check_unit(unit: str) -> int:
     """How many bytes a unit is. Raises ValueError for unknown ones."""
-    if unit not in UNIT_SIZES:
-        raise ValueError(f"unit is {unit!r}, but allowed are {', '.join(UNIT_SIZES)}.")
-    return UNIT_SIZES[unit]
+    if unit not in UNITS:
+        raise ValueError(f"unit is {unit!r}, but allowed are {', '.join(UNITS)}.")
+    return UNITS[unit]
 
 
 def failure(report: Report) -> str:

@@ -36,6 +36,10 @@ class RecordError(VramLabError, LookupError):
     """A recorded measurement that does not exist, or a record file that cannot be read or written."""
 
 
+class ReportError(VramLabError, ValueError):
+    """Something that is not a report of this package: a field is missing, unknown or has an impossible value."""
+
+
 class RankError(MeasurementError):
     """A rank that failed. `rank` says which, `code` how it ended, `traceback` is its own, in one piece.
 

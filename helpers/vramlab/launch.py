@@ -82,7 +82,8 @@ class Launcher:
                 self.end()
                 raise
             if done != {"failed": None}:
-                raise _failure(Path(folder), done, world_size)  # the ranks are gone, and the child is as it was
+                starved = device == "cpu" and self._child.out_of_memory()
+                raise _failure(Path(folder), done, world_size, starved)  # the ranks are gone; the child is as it was
             yield Path(folder)
 
     def answers(self, function: str, arguments: dict[str, Any], world_size: int, *how: Any) -> list[Any]:
@@ -120,8 +121,11 @@ def _check_port(port: int) -> None:
             ) from None
 
 
-def _failure(folder: Path, done: dict, world_size: int) -> Exception:
-    """The error of the rank that failed first, as an exception of this process."""
+def _failure(folder: Path, done: dict, world_size: int, starved: bool) -> Exception:
+    """The error of the rank that failed first, as an exception of this process.
+
+    `starved`: the kernel has killed a process for its memory.
+    """
     errors = {}
     for rank in range(world_size):
         with contextlib.suppress(FileNotFoundError):
@@ -130,9 +134,11 @@ def _failure(folder: Path, done: dict, world_size: int) -> Exception:
                 errors[rank] = found
     silent = done["failed"] is not None and done["failed"] not in errors
     if silent and (done["code"] != -getattr(signal, "SIGABRT", 6) or not errors):
-        return RankError(
-            f"Rank {done['failed']} of {world_size} {_ending(done['code'])}.", done["failed"], done["code"]
-        )
+        rank, code = done["failed"], done["code"]
+        starved = starved and code == -getattr(signal, "SIGKILL", 9)
+        why = " by the kernel because RAM ran out" if starved else ""
+        oom = f"It was killed{why}." if starved else ""
+        return RankError(f"Rank {rank} of {world_size} {_ending(code)}{why}.", rank, code, oom=oom)
     if not errors:
         return MeasurementError(done["message"])
     rank = min(errors, key=lambda r: (errors[r]["consequence"], errors[r]["time"]))
@@ -148,8 +154,7 @@ def _failure(folder: Path, done: dict, world_size: int) -> Exception:
 def _ending(code: int) -> str:
     if code >= 0:
         return f"ended in the middle with exit status {code}, without an exception"
-    name = signal.Signals(-code).name
-    return f"was killed by {name}" + (", as the system does when memory runs out" if name == "SIGKILL" else "")
+    return f"was killed by {signal.Signals(-code).name}"
 
 
 def launch(

@@ -16,7 +16,7 @@ from typing import Any
 
 from .errors import MeasurementError, RecordError
 from .recipe import Recipe
-from .records import measurements_folder, write_atomically
+from .records import locked, measurements_folder, write_atomically
 
 SETTINGS = ("", "expandable_segments:True")  # the default, and the one that chapter 07 compares it with
 VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # today's name, and the older one, which still works
@@ -88,9 +88,10 @@ def save_lengths(recipe: Recipe, lengths: Sequence[int], settings: str, found: d
     if found.get("source") != "measured":
         raise RecordError(f"only measured runs are recorded, and this one is {found.get('source')}.")
     path = _folder() / ("-".join(found["gpu"].lower().split()) + ".json")
-    runs = json.loads(path.read_text(encoding="utf-8"))["runs"] if path.exists() else {}
-    runs[_key(recipe, lengths, settings)] = found
-    write_atomically(path, json.dumps({"runs": dict(sorted(runs.items()))}, indent=1) + "\n")
+    with locked(path):
+        runs = json.loads(path.read_text(encoding="utf-8"))["runs"] if path.exists() else {}
+        runs[_key(recipe, lengths, settings)] = found
+        write_atomically(path, json.dumps({"runs": dict(sorted(runs.items()))}, indent=1) + "\n")
     return path
 
 

@@ -9,8 +9,6 @@ import json
 import signal
 import subprocess
 import sys
-import tempfile
-from pathlib import Path
 from typing import Any
 
 from . import checks
@@ -21,7 +19,7 @@ from .gpu import current_device
 from .nvml import nvml_snapshot
 from .predict import predict
 from .recipe import Recipe, as_recipe
-from .records import find_record, log_wanted
+from .records import find_record
 from .report import Report, environment, format_bytes
 
 SECONDS_ON_CPU = 120
@@ -66,8 +64,6 @@ def measure(
             raise RecipeError(name, value, f"measure needs a whole number of at least {least}")
     if device not in (None, "cuda", "cpu"):
         raise RecipeError("device", device, "allowed are 'cuda', 'cpu' and None")
-    if stand_in := log_wanted(recipe):
-        return stand_in
     if recorded:
         return _recorded(recipe, "recorded=True asks for no run")
     here = current_device()
@@ -174,10 +170,9 @@ def run_on_ranks(
                 f"{module}:measure", arguments, ranks, device, timeout, None, f"{module}:preload"
             )
         except RankError as error:
-            if not error.oom and error.code != -getattr(signal, "SIGKILL", 9):
+            if not error.oom:
                 raise
-            message = f"Rank {error.rank} of {ranks}: {error.oom}" if error.oom else str(error)
-            return _failed(recipe, device, message, memory_limit)
+            return _failed(recipe, device, f"Rank {error.rank} of {ranks}: {error.oom}", memory_limit)
     reports = [Report.from_dict(answer) for answer in answers]
     report = reports[recipe.sharding.rank]
     peaks = ", ".join(format_bytes(r.allocated) for r in reports)
@@ -199,16 +194,19 @@ def run_child(
     Ctrl-C and timeouts end the child's whole process group; should this process be killed, the child ends by itself.
     """
     order = {"recipe": recipe.to_dict(), "repeats": repeats, "warmup": warmup, "device": device}
-    with tempfile.TemporaryDirectory(prefix="vramlab-") as folder, worker or start_worker() as child:
-        answer_file = Path(folder, "answer.json")
-        child.send(json.dumps({**order, "memory_limit": memory_limit, "answer": str(answer_file)}))
+    with worker or start_worker() as child:
+        child.send(json.dumps({**order, "memory_limit": memory_limit}))
         try:
             code, last_words = child.wait(timeout)
         except subprocess.TimeoutExpired:
             raise MeasurementError(f"{recipe} took over {timeout:g} s and was ended: raise timeout=.") from None
-        if answer_file.exists():
-            return _answer(recipe, json.loads(answer_file.read_text()))
-    return _died(recipe, code, last_words, device)
+        answer, out_of_memory = child.answer(), child.out_of_memory()
+    if answer is not None:
+        return _answer(recipe, answer)
+    if code == -getattr(signal, "SIGKILL", 9):
+        return _killed(recipe, device, out_of_memory)
+    words = "\n".join(last_words) or "nothing was printed"
+    raise MeasurementError(f"the process that measured {recipe} ended with code {code}; its last words:\n{words}")
 
 
 def _answer(recipe: Recipe, answer: dict) -> Report:
@@ -219,11 +217,16 @@ def _answer(recipe: Recipe, answer: dict) -> Report:
     raise MeasurementError(f"{recipe} could not be measured: {answer['message']}")
 
 
-def _died(recipe: Recipe, code: int, last_words: list[str], device: str) -> Report:
-    if code == -getattr(signal, "SIGKILL", 9):
-        return _failed(recipe, device, "The system killed the process, as it does when memory runs out.")
-    words = "\n".join(last_words) or "nothing was printed"
-    raise MeasurementError(f"the process that measured {recipe} ended with code {code}; its last words:\n{words}")
+def _killed(recipe: Recipe, device: str, out_of_memory: bool) -> Report:
+    """A report if the kernel killed the process for its memory and that is what was measured, else an error."""
+    if out_of_memory and device == "cpu":
+        return _failed(recipe, device, "The kernel killed the process because RAM ran out.")
+    why = (
+        "because this machine's RAM ran out, not the GPU's memory"
+        if out_of_memory
+        else "by somebody, not for its memory"
+    )
+    raise MeasurementError(f"the process that measured {recipe} was killed {why}: that is no result.")
 
 
 def _failed(recipe: Recipe, device: str, message: str, memory_limit: int | None = None) -> Report:

@@ -7,6 +7,7 @@ import importlib
 import json
 import os
 import select
+import shutil
 import signal
 import sys
 import time
@@ -15,6 +16,7 @@ import uuid
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 import transformers.modeling_utils
 import transformers.trainer_pt_utils  # noqa: F401 (loaded here, once for all ranks)
@@ -53,12 +55,13 @@ def main() -> None:
     if not FORKS:
         line = sys.stdin.readline()
         if line:
-            end_with_parent()
             order = json.loads(line)
+            end_with_parent(order["folder"])
             _show_gpus(order["device"])
             start_ranks(order, "spawn")
             Path(order["folder"], OUTCOME).rename(Path(order["folder"], DONE))
         return
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # that of a whole job: this process ends when its parent does
     while line := _line():
         order = json.loads(line)
         _show_gpus(order["device"])
@@ -70,12 +73,23 @@ def main() -> None:
             os._exit(0)
         while not (ended := os.waitpid(agent, os.WNOHANG))[0]:
             if select.select([0], [], [], 0.02)[0]:  # nobody writes now: this is the end of the parent
-                os.killpg(0, signal.SIGKILL)
+                _end(order["folder"])
         outcome = Path(order["folder"], OUTCOME)
         if not outcome.exists():
             code = os.waitstatus_to_exitcode(ended[1])
             _write(outcome, {"failed": None, "message": f"torch's elastic agent ended with code {code}"})
         outcome.rename(outcome.with_name(DONE))  # now that nobody else writes to the folder
+
+
+def _end(folder: str) -> None:
+    """End all processes here, this one last, and remove the parent's folder, which it no longer can."""
+    others = psutil.Process().children(recursive=True)
+    for process in others:
+        with contextlib.suppress(psutil.Error):
+            process.kill()
+    psutil.wait_procs(others, timeout=5)
+    shutil.rmtree(folder, ignore_errors=True)
+    os.killpg(0, signal.SIGKILL)
 
 
 def _line() -> str:

@@ -214,7 +214,7 @@ class Recipe:
     @property
     def key(self) -> str:
         """A short stable identifier: equal recipes have equal keys, on every machine."""
-        return hashlib.sha256(self.to_json().encode()).hexdigest()[:16]
+        return key_of(self.to_dict())
 
     def __hash__(self) -> int:
         return hash(self.key)
@@ -286,3 +286,8 @@ def _described(model: Any) -> str | dict[str, Any]:
     if hasattr(model, "named_parameters"):
         rest += "; a module goes to simulate(model=...)"
     raise RecipeError("model", model, rest)
+
+
+def key_of(values: Mapping[str, Any]) -> str:
+    """The key of the recipe whose `to_dict` gives `values`, without building it."""
+    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:16]

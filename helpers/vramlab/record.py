@@ -1,4 +1,4 @@
-"""Measure every recipe that the course asks for, cheapest first, and keep the reports for readers without this GPU."""
+"""Measure every recipe on the course's list, cheapest first, and keep the reports for readers without this GPU."""
 
 import contextlib
 import os
@@ -15,7 +15,7 @@ from .measure import CPU_FLOPS, cannot, measure, operations, start_worker, too_m
 from .recipe import Recipe
 from .records import file_name, load, measurements_folder, save
 from .report import Report, environment, format_bytes, text_table
-from .wanted import course_paths, wanted
+from .wanted import course_list, wanted
 
 STEPS = 7  # warm-up, repeats and tracked steps of one measurement
 START = 15.0  # seconds for a process to load its libraries and make CUDA's context
@@ -58,25 +58,27 @@ def record(
     """Measure what is wanted and not recorded yet, cheapest first, and save each report as soon as it is there.
 
     Args:
-        paths: notebooks, whose code is run for the recipes it asks for, and lists (`wanted.read_list`); None takes
-            the course's notebooks and its list, `data/wanted.json`.
-        minutes: nothing is begun that is not expected to end in this time, and nothing goes on after it.
+        paths: lists of recipes (`wanted.read_list`); None takes the course's, `data/wanted.json`.
+        minutes: from the start of the first run; nothing is begun that is not expected to end in this time, and nothing
+            goes on after it.
         folder: where the record files lie; None is the course's own, for which a GPU is needed.
         dry_run: measure nothing, only say what is missing.
         progress: show a bar where somebody watches, and a line for each recipe.
     Returns:
         What was measured, and what is still missing. A recipe that runs out of memory is measured: that is its result.
     Raises:
-        RecordError: a file cannot be read or written, or there is no GPU and no `folder`. What was saved stays.
+        RecordError: a file cannot be read or written, or there is no GPU and no `folder`, or `minutes` is no time. What
+            was saved stays.
         KeyboardInterrupt: Ctrl-C; likewise.
     """
-    start = time.monotonic()
+    if not minutes >= 0:
+        raise RecordError(f"minutes is {minutes}, but it must be a number of at least 0.")
     here = current_device()
     cuda = here.kind == "cuda"
     if not (cuda or dry_run or folder):
         raise RecordError("there is no CUDA device here, and the course keeps no CPU figures: name a folder for them.")
     folder = Path(folder or measurements_folder())
-    recipes = wanted(course_paths() if paths is None else [Path(path) for path in paths])
+    recipes = wanted([course_list()] if paths is None else [Path(path) for path in paths])
     outcome = Outcome(wanted=len(recipes))
     files = [folder / file_name(environment(gpu=here.name if cuda else None))]
     if dry_run and not cuda:
@@ -94,12 +96,12 @@ def record(
             outcome.missing.append((recipe, seconds_for(recipe, here.gpu, device)))
     outcome.missing.sort(key=lambda item: item[1])
     if not dry_run:
-        _measure_all(outcome, folder, start + 60 * minutes, progress)
+        _measure_all(outcome, folder, 60 * minutes, progress)
     return outcome
 
 
-def _measure_all(outcome: Outcome, folder: Path, deadline: float, progress: bool) -> None:
-    """Go through `outcome.missing` in its order until the deadline is near."""
+def _measure_all(outcome: Outcome, folder: Path, seconds_left: float, progress: bool) -> None:
+    """Go through `outcome.missing` in its order until the time is nearly over."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
@@ -107,7 +109,7 @@ def _measure_all(outcome: Outcome, folder: Path, deadline: float, progress: bool
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
     hidden, count = not console.is_terminal, len(outcome.missing)
     with Progress(*columns, console=console, transient=True, disable=hidden) as bar, relay(count) as workers:
-        task = bar.add_task("measuring", total=count)
+        task, deadline = bar.add_task("measuring", total=count), time.monotonic() + seconds_left
         for recipe, seconds in list(outcome.missing):
             left = deadline - time.monotonic()
             if seconds > left:

@@ -3,9 +3,13 @@
 import dataclasses
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from functools import cache
+from types import NoneType, UnionType
+from typing import Any, get_args, get_origin, get_type_hints
+
+from .errors import ReportError
 
 CATEGORIES = (
     "parameters",
@@ -20,13 +24,22 @@ CATEGORIES = (
 )
 PHASES = ("load", "forward", "backward", "step", "between_steps")
 SOURCES = ("predicted", "simulated", "measured", "recorded")
+STATUSES = ("ok", "oom", "error")
 KiB, MiB, GiB = 1024, 1024**2, 1024**3
+
+
+UNITS = {"GiB": GiB, "MiB": MiB, "KiB": KiB, "B": 1}
 
 
 def format_bytes(n: int | float, unit: str = "GiB", digits: int = 3) -> str:
     """`n` bytes as text, "2.481 GiB" by default; the only place where this package turns bytes into text."""
-    size = {"B": 1, "KiB": KiB, "MiB": MiB, "GiB": GiB}[unit]
+    size = UNITS[unit]
     return f"{n:,} B" if unit == "B" else f"{n / size:,.{digits}f} {unit}"
+
+
+def unit_for(largest: int) -> str:
+    """The unit of a table whose largest size is `largest` bytes: "GiB", or "MiB" or "KiB" where that would be under 1."""
+    return next((unit for unit in ("GiB", "MiB") if largest >= UNITS[unit]), "KiB")
 
 
 @dataclass(frozen=True)
@@ -79,8 +92,12 @@ class Interval:
     value: int
     high: int
 
-    def __str__(self) -> str:
-        return f"{format_bytes(self.value)} ({format_bytes(self.low)} to {format_bytes(self.high)})"
+    def text(self, unit: str = "GiB") -> str:
+        """Like "2.000 GiB (1.500 GiB to 3.000 GiB)"."""
+        value, low, high = (format_bytes(n, unit) for n in (self.value, self.low, self.high))
+        return f"{value} ({low} to {high})"
+
+    __str__ = text
 
 
 @dataclass(frozen=True)
@@ -164,8 +181,9 @@ class Report:
     notes: list[str] = field(default_factory=list)
 
     def __post_init__(self):
-        if self.source not in SOURCES:
-            raise ValueError(f"a report's source is one of {', '.join(SOURCES)}, not {self.source!r}")
+        for name, allowed in (("source", SOURCES), ("status", STATUSES)):
+            if getattr(self, name) not in allowed:
+                raise _unfit(name, getattr(self, name), f"one of {', '.join(allowed)}")
         if self.allocated is None and self.status == "ok":
             self.allocated = self.peak.total
 
@@ -186,40 +204,39 @@ class Report:
 
     @classmethod
     def from_dict(cls, d: dict[str, Any]) -> "Report":
-        """The report that `to_dict` wrote."""
-        d = dict(d)
-        d["phases"] = {name: Phase(_bytes(p["peak"]), _bytes(p["end"])) for name, p in d["phases"].items()}
-        d["peak"] = _bytes(d["peak"])
-        d["largest"] = [Tensor(**{**t, "shape": tuple(t["shape"])}) for t in d.get("largest", [])]
-        d["timeline"] = [Moment(m["index"], m["phase"], _bytes(m["bytes"])) for m in d.get("timeline", [])]
-        d["speed"] = Speed(**d["speed"]) if d.get("speed") else None
-        for name in ("reserved", "process"):
-            if isinstance(d.get(name), dict):
-                d[name] = Interval(**d[name])
-        return cls(**d)
+        """The report that `to_dict` wrote. Raises ReportError, in one sentence that names the field, for anything else."""
+        return _decode(cls, d, "")
 
     @classmethod
     def from_json(cls, text: str) -> "Report":
-        """The report that `to_json` wrote."""
-        return cls.from_dict(json.loads(text))
+        """The report that `to_json` wrote. Raises ReportError as `from_dict`, and for text that is no JSON."""
+        try:
+            values = json.loads(text)
+        except (ValueError, TypeError, RecursionError) as error:
+            raise ReportError(f"This is no report, because it is no JSON ({error}).") from None
+        return cls.from_dict(values)
 
     def summary(self) -> str:
-        """The report as a text table: phases down, categories across, GiB."""
+        """The report as a text table: phases down, categories across, in the unit that its peak asks for."""
         if self.status != "ok":
             return f"{self.source}: {self.title}\n{self.status}: {self.message}"
+        unit = unit_for(self.peak.total)
         used = [c for c in CATEGORIES if any(getattr(p.peak, c) for p in self.phases.values())]
         rows = [("phase peak", *[c.replace("_", " ") for c in used], "total")]
         for name in PHASES:
             if name in self.phases:
                 split = self.phases[name].peak
                 mark = name + (" ←" if name == self.peak_phase else "")
-                rows.append((mark, *[f"{getattr(split, c) / GiB:.3f}" for c in used], f"{split.total / GiB:.3f}"))
-        lines = [f"{self.source} ({self.target}), GiB: {self.title}", text_table(rows)]
-        lines.append(f"peak {format_bytes(self.peak.total)} in {self.peak_phase}")
+                sizes = [*(getattr(split, c) for c in used), split.total]
+                rows.append((mark, *(format_bytes(n, unit).split()[0] for n in sizes)))
+        lines = [f"{self.source} ({self.target}), {unit}: {self.title}", text_table(rows)]
+        lines.append(f"peak {format_bytes(self.peak.total, unit)} in {self.peak_phase}")
         for name in ("reserved", "process", "rss", "host"):
             value = getattr(self, name)
             if value is not None:
-                lines.append(f"{name} {value if isinstance(value, Interval) else format_bytes(value)}")
+                largest = value.value if isinstance(value, Interval) else value
+                own = max(unit, unit_for(largest), key=UNITS.get)  # a context is larger than a tiny module
+                lines.append(f"{name} {value.text(own) if isinstance(value, Interval) else format_bytes(value, own)}")
         if self.speed:
             lines.append(f"{self.speed.median:.4g} s a step, {self.speed.tokens_per_second:,.0f} tokens/s")
         return "\n".join(lines + [f"note: {note}" for note in self.notes])
@@ -251,8 +268,75 @@ def environment(**more: Any) -> dict[str, Any]:
     return {**versions, "date": time.strftime("%Y-%m-%d"), **more}
 
 
-def _bytes(d: dict[str, int]) -> Bytes:
-    return Bytes(**{name: d.get(name, 0) for name in CATEGORIES})
+def _decode(kind: Any, value: Any, where: str) -> Any:
+    """`value` as JSON has it, as a `kind` of this module; sizes, counts and seconds are not negative."""
+    origin, inner = get_origin(kind), get_args(kind)
+    if kind is Any:
+        return value
+    if kind is Bytes:
+        return _bytes(value, where)
+    if origin is UnionType:
+        if value is None and NoneType in inner:
+            return None
+        fits = (each for each in inner if dataclasses.is_dataclass(each) == isinstance(value, dict))
+        return _decode(next(fits, inner[0]), value, where)
+    if dataclasses.is_dataclass(kind):
+        values = _object(value, where, [f.name for f in dataclasses.fields(kind)])
+        for f in dataclasses.fields(kind):
+            if f.name not in values and f.default is f.default_factory is dataclasses.MISSING:
+                raise ReportError(f"Report field '{_path(where, f.name)}' is missing.")
+        kinds = _hints(kind)
+        return kind(**{name: _decode(kinds[name], each, _path(where, name)) for name, each in values.items()})
+    if origin is dict:
+        names = PHASES if inner[1] is Phase else None
+        return {k: _decode(inner[1], v, _path(where, k)) for k, v in _object(value, where, names).items()}
+    if origin in (list, tuple):
+        if not isinstance(value, list | tuple):
+            raise _unfit(where, value, "a list")
+        return origin(_decode(inner[0], each, f"{where}[{i}]") for i, each in enumerate(value))
+    if type(value) is not kind and (kind, type(value)) != (float, int):
+        raise _unfit(where, value, {str: "text", int: "a whole number", float: "a number"}[kind])
+    if kind is not str and not 0 <= value < float("inf"):
+        raise _unfit(where, value, "at least 0, and finite")
+    return value
+
+
+def _bytes(value: Any, where: str) -> Bytes:
+    """Categories that are left out are 0; a total that is not their sum is refused."""
+    sizes = dict(_object(value, where, (*CATEGORIES, "total")))
+    total = sizes.pop("total", None)
+    for name, n in sizes.items():
+        if type(n) is not int or (n < 0 and name != "unexplained"):
+            raise _unfit(_path(where, name), n, "a whole number of bytes")
+    split = Bytes(**sizes)
+    if total not in (None, split.total):
+        raise _unfit(_path(where, "total"), total, f"the sum of the categories, {split.total}")
+    return split
+
+
+def _object(value: Any, where: str, names: Collection[str] | None) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise _unfit(where, value, "an object with names and values")
+    for name in value:
+        if names is not None and name not in names:
+            raise ReportError(f"Report field '{_path(where, name)}' is unknown; known are {', '.join(names)}.")
+    return value
+
+
+def _path(where: str, name: str) -> str:
+    return f"{where}.{name}" if where else str(name)
+
+
+def _unfit(where: str, value: Any, allowed: str) -> ReportError:
+    shown = repr(value)
+    shown = shown if len(shown) <= 60 else f"{shown[:57]}..."
+    subject = f"Report field '{where}'" if where else "A report"
+    return ReportError(f"{subject} is {shown}, but it must be {allowed}.")
+
+
+@cache
+def _hints(kind: type) -> dict[str, Any]:
+    return get_type_hints(kind)
 
 
 def _encode(value: Any) -> Any:

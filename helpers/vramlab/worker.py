@@ -11,7 +11,7 @@ import torch
 import transformers.modeling_utils
 import transformers.trainer_pt_utils  # noqa: F401 (loaded here, while there is no order yet)
 
-from .apart import end_with_parent
+from .apart import answer, end_with_parent
 from .checks import memory
 from .engines import engine_of
 from .errors import MeasurementError, RecipeError
@@ -19,7 +19,6 @@ from .nvml import Sensors, nvml_snapshot
 from .passes import clean_pass, tracked_pass
 from .quiet import silence
 from .recipe import Recipe
-from .records import write_atomically
 from .report import Report, environment, format_bytes
 from .resident import limited, rss
 from .world import one_rank_of
@@ -33,19 +32,18 @@ def main() -> None:
         return  # nobody wants anything any more
     end_with_parent()
     order = json.loads(line)
-    answer_file = Path(order.pop("answer"))
     try:
         recipe = Recipe(**order.pop("recipe"))
-        answer = run(recipe, **order).to_dict()
+        found = run(recipe, **order).to_dict()
     except RecipeError as error:
-        answer = {"error": "RecipeError", "args": [error.field, str(error.value), error.allowed]}
+        found = {"error": "RecipeError", "args": [error.field, str(error.value), error.allowed]}
     except MeasurementError as error:
-        answer = {"error": "MeasurementError", "message": str(error)}
+        found = {"error": "MeasurementError", "message": str(error)}
     except Exception as error:
         where = traceback.extract_tb(error.__traceback__)[-1]
         message = f"{type(error).__name__}: {error} ({Path(where.filename).name}, line {where.lineno})"
-        answer = {"error": type(error).__name__, "message": message}
-    write_atomically(answer_file, json.dumps(answer))
+        found = {"error": type(error).__name__, "message": message}
+    answer(found)
 
 
 def run(recipe: Recipe, repeats: int, warmup: int, device: str, memory_limit: int | None = None) -> Report:
@@ -99,6 +97,8 @@ def out_of_memory(error: Exception, device: str, limit: int | None = None) -> st
     if not isinstance(error, MemoryError | torch.OutOfMemoryError) and not OUT_OF_MEMORY.search(text):
         return ""
     if device == "cuda":
+        if isinstance(error, MemoryError) or "DefaultCPUAllocator" in text:
+            return ""  # this machine's RAM, which says nothing of the card
         text = re.split(r"\s*(?:See documentation|CUDA kernel errors|If reserved but)", text)[0].strip().rstrip(".")
         try:
             free, total = map(format_bytes, torch.cuda.mem_get_info())

@@ -16,6 +16,7 @@ DETERMINISTIC = {
     "OMP_NUM_THREADS": "1",  # CPU attention allocates one buffer per thread
     "PYTHONHASHSEED": "0",
     "PYTHONUTF8": "1",
+    "PYTHONSTARTUP": str(TOOLS / "kernel_start.py"),  # kernels run it, scripts do not
 }
 OFFLINE = {
     "HF_HUB_OFFLINE": "1",  # models come from shapes, so a request to the hub is a mistake

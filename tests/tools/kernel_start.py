@@ -1,0 +1,34 @@
+"""What kernels of the gate run first (PYTHONSTARTUP): a notebook that looks up a recipe off the course's list fails."""
+
+
+def hold_to_the_list() -> None:
+    """Check the recipe of each `find_record`, and of each `measure` that may answer with a record."""
+    import functools
+    import importlib
+
+    @functools.cache
+    def listed() -> set:
+        from vramlab.wanted import course_list, wanted
+
+        return set(wanted([course_list()]))
+
+    def checked(function):
+        @functools.wraps(function)
+        def wrapper(recipe, *args, **options):
+            from vramlab import model_names
+
+            portable = recipe.model in model_names()  # a path is one machine's
+            if options.get("recorded") is not False and portable and recipe not in listed():
+                text = f"{recipe} is not in data/wanted.json, so no GPU records it: add {recipe.to_json()}"
+                raise AssertionError(text)
+            return function(recipe, *args, **options)
+
+        return wrapper
+
+    for module, name in (("records", "find_record"), ("measure", "measure")):
+        module = importlib.import_module(f"vramlab.{module}")
+        setattr(module, name, checked(getattr(module, name)))
+
+
+hold_to_the_list()
+del hold_to_the_list
