@@ -33,6 +33,7 @@ from .report import Interval, MiB, Report, environment
 from .result_storages import keep_storage
 from .tracked import run_tracked
 from .tracker import Storage, Tracker
+from .values import packed_sequences
 from .weights import unquantized
 from .world import one_rank_of
 
@@ -83,7 +84,8 @@ def simulate(
     if recipe is None:
         tracker = trace_module(model, batch, optimizer, loss, loop, precision, target, card, steps)
         history = History(tracker.log, tracker.marks, allocator=target == "cuda", limit=_room(card))
-        return to_report(history, "simulated", None, target, card=card, title=type(model).__name__)
+        notes = any_module.notes(model, loop) + tracker.values.notes
+        return to_report(history, "simulated", None, target, card=card, title=type(model).__name__, notes=notes)
     notes += ["torch_compile: the eager step is simulated"] if recipe.torch_compile else []
     notes += unquantized(recipe)
     if card and (why := card.why_not(recipe.precision)):
@@ -204,16 +206,20 @@ def make_tracker(training: tr.Training, card: Gpu | None, kernels: CudaKernels |
 
 def trace_module(model, batch, optimizer, loss, loop, precision, target, card, steps) -> Tracker:
     """The same for any module: parameters, buffers and batch are copied as fake tensors, the original is untouched."""
-    any_module.check(model, batch, optimizer, loss, precision)
     loop = Loop.named(loop) if isinstance(loop, str) else loop
-    with fake_world(target, card) as (mode, kernels):
-        training = any_module.prepare(model, batch, optimizer, loss, loop, precision, target, mode)
+    any_module.check(model, batch, optimizer, loss, loop, precision)
+    model = getattr(model, "_orig_mod", model)  # of torch.compile
+    phase = "load"
+    with fake_world(target, card) as (mode, kernels), any_module.untouched(model), packed_sequences():
         try:
-            return run_tracked(training, make_tracker(training, card, kernels), steps, target)
+            training, values = any_module.prepare(model, batch, optimizer, loss, loop, precision, target, mode)
+            tracker = make_tracker(training, card, kernels)
+            tracker.values, phase = values, ""
+            return run_tracked(training, tracker, steps, target)
         except RecipeError:
             raise
         except Exception as error:  # a module has its own ways to refuse a batch
-            raise any_module.failed(model, batch, error) from error
+            raise any_module.failed(model, batch, optimizer, phase or tracker.phase, error) from error
 
 
 def to_report(

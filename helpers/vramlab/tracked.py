@@ -1,9 +1,11 @@
 """The training step under a tracker that is told what each storage is for. Fake, CPU and CUDA tensors alike."""
 
 import contextlib
+import dataclasses
 import functools
 import gc
 import sys
+from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -26,7 +28,7 @@ def run_tracked(
     claim_model(tracker, training.model)
     tracker.given(training.engine.buffers(), "workspace", "buckets")
     for batch in (training.batch, *training.further):
-        tracker.claim(_tensors(batch), "inputs")
+        tracker.claim(tensors_in(batch), "inputs")
     claim_states(tracker, training.optimizers, target)  # Adagrad makes its own before the first step
 
     def on_phase(name: str) -> None:
@@ -119,9 +121,16 @@ def no_collection(before: bool = True):
             gc.enable()
 
 
-def _tensors(batch: Any) -> list[torch.Tensor]:
-    values = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, tuple | list) else [batch]
-    return [value for value in values if isinstance(value, torch.Tensor)]
+def tensors_in(values: Any) -> list[torch.Tensor]:
+    """The tensors in `values`, through mappings, sequences and dataclasses, however deep."""
+    if isinstance(values, torch.Tensor):
+        return [values]
+    if isinstance(values, Mapping):
+        values = list(values.values())
+    elif dataclasses.is_dataclass(values) and not isinstance(values, type):
+        values = list(vars(values).values())
+    nested = isinstance(values, list | tuple | set | frozenset | deque)
+    return [tensor for value in values for tensor in tensors_in(value)] if nested else []
 
 
 def claim_model(tracker: Tracker, model: torch.nn.Module) -> None:
@@ -156,9 +165,8 @@ def claim_states(tracker: Tracker, optimizers: list[Any], target: str) -> None:
         for parameter, state in optimizer.state.items():
             offloaded = tracker.forgotten([parameter])
             for name, value in state.items():
-                if not isinstance(value, torch.Tensor):
-                    continue
-                if offloaded or (paged and name in ("state1", "state2") and value.numel() >= 1e5):
-                    tracker.forget([value])
-                else:
-                    tracker.claim([value], "optimizer_states", tracker.owner(parameter))
+                for tensor in tensors_in(value):
+                    if offloaded or (paged and name in ("state1", "state2") and tensor.numel() >= 1e5):
+                        tracker.forget([tensor])
+                    else:
+                        tracker.claim([tensor], "optimizer_states", tracker.owner(parameter))

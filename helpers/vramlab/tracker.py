@@ -36,6 +36,11 @@ TOGETHER = {  # collectives that all ranks enter
     *(("c10d", name) for name in ("_allgather_base_", "_reduce_scatter_base_", "allreduce_", "broadcast_")),
     *(("_c10d_functional", name) for name in ("all_reduce", "all_gather_into_tensor", "wait_tensor")),
 }
+SPARSE = {  # layout to what the tensors of it are made of
+    torch.sparse_coo: ("_indices", "_values"),
+    **dict.fromkeys((torch.sparse_csr, torch.sparse_bsr), ("crow_indices", "col_indices", "values")),
+    **dict.fromkeys((torch.sparse_csc, torch.sparse_bsc), ("ccol_indices", "row_indices", "values")),
+}
 ELSEWHERE = "elsewhere"  # on the host or in unified memory: seen, and counted nowhere
 
 
@@ -94,6 +99,7 @@ class Tracker(TorchDispatchMode):
         self.recomputed: list[Storage] = []
         self.at_phase: dict[str, int] = {}  # workspace bytes that stay from a phase's first time on
         self.constant: dict[torch.dtype, Any] = {}
+        self.values: Any = None  # of fake tensors, where some are known (`values.Values`)
         self._names: dict[int, str] = {}
         self._stack: list[str] = []
         self._made_in: dict[int, str] = {}  # autograd's number of an operator to the module that called it
@@ -124,9 +130,10 @@ class Tracker(TorchDispatchMode):
         """A phase begins. What a forward pass made and still holds when it ends are activations."""
         self._let_go()
         self._settle()
-        if self.phase == "forward":
+        kept = {"forward": "activations", "step": "temporaries"}.get(self.phase)
+        if kept and (self.phase == "forward" or phase == "forward"):  # a forward pass in a step is that of a closure
             for storage in self.live.values():
-                storage.category = storage.category or "activations"
+                storage.category = storage.category or kept
         self.phase = phase
         self.marks.append((len(self.log), phase))
         if size := self.at_phase.pop(phase, 0):
@@ -167,7 +174,7 @@ class Tracker(TorchDispatchMode):
         return tensor.device.type == self.device and self.only in (None, tensor.device)
 
     def _storage(self, tensor: torch.Tensor) -> Storage | None:
-        return self.live.get(tensor.untyped_storage()._cdata)
+        return None if tensor.layout in SPARSE else self.live.get(tensor.untyped_storage()._cdata)
 
     @contextmanager
     def modules(self, model: torch.nn.Module):
@@ -205,6 +212,10 @@ class Tracker(TorchDispatchMode):
         if self.phase == "step":
             return next(filter(None, map(self.owner, args)), "")
         return ""
+
+    def _place(self) -> str:
+        """The module that is running, for a sentence."""
+        return f"module {self._stack[-1]!r}" if self._stack else ""
 
     def owner(self, tensor: Any) -> str:
         """Where the storage of `tensor` belongs, "" if it is none."""
@@ -249,10 +260,11 @@ class Tracker(TorchDispatchMode):
             return func(*args, **kwargs)
         if func is torch.ops.prim.device.default:
             return func(*args, **kwargs)
-        if func is aten._local_scalar_dense.default and args[0].dtype in self.constant:
-            if args[0].dtype == torch.bool and self.calls and self.calls[-1][1] in ("lt", "le"):
-                return False  # what a module has drawn is not below its rate: LayerDrop drops no layer
-            return self.constant[args[0].dtype]  # a fake tensor has no value to read
+        if func is aten._local_scalar_dense.default and (self.values or args[0].dtype in self.constant):
+            # A fake tensor has no value to read. What a module has drawn is not below its rate: LayerDrop drops no layer.
+            drawn = args[0].dtype == torch.bool and self.calls and self.calls[-1][1] in ("lt", "le")
+            guess = False if drawn else self.constant.get(args[0].dtype, 1)
+            return self.values.read(args[0], guess, self._place()) if self.values else guess
         self._let_go()
         if self.recomputed and not torch.is_grad_enabled():
             self._settle()
@@ -265,11 +277,13 @@ class Tracker(TorchDispatchMode):
             block = Storage(self._round(extra), extra, "workspace", name, None, where)
             self.log.append((block.size, block, name))
         self._sent = group_of(args) if self._over_gloo and (func.namespace, name) in TOGETHER else None
-        result = func(*args, **kwargs)
+        result = self.values.run(func, args, kwargs, self._place()) if self.values else func(*args, **kwargs)
         if self.keep_storage:
             self.keep_storage(func, args, kwargs, result)
         self.calls.append((start, name, where, len(self.marks)))
         self._see(result, name, where, args)
+        if name == "_pack_padded_sequence" and self.round_to > 1:
+            self.forget([result[1]])  # the batch sizes are the host's
         if self.host_computes and self.forgotten(_tensors((args, kwargs))):
             self.forget(_tensors(result))
         for place in BUFFERS.get(func.overloadpacket._qualified_op_name, ()):
@@ -437,7 +451,7 @@ def _accumulates(held: Any, new: Any, **options: Any) -> bool:
     this tracker is one: without this, each residual connection would hold one gradient more than without a tracker.
     Two hold the storage here: the tensor, and the handle that is asked.
     """
-    if torch.is_grad_enabled() or options or not isinstance(new, torch.Tensor):
+    if torch.is_grad_enabled() or options or not isinstance(new, torch.Tensor) or held.layout in SPARSE:
         return False
     storage = held.untyped_storage()
     dense = held.nbytes == storage.nbytes()
@@ -449,7 +463,10 @@ def _tensors(values: Any) -> list[torch.Tensor]:
 
 
 def _beneath(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """The plain tensors that hold the memory of `tensor`: itself, or what a wrapper such as DTensor wraps."""
+    """The plain tensors that hold the memory of `tensor`: itself, what a wrapper such as DTensor wraps, or a sparse one's
+    indices and values."""
+    if tensor.layout not in (torch.strided, torch.jagged):
+        return [getattr(tensor, part)() for part in SPARSE.get(tensor.layout, ())]
     if not is_traceable_wrapper_subclass(tensor):
         return [tensor]
     names, _ = tensor.__tensor_flatten__()

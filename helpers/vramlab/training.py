@@ -6,6 +6,7 @@ outputs stay alive) is read from `recipe.loop` and nowhere else.
 """
 
 import contextlib
+import inspect
 import math
 import weakref
 from collections.abc import Callable, Mapping
@@ -57,7 +58,8 @@ class Training:
     def optimizers(self) -> list:
         """All optimizers that hold state: one, or one per parameter with optimizer_in_backward."""
         # ZeroRedundancyOptimizer has one for this rank's share, and no state of its own
-        return list(self.per_parameter.values()) or [getattr(self.optimizer, "optim", self.optimizer)]
+        several = list(self.per_parameter.values()) or getattr(self.optimizer, "members", None)
+        return several or [getattr(self.optimizer, "optim", self.optimizer)]
 
 
 def build(recipe: Recipe, device: str = "cpu", target: str | None = None, pretrained: bool = False) -> Training:
@@ -88,7 +90,7 @@ def build(recipe: Recipe, device: str = "cpu", target: str | None = None, pretra
         training.further = [make_batch(recipe, device) for _ in range(training.accumulation - 1)]
     trained = [p for p in model.parameters() if p.requires_grad]
     if recipe.loop.optimizer_in_backward:
-        _step_in_backward(training, recipe, trained)
+        step_in_backward(training, lambda p: make_optimizer(recipe, [p], multi_tensor), trained)
     else:
         training.optimizer = engine.optimizer(
             _groups(recipe, model), lambda parameters: make_optimizer(recipe, parameters, multi_tensor)
@@ -185,8 +187,12 @@ def _embeddings_in_32_bits(training: Training) -> None:
     training.optimizer.mng = manager
 
 
-def _step_in_backward(training: Training, recipe: Recipe, trained: list) -> None:
-    """Update each parameter as soon as its gradient is complete, and free the gradient (PyTorch's tutorial of 2023)."""
+def step_in_backward(training: Training, make: "Callable[[torch.Tensor], Any]", trained: list) -> None:
+    """Update each parameter as soon as its gradient is complete, and free the gradient (PyTorch's tutorial of 2023).
+
+    Args:
+        make: gives a parameter's own optimizer; None leaves it alone.
+    """
     owner = weakref.ref(training)  # Python's collector does not see through hooks: a hold on it would never be freed
 
     def update(parameter: "torch.Tensor") -> None:
@@ -195,8 +201,15 @@ def _step_in_backward(training: Training, recipe: Recipe, trained: list) -> None
         optimizer.zero_grad(set_to_none=True)
 
     for parameter in trained:
-        training.per_parameter[parameter] = make_optimizer(recipe, [parameter], training.multi_tensor)
-        parameter.register_post_accumulate_grad_hook(update)
+        if (optimizer := make(parameter)) is not None:
+            training.per_parameter[parameter] = optimizer
+            parameter.register_post_accumulate_grad_hook(update)
+
+
+def needs_closure(optimizer: Any) -> bool:
+    """Whether `optimizer.step` cannot go without a closure that evaluates the loss again, as LBFGS's."""
+    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+    return closure is not None and closure.default is inspect.Parameter.empty
 
 
 def train_step(training: Training, on_phase: Callable[[str], None] = lambda name: None) -> "torch.Tensor":
@@ -205,6 +218,8 @@ def train_step(training: Training, on_phase: Callable[[str], None] = lambda name
     Phases: "forward", "backward" (once per micro-batch), "step", "between_steps". Returns the last micro-batch's loss.
     """
     loop, optimizer, engine = training.loop, training.optimizer, training.engine
+    if optimizer and needs_closure(optimizer):
+        return _step_with_closure(training, on_phase)
     if loop.zero_grad == "start" and optimizer:
         engine.zero_grad(training)
     if not engine.run_micro_batches(training, on_phase):
@@ -214,10 +229,30 @@ def train_step(training: Training, on_phase: Callable[[str], None] = lambda name
                 _micro_batch(training, batches[micro % len(batches)], on_phase, first=micro == 0)
     on_phase("step")
     if optimizer:
-        _update(training)
-        if loop.zero_grad == "end":
-            engine.zero_grad(training)
-    if loop.keep_outputs == "step":
+        _clip(training)
+        engine.update(training)
+    return _end_step(training, on_phase)
+
+
+def _step_with_closure(training: Training, on_phase: Callable[[str], None]) -> "torch.Tensor":
+    """The same with an optimizer that asks for forward and backward passes as it goes, each over the whole batch."""
+
+    def closure() -> "torch.Tensor":
+        if training.loop.zero_grad != "before_backward":
+            training.engine.zero_grad(training)
+        _micro_batch(training, training.batch, on_phase, first=True)
+        on_phase("step")
+        _clip(training)
+        return training.loss
+
+    training.optimizer.step(closure)
+    return _end_step(training, on_phase)
+
+
+def _end_step(training: Training, on_phase: Callable[[str], None]) -> "torch.Tensor":
+    if training.loop.zero_grad == "end" and training.optimizer:
+        training.engine.zero_grad(training)
+    if training.loop.keep_outputs == "step":
         training.outputs = None
     training.steps += 1
     on_phase("between_steps")
@@ -263,10 +298,14 @@ def _forward(training: Training, batch: Any) -> Any:
 
 
 def call(model: "torch.nn.Module", batch: Any) -> Any:
-    """`model` on a batch: a mapping gives keyword arguments, a tuple or list positional ones, a tensor is alone."""
+    """`model` on a batch: a mapping gives keyword arguments, a tuple or list positional ones; a tensor is alone, and
+    so is a packed sequence."""
+    from torch.nn.utils.rnn import PackedSequence
+
     if isinstance(batch, Mapping):
         return model(**batch)
-    return model(*batch) if isinstance(batch, tuple | list) else model(batch)
+    several = isinstance(batch, tuple | list) and not isinstance(batch, PackedSequence)
+    return model(*batch) if several else model(batch)
 
 
 def autocast(device_type: str, precision: str) -> contextlib.AbstractContextManager:
@@ -278,8 +317,8 @@ def autocast(device_type: str, precision: str) -> contextlib.AbstractContextMana
     return torch.autocast(device_type, getattr(torch, AUTOCAST[precision]))
 
 
-def _update(training: Training) -> None:
-    """Clip and step, unscaling first under fp16 autocast."""
+def _clip(training: Training) -> None:
+    """Clip the gradients where the loop does, unscaling first under fp16 autocast."""
     scaler, norm = training.scaler, training.loop.max_grad_norm
     if norm is None and training.loop.name == "trainer":
         norm = math.inf  # Trainer._get_grad_norm: for its log it computes the norm all the same
@@ -287,4 +326,3 @@ def _update(training: Training) -> None:
         if scaler:
             scaler.unscale_(training.optimizer)
         training.engine.clip(training, norm)
-    training.engine.update(training)

@@ -25,7 +25,7 @@ from .history import History
 from .overhead import UNIT
 from .report import Report
 from .simulate import to_report
-from .tracked import claim_model, claim_states, gradients_named
+from .tracked import claim_model, claim_states, gradients_named, tensors_in
 from .tracker import Tracker
 
 
@@ -68,10 +68,10 @@ class watch:
         self.tracker = Tracker(self._device, round_to=UNIT if self.target == "cuda" else 1)
         self.history = None
         self._parameters = {id(p) for p in self.model.parameters()}
-        self._backwards, self._stepped = 0, False
+        self._backwards, self._stepped, self._inside = 0, False, False
         claim_model(self.tracker, self.model)
         claim_states(self.tracker, self._optimizers, self.target)
-        self.tracker.claim(_tensors(self.batch), "inputs")
+        self.tracker.claim(tensors_in(self.batch), "inputs")
         self._hook()
         self._stack.enter_context(gradients_named(self.tracker, self.model))
         self._stack.enter_context(self.tracker.modules(self.model))
@@ -124,7 +124,7 @@ class watch:
         self._stepped = False
 
     def _before_forward(self, module: torch.nn.Module, args: tuple, kwargs: dict) -> None:
-        for tensor in _tensors([*args, *kwargs.values()]):
+        for tensor in tensors_in([*args, *kwargs.values()]):
             storage = self.tracker.live.get(tensor.untyped_storage()._cdata)
             if storage is None or not storage.category:
                 self.tracker.claim([tensor], "inputs")
@@ -153,7 +153,9 @@ class watch:
 
     def _before_step(self, optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict) -> None:
         if self._ours(optimizer) and not self._backwards:
-            if self.tracker.phase != "step":
+            self._inside = True
+            closure = any(callable(value) for value in (*args[1:], kwargs.get("closure")))
+            if self.tracker.phase != "step" and not (closure and self.tracker.phase in ("load", "between_steps")):
                 self._begin("step")
             self._stepped = True
 
@@ -164,14 +166,16 @@ class watch:
             self._optimizers.append(optimizer)
         claim_states(self.tracker, [optimizer], self.target)
         if not self._backwards:
+            self._inside = False
             self._begin("between_steps")
 
     def _end_step(self) -> None:
         """Decide whether a "step" that began at the end of a backward pass was one.
 
-        It was if gradients were freed since: an update by hand. If not, its events belong to the backward pass.
+        It was if gradients were freed since: an update by hand. If not, its events belong to the backward pass. An
+        optimizer's closure runs passes inside its step.
         """
-        if self.tracker.phase != "step" or self._stepped:
+        if self.tracker.phase != "step" or self._stepped or self._inside:
             return
         start = self.tracker.marks[-1][0]
         if any(size < 0 and storage.category == "gradients" for size, storage, _ in self.tracker.log[start:]):
@@ -191,12 +195,3 @@ class watch:
 
     def _ours(self, optimizer: torch.optim.Optimizer) -> bool:
         return any(id(p) in self._parameters for group in optimizer.param_groups for p in group["params"])
-
-
-def _tensors(values: Any) -> list[torch.Tensor]:
-    """The tensors in `values`, through mappings and sequences."""
-    if isinstance(values, torch.Tensor):
-        return [values]
-    if hasattr(values, "values"):
-        values = list(values.values())
-    return [t for item in values for t in _tensors(item)] if isinstance(values, list | tuple) else []

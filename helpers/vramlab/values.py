@@ -1,0 +1,251 @@
+"""What a simulated step of any module knows of values: those of its batch, its buffers, and what follows from them.
+
+Fake tensors have sizes and no content. Lengths, masks and counters decide sizes all the same, so the small tensors among
+them keep their real content beside the fake one, and operators on such tensors alone are also run for real. What is
+read without being known is taken as one, and noted with the line that read it.
+"""
+
+import contextlib
+import linecache
+import math
+import os
+import traceback
+from collections.abc import Iterable, Iterator
+from itertools import pairwise
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+    UnsupportedOperatorException,
+)
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+aten = torch.ops.aten
+LIMIT = 2**16  # elements of a tensor whose content is kept
+LARGEST = 2**30  # bytes that an operator without a fake kernel may be given as zeros
+BY_SHAPE = {  # whose results do not depend on the content of their tensors
+    f"{kind}{fill}{like}"
+    for fill in ("zeros", "ones", "full", "empty")
+    for kind, like in (("", "_like"), ("new_", ""), ("", ""))
+}
+BY_CONTENT = {"nonzero", "masked_select", "_unique2", "unique_dim", "unique_consecutive", "unique_dim_consecutive"}
+UNFAKED = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException)
+TORCH, HERE = (os.path.dirname(path) + os.sep for path in (torch.__file__, __file__))
+STEP = tuple(
+    HERE + name for name in ("training.py", "tracked.py", "any_module.py", "engines")
+)  # what calls the user's code
+
+
+class ValueNeeded(Exception):
+    """An operator whose result's size depends on content that nobody knows."""
+
+
+class Values:
+    """Runs operators on fake tensors, and on the content of those whose content is known.
+
+    Attributes:
+        notes: a sentence for each line that read an unknown value.
+    """
+
+    def __init__(self, mode: FakeTensorMode):
+        self.mode = mode
+        self._reads = 0
+        self.notes: list[str] = []
+
+    def know(self, fakes: Iterable[torch.Tensor], reals: Iterable[torch.Tensor]) -> None:
+        """Give each of `fakes` the content of the real tensor at its place, where that is small and needs no gradient."""
+        for fake, real in zip(fakes, reals, strict=True):
+            plain = real.layout == torch.strided and real.device.type == "cpu" and not real.requires_grad
+            if plain and real.numel() <= LIMIT and not isinstance(real, FakeTensor):
+                with _disable_current_modes():
+                    fake._content = real.detach().to(fake.dtype, copy=True)
+
+    def of(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        """The content of `tensor` if it is known, as a real tensor to be left alone."""
+        if not isinstance(tensor, FakeTensor):
+            with _disable_current_modes():
+                return tensor.detach().clone() if tensor.numel() <= LIMIT else None
+        real = getattr(tensor, "_content", None)
+        lost = real is not None and real.numel() and not real.untyped_storage().nbytes()
+        return None if lost else real
+
+    def read(self, tensor: torch.Tensor, guess: Any, where: str) -> Any:
+        """What `tensor.item()` gives: its value if it is known, else `guess`, which is noted."""
+        if (real := self.of(tensor)) is not None:
+            with _disable_current_modes():
+                return real.item()
+        return self._guess(guess, where)
+
+    def run(self, func: Any, args: tuple, kwargs: dict, where: str) -> Any:
+        """The fake result of `func`; with its content, where that of all arguments is known."""
+        name = func.overloadpacket.__name__
+        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        known = torch.Tag.nondeterministic_seeded not in func.tags and all(
+            self._argument(tensor, name) is not None for tensor in tensors
+        )
+        real = bool(tensors) and not any(isinstance(tensor, FakeTensor) for tensor in tensors)
+        if real and known and not func._schema.is_mutable and not name.startswith("lift"):
+            with _disable_current_modes():  # of the user's own, or the host's
+                return func(*args, **kwargs)
+        try:
+            result = self._faked(func, name, args, kwargs)
+        except UNFAKED:
+            if func is aten.equal.default and not known:
+                return self._guess(True, where)
+            result = self._from_real(func, name, tensors, args, kwargs, where)
+            known = known and name != "_pack_padded_sequence"
+            if not known or not isinstance(result, torch.Tensor):
+                return result
+        leaves = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
+        if known and all(leaf.numel() <= LIMIT for leaf in leaves):
+            self._follow(func, name, args, kwargs, leaves)
+        elif func._schema.is_mutable:
+            self._lose(func, args, kwargs)
+        return result
+
+    def _argument(self, tensor: torch.Tensor, name: str) -> torch.Tensor | None:
+        """The content of an operator's argument; any will do where only its shape counts."""
+        real = self.of(tensor)
+        if real is None and name in BY_SHAPE and tensor.numel() <= LIMIT:
+            real = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
+        return real
+
+    def _follow(self, func: Any, name: str, args: tuple, kwargs: dict, leaves: list[torch.Tensor]) -> None:
+        """Run `func` on what is known, in place too, and keep the content of its results."""
+        with _disable_current_modes(), torch._C.DisableTorchFunction(), torch.no_grad():
+            args, kwargs = tree_map_only(torch.Tensor, lambda t: self._argument(t, name), (args, kwargs))
+            real = func(*args, **kwargs)
+        for leaf, content in zip(leaves, [t for t in tree_leaves(real) if isinstance(t, torch.Tensor)], strict=True):
+            if isinstance(leaf, FakeTensor) and leaf.shape == content.shape:
+                leaf._content = content
+
+    def _lose(self, func: Any, args: tuple, kwargs: dict) -> None:
+        """What `func` writes into, and every view of it, is not known any more: its content is given up."""
+        schema = func._schema.arguments
+        written = [value for value, argument in zip(args, schema, strict=False) if _is_written(argument)]
+        written += [kwargs[argument.name] for argument in schema if argument.name in kwargs and _is_written(argument)]
+        for tensor in tree_leaves(written):
+            if isinstance(tensor, FakeTensor) and (real := self.of(tensor)) is not None:
+                with _disable_current_modes():
+                    real.untyped_storage().resize_(0)
+
+    def _faked(self, func: Any, name: str, args: tuple, kwargs: dict) -> Any:
+        if name == "index" and any(_is_mask(index) for index in args[1]):
+            args = (args[0], [place for index in args[1] for place in self._places(index)], *args[2:])
+        elif name == "masked_select" and (mask := self.of(args[1])) is not None:
+            shape = torch.broadcast_shapes(args[0].shape, mask.shape)
+            with _disable_current_modes():
+                count = int(mask.sum()) * (math.prod(shape) // max(1, mask.numel()))
+            return args[0].new_empty(count)
+        elif (
+            name == "clone" and args[0].layout == torch.sparse_coo
+        ):  # autograd keeps a gradient so; a fake one's is empty
+            parts = args[0]._indices().clone(), args[0]._values().clone()
+            return torch.sparse_coo_tensor(*parts, args[0].shape, check_invariants=False)
+        return func(*args, **kwargs)
+
+    def _places(self, index: torch.Tensor | None) -> list[torch.Tensor | None]:
+        """An index of `aten.index`; a mask that is known as one fake index for each of its dimensions."""
+        if not _is_mask(index) or (mask := self.of(index)) is None:
+            return [index]
+        with _disable_current_modes():
+            count = int(mask.count_nonzero())
+        return [torch.empty(count, dtype=torch.int64) for _ in range(mask.dim())]
+
+    def _from_real(self, func: Any, name: str, tensors: list, args: tuple, kwargs: dict, where: str) -> Any:
+        """The result of an operator without a fake kernel, from the known content of its whole numbers and zeros."""
+        contents = {id(tensor): self.of(tensor) for tensor in tensors}
+        unknown = [tensor for tensor in tensors if contents[id(tensor)] is None]
+        by_value = name in BY_CONTENT or (name == "index" and any(map(_is_mask, args[1])))
+        whole = any(not tensor.is_floating_point() for tensor in unknown)
+        if unknown and (by_value or whole or sum(tensor.nbytes for tensor in unknown) > LARGEST):
+            raise ValueNeeded(
+                f"the size of what aten.{name} returns depends on values that the simulation does not know "
+                f"({user_line(traceback.walk_stack(None)) or where or 'in its backward pass'})"
+            )
+
+        def real(tensor: torch.Tensor) -> torch.Tensor:
+            content = contents[id(tensor)]
+            return torch.zeros(tensor.shape, dtype=tensor.dtype) if content is None else content
+
+        with _disable_current_modes(), torch._C.DisableTorchFunction(), torch.no_grad():
+            args, kwargs = tree_map_only(torch.Tensor, real, (args, kwargs))
+            result = func(*args, **kwargs)
+        if name == "_pack_padded_sequence":  # kernels of packed sequences read the batch sizes, which are the host's
+            return self.mode.from_tensor(result[0], static_shapes=True), result[1]
+        return tree_map_only(torch.Tensor, lambda t: self.mode.from_tensor(t, static_shapes=True), result)
+
+    def _guess(self, guess: Any, where: str) -> Any:
+        line = user_line(traceback.walk_stack(None)) or where
+        note = f"a value that the simulation does not know is read, and taken as {guess} ({line})"
+        if line.startswith("lbfgs.py"):
+            note = (
+                "LBFGS decides by values when to stop: it is simulated as if it never converged, which takes the most"
+            )
+            self._reads += 1  # losses that fall from read to read, steps that lead downhill
+            guess = "ys" in line if isinstance(guess, bool) else 1 / self._reads
+        if line and note not in self.notes:
+            self.notes.append(note)
+        return guess
+
+
+@contextlib.contextmanager
+def packed_sequences() -> Iterator[None]:
+    """While entered, `pad_packed_sequence` is made of operators; torch's writes lengths where fake tensors have nothing.
+
+    As `_pad_packed_sequence` in aten/src/ATen/native/PackedSequence.cpp.
+    """
+
+    def pad(data, batch_sizes, batch_first, padding_value, total_length):
+        with _disable_current_modes():
+            sizes = [*batch_sizes.tolist(), 0]
+            lengths = torch.tensor([sum(size > i for size in sizes) for i in range(sizes[0])])
+        shape = (max(total_length, len(sizes) - 1), sizes[0], *data.shape[1:])
+        output, start, since = data.new_full(shape, padding_value), 0, 0
+        for i, (size, following) in enumerate(pairwise(sizes), 1):
+            if size != following:
+                end = start + size * (i - since)
+                part = data[start:end].view(i - since, size, *data.shape[1:])
+                output[since:i, :size].copy_(part)
+                start, since = end, i
+        return (output.transpose(0, 1) if batch_first else output), lengths
+
+    with patch.object(torch._VF, "_pad_packed_sequence", pad, create=True):
+        yield
+
+
+def user_line(frames: Iterable[tuple[Any, int]]) -> str:
+    """The innermost of `frames` that is the user's (or a library's beyond torch): its file, line and text, or "".
+
+    Args:
+        frames: (frame, line number), innermost first, as `traceback.walk_stack` gives them.
+    """
+    for frame, number in frames:
+        file = frame.f_code.co_filename
+        if file.startswith(TORCH + "optim") and file.endswith("lbfgs.py"):
+            return _spell(file, number)  # its line search decides by values
+        if file.startswith(STEP):
+            return ""
+        if not file.startswith((TORCH, HERE, "<")) and not file.endswith("contextlib.py"):
+            return _spell(file, number)
+    return ""
+
+
+def _spell(file: str, number: int) -> str:
+    text = linecache.getline(file, number).strip()
+    name = "a cell" if "ipykernel" in file else os.path.basename(file)
+    return f"{name}, line {number}" + (f": {text}" if text else "")
+
+
+def _is_mask(index: Any) -> bool:
+    return isinstance(index, torch.Tensor) and index.dtype in (torch.bool, torch.uint8)
+
+
+def _is_written(argument: Any) -> bool:
+    return argument.alias_info is not None and argument.alias_info.is_write
