@@ -17,6 +17,7 @@ from itertools import pairwise
 from .repetition import GROUPS, MIDDLE, NotRegular, Repetition
 from .tracker import Storage, Tracker
 
+REPEATED = (MIDDLE - 1, MIDDLE, MIDDLE + 1)  # the groups that are alike
 PER_PARAMETER = ("stack", "cat")  # results with one entry a parameter: the gradients' norms, in clipping
 OF_THEM = ("pow", "all_reduce")  # made of those with as many entries, where shards' norms are added up over ranks
 WHILE_MADE = ("_foreach_norm",)  # whose kernel's scratch has several entries a parameter (`cuda_reductions.py`)
@@ -28,18 +29,23 @@ Marks = list[tuple[int, str]]
 
 @dataclass(frozen=True)
 class Walk:
-    """One walk over the groups: where each group's events begin in the log, and where the walk ends."""
+    """One walk over the groups, of the first and last only where they have a part in it: where each group's events
+    begin in the log, in the order of the walk, and where it ends."""
 
-    starts: tuple[int, ...]  # by group
+    starts: dict[int, int]  # by group
     end: int
     upwards: bool
 
     @property
+    def first(self) -> int:
+        """The position of its first event."""
+        return min(self.starts.values())
+
+    @property
     def blocks(self) -> list[tuple[int, int, int]]:
         """(group, first event, one past the last), in the log's order."""
-        order = range(GROUPS) if self.upwards else range(GROUPS - 1, -1, -1)
-        ends = [*(self.starts[g] for g in order[1:]), self.end]
-        return [(g, self.starts[g], end) for g, end in zip(order, ends, strict=True)]
+        ends = [*list(self.starts.values())[1:], self.end]
+        return [(g, start, end) for (g, start), end in zip(self.starts.items(), ends, strict=True)]
 
 
 @dataclass(frozen=True)
@@ -65,20 +71,25 @@ def find_walks(items: Iterable[tuple[int, int, int | None]]) -> list[Walk]:
     starts: dict[int, int] = {}
     previous = last = end = 0
 
+    def is_complete() -> bool:
+        return all(group in starts for group in REPEATED)
+
     def close() -> None:
-        if len(starts) == GROUPS:
-            walks.append(Walk(tuple(starts[g] for g in range(GROUPS)), end, last == GROUPS - 1))
+        if is_complete():
+            walks.append(Walk(dict(starts), end, starts[MIDDLE - 1] < starts[MIDDLE]))
         starts.clear()
 
     for first, stop, group in items:
         if group is None:
             continue
-        if len(starts) == GROUPS and abs(group - last) >= MIDDLE:
+        if is_complete() and abs(group - last) >= MIDDLE:
             close()
         if group not in starts:
-            if starts and (abs(group - last) != 1 or (len(starts) > 1 and group - last != last - previous)):
-                starts.clear()
-            if not starts and group not in (0, GROUPS - 1):
+            turned = len(starts) > 1 and group - last != last - previous
+            outwards = len(starts) == 1 and last in REPEATED and abs(group - MIDDLE) > 1
+            if starts and (abs(group - last) != 1 or turned or outwards):
+                close()
+            if not starts and group == MIDDLE:
                 continue
             starts[group] = first
             previous, last = last, group
@@ -101,7 +112,7 @@ class _Deepener:
             calls[stretch].append((position, where))
         for index, (start, end) in enumerate(pairwise(bounds)):
             self._find(start, end, calls[index])
-        self.walks.sort(key=lambda walk: min(walk.starts))
+        self.walks.sort(key=lambda walk: walk.first)
         self._vectors(bounds)
 
     def _vectors(self, bounds: list[int]) -> None:
@@ -138,7 +149,7 @@ class _Deepener:
         walks = find_walks(slots)
         for walk in walks:
             self._settle(walk)
-        covered = [(min(walk.starts), walk.end) for walk in walks]
+        covered = [(walk.first, walk.end) for walk in walks]
         for first, stop, _ in slots:
             if any(a <= first and stop <= b for a, b in covered):
                 continue
@@ -181,7 +192,7 @@ class _Deepener:
 
         for walk in self.walks:
             self.at = None
-            up_to(min(walk.starts), None)
+            up_to(walk.first, None)
             for group, first, end in walk.blocks:
                 self.at = group
                 if group == MIDDLE and not walk.upwards:
