@@ -8,7 +8,7 @@ that would be different on a GPU is put in place here, for PyTorch's dispatcher 
 - softmax of fp16 with an fp32 result converts on the way (`SoftMax.cpp`, half_to_float); CPU makes an fp32 copy first;
 - `rms_norm` is one kernel that keeps its input and one number a row (`_fused_rms_norm`), CPU's is made of pieces;
 - layer norm keeps its statistics in fp32 (`layer_norm_kernel.cu`, acc_type), CPU in the input's dtype;
-- recurrent layers run in torch's fused CUDA kernels (`cuda_rnn.py`), on CPU in oneDNN or step by step;
+- recurrent layers run in torch's fused CUDA kernels (`recurrent.py`), on CPU in oneDNN or step by step;
 - autocast has CUDA's lists of operators (`cuda_autocast.py`);
 - 8-bit layers multiply in int8 (bitsandbytes, MatMul8bitLt), on CPU in floating point;
 - tensors made without a device, or on "cpu" by name, are the host's (optimizers' step counters);
@@ -30,9 +30,9 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from . import cuda_autocast
-from .cuda_rnn import rnn_kernels
 from .formulas.attention import kernel_of
 from .overhead import cublas_workspace, torch_release
+from .recurrent import rnn_kernels
 
 FACTORIES = (torch.tensor, torch.arange, torch.zeros, torch.ones, torch.full, torch.empty, torch.linspace)
 HALF = (torch.float16, torch.bfloat16)

@@ -1,15 +1,18 @@
-"""Recurrent layers as PyTorch's own CUDA kernels run them (`RNN.cpp`, `cuda/RNN.cu`), in the place of CPU's and oneDNN's.
+"""Recurrent layers: in PyTorch's own CUDA kernels (`RNN.cpp`, `cuda/RNN.cu`), and in oneDNN's on a CPU (`mkldnn/RNN.cpp`).
 
-A step of an LSTM or GRU is one fused kernel, which keeps the gates for the backward pass; every step multiplies its own
-input, where CPU multiplies all inputs at once. cuDNN, torch's default, keeps a block instead whose size only cuDNN knows
-(`cudnnGetRNNTempSpaceSizes`): that is what NOTE says.
+A step of an LSTM or GRU on CUDA is one fused kernel, which keeps the gates for the backward pass; every step multiplies
+its own input, where CPU multiplies all inputs at once. cuDNN, torch's default, keeps a block instead whose size only
+cuDNN knows (`cudnnGetRNNTempSpaceSizes`): that is what NOTE says. An LSTM on a CPU keeps a workspace of oneDNN's.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch._decomp import meta_table
 from torch.nn import functional as F
+from torch.utils._python_dispatch import _disable_current_modes
 
 NOTE = (
     "recurrent layers: simulated with torch's own CUDA kernels, as under torch.backends.cudnn.enabled=False; "
@@ -117,7 +120,56 @@ def _fake_gru_backward(mode, func, gradient, workspace, has_bias):
         return *gates, torch.empty_like(gradient, memory_format=torch.contiguous_format), *biases
 
 
-FAKE = {
+FAKE_CUDA = {
     aten._thnn_fused_gru_cell.default: _fake_gru,
     aten._thnn_fused_gru_cell_backward.default: _fake_gru_backward,
+}
+
+# --- oneDNN on a CPU --------------------------------------------------------------------------------------------------
+
+
+def _fake_onednn(mode, func, input, *args):
+    """torch's own rule leaves out the workspace."""
+    weights, hx, (hidden, layers, has_biases, bidirectional, _, train) = args[:4], args[4], args[-6:]
+    with mode:
+        output, hy, cy, workspace = meta_table[func](input, *args)
+        if train and torch.is_grad_enabled():
+            shapes = tuple(tuple(t.shape) for t in (*weights, hx))
+            options = (args[8], hidden, layers, has_biases, bidirectional)
+            size = onednn_workspace(*input.shape, shapes, input.dtype, options)
+            workspace = input.new_empty(size, dtype=torch.uint8)
+    return output, hy, cy, workspace
+
+
+def _fake_onednn_backward(mode, func, *args):
+    """Both biases have a gradient of their own."""
+    with mode:
+        made = list(meta_table[func](*args))
+        made[4] = torch.empty_like(made[4])
+    return tuple(made)
+
+
+@functools.lru_cache(maxsize=256)
+def onednn_workspace(steps: int, rows: int, width: int, shapes: tuple, dtype: torch.dtype, options: tuple) -> int:
+    """Bytes that oneDNN keeps of a layer; it depends on this processor, so a real layer of zeros is asked.
+
+    The workspace is a few stretches, each so many cache lines a step and rounded up to pages of 4,096 bytes. So what 64
+    steps more take is always the same, and long sequences need not be run.
+    """
+    if steps >= 192:
+        short = steps % 64 + 64
+        sizes = [onednn_workspace(n, rows, width, shapes, dtype, options) for n in (short, short + 64)]
+        return sizes[0] + (steps - short) // 64 * (sizes[1] - sizes[0])
+    mode, hidden, layers, has_biases, bidirectional = options
+    with _disable_current_modes(), torch.enable_grad():  # without, nothing is kept
+        *weights, state = (torch.zeros(shape, dtype=dtype) for shape in shapes)
+        input = torch.zeros(steps, rows, width, dtype=dtype)
+        sizes = hidden, layers, has_biases, bidirectional
+        made = aten.mkldnn_rnn_layer(input, *weights, state, state, False, [], mode, *sizes, False, True)
+    return made[3].untyped_storage().nbytes()
+
+
+FAKE_CPU = {
+    aten.mkldnn_rnn_layer.default: _fake_onednn,
+    aten.mkldnn_rnn_layer_backward.default: _fake_onednn_backward,
 }
