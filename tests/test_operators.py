@@ -132,6 +132,10 @@ def others() -> dict:
         "attention modules": (nn.MultiheadAttention(16, 2), (rand(5, 2, 16), rand(5, 2, 16), rand(5, 2, 16)), {}),
         "GRU": (nn.GRU(8, 8, 2, bidirectional=True), (rand(5, 2, 8),), {}),
         "RNN": (nn.RNN(8, 8, 2), (rand(5, 2, 8),), {}),
+        "LSTM": (nn.LSTM(8, 8), (rand(5, 2, 8),), {}),
+        "LSTM, long and both ways": (nn.LSTM(24, 40, 2, dropout=0.1, bidirectional=True), (rand(200, 3, 24),), {}),
+        "LSTM, batch first": (nn.LSTM(8, 40, bias=False, batch_first=True), (rand(3, 9, 8),), {}),
+        "LSTM, projected": (nn.LSTM(8, 8, proj_size=4), (rand(5, 2, 8),), {}),
         "LSTMCell": (nn.LSTMCell(8, 8), (rand(2, 8),), {}),
     }
     return cases

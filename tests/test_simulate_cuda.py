@@ -1,5 +1,6 @@
 """What `target="cuda"` puts in place, held against PyTorch's own tables and rules."""
 
+import copy
 import re
 import threading
 from pathlib import Path
@@ -8,7 +9,9 @@ import pytest
 import torch
 from tiny_models import config, quick_collections  # noqa: F401
 from torch._subclasses import fake_impls
+from torch._subclasses.fake_tensor import FakeCopyMode
 from torch.nn import functional as F
+from torch.utils._pytree import tree_leaves
 from vramlab.cuda import attention_kernel, cuda_kernels
 from vramlab.cuda_autocast import FP32, FP32_BY_DTYPE, LOWER, PROMOTE, WITH_DTYPE, cpu_only, on_cuda
 from vramlab.cuda_scratch import kernel_scratch
@@ -66,9 +69,8 @@ def test_every_lower_precision_operator_is_one_on_cpu_too_or_is_added():
     has = torch._C._dispatch_has_kernel_for_dispatch_key
     names = {name.removesuffix(".deprecated") for name in macro("AT_FORALL_LOWER_PRECISION_FP")}
     lacking = {name for name in names if not has(f"aten::{name}", "AutocastCPU")}
-    cells = {name for name in lacking if "cell" in name}
     beneath = {"_convolution", "convolution", FLASH}  # what conv2d and the like call when they have cast already
-    assert lacking - cells - {"_convolution.deprecated"} - beneath == LOWER - {"einsum"} | LOWER & lacking
+    assert lacking - {"_convolution.deprecated"} - beneath == LOWER - {"einsum"} | LOWER & lacking
 
 
 @pytest.mark.parametrize("dtype", [fp16, bf16])
@@ -451,3 +453,89 @@ def test_threads_take_turns():
         thread.join()
     assert [found[i] for i in range(3)] == alone
     assert_untouched()
+
+
+# --- recurrent layers -------------------------------------------------------------------------------------------------
+
+RECURRENT = {
+    "LSTM": (torch.nn.LSTM, {}),
+    "GRU": (torch.nn.GRU, {"bias": False}),
+    "RNN": (torch.nn.RNN, {"nonlinearity": "relu"}),
+    "both ways": (torch.nn.LSTM, {"bidirectional": True, "num_layers": 2, "dropout": 0.1, "batch_first": True}),
+    "projected": (torch.nn.LSTM, {"proj_size": 4}),
+    "GRU both ways": (torch.nn.GRU, {"bidirectional": True, "num_layers": 2}),
+}
+
+
+class Recurrent(torch.nn.Module):
+    def __init__(self, kind, **options):
+        super().__init__()
+        self.rnn = kind(16, 32, **options)
+
+    def forward(self, x):
+        return self.rnn(x)[0]
+
+
+def simulated_rnn(model, precision="fp32", **options):
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    step = {"batch": torch.rand(5, 3, 16), "loss": lambda outputs, batch: outputs.sum(), "precision": precision}
+    return simulate(model=model, optimizer=optimizer, **step, **options)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp16-mixed"])
+@pytest.mark.parametrize("case", RECURRENT)
+def test_recurrent_layers_run_in_cudas_kernels_and_say_so(case, precision):
+    kind, options = RECURRENT[case]
+    report = simulated_rnn(Recurrent(kind, **options), precision)
+    assert not [t for t in report.largest if "mkldnn" in t.op]
+    (note,) = report.notes
+    assert "cudnn.enabled=False" in note
+    assert not simulated_rnn(
+        Recurrent(kind, **options), target="cpu", precision=precision.replace("fp16", "bf16")
+    ).notes
+
+
+@pytest.mark.parametrize("case", RECURRENT)
+def test_recurrent_kernels_compute_shapes_as_torch_does(case):
+    kind, options = RECURRENT[case]
+    rnn = kind(16, 32, **options)
+    with fake_world("cuda") as (mode, _):
+        with FakeCopyMode(mode):
+            fake = copy.deepcopy(rnn)
+        made = tree_leaves(fake(mode.from_tensor(torch.rand(5, 3, 16))))
+    assert [t.shape for t in made] == [t.shape for t in tree_leaves(rnn(torch.rand(5, 3, 16)))]
+
+
+def test_a_fused_lstm_step_keeps_its_gates():
+    """By hand, for one step more of 3 rows and 32 units, in blocks of 512 bytes: hy, cy and a workspace of 4 gates
+    (`RNN.cu`), and both products, which autograd saves for a double backward pass (`derivatives.yaml`). A GRU has no
+    cell, products of 3 gates and a workspace of five numbers a unit."""
+
+    def block(numbers):
+        return up(4 * 3 * 32 * numbers)
+
+    of_lstm, of_gru = block(1) + block(4) + 2 * block(4), block(5) + 2 * block(3)
+    for kind, kept in ((torch.nn.LSTM, of_lstm), (torch.nn.GRU, of_gru)):
+        ends = {}
+        for steps in (5, 6):
+            model = Recurrent(kind)
+            report = simulate(
+                model=model,
+                batch=torch.rand(steps, 3, 16),
+                loss=lambda outputs, batch: outputs.sum(),
+                optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+            )
+            end = report.phases["forward"].end
+            ends[steps] = end.activations - up(4 * steps * 3 * 32)  # the stacked output
+        assert ends[6] - ends[5] == kept + block(1)
+
+
+def test_a_cell_by_itself_is_fused_too():
+    cell = torch.nn.GRUCell(16, 32)
+    report = simulate(
+        model=cell,
+        batch=torch.rand(3, 16),
+        loss=lambda outputs, batch: outputs.sum(),
+        optimizer=torch.optim.SGD(cell.parameters(), lr=0.1),
+    )
+    assert "_thnn_fused_gru_cell_backward" in {t.op for t in report.largest} and report.notes == []

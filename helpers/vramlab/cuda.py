@@ -8,6 +8,7 @@ that would be different on a GPU is put in place here, for PyTorch's dispatcher 
 - softmax of fp16 with an fp32 result converts on the way (`SoftMax.cpp`, half_to_float); CPU makes an fp32 copy first;
 - `rms_norm` is one kernel that keeps its input and one number a row (`_fused_rms_norm`), CPU's is made of pieces;
 - layer norm keeps its statistics in fp32 (`layer_norm_kernel.cu`, acc_type), CPU in the input's dtype;
+- recurrent layers run in torch's fused CUDA kernels (`recurrent.py`), on CPU in oneDNN or step by step;
 - autocast has CUDA's lists of operators (`cuda_autocast.py`);
 - 8-bit layers multiply in int8 (bitsandbytes, MatMul8bitLt), on CPU in floating point;
 - tensors made without a device, or on "cpu" by name, are the host's (optimizers' step counters);
@@ -31,6 +32,7 @@ from torch.overrides import TorchFunctionMode
 from . import cuda_autocast
 from .formulas.attention import kernel_of
 from .overhead import cublas_workspace, torch_release
+from .recurrent import rnn_kernels
 
 FACTORIES = (torch.tensor, torch.arange, torch.zeros, torch.ones, torch.full, torch.empty, torch.linspace)
 HALF = (torch.float16, torch.bfloat16)
@@ -77,12 +79,18 @@ class CudaKernels(TorchFunctionMode):
     Attributes:
         on_host: told of them.
         is_on_host: says whether tensors are.
+        notes: what the simulation does otherwise than CUDA would.
     """
 
     def __init__(self):
         super().__init__()
         self.on_host: Callable[[list[torch.Tensor]], None] = lambda tensors: None
         self.is_on_host: Callable[[list[torch.Tensor]], bool] = lambda tensors: False
+        self.notes: list[str] = []
+
+    def note(self, text: str) -> None:
+        if text not in self.notes:
+            self.notes.append(text)
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
@@ -122,14 +130,14 @@ def cuda_kernels(compute_capability: tuple[int, int] = (8, 0)) -> Iterator[CudaK
     Args:
         compute_capability: of the GPU described; (8, 0) stands for all that have flash attention.
     """
-    library = Library("aten", "IMPL")
+    library, mode = Library("aten", "IMPL"), CudaKernels()
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="Warning only once for all operators")
-            for name, kernel in _kernels(compute_capability).items():
+            for name, kernel in {**_kernels(compute_capability), **rnn_kernels(mode.note)}.items():
                 library.impl(name, kernel, "AutogradCPU")
             cuda_autocast.install(library)
-        with eight_bit_products(), CudaKernels() as mode:
+        with eight_bit_products(), mode:
             yield mode
     finally:
         library._destroy()

@@ -36,8 +36,11 @@ FP32_BY_DTYPE = _names("""
 """)
 # AT_FORALL_DIFFERENT_REDISPATCH_SIGNATURE: the overload that takes a dtype is called instead
 WITH_DTYPE = {"norm.Scalar": "ScalarOpt_dtype", "norm.ScalarOpt_dim": "ScalarOpt_dim_dtype"}
-# Of AT_FORALL_LOWER_PRECISION_FP, what CPU's list lacks and models call. (Recurrent cells run in cuDNN there.)
-LOWER = _names("addmv addr mv chain_matmul einsum linalg_multi_dot")
+# Of AT_FORALL_LOWER_PRECISION_FP, what CPU's list lacks and models call
+LOWER = _names("""
+    addmv addr mv chain_matmul einsum linalg_multi_dot lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell
+    _thnn_fused_lstm_cell _thnn_fused_gru_cell
+""")
 # AT_FORALL_PROMOTE: mixed arguments are cast to the widest dtype among them
 PROMOTE = _names("addcdiv addcmul atan2 bilinear cross dot vdot grid_sampler index_put tensordot scatter_add")
 

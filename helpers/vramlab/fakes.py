@@ -12,6 +12,7 @@ from torch._prims_common import suggest_memory_format
 from torch._subclasses import fake_impls
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
+from . import recurrent
 from .cuda import CudaKernels, cuda_kernels
 from .gpu import Gpu
 
@@ -97,7 +98,9 @@ def fake_kernels(target: str) -> Iterator[None]:
         rules[torch.ops._c10d_functional.wait_tensor.default] = _wait
     rules |= _norms(target == "cuda")
     if target == "cuda":
-        rules[torch.ops.aten._embedding_bag.default] = _embedding_bag
+        rules |= {torch.ops.aten._embedding_bag.default: _embedding_bag, **recurrent.FAKE_CUDA}
+    else:
+        rules |= recurrent.FAKE_CPU
     if _seen[0] != target:  # results are cached by operator and shapes
         FakeTensorMode.cache_clear()
         _seen[0] = target

@@ -84,8 +84,8 @@ def simulate(
     if recipe is None:
         tracker = trace_module(model, batch, optimizer, loss, loop, precision, target, card, steps)
         history = History(tracker.log, tracker.marks, allocator=target == "cuda", limit=_room(card))
-        notes = any_module.notes(model, loop) + tracker.values.notes
-        return to_report(history, "simulated", None, target, card=card, title=type(model).__name__, notes=notes)
+        title, notes = type(model).__name__, any_module.notes(model, loop) + tracker.values.notes + list(tracker.notes)
+        return to_report(history, "simulated", None, target, card=card, title=title, notes=notes)
     notes += ["torch_compile: the eager step is simulated"] if recipe.torch_compile else []
     notes += unquantized(recipe)
     if card and (why := card.why_not(recipe.precision)):
@@ -196,7 +196,7 @@ def make_tracker(training: tr.Training, card: Gpu | None, kernels: CudaKernels |
     if kernels:
         kernels.on_host, kernels.is_on_host = tracker.forget, tracker.forgotten
         tracker.round_to, tracker.scratch = UNIT, kernel_scratch(card.chip if card else USUAL)
-        tracker.at_phase = cublas_workspaces(card)
+        tracker.at_phase, tracker.notes = cublas_workspaces(card), kernels.notes
     # A fake tensor has no values to read: every mask is full, every count is one, and no gradient overflowed.
     tracker.constant = {torch.bool: True, **dict.fromkeys(FLOATS, 1.0), **dict.fromkeys(INTEGERS, 1)}
     if training.scaler:

@@ -81,6 +81,7 @@ class Tracker(TorchDispatchMode):
         keep_storage: called with each operator, its arguments and its result, which on fake tensors may need a larger
             storage (`result_storages.py`).
         host_computes: what is computed from tensors that live elsewhere alone stays there.
+        notes: what the report is to say about the run.
         on_host: once finished, the most bytes that were elsewhere at a time.
     """
 
@@ -107,6 +108,7 @@ class Tracker(TorchDispatchMode):
         self.only: torch.device | None = None
         self.host_computes = False
         self.keep_storage: Callable[..., None] | None = None
+        self.notes: list[str] = []
         self.on_host = 0
         self._entered = ExitStack()
 
