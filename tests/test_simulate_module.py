@@ -240,6 +240,25 @@ def test_cuda_rounds_and_adds_workspaces():
     assert on_cuda.peak.workspace > 0 and on_cpu.peak.workspace == 0
 
 
+class Failing(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(64, 4)
+
+    def forward(self, x):
+        return self.missing(x)
+
+
+def with_attribute(value) -> nn.Module:
+    model = mlp()
+    model.held = {"here": [value]}
+    return model
+
+
+def in_plain_kernels(parameters):
+    return torch.optim.AdamW(parameters, foreach=False)
+
+
 @pytest.mark.parametrize(
     ("changes", "names"),
     [
@@ -256,6 +275,24 @@ def test_cuda_rounds_and_adds_workspaces():
         ({"loss": lambda outputs, batch: outputs}, "loss"),
         ({"loss": None}, "loss"),
         ({"steps": 0}, "steps"),
+        ({"loop": None}, "loop"),
+        ({"optimizer": []}, "optimizer"),
+        ({"optimizer": lambda parameters: torch.optim.SGD(parameters, lr=-1)}, "optimizer"),
+        (
+            {"optimizer": lambda parameters: torch.optim.AdamW(parameters, capturable=True), "target": "cpu"},
+            "optimizer",
+        ),
+        ({"optimizer": torch.optim.LBFGS, "loop": "optimizer_in_backward"}, "loop.optimizer_in_backward"),
+        ({"optimizer": torch.optim.LBFGS, "precision": "fp16-mixed"}, "optimizer"),
+        ({"optimizer": in_plain_kernels, "loop": Loop.named("plain", foreach=True)}, "loop.foreach"),
+        ({"loss": lambda outputs, batch: outputs.nope}, "loss"),
+        ({"loss": lambda outputs, batch: outputs.detach().sum()}, "loss"),
+        ({"model": mlp().requires_grad_(False)}, "model"),
+        ({"model": nn.ReLU()}, "model"),
+        ({"model": nn.LazyLinear(4)}, "model"),
+        ({"model": Failing()}, "model"),
+        ({"model": with_attribute(i for i in range(3))}, "model"),
+        ({"batch": {"y": torch.rand(4, 64)}}, "batch"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -307,3 +344,144 @@ def test_a_card_reserves_no_more_than_it_holds():
     tiny = simulate(**step, gpu=dataclasses.replace(card, total=2 * GiB))
     assert tiny.reserved == endless.reserved
     assert tiny.notes == ["does not fit T4: reserved is that of a card without end"]
+
+
+def of_mlp(**changes):
+    return simulate(
+        **{"model": mlp(), "batch": X, "loss": total, "optimizer": torch.optim.AdamW, "target": "cpu", **changes}
+    )
+
+
+X = torch.rand(4, 64)
+
+
+@pytest.mark.parametrize("precision", ["bf16-true", "fp16-true"])
+def test_a_true_precision_is_the_modules_and_its_inputs(precision):
+    """As after `model.to(dtype)` and the same of the batch: every byte of weights, gradients, states and inputs halves."""
+    whole, half = (of_mlp(precision=p).phases["step"].end for p in ("fp32", precision))
+    counters = 4 * 4
+    assert (half.parameters, half.gradients, half.inputs) == (
+        whole.parameters // 2,
+        whole.gradients // 2,
+        whole.inputs // 2,
+    )
+    assert half.optimizer_states - counters == (whole.optimizer_states - counters) // 2
+    assert mlp()[0].weight.dtype == torch.float32
+
+
+@pytest.mark.parametrize("made", [False, True])
+def test_an_optimizer_in_the_backward_pass(made):
+    model = mlp()
+    optimizer = torch.optim.AdamW(model.parameters()) if made else torch.optim.AdamW
+    report = of_mlp(model=model, optimizer=optimizer, loop="optimizer_in_backward")
+    largest = 4 * 64 * 256
+    assert report.phases["backward"].peak.gradients <= largest and report.phases["backward"].end.gradients == 0
+    assert report.phases["step"].end.optimizer_states == 8 * sum(p.numel() for p in model.parameters()) + 4 * 4
+
+
+def test_several_optimizers():
+    model = mlp()
+    members = [torch.optim.AdamW(model[0].parameters()), torch.optim.SGD(model[3].parameters(), momentum=0.9)]
+    sizes = [sum(4 * p.numel() for p in model[i].parameters()) for i in (0, 3)]
+    for loop in ("plain", "trainer", "optimizer_in_backward"):
+        states = of_mlp(model=model, optimizer=members, loop=loop).phases["step"].end.optimizer_states
+        assert states == 2 * sizes[0] + 2 * 4 + sizes[1]
+    assert not members[0].state and not members[1].state
+
+
+def test_capturable_counters_are_on_the_card():
+    plain, capturable = (
+        of_mlp(target="cuda", optimizer=lambda parameters, c=c: torch.optim.AdamW(parameters, capturable=c))
+        for c in (False, True)
+    )
+    states = [report.phases["step"].end.optimizer_states for report in (plain, capturable)]
+    assert states[1] - states[0] == 4 * 512
+
+
+def test_inputs_of_nested_batches_are_counted():
+    class Nested(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(64, 4)
+
+        def forward(self, inputs, extra):
+            return self.layer(inputs["img"]["x"]) + extra[0][0]
+
+    batch = {"inputs": {"img": {"x": X}}, "extra": [(torch.rand(4),)]}
+    assert of_mlp(model=Nested(), batch=batch).phases["load"].end.inputs == 4 * (4 * 64 + 4)
+
+
+def test_what_the_trainers_loop_sets_is_set_on_the_copy():
+    class Configured(nn.Linear):
+        def forward(self, x):
+            return torch.cat([super().forward(x)] * (2 if self.config.use_cache else 1))
+
+    model = Configured(64, 4)
+    model.config = type("Config", (), {"use_cache": True})()
+    plain, trainer = (of_mlp(model=model, loop=loop) for loop in ("plain", "trainer"))
+    assert plain.phases["forward"].peak.activations > trainer.phases["forward"].peak.activations
+    assert model.config.use_cache
+
+
+SEEN = {}
+
+
+def keep(module, inputs, output):
+    SEEN["output"] = output
+
+
+class Probe:
+    def __call__(self, module, inputs, output):
+        self.output = output
+
+
+def test_hooks_and_closures_leave_nothing_in_the_users_objects():
+    class Hooked(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second, self.seen = nn.Linear(64, 64), nn.Linear(64, 4), None
+            self.first.register_forward_hook(lambda module, inputs, output: setattr(self, "seen", output))
+
+        def forward(self, x):
+            return self.second(self.first(x)) + self.seen.mean()
+
+    model, kept, probe = Hooked(), [], Probe()
+    model.first.register_forward_hook(lambda module, inputs, output: kept.append(output))
+    model.second.register_forward_hook(keep)
+    model.second.register_forward_hook(probe)
+    plain = model.second.forward
+    model.second.forward = lambda x: plain(x) * 2
+    model.first.weight.register_hook(lambda gradient: kept.append(gradient))
+
+    def penalized(outputs, batch):
+        return outputs.sum() + sum(p.pow(2).sum() for p in model.parameters())
+
+    report = of_mlp(model=model, loss=penalized)
+    assert model.seen is None and not kept and not SEEN and not vars(probe)
+    assert all(type(p) is nn.Parameter and p.grad is None for p in model.parameters())
+    assert report.phases["backward"].end.gradients == sum(4 * p.numel() for p in model.parameters())
+    penalized(model(X), X).backward()
+    assert type(model.seen) is torch.Tensor and len(kept) == 2
+
+
+def test_locks_and_generators_of_numbers_do_no_harm():
+    import threading
+
+    for held in (threading.Lock(), threading.RLock(), torch.Generator()):
+        model = with_attribute(held)
+        assert of_mlp(model=model).phases == of_mlp().phases and model.held["here"][0] is held
+
+
+def test_what_is_left_out_is_noted():
+    assert any("torch.compile" in note for note in of_mlp(model=torch.compile(mlp())).notes)
+    assert any("empty_cache_steps" in note for note in of_mlp(loop=Loop.named("plain", empty_cache_steps=1)).notes)
+
+
+def test_errors_name_the_line(capfd):
+    with pytest.raises(RecipeError, match=r"test_simulate_module\.py, line \d+: return self\.missing\(x\)"):
+        of_mlp(model=Failing())
+    with pytest.raises(RecipeError, match="unexpected keyword argument 'y'"):
+        of_mlp(batch={"y": X})
+    with pytest.raises(RecipeError, match="'tensor"):
+        of_mlp(batch=torch.rand(4, 63))
+    assert "Traceback" not in capfd.readouterr().err

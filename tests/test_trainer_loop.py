@@ -9,7 +9,7 @@ import torch
 import transformers
 from tiny_models import TINY, config
 from torch.utils._python_dispatch import _get_current_dispatch_mode
-from vramlab import LoRA, Recipe, WatchCallback, simulate
+from vramlab import LoRA, Recipe, VramLabError, WatchCallback, simulate
 from vramlab.models import build_model
 from vramlab.report import CATEGORIES
 from vramlab.training import _groups, make_batch
@@ -182,3 +182,16 @@ def test_outside_of_ipython_there_is_no_shell(monkeypatch):
     assert callback._shell() is None
     monkeypatch.setitem(callback.sys.modules, "IPython", SimpleNamespace(get_ipython=lambda: None))
     assert callback._shell() is None
+
+
+def test_a_step_that_is_never_reached_is_said(tmp_path):
+    recipe, seen = make("gpt2"), WatchCallback(step=7)
+    with pytest.warns(UserWarning, match="waits for step 7, and training ended in step 3"):
+        trainer(recipe, tmp_path, seen).train()
+    assert seen.report is None
+
+
+@pytest.mark.parametrize("step", [0, "2", True])
+def test_a_step_that_cannot_be_is_refused(step):
+    with pytest.raises(VramLabError, match="from 1"):
+        WatchCallback(step)

@@ -378,6 +378,38 @@ def test_wrong_uses_are_sentences():
     assert watcher.report().source == "measured"
 
 
+def test_sparse_gradients_are_counted():
+    model = torch.nn.Embedding(50, 8, sparse=True)
+    optimizer = torch.optim.SparseAdam(model.parameters())
+    with watch(model) as seen:
+        for _ in range(2):
+            model.zero_grad()
+            model(torch.arange(6)).sum().backward()
+            optimizer.step()
+    assert seen.report().phases["step"].peak.gradients == 6 * 8 + 4 * 6 * 8  # indices and values
+    assert seen.report().phases["step"].end.optimizer_states == 2 * 4 * 50 * 8
+
+
+@pytest.mark.parametrize("how", ["a wrapper", "the method", "a function in the block"])
+def test_compiled_code_is_said_to_have_run_eagerly(how):
+    model = mlp()
+    called = torch.compile(model, backend="eager") if how == "a wrapper" else model
+    if how == "the method":
+        model.compile(backend="eager")
+    loss = torch.compile(entropy, backend="eager") if how == "a function in the block" else entropy
+    with watch(model) as seen:
+        loss(called(X)).backward()
+    assert any(note.startswith("torch.compile: while watched") for note in seen.report().notes)
+    with watch(mlp()) as plain:
+        entropy(plain.model(X)).backward()
+    assert not any("torch.compile" in note for note in plain.report().notes)
+
+
+def test_lazy_parameters_are_refused_in_a_sentence():
+    with pytest.raises(VramLabError, match="'weight' is lazy"):
+        watch(torch.nn.LazyLinear(4))
+
+
 # --- %%watch ---------------------------------------------------------------------------------------------------------
 
 

@@ -24,10 +24,9 @@ def check(model: Any, batch: Any, optimizer: Any, loss: Any, loop: Any, precisio
     """Raise RecipeError for what cannot be trained, before anything is copied."""
     if not isinstance(model, torch.nn.Module):
         raise RecipeError("model", _name(model), "it must be a torch.nn.Module, if there is no recipe")
-    for name, parameter in model.named_parameters():
-        if isinstance(parameter, UninitializedTensorMixin):
-            allowed = f"its parameter {name!r} is lazy and has no shape yet: call the module once on a batch before"
-            raise RecipeError("model", _name(model), allowed)
+    if (lazy := lazy_parameter(model)) is not None:
+        allowed = f"its parameter {lazy!r} is lazy and has no shape yet: call the module once on a batch before"
+        raise RecipeError("model", _name(model), allowed)
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise RecipeError("model", _name(model), "it has no parameter that requires a gradient, so nothing is trained")
     if batch is None:
@@ -89,14 +88,11 @@ def failed(model: torch.nn.Module, batch: Any, optimizer: Any, phase: str, error
     """The error of a module whose step does not run on fake tensors, with what was at fault and the line."""
     if isinstance(error, ValueNeeded):
         return RecipeError("model", _name(model), f"{error}: `watch` measures a step that really runs")
-    frames = list(traceback.walk_tb(error.__traceback__))[::-1]
-    reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-    if line := user_line(frames):
-        reason += f" ({line})"
+    reason = _reason(error)
     if isinstance(error, UNFAKED):
         return RecipeError("model", _name(model), f"it uses an operator that does not run on fake tensors: {reason}")
     if phase in ("step", "between_steps"):
-        return RecipeError("optimizer", _name(optimizer), f"its step fails: {reason}")
+        return RecipeError("optimizer", _called(optimizer), f"its step fails: {reason}")
     if phase == "backward":
         return RecipeError("loss", "its value", f"the backward pass from it fails: {reason}")
     if phase == "load":
@@ -131,6 +127,12 @@ def notes(model: torch.nn.Module, loop: Loop | str) -> list[str]:
     if getattr(loop, "empty_cache_steps", None):
         found.append("loop.empty_cache_steps: what is reserved is that of a run that never empties the cache")
     return found
+
+
+def lazy_parameter(model: torch.nn.Module) -> str | None:
+    """The name of a parameter or buffer of `model` that has no shape yet."""
+    named = [*model.named_parameters(), *model.named_buffers()]
+    return next((name for name, tensor in named if isinstance(tensor, UninitializedTensorMixin)), None)
 
 
 def is_compiled(model: torch.nn.Module) -> bool:
@@ -248,8 +250,11 @@ def _made(given: Any, trained: list, model: torch.nn.Module, training: tr.Traini
     if isinstance(given, torch.optim.Optimizer):
         made = [_refit(given, trained, model, twins)]
     else:
-        with tr.real_tensors():
-            made = _listed(twins(given)(trained))
+        try:
+            with tr.real_tensors():
+                made = _listed(twins(given)(trained))
+        except Exception as error:
+            raise RecipeError("optimizer", _called(given), f"making it fails: {_reason(error)}") from error
         if not made or not all(isinstance(each, torch.optim.Optimizer) for each in made):
             raise RecipeError("optimizer", _name(made[0] if made else made), "the function must return an Optimizer")
     for each in made:
@@ -289,6 +294,17 @@ def _choose_kernels(optimizer: torch.optim.Optimizer, training: tr.Training) -> 
 
 def _name(value: Any) -> str:
     return value if isinstance(value, str) else type(value).__name__
+
+
+def _called(value: Any) -> str:
+    return getattr(value, "__name__", _name(value))
+
+
+def _reason(error: Exception) -> str:
+    """The first line of what `error` says, and the user's line that it came from."""
+    text = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
+    line = user_line(list(traceback.walk_tb(error.__traceback__))[::-1])
+    return f"{text} ({line})" if line else text
 
 
 def _describe(batch: Any) -> Any:

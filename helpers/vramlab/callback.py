@@ -1,10 +1,12 @@
 """`WatchCallback` for `transformers.Trainer`: where the bytes of one real Trainer step are."""
 
 import sys
+import warnings
 from typing import Any
 
 from transformers import TrainerCallback
 
+from .errors import VramLabError
 from .report import Report
 from .watch import watch
 
@@ -19,13 +21,18 @@ class WatchCallback(TrainerCallback):
     Args:
         step: which optimizer step of the run to watch, from 1; the second is the first in which all states exist.
     Attributes:
-        report: None until that step has ended; sizes in bytes. Training again replaces it.
+        report: None until that step has ended; sizes in bytes. Training again replaces it. A run that ends before
+            warns of it.
+    Raises:
+        VramLabError: `step` is no whole number from 1 on.
 
     The Trainer tells no callback when training breaks off. In a notebook the end of the cell ends the watch then;
     a script that goes on after catching the error calls `close()`.
     """
 
     def __init__(self, step: int = 2):
+        if isinstance(step, bool) or not isinstance(step, int) or step < 1:
+            raise VramLabError(f"WatchCallback counts optimizer steps from 1, and this step is {step!r}")
         self.step = step
         self.report: Report | None = None
         self._watch: watch | None = None
@@ -51,6 +58,11 @@ class WatchCallback(TrainerCallback):
 
     def on_train_end(self, args, state, control, **kwargs):
         self.close()  # a callback may have stopped training between two micro-batches
+        if self.report is None:
+            why = (
+                f"WatchCallback has no report: it waits for step {self.step}, and training ended in step {self._steps}"
+            )
+            warnings.warn(why, stacklevel=2)
 
     def close(self) -> None:
         """End the watch, if one is running, without a report."""

@@ -20,8 +20,10 @@ Multi-tensor optimizers are CUDA's default too: `training.build(target="cuda")` 
 
 import contextlib
 import math
+import sys
 import warnings
 from collections.abc import Callable, Iterator
+from unittest.mock import patch
 
 import torch
 from torch.autograd.graph import _engine_run_backward
@@ -137,7 +139,7 @@ def cuda_kernels(compute_capability: tuple[int, int] = (8, 0)) -> Iterator[CudaK
             for name, kernel in {**_kernels(compute_capability), **rnn_kernels(mode.note)}.items():
                 library.impl(name, kernel, "AutogradCPU")
             cuda_autocast.install(library)
-        with eight_bit_products(), mode:
+        with eight_bit_products(), _capturable_anywhere(), mode:
             yield mode
     finally:
         library._destroy()
@@ -233,6 +235,17 @@ def _rms_norm(input, normalized_shape, weight=None, eps=None):
         rows = upcast.pow(2).mean(tuple(range(-len(normalized_shape), 0)), keepdim=True)
         return (upcast * torch.rsqrt(rows + (eps or 1e-6))).to(input.dtype) * weight
     return FusedRMSNorm.apply(input, normalized_shape, weight, eps)
+
+
+@contextlib.contextmanager
+def _capturable_anywhere() -> Iterator[None]:
+    """Optimizers take `capturable=True`, which torch checks to be on a device that has graphs."""
+    name = "_get_capturable_supported_devices"
+    with contextlib.ExitStack() as stack:
+        for home, module in list(sys.modules.items()):
+            if home.startswith("torch.optim.") and hasattr(module, name):
+                stack.enter_context(patch.object(module, name, lambda *args, **kwargs: ["cpu", "cuda"]))
+        yield
 
 
 @contextlib.contextmanager

@@ -266,12 +266,12 @@ def _micro_batch(training: Training, batch: Any, on_phase: Callable[[str], None]
     loop = training.loop
     on_phase("forward")
     outputs = _forward(training, batch)
+    training.outputs = outputs if loop.keep_outputs else None  # a variable that loses the last step's before the loss
     loss = training.loss_of(outputs, batch)
     if training.accumulation > 1:
         loss = loss / training.accumulation
     if loop.empty_cache_steps and training.steps % loop.empty_cache_steps == 0 and training.device.type == "cuda":
         torch.cuda.empty_cache()  # here, because Trainer.training_step does it here
-    training.outputs = outputs if loop.keep_outputs else None
     if loop.keep_outputs is True:
         training.loss = None  # the last step's is a variable too, and has just got a new value
     del outputs

@@ -7,12 +7,20 @@ from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensorMode
+from torch.utils._python_dispatch import _disable_current_modes
 
 from .errors import RecipeError
 
 HELD = (torch.nn.Module, torch.Tensor, torch.optim.Optimizer, dict, list, set, tuple)  # what is copied of a namespace
 SHARED = (types.ModuleType, type, types.BuiltinFunctionType, str, bytes, int, float, complex, type(None))
-COPIED = (*SHARED, torch.nn.Module, torch.Tensor, types.FunctionType, types.MethodType)  # without any question
+COPIED = (
+    *SHARED,
+    torch.nn.Module,
+    torch.Tensor,
+    torch.Generator,
+    types.FunctionType,
+    types.MethodType,
+)  # without any question
 
 
 class Twins:
@@ -55,8 +63,9 @@ class Twins:
         new = self.memo[id(optimizer)] = object.__new__(type(optimizer))
         self._kept.append(optimizer)
         held = {name: value for name, value in vars(optimizer).items() if name not in ("state", "step")}
+        memo = dict(self.memo)  # another copy has groups of its own
         with FakeCopyMode(self.mode):
-            new.__dict__ = {name: copy.deepcopy(value, self.memo) for name, value in held.items()}
+            new.__dict__ = {name: copy.deepcopy(value, memo) for name, value in held.items()}
         new.state = type(optimizer.state)(dict)
         return new
 
@@ -108,6 +117,9 @@ class Twins:
             if isinstance(value, types.GeneratorType):
                 allowed = f"its attribute {where!r} is a generator, which cannot be copied: give it a list"
                 raise RecipeError("model", type(model).__name__, allowed)
+            if isinstance(value, torch.Generator):
+                with _disable_current_modes():
+                    self.memo[id(value)] = copy.deepcopy(value)
             if isinstance(value, COPIED) or not depth:
                 return
             inner = value if isinstance(value, dict) else getattr(value, "__dict__", {})

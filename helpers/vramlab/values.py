@@ -7,6 +7,7 @@ read without being known is taken as one, and noted with the line that read it.
 
 import contextlib
 import linecache
+import logging
 import math
 import os
 import traceback
@@ -98,10 +99,7 @@ class Values:
         except UNFAKED:
             if func is aten.equal.default and not known:
                 return self._guess(True, where)
-            result = self._from_real(func, name, tensors, args, kwargs, where)
-            known = known and name != "_pack_padded_sequence"
-            if not known or not isinstance(result, torch.Tensor):
-                return result
+            return self._from_real(func, name, tensors, args, kwargs, where)
         leaves = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
         if known and all(leaf.numel() <= LIMIT for leaf in leaves):
             self._follow(func, name, args, kwargs, leaves)
@@ -179,7 +177,14 @@ class Values:
             result = func(*args, **kwargs)
         if name == "_pack_padded_sequence":  # kernels of packed sequences read the batch sizes, which are the host's
             return self.mode.from_tensor(result[0], static_shapes=True), result[1]
-        return tree_map_only(torch.Tensor, lambda t: self.mode.from_tensor(t, static_shapes=True), result)
+
+        def fake(tensor: torch.Tensor) -> torch.Tensor:
+            made = self.mode.from_tensor(tensor, static_shapes=True)
+            if not unknown and tensor.numel() <= LIMIT:
+                made._content = tensor
+            return made
+
+        return tree_map_only(torch.Tensor, fake, result)
 
     def _guess(self, guess: Any, where: str) -> Any:
         line = user_line(traceback.walk_stack(None)) or where
@@ -216,7 +221,8 @@ def packed_sequences() -> Iterator[None]:
                 start, since = end, i
         return (output.transpose(0, 1) if batch_first else output), lengths
 
-    with patch.object(torch._VF, "_pad_packed_sequence", pad, create=True):
+    log = logging.getLogger("torch._subclasses.fake_tensor")  # it prints a traceback of what a sentence says here
+    with patch.object(torch._VF, "_pad_packed_sequence", pad, create=True), patch.object(log, "disabled", True):
         yield
 
 

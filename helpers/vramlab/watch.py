@@ -14,12 +14,14 @@ micro-batch follows, or nothing) there was no step.
 """
 
 import contextlib
+import sys
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from .any_module import is_compiled, lazy_parameter
 from .errors import VramLabError
 from .history import History
 from .overhead import UNIT
@@ -40,7 +42,7 @@ class watch:
             is called with is recognised without being given.
         title: the report's title; the model's class when left out.
     Raises:
-        VramLabError: `model` is no module, or the same watch is entered inside its own block.
+        VramLabError: `model` is no module or has lazy parameters, or the same watch is entered inside its own block.
     """
 
     def __init__(
@@ -52,6 +54,10 @@ class watch:
     ):
         if not isinstance(model, torch.nn.Module):
             raise VramLabError(f"watch follows a torch.nn.Module, and this is a {type(model).__name__}")
+        if (lazy := lazy_parameter(model)) is not None:
+            raise VramLabError(
+                f"watch needs every size: the parameter {lazy!r} is lazy, so call the module once before"
+            )
         self.model, self.batch = model, batch
         self.title = title or type(model).__name__
         device = next((p.device.type for p in model.parameters()), "cpu")
@@ -69,6 +75,7 @@ class watch:
         self.history = None
         self._parameters = {id(p) for p in self.model.parameters()}
         self._backwards, self._stepped, self._inside = 0, False, False
+        self._compiled = is_compiled(self.model)
         claim_model(self.tracker, self.model)
         claim_states(self.tracker, self._optimizers, self.target)
         self.tracker.claim(tensors_in(self.batch), "inputs")
@@ -103,6 +110,10 @@ class watch:
             raise VramLabError("watch has no report yet: ask after the with-block")
         report = to_report(self.history, "measured", None, self.target, title=self.title)
         report.notes.append("storages of the watched code; the allocator's own peak needs measure()")
+        if self._compiled:
+            report.notes.append(
+                "torch.compile: while watched, the code ran as eager operators, and that is what is counted"
+            )
         return report
 
     # --- recognising phases ---------------------------------------------------------------------------------------
@@ -116,6 +127,16 @@ class watch:
         original = torch.autograd.backward
         torch.autograd.backward = self._around(original)
         add(setattr, torch.autograd, "backward", original)
+        # a dispatch mode, which the tracker is, makes torch.compile run what it was given as it stands
+        frames = sys.modules.get("torch._dynamo.eval_frame")
+        if enter := getattr(frames, "_maybe_set_eval_frame", None):
+
+            def seen(callback: Any) -> Any:
+                self._compiled = self._compiled or callable(callback)
+                return enter(callback)
+
+            frames._maybe_set_eval_frame = seen
+            add(setattr, frames, "_maybe_set_eval_frame", enter)
 
     def _begin(self, phase: str) -> None:
         if self.tracker.phase == "between_steps":
