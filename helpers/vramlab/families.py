@@ -175,6 +175,12 @@ def parse(name: str, text: str) -> dict[str, Any]:
         raise RecipeError("model", name, "its configuration must say a 'model_type', as every config.json does")
     if isinstance(config.get("text_config"), dict) and "hidden_size" not in config:
         raise RecipeError("model", name, "it reads more than text: give its 'text_config' for the language part")
+    stored = config.get("quantization_config") or config.get("compression_config")
+    if stored:
+        method = stored.get("quant_method") if isinstance(stored, dict) else None
+        allowed = "weights stored so are not described: leave it out for weights in the recipe's precision, or say "
+        allowed += "quantization=Quantization('nf4') for a base in 4 bits"
+        raise RecipeError("model.quantization_config", method or "of an unknown method", allowed)
     return config
 
 

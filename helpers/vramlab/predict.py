@@ -34,9 +34,11 @@ def predict(recipe: Recipe, gpu: str | Gpu | None = None) -> Report:
     Raises:
         GpuError: no such card.
         RecipeError: adapters in some layers only, or an architecture unlike those written down (`formulas.nearest`):
-            `simulate` takes both.
+            `simulate` takes both; or FlashAttention on a card that has none.
     """
     card = find_gpu(gpu) if gpu else None
+    if card:
+        card.require_attention(recipe.attn_implementation)
     if differ_by_layer(recipe.shape, recipe.lora):
         allowed = "the formulas multiply one layer, so every layer has to get the same adapters: ask simulate"
         raise RecipeError("lora.target_modules", recipe.lora.target_modules, allowed)
