@@ -87,6 +87,8 @@ def test_a_mixture_of_experts_is_adapted_where_it_is_linear(target_modules):
     )
     found, _ = adapted(shape, names)
     assert found.keys() == set(names)
+    report = predict(Recipe("mixtral-8x7b", num_layers=2, lora=LoRA(target_modules=target_modules)))
+    assert any("PEFT" in note for note in report.notes) == (target_modules == "all-linear")
 
 
 def test_modules_to_save_are_not_adapted():
@@ -116,6 +118,7 @@ def test_published_adapter_size():
         ("gpt2", "c_attn", 8, "lora.target_modules", "nothing in gpt2 matches"),  # a string must match the whole name
         ("gpt2", "(", 8, "lora.target_modules", "not a regular expression"),
         ("gpt2", (), 8, "lora.target_modules", "nothing in gpt2 matches"),
+        ("mixtral-8x7b", ("q_proj", "w1", "w3"), 8, "lora.target_modules", "fused parameters, which no adapter takes"),
         ("vit-base", None, 8, "lora.target_modules", "no default"),
         ("llama-3.1-8b", ("k_proj", "q_proj"), 1025, "lora.r", "over 1024"),
     ],

@@ -311,6 +311,10 @@ GOOD = {"model_type": "llama", **TEXT}
         ({**GOOD, "num_attention_heads": 5}, {}, "model.hidden_size", "multiple of the 5 heads"),
         ({**GOOD, "num_attention_heads": 5, "head_dim": 16}, {}, "model.hidden_size", "multiple of the 5 heads"),
         ({**GOOD, "num_key_value_heads": 3}, {}, "model.num_key_value_heads", "divide the 4 heads"),
+        *[
+            ({**GOOD, "quantization_config": stored}, {}, "model.quantization_config", "leave it out")
+            for stored in ({"quant_method": "gptq", "bits": 4}, {"quant_method": "fp8"}, {"load_in_4bit": True})
+        ],
         ({"hidden_size": 64}, {}, "model", "model_type"),
         ({"model_type": "no-such-architecture", "hidden_size": 64}, {}, "model", "no-such-architecture"),
         ({"model_type": "gemma3", "text_config": {"hidden_size": 64}}, {}, "model", "text_config"),

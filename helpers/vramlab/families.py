@@ -227,6 +227,12 @@ def parse(name: str, text: str) -> dict[str, Any]:
         raise RecipeError(
             "model", name, f"it reads more than text: give its 'text_config' for the language part, or {BUILT}"
         )
+    stored = config.get("quantization_config") or config.get("compression_config")
+    if stored:
+        method = stored.get("quant_method") if isinstance(stored, dict) else None
+        allowed = "weights stored so are not described: leave it out for weights in the recipe's precision, or say "
+        allowed += "quantization=Quantization('nf4') for a base in 4 bits"
+        raise RecipeError("model.quantization_config", method or "of an unknown method", allowed)
     return config
 
 

@@ -20,6 +20,7 @@ from .report import GiB, Interval, MiB, format_bytes
 # Least compute capability for each format: tensor-core data types in NVIDIA's CUDA C++ Programming Guide (compute
 # capabilities), fp16 arithmetic in its table of arithmetic instructions; int8 as bitsandbytes' int8 matmul asks.
 NEEDS = {"fp32": (0, 0), "tf32": (8, 0), "fp16": (5, 3), "bf16": (8, 0), "fp8": (8, 9), "int8": (7, 5)}
+FLASH_ATTENTION = (8, 0)
 SINCE = {(8, 0): "Ampere", (8, 9): "Ada", (7, 5): "Turing", (5, 3): "Maxwell"}
 INSTEAD = {"bf16": "fp16", "tf32": "fp32", "fp8": "bf16 or fp16", "int8": "nf4", "fp16": "fp32"}
 
@@ -115,6 +116,14 @@ class Gpu:
         """Raises RecipeError when the card lacks `precision`."""
         if why := self.why_not(precision):
             raise RecipeError("precision", precision, why)
+
+    def require_attention(self, implementation: str) -> None:
+        """Raises RecipeError when the card lacks an attention kernel: FlashAttention-2 has none before Ampere
+        (flash-attn, `flash_api.cpp`: "FlashAttention only supports Ampere GPUs or newer")."""
+        if implementation == "flash_attention_2" and self.compute_capability < FLASH_ATTENTION:
+            have, need = (".".join(map(str, pair)) for pair in (self.compute_capability, FLASH_ATTENTION))
+            why = f"{self.name} has compute capability {have} and FlashAttention starts at {need}: take sdpa or eager"
+            raise RecipeError("attn_implementation", implementation, why)
 
     @property
     def cublas_workspace(self) -> int:

@@ -24,6 +24,8 @@ DEFAULTS = {
     "t5": ("q", "v"),
     **dict.fromkeys(("gemma", "gemma2", "llama", "mistral", "mixtral", "opt", "qwen2", "qwen3"), _Q_V),
 }
+# What PEFT takes to mean a mixture's fused experts (`transformers_weight_conversion.py`, _MOE_TARGET_MODULE_MAPPING).
+FUSED = {"gate_proj", "up_proj", "down_proj", "gate_up_proj", "w1", "w2", "w3"}
 WITHOUT_DEFAULT = ("vit",)  # not in that mapping, which takes seconds to load
 
 
@@ -82,6 +84,15 @@ def find(shape: "Shape", target_modules: Targets, modules_to_save: tuple[str, ..
     return [(name, inside, out) for name, (_, inside, out) in candidates.items() if name in names]
 
 
+def notes(shape: "Shape", lora: "LoRA | None") -> list[str]:
+    """What a report has to say of adapters that PEFT places otherwise."""
+    everywhere = lora and isinstance(lora.target_modules, str) and lora.target_modules.lower() == "all-linear"
+    if not everywhere or not any(weight.kind == "expert" for weight in shape.weights()):
+        return []
+    text = "all-linear adapts attention here; PEFT 0.21's own also adapts routers and fused experts, and needs more"
+    return [text]
+
+
 @lru_cache(maxsize=512)
 def differ_by_layer(shape: "Shape", lora: "LoRA | None") -> bool:
     """Whether some layers get other adapters than the rest, as a pattern with a layer's number asks for."""
@@ -99,6 +110,11 @@ def _role(name: str) -> str:
 def check(shape: "Shape", target_modules: Targets, r: int) -> None:
     """Raise RecipeError unless rank `r` adapters fit something of `shape`."""
     targets = find(shape, target_modules)
+    if not isinstance(target_modules, str | None) and any(w.kind == "expert" for w in shape.weights()):
+        names = {target.rpartition(".")[2] for target in target_modules}
+        if lost := sorted(names & FUSED - {name.rpartition(".")[2] for name, _, _ in targets}):
+            allowed = f"the experts of {shape.name} are fused parameters, which no adapter takes here: leave out "
+            raise RecipeError("lora.target_modules", target_modules, allowed + ", ".join(lost))
     if not targets:
         names = ", ".join(dict.fromkeys(name.rpartition(".")[2] for name in modules(shape)))
         raise RecipeError("lora.target_modules", target_modules, f"nothing in {shape.name} matches; it has {names}")

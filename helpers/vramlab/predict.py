@@ -11,11 +11,11 @@ The peak is the highest of these moments.
 from collections import Counter
 from typing import Any
 
+from . import lora_modules
 from .errors import RecipeError
 from .formulas import reserved, shards, slices, stored
 from .formulas.account import Account, Asked, Moment, kept_account
 from .gpu import USUAL, Gpu, find_gpu
-from .lora_modules import differ_by_layer
 from .overhead import cublas_workspace
 from .recipe import Recipe, as_recipe
 from .report import CATEGORIES, Bytes, Phase, Report, Tensor, format_bytes
@@ -37,11 +37,13 @@ def predict(recipe: Recipe | Any, gpu: str | Gpu | None = None) -> Report:
     Raises:
         GpuError: no such card.
         RecipeError: adapters in some layers only, or an architecture unlike those written down (`formulas.nearest`):
-            `simulate` takes both.
+            `simulate` takes both; or FlashAttention on a card that has none.
     """
     recipe = as_recipe(recipe)
     card = find_gpu(gpu) if gpu else None
-    if differ_by_layer(recipe.shape, recipe.lora):
+    if card:
+        card.require_attention(recipe.attn_implementation)
+    if lora_modules.differ_by_layer(recipe.shape, recipe.lora):
         allowed = "the formulas multiply one layer, so every layer has to get the same adapters: ask simulate"
         raise RecipeError("lora.target_modules", recipe.lora.target_modules, allowed)
     exist = recipe.gradient_accumulation_steps > 1 or not recipe.loop.set_to_none  # gradients, when backward begins
@@ -196,7 +198,7 @@ def _largest(groups: dict[tuple, list]) -> list[Tensor]:
 
 
 def _notes(recipe: Recipe, account: Account, card: Gpu | None, peak: int) -> list[str]:
-    notes = shards.notes(recipe) + unquantized(recipe)
+    notes = shards.notes(recipe) + unquantized(recipe) + lora_modules.notes(recipe.shape, recipe.lora)
     if account.approximate:
         low, high = (format_bytes(peak * n) for n in (reserved.UNKNOWN, 1 / reserved.UNKNOWN))
         notes.append(

@@ -137,8 +137,7 @@ class Attention(Operators):
         if sinks:
             scores = self.scale(self.cat([scores], b, heads, n, k.shape[2] + 1), "add")
         scores = self.probabilities(scores, softmax_fp32 and not sinks, q.width)
-        if sinks:
-            scores = self.copy(scores)
+        scores.packed = scores.packed or sinks  # heads lie in order, with one column to skip
         del held
         scores = self.dropout(scores, p)
         self.layer_holds.append(scores)  # returned beside the output
