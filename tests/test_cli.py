@@ -261,6 +261,33 @@ def test_ctrl_c_stops_cleanly():
     assert time.monotonic() - begun < 20
 
 
+LOADING = """
+import builtins, sys, time
+real = builtins.__import__
+def slow(name, *args, **options):
+    if name == "typer":
+        print("started", flush=True)
+        time.sleep(60)
+    return real(name, *args, **options)
+builtins.__import__ = slow
+import runpy
+sys.argv = ["vramlab", "predict", "gpt2"]
+runpy.run_module("vramlab", run_name="__main__")
+"""
+
+
+@pytest.mark.skipif(os.name == "nt", reason="Windows sends Ctrl-C to the whole console, pytest included")
+def test_ctrl_c_while_it_loads_is_no_traceback():
+    child = subprocess.Popen([sys.executable, "-c", LOADING], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    try:
+        assert child.stdout.readline() == "started\n"
+        child.send_signal(signal.SIGINT)
+        out, err = child.communicate(timeout=30)
+    finally:
+        child.kill()
+    assert (child.returncode, out, err) == (130, "", "Stopped.\n")
+
+
 # ── the other commands ──────────────────────────────────────────────────────────────────────────────────────────────
 
 
