@@ -200,6 +200,22 @@ def test_wrong_request_is_one_sentence_and_status_2(asked, model, words, why):
     assert asked.recipes == [], "refused before anything was computed"
 
 
+def test_an_empty_quantization_is_no_quantization_that_is_left_out(asked):
+    result = run("predict", "gpt2", "--lora-r", "8", "--quantization", "")
+    assert result.exit_code == 2 and "'nf4'" in result.stderr and asked.recipes == []
+
+
+GARBAGE = ["", "{", "[1, 2]", "null", "[" * 100_000, "\x00", '[{"model": null}]', '[{"model": "gpt2", "lora": 5}]']
+
+
+@pytest.mark.parametrize("text", GARBAGE, ids=range(len(GARBAGE)))
+def test_a_garbage_list_is_one_sentence(text, tmp_path):
+    (tmp_path / "list.json").write_text(text)
+    result = run("record", str(tmp_path / "list.json"), "--dry-run", "--folder", str(tmp_path))
+    assert result.exit_code == 2 and result.stdout == ""
+    assert "list.json" in result.stderr and result.stderr.count("\n") == 1 and "Traceback" not in result.output
+
+
 @pytest.mark.parametrize("error", [MeasurementError("The child was killed."), RecordError("There is no record.")])
 def test_the_packages_own_errors_are_sentences(stand_in, error):
     def fail(recipe, **options):
