@@ -200,6 +200,22 @@ def test_wrong_request_is_one_sentence_and_status_2(asked, model, words, why):
     assert asked.recipes == [], "refused before anything was computed"
 
 
+def test_an_empty_quantization_is_no_quantization_that_is_left_out(asked):
+    result = run("predict", "gpt2", "--lora-r", "8", "--quantization", "")
+    assert result.exit_code == 2 and "'nf4'" in result.stderr and asked.recipes == []
+
+
+GARBAGE = ["", "{", "[1, 2]", "null", "[" * 100_000, "\x00", '[{"model": null}]', '[{"model": "gpt2", "lora": 5}]']
+
+
+@pytest.mark.parametrize("text", GARBAGE, ids=range(len(GARBAGE)))
+def test_a_garbage_list_is_one_sentence(text, tmp_path):
+    (tmp_path / "list.json").write_text(text)
+    result = run("record", str(tmp_path / "list.json"), "--dry-run", "--folder", str(tmp_path))
+    assert result.exit_code == 2 and result.stdout == ""
+    assert "list.json" in result.stderr and result.stderr.count("\n") == 1 and "Traceback" not in result.output
+
+
 @pytest.mark.parametrize("error", [MeasurementError("The child was killed."), RecordError("There is no record.")])
 def test_the_packages_own_errors_are_sentences(stand_in, error):
     def fail(recipe, **options):
@@ -259,6 +275,33 @@ def test_ctrl_c_stops_cleanly():
         child.kill()
     assert (child.returncode, out, err) == (130, "", "Stopped.\n")
     assert time.monotonic() - begun < 20
+
+
+LOADING = """
+import builtins, sys, time
+real = builtins.__import__
+def slow(name, *args, **options):
+    if name == "typer":
+        print("started", flush=True)
+        time.sleep(60)
+    return real(name, *args, **options)
+builtins.__import__ = slow
+import runpy
+sys.argv = ["vramlab", "predict", "gpt2"]
+runpy.run_module("vramlab", run_name="__main__")
+"""
+
+
+@pytest.mark.skipif(os.name == "nt", reason="Windows sends Ctrl-C to the whole console, pytest included")
+def test_ctrl_c_while_it_loads_is_no_traceback():
+    child = subprocess.Popen([sys.executable, "-c", LOADING], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    try:
+        assert child.stdout.readline() == "started\n"
+        child.send_signal(signal.SIGINT)
+        out, err = child.communicate(timeout=30)
+    finally:
+        child.kill()
+    assert (child.returncode, out, err) == (130, "", "Stopped.\n")
 
 
 # ── the other commands ──────────────────────────────────────────────────────────────────────────────────────────────

@@ -16,6 +16,7 @@ import pytest
 import scratch
 import settings
 import try_colab
+from nbclient.exceptions import CellTimeoutError, DeadKernelError
 from nbformat.v4 import new_markdown_cell
 from rich.console import Console
 
@@ -192,6 +193,19 @@ def test_ctrl_c_ends_the_kernel_and_says_so(tmp_path):
     assert process.returncode == 130 and said.strip() == "Stopped."
     with pytest.raises(ProcessLookupError):
         os.kill(int(pid.read_text()), 0)
+
+
+@pytest.mark.parametrize("failure", [DeadKernelError("Kernel died"), AssertionError(), CellTimeoutError("late"), None])
+def test_ctrl_c_is_one_however_the_kernels_client_takes_it(failure, monkeypatch, tmp_path):
+    class Client(execute.NotebookClient):
+        def execute(self, **options):
+            self._async_cleanup_kernel_future = None  # what its handler of the signal leaves
+            if failure:
+                raise failure
+
+    monkeypatch.setattr(execute, "NotebookClient", Client)
+    with pytest.raises(KeyboardInterrupt):
+        execute.run(scratch.write(tmp_path / "00_x.ipynb", "1 + 1"))
 
 
 @pytest.mark.parametrize("tool", ["canonical.py --check", "execute.py", "course.py", "try_colab.py"])

@@ -417,6 +417,12 @@ def test_the_clock_starts_with_the_first_run(gpu, three, monkeypatch):
     assert gpu.ran == [SMALL, OTHER, LARGE] and gpu.timeouts == [60, 40, 20]
 
 
+def test_a_folder_that_is_none_is_refused_before_anything_is_measured(gpu, three):
+    with pytest.raises(RecordError, match=r"three\.json is no folder"):
+        gpu.module.record([three], folder=three)
+    assert gpu.ran == []
+
+
 @pytest.mark.parametrize("minutes", [-1, float("nan")])
 def test_what_is_no_time_is_refused(gpu, three, minutes):
     with pytest.raises(RecordError, match="it must be a number of at least 0"):

@@ -130,7 +130,9 @@ def _recipe(model: str, options: dict[str, Any]) -> Recipe:
     return Recipe(
         model,
         lora=LoRA(**lora) if lora else None,
-        quantization=Quantization(kind or "nf4", double=double) if kind or double else None,
+        quantization=Quantization("nf4" if kind is None else kind, double=double)
+        if kind is not None or double
+        else None,
         sharding=Sharding(**sharding) if sharding else None,
         **given,
     )

@@ -78,6 +78,8 @@ def record(
     if not (cuda or dry_run or folder):
         raise RecordError("there is no CUDA device here, and the course keeps no CPU figures: name a folder for them.")
     folder = Path(folder or measurements_folder())
+    if folder.exists() and not folder.is_dir():
+        raise RecordError(f"{folder} is no folder, so no record can be kept there.")
     recipes = wanted([course_list()] if paths is None else [Path(path) for path in paths])
     outcome = Outcome(wanted=len(recipes))
     files = [folder / file_name(environment(gpu=here.name if cuda else None))]

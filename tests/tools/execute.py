@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO
 
 import canonical
 import nbformat
@@ -79,22 +80,33 @@ def run(path: Path, on_cell: Callable[[], None] = lambda: None, timeout: int = C
     with tempfile.TemporaryFile() as said:  # what native code prints would run through the progress bar
         try:
             client.execute(stderr=said)
-        except CellExecutionError as error:
-            result.error = f"{error.ename}: {error.evalue}"
-        except CellTimeoutError:
-            result.error = f"the cell took longer than {timeout} s"
-        except DeadKernelError:
-            said.seek(0)
-            last = [line for line in said.read().decode(errors="replace").splitlines() if line.strip()][-1:]
-            result.error = " ".join(["the kernel died (was it killed for its memory?)", *last])
-        except AssertionError:
-            if client.km is not None:
-                raise
-            raise KeyboardInterrupt from None  # nbclient answers Ctrl-C by ending the kernel, and then misses it
+        except Exception as error:
+            if not interrupted(client):
+                result.error = explain(error, said, timeout)
+    if interrupted(client):
+        raise KeyboardInterrupt
     result.seconds = time.monotonic() - start
     if not result.error:
         result.failed_cell = 0
     return result
+
+
+def interrupted(client: NotebookClient) -> bool:
+    """Whether Ctrl-C came. nbclient answers it by ending the kernel, and fails then in one of several ways, or not."""
+    return hasattr(client, "_async_cleanup_kernel_future")
+
+
+def explain(error: Exception, said: BinaryIO, timeout: int) -> str:
+    """Why a notebook stopped, in a line; `said` is what its kernel printed. Raises what is no notebook's fault."""
+    if isinstance(error, CellExecutionError):
+        return f"{error.ename}: {error.evalue}"
+    if isinstance(error, CellTimeoutError):
+        return f"the cell took longer than {timeout} s"
+    if isinstance(error, DeadKernelError):
+        said.seek(0)
+        last = [line for line in said.read().decode(errors="replace").splitlines() if line.strip()][-1:]
+        return " ".join(["the kernel died (was it killed for its memory?)", *last])
+    raise error
 
 
 def run_all(paths: list[Path], console: Console, done: Callable[[Run], None]) -> list[Run]:
