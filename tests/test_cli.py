@@ -118,11 +118,11 @@ def test_model_by_path(asked, tmp_path):
 
 def test_witnesses_get_their_options(asked):
     run("predict", "gpt2", "--gpu", "tesla t4")
-    run("simulate", "gpt2", "--target", "cpu", "--gpu", "L4")
+    run("simulate", "gpt2", "--target", "cpu", "--gpu", "L4", "--as-run", "repeated keys")
     run("measure", "gpt2", "--repeats", "2")
     assert asked.options == [
         ("predicted", {"gpu": "T4"}),
-        ("simulated", {"target": "cpu", "gpu": "L4"}),
+        ("simulated", {"target": "cpu", "gpu": "L4", "as_run": "repeated keys"}),
         ("measured", {"repeats": 2}),
     ]
 

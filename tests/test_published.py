@@ -12,6 +12,7 @@ from torch.nn import functional as F
 from transformers import masking_utils
 from vramlab import LoRA, Quantization, Recipe, RecipeError, predict, simulate
 from vramlab.as_run import AS_RUN, as_it_ran
+from vramlab.plan_notes import notes_on
 from vramlab.published import Run, runs
 
 RUNS = runs()
@@ -116,6 +117,6 @@ def test_weights_that_stay_unquantized_are_said(family, prepare, said):
     """bitsandbytes swaps nn.Linear and nothing else; most of a mixture's weights are fused experts."""
     base = Quantization("nf4", prepare=prepare)
     recipe = Recipe(config(family), seq_len=8, num_layers=1, precision="bf16-true", quantization=base, lora=LoRA())
-    for report in (predict(recipe), simulate(recipe)):
-        found = [note for note in report.notes if "not quantized" in note]
+    for notes in (predict(recipe).notes, simulate(recipe).notes, notes_on(recipe)):
+        found = [note for note in notes if "not quantized" in note]
         assert len(found) == bool(said) and all(said in note for note in found)

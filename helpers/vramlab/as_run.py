@@ -14,7 +14,9 @@ from .errors import RecipeError
 from .recipe import Recipe
 
 REPEATED = "repeated keys"
-_MASKS = "a batch without attention_mask gets a causal mask, in a loop without a cache"
+_MASKS = (
+    "a batch without attention_mask gets a causal mask where no cache is kept; with an all-ones one leave as_run out"
+)
 AS_RUN = {
     REPEATED: "keys and values that query heads share are repeated before sdpa, so that every kernel takes them",
     "transformers 4.56": _MASKS,

@@ -83,6 +83,7 @@ def _flag(text: str, *names: str) -> Any:
 Json = _flag("Print JSON; sizes are bytes, times seconds.", "--json")
 GpuName = Annotated[str | None, typer.Option("--gpu", help="A card by name, such as T4. Exit status 1: does not fit.")]
 Target = Annotated[str, typer.Option(help="Whose kernels and rounding: cuda or cpu.")]
+AsRun = Annotated[str | None, typer.Option(help="As an older library ran it, such as 'transformers 4.57'.")]
 Repeats = Annotated[int, typer.Option(min=1, help="Timed steps after warm-up.")]
 Minutes = Annotated[float, typer.Option(min=0, help="From the first run; nothing goes on after that.")]
 Folder = Annotated[Path | None, typer.Option(help="Where record files lie; the course's when left out.")]
@@ -157,12 +158,14 @@ def predict(recipe: Recipe, gpu: GpuName = None, as_json: Json = False) -> None:
 
 @app.command()
 @takes_recipe
-def simulate(recipe: Recipe, target: Target = "cuda", gpu: GpuName = None, as_json: Json = False) -> None:
+def simulate(
+    recipe: Recipe, target: Target = "cuda", gpu: GpuName = None, as_run: AsRun = None, as_json: Json = False
+) -> None:
     """Memory of the real training step on fake tensors: seconds, no GPU."""
     from .simulate import simulate
 
     card = _card(gpu, recipe)
-    _finish(simulate(recipe, target=target, gpu=card and card.name), card, as_json)
+    _finish(simulate(recipe, target=target, gpu=card and card.name, as_run=as_run), card, as_json)
 
 
 @app.command()

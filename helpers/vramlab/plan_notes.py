@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from .recipe import Recipe
 from .report import format_bytes
 from .space import host_bytes
+from .weights import unquantized
 
 # Least steps between neighbouring numbers of a format, as a part of the number: 2^-8 and 2^-11.
 LOST = {"bf16-true": "1/256", "fp16-true": "1/2048"}
@@ -23,6 +24,7 @@ def notes_on(recipe: Recipe) -> Iterator[str]:
         yield f"paged states: {format_bytes(host_bytes(recipe), digits=2)} of host memory when the card is full"
     if recipe.attn_implementation == "flash_attention_2":
         yield "flash_attention_2 needs the package flash-attn"
+    yield from unquantized(recipe)
     sharding = recipe.sharding
     if sharding and sharding.offload:
         yield f"{sharding.offload} offloaded: {format_bytes(host_bytes(recipe), digits=0)} of host memory for all ranks"
