@@ -103,6 +103,7 @@ class _Deepener:
         self.events: list[Event] = list(tracker.log)
         self.repetition, self.more, self.unit = repetition, more, tracker.round_to
         self._group = cache(repetition.group)
+        self._renumbered = cache(self._renumber)
         self.marks: Marks = list(tracker.marks)
         self.places: dict[int, Place] = {}
         self.walks: list[Walk] = []
@@ -241,7 +242,7 @@ class _Deepener:
             self.freed.add(key)
         self.log.append((size, copy, op))
 
-    def _renumbered(self, where: str, shift: int) -> str:
+    def _renumber(self, where: str, shift: int) -> str:
         if not shift or self._group(where) is None:
             return where
         further = shift * self.repetition.period

@@ -153,7 +153,8 @@ def _deepened(recipe: Recipe, target: str, card: Gpu | None, steps: int) -> Hist
             raise NotRegular(f"{layers.shallow + layers.period} layers take something else than their repetition says")
     history = History(*deepen(tracker, layers, layers.more), allocator=cuda, limit=_room(card))
     if recipe.sharding is None and recipe.quantization is None:
-        found = sum(math.prod(s.shape) for size, s, _ in history.log if size > 0 and is_base_weight(s))
+        loaded = history.log[: history.stretches[0][2]]
+        found = sum(math.prod(s.shape) for size, s, _ in loaded if size > 0 and is_base_weight(s))
         if found != layers.parameters:
             raise NotRegular(f"its repetition has {found:,} parameters, and the model {layers.parameters:,}")
     return history
