@@ -165,7 +165,7 @@ def test_every_operator_of_torchs_table(dtypes):
     script = Path(__file__).with_name("op_sweep.py")
     ran = subprocess.run([sys.executable, script, "40", *dtypes], capture_output=True, text=True, check=True)
     found = json.loads(ran.stdout.splitlines()[-1])
-    assert found["swept"] > 3000
+    assert found["swept"] > 2000
     assert [name for name in found["different"] if not name.startswith(KNOWN)] == []
 
 

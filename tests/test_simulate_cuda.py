@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_leaves
 from vramlab.cuda import attention_kernel, cuda_kernels
 from vramlab.cuda_autocast import FP32, FP32_BY_DTYPE, LOWER, PROMOTE, WITH_DTYPE, cpu_only, on_cuda
 from vramlab.cuda_scratch import kernel_scratch
+from vramlab.errors import RecipeError
 from vramlab.fakes import fake_world
 from vramlab.gpu import find_gpu
 from vramlab.history import History
@@ -539,3 +540,45 @@ def test_a_cell_by_itself_is_fused_too():
         optimizer=torch.optim.SGD(cell.parameters(), lr=0.1),
     )
     assert "_thnn_fused_gru_cell_backward" in {t.op for t in report.largest} and report.notes == []
+
+
+# --- the package flash-attn -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama", "bert", "mixtral"])
+@pytest.mark.parametrize("changes", [{}, {"gradient_checkpointing": True}], ids=["", "checkpointing"])
+def test_flash_attn_is_simulated_without_the_package(family, changes):
+    """`flash_api.cpp`, which torch's own flash kernel has too: output, a number a row and the generator's state are
+    kept, and dQ is summed up in fp32 in the backward pass."""
+    recipe = tiny(family, precision="bf16-true", seq_len=64, **changes)
+    package, own = (simulate(recipe.replace(attn_implementation=a)) for a in ("flash_attention_2", "sdpa"))
+    for phase in package.phases:  # torch's own keeps a block of 512 bytes more a layer
+        a, b = (r.phases[phase].peak.total for r in (package, own))
+        assert 0 <= b - a <= 2 * 512
+
+
+def test_what_flash_attn_allocates_by_hand():
+    history = ran("llama", precision="bf16-true", attn_implementation="flash_attention_2", seq_len=64)
+    made = births(history, "_flash_attention_forward", ("activations",))
+    heads, head, rows = 6, 16, 2 * 64
+    assert {s.asked for s in made} == {2 * rows * heads * head, 4 * rows * heads, 16}
+    gradient, few = (torch.empty(2, 100, n, 80, dtype=bf16, device="meta") for n in (8, 2))
+    alone = kernel_scratch()("_flash_attention_backward", (gradient, gradient, gradient))
+    assert alone == 4 * 2 * 8 * 128 * (96 + 1)
+    assert kernel_scratch()("_flash_attention_backward", (gradient, gradient, few)) == alone + 2 * (
+        2 * 8 * 100 * 80 * 2
+    )
+
+
+@pytest.mark.parametrize(
+    ("family", "gpu", "changes", "said"),
+    [
+        ("gpt2", None, {"precision": "fp32"}, "fp16 and bf16"),
+        ("llama", None, {"precision": "fp32"}, "fp16 and bf16"),
+        ("llama", "T4", {"precision": "fp16-true"}, "Ampere"),
+        ("t5", None, {"precision": "bf16-true"}, "does not support Flash Attention 2"),
+    ],
+)
+def test_flash_attn_is_refused_where_the_package_refuses(family, gpu, changes, said):
+    with pytest.raises(RecipeError, match=said):
+        simulate(tiny(family, attn_implementation="flash_attention_2", **changes), gpu=gpu)

@@ -175,7 +175,7 @@ def _attention(capability, query, key, value, mask, p, causal, scale, enable_gqa
         )[0]
     if kernel == "flash":
         scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
-        query, key, value = (_pad_head(t, 8) for t in (query, key, value))
+        query, key, value = (pad_head(t, 8) for t in (query, key, value))
         out = torch.ops.aten._scaled_dot_product_flash_attention(query, key, value, p, causal, False, scale=scale)[0]
         return out[..., : dims[1]]
     with_rows = torch.is_grad_enabled() and any(t.requires_grad for t in (query, key, value))
@@ -184,7 +184,7 @@ def _attention(capability, query, key, value, mask, p, causal, scale, enable_gqa
     )[0]
 
 
-def _pad_head(tensor: torch.Tensor, multiple: int) -> torch.Tensor:
+def pad_head(tensor: torch.Tensor, multiple: int) -> torch.Tensor:
     """The head dimension padded with zeros to `multiple` (attention.cpp, pad_last_dim)."""
     missing = -tensor.shape[-1] % multiple
     return F.pad(tensor, (0, missing)) if missing else tensor

@@ -56,8 +56,10 @@ def _blocks(name: str, args: Sequence, chip: Chip) -> list[int]:
         return _loss(name, args, chip)
     if name == "_foreach_norm":
         return [norms_scratch(len(args[0]), max(tensor.numel() for tensor in args[0]))]
-    if name == "_scaled_dot_product_flash_attention_backward":
+    if name in ("_scaled_dot_product_flash_attention_backward", "_flash_attention_backward"):
         _, query, key = args[:3]
+        if name == "_flash_attention_backward":  # heads after tokens
+            query, key = query.transpose(1, 2), key.transpose(1, 2)
         batch, heads, length, dim = query.shape
         rows, width = _up(length, 128), _up(dim, 32)
         blocks = [4 * batch * heads * rows, 4 * batch * heads * rows * width]

@@ -12,7 +12,7 @@ from torch._prims_common import suggest_memory_format
 from torch._subclasses import fake_impls
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from . import recurrent
+from . import flash_attn, recurrent
 from .cuda import CudaKernels, cuda_kernels
 from .gpu import Gpu
 
@@ -40,7 +40,9 @@ def fake_world(target: str, card: Gpu | None = None) -> Iterator[tuple[FakeTenso
         mode = stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         kernels = None
         if target == "cuda":
-            kernels = stack.enter_context(cuda_kernels(card.compute_capability if card else (8, 0)))
+            capability = card.compute_capability if card else (8, 0)
+            kernels = stack.enter_context(cuda_kernels(capability))
+            stack.enter_context(flash_attn.flash_attention(capability))
         stack.enter_context(warnings.catch_warnings())
         warnings.filterwarnings("ignore", message="Paged optimizers are not supported on CPU")
         yield mode, kernels
@@ -98,7 +100,7 @@ def fake_kernels(target: str) -> Iterator[None]:
         rules[torch.ops._c10d_functional.wait_tensor.default] = _wait
     rules |= _norms(target == "cuda")
     if target == "cuda":
-        rules |= {torch.ops.aten._embedding_bag.default: _embedding_bag, **recurrent.FAKE_CUDA}
+        rules |= {torch.ops.aten._embedding_bag.default: _embedding_bag, **recurrent.FAKE_CUDA, **flash_attn.FAKE}
     else:
         rules |= recurrent.FAKE_CPU
     if _seen[0] != target:  # results are cached by operator and shapes
