@@ -105,7 +105,19 @@ class Values:
             self._follow(func, name, args, kwargs, leaves)
         elif func._schema.is_mutable:
             self._lose(func, args, kwargs)
+            if name.endswith("_") and torch.is_grad_enabled():
+                self._note_view(args[0], where)
         return result
+
+    def _note_view(self, tensor: Any, where: str) -> None:
+        """Of real tensors autograd finds the gradient of a view that was written into by AsStridedBackward, which makes
+        one of the base's size; fake ones have the view's own backward (torch/csrc/autograd/variable.cpp, grad_fn)."""
+        base = tensor._base if isinstance(tensor, torch.Tensor) else None
+        if base is not None and base.requires_grad:
+            line = user_line(traceback.walk_stack(None)) or where
+            note = f"a view is written into ({line}): its backward pass takes {base.nbytes:,} bytes more for a moment"
+            if note not in self.notes:
+                self.notes.append(note)
 
     def _argument(self, tensor: torch.Tensor, name: str) -> torch.Tensor | None:
         """The content of an operator's argument; any will do where only its shape counts."""
