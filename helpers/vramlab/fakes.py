@@ -90,11 +90,9 @@ def described() -> str:
 @contextlib.contextmanager
 def fake_kernels(target: str) -> Iterator[None]:
     """While entered, fake operators whose own rules do not describe `target` have others."""
-    rules = {torch.ops.aten._grouped_mm.default: _grouped_mm}
+    rules = {torch.ops.aten._grouped_mm.default: _grouped_mm, torch.ops.aten.native_layer_norm.default: _layer_norm}
     if hasattr(torch.ops._c10d_functional, "wait_tensor"):
         rules[torch.ops._c10d_functional.wait_tensor.default] = _wait
-    if target == "cuda":
-        rules[torch.ops.aten.native_layer_norm.default] = _layer_norm
     if _seen[0] != target:  # results are cached by operator and shapes
         FakeTensorMode.cache_clear()
         _seen[0] = target
@@ -115,11 +113,15 @@ def _wait(mode: FakeTensorMode, func, tensor: FakeTensor) -> FakeTensor:
 
 
 def _layer_norm(mode: FakeTensorMode, func, input, shape, weight, bias, eps) -> tuple[FakeTensor, ...]:
-    """CUDA's mean and reciprocal deviation of each row are fp32 for half precision too (`layer_norm_kernel.cu`)."""
+    """The mean and reciprocal deviation of each row are fp32 for half precision too: on CUDA always
+    (`layer_norm_kernel.cu`), on a CPU where the weights are fp32 (`param_scalar_type` in `mixed_data_type.h`).
+    """
     rows = (*input.shape[: input.dim() - len(shape)], *(1 for _ in shape))
+    mixed = weight is not None and weight.dtype == torch.float32
+    half = input.dtype in (torch.float16, torch.bfloat16)
+    dtype = torch.float32 if half and (mixed or described() == "cuda") else input.dtype
     with mode:
         out = torch.empty(input.shape, dtype=input.dtype, device=input.device)
-        dtype = torch.float64 if input.dtype == torch.float64 else torch.float32
         return out, *(torch.empty(rows, dtype=dtype, device=input.device) for _ in range(2))
 
 
