@@ -224,6 +224,14 @@ def test_what_no_recipe_describes_goes_to_simulate_as_a_module(kind):
         Recipe(AutoConfig.for_model(kind))
 
 
+def test_positions_that_are_counted_from_the_paddings():
+    """RoBERTa's table has two rows more than positions (with padding token 1)."""
+    config = {"model_type": "roberta", **TEXT, "max_position_embeddings": 34, "pad_token_id": 1}
+    assert Recipe(config).seq_len == Recipe(config).shape.max_positions == 32
+    with pytest.raises(RecipeError, match="32 positions"):
+        Recipe(config, seq_len=33)
+
+
 def test_sizes_that_differ_by_layer_are_no_traceback():
     """Gemma 4's heads are wider in some layers, and its configuration refuses to name one width."""
     try:

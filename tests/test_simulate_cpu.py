@@ -105,6 +105,9 @@ SPECIAL = {
     "momentum": Recipe(config("gpt2"), optim="sgd", optim_args="momentum=0.9", loop=NO_CLIP, **SMALL),
     "rmsprop with momentum": Recipe(config("gpt2"), optim="rmsprop", optim_args="momentum=0.9,alpha=0.9", **SMALL),
     "one token more than a tile": Recipe(config("llama"), 1, 65, num_layers=2, precision="bf16-true"),
+    "half-precision input of fp32 norms": Recipe(
+        config("phi", qk_layernorm=True), 1, 8, num_layers=1, precision="bf16-mixed"
+    ),
     "three layers of two kinds": Recipe(config("gemma2"), 2, 24, num_layers=3, gradient_checkpointing=True),
 }
 

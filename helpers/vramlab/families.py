@@ -177,6 +177,7 @@ def family_of(name: str, config: dict[str, Any]) -> Family:
 
     try:
         full = AutoConfig.for_model(**config)
+        completed = full.to_dict()
     except Exception as error:  # each configuration class has its own ways to refuse
         raise RecipeError("model", name, f"transformers cannot read its configuration: {reason(error)}") from error
     tables = {task: getattr(modeling_auto, table, {}) for task, (_, table, _) in TASKS.items()}
@@ -186,7 +187,7 @@ def family_of(name: str, config: dict[str, Any]) -> Family:
         classes.pop("causal-lm", None)  # half of the model, or an encoder made to look back only
     if not classes:
         raise RecipeError("model", name, f"recipes train {', '.join(TASKS)}, and a {full.model_type} does not: {BUILT}")
-    for key, value in full.to_dict().items():
+    for key, value in completed.items():
         config.setdefault(key, value)
     for key in ("hidden_size", "num_hidden_layers", "num_attention_heads", "head_dim"):  # other names of the same
         with contextlib.suppress(Exception):  # Gemma 4 refuses to name one value of what differs by layer

@@ -38,7 +38,7 @@ def read_off(s: "Shape") -> tuple[tuple, tuple]:
 
 
 def describe(s: "Shape") -> dict[str, object]:
-    """Fields of `Shape` that only the model shows: `head`, `norm`, `gated_mlp`, `attention` and an image's tokens.
+    """Fields of `Shape` that only the model shows: `head`, `norm`, `gated_mlp`, `attention`, positions and an image's tokens.
 
     Raises:
         RecipeError: as `read_off` does.
@@ -54,6 +54,10 @@ def describe(s: "Shape") -> dict[str, object]:
     heads = [name for name, module in model.named_modules() if output is not None and module is output]
     heads += [name for name in ("score", "classifier") if hasattr(model, name)]
     found["head"] = heads[0] if heads else s.head
+    for name, module in model.named_modules():
+        if "position_embedding" in name and getattr(module, "padding_idx", None) is not None:
+            # RoBERTa counts positions from the one after the padding's
+            found["max_positions"] = module.num_embeddings - module.padding_idx - 1
     if s.image_tokens:  # some models have more tokens than patches and a class
         tables = [shape[-2] for name, shape, _, _ in weights if "position_embedding" in name and len(shape) > 1]
         found["image_tokens"] = found["max_positions"] = tables[0] if tables else s.image_tokens
