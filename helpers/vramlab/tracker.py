@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable
 from contextlib import ExitStack, contextmanager
 from itertools import accumulate, pairwise
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch._C import _storage_Use_Count
@@ -78,8 +79,7 @@ class Tracker(TorchDispatchMode):
 
     Attributes:
         only: of the devices of that type, the one to count; None: all.
-        keep_storage: called with each operator, its arguments and its result, which on fake tensors may need a larger
-            storage (`result_storages.py`).
+        keep_storage: called with each operator, its arguments and its result (`result_storages.py`).
         host_computes: what is computed from tensors that live elsewhere alone stays there.
         notes: what the report is to say about the run.
         on_host: once finished, the most bytes that were elsewhere at a time.
@@ -310,9 +310,8 @@ class Tracker(TorchDispatchMode):
     def made(self, tensor: torch.Tensor, op: str) -> None:
         """`tensor` was made by `op` without the dispatcher."""
         self._let_go()
-        where = self._where(())
-        self.calls.append((len(self.log), op, where, len(self.marks)))
-        self._see(tensor, op, where)
+        self.calls.append((len(self.log), op, self._where(()), len(self.marks)))
+        self._see(tensor, op, self.calls[-1][2])
 
     def _born(self, tensor: torch.Tensor, op: str, where: str = "") -> Storage | None:
         handle = tensor.untyped_storage()
@@ -401,12 +400,10 @@ def _resizes_seen(seen: Callable[[torch.UntypedStorage], None]):
         torch.UntypedStorage.resize_ = plain
 
 
-@contextmanager
 def _generator_states_seen(seen: Callable[[torch.Tensor, str], None]):
-    """While entered, `seen` is told of each state of the CPU's generator that Python asks for; no dispatch mode is.
+    """A context in which `seen` is told of each state of the CPU's generator that Python asks for; no dispatch mode is.
 
-    A checkpoint keeps one (5,056 bytes) from forward to backward to draw the same numbers again. They are the host's,
-    as is the state of a GPU's generator (16 bytes, `torch.cuda.get_rng_state`), so a GPU holds nothing of them.
+    A checkpoint keeps one (5,056 bytes). They are the host's, as is that of a GPU's generator (`torch.cuda.get_rng_state`).
     """
     plain = torch.get_rng_state
 
@@ -415,11 +412,7 @@ def _generator_states_seen(seen: Callable[[torch.Tensor, str], None]):
         seen(state, "get_rng_state")
         return state
 
-    torch.get_rng_state = get_rng_state
-    try:
-        yield
-    finally:
-        torch.get_rng_state = plain
+    return patch.object(torch, "get_rng_state", get_rng_state)
 
 
 @contextmanager
