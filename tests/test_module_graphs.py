@@ -155,7 +155,7 @@ graphs = st.fixed_dictionaries(
         "nodes": st.lists(
             st.tuples(st.sampled_from(sorted(NODES)), st.sampled_from(sorted(JOINS)), places, places),
             min_size=1,
-            max_size=5,
+            max_size=4,
         ),
         "loss": st.sampled_from(sorted(LOSSES)),
         "optimizer": st.sampled_from(sorted(OPTIMIZERS)),
