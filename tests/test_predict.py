@@ -385,6 +385,11 @@ def test_a_decoder_that_nobody_wrote_down_is_within_its_interval(config, lora):
     assert abs(report.peak.total / truth.peak.total - 1) < 0.03
 
 
+def test_fsdp_divides_a_decoder_that_nobody_wrote_down():
+    recipe = Recipe({"model_type": "granite", **DENSE}, 4, 256, "bf16-true", sharding=Sharding(3, 4))
+    assert predict(recipe).peak.total == pytest.approx(simulated(recipe).peak.total, rel=0.01)
+
+
 STATES = dict(SIZES, num_heads=16, head_dim=64, n_groups=1, num_attention_heads=8, attn_implementation="eager")
 UNLIKE = [
     ({"model_type": "bart", "d_model": 512, "encoder_layers": 3, "decoder_layers": 3}, "there is an encoder"),

@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING
 from ..overhead import rounded
 from ..recipe import Recipe
 from .graph import Block, Parameter
+from .nearest import nearest
 from .reserved import slack
 from .stored import FP32, HALF, Row, held
 
@@ -168,9 +169,10 @@ def unit_of(name: str, recipe: Recipe) -> str:
     number = next((i for i, part in enumerate(parts) if part == "*" or part.isdigit()), None)
     if number is not None:
         return ".".join(parts[: number + 1])
-    if recipe.loop.name != "trainer" or shape.layout is None:
+    if recipe.loop.name != "trainer":
         return ROOT
-    rows = [row.split() for item in shape.layout.items if isinstance(item, str) for row in item.split(";")]
+    layout = shape.layout or nearest(recipe).layout
+    rows = [row.split() for item in layout.items if isinstance(item, str) for row in item.split(";")]
     rows = [row for row in rows if row]
     module = name.rpartition(".")[0]
     embedding = rows[0][0]
