@@ -64,7 +64,8 @@ def simulate(
         target: "cuda" describes a GPU's kernels and rounding, "cpu" this machine's.
         gpu: a name of the GPU table, for what depends on the card (attention kernel, cuBLAS workspace).
         batch: keyword arguments (mapping), positional ones (tuple) or the only one (tensor) of the model's forward.
-        optimizer: one built on the model's parameters, or a function of parameters to one.
+        optimizer: one built on the model's parameters, a list of them, or a function of parameters to one.
+        precision: of a module; a "-true" one also converts its parameters, buffers and floating inputs.
         loss: a function of (outputs, batch) to a scalar; None takes `outputs["loss"]`.
         steps: optimizer steps to run; the phases of the last are reported, the peak is that of all.
         full: run the whole depth instead of deepening a shallow run (equal, and slower).
@@ -73,7 +74,9 @@ def simulate(
     Returns:
         A report with source "simulated"; sizes in bytes.
     Raises:
-        RecipeError: the recipe needs something that has no simulation.
+        RecipeError: the recipe or module needs something that has no simulation; it names the field and the line.
+
+    Small tensors of a module's batch and buffers keep their values; an unknown value that is read becomes a note.
     """
     if target not in ("cuda", "cpu"):
         raise RecipeError("target", target, "allowed are 'cuda' and 'cpu'")
