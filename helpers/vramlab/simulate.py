@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from . import any_module
+from . import any_module, lora_modules
 from . import training as tr
 from .as_run import as_it_ran
 from .as_run import check as check_as_run
@@ -25,7 +25,6 @@ from .fakes import fake_world
 from .families import reason
 from .gpu import USUAL, Gpu, find_gpu
 from .history import History, largest
-from .lora_modules import differ_by_layer
 from .overhead import CONTEXT, UNIT
 from .recipe import Loop, Recipe, as_recipe
 from .repetition import GROUPS, NotRegular, cut, find
@@ -90,7 +89,7 @@ def simulate(
         title, notes = type(model).__name__, any_module.notes(model, loop) + tracker.values.notes + list(tracker.notes)
         return to_report(history, "simulated", None, target, card=card, title=title, notes=notes)
     notes += ["torch_compile: the eager step is simulated"] if recipe.torch_compile else []
-    notes += unquantized(recipe)
+    notes += unquantized(recipe) + lora_modules.notes(recipe.shape, recipe.lora)
     if card and (why := card.why_not(recipe.precision)):
         notes.append(why)
     with as_it_ran(as_run):
@@ -121,7 +120,7 @@ def may_be_deepened(recipe: Recipe, target: str) -> bool:
     """Whether a shallow run could say what `recipe` takes, and take less time."""
     if target == "cpu" and recipe.shape.config.get("sliding_window"):
         return False  # a sliding cache makes a scalar a layer before the layers run; on CUDA it is the host's
-    if differ_by_layer(recipe.shape, recipe.lora) or not divided_by_layer(recipe):
+    if lora_modules.differ_by_layer(recipe.shape, recipe.lora) or not divided_by_layer(recipe):
         return False
     return recipe.shape.num_layers > _layers_run(GROUPS, 1, is_written_down(recipe))
 
