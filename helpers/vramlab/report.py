@@ -278,7 +278,7 @@ def _decode(kind: Any, value: Any, where: str) -> Any:
     if origin is UnionType:
         if value is None and NoneType in inner:
             return None
-        fits = (each for each in inner if dataclasses.is_dataclass(each) == isinstance(value, dict))
+        fits = (e for e in inner if e is not NoneType and dataclasses.is_dataclass(e) == isinstance(value, dict))
         return _decode(next(fits, inner[0]), value, where)
     if dataclasses.is_dataclass(kind):
         values = _object(value, where, [f.name for f in dataclasses.fields(kind)])
