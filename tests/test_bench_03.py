@@ -4,9 +4,9 @@ import pytest
 import torch
 from vramlab import Recipe, predict
 from vramlab.base_model import base_model_folder
-from vramlab.chapters import bench_03
 from vramlab.chapters.slow_rows import SlowRows
 from vramlab.pace import Pace
+from vramlab_course.chapters import bench_03
 
 BIG = Recipe("gpt2", batch_size=2, seq_len=64, num_layers=2)
 SMALL = Recipe(base_model_folder(), batch_size=2, seq_len=16)

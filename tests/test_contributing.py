@@ -88,7 +88,7 @@ def test_every_dotted_name_is_there(span):
     [
         ("tests/test_trainer_loop.py", "CASES"),
         ("tests/test_shapes.py", "SMALL"),
-        ("tests/test_claims_05.py", "EXPECTED"),
+        ("tests/test_claims.py", "EXPECTED"),
         ("helpers/vramlab/chapters/exercises_02.py", "EXERCISES"),
     ],
 )

@@ -9,6 +9,8 @@ from vramlab.base_model import bits_per_byte, finetuning_texts
 from vramlab.data import data_path
 from vramlab.errors import RecordError
 from vramlab.finetuning import adapted, batches, finetune, fresh, recorded_sweep
+from vramlab_course.chapters import chapter_06
+from vramlab_course.chapters.chapter_06 import recorded_quality
 
 
 def test_the_loop_learns_and_leaves_frozen_weights_alone():
@@ -67,3 +69,23 @@ def test_the_records_script_runs_end_to_end(tmp_path, monkeypatch):
         (8, script.QUERY_VALUE),
     ]
     assert all("tuning" not in run and run["documentation"] > 0.5 for run in facts["runs"])
+
+
+def test_the_4_bit_records_script_runs_end_to_end(tmp_path, monkeypatch):
+    spec = importlib.util.spec_from_file_location("quality_4bit", data_path("base_model", "quality_4bit.py"))
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    monkeypatch.setattr(script, "finetuning_texts", lambda split: [finetuning_texts(split)[0][:1500]])
+    monkeypatch.setattr(script, "CONTEXT", 64)
+    script.main(["--steps", "2", "--hardware", "a test", "--out", str(tmp_path / "facts.json")])
+    facts, recorded = json.loads((tmp_path / "facts.json").read_text()), recorded_quality()
+    assert facts.keys() == recorded.keys() and facts["runs"].keys() == recorded["runs"].keys()
+    befores = [run["before"] for run in facts["runs"].values()]  # of four bases, near to each other, one used twice
+    assert len({*befores}) == 4 and len(befores) == 5 and max(befores) < 1.05 * min(befores)
+    assert all(run["after"] != run["before"] for run in facts["runs"].values())
+
+
+def test_a_missing_record_of_quality_is_said(monkeypatch, tmp_path):
+    monkeypatch.setattr(chapter_06, "data_path", lambda *parts: tmp_path.joinpath(*parts))
+    with pytest.raises(RecordError, match=r"quality_4bit\.py"):
+        recorded_quality.__wrapped__()

@@ -11,8 +11,8 @@ import pytest
 import settings
 import site_pages
 from settings import ROOT
-from vramlab.claims import Finding, Verdict, load_claims
 from vramlab.report import Interval
+from vramlab_course.claims import Finding, Verdict, load_claims
 
 # What the theme and the parser still do in the manner of an earlier Sphinx.
 pytestmark = pytest.mark.filterwarnings("ignore:.*is deprecated. Check CHANGES for Sphinx")
@@ -34,9 +34,9 @@ def entries() -> list[tuple[list[str], str]]:
 
 def stub(claim) -> Verdict:
     """A verdict nobody computed: its first case has what the claim says, the others wait for a record."""
-    value = Interval(claim.quoted, claim.quoted, claim.quoted) if claim.rule == "within" else claim.quoted
-    cases = dict.fromkeys(claim.cases)
-    return Verdict(claim, {**cases, next(iter(cases)): Finding(value, "derived", "a configuration")})
+    first, case = next(iter(claim.each.items()))
+    value = Interval(case.quoted, case.quoted, case.quoted) if claim.rule == "within" else case.quoted
+    return Verdict(claim, {**dict.fromkeys(claim.cases), first: Finding(value, "derived", "a configuration")})
 
 
 @pytest.fixture(scope="module")
@@ -138,55 +138,58 @@ def test_nothing_is_executed_and_nothing_is_fetched():
 # --- claims and names ---------------------------------------------------------------------------------------------
 
 
+def rows_of(page: str, claim) -> list[str]:
+    return [line for line in page.splitlines() if f"{{#{claim.name}}}" in line]
+
+
 def test_the_page_has_every_claim_with_its_figure_verdict_and_source(stubs):
     page = site_pages.claims_page(stubs, {"02": ("notebooks/02_memory.ipynb", "02 · Memory")})
     for verdict in stubs:
-        (row,) = [line for line in page.splitlines() if f"{{#{verdict.claim.name.lower()}}}" in line]
+        (row,) = rows_of(page, verdict.claim)
         assert re.sub(r"\\", "", row).count(verdict.text) >= 1, verdict.claim.name
         assert re.search(r"(?<!\\)\|", row[1:-1]) and len(re.findall(r"(?<!\\)\|", row)) == 5, verdict.claim.name
-    assert all(f"**{letter}** · {title}" in page for letter, title in site_pages.sources().items())
-    assert list(site_pages.sources()) == list("ABCDE")
+        assert verdict.claim.by in row and verdict.claim.condition in re.sub(r"\\", "", row)
     assert "[chapter 02](notebooks/02_memory.ipynb)" in page
     assert f"| all five | {len(stubs)} |" in page
 
 
+CLAIM = load_claims()["lecture-seven-billion"]
+CASES = list(CLAIM.cases)
+
+
+def page_of(*values, text: str = "arithmetic") -> str:
+    findings = [None if value is None else Finding(value, "derived", text) for value in values]
+    return site_pages.claims_page([Verdict(CLAIM, dict(zip(CASES, findings, strict=True)))], {})
+
+
 def test_what_an_experiment_says_stays_in_its_cell():
-    claim = load_claims("02")["B-rtx-4070"]
-    text = "a | b\n`c` *d* <e> $f$\n| g |"
-    page = site_pages.claims_page([Verdict(claim, {"RTX 4070": Finding(12, "derived", text)})], {})
-    (row,) = [line for line in page.splitlines() if "{#b-rtx-4070}" in line]
-    assert row.endswith(
-        "**holds** | 12 GB (derived)<br><small>a \\| b \\`c\\` \\*d\\* \\<e\\> \\$f\\$ \\| g \\|</small> |"
+    (row,) = rows_of(page_of(2, 2, text="a | b\n`c` *d* <e> $f$\n| g |"), CLAIM)
+    assert row.endswith("<br><small>a \\| b \\`c\\` \\*d\\* \\<e\\> \\$f\\$ \\| g \\|</small> |")
+
+
+def test_what_does_not_hold_comes_first():
+    found = [Finding(value, "derived", "") for value in (2, 13)]
+    good, bad = (Verdict(CLAIM, dict.fromkeys(CASES, finding)) for finding in found)
+    page = site_pages.claims_page([good, bad], {})
+    assert (
+        page.index("## Does not hold")
+        < page.index("**does not hold**")
+        < page.index("## Holds")
+        < page.index("**holds**")
     )
 
 
 def test_another_verdict_gives_another_page():
-    claim = load_claims("02")["B-rtx-4070"]
-    pages = [
-        site_pages.claims_page([Verdict(claim, {"RTX 4070": Finding(value, "derived", "a card")})], {})
-        for value in (12, 13)
-    ]
-    assert "**holds**" in pages[0] and "**does not hold**" in pages[1]
+    assert "**holds**" in page_of(2, 2) and "**does not hold**" in page_of(13, 14)
+    assert f"**holds under {CASES[0]}**" in page_of(2, 14)
 
 
-@pytest.mark.parametrize(
-    "cases, missing, said",
-    [
-        ({"a": {}}, "there is no recorded measurement of it on T4", "a record on T4"),
-        ({"a": {"changes": {"precision": "bf16-mixed"}}}, "there is no recorded measurement of it", "Ampere or newer"),
-        ({"a": {"changes": {"sharding": {"world_size": 8}}}}, "there is no recorded measurement of it", "8 GPUs"),
-        ({"a": {}}, "needs a GPU", "a GPU with CUDA"),
-        ({"a": {}}, "Waits for a GPU with a fan.", "a GPU with a fan"),
-    ],
-)
-def test_a_waiting_claim_says_for_what_hardware(cases, missing, said):
-    import dataclasses
-
-    claim = dataclasses.replace(load_claims("02")["B-rtx-4070"], cases=cases)
-    verdict = Verdict(claim, {"a": None}, {"a": missing})
-    assert said in site_pages.waits_for(verdict, "a")
-    page = site_pages.claims_page([verdict], {})
-    assert said in page and "waits for a GPU record" in page
+def test_a_waiting_claim_says_for_what_hardware():
+    claim = load_claims()["guide-mixed-speed"]
+    missing = {"bf16": "Waits for a GPU with a fan.", "fp16": "there is no recorded measurement of it"}
+    page = site_pages.claims_page([Verdict(claim, dict.fromkeys(claim.cases), missing)], {})
+    assert "waits for a GPU with a fan<" in page and "waits for a record of a GPU<" in page
+    assert "**waits for a GPU record**" in page
 
 
 def test_the_reference_has_every_public_name_with_its_description():

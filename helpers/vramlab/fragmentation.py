@@ -10,7 +10,7 @@ The requests are those of the real training step on fake tensors (`simulate`), s
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 
 from .allocator import Allocator
@@ -22,10 +22,14 @@ Log = list[tuple[int, Storage, str]]
 
 @dataclass(frozen=True)
 class Requests:
-    """What a run asks the allocator for: `load` until the first step is done, `steps[n]` in one of n tokens."""
+    """What a run asks the allocator for: `load` until the first step is done, `steps[n]` in one of n tokens.
+
+    `backward[n]` is how many events of `steps[n]` come before the backward pass.
+    """
 
     load: Log
     steps: Mapping[int, Log]
+    backward: Mapping[int, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -81,14 +85,20 @@ def requests_of(recipe: Recipe, lengths: Sequence[int]) -> Requests:
 
         run_tracked(training, tracker, len(todo), "cuda", next_batch)
     ends = [position for position, phase in tracker.marks if phase == "between_steps"]
-    steps = [_closed(tracker.log[start:end]) for start, end in pairwise(ends)]
-    return Requests(tracker.log[: ends[0]], dict(zip(distinct, steps, strict=True)))
+    steps, backward = {}, {}
+    for length, (start, end) in zip(distinct, pairwise(ends), strict=True):
+        middle = next(at for at, phase in tracker.marks if phase == "backward" and start < at <= end)
+        kept = _closed(tracker.log[start:end])
+        steps[length] = [tracker.log[start + offset] for offset in kept]
+        backward[length] = sum(start + offset < middle for offset in kept)
+    return Requests(tracker.log[: ends[0]], steps, backward)
 
 
-def _closed(log: Log) -> Log:
-    """The events of what is born and freed within `log`."""
+def _closed(log: Log) -> list[int]:
+    """The positions of the events of what is born and freed within `log`."""
     born, freed = ({id(storage) for size, storage, _ in log if (size > 0) is birth} for birth in (True, False))
-    return [event for event in log if id(event[1]) in born & freed]
+    closed = born & freed
+    return [position for position, event in enumerate(log) if id(event[1]) in closed]
 
 
 def follow(requests: Requests, lengths: Sequence[int], allocator: Allocator | None = None) -> Followed:

@@ -1,7 +1,5 @@
 """The same run on a real GPU: batches of one length after the other, and what the caching allocator held after each.
 
-    python -m vramlab.lengths        on a machine with a GPU: measure what chapter 07 follows by the model, and store it
-
 How the allocator works is decided when a process starts (`PYTORCH_ALLOC_CONF`), so each setting has a process of its
 own. Results are stored beside the course's other measurements and are found again by recipe, lengths and setting.
 """
@@ -32,7 +30,7 @@ def measure_lengths(recipe: Recipe, lengths: Sequence[int], settings: str = "", 
     order = json.dumps({"recipe": recipe.to_dict(), "lengths": list(lengths)})
     surroundings = {**os.environ, **dict.fromkeys(VARIABLES, settings)}
     surroundings["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
-    command = [sys.executable, "-m", f"{__package__}.lengths", "--child"]
+    command = [sys.executable, "-m", f"{__package__}.lengths"]
     try:
         child = subprocess.run(
             command, input=order, env=surroundings, capture_output=True, text=True, timeout=timeout, check=False
@@ -104,16 +102,9 @@ def _key(recipe: Recipe, lengths: Sequence[int], settings: str) -> str:
 
 
 def main() -> None:
-    """The child's half of `measure_lengths`, or (by hand) all runs of chapter 07."""
-    if "--child" in sys.argv:
-        order = json.load(sys.stdin)
-        print(json.dumps(run(Recipe(**order["recipe"]), order["lengths"])))
-        return
-    from .chapters.claims_07 import LENGTHS, RECIPE
-
-    for settings in SETTINGS:
-        found = measure_lengths(RECIPE, LENGTHS, settings)
-        print(settings or "default", save_lengths(RECIPE, LENGTHS, settings, found).name)
+    """The child's half of `measure_lengths`: an order as JSON on stdin, what was found as JSON on stdout."""
+    order = json.load(sys.stdin)
+    print(json.dumps(run(Recipe(**order["recipe"]), order["lengths"])))
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ import canonical
 import nbformat
 import settings
 import site_pages
-from vramlab.claims import Verdict, judge, load_claims
+from vramlab_course.claims import Verdict, judge, load_claims
 
 SITE = settings.ROOT / "site"
 BUILD = settings.ROOT / "build"

@@ -1,67 +1,63 @@
 """The site's generated pages, as MyST text: what became of each claim, and the package's public names."""
 
 import inspect
-import json
 import re
 from collections.abc import Iterable, Mapping
 
-from vramlab.claims import HOLDS, NOT, UNDER, WAITS, Verdict, shown
-from vramlab.data import data_path
+from vramlab_course.claims import Verdict
+from vramlab_course.claims.ledger import HOLDS, NOT, UNDER, WAITS, WAS, quoted, shown, stored
 
-OUTCOMES = (HOLDS, UNDER, NOT, WAITS)
-
-
-def sources() -> dict[str, str]:
-    """The five sources' titles by letter, from the ledger's own head."""
-    about = json.loads(data_path("claims.json").read_text(encoding="utf-8"))["about"]
-    listed = re.search(r"Sources: (.+?)\. ", about)[1]
-    return dict(entry.split(", ", 1) for entry in listed.split("; "))
+# Those that do not hold come first.
+SECTIONS = {
+    NOT: "Does not hold",
+    WAS: "Was so, and is not any more",
+    UNDER: "Holds under some conditions",
+    WAITS: "Waits for a record of a GPU",
+    HOLDS: "Holds",
+}
 
 
 def claims_page(verdicts: Iterable[Verdict], titles: Mapping[str, str]) -> str:
-    """Every claim with its source, figure, finding and verdict, a section for each chapter.
+    """Every claim with its source, figure, finding and verdict, a section for each outcome.
 
     `titles` has the target and title of each chapter's page by its number, like {"02": ("notebooks/02_….ipynb", "02 · …")}.
     """
     verdicts = list(verdicts)
     parts = [_summary(verdicts)]
-    for chapter in sorted({verdict.claim.chapter for verdict in verdicts}):
-        own = [verdict for verdict in verdicts if verdict.claim.chapter == chapter]
-        target, title = titles.get(chapter, ("", f"chapter {chapter}"))
-        where = f"[chapter {chapter}]({target})" if target else f"chapter {chapter}"
-        parts.append(f"## {title}\n\nTested in {where}. {_counts(own)}\n\n{_table(own)}")
+    for outcome, title in SECTIONS.items():
+        if own := [verdict for verdict in verdicts if verdict.outcome == outcome]:
+            parts.append(f"## {title}\n\n{_table(own, titles)}")
     return "\n\n".join(parts) + "\n"
 
 
 def _summary(verdicts: list[Verdict]) -> str:
-    names = {letter: f"**{letter}** · {title}" for letter, title in sources().items()}
-    rows = [(names[letter], [v for v in verdicts if v.claim.source == letter]) for letter in names]
+    rows = []
+    for key, source in stored("sources").items():
+        name = f"{source['name'][0].upper()}{source['name'][1:]}: {source['title']}"
+        rows.append((name, [v for v in verdicts if v.claim.source == key]))
     rows.append(("all five", verdicts))
-    lines = ["| source | claims | " + " | ".join(OUTCOMES) + " |", "|---" * 6 + "|"]
+    lines = ["| source | claims | " + " | ".join(SECTIONS) + " |", "|---" * 7 + "|"]
     for name, own in rows:
-        numbers = [len(own), *(sum(v.outcome == outcome for v in own) for outcome in OUTCOMES)]
-        lines.append(f"| {name} | " + " | ".join(map(str, numbers)) + " |")
+        numbers = [len(own), *(sum(v.outcome == outcome for v in own) for outcome in SECTIONS)]
+        lines.append(f"| {_plain(name)} | " + " | ".join(map(str, numbers)) + " |")
     return "\n".join(lines) + (
-        "\n\n*Holds under* names the conditions under which the claim holds; under the others it does not. A finding is "
-        "*derived* (arithmetic on specifications), *predicted* (closed formulas), *simulated* (the real step on tensors "
-        "without contents), *measured* (here, on a CPU, when the page was made) or *recorded* (on a GPU, earlier). What "
-        "waits for a GPU gets its verdict by itself as soon as `vramlab record`, or the chapter, has run on one."
+        "\n\n*Holds under* names the conditions under which the claim holds; under the others it does not. *Was so until* "
+        "names the version up to which it was so. A finding is *derived* (arithmetic on specifications), *predicted* (closed "
+        "formulas), *simulated* (the real step on tensors without contents), *measured* (here, on a CPU, when the page was "
+        "made) or *recorded* (earlier). What waits for a GPU gets its verdict by itself as soon as `vramlab record`, or the "
+        "chapter, has run on one."
     )
 
 
-def _counts(verdicts: list[Verdict]) -> str:
-    numbers = [sum(v.outcome == outcome for v in verdicts) for outcome in OUTCOMES]
-    words = ("hold", "hold under conditions", "do not hold", "wait for a GPU record")
-    said = (f"{number} {word}" for number, word in zip(numbers, words, strict=True))
-    return f"{len(verdicts)} claims: {', '.join(said)}."
-
-
-def _table(verdicts: list[Verdict]) -> str:
+def _table(verdicts: list[Verdict], titles: Mapping[str, str]) -> str:
     lines = ["| claim | the source says | verdict | found, and on what |", "|---|---|---|---|"]
     for verdict in verdicts:
         claim = verdict.claim
-        about = f"[`{claim.name}`]{{#{claim.name.lower()}}}<br>{_plain(claim.claim)}<br><small>{_plain(claim.place)}</small>"
-        cells = (about, _plain(shown(claim.quoted, claim.unit)), f"**{_plain(verdict.text)}**", _found(verdict))
+        target, _ = titles.get(claim.chapter, ("", ""))
+        where = f"[chapter {claim.chapter}]({target})" if target else f"chapter {claim.chapter}"
+        by = f"<small>{_plain(claim.by)}, {_plain(claim.place)}; {where}</small>"
+        about = f"[{_plain(claim.said)}]{{#{claim.name}}}<br>{by}"
+        cells = (about, _plain(quoted(claim)), f"**{_plain(verdict.text)}**", _found(verdict))
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
@@ -78,23 +74,11 @@ def _found(verdict: Verdict) -> str:
             text = f"{name}{_plain(shown(found.value, verdict.claim.unit))} ({found.witness})"
             about = "" if shared else _plain(found.configuration)
         else:
-            text, about = f"{name}no record yet", f"waits for {_plain(waits_for(verdict, case))}"
+            text, about = f"{name}no record yet", f"waits for {_plain(verdict.waits_for(case))}"
         said.append(f"{text}<br><small>{about}</small>" if about else text)
     if shared:
         said.append(f"<small>{_plain(configurations.pop())}</small>")
     return "<br>".join(said)
-
-
-def waits_for(verdict: Verdict, case: str) -> str:
-    """The hardware that a case without a finding waits for: the record's card, or what the case itself asks for."""
-    if named := verdict.waits_for(case):
-        return named.removeprefix("waits for ")
-    if card := re.search(r"recorded .* on (.+?)\.?$", verdict.missing.get(case, "")):
-        return f"a record on {card[1]}"
-    asked = json.dumps(verdict.claim.cases[case])
-    if found := re.search(r'"world_size": (\d+)', asked):
-        return f"{found[1]} GPUs"
-    return "a GPU with CUDA, of Ampere or newer" if re.search(r"tf32|bf16", asked) else "a GPU with CUDA"
 
 
 def _plain(text: str) -> str:

@@ -3,13 +3,14 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from vramlab_course.chapters.chapter_07 import BUCKETS, LENGTHS
+
 from ..allocator import Allocator
 from ..answers import Choice, Judge, Mistake, Number, Table, Verdict
 from ..exercises import Exercise
 from ..expandable import ExpandableAllocator
 from ..gpu import find_gpu
 from ..report import MiB
-from .claims_07 import BUCKETS, LENGTHS
 
 SPLITS = [(12, 1), (12, 2), (12, 3), (13, 4), (3, 5), (100, 7), (0, 2)]  # samples, workers
 REQUESTS = (60, 61, 62, 63, 64)  # MiB

@@ -8,18 +8,19 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ..base_model import finetuning_texts, load_base_model
-from ..errors import RecordError
-from ..finetuning import batches
-from ..gpu import current_device
-from ..live import live
-from ..pace import Pace, pace, stepper
-from ..predict import predict
-from ..recipe import Recipe
-from ..records import find_record
-from ..report import GiB, MiB, Report, text_table
-from ..simulate import simulate
-from .claims_03 import CARD, simulation
+from vramlab.base_model import finetuning_texts, load_base_model
+from vramlab.errors import RecordError
+from vramlab.finetuning import batches
+from vramlab.gpu import current_device
+from vramlab.live import live
+from vramlab.pace import Pace, pace, stepper
+from vramlab.predict import predict
+from vramlab.recipe import Recipe
+from vramlab.records import find_record
+from vramlab.report import GiB, MiB, Report, text_table
+from vramlab.simulate import simulate
+
+from .chapter_03 import CARD, simulation
 
 HEAD = ("peak, GiB", "predicted", "simulated", "peak in", "GPU record", "Trainer here", "second loss")
 
@@ -41,8 +42,7 @@ def train(
     """
     from transformers import Trainer
     from transformers.trainer_callback import PrinterCallback
-
-    from ..callback import WatchCallback
+    from vramlab.callback import WatchCallback
 
     seen, model = (
         WatchCallback(step=steps if watched else 0),

@@ -1,0 +1,66 @@
+"""Chapter 07: batches of many lengths on a T4, and what an allocator makes of them.
+
+python -m vramlab_course.chapters.chapter_07        on a machine with a GPU: measure the same lengths there, and store it
+"""
+
+import random
+from functools import cache
+
+from vramlab.allocator import Allocator
+from vramlab.expandable import ExpandableAllocator
+from vramlab.fragmentation import Followed, Requests, follow, requests_of
+from vramlab.gpu import find_gpu
+from vramlab.lengths import SETTINGS, measure_lengths, save_lengths
+from vramlab.recipe import Recipe
+
+RECIPE = Recipe("gpt2", batch_size=8, seq_len=1024, precision="fp16-mixed", num_layers=6)
+BUCKETS = (256, 512, 1024)
+CARD = "T4"
+
+
+def draw_lengths(count: int = 24) -> list[int]:
+    """Lengths as texts have them: log-normal around 365 tokens, in whole 64s up to 1,024; always the same."""
+    rng = random.Random(0)
+    return [min(1024, max(64, 64 * round(rng.lognormvariate(5.9, 0.6) / 64))) for _ in range(count)]
+
+
+LENGTHS = draw_lengths()
+
+
+def room() -> int:
+    """Bytes of segments that a T4 has room for: its memory without CUDA's context."""
+    card = find_gpu(CARD)
+    return card.total - card.context_interval.value
+
+
+@cache
+def requests() -> Requests:
+    """What RECIPE asks for at every length that the chapter looks at."""
+    return requests_of(RECIPE, [*LENGTHS, *BUCKETS])
+
+
+def cured_lengths(cure: str) -> list[int]:
+    """The lengths of a run with one of the cures; "none" and "expandable segments" leave them as they are."""
+    return {
+        "fixed": [512] * len(LENGTHS),
+        "padding": [max(LENGTHS)] * len(LENGTHS),
+        "bucketing": [min(bucket for bucket in BUCKETS if bucket >= n) for n in LENGTHS],
+        "warm-up": [max(LENGTHS), *LENGTHS],
+    }.get(cure, LENGTHS)
+
+
+def run(cure: str, limit: int | None, expandable: bool = False) -> Followed:
+    """LENGTHS with a cure through the allocator's model. Raises AllocatorError when `limit` bytes are too few."""
+    kind = ExpandableAllocator if expandable else Allocator
+    return follow(requests(), cured_lengths(cure), kind(limit=limit))
+
+
+def main() -> None:
+    """Measure the chapter's lengths on this machine's GPU in each allocator setting, and store them."""
+    for settings in SETTINGS:
+        found = measure_lengths(RECIPE, LENGTHS, settings)
+        print(settings or "default", save_lengths(RECIPE, LENGTHS, settings, found).name)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,264 @@
+"""The generic experiments: each takes recipes, cards, names or runs from a claim, and gives facts for its expression.
+
+Reports give facts by phase: "before.step.end.optimizer_states", "after.peak", "N" (bytes of the weights), "parameters".
+An experiment raises RecordError, "Waits for …", where only a GPU can answer and no record of one is there.
+"""
+
+from collections.abc import Mapping
+from contextlib import suppress
+from functools import cache
+from typing import Any
+
+from vramlab.allocator import AllocatorError
+from vramlab.data import data_path
+from vramlab.errors import RecordError
+from vramlab.gpu import find_gpu
+from vramlab.numerics import FORMATS
+from vramlab.overhead import CONTEXT, cublas_workspace
+from vramlab.predict import predict
+from vramlab.recipe import Recipe
+from vramlab.records import find_record
+from vramlab.report import CATEGORIES, GiB, Interval, MiB, Report, format_bytes
+from vramlab.search import Search
+from vramlab.simulate import simulate
+from vramlab.space import Question, usable_memory
+from vramlab.topology import NVLINK, bytes_sent, pcie_bandwidth
+
+from ..chapters import chapter_03, chapter_07
+from .expressions import Facts, evaluate
+from .installed import installed
+from .ledger import stored
+from .runs import attention, compiled, four_bits, labelled, loaded, sent, wrapped
+from .trained import accumulated, learns, quantized, recorded, rounded_weights, trained
+
+BASE = str(data_path("base_model", "config.json"))  # "base" in a claim's recipe
+CARD = "A100"  # of `changes`
+LIMITS = ("max", "smallest", "smallest_normal", "epsilon")  # of a number format
+
+
+# --- arithmetic ---------------------------------------------------------------------------------------------------
+
+
+def arithmetic(
+    about: str, values: Mapping[str, Any] = {}, cards: Mapping[str, str] = {}, recipe: Mapping[str, Any] | None = None
+) -> Facts:
+    """Sums over number formats, cards by their datasheets, a recipe's sizes, and `values`: numbers or expressions."""
+    names: dict[str, Any] = {"GiB": GiB, "MiB": MiB, **{name: card_facts(card) for name, card in cards.items()}}
+    names.update({f.name: {limit: getattr(f, limit) for limit in LIMITS} for f in FORMATS})
+    if recipe:
+        names.update(shape_facts(make_recipe(recipe)))
+    for name, value in values.items():
+        names[name] = evaluate(value, {**names, **_defined(names)}) if isinstance(value, str) else value
+    return Facts({**names, **_defined(names)}, "derived", about)
+
+
+def _defined(names: Mapping[str, Any]) -> dict[str, Any]:
+    """The ledger's definitions that can be computed from `names`, in their order."""
+    found: dict[str, Any] = {}
+    for name, text in stored("definitions").items():
+        with suppress(ValueError):
+            found[name] = evaluate(text, {**names, **found})
+    return found
+
+
+def card_facts(name: str) -> dict[str, Any]:
+    """A card's figures; peak rates by format, 0 where it has none, and NVLink's in one direction."""
+    card = find_gpu(name)
+    _, links, each = NVLINK.get(name, (0, 0, 0.0))
+    return {
+        **{f"{precision}_rate": card.peak.get(precision, 0) for precision in ("fp32", "tf32", "fp16", "bf16", "fp8")},
+        "bf16": card.supports("bf16-mixed"),
+        "link": each,
+        "nvlink": links * each,
+        "pcie": pcie_bandwidth(card.pcie) if card.pcie else 0,
+        "tdp": card.tdp,
+        "total": card.total,
+        "usable": usable_memory(card),
+        "workspace": cublas_workspace(card.compute_capability),
+    }
+
+
+def shape_facts(recipe: Recipe) -> dict[str, Any]:
+    """A recipe's counts: parameters, sizes of the model, tokens of a micro-batch, trained parameters of its adapters."""
+    shape = recipe.shape
+    linear = [w.size for w in shape.weights() if w.kind == "linear" and w.name != f"{shape.head}.weight"]
+    targets = shape.lora_targets(recipe.lora.target_modules) if recipe.lora else []
+    return {
+        **{name: size for name, size in vars(shape).items() if isinstance(size, int)},
+        "parameters": shape.num_parameters,
+        "linear": sum(linear),
+        "linear_bytes_nf4": sum(_nf4(n) for n in linear),
+        "tokens": recipe.batch_size * recipe.seq_len,
+        "attn_implementation": recipe.attn_implementation,
+        "trained": sum(recipe.lora.r * (inside + out) for _, inside, out in targets),
+    }
+
+
+def _nf4(numbers: int) -> int:
+    """Bytes of a matrix in NF4 with double quantization: codes; scales, and their scales in blocks of 256; their offset,
+    256 levels and the weights' 16 (bitsandbytes' `quantize_4bit`)."""
+    scales = -(-numbers // 64)
+    return -(-numbers // 2) + scales + 4 * -(-scales // 256) + 4 + 4 * 256 + 4 * 16
+
+
+# --- reports ------------------------------------------------------------------------------------------------------
+
+
+def reports(
+    of: Mapping[str, Mapping[str, Any]],
+    by: str = "predict",
+    gpu: str | None = None,
+    target: str = "cuda",
+    common: Mapping[str, Any] = {},
+) -> Facts:
+    """Reports by name: a GPU's record where there is one, else `by` "predict" or "simulate"; `common` fields in each."""
+    made = {name: make_recipe({**common, **changes}) for name, changes in of.items()}
+    found = {name: witness(recipe, by, gpu, target) for name, recipe in made.items()}
+    names: dict[str, Any] = {"GiB": GiB, "MiB": MiB, "context": _ends(CONTEXT)}
+    names.update({name: {**shape_facts(made[name]), **report_facts(report)} for name, report in found.items()})
+    if gpu:
+        names["card"] = card_facts(gpu)
+    weakest = min((report.source for report in found.values()), key=("predicted", "simulated", "recorded").index)
+    said = "; ".join(f"{recipe}: {format_bytes(found[name].peak.total)}" for name, recipe in made.items())
+    return Facts({**names, **_defined({**names, **names.get("run", {})})}, weakest, said)
+
+
+def changes(changes: Mapping[str, Any], start: Mapping[str, Any] = {}, **how: Any) -> Facts:
+    """The reports "before" and "after" a change to the usual recipe (gpt2, batch 8, 512 tokens) on an A100."""
+    return reports({"before": start, "after": {**start, **changes}}, gpu=CARD, common={"of": "usual"}, **how)
+
+
+def speeds(changes: Mapping[str, Any], start: Mapping[str, Any] = {}) -> Facts:
+    """`ratio`: how many times as long a token takes after the change, by records of a GPU. Raises RecordError."""
+    made = [make_recipe({"of": "usual", **start, **more}) for more in ({}, changes)]
+    try:
+        found = [find_record(recipe) for recipe in made]
+    except RecordError:
+        world = made[1].sharding.world_size if made[1].sharding else 1
+        what = f"{world} GPUs" if world > 1 else "a GPU with CUDA"
+        newer = " of Ampere or newer" if any(r.precision.startswith(("tf32", "bf16")) for r in made) else ""
+        raise RecordError(f"Waits for {what}{newer}.") from None
+    if not all(report.speed for report in found):
+        raise RecordError("Waits for a record with a speed.")
+    before, after = (report.speed.tokens_per_second for report in found)
+    return Facts({"ratio": before / after}, "recorded", f"{made[1]} on {found[1].environment.get('gpu')}")
+
+
+def make_recipe(given: Mapping[str, Any]) -> Recipe:
+    """The recipe of a claim: `of` names one of the ledger's own, the model "base" is the course's."""
+    fields = {**stored("recipes")[given["of"]], **given} if "of" in given else dict(given)
+    fields.pop("of", None)
+    return Recipe(**{**fields, "model": BASE if fields["model"] == "base" else fields["model"]})
+
+
+@cache
+def witness(recipe: Recipe, by: str = "predict", gpu: str | None = None, target: str = "cuda") -> Report:
+    """A record of `recipe` (on `gpu`), else its prediction or simulation; each once."""
+    with suppress(RecordError):
+        report = find_record(recipe, gpu)
+        if report.status == "ok" and report.target == target:
+            return report
+    return simulate(recipe, gpu=gpu, target=target) if by == "simulate" else predict(recipe, gpu=gpu)
+
+
+def report_facts(report: Report) -> dict[str, Any]:
+    """A report as nested names: phase, "peak" or "end", category or "total"; `peak` is the whole run's in bytes."""
+    facts: dict[str, Any] = {
+        name: {moment: _split(getattr(phase, moment)) for moment in ("peak", "end")}
+        for name, phase in report.phases.items()
+    }
+    facts["N"] = facts["load"]["end"]["parameters"]
+    facts.update(peak=report.peak.total, reserved=_ends(report.reserved), process=_ends(report.process))
+    return facts
+
+
+def _split(of: Any) -> dict[str, int]:
+    return {**{category: getattr(of, category) for category in CATEGORIES}, "total": of.total}
+
+
+def _ends(size: Any) -> dict[str, Any]:
+    size = size if isinstance(size, Interval) else Interval(*[size or 0] * 3)
+    return {"low": size.low, "likely": size.value, "high": size.high}
+
+
+# --- cards, searches and the allocator ----------------------------------------------------------------------------
+
+
+@cache
+def _search(asked: tuple) -> Recipe | None:
+    return Search(Question(**dict(asked))).any_fit()
+
+
+def searched(questions: Mapping[str, Mapping[str, Any]], common: Mapping[str, Any] = {}) -> Facts:
+    """Questions to the planner by name: whether any recipe fits (`fits`), and its model's `parameters`."""
+    names, said = {}, []
+    for name, question in questions.items():
+        asked = {"offload": False, **common, **question}
+        frozen = {key: tuple(value) if isinstance(value, list) else value for key, value in asked.items()}
+        found = _search(tuple(sorted(frozen.items(), key=lambda item: item[0])))
+        names[name] = {"fits": found is not None, "parameters": found.shape.num_parameters if found else 0}
+        said.append(f"{name}: {found or 'nothing fits'}")
+    return Facts(names, "predicted", "; ".join(said))
+
+
+def allocator(runs: Mapping[str, str], spare: float | None = None, endless: bool = False) -> Facts:
+    """Chapter 07's lengths through the allocator's model, each run with a cure, on a T4, on a card without end, or on
+    one with room for `spare` more than is allocated at the peak: calls to CUDA, segments given back, the overhead."""
+    most = chapter_07.run("none", None, True).peak_allocated if spare is not None else 0
+    limit = None if endless else int((1 + spare) * most) if spare is not None else chapter_07.room()
+    names = {}
+    for name, cure in runs.items():
+        expandable, lengths = cure.startswith("expandable"), cure.removeprefix("expandable ")
+        try:
+            found = chapter_07.run(lengths, limit, expandable)
+        except AllocatorError:
+            names[name] = {"fails": True, "gives_back": True}
+            continue
+        ends = [found.reserved[end - 1] for end in found.ends]
+        names[name] = {
+            "fails": False,
+            "gives_back": sum(found.given_back) > 0,
+            "later_calls": sum(found.mallocs[1:]),
+            "flat": len(set(ends[2:])) == 1,
+            "overhead": found.overhead,
+        }
+    card = "endless" if endless else format_bytes(limit)
+    about = f"{chapter_07.RECIPE}, {len(chapter_07.LENGTHS)} lengths, {', '.join(runs.values())}, card: {card}"
+    return Facts(names, "simulated", about)
+
+
+def emptied(spare: float | None = None) -> Facts:
+    """The cache emptied in each step between forward and backward, as the Trainer does, beside one left alone; `fails`
+    where a card has room for `spare` more than is allocated at the peak."""
+    usual = chapter_03.replayed(False)
+    limit = int((1 + spare) * usual.allocated) if spare is not None else None
+    names: dict[str, Any] = {}
+    for name, on in (("left", False), ("emptied", True)):
+        try:
+            held = chapter_03.replayed(on, limit, True)
+            names[name] = {**vars(held), "fails": False}
+        except AllocatorError:
+            names[name] = {"fails": True}
+    return Facts(
+        names, "simulated", f"gpt2, {len(chapter_03.LENGTHS)} lengths, {format_bytes(limit or usual.reserved)}"
+    )
+
+
+def two_ranks(ways: Mapping[str, Mapping[str, Any]] = {}, wrappings: Mapping[str, str] = {}) -> Facts:
+    """What one of two real ranks sends in a step of the base model, phase by phase, in units of its parameters (Ψ); and
+    of a hundred linear layers wrapped in FSDP units, what is gathered at a time."""
+    names: dict[str, Any] = {}
+    for name, given in ways.items():
+        names[name] = sent(make_recipe({"of": "small", **given}))
+    for name, wrapping in wrappings.items():
+        names[name] = wrapped(wrapping)
+    names["paper"] = {f"stage{n}": bytes_sent(f"ZeRO-{n}", 1, 2) / bytes_sent("DDP", 1, 2) for n in (1, 2, 3)}
+    if not ways and not wrappings:
+        return Facts(names, "derived", "the ZeRO paper (Rajbhandari et al. 2020), section 7")
+    return Facts(names, "measured", f"two ranks on a CPU: {', '.join([*ways, *wrappings])}")
+
+
+HERE = (arithmetic, reports, changes, speeds, searched, allocator, emptied, two_ranks)
+ELSEWHERE = (installed, recorded, trained, learns, rounded_weights, quantized, accumulated)
+RUNS = (labelled, loaded, compiled, attention, four_bits)
+EXPERIMENTS = {experiment.__name__: experiment for experiment in (*HERE, *ELSEWHERE, *RUNS)}

@@ -1,0 +1,95 @@
+"""Expressions of the claims' data over the facts of an experiment: arithmetic, comparisons and names, nothing else."""
+
+import ast
+import math
+import operator
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from vramlab.errors import VramLabError
+
+OPERATORS = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+    ast.FloorDiv: operator.floordiv,
+    ast.Mod: operator.mod,
+    ast.Pow: operator.pow,
+    ast.USub: operator.neg,
+    ast.Not: operator.not_,
+    ast.Eq: operator.eq,
+    ast.NotEq: operator.ne,
+    ast.Lt: operator.lt,
+    ast.LtE: operator.le,
+    ast.Gt: operator.gt,
+    ast.GtE: operator.ge,
+}
+FUNCTIONS = {"abs": abs, "ceil": math.ceil, "int": int, "max": max, "min": min, "round": round}
+LARGEST_POWER = 256
+
+
+class ExpressionError(VramLabError, ValueError):
+    """An expression that cannot be read, or asks for more than arithmetic on names that are there."""
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What an experiment finds: named values, who says so, and what they depend on."""
+
+    names: Mapping[str, Any]
+    witness: str
+    configuration: str
+
+
+def evaluate(text: str, names: Mapping[str, Any]) -> Any:
+    """The value of an expression such as "after.peak < 0.98 * before.peak" over nested mappings of names.
+
+    Dots look up keys of mappings, never attributes of objects. Raises ExpressionError.
+    """
+    try:
+        return _value(ast.parse(text, mode="eval").body, names)
+    except ExpressionError as error:
+        raise ExpressionError(f"{text!r}: {error}") from None
+    except (SyntaxError, TypeError, ArithmeticError, ValueError) as error:
+        raise ExpressionError(f"{text!r} has no value: {error}.") from None
+
+
+def _value(node: ast.AST, names: Mapping[str, Any]) -> Any:
+    match node:
+        case ast.Constant(value=bool() | int() | float() | str() as value):
+            return value
+        case ast.Name() | ast.Attribute():
+            return _look_up(node, names)
+        case ast.UnaryOp(op=op, operand=operand) if type(op) in OPERATORS:
+            return OPERATORS[type(op)](_value(operand, names))
+        case ast.BinOp(left=left, op=op, right=right) if type(op) in OPERATORS:
+            a, b = _value(left, names), _value(right, names)
+            if isinstance(op, ast.Pow) and abs(b) > LARGEST_POWER:
+                raise ExpressionError(f"a power of {b} is too large.")
+            return OPERATORS[type(op)](a, b)
+        case ast.BoolOp(op=op, values=values):
+            combine = all if isinstance(op, ast.And) else any
+            return combine(_value(each, names) for each in values)
+        case ast.Compare(left=left, ops=ops, comparators=rights) if all(type(op) in OPERATORS for op in ops):
+            sides = [_value(each, names) for each in (left, *rights)]
+            return all(OPERATORS[type(op)](sides[i], sides[i + 1]) for i, op in enumerate(ops))
+        case ast.Call(func=ast.Name(id=name), args=arguments, keywords=[]) if name in FUNCTIONS:
+            return FUNCTIONS[name](*(_value(each, names) for each in arguments))
+    raise ExpressionError(f"{ast.unparse(node)} is not allowed: names, numbers and arithmetic are.")
+
+
+def _look_up(node: ast.AST, names: Mapping[str, Any]) -> Any:
+    holder = (
+        _look_up(node.value, names)
+        if isinstance(node, ast.Attribute)
+        else names
+        if isinstance(node, ast.Name)
+        else None
+    )
+    key = getattr(node, "attr", None) or getattr(node, "id", None)
+    if not isinstance(holder, Mapping) or key not in holder:
+        known = ", ".join(sorted(holder)) if isinstance(holder, Mapping) else "nothing"
+        raise ExpressionError(f"there is no {ast.unparse(node)}; known are {known}.")
+    return holder[key]

@@ -1,0 +1,90 @@
+"""The experiment that asks the installed libraries: names, defaults, arguments, lists."""
+
+import importlib
+import inspect
+import json
+import subprocess
+import sys
+import warnings
+from collections.abc import Mapping
+from enum import EnumType
+from functools import cache
+from importlib import metadata
+from typing import Any
+
+from .expressions import Facts
+
+LIBRARIES = ("torch", "transformers", "peft", "accelerate", "bitsandbytes", "pynvml")
+
+
+def installed(
+    name: str,
+    takes: Mapping[str, Any] | None = None,
+    called: Mapping[str, Any] | None = None,
+    item: str = "",
+    fresh: bool = False,
+) -> Facts:
+    """What a dotted name of an installed library is.
+
+    `exists`; `takes`: whether it takes these arguments; `value`: itself, or what it gives when `called`; with `item`,
+    `has`: whether that has such a member or attribute, and `value`, it. `fresh` asks a new process, for settings.
+    """
+    library = name.partition(".")[0]
+    if library not in LIBRARIES:
+        raise ValueError(f"{name}: libraries that a claim may ask are {', '.join(LIBRARIES)}")
+    about = f"{name}, {_version(library)}"
+    if fresh:
+        return Facts({"exists": True, "value": _in_a_new_process(name)}, "measured", about)
+    exists, found = _find(name)
+    names: dict[str, Any] = {"exists": exists, "takes": exists and _takes(found, takes or {})}
+    if called is not None and exists:
+        with warnings.catch_warnings():  # transformers renames some arguments, and says so when they are given
+            warnings.simplefilter("ignore", FutureWarning)
+            found = found(**called)
+    if item and exists:
+        names["has"], found = _item(found, item)
+    names["value"] = getattr(found, "value", found)
+    return Facts(names, "measured", f"{about}{f', {item}' if item else ''}")
+
+
+def _version(library: str) -> str:
+    package = {"pynvml": "nvidia-ml-py"}.get(library, library)
+    return f"{package} {metadata.version(package).split('+')[0]}"
+
+
+def _find(name: str) -> tuple[bool, Any]:
+    """Whether a dotted name is there, and what it is: the longest part that is a module, then attributes."""
+    parts = name.split(".")
+    for length in range(len(parts), 0, -1):
+        try:
+            found = importlib.import_module(".".join(parts[:length]))
+        except ModuleNotFoundError:
+            continue
+        for part in parts[length:]:
+            if not hasattr(found, part):
+                return False, None
+            found = getattr(found, part)
+        return True, found
+    return False, None
+
+
+def _takes(function: Any, arguments: Mapping[str, Any]) -> bool:
+    try:
+        inspect.signature(function).bind(**arguments)
+    except (TypeError, ValueError):
+        return False
+    return True
+
+
+def _item(found: Any, item: str) -> tuple[bool, Any]:
+    """Whether a list, an enum's values or an object's attributes have an item of this name, and what it is."""
+    if isinstance(found, list | EnumType):
+        return item in [getattr(member, "value", member) for member in found], item
+    return hasattr(found, item), getattr(found, item, None)
+
+
+@cache
+def _in_a_new_process(name: str) -> Any:
+    code = f"import json, {name.partition('.')[0]}; print(json.dumps({name}))"
+    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    return json.loads(said)
