@@ -22,7 +22,7 @@ help:
 	@echo 'make site        the course as web pages from the stored outputs: build/site/index.html'
 	@echo 'make test        what CI runs: the gate, the unit tests, every notebook with its outputs compared (CPU only)'
 	@echo 'make test-all    the same with the exhaustive tests: hours'
-	@echo 'make gate        only the quick checks: ruff, and the form of the notebooks'
+	@echo 'make gate        only the quick checks: ruff, the layers of the packages, the form of the notebooks'
 	@echo 'make notebooks   run all notebooks and store their outputs in canonical form'
 	@echo 'make format      lay out code and notebooks as the gate wants them, without running anything'
 	@echo 'make figure      draw the pictures of the README and the cheat sheet again'
@@ -75,8 +75,10 @@ test-all: $(GATE) $(INSTALLED)
 		--nbval-sanitize-with $(TOOLS)/sanitize.cfg tests notebooks
 
 gate: $(INSTALLED)
+	@mkdir -p build
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
+	@$(BIN)/lint-imports --no-logo --no-cache >build/layers.txt || { cat build/layers.txt; exit 1; }
 	@$(BIN)/python $(TOOLS)/canonical.py --check
 
 notebooks: $(INSTALLED)

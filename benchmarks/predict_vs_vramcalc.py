@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 from vramlab import Loop, LoRA, Recipe, Report, predict, simulate
 from vramlab.formulas.account import kept_account
-from vramlab.report import GiB, text_table
+from vramlab.report.report import GiB, text_table
 
 try:
     import vramcalc

@@ -11,8 +11,8 @@ import argparse
 import statistics
 
 from vramlab import predict, simulate
-from vramlab.published import runs
-from vramlab.report import GiB, text_table
+from vramlab.report.report import GiB, text_table
+from vramlab_course.published import runs
 
 
 def main(plainly: bool) -> None:

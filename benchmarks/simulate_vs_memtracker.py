@@ -17,8 +17,8 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._tools.mem_tracker import MemTracker
 from vramlab import Recipe, simulate
-from vramlab.report import format_bytes, text_table
-from vramlab.training import build, train_step
+from vramlab.report.report import format_bytes, text_table
+from vramlab.training.training import build, train_step
 
 RECIPES = [
     Recipe("gpt2", batch_size=4, seq_len=512),

@@ -13,9 +13,9 @@ from collections.abc import Sequence
 
 import numpy as np
 from vramlab import find_gpu
-from vramlab.published import Run, runs
-from vramlab.step_time import BANDWIDTH, LAUNCH, TRANSFERS, UTILISATION, operations, walk
-from vramlab.step_traffic import optimizer_traffic
+from vramlab.planning.step_time import BANDWIDTH, LAUNCH, TRANSFERS, UTILISATION, operations, walk
+from vramlab.planning.step_traffic import optimizer_traffic
+from vramlab_course.published import Run, runs
 
 
 def chosen() -> list[Run]:

@@ -21,7 +21,7 @@ hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    from vramlab.quiet import KNOWN_WARNINGS
+    from vramlab.training.quiet import KNOWN_WARNINGS
 
     for start in KNOWN_WARNINGS:
         config.addinivalue_line("filterwarnings", f"ignore:{start}")
@@ -64,7 +64,7 @@ def no_figure_stays(monkeypatch):
 @pytest.fixture(scope="module")
 def no_records(tmp_path_factory):
     """Without the course's records, so that they do not decide what these tests see."""
-    from vramlab import records
+    from vramlab.measurement import records
 
     folder = tmp_path_factory.mktemp("records")
     with pytest.MonkeyPatch.context() as patch:

@@ -17,10 +17,10 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeCopyMode
 from torch.utils._pytree import tree_leaves, tree_map
-from vramlab.fakes import fake_world
-from vramlab.result_storages import keep_storage
-from vramlab.tracked import no_collection
-from vramlab.tracker import Tracker
+from vramlab.simulation.fakes import fake_world
+from vramlab.simulation.result_storages import keep_storage
+from vramlab.tracking.tracked import no_collection
+from vramlab.tracking.tracker import Tracker
 
 
 def allocations(function: Callable, args: tuple, fake: bool, kwargs: dict | None = None) -> list[tuple[int, str, int]]:

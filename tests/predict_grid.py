@@ -11,7 +11,7 @@ import random
 import sys
 
 from vramlab import Loop, LoRA, Quantization, Recipe, RecipeError
-from vramlab.shapes import model_names, read_shape
+from vramlab.recipe.shapes import model_names, read_shape
 
 RECIPES_A_MODEL = 6
 PRECISIONS = ("fp32", "tf32", "fp16-mixed", "bf16-mixed", "fp16-true", "bf16-true")
@@ -102,7 +102,7 @@ def recipe(name: str, size, adapters, task, **settings) -> Recipe:
 
 def simulated(recipe: Recipe) -> dict:
     """What `simulate` says of a recipe: the peak's total and phase, each phase's peak, reserved bytes."""
-    from vramlab.simulate import simulate
+    from vramlab.simulation.simulate import simulate
 
     report = simulate(recipe)
     phases = {name: phase.peak.total for name, phase in report.phases.items()}

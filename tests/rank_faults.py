@@ -12,7 +12,7 @@ def greet(word: str = "hello") -> dict[str, Any]:
     """The rank, what it was told, and the sum of all ranks by a real collective."""
     import torch
     import torch.distributed as dist
-    from vramlab.world import real_rank
+    from vramlab.training.process_group import real_rank
 
     with real_rank("cpu") as rank:
         total = torch.tensor([float(rank)])
@@ -24,7 +24,7 @@ def fail(how: str, folder: str, who: int = 1) -> None:
     """Rank `who` fails; the others wait for it in an all-reduce. Each leaves its process number in `folder`."""
     import torch
     import torch.distributed as dist
-    from vramlab.world import real_rank
+    from vramlab.training.process_group import real_rank
 
     with real_rank("cpu") as rank:
         Path(folder, str(os.getpid())).touch()
@@ -63,7 +63,7 @@ FAULTS = {
 
 def without_deepspeed(**arguments: Any) -> Any:
     """A rank's training on a machine that has no DeepSpeed."""
-    from vramlab.rank_training import train
+    from vramlab.measurement.rank_training import train
 
     sys.modules["deepspeed"] = None
     return train(**arguments)

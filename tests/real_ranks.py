@@ -16,15 +16,15 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch.utils._python_dispatch import _disable_current_modes
-from vramlab import rank_training
-from vramlab.collectives import Collectives
-from vramlab.history import History
-from vramlab.launch import Launcher
-from vramlab.rank_training import losses_of_step, on_rank, prepare
-from vramlab.recipe import Recipe
-from vramlab.simulate import trace
-from vramlab.tracked import run_tracked
-from vramlab.tracker import Tracker
+from vramlab.measurement import rank_training
+from vramlab.measurement.launch import Launcher
+from vramlab.measurement.rank_training import losses_of_step, on_rank, prepare
+from vramlab.recipe.recipe import Recipe
+from vramlab.simulation.simulate import trace
+from vramlab.tracking.collectives import Collectives
+from vramlab.tracking.history import History
+from vramlab.tracking.tracked import run_tracked
+from vramlab.tracking.tracker import Tracker
 
 
 def run(
@@ -53,7 +53,7 @@ def preload(recipes: dict[str, dict[str, Any]], **others: Any) -> None:
 
 def work(recipes: dict[str, dict[str, Any]], learn: list[str], witness: list[str]) -> dict[str, dict[str, Any]]:
     """What this rank finds of each recipe; tensors go to files in the launch's folder."""
-    from vramlab.world import real_rank
+    from vramlab.training.process_group import real_rank
 
     torch.set_num_threads(1)
     folder, found = Path(os.environ["VRAMLAB_FOLDER"]), {}

@@ -1,6 +1,6 @@
 """Reports made by hand, for the tests of what shows reports."""
 
-from vramlab.report import Bytes, GiB, Interval, Moment, Phase, Report, Tensor
+from vramlab.report.report import Bytes, GiB, Interval, Moment, Phase, Report, Tensor
 
 TITLE = "polyglot-ko-1.3b · batch 4 · 256 tokens · fp16-true · adamw_torch"
 RECIPE = {"model": "polyglot-ko-1.3b", "batch_size": 4, "seq_len": 256, "precision": "fp16-true"}

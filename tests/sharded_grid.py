@@ -10,7 +10,7 @@ import sys
 
 from predict_grid import Deck
 from vramlab import Recipe
-from vramlab.options import Sharding
+from vramlab.recipe.options import Sharding
 
 DRAWN = 84
 # (engine, stage, what else)
@@ -54,7 +54,7 @@ def _recipe(engine, model, size, world_size, rank, **settings) -> Recipe:
 
 def simulated(recipe: Recipe) -> dict:
     """What `simulate` says of a recipe: each phase's bytes by category at its peak and at its end."""
-    from vramlab.simulate import simulate
+    from vramlab.simulation.simulate import simulate
 
     report = simulate(recipe)
     phases = {name: [dict(phase.peak.items()), dict(phase.end.items())] for name, phase in report.phases.items()}

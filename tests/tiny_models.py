@@ -4,7 +4,7 @@ import gc
 from typing import Any
 
 import pytest
-from vramlab.shapes import read_shape
+from vramlab.recipe.shapes import read_shape
 
 
 @pytest.fixture(scope="module", autouse=True)

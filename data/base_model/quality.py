@@ -15,8 +15,8 @@ from pathlib import Path
 import peft
 import torch
 import transformers
-from vramlab.base_model import CONTEXT, bits_per_byte, finetuning_texts, held_out
-from vramlab.finetuning import ALPHA, finetune, fresh
+from vramlab_course.base_model import CONTEXT, bits_per_byte, finetuning_texts, held_out
+from vramlab_course.finetuning import ALPHA, finetune, fresh
 
 STEPS, BATCH_SIZE, SEED = 100, 4, 0
 RANKS = (1, 2, 4, 8, 16, 32, 64)

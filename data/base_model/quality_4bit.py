@@ -17,8 +17,8 @@ import peft
 import torch
 import transformers
 from vramlab import Quantization
-from vramlab.base_model import bits_per_byte, finetuning_texts, load_base_model
-from vramlab.finetuning import ALPHA, adapted, finetune
+from vramlab_course.base_model import bits_per_byte, finetuning_texts, load_base_model
+from vramlab_course.finetuning import ALPHA, adapted, finetune
 
 STEPS, BATCH_SIZE, CONTEXT, RANK, LEARNING_RATE, SEED = 150, 4, 256, 8, 3e-3, 0
 FULL_RATE = 1e-3  # all weights want smaller steps than a few new ones

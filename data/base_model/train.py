@@ -225,7 +225,7 @@ def main(argv: list[str] | None = None) -> None:
     for name, content in texts.items():
         (folder / f"{name}.json").write_text(json.dumps(content, ensure_ascii=False, indent=0) + "\n", encoding="utf-8")
 
-    from vramlab.base_model import bits_per_byte
+    from vramlab_course.base_model import bits_per_byte
 
     bits = compressed(list(held_out.values()), before="".join(files.values()))
     loaded = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32)

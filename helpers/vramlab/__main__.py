@@ -6,7 +6,7 @@ import sys
 def main() -> None:
     """Load and run the command line."""
     try:
-        from .cli import main
+        from .faces.cli import main
 
         main()
     except KeyboardInterrupt:

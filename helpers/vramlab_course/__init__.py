@@ -1,1 +1,1 @@
-"""The course's own code: claims, chapters' helpers and experiments; what readers reuse is in `vramlab`."""
+"""What belongs to the course alone: exercises, claims and their experiments, and the teaching code of single chapters."""

@@ -18,8 +18,8 @@ from pathlib import Path
 
 import torch
 from vramlab import Recipe
-from vramlab.records import write_atomically
-from vramlab.worker import run
+from vramlab.measurement.records import write_atomically
+from vramlab.measurement.worker import run
 
 MINUTES = 5
 LIBRARIES = ("torch", "transformers", "bitsandbytes", "deepspeed")

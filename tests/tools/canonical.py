@@ -29,7 +29,7 @@ WIDGET = "application/vnd.jupyter.widget-view+json"
 FOREIGN_OUTPUTS = (WIDGET, "application/javascript", "application/vnd.plotly.v1+json")
 SKIPS = re.compile(r"#\s*(nbval|pytest_validate)_\w+", re.IGNORECASE)
 ABSOLUTE = re.compile(r"(?<![\w./:~-])/(?:home|root|Users|work|tmp)\b|(?<!\w)[A-Za-z]:\\{1,2}\w")
-# A tagged figure of this run (vramlab.live) is not compared by nbval, so a size in one needs an assert beside it.
+# A tagged figure of this run (vramlab_course.live) is not compared by nbval, so a size in one needs an assert beside it.
 LIVE_SIZE = re.compile(r"^live: .*\d\s?(?:[KMGT]i?B|bytes)\b(?!/s)", re.MULTILINE)
 
 

@@ -14,7 +14,7 @@ import execute
 import page
 import settings
 from rich.console import Console
-from vramlab.doctor import MARKER, environment_stamp
+from vramlab.faces.doctor import MARKER, environment_stamp
 
 OUT = settings.ROOT / "build" / "course"
 

@@ -8,7 +8,7 @@ def hold_to_the_list() -> None:
 
     @functools.cache
     def listed() -> set:
-        from vramlab.wanted import course_list, wanted
+        from vramlab.measurement.wanted import course_list, wanted
 
         return set(wanted([course_list()]))
 

@@ -7,8 +7,8 @@ Run `make figure` after a change to the predictor or after new records; it picks
 from pathlib import Path
 
 from vramlab import Recipe, RecordError, find_record, plot, predict, simulate
-from vramlab.chapters import cheat_sheet
-from vramlab.published import runs
+from vramlab_course.chapters import cheat_sheet
+from vramlab_course.published import runs
 
 FOLDER = Path(__file__).resolve().parents[2] / "notebooks" / "figures"
 RECIPE = Recipe("polyglot-ko-1.3b", batch_size=16, seq_len=256, precision="fp16-true")

@@ -15,8 +15,8 @@ plt.plot([1, 2, 3])
 plt.show()"""
 CLAIM = """peak = 2_847_936_512
 print(f"peak {peak / 2**30:.3f} GiB")"""
-LIVE = """from vramlab.doctor import environment_stamp
-from vramlab.live import live
+LIVE = """from vramlab.faces.doctor import environment_stamp
+from vramlab_course.live import live
 
 print(environment_stamp())
 live("took", 1.5, "s")"""

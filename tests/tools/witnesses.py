@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from rich.console import Console
 from rich.progress import track
 from vramlab import LoRA, MeasurementError, Recipe, Report, compare, measure, predict, simulate
-from vramlab.report import format_bytes, text_table
+from vramlab.report.report import format_bytes, text_table
 
 # The first three run in seconds on any machine, each with a peak made of something else; the last needs a GPU.
 RECIPES = (

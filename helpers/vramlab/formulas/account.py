@@ -10,17 +10,17 @@ import dataclasses
 from functools import cached_property, lru_cache
 from itertools import accumulate
 
-from ..gpu import USUAL, Chip
-from ..options import LoRA
-from ..recipe import Recipe
-from ..report import CATEGORIES
-from ..shapes import Shape
+from ..hardware.gpu import USUAL, Chip
+from ..recipe.options import LoRA
+from ..recipe.recipe import Recipe
+from ..recipe.shapes import Shape
+from ..report.report import CATEGORIES
 from . import step
-from .graph import PASS, Entry, Hook, Parameter, Tensor
+from .fsdp import ROOT, OneByOne, Units, at_once, computed, copies_outputs, divides, own_linear
+from .ledger import PASS, Entry, Hook, Parameter, Tensor
+from .model_states import is_saved, lora_targets, saved_modules, table, written_out
 from .nearest import nearest
 from .slices import cut, model_of
-from .stored import is_saved, lora_targets, saved_modules, table, written_out
-from .units import ROOT, OneByOne, Units, at_once, computed, copies_outputs, divides, own_linear
 
 SHARED = ("zeros", "mask")
 # What the layers that are not written out add at a moment: times what one adds between two events.

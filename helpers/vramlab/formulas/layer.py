@@ -1,4 +1,4 @@
-"""One layer of a recipe's model, walked through by the roles of its parts (`vramlab.layouts`).
+"""One layer of a recipe's model, walked through by the roles of its parts (`vramlab.recipe.layouts`).
 
 There is one way for decoders, encoders and T5. What a layer keeps for the backward pass is the sum over its operators;
 for GPT-2 in fp32 with a fused kernel, per token and layer, in bytes: 4 · (2 norms · h + 3h queries, keys, values
@@ -7,13 +7,13 @@ for GPT-2 in fp32 with a fused kernel, per token and layer, in bytes: 4 · (2 no
 
 from math import prod
 
-from ..gpu import Chip
-from ..recipe import Recipe
-from ..shapes import Shape
+from ..hardware.gpu import Chip
+from ..recipe.recipe import Recipe
+from ..recipe.shapes import Shape
 from .attention import Attention
-from .graph import Parameter, Tensor
+from .ledger import Parameter, Tensor
+from .model_states import FP32, HALF, compute_width, weight_width
 from .operators import BOOL, INT64
-from .stored import FP32, HALF, compute_width, weight_width
 
 FP32_SOFTMAX = ("gpt2", "bert", "t5", "falcon")  # those that do not ask for one
 PARTIAL_ROTARY = ("gpt_neox", "phi")

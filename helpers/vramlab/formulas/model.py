@@ -4,14 +4,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from math import prod
 
-from ..gpu import Chip
-from ..recipe import Recipe
-from ..shapes import Shape
-from .graph import CAST, FULL, Hook, Leaf, Parameter, Tensor
+from ..hardware.gpu import Chip
+from ..recipe.recipe import Recipe
+from ..recipe.shapes import Shape
+from .fsdp import ROOT, TAIL, Units
 from .layer import Layer
+from .ledger import CAST, FULL, Hook, Leaf, Parameter, Tensor
+from .model_states import FP32, HALF, image_sizes
 from .operators import BOOL, INT64
-from .stored import FP32, HALF, image_sizes
-from .units import ROOT, TAIL, Units
 
 
 @dataclass

@@ -9,11 +9,11 @@ from collections import defaultdict
 from functools import lru_cache
 from math import prod
 
-from ..errors import RecipeError
-from ..layouts import Layout, Stack
-from ..recipe import Recipe
-from ..shapes import Shape
-from ..weights import Weight
+from ..recipe.layouts import Layout, Stack
+from ..recipe.recipe import Recipe
+from ..recipe.shapes import Shape
+from ..recipe.weights import Weight
+from ..report.errors import RecipeError
 
 # The last part of a module's name to its role in the layer (modeling files of transformers 5.23).
 NAMES = {

@@ -7,9 +7,8 @@ Each method is one PyTorch operator, or one module of transformers that is a lin
 
 from math import ceil, prod
 
-from .graph import CAST, FULL, PART, PASS, Entry, Parameter, Tensor
-from .ledger import Ledger
-from .stored import BLOCK, FP32, HALF
+from .ledger import CAST, FULL, PART, PASS, Entry, Ledger, Parameter, Tensor
+from .model_states import BLOCK, FP32, HALF
 
 BOOL, INT64 = 1, 8
 FEW_ROWS = 8  # up to so many rows bitsandbytes multiplies without dequantizing the whole weight (backends/cuda/ops.py)

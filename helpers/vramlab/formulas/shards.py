@@ -17,51 +17,17 @@ Limits: NCCL's own buffers are not counted.
 
 import heapq
 from collections import Counter
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import lru_cache
 from math import prod
 
-from ..overhead import rounded
-from ..recipe import Recipe
-from . import stored
-from .reserved import pack, slack
+from ..hardware.overhead import rounded
+from ..hardware.sizes import pack, slack
+from ..recipe.recipe import Recipe
+from . import model_states as stored
+from .fsdp import divides, own, padded, unit_of
+from .model_states import Held, Row, held, in_order, state_sizes
 from .step import step_temporaries
-from .stored import Row, held, role, state_sizes
-from .units import divides, own, padded, unit_of
-
-Sizes = dict[str, int]  # category to bytes
-
-
-@dataclass(frozen=True)
-class Held:
-    """Bytes of one rank.
-
-    Attributes:
-        parameters, gradients, optimizer_states: between the phases that need them; `slack` is what the allocator's
-            blocks hold beyond those.
-        always: what else is there from the beginning on.
-        temporaries: of the optimizer's step, at its highest moment.
-        forward, backward, backward_end, step: what the engine adds there, at the peak and (`_end`) at the end.
-        forward_parts, backward_parts: instead of what `forward` and `backward` add at the peaks, bytes of workspace in the
-            layers and in the head; in the head, in the layers and after them. None: the same throughout.
-        reducing: bytes that come and go when the backward pass is over.
-        existing: gradients that earlier micro-batches left; None: `gradients`.
-    """
-
-    parameters: int
-    gradients: int
-    optimizer_states: int
-    slack: Sizes
-    temporaries: int
-    always: Sizes = field(default_factory=dict)
-    forward: Sizes = field(default_factory=dict)
-    backward: Sizes = field(default_factory=dict)
-    backward_end: Sizes = field(default_factory=dict)
-    step: Sizes = field(default_factory=dict)
-    forward_parts: tuple[int, int] | None = None
-    backward_parts: tuple[int, int, int] | None = None
-    reducing: int = 0
-    existing: int | None = None
 
 
 def of_rank(recipe: Recipe) -> Held:
@@ -91,7 +57,7 @@ class _Key:
 def _of_rank(key: _Key) -> Held:
     recipe = key.recipe
     if recipe.sharding.engine == "deepspeed":
-        from .zero_terms import of_rank
+        from .deepspeed import of_rank
 
         return of_rank(recipe)
     return _fsdp(recipe) if divides(recipe) else _ddp(recipe)
@@ -157,15 +123,6 @@ def dealt(recipe: Recipe, rank: int) -> list[Row]:
             if i == rank:
                 mine.append(row)
     return mine
-
-
-def in_order(recipe: Recipe) -> list[Row]:
-    """Every tensor of the model, in the order of their names, adapters last; each has a count of 1."""
-    rows = {(row.name, row.shape): replace(row, count=1) for row in held(recipe)}
-    order = [rows[role(weight.name), weight.shape] for weight in recipe.shape.weights()]
-    names = {(row.name, row.shape) for row in order}
-    others = [row for row in held(recipe) if (row.name, row.shape) not in names]
-    return order + [rows[row.name, row.shape] for row in others for _ in range(row.count)]
 
 
 # --- FSDP2 ------------------------------------------------------------------------------------------------------------

@@ -17,17 +17,17 @@ import copy
 import dataclasses
 from functools import lru_cache
 
-from ..cuts import WHOLE_EMBEDDING, stage_layers
-from ..gpu import Chip
-from ..overhead import rounded
-from ..recipe import Recipe, Sharding
-from ..report import Bytes, Phase
-from ..shapes import Shape
-from ..weights import Weight
-from .graph import Leaf, Parameter, Tensor
+from ..hardware.gpu import Chip
+from ..hardware.overhead import rounded
+from ..recipe.parallel_limits import WHOLE_EMBEDDING, stage_layers
+from ..recipe.recipe import Recipe, Sharding
+from ..recipe.shapes import Shape
+from ..recipe.weights import Weight
+from ..report.report import Bytes, Phase
+from .ledger import Leaf, Parameter, Tensor
 from .model import Model
+from .model_states import input_bytes, weight_width
 from .operators import BOOL, INT64
-from .stored import input_bytes, weight_width
 
 # The first matrix of each pair gives a part of its results, the second one takes a part (transformers' `tp_plan`).
 GIVE = ("q_proj", "k_proj", "v_proj", "query_key_value", "gate_proj", "up_proj", "fc1", "dense_h_to_4h")

@@ -7,11 +7,11 @@ so their temporaries are as large as the group. That is the hidden peak of a ste
 from collections import Counter
 from math import prod
 
-from ..overhead import rounded
-from ..recipe import Recipe
-from .reserved import slack
-from .scratch import norms_scratch
-from .stored import FP32, HALF, Row, held, written_out
+from ..hardware.overhead import rounded
+from ..hardware.scratch import norms_scratch
+from ..hardware.sizes import slack
+from ..recipe.recipe import Recipe
+from .model_states import FP32, HALF, Row, held, written_out
 
 # Temporaries as large as the tensors updated together, (foreach, one by one), counted in torch/optim/*.py: AdamW's
 # `denom` is √v, RMSprop's likewise, Adagrad's `std` and `numerator`; one by one, √v / correction is a second one.

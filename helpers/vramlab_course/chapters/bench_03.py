@@ -8,17 +8,18 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from vramlab.base_model import finetuning_texts, load_base_model
-from vramlab.errors import RecordError
-from vramlab.finetuning import batches
-from vramlab.gpu import current_device
-from vramlab.live import live
-from vramlab.pace import Pace, pace, stepper
-from vramlab.predict import predict
-from vramlab.recipe import Recipe
-from vramlab.records import find_record
-from vramlab.report import GiB, MiB, Report, text_table
-from vramlab.simulate import simulate
+from vramlab.formulas.predict import predict
+from vramlab.hardware.gpu import current_device
+from vramlab.measurement.records import find_record
+from vramlab.recipe.recipe import Recipe
+from vramlab.report.errors import RecordError
+from vramlab.report.report import GiB, MiB, Report, text_table
+from vramlab.simulation.simulate import simulate
+
+from vramlab_course.base_model import finetuning_texts, load_base_model
+from vramlab_course.finetuning import batches
+from vramlab_course.live import live
+from vramlab_course.pace import Pace, pace, stepper
 
 from .chapter_03 import CARD, simulation
 
@@ -42,7 +43,7 @@ def train(
     """
     from transformers import Trainer
     from transformers.trainer_callback import PrinterCallback
-    from vramlab.callback import WatchCallback
+    from vramlab.faces.callback import WatchCallback
 
     seen, model = (
         WatchCallback(step=steps if watched else 0),

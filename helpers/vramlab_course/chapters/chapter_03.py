@@ -5,11 +5,12 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-from vramlab.allocator import Allocator
-from vramlab.fragmentation import Requests, requests_of
-from vramlab.recipe import Recipe
-from vramlab.report import Report
-from vramlab.simulate import simulate
+from vramlab.hardware.allocator import Allocator
+from vramlab.recipe.recipe import Recipe
+from vramlab.report.report import Report
+from vramlab.simulation.simulate import simulate
+
+from vramlab_course.fragmentation import Requests, requests_of
 
 CARD = "A100"
 LENGTHS = (320, 384, 576, 320, 832, 128, 448, 192)

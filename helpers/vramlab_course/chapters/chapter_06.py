@@ -4,8 +4,8 @@ import json
 from contextlib import suppress
 from functools import cache
 
-from vramlab.data import data_path
-from vramlab.errors import RecordError
+from vramlab.report.data import data_path
+from vramlab.report.errors import RecordError
 
 
 @cache

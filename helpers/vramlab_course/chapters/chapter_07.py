@@ -6,12 +6,13 @@ python -m vramlab_course.chapters.chapter_07        on a machine with a GPU: mea
 import random
 from functools import cache
 
-from vramlab.allocator import Allocator
-from vramlab.expandable import ExpandableAllocator
-from vramlab.fragmentation import Followed, Requests, follow, requests_of
-from vramlab.gpu import find_gpu
-from vramlab.lengths import SETTINGS, measure_lengths, save_lengths
-from vramlab.recipe import Recipe
+from vramlab.hardware.allocator import Allocator
+from vramlab.hardware.expandable import ExpandableAllocator
+from vramlab.hardware.gpu import find_gpu
+from vramlab.recipe.recipe import Recipe
+
+from vramlab_course.fragmentation import Followed, Requests, follow, requests_of
+from vramlab_course.lengths import SETTINGS, measure_lengths, save_lengths
 
 RECIPE = Recipe("gpt2", batch_size=8, seq_len=1024, precision="fp16-mixed", num_layers=6)
 BUCKETS = (256, 512, 1024)

@@ -9,26 +9,28 @@ from contextlib import suppress
 from functools import cache
 from typing import Any
 
-from vramlab.allocator import AllocatorError
-from vramlab.data import data_path
-from vramlab.errors import RecordError
-from vramlab.gpu import find_gpu
-from vramlab.numerics import FORMATS
-from vramlab.overhead import CONTEXT, cublas_workspace
-from vramlab.predict import predict
-from vramlab.recipe import Recipe
-from vramlab.records import find_record
-from vramlab.report import CATEGORIES, GiB, Interval, MiB, Report, format_bytes
-from vramlab.search import Search
-from vramlab.simulate import simulate
-from vramlab.space import Question, usable_memory
-from vramlab.topology import NVLINK, bytes_sent, pcie_bandwidth
+from vramlab.formulas.predict import predict
+from vramlab.hardware.allocator import AllocatorError
+from vramlab.hardware.gpu import find_gpu
+from vramlab.hardware.links import pcie_bandwidth
+from vramlab.hardware.overhead import CONTEXT, cublas_workspace
+from vramlab.measurement.records import find_record
+from vramlab.planning.search import Search
+from vramlab.planning.search_space import Question, usable_memory
+from vramlab.recipe.recipe import Recipe
+from vramlab.report.data import data_path
+from vramlab.report.errors import RecordError
+from vramlab.report.report import CATEGORIES, GiB, Interval, MiB, Report, format_bytes
+from vramlab.simulation.simulate import simulate
+
+from vramlab_course.numerics import FORMATS
+from vramlab_course.topology import NVLINK, bytes_sent
 
 from ..chapters import chapter_03, chapter_07
 from .expressions import Facts, evaluate
 from .installed import installed
-from .ledger import stored
 from .runs import attention, compiled, four_bits, labelled, loaded, sent, wrapped
+from .stored import stored
 from .trained import accumulated, learns, quantized, recorded, rounded_weights, trained
 
 BASE = str(data_path("base_model", "config.json"))  # "base" in a claim's recipe

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from vramlab.errors import VramLabError
+from vramlab.report.errors import VramLabError
 
 OPERATORS = {
     ast.Add: operator.add,

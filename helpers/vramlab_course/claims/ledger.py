@@ -9,15 +9,15 @@ import re
 import textwrap
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from vramlab.data import data_path
-from vramlab.errors import RecordError, VramLabError
-from vramlab.report import Interval
+from vramlab.report.errors import RecordError, VramLabError
+from vramlab.report.report import Interval
 
 from .expressions import evaluate
+from .stored import stored
 
 HOLDS, UNDER, NOT, WAS, WAITS = "holds", "holds under", "does not hold", "was so until", "waits for a GPU record"
 RULES = ("equals", "at least", "within", "is")
@@ -247,13 +247,6 @@ def shown(value: float | bool | Interval, unit: str) -> str:
         return f"{value.low:,.0f} to {value.high:,.0f} {unit}"
     text = f"{value:,.0f}" if unit == "MiB" else f"{value:,.3f}" if unit == "GiB" else f"{value:,.4g}"
     return f"{text} {unit}".strip()
-
-
-@cache
-def stored(part: str) -> Any:
-    """A part of the ledger's file: "claims", "sources" (key to name and title), "definitions" (expressions that several
-    claims use) or "recipes" (what several start from)."""
-    return json.loads(Path(data_path("claims.json")).read_text(encoding="utf-8"))[part]
 
 
 def load_claims(chapter: str | None = None, path: str | Path | None = None) -> dict[str, Claim]:

@@ -16,13 +16,14 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
-from vramlab.chapters import units_04
-from vramlab.cuda import attention_kernel
-from vramlab.gpu import find_gpu
-from vramlab.launch import Launcher, launch
-from vramlab.quantizers import normal_float
-from vramlab.recipe import Recipe
-from vramlab.snapshot import record
+from vramlab.hardware.gpu import find_gpu
+from vramlab.measurement.launch import Launcher, launch
+from vramlab.measurement.snapshot import record
+from vramlab.recipe.recipe import Recipe
+from vramlab.simulation.cuda import attention_kernel
+
+from vramlab_course.chapters import units_04
+from vramlab_course.quantizers import normal_float
 
 from ..chapters.chapter_03 import saved_bytes
 from .expressions import Facts

@@ -7,12 +7,13 @@ from typing import Any
 
 import torch
 from torch.nn import functional as F
-from vramlab.base_model import bits_per_byte, finetuning_texts, held_out, load_base_model
-from vramlab.data import data_path
-from vramlab.errors import RecordError
-from vramlab.finetuning import batches, fresh
-from vramlab.numerics import FORMATS, rounded
-from vramlab.quantizers import absmax, quantile
+from vramlab.report.data import data_path
+from vramlab.report.errors import RecordError
+
+from vramlab_course.base_model import bits_per_byte, finetuning_texts, held_out, load_base_model
+from vramlab_course.finetuning import batches, fresh
+from vramlab_course.numerics import FORMATS, rounded
+from vramlab_course.quantizers import absmax, quantile
 
 from ..chapters.chapter_01 import deep_network, guessing
 from .expressions import Facts

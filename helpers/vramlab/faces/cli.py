@@ -1,0 +1,285 @@
+"""The command line: a thin face over `predict`, `simulate`, `measure`, records and doctor.
+
+Exit status: 0 done, 1 the run failed, the recipe does not fit --gpu, or doctor misses what the course needs, 2 a wrong
+request (one sentence on stderr), 3 out of memory (the report says how much, or that no plan fits), 130 stopped with Ctrl-C.
+"""
+
+import dataclasses
+import functools
+import inspect
+import json
+from collections.abc import Callable, Iterator
+from inspect import Parameter
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+
+from .. import __version__
+from ..hardware.gpu import Gpu, find_gpu
+from ..recipe.options import LOOPS, QUANT_TYPES, LoRA, Quantization, Sharding
+from ..recipe.recipe import ATTENTION, OPTIMIZERS, PRECISIONS, TASKS, Recipe
+from ..report.errors import VramLabError
+from ..report.report import Interval, Report, format_bytes
+
+FAILED, WRONG, OUT_OF_MEMORY, STOPPED = 1, 2, 3, 130
+# A recipe's options: their names are the fields' names, and their defaults are those of `Recipe`.
+OPTIONS = {
+    "batch_size": (int, "Samples in one micro-batch on one device."),
+    "seq_len": (int, "Tokens per sample; 512 or the model's longest if less."),
+    "precision": (str, ", ".join(PRECISIONS)),
+    "optim": (str, ", ".join(OPTIMIZERS)),
+    "optim_args": (str, "As in TrainingArguments: momentum=0.9,…"),
+    "gradient_checkpointing": (bool, "Recompute layers."),
+    "gradient_accumulation_steps": (int, "Micro-batches in one optimizer step."),
+    "attn_implementation": (str, ", ".join(ATTENTION)),
+    "torch_compile": (bool, "Compile the model."),
+    "lora_r": (int, "Train LoRA adapters of this rank."),
+    "lora_alpha": (float, "LoRA's scale."),
+    "lora_dropout": (float, "Dropout before the adapters."),
+    "lora_target": (str, "Module names, with commas, or all-linear."),
+    "quantization": (str, "Of the frozen base: " + ", ".join(QUANT_TYPES)),
+    "double_quant": (bool, "Quantize the block scales too."),
+    "num_layers": (int, "A depth other than the model's own."),
+    "task": (str, "Which head: " + ", ".join(TASKS)),
+    "loop": (str, ", ".join(LOOPS)),
+    "stage": (int, "ZeRO stage 0 to 3."),
+    "world_size": (int, "Ranks that share the model."),
+    "engine": (str, "ddp, fsdp or deepspeed."),
+    "offload": (str, "optimizer or parameters, to the CPU."),
+}
+LORA = {"lora_r": "r", "lora_alpha": "lora_alpha", "lora_dropout": "lora_dropout", "lora_target": "target_modules"}
+
+
+class Commands(TyperGroup):
+    """Turns the package's own errors and Ctrl-C into a sentence and an exit status."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except VramLabError as error:
+            typer.echo(str(error), err=True)
+            raise typer.Exit(WRONG) from None
+        except KeyboardInterrupt:
+            typer.echo("Stopped.", err=True)
+            raise typer.Exit(STOPPED) from None
+
+
+app = typer.Typer(
+    cls=Commands,
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    help="Predict, simulate and measure the GPU memory of training.",
+)
+
+
+def _flag(text: str, *names: str) -> Any:
+    return Annotated[bool, typer.Option(*names, help=text)]
+
+
+Json = _flag("Print JSON; sizes are bytes, times seconds.", "--json")
+GpuName = Annotated[str | None, typer.Option("--gpu", help="A card by name, such as T4. Exit status 1: does not fit.")]
+Target = Annotated[str, typer.Option(help="Whose kernels and rounding: cuda or cpu.")]
+AsRun = Annotated[str | None, typer.Option(help="As an older library ran it, such as 'transformers 4.57'.")]
+Repeats = Annotated[int, typer.Option(min=1, help="Timed steps after warm-up.")]
+Minutes = Annotated[float, typer.Option(min=0, help="From the first run; nothing goes on after that.")]
+Folder = Annotated[Path | None, typer.Option(help="Where record files lie; the course's when left out.")]
+Lists = Annotated[list[Path] | None, typer.Argument(help="JSON lists of recipes; the course's when left out.")]
+
+
+def takes_recipe(command: Callable[..., None]) -> Callable[..., None]:
+    """Gives `command(recipe, …)` the options of a recipe before its own."""
+
+    @functools.wraps(command)
+    def run(**values: Any) -> None:
+        command(_recipe(values.pop("model"), {name: values.pop(name) for name in OPTIONS}), **values)
+
+    own = list(inspect.signature(command).parameters.values())[1:]
+    parameters = [*_parameters(), *(p.replace(kind=Parameter.KEYWORD_ONLY) for p in own)]
+    run.__signature__ = inspect.Signature(parameters)
+    run.__annotations__ = {p.name: p.annotation for p in parameters}
+    return run
+
+
+def _parameters() -> Iterator[Parameter]:
+    """The model and OPTIONS as typer wants them."""
+    model = Annotated[str, typer.Argument(help="A name, such as gpt2, or a path to a config.json.")]
+    yield Parameter("model", Parameter.KEYWORD_ONLY, annotation=model)
+    fields = inspect.signature(Recipe).parameters
+    for name, (kind, text) in OPTIONS.items():
+        default = fields[name].default if name in fields else False if kind is bool else None
+        annotation = _flag(text, f"--{name.replace('_', '-')}") if kind is bool else None
+        annotation = annotation or Annotated[kind if default is not None else kind | None, typer.Option(help=text)]
+        yield Parameter(name, Parameter.KEYWORD_ONLY, annotation=annotation, default=default)
+
+
+def _recipe(model: str, options: dict[str, Any]) -> Recipe:
+    """The recipe that the options describe."""
+    given = {name: value for name, value in options.items() if value is not None}
+    lora = {field: given.pop(name) for name, field in LORA.items() if name in given}
+    if lora.get("lora_alpha", 0.5).is_integer():
+        lora["lora_alpha"] = int(lora["lora_alpha"])  # as in Python: equal recipes must have equal keys
+    if lora.get("target_modules", "all-linear") != "all-linear":
+        lora["target_modules"] = tuple(lora["target_modules"].split(","))
+    sharding = {name: given.pop(name) for name in ("stage", "world_size", "engine", "offload") if name in given}
+    if sharding.get("engine") == "ddp":
+        sharding.setdefault("stage", 0)
+    kind, double = given.pop("quantization", None), given.pop("double_quant")
+    return Recipe(
+        model,
+        lora=LoRA(**lora) if lora else None,
+        quantization=Quantization("nf4" if kind is None else kind, double=double)
+        if kind is not None or double
+        else None,
+        sharding=Sharding(**sharding) if sharding else None,
+        **given,
+    )
+
+
+@app.callback(invoke_without_command=True)
+def _version(version: _flag("Print the version.", "--version") = False) -> None:
+    if version:
+        typer.echo(f"vramlab {__version__}")
+        raise typer.Exit()
+
+
+@app.command()
+@takes_recipe
+def predict(recipe: Recipe, gpu: GpuName = None, as_json: Json = False) -> None:
+    """Memory by formula: about a millisecond, no torch."""
+    from ..formulas.predict import predict
+
+    card = _card(gpu, recipe)
+    _finish(predict(recipe, gpu=card and card.name), card, as_json)
+
+
+@app.command()
+@takes_recipe
+def simulate(
+    recipe: Recipe, target: Target = "cuda", gpu: GpuName = None, as_run: AsRun = None, as_json: Json = False
+) -> None:
+    """Memory of the real training step on fake tensors: seconds, no GPU."""
+    from ..simulation.simulate import simulate
+
+    card = _card(gpu, recipe)
+    _finish(simulate(recipe, target=target, gpu=card and card.name, as_run=as_run), card, as_json)
+
+
+@app.command()
+@takes_recipe
+def measure(recipe: Recipe, repeats: Repeats = 5, as_json: Json = False) -> None:
+    """Memory and time of the real training step on this machine, in a fresh process."""
+    from .measure import measure
+
+    _finish(measure(recipe, repeats=repeats), None, as_json)
+
+
+@app.command()
+def plan(
+    model: Annotated[str, typer.Argument(help="A name, such as gpt2, or a path to a config.json.")],
+    gpu: Annotated[str, typer.Option("--gpu", help="A card by name, such as T4.")],
+    gpus: Annotated[int, typer.Option(help="How many of them.")] = 1,
+    global_batch: Annotated[int, typer.Option(help="Samples in one optimizer step, over all GPUs.")] = 16,
+    seq_len: Annotated[int | None, typer.Option(help="Tokens per sample; 512 or the model's longest if less.")] = None,
+    method: Annotated[str, typer.Option(help="any, full, lora or qlora.")] = "any",
+    lora_r: Annotated[int, typer.Option(help="Rank of adapters, where a plan has some.")] = 16,
+    precision: Annotated[list[str] | None, typer.Option(help="Only this precision; may be repeated.")] = None,
+    optim: Annotated[list[str] | None, typer.Option(help="Only this optimizer; may be repeated.")] = None,
+    engine: Annotated[list[str] | None, typer.Option(help="Only ddp, fsdp or deepspeed; may be repeated.")] = None,
+    offload: Annotated[bool, typer.Option(help="Whether optimizer and parameters may go to the host.")] = True,
+    task: Annotated[str | None, typer.Option(help="Which head: " + ", ".join(TASKS))] = None,
+    top: Annotated[int, typer.Option(min=1, help="Recipes of each method to rank.")] = 5,
+    code: _flag("Print the fastest recipe as Python code.", "--code") = False,
+    as_json: Json = False,
+) -> None:
+    """Which recipes fit a GPU, fastest first, and why the next faster one does not. Exit status 3: none fits."""
+    from ..planning.plan import plan
+    from ..planning.search_space import ENGINES, OPTIMS, RANK
+
+    adapters = dataclasses.replace(RANK, r=lora_r, lora_alpha=2 * lora_r)
+    choices = {"optims": optim or OPTIMS, "engines": engine or ENGINES, "precisions": precision or None}
+    found = plan(
+        model, gpu, gpus, global_batch=global_batch, seq_len=seq_len, method=method, lora=adapters, offload=offload,
+        task=task, top=top, **choices,
+    )  # fmt: skip
+    if code and found.choices and not as_json:
+        typer.echo(found.best.code())
+    else:
+        typer.echo(found.to_json(indent=2) if as_json else str(found))
+    if not found.choices:
+        raise typer.Exit(OUT_OF_MEMORY)
+
+
+@app.command()
+def record(
+    paths: Lists = None,
+    minutes: Minutes = 8,
+    dry_run: _flag("Only list what would be measured.", "--dry-run") = False,
+    folder: Folder = None,
+    as_json: _flag("Print the list of what is missing, for a later run.", "--json") = False,
+) -> None:
+    """Measure every recipe on the list and keep the reports for readers without this GPU."""
+    from ..measurement.record import record
+    from .measure import peak_bytes
+
+    outcome = record(
+        paths or None, minutes=minutes, folder=folder, dry_run=dry_run, progress=not as_json, estimate=peak_bytes
+    )
+    typer.echo(json.dumps([recipe.to_dict() for recipe, _ in outcome.missing], indent=1) if as_json else str(outcome))
+
+
+@app.command()
+def doctor(as_json: Json = False) -> None:
+    """What this machine and environment can do, and what to do about what they cannot."""
+    from .doctor import doctor
+
+    found = doctor()
+    typer.echo(json.dumps(found.to_dict(), indent=2) if as_json else str(found))
+    if not found.ok:
+        raise typer.Exit(FAILED)
+
+
+def _card(name: str | None, recipe: Recipe) -> Gpu | None:
+    """The GPU asked for; refuses a precision that it lacks."""
+    if name is None:
+        return None
+    card = find_gpu(name)
+    card.require(recipe.precision)
+    return card
+
+
+def _finish(report: Report, card: Gpu | None, as_json: bool) -> None:
+    """Prints the report, and whether it fits the card; exits with what its status and that mean.
+
+    In JSON the answer is `environment.fits`: true, false, or null where the card lies within the interval.
+    """
+    fits = True
+    needs = report.process
+    if card and needs is not None:
+        low, high = (needs.low, needs.high) if isinstance(needs, Interval) else (needs, needs)
+        fits = True if high <= card.total else False if low > card.total else None
+        answer = {True: "fits", False: "does not fit", None: "may not fit"}[fits]
+        said = needs if isinstance(needs, Interval) else format_bytes(needs)
+        sentence = f"{answer}: {card.name} has {format_bytes(card.total)}, the process needs {said}"
+        report.environment |= {"gpu": card.name, "fits": fits}
+        if as_json:
+            report.notes.append(sentence)
+    typer.echo(report.to_json(indent=2) if as_json else str(report))
+    if card and needs is not None and not as_json:
+        typer.echo(sentence)
+    if report.status != "ok":
+        raise typer.Exit(OUT_OF_MEMORY if report.status == "oom" else FAILED)
+    if fits is False:
+        raise typer.Exit(FAILED)
+
+
+def main() -> None:
+    """The program `vramlab`."""
+    app(prog_name="vramlab")
+
+
+if __name__ == "__main__":
+    main()

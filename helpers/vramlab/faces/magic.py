@@ -1,0 +1,52 @@
+"""`%%watch model optimizer`: the cell magic that watches what its cell runs and prints the report."""
+
+from contextlib import contextmanager
+
+from IPython.core.magic import Magics, cell_magic, magics_class
+from IPython.core.magic_arguments import argument, magic_arguments, parse_argstring
+
+from ..report.errors import VramLabError
+from .watch import watch
+
+
+@magics_class
+class WatchMagic(Magics):
+    """Magics of VRAM Lab; load them with `%load_ext vramlab`."""
+
+    @magic_arguments()
+    @argument("model", help="the module to watch: a variable, or an expression without spaces such as trainer.model")
+    @argument("optimizer", nargs="?", help="its optimizer, when that has states already")
+    @argument("-o", "--output", help="name of a variable for the report; without it the report is printed")
+    @cell_magic
+    def watch(self, line: str, cell: str) -> None:
+        """Run the cell, follow every storage it makes, and print the report (or keep it with -o).
+
+        An error in the cell is raised as always, after the report of what ran until then.
+        """
+        options = parse_argstring(self.watch, line)
+        watcher = watch(*(self._value(text) for text in (options.model, options.optimizer) if text))
+        with watcher, self._one_traceback():
+            result = self.shell.run_cell(cell)
+        if options.output:
+            self.shell.user_ns[options.output] = watcher.report()
+        else:
+            print(watcher.report())
+        result.raise_error()
+
+    def _value(self, text: str):
+        try:
+            return self.shell.ev(text)
+        except Exception as error:
+            raise VramLabError(f"%%watch: {text!r} has no value here ({error})") from None
+
+    @contextmanager
+    def _one_traceback(self):
+        """`run_cell` would show the error of the cell inside, and `raise_error` shows it for the cell outside."""
+        muted = ("showtraceback", "showsyntaxerror", "showindentationerror")
+        for name in muted:
+            setattr(self.shell, name, lambda *args, **kwargs: None)
+        try:
+            yield
+        finally:
+            for name in muted:
+                delattr(self.shell, name)

@@ -1,0 +1,218 @@
+"""See where the memory of your own code goes.
+
+    with watch(model) as w:
+        for batch in two_batches:
+            model(**batch).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    print(w.report())
+
+Whatever runs inside is followed storage by storage, on the device the model is on. Phases are found by themselves: a
+forward pass of the model begins "forward", `backward()` begins "backward", and its end begins "step", so that clipping
+and unscaling count there, as does the freeing of gradients directly after the update. Without an update (another
+micro-batch follows, or nothing) there was no step.
+"""
+
+import contextlib
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from ..hardware.overhead import UNIT
+from ..report.errors import VramLabError
+from ..report.report import Report
+from ..simulation.any_module import is_compiled, lazy_parameter
+from ..tracking.history import History
+from ..tracking.reporting import to_report
+from ..tracking.tracked import claim_model, claim_states, gradients_named, tensors_in
+from ..tracking.tracker import Tracker
+
+
+class watch:
+    """Follows every storage while it is entered. It can be entered again, and then starts anew.
+
+    Args:
+        model: whose parameters, buffers, gradients and inputs are named, and whose forward passes are recognised.
+        optimizer: one that has states already; any that steps on the model's parameters inside is recognised
+            without being given.
+        batch: tensors (also in mappings or sequences) that are alive from the start, to name as inputs; what the model
+            is called with is recognised without being given.
+        title: the report's title; the model's class when left out.
+    Raises:
+        VramLabError: `model` is no module or has lazy parameters, or the same watch is entered inside its own block.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        optimizer: torch.optim.Optimizer | None = None,
+        batch: Any = None,
+        title: str | None = None,
+    ):
+        if not isinstance(model, torch.nn.Module):
+            raise VramLabError(f"watch follows a torch.nn.Module, and this is a {type(model).__name__}")
+        if (lazy := lazy_parameter(model)) is not None:
+            raise VramLabError(
+                f"watch needs every size: the parameter {lazy!r} is lazy, so call the module once before"
+            )
+        self.model, self.batch = model, batch
+        self.title = title or type(model).__name__
+        device = next((p.device.type for p in model.parameters()), "cpu")
+        self.target = "cuda" if device == "cuda" else "cpu"
+        self.tracker: Tracker | None = None
+        self.history: History | None = None
+        self._device, self._optimizers = device, [optimizer] if optimizer else []
+        self._stack = contextlib.ExitStack()
+        self._running = False
+
+    def __enter__(self) -> "watch":
+        if self._running:
+            raise VramLabError("this watch is running: take another one for a block inside its block")
+        self.tracker = Tracker(self._device, round_to=UNIT if self.target == "cuda" else 1)
+        self.history = None
+        self._parameters = {id(p) for p in self.model.parameters()}
+        self._backwards, self._stepped, self._inside = 0, False, False
+        self._compiled = is_compiled(self.model)
+        claim_model(self.tracker, self.model)
+        claim_states(self.tracker, self._optimizers, self.target)
+        self.tracker.claim(tensors_in(self.batch), "inputs")
+        self._hook()
+        self._stack.enter_context(gradients_named(self.tracker, self.model))
+        self._stack.enter_context(self.tracker.modules(self.model))
+        self._stack.enter_context(self.tracker)
+        self._running = True
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._stack.__exit__(*error)
+        self._running = False
+        claim_states(self.tracker, self._optimizers, self.target)
+        self._end_step()
+        if self.tracker.phase == "between_steps":
+            self._move_clearing()
+        else:
+            self._begin("between_steps")
+        self.tracker.finish()
+        self.history = History(self.tracker.log, self.tracker.marks)
+
+    def report(self) -> Report:
+        """What was seen, as a measured report: the last step's phases, peak, largest tensors, timeline; in bytes.
+
+        It counts storages; what allocator and process take beyond them is for `measure` to say. After an exception in
+        the block it describes what ran until then.
+
+        Raises VramLabError before the block has ended.
+        """
+        if self.history is None:
+            raise VramLabError("watch has no report yet: ask after the with-block")
+        report = to_report(self.history, "measured", None, self.target, title=self.title)
+        report.notes.append("storages of the watched code; the allocator's own peak needs measure()")
+        if self._compiled:
+            report.notes.append(
+                "torch.compile: while watched, the code ran as eager operators, and that is what is counted"
+            )
+        return report
+
+    # --- recognising phases ---------------------------------------------------------------------------------------
+
+    def _hook(self) -> None:
+        add = self._stack.callback
+        add(self.model.register_forward_pre_hook(self._before_forward, with_kwargs=True).remove)
+        add(register_optimizer_step_pre_hook(self._before_step).remove)
+        add(register_optimizer_step_post_hook(self._after_step).remove)
+        # Tensor.backward looks this name up at every call. Hooks on the model's outputs would miss the loss's backward.
+        original = torch.autograd.backward
+        torch.autograd.backward = self._around(original)
+        add(setattr, torch.autograd, "backward", original)
+        # a dispatch mode, which the tracker is, makes torch.compile run what it was given as it stands
+        frames = sys.modules.get("torch._dynamo.eval_frame")
+        if enter := getattr(frames, "_maybe_set_eval_frame", None):
+
+            def seen(callback: Any) -> Any:
+                self._compiled = self._compiled or callable(callback)
+                return enter(callback)
+
+            frames._maybe_set_eval_frame = seen
+            add(setattr, frames, "_maybe_set_eval_frame", enter)
+
+    def _begin(self, phase: str) -> None:
+        if self.tracker.phase == "between_steps":
+            self._move_clearing()
+        self.tracker.begin(phase)
+        self._stepped = False
+
+    def _before_forward(self, module: torch.nn.Module, args: tuple, kwargs: dict) -> None:
+        for tensor in tensors_in([*args, *kwargs.values()]):
+            storage = self.tracker.live.get(tensor.untyped_storage()._cdata)
+            if storage is None or not storage.category:
+                self.tracker.claim([tensor], "inputs")
+        # neither a checkpoint's recomputation nor an evaluation, and no second call before the backward pass
+        if not self._backwards and torch.is_grad_enabled() and self.tracker.phase != "forward":
+            self._end_step()
+            self._begin("forward")
+
+    def _around(self, original: Callable[..., None]) -> Callable[..., None]:
+        """`torch.autograd.backward` with its phase around it; a reentrant checkpoint calls it again inside."""
+
+        def backward(*args: Any, **kwargs: Any) -> None:
+            if not self._backwards:
+                self._end_step()
+                if self.tracker.phase != "backward":
+                    self._begin("backward")
+            self._backwards += 1
+            try:
+                return original(*args, **kwargs)
+            finally:
+                self._backwards -= 1
+                if not self._backwards:
+                    self._begin("step")
+
+        return backward
+
+    def _before_step(self, optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict) -> None:
+        if self._ours(optimizer) and not self._backwards:
+            self._inside = True
+            closure = any(callable(value) for value in (*args[1:], kwargs.get("closure")))
+            if self.tracker.phase != "step" and not (closure and self.tracker.phase in ("load", "between_steps")):
+                self._begin("step")
+            self._stepped = True
+
+    def _after_step(self, optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict) -> None:
+        if not self._ours(optimizer):
+            return
+        if not any(optimizer is known for known in self._optimizers):
+            self._optimizers.append(optimizer)
+        claim_states(self.tracker, [optimizer], self.target)
+        if not self._backwards:
+            self._inside = False
+            self._begin("between_steps")
+
+    def _end_step(self) -> None:
+        """Decide whether a "step" that began at the end of a backward pass was one.
+
+        It was if gradients were freed since: an update by hand. If not, its events belong to the backward pass. An
+        optimizer's closure runs passes inside its step.
+        """
+        if self.tracker.phase != "step" or self._stepped or self._inside:
+            return
+        start = self.tracker.marks[-1][0]
+        if any(size < 0 and storage.category == "gradients" for size, storage, _ in self.tracker.log[start:]):
+            self._begin("between_steps")
+        else:
+            self.tracker.marks.pop()
+            self.tracker.phase = "backward"
+
+    def _move_clearing(self) -> None:
+        """Gradients freed directly after the update belong to it, as in a loop that clears them at its end."""
+        start, phase = self.tracker.marks[-1]
+        for position, (size, storage, _) in enumerate(self.tracker.log[start:], start + 1):
+            if size > 0:
+                return
+            if storage.category == "gradients":
+                self.tracker.marks[-1] = (position, phase)
+
+    def _ours(self, optimizer: torch.optim.Optimizer) -> bool:
+        return any(id(p) in self._parameters for group in optimizer.param_groups for p in group["params"])

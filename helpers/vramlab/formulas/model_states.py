@@ -1,0 +1,322 @@
+"""What stays for the whole run: parameters, gradients, optimizer states, buffers, inputs.
+
+    parameters        Σ over tensors of numbers × bytes a number                            `parameter_bytes`
+    gradients         the same sum over what is trained                                      `gradient_bytes`
+    optimizer states  two more for Adam, one for momentum, ¼ of that in 8 bits, …            `optimizer_state_bytes`
+
+PyTorch's allocator rounds every tensor up to 512 bytes; so do the sums here, tensor by tensor.
+"""
+
+from collections import Counter
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from math import ceil, prod
+
+from ..hardware.overhead import rounded
+from ..hardware.sizes import pack
+from ..recipe.options import LoRA, Quantization, optimizer_arguments
+from ..recipe.recipe import Recipe
+from ..recipe.shapes import Shape
+
+FP32, HALF = 4, 2
+BLOCK = 64  # weights that share a scale in 4 bits (bitsandbytes.nn.Params4bit, blocksize)
+NESTED_BLOCK = 256  # scales that share a scale with double quantization (bitsandbytes.functional.quantize_4bit)
+# States an optimizer keeps for each trained number: (how many, bytes of each; None is the parameter's own width).
+# torch.optim keeps them in the parameter's dtype (`torch.zeros_like`), bitsandbytes in fp32 or in 8 bits (Optimizer2State
+# and Optimizer1State.init_state), Adafactor a row and a column for each matrix (Shazeer and Stern 2018, section 4).
+STATES = {
+    **{"adamw_torch": (2, None), "adamw_torch_fused": (2, None), "sgd": (0, None), "rmsprop": (1, None)},
+    **{"adagrad": (1, None), "adafactor": (0, FP32), "adamw_bnb_8bit": (2, 1), "paged_adamw_8bit": (2, 1)},
+    **{"paged_adamw_32bit": (2, FP32), "lion_8bit": (1, 1), "paged_lion_8bit": (1, 1)},
+    **{"lion_32bit": (1, FP32), "paged_lion_32bit": (1, FP32)},
+}
+SMALLEST_IN_8_BITS = 4096  # bitsandbytes: tensors under `min_8bit_size` keep fp32 states
+STATE_BLOCK = 256  # and 8-bit states have one fp32 scale for so many numbers
+SMALLEST_PAGED = 100_000  # `Optimizer8bit.get_state_buffer`: larger states go to unified memory
+
+
+Sizes = dict[str, int]  # category to bytes
+
+
+@dataclass(frozen=True)
+class Held:
+    """Bytes of one rank.
+
+    Attributes:
+        parameters, gradients, optimizer_states: between the phases that need them; `slack` is what the allocator's
+            blocks hold beyond those.
+        always: what else is there from the beginning on.
+        temporaries: of the optimizer's step, at its highest moment.
+        forward, backward, backward_end, step: what the engine adds there, at the peak and (`_end`) at the end.
+        forward_parts, backward_parts: instead of what `forward` and `backward` add at the peaks, bytes of workspace in the
+            layers and in the head; in the head, in the layers and after them. None: the same throughout.
+        reducing: bytes that come and go when the backward pass is over.
+        existing: gradients that earlier micro-batches left; None: `gradients`.
+    """
+
+    parameters: int
+    gradients: int
+    optimizer_states: int
+    slack: Sizes
+    temporaries: int
+    always: Sizes = field(default_factory=dict)
+    forward: Sizes = field(default_factory=dict)
+    backward: Sizes = field(default_factory=dict)
+    backward_end: Sizes = field(default_factory=dict)
+    step: Sizes = field(default_factory=dict)
+    forward_parts: tuple[int, int] | None = None
+    backward_parts: tuple[int, int, int] | None = None
+    reducing: int = 0
+    existing: int | None = None
+
+
+@dataclass(frozen=True)
+class Row:
+    """`count` equal tensors of the model.
+
+    Attributes:
+        name: of one of them. `shape` is that of the numbers, whatever they are stored in.
+        width: bytes a number; of a quantized tensor, of its scales.
+        quantized: "nf4", "fp4", "int8" or None.
+        decayed: in the Trainer's first parameter group (`Trainer.get_decay_parameter_names`).
+        blocks: bytes of the blocks that one tensor is stored in.
+        states: bytes of the blocks of its optimizer states, where it is trained.
+        size: bytes of one tensor that is not quantized, or of its gradient, rounded up as the allocator does.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    kind: str
+    count: int
+    width: int
+    trained: bool
+    quantized: str | None
+    decayed: bool
+    blocks: tuple[int, ...]
+    states: tuple[int, ...]
+    size: int
+
+
+def weight_width(precision: str, quantization: Quantization | None) -> int:
+    """Bytes of a weight that is not quantized: 2 for "-true" precisions, else 4; beside a quantized base its compute
+    dtype's, or 4 after `prepare_model_for_kbit_training`, which casts to fp32 all that is not quantized."""
+    if quantization and quantization.prepare:
+        return FP32
+    return compute_width(precision, quantization) if quantization else HALF if precision.endswith("-true") else FP32
+
+
+def compute_width(precision: str, quantization: Quantization) -> int:
+    """Bytes a number of what a 4-bit layer computes in (`bnb_4bit_compute_dtype`)."""
+    if quantization.compute_dtype:
+        return FP32 if quantization.compute_dtype == "float32" else HALF
+    return HALF if precision[:4] in ("fp16", "bf16") else FP32
+
+
+def stored_sizes(shape: tuple[int, ...], width: int, quantized: str | None, double: bool = False) -> tuple[int, ...]:
+    """Bytes of the blocks of one tensor: its numbers, and what is stored beside them.
+
+    4 bits: half a byte a number, one scale for 64 numbers (fp32, or 8 bits and an fp32 scale for 256 of those with
+    double quantization: 4.5 and 4.127 bits a number, Dettmers et al. 2023, section 3), the format's 16 values, and for
+    double quantization the scales' 256 codes and an offset (`bitsandbytes.functional.quantize_blockwise`).
+    8 bits: one byte, and an fp32 scale for each row (Dettmers et al. 2022, section 2.2).
+    """
+    n = prod(shape)
+    if quantized is None:
+        return (rounded(n * width),)
+    if quantized == "int8":
+        return rounded(n), rounded(FP32 * shape[0])
+    blocks = ceil(n / BLOCK)
+    scales = [blocks, FP32 * ceil(blocks / NESTED_BLOCK), 256 * FP32, FP32] if double else [FP32 * blocks]
+    return tuple(rounded(size) for size in (ceil(n / 2), *scales, 16 * FP32))
+
+
+def state_sizes(shape, kind: str, width: int, optim: str, optim_args: str | None, trainer: bool) -> tuple[int, ...]:
+    """Bytes of the blocks of one trained tensor's states; what a paged optimizer keeps in unified memory is left out.
+
+    The Trainer keeps those of embeddings out of 8 bits. Adafactor has one fp32 number for each row and each column.
+    """
+    n, (count, state) = prod(shape), STATES[optim]
+    if optim == "adafactor":
+        rows, columns = prod(shape[:-1]), prod(shape[:-2]) * shape[-1]
+        return tuple(rounded(FP32 * size) for size in ((n,) if len(shape) < 2 else (rows, columns)))
+    if "bit" not in optim:
+        given = optimizer_arguments(optim, optim_args)
+        count += sum(bool(given.get(name)) for name in ("momentum", "centered", "amsgrad"))
+        return (rounded(n * width),) * count + ((rounded(FP32),) if optim == "adamw_torch_fused" else ())
+    if state == 1 and (n < SMALLEST_IN_8_BITS or (kind == "embedding" and trainer)):
+        state = FP32
+    scales = (rounded(FP32 * ceil(n / STATE_BLOCK)),) if state == 1 else ()
+    if optim.startswith("paged") and n >= SMALLEST_PAGED:
+        return scales * count
+    return (rounded(n * state), *scales) * count
+
+
+def held(recipe: Recipe) -> tuple[Row, ...]:
+    """Every tensor of `recipe`'s model, equal ones counted together, adapters last; cached by shape and format."""
+    return table(recipe.shape, *_format(recipe))
+
+
+def _format(r: Recipe) -> tuple:
+    return r.precision, r.quantization, r.lora, r.optim, r.optim_args, r.loop.name == "trainer"
+
+
+@lru_cache(maxsize=512)
+def table(shape: Shape, precision, quantization, lora: LoRA | None, optim, optim_args, trainer) -> tuple[Row, ...]:
+    """See `held`. Modules that PEFT trains whole are in a copy beside the frozen one."""
+    width, saved = weight_width(precision, quantization), saved_modules(shape, lora)
+    double = bool(quantization and quantization.double)
+    targets = lora_targets(shape, lora) if lora else ()
+    adapted = {name for name, _, _ in targets}
+    rows: Counter[tuple] = Counter()
+    copies: Counter[tuple] = Counter()
+    for weight in shape.weights():
+        name, kind = role(weight.name), weight.kind
+        quantized = quantization.quant_type if quantization and _can_quantize(shape, weight) else None
+        fp32 = shape.family == "t5" and precision.startswith("fp16") and weight.name.endswith(".wo.weight")
+        trained = lora is None or (
+            kind == "bias" and (lora.bias == "all" or (lora.bias == "lora_only" and weight.name[:-5] in adapted))
+        )
+        decayed = kind not in ("norm", "bias") and "bias" not in name and "norm" not in f".{name}".split(".")[-2]
+        own = FP32 if fp32 else width
+        rows[name, weight.shape, kind, own, trained, quantized, decayed] += 1
+        if is_saved(weight.name, saved):
+            copies[f"{name} (trained copy)", weight.shape, kind, own, True, None, decayed] += 1
+    cast = lora and lora.autocast_adapter_dtype  # None: adapters are as wide as everything else (`units.computed`)
+    adapter = FP32 if cast or (quantization and cast is not None) else width
+    for name, inside, out in targets:
+        copies[f"{role(name)}.lora_A", (lora.r, inside), "lora", adapter, True, None, True] += 1
+        copies[f"{role(name)}.lora_B", (out, lora.r), "lora", adapter, True, None, True] += 1
+    found = []
+    for (name, size, kind, own, trained, quantized, decayed), count in (*rows.items(), *copies.items()):
+        states = state_sizes(size, kind, own, optim, optim_args, trainer) if trained else ()
+        blocks, whole = stored_sizes(size, own, quantized, double), rounded(prod(size) * own)
+        found.append(Row(name, size, kind, count, own, trained, quantized, decayed, blocks, states, whole))
+    return tuple(found)
+
+
+@lru_cache(maxsize=512)
+def lora_targets(shape: Shape, lora: LoRA) -> tuple[tuple[str, int, int], ...]:
+    """(name, inputs, outputs) of the modules that get an adapter; see `vramlab.recipe.lora_modules`."""
+    return tuple(shape.lora_targets(lora.target_modules, lora.modules_to_save))
+
+
+def saved_modules(shape: Shape, lora: LoRA | None) -> tuple[str, ...]:
+    """Modules that PEFT trains whole, in a copy beside the frozen one: those asked for, and a classifier's head."""
+    if lora is None:
+        return ()
+    return (
+        *(lora.modules_to_save or ()),
+        *(("classifier", "score") if shape.task == "sequence-classification" else ()),
+    )
+
+
+def is_saved(name: str, saved: tuple[str, ...]) -> bool:
+    """Whether the tensor `name` is in one of the modules that are trained whole."""
+    return any(f".{part}." in f".{name}" for part in saved)
+
+
+def role(name: str) -> str:
+    """A tensor's name without the layer's number."""
+    return ".".join("*" if part.isdigit() else part for part in name.split("."))
+
+
+def _can_quantize(shape: Shape, weight) -> bool:
+    """bitsandbytes takes every `nn.Linear` and `Conv1D` but the output head's; Falcon's own linear class is neither."""
+    module, _, part = weight.name.rpartition(".")
+    if weight.kind not in ("linear", "conv1d") or part != "weight" or shape.family == "falcon" or module == shape.head:
+        return False
+    return shape.family != "t5" or not module.endswith(".wo")
+
+
+@lru_cache(maxsize=512)
+def written_out(shape: Shape, layers: int = 2) -> tuple[tuple[str, str, tuple[int, ...]], ...]:
+    """(name, name without layer numbers, shape) of the weights outside the layers and of the first in each stack."""
+    first = range(3 if shape.num_decoder_layers else layers)
+    kept = {None, *first, *(shape.num_layers + i for i in first if shape.num_decoder_layers)}
+    return tuple((w.name, role(w.name), w.shape) for w in shape.weights() if w.layer in kept)
+
+
+def parameter_bytes(recipe: Recipe) -> int:
+    """Bytes of all weights as loaded, adapters and the scales of quantized ones included."""
+    return sum(row.count * sum(row.blocks) for row in held(recipe))
+
+
+def gradient_bytes(recipe: Recipe) -> int:
+    """Bytes of the gradients: one number for each trained number, in its weight's dtype."""
+    return sum(row.count * row.size for row in held(recipe) if row.trained)
+
+
+def optimizer_state_bytes(recipe: Recipe) -> int:
+    """Bytes of what the optimizer keeps between steps, on the GPU."""
+    return sum(row.count * sum(row.states) for row in held(recipe))
+
+
+@lru_cache(maxsize=512)
+def buffer_bytes(shape: Shape) -> int:
+    """Bytes of the model's buffers (position numbers, rotary frequencies)."""
+    widths = {"int64": 8, "bool": 1, "float16": 2, "bfloat16": 2}
+    return sum(rounded(prod(size) * widths.get(dtype, 4)) for _, size, dtype in shape.buffers())
+
+
+def image_sizes(shape: Shape) -> tuple[int, int, int]:
+    """Channels, height and width of an image."""
+    side = shape.settings.get("image_size", 224)
+    return shape.settings.get("num_channels", 3), *(side if isinstance(side, list) else (side, side))
+
+
+def input_bytes(recipe: Recipe) -> int:
+    """Bytes of the micro-batches on the device, with ids and labels of 8 bytes each, or pixels.
+
+    It is one, except that the Trainer fetches all of an optimizer step before it begins (`Trainer.get_batch_samples`).
+    """
+    b, n, shape = recipe.batch_size, recipe.seq_len, recipe.shape
+    inputs, labels = 8 * b * n, b if "classification" in shape.task else b * n
+    if shape.task == "image-classification":
+        inputs = b * prod(image_sizes(shape)) * (HALF if recipe.precision.endswith("-true") else FP32)
+    at_once = recipe.gradient_accumulation_steps if recipe.loop.name == "trainer" else 1
+    return at_once * (rounded(inputs) + rounded(8 * labels))
+
+
+def slack_bytes(recipe: Recipe) -> dict[str, int]:
+    """Bytes that the allocator holds beyond parameters, gradients and states: rests that it does not split off."""
+    return _slack(recipe.shape, *_format(recipe))
+
+
+@lru_cache(maxsize=512)
+def _slack(shape: Shape, *form) -> dict[str, int]:
+    """All tensors packed in the order of their names; gradients in the other order."""
+    rows = {(row.name, row.shape): row for row in table(shape, *form)}
+    order = [rows[role(weight.name), weight.shape] for weight in shape.weights()]
+    order += [row for row in rows.values() if row.kind == "lora" for _ in range(row.count)]
+    sizes = {
+        "parameters": [size for row in order for size in row.blocks],
+        "gradients": [row.size for row in reversed(order) if row.trained],
+        "optimizer_states": [size for row in order for size in row.states],
+    }
+    return {name: pack(found) - sum(found) for name, found in sizes.items()}
+
+
+def bytes_per_parameter(precision: str, optim: str) -> dict[str, float]:
+    """Bytes a trained parameter of a full fine-tune: weights, gradients, states, the step's temporary, and their sum.
+
+    The numbers that are quoted for "a parameter" are sums over different rows of this: 16 is fp32 (or autocast) with
+    AdamW; 18 counts autocast's half-precision copy of the weights too, and 20 the copy that the foreach step makes; 12
+    is one with 8-bit or missing states, 8 is "-true" with AdamW and no fp32 anywhere (ZeRO's 16 = 2 + 2 + 12 keeps fp32
+    weights among the states, Rajbhandari et al. 2020, section 3.1).
+    """
+    width = HALF if precision.endswith("-true") else FP32
+    count, state = STATES[optim]
+    states = count * (width if state is None else state + (4 / STATE_BLOCK if state == 1 else 0))
+    temporary = {"adamw_torch": 1, "rmsprop": 1, "adagrad": 2}.get(optim, 0) * width
+    copy = HALF if precision.endswith("-mixed") else 0
+    parts = {"weights": width, "gradients": width, "states": states, "autocast copy": copy, "foreach": temporary}
+    return {**parts, "kept": width + width + states, "most": sum(parts.values())}
+
+
+def in_order(recipe: Recipe) -> list[Row]:
+    """Every tensor of the model, in the order of their names, adapters last; each has a count of 1."""
+    rows = {(row.name, row.shape): replace(row, count=1) for row in held(recipe)}
+    order = [rows[role(weight.name), weight.shape] for weight in recipe.shape.weights()]
+    names = {(row.name, row.shape) for row in order}
+    others = [row for row in held(recipe) if (row.name, row.shape) not in names]
+    return order + [rows[row.name, row.shape] for row in others for _ in range(row.count)]

@@ -1,0 +1,129 @@
+"""What DeepSpeed's stage 3 has gathered at a time, in elements: its coordinator's rules, run on a list of modules.
+
+A module's weights are gathered before it runs. With each module that runs the next weights in order are gathered too,
+up to a bucket of elements and while fewer than `MOST` are there. After a module its weights go, unless they come again
+within the next `MOST` elements. So a deep model runs into that limit whatever its depth, and a small one stays
+together. Weights of up to ten times the hidden size are whole on every rank at all times and are not counted here.
+
+Source: deepspeed/runtime/zero/partitioned_param_coordinator.py, `_fetch_sub_module_impl` and `__params_to_release`;
+`MOST` is its default, the bucket what the `Trainer` sets (`engines.deepspeed_config.HIDDEN`).
+"""
+
+from bisect import bisect_left
+from collections import deque
+from functools import lru_cache
+from itertools import accumulate, groupby
+from math import prod
+from typing import NamedTuple
+
+from ..recipe.deepspeed_config import HIDDEN
+from ..recipe.shapes import Shape
+from ..recipe.weights import Weight
+
+MOST = 1_000_000_000  # stage3_max_live_parameters, and stage3_max_reuse_distance
+
+Weights = tuple[tuple[str, int], ...]  # names and elements
+
+
+class Gathered(NamedTuple):
+    """Elements that are gathered at the most, by part of the step: the layers' forward pass, the head's both passes, the
+    layers' backward pass, and that of what lies in front of them."""
+
+    forward: int = 0
+    head: int = 0
+    backward: int = 0
+    front: int = 0
+
+
+@lru_cache(maxsize=64)
+def gathered(shape: Shape, checkpointing: bool) -> Gathered:
+    """What a steady step gathers of the model's own weights."""
+    events = _events(shape, checkpointing)
+    runs = [weights for weights, begins, _ in events if begins]
+    passed = [0, *accumulate(sum(n for _, n in weights) for weights in runs)]  # elements until each module runs
+    coming = deque((weight, step) for step, weights in enumerate(runs) for weight in weights)
+    uses: dict[tuple[str, int], list[int]] = {}
+    for weight, step in coming:
+        uses.setdefault(weight, []).append(step)
+
+    def stays(weight: tuple[str, int]) -> bool:
+        """It comes again soon, or was passed over when the next were gathered, because it was there."""
+        again = bisect_left(uses[weight], step)
+        soon = again < len(uses[weight]) and passed[uses[weight][again]] - passed[step] < MOST
+        return soon or fetched[weight] > step
+
+    held, fetched, most, total, step = set(), {}, Gathered()._asdict(), 0, 0
+    for weights, begins, part in events:
+        if begins:
+            new = {weight: None for weight in weights if weight not in held}
+            for _ in [weight for weight in weights if fetched.get(weight, -1) < step]:
+                weight, used = coming.popleft()
+                fetched[weight] = used
+            ahead, room = (
+                0,
+                min(MOST - total - sum(n for _, n in new), HIDDEN["stage3_prefetch_bucket_size"](shape.hidden_size)),
+            )
+            while coming and ahead < room:
+                weight, used = coming.popleft()
+                fetched[weight] = max(used, fetched.get(weight, -1))
+                if weight not in held and weight not in new:
+                    new[weight] = None
+                    ahead += weight[1]
+            held.update(new)
+            total += sum(n for _, n in new)
+            step += 1
+        else:
+            gone = {weight for weight in weights if weight in held and not stays(weight)}
+            held -= gone
+            total -= sum(n for _, n in gone)
+        most[part] = max(most[part], total)
+    return Gathered(**most)
+
+
+def _events(shape: Shape, checkpointing: bool) -> list[tuple[Weights, bool, str]]:
+    """(a module's weights, whether it begins or ends, part of the step) of one step, in order."""
+    front, layers, back = _modules(shape)
+    forward = [(m, "forward") for part in (front, *layers) for m in part] + [(m, "head") for m in back]
+    backward = [(m, "head") for m in reversed(back)]
+    for layer in reversed(layers):
+        backward += [(m, "backward") for m in (*(layer if checkpointing else ()), *reversed(layer))]
+    backward += [(m, "front") for m in reversed(front)]
+    return [(m, begins, part) for m, part in (*forward, *backward) for begins in (True, False)]
+
+
+def _modules(shape: Shape) -> tuple[list[Weights], list[list[Weights]], list[Weights]]:
+    """The weights of each module that is called, those without any too: before the layers, layer by layer, after them."""
+    persistent = HIDDEN["stage3_param_persistence_threshold"](shape.hidden_size)
+    called: dict[str, tuple[int | None, list]] = {"": (None, [])}
+    for weight in _as_called(shape):
+        parts = weight.name.split(".")[:-1]
+        for length in range(1, len(parts) + 1):
+            if length == len(parts) or not parts[length].isdigit():  # a list of modules is not called
+                called.setdefault(".".join(parts[:length]), (weight.layer, []))
+        if (size := prod(weight.shape)) > persistent:
+            called[".".join(parts)][1].append((weight.name, size))
+    if shape.tied:
+        embedding = next(found for _, found in called.values() if found)
+        called.setdefault(shape.head, (None, [embedding[0]]))
+    front, layers, back = [], {}, []
+    for name, (layer, weights) in called.items():
+        place = layers.setdefault(layer, []) if layer is not None else back if layers else front
+        place.append(tuple(weights))
+        if name.endswith(("gate_proj", "c_fc", "fc1", "dense_h_to_4h")):
+            place.append(())  # the activation is a module too
+    if "rope_theta" in shape.config or "rope_parameters" in shape.config:
+        front.append(())  # so is the rotary embedding
+    return front, [*layers.values()], back
+
+
+def _as_called(shape: Shape) -> list[Weight]:
+    """The weights with Llama's norms where they are called; they are registered last in their layer."""
+    found: list[Weight] = []
+    for _, group in groupby(shape.weights(), key=lambda weight: weight.layer):
+        part = [*group]
+        norms = [w for w in part if ".post_attention_layernorm" in w.name]
+        before = [w for w in part if ".input_layernorm" in w.name]
+        rest = [w for w in part if w not in norms and w not in before]
+        mlp = next((i for i, w in enumerate(rest) if ".mlp." in w.name), len(rest))
+        found += [*before, *rest[:mlp], *norms, *rest[mlp:]]
+    return found

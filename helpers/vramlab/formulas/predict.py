@@ -1,0 +1,214 @@
+"""Pencil and paper: the bytes of a training step from the model's shape alone. No torch, no model, about a millisecond.
+
+    held       parameters + buffers + inputs + gradients + optimizer states + workspaces    (`formulas.stored`, `.shards`)
+    forward    + what a layer keeps × layers + the last one's temporaries, then logits and loss (`formulas.account`)
+    backward   + the loss's gradients, then layer by layer what is kept less, and gradients more (`formulas.account`)
+    step       + the optimizer's temporaries                                                  (`formulas.step`)
+
+The peak is the highest of these moments.
+"""
+
+from collections import Counter
+from typing import Any
+
+from ..hardware import sizes as reserved
+from ..hardware.gpu import USUAL, Gpu, find_gpu
+from ..hardware.overhead import cublas_workspace
+from ..recipe import lora_modules
+from ..recipe.recipe import Recipe, as_recipe
+from ..recipe.weights import unquantized
+from ..report.errors import RecipeError
+from ..report.report import CATEGORIES, Bytes, Phase, Report, Tensor, format_bytes
+from . import model_states as stored
+from . import shards, slices
+from .account import Account, Asked, Moment, kept_account
+
+LISTED = 8
+DTYPES = {8: "int64", 4: "float32", 1: "uint8"}
+
+
+def predict(recipe: Recipe | Any, gpu: str | Gpu | None = None) -> Report:
+    """What `recipe` needs in memory on a CUDA device, by formula.
+
+    Args:
+        recipe: a recipe; or what `Recipe` takes for a model, with every other field at its default.
+        gpu: a name of the GPU table, for what depends on the card; None takes an A100's kernels.
+    Returns:
+        A report with source "predicted": bytes by category at the peak and end of each phase of a steady step, the peak
+        and its phase, the largest tensors there, `reserved` and `process` as intervals.
+    Raises:
+        GpuError: no such card.
+        RecipeError: adapters in some layers only, or an architecture unlike those written down (`formulas.nearest`):
+            `simulate` takes both; or FlashAttention on a card that has none.
+    """
+    recipe = as_recipe(recipe)
+    card = find_gpu(gpu) if gpu else None
+    if card:
+        card.require_attention(recipe.attn_implementation)
+    if lora_modules.differ_by_layer(recipe.shape, recipe.lora):
+        allowed = "the formulas multiply one layer, so every layer has to get the same adapters: ask simulate"
+        raise RecipeError("lora.target_modules", recipe.lora.target_modules, allowed)
+    exist = recipe.gradient_accumulation_steps > 1 or not recipe.loop.set_to_none  # gradients, when backward begins
+    part, chip = slices.of_rank(recipe), card.chip if card else USUAL
+    account = kept_account(Asked(part, chip, exist))
+    rank = shards.of_rank(part)
+    phases = _phases(part, account, card, exist, rank)
+    if slices.cut(recipe) and recipe.sharding.engine == "pipeline":
+        later = _phases(part, kept_account(Asked(part, chip, True)), card, True, rank)
+        phases = slices.pipelined(recipe, phases, later, account.phases[2]["activations"])
+    name = max(phases, key=lambda phase: phases[phase].peak.total)
+    peak = phases[name].peak
+    groups = _groups(part, account, account.moments.get(name), peak)
+    inside = reserved.reserved(_blocks(groups, peak), peak.total, account.approximate)
+    return Report(
+        source="predicted",
+        recipe=recipe.to_dict(),
+        title=str(recipe),
+        target="cuda",
+        phases=phases,
+        peak=peak,
+        peak_phase=name,
+        largest=_largest(groups),
+        reserved=inside,
+        process=reserved.process(inside, card),
+        notes=_notes(recipe, account, card, peak.total),
+    )
+
+
+def _phases(recipe: Recipe, account: Account, card: Gpu | None, exist: bool, held: shards.Held) -> dict[str, Phase]:
+    """Each phase's bytes by category at its peak and at its end."""
+
+    def rank(*splits: dict[str, int]) -> Bytes:
+        """The sum of `splits`."""
+        split = dict.fromkeys(CATEGORIES, 0)
+        for part in splits:
+            for category, n in part.items():
+                if n:  # blocks' rests, multiplied by layers, may be freed more often than they were held
+                    split[category] = max(split[category] + n, 0)
+        return Bytes(**split)
+
+    loop, slack = recipe.loop, dict.fromkeys(("parameters", "gradients", "optimizer_states"), 0) | held.slack
+    forward, backward, forward_end, backward_end = account.phases
+    loaded = Counter(held.always) + Counter(
+        parameters=held.parameters,
+        buffers=stored.buffer_bytes(recipe.shape),
+        inputs=stored.input_bytes(recipe),
+        workspace=slack["parameters"],
+    )
+    # one in forward's thread, one in backward's
+    handle = card.cublas_workspace if card else cublas_workspace(USUAL.capability)
+    always = loaded, {"optimizer_states": held.optimizer_states, "workspace": 2 * handle + slack["optimizer_states"]}
+    gradients, none = {"gradients": held.gradients, "workspace": slack["gradients"]}, {}
+    gradients["gradients"] += slices.beyond_the_slice(recipe)
+    if loop.optimizer_in_backward:
+        gradients = none
+    outputs = {category: n for category, n in backward_end.items() if category != "gradients"}
+    in_step = outputs if loop.keep_outputs in ("step", True) else none
+    after = outputs if loop.keep_outputs is True else none
+    if loop.keep_outputs == "backward":
+        backward_end = {"gradients": backward_end["gradients"]}
+    if account.units and loop.set_to_none:  # those of earlier micro-batches are whole, and in the account
+        exist = False
+    existing = gradients if held.existing is None else {"gradients": held.existing}
+    before = existing if exist or loop.zero_grad == "before_backward" else none
+    during = *always, existing if exist else none
+    temporaries = {"temporaries": held.temporaries}
+    start = rank(loaded)
+    if recipe.optim == "adagrad":  # makes its states when it is made
+        start = rank(loaded, {"optimizer_states": held.optimizer_states, "workspace": slack["optimizer_states"]})
+    rest = rank(*always, after, gradients if loop.zero_grad != "end" or not loop.set_to_none else none)
+    first = rank(*always, before, after, forward, held.forward)
+    if held.forward_parts:
+        parts = zip(account.around_layers["forward"], held.forward_parts, strict=True)
+        first = max((rank(*always, before, after, split, {"workspace": n}) for split, n in parts), key=_total)
+    over = rank(*during, backward, held.backward)
+    if held.backward_parts:  # a model without layers has one part
+        parts = zip(account.around_layers["backward"], held.backward_parts, strict=False)
+        over = max((rank(*during, split, {"workspace": n}) for split, n in parts), key=_total)
+    if held.reducing:
+        over = max(over, rank(*during, backward_end, {"workspace": held.reducing}), key=_total)
+    if held.backward_end:  # gradients are divided by then
+        backward_end = backward_end | {"gradients": 0}
+        during = always
+    return {
+        "load": Phase(start, start),
+        "forward": Phase(first, rank(*during, forward_end, held.forward)),
+        "backward": Phase(over, rank(*during, backward_end, held.backward_end)),
+        "step": Phase(rank(*always, in_step, gradients, temporaries, held.step), rest),
+        "between_steps": Phase(rest, rest),
+    }
+
+
+def _total(split: Bytes) -> int:
+    return split.total
+
+
+def _groups(recipe: Recipe, account: Account, moment: Moment | None, peak: Bytes) -> dict[tuple, list]:
+    """The blocks alive at the peak: (bytes, category, shape, dtype, what made it) to [how many, where one is, sizes].
+
+    `moment` is that of the peak, None outside forward and backward.
+    """
+    half = "float16" if recipe.precision.startswith("fp16") else "bfloat16"
+    groups: dict[tuple, list] = {}
+    found = []
+    for row in stored.held(recipe):
+        dtype = half if row.width == 2 else "float32"
+        as_loaded = "uint8" if row.quantized else dtype
+        found.append((row.count, row.blocks, "parameters", row.shape, as_loaded, "loaded", row.name))
+        if row.states and peak.optimizer_states:
+            found.append((row.count, row.states, "optimizer_states", row.shape, dtype, recipe.optim, row.name))
+        if row.trained and peak.gradients and not moment:
+            found.append((row.count, (row.size,), "gradients", row.shape, dtype, "backward", row.name))
+    for times, e in account.alive(moment) if moment else ():
+        dtype = half if e.width == 2 else "bool" if e.op == "native_dropout" and e.width == 1 else DTYPES[e.width]
+        found.append((times, (e.size,), e.category, e.shape, dtype, e.op, e.where))
+    if recipe.sharding:
+        found = _own(found, peak)
+    for count, sizes, category, shape, dtype, op, where in found:
+        groups.setdefault((sum(sizes), category, shape, dtype, op), [0, where, sizes])[0] += count
+    return groups
+
+
+def _own(found: list[tuple], peak: Bytes) -> list[tuple]:
+    """A rank's part of the whole model's blocks: those of a category of which it holds less than all, scaled down."""
+    whole: Counter = Counter()
+    for count, sizes, category, *_ in found:
+        whole[category] += count * sum(sizes)
+    share = {category: min(1.0, getattr(peak, category) / size) for category, size in whole.items() if size}
+    scaled = (
+        (c, tuple(int(n * share.get(category, 0)) for n in sizes), category, *x) for c, sizes, category, *x in found
+    )
+    return [row for row in scaled if sum(row[1])]
+
+
+def _blocks(groups: dict[tuple, list], peak: Bytes) -> Counter:
+    """Sizes of the blocks alive at the peak, to how many."""
+    blocks: Counter = Counter()
+    for count, _, sizes in groups.values():
+        for size in sizes:
+            blocks[size] += count
+    rest = peak.total - sum(size * count for size, count in blocks.items())
+    if rest > 0:  # the optimizer step's temporaries, cuBLAS's workspaces, gradients of layers already done
+        blocks[rest] += 1
+    return blocks
+
+
+def _largest(groups: dict[tuple, list]) -> list[Tensor]:
+    """The largest groups of equal tensors."""
+    found = [(-key[0] * count, i, (*key, where, count)) for i, (key, (count, where, _)) in enumerate(groups.items())]
+    return [Tensor(*row) for *_, row in sorted(found)[:LISTED]]
+
+
+def _notes(recipe: Recipe, account: Account, card: Gpu | None, peak: int) -> list[str]:
+    notes = shards.notes(recipe) + unquantized(recipe) + lora_modules.notes(recipe.shape, recipe.lora)
+    if account.approximate:
+        low, high = (format_bytes(peak * n) for n in (reserved.UNKNOWN, 1 / reserved.UNKNOWN))
+        notes.append(
+            f"{recipe.shape.family} is not written down: weights are exact, activations are those of a decoder of its "
+            f"matrices, so take the peak as {low} to {high}; simulate(recipe) runs the real one"
+        )
+    if recipe.torch_compile:
+        notes.append("torch_compile: activations and temporaries are those of the eager step")
+    if card and (why := card.why_not(recipe.precision)):
+        notes.append(why)
+    return notes

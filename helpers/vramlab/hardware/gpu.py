@@ -1,0 +1,257 @@
+"""What a GPU is: its memory, bandwidth, peak rates, and what its arithmetic allows.
+
+The table is `data/gpus.json`: one entry a card, each with its sources, in the units of datasheets. Here everything is
+bytes, bytes a second and operations a second.
+"""
+
+import dataclasses
+import difflib
+import json
+import re
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, NamedTuple
+
+from ..report.data import data_path
+from ..report.errors import RecipeError, VramLabError
+from ..report.report import GiB, Interval, MiB, format_bytes
+from .overhead import CONTEXT, cublas_workspace
+
+# Least compute capability for each format: tensor-core data types in NVIDIA's CUDA C++ Programming Guide (compute
+# capabilities), fp16 arithmetic in its table of arithmetic instructions; int8 as bitsandbytes' int8 matmul asks.
+NEEDS = {"fp32": (0, 0), "tf32": (8, 0), "fp16": (5, 3), "bf16": (8, 0), "fp8": (8, 9), "int8": (7, 5)}
+FLASH_ATTENTION = (8, 0)
+SINCE = {(8, 0): "Ampere", (8, 9): "Ada", (7, 5): "Turing", (5, 3): "Maxwell"}
+INSTEAD = {"bf16": "fp16", "tf32": "fp32", "fp8": "bf16 or fp16", "int8": "nf4", "fp16": "fp32"}
+
+
+class GpuError(VramLabError, LookupError):
+    """A GPU that the table does not know."""
+
+
+class Chip(NamedTuple):
+    """What a kernel's choice of algorithm and scratch memory depends on."""
+
+    capability: tuple[int, int]
+    multiprocessors: int
+
+    @property
+    def threads(self) -> int:
+        """Resident on a multiprocessor at most (CUDA C++ Programming Guide, technical specifications)."""
+        return {(7, 5): 1024, (8, 6): 1536, (8, 7): 1536, (8, 9): 1536, (12, 0): 1536}.get(self.capability, 2048)
+
+
+USUAL = Chip((8, 0), 108)  # an A100, where no card is named
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """One kind of GPU.
+
+    Attributes:
+        memory_gb: gigabytes on the box.
+        total: bytes that torch reports as `total_memory`; without a published reading (`total_known` False) the
+            box's figure read as GiB, which is up to a tenth too much.
+        bandwidth: bytes a second between the chip and its memory; None when unknown.
+        rates: (format, operations a second) pairs: dense, with fp32 accumulation, the one PyTorch's matmuls ask for.
+        nvlink: bytes a second over all links, both directions added, as datasheets count; None without NVLink.
+        tdp: watts.
+        context: published bytes of a bare CUDA context on this very card, None where there are none.
+        multiprocessors: how many are switched on; some kernels' scratch memory grows with them.
+        source, total_source: where the figures are from.
+    """
+
+    name: str
+    compute_capability: tuple[int, int]
+    memory_gb: int
+    total: int
+    total_known: bool = True
+    bandwidth: float | None = None
+    rates: tuple[tuple[str, float], ...] = ()
+    nvlink: float | None = None
+    pcie: str = ""
+    tdp: int | None = None
+    context: int | None = None
+    multiprocessors: int = USUAL.multiprocessors
+    architecture: str = ""
+    source: str = ""
+    total_source: str = ""
+    note: str = ""
+    aliases: tuple[str, ...] = ()
+
+    @property
+    def peak(self) -> dict[str, float]:
+        """Format ("fp32", "tf32", "fp16", "bf16", "fp8", "int8") to peak dense operations a second."""
+        return dict(self.rates)
+
+    def flops(self, precision: str) -> float | None:
+        """Peak operations a second of matmuls at `precision`; None when the card or the table has none."""
+        return self.peak.get(_format(precision))
+
+    def ridge(self, precision: str) -> float | None:
+        """Operations per byte at which the roofline bends (Williams et al. 2009): below it, memory is the limit."""
+        flops = self.flops(precision)
+        return flops / self.bandwidth if flops and self.bandwidth else None
+
+    def supports(self, precision: str) -> bool:
+        """Whether the card computes in `precision` without emulation: a recipe's ("bf16-mixed") or a format ("fp8")."""
+        return self.compute_capability >= NEEDS[_format(precision)]
+
+    def why_not(self, precision: str) -> str:
+        """One sentence: why `precision` cannot be had here and what to take; "" when it can.
+
+        bf16 deserves the sentence: on a T4 (compute capability 7.5) torch stores and even multiplies bf16, by
+        emulation, and `torch.cuda.is_bf16_supported()` says True unless asked with `including_emulation=False`.
+        """
+        if self.supports(precision):
+            return ""
+        form = _format(precision)
+        need, have = NEEDS[form], ".".join(map(str, self.compute_capability))
+        text = f"{self.name} has compute capability {have} and {form} starts at {need[0]}.{need[1]} ({SINCE[need]})"
+        if form == "bf16":
+            text += ", below which torch only emulates it, slowly"
+        return f"{text}: take {INSTEAD[form]}"
+
+    def require(self, precision: str) -> None:
+        """Raises RecipeError when the card lacks `precision`."""
+        if why := self.why_not(precision):
+            raise RecipeError("precision", precision, why)
+
+    def require_attention(self, implementation: str) -> None:
+        """Raises RecipeError when the card lacks an attention kernel: FlashAttention-2 has none before Ampere
+        (flash-attn, `flash_api.cpp`: "FlashAttention only supports Ampere GPUs or newer")."""
+        if implementation == "flash_attention_2" and self.compute_capability < FLASH_ATTENTION:
+            have, need = (".".join(map(str, pair)) for pair in (self.compute_capability, FLASH_ATTENTION))
+            why = f"{self.name} has compute capability {have} and FlashAttention starts at {need}: take sdpa or eager"
+            raise RecipeError("attn_implementation", implementation, why)
+
+    @property
+    def cublas_workspace(self) -> int:
+        """Bytes of one cuBLAS workspace with the torch installed here; see `cublas_workspace`."""
+        return cublas_workspace(self.compute_capability)
+
+    @property
+    def chip(self) -> Chip:
+        """What kernels make their choices by."""
+        return Chip(self.compute_capability, self.multiprocessors)
+
+    @property
+    def context_interval(self) -> Interval:
+        """What a process holds outside torch's allocator: CUDA's context, loaded kernels, library handles.
+
+        The published extremes, with this card's own figure, where there is one, as the most likely; see `CONTEXT`.
+        """
+        return dataclasses.replace(CONTEXT, value=self.context) if self.context else CONTEXT
+
+    def __str__(self) -> str:
+        """One line: name, memory, bandwidth, bf16 or fp16 rate, compute capability."""
+        best = next((f for f in ("bf16", "fp16", "fp32") if f in self.peak), None)
+        parts = [self.name, format_bytes(self.total, digits=2) + ("" if self.total_known else " (nominal)")]
+        if self.bandwidth:
+            parts.append(f"{self.bandwidth / 1e9:,.0f} GB/s")
+        if best:
+            parts.append(f"{self.peak[best] / 1e12:,.0f} TFLOP/s {best}")
+        return " · ".join([*parts, "compute capability " + ".".join(map(str, self.compute_capability))])
+
+
+def _format(precision: str) -> str:
+    """ "bf16" of "bf16-mixed"; formats themselves pass. Raises RecipeError for anything else."""
+    form = precision.removesuffix("-mixed").removesuffix("-true") if isinstance(precision, str) else precision
+    if form not in NEEDS:
+        raise RecipeError("precision", precision, "allowed are " + ", ".join(map(repr, NEEDS)))
+    return form
+
+
+@cache
+def _table() -> tuple[Gpu, ...]:
+    entries = json.loads(data_path("gpus.json").read_text(encoding="utf-8"))["gpus"]
+    return tuple(_read(entry) for entry in entries)
+
+
+def _read(entry: dict[str, Any]) -> Gpu:
+    total, nvlink, context = entry["total_mib"], entry["nvlink_gb_s"], entry.get("context_mib")
+    same = ("name", "memory_gb", "multiprocessors", "pcie", "architecture", "source", "total_source", "note")
+    return Gpu(
+        **{field: entry[field] for field in same if field in entry},
+        compute_capability=tuple(int(n) for n in entry["compute_capability"].split(".")),
+        total=total * MiB if total else entry["memory_gb"] * GiB,
+        total_known=total is not None,
+        bandwidth=entry["bandwidth_gb_s"] * 1e9,
+        rates=tuple((form, rate * 1e12) for form, rate in entry["peak_tflops"].items()),
+        nvlink=nvlink * 1e9 if nvlink else None,
+        tdp=entry["tdp_w"],
+        context=int(context * MiB) if context else None,
+        aliases=tuple(entry["aliases"]),
+    )
+
+
+def _key(name: str) -> str:
+    """The name as it is compared: "NVIDIA GeForce RTX 3060 12GB" and "rtx-3060 12gb" are one."""
+    key = re.sub(r"[^a-z0-9]", "", name.lower())
+    for prefix in ("nvidia", "geforce", "tesla", "quadro", "rtx"):
+        key = key.removeprefix(prefix)
+    return key
+
+
+@cache
+def _index() -> dict[str, Gpu]:
+    return {_key(name): gpu for gpu in _table() for name in (gpu.name, *gpu.aliases)}
+
+
+def gpu_names() -> list[str]:
+    """Names of the GPUs in the table, oldest architecture first."""
+    return [gpu.name for gpu in _table()]
+
+
+def find_gpu(name: "str | Gpu") -> Gpu:
+    """The GPU called `name`, whatever its case, spaces and "NVIDIA"; a `Gpu` is returned as it is.
+
+    A bare family name means its smallest member ("A100" is the 40 GB one), so that nobody plans with memory not there.
+
+    Raises:
+        GpuError: the table has no such card; the sentence names the nearest.
+    """
+    if isinstance(name, Gpu):
+        return name
+    key = _key(name) if isinstance(name, str) else ""
+    if gpu := _index().get(key):
+        return gpu
+    near = [g.name for k, g in _index().items() if len(key) > 1 and (key in k or k in key)]
+    near += [_index()[k].name for k in difflib.get_close_matches(key, _index(), n=3, cutoff=0.5)]
+    near = list(dict.fromkeys(near))[:3]
+    hint = "did you mean " + " or ".join(map(repr, near)) if near else "known are " + ", ".join(gpu_names())
+    raise GpuError(f"GPU {name!r} is not in the table: {hint}.")
+
+
+@dataclass(frozen=True)
+class Device:
+    """What this process trains on: `kind` "cuda" or "cpu", its name, its memory in bytes and, on CUDA, its `Gpu`."""
+
+    kind: str
+    name: str
+    total: int
+    index: int = 0
+    gpu: Gpu | None = None
+
+
+def current_device() -> Device:
+    """The device that training here runs on: the current CUDA device when torch sees one, else the CPU.
+
+    `gpu` is the table's entry with this device's own memory and compute capability; a card that the table does not
+    know gets an entry of what the device says of itself, without rates. Loads torch.
+    """
+    import torch
+
+    if not torch.cuda.is_available():
+        import psutil
+
+        return Device("cpu", "CPU", psutil.virtual_memory().total)
+    index = torch.cuda.current_device()
+    seen = torch.cuda.get_device_properties(index)
+    said = dict(total=seen.total_memory, compute_capability=(seen.major, seen.minor), total_source="this device")
+    said["multiprocessors"] = seen.multi_processor_count
+    if known := _index().get(_key(seen.name)):
+        gpu = dataclasses.replace(known, **said, total_known=True)
+    else:
+        gpu = Gpu(name=seen.name, memory_gb=round(seen.total_memory / GiB), source="this device", **said)
+    return Device("cuda", seen.name, seen.total_memory, index, gpu)

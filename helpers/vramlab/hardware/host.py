@@ -1,0 +1,21 @@
+"""The machine that a GPU is in: its memory and its cores."""
+
+import os
+
+
+def memory() -> tuple[int, int]:
+    """(total, available) bytes of RAM; a container's own limit counts where it has one (cgroup version 2)."""
+    import psutil
+
+    host = psutil.virtual_memory()
+    try:
+        with open("/sys/fs/cgroup/memory.max") as limit, open("/sys/fs/cgroup/memory.current") as used:
+            most = int(limit.read())
+            return min(host.total, most), min(host.available, most - int(used.read()))
+    except (OSError, ValueError):  # no container, or "max": no limit
+        return host.total, host.available
+
+
+def cores() -> int:
+    """CPU cores that this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

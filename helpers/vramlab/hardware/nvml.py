@@ -1,0 +1,168 @@
+"""The GPU's own sensors, through NVML (package nvidia-ml-py, module pynvml).
+
+A sensor that a card, a driver or a container does not have is None, with the reason beside it; a machine without NVML
+gives an answer too. Nothing here raises.
+"""
+
+import contextlib
+import os
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+from ..report.report import format_bytes, text_table
+
+# Reasons why the clocks are below what was asked for: bits of nvml.h's nvmlClocksEventReason*. The application-clock,
+# sync-boost and idle bits are settings, not distress, but they explain a slow benchmark all the same.
+REASONS = {
+    0x1: "idle",
+    0x2: "application clocks set",
+    0x4: "software power cap",
+    0x8: "hardware slowdown",
+    0x10: "sync boost",
+    0x20: "software thermal slowdown",
+    0x40: "hardware thermal slowdown",
+    0x80: "power brake",
+    0x100: "display clocks set",
+}
+DISTRESS = ("hardware slowdown", "software thermal slowdown", "hardware thermal slowdown", "power brake")
+# Each sensor: its unit, and how NVML `n` is asked for that of the card `h`. `reserved` is the driver's own part, which
+# `used` leaves out where NVML tells them apart and contains where it does not; `process` is this process's memory;
+# `clock` that of the multiprocessors; `utilization` the share of the last sample period in which a kernel ran;
+# `throttle` why the clocks are held back, () when they are not; an idle card may lower its link's generation.
+SENSORS = {
+    "name": ("", lambda n, h: n.nvmlDeviceGetName(h)),
+    "driver": ("", lambda n, h: n.nvmlSystemGetDriverVersion()),
+    "total": ("bytes", lambda n, h: _memory(n, h).total),
+    "used": ("bytes", lambda n, h: _memory(n, h).used),
+    "free": ("bytes", lambda n, h: _memory(n, h).free),
+    "reserved": ("bytes", lambda n, h: getattr(_memory(n, h), "reserved", None)),
+    "process": ("bytes", lambda n, h: _process(n, h)),
+    "temperature": ("°C", lambda n, h: n.nvmlDeviceGetTemperature(h, n.NVML_TEMPERATURE_GPU)),
+    "slowdown_temperature": (
+        "°C",
+        lambda n, h: n.nvmlDeviceGetTemperatureThreshold(h, n.NVML_TEMPERATURE_THRESHOLD_SLOWDOWN),
+    ),
+    "shutdown_temperature": (
+        "°C",
+        lambda n, h: n.nvmlDeviceGetTemperatureThreshold(h, n.NVML_TEMPERATURE_THRESHOLD_SHUTDOWN),
+    ),
+    "power": ("W", lambda n, h: n.nvmlDeviceGetPowerUsage(h) / 1000),
+    "power_limit": ("W", lambda n, h: n.nvmlDeviceGetEnforcedPowerLimit(h) / 1000),
+    "clock": ("MHz", lambda n, h: n.nvmlDeviceGetClockInfo(h, n.NVML_CLOCK_SM)),
+    "clock_max": ("MHz", lambda n, h: n.nvmlDeviceGetMaxClockInfo(h, n.NVML_CLOCK_SM)),
+    "memory_clock": ("MHz", lambda n, h: n.nvmlDeviceGetClockInfo(h, n.NVML_CLOCK_MEM)),
+    "utilization": ("%", lambda n, h: n.nvmlDeviceGetUtilizationRates(h).gpu),
+    "throttle": ("", lambda n, h: _reasons(n.nvmlDeviceGetCurrentClocksEventReasons(h))),
+    "pcie_generation": ("", lambda n, h: n.nvmlDeviceGetCurrPcieLinkGeneration(h)),
+    "pcie_generation_max": ("", lambda n, h: n.nvmlDeviceGetMaxPcieLinkGeneration(h)),
+    "pcie_width": ("", lambda n, h: n.nvmlDeviceGetCurrPcieLinkWidth(h)),
+    "pcie_width_max": ("", lambda n, h: n.nvmlDeviceGetMaxPcieLinkWidth(h)),
+    "ecc": ("", lambda n, h: bool(n.nvmlDeviceGetEccMode(h)[0])),
+}
+
+
+class Sensors(SimpleNamespace):
+    """What NVML says of one GPU at one moment: an attribute for each of SENSORS, None where it says nothing.
+
+    `available`: NVML answered; if not, `reason` says why in one sentence. `missing` has the reason of each that is None.
+    """
+
+    def __init__(self, available: bool, index: int = 0, reason: str = "", missing: dict | None = None, **values: Any):
+        super().__init__(available=available, index=index, reason=reason, missing=missing or {})
+        vars(self).update({**dict.fromkeys(SENSORS), **values})
+
+    @property
+    def slowed(self) -> tuple[str, ...]:
+        """The throttle reasons that mean heat or power trouble."""
+        return tuple(r for r in self.throttle or () if r in DISTRESS)
+
+    def to_dict(self) -> dict[str, Any]:
+        """A JSON-ready dictionary."""
+        return {name: list(value) if isinstance(value, tuple) else value for name, value in vars(self).items()}
+
+    def __str__(self) -> str:
+        """A table, a line a sensor, with the reason where there is no value."""
+        rows = [("sensor", "value")]
+        for name, (unit, _) in SENSORS.items():
+            value = getattr(self, name)
+            if value is None:
+                text = f"none: {self.missing.get(name, 'not asked')}"
+            elif name == "throttle":
+                text = ", ".join(value) or "no"
+            else:
+                text = format_bytes(value) if unit == "bytes" else f"{value} {unit}".strip()
+            rows.append((name.replace("_", " "), text))
+        return text_table(rows) if self.available else f"NVML: {self.reason}"
+
+
+def nvml_snapshot(index: int = 0) -> Sensors:
+    """The sensors of the `index`-th GPU that this process may use (CUDA_VISIBLE_DEVICES is honoured). Never raises.
+
+    NVML numbers GPUs by PCI bus and CUDA by speed: on a machine with unlike GPUs set CUDA_DEVICE_ORDER=PCI_BUS_ID.
+    """
+    try:
+        import pynvml
+    except ImportError:
+        return Sensors(False, index, "the package nvidia-ml-py is not installed: pip install nvidia-ml-py")
+    try:
+        pynvml.nvmlInit()
+    except Exception as error:
+        return Sensors(False, index, f"no NVIDIA driver answers on this machine ({error})")
+    values, missing = {}, {}
+    try:
+        handle = _handle(pynvml, index)
+        for name, (_, ask) in SENSORS.items():
+            try:
+                values[name] = ask(pynvml, handle)
+                if values[name] is None:
+                    missing[name] = "not reported"
+            except Exception as error:
+                missing[name] = str(error) or type(error).__name__
+    except Exception as error:
+        return Sensors(False, index, f"GPU {index} does not answer ({error})")
+    finally:
+        with contextlib.suppress(Exception):
+            pynvml.nvmlShutdown()
+    return Sensors(True, index, missing=missing, **values)
+
+
+def all_sensors() -> Iterator[Sensors]:
+    """The sensors of every GPU that this process may use, none on a machine without NVML."""
+    for index in range(64):
+        seen = nvml_snapshot(index)
+        if not seen.available:
+            return
+        yield seen
+
+
+def _handle(nvml: Any, index: int) -> Any:
+    """NVML's handle of the `index`-th GPU that CUDA_VISIBLE_DEVICES lets through; it holds numbers or UUIDs."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is None:
+        return nvml.nvmlDeviceGetHandleByIndex(index)
+    names = [name.strip() for name in visible.split(",") if name.strip()]
+    # CUDA reads the list up to the first entry that is no device, such as -1.
+    stop = next((i for i, name in enumerate(names) if name.startswith("-")), len(names))
+    if index >= stop:
+        raise LookupError(f"CUDA_VISIBLE_DEVICES={visible!r} lets {stop or 'no'} GPU{'s' * (stop > 1)} through")
+    name = names[index]
+    return nvml.nvmlDeviceGetHandleByIndex(int(name)) if name.isdigit() else nvml.nvmlDeviceGetHandleByUUID(name)
+
+
+def _memory(nvml: Any, handle: Any) -> Any:
+    try:
+        return nvml.nvmlDeviceGetMemoryInfo(handle, version=nvml.nvmlMemory_v2)
+    except Exception:  # older drivers know the first version only
+        return nvml.nvmlDeviceGetMemoryInfo(handle)
+
+
+def _process(nvml: Any, handle: Any) -> int | None:
+    processes = {p.pid: p.usedGpuMemory for p in nvml.nvmlDeviceGetComputeRunningProcesses(handle)}
+    if os.getpid() not in processes:
+        raise LookupError("this process is not among those on the GPU (a container hides or renumbers them)")
+    return processes[os.getpid()]
+
+
+def _reasons(mask: int) -> tuple[str, ...]:
+    return tuple(reason for bit, reason in REASONS.items() if mask & bit)

@@ -1,0 +1,211 @@
+"""The two passes of a measurement: an undisturbed one for the truth, and one under the tracker for the split.
+
+On CUDA the second is held against the allocator as each phase ends, and the balance closes by construction:
+
+    categories + workspace + unexplained = the allocator's own peak, in every phase and over the whole run
+
+`workspace` is what cuBLAS holds (the allocator shrinks by it when its workspaces are cleared) and what blocks hold
+beyond what was asked for (the allocator counts both). `unexplained` is what was asked for by nobody the tracker saw:
+scratch that kernels allocate for themselves. It is shown, never hidden.
+"""
+
+import gc
+import statistics
+import time
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from ..hardware.nvml import Sensors, nvml_snapshot
+from ..hardware.overhead import UNIT
+from ..recipe.recipe import Recipe
+from ..report.report import Bytes, Phase, Report, Speed
+from ..tracking.history import History, merge
+from ..tracking.reporting import to_report
+from ..tracking.tracked import run_tracked
+from ..tracking.tracker import Tracker
+from ..training.engine import Training
+from ..training.process_group import alone
+from ..training.training import build, train_step
+from .resident import peak_rss
+
+TRACKED_STEPS = 2  # the second is the first in which all states exist
+
+
+@dataclass(frozen=True)
+class Truth:
+    """What undisturbed steps showed: bytes, and seconds a step.
+
+    Attributes:
+        allocated, requested, reserved: the caching allocator's peaks; None on a CPU.
+        workspace: of `allocated`, what cuBLAS held.
+        process: this process on the device as NVML sees it while all segments are still reserved; None if it is blind.
+        rss: on a CPU, the process's own peak resident set.
+    """
+
+    speed: Speed
+    allocated: int | None = None
+    requested: int | None = None
+    reserved: int | None = None
+    workspace: int = 0
+    process: int | None = None
+    rss: int | None = None
+    notes: tuple[str, ...] = ()
+
+
+def clean_pass(recipe: Recipe, repeats: int, warmup: int, device: str, before: Sensors | None = None) -> Truth:
+    """Train `warmup + repeats` steps undisturbed, then free everything. `before`: the sensors before CUDA started."""
+    cuda = device == "cuda"
+    training = prepare(recipe, device)
+    if recipe.torch_compile:
+        training.model.compile()
+    if cuda:
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()  # what loading took on the way is no part of training
+    seconds = []
+    for step in range(warmup + repeats):
+        start = time.perf_counter()
+        train_step(training)
+        if cuda:
+            torch.cuda.synchronize()
+        if step >= warmup:
+            seconds.append(time.perf_counter() - start)
+    median = statistics.median(seconds)
+    speed = Speed(median, min(seconds), max(seconds), repeats, recipe.tokens / median)
+    if not cuda:
+        return Truth(speed, rss=peak_rss())
+    peaks = torch.cuda.memory_stats()
+    process, notes = on_device(nvml_snapshot(torch.cuda.current_device()), before)
+    workspace = clear_workspaces()
+    del training
+    gc.collect()
+    torch.cuda.empty_cache()
+    return Truth(
+        speed,
+        allocated=peaks["allocated_bytes.all.peak"],
+        requested=peaks["requested_bytes.all.peak"],
+        reserved=peaks["reserved_bytes.all.peak"],
+        workspace=workspace,
+        process=process,
+        notes=notes,
+    )
+
+
+def prepare(recipe: Recipe, device: str) -> Training:
+    """The training, with a loss scale that overflows nothing: the usual one begins with steps that are skipped."""
+    training = build(recipe, device)
+    if training.scaler:
+        training.scaler = torch.amp.GradScaler(training.device.type, init_scale=1.0)
+        if alone():  # what other ranks would have sent is not there, and may look like an overflow
+            training.scaler._maybe_opt_step = lambda optimizer, state, *args, **kwargs: optimizer.step(*args, **kwargs)
+    return training
+
+
+def clear_workspaces() -> int:
+    """Let cuBLAS's workspaces go, to come back with the next matmul; returns the bytes that they had.
+
+    There is one for each handle and stream, and a handle for each thread, forward's and autograd's
+    (`CublasHandlePool.cpp`).
+    """
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    clear = getattr(torch._C, "_cuda_clearCublasWorkspaces", None)  # newer releases keep none between calls
+    if clear:
+        clear()
+    return before - torch.cuda.memory_allocated()
+
+
+def on_device(now: Sensors, before: Sensors | None) -> tuple[int | None, tuple[str, ...]]:
+    """This process's bytes on the device, and how they were come by.
+
+    In a container NVML may know no process ids, or no memory per process; then it is what the device has in use now
+    and had not before.
+    """
+    if now.process:
+        return now.process, ()
+    if before is None or now.used is None or before.used is None:
+        why = now.reason or now.missing.get("process", "NVML does not tell")
+        return None, (f"process: not known, {why}",)
+    return now.used - before.used, ("process: the device's memory in use, less what was in use before",)
+
+
+class Reading(NamedTuple):
+    """The allocator over one stretch, in bytes: its peak and its end, allocated and asked for."""
+
+    peak: int
+    end: int
+    asked_peak: int
+    asked_end: int
+
+
+def read_allocator() -> Reading:
+    """The reading of the stretch that ends here."""
+    torch.cuda.synchronize()
+    now = torch.cuda.memory_stats()
+    torch.cuda.reset_peak_memory_stats()
+    kinds = ("allocated", "requested")
+    return Reading(*(now[f"{kind}_bytes.all.{moment}"] for kind in kinds for moment in ("peak", "current")))
+
+
+def tracked_pass(recipe: Recipe, device: str, truth: Truth) -> Report:
+    """Two steps under the tracker: the split of `truth`. On CUDA every phase is balanced against the allocator."""
+    cuda = device == "cuda"
+    training = prepare(recipe, device)
+    tracker = Tracker(device, round_to=UNIT if cuda else 1)
+    readings: list[Reading] = []  # as each phase begins, of the stretch before it
+
+    def read() -> None:
+        readings.append(read_allocator())
+
+    run_tracked(training, tracker, TRACKED_STEPS, device, read if cuda else None)
+    history = History(tracker.log, tracker.marks)
+    report = to_report(history, "measured", recipe, device, host=host_bytes(recipe, tracker))
+    report.speed, report.rss = truth.speed, truth.rss
+    report.notes += truth.notes
+    if recipe.torch_compile:
+        report.notes.append("torch_compile: peak and time are those of the compiled step, the split that of the eager")
+    if cuda:
+        read()  # the last stretch has no next one
+        balance(report, history, readings, truth, clear_workspaces())
+    return report
+
+
+def host_bytes(recipe: Recipe, tracker: Tracker) -> int | None:
+    """What `tracker` saw offloaded, at the most; None where nothing is, and on CUDA, where it does not see the host."""
+    offloads = recipe.sharding is not None and recipe.sharding.offload is not None
+    return tracker.on_host if offloads and tracker.host_computes else None
+
+
+def balance(report: Report, history: History, readings: list[Reading], truth: Truth, workspace: int) -> None:
+    """Close the balance of `report`: every phase on the tracked pass's own allocator, the peak on the clean pass's.
+
+    Args:
+        readings: one for each of the history's stretches, of which the first is loading.
+        workspace: what cuBLAS held at the end of the tracked pass. All of it is there from the first step's backward
+            pass on, so throughout the last step.
+    """
+    rounding = np.cumsum([0, *(n - (s.asked if n > 0 else -s.asked) for n, s, _ in history.log)])
+
+    def close(position: int, allocated: int, asked: int, cublas: int) -> Bytes:
+        """The split at `position` with its workspace, and what is still missing to `allocated` as unexplained."""
+        split = history.split(position)
+        slack = max(0, allocated - asked - int(rounding[position])) if asked else 0  # not every allocator counts it
+        split = replace(split, workspace=split.workspace + cublas + slack)
+        return replace(split, unexplained=allocated - split.total)
+
+    phases = []
+    pairs = list(zip(history.stretches, readings, strict=True))
+    for (name, start, end), seen in pairs[len(pairs) - len(history.last_step) :]:
+        peak = close(history.highest(start, end), seen.peak, seen.asked_peak, workspace)
+        phases.append((name, peak, close(end, seen.end, seen.asked_end, workspace)))
+    loaded = close(history.stretches[0][2], readings[0].end, readings[0].asked_end, 0)
+    report.phases = {"load": Phase(loaded, loaded), **merge(phases)}
+    report.peak = close(history.highest(), truth.allocated, truth.requested, truth.workspace)
+    report.timeline = [replace(m, bytes=replace(m.bytes, workspace=workspace)) for m in report.timeline]
+    report.allocated, report.requested = truth.allocated, truth.requested
+    report.reserved, report.process = truth.reserved, truth.process
+    tracked = max(seen.peak for seen in readings[1:])
+    if tracked != truth.allocated:
+        report.notes.append(f"the tracked pass peaked at {tracked:,} bytes, the undisturbed one at {truth.allocated:,}")

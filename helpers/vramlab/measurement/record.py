@@ -1,0 +1,162 @@
+"""Measure every recipe on the course's list, cheapest first, and keep the reports for readers without this GPU."""
+
+import contextlib
+import os
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from ..hardware.gpu import Gpu, current_device
+from ..hardware.host import cores
+from ..recipe.recipe import Recipe
+from ..report.errors import MeasurementError, RecipeError, RecordError
+from ..report.report import Report, environment, format_bytes, text_table
+from .child_process import Apart
+from .measure import CPU_FLOPS, cannot, measure, operations, start_worker, too_much
+from .records import file_name, load, measurements_folder, save
+from .wanted import course_list, wanted
+
+STEPS = 7  # warm-up, repeats and tracked steps of one measurement
+START = 15.0  # seconds for a process to load its libraries and make CUDA's context
+EFFICIENCY = 0.3  # of the card's peak rate: cautious, small models stay under it
+SPARE_CORES = 4  # with fewer, loading would disturb the times
+UNKNOWN_FLOPS = 6e12  # of a card that the table does not know
+
+
+@dataclass
+class Outcome:
+    """What `record` did: reports (some may say "oom"), and recipes with the seconds they would take or a reason."""
+
+    wanted: int = 0
+    recorded: int = 0
+    measured: list[Report] = field(default_factory=list)
+    missing: list[tuple[Recipe, float]] = field(default_factory=list)
+    skipped: list[tuple[Recipe, str]] = field(default_factory=list)
+    file: Path | None = None
+
+    def __str__(self) -> str:
+        lines = [f"{self.wanted} recipes wanted, {self.recorded} recorded before, {len(self.measured)} measured now"]
+        if self.file and self.measured:
+            lines.append(f"in {self.file}")
+        if self.missing:
+            rows = [(str(recipe), f"{seconds:,.0f}") for recipe, seconds in self.missing]
+            total = sum(seconds for _, seconds in self.missing)
+            lines.append(f"still missing, about {total / 60:,.0f} minutes:")
+            lines.append(text_table([("recipe", "seconds"), *rows]))
+        lines += [f"skipped: {recipe}: {reason}" for recipe, reason in self.skipped]
+        return "\n".join(lines)
+
+
+def record(
+    paths: Iterable[str | os.PathLike] | None = None,
+    minutes: float = 8,
+    folder: str | os.PathLike | None = None,
+    dry_run: bool = False,
+    progress: bool = True,
+    estimate: Callable[[Recipe], int] | None = None,
+) -> Outcome:
+    """Measure what is wanted and not recorded yet, cheapest first, and save each report as soon as it is there.
+
+    Args:
+        paths: lists of recipes (`wanted.read_list`); None takes the course's, `data/wanted.json`.
+        minutes: from the start of the first run; nothing is begun that is not expected to end in this time, and nothing
+            goes on after it.
+        folder: where the record files lie; None is the course's own, for which a GPU is needed.
+        dry_run: measure nothing, only say what is missing.
+        progress: show a bar where somebody watches, and a line for each recipe.
+        estimate: gives the bytes that one process needs; on a CPU, what needs more than is free is skipped.
+    Returns:
+        What was measured, and what is still missing. A recipe that runs out of memory is measured: that is its result.
+    Raises:
+        RecordError: a file cannot be read or written, or there is no GPU and no `folder`, or `minutes` is no time. What
+            was saved stays.
+        KeyboardInterrupt: Ctrl-C; likewise.
+    """
+    if not minutes >= 0:
+        raise RecordError(f"minutes is {minutes}, but it must be a number of at least 0.")
+    here = current_device()
+    cuda = here.kind == "cuda"
+    if not (cuda or dry_run or folder):
+        raise RecordError("there is no CUDA device here, and the course keeps no CPU figures: name a folder for them.")
+    folder = Path(folder or measurements_folder())
+    if folder.exists() and not folder.is_dir():
+        raise RecordError(f"{folder} is no folder, so no record can be kept there.")
+    recipes = wanted([course_list()] if paths is None else [Path(path) for path in paths])
+    outcome = Outcome(wanted=len(recipes))
+    files = [folder / file_name(environment(gpu=here.name if cuda else None))]
+    if dry_run and not cuda:
+        files = folder.glob("*.json")  # missing is then what no GPU has measured
+    known = {key for path in files if path.exists() for key in load(path)}
+    todo = [recipe for recipe in recipes if recipe.key not in known]
+    outcome.recorded = len(recipes) - len(todo)
+    device = "cuda" if cuda or dry_run else "cpu"
+    for recipe in todo:
+        reason = cannot(recipe, device) or (too_much(recipe, estimate) if device == "cpu" else "")
+        reason = reason or (here.gpu.why_not(recipe.precision) if here.gpu else "")
+        if reason:
+            outcome.skipped.append((recipe, reason))
+        else:
+            outcome.missing.append((recipe, seconds_for(recipe, here.gpu, device)))
+    outcome.missing.sort(key=lambda item: item[1])
+    if not dry_run:
+        _measure_all(outcome, folder, 60 * minutes, progress)
+    return outcome
+
+
+def _measure_all(outcome: Outcome, folder: Path, seconds_left: float, progress: bool) -> None:
+    """Go through `outcome.missing` in its order until the time is nearly over."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    console = Console(quiet=not progress)
+    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
+    hidden, count = not console.is_terminal, len(outcome.missing)
+    with Progress(*columns, console=console, transient=True, disable=hidden) as bar, relay(count) as workers:
+        task, deadline = bar.add_task("measuring", total=count), time.monotonic() + seconds_left
+        for recipe, seconds in list(outcome.missing):
+            left = deadline - time.monotonic()
+            if seconds > left:
+                break  # and all that follow take longer
+            bar.update(task, description=str(recipe))
+            begun = time.monotonic()
+            try:
+                with next(workers) as worker:
+                    report = measure(recipe, recorded=False, timeout=left, worker=worker)
+            except (MeasurementError, RecipeError) as error:
+                result = str(error).strip().splitlines()[-1]
+                outcome.skipped.append((recipe, str(error)))
+            else:
+                outcome.file = save(report, folder)
+                outcome.measured.append(report)
+                result = format_bytes(report.allocated) if report.status == "ok" else report.status
+            outcome.missing.remove((recipe, seconds))
+            bar.advance(task)
+            took = time.monotonic() - begun
+            bar.console.print(f"{took:6.1f} s  {result}  {recipe}", highlight=False, markup=False, soft_wrap=True)
+
+
+@contextlib.contextmanager
+def relay(count: int) -> Iterator[Iterator[Apart]]:
+    """`count` workers one after the other; where cores are to spare, the next one loads its libraries meanwhile."""
+    spare: list[Apart] = []
+
+    def workers() -> Iterator[Apart]:
+        for left in range(count, 0, -1):
+            worker = spare.pop() if spare else start_worker()
+            if left > 1 and cores() >= SPARE_CORES:
+                spare.append(start_worker())
+            yield worker
+
+    try:
+        yield workers()
+    finally:
+        for worker in spare:
+            worker.__exit__()
+
+
+def seconds_for(recipe: Recipe, card: Gpu | None = None, device: str = "cuda") -> float:
+    """About how long a measurement takes; meant to be too much rather than too little."""
+    peak = (card.flops(recipe.precision) or card.flops("fp32")) if card else None
+    rate = CPU_FLOPS if device == "cpu" else EFFICIENCY * peak if peak else UNKNOWN_FLOPS
+    return START + STEPS * operations(recipe) / rate

@@ -1,0 +1,157 @@
+"""Recorded measurements: one JSON file per GPU and version set, keyed by recipe, made by `measure` and nothing else."""
+
+import contextlib
+import copy
+import dataclasses
+import json
+import os
+import re
+from collections.abc import Iterator
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from ..recipe.options import rebuild
+from ..recipe.recipe import Recipe, key_of
+from ..report.data import data_path
+from ..report.errors import RecordError, ReportError
+from ..report.report import Report
+
+MOMENTS = 60  # of the timeline that are kept
+LOCK_SECONDS = 300  # to wait for other writers
+
+
+def measurements_folder() -> Path:
+    """Where the course's recorded measurements lie."""
+    return Path(data_path("measurements"))
+
+
+def file_name(environment: dict[str, Any]) -> str:
+    """The file for a GPU and versions of torch and transformers, "nvidia-h200-torch2.11-transformers5.17.json"."""
+    device = re.sub(r"[^a-z0-9]+", "-", str(environment.get("gpu") or "cpu").lower()).strip("-")
+    minor = {
+        name: ".".join(str(environment.get(name)).split("+")[0].split(".")[:2]) for name in ("torch", "transformers")
+    }
+    return "-".join([device, *(name + version for name, version in minor.items())]) + ".json"
+
+
+def load(path: str | os.PathLike, missing_ok: bool = False) -> dict[str, Report]:
+    """The reports of one record file by recipe key.
+
+    Raises:
+        RecordError: the file cannot be read, or an entry is no report of a run of the recipe that its key stands for.
+    """
+    path = Path(path)
+    if missing_ok and not path.exists():
+        return {}
+    try:
+        entries = json.loads(path.read_text(encoding="utf-8"))["reports"]
+        return {key: _entry(key, entry) for key, entry in entries.items()}
+    except FileNotFoundError:
+        raise RecordError(f"the record file {path.name} does not exist.") from None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        why = f"({type(error).__name__}: {str(error).rstrip('.')}): mend or remove it"
+        raise RecordError(f"the record file {path.name} cannot be read {why}.") from error
+
+
+def _entry(key: str, entry: Any) -> Report:
+    """The report of one entry. Raises ValueError."""
+    try:
+        report = Report.from_dict(entry)
+    except ReportError as error:
+        raise ValueError(f"entry {key}: {error}") from error
+    if report.recipe is None or key_of(report.recipe) != key:
+        raise ValueError(f"entry {key} is the report of another recipe: {report.title}")
+    if report.source != "measured":
+        raise ValueError(f"entry {key} is a {report.source} report, but records are measured")
+    return report
+
+
+def save(report: Report, folder: str | os.PathLike | None = None) -> Path:
+    """Add a measured report to its file, replacing an older one of the same recipe. Returns the file.
+
+    The file is written whole beside the old one and then put in its place, so a full disk or a kill loses nothing;
+    a lock makes other processes that save wait.
+
+    Raises:
+        RecordError: the report is no measurement of a recipe on a machine as it is, or failed; or a CPU's, and `folder`
+            is the course's own; or the file cannot be read or written.
+    """
+    if report.source != "measured" or not report.recipe:
+        raise RecordError(f"only measured reports of a recipe are recorded, and this one is {report.source}.")
+    if report.status not in ("ok", "oom"):
+        raise RecordError(f"a run that failed is not recorded: {report.message}")
+    if report.environment.get("memory_limit"):
+        raise RecordError("a run under memory_limit says nothing of the machine, so it is not recorded.")
+    folder = Path(folder or measurements_folder())
+    if report.target != "cuda" and folder.resolve() == Path(data_path("measurements")).resolve():
+        raise RecordError("the course's records are a GPU's, and this was measured on a CPU: name another folder.")
+    path = folder / file_name(report.environment)
+    recipe = rebuild(Recipe, "recipe", report.recipe)
+    timeline = report.timeline[:: max(1, len(report.timeline) // MOMENTS)]
+    short = dataclasses.replace(report, recipe=recipe.to_dict(), timeline=timeline)
+    with locked(path):
+        reports = {**load(path, missing_ok=True), recipe.key: short}
+        entries = {key: reports[key].to_dict() for key in sorted(reports)}
+        write_atomically(path, json.dumps({"reports": entries}, indent=1) + "\n")
+    _files.cache_clear()
+    return path
+
+
+@contextlib.contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """Keep other processes from changing `path` meanwhile: whoever reads it to write it again takes this lock.
+
+    Raises RecordError when the folder cannot be written, or when others hold the lock for over LOCK_SECONDS.
+    """
+    import filelock
+
+    lock = filelock.FileLock(path.with_name(f".{path.name}.lock"), timeout=LOCK_SECONDS, mode=0o666)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        lock.acquire(poll_interval=0.01)
+    except filelock.Timeout:
+        raise RecordError(f"{path.name} is being written by others for over {LOCK_SECONDS} s.") from None
+    except (OSError, NotImplementedError) as error:
+        why = getattr(error, "strerror", None) or error
+        raise RecordError(f"{path.name} could not be locked ({why}); it is as it was before.") from error
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Write `text` to `path` so that a reader sees the old content or the new, never a part. Raises RecordError."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.part")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with temporary.open("w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except OSError as error:
+        raise RecordError(f"{path.name} could not be written ({error.strerror}); it is as it was before.") from error
+    finally:
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+
+
+@lru_cache
+def _files(folder: str) -> tuple[dict[str, Report], ...]:
+    return tuple(load(path) for path in sorted(Path(folder).glob("*.json")))
+
+
+def find_record(recipe: Recipe, gpu: str | None = None) -> Report:
+    """The recorded measurement of exactly this recipe, newest first; `gpu` asks for a card by name.
+
+    Returns a report with source "recorded". Raises RecordError when there is none.
+    """
+    found = [report for reports in _files(str(measurements_folder())) if (report := reports.get(recipe.key))]
+    if gpu:
+        found = [r for r in found if gpu.lower() in str(r.environment.get("gpu", "")).lower()]
+    if not found:
+        raise RecordError("there is no recorded measurement of it" + (f" on {gpu}" if gpu else ""))
+    newest = max(found, key=lambda report: str(report.environment.get("date")))
+    return dataclasses.replace(copy.deepcopy(newest), source="recorded")

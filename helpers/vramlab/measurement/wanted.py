@@ -1,0 +1,53 @@
+"""Which recipes are to be recorded: lists of recipes, of which `data/wanted.json` is the course's own."""
+
+import json
+from collections.abc import Iterable, Iterator
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+from ..recipe.options import rebuild
+from ..recipe.recipe import Recipe
+from ..report.data import data_path
+from ..report.errors import RecipeError, RecordError
+
+
+def course_list() -> Path:
+    """The course's list: everything that its notebooks look up, and what is to be measured for comparison."""
+    return data_path("wanted.json")
+
+
+def wanted(paths: Iterable[Path]) -> list[Recipe]:
+    """The recipes of some lists, each once. Raises RecordError for what cannot be read."""
+    return list(dict.fromkeys(recipe for path in paths for recipe in read_list(path)))
+
+
+def read_list(path: Path) -> list[Recipe]:
+    """The recipes of a JSON list of objects with the fields of `Recipe`; a list as a field takes each of its values.
+
+    `{"model": "gpt2", "batch_size": [4, 8], "optim": ["sgd", "adafactor"]}` stands for four recipes.
+
+    Raises:
+        RecordError: it is no such list; the message names the entry.
+    """
+    try:
+        entries = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(entries, list):
+            raise ValueError("it is not a list")
+    except (OSError, ValueError, RecursionError) as error:
+        why = getattr(error, "strerror", None) or error
+        raise RecordError(f"{path.name} is no list of recipes: {why}.") from error
+    recipes = []
+    for number, entry in enumerate(entries, 1):
+        try:
+            if not isinstance(entry, dict) or "model" not in entry:
+                raise RecipeError("recipe", entry, "it must be an object with a model and the fields of Recipe")
+            recipes += [rebuild(Recipe, "recipe", fields) for fields in _combinations(entry)]
+        except RecipeError as error:
+            raise RecordError(f"{path.name}, entry {number}: {error}") from error
+    return recipes
+
+
+def _combinations(entry: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    choices = [value if isinstance(value, list) else [value] for value in entry.values()]
+    return (dict(zip(entry, chosen, strict=True)) for chosen in product(*choices))

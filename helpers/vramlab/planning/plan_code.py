@@ -1,0 +1,139 @@
+"""A recipe as Python text for transformers, PEFT and bitsandbytes: to paste into a script and run."""
+
+import dataclasses
+import json
+
+from ..recipe.arguments import settings
+from ..recipe.options import LoRA
+from ..recipe.recipe import Recipe
+
+CLASSES = {
+    "causal-lm": ("AutoModelForCausalLM", "CAUSAL_LM"),
+    "masked-lm": ("AutoModelForMaskedLM", None),
+    "sequence-classification": ("AutoModelForSequenceClassification", "SEQ_CLS"),
+    "seq2seq-lm": ("AutoModelForSeq2SeqLM", "SEQ_2_SEQ_LM"),
+    "image-classification": ("AutoModelForImageClassification", None),
+}
+
+
+def code(recipe: Recipe) -> str:
+    """Text that defines `training_args`, where needed `quantization_config` and `peft_config`, and `load_model()`.
+
+    What `recipe.training_arguments()` sets and `TrainingArguments` would not, is written out. Loads transformers.
+
+    Raises:
+        RecipeError: the `Trainer` cannot train so.
+    """
+    model_class, task = CLASSES[recipe.shape.task]
+    lora, quantization, sharding = recipe.lora, recipe.quantization, recipe.sharding
+    names = [model_class, *(["BitsAndBytesConfig"] if quantization else []), "Trainer", "TrainingArguments"]
+    lines = [f"# {recipe}"]
+    if sharding and sharding.world_size > 1:
+        lines.append(f"# start it with: torchrun --nproc-per-node {min(8, sharding.world_size)} train.py")
+    lines.append("import torch")
+    if lora:
+        also = ", prepare_model_for_kbit_training" if quantization and quantization.prepare else ""
+        lines.append(f"from peft import LoraConfig, get_peft_model{also}")
+    lines += [f"from transformers import {', '.join(names)}", ""]
+    if quantization:
+        lines += _call("quantization_config", "BitsAndBytesConfig", _quantization(recipe))
+    if lora:
+        lines += _call("peft_config", "LoraConfig", _lora(recipe, task))
+    lines += _call("training_args", "TrainingArguments", _arguments(recipe))
+    return "\n".join([*lines, "", "", *_load_model(recipe, model_class), "", "", *ENDING]) + "\n"
+
+
+ENDING = (
+    "# trainer = Trainer(load_model(), training_args, train_dataset=...)  # your tokenized data",
+    "# trainer.train()",
+)
+
+
+def _arguments(recipe: Recipe) -> dict[str, str]:
+    """The arguments that are not `TrainingArguments`' own defaults, as text; batch and optimizer are always said."""
+    from transformers import TrainingArguments
+
+    usual = {field.name: field.default for field in dataclasses.fields(TrainingArguments)}
+    usual |= dict.fromkeys(("per_device_train_batch_size", "optim"))
+    wanted = {name: value for name, value in settings(recipe).items() if value != (usual.get(name) or False)}
+    return {"output_dir": '"out"', **{name: _text(value) for name, value in wanted.items() if value is not None}}
+
+
+def _quantization(recipe: Recipe) -> dict[str, str]:
+    """What `BitsAndBytesConfig` is called with."""
+    q, compute = recipe.quantization, _compute_dtype(recipe)
+    if q.quant_type == "int8":
+        return {"load_in_8bit": "True"}
+    found = {"load_in_4bit": "True", "bnb_4bit_quant_type": _text(q.quant_type)}
+    if q.double:
+        found["bnb_4bit_use_double_quant"] = "True"
+    found["bnb_4bit_compute_dtype"] = f"torch.{compute}"
+    if recipe.sharding and recipe.sharding.stage >= 2:  # what is divided among ranks has to be of a floating dtype
+        found["bnb_4bit_quant_storage"] = f"torch.{compute}"
+    return found
+
+
+def _lora(recipe: Recipe, task: str | None) -> dict[str, str]:
+    """What `LoraConfig` is called with; defaults are left out, but rank and scale."""
+    lora, usual = recipe.lora, LoRA()
+    found = {"r": _text(lora.r), "lora_alpha": _text(lora.lora_alpha)}
+    for name in ("lora_dropout", "target_modules", "bias", "use_rslora", "modules_to_save"):
+        value = getattr(lora, name)
+        if value != getattr(usual, name):
+            found[name] = _text(list(value) if isinstance(value, tuple) else value)
+    if recipe.shape.family == "gpt2":
+        found["fan_in_fan_out"] = "True"  # its Conv1D is stored transposed
+    return {**found, "task_type": _text(task)} if task else found
+
+
+def _load_model(recipe: Recipe, model_class: str) -> list[str]:
+    """The function that loads the model as the recipe has it."""
+    shape, quantization, lora = recipe.shape, recipe.quantization, recipe.lora
+    name = shape.hub_id or (recipe.model if isinstance(recipe.model, str) else "path/to/the/model")
+    half = {"fp16-true": "float16", "bf16-true": "bfloat16"}.get(recipe.precision, "float32")
+    arguments = {
+        "dtype": f"torch.{_compute_dtype(recipe) if quantization else half}",
+        "attn_implementation": _text(recipe.attn_implementation),
+    }
+    if recipe.num_layers is not None:
+        arguments["num_hidden_layers"] = _text(recipe.num_layers)
+    if quantization:
+        arguments["quantization_config"] = "quantization_config"
+    lines = [f"def load_model(name={_text(name)}):"]
+    lines += _call("model", f"{model_class}.from_pretrained", arguments, "name", indent=1)
+    if quantization and quantization.prepare:
+        prepared = {"use_gradient_checkpointing": _text(recipe.gradient_checkpointing)}
+        if recipe.gradient_checkpointing:
+            prepared["gradient_checkpointing_kwargs"] = _text({"use_reentrant": False})
+        lines += _call("model", "prepare_model_for_kbit_training", prepared, "model", indent=1)
+    if lora:
+        cast = "" if lora.autocast_adapter_dtype else ", autocast_adapter_dtype=False"
+        lines.append(f"    model = get_peft_model(model, peft_config{cast})")
+    return [*lines, "    return model"]
+
+
+def _compute_dtype(recipe: Recipe) -> str:
+    """The name of the dtype that a 4-bit layer computes in."""
+    half = {"fp16": "float16", "bf16": "bfloat16"}.get(recipe.precision[:4], "float32")
+    return recipe.quantization.compute_dtype or half
+
+
+def _call(name: str, function: str, arguments: dict[str, str], first: str = "", indent: int = 0) -> list[str]:
+    """`name = function(…)`, one argument a line."""
+    space = "    " * indent
+    inner = [first] if first else []
+    inner += [f"{key}={value}" for key, value in arguments.items()]
+    return [f"{space}{name} = {function}(", *(f"{space}    {argument}," for argument in inner), f"{space})"]
+
+
+def _text(value: object) -> str:
+    """The value as Python text with double quotes."""
+    if isinstance(value, str):
+        return json.dumps(value)
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{_text(k)}: {_text(v)}" for k, v in value.items()) + "}"
+    if isinstance(value, list):
+        return "[" + ", ".join(map(_text, value)) + "]"
+    return repr(value)

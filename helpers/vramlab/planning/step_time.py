@@ -1,0 +1,268 @@
+"""How long a training step takes, by roofline: what has to be computed, moved and launched, each over its rate.
+
+    seconds = operations / (U × peak) + 3 × bytes written / (V × bandwidth) + kernels × τ       for each micro-batch
+            + bytes of the optimizer / (V × bandwidth) + links + host                          (`step_traffic.py`)
+
+Kernels run one after the other, so the parts add up (within one kernel it is the larger of two, Williams et al. 2009).
+The bytes written and the kernels are those of `predict`'s ledger; an operator that writes a byte reads about two.
+
+U, V and τ are the least-squares fit (`benchmarks/step_times.py`) to 35 runs on a T4 that others published with their
+step times (`data/published_runs.json`: LoRA and QLoRA with checkpointing, 0.1 to 7 billion parameters). For another card
+the same shares of its own peak and bandwidth are an assumption, and the interval is wide: whole training steps reach 38
+to 52 % of the peak on A100, H100 and TPUs (Narayanan et al. 2021, table 1; Chowdhery et al. 2022, table 3; Dubey et al.
+2024, table 4).
+"""
+
+from dataclasses import dataclass
+from functools import lru_cache
+from statistics import median
+
+from ..formulas.account import Account
+from ..hardware.gpu import Chip, Gpu, GpuError, find_gpu
+from ..measurement.records import load, measurements_folder
+from ..recipe.options import LoRA, Quantization
+from ..recipe.recipe import Recipe
+from ..recipe.shapes import Shape
+from .step_traffic import optimizer_share, optimizer_traffic, waits
+
+TRANSFERS = 3  # of each byte that an operator writes: it reads about two to write one
+UTILISATION, BANDWIDTH, LAUNCH = 0.425, 0.922, 13.35e-6  # of the peak, of the bandwidth, seconds a kernel
+# Measured over estimated seconds, (likely, least, most): the extremes when each model is left out of the fit in turn.
+FITTED_ON, FITTED = "T4", (1, 0.79, 1.54)
+# Elsewhere: (likely, most, least) share of the peak and of the bandwidth, (likely, least, most) seconds a kernel.
+SHARES = {"matmuls": (UTILISATION, 0.70, 0.30), "memory": (BANDWIDTH, 1.0, 0.6), "launches": (LAUNCH, 5e-6, 25e-6)}
+WAITS = ("links", "host")
+FEW = 5  # records, below which their spread says little
+ASSUMED = (
+    f"uncalibrated: {UTILISATION:.0%} of the card's peak, {BANDWIDTH:.0%} of its bandwidth and {LAUNCH * 1e6:.0f} µs "
+    "a kernel, as fitted to published runs on a T4; the interval takes 30 to 70 %, 60 to 100 % and 5 to 25 µs"
+)
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Seconds of one optimizer step, most likely `seconds`, between `low` and `high`.
+
+    Attributes:
+        parts: "matmuls", "memory", "launches", "optimizer", "links", "host" to seconds; of links what is not hidden
+            behind computation.
+        tokens: that all ranks together read in the step.
+        basis: what the figure rests on, one sentence.
+    """
+
+    seconds: float
+    low: float
+    high: float
+    parts: dict[str, float]
+    tokens: int
+    basis: str
+
+    @property
+    def tokens_per_second(self) -> float:
+        """At the likely time, over all ranks."""
+        return self.tokens / self.seconds
+
+    def __str__(self) -> str:
+        least, most = self.tokens / self.high, self.tokens / self.low
+        rate = f"{self.tokens_per_second:,.0f} tokens/s ({least:,.0f} to {most:,.0f})"
+        return f"{self.seconds:.3g} s a step, {rate}"
+
+
+def step_time(recipe: Recipe, gpu: str | Gpu, link: float | None = None) -> StepTime:
+    """How long one optimizer step of `recipe` takes on `gpu`, accumulation included.
+
+    Args:
+        link: bytes a second that one GPU sends to the others; None takes NVLink's or PCIe's from the table.
+    Raises:
+        GpuError: no such card, or one whose rates are unknown.
+        RecipeError: the card does not compute in the recipe's precision.
+    """
+    card = find_gpu(gpu)
+    card.require(recipe.precision)
+    likely, least, most = (estimate(recipe, card, link, which) for which in range(3))
+    tokens, basis = recipe.tokens * ranks(recipe), ASSUMED
+    if found := calibration(card.name):  # says nothing of links and host, whose own intervals stay
+        factors, basis = found
+        scaled = ({name: n * (1 if name in WAITS else f) for name, n in likely.items()} for f in factors)
+        computed, low, high = scaled
+        least = {**low, **{name: least[name] for name in WAITS if name in least}}
+        most = {**high, **{name: most[name] for name in WAITS if name in most}}
+        likely = computed
+    if waiting := [name for name in WAITS if name in likely]:
+        basis += f"; {' and '.join(waiting)}: assumed, 30 to 90 % of the datasheet's rates"
+    return StepTime(*(sum(parts.values()) for parts in (likely, least, most)), likely, tokens, basis)
+
+
+def ranks(recipe: Recipe) -> int:
+    """How many GPUs train."""
+    return recipe.sharding.world_size if recipe.sharding else 1
+
+
+def estimate(recipe: Recipe, card: Gpu, link: float | None = None, which: int = 0) -> dict[str, float]:
+    """Part of the step to seconds, uncalibrated: the likely (`which` 0), the least (1) or the most (2) figures."""
+    matmuls, memory, launches = (SHARES[name][which] for name in ("matmuls", "memory", "launches"))
+    times, bandwidth = recipe.gradient_accumulation_steps, memory * _known(card, "bandwidth", card.bandwidth)
+    walked = walk(recipe, card.chip)
+    parts = {
+        "matmuls": times
+        * sum(
+            n / (matmuls * _known(card, form, card.flops(form))) for form, n in operations(recipe, walked.fused).items()
+        ),
+        "memory": times * TRANSFERS * walked.written / bandwidth,
+        "launches": times * walked.kernels * launches,
+        "optimizer": optimizer_traffic(recipe) * optimizer_share(recipe) / bandwidth,
+    }
+    computing = parts["matmuls"] + parts["memory"] + parts["launches"]
+    for name, found in waits(recipe, card, link).items():
+        hidden = (min(found[which], computing) * (0.5, 1.0, 0.0)[which]) if name == "links" else 0.0
+        parts[name] = found[which] - hidden
+    return parts
+
+
+def operations(recipe: Recipe, fused: bool) -> dict[str, int]:
+    """Format to floating-point operations of one micro-batch's matrix products.
+
+    2 a weight and token (Kaplan et al. 2020, table 1) for each of: forward, backward to the input, backward to a trained
+    weight, and recomputation under checkpointing. Attention has 4 · tokens² a channel, of which a fused causal kernel
+    does half. Beside a 4-bit base the head computes in fp32 unless autocast says otherwise, and so do adapters.
+    """
+    shape, tokens, lora = recipe.shape, recipe.batch_size * recipe.seq_len, recipe.lora
+    body, head, channels = _sizes(shape)
+    mixed, half = recipe.precision.endswith("-mixed"), recipe.precision[:4] in ("fp16", "bf16")
+    form = recipe.precision[:4] if half else recipe.precision
+    again, trained = int(recipe.gradient_checkpointing), int(lora is None)
+    found = {form: 0, "fp32": 0}
+    base = form
+    if recipe.quantization and recipe.quantization.compute_dtype and not mixed:
+        base = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}[recipe.quantization.compute_dtype]
+    found[base] = found.get(base, 0) + 2 * tokens * body * (2 + trained + again)
+    wide = recipe.quantization and recipe.quantization.prepare and not mixed
+    found["fp32" if wide else form] += 2 * tokens * head * (2 + trained)
+    if lora:
+        wide = not mixed and (lora.autocast_adapter_dtype or recipe.quantization)
+        found["fp32" if wide else form] += 2 * tokens * _adapters(shape, lora) * (3 + again)
+    causal = 0.5 if fused and "lm" in shape.task and shape.task != "masked-lm" else 1
+    scores = int(4 * tokens * recipe.seq_len * channels * (3 + again) * causal)
+    found[form if fused or recipe.attn_implementation == "eager" else "fp32"] += scores  # "math" computes in fp32
+    return {name: n for name, n in found.items() if n}
+
+
+@lru_cache(maxsize=512)
+def _sizes(shape: Shape) -> tuple[int, int, int]:
+    """(weights that each token meets in the layers, in the head, channels × layers of attention)."""
+    body = head = 0
+    for weight in shape.weights():
+        if weight.name == f"{shape.head}.weight":
+            head += weight.size
+        elif weight.kind in ("linear", "conv1d", "conv"):
+            body += weight.size
+        elif weight.kind == "expert":
+            body += weight.size * shape.experts_per_token // shape.num_experts
+    if not head and "classification" not in shape.task:
+        head = shape.vocab_size * shape.hidden_size  # the embedding serves as the head
+    layers = shape.num_layers + 2 * shape.num_decoder_layers
+    return body, head, layers * shape.num_heads * shape.head_dim
+
+
+@lru_cache(maxsize=512)
+def _adapters(shape: Shape, lora: LoRA) -> int:
+    return sum(lora.r * (inside + out) for _, inside, out in shape.lora_targets(lora.target_modules))
+
+
+@dataclass(frozen=True)
+class Walk:
+    """One micro-batch walked through: bytes that its operators write, how many they are, bytes kept at the end of forward.
+
+    `fused`: attention is one kernel.
+    """
+
+    written: int
+    kernels: int
+    kept: int
+    fused: bool
+
+
+def walk(recipe: Recipe, chip: Chip) -> Walk:
+    """The recipe's walk. All of it is affine in the micro-batch (but for the rounding of blocks), so two say it for all.
+
+    No optimizer, accumulation or division among ranks changes it.
+    """
+    r = recipe
+    one, two = (
+        _walk(r.shape, i, r.seq_len, r.precision, r.gradient_checkpointing, r.attn_implementation, r.lora,
+              r.quantization, chip)
+        for i in (1, 2)
+    )  # fmt: skip
+    more = r.batch_size - 1
+    written, kept = (a + (b - a) * more for a, b in ((one.written, two.written), (one.kept, two.kept)))
+    return Walk(written, one.kernels, kept, one.fused)
+
+
+@lru_cache(maxsize=4096)
+def _walk(
+    shape: Shape,
+    batch_size: int,
+    seq_len: int,
+    precision: str,
+    checkpointing: bool,
+    attention: str,
+    lora: LoRA | None,
+    quantization: Quantization | None,
+    chip: Chip,
+) -> Walk:
+    """The ledger of one micro-batch, its written layers counted for all."""
+    recipe = Recipe(
+        shape.config, batch_size, seq_len if shape.task != "image-classification" else None, precision,
+        gradient_checkpointing=checkpointing, attn_implementation=attention, lora=lora, quantization=quantization,
+        task=shape.task,
+    )  # fmt: skip
+    account = Account(recipe, chip)
+    model = account.m
+    sections = [(s.begin, s.end, model.passed[s.top], model.passed[s.bottom], s.more) for s in model.sections]
+    size = count = 0
+    for entry in model.entries:
+        if entry.op == "sum" and entry.category == "workspace":  # a buffer that is too large by far
+            continue
+        times, birth = 1, entry.birth
+        for begin, end, top, bottom, more in sections:
+            if begin <= birth < end or top <= birth < bottom:
+                times += more
+        size, count = size + times * entry.size, count + times
+    kept = account.splits([account.last("forward")])[0]["activations"]
+    return Walk(size, count, kept, any(entry.op.endswith("_attention") for entry in model.entries))
+
+
+def _known(card: Gpu, what: str, rate: float | None) -> float:
+    if not rate:
+        raise GpuError(f"The table has no {what} rate of {card.name}, so no time can be estimated: name a card it has.")
+    return rate
+
+
+@lru_cache(maxsize=64)
+def calibration(name: str) -> tuple[tuple[float, float, float], str] | None:
+    """((likely, least, most) measured over estimated seconds, what that rests on) for a card; None where nothing does.
+
+    Records of this package on that very card come first, then the published runs that the constants were fitted to.
+    """
+    ratios = []
+    for path in sorted(measurements_folder().glob("*.json")):
+        for report in load(path).values():
+            recipe = Recipe(**report.recipe)
+            card = _card(report.environment.get("gpu"))
+            if report.speed and card and card.name == name and ranks(recipe) == 1 and not recipe.torch_compile:
+                ratios.append(report.speed.median / sum(estimate(recipe, card).values()))
+    if len(ratios) >= FEW:
+        said = f"calibrated by {len(ratios)} records of {name}: measured {min(ratios):.2f} to {max(ratios):.2f} times"
+        return (median(ratios), min(ratios), max(ratios)), f"{said} the estimate"
+    if name == FITTED_ON:
+        least, most = FITTED[1:]
+        said = f"fitted to 35 published runs on a {name}: measured {least:.2f} to {most:.2f} times the estimate there"
+        return FITTED, said
+    return None
+
+
+def _card(name: str | None) -> Gpu | None:
+    try:
+        return find_gpu(str(name))
+    except GpuError:
+        return None

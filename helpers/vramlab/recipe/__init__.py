@@ -1,0 +1,1 @@
+"""What to train and how: the recipe, its options, and the shapes of models."""

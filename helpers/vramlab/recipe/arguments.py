@@ -1,0 +1,345 @@
+"""Between a `Recipe` and `transformers.TrainingArguments`: the same training, said either way.
+
+`TrainingArguments` describe how the `Trainer` trains, not what: the model, its format ("-true" precisions), sequence
+length, adapters, quantization, attention kernel and the number of ranks are said elsewhere, so they are arguments here.
+"""
+
+import dataclasses
+import json
+from typing import TYPE_CHECKING, Any
+
+from ..report.errors import RecipeError
+from .deepspeed_config import deepspeed_config
+from .options import ATTENTION, LOOPS, Loop, Sharding, optimizer_arguments, words
+
+if TYPE_CHECKING:
+    from transformers import TrainingArguments
+
+# What `Trainer` hands to each optimizer (transformers/trainer_optimizer.py): its own arguments, and those it takes
+# from `optim_args`. The rest of `optim_args` it drops without a word.
+OWN = {"lr": "learning_rate", "weight_decay": "weight_decay", "eps": "adam_epsilon"}
+TAKES = {
+    "sgd": ("lr", "momentum", "dampening", "weight_decay", "nesterov"),
+    "adagrad": ("lr", "lr_decay", "weight_decay", "eps"),
+    "rmsprop": ("lr", "momentum", "alpha", "eps", "weight_decay", "centered"),
+    "adafactor": ("lr", "weight_decay"),
+}
+# Every field of `TrainingArguments` (transformers 5.15 to 5.23 and their `Seq2SeqTrainingArguments`) is in one of three
+# tables. What a recipe says, or what the number of ranks and the optimizer's arguments are read from:
+MODELLED = words(
+    """per_device_train_batch_size gradient_accumulation_steps activation_checkpointing gradient_checkpointing optim
+    optim_args weight_decay fp16 bf16 tf32 max_grad_norm use_cache torch_compile torch_empty_cache_steps fsdp
+    fsdp_config deepspeed"""
+)
+CHECKPOINTING = {
+    "use_reentrant": (False,),
+    "every_n_layers": (1,),
+    "offload": (False,),
+    "preserve_rng_state": (True,),
+}
+# What moves memory and has no place in a recipe, with the values under which it moves nothing (the first is the
+# default). A mapping holds the entries of a field that is a dictionary or an object.
+REFUSED: dict[str, Any] = {
+    "label_smoothing_factor": (0.0,),  # a log-softmax of all logits
+    "neftune_noise_alpha": (None,),  # noise as large as the embedded batch
+    "use_liger_kernel": (False,),
+    "optim_target_modules": (None,),  # GaLore's and APOLLO's projections
+    "auto_find_batch_size": (False,),
+    "full_determinism": (False,),  # other kernels, and cuBLAS workspaces of another size
+    "parallelism_config": (None,),
+    "debug": ([], "", None),  # DebugUnderflowOverflow looks at every output
+    "torch_compile_mode": (None, "default"),  # CUDA graphs have memory pools of their own
+    "torch_compile_backend": (None, "inductor"),
+    "accelerator_config": {
+        "split_batches": (False,),
+        "dispatch_batches": (None, False),
+        "gradient_accumulation_kwargs": (None, {}),
+    },
+    "activation_checkpointing_kwargs": CHECKPOINTING,
+    "gradient_checkpointing_kwargs": CHECKPOINTING,  # the same before transformers 5.2x
+}
+# The same where several processes train: DDP's buckets and bitmap of used parameters.
+REFUSED_IN_DDP = {
+    "ddp_bucket_cap_mb": (None,),
+    "ddp_find_unused_parameters": (None,),
+    "ddp_static_graph": (None, False),
+    "ddp_broadcast_buffers": (None,),
+}
+# What a step's memory does not depend on: schedules, logs, checkpoints, the host's data loading; and evaluation, which
+# is no part of a training step.
+NEUTRAL = words(
+    """output_dir num_train_epochs max_steps learning_rate lr_scheduler_type lr_scheduler_kwargs warmup_steps adam_beta1
+    adam_beta2 adam_epsilon average_tokens_across_devices liger_kernel_config logging_strategy logging_steps
+    logging_first_step log_on_each_node logging_nan_inf_filter include_num_input_tokens_seen log_level log_level_replica
+    disable_tqdm report_to run_name project trackio_space_id trackio_bucket_id trackio_static_space_id eval_strategy
+    eval_steps eval_delay per_device_eval_batch_size prediction_loss_only eval_on_start eval_do_concat_batches
+    eval_use_gather_object eval_accumulation_steps include_for_metrics batch_eval_metrics bf16_full_eval fp16_full_eval
+    save_only_model save_strategy save_steps save_on_each_node save_total_limit enable_jit_checkpoint push_to_hub
+    hub_token hub_private_repo hub_model_id hub_strategy hub_always_push hub_revision load_best_model_at_end
+    metric_for_best_model greater_is_better ignore_data_skip restore_callback_states_from_checkpoint seed data_seed
+    use_cpu dataloader_drop_last dataloader_num_workers dataloader_pin_memory dataloader_persistent_workers
+    dataloader_prefetch_factor dataloader_multiprocessing_context dataloader_in_order remove_unused_columns label_names
+    train_sampling_strategy length_column_name ddp_backend ddp_timeout skip_memory_metrics do_train do_eval do_predict
+    resume_from_checkpoint local_rank sortish_sampler predict_with_generate generation_max_length generation_num_beams
+    generation_config"""
+)
+# Entries of DeepSpeed's configuration that move no memory of a step.
+NEUTRAL_IN_DEEPSPEED = words(
+    """scheduler steps_per_print wall_clock_breakdown train_batch_size zero_allow_untested_optimizer
+    stage3_gather_16bit_weights_on_model_save pin_memory"""
+)
+
+
+def to_training_arguments(recipe: Any, output_dir: str = "out", **changes: Any) -> "TrainingArguments":
+    """The `TrainingArguments` with which the `Trainer` trains as `recipe` says; `changes` are set on top.
+
+    Nothing is reported or saved unless `changes` ask for it. Without a GPU the arguments say `use_cpu`; bf16 then
+    trains on the CPU, tf32 is recorded but nothing is switched on, and fp16 waits for a GPU, because accelerate refuses
+    to autocast to fp16 on a CPU when the `Trainer` starts. Precisions ending in "-true", sequence length, adapters,
+    quantization and attention kernel belong to the model and its data, and are not in the result.
+
+    Raises:
+        RecipeError: the `Trainer` cannot train so: another loop, or optimizer arguments that it does not pass on.
+    """
+    import torch
+    from transformers import TrainingArguments
+
+    values = {**settings(recipe), "output_dir": output_dir, "save_strategy": "no"}
+    values["use_cpu"] = not torch.accelerator.is_available()
+    values.update(changes)
+    without_tf32 = bool(values["tf32"]) and values["use_cpu"]
+    if without_tf32:
+        values["tf32"] = None
+    try:
+        arguments = TrainingArguments(**values)
+    except (ValueError, ImportError) as error:
+        reason = "transformers refuses it on this machine: " + str(error).strip().splitlines()[0].rstrip(".")
+        raise RecipeError("precision", recipe.precision, reason) from error
+    if without_tf32:
+        arguments.tf32 = True
+    return arguments
+
+
+def settings(recipe: Any) -> dict[str, Any]:
+    """Names of `TrainingArguments` to the values that describe `recipe`, on whatever machine. Loads transformers.
+
+    Raises:
+        RecipeError: as `to_training_arguments`.
+    """
+    from transformers import TrainingArguments
+
+    loop, options = _trainer_loop(recipe), _optimizer_options(recipe)
+    known = {field.name for field in dataclasses.fields(TrainingArguments)}
+    # transformers 5.2x renames the switch and warns about the old name
+    checkpointing = "activation_checkpointing" if "activation_checkpointing" in known else "gradient_checkpointing"
+    values = {
+        "per_device_train_batch_size": recipe.batch_size,
+        "gradient_accumulation_steps": recipe.gradient_accumulation_steps,
+        checkpointing: recipe.gradient_checkpointing,
+        "optim": recipe.optim,
+        "optim_args": recipe.optim_args,
+        **{OWN[name]: value for name, value in options.items() if name in OWN},
+        "fp16": recipe.precision == "fp16-mixed",
+        "bf16": recipe.precision == "bf16-mixed",
+        "tf32": recipe.precision == "tf32",
+        "max_grad_norm": loop.max_grad_norm or 0.0,
+        "torch_empty_cache_steps": loop.empty_cache_steps,
+        "use_cache": loop.use_cache,
+        "torch_compile": recipe.torch_compile,
+        "report_to": "none",
+        **_sharding_arguments(recipe.sharding),
+    }
+    if recipe.gradient_checkpointing:
+        values[f"{checkpointing}_kwargs"] = {"use_reentrant": False}
+    return values
+
+
+def recipe_fields(args: "TrainingArguments", model: Any, **fields: Any) -> dict[str, Any]:
+    """The fields of the `Recipe` of a `Trainer` with `args` that trains `model`.
+
+    Args:
+        model: what `Recipe` takes, or the model itself; then its format ("-true" precisions) and its attention
+            kernel are read off.
+        fields: of the recipe, for what the arguments do not say: `seq_len`, `lora`, `quantization`, `sharding` (the
+            number of ranks), `attn_implementation`, `task`, `num_layers`, and a `precision` ending in "-true".
+            They go before what is read off.
+    Raises:
+        RecipeError: `args` of another Trainer than transformers' own (TRL's configurations, for example), arguments
+            that move memory and that no recipe models, or `fields` that contradict `args`.
+    """
+    _check_kind(args)
+    _check_values(args, fields.get("sharding"))
+    said = {
+        "batch_size": args.per_device_train_batch_size,
+        "gradient_accumulation_steps": args.gradient_accumulation_steps,
+        "gradient_checkpointing": bool(
+            getattr(args, "activation_checkpointing", None) or getattr(args, "gradient_checkpointing", None)
+        ),
+        "optim": getattr(args.optim, "value", args.optim),
+        "optim_args": _optim_args(args),
+        "torch_compile": args.torch_compile,
+        "loop": Loop(
+            use_cache=args.use_cache,
+            max_grad_norm=args.max_grad_norm or None,
+            empty_cache_steps=args.torch_empty_cache_steps,
+        ),
+    }
+    if hasattr(model, "named_parameters"):
+        said.update(_of_model(model, fields))
+        model = model.config
+    said["precision"] = _precision(args, fields.get("precision") or said.get("precision"))
+    if args.fsdp or args.deepspeed:
+        _check_sharding(args, fields.get("sharding"))
+    return {"model": model, **said, **fields, "precision": said["precision"]}
+
+
+def _check_kind(args: Any) -> None:
+    """Raise RecipeError unless `args` are those of transformers' own Trainer."""
+    from transformers import TrainingArguments
+
+    kind = type(args)
+    if not isinstance(args, TrainingArguments):
+        raise RecipeError("args", args, "it must be a transformers.TrainingArguments")
+    if kind.__module__.partition(".")[0] != "transformers":
+        name = f"{kind.__module__}.{kind.__qualname__}"
+        allowed = "only transformers' own TrainingArguments are modelled: another Trainer's loss, second model or batch"
+        raise RecipeError("args", name, allowed + " moves the peak, so measure that Trainer with WatchCallback")
+
+
+def _check_values(args: "TrainingArguments", sharding: Any) -> None:
+    """Raise RecipeError at the first argument that moves memory and that no recipe models."""
+    several = sharding is not None and getattr(sharding, "engine", None) == "ddp"
+    for name, allowed in {**REFUSED, **(REFUSED_IN_DDP if several else {})}.items():
+        value = getattr(args, name, None)
+        if not isinstance(allowed, dict):
+            _check_value(name, value, allowed)
+        elif value is not None:
+            given = value if isinstance(value, dict) else {key: getattr(value, key, None) for key in allowed}
+            for key, entry in given.items():
+                _check_value(f"{name}.{key}", entry, allowed.get(key, (None,)))
+
+
+def _check_value(name: str, value: Any, allowed: tuple) -> None:
+    if value is not None and value not in allowed:
+        rest = f"no recipe models what it does to memory: leave it at its default, {allowed[0]!r}"
+        raise RecipeError(name, value, rest)
+
+
+def _check_sharding(args: "TrainingArguments", sharding: Sharding | None) -> None:
+    """Raise RecipeError unless `sharding` is what the arguments' FSDP or DeepSpeed configuration says."""
+    engine = "fsdp" if args.fsdp else "deepspeed"
+    if sharding is None:
+        rest = f"the arguments ask for {engine}: say sharding=Sharding(stage, world_size, engine={engine!r})"
+        raise RecipeError("sharding", None, rest)
+    if sharding.engine != engine:
+        raise RecipeError("sharding.engine", sharding.engine, f"the arguments ask for {engine!r}")
+    if engine == "fsdp":
+        found, wanted = args.fsdp_config or {}, {
+            "version": (2,),
+            "reshard_after_forward": (sharding.stage == 3,),
+            "cpu_offload": (bool(sharding.offload),),
+            "activation_checkpointing": (False,),
+            "auto_wrap_policy": ("TRANSFORMER_BASED_WRAP" if sharding.wrap == "layers" else "NO_WRAP",),
+            "min_num_params": (0,),
+            "xla": (False,),
+        }  # fmt: skip
+        defaults = {"reshard_after_forward": True, "cpu_offload": False, "auto_wrap_policy": "TRANSFORMER_BASED_WRAP"}
+        for name, allowed in wanted.items():
+            if (value := found.get(name, defaults.get(name, allowed[0]))) not in allowed:
+                rest = f"the recipe's sharding is trained with {allowed[0]!r}: change one of the two"
+                raise RecipeError(f"fsdp_config.{name}", value, rest)
+        return
+    found = args.deepspeed
+    if isinstance(found, str):
+        with open(found, encoding="utf-8") as file:
+            found = json.load(file)
+    _check_deepspeed("deepspeed", found, deepspeed_config(sharding))
+
+
+def _check_deepspeed(name: str, found: dict[str, Any], wanted: dict[str, Any]) -> None:
+    """Raise RecipeError where DeepSpeed's configuration `found` is not the one that recipes are modelled with."""
+    for key in dict.fromkeys((*wanted, *found)):
+        value, expected = found.get(key), wanted.get(key)
+        if isinstance(value, dict) and isinstance(expected, dict):
+            _check_deepspeed(f"{name}.{key}", value, expected)
+        elif value != expected and key not in NEUTRAL_IN_DEEPSPEED:
+            rest = f"this sharding is modelled with {expected!r}, as Recipe.training_arguments() writes it"
+            raise RecipeError(f"{name}.{key}", value, rest)
+
+
+def _optim_args(args: "TrainingArguments") -> str | None:
+    """The optimizer's arguments, with the weight decay that the Trainer sets for its parameter groups.
+
+    It moves memory in the optimizers of TAKES alone: AdamW and Lion multiply the weights where they are.
+    """
+    optim, text = getattr(args.optim, "value", args.optim), args.optim_args or None
+    if optim not in TAKES or optim == "adafactor":
+        return text
+    given = optimizer_arguments(optim, text)
+    if given.get("weight_decay", 0) == args.weight_decay:
+        return text
+    return ",".join(f"{name}={value:g}" for name, value in (given | {"weight_decay": args.weight_decay}).items())
+
+
+def _trainer_loop(recipe: Any) -> Loop:
+    """The recipe's loop, if the `Trainer` can run it."""
+    loop, ours = recipe.loop, LOOPS["trainer"]
+    adjustable = ("name", "use_cache", "max_grad_norm", "empty_cache_steps")
+    for field in dataclasses.fields(Loop):
+        value, wanted = getattr(loop, field.name), getattr(ours, field.name)
+        if field.name not in adjustable and value != wanted:
+            raise RecipeError(f"loop.{field.name}", value, f"the Trainer's loop has {wanted!r}: use loop='trainer'")
+    if loop.use_cache is None:
+        raise RecipeError("loop.use_cache", None, "the Trainer always sets it: say True or False")
+    return loop
+
+
+def _optimizer_options(recipe: Any) -> dict[str, float]:
+    """The recipe's optimizer arguments, if the `Trainer` passes them all on."""
+    options = recipe.optimizer_arguments()
+    takes = TAKES.get(recipe.optim, ("lr", "weight_decay") if "lion" in recipe.optim else tuple(OWN))
+    for name in options:
+        if name not in takes:
+            rest = f"the Trainer gives {recipe.optim} only {', '.join(takes)}, not {name}"
+            raise RecipeError("optim_args", recipe.optim_args, rest)
+    return options
+
+
+def _sharding_arguments(sharding: Sharding | None) -> dict[str, Any]:
+    """`fsdp` or `deepspeed`; the number of ranks is the launcher's business, and "auto" leaves it to the arguments."""
+    if sharding is None or sharding.engine == "ddp":
+        return {}
+    if sharding.engine == "fsdp":
+        offload = {"cpu_offload": True} if sharding.offload else {}
+        mode = "full_shard auto_wrap" if sharding.stage == 3 else "shard_grad_op auto_wrap"
+        return {"fsdp": mode, "fsdp_config": {"version": 2, "reshard_after_forward": sharding.stage == 3, **offload}}
+    return {"deepspeed": deepspeed_config(sharding)}
+
+
+def _precision(args: "TrainingArguments", wanted: str | None) -> str:
+    """The precision that `args` say, or `wanted` if it does not contradict them."""
+    said = "fp16-mixed" if args.fp16 else "bf16-mixed" if args.bf16 else "tf32" if args.tf32 else "fp32"
+    if wanted is None or wanted == said:
+        return said
+    if wanted.endswith("-true") and not said.endswith("-mixed"):
+        return wanted
+    rest = f"the arguments say {said}"
+    if wanted.endswith("-true"):
+        rest += ", which keeps the weights in fp32: unset fp16 and bf16, or load the model in fp32"
+    raise RecipeError("precision", wanted, rest)
+
+
+def _of_model(model: Any, fields: dict[str, Any]) -> dict[str, Any]:
+    """Recipe fields that show on a built model."""
+    for name, attribute in (("lora", "peft_config"), ("quantization", "quantization_method")):
+        if getattr(model, attribute, None) and not fields.get(name):
+            raise RecipeError(name, None, f"the model has it: say {name}=...")
+    found: dict[str, Any] = {}
+    kernel = getattr(model.config, "_attn_implementation", None)
+    if kernel in ATTENTION:
+        found["attn_implementation"] = kernel
+    dtypes = {str(parameter.dtype) for _, parameter in model.named_parameters()}
+    half = {"torch.float16": "fp16-true", "torch.bfloat16": "bf16-true"}
+    if len(dtypes) == 1 and dtypes <= half.keys():
+        found["precision"] = half[dtypes.pop()]
+    return found

@@ -1,0 +1,71 @@
+"""The published models this package knows by name: `data/models/*.json`, one small file of facts each."""
+
+import difflib
+import json
+from dataclasses import dataclass
+from functools import lru_cache
+
+from ..report.data import data_path
+
+
+@dataclass(frozen=True)
+class Entry:
+    """Published facts of one model.
+
+    Attributes:
+        hub_id: its name on the Hugging Face hub, for those who want the published weights.
+        task: the head that `parameters` counts.
+        parameters: how many it has, shared ones once.
+        source: where the facts are from.
+        config: the configuration as JSON text.
+        aliases: hub ids of the same shape, such as the instruction-tuned variant.
+    """
+
+    name: str
+    hub_id: str
+    task: str
+    parameters: int
+    source: str
+    config: str
+    aliases: tuple[str, ...] = ()
+
+
+@lru_cache(maxsize=1)
+def catalogue() -> dict[str, Entry]:
+    """The published models by name, families together, small ones first."""
+    entries = []
+    for path in data_path("models").glob("*.json"):
+        d = json.loads(path.read_text(encoding="utf-8"))
+        order = (d["config"]["model_type"], d["parameters"])
+        entry = Entry(**{**d, "config": json.dumps(d["config"]), "aliases": tuple(d.get("aliases", ()))})
+        entries.append((order, entry))
+    return {entry.name: entry for _, entry in sorted(entries, key=lambda pair: pair[0])}
+
+
+def model_names() -> list[str]:
+    """The names of the catalogue, families together, small models first."""
+    return list(catalogue())
+
+
+@lru_cache(maxsize=1)
+def _spellings() -> dict[str, Entry]:
+    """Every spelling that finds an entry, in lower case: name, hub id and aliases, with and without organisation."""
+    found = {}
+    for entry in catalogue().values():
+        for spelling in (*entry.aliases, entry.hub_id, entry.name):
+            found[spelling.lower()] = found[spelling.lower().rpartition("/")[2]] = entry
+    return found
+
+
+def find(model: str) -> Entry | None:
+    """The entry that `model` names in any spelling, None if there is none."""
+    return _spellings().get(model.lower())
+
+
+def closest(model: str) -> str | None:
+    """The spelling in the catalogue that is most like `model`, None if nothing is near."""
+    for text in (model.lower(), model.lower().rpartition("/")[2]):
+        near = difflib.get_close_matches(text, _spellings(), n=1)
+        if near:
+            return near[0]
+    return None

@@ -1,0 +1,110 @@
+"""Weights and buffers of any architecture, read off its transformers model on the meta device: shapes, no storage."""
+
+import copy
+import re
+from functools import lru_cache
+from typing import TYPE_CHECKING
+
+from ..report.errors import RecipeError
+from .families import AUTO_CLASS, reason
+
+if TYPE_CHECKING:
+    import torch
+
+    from .shape import ShapeData
+
+
+@lru_cache(maxsize=32)
+def read_off(s: "ShapeData") -> tuple[tuple, tuple]:
+    """The fields of every `Weight`, and every buffer as (name, shape, dtype).
+
+    Raises:
+        RecipeError: transformers cannot build the model.
+    """
+    import torch
+
+    model = build(s)
+    owner = {id(p): module for module in model.modules() for p in module.parameters(recurse=False)}
+    for module in model.modules():  # a shared matrix belongs to the embedding
+        if isinstance(module, torch.nn.Embedding):
+            owner[id(module.weight)] = module
+    weights = []
+    for name, parameter in model.named_parameters():
+        layer = re.search(r"\.(\d+)\.", name)
+        kind = _kind(name, parameter, owner[id(parameter)])
+        weights.append((name, tuple(parameter.shape), kind, int(layer.group(1)) if layer else None))
+    buffers = ((name, tuple(b.shape), str(b.dtype).removeprefix("torch.")) for name, b in model.named_buffers())
+    return tuple(weights), tuple(buffers)
+
+
+def describe(s: "ShapeData") -> dict[str, object]:
+    """Fields of `Shape` that only the model shows: `head`, `norm`, `gated_mlp`, `attention`, positions and an image's tokens.
+
+    Raises:
+        RecipeError: as `read_off` does.
+    """
+    weights, _ = read_off(s)
+    model = build(s)
+    found = {
+        "norm": _norm(model),
+        "gated_mlp": any("gate" in name and kind == "linear" for name, _, kind, _ in weights),
+    }
+    found["attention"] = "sdpa" if getattr(model, "_supports_sdpa", True) else "eager"
+    output = model.get_output_embeddings()
+    heads = [name for name, module in model.named_modules() if output is not None and module is output]
+    heads += [name for name in ("score", "classifier") if hasattr(model, name)]
+    found["head"] = heads[0] if heads else s.head
+    for name, module in model.named_modules():
+        if "position_embedding" in name and getattr(module, "padding_idx", None) is not None:
+            # RoBERTa counts positions from the one after the padding's
+            found["max_positions"] = module.num_embeddings - module.padding_idx - 1
+    if s.image_tokens:  # some models have more tokens than patches and a class
+        tables = [shape[-2] for name, shape, _, _ in weights if "position_embedding" in name and len(shape) > 1]
+        found["image_tokens"] = found["max_positions"] = tables[0] if tables else s.image_tokens
+    return found
+
+
+def _norm(model: "torch.nn.Module") -> str:
+    """`Shape.norm` of `model`, by how many tensors its first norm keeps of bf16 hidden states, in fp32 and in bf16."""
+    import torch
+
+    norms = [m for m in model.modules() if "Norm" in type(m).__name__ and getattr(m, "weight", None) is not None]
+    if not norms or getattr(norms[0], "bias", None) is not None:
+        return "layernorm"
+    kept, norm = {}, copy.deepcopy(norms[0]).bfloat16()
+    hidden = torch.empty(2, 2, *norm.weight.shape, dtype=torch.bfloat16, device="meta", requires_grad=True)
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.update({t.untyped_storage()._cdata: t}), lambda t: t):
+        norm(hidden)
+    whole = [t.dtype for t in kept.values() if t.shape == hidden.shape]
+    found = whole.count(torch.float32), whole.count(torch.bfloat16)
+    return {(1, 1): "rmsnorm", (2, 0): "rmsnorm in fp32", (3, 0): "layernorm in fp32"}.get(found, type(norm).__name__)
+
+
+@lru_cache(maxsize=4)
+def build(s: "ShapeData") -> "torch.nn.Module":
+    """The transformers model of `s` in fp32 on the meta device. Raises RecipeError if transformers cannot build it."""
+    import torch
+    import transformers
+
+    try:
+        config = transformers.AutoConfig.for_model(**s.config)
+        with torch.device("meta"):
+            return getattr(transformers, AUTO_CLASS[s.task]).from_config(config, dtype=torch.float32)
+    except Exception as error:  # each model class has its own ways to refuse
+        raise RecipeError("model", s.name, f"transformers cannot build it for {s.task}: {reason(error)}") from error
+
+
+def _kind(name: str, parameter: "torch.nn.Parameter", module: "torch.nn.Module") -> str:
+    from torch import nn
+
+    if "Norm" in type(module).__name__:
+        return "norm"
+    if name.endswith("bias"):
+        return "bias"
+    convolutions = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+    for kind, classes in (("embedding", nn.Embedding), ("linear", nn.Linear), ("conv", convolutions)):
+        if isinstance(module, classes):
+            return kind
+    if type(module).__name__ == "Conv1D":
+        return "conv1d"
+    return "expert" if parameter.dim() == 3 and "expert" in name else "other"

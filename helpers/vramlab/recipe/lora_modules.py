@@ -1,0 +1,137 @@
+"""Which modules LoRA adapts, by the rules of PEFT 0.21, without PEFT or a model."""
+
+import re
+from functools import lru_cache
+from typing import TYPE_CHECKING
+
+from ..report.errors import RecipeError
+
+if TYPE_CHECKING:
+    from .options import LoRA
+    from .shape import ShapeData
+
+Module = tuple[str, int, int]
+Targets = tuple[str, ...] | list[str] | set[str] | str | None
+
+# PEFT's TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING (peft/utils/constants.py) for the families listed here.
+_Q_V = ("q_proj", "v_proj")
+DEFAULTS = {
+    "bert": ("query", "value"),
+    "falcon": ("query_key_value",),
+    "gpt2": ("c_attn",),
+    "gpt_neox": ("query_key_value",),
+    "phi": ("q_proj", "v_proj", "fc1", "fc2"),
+    "t5": ("q", "v"),
+    **dict.fromkeys(("gemma", "gemma2", "llama", "mistral", "mixtral", "opt", "qwen2", "qwen3"), _Q_V),
+}
+# What PEFT takes to mean a mixture's fused experts (`transformers_weight_conversion.py`, _MOE_TARGET_MODULE_MAPPING).
+FUSED = {"gate_proj", "up_proj", "down_proj", "gate_up_proj", "w1", "w2", "w3"}
+WITHOUT_DEFAULT = ("vit",)  # not in that mapping, which takes seconds to load
+
+
+def modules(shape: "ShapeData") -> dict[str, tuple[str, int, int]]:
+    """Every module that PEFT can adapt: its name to (kind, inputs, outputs); a shared output head counts as a module.
+
+    An embedding's inputs are its rows; a convolution's are channels × kernel: r × (inputs + outputs) is then the
+    size of a rank-r adapter for every kind.
+    """
+    found = {}
+    for weight in shape.weights():
+        name, _, part = weight.name.rpartition(".")
+        if part != "weight" or weight.kind not in ("linear", "conv1d", "embedding", "conv"):
+            continue
+        first, rest = weight.shape[0], weight.size // weight.shape[0]
+        transposed = weight.kind in ("conv1d", "embedding")
+        found[name] = (weight.kind, first, rest) if transposed else (weight.kind, rest, first)
+    if shape.tied and shape.head not in found:
+        found[shape.head] = ("linear", shape.hidden_size, shape.vocab_size)
+    return found
+
+
+def find(shape: "ShapeData", target_modules: Targets, modules_to_save: tuple[str, ...] | None = None) -> list[Module]:
+    """The (name, inputs, outputs) of what `peft.get_peft_model` adapts; empty when nothing matches.
+
+    Args:
+        target_modules: None takes PEFT's default for the architecture; "all-linear" every linear layer but the output
+            head; other text is a regular expression for the whole name; a list holds names or their last parts.
+            A router and fused experts are no linear layers and stay as they are (for Mixtral, PEFT 0.21 has no
+            working default and takes "all-linear" to mean whole parameters too: give it the names found here).
+        modules_to_save: trained whole, so never adapted; a sequence classifier's head always is (task type SEQ_CLS).
+    Raises:
+        RecipeError: PEFT has no default for this architecture, or the regular expression is not one.
+    """
+    candidates = modules(shape)
+    if target_modules is None:
+        target_modules = _default(shape)
+    if isinstance(target_modules, str) and target_modules.lower() == "all-linear":
+        names = {name for name, (kind, _, _) in candidates.items() if kind in ("linear", "conv1d")}
+        if shape.task != "image-classification":  # for PEFT an image classifier's head is a layer like any other
+            names.discard(shape.head)
+    elif isinstance(target_modules, str):
+        try:
+            names = {name for name in candidates if re.fullmatch(target_modules, name)}
+        except re.error as error:
+            message = f"it is not a regular expression: {error}"
+            raise RecipeError("lora.target_modules", target_modules, message) from None
+    else:
+        endings = tuple(f".{target}" for target in target_modules)
+        names = {name for name in candidates if name in target_modules or name.endswith(endings)}
+    saved_modules = tuple(modules_to_save or ())
+    if shape.task == "sequence-classification":
+        saved_modules += ("classifier", "score")
+    for saved in saved_modules:
+        names = {name for name in names if not re.match(rf"(^|.*\.){saved}($|\..*)", name)}
+    return [(name, inside, out) for name, (_, inside, out) in candidates.items() if name in names]
+
+
+def notes(shape: "ShapeData", lora: "LoRA | None") -> list[str]:
+    """What a report has to say of adapters that PEFT places otherwise."""
+    everywhere = lora and isinstance(lora.target_modules, str) and lora.target_modules.lower() == "all-linear"
+    if not everywhere or not any(weight.kind == "expert" for weight in shape.weights()):
+        return []
+    text = "all-linear adapts attention here; PEFT 0.21's own also adapts routers and fused experts, and needs more"
+    return [text]
+
+
+@lru_cache(maxsize=512)
+def differ_by_layer(shape: "ShapeData", lora: "LoRA | None") -> bool:
+    """Whether some layers get other adapters than the rest, as a pattern with a layer's number asks for."""
+    if lora is None:
+        return False
+    found = {name for name, _, _ in find(shape, lora.target_modules, lora.modules_to_save)}
+    roles = {_role(name) for name in found}
+    return any(_role(name) in roles and name not in found for name in modules(shape))
+
+
+def _role(name: str) -> str:
+    return re.sub(r"\.\d+\.", ".*.", name)
+
+
+def check(shape: "ShapeData", target_modules: Targets, r: int) -> None:
+    """Raise RecipeError unless rank `r` adapters fit something of `shape`."""
+    targets = find(shape, target_modules)
+    if not isinstance(target_modules, str | None) and any(w.kind == "expert" for w in shape.weights()):
+        names = {target.rpartition(".")[2] for target in target_modules}
+        if lost := sorted(names & FUSED - {name.rpartition(".")[2] for name, _, _ in targets}):
+            allowed = f"the experts of {shape.name} are fused parameters, which no adapter takes here: leave out "
+            raise RecipeError("lora.target_modules", target_modules, allowed + ", ".join(lost))
+    if not targets:
+        names = ", ".join(dict.fromkeys(name.rpartition(".")[2] for name in modules(shape)))
+        raise RecipeError("lora.target_modules", target_modules, f"nothing in {shape.name} matches; it has {names}")
+    name, inside, out = min(targets, key=lambda target: min(target[1:]))
+    if r > min(inside, out):
+        message = f"{name} is {inside} × {out}: a rank over {min(inside, out)} adds parameters and no freedom"
+        raise RecipeError("lora.r", r, message)
+
+
+def _default(shape: "ShapeData") -> tuple[str, ...] | str:
+    found = DEFAULTS.get(shape.family)
+    if found is None and shape.family not in WITHOUT_DEFAULT:
+        from peft.utils.constants import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING as mapping
+
+        found = mapping.get(shape.family)
+    if found is None:
+        names = ", ".join(dict.fromkeys(name.rpartition(".")[2] for name in modules(shape)))
+        message = f"PEFT has no default for {shape.family}: name modules ({names}) or say 'all-linear'"
+        raise RecipeError("lora.target_modules", None, message)
+    return found if isinstance(found, str) else tuple(found)

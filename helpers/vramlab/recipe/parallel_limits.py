@@ -1,0 +1,64 @@
+"""Which models can be cut by tensors or by layers, into how many parts, and which layers each part has."""
+
+from itertools import pairwise
+from typing import Any
+
+from ..report.errors import RecipeError
+
+# Causal models of nn.Linear, for which transformers keeps a plan (`tp_plan`), and of embedding, layers, norm and head.
+FAMILIES = ("llama", "qwen2", "qwen3", "mistral", "gpt_neox", "phi", "gemma2")
+WHOLE_EMBEDDING = ("gpt_neox",)  # whose plan leaves the embedding out, in transformers' newer releases too
+OPTIMIZERS = ("adamw_torch", "adamw_torch_fused", "sgd", "rmsprop", "adagrad")  # those that work on DTensors
+
+
+def stage_layers(layers: int, stages: int) -> list[range]:
+    """The layers of each stage, as even as they go: the first stages have one more where it does not divide."""
+    least, more = divmod(layers, stages)
+    starts = [rank * least + min(rank, more) for rank in range(stages + 1)]
+    return [range(first, end) for first, end in pairwise(starts)]
+
+
+def check(recipe: Any) -> None:
+    """Raise RecipeError, which names the numbers, if the sharding is "tensor" or "pipeline" and `recipe` has no such cut."""
+    sharding, shape = recipe.sharding, recipe.shape
+    if sharding is None or sharding.engine not in ("tensor", "pipeline"):
+        return
+    engine = sharding.engine
+    if shape.family not in FAMILIES or shape.task != "causal-lm":
+        what = "its matrices" if engine == "tensor" else "its layers"
+        why = " (GPT-2's matrices are Conv1D, which DTensor cannot slice)" if shape.family == "gpt2" else ""
+        allowed = f"{what} cannot be divided{why}; causal models of these families can: {', '.join(FAMILIES)}"
+        raise RecipeError("sharding.engine", engine, f"{shape.name} is a {shape.family} for {shape.task}: {allowed}")
+    for name in ("lora", "quantization"):
+        if getattr(recipe, name):
+            raise RecipeError("sharding.engine", engine, f"it is for full fine-tuning: leave {name} out")
+    (_check_tensor if engine == "tensor" else _check_pipeline)(recipe)
+
+
+def _check_tensor(recipe: Any) -> None:
+    shape, n = recipe.shape, recipe.sharding.world_size
+    sizes = {"heads": shape.num_heads, "key/value heads": shape.num_kv_heads, "MLP channels": shape.intermediate_size}
+    for what, size in sizes.items():
+        if size % n:
+            fitting = [k for k in range(1, shape.num_kv_heads + 1) if not any(s % k for s in sizes.values())]
+            allowed = f"{shape.name} has {size:,} {what}, which {n} ranks cannot share equally; these can: "
+            raise RecipeError("sharding.world_size", n, allowed + ", ".join(map(str, fitting)))
+    if recipe.optim not in OPTIMIZERS:
+        raise RecipeError("optim", recipe.optim, "slices of tensors are trained with " + ", ".join(OPTIMIZERS))
+
+
+def _check_pipeline(recipe: Any) -> None:
+    shape, sharding = recipe.shape, recipe.sharding
+    n, parts = sharding.world_size, sharding.micro_batches
+    if n > shape.num_layers:
+        allowed = f"{shape.name} has {shape.num_layers} layers, and each stage needs one at least"
+        raise RecipeError("sharding.world_size", n, allowed)
+    if recipe.batch_size % parts:
+        allowed = f"a batch of {recipe.batch_size} samples does not divide into {parts} equal parts"
+        raise RecipeError("sharding.micro_batches", parts, allowed)
+    if sharding.schedule == "1f1b" and parts < n:
+        allowed = f"1f1b needs a micro-batch for each of the {n} stages at least; schedule='gpipe' takes fewer"
+        raise RecipeError("sharding.micro_batches", parts, allowed)
+    if recipe.precision == "fp16-mixed":
+        allowed = "each stage would scale its own loss: use 'bf16-mixed', or a precision without a loss scale"
+        raise RecipeError("precision", recipe.precision, allowed)

@@ -1,0 +1,124 @@
+"""The shapes of models: sizes, heads and layers read from a published configuration, without torch or transformers."""
+
+import dataclasses
+import json
+import os
+from collections.abc import Mapping
+from functools import cached_property, lru_cache
+from typing import Any
+
+from ..report.errors import RecipeError
+from . import families, lora_modules
+from .catalogue import closest, find, model_names
+from .families import read_json
+from .layouts import Layout, layout
+from .shape import ShapeData
+from .weights import Weight, list_buffers, list_weights
+
+__all__ = ["Shape", "model_names", "plain", "read_json", "read_shape"]
+
+
+class Shape(ShapeData):
+    """A model's sizes, and what follows from them."""
+
+    def weights(self) -> tuple[Weight, ...]:
+        """Every parameter tensor, named and ordered as transformers' `named_parameters()`; shared ones once."""
+        return self._weights
+
+    def buffers(self) -> tuple[tuple[str, tuple[int, ...], str], ...]:
+        """Every buffer as (name, shape, dtype). Gemma's `embed_scale` follows the weights' dtype; fp32 is given."""
+        return self._buffers
+
+    @cached_property
+    def layout(self) -> Layout | None:
+        """The modules by the roles they play; None for an architecture that is not written down."""
+        return layout(self)
+
+    @cached_property
+    def _weights(self) -> tuple[Weight, ...]:
+        return list_weights(self)
+
+    @cached_property
+    def _buffers(self) -> tuple[tuple[str, tuple[int, ...], str], ...]:
+        return list_buffers(self)
+
+    @cached_property
+    def num_parameters(self) -> int:
+        """How many parameters the model has, shared ones once."""
+        return sum(weight.size for weight in self.weights())
+
+    def lora_targets(
+        self, target_modules: lora_modules.Targets = None, modules_to_save: tuple[str, ...] | None = None
+    ) -> list[lora_modules.Module]:
+        """What PEFT would adapt, as (module name, inputs, outputs); see `vramlab.recipe.lora_modules.find`."""
+        return lora_modules.find(self, target_modules, modules_to_save)
+
+    def check_lora(self, target_modules: lora_modules.Targets, r: int) -> None:
+        """Raise RecipeError when nothing matches `target_modules`, or `r` exceeds a target's smaller side."""
+        lora_modules.check(self, target_modules, r)
+
+
+def read_shape(model: str | Mapping, num_layers: int | None = None, task: str | None = None) -> Shape:
+    """The shape of `model`: a name of the catalogue, a hub id, a path to a `config.json` or its folder, or its content.
+
+    Args:
+        num_layers: a depth other than the model's own; an encoder–decoder gets that depth on both sides.
+        task: which head; None takes the one that the configuration names, else the usual one.
+    Raises:
+        RecipeError: no such model or file, a size is missing or impossible, or the model has no such head.
+    """
+    if isinstance(model, Mapping):
+        model = plain(model)
+        text = json.dumps(model)
+        name = model.get("_name_or_path") or model.get("model_type") or "config"
+        return _shape(str(name), None, text, num_layers, task)
+    if not isinstance(model, str):
+        raise RecipeError("model", model, "it must be a name, a path to a config.json or a configuration")
+    entry = find(model)
+    if entry:
+        return _shape(entry.name, entry.hub_id, entry.config, num_layers, task)
+    try:
+        path = os.path.join(model, "config.json") if os.path.isdir(model) else model
+        with open(path, encoding="utf-8") as file:
+            text = file.read()
+    except UnicodeDecodeError:
+        rest = "this file is not text: give the config.json of the model, or the folder that holds it"
+        raise RecipeError("model", model, rest) from None
+    except (OSError, ValueError):  # a name with a zero byte is no path
+        hint = f"did you mean {closest(model)!r}? " if closest(model) else ""
+        rest = "vramlab.model_names() lists the names, and the path of any config.json works too"
+        raise RecipeError("model", model, f"no model and no readable file is called so; {hint}{rest}") from None
+    folder, file_name = os.path.split(os.path.abspath(path))
+    name = os.path.basename(folder) if file_name == "config.json" else file_name.removesuffix(".json")
+    return _shape(name, None, text, num_layers, task)
+
+
+def plain(config: Mapping) -> dict[str, Any]:
+    """`config` as JSON gives it back: text for keys, and text for what JSON has no form for, such as a torch.dtype.
+
+    Raises:
+        RecipeError: it contains itself, or has keys that JSON cannot write.
+    """
+    try:
+        return json.loads(json.dumps(dict(config), default=str))
+    except (TypeError, ValueError, RecursionError) as error:
+        raise RecipeError(
+            "model", type(config).__name__, f"its configuration cannot be written as JSON: {error}"
+        ) from None
+
+
+@lru_cache(maxsize=512)
+def _shape(name: str, hub_id: str | None, text: str, num_layers: int | None, task: str | None) -> Shape:
+    config = families.parse(name, text)
+    if num_layers is not None:
+        families.cut(config, num_layers)
+    family = families.family_of(name, config)
+    task = families.choose_task(name, family, config, task)
+    config["architectures"] = [family.classes[task]]
+    fields = families.read(name, config, family, task)
+    shape = Shape(name, config["model_type"], task, hub_id, json.dumps(config), family.head(task), **fields)
+    if shape.family in families.FAMILIES:
+        return shape
+    from .from_transformers import describe  # what no configuration says is taken from the model itself
+
+    return dataclasses.replace(shape, **describe(shape))

@@ -1,0 +1,149 @@
+"""Every parameter tensor and buffer of a model, by formula: names, shapes and order as `transformers` 5.23 has them.
+
+They follow from the architecture's layout (`layouts.py`); the tests hold every list against the model built on the
+meta device. What no layout covers is read off that model.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import prod
+from typing import TYPE_CHECKING, Any
+
+from .layouts import LAYOUTS, LLAMA_LIKE
+
+if TYPE_CHECKING:
+    from .shape import ShapeData
+
+
+@dataclass(frozen=True)
+class Weight:
+    """One parameter tensor.
+
+    Attributes:
+        kind: "linear" (out × in), "conv1d" (GPT-2's in × out), "embedding", "norm", "bias", "conv", "expert" (experts
+            × out × in) or "other"; a matrix shared by embedding and head is an "embedding".
+        layer: which block it belongs to, None outside the blocks; a decoder's blocks count on after its encoder's.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    kind: str
+    layer: int | None = None
+
+    @property
+    def size(self) -> int:
+        """How many numbers it holds."""
+        return prod(self.shape)
+
+
+# Kind and sizes of what plays a role in a layer. A cross-attention's roles begin with "cross_"; "position" is in a
+# stack's first layer only.
+ROLES = {
+    **{role: ("linear", "q h") for role in ("q", "cross_q")},
+    **{role: ("linear", "k h") for role in ("k", "v", "cross_k", "cross_v")},
+    **{role: ("linear", "h q") for role in ("out", "cross_out")},
+    **{role: ("norm", "h") for role in ("norm1", "norm2", "after1", "after2", "cross_norm")},
+    **{role: ("norm", "d") for role in ("q_norm", "k_norm")},
+    **{role: ("linear", "m h") for role in ("up", "gate")},
+    "qkv": ("linear", "qkv h"),
+    "down": ("linear", "h m"),
+    "position": ("embedding", "B a"),
+    "router": ("other", "E h"),
+    "experts_up": ("expert", "E 2m h"),
+    "experts_down": ("expert", "E h m"),
+}
+
+
+def _sizes(s: "ShapeData") -> dict[str, int]:
+    """The letters of a layout. h hidden, w output head's input, m feed-forward, q and k all heads, d one head, a heads,
+    V vocabulary, P positions, T token types, L labels, E experts, B position buckets, I image tokens, C and p patches."""
+    c, h, q, k = s.config, s.hidden_size, s.num_heads * s.head_dim, s.num_kv_heads * s.head_dim
+    patch = c.get("patch_size", 16)
+    sides = patch if isinstance(patch, list) else (patch, patch)
+    return {
+        **dict(h=h, w=c.get("word_embed_proj_dim") or h, m=s.intermediate_size, q=q, k=k, qkv=q + 2 * k, d=s.head_dim),
+        **{"1": 1, "2m": 2 * s.intermediate_size, "P+2": (s.max_positions or 0) + 2, "p0": sides[0], "p1": sides[-1]},
+        **dict(a=s.num_heads, V=max(s.vocab_size, 1), P=s.max_positions, T=c.get("type_vocab_size", 2), L=s.num_labels),
+        **dict(E=s.num_experts, B=c.get("relative_attention_num_buckets", 32), I=s.image_tokens),
+        "C": c.get("num_channels", 3),
+    }
+
+
+def list_weights(s: "ShapeData") -> tuple[Weight, ...]:
+    """Every parameter of `s` in the order of `named_parameters()`, shared ones once."""
+    if s.layout is None:
+        return tuple(Weight(*row) for row in _meta(s)[0])
+    found, sizes, first = [], _sizes(s), 0
+    for item in s.layout.items:
+        if isinstance(item, str):
+            for words in filter(None, map(str.split, item.split(";"))):
+                found += (Weight(*row) for row in _tensors(s, sizes, words[0], words[1], words[2:]))
+            continue
+        rows = []
+        for role, name in item.parts.items():
+            kind, letters = ROLES[role]
+            if kind == "linear":
+                kind = ("conv1d" if s.family == "gpt2" else kind) + ("+" if role in s.layout.biased else "")
+            rows += ((role, *row) for row in _tensors(s, sizes, name, kind, letters.split()))
+        for i in range(item.count):
+            found += (
+                Weight(f"{item.prefix}.{i}.{name}", shape, kind, first + i)
+                for role, name, shape, kind in rows
+                if role != "position" or i == 0
+            )
+        first += item.count
+    return tuple(found)
+
+
+def _tensors(s: "ShapeData", sizes: dict[str, int], name: str, kind: str, letters: list[str]) -> Iterator[tuple]:
+    """(name, shape, kind) of a module's tensors; kinds that are no module are the tensor itself."""
+    shape, bias = tuple(sizes[letter] for letter in letters), kind.endswith("+")
+    kind = kind.removesuffix("+")
+    if kind not in ("linear", "conv1d", "embedding", "norm"):
+        yield name, shape, kind
+        return
+    yield f"{name}.weight", shape[::-1] if kind == "conv1d" else shape, kind  # Conv1D is stored transposed
+    if bias or (kind == "norm" and s.norm == "layernorm"):
+        yield f"{name}.bias", shape[:1], "norm" if kind == "norm" else "bias"
+
+
+def list_buffers(s: "ShapeData") -> tuple[tuple[str, tuple[int, ...], str], ...]:
+    """Every buffer of `s`: name, shape and dtype, whether or not it is saved with the weights."""
+    rope = s.config.get("rope_parameters") or s.config.get("rope_scaling") or {}
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if s.family not in (*LLAMA_LIKE, *LAYOUTS) or kind not in ("default", "linear", "dynamic", "llama3", "yarn"):
+        return _meta(s)[1]
+    if s.family == "bert":
+        names = ("position_ids", "token_type_ids")
+        return tuple((f"bert.embeddings.{name}", (1, s.max_positions), "int64") for name in names)
+    rows = [("model.embed_tokens.embed_scale", (), "float32")] if s.family in ("gemma", "gemma2") else []
+    if s.rotary_dim:
+        prefix = {"gpt_neox": "gpt_neox", "falcon": "transformer"}.get(s.family, "model")
+        # one frequency per pair of channels, and a second copy that transformers keeps to undo dynamic scaling
+        shape = ((s.rotary_dim + 1) // 2,)
+        rows += [(f"{prefix}.rotary_emb.{name}", shape, "float32") for name in ("inv_freq", "original_inv_freq")]
+    return tuple(rows)
+
+
+def unquantized(recipe: Any) -> list[str]:
+    """The note on matrices that a 4- or 8-bit base keeps in 16 or 32 bits, [] where there are none.
+
+    `transformers.integrations.bitsandbytes.replace_with_bnb_linear` takes modules whose type is `nn.Linear` or `Conv1D`.
+    transformers 5 has the experts of a layer in 3-D parameters of no such module; Falcon has a linear class of its own.
+    """
+    if not recipe.quantization:
+        return []
+    shape, own = recipe.shape, recipe.shape.family == "falcon"
+    left = [w for w in shape.weights() if w.kind == "expert" or (own and w.kind == "linear" and w.layer is not None)]
+    if not left:
+        return []
+    what = "Falcon's own linear class is none" if own else "transformers 5 fuses experts in 3-D parameters"
+    cast = ", and prepare_model_for_kbit_training casts them to fp32" if recipe.quantization.prepare else ""
+    sizes = f"{sum(w.size for w in left) / 1e9:,.1f} of {shape.num_parameters / 1e9:,.1f} billion weights"
+    return [f"{sizes} are not quantized: bitsandbytes takes nn.Linear layers, {what}{cast}"]
+
+
+def _meta(s: "ShapeData") -> tuple[tuple, tuple]:
+    from .from_transformers import read_off
+
+    return read_off(s)

@@ -1,0 +1,1 @@
+"""`simulate`: the real training step on fake tensors. No GPU, no memory."""

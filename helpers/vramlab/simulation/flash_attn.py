@@ -1,0 +1,100 @@
+"""The package flash-attn on fake tensors: what its host code allocates (`flash_api.cpp`), without the package.
+
+`mha_fwd` allocates the output like the queries, one fp32 number a row (softmax_lse) and the generator's state on the GPU
+(rng_state); `mha_bwd` what `cuda_scratch.py` counts. torch's copy of the same host code, `aten::_flash_attention_forward`,
+runs in the package's place, without the further number that it returns.
+"""
+
+import contextlib
+import functools
+import math
+from collections.abc import Iterator
+from unittest.mock import patch
+
+import torch
+
+from ..report.errors import RecipeError
+from .cuda import HALF, pad_head
+
+NAME = "flash_attention_2"
+
+
+@contextlib.contextmanager
+def flash_attention(capability: tuple[int, int]) -> Iterator[None]:
+    """While entered, transformers finds flash-attn; `capability` is the GPU's."""
+    from transformers import PreTrainedModel
+    from transformers import modeling_flash_attention_utils as utils
+    from transformers.integrations import flash_attention as integration
+
+    needed = {utils: ("_lazy_imports", "FLASH_ATTENTION_COMPATIBILITY_MATRIX"), integration: ("get_target_dtype",)}
+    needed[PreTrainedModel] = ("_flash_attn_can_dispatch",)
+    if not all(hasattr(owner, name) for owner, names in needed.items() for name in names):
+        yield  # a release that is put together otherwise refuses by itself
+        return
+    check, imports, target = PreTrainedModel._flash_attn_can_dispatch, utils._lazy_imports, integration.get_target_dtype
+
+    def can_dispatch(model, flash_attn_version, is_init_check=False):
+        if flash_attn_version != 2 or not model._supports_flash_attn:
+            return check(model, flash_attn_version, is_init_check)
+        if capability < (8, 0):
+            raise RecipeError("attn_implementation", NAME, "flash-attn 2 needs a GPU of Ampere or newer: take 'sdpa'")
+        return True
+
+    def lazy_imports(implementation, *args, **kwargs):
+        if implementation != NAME:
+            return imports(implementation, *args, **kwargs)
+        return flash_attn_func, flash_attn_varlen_func, None, utils._pad_input, utils._unpad_input
+
+    def target_dtype(query, module):
+        try:
+            return target(query, module)
+        except StopIteration:  # no linear layer to take it from
+            return query.dtype
+
+    names = ("_flash_fn", "_flash_varlen_fn", "_flash_with_kvcache_fn", "_pad_fn", "_unpad_fn")
+    names += ("_process_flash_kwargs_fn", "_process_with_kvcache_kwargs_fn", "_loaded_implementation")
+    with (
+        patch.object(PreTrainedModel, "_flash_attn_can_dispatch", can_dispatch),
+        patch.object(integration, "get_target_dtype", target_dtype),
+        patch.dict(utils.FLASH_ATTENTION_COMPATIBILITY_MATRIX[2], general_availability_check=lambda: True),
+        patch.multiple(utils, _lazy_imports=lazy_imports, **dict.fromkeys(n for n in names if hasattr(utils, n))),
+    ):
+        yield
+
+
+def flash_attn_func(
+    q,
+    k,
+    v,
+    dropout_p=0.0,
+    softmax_scale=None,
+    causal=False,
+    window_size=(-1, -1),
+    softcap=0.0,
+    alibi_slopes=None,
+    deterministic=False,
+):
+    """The package's function: batch × tokens × heads × channels."""
+    if q.dtype not in HALF:
+        raise RecipeError("attn_implementation", NAME, f"flash-attn takes fp16 and bf16, not {q.dtype}: take 'sdpa'")
+    width, scale = q.shape[-1], softmax_scale or 1 / math.sqrt(q.shape[-1])
+    q, k, v = (pad_head(t if t.stride(-1) == 1 else t.contiguous(), 8) for t in (q, k, v))
+    options = dropout_p, causal, False
+    out = torch.ops.aten._flash_attention_forward(q, k, v, None, None, q.shape[1], k.shape[1], *options, scale=scale)[0]
+    return out[..., :width]
+
+
+@functools.wraps(flash_attn_func)  # transformers reads from the signature what it can pass
+def flash_attn_varlen_func(q, k, v, **kwargs):
+    raise RecipeError("attn_implementation", NAME, "padded or packed sequences are not simulated with it: take 'sdpa'")
+
+
+def _fake_forward(mode, func, query, *args, **kwargs):
+    batch, length, heads, _ = query.shape
+    with mode:
+        rows = query.new_empty((batch, heads, length), dtype=torch.float32)
+        rng_state, unused = (query.new_empty(n, dtype=torch.uint64) for n in (2, 0))
+        return torch.empty_like(query), rows, rng_state, unused, query.new_empty(0)
+
+
+FAKE = {torch.ops.aten._flash_attention_forward.default: _fake_forward}

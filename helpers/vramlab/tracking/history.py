@@ -1,0 +1,136 @@
+"""What a tracker saw, replayed: bytes by category after every event, peaks, phases, the timeline."""
+
+from collections.abc import Iterable
+from functools import cached_property
+
+import numpy as np
+
+from ..hardware.allocator import replay
+from ..report.report import CATEGORIES, Bytes, Moment, Phase, Tensor
+from .tracker import Storage
+
+ATTRIBUTED = tuple(name for name in CATEGORIES if name != "unexplained")  # what a log can say
+INDEX = {name: i for i, name in enumerate(ATTRIBUTED)}
+
+
+def to_bytes(split: "np.ndarray | list[int]") -> Bytes:
+    """A row of bytes in the order of ATTRIBUTED as `Bytes`."""
+    return Bytes(**{name: int(n) for name, n in zip(ATTRIBUTED, split, strict=True)})
+
+
+class History:
+    """A replayed log. Position p is the moment after the first p events.
+
+    Args:
+        allocator: also run the log through the model of CUDA's caching allocator; what its blocks hold beyond
+            what was asked for is then part of the workspace, and the total is what `torch.cuda.memory_allocated` says.
+        limit: bytes of segments that the card can hold; None for a card without end.
+        notes: what its report is to say of how it came about.
+
+    Attributes:
+        replayed: what the allocator did, or None.
+        splits: array of shape (events + 1, categories): the bytes alive at each position.
+        live: their sums.
+        stretches: (phase, first position, last position), in order; the first is "load".
+    """
+
+    def __init__(
+        self,
+        log: list[tuple[int, Storage, str]],
+        marks: list[tuple[int, str]],
+        allocator: bool = False,
+        limit: int | None = None,
+        notes: Iterable[str] = (),
+    ):
+        self.log, self.notes = list(log), list(notes)
+        self.replayed = replay(self.log, limit) if allocator else None
+        deltas = np.zeros((len(self.log) + 1, len(ATTRIBUTED)), dtype=np.int64)
+        for i, (size, storage, _) in enumerate(self.log, 1):
+            deltas[i, INDEX[storage.category or "temporaries"]] = size
+        self.splits = deltas.cumsum(axis=0)
+        if self.replayed:
+            self.splits[:, INDEX["workspace"]] += self.replayed.slack
+        self.live = self.splits.sum(axis=1)
+        starts = [(0, "load"), *marks]
+        ends = [position for position, _ in marks] + [len(self.log)]
+        self.stretches = [(name, start, end) for (start, name), end in zip(starts, ends, strict=True)]
+
+    def highest(self, start: int = 0, end: int | None = None) -> int:
+        """The first position in start…end at which most is alive."""
+        end = len(self.log) if end is None else end
+        return start + int(np.argmax(self.live[start : end + 1]))
+
+    def split(self, position: int) -> Bytes:
+        """The bytes by category at `position`."""
+        return to_bytes(self.splits[position])
+
+    def phase_at(self, position: int) -> str:
+        """The phase whose events lead to `position`."""
+        return next(name for name, start, end in self.stretches if position <= end and (position > start or start == 0))
+
+    @cached_property
+    def last_step(self) -> list[tuple[str, int, int]]:
+        """The stretches of the last optimizer step: from its first "forward" to its "between_steps"."""
+        names = [name for name, _, _ in self.stretches]
+        first = max(
+            (i for i, n in enumerate(names) if n == "forward" and names[i - 1] in ("load", "between_steps")), default=0
+        )
+        return self.stretches[first:]
+
+    def first_step(self) -> list[tuple[str, Bytes, Bytes]]:
+        """The stretches up to the end of the first optimizer step, each with its peak and its end."""
+        ends = [i for i, (name, _, _) in enumerate(self.stretches) if name == "between_steps"]
+        ran = self.stretches[: ends[0]]
+        return [(name, self.split(self.highest(a, b)), self.split(b)) for name, a, b in ran]
+
+    def phases(self) -> dict[str, Phase]:
+        """Each phase of the last step (the highest of its micro-batches), and the moment after loading."""
+        load = self.split(self.stretches[0][2])
+        return {
+            "load": Phase(load, load),
+            **merge((name, self.split(self.highest(a, b)), self.split(b)) for name, a, b in self.last_step),
+        }
+
+    def groups(self, position: int) -> dict[tuple, list[Storage]]:
+        """The storages alive at `position` by (size, category, shape, dtype, operator)."""
+        alive: dict[int, Storage] = {}
+        for size, storage, _ in self.log[:position]:
+            if size > 0:
+                alive[id(storage)] = storage
+            else:
+                alive.pop(id(storage), None)
+        groups: dict[tuple, list[Storage]] = {}
+        for s in alive.values():
+            groups.setdefault((s.size, s.category or "temporaries", s.shape, s.dtype, s.op), []).append(s)
+        return groups
+
+    def timeline(self, points: int = 400) -> list[Moment]:
+        """The last step as at most about `points` moments: every high and low that shows at that resolution."""
+        step = self.last_step
+        begin, end = step[0][1], step[-1][2]
+        chosen = {begin, end, *(stop for _, _, stop in step)}
+        width = max(1, (end - begin) * 2 // points)
+        for left in range(begin, end, width):
+            window = self.live[left : min(left + width, end) + 1]
+            chosen |= {left + int(np.argmax(window)), left + int(np.argmin(window))}
+        names = [(start, name) for name, start, _ in step]
+        return [
+            Moment(p - begin, next(n for start, n in reversed(names) if start < p or start == begin), self.split(p))
+            for p in sorted(chosen)
+        ]
+
+
+def merge(stretches) -> dict[str, Phase]:
+    """(phase, peak, end) of several stretches to one `Phase` a name: the highest peak, the last end."""
+    phases: dict[str, Phase] = {}
+    for name, peak, end in stretches:
+        if name in phases and phases[name].peak.total >= peak.total:
+            peak = phases[name].peak
+        phases[name] = Phase(peak, end)
+    return phases
+
+
+def largest(groups: dict[tuple, tuple[int, str]], count: int = 8) -> list[Tensor]:
+    """The largest groups, as (size, category, shape, dtype, operator) to (how many, where the first was made)."""
+    ranked = sorted(groups.items(), key=lambda item: (-item[0][0] * item[1][0], str(item[0])))
+    return [Tensor(*key, where=where, count=number) for key, (number, where) in ranked[:count] if number > 0]

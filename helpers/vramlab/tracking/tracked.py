@@ -1,0 +1,173 @@
+"""The training step under a tracker that is told what each storage is for. Fake, CPU and CUDA tensors alike."""
+
+import contextlib
+import dataclasses
+import functools
+import gc
+import sys
+from collections import deque
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from ..training.engine import Training
+from ..training.models import is_fake
+from ..training.training import train_step
+from .tracker import Tracker
+
+
+def run_tracked(
+    training: Training, tracker: Tracker, steps: int, target: str, at_phase: Callable[[], None] | None = None
+) -> Tracker:
+    """Run `steps` optimizer steps of `training` under `tracker`, and return it.
+
+    Args:
+        target: "cuda" or "cpu"; says which of the optimizer's tensors are on the host or in unified memory.
+        at_phase: called as each phase begins, before its first event.
+    """
+    claim_model(tracker, training.model)
+    tracker.given(training.engine.buffers(), "workspace", "buckets")
+    for batch in (training.batch, *training.further):
+        tracker.claim(tensors_in(batch), "inputs")
+    claim_states(tracker, training.optimizers, target)  # Adagrad makes its own before the first step
+
+    def on_phase(name: str) -> None:
+        if name == "between_steps":
+            claim_states(tracker, training.optimizers, target)
+        if at_phase:
+            at_phase()
+        tracker.begin(name)
+
+    with (
+        no_collection(before=not is_fake(training.model)),
+        gradients_named(tracker, training.model),
+        units_named(tracker),
+        training.engine.follow(training, tracker),
+        tracker.modules(training.model),
+        tracker,
+    ):
+        for _ in range(steps):
+            train_step(training, on_phase)
+    return tracker.finish()
+
+
+@contextlib.contextmanager
+def gradients_named(tracker: Tracker, model: torch.nn.Module):
+    """While entered, each gradient is named as soon as it is complete; those that exist are named at once."""
+    handles = []
+
+    def name_it(name: str, parameter: torch.Tensor) -> None:
+        if parameter.grad is not None:
+            tracker.claim([parameter.grad], "gradients", name)
+
+    for name, parameter in model.named_parameters():
+        name_it(name, parameter)
+        if parameter.requires_grad:
+            hooks = parameter._post_accumulate_grad_hooks or {}
+            others = list(hooks)
+            handles.append(parameter.register_post_accumulate_grad_hook(functools.partial(name_it, name)))
+            for other in others:  # the loop's own go last: they may step on the gradient and free it
+                hooks[other] = hooks.pop(other)
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@contextlib.contextmanager
+def units_named(tracker: Tracker):
+    """While entered, what FSDP gathers is workspace, and the full gradients that it is to divide are gradients."""
+    if "torch.distributed.fsdp" not in sys.modules:
+        yield
+        return
+    from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+    from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+
+    gathered, complete = FSDPParam.init_unsharded_param, FSDPParamGroup.post_backward
+
+    def init_unsharded_param(part: FSDPParam) -> None:
+        tracker.claim(part.all_gather_outputs, "workspace", part._param_fqn or "")
+        gathered(part)
+
+    def post_backward(group: FSDPParamGroup, *unused: Any) -> None:
+        for part in group.fsdp_params:
+            whole = getattr(part, "_unsharded_param", None)
+            held = (part.unsharded_accumulated_grad, None if whole is None else whole.grad)
+            tracker.claim((g for g in held if g is not None), "gradients", part._param_fqn or "")
+        complete(group, *unused)
+
+    FSDPParam.init_unsharded_param, FSDPParamGroup.post_backward = init_unsharded_param, post_backward
+    try:
+        yield
+    finally:
+        FSDPParam.init_unsharded_param, FSDPParamGroup.post_backward = gathered, complete
+
+
+@contextlib.contextmanager
+def no_collection(before: bool = True):
+    """Python's cycle collector frees storages when it likes; without it two runs are equal to the byte.
+
+    `before`: collect once now. What is left of fake tensors weighs nothing, and looking for it takes long.
+    """
+    if before:
+        gc.collect()
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+def tensors_in(values: Any) -> list[torch.Tensor]:
+    """The tensors in `values`, through mappings, sequences and dataclasses, however deep."""
+    if isinstance(values, torch.Tensor):
+        return [values]
+    if isinstance(values, Mapping):
+        values = list(values.values())
+    elif dataclasses.is_dataclass(values) and not isinstance(values, type):
+        values = list(vars(values).values())
+    nested = isinstance(values, list | tuple | set | frozenset | deque)
+    return [tensor for value in values for tensor in tensors_in(value)] if nested else []
+
+
+def claim_model(tracker: Tracker, model: torch.nn.Module) -> None:
+    """Tell `tracker` about the model's storages: parameters (with the statistics of quantized ones) and buffers."""
+    for name, parameter in model.named_parameters():
+        tracker.claim([parameter, *quantization_statistics(parameter)], "parameters", name)
+    for name, module in model.named_modules():  # FSDP's shards have none of their own
+        tracker.claim(quantization_statistics(module), "parameters", f"{name}.weight")
+    for name, buffer in model.named_buffers():
+        tracker.claim([buffer], "buffers", name)
+
+
+def quantization_statistics(owner: torch.nn.Parameter | torch.nn.Module) -> list[torch.Tensor]:
+    """What a bitsandbytes weight or its layer keeps beside the codes: block maxima, their own code and maxima, offset."""
+    state = getattr(owner, "quant_state", None)
+    if state is None:
+        return [t for t in (getattr(owner, "SCB", None),) if t is not None]
+    tensors = [state.absmax, state.code, state.offset]
+    if state.state2 is not None:
+        tensors += [state.state2.absmax, state.state2.code]
+    return [t for t in tensors if t is not None]
+
+
+def claim_states(tracker: Tracker, optimizers: list[Any], target: str) -> None:
+    """Tell `tracker` what the optimizers keep.
+
+    On CUDA, paged states of 100,000 elements or more are in unified memory, outside the caching allocator
+    (`bitsandbytes.optim.Optimizer8bit.get_state_buffer`).
+    """
+    for optimizer in optimizers:
+        paged = target == "cuda" and getattr(optimizer, "is_paged", False)
+        for parameter, state in optimizer.state.items():
+            offloaded = tracker.forgotten([parameter])
+            for name, value in state.items():
+                for tensor in tensors_in(value):
+                    if offloaded or (paged and name in ("state1", "state2") and tensor.numel() >= 1e5):
+                        tracker.forget([tensor])
+                    else:
+                        tracker.claim([tensor], "optimizer_states", tracker.owner(parameter))

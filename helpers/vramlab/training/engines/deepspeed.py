@@ -1,0 +1,136 @@
+"""ZeRO stages 0 to 3 by DeepSpeed (`deepspeed.initialize`; Rajbhandari et al. 2020, 2021), an optional extra.
+
+What a rank holds is tabled in `deepspeed_terms.py`; what is answered for ranks that are not there, in
+`deepspeed_alone.py`.
+"""
+
+import contextlib
+import logging
+import os
+import warnings
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from ...recipe.deepspeed_config import filled_in, hidden_size
+from ...recipe.recipe import Recipe
+from ...report.errors import RecipeError
+from ..engine import Engine
+from ..quiet import compilers_silent
+
+if TYPE_CHECKING:
+    import torch
+
+    from ..engine import Follower, Training
+
+
+class DeepSpeed(Engine):
+    """DeepSpeed's engine has model and optimizer: it averages, clips, steps and clears gradients by itself.
+
+    A "-mixed" precision is DeepSpeed's own: the model's weights are cast to half precision for good, and each rank
+    updates an fp32 copy of its share; nothing is autocast, as under accelerate (`Accelerator.native_amp` is False).
+    """
+
+    autocasts = False
+    fake_gpu = "cpu:0"
+
+    def __init__(self, recipe: Recipe):
+        self.recipe = recipe
+
+    def start(self, training: "Training") -> None:
+        deepspeed = library()
+        choose_accelerator(training.device.type)
+        model = training.model
+        config = filled_in(self.recipe, hidden_size(model.config))
+        # The usual start of 65,536 overflows at once with random weights, and a skipped step makes no states.
+        config["fp16"]["initial_scale_power"] = 0
+        if self.recipe.precision == "fp16-mixed" and not deepspeed.accelerator.get_accelerator().is_fp16_supported():
+            raise RecipeError("precision", "fp16-mixed", "DeepSpeed does not train in fp16 on this CPU: use bf16-mixed")
+        from .deepspeed_alone import forget
+
+        forget()
+        engine, training.optimizer, _, _ = deepspeed.initialize(
+            model=model, optimizer=training.optimizer, config=config, dist_init_required=False
+        )
+        training.model, training.scaler = engine, None
+        dtype = next(model.parameters()).dtype
+        if self.recipe.precision.endswith("-mixed"):
+            for batch in (training.batch, *training.further):  # Trainer._prepare_input: inputs in the weights' dtype
+                batch.update({name: t.to(dtype) for name, t in batch.items() if t.is_floating_point()})
+
+    def without_peers(self, target: str) -> contextlib.AbstractContextManager:
+        library()
+        from .deepspeed_alone import without_peers
+
+        return without_peers({"cuda": self.fake_gpu, "cpu": "cpu"}[target])
+
+    def follow(self, training: "Training", tracker: "Follower") -> contextlib.AbstractContextManager:
+        from .deepspeed_terms import follow
+
+        return follow(training.model, tracker)
+
+    def micro_batch(self, training: "Training", last: bool) -> contextlib.AbstractContextManager:
+        training.model.set_gradient_accumulation_boundary(last)
+        return contextlib.nullcontext()
+
+    def backward(self, training: "Training", loss: "torch.Tensor") -> None:
+        training.model.backward(loss, scale_wrt_gas=False)  # the loop has divided by the number of micro-batches
+
+    def clip(self, training: "Training", norm: float) -> None:
+        """`update` clips: the norm is in the configuration."""
+
+    def update(self, training: "Training") -> None:
+        training.model.step()
+
+    def zero_grad(self, training: "Training") -> None:
+        """`update` has done it."""
+
+    def gradients(self, training: "Training") -> Iterator[tuple[str, "torch.Tensor"]]:
+        """(name, whole gradient) before the update. All ranks have to ask: shards are gathered."""
+        from deepspeed.utils import safe_get_full_grad
+
+        for name, parameter in training.model.module.named_parameters():
+            if parameter.requires_grad:
+                whole = safe_get_full_grad(parameter) if self.recipe.sharding.stage else parameter.grad
+                if whole is not None:
+                    yield name, whole
+
+
+def library() -> Any:
+    """The package `deepspeed`, quiet. Raises RecipeError with the command that installs it."""
+    # It looks for an accelerator when it is first imported, and warns when it finds none.
+    import torch
+
+    os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        import deepspeed
+    except ImportError as error:
+        rest = "DeepSpeed is not installed here: run pip install deepspeed"
+        raise RecipeError("sharding.engine", "deepspeed", rest) from error
+    logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
+    warnings.filterwarnings("ignore", message=r"`torch\.distributed\.\w+_tensor` is deprecated")
+    # Shared-memory collectives serve inference only, and would be compiled here and now.
+    with compilers_silent():  # it tries out which operators could be compiled
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    return deepspeed
+
+
+def choose_accelerator(device: str) -> None:
+    """Let DeepSpeed's idea of the accelerator, which it forms once, be where the model is. Fake tensors are CPU's."""
+    from deepspeed.accelerator import get_accelerator, set_accelerator
+
+    if get_accelerator().device_name() == device:
+        return
+    if device == "cpu":
+        from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator as Accelerator
+    else:
+        from deepspeed.accelerator.cuda_accelerator import CUDA_Accelerator as Accelerator
+    set_accelerator(Accelerator())
+
+
+def make(recipe: Recipe) -> Engine:
+    if not recipe.loop.set_to_none:
+        raise RecipeError("loop.set_to_none", False, "engine 'deepspeed' frees gradients by itself: leave it True")
+    if recipe.quantization and recipe.sharding.stage == 3:
+        rest = "DeepSpeed's stage 3 does not divide quantized weights: use stage 2 or engine 'fsdp'"
+        raise RecipeError("sharding.stage", 3, rest)
+    return DeepSpeed(recipe)

@@ -1,0 +1,178 @@
+"""DeepSpeed under torch's fake process group: what it asks of other ranks, and of fake tensors' values.
+
+Each answer is the one that a healthy run gives, and what it allocates on the way to the question is allocated all the
+same. Two loops over all ranks, of stage 3, are cut short, since a thousand fake views take their time. Nothing else of
+DeepSpeed is replaced.
+"""
+
+import contextlib
+import functools
+import os
+import warnings
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+
+@contextlib.contextmanager
+def without_peers(device: str) -> Iterator[None]:
+    """While entered, DeepSpeed runs on one rank of a world that is not there.
+
+    Where fake tensors stand for a GPU's, its accelerator is `device`, and "cpu" by name is the host
+    (`cuda.CudaKernels`).
+    """
+    from deepspeed.accelerator import get_accelerator, real_accelerator
+    from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
+    from deepspeed.runtime.engine import DeepSpeedEngine
+    from deepspeed.runtime.zero import linear, partitioned_param_coordinator, stage3
+    from deepspeed.runtime.zero.partition_parameters import AllGatherCoalescedHandle
+    from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+
+    ours = (
+        # `choose_accelerator` may put another in its place.
+        patch.object(real_accelerator, "ds_accelerator", get_accelerator()),
+        # torchrun says it to real ranks, and DeepSpeed insists.
+        patch.dict(os.environ, {"LOCAL_RANK": os.environ.get("LOCAL_RANK", "0")}),
+        # No gradient overflowed, and a norm is 1.
+        patch.object(DeepSpeedEngine, "_take_model_step", _healthy(DeepSpeedEngine._take_model_step)),
+        patch.object(
+            DeepSpeedZeroOptimizer,
+            "update_offload_overflow_tracker",
+            _healthy(DeepSpeedZeroOptimizer.update_offload_overflow_tracker),
+        ),
+        # Every rank saw the modules in the same order.
+        patch.object(partitioned_param_coordinator, "assert_ints_same_as_other_ranks", _same_everywhere),
+        # What was gathered, and what is to be scattered, is put together in as many pieces as there are ranks.
+        patch.object(AllGatherCoalescedHandle, "wait", _if_fake(_gathered, AllGatherCoalescedHandle.wait)),
+        patch.object(stage3, "reduce_scatter_coalesced", _if_fake(_scattered, stage3.reduce_scatter_coalesced)),
+        # stage 3 puts a linear layer of its own in torch's place
+        patch.object(torch.nn.functional, "linear", torch.nn.functional.linear),
+        # The model is where it belongs, and a fake parameter that somebody refers to cannot be moved.
+        patch.object(DeepSpeedEngine, "_set_client_model", _stays(DeepSpeedEngine._set_client_model)),
+    )
+    with contextlib.ExitStack() as stack:
+        for each in ours:
+            stack.enter_context(each)
+        # `device` is text, as its accelerators give: stage 3 finds no device equal to it
+        for name in ("device_name", "current_device_name"):
+            stack.enter_context(patch.object(CPU_Accelerator, name, lambda *index: device))
+        there = patch.object(CPU_Accelerator, "on_accelerator", lambda _, t: t.device == torch.device(device))
+        stack.enter_context(there)
+        kind = SimpleNamespace(device_name=lambda: "cpu")  # of device, for autocast
+        stack.enter_context(patch.object(linear, "get_accelerator", lambda: kind))
+        stack.enter_context(warnings.catch_warnings())
+        # It checks the alignment of its partitions; the address of a fake one is 0, which is aligned.
+        warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")
+        stack.callback(forget)
+        yield
+
+
+class Healthy(TorchDispatchMode):
+    """Answers reads of values in DeepSpeed's step: nothing overflowed (no flag is set), and every norm is 1."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is torch.ops.aten._local_scalar_dense.default and args[0].dtype in (torch.bool, torch.uint8):
+            return args[0].dtype is torch.uint8 and 0
+        if func is torch.ops.aten._local_scalar_dense.default and args[0].is_floating_point():
+            return 1.0
+        return func(*args, **(kwargs or {}))
+
+
+def _healthy(method: Callable) -> Callable:
+    @functools.wraps(method)
+    def inner(*args: Any, **options: Any) -> Any:
+        with Healthy():
+            return method(*args, **options)
+
+    return inner
+
+
+def _same_everywhere(ints: list[int]) -> None:
+    """Allocates what the comparison does: the list's length, then the list (`deepspeed/runtime/zero/utils.py`)."""
+    from deepspeed.accelerator import get_accelerator
+
+    device = torch.device(get_accelerator().device_name(os.environ["LOCAL_RANK"]))
+    torch.tensor(len(ints), device=device)
+    torch.tensor(ints, dtype=int, device=device)
+
+
+def _if_fake(short: Callable, method: Callable) -> Callable:
+    """`short` where the first argument is, or has gathered, fake tensors, else `method`."""
+
+    @functools.wraps(method)
+    def inner(first: Any, *args: Any, **options: Any) -> Any:
+        tensors = first if isinstance(first, list) else first.partitions
+        return (short if isinstance(tensors[0], FakeTensor) else method)(first, *args, **options)
+
+    return inner
+
+
+def _stays(method: Callable) -> Callable:
+    @functools.wraps(method)
+    def inner(engine: Any, model: torch.nn.Module) -> None:
+        method(engine, model)
+        engine.dont_change_device = True
+
+    return inner
+
+
+def _gathered(handle: Any, handle_dependency: bool = True) -> None:
+    """`AllGatherCoalescedHandle.wait`: each parameter becomes a copy of its pieces, one `cat` of its size."""
+    from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
+
+    if handle.complete:
+        return
+    handle.allgather_handle.wait()
+    for param in handle.params:
+        whole = handle.partitions[0].as_strided((param.ds_numel,), (1,), 0)
+        param.data = torch.cat([whole]).view(param.ds_shape).to(param.ds_tensor.dtype)
+        param.ds_status = ZeroParamStatus.AVAILABLE
+    handle.complete = True
+
+
+@torch.no_grad()
+def _scattered(tensors: list[torch.Tensor], group: Any = None) -> list[torch.Tensor]:
+    """`reduce_scatter_coalesced`: padding, piece by piece, and one `cat` of all; this rank's part of each is returned."""
+    from deepspeed import comm
+
+    world, rank = comm.get_world_size(group), comm.get_rank(group)
+    sizes = [-(-t.numel() // world) for t in tensors]
+    flat = tensors[0].view(-1)
+    if len(tensors) > 1 or tensors[0].numel() % world:
+        paddings = []
+        for other in range(world):
+            for tensor, size in zip(tensors, sizes, strict=True):
+                if missing := size - _own(tensor, size, other):
+                    paddings.append(torch.empty(missing, dtype=tensor.dtype, device=tensor.device))
+        more = world * sum(sizes) - sum(t.numel() for t in tensors)
+        filler = [paddings[0].narrow(0, 0, 1).expand(more)] if more else []
+        flat = torch.cat([*(t.view(-1) for t in tensors), *filler])
+    flat.div_(world)
+    mine = flat.narrow(0, rank * sum(sizes), sum(sizes))
+    comm.reduce_scatter_fn(mine, flat, group=group)
+    starts = [sum(sizes[:i]) for i in range(len(sizes))]
+    return [
+        mine.narrow(0, start, _own(tensor, size, rank))
+        for tensor, size, start in zip(tensors, sizes, starts, strict=True)
+    ]
+
+
+def _own(tensor: torch.Tensor, size: int, rank: int) -> int:
+    """How many elements of `tensor` are the part of `rank`, of at most `size`."""
+    return max(0, min(size, tensor.numel() - rank * size))
+
+
+def forget() -> None:
+    """Undo what DeepSpeed keeps for the process's life: its first process group, and stage 3's own linear layer."""
+    import torch
+    from deepspeed.comm import comm
+    from deepspeed.runtime.zero.partition_parameters import InsertPostInitMethodToModuleSubClasses as Patched
+    from deepspeed.utils import groups
+
+    comm.cdb = groups._WORLD_GROUP = None
+    torch.nn.functional.linear = getattr(Patched, "linear_bk", torch.nn.functional.linear)

@@ -1,0 +1,206 @@
+"""ZeRO stages 2 and 3 by FSDP2 (`torch.distributed.fsdp.fully_shard`; Zhao et al. 2023)."""
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+from ...recipe.recipe import Recipe
+from ...report.errors import RecipeError
+from ..engine import AUTOCAST, Engine
+from ..models import is_fake, real_tensors
+
+if TYPE_CHECKING:
+    import torch
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from ..engine import Follower, Training
+    from .host import Host
+
+
+class FSDP(Engine):
+    """Each unit of `units` is gathered when it is needed; gradients are reduce-scattered, unit by unit.
+
+    Stage 3 frees a unit after its forward pass (`reshard_after_forward`), stage 2 keeps it until its backward pass.
+    A "-mixed" precision is FSDP's own policy, not autocast: fp32 shards are gathered in half precision, gradients
+    are summed in it and outputs, the loss among them, are cast to it, as accelerate sets it
+    (`FullyShardedDataParallelPlugin.set_mixed_precision`).
+    """
+
+    autocasts = False
+
+    def __init__(self, recipe: Recipe):
+        self.recipe = recipe
+        self.host: Host | None = None
+
+    def wrap(self, model: "torch.nn.Module") -> "torch.nn.Module":
+        sharding = self.recipe.sharding
+        if sharding.offload == "optimizer":
+            allowed = "FSDP offloads parameters, gradients and optimizer together: 'parameters'"
+            raise RecipeError("sharding.offload", sharding.offload, allowed)
+        if sharding.offload and next(model.parameters()).device.type == "cpu":
+            from .host import Host
+
+            self.host = Host()
+        with self.host or contextlib.nullcontext(), _of_integers(self.recipe):
+            model = shard(
+                model,
+                units(model, sharding.wrap, as_accelerate=self.recipe.loop.name == "trainer"),
+                reshard_after_forward=sharding.stage == 3,
+                half=AUTOCAST.get(self.recipe.precision),
+                offload=sharding.offload is not None,
+            )
+        if self.host:
+            self.host.serve(model)
+        return model
+
+    def follow(self, training: "Training", tracker: "Follower") -> contextlib.AbstractContextManager:
+        return self.host.follow(training.model, tracker) if self.host else contextlib.nullcontext()
+
+    def micro_batch(self, training: "Training", last: bool) -> contextlib.AbstractContextManager:
+        training.model.set_requires_gradient_sync(last)
+        return contextlib.nullcontext()
+
+
+@contextlib.contextmanager
+def _of_integers(recipe: Recipe) -> Iterator[None]:
+    """While entered, torch's refusal to shard quantized weights is a RecipeError; that of torch 2.11 asks for gradients."""
+    try:
+        yield
+    except RuntimeError as error:
+        if recipe.quantization is None or "floating point dtype can require gradients" not in str(error):
+            raise
+        allowed = "the installed torch's FSDP shards no integers, as 4- and 8-bit weights are; that of torch 2.13 does"
+        raise RecipeError("quantization", recipe.quantization.quant_type, allowed) from error
+
+
+class Unit(NamedTuple):
+    """Modules that are gathered together; `keep`: from the forward to the backward pass in any case."""
+
+    modules: tuple["torch.nn.Module", ...]
+    keep: bool = False
+
+
+def units(model: "torch.nn.Module", wrap: str = "layers", as_accelerate: bool = True) -> list[Unit]:
+    """The units of a transformer, in the order in which they are to be made; the last is the root and has the rest.
+
+    "layers": each transformer layer (`_no_split_modules`) is a unit; `as_accelerate` also gives the input embedding
+    one, and the last norm and the head together, with the embedding if it is the head's too
+    (`accelerate.utils.fsdp_utils.fsdp2_prepare_model`). The head's and the root are kept, as accelerate and
+    `fully_shard`'s default for a root have it: their backward pass begins where their forward pass ended.
+    "model": one unit, the root.
+    """
+    if wrap == "model":
+        return [Unit((model,))]
+    kinds, shared = set(getattr(model, "_no_split_modules", None) or ()), _sharing(model)
+    found = [
+        Unit((module,))
+        for module in model.modules()
+        if type(module).__name__ in kinds and _has_all_or_none(module, shared)
+    ]
+    if as_accelerate:
+        taken = {id(inner) for unit in found for module in unit.modules for inner in module.modules()}
+        embedding = model.get_input_embeddings() if hasattr(model, "get_input_embeddings") else None
+        head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+        tied = [module for module in shared if module not in (embedding, head)]
+        if embedding in shared:
+            tied.insert(0, embedding)
+        elif embedding is not None and id(embedding) not in taken:  # BERT's is in a unit already
+            found.append(Unit((embedding,)))
+        tail = (_last_norm(model), *tied, head)
+        if tail := tuple(module for module in tail if module is not None and id(module) not in taken):
+            found.append(Unit(tail, keep=True))
+    return [*found, Unit((model,), keep=True)]
+
+
+def _sharing(model: "torch.nn.Module") -> list["torch.nn.Module"]:
+    """The modules that hold a parameter which another holds too: all of them have to be in one unit."""
+    holders: dict[int, list] = {}
+    for module in model.modules():
+        for parameter in module._parameters.values():
+            if parameter is not None:
+                holders.setdefault(id(parameter), []).append(module)
+    return [*dict.fromkeys(module for group in holders.values() if len(group) > 1 for module in group)]
+
+
+def _has_all_or_none(module: "torch.nn.Module", shared: list["torch.nn.Module"]) -> bool:
+    inside = {id(m) for m in module.modules()}
+    return len({id(m) in inside for m in shared}) < 2
+
+
+def _last_norm(model: "torch.nn.Module") -> "torch.nn.Module | None":
+    """The last norm among the base model's own modules, as `accelerate.utils.fsdp_utils._find_final_norm` finds it."""
+    prefix = getattr(model, "base_model_prefix", "")
+    base = getattr(model, prefix, None) if prefix else model
+    children = base.children() if hasattr(base, "children") else ()
+    return next((m for m in reversed([*children]) if "Norm" in type(m).__name__), None)
+
+
+def shard(
+    model: "torch.nn.Module",
+    parts: Sequence[Unit],
+    reshard_after_forward: bool = True,
+    half: str | None = None,
+    offload: bool = False,
+    mesh: "DeviceMesh | None" = None,
+) -> "torch.nn.Module":
+    """`model`, any module, with its parameters divided among the ranks of the default process group, in place.
+
+    Args:
+        parts: the units; one takes what is in none before it, so the last is the model itself.
+        reshard_after_forward: free what was gathered after a unit's forward pass, and gather it again for its backward.
+        half: "float16" or "bfloat16": gather and reduce in it, and cast outputs to it.
+        offload: shards, gradients and the optimizer stay on the host.
+    """
+    import torch
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+
+    device = next(model.parameters()).device.type
+    if mesh is None:
+        with real_tensors():
+            mesh = init_device_mesh(device, (torch.distributed.get_world_size(),))
+    dtype = getattr(torch, half) if half else None
+    options = {
+        "mesh": mesh,
+        "mp_policy": MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=dtype, output_dtype=dtype),
+        "offload_policy": CPUOffloadPolicy(pin_memory=device == "cuda") if offload else OffloadPolicy(),
+    }
+    with _of_fake_tensors(model) if is_fake(model) else contextlib.nullcontext():
+        for modules, keep in parts:
+            reshard = reshard_after_forward and not keep
+            fully_shard(modules[0] if len(modules) == 1 else [*modules], reshard_after_forward=reshard, **options)
+    return model
+
+
+@contextlib.contextmanager
+def _of_fake_tensors(model: "torch.nn.Module"):
+    """What FSDP does otherwise while it shards fake tensors; what is allocated is the same.
+
+    Of a parameter's chunks only the first, whose size counts, and this rank's are made, not a thousand. And no shard
+    was replaced since it was made: the first forward pass would find out by comparing addresses, of which fake
+    storages have none, and pad once more.
+    """
+    import torch
+    from torch.distributed.fsdp._fully_shard import _fsdp_param
+
+    from .host import groups
+
+    class Chunks:
+        def __init__(self, tensor: torch.Tensor, parts: int, dim: int):
+            self.tensor, self.dim, self.length = tensor, dim, -(-tensor.size(dim) // parts)
+
+        def __getitem__(self, rank: int) -> torch.Tensor:
+            start = min(rank * self.length, self.tensor.size(self.dim))
+            return self.tensor.narrow(self.dim, start, min(self.length, self.tensor.size(self.dim) - start))
+
+    plain, _fsdp_param._chunk_with_empty = _fsdp_param._chunk_with_empty, Chunks
+    try:
+        yield
+    finally:
+        _fsdp_param._chunk_with_empty = plain
+    for group in groups(model):
+        group._reset_sharded_params = True
+
+
+def make(recipe: Recipe) -> Engine:
+    return FSDP(recipe)

@@ -1,0 +1,283 @@
+"""Named shapes to `transformers` models: on the meta device first, then on fake or real storages. Never downloads.
+
+One path serves every witness. The model is built on the meta device, where construction, quantized layers and adapters
+cost nothing; then each parameter gets a storage on the wanted device, one tensor at a time, as
+`from_pretrained` loads a checkpoint. Under `FakeTensorMode` those storages are fake, otherwise they are real.
+"""
+
+import contextlib
+import math
+import warnings
+from typing import TYPE_CHECKING
+
+from ..recipe.families import AUTO_CLASS, reason
+from ..recipe.recipe import Recipe
+from ..report.errors import RecipeError
+
+if TYPE_CHECKING:
+    import torch
+
+TASK_TYPE = {"causal-lm": "CAUSAL_LM", "seq2seq-lm": "SEQ_2_SEQ_LM", "sequence-classification": "SEQ_CLS"}
+
+
+def weight_dtype(recipe: Recipe) -> "torch.dtype":
+    """The dtype of weights that are not quantized: half for "-true" precisions (and 4-bit bases), else fp32."""
+    import torch
+
+    if recipe.quantization and recipe.quantization.compute_dtype:
+        return getattr(torch, recipe.quantization.compute_dtype)
+    if recipe.precision.endswith("-true") or recipe.quantization:
+        return {"fp16": torch.float16, "bf16": torch.bfloat16}.get(recipe.precision[:4], torch.float32)
+    return torch.float32
+
+
+def build_model(recipe: Recipe, device: "str | torch.device" = "cpu", pretrained: bool = False) -> "torch.nn.Module":
+    """The model of `recipe` in training mode on `device`, with random weights; fake if a FakeTensorMode is active.
+
+    Args:
+        pretrained: load weights from the hub (the only thing here that uses a network); full fine-tuning and LoRA only.
+    Raises:
+        RecipeError: no such architecture in transformers, or it lacks the wanted attention.
+    """
+    import torch
+
+    with real_tensors():
+        model = _pretrained(recipe, device) if pretrained else _on_meta(recipe)
+    if not pretrained:
+        materialise(model, torch.device(device))
+    return model.train()
+
+
+@contextlib.contextmanager
+def real_tensors():
+    """A FakeTensorMode, if one is active, does not see what happens here (adapters and code tables cannot be fake)."""
+    from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+    with unset_fake_temporarily():
+        yield
+
+
+def is_fake(model: "torch.nn.Module") -> bool:
+    """Whether the parameters of `model` have sizes and no values."""
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    return any(isinstance(parameter.data, FakeTensor) for parameter in model.parameters())
+
+
+@contextlib.contextmanager
+def default_dtype(dtype: "torch.dtype"):
+    """New floating tensors have `dtype` here."""
+    import torch
+
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+def _on_meta(recipe: Recipe) -> "torch.nn.Module":
+    import torch
+
+    with torch.device("meta"):
+        model = _architecture(recipe, weight_dtype(recipe))
+    return _prepared(model, recipe)
+
+
+def _prepared(model: "torch.nn.Module", recipe: Recipe) -> "torch.nn.Module":
+    """`model` with the recipe's cache setting, quantized layers, checkpointing and adapters."""
+    if recipe.loop.use_cache is not None:
+        model.config.use_cache = recipe.loop.use_cache
+    if recipe.quantization:
+        _quantized_layers(model, recipe)
+    if recipe.gradient_checkpointing:
+        model.config.use_cache = False  # the Trainer and every model's forward do the same
+        # transformers renamed the method in 5.2x; the old name warns there, the new one is missing before
+        enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+        enable({"use_reentrant": False})
+        if recipe.lora:
+            model.enable_input_require_grads()
+    return _adapters(model, recipe) if recipe.lora else model
+
+
+def _architecture(recipe: Recipe, dtype: "torch.dtype") -> "torch.nn.Module":
+    import transformers
+
+    shape = recipe.shape
+    try:
+        config = transformers.AutoConfig.for_model(**shape.config)
+        if shape.task == "seq2seq-lm" and getattr(config, "decoder_start_token_id", None) is None:
+            config.decoder_start_token_id = config.pad_token_id or 0
+        auto = getattr(transformers, AUTO_CLASS[shape.task])
+        model = auto.from_config(config, dtype=dtype, attn_implementation=recipe.attn_implementation)
+    except Exception as error:  # each configuration and model class has its own ways to refuse
+        rest = f"transformers cannot build it for {shape.task}: {reason(error)}"
+        raise RecipeError("model", shape.name, rest) from error
+    for name, parameter in model.named_parameters():
+        if _kept_in_fp32(model, dtype).intersection(name.split(".")):
+            parameter.data = parameter.data.float()
+    return model
+
+
+def _kept_in_fp32(model: "torch.nn.Module", dtype: "torch.dtype") -> set[str]:
+    """Modules that `from_pretrained` leaves in fp32 whatever is asked for, such as T5's `wo` under fp16."""
+    import torch
+
+    names = set(getattr(model, "_keep_in_fp32_modules_strict", None) or ())
+    if dtype == torch.float16:
+        names |= set(getattr(model, "_keep_in_fp32_modules", None) or ())
+    return names if dtype != torch.float32 else set()
+
+
+def _pretrained(recipe: Recipe, device) -> "torch.nn.Module":
+    import transformers
+
+    if recipe.shape.hub_id is None or recipe.num_layers is not None:
+        raise RecipeError("model", recipe.name, "pretrained weights exist only for catalogue models at full depth")
+    if recipe.quantization:
+        raise RecipeError(
+            "quantization", recipe.quantization.quant_type, "pretrained=True loads unquantized bases only"
+        )
+    auto = getattr(transformers, AUTO_CLASS[recipe.shape.task])
+    dtype, kernel = weight_dtype(recipe), recipe.attn_implementation
+    model = auto.from_pretrained(recipe.shape.hub_id, dtype=dtype, attn_implementation=kernel)
+    return _prepared(model.to(device), recipe)
+
+
+def _quantized_layers(model: "torch.nn.Module", recipe: Recipe) -> None:
+    """Swap linear layers for bitsandbytes' ones, as `from_pretrained(quantization_config=...)` does (head excepted)."""
+    import torch
+    from transformers import BitsAndBytesConfig
+    from transformers.integrations.bitsandbytes import replace_with_bnb_linear
+    from transformers.quantizers.base import get_keys_to_not_convert
+
+    quantization, dtype = recipe.quantization, weight_dtype(recipe)
+    four_bit = quantization.quant_type != "int8"
+    config = BitsAndBytesConfig(
+        load_in_4bit=four_bit,
+        load_in_8bit=not four_bit,
+        bnb_4bit_quant_type=quantization.quant_type if four_bit else "nf4",
+        bnb_4bit_use_double_quant=quantization.double,
+        bnb_4bit_compute_dtype=dtype,
+    )
+    # layers made so hold weights and biases of the loading dtype, as a checkpoint's are before they are quantized
+    with torch.device("meta"), default_dtype(dtype):
+        # for a head with a bias transformers names the bias; the head is trained, so it must not be quantized
+        heads = [name.removesuffix(".bias").removesuffix(".weight") for name in get_keys_to_not_convert(model)]
+        keep = [*heads, *(getattr(model, "_keep_in_fp32_modules", None) or ())]
+        replace_with_bnb_linear(model, modules_to_not_convert=keep, quantization_config=config)
+    for parameter in model.parameters():
+        parameter.requires_grad_(False)
+    model.is_loaded_in_4bit, model.is_loaded_in_8bit = four_bit, not four_bit
+    model.quantization_method, model.is_quantized = "bitsandbytes", True
+    model.config.quantization_config = config
+    if quantization.prepare:
+        from peft import prepare_model_for_kbit_training
+
+        prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
+
+
+def _adapters(model: "torch.nn.Module", recipe: Recipe) -> "torch.nn.Module":
+    import dataclasses
+
+    from peft import LoraConfig, get_peft_model
+
+    values = dataclasses.asdict(recipe.lora)
+    cast = values.pop("autocast_adapter_dtype")
+    save = values["modules_to_save"]
+    values["modules_to_save"] = list(save) if save else None
+    # by name, so that what PEFT adapts is what the shape says (its "all-linear" would take Mixtral's experts whole)
+    values["target_modules"] = [name for name, _, _ in recipe.shape.lora_targets(recipe.lora.target_modules, save)]
+    values["task_type"] = TASK_TYPE.get(recipe.shape.task)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*fan_in_fan_out.*")  # GPT-2's Conv1D; PEFT sets it right itself
+        # adapters take their layer's dtype, but not a quantized one's; here that is quantized when they are there
+        return get_peft_model(
+            model, LoraConfig(**values), autocast_adapter_dtype=cast or recipe.quantization is not None
+        )
+
+
+def materialise(model: "torch.nn.Module", device: "torch.device") -> None:
+    """Give every meta parameter and buffer of `model` a storage on `device`, quantizing 4- and 8-bit layers on the way.
+
+    Tied parameters stay tied. Real tensors get usable start values, fake ones have none.
+    """
+    import torch
+
+    fake = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
+    done: dict[int, torch.Tensor] = {}
+    for module in model.modules():
+        for name, old in list(module._parameters.items()):
+            if old is None or not old.is_meta:
+                continue
+            if id(old) not in done:
+                done[id(old)] = _parameter(name, old, device, fake)
+            module._parameters[name] = done[id(old)]
+            if hasattr(done[id(old)], "quant_state"):
+                module.quant_state = done[id(old)].quant_state
+        for name, old in list(module._buffers.items()):
+            if old is not None and old.is_meta:
+                if id(old) not in done:
+                    done[id(old)] = torch.zeros_like(old, device=device)
+                module._buffers[name] = done[id(old)]
+    if not fake:
+        _start_values(model)
+
+
+def _parameter(name: str, old: "torch.nn.Parameter", device: "torch.device", fake: bool) -> "torch.nn.Parameter":
+    """One parameter like the meta one `old` on `device`: matrices normal with deviation 0.02, biases 0, scales 1."""
+    import torch
+
+    data = torch.empty(old.shape, dtype=old.dtype, device=device)  # fake modes of torch 2.11 take no subclass's .data
+    if not fake and data.is_floating_point():
+        data.normal_(0, 0.02) if data.dim() > 1 else data.fill_(0.0 if "bias" in name else 1.0)
+    if type(old).__name__ in ("Params4bit", "Int8Params"):
+        return _quantized_parameter(old, data, fake)
+    return torch.nn.Parameter(data, requires_grad=old.requires_grad)
+
+
+def _quantized_parameter(old: "torch.nn.Parameter", data: "torch.Tensor", fake: bool) -> "torch.nn.Parameter":
+    """`data` quantized by bitsandbytes' own kernels; fake tensors cannot be its parameter class, so they carry
+    the same storages and attributes on a plain parameter."""
+    import bitsandbytes as bnb
+    import torch
+
+    if type(old).__name__ == "Params4bit":
+        options = {k: getattr(old, k) for k in ("compress_statistics", "quant_type", "quant_storage")}
+        if not fake:
+            return bnb.nn.Params4bit(data, requires_grad=False, **options)._quantize(data.device)
+        with real_tensors():  # the code table of double quantization is computed once, from values
+            bnb.functional.name2qmap.setdefault("dynamic", bnb.functional.create_dynamic_map())
+        packed, state = bnb.functional.quantize_4bit(data, blocksize=old.blocksize, **options)
+        new = torch.nn.Parameter(packed, requires_grad=False)
+        new.quant_state, new.bnb_quantized, new.module = state, True, None
+        return new
+    if not fake:  # one byte a weight and one fp32 scale a row (Dettmers et al. 2022, section 2)
+        return bnb.nn.Int8Params(data, requires_grad=False, has_fp16_weights=False)._quantize(data.device)
+    codes, scales, _ = bnb.functional.int8_vectorwise_quant(data.to(torch.float16))
+    new = torch.nn.Parameter(codes, requires_grad=False)
+    new.CB, new.SCB, new.has_fp16_weights = new.data, scales, False
+    return new
+
+
+def _start_values(model: "torch.nn.Module") -> None:
+    """Compute what a meta model cannot hold: rotary frequencies, position ids, scales; and adapters' start values."""
+    import torch
+    from transformers import PreTrainedModel
+
+    def visit(module: torch.nn.Module, owner: PreTrainedModel | None) -> None:
+        owner = module if isinstance(module, PreTrainedModel) else owner
+        # with its weight, where it has one: Gemma's embedding holds the factor it scales by as a buffer
+        if owner is not None and any(b is not None for b in module._buffers.values()):
+            owner._init_weights(module)
+        for child in module.children():
+            visit(child, owner)
+
+    with torch.no_grad():
+        visit(model, None)
+        for name, parameter in model.named_parameters():
+            if "lora_A" in name:
+                torch.nn.init.kaiming_uniform_(parameter, a=math.sqrt(5))
+            elif "lora_B" in name:
+                parameter.zero_()

@@ -1,0 +1,280 @@
+"""The one training step. `simulate` and `measure` run exactly this code; so does every chapter.
+
+`build(recipe)` makes the model, the optimizer and a batch; `train_step` runs one optimizer step and says where it is
+through `on_phase`. What the loop does beyond the textbook (clipping, loss scaling, where gradients are cleared, which
+outputs stay alive) is read from `recipe.loop` and nowhere else.
+"""
+
+import inspect
+import math
+import weakref
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from ..recipe.recipe import Recipe
+from .engine import AUTOCAST, Training, autocast
+from .engines import engine_of
+from .models import build_model, real_tensors
+
+if TYPE_CHECKING:
+    import torch
+
+# transformers.Trainer.get_decay_parameter_names; importing the Trainer only to ask it takes seconds
+WITHOUT_DECAY = [r"bias", r"layernorm", r"rmsnorm", r"(?:^|\.)norm(?:$|\.)", r"_norm(?:$|\.)"]
+
+
+def build(recipe: Recipe, device: str = "cpu", target: str | None = None, pretrained: bool = False) -> Training:
+    """The model, optimizer and batch of `recipe` on `device`; fake under a FakeTensorMode.
+
+    Args:
+        target: whose defaults to take, "cuda" or "cpu"; None takes the device's own. On CUDA, PyTorch's optimizers
+            and clipping use the multi-tensor ("foreach") kernels by default, on CPU they do not
+            (`torch.optim.optimizer._default_to_fused_or_foreach`).
+    """
+    import torch
+
+    target, engine = target or torch.device(device).type, engine_of(recipe)
+    model = engine.wrap(build_model(recipe, device, pretrained))
+    multi_tensor = recipe.loop.foreach if recipe.loop.foreach is not None else target == "cuda"
+    training = Training(
+        model=model,
+        optimizer=None,
+        batch=make_batch(recipe, device),
+        device=torch.device(device),
+        multi_tensor=multi_tensor,
+        loop=recipe.loop,
+        precision=recipe.precision,
+        accumulation=recipe.gradient_accumulation_steps,
+        engine=engine,
+    )
+    if recipe.loop.name == "trainer":  # Trainer.get_batch_samples fetches the whole step's micro-batches first
+        training.further = [make_batch(recipe, device) for _ in range(training.accumulation - 1)]
+    trained = [p for p in model.parameters() if p.requires_grad]
+    if recipe.loop.optimizer_in_backward:
+        step_in_backward(training, lambda p: make_optimizer(recipe, [p], multi_tensor), trained)
+    else:
+        training.optimizer = engine.optimizer(
+            _groups(recipe, model), lambda parameters: make_optimizer(recipe, parameters, multi_tensor)
+        )
+        if "8bit" in recipe.optim and recipe.loop.name == "trainer":
+            _embeddings_in_32_bits(training)
+    if recipe.precision == "fp16-mixed":
+        # the usual start of 65,536 overflows at once with random weights, and a skipped step makes no optimizer states
+        training.scaler = torch.amp.GradScaler(training.device.type, init_scale=1.0)
+    if recipe.precision == "tf32" and target == "cuda":
+        torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
+    engine.start(training)
+    return training
+
+
+def make_batch(recipe: Recipe, device: str = "cpu") -> dict[str, "torch.Tensor"]:
+    """One micro-batch of random inputs and labels with the shapes of `recipe`; no padding, so no attention mask."""
+    import torch
+
+    shape, size = recipe.shape, (recipe.batch_size, recipe.seq_len)
+
+    def ids(high: int, *size: int) -> torch.Tensor:
+        return torch.randint(0, high, size, device=device)
+
+    if shape.task == "image-classification":
+        side, channels = shape.config["image_size"], shape.config.get("num_channels", 3)
+        pixels = torch.rand(recipe.batch_size, channels, side, side, device=device)
+        if recipe.precision.endswith("-true"):
+            pixels = pixels.to(torch.float16 if recipe.precision == "fp16-true" else torch.bfloat16)
+        return {"pixel_values": pixels, "labels": ids(shape.num_labels, recipe.batch_size)}
+    labels = ids(shape.num_labels, recipe.batch_size) if shape.task == "sequence-classification" else None
+    return {
+        "input_ids": ids(shape.vocab_size, *size),
+        "labels": ids(shape.vocab_size, *size) if labels is None else labels,
+    }
+
+
+def _groups(recipe: Recipe, model: "torch.nn.Module") -> list:
+    """The optimizer's parameters: the Trainer makes two groups (with and without weight decay), plain loops one.
+
+    The multi-tensor kernels run group by group, so the grouping moves the step's peak.
+    """
+    if recipe.loop.name != "trainer":
+        return [p for p in model.parameters() if p.requires_grad]
+    import torch
+    from transformers.trainer_pt_utils import get_parameter_names
+
+    decayed = set(get_parameter_names(model, [torch.nn.LayerNorm], WITHOUT_DECAY))
+    named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    groups = [[p for n, p in named if n in decayed], [p for n, p in named if n not in decayed]]
+    return [{"params": group} for group in groups]
+
+
+def make_optimizer(recipe: Recipe, parameters: list, multi_tensor: bool) -> "torch.optim.Optimizer":
+    """The optimizer that `TrainingArguments.optim` names."""
+    return _optimizer(recipe.optim, parameters, multi_tensor, {"lr": 1e-5, **recipe.optimizer_arguments()})
+
+
+def _optimizer(name: str, parameters: list, multi_tensor: bool, options: dict) -> "torch.optim.Optimizer":
+    import torch
+
+    if name == "adamw_torch":
+        return torch.optim.AdamW(parameters, foreach=multi_tensor, **options)
+    if name == "adamw_torch_fused":
+        return torch.optim.AdamW(parameters, fused=True, **options)
+    if name in ("sgd", "rmsprop", "adagrad"):
+        kind = {"sgd": torch.optim.SGD, "rmsprop": torch.optim.RMSprop, "adagrad": torch.optim.Adagrad}[name]
+        return kind(parameters, foreach=multi_tensor, **options)
+    if name == "adafactor":
+        from transformers.optimization import Adafactor
+
+        return Adafactor(parameters, scale_parameter=False, relative_step=False, **options)
+    import bitsandbytes.optim as bnb
+
+    kind = bnb.Lion if "lion" in name else bnb.AdamW
+    with real_tensors():  # it computes its code tables here
+        return kind(parameters, optim_bits=8 if "8bit" in name else 32, is_paged="paged" in name, **options)
+
+
+def _embeddings_in_32_bits(training: Training) -> None:
+    """Keep fp32 states for embeddings under an 8-bit optimizer, as `Trainer.create_optimizer` does.
+
+    The Trainer registers that with bitsandbytes' process-wide manager; a manager of this optimizer's own leaves
+    other runs in the process alone.
+    """
+    from bitsandbytes.optim import GlobalOptimManager
+    from torch.nn import Embedding
+
+    manager = object.__new__(GlobalOptimManager)
+    manager.initialize()
+    for module in training.model.modules():
+        if isinstance(module, Embedding):
+            manager.register_module_override(module, "weight", {"optim_bits": 32})
+    training.optimizer.mng = manager
+
+
+def step_in_backward(training: Training, make: "Callable[[torch.Tensor], Any]", trained: list) -> None:
+    """Update each parameter as soon as its gradient is complete, and free the gradient (PyTorch's tutorial of 2023).
+
+    Args:
+        make: gives a parameter's own optimizer; None leaves it alone.
+    """
+    owner = weakref.ref(training)  # Python's collector does not see through hooks: a hold on it would never be freed
+
+    def update(parameter: "torch.Tensor") -> None:
+        optimizer = owner().per_parameter[parameter]
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+    for parameter in trained:
+        if (optimizer := make(parameter)) is not None:
+            training.per_parameter[parameter] = optimizer
+            parameter.register_post_accumulate_grad_hook(update)
+
+
+def needs_closure(optimizer: Any) -> bool:
+    """Whether `optimizer.step` cannot go without a closure that evaluates the loss again, as LBFGS's."""
+    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+    return closure is not None and closure.default is inspect.Parameter.empty
+
+
+def train_step(training: Training, on_phase: Callable[[str], None] = lambda name: None) -> "torch.Tensor":
+    """One optimizer step, with all its micro-batches. Calls `on_phase` as each phase begins.
+
+    Phases: "forward", "backward" (once per micro-batch), "step", "between_steps". Returns the last micro-batch's loss.
+    """
+    loop, optimizer, engine = training.loop, training.optimizer, training.engine
+    if optimizer and needs_closure(optimizer):
+        return _step_with_closure(training, on_phase)
+    if loop.zero_grad == "start" and optimizer:
+        engine.zero_grad(training)
+    if not engine.run_micro_batches(training, on_phase):
+        batches = [training.batch, *training.further]
+        for micro in range(training.accumulation):
+            with engine.micro_batch(training, last=micro == training.accumulation - 1):
+                _micro_batch(training, batches[micro % len(batches)], on_phase, first=micro == 0)
+    on_phase("step")
+    if optimizer:
+        _clip(training)
+        engine.update(training)
+    return _end_step(training, on_phase)
+
+
+def _step_with_closure(training: Training, on_phase: Callable[[str], None]) -> "torch.Tensor":
+    """The same with an optimizer that asks for forward and backward passes as it goes, each over the whole batch."""
+
+    def closure() -> "torch.Tensor":
+        if training.loop.zero_grad != "before_backward":
+            training.engine.zero_grad(training)
+        _micro_batch(training, training.batch, on_phase, first=True)
+        on_phase("step")
+        _clip(training)
+        return training.loss
+
+    training.optimizer.step(closure)
+    return _end_step(training, on_phase)
+
+
+def _end_step(training: Training, on_phase: Callable[[str], None]) -> "torch.Tensor":
+    if training.loop.zero_grad == "end" and training.optimizer:
+        training.engine.zero_grad(training)
+    if training.loop.keep_outputs == "step":
+        training.outputs = None
+    training.steps += 1
+    on_phase("between_steps")
+    return training.loss
+
+
+def _micro_batch(training: Training, batch: Any, on_phase: Callable[[str], None], first: bool) -> None:
+    """Forward and backward of one micro-batch; what the loop keeps of it stays in `training`."""
+    import torch
+
+    loop = training.loop
+    on_phase("forward")
+    outputs = _forward(training, batch)
+    training.outputs = outputs if loop.keep_outputs else None  # a variable that loses the last step's before the loss
+    loss = training.loss_of(outputs, batch)
+    if training.accumulation > 1:
+        loss = loss / training.accumulation
+    if loop.empty_cache_steps and training.steps % loop.empty_cache_steps == 0 and training.device.type == "cuda":
+        torch.cuda.empty_cache()  # here, because Trainer.training_step does it here
+    if loop.keep_outputs is True:
+        training.loss = None  # the last step's is a variable too, and has just got a new value
+    del outputs
+    if loop.zero_grad == "before_backward" and training.optimizer and first:
+        training.engine.zero_grad(training)
+    on_phase("backward")
+    training.engine.backward(training, training.scaler.scale(loss) if training.scaler else loss)
+    training.loss = loss.detach()
+    del loss
+    if loop.keep_outputs == "backward":
+        training.outputs = None
+
+
+def _forward(training: Training, batch: Any) -> Any:
+    if training.precision not in AUTOCAST or not training.engine.autocasts:
+        return call(training.model, batch)
+    with autocast(training.device.type, training.precision):
+        outputs = call(training.model, batch)
+    if training.loop.outputs_to_fp32:
+        from accelerate.utils import convert_to_fp32
+
+        return convert_to_fp32(outputs)
+    return outputs
+
+
+def call(model: "torch.nn.Module", batch: Any) -> Any:
+    """`model` on a batch: a mapping gives keyword arguments, a tuple or list positional ones; a tensor is alone, and
+    so is a packed sequence."""
+    from torch.nn.utils.rnn import PackedSequence
+
+    if isinstance(batch, Mapping):
+        return model(**batch)
+    several = isinstance(batch, tuple | list) and not isinstance(batch, PackedSequence)
+    return model(*batch) if several else model(batch)
+
+
+def _clip(training: Training) -> None:
+    """Clip the gradients where the loop does, unscaling first under fp16 autocast."""
+    scaler, norm = training.scaler, training.loop.max_grad_norm
+    if norm is None and training.loop.name == "trainer":
+        norm = math.inf  # Trainer._get_grad_norm: for its log it computes the norm all the same
+    if norm is not None:
+        if scaler:
+            scaler.unscale_(training.optimizer)
+        training.engine.clip(training, norm)

@@ -1,0 +1,296 @@
+"""Checks of answers: against a computed reference, with a sentence of its own for each mistake that it recognises.
+
+What nobody foresaw is still told what it looks like: the right number in another unit, in bits, twice over, or so many
+per cent off.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from numbers import Real
+from typing import Any
+
+from vramlab.report.report import GiB, KiB, MiB
+
+# Bytes in one of each unit; the decimal ones are what the binary ones are taken for.
+UNITS = {"B": 1, "KiB": KiB, "MiB": MiB, "GiB": GiB, "kB": 10**3, "MB": 10**6, "GB": 10**9}
+BITS = {
+    8: "That is the number of bits: 8 bits are one byte.",
+    1 / 8: "That is an eighth of the right amount: these are bytes already.",
+}
+FACTORS = {
+    2: "That is twice the right amount: is something counted two times?",
+    1 / 2: "That is half the right amount: is there a second copy of something?",
+    -1: "The amount is right, the sign is not.",
+}
+# The nearest two units are 2.4 % apart (kB and KiB), so a check that lets more through cannot tell them apart.
+MOST_TOLERANT = 0.02
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Whether an answer is right, and the sentence that says so to the reader."""
+
+    right: bool
+    text: str
+
+    def __str__(self) -> str:
+        return self.text
+
+
+NOT_ANSWERED = Verdict(False, "not answered yet")
+
+
+@dataclass(frozen=True)
+class Mistake:
+    """A wrong answer that somebody would give, and what to tell them; `wrong` is computed like the reference."""
+
+    wrong: Any
+    text: str
+
+
+class Numbers(dict):
+    """An answer that has been read: its numbers by name."""
+
+
+class Unclear(Exception):
+    """An answer that is none; the message says why."""
+
+
+class Check:
+    """A check is called with any answer at all and returns a Verdict; it does not raise because of the answer.
+
+    Its `problems()` says what is wrong with the check itself: a reference it rejects, a mistake it accepts.
+    """
+
+    def __call__(self, answer: Any) -> Verdict:
+        try:
+            return self.verdict(answer)
+        except Unclear as error:
+            return Verdict(False, str(error))
+        except Exception as error:  # written for one kind of answer, given another
+            return Verdict(False, f"This answer cannot be checked ({type(error).__name__}: {error}).")
+
+    def verdict(self, answer: Any) -> Verdict:
+        """The verdict, or an exception where the answer is of another kind."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class Number(Check):
+    """One number.
+
+    Attributes:
+        reference: the right number, or a function without arguments that computes it.
+        unit: what it counts. A size ("B", "KiB", "MiB", "GiB") is also recognised in another unit and in bits; any
+            other word ("parameters", "%") only keeps that from being tried.
+        tolerance: how far an answer may be off, relative to the reference; 0.02 at most, or kB would pass for KiB.
+        mistakes: wrong answers with a sentence of their own; they come before what is recognised anyway.
+        right: what to tell a reader whose answer is right.
+    """
+
+    reference: Real | Callable[[], Real]
+    unit: str = "B"
+    tolerance: float = 0.005
+    mistakes: Sequence[Mistake] = ()
+    right: str = ""
+
+    def __post_init__(self):
+        if not 0 <= self.tolerance <= MOST_TOLERANT:
+            allowed = f"0 to {MOST_TOLERANT}: past that kB passes for KiB"
+            raise ValueError(f"tolerance is {self.tolerance!r}, but allowed is {allowed}.")
+
+    def expand(self, thing: Any) -> Numbers:
+        """The reference or a mistake as numbers with names."""
+        return Numbers({"": _value(thing)})
+
+    def read(self, answer: Any) -> Mapping[str, Any]:
+        """The reader's answer likewise. Raises Unclear."""
+        return {"": answer}
+
+    def verdict(self, answer: Any) -> Verdict:
+        references, found = self.expand(self.reference), answer if isinstance(answer, Numbers) else self.read(answer)
+        missing = [name for name in references if found.get(name) is None or found[name] is ...]
+        if missing:
+            partly = Verdict(False, f"Not answered yet for {', '.join(missing)}.")
+            return partly if len(missing) < len(references) else NOT_ANSWERED
+        numbers = {name: _number(found[name], f"{name}: " if name else "") for name in references}
+
+        def same(others: Mapping[str, float], factor: float = 1) -> bool:
+            return all(math.isclose(numbers[n], factor * other, rel_tol=self.tolerance) for n, other in others.items())
+
+        def recognised(some: Mapping[str, float]) -> str:
+            known = _factors(self.unit).items() if any(some.values()) else ()
+            return next((text for factor, text in known if same(some, factor)), "")
+
+        if same(references):
+            return Verdict(True, f"Right: {self.right}" if self.right else "Right.")
+        mistakes = (mistake.text for mistake in self.mistakes if same(self.expand(mistake.wrong)))
+        if text := next(mistakes, "") or recognised(references):
+            return Verdict(False, text)
+        wrong = [name for name, reference in references.items() if not same({name: reference})]
+        first = {wrong[0]: references[wrong[0]]}
+        said = recognised(first) or f"{_off(numbers[wrong[0]], references[wrong[0]])}."
+        right = len(references) - len(wrong)
+        start = f"{right} of {len(references)} are right. {wrong[0]}" if len(references) > 1 else "Not right"
+        return Verdict(False, f"{start}: {said}")
+
+    def problems(self) -> list[str]:
+        references = self.expand(self.reference)
+        found = [] if self(references).right else ["the check rejects its own reference"]
+        for mistake in self.mistakes:
+            wrong = self.expand(mistake.wrong)
+            if unknown := wrong.keys() - references:
+                found.append(f"a mistake speaks of {', '.join(unknown)}, which the reference does not have")
+                continue
+            verdict = self(Numbers({**references, **wrong}))
+            if verdict.right:
+                found.append(f"the check accepts the mistake {mistake.text!r}")
+            elif verdict.text != mistake.text:
+                found.append(f"the mistake {mistake.text!r} is taken for {verdict.text!r}")
+        return found
+
+
+@dataclass(frozen=True)
+class Table(Number):
+    """A number for each of several names, answered as a dictionary; fields are those of `Number`.
+
+    `reference` is the right dictionary, or computes it; a mistake's `wrong` may leave out the entries that are right.
+    """
+
+    reference: Mapping[Any, Real] | Callable[[], Mapping[Any, Real]]
+
+    def expand(self, thing: Any) -> Numbers:
+        return Numbers(_value(thing))
+
+    def read(self, answer: Any) -> Mapping[str, Any]:
+        if not isinstance(answer, Mapping):
+            raise Unclear(f"A dictionary was expected, not {_kind(answer)}.")
+        return answer
+
+
+@dataclass(frozen=True)
+class Function(Number):
+    """A function of the reader's, called with several configurations; other fields are those of `Number`.
+
+    Attributes:
+        reference: takes what the reader's function takes and returns the right number; so does a mistake's `wrong`.
+        cases: the configurations, a dictionary of keyword arguments each; enough that no other formula fits by chance.
+    """
+
+    reference: Callable[..., Real]
+    cases: Sequence[Mapping[str, Any]] = ()
+
+    def __post_init__(self):
+        super().__post_init__()
+        if len(self.cases) < 3:
+            raise ValueError("a function is checked over three configurations or more, or a constant could be right.")
+
+    def expand(self, thing: Any) -> Numbers:
+        named = {", ".join(f"{name}={value!r}" for name, value in case.items()): case for case in self.cases}
+        return Numbers({name: thing(**case) for name, case in named.items()})
+
+    def read(self, answer: Any) -> Mapping[str, Any]:
+        if not callable(answer):
+            raise Unclear(f"A function was expected, not {_kind(answer)}.")
+        try:
+            return self.expand(answer)
+        except Exception as error:
+            raise Unclear(f"Your function fails with {type(error).__name__}: {error}.") from None
+
+    def problems(self) -> list[str]:
+        constant = len(set(self.expand(self.reference).values())) == 1
+        return super().problems() + ["the reference is constant, so a constant would be right"] * constant
+
+
+@dataclass(frozen=True)
+class Choice(Check):
+    """One of several options.
+
+    Attributes:
+        reference: the right option, or a function that computes it.
+        options: each option, and what to tell a reader who chose it: why it is right or wrong.
+    """
+
+    reference: str | Callable[[], str]
+    options: Mapping[str, str]
+
+    def verdict(self, answer: Any) -> Verdict:
+        named = {option.lower(): option for option in self.options}
+        option = named.get(answer.strip().lower()) if isinstance(answer, str) else None
+        if option is None:
+            return Verdict(False, f"Choose one of {', '.join(self.options)}.")
+        right = option == _value(self.reference)
+        return Verdict(right, f"{'Right' if right else 'Not right'}: {self.options[option]}")
+
+    def problems(self) -> list[str]:
+        reference = _value(self.reference)
+        found = [] if reference in self.options else [f"the reference {reference!r} is none of the options"]
+        return found + ["there is only one option to choose"] * (len(self.options) < 2)
+
+
+@dataclass(frozen=True)
+class Judge(Check):
+    """Anything else, for example a recipe that has to fit a card.
+
+    Attributes:
+        judge: a function from the answer to a Verdict.
+        rights: answers that have to be accepted, or a function that makes them.
+        wrongs: two or more answers that have to be rejected, likewise.
+    """
+
+    judge: Callable[[Any], Verdict]
+    rights: Sequence[Any] | Callable[[], Sequence[Any]]
+    wrongs: Sequence[Any] | Callable[[], Sequence[Any]]
+
+    def verdict(self, answer: Any) -> Verdict:
+        return self.judge(answer)
+
+    def problems(self) -> list[str]:
+        rights, wrongs = _value(self.rights), _value(self.wrongs)
+        found = [] if rights and len(wrongs) > 1 else ["it needs an answer to accept and two to reject"]
+        found += [f"the check rejects {answer!r}: {self(answer)}" for answer in rights if not self(answer).right]
+        return found + [f"the check accepts {answer!r}" for answer in wrongs if self(answer).right]
+
+
+def _value(thing: Any) -> Any:
+    return thing() if callable(thing) else thing
+
+
+def _number(answer: Any, before: str) -> float:
+    """The number that an answer is (also numpy's and one-element tensors). Raises Unclear."""
+    if hasattr(answer, "peak"):
+        raise Unclear(f"{before}A number was expected, not a whole report: take for example report.peak.total.")
+    try:
+        if isinstance(answer, bool | str | bytes) or callable(answer):
+            raise TypeError
+        number = float(answer.item() if hasattr(answer, "item") else answer)
+    except Exception:  # whatever a stranger's __float__ does
+        raise Unclear(f"{before}A number was expected, not {_kind(answer)}.") from None
+    if not math.isfinite(number):
+        raise Unclear(f"{before}A number was expected, and {number} is none.")
+    return number
+
+
+def _factors(unit: str) -> dict[float, str]:
+    """What may lie between an answer and its reference, and what to say then."""
+    if unit not in UNITS:
+        return FACTORS
+    long = {name: "bytes" if size == 1 else f"{name} ({size:,} bytes)" for name, size in UNITS.items()}
+    text = "The amount is right, but it is in {}: the answer is wanted in {}."
+    units = {UNITS[unit] / size: text.format(long[name], long[unit]) for name, size in UNITS.items() if name != unit}
+    return {**units, **BITS, **FACTORS}
+
+
+def _off(number: float, reference: float) -> str:
+    """How far a number is from its reference, without giving the reference away."""
+    ratio = number / reference if reference else 0
+    far = f"{abs(ratio - 1):.1%} " if 0.5 <= ratio <= 2 else f"{max(ratio, 1 / ratio):,.3g} times " if ratio > 0 else ""
+    return f"{number:,.6g} is {far}too {'high' if number > reference else 'low'}"
+
+
+def _kind(answer: Any) -> str:
+    """What an answer is, in words."""
+    name = type(answer).__name__
+    known = {"str": "text", "bool": "True or False", "function": "a function"}
+    return known.get(name, f"{'an' if name[0] in 'aeio' else 'a'} {name}")

@@ -1,0 +1,182 @@
+"""The course's own base model: a small Llama that has read Python's standard library, and how well it predicts text.
+
+It is trained by `data/base_model/train.py`; `data/base_model/README.md` says on what, how long and how good it became.
+Everything here works offline: weights, tokenizer and texts lie in the package's data folder.
+"""
+
+import json
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from vramlab.recipe.recipe import Quantization
+from vramlab.report.data import data_path
+from vramlab.report.errors import RecipeError, RecordError
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedModel, PreTrainedTokenizerFast
+
+CONTEXT = 256  # tokens that the model was trained on at a time
+DTYPES = ("float32", "float16", "bfloat16")
+QUANT_TYPES = ("nf4", "fp4")
+
+
+def base_model_folder() -> Path:
+    """Where the model lies, as `from_pretrained` and `Recipe(folder)` take it. Raises RecordError if it is missing."""
+    folder = data_path("base_model")
+    if not (folder / "model.safetensors").exists():
+        raise RecordError(f"The base model is missing: run {folder / 'train.py'}, which trains it in about an hour.")
+    return folder
+
+
+def load_base_model(
+    dtype: str = "float32",
+    quantization: "Quantization | str | None" = None,
+    device: str = "cpu",
+    attn_implementation: str = "sdpa",
+) -> "PreTrainedModel":
+    """The base model in evaluation mode, a `LlamaForCausalLM`.
+
+    Args:
+        dtype: of the weights (of those that are not quantized): one of DTYPES. The file holds fp16.
+        quantization: "nf4", "fp4" or a `Quantization`: bitsandbytes' 4-bit linear layers in place of all but the head.
+            Four-bit layers compute in `quantization.compute_dtype`, by default in `dtype`.
+    Raises:
+        RecipeError: a value that is not known.
+    """
+    import torch
+    from transformers import BitsAndBytesConfig, LlamaForCausalLM
+
+    folder = base_model_folder()
+    if dtype not in DTYPES:
+        raise RecipeError("dtype", dtype, "allowed are " + ", ".join(map(repr, DTYPES)))
+    options: dict[str, Any] = {"dtype": getattr(torch, dtype), "attn_implementation": attn_implementation}
+    if isinstance(quantization, str):
+        quantization = Quantization(quantization)
+    if quantization is not None:
+        if quantization.quant_type not in QUANT_TYPES:
+            raise RecipeError("quantization", quantization.quant_type, "the base model loads in 'nf4' or 'fp4'")
+        options["quantization_config"] = BitsAndBytesConfig(
+            load_in_4bit=True,
+            bnb_4bit_quant_type=quantization.quant_type,
+            bnb_4bit_use_double_quant=quantization.double,
+            bnb_4bit_compute_dtype=getattr(torch, quantization.compute_dtype or dtype),
+        )
+        options["device_map"] = {"": device}
+    with _no_progress_bar():
+        model = LlamaForCausalLM.from_pretrained(folder, local_files_only=True, **options)
+    for module in model.modules():
+        # On a CPU with AVX-512 BF16 bitsandbytes 0.50 repacks weights when they are evaluated, for a kernel without a
+        # gradient: what is trained after that learns next to nothing, and figures would depend on the processor.
+        if getattr(module, "support_avx512bf16_for_cpu", False):
+            module.support_avx512bf16_for_cpu = False
+    return model.to(device).eval() if quantization is None else model.eval()
+
+
+@contextmanager
+def _no_progress_bar() -> Iterator[None]:
+    """Loading takes a tenth of a second: a bar would only litter the notebook."""
+    from transformers.utils import logging
+
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
+
+
+def load_base_tokenizer() -> "PreTrainedTokenizerFast":
+    """The base model's tokenizer: byte-level BPE, so every text has tokens and comes back unchanged."""
+    from transformers import PreTrainedTokenizerFast
+
+    return PreTrainedTokenizerFast.from_pretrained(base_model_folder(), local_files_only=True)
+
+
+def _texts(name: str, limit: int | None) -> list[str]:
+    texts = list(json.loads((base_model_folder() / name).read_text(encoding="utf-8")).values())
+    if limit is None:
+        return texts
+    kept, room = [], limit
+    for text in texts:
+        piece = text.encode()[:room].decode(errors="ignore")
+        if piece:
+            kept.append(piece)
+        room -= len(piece.encode())
+    return kept
+
+
+def held_out(limit: int | None = None) -> list[str]:
+    """Programs of the standard library that the base model never saw; with `limit`, their first so many bytes."""
+    return _texts("held_out.json", limit)
+
+
+def finetuning_texts(split: str = "train", limit: int | None = None) -> list[str]:
+    """The second domain, prose: topics of Python's language reference, as `help()` shows them.
+
+    Args:
+        split: "train" or "held_out"; no paragraph is in both.
+        limit: bytes to keep.
+    """
+    if split not in ("train", "held_out"):
+        raise RecipeError("split", split, "allowed are 'train' and 'held_out'")
+    return _texts(f"documentation_{split}.json", limit)
+
+
+def bits_per_byte(
+    model: "torch.nn.Module",
+    texts: Sequence[str],
+    context: int = CONTEXT,
+    stride: int | None = None,
+    batch_size: int = 8,
+    tokenizer: "PreTrainedTokenizerFast | None" = None,
+) -> float:
+    """How many bits the model needs for a byte of `texts`: Σ −log₂ p(token | what stands before it) / Σ bytes.
+
+    The measure of a compressor (an arithmetic coder driven by the model would write so many bits), so it can be held
+    against zlib and lzma, and does not depend on the tokenizer. Each text starts with the start token alone.
+
+    Args:
+        context: tokens that the model sees at most.
+        stride: tokens predicted anew per window. None takes `context` // 2: every token but a text's first ones sees at
+            least the other half. `context` is twice as fast and a little worse.
+    Raises:
+        RecipeError: a stride that is not between 1 and `context`.
+    """
+    import torch
+
+    stride = context // 2 if stride is None else stride
+    if not 1 <= stride <= context:
+        raise RecipeError("stride", stride, f"it must be between 1 and the context, {context}")
+    tokenizer = tokenizer or load_base_tokenizer()
+    windows: list[tuple[list[int], int]] = []  # tokens, and how many of them at the end are to be predicted
+    for text in texts:
+        tokens = [tokenizer.bos_token_id, *tokenizer(text, verbose=False)["input_ids"]]
+        done = 1
+        while done < len(tokens):
+            end = min(len(tokens), max(done + stride, context))
+            windows.append((tokens[max(0, end - context) : end], end - done))
+            done = end
+    windows.sort(key=lambda window: -len(window[0]))
+    device, nats = next(model.parameters()).device, 0.0
+    training = model.training
+    model.eval()
+    with torch.no_grad():
+        for first in range(0, len(windows), batch_size):
+            batch = windows[first : first + batch_size]
+            width = len(batch[0][0])
+            ids = torch.zeros(len(batch), width, dtype=torch.long)
+            wanted = torch.full((len(batch), width), -100)
+            for row, (tokens, new) in enumerate(batch):  # padded at the end, where a causal model does not look
+                ids[row, : len(tokens)] = torch.tensor(tokens)
+                wanted[row, len(tokens) - new : len(tokens)] = torch.tensor(tokens[len(tokens) - new :])
+            logits = model(input_ids=ids.to(device), use_cache=False).logits[:, :-1].float()
+            nats += torch.nn.functional.cross_entropy(
+                logits.flatten(0, 1), wanted[:, 1:].flatten().to(device), reduction="sum"
+            ).item()
+    model.train(training)
+    return nats / math.log(2) / sum(len(text.encode()) for text in texts)

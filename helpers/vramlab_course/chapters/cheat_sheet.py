@@ -1,0 +1,236 @@
+"""The cheat sheet that ends the course: one page, every number on it computed when it is drawn.
+
+from vramlab_course.chapters import cheat_sheet
+figure = cheat_sheet.draw()      # A4, also stored as notebooks/figures/cheat_sheet.png (`make figure`)
+print(cheat_sheet.as_text())     # the same numbers as text
+"""
+
+from collections.abc import Sequence
+from functools import cache
+
+from vramlab.faces.plot import style
+from vramlab.formulas.model_states import bytes_per_parameter, held
+from vramlab.formulas.predict import predict
+from vramlab.hardware.gpu import find_gpu
+from vramlab.planning.search import Search
+from vramlab.planning.search_space import RANK, Question, usable_memory
+from vramlab.planning.step_time import step_time
+from vramlab.recipe.options import Quantization
+from vramlab.recipe.recipe import Recipe
+from vramlab.report.report import CATEGORIES, GiB, text_table
+
+NF4 = Quantization("nf4", double=True)
+LADDER_MODEL, TOKENS, BATCH, LADDER_CARD = "llama-3.1-8b", 1024, 8, "H200"
+CARDS = ("T4", "RTX 4070", "RTX 4090", "A100 40GB", "H100 SXM", "H200", "8 × RTX 4090")
+# By size, one family a step where there is one: what fits below fits above.
+MODELS = (
+    "qwen2.5-0.5b", "llama-3.2-1b", "qwen2.5-1.5b", "llama-3.2-3b", "qwen3-4b", "llama-3.1-8b", "qwen2.5-14b",
+    "qwen2.5-32b", "llama-3.1-70b",
+)  # fmt: skip
+METHODS = ("full", "lora", "qlora")
+INDENT = -0.23  # of an axis: tables begin where the bars' labels do
+HEAD = ("largest part of the peak", "what to do", "chapter")
+MOVES = (
+    ("activations, logits", "smaller micro-batch, accumulated · sdpa · checkpointing", "03"),
+    ("optimizer states", "8-bit or paged AdamW · fused, not foreach · shards", "03, 04"),
+    ("gradients", "train adapters only: LoRA · shards", "04, 05"),
+    ("parameters", "16 bits · 4-bit base: QLoRA · shards, offload", "01, 04, 06"),
+    ("reserved ≫ allocated", "equal shapes · expandable segments", "07"),
+    ("time, not memory", "roofline: larger micro-batch, fewer launches, links", "00, 07"),
+)
+RULES = (
+    "peak  = weights + gradients + states + activations + temporaries at the highest moment, not what is left after the step",
+    "fits  = upper end of the predicted process (reserved segments + context) ≤ what the card reports as its total",
+    "batch = micro-batch × accumulation × GPUs: memory follows the first, learning the product",
+    "time  = operations / (U · peak) + 3 · bytes written / (V · bandwidth) + kernels · τ; the optimizer once a step",
+    "ranks = ZeRO 1: S / N · ZeRO 2: (G + S) / N · ZeRO 3: (P + G + S) / N + what is gathered; never activations",
+)
+
+
+def bytes_rows() -> list[tuple[str, dict[str, float]]]:
+    """Way to train to bytes a model parameter: weights, gradients and states that are kept, for LADDER_MODEL's adapters."""
+    rows = []
+    for label, precision, optim in (
+        ("fp32 or mixed, AdamW", "bf16-mixed", "adamw_torch"),
+        ("mixed, 8-bit AdamW", "bf16-mixed", "adamw_bnb_8bit"),
+        ("16 bits, AdamW", "bf16-true", "adamw_torch"),
+        ("16 bits, 8-bit AdamW", "bf16-true", "adamw_bnb_8bit"),
+    ):
+        parts = bytes_per_parameter(precision, optim)
+        rows.append(
+            (
+                label,
+                {"parameters": parts["weights"], "gradients": parts["gradients"], "optimizer_states": parts["states"]},
+            )
+        )
+    for label, base in (("LoRA r = 16", None), ("QLoRA r = 16", NF4)):
+        recipe = Recipe(LADDER_MODEL, precision="bf16-true", lora=RANK, quantization=base)
+        n, found = recipe.shape.num_parameters, held(recipe)
+        rows.append((label, {
+            "parameters": sum(row.count * sum(row.blocks) for row in found) / n,
+            "gradients": sum(row.count * row.size for row in found if row.trained) / n,
+            "optimizer_states": sum(row.count * sum(row.states) for row in found) / n,
+        }))  # fmt: skip
+    return rows
+
+
+@cache
+def ladder() -> tuple[tuple[str, Recipe], ...]:
+    """One switch after the other, each kept: the way from a card that nobody has to one that everybody can rent."""
+    recipe = Recipe(LADDER_MODEL, BATCH, TOKENS, "fp32", attn_implementation="eager")
+    rungs = [("fp32, attention written out", recipe)]
+    for label, changes in (
+        ("+ bf16 mixed", dict(precision="bf16-mixed")),
+        ("+ sdpa", dict(attn_implementation="sdpa")),
+        ("+ checkpointing", dict(gradient_checkpointing=True)),
+        (f"+ micro-batch 1 × {BATCH}", dict(batch_size=1, gradient_accumulation_steps=BATCH)),
+        ("+ 8-bit AdamW", dict(optim="adamw_bnb_8bit")),
+        ("+ weights in bf16", dict(precision="bf16-true")),
+        ("+ LoRA r = 16", dict(lora=RANK)),
+        ("+ 4-bit base: QLoRA", dict(quantization=NF4)),
+    ):
+        recipe = recipe.replace(**changes)
+        rungs.append((label, recipe))
+    return tuple(rungs)
+
+
+@cache
+def ladder_rows() -> tuple[tuple[str, dict[str, int], float], ...]:
+    """Each rung, its predicted peak by category in bytes, and its estimated time over the first rung's."""
+    first = step_time(ladder()[0][1], LADDER_CARD).seconds
+    rows = []
+    for label, recipe in ladder():
+        split = {name: n for name, n in predict(recipe, gpu=LADDER_CARD).peak.items() if n}
+        rows.append((label, split, step_time(recipe, LADDER_CARD).seconds / first))
+    return tuple(rows)
+
+
+@cache
+def largest_model(card: str, method: str) -> str:
+    """The largest of MODELS that `method` trains on `card` ("8 × RTX 4090" is eight of them); "–" when none."""
+    number, _, name = card.rpartition(" × ")
+    gpus, low, high = int(number or 1), 0, len(MODELS)
+    while low < high:  # models below `low` fit, from `high` on they do not
+        middle = (low + high) // 2
+        question = Question(MODELS[middle], name, gpus, global_batch=8, seq_len=TOKENS, method=method, offload=False)
+        low, high = (middle + 1, high) if Search(question).any_fit() else (low, middle)
+    return MODELS[low - 1] if low else "–"
+
+
+def matrix() -> list[tuple[str, ...]]:
+    """Cards against methods: the largest model each, as parameters in billions and name."""
+    rows = [("card", "usable", *("full", "LoRA r = 16", "QLoRA r = 16"))]
+    for card in CARDS:
+        memory = usable_memory(find_gpu(card.rpartition(" × ")[2]))
+        rows.append((card, f"{memory / GiB:.1f} GiB", *(largest_model(card, method) for method in METHODS)))
+    return rows
+
+
+def as_text() -> str:
+    """The sheet's numbers as text tables."""
+    kept = [("bytes a parameter, kept", "weights", "gradients", "states", "sum")]
+    kept += [(label, *(f"{n:.2f}" for n in (*parts.values(), sum(parts.values())))) for label, parts in bytes_rows()]
+    climbed = [(f"{LADDER_MODEL}, batch {BATCH} × {TOKENS:,} tokens", "peak, GiB", "time, ×")]
+    climbed += [(label, f"{sum(split.values()) / GiB:.1f}", f"{time:.2f}") for label, split, time in ladder_rows()]
+    moves = [HEAD, *MOVES]
+    fits = matrix()
+    titles = (
+        "What a parameter keeps",
+        "What each switch saves",
+        f"Largest model that fits, {TOKENS:,} tokens, no offload",
+        "What to do",
+    )
+    parts = (text_table(kept), text_table(climbed), text_table(fits), text_table(_left(moves)))
+    text = "\n\n".join(f"{title}\n\n{part}" for title, part in zip(titles, parts, strict=True))
+    return "\n".join([text, "", *RULES])
+
+
+def _left(rows: Sequence[tuple[str, ...]]) -> list[tuple[str, ...]]:
+    """All columns aligned to the left."""
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    return [tuple(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
+
+
+@style.drawn
+def draw():
+    """The page as a figure, A4 upright."""
+    import matplotlib.pyplot as plt
+
+    figure = plt.figure(FigureClass=style.figure_class(), figsize=(8.27, 11.69), dpi=style.DPI, layout="constrained")
+    figure.heading = "Make it fit: GPU memory of training on one page"
+    figure.suptitle(figure.heading, x=0.02, ha="left", fontweight="bold", fontsize=15)
+    kept, climb, fits, moves, rules = figure.subplots(5, 1, height_ratios=(2.1, 3.4, 2.3, 2.1, 1.5))
+    _stacks(kept, [(label, parts) for label, parts in bytes_rows()], "{:.2f} B", 1)
+    kept.set_title("1 · Bytes a parameter keeps (weights, gradients, states)", loc="left", x=INDENT, fontweight="bold")
+    rows = ladder_rows()
+    _stacks(
+        climb, [(label, split) for label, split, _ in rows], "{:.1f} GiB", GiB, [f" · time × {t:.2f}" for *_, t in rows]
+    )
+    heading = f"2 · Peak of {LADDER_MODEL}, batch {BATCH} × {TOKENS:,} tokens: one switch after the other, each kept"
+    climb.set_title(heading, loc="left", x=INDENT, fontweight="bold", pad=16)
+    climb.set_xlabel(f"GiB, predicted; time estimated for an {LADDER_CARD}; dashed: what a card has", fontsize=8)
+    for name, side in (("T4", "right"), ("RTX 4090", "left"), ("H100 SXM", "center"), ("H200", "center")):
+        total = usable_memory(find_gpu(name)) / GiB
+        climb.axvline(total, color=style.ALARM, linewidth=0.9, linestyle="--", zorder=0.5)
+        climb.text(total, -0.6, name, color=style.ALARM, fontsize=7.5, ha=side, va="bottom")
+    _table(
+        fits,
+        matrix(),
+        f"3 · Largest model that fits (global batch 8 × {TOKENS:,} tokens; no offload)",
+    )
+    _table(
+        moves,
+        [("largest part of the peak", "what to do", "chapter"), *MOVES],
+        "4 · Does not fit? Look at the largest part",
+    )
+    rules.set_axis_off()
+    rules.set_title("5 · Five sentences", loc="left", x=INDENT, fontweight="bold", fontsize=9)
+    rules.text(INDENT, 0.95, "\n".join(RULES), fontsize=7.6, va="top", linespacing=1.9, transform=rules.transAxes)
+    return style.finish(figure, _summary(), "One page with five parts; the text beside it has all of its numbers.")
+
+
+def _summary() -> list[tuple[str, ...]]:
+    """The ladder as the figure's table."""
+    rows = [(label, f"{sum(split.values()) / GiB:.1f}", f"{time:.2f}") for label, split, time in ladder_rows()]
+    return [("recipe", "peak, GiB", "time, ×"), *rows]
+
+
+def _stacks(ax, rows: list[tuple[str, dict[str, float]]], form: str, unit: int, after: Sequence[str] = ()) -> None:
+    """Horizontal stacked bars, the first row on top, each with its sum."""
+    names = [name for name in CATEGORIES if any(split.get(name, 0) / unit > 0.005 for _, split in rows)]
+    looks, width = style.look(names), max(sum(split.values()) for _, split in rows) / unit
+    for i, (_, split) in enumerate(rows):
+        left = 0.0
+        for name in names:
+            size = split.get(name, 0) / unit
+            label = name.replace("_", " ") if i == 0 else None
+            ax.barh(i, size, left=left, height=0.72, label=label, **looks[name])
+            left += size
+        said = form.format(sum(split.values()) / unit) + (after[i] if after else "")
+        ax.text(left + 0.01 * width, i, said, va="center", fontsize=8, bbox=style.PATCH)
+    ax.set_yticks(range(len(rows)), [label for label, _ in rows], fontsize=8)
+    ax.invert_yaxis()
+    ax.set_xlim(0, 1.3 * width)
+    ax.tick_params(axis="x", labelsize=7.5)
+    ax.title.set_fontsize(9)
+
+
+def _table(ax, rows: Sequence[tuple[str, ...]], title: str) -> None:
+    """A table of text with a grey head."""
+    ax.set_axis_off()
+    ax.set_title(title, loc="left", x=INDENT, fontweight="bold", fontsize=9)
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    shares = [width / sum(widths) for width in widths]
+    drawn = ax.table(
+        [list(row) for row in rows],
+        colWidths=shares,
+        cellLoc="left",
+        bbox=(INDENT, 0, 1 - INDENT, 1),
+        edges="horizontal",
+    )
+    drawn.auto_set_font_size(False)
+    drawn.set_fontsize(8)
+    for (row, _), cell in drawn.get_celld().items():
+        cell.set_edgecolor("#CCCCCC")
+        if row == 0:
+            cell.set_text_props(fontweight="bold")

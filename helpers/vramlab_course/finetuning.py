@@ -1,0 +1,138 @@
+"""Fine-tuning the base model: one loop for full training and for adapters, and the stored record of a whole sweep.
+
+The chapters train a few steps live; what takes an hour on a CPU is made by `data/base_model/quality.py`, which runs this
+very loop, and is read from `data/base_model/quality.json`.
+"""
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from vramlab.report.data import data_path
+from vramlab.report.errors import RecordError
+
+from .base_model import CONTEXT, load_base_model, load_base_tokenizer
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedModel
+
+ALPHA = 32  # lora_alpha of every adapter here, source B's: at rank r an update is scaled by 32 / r
+
+
+def adapted(model: "PreTrainedModel", r: int, targets: str | Sequence[str] = "all-linear", **options: Any):
+    """`model` with LoRA adapters of rank `r` in `targets`, everything else frozen: PEFT's `PeftModel`."""
+    from peft import LoraConfig, get_peft_model
+
+    targets = targets if isinstance(targets, str) else list(targets)
+    options = {"lora_alpha": ALPHA, "target_modules": targets, "task_type": "CAUSAL_LM", **options}
+    return get_peft_model(model, LoraConfig(r=r, **options)).train(model.training)
+
+
+def batches(texts: Sequence[str], steps: int, batch_size: int, context: int, seed: int = 0) -> "Iterator[torch.Tensor]":
+    """`steps` tensors of `batch_size` × `context` tokens, cut at places that depend on the seed alone."""
+    import torch
+
+    tokenizer = load_base_tokenizer()
+    rows = [[tokenizer.bos_token_id, *tokenizer(text, verbose=False)["input_ids"]] for text in texts]
+    tokens = torch.tensor([token for row in rows for token in row])
+    offsets, generator = torch.arange(context), torch.Generator().manual_seed(seed)
+    for _ in range(steps):
+        yield tokens[torch.randint(len(tokens) - context, (batch_size, 1), generator=generator) + offsets]
+
+
+def finetune(
+    model: "torch.nn.Module",
+    texts: Sequence[str],
+    steps: int,
+    learning_rate: float,
+    batch_size: int = 4,
+    context: int = CONTEXT,
+    seed: int = 0,
+    autocast: bool = False,
+) -> list[float]:
+    """Train what `requires_grad` of `model` on `texts`; returns each step's loss in nats per token.
+
+    AdamW without weight decay, gradients clipped at 1, the rate warmed up over a tenth of the steps and then let down to
+    0 along a line. `autocast` computes in bf16.
+    """
+    import torch
+
+    device = next(model.parameters()).device
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=learning_rate, weight_decay=0.0)
+    warm = max(1, steps // 10)
+    schedule = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda step: min((step + 1) / warm, (steps - step) / max(1, steps - warm))
+    )
+    losses, training = [], model.training
+    model.train()
+    for batch in batches(texts, steps, batch_size, context, seed):
+        batch = batch.to(device)
+        with torch.autocast(device.type, dtype=torch.bfloat16, enabled=autocast):
+            loss = model(input_ids=batch, labels=batch, use_cache=False).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(trained, 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        schedule.step()
+        losses.append(loss.item())
+    model.train(training)
+    return losses
+
+
+@dataclass(frozen=True)
+class Tuned:
+    """One run of the recorded sweep.
+
+    Attributes:
+        r: the adapters' rank, None for full fine-tuning.
+        targets: which modules were adapted ("all" for full fine-tuning).
+        trained: trained parameters.
+        learning_rate: the peak; the best of those tried, chosen on texts that are in neither of the next two.
+        documentation: bits per byte on held-out text of the domain that was trained on.
+        programs: bits per byte on held-out programs, the domain that the base model came from.
+    """
+
+    r: int | None
+    targets: str
+    trained: int
+    learning_rate: float
+    documentation: float
+    programs: float
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """A recorded sweep: the base before any tuning, the runs, and `where`: hardware, versions, date, recipe."""
+
+    base: dict[str, float]
+    runs: list[Tuned]
+    where: dict[str, Any]
+
+    def run(self, r: int | None, targets: str | None = None) -> Tuned:
+        """The run with this rank (None: full). Raises RecordError if there is none."""
+        targets = targets or ("all" if r is None else "all-linear")
+        for run in self.runs:
+            if (run.r, run.targets) == (r, targets):
+                return run
+        raise RecordError(f"The recorded sweep has no run with r={r} and targets {targets!r}.")
+
+
+def recorded_sweep() -> Sweep:
+    """Full fine-tuning against LoRA by rank and by target, as `data/base_model/quality.py` recorded it."""
+    path = data_path("base_model", "quality.json")
+    if not path.exists():
+        raise RecordError(f"{path.name} is missing: run data/base_model/quality.py, which takes about half an hour.")
+    facts = json.loads(path.read_text(encoding="utf-8"))
+    return Sweep(facts.pop("base"), [Tuned(**run) for run in facts.pop("runs")], facts)
+
+
+def fresh(r: int | None, targets: str | Sequence[str] = "all-linear", seed: int = 0) -> "torch.nn.Module":
+    """The base model, ready to be trained: whole (`r` None), or with adapters whose start depends on the seed alone."""
+    import torch
+
+    torch.manual_seed(seed)
+    model = load_base_model()
+    return model if r is None else adapted(model, r, targets)

@@ -1,0 +1,91 @@
+"""Fine-tuning the base model: the loop trains what it should, and the record's script runs end to end."""
+
+import importlib.util
+import json
+
+import pytest
+import torch
+from vramlab.report.data import data_path
+from vramlab.report.errors import RecordError
+from vramlab_course.base_model import bits_per_byte, finetuning_texts
+from vramlab_course.chapters import chapter_06
+from vramlab_course.chapters.chapter_06 import recorded_quality
+from vramlab_course.finetuning import adapted, batches, finetune, fresh, recorded_sweep
+
+
+def test_the_loop_learns_and_leaves_frozen_weights_alone():
+    texts = finetuning_texts("train", 20_000)
+    model = fresh(4)
+    frozen = {name: p.clone() for name, p in model.named_parameters() if not p.requires_grad}
+    before = bits_per_byte(model, texts, stride=256)
+    losses = finetune(model, texts, steps=12, learning_rate=3e-3, batch_size=4, context=128)
+    assert len(losses) == 12 and bits_per_byte(model, texts, stride=256) < 0.98 * before
+    assert all(torch.equal(p, frozen[name]) for name, p in model.named_parameters() if name in frozen)
+    assert not model.training
+
+
+def test_a_start_depends_on_the_seed_alone():
+    a, b, c = fresh(2), fresh(2), fresh(2, seed=1)
+    weights = [{n: p for n, p in model.named_parameters() if "lora_A" in n} for model in (a, b, c)]
+    assert all(torch.equal(p, weights[1][n]) for n, p in weights[0].items())
+    assert not all(torch.equal(p, weights[2][n]) for n, p in weights[0].items())
+
+
+def test_adapters_go_where_they_are_told():
+    names = {
+        n.split(".lora_")[0].rsplit(".", 1)[1] for n, p in fresh(1, ["q_proj"]).named_parameters() if p.requires_grad
+    }
+    assert names == {"q_proj"}
+    assert fresh(None).get_parameter("model.norm.weight").requires_grad
+    scaled = adapted(fresh(None), 8).base_model.model.model.layers[0].mlp.up_proj.scaling["default"]
+    assert scaled == 32 / 8
+
+
+def test_batches_are_the_seeds():
+    texts = finetuning_texts("train", 5000)
+    one, two, other = (torch.stack([*batches(texts, 3, 2, 16, seed)]) for seed in (0, 0, 1))
+    assert one.shape == (3, 2, 16) and torch.equal(one, two) and not torch.equal(one, other)
+
+
+def test_an_unknown_run_is_refused():
+    with pytest.raises(RecordError):
+        recorded_sweep().run(3)
+
+
+def test_the_records_script_runs_end_to_end(tmp_path, monkeypatch):
+    spec = importlib.util.spec_from_file_location("quality", data_path("base_model", "quality.py"))
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    monkeypatch.setattr(script, "TRIED", {"full": (1e-3,), "LoRA": (3e-3, 1e-2)})
+    monkeypatch.setattr(script, "BATCH_SIZE", 1)
+    out = tmp_path / "quality.json"
+    script.main(["--out", str(out), "--steps", "1", "--ranks", "1", "8", "--documents", "2", "--program-bytes", "500"])
+    facts = json.loads(out.read_text())
+    assert [(run["r"], run["targets"]) for run in facts["runs"]] == [
+        (None, "all"),
+        (1, "all-linear"),
+        (8, "all-linear"),
+        (8, script.MLP),
+        (8, script.QUERY_VALUE),
+    ]
+    assert all("tuning" not in run and run["documentation"] > 0.5 for run in facts["runs"])
+
+
+def test_the_4_bit_records_script_runs_end_to_end(tmp_path, monkeypatch):
+    spec = importlib.util.spec_from_file_location("quality_4bit", data_path("base_model", "quality_4bit.py"))
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    monkeypatch.setattr(script, "finetuning_texts", lambda split: [finetuning_texts(split)[0][:1500]])
+    monkeypatch.setattr(script, "CONTEXT", 64)
+    script.main(["--steps", "2", "--hardware", "a test", "--out", str(tmp_path / "facts.json")])
+    facts, recorded = json.loads((tmp_path / "facts.json").read_text()), recorded_quality()
+    assert facts.keys() == recorded.keys() and facts["runs"].keys() == recorded["runs"].keys()
+    befores = [run["before"] for run in facts["runs"].values()]  # of four bases, near to each other, one used twice
+    assert len({*befores}) == 4 and len(befores) == 5 and max(befores) < 1.05 * min(befores)
+    assert all(run["after"] != run["before"] for run in facts["runs"].values())
+
+
+def test_a_missing_record_of_quality_is_said(monkeypatch, tmp_path):
+    monkeypatch.setattr(chapter_06, "data_path", lambda *parts: tmp_path.joinpath(*parts))
+    with pytest.raises(RecordError, match=r"quality_4bit\.py"):
+        recorded_quality.__wrapped__()

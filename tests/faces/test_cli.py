@@ -1,0 +1,388 @@
+"""The command line builds the recipe asked for, prints what the witnesses return, and fails in one sentence."""
+
+import inspect
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import vramlab
+from typer.testing import CliRunner
+from vramlab.faces.cli import OPTIONS, app
+from vramlab.recipe.recipe import LoRA, Quantization, Recipe, Sharding
+from vramlab.report.errors import MeasurementError, RecordError
+from vramlab.report.report import Bytes, GiB, Interval, Phase, Report
+
+
+def run(*words):
+    return CliRunner().invoke(app, list(words))
+
+
+def report(source="predicted", recipe=None, target="cuda", total=GiB, status="ok", **more):
+    split = Bytes(parameters=total // 2, activations=total - total // 2)
+    phases = {"forward": Phase(split, split)} if status == "ok" else {}
+    title = str(recipe) if recipe else "a recipe"
+    return Report(source, recipe and recipe.to_dict(), title, target, phases, split, "forward", status, **more)
+
+
+@pytest.fixture
+def stand_in(monkeypatch):
+    """Puts a function in the place of a module's: `stand_in("predict", function)` for that of the same name."""
+
+    def put(name, function, module=None):
+        monkeypatch.setitem(sys.modules, f"vramlab.{module or name}", SimpleNamespace(**{name: function}))
+
+    return put
+
+
+@pytest.fixture
+def asked(stand_in):
+    """Witnesses that only note what they were asked: what the options mean is looked at apart from the answers."""
+    seen = SimpleNamespace(recipes=[], options=[])
+
+    def witness(source):
+        def answer(recipe, **options):
+            seen.recipes.append(recipe)
+            seen.options.append((source, options))
+            return report(source, recipe, options.get("target", "cpu" if source == "measured" else "cuda"))
+
+        return answer
+
+    for name, source in (("predict", "predicted"), ("simulate", "simulated"), ("measure", "measured")):
+        stand_in(name, witness(source))
+    return seen
+
+
+# Each option beside the field it sets; the recipe must be exactly this and nothing else.
+WORDS = [
+    ("", {}),
+    ("--batch-size 4 --seq-len 128", {"batch_size": 4, "seq_len": 128}),
+    ("--precision fp16-mixed", {"precision": "fp16-mixed"}),
+    ("--optim sgd --optim-args momentum=0.9", {"optim": "sgd", "optim_args": "momentum=0.9"}),
+    ("--gradient-checkpointing", {"gradient_checkpointing": True}),
+    ("--gradient-accumulation-steps 8", {"gradient_accumulation_steps": 8}),
+    ("--attn-implementation eager", {"attn_implementation": "eager"}),
+    ("--torch-compile", {"torch_compile": True}),
+    ("--num-layers 3 --task causal-lm", {"num_layers": 3, "task": "causal-lm"}),
+    ("--loop plain", {"loop": "plain"}),
+    ("--lora-r 16", {"lora": LoRA(r=16)}),
+    ("--lora-alpha 32 --lora-dropout 0.1", {"lora": LoRA(lora_alpha=32, lora_dropout=0.1)}),
+    ("--lora-target c_attn,c_proj", {"lora": LoRA(target_modules=("c_attn", "c_proj"))}),
+    ("--lora-r 4 --lora-target all-linear", {"lora": LoRA(r=4, target_modules="all-linear")}),
+    ("--lora-r 8 --quantization nf4", {"lora": LoRA(), "quantization": Quantization("nf4")}),
+    ("--lora-r 8 --quantization fp4 --double-quant",
+     {"lora": LoRA(), "quantization": Quantization("fp4", double=True)}),
+    ("--lora-r 8 --double-quant", {"lora": LoRA(), "quantization": Quantization("nf4", double=True)}),
+    ("--lora-r 8 --quantization int8 --precision bf16-true",
+     {"lora": LoRA(), "quantization": Quantization("int8"), "precision": "bf16-true"}),
+    ("--stage 2 --world-size 4", {"sharding": Sharding(2, 4)}),
+    ("--world-size 8 --engine deepspeed --offload optimizer", {"sharding": Sharding(3, 8, "deepspeed", "optimizer")}),
+    ("--world-size 2 --engine ddp", {"sharding": Sharding(0, 2, "ddp")}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("words", "fields"), WORDS)
+def test_options_make_the_recipe(asked, words, fields):
+    result = run("predict", "gpt2", *words.split())
+    assert result.exit_code == 0, result.output
+    assert asked.recipes == [Recipe("gpt2", **fields)]
+
+
+def test_every_field_of_a_recipe_can_be_set():
+    fields = set(inspect.signature(Recipe).parameters) - {"model"}
+    assert fields - set(OPTIONS) == {"lora", "sharding"}  # these have options of their own, tested above
+
+
+@pytest.mark.parametrize("command", ["predict", "simulate", "measure"])
+def test_all_commands_take_the_same_recipe(asked, command):
+    result = run(command, "gpt2", "--batch-size", "3", "--lora-r", "2")
+    assert result.exit_code == 0, result.output
+    assert set(asked.recipes) == {Recipe("gpt2", batch_size=3, lora=LoRA(r=2))}
+
+
+def test_model_by_path(asked, tmp_path):
+    path = tmp_path / "config.json"
+    path.write_text(
+        json.dumps(
+            {"model_type": "gpt2", "n_embd": 64, "n_layer": 2, "n_head": 4, "vocab_size": 100, "n_positions": 64}
+        )
+    )
+    assert run("predict", str(path)).exit_code == 0
+    assert asked.recipes[0].shape.num_layers == 2
+
+
+def test_witnesses_get_their_options(asked):
+    run("predict", "gpt2", "--gpu", "tesla t4")
+    run("simulate", "gpt2", "--target", "cpu", "--gpu", "L4", "--as-run", "repeated keys")
+    run("measure", "gpt2", "--repeats", "2")
+    assert asked.options == [
+        ("predicted", {"gpu": "T4"}),
+        ("simulated", {"target": "cpu", "gpu": "L4", "as_run": "repeated keys"}),
+        ("measured", {"repeats": 2}),
+    ]
+
+
+def test_json_is_the_report_and_nothing_else(asked):
+    result = run("predict", "gpt2", "--json", "--gpu", "T4")
+    assert Report.from_json(result.stdout).to_dict() == report(recipe=Recipe("gpt2")).to_dict()
+    assert json.loads(result.stdout)["peak"]["total"] == GiB
+
+
+def test_text_is_the_reports_own(asked):
+    assert str(report(recipe=Recipe("gpt2"))) in run("predict", "gpt2").stdout
+
+
+@pytest.mark.parametrize(
+    ("needs", "answer"),
+    [
+        (
+            {"process": Interval(8 * GiB, 9 * GiB, 10 * GiB)},
+            "fits: T4 has 14.562 GiB, the process needs 9.000 GiB (8",
+        ),
+        ({"process": Interval(14 * GiB, 15 * GiB, 16 * GiB)}, "may not fit: T4"),
+        ({"process": Interval(15 * GiB, 16 * GiB, 17 * GiB)}, "does not fit: T4"),
+        ({"process": 14 * GiB}, "fits: T4 has 14.562 GiB, the process needs 14.000 GiB"),
+    ],
+)
+def test_verdict_on_a_gpu(stand_in, needs, answer):
+    stand_in("predict", lambda recipe, gpu: report(recipe=recipe, **needs))
+    shown, code = run("predict", "gpt2", "--gpu", "T4"), 1 if answer.startswith("does not fit") else 0
+    assert shown.stdout.splitlines()[-1].startswith(answer) and shown.exit_code == code
+    shown = run("predict", "gpt2", "--gpu", "T4", "--json")
+    found = Report.from_json(shown.stdout)
+    fits = {"fits": True, "does": False, "may": None}[answer.split()[0].rstrip(":")]
+    assert (found.environment, shown.exit_code) == ({"gpu": "T4", "fits": fits}, code)
+    assert found.notes[-1].startswith(answer)
+
+
+def test_a_simulation_that_does_not_fit_exits_with_1_too(stand_in):
+    stand_in("simulate", lambda recipe, **options: report("simulated", recipe, process=15 * GiB))
+    assert run("simulate", "gpt2", "--gpu", "T4").exit_code == 1
+    assert run("simulate", "gpt2", "--gpu", "A100").exit_code == 0
+
+
+# ── what goes wrong ─────────────────────────────────────────────────────────────────────────────────────────────────
+
+WRONG = [
+    ("gpt9", "", "did you mean 'gpt2'"),
+    ("no/such/config.json", "", "model"),
+    ("gpt2", "--batch-size 0", "batch_size"),
+    ("gpt2", "--batch-size -3", "batch_size"),
+    ("gpt2", "--seq-len 2048", "1024 positions"),
+    ("gpt2", "--precision bf17", "'bf16-mixed'"),
+    ("gpt2", "--optim adamw_nice", "'adamw_torch'"),
+    ("gpt2", "--optim-args momentum", "momentum=0.9"),
+    ("gpt2", "--lora-r 0", "lora.r"),
+    ("gpt2", "--lora-target nothing", "nothing"),
+    ("gpt2", "--quantization nf4", "lora=LoRA"),
+    ("gpt2", "--quantization int8 --double-quant --lora-r 8", "double"),
+    ("gpt2", "--stage 4", "sharding.stage"),
+    ("gpt2", "--stage 1 --engine fsdp", "has stage 2 or 3"),
+    ("gpt2", "--world-size 2 --engine horovod", "'ddp'"),
+    ("gpt2", "--loop while", "'trainer'"),
+    ("gpt2", "--task knitting", "'causal-lm'"),
+    ("gpt2", "--precision bf16-mixed --gpu T4", "7.5"),
+    ("gpt2", "--precision tf32 --gpu V100", "7.0"),
+    ("gpt2", "--gpu T5", "did you mean 'T4'"),
+]
+
+
+@pytest.mark.parametrize(("model", "words", "why"), WRONG)
+def test_wrong_request_is_one_sentence_and_status_2(asked, model, words, why):
+    result = run("predict", model, *words.split())
+    assert result.exit_code == 2 and result.stdout == ""
+    assert why in result.stderr and result.stderr.count("\n") == 1 and "Traceback" not in result.output
+    assert asked.recipes == [], "refused before anything was computed"
+
+
+def test_an_empty_quantization_is_no_quantization_that_is_left_out(asked):
+    result = run("predict", "gpt2", "--lora-r", "8", "--quantization", "")
+    assert result.exit_code == 2 and "'nf4'" in result.stderr and asked.recipes == []
+
+
+GARBAGE = ["", "{", "[1, 2]", "null", "[" * 100_000, "\x00", '[{"model": null}]', '[{"model": "gpt2", "lora": 5}]']
+
+
+@pytest.mark.parametrize("text", GARBAGE, ids=range(len(GARBAGE)))
+def test_a_garbage_list_is_one_sentence(text, tmp_path):
+    (tmp_path / "list.json").write_text(text)
+    result = run("record", str(tmp_path / "list.json"), "--dry-run", "--folder", str(tmp_path))
+    assert result.exit_code == 2 and result.stdout == ""
+    assert "list.json" in result.stderr and result.stderr.count("\n") == 1 and "Traceback" not in result.output
+
+
+@pytest.mark.parametrize("error", [MeasurementError("The child was killed."), RecordError("There is no record.")])
+def test_the_packages_own_errors_are_sentences(stand_in, error):
+    def fail(recipe, **options):
+        raise error
+
+    stand_in("measure", fail)
+    result = run("measure", "gpt2")
+    assert (result.exit_code, result.stdout, result.stderr) == (2, "", f"{error}\n")
+
+
+def test_errors_that_are_bugs_are_not_hidden(stand_in):
+    def fail(recipe, **options):
+        raise ZeroDivisionError
+
+    stand_in("predict", fail)
+    assert isinstance(run("predict", "gpt2").exception, ZeroDivisionError)
+
+
+def test_unknown_option_is_refused(asked):
+    result = run("predict", "gpt2", "--batchsize", "4")
+    assert result.exit_code == 2 and "--batchsize" in result.output and asked.recipes == []
+
+
+@pytest.mark.parametrize(("status", "code"), [("oom", 3), ("error", 1), ("ok", 0)])
+@pytest.mark.parametrize("style", [[], ["--json"]])
+def test_status_of_the_report_is_the_exit_status_and_the_report_is_shown(stand_in, status, code, style):
+    ran = report("measured", status=status, message="asked for 2 GiB, 1 GiB was free")
+    stand_in("measure", lambda recipe, repeats: ran)
+    result = run("measure", "gpt2", *style)
+    assert result.exit_code == code
+    assert result.stdout.strip() == (ran.to_json(indent=2) if style else str(ran))
+    assert ("asked for 2 GiB" in result.stdout) or (status == "ok" and not style)
+
+
+INTERRUPTED = """
+import sys, time, types, vramlab.faces.cli
+def forever(recipe, **options):
+    print("started", flush=True)
+    time.sleep(60)
+sys.modules["vramlab.formulas.predict"] = types.SimpleNamespace(predict=forever)
+sys.argv = ["vramlab", "predict", "gpt2"]
+vramlab.faces.cli.main()
+"""
+
+
+@pytest.mark.skipif(os.name == "nt", reason="Windows sends Ctrl-C to the whole console, pytest included")
+def test_ctrl_c_stops_cleanly():
+    child = subprocess.Popen(
+        [sys.executable, "-c", INTERRUPTED], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    try:
+        assert child.stdout.readline() == "started\n"
+        begun = time.monotonic()
+        child.send_signal(signal.SIGINT)
+        out, err = child.communicate(timeout=30)
+    finally:
+        child.kill()
+    assert (child.returncode, out, err) == (130, "", "Stopped.\n")
+    assert time.monotonic() - begun < 20
+
+
+LOADING = """
+import builtins, sys, time
+real = builtins.__import__
+def slow(name, *args, **options):
+    if name == "typer":
+        print("started", flush=True)
+        time.sleep(60)
+    return real(name, *args, **options)
+builtins.__import__ = slow
+import runpy
+sys.argv = ["vramlab", "predict", "gpt2"]
+runpy.run_module("vramlab", run_name="__main__")
+"""
+
+
+@pytest.mark.skipif(os.name == "nt", reason="Windows sends Ctrl-C to the whole console, pytest included")
+def test_ctrl_c_while_it_loads_is_no_traceback():
+    child = subprocess.Popen([sys.executable, "-c", LOADING], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    try:
+        assert child.stdout.readline() == "started\n"
+        child.send_signal(signal.SIGINT)
+        out, err = child.communicate(timeout=30)
+    finally:
+        child.kill()
+    assert (child.returncode, out, err) == (130, "", "Stopped.\n")
+
+
+# ── the other commands ──────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_doctor_is_shown_and_its_verdict_is_the_exit_status(monkeypatch):
+    from vramlab.faces import checks
+    from vramlab.faces.checks import Check
+
+    monkeypatch.setattr(checks, "LOOKS", (("x", lambda: [Check("python", "ok", "3.12")]),))
+    result = run("doctor")
+    assert result.exit_code == 0 and result.stdout == "python  ok       3.12\n"
+    lacks = [Check("torch", "missing", "none", "pip install torch", required=True)]
+    monkeypatch.setattr(checks, "LOOKS", (("x", lambda: lacks),))
+    result = run("doctor", "--json")
+    assert result.exit_code == 1 and json.loads(result.stdout)["checks"][0]["advice"] == "pip install torch"
+
+
+def test_record_hands_everything_on(stand_in):
+    asked, missing = [], [(Recipe("gpt2"), 20.0)]
+
+    class Done:
+        def __init__(self):
+            self.missing = missing
+
+        def __str__(self):
+            return "1 recipe missing"
+
+    stand_in("record", lambda paths, **options: asked.append((paths, options)) or Done())
+    result = run("record")
+    assert (result.exit_code, result.stdout) == (0, "1 recipe missing\n")
+    words = ["a.json", "b.json", "--minutes", "2.5", "--dry-run", "--folder", "x", "--json"]
+    shown = json.loads(run("record", *words).stdout)
+    assert [Recipe(**fields) for fields in shown] == [Recipe("gpt2")]
+    assert asked == [
+        (None, {"minutes": 8, "folder": None, "dry_run": False, "progress": True}),
+        ([Path("a.json"), Path("b.json")], {"minutes": 2.5, "folder": Path("x"), "dry_run": True, "progress": False}),
+    ]
+
+
+def test_version():
+    assert run("--version").stdout == f"vramlab {vramlab.__version__}\n"
+
+
+def test_help_names_every_command_and_costs_no_torch():
+    code = "import sys, vramlab.faces.cli; print(sorted({'torch', 'transformers', 'pynvml'} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n"
+    text = run("--help").stdout
+    for command in ("predict", "simulate", "measure", "record", "doctor"):
+        assert command in text
+        assert run(command, "-h").exit_code == 0
+
+
+# ── the real witnesses ──────────────────────────────────────────────────────────────────────────────────────────────
+
+SMALL = ["gpt2", "--num-layers", "2", "--batch-size", "2", "--seq-len", "32"]
+RECIPE = Recipe("gpt2", num_layers=2, batch_size=2, seq_len=32)
+
+
+def test_real_simulation_equals_the_function():
+    from vramlab.simulation.simulate import simulate
+
+    shown = Report.from_json(run("simulate", *SMALL, "--target", "cpu", "--json").stdout)
+    assert (shown.source, shown.target, shown.title) == ("simulated", "cpu", str(RECIPE))
+    assert shown.peak == simulate(RECIPE, target="cpu").peak and shown.peak.parameters > 4 * 50_000_000
+
+
+def test_real_prediction_equals_the_function():
+    from vramlab.formulas.predict import predict
+
+    shown = Report.from_json(run("predict", *SMALL, "--json").stdout)
+    assert shown.source == "predicted" and shown.peak == predict(RECIPE).peak
+    assert run("predict", *SMALL, "--gpu", "T4").stdout.splitlines()[-1].startswith("fits: T4")
+    too_much = run("predict", "llama-3.1-70b", "--gpu", "T4")
+    assert too_much.exit_code == 1 and too_much.stdout.splitlines()[-1].startswith("does not fit: T4")
+
+
+def test_real_measurement_on_this_machine():
+    result = run("measure", *SMALL, "--repeats", "1", "--json")
+    assert result.exit_code == 0, result.output
+    shown = Report.from_json(result.stdout)
+    assert shown.source == "measured" and shown.speed.repeats == 1
+    assert shown.peak.parameters > 4 * 50_000_000

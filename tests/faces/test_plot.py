@@ -1,0 +1,282 @@
+"""The figures: the data they draw, and what they refuse."""
+
+import itertools
+
+import matplotlib.pyplot as plt
+import numpy as np
+import pytest
+from matplotlib.colors import to_hex
+from sample_reports import batches, measured, of_batch, out_of_memory, report, split
+from vramlab import plot
+from vramlab.faces.plot.splits import amount, limit_of
+from vramlab.faces.plot.style import LOOK
+from vramlab.faces.plot.sweep import first_over, has_to_fit
+from vramlab.faces.plot.timeline import thin
+from vramlab.report.report import CATEGORIES, Bytes, GiB, Interval, MiB, Moment
+
+OVER_EXPLAINED = measured(unexplained=-900_000_000)
+
+
+pytestmark = pytest.mark.usefixtures("no_figure_stays")
+
+
+def heights(ax) -> dict[str, list[float]]:
+    """Label of each container of bars to the heights of its bars."""
+    return {container.get_label(): [bar.get_height() for bar in container] for container in ax.containers}
+
+
+def area(ax, label: str) -> dict[float, tuple[float, float]]:
+    """x to (lowest, highest) of the stacked area called `label`; at a step the later value counts."""
+    (collection,) = [c for c in ax.collections if c.get_label() == label]
+    x, y = collection.get_paths()[0].vertices.T
+    return {a: (y[x == a].min(), y[x == a].max()) for a in np.unique(x)}
+
+
+def texts(figure, gid: str) -> list[str]:
+    return [text.get_text() for text in figure.axes[0].texts if text.get_gid() == gid]
+
+
+def test_bars_are_the_bytes_of_each_category_in_gib():
+    shown = (report("predicted", 0.97), report(), measured())
+    drawn = heights(plot.compare(*shown).axes[0])
+    assert list(drawn) == [c.replace("_", " ") for c in CATEGORIES]
+    for name in CATEGORIES:
+        bytes_ = [height * GiB for height in drawn[name.replace("_", " ")]]
+        assert bytes_ == pytest.approx([getattr(r.peak, name) for r in shown], abs=1)
+
+
+def test_bars_stand_on_each_other_and_reach_the_total():
+    ax = plot.compare(report(), measured()).axes[0]
+    for bars in zip(*ax.containers, strict=True):
+        tops = [0, *(bar.get_y() + bar.get_height() for bar in bars)]
+        assert [bar.get_y() for bar in bars] == pytest.approx(tops[:-1])
+    assert tops[-1] * GiB == pytest.approx(measured().peak.total)
+
+
+def test_totals_stand_over_the_bars():
+    figure = plot.compare(report(), measured(2))
+    assert texts(figure, "total") == ["13.7", "27.4"]
+    ends = [text.xy[1] * GiB for text in figure.axes[0].texts if text.get_gid() == "total"]
+    assert ends == pytest.approx([split().total, measured(2).peak.total])
+
+
+def test_what_is_over_explained_hangs_below_zero_and_the_total_stays_true():
+    figure = plot.compare(report(), OVER_EXPLAINED)
+    (container,) = [c for c in figure.axes[0].containers if c.get_label() == "unexplained"]
+    assert container[1].get_y() == 0 and container[1].get_height() * GiB == pytest.approx(-900_000_000)
+    assert texts(figure, "total")[1] == amount(OVER_EXPLAINED.peak.total)
+    assert figure.axes[0].get_ylim()[0] < -900_000_000 / GiB
+
+
+def test_out_of_memory_is_words_in_place_of_a_bar():
+    figure = plot.compare(report(), out_of_memory())
+    assert texts(figure, "total") == ["13.7", "out of memory"]
+    assert heights(figure.axes[0])["parameters"][1] == 0
+    assert "measured: total out of memory" in plot.alt_text(figure)
+    assert plot.table(figure).splitlines()[-1].endswith("out of memory")
+    assert texts(plot.compare(out_of_memory()), "total") == ["out of memory"]
+
+
+def test_the_unit_scales_the_bars():
+    figure = plot.compare(report(peak=Bytes(parameters=123_456)), unit="MiB")
+    assert heights(figure.axes[0])["parameters"] == [pytest.approx(123_456 / MiB)]
+    assert figure.axes[0].get_ylabel() == "MiB"
+
+
+def test_groups_hold_the_bars_of_their_reports():
+    groups = batches(3)
+    ax = plot.compare_many(groups).axes[0]
+    flat = [r.peak.activations / GiB for _, reports in groups for r in reports]
+    assert heights(ax)["activations"] == pytest.approx(flat)
+    middles = [bar.get_x() + bar.get_width() / 2 for bar in ax.containers[0]]
+    gaps = [b - a for a, b in itertools.pairwise(middles)]
+    assert gaps[2] > gaps[0] and gaps[5] > gaps[3], "groups stand apart"
+    below = ax.child_axes[0].xaxis
+    assert [label.get_text() for label in below.get_ticklabels()] == ["batch 1", "batch 2", "batch 4"]
+    assert list(below.get_ticklocs()) == pytest.approx([sum(middles[i : i + 3]) / 3 for i in (0, 3, 6)])
+
+
+def test_bars_take_any_numbers_and_keep_the_colours_of_categories():
+    values = [{"parameters": 4, "gradients": 4, "optimizer_states": 8}, {"parameters": 2, "master copy": 4.5}]
+    figure = plot.bars(["fp32", "mixed"], values, ylabel="bytes per parameter", unit="B", title="Costs")
+    assert heights(figure.axes[0]) == {
+        "parameters": [4, 2],
+        "gradients": [4, 0],
+        "optimizer states": [8, 0],
+        "master copy": [0, 4.5],
+    }
+    assert texts(figure, "total") == ["16", "6.50"]
+    assert to_hex(figure.axes[0].containers[0][0].get_facecolor()) == LOOK["parameters"][0].lower()
+    assert plot.table(figure).splitlines()[0].startswith("bytes per parameter")
+
+
+def test_the_timeline_is_the_split_after_every_event():
+    r = report()
+    ax = plot.timeline(r).axes[0]
+    floor = {moment.index: 0.0 for moment in r.timeline}
+    for name in CATEGORIES:
+        if not any(getattr(moment.bytes, name) for moment in r.timeline):
+            continue
+        (collection,) = [c for c in ax.collections if c.get_label() == name.replace("_", " ")]
+        path = collection.get_paths()[0]
+        for before, moment in itertools.pairwise(r.timeline):
+            middle = (before.index + moment.index) / 2  # a step holds its value until the next event
+            low, high = floor[before.index], floor[before.index] + getattr(before.bytes, name) / GiB
+            if high > low:
+                assert path.contains_point((middle, (low + high) / 2))
+            assert not path.contains_point((middle, high + 0.0005))
+            floor[before.index] = high
+    assert floor[0] * GiB == pytest.approx(r.timeline[0].bytes.total)
+
+
+def test_the_timeline_marks_its_peak_and_phases_and_names_the_largest():
+    r = report()
+    figure = plot.timeline(r, largest=2)
+    ax = figure.axes[0]
+    (mark,) = [line for line in ax.lines if line.get_gid() == "peak"]
+    assert mark.get_xdata()[0] == 40 and mark.get_ydata()[0] * GiB == pytest.approx(r.peak.total)
+    assert texts(figure, "peak") == ["13.7 GiB in step"]
+    assert texts(figure, "phase") == ["forward", "backward", "step"]
+    starts = {line.get_gid(): line.get_xdata()[0] for line in ax.lines if (line.get_gid() or "").startswith("start")}
+    assert starts == {"start backward": 20, "start step": 40}
+    below = ax.get_xlabel()
+    assert "0.574 GiB: temporaries [30080×2048] in optimizer" in below
+    assert "0.230 GiB: 2 × parameters [30080×2048] first in embed_in" in below
+    assert "largest" not in plot.timeline(report(largest=[])).axes[0].get_xlabel()
+
+
+def test_a_long_timeline_is_thinned_and_keeps_every_peak():
+    rng = np.random.default_rng(0)
+    sizes = rng.integers(1, 10**9, 50_000)
+    phases = ["forward"] * 30_000 + ["backward"] * 20_000
+    long = [Moment(i, phases[i], Bytes(activations=int(n))) for i, n in enumerate(sizes)]
+    kept = thin(long)
+    assert len(kept) <= 2010 and [m.index for m in kept] == sorted({m.index for m in kept})
+    for phase in ("forward", "backward"):
+        of = lambda ms, phase=phase: [m.bytes.total for m in ms if m.phase == phase]  # noqa: E731
+        assert max(of(kept)) == max(of(long)) and min(of(kept)) == min(of(long))
+    assert thin(long[:100]) == long[:100]
+
+
+def test_a_sweep_is_the_peak_at_every_value():
+    x = [1, 2, 4, 8]
+    shown = [of_batch(b) for b in x]
+    ax = plot.sweep(x, shown, "batch size").axes[0]
+    floor = dict.fromkeys(x, 0.0)
+    for name in (n for n in CATEGORIES if getattr(shown[0].peak, n)):
+        drawn = area(ax, name.replace("_", " "))
+        for b, r in zip(x, shown, strict=True):
+            low, high = drawn[b]
+            assert low == pytest.approx(floor[b]) and (high - low) * GiB == pytest.approx(getattr(r.peak, name))
+            floor[b] = high
+    assert [floor[b] * GiB for b in x] == pytest.approx([r.peak.total for r in shown])
+
+
+def test_a_sweep_marks_the_first_that_does_not_fit():
+    x = [1, 2, 4, 8]
+    shown = [of_batch(b) for b in x]
+    limit = shown[1].peak.total  # exactly as much as batch 2 needs: it fits
+    figure = plot.sweep(x, shown, "batch size", limit=limit)
+    (mark,) = [line for line in figure.axes[0].lines if line.get_gid() == "first over" and line.get_marker() == "X"]
+    assert (mark.get_xdata()[0], mark.get_ydata()[0] * GiB) == (4, pytest.approx(limit))
+    assert texts(figure, "verdict") == ["batch size 4 is the first that does not fit"]
+    (line,) = [line for line in figure.axes[0].lines if line.get_label().startswith("limit")]
+    assert line.get_ydata()[0] * GiB == pytest.approx(limit)
+    figure = plot.sweep(x, shown, "batch size", limit=99 * GiB)
+    assert texts(figure, "verdict") == ["all fit"] and "all fit" in plot.alt_text(figure)
+
+
+def test_what_has_to_fit_is_the_process_where_it_is_known():
+    x = [1, 2]
+    wide = Interval(GiB, int(30 * GiB), int(40 * GiB))
+    shown = [of_batch(1, process=wide), of_batch(2, process=int(31 * GiB))]
+    assert has_to_fit(shown) == "process"
+    assert first_over(x, shown, int(30.5 * GiB), "process") == 2
+    figure = plot.sweep(x, shown, "batch size", limit=int(29 * GiB))
+    (line,) = [line for line in figure.axes[0].lines if line.get_label() == "process, which has to fit"]
+    assert list(line.get_ydata()) == pytest.approx([30, 31])
+    assert figure.axes[0].get_ylim()[1] > 31
+    assert texts(figure, "verdict") == ["batch size 1 is the first that does not fit"]
+    assert has_to_fit([*shown, of_batch(4)]) == "peak"
+    assert has_to_fit([of_batch(1, reserved=5), of_batch(2, reserved=6, process=7)]) == "reserved"
+
+
+def test_a_run_out_of_memory_does_not_fit_whatever_the_limit():
+    x = [1, 2, 4]
+    shown = [of_batch(1), of_batch(2), out_of_memory()]
+    figure = plot.sweep(x, shown, "batch size", limit=999 * GiB)
+    assert texts(figure, "verdict") == ["batch size 4 is the first that does not fit"]
+    assert max(area(figure.axes[0], "parameters")) == 2
+    assert plot.table(figure).splitlines()[-1].split()[-3:] == ["out", "of", "memory"]
+
+
+def test_lines_and_dots_are_totals():
+    x = [1, 2, 4]
+    lines = {"eager": [of_batch(b) for b in x], "sdpa": [report(scale=b) for b in x]}
+    figure = plot.sweep(x, lines, "batch size", dots=[measured(1), None, measured(3)])
+    drawn = {line.get_label(): (list(line.get_xdata()), list(line.get_ydata())) for line in figure.axes[0].lines}
+    for name, shown in lines.items():
+        assert drawn[name] == (x, pytest.approx([r.peak.total / GiB for r in shown]))
+    assert drawn["measured"] == ([1, 4], pytest.approx([measured(b).peak.total / GiB for b in (1, 3)]))
+    head, _, *rows = plot.table(figure).splitlines()
+    assert head.split()[-3:] == ["eager", "sdpa", "measured"]
+    assert [row.split()[-1] for row in rows] == ["13.691", "–", "41.051"]
+
+
+def test_errors_are_drawn_at_their_sizes_with_the_band():
+    pairs = {"a": [(int(1.01 * GiB), GiB), (report(), measured())], "b": [(9 * GiB, 10 * GiB)]}
+    figure = plot.scatter_error(pairs)
+    above, below = figure.axes
+    points = {line.get_label(): line for line in above.lines if line.get_gid() == "points"}
+    assert list(points["a"].get_xdata()) == pytest.approx([1, measured().peak.total / GiB])
+    assert list(points["a"].get_ydata()) == pytest.approx([1.01, report().peak.total / GiB])
+    errors = [list(line.get_ydata()) for line in below.lines if line.get_gid() == "points"]
+    assert errors == [pytest.approx([1, -100 * 12_345_344 / measured().peak.total]), pytest.approx([-10])]
+    assert below.patches[0].get_y() == -3 and below.patches[0].get_height() == 6
+    assert above.get_title(loc="left") == "2 of 3 within ±3% · median 1.00% · worst 10.00%"
+    assert below.get_ylim()[0] < -10
+
+
+def test_a_limit_is_bytes_or_a_card():
+    from vramlab.hardware.gpu import find_gpu
+
+    assert limit_of(5 * GiB) == (5 * GiB, "limit")
+    assert limit_of("T4") == limit_of(find_gpu("T4")) == (find_gpu("T4").total, "T4")
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda: plot.compare(), "at least one report"),
+        (lambda: plot.compare(report(), report(recipe={"batch_size": 9})), "differ in batch_size"),
+        (lambda: plot.compare(report(), unit="GB"), "unit is 'GB', but allowed are GiB"),
+        (lambda: plot.compare(report(), limit=-1), "limit is -1"),
+        (lambda: plot.compare(report(), limit=True), "limit is True"),
+        (lambda: plot.compare(report(), limit="T5000"), "'T5000' is not in the table"),
+        (lambda: plot.compare_many([]), "pairs"),
+        (lambda: plot.compare_many([("batch 4", [])]), "at least one report"),
+        (lambda: plot.bars([], []), "one label per value"),
+        (lambda: plot.bars(["a"], [{}, {}]), "1 labels for 2 values"),
+        (lambda: plot.timeline(report("predicted", timeline=[])), "a predicted one"),
+        (lambda: plot.timeline(out_of_memory()), "out of memory"),
+        (lambda: plot.sweep([], [], "x"), "two or more ascending"),
+        (lambda: plot.sweep([2, 1], [report(), report()], "x"), "two or more ascending"),
+        (lambda: plot.sweep(["a", "b"], [report(), report()], "x"), "two or more ascending"),
+        (lambda: plot.sweep([1, 2], [report()], "x"), "one report for each of the 2 values, not 1"),
+        (lambda: plot.scatter_error([]), "sizes over 0"),
+        (lambda: plot.scatter_error([(0, 1)]), "sizes over 0"),
+        (lambda: plot.scatter_error([(report(), out_of_memory())]), "out of memory"),
+        (lambda: plot.table(plt.figure()), "no figure of vramlab.plot"),
+    ],
+)
+def test_bad_input_is_one_sentence_and_leaves_no_half_figure(call, words):
+    with pytest.raises((ValueError, LookupError)) as caught:
+        call()
+    assert words in str(caught.value) and "\n" not in str(caught.value)
+    assert all(type(plt.figure(n)).__name__ != "LabFigure" for n in plt.get_fignums())
+
+
+def test_amounts_have_three_significant_figures():
+    sizes = [0, 107, int(0.0123 * GiB), int(0.5 * GiB), int(13.68 * GiB), int(128.4 * GiB), int(1234.5 * GiB)]
+    assert [amount(n) for n in sizes] == ["0", "0.000000100", "0.0123", "0.500", "13.7", "128", "1,234"]
+    assert [amount(n, "B") for n in (16, 4.127, 123_456)] == ["16", "4.13", "123,456"]

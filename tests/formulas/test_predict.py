@@ -1,0 +1,597 @@
+"""The formulas by themselves: what they say, that they need no torch, that nonsense is refused."""
+
+import re
+import subprocess
+import sys
+import time
+from math import prod
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from vramlab import Loop, LoRA, Quantization, Recipe, RecipeError, Report, Sharding
+from vramlab.formulas import account, model
+from vramlab.formulas import model_states as stored
+from vramlab.formulas.closed_form import activation_bytes_per_layer, largest_batch, logits_bytes
+from vramlab.formulas.model_states import bytes_per_parameter
+from vramlab.formulas.predict import predict
+from vramlab.hardware.overhead import rounded
+from vramlab.recipe.options import QUANT_TYPES
+from vramlab.recipe.recipe import ATTENTION, OPTIMIZERS, PRECISIONS
+from vramlab.recipe.shapes import model_names, read_shape
+from vramlab.report.report import CATEGORIES, PHASES, GiB, Interval, MiB
+
+GPT2 = Recipe("gpt2", batch_size=4, seq_len=256)
+LLAMA = Recipe("llama-3.1-8b", batch_size=2, seq_len=512, precision="bf16-true")
+
+
+def simulated(recipe: Recipe) -> Report:
+    from vramlab.simulation.simulate import simulate
+
+    return simulate(recipe)
+
+
+# --- the report ---------------------------------------------------------------------------------------------------
+
+
+def test_it_needs_no_torch():
+    code = (
+        "import sys; from vramlab import Recipe, LoRA, Quantization; from vramlab.formulas.predict import predict\n"
+        "for r in (Recipe('gpt2'), Recipe('t5-small'), Recipe('vit-base'), Recipe('mixtral-8x7b'),"
+        " Recipe('llama-3.1-8b', lora=LoRA(), quantization=Quantization())): predict(r, 'T4')\n"
+        "heavy = {'torch', 'transformers', 'numpy', 'peft', 'bitsandbytes'} & set(sys.modules)\n"
+        "assert not heavy, heavy"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize("name", model_names())
+def test_a_report_is_whole_for_every_model(name):
+    report = predict(Recipe(name), "A100")
+    assert report.source == "predicted" and report.status == "ok" and report.target == "cuda"
+    assert tuple(report.phases) == PHASES
+    assert report.peak == report.phases[report.peak_phase].peak
+    assert report.peak.total == max(phase.peak.total for phase in report.phases.values())
+    for phase in report.phases.values():
+        assert phase.end.total <= phase.peak.total
+        assert all(getattr(split, c) >= 0 for split in (phase.peak, phase.end) for c in CATEGORIES)
+    assert isinstance(report.reserved, Interval) and isinstance(report.process, Interval)
+    assert report.peak.total <= report.reserved.value <= report.reserved.high < report.process.high
+    assert report.largest[0].size * report.largest[0].count >= report.largest[-1].size * report.largest[-1].count
+    assert sum(t.size * t.count for t in report.largest) <= report.peak.total
+    assert Report.from_json(report.to_json()).to_dict() == report.to_dict()
+
+
+def test_the_largest_tensors_are_those_of_the_simulation():
+    report, truth = predict(GPT2), simulated(GPT2)
+    assert report.peak_phase == truth.peak_phase
+    named = {(t.category, t.shape): t.size * t.count for t in report.largest}
+    first = truth.largest[0]
+    states = 2 if first.category == "optimizer_states" else 1  # one entry here, exp_avg and exp_avg_sq there
+    assert named[first.category, first.shape] in (first.size * first.count, states * first.size * first.count)
+
+
+def test_the_card_changes_what_depends_on_it():
+    t4, a100, h100 = (predict(LLAMA, name) for name in ("T4", "A100", "H100"))
+    assert h100.peak.workspace - a100.peak.workspace == 2 * (32 * MiB - 8_519_680)
+    assert any("bf16" in note for note in t4.notes) and not a100.notes
+    kept = [report.phases["forward"].end.activations for report in (t4, a100)]
+    assert kept[0] > 1.2 * kept[1]  # no fused attention for bf16 below compute capability 8.0
+    with pytest.raises(LookupError, match="A1000"):
+        predict(LLAMA, "A1000")
+
+
+@pytest.mark.parametrize("gpu", ["T4", "V100"])
+@pytest.mark.parametrize("name", ["bert-large", "pythia-410m", "t5-small", "falcon-7b"])
+def test_autocast_is_off_inside_attention_that_is_written_out(name, gpu):
+    from vramlab.simulation.simulate import simulate
+
+    recipe = Recipe(name, batch_size=4, seq_len=256, precision="bf16-mixed", optim="sgd", num_layers=2)
+    predicted, truth = predict(recipe, gpu), simulate(recipe, gpu=gpu)
+    kept, really = (report.phases["forward"].end.activations for report in (predicted, truth))
+    assert kept == pytest.approx(really, rel=0.001)
+    assert predicted.peak.total == pytest.approx(truth.peak.total, rel=0.005)
+
+
+def test_flash_attention_needs_ampere():
+    recipe = Recipe("gpt2", precision="fp16-true", attn_implementation="flash_attention_2")
+    for gpu in ("T4", "V100"):
+        with pytest.raises(RecipeError, match="FlashAttention starts at 8"):
+            predict(recipe, gpu)
+    assert predict(recipe, "A100").peak.total == predict(recipe).peak.total
+
+
+def test_depth_costs_nothing():
+    def cpu_seconds(recipe: Recipe) -> float:
+        predict(recipe)
+        best = []
+        for _ in range(5):
+            start = time.process_time()
+            for _ in range(20):
+                account.kept_account.cache_clear()
+                predict(recipe)
+            best.append((time.process_time() - start) / 20)
+        return min(best)
+
+    shallow, deep = cpu_seconds(Recipe("llama-3.1-8b", num_layers=2)), cpu_seconds(Recipe("llama-3.1-405b"))
+    assert deep < 3 * shallow
+    assert deep < 0.01  # a millisecond on an idle core, with room for a busy machine
+
+
+def test_reserved_counts_what_one_layer_recomputes_once():
+    recipe = Recipe("gpt2-xl", batch_size=4, seq_len=1024, precision="fp16-true", optim="adamw_bnb_8bit")
+    recipe = recipe.replace(gradient_checkpointing=True)
+    assert predict(recipe, "T4").reserved.value == pytest.approx(simulated(recipe).reserved.value, rel=0.1)
+
+
+# --- what stays ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "name", ["gpt2", "bert-base", "pythia-410m", "llama-3.2-1b", "t5-small", "vit-base", "opt-125m"]
+)
+@pytest.mark.parametrize("precision,width", [("fp32", 4), ("bf16-mixed", 4), ("bf16-true", 2)])
+def test_parameters_and_gradients_are_the_shapes_numbers(name, precision, width):
+    recipe = Recipe(name, precision=precision)
+    expected = sum(rounded(weight.size * width) for weight in recipe.shape.weights())
+    assert stored.parameter_bytes(recipe) == stored.gradient_bytes(recipe) == expected
+    assert predict(recipe).phases["load"].peak.parameters == expected
+    assert 0 <= expected - recipe.shape.num_parameters * width < 512 * len(recipe.shape.weights())
+
+
+def test_lora_counts_what_peft_counts():
+    shape = read_shape("polyglot-ko-1.3b")
+    recipe = Recipe("polyglot-ko-1.3b", precision="fp16-true", lora=LoRA(r=8, target_modules=("query_key_value",)))
+    trained = [row for row in stored.held(recipe) if row.trained]
+    assert sum(row.count * prod(row.shape) for row in trained) == 1_572_864
+    assert stored.gradient_bytes(recipe) == 4 * 1_572_864
+    assert stored.parameter_bytes(recipe) - stored.parameter_bytes(recipe.replace(lora=None)) == 4 * 1_572_864
+    assert round(100 * 1_572_864 / shape.num_parameters, 3) == 0.118
+
+
+def test_four_bits_are_four_and_a_half_and_four_point_127():
+    plain, double = (sum(stored.stored_sizes((4096, 4096), 2, "nf4", nested)) for nested in (False, True))
+    assert abs(8 * plain / 4096**2 - 4.5) < 0.001
+    assert abs(8 * double / 4096**2 - 4.127) < 0.001
+
+
+def test_bytes_per_parameter_explains_every_quoted_figure():
+    table = bytes_per_parameter
+    assert table("fp32", "adamw_torch")["kept"] == 16
+    assert table("fp32", "adamw_torch")["most"] == 20  # with the foreach copy of the step
+    assert table("bf16-mixed", "adamw_torch_fused")["most"] == 18  # with autocast's copy of the weights
+    assert table("fp32", "sgd")["kept"] == 8
+    assert table("bf16-true", "adamw_torch")["kept"] == 8
+    assert table("bf16-true", "paged_adamw_32bit")["kept"] == 12
+    assert round(table("fp32", "adamw_bnb_8bit")["kept"], 1) == 10.0
+    assert table("fp32", "lion_32bit")["kept"] == 12
+    for precision in PRECISIONS:
+        for optim in OPTIMIZERS:
+            found = table(precision, optim)
+            assert found["most"] >= found["kept"] >= 4
+
+
+@pytest.mark.parametrize(
+    "optim,arguments,per_number",
+    [
+        ("sgd", None, 0),
+        ("sgd", "momentum=0.9", 4),
+        ("rmsprop", "momentum=0.9,centered=1", 12),
+        ("adamw_torch", None, 8),
+        ("lion_32bit", None, 4),
+    ],
+)
+def test_states_per_number(optim, arguments, per_number):
+    recipe = GPT2.replace(optim=optim, optim_args=arguments)
+    assert stored.optimizer_state_bytes(recipe) == per_number * stored.gradient_bytes(recipe) // 4
+
+
+def test_the_trainer_keeps_embeddings_out_of_eight_bits():
+    trainer, plain = (GPT2.replace(optim="adamw_bnb_8bit", loop=loop) for loop in ("trainer", "plain"))
+    embeddings = 2 * (50257 + 1024) * 768
+    difference = stored.optimizer_state_bytes(trainer) - stored.optimizer_state_bytes(plain)
+    assert abs(difference - (3 - 4 / 256) * embeddings) < 4096
+
+
+# --- what a layer keeps -------------------------------------------------------------------------------------------
+
+
+def test_a_gpt2_layer_by_hand_and_by_simulation():
+    b, s, h, a = 4, 256, 768, 12
+    tokens = b * s
+    kept = {
+        "inputs and results of the two norms": 4 * 4 * tokens * h,
+        "queries, keys and values": 4 * 3 * tokens * h,
+        "attention's result": 4 * tokens * h,
+        "gelu_new: input, x/2, tanh, 1 + tanh": 4 * 4 * tokens * 4 * h,
+        "its result": 4 * tokens * 4 * h,
+        "three masks of one byte less the attention's": 2 * tokens * h,
+        "a mean and a deviation a token, twice; log-sums": 4 * (4 * tokens + b * a * s),
+    }
+    by_hand = sum(kept.values())
+    by_formula = activation_bytes_per_layer(GPT2)
+    assert abs(sum(by_formula.values()) - by_hand) <= 0.001 * by_hand
+    assert by_formula["gelu_new" if "gelu_new" in by_formula else "tanh"] == 4 * tokens * 4 * h
+    deep, shallow = (simulated(GPT2.replace(num_layers=n)).phases["forward"].end.activations for n in (3, 2))
+    assert abs(sum(by_formula.values()) - (deep - shallow)) <= 0.001 * by_hand
+
+
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        LLAMA.replace(num_layers=3),
+        LLAMA.replace(num_layers=3, precision="bf16-mixed"),
+        LLAMA.replace(num_layers=3, lora=LoRA(r=16)),
+        LLAMA.replace(num_layers=3, gradient_checkpointing=True),
+        Recipe("bert-base", batch_size=4, seq_len=128, num_layers=3, attn_implementation="eager"),
+        Recipe("vit-base", batch_size=8, num_layers=3),
+    ],
+    ids=str,
+)
+def test_a_layer_keeps_what_the_simulated_one_keeps(recipe):
+    deep, shallow = (simulated(recipe.replace(num_layers=n)).phases["forward"].end.activations for n in (4, 3))
+    assert abs(sum(activation_bytes_per_layer(recipe).values()) - (deep - shallow)) <= 0.002 * (deep - shallow)
+
+
+NEOX = Recipe("pythia-70m", batch_size=4, seq_len=256, precision="fp16-true", num_layers=3)
+
+
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        NEOX,
+        NEOX.replace(precision="fp16-mixed"),
+        NEOX.replace(lora=LoRA(target_modules=("query_key_value",))),
+        NEOX.replace(lora=LoRA(target_modules=("dense",))),
+        NEOX.replace(gradient_checkpointing=True),
+        NEOX.replace(model=NEOX.shape.config | {"rotary_pct": 1.0}),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("gpu", ["A100", "T4"])
+def test_heads_that_lie_one_after_the_other_are_copied_after_flash_attention(recipe, gpu):
+    from vramlab.simulation.simulate import simulate
+
+    predicted, truth = (find(recipe, gpu=gpu).phases["forward"].end for find in (predict, simulate))
+    tensor = 2 * 4 * 256 * 512
+    assert abs(predicted.activations - truth.activations) < tensor // 4
+
+
+def test_checkpointing_leaves_the_layers_input():
+    kept = activation_bytes_per_layer(LLAMA.replace(gradient_checkpointing=True))
+    assert sum(kept.values()) == 2 * 2 * 512 * 4096
+
+
+def test_scores_grow_with_the_square_of_the_tokens_only_when_written_out():
+    def kept(tokens: int, attention: str) -> int:
+        return sum(activation_bytes_per_layer(LLAMA.replace(seq_len=tokens, attn_implementation=attention)).values())
+
+    assert kept(2048, "sdpa") == pytest.approx(4 * kept(512, "sdpa"), rel=0.001)
+    heads, scores = 32, 2048**2 - 4 * 512**2
+    assert kept(2048, "eager") - 4 * kept(512, "eager") == pytest.approx(2 * heads * scores * (4 + 2), rel=0.001)
+
+
+def test_logits():
+    size = 2 * 512 * 128256
+    parts = logits_bytes(LLAMA)
+    assert parts["logits"] == 2 * size and parts["log_softmax"] == 4 * size
+    assert sum(logits_bytes(LLAMA.replace(precision="fp32")).values()) == 16 * size
+    assert logits_bytes(Recipe("bert-base")) == {}
+    shallow = LLAMA.replace(num_layers=1, optim="sgd")
+    names = {(t.shape, t.dtype): t.size for t in predict(shallow.replace(batch_size=64)).largest}
+    assert names[(64 * 512, 128256), "float32"] == 4 * 64 * 512 * 128256
+
+
+# --- what is asked of it ------------------------------------------------------------------------------------------
+
+
+def test_largest_batch_is_the_last_that_fits():
+    budget = 24 * GiB
+    batch = largest_batch(LLAMA.replace(lora=LoRA(), gradient_checkpointing=True), budget)
+    fits = LLAMA.replace(lora=LoRA(), gradient_checkpointing=True, batch_size=batch)
+    assert batch > 1
+    assert predict(fits).peak.total <= budget < predict(fits.replace(batch_size=batch + 1)).peak.total
+    assert largest_batch(LLAMA, 1 * GiB) == 0
+
+
+@given(
+    st.sampled_from(["gpt2", "llama-3.2-1b", "bert-base", "t5-small", "pythia-70m", "gemma-2-2b", "mixtral-8x7b"]),
+    st.sampled_from(PRECISIONS),
+    st.integers(1, 16),
+    st.integers(16, 400),
+    st.booleans(),
+)
+@settings(max_examples=60)
+def test_more_never_takes_less(name, precision, batch, tokens, checkpointing):
+    base = Recipe(
+        name,
+        batch_size=batch,
+        seq_len=tokens,
+        precision=precision,
+        num_layers=3,
+        gradient_checkpointing=checkpointing,
+    )
+    least = predict(base).peak.total
+    slack = 4 * MiB  # the allocator's rests do not grow evenly
+    for more in (dict(batch_size=batch + 1), dict(seq_len=tokens + 16), dict(num_layers=4)):
+        assert predict(base.replace(**more)).peak.total >= least - slack
+    assert predict(base.replace(optim="sgd")).peak.total <= least + slack
+    adapted = predict(base.replace(lora=LoRA(target_modules="all-linear"))).peak
+    assert adapted.gradients <= predict(base).phases["step"].peak.gradients
+
+
+def test_zero_divides_what_its_stage_says():
+    full = Recipe("llama-3.1-8b", precision="bf16-true", gradient_checkpointing=True)
+    whole = predict(full).phases["between_steps"].end
+    for stage, engine, n in ((1, "deepspeed", 8), (2, "deepspeed", 8), (3, "fsdp", 8), (3, "deepspeed", 64)):
+        rank = predict(full.replace(sharding=Sharding(stage, n, engine)))
+        split, rest = rank.phases["step"].peak, rank.phases["between_steps"].end
+        fp32 = 3 if engine == "deepspeed" else 1  # it updates a copy of the weights in fp32, with states in fp32
+        assert rest.optimizer_states == pytest.approx(fp32 * whole.optimizer_states / n, rel=1e-4)
+        assert split.parameters == pytest.approx(whole.parameters / (n if stage == 3 else 1), rel=1e-4)
+        assert any(f"rank 0 of {n}" in note for note in rank.notes)
+    gradients = predict(full.replace(sharding=Sharding(3, 8))).phases["step"].peak.gradients
+    assert gradients == pytest.approx(stored.gradient_bytes(full) / 8, rel=1e-4)
+    alone, two, many = (predict(full.replace(sharding=Sharding(3, n))).peak.total for n in (1, 2, 64))
+    assert alone == predict(full).peak.total and many < two < alone
+    offloaded = predict(full.replace(sharding=Sharding(3, 8, "deepspeed", offload="optimizer")))
+    assert offloaded.phases["step"].peak.optimizer_states == 0
+    replicas = predict(full.replace(sharding=Sharding(0, 8, "ddp"))).peak.total
+    buckets = replicas - predict(full).peak.total
+    assert buckets == pytest.approx(stored.gradient_bytes(full), rel=1e-3)
+
+
+def test_torch_compile_is_noted():
+    assert any("eager step" in note for note in predict(GPT2.replace(torch_compile=True)).notes)
+
+
+# --- what nobody wrote out ----------------------------------------------------------------------------------------
+
+SIZES = dict(hidden_size=512, num_hidden_layers=2, vocab_size=8000)
+DENSE = dict(SIZES, num_attention_heads=8, num_key_value_heads=4, intermediate_size=1536, head_dim=64, pad_token_id=0)
+MIXED = dict(DENSE, num_experts_per_tok=2, num_local_experts=8, num_experts=8, moe_intermediate_size=256)
+EIGHT_HEADS = dict(SIZES, n_embd=512, n_head=8, n_layer=2, num_attention_heads=8)
+LIKE_A_DECODER = [
+    *({"model_type": name, **DENSE} for name in ("stablelm", "granite", "phi3", "olmo2", "cohere2", "glm4")),
+    *({"model_type": name, **MIXED} for name in ("qwen3_moe", "gpt_oss")),
+]
+MORE = [
+    *(
+        {"model_type": name, **DENSE}
+        for name in ("starcoder2", "smollm3", "nemotron", "exaone4", "gemma3_text", "helium")
+    ),
+    *({"model_type": name, **MIXED} for name in ("granitemoe", "olmoe")),
+    *({"model_type": name, **EIGHT_HEADS} for name in ("gpt_bigcode", "gptj")),
+]
+LIKE_A_DECODER += [pytest.param(config, marks=pytest.mark.slow) for config in MORE]
+WITHOUT_SDPA = ("gpt_oss", "gptj")
+
+
+@pytest.mark.parametrize("lora", [None, LoRA(r=16, target_modules="all-linear")], ids=["full", "all-linear"])
+@pytest.mark.parametrize("config", LIKE_A_DECODER, ids=lambda config: config["model_type"])
+def test_a_decoder_that_nobody_wrote_down_is_within_its_interval(config, lora):
+    attention = "eager" if config["model_type"] in WITHOUT_SDPA else "sdpa"
+    recipe = Recipe(config, 4, 256, "bf16-true", optim="sgd", attn_implementation=attention, lora=lora)
+    report, truth = predict(recipe), simulated(recipe)
+    note = report.notes[-1]
+    low, high = (float(text.replace(",", "")) * GiB for text in re.findall(r"([\d.,]+) GiB", note))
+    assert low < truth.peak.total < high and high / low < 1.12
+    assert report.phases["load"].peak.parameters == truth.phases["load"].peak.parameters
+    assert abs(report.peak.total / truth.peak.total - 1) < 0.03
+
+
+def test_fsdp_divides_a_decoder_that_nobody_wrote_down():
+    recipe = Recipe({"model_type": "granite", **DENSE}, 4, 256, "bf16-true", sharding=Sharding(3, 4))
+    assert predict(recipe).peak.total == pytest.approx(simulated(recipe).peak.total, rel=0.01)
+
+
+STATES = dict(SIZES, num_heads=16, head_dim=64, n_groups=1, num_attention_heads=8, attn_implementation="eager")
+UNLIKE = [
+    ({"model_type": "bart", "d_model": 512, "encoder_layers": 3, "decoder_layers": 3}, "there is an encoder"),
+    ({"model_type": "mt5", "d_model": 512, "num_layers": 3, "num_heads": 8}, "there is an encoder"),
+    ({"model_type": "roberta", **SIZES, "num_attention_heads": 8}, "there is an encoder"),
+    ({"model_type": "albert", **SIZES, "num_attention_heads": 8}, "there is an encoder"),
+    ({"model_type": "dinov2", "hidden_size": 384, "num_hidden_layers": 2, "num_attention_heads": 6}, "an encoder"),
+    ({"model_type": "mamba2", **STATES}, "the layers have"),
+    ({"model_type": "bamba", **DENSE, "mamba_n_heads": 16, "mamba_d_head": 64, "attn_layer_indices": [1]}, "differ"),
+    ({"model_type": "lfm2", **DENSE}, "the layers have"),
+    ({"model_type": "deepseek_v3", **SIZES, "n_routed_experts": 16, "first_k_dense_replace": 1}, "differ"),
+    ({"model_type": "deepseek_v3", **SIZES, "n_routed_experts": 16, "first_k_dense_replace": 0}, "the layers have"),
+    ({"model_type": "qwen3_moe", **MIXED, "mlp_only_layers": [0]}, "differ"),
+    ({"model_type": "qwen2_moe", **MIXED}, "shared_expert"),
+    ({"model_type": "apertus", **DENSE}, "the activation is xielu"),
+    ({"model_type": "olmo", **DENSE}, "0 norms with weights"),
+    ({"model_type": "gemma3_text", **DENSE, "sliding_window": 64, "sliding_window_pattern": 2}, "look back 64 tokens"),
+]
+
+
+@pytest.mark.parametrize("config,reason", UNLIKE, ids=[f"{c['model_type']}-{reason}" for c, reason in UNLIKE])
+def test_what_is_built_otherwise_is_refused_with_a_reason(config, reason):
+    config = dict(config)
+    attention = config.pop("attn_implementation", None)
+    with pytest.raises(RecipeError, match=re.escape(reason)) as caught:
+        predict(Recipe(config, 4, None if "dinov2" in config.values() else 256, attn_implementation=attention))
+    assert str(caught.value).endswith("ask simulate.") and "\n" not in str(caught.value)
+
+
+def test_what_predict_refuses_is_measured_all_the_same():
+    from vramlab.measurement.measure import too_much
+
+    assert too_much(Recipe({"model_type": "lfm2", **DENSE}, 1, 16)) == ""
+
+
+def test_images_need_not_be_square():
+    config = dict(model_type="vit", hidden_size=64, num_hidden_layers=2, num_attention_heads=4, intermediate_size=80)
+    report = predict(Recipe({**config, "image_size": [64, 32], "patch_size": [16, 8]}, batch_size=4))
+    assert report.peak.inputs == 4 * 3 * 64 * 32 * 4 + 512
+
+
+# --- nonsense -----------------------------------------------------------------------------------------------------
+
+NONSENSE = [-1, 0, 1, 3, 7, 64, 10**7, 2.5, "4", None, True]
+
+
+def sometimes(values: list, nonsense: list = NONSENSE) -> st.SearchStrategy:
+    """One of `values`, and nonsense about once in sixty times, so that a good part of the recipes stand."""
+    return st.sampled_from(values * (60 * len(nonsense) // len(values) + 1) + nonsense)
+
+
+LORAS = st.builds(
+    dict,
+    r=sometimes([1, 8, 64]),
+    lora_dropout=sometimes([0.0, 0.1, 1.0, -0.1]),
+    lora_alpha=sometimes([8, 16.0]),
+    target_modules=sometimes([None, "all-linear", ("q_proj",), (".*",), "(", "c_attn", "", ()]),
+    bias=sometimes(["none", "all", "lora_only"]),
+    autocast_adapter_dtype=sometimes([True, False]),
+    modules_to_save=st.sampled_from([None, ("lm_head",), ("nowhere",)]),
+)
+QUANTIZATIONS = st.builds(
+    dict,
+    quant_type=sometimes(list(QUANT_TYPES)),
+    double=st.booleans(),
+    prepare=st.booleans(),
+    compute_dtype=sometimes([None, "float16", "bfloat16"]),
+)
+SHARDINGS = st.builds(
+    dict,
+    stage=sometimes([0, 1, 2, 3]),
+    world_size=sometimes([1, 2, 8, 1024]),
+    engine=sometimes(["ddp", "fsdp", "deepspeed"]),
+    offload=sometimes([None, "optimizer", "parameters"]),
+)
+LOOPS = st.builds(
+    dict,
+    zero_grad=sometimes(["start", "before_backward", "end"]),
+    set_to_none=st.booleans(),
+    keep_outputs=st.booleans(),
+    use_cache=st.sampled_from([None, True, False]),
+    max_grad_norm=sometimes([None, 1.0]),
+    foreach=st.sampled_from([None, True, False]),
+    optimizer_in_backward=st.booleans(),
+)
+CONFIGS = [
+    dict(model_type="llama", hidden_size=64, num_hidden_layers=2, num_attention_heads=4, vocab_size=100),
+    dict(model_type="llama", hidden_size=63, num_hidden_layers=2, num_attention_heads=4, vocab_size=100),
+    dict(model_type="falcon", hidden_size=64, num_hidden_layers=2, num_attention_heads=4, vocab_size=9, bias=True),
+    dict(model_type="gpt2", n_embd=-4),
+    dict(model_type="t5", d_model=64, d_ff=32, num_layers=1, num_heads=2, d_kv=8, vocab_size=50),
+    dict(hidden_size=64),
+    {},
+]
+RECIPES = st.builds(
+    dict,
+    model=sometimes([*model_names(), "gpt-2", *CONFIGS]),
+    batch_size=sometimes([1, 2, 16]),
+    seq_len=sometimes([None, 16, 128, 513]),
+    precision=sometimes(list(PRECISIONS)),
+    optim=sometimes(list(OPTIMIZERS)),
+    optim_args=sometimes([None] * 9 + ["momentum=0.9", "weight_decay=0.1", "nonsense"]),
+    gradient_checkpointing=st.booleans(),
+    gradient_accumulation_steps=sometimes([1, 2]),
+    attn_implementation=sometimes([None, *ATTENTION]),
+    torch_compile=st.booleans(),
+    lora=st.one_of(st.none(), LORAS, LORAS, sometimes([None])),
+    quantization=st.one_of(st.none(), st.none(), st.none(), QUANTIZATIONS),
+    sharding=st.one_of(st.none(), st.none(), st.none(), SHARDINGS),
+    loop=st.one_of(st.sampled_from(["trainer", "plain", "optimizer_in_backward", "plain", "endless"]), LOOPS),
+    num_layers=sometimes([None, 1, 2, 3, 80]),
+    task=sometimes([None] * 9 + ["causal-lm", "sequence-classification", "masked-lm"]),
+)
+
+
+@given(RECIPES, st.sampled_from([None, "T4", "H100"]))
+@settings(max_examples=1000)
+def test_any_recipe_is_a_report_or_a_recipe_error(fields, gpu):
+    try:
+        report = predict(Recipe(**fields), gpu)
+    except RecipeError as error:
+        assert "\n" not in str(error) and str(error).endswith(".")
+        return
+    assert isinstance(report, Report) and report.peak.total > 0
+
+
+IN_BACKWARD = GPT2.replace(loop="optimizer_in_backward", optim="rmsprop")
+CHANGES = [
+    *((GPT2, change) for change in (dict(batch_size=3), dict(seq_len=96), dict(precision="bf16-mixed"))),
+    *((GPT2, change) for change in (dict(attn_implementation="eager"), dict(gradient_checkpointing=True))),
+    *((GPT2, change) for change in (dict(num_layers=1), dict(task="sequence-classification"), dict(model="opt-125m"))),
+    *((GPT2, change) for change in (dict(lora=LoRA()), dict(loop="plain"), dict(gradient_accumulation_steps=2))),
+    (GPT2.replace(lora=LoRA()), dict(lora=LoRA(r=9))),
+    (GPT2.replace(lora=LoRA()), dict(quantization=Quantization())),
+    (IN_BACKWARD, dict(optim="sgd")),
+    (IN_BACKWARD, dict(optim_args="weight_decay=0.1")),
+]
+
+
+@pytest.mark.parametrize("base,change", CHANGES, ids=[str(change) for _, change in CHANGES])
+def test_a_kept_account_serves_no_other_recipe(base, change):
+    changed = base.replace(**change)
+    exist = changed.gradient_accumulation_steps > 1
+    one, other = account.Account(base), account.Account(changed, gradients_exist=exist)
+    assert (one.live, one.pieces) != (other.live, other.pieces)
+    account.kept_account.cache_clear()
+    predict(base)
+    after_another = predict(changed).to_json()
+    account.kept_account.cache_clear()
+    assert predict(changed).to_json() == after_another
+
+
+def test_a_kept_account_knows_the_card_and_serves_every_optimizer():
+    recipe = LLAMA.replace(precision="bf16-true")
+    account.kept_account.cache_clear()
+    a100, t4 = predict(recipe, "A100"), predict(recipe, "T4")
+    assert a100.phases["forward"] != t4.phases["forward"]
+    predict(recipe.replace(optim="sgd", sharding=Sharding(1, 8, "ddp"), loop="plain"), "A100")
+    predict(recipe.replace(optim="sgd", loop="plain"), "A100")
+    for rank in (0, 7):  # FSDP gathers in its account, all ranks alike
+        predict(recipe.replace(sharding=Sharding(3, 8, rank=rank)), "A100")
+    assert account.kept_account.cache_info()[:2] == (2, 4)  # hits, misses
+
+
+def test_predictions_leave_nothing_to_the_garbage_collector():
+    import gc
+
+    recipes = [IN_BACKWARD, GPT2.replace(lora=LoRA(), gradient_checkpointing=True), Recipe("t5-small"), LLAMA]
+    recipes += [LLAMA.replace(sharding=sharding) for sharding in (Sharding(3, 8), Sharding(2, 8, "deepspeed"))]
+    for recipe in recipes:
+        predict(recipe)
+    account.kept_account.cache_clear()
+    gc.collect()
+    gc.disable()
+    try:
+        for recipe in recipes:
+            predict(recipe)
+        account.kept_account.cache_clear()
+        assert gc.collect() == 0
+    finally:
+        gc.enable()
+
+
+def test_a_written_out_stack_equals_the_multiplied_one():
+    """All layers in the ledger against one that stands for them, to the byte."""
+    from unittest.mock import patch
+
+    recipe = GPT2.replace(num_layers=5, loop=Loop.named("plain"))
+
+    def whole(self, name, count, layer, first):
+        x = first.pop()
+        for i in range(count):
+            x = layer(f"{name}.{i}", x)
+            self.layer_holds.clear()
+        return x
+
+    def every(shape, layers=2):
+        return tuple((w.name, stored.role(w.name), w.shape) for w in shape.weights())
+
+    short = account.Account(recipe)
+    assert len(every(recipe.shape)) > len(stored.written_out(recipe.shape))
+    account._written.cache_clear()
+    with patch.object(model.Model, "stack", whole), patch.object(account, "written_out", every):
+        long = account.Account(recipe)
+    account._written.cache_clear()
+    for phase in ("forward", "backward"):
+        moment = short.peak(phase)
+        (split,), (other,) = short.splits([moment]), long.splits([long.peak(phase)])
+        assert sum(split.values()) == sum(other.values())
+        assert {k: n for k, n in split.items() if n} == {k: n for k, n in other.items() if n}

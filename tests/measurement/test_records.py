@@ -1,0 +1,615 @@
+"""Records are written whole or not at all, name what is wrong with them, and are made from lists of recipes."""
+
+import dataclasses
+import errno
+import json
+import os
+import stat
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import psutil
+import pytest
+import sample_reports
+from tiny_models import config
+from vramlab import MeasurementError, Recipe, RecipeError, RecordError, Report, find_gpu, find_record
+from vramlab.hardware.gpu import Device
+from vramlab.measurement import records
+from vramlab.measurement.records import file_name, load, save, write_atomically
+from vramlab.report.data import data_path
+
+H200 = {"gpu": "NVIDIA H200", "torch": "2.11.0+cu128", "transformers": "5.17.2", "date": "2026-02-01"}
+H200_FILE = "nvidia-h200-torch2.11-transformers5.17.json"
+SMALL, OTHER, LARGE = (Recipe("gpt2", batch_size=n) for n in (1, 2, 4))
+
+
+def measured(recipe: Recipe = SMALL, **changes) -> Report:
+    values = {"recipe": recipe.to_dict(), "title": str(recipe), "environment": dict(H200), "target": "cuda", **changes}
+    return dataclasses.replace(sample_reports.measured(), **values)
+
+
+@pytest.fixture(autouse=True)
+def folder(monkeypatch, tmp_path) -> Path:
+    """A folder in the place of the course's records."""
+    folder = tmp_path / "measurements"
+    monkeypatch.setattr(records, "measurements_folder", lambda: folder)
+    records._files.cache_clear()
+    yield folder
+    records._files.cache_clear()
+
+
+def contents(folder: Path) -> dict[str, str]:
+    """Its files, without the locks."""
+    files = [path for path in folder.iterdir() if path.suffix != ".lock"] if folder.exists() else []
+    return {path.name: path.read_text() for path in files}
+
+
+# --- files ------------------------------------------------------------------------------------------------------------
+
+
+def test_what_is_saved_is_found(folder):
+    assert save(measured(SMALL)) == save(measured(OTHER)) == folder / H200_FILE
+    found = find_record(SMALL)
+    assert found.source == "recorded" and found.to_dict() == {**measured(SMALL).to_dict(), "source": "recorded"}
+    assert set(load(folder / H200_FILE)) == {SMALL.key, OTHER.key}
+    with pytest.raises(RecordError, match=r"there is no recorded measurement of it$"):
+        find_record(LARGE)
+
+
+def test_a_new_measurement_replaces_the_old_one_and_other_versions_stay():
+    save(measured(allocated=1))
+    save(measured(allocated=2))
+    save(measured(allocated=3, environment={**H200, "torch": "2.13.0", "date": "2026-03-01"}))
+    save(measured(allocated=4, environment={**H200, "gpu": "Tesla T4", "date": "2025-01-01"}))
+    assert find_record(SMALL).allocated == 3, "the newest"
+    assert find_record(SMALL, gpu="t4").allocated == 4
+    with pytest.raises(RecordError, match="there is no recorded measurement of it on L4"):
+        find_record(SMALL, gpu="L4")
+
+
+@pytest.mark.parametrize(
+    ("environment", "name"),
+    [
+        (H200, H200_FILE),
+        ({**H200, "gpu": "NVIDIA GeForce RTX 4090"}, "nvidia-geforce-rtx-4090-torch2.11-transformers5.17.json"),
+        ({"gpu": None, "torch": "2.13.0+cpu", "transformers": "5.23.0"}, "cpu-torch2.13-transformers5.23.json"),
+    ],
+)
+def test_a_file_is_named_by_card_and_versions(environment, name):
+    assert file_name(environment) == name
+
+
+def test_a_file_can_be_read_by_all_and_its_timelines_are_short(folder):
+    moments = measured().timeline * 50
+    path = save(measured(timeline=moments))
+    mask = os.umask(0)
+    os.umask(mask)
+    assert stat.S_IMODE(path.stat().st_mode) == 0o666 & ~mask or os.name == "nt"
+    assert len(moments) > 200 and 30 < len(find_record(SMALL).timeline) < 130
+
+
+@pytest.mark.parametrize(
+    ("report", "why"),
+    [
+        (measured(source="predicted"), "only measured reports of a recipe are recorded, and this one is predicted"),
+        (measured(source="recorded"), "this one is recorded"),
+        (dataclasses.replace(measured(), recipe=None), "only measured reports of a recipe"),
+        (measured(environment={**H200, "memory_limit": 5}), "under memory_limit says nothing of the machine"),
+    ],
+)
+def test_only_measurements_of_the_machine_as_it_is_are_kept(folder, report, why):
+    with pytest.raises(RecordError, match=why):
+        save(report)
+    assert contents(folder) == {}
+
+
+def test_a_cpus_figures_never_land_among_the_courses(monkeypatch, tmp_path):
+    monkeypatch.undo()  # the real folder
+    ours = Path(data_path("measurements"))
+    before = contents(ours)
+    report = measured(target="cpu", environment={"gpu": None, "torch": "2.13.0", "transformers": "5.23.0"})
+    for folder in (None, ours, str(ours), ours / ".." / "measurements"):
+        with pytest.raises(RecordError, match="measured on a CPU: name another folder"):
+            save(report, folder)
+    assert contents(ours) == before
+    assert save(report, tmp_path).name == "cpu-torch2.13-transformers5.23.json"
+
+
+WRITER = """
+import dataclasses, sys
+sys.path.insert(0, sys.argv[1])
+import test_records
+from vramlab import Recipe
+from vramlab.measurement.records import save
+
+who, saves = int(sys.argv[3]), int(sys.argv[4])
+small = dataclasses.replace(test_records.measured(), timeline=[], largest=[], phases={})
+for n in range(saves):
+    recipe = Recipe("gpt2", batch_size=1 + who, seq_len=1 + n)
+    save(dataclasses.replace(small, recipe=recipe.to_dict()), sys.argv[2])
+"""
+
+
+@pytest.mark.parametrize("saves", [10, pytest.param(250, marks=pytest.mark.slow)])
+def test_four_writers_lose_nothing(folder, saves):
+    words = [sys.executable, "-c", WRITER, os.path.dirname(os.path.dirname(__file__)), str(folder)]
+    writers = [subprocess.Popen([*words, str(who), str(saves)]) for who in range(4)]
+    assert [writer.wait(600) for writer in writers] == [0] * 4
+    expected = {Recipe("gpt2", batch_size=1 + who, seq_len=1 + n).key for who in range(4) for n in range(saves)}
+    assert keys(folder) == expected and len(expected) == 4 * saves
+    assert [path.suffix for path in folder.iterdir() if path.suffix != ".lock"] == [".json"]
+
+
+def test_a_lock_that_is_never_given_back_is_a_sentence(folder, monkeypatch):
+    monkeypatch.setattr(records, "LOCK_SECONDS", 0.1)
+    with (
+        records.locked(folder / H200_FILE),
+        pytest.raises(RecordError, match=rf"{H200_FILE} is being written by others for over 0\.1 s"),
+    ):
+        save(measured())
+    assert save(measured()).exists(), "it was given back"
+
+
+def test_a_folder_that_cannot_be_written_is_a_sentence(folder):
+    folder.write_text("a file")
+    with pytest.raises(RecordError, match=rf"{H200_FILE} could not be locked \(.*\); it is as it was before"):
+        save(measured())
+
+
+# --- faults -----------------------------------------------------------------------------------------------------------
+
+
+def full(*_):
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+@pytest.mark.parametrize("where", ["fsync", "replace"])
+def test_a_full_disk_leaves_the_old_file_and_one_message(folder, monkeypatch, where):
+    save(measured(SMALL))
+    before = contents(folder)
+    if where == "fsync":
+        monkeypatch.setattr(os, "fsync", full)
+    else:
+        monkeypatch.setattr(Path, where, full)
+    with pytest.raises(RecordError) as caught:
+        save(measured(OTHER))
+    monkeypatch.undo()
+    assert str(caught.value) == f"{H200_FILE} could not be written (No space left on device); it is as it was before."
+    assert contents(folder) == before and keys(folder) == {SMALL.key}
+
+
+def keys(folder: Path) -> set[str]:
+    return {key for path in folder.glob("*.json") for key in load(path)}
+
+
+def test_a_disk_that_fills_up_half_way(tmp_path):
+    """A real one: a device that is always full."""
+    if not os.access("/dev/full", os.W_OK):
+        pytest.skip("there is no /dev/full here")
+    target = tmp_path / "x.json"
+    target.write_text("old")
+    (tmp_path / f".x.json.{os.getpid()}.part").symlink_to("/dev/full")
+    with pytest.raises(RecordError, match=r"x\.json could not be written \(No space left on device\)"):
+        write_atomically(target, "new" * 100_000)
+    assert [path.name for path in tmp_path.iterdir()] == ["x.json"] and target.read_text() == "old"
+
+
+def test_an_interrupt_while_writing_loses_nothing(folder, monkeypatch):
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    save(measured(SMALL))
+    before = contents(folder)
+    monkeypatch.setattr(os, "fsync", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        save(measured(OTHER))
+    assert contents(folder) == before
+
+
+BROKEN = [
+    "",
+    "{",
+    "[]",
+    "[" * 100_000,
+    "{}",
+    '{"reports": 5}',
+    '{"reports": {"a": {}}}',
+    '{"reports": {"a": [1]}}',
+    "\x00",
+]
+
+
+@pytest.mark.parametrize("text", BROKEN)
+def test_a_broken_file_is_named(folder, text):
+    folder.mkdir()
+    (folder / H200_FILE).write_text(text)
+    for read in (lambda: load(folder / H200_FILE), lambda: find_record(SMALL), lambda: save(measured())):
+        with pytest.raises(RecordError, match=f"the record file {H200_FILE} cannot be read"):
+            read()
+    assert contents(folder) == {H200_FILE: text}, "it is not written over"
+
+
+def spoil(entry: dict, *path: str, value) -> dict:
+    """`entry` with the value at `path` changed."""
+    name, *rest = path
+    return {**entry, name: spoil(entry[name], *rest, value=value) if rest else value}
+
+
+SPOILT = [
+    (("peak",), "large", "Report field 'peak' is 'large', but it must be an object with names and values"),
+    (("peak", "parameters"), "5", "'peak.parameters' is '5', but it must be a whole number of bytes"),
+    (("peak", "gradients"), -5, "'peak.gradients' is -5"),
+    (("peak", "total"), 5, "'peak.total' is 5, but it must be the sum of the categories"),
+    (("phases", "step", "end"), None, "'phases.step.end' is None"),
+    (("phases",), {"stpe": None}, "'phases.stpe' is unknown; known are load, forward"),
+    (("environment",), None, "'environment' is None"),
+    (("speed",), {"median": float("nan"), "low": 1, "high": 1, "repeats": 1, "tokens_per_second": 1}, "speed.median"),
+    (("status",), "fine", "'status' is 'fine', but it must be one of ok, oom, error"),
+    (("source",), "simulated", "is a simulated report, but records are measured"),
+    (("recipe",), None, "is the report of another recipe"),
+    (("recipe", "batch_size"), 2, "is the report of another recipe: gpt2 · batch 1"),
+]
+
+
+@pytest.mark.parametrize(("path", "value", "why"), SPOILT, ids=[".".join(path) for path, *_ in SPOILT])
+def test_a_record_that_cannot_be_is_refused_in_one_sentence(folder, path, value, why):
+    file = save(measured())
+    entries = json.loads(file.read_text())["reports"]
+    file.write_text(json.dumps({"reports": {SMALL.key: spoil(entries[SMALL.key], *path, value=value)}}))
+    records._files.cache_clear()
+    for read in (lambda: load(file), lambda: find_record(SMALL), lambda: save(measured(OTHER))):
+        with pytest.raises(RecordError) as caught:
+            read()
+        text = str(caught.value)
+        assert why in text and SMALL.key in text and H200_FILE in text and "\n" not in text
+
+
+def test_a_run_that_failed_is_no_record(folder):
+    with pytest.raises(RecordError, match="a run that failed is not recorded: rank 1 ended it"):
+        save(dataclasses.replace(measured(), status="error", message="rank 1 ended it"))
+    assert contents(folder) == {}
+
+
+def test_a_file_that_is_not_there(folder):
+    with pytest.raises(RecordError, match=r"nothing\.json does not exist"):
+        load(folder / "nothing.json")
+
+
+# --- lists ------------------------------------------------------------------------------------------------------------
+
+
+def recipe_list(path: Path, entries) -> Path:
+    path.write_text(json.dumps(entries))
+    return path
+
+
+def test_a_list_takes_each_value_of_a_field(tmp_path):
+    from vramlab.measurement.wanted import read_list, wanted
+
+    entries = [{"model": "gpt2", "batch_size": [1, 2], "lora": [None, {"r": 4}]}, {"model": "gpt2"}]
+    recipes = read_list(recipe_list(tmp_path / "list.json", entries))
+    assert len(recipes) == 5
+    assert {(r.batch_size, r.lora and r.lora.r) for r in recipes} == {(1, None), (2, None), (1, 4), (2, 4)}
+    assert wanted([tmp_path / "list.json"] * 2) == recipes[:4], "each once"
+    again = recipe_list(tmp_path / "again.json", [recipe.to_dict() for recipe in recipes])
+    assert read_list(again) == recipes, "what `record --json` prints is such a list"
+
+
+@pytest.mark.parametrize(
+    ("entries", "why"),
+    [
+        ({"model": "gpt2"}, "bad.json is no list of recipes: it is not a list"),
+        ([{"model": "gpt2"}, {"model": "gpt9"}], "bad.json, entry 2: Recipe field 'model' is 'gpt9'"),
+        ([{"modle": "gpt2"}], "bad.json, entry 1: .*modle"),
+        ([{"model": "gpt2", "bacth_size": 1}], "bad.json, entry 1: Recipe field 'recipe.bacth_size' is 1, but no such"),
+        (["gpt2"], "bad.json, entry 1: Recipe field 'recipe' is 'gpt2', but it must be an object"),
+    ],
+)
+def test_a_bad_list_names_its_entry(tmp_path, entries, why):
+    from vramlab.measurement.wanted import read_list
+
+    with pytest.raises(RecordError, match=why):
+        read_list(recipe_list(tmp_path / "bad.json", entries))
+    with pytest.raises(RecordError, match=r"none\.json is no list of recipes"):
+        read_list(tmp_path / "none.json")
+
+
+def test_the_courses_own_list_can_be_trained():
+    from vramlab.measurement.wanted import course_list, read_list
+
+    recipes = read_list(course_list())
+    assert len({recipe.key for recipe in recipes}) == len(recipes) > 140
+    b = [r for r in recipes if r.name == "polyglot-ko-1.3b" and r.seq_len == 256 and r.precision == "fp16-true"]
+    assert {4, 8, 16} <= {r.batch_size for r in b} and any(r.quantization for r in b) and any(r.lora for r in b)
+    assert {"bert-large", "gpt2", "llama-3.2-1b", "qwen2.5-0.5b", "llama-3.1-8b"} <= {r.name for r in recipes}
+    assert {"fp32", "tf32", "fp16-mixed", "bf16-mixed", "fp16-true", "bf16-true"} == {r.precision for r in recipes}
+
+
+# --- record -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """A machine with a card, on which measuring is instant: `gpu.ran` are the recipes, `gpu.answers` what they give."""
+    from vramlab.measurement import record as module
+
+    versions = {"torch": H200["torch"], "transformers": H200["transformers"]}
+    seen = SimpleNamespace(ran=[], timeouts=[], answers={}, module=module, take=0.0, workers=[], most=0)
+
+    class Worker:
+        """Counts those that are there."""
+
+        def __init__(self):
+            seen.workers.append(self)
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *error):
+            seen.workers.remove(self)
+
+    def fake(recipe, recorded, timeout, worker):
+        assert recorded is False and worker in seen.workers
+        seen.most = max(seen.most, len(seen.workers))
+        seen.ran.append(recipe)
+        seen.timeouts.append(timeout)
+        seen.now += seen.take
+        answer = seen.answers.get(recipe, measured(recipe))
+        if isinstance(answer, BaseException):
+            raise answer
+        return answer
+
+    seen.now = 0.0
+    monkeypatch.setattr(module, "measure", fake)
+    monkeypatch.setattr(module, "start_worker", Worker)
+    monkeypatch.setattr(module, "environment", lambda **more: {**versions, **more})
+    card = find_gpu("H200")
+    monkeypatch.setattr(module, "current_device", lambda: Device("cuda", "NVIDIA H200", card.total, gpu=card))
+    monkeypatch.setattr(module, "measurements_folder", lambda: records.measurements_folder())
+    monkeypatch.setattr(module.time, "monotonic", lambda: seen.now)
+    yield seen
+    assert seen.workers == [], "no worker is left, however it ended"
+
+
+@pytest.fixture
+def three(tmp_path) -> Path:
+    return recipe_list(tmp_path / "three.json", [{"model": "gpt2", "batch_size": [4, 1, 2]}])
+
+
+def test_the_cheapest_come_first_and_each_is_saved_at_once(gpu, three, folder):
+    done = gpu.module.record([three], progress=False)
+    assert gpu.ran == [SMALL, OTHER, LARGE] and [r.title for r in done.measured] == list(map(str, gpu.ran))
+    assert keys(folder) == {SMALL.key, OTHER.key, LARGE.key} and done.file == folder / H200_FILE
+    assert str(done).startswith("3 recipes wanted, 0 recorded before, 3 measured now\nin ")
+
+
+def test_what_is_recorded_for_this_card_and_these_versions_is_not_run_again(gpu, three):
+    save(measured(SMALL))
+    save(measured(OTHER, environment={**H200, "torch": "2.13.0"}))
+    save(measured(LARGE, environment={**H200, "gpu": "Tesla T4"}))
+    done = gpu.module.record([three], progress=False)
+    assert gpu.ran == [OTHER, LARGE] and done.recorded == 1
+    gpu.ran.clear()
+    assert gpu.module.record([three], progress=False).recorded == 3 and gpu.ran == []
+
+
+def test_the_time_is_kept(gpu, three, folder):
+    gpu.take = 50.0
+    done = gpu.module.record([three], minutes=1.5, progress=False)
+    assert gpu.ran == [SMALL, OTHER] and gpu.timeouts == [90, 40], "no child goes on past the end"
+    assert [recipe for recipe, _ in done.missing] == [LARGE] and "still missing, about" in str(done)
+    gpu.take = 0
+    gpu.module.record([three], minutes=1.5, progress=False)
+    assert gpu.ran == [SMALL, OTHER, LARGE], "it resumes where it stopped"
+
+
+def test_the_clock_starts_with_the_first_run(gpu, three, monkeypatch):
+    def slow_start():
+        gpu.now += 600
+        return Device("cuda", "NVIDIA H200", card.total, gpu=card)
+
+    card = find_gpu("H200")
+    monkeypatch.setattr(gpu.module, "current_device", slow_start)
+    gpu.take = 20.0
+    gpu.module.record([three], minutes=1, progress=False)
+    assert gpu.ran == [SMALL, OTHER, LARGE] and gpu.timeouts == [60, 40, 20]
+
+
+def test_a_folder_that_is_none_is_refused_before_anything_is_measured(gpu, three):
+    with pytest.raises(RecordError, match=r"three\.json is no folder"):
+        gpu.module.record([three], folder=three)
+    assert gpu.ran == []
+
+
+@pytest.mark.parametrize("minutes", [-1, float("nan")])
+def test_what_is_no_time_is_refused(gpu, three, minutes):
+    with pytest.raises(RecordError, match="it must be a number of at least 0"):
+        gpu.module.record([three], minutes=minutes)
+    assert gpu.ran == []
+
+
+def test_there_is_a_bar_where_somebody_watches(gpu, three, monkeypatch, capsys):
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("COLUMNS", "120")
+    gpu.module.record([three])
+    assert "3/3" in capsys.readouterr().out
+
+
+def test_out_of_memory_is_a_result(gpu, three, folder):
+    oom = Report.failed("measured", OTHER, "cuda", "oom", "CUDA out of memory. Tried to allocate 2 GiB.")
+    oom.environment = dict(H200)
+    gpu.answers[OTHER] = oom
+    gpu.module.record([three], progress=False)
+    assert gpu.ran == [SMALL, OTHER, LARGE]
+    assert find_record(OTHER).status == "oom" and "Tried to allocate" in find_record(OTHER).message
+
+
+@pytest.mark.parametrize("error", [MeasurementError("The child\ncrashed."), RecipeError("precision", "x", "no")])
+def test_one_that_fails_does_not_stop_the_others(gpu, three, folder, error):
+    gpu.answers[SMALL] = error
+    done = gpu.module.record([three], progress=False)
+    assert gpu.ran == [SMALL, OTHER, LARGE] and keys(folder) == {OTHER.key, LARGE.key}
+    assert done.skipped == [(SMALL, str(error))] and done.missing == []
+
+
+def test_ctrl_c_keeps_what_was_measured(gpu, three, folder):
+    gpu.answers[OTHER] = KeyboardInterrupt()
+    with pytest.raises(KeyboardInterrupt):
+        gpu.module.record([three], progress=False)
+    assert keys(folder) == {SMALL.key}
+
+
+def test_a_full_disk_stops_with_what_was_saved(gpu, three, folder, monkeypatch):
+    real, calls = os.fsync, []
+
+    def fills(descriptor):
+        calls.append(descriptor)
+        return real(descriptor) if len(calls) == 1 else full()
+
+    monkeypatch.setattr(os, "fsync", fills)
+    with pytest.raises(RecordError, match="No space left on device"):
+        gpu.module.record([three], progress=False)
+    assert gpu.ran == [SMALL, OTHER] and keys(folder) == {SMALL.key}
+
+
+def test_what_the_card_cannot_do_is_skipped_with_the_reason(gpu, tmp_path, monkeypatch):
+    entries = [
+        {"model": "gpt2", "precision": ["fp16-mixed", "bf16-mixed"]},
+        {"model": "gpt2", "attn_implementation": "flash_attention_2", "precision": "bf16-true"},
+        {"model": "gpt2", "sharding": {"stage": 3, "world_size": 8, "rank": 5}},
+    ]
+    t4 = find_gpu("T4")
+    monkeypatch.setattr(gpu.module, "current_device", lambda: Device("cuda", "Tesla T4", t4.total, gpu=t4))
+    done = gpu.module.record([recipe_list(tmp_path / "list.json", entries)], progress=False)
+    assert sorted(recipe.precision for recipe in gpu.ran) == ["fp16-mixed", "fp32"]
+    reasons = [reason for _, reason in done.skipped]
+    assert len(reasons) == 2 and all("compute capability 7.5" in reason for reason in reasons)
+    assert reasons[0] in str(done)
+
+
+def test_one_gpu_records_its_own_rank_of_many(gpu, tmp_path, folder):
+    ranks = [{"stage": 3, "world_size": size, "rank": 5} for size in (8, 1024)]
+    path = recipe_list(tmp_path / "list.json", [{"model": "gpt2", "sharding": ranks}])
+    gpu.module.record([path], progress=False)
+    assert [(r.sharding.world_size, r.sharding.rank) for r in gpu.ran] == [(8, 5), (1024, 5)]
+    assert keys(folder) == {recipe.key for recipe in gpu.ran} and len(keys(folder)) == 2
+
+
+def test_a_cpu_records_what_four_processes_can_do(gpu, tmp_path, monkeypatch):
+    monkeypatch.setattr(gpu.module, "current_device", lambda: Device("cpu", "CPU", 2**34))
+    monkeypatch.setattr(gpu.module, "too_much", lambda recipe: "")
+    worlds = [{"stage": 3, "world_size": size} for size in (4, 8)]
+    path = recipe_list(tmp_path / "list.json", [{"model": "gpt2", "sharding": worlds}])
+    done = gpu.module.record([path], folder=tmp_path / "kept", progress=False)
+    assert [recipe.sharding.world_size for recipe in gpu.ran] == [4]
+    assert [reason for _, reason in done.skipped] == ["it needs 8 processes and measure() starts 4 at most on a CPU"]
+
+
+def test_a_dry_run_lists_and_measures_nothing(gpu, three, folder, capsys):
+    save(measured(OTHER))
+    before = contents(folder)
+    done = gpu.module.record([three], dry_run=True)
+    assert gpu.ran == [] and contents(folder) == before and capsys.readouterr().out == ""
+    assert [recipe for recipe, _ in done.missing] == [SMALL, LARGE]
+    assert all(gpu.module.START < seconds < 60 for _, seconds in done.missing)
+    text = str(done)
+    assert "3 recipes wanted, 1 recorded before, 0 measured now" in text and str(LARGE) in text and "seconds" in text
+
+
+def test_dearer_recipes_are_expected_to_take_longer(gpu):
+    seconds = gpu.module.seconds_for
+    h200, t4 = find_gpu("H200"), find_gpu("T4")
+    assert seconds(SMALL, t4) < seconds(LARGE, t4) < seconds(LARGE.replace(gradient_checkpointing=True), t4)
+    assert seconds(LARGE, h200) < seconds(LARGE, t4) and seconds(LARGE) < seconds(LARGE, device="cpu")
+
+
+@pytest.mark.parametrize(("cores", "most"), [(2, 1), (16, 2)])
+def test_with_cores_to_spare_the_next_worker_loads_meanwhile(gpu, three, monkeypatch, cores, most):
+    monkeypatch.setattr(gpu.module, "cores", lambda: cores)
+    gpu.module.record([three], progress=False)
+    assert gpu.ran == [SMALL, OTHER, LARGE] and gpu.most == most
+
+
+def test_nobody_watching_there_is_a_line_each_and_no_bar(gpu, three, capsys):
+    gpu.module.record([three])
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 3 and str(SMALL) in lines[0] and "GiB" in lines[0] and "\x1b" not in "".join(lines)
+    gpu.module.record([three], dry_run=True)
+    assert capsys.readouterr().out == ""
+
+
+def test_without_a_gpu_the_courses_records_are_out_of_reach(gpu, three, monkeypatch, tmp_path):
+    monkeypatch.setattr(gpu.module, "current_device", lambda: Device("cpu", "CPU", 2**34))
+    with pytest.raises(RecordError, match="no CUDA device here, and the course keeps no CPU figures: name a folder"):
+        gpu.module.record([three])
+    assert gpu.ran == []
+    save(measured(OTHER))
+    missing = gpu.module.record([three], dry_run=True).missing
+    assert [recipe for recipe, _ in missing] == [SMALL, LARGE], "what no GPU has measured"
+
+
+def test_a_real_record_on_a_cpu_and_its_resumption(tmp_path, monkeypatch):
+    from vramlab.measurement.record import record
+
+    monkeypatch.setattr(
+        "vramlab.measurement.record.cores", lambda: 16
+    )  # the second worker is started before the first has ended
+    tiny = {"model": config("gpt2"), "batch_size": 2, "seq_len": 32, "num_layers": 2}
+    entries = [tiny, {**tiny, "optim": "sgd"}, {"model": "llama-3.1-405b"}]
+    paths = [recipe_list(tmp_path / "tiny.json", entries)]
+    first = record(paths, minutes=10, folder=tmp_path / "mine", progress=False)
+    assert psutil.Process().children() == []
+    assert [report.status for report in first.measured] == ["ok", "ok"] and first.file.name.startswith("cpu-torch")
+    assert [recipe.name for recipe, reason in first.skipped if "of RAM are free" in reason] == ["llama-3.1-405b"]
+    kept = load(first.file)[Recipe(**tiny).key]
+    assert kept.peak == first.measured[0].peak and kept.speed == first.measured[0].speed
+    begun = time.monotonic()
+    again = record(paths, minutes=10, folder=tmp_path / "mine", progress=False)
+    assert (again.recorded, again.measured) == (2, []) and time.monotonic() - begun < 10
+
+
+KILLED = """
+import os, re, signal, sys
+if {oom}:
+    open({counter!r}, "w").write("low 0\\noom_kill 1\\noom_group_kill 0\\n")
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.mark.skipif(os.name == "nt", reason="Windows has no SIGKILL")
+@pytest.mark.parametrize("oom", [True, False])
+def test_only_the_kernels_own_kill_is_recorded_as_out_of_memory(tmp_path, monkeypatch, oom):
+    """`kill -9` says nothing of the recipe: it is measured again next time."""
+    from vramlab.measurement import child_process as apart
+    from vramlab.measurement.record import record
+
+    counter = tmp_path / "memory.events"
+    counter.write_text("low 0\noom_kill 0\noom_group_kill 0\n")
+    monkeypatch.setattr(apart, "oom_counters", lambda: [counter])
+    code = KILLED.format(oom=oom, counter=str(counter))
+    monkeypatch.setattr(sys.modules["vramlab.measurement.measure"], "WORKER", [sys.executable, "-c", code])
+    tiny = {"model": config("gpt2"), "batch_size": 2, "seq_len": 32, "num_layers": 2}
+    done = record([recipe_list(tmp_path / "tiny.json", [tiny])], folder=tmp_path / "mine", progress=False)
+    if oom:
+        assert load(done.file)[Recipe(**tiny).key].status == "oom"
+    else:
+        (skipped,) = done.skipped
+        assert "was killed by somebody, not for its memory: that is no result" in skipped[1]
+        assert done.file is None and contents(tmp_path / "mine") == {}
+
+
+def test_the_command_line_says_it_in_a_sentence(tmp_path):
+    command = [
+        sys.executable,
+        "-m",
+        "vramlab.faces.cli",
+        "record",
+        str(tmp_path / "none.json"),
+        "--folder",
+        str(tmp_path),
+    ]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (2, "") and "none.json is no list of recipes" in done.stderr

@@ -1,0 +1,307 @@
+"""Recipes and TrainingArguments: there and back, and what the arguments make of a real Trainer."""
+
+import dataclasses
+import warnings
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from vramlab.recipe import arguments
+from vramlab.recipe.deepspeed_config import deepspeed_config
+from vramlab.recipe.recipe import OPTIMIZERS, Loop, LoRA, Quantization, Recipe, Sharding
+from vramlab.report.errors import RecipeError
+
+OPTIM_ARGS = {
+    "sgd": [None, "momentum=0.9", "momentum=0.9,weight_decay=0.01,dampening=0.1"],
+    "rmsprop": [None, "momentum=0.9,alpha=0.95", "eps=1e-6"],
+    "adagrad": [None, "lr_decay=0.1"],
+    "adamw_torch": [None, "lr=0.001,weight_decay=0.1", "eps=1e-6"],
+    "lion_32bit": [None, "lr=0.001"],
+}
+
+
+@st.composite
+def trainer_recipes(draw):
+    """Recipes whose loop is the Trainer's; the arguments that `fields` must supply are the second value."""
+    optim = draw(st.sampled_from(OPTIMIZERS))
+    loop = Loop(
+        use_cache=draw(st.booleans()),
+        max_grad_norm=draw(st.sampled_from([None, 0.5, 1.0])),
+        empty_cache_steps=draw(st.sampled_from([None, 1, 7])),
+    )
+    precision = draw(st.sampled_from(["fp32", "tf32", "fp16-mixed", "bf16-mixed", "fp16-true", "bf16-true"]))
+    fields = {}
+    if draw(st.booleans()):
+        fields["lora"] = LoRA(r=draw(st.integers(1, 8)))
+        if precision in ("fp32", "bf16-true") and draw(st.booleans()):
+            fields["quantization"] = Quantization("nf4", double=True)
+    if draw(st.booleans()):
+        fields["sharding"] = Sharding(stage=draw(st.sampled_from([2, 3])), world_size=2, engine="fsdp")
+    if precision.endswith("-true"):
+        fields["precision"] = precision
+    fields["seq_len"] = draw(st.sampled_from([16, 128]))
+    fields["attn_implementation"] = draw(st.sampled_from(["sdpa", "eager"]))
+    recipe = Recipe(
+        "gpt2",
+        batch_size=draw(st.integers(1, 64)),
+        optim=optim,
+        optim_args=draw(st.sampled_from(OPTIM_ARGS.get(optim, [None]))),
+        gradient_checkpointing=draw(st.booleans()),
+        gradient_accumulation_steps=draw(st.integers(1, 16)),
+        torch_compile=draw(st.booleans()),
+        loop=loop,
+        **{"precision": precision, **fields},
+    )
+    return recipe, fields
+
+
+@given(trainer_recipes())
+def test_there_and_back(drawn):
+    recipe, fields = drawn
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # no deprecated name on the way
+        args = recipe.training_arguments("unused")
+    assert Recipe.from_training_arguments(args, "gpt2", **fields) == recipe
+    assert args.optim == recipe.optim and args.train_batch_size >= recipe.batch_size
+    assert (args.fp16, args.bf16) == (recipe.precision == "fp16-mixed", recipe.precision == "bf16-mixed")
+    assert args.max_grad_norm == (recipe.loop.max_grad_norm or 0)
+
+
+def tiny(**fields):
+    sizes = {"vocab_size": 64, "n_embd": 16, "n_layer": 1, "n_head": 2, "n_positions": 16}
+    return Recipe({"model_type": "gpt2", **sizes}, seq_len=8, **fields)
+
+
+def trained(recipe, tmp_path, model=None, **changes):
+    """A Trainer of `recipe` after two steps."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM, Trainer
+
+    model = model or AutoModelForCausalLM.from_config(AutoConfig.for_model(**recipe.shape.config))
+    ids = torch.zeros(recipe.seq_len, dtype=torch.long)
+    args = recipe.training_arguments(str(tmp_path), max_steps=2, disable_tqdm=True, **changes)
+    trainer = Trainer(model, args, train_dataset=[{"input_ids": ids, "labels": ids}] * 64)
+    trainer.train()
+    return trainer
+
+
+def test_the_trainer_trains_so(tmp_path):
+    recipe = tiny(
+        batch_size=2,
+        gradient_accumulation_steps=3,
+        gradient_checkpointing=True,
+        optim="sgd",
+        optim_args="momentum=0.9,lr=0.5,weight_decay=0.25",
+        precision="bf16-mixed",
+    )
+    trainer = trained(recipe, tmp_path)
+    batch = next(iter(trainer.get_train_dataloader()))
+    assert batch["input_ids"].shape == (2, 8)
+    assert trainer.args.gradient_accumulation_steps == 3
+    assert any(getattr(module, "gradient_checkpointing", False) for module in trainer.model.modules())
+    assert trainer.accelerator.mixed_precision == "bf16"
+    group = trainer.optimizer.param_groups[0]
+    assert type(trainer.optimizer.optimizer).__name__ == "SGD"
+    assert (group["momentum"], group["initial_lr"], group["weight_decay"]) == (0.9, 0.5, 0.25)
+    assert trainer.model.config.use_cache is False
+    assert trainer.state.global_step == 2
+    again = Recipe.from_training_arguments(trainer.args, trainer.model, seq_len=8)
+    assert (again.batch_size, again.precision, again.optim_args) == (2, "bf16-mixed", recipe.optim_args)
+    assert again.shape.weights() == recipe.shape.weights()
+
+
+def test_clipping_and_cache_reach_the_trainer(tmp_path, monkeypatch):
+    from transformers import Trainer
+
+    called = []
+    monkeypatch.setattr(Trainer, "_clip_grad_norm", lambda self, model: called.append(self.args.max_grad_norm) or 0.0)
+    trained(tiny(loop=Loop.named("trainer", max_grad_norm=None)), tmp_path)
+    assert not called
+    trainer = trained(tiny(loop=Loop.named("trainer", max_grad_norm=0.5, use_cache=True)), tmp_path)
+    assert set(called) == {0.5} and trainer.model.config.use_cache is True
+
+
+def test_half_precision_models_are_seen(tmp_path):
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    recipe = tiny(precision="bf16-true", attn_implementation="eager")
+    config = AutoConfig.for_model(**recipe.shape.config)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation="eager")
+    args = recipe.training_arguments(str(tmp_path))
+    assert not (args.fp16 or args.bf16)
+    again = Recipe.from_training_arguments(args, model)
+    assert (again.precision, again.attn_implementation) == ("bf16-true", "eager")
+    assert Recipe.from_training_arguments(args, model, attn_implementation="sdpa").attn_implementation == "sdpa"
+    with pytest.raises(RecipeError, match="keeps the weights in fp32"):
+        Recipe.from_training_arguments(recipe.replace(precision="bf16-mixed").training_arguments("x"), model)
+
+
+def test_changes_come_last():
+    args = Recipe("gpt2", batch_size=4).training_arguments("there", learning_rate=0.5, save_strategy="epoch")
+    assert (args.output_dir, args.learning_rate, args.save_strategy) == ("there", 0.5, "epoch")
+    assert args.per_device_train_batch_size == 4 and args.report_to == []
+
+
+def test_sharding():
+    recipe = Recipe("gpt2", sharding=Sharding(3, 8, "fsdp", offload="parameters"))
+    args = recipe.training_arguments("unused")
+    assert args.fsdp and args.fsdp_config["cpu_offload"] is True
+    with pytest.raises(RecipeError, match="engine='fsdp'"):
+        Recipe.from_training_arguments(args, "gpt2")
+    plain = Recipe("gpt2", sharding=Sharding(0, 8, "ddp")).training_arguments("unused")
+    assert not plain.fsdp and not plain.deepspeed
+
+
+@pytest.mark.parametrize(
+    "fields, field, words",
+    [
+        ({"loop": "plain"}, "loop.zero_grad", "use loop='trainer'"),
+        ({"loop": "optimizer_in_backward"}, "loop.zero_grad", "Trainer"),
+        ({"loop": Loop(foreach=False)}, "loop.foreach", "None"),
+        ({"loop": Loop(use_cache=None)}, "loop.use_cache", "True or False"),
+        ({"optim_args": "amsgrad=1"}, "optim_args", "not amsgrad"),
+        ({"optim": "adagrad", "optim_args": "initial_accumulator_value=1"}, "optim_args", "not initial_accumulator"),
+    ],
+)
+def test_what_the_trainer_cannot_do(fields, field, words):
+    with pytest.raises(RecipeError) as caught:
+        Recipe("gpt2", **fields).training_arguments("unused")
+    assert caught.value.field == field and words in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "changes, fields, field",
+    [
+        ({"label_smoothing_factor": 0.1}, {}, "label_smoothing_factor"),
+        ({"neftune_noise_alpha": 5.0}, {}, "neftune_noise_alpha"),
+        ({"optim": "rmsprop_bnb"}, {}, "optim"),
+        ({"bf16": True}, {"precision": "fp32"}, "precision"),
+        ({}, {"precision": "tf32"}, "precision"),
+        ({}, {"no_such_field": 1}, None),
+    ],
+)
+def test_what_no_recipe_says(changes, fields, field):
+    args = Recipe("gpt2").training_arguments("unused", **changes)
+    with pytest.raises((RecipeError, TypeError)) as caught:
+        Recipe.from_training_arguments(args, "gpt2", **fields)
+    assert getattr(caught.value, "field", None) == field
+
+
+def test_every_argument_is_classified():
+    """A field that transformers adds is neither ignored nor taken for harmless: someone has to say what it does."""
+    from transformers import Seq2SeqTrainingArguments
+
+    tables = [arguments.MODELLED, arguments.NEUTRAL, {*arguments.REFUSED}, {*arguments.REFUSED_IN_DDP}]
+    known = [name for table in tables for name in table]
+    assert len(known) == len(set(known)), "a field has one class"
+    assert {field.name for field in dataclasses.fields(Seq2SeqTrainingArguments)} <= set(known)
+
+
+@pytest.mark.parametrize(
+    "changes, field",
+    [
+        ({"full_determinism": True}, "full_determinism"),
+        ({"use_liger_kernel": True}, "use_liger_kernel"),
+        ({"auto_find_batch_size": True}, "auto_find_batch_size"),
+        ({"optim_target_modules": "all-linear"}, "optim_target_modules"),
+        ({"debug": "underflow_overflow"}, "debug"),
+        ({"torch_compile_mode": "reduce-overhead"}, "torch_compile_mode"),
+        ({"torch_compile_backend": "eager"}, "torch_compile_backend"),
+        ({"accelerator_config": {"split_batches": True}}, "accelerator_config.split_batches"),
+        ({"gradient_checkpointing_kwargs": {"use_reentrant": True}}, "checkpointing_kwargs.use_reentrant"),
+        ({"gradient_checkpointing_kwargs": {"every_n_layers": 2}}, "checkpointing_kwargs.every_n_layers"),
+        ({"gradient_checkpointing_kwargs": {"offload": True}}, "checkpointing_kwargs.offload"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing:FutureWarning")
+def test_what_moves_memory_and_is_not_modelled(changes, field):
+    args = Recipe("gpt2").training_arguments("unused", **{k: v for k, v in changes.items() if k != "full_determinism"})
+    args.full_determinism = changes.get("full_determinism", False)
+    with pytest.raises(RecipeError) as caught:
+        Recipe.from_training_arguments(args, "gpt2")
+    assert caught.value.field.endswith(field) and "no recipe models" in str(caught.value)
+
+
+def test_what_moves_memory_among_ranks_only():
+    args = Recipe("gpt2").training_arguments("unused", ddp_bucket_cap_mb=100)
+    assert Recipe.from_training_arguments(args, "gpt2") == Recipe("gpt2")
+    with pytest.raises(RecipeError, match="ddp_bucket_cap_mb"):
+        Recipe.from_training_arguments(args, "gpt2", sharding=Sharding(0, 2, "ddp"))
+
+
+def test_arguments_of_another_trainer():
+    """TRL's configurations are TrainingArguments; its trainers load second models and batch and lose otherwise."""
+    from transformers import Seq2SeqTrainingArguments, TrainingArguments
+
+    @dataclasses.dataclass
+    class SFTConfig(TrainingArguments):
+        max_length: int = 1024
+
+    SFTConfig.__module__ = "trl.trainer.sft_config"
+    for args in (SFTConfig("out", use_cpu=True), None, {"output_dir": "out"}):
+        with pytest.raises(RecipeError) as caught:
+            Recipe.from_training_arguments(args, "gpt2")
+        assert caught.value.field == "args" and "\n" not in str(caught.value)
+    with pytest.raises(RecipeError, match=r"trl\.trainer\.sft_config.*WatchCallback"):
+        Recipe.from_training_arguments(SFTConfig("out", use_cpu=True), "gpt2")
+    assert Recipe.from_training_arguments(Seq2SeqTrainingArguments("out", use_cpu=True), "gpt2").batch_size == 8
+
+
+def test_weight_decay_of_the_arguments_is_the_optimizers():
+    """The Trainer gives it to the parameter groups; SGD then copies the gradients."""
+    args = Recipe("gpt2", optim="sgd", optim_args="momentum=0.9").training_arguments("unused", weight_decay=0.1)
+    assert Recipe.from_training_arguments(args, "gpt2").optim_args == "momentum=0.9,weight_decay=0.1"
+    args = Recipe("gpt2").training_arguments("unused", weight_decay=0.1)
+    assert Recipe.from_training_arguments(args, "gpt2") == Recipe("gpt2")
+
+
+@pytest.mark.parametrize(
+    "config, field",
+    [
+        ({"activation_checkpointing": True}, "fsdp_config.activation_checkpointing"),
+        ({"cpu_offload": True}, "fsdp_config.cpu_offload"),
+        ({"reshard_after_forward": False}, "fsdp_config.reshard_after_forward"),
+        ({"auto_wrap_policy": "NO_WRAP"}, "fsdp_config.auto_wrap_policy"),
+        ({"version": 1}, "fsdp_config.version"),
+    ],
+)
+def test_fsdp_that_is_not_the_recipes(config, field):
+    args = Recipe("gpt2").training_arguments("unused")
+    args.fsdp, args.fsdp_config = True, config
+    with pytest.raises(RecipeError) as caught:
+        Recipe.from_training_arguments(args, "gpt2", sharding=Sharding(3, 2))
+    assert caught.value.field == field
+
+
+def test_deepspeed_that_is_not_the_recipes():
+    sharding = Sharding(2, 2, "deepspeed")
+    args, config = Recipe("gpt2").training_arguments("unused"), deepspeed_config(sharding)
+    args.deepspeed = {**config, "steps_per_print": 10}
+    assert Recipe.from_training_arguments(args, "gpt2", sharding=sharding).sharding == sharding
+    args.deepspeed = {**config, "zero_optimization": {"stage": 2, "reduce_bucket_size": 500_000_000}}
+    with pytest.raises(RecipeError, match=r"zero_optimization\.reduce_bucket_size"):
+        Recipe.from_training_arguments(args, "gpt2", sharding=sharding)
+    with pytest.raises(RecipeError, match="'deepspeed'"):
+        Recipe.from_training_arguments(args, "gpt2", sharding=Sharding(3, 2))
+
+
+def test_adapters_on_the_model_must_be_said():
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.for_model(**tiny().shape.config)
+    model = get_peft_model(AutoModelForCausalLM.from_config(config), LoraConfig(fan_in_fan_out=True))
+    args = tiny().training_arguments("unused")
+    with pytest.raises(RecipeError, match="lora"):
+        Recipe.from_training_arguments(args, model)
+    assert Recipe.from_training_arguments(args, model, lora=LoRA(r=8)).lora == LoRA(r=8)
+
+
+def test_defaults_of_transformers_are_readable():
+    """A user's own TrainingArguments, with nothing set, describe a recipe."""
+    from transformers import TrainingArguments
+
+    recipe = Recipe.from_training_arguments(TrainingArguments("out", use_cpu=True), "bert-large", seq_len=512)
+    assert (recipe.batch_size, recipe.precision, recipe.optim) == (8, "fp32", "adamw_torch_fused")
+    assert recipe.loop == Loop()

@@ -1,0 +1,124 @@
+"""Configurations drawn at random, sound and broken: a report or one sentence, and simulate equals the real CPU step."""
+
+import warnings
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tiny_models import quick_collections  # noqa: F401
+from vramlab import Recipe, predict, simulate
+from vramlab.recipe.recipe import PRECISIONS
+from vramlab.report.errors import RecipeError
+from vramlab.tracking.history import History
+from vramlab.tracking.reporting import to_report
+from vramlab.tracking.tracked import run_tracked
+from vramlab.tracking.tracker import Tracker
+from vramlab.training.training import build
+
+# Fields that most text models have, in the range in which a step takes milliseconds.
+COMMON = {
+    "hidden_size": st.sampled_from([16, 24, 32, 48]),
+    "num_hidden_layers": st.integers(1, 2),
+    "num_attention_heads": st.sampled_from([1, 2, 4]),
+    "vocab_size": st.integers(20, 90),
+    "intermediate_size": st.integers(8, 70),
+    "max_position_embeddings": st.sampled_from([8, 40]),
+    "tie_word_embeddings": st.booleans(),
+    "hidden_act": st.sampled_from(["gelu", "gelu_new", "relu", "silu"]),
+    "attention_dropout": st.sampled_from([0.0, 0.1]),
+    "pad_token_id": st.just(0),
+}
+GROUPED = {
+    "num_key_value_heads": st.sampled_from([1, 2, 4]),
+    "head_dim": st.sampled_from([4, 8, 10, 15]),
+    "attention_bias": st.booleans(),
+    "rms_norm_eps": st.just(1e-5),
+    "rope_theta": st.sampled_from([1e4, 5e5]),
+    "sliding_window": st.sampled_from([None, 4]),
+}
+ENCODER = {"hidden_dropout_prob": st.sampled_from([0.0, 0.1]), "type_vocab_size": st.integers(1, 3)}
+KINDS = {
+    **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "olmo2", "phi3", "starcoder2"), GROUPED),
+    "mixtral": GROUPED | {"num_local_experts": st.integers(2, 4), "num_experts_per_tok": st.integers(1, 2)},
+    **dict.fromkeys(("bert", "roberta", "electra"), ENCODER),
+    "gpt_neox": {"rotary_pct": st.sampled_from([0.25, 0.5, 1.0]), "attention_bias": st.booleans()},
+    "phi": {"partial_rotary_factor": st.sampled_from([0.3, 0.5]), "qk_layernorm": st.booleans()},
+    "falcon": {name: st.booleans() for name in ("multi_query", "parallel_attn", "bias", "alibi")},
+    "opt": {"ffn_dim": st.integers(8, 70), "do_layer_norm_before": st.booleans(), "dropout": st.just(0.1)},
+    "gpt2": {"n_inner": st.sampled_from([None, 40]), "resid_pdrop": st.sampled_from([0.0, 0.1])},
+    "bloom": {"hidden_dropout": st.sampled_from([0.0, 0.1])},
+}
+JUNK = [None, "x", "", -1, 0, 3, 7.5, True, [], [1], {}, {"a": 1}, 10**30, float("nan"), float("inf"), "float32"]
+OTHER_FIELDS = ["rope_scaling", "rope_parameters", "layer_types", "dtype", "num_labels", "id2label", "architectures"]
+OTHER_FIELDS += ["model_type", "initializer_range", "quantization_config", "text_config", "use_cache", "is_decoder"]
+RECIPES = st.fixed_dictionaries(
+    {
+        "batch_size": st.integers(1, 2),
+        "precision": st.sampled_from(PRECISIONS),
+        "gradient_checkpointing": st.booleans(),
+        "loop": st.sampled_from(["trainer", "plain"]),
+        "task": st.sampled_from([None, None, "sequence-classification"]),
+    }
+)
+
+
+@st.composite
+def configurations(draw, broken: bool):
+    """A configuration; one or two of its fields are junk, or missing, if `broken`."""
+    kind = draw(st.sampled_from(sorted(KINDS)))
+    config = {"model_type": kind, **draw(st.fixed_dictionaries(COMMON | KINDS[kind]))}
+    for _ in range(draw(st.integers(1, 2)) if broken else 0):
+        name = draw(st.sampled_from([*config, *OTHER_FIELDS]))
+        if draw(st.integers(0, 5)):
+            config[name] = draw(st.sampled_from(JUNK))
+        else:
+            config.pop(name, None)
+    return config
+
+
+def outcome(call, *args, **options):
+    """What `call` returns, or None if it refuses in one sentence."""
+    try:
+        return call(*args, **options)
+    except RecipeError as error:
+        message = str(error)
+        assert "\n" not in message and message.endswith(".") and len(message) < 700
+        return None
+
+
+def hold(config: dict, fields: dict) -> None:
+    """No witness fails with anything but a RecipeError, and what simulate says is what the real step allocates."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        recipe = outcome(Recipe, config, **{"seq_len": 8, **fields})
+        if recipe is None:
+            return
+        predicted = outcome(predict, recipe)
+        assert predicted is None or predicted.peak.total > 0
+        simulated = outcome(simulate, recipe, target="cpu")
+        if simulated is None or simulated.notes:
+            return
+        torch.manual_seed(0)
+        tracker = run_tracked(build(recipe, "cpu", target="cpu"), Tracker("cpu"), 2, "cpu")
+    real = to_report(History(tracker.log, tracker.marks), "measured", recipe, "cpu")
+    assert simulated.phases == real.phases and simulated.peak_phase == real.peak_phase
+
+
+@given(configurations(broken=False), RECIPES)
+@settings(max_examples=30)
+def test_sound_configurations(config, fields):
+    hold(config, fields)
+
+
+@given(configurations(broken=True), RECIPES)
+@settings(max_examples=120)
+def test_broken_configurations(config, fields):
+    hold(config, fields)
+
+
+@pytest.mark.slow
+@given(st.booleans().flatmap(configurations), RECIPES)
+@settings(max_examples=5000)
+def test_many_configurations(config, fields):
+    hold(config, fields)

@@ -1,0 +1,205 @@
+"""What a recipe refuses: one sentence that names the field and the value, never a traceback, before anything is built."""
+
+import json
+
+import numpy
+import pytest
+import torch
+from vramlab import Loop, LoRA, Recipe, Sharding, measure, predict, simulate
+from vramlab.recipe.options import OPTIMIZER_ARGUMENTS
+from vramlab.recipe.recipe import OPTIMIZERS
+from vramlab.report.errors import RecipeError
+
+SIZES = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 96, "intermediate_size": 80}
+LLAMA = {"model_type": "llama", **SIZES}
+
+
+def refused(build, *args, **fields) -> RecipeError:
+    """The error of `build(...)`, which is one sentence of readable length."""
+    with pytest.raises(RecipeError) as caught:
+        build(*args, **fields)
+    message = str(caught.value)
+    assert "\n" not in message and message.endswith(".") and len(message) < 600
+    return caught.value
+
+
+@pytest.mark.parametrize(
+    "optim, text, words",
+    [
+        ("sgd", "nonsense=1", "has no 'nonsense'"),
+        ("sgd", "=1", "it takes lr, weight_decay"),
+        ("sgd", "momentum", "must read like"),
+        ("sgd", "momentum=", "must read like"),
+        ("sgd", "lr=0.1,,", "must read like"),
+        ("sgd", "lr=1=2", "must be a number"),
+        ("sgd", "lr=nan", "finite"),
+        ("sgd", "lr=inf", "finite"),
+        ("sgd", "lr=-1", "at least 0"),
+        ("sgd", "nesterov=2,momentum=0.9", "True or False"),
+        ("sgd", "nesterov=1", "momentum over 0"),
+        ("adamw_torch", "momentum=0.9", "has no 'momentum'"),
+        ("adafactor", "beta1=0.9", "has no 'beta1'"),
+        ("lion_8bit", "eps=0.9", "has no 'eps'"),
+        ("sgd", 5, "must be text"),
+        ("sgd", ["lr=1"], "must be text"),
+    ],
+)
+def test_optimizer_arguments(optim, text, words):
+    error = refused(Recipe, "gpt2", optim=optim, optim_args=text)
+    assert error.field == "optim_args" and words in str(error)
+
+
+@pytest.mark.parametrize("optim", OPTIMIZERS)
+def test_the_optimizers_take_what_the_recipe_lets_pass(optim):
+    """Each name in the table is an argument of the real optimizer, and is handed over."""
+    from vramlab.training.training import make_optimizer
+
+    given = ",".join(f"{name}={0 if name == 'dampening' else 1}" for name in OPTIMIZER_ARGUMENTS[optim])
+    recipe = Recipe(LLAMA, optim=optim, optim_args=given)
+    optimizer = make_optimizer(recipe, [torch.nn.Parameter(torch.ones(2, 2))], multi_tensor=False)
+    options = optimizer.param_groups[0] | getattr(optimizer, "defaults", {})
+    assert all(options[name] == value for name, value in recipe.optimizer_arguments().items())
+
+
+def test_states_of_amsgrad():
+    """AdamW keeps a third number a weight."""
+    states = [
+        [witness(recipe).phases["between_steps"].end.optimizer_states for witness in (predict, simulate)]
+        for recipe in (Recipe(LLAMA, optim_args=text, seq_len=8) for text in (None, "amsgrad=1"))
+    ]
+    assert [predicted for predicted, _ in states] == [simulated for _, simulated in states]
+    assert states[1][0] > 1.4 * states[0][0]
+
+
+@pytest.mark.parametrize(
+    "fields, field",
+    [
+        ({"batch_size": 10**30}, "batch_size"),
+        ({"batch_size": 10**5000}, "batch_size"),
+        ({"seq_len": 10**30}, "seq_len"),
+        ({"seq_len": 2**24, "batch_size": 2**24}, "batch_size"),
+        ({"gradient_accumulation_steps": 10**9}, "gradient_accumulation_steps"),
+        ({"num_layers": 10**9}, "num_layers"),
+        ({"optim": ["sgd"]}, "optim"),
+        ({"optim": {}}, "optim"),
+        ({"precision": ["fp32"]}, "precision"),
+        ({"task": numpy.array([1, 2])}, "task"),
+        ({"loop": None}, "loop"),
+        ({"loop": {"name": 3}}, "loop.name"),
+        ({"lora": {1: 2}}, "lora.1"),
+    ],
+)
+def test_fields(fields, field):
+    assert refused(Recipe, LLAMA, **fields).field == field
+
+
+def test_parts():
+    assert refused(LoRA, lora_alpha=float("nan")).field == refused(LoRA, lora_alpha=10**400).field == "lora.lora_alpha"
+    assert refused(Loop, max_grad_norm=float("inf")).field == "loop.max_grad_norm"
+    assert refused(Sharding, world_size=10**30).field == "sharding.world_size"
+
+
+@pytest.mark.parametrize(
+    "changes, field",
+    [
+        ({"attention_dropout": 5}, "model.attention_dropout"),
+        ({"attention_dropout": "x"}, "model.attention_dropout"),
+        ({"attention_dropout": True}, "model.attention_dropout"),
+        ({"rms_norm_eps": "x"}, "model.rms_norm_eps"),
+        ({"rope_scaling": "yes"}, "model.rope_scaling"),
+        ({"rope_scaling": {"rope_type": "linear", "factor": "x"}}, "model.rope_scaling"),
+        ({"rope_theta": "x"}, "model.rope_theta"),
+        ({"partial_rotary_factor": 3}, "model.partial_rotary_factor"),
+        ({"head_dim": 15}, "model.head_dim"),
+        ({"hidden_size": 60}, "model.head_dim"),
+        ({"tie_word_embeddings": "x"}, "model.tie_word_embeddings"),
+        ({"hidden_act": "zzz"}, "model.activation"),
+        ({"hidden_act": 3}, "model.hidden_act"),
+        ({"num_labels": "x"}, "model.num_labels"),
+        ({"id2label": [1]}, "model.id2label"),
+        ({"dtype": "foo"}, "model.dtype"),
+        ({"layer_types": "x"}, "model.layer_types"),
+        ({"architectures": [3]}, "model.architectures"),
+        ({"model_type": ["a"]}, "model.model_type"),
+        ({"hidden_size": 10**30}, "model.hidden_size"),
+        ({"num_hidden_layers": 10**9}, "model.num_hidden_layers"),
+        ({"vocab_size": float("nan")}, "model.vocab_size"),
+        ({(1, 2): 3}, "model"),
+    ],
+)
+def test_configurations(changes, field):
+    assert refused(Recipe, {**LLAMA, **changes}).field == field
+
+
+def test_a_configuration_within_itself():
+    config = {**LLAMA}
+    config["itself"] = config
+    assert refused(Recipe, config).field == "model"
+
+
+def test_files_and_names_that_are_no_models(tmp_path):
+    from safetensors.torch import save_file
+
+    save_file({"weight": torch.ones(300)}, tmp_path / "model.safetensors")
+    assert "config.json" in str(refused(Recipe, str(tmp_path / "model.safetensors")))
+    (tmp_path / "deep.json").write_text("[" * 100_000)
+    assert "nested too deeply" in str(refused(Recipe, tmp_path / "deep.json"))
+    assert "did you mean 'gpt2'" in str(refused(Recipe, "gpt2\x00"))
+    for model in ("x" * 5000, str(tmp_path), b"gpt2", None, 3, Recipe("gpt2")):
+        assert refused(Recipe, model).field == "model"
+    assert "simulate(model=...)" in str(refused(Recipe, torch.nn.Linear(2, 2)))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *(
+            "",
+            "null",
+            "[]",
+            "{}",
+            "[1]",
+            "3",
+            '"gpt2"',
+            '{"model":',
+            '{"model": null}',
+            '{"model": [1]}',
+            "\x00",
+            None,
+            5,
+        ),
+        *(
+            b"\xff\xfe",
+            "[" * 100_000,
+            '{"a":' * 100_000,
+            '{"model": "gpt2", "x": 1}',
+            '{"model": {"model_type": "llama"}}',
+        ),
+        *(f'{{"model": "gpt2", {rest}}}' for rest in ('"lora": {"r": "x"}', '"sharding": [1]', '"loop": {"x": 1}')),
+        *(f'{{"model": "gpt2", "batch_size": {size}}}' for size in ("1e999", "NaN", '"4"', "true", "9" * 5000)),
+        '{"model": "gpt2", "lora": {"target_modules": [[1]]}}',
+        '{"model": "gpt2", "quantization": "nf4"}',
+    ],
+)
+def test_json(text):
+    refused(Recipe.from_json, text)
+
+
+@pytest.mark.parametrize("witness", [predict, simulate, measure])
+def test_a_name_is_a_recipe(witness, monkeypatch):
+    """Every witness takes what `Recipe` takes for a model; the other fields have their defaults."""
+    import importlib
+
+    module, asked = importlib.import_module(f"vramlab.{witness.__name__}"), []
+    stop = {"predict": "differ_by_layer", "simulate": "trace", "measure": "log_wanted"}[witness.__name__]
+
+    def first(recipe, *_):
+        asked.append(recipe if isinstance(recipe, Recipe) else Recipe(json.loads(recipe.config_json)))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(module, stop, first)
+    with pytest.raises(KeyboardInterrupt):
+        witness("gpt2")
+    assert asked[0].name == "gpt2"
+    for wrong in (3, b"gpt2", "gpt-2"):
+        assert refused(witness, wrong).field == "model"

@@ -1,0 +1,199 @@
+"""The comparison table: which figures it shows, against what, and what it refuses."""
+
+import re
+
+import pytest
+from sample_reports import RECIPE, TITLE, measured, out_of_memory, report, split
+from vramlab.report.compare import compare, difference
+from vramlab.report.report import CATEGORIES, PHASES, Bytes, GiB, Interval
+
+
+def three():
+    return compare(measured(), report("predicted", 0.97), report())
+
+
+def test_weakest_witness_first_and_differences_against_the_run():
+    table = three()
+    assert table.labels == ("predicted", "simulated", "measured")
+    truth = measured().peak.total
+    assert table.row("peak total").values[-1] == truth == split().total + 12_345_344
+    change = split(0.97).total - truth
+    assert table.differences("peak total") == {
+        "predicted": (change, pytest.approx(change / truth, rel=1e-12)),
+        "simulated": (-12_345_344, pytest.approx(-12_345_344 / truth, rel=1e-12)),
+    }
+    assert table.against == "measured" and table.differences("unexplained") == {}
+
+
+def test_a_simulation_is_the_reference_where_nothing_was_run():
+    assert compare(report("simulated"), report("predicted")).labels[-1] == "simulated"
+    assert compare(report("recorded"), report("predicted")).labels[-1] == "recorded"
+
+
+def test_every_used_category_and_every_phase_has_its_own_bytes():
+    table, shown = three(), (report("predicted", 0.97), report(), measured())
+    for name in CATEGORIES[:-1]:
+        assert table.row(name.replace("_", " ")).values == tuple(getattr(r.peak, name) for r in shown)
+    for phase in PHASES:
+        name = phase.replace("_", " ")
+        assert table.row(f"{name} peak").values == tuple(r.phases[phase].peak.total for r in shown)
+        assert table.row(f"{name} end").values == tuple(r.phases[phase].end.total for r in shown)
+
+
+def test_categories_and_unexplained_add_up_to_the_peak():
+    rows = [row for row in three().rows if row.section == "at the peak" and row.name not in ("phase", "peak total")]
+    sums = tuple(sum(row.values[i] or 0 for row in rows) for i in range(3))
+    assert sums == three().row("peak total").values
+
+
+def test_an_unused_category_takes_no_line():
+    table = compare(*(report(s, peak=Bytes(parameters=5, inputs=1)) for s in ("predicted", "simulated")))
+    names = [row.name for row in table.rows if row.section == "at the peak"]
+    assert names == ["phase", "parameters", "inputs", "unexplained", "peak total"]
+
+
+def test_only_a_run_has_something_unexplained():
+    assert three().row("unexplained").values == (None, None, 12_345_344)
+    assert compare(report(), measured(unexplained=0)).row("unexplained").values == (None, 0)
+
+
+def test_equality_to_the_byte_looks_different_from_a_small_difference():
+    peak = split()
+    one_more = Bytes(**{**dict(peak.items()), "parameters": peak.parameters + 1})
+    cells = {line.split()[0]: line.split() for line in str(compare(report(peak=one_more), measured())).splitlines()}
+    assert cells["parameters"][-2:] == ["+0.000", "+0.00%"]
+    assert cells["gradients"][-2:] == ["0", "0"]
+
+
+def test_text_is_in_gib_and_names_the_recipe():
+    text = str(three())
+    assert text.splitlines()[0] == TITLE
+    head = ["GiB", "predicted", "simulated", "measured", "Δ predicted", "Δ %", "Δ simulated", "Δ %"]
+    assert re.split(r"\s{2,}", text.splitlines()[1]) == head
+    line = next(line for line in text.splitlines() if line.strip().startswith("peak total"))
+    assert line.split()[2:5] == ["13.270", "13.680", "13.691"]
+    assert "% is" not in text and text == str(three())
+    assert repr(three()) == text
+
+
+def test_the_unit_changes_what_is_shown_and_nothing_else():
+    table = compare(report(), measured(), unit="MiB")
+    line = next(line for line in str(table).splitlines() if line.strip().startswith("peak total"))
+    assert line.split()[2] == f"{split().total / 2**20:,.3f}"
+    assert table.rows == compare(report(), measured()).rows
+
+
+def test_an_interval_shows_its_range_and_a_truth_outside_is_said():
+    low = report("predicted", reserved=Interval(int(9 * GiB), int(10 * GiB), int(11 * GiB)))
+    text = str(compare(low, measured()))
+    assert "9.000–11.000" in text
+    assert "note: reserved: measured 14.513 GiB is above the interval of predicted, 9.000 GiB to 11.000 GiB." in text
+    wide = report("predicted", reserved=Interval(int(9 * GiB), int(10 * GiB), int(15 * GiB)))
+    assert "is above" not in str(compare(wide, measured()))
+    assert compare(low, measured()).differences("reserved")["predicted"][0] == 10 * GiB - measured().reserved
+
+
+def test_out_of_memory_is_a_line_of_text():
+    table = compare(report("predicted"), report(), out_of_memory())
+    assert table.labels == ("predicted", "simulated")
+    assert table.failed == ("measured: out of memory: tried to allocate 2.00 GiB, of which 1.20 GiB were free",)
+    for shown in (str(table), table._repr_markdown_()):
+        assert table.failed[0] in shown
+    alone = compare(out_of_memory())
+    assert alone.rows == () and str(alone) == f"{TITLE}\n{table.failed[0]}"
+    assert alone._repr_markdown_() and alone.against is None
+
+
+def test_different_recipes_are_refused_by_name_of_the_field_and_allowed_on_request():
+    other = report(recipe={**RECIPE, "batch_size": 8}, title=TITLE.replace("batch 4", "batch 8"))
+    with pytest.raises(ValueError, match=r"differ in batch_size \(4 against 8\).*same_recipe=False"):
+        compare(report(), other)
+    table = compare(report(), other, same_recipe=False)
+    assert table.labels == ("batch 4", "batch 8") and table.against == "batch 4"
+    assert table.title != TITLE and f"note: batch 8 is {other.title}." in str(table)
+
+
+def test_a_record_older_than_a_field_still_counts_as_the_same_recipe():
+    newer = report(recipe={**RECIPE, "torch_compile": False})
+    assert compare(newer, report("recorded")).labels == ("simulated", "recorded")
+
+
+def test_reports_without_a_recipe_are_told_apart_by_title():
+    with pytest.raises(ValueError, match="differ in title"):
+        compare(report(recipe=None, title="a"), report(recipe=None, title="b"))
+    mixed = compare(report(), report("measured", recipe=None, title="my loop"))
+    assert "note: measured my loop is my loop." in str(mixed)
+
+
+def test_different_targets_are_said():
+    text = str(compare(report("simulated"), measured(target="cpu")))
+    assert "the targets differ (simulated is for cuda, measured is for cpu)" in text
+    assert "targets differ" not in str(three())
+    same_source = compare(report(), report(target="cpu"))
+    assert same_source.labels == ("simulated (cuda)", "simulated (cpu)")
+
+
+def test_peaks_in_different_phases_are_said():
+    assert "predicted in forward, measured in step" in str(
+        compare(report("predicted", peak_phase="forward"), measured())
+    )
+
+
+def test_a_change_is_shown_against_the_first_recipe():
+    plain = report(scale=2)
+    trick = report("predicted", title=TITLE + " · checkpointing", recipe={**RECIPE, "batch_size": 5})
+    change = split().total - split(2).total
+    found = compare(plain, trick, same_recipe=False).differences("peak total")
+    assert found == {"predicted checkpointing": (change, pytest.approx(-0.5))}
+    failed_first = compare(out_of_memory(), trick, plain, same_recipe=False)
+    assert failed_first.against == "predicted checkpointing"
+
+
+def test_many_times_more_is_not_said_in_per_cent():
+    text = str(compare(report("predicted", peak=Bytes(inputs=5000)), report(peak=Bytes(inputs=40))))
+    assert next(line for line in text.splitlines() if line.strip().startswith("inputs")).endswith("×125")
+
+
+def test_labels_never_collide():
+    assert compare(report(), report(), measured()).labels == ("simulated 1", "simulated 2", "measured")
+    assert compare(report(), measured(), labels=["ours", "truth"]).labels == ("ours", "truth")
+
+
+@pytest.mark.parametrize(
+    ("reports", "options", "words"),
+    [
+        ([], {}, "at least one report"),
+        ([[report()]], {}, "one argument each, not list"),
+        ([report(), measured()], {"labels": ["one"]}, "2 different names"),
+        ([report(), measured()], {"labels": ["one", "one"]}, "2 different names"),
+        ([report()], {"unit": "GB"}, "'GB', but allowed are GiB"),
+    ],
+)
+def test_bad_input_is_one_sentence(reports, options, words):
+    with pytest.raises(ValueError, match=re.escape(words)) as caught:
+        compare(*reports, **options)
+    assert "\n" not in str(caught.value)
+
+
+def test_an_unknown_row_names_those_that_exist():
+    with pytest.raises(ValueError, match="'peaks': it has phase, parameters"):
+        three().row("peaks")
+
+
+def test_markdown_carries_the_cells_of_the_text():
+    lines = [line for line in three()._repr_markdown_().splitlines() if line.startswith("|")]
+    cells = [[c for c in line.replace("&nbsp;", "").strip("| ").split(" | ")] for line in lines]
+    markdown = [[c.strip() for c in row if c.strip(" |")] for row in (cells[0], *cells[2:])]
+    text = [re.split(r"\s{2,}", line.strip()) for line in str(three()).splitlines()[1:] if not line.startswith("─")]
+    assert markdown == text[: len(markdown)]
+    assert "x\\|y" in compare(report(), labels=["x|y"])._repr_markdown_()
+
+
+def test_difference_is_relative_to_the_second():
+    assert difference(103, 100) == pytest.approx(0.03)
+    assert difference(Bytes(inputs=97), 100) == pytest.approx(-0.03)
+    assert difference(Interval(1, 110, 200), 100) == pytest.approx(0.1)
+    assert difference(report(), measured()) == pytest.approx(-12_345_344 / measured().peak.total)
+    assert difference(0, 0) == 0 and difference(5, 0) == float("inf")
+    with pytest.raises(ValueError, match="out of memory"):
+        difference(report(), out_of_memory())

@@ -1,0 +1,292 @@
+"""The site: its glossary and generated pages as text, the check of links, and one real build without a warning."""
+
+import json
+import re
+import runpy
+
+import make_site
+import nbformat
+import numpy as np
+import pytest
+import settings
+import site_pages
+from settings import ROOT
+from vramlab.report.report import Interval
+from vramlab_course.claims import Finding, Verdict, load_claims
+
+# What the theme and the parser still do in the manner of an earlier Sphinx.
+pytestmark = pytest.mark.filterwarnings("ignore:.*is deprecated. Check CHANGES for Sphinx")
+
+SITE = ROOT / "site"
+CHAPTERS = {path.name[:2] for path in settings.chapters()}
+
+
+def entries() -> list[tuple[list[str], str]]:
+    """The glossary's entries: the lines that name a term, and its sentence."""
+    blocks = re.findall(r"```\{glossary\}\n(.*?)\n```", (SITE / "glossary.md").read_text(encoding="utf-8"), re.DOTALL)
+    found = []
+    for entry in "\n\n".join(blocks).split("\n\n"):
+        lines = entry.splitlines()
+        names = [line for line in lines if not line.startswith(" ")]
+        found.append((names, " ".join(line.strip() for line in lines if line.startswith(" "))))
+    return found
+
+
+def stub(claim) -> Verdict:
+    """A verdict nobody computed: its first case has what the claim says, the others wait for a record."""
+    first, case = next(iter(claim.each.items()))
+    value = Interval(case.quoted, case.quoted, case.quoted) if claim.rule == "within" else case.quoted
+    return Verdict(claim, {**dict.fromkeys(claim.cases), first: Finding(value, "derived", "a configuration")})
+
+
+@pytest.fixture(scope="module")
+def stubs() -> list[Verdict]:
+    return [stub(claim) for claim in load_claims().values()]
+
+
+# --- glossary -----------------------------------------------------------------------------------------------------
+
+
+def test_every_term_has_its_korean_name_and_one_sentence():
+    found = entries()
+    assert len(found) >= 55
+    for names, sentence in found:
+        assert len(names) == 2, names
+        assert not re.search("[가-힣]", names[0]) and re.search("[가-힣]", names[1]), names
+        text = re.fullmatch(r"(.+)\. \(chapter \d\d\)", sentence)
+        assert text and not re.search(r"\. [A-Z]", text[1]), f"{names[0]}: one sentence, then its chapter"
+
+
+def test_no_term_stands_twice():
+    names = [name.lower() for both, _ in entries() for name in both]
+    assert sorted(names) == sorted(set(names))
+
+
+def test_every_chapter_that_the_glossary_names_is_there_or_announced():
+    announced = set(re.findall(r"\b\d\d\b", re.search(r"In the making.*|$", (ROOT / "README.md").read_text())[0]))
+    named = {re.search(r"\(chapter (\d\d)\)$", sentence)[1] for _, sentence in entries()}
+    assert named <= CHAPTERS | announced
+    assert len(named) >= 7
+
+
+# --- what the notebooks become ------------------------------------------------------------------------------------
+
+PLACES = ["notebooks/01_types.ipynb", "notebooks/02_memory.ipynb", "notebooks/solutions/02_memory_solutions.ipynb"]
+
+
+@pytest.mark.parametrize(
+    "here, text, expected",
+    [
+        ("notebooks/01_types.ipynb", "See chapter 02.", "See [chapter 02](02_memory.ipynb)."),
+        (PLACES[2], "Chapter 02 counts", "[Chapter 02](../02_memory.ipynb) counts"),
+        ("glossary.md", "so (chapter\n02)", "so ([chapter 02](notebooks/02_memory.ipynb))"),
+        (
+            PLACES[1],
+            "`notebooks/solutions/02_memory_solutions`",
+            "[`notebooks/solutions/02_memory_solutions`](solutions/",
+        ),
+        (PLACES[1], "as chapter 02 says", "as chapter 02 says"),  # the page itself
+        (PLACES[1], "chapter 09", "chapter 09"),  # not there
+        (PLACES[1], "`chapter 01`", "`chapter 01`"),
+        (PLACES[1], "# After chapter 01", "# After chapter 01"),
+        (PLACES[1], "[in chapter 01](x.md)", "[in chapter 01](x.md)"),
+        (PLACES[1], "```\nchapter 01\n```", "```\nchapter 01\n```"),
+    ],
+)
+def test_mentions_become_links(here, text, expected):
+    assert make_site.link_mentions(text, here, PLACES).startswith(expected)
+
+
+@pytest.mark.parametrize(
+    "here, text, expected",
+    [
+        ("README.md", "[licence](LICENSE)", f"[licence]({settings.repository_url()}/blob/main/LICENSE)"),
+        (
+            PLACES[0],
+            "[claims](../data/claims.json)",
+            f"[claims]({settings.repository_url()}/blob/main/data/claims.json)",
+        ),
+        (PLACES[2], "[back](../02_memory.ipynb)", "[back](../02_memory.ipynb)"),
+        (PLACES[0], "![peak](figures/timeline.png)", "![peak](figures/timeline.png)"),
+        (PLACES[0], "[nowhere](nowhere.md)", "[nowhere](nowhere.md)"),  # the build says so
+        (PLACES[0], "[a](https://example.org/LICENSE) [b](#LICENSE)", "[a](https://example.org/LICENSE) [b](#LICENSE)"),
+    ],
+)
+def test_files_outside_of_the_site_are_in_the_repository(here, text, expected):
+    assert make_site.link_files(text, here, PLACES) == expected
+
+
+def test_the_badge_goes_the_setup_is_folded_and_figures_keep_their_words(notebook):
+    picture = nbformat.v4.new_output("display_data", {"image/png": "AAAA"}, metadata={"image/png": {"alt": "A bar."}})
+    notebook.cells.append(nbformat.v4.new_code_cell("plt.show()", outputs=[picture]))
+    assert "colab-badge" in notebook.cells[0].source
+    made = make_site.for_the_site(notebook, PLACES[0], PLACES)
+    assert "colab-badge" not in made.cells[0].source and "[Open in Colab](https://" in made.cells[0].source
+    assert [cell.metadata.get("tags") for cell in made.cells].count(["hide-input"]) == 1
+    assert made.cells[-1].metadata["mystnb"] == {"image": {"alt": "A bar."}}
+
+
+def test_nothing_is_executed_and_nothing_is_fetched():
+    conf = runpy.run_path(str(SITE / "conf.py"))
+    assert conf["nb_execution_mode"] == "off"
+    assert conf["nb_ipywidgets_js"] == {}
+    assert conf["html_math_renderer"] == "mathml"
+    static = "".join(path.read_text() for path in (SITE / "static").iterdir())
+    assert not re.search(r"https?:|//[a-z]+\.|@import|url\(", static)
+
+
+# --- claims and names ---------------------------------------------------------------------------------------------
+
+
+def rows_of(page: str, claim) -> list[str]:
+    return [line for line in page.splitlines() if f"{{#{claim.name}}}" in line]
+
+
+def test_the_page_has_every_claim_with_its_figure_verdict_and_source(stubs):
+    page = site_pages.claims_page(stubs, {"02": ("notebooks/02_memory.ipynb", "02 · Memory")})
+    for verdict in stubs:
+        (row,) = rows_of(page, verdict.claim)
+        assert re.sub(r"\\", "", row).count(verdict.text) >= 1, verdict.claim.name
+        assert re.search(r"(?<!\\)\|", row[1:-1]) and len(re.findall(r"(?<!\\)\|", row)) == 5, verdict.claim.name
+        assert verdict.claim.by in row and verdict.claim.condition in re.sub(r"\\", "", row)
+    assert "[chapter 02](notebooks/02_memory.ipynb)" in page
+    assert f"| all five | {len(stubs)} |" in page
+
+
+CLAIM = load_claims()["lecture-seven-billion"]
+CASES = list(CLAIM.cases)
+
+
+def page_of(*values, text: str = "arithmetic") -> str:
+    findings = [None if value is None else Finding(value, "derived", text) for value in values]
+    return site_pages.claims_page([Verdict(CLAIM, dict(zip(CASES, findings, strict=True)))], {})
+
+
+def test_what_an_experiment_says_stays_in_its_cell():
+    (row,) = rows_of(page_of(2, 2, text="a | b\n`c` *d* <e> $f$\n| g |"), CLAIM)
+    assert row.endswith("<br><small>a \\| b \\`c\\` \\*d\\* \\<e\\> \\$f\\$ \\| g \\|</small> |")
+
+
+def test_what_does_not_hold_comes_first():
+    found = [Finding(value, "derived", "") for value in (2, 13)]
+    good, bad = (Verdict(CLAIM, dict.fromkeys(CASES, finding)) for finding in found)
+    page = site_pages.claims_page([good, bad], {})
+    assert (
+        page.index("## Does not hold")
+        < page.index("**does not hold**")
+        < page.index("## Holds")
+        < page.index("**holds**")
+    )
+
+
+def test_another_verdict_gives_another_page():
+    assert "**holds**" in page_of(2, 2) and "**does not hold**" in page_of(13, 14)
+    assert f"**holds under {CASES[0]}**" in page_of(2, 14)
+
+
+def test_a_waiting_claim_says_for_what_hardware():
+    claim = load_claims()["guide-mixed-speed"]
+    missing = {"bf16": "Waits for a GPU with a fan.", "fp16": "there is no recorded measurement of it"}
+    page = site_pages.claims_page([Verdict(claim, dict.fromkeys(claim.cases), missing)], {})
+    assert "waits for a GPU with a fan<" in page and "waits for a record of a GPU<" in page
+    assert "**waits for a GPU record**" in page
+
+
+def test_the_reference_has_every_public_name_with_its_description():
+    import vramlab
+
+    page = site_pages.reference_page()
+    found = re.findall(r"^`(\w+)(?:\(.*?\))?`\n: (\S.*)$", page, re.MULTILINE)
+    assert sorted(name for name, _ in found) == sorted(vramlab.__all__)
+    assert "`predict(recipe, gpu=…)`" in page and "1,073,741,824 bytes" in page
+
+
+# --- links --------------------------------------------------------------------------------------------------------
+
+GOOD = (
+    '<html><h1 id="top">T</h1><a href="b.html#there">b</a><img src="p.png"><a href="https://example.org/x">x</a></html>'
+)
+
+
+@pytest.mark.parametrize(
+    "old, new, said",
+    [
+        ("b.html#there", "c.html", "a.html: c.html is not there"),
+        ("#there", "#nowhere", "a.html: b.html#nowhere has no such anchor"),
+        ("b.html#there", "#nowhere", "a.html: #nowhere has no such anchor"),
+        ("p.png", "q.png", "a.html: q.png is not there"),
+        ('src="p.png"', 'src="https://cdn.example.org/p.png"', "from the network"),
+        ("<img", '<script src="//cdn.example.org/s.js"></script><img', "from the network"),
+        ("<img", '<link rel="stylesheet" href="https://fonts.example.org/f.css"><img', "from the network"),
+    ],
+)
+def test_what_leads_nowhere_or_away_is_found(tmp_path, old, new, said):
+    (tmp_path / "p.png").write_bytes(b"")
+    (tmp_path / "b.html").write_text('<p id="there">')
+    (tmp_path / "a.html").write_text(GOOD)
+    assert make_site.check(tmp_path) == ([], {"https://example.org/x": 1})
+    (tmp_path / "a.html").write_text(GOOD.replace(old, new))
+    (wrong,) = make_site.check(tmp_path)[0]
+    assert said in wrong
+
+
+# --- a real build -------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory, stubs):
+    """The whole site with every notebook there is, and what was wrong with it; the verdicts alone are made up."""
+    pytest.importorskip("sphinx")
+    folder = tmp_path_factory.mktemp("site")
+    return folder, make_site.make(make_site.notebooks(), stubs, folder)
+
+
+def test_the_site_builds_without_a_warning_and_every_link_leads_somewhere(built):
+    folder, (wrong, external) = built
+    assert wrong == []
+    assert all(link.startswith("https://") for link in external)
+    pages = {path.relative_to(folder / "site").as_posix() for path in (folder / "site").rglob("*.html")}
+    expected = {path.relative_to(ROOT).with_suffix(".html").as_posix() for path in make_site.notebooks()}
+    assert expected | {"index.html", "glossary.html", "claims.html", "reference.html", "search.html"} <= pages
+
+
+def test_figures_formulas_and_tables_are_on_the_pages(built):
+    folder, _ = built
+    for path in settings.chapters():
+        html = (folder / "site" / path.relative_to(ROOT).with_suffix(".html")).read_text(encoding="utf-8")
+        cells = nbformat.read(path, 4).cells
+        text = "\n".join(cell.source for cell in cells if cell.cell_type == "markdown")
+        outputs = [o for cell in cells if cell.cell_type == "code" for o in cell.outputs]
+        figures = [o for o in outputs if "image/png" in o.get("data", {})]
+        shown = len(figures) + len(re.findall(r"!\[[^\]]*\]\((?!https:)", text))
+        article = html[html.index("<article") : html.index("</article>")]
+        assert article.count("<img ") == shown, path.name
+        assert len(re.findall(r'<img alt="[^"]{20,}', article)) == shown, path.name
+        assert ("<math" in article) == ("$" in text) and "$$" not in article, path.name
+        assert ("<table" in article) == ("\n|--" in text or "\n| --" in text), path.name
+
+
+def test_the_index_carries_the_promise_the_picture_and_the_syllabus(built):
+    html = (built[0] / "site" / "index.html").read_text(encoding="utf-8")
+    assert "No number in this course is an opinion" in html and "timeline.png" in html
+    assert html.count("Syllabus") >= 2 and html.count('href="notebooks/02_memory_decomposition.html') >= 2
+
+
+def test_the_search_finds_english_words_and_korean_terms(built):
+    script = (built[0] / "site" / "searchindex.js").read_text(encoding="utf-8")
+    index = json.loads(script[script.index("(") + 1 : script.rindex(")")])
+    found = {
+        word: {index["docnames"][n] for n in np.atleast_1d(index["terms"][word])}
+        for word in ("quantiz", "그레이디언트")
+    }
+    assert {"glossary", "notebooks/06_qlora"} <= found["quantiz"] and found["그레이디언트"] == {"glossary"}
+
+
+def test_a_broken_link_fails_the_build(built, capfd):
+    source, out = built[0] / "site-source", built[0] / "site"
+    page = source / "glossary.md"
+    kept = page.read_text(encoding="utf-8")
+    page.write_text(f"{kept}\n[nowhere](notebooks/99_nowhere.ipynb)\n", encoding="utf-8")
+    assert make_site.render(source, out) != 0
+    assert "99_nowhere" in capfd.readouterr().err
+    page.write_text(kept, encoding="utf-8")

@@ -1,0 +1,318 @@
+"""A deep model from a shallow run: equal to the whole run to the byte, for every architecture."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tiny_models import TINY, config, quick_collections  # noqa: F401
+from vramlab.recipe.recipe import Loop, LoRA, Quantization, Recipe, Sharding
+from vramlab.recipe.shapes import model_names, read_shape
+from vramlab.report.report import CATEGORIES, GiB, Report
+from vramlab.simulation.repetition import GROUPS, MIDDLE, NotRegular, Repetition, find, longest_pattern
+from vramlab.simulation.simulate import simulate
+
+EVERYWHERE = LoRA(r=4, target_modules="all-linear")
+RECIPES = {
+    "default": {},
+    "checkpointing, autocast, plain": {
+        "precision": "bf16-mixed",
+        "gradient_checkpointing": True,
+        "loop": "plain",
+    },
+    "adafactor, loss scaling": {"optim": "adafactor", "precision": "fp16-mixed"},
+    "lora, 8-bit states": {"lora": EVERYWHERE, "precision": "bf16-true", "optim": "adamw_bnb_8bit"},
+    "qlora": {
+        "lora": EVERYWHERE,
+        "quantization": Quantization(double=True),
+        "precision": "bf16-true",
+        "gradient_checkpointing": True,
+        "optim": "paged_adamw_8bit",
+    },
+    "eager, sgd, accumulating": {"attn_implementation": "eager", "optim": "sgd", "gradient_accumulation_steps": 2},
+    "optimizer in backward": {"loop": "optimizer_in_backward"},
+    "zeros at the end, one by one": {
+        "loop": Loop.named("trainer", set_to_none=False, foreach=False),
+        "precision": "fp16-true",
+        "optim": "lion_32bit",
+    },
+}
+
+
+@pytest.fixture
+def taken(monkeypatch) -> list[str]:
+    """What became of each attempt to deepen a log: "deepened", or why not."""
+    import importlib
+
+    module = importlib.import_module("vramlab.simulation.simulate")
+    original, seen = module.deepen, []
+
+    def spy(*args):
+        try:
+            result = original(*args)
+        except NotRegular as error:
+            seen.append(str(error))
+            raise
+        seen.append("deepened")
+        return result
+
+    monkeypatch.setattr(module, "deepen", spy)
+    return seen
+
+
+def assert_same(recipe: Recipe, target: str) -> Report:
+    deepened, whole = simulate(recipe, target), simulate(recipe, target, full=True)
+    for name, phase in whole.phases.items():
+        for category in CATEGORIES:
+            found = deepened.phases[name]
+            assert getattr(found.peak, category) == getattr(phase.peak, category), (name, "peak", category)
+            assert getattr(found.end, category) == getattr(phase.end, category), (name, "end", category)
+    assert (deepened.peak, deepened.peak_phase) == (whole.peak, whole.peak_phase)
+    assert [str(t) for t in deepened.largest] == [str(t) for t in whole.largest]
+    assert deepened.allocated == whole.allocated and deepened.requested == whole.requested
+    if target == "cuda":
+        assert deepened.reserved.low <= deepened.reserved.value <= deepened.reserved.high
+        assert abs(deepened.reserved.value - whole.reserved.value) <= 0.02 * whole.reserved.value
+    return deepened
+
+
+def tiny(family: str, **changes) -> Recipe:
+    # in Gemma 2 every second layer has a window
+    layers = 2 * GROUPS if family == "gemma2" else GROUPS + 3
+    sizes = {"batch_size": 2, "seq_len": None if family == "vit" else 24, "num_layers": layers}
+    return Recipe(config(family), **{**sizes, **changes})
+
+
+# Pairs of an architecture and a recipe: every recipe with several architectures, every architecture with several.
+PAIRS = [
+    (family, name)
+    for i, family in enumerate(TINY)
+    for j, name in enumerate(RECIPES)
+    if (i + j) % 5 == 0 or (name == "default" and i % 2)
+]
+
+
+@pytest.mark.parametrize(("family", "name"), PAIRS)
+def test_equals_the_whole_run(family, name, taken):
+    assert_same(tiny(family, **RECIPES[name]), "cuda")
+    assert taken == ["deepened"]
+
+
+@pytest.mark.parametrize("family", ["gpt2", "qwen3", "mixtral", "t5"])
+def test_equals_the_whole_run_on_cpu(family, taken):
+    assert_same(tiny(family, num_layers=GROUPS + 2), "cpu")
+    assert taken == ["deepened"]
+
+
+def test_a_sliding_window_is_run_whole_on_cpu(taken):
+    """Its cache makes a scalar for each layer before the layers run; on CUDA that is the host's."""
+    simulate(tiny("gemma2", loop="plain"), "cpu")
+    assert taken == []
+
+
+def test_every_architecture_and_recipe_is_among_the_pairs():
+    assert {family for family, _ in PAIRS} == set(TINY) and {name for _, name in PAIRS} == set(RECIPES)
+
+
+def test_a_catalogue_model_at_its_own_depth(taken):
+    assert_same(Recipe("gpt2", batch_size=2, seq_len=128, precision="bf16-mixed"), "cuda")
+    assert taken == ["deepened"]
+
+
+def test_shallow_models_are_run_whole(taken):
+    simulate(tiny("gpt2", num_layers=GROUPS))
+    assert taken == []
+
+
+def test_a_log_that_is_not_regular_is_run_whole(monkeypatch):
+    """The way back is tested, too: nothing of the attempt is left in the answer."""
+    import importlib
+
+    module = importlib.import_module("vramlab.simulation.simulate")
+
+    def refuse(*args):
+        raise NotRegular("for the test")
+
+    recipe = tiny("gpt2")
+    expected = simulate(recipe, full=True)
+    monkeypatch.setattr(module, "deepen", refuse)
+    assert simulate(recipe).phases == expected.phases
+
+
+def test_llama_405b_in_the_time_of_a_shallow_model(taken):
+    recipe = Recipe("llama-3.1-405b", batch_size=1, seq_len=256, precision="bf16-true", gradient_checkpointing=True)
+    report = simulate(recipe)
+    assert taken == ["deepened"]
+    sizes = [-(-2 * weight.size // 512) * 512 for weight in recipe.shape.weights()]
+    kept = report.phases["between_steps"].end
+    assert (kept.parameters, kept.optimizer_states) == (sum(sizes), 2 * sum(sizes))
+    assert report.phases["backward"].end.gradients == sum(sizes)
+    assert report.peak.total > 3000 * GiB
+
+
+@pytest.mark.parametrize("family", sorted({read_shape(name).family for name in model_names()}))
+def test_every_family_of_the_catalogue_is_among_the_tested(family):
+    assert family in TINY
+
+
+@pytest.mark.parametrize("name", ["gpt2-xl", "gemma-2-27b", "mixtral-8x7b", "t5-3b", "vit-large"])
+def test_deep_catalogue_models_take_the_shortcut(name, taken):
+    simulate(Recipe(name, seq_len=None if "vit" in name else 32, precision="bf16-true", optim="sgd"))
+    assert taken == ["deepened"]
+
+
+SHARDINGS = {
+    "stage 3": Sharding(3, 4),
+    "stage 2": Sharding(2, 4),
+    "one unit": Sharding(3, 4, wrap="model"),
+    "replicas": Sharding(0, 2, "ddp"),
+    "states": Sharding(1, 2, "ddp"),
+    "slices": Sharding(0, 2, "tensor"),
+    "layers": Sharding(0, 2, "pipeline", micro_batches=2),
+}
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("name", SHARDINGS)
+def test_one_rank_of_many(name, checkpointing, taken):
+    sharding = SHARDINGS[name]
+    recipe = Recipe(config("llama"), 2, 24, num_layers=GROUPS + 3, gradient_checkpointing=checkpointing)
+    assert_same(recipe.replace(sharding=sharding, precision="bf16-true"), "cuda")
+    by_layer = sharding.engine == "tensor" or (sharding.engine == "fsdp" and sharding.wrap == "layers")
+    assert taken == (["deepened"] if by_layer else [])
+
+
+def test_norms_of_a_large_vocabulary_in_half_precision():
+    """Their kernel's scratch has hundreds of numbers a parameter here, where small models need one."""
+    recipe = Recipe("polyglot-ko-1.3b", batch_size=1, seq_len=8, precision="fp16-true", optim="sgd", num_layers=7)
+    deepened, whole = simulate(recipe), simulate(recipe, full=True)
+    assert (deepened.requested, deepened.phases) == (whole.requested, whole.phases)
+
+
+# --- layers that are not all alike --------------------------------------------------------------------------------
+
+_SIZES = dict(hidden_size=32, intermediate_size=48, num_attention_heads=4, num_key_value_heads=2, vocab_size=64)
+_EXPERTS = dict(moe_intermediate_size=16, num_experts_per_tok=2)
+_LATENT = dict(kv_lora_rank=8, q_lora_rank=16, qk_rope_head_dim=8, qk_nope_head_dim=8, v_head_dim=8)
+
+
+def unlike(name: str, layers: int = 12, **changes) -> Recipe:
+    """A recipe for a small model of transformers, by the name of its configuration class."""
+    import transformers
+
+    sizes = {
+        "DeepseekV3Config": _SIZES | _EXPERTS | _LATENT | dict(num_key_value_heads=4, n_routed_experts=4, n_group=2),
+        "Qwen3MoeConfig": _SIZES | _EXPERTS | dict(num_experts=4, head_dim=8),
+        "Qwen2Config": _SIZES,
+        "AlbertConfig": dict(embedding_size=16, hidden_size=32, num_attention_heads=4, intermediate_size=48),
+        "Dinov2Config": dict(hidden_size=32, num_attention_heads=4, image_size=28, num_labels=3),
+        "BeitConfig": dict(hidden_size=32, num_attention_heads=4, intermediate_size=48, image_size=32),
+        "MixtralConfig": _SIZES | dict(num_local_experts=2),
+    }[name]
+    if name == "DeepseekV3Config":
+        sizes["topk_group"] = 1
+    built = getattr(transformers, name)(**{**sizes, "num_hidden_layers": layers, **changes})
+    return Recipe(built, 2, None if name in ("Dinov2Config", "BeitConfig") else 8, loop="plain", optim="sgd")
+
+
+UNLIKE = {
+    "the first are dense": unlike("DeepseekV3Config", first_k_dense_replace=1),
+    "four are dense": unlike("Qwen3MoeConfig", 18, mlp_only_layers=[0, 1, 2, 3]),
+    "every second is dense": unlike("Qwen3MoeConfig", 18, decoder_sparse_step=2),
+    "windows in the last": unlike("Qwen2Config", use_sliding_window=True, sliding_window=4, max_window_layers=5),
+    "DINOv2": unlike("Dinov2Config", drop_path_rate=0.1),
+    "BEiT": unlike("BeitConfig"),
+}
+NOT_REPEATED = {
+    "shared": (unlike("AlbertConfig"), "no list with a module for each layer"),
+    "irregular": (unlike("Qwen3MoeConfig", mlp_only_layers=[2, 3, 5, 9]), "no pattern that repeats often enough"),
+    "what all layers return": (unlike("MixtralConfig", output_router_logits=True), ""),
+}
+
+
+@pytest.mark.parametrize("name", UNLIKE)
+def test_unlike_layers_equal_the_whole_run(name, taken):
+    report = assert_same(UNLIKE[name], "cuda")
+    assert taken[-1] == "deepened" and report.notes == []
+
+
+@pytest.mark.parametrize("name", NOT_REPEATED)
+def test_what_does_not_repeat_is_run_whole_with_a_note(name):
+    recipe, why = NOT_REPEATED[name]
+    (note,) = assert_same(recipe, "cuda").notes
+    assert note.startswith("all 12 layers were run, none repeated: ") and why in note
+
+
+def test_one_group_more_than_needed_is_checked(monkeypatch):
+    """Where the deepened log says something else than the run of one more group, the whole model is run."""
+    import importlib
+
+    module = importlib.import_module("vramlab.simulation.simulate")
+    original = module.deepen
+
+    def wrong(tracker, layers, more):
+        log, marks = original(tracker, layers, more)
+        first = next(storage for size, storage, _ in log if size > 0 and storage.category == "activations")
+        first.category = "workspace"
+        return log, marks
+
+    recipe = unlike("Qwen3MoeConfig")
+    expected = simulate(recipe, full=True)
+    monkeypatch.setattr(module, "deepen", wrong)
+    report = simulate(recipe)
+    assert report.phases == expected.phases and "take something else" in report.notes[0]
+
+
+def test_parameters_are_held_against_the_models_own_count(monkeypatch):
+    import dataclasses
+    import importlib
+
+    module = importlib.import_module("vramlab.simulation.simulate")
+    monkeypatch.setattr(module, "find", lambda shape: dataclasses.replace(find(shape), parameters=17))
+    assert "and the model 17" in simulate(tiny("gpt2")).notes[0]
+
+
+@settings(max_examples=500)
+@given(
+    first=st.lists(st.integers(0, 2), max_size=4),
+    pattern=st.lists(st.integers(0, 2), min_size=1, max_size=4),
+    times=st.integers(0, 12),
+    last=st.lists(st.integers(0, 2), max_size=4),
+)
+def test_a_pattern_of_kinds_is_found_and_stands_for_all(first, pattern, times, last):
+    kinds = first + pattern * times + last
+    found = longest_pattern(kinds)
+    if found is None:
+        # two layers may go to the groups at the ends
+        assert len(pattern) * times < (GROUPS - 1) * len(pattern) + 2
+        return
+    before, period, after = found
+    assert min(found) >= 1 and (len(kinds) - before - after) % period == 0
+    assert all(kinds[i] == kinds[i + period] for i in range(before, len(kinds) - after - period))
+    layers = Repetition(("layers",), len(kinds), *found)
+    kept = layers.kept()
+    assert len(kept) == layers.shallow < layers.depth and layers.more >= 1
+    written = [k for i, k in enumerate(kept) for k in ([k] if layers.group(f"layers.{i}") != MIDDLE else [])]
+    assert [kinds[k] for k in written] == [kinds[k] for k in kept if not 0 <= k - before - period < period]
+
+
+PATTERNS = st.one_of(
+    st.sets(st.integers(0, 11), max_size=4),  # anywhere
+    st.integers(1, 4).map(lambda n: set(range(n))),  # the first
+    st.integers(2, 3).flatmap(lambda n: st.integers(0, n - 1).map(lambda at: set(range(at, 12, n)))),  # every n-th
+)
+
+
+def assert_random_layers(dense: set[int]) -> None:
+    assert_same(unlike("Qwen3MoeConfig", 12, mlp_only_layers=sorted(dense)), "cuda")
+
+
+@settings(max_examples=2)
+@given(PATTERNS)
+def test_random_layers_equal_the_whole_run(dense):
+    assert_random_layers(dense)
+
+
+@pytest.mark.slow
+@settings(max_examples=300)
+@given(PATTERNS)
+def test_many_random_layers_equal_the_whole_run(dense):
+    assert_random_layers(dense)

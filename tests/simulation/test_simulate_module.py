@@ -1,0 +1,487 @@
+"""simulate(model=…): any nn.Module with a batch, a loss and an optimizer, and the originals left as they were."""
+
+import copy
+import dataclasses
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from vramlab.hardware.gpu import find_gpu
+from vramlab.recipe.recipe import Loop
+from vramlab.report.errors import RecipeError
+from vramlab.report.report import PHASES, GiB
+from vramlab.simulation.simulate import simulate
+from vramlab.tracking.history import History
+from vramlab.tracking.tracked import run_tracked
+from vramlab.tracking.tracker import Tracker
+from vramlab.training.engine import Training
+
+
+def mlp() -> nn.Module:
+    return nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Dropout(0.1), nn.Linear(256, 10))
+
+
+class Convolutions(nn.Module):
+    """Batch norm: buffers that training changes."""
+
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten())
+        self.head = nn.Linear(8 * 7 * 7, 10)
+
+    def forward(self, images):
+        return self.head(self.body(images))
+
+
+class Tied(nn.Module):
+    """One matrix is embedding and output head."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(100, 32)
+        self.head = nn.Linear(32, 100, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, ids):
+        return self.head(self.embedding(ids))
+
+
+class Keeper(nn.Module):
+    """Holds tensors that are neither parameters nor buffers."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(16, 16)
+        self.scale = torch.full((16,), 2.0)
+        self.table = {"shift": torch.ones(16)}
+
+    def forward(self, x):
+        return self.layer(x * self.scale + self.table["shift"])
+
+
+class Named(nn.Module):
+    """Takes keywords and returns its loss, as transformers' models do."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(16, 4)
+
+    def forward(self, x, labels):
+        logits = self.layer(x)
+        return {"loss": F.cross_entropy(logits, labels), "logits": logits}
+
+
+class Recurrent(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.lstm = nn.LSTM(16, 32, batch_first=True)
+
+    def forward(self, x):
+        return self.lstm(x)[0]
+
+
+class Attention(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.TransformerEncoderLayer(32, 4, 64, batch_first=True)
+
+    def forward(self, x, mask):
+        return self.layer(x, src_key_padding_mask=mask)
+
+
+def total(outputs, batch):
+    return outputs.sum()
+
+
+IDS, LABELS = torch.arange(20).reshape(2, 10), torch.tensor([0, 1, 2, 3])
+CASES = {
+    "mlp, a tensor": (mlp, torch.rand(4, 64), lambda outputs, batch: outputs.pow(2).mean()),
+    "convolutions, a tuple": (Convolutions, (torch.rand(4, 3, 16, 16),), total),
+    "tied weights, a list": (Tied, [IDS], lambda o, b: F.cross_entropy(o.flatten(0, 1), b[0].flatten())),
+    "plain tensors": (Keeper, torch.rand(3, 16), total),
+    "keywords and its own loss": (Named, {"x": torch.rand(4, 16), "labels": LABELS}, None),
+    "attention with a mask": (Attention, (torch.rand(2, 6, 32), torch.zeros(2, 6, dtype=torch.bool)), total),
+}
+OPTIMIZERS = {
+    "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=1e-3),
+    "momentum": lambda parameters: torch.optim.SGD(parameters, lr=1e-3, momentum=0.9),
+    "rmsprop": lambda parameters: torch.optim.RMSprop(parameters, lr=1e-3),
+}
+
+
+def really(make, batch, loss, optimizer, precision="fp32", loop="plain") -> dict:
+    """The phases of the same step on real CPU tensors."""
+    from vramlab.training import training as tr
+
+    torch.manual_seed(0)
+    model = make()
+    training = Training(
+        model=model,
+        optimizer=optimizer(model.parameters()),
+        batch=copy.deepcopy(batch),
+        device=torch.device("cpu"),
+        multi_tensor=False,
+        loop=Loop.named(loop),
+        precision=precision,
+        loss_of=loss or tr.loss_of,
+    )
+    tracker = run_tracked(training, Tracker("cpu"), 2, "cpu")
+    return History(tracker.log, tracker.marks).phases()
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("case", CASES)
+def test_equals_real_tensors_to_the_byte(case, optimizer):
+    make, batch, loss = CASES[case]
+    model = make()
+    build = OPTIMIZERS[optimizer]
+    report = simulate(model=model, batch=batch, loss=loss, optimizer=build(model.parameters()), target="cpu")
+    assert report.phases == really(make, batch, loss, build)
+    assert (report.source, report.title, report.recipe) == ("simulated", type(model).__name__, None)
+    assert set(report.phases) == set(PHASES)
+
+
+@pytest.mark.parametrize("case", ["mlp, a tensor", "tied weights, a list", "keywords and its own loss"])
+def test_autocast_and_loops_too(case):
+    make, batch, loss = CASES[case]
+    build = OPTIMIZERS["adamw"]
+    model = make()
+    arguments = {"precision": "bf16-mixed", "loop": "trainer"}
+    report = simulate(
+        model=model, batch=batch, loss=loss, optimizer=build(model.parameters()), target="cpu", **arguments
+    )
+    assert report.phases == really(make, batch, loss, build, **arguments)
+
+
+@pytest.mark.parametrize("target", ["cuda", "cpu"])
+def test_a_recurrent_model_runs(target):
+    """Not to the byte: on a CPU oneDNN's kernel keeps a workspace of its own, on a GPU cuDNN's does."""
+    report = simulate(
+        model=Recurrent(), batch=torch.rand(2, 5, 16), loss=total, optimizer=torch.optim.SGD, target=target
+    )
+    assert report.peak.activations > 0
+
+
+def test_a_function_of_parameters_serves_as_optimizer():
+    model = mlp()
+    batch, loss = CASES["mlp, a tensor"][1:]
+    made = simulate(model=model, batch=batch, loss=loss, optimizer=torch.optim.AdamW(model.parameters()), target="cpu")
+    given = simulate(model=model, batch=batch, loss=loss, optimizer=lambda p: torch.optim.AdamW(p), target="cpu")
+    named = simulate(model=model, batch=batch, loss=loss, optimizer=torch.optim.AdamW, target="cpu")
+    assert made.phases == given.phases == named.phases
+
+
+def test_only_what_the_optimizer_holds_gets_states():
+    model = mlp()
+    batch, loss = CASES["mlp, a tensor"][1:]
+    last = list(model[3].parameters())
+    report = simulate(model=model, batch=batch, loss=loss, optimizer=torch.optim.AdamW(last), target="cpu")
+    assert report.phases["between_steps"].end.optimizer_states == sum(2 * 4 * p.numel() + 4 for p in last)
+
+
+def test_frozen_parameters_get_no_gradient():
+    model = mlp()
+    model[0].requires_grad_(False)
+    batch, loss = CASES["mlp, a tensor"][1:]
+    report = simulate(model=model, batch=batch, loss=loss, optimizer=torch.optim.SGD, target="cpu", loop="plain")
+    assert report.phases["backward"].end.gradients == sum(4 * p.numel() for p in model[3].parameters())
+
+
+def test_the_originals_are_untouched():
+    model, batch = Convolutions(), (torch.rand(4, 3, 16, 16),)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    before = copy.deepcopy(model.state_dict())
+    pointers = [p.data_ptr() for p in model.parameters()]
+    groups = [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
+    for target in ("cuda", "cpu"):
+        simulate(model=model, batch=batch, loss=total, optimizer=optimizer, target=target, precision="bf16-mixed")
+    assert pointers == [p.data_ptr() for p in model.parameters()]
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert all(type(p) is nn.Parameter and p.grad is None and p.dtype == torch.float32 for p in model.parameters())
+    assert not optimizer.state
+    assert groups == [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
+    assert [id(p) for p in optimizer.param_groups[0]["params"]] == [id(p) for p in model.parameters()]
+    assert type(batch[0]) is torch.Tensor and batch[0].device.type == "cpu"
+    model(batch[0]).sum().backward()  # and it still trains
+    optimizer.step()
+    assert optimizer.state
+
+
+def test_a_state_that_exists_is_neither_counted_twice_nor_changed():
+    model, (batch, loss) = mlp(), CASES["mlp, a tensor"][1:]
+    fresh = torch.optim.AdamW(model.parameters())
+    expected = simulate(model=model, batch=batch, loss=loss, optimizer=fresh, target="cpu").phases
+    used = torch.optim.AdamW(model.parameters())
+    loss(model(batch), batch).backward()
+    used.step()
+    states = {id(p): s["exp_avg"].clone() for p, s in used.state.items()}
+    model.zero_grad()
+    assert simulate(model=model, batch=batch, loss=loss, optimizer=used, target="cpu").phases == expected
+    assert all(torch.equal(s["exp_avg"], states[id(p)]) for p, s in used.state.items())
+
+
+def test_a_model_without_storage_will_do():
+    """On the meta device a model of any size costs nothing to build."""
+    with torch.device("meta"):
+        model = mlp()
+    report = simulate(model=model, batch=torch.rand(4, 64), loss=total, optimizer=torch.optim.SGD, target="cpu")
+    assert report.phases["load"].end.parameters == sum(4 * p.numel() for p in model.parameters())
+    assert all(p.is_meta for p in model.parameters())
+
+
+def test_cuda_rounds_and_adds_workspaces():
+    model = mlp()
+    arguments = {"model": model, "batch": torch.rand(4, 64), "loss": total, "optimizer": torch.optim.SGD}
+    on_cuda, on_cpu = simulate(target="cuda", **arguments), simulate(target="cpu", **arguments)
+    sizes = [4 * p.numel() for p in model.parameters()]
+    assert on_cpu.phases["load"].end.parameters == sum(sizes)
+    assert on_cuda.phases["load"].end.parameters == sum(-(-size // 512) * 512 for size in sizes)
+    assert on_cuda.peak.workspace > 0 and on_cpu.peak.workspace == 0
+
+
+class Failing(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(64, 4)
+
+    def forward(self, x):
+        return self.missing(x)
+
+
+def with_attribute(value) -> nn.Module:
+    model = mlp()
+    model.held = {"here": [value]}
+    return model
+
+
+def in_plain_kernels(parameters):
+    return torch.optim.AdamW(parameters, foreach=False)
+
+
+@pytest.mark.parametrize(
+    ("changes", "names"),
+    [
+        ({"model": None}, "model"),
+        ({"batch": None}, "batch"),
+        ({"optimizer": None}, "optimizer"),
+        ({"model": "gpt2"}, "model"),
+        ({"optimizer": "adamw"}, "optimizer"),
+        ({"precision": "fp8"}, "precision"),
+        ({"loop": "forever"}, "loop"),
+        ({"target": "tpu"}, "target"),
+        ({"optimizer": torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1)}, "optimizer"),
+        ({"batch": torch.rand(4, 63)}, "batch"),
+        ({"loss": lambda outputs, batch: outputs}, "loss"),
+        ({"loss": None}, "loss"),
+        ({"steps": 0}, "steps"),
+        ({"loop": None}, "loop"),
+        ({"optimizer": []}, "optimizer"),
+        ({"optimizer": lambda parameters: torch.optim.SGD(parameters, lr=-1)}, "optimizer"),
+        (
+            {"optimizer": lambda parameters: torch.optim.AdamW(parameters, capturable=True), "target": "cpu"},
+            "optimizer",
+        ),
+        ({"optimizer": torch.optim.LBFGS, "loop": "optimizer_in_backward"}, "loop.optimizer_in_backward"),
+        ({"optimizer": torch.optim.LBFGS, "precision": "fp16-mixed"}, "optimizer"),
+        ({"optimizer": in_plain_kernels, "loop": Loop.named("plain", foreach=True)}, "loop.foreach"),
+        ({"loss": lambda outputs, batch: outputs.nope}, "loss"),
+        ({"loss": lambda outputs, batch: outputs.detach().sum()}, "loss"),
+        ({"model": mlp().requires_grad_(False)}, "model"),
+        ({"model": nn.ReLU()}, "model"),
+        ({"model": nn.LazyLinear(4)}, "model"),
+        ({"model": Failing()}, "model"),
+        ({"model": with_attribute(i for i in range(3))}, "model"),
+        ({"batch": {"y": torch.rand(4, 64)}}, "batch"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_wrong_input_gets_one_clear_sentence(changes, names):
+    arguments = {"model": mlp(), "batch": torch.rand(4, 64), "loss": total, "optimizer": torch.optim.SGD, **changes}
+    with pytest.raises(RecipeError) as caught:
+        simulate(**arguments)
+    assert caught.value.field == names and "\n" not in str(caught.value)
+
+
+def test_layers_that_may_be_dropped_at_random_are_there():
+    """The draw is a fake tensor without a value, and real models drop a layer now and then only."""
+    from transformers import BartConfig, BartForConditionalGeneration
+
+    sizes = {
+        f"{part}_{name}": size for part in ("encoder", "decoder") for name, size in (("layers", 2), ("ffn_dim", 64))
+    }
+    rates = {"encoder_layerdrop": 0.1, "decoder_layerdrop": 0.1}
+    model = BartForConditionalGeneration(BartConfig(vocab_size=128, d_model=32, **sizes, **rates))
+    ids = torch.arange(16).reshape(2, 8)
+    report = simulate(model=model, batch={"input_ids": ids, "labels": ids}, optimizer=torch.optim.AdamW, target="cpu")
+    assert report.phases["backward"].end.gradients == report.phases["backward"].end.parameters
+
+
+class Growing(nn.Module):
+    """Buffers of 256 MiB, 512 MiB … 2 GiB, one after the other: each strands the segments before it."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(64, 64)
+
+    def forward(self, x):
+        for n in range(1, 9):
+            x.new_empty(n << 26)
+        return self.layer(x)
+
+
+def test_a_card_reserves_no_more_than_it_holds():
+    """`release_cached_blocks`: where cudaMalloc fails, unused segments are given back before the step fails."""
+    model = Growing()
+    step = {"model": model, "batch": torch.rand(4, 64), "loss": total, "optimizer": torch.optim.SGD(model.parameters())}
+    endless = simulate(**step)
+    assert endless.reserved.value > 9 * GiB > 3 * GiB > endless.allocated
+    card = find_gpu("T4")
+    small = dataclasses.replace(card, total=4 * GiB)
+    report = simulate(**step, gpu=small)
+    assert report.allocated == endless.allocated <= report.reserved.value <= report.reserved.high <= report.process.high
+    assert report.process.high <= small.total and report.process.value <= small.total and not report.notes
+    tiny = simulate(**step, gpu=dataclasses.replace(card, total=2 * GiB))
+    assert tiny.reserved == endless.reserved
+    assert tiny.notes == ["does not fit T4: reserved is that of a card without end"]
+
+
+def of_mlp(**changes):
+    return simulate(
+        **{"model": mlp(), "batch": X, "loss": total, "optimizer": torch.optim.AdamW, "target": "cpu", **changes}
+    )
+
+
+X = torch.rand(4, 64)
+
+
+@pytest.mark.parametrize("precision", ["bf16-true", "fp16-true"])
+def test_a_true_precision_is_the_modules_and_its_inputs(precision):
+    """As after `model.to(dtype)` and the same of the batch: every byte of weights, gradients, states and inputs halves."""
+    whole, half = (of_mlp(precision=p).phases["step"].end for p in ("fp32", precision))
+    counters = 4 * 4
+    assert (half.parameters, half.gradients, half.inputs) == (
+        whole.parameters // 2,
+        whole.gradients // 2,
+        whole.inputs // 2,
+    )
+    assert half.optimizer_states - counters == (whole.optimizer_states - counters) // 2
+    assert mlp()[0].weight.dtype == torch.float32
+
+
+@pytest.mark.parametrize("made", [False, True])
+def test_an_optimizer_in_the_backward_pass(made):
+    model = mlp()
+    optimizer = torch.optim.AdamW(model.parameters()) if made else torch.optim.AdamW
+    report = of_mlp(model=model, optimizer=optimizer, loop="optimizer_in_backward")
+    largest = 4 * 64 * 256
+    assert report.phases["backward"].peak.gradients <= largest and report.phases["backward"].end.gradients == 0
+    assert report.phases["step"].end.optimizer_states == 8 * sum(p.numel() for p in model.parameters()) + 4 * 4
+
+
+def test_several_optimizers():
+    model = mlp()
+    members = [torch.optim.AdamW(model[0].parameters()), torch.optim.SGD(model[3].parameters(), momentum=0.9)]
+    sizes = [sum(4 * p.numel() for p in model[i].parameters()) for i in (0, 3)]
+    for loop in ("plain", "trainer", "optimizer_in_backward"):
+        states = of_mlp(model=model, optimizer=members, loop=loop).phases["step"].end.optimizer_states
+        assert states == 2 * sizes[0] + 2 * 4 + sizes[1]
+    assert not members[0].state and not members[1].state
+
+
+def test_capturable_counters_are_on_the_card():
+    plain, capturable = (
+        of_mlp(target="cuda", optimizer=lambda parameters, c=c: torch.optim.AdamW(parameters, capturable=c))
+        for c in (False, True)
+    )
+    states = [report.phases["step"].end.optimizer_states for report in (plain, capturable)]
+    assert states[1] - states[0] == 4 * 512
+
+
+def test_inputs_of_nested_batches_are_counted():
+    class Nested(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(64, 4)
+
+        def forward(self, inputs, extra):
+            return self.layer(inputs["img"]["x"]) + extra[0][0]
+
+    batch = {"inputs": {"img": {"x": X}}, "extra": [(torch.rand(4),)]}
+    assert of_mlp(model=Nested(), batch=batch).phases["load"].end.inputs == 4 * (4 * 64 + 4)
+
+
+def test_what_the_trainers_loop_sets_is_set_on_the_copy():
+    class Configured(nn.Linear):
+        def forward(self, x):
+            return torch.cat([super().forward(x)] * (2 if self.config.use_cache else 1))
+
+    model = Configured(64, 4)
+    model.config = type("Config", (), {"use_cache": True})()
+    plain, trainer = (of_mlp(model=model, loop=loop) for loop in ("plain", "trainer"))
+    assert plain.phases["forward"].peak.activations > trainer.phases["forward"].peak.activations
+    assert model.config.use_cache
+
+
+SEEN = {}
+
+
+def keep(module, inputs, output):
+    SEEN["output"] = output
+
+
+class Probe:
+    def __call__(self, module, inputs, output):
+        self.output = output
+
+
+def test_hooks_and_closures_leave_nothing_in_the_users_objects():
+    class Hooked(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second, self.seen = nn.Linear(64, 64), nn.Linear(64, 4), None
+            self.first.register_forward_hook(lambda module, inputs, output: setattr(self, "seen", output))
+
+        def forward(self, x):
+            return self.second(self.first(x)) + self.seen.mean()
+
+    model, kept, probe = Hooked(), [], Probe()
+    model.first.register_forward_hook(lambda module, inputs, output: kept.append(output))
+    model.second.register_forward_hook(keep)
+    model.second.register_forward_hook(probe)
+    plain = model.second.forward
+    model.second.forward = lambda x: plain(x) * 2
+    model.first.weight.register_hook(lambda gradient: kept.append(gradient))
+
+    def penalized(outputs, batch):
+        return outputs.sum() + sum(p.pow(2).sum() for p in model.parameters())
+
+    report = of_mlp(model=model, loss=penalized)
+    assert model.seen is None and not kept and not SEEN and not vars(probe)
+    assert all(type(p) is nn.Parameter and p.grad is None for p in model.parameters())
+    assert report.phases["backward"].end.gradients == sum(4 * p.numel() for p in model.parameters())
+    penalized(model(X), X).backward()
+    assert type(model.seen) is torch.Tensor and len(kept) == 2
+
+
+def test_locks_and_generators_of_numbers_do_no_harm():
+    import threading
+
+    for held in (threading.Lock(), threading.RLock(), torch.Generator()):
+        model = with_attribute(held)
+        assert of_mlp(model=model).phases == of_mlp().phases and model.held["here"][0] is held
+
+
+def test_what_is_left_out_is_noted():
+    assert any("torch.compile" in note for note in of_mlp(model=torch.compile(mlp())).notes)
+    assert any("empty_cache_steps" in note for note in of_mlp(loop=Loop.named("plain", empty_cache_steps=1)).notes)
+
+
+def test_errors_name_the_line(capfd):
+    with pytest.raises(RecipeError, match=r"test_simulate_module\.py, line \d+: return self\.missing\(x\)"):
+        of_mlp(model=Failing())
+    with pytest.raises(RecipeError, match="unexpected keyword argument 'y'"):
+        of_mlp(batch={"y": X})
+    with pytest.raises(RecipeError, match="'tensor"):
+        of_mlp(batch=torch.rand(4, 63))
+    assert "Traceback" not in capfd.readouterr().err

@@ -1,0 +1,107 @@
+"""What a log is replayed to: bytes by category at every moment, phases, peaks, the timeline."""
+
+import pytest
+from vramlab.report.report import Bytes, MiB, Phase
+from vramlab.tracking.history import History, largest, merge
+from vramlab.tracking.tracker import Storage
+
+
+def storage(size: int, category: str | None, op: str = "mm", shape: tuple = (), where: str = "") -> Storage:
+    made = Storage(size, size, category, op, None, where)
+    made.shape, made.dtype = shape, "float32"
+    return made
+
+
+WEIGHT = storage(1000, "parameters", "given")
+SAVED = storage(300, "activations")
+PASSING = storage(700, None)
+GRADIENT = storage(1000, "gradients")
+STATE = storage(2000, "optimizer_states")
+
+
+def one_step(first: bool) -> list:
+    """Forward keeps 300 and needs 700 for a moment, backward makes 1,000 and frees 300, the step keeps 2,000 once."""
+    saved, passing, gradient = (storage(s.size, s.category, s.op) for s in (SAVED, PASSING, GRADIENT))
+    events = [("forward", [(300, saved), (700, passing), (-700, passing)])]
+    events.append(("backward", [(1000, gradient), (-300, saved)]))
+    events.append(("step", [(2000, STATE)] if first else []))
+    events[-1][1].append((-1000, gradient))
+    return [*events, ("between_steps", [])]
+
+
+def two_steps() -> History:
+    log, marks = [(1000, WEIGHT, "given")], []
+    for name, events in (*one_step(True), *one_step(False)):
+        marks.append((len(log), name))
+        log += [(size, s, s.op if size > 0 else "free") for size, s in events]
+    return History(log, marks)
+
+
+def test_every_moment_by_category():
+    history = two_steps()
+    assert history.live.tolist() == [
+        *(0, 1000, 1300, 2000, 1300, 2300, 2000, 4000, 3000),
+        *(3300, 4000, 3300, 4300, 4000, 3000),
+    ]
+    assert history.split(3) == Bytes(parameters=1000, activations=300, temporaries=700)
+    assert (history.splits.sum(axis=1) == history.live).all()
+
+
+def test_phases_are_the_last_steps():
+    phases = two_steps().phases()
+    kept = {"parameters": 1000, "optimizer_states": 2000}
+    assert phases["load"] == Phase(Bytes(parameters=1000), Bytes(parameters=1000))
+    assert phases["forward"].peak == Bytes(**kept, activations=300, temporaries=700)
+    assert phases["forward"].end == Bytes(**kept, activations=300)
+    assert phases["backward"].peak == Bytes(**kept, activations=300, gradients=1000)
+    assert phases["backward"].end == Bytes(**kept, gradients=1000)
+    assert phases["step"].end == phases["between_steps"].peak == Bytes(**kept)
+
+
+def test_the_peak_is_the_first_highest_moment_of_the_whole_run():
+    history = two_steps()
+    at = history.highest()
+    assert (at, history.live[at], history.phase_at(at)) == (12, 4300, "backward")
+    assert history.phase_at(0) == "load" and history.phase_at(1) == "load" and history.phase_at(2) == "forward"
+
+
+def test_groups_hold_what_is_alive_there():
+    history = two_steps()
+    alive = history.groups(12)
+    assert sum(key[0] * len(found) for key, found in alive.items()) == history.live[12]
+    assert {key[1] for key in alive} == {"parameters", "optimizer_states", "activations", "gradients"}
+
+
+def test_a_micro_batch_has_its_phases_merged():
+    low, high = Bytes(activations=1), Bytes(activations=5)
+    phases = merge([("forward", high, low), ("backward", low, low), ("forward", low, high)])
+    assert phases["forward"] == Phase(peak=high, end=high)
+
+
+def test_largest_counts_equal_tensors_together_and_ranks_by_their_sum():
+    groups = {
+        (10, "activations", (10,), "int8", "mm"): (5, "a"),
+        (40, "parameters", (40,), "int8", "given"): (1, "b"),
+        (1, "inputs", (1,), "int8", "given"): (0, ""),
+    }
+    ranked = largest(groups)
+    assert [(t.size, t.count, t.where) for t in ranked] == [(10, 5, "a"), (40, 1, "b")]
+    assert len(largest({(i, "inputs", (i,), "int8", "x"): (1, "") for i in range(1, 30)})) == 8
+
+
+@pytest.mark.parametrize("points", [4, 40, 400])
+def test_the_timeline_keeps_peaks_and_ends(points):
+    history = two_steps()
+    moments = history.timeline(points)
+    assert max(m.bytes.total for m in moments) == 4300
+    assert [m.index for m in moments] == sorted({m.index for m in moments})
+    assert (moments[0].index, moments[0].bytes.total) == (0, 3000)
+    assert moments[-1].bytes.total == 3000
+    assert {"forward", "backward", "step"} <= {m.phase for m in moments}
+
+
+def test_slack_of_the_allocator_is_workspace():
+    weight = storage(11 * MiB, "parameters", "given")
+    history = History([(11 * MiB, weight, "given")], [], allocator=True)
+    assert history.split(1) == Bytes(parameters=11 * MiB, workspace=MiB)
+    assert history.replayed.allocated == history.live[1] == 12 * MiB

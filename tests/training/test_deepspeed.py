@@ -1,0 +1,225 @@
+"""DeepSpeed's stages: real ranks against one process, and against simulated ones, to the byte."""
+
+import functools
+import sys
+from math import ceil
+from typing import Any
+
+import pytest
+import torch
+from real_ranks import assert_learned_alike, differing, learned, run
+from tiny_models import config, quick_collections  # noqa: F401
+from vramlab.measurement.launch import Launcher
+from vramlab.measurement.rank_training import alone
+from vramlab.recipe.deepspeed_config import deepspeed_config, filled_in, nvme_config, nvme_missing
+from vramlab.recipe.recipe import Loop, LoRA, Quantization, Recipe, Sharding
+from vramlab.report.errors import RecipeError
+from vramlab.simulation.simulate import simulate
+from vramlab.training.engines import engine_of
+from vramlab.training.models import build_model
+
+ODD = {"n_embd": 66, "vocab_size": 1001, "n_positions": 37}  # nothing divides it
+ACCUMULATING, HALF = {"gradient_accumulation_steps": 2}, {"precision": "bf16-mixed"}
+EVERYWHERE = LoRA(r=4, target_modules="all-linear")
+# name to (model, what is changed of it, stage, what is offloaded, what else the recipe says)
+TABLE: dict[str, tuple[str, dict[str, Any], int, str | None, dict[str, Any]]] = {
+    "stage 0": ("llama", {}, 0, None, {}),
+    "stage 0, bf16-mixed": ("llama", {}, 0, None, HALF),
+    "stage 1, accumulating": ("gpt2", {}, 1, None, ACCUMULATING),
+    "stage 1, odd sizes, plain loop": ("gpt2", ODD, 1, None, {"loop": "plain"}),
+    "stage 1, bf16-mixed, offloaded": ("llama", {}, 1, "optimizer", HALF),
+    "stage 2": ("llama", {}, 2, None, {}),
+    "stage 2, odd sizes, bf16-mixed": ("gpt2", ODD, 2, None, HALF),
+    "stage 2, LoRA, checkpointing": (
+        "llama",
+        {},
+        2,
+        None,
+        {"lora": EVERYWHERE, "gradient_checkpointing": True, **HALF},
+    ),
+    "stage 3": ("llama", {}, 3, None, {}),
+    "stage 3, odd sizes, bf16-mixed": ("gpt2", ODD, 3, None, HALF),
+    "stage 3, accumulating, offloaded": ("llama", {}, 3, "optimizer", ACCUMULATING),
+    "stage 3, offloaded parameters, checkpointing": ("llama", {}, 3, "parameters", {"gradient_checkpointing": True}),
+    "stage 3, bf16-true": ("llama", {}, 3, None, {"precision": "bf16-true"}),
+}
+LEARNED = [name for name, row in TABLE.items() if "precision" not in row[4]]
+HALVED = "stage 1, bf16-mixed, offloaded"
+OF_FOUR = ("stage 1, odd sizes, plain loop", "stage 2, odd sizes, bf16-mixed", "stage 3, odd sizes, bf16-mixed")
+WORLDS = {2: tuple(TABLE), 4: OF_FOUR}
+CASES = [(world, name) for world, names in WORLDS.items() for name in names]
+installed = pytest.mark.skipif("not __import__('importlib.util').util.find_spec('deepspeed')", reason="no deepspeed")
+
+
+def recipe_of(name: str, world_size: int = 2) -> Recipe:
+    family, changes, stage, offload, options = TABLE[name]
+    sharding = Sharding(stage, world_size, "deepspeed", offload=offload)
+    return Recipe(config(family, **changes), 2, 24, num_layers=2, sharding=sharding, **options)
+
+
+@pytest.fixture(scope="module")
+def real():
+    """By world size: what each rank found, by name. A world is started when it is first asked for."""
+    with Launcher() as launcher:
+
+        @functools.cache
+        def of(world: int) -> list[dict[str, Any]]:
+            learn = [*LEARNED, HALVED] if world == 2 else ()
+            return run(launcher, {name: recipe_of(name, world) for name in WORLDS[world]}, learn)
+
+        yield of
+
+
+@installed
+@pytest.mark.parametrize(("world", "name"), CASES, ids=str)
+def test_every_rank_allocates_what_its_simulation_says(real, world, name):
+    assert differing(recipe_of(name, world), [left[name] for left in real(world)]) is None
+
+
+@installed
+def test_ranks_and_stages_are_told_apart(real):
+    first, second = (left["stage 2, odd sizes, bf16-mixed"]["births"] for left in real(2))
+    assert first != second
+    assert real(2)[0]["stage 2"]["births"] != real(2)[0]["stage 3"]["births"]
+
+
+@installed
+@pytest.mark.parametrize("name", LEARNED)
+def test_two_ranks_learn_what_one_process_does(real, name):
+    """Equal losses, gradients and weights over three steps, up to the order in which fp32 is summed."""
+    assert_learned_alike(recipe_of(name), [left[name] for left in real(2)])
+
+
+@installed
+def test_stages_of_half_precision_learn_the_same(real):
+    """DeepSpeed casts the weights where one process autocasts: three digits, and the same for every stage that divides.
+
+    Stage 0 is left out: DeepSpeed's wrapper takes a step with empty gradients when it is made, which Adam counts.
+    """
+    for (expected,), *losses in zip(
+        learned(alone(recipe_of(HALVED)))["losses"], *(left[HALVED]["losses"] for left in real(2)), strict=True
+    ):
+        loss = sum(loss for (loss,) in losses) / 2
+        assert loss == pytest.approx(expected, rel=2e-2) and loss != expected
+
+
+@installed
+def test_collectives_of_a_step(real):
+    """Stages 1 and 2 all-reduce and gather; stage 3 gathers once what stays gathered, and scatters."""
+    weights = 4 * sum(p.numel() for p in build_model(recipe_of("stage 2"), "meta").parameters())
+    for name, expected in (
+        ("stage 0", ["all_reduce"]),
+        ("stage 2", ["all_reduce", "all_gather"]),
+        ("stage 3", ["all_gather", "reduce_scatter"]),
+    ):
+        sent = {kind: sum(sizes) for kind, sizes in real(2)[0][name]["sizes"].items()}
+        for kind in expected:
+            assert weights <= sent.pop(kind) <= weights + 1024, (name, kind)  # and norms, flags and paddings
+        assert sum(sent.values()) < 1024, name
+
+
+@installed
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_thousand_ranks(stage):
+    """What is divided is divided; what is gathered, and what the loop holds, is not."""
+    sharding = Sharding(stage, 1024, "deepspeed", rank=1023)
+    report = simulate(Recipe(config("llama"), 2, 24, num_layers=1, precision="bf16-mixed", sharding=sharding), "cpu")
+    parameters = [1000 * 96] * 2 + [96 * 96] * 2 + [32 * 96] * 2 + [256 * 96] * 3 + [96] * 3
+    groups = [sum(parameters[:-3]), sum(parameters[-3:])]
+    padded = [2048 * ceil(size / 2048) for size in groups]
+    part = sum(padded) // 1024 if stage < 3 else sum(ceil(p / 1024) for p in parameters)
+    end = report.phases["between_steps"].end
+    assert end.optimizer_states == 12 * part + 2 * 4  # fp32 weights, two moments; and a counter for each group
+    assert end.parameters == 2 * (sum(padded) if stage < 3 else part)
+    assert report.phases["forward"].end.workspace >= (2 * groups[0] if stage == 3 else 0)
+
+
+@installed
+def test_what_the_trainer_would_be_given():
+    """The configuration that the step runs with is the one that TrainingArguments and model come to."""
+    for stage, offload in ((0, None), (1, None), (2, "optimizer"), (3, None), (3, "parameters")):
+        for precision in ("fp32", "bf16-mixed"):
+            sharding = Sharding(stage, 2, "deepspeed", offload)
+            recipe = Recipe(config("llama"), 2, 24, precision=precision, sharding=sharding)
+            arguments = recipe.training_arguments("unused")
+            theirs = arguments.hf_deepspeed_config
+            model = type("Model", (), {"config": type("Config", (), {"hidden_size": 96})})
+            theirs.trainer_config_finalize(arguments, model, 10)
+            # create_optimizer_and_scheduler sets that one when training begins
+            assert theirs.config | {"zero_allow_untested_optimizer": True} == filled_in(recipe, 96)
+
+
+def test_bucket_sizes_follow_the_hidden_size():
+    zero = filled_in(Recipe("gpt2", sharding=Sharding(3, 2, "deepspeed")), 768)["zero_optimization"]
+    assert zero["reduce_bucket_size"] == 768**2 and zero["stage3_prefetch_bucket_size"] == int(0.9 * 768**2)
+    assert zero["stage3_param_persistence_threshold"] == 7680
+    assert "reduce_bucket_size" not in deepspeed_config(Sharding(0, 2, "deepspeed"))["zero_optimization"]
+
+
+def test_without_the_library_one_sentence_says_how_to_get_it(monkeypatch):
+    monkeypatch.setitem(sys.modules, "deepspeed", None)
+    with pytest.raises(RecipeError, match="pip install deepspeed") as caught:
+        simulate(Recipe(config("gpt2"), 1, 8, num_layers=1, sharding=Sharding(2, 2, "deepspeed")), "cpu")
+    assert caught.value.field == "sharding.engine" and str(caught.value).count(".") == 2  # the field's, and the end
+
+
+@pytest.mark.parametrize(
+    ("stage", "changes", "field"),
+    [
+        (2, {"loop": Loop.named("plain", set_to_none=False)}, "loop.set_to_none"),
+        (3, {"lora": LoRA(), "quantization": Quantization("nf4")}, "sharding.stage"),
+    ],
+)
+def test_what_it_does_not_do(stage, changes, field):
+    with pytest.raises(RecipeError) as caught:
+        engine_of(Recipe("gpt2", sharding=Sharding(stage, 2, "deepspeed"), **changes))
+    assert caught.value.field == field
+
+
+@installed
+@pytest.mark.parametrize(
+    ("stage", "offload"), [(1, "optimizer"), (2, "optimizer"), (3, "optimizer"), (3, "parameters")]
+)
+def test_what_is_offloaded_is_not_on_the_gpu(stage, offload):
+    """Of fp32 weights, states and the part's gradients nothing is left; weights that are not offloaded are all there."""
+    recipe = Recipe(config("llama"), 2, 24, num_layers=2, precision="bf16-mixed")
+    here, there = (
+        simulate(recipe.replace(sharding=Sharding(stage, 2, "deepspeed", offload=where))).phases["between_steps"].end
+        for where in (None, offload)
+    )
+    assert here.optimizer_states > 0 and there.optimizer_states == there.gradients == 0
+    assert here.parameters > 0 and there.parameters == (0 if offload == "parameters" else here.parameters)
+
+
+@installed
+def test_a_simulation_leaves_the_process_as_it_was():
+    """Stage 3 puts a linear layer of its own in torch's place, and the first process group is kept for good."""
+    before = torch.nn.functional.linear
+    recipe = Recipe(config("gpt2"), 1, 8, num_layers=1, sharding=Sharding(3, 2, "deepspeed"))
+    first = simulate(recipe, "cpu").phases
+    assert torch.nn.functional.linear is before and not torch.distributed.is_initialized()
+    other = recipe.replace(sharding=Sharding(2, 8, "deepspeed"))
+    assert simulate(other, "cpu").phases != first
+    assert simulate(recipe, "cpu").phases == first
+
+
+def test_nvme_is_configuration():
+    """It is data that DeepSpeed takes; no run here has read a drive."""
+    config = nvme_config("/local_nvme", aio={"queue_depth": 32})
+    zero = config["zero_optimization"]
+    assert zero["stage"] == 3 and zero["reduce_bucket_size"] == "auto"
+    assert [zero[part]["device"] for part in ("offload_optimizer", "offload_param")] == ["nvme", "nvme"]
+    assert config["aio"]["queue_depth"] == 32 and config["aio"]["block_size"] == 2**20
+    assert "offload_param" not in nvme_config("/local_nvme", parameters=False)["zero_optimization"]
+    with pytest.raises(RecipeError, match="stage 3"):
+        nvme_config("/local_nvme", Sharding(2, engine="deepspeed"))
+
+
+@installed
+def test_nvme_configuration_is_one_that_deepspeed_reads():
+    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+
+    values = nvme_config("/local_nvme")["zero_optimization"]
+    read = DeepSpeedZeroConfig(**{name: value for name, value in values.items() if value != "auto"})
+    assert read.offload_param.nvme_path.as_posix() == "/local_nvme" and read.offload_optimizer.pin_memory
+    assert nvme_missing() == "" or "libaio" in nvme_missing()

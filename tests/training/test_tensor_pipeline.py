@@ -1,0 +1,271 @@
+"""Tensor and pipeline parallel: real ranks against one process, and fake ranks against real ones.
+
+2 and 4 processes over gloo train the tables. Their losses and gradients are those of one process to
+rounding (fp32 sums in another order), and a simulated rank allocates what the real one does, event by event.
+"""
+
+from typing import Any
+
+import pytest
+from real_ranks import births, differing, learned, run
+from tiny_models import config, quick_collections  # noqa: F401
+from vramlab.formulas.predict import predict
+from vramlab.formulas.slices import bubble
+from vramlab.measurement.launch import Launcher
+from vramlab.measurement.rank_training import alone, on_rank
+from vramlab.recipe.parallel_limits import stage_layers
+from vramlab.recipe.recipe import Recipe, Sharding
+from vramlab.report.errors import RecipeError
+from vramlab.simulation.simulate import simulate, trace
+
+EIGHT_HEADS = {"hidden_size": 128, "num_attention_heads": 8}
+WHOLE = {"gpt_neox": {}, "phi": {"num_key_value_heads": 8, "resid_pdrop": 0.0}}  # families without grouped heads
+
+Row = tuple[
+    str, dict[str, Any], dict[str, Any], dict[str, Any]
+]  # family, its changes, sharding, the rest of the recipe
+TENSOR: dict[str, Row] = {
+    "grouped key and value heads": ("llama", {}, {}, {}),
+    "one matrix for queries, keys and values": ("gpt_neox", {}, {}, {}),
+    "tied, plain loop, accumulating": ("qwen2", {}, {}, {"loop": "plain", "gradient_accumulation_steps": 2}),
+    "norms of heads, checkpointing": ("qwen3", {}, {}, {"gradient_checkpointing": True}),
+    "a vocabulary that nothing divides, momentum": (
+        "mistral",
+        {"vocab_size": 1001},
+        {},
+        {"optim": "sgd", "optim_args": "momentum=0.9"},
+    ),
+    "biases, eager": ("phi", {}, {}, {"attn_implementation": "eager", "optim": "rmsprop"}),
+    "soft caps": ("gemma2", {}, {}, {"optim": "adagrad"}),
+}
+PIPELINE: dict[str, Row] = {
+    "1F1B": ("llama", {}, {"micro_batches": 4}, {}),
+    "GPipe, tied": ("qwen2", {}, {"micro_batches": 4, "schedule": "gpipe"}, {}),
+    "plain loop, accumulating": (
+        "gpt_neox",
+        {},
+        {"micro_batches": 4},
+        {"loop": "plain", "gradient_accumulation_steps": 2},
+    ),
+    "checkpointing, layers that do not divide": (
+        "qwen3",
+        {},
+        {"micro_batches": 4},
+        {"gradient_checkpointing": True, "num_layers": 5},
+    ),
+    "one micro-batch, layers of two kinds": ("gemma2", {}, {"schedule": "gpipe"}, {"optim": "sgd"}),
+}
+ON_FOUR = [  # two ranks run everything
+    "grouped key and value heads",
+    "tied, plain loop, accumulating",
+    "norms of heads, checkpointing",
+    "1F1B",
+    "GPipe, tied",
+    "checkpointing, layers that do not divide",
+]
+WORLDS = {2: [*TENSOR, *PIPELINE], 4: ON_FOUR}
+CASES = [(world, name) for world, names in WORLDS.items() for name in names]
+LOSS, GRADIENT = 2e-6, 1e-5  # relative; of a gradient, to its largest entry
+MOVED = 5e-6  # of a weight: Adam's first steps take its gradient's sign, that of one near 0 too
+HIDDEN = 4 * 24 * 128 * 4  # bytes of the hidden states of these recipes
+
+
+def recipe_of(name: str, world_size: int = 2) -> Recipe:
+    engine = "tensor" if name in TENSOR else "pipeline"
+    family, sizes, sharding, rest = (TENSOR | PIPELINE)[name]
+    sizes = {**EIGHT_HEADS, "num_key_value_heads": 4, **WHOLE.get(family, {}), **sizes}
+    if family == "gpt_neox":
+        sizes.pop("num_key_value_heads")
+    layers, cut = 4 if engine == "pipeline" else 2, Sharding(0, world_size, engine, **sharding)
+    return Recipe(
+        config(family, **sizes), **{"batch_size": 4, "seq_len": 24, "num_layers": layers, **rest}, sharding=cut
+    )
+
+
+@pytest.fixture(scope="module")
+def ranks():
+    """By world size: what each rank found, by name."""
+    with Launcher() as launcher:
+        return {
+            world: run(launcher, {name: recipe_of(name, world) for name in names}, learn=names)
+            for world, names in WORLDS.items()
+        }
+
+
+@pytest.fixture(scope="module")
+def single() -> dict[str, dict[str, Any]]:
+    """What one process computes, by name."""
+    return {name: learned(alone(recipe_of(name))) for name in WORLDS[2]}
+
+
+@pytest.mark.parametrize(("world", "name"), CASES)
+def test_ranks_compute_what_one_process_does(ranks, single, world, name):
+    one, found = single[name], [left[name] for left in ranks[world]]
+    for rank in found if name in TENSOR else found[-1:]:
+        for losses, expected in zip(rank["losses"], one["losses"], strict=True):
+            # a pipeline's loss is that of the whole batch
+            assert losses == pytest.approx(expected if name in TENSOR else [sum(expected) / len(expected)], rel=LOSS)
+    seen = set()
+    for rank in found:
+        for key, tensor in rank["tensors"].items():
+            # a tied head has a name of its own where no embedding stands beside it
+            expected = one["tensors"].get(key, one["tensors"].get(key.replace("lm_head", "model.embed_tokens")))
+            assert tensor.shape == expected.shape
+            moved = MOVED if key.startswith("weight") else 0
+            assert (tensor - expected).abs().max() <= GRADIENT * expected.abs().max() + moved, key
+            seen.add(key)
+    assert seen >= set(one["tensors"])
+
+
+@pytest.mark.parametrize(("world", "name"), CASES)
+def test_a_simulated_rank_allocates_what_a_real_one_does(ranks, world, name):
+    assert differing(recipe_of(name, world), [left[name] for left in ranks[world]]) is None
+
+
+def test_a_layer_all_reduces_four_times(ranks):
+    """Shoeybi et al. (2019), figure 4: two in the forward pass and two in the backward pass, hidden states each.
+
+    Beside them stand one for the embedding's slices, one for the head's, and numbers for clipping.
+    """
+    for found in ranks.values():
+        for rank in found:
+            sizes = rank["grouped key and value heads"]["sizes"]
+            assert sizes["all_reduce"].count(HIDDEN) == 4 * 2 + 2
+            assert max(sizes["all_reduce"]) == HIDDEN
+            assert sizes["all_gather"] == [4 * 24 * 1000 * 4]  # whole logits
+
+
+def test_a_stage_sends_each_micro_batch_on_and_back(ranks):
+    for world, found in ranks.items():
+        for rank, left in enumerate(found):
+            sizes, neighbours = left["1F1B"]["sizes"], (rank > 0) + (rank < world - 1)
+            assert sizes["send"] == sizes["recv"] == [HIDDEN // 4] * 4 * neighbours
+
+
+def test_slices_are_equal_shares():
+    """Of everything but the norms, which are whole."""
+    model = config("llama", hidden_size=128, num_attention_heads=8, num_key_value_heads=8)
+    whole = simulate(Recipe(model, num_layers=2), "cpu").phases["load"].end.parameters
+    norms = 4 * 128 * (2 * 2 + 1)
+    for world in (2, 4, 8):
+        recipe = Recipe(model, num_layers=2, sharding=Sharding(0, world, "tensor", rank=world - 1))
+        one = simulate(recipe, "cpu").phases["load"].end.parameters
+        assert one == (whole - norms) // world + norms
+
+
+def test_sixty_four_stages_hold_the_model_once():
+    recipe = Recipe(
+        config("llama"), 4, 8, num_layers=70, sharding=Sharding(0, 64, "pipeline", schedule="gpipe", micro_batches=4)
+    )
+    found = [simulate(on_rank(recipe, rank), "cpu").phases["load"].end for rank in (0, 1, 6, 63)]
+    layer = 4 * sum(w.size for w in recipe.shape.weights() if w.layer == 0)
+    embedding, norm = 4 * 1000 * 96, 4 * 96
+    assert [one.parameters for one in found] == [2 * layer + embedding, 2 * layer, layer, layer + norm + embedding]
+
+
+@pytest.mark.parametrize("target", ["cuda", "cpu"])
+def test_deepening_slices_is_running_them(target):
+    recipe = Recipe(config("llama", **EIGHT_HEADS), 2, 24, num_layers=8, sharding=Sharding(0, 2, "tensor"))
+    deep, full = trace(recipe, target), trace(recipe, target, full=True)
+    assert births(deep) == births(full)
+
+
+def test_1f1b_holds_fewer_micro_batches_than_gpipe():
+    """Rank r of N keeps at most min(m, N - r) micro-batches' activations (Narayanan et al. 2021), GPipe all m."""
+    most = {}
+    for schedule in ("gpipe", "1f1b"):
+        for rank in (0, 1, 2, 3):
+            sharding = Sharding(0, 4, "pipeline", rank=rank, micro_batches=8, schedule=schedule)
+            report = simulate(Recipe(config("llama"), 8, 64, num_layers=4, sharding=sharding), "cpu")
+            most[schedule, rank] = report.phases["forward"].end.activations
+    for rank in range(4):
+        assert most["1f1b", rank] / most["gpipe", rank] == pytest.approx((4 - rank) / 8, abs=0.02)
+
+
+@pytest.mark.parametrize(("layers", "stages"), [(4, 4), (5, 2), (32, 5), (7, 7), (80, 64)])
+def test_stages_have_every_layer_once(layers, stages):
+    found = stage_layers(layers, stages)
+    assert [i for part in found for i in part] == list(range(layers))
+    assert max(map(len, found)) - min(map(len, found)) <= 1
+
+
+@pytest.mark.parametrize(
+    ("model", "sharding", "rest", "words"),
+    [
+        ("llama-3.1-8b", {"engine": "tensor", "world_size": 16}, {}, "8 key/value heads.*1, 2, 4, 8"),
+        ("qwen2.5-0.5b", {"engine": "tensor", "world_size": 4}, {}, "14 heads.*4 ranks.*1, 2"),
+        ("gpt2", {"engine": "tensor", "world_size": 2}, {}, "Conv1D.*llama"),
+        ("bert-base", {"engine": "pipeline", "world_size": 2}, {}, "bert for sequence-classification.*layers cannot"),
+        ("llama-3.1-8b", {"engine": "pipeline", "world_size": 33}, {}, "32 layers"),
+        (
+            "llama-3.1-8b",
+            {"engine": "pipeline", "world_size": 2, "micro_batches": 3},
+            {"batch_size": 4},
+            "4 samples.*3",
+        ),
+        (
+            "llama-3.1-8b",
+            {"engine": "pipeline", "world_size": 4, "micro_batches": 2},
+            {"batch_size": 2},
+            "4 stages.*gpipe",
+        ),
+        ("llama-3.1-8b", {"engine": "tensor", "world_size": 2}, {"optim": "adafactor"}, "adamw_torch"),
+        ("llama-3.1-8b", {"engine": "tensor", "world_size": 2}, {"lora": {"r": 8}}, "lora"),
+        ("llama-3.1-8b", {"engine": "pipeline", "world_size": 1}, {"precision": "fp16-mixed"}, "bf16-mixed"),
+    ],
+)
+def test_what_does_not_divide_is_refused_with_its_numbers(model, sharding, rest, words):
+    with pytest.raises(RecipeError, match=words):
+        Recipe(model, sharding=Sharding(stage=0, **sharding), **rest)
+
+
+MIDDLE = {"engine": "pipeline", "world_size": 4, "rank": 1}
+PREDICTED = {
+    "slices": ("llama-3.1-8b", {"num_layers": 2}, {"engine": "tensor", "world_size": 4}),
+    "slices, tied, fp32": (
+        "qwen2.5-0.5b",
+        {"num_layers": 2, "precision": "fp32"},
+        {"engine": "tensor", "world_size": 2},
+    ),
+    "slices, embedding whole": ("polyglot-ko-1.3b", {"num_layers": 3}, {"engine": "tensor", "world_size": 8}),
+    "1F1B, first": ("llama-3.1-8b", {}, {**MIDDLE, "rank": 0, "micro_batches": 8}),
+    "1F1B, middle": ("llama-3.1-8b", {}, {**MIDDLE, "micro_batches": 8}),
+    "1F1B, last": ("llama-3.1-8b", {}, {**MIDDLE, "rank": 3, "micro_batches": 8}),
+    "GPipe, autocast": (
+        "polyglot-ko-1.3b",
+        {"precision": "bf16-mixed"},
+        {**MIDDLE, "micro_batches": 4, "schedule": "gpipe"},
+    ),
+    "GPipe, tied, last": ("qwen2.5-0.5b", {}, {**MIDDLE, "rank": 3, "micro_batches": 8, "schedule": "gpipe"}),
+}
+
+
+@pytest.mark.parametrize("name", PREDICTED)
+def test_formulas_say_what_a_rank_holds(name):
+    """Parameters, gradients and states to the byte; every phase's peak within 1.5 %."""
+    model, rest, sharding = PREDICTED[name]
+    given = {"batch_size": 8, "seq_len": 256, "num_layers": 5, "precision": "bf16-true", **rest}
+    recipe = Recipe(model, sharding=Sharding(stage=0, **sharding), **given)
+    predicted, simulated = predict(recipe), simulate(recipe)
+    for category in ("parameters", "optimizer_states", "inputs"):
+        ends = [getattr(report.phases["between_steps"].end, category) for report in (predicted, simulated)]
+        assert ends[0] == ends[1] > 0
+    assert predicted.phases["step"].peak.gradients == simulated.phases["step"].peak.gradients > 0
+    for phase, found in simulated.phases.items():
+        assert predicted.phases[phase].peak.total == pytest.approx(found.peak.total, rel=0.015), phase
+
+
+def test_the_bubble_is_what_the_schedules_leave():
+    """Played through, forward and backward taking one slot each: a stage works 2m of the 2(m + N - 1) that pass."""
+    for stages, micro_batches in ((4, 4), (4, 8), (2, 16), (8, 3)):
+        ready: dict[tuple[int, int], int] = {}  # (stage, micro-batch) to the slot in which its forward pass is over
+        for micro in range(micro_batches):
+            for stage in range(stages):
+                ready[stage, micro] = 1 + max(ready.get((stage - 1, micro), 0), ready.get((stage, micro - 1), 0))
+        forward = ready[stages - 1, micro_batches - 1]  # and as long again on the way back
+        sharding = Sharding(0, stages, "pipeline", micro_batches=micro_batches, schedule="gpipe")
+        assert bubble(sharding) == pytest.approx(1 - 2 * micro_batches / (2 * forward))
+
+
+def test_tables_cover_the_families():
+    assert len({row[0] for row in TENSOR.values()}) == 7 and len({row[0] for row in PIPELINE.values()}) == 5

@@ -1,0 +1,197 @@
+"""The loop "trainer" is what `transformers.Trainer` does: one of its real steps, watched, against the simulation."""
+
+import io
+from contextlib import redirect_stdout
+from types import SimpleNamespace
+
+import pytest
+import torch
+import transformers
+from tiny_models import TINY, config
+from torch.utils._python_dispatch import _get_current_dispatch_mode
+from vramlab import LoRA, Recipe, VramLabError, WatchCallback, simulate
+from vramlab.report.report import CATEGORIES
+from vramlab.training.models import build_model
+from vramlab.training.training import _groups, make_batch
+
+SIZES = {"batch_size": 2, "seq_len": 32, "num_layers": 2}
+# What the Trainer keeps besides, in bytes: the number of labels, the running loss, the last gradient norm, and a loss
+# per micro-batch that is divided by the number of those: one scalar each. No tensor that grows with anything.
+SCALARS = 32
+
+
+def trainer(recipe: Recipe, out, *callbacks, model=None, **changes) -> transformers.Trainer:
+    model = model or build_model(recipe, "cpu")
+    rows = recipe.batch_size * recipe.gradient_accumulation_steps * 3
+    batch = make_batch(recipe.replace(batch_size=rows))
+    data = [{name: tensor[i] for name, tensor in batch.items()} for i in range(rows)]
+    arguments = recipe.training_arguments(
+        str(out), max_steps=3, disable_tqdm=True, logging_strategy="no", dataloader_pin_memory=False, **changes
+    )
+    return transformers.Trainer(model, arguments, train_dataset=data, callbacks=list(callbacks))
+
+
+@pytest.fixture(autouse=True)
+def quiet():
+    verbosity = transformers.logging.get_verbosity()
+    transformers.logging.set_verbosity_error()
+    with redirect_stdout(io.StringIO()):
+        yield
+    transformers.logging.set_verbosity(verbosity)
+
+
+CASES = {
+    "gpt2": ("gpt2", {}),
+    "bert": ("bert", {}),
+    "gpt2 bf16-mixed": ("gpt2", {"precision": "bf16-mixed"}),
+    "bert bf16-mixed accumulation": ("bert", {"precision": "bf16-mixed", "gradient_accumulation_steps": 3}),
+    "gpt2 bf16-true": ("gpt2", {"precision": "bf16-true"}),
+    "gpt2 accumulation": ("gpt2", {"gradient_accumulation_steps": 2}),
+    "vit accumulation": ("vit", {"gradient_accumulation_steps": 4, "seq_len": None}),
+    "gpt2 checkpointing": ("gpt2", {"gradient_checkpointing": True}),
+    "llama checkpointing bf16-mixed": ("llama", {"gradient_checkpointing": True, "precision": "bf16-mixed"}),
+    "gpt2 adafactor": ("gpt2", {"optim": "adafactor"}),
+    "gpt2 momentum": ("gpt2", {"optim": "sgd", "optim_args": "momentum=0.9"}),
+    "gpt2 fused": ("gpt2", {"optim": "adamw_torch_fused"}),
+    "gpt2 lion": ("gpt2", {"optim": "lion_32bit"}),
+    "gpt2 8-bit": ("gpt2", {"optim": "adamw_bnb_8bit"}),
+    "gpt2 unclipped": ("gpt2", {"loop": "unclipped"}),
+    "gpt2 LoRA": ("gpt2", {"lora": LoRA(r=4)}),
+}
+
+
+def make(name: str) -> Recipe:
+    from vramlab import Loop
+
+    family, fields = CASES[name]
+    fields = {**SIZES, **fields}
+    if fields.get("loop"):
+        fields["loop"] = Loop(max_grad_norm=None)
+    return Recipe(config(family), **fields)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_real_trainer_step_is_what_simulate_says(name, tmp_path):
+    recipe, seen = make(name), WatchCallback()
+    trainer(recipe, tmp_path, seen).train()
+    simulated = simulate(recipe, target="cpu", full=True)
+    assert seen.report.source == "measured" and simulated.source == "simulated"
+    for phase in ("forward", "backward", "step", "between_steps"):
+        for moment in ("peak", "end"):
+            real, said = (getattr(report.phases[phase], moment) for report in (seen.report, simulated))
+            for category in CATEGORIES:
+                difference = getattr(real, category) - getattr(said, category)
+                assert abs(difference) <= SCALARS, f"{phase} {moment} {category}: {difference:+,} bytes"
+    assert seen.report.phases["load"].end.optimizer_states == simulated.phases["step"].end.optimizer_states
+
+
+@pytest.mark.parametrize("family", sorted(TINY))
+def test_the_optimizers_groups_are_the_trainers(family):
+    """The real steps above have them from the Trainer itself; this is every architecture."""
+    recipe = Recipe(config(family), batch_size=1, num_layers=2)
+    model = build_model(recipe, "meta")
+    decayed = set(transformers.Trainer.get_decay_parameter_names(None, model))
+    names = {id(p): name for name, p in model.named_parameters()}
+    groups = [{names[id(p)] for p in group["params"]} for group in _groups(recipe, model)]
+    assert groups == [{n for n in names.values() if n in decayed}, {n for n in names.values() if n not in decayed}]
+    assert len(groups) == 2 and all(groups)
+
+
+def test_the_scalars_allowed_for_hide_nothing(tmp_path):
+    """A Trainer with one fault, a hook that hoards the logits, is told from a sound one."""
+    recipe, seen, hoard = make("gpt2"), WatchCallback(), []
+    model = build_model(recipe)
+    model.lm_head.register_forward_hook(lambda module, args, logits: hoard.append(logits.detach()))
+    trainer(recipe, tmp_path, seen, model=model).train()
+    simulated = simulate(recipe, target="cpu", full=True)
+    logits = 4 * 2 * 32 * 1000
+    assert seen.report.phases["step"].end.total - simulated.phases["step"].end.total >= logits
+
+
+# --- the callback itself ----------------------------------------------------------------------------------------------
+
+
+def test_the_step_asked_for_is_watched(tmp_path):
+    recipe = make("gpt2")
+    first, second, never = WatchCallback(step=1), WatchCallback(), WatchCallback(step=9)
+    trainer(recipe, tmp_path, first, second, never).train()
+    assert never.report is None
+    assert first.report.title == "Trainer, step 1: GPT2LMHeadModel" and second.report.title.startswith(
+        "Trainer, step 2"
+    )
+    assert first.report.phases["load"].end.optimizer_states == 0 < second.report.phases["load"].end.optimizer_states
+    assert _get_current_dispatch_mode() is None
+
+
+def test_training_again_watches_again(tmp_path):
+    recipe, seen = make("gpt2"), WatchCallback(step=1)
+    reports = []
+    for _ in range(2):
+        trainer(recipe, tmp_path, seen).train()
+        reports.append(seen.report)
+    assert reports[0] is not reports[1] and reports[0].peak == reports[1].peak
+
+
+def broken(recipe: Recipe, tmp_path, seen: WatchCallback) -> transformers.Trainer:
+    """A trainer whose second step fails in the forward pass."""
+    training = trainer(recipe, tmp_path, seen)
+    calls = []
+
+    def fail(module, args, kwargs):
+        calls.append(1)
+        if len(calls) == 2:
+            raise MemoryError
+
+    training.model.register_forward_pre_hook(fail, with_kwargs=True)
+    return training
+
+
+def test_a_training_that_breaks_off_can_be_closed_and_begun_again(tmp_path):
+    recipe, seen = make("gpt2"), WatchCallback()
+    with pytest.raises(MemoryError):
+        broken(recipe, tmp_path, seen).train()
+    assert _get_current_dispatch_mode() is not None, "the Trainer told nobody"
+    seen.close()
+    assert _get_current_dispatch_mode() is None and seen.report is None
+    with pytest.raises(MemoryError):
+        broken(recipe, tmp_path, seen).train()
+    trainer(recipe, tmp_path, seen).train()
+    assert seen.report.peak_phase and _get_current_dispatch_mode() is None
+
+
+def test_in_a_notebook_the_end_of_the_cell_closes_it(tmp_path, monkeypatch):
+    from IPython.core.interactiveshell import InteractiveShell
+    from vramlab.faces import callback
+
+    shell = InteractiveShell()
+    monkeypatch.setattr(callback, "_shell", lambda: shell)
+    seen = WatchCallback()
+    shell.user_ns["training"] = broken(make("gpt2"), tmp_path, seen)
+    result = shell.run_cell("training.train()")
+    assert isinstance(result.error_in_exec, MemoryError)
+    assert _get_current_dispatch_mode() is None and torch.autograd.backward.__module__ == "torch.autograd"
+    shell.user_ns["training"] = trainer(make("gpt2"), tmp_path, seen)
+    assert shell.run_cell("training.train()").success and seen.report is not None
+    assert shell.events.callbacks["post_run_cell"] == InteractiveShell().events.callbacks["post_run_cell"]
+
+
+def test_outside_of_ipython_there_is_no_shell(monkeypatch):
+    from vramlab.faces import callback
+
+    monkeypatch.delitem(callback.sys.modules, "IPython", raising=False)
+    assert callback._shell() is None
+    monkeypatch.setitem(callback.sys.modules, "IPython", SimpleNamespace(get_ipython=lambda: None))
+    assert callback._shell() is None
+
+
+def test_a_step_that_is_never_reached_is_said(tmp_path):
+    recipe, seen = make("gpt2"), WatchCallback(step=7)
+    with pytest.warns(UserWarning, match="waits for step 7, and training ended in step 3"):
+        trainer(recipe, tmp_path, seen).train()
+    assert seen.report is None
+
+
+@pytest.mark.parametrize("step", [0, "2", True])
+def test_a_step_that_cannot_be_is_refused(step):
+    with pytest.raises(VramLabError, match="from 1"):
+        WatchCallback(step)
