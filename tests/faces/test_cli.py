@@ -34,8 +34,11 @@ def report(source="predicted", recipe=None, target="cuda", total=GiB, status="ok
 def stand_in(monkeypatch):
     """Puts a function in the place of a module's: `stand_in("predict", function)` for that of the same name."""
 
-    def put(name, function, module=None):
-        monkeypatch.setitem(sys.modules, f"vramlab.{module or name}", SimpleNamespace(**{name: function}))
+    rooms = {"predict": "formulas", "simulate": "simulation", "measure": "faces", "record": "measurement"}
+
+    def put(name, function):
+        module = SimpleNamespace(**{name: function, "peak_bytes": None})
+        monkeypatch.setitem(sys.modules, f"vramlab.{rooms[name]}.{name}", module)
 
     return put
 
@@ -330,6 +333,8 @@ def test_record_hands_everything_on(stand_in):
         def __str__(self):
             return "1 recipe missing"
 
+    from vramlab.faces.measure import peak_bytes
+
     stand_in("record", lambda paths, **options: asked.append((paths, options)) or Done())
     result = run("record")
     assert (result.exit_code, result.stdout) == (0, "1 recipe missing\n")
@@ -337,8 +342,11 @@ def test_record_hands_everything_on(stand_in):
     shown = json.loads(run("record", *words).stdout)
     assert [Recipe(**fields) for fields in shown] == [Recipe("gpt2")]
     assert asked == [
-        (None, {"minutes": 8, "folder": None, "dry_run": False, "progress": True}),
-        ([Path("a.json"), Path("b.json")], {"minutes": 2.5, "folder": Path("x"), "dry_run": True, "progress": False}),
+        (None, {"minutes": 8, "folder": None, "dry_run": False, "progress": True, "estimate": peak_bytes}),
+        (
+            [Path("a.json"), Path("b.json")],
+            {"minutes": 2.5, "folder": Path("x"), "dry_run": True, "progress": False, "estimate": peak_bytes},
+        ),
     ]
 
 

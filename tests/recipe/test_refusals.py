@@ -188,16 +188,14 @@ def test_json(text):
 @pytest.mark.parametrize("witness", [predict, simulate, measure])
 def test_a_name_is_a_recipe(witness, monkeypatch):
     """Every witness takes what `Recipe` takes for a model; the other fields have their defaults."""
-    import importlib
-
-    module, asked = importlib.import_module(f"vramlab.{witness.__name__}"), []
-    stop = {"predict": "differ_by_layer", "simulate": "trace", "measure": "log_wanted"}[witness.__name__]
+    stop = {"predict": "lora_modules.differ_by_layer", "simulate": "trace", "measure": "cannot"}[witness.__name__]
+    asked = []
 
     def first(recipe, *_):
         asked.append(recipe if isinstance(recipe, Recipe) else Recipe(json.loads(recipe.config_json)))
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(module, stop, first)
+    monkeypatch.setattr(f"{witness.__module__}.{stop}", first)
     with pytest.raises(KeyboardInterrupt):
         witness("gpt2")
     assert asked[0].name == "gpt2"

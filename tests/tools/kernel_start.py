@@ -26,7 +26,7 @@ def hold_to_the_list() -> None:
         return wrapper
 
     for module, name in (("records", "find_record"), ("measure", "measure")):
-        module = importlib.import_module(f"vramlab.{module}")
+        module = importlib.import_module(f"vramlab.measurement.{module}")
         setattr(module, name, checked(getattr(module, name)))
 
 
