@@ -1,0 +1,43 @@
+"""The packages stay small: lines have ceilings, and a folder has few entries."""
+
+import pytest
+from settings import ROOT
+
+HELPERS = ROOT / "helpers"
+# Lines of Python. They may fall, and a ceiling falls with them.
+CEILINGS = {
+    "vramlab/report": 700,
+    "vramlab/hardware": 1200,
+    "vramlab/recipe": 2400,
+    "vramlab/training": 2200,
+    "vramlab/tracking": 1000,
+    "vramlab/formulas": 3450,
+    "vramlab/simulation": 2600,
+    "vramlab/measurement": 2300,
+    "vramlab/planning": 1350,
+    "vramlab/faces": 2250,
+    "vramlab_course/claims": 1210,
+    "vramlab_course": 6950,
+}
+LONGEST = 480
+
+
+def lines(folder: str) -> dict[str, int]:
+    return {
+        str(path.relative_to(HELPERS)): len(path.read_text().splitlines()) for path in (HELPERS / folder).rglob("*.py")
+    }
+
+
+@pytest.mark.parametrize("folder", CEILINGS)
+def test_a_package_stays_under_its_ceiling(folder):
+    assert sum(lines(folder).values()) <= CEILINGS[folder]
+
+
+def test_no_file_is_too_long():
+    assert {name: count for name, count in lines(".").items() if count > LONGEST} == {}
+
+
+def test_the_idea_is_seen_at_a_glance():
+    entries = {path.name for path in (HELPERS / "vramlab").iterdir() if path.name != "__pycache__"}
+    packages = {name.split("/")[1] for name in CEILINGS if name.startswith("vramlab/")}
+    assert entries == {"__init__.py", "__main__.py", *packages}
