@@ -16,7 +16,7 @@ CEILINGS = {
     "vramlab/measurement": 2300,
     "vramlab/planning": 1350,
     "vramlab/faces": 2250,
-    "vramlab_course/claims": 1210,
+    "vramlab_course/claims": 1200,
     "vramlab_course": 6950,
 }
 LONGEST = 480

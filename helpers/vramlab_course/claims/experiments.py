@@ -27,10 +27,9 @@ from vramlab_course.numerics import FORMATS
 from vramlab_course.topology import NVLINK, bytes_sent
 
 from ..chapters import chapter_03, chapter_07
-from .expressions import Facts, evaluate
+from .expressions import Facts, evaluate, stored
 from .installed import installed
 from .runs import attention, compiled, four_bits, labelled, loaded, sent, wrapped
-from .stored import stored
 from .trained import accumulated, learns, quantized, recorded, rounded_weights, trained
 
 BASE = str(data_path("base_model", "config.json"))  # "base" in a claim's recipe

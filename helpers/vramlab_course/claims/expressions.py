@@ -1,12 +1,15 @@
-"""Expressions of the claims' data over the facts of an experiment: arithmetic, comparisons and names, nothing else."""
+"""The claims' data, and its expressions over the facts of an experiment: arithmetic, comparisons and names only."""
 
 import ast
+import json
 import math
 import operator
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
+from vramlab.report.data import data_path
 from vramlab.report.errors import VramLabError
 
 OPERATORS = {
@@ -28,6 +31,13 @@ OPERATORS = {
 }
 FUNCTIONS = {"abs": abs, "ceil": math.ceil, "int": int, "max": max, "min": min, "round": round}
 LARGEST_POWER = 256
+
+
+@cache
+def stored(part: str) -> Any:
+    """A part of the claims' file: "claims", "sources" (key to name and title), "definitions" (expressions that several
+    claims use) or "recipes" (what several start from)."""
+    return json.loads(data_path("claims.json").read_text(encoding="utf-8"))[part]
 
 
 class ExpressionError(VramLabError, ValueError):

@@ -16,8 +16,7 @@ from typing import Any
 from vramlab.report.errors import RecordError, VramLabError
 from vramlab.report.report import Interval
 
-from .expressions import evaluate
-from .stored import stored
+from .expressions import evaluate, stored
 
 HOLDS, UNDER, NOT, WAS, WAITS = "holds", "holds under", "does not hold", "was so until", "waits for a GPU record"
 RULES = ("equals", "at least", "within", "is")
