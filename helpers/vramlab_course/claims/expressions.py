@@ -34,10 +34,10 @@ LARGEST_POWER = 256
 
 
 @cache
-def stored(part: str) -> Any:
-    """A part of the claims' file: "claims", "sources" (key to name and title), "definitions" (expressions that several
-    claims use) or "recipes" (what several start from)."""
-    return json.loads(data_path("claims.json").read_text(encoding="utf-8"))[part]
+def stored(part: str, path: Any = None) -> Any:
+    """A part of the claims' file (or another, `path`): "claims", "sources" (key to name and title), "definitions"
+    (expressions that several claims use) or "recipes" (what several start from)."""
+    return json.loads((path or data_path("claims.json")).read_text(encoding="utf-8"))[part]
 
 
 class ExpressionError(VramLabError, ValueError):

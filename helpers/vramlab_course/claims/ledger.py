@@ -4,13 +4,11 @@ An entry names one of the generic experiments of `experiments.py`, gives it argu
 expression which value of what was found is held against the quoted figure.
 """
 
-import json
 import re
 import textwrap
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from vramlab.report.errors import RecordError, VramLabError
@@ -248,14 +246,14 @@ def shown(value: float | bool | Interval, unit: str) -> str:
     return f"{text} {unit}".strip()
 
 
-def load_claims(chapter: str | None = None, path: str | Path | None = None) -> dict[str, Claim]:
+def load_claims(chapter: str | None = None, path: Any = None) -> dict[str, Claim]:
     """The claims of the ledger by name, in its order; of one chapter when it is given.
 
     Raises ClaimError: a claim without an experiment, with an unknown field (a verdict is never stored), or twice the
     same name.
     """
     claims: dict[str, Claim] = {}
-    entries = json.loads(Path(path).read_text(encoding="utf-8"))["claims"] if path else stored("claims")
+    entries = stored("claims", path)
     for entry in entries:
         try:
             claim = Claim(**entry)
