@@ -237,6 +237,10 @@ def _rms_norm(input, normalized_shape, weight=None, eps=None):
     return FusedRMSNorm.apply(input, normalized_shape, weight, eps)
 
 
+def _devices_with_graphs(supports_xla: bool = True) -> list[str]:
+    return ["cpu", "cuda"]  # a function of its own: torch.jit reads the source of what optimizers call
+
+
 @contextlib.contextmanager
 def _capturable_anywhere() -> Iterator[None]:
     """Optimizers take `capturable=True`, which torch checks to be on a device that has graphs."""
@@ -244,7 +248,7 @@ def _capturable_anywhere() -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         for home, module in list(sys.modules.items()):
             if home.startswith("torch.optim.") and hasattr(module, name):
-                stack.enter_context(patch.object(module, name, lambda *args, **kwargs: ["cpu", "cuda"]))
+                stack.enter_context(patch.object(module, name, _devices_with_graphs))
         yield
 
 

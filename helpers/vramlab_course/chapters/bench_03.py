@@ -45,18 +45,16 @@ def train(
     from transformers.trainer_callback import PrinterCallback
     from vramlab.faces.callback import WatchCallback
 
-    seen, model = (
-        WatchCallback(step=steps if watched else 0),
-        load_base_model(attn_implementation=recipe.attn_implementation),
-    )
+    seen = [WatchCallback(step=steps)] if watched else []
+    model = load_base_model(attn_implementation=recipe.attn_implementation)
     options = dict(max_steps=steps, logging_steps=1, learning_rate=1e-3, disable_tqdm=True)
     options["dataloader_pin_memory"] = current_device().kind == "cuda"
     with tempfile.TemporaryDirectory() as folder:
         arguments = recipe.training_arguments(folder, **{**options, **more})
-        trainer = Trainer(model, arguments, train_dataset=data or texts(recipe, steps), callbacks=[seen])
+        trainer = Trainer(model, arguments, train_dataset=data or texts(recipe, steps), callbacks=seen)
         trainer.remove_callback(PrinterCallback)
         trainer.train()
-    return seen.report, [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    return seen[0].report if seen else None, [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 
 
 class Bench:
