@@ -37,10 +37,11 @@ BY_SHAPE = {  # whose results do not depend on the content of their tensors
 }
 BY_CONTENT = {"nonzero", "masked_select", "_unique2", "unique_dim", "unique_consecutive", "unique_dim_consecutive"}
 UNFAKED = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException)
-TORCH, HERE = (os.path.dirname(path) + os.sep for path in (torch.__file__, __file__))
+TORCH, HERE = os.path.dirname(torch.__file__) + os.sep, os.path.dirname(os.path.dirname(__file__)) + os.sep
 STEP = tuple(
-    HERE + name for name in ("training.py", "tracked.py", "any_module.py", "engines")
-)  # what calls the user's code
+    HERE + os.path.join(*name)
+    for name in (("training", ""), ("tracking", "tracked.py"), ("simulation", "any_module.py"))
+)
 
 
 class ValueNeeded(Exception):
