@@ -7,7 +7,6 @@ read without being known is taken as one, and noted with the line that read it.
 
 import contextlib
 import linecache
-import logging
 import math
 import os
 import traceback
@@ -234,8 +233,7 @@ def packed_sequences() -> Iterator[None]:
                 start, since = end, i
         return (output.transpose(0, 1) if batch_first else output), lengths
 
-    log = logging.getLogger("torch._subclasses.fake_tensor")  # it prints a traceback of what a sentence says here
-    with patch.object(torch._VF, "_pad_packed_sequence", pad, create=True), patch.object(log, "disabled", True):
+    with patch.object(torch._VF, "_pad_packed_sequence", pad, create=True):
         yield
 
 
