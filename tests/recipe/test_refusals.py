@@ -49,6 +49,33 @@ def test_optimizer_arguments(optim, text, words):
     assert error.field == "optim_args" and words in str(error)
 
 
+ADAPTED = {
+    "distilbert": {"dim": 16, "n_layers": 1, "n_heads": 2, "hidden_dim": 32, "vocab_size": 60},
+    "falcon_h1": {**SIZES, "num_key_value_heads": 4, "mamba_d_ssm": 64, "mamba_n_heads": 4, "mamba_d_head": 16},
+}
+
+
+@pytest.mark.parametrize("kind", ADAPTED)
+def test_layers_that_peft_does_not_adapt(kind):
+    task = "sequence-classification" if kind == "distilbert" else None  # PEFT saves its pre_classifier whole
+    recipe = Recipe({"model_type": kind, **ADAPTED[kind]}, seq_len=8, task=task, lora=LoRA(target_modules="all-linear"))
+    error = refused(simulate, recipe)
+    assert error.field == "lora.target_modules" and "PEFT refuses it" in str(error)
+
+
+def test_what_a_model_does_by_values_is_one_sentence(caplog):
+    sizes = {"hidden_size": 64, "num_hidden_layers": 2, "vocab_size": 96, "kv_channels": 16, "intermediate_size": 128}
+    recipe = Recipe({"model_type": "jetmoe", **sizes, "num_key_value_heads": 2, "num_local_experts": 4}, seq_len=8)
+    assert "measure(recipe) runs it for real" in str(refused(simulate, recipe))
+    assert not caplog.records  # torch logs the traceback of a fake operator that fails
+
+
+def test_heads_that_do_not_divide_the_hidden_size_where_they_need_not():
+    """Such as GLM-4.5's 96 heads of 4,096 channels."""
+    config = {"model_type": "glm4_moe", **SIZES, "num_attention_heads": 6, "num_key_value_heads": 2}
+    assert Recipe(config | {"moe_intermediate_size": 16, "n_routed_experts": 4}).shape.head_dim == 10
+
+
 @pytest.mark.parametrize("optim", OPTIMIZERS)
 def test_the_optimizers_take_what_the_recipe_lets_pass(optim):
     """Each name in the table is an argument of the real optimizer, and is handed over."""

@@ -357,7 +357,7 @@ def _size(name: str, config: dict[str, Any], size: str, family: Family) -> int |
 def _fill(config: dict[str, Any], sizes: dict[str, int | None], family: Family) -> None:
     """Derive the sizes that a configuration may leave out, as transformers does, and check that the heads fit."""
     kind, h, heads = config["model_type"], sizes["hidden_size"], sizes["num_heads"]
-    if h % heads and (family.whole_heads or not sizes["head_dim"]):
+    if h % heads and (family.whole_heads or (kind in FAMILIES and not sizes["head_dim"])):
         raise RecipeError("model.hidden_size", h, f"it must be a multiple of the {heads} heads")
     sizes["head_dim"] = sizes["head_dim"] or h // heads
     if kind == "falcon" and not config.get("new_decoder_architecture"):

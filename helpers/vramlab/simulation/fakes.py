@@ -1,6 +1,7 @@
 """Fake tensors that libraries treat as real ones: what torch and transformers do otherwise when they see one."""
 
 import contextlib
+import logging
 import threading
 import warnings
 from collections.abc import Callable, Iterator
@@ -37,6 +38,8 @@ def fake_world(target: str, card: Gpu | None = None) -> Iterator[tuple[FakeTenso
         stack.enter_context(fake_kernels(target))
         stack.enter_context(_nothing_to_compare())
         stack.enter_context(_plain_codes())
+        log = logging.getLogger("torch._subclasses.fake_tensor")  # it prints a traceback of what a sentence says later
+        stack.enter_context(patch.object(log, "disabled", True))
         mode = stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         kernels = None
         if target == "cuda":

@@ -7,7 +7,6 @@ read without being known is taken as one, and noted with the line that read it.
 
 import contextlib
 import linecache
-import logging
 import math
 import os
 import traceback
@@ -37,10 +36,11 @@ BY_SHAPE = {  # whose results do not depend on the content of their tensors
 }
 BY_CONTENT = {"nonzero", "masked_select", "_unique2", "unique_dim", "unique_consecutive", "unique_dim_consecutive"}
 UNFAKED = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException)
-TORCH, HERE = (os.path.dirname(path) + os.sep for path in (torch.__file__, __file__))
+TORCH, HERE = os.path.dirname(torch.__file__) + os.sep, os.path.dirname(os.path.dirname(__file__)) + os.sep
 STEP = tuple(
-    HERE + name for name in ("training.py", "tracked.py", "any_module.py", "engines")
-)  # what calls the user's code
+    HERE + os.path.join(*name)
+    for name in (("training", ""), ("tracking", "tracked.py"), ("simulation", "any_module.py"))
+)
 
 
 class ValueNeeded(Exception):
@@ -233,8 +233,7 @@ def packed_sequences() -> Iterator[None]:
                 start, since = end, i
         return (output.transpose(0, 1) if batch_first else output), lengths
 
-    log = logging.getLogger("torch._subclasses.fake_tensor")  # it prints a traceback of what a sentence says here
-    with patch.object(torch._VF, "_pad_packed_sequence", pad, create=True), patch.object(log, "disabled", True):
+    with patch.object(torch._VF, "_pad_packed_sequence", pad, create=True):
         yield
 
 

@@ -193,9 +193,15 @@ def _adapters(model: "torch.nn.Module", recipe: Recipe) -> "torch.nn.Module":
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*fan_in_fan_out.*")  # GPT-2's Conv1D; PEFT sets it right itself
         # adapters take their layer's dtype, but not a quantized one's; here that is quantized when they are there
-        return get_peft_model(
-            model, LoraConfig(**values), autocast_adapter_dtype=cast or recipe.quantization is not None
-        )
+        try:
+            return get_peft_model(
+                model, LoraConfig(**values), autocast_adapter_dtype=cast or recipe.quantization is not None
+            )
+        except (TypeError, ValueError) as error:  # kinds of layers and names that PEFT does not adapt
+            asked = recipe.lora.target_modules
+            raise RecipeError(
+                "lora.target_modules", asked, f"PEFT refuses it for {recipe.name}: {reason(error)}"
+            ) from error
 
 
 def materialise(model: "torch.nn.Module", device: "torch.device") -> None:
