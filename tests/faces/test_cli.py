@@ -354,6 +354,43 @@ def test_version():
     assert run("--version").stdout == f"vramlab {vramlab.__version__}\n"
 
 
+LOADED = """
+import runpy, sys
+sys.argv = ["vramlab", *sys.argv[1:]]
+try:
+    runpy.run_module("vramlab", run_name="__main__")
+except SystemExit:
+    pass
+print(*sorted(name for name in sys.modules if not name.startswith("_")), file=sys.stderr)
+"""
+
+
+@pytest.mark.parametrize(
+    ("command", "unwanted"),
+    [
+        (
+            ["simulate", "gpt2", "--num-layers", "2"],
+            ["bitsandbytes", "peft", "datasets", "matplotlib", "torch._inductor"],
+        ),
+        (["predict", "gpt2"], ["torch", "transformers", "numpy", "psutil"]),
+        (["plan", "gpt2", "--gpu", "T4", "--method", "lora"], ["torch", "transformers", "numpy", "psutil"]),
+    ],
+    ids=lambda value: value[0],
+)
+def test_commands_load_only_what_they_need(command, unwanted):
+    done = subprocess.run([sys.executable, "-c", LOADED, *command], capture_output=True, text=True, check=True)
+    assert done.stdout and not set(unwanted) & set(done.stderr.split())
+
+
+def test_doctor_loads_no_torch_where_no_gpu_is():
+    from vramlab.faces.checks import may_have_gpu
+
+    if may_have_gpu():
+        pytest.skip("torch is asked about the GPU of this machine")
+    done = subprocess.run([sys.executable, "-c", LOADED, "doctor"], capture_output=True, text=True, check=True)
+    assert "torch build" in done.stdout and not {"torch", "bitsandbytes"} & set(done.stderr.split())
+
+
 def test_help_names_every_command_and_costs_no_torch():
     code = "import sys, vramlab.faces.cli; print(sorted({'torch', 'transformers', 'pynvml'} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -224,7 +224,7 @@ def test_bitsandbytes_loads_silently_here(capfd):
 
 
 def test_tight_machine(monkeypatch):
-    monkeypatch.setattr(checks, "memory", lambda: (8 * GiB, GiB))
+    monkeypatch.setattr(host, "memory", lambda: (8 * GiB, GiB))
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(total=99 * GiB, used=98 * GiB, free=GiB))
     monkeypatch.setattr(shutil, "which", lambda name: None)
     found = run(checks.machine)

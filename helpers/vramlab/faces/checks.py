@@ -1,10 +1,13 @@
 """The single checks of `doctor`: each looks at one thing and says what it found and what to do about it."""
 
 import contextlib
+import ctypes
+import importlib.util
 import io
 import logging
 import os
 import platform
+import runpy
 import shutil
 import sys
 import warnings
@@ -79,16 +82,34 @@ def packages() -> Iterator[Check]:
         yield Check(name, WARN, f"{version}, {specifier} needed", advice, True)
 
 
+def may_have_gpu() -> bool:
+    """Whether NVIDIA's or AMD's driver is there. Without one torch need not be asked, whose import takes seconds."""
+    return nvml_snapshot().available or any(map(os.path.exists, ("/dev/nvidiactl", "/dev/kfd")))
+
+
+def torch_build() -> str | None:
+    """CUDA's version that torch was built for, None of a CPU build, without loading torch. Raises ImportError."""
+    spec = importlib.util.find_spec("torch")
+    if spec is None or spec.origin is None:
+        raise ImportError("No module named 'torch'")
+    return runpy.run_path(os.path.join(os.path.dirname(spec.origin), "version.py")).get("cuda")
+
+
 def gpus() -> Iterator[Check]:
+    loaded = "torch" in sys.modules or may_have_gpu()
     try:
-        import torch
-    except ImportError as error:
+        if loaded:
+            import torch
+
+            cuda = torch.version.cuda
+        else:
+            cuda = torch_build()
+    except (ImportError, OSError) as error:
         yield Check("torch build", MISSING, "does not load", f"{error}: install torch again", required=True)
         return
-    cuda = torch.version.cuda
     sensors = nvml_snapshot()
     yield Check("torch build", OK, f"CUDA {cuda}" if cuda else "CPU only")
-    if not torch.cuda.is_available():
+    if not loaded or not torch.cuda.is_available():
         yield Check("GPU", *_why_no_gpu(cuda, sensors))
         return
     for index in range(torch.cuda.device_count()):
@@ -142,22 +163,44 @@ def sensors() -> Iterator[Check]:
 
 def bitsandbytes() -> Iterator[Check]:
     name, without = "bitsandbytes library", "without it no 4-bit, no int8 and no 8-bit optimizers"
+    try:
+        build = native_build()
+    except ImportError as error:
+        yield Check(name, MISSING, f"does not import ({error})", f"pip install bitsandbytes; {without}")
+        return
+    if build:
+        yield Check(name, OK, f"loads, {build} build")
+    else:
+        yield Check(name, WARN, "its native library does not load", f"python -m bitsandbytes says why; {without}")
+
+
+def native_build() -> str:
+    """ "CUDA" or "CPU", the build of bitsandbytes' library that loads here; "" if none does. Raises ImportError.
+
+    Where torch is not loaded, as on a machine without a GPU, the CPU library is loaded alone: bitsandbytes itself takes
+    seconds to import.
+    """
+    if "torch" not in sys.modules:
+        spec = importlib.util.find_spec("bitsandbytes")
+        if spec is None or spec.origin is None:
+            raise ImportError("No module named 'bitsandbytes'")
+        ending = {"win32": "dll", "darwin": "dylib"}.get(sys.platform, "so")
+        try:
+            ctypes.CDLL(os.path.join(os.path.dirname(spec.origin), f"libbitsandbytes_cpu.{ending}"))
+        except OSError:
+            return ""
+        return "CPU"
     logger = logging.getLogger("bitsandbytes")
     before, logger.disabled = logger.disabled, True  # it complains about what is reported here anyway
     try:
         with warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()):
             warnings.simplefilter("ignore")
             from bitsandbytes import cextension
-    except ImportError as error:
-        yield Check(name, MISSING, f"does not import ({error})", f"pip install bitsandbytes; {without}")
-        return
     finally:
         logger.disabled = before
-    lib = cextension.lib
-    if "Mock" in type(lib).__name__:
-        yield Check(name, WARN, "its native library does not load", f"python -m bitsandbytes says why; {without}")
-    else:
-        yield Check(name, OK, f"loads, {'CUDA' if getattr(lib, 'compiled_with_cuda', False) else 'CPU'} build")
+    if "Mock" in type(cextension.lib).__name__:
+        return ""
+    return "CUDA" if getattr(cextension.lib, "compiled_with_cuda", False) else "CPU"
 
 
 def machine() -> Iterator[Check]:

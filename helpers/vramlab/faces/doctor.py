@@ -43,7 +43,10 @@ class Doctor:
 
 
 def doctor() -> Doctor:
-    """Looks at Python, libraries, GPU, driver, sensors, memory, cores and disk. Loads torch and bitsandbytes."""
+    """Looks at Python, libraries, GPU, driver, sensors, memory, cores and disk.
+
+    Loads torch and bitsandbytes only where a GPU may be.
+    """
     found: list[Check] = []
     for name, look in checks.LOOKS:
         try:

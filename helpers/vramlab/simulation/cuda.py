@@ -255,12 +255,12 @@ def _capturable_anywhere() -> Iterator[None]:
 @contextlib.contextmanager
 def eight_bit_products() -> Iterator[None]:
     """bitsandbytes multiplies in int8 where it is not on a CPU. Without outlying columns: those depend on values."""
-    try:
-        import bitsandbytes
-        from bitsandbytes.autograd import _functions
-    except ImportError:
+    if not sys.modules.get("bitsandbytes"):
         yield
         return
+    import bitsandbytes
+    from bitsandbytes.autograd import _functions
+
     original = bitsandbytes.matmul
 
     def matmul(A, B, out=None, state=None, threshold=0.0, bias=None):

@@ -2,6 +2,7 @@
 
 import contextlib
 import logging
+import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterator
@@ -26,7 +27,8 @@ def fake_world(target: str, card: Gpu | None = None) -> Iterator[tuple[FakeTenso
     """A FakeTensorMode with the kernels of `target` in place, in which models take the branches of real tensors.
 
     transformers takes a fake tensor for a sign of tracing and then builds causal masks that it skips otherwise
-    (`masking_utils._ignore_causal_mask_sdpa`), which changes the attention kernel too.
+    (`masking_utils._ignore_causal_mask_sdpa`), which changes the attention kernel too. bitsandbytes takes seconds to
+    load, so its functions are replaced only if it is loaded: import it before, if the model is going to need it.
     """
     from transformers.utils import generic, import_utils
 
@@ -76,11 +78,10 @@ def _plain_codes() -> Iterator[None]:
 
     bitsandbytes makes them its own class again, of the same storage, and gives them their statistics.
     """
-    try:
-        from bitsandbytes.nn import modules
-    except ImportError:
+    if not sys.modules.get("bitsandbytes"):
         yield
         return
+    from bitsandbytes.nn import modules
 
     def give_back(module: torch.nn.Module) -> None:
         if getattr(module.weight, "quant_state", None) is None:

@@ -179,6 +179,9 @@ def divided_by_layer(recipe: Recipe) -> bool:
 
 
 def _run(recipe: Recipe, target: str, card: Gpu | None, steps: int) -> Tracker:
+    if recipe.quantization:
+        import bitsandbytes  # noqa: F401 — before fake_world, which then replaces some of its functions
+
     engine = engine_of(recipe)
     device = engine.fake_gpu if target == "cuda" else "cpu"
     with one_rank_of(recipe.sharding), engine.without_peers(target), fake_world(target, card) as (_, kernels):
