@@ -91,7 +91,7 @@ class Question:
             if not getattr(self, name):
                 raise RecipeError(name, values, "at least one is needed")
             for value in getattr(self, name):
-                choice(name, value, allowed)
+                flag(name, value) if name == "checkpointing" else choice(name, value, allowed)
         if not isinstance(self.lora, LoRA):
             raise RecipeError("lora", self.lora, "it must be a LoRA")
         plain = Recipe(self.model, seq_len=self.seq_len, task=self.task, num_layers=self.num_layers)
