@@ -21,7 +21,7 @@ ARG PIP_FLAGS=""
 RUN useradd --create-home student
 WORKDIR /home/student/course
 COPY --chown=student . .
-RUN pip install --no-cache-dir ${PIP_FLAGS} -c constraints.txt -e '.[lab,site,test]'
+RUN pip install --no-cache-dir ${PIP_FLAGS} -c constraints.txt -e '.[course,lab,site,test]'
 
 USER student
 EXPOSE 8888

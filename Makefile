@@ -48,8 +48,8 @@ $(INSTALLED): pyproject.toml $(wildcard $(CONSTRAINTS))
 	fi; \
 	echo "Making .venv with $$found; the first time takes minutes"; \
 	"$$found" -m venv .venv
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_FLAGS) \
-		$(if $(CONSTRAINTS),-c $(CONSTRAINTS)) -e '.[lab,site,test]'
+	$(BIN)/python -m pip install -qq --disable-pip-version-check $(PIP_FLAGS) \
+		$(if $(CONSTRAINTS),-c $(CONSTRAINTS)) -e '.[course,lab,site,test]'
 	@touch $@
 
 course: $(INSTALLED)

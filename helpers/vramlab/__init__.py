@@ -10,6 +10,7 @@ Everything is loaded when it is first used, so the import is quick.
 import importlib
 from typing import TYPE_CHECKING
 
+from .report.errors import needing
 from .training.quiet import silence
 
 __version__ = "0.1.0"
@@ -74,7 +75,8 @@ if TYPE_CHECKING:
 def __getattr__(name: str):
     if name not in _HOME:
         raise AttributeError(f"module 'vramlab' has no attribute {name!r}")
-    module = importlib.import_module(f".{_HOME[name]}", __name__)
+    with needing(name):
+        module = importlib.import_module(f".{_HOME[name]}", __name__)
     # `plot` is a module itself
     value = importlib.import_module(f".{name}", module.__name__) if name == "plot" else getattr(module, name)
     globals()[name] = value
@@ -90,6 +92,7 @@ def __dir__():
 
 def load_ipython_extension(ipython) -> None:
     """`%load_ext vramlab` gives the cell magic `%%watch`."""
-    from .faces.magic import WatchMagic
+    with needing("%%watch"):
+        from .faces.magic import WatchMagic
 
     ipython.register_magics(WatchMagic)

@@ -1,13 +1,16 @@
 """The course's own base model: a small Llama that has read Python's standard library, and how well it predicts text.
 
 It is trained by `data/base_model/train.py`; `data/base_model/README.md` says on what, how long and how good it became.
-Everything here works offline: weights, tokenizer and texts lie in the package's data folder.
+Everything here works offline: weights, tokenizer and texts lie in the repository, and in the distribution
+`vramlab-base-model` that the notebooks' set-up cell installs beside vramlab.
 """
 
 import json
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from importlib.metadata import metadata
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,9 +27,22 @@ DTYPES = ("float32", "float16", "bfloat16")
 QUANT_TYPES = ("nf4", "fp4")
 
 
+def base_model_path(*parts: str) -> Path:
+    """The path of one of the base model's files: in a checkout, or as `vramlab-base-model` installs it."""
+    folder = data_path("base_model")
+    if not folder.is_dir() and (installed := find_spec("vramlab_base_model")):
+        folder = Path(next(iter(installed.submodule_search_locations)))
+    return folder.joinpath(*parts)
+
+
 def base_model_folder() -> Path:
     """Where the model lies, as `from_pretrained` and `Recipe(folder)` take it. Raises RecordError if it is missing."""
-    folder = data_path("base_model")
+    folder = base_model_path()
+    if not folder.is_dir():
+        address = next(
+            (line.rpartition(", ")[2] for line in metadata("vramlab").get_all("Project-URL") or []), "ADDRESS"
+        )
+        raise RecordError(f"The base model is not installed: pip install 'git+{address}#subdirectory=data/base_model'.")
     if not (folder / "model.safetensors").exists():
         raise RecordError(f"The base model is missing: run {folder / 'train.py'}, which trains it in about an hour.")
     return folder

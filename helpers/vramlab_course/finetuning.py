@@ -9,10 +9,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from vramlab.report.data import data_path
 from vramlab.report.errors import RecordError
 
-from .base_model import CONTEXT, load_base_model, load_base_tokenizer
+from .base_model import CONTEXT, base_model_path, load_base_model, load_base_tokenizer
 
 if TYPE_CHECKING:
     import torch
@@ -122,7 +121,7 @@ class Sweep:
 
 def recorded_sweep() -> Sweep:
     """Full fine-tuning against LoRA by rank and by target, as `data/base_model/quality.py` recorded it."""
-    path = data_path("base_model", "quality.json")
+    path = base_model_path("quality.json")
     if not path.exists():
         raise RecordError(f"{path.name} is missing: run data/base_model/quality.py, which takes about half an hour.")
     facts = json.loads(path.read_text(encoding="utf-8"))

@@ -35,7 +35,11 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 HERE = Path(__file__).resolve().parent
 BASE_MODEL = next(  # beside the installed package, or in a checkout; a copy of this file elsewhere needs --model
-    (folder for folder in (HERE / "data_files/base_model", HERE.parent.parent / "data/base_model") if folder.exists()),
+    (
+        folder
+        for folder in (HERE.parent / "vramlab_base_model", HERE.parent.parent / "data/base_model")
+        if folder.exists()
+    ),
     None,
 )
 

@@ -370,7 +370,7 @@ print(*sorted(name for name in sys.modules if not name.startswith("_")), file=sy
     [
         (
             ["simulate", "gpt2", "--num-layers", "2"],
-            ["bitsandbytes", "peft", "datasets", "matplotlib", "torch._inductor"],
+            ["bitsandbytes", "peft", "datasets", "matplotlib", "torch._inductor.compile_fx"],
         ),
         (["predict", "gpt2"], ["torch", "transformers", "numpy", "psutil"]),
         (["plan", "gpt2", "--gpu", "T4", "--method", "lora"], ["torch", "transformers", "numpy", "psutil"]),

@@ -13,7 +13,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from settings import ROOT
 
-HEADER = """# The exact set that CI runs: all that `pip install -e .[lab,site,test]` brings, written by `make constraints`.
+HEADER = """# The exact set that CI runs: what `pip install -e .[course,lab,site,test]` brings, written by `make constraints`.
 # Use it as `pip install -c constraints.txt …`. Versions carry no build tag, so any build of torch fits.
 """
 

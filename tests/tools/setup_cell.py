@@ -1,4 +1,4 @@
-# Set-up. On your own machine this cell does nothing. On Colab or Kaggle it installs the course's package beside
+# Set-up. On your own machine this cell does nothing. On Colab or Kaggle it installs the course's packages beside
 # what is there, and holds torch and numpy at the versions that the runtime came with.
 import importlib.metadata
 import importlib.util
@@ -10,5 +10,6 @@ REPOSITORY = "https://repository.invalid"
 hosted = "COLAB_RELEASE_TAG" in os.environ or "KAGGLE_KERNEL_RUN_TYPE" in os.environ
 if hosted and importlib.util.find_spec("vramlab") is None:
     held = [f"{name}=={importlib.metadata.version(name)}" for name in ("torch", "numpy")]
-    subprocess.run([sys.executable, "-m", "pip", "install", "-q", f"git+{REPOSITORY}", *held], check=True)
+    course = [f"vramlab[course] @ git+{REPOSITORY}", f"git+{REPOSITORY}#subdirectory=data/base_model"]
+    subprocess.run([sys.executable, "-m", "pip", "install", "-q", *course, *held], check=True)
     importlib.invalidate_caches()

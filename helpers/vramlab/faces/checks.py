@@ -18,6 +18,7 @@ from importlib import metadata
 from ..hardware import host
 from ..hardware.gpu import current_device
 from ..hardware.nvml import Sensors, all_sensors, nvml_snapshot
+from ..report.errors import MissingExtra
 from ..report.report import GiB, format_bytes
 
 OK, WARN, MISSING = "ok", "warn", "missing"
@@ -42,7 +43,7 @@ class Check:
 
 
 def requirements() -> list[tuple[str, str]]:
-    """(package, version specifier) for everything the package needs, from its metadata or its pyproject.toml."""
+    """(package, version specifier) for everything the course needs, from the metadata or pyproject.toml."""
     from packaging.requirements import Requirement
 
     try:
@@ -53,9 +54,10 @@ def requirements() -> list[tuple[str, str]]:
         from ..report.data import data_folder
 
         text = (data_folder().parent / "pyproject.toml").read_text(encoding="utf-8")
-        lines = tomllib.loads(text)["project"]["dependencies"]
+        project = tomllib.loads(text)["project"]
+        lines = project["dependencies"] + project["optional-dependencies"]["course"]
     found = [Requirement(line) for line in lines]
-    return [(r.name, str(r.specifier)) for r in found if r.marker is None or r.marker.evaluate({"extra": ""})]
+    return [(r.name, str(r.specifier)) for r in found if r.marker is None or r.marker.evaluate({"extra": "course"})]
 
 
 def python() -> Iterator[Check]:
@@ -141,7 +143,8 @@ def _why_no_gpu(cuda: str | None, sensors: Sensors) -> tuple[str, str, str]:
 def sensors() -> Iterator[Check]:
     first = nvml_snapshot()
     if not first.available:
-        has_gpu = "torch" in sys.modules and sys.modules["torch"].cuda.is_available()
+        torch = sys.modules.get("torch")
+        has_gpu = torch is not None and torch.cuda.is_available()
         advice = "device-wide memory, heat and power cannot be shown" if has_gpu else ""
         yield Check("NVML", WARN if has_gpu else MISSING, first.reason, advice)
         return
@@ -204,10 +207,14 @@ def native_build() -> str:
 
 
 def machine() -> Iterator[Check]:
-    total, available = host.memory()
-    value = f"{format_bytes(available, digits=1)} free of {format_bytes(total, digits=1)}"
-    tight = "close other programs: notebooks that train on the CPU take a few GiB" if available < RAM_NEEDED else ""
-    yield Check("RAM", WARN if tight else OK, value, tight)
+    try:
+        total, available = host.memory()
+    except MissingExtra as error:
+        yield Check("RAM", MISSING, "not seen", str(error))
+    else:
+        value = f"{format_bytes(available, digits=1)} free of {format_bytes(total, digits=1)}"
+        tight = "close other programs: notebooks that train on the CPU take a few GiB" if available < RAM_NEEDED else ""
+        yield Check("RAM", WARN if tight else OK, value, tight)
     yield Check("CPU cores", OK, str(host.cores()))
     disk = shutil.disk_usage(os.getcwd())
     full = "recorded measurements and checkpoints need room: free some" if disk.free < DISK_NEEDED else ""

@@ -20,7 +20,7 @@ from .. import __version__
 from ..hardware.gpu import Gpu, find_gpu
 from ..recipe.options import LOOPS, QUANT_TYPES, LoRA, Quantization, Sharding
 from ..recipe.recipe import ATTENTION, OPTIMIZERS, PRECISIONS, TASKS, Recipe
-from ..report.errors import VramLabError
+from ..report.errors import VramLabError, needing
 from ..report.report import Interval, Report, format_bytes
 
 FAILED, WRONG, OUT_OF_MEMORY, STOPPED = 1, 2, 3, 130
@@ -57,7 +57,8 @@ class Commands(TyperGroup):
 
     def invoke(self, ctx: Any) -> Any:
         try:
-            return super().invoke(ctx)
+            with needing(lambda: ctx.invoked_subcommand):
+                return super().invoke(ctx)
         except VramLabError as error:
             typer.echo(str(error), err=True)
             raise typer.Exit(WRONG) from None

@@ -5,6 +5,7 @@ from typing import Any
 
 from ..hardware import host
 from ..hardware.nvml import all_sensors
+from ..report.errors import MissingExtra
 from ..report.report import environment, format_bytes
 from . import checks
 from .checks import MISSING, WARN, Check
@@ -61,6 +62,9 @@ def environment_stamp() -> str:
     seen = environment()
     versions = [f"{name} {version or 'missing'}" for name, version in seen.items() if name not in ("system", "date")]
     gpus = [s.name or "a GPU without a name" for s in all_sensors()]
-    ram = format_bytes(host.memory()[0], digits=1)
+    try:
+        ram = format_bytes(host.memory()[0], digits=1)
+    except MissingExtra:
+        ram = "unknown"
     parts = [" + ".join(gpus) or "no GPU", f"{host.cores()} CPU cores", f"{ram} RAM", seen["system"], seen["date"]]
     return f"{MARKER}{' · '.join(versions)}\n{MARKER}{' · '.join(parts)}"

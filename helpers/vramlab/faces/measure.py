@@ -7,10 +7,11 @@ from ..formulas.model_states import gradient_bytes, optimizer_state_bytes, param
 from ..formulas.predict import predict
 from ..measurement.measure import measure as _measure
 from ..recipe.recipe import Recipe
-from ..report.errors import RecipeError
+from ..report.errors import RecipeError, needing
 from ..report.report import Report
 
 
+@needing("measure")
 @functools.wraps(_measure)
 def measure(recipe: Recipe | Any, *args: Any, **options: Any) -> Report:
     return _measure(recipe, *args, **{"estimate": peak_bytes, **options})

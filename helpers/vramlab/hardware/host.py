@@ -2,10 +2,13 @@
 
 import os
 
+from ..report.errors import needing
+
 
 def memory() -> tuple[int, int]:
     """(total, available) bytes of RAM; a container's own limit counts where it has one (cgroup version 2)."""
-    import psutil
+    with needing("The host's memory"):
+        import psutil
 
     host = psutil.virtual_memory()
     try:

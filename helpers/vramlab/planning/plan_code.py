@@ -6,6 +6,7 @@ import json
 from ..recipe.arguments import settings
 from ..recipe.options import LoRA
 from ..recipe.recipe import Recipe
+from ..report.errors import needing
 
 CLASSES = {
     "causal-lm": ("AutoModelForCausalLM", "CAUSAL_LM"),
@@ -51,7 +52,8 @@ ENDING = (
 
 def _arguments(recipe: Recipe) -> dict[str, str]:
     """The arguments that are not `TrainingArguments`' own defaults, as text; batch and optimizer are always said."""
-    from transformers import TrainingArguments
+    with needing("Code for the Trainer"):
+        from transformers import TrainingArguments
 
     usual = {field.name: field.default for field in dataclasses.fields(TrainingArguments)}
     usual |= dict.fromkeys(("per_device_train_batch_size", "optim"))

@@ -83,7 +83,7 @@ class Question:
         choice("tier", self.tier, TIERS)
         flag("offload", self.offload)
         known = {"optims": OPTIMIZERS, "attention": ATTENTION, "engines": ENGINES, "precisions": PRECISIONS}
-        for name, allowed in {**known, "checkpointing": None}.items():
+        for name, allowed in {**known, "checkpointing": (False, True)}.items():
             values = getattr(self, name)
             if values is None:
                 continue
@@ -91,7 +91,7 @@ class Question:
             if not getattr(self, name):
                 raise RecipeError(name, values, "at least one is needed")
             for value in getattr(self, name):
-                choice(name, value, allowed) if allowed else flag(name, value)
+                flag(name, value) if name == "checkpointing" else choice(name, value, allowed)
         if not isinstance(self.lora, LoRA):
             raise RecipeError("lora", self.lora, "it must be a LoRA")
         plain = Recipe(self.model, seq_len=self.seq_len, task=self.task, num_layers=self.num_layers)

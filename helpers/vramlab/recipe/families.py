@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..report.errors import RecipeError
+from ..report.errors import RecipeError, needing
 from .options import words
 
 AUTO_CLASS = {
@@ -180,8 +180,9 @@ def family_of(name: str, config: dict[str, Any]) -> Family:
     """
     if config["model_type"] in FAMILIES:
         return FAMILIES[config["model_type"]]
-    from transformers import AutoConfig
-    from transformers.models.auto import modeling_auto
+    with needing(f"The model type {config['model_type']!r}"):
+        from transformers import AutoConfig
+        from transformers.models.auto import modeling_auto
 
     try:
         full = AutoConfig.for_model(**config)

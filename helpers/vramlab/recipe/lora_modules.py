@@ -4,7 +4,7 @@ import re
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
-from ..report.errors import RecipeError
+from ..report.errors import RecipeError, needing
 
 if TYPE_CHECKING:
     from .options import LoRA
@@ -127,7 +127,8 @@ def check(shape: "ShapeData", target_modules: Targets, r: int) -> None:
 def _default(shape: "ShapeData") -> tuple[str, ...] | str:
     found = DEFAULTS.get(shape.family)
     if found is None and shape.family not in WITHOUT_DEFAULT:
-        from peft.utils.constants import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING as mapping
+        with needing(f"PEFT's default for {shape.family}"):
+            from peft.utils.constants import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING as mapping
 
         found = mapping.get(shape.family)
     if found is None:

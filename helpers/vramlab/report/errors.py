@@ -1,5 +1,8 @@
 """One class per kind of error; each message is one sentence that says what was wrong and what is allowed."""
 
+import contextlib
+from collections.abc import Callable, Iterator
+
 
 class VramLabError(Exception):
     """Base class of every error this package raises on purpose."""
@@ -50,3 +53,31 @@ class RankError(MeasurementError):
     def __init__(self, message: str, rank: int, code: int | None = None, traceback: str = "", oom: str = ""):
         self.rank, self.code, self.traceback, self.oom = rank, code, traceback, oom
         super().__init__(message + (f"\n\n{traceback.rstrip()}" if traceback else ""))
+
+
+# The extra of pyproject.toml that brings each module which a plain install lacks.
+EXTRAS = {
+    **dict.fromkeys(("torch", "transformers", "peft", "accelerate", "numpy", "safetensors", "psutil"), "simulate"),
+    **dict.fromkeys(("filelock", "pynvml"), "simulate"),
+    "bitsandbytes": "quantization",
+    "deepspeed": "deepspeed",
+    "matplotlib": "plot",
+    **dict.fromkeys(("IPython", "ipywidgets", "latex2mathml"), "lab"),
+}
+
+
+class MissingExtra(VramLabError, ImportError):
+    """Something that a plain install cannot do; the message says which extra can."""
+
+
+@contextlib.contextmanager
+def needing(what: str | Callable[[], str]) -> Iterator[None]:
+    """Raises MissingExtra in place of the ModuleNotFoundError of a package in EXTRAS: `what` needs it. Decorates too."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        package = (error.name or "").partition(".")[0]
+        if package not in EXTRAS:
+            raise
+        name = what if isinstance(what, str) else what()
+        raise MissingExtra(f"{name} needs {package}: pip install 'vramlab[{EXTRAS[package]}]'", name=package) from error

@@ -18,7 +18,7 @@ from ..recipe import lora_modules
 from ..recipe.families import reason
 from ..recipe.recipe import Loop, Recipe, as_recipe
 from ..recipe.weights import unquantized
-from ..report.errors import RecipeError, VramLabError
+from ..report.errors import RecipeError, VramLabError, needing
 from ..report.report import Report
 from ..tracking.history import History
 from ..tracking.reporting import to_report
@@ -42,6 +42,7 @@ STEPS = 2
 FLOATS, INTEGERS = (torch.float32, torch.float16, torch.bfloat16), (torch.int64, torch.int32)
 
 
+@needing("simulate")
 def simulate(
     recipe: Recipe | Any = None,
     target: str = "cuda",

@@ -4,8 +4,9 @@ import json
 from contextlib import suppress
 from functools import cache
 
-from vramlab.report.data import data_path
 from vramlab.report.errors import RecordError
+
+from ..base_model import base_model_path
 
 
 @cache
@@ -16,5 +17,5 @@ def recorded_quality() -> dict:
         RecordError: it has not been run.
     """
     with suppress(FileNotFoundError):
-        return json.loads(data_path("base_model", "quality_4bit.json").read_text(encoding="utf-8"))
+        return json.loads(base_model_path("quality_4bit.json").read_text(encoding="utf-8"))
     raise RecordError("quality_4bit.json is missing: run data/base_model/quality_4bit.py, which takes some minutes.")

@@ -18,11 +18,11 @@ from vramlab.measurement.records import find_record
 from vramlab.planning.search import Search
 from vramlab.planning.search_space import Question, usable_memory
 from vramlab.recipe.recipe import Recipe
-from vramlab.report.data import data_path
 from vramlab.report.errors import RecordError
 from vramlab.report.report import CATEGORIES, GiB, Interval, MiB, Report, format_bytes
 from vramlab.simulation.simulate import simulate
 
+from vramlab_course.base_model import base_model_path
 from vramlab_course.numerics import FORMATS
 from vramlab_course.topology import NVLINK, bytes_sent
 
@@ -32,7 +32,7 @@ from .installed import installed
 from .runs import attention, compiled, four_bits, labelled, loaded, sent, wrapped
 from .trained import accumulated, learns, quantized, recorded, rounded_weights, trained
 
-BASE = str(data_path("base_model", "config.json"))  # "base" in a claim's recipe
+BASE = str(base_model_path("config.json"))  # "base" in a claim's recipe
 CARD = "A100"  # of `changes`
 LIMITS = ("max", "smallest", "smallest_normal", "epsilon")  # of a number format
 

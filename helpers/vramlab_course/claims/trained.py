@@ -7,10 +7,9 @@ from typing import Any
 
 import torch
 from torch.nn import functional as F
-from vramlab.report.data import data_path
 from vramlab.report.errors import RecordError
 
-from vramlab_course.base_model import bits_per_byte, finetuning_texts, held_out, load_base_model
+from vramlab_course.base_model import base_model_path, bits_per_byte, finetuning_texts, held_out, load_base_model
 from vramlab_course.finetuning import batches, fresh
 from vramlab_course.numerics import FORMATS, rounded
 from vramlab_course.quantizers import absmax, quantile
@@ -27,7 +26,7 @@ def recorded(file: str, names: Mapping[str, list[str]]) -> Facts:
 
     Raises RecordError where there is no such record.
     """
-    path = data_path("base_model", file)
+    path = base_model_path(file)
     if not path.exists():
         raise RecordError(f"Waits for {file}: its script in data/base_model has not been run.")
     stored = json.loads(path.read_text(encoding="utf-8"))

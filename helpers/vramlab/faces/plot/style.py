@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
+from ...report.errors import needing
 from ...report.report import text_table
 
 # Okabe and Ito's palette (Color Universal Design, 2008), which readers of every kind of colour vision tell apart; the
@@ -67,7 +68,8 @@ def figure_class() -> type:
 @contextmanager
 def styled() -> Iterator[None]:
     """While entered, figures are drawn in this package's style; the reader's own settings are left alone."""
-    import matplotlib.pyplot as plt
+    with needing("plot"):
+        import matplotlib.pyplot as plt
 
     # Not `rc_context`: it would also undo what a notebook's backend switches on when the first figure loads it.
     own, before = {key: plt.rcParams[key] for key in RC}, plt.get_fignums()
