@@ -228,3 +228,14 @@ def test_a_name_is_a_recipe(witness, monkeypatch):
     assert asked[0].name == "gpt2"
     for wrong in (3, b"gpt2", "gpt-2"):
         assert refused(witness, wrong).field == "model"
+
+
+@pytest.mark.parametrize("precision", ["fp32", "tf32"])
+def test_flash_attention_needs_half_precision(precision):
+    error = refused(Recipe, LLAMA, precision=precision, attn_implementation="flash_attention_2")
+    assert error.field == "precision" and "fp16 and bf16" in str(error)
+
+
+def test_a_loop_that_empties_the_cache_is_noted():
+    recipe = Recipe(LLAMA, seq_len=8, loop=Loop(empty_cache_steps=2))
+    assert any("empty_cache_steps" in note for note in simulate(recipe).notes)

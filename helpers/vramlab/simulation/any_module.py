@@ -121,12 +121,14 @@ def untouched(model: torch.nn.Module) -> Iterator[None]:
 
 def notes(model: torch.nn.Module, loop: Loop | str) -> list[str]:
     """What the simulation of `model` leaves out."""
-    found = []
-    if is_compiled(model):
-        found.append("torch.compile: the eager step is simulated")
-    if getattr(loop, "empty_cache_steps", None):
-        found.append("loop.empty_cache_steps: what is reserved is that of a run that never empties the cache")
-    return found
+    return ["torch.compile: the eager step is simulated"] * is_compiled(model) + loop_notes(loop)
+
+
+def loop_notes(loop: Loop | str) -> list[str]:
+    """What the simulation leaves out of `loop`."""
+    if not getattr(loop, "empty_cache_steps", None):
+        return []
+    return ["loop.empty_cache_steps: what is reserved is that of a run that never empties the cache"]
 
 
 def lazy_parameter(model: torch.nn.Module) -> str | None:

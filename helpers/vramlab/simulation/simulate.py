@@ -91,7 +91,7 @@ def simulate(
         title, notes = type(model).__name__, any_module.notes(model, loop) + tracker.values.notes + list(tracker.notes)
         return to_report(history, "simulated", None, target, card=card, title=title, notes=notes)
     notes += ["torch_compile: the eager step is simulated"] if recipe.torch_compile else []
-    notes += unquantized(recipe) + lora_modules.notes(recipe.shape, recipe.lora)
+    notes += any_module.loop_notes(recipe.loop) + unquantized(recipe) + lora_modules.notes(recipe.shape, recipe.lora)
     if card and (why := card.why_not(recipe.precision)):
         notes.append(why)
     with as_it_ran(as_run):
