@@ -66,7 +66,8 @@ def test_layers_that_peft_does_not_adapt(kind):
 def test_what_a_model_does_by_values_is_one_sentence(caplog):
     sizes = {"hidden_size": 64, "num_hidden_layers": 2, "vocab_size": 96, "kv_channels": 16, "intermediate_size": 128}
     recipe = Recipe({"model_type": "jetmoe", **sizes, "num_key_value_heads": 2, "num_local_experts": 4}, seq_len=8)
-    assert "measure(recipe) runs it for real" in str(refused(simulate, recipe))
+    message = str(refused(simulate, recipe))
+    assert "measure(recipe) runs it for real" in message and "(modeling_jetmoe.py, line " in message
     assert not caplog.records  # torch logs the traceback of a fake operator that fails
 
 

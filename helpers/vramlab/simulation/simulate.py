@@ -15,7 +15,6 @@ import torch
 from ..hardware.gpu import USUAL, Gpu, find_gpu
 from ..hardware.overhead import UNIT
 from ..recipe import lora_modules
-from ..recipe.families import reason
 from ..recipe.recipe import Loop, Recipe, as_recipe
 from ..recipe.weights import unquantized
 from ..report.errors import RecipeError, VramLabError
@@ -188,7 +187,8 @@ def _run(recipe: Recipe, target: str, card: Gpu | None, steps: int) -> Tracker:
         except VramLabError:
             raise
         except Exception as error:  # each model class has its own ways to fail, and to read values that a fake lacks
-            rest = f"its training step does not run on fake tensors: {reason(error)}; measure(recipe) runs it for real"
+            why = any_module.reason_at(error)
+            rest = f"its training step does not run on fake tensors: {why}; measure(recipe) runs it for real"
             raise RecipeError("model", recipe.name, rest) from error
 
 
