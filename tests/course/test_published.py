@@ -73,7 +73,11 @@ def test_an_older_transformers_as_it_ran_on_a_cpu(case, peaks):
         (Recipe(config("llama"), seq_len=8), ["transformers 4.57"], "'transformers 4.57'"),
         (Recipe(config("gpt2"), seq_len=8), "transformers 4.57", "gpt_neox, llama, mistral"),
         (Recipe(config("llama"), seq_len=8, task="sequence-classification"), "transformers 4.57", "causal-lm of"),
-        (Recipe(config("llama"), seq_len=8, attn_implementation="flash_attention_2"), "repeated keys", "'sdpa' and"),
+        (
+            Recipe(config("llama"), seq_len=8, precision="bf16-true", attn_implementation="flash_attention_2"),
+            "repeated keys",
+            "'sdpa' and",
+        ),
         (None, "repeated keys", "for recipes"),
     ],
 )

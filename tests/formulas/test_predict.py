@@ -10,12 +10,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from vramlab import Loop, LoRA, Quantization, Recipe, RecipeError, Report, Sharding
-from vramlab.formulas import account, model
+from vramlab.formulas import account, model, operators
 from vramlab.formulas import model_states as stored
 from vramlab.formulas.closed_form import activation_bytes_per_layer, largest_batch, logits_bytes
 from vramlab.formulas.model_states import bytes_per_parameter
 from vramlab.formulas.predict import predict
 from vramlab.hardware.overhead import rounded
+from vramlab.recipe.families import ACTIVATIONS
 from vramlab.recipe.options import QUANT_TYPES
 from vramlab.recipe.recipe import ATTENTION, OPTIMIZERS, PRECISIONS
 from vramlab.recipe.shapes import model_names, read_shape
@@ -91,6 +92,27 @@ def test_autocast_is_off_inside_attention_that_is_written_out(name, gpu):
     kept, really = (report.phases["forward"].end.activations for report in (predicted, truth))
     assert kept == pytest.approx(really, rel=0.001)
     assert predicted.peak.total == pytest.approx(truth.peak.total, rel=0.005)
+
+
+def with_activation(name: str, precision: str) -> Recipe:
+    sizes = {"hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 256}
+    config = {"model_type": "gpt_neox", "hidden_act": name, "vocab_size": 96, **sizes}
+    return Recipe(config, batch_size=4, seq_len=256, precision=precision)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16-mixed"])
+@pytest.mark.parametrize("name", ["gelu_10", "gelu_accurate", "gelu_fast", "linear", "relu2", "mish"])
+def test_activations_are_counted_as_simulated(name, precision):
+    from vramlab.simulation.simulate import simulate
+
+    recipe = with_activation(name, precision)
+    assert predict(recipe).peak.total == pytest.approx(simulate(recipe).peak.total, rel=0.001)
+
+
+@pytest.mark.parametrize("name", sorted(set(ACTIVATIONS) - set(operators.ACTIVATIONS)))
+def test_activations_that_are_not_written_down_are_refused(name):
+    with pytest.raises(RecipeError, match=r"model.activation.*ask simulate"):
+        predict(with_activation(name, "fp32"))
 
 
 def test_flash_attention_needs_ampere():

@@ -315,7 +315,7 @@ SLOW = Recipe("gpt2", batch_size=32, seq_len=1024)
     [
         (BIG, r"it needs about [\d,.]+ GiB and [\d,.]+ GiB of RAM are free"),
         (SLOW, r"it would take this CPU about [\d,]+ minutes"),
-        (TINY.replace(attn_implementation="flash_attention_2"), "flash-attention needs a GPU"),
+        (TINY.replace(precision="bf16-true", attn_implementation="flash_attention_2"), "flash-attention needs a GPU"),
         (TINY.replace(sharding=Sharding(3, 8)), r"it needs 8 processes and measure\(\) starts 4 at most on a CPU"),
     ],
 )

@@ -66,7 +66,8 @@ def test_layers_that_peft_does_not_adapt(kind):
 def test_what_a_model_does_by_values_is_one_sentence(caplog):
     sizes = {"hidden_size": 64, "num_hidden_layers": 2, "vocab_size": 96, "kv_channels": 16, "intermediate_size": 128}
     recipe = Recipe({"model_type": "jetmoe", **sizes, "num_key_value_heads": 2, "num_local_experts": 4}, seq_len=8)
-    assert "measure(recipe) runs it for real" in str(refused(simulate, recipe))
+    message = str(refused(simulate, recipe))
+    assert "measure(recipe) runs it for real" in message and "(modeling_jetmoe.py, line " in message
     assert not caplog.records  # torch logs the traceback of a fake operator that fails
 
 
@@ -228,3 +229,14 @@ def test_a_name_is_a_recipe(witness, monkeypatch):
     assert asked[0].name == "gpt2"
     for wrong in (3, b"gpt2", "gpt-2"):
         assert refused(witness, wrong).field == "model"
+
+
+@pytest.mark.parametrize("precision", ["fp32", "tf32"])
+def test_flash_attention_needs_half_precision(precision):
+    error = refused(Recipe, LLAMA, precision=precision, attn_implementation="flash_attention_2")
+    assert error.field == "precision" and "fp16 and bf16" in str(error)
+
+
+def test_a_loop_that_empties_the_cache_is_noted():
+    recipe = Recipe(LLAMA, seq_len=8, loop=Loop(empty_cache_steps=2))
+    assert any("empty_cache_steps" in note for note in simulate(recipe).notes)

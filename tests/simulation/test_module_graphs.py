@@ -14,14 +14,14 @@ ROWS, LENGTH, WIDTH = 3, 5, 8
 
 
 class Along(nn.Module):
-    """A layer along the sequence, which is the last dimension there. Contiguous: kernels copy what is not, unseen."""
+    """A layer along the sequence, which is the last dimension there, so that its input is not contiguous."""
 
     def __init__(self, *layers):
         super().__init__()
         self.layers = nn.Sequential(*layers)
 
     def forward(self, x):
-        return self.layers(x.transpose(1, 2).contiguous()).transpose(1, 2)
+        return self.layers(x.transpose(1, 2)).transpose(1, 2)
 
 
 class Residual(nn.Module):
@@ -161,7 +161,7 @@ graphs = st.fixed_dictionaries(
         "optimizer": st.sampled_from(sorted(OPTIMIZERS)),
         "precision": st.sampled_from(["fp32", "fp32", "bf16-mixed", "bf16-true"]),
     }
-).filter(lambda graph: drawable(graph))
+)
 
 
 def measured(model, batch, loss, optimizer, precision):
@@ -181,16 +181,6 @@ def measured(model, batch, loss, optimizer, precision):
             optimizer.step()
     del outputs, kept
     return seen.report()
-
-
-NORMS = {
-    "batch norm",
-    "layer norm",
-}  # on a CPU, statistics in half precision are fp32 for real and half on fake tensors
-
-
-def drawable(graph) -> bool:
-    return graph["precision"] == "fp32" or not NORMS & {kind for kind, *_ in graph["nodes"]}
 
 
 def differences(nodes, loss, optimizer, precision) -> list[str]:
@@ -228,7 +218,7 @@ def test_each_node(kind):
 
 
 @pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight")
-@hypothesis.settings(max_examples=200, phases=[hypothesis.Phase.generate])
+@hypothesis.settings(max_examples=150, phases=[hypothesis.Phase.generate])
 @hypothesis.given(graphs)
 def test_graphs(graph):
     assert not differences(**graph)

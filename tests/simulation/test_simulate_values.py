@@ -207,3 +207,14 @@ def test_a_scheduler_does_not_step_the_real_optimizer():
     report = simulate(model=model, batch=X, loss=total, optimizer=optimizer, target="cpu")
     assert report.phases["step"].end.optimizer_states == 2 * 4 * 72 + 2 * 4
     assert not optimizer.state
+
+
+def test_coalescing_a_sparse_gradient_is_noted():
+    model, ids = nn.Embedding(50, 8, sparse=True), (torch.arange(12).reshape(3, 4) % 5,)
+    said = simulate(model=model, batch=ids, loss=total, optimizer=torch.optim.SparseAdam, target="cpu")
+    seen = measured(model, ids, total, torch.optim.SparseAdam(model.parameters()))
+    assert said.phases["backward"] == seen.phases["backward"]
+    assert said.phases["step"].end == seen.phases["step"].end
+    copy = 12 * 8 + 12 * 8 * 4  # indices and rows, which a real coalesced gradient keeps room for
+    assert seen.phases["step"].peak.total - said.phases["step"].peak.total >= copy
+    assert [note for note in said.notes if "is coalesced" in note and f"{copy:,} bytes" in note]

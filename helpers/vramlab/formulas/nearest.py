@@ -14,6 +14,7 @@ from ..recipe.recipe import Recipe
 from ..recipe.shapes import Shape
 from ..recipe.weights import Weight
 from ..report.errors import RecipeError
+from .operators import ACTIVATIONS
 
 # The last part of a module's name to its role in the layer (modeling files of transformers 5.23).
 NAMES = {
@@ -34,7 +35,6 @@ FEED_FORWARDS = ({"up", "down"}, {"gate", "up", "down"}, {"gate_up", "down"}, SP
 EXPERTS_BIASES = ("gate_up_proj_bias", "down_proj_bias")  # GPT-OSS's, of a few numbers
 NORMS = {"norm1", "norm2", "after1", "after2"}
 KNOWN_NORMS = ("layernorm", "rmsnorm", "rmsnorm in fp32", "layernorm in fp32")
-ACTIVATIONS = ("gelu", "gelu_new", "gelu_fast", "gelu_pytorch_tanh", "silu", "relu", "relu2")
 
 
 def nearest(recipe: Recipe) -> Shape:

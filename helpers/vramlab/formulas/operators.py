@@ -7,10 +7,16 @@ Each method is one PyTorch operator, or one module of transformers that is a lin
 
 from math import ceil, prod
 
+from ..recipe.options import words
+from ..report.errors import RecipeError
 from .ledger import CAST, FULL, PART, PASS, Entry, Ledger, Parameter, Tensor
 from .model_states import BLOCK, FP32, HALF
 
 BOOL, INT64 = 1, 8
+ACTIVATIONS = words(  # of `ACT2FN`, those that `activation` writes down
+    """gelu gelu_10 gelu_accurate gelu_fast gelu_new gelu_python_tanh gelu_pytorch_tanh hardswish leaky_relu
+    linear mish quick_gelu relu relu2 relu6 sigmoid silu swish tanh"""
+)
 FEW_ROWS = 8  # up to so many rows bitsandbytes multiplies without dequantizing the whole weight (backends/cuda/ops.py)
 
 
@@ -74,10 +80,15 @@ class Operators(Ledger):
         """x times, plus or over a number: a new tensor each way, nothing kept ("add" passes its gradient on)."""
         return self.op(op, [x], x.shape, x.width, grads=(PASS,) if op == "add" else None)
 
-    def unary(self, name: str, x: Tensor, keeps: str = "result") -> Tensor:
-        """A function of each element that keeps its result (tanh, relu, rsqrt) or its input (gelu, silu)."""
+    def unary(self, name: str, x: Tensor, keeps: str = "result", extra: int = 0) -> Tensor:
+        """A function of each element that keeps its result (tanh, relu, rsqrt) or its input (gelu, silu).
+
+        Its backward pass takes `extra` bytes for a moment (clamp: two masks).
+        """
         out = self.tensor(name, x.shape, x.width)
-        return self.op(name, [x], x.shape, x.width, saves=[x if keeps == "input" else out], block=out.block)
+        return self.op(
+            name, [x], x.shape, x.width, saves=[x if keeps == "input" else out], extra=extra, block=out.block
+        )
 
     def softmax(self, x: Tensor, width: int | None = None) -> Tensor:
         """Keeps its result, in `width`; backward first multiplies that with the gradient (`SoftMax.cu`), as large again."""
@@ -98,8 +109,24 @@ class Operators(Ledger):
         return self.op("native_dropout", [x], x.shape, x.width, saves=[mask], block=out.block)
 
     def activation(self, x: Tensor, name: str) -> Tensor:
-        """transformers' `ACT2FN[name]`; "gelu_new" is written out in operators that keep four tensors."""
-        if name in ("gelu_new", "gelu_fast", "gelu_python_tanh"):  # 0.5 · x · (1 + tanh(√(2/π) · (x + 0.044715 · x³)))
+        """transformers' `ACT2FN[name]`, some of which are written out in several operators. Raises RecipeError."""
+        if name not in ACTIVATIONS:
+            allowed = f"predict knows {', '.join(ACTIVATIONS)}: ask simulate"
+            raise RecipeError("model.activation", name, allowed)
+        if name == "linear":
+            return x
+        if name == "relu2":
+            return self.power(self.fp32(self.unary("relu", x)))
+        if name == "gelu_10":
+            return self.unary("clamp", self.unary("gelu", x, "input"), "input", extra=2 * prod(x.shape) * BOOL)
+        if name == "gelu_fast":  # 0.5 · x · (1 + tanh(x · √(2/π) · (1 + 0.044715 · x · x)))
+            half, inner = self.scale(x), self.scale(self.mul(self.scale(x), x), "add")
+            return self.mul(half, self.scale(self.unary("tanh", self.mul(self.scale(x), inner)), "add"))
+        if name in (
+            "gelu_new",
+            "gelu_accurate",
+            "gelu_python_tanh",
+        ):  # 0.5 · x · (1 + tanh(√(2/π) · (x + 0.044715 · x³)))
             half = self.scale(x)
             inner = self.add(x, self.scale(self.power(self.fp32(x))))
             return self.mul(half, self.scale(self.unary("tanh", self.scale(inner)), "add"))

@@ -144,6 +144,10 @@ class Recipe:
             raise RecipeError(
                 "attn_implementation", "sdpa", f"transformers has no sdpa for a {shape.family}: use 'eager'"
             )
+        compute = (self.quantization and self.quantization.compute_dtype) or self.precision
+        if self.attn_implementation == "flash_attention_2" and compute in ("fp32", "tf32", "float32"):
+            allowed = "flash_attention_2 computes in fp16 and bf16 only: take a half precision, or 'sdpa'"
+            raise RecipeError("precision", self.precision, allowed)
         if self.lora:
             shape.check_lora(self.lora.target_modules, self.lora.r)
         if self.loop.optimizer_in_backward and self.gradient_accumulation_steps > 1:

@@ -88,7 +88,7 @@ def failed(model: torch.nn.Module, batch: Any, optimizer: Any, phase: str, error
     """The error of a module whose step does not run on fake tensors, with what was at fault and the line."""
     if isinstance(error, ValueNeeded):
         return RecipeError("model", _name(model), f"{error}: `watch` measures a step that really runs")
-    reason = _reason(error)
+    reason = reason_at(error)
     if isinstance(error, UNFAKED):
         return RecipeError("model", _name(model), f"it uses an operator that does not run on fake tensors: {reason}")
     if phase in ("step", "between_steps"):
@@ -121,12 +121,14 @@ def untouched(model: torch.nn.Module) -> Iterator[None]:
 
 def notes(model: torch.nn.Module, loop: Loop | str) -> list[str]:
     """What the simulation of `model` leaves out."""
-    found = []
-    if is_compiled(model):
-        found.append("torch.compile: the eager step is simulated")
-    if getattr(loop, "empty_cache_steps", None):
-        found.append("loop.empty_cache_steps: what is reserved is that of a run that never empties the cache")
-    return found
+    return ["torch.compile: the eager step is simulated"] * is_compiled(model) + loop_notes(loop)
+
+
+def loop_notes(loop: Loop | str) -> list[str]:
+    """What the simulation leaves out of `loop`."""
+    if not getattr(loop, "empty_cache_steps", None):
+        return []
+    return ["loop.empty_cache_steps: what is reserved is that of a run that never empties the cache"]
 
 
 def lazy_parameter(model: torch.nn.Module) -> str | None:
@@ -254,7 +256,7 @@ def _made(given: Any, trained: list, model: torch.nn.Module, training: tr.Traini
             with tr.real_tensors():
                 made = _listed(twins(given)(trained))
         except Exception as error:
-            raise RecipeError("optimizer", _called(given), f"making it fails: {_reason(error)}") from error
+            raise RecipeError("optimizer", _called(given), f"making it fails: {reason_at(error)}") from error
         if not made or not all(isinstance(each, torch.optim.Optimizer) for each in made):
             raise RecipeError("optimizer", _name(made[0] if made else made), "the function must return an Optimizer")
     for each in made:
@@ -300,7 +302,7 @@ def _called(value: Any) -> str:
     return getattr(value, "__name__", _name(value))
 
 
-def _reason(error: Exception) -> str:
+def reason_at(error: Exception) -> str:
     """The first line of what `error` says, and the user's line that it came from."""
     text = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
     line = user_line(list(traceback.walk_tb(error.__traceback__))[::-1])

@@ -139,6 +139,15 @@ def _norms(cuda: bool) -> dict[torch._ops.OpOverload, Callable[..., tuple]]:
         with mode:
             return torch.empty_like(input, memory_format=torch.contiguous_format), *_pair(input, rows, dtype)
 
+    def layer_norm_backward(mode, func, gradient, input, shape, mean, rstd, weight, bias, mask):
+        with mode:  # contiguous whatever the strides of `input` and `gradient` are
+            return tuple(
+                torch.empty_like(tensor, memory_format=torch.contiguous_format)
+                if wanted and tensor is not None
+                else None
+                for tensor, wanted in zip((input, weight, bias), mask, strict=True)
+            )
+
     def batch_norm(mode, func, input, weight, bias, mean, var, training, momentum, eps):
         dtype = kept_in(input, (weight, bias, mean, var), cuda)
         with mode:
@@ -157,6 +166,7 @@ def _norms(cuda: bool) -> dict[torch._ops.OpOverload, Callable[..., tuple]]:
     aten = torch.ops.aten
     return {
         aten.native_layer_norm.default: layer_norm,
+        aten.native_layer_norm_backward.default: layer_norm_backward,
         aten.native_batch_norm.default: batch_norm,
         aten._native_batch_norm_legit.default: batch_norm,  # of which torch may make it
         aten._native_batch_norm_legit.no_stats: lambda mode, func, input, weight, bias, *others: batch_norm(

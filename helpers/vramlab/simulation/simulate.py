@@ -15,7 +15,6 @@ import torch
 from ..hardware.gpu import USUAL, Gpu, find_gpu
 from ..hardware.overhead import UNIT
 from ..recipe import lora_modules
-from ..recipe.families import reason
 from ..recipe.recipe import Loop, Recipe, as_recipe
 from ..recipe.weights import unquantized
 from ..report.errors import RecipeError, VramLabError, needing
@@ -92,7 +91,7 @@ def simulate(
         title, notes = type(model).__name__, any_module.notes(model, loop) + tracker.values.notes + list(tracker.notes)
         return to_report(history, "simulated", None, target, card=card, title=title, notes=notes)
     notes += ["torch_compile: the eager step is simulated"] if recipe.torch_compile else []
-    notes += unquantized(recipe) + lora_modules.notes(recipe.shape, recipe.lora)
+    notes += any_module.loop_notes(recipe.loop) + unquantized(recipe) + lora_modules.notes(recipe.shape, recipe.lora)
     if card and (why := card.why_not(recipe.precision)):
         notes.append(why)
     with as_it_ran(as_run):
@@ -192,7 +191,8 @@ def _run(recipe: Recipe, target: str, card: Gpu | None, steps: int) -> Tracker:
         except VramLabError:
             raise
         except Exception as error:  # each model class has its own ways to fail, and to read values that a fake lacks
-            rest = f"its training step does not run on fake tensors: {reason(error)}; measure(recipe) runs it for real"
+            why = any_module.reason_at(error)
+            rest = f"its training step does not run on fake tensors: {why}; measure(recipe) runs it for real"
             raise RecipeError("model", recipe.name, rest) from error
 
 

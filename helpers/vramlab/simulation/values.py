@@ -113,11 +113,12 @@ class Values:
         """Of real tensors autograd finds the gradient of a view that was written into by AsStridedBackward, which makes
         one of the base's size; fake ones have the view's own backward (torch/csrc/autograd/variable.cpp, grad_fn)."""
         base = tensor._base if isinstance(tensor, torch.Tensor) else None
-        if base is not None and base.requires_grad:
+        written = base is not None and base.requires_grad
+        if written and all(frame.f_code is not _pad.__code__ for frame, _ in traceback.walk_stack(None)):
             line = user_line(traceback.walk_stack(None)) or where
-            note = f"a view is written into ({line}): its backward pass takes {base.nbytes:,} bytes more for a moment"
-            if note not in self.notes:
-                self.notes.append(note)
+            self._note(
+                f"a view is written into ({line}): its backward pass takes {base.nbytes:,} bytes more for a moment"
+            )
 
     def _argument(self, tensor: torch.Tensor, name: str) -> torch.Tensor | None:
         """The content of an operator's argument; any will do where only its shape counts."""
@@ -132,7 +133,7 @@ class Values:
             args, kwargs = tree_map_only(torch.Tensor, lambda t: self._argument(t, name), (args, kwargs))
             real = func(*args, **kwargs)
         for leaf, content in zip(leaves, [t for t in tree_leaves(real) if isinstance(t, torch.Tensor)], strict=True):
-            if isinstance(leaf, FakeTensor) and leaf.shape == content.shape:
+            if isinstance(leaf, FakeTensor) and leaf.shape == content.shape and content.layout == torch.strided:
                 leaf._content = content
 
     def _lose(self, func: Any, args: tuple, kwargs: dict) -> None:
@@ -158,7 +159,17 @@ class Values:
         ):  # autograd keeps a gradient so; a fake one's is empty
             parts = args[0]._indices().clone(), args[0]._values().clone()
             return torch.sparse_coo_tensor(*parts, args[0].shape, check_invariants=False)
+        elif name == "_coalesce":  # a fake one's result is empty, as how many rows differ is not known
+            size = args[0]._indices().nbytes + args[0]._values().nbytes
+            self._note(
+                "a sparse gradient is coalesced: its copy of up to "
+                f"{size:,} bytes and what the optimizer makes of its rows for a moment are not counted"
+            )
         return func(*args, **kwargs)
+
+    def _note(self, note: str) -> None:
+        if note not in self.notes:
+            self.notes.append(note)
 
     def _places(self, index: torch.Tensor | None) -> list[torch.Tensor | None]:
         """An index of `aten.index`; a mask that is known as one fake index for each of its dimensions."""
@@ -207,34 +218,32 @@ class Values:
             )
             self._reads += 1  # losses that fall from read to read, steps that lead downhill
             guess = "ys" in line if isinstance(guess, bool) else 1 / self._reads
-        if line and note not in self.notes:
-            self.notes.append(note)
+        if line:
+            self._note(note)
         return guess
 
 
 @contextlib.contextmanager
 def packed_sequences() -> Iterator[None]:
-    """While entered, `pad_packed_sequence` is made of operators; torch's writes lengths where fake tensors have nothing.
-
-    As `_pad_packed_sequence` in aten/src/ATen/native/PackedSequence.cpp.
-    """
-
-    def pad(data, batch_sizes, batch_first, padding_value, total_length):
-        with _disable_current_modes():
-            sizes = [*batch_sizes.tolist(), 0]
-            lengths = torch.tensor([sum(size > i for size in sizes) for i in range(sizes[0])])
-        shape = (max(total_length, len(sizes) - 1), sizes[0], *data.shape[1:])
-        output, start, since = data.new_full(shape, padding_value), 0, 0
-        for i, (size, following) in enumerate(pairwise(sizes), 1):
-            if size != following:
-                end = start + size * (i - since)
-                part = data[start:end].view(i - since, size, *data.shape[1:])
-                output[since:i, :size].copy_(part)
-                start, since = end, i
-        return (output.transpose(0, 1) if batch_first else output), lengths
-
-    with patch.object(torch._VF, "_pad_packed_sequence", pad, create=True):
+    """While entered, `pad_packed_sequence` is made of operators; torch's writes lengths where fake tensors have nothing."""
+    with patch.object(torch._VF, "_pad_packed_sequence", _pad, create=True):
         yield
+
+
+def _pad(data, batch_sizes, batch_first, padding_value, total_length):
+    """As `_pad_packed_sequence` in aten/src/ATen/native/PackedSequence.cpp."""
+    with _disable_current_modes():
+        sizes = [*batch_sizes.tolist(), 0]
+        lengths = torch.tensor([sum(size > i for size in sizes) for i in range(sizes[0])])
+    shape = (max(total_length, len(sizes) - 1), sizes[0], *data.shape[1:])
+    output, start, since = data.new_full(shape, padding_value), 0, 0
+    for i, (size, following) in enumerate(pairwise(sizes), 1):
+        if size != following:
+            end = start + size * (i - since)
+            part = data[start:end].view(i - since, size, *data.shape[1:])
+            output[since:i, :size].copy_(part)
+            start, since = end, i
+    return (output.transpose(0, 1) if batch_first else output), lengths
 
 
 def user_line(frames: Iterable[tuple[Any, int]]) -> str:
