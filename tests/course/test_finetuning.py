@@ -86,6 +86,6 @@ def test_the_4_bit_records_script_runs_end_to_end(tmp_path, monkeypatch):
 
 
 def test_a_missing_record_of_quality_is_said(monkeypatch, tmp_path):
-    monkeypatch.setattr(chapter_06, "data_path", lambda *parts: tmp_path.joinpath(*parts))
+    monkeypatch.setattr(chapter_06, "base_model_path", lambda *parts: tmp_path.joinpath(*parts))
     with pytest.raises(RecordError, match=r"quality_4bit\.py"):
         recorded_quality.__wrapped__()
