@@ -298,7 +298,7 @@ def test_quality_follows_the_record(monkeypatch, tmp_path):
     for run in facts["runs"]:
         run["documentation"] = 1.5
     (tmp_path / "quality.json").write_text(json.dumps(facts))
-    monkeypatch.setattr(trained, "data_path", lambda *parts: tmp_path / parts[-1])
+    monkeypatch.setattr(trained, "base_model_path", lambda *parts: tmp_path / parts[-1])
     assert judge(claim).outcome == NOT
     (tmp_path / "quality.json").unlink()
     assert judge(claim).outcome == WAITS
