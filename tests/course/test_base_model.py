@@ -46,7 +46,7 @@ def test_files_are_small_and_none_is_a_pickle():
     folder = base_model_folder()
     files = [path for path in folder.iterdir() if path.is_file()]
     assert sum(path.stat().st_size for path in files) <= 20_000_000
-    assert {path.suffix for path in files} <= {".json", ".md", ".py", ".safetensors"}
+    assert {path.suffix for path in files} <= {".json", ".md", ".py", ".safetensors", ".toml"}
     with safe_open(folder / "model.safetensors", "pt") as weights:
         assert {weights.get_tensor(name).dtype for name in weights.keys()} == {torch.float16}  # noqa: SIM118
 
