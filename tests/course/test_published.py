@@ -17,7 +17,7 @@ from vramlab_course.published import Run, runs
 
 RUNS = runs()
 SOME = RUNS[::5]
-README = Path(__file__).resolve().parents[1] / "README.md"
+README = Path(__file__).resolve().parents[2] / "README.md"
 
 
 def name(run: Run) -> str:

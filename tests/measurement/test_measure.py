@@ -258,7 +258,7 @@ def test_a_timeout_is_a_sentence_and_leaves_no_process(monkeypatch, tmp_path):
 INTERRUPTED = """
 import sys
 sys.path.insert(0, {tests!r})
-import vramlab.measure
+import vramlab.measurement.measure
 from test_measure import TINY
 module = sys.modules["vramlab.measurement.measure"]
 module.WORKER = [sys.executable, "-c", {worker!r}]
@@ -277,7 +277,7 @@ def test_nothing_outlives_the_one_who_asked(how, tmp_path):
     pids, files = tmp_path / "pids", tmp_path / "files"
     files.mkdir()
     worker = (GRANDCHILD if how == signal.SIGINT else GUARDED).format(path=str(pids))
-    code = INTERRUPTED.format(tests=os.path.dirname(os.path.dirname(__file__)), worker=worker)
+    code = INTERRUPTED.format(tests=os.path.dirname(__file__), worker=worker)
     surroundings = {**os.environ, "TMPDIR": str(files)}
     parent = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, env=surroundings)
     try:
@@ -395,8 +395,6 @@ def test_wrong_arguments_are_sentences(arguments, why):
 
 CHANGES_SOURCE = {
     ("records.py", "find_record", "recorded"),  # dataclasses.replace(a report that load() found to be measured, …)
-    ("lengths.py", "find_lengths", "recorded"),  # of a dictionary that save_lengths took as measured
-    ("lengths.py", "measure_lengths", "measured"),  # what the child process measured
 }
 
 

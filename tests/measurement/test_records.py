@@ -135,7 +135,7 @@ for n in range(saves):
 
 @pytest.mark.parametrize("saves", [10, pytest.param(250, marks=pytest.mark.slow)])
 def test_four_writers_lose_nothing(folder, saves):
-    words = [sys.executable, "-c", WRITER, os.path.dirname(os.path.dirname(__file__)), str(folder)]
+    words = [sys.executable, "-c", WRITER, os.path.dirname(__file__), str(folder)]
     writers = [subprocess.Popen([*words, str(who), str(saves)]) for who in range(4)]
     assert [writer.wait(600) for writer in writers] == [0] * 4
     expected = {Recipe("gpt2", batch_size=1 + who, seq_len=1 + n).key for who in range(4) for n in range(saves)}
@@ -500,7 +500,7 @@ def test_one_gpu_records_its_own_rank_of_many(gpu, tmp_path, folder):
 
 def test_a_cpu_records_what_four_processes_can_do(gpu, tmp_path, monkeypatch):
     monkeypatch.setattr(gpu.module, "current_device", lambda: Device("cpu", "CPU", 2**34))
-    monkeypatch.setattr(gpu.module, "too_much", lambda recipe: "")
+    monkeypatch.setattr(gpu.module, "too_much", lambda recipe, estimate: "")
     worlds = [{"stage": 3, "world_size": size} for size in (4, 8)]
     path = recipe_list(tmp_path / "list.json", [{"model": "gpt2", "sharding": worlds}])
     done = gpu.module.record([path], folder=tmp_path / "kept", progress=False)
@@ -552,6 +552,7 @@ def test_without_a_gpu_the_courses_records_are_out_of_reach(gpu, three, monkeypa
 
 
 def test_a_real_record_on_a_cpu_and_its_resumption(tmp_path, monkeypatch):
+    from vramlab.faces.measure import peak_bytes
     from vramlab.measurement.record import record
 
     monkeypatch.setattr(
@@ -560,14 +561,14 @@ def test_a_real_record_on_a_cpu_and_its_resumption(tmp_path, monkeypatch):
     tiny = {"model": config("gpt2"), "batch_size": 2, "seq_len": 32, "num_layers": 2}
     entries = [tiny, {**tiny, "optim": "sgd"}, {"model": "llama-3.1-405b"}]
     paths = [recipe_list(tmp_path / "tiny.json", entries)]
-    first = record(paths, minutes=10, folder=tmp_path / "mine", progress=False)
+    first = record(paths, minutes=10, folder=tmp_path / "mine", progress=False, estimate=peak_bytes)
     assert psutil.Process().children() == []
     assert [report.status for report in first.measured] == ["ok", "ok"] and first.file.name.startswith("cpu-torch")
     assert [recipe.name for recipe, reason in first.skipped if "of RAM are free" in reason] == ["llama-3.1-405b"]
     kept = load(first.file)[Recipe(**tiny).key]
     assert kept.peak == first.measured[0].peak and kept.speed == first.measured[0].speed
     begun = time.monotonic()
-    again = record(paths, minutes=10, folder=tmp_path / "mine", progress=False)
+    again = record(paths, minutes=10, folder=tmp_path / "mine", progress=False, estimate=peak_bytes)
     assert (again.recorded, again.measured) == (2, []) and time.monotonic() - begun < 10
 
 

@@ -73,7 +73,11 @@ def test_a_line_in_a_library_only_when_there_is_no_other():
     assert user_line(FRAMES[:1]).file == "functional.py"
     assert user_line([]) == Line("unknown", 0, "")
     assert user_line([{"filename": "/tmp/ipykernel_7/123.py", "line": 4, "name": "f"}]).file == "cell"
-    course = {"filename": "/env/lib/python3.11/site-packages/vramlab_course/chapters/tiny_gpt.py", "line": 4, "name": "f"}
+    course = {
+        "filename": "/env/lib/python3.11/site-packages/vramlab_course/chapters/tiny_gpt.py",
+        "line": 4,
+        "name": "f",
+    }
     assert user_line([FRAMES[0], course, FRAMES[1]]).file == "tiny_gpt.py"
 
 

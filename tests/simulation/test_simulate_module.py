@@ -112,7 +112,6 @@ OPTIMIZERS = {
 
 def really(make, batch, loss, optimizer, precision="fp32", loop="plain") -> dict:
     """The phases of the same step on real CPU tensors."""
-    from vramlab.training import training as tr
 
     torch.manual_seed(0)
     model = make()
@@ -124,7 +123,7 @@ def really(make, batch, loss, optimizer, precision="fp32", loop="plain") -> dict
         multi_tensor=False,
         loop=Loop.named(loop),
         precision=precision,
-        loss_of=loss or tr.loss_of,
+        loss_of=loss or engine.loss_of,
     )
     tracker = run_tracked(training, Tracker("cpu"), 2, "cpu")
     return History(tracker.log, tracker.marks).phases()

@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_map
 from ..recipe.recipe import PRECISIONS, Loop
 from ..report.errors import RecipeError
 from ..tracking.tracked import tensors_in
+from ..training import engine
 from ..training import training as tr
 from .twins import Twins
 from .values import UNFAKED, ValueNeeded, Values, user_line
@@ -175,7 +176,7 @@ def _on_cpu(model: torch.nn.Module, dtype: torch.dtype | None) -> None:
 
 
 def _scalar(given: Any, twins: Twins) -> Callable[[Any, Any], torch.Tensor]:
-    loss = twins(given) if given is not None else tr.loss_of
+    loss = twins(given) if given is not None else engine.loss_of
 
     def checked(outputs: Any, batch: Any) -> torch.Tensor:
         if given is None and not (isinstance(outputs, Mapping) and "loss" in outputs):
