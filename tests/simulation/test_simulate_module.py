@@ -15,6 +15,7 @@ from vramlab.simulation.simulate import simulate
 from vramlab.tracking.history import History
 from vramlab.tracking.tracked import run_tracked
 from vramlab.tracking.tracker import Tracker
+from vramlab.training import engine
 from vramlab.training.engine import Training
 
 
