@@ -257,7 +257,7 @@ def test_a_timeout_is_a_sentence_and_leaves_no_process(monkeypatch, tmp_path):
 
 INTERRUPTED = """
 import sys
-sys.path.insert(0, {tests!r})
+sys.path[:0] = [{tests!r}, {tests!r} + "/measurement"]
 import vramlab.measurement.measure
 from test_measure import TINY
 module = sys.modules["vramlab.measurement.measure"]
@@ -277,7 +277,7 @@ def test_nothing_outlives_the_one_who_asked(how, tmp_path):
     pids, files = tmp_path / "pids", tmp_path / "files"
     files.mkdir()
     worker = (GRANDCHILD if how == signal.SIGINT else GUARDED).format(path=str(pids))
-    code = INTERRUPTED.format(tests=os.path.dirname(__file__), worker=worker)
+    code = INTERRUPTED.format(tests=os.path.dirname(os.path.dirname(__file__)), worker=worker)
     surroundings = {**os.environ, "TMPDIR": str(files)}
     parent = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, env=surroundings)
     try:

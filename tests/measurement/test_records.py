@@ -120,7 +120,7 @@ def test_a_cpus_figures_never_land_among_the_courses(monkeypatch, tmp_path):
 
 WRITER = """
 import dataclasses, sys
-sys.path.insert(0, sys.argv[1])
+sys.path[:0] = [sys.argv[1], sys.argv[1] + "/measurement"]
 import test_records
 from vramlab import Recipe
 from vramlab.measurement.records import save
@@ -135,7 +135,7 @@ for n in range(saves):
 
 @pytest.mark.parametrize("saves", [10, pytest.param(250, marks=pytest.mark.slow)])
 def test_four_writers_lose_nothing(folder, saves):
-    words = [sys.executable, "-c", WRITER, os.path.dirname(__file__), str(folder)]
+    words = [sys.executable, "-c", WRITER, os.path.dirname(os.path.dirname(__file__)), str(folder)]
     writers = [subprocess.Popen([*words, str(who), str(saves)]) for who in range(4)]
     assert [writer.wait(600) for writer in writers] == [0] * 4
     expected = {Recipe("gpt2", batch_size=1 + who, seq_len=1 + n).key for who in range(4) for n in range(saves)}
