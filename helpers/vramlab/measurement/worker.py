@@ -56,7 +56,7 @@ def run(recipe: Recipe, repeats: int, warmup: int, device: str, memory_limit: in
     import_all(recipe)
     held = rss()
     try:
-        with one_rank_of(recipe.sharding), engine_of(recipe).without_peers("cuda"), limited(memory_limit, device):
+        with one_rank_of(recipe.sharding), engine_of(recipe).without_peers("cpu"), limited(memory_limit, device):
             truth = clean_pass(recipe, repeats, warmup, device, before)
             report = tracked_pass(recipe, device, truth)
     except (MemoryError, RuntimeError) as error:  # torch.OutOfMemoryError is a RuntimeError
