@@ -26,16 +26,25 @@ pytestmark = pytest.mark.skipif(os.name == "nt", reason="gloo's ranks are forked
 @pytest.fixture(scope="module")
 def launcher():
     """Libraries loaded once. Whatever a test did to its ranks, none is left."""
+    BEFORE.update(psutil.Process().children(recursive=True))
     with Launcher().start() as launcher:
         yield launcher
-    assert psutil.Process().children(recursive=True) == []
+    assert started() == []
+
+
+BEFORE: set[psutil.Process] = set()  # what earlier test files started in this worker, such as a resource tracker
+
+
+def started() -> list[psutil.Process]:
+    """The processes that this file's tests started and that still run."""
+    return [p for p in psutil.Process().children(recursive=True) if p not in BEFORE]
 
 
 @pytest.fixture(autouse=True)
 def quickly(launcher):
     """No test leaves more than the one process that starts ranks."""
     yield
-    assert len(psutil.Process().children(recursive=True)) <= 1
+    assert len(started()) <= 1
 
 
 def pids(folder: Path, count: int = 0) -> list[int]:
@@ -207,7 +216,7 @@ def test_a_timeout_ends_ranks_that_ignore_everything(launcher, tmp_path):
     with pytest.raises(MeasurementError, match=r"2 ranks took over 5 s and were ended \(no answer from 0, 1\)"):
         launch(rank_faults.hang, {"folder": str(tmp_path)}, launcher=launcher, timeout=5)
     assert time.monotonic() - begun < 20
-    assert len(pids(tmp_path)) == 2 and gone(pids(tmp_path)) and psutil.Process().children(recursive=True) == []
+    assert len(pids(tmp_path)) == 2 and gone(pids(tmp_path)) and started() == []
     assert launch(rank_faults.greet, launcher=launcher)[1]["rank"] == 1, "the next launch starts anew"
 
 
