@@ -8,10 +8,10 @@ HELPERS = ROOT / "helpers"
 CEILINGS = {
     "vramlab/report": 730,
     "vramlab/hardware": 1180,
-    "vramlab/recipe": 2390,
+    "vramlab/recipe": 2440,
     "vramlab/training": 2180,
     "vramlab/tracking": 990,
-    "vramlab/formulas": 3470,
+    "vramlab/formulas": 3460,
     "vramlab/simulation": 2630,
     "vramlab/measurement": 2300,
     "vramlab/planning": 1350,

@@ -85,7 +85,9 @@ class Attention(Operators):
         self.autocast = autocast
         return y
 
-    def written_out(self, q, k, v, mask, p, softmax_fp32=True, cap=False, second_mask=None, falcon=False, sinks=False):
+    def written_out(
+        self, q, k, v, mask, p, softmax_fp32=True, cap=False, second_mask=None, in_place=False, sinks=False
+    ):
         """softmax(q kᵀ · scale + mask) v in single operators, as every `eager_attention_forward` of transformers.
 
         `softmax_fp32`: it asks for an fp32 softmax and casts back; `cap`: Gemma 2's tanh; T5 adds positions, then a mask.
@@ -93,14 +95,14 @@ class Attention(Operators):
         GPT-OSS's: a column more, less the maximum, which is cut off after the softmax.
         """
         b, heads, n, d = q.shape
-        if not (falcon and b == 1):
+        if not (in_place and b == 1):
             k, v = self.repeat(k, heads), self.repeat(v, heads)
         scores = self.matmul(self.copied(q), self.copied(k), b, heads, n, k.shape[2])
-        if not falcon:
+        if not in_place:
             scores = self.scale(scores)
         if cap:
             scores = self.scale(self.unary("tanh", self.scale(scores)))
-        held = scores if falcon else None
+        held = scores if in_place else None
         for added in (mask, second_mask):
             if added is not None:
                 scores = self.add(scores, added)

@@ -181,11 +181,8 @@ def unit_of(name: str, recipe: Recipe) -> str:
     if recipe.loop.name != "trainer":
         return ROOT
     layout = shape.layout or nearest(recipe).layout
-    rows = [row.split() for item in layout.items if isinstance(item, str) for row in item.split(";")]
-    rows = [row for row in rows if row]
-    module = name.rpartition(".")[0]
-    embedding = rows[0][0]
-    last = [row[0] for row in rows if row[1] == "norm"][-1:]
+    module, embedding = name.rpartition(".")[0], layout.modules[0][0]
+    last = [other for other, kind in layout.modules if kind == "norm"][-1:]
     if module == shape.head or module in last or (module == embedding and shape.tied):
         return TAIL
     return embedding if module == embedding else ROOT

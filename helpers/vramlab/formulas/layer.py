@@ -15,9 +15,6 @@ from .ledger import Parameter, Tensor
 from .model_states import FP32, HALF, compute_width, weight_width
 from .operators import BOOL, INT64
 
-FP32_SOFTMAX = ("gpt2", "bert", "t5", "falcon")  # those that do not ask for one
-PARTIAL_ROTARY = ("gpt_neox", "phi")
-
 
 class Layer(Attention):
     """The ledger of one micro-batch of `recipe`, with `shape` for its model and `parameters` by name."""
@@ -33,17 +30,17 @@ class Layer(Attention):
             implementation=recipe.attn_implementation,
             bf16=not precision.startswith("fp16"),
             chip=chip,
-            causal=shape.task in ("causal-lm", "seq2seq-lm") or shape.family not in ("bert", "vit", "generic"),
-            grouping=shape.family != "falcon",
+            causal=shape.layout.causal,
+            grouping=shape.layout.grouped_keys,
         )
-        self.recipe, self.shape, self.setting = recipe, shape, shape.settings.get
+        self.recipe, self.shape, self.layout, self.setting = recipe, shape, shape.layout, shape.settings.get
         self.batch, self.tokens, self.checkpoints = recipe.batch_size, recipe.seq_len, recipe.gradient_checkpointing
         self.hidden_width = weight_width(precision, quantization)  # bytes an element of what the embedding returns
         self.table: tuple[Tensor, Tensor] | None = None  # cos and sin of rotary positions
         # the loop's setting does not reach the configuration of T5's decoder
         caching = None if shape.num_decoder_layers else recipe.loop.use_cache
         caching = self.setting("use_cache", True) if caching is None else caching
-        caching = caching and not self.checkpoints and shape.family not in ("bert", "vit")
+        caching = caching and not self.checkpoints and shape.layout.causal
         self.caches: list[Tensor] | None = [] if caching else None
         self.decoding = False  # in T5's decoder
 
@@ -56,14 +53,14 @@ class Layer(Attention):
         """
         s = self.shape
         at = {role: f"{name}.{part}" for role, part in parts.items()}
-        if self.parallel or not at.keys() & {"norm2", "after2"}:
+        if self.layout.parallel or not at.keys() & {"norm2", "after2"}:
             p, normed = s.hidden_dropout, self.norm(x, at["norm1"])
             y = self.dropout(self.attention(at, normed, bias), p)
             if "norm2" in at:
                 normed = self.norm(x, at["norm2"])
             z = self.feed_forward(at, normed)
             return self.add(self.add(self.dropout(z, p), y), x)
-        after = s.family == "bert" or not self.setting("do_layer_norm_before", True)  # norms after the sums
+        after = self.layout.post_norm
         y = self.attention(at, x if after or "norm1" not in at else self.norm(x, at["norm1"]), bias)
         if "after1" in at:  # Gemma 2 also norms what each branch returns, OLMo 2 that alone
             y = self.norm(y, at["after1"])
@@ -81,22 +78,14 @@ class Layer(Attention):
         total = self.add(x, self.dropout(y, self.shape.hidden_dropout))
         if norm:
             return self.norm(total, norm)
-        if total.width == FP32 or self.bf16 or self.shape.family != "t5":
+        if total.width == FP32 or self.bf16 or not self.shape.num_decoder_layers:
             return total
         return self.op("clamp", [total], total.shape, HALF, saves=[total], extra=2 * prod(total.shape) * BOOL)
-
-    @property
-    def parallel(self) -> bool:
-        """Whether attention and feed-forward part run side by side."""
-        family, get = self.shape.family, self.setting
-        if family == "falcon":
-            return get("new_decoder_architecture", False) or get("parallel_attn", True)
-        return family == "phi" or (family == "gpt_neox" and get("use_parallel_residual", True))
 
     def attention(self, at: dict[str, str], x: Tensor, bias: tuple, source: Tensor | None = None) -> Tensor:
         """Queries, keys and values, rotated and cached where the model does, one kernel, and the projection back."""
         s, cross = self.shape, "" if source is None else "cross_"
-        falcon, t5 = s.family == "falcon", s.family == "t5"
+        layout, t5 = self.layout, bool(s.num_decoder_layers)
         if "qkv" in at:
             qkv = self.linear(x, at["qkv"])
             kv = qkv.shape[-1] // s.head_dim - s.num_heads
@@ -104,15 +93,15 @@ class Layer(Attention):
             del qkv
         else:
             q = self.linear(x, at[f"{cross}q"])
-            q = self.heads(self.scale(q) if s.family == "opt" else self.head_norm(q, at, "q_norm"), s.num_heads)
+            q = self.heads(self.scale(q) if layout.scaled_queries else self.head_norm(q, at, "q_norm"), s.num_heads)
             source = x if source is None else source
             k = self.head_norm(self.linear(source, at[f"{cross}k"]), at, "k_norm")
             k = self.heads(k, k.shape[-1] // s.head_dim if len(k.shape) == 3 else k.shape[2])
             v = self.heads(self.linear(source, at[f"{cross}v"]), k.shape[1])
-        if falcon and self.setting("new_decoder_architecture", False):
+        if layout.repeated_keys:
             k, v = self.repeat(k, s.num_heads), self.repeat(v, s.num_heads)
         if self.table:
-            partial = s.rotary_dim < s.head_dim or s.family in PARTIAL_ROTARY
+            partial = s.rotary_dim < s.head_dim or layout.joined_rotary
             q_ = self.rotary(q, self.table, s.rotary_dim, partial)
             q, k = q_, self.rotary(k, self.table, s.rotary_dim, partial)
             del q_
@@ -125,10 +114,10 @@ class Layer(Attention):
             mask = self.bias_mask(mask)
         y = self.attend(
             *(q, k, v, mask, s.attention_dropout),
-            softmax_fp32=s.family not in FP32_SOFTMAX,
+            softmax_fp32=layout.fp32_softmax,
             cap=bool(self.setting("attn_logit_softcapping", None)),
             second_mask=second,
-            falcon=falcon,
+            in_place=layout.scores_in_place,
             sinks="sinks" in at,
         )
         return self.linear(y, at[f"{cross}out"])
@@ -162,9 +151,9 @@ class Layer(Attention):
             del gate
         else:
             z = self.activation(self.linear(x, at["up"]), s.activation)
-        if s.family == "t5":
+        if s.num_decoder_layers:
             z = self.to(self.dropout(z, s.hidden_dropout), self.parameters[f"{at['down']}.weight"].width)
-        if s.family == "bert":
+        if self.layout.held_feed_forward:
             self.layer_holds.append(z)
         return self.linear(z, at["down"])
 
@@ -201,4 +190,4 @@ class Layer(Attention):
         """The family's norm."""
         if self.shape.norm == "layernorm":
             return self.layer_norm(x, name)
-        return self.rms_norm(x, name, self.setting("model_type"), self.shape.norm)
+        return self.rms_norm(x, name, self.layout.rms_norm, self.shape.norm)

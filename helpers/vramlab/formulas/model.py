@@ -37,8 +37,7 @@ class Model(Layer):
         super().__init__(recipe, shape, parameters, chip)
         self.sections: list[Section] = []
         self.units: Units | None = None  # FSDP's, where there are any
-        rows = [words.split() for item in shape.layout.items if isinstance(item, str) for words in item.split(";")]
-        self.embeddings = [row[0] for row in rows if row and row[1] == "embedding"]
+        self.embeddings = [name for name, kind in shape.layout.modules if kind == "embedding"]
 
     # --- what all layers share ------------------------------------------------------------------------------------
 
@@ -141,7 +140,7 @@ class Model(Layer):
         if units:
             units.before_forward(ROOT)
             units.before_forward(units.first)
-        first = [self.embed_image() if s.family == "vit" else self.embed()]
+        first = [self.embed_image() if s.image_tokens else self.embed()]
         if units and units.first not in (ROOT, TAIL):
             units.after_forward(units.first)
             self.nodes.append(Hook(lambda: units.before_backward(units.first)))
@@ -153,16 +152,13 @@ class Model(Layer):
             del cos, sin
         x = self.stack(stack.prefix, stack.count, lambda name, y: self.layer(name, stack.parts, y, bias), first)
         self.where = stack.prefix
-        last = next((words.split() for words in s.layout.items[2].split(";")), None)
-        if s.family == "opt" and "model.decoder.final_layer_norm.weight" in self.parameters:
-            last = ["model.decoder.final_layer_norm", "norm"]
         if units:
             units.before_forward(TAIL)
             if units.first != TAIL and x.needs:
                 self.nodes.append(Hook(lambda: units.after_backward(TAIL)))
-        if s.family != "bert" and last and last[1] == "norm":
-            x = self.norm(x, last[0])
-        return x
+        return (
+            x if s.layout.post_norm else self.norm(x, [name for name, kind in s.layout.modules if kind == "norm"][-1])
+        )
 
     def t5_stack(self, stack, source: Tensor | None) -> Tensor:
         """One `T5Stack`: the encoder, or the decoder with `source`. The first layer makes the biases for all."""
@@ -197,15 +193,15 @@ class Model(Layer):
         """Token embeddings, times a factor (Gemma), with learned positions (GPT-2, OPT, BERT), and dropout."""
         s, b, n, (words, *others) = self.shape, self.batch, self.tokens, self.embeddings
         x = self.first(self.embedding(Tensor(None, (b, n), INT64), words))
-        if self.setting("model_type").startswith("gemma"):
+        if s.layout.scaled_embedding:
             x = self.scale(x)
-        if s.family == "opt" and "model.decoder.project_in.weight" in self.parameters:
+        if "model.decoder.project_in.weight" in self.parameters:  # OPT
             x = self.linear(x, "model.decoder.project_in")
         for name in sorted(others, reverse=True):  # BERT's token types come before its positions
-            shape = (1, n) if s.family == "gpt2" or ("position" in name and s.family == "bert") else (b, n)
+            shape = (1, n) if s.layout.shared_positions and "type" not in name else (b, n)
             block = None if "type" in name else self.block("positions", shape, INT64)
             x = self.add(x, self.embedding(Tensor(block, shape, INT64), name))
-        if s.family == "bert":
+        if "bert.embeddings.LayerNorm.weight" in self.parameters:
             x = self.layer_norm(x, "bert.embeddings.LayerNorm")
         return self.dropout(x, s.embedding_dropout)
 
@@ -234,16 +230,16 @@ class Model(Layer):
         s, (b, n, h) = self.shape, x.shape
         self.where = s.head
         if "classification" in s.task:
-            if s.family in ("bert", "vit"):  # the first token's hidden state, in BERT through a tanh layer
+            if not s.layout.causal:  # the first token's hidden state, in BERT through a tanh layer
                 x = self.slice(x, b, h)
-                if s.family == "bert":
+                if "bert.pooler.dense.weight" in self.parameters:
                     x = self.dropout(self.unary("tanh", self.linear(x, "bert.pooler.dense")), s.hidden_dropout)
                 logits = self.linear(x, s.head)
             else:  # a score for every token, of which the last one's counts
                 logits = self.linear(x, s.head)
                 logits = self.op("index", [logits], (b, s.num_labels), logits.width)
             return logits, self.cross_entropy(logits)
-        if s.task == "masked-lm" and s.family == "bert":
+        if s.task == "masked-lm":
             x = self.activation(self.linear(x, "cls.predictions.transform.dense"), s.activation)
             x = self.layer_norm(x, "cls.predictions.transform.LayerNorm")
         logits = self.linear(x, s.head)

@@ -172,7 +172,7 @@ def table(shape: Shape, precision, quantization, lora: LoRA | None, optim, optim
     for weight in shape.weights():
         name, kind = role(weight.name), weight.kind
         quantized = quantization.quant_type if quantization and _can_quantize(shape, weight) else None
-        fp32 = shape.family == "t5" and precision.startswith("fp16") and weight.name.endswith(".wo.weight")
+        fp32 = precision.startswith("fp16") and _stays_fp32(shape, weight.name)
         trained = lora is None or (
             kind == "bias" and (lora.bias == "all" or (lora.bias == "lora_only" and weight.name[:-5] in adapted))
         )
@@ -223,9 +223,15 @@ def role(name: str) -> str:
 def _can_quantize(shape: Shape, weight) -> bool:
     """bitsandbytes takes every `nn.Linear` and `Conv1D` but the output head's; Falcon's own linear class is neither."""
     module, _, part = weight.name.rpartition(".")
-    if weight.kind not in ("linear", "conv1d") or part != "weight" or shape.family == "falcon" or module == shape.head:
+    if weight.kind not in ("linear", "conv1d") or part != "weight" or module == shape.head:
         return False
-    return shape.family != "t5" or not module.endswith(".wo")
+    return not shape.layout or (shape.layout.quantizable and not _stays_fp32(shape, weight.name))
+
+
+def _stays_fp32(shape: Shape, name: str) -> bool:
+    """T5's `_keep_in_fp32_modules`."""
+    modules = shape.layout.fp32_modules if shape.layout else ()
+    return bool(modules) and name.endswith(".weight") and name.split(".")[-2] in modules
 
 
 @lru_cache(maxsize=512)

@@ -80,10 +80,11 @@ def _decoder(s: Shape) -> Shape | str:
     roles = _roles(s, layers[first], f".{first}.")
     if isinstance(roles, str):
         return f"the layers have {roles}"
-    found = dataclasses.replace(s, family="generic", **_experts(s, roles, layers[first]))
+    found = dataclasses.replace(s, **_experts(s, roles, layers[first]))
     stack = Stack(layers[first][0].name.partition(f".{first}.")[0], s.num_layers, roles)
     before = "; ".join(f"{name} embedding" for name in tables)
-    found.__dict__.update(layout=Layout((before, stack, f"{norms[0]} norm")), _weights=s.weights())
+    how = dict(rms_norm="gemma", scaled_embedding=True) if s.family.startswith("gemma") else {}
+    found.__dict__.update(layout=Layout((before, stack, f"{norms[0]} norm"), **how), _weights=s.weights())
     return found
 
 

@@ -208,7 +208,7 @@ class Operators(Ledger):
             y = self.mul(x, factor)
             return self.mul(weight, self.to(y, weight.width) if weight.width == HALF else y)
         y = self.mul(y, factor)
-        if family.startswith("gemma"):
+        if family == "gemma":
             return self.to(self.mul(y, self.scale(self.to(weight, FP32), "add")), width)
         if kind.endswith("in fp32"):
             return self.to(self.mul(weight, y), width)

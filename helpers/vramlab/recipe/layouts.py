@@ -5,6 +5,7 @@ walks through one. The source of each is the `__init__` of the architecture's `m
 """
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -24,16 +25,54 @@ class Stack:
 class Layout:
     """What a model is made of, in order: "module kind size …; …" outside the layers, and stacks of layers.
 
-    Sizes are the letters of `weights._sizes`. `biased` are the roles of linear layers with a bias.
+    Sizes are the letters of `weights._sizes`. The other attributes say how a layer differs from Llama's.
+
+    Attributes:
+        biased: roles of linear layers with a bias.
+        causal: a token sees earlier ones only, and keys and values are cached.
+        parallel: attention and feed-forward part read the same input.
+        post_norm: norms come after the residual sums; there is none after the last layer.
+        rms_norm: whose RMSNorm: "llama", "gemma" (times 1 + weight, in fp32) or "t5" (cast to its weight's dtype).
+        fp32_softmax: written-out attention asks for an fp32 softmax.
+        grouped_keys: shared keys go to the kernel as they are (`enable_gqa`); `repeated_keys`: copied before positions.
+        scores_in_place: written-out scores are scaled in place, and one head of keys broadcasts over one sequence.
+        scaled_queries: queries are scaled before the kernel.
+        joined_rotary: turned and other channels are joined even where all are turned.
+        scaled_embedding: the embedding is multiplied by a number.
+        shared_positions: one row of positions serves the whole batch.
+        held_feed_forward: the wide feed-forward tensor lives to the end of the layer.
+        quantizable: linear layers are `nn.Linear` or `Conv1D`, which bitsandbytes replaces.
+        fp32_modules: linear layers that stay in fp32 in an fp16 model and are never quantized.
     """
 
     items: tuple[str | Stack, ...]
     biased: frozenset[str] = frozenset()
+    causal: bool = True
+    parallel: bool = False
+    post_norm: bool = False
+    rms_norm: str = "llama"
+    fp32_softmax: bool = True
+    grouped_keys: bool = True
+    repeated_keys: bool = False
+    scores_in_place: bool = False
+    scaled_queries: bool = False
+    joined_rotary: bool = False
+    scaled_embedding: bool = False
+    shared_positions: bool = False
+    held_feed_forward: bool = False
+    quantizable: bool = True
+    fp32_modules: tuple[str, ...] = ()
 
     @property
     def stacks(self) -> list[Stack]:
         """The stacks alone: one, or an encoder's and a decoder's."""
         return [item for item in self.items if isinstance(item, Stack)]
+
+    @cached_property
+    def modules(self) -> list[tuple[str, str]]:
+        """(name, kind) of the modules outside the layers."""
+        rows = [row.split() for item in self.items if isinstance(item, str) for row in item.split(";")]
+        return [(row[0], row[1]) for row in rows if row]
 
 
 ATTENTION = frozenset(("q", "k", "v", "qkv", "out"))
@@ -52,10 +91,10 @@ def layout(s: "ShapeData") -> Layout | None:
 
 
 def _one_stack(
-    s: "ShapeData", before: str, prefix: str, parts: str, after: str, biased=(), head: str | None = None
+    s: "ShapeData", before: str, prefix: str, parts: str, after: str, biased=(), head: str | None = None, **how
 ) -> Layout:
     after = f"{after}; {_head(s) if head is None else head}"
-    return Layout((before, Stack(prefix, s.num_layers, _parts(parts)), after), frozenset(biased))
+    return Layout((before, Stack(prefix, s.num_layers, _parts(parts)), after), frozenset(biased), **how)
 
 
 def _parts(text: str) -> dict[str, str]:
@@ -76,14 +115,16 @@ def _gpt2(s: "ShapeData", c: dict) -> Layout | None:
         return None
     parts = "norm1=ln_1 qkv=attn.c_attn out=attn.c_proj norm2=ln_2 up=mlp.c_fc down=mlp.c_proj"
     before = "transformer.wte embedding V h; transformer.wpe embedding P h"
-    return _one_stack(s, before, "transformer.h", parts, "transformer.ln_f norm h", ALL)
+    how = dict(fp32_softmax=False, shared_positions=True)
+    return _one_stack(s, before, "transformer.h", parts, "transformer.ln_f norm h", ALL, **how)
 
 
 def _gpt_neox(s: "ShapeData", c: dict) -> Layout:
     parts = f"{TWO_NORMS} qkv=attention.query_key_value out=attention.dense {ONE_BY_FOUR}"
     biased = ALL if c.get("attention_bias", True) else ALL - ATTENTION
     before, after = "gpt_neox.embed_in embedding V h", "gpt_neox.final_layer_norm norm h"
-    return _one_stack(s, before, "gpt_neox.layers", parts, after, biased)
+    how = dict(parallel=c.get("use_parallel_residual", True), joined_rotary=True)
+    return _one_stack(s, before, "gpt_neox.layers", parts, after, biased, **how)
 
 
 def _llama(s: "ShapeData", c: dict) -> Layout:
@@ -99,7 +140,9 @@ def _llama(s: "ShapeData", c: dict) -> Layout:
     if kind == "llama" and c.get("mlp_bias"):
         biased |= ALL - ATTENTION
     parts = f"{SEPARATE}{norms} {mlp} {four if kind == 'gemma2' else TWO_NORMS}"
-    return _one_stack(s, "model.embed_tokens embedding V h", "model.layers", parts, "model.norm norm h", biased)
+    how = dict(rms_norm="gemma", scaled_embedding=True) if kind in ("gemma", "gemma2") else {}
+    before, after = "model.embed_tokens embedding V h", "model.norm norm h"
+    return _one_stack(s, before, "model.layers", parts, after, biased, **how)
 
 
 def _bert(s: "ShapeData", c: dict) -> Layout | None:
@@ -116,7 +159,8 @@ def _bert(s: "ShapeData", c: dict) -> Layout | None:
         after = "cls.predictions.bias bias V; cls.predictions.transform.dense linear+ h h"
         after += "; cls.predictions.transform.LayerNorm norm h"
     before += "; bert.embeddings.LayerNorm norm h"
-    return _one_stack(s, before, "bert.encoder.layer", parts, after, ALL, "")
+    how = dict(causal=False, post_norm=True, fp32_softmax=False, shared_positions=True, held_feed_forward=True)
+    return _one_stack(s, before, "bert.encoder.layer", parts, after, ALL, "", **how)
 
 
 def _opt(s: "ShapeData", c: dict) -> Layout | None:
@@ -130,7 +174,8 @@ def _opt(s: "ShapeData", c: dict) -> Layout | None:
         before += "; model.decoder.final_layer_norm norm h"
     parts = "k=self_attn.k_proj v=self_attn.v_proj q=self_attn.q_proj out=self_attn.out_proj"
     parts += " norm1=self_attn_layer_norm up=fc1 down=fc2 norm2=final_layer_norm"
-    return _one_stack(s, before, "model.decoder.layers", parts, "", ALL)
+    how = dict(post_norm=not c.get("do_layer_norm_before", True), scaled_queries=True)
+    return _one_stack(s, before, "model.decoder.layers", parts, "", ALL, **how)
 
 
 def _phi(s: "ShapeData", c: dict) -> Layout | None:
@@ -138,7 +183,8 @@ def _phi(s: "ShapeData", c: dict) -> Layout | None:
         return None
     parts = f"{SEPARATE.replace('o_proj', 'dense')} up=mlp.fc1 down=mlp.fc2 norm1=input_layernorm"
     before, after = "model.embed_tokens embedding V h", "model.final_layernorm norm h"
-    return _one_stack(s, before, "model.layers", parts, after, ALL, _head(s, "+"))
+    how = dict(parallel=True, joined_rotary=True)
+    return _one_stack(s, before, "model.layers", parts, after, ALL, _head(s, "+"), **how)
 
 
 def _falcon(s: "ShapeData", c: dict) -> Layout:
@@ -150,7 +196,9 @@ def _falcon(s: "ShapeData", c: dict) -> Layout:
     parts = f"qkv=self_attention.query_key_value out=self_attention.dense {ONE_BY_FOUR} {norms}"
     biased = ALL if c.get("bias", False) else ()
     before, after = "transformer.word_embeddings embedding V h", "transformer.ln_f norm h"
-    return _one_stack(s, before, "transformer.h", parts, after, biased)
+    how = dict(parallel=new or c.get("parallel_attn", True), repeated_keys=new, quantizable=False)
+    how |= dict(fp32_softmax=False, grouped_keys=False, scores_in_place=True)
+    return _one_stack(s, before, "transformer.h", parts, after, biased, **how)
 
 
 def _t5(s: "ShapeData", c: dict) -> Layout:
@@ -169,7 +217,8 @@ def _t5(s: "ShapeData", c: dict) -> Layout:
     encoder = Stack("encoder.block", s.num_layers, _parts(f"{own} {mlp('layer.1')}"))
     decoder = Stack("decoder.block", s.num_decoder_layers, _parts(f"{own} {cross} {mlp('layer.2')}"))
     norms = [f"{side}.final_layer_norm norm h" for side in ("encoder", "decoder")]
-    return Layout(("shared embedding V h", encoder, norms[0], decoder, norms[1]))
+    items = ("shared embedding V h", encoder, norms[0], decoder, norms[1])
+    return Layout(items, rms_norm="t5", fp32_softmax=False, fp32_modules=("wo",))
 
 
 def _vit(s: "ShapeData", c: dict) -> Layout:
@@ -179,7 +228,8 @@ def _vit(s: "ShapeData", c: dict) -> Layout:
     parts = SEPARATE.replace("self_attn", "attention")
     parts += " norm1=layernorm_before norm2=layernorm_after up=mlp.fc1 down=mlp.fc2"
     biased = ALL if c.get("qkv_bias", True) else ALL - {"q", "k", "v"}
-    return _one_stack(s, before, "vit.layers", parts, "vit.layernorm norm h", biased, "classifier linear+ L h")
+    head = "classifier linear+ L h"
+    return _one_stack(s, before, "vit.layers", parts, "vit.layernorm norm h", biased, head, causal=False)
 
 
 LAYOUTS = {

@@ -133,7 +133,8 @@ def unquantized(recipe: Any) -> list[str]:
     """
     if not recipe.quantization:
         return []
-    shape, own = recipe.shape, recipe.shape.family == "falcon"
+    shape, layout = recipe.shape, recipe.shape.layout
+    own = bool(layout) and not layout.quantizable
     left = [w for w in shape.weights() if w.kind == "expert" or (own and w.kind == "linear" and w.layer is not None)]
     if not left:
         return []
