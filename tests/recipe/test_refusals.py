@@ -6,7 +6,7 @@ import numpy
 import pytest
 import torch
 from vramlab import Loop, LoRA, Recipe, Sharding, measure, predict, simulate
-from vramlab.recipe.options import OPTIMIZER_ARGUMENTS
+from vramlab.recipe.optimizers import OPTIMIZER_ARGUMENTS
 from vramlab.recipe.recipe import OPTIMIZERS
 from vramlab.report.errors import RecipeError
 

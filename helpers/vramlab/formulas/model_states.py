@@ -14,7 +14,8 @@ from math import ceil, prod
 
 from ..hardware.overhead import rounded
 from ..hardware.sizes import pack
-from ..recipe.options import LoRA, Quantization, optimizer_arguments
+from ..recipe.optimizers import optimizer_arguments
+from ..recipe.options import LoRA, Quantization
 from ..recipe.recipe import Recipe
 from ..recipe.shapes import Shape
 

@@ -11,7 +11,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from ..recipe.options import rebuild
+from ..recipe.knobs import rebuild
 from ..recipe.recipe import Recipe, key_of
 from ..report.data import data_path
 from ..report.errors import RecordError, ReportError

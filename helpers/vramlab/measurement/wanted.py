@@ -6,7 +6,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from ..recipe.options import rebuild
+from ..recipe.knobs import rebuild
 from ..recipe.recipe import Recipe
 from ..report.data import data_path
 from ..report.errors import RecipeError, RecordError

@@ -13,7 +13,8 @@ from ..formulas import model_states as stored
 from ..formulas import shards
 from ..formulas.fsdp import computed
 from ..hardware.gpu import Chip, Gpu, find_gpu, gpu_names
-from ..recipe.options import LoRA, Quantization, Sharding, choice, flag, whole
+from ..recipe.knobs import choice, flag, whole
+from ..recipe.options import LoRA, Quantization, Sharding
 from ..recipe.recipe import ATTENTION, OPTIMIZERS, PRECISIONS, Recipe
 from ..report.errors import RecipeError
 from .step_time import walk

@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 from ..report.errors import RecipeError
 from .deepspeed_config import deepspeed_config
-from .options import ATTENTION, LOOPS, Loop, Sharding, optimizer_arguments, words
+from .knobs import knobs
+from .optimizers import optimizer_arguments
+from .options import ATTENTION, LOOPS, Loop, Sharding, words
 
 if TYPE_CHECKING:
     from transformers import TrainingArguments
@@ -24,13 +26,6 @@ TAKES = {
     "rmsprop": ("lr", "momentum", "alpha", "eps", "weight_decay", "centered"),
     "adafactor": ("lr", "weight_decay"),
 }
-# Every field of `TrainingArguments` (transformers 5.15 to 5.23 and their `Seq2SeqTrainingArguments`) is in one of three
-# tables. What a recipe says, or what the number of ranks and the optimizer's arguments are read from:
-MODELLED = words(
-    """per_device_train_batch_size gradient_accumulation_steps activation_checkpointing gradient_checkpointing optim
-    optim_args weight_decay fp16 bf16 tf32 max_grad_norm use_cache torch_compile torch_empty_cache_steps fsdp
-    fsdp_config deepspeed"""
-)
 CHECKPOINTING = {
     "use_reentrant": (False,),
     "every_n_layers": (1,),
@@ -65,24 +60,6 @@ REFUSED_IN_DDP = {
     "ddp_static_graph": (None, False),
     "ddp_broadcast_buffers": (None,),
 }
-# What a step's memory does not depend on: schedules, logs, checkpoints, the host's data loading; and evaluation, which
-# is no part of a training step.
-NEUTRAL = words(
-    """output_dir num_train_epochs max_steps learning_rate lr_scheduler_type lr_scheduler_kwargs warmup_steps adam_beta1
-    adam_beta2 adam_epsilon average_tokens_across_devices liger_kernel_config logging_strategy logging_steps
-    logging_first_step log_on_each_node logging_nan_inf_filter include_num_input_tokens_seen log_level log_level_replica
-    disable_tqdm report_to run_name project trackio_space_id trackio_bucket_id trackio_static_space_id eval_strategy
-    eval_steps eval_delay per_device_eval_batch_size prediction_loss_only eval_on_start eval_do_concat_batches
-    eval_use_gather_object eval_accumulation_steps include_for_metrics batch_eval_metrics bf16_full_eval fp16_full_eval
-    save_only_model save_strategy save_steps save_on_each_node save_total_limit enable_jit_checkpoint push_to_hub
-    hub_token hub_private_repo hub_model_id hub_strategy hub_always_push hub_revision load_best_model_at_end
-    metric_for_best_model greater_is_better ignore_data_skip restore_callback_states_from_checkpoint seed data_seed
-    use_cpu dataloader_drop_last dataloader_num_workers dataloader_pin_memory dataloader_persistent_workers
-    dataloader_prefetch_factor dataloader_multiprocessing_context dataloader_in_order remove_unused_columns label_names
-    train_sampling_strategy length_column_name ddp_backend ddp_timeout skip_memory_metrics do_train do_eval do_predict
-    resume_from_checkpoint local_rank sortish_sampler predict_with_generate generation_max_length generation_num_beams
-    generation_config"""
-)
 # Entries of DeepSpeed's configuration that move no memory of a step.
 NEUTRAL_IN_DEEPSPEED = words(
     """scheduler steps_per_print wall_clock_breakdown train_batch_size zero_allow_untested_optimizer
@@ -133,19 +110,14 @@ def settings(recipe: Any) -> dict[str, Any]:
     # transformers 5.2x renames the switch and warns about the old name
     checkpointing = "activation_checkpointing" if "activation_checkpointing" in known else "gradient_checkpointing"
     values = {
-        "per_device_train_batch_size": recipe.batch_size,
-        "gradient_accumulation_steps": recipe.gradient_accumulation_steps,
-        checkpointing: recipe.gradient_checkpointing,
-        "optim": recipe.optim,
-        "optim_args": recipe.optim_args,
-        **{OWN[name]: value for name, value in options.items() if name in OWN},
-        "fp16": recipe.precision == "fp16-mixed",
-        "bf16": recipe.precision == "bf16-mixed",
-        "tf32": recipe.precision == "tf32",
+        **_same_values(recipe),
+        **_same_values(loop),
         "max_grad_norm": loop.max_grad_norm or 0.0,
-        "torch_empty_cache_steps": loop.empty_cache_steps,
-        "use_cache": loop.use_cache,
-        "torch_compile": recipe.torch_compile,
+        checkpointing: recipe.gradient_checkpointing,
+        **{OWN[name]: value for name, value in options.items() if name in OWN},
+        **{
+            name: recipe.precision.removesuffix("-mixed") == name for name in knobs(type(recipe))["precision"].elsewhere
+        },
         "report_to": "none",
         **_sharding_arguments(recipe.sharding),
     }
@@ -154,10 +126,21 @@ def settings(recipe: Any) -> dict[str, Any]:
     return values
 
 
-def recipe_fields(args: "TrainingArguments", model: Any, **fields: Any) -> dict[str, Any]:
-    """The fields of the `Recipe` of a `Trainer` with `args` that trains `model`.
+def _same_names(part: type) -> dict[str, str]:
+    """The fields of `part` whose value is that of one argument, and its name."""
+    return {name: knob.elsewhere[0] for name, knob in knobs(part).items() if len(knob.elsewhere) == 1}
+
+
+def _same_values(part: Any) -> dict[str, Any]:
+    """Those arguments with the values that `part` has."""
+    return {argument: getattr(part, name) for name, argument in _same_names(type(part)).items()}
+
+
+def recipe_fields(kind: type, args: "TrainingArguments", model: Any, **fields: Any) -> dict[str, Any]:
+    """The fields of the recipe of a `Trainer` with `args` that trains `model`.
 
     Args:
+        kind: the class `Recipe`.
         model: what `Recipe` takes, or the model itself; then its format ("-true" precisions) and its attention
             kernel are read off.
         fields: of the recipe, for what the arguments do not say: `seq_len`, `lora`, `quantization`, `sharding` (the
@@ -169,20 +152,14 @@ def recipe_fields(args: "TrainingArguments", model: Any, **fields: Any) -> dict[
     """
     _check_kind(args)
     _check_values(args, fields.get("sharding"))
+    checkpoints = (getattr(args, name, None) for name in knobs(kind)["gradient_checkpointing"].elsewhere)
+    loop = {name: getattr(args, argument) for name, argument in _same_names(Loop).items()}
     said = {
-        "batch_size": args.per_device_train_batch_size,
-        "gradient_accumulation_steps": args.gradient_accumulation_steps,
-        "gradient_checkpointing": bool(
-            getattr(args, "activation_checkpointing", None) or getattr(args, "gradient_checkpointing", None)
-        ),
+        **{name: getattr(args, argument) for name, argument in _same_names(kind).items()},
+        "gradient_checkpointing": any(checkpoints),
         "optim": getattr(args.optim, "value", args.optim),
         "optim_args": _optim_args(args),
-        "torch_compile": args.torch_compile,
-        "loop": Loop(
-            use_cache=args.use_cache,
-            max_grad_norm=args.max_grad_norm or None,
-            empty_cache_steps=args.torch_empty_cache_steps,
-        ),
+        "loop": Loop(**{**loop, "max_grad_norm": args.max_grad_norm or None}),
     }
     if hasattr(model, "named_parameters"):
         said.update(_of_model(model, fields))

@@ -10,108 +10,129 @@ import json
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from ..report.errors import RecipeError
 from . import parallel_limits as cuts
 from .families import MOST_LAYERS
-from .options import (
-    ALIASES,
-    ATTENTION,
-    LOOPS,
-    OPTIMIZERS,
-    PRECISIONS,
-    TASKS,
-    Loop,
-    LoRA,
-    Quantization,
-    Sharding,
-    choice,
-    flag,
-    optimizer_arguments,
-    rebuild,
-    whole,
-)
+from .knobs import check, documented, knob, knobs, rebuild
+from .optimizers import ALIASES, OPTIMIZERS, optimizer_arguments
+from .options import ATTENTION, LOOPS, PRECISIONS, TASKS, Loop, LoRA, Quantization, Sharding
 from .shapes import Shape, plain, read_json, read_shape
 
 MOST = 2**24  # samples or tokens
 MOST_MICRO_BATCHES = 2**16  # each of them is run
 MOST_BYTES = 2**62  # of one tensor: PyTorch counts bytes in signed 64 bits
+PARTS = {"lora": LoRA, "quantization": Quantization, "sharding": Sharding, "loop": Loop}
+_knob = partial(knob, option=True)
 
 
+def _sharding_words(sharding: Sharding) -> str:
+    """The sharding's part of `str(recipe)`."""
+    offload = f" · {sharding.offload} offloaded" if sharding.offload else ""
+    return f"{sharding.engine} stage {sharding.stage} × {sharding.world_size}{offload}"
+
+
+def _loop_words(loop: Loop) -> str:
+    """The loop's part of `str(recipe)`."""
+    if loop == LOOPS["trainer"]:
+        return ""
+    return f"{loop.name} loop" + ("" if loop == LOOPS.get(loop.name) else " (changed)")
+
+
+@documented
 @dataclass(frozen=True)
 class Recipe:
-    """What is trained and how; see the module docstring.
+    """What is trained and how.
 
-    Attributes:
-        model: a name of the catalogue, a path to a `config.json` (or its folder), or a `transformers` config object.
-        batch_size: samples in one micro-batch on one device.
-        seq_len: tokens per sample; None takes 512 or the model's longest, whichever is less (images have their own).
-        precision: one of PRECISIONS; "-true" keeps weights, gradients and states in that format, "-mixed" is autocast.
-        optim: one of OPTIMIZERS, the names of `TrainingArguments.optim`.
-        optim_args: as in `TrainingArguments`, for example "momentum=0.9".
-        task: which head is trained; None takes the usual one of the architecture.
-        attn_implementation: one of ATTENTION; None takes "sdpa" where the architecture has it, else "eager".
-        num_layers: a depth other than the model's own.
+    `model` is a name of the catalogue, a path to a `config.json` (or its folder), or a `transformers` config object.
+    `precision` ending in "-true" keeps weights, gradients and states in that format, "-mixed" is autocast.
+
     Raises:
         RecipeError: a field has a value that cannot be trained.
     """
 
     model: Any
-    batch_size: int = 1
-    seq_len: int | None = None
-    precision: str = "fp32"
-    optim: str = "adamw_torch"
-    optim_args: str | None = None
-    gradient_checkpointing: bool = False
-    gradient_accumulation_steps: int = 1
-    attn_implementation: str | None = None
-    torch_compile: bool = False
-    lora: LoRA | None = None
-    quantization: Quantization | None = None
-    sharding: Sharding | None = None
-    loop: Loop | str = "trainer"
-    num_layers: int | None = None
-    task: str | None = None
+    batch_size: int = _knob(
+        1,
+        "Samples in one micro-batch on one device.",
+        most=MOST,
+        elsewhere="per_device_train_batch_size",
+        label="Batch size",
+        shown="batch {}",
+    )
+    seq_len: int | None = _knob(
+        None,
+        "Tokens per sample; 512 or the model's longest if less.",
+        most=MOST,
+        label="Tokens a sample",
+        shown="{} tokens",
+    )
+    precision: str = _knob(
+        "fp32",
+        "Number format of weights and computation.",
+        choices=PRECISIONS,
+        elsewhere="fp16 bf16 tf32",
+        label="Precision",
+        shown="{}",
+    )
+    optim: str = _knob(
+        "adamw_torch", "The optimizer.", choices=OPTIMIZERS, elsewhere=True, label="Optimizer", shown="{}"
+    )
+    optim_args: str | None = _knob(None, "As in TrainingArguments: momentum=0.9,…", elsewhere=True, shown="{}")
+    task: str | None = _knob(None, "Which head; the architecture's usual one when left out.", choices=TASKS, shown="{}")
+    num_layers: int | None = _knob(None, "A depth other than the model's own.", most=MOST_LAYERS, shown="{} layers")
+    gradient_accumulation_steps: int = _knob(
+        1,
+        "Micro-batches in one optimizer step.",
+        most=MOST_MICRO_BATCHES,
+        elsewhere=True,
+        shown=lambda n: n > 1 and f"accumulate ×{n}",
+    )
+    gradient_checkpointing: bool = _knob(
+        False,
+        "Recompute layers in the backward pass.",
+        elsewhere="activation_checkpointing gradient_checkpointing",
+        label="Checkpointing",
+        shown="checkpointing",
+    )
+    attn_implementation: str | None = _knob(
+        None,
+        "Attention's kernel; sdpa when left out, where the architecture has it.",
+        choices=ATTENTION,
+        label="Attention",
+        shown=lambda kernel: kernel != "sdpa" and kernel,
+    )
+    lora: LoRA | None = knob(None, "Adapters to train.", shown=lambda lora: f"LoRA r={lora.r}")
+    quantization: Quantization | None = knob(
+        None, "A frozen base in few bits.", shown=lambda q: q.quant_type + (" double" if q.double else "")
+    )
+    sharding: Sharding | None = knob(
+        None, "Ranks and what each holds.", elsewhere="fsdp fsdp_config deepspeed", shown=_sharding_words
+    )
+    torch_compile: bool = _knob(False, "Compile the model.", elsewhere=True, shown="compiled")
+    loop: Loop | str = knob("trainer", "The training loop.", choices=tuple(LOOPS), option=True, shown=_loop_words)
     shape: Shape = field(init=False, repr=False, compare=False)
 
     def __post_init__(self):
-        set_ = lambda name, value: object.__setattr__(self, name, value)  # noqa: E731
-        set_("model", _described(self.model))
-        for name, kind in (("lora", LoRA), ("quantization", Quantization), ("sharding", Sharding)):
-            value = getattr(self, name)
-            if isinstance(value, Mapping):
-                value = rebuild(kind, name, value)
-                set_(name, value)
-            if value is not None and not isinstance(value, kind):
-                raise RecipeError(name, value, f"it must be a {kind.__name__} or None")
+        self._set("model", _described(self.model))
+        for name, kind in PARTS.items():
+            if isinstance(value := getattr(self, name), Mapping):
+                self._set(name, rebuild(kind, name, value))
         if isinstance(self.loop, str):
-            set_("loop", Loop.named(self.loop))
-        elif isinstance(self.loop, Mapping):
-            set_("loop", rebuild(Loop, "loop", self.loop))
-        elif not isinstance(self.loop, Loop):
-            raise RecipeError("loop", self.loop, "allowed are " + ", ".join(map(repr, LOOPS)) + " or a Loop")
+            self._set("loop", Loop.named(self.loop))
         if isinstance(self.optim, str):
-            set_("optim", ALIASES.get(self.optim, self.optim))
-        choice("precision", self.precision, PRECISIONS)
-        choice("optim", self.optim, OPTIMIZERS)
-        if self.attn_implementation is not None:
-            choice("attn_implementation", self.attn_implementation, ATTENTION)
-        whole("batch_size", self.batch_size, most=MOST)
-        whole("gradient_accumulation_steps", self.gradient_accumulation_steps, most=MOST_MICRO_BATCHES)
-        if self.seq_len is not None:
-            whole("seq_len", self.seq_len, most=MOST)
-        for name in ("gradient_checkpointing", "torch_compile"):
-            flag(name, getattr(self, name))
-        if self.num_layers is not None:
-            whole("num_layers", self.num_layers, most=MOST_LAYERS)
-        if self.task is not None:
-            choice("task", self.task, TASKS)
+            self._set("optim", ALIASES.get(self.optim, self.optim))
+        check(self)
         self.optimizer_arguments()
-        set_("shape", read_shape(self.model, num_layers=self.num_layers, task=self.task))
-        self._check_against_shape(set_)
+        self._set("shape", read_shape(self.model, num_layers=self.num_layers, task=self.task))
+        self._check_against_shape()
 
-    def _check_against_shape(self, set_) -> None:
+    def _set(self, name: str, value: Any) -> None:
+        object.__setattr__(self, name, value)
+
+    def _check_against_shape(self) -> None:
         shape = self.shape
         if shape.task == "image-classification":
             if self.seq_len not in (None, shape.image_tokens):
@@ -120,9 +141,9 @@ class Recipe:
                     self.seq_len,
                     f"an image is always {shape.image_tokens} tokens to {shape.name}: leave it out",
                 )
-            set_("seq_len", shape.image_tokens)
+            self._set("seq_len", shape.image_tokens)
         elif self.seq_len is None:
-            set_("seq_len", min(512, shape.max_positions or 512))
+            self._set("seq_len", min(512, shape.max_positions or 512))
         if shape.max_positions and self.seq_len > shape.max_positions and shape.task != "image-classification":
             raise RecipeError("seq_len", self.seq_len, f"{shape.name} has {shape.max_positions} positions")
         tokens = self.batch_size * self.seq_len
@@ -139,7 +160,7 @@ class Recipe:
         if self.quantization and self.precision.endswith("-mixed") and self.quantization.quant_type == "int8":
             raise RecipeError("precision", self.precision, "int8 bases are trained with a '-true' precision or 'fp32'")
         if self.attn_implementation is None:
-            set_("attn_implementation", shape.attention)
+            self._set("attn_implementation", shape.attention)
         elif self.attn_implementation == "sdpa" and shape.attention == "eager":
             raise RecipeError(
                 "attn_implementation", "sdpa", f"transformers has no sdpa for a {shape.family}: use 'eager'"
@@ -213,32 +234,8 @@ class Recipe:
 
     def __str__(self) -> str:
         """One line that names everything a number depends on."""
-        parts = [self.name, f"batch {self.batch_size}", f"{self.seq_len} tokens", self.precision, self.optim]
-        if self.optim_args:
-            parts.append(self.optim_args)
-        if self.task is not None:
-            parts.append(self.task)
-        if self.num_layers is not None:
-            parts.append(f"{self.num_layers} layers")
-        if self.gradient_accumulation_steps > 1:
-            parts.append(f"accumulate ×{self.gradient_accumulation_steps}")
-        if self.gradient_checkpointing:
-            parts.append("checkpointing")
-        if self.attn_implementation != "sdpa":
-            parts.append(self.attn_implementation)
-        if self.lora:
-            parts.append(f"LoRA r={self.lora.r}")
-        if self.quantization:
-            parts.append(self.quantization.quant_type + (" double" if self.quantization.double else ""))
-        if self.sharding:
-            parts.append(f"{self.sharding.engine} stage {self.sharding.stage} × {self.sharding.world_size}")
-            if self.sharding.offload:
-                parts.append(f"{self.sharding.offload} offloaded")
-        if self.torch_compile:
-            parts.append("compiled")
-        if self.loop.name != "trainer" or self.loop != LOOPS["trainer"]:
-            parts.append(f"{self.loop.name} loop" + ("" if self.loop == LOOPS.get(self.loop.name) else " (changed)"))
-        return " · ".join(parts)
+        parts = (said.words(getattr(self, name)) for name, said in knobs(Recipe).items())
+        return " · ".join([self.name, *filter(None, parts)])
 
     def training_arguments(self, output_dir: str = "out", **changes):
         """The `transformers.TrainingArguments` that trains the same way; see `vramlab.training_arguments`."""
@@ -251,7 +248,7 @@ class Recipe:
         """The recipe of `args` (a `TrainingArguments`) for `model`; `fields` adds what the arguments do not say."""
         from .arguments import recipe_fields
 
-        return cls(**recipe_fields(args, model, **fields))
+        return cls(**recipe_fields(cls, args, model, **fields))
 
 
 def as_recipe(value: Any) -> Recipe:

@@ -1,0 +1,159 @@
+"""A recipe's fields as data: what each means, what it may be and what other libraries call it, said once.
+
+The checks here, `TrainingArguments`, the command line and the calculator all read it from the dataclass fields.
+"""
+
+import dataclasses
+import inspect
+import typing
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cache
+from types import NoneType
+from typing import Any
+
+from ..report.errors import RecipeError
+
+MAX_NUMBER = 1e300  # so that it is a finite number for torch too
+
+
+@dataclass(frozen=True)
+class Knob:
+    """One field of a recipe.
+
+    Attributes:
+        help: what it is, in one sentence.
+        choices: the values allowed; () where a number, a switch or free text is asked for.
+        least, most: bounds of a whole number, both allowed.
+        bounds: of any other number, in words and as a test.
+        option: its name on the command line, without dashes, True for the field's own; "" where that has none.
+        label: its name in the calculator; "" where that has none.
+        elsewhere: its names in `TrainingArguments`, `LoraConfig` or `BitsAndBytesConfig`, True for the field's own; one
+            name only where the value is the same there.
+        shown: its words in `str(recipe)`, with {} for the value, or what gives them.
+        kind, optional, default: the type of its values, whether None is one, and the value when nothing is said.
+    """
+
+    help: str
+    choices: tuple = ()
+    least: int = 1
+    most: int | None = None
+    bounds: tuple[str, Callable[[float], bool]] = ("", bool)
+    option: str | bool = ""
+    label: str = ""
+    elsewhere: str | bool | tuple[str, ...] = ""
+    shown: str | Callable[[Any], Any] = ""
+    kind: Any = None
+    optional: bool = False
+    default: Any = None
+
+    def check(self, name: str, value: Any) -> None:
+        """Raise RecipeError, which calls the field `name`, unless `value` is allowed. Parts check themselves."""
+        if value is None and self.optional:
+            return
+        if dataclasses.is_dataclass(self.kind):
+            self._check_part(name, value)
+        elif self.choices:
+            choice(name, value, self.choices)
+        elif self.kind is bool:
+            flag(name, value, self.optional)
+        elif self.kind is int:
+            whole(name, value, self.least, self.most)
+        elif self.kind is float:
+            number(name, value, *self.bounds)
+        elif self.kind is str and not isinstance(value, str):
+            raise RecipeError(name, value, "it must be text")
+
+    def _check_part(self, name: str, value: Any) -> None:
+        if not isinstance(value, self.kind):
+            others = [*map(repr, self.choices), *(["None"] if self.optional else [])]
+            raise RecipeError(name, value, " or ".join([f"it must be a {self.kind.__name__}", *others]))
+
+    def words(self, value: Any) -> str:
+        """What `str(recipe)` says of the value, "" for nothing."""
+        if value is None or value is False:
+            return ""
+        return self.shown.format(value) if isinstance(self.shown, str) else self.shown(value) or ""
+
+
+def knob(default: Any, help: str, **more: Any) -> Any:
+    """A dataclass field with what `Knob` says of it."""
+    return dataclasses.field(default=default, metadata={"knob": Knob(help, default=default, **more)})
+
+
+@cache
+def knobs(part: type) -> dict[str, Knob]:
+    """The knobs of a dataclass by field name, with kinds and names filled in."""
+    found = {}
+    for field in dataclasses.fields(part):
+        if "knob" in field.metadata:
+            said, kinds = field.metadata["knob"], typing.get_args(field.type) or (field.type,)
+            found[field.name] = dataclasses.replace(
+                said,
+                kind=next(filter(dataclasses.is_dataclass, kinds), kinds[0]),
+                optional=NoneType in kinds,
+                option=field.name if said.option is True else said.option,
+                elsewhere=(field.name,) if said.elsewhere is True else tuple(said.elsewhere.split()),
+            )
+    return found
+
+
+def options(part: type, *path: str) -> Iterator[tuple[tuple[str, ...], Knob]]:
+    """Each knob with a name on the command line, of `part` and its parts, and the way to it, such as ("lora", "r")."""
+    for name, said in knobs(part).items():
+        if said.option:
+            yield (*path, name), said
+        elif dataclasses.is_dataclass(said.kind):
+            yield from options(said.kind, *path, name)
+
+
+def documented(part: type) -> type:
+    """Append the fields' help to the docstring of a dataclass."""
+    lines = (f"    {name}: {said.help}" for name, said in knobs(part).items())
+    part.__doc__ = "\n".join([inspect.cleandoc(part.__doc__), "", "Attributes:", *lines])
+    return part
+
+
+def check(part: Any, prefix: str = "") -> None:
+    """Raise RecipeError at the first field of `part` whose value is not allowed."""
+    values = vars(part)
+    for name, said in knobs(type(part)).items():
+        if values[name] is not said.default:  # most are, and plans make many recipes
+            said.check(prefix + name, values[name])
+
+
+def rebuild(kind: type, name: str, values: Mapping) -> Any:
+    """`kind(**values)` with an error that names the unknown field."""
+    known = [f.name for f in dataclasses.fields(kind) if f.init]
+    for key in values:
+        if key not in known:
+            raise RecipeError(f"{name}.{key}", values[key], "no such field exists; known are " + ", ".join(known))
+    return kind(**values)
+
+
+def choice(name: str, value: object, allowed: tuple) -> None:
+    """Raise RecipeError unless `value` is one of `allowed` and of its type."""
+    for one in allowed:
+        if isinstance(value, type(one)) and isinstance(value, bool) == isinstance(one, bool) and value == one:
+            return
+    raise RecipeError(name, value, "allowed are " + ", ".join(map(repr, allowed)))
+
+
+def whole(name: str, value: object, least: int = 1, most: int | None = None) -> None:
+    """Raise RecipeError unless `value` is a whole number from `least` to `most`."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise RecipeError(name, value, f"it must be a whole number of at least {least}")
+    if most is not None and value > most:
+        raise RecipeError(name, value, f"it must be {most:,} at most")
+
+
+def flag(name: str, value: object, allow_none: bool = False) -> None:
+    """Raise RecipeError unless `value` is a bool, or None where that is allowed."""
+    if not (isinstance(value, bool) or (allow_none and value is None)):
+        raise RecipeError(name, value, "it must be True or False" + (" or None" if allow_none else ""))
+
+
+def number(name: str, value: object, allowed: str, fits: Callable[[float], bool]) -> None:
+    """Raise RecipeError unless `value` is a number that `fits`, which `allowed` says in words."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not (abs(value) < MAX_NUMBER and fits(value)):
+        raise RecipeError(name, value, f"it must be a number {allowed}")
