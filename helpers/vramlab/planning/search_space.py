@@ -14,8 +14,7 @@ from ..formulas import shards
 from ..formulas.fsdp import computed
 from ..hardware.gpu import Chip, Gpu, find_gpu, gpu_names
 from ..recipe.knobs import choice, flag, whole
-from ..recipe.options import LoRA, Quantization, Sharding
-from ..recipe.recipe import ATTENTION, OPTIMIZERS, PRECISIONS, Recipe
+from ..recipe.recipe import ATTENTION, OPTIMIZERS, PRECISIONS, LoRA, Quantization, Recipe, Sharding
 from ..report.errors import RecipeError
 from .step_time import walk
 from .step_traffic import paged_bytes
