@@ -28,7 +28,7 @@ MOST_TOLERANT = 0.02
 
 
 @dataclass(frozen=True)
-class Verdict:
+class Feedback:
     """Whether an answer is right, and the sentence that says so to the reader."""
 
     right: bool
@@ -38,7 +38,7 @@ class Verdict:
         return self.text
 
 
-NOT_ANSWERED = Verdict(False, "not answered yet")
+NOT_ANSWERED = Feedback(False, "not answered yet")
 
 
 @dataclass(frozen=True)
@@ -58,20 +58,20 @@ class Unclear(Exception):
 
 
 class Check:
-    """A check is called with any answer at all and returns a Verdict; it does not raise because of the answer.
+    """A check is called with any answer at all and returns a Feedback; it does not raise because of the answer.
 
     Its `problems()` says what is wrong with the check itself: a reference it rejects, a mistake it accepts.
     """
 
-    def __call__(self, answer: Any) -> Verdict:
+    def __call__(self, answer: Any) -> Feedback:
         try:
             return self.verdict(answer)
         except Unclear as error:
-            return Verdict(False, str(error))
+            return Feedback(False, str(error))
         except Exception as error:  # written for one kind of answer, given another
-            return Verdict(False, f"This answer cannot be checked ({type(error).__name__}: {error}).")
+            return Feedback(False, f"This answer cannot be checked ({type(error).__name__}: {error}).")
 
-    def verdict(self, answer: Any) -> Verdict:
+    def verdict(self, answer: Any) -> Feedback:
         """The verdict, or an exception where the answer is of another kind."""
         raise NotImplementedError
 
@@ -108,11 +108,11 @@ class Number(Check):
         """The reader's answer likewise. Raises Unclear."""
         return {"": answer}
 
-    def verdict(self, answer: Any) -> Verdict:
+    def verdict(self, answer: Any) -> Feedback:
         references, found = self.expand(self.reference), answer if isinstance(answer, Numbers) else self.read(answer)
         missing = [name for name in references if found.get(name) is None or found[name] is ...]
         if missing:
-            partly = Verdict(False, f"Not answered yet for {', '.join(missing)}.")
+            partly = Feedback(False, f"Not answered yet for {', '.join(missing)}.")
             return partly if len(missing) < len(references) else NOT_ANSWERED
         numbers = {name: _number(found[name], f"{name}: " if name else "") for name in references}
 
@@ -124,16 +124,16 @@ class Number(Check):
             return next((text for factor, text in known if same(some, factor)), "")
 
         if same(references):
-            return Verdict(True, f"Right: {self.right}" if self.right else "Right.")
+            return Feedback(True, f"Right: {self.right}" if self.right else "Right.")
         mistakes = (mistake.text for mistake in self.mistakes if same(self.expand(mistake.wrong)))
         if text := next(mistakes, "") or recognised(references):
-            return Verdict(False, text)
+            return Feedback(False, text)
         wrong = [name for name, reference in references.items() if not same({name: reference})]
         first = {wrong[0]: references[wrong[0]]}
         said = recognised(first) or f"{_off(numbers[wrong[0]], references[wrong[0]])}."
         right = len(references) - len(wrong)
         start = f"{right} of {len(references)} are right. {wrong[0]}" if len(references) > 1 else "Not right"
-        return Verdict(False, f"{start}: {said}")
+        return Feedback(False, f"{start}: {said}")
 
     def problems(self) -> list[str]:
         references = self.expand(self.reference)
@@ -165,7 +165,7 @@ class Table(Number):
 
     def read(self, answer: Any) -> Mapping[str, Any]:
         if not isinstance(answer, Mapping):
-            raise Unclear(f"A dictionary was expected, not {_kind(answer)}.")
+            raise Unclear(f"A dictionary was expected, not {kind_of(answer)}.")
         return answer
 
 
@@ -192,7 +192,7 @@ class Function(Number):
 
     def read(self, answer: Any) -> Mapping[str, Any]:
         if not callable(answer):
-            raise Unclear(f"A function was expected, not {_kind(answer)}.")
+            raise Unclear(f"A function was expected, not {kind_of(answer)}.")
         try:
             return self.expand(answer)
         except Exception as error:
@@ -215,13 +215,13 @@ class Choice(Check):
     reference: str | Callable[[], str]
     options: Mapping[str, str]
 
-    def verdict(self, answer: Any) -> Verdict:
+    def verdict(self, answer: Any) -> Feedback:
         named = {option.lower(): option for option in self.options}
         option = named.get(answer.strip().lower()) if isinstance(answer, str) else None
         if option is None:
-            return Verdict(False, f"Choose one of {', '.join(self.options)}.")
+            return Feedback(False, f"Choose one of {', '.join(self.options)}.")
         right = option == _value(self.reference)
-        return Verdict(right, f"{'Right' if right else 'Not right'}: {self.options[option]}")
+        return Feedback(right, f"{'Right' if right else 'Not right'}: {self.options[option]}")
 
     def problems(self) -> list[str]:
         reference = _value(self.reference)
@@ -234,23 +234,27 @@ class Judge(Check):
     """Anything else, for example a recipe that has to fit a card.
 
     Attributes:
-        judge: a function from the answer to a Verdict.
+        judge: a function from the answer to a Feedback.
         rights: answers that have to be accepted, or a function that makes them.
         wrongs: two or more answers that have to be rejected, likewise.
+        reasons: parts of what the judge says; each must be said to one of the wrong answers.
     """
 
-    judge: Callable[[Any], Verdict]
+    judge: Callable[[Any], Feedback]
     rights: Sequence[Any] | Callable[[], Sequence[Any]]
     wrongs: Sequence[Any] | Callable[[], Sequence[Any]]
+    reasons: Sequence[str] = ()
 
-    def verdict(self, answer: Any) -> Verdict:
+    def verdict(self, answer: Any) -> Feedback:
         return self.judge(answer)
 
     def problems(self) -> list[str]:
         rights, wrongs = _value(self.rights), _value(self.wrongs)
         found = [] if rights and len(wrongs) > 1 else ["it needs an answer to accept and two to reject"]
         found += [f"the check rejects {answer!r}: {self(answer)}" for answer in rights if not self(answer).right]
-        return found + [f"the check accepts {answer!r}" for answer in wrongs if self(answer).right]
+        found += [f"the check accepts {answer!r}" for answer in wrongs if self(answer).right]
+        said = [self(answer).text for answer in wrongs]
+        return found + [f"no wrong answer is told {r!r}" for r in self.reasons if not any(r in text for text in said)]
 
 
 def _value(thing: Any) -> Any:
@@ -266,7 +270,7 @@ def _number(answer: Any, before: str) -> float:
             raise TypeError
         number = float(answer.item() if hasattr(answer, "item") else answer)
     except Exception:  # whatever a stranger's __float__ does
-        raise Unclear(f"{before}A number was expected, not {_kind(answer)}.") from None
+        raise Unclear(f"{before}A number was expected, not {kind_of(answer)}.") from None
     if not math.isfinite(number):
         raise Unclear(f"{before}A number was expected, and {number} is none.")
     return number
@@ -289,7 +293,7 @@ def _off(number: float, reference: float) -> str:
     return f"{number:,.6g} is {far}too {'high' if number > reference else 'low'}"
 
 
-def _kind(answer: Any) -> str:
+def kind_of(answer: Any) -> str:
     """What an answer is, in words."""
     name = type(answer).__name__
     known = {"str": "text", "bool": "True or False", "function": "a function"}

@@ -1,27 +1,24 @@
 """The notebooks' exercises: a question, two hints, and a check that says what kind of mistake an answer looks like.
 
-In a notebook:
-
     exercises.ask("02.1")               # the question in a box
     answer = 16 * 124_439_808
     exercises.check("02.1", answer)     # prints "Right: …" or what is wrong, returns True or False, never raises
     exercises.hint("02.1")              # the first hint; called again, the second
 
-**Adding one.** The exercises of chapter 02 are the list `EXERCISES` in the module `vramlab/chapters/exercises_02.py`; nothing
-else has to be told. A check is one of `answers.py`'s: `Number`, `Table`, `Function`, `Choice`, or `Judge` for all
-else. Its reference is *computed*, never typed. A check's `problems()` tries it on its own reference and mistakes; a
-test asks that of every exercise of every chapter, so a check that lets a wrong answer through never reaches a reader.
+The exercises of chapter 02 are the file `data/exercises/02.toml`; `exercise_data.py` says how it is written.
 """
 
-import importlib
 import re
 import textwrap
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
+from vramlab.report.data import data_path
 from vramlab.report.errors import VramLabError
 
-from .answers import NOT_ANSWERED, Check, Verdict
+from .answers import NOT_ANSWERED, Check, Feedback
+from .exercise_data import read_exercises
 
 WIDTH = 88
 _hints_given: dict[str, int] = {}
@@ -66,19 +63,15 @@ class Exercise:
         return "\n".join([f"╭─{head}{'─' * (WIDTH - 3 - len(head))}╮", *body, f"╰{'─' * (WIDTH - 2)}╯"])
 
 
+@cache
 def chapter(number: str) -> dict[str, Exercise]:
-    """The exercises of one chapter ("02"), by name. Raises ExerciseError when the chapter has none."""
-    module = f"{__package__}.chapters.exercises_{number}"
-    try:
-        found = importlib.import_module(module).EXERCISES
-    except ModuleNotFoundError as error:
-        if error.name != module:
-            raise
-        raise ExerciseError(f"Chapter {number} has no exercises.") from None
-    exercises = {exercise.name: exercise for exercise in found}
-    stray = [name for name in exercises if not name.startswith(number + ".")]
-    if stray or len(exercises) < len(found):
-        raise ValueError(f"{module}: each exercise has a name of its own that starts with {number + '.'!r}.")
+    """The exercises of one chapter ("02") by name. Raises ExerciseError when the chapter has none."""
+    path = data_path("exercises", f"{number}.toml")
+    if not path.exists():
+        raise ExerciseError(f"Chapter {number} has no exercises.")
+    exercises = {name: Exercise(name, **entry) for name, entry in read_exercises(path).items()}
+    if stray := [name for name in exercises if not name.startswith(number + ".")]:
+        raise ValueError(f"{path.name}: the names of its exercises start with {number + '.'!r}, not {stray[0]!r}.")
     return exercises
 
 
@@ -93,23 +86,22 @@ def find(name: str) -> Exercise:
 
 
 def ask(name: str) -> None:
-    """Prints the question in a box."""
+    """Print the question in a box."""
     print(find(name))
 
 
 def check(name: str, answer: Any = None) -> bool:
-    """Prints whether `answer` is right, or what kind of mistake it looks like; returns True only when it is right.
+    """Print whether `answer` is right, or what kind of mistake it looks like; returns True only when it is right.
 
-    No answer is too odd to be checked: `...` and None are "not answered yet", and nothing that the answer does can
-    stop the notebook. Raises ExerciseError for an unknown exercise.
+    `...` and None are "not answered yet". No answer raises. Raises ExerciseError for an unknown exercise.
     """
-    verdict = judge(find(name), answer)
-    print(_wrapped(f"{name}: {verdict}"))
-    return verdict.right
+    feedback = judge(find(name), answer)
+    print(_wrapped(f"{name}: {feedback}"))
+    return feedback.right
 
 
 def hint(name: str) -> None:
-    """Prints the first hint; called again the second; after that, where the solution is."""
+    """Print the first hint; called again the second; after that, where the solution is."""
     exercise = find(name)
     given = _hints_given[name] = _hints_given.get(name, 0) + 1
     if given <= 2:
@@ -119,14 +111,9 @@ def hint(name: str) -> None:
         print(_wrapped(f"{name}: those were both hints. The solution is in {where}."))
 
 
-def judge(exercise: Exercise, answer: Any) -> Verdict:
+def judge(exercise: Exercise, answer: Any) -> Feedback:
     """What `check` prints, as a value."""
     return NOT_ANSWERED if answer is None or answer is ... else exercise.check(answer)
-
-
-def problems(exercise: Exercise) -> list[str]:
-    """What is wrong with an exercise's check, a sentence each; [] when it does what it says."""
-    return [f"{exercise.name}: {problem}" for problem in exercise.check.problems()]
 
 
 def _wrapped(text: str) -> str:

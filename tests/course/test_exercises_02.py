@@ -2,11 +2,10 @@
 
 import numpy as np
 import pytest
-from vramlab import Recipe
+from vramlab import Recipe, find_gpu
 from vramlab.formulas.predict import predict
 from vramlab.report.report import GiB
 from vramlab_course import exercises
-from vramlab_course.chapters import exercises_02 as chapter
 from vramlab_course.exercises import judge
 
 FOUND = exercises.chapter("02")
@@ -119,5 +118,5 @@ def test_the_fitting_check_is_predicts_own():
     """The verdict follows the report: refused is what is likely not to fit."""
     for batch in (1, 4, 8, 16, 32, 64):
         recipe = fitting(batch_size=batch, gradient_accumulation_steps=4)
-        fits = predict(recipe, gpu="T4").process.value <= chapter.find_gpu("T4").total
+        fits = predict(recipe, gpu="T4").process.value <= find_gpu("T4").total
         assert judge(FOUND["02.7"], recipe).right is fits

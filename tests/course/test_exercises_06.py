@@ -1,10 +1,9 @@
 """Chapter 06's exercises: right answers in any form are accepted, and what readers get wrong is told apart."""
 
 import pytest
-from vramlab import LoRA, Quantization, Recipe
+from vramlab import LoRA, Quantization, Recipe, predict
 from vramlab.recipe.shapes import read_shape
 from vramlab_course import exercises
-from vramlab_course.chapters import exercises_06 as chapter
 from vramlab_course.exercises import judge
 
 FOUND = exercises.chapter("06")
@@ -82,9 +81,10 @@ def test_the_break_even_is_where_the_catalogue_has_it():
 
     def loaded(name: str, quantization: Quantization | None) -> int:
         recipe = Recipe(name, precision="fp16-true", lora=LoRA(r=8), quantization=quantization)
-        return chapter.predict(recipe).phases["load"].end.parameters
+        return predict(recipe).phases["load"].end.parameters
 
+    break_even = FOUND["06.5"].check.reference()
     for name in ("pythia-70m", "pythia-160m", "polyglot-ko-1.3b", "qwen2.5-0.5b", "llama-3.1-8b"):
-        more = loaded(name, chapter.NF4) > loaded(name, None)
-        assert more is (outside(name) > chapter.break_even()), name
-    assert outside("pythia-160m") > chapter.break_even()
+        more = loaded(name, Quantization("nf4", double=True)) > loaded(name, None)
+        assert more is (outside(name) > break_even), name
+    assert outside("pythia-160m") > break_even

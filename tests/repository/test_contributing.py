@@ -91,7 +91,6 @@ def test_every_dotted_name_is_there(span):
         ("tests/training/test_trainer_loop.py", "CASES"),
         ("tests/recipe/test_shapes.py", "SMALL"),
         ("tests/course/test_claims.py", "EXPECTED"),
-        ("helpers/vramlab_course/chapters/exercises_02.py", "EXERCISES"),
     ],
 )
 def test_every_list_is_there(file, name):

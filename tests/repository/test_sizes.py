@@ -17,7 +17,7 @@ CEILINGS = {
     "vramlab/planning": 1350,
     "vramlab/faces": 2260,
     "vramlab_course/claims": 1200,
-    "vramlab_course": 6940,
+    "vramlab_course": 4920,
 }
 LONGEST = 480
 

@@ -1,0 +1,182 @@
+"""Read the exercises of `data/exercises/NN.toml`: prose as it stands, answers as Python expressions.
+
+A file has a table for each exercise and, before them, `[names]` for what its expressions share (name to expression,
+evaluated when first used) and `[imports]` (module to names). vramlab's public names are always there. Prose may quote
+a name as `{name}`. Each exercise has `question`, `difficulty`, `minutes`, `hints` and `kind`. The rest depends on `kind`:
+
+    number      answer; unit, tolerance, right; mistakes: pairs of a wrong answer and what to say to it
+    table       the same with a table as answer; a mistake may leave out the entries that are right
+    function    the same with expressions over the arguments; cases: tables of arguments
+    choice      answer; options: each option and why it is right or wrong
+    conditions  conditions: pairs of an expression over `answer` and what to say where it is false or fails; right;
+                accepts, rejects: answers that test the check; names: more names, which may depend on `answer`
+    recipe      conditions on a Recipe for a `gpu`, with RECIPE_NAMES; solution: a Recipe for accepts and rejects
+    judge       judge: name of a function from the answer to its Feedback; accepts, rejects
+
+Python evaluates the expressions. The files are part of the package, like its code.
+"""
+
+import ast
+import importlib
+import re
+import tomllib
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import vramlab
+
+from .answers import Check, Choice, Feedback, Function, Judge, Mistake, Number, Table
+
+IMPORTS = {"vramlab": vramlab.__all__, "math": ["ceil", "floor", "log2", "sqrt"]}
+RECIPE_NAMES = {
+    "kind": "type(answer).__name__",
+    "card": "find_gpu(gpu)",
+    "sequences": "answer.batch_size * answer.gradient_accumulation_steps",
+    "unsupported": "card.why_not(answer.precision)",
+    "report": "predict(answer, gpu=card)",
+    "fits": "report.process.value <= card.total",
+    "process": "format_bytes(report.process.value)",
+    "total": "format_bytes(card.total)",
+    "needs": "f'The process is likely to take {process}, the card has {total}'",
+    "largest": "max(report.peak.items(), key=lambda part: part[1])",
+    "category": "largest[0].replace('_', ' ')",
+    "most": "f'most of the peak, in {report.peak_phase}, is {category}: {format_bytes(largest[1])}'",
+}
+IS_RECIPE = ("isinstance(answer, Recipe)", "A Recipe was expected, not a {kind}.")
+
+
+class UnknownName(NameError):
+    """A name that is neither defined nor imported."""
+
+
+class Names(dict):
+    """Values by name: given `values`, `definitions` evaluated when first used, and what `outer` has."""
+
+    def __init__(self, definitions: Mapping[str, Any], outer: Mapping[str, Any], values: Mapping[str, Any] = {}):
+        super().__init__(values)
+        self.definitions, self.outer = definitions, outer
+
+    def __missing__(self, name: str) -> Any:
+        if name not in self.definitions:
+            return self.outer[name]
+        self[name] = self.evaluate(self.definitions[name])
+        return self[name]
+
+    def evaluate(self, thing: Any) -> Any:
+        """The value of an expression or of a table of expressions; anything else is a value already."""
+        if isinstance(thing, Mapping):
+            return {name: self.evaluate(part) for name, part in thing.items()}
+        if not isinstance(thing, str):
+            return thing
+        thing, scope = thing.strip(), {}
+        for node in ast.walk(ast.parse(thing, mode="eval")):
+            if isinstance(node, ast.Name):
+                with suppress(UnknownName):  # a built-in, or a variable of the expression
+                    scope[node.id] = self[node.id]
+        return eval(thing, scope)
+
+    def function(self, expression: str) -> Callable[..., Any]:
+        """A function of keyword arguments that computes `expression`."""
+        return lambda **arguments: Names({}, self, arguments).evaluate(expression)
+
+
+class Imports(dict):
+    """Names of modules, imported when first used."""
+
+    def __init__(self, modules: Mapping[str, list[str]]):
+        super().__init__()
+        self.modules = {name: module for module, names in modules.items() for name in names}
+
+    def __missing__(self, name: str) -> Any:
+        if name not in self.modules:
+            raise UnknownName(name)
+        return getattr(importlib.import_module(self.modules[name]), name)
+
+
+def read_exercises(path: Path) -> dict[str, dict[str, Any]]:
+    """The entries of a file by name, their text with names filled in and `check` made of what their kind needs."""
+    stored = tomllib.loads(path.read_text(encoding="utf-8"))
+    imports = Imports({**IMPORTS, **stored.pop("imports", {})})
+    names = Names(stored.pop("names", {}), imports)
+    return {
+        name: {
+            "question": entry["question"].format_map(names),
+            "hints": tuple(entry["hints"]),
+            "difficulty": entry["difficulty"],
+            "minutes": entry["minutes"],
+            "check": KINDS[entry["kind"]](entry, names),
+        }
+        for name, entry in stored.items()
+    }
+
+
+def _options(entry: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: entry[name] for name in ("unit", "tolerance", "right") if name in entry}
+
+
+def _number(entry: Mapping[str, Any], names: Names, check: type[Number] = Number) -> Number:
+    mistakes = [Mistake(partial(names.evaluate, wrong), text) for wrong, text in entry["mistakes"]]
+    return check(partial(names.evaluate, entry["answer"]), mistakes=mistakes, **_options(entry))
+
+
+def _function(entry: Mapping[str, Any], names: Names) -> Function:
+    mistakes = [Mistake(names.function(wrong), text) for wrong, text in entry["mistakes"]]
+    cases = [names.evaluate(case) for case in entry["cases"]]
+    return Function(names.function(entry["answer"]), cases=cases, mistakes=mistakes, **_options(entry))
+
+
+def _choice(entry: Mapping[str, Any], names: Names) -> Choice:
+    return Choice(partial(names.evaluate, entry["answer"]), entry["options"])
+
+
+def _judge(entry: Mapping[str, Any], names: Names) -> Judge:
+    return Judge(names[entry["judge"]], *_tried(entry, names))
+
+
+def _tried(entry: Mapping[str, Any], names: Names) -> tuple[Callable[[], list[Any]], Callable[[], list[Any]]]:
+    """Makers of the answers that a check must accept, and of those it must reject."""
+    return tuple(lambda kind=kind: list(map(names.evaluate, entry[kind])) for kind in ("accepts", "rejects"))
+
+
+def _conditions(entry: Mapping[str, Any], names: Names) -> Judge:
+    def judge(answer: Any) -> Feedback:
+        known = Names(entry.get("names", {}), names, {"answer": answer})
+        for condition, otherwise in entry["conditions"]:
+            if not _holds(condition, known):
+                return Feedback(False, otherwise.format_map(known))
+        return Feedback(True, entry["right"].format_map(known))
+
+    reasons = [max(re.split(r"{.*?}", text), key=len) for _, text in entry["conditions"]]
+    return Judge(judge, *_tried(entry, names), reasons)
+
+
+def _holds(condition: str, known: Names) -> bool:
+    """Whether a condition is true; where the answer makes it fail, it is not."""
+    try:
+        return bool(known.evaluate(condition))
+    except Exception:
+        return False
+
+
+def _recipe(entry: Mapping[str, Any], names: Names) -> Judge:
+    outer = Names({"solution": entry["solution"]}, names, {"gpu": entry["gpu"]})
+    whole = {
+        **entry,
+        "conditions": [IS_RECIPE, *entry["conditions"]],
+        "names": {**RECIPE_NAMES, **entry.get("names", {})},
+    }
+    return _conditions(whole, outer)
+
+
+KINDS: dict[str, Callable[[Mapping[str, Any], Names], Check]] = {
+    "number": _number,
+    "table": partial(_number, check=Table),
+    "function": _function,
+    "choice": _choice,
+    "conditions": _conditions,
+    "recipe": _recipe,
+    "judge": _judge,
+}

@@ -1,0 +1,93 @@
+"""Judges of what readers write in exercises where an expression is too little, and what these exercises compute."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from vramlab.hardware.allocator import Allocator
+from vramlab.report.report import MiB
+
+from .answers import NOT_ANSWERED, Feedback, kind_of
+
+SPLITS = [(12, 1), (12, 2), (12, 3), (13, 4), (3, 5), (100, 7), (0, 2)]  # samples, workers
+LAYERS = [(6, 4, 2, 8), (5, 9, 1, 1), (8, 8, 3, 16)]  # inputs, outputs, r, alpha
+
+
+def fullest_rank(sizes: Sequence[int], ranks: int) -> int:
+    """Elements of the fullest rank when each parameter in turn goes whole to the rank that has least so far."""
+    totals = [0] * ranks
+    for size in sizes:
+        totals[totals.index(min(totals))] += size
+    return max(totals)
+
+
+def reserved_after(sizes: Sequence[int]) -> int:
+    """MiB that the default allocator has reserved after requests of `sizes` MiB, each freed before the next comes."""
+    allocator = Allocator()
+    for size in sizes:
+        allocator.free(allocator.malloc(size * MiB))
+    return allocator.reserved // MiB
+
+
+def sharded(answer: Callable[[list, int, int], Any]) -> Feedback:
+    """Whether `answer(samples, worker, workers)` gives each sample to exactly one worker."""
+    if not callable(answer):
+        return Feedback(False, f"A function was expected, not {kind_of(answer)}.")
+    for count, workers in SPLITS:
+        samples = list(range(count))
+        try:
+            parts = [list(answer(list(samples), worker, workers)) for worker in range(workers)]
+        except Exception as error:
+            said = f"{type(error).__name__}: {error}"
+            return Feedback(False, f"It fails for {count} samples and {workers} workers: {said}.")
+        if wrong := _wrong_shards(samples, parts):
+            return Feedback(False, f"With {count} samples and {workers} workers {wrong}.")
+    return Feedback(True, "Right: none twice, none missing, whatever the number of workers.")
+
+
+def _wrong_shards(samples: list[int], parts: list[list[int]]) -> str:
+    seen, workers = [sample for part in parts for sample in part], len(parts)
+    if len(seen) == len(samples) * workers and samples and workers > 1:
+        return f"every worker gives all samples: each comes {workers} times"
+    if twice := sorted({sample for sample in seen if seen.count(sample) > 1}):
+        return f"sample {twice[0]} comes more than once"
+    if missing := sorted(set(samples) - set(seen)):
+        return f"sample {missing[0]} never comes"
+    uneven = max(map(len, parts)) - min(map(len, parts)) > -(-len(samples) // workers)
+    return "one worker does far more than another" if uneven else ""
+
+
+def merged(answer: Any) -> Feedback:
+    """Whether `answer(weight, A, B, alpha)` gives the weight that does what a linear layer and its adapter do."""
+    import torch
+
+    if not callable(answer):
+        return Feedback(False, f"A function was expected, not {kind_of(answer)}.")
+    generator = torch.Generator().manual_seed(0)
+    for inputs, outputs, r, alpha in LAYERS:
+        weight, a, b = (torch.randn(s, generator=generator) for s in ((outputs, inputs), (r, inputs), (outputs, r)))
+        before = weight.clone()
+        try:
+            found = answer(weight, a, b, alpha)
+        except Exception as error:
+            return Feedback(False, f"Your function fails with {type(error).__name__}: {error}.")
+        if found is None or found is ...:
+            return NOT_ANSWERED
+        if not isinstance(found, torch.Tensor) or found.shape != weight.shape:
+            return Feedback(
+                False, f"A matrix of {outputs} × {inputs} was expected, as the weight is: B · A, not A · B."
+            )
+        if not torch.equal(weight, before):
+            return Feedback(
+                False, "Your function changes the weight that it was given: make a new one, the base is shared."
+            )
+        if not torch.allclose(found, weight + alpha / r * b @ a, atol=1e-5):
+            mistakes = {
+                "Without alpha / r the update has the wrong size.": weight + b @ a,
+                "The factor is alpha / r, not alpha.": weight + alpha * b @ a,
+                "The update is added to the weight; yours is the update alone.": alpha / r * b @ a,
+                "The update is added, not taken away.": weight - alpha / r * b @ a,
+            }
+            known = (text for text, wrong in mistakes.items() if torch.allclose(found, wrong, atol=1e-5))
+            case = f"inputs={inputs}, outputs={outputs}, r={r}, alpha={alpha}"
+            return Feedback(False, next(known, f"Not right for {case}: the outputs differ."))
+    return Feedback(True, "Right: after merging a layer costs nothing more than before.")
