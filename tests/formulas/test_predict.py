@@ -534,6 +534,7 @@ def test_any_recipe_is_a_report_or_a_recipe_error(fields, gpu):
 
 
 IN_BACKWARD = GPT2.replace(loop="optimizer_in_backward", optim="rmsprop")
+DEEPSPEED = LLAMA.replace(precision="bf16-true", sharding=Sharding(3, 8, "deepspeed", "optimizer"))
 CHANGES = [
     *((GPT2, change) for change in (dict(batch_size=3), dict(seq_len=96), dict(precision="bf16-mixed"))),
     *((GPT2, change) for change in (dict(attn_implementation="eager"), dict(gradient_checkpointing=True))),
@@ -541,6 +542,7 @@ CHANGES = [
     *((GPT2, change) for change in (dict(lora=LoRA()), dict(loop="plain"), dict(gradient_accumulation_steps=2))),
     (GPT2.replace(lora=LoRA()), dict(lora=LoRA(r=9))),
     (GPT2.replace(lora=LoRA()), dict(quantization=Quantization())),
+    *((DEEPSPEED, dict(sharding=Sharding(3, *way))) for way in ((2, "deepspeed", "optimizer"), (8, "deepspeed"))),
     (IN_BACKWARD, dict(optim="sgd")),
     (IN_BACKWARD, dict(optim_args="weight_decay=0.1")),
 ]

@@ -204,9 +204,9 @@ class Asked:
         r, self.arguments = recipe, (recipe, chip, gradients_exist)
         optim = (r.optim, r.optim_args) if r.loop.optimizer_in_backward else None
         sizes = (r.shape, r.batch_size, r.seq_len, r.gradient_checkpointing, r.attn_implementation)
-        part = computed(r).precision, at_once(r), copies_outputs(r), own_linear(r)
-        if cut(r) or divides(r):  # ranks that FSDP divides a model among compute alike
-            part = r.sharding if cut(r) else dataclasses.replace(r.sharding, rank=0)
+        part = computed(r).precision, copies_outputs(r), own_linear(r)
+        if cut(r) or divides(r) or at_once(r):  # ranks compute alike, but for slices of the model itself
+            part = (*part, r.sharding if cut(r) else dataclasses.replace(r.sharding, rank=0))
         self.key = (*sizes, r.precision, r.lora, r.quantization, r.loop, optim, chip, gradients_exist, part)
 
     def __hash__(self) -> int:
