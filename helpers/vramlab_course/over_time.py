@@ -16,7 +16,7 @@ POINTS = 1500  # a figure has fewer pixels
 LETTERS = 72  # of a line of code in a legend
 
 
-@style.drawn
+@style.styled()
 def events(followed: Followed, limit=None, title: str = "Reserved against allocated", subtitle: str = "", unit="GiB"):
     """Allocated (area) and reserved (line) after every event, with the steps marked; returns the figure."""
     size = check_unit(unit)
@@ -42,7 +42,7 @@ def events(followed: Followed, limit=None, title: str = "Reserved against alloca
     return style.finish(figure, rows, alt)
 
 
-@style.drawn
+@style.styled()
 def blocks(snapshot: Snapshot, largest: int = 4, title: str = "Memory history", subtitle: str = "", unit: str = "MiB"):
     """What is allocated after every event, stacked by the line of code that asked for it; returns the figure."""
     size = check_unit(unit)
@@ -79,7 +79,7 @@ def blocks(snapshot: Snapshot, largest: int = 4, title: str = "Memory history", 
     return style.finish(figure, rows, f"{title}, {subtitle}: highest {peak}{most}.")
 
 
-@style.drawn
+@style.styled()
 def trace(traces: Mapping[str, Trace], regions: Sequence[str], title: str = "Where the time goes", subtitle: str = ""):
     """Labelled regions of one or more traces above what was computed, all on one axis of time; returns the figure.
 

@@ -8,11 +8,10 @@ import pytest
 from matplotlib.colors import to_hex
 from sample_reports import batches, measured, of_batch, out_of_memory, report, split
 from vramlab import plot
+from vramlab.faces.plot.curves import first_over, has_to_fit
 from vramlab.faces.plot.splits import amount, limit_of
 from vramlab.faces.plot.style import LOOK
-from vramlab.faces.plot.sweep import first_over, has_to_fit
-from vramlab.faces.plot.timeline import thin
-from vramlab.report.report import CATEGORIES, Bytes, GiB, Interval, MiB, Moment
+from vramlab.report.report import CATEGORIES, Bytes, GiB, Interval, MiB
 
 OVER_EXPLAINED = measured(unexplained=-900_000_000)
 
@@ -143,19 +142,6 @@ def test_the_timeline_marks_its_peak_and_phases_and_names_the_largest():
     assert "0.574 GiB: temporaries [30080×2048] in optimizer" in below
     assert "0.230 GiB: 2 × parameters [30080×2048] first in embed_in" in below
     assert "largest" not in plot.timeline(report(largest=[])).axes[0].get_xlabel()
-
-
-def test_a_long_timeline_is_thinned_and_keeps_every_peak():
-    rng = np.random.default_rng(0)
-    sizes = rng.integers(1, 10**9, 50_000)
-    phases = ["forward"] * 30_000 + ["backward"] * 20_000
-    long = [Moment(i, phases[i], Bytes(activations=int(n))) for i, n in enumerate(sizes)]
-    kept = thin(long)
-    assert len(kept) <= 2010 and [m.index for m in kept] == sorted({m.index for m in kept})
-    for phase in ("forward", "backward"):
-        of = lambda ms, phase=phase: [m.bytes.total for m in ms if m.phase == phase]  # noqa: E731
-        assert max(of(kept)) == max(of(long)) and min(of(kept)) == min(of(long))
-    assert thin(long[:100]) == long[:100]
 
 
 def test_a_sweep_is_the_peak_at_every_value():

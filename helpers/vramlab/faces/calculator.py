@@ -20,8 +20,8 @@ from ..recipe.recipe import ATTENTION, OPTIMIZERS, PRECISIONS, Recipe
 from ..recipe.shapes import model_names, read_shape
 from ..report.errors import RecipeError
 from ..report.report import Report, format_bytes, text_table
-from .plot import style, svg
-from .plot.splits import exact, name, used
+from .plot.splits import amount, exact, label_of, split_of, used
+from .plot.style import ALARM, INK, LOOK
 
 USUAL = "the usual"
 WIDGET = "application/vnd.jupyter.widget-view+json"
@@ -58,6 +58,15 @@ CONTROLS: dict[str, tuple[str, tuple, Any]] = {
     "world_size": ("GPUs", POWERS[:11], 8),
 }
 SLIDERS = ("batch_size", "seq_len", "lora_r", "world_size")
+
+BAR = f"position: absolute; top: 34px; height: 40px; border: 1px solid {INK}; box-sizing: border-box"
+STRIPES = "repeating-linear-gradient({}deg, {ink} 0, {ink} 1px, transparent 1px, transparent {}px)"
+DOTS = "radial-gradient({ink} 1px, transparent 1.5px) 0 0 / 6px 6px"
+# The hatches of `LOOK` in CSS: degrees of their lines, and pixels between two.
+HATCHES = {
+    "": (), "//": ((-45, 7),), "\\\\": ((45, 7),), "..": (DOTS,), "xx": ((-45, 7), (45, 7)), "||": ((90, 7),),
+    "--": ((0, 7),), "++": ((0, 7), (90, 7)), "////": ((-45, 4),),
+}  # fmt: skip
 
 
 def recipe_of(state: Mapping[str, Any]) -> Recipe:
@@ -118,7 +127,7 @@ def sentences(report: Report, card: Gpu) -> list[str]:
     fits = "fits" if process.high <= card.total else "does not fit" if process.low > card.total else "may not fit"
     return [
         f"Predicted peak {format_bytes(total)}, in phase {report.peak_phase}; "
-        f"largest: {name(part)}, {format_bytes(size)} ({size / total:.0%}).",
+        f"largest: {label_of(part)}, {format_bytes(size)} ({size / total:.0%}).",
         f"The whole process is likely to take {process}; {card.name} has {format_bytes(card.total)}: it {fits}.",
         *(f"Note: {note}." for note in report.notes),
     ]
@@ -127,9 +136,46 @@ def sentences(report: Report, card: Gpu) -> list[str]:
 def rows(report: Report) -> list[tuple[str, str, str]]:
     """The bar as a text table's rows: category, GiB, share."""
     split, total = report.peak, report.peak.total
-    sizes = [(key, getattr(split, key)) for key in used([split])]
-    body = [(name(key), exact(size), f"{size / total:.1%}") for key, size in sizes]
+    sizes = [(key, getattr(split, key)) for key in used([split_of(report)])]
+    body = [(label_of(key), exact(size), f"{size / total:.1%}") for key, size in sizes]
     return [("at the peak", "GiB", "share"), *body, ("total", exact(total), "100.0%")]
+
+
+def bar_html(report: Report, card: Gpu) -> str:
+    """Return the peak by category as an HTML bar to scale, with the card's limit and the span of the whole process."""
+    process, left, parts = report.process, 0.0, []
+    across = 84 / max(report.peak.total, card.total, process.high)  # per cent of the width for a byte
+    for key in used([split_of(report)]):
+        size = getattr(report.peak, key)
+        look = f"left: {left * across:.3f}%; width: {size * across:.3f}%; {BAR}; {background(key)}"
+        parts.append(f'<div title="{label_of(key)}: {amount(size)} GiB" style="{look}"></div>')
+        left += size
+    limit, high = card.total * across, process.high * across
+    side = ("left", limit) if limit < 50 else ("right", 100 - limit)  # of the line that its name stands on
+    look = f"top: 0; height: 92px; color: {ALARM}; font-weight: bold; border-{side[0]}: 2px dashed; padding: 0 4px"
+    labels = [(*side, look, f"{escape(card.name)}: {amount(card.total)} GiB")]
+    labels += [("left", left * across + 1, "top: 46px; font-weight: bold; background: white", f"{amount(left)} GiB")]
+    span = f"top: 84px; min-width: {high - process.low * across:.3f}%; text-align: right; border-top: 2px solid"
+    labels += [("right", 100 - high, span, "whole process")]
+    for edge, x, look, words in labels:
+        parts.append(f'<div style="position: absolute; {edge}: {x:.3f}%; white-space: nowrap; {look}">{words}</div>')
+    said = escape(" ".join(sentences(report, card)))
+    page = "position: relative; height: 104px; max-width: 700px; background: white; font: 13px sans-serif"
+    return f'<div role="img" aria-label="{said}" style="{page}">{"".join(parts)}</div>'
+
+
+def background(category: str) -> str:
+    """Return the CSS of a category's colour and hatch."""
+    colour, hatch = LOOK[category]
+    drawn = (line if isinstance(line, str) else STRIPES.format(*line, ink=INK) for line in HATCHES[hatch])
+    return "background: " + ", ".join([*(line.format(ink=INK) for line in drawn), colour])
+
+
+def swatch(category: str) -> str:
+    """Return a small square in a category's look; screen readers pass over it."""
+    return (
+        f'<div aria-hidden="true" style="width: 16px; height: 16px; border: 1px solid; {background(category)}"></div>'
+    )
 
 
 class Calculator:
@@ -190,18 +236,17 @@ class Calculator:
     def html(self) -> str:
         """The picture as HTML: the recipe or what is wrong, the bar, what it says in words, its parts as a table."""
         first, *others = map(escape, self._said())
-        style_ = f"color: {style.ALARM}; font-weight: bold" if self.error else ""
-        bar = svg.bar(self.report.peak, " ".join(sentences(self.report, self.card)), self.card, self.report.process)
+        style_ = f"color: {ALARM}; font-weight: bold" if self.error else ""
         (corner, *heads), *body = rows(self.report)
         cells = "".join(f"<th>{head}</th>" for head in heads)
         table = [f"<tr><th></th><th>{corner}</th>{cells}</tr>"]
         for category, *figures in body:
-            mark = svg.swatch(*style.LOOK[key]) if (key := category.replace(" ", "_")) in style.LOOK else ""
+            mark = swatch(key) if (key := category.replace(" ", "_")) in LOOK else ""
             cells = "".join(f'<td style="text-align: right; padding-left: 1em">{figure}</td>' for figure in figures)
             table.append(f"<tr><td>{mark}</td><td>{category}</td>{cells}</tr>")
         return (
             '<div style="line-height: 1.4">'
-            f'<p role="status" style="{style_}">{"⚠ " if self.error else ""}{first}</p>{bar}'
+            f'<p role="status" style="{style_}">{"⚠ " if self.error else ""}{first}</p>{bar_html(self.report, self.card)}'
             f"{''.join(f'<p>{text}</p>' for text in others)}<table>{''.join(table)}</table>"
             f'<p>To copy:</p><pre tabindex="0" style="user-select: all">{escape(self.code)}</pre></div>'
         )

@@ -151,7 +151,7 @@ def _left(rows: Sequence[tuple[str, ...]]) -> list[tuple[str, ...]]:
     return [tuple(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
 
 
-@style.drawn
+@style.styled()
 def draw():
     """The page as a figure, A4 upright."""
     import matplotlib.pyplot as plt

@@ -1,7 +1,7 @@
-"""One look for every figure: a colour and a hatch per category, one size, fonts that come with matplotlib, alt text."""
+"""The look of every figure: a colour and a hatch per category, one size, the data as a table, alt text."""
 
 import textwrap
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from typing import Any
@@ -9,8 +9,8 @@ from typing import Any
 from ...report.errors import needing
 from ...report.report import text_table
 
-# Okabe and Ito's palette (Color Universal Design, 2008), which readers of every kind of colour vision tell apart; the
-# hatches do the same in print and in grey. The order keeps neighbours in a stack apart in lightness.
+# Okabe and Ito's palette (Color Universal Design, 2008) suits every kind of colour vision; hatches serve grey print.
+# Neighbours in a stack differ in lightness.
 LOOK = {
     "parameters": ("#0072B2", ""),
     "gradients": ("#E69F00", "//"),
@@ -44,7 +44,7 @@ RC = {
 
 @cache
 def figure_class() -> type:
-    """The figures of this package: matplotlib's, which also carry their data as a table and say it in words."""
+    """A subclass of matplotlib's Figure that also holds its data as a table and its alt text."""
     import matplotlib.pyplot as plt
     from matplotlib.figure import Figure
 
@@ -56,8 +56,8 @@ def figure_class() -> type:
             return f"<Figure: {self.heading}>"
 
         def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> tuple[dict, dict]:
-            # Jupyter merges this with the picture that the inline backend makes; nbconvert reads the alt text from it.
-            # A shown figure is closed, or the inline backend would show it once more at the end of the cell.
+            # Jupyter adds this metadata to the inline backend's picture. Close the figure, or it is shown again at the
+            # end of the cell.
             if "inline" in plt.get_backend():
                 plt.close(self)
             return {"text/plain": repr(self)}, {"image/png": {"alt": self.alt}}
@@ -67,30 +67,25 @@ def figure_class() -> type:
 
 @contextmanager
 def styled() -> Iterator[None]:
-    """While entered, figures are drawn in this package's style; the reader's own settings are left alone."""
+    """Draw in this style and restore the reader's settings; close the figures of a block that fails. Decorates too."""
     with needing("plot"):
         import matplotlib.pyplot as plt
 
-    # Not `rc_context`: it would also undo what a notebook's backend switches on when the first figure loads it.
+    # Not `rc_context`: it would undo what a notebook's backend sets when the first figure loads it.
     own, before = {key: plt.rcParams[key] for key in RC}, plt.get_fignums()
     plt.rcParams.update(RC)
     try:
         yield
     except BaseException:
-        for number in set(plt.get_fignums()).difference(before):  # a notebook would show half a figure
+        for number in set(plt.get_fignums()).difference(before):
             plt.close(number)
         raise
     finally:
         plt.rcParams.update(own)
 
 
-def drawn(function: Callable) -> Callable:
-    """`function`, drawing in this package's style."""
-    return styled()(function)
-
-
 def start(heading: str, subtitle: str = "", rows: int = 1, **options: Any):
-    """A new figure with its heading and subtitle: (figure, its axes, or a list of them when `rows` > 1)."""
+    """Return a new figure and its axes, a list of them when `rows` > 1; `options` go to `Figure.subplots`."""
     import matplotlib.pyplot as plt
 
     figure = plt.figure(FigureClass=figure_class(), figsize=SIZE, dpi=DPI, layout="constrained")
@@ -100,42 +95,64 @@ def start(heading: str, subtitle: str = "", rows: int = 1, **options: Any):
     axes[0].set_title(textwrap.fill(subtitle, 78), loc="left", color="#444444", linespacing=1.25)
     for ax in axes:
         ax.grid(axis="y", color="#DDDDDD", linewidth=0.6)
-        # Tick labels are made late, when the reader's own settings hold again: say their font now.
+        # Tick labels are made after the block, under the reader's settings: set their font now.
         ax.tick_params(labelsize=9.5, labelfontfamily=FONT, color=INK)
     return figure, axes[0] if rows == 1 else list(axes)
 
 
 def finish(figure, rows: Sequence[tuple[str, ...]], alt: str, say_rows: bool = False):
-    """The figure with a legend below the axes, where it hides nothing, its data as a table, and its alt text.
-
-    `say_rows` adds the table in words: each line whole, or where lines are many from its total on.
-    """
-    if say_rows:
-        head, *lines = rows
-        first = head.index("total") if len(lines) > 5 and "total" in head else 1
-        cells = [(line[0], zip(head[first:], line[first:], strict=True)) for line in lines]
-        said = (
-            f"{name}: {', '.join(f'{column} {cell}' for column, cell in pairs if cell != '–')}" for name, pairs in cells
-        )
-        alt = f"{alt} {head[0]}: {'; '.join(said)}."
-    found: dict[str, Any] = {}
+    """Return the figure with a legend below the axes, `rows` as its table, and its alt text, which may say the rows."""
+    handles: dict[str, Any] = {}
     for ax in figure.axes:
         for handle, label in zip(*ax.get_legend_handles_labels(), strict=True):
-            found.setdefault(label, handle)
-    if found:
-        figure.legend(found.values(), found, loc="outside lower left", ncols=3, handlelength=1.8, columnspacing=1.4)
-    figure.rows, figure.alt = list(rows), " ".join(alt.split())
-    figure.draw_without_rendering()  # once, so that what is made late takes this style too
+            handles.setdefault(label, handle)
+    if handles:
+        figure.legend(handles.values(), handles, loc="outside lower left", ncols=3, handlelength=1.8, columnspacing=1.4)
+    figure.rows, figure.alt = list(rows), " ".join((alt + (_in_words(rows) if say_rows else "")).split())
+    figure.draw_without_rendering()  # makes tick labels in this style
     return figure
 
 
+def _in_words(rows: Sequence[tuple[str, ...]]) -> str:
+    """A table as a sentence; only totals and what follows where it has many lines."""
+    head, *lines = rows
+    first = head.index("total") if len(lines) > 5 and "total" in head else 1
+    cells = [(line[0], zip(head[first:], line[first:], strict=True)) for line in lines]
+    said = (
+        f"{name}: {', '.join(f'{column} {cell}' for column, cell in pairs if cell != '–')}" for name, pairs in cells
+    )
+    return f" {head[0]}: {'; '.join(said)}."
+
+
+@contextmanager
+def canvas(
+    heading: str, alt: str, subtitle: str = "", rows: Sequence[tuple[str, ...]] = (), panels: int = 1, **options: Any
+) -> Iterator[Any]:
+    """Give axes to draw on with matplotlib in this style; a list of them, one below the other, for more `panels`.
+
+        with plot.canvas("Half of it", alt="A line that falls from 4 to 2.", rows=[("x", "y"), ("0", "4")]) as ax:
+            ax.plot([0, 1], [4, 2], label="a line")
+        plt.show()
+
+    `plot.table(ax.figure)` prints `rows`; `options` go to `Figure.subplots`. Raises ValueError without alt text.
+    """
+    if not alt.strip():
+        raise ValueError("canvas needs alt, a sentence or two for readers who do not see the figure.")
+    with styled():
+        figure, axes = start(heading, subtitle, panels, **options)
+        for ax in figure.axes:
+            ax.set_prop_cycle(color=[colour for colour, *_ in LINES] + [INK])
+        yield axes
+        finish(figure, rows, alt)
+
+
 def table(figure) -> str:
-    """The data of a figure of this package as a text table, to be printed under it."""
+    """Return the data of a figure of this package as a text table."""
     return text_table(_own(figure).rows)
 
 
 def alt_text(figure) -> str:
-    """The figure in words, for readers who do not see it."""
+    """Return the figure in words, for readers who do not see it."""
     return _own(figure).alt
 
 
@@ -146,7 +163,7 @@ def _own(figure):
 
 
 def look(keys: Sequence[str]) -> dict[str, dict[str, Any]]:
-    """Face, hatch and edge of each key: a category's own, and for other keys the palette in order."""
+    """Return face, hatch and edge of each key: a category's own, the palette in order for other keys."""
     spare = iter([*LOOK.values()] * (1 + len(keys) // len(LOOK)))
     chosen = {key: LOOK.get(key) or next(spare) for key in keys}
     return {key: {"facecolor": c, "hatch": h, "edgecolor": INK, "linewidth": 0.5} for key, (c, h) in chosen.items()}
