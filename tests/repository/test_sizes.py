@@ -15,9 +15,9 @@ CEILINGS = {
     "vramlab/simulation": 2630,
     "vramlab/measurement": 2300,
     "vramlab/planning": 1350,
-    "vramlab/faces": 2260,
+    "vramlab/faces": 1950,
     "vramlab_course/claims": 1200,
-    "vramlab_course": 4920,
+    "vramlab_course": 5030,
 }
 LONGEST = 480
 
