@@ -145,7 +145,7 @@ def test_replay_says_what_blocks_hold_beyond_the_request():
     replayed = replay(log_of(11 * MiB, 512, -1, 3 * MiB))
     assert (replayed.requested, replayed.reserved) == (11 * MiB + 512, 14 * MiB)
     assert replayed.allocated == 12 * MiB + 512
-    assert replayed.slack == [0, MiB, MiB, 0, 0]
+    assert replayed.internal_fragmentation == [0, MiB, MiB, 0, 0]
 
 
 def test_replay_takes_a_hundred_thousand_events_in_seconds():
@@ -169,4 +169,8 @@ def test_replay_on_a_card_gives_back_unused_segments_before_it_fails():
     assert (replay(log, 64 * MiB).reserved, replay(log, 64 * MiB).fits) == (40 * MiB, True)
     assert replay(log, 70 * MiB).reserved == 70 * MiB
     too_small = replay(log, 39 * MiB)
-    assert not too_small.fits and too_small.reserved == 70 * MiB and too_small.slack == replay(log).slack
+    assert (
+        not too_small.fits
+        and too_small.reserved == 70 * MiB
+        and too_small.internal_fragmentation == replay(log).internal_fragmentation
+    )

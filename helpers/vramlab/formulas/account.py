@@ -10,7 +10,7 @@ import dataclasses
 from functools import cached_property, lru_cache
 from itertools import accumulate
 
-from ..hardware.gpu import USUAL, Chip
+from ..hardware.gpu import DEFAULT_CHIP, Chip
 from ..recipe.options import LoRA
 from ..recipe.recipe import Recipe
 from ..recipe.shapes import Shape
@@ -41,7 +41,7 @@ class Account:
         kept: what the loop keeps alive after the step.
     """
 
-    def __init__(self, recipe: Recipe, chip: Chip = USUAL, gradients_exist: bool = False):
+    def __init__(self, recipe: Recipe, chip: Chip = DEFAULT_CHIP, gradients_exist: bool = False):
         asked, recipe = recipe, computed(recipe)
         shape, lora = recipe.shape, recipe.lora
         self.approximate = shape.layout is None

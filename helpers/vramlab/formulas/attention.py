@@ -4,10 +4,10 @@ The kernels themselves (Dao 2023; Rabe and Staats 2021) keep queries, keys, valu
 the matrix of scores, batch × heads × tokens², exists only where the attention is written out ("eager", "math").
 """
 
-from ..hardware.attention_kernel import kernel_of
 from ..hardware.gpu import Chip
 from ..hardware.overhead import rounded
 from ..hardware.scratch import efficient_scratch
+from ..hardware.sdp_backend import sdp_backend
 from .ledger import Tensor
 from .model_states import FP32, HALF
 from .operators import Operators
@@ -39,7 +39,7 @@ class Attention(Operators):
         m, fewer = k.shape[2], k.shape[1] != heads
         masked, grouped = mask is not None, fewer and self.grouping
         broadcast = fewer and not self.grouping
-        kernel = kernel_of(q.width, d, masked, grouped, self.bf16, self.chip.capability, p, broadcast=broadcast)
+        kernel = sdp_backend(q.width, d, masked, grouped, self.bf16, self.chip.capability, p, broadcast=broadcast)
         if self.implementation == "flash_attention_2":
             kernel = "flash"
         if kernel == "math":

@@ -22,7 +22,7 @@ from dataclasses import replace
 from math import ceil, prod
 
 from ..hardware.overhead import rounded
-from ..hardware.sizes import slack
+from ..hardware.reserved import internal_fragmentation
 from ..recipe.deepspeed_config import HIDDEN
 from ..recipe.recipe import Recipe
 from . import model_states as stored
@@ -65,8 +65,8 @@ def of_rank(recipe: Recipe) -> Held:
         gradients=0,
         optimizer_states=sum(states),
         slack={
-            "parameters": sum(slack(rounded(size)) for size in weights),
-            "optimizer_states": sum(slack(size) for size in (*states, *masters)),
+            "parameters": sum(internal_fragmentation(rounded(size)) for size in weights),
+            "optimizer_states": sum(internal_fragmentation(size) for size in (*states, *masters)),
         },
         temporaries=0,
         always={"optimizer_states": sum(masters)},
@@ -185,13 +185,13 @@ def _replica(recipe: Recipe, told: bool, rows: list[Row]) -> Held:
     chunk = max(*chunks, current)
     own = FP32 if told else width
     foreach = _foreach(recipe)
-    whole = sum(rounded(own * size) + slack(rounded(own * size)) for size in sizes)
+    whole = sum(rounded(own * size) + internal_fragmentation(rounded(own * size)) for size in sizes)
     norm = FP32 * max(sizes, default=0) if width == HALF and not told and recipe.loop.max_grad_norm else 0
     return Held(
         parameters=stored.parameter_bytes(recipe),
         gradients=stored.gradient_bytes(recipe),
         optimizer_states=sum(states),
-        slack=stored.slack_bytes(recipe) | {"optimizer_states": sum(slack(size) for size in (*copies_, *states))},
+        slack=stored.slack_bytes(recipe) | {"optimizer_states": sum(map(internal_fragmentation, (*copies_, *states)))},
         temporaries=max(whole * foreach + (whole if told else 0), norm),
         always={"optimizer_states": sum(copies_)},
         reducing=chunk * width + (chunk * FP32 if width == HALF and not told else 0),

@@ -24,7 +24,7 @@ from math import ceil, prod
 from typing import Any, Protocol
 
 from ..hardware.overhead import rounded
-from ..hardware.sizes import slack
+from ..hardware.reserved import internal_fragmentation
 from ..recipe.recipe import Recipe
 from .ledger import Block, Parameter
 from .model_states import FP32, HALF, Row, held
@@ -344,4 +344,4 @@ class Units:
 
 def _held(sizes: Iterable[tuple[int, int]]) -> int:
     """What the allocator gives for `sizes`, (bytes of one, how many)."""
-    return sum((rounded(size) + slack(rounded(size))) * count for size, count in sizes)
+    return sum((rounded(size) + internal_fragmentation(rounded(size))) * count for size, count in sizes)

@@ -26,8 +26,8 @@ from sys import getrefcount
 
 from ..hardware.gpu import Chip
 from ..hardware.overhead import SMALL_BLOCK, UNIT, rounded
+from ..hardware.reserved import internal_fragmentation
 from ..hardware.scratch import column_sums
-from ..hardware.sizes import slack
 
 # The gradient for an operator's input: a new block of the input's own shape (OWN) or of the result's (FULL), to be
 # summed over what was broadcast; the incoming gradient itself, summed likewise (PASS), or a view of a part of it
@@ -244,7 +244,7 @@ class Ledger:
         block, entry, changes, lines = Block(), Entry(), self.changes, self.lines
         block.entry, block.changes, block.lines = entry, changes, lines
         entry.size = size = -(-prod(shape) * width // UNIT) * UNIT
-        entry.held = held = size if size <= SMALL_BLOCK else size + slack(size)
+        entry.held = held = size if size <= SMALL_BLOCK else size + internal_fragmentation(size)
         entry.op, entry.shape, entry.width, entry.category, entry.where = op, shape, width, category, self.where
         entry.birth, entry.death = len(changes), NEVER
         changes.append(held)
@@ -256,7 +256,7 @@ class Ledger:
         """One block for many that come and go together: `sizes` are (bytes of one, how many), `width` a number's bytes."""
         block, entry = self.block(op, (0,), 1, category), self.entries[-1]
         entry.size = sum(rounded(size) * count for size, count in sizes)
-        entry.held = entry.size + sum(slack(rounded(size)) * count for size, count in sizes)
+        entry.held = entry.size + sum(internal_fragmentation(rounded(size)) * count for size, count in sizes)
         entry.shape, entry.width = (sum(size * count for size, count in sizes) // width,), width
         self.changes[-1] = entry.held
         return block

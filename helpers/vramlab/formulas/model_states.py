@@ -13,7 +13,7 @@ from functools import lru_cache
 from math import ceil, prod
 
 from ..hardware.overhead import rounded
-from ..hardware.sizes import pack
+from ..hardware.reserved import pack
 from ..recipe.optimizers import optimizer_arguments
 from ..recipe.options import LoRA, Quantization
 from ..recipe.recipe import Recipe

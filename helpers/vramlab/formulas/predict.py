@@ -11,8 +11,8 @@ The peak is the highest of these moments.
 from collections import Counter
 from typing import Any
 
-from ..hardware import sizes as reserved
-from ..hardware.gpu import USUAL, Gpu, find_gpu
+from ..hardware import reserved
+from ..hardware.gpu import DEFAULT_CHIP, Gpu, find_gpu
 from ..hardware.overhead import cublas_workspace
 from ..recipe import lora_modules
 from ..recipe.recipe import Recipe, as_recipe
@@ -49,7 +49,7 @@ def predict(recipe: Recipe | Any, gpu: str | Gpu | None = None) -> Report:
         allowed = "the formulas multiply one layer, so every layer has to get the same adapters: ask simulate"
         raise RecipeError("lora.target_modules", recipe.lora.target_modules, allowed)
     exist = recipe.gradient_accumulation_steps > 1 or not recipe.loop.set_to_none  # gradients, when backward begins
-    part, chip = slices.of_rank(recipe), card.chip if card else USUAL
+    part, chip = slices.of_rank(recipe), card.chip if card else DEFAULT_CHIP
     account = kept_account(Asked(part, chip, exist))
     rank = shards.of_rank(part)
     phases = _phases(part, account, card, exist, rank)
@@ -96,7 +96,7 @@ def _phases(recipe: Recipe, account: Account, card: Gpu | None, exist: bool, hel
         workspace=slack["parameters"],
     )
     # one in forward's thread, one in backward's
-    handle = card.cublas_workspace if card else cublas_workspace(USUAL.capability)
+    handle = card.cublas_workspace if card else cublas_workspace(DEFAULT_CHIP.capability)
     always = loaded, {"optimizer_states": held.optimizer_states, "workspace": 2 * handle + slack["optimizer_states"]}
     gradients, none = {"gradients": held.gradients, "workspace": slack["gradients"]}, {}
     gradients["gradients"] += slices.beyond_the_slice(recipe)

@@ -22,7 +22,7 @@ from functools import lru_cache
 from math import prod
 
 from ..hardware.overhead import rounded
-from ..hardware.sizes import pack, slack
+from ..hardware.reserved import internal_fragmentation, pack
 from ..recipe.recipe import Recipe
 from . import model_states as stored
 from .fsdp import divides, own, padded, unit_of
@@ -103,7 +103,7 @@ def buckets(recipe: Recipe) -> list[int]:
                 sizes.append(current)
                 current, limit = 0, 25 << 20
     sizes += [current] if current else []
-    return [rounded(size) + slack(rounded(size)) for size in sizes]
+    return [rounded(size) + internal_fragmentation(rounded(size)) for size in sizes]
 
 
 def dealt(recipe: Recipe, rank: int) -> list[Row]:

@@ -8,8 +8,8 @@ from collections import Counter
 from math import prod
 
 from ..hardware.overhead import rounded
+from ..hardware.reserved import internal_fragmentation
 from ..hardware.scratch import norms_scratch
-from ..hardware.sizes import slack
 from ..recipe.recipe import Recipe
 from .model_states import FP32, HALF, Row, held, written_out
 
@@ -47,7 +47,7 @@ def step_temporaries(recipe: Recipe, rows: tuple[Row, ...] | None = None) -> int
         groups: dict[bool, Counter] = {}  # what is updated together: by dtype within the Trainer's two parameter groups
         for row in rows:
             group = groups.setdefault(row.decayed or loop.name != "trainer", Counter())
-            group[row.width] += row.count * (row.size + slack(row.size))
+            group[row.width] += row.count * (row.size + internal_fragmentation(row.size))
         for group in groups.values():
             n, before = copies(recipe)[0], 0
             for size in group.values():  # names hold one go's temporaries until the next has made its own, one by one

@@ -167,15 +167,15 @@ class Request(Protocol):
 class Replayed:
     """What a log of births and frees made the allocator do. Bytes.
 
-    `slack[p]` is what the blocks alive after the first p events hold beyond what was asked for in units of 512 bytes:
-    a block is not split when no more than 1 MiB would be left of it, and the rest counts as allocated. `fits`: whether
+    `internal_fragmentation[p]`: what the blocks alive after the first p events hold beyond the rounded requests. A
+    block is not split when no more than 1 MiB would be left of it, and the rest counts as allocated. `fits`: whether
     the card's memory was enough.
     """
 
     requested: int
     allocated: int
     reserved: int
-    slack: list[int]
+    internal_fragmentation: list[int]
     fits: bool = True
 
 
@@ -197,7 +197,7 @@ def replay(log: list[tuple[int, Request, str]], limit: int | None = None) -> Rep
 def _replay(log: list[tuple[int, Request, str]], allocator: Allocator) -> Replayed:
     blocks: dict[int, Block] = {}
     requested = most = alive = 0
-    slack = [0]
+    internal_fragmentation = [0]
     for size, storage, _ in log:
         requested += storage.asked if size > 0 else -storage.asked
         most = max(most, requested)
@@ -206,5 +206,5 @@ def _replay(log: list[tuple[int, Request, str]], allocator: Allocator) -> Replay
         else:
             allocator.free(blocks.pop(id(storage)))
         alive += size
-        slack.append(allocator.allocated - alive)
-    return Replayed(most, allocator.peak_allocated, allocator.peak_reserved, slack)
+        internal_fragmentation.append(allocator.allocated - alive)
+    return Replayed(most, allocator.peak_allocated, allocator.peak_reserved, internal_fragmentation)

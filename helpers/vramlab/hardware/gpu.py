@@ -41,7 +41,7 @@ class Chip(NamedTuple):
         return {(7, 5): 1024, (8, 6): 1536, (8, 7): 1536, (8, 9): 1536, (12, 0): 1536}.get(self.capability, 2048)
 
 
-USUAL = Chip((8, 0), 108)  # an A100, where no card is named
+DEFAULT_CHIP = Chip((8, 0), 108)  # an A100, where no card is named
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ class Gpu:
     pcie: str = ""
     tdp: int | None = None
     context: int | None = None
-    multiprocessors: int = USUAL.multiprocessors
+    multiprocessors: int = DEFAULT_CHIP.multiprocessors
     architecture: str = ""
     source: str = ""
     total_source: str = ""

@@ -175,7 +175,7 @@ def tracked_pass(recipe: Recipe, device: str, truth: Truth) -> Report:
 def host_bytes(recipe: Recipe, tracker: Tracker) -> int | None:
     """What `tracker` saw offloaded, at the most; None where nothing is, and on CUDA, where it does not see the host."""
     offloads = recipe.sharding is not None and recipe.sharding.offload is not None
-    return tracker.on_host if offloads and tracker.host_computes else None
+    return tracker.host_peak if offloads and tracker.host_computes else None
 
 
 def balance(report: Report, history: History, readings: list[Reading], truth: Truth, workspace: int) -> None:

@@ -13,7 +13,7 @@ from collections import Counter
 from dataclasses import dataclass
 
 from ..formulas.predict import predict
-from ..hardware import sizes as reserved
+from ..hardware import reserved
 from ..recipe.recipe import Recipe
 from ..report.errors import RecipeError
 from ..report.report import CATEGORIES, Interval, Report, format_bytes

@@ -31,8 +31,8 @@ from torch.library import Library
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from ..hardware.attention_kernel import kernel_of
 from ..hardware.overhead import cublas_workspace, torch_release
+from ..hardware.sdp_backend import sdp_backend
 from . import cuda_autocast
 from .recurrent import rnn_kernels
 
@@ -72,7 +72,9 @@ def attention_kernel(
         return "math"
     grouped = grouped and (release or torch_release()) < (2, 14)
     bf16 = dtype == torch.bfloat16
-    return kernel_of(dtype.itemsize, head_dim, masked, grouped, bf16, compute_capability, dropout, value_dim, broadcast)
+    return sdp_backend(
+        dtype.itemsize, head_dim, masked, grouped, bf16, compute_capability, dropout, value_dim, broadcast
+    )
 
 
 class CudaKernels(TorchFunctionMode):

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from ..hardware.gpu import USUAL, Chip
+from ..hardware.gpu import DEFAULT_CHIP, Chip
 from ..hardware.overhead import rounded
 from ..hardware.scratch import efficient_scratch, norms_scratch, reduction_scratch
 
@@ -24,7 +24,7 @@ def _up(n: int, multiple: int) -> int:
     return -(-n // multiple) * multiple
 
 
-def kernel_scratch(chip: Chip = USUAL) -> Callable[[str, Sequence], int]:
+def kernel_scratch(chip: Chip = DEFAULT_CHIP) -> Callable[[str, Sequence], int]:
     """A function of an operator's name and arguments to the bytes that its CUDA kernel allocates besides its results,
     while it runs, all blocks but the last rounded up as the caching allocator does.
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from ..hardware.gpu import USUAL, Gpu, find_gpu
+from ..hardware.gpu import DEFAULT_CHIP, Gpu, find_gpu
 from ..hardware.overhead import UNIT
 from ..recipe import lora_modules
 from ..recipe.recipe import Loop, Recipe, as_recipe
@@ -201,10 +201,10 @@ def make_tracker(training: tr.Training, card: Gpu | None, kernels: CudaKernels |
     tracker = Tracker("cpu")
     tracker.keep_storage = keep_storage
     if training.device.index is not None:  # another is the host's
-        tracker.only = training.device
+        tracker.only_device = training.device
     if kernels:
-        kernels.on_host, kernels.is_on_host = tracker.forget, tracker.forgotten
-        tracker.round_to, tracker.scratch = UNIT, kernel_scratch(card.chip if card else USUAL)
+        kernels.on_host, kernels.is_on_host = tracker.mark_on_host, tracker.is_on_host
+        tracker.round_to, tracker.scratch = UNIT, kernel_scratch(card.chip if card else DEFAULT_CHIP)
         tracker.at_phase, tracker.notes = cublas_workspaces(card), kernels.notes
     # A fake tensor has no values to read: every mask is full, every count is one, and no gradient overflowed.
     tracker.constant = {torch.bool: True, **dict.fromkeys(FLOATS, 1.0), **dict.fromkeys(INTEGERS, 1)}

@@ -49,7 +49,7 @@ class History:
             deltas[i, INDEX[storage.category or "temporaries"]] = size
         self.splits = deltas.cumsum(axis=0)
         if self.replayed:
-            self.splits[:, INDEX["workspace"]] += self.replayed.slack
+            self.splits[:, INDEX["workspace"]] += self.replayed.internal_fragmentation
         self.live = self.splits.sum(axis=1)
         starts = [(0, "load"), *marks]
         ends = [position for position, _ in marks] + [len(self.log)]

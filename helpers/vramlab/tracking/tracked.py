@@ -27,7 +27,7 @@ def run_tracked(
         at_phase: called as each phase begins, before its first event.
     """
     claim_model(tracker, training.model)
-    tracker.given(training.engine.buffers(), "workspace", "buckets")
+    tracker.claim_storages(training.engine.buffers(), "workspace", "buckets")
     for batch in (training.batch, *training.further):
         tracker.claim(tensors_in(batch), "inputs")
     claim_states(tracker, training.optimizers, target)  # Adagrad makes its own before the first step
@@ -164,10 +164,10 @@ def claim_states(tracker: Tracker, optimizers: list[Any], target: str) -> None:
     for optimizer in optimizers:
         paged = target == "cuda" and getattr(optimizer, "is_paged", False)
         for parameter, state in optimizer.state.items():
-            offloaded = tracker.forgotten([parameter])
+            offloaded = tracker.is_on_host([parameter])
             for name, value in state.items():
                 for tensor in tensors_in(value):
                     if offloaded or (paged and name in ("state1", "state2") and tensor.numel() >= 1e5):
-                        tracker.forget([tensor])
+                        tracker.mark_on_host([tensor])
                     else:
                         tracker.claim([tensor], "optimizer_states", tracker.owner(parameter))

@@ -78,11 +78,11 @@ class Tracker(TorchDispatchMode):
             arguments. None: gloo's on a CPU, nothing otherwise.
 
     Attributes:
-        only: of the devices of that type, the one to count; None: all.
+        only_device: of the devices of that type, the one to count; None: all.
         keep_storage: called with each operator, its arguments and its result (`result_storages.py`).
         host_computes: what is computed from tensors that live elsewhere alone stays there.
         notes: what the report is to say about the run.
-        on_host: once finished, the most bytes that were elsewhere at a time.
+        host_peak: once finished, the most bytes that were elsewhere at a time.
     """
 
     def __init__(self, device: str = "cpu", round_to: int = 1, scratch: Callable[..., int] | None = None):
@@ -105,11 +105,11 @@ class Tracker(TorchDispatchMode):
         self._stack: list[str] = []
         self._made_in: dict[int, str] = {}  # autograd's number of an operator to the module that called it
         self.asleep = False
-        self.only: torch.device | None = None
+        self.only_device: torch.device | None = None
         self.host_computes = False
         self.keep_storage: Callable[..., None] | None = None
         self.notes: list[str] = []
-        self.on_host = 0
+        self.host_peak = 0
         self._entered = ExitStack()
 
     def __enter__(self) -> "Tracker":
@@ -151,7 +151,7 @@ class Tracker(TorchDispatchMode):
                 if storage and storage.category != ELSEWHERE:
                     storage.category, storage.where = category, where or storage.where
 
-    def given(self, storages: Iterable[torch.UntypedStorage], category: str, where: str) -> None:
+    def claim_storages(self, storages: Iterable[torch.UntypedStorage], category: str, where: str) -> None:
         """Storages without a tensor that is known: they are there, of `category`."""
         for handle in storages:
             storage = self._enter(
@@ -160,20 +160,20 @@ class Tracker(TorchDispatchMode):
             if storage:
                 storage.where = where
 
-    def forget(self, tensors: Iterable[torch.Tensor]) -> None:
+    def mark_on_host(self, tensors: Iterable[torch.Tensor]) -> None:
         """These tensors live on another device than the one described (the host's step counters): leave them out."""
         for tensor in tensors:
             for inner in _beneath(tensor):
                 if storage := self._storage(inner):
                     storage.category = ELSEWHERE
 
-    def forgotten(self, tensors: Iterable[torch.Tensor]) -> bool:
+    def is_on_host(self, tensors: Iterable[torch.Tensor]) -> bool:
         """Whether there are any `tensors`, and all of them live elsewhere."""
         found = [self._storage(inner) for tensor in tensors for inner in _beneath(tensor)]
         return bool(found) and all(storage is not None and storage.category == ELSEWHERE for storage in found)
 
     def _counts(self, tensor: torch.Tensor) -> bool:
-        return tensor.device.type == self.device and self.only in (None, tensor.device)
+        return tensor.device.type == self.device and self.only_device in (None, tensor.device)
 
     def _storage(self, tensor: torch.Tensor) -> Storage | None:
         return None if tensor.layout in SPARSE else self.live.get(tensor.untyped_storage()._cdata)
@@ -228,7 +228,7 @@ class Tracker(TorchDispatchMode):
         kept = [event[1].category != ELSEWHERE for event in self.log]
         if not all(kept):
             held = accumulate(event[0] for event, keep in zip(self.log, kept, strict=True) if not keep)
-            self.on_host = max(held)
+            self.host_peak = max(held)
             at = [0, *accumulate(kept)]  # old position to new
             self.log = [event for event, keep in zip(self.log, kept, strict=True) if keep]
             self.marks = [(at[position], phase) for position, phase in self.marks]
@@ -285,9 +285,9 @@ class Tracker(TorchDispatchMode):
         self.calls.append((start, name, where, len(self.marks)))
         self._see(result, name, where, args)
         if name == "_pack_padded_sequence" and self.round_to > 1:
-            self.forget([result[1]])  # the batch sizes are the host's
-        if self.host_computes and self.forgotten(_tensors((args, kwargs))):
-            self.forget(_tensors(result))
+            self.mark_on_host([result[1]])  # the batch sizes are the host's
+        if self.host_computes and self.is_on_host(_tensors((args, kwargs))):
+            self.mark_on_host(_tensors(result))
         for place in BUFFERS.get(func.overloadpacket._qualified_op_name, ()):
             self._carries(args[place] if isinstance(place, int) else kwargs[place])
         if extra:

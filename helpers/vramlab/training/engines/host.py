@@ -54,8 +54,8 @@ class Host(TorchFunctionMode):
     @contextlib.contextmanager
     def follow(self, model: torch.nn.Module, tracker: "Follower") -> Iterator[None]:
         """While entered, `tracker` leaves out what the host holds, and what is computed from that alone."""
-        tracker.forget(part._sharded_param_data for group in groups(model) for part in group.fsdp_params)
-        self.told, tracker.host_computes = tracker.forget, True
+        tracker.mark_on_host(part._sharded_param_data for group in groups(model) for part in group.fsdp_params)
+        self.told, tracker.host_computes = tracker.mark_on_host, True
         try:
             yield
         finally:

@@ -1,7 +1,7 @@
 """Which kernel `scaled_dot_product_attention` takes on a GPU."""
 
 
-def kernel_of(
+def sdp_backend(
     width: int,
     head_dim: int,
     masked: bool,

@@ -22,7 +22,7 @@ EXACT, UNKNOWN = 0.97, 0.95  # the peak is known to 3 %; that of an architecture
 
 
 @lru_cache(maxsize=4096)
-def slack(size: int) -> int:
+def internal_fragmentation(size: int) -> int:
     """Bytes that a block of `size` bytes holds beyond that, because the allocator does not split off 1 MiB or less.
 
     Over 10 MiB a request has a segment of its own. Below, equal requests share a segment and leave a rest that the last
