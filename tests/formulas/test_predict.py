@@ -16,7 +16,7 @@ from vramlab.formulas.closed_form import activation_bytes_per_layer, largest_bat
 from vramlab.formulas.model_states import bytes_per_parameter
 from vramlab.formulas.predict import predict
 from vramlab.hardware.overhead import rounded
-from vramlab.recipe.families import ACTIVATIONS
+from vramlab.recipe.configuration import KEYS
 from vramlab.recipe.options import QUANT_TYPES
 from vramlab.recipe.recipe import ATTENTION, OPTIMIZERS, PRECISIONS
 from vramlab.recipe.shapes import model_names, read_shape
@@ -109,7 +109,7 @@ def test_activations_are_counted_as_simulated(name, precision):
     assert predict(recipe).peak.total == pytest.approx(simulate(recipe).peak.total, rel=0.001)
 
 
-@pytest.mark.parametrize("name", sorted(set(ACTIVATIONS) - set(operators.ACTIVATIONS)))
+@pytest.mark.parametrize("name", sorted(set(KEYS["activations"]) - set(operators.ACTIVATIONS)))
 def test_activations_that_are_not_written_down_are_refused(name):
     with pytest.raises(RecipeError, match=r"model.activation.*ask simulate"):
         predict(with_activation(name, "fp32"))

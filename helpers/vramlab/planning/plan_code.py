@@ -4,17 +4,10 @@ import dataclasses
 import json
 
 from ..recipe.arguments import settings
+from ..recipe.families import TASKS
 from ..recipe.options import LoRA
 from ..recipe.recipe import Recipe
 from ..report.errors import needing
-
-CLASSES = {
-    "causal-lm": ("AutoModelForCausalLM", "CAUSAL_LM"),
-    "masked-lm": ("AutoModelForMaskedLM", None),
-    "sequence-classification": ("AutoModelForSequenceClassification", "SEQ_CLS"),
-    "seq2seq-lm": ("AutoModelForSeq2SeqLM", "SEQ_2_SEQ_LM"),
-    "image-classification": ("AutoModelForImageClassification", None),
-}
 
 
 def code(recipe: Recipe) -> str:
@@ -25,7 +18,8 @@ def code(recipe: Recipe) -> str:
     Raises:
         RecipeError: the `Trainer` cannot train so.
     """
-    model_class, task = CLASSES[recipe.shape.task]
+    task = TASKS[recipe.shape.task]
+    model_class = task.auto_class
     lora, quantization, sharding = recipe.lora, recipe.quantization, recipe.sharding
     names = [model_class, *(["BitsAndBytesConfig"] if quantization else []), "Trainer", "TrainingArguments"]
     lines = [f"# {recipe}"]
@@ -39,7 +33,7 @@ def code(recipe: Recipe) -> str:
     if quantization:
         lines += _call("quantization_config", "BitsAndBytesConfig", _quantization(recipe))
     if lora:
-        lines += _call("peft_config", "LoraConfig", _lora(recipe, task))
+        lines += _call("peft_config", "LoraConfig", _lora(recipe, task.peft))
     lines += _call("training_args", "TrainingArguments", _arguments(recipe))
     return "\n".join([*lines, "", "", *_load_model(recipe, model_class), "", "", *ENDING]) + "\n"
 
@@ -83,7 +77,7 @@ def _lora(recipe: Recipe, task: str | None) -> dict[str, str]:
         value = getattr(lora, name)
         if value != getattr(usual, name):
             found[name] = _text(list(value) if isinstance(value, tuple) else value)
-    if recipe.shape.family == "gpt2":
+    if any(weight.kind == "conv1d" for weight in recipe.shape.weights()):
         found["fan_in_fan_out"] = "True"  # its Conv1D is stored transposed
     return {**found, "task_type": _text(task)} if task else found
 

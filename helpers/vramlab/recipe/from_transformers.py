@@ -6,7 +6,8 @@ from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from ..report.errors import RecipeError
-from .families import AUTO_CLASS, reason
+from .configuration import reason
+from .families import TASKS
 
 if TYPE_CHECKING:
     import torch
@@ -89,7 +90,7 @@ def build(s: "ShapeData") -> "torch.nn.Module":
     try:
         config = transformers.AutoConfig.for_model(**s.config)
         with torch.device("meta"):
-            return getattr(transformers, AUTO_CLASS[s.task]).from_config(config, dtype=torch.float32)
+            return getattr(transformers, TASKS[s.task].auto_class).from_config(config, dtype=torch.float32)
     except Exception as error:  # each model class has its own ways to refuse
         raise RecipeError("model", s.name, f"transformers cannot build it for {s.task}: {reason(error)}") from error
 

@@ -5,6 +5,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from ..report.errors import RecipeError, needing
+from .families import FAMILIES
 
 if TYPE_CHECKING:
     from .options import LoRA
@@ -13,20 +14,8 @@ if TYPE_CHECKING:
 Module = tuple[str, int, int]
 Targets = tuple[str, ...] | list[str] | set[str] | str | None
 
-# PEFT's TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING (peft/utils/constants.py) for the families listed here.
-_Q_V = ("q_proj", "v_proj")
-DEFAULTS = {
-    "bert": ("query", "value"),
-    "falcon": ("query_key_value",),
-    "gpt2": ("c_attn",),
-    "gpt_neox": ("query_key_value",),
-    "phi": ("q_proj", "v_proj", "fc1", "fc2"),
-    "t5": ("q", "v"),
-    **dict.fromkeys(("gemma", "gemma2", "llama", "mistral", "mixtral", "opt", "qwen2", "qwen3"), _Q_V),
-}
 # What PEFT takes to mean a mixture's fused experts (`transformers_weight_conversion.py`, _MOE_TARGET_MODULE_MAPPING).
 FUSED = {"gate_proj", "up_proj", "down_proj", "gate_up_proj", "w1", "w2", "w3"}
-WITHOUT_DEFAULT = ("vit",)  # not in that mapping, which takes seconds to load
 
 
 def modules(shape: "ShapeData") -> dict[str, tuple[str, int, int]]:
@@ -125,9 +114,10 @@ def check(shape: "ShapeData", target_modules: Targets, r: int) -> None:
 
 
 def _default(shape: "ShapeData") -> tuple[str, ...] | str:
-    found = DEFAULTS.get(shape.family)
-    if found is None and shape.family not in WITHOUT_DEFAULT:
-        with needing(f"PEFT's default for {shape.family}"):
+    if shape.family in FAMILIES:
+        found = FAMILIES[shape.family].lora or None
+    else:
+        with needing(f"PEFT's default for {shape.family}"):  # it takes seconds to load
             from peft.utils.constants import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING as mapping
 
         found = mapping.get(shape.family)

@@ -8,7 +8,6 @@ from .knobs import check, documented, knob
 
 PRECISIONS = ("fp32", "tf32", "fp16-mixed", "bf16-mixed", "fp16-true", "bf16-true")
 ATTENTION = ("eager", "sdpa", "flash_attention_2")
-TASKS = ("causal-lm", "masked-lm", "sequence-classification", "seq2seq-lm", "image-classification")
 QUANT_TYPES = ("nf4", "fp4", "int8")
 STAGES = {"ddp": (0, 1), "fsdp": (2, 3), "deepspeed": (0, 1, 2, 3), "tensor": (0,), "pipeline": (0,)}
 

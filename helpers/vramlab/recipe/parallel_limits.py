@@ -4,10 +4,9 @@ from itertools import pairwise
 from typing import Any
 
 from ..report.errors import RecipeError
+from .families import FAMILIES
 
-# Causal models of nn.Linear, for which transformers keeps a plan (`tp_plan`), and of embedding, layers, norm and head.
-FAMILIES = ("llama", "qwen2", "qwen3", "mistral", "gpt_neox", "phi", "gemma2")
-WHOLE_EMBEDDING = ("gpt_neox",)  # whose plan leaves the embedding out, in transformers' newer releases too
+WHOLE_EMBEDDING = tuple(name for name, family in FAMILIES.items() if family.whole_embedding)
 OPTIMIZERS = ("adamw_torch", "adamw_torch_fused", "sgd", "rmsprop", "adagrad")  # those that work on DTensors
 
 
@@ -24,10 +23,11 @@ def check(recipe: Any) -> None:
     if sharding is None or sharding.engine not in ("tensor", "pipeline"):
         return
     engine = sharding.engine
-    if shape.family not in FAMILIES or shape.task != "causal-lm":
+    divisible = [name for name, family in FAMILIES.items() if family.divisible]
+    if shape.family not in divisible or shape.task != "causal-lm":
         what = "its matrices" if engine == "tensor" else "its layers"
         why = " (GPT-2's matrices are Conv1D, which DTensor cannot slice)" if shape.family == "gpt2" else ""
-        allowed = f"{what} cannot be divided{why}; causal models of these families can: {', '.join(FAMILIES)}"
+        allowed = f"{what} cannot be divided{why}; causal models of these families can: {', '.join(divisible)}"
         raise RecipeError("sharding.engine", engine, f"{shape.name} is a {shape.family} for {shape.task}: {allowed}")
     for name in ("lora", "quantization"):
         if getattr(recipe, name):

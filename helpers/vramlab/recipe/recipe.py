@@ -15,11 +15,12 @@ from typing import Any
 
 from ..report.errors import RecipeError
 from . import parallel_limits as cuts
-from .families import MOST_LAYERS
+from .configuration import MOST_LAYERS, plain, read_json
+from .families import TASKS
 from .knobs import check, documented, knob, knobs, rebuild
 from .optimizers import ALIASES, OPTIMIZERS, optimizer_arguments
-from .options import ATTENTION, LOOPS, PRECISIONS, TASKS, Loop, LoRA, Quantization, Sharding
-from .shapes import Shape, plain, read_json, read_shape
+from .options import ATTENTION, LOOPS, PRECISIONS, Loop, LoRA, Quantization, Sharding
+from .shapes import Shape, read_shape
 
 MOST = 2**24  # samples or tokens
 MOST_MICRO_BATCHES = 2**16  # each of them is run
@@ -81,7 +82,9 @@ class Recipe:
         "adamw_torch", "The optimizer.", choices=OPTIMIZERS, elsewhere=True, label="Optimizer", shown="{}"
     )
     optim_args: str | None = _knob(None, "As in TrainingArguments: momentum=0.9,…", elsewhere=True, shown="{}")
-    task: str | None = _knob(None, "Which head; the architecture's usual one when left out.", choices=TASKS, shown="{}")
+    task: str | None = _knob(
+        None, "Which head; the architecture's usual one when left out.", choices=tuple(TASKS), shown="{}"
+    )
     num_layers: int | None = _knob(None, "A depth other than the model's own.", most=MOST_LAYERS, shown="{} layers")
     gradient_accumulation_steps: int = _knob(
         1,

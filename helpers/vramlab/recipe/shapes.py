@@ -5,17 +5,17 @@ import json
 import os
 from collections.abc import Mapping
 from functools import cached_property, lru_cache
-from typing import Any
 
 from ..report.errors import RecipeError
-from . import families, lora_modules
+from . import configuration, lora_modules
 from .catalogue import closest, find, model_names
-from .families import read_json
-from .layouts import Layout, layout
+from .configuration import plain
+from .families import FAMILIES
+from .layouts import Layout
 from .shape import ShapeData
 from .weights import Weight, list_buffers, list_weights
 
-__all__ = ["Shape", "model_names", "plain", "read_json", "read_shape"]
+__all__ = ["Shape", "model_names", "read_shape"]
 
 
 class Shape(ShapeData):
@@ -31,8 +31,8 @@ class Shape(ShapeData):
 
     @cached_property
     def layout(self) -> Layout | None:
-        """The modules by the roles they play; None for an architecture that is not written down."""
-        return layout(self)
+        """The modules by the roles they play; None for a family, or a variant of one, that is not written down."""
+        return FAMILIES[self.family].layout(self, self.settings) if self.family in FAMILIES else None
 
     @cached_property
     def _weights(self) -> tuple[Weight, ...]:
@@ -93,31 +93,17 @@ def read_shape(model: str | Mapping, num_layers: int | None = None, task: str | 
     return _shape(name, None, text, num_layers, task)
 
 
-def plain(config: Mapping) -> dict[str, Any]:
-    """`config` as JSON gives it back: text for keys, and text for what JSON has no form for, such as a torch.dtype.
-
-    Raises:
-        RecipeError: it contains itself, or has keys that JSON cannot write.
-    """
-    try:
-        return json.loads(json.dumps(dict(config), default=str))
-    except (TypeError, ValueError, RecursionError) as error:
-        raise RecipeError(
-            "model", type(config).__name__, f"its configuration cannot be written as JSON: {error}"
-        ) from None
-
-
 @lru_cache(maxsize=512)
 def _shape(name: str, hub_id: str | None, text: str, num_layers: int | None, task: str | None) -> Shape:
-    config = families.parse(name, text)
+    config = configuration.parse(name, text)
     if num_layers is not None:
-        families.cut(config, num_layers)
-    family = families.family_of(name, config)
-    task = families.choose_task(name, family, config, task)
+        configuration.keep_layers(config, num_layers)
+    family = configuration.family_of(name, config)
+    task = configuration.choose_task(name, family, config, task)
     config["architectures"] = [family.classes[task]]
-    fields = families.read(name, config, family, task)
+    fields = configuration.read(name, config, family, task)
     shape = Shape(name, config["model_type"], task, hub_id, json.dumps(config), family.head(task), **fields)
-    if shape.family in families.FAMILIES:
+    if family.layout:
         return shape
     from .from_transformers import describe  # what no configuration says is taken from the model itself
 

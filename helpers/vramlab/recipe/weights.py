@@ -9,8 +9,6 @@ from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING, Any
 
-from .layouts import LAYOUTS, LLAMA_LIKE
-
 if TYPE_CHECKING:
     from .shape import ShapeData
 
@@ -76,14 +74,14 @@ def list_weights(s: "ShapeData") -> tuple[Weight, ...]:
     found, sizes, first = [], _sizes(s), 0
     for item in s.layout.items:
         if isinstance(item, str):
-            for words in filter(None, map(str.split, item.split(";"))):
-                found += (Weight(*row) for row in _tensors(s, sizes, words[0], words[1], words[2:]))
+            for name, kind, *letters in filter(None, map(str.split, item.split(";"))):
+                found += (Weight(*row) for row in _tensors(s, sizes, name, kind, letters))
             continue
         rows = []
         for role, name in item.parts.items():
             kind, letters = ROLES[role]
             if kind == "linear":
-                kind = ("conv1d" if s.family == "gpt2" else kind) + ("+" if role in s.layout.biased else "")
+                kind = s.layout.linear + ("+" if role in s.layout.biased else "")
             rows += ((role, *row) for row in _tensors(s, sizes, name, kind, letters.split()))
         for i in range(item.count):
             found += (
@@ -111,17 +109,17 @@ def list_buffers(s: "ShapeData") -> tuple[tuple[str, tuple[int, ...], str], ...]
     """Every buffer of `s`: name, shape and dtype, whether or not it is saved with the weights."""
     rope = s.config.get("rope_parameters") or s.config.get("rope_scaling") or {}
     kind = rope.get("rope_type", rope.get("type", "default"))
-    if s.family not in (*LLAMA_LIKE, *LAYOUTS) or kind not in ("default", "linear", "dynamic", "llama3", "yarn"):
+    if s.layout is None or kind not in ("default", "linear", "dynamic", "llama3", "yarn"):
         return _meta(s)[1]
-    if s.family == "bert":
-        names = ("position_ids", "token_type_ids")
-        return tuple((f"bert.embeddings.{name}", (1, s.max_positions), "int64") for name in names)
-    rows = [("model.embed_tokens.embed_scale", (), "float32")] if s.family in ("gemma", "gemma2") else []
+    rows = [(name, (1, s.max_positions), "int64") for name in s.layout.buffers]
+    if s.layout.scaled_embedding:
+        rows.append((f"{s.layout.modules[0][0]}.embed_scale", (), "float32"))
     if s.rotary_dim:
-        prefix = {"gpt_neox": "gpt_neox", "falcon": "transformer"}.get(s.family, "model")
+        module = s.layout.stacks[0].prefix.rpartition(".")[0] + ".rotary_emb"
         # one frequency per pair of channels, and a second copy that transformers keeps to undo dynamic scaling
-        shape = ((s.rotary_dim + 1) // 2,)
-        rows += [(f"{prefix}.rotary_emb.{name}", shape, "float32") for name in ("inv_freq", "original_inv_freq")]
+        rows += [
+            (f"{module}.{name}", ((s.rotary_dim + 1) // 2,), "float32") for name in ("inv_freq", "original_inv_freq")
+        ]
     return tuple(rows)
 
 

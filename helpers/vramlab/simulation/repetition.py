@@ -12,7 +12,7 @@ from functools import cached_property, lru_cache
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
-from ..recipe import families
+from ..recipe import configuration
 from ..recipe.from_transformers import build
 
 if TYPE_CHECKING:
@@ -104,7 +104,7 @@ def cut(shape: "Shape", kept: list[int]) -> "Shape":
     from ..recipe.shapes import read_shape
 
     config = shape.config
-    families.cut(config, kept)
+    configuration.keep_layers(config, kept)
     return read_shape(config, task=shape.task)
 
 

@@ -10,14 +10,13 @@ import math
 import warnings
 from typing import TYPE_CHECKING
 
-from ..recipe.families import AUTO_CLASS, reason
+from ..recipe.configuration import reason
+from ..recipe.families import TASKS
 from ..recipe.recipe import Recipe
 from ..report.errors import RecipeError
 
 if TYPE_CHECKING:
     import torch
-
-TASK_TYPE = {"causal-lm": "CAUSAL_LM", "seq2seq-lm": "SEQ_2_SEQ_LM", "sequence-classification": "SEQ_CLS"}
 
 
 def weight_dtype(recipe: Recipe) -> "torch.dtype":
@@ -109,7 +108,7 @@ def _architecture(recipe: Recipe, dtype: "torch.dtype") -> "torch.nn.Module":
         config = transformers.AutoConfig.for_model(**shape.config)
         if shape.task == "seq2seq-lm" and getattr(config, "decoder_start_token_id", None) is None:
             config.decoder_start_token_id = config.pad_token_id or 0
-        auto = getattr(transformers, AUTO_CLASS[shape.task])
+        auto = getattr(transformers, TASKS[shape.task].auto_class)
         model = auto.from_config(config, dtype=dtype, attn_implementation=recipe.attn_implementation)
     except Exception as error:  # each configuration and model class has its own ways to refuse
         rest = f"transformers cannot build it for {shape.task}: {reason(error)}"
@@ -139,7 +138,7 @@ def _pretrained(recipe: Recipe, device) -> "torch.nn.Module":
         raise RecipeError(
             "quantization", recipe.quantization.quant_type, "pretrained=True loads unquantized bases only"
         )
-    auto = getattr(transformers, AUTO_CLASS[recipe.shape.task])
+    auto = getattr(transformers, TASKS[recipe.shape.task].auto_class)
     dtype, kernel = weight_dtype(recipe), recipe.attn_implementation
     model = auto.from_pretrained(recipe.shape.hub_id, dtype=dtype, attn_implementation=kernel)
     return _prepared(model.to(device), recipe)
@@ -189,7 +188,7 @@ def _adapters(model: "torch.nn.Module", recipe: Recipe) -> "torch.nn.Module":
     values["modules_to_save"] = list(save) if save else None
     # by name, so that what PEFT adapts is what the shape says (its "all-linear" would take Mixtral's experts whole)
     values["target_modules"] = [name for name, _, _ in recipe.shape.lora_targets(recipe.lora.target_modules, save)]
-    values["task_type"] = TASK_TYPE.get(recipe.shape.task)
+    values["task_type"] = TASKS[recipe.shape.task].peft
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*fan_in_fan_out.*")  # GPT-2's Conv1D; PEFT sets it right itself
         # adapters take their layer's dtype, but not a quantized one's; here that is quantized when they are there

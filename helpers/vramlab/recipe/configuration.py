@@ -1,0 +1,260 @@
+"""From a configuration, as published or as transformers writes it, to the sizes and settings that formulas need.
+
+What it leaves unsaid is in the family's record (`families`). transformers itself is asked about other architectures.
+"""
+
+import contextlib
+import json
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from ..report.data import data_path
+from ..report.errors import RecipeError, needing
+from .families import FAMILIES, NO_MLP, TASKS, Family
+
+FEW = 4  # a configuration's other lists are as short as this: image sizes, colours
+MOST_LAYERS = 1000  # every weight is listed by name; the deepest model of the catalogue has 126 layers
+MOST_SIZE, MOST_POSITIONS = 2**23, 2**31  # so that PyTorch can count the bytes of every tensor in signed 64 bits
+KEYS = json.loads(data_path("config_keys.json").read_text(encoding="utf-8"))
+SIZES = KEYS["sizes"]  # configurations name the same size differently; the first name found counts
+MOST = dict.fromkeys((name for names in SIZES.values() for name in names), MOST_SIZE)
+MOST |= dict.fromkeys((*SIZES["max_positions"], *SIZES["sliding_window"]), MOST_POSITIONS)
+MOST |= dict.fromkeys((*SIZES["num_layers"], *SIZES["num_decoder_layers"]), MOST_LAYERS)
+MOST |= dict.fromkeys(SIZES["num_experts"], 2**12) | {"image_size": 2**16, "patch_size": 2**16, "num_channels": 2**16}
+DTYPES = ("float32", "float16", "bfloat16", "float64", "auto")
+KINDS = {key: kind for kind, keys in KEYS["kinds"].items() for key in keys}
+BUILT = "build it yourself and ask simulate(model=..., batch=..., optimizer=...)"
+
+
+def family_of(name: str, config: dict[str, Any]) -> Family:
+    """The family of `config`; one that has no record is asked from transformers, which also completes `config`.
+
+    Raises:
+        RecipeError: transformers does not know it, cannot read it, or has no head for it that can be trained.
+    """
+    if config["model_type"] in FAMILIES:
+        return FAMILIES[config["model_type"]]
+    with needing(f"The model type {config['model_type']!r}"):
+        from transformers import AutoConfig
+        from transformers.models.auto import modeling_auto
+
+    try:
+        full = AutoConfig.for_model(**config)
+        completed = full.to_dict()
+    except Exception as error:  # each configuration class has its own ways to refuse
+        raise RecipeError("model", name, f"transformers cannot read its configuration: {reason(error)}") from error
+    tables = {task: getattr(modeling_auto, f"MODEL_FOR_{t.table}_MAPPING_NAMES", {}) for task, t in TASKS.items()}
+    classes = {task: table[full.model_type] for task, table in tables.items() if full.model_type in table}
+    classes = {task: c if isinstance(c, str) else c[0] for task, c in classes.items()}
+    if getattr(full, "is_encoder_decoder", False) or "masked-lm" in classes:
+        classes.pop("causal-lm", None)  # half of the model, or an encoder made to look back only
+    if not classes:
+        raise RecipeError("model", name, f"recipes train {', '.join(TASKS)}, and a {full.model_type} does not: {BUILT}")
+    for key, value in completed.items():
+        config.setdefault(key, value)
+    for key in ("hidden_size", "num_hidden_layers", "num_attention_heads", "head_dim"):  # other names of the same
+        with contextlib.suppress(Exception):  # Gemma 4 refuses to name one value of what differs by layer
+            if isinstance(value := getattr(full, key, None), int):
+                config.setdefault(key, value)
+    tied, rotary = bool(getattr(full, "tie_word_embeddings", False)), 1.0 if config.get("rope_parameters") else 0.0
+    required = NO_MLP[:3] if "image-classification" in classes else NO_MLP
+    return Family(classes, tied=tied, rotary=rotary, mlp=None, required=required)
+
+
+def reason(error: Exception) -> str:
+    """The line of another library's error that says what is wrong, or the error's class if it says nothing."""
+    text = str(error.__cause__ or error).strip()
+    return text.splitlines()[0].rstrip(".") if text else type(error).__name__
+
+
+def read_json(field: str, text: Any, name: str | None = None) -> Any:
+    """What the JSON `text` says. Raises RecipeError about `field` (called `name`) if it is none."""
+    try:
+        return json.loads(text)
+    except RecursionError:
+        reason = "it is nested too deeply"
+    except (TypeError, ValueError) as error:
+        reason = str(error)
+    raise RecipeError(field, text if name is None else name, f"it is not JSON: {reason}")
+
+
+def plain(config: Mapping) -> dict[str, Any]:
+    """`config` as JSON gives it back: text for keys, and text for what JSON has no form for, such as a torch.dtype.
+
+    Raises:
+        RecipeError: it contains itself, or has keys that JSON cannot write.
+    """
+    try:
+        return json.loads(json.dumps(dict(config), default=str))
+    except (TypeError, ValueError, RecursionError) as error:
+        raise RecipeError(
+            "model", type(config).__name__, f"its configuration cannot be written as JSON: {error}"
+        ) from None
+
+
+def parse(name: str, text: str) -> dict[str, Any]:
+    """The configuration in `text`. Raises RecipeError if it is none, or not of one language or image model."""
+    config = read_json("model", text, name)
+    if isinstance(config, dict):
+        for key, value in config.items():
+            if value is not None and (allowed := _wrong(key, value)):
+                raise RecipeError(f"model.{key}", value, f"it must be {allowed}")
+    if not isinstance(config, dict) or not config.get("model_type"):
+        raise RecipeError("model", name, "its configuration must say a 'model_type', as every config.json does")
+    if isinstance(config.get("text_config"), dict) and "hidden_size" not in config:
+        raise RecipeError(
+            "model", name, f"it reads more than text: give its 'text_config' for the language part, or {BUILT}"
+        )
+    stored = config.get("quantization_config") or config.get("compression_config")
+    if stored:
+        method = stored.get("quant_method") if isinstance(stored, dict) else None
+        allowed = "weights stored so are not described: leave it out for weights in the recipe's precision, or say "
+        allowed += "quantization=Quantization('nf4') for a base in 4 bits"
+        raise RecipeError("model.quantization_config", method or "of an unknown method", allowed)
+    return config
+
+
+def _wrong(key: str, value: Any) -> str:
+    """What `value` would have to be where a configuration has `key`, "" if it is that, or if any value may be."""
+    if (most := MOST.get(key)) and _is_number(value) and value > most:
+        return f"{most:,} at most"
+    kind = KINDS.get(key, "")
+    if not kind and ("dropout" in key or key.endswith("pdrop")) and not isinstance(value, bool | list | dict):
+        kind = "a probability from 0 to 1"  # else a switch, or several
+    elif not kind and key.endswith(("_eps", "_epsilon")):
+        kind = "a number over 0"
+    if kind and not CHECKS[kind](value):
+        return kind
+    if key in ("rope_scaling", "rope_parameters"):
+        wrong = ((inner, _wrong(inner, v)) for inner, v in value.items() if v is not None)
+        return next((f"a mapping in which {inner} is {allowed}" for inner, allowed in wrong if allowed), "")
+    return ""
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+CHECKS: dict[str, Callable[[Any], bool]] = {
+    "true or false": lambda v: isinstance(v, bool),
+    "text": lambda v: isinstance(v, str),
+    "a number over 0": lambda v: _is_number(v) and 0 < v < math.inf,
+    "a number over 0 and up to 1": lambda v: _is_number(v) and 0 < v <= 1,
+    "a probability from 0 to 1": lambda v: _is_number(v) and 0 <= v <= 1,
+    "a list of names": lambda v: isinstance(v, list) and all(isinstance(name, str) for name in v),
+    "a mapping": lambda v: isinstance(v, dict),
+    "a whole number of at least 1": lambda v: _is_number(v) and isinstance(v, int) and 0 < v <= MOST_SIZE,
+    f"one of {', '.join(DTYPES)}": lambda v: isinstance(v, str) and v.removeprefix("torch.") in DTYPES,
+}
+
+
+def keep_layers(config: dict[str, Any], kept: list[int] | int) -> None:
+    """Leave the layers `kept` (as many as a number says, from the first) in every place of `config` that counts them.
+
+    Lists with an entry a layer lose those of the others; a number beyond the depth goes through them again.
+    """
+    keys = [key for key in (*SIZES["num_layers"], *SIZES["num_decoder_layers"]) if config.get(key) is not None]
+    depth = len(config.get("layer_types") or ()) or next((config[key] for key in keys), None)
+    for key, value in config.items():
+        if isinstance(value, list) and len(value) == depth and (depth > FEW or key == "layer_types"):
+            config[key] = [value[i % depth] for i in (range(kept) if isinstance(kept, int) else kept)]
+    for key in keys:
+        config[key] = kept if isinstance(kept, int) else len(kept)
+    for key in ("stage_names", "out_features", "out_indices"):  # a backbone's, made from its depth
+        config.pop(key, None)
+
+
+def choose_task(name: str, family: Family, config: dict[str, Any], task: str | None) -> str:
+    """`task` if the family has such a head, else the configuration's, else the usual one. Raises RecipeError."""
+    if task is None:
+        named = (config.get("architectures") or [None])[0]
+        return next((t for t, class_name in family.classes.items() if class_name == named), family.tasks[0])
+    if task not in family.tasks:
+        raise RecipeError("task", task, f"{name} can be trained for " + " or ".join(map(repr, family.tasks)))
+    return task
+
+
+def read(name: str, config: dict[str, Any], family: Family, task: str) -> dict[str, Any]:
+    """The fields of `Shape` that the configuration says or implies. Raises RecipeError on impossible sizes."""
+    sizes = _sizes(name, config, family)
+    others = {key: _first(config, names, family.defaults.get(key)) for key, names in KEYS["settings"].items()}
+    if family.embedding_dropout:
+        others["embedding_dropout"] = others["hidden_dropout"]
+    activation, packed = others.pop("activation") or "gelu", config.get("feed_forward_proj") or ""
+    if packed:  # T5 packs it, with the gate; "gated-gelu" is GPT-2's GELU
+        activation = "gelu_new" if packed == "gated-gelu" else packed.rpartition("-")[2]
+    if family.layout and activation not in KEYS["activations"]:
+        raise RecipeError("model.activation", activation, "allowed are " + ", ".join(KEYS["activations"]))
+    rope = config.get("rope_parameters") or {}  # the rotated share of a head, under the names of all ages
+    share = rope.get("partial_rotary_factor", config.get("partial_rotary_factor", config.get("rotary_pct")))
+    tied = family.tied == "always" or bool(config.get("tie_word_embeddings", family.tied))
+    return {
+        **sizes,
+        "num_labels": len(config["id2label"]) if config.get("id2label") else config.get("num_labels") or 2,
+        "tied": tied and task in ("causal-lm", "masked-lm", "seq2seq-lm"),
+        "gated_mlp": family.gated or packed.startswith("gated"),
+        "activation": activation,
+        "norm": family.norm,
+        "rotary_dim": int(sizes["head_dim"] * (family.rotary if share is None else share)) if family.rotary else 0,
+        **{key: float(value or 0) for key, value in others.items()},
+        "image_tokens": sizes["max_positions"] if task == "image-classification" else 0,
+        "dtype": config.get("dtype") or config.get("torch_dtype"),
+        "attention": "sdpa" if family.sdpa else "eager",
+    }
+
+
+def _first(config: Mapping, keys: list[str], default: Any = None) -> Any:
+    return next((config[key] for key in keys if config.get(key) is not None), default)
+
+
+def _size(name: str, config: Mapping, size: str, family: Family) -> int | None:
+    """One size of `config`, None when it may be absent and is."""
+    keys = (family.mlp,) if size == "intermediate_size" and family.mlp else SIZES[size]
+    key = next((key for key in keys if config.get(key) is not None), keys[0])
+    value, otherwise = config.get(key), "" if family.layout else f"; or {BUILT}"
+    if value is None or (size == "sliding_window" and not value):
+        if size in family.required:
+            raise RecipeError(f"model.{key}", None, f"the configuration of {name} must say it{otherwise}")
+        return None if key in config else family.defaults.get(size)
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise RecipeError(f"model.{key}", value, f"it must be a whole number of at least 1{otherwise}")
+    return value
+
+
+def _sizes(name: str, config: Mapping, family: Family) -> dict[str, int | None]:
+    """The sizes that a configuration says, and those that follow as in transformers; checks that the heads fit."""
+    sizes = {size: _size(name, config, size, family) for size in SIZES}
+    h, heads = sizes["hidden_size"], sizes["num_heads"]
+    if h % heads and (family.whole_heads or (family.layout and not sizes["head_dim"])):
+        raise RecipeError("model.hidden_size", h, f"it must be a multiple of the {heads} heads")
+    sizes["head_dim"] = d = sizes["head_dim"] or h // heads
+    sizes |= family.sizes(config, sizes)
+    sizes["num_kv_heads"] = kv = sizes["num_kv_heads"] or heads
+    if family.rotary == 1 and family.layout and d % 2 and d > 4:
+        raise RecipeError("model.head_dim", d, "rotary positions turn pairs of channels: it must be even")
+    if heads % kv:
+        raise RecipeError("model.num_key_value_heads", kv, f"it must divide the {heads} heads")
+    sizes["intermediate_size"] = sizes["intermediate_size"] or 4 * h
+    if config.get("use_sliding_window") is False:
+        sizes["sliding_window"] = None
+    if "image-classification" in family.classes or (config.get("image_size") and config.get("patch_size")):
+        sizes["max_positions"] = _image_tokens(config)
+    for size in ("num_decoder_layers", "num_experts", "experts_per_token", "vocab_size"):
+        sizes[size] = sizes[size] or 0
+    return sizes
+
+
+def _image_tokens(config: dict[str, Any]) -> int:
+    """Patches of one image, and the class token (Dosovitskiy et al. 2021, section 3.1)."""
+    pairs = []
+    for key, default in (("image_size", 224), ("patch_size", 16)):
+        value = config.get(key, default)
+        pair = value if isinstance(value, list) else [value, value]
+        if len(pair) != 2 or not all(isinstance(n, int) and n > 0 for n in pair):
+            raise RecipeError(f"model.{key}", value, "it must be a whole number of at least 1, or two of them")
+        pairs.append(pair)
+    (height, width), (down, across) = pairs
+    if height < down or width < across:
+        raise RecipeError("model.patch_size", config.get("patch_size", 16), "a patch cannot exceed the image")
+    return (height // down) * (width // across) + 1
