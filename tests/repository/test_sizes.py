@@ -14,7 +14,7 @@ CEILINGS = {
     "vramlab/formulas": 3460,
     "vramlab/simulation": 2630,
     "vramlab/measurement": 2300,
-    "vramlab/planning": 1350,
+    "vramlab/planning": 1220,
     "vramlab/faces": 1950,
     "vramlab_course/claims": 1200,
     "vramlab_course": 5030,

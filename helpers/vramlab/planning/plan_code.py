@@ -11,15 +11,11 @@ from ..report.errors import needing
 
 
 def code(recipe: Recipe) -> str:
-    """Text that defines `training_args`, where needed `quantization_config` and `peft_config`, and `load_model()`.
+    """Text that defines `training_args`, `load_model()` and, where needed, `quantization_config` and `peft_config`.
 
-    What `recipe.training_arguments()` sets and `TrainingArguments` would not, is written out. Loads transformers.
-
-    Raises:
-        RecipeError: the `Trainer` cannot train so.
+    Loads transformers. Raises RecipeError if its `Trainer` cannot train like this.
     """
-    task = TASKS[recipe.shape.task]
-    model_class = task.auto_class
+    model_class = TASKS[recipe.shape.task].auto_class
     lora, quantization, sharding = recipe.lora, recipe.quantization, recipe.sharding
     names = [model_class, *(["BitsAndBytesConfig"] if quantization else []), "Trainer", "TrainingArguments"]
     lines = [f"# {recipe}"]
@@ -33,7 +29,7 @@ def code(recipe: Recipe) -> str:
     if quantization:
         lines += _call("quantization_config", "BitsAndBytesConfig", _quantization(recipe))
     if lora:
-        lines += _call("peft_config", "LoraConfig", _lora(recipe, task.peft))
+        lines += _call("peft_config", "LoraConfig", _lora(recipe))
     lines += _call("training_args", "TrainingArguments", _arguments(recipe))
     return "\n".join([*lines, "", "", *_load_model(recipe, model_class), "", "", *ENDING]) + "\n"
 
@@ -69,7 +65,7 @@ def _quantization(recipe: Recipe) -> dict[str, str]:
     return found
 
 
-def _lora(recipe: Recipe, task: str | None) -> dict[str, str]:
+def _lora(recipe: Recipe) -> dict[str, str]:
     """What `LoraConfig` is called with; defaults are left out, but rank and scale."""
     lora, usual = recipe.lora, LoRA()
     found = {"r": _text(lora.r), "lora_alpha": _text(lora.lora_alpha)}
@@ -79,7 +75,9 @@ def _lora(recipe: Recipe, task: str | None) -> dict[str, str]:
             found[name] = _text(list(value) if isinstance(value, tuple) else value)
     if any(weight.kind == "conv1d" for weight in recipe.shape.weights()):
         found["fan_in_fan_out"] = "True"  # its Conv1D is stored transposed
-    return {**found, "task_type": _text(task)} if task else found
+    if task := TASKS[recipe.shape.task].peft:
+        found["task_type"] = _text(task)
+    return found
 
 
 def _load_model(recipe: Recipe, model_class: str) -> list[str]:

@@ -1,4 +1,4 @@
-"""What to know of a recipe before choosing it, beyond memory and time: one sentence each."""
+"""What to know of a recipe before choosing it, beyond memory and time."""
 
 from collections.abc import Iterator
 
@@ -7,15 +7,14 @@ from ..recipe.weights import unquantized
 from ..report.report import format_bytes
 from .search_space import host_bytes
 
-# Least steps between neighbouring numbers of a format, as a part of the number: 2^-8 and 2^-11.
-LOST = {"bf16-true": "1/256", "fp16-true": "1/2048"}
+ROUNDING = {"bf16-true": "1/256", "fp16-true": "1/2048"}  # half the least relative step of the format: 2^-8, 2^-11
 
 
 def notes_on(recipe: Recipe) -> Iterator[str]:
-    """What the ranking, by speed alone, does not weigh."""
+    """What ranking by speed does not weigh, one sentence each."""
     precision, full = recipe.precision, recipe.lora is None
-    if precision in LOST and full:
-        yield f"{precision}: an update below about {LOST[precision]} of a weight is rounded away (chapter 01)"
+    if precision in ROUNDING and full:
+        yield f"{precision}: an update below about {ROUNDING[precision]} of a weight is rounded away (chapter 01)"
     if precision == "fp16-true":
         yield "fp16-true: nothing scales the loss, so gradients under 6e-8 become zero (chapter 01)"
     if recipe.optim == "adafactor":

@@ -1,16 +1,13 @@
-"""The search behind `plan`: what fits, fastest first, with as few predictions as can be.
+"""The search behind `plan`: the recipes that fit, fastest first, with few predictions.
 
-    bound       weights, states and what the layers keep are too much already: no need to predict the rest
-    monotone    of one family, a larger micro-batch needs more memory and less time: halve the divisors until the
-                largest that fits is found (one micro-batch alone keeps no gradients while it computes, and is tried first)
-    best first  families are opened in the order of their fastest recipe, so the search ends when enough are found
-
-None of the three changes the answer (memory is monotone but for the rounding of small blocks, a hundred-thousandth).
+Recipes are tried in the order of their estimated time, until enough are found. One whose weights, states and saved
+activations alone are too large is dropped without a prediction.
 """
 
-import heapq
+import math
 from collections import Counter
 from dataclasses import dataclass
+from functools import cached_property
 
 from ..formulas.predict import predict
 from ..hardware import reserved
@@ -33,12 +30,10 @@ from .search_space import (
 )
 from .step_time import StepTime, estimate, step_time
 
-Place = tuple[int, int]  # the number of a family in the space, and a micro-batch
-
 
 @dataclass(frozen=True)
 class Choice:
-    """One recipe that fits: its predicted memory, its estimated time, and what to know before choosing it."""
+    """A recipe that fits: its predicted memory, its estimated time, and what to know before choosing it."""
 
     recipe: Recipe
     report: Report
@@ -51,13 +46,13 @@ class Choice:
         return method_of(self.recipe)
 
     def code(self) -> str:
-        """Python text that sets up this very training with transformers, ready to paste."""
+        """Python text that sets up this training with transformers, ready to paste."""
         return code_of(self.recipe)
 
 
 @dataclass(frozen=True)
 class Miss:
-    """A recipe that would be faster and does not fit: by how many bytes, and which category needs most more."""
+    """A recipe that does not fit: by how many bytes (`over`), and the `category` that needs most `more`."""
 
     recipe: Recipe
     report: Report
@@ -67,173 +62,131 @@ class Miss:
     more: int
 
     def __str__(self) -> str:
-        rate, excess = f"{self.time.tokens_per_second:,.0f} tokens/s", format_bytes(self.over, digits=2)
-        text = f"{described(self.recipe)} ({rate}) does not fit: {excess} over"
+        rate, over = f"{self.time.tokens_per_second:,.0f} tokens/s", format_bytes(self.over, digits=2)
+        text = f"{described(self.recipe)} ({rate}) does not fit: {over} over"
         if self.more > 0:
-            text += (
-                f"; {format_bytes(self.more, digits=2)} more {self.category.replace('_', ' ')} than the best that fits"
-            )
+            more, category = format_bytes(self.more, digits=2), self.category.replace("_", " ")
+            text += f"; {more} more {category} than the best that fits"
         return text
 
 
-class Search:
-    """The search for one question: what was predicted, and how large the space is (`considered`).
+class Candidate:
+    """One recipe of the space; its figures are computed when they are first asked for."""
 
-    A recipe is known here by its place: the number of its family and its micro-batch.
-    """
+    def __init__(self, question: Question, recipe: Recipe, family: int):
+        self.question, self.recipe, self.family, self.method = question, recipe, family, method_of(recipe)
+
+    @cached_property
+    def rank(self) -> tuple:
+        """Sort key, smallest for the fastest; the larger micro-batch where two take equally long."""
+        seconds = sum(estimate(self.recipe, self.question.gpu, self.question.link).values())
+        return *order(seconds, self.recipe), self.family, -self.recipe.batch_size
+
+    @cached_property
+    def bound(self) -> int:
+        """A lower bound of `needs`."""
+        held = held_bytes(self.recipe, self.question.gpu.chip)
+        inside = reserved.reserved(Counter(), held)
+        process = reserved.process(inside, self.question.gpu)
+        return {"process": process.high, "reserved": inside.high, "allocated": held}[self.question.tier]
+
+    @cached_property
+    def report(self) -> Report | None:
+        """The prediction; None where the formulas refuse the recipe, or do not see what its offload saves."""
+        card, sharding = self.question.gpu, self.recipe.sharding
+        try:
+            report = predict(self.recipe, card)
+            if sharding and sharding.world_size == 1:
+                plain = predict(self.recipe.replace(sharding=None), card)
+                return report if report.peak.total < plain.peak.total else None
+            return report
+        except RecipeError:
+            return None
+
+    @cached_property
+    def needs(self) -> float:
+        """Upper end of the predicted tier in bytes; infinite without a prediction."""
+        return upper(self.report, self.question.tier) if self.report else math.inf
+
+    @property
+    def fits(self) -> bool:
+        return self.bound <= self.question.usable and self.needs <= self.question.usable
+
+    def choice(self) -> Choice:
+        time = step_time(self.recipe, self.question.gpu, self.question.link)
+        return Choice(self.recipe, self.report, time, tuple(notes_on(self.recipe)))
+
+    def miss(self, fitting: Report | None = None) -> Miss:
+        """Why it does not fit: the category that is most above that of `fitting`, or the largest."""
+        peak, time = self.report.peak, step_time(self.recipe, self.question.gpu, self.question.link)
+        more = {name: getattr(peak, name) - (getattr(fitting.peak, name) if fitting else 0) for name in CATEGORIES}
+        category = max(more, key=more.get)
+        return Miss(self.recipe, self.report, time, self.needs - self.question.usable, category, more[category])
+
+
+class Search:
+    """The space of one question. `candidates`: its recipes."""
 
     def __init__(self, question: Question):
-        self.question, self.sizes = question, micro_batches(question)
-        self.families: list[Recipe] = []
-        self.of_method: dict[str, range] = {}
-        for method in question.methods:
-            first = len(self.families)
-            self.families += families(question, method)
-            self.of_method[method] = range(first, len(self.families))
-        self.considered = len(self.families) * len(self.sizes)
-        self.reports: dict[Place, Report | None] = {}
-        self.bounds: dict[Place, int] = {}
+        batches = micro_batches(question)
+        found = enumerate(family for method in question.methods for family in families(question, method))
+        self.candidates = [Candidate(question, with_micro_batch(family, n), i) for i, family in found for n in batches]
+        # Memory is least at either end: the whole batch at once accumulates no gradients.
+        self.ends = [candidate for candidate in self.candidates if candidate.recipe.batch_size in (batches[0], 1)]
 
-    def recipe(self, place: Place) -> Recipe:
-        """The recipe at a place of the space."""
-        return with_micro_batch(self.families[place[0]], place[1])
-
-    def report(self, place: Place) -> Report | None:
-        """`predict`'s report; None where the formulas do not take the recipe, or do not see its offload."""
-        if place not in self.reports:
-            recipe = self.recipe(place)
-            try:
-                report = predict(recipe, self.question.gpu)
-                if recipe.sharding and recipe.sharding.world_size == 1:
-                    alone = predict(recipe.replace(sharding=None), self.question.gpu)
-                    report = report if report.peak.total < alone.peak.total else None
-            except RecipeError:
-                report = None
-            self.reports[place] = report
-        return self.reports[place]
-
-    def fits(self, place: Place) -> bool:
-        """Whether the upper end of the asked tier is within the usable memory."""
-        if self.least(place) > self.question.usable:
-            return False
-        report = self.report(place)
-        return report is not None and upper(report, self.question.tier) <= self.question.usable
-
-    def least(self, place: Place) -> int:
-        """A lower bound of the upper end of the asked tier, from what is surely held."""
-        if place not in self.bounds:
-            held = held_bytes(self.recipe(place), self.question.gpu.chip)
-            inside = reserved.reserved(Counter(), held)
-            outside = {"process": reserved.process(inside, self.question.gpu).high, "reserved": inside.high}
-            self.bounds[place] = outside.get(self.question.tier, held)
-        return self.bounds[place]
-
-    def largest(self, family: int) -> tuple[Place | None, Place | None]:
-        """(the largest micro-batch of a family that fits, the smallest larger one)."""
-        sizes = self.sizes
-        if self.fits((family, sizes[0])):
-            return (family, sizes[0]), None
-        low, high = 1, len(sizes)  # of sizes, largest first: the first that fits is in [low, high]
-        while low < high:
-            middle = (low + high) // 2
-            low, high = (low, middle) if self.fits((family, sizes[middle])) else (middle + 1, high)
-        return (family, sizes[low]) if low < len(sizes) else None, (family, sizes[low - 1])
+    @property
+    def predicted(self) -> int:
+        """How many candidates have been predicted so far."""
+        return sum("report" in vars(candidate) for candidate in self.candidates)
 
     def ranked(self, method: str, top: int) -> tuple[list[Choice], list[Miss]]:
-        """The `top` fastest recipes that fit, one of each family, and what is faster than the first of them."""
-        queue = [
-            (self.order((family, self.sizes[0])), (family, self.sizes[0]), False) for family in self.of_method[method]
-        ]
-        heapq.heapify(queue)
-        found: list[Place] = []
-        faster: set[Place] = set()
-        while queue and len(found) < top:
-            _, place, fits = heapq.heappop(queue)
-            if fits:
-                if not any(twins(self.recipe(place), self.recipe(other)) for other in found):
-                    found.append(place)
+        """The `top` fastest recipes that fit, one of each family, and what is faster than the first and does not."""
+        found: list[Candidate] = []
+        missed: list[Candidate] = []
+        families_done = set()
+        for candidate in sorted((c for c in self.candidates if c.method == method), key=lambda c: c.rank):
+            if candidate.family in families_done:
                 continue
-            family, largest = place[0], None
-            if self.least((family, 1)) <= self.question.usable:
-                largest, larger = self.largest(family)
-                faster |= {larger} - {None}
-            if largest is None:  # then every micro-batch is a miss, and the smallest may be the slower one
-                faster |= {(family, self.sizes[0]), (family, 1)}
-            else:
-                heapq.heappush(queue, (self.order(largest), largest, True))
-        choices = [self.choice(place) for place in found]
-        return choices, self.misses(found[0], faster) if found else []
-
-    def misses(self, best: Place, places: set[Place]) -> list[Miss]:
-        """Of what is faster than `best` and does not fit: the slowest, and the one that lacks least."""
-        limit, beside = self.order(best), self.report(best)
-        faster = [place for place in places if (self.order(place), place) < (limit, best)]
-        slowest = nearest = None
-        for place in sorted(faster, key=lambda place: (self.order(place), place), reverse=True):
-            if self.report(place):
-                slowest = self.miss(place, beside)
+            if not candidate.fits:
+                missed += [] if found else [candidate]
+                continue
+            families_done.add(candidate.family)
+            if not any(differ_in_optimizer_only(candidate.recipe, other.recipe) for other in found):
+                found.append(candidate)
+            if len(found) == top:
                 break
-        for place in sorted(faster, key=lambda place: (self.least(place), place)):
-            if nearest and self.least(place) >= nearest.over + self.question.usable:
-                break
-            if self.report(place):
-                miss = self.miss(place, beside)
-                nearest = miss if nearest is None or miss.over < nearest.over else nearest
-        return [miss for miss in (slowest, nearest) if miss][: 1 if slowest == nearest else 2]
-
-    def order(self, place: Place) -> tuple:
-        """Fastest first; see `order`."""
-        recipe = self.recipe(place)
-        return order(sum(estimate(recipe, self.question.gpu, self.question.link).values()), recipe)
-
-    def choice(self, place: Place) -> Choice:
-        """A recipe that fits, with all that is known of it."""
-        recipe = self.recipe(place)
-        return Choice(recipe, self.report(place), self.time(recipe), tuple(notes_on(recipe)))
-
-    def time(self, recipe: Recipe) -> StepTime:
-        """`step_time` on the question's cards."""
-        return step_time(recipe, self.question.gpu, self.question.link)
-
-    def miss(self, place: Place, beside: Report | None = None) -> Miss:
-        """Why a recipe does not fit: the category that grew most `beside` one that does, or simply the largest."""
-        report, recipe = self.report(place), self.recipe(place)
-        over = upper(report, self.question.tier) - self.question.usable
-        grown = {
-            name: getattr(report.peak, name) - (getattr(beside.peak, name) if beside else 0) for name in CATEGORIES
-        }
-        category = max(CATEGORIES, key=lambda name: grown[name])
-        return Miss(recipe, report, self.time(recipe), over, category, grown[category])
-
-    def by_bound(self) -> list[Place]:
-        """The places where memory can be least, most hopeful first: the whole batch at once, and the smallest part."""
-        places = {(family, size) for family in range(len(self.families)) for size in (self.sizes[0], 1)}
-        return sorted(places, key=lambda place: (self.least(place), place))
+        if not found:
+            return [], []
+        next_faster = next((candidate for candidate in reversed(missed) if candidate.report), None)
+        chosen = dict.fromkeys((next_faster, _lightest(missed)))
+        misses = [candidate.miss(found[0].report) for candidate in chosen if candidate]
+        return [candidate.choice() for candidate in found], misses
 
     def any_fit(self) -> Recipe | None:
-        """A recipe that fits, one of the lightest, without offload if there is one; None if none does."""
-        places = sorted(self.by_bound(), key=lambda place: self.offloads(place[0]))  # stable
-        return next((self.recipe(place) for place in places if self.fits(place)), None)
-
-    def offloads(self, family: int) -> bool:
-        """Whether a family keeps something on the host."""
-        sharding = self.families[family].sharding
-        return bool(sharding and sharding.offload)
+        """One of the lightest recipes that fit, without offload if there is one; None if none fits."""
+        offloads = {c: bool(c.recipe.sharding and c.recipe.sharding.offload) for c in self.ends}
+        ends = sorted(self.ends, key=lambda c: (offloads[c], c.bound))
+        return next((candidate.recipe for candidate in ends if candidate.fits), None)
 
     def lightest(self) -> Miss | None:
-        """The recipe that needs least of the asked tier; by the bound, so that not all have to be predicted."""
-        best, least = None, None
-        for place in self.by_bound():
-            if least is not None and self.least(place) >= least:
-                break
-            report = self.report(place)
-            if report and (least is None or upper(report, self.question.tier) < least):
-                best, least = place, upper(report, self.question.tier)
-        return best and self.miss(best)
+        """The recipe that needs least; None if nothing can be predicted."""
+        found = _lightest(self.ends)
+        return found and found.miss()
+
+
+def _lightest(candidates: list[Candidate]) -> Candidate | None:
+    """The candidate that needs least. In the order of their bounds, so that not all have to be predicted."""
+    best = None
+    for candidate in sorted(candidates, key=lambda candidate: candidate.bound):
+        if best and candidate.bound >= best.needs:
+            break
+        if candidate.needs < (best.needs if best else math.inf):
+            best = candidate
+    return best
 
 
 def order(seconds: float, recipe: Recipe) -> tuple:
-    """How recipes are ranked: by time to three digits (the rest is noise), then what is simpler."""
+    """Rank by time to three digits (the rest is noise), then by what is simpler."""
     sharding = recipe.sharding
     simpler = (
         METHODS.index(method_of(recipe)),
@@ -246,12 +199,11 @@ def order(seconds: float, recipe: Recipe) -> tuple:
     return float(f"{seconds:.3g}"), simpler
 
 
-def twins(recipe: Recipe, other: Recipe) -> bool:
-    """Whether two recipes differ in the optimizer only: then the faster one is listed, or the simpler (see `order`)."""
+def differ_in_optimizer_only(recipe: Recipe, other: Recipe) -> bool:
     return recipe.replace(optim=other.optim) == other
 
 
 def upper(report: Report, tier: str) -> int:
-    """The most that the report's tier may need, in bytes."""
+    """Upper end of the report's tier, in bytes."""
     value = report.peak.total if tier == "allocated" else getattr(report, tier)
     return value.high if isinstance(value, Interval) else value

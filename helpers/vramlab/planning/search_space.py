@@ -1,124 +1,121 @@
-"""The recipes that `plan` chooses from: what is asked, and every way to train that would answer it.
+"""What `plan` is asked, and the space of recipes that answer it.
 
-A family is a recipe without its micro-batch: the global batch is kept exactly, so micro-batch × accumulation × ranks is
-always what was asked for, and the micro-batches of a family are the divisors of one rank's part.
+A family is one way to train. Its recipes differ in the micro-batch only: a divisor of one GPU's share of the global
+batch, so that micro-batch × accumulation × GPUs is always the global batch.
 """
 
 import copy
 import itertools
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import partial
+from operator import lt
 
-from ..formulas import model_states as stored
-from ..formulas import shards
+from ..formulas import model_states, shards
 from ..formulas.fsdp import computed
 from ..hardware.gpu import Chip, Gpu, find_gpu, gpu_names
-from ..recipe.knobs import choice, flag, whole
-from ..recipe.recipe import ATTENTION, OPTIMIZERS, PRECISIONS, LoRA, Quantization, Recipe, Sharding
+from ..recipe.knobs import documented, knob, knobs
+from ..recipe.options import LoRA, Quantization, Sharding
+from ..recipe.recipe import ATTENTION, OPTIMIZERS, PRECISIONS, Recipe
 from ..report.errors import RecipeError
 from .step_time import walk
 from .step_traffic import paged_bytes
 
 METHODS = ("full", "lora", "qlora")
-ENGINES = ("ddp", "fsdp", "deepspeed")
-TIERS = ("process", "reserved", "allocated")
-OPTIMS = ("adamw_torch_fused", "adamw_torch", "adamw_bnb_8bit", "paged_adamw_8bit")  # one algorithm, four ways
-# With divided states: bitsandbytes does not update a rank's part of a tensor.
-SHARDED_OPTIMS = ("adamw_torch_fused", "adamw_torch")
-# Not proposed for full training unless asked for: AdamW's ε of 1e-8 is zero in fp16, and small gradients are too.
-PROPOSED = {"full": ("{half}-true", "{half}-mixed", "tf32", "fp32"), "lora": ("{half}-true", "{half}-mixed", "fp32")}
-PROPOSED["qlora"] = PROPOSED["lora"][:2]
+OPTIMS = ("adamw_torch_fused", "adamw_torch", "adamw_bnb_8bit", "paged_adamw_8bit")  # AdamW in four implementations
+SHARDED_OPTIMS = ("adamw_torch_fused", "adamw_torch")  # bitsandbytes does not update shards
+# Precisions to try by method, "half" being the card's. Full training in fp16-true only on request: there AdamW's
+# epsilon of 1e-8 is zero, and small gradients are too.
+PRECISIONS_OF = {
+    "full": ("half-true", "half-mixed", "tf32", "fp32"),
+    "lora": ("half-true", "half-mixed", "fp32"),
+    "qlora": ("half-true", "half-mixed"),
+}
+# (stage, offload) by engine: on one GPU only what takes bytes off it.
+ON_ONE_GPU = {"deepspeed": ((2, "optimizer"), (3, "parameters"))}
+ON_SEVERAL = {
+    "ddp": ((0, None),),
+    "fsdp": ((2, None), (3, None), (3, "parameters")),
+    "deepspeed": ((1, None), (2, None), (3, None), (2, "optimizer"), (3, "optimizer"), (3, "parameters")),
+}
+ENGINES = tuple(ON_SEVERAL)
 RANK = LoRA(r=16, lora_alpha=32, target_modules="all-linear")  # all linear layers: Dettmers et al. 2023, section 4
-MOST_GPUS = 1024
-SURE = 0.98  # of what layers keep by two micro-batches: the rounding of blocks is not affine
+SURE = 0.98  # of the saved activations interpolated from two micro-batches: rounding of blocks is not affine
 
 
-@dataclass(frozen=True)
+@documented
+@dataclass
 class Question:
-    """What `plan` is asked; checked when it is made. See `plan` for the fields.
+    """What `plan` is asked: GPUs, batch, and what to try. `model`, `seq_len`, `task` and `num_layers` as in `Recipe`.
 
-    Raises:
-        RecipeError, GpuError: a value that cannot be, in one sentence.
+    Raises RecipeError or GpuError, one sentence that names the wrong argument.
     """
 
     model: object
-    gpu: Gpu
-    gpus: int = 1
-    global_batch: int = 16
+    gpu: str | Gpu
+    gpus: int = knob(1, "how many of them", most=1024)
+    global_batch: int = knob(16, "samples of one optimizer step over all GPUs")
     seq_len: int | None = None
-    method: str = "any"
-    precisions: tuple[str, ...] | None = None
-    optims: tuple[str, ...] = OPTIMS
-    attention: tuple[str, ...] = ATTENTION
-    checkpointing: tuple[bool, ...] = (False, True)
-    engines: tuple[str, ...] = ENGINES
-    offload: bool = True
-    lora: LoRA = RANK
+    method: str = knob("any", "full training or adapters", choices=("any", *METHODS))
+    precisions: tuple[str, ...] | None = knob(
+        None, "to try; None for those that the card computes in and that are safe", choices=PRECISIONS
+    )
+    optims: tuple[str, ...] = knob(OPTIMS, "to try", choices=OPTIMIZERS)
+    attention: tuple[str, ...] = knob(ATTENTION, "to try", choices=ATTENTION)
+    checkpointing: tuple[bool, ...] = knob((False, True), "to try", choices=(False, True))
+    engines: tuple[str, ...] = knob(ENGINES, "to try", choices=ENGINES)
+    offload: bool = knob(True, "whether to try it")
+    lora: LoRA = knob(RANK, "rank and targets of adapters")
     task: str | None = None
     num_layers: int | None = None
-    memory: int | None = None
-    host_memory: int | None = None
-    tier: str = "process"
-    link: float | None = None
-    plain: Recipe = field(init=False, repr=False, compare=False)
+    memory: int | None = knob(None, "usable bytes of one card, in place of the table's")
+    host_memory: int | None = knob(None, "bytes of the host that all ranks may offload or page to; None does not ask")
+    tier: str = knob("process", "which predicted figure has to fit", choices=("process", "reserved", "allocated"))
+    link: float | None = knob(
+        None,
+        "bytes per second between GPUs, in place of the table's",
+        bounds=("of bytes a second, over 0", partial(lt, 0)),
+    )
 
     def __post_init__(self):
-        set_ = lambda name, value: object.__setattr__(self, name, value)  # noqa: E731
-        set_("gpu", find_gpu(self.gpu))
-        for name in ("gpus", "global_batch"):
-            whole(name, getattr(self, name))
-        if self.gpus > MOST_GPUS:
-            raise RecipeError("gpus", self.gpus, f"plans are made for up to {MOST_GPUS:,} GPUs")
+        self.gpu = find_gpu(self.gpu)
+        for name, said in knobs(Question).items():
+            value = getattr(self, name)
+            if isinstance(said.default, tuple) or (name == "precisions" and value is not None):  # a list of what to try
+                value = tuple(value) if isinstance(value, list | tuple | set) else (value,)
+                setattr(self, name, value)
+                if not value:
+                    raise RecipeError(name, value, "at least one is needed")
+            for one in value if isinstance(value, tuple) else (value,):
+                said.check(name, one)
         if self.global_batch % self.gpus:
             near = max(1, round(self.global_batch / self.gpus)) * self.gpus
-            raise RecipeError(
-                "global_batch", self.global_batch, f"{self.gpus} GPUs share it equally: take a multiple, such as {near}"
-            )
-        for name in ("memory", "host_memory"):
-            if getattr(self, name) is not None:
-                whole(name, getattr(self, name))
-        if self.link is not None and not (isinstance(self.link, int | float) and self.link > 0):
-            raise RecipeError("link", self.link, "it must be bytes a second, over 0")
-        choice("method", self.method, ("any", *METHODS))
-        choice("tier", self.tier, TIERS)
-        flag("offload", self.offload)
-        known = {"optims": OPTIMIZERS, "attention": ATTENTION, "engines": ENGINES, "precisions": PRECISIONS}
-        for name, allowed in {**known, "checkpointing": (False, True)}.items():
-            values = getattr(self, name)
-            if values is None:
-                continue
-            set_(name, tuple(values) if isinstance(values, list | tuple | set) else (values,))
-            if not getattr(self, name):
-                raise RecipeError(name, values, "at least one is needed")
-            for value in getattr(self, name):
-                flag(name, value) if name == "checkpointing" else choice(name, value, allowed)
-        if not isinstance(self.lora, LoRA):
-            raise RecipeError("lora", self.lora, "it must be a LoRA")
-        plain = Recipe(self.model, seq_len=self.seq_len, task=self.task, num_layers=self.num_layers)
-        set_("plain", plain)
+            rest = f"{self.gpus} GPUs share it equally: take a multiple, such as {near}"
+            raise RecipeError("global_batch", self.global_batch, rest)
+        self.plain = Recipe(self.model, seq_len=self.seq_len, task=self.task, num_layers=self.num_layers)
         if self.method != "full":
-            plain.shape.check_lora(self.lora.target_modules, self.lora.r)
+            self.plain.shape.check_lora(self.lora.target_modules, self.lora.r)
         for precision in self.precisions or ():
             self.gpu.require(precision)
 
     @property
     def methods(self) -> tuple[str, ...]:
-        """The methods that are searched."""
+        """The methods to search."""
         return METHODS if self.method == "any" else (self.method,)
 
     @property
-    def each(self) -> int:
+    def samples_per_gpu(self) -> int:
         """Samples of the global batch that one GPU gets."""
         return self.global_batch // self.gpus
 
     @property
     def usable(self) -> int:
-        """Bytes of one card that a process can have: `memory`, or what the card reports, or a cautious part of its box."""
+        """Bytes of one card that a process can have."""
         return self.memory or usable_memory(self.gpu)
 
 
 def usable_memory(card: Gpu) -> int:
-    """What torch reports as the card's total; where no reading is known, the least part of its box that any card reports."""
+    """Bytes that torch reports as the card's total; if unknown, its nominal size times the least known such share."""
     if card.total_known:
         return card.total
     known = [gpu for gpu in map(find_gpu, gpu_names()) if gpu.total_known]
@@ -126,45 +123,40 @@ def usable_memory(card: Gpu) -> int:
 
 
 def micro_batches(question: Question) -> tuple[int, ...]:
-    """What one rank's samples can be cut into, largest first."""
-    return tuple(n for n in range(question.each, 0, -1) if question.each % n == 0)
+    """Possible micro-batches, largest first."""
+    samples = question.samples_per_gpu
+    return tuple(n for n in range(samples, 0, -1) if samples % n == 0)
 
 
 def families(question: Question, method: str) -> Iterator[Recipe]:
     """Every way to train by `method`, with the largest micro-batch."""
-    precisions = question.precisions or _proposed(question.gpu, method)
-    bases = _bases(question) if method == "qlora" else (None,)
-    parts = (precisions, question.optims, question.checkpointing, question.attention, bases, _shardings(question))
-    for precision, optim, checkpointing, attention, base, sharding in itertools.product(*parts):
-        if _left_out(question, precision, optim, attention, base, sharding):
+    options = {
+        "precision": question.precisions or _precisions(question.gpu, method),
+        "optim": question.optims,
+        "gradient_checkpointing": question.checkpointing,
+        "attn_implementation": _kernels(question),
+        "quantization": _bases(question) if method == "qlora" else (None,),
+        "sharding": tuple(_shardings(question)),
+    }
+    fixed = {"batch_size": question.samples_per_gpu, "lora": None if method == "full" else question.lora}
+    for values in itertools.product(*options.values()):
+        chosen = dict(zip(options, values, strict=True))
+        if not _runs(chosen["optim"], chosen["quantization"], chosen["sharding"]):
             continue
         try:
-            found = question.plain.replace(
-                batch_size=question.each,
-                precision=precision,
-                optim=optim,
-                gradient_checkpointing=checkpointing,
-                attn_implementation=attention,
-                lora=None if method == "full" else question.lora,
-                quantization=base,
-                sharding=sharding,
-            )
-        except RecipeError:  # what the model or the base cannot have
+            family = question.plain.replace(**fixed, **chosen)
+        except RecipeError:  # the model or the base cannot have it
             continue
-        if question.host_memory is None or host_bytes(found) <= question.host_memory:
-            yield found
+        if question.host_memory is None or host_bytes(family) <= question.host_memory:
+            yield family
 
 
 def with_micro_batch(family: Recipe, size: int) -> Recipe:
-    """The family's recipe with micro-batches of `size` samples and the same global batch.
-
-    Nothing else changes, so nothing is checked again: that would take ten times as long as the rest.
-    """
+    """The family's recipe with micro-batches of `size` samples; not validated again, for speed."""
     found = copy.copy(family)
+    steps = family.batch_size * family.gradient_accumulation_steps // size
     object.__setattr__(found, "batch_size", size)
-    object.__setattr__(
-        found, "gradient_accumulation_steps", family.batch_size * family.gradient_accumulation_steps // size
-    )
+    object.__setattr__(found, "gradient_accumulation_steps", steps)
     return found
 
 
@@ -173,84 +165,64 @@ def method_of(recipe: Recipe) -> str:
     return "qlora" if recipe.quantization else "lora" if recipe.lora else "full"
 
 
-def host_bytes(recipe: Recipe) -> int:
-    """Bytes that all ranks together hold in the host's memory: what is offloaded, and paged states."""
-    if not (recipe.sharding and recipe.sharding.offload):
-        return paged_bytes(recipe)
-    moved = stored.optimizer_state_bytes(recipe) + stored.gradient_bytes(recipe)
-    return moved + (stored.parameter_bytes(recipe) if recipe.sharding.offload == "parameters" else 0)
-
-
 def described(recipe: Recipe) -> str:
-    """The recipe's line, with what it leaves out: whether a 4-bit base is prepared for k-bit training."""
+    """The recipe in one line, and whether its 4-bit base is not prepared for k-bit training."""
     return f"{recipe} · not prepared" if recipe.quantization and not recipe.quantization.prepare else str(recipe)
 
 
-def least_bytes(recipe: Recipe) -> int:
-    """A lower bound of the predicted peak that needs no walk through the model: what is there when the optimizer steps.
+def host_bytes(recipe: Recipe) -> int:
+    """Bytes that all ranks together offload to the host's memory or may page there."""
+    if not (recipe.sharding and recipe.sharding.offload):
+        return paged_bytes(recipe)
+    moved = model_states.optimizer_state_bytes(recipe) + model_states.gradient_bytes(recipe)
+    return moved + (model_states.parameter_bytes(recipe) if recipe.sharding.offload == "parameters" else 0)
 
-    Weights, gradients and states, a rank's part of those that are divided, none of what is offloaded.
-    """
-    return sum(_held(recipe))
+
+def least_bytes(recipe: Recipe) -> int:
+    """A lower bound of the predicted peak: one rank's weights, gradients and states when the optimizer steps."""
+    rank = shards.of_rank(recipe)
+    return rank.parameters + rank.gradients + rank.optimizer_states
 
 
 def held_bytes(recipe: Recipe, chip: Chip) -> int:
-    """A better lower bound: at the end of forward, weights, states and what the layers keep are there together."""
-    weights, gradients, states = _held(recipe)
-    return weights + states + max(gradients, int(SURE * walk(computed(recipe), chip).kept))
-
-
-def _held(recipe: Recipe) -> tuple[int, int, int]:
-    """Bytes of weights, gradients and states, of one rank where they are divided."""
-    if recipe.sharding is None:
-        sizes = stored.parameter_bytes, stored.gradient_bytes, stored.optimizer_state_bytes
-        return tuple(size(recipe) for size in sizes)
+    """A closer lower bound: at the end of forward the saved activations are there instead of gradients."""
     rank = shards.of_rank(recipe)
-    return rank.parameters, rank.gradients, rank.optimizer_states
+    saved = int(SURE * walk(computed(recipe), chip).kept)
+    return rank.parameters + rank.optimizer_states + max(rank.gradients, saved)
 
 
-def _proposed(card: Gpu, method: str) -> list[str]:
-    """Precisions to try: bf16 where the card computes in it, else fp16 (never untried: fp16 loses small gradients)."""
+def _precisions(card: Gpu, method: str) -> list[str]:
+    """Precisions to try: bf16 where the card computes in it, else fp16."""
     half = "bf16" if card.supports("bf16") else "fp16"
-    names = [name.format(half=half) for name in PROPOSED[method]]
+    names = [name.replace("half", half) for name in PRECISIONS_OF[method]]
     return [name for name in names if card.supports(name) and not (method == "full" and name == "fp16-true")]
 
 
+def _kernels(question: Question) -> list[str]:
+    """Attention to try: sdpa takes the kernel of flash_attention_2 by itself, without the package."""
+    flash = "sdpa" not in question.attention and question.gpu.compute_capability >= (8, 0)
+    return [name for name in question.attention if name != "flash_attention_2" or flash]
+
+
 def _bases(question: Question) -> list[Quantization]:
-    """4-bit bases. Divided among ranks they are not prepared for k-bit training, which would make two dtypes of one unit."""
+    """4-bit bases. Shards are not prepared for k-bit training, which would put two dtypes into one unit."""
     prepares = (True, False) if question.gpus == 1 else (False,)
     return [Quantization("nf4", double, prepare=prepare) for prepare in prepares for double in (False, True)]
 
 
-def _shardings(question: Question) -> list[Sharding | None]:
-    n, found = question.gpus, []
-    if n == 1:
-        found.append(None)
-        if question.offload and "deepspeed" in question.engines:
-            found += [Sharding(2, 1, "deepspeed", "optimizer"), Sharding(3, 1, "deepspeed", "parameters")]
-        return found
-    for engine, stages in (("ddp", (0,)), ("fsdp", (2, 3)), ("deepspeed", (1, 2, 3))):
-        if engine in question.engines:
-            found += [Sharding(stage, n, engine) for stage in stages]
-    if question.offload and "fsdp" in question.engines:
-        found.append(Sharding(3, n, "fsdp", "parameters"))
-    if question.offload and "deepspeed" in question.engines:
-        found += [Sharding(stage, n, "deepspeed", "optimizer") for stage in (2, 3)]
-        found.append(Sharding(3, n, "deepspeed", "parameters"))
-    return found
+def _shardings(question: Question) -> Iterator[Sharding | None]:
+    if question.gpus == 1:
+        yield None
+    for engine, ways in (ON_ONE_GPU if question.gpus == 1 else ON_SEVERAL).items():
+        for stage, offload in ways:
+            if engine in question.engines and (question.offload or not offload):
+                yield Sharding(stage, question.gpus, engine, offload)
 
 
-def _left_out(question, precision, optim, attention, base, sharding) -> bool:
-    """Combinations that do not run, or that another one of the space is equal to."""
-    divided = sharding and (sharding.stage or sharding.offload)
-    if divided and optim not in SHARDED_OPTIMS:
+def _runs(optim: str, base: Quantization | None, sharding: Sharding | None) -> bool:
+    """Whether a combination runs, and is not another one under a second name."""
+    if sharding is None:
         return True
-    if sharding and sharding.offload and optim != "adamw_torch":
-        return True  # DeepSpeed puts its own CPU Adam in place, FSDP updates on the CPU
-    if base and sharding and sharding.engine == "deepspeed" and sharding.offload:
-        return True  # packed weights that DeepSpeed's host copies know nothing of
-    if attention == "flash_attention_2":
-        half = precision[:4] in ("fp16", "bf16")
-        usable = half and question.gpu.compute_capability >= (8, 0)
-        return not usable or "sdpa" in question.attention  # sdpa takes the same kernel there, without the package
-    return False
+    if sharding.offload:  # DeepSpeed updates by its own CPU Adam, FSDP on the CPU; DeepSpeed moves no packed weights
+        return optim == "adamw_torch" and not (base and sharding.engine == "deepspeed")
+    return sharding.stage == 0 or optim in SHARDED_OPTIMS

@@ -4,13 +4,13 @@
             + bytes of the optimizer / (V × bandwidth) + links + host                          (`step_traffic.py`)
 
 Kernels run one after the other, so the parts add up (within one kernel it is the larger of two, Williams et al. 2009).
-The bytes written and the kernels are those of `predict`'s ledger; an operator that writes a byte reads about two.
+The bytes written and the kernels are those of `predict`'s ledger.
 
-U, V and τ are the least-squares fit (`benchmarks/step_times.py`) to 35 runs on a T4 that others published with their
-step times (`data/published_runs.json`: LoRA and QLoRA with checkpointing, 0.1 to 7 billion parameters). For another card
-the same shares of its own peak and bandwidth are an assumption, and the interval is wide: whole training steps reach 38
-to 52 % of the peak on A100, H100 and TPUs (Narayanan et al. 2021, table 1; Chowdhery et al. 2022, table 3; Dubey et al.
-2024, table 4).
+U, V and τ are the least-squares fit (`benchmarks/step_times.py`) to 35 published runs on a T4 with step times
+(`data/published_runs.json`: LoRA and QLoRA with checkpointing, 0.1 to 7 billion parameters). For another card the same
+shares of its peak and bandwidth are an assumption, and the interval is wide: whole training steps reach 38 to 52 % of
+the peak on A100, H100 and TPUs (Narayanan et al. 2021, table 1; Chowdhery et al. 2022, table 3; Dubey et al. 2024,
+table 4).
 """
 
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ from statistics import median
 from ..formulas.account import Account
 from ..hardware.gpu import Chip, Gpu, GpuError, find_gpu
 from ..measurement.records import load, measurements_folder
-from ..recipe.options import LoRA, Quantization
+from ..recipe.options import LoRA
 from ..recipe.recipe import Recipe
 from ..recipe.shapes import Shape
 from .step_traffic import optimizer_share, optimizer_traffic, waits
@@ -29,10 +29,12 @@ TRANSFERS = 3  # of each byte that an operator writes: it reads about two to wri
 UTILISATION, BANDWIDTH, LAUNCH = 0.425, 0.922, 13.35e-6  # of the peak, of the bandwidth, seconds a kernel
 # Measured over estimated seconds, (likely, least, most): the extremes when each model is left out of the fit in turn.
 FITTED_ON, FITTED = "T4", (1, 0.79, 1.54)
-# Elsewhere: (likely, most, least) share of the peak and of the bandwidth, (likely, least, most) seconds a kernel.
+# Elsewhere, for the likely, the least and the most seconds: share of the peak, of the bandwidth, seconds a kernel.
 SHARES = {"matmuls": (UTILISATION, 0.70, 0.30), "memory": (BANDWIDTH, 1.0, 0.6), "launches": (LAUNCH, 5e-6, 25e-6)}
+HIDDEN = (0.5, 1.0, 0.0)  # what part of the computing time hides communication, likewise
 WAITS = ("links", "host")
 FEW = 5  # records, below which their spread says little
+WALKED = ("seq_len", "precision", "gradient_checkpointing", "attn_implementation", "lora", "quantization")
 ASSUMED = (
     f"uncalibrated: {UTILISATION:.0%} of the card's peak, {BANDWIDTH:.0%} of its bandwidth and {LAUNCH * 1e6:.0f} µs "
     "a kernel, as fitted to published runs on a T4; the interval takes 30 to 70 %, 60 to 100 % and 5 to 25 µs"
@@ -44,8 +46,8 @@ class StepTime:
     """Seconds of one optimizer step, most likely `seconds`, between `low` and `high`.
 
     Attributes:
-        parts: "matmuls", "memory", "launches", "optimizer", "links", "host" to seconds; of links what is not hidden
-            behind computation.
+        parts: "matmuls", "memory", "launches", "optimizer", "links", "host" to seconds; of links what computation
+            does not hide.
         tokens: that all ranks together read in the step.
         basis: what the figure rests on, one sentence.
     """
@@ -72,7 +74,7 @@ def step_time(recipe: Recipe, gpu: str | Gpu, link: float | None = None) -> Step
     """How long one optimizer step of `recipe` takes on `gpu`, accumulation included.
 
     Args:
-        link: bytes a second that one GPU sends to the others; None takes NVLink's or PCIe's from the table.
+        link: bytes per second that one GPU sends to the others; None takes NVLink's or PCIe's from the table.
     Raises:
         GpuError: no such card, or one whose rates are unknown.
         RecipeError: the card does not compute in the recipe's precision.
@@ -80,17 +82,19 @@ def step_time(recipe: Recipe, gpu: str | Gpu, link: float | None = None) -> Step
     card = find_gpu(gpu)
     card.require(recipe.precision)
     likely, least, most = (estimate(recipe, card, link, which) for which in range(3))
-    tokens, basis = recipe.tokens * ranks(recipe), ASSUMED
-    if found := calibration(card.name):  # says nothing of links and host, whose own intervals stay
+    basis = ASSUMED
+    if found := calibration(card.name):
         factors, basis = found
-        scaled = ({name: n * (1 if name in WAITS else f) for name, n in likely.items()} for f in factors)
-        computed, low, high = scaled
-        least = {**low, **{name: least[name] for name in WAITS if name in least}}
-        most = {**high, **{name: most[name] for name in WAITS if name in most}}
-        likely = computed
+
+        def calibrated(factor: float, waiting: dict[str, float]) -> dict[str, float]:
+            """The likely parts times `factor`; links and host, which calibration does not see, as in `waiting`."""
+            return {name: waiting[name] if name in WAITS else factor * n for name, n in likely.items()}
+
+        likely, least, most = map(calibrated, factors, (likely, least, most))
     if waiting := [name for name in WAITS if name in likely]:
         basis += f"; {' and '.join(waiting)}: assumed, 30 to 90 % of the datasheet's rates"
-    return StepTime(*(sum(parts.values()) for parts in (likely, least, most)), likely, tokens, basis)
+    seconds = (sum(parts.values()) for parts in (likely, least, most))
+    return StepTime(*seconds, likely, recipe.tokens * ranks(recipe), basis)
 
 
 def ranks(recipe: Recipe) -> int:
@@ -100,46 +104,48 @@ def ranks(recipe: Recipe) -> int:
 
 def estimate(recipe: Recipe, card: Gpu, link: float | None = None, which: int = 0) -> dict[str, float]:
     """Part of the step to seconds, uncalibrated: the likely (`which` 0), the least (1) or the most (2) figures."""
-    matmuls, memory, launches = (SHARES[name][which] for name in ("matmuls", "memory", "launches"))
+    peak, memory, launch = (SHARES[name][which] for name in ("matmuls", "memory", "launches"))
     times, bandwidth = recipe.gradient_accumulation_steps, memory * _known(card, "bandwidth", card.bandwidth)
     walked = walk(recipe, card.chip)
+    products = operations(recipe, walked.fused).items()
     parts = {
-        "matmuls": times
-        * sum(
-            n / (matmuls * _known(card, form, card.flops(form))) for form, n in operations(recipe, walked.fused).items()
-        ),
+        "matmuls": times * sum(n / (peak * _known(card, form, card.flops(form))) for form, n in products),
         "memory": times * TRANSFERS * walked.written / bandwidth,
-        "launches": times * walked.kernels * launches,
-        "optimizer": optimizer_traffic(recipe) * optimizer_share(recipe) / bandwidth,
+        "launches": times * walked.kernels * launch,
     }
-    computing = parts["matmuls"] + parts["memory"] + parts["launches"]
-    for name, found in waits(recipe, card, link).items():
-        hidden = (min(found[which], computing) * (0.5, 1.0, 0.0)[which]) if name == "links" else 0.0
-        parts[name] = found[which] - hidden
+    computing = sum(parts.values())
+    parts["optimizer"] = optimizer_traffic(recipe) * optimizer_share(recipe) / bandwidth
+    for name, seconds in waits(recipe, card, link).items():
+        hidden = min(seconds[which], computing) * HIDDEN[which] if name == "links" else 0.0
+        parts[name] = seconds[which] - hidden
     return parts
 
 
 def operations(recipe: Recipe, fused: bool) -> dict[str, int]:
     """Format to floating-point operations of one micro-batch's matrix products.
 
-    2 a weight and token (Kaplan et al. 2020, table 1) for each of: forward, backward to the input, backward to a trained
-    weight, and recomputation under checkpointing. Attention has 4 · tokens² a channel, of which a fused causal kernel
-    does half. Beside a 4-bit base the head computes in fp32 unless autocast says otherwise, and so do adapters.
+    2 per weight and token (Kaplan et al. 2020, table 1) for each of: forward, backward to the input, backward to a trained
+    weight, and recomputation under checkpointing. Attention has 4 · tokens² per channel, of which a fused causal kernel
+    does half. With a 4-bit base the head and the adapters compute in fp32 unless autocast is on.
     """
-    shape, tokens, lora = recipe.shape, recipe.batch_size * recipe.seq_len, recipe.lora
+    shape, tokens, lora, quantization = (
+        recipe.shape,
+        recipe.batch_size * recipe.seq_len,
+        recipe.lora,
+        recipe.quantization,
+    )
     body, head, channels = _sizes(shape)
     mixed, half = recipe.precision.endswith("-mixed"), recipe.precision[:4] in ("fp16", "bf16")
-    form = recipe.precision[:4] if half else recipe.precision
+    form = base = recipe.precision[:4] if half else recipe.precision
     again, trained = int(recipe.gradient_checkpointing), int(lora is None)
-    found = {form: 0, "fp32": 0}
-    base = form
-    if recipe.quantization and recipe.quantization.compute_dtype and not mixed:
-        base = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}[recipe.quantization.compute_dtype]
-    found[base] = found.get(base, 0) + 2 * tokens * body * (2 + trained + again)
-    wide = recipe.quantization and recipe.quantization.prepare and not mixed
+    if quantization and quantization.compute_dtype and not mixed:
+        base = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}[quantization.compute_dtype]
+    found = dict.fromkeys((form, "fp32", base), 0)
+    found[base] += 2 * tokens * body * (2 + trained + again)
+    wide = quantization and quantization.prepare and not mixed
     found["fp32" if wide else form] += 2 * tokens * head * (2 + trained)
     if lora:
-        wide = not mixed and (lora.autocast_adapter_dtype or recipe.quantization)
+        wide = not mixed and (lora.autocast_adapter_dtype or quantization)
         found["fp32" if wide else form] += 2 * tokens * _adapters(shape, lora) * (3 + again)
     causal = 0.5 if fused and "lm" in shape.task and shape.task != "masked-lm" else 1
     scores = int(4 * tokens * recipe.seq_len * channels * (3 + again) * causal)
@@ -149,7 +155,7 @@ def operations(recipe: Recipe, fused: bool) -> dict[str, int]:
 
 @lru_cache(maxsize=512)
 def _sizes(shape: Shape) -> tuple[int, int, int]:
-    """(weights that each token meets in the layers, in the head, channels × layers of attention)."""
+    """(weights of the layers that each token meets, of the head, channels × layers of attention)."""
     body = head = 0
     for weight in shape.weights():
         if weight.name == f"{shape.head}.weight":
@@ -171,9 +177,13 @@ def _adapters(shape: Shape, lora: LoRA) -> int:
 
 @dataclass(frozen=True)
 class Walk:
-    """One micro-batch walked through: bytes that its operators write, how many they are, bytes kept at the end of forward.
+    """One micro-batch walked through in `predict`'s ledger.
 
-    `fused`: attention is one kernel.
+    Attributes:
+        written: bytes that its operators write.
+        kernels: how many operators there are.
+        kept: bytes of activations at the end of forward.
+        fused: attention is one kernel.
     """
 
     written: int
@@ -183,40 +193,24 @@ class Walk:
 
 
 def walk(recipe: Recipe, chip: Chip) -> Walk:
-    """The recipe's walk. All of it is affine in the micro-batch (but for the rounding of blocks), so two say it for all.
+    """The walk of `recipe`, which depends on no optimizer, accumulation or sharding.
 
-    No optimizer, accumulation or division among ranks changes it.
+    It is affine in the micro-batch (but for the rounding of blocks), so two walks give all.
     """
-    r = recipe
-    one, two = (
-        _walk(r.shape, i, r.seq_len, r.precision, r.gradient_checkpointing, r.attn_implementation, r.lora,
-              r.quantization, chip)
-        for i in (1, 2)
-    )  # fmt: skip
-    more = r.batch_size - 1
+    options = tuple((name, getattr(recipe, name)) for name in WALKED)
+    one, two = (_walk(recipe.shape, size, options, chip) for size in (1, 2))
+    more = recipe.batch_size - 1
     written, kept = (a + (b - a) * more for a, b in ((one.written, two.written), (one.kept, two.kept)))
     return Walk(written, one.kernels, kept, one.fused)
 
 
 @lru_cache(maxsize=4096)
-def _walk(
-    shape: Shape,
-    batch_size: int,
-    seq_len: int,
-    precision: str,
-    checkpointing: bool,
-    attention: str,
-    lora: LoRA | None,
-    quantization: Quantization | None,
-    chip: Chip,
-) -> Walk:
-    """The ledger of one micro-batch, its written layers counted for all."""
-    recipe = Recipe(
-        shape.config, batch_size, seq_len if shape.task != "image-classification" else None, precision,
-        gradient_checkpointing=checkpointing, attn_implementation=attention, lora=lora, quantization=quantization,
-        task=shape.task,
-    )  # fmt: skip
-    account = Account(recipe, chip)
+def _walk(shape: Shape, batch_size: int, options: tuple[tuple[str, object], ...], chip: Chip) -> Walk:
+    """The ledger of one micro-batch, each layer that it writes out counted as often as there are such layers."""
+    values = dict(options)
+    if shape.task == "image-classification":
+        values["seq_len"] = None
+    account = Account(Recipe(shape.config, batch_size, task=shape.task, **values), chip)
     model = account.m
     sections = [(s.begin, s.end, model.passed[s.top], model.passed[s.bottom], s.more) for s in model.sections]
     size = count = 0
@@ -240,17 +234,12 @@ def _known(card: Gpu, what: str, rate: float | None) -> float:
 
 @lru_cache(maxsize=64)
 def calibration(name: str) -> tuple[tuple[float, float, float], str] | None:
-    """((likely, least, most) measured over estimated seconds, what that rests on) for a card; None where nothing does.
+    """((likely, least, most) measured over estimated seconds, what that rests on) for a card; None if nothing does.
 
-    Records of this package on that very card come first, then the published runs that the constants were fitted to.
+    Our own records of that card come first, then the published runs that the constants were fitted to.
     """
-    ratios = []
-    for path in sorted(measurements_folder().glob("*.json")):
-        for report in load(path).values():
-            recipe = Recipe(**report.recipe)
-            card = _card(report.environment.get("gpu"))
-            if report.speed and card and card.name == name and ranks(recipe) == 1 and not recipe.torch_compile:
-                ratios.append(report.speed.median / sum(estimate(recipe, card).values()))
+    reports = [report for path in sorted(measurements_folder().glob("*.json")) for report in load(path).values()]
+    ratios = [ratio for report in reports if report.speed and (ratio := _ratio(report, name))]
     if len(ratios) >= FEW:
         said = f"calibrated by {len(ratios)} records of {name}: measured {min(ratios):.2f} to {max(ratios):.2f} times"
         return (median(ratios), min(ratios), max(ratios)), f"{said} the estimate"
@@ -261,8 +250,13 @@ def calibration(name: str) -> tuple[tuple[float, float, float], str] | None:
     return None
 
 
-def _card(name: str | None) -> Gpu | None:
+def _ratio(report, name: str) -> float | None:
+    """Measured over estimated seconds of a record; None if it ran on another card, on many, or compiled."""
+    recipe = Recipe(**report.recipe)
     try:
-        return find_gpu(str(name))
+        card = find_gpu(str(report.environment.get("gpu")))
     except GpuError:
         return None
+    if card.name != name or ranks(recipe) > 1 or recipe.torch_compile:
+        return None
+    return report.speed.median / sum(estimate(recipe, card).values())

@@ -1,33 +1,33 @@
-"""What a training step moves besides activations: the optimizer's bytes, between GPUs, and to the host and back.
+"""What a training step moves besides activations: the optimizer's bytes, bytes between GPUs, bytes to the host and back.
 
-Bytes of one rank. For N ranks, W bytes of weights, G of gradients and f = (N − 1)/N, a ring sends in each round f of the
-whole (Patarasuk and Yuan 2009; `vramlab_course.topology.bytes_sent`):
+Bytes that one rank sends in a step, for N ranks, W bytes of weights, G of gradients, A micro-batches and f = (N − 1)/N,
+the share of the whole that a ring sends in each round (Patarasuk and Yuan 2009):
 
     ddp                    2 f G              an all-reduce, once a step: `no_sync` holds it back while accumulating
     deepspeed stage 1      f (G + W)          once a step
-    deepspeed stage 2      f (A G + W)        gradients are divided after each of A micro-batches
-    fsdp stage 2           A f (W + G)        weights are gathered once a micro-batch and kept to the end of backward
-    stage 3                A f (2 W + G)      and twice: for forward and for backward (Rajbhandari et al. 2020, section 7)
+    deepspeed stage 2      f (A G + W)        gradients are reduced to shards after each micro-batch
+    fsdp stage 2           A f (W + G)        weights are gathered once a micro-batch, for forward and backward
+    stage 3                A f (2 W + G)      weights are gathered twice (Rajbhandari et al. 2020, section 7)
 """
 
 from math import prod
 
-from ..formulas import model_states as stored
+from ..formulas import model_states
 from ..hardware.gpu import Gpu
 from ..hardware.links import pcie_bandwidth
 from ..recipe.recipe import Recipe
 
-# Passes over memory of what is updated, each a read or a write of a tensor of the weight's width, states apart
-# (torch/optim/*.py): gradient read, weight read and written; the foreach AdamW's eight kernels also make and read √v.
+# Passes over what is updated, each a read or a write of a tensor of the weight's size, without states (torch/optim/*.py):
+# gradient read, weight read and written; the foreach AdamW's eight kernels also make and read √v.
 FUSED, FOREACH, CLIPPING = 3, {"adamw_torch": 12, "rmsprop": 9, "adagrad": 12, "adafactor": 14}, 3
-LINK, LINK_RANGE = 0.75, (0.9, 0.3)  # of a link's rate; least where GeForce cards go through host memory
+LINK, LINK_RANGE = 0.75, (0.9, 0.3)  # of a link's rate; the least where GeForce cards go through host memory
 HOST_BANDWIDTH, HOST_RANGE = 40e9, (200e9, 15e9)  # of the host's memory: two channels of DDR4-3200 have 51 GB/s
 CPU_ADAM = 28  # bytes a number that DeepSpeed's CPU Adam reads and writes: fp32 weight, two states, gradient
 
 
 def optimizer_traffic(recipe: Recipe) -> int:
-    """Bytes that clipping and the update read and write on the GPU, once a step; all ranks' share of it together."""
-    rows = [row for row in stored.held(recipe) if row.trained]
+    """Bytes that clipping and the update read and write on GPUs in a step, of all ranks together."""
+    rows = [row for row in model_states.held(recipe) if row.trained]
     weights = sum(row.count * row.size for row in rows)
     passes = FOREACH.get(recipe.optim, FUSED) + (CLIPPING if recipe.loop.max_grad_norm is not None else 0)
     states = sum(row.count * sum(row.states) for row in rows)
@@ -36,7 +36,7 @@ def optimizer_traffic(recipe: Recipe) -> int:
 
 
 def optimizer_share(recipe: Recipe) -> float:
-    """What part of the update one rank does on its GPU."""
+    """The part of the update that one rank does on its GPU."""
     sharding = recipe.sharding
     if sharding is None:
         return 1.0
@@ -44,38 +44,38 @@ def optimizer_share(recipe: Recipe) -> float:
 
 
 def sent(recipe: Recipe) -> float:
-    """Bytes that one rank sends (and receives) in a step; see the module's table."""
+    """Bytes that one rank sends, and receives, in a step: the module's table."""
     sharding = recipe.sharding
     if sharding is None or sharding.world_size == 1:
         return 0.0
-    weights, gradients = stored.parameter_bytes(recipe), stored.gradient_bytes(recipe)
-    trained = gradients  # what is gathered after the update: the trained weights, in their own width
+    weights, gradients = model_states.parameter_bytes(recipe), model_states.gradient_bytes(recipe)
+    updated = gradients  # the trained weights, gathered after the update, have their gradients' size
     times, f = recipe.gradient_accumulation_steps, 1 - 1 / sharding.world_size
     if sharding.stage == 3:
         return times * f * (2 * weights + gradients)
     if sharding.engine == "fsdp":
         return times * f * (weights + gradients)
-    return f * {0: 2 * gradients, 1: gradients + trained, 2: times * gradients + trained}[sharding.stage]
+    return f * {0: 2 * gradients, 1: gradients + updated, 2: times * gradients + updated}[sharding.stage]
 
 
 def to_host(recipe: Recipe) -> tuple[float, float]:
     """(bytes of one rank over PCIe, bytes of all ranks through the host's memory) in a step.
 
-    Paged states are taken to move in and out at each step, as they do when the card is full. Offloaded optimizer:
-    gradients go down, weights come back, the CPU updates. Offloaded parameters also come up twice a micro-batch.
+    Paged states move in and out in each step, as they do when the card is full. With an offloaded optimizer gradients
+    go down, the CPU updates, weights come back. Offloaded parameters also come up twice a micro-batch.
     """
     crossing = host = 0.0
     if recipe.optim.startswith("paged"):
         crossing += 2 * paged_bytes(recipe)
     sharding = recipe.sharding
     if sharding and sharding.offload:
-        gradients = stored.gradient_bytes(recipe)
-        numbers = sum(row.count * prod(row.shape) for row in stored.held(recipe) if row.trained)
+        gradients = model_states.gradient_bytes(recipe)
+        numbers = sum(row.count * prod(row.shape) for row in model_states.held(recipe) if row.trained)
         crossing += 2 * gradients / sharding.world_size
         host += CPU_ADAM * numbers
         if sharding.offload == "parameters":
             times = 2 * recipe.gradient_accumulation_steps
-            crossing += times * stored.parameter_bytes(recipe) / sharding.world_size
+            crossing += times * model_states.parameter_bytes(recipe) / sharding.world_size
     return crossing, host
 
 
@@ -83,19 +83,19 @@ def paged_bytes(recipe: Recipe) -> int:
     """Bytes of the states that a paged optimizer keeps in unified memory."""
     if not recipe.optim.startswith("paged"):
         return 0
-    width = 1 if "8bit" in recipe.optim else stored.FP32
-    count = stored.STATES[recipe.optim][0]
-    large = (row for row in stored.held(recipe) if row.trained and prod(row.shape) >= stored.SMALLEST_PAGED)
+    width = 1 if "8bit" in recipe.optim else model_states.FP32
+    count = model_states.STATES[recipe.optim][0]
+    large = (row for row in model_states.held(recipe) if row.trained and prod(row.shape) >= model_states.SMALLEST_PAGED)
     return sum(count * width * row.count * prod(row.shape) for row in large)
 
 
 def link_rate(card: Gpu) -> float:
-    """Bytes a second that one GPU can send to its neighbours: half of what NVLink's datasheet adds up, or PCIe's."""
+    """Bytes per second that one GPU can send: half of NVLink's datasheet figure, which adds both directions, or PCIe's."""
     return card.nvlink / 2 if card.nvlink else pcie_bandwidth(card.pcie)
 
 
 def waits(recipe: Recipe, card: Gpu, link: float | None) -> dict[str, tuple[float, float, float]]:
-    """ "links" and "host" to (likely, least, most) seconds, nothing hidden."""
+    """ "links" and "host" to (likely, least, most) seconds, none hidden behind computation."""
     crossing, through = to_host(recipe)
     found = {}
     if moved := sent(recipe):
