@@ -6,19 +6,15 @@ What is allocated is held against fake ranks (`differing`), what is learned agai
 
 import dataclasses
 import itertools
-import json
-import os
 from collections.abc import Collection, Mapping
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 from torch.utils._python_dispatch import _disable_current_modes
 from vramlab.measurement import rank_training
 from vramlab.measurement.launch import Launcher
-from vramlab.measurement.rank_training import losses_of_step, on_rank, prepare
+from vramlab.measurement.rank_training import build_on_rank, losses_of_step, on_rank
 from vramlab.recipe.recipe import Recipe
 from vramlab.simulation.simulate import trace
 from vramlab.tracking.collectives import Collectives
@@ -36,35 +32,28 @@ def run(
 ) -> list[dict[str, dict[str, Any]]]:
     """By rank and name, what real ranks find of `recipes`, which are for as many; `learn` and `witness` say of which."""
     (world,) = {recipe.sharding.world_size for recipe in recipes.values()}
-    order = {"recipes": {name: recipe.to_dict() for name, recipe in recipes.items()}}
-    order |= {"learn": [*learn], "witness": [*witness]}
-    with launcher.run("real_ranks:work", order, world, timeout=timeout, preload="real_ranks:preload") as folder:
-        found = [json.loads((folder / f"{rank}.json").read_text())["answer"] for rank in range(world)]
-        for rank, name in itertools.product(range(world), learn):
-            found[rank][name]["tensors"] = load_file(folder / f"{name} {rank}.safetensors")
-    return found
+    order = {"recipes": dict(recipes), "learn": [*learn], "witness": [*witness]}
+    return launcher.run("real_ranks:work", order, world, timeout=timeout, preload="real_ranks:preload")
 
 
-def preload(recipes: dict[str, dict[str, Any]], **others: Any) -> None:
+def preload(recipes: dict[str, Recipe], **others: Any) -> None:
     """Import once what the ranks need."""
     for recipe in recipes.values():
         rank_training.preload(recipe)
 
 
-def work(recipes: dict[str, dict[str, Any]], learn: list[str], witness: list[str]) -> dict[str, dict[str, Any]]:
-    """What this rank finds of each recipe; tensors go to files in the launch's folder."""
+def work(recipes: dict[str, Recipe], learn: list[str], witness: list[str]) -> dict[str, dict[str, Any]]:
+    """What this rank finds of each recipe."""
     from vramlab.training.process_group import real_rank
 
     torch.set_num_threads(1)
-    folder, found = Path(os.environ["VRAMLAB_FOLDER"]), {}
+    found = {}
     with real_rank("cpu") as rank:
-        for name, values in recipes.items():
-            recipe = on_rank(Recipe(**values), rank)
-            found[name] = followed(recipe)
-            if name in learn:
-                found[name] |= learned(recipe)
-                save_file(found[name].pop("tensors"), folder / f"{name} {rank}.safetensors")
-            found[name] |= witnesses(recipe) if name in witness else {}
+        for name, recipe in recipes.items():
+            here = on_rank(recipe, rank)
+            found[name] = followed(here)
+            found[name] |= learned(here) if name in learn else {}
+            found[name] |= witnesses(here) if name in witness else {}
     return found
 
 
@@ -90,7 +79,7 @@ def allocated(history: History) -> dict[str, Any]:
 
 def followed(recipe: Recipe) -> dict[str, Any]:
     """What a tracker sees of two real steps."""
-    tracker = run_tracked(prepare(recipe, "cpu"), Tracker("cpu"), 2, "cpu")
+    tracker = run_tracked(build_on_rank(recipe, "cpu"), Tracker("cpu"), 2, "cpu")
     return allocated(History(tracker.log, tracker.marks))
 
 
@@ -143,7 +132,7 @@ def learned(recipe: Recipe, steps: int = 3) -> dict[str, Any]:
 
     "sizes" has the bytes of every collective of the last step by kind. A recipe without sharding is a process's alone.
     """
-    training = prepare(recipe, "cpu")
+    training = build_on_rank(recipe, "cpu")
     for module in training.model.modules():
         if isinstance(module, torch.nn.Dropout):
             module.p = 0.0  # ranks would drop other channels than one process
@@ -156,7 +145,7 @@ def learned(recipe: Recipe, steps: int = 3) -> dict[str, Any]:
                     tensors[f"gradient {len(losses)} {parameter}"] = gradient.detach().float().clone()
 
     for step in range(steps):
-        rank_training.fill(training, recipe, "cpu", step)
+        rank_training.fill_batch(training, recipe, "cpu", step)
         counting.sizes.clear()
         with counting:
             losses.append(losses_of_step(training, on_phase))

@@ -1,18 +1,13 @@
 """`measure` runs the real step in a process of its own; whatever happens there comes back as a report or a sentence."""
 
 import ast
-import io
-import json
-import os
-import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
 
-import psutil
 import pytest
 import vramlab
+from rank_faults import gone
 from tiny_models import config
 from vramlab import (
     MeasurementError,
@@ -28,9 +23,8 @@ from vramlab import (
 )
 from vramlab import measure as measure_here
 from vramlab.hardware.gpu import Device, find_gpu
-from vramlab.measurement import child_process as apart
-from vramlab.measurement import worker
-from vramlab.measurement.measure import run_child
+from vramlab.measurement import host_memory, launch, worker
+from vramlab.measurement.measure import run_here
 
 # The package's attribute `measure` is the function; the module is what is patched here.
 measure = sys.modules["vramlab.measurement.measure"]
@@ -115,12 +109,11 @@ def test_out_of_memory_is_a_report_that_says_what_was_asked_for():
     assert "oom" in str(report) and logits in str(report)
 
 
-def fake_worker(monkeypatch, code: str) -> None:
-    monkeypatch.setattr(measure, "WORKER", [sys.executable, "-c", code])
-
-
-def child(recipe: Recipe = TINY, timeout: float = 60, device: str = "cpu") -> Report:
-    return run_child(recipe, 1, 2, device, timeout)
+def child(monkeypatch, code: str, timeout: float = 60, device: str = "cpu") -> Report:
+    """What `measure` makes of a child process that runs `code`."""
+    monkeypatch.setattr(launch, "COMMAND", [sys.executable, "-c", code])
+    order = {"recipe": TINY, "repeats": 1, "warmup": 2, "device": device, "memory_limit": None}
+    return run_here(order, timeout)
 
 
 KILL = "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"
@@ -131,83 +124,69 @@ def counter(monkeypatch, tmp_path):
     """A kernel's count of out-of-memory kills, in a file."""
     file = tmp_path / "memory.events"
     file.write_text("max 7\noom 3\noom_kill 3\n")
-    monkeypatch.setattr(apart, "oom_counters", lambda: [tmp_path / "none", file])
+    monkeypatch.setattr(host_memory, "oom_counters", lambda: [tmp_path / "none", file])
     return file
 
 
+def oom_kill(counter) -> str:
+    return f"open({str(counter)!r}, 'w').write('oom_kill 4\\n'); {KILL}"
+
+
 def test_a_child_that_the_kernel_kills_for_its_memory_ran_out_of_memory(monkeypatch, counter):
-    fake_worker(monkeypatch, f"open({str(counter)!r}, 'w').write('oom_kill 4\\n'); {KILL}")
-    report = child()
+    report = child(monkeypatch, oom_kill(counter))
     assert (report.status, report.source, report.title) == ("oom", "measured", str(TINY))
-    assert report.message == "The kernel killed the process because RAM ran out."
+    assert report.message == "It was killed by the kernel because RAM ran out."
 
 
 def test_a_child_that_somebody_kills_is_an_error(monkeypatch, counter):
-    fake_worker(monkeypatch, KILL)
-    with pytest.raises(MeasurementError, match=r"was killed by somebody, not for its memory: that is no result\.$"):
-        child()
+    with pytest.raises(MeasurementError, match=r"could not be measured: its process was killed by SIGKILL\.$"):
+        child(monkeypatch, KILL)
 
 
 def test_ram_that_runs_out_says_nothing_of_a_gpu(monkeypatch, counter):
-    fake_worker(monkeypatch, f"open({str(counter)!r}, 'w').write('oom_kill 4\\n'); {KILL}")
-    with pytest.raises(MeasurementError, match="because this machine's RAM ran out, not the GPU's memory"):
-        child(device="cuda")
+    with pytest.raises(MeasurementError, match=r"was killed by SIGKILL by the kernel because RAM ran out\.$"):
+        child(monkeypatch, oom_kill(counter), device="cuda")
     assert worker.out_of_memory(RuntimeError("DefaultCPUAllocator: can't allocate memory"), "cuda") == ""
     assert worker.out_of_memory(MemoryError(), "cuda") == "" and "RAM" in worker.out_of_memory(MemoryError(), "cpu")
 
 
 def test_the_kernels_count_is_read(monkeypatch, counter):
-    assert apart.oom_kills() == 3
+    assert host_memory.oom_kills() == 3
     monkeypatch.undo()
-    assert apart.oom_kills() >= 0 and all(isinstance(path, Path) for path in apart.oom_counters())
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="the score is Linux's")
-def test_the_kernel_takes_the_child_before_the_notebook():
-    code = "from vramlab.measurement.child_process import end_with_parent; end_with_parent(); "
-    code += "print(open('/proc/self/oom_score_adj').read(), flush=True)"
-    child = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    with child:
-        assert child.stdout.readline() == "1000\n", "the highest score goes first when RAM runs out"
+    assert host_memory.oom_kills() >= 0 and all(isinstance(path, Path) for path in host_memory.oom_counters())
 
 
 # --- children that fail ----------------------------------------------------------------------------------------------
 
 
 def test_a_child_that_ends_early_is_quoted(monkeypatch):
-    fake_worker(monkeypatch, "import sys; print('first'); sys.exit('Segmentation imagined')")
-    with pytest.raises(
-        MeasurementError, match="ended with code 1; its last words:\nfirst\nSegmentation imagined"
-    ) as caught:
-        child()
+    ending = (
+        "ended in the middle with exit status 1, without an exception; its last output:\nfirst\nSegmentation imagined"
+    )
+    with pytest.raises(MeasurementError, match=ending) as caught:
+        child(monkeypatch, "import sys; print('first'); sys.exit('Segmentation imagined')")
     assert str(TINY) in str(caught.value)
 
 
-def answer(monkeypatch, capfd, error: Exception) -> Report:
-    """What the worker writes, and measure makes of it, when its run raises `error`."""
-    order = {"recipe": TINY.to_dict(), "repeats": 1, "warmup": 2, "device": "cpu"}
-    monkeypatch.setattr(sys, "stdin", io.StringIO(json.dumps(order) + "\n"))
-    monkeypatch.setattr(worker, "end_with_parent", lambda: None)
-    monkeypatch.setattr(worker, "run", lambda *args, **options: raises(error))
-    worker.main()
-    (line,) = (line for line in capfd.readouterr().out.splitlines() if line.startswith(apart.ANSWER))
-    return measure._answer(TINY, json.loads(line.removeprefix(apart.ANSWER)))
+RAISING = """
+from vramlab import RecipeError
+from vramlab.measurement import ranks, worker
+
+def run(**order):
+    raise {error}
+
+worker.run = run
+ranks.main()
+"""
 
 
-def raises(error: Exception):
-    raise error
-
-
-def test_an_exception_in_the_child_is_a_sentence(monkeypatch, capfd):
-    """A pickled class would need its module here; what crosses is text."""
-    sentence = r"could not be measured: ZeroDivisionError: division by zero \(.*, line"
-    with pytest.raises(MeasurementError, match=sentence):
-        answer(monkeypatch, capfd, ZeroDivisionError("division by zero"))
-
-
-def test_a_recipe_error_in_the_child_is_one_here(monkeypatch, capfd):
+def test_an_exception_in_the_child_is_one_here(monkeypatch):
+    """The package's own come as they are; a class of another module may not exist here, so of others the text does."""
+    with pytest.raises(MeasurementError, match="could not be measured: its process failed: ZeroDivisionError: by zero"):
+        child(monkeypatch, RAISING.format(error="ZeroDivisionError('by zero')"))
+    error = "RecipeError('optim_args', 'beta=1', 'sgd does not take it')"
     with pytest.raises(RecipeError, match="'optim_args' is 'beta=1', but sgd does not take it") as caught:
-        answer(monkeypatch, capfd, RecipeError("optim_args", "beta=1", "sgd does not take it"))
+        child(monkeypatch, RAISING.format(error=error))
     assert caught.value.field == "optim_args"
 
 
@@ -219,25 +198,6 @@ time.sleep(300)
 """
 
 
-GUARDED = """
-import os, time, vramlab.measurement.child_process
-vramlab.measurement.child_process.end_with_parent()
-open({path!r}, "w").write(f"{{os.getpid()}} {{os.getpid()}}")
-time.sleep(300)
-"""
-
-
-def gone(pids: list[int], seconds: float = 10) -> bool:
-    """Whether none of `pids` is left within `seconds`, not even as a zombie of ours."""
-    until = time.monotonic() + seconds
-    while time.monotonic() < until:
-        left = [p for p in pids if psutil.pid_exists(p) and psutil.Process(p).status() != psutil.STATUS_ZOMBIE]
-        if not left:
-            return not [p for p in psutil.Process().children(recursive=True) if p.pid in pids]
-        time.sleep(0.05)
-    return False
-
-
 def wait_for(path, seconds: float = 60) -> list[int]:
     until = time.monotonic() + seconds
     while not (path.exists() and len(path.read_text().split()) == 2):
@@ -247,49 +207,11 @@ def wait_for(path, seconds: float = 60) -> list[int]:
 
 
 def test_a_timeout_is_a_sentence_and_leaves_no_process(monkeypatch, tmp_path):
-    fake_worker(monkeypatch, GRANDCHILD.format(path=str(tmp_path / "pids")))
     begun = time.monotonic()
-    with pytest.raises(MeasurementError, match=r"took over 3 s and was ended: raise timeout="):
-        child(timeout=3)
+    with pytest.raises(MeasurementError, match=r"its process took over 3 s, so all was ended: raise timeout="):
+        child(monkeypatch, GRANDCHILD.format(path=str(tmp_path / "pids")), timeout=3)
     assert time.monotonic() - begun < 20
     assert gone(wait_for(tmp_path / "pids"))
-
-
-INTERRUPTED = """
-import sys
-sys.path[:0] = [{tests!r}, {tests!r} + "/measurement"]
-import vramlab.measurement.measure
-from test_measure import TINY
-module = sys.modules["vramlab.measurement.measure"]
-module.WORKER = [sys.executable, "-c", {worker!r}]
-try:
-    module.run_child(TINY, 1, 2, "cpu", 300)
-except KeyboardInterrupt:
-    import psutil
-    print("interrupted", len(psutil.Process().children(recursive=True)), flush=True)
-"""
-
-
-@pytest.mark.skipif(os.name == "nt", reason="Windows sends Ctrl-C to the whole console, pytest included")
-@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
-def test_nothing_outlives_the_one_who_asked(how, tmp_path):
-    """Ctrl-C is answered at once; a killed notebook takes its measurement with it, and no file stays."""
-    pids, files = tmp_path / "pids", tmp_path / "files"
-    files.mkdir()
-    worker = (GRANDCHILD if how == signal.SIGINT else GUARDED).format(path=str(pids))
-    code = INTERRUPTED.format(tests=os.path.dirname(os.path.dirname(__file__)), worker=worker)
-    surroundings = {**os.environ, "TMPDIR": str(files)}
-    parent = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, env=surroundings)
-    try:
-        children = wait_for(pids)
-        begun = time.monotonic()
-        parent.send_signal(how)
-        out, _ = parent.communicate(timeout=30)
-    finally:
-        parent.kill()
-    assert time.monotonic() - begun < 15
-    assert out == ("interrupted 0\n" if how == signal.SIGINT else "")
-    assert gone(children) and [*files.iterdir()] == []
 
 
 # --- recipes that this machine does not run --------------------------------------------------------------------------
@@ -342,7 +264,7 @@ def test_what_does_not_fit_comes_from_the_records(records, measured):
 
 
 def test_recorded_only_never_runs(records, monkeypatch):
-    monkeypatch.setattr(measure, "run_child", lambda *args: pytest.fail("it ran"))
+    monkeypatch.setattr(measure, "run_here", lambda *args: pytest.fail("it ran"))
     with pytest.raises(MeasurementError, match="recorded=True asks for no run, and there is no recorded measurement"):
         measure_here(TINY, recorded=True)
 
@@ -355,17 +277,17 @@ def test_a_broken_record_is_named(records):
 
 def test_a_limit_makes_size_harmless(monkeypatch):
     ran = []
-    monkeypatch.setattr(measure, "run_child", lambda *args: ran.append(args))
+    monkeypatch.setattr(measure, "run_here", lambda order, *args: ran.append(order))
     monkeypatch.setattr("vramlab.hardware.host.memory", lambda: (2**30, 2**20))
     with pytest.raises(MeasurementError):
         measure_here(TINY, device="cpu")
     measure_here(TINY, device="cpu", memory_limit=MiB)
-    assert ran == [(TINY, 3, 2, "cpu", 1800, MiB, None)]
+    assert [(order["recipe"], order["memory_limit"]) for order in ran] == [(TINY, MiB)]
 
 
 @pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true", "tf32"])
 def test_a_gpu_that_lacks_the_precision_is_refused_before_anything_runs(monkeypatch, precision):
-    monkeypatch.setattr(measure, "run_child", lambda *args: pytest.fail("it ran"))
+    monkeypatch.setattr(measure, "run_here", lambda *args: pytest.fail("it ran"))
     t4 = find_gpu("T4")
     monkeypatch.setattr(measure, "current_device", lambda: Device("cuda", t4.name, t4.total, gpu=t4))
     with pytest.raises(RecipeError, match=r"T4 has compute capability 7\.5 and .* starts at 8\.0"):

@@ -339,11 +339,15 @@ def gpu(monkeypatch):
     versions = {"torch": H200["torch"], "transformers": H200["transformers"]}
     seen = SimpleNamespace(ran=[], timeouts=[], answers={}, module=module, take=0.0, workers=[], most=0)
 
-    class Worker:
+    class Launcher:
         """Counts those that are there."""
 
-        def __init__(self):
+        def __init__(self, single):
+            assert single
             seen.workers.append(self)
+
+        def start(self):
+            return self
 
         def __enter__(self):
             return self
@@ -351,8 +355,10 @@ def gpu(monkeypatch):
         def __exit__(self, *error):
             seen.workers.remove(self)
 
-    def fake(recipe, recorded, timeout, worker):
-        assert recorded is False and worker in seen.workers
+        end = __exit__
+
+    def fake(recipe, recorded, timeout, launcher):
+        assert recorded is False and launcher in seen.workers
         seen.most = max(seen.most, len(seen.workers))
         seen.ran.append(recipe)
         seen.timeouts.append(timeout)
@@ -364,7 +370,7 @@ def gpu(monkeypatch):
 
     seen.now = 0.0
     monkeypatch.setattr(module, "measure", fake)
-    monkeypatch.setattr(module, "start_worker", Worker)
+    monkeypatch.setattr(module, "Launcher", Launcher)
     monkeypatch.setattr(module, "environment", lambda **more: {**versions, **more})
     card = find_gpu("H200")
     monkeypatch.setattr(module, "current_device", lambda: Device("cuda", "NVIDIA H200", card.total, gpu=card))
@@ -584,21 +590,21 @@ os.kill(os.getpid(), signal.SIGKILL)
 @pytest.mark.parametrize("oom", [True, False])
 def test_only_the_kernels_own_kill_is_recorded_as_out_of_memory(tmp_path, monkeypatch, oom):
     """`kill -9` says nothing of the recipe: it is measured again next time."""
-    from vramlab.measurement import child_process as apart
+    from vramlab.measurement import host_memory, launch
     from vramlab.measurement.record import record
 
     counter = tmp_path / "memory.events"
     counter.write_text("low 0\noom_kill 0\noom_group_kill 0\n")
-    monkeypatch.setattr(apart, "oom_counters", lambda: [counter])
+    monkeypatch.setattr(host_memory, "oom_counters", lambda: [counter])
     code = KILLED.format(oom=oom, counter=str(counter))
-    monkeypatch.setattr(sys.modules["vramlab.measurement.measure"], "WORKER", [sys.executable, "-c", code])
+    monkeypatch.setattr(launch, "COMMAND", [sys.executable, "-c", code])
     tiny = {"model": config("gpt2"), "batch_size": 2, "seq_len": 32, "num_layers": 2}
     done = record([recipe_list(tmp_path / "tiny.json", [tiny])], folder=tmp_path / "mine", progress=False)
     if oom:
         assert load(done.file)[Recipe(**tiny).key].status == "oom"
     else:
         (skipped,) = done.skipped
-        assert "was killed by somebody, not for its memory: that is no result" in skipped[1]
+        assert skipped[1].endswith("its process was killed by SIGKILL.")
         assert done.file is None and contents(tmp_path / "mine") == {}
 
 

@@ -200,8 +200,8 @@ BLIND = Sensors(False, reason="no NVIDIA driver answers")
     ],
 )
 def test_process_memory_is_nvmls_or_what_the_device_gained(now, process, notes):
-    assert passes.on_device(now, Sensors(True, used=MiB)) == (process, notes)
-    assert notes == () or passes.on_device(now, None)[0] is None
+    assert passes.process_bytes(now, Sensors(True, used=MiB)) == (process, notes)
+    assert notes == () or passes.process_bytes(now, None)[0] is None
 
 
 # --- out of memory on CUDA -------------------------------------------------------------------------------------------
@@ -292,7 +292,7 @@ def test_errors_that_are_not_about_memory_come_through(monkeypatch, t4):
 @pytest.mark.skipif(sys.platform == "linux", reason="Linux has the limit")
 def test_elsewhere_a_cpu_limit_is_refused():
     from vramlab import MeasurementError
-    from vramlab.measurement.resident import limited
+    from vramlab.measurement.host_memory import limited
 
     with pytest.raises(MeasurementError, match="needs Linux"), limited(1, "cpu"):
         pass

@@ -73,9 +73,7 @@ def test_ddp_reduces_each_gradient_once_and_sends_its_buffers_before(ran):
     size = numbers(LLAMA)
     seen = ran["DDP"].collectives
     assert set(seen) == {"all_reduce", "broadcast"}
-    assert seen["all_reduce"].bytes == 4 * size["all"] and seen["all_reduce"].calls == len(
-        ran["DDP"].sizes["all_reduce"]
-    )
+    assert seen["all_reduce"].bytes == 4 * size["all"]
     assert seen["broadcast"].bytes == 4 * size["buffers"]
     assert ran["DDP"].volume == 2 * 4 * size["all"] + 4 * size["buffers"], "2Ψ, and the buffers"
 
@@ -93,11 +91,6 @@ def test_stage_2_gathers_once_and_stage_3_twice_what_it_freed(ran):
     assert one.volume == 3 * whole, "3Ψ"
 
 
-def test_all_ranks_take_part_in_the_same(ran):
-    for ranks in ran.values():
-        assert len(ranks.by_rank) == 2 and ranks.by_rank[0] == ranks.by_rank[1] == ranks.collectives
-
-
 def test_what_a_ring_sends():
     assert [ring_share(kind, 4) for kind in ("all_gather", "reduce_scatter", "all_reduce")] == [0.75, 0.75, 1.5]
     assert (ring_share("send", 2), ring_share("recv", 2), ring_share("all_reduce", 1)) == (1, 0, 0)
@@ -106,20 +99,20 @@ def test_what_a_ring_sends():
 def test_sent_is_the_rings_share_of_the_payload(ran):
     for ranks in ran.values():
         for kind, seen in ranks.collectives.items():
-            assert seen.sent == pytest.approx(seen.bytes * ring_share(kind, 2)) and seen.bytes == sum(ranks.sizes[kind])
+            assert seen.sent == pytest.approx(seen.bytes * ring_share(kind, 2)), kind
 
 
 def counted_twice(recipe: dict[str, Any]) -> dict[str, Any]:
     """On a rank: a step's collectives by the counter, and by the profiler, which hears of them from gloo itself."""
     from torch.profiler import ProfilerActivity, profile
-    from vramlab.measurement.rank_training import on_rank, prepare
+    from vramlab.measurement.rank_training import build_on_rank, on_rank
     from vramlab.tracking.collectives import Collectives
     from vramlab.training.process_group import real_rank
     from vramlab.training.training import train_step
 
     with real_rank("cpu") as rank:
         here = Recipe(**recipe)
-        training = prepare(on_rank(here, rank), "cpu")
+        training = build_on_rank(on_rank(here, rank), "cpu")
         for _ in range(2):
             train_step(training)
         with Collectives() as counter:

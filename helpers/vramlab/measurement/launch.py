@@ -1,212 +1,195 @@
-"""A function on several ranks, started from a notebook: torch's elastic agent underneath, and nothing left behind.
+"""Run a function on several ranks of this machine, from a notebook, and leave no process behind.
 
-`launch("package.module:function", {...}, world_size=4)` is what `torchrun --standalone --nproc_per_node 4` does. Between
-here and there go files of JSON. A child process (`measurement/ranks.py`) loads the libraries once; on Linux CPUs the
-ranks are forked from it, as `accelerate.notebook_launcher` does it, and so start in a fraction of a second.
+`launch("package.module:function", {...}, world_size=4)` does what `torchrun --standalone --nproc_per_node 4` does and
+returns what each rank returned. A child process (`ranks.py`) loads the libraries once; on a CPU under Linux the ranks
+are forked from it (`torch.multiprocessing.start_processes`) and start in a fraction of a second.
 """
 
 import contextlib
-import json
 import os
+import pickle
 import signal
-import socket
+import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from ..report.errors import MeasurementError, RankError, RecipeError
-from .child_process import Apart
+from .host_memory import oom_kills
 
-MODULE = [
-    sys.executable,
-    "-P",
-    "-m",
-    "vramlab.measurement.ranks",
-]  # -P: a torch.py in the notebook's folder is not meant
+COMMAND = [sys.executable, "-P", "-m", "vramlab.measurement.ranks"]  # -P: ignore a torch.py in the current folder
+RAM_RAN_OUT = " by the kernel because RAM ran out"
+SIGABRT, SIGKILL = -getattr(signal, "SIGABRT", 6), -getattr(signal, "SIGKILL", 9)  # as exit codes
 
 
 class Launcher:
-    """A child that has loaded its libraries and starts ranks whenever it is asked; leave its with-block to end it.
+    """A child process that has loaded its libraries and runs functions on request; leave its with-block to end it.
 
-    Every launch has processes of its own; only the loading is shared. Should this process be killed, it ends by itself.
+    It is always killed together with its process group. Should this process be killed, it ends by itself.
+
+    Args:
+        single: run the function in the child itself, in place of ranks; for a measurement, which has a fresh process.
     """
 
-    def __init__(self):
-        self._child: Apart | None = None
+    def __init__(self, single: bool = False):
+        self.single = single
+        self._child: subprocess.Popen | None = None
 
     def __enter__(self) -> "Launcher":
-        return self
+        return self.start()
 
     def __exit__(self, *error: Any) -> None:
         self.end()
 
-    def end(self) -> None:
-        """Kill the child and all ranks that are left; the next launch starts a new one."""
-        child, self._child = self._child, None
-        if child:
-            child.__exit__()
-
     def start(self) -> "Launcher":
-        """Begin to load the libraries now."""
-        if self._child is None or self._child.ended() is not None:
+        """Start to load the libraries, unless that has been done."""
+        if self._child is None or self._child.poll() is not None:
             self.end()
-            cpus = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}  # torchrun's default
-            if sys.platform == "linux":
-                cpus["GLOO_SOCKET_IFNAME"] = os.environ.get("GLOO_SOCKET_IFNAME", "lo")  # all ranks are here
-            self._child = Apart(MODULE, **cpus)
+            paths = [str(Path(__file__).resolve().parents[2]), os.environ.get("PYTHONPATH")]
+            environment = {"TOKENIZERS_PARALLELISM": "false", "PYTHONPATH": os.pathsep.join(filter(None, paths))}
+            if not self.single:
+                environment["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", "1")  # torchrun's default
+                if sys.platform == "linux":
+                    environment["GLOO_SOCKET_IFNAME"] = os.environ.get("GLOO_SOCKET_IFNAME", "lo")  # all ranks are here
+            self._output = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115 (closed in `end`)
+            self._child = subprocess.Popen(
+                COMMAND,
+                stdin=subprocess.PIPE,
+                stdout=self._output,
+                stderr=self._output,
+                start_new_session=True,
+                env={**os.environ, **environment},
+                text=True,
+            )
         return self
 
-    @contextlib.contextmanager
+    def end(self) -> None:
+        """Kill the child and all that it started; the next run starts a new one."""
+        child, self._child = self._child, None
+        if child:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(child.pid, signal.SIGKILL) if hasattr(os, "killpg") else child.kill()
+            child.wait()
+            with contextlib.suppress(BrokenPipeError):
+                child.stdin.close()
+            self._output.close()
+
     def run(
         self,
         function: str,
-        arguments: dict[str, Any],
-        world_size: int,
+        arguments: Mapping[str, Any],
+        world_size: int = 1,
         device: str = "cpu",
         timeout: float = 300,
-        port: int | None = None,
-        preload: str | None = None,
-    ) -> Iterator[Path]:
-        """Run `function` on all ranks; gives the folder where each left its answer, until the with-block is left.
+        preload: str = "",
+    ) -> list[Any]:
+        """Return what `function(**arguments)` returns on each rank. Arguments and raised errors are those of `launch`.
 
-        `preload(**arguments)` loads what they need before they are forked; it may start no thread.
+        `preload(**arguments)` imports what forked ranks need before they are forked; it must not start a thread.
         """
-        if port is not None:
-            _check_port(port)
         self.start()
-        with tempfile.TemporaryDirectory(prefix="vramlab-") as folder:
-            order = {"function": function, "arguments": arguments, "world_size": world_size, "device": device}
-            order |= {"folder": folder, "port": port, "path": sys.path, "preload": preload}
+        with tempfile.TemporaryDirectory(prefix="vramlab-") as name:
+            folder = Path(name)
+            order = {"call": pickle.dumps((function, dict(arguments))), "preload": preload, "single": self.single}
+            order |= {"world_size": world_size, "device": device, "folder": name, "path": sys.path}
+            (folder / "order.pickle").write_bytes(pickle.dumps(order))
+            kills = oom_kills()
             try:
-                self._child.send(json.dumps(order))
-                done = self._wait(Path(folder), world_size, timeout)
-            except BaseException:  # Ctrl-C too: whatever is left goes
+                with contextlib.suppress(BrokenPipeError):  # `_wait` notices that the child has ended
+                    self._child.stdin.write(f"{name}\n")
+                    self._child.stdin.flush()
+                outcome = self._wait(folder, world_size, timeout)
+            except BaseException:  # Ctrl-C too
                 self.end()
                 raise
-            if done != {"failed": None}:
-                starved = device == "cpu" and self._child.out_of_memory()
-                raise _failure(Path(folder), done, world_size, starved)  # the ranks are gone; the child is as it was
-            yield Path(folder)
-
-    def answers(self, function: str, arguments: dict[str, Any], world_size: int, *how: Any) -> list[Any]:
-        """What `function(**arguments)` returns on each rank; the rest as in `run`."""
-        with self.run(function, arguments, world_size, *how) as folder:
-            return [json.loads((folder / f"{rank}.json").read_text())["answer"] for rank in range(world_size)]
+            found = {rank: read for rank in range(world_size) if (read := _read(folder / f"{rank}.pickle"))}
+            if outcome == {"failed": None} and all("answer" in found.get(rank, {}) for rank in range(world_size)):
+                return [found[rank]["answer"] for rank in range(world_size)]
+            raise self._error(found, outcome, world_size, RAM_RAN_OUT if oom_kills() > kills else "", device)
 
     def _wait(self, folder: Path, world_size: int, timeout: float) -> dict[str, Any]:
-        """What `ranks.py` says at the end. Raises MeasurementError after `timeout` seconds, or if it is gone itself."""
+        """Return the outcome that the child wrote. Raise MeasurementError after `timeout` seconds or if it ended."""
         until = time.monotonic() + timeout
-        while not (folder / "done.json").exists():
-            if (code := self._child.ended()) is not None:
-                words = "\n".join(self._child.wait(1)[1]) or "nothing was printed"
-                raise MeasurementError(f"the process that starts the ranks ended with code {code}:\n{words}")
+        while not (outcome := _read(folder / "done.pickle")):
+            if (code := self._child.poll()) is not None:
+                if self.single:
+                    return {"failed": 0, "code": code}
+                raise MeasurementError(f"the process that starts the ranks ended with code {code}{self._last_words()}")
             if time.monotonic() > until:
-                late = [str(rank) for rank in range(world_size) if not (folder / f"{rank}.json").exists()]
-                which = f"no answer from {', '.join(late)}" if late else "all had answered"
-                raise MeasurementError(
-                    f"{world_size} ranks took over {timeout:g} s and were ended ({which}): raise timeout=."
-                )
+                late = [rank for rank in range(world_size) if not (folder / f"{rank}.pickle").exists()]
+                who = self._name(world_size, *(late or range(world_size)))
+                raise MeasurementError(f"{who} took over {timeout:g} s, so all was ended: raise timeout=.")
             time.sleep(0.02)
-        return json.loads((folder / "done.json").read_text())
+        return outcome
+
+    def _error(self, found: dict[int, dict], outcome: dict, world_size: int, starved: str, device: str) -> Exception:
+        """Build the exception of the rank that failed first; `starved` says so if the kernel has killed for memory."""
+        if "message" in outcome:
+            return MeasurementError(outcome["message"])
+        failed, code = outcome["failed"], outcome.get("code", 0)
+        errors = {rank: read for rank, read in found.items() if "answer" not in read}
+        if failed is None:  # nothing was noticed, but a rank's answer is missing
+            failed = min(errors or set(range(world_size)) - set(found))
+        if failed not in errors and (code != SIGABRT or not errors):  # who aborts may have lost a neighbour
+            why = starved if code == SIGKILL else ""
+            oom = f"It was killed{why}." if why and device == "cpu" else ""
+            words = self._last_words() if self.single and code != SIGKILL else "."
+            return RankError(self._name(world_size, failed) + _ending(code) + why + words, failed, code, oom=oom)
+        rank = min(errors, key=lambda r: (errors[r]["consequence"], errors[r]["time"]))
+        error = errors[rank]
+        message = f"{self._name(world_size, rank)} failed: {error['message']}"
+        return error["error"] or RankError(message, rank, None, error["traceback"], error["oom"])
+
+    def _name(self, world_size: int, *ranks: int) -> str:
+        return "its process" if self.single else f"Rank {', '.join(map(str, ranks))} of {world_size}"
+
+    def _last_words(self) -> str:
+        self._output.seek(0)
+        lines = self._output.read().strip().splitlines()[-12:]
+        return "; its last output:\n" + ("\n".join(lines) or "none")
 
 
-def _check_port(port: int) -> None:
-    """Raise MeasurementError if somebody listens there: the ranks would wait for an answer that never comes."""
-    with socket.socket() as probe:
-        if os.name != "nt":  # a port that was in use a moment ago is free; on Windows the option means otherwise
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind(("localhost", port))
-        except OSError as error:
-            raise MeasurementError(
-                f"port {port} is in use ({error.strerror}): leave port= out for a free one."
-            ) from None
-
-
-def _failure(folder: Path, done: dict, world_size: int, starved: bool) -> Exception:
-    """The error of the rank that failed first, as an exception of this process.
-
-    `starved`: the kernel has killed a process for its memory.
-    """
-    errors = {}
-    for rank in range(world_size):
-        with contextlib.suppress(FileNotFoundError):
-            found = json.loads((folder / f"{rank}.json").read_text())
-            if "error" in found:
-                errors[rank] = found
-    silent = done["failed"] is not None and done["failed"] not in errors
-    if silent and (done["code"] != -getattr(signal, "SIGABRT", 6) or not errors):
-        rank, code = done["failed"], done["code"]
-        starved = starved and code == -getattr(signal, "SIGKILL", 9)
-        why = " by the kernel because RAM ran out" if starved else ""
-        oom = f"It was killed{why}." if starved else ""
-        return RankError(f"Rank {rank} of {world_size} {_ending(code)}{why}.", rank, code, oom=oom)
-    if not errors:
-        return MeasurementError(done["message"])
-    rank = min(errors, key=lambda r: (errors[r]["consequence"], errors[r]["time"]))
-    error = errors[rank]
-    if error["error"] == "RecipeError":
-        return RecipeError(*error["args"])
-    if error["error"] == "MeasurementError":
-        return MeasurementError(error["message"])
-    sentence = f"Rank {rank} of {world_size} failed: {error['error']}: {error['message']}"
-    return RankError(sentence, rank, None, error["traceback"], error["oom"])
+def _read(file: Path) -> dict[str, Any] | None:
+    return pickle.loads(file.read_bytes()) if file.exists() else None
 
 
 def _ending(code: int) -> str:
     if code >= 0:
-        return f"ended in the middle with exit status {code}, without an exception"
-    return f"was killed by {signal.Signals(-code).name}"
+        return f" ended in the middle with exit status {code}, without an exception"
+    return f" was killed by {signal.Signals(-code).name}"
 
 
 def launch(
-    function: str | Callable,
+    function: str,
     arguments: Mapping[str, Any] | None = None,
     world_size: int = 2,
     *,
     device: str = "cpu",
     timeout: float = 300,
-    port: int | None = None,
     launcher: Launcher | None = None,
 ) -> list[Any]:
-    """What `function(**arguments)` returns on each of `world_size` ranks, in their order.
+    """Return what `function(**arguments)` returns on each of `world_size` ranks, in their order.
 
     Args:
-        function: "package.module:function", or a function of a module; each rank imports it. It runs with torchrun's
-            environment (RANK, WORLD_SIZE, MASTER_ADDR, …) and makes its own process group (`world.real_rank`).
-        arguments: keyword arguments, JSON-ready; what is returned must be too.
+        function: "package.module:function"; each rank imports it. It runs with torchrun's environment (RANK, WORLD_SIZE,
+            MASTER_ADDR, …) and makes its own process group (`process_group.real_rank`).
+        arguments: keyword arguments, pickled, as is what is returned.
         device: "cuda" gives each rank a fresh process with a GPU of its own, "cpu" forks them where that is sound.
         timeout: seconds after which all ranks are ended.
-        port: of the rendezvous; None takes a free one.
-        launcher: one that was started before, so that the libraries are loaded by now.
+        launcher: one that was started before, so that the libraries are loaded by now; the caller ends it.
     Raises:
         RankError: a rank failed; with its own traceback.
         MeasurementError: they took too long, or could not be started.
     """
-    name, arguments = _name(function), dict(arguments or {})
-    json.dumps(arguments)  # says at once what is not JSON
-    with _launcher(launcher) as it:
-        return it.answers(name, arguments, world_size, device, timeout, port)
+    if ":" not in function:
+        raise RecipeError("function", function, "it must be written 'package.module:function'")
+    with opened(launcher) as used:
+        return used.run(function, arguments or {}, world_size, device, timeout)
 
 
-@contextlib.contextmanager
-def _launcher(launcher: Launcher | None) -> Iterator[Launcher]:
-    if launcher is not None:
-        yield launcher  # it is its owner's to end
-        return
-    with Launcher() as launcher:
-        yield launcher
-
-
-def _name(function: str | Callable) -> str:
-    if isinstance(function, str):
-        if function.count(":") != 1:
-            raise RecipeError("function", function, "it must be written 'package.module:function'")
-        return function
-    module, name = getattr(function, "__module__", None), getattr(function, "__qualname__", "")
-    if module in (None, "__main__") or "<" in name:
-        raise RecipeError("function", name, "ranks import what they run: put it into a module")
-    return f"{module}:{name}"
+def opened(launcher: Launcher | None) -> contextlib.AbstractContextManager[Launcher]:
+    """Enter `launcher`, which the caller ends, or a new one."""
+    return contextlib.nullcontext(launcher) if launcher else Launcher()

@@ -1,12 +1,11 @@
 """The two passes of a measurement: an undisturbed one for the truth, and one under the tracker for the split.
 
-On CUDA the second is held against the allocator as each phase ends, and the balance closes by construction:
+On CUDA the second is compared with the allocator at the end of each phase, and `unexplained` is what is missing:
 
     categories + workspace + unexplained = the allocator's own peak, in every phase and over the whole run
 
-`workspace` is what cuBLAS holds (the allocator shrinks by it when its workspaces are cleared) and what blocks hold
-beyond what was asked for (the allocator counts both). `unexplained` is what was asked for by nobody the tracker saw:
-scratch that kernels allocate for themselves. It is shown, never hidden.
+`workspace` is what cuBLAS holds (allocated falls by it when its workspaces are cleared) and internal fragmentation (the
+allocator counts allocated and requested). `unexplained` is what the tracker did not see: scratch that kernels allocate.
 """
 
 import gc
@@ -29,20 +28,20 @@ from ..tracking.tracker import Tracker
 from ..training.engine import Training
 from ..training.process_group import alone
 from ..training.training import build, train_step
-from .resident import peak_rss
+from .host_memory import peak_rss
 
 TRACKED_STEPS = 2  # the second is the first in which all states exist
 
 
 @dataclass(frozen=True)
 class Truth:
-    """What undisturbed steps showed: bytes, and seconds a step.
+    """The results of undisturbed steps: bytes, and seconds a step.
 
     Attributes:
         allocated, requested, reserved: the caching allocator's peaks; None on a CPU.
-        workspace: of `allocated`, what cuBLAS held.
-        process: this process on the device as NVML sees it while all segments are still reserved; None if it is blind.
-        rss: on a CPU, the process's own peak resident set.
+        workspace: the part of `allocated` that cuBLAS held.
+        process: this process's bytes on the device by NVML, while all segments are still reserved; None if unknown.
+        rss: on a CPU, the process's peak resident set.
     """
 
     speed: Speed
@@ -58,12 +57,12 @@ class Truth:
 def clean_pass(recipe: Recipe, repeats: int, warmup: int, device: str, before: Sensors | None = None) -> Truth:
     """Train `warmup + repeats` steps undisturbed, then free everything. `before`: the sensors before CUDA started."""
     cuda = device == "cuda"
-    training = prepare(recipe, device)
+    training = build_for_steps(recipe, device)
     if recipe.torch_compile:
         training.model.compile()
     if cuda:
         torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()  # what loading took on the way is no part of training
+        torch.cuda.reset_peak_memory_stats()  # loading is no part of training
     seconds = []
     for step in range(warmup + repeats):
         start = time.perf_counter()
@@ -77,8 +76,8 @@ def clean_pass(recipe: Recipe, repeats: int, warmup: int, device: str, before: S
     if not cuda:
         return Truth(speed, rss=peak_rss())
     peaks = torch.cuda.memory_stats()
-    process, notes = on_device(nvml_snapshot(torch.cuda.current_device()), before)
-    workspace = clear_workspaces()
+    process, notes = process_bytes(nvml_snapshot(torch.cuda.current_device()), before)
+    workspace = clear_cublas_workspaces()
     del training
     gc.collect()
     torch.cuda.empty_cache()
@@ -93,18 +92,18 @@ def clean_pass(recipe: Recipe, repeats: int, warmup: int, device: str, before: S
     )
 
 
-def prepare(recipe: Recipe, device: str) -> Training:
-    """The training, with a loss scale that overflows nothing: the usual one begins with steps that are skipped."""
+def build_for_steps(recipe: Recipe, device: str) -> Training:
+    """Build the training with a loss scale of 1: the default one overflows, and the first steps would be skipped."""
     training = build(recipe, device)
     if training.scaler:
         training.scaler = torch.amp.GradScaler(training.device.type, init_scale=1.0)
-        if alone():  # what other ranks would have sent is not there, and may look like an overflow
+        if alone():  # other ranks' part of a gradient is missing, and its bytes may look like an overflow
             training.scaler._maybe_opt_step = lambda optimizer, state, *args, **kwargs: optimizer.step(*args, **kwargs)
     return training
 
 
-def clear_workspaces() -> int:
-    """Let cuBLAS's workspaces go, to come back with the next matmul; returns the bytes that they had.
+def clear_cublas_workspaces() -> int:
+    """Free cuBLAS's workspaces until the next matmul; return their bytes.
 
     There is one for each handle and stream, and a handle for each thread, forward's and autograd's
     (`CublasHandlePool.cpp`).
@@ -117,11 +116,10 @@ def clear_workspaces() -> int:
     return before - torch.cuda.memory_allocated()
 
 
-def on_device(now: Sensors, before: Sensors | None) -> tuple[int | None, tuple[str, ...]]:
-    """This process's bytes on the device, and how they were come by.
+def process_bytes(now: Sensors, before: Sensors | None) -> tuple[int | None, tuple[str, ...]]:
+    """Return this process's bytes on the device, and a note if that is not NVML's own figure.
 
-    In a container NVML may know no process ids, or no memory per process; then it is what the device has in use now
-    and had not before.
+    In a container NVML may know no process ids, or no memory per process; then it is the growth of the device's use.
     """
     if now.process:
         return now.process, ()
@@ -132,7 +130,7 @@ def on_device(now: Sensors, before: Sensors | None) -> tuple[int | None, tuple[s
 
 
 class Reading(NamedTuple):
-    """The allocator over one stretch, in bytes: its peak and its end, allocated and asked for."""
+    """The allocator over one stretch, in bytes: its peak and its end, allocated and requested."""
 
     peak: int
     end: int
@@ -141,7 +139,7 @@ class Reading(NamedTuple):
 
 
 def read_allocator() -> Reading:
-    """The reading of the stretch that ends here."""
+    """Read the stretch that ends here and start the next."""
     torch.cuda.synchronize()
     now = torch.cuda.memory_stats()
     torch.cuda.reset_peak_memory_stats()
@@ -150,11 +148,11 @@ def read_allocator() -> Reading:
 
 
 def tracked_pass(recipe: Recipe, device: str, truth: Truth) -> Report:
-    """Two steps under the tracker: the split of `truth`. On CUDA every phase is balanced against the allocator."""
+    """Run two steps under the tracker to split `truth`. On CUDA every phase is balanced against the allocator."""
     cuda = device == "cuda"
-    training = prepare(recipe, device)
+    training = build_for_steps(recipe, device)  # alive until the last reading
     tracker = Tracker(device, round_to=UNIT if cuda else 1)
-    readings: list[Reading] = []  # as each phase begins, of the stretch before it
+    readings: list[Reading] = []  # one at the start of each phase, of the stretch before it
 
     def read() -> None:
         readings.append(read_allocator())
@@ -168,31 +166,31 @@ def tracked_pass(recipe: Recipe, device: str, truth: Truth) -> Report:
         report.notes.append("torch_compile: peak and time are those of the compiled step, the split that of the eager")
     if cuda:
         read()  # the last stretch has no next one
-        balance(report, history, readings, truth, clear_workspaces())
+        balance(report, history, readings, truth, clear_cublas_workspaces())
     return report
 
 
 def host_bytes(recipe: Recipe, tracker: Tracker) -> int | None:
-    """What `tracker` saw offloaded, at the most; None where nothing is, and on CUDA, where it does not see the host."""
+    """Return the peak of what `tracker` saw offloaded; None where nothing is, and on CUDA, where it sees no host."""
     offloads = recipe.sharding is not None and recipe.sharding.offload is not None
     return tracker.host_peak if offloads and tracker.host_computes else None
 
 
 def balance(report: Report, history: History, readings: list[Reading], truth: Truth, workspace: int) -> None:
-    """Close the balance of `report`: every phase on the tracked pass's own allocator, the peak on the clean pass's.
+    """Close the balance of `report`: of every phase with the tracked pass's allocator, of the peak with the clean one's.
 
     Args:
         readings: one for each of the history's stretches, of which the first is loading.
-        workspace: what cuBLAS held at the end of the tracked pass. All of it is there from the first step's backward
-            pass on, so throughout the last step.
+        workspace: what cuBLAS held at the end of the tracked pass, and so throughout the last step (it has all from the
+            first backward pass on).
     """
     rounding = np.cumsum([0, *(n - (s.asked if n > 0 else -s.asked) for n, s, _ in history.log)])
 
     def close(position: int, allocated: int, asked: int, cublas: int) -> Bytes:
-        """The split at `position` with its workspace, and what is still missing to `allocated` as unexplained."""
+        """The split at `position` with its workspace, and what is missing to `allocated` as unexplained."""
         split = history.split(position)
-        slack = max(0, allocated - asked - int(rounding[position])) if asked else 0  # not every allocator counts it
-        split = replace(split, workspace=split.workspace + cublas + slack)
+        fragmentation = max(0, allocated - asked - int(rounding[position])) if asked else 0  # not all count requests
+        split = replace(split, workspace=split.workspace + cublas + fragmentation)
         return replace(split, unexplained=allocated - split.total)
 
     phases = []

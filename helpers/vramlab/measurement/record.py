@@ -1,4 +1,4 @@
-"""Measure every recipe on the course's list, cheapest first, and keep the reports for readers without this GPU."""
+"""Measure every recipe of a list, cheapest first, and keep the reports for readers without this GPU."""
 
 import contextlib
 import os
@@ -7,13 +7,13 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ..hardware.gpu import Gpu, current_device
+from ..hardware.gpu import Device, Gpu, current_device
 from ..hardware.host import cores
 from ..recipe.recipe import Recipe
 from ..report.errors import MeasurementError, RecipeError, RecordError
 from ..report.report import Report, environment, format_bytes, text_table
-from .child_process import Apart
-from .measure import CPU_FLOPS, cannot, measure, operations, start_worker, too_much
+from .launch import Launcher
+from .measure import CPU_FLOPS, cannot, measure, operations, too_much
 from .records import file_name, load, measurements_folder, save
 from .wanted import course_list, wanted
 
@@ -26,7 +26,7 @@ UNKNOWN_FLOPS = 6e12  # of a card that the table does not know
 
 @dataclass
 class Outcome:
-    """What `record` did: reports (some may say "oom"), and recipes with the seconds they would take or a reason."""
+    """What `record` did: reports (some with status "oom"), and recipes with the seconds they would take or a reason."""
 
     wanted: int = 0
     recorded: int = 0
@@ -56,40 +56,48 @@ def record(
     progress: bool = True,
     estimate: Callable[[Recipe], int] | None = None,
 ) -> Outcome:
-    """Measure what is wanted and not recorded yet, cheapest first, and save each report as soon as it is there.
+    """Measure what is wanted and not recorded yet, cheapest first, and save each report at once.
 
     Args:
         paths: lists of recipes (`wanted.read_list`); None takes the course's, `data/wanted.json`.
-        minutes: from the start of the first run; nothing is begun that is not expected to end in this time, and nothing
+        minutes: from the start of the first run; nothing starts that is not expected to end in this time, and nothing
             goes on after it.
-        folder: where the record files lie; None is the course's own, for which a GPU is needed.
-        dry_run: measure nothing, only say what is missing.
-        progress: show a bar where somebody watches, and a line for each recipe.
+        folder: where the record files are; None is the course's own, which needs a GPU.
+        dry_run: measure nothing, only list what is missing.
+        progress: show a bar on a terminal, and a line for each recipe.
         estimate: gives the bytes that one process needs; on a CPU, what needs more than is free is skipped.
     Returns:
-        What was measured, and what is still missing. A recipe that runs out of memory is measured: that is its result.
+        What was measured and what is still missing. Running out of memory is a result.
     Raises:
         RecordError: a file cannot be read or written, or there is no GPU and no `folder`, or `minutes` is no time. What
-            was saved stays.
-        KeyboardInterrupt: Ctrl-C; likewise.
+            was saved stays, as after Ctrl-C.
     """
     if not minutes >= 0:
         raise RecordError(f"minutes is {minutes}, but it must be a number of at least 0.")
     here = current_device()
-    cuda = here.kind == "cuda"
-    if not (cuda or dry_run or folder):
+    if here.kind != "cuda" and not (dry_run or folder):
         raise RecordError("there is no CUDA device here, and the course keeps no CPU figures: name a folder for them.")
     folder = Path(folder or measurements_folder())
     if folder.exists() and not folder.is_dir():
         raise RecordError(f"{folder} is no folder, so no record can be kept there.")
     recipes = wanted([course_list()] if paths is None else [Path(path) for path in paths])
-    outcome = Outcome(wanted=len(recipes))
+    outcome = _plan(recipes, folder, here, dry_run, estimate)
+    if not dry_run:
+        _measure_all(outcome, folder, 60 * minutes, progress)
+    return outcome
+
+
+def _plan(
+    recipes: list[Recipe], folder: Path, here: Device, dry_run: bool, estimate: Callable[[Recipe], int] | None
+) -> Outcome:
+    """Sort `recipes` into recorded, skipped with a reason, and missing, cheapest first."""
+    cuda = here.kind == "cuda"
     files = [folder / file_name(environment(gpu=here.name if cuda else None))]
     if dry_run and not cuda:
         files = folder.glob("*.json")  # missing is then what no GPU has measured
-    known = {key for path in files if path.exists() for key in load(path)}
+    known = {key for path in files for key in load(path, missing_ok=True)}
     todo = [recipe for recipe in recipes if recipe.key not in known]
-    outcome.recorded = len(recipes) - len(todo)
+    outcome = Outcome(wanted=len(recipes), recorded=len(recipes) - len(todo))
     device = "cuda" if cuda or dry_run else "cpu"
     for recipe in todo:
         reason = cannot(recipe, device) or (too_much(recipe, estimate) if device == "cpu" else "")
@@ -99,30 +107,27 @@ def record(
         else:
             outcome.missing.append((recipe, seconds_for(recipe, here.gpu, device)))
     outcome.missing.sort(key=lambda item: item[1])
-    if not dry_run:
-        _measure_all(outcome, folder, 60 * minutes, progress)
     return outcome
 
 
 def _measure_all(outcome: Outcome, folder: Path, seconds_left: float, progress: bool) -> None:
-    """Go through `outcome.missing` in its order until the time is nearly over."""
+    """Measure `outcome.missing` in its order until the time is nearly over."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
     console = Console(quiet=not progress)
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
     hidden, count = not console.is_terminal, len(outcome.missing)
-    with Progress(*columns, console=console, transient=True, disable=hidden) as bar, relay(count) as workers:
+    with Progress(*columns, console=console, transient=True, disable=hidden) as bar, relay(count) as launchers:
         task, deadline = bar.add_task("measuring", total=count), time.monotonic() + seconds_left
         for recipe, seconds in list(outcome.missing):
-            left = deadline - time.monotonic()
-            if seconds > left:
+            begun = time.monotonic()
+            if seconds > deadline - begun:
                 break  # and all that follow take longer
             bar.update(task, description=str(recipe))
-            begun = time.monotonic()
             try:
-                with next(workers) as worker:
-                    report = measure(recipe, recorded=False, timeout=left, worker=worker)
+                with next(launchers) as launcher:
+                    report = measure(recipe, recorded=False, timeout=deadline - begun, launcher=launcher)
             except (MeasurementError, RecipeError) as error:
                 result = str(error).strip().splitlines()[-1]
                 outcome.skipped.append((recipe, str(error)))
@@ -137,26 +142,26 @@ def _measure_all(outcome: Outcome, folder: Path, seconds_left: float, progress: 
 
 
 @contextlib.contextmanager
-def relay(count: int) -> Iterator[Iterator[Apart]]:
-    """`count` workers one after the other; where cores are to spare, the next one loads its libraries meanwhile."""
-    spare: list[Apart] = []
+def relay(count: int) -> Iterator[Iterator[Launcher]]:
+    """Give `count` launchers, one after the other; with cores to spare, the next one loads its libraries meanwhile."""
+    spare: list[Launcher] = []
 
-    def workers() -> Iterator[Apart]:
+    def launchers() -> Iterator[Launcher]:
         for left in range(count, 0, -1):
-            worker = spare.pop() if spare else start_worker()
+            launcher = spare.pop() if spare else Launcher(single=True)
             if left > 1 and cores() >= SPARE_CORES:
-                spare.append(start_worker())
-            yield worker
+                spare.append(Launcher(single=True).start())
+            yield launcher
 
     try:
-        yield workers()
+        yield launchers()
     finally:
-        for worker in spare:
-            worker.__exit__()
+        for launcher in spare:
+            launcher.end()
 
 
 def seconds_for(recipe: Recipe, card: Gpu | None = None, device: str = "cuda") -> float:
-    """About how long a measurement takes; meant to be too much rather than too little."""
+    """Estimate how long a measurement takes, rather too long than too short."""
     peak = (card.flops(recipe.precision) or card.flops("fp32")) if card else None
     rate = CPU_FLOPS if device == "cpu" else EFFICIENCY * peak if peak else UNKNOWN_FLOPS
     return START + STEPS * operations(recipe) / rate

@@ -1,4 +1,4 @@
-"""Recorded measurements: one JSON file per GPU and version set, keyed by recipe, made by `measure` and nothing else."""
+"""Recorded measurements: one JSON file per GPU and versions, keyed by recipe, made by `measure` and nothing else."""
 
 import contextlib
 import copy
@@ -22,24 +22,22 @@ LOCK_SECONDS = 300  # to wait for other writers
 
 
 def measurements_folder() -> Path:
-    """Where the course's recorded measurements lie."""
+    """Return the folder of the course's records."""
     return Path(data_path("measurements"))
 
 
 def file_name(environment: dict[str, Any]) -> str:
-    """The file for a GPU and versions of torch and transformers, "nvidia-h200-torch2.11-transformers5.17.json"."""
-    device = re.sub(r"[^a-z0-9]+", "-", str(environment.get("gpu") or "cpu").lower()).strip("-")
-    minor = {
-        name: ".".join(str(environment.get(name)).split("+")[0].split(".")[:2]) for name in ("torch", "transformers")
-    }
-    return "-".join([device, *(name + version for name, version in minor.items())]) + ".json"
+    """Name the file of a GPU and versions of torch and transformers: "nvidia-h200-torch2.11-transformers5.17.json"."""
+    parts = [re.sub(r"[^a-z0-9]+", "-", str(environment.get("gpu") or "cpu").lower()).strip("-")]
+    for name in ("torch", "transformers"):
+        parts.append(name + ".".join(str(environment.get(name)).split("+")[0].split(".")[:2]))
+    return "-".join(parts) + ".json"
 
 
 def load(path: str | os.PathLike, missing_ok: bool = False) -> dict[str, Report]:
-    """The reports of one record file by recipe key.
+    """Return the reports of one record file by recipe key.
 
-    Raises:
-        RecordError: the file cannot be read, or an entry is no report of a run of the recipe that its key stands for.
+    Raises RecordError if the file cannot be read, or an entry is no measured report of the recipe that its key means.
     """
     path = Path(path)
     if missing_ok and not path.exists():
@@ -55,7 +53,7 @@ def load(path: str | os.PathLike, missing_ok: bool = False) -> dict[str, Report]
 
 
 def _entry(key: str, entry: Any) -> Report:
-    """The report of one entry. Raises ValueError."""
+    """Return the report of one entry, or raise ValueError."""
     try:
         report = Report.from_dict(entry)
     except ReportError as error:
@@ -68,10 +66,9 @@ def _entry(key: str, entry: Any) -> Report:
 
 
 def save(report: Report, folder: str | os.PathLike | None = None) -> Path:
-    """Add a measured report to its file, replacing an older one of the same recipe. Returns the file.
+    """Add a measured report to its file, in place of an older one of the same recipe. Return the file.
 
-    The file is written whole beside the old one and then put in its place, so a full disk or a kill loses nothing;
-    a lock makes other processes that save wait.
+    The file is replaced as a whole, so a full disk or a kill loses nothing; a lock makes other processes wait.
 
     Raises:
         RecordError: the report is no measurement of a recipe on a machine as it is, or failed; or a CPU's, and `folder`
@@ -100,7 +97,7 @@ def save(report: Report, folder: str | os.PathLike | None = None) -> Path:
 
 @contextlib.contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """Keep other processes from changing `path` meanwhile: whoever reads it to write it again takes this lock.
+    """Hold the lock on `path`, for whoever reads it to write it again.
 
     Raises RecordError when the folder cannot be written, or when others hold the lock for over LOCK_SECONDS.
     """
@@ -144,9 +141,9 @@ def _files(folder: str) -> tuple[dict[str, Report], ...]:
 
 
 def find_record(recipe: Recipe, gpu: str | None = None) -> Report:
-    """The recorded measurement of exactly this recipe, newest first; `gpu` asks for a card by name.
+    """Return the newest recorded measurement of exactly this recipe, with source "recorded".
 
-    Returns a report with source "recorded". Raises RecordError when there is none.
+    `gpu` is part of a card's name. Raises RecordError when there is none.
     """
     found = [report for reports in _files(str(measurements_folder())) if (report := reports.get(recipe.key))]
     if gpu:

@@ -1,10 +1,9 @@
-"""Which recipes are to be recorded: lists of recipes, of which `data/wanted.json` is the course's own."""
+"""Lists of recipes to be recorded; `data/wanted.json` is the course's own."""
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from itertools import product
 from pathlib import Path
-from typing import Any
 
 from ..recipe.knobs import rebuild
 from ..recipe.recipe import Recipe
@@ -13,22 +12,21 @@ from ..report.errors import RecipeError, RecordError
 
 
 def course_list() -> Path:
-    """The course's list: everything that its notebooks look up, and what is to be measured for comparison."""
+    """Return the course's list: what its notebooks look up, and what is measured for comparison."""
     return data_path("wanted.json")
 
 
 def wanted(paths: Iterable[Path]) -> list[Recipe]:
-    """The recipes of some lists, each once. Raises RecordError for what cannot be read."""
+    """Return the recipes of some lists, each once. Raises RecordError for what cannot be read."""
     return list(dict.fromkeys(recipe for path in paths for recipe in read_list(path)))
 
 
 def read_list(path: Path) -> list[Recipe]:
-    """The recipes of a JSON list of objects with the fields of `Recipe`; a list as a field takes each of its values.
+    """Return the recipes of a JSON list of objects with the fields of `Recipe`; a list as a field takes each of its values.
 
     `{"model": "gpt2", "batch_size": [4, 8], "optim": ["sgd", "adafactor"]}` stands for four recipes.
 
-    Raises:
-        RecordError: it is no such list; the message names the entry.
+    Raises RecordError, which names the entry, if it is no such list.
     """
     try:
         entries = json.loads(path.read_text(encoding="utf-8"))
@@ -42,12 +40,9 @@ def read_list(path: Path) -> list[Recipe]:
         try:
             if not isinstance(entry, dict) or "model" not in entry:
                 raise RecipeError("recipe", entry, "it must be an object with a model and the fields of Recipe")
-            recipes += [rebuild(Recipe, "recipe", fields) for fields in _combinations(entry)]
+            choices = [value if isinstance(value, list) else [value] for value in entry.values()]
+            for chosen in product(*choices):
+                recipes.append(rebuild(Recipe, "recipe", dict(zip(entry, chosen, strict=True))))
         except RecipeError as error:
             raise RecordError(f"{path.name}, entry {number}: {error}") from error
     return recipes
-
-
-def _combinations(entry: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    choices = [value if isinstance(value, list) else [value] for value in entry.values()]
-    return (dict(zip(entry, chosen, strict=True)) for chosen in product(*choices))

@@ -66,7 +66,7 @@ def wrapped(wrapping: str, layers: int, width: int, rows: int) -> dict[str, Any]
 
 def by_phase(recipe: dict[str, Any]) -> dict[str, dict[str, int]]:
     """One rank's side of a steady step of `recipe`: phase to the bytes of each kind of collective; for `launch`."""
-    from vramlab.measurement.rank_training import on_rank, prepare
+    from vramlab.measurement.rank_training import build_on_rank, on_rank
     from vramlab.recipe.recipe import Recipe
     from vramlab.tracking.collectives import Collectives
     from vramlab.training.process_group import real_rank
@@ -74,7 +74,7 @@ def by_phase(recipe: dict[str, Any]) -> dict[str, dict[str, int]]:
 
     with real_rank("cpu") as rank:
         whole = Recipe(**recipe)
-        training = prepare(on_rank(whole, rank), "cpu")
+        training = build_on_rank(on_rank(whole, rank), "cpu")
         train_step(training)
         counting = Collectives()
         begun: list[tuple[str, dict[str, int]]] = []
