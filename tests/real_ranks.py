@@ -1,7 +1,7 @@
 """Recipes on real ranks over gloo, by name: what each rank allocates, learns and sends, for tests to compare.
 
 What is allocated is held against fake ranks (`differing`), what is learned against one process that trains all rows
-(`learned` of `rank_training.alone`).
+(`learned` of `ranks.alone`).
 """
 
 import dataclasses
@@ -12,15 +12,16 @@ from typing import Any
 import pytest
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
-from vramlab.measurement import rank_training
 from vramlab.measurement.launch import Launcher
-from vramlab.measurement.rank_training import build_on_rank, losses_of_step, on_rank
+from vramlab.measurement.worker import on_rank
+from vramlab.measurement.worker import preload as preload_rank
 from vramlab.recipe.recipe import Recipe
 from vramlab.simulation.simulate import trace
 from vramlab.tracking.collectives import Collectives
 from vramlab.tracking.history import History
 from vramlab.tracking.tracked import run_tracked
 from vramlab.tracking.tracker import Tracker
+from vramlab_course import ranks
 
 
 def run(
@@ -39,7 +40,7 @@ def run(
 def preload(recipes: dict[str, Recipe], **others: Any) -> None:
     """Import once what the ranks need."""
     for recipe in recipes.values():
-        rank_training.preload(recipe)
+        preload_rank(recipe)
 
 
 def work(recipes: dict[str, Recipe], learn: list[str], witness: list[str]) -> dict[str, dict[str, Any]]:
@@ -79,7 +80,7 @@ def allocated(history: History) -> dict[str, Any]:
 
 def followed(recipe: Recipe) -> dict[str, Any]:
     """What a tracker sees of two real steps."""
-    tracker = run_tracked(build_on_rank(recipe, "cpu"), Tracker("cpu"), 2, "cpu")
+    tracker = run_tracked(ranks.build_on_rank(recipe, "cpu"), Tracker("cpu"), 2, "cpu")
     return allocated(History(tracker.log, tracker.marks))
 
 
@@ -132,7 +133,7 @@ def learned(recipe: Recipe, steps: int = 3) -> dict[str, Any]:
 
     "sizes" has the bytes of every collective of the last step by kind. A recipe without sharding is a process's alone.
     """
-    training = build_on_rank(recipe, "cpu")
+    training = ranks.build_on_rank(recipe, "cpu")
     for module in training.model.modules():
         if isinstance(module, torch.nn.Dropout):
             module.p = 0.0  # ranks would drop other channels than one process
@@ -145,10 +146,10 @@ def learned(recipe: Recipe, steps: int = 3) -> dict[str, Any]:
                     tensors[f"gradient {len(losses)} {parameter}"] = gradient.detach().float().clone()
 
     for step in range(steps):
-        rank_training.fill_batch(training, recipe, "cpu", step)
+        ranks.fill_batch(training, recipe, "cpu", step)
         counting.sizes.clear()
         with counting:
-            losses.append(losses_of_step(training, on_phase))
+            losses.append(ranks.losses_of_step(training, on_phase))
     for name, parameter in training.model.named_parameters():
         tensors[f"weight {name.removeprefix('module.')}"] = whole(parameter).detach().clone()
     return {"losses": losses, "tensors": tensors, "sizes": dict(counting.sizes)}
@@ -156,7 +157,7 @@ def learned(recipe: Recipe, steps: int = 3) -> dict[str, Any]:
 
 def assert_learned_alike(recipe: Recipe, found: list[dict[str, Any]]) -> None:
     """Ranks that have divided the rows learn what one process does of all, up to the order in which fp32 is summed."""
-    one = learned(rank_training.alone(recipe))
+    one = learned(ranks.alone(recipe))
     for expected, *losses in zip(one["losses"], *(rank["losses"] for rank in found), strict=True):
         assert [sum(each) / len(found) for each in zip(*losses, strict=True)] == pytest.approx(expected, rel=1e-4)
     for rank in found:

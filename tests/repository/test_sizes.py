@@ -13,11 +13,11 @@ CEILINGS = {
     "vramlab/tracking": 990,
     "vramlab/formulas": 3460,
     "vramlab/simulation": 2630,
-    "vramlab/measurement": 2300,
+    "vramlab/measurement": 1630,
     "vramlab/planning": 1220,
     "vramlab/faces": 1950,
     "vramlab_course/claims": 1200,
-    "vramlab_course": 5030,
+    "vramlab_course": 5250,
 }
 LONGEST = 480
 

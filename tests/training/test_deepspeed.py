@@ -10,13 +10,13 @@ import torch
 from real_ranks import assert_learned_alike, differing, learned, run
 from tiny_models import config, quick_collections  # noqa: F401
 from vramlab.measurement.launch import Launcher
-from vramlab.measurement.rank_training import alone
 from vramlab.recipe.deepspeed_config import deepspeed_config, filled_in, nvme_config, nvme_missing
 from vramlab.recipe.recipe import Loop, LoRA, Quantization, Recipe, Sharding
 from vramlab.report.errors import RecipeError
 from vramlab.simulation.simulate import simulate
 from vramlab.training.engines import engine_of
 from vramlab.training.models import build_model
+from vramlab_course.ranks import alone
 
 ODD = {"n_embd": 66, "vocab_size": 1001, "n_positions": 37}  # nothing divides it
 ACCUMULATING, HALF = {"gradient_accumulation_steps": 2}, {"precision": "bf16-mixed"}

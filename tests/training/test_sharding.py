@@ -8,8 +8,9 @@ import torch
 from tiny_models import config, quick_collections  # noqa: F401
 from vramlab import Recipe, Sharding, measure, simulate
 from vramlab.measurement import worker
-from vramlab.measurement.sharding import Launcher, Ranks, launch, run_alone, run_ranks
+from vramlab.measurement.launch import Launcher, launch
 from vramlab.tracking.collectives import ring_share
+from vramlab_course.ranks import Ranks, run_alone, run_ranks
 
 SMALL = {"batch_size": 2, "seq_len": 16, "num_layers": 2, "loop": "plain"}
 LLAMA = Recipe(config("llama"), **SMALL)
@@ -105,10 +106,11 @@ def test_sent_is_the_rings_share_of_the_payload(ran):
 def counted_twice(recipe: dict[str, Any]) -> dict[str, Any]:
     """On a rank: a step's collectives by the counter, and by the profiler, which hears of them from gloo itself."""
     from torch.profiler import ProfilerActivity, profile
-    from vramlab.measurement.rank_training import build_on_rank, on_rank
+    from vramlab.measurement.worker import on_rank
     from vramlab.tracking.collectives import Collectives
     from vramlab.training.process_group import real_rank
     from vramlab.training.training import train_step
+    from vramlab_course.ranks import build_on_rank
 
     with real_rank("cpu") as rank:
         here = Recipe(**recipe)

@@ -14,8 +14,9 @@ from rank_faults import gone
 from tiny_models import config
 from vramlab import MeasurementError, MiB, Recipe, RecipeError, Sharding, measure
 from vramlab.measurement import launch as launch_module
-from vramlab.measurement.sharding import Launcher, launch, run_alone, run_ranks
+from vramlab.measurement.launch import Launcher, launch
 from vramlab.report.errors import RankError
+from vramlab_course.ranks import run_alone, run_ranks
 
 SMALL = {"batch_size": 2, "seq_len": 16, "num_layers": 1, "loop": "plain"}
 FSDP = Recipe(config("llama"), sharding=Sharding(3, 2), **SMALL)

@@ -15,11 +15,11 @@ from real_ranks import assert_learned_alike, births, differing, learned, run
 from test_simulate_witness import LITERALS
 from tiny_models import config, quick_collections  # noqa: F401
 from vramlab.measurement.launch import Launcher, launch
-from vramlab.measurement.rank_training import alone
 from vramlab.recipe.recipe import Loop, LoRA, Recipe, Sharding
 from vramlab.report.errors import RecipeError
 from vramlab.simulation.simulate import simulate, trace
 from vramlab.tracking.history import History
+from vramlab_course.ranks import alone
 
 SMALL = {"batch_size": 2, "seq_len": 24, "num_layers": 2}
 FSDP3, FSDP2 = {"stage": 3, "engine": "fsdp"}, {"stage": 2, "engine": "fsdp"}

@@ -12,11 +12,12 @@ from tiny_models import config, quick_collections  # noqa: F401
 from vramlab.formulas.predict import predict
 from vramlab.formulas.slices import bubble
 from vramlab.measurement.launch import Launcher
-from vramlab.measurement.rank_training import alone, on_rank
+from vramlab.measurement.worker import on_rank
 from vramlab.recipe.parallel_limits import stage_layers
 from vramlab.recipe.recipe import Recipe, Sharding
 from vramlab.report.errors import RecipeError
 from vramlab.simulation.simulate import simulate, trace
+from vramlab_course.ranks import alone
 
 EIGHT_HEADS = {"hidden_size": 128, "num_attention_heads": 8}
 WHOLE = {"gpt_neox": {}, "phi": {"num_key_value_heads": 8, "resid_pdrop": 0.0}}  # families without grouped heads

@@ -20,7 +20,7 @@ from .records import find_record
 SECONDS_ON_CPU = 120
 MOST_RANKS = 4  # processes on a CPU: each holds the libraries, and they take turns on the cores
 CPU_FLOPS = 2e10  # a cautious figure for two cores in fp32; half precision is slower on most CPUs
-WORKER, PRELOAD = "vramlab.measurement.worker", "vramlab.measurement.rank_training:preload"
+WORKER = "vramlab.measurement.worker"  # the module, whose libraries only the child loads
 
 
 def measure(
@@ -126,7 +126,7 @@ def run_here(order: dict[str, Any], timeout: float = 1800, launcher: Launcher | 
     with child:
         try:
             function = f"{WORKER}:run_rank" if ranks > 1 else f"{WORKER}:run"
-            reports = child.run(function, order, ranks, device, timeout, PRELOAD)
+            reports = child.run(function, order, ranks, device, timeout, f"{WORKER}:preload")
         except MeasurementError as error:
             if isinstance(error, RankError) and error.oom:
                 text = f"Rank {error.rank} of {ranks}: {error.oom}" if ranks > 1 else error.oom

@@ -1,6 +1,7 @@
 """What a measuring process does: run both passes of a recipe, alone or as one of several ranks, and report."""
 
 import dataclasses
+import importlib
 import os
 import re
 from typing import Any
@@ -13,6 +14,7 @@ from ..recipe.recipe import Recipe
 from ..report.errors import RankError
 from ..report.report import Report, environment, format_bytes
 from ..training.engines import engine_of
+from ..training.models import build_model
 from ..training.process_group import one_rank_of, real_rank
 from .host_memory import limited, rss
 from .measurement_passes import clean_pass, tracked_pass
@@ -42,6 +44,17 @@ def run_rank(recipe: Recipe, repeats: int, warmup: int, device: str, memory_limi
         if report.status == "oom":
             raise RankError(report.message, rank, oom=report.message)
     return report
+
+
+def preload(recipe: Recipe, **others: Any) -> None:
+    """Import what a rank will need. A layer on the meta device: the model's class is looked up when it is built."""
+    import torch._dynamo
+    import torch.distributed.fsdp
+    import torch.distributed.tensor.parallel  # noqa: F401
+
+    import_libraries(recipe)
+    importlib.import_module(f"vramlab.training.engines.{recipe.sharding.engine}")
+    build_model(recipe.replace(num_layers=1, sharding=None), "meta")
 
 
 def on_rank(recipe: Recipe, rank: int) -> Recipe:

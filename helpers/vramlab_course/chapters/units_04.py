@@ -66,11 +66,13 @@ def wrapped(wrapping: str, layers: int, width: int, rows: int) -> dict[str, Any]
 
 def by_phase(recipe: dict[str, Any]) -> dict[str, dict[str, int]]:
     """One rank's side of a steady step of `recipe`: phase to the bytes of each kind of collective; for `launch`."""
-    from vramlab.measurement.rank_training import build_on_rank, on_rank
+    from vramlab.measurement.worker import on_rank
     from vramlab.recipe.recipe import Recipe
     from vramlab.tracking.collectives import Collectives
     from vramlab.training.process_group import real_rank
     from vramlab.training.training import train_step
+
+    from ..ranks import build_on_rank
 
     with real_rank("cpu") as rank:
         whole = Recipe(**recipe)
