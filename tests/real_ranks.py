@@ -96,14 +96,14 @@ def differing(recipe: Recipe, found: list[dict[str, Any]]) -> tuple | None:
 
 
 def witnesses(recipe: Recipe) -> dict[str, Any]:
-    """Peak and end of each phase by the allocator's own events, and by the tracker's (`test_simulate_witness.py`).
+    """Peak and end of each phase by the allocator's own events, and by the tracker's (`allocator_events.py`).
 
     The profiler does not see what gloo's thread frees, so in each of FSDP's transfers that thread is waited for while
     the transfer's work still holds its tensors: it has let go of them when it is done with another, and this thread is
     the last to.
     """
     import torch.distributed as dist
-    from test_simulate_witness import tracked, witnessed
+    from allocator_events import tracked, witnessed
 
     another = torch.zeros(1)
 

@@ -3,8 +3,8 @@
 import pytest
 import torch
 import transformers
-from test_simulate_values import measured
 from vramlab import simulate
+from watched_steps import measured
 
 
 def whisper():

@@ -5,31 +5,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.utils import rnn
-from vramlab import RecipeError, simulate, watch
-from vramlab.training.training import call, needs_closure
-
-
-def measured(model, batch, loss, optimizer):
-    """Two steps of the loop "plain", for real, on this CPU."""
-    kept = {}
-
-    def evaluate():
-        optimizer.zero_grad()
-        kept["outputs"] = call(model, batch)
-        value = loss(kept["outputs"], batch)
-        kept["loss"] = None
-        value.backward()
-        kept["loss"] = value.detach()
-        return value
-
-    with watch(model, batch=batch) as seen:
-        for _ in range(2):
-            if needs_closure(optimizer):
-                optimizer.step(evaluate)
-            else:
-                evaluate()
-                optimizer.step()
-    return seen.report()
+from vramlab import RecipeError, simulate
+from watched_steps import measured
 
 
 def both(make, batch, loss, optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.01)):

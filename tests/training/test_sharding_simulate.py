@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 import torch
+from allocator_events import LITERALS
 from real_ranks import assert_learned_alike, births, differing, learned, run
-from test_simulate_witness import LITERALS
 from tiny_models import config, quick_collections  # noqa: F401
 from vramlab.measurement.launch import Launcher, launch
 from vramlab.recipe.recipe import Loop, LoRA, Recipe, Sharding
