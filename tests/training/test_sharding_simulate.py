@@ -92,7 +92,29 @@ OF_FOUR = (
     "gpt2, ZeRO-1, plain loop",
 )
 WORLDS = {2: tuple(TABLE), 4: OF_FOUR}
-CASES = [(world, name) for world, names in WORLDS.items() for name in names]
+# What `make test` runs: each engine and stage, each knob once. The rest is combinations, for `make test-all`.
+QUICK = {
+    2: (
+        "llama, stage 3",
+        "llama, one unit",
+        "gpt2, tied, stage 2, plain loop",
+        "gpt2, sizes that nothing divides",
+        "llama, accumulating, bf16-mixed",
+        "llama, checkpointing",
+        "llama, LoRA on bf16",
+        "llama, offloaded",
+        "llama, DDP",
+        "gpt2, DDP, accumulating",
+        "gpt2, ZeRO-1, plain loop",
+    ),
+    4: ("gpt2, sizes that nothing divides",),
+}
+
+
+def cases(worlds: dict[int, tuple[str, ...]]) -> list:
+    """(world, name) of each; what is not quick is marked slow."""
+    pairs = [(world, name) for world, names in worlds.items() for name in names]
+    return [pytest.param(*p, marks=[] if p[1] in QUICK[p[0]] else pytest.mark.slow, id=f"{p[0]}-{p[1]}") for p in pairs]
 
 
 def recipe_of(name: str, world_size: int = 2) -> Recipe:
@@ -108,52 +130,57 @@ def launcher():
 
 @pytest.fixture(scope="module")
 def real(launcher):
-    """By world size: what each rank found, by name. A world is started when it is first asked for."""
+    """By world size and name: what each rank found. Quick and slow cases start, each all at once, when first asked for."""
 
     @functools.cache
-    def of(world: int) -> list[dict[str, Any]]:
-        more = {"learn": LEARNED, "witness": WITNESSED} if world == 2 else {}
-        return run(launcher, {name: recipe_of(name, world) for name in WORLDS[world]}, **more)
+    def started(world: int, quick: bool) -> list[dict[str, Any]]:
+        names = [name for name in WORLDS[world] if (name in QUICK[world]) == quick]
+        more = {"learn": {*LEARNED} & {*names}, "witness": {*WITNESSED} & {*names}} if world == 2 else {}
+        return run(launcher, {name: recipe_of(name, world) for name in names}, **more)
+
+    def of(world: int, name: str) -> list[dict[str, Any]]:
+        return [left[name] for left in started(world, name in QUICK[world])]
 
     return of
 
 
-@pytest.mark.parametrize(("world", "name"), CASES, ids=lambda value: str(value))
+@pytest.mark.parametrize(("world", "name"), cases(WORLDS))
 def test_every_rank_allocates_what_its_simulation_says(real, world, name):
-    assert differing(recipe_of(name, world), [left[name] for left in real(world)]) is None
+    assert differing(recipe_of(name, world), real(world, name)) is None
 
 
 def test_ranks_differ_where_sizes_do_not_divide(real):
-    """The comparison above is no tautology: ranks of one world are told apart, and so is another stage."""
-    first, second = (left["gpt2, sizes that nothing divides"]["phases"] for left in real(2))
+    """The comparison above is no tautology: ranks of one world are told apart, and so are other units."""
+    first, second = (left["phases"] for left in real(2, "gpt2, sizes that nothing divides"))
     states = [phases["between_steps"]["end"]["optimizer_states"] for phases in (first, second)]
     assert states[0] > states[1]
-    assert real(2)[0]["llama, stage 2"]["births"] != real(2)[0]["llama, stage 3"]["births"]
+    assert real(2, "llama, one unit")[0]["births"] != real(2, "llama, stage 3")[0]["births"]
     assert first["load"]["end"]["parameters"] == second["load"]["end"]["parameters"]  # shards are padded to equal sizes
 
 
 @pytest.mark.parametrize("name", WITNESSED)
 def test_the_allocator_says_the_same_on_every_rank(real, name):
     """The tracker's bytes on a rank are the CPU allocator's, but for literals of a few bytes, in every phase."""
-    for left in real(2):
-        for phase, claimed in left[name]["tracked"].items():
-            for seen, said in zip(left[name]["witnessed"][phase], claimed, strict=True):
+    for left in real(2, name):
+        for phase, claimed in left["tracked"].items():
+            for seen, said in zip(left["witnessed"][phase], claimed, strict=True):
                 assert 0 <= seen - said <= LITERALS, phase
-        assert left[name]["witnessed"].keys() == left[name]["tracked"].keys()
-        assert left[name]["witnessed"]["backward"][0] > 1_000_000
+        assert left["witnessed"].keys() == left["tracked"].keys()
+        assert left["witnessed"]["backward"][0] > 1_000_000
 
 
-@pytest.mark.parametrize("name", [name for name in LEARNED if "mixed" not in name])
-def test_two_ranks_learn_what_one_process_does(real, name):
+@pytest.mark.parametrize(("world", "name"), cases({2: tuple(name for name in LEARNED if "mixed" not in name)}))
+def test_two_ranks_learn_what_one_process_does(real, world, name):
     """Equal losses, gradients and weights over three steps, up to the order in which fp32 is summed."""
-    assert_learned_alike(recipe_of(name), [left[name] for left in real(2)])
+    assert_learned_alike(recipe_of(name), real(world, name))
 
 
+@pytest.mark.slow
 def test_half_precision_policy_learns_nearly_the_same(real):
     """The bf16 policy is another computation than autocast, so it is held to bf16's three digits only."""
     name = "llama, bf16-mixed"
     expected = learned(alone(recipe_of(name)).replace(precision="fp32"), steps=1)["losses"][0]
-    loss = sum(left[name]["losses"][0][0] for left in real(2)) / 2
+    loss = sum(left["losses"][0][0] for left in real(2, name)) / 2
     assert [loss] == pytest.approx(expected, rel=1e-2)
     assert [loss] != expected
 
@@ -161,11 +188,11 @@ def test_half_precision_policy_learns_nearly_the_same(real):
 @pytest.mark.parametrize(
     ("stage", "changes"),
     [
-        (3, {}),
-        (3, {"loop": "plain", "gradient_checkpointing": True}),
-        (2, {"precision": "bf16-mixed"}),
+        pytest.param(3, {}, marks=pytest.mark.slow),
+        pytest.param(3, {"loop": "plain", "gradient_checkpointing": True}, marks=pytest.mark.slow),
+        pytest.param(2, {"precision": "bf16-mixed"}, marks=pytest.mark.slow),
         (3, {"gradient_accumulation_steps": 3, "precision": "bf16-mixed"}),
-        (3, {"lora": LoRA(r=4, target_modules="all-linear"), "precision": "bf16-true"}),
+        pytest.param(3, {"lora": EVERYWHERE, "precision": "bf16-true"}, marks=pytest.mark.slow),
         (2, {"loop": Loop.named("plain", foreach=True, max_grad_norm=1.0)}),
     ],
 )
@@ -222,7 +249,9 @@ def test_stages_order_as_zero_says():
     assert found[3]["backward"].end.gradients == rest[3].parameters
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt2", "qwen2", "opt"])
+@pytest.mark.parametrize(
+    "family", ["llama", "gpt2", *(pytest.param(f, marks=pytest.mark.slow) for f in ("qwen2", "opt"))]
+)
 def test_units_are_accelerates(family):
     """The Trainer's loop has the units that accelerate itself makes, module by module."""
     from importlib.metadata import version

@@ -4,6 +4,7 @@
 rounding (fp32 sums in another order), and a simulated rank allocates what the real one does, event by event.
 """
 
+import functools
 from typing import Any
 
 import pytest
@@ -65,7 +66,22 @@ ON_FOUR = [  # two ranks run everything
     "checkpointing, layers that do not divide",
 ]
 WORLDS = {2: [*TENSOR, *PIPELINE], 4: ON_FOUR}
-CASES = [(world, name) for world, names in WORLDS.items() for name in names]
+# What `make test` runs: both schedules, whole and divided key heads, a tied head, a first, middle and last stage.
+QUICK = {
+    2: [
+        "one matrix for queries, keys and values",
+        "tied, plain loop, accumulating",
+        "a vocabulary that nothing divides, momentum",
+        "GPipe, tied",
+        "checkpointing, layers that do not divide",
+    ],
+    4: ["grouped key and value heads", "1F1B"],
+}
+CASES = [
+    pytest.param(world, name, marks=[] if name in QUICK[world] else pytest.mark.slow)
+    for world, names in WORLDS.items()
+    for name in names
+]
 LOSS, GRADIENT = 2e-6, 1e-5  # relative; of a gradient, to its largest entry
 MOVED = 5e-6  # of a weight: Adam's first steps take its gradient's sign, that of one near 0 too
 HIDDEN = 4 * 24 * 128 * 4  # bytes of the hidden states of these recipes
@@ -85,23 +101,26 @@ def recipe_of(name: str, world_size: int = 2) -> Recipe:
 
 @pytest.fixture(scope="module")
 def ranks():
-    """By world size: what each rank found, by name."""
+    """By world size and name: what each rank found. Quick and slow cases start, each all at once, when first asked for."""
     with Launcher() as launcher:
-        return {
-            world: run(launcher, {name: recipe_of(name, world) for name in names}, learn=names)
-            for world, names in WORLDS.items()
-        }
+
+        @functools.cache
+        def started(world: int, quick: bool) -> list[dict[str, Any]]:
+            names = [name for name in WORLDS[world] if (name in QUICK[world]) == quick]
+            return run(launcher, {name: recipe_of(name, world) for name in names}, learn=names)
+
+        yield lambda world, name: [left[name] for left in started(world, name in QUICK[world])]
 
 
-@pytest.fixture(scope="module")
-def single() -> dict[str, dict[str, Any]]:
-    """What one process computes, by name."""
-    return {name: learned(alone(recipe_of(name))) for name in WORLDS[2]}
+@functools.cache
+def single(name: str) -> dict[str, Any]:
+    """What one process computes."""
+    return learned(alone(recipe_of(name)))
 
 
 @pytest.mark.parametrize(("world", "name"), CASES)
-def test_ranks_compute_what_one_process_does(ranks, single, world, name):
-    one, found = single[name], [left[name] for left in ranks[world]]
+def test_ranks_compute_what_one_process_does(ranks, world, name):
+    one, found = single(name), ranks(world, name)
     for rank in found if name in TENSOR else found[-1:]:
         for losses, expected in zip(rank["losses"], one["losses"], strict=True):
             # a pipeline's loss is that of the whole batch
@@ -120,7 +139,7 @@ def test_ranks_compute_what_one_process_does(ranks, single, world, name):
 
 @pytest.mark.parametrize(("world", "name"), CASES)
 def test_a_simulated_rank_allocates_what_a_real_one_does(ranks, world, name):
-    assert differing(recipe_of(name, world), [left[name] for left in ranks[world]]) is None
+    assert differing(recipe_of(name, world), ranks(world, name)) is None
 
 
 def test_a_layer_all_reduces_four_times(ranks):
@@ -128,19 +147,17 @@ def test_a_layer_all_reduces_four_times(ranks):
 
     Beside them stand one for the embedding's slices, one for the head's, and numbers for clipping.
     """
-    for found in ranks.values():
-        for rank in found:
-            sizes = rank["grouped key and value heads"]["sizes"]
-            assert sizes["all_reduce"].count(HIDDEN) == 4 * 2 + 2
-            assert max(sizes["all_reduce"]) == HIDDEN
-            assert sizes["all_gather"] == [4 * 24 * 1000 * 4]  # whole logits
+    for rank in ranks(4, "grouped key and value heads"):
+        sizes = rank["sizes"]
+        assert sizes["all_reduce"].count(HIDDEN) == 4 * 2 + 2
+        assert max(sizes["all_reduce"]) == HIDDEN
+        assert sizes["all_gather"] == [4 * 24 * 1000 * 4]  # whole logits
 
 
 def test_a_stage_sends_each_micro_batch_on_and_back(ranks):
-    for world, found in ranks.items():
-        for rank, left in enumerate(found):
-            sizes, neighbours = left["1F1B"]["sizes"], (rank > 0) + (rank < world - 1)
-            assert sizes["send"] == sizes["recv"] == [HIDDEN // 4] * 4 * neighbours
+    for rank, left in enumerate(ranks(4, "1F1B")):
+        sizes, neighbours = left["sizes"], (rank > 0) + (rank < 3)
+        assert sizes["send"] == sizes["recv"] == [HIDDEN // 4] * 4 * neighbours
 
 
 def test_slices_are_equal_shares():
