@@ -2,6 +2,7 @@
 
 import itertools
 import random
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from typing import Any
 
@@ -55,3 +56,15 @@ def pairwise(
             rows.append(best)
             open_pairs -= pairs_of(best)
     return rows, impossible
+
+
+def every_value(rows: list[Row], times: int = 2) -> list[Row]:
+    """The first rows in which each value of each factor occurs `times`, or as often as it does in all rows."""
+    left = Counter(item for row in rows for item in row.items())
+    left = {item: min(count, times) for item, count in left.items()}
+    chosen = []
+    while any(left.values()):
+        row = max((r for r in rows if r not in chosen), key=lambda r: sum(left[item] > 0 for item in r.items()))
+        chosen.append(row)
+        left.update({item: max(0, left[item] - 1) for item in row.items()})
+    return chosen

@@ -9,7 +9,7 @@ import dataclasses
 
 import pytest
 import torch
-from pairwise import pairs_of, pairwise
+from pairwise import every_value, pairs_of, pairwise
 from real_ranks import births
 from tiny_models import TINY, config, quick_collections  # noqa: F401
 from vramlab.recipe.recipe import OPTIMIZERS, PRECISIONS, Loop, LoRA, Quantization, Recipe
@@ -84,6 +84,7 @@ def valid(row: dict) -> bool:
 
 
 ROWS, IMPOSSIBLE = pairwise(FACTORS, valid, optional=[("family", "optim")], tries=200)
+QUICK = every_value(ROWS)  # each value of each setting twice; every pair of them is for `make test-all`
 
 SMALL = {"batch_size": 2, "seq_len": 24, "num_layers": 2}
 CLASSES = {"task": "sequence-classification"}
@@ -135,7 +136,11 @@ def assert_equal(recipe: Recipe) -> None:
     assert (recipe.optim == "sgd" and not recipe.optim_args) or a.phases["between_steps"].end.optimizer_states > 0
 
 
-@pytest.mark.parametrize("row", ROWS, ids=lambda row: "-".join(str(value) for value in row.values()))
+@pytest.mark.parametrize(
+    "row",
+    [pytest.param(row, marks=[] if row in QUICK else pytest.mark.slow) for row in ROWS],
+    ids=lambda row: "-".join(str(value) for value in row.values()),
+)
 def test_equals_real_tensors(row):
     assert_equal(recipe_of(row))
 

@@ -3,6 +3,7 @@
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pairwise import every_value
 from tiny_models import TINY, config, quick_collections  # noqa: F401
 from vramlab.recipe.recipe import Loop, LoRA, Quantization, Recipe, Sharding
 from vramlab.recipe.shapes import model_names, read_shape
@@ -88,9 +89,16 @@ PAIRS = [
     for j, name in enumerate(RECIPES)
     if (i + j) % 5 == 0 or (name == "default" and i % 2)
 ]
+ROWS = [{"family": family, "name": name} for family, name in PAIRS]
+QUICK = [tuple(row.values()) for row in every_value(ROWS, times=1)]
 
 
-@pytest.mark.parametrize(("family", "name"), PAIRS)
+def quick(values, chosen) -> list:
+    """`values` as parameters, those that are not among `chosen` marked slow."""
+    return [pytest.param(*value, marks=[] if value in chosen else pytest.mark.slow) for value in values]
+
+
+@pytest.mark.parametrize(("family", "name"), quick(PAIRS, QUICK))
 def test_equals_the_whole_run(family, name, taken):
     assert_same(tiny(family, **RECIPES[name]), "cuda")
     assert taken == ["deepened"]
@@ -170,14 +178,22 @@ SHARDINGS = {
 }
 
 
-@pytest.mark.parametrize("checkpointing", [False, True])
-@pytest.mark.parametrize("name", SHARDINGS)
+BY_LAYER = {"stage 3": True, "stage 2": False, "slices": False}  # and whether the quick suite checkpoints
+
+
+@pytest.mark.parametrize(
+    ("name", "checkpointing"), quick([(n, c) for n in BY_LAYER for c in (False, True)], [*BY_LAYER.items()])
+)
 def test_one_rank_of_many(name, checkpointing, taken):
-    sharding = SHARDINGS[name]
     recipe = Recipe(config("llama"), 2, 24, num_layers=GROUPS + 3, gradient_checkpointing=checkpointing)
-    assert_same(recipe.replace(sharding=sharding, precision="bf16-true"), "cuda")
-    by_layer = sharding.engine == "tensor" or (sharding.engine == "fsdp" and sharding.wrap == "layers")
-    assert taken == (["deepened"] if by_layer else [])
+    assert_same(recipe.replace(sharding=SHARDINGS[name], precision="bf16-true"), "cuda")
+    assert taken == ["deepened"]
+
+
+@pytest.mark.parametrize("name", [name for name in SHARDINGS if name not in BY_LAYER])
+def test_a_rank_whose_layers_are_not_alike_is_run_whole(name, taken):
+    simulate(Recipe(config("llama"), 2, 24, num_layers=GROUPS + 3, sharding=SHARDINGS[name]))
+    assert taken == []
 
 
 def test_norms_of_a_large_vocabulary_in_half_precision():
@@ -228,7 +244,9 @@ NOT_REPEATED = {
 }
 
 
-@pytest.mark.parametrize("name", UNLIKE)
+@pytest.mark.parametrize(
+    ("name",), quick([(n,) for n in UNLIKE], [("the first are dense",), ("windows in the last",), ("DINOv2",)])
+)
 def test_unlike_layers_equal_the_whole_run(name, taken):
     report = assert_same(UNLIKE[name], "cuda")
     assert taken[-1] == "deepened" and report.notes == []
