@@ -5,8 +5,9 @@ What is allocated is held against fake ranks (`differing`), what is learned agai
 """
 
 import dataclasses
+import functools
 import itertools
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import pytest
@@ -35,6 +36,28 @@ def run(
     (world,) = {recipe.sharding.world_size for recipe in recipes.values()}
     order = {"recipes": dict(recipes), "learn": [*learn], "witness": [*witness]}
     return launcher.run("real_ranks:work", order, world, timeout=timeout, preload="real_ranks:preload")
+
+
+Worlds = Mapping[int, Collection[str]]
+
+
+def cases(worlds: Worlds, quick: Worlds) -> list:
+    """(world size, name) of each; what is not quick is marked slow."""
+    pairs = [(world, name) for world, names in worlds.items() for name in names]
+    return [pytest.param(*p, marks=[] if p[1] in quick[p[0]] else pytest.mark.slow, id=f"{p[0]}-{p[1]}") for p in pairs]
+
+
+def when_asked(launcher: Launcher, worlds: Worlds, quick: Worlds, recipe_of: Callable[[str, int], Recipe], **more):
+    """A function of world size and name: what each rank found. Quick cases start all at once when one is first asked for,
+    and so do slow ones. `more`: for `learn` and `witness`, names by world size."""
+
+    @functools.cache
+    def started(world: int, is_quick: bool) -> list[dict[str, Any]]:
+        names = [name for name in worlds[world] if (name in quick[world]) == is_quick]
+        chosen = {key: [name for name in names if name in wanted.get(world, ())] for key, wanted in more.items()}
+        return run(launcher, {name: recipe_of(name, world) for name in names}, **chosen)
+
+    return lambda world, name: [left[name] for left in started(world, name in quick[world])]
 
 
 def preload(recipes: dict[str, Recipe], **others: Any) -> None:

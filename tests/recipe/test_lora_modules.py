@@ -135,7 +135,12 @@ def test_good_adapters_pass():
 
 
 @pytest.mark.parametrize(
-    "targets", [r".*layers\.[45]\..*q_proj", ["layers.3.self_attn.q_proj"], r".*layers\.0\..*q_proj"]
+    "targets",
+    [
+        r".*layers\.[45]\..*q_proj",
+        pytest.param(["layers.3.self_attn.q_proj"], marks=pytest.mark.slow),
+        pytest.param(r".*layers\.0\..*q_proj", marks=pytest.mark.slow),
+    ],
 )
 def test_adapters_in_some_layers_are_simulated_whole_and_not_predicted(targets):
     recipe = Recipe(config("llama"), 2, 16, num_layers=8, lora=LoRA(r=2, target_modules=targets))

@@ -545,8 +545,11 @@ def test_a_cell_by_itself_is_fused_too():
 # --- the package flash-attn -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("family", ["gpt2", "llama", "bert", "mixtral"])
-@pytest.mark.parametrize("changes", [{}, {"gradient_checkpointing": True}], ids=["", "checkpointing"])
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [("gpt2", {}), ("llama", {"gradient_checkpointing": True}), ("bert", {}), ("mixtral", {})],
+    ids=["gpt2", "llama, checkpointing", "bert", "mixtral"],
+)
 def test_flash_attn_is_simulated_without_the_package(family, changes):
     """`flash_api.cpp`, which torch's own flash kernel has too: output, a number a row and the generator's state are
     kept, and dQ is summed up in fp32 in the backward pass."""

@@ -130,8 +130,14 @@ def really(make, batch, loss, optimizer, precision="fp32", loop="plain") -> dict
     return History(tracker.log, tracker.marks).phases()
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    ("case", "optimizer"),
+    [
+        pytest.param(case, optimizer, marks=[] if i % len(OPTIMIZERS) == j else pytest.mark.slow)
+        for i, case in enumerate(CASES)
+        for j, optimizer in enumerate(OPTIMIZERS)
+    ],
+)
 def test_equals_real_tensors_to_the_byte(case, optimizer):
     make, batch, loss = CASES[case]
     model = make()

@@ -1,13 +1,12 @@
 """DeepSpeed's stages: real ranks against one process, and against simulated ones, to the byte."""
 
-import functools
 import sys
 from math import ceil
 from typing import Any
 
 import pytest
 import torch
-from real_ranks import assert_learned_alike, differing, learned, run
+from real_ranks import assert_learned_alike, cases, differing, learned, when_asked
 from tiny_models import config, quick_collections  # noqa: F401
 from vramlab.measurement.launch import Launcher
 from vramlab.recipe.deepspeed_config import deepspeed_config, filled_in, nvme_config, nvme_missing
@@ -47,7 +46,19 @@ LEARNED = [name for name, row in TABLE.items() if "precision" not in row[4]]
 HALVED = "stage 1, bf16-mixed, offloaded"
 OF_FOUR = ("stage 1, odd sizes, plain loop", "stage 2, odd sizes, bf16-mixed", "stage 3, odd sizes, bf16-mixed")
 WORLDS = {2: tuple(TABLE), 4: OF_FOUR}
-CASES = [(world, name) for world, names in WORLDS.items() for name in names]
+QUICK = {  # what `make test` runs: each stage, each knob
+    2: (
+        "stage 0",
+        "stage 1, odd sizes, plain loop",
+        "stage 1, bf16-mixed, offloaded",
+        "stage 2",
+        "stage 2, LoRA, checkpointing",
+        "stage 3",
+        "stage 3, accumulating, offloaded",
+        "stage 3, bf16-true",
+    ),
+    4: ("stage 3, odd sizes, bf16-mixed",),
+}
 installed = pytest.mark.skipif("not __import__('importlib.util').util.find_spec('deepspeed')", reason="no deepspeed")
 
 
@@ -59,35 +70,28 @@ def recipe_of(name: str, world_size: int = 2) -> Recipe:
 
 @pytest.fixture(scope="module")
 def real():
-    """By world size: what each rank found, by name. A world is started when it is first asked for."""
     with Launcher() as launcher:
-
-        @functools.cache
-        def of(world: int) -> list[dict[str, Any]]:
-            learn = [*LEARNED, HALVED] if world == 2 else ()
-            return run(launcher, {name: recipe_of(name, world) for name in WORLDS[world]}, learn)
-
-        yield of
+        yield when_asked(launcher, WORLDS, QUICK, recipe_of, learn={2: [*LEARNED, HALVED]})
 
 
 @installed
-@pytest.mark.parametrize(("world", "name"), CASES, ids=str)
+@pytest.mark.parametrize(("world", "name"), cases(WORLDS, QUICK))
 def test_every_rank_allocates_what_its_simulation_says(real, world, name):
-    assert differing(recipe_of(name, world), [left[name] for left in real(world)]) is None
+    assert differing(recipe_of(name, world), real(world, name)) is None
 
 
 @installed
 def test_ranks_and_stages_are_told_apart(real):
-    first, second = (left["stage 2, odd sizes, bf16-mixed"]["births"] for left in real(2))
+    first, second = (left["births"] for left in real(2, "stage 1, odd sizes, plain loop"))
     assert first != second
-    assert real(2)[0]["stage 2"]["births"] != real(2)[0]["stage 3"]["births"]
+    assert real(2, "stage 2")[0]["births"] != real(2, "stage 3")[0]["births"]
 
 
 @installed
-@pytest.mark.parametrize("name", LEARNED)
-def test_two_ranks_learn_what_one_process_does(real, name):
+@pytest.mark.parametrize(("world", "name"), cases({2: LEARNED}, QUICK))
+def test_two_ranks_learn_what_one_process_does(real, world, name):
     """Equal losses, gradients and weights over three steps, up to the order in which fp32 is summed."""
-    assert_learned_alike(recipe_of(name), [left[name] for left in real(2)])
+    assert_learned_alike(recipe_of(name), real(world, name))
 
 
 @installed
@@ -97,7 +101,7 @@ def test_stages_of_half_precision_learn_the_same(real):
     Stage 0 is left out: DeepSpeed's wrapper takes a step with empty gradients when it is made, which Adam counts.
     """
     for (expected,), *losses in zip(
-        learned(alone(recipe_of(HALVED)))["losses"], *(left[HALVED]["losses"] for left in real(2)), strict=True
+        learned(alone(recipe_of(HALVED)))["losses"], *(left["losses"] for left in real(2, HALVED)), strict=True
     ):
         loss = sum(loss for (loss,) in losses) / 2
         assert loss == pytest.approx(expected, rel=2e-2) and loss != expected
@@ -112,7 +116,7 @@ def test_collectives_of_a_step(real):
         ("stage 2", ["all_reduce", "all_gather"]),
         ("stage 3", ["all_gather", "reduce_scatter"]),
     ):
-        sent = {kind: sum(sizes) for kind, sizes in real(2)[0][name]["sizes"].items()}
+        sent = {kind: sum(sizes) for kind, sizes in real(2, name)[0]["sizes"].items()}
         for kind in expected:
             assert weights <= sent.pop(kind) <= weights + 1024, (name, kind)  # and norms, flags and paddings
         assert sum(sent.values()) < 1024, name

@@ -5,14 +5,13 @@ process group whose other ranks do not exist. Losses, gradients and weights of t
 process that trains the same global batch.
 """
 
-import functools
 import time
 from typing import Any
 
 import pytest
 import torch
 from allocator_events import LITERALS
-from real_ranks import assert_learned_alike, births, differing, learned, run
+from real_ranks import assert_learned_alike, births, cases, differing, learned, when_asked
 from tiny_models import config, quick_collections  # noqa: F401
 from vramlab.measurement.launch import Launcher, launch
 from vramlab.recipe.recipe import Loop, LoRA, Recipe, Sharding
@@ -111,12 +110,6 @@ QUICK = {
 }
 
 
-def cases(worlds: dict[int, tuple[str, ...]]) -> list:
-    """(world, name) of each; what is not quick is marked slow."""
-    pairs = [(world, name) for world, names in worlds.items() for name in names]
-    return [pytest.param(*p, marks=[] if p[1] in QUICK[p[0]] else pytest.mark.slow, id=f"{p[0]}-{p[1]}") for p in pairs]
-
-
 def recipe_of(name: str, world_size: int = 2) -> Recipe:
     family, changes, sharding, options = TABLE[name]
     return Recipe(config(family, **changes), sharding=Sharding(world_size=world_size, **sharding), **SMALL | options)
@@ -130,21 +123,10 @@ def launcher():
 
 @pytest.fixture(scope="module")
 def real(launcher):
-    """By world size and name: what each rank found. Quick and slow cases start, each all at once, when first asked for."""
-
-    @functools.cache
-    def started(world: int, quick: bool) -> list[dict[str, Any]]:
-        names = [name for name in WORLDS[world] if (name in QUICK[world]) == quick]
-        more = {"learn": {*LEARNED} & {*names}, "witness": {*WITNESSED} & {*names}} if world == 2 else {}
-        return run(launcher, {name: recipe_of(name, world) for name in names}, **more)
-
-    def of(world: int, name: str) -> list[dict[str, Any]]:
-        return [left[name] for left in started(world, name in QUICK[world])]
-
-    return of
+    return when_asked(launcher, WORLDS, QUICK, recipe_of, learn={2: LEARNED}, witness={2: WITNESSED})
 
 
-@pytest.mark.parametrize(("world", "name"), cases(WORLDS))
+@pytest.mark.parametrize(("world", "name"), cases(WORLDS, QUICK))
 def test_every_rank_allocates_what_its_simulation_says(real, world, name):
     assert differing(recipe_of(name, world), real(world, name)) is None
 
@@ -169,7 +151,7 @@ def test_the_allocator_says_the_same_on_every_rank(real, name):
         assert left["witnessed"]["backward"][0] > 1_000_000
 
 
-@pytest.mark.parametrize(("world", "name"), cases({2: tuple(name for name in LEARNED if "mixed" not in name)}))
+@pytest.mark.parametrize(("world", "name"), cases({2: [name for name in LEARNED if "mixed" not in name]}, QUICK))
 def test_two_ranks_learn_what_one_process_does(real, world, name):
     """Equal losses, gradients and weights over three steps, up to the order in which fp32 is summed."""
     assert_learned_alike(recipe_of(name), real(world, name))
@@ -191,7 +173,7 @@ def test_half_precision_policy_learns_nearly_the_same(real):
         pytest.param(3, {}, marks=pytest.mark.slow),
         pytest.param(3, {"loop": "plain", "gradient_checkpointing": True}, marks=pytest.mark.slow),
         pytest.param(2, {"precision": "bf16-mixed"}, marks=pytest.mark.slow),
-        (3, {"gradient_accumulation_steps": 3, "precision": "bf16-mixed"}),
+        pytest.param(3, {"gradient_accumulation_steps": 3, "precision": "bf16-mixed"}, marks=pytest.mark.slow),
         pytest.param(3, {"lora": EVERYWHERE, "precision": "bf16-true"}, marks=pytest.mark.slow),
         (2, {"loop": Loop.named("plain", foreach=True, max_grad_norm=1.0)}),
     ],

@@ -8,7 +8,7 @@ import functools
 from typing import Any
 
 import pytest
-from real_ranks import births, differing, learned, run
+from real_ranks import births, cases, differing, learned, when_asked
 from tiny_models import config, quick_collections  # noqa: F401
 from vramlab.formulas.predict import predict
 from vramlab.formulas.slices import bubble
@@ -77,11 +77,6 @@ QUICK = {
     ],
     4: ["grouped key and value heads", "1F1B"],
 }
-CASES = [
-    pytest.param(world, name, marks=[] if name in QUICK[world] else pytest.mark.slow)
-    for world, names in WORLDS.items()
-    for name in names
-]
 LOSS, GRADIENT = 2e-6, 1e-5  # relative; of a gradient, to its largest entry
 MOVED = 5e-6  # of a weight: Adam's first steps take its gradient's sign, that of one near 0 too
 HIDDEN = 4 * 24 * 128 * 4  # bytes of the hidden states of these recipes
@@ -101,15 +96,8 @@ def recipe_of(name: str, world_size: int = 2) -> Recipe:
 
 @pytest.fixture(scope="module")
 def ranks():
-    """By world size and name: what each rank found. Quick and slow cases start, each all at once, when first asked for."""
     with Launcher() as launcher:
-
-        @functools.cache
-        def started(world: int, quick: bool) -> list[dict[str, Any]]:
-            names = [name for name in WORLDS[world] if (name in QUICK[world]) == quick]
-            return run(launcher, {name: recipe_of(name, world) for name in names}, learn=names)
-
-        yield lambda world, name: [left[name] for left in started(world, name in QUICK[world])]
+        yield when_asked(launcher, WORLDS, QUICK, recipe_of, learn=WORLDS)
 
 
 @functools.cache
@@ -118,7 +106,7 @@ def single(name: str) -> dict[str, Any]:
     return learned(alone(recipe_of(name)))
 
 
-@pytest.mark.parametrize(("world", "name"), CASES)
+@pytest.mark.parametrize(("world", "name"), cases(WORLDS, QUICK))
 def test_ranks_compute_what_one_process_does(ranks, world, name):
     one, found = single(name), ranks(world, name)
     for rank in found if name in TENSOR else found[-1:]:
@@ -137,7 +125,7 @@ def test_ranks_compute_what_one_process_does(ranks, world, name):
     assert seen >= set(one["tensors"])
 
 
-@pytest.mark.parametrize(("world", "name"), CASES)
+@pytest.mark.parametrize(("world", "name"), cases(WORLDS, QUICK))
 def test_a_simulated_rank_allocates_what_a_real_one_does(ranks, world, name):
     assert differing(recipe_of(name, world), ranks(world, name)) is None
 

@@ -70,7 +70,10 @@ def make(name: str) -> Recipe:
     return Recipe(config(family), **fields)
 
 
-@pytest.mark.parametrize("name", CASES)
+COMBINED = ("bert", "gpt2 bf16-mixed", "gpt2 accumulation", "gpt2 checkpointing", "vit accumulation")
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow) if n in COMBINED else n for n in CASES])
 def test_a_real_trainer_step_is_what_simulate_says(name, tmp_path):
     recipe, seen = make(name), WatchCallback()
     trainer(recipe, tmp_path, seen).train()
