@@ -3,16 +3,21 @@
 Drawn once with a fixed seed and not chosen by how well they fit. Each model gets six recipes; for every setting the
 draws go through a shuffled deck of its values, so that each value comes up equally often.
 
-Run as a script with numbers FIRST and STEP, it simulates every STEP-th recipe from FIRST on and prints a line of JSON each.
+Run as a script it simulates them all, which takes minutes, and writes `formulas/grid.jsonl`: to be done when simulate is
+meant to say something else, such as after a new version of a library.
 """
 
 import json
 import random
-import sys
+from collections.abc import Callable
+from importlib.metadata import version
+from pathlib import Path
 
+import pytest
 from vramlab import Loop, LoRA, Quantization, Recipe, RecipeError
 from vramlab.recipe.shapes import model_names, read_shape
 
+FOLDER = Path(__file__).parent / "formulas"
 RECIPES_A_MODEL = 6
 PRECISIONS = ("fp32", "tf32", "fp16-mixed", "bf16-mixed", "fp16-true", "bf16-true")
 OPTIMIZERS = (
@@ -110,7 +115,30 @@ def simulated(recipe: Recipe) -> dict:
     return {"peak": report.peak.total, "phase": report.peak_phase, "phases": phases, "reserved": reserved}
 
 
+def versions() -> dict[str, str]:
+    """Of the libraries whose code is simulated."""
+    return {name: version(name) for name in ("torch", "transformers", "peft", "bitsandbytes", "deepspeed")}
+
+
+def stored(name: str) -> dict[str, dict]:
+    """What was simulated, by the recipe's key, and "versions"."""
+    rows = map(json.loads, (FOLDER / name).read_text(encoding="utf-8").splitlines())
+    return {row.pop("recipe"): row for row in rows}
+
+
+def assert_still_said(name: str, recipe: Recipe, simulated: Callable[[Recipe], dict]) -> None:
+    """Hold a recipe's golden bytes; other versions of the libraries may say something else."""
+    rows = stored(name)
+    if rows["versions"] != versions():
+        pytest.skip(f"{name} was made with {rows['versions']}")
+    assert simulated(recipe) == rows[recipe.key]
+
+
+def store(name: str, recipes: list[Recipe], simulated: Callable[[Recipe], dict]) -> None:
+    """Simulate `recipes` and write a line of JSON for each."""
+    rows = [{"recipe": "versions", **versions()}, *({"recipe": r.key, **simulated(r)} for r in recipes)]
+    (FOLDER / name).write_text("\n".join(map(json.dumps, rows)) + "\n", encoding="utf-8")
+
+
 if __name__ == "__main__":
-    first, step = int(sys.argv[1]), int(sys.argv[2])
-    for number, recipe_ in list(enumerate(grid()))[first::step]:
-        print(json.dumps({"number": number, **simulated(recipe_)}), flush=True)
+    store("grid.jsonl", grid(), simulated)

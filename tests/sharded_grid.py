@@ -1,14 +1,12 @@
 """The sharded recipes on which `predict` is held against `simulate`: engines, stages, worlds, precisions, spread out.
 
-Drawn once with a fixed seed and not chosen by how well they fit. Run as a script with numbers FIRST and STEP, it
-simulates every STEP-th recipe from FIRST on and prints a line of JSON each.
+Drawn once with a fixed seed and not chosen by how well they fit. Run as a script it simulates them all, which takes many
+minutes, and writes `formulas/sharded_grid.jsonl`.
 """
 
-import json
 import random
-import sys
 
-from predict_grid import Deck
+from predict_grid import Deck, store
 from vramlab import Recipe
 from vramlab.recipe.options import Sharding
 
@@ -62,6 +60,4 @@ def simulated(recipe: Recipe) -> dict:
 
 
 if __name__ == "__main__":
-    first, step = int(sys.argv[1]), int(sys.argv[2])
-    for number, recipe in list(enumerate(grid()))[first::step]:
-        print(json.dumps({"number": number, **simulated(recipe)}), flush=True)
+    store("sharded_grid.jsonl", grid(), simulated)

@@ -3,6 +3,7 @@
 import time
 
 import pytest
+from predict_grid import assert_still_said, stored
 from sharded_grid import grid, simulated
 from vramlab import LoRA, Quantization, Recipe
 from vramlab.formulas import fsdp as units
@@ -12,30 +13,37 @@ from vramlab.hardware.overhead import torch_release
 from vramlab.recipe.options import Sharding
 from vramlab.report.errors import RecipeError
 
-# Of the simulated peak. Run sharded_grid.py for all of it: 84 recipes, minutes.
+# Of the simulated peak.
 BOUND, MEAN = 0.03, 0.01
 PHASE_BOUND = 0.06
 HELD = ("parameters", "optimizer_states", "buffers", "inputs")
 
 
-def _some() -> list[Recipe]:
-    """Four of each engine's recipes, the cheap ones to simulate first."""
-    found = []
-    for engine, stages in (("ddp", (0, 1)), ("fsdp", (2, 3)), ("deepspeed", (0, 1, 2, 3))):
-        for stage in stages:
-            mine = [r for r in grid() if (r.sharding.engine, r.sharding.stage) == (engine, stage)]
-            mine.sort(
-                key=lambda r: (r.sharding.world_size > 64 and engine != "ddp", r.gradient_accumulation_steps, r.tokens)
-            )
-            found += mine[: 2 if engine != "fsdp" else 3]
-    return found
+def _quick() -> set[str]:
+    """The cheapest recipe of each engine's stages that there is to simulate."""
+    kinds = {}
+    for recipe in sorted(grid(), key=lambda r: (r.sharding.world_size, r.gradient_accumulation_steps, r.tokens)):
+        kinds.setdefault((recipe.sharding.engine, recipe.sharding.stage), recipe.key)
+    return {*kinds.values()}
+
+
+QUICK = _quick()
 
 
 @pytest.fixture(scope="module")
 def pairs():
-    if any(r.sharding.engine == "deepspeed" for r in _some()):
+    """(recipe, predicted, simulated) for the grid; what was simulated is stored."""
+    truths = stored("sharded_grid.jsonl")
+    return [(recipe, predict(recipe), truths[recipe.key]) for recipe in grid()]
+
+
+@pytest.mark.parametrize(
+    "recipe", [pytest.param(r, marks=[] if r.key in QUICK else pytest.mark.slow) for r in grid()], ids=str
+)
+def test_simulate_still_says_what_is_stored(recipe):
+    if recipe.sharding.engine == "deepspeed":
         pytest.importorskip("deepspeed")
-    return [(recipe, predict(recipe), simulated(recipe)) for recipe in _some()]
+    assert_still_said("sharded_grid.jsonl", recipe, simulated)
 
 
 def error(predicted: int, truth: int) -> float:
@@ -82,15 +90,20 @@ def test_what_fsdp_holds_between_steps_is_exact_to_the_byte(pairs):
     "changes",
     [
         {"sharding": Sharding(3, 8, "deepspeed")},  # as much is gathered as there may be, not all of it
-        {"sharding": Sharding(3, 8, "deepspeed", offload="parameters"), "seq_len": 256},
-        {"sharding": Sharding(2, 8, "deepspeed"), "seq_len": 256},
+        pytest.param(
+            {"sharding": Sharding(3, 8, "deepspeed", offload="parameters"), "seq_len": 256}, marks=pytest.mark.slow
+        ),
+        pytest.param({"sharding": Sharding(2, 8, "deepspeed"), "seq_len": 256}, marks=pytest.mark.slow),
         {"sharding": Sharding(3, 8, "fsdp"), "lora": LoRA(r=16), "quantization": Quantization("nf4"), "seq_len": 256},
-        {
-            "sharding": Sharding(2, 8, "deepspeed"),
-            "lora": LoRA(r=16),
-            "quantization": Quantization("nf4"),
-            "seq_len": 256,
-        },
+        pytest.param(
+            {
+                "sharding": Sharding(2, 8, "deepspeed"),
+                "lora": LoRA(r=16),
+                "quantization": Quantization("nf4"),
+                "seq_len": 256,
+            },
+            marks=pytest.mark.slow,
+        ),
     ],
     ids=lambda changes: str(changes["sharding"]),
 )
