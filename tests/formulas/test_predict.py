@@ -615,7 +615,6 @@ def test_a_written_out_stack_equals_the_multiplied_one():
         long = account.Account(recipe)
     account._written.cache_clear()
     for phase in ("forward", "backward"):
-        moment = short.peak(phase)
-        (split,), (other,) = short.splits([moment]), long.splits([long.peak(phase)])
+        (split,), (other,) = short.splits([short.moments[phase]]), long.splits([long.moments[phase]])
         assert sum(split.values()) == sum(other.values())
         assert {k: n for k, n in split.items() if n} == {k: n for k, n in other.items() if n}

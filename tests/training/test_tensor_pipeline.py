@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from real_ranks import births, cases, differing, learned, when_asked
 from tiny_models import config, quick_collections  # noqa: F401
+from vramlab.formulas.model_parallel import bubble
 from vramlab.formulas.predict import predict
-from vramlab.formulas.slices import bubble
 from vramlab.measurement.launch import Launcher
 from vramlab.measurement.worker import on_rank
 from vramlab.recipe.parallel_limits import stage_layers

@@ -7,25 +7,35 @@ Backward's peak in a layer is at the top of the stack or at the bottom, for betw
 """
 
 import dataclasses
+from collections.abc import Iterator
 from functools import cached_property, lru_cache
-from itertools import accumulate
 
 from ..hardware.gpu import DEFAULT_CHIP, Chip
 from ..recipe.options import LoRA
 from ..recipe.recipe import Recipe
 from ..recipe.shapes import Shape
 from ..report.report import CATEGORIES
-from . import step
-from .fsdp import ROOT, OneByOne, Units, at_once, computed, copies_outputs, divides, own_linear
-from .ledger import PASS, Entry, Hook, Parameter, Tensor
-from .model_states import is_saved, lora_targets, saved_modules, table, written_out
+from .deepspeed import DeepSpeedModel, gradient_reduction
+from .fsdp import FsdpModel
+from .ledger import Entry, Parameter, Tensor
+from .model import ROOT, Model
+from .model_parallel import PipelineStage, TensorParallelModel, is_model_parallel
+from .model_states import (
+    compute_recipe,
+    is_sharded_by,
+    is_trained_whole,
+    lora_targets,
+    parameter_table,
+    trained_whole,
+    written_out,
+)
 from .nearest import nearest
-from .slices import cut, model_of
 
 SHARED = ("zeros", "mask")
 # What the layers that are not written out add at a moment: times what one adds between two events.
 Extra = tuple[tuple[int, int, int], ...]
 Moment = tuple[int, Extra]
+Split = dict[str, int]
 
 
 class Account:
@@ -42,57 +52,48 @@ class Account:
     """
 
     def __init__(self, recipe: Recipe, chip: Chip = DEFAULT_CHIP, gradients_exist: bool = False):
-        asked, recipe = recipe, computed(recipe)
-        shape, lora = recipe.shape, recipe.lora
+        asked, recipe = recipe, compute_recipe(recipe)
+        shape = recipe.shape
         self.approximate = shape.layout is None
         if self.approximate:
             shape = nearest(recipe)
-        self.m = m = model_of(recipe)(recipe, shape, parameters(recipe, shape, lora), chip)
-        self.units = units = m.units = Units(m, asked, gradients_exist) if divides(recipe) else None
-        m.own_linear = own_linear(asked)
-        if gradients_exist and not units:
-            for parameter in m.parameters.values():
-                parameter.gradient = True
-        if recipe.loop.optimizer_in_backward:
-            m.on_gradient = lambda p, block: m.spend(step.single_temporaries(recipe, p.shape, p.width), "optimizer")
-        if at_once(asked):
-            m.on_gradient = self.hook = OneByOne(m, asked, gradients_exist)
-        loss = self._forward(recipe)
-        self.forward_end = len(m.changes)
-        if units:
-            m.nodes.append(Hook(lambda: units.before_backward(ROOT)))
+        self.m = m = _model_class(recipe)(recipe, shape, _parameters(recipe, shape), chip)
+        m.shard(asked, gradients_exist)
+        loss = self._forward()
+        self.forward_end = len(m.lines)
         m.backward(loss)
         del loss
-        if units:
-            units.end()
-            m.units = units.m = None  # no cycle is left to the garbage collector
-        if at_once(asked):
-            self.hook.last = None
-        m.on_gradient = None  # it knows the model, which need not wait for the garbage collector
-        self.end = len(m.changes)
-        self.live = list(accumulate(m.changes, initial=0))
-        for entry in m.entries:
-            if entry.category is None:
-                lasts = entry.birth < self.forward_end <= entry.death
-                entry.category = "activations" if lasts else "temporaries"
+        m.finish()
+        self.end = len(m.lines)
+        self.live = self._live()
         self.pieces = self._pieces()
 
-    def _forward(self, recipe: Recipe) -> Tensor:
+    def _forward(self) -> Tensor:
         m = self.m
         hidden = m.hidden_states()
-        self.head = len(m.changes)
+        self.head = len(m.lines)
         logits, loss = m.logits_and_loss(hidden)
         del hidden
-        if copies_outputs(recipe):
-            logits = m.op("clone", [logits], logits.shape, logits.width, grads=(PASS,))
         m.casts.clear()
-        self.autocast_end = len(m.changes)
+        self.autocast_end = len(m.lines)
         logits = m.returned(logits)
-        self.kept = [logits, *(m.caches or ())] if recipe.loop.keep_outputs else []
+        self.kept = [logits, *(m.caches or ())] if m.recipe.loop.keep_outputs else []
         m.caches = None
-        if self.units:
-            self.units.end_forward()
+        m.leave(ROOT)
         return loss
+
+    def _live(self) -> list[int]:
+        """Bytes alive after each event; gives a category to what has none yet."""
+        total, live, forward_end = 0, [0], self.forward_end
+        for event, entry in enumerate(self.m.lines):
+            if entry.birth == event:
+                total += entry.held
+                if entry.category is None:
+                    entry.category = "activations" if event < forward_end <= entry.death else "temporaries"
+            else:
+                total -= entry.held
+            live.append(total)
+        return live
 
     def _pieces(self) -> dict[str, list[tuple[int, int, Extra]]]:
         """Inside a layer both the top and the bottom of its stack are candidates, so backward's pieces overlap there."""
@@ -108,7 +109,7 @@ class Account:
         forward.append((self.autocast_end, self.forward_end, extra))
         first = self.forward_end
         for section in reversed(m.sections):
-            top, bottom = m.passed[section.top], m.passed[section.bottom]
+            top, bottom = section.top, section.bottom
             backward.append((first, bottom, extra))
             first, extra = top, (*extra, (section.more, top, bottom))
             for e in m.lines[top:bottom]:  # the first layer lets go of what all of them shared
@@ -119,34 +120,27 @@ class Account:
     @cached_property
     def moments(self) -> dict[str, Moment]:
         """Each phase's highest moment."""
-        return {phase: self.peak(phase) for phase in self.pieces}
+        return {phase: self._highest(pieces) for phase, pieces in self.pieces.items()}
 
     @cached_property
-    def phases(self) -> list[dict[str, int]]:
+    def phases(self) -> list[Split]:
         """Bytes by category at both phases' peaks, then at their ends."""
-        return self.splits([*self.moments.values(), *(self.last(phase) for phase in self.pieces)])
-
-    def peak(self, phase: str) -> Moment:
-        """The phase's highest moment."""
-        return self._highest(self.pieces[phase])
+        return self.splits([*self.moments.values(), *(pieces[-1][1:] for pieces in self.pieces.values())])
 
     @cached_property
-    def around_layers(self) -> dict[str, list[dict[str, int]]]:
-        """Phase to bytes by category at its highest moments: forward's until the head and from there on, backward's until
-        the layers, in them, and after them."""
-        forward, backward = self.pieces["forward"], self.pieces["backward"]
-        cuts = {"forward": [self.head], "backward": []}
-        if sections := self.m.sections:
-            cuts["backward"] = [self.m.passed[sections[-1].top], self.m.passed[sections[0].bottom]]
-        found = {}
-        for phase, pieces in (("forward", forward), ("backward", backward)):
-            ends = [*cuts[phase], pieces[-1][1]]
+    def around_layers(self) -> dict[str, list[Split]]:
+        """Phase to bytes by category at its highest moments: forward's until the head and from there on, backward's
+        until the layers, in them, and after them."""
+        cuts, sections, found = {"forward": [self.head], "backward": []}, self.m.sections, {}
+        if sections:
+            cuts["backward"] = [sections[-1].top, sections[0].bottom]
+        for phase, pieces in self.pieces.items():
             parts, begin = [], pieces[0][0]
-            for end in ends:
+            for end in [*cuts[phase], pieces[-1][1]]:
                 inside = [(max(first, begin), min(last, end), extra) for first, last, extra in pieces]
-                parts.append([piece for piece in inside if piece[0] <= piece[1]])
+                parts.append(self._highest([piece for piece in inside if piece[0] <= piece[1]]))
                 begin = end
-            found[phase] = self.splits([self._highest(part) for part in parts])
+            found[phase] = self.splits(parts)
         return found
 
     def _highest(self, pieces: list[tuple[int, int, Extra]]) -> Moment:
@@ -159,74 +153,95 @@ class Account:
                 best, found = total, (first + part.index(high), extra)
         return found
 
-    def last(self, phase: str) -> Moment:
-        """The phase's last moment."""
-        return self.pieces[phase][-1][1:]
-
-    def splits(self, moments: list[Moment]) -> list[dict[str, int]]:
+    def splits(self, moments: list[Moment]) -> list[Split]:
         """Bytes by category at each of `moments`, all layers counted."""
         wanted = {event for event, _ in moments} | {e for _, extra in moments for _, a, b in extra for e in (a, b)}
-        totals, at, begin = dict.fromkeys(CATEGORIES, 0), {}, 0
-        changes, lines = self.m.changes, self.m.lines
+        totals, at, begin, lines = dict.fromkeys(CATEGORIES, 0), {}, 0, self.m.lines
         for stop in sorted(wanted):
-            for entry, change in zip(lines[begin:stop], changes[begin:stop], strict=True):
-                totals[entry.category] += entry.size if change > 0 else -entry.size
+            for event in range(begin, stop):
+                entry = lines[event]
+                totals[entry.category] += entry.size if entry.birth == event else -entry.size
             at[stop], begin = dict(totals), stop
             at[stop]["workspace"] += self.live[stop] - sum(totals.values())  # what blocks hold beyond their sizes
         found = []
         for event, extra in moments:
             split = dict(at[event])
-            split["gradients"] += self.units.base if self.units else 0
+            split["gradients"] += self.m.other_gradients
             for times, a, b in extra:
                 before, after = at[a], at[b]
                 for category in after:
                     split[category] += times * (after[category] - before[category])
-            kept = min(split["activations"], 0)  # a layer's output that only the last one does not keep
-            split["activations"] -= kept
-            split["temporaries"] = max(split["temporaries"] + kept, 0)
+            excess = min(split["activations"], 0)  # a layer's output that only the last one does not keep
+            split["activations"] -= excess
+            split["temporaries"] += excess
             found.append(split)
         return found
+
+    @cached_property
+    def alive_at_peaks(self) -> dict[str, list[tuple[int, Entry]]]:
+        """Phase to (how many, entry) of the blocks alive at its highest moment."""
+        return {phase: self.alive(moment) for phase, moment in self.moments.items()}
 
     def alive(self, moment: Moment) -> list[tuple[int, Entry]]:
         """(how many, entry) of the blocks alive at `moment`, those of the layers not written out counted too."""
         event, extra = moment
-        times = {entry: 1 for entry in self.m.lines[:event] if entry.death >= event}
+        lines = self.m.lines
+        times = {entry: 1 for entry in lines[:event] if entry.death >= event}
         for n, a, b in extra:
-            for entry, change in zip(self.m.lines[a:b], self.m.changes[a:b], strict=True):
-                times[entry] = times.get(entry, 0) + (n if change > 0 else -n)
+            for i in range(a, b):
+                entry = lines[i]
+                times[entry] = times.get(entry, 0) + (n if entry.birth == i else -n)
         return sorted(((n, entry) for entry, n in times.items() if n > 0), key=lambda pair: pair[1].birth)
 
+    def births(self) -> Iterator[tuple[int, Entry]]:
+        """(how many, entry) of all blocks of the step, those of the layers not written out counted too."""
+        for event, entry in enumerate(self.m.lines):
+            if entry.birth == event:
+                inside = (s for s in self.m.sections if s.begin <= event < s.end or s.top <= event < s.bottom)
+                yield 1 + sum(section.more for section in inside), entry
 
-class Asked:
+
+def _model_class(recipe: Recipe) -> type[Model]:
+    """The ledger of a recipe's rank."""
+    classes = {"fsdp": FsdpModel, "deepspeed": DeepSpeedModel}
+    if is_model_parallel(recipe):
+        classes |= {"tensor": TensorParallelModel, "pipeline": PipelineStage}
+    return classes.get(recipe.sharding.engine, Model) if recipe.sharding else Model
+
+
+class AccountKey:
     """What an `Account` is made of, equal to others by the settings that it depends on."""
 
     def __init__(self, recipe: Recipe, chip: Chip, gradients_exist: bool):
         r, self.arguments = recipe, (recipe, chip, gradients_exist)
         optim = (r.optim, r.optim_args) if r.loop.optimizer_in_backward else None
         sizes = (r.shape, r.batch_size, r.seq_len, r.gradient_checkpointing, r.attn_implementation)
-        part = computed(r).precision, copies_outputs(r), own_linear(r)
-        if cut(r) or divides(r) or at_once(r):  # ranks compute alike, but for slices of the model itself
-            part = (*part, r.sharding if cut(r) else dataclasses.replace(r.sharding, rank=0))
+        part = (compute_recipe(r).precision,)
+        if is_model_parallel(r):
+            part = (*part, r.sharding)
+        elif is_sharded_by(r, "fsdp") or gradient_reduction(r):  # all ranks compute alike
+            part = (*part, dataclasses.replace(r.sharding, rank=0))
         self.key = (*sizes, r.precision, r.lora, r.quantization, r.loop, optim, chip, gradients_exist, part)
+        self.hash = hash(self.key)
 
     def __hash__(self) -> int:
-        return hash(self.key)
+        return self.hash
 
     def __eq__(self, other) -> bool:
         return self.key == other.key
 
 
 @lru_cache(maxsize=32)
-def kept_account(asked: Asked) -> Account:
-    """The account of `asked`, one of the last few: recipes that differ in optimizer or rank alone share theirs."""
-    return Account(*asked.arguments)
+def kept_account(key: AccountKey) -> Account:
+    """The account of `key`, one of the last few: recipes that differ in optimizer or rank alone share theirs."""
+    return Account(*key.arguments)
 
 
-def parameters(recipe: Recipe, shape: Shape, lora: LoRA | None) -> dict[str, Parameter]:
+def _parameters(recipe: Recipe, shape: Shape) -> dict[str, Parameter]:
     """The weights that the ledger writes out, by name; a tied head is another name for the embedding."""
-    layers = 3 if divides(recipe) else 2
-    found = {row[0]: Parameter(*row) for row in _written(shape, recipe.precision, recipe.quantization, lora, layers)}
-    head = shape.head
+    layers = 3 if is_sharded_by(recipe, "fsdp") else 2
+    rows = _written(shape, recipe.precision, recipe.quantization, recipe.lora, layers)
+    found, head = {row[0]: Parameter(*row) for row in rows}, shape.head
     words = next((name for name, weight in found.items() if weight.shape[0] == shape.vocab_size), None)
     if f"{head}.weight" not in found and words:  # a stage in the middle has neither
         found[f"{head}.weight"] = found[words]
@@ -238,15 +253,15 @@ def parameters(recipe: Recipe, shape: Shape, lora: LoRA | None) -> dict[str, Par
 @lru_cache(maxsize=512)
 def _written(shape: Shape, precision: str, quantization, lora: LoRA | None, layers: int) -> list[tuple]:
     """(name, shape, width, trained, quantized) of the weights outside the layers and of those in the first layers."""
-    rows = {(row.name, row.shape): row for row in table(shape, precision, quantization, lora, "sgd", None, False)}
-    saved, found = saved_modules(shape, lora), []
+    table = parameter_table(shape, precision, quantization, lora, "sgd", None, False)
+    rows, whole, found = {(row.name, row.shape): row for row in table}, trained_whole(shape, lora), []
     for name, role, size in written_out(shape, layers):
-        row, copied = rows[role, size], bool(saved) and is_saved(name, saved)
+        row, copied = rows[role, size], bool(whole) and is_trained_whole(name, whole)
         found.append((name, size, row.width, row.trained or copied, None if copied else row.quantized))
     names = {row[0] for row in found}
     for name, inside, out in lora_targets(shape, lora) if lora else ():
         if f"{name}.weight" in names or name == shape.head:
-            width = next(row.width for row in rows.values() if row.kind == "lora")
+            width = next(row.width for row in table if row.kind == "lora")
             found.append((f"{name}.lora_A", (lora.r, inside), width, True, None))
             found.append((f"{name}.lora_B", (out, lora.r), width, True, None))
     return found

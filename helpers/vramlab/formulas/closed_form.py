@@ -26,7 +26,7 @@ def activation_bytes_per_layer(recipe: Recipe) -> dict[str, int]:
     found: dict[str, int] = {}
     for _, entry in account.alive((account.forward_end, ())):
         if section.begin <= entry.birth < section.end:
-            module = entry.where.removeprefix(section.bottom).strip(".")
+            module = entry.where.removeprefix(section.name).strip(".")
             key = f"{module} · {entry.op}" if module else entry.op
             found[key] = found.get(key, 0) + entry.size
     return found

@@ -26,20 +26,20 @@ from ..hardware.reserved import internal_fragmentation
 from ..recipe.deepspeed_config import HIDDEN
 from ..recipe.recipe import Recipe
 from . import model_states as stored
-from .fsdp import FP64, computed
-from .model_states import FP32, HALF, Held, Row, held, in_order, state_sizes
+from .ledger import Parameter
+from .model import Model
+from .model_states import FP32, HALF, Held, Row, compute_recipe, held, in_order, is_sharded_by, state_sizes
 from .param_coordinator import Gathered, gathered
 from .step import COPIES, copies
 
-ALL_REDUCED = (
-    500_000_000  # elements that stage 0 reduces at a time (deepspeed/runtime/engine.py, MEMORY_OPT_ALLREDUCE_SIZE)
-)
+ALL_REDUCED = 500_000_000  # elements that stage 0 reduces at a time (runtime/engine.py, MEMORY_OPT_ALLREDUCE_SIZE)
+FP64, AT_ONCE = 8, 250_000_000  # elements of a norm that is computed at a time
 
 
 def of_rank(recipe: Recipe) -> Held:
     """What a rank holds."""
     sharding, asked = recipe.sharding, recipe
-    recipe = computed(recipe)
+    recipe = compute_recipe(recipe)
     told, offload = asked.precision.endswith("-mixed"), sharding.offload is not None
     rows = [row for row in in_order(recipe) if row.trained]
     groups = [rows]
@@ -64,7 +64,7 @@ def of_rank(recipe: Recipe) -> Held:
         parameters=0 if sharding.offload == "parameters" else frozen + sum(map(rounded, weights)),
         gradients=0,
         optimizer_states=sum(states),
-        slack={
+        fragmentation={
             "parameters": sum(internal_fragmentation(rounded(size)) for size in weights),
             "optimizer_states": sum(internal_fragmentation(size) for size in (*states, *masters)),
         },
@@ -107,13 +107,10 @@ def _first_two(
             reducing=0 if told else gradients,
             existing=sum(prod(row.shape) * row.count for row in rows) * width,
         )
-    # the part's buffer is made with its first gradient; the embedding's, which is the last, may be all that it is for
-    early = gradients if recipe.gradient_accumulation_steps == 1 and not offload else 0
-    layers, front = early * (recipe.sharding.rank > 0), early * (len(pieces) > 1)
     return replace(
         found,
         temporaries=temporaries,
-        backward_parts=(bucket, bucket + layers, bucket + front),
+        backward={"workspace": bucket},
         backward_end={"gradients": gradients},
         reducing=gradients + largest * width,
         existing=gradients,
@@ -124,7 +121,7 @@ def _third(recipe: Recipe, found: Held, rows: list[Row], parts: list[int], width
     """Stage 3: gradients of the part at all times, weights gathered while the step needs them."""
     sharding, small = recipe.sharding, HIDDEN["stage3_param_persistence_threshold"](recipe.shape.hidden_size)
     persistent = sum(rounded(prod(row.shape) * row.width) for row in rows if prod(row.shape) <= small)
-    parts_of_step = gathered(recipe.shape, recipe.gradient_checkpointing)
+    parts_of_step = gathered(recipe.shape)
     if sharding.world_size == 1:  # the part is the whole, and is taken as it is
         parts_of_step, persistent = Gathered(), 0
     wide = stored.weight_width(recipe.precision, recipe.quantization)
@@ -191,7 +188,8 @@ def _replica(recipe: Recipe, told: bool, rows: list[Row]) -> Held:
         parameters=stored.parameter_bytes(recipe),
         gradients=stored.gradient_bytes(recipe),
         optimizer_states=sum(states),
-        slack=stored.slack_bytes(recipe) | {"optimizer_states": sum(map(internal_fragmentation, (*copies_, *states)))},
+        fragmentation=stored.fragmentation_bytes(recipe)
+        | {"optimizer_states": sum(map(internal_fragmentation, (*copies_, *states)))},
         temporaries=max(whole * foreach + (whole if told else 0), norm),
         always={"optimizer_states": sum(copies_)},
         reducing=chunk * width + (chunk * FP32 if width == HALF and not told else 0),
@@ -212,3 +210,51 @@ def _bucket(recipe: Recipe) -> int:
 def _states(recipe: Recipe, shape: tuple[int, ...]) -> tuple[int, ...]:
     """Bytes of the states of an fp32 tensor."""
     return state_sizes(shape, "linear", FP32, recipe.optim, recipe.optim_args, False)
+
+
+def gradient_reduction(recipe: Recipe) -> bool | str:
+    """What DeepSpeed does with a gradient that is complete: False, it stays; True, it is reduced and goes when the next
+    one is complete; "fp32", it stays in fp32."""
+    if not is_sharded_by(recipe, "deepspeed") or recipe.sharding.stage == 0:
+        return False
+    if recipe.sharding.stage == 1:
+        return "fp32" if recipe.precision.endswith("-true") else False
+    return True
+
+
+class DeepSpeedModel(Model):
+    """The ledger of a rank whose gradients go one by one (`reduce_independent_p_g_buckets_and_remove_grads`).
+
+    Stages 1 and 2 reduce a copy of a gradient; in fp32 where the model is in half precision and DeepSpeed does not know
+    it, and then in pieces, one for each rank that has a part of it. Stage 3 scatters it as it is; offloaded, the rank's
+    part comes back to the device and is copied to fp64 for its norm (`partition_grads`), when the module's gathered
+    weights have just been freed, unless it is the embedding.
+    """
+
+    def shard(self, asked: Recipe, gradients_exist: bool) -> None:
+        super().shard(asked, gradients_exist)
+        self.sharding, self.reduction = asked.sharding, gradient_reduction(asked)
+        self.in_fp32, self.kept = asked.precision.endswith("-true"), []
+        trained = sum(prod(row.shape) * row.count for row in held(asked) if row.trained)
+        self.part = ceil(trained / asked.sharding.world_size)
+
+    def complete(self, parameter: Parameter) -> None:
+        if not self.reduction:
+            super().complete(parameter)
+            return
+        parameter.partial.block.entry.category = "gradients"
+        elements, width = prod(parameter.shape), FP32 if self.in_fp32 else parameter.width
+        if self.reduction == "fp32":
+            self.kept.append(self.group("to", [(elements * FP32, 1)], "gradients", FP32))
+            parameter.partial = None
+            return
+        size = (min(elements, self.part) if self.in_fp32 else elements) * width
+        if self.sharding.stage == 3:
+            part = ceil(elements / self.sharding.world_size)
+            back = part * width + min(part, AT_ONCE) * FP64 if self.sharding.offload else 0
+            cast = elements * width if width > parameter.width else 0
+            embedding = parameter.name == f"{self.embeddings[0]}.weight" if self.embeddings else False
+            size = max(0, cast + back - (0 if embedding else elements * parameter.width))
+        if size:
+            self.group("reduced", [(size, 1)], "workspace", width)
+        parameter.partial = None

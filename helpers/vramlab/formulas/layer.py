@@ -167,8 +167,8 @@ class Layer(Attention):
         weights = self.op("div", [top], (rows, k), FP32, saves=[top])
         order = self.tensor("sort", (rows * k,), INT64)
 
-        def index(x: Tensor, width: int) -> Tensor:  # backward: the gradient into zeros, those into another tensor
-            return self.op("index", [x], (rows * k, width), x.width, saves=[order], extra=prod(x.shape) * x.width)
+        def index(x: Tensor, width: int) -> Tensor:
+            return self.op("index", [x], (rows * k, width), x.width, saves=[order])
 
         def grouped(x: Tensor, role: str, out: int) -> Tensor:  # autocast leaves it alone, x takes the weight's dtype
             weight = self.parameters[at[role]]

@@ -1,19 +1,18 @@
-"""Autograd with sizes instead of numbers: what squared paper and a pencil do for one training step.
+"""Autograd with sizes instead of numbers.
 
-A `Tensor` here has a shape, a width (bytes an element) and a block of memory, and no content. An operator enters its
-result in the ledger and keeps what its backward formula will need; a block is crossed out when nobody refers to it any
-more, by Python's own reference counting, which is how PyTorch frees memory too. So the forward pass of a model written
-with these operators gives the bytes of the real one at every moment.
+A `Tensor` has a shape, a width (bytes an element) and a block of memory, and no content. An operator enters its result
+in the ledger and keeps what its backward formula will need. A block is freed when the last reference to it goes, by
+Python's own reference counting, as PyTorch frees memory. So a forward pass written with these operators gives the bytes
+of the real one at every moment.
 
 The backward pass follows `torch/csrc/autograd/engine.cpp`: operators in reverse order; gradients for the inputs are
 computed while the incoming one and the saved tensors live, then summed or cast to the input's shape and dtype
-(`validate_outputs`), then those are freed; a second gradient for the same tensor is added to the first, in place where
-nobody else holds that (`input_buffer.cpp`, can_accumulate_inplace); a parameter keeps its gradient.
+(`validate_outputs`), then those are freed; gradients of several uses are added up; a parameter keeps its gradient.
 
     >>> ledger = Ledger()
     >>> weight, x = Parameter("w", (4096, 4096), 4), ledger.tensor("input", (512, 4096), 4)
     >>> y = ledger.op("linear", [x, weight], (512, 4096), 4, saves=[x])
-    >>> sum(ledger.changes) // 2**20  # MiB: the input and the result
+    >>> sum(entry.size for entry in ledger.lines) // 2**20  # MiB: the input and the result
     16
     >>> ledger.backward(y)
     >>> weight.gradient.entry.size // 2**20
@@ -29,20 +28,16 @@ from ..hardware.overhead import SMALL_BLOCK, UNIT, rounded
 from ..hardware.reserved import internal_fragmentation
 from ..hardware.scratch import column_sums
 
-# The gradient for an operator's input: a new block of the input's own shape (OWN) or of the result's (FULL), to be
-# summed over what was broadcast; the incoming gradient itself, summed likewise (PASS), or a view of a part of it
-# (PART); or a copy in the input's dtype (CAST).
-OWN, FULL, PASS, PART, CAST = "own", "full", "pass", "part", "cast"
-PRODUCTS = ("linear", "gemm_4bit", "matmul_8bit")
-NEVER = 1 << 60  # the death of what is still there
+# The gradient for an operator's input: a new block of the input's own shape (OWN; BIAS: a sum over rows) or of the
+# result's (FULL), to be summed over what was broadcast; the incoming gradient itself, summed likewise (PASS), or a view
+# of a part of it (PART); or a copy in the input's dtype (CAST).
+OWN, BIAS, FULL, PASS, PART, CAST = "own", "bias", "full", "pass", "part", "cast"
+NEVER = 1 << 60  # the death of a block that is still alive
 NEW = object()
 
 
 class Entry:
-    """One line of the ledger: a block's size in bytes, what it is, and the events at which it came and went.
-
-    `held` is what the allocator gives for it: the size and its `slack`.
-    """
+    """A block: `size` bytes, `held` with `internal_fragmentation`, and the events of its birth and death."""
 
     __slots__ = ("birth", "category", "death", "held", "op", "shape", "size", "where", "width")
 
@@ -52,39 +47,39 @@ class Entry:
 
 
 class Block:
-    """A hold on an entry: the memory is freed when the last hold goes.
+    """A reference to an entry, which dies with the last one.
 
-    It knows the ledger's lists and not the ledger, which holds blocks: no cycle is left to the garbage collector.
+    It knows the ledger's lines and not the ledger, which holds blocks: no cycle is left to the garbage collector.
     """
 
-    __slots__ = ("changes", "entry", "lines")
+    __slots__ = ("entry", "lines")
 
     def __del__(self):
-        entry, changes = self.entry, self.changes
-        entry.death = len(changes)
-        changes.append(-entry.held)
-        self.lines.append(entry)
+        lines = self.lines
+        self.entry.death = len(lines)
+        lines.append(self.entry)
 
 
 class Tensor:
-    """A view of a block. `needs` says whether a gradient flows to it, `node` is the operator that made it.
+    """A view of a block.
 
-    `packed`: the numbers lie in the order of the shape, so that a batched product can take them as they are.
+    Attributes:
+        node: the operator that made it. `needs`: a gradient flows to it.
+        packed: its numbers lie in the order of its shape, so that a batched product takes them as they are.
     """
 
     __slots__ = ("block", "needs", "node", "packed", "shape", "width")
 
     def __init__(self, block: Block | None, shape: tuple[int, ...], width: int, node=None, needs: bool = False):
-        self.block, self.shape, self.width, self.node, self.needs = block, shape, width, node, needs
-        self.packed = False
+        self.block, self.shape, self.width, self.node, self.needs, self.packed = block, shape, width, node, needs, False
 
     def view(self, *shape: int) -> "Tensor":
-        """The same block under another shape; its gradient is a view too."""
+        """The same block under another shape."""
         return Tensor(self.block, shape, self.width, self.node, self.needs)
 
 
 class Parameter:
-    """A weight of the model, whose own memory is counted elsewhere. `uses` are the gradients it still waits for."""
+    """A weight, whose own memory is counted elsewhere. `uses`: the gradients it still waits for."""
 
     __slots__ = ("block", "gradient", "name", "needs", "partial", "quantized", "shape", "uses", "width")
 
@@ -98,29 +93,25 @@ class Parameter:
         return self
 
     def receive(self, ledger: "Ledger", gradient: Tensor) -> bool:
-        """Gradients of all uses are added up first (the engine's input buffer); returns whether that was the last.
+        """Add up the gradients of all uses; True with the last one.
 
-        In place, but for the first one from a linear layer: that is a transposed view, so the sum is new. DeepSpeed's
-        linear layer of stage 3 computes it the other way round (`LinearFunctionForZeroStage3`), and the sum is in place.
+        In place, except to a linear layer's: that is a transposed view, so the sum is new.
         """
         if self.partial is None:
             self.partial = gradient
-        elif self.partial.block.entry.op == "linear" and not ledger.own_linear:
-            sliced = prod(gradient.block.entry.shape) > prod(self.shape)  # of the whole table, under tensor parallel
-            part = ledger.tensor("clone", self.shape, self.width) if sliced else None
+        elif self.partial.block.entry.op == "linear":
             self.partial = ledger.tensor("add", self.shape, self.width)
-            del part
         self.uses -= 1
         return self.uses <= 0
 
 
 class Node:
-    """One operator of the forward pass as the backward pass sees it."""
+    """An operator of the forward pass, as the backward pass sees it."""
 
     __slots__ = ("edges", "extra", "gradient", "held", "op", "saved", "shape", "spike", "where")
 
     def receive(self, ledger: "Ledger", gradient: Tensor) -> None:
-        """Waits for the gradients of all uses; those of a split's pieces are joined."""
+        """Add up the gradients of all uses; those of a split's pieces are joined."""
         if self.op == "split":
             self.gradient = [*(self.gradient or ()), gradient]
         elif self.gradient is None:
@@ -138,24 +129,22 @@ class Node:
         extra = ledger.block(op, (self.extra,), 1) if self.extra else None
         width = (gradient[0] if op == "split" else gradient).width
         for receiver, shape, own_width, how in self.edges:
-            if how is OWN:
-                results.append((receiver, ledger.tensor(op, shape, width)))
+            if how is OWN or how is BIAS:
+                result = ledger.tensor(op, shape, width)
             elif how is CAST:
-                results.append((receiver, ledger.tensor("to", shape, own_width)))
+                result = ledger.tensor("to", shape, own_width)
             elif how is FULL:
-                results.append((receiver, ledger.tensor(op, self.shape, width)))
+                result = ledger.tensor(op, self.shape, width)
             else:
-                results.append((receiver, Tensor(gradient.block, shape, width)))
-        del extra
+                result = Tensor(gradient.block, shape, width)
+            results.append((receiver, result))
+        del extra, result
         for i, (receiver, shape, own_width, how) in enumerate(self.edges):
-            if how is OWN and len(shape) == 1 and op in PRODUCTS:  # a bias
+            if how is BIAS:
                 ledger.add_up(self.shape, shape, width)
-            if how is PASS or how is FULL:
-                if shape != self.shape and prod(shape) != prod(self.shape):
-                    ledger.add_up(self.shape, shape, width)
-                    results[i] = receiver, ledger.tensor("sum", shape, width)
-                elif how is PASS and type(receiver) is Parameter:  # it keeps no gradient that others use
-                    results[i] = receiver, ledger.tensor("clone", shape, width)
+            elif (how is PASS or how is FULL) and shape != self.shape and prod(shape) != prod(self.shape):
+                ledger.add_up(self.shape, shape, width)
+                results[i] = receiver, ledger.tensor("sum", shape, width)
             if width != own_width and how is not CAST:
                 results[i] = receiver, ledger.tensor("to", shape, own_width)
         del gradient
@@ -164,27 +153,15 @@ class Node:
 
 
 class Leaf:
-    """What stands for a tensor that was told to need a gradient: the graph holds it, and the gradient's first part.
+    """Leaf created by `requires_grad_()`: the graph holds its block, and the first part of its gradient."""
 
-    Without a `block` it holds neither.
-    """
-
-    def __init__(self, block: Block):
+    def __init__(self, block: Block | None):
         self.block, self.gradient = block, None
 
     def receive(self, ledger: "Ledger", gradient: Tensor) -> None:
-        """The gradient's parts are not added up here."""
+        """Keep the first part."""
         if self.block:
             self.gradient = self.gradient or gradient
-
-
-class Hook:
-    """Something that backward does when it gets here."""
-
-    __slots__ = ("call",)
-
-    def __init__(self, call: Callable[[], None]):
-        self.call = call
 
 
 class Replay:
@@ -215,50 +192,39 @@ class Ledger:
     """The running account of one step.
 
     Attributes:
-        changes: what each event added, in bytes (a free is negative); `lines` are the entries they belong to.
-        entries: every entry, in order of birth.
-        nodes: operators in order, and between them hooks that backward calls and names: `passed[name]` becomes the event
-            at which backward gets there.
-        own_linear: linear layers are DeepSpeed's.
-        chip: the GPU's; None where kernels' scratch memory is not asked for.
-        on_gradient: called with each parameter whose gradient is complete, and the gradient, which nobody else holds then.
+        lines: one entry an event: at its birth, and again at its death.
+        nodes: operators in order, and between them functions that backward calls.
+        chip: the GPU's; None counts no scratch memory of kernels.
     """
 
     chip: Chip | None = None
 
     def __init__(self):
-        self.changes: list[int] = []
         self.lines: list[Entry] = []
-        self.entries: list[Entry] = []
-        self.nodes: list[Node | Hook | str] = []
-        self.passed: dict[str, int] = {}
+        self.nodes: list[Node | Callable[[], None]] = []
         self.where = ""
         self.casts: dict[str, Tensor] = {}
         self.replay: Replay | None = None
         self.refilled: list[list[Block]] | None = None
-        self.own_linear = False
-        self.on_gradient: Callable[[Parameter, Block], None] | None = None
 
     def block(self, op: str, shape: tuple[int, ...], width: int, category: str | None = None) -> Block:
         """A new block of prod(shape) × width bytes, rounded up as the allocator does."""
-        block, entry, changes, lines = Block(), Entry(), self.changes, self.lines
-        block.entry, block.changes, block.lines = entry, changes, lines
+        block, entry, lines = Block(), Entry(), self.lines
+        block.entry, block.lines = entry, lines
         entry.size = size = -(-prod(shape) * width // UNIT) * UNIT
-        entry.held = held = size if size <= SMALL_BLOCK else size + internal_fragmentation(size)
+        entry.held = size if size <= SMALL_BLOCK else size + internal_fragmentation(size)
         entry.op, entry.shape, entry.width, entry.category, entry.where = op, shape, width, category, self.where
-        entry.birth, entry.death = len(changes), NEVER
-        changes.append(held)
+        entry.birth, entry.death = len(lines), NEVER
         lines.append(entry)
-        self.entries.append(entry)
         return block
 
     def group(self, op: str, sizes: list[tuple[int, int]], category: str, width: int = 1) -> Block:
-        """One block for many that come and go together: `sizes` are (bytes of one, how many), `width` a number's bytes."""
-        block, entry = self.block(op, (0,), 1, category), self.entries[-1]
-        entry.size = sum(rounded(size) * count for size, count in sizes)
-        entry.held = entry.size + sum(internal_fragmentation(rounded(size)) * count for size, count in sizes)
+        """One block for many that come and go together: `sizes` are (bytes of one, how many)."""
+        block = self.block(op, (0,), 1, category)
+        entry, rows = block.entry, [(rounded(size), count) for size, count in sizes]
+        entry.size = sum(size * count for size, count in rows)
+        entry.held = entry.size + sum(internal_fragmentation(size) * count for size, count in rows)
         entry.shape, entry.width = (sum(size * count for size, count in sizes) // width,), width
-        self.changes[-1] = entry.held
         return block
 
     def tensor(self, op: str, shape: tuple[int, ...], width: int) -> Tensor:
@@ -271,23 +237,22 @@ class Ledger:
             self.block(op, (size,), 1, category)
 
     def add_up(self, whole: tuple[int, ...], shape: tuple[int, ...], width: int) -> None:
-        """What the kernel needs that sums a gradient of shape `whole` down to `shape`, over the first dimensions."""
+        """Scratch memory of the kernel that sums a gradient of shape `whole` down to `shape`, over first dimensions."""
         columns = prod(shape)
         if self.chip and columns > 1:
             self.spend(column_sums(prod(whole) // columns, columns, width, self.chip), "sum", "workspace")
 
-    def accumulate(self, held: Tensor, new: Tensor, shape: tuple[int, ...]) -> Tensor:
-        """The sum of a gradient's parts; in place if no other tensor shares the first one's block."""
-        whole = rounded(held.width * prod(held.shape)) == held.block.entry.size
-        return held if whole and getrefcount(held.block) == 2 else self.tensor("add", shape, new.width)
+    def accumulate(self, first: Tensor, new: Tensor, shape: tuple[int, ...]) -> Tensor:
+        """The sum of a gradient's parts, in place if no other tensor shares the first one's block."""
+        return first if getrefcount(first.block) == 2 else self.tensor("add", shape, new.width)
 
-    def op(self, name, inputs, shape, width, *, saves=(), held=(), grads=None, extra=0, spike=0, block=NEW) -> Tensor:
+    def op(self, name, inputs, shape, width, *, saves=(), grads=None, extra=0, spike=0, block=NEW) -> Tensor:
         """One operator; returns its result.
 
         Args:
             inputs: tensors and parameters; those that need a gradient get one.
             shape, width: of the result; with `block` it is a view of that (None: of a parameter).
-            saves: what the backward formula keeps; a checkpoint drops it. `held` is kept behind autograd's back.
+            saves: what the backward formula keeps; a checkpoint drops it.
             grads: what each input's gradient is, see OWN; None is OWN for all.
             extra: bytes that the backward formula needs besides the gradients it makes; `spike`: before it makes them.
         """
@@ -307,7 +272,7 @@ class Ledger:
             return out
         node = out.node = Node()
         node.op, node.where, node.edges, node.extra, node.shape = name, self.where, edges, extra, shape
-        node.gradient, node.spike, node.held, node.saved = None, spike, held and [x.block for x in held], None
+        node.spike, node.gradient, node.held, node.saved = spike, None, None, None
         if saves:
             if self.replay is None:
                 node.saved = [x.block for x in saves]
@@ -343,12 +308,9 @@ class Ledger:
         return refilled
 
     def complete(self, parameter: Parameter) -> None:
-        """A gradient is complete: kept, or added to the one the parameter has, or used up by `on_gradient`."""
+        """A gradient is complete: kept, or added to the one that the parameter has."""
         block, parameter.partial = parameter.partial.block, None
-        if self.on_gradient:
-            block.entry.category = "gradients"
-            self.on_gradient(parameter, block)
-        elif parameter.gradient is None:
+        if parameter.gradient is None:
             block.entry.category = "gradients"
             parameter.gradient = block
 
@@ -360,10 +322,8 @@ class Ledger:
         nodes = self.nodes
         while nodes:
             node = nodes.pop()
-            if type(node) is str:
-                self.passed[node] = len(self.changes)
-            elif type(node) is Hook:
-                node.call()
+            if type(node) is not Node:
+                node()
             elif node.gradient is not None:
                 results = node.run(self)
                 while results:

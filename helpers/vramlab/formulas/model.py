@@ -7,37 +7,72 @@ from math import prod
 from ..hardware.gpu import Chip
 from ..recipe.recipe import Recipe
 from ..recipe.shapes import Shape
-from .fsdp import ROOT, TAIL, Units
 from .layer import Layer
-from .ledger import CAST, FULL, Hook, Leaf, Parameter, Tensor
+from .ledger import CAST, FULL, Leaf, Parameter, Tensor
 from .model_states import FP32, HALF, image_sizes
 from .operators import BOOL, INT64
+from .step import single_temporaries
+
+# Keys of `enter` and `leave` besides layers' names: the whole model, the input embedding, the last norm with the head.
+ROOT, EMBEDDING, TAIL = "", "embedding", "tail"
 
 
 @dataclass
 class Section:
     """A layer that stands for `more` others like it.
 
-    `begin` and `end` are the events around it in the forward pass; `bottom` and `top` name the bounds around it in the
-    backward pass; `taken` is the size of its input.
+    `begin` and `end` are the events around it in the forward pass, `top` and `bottom` those in the backward pass;
+    `taken` is the size of its input.
     """
 
-    bottom: str
-    top: str
+    name: str
     more: int
     begin: int
-    end: int
     taken: int
+    end: int = 0
+    top: int = 0
+    bottom: int = 0
 
 
 class Model(Layer):
-    """The ledger of one micro-batch, whole: see `Layer` for the arguments."""
+    """The ledger of one micro-batch: see `Layer` for the arguments. Engines for many ranks override what follows first.
+
+    Attributes:
+        gathers_layers: each layer gathers its weights, for the next one too.
+        other_gradients: bytes of gradients that are in no entry.
+    """
+
+    gathers_layers, other_gradients = False, 0
 
     def __init__(self, recipe: Recipe, shape: Shape, parameters: dict[str, Parameter], chip: Chip):
         super().__init__(recipe, shape, parameters, chip)
         self.sections: list[Section] = []
-        self.units: Units | None = None  # FSDP's, where there are any
         self.embeddings = [name for name, kind in shape.layout.modules if kind == "embedding"]
+
+    # --- for engines ----------------------------------------------------------------------------------------------
+
+    def shard(self, asked: Recipe, gradients_exist: bool) -> None:
+        """Prepare for `asked`'s engine; enter gradients that exist, to which new ones are added."""
+        if gradients_exist:
+            for parameter in self.parameters.values():
+                parameter.gradient = True
+
+    def enter(self, key: str, needs: bool = False) -> None:
+        """`key`'s forward pass begins; `needs`: a gradient flows to its input."""
+
+    def leave(self, key: str) -> None:
+        """`key`'s forward pass is over."""
+
+    def finish(self) -> None:
+        """The backward pass is over."""
+
+    def complete(self, parameter: Parameter) -> None:
+        if not self.recipe.loop.optimizer_in_backward:
+            super().complete(parameter)
+            return
+        parameter.partial.block.entry.category = "gradients"
+        self.spend(single_temporaries(self.recipe, parameter.shape, parameter.width), "optimizer")
+        parameter.partial = None
 
     # --- what all layers share ------------------------------------------------------------------------------------
 
@@ -63,7 +98,6 @@ class Model(Layer):
         """
         n, heads = self.tokens, self.shape.num_heads
         distance, bucket = self.tensor("sub", (n, n), INT64), self.tensor("add", (n, n), INT64)
-        self.spend(3 * INT64 * n * n, "where")
         del distance
         name = f"{stack}.0.layer.0.SelfAttention.relative_attention_bias"
         found = [self.embedding(bucket, name).view(1, heads, n, n)]
@@ -101,9 +135,8 @@ class Model(Layer):
         if type(x.node) is Leaf:
             x.node.block = None  # it goes with the first layer
         both_ends = bool(self.shape.num_decoder_layers)
-        units = self.units if self.units and self.units.by_layer else None  # each gathers for the next one
-        typical = int(bool(units) or (both_ends and self.checkpoints) or not x.needs)
-        written = min(count, typical + 1 + (both_ends or bool(units)))
+        typical = int(self.gathers_layers or (both_ends and self.checkpoints) or not x.needs)
+        written = min(count, typical + 1 + (both_ends or self.gathers_layers))
 
         def run(name: str, x: Tensor) -> Tensor:
             try:
@@ -113,20 +146,15 @@ class Model(Layer):
 
         for i in range(written):
             inner = self.where = f"{name}.{i}"
-            begin, taken = len(self.changes), x.block.entry.size
-            self.nodes.append(inner)
-            if units:
-                units.before_forward(inner)
-                if x.needs:
-                    self.nodes.append(Hook(lambda inner=inner: units.after_backward(inner)))
+            section = Section(inner, count - written, len(self.lines), x.block.entry.size)
+            self.nodes.append(lambda section=section: setattr(section, "bottom", len(self.lines)))
+            self.enter(inner, x.needs)
             x = self.checkpoint(lambda y, inner=inner: run(inner, y), x) if self.checkpoints else run(inner, x)
-            if units:
-                units.after_forward(inner)
-                self.nodes.append(Hook(lambda inner=inner: units.before_backward(inner)))
+            self.leave(inner)
             if i == min(typical, written - 1):
-                section = Section(inner, f"{inner}.end", count - written, begin, len(self.changes), taken)
+                section.end = len(self.lines)
                 self.sections.append(section)
-                self.nodes.append(section.top)
+                self.nodes.append(lambda section=section: setattr(section, "top", len(self.lines)))
         return x
 
     def hidden_states(self) -> Tensor:
@@ -136,14 +164,11 @@ class Model(Layer):
             hidden = self.t5_stack(more[0], self.t5_stack(stack, None))
             scaled = self.setting("scale_decoder_outputs", self.setting("tie_word_embeddings", True))
             return self.scale(hidden) if scaled else hidden
-        self.where, units = stack.prefix, self.units
-        if units:
-            units.before_forward(ROOT)
-            units.before_forward(units.first)
+        self.where = stack.prefix
+        self.enter(ROOT)
+        self.enter(EMBEDDING)
         first = [self.embed_image() if s.image_tokens else self.embed()]
-        if units and units.first not in (ROOT, TAIL):
-            units.after_forward(units.first)
-            self.nodes.append(Hook(lambda: units.before_backward(units.first)))
+        self.leave(EMBEDDING)
         bias = (self.mask(),)
         if s.rotary_dim:  # cos and sin of every position, computed in fp32 and kept in the hidden states' dtype
             rows = (1, self.tokens, s.rotary_dim)
@@ -152,10 +177,7 @@ class Model(Layer):
             del cos, sin
         x = self.stack(stack.prefix, stack.count, lambda name, y: self.layer(name, stack.parts, y, bias), first)
         self.where = stack.prefix
-        if units:
-            units.before_forward(TAIL)
-            if units.first != TAIL and x.needs:
-                self.nodes.append(Hook(lambda: units.after_backward(TAIL)))
+        self.enter(TAIL, x.needs)
         return (
             x if s.layout.post_norm else self.norm(x, [name for name, kind in s.layout.modules if kind == "norm"][-1])
         )
@@ -176,8 +198,6 @@ class Model(Layer):
             return self.layer(inner, stack.parts, x, (own[0], mask), source, (own[-1],))
 
         x = self.stack(stack.prefix, stack.count, layer, first)
-        if stack.count == 1:  # nobody else asks for them again
-            shared.clear()
         self.where = side
         return self.dropout(self.norm(x, f"{side}.final_layer_norm"), p)
 
@@ -243,9 +263,7 @@ class Model(Layer):
             x = self.activation(self.linear(x, "cls.predictions.transform.dense"), s.activation)
             x = self.layer_norm(x, "cls.predictions.transform.LayerNorm")
         logits = self.linear(x, s.head)
-        if units := self.units:
-            units.after_forward(TAIL)
-            self.nodes.append(Hook(lambda: units.before_backward(TAIL)))
+        self.leave(TAIL)
         if self.setting("final_logit_softcapping", None):
             logits = self.scale(self.unary("tanh", self.scale(logits, "div")))
         self.where = "loss"

@@ -7,6 +7,7 @@
 PyTorch's allocator rounds every tensor up to 512 bytes; so do the sums here, tensor by tensor.
 """
 
+import copy
 from collections import Counter
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
@@ -44,7 +45,7 @@ class Held:
     """Bytes of one rank.
 
     Attributes:
-        parameters, gradients, optimizer_states: between the phases that need them; `slack` is what the allocator's
+        parameters, gradients, optimizer_states: between the phases that need them; `fragmentation` is what the allocator's
             blocks hold beyond those.
         always: what else is there from the beginning on.
         temporaries: of the optimizer's step, at its highest moment.
@@ -58,7 +59,7 @@ class Held:
     parameters: int
     gradients: int
     optimizer_states: int
-    slack: Sizes
+    fragmentation: Sizes
     temporaries: int
     always: Sizes = field(default_factory=dict)
     forward: Sizes = field(default_factory=dict)
@@ -152,9 +153,29 @@ def state_sizes(shape, kind: str, width: int, optim: str, optim_args: str | None
     return (rounded(n * state), *scales) * count
 
 
+def is_sharded_by(recipe: Recipe, engine: str) -> bool:
+    """Whether `engine` divides `recipe`'s step among ranks."""
+    return recipe.sharding is not None and recipe.sharding.engine == engine
+
+
+def compute_recipe(recipe: Recipe) -> Recipe:
+    """`recipe` as its forward pass computes: FSDP's and DeepSpeed's "-mixed" is a model in half precision, no autocast."""
+    engines = is_sharded_by(recipe, "fsdp") or is_sharded_by(recipe, "deepspeed")
+    if not recipe.precision.endswith("-mixed") or not engines:
+        return recipe
+    quantization, lora = recipe.quantization, copy.copy(recipe.lora)
+    if lora:  # adapters of a quantized base too are gathered in half precision, or cast
+        object.__setattr__(lora, "autocast_adapter_dtype", None)
+    found = copy.copy(recipe)  # not `replace`, which would check all again
+    object.__setattr__(found, "precision", recipe.precision.replace("-mixed", "-true"))
+    object.__setattr__(found, "quantization", quantization and replace(quantization, prepare=False))
+    object.__setattr__(found, "lora", lora)
+    return found
+
+
 def held(recipe: Recipe) -> tuple[Row, ...]:
     """Every tensor of `recipe`'s model, equal ones counted together, adapters last; cached by shape and format."""
-    return table(recipe.shape, *_format(recipe))
+    return parameter_table(recipe.shape, *_format(recipe))
 
 
 def _format(r: Recipe) -> tuple:
@@ -162,9 +183,11 @@ def _format(r: Recipe) -> tuple:
 
 
 @lru_cache(maxsize=512)
-def table(shape: Shape, precision, quantization, lora: LoRA | None, optim, optim_args, trainer) -> tuple[Row, ...]:
+def parameter_table(
+    shape: Shape, precision, quantization, lora: LoRA | None, optim, optim_args, trainer
+) -> tuple[Row, ...]:
     """See `held`. Modules that PEFT trains whole are in a copy beside the frozen one."""
-    width, saved = weight_width(precision, quantization), saved_modules(shape, lora)
+    width, saved = weight_width(precision, quantization), trained_whole(shape, lora)
     double = bool(quantization and quantization.double)
     targets = lora_targets(shape, lora) if lora else ()
     adapted = {name for name, _, _ in targets}
@@ -180,9 +203,9 @@ def table(shape: Shape, precision, quantization, lora: LoRA | None, optim, optim
         decayed = kind not in ("norm", "bias") and "bias" not in name and "norm" not in f".{name}".split(".")[-2]
         own = FP32 if fp32 else width
         rows[name, weight.shape, kind, own, trained, quantized, decayed] += 1
-        if is_saved(weight.name, saved):
+        if is_trained_whole(weight.name, saved):
             copies[f"{name} (trained copy)", weight.shape, kind, own, True, None, decayed] += 1
-    cast = lora and lora.autocast_adapter_dtype  # None: adapters are as wide as everything else (`units.computed`)
+    cast = lora and lora.autocast_adapter_dtype  # None: adapters are as wide as everything else (`compute_recipe`)
     adapter = FP32 if cast or (quantization and cast is not None) else width
     for name, inside, out in targets:
         copies[f"{role(name)}.lora_A", (lora.r, inside), "lora", adapter, True, None, True] += 1
@@ -201,7 +224,7 @@ def lora_targets(shape: Shape, lora: LoRA) -> tuple[tuple[str, int, int], ...]:
     return tuple(shape.lora_targets(lora.target_modules, lora.modules_to_save))
 
 
-def saved_modules(shape: Shape, lora: LoRA | None) -> tuple[str, ...]:
+def trained_whole(shape: Shape, lora: LoRA | None) -> tuple[str, ...]:
     """Modules that PEFT trains whole, in a copy beside the frozen one: those asked for, and a classifier's head."""
     if lora is None:
         return ()
@@ -211,7 +234,7 @@ def saved_modules(shape: Shape, lora: LoRA | None) -> tuple[str, ...]:
     )
 
 
-def is_saved(name: str, saved: tuple[str, ...]) -> bool:
+def is_trained_whole(name: str, saved: tuple[str, ...]) -> bool:
     """Whether the tensor `name` is in one of the modules that are trained whole."""
     return any(f".{part}." in f".{name}" for part in saved)
 
@@ -284,15 +307,15 @@ def input_bytes(recipe: Recipe) -> int:
     return at_once * (rounded(inputs) + rounded(8 * labels))
 
 
-def slack_bytes(recipe: Recipe) -> dict[str, int]:
+def fragmentation_bytes(recipe: Recipe) -> dict[str, int]:
     """Bytes that the allocator holds beyond parameters, gradients and states: rests that it does not split off."""
-    return _slack(recipe.shape, *_format(recipe))
+    return _fragmentation(recipe.shape, *_format(recipe))
 
 
 @lru_cache(maxsize=512)
-def _slack(shape: Shape, *form) -> dict[str, int]:
+def _fragmentation(shape: Shape, *form) -> dict[str, int]:
     """All tensors packed in the order of their names; gradients in the other order."""
-    rows = {(row.name, row.shape): row for row in table(shape, *form)}
+    rows = {(row.name, row.shape): row for row in parameter_table(shape, *form)}
     order = [rows[role(weight.name), weight.shape] for weight in shape.weights()]
     order += [row for row in rows.values() if row.kind == "lora" for _ in range(row.count)]
     sizes = {

@@ -9,7 +9,7 @@ from math import ceil, prod
 
 from ..recipe.options import words
 from ..report.errors import RecipeError
-from .ledger import CAST, FULL, PART, PASS, Entry, Ledger, Parameter, Tensor
+from .ledger import BIAS, CAST, FULL, OWN, PART, PASS, Entry, Ledger, Parameter, Tensor
 from .model_states import BLOCK, FP32, HALF
 
 BOOL, INT64 = 1, 8
@@ -17,7 +17,6 @@ ACTIVATIONS = words(  # of `ACT2FN`, those that `activation` writes down
     """gelu gelu_10 gelu_accurate gelu_fast gelu_new gelu_python_tanh gelu_pytorch_tanh hardswish leaky_relu
     linear mish quick_gelu relu relu2 relu6 sigmoid silu swish tanh"""
 )
-FEW_ROWS = 8  # up to so many rows bitsandbytes multiplies without dequantizing the whole weight (backends/cuda/ops.py)
 
 
 class Operators(Ledger):
@@ -165,23 +164,21 @@ class Operators(Ledger):
     # --- lookups, products, norms ---------------------------------------------------------------------------------
 
     def embedding(self, ids: Tensor, name: str) -> Tensor:
-        """A row per id. The gradient is as large as the table; more than 3,072 ids are sorted first (`Embedding.cu`)."""
+        """A row per id; the gradient is as large as the table."""
         weight = self.parameters[f"{name}.weight"]
-        count, width = prod(ids.shape), weight.shape[-1]
-        extra = 32 * count + 4 * min(count, weight.shape[0]) * width if count > 3072 else 0
-        return self.op("embedding", [weight], (*ids.shape, width), weight.width, saves=[ids], extra=extra)
+        return self.op("embedding", [weight], (*ids.shape, weight.shape[-1]), weight.width, saves=[ids])
 
     def matmul(self, a: Tensor, b: Tensor, *shape: int) -> Tensor:
         """A batched product of two activations keeps both."""
         a, b = self.cast(a), self.cast(b)
         return self.op("bmm", [a, b], shape, a.width, saves=_factors(a, b))
 
-    def product(self, x: Tensor, weight: Parameter, bias: Parameter | None = None, name: str = "linear") -> Tensor:
+    def product(self, x: Tensor, weight: Parameter, bias: Parameter | None = None) -> Tensor:
         """x Wᵀ + b keeps x for the weight's gradient and W for that of x."""
         weight_, bias_, x = self.cast(weight), self.cast(bias), self.cast(x)
         out = prod(weight.shape) // x.shape[-1]
-        inputs = [x, weight_] if bias_ is None else [x, weight_, bias_]
-        return self.op(name, inputs, (*x.shape[:-1], out), x.width, saves=_factors(x, weight_))
+        inputs, saves = [x, weight_] if bias_ is None else [x, weight_, bias_], _factors(x, weight_)
+        return self.op("linear", inputs, (*x.shape[:-1], out), x.width, saves=saves, grads=(OWN, OWN, BIAS))
 
     def layer_norm(self, x: Tensor, name: str) -> Tensor:
         """LayerNorm keeps its input, and mean and deviation of each row in fp32."""
@@ -252,11 +249,11 @@ class Operators(Ledger):
         dtype that the weight had when it was quantized (`QuantState.dtype`), here the one that is computed in. Scales
         that are quantized too are unpacked into two fp32 temporaries (`bitsandbytes.functional.dequantize_4bit`).
         """
-        a, rows, n = self.to(x, self.compute), prod(x.shape[:-1]), prod(weight.shape)
+        a, n = self.to(x, self.compute), prod(weight.shape)
         whole, scales = n * self.compute, 2 * FP32 * ceil(n / BLOCK) if self.nested else 0
-        temporary = self.block("gemm_4bit", (whole + scales,), 1, "workspace") if rows > FEW_ROWS else None
+        temporary = self.block("gemm_4bit", (whole + scales,), 1, "workspace")
         inputs, shape = [a] if bias is None else [a, bias], (*x.shape[:-1], n // x.shape[-1])
-        y = self.op("gemm_4bit", inputs, shape, self.compute, extra=whole, spike=whole + scales)
+        y = self.op("gemm_4bit", inputs, shape, self.compute, grads=(OWN, BIAS), extra=whole, spike=whole + scales)
         del temporary
         return self.to(y, x.width)
 
@@ -268,7 +265,9 @@ class Operators(Ledger):
         n, rows, inside = prod(weight.shape), prod(x.shape[:-1]), x.shape[-1]
         temporary = self.block("int8_linear_matmul", (rows * (inside + FP32 * n // inside),), 1)
         inputs, shape = [x] if bias is None else [x, bias], (*x.shape[:-1], n // inside)
-        y = self.op("matmul_8bit", inputs, shape, x.width, held=[x], extra=n * x.width)
+        y = self.op("matmul_8bit", inputs, shape, x.width, grads=(OWN, BIAS), extra=n * x.width)
+        if y.node:
+            y.node.held = x.block
         del temporary
         return y
 

@@ -12,13 +12,12 @@ Source: deepspeed/runtime/zero/partitioned_param_coordinator.py, `_fetch_sub_mod
 from bisect import bisect_left
 from collections import deque
 from functools import lru_cache
-from itertools import accumulate, groupby
+from itertools import accumulate
 from math import prod
 from typing import NamedTuple
 
 from ..recipe.deepspeed_config import HIDDEN
 from ..recipe.shapes import Shape
-from ..recipe.weights import Weight
 
 MOST = 1_000_000_000  # stage3_max_live_parameters, and stage3_max_reuse_distance
 
@@ -36,9 +35,9 @@ class Gathered(NamedTuple):
 
 
 @lru_cache(maxsize=64)
-def gathered(shape: Shape, checkpointing: bool) -> Gathered:
+def gathered(shape: Shape) -> Gathered:
     """What a steady step gathers of the model's own weights."""
-    events = _events(shape, checkpointing)
+    events = _events(shape)
     runs = [weights for weights, begins, _ in events if begins]
     passed = [0, *accumulate(sum(n for _, n in weights) for weights in runs)]  # elements until each module runs
     coming = deque((weight, step) for step, weights in enumerate(runs) for weight in weights)
@@ -80,13 +79,13 @@ def gathered(shape: Shape, checkpointing: bool) -> Gathered:
     return Gathered(**most)
 
 
-def _events(shape: Shape, checkpointing: bool) -> list[tuple[Weights, bool, str]]:
+def _events(shape: Shape) -> list[tuple[Weights, bool, str]]:
     """(a module's weights, whether it begins or ends, part of the step) of one step, in order."""
     front, layers, back = _modules(shape)
     forward = [(m, "forward") for part in (front, *layers) for m in part] + [(m, "head") for m in back]
     backward = [(m, "head") for m in reversed(back)]
     for layer in reversed(layers):
-        backward += [(m, "backward") for m in (*(layer if checkpointing else ()), *reversed(layer))]
+        backward += [(m, "backward") for m in reversed(layer)]
     backward += [(m, "front") for m in reversed(front)]
     return [(m, begins, part) for m, part in (*forward, *backward) for begins in (True, False)]
 
@@ -95,7 +94,7 @@ def _modules(shape: Shape) -> tuple[list[Weights], list[list[Weights]], list[Wei
     """The weights of each module that is called, those without any too: before the layers, layer by layer, after them."""
     persistent = HIDDEN["stage3_param_persistence_threshold"](shape.hidden_size)
     called: dict[str, tuple[int | None, list]] = {"": (None, [])}
-    for weight in _as_called(shape):
+    for weight in shape.weights():
         parts = weight.name.split(".")[:-1]
         for length in range(1, len(parts) + 1):
             if length == len(parts) or not parts[length].isdigit():  # a list of modules is not called
@@ -106,24 +105,7 @@ def _modules(shape: Shape) -> tuple[list[Weights], list[list[Weights]], list[Wei
         embedding = next(found for _, found in called.values() if found)
         called.setdefault(shape.head, (None, [embedding[0]]))
     front, layers, back = [], {}, []
-    for name, (layer, weights) in called.items():
+    for layer, weights in called.values():
         place = layers.setdefault(layer, []) if layer is not None else back if layers else front
         place.append(tuple(weights))
-        if name.endswith(("gate_proj", "c_fc", "fc1", "dense_h_to_4h")):
-            place.append(())  # the activation is a module too
-    if "rope_theta" in shape.config or "rope_parameters" in shape.config:
-        front.append(())  # so is the rotary embedding
     return front, [*layers.values()], back
-
-
-def _as_called(shape: Shape) -> list[Weight]:
-    """The weights with Llama's norms where they are called; they are registered last in their layer."""
-    found: list[Weight] = []
-    for _, group in groupby(shape.weights(), key=lambda weight: weight.layer):
-        part = [*group]
-        norms = [w for w in part if ".post_attention_layernorm" in w.name]
-        before = [w for w in part if ".input_layernorm" in w.name]
-        rest = [w for w in part if w not in norms and w not in before]
-        mlp = next((i for i, w in enumerate(rest) if ".mlp." in w.name), len(rest))
-        found += [*before, *rest[:mlp], *norms, *rest[mlp:]]
-    return found

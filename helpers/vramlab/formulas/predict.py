@@ -19,9 +19,11 @@ from ..recipe.recipe import Recipe, as_recipe
 from ..recipe.weights import unquantized
 from ..report.errors import RecipeError
 from ..report.report import CATEGORIES, Bytes, Phase, Report, Tensor, format_bytes
+from . import model_parallel, shards
 from . import model_states as stored
-from . import shards, slices
-from .account import Account, Asked, Moment, kept_account
+from .account import Account, AccountKey, kept_account
+from .ledger import Entry
+from .model_states import is_sharded_by
 
 LISTED = 8
 DTYPES = {8: "int64", 4: "float32", 1: "uint8"}
@@ -49,16 +51,16 @@ def predict(recipe: Recipe | Any, gpu: str | Gpu | None = None) -> Report:
         allowed = "the formulas multiply one layer, so every layer has to get the same adapters: ask simulate"
         raise RecipeError("lora.target_modules", recipe.lora.target_modules, allowed)
     exist = recipe.gradient_accumulation_steps > 1 or not recipe.loop.set_to_none  # gradients, when backward begins
-    part, chip = slices.of_rank(recipe), card.chip if card else DEFAULT_CHIP
-    account = kept_account(Asked(part, chip, exist))
+    part, chip = model_parallel.of_rank(recipe), card.chip if card else DEFAULT_CHIP
+    account = kept_account(AccountKey(part, chip, exist))
     rank = shards.of_rank(part)
     phases = _phases(part, account, card, exist, rank)
-    if slices.cut(recipe) and recipe.sharding.engine == "pipeline":
-        later = _phases(part, kept_account(Asked(part, chip, True)), card, True, rank)
-        phases = slices.pipelined(recipe, phases, later, account.phases[2]["activations"])
+    if model_parallel.is_model_parallel(recipe) and recipe.sharding.engine == "pipeline":
+        later = _phases(part, kept_account(AccountKey(part, chip, True)), card, True, rank)
+        phases = model_parallel.pipelined(recipe, phases, later, account.phases[2]["activations"])
     name = max(phases, key=lambda phase: phases[phase].peak.total)
     peak = phases[name].peak
-    groups = _groups(part, account, account.moments.get(name), peak)
+    groups = _groups(part, account.alive_at_peaks.get(name), peak)
     inside = reserved.reserved(_blocks(groups, peak), peak.total, account.approximate)
     return Report(
         source="predicted",
@@ -87,19 +89,25 @@ def _phases(recipe: Recipe, account: Account, card: Gpu | None, exist: bool, hel
                     split[category] = max(split[category] + n, 0)
         return Bytes(**split)
 
-    loop, slack = recipe.loop, dict.fromkeys(("parameters", "gradients", "optimizer_states"), 0) | held.slack
+    loop, fragmentation = (
+        recipe.loop,
+        dict.fromkeys(("parameters", "gradients", "optimizer_states"), 0) | held.fragmentation,
+    )
     forward, backward, forward_end, backward_end = account.phases
     loaded = Counter(held.always) + Counter(
         parameters=held.parameters,
         buffers=stored.buffer_bytes(recipe.shape),
         inputs=stored.input_bytes(recipe),
-        workspace=slack["parameters"],
+        workspace=fragmentation["parameters"],
     )
     # one in forward's thread, one in backward's
     handle = card.cublas_workspace if card else cublas_workspace(DEFAULT_CHIP.capability)
-    always = loaded, {"optimizer_states": held.optimizer_states, "workspace": 2 * handle + slack["optimizer_states"]}
-    gradients, none = {"gradients": held.gradients, "workspace": slack["gradients"]}, {}
-    gradients["gradients"] += slices.beyond_the_slice(recipe)
+    always = (
+        loaded,
+        {"optimizer_states": held.optimizer_states, "workspace": 2 * handle + fragmentation["optimizer_states"]},
+    )
+    gradients, none = {"gradients": held.gradients, "workspace": fragmentation["gradients"]}, {}
+    gradients["gradients"] += model_parallel.beyond_the_slice(recipe)
     if loop.optimizer_in_backward:
         gradients = none
     outputs = {category: n for category, n in backward_end.items() if category != "gradients"}
@@ -107,7 +115,9 @@ def _phases(recipe: Recipe, account: Account, card: Gpu | None, exist: bool, hel
     after = outputs if loop.keep_outputs is True else none
     if loop.keep_outputs == "backward":
         backward_end = {"gradients": backward_end["gradients"]}
-    if account.units and loop.set_to_none:  # those of earlier micro-batches are whole, and in the account
+    if (
+        is_sharded_by(recipe, "fsdp") and loop.set_to_none
+    ):  # those of earlier micro-batches are whole, and in the account
         exist = False
     existing = gradients if held.existing is None else {"gradients": held.existing}
     before = existing if exist or loop.zero_grad == "before_backward" else none
@@ -115,7 +125,9 @@ def _phases(recipe: Recipe, account: Account, card: Gpu | None, exist: bool, hel
     temporaries = {"temporaries": held.temporaries}
     start = rank(loaded)
     if recipe.optim == "adagrad":  # makes its states when it is made
-        start = rank(loaded, {"optimizer_states": held.optimizer_states, "workspace": slack["optimizer_states"]})
+        start = rank(
+            loaded, {"optimizer_states": held.optimizer_states, "workspace": fragmentation["optimizer_states"]}
+        )
     rest = rank(*always, after, gradients if loop.zero_grad != "end" or not loop.set_to_none else none)
     first = rank(*always, before, after, forward, held.forward)
     if held.forward_parts:
@@ -143,10 +155,10 @@ def _total(split: Bytes) -> int:
     return split.total
 
 
-def _groups(recipe: Recipe, account: Account, moment: Moment | None, peak: Bytes) -> dict[tuple, list]:
+def _groups(recipe: Recipe, alive: list[tuple[int, Entry]] | None, peak: Bytes) -> dict[tuple, list]:
     """The blocks alive at the peak: (bytes, category, shape, dtype, what made it) to [how many, where one is, sizes].
 
-    `moment` is that of the peak, None outside forward and backward.
+    `alive` are the ledger's, None outside forward and backward.
     """
     half = "float16" if recipe.precision.startswith("fp16") else "bfloat16"
     groups: dict[tuple, list] = {}
@@ -157,9 +169,9 @@ def _groups(recipe: Recipe, account: Account, moment: Moment | None, peak: Bytes
         found.append((row.count, row.blocks, "parameters", row.shape, as_loaded, "loaded", row.name))
         if row.states and peak.optimizer_states:
             found.append((row.count, row.states, "optimizer_states", row.shape, dtype, recipe.optim, row.name))
-        if row.trained and peak.gradients and not moment:
+        if row.trained and peak.gradients and alive is None:
             found.append((row.count, (row.size,), "gradients", row.shape, dtype, "backward", row.name))
-    for times, e in account.alive(moment) if moment else ():
+    for times, e in alive or ():
         dtype = half if e.width == 2 else "bool" if e.op == "native_dropout" and e.width == 1 else DTYPES[e.width]
         found.append((times, (e.size,), e.category, e.shape, dtype, e.op, e.where))
     if recipe.sharding:

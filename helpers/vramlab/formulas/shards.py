@@ -25,8 +25,8 @@ from ..hardware.overhead import rounded
 from ..hardware.reserved import internal_fragmentation, pack
 from ..recipe.recipe import Recipe
 from . import model_states as stored
-from .fsdp import divides, own, padded, unit_of
-from .model_states import Held, Row, held, in_order, state_sizes
+from .fsdp import own, padded, unit_of
+from .model_states import Held, Row, held, in_order, is_sharded_by, state_sizes
 from .step import step_temporaries
 
 
@@ -60,7 +60,7 @@ def _of_rank(key: _Key) -> Held:
         from .deepspeed import of_rank
 
         return of_rank(recipe)
-    return _fsdp(recipe) if divides(recipe) else _ddp(recipe)
+    return _fsdp(recipe) if is_sharded_by(recipe, "fsdp") else _ddp(recipe)
 
 
 def _alone(recipe: Recipe) -> Held:
@@ -68,7 +68,7 @@ def _alone(recipe: Recipe) -> Held:
         stored.parameter_bytes(recipe),
         stored.gradient_bytes(recipe),
         stored.optimizer_state_bytes(recipe),
-        stored.slack_bytes(recipe),
+        stored.fragmentation_bytes(recipe),
         step_temporaries(recipe),
     )
 
@@ -84,11 +84,11 @@ def _ddp(recipe: Recipe) -> Held:
         return found
     mine = dealt(recipe, recipe.sharding.rank)
     states = [size for row in mine for size in row.states]
-    slacks = alone.slack | {"optimizer_states": pack(states) - sum(states)}
+    fragmentation = alone.fragmentation | {"optimizer_states": pack(states) - sum(states)}
     counts = Counter(mine)
     rows = tuple(replace(row, count=count) for row, count in counts.items())
     temporaries = step_temporaries(recipe, rows)
-    return replace(found, optimizer_states=sum(states), slack=slacks, temporaries=temporaries)
+    return replace(found, optimizer_states=sum(states), fragmentation=fragmentation, temporaries=temporaries)
 
 
 def buckets(recipe: Recipe) -> list[int]:
@@ -113,15 +113,11 @@ def dealt(recipe: Recipe, rank: int) -> list[Row]:
     loads = [(0, i) for i in range(ranks)]
     heapq.heapify(loads)
     rows = [row for row in in_order(recipe) if row.trained]
-    groups = [rows]
-    if recipe.loop.name == "trainer":
-        groups = [[row for row in rows if row.decayed], [row for row in rows if not row.decayed]]
-    for group in groups:
-        for row in sorted(group, key=lambda row: -prod(row.shape)):
-            load, i = heapq.heappop(loads)
-            heapq.heappush(loads, (load + prod(row.shape), i))
-            if i == rank:
-                mine.append(row)
+    for row in sorted(rows, key=lambda row: -prod(row.shape)):
+        load, i = heapq.heappop(loads)
+        heapq.heappush(loads, (load + prod(row.shape), i))
+        if i == rank:
+            mine.append(row)
     return mine
 
 
@@ -156,9 +152,9 @@ def _fsdp(recipe: Recipe) -> Held:
         "gradients": gradients,
         "optimizer_states": [size for row in rows for size in row.states for _ in range(row.count)],
     }
-    slacks = {name: pack(found) - sum(found) for name, found in sizes.items()}
+    fragmentation = {name: pack(found) - sum(found) for name, found in sizes.items()}
     temporaries = step_temporaries(recipe, tuple(rows))
-    return Held(*(sum(sizes[name]) for name in sizes), slacks, temporaries)
+    return Held(*(sum(sizes[name]) for name in sizes), fragmentation, temporaries)
 
 
 def notes(recipe: Recipe) -> list[str]:

@@ -11,7 +11,7 @@ from ..hardware.overhead import rounded
 from ..hardware.reserved import internal_fragmentation
 from ..hardware.scratch import norms_scratch
 from ..recipe.recipe import Recipe
-from .model_states import FP32, HALF, Row, held, written_out
+from .model_states import FP32, HALF, Row, held
 
 # Temporaries as large as the tensors updated together, (foreach, one by one), counted in torch/optim/*.py: AdamW's
 # `denom` is √v, RMSprop's likewise, Adagrad's `std` and `numerator`; one by one, √v / correction is a second one.
@@ -19,26 +19,15 @@ COPIES = {"adamw_torch": (1, 2), "rmsprop": (1, 1), "adagrad": (2, 1), "sgd": (0
 
 
 def step_temporaries(recipe: Recipe, rows: tuple[Row, ...] | None = None) -> int:
-    """Bytes of the step's temporaries at their highest moment, for all tensors or for `rows`, one rank's.
-
-    Clipping needs one norm a tensor, each in a block of its own, and their stack; the Trainer computes the norm for its
-    log even where it does not clip.
-    """
+    """Bytes of the step's temporaries at their highest moment, for all tensors or for `rows`, one rank's."""
     loop, rows = recipe.loop, [row for row in (held(recipe) if rows is None else rows) if row.trained]
     if loop.optimizer_in_backward:
         return 0
-    tensors = sum(row.count for row in rows)
-    clips = loop.max_grad_norm is not None or loop.name == "trainer"
-    most = 0
-    if clips:
-        scratch = norms_scratch(tensors, max((prod(row.shape) for row in rows), default=0))
-        most = tensors * rounded(FP32) + rounded(max(FP32 * tensors, scratch))
+    most, before, trainer = 0, 0, loop.name == "trainer"
+    if loop.max_grad_norm is not None or trainer:  # the Trainer logs the norm even where it does not clip
+        most = _norms(rows)
     if recipe.optim == "adafactor":  # tensor by tensor, and the last one's update lives on beside the next
-        by_name, before = {(row.name, row.shape): row for row in rows}, 0
-        order = [by_name[role, size] for _, role, size in written_out(recipe.shape) if (role, size) in by_name]
-        if loop.name == "trainer":
-            order.sort(key=lambda row: not row.decayed)
-        for row in order or rows:
+        for row in sorted(rows, key=lambda row: trainer and not row.decayed):
             most = max(most, before + single_temporaries(recipe, row.shape, row.width))
             before = rounded(FP32 * prod(row.shape))
     elif recipe.optim in COPIES and loop.foreach is False:
@@ -46,7 +35,7 @@ def step_temporaries(recipe: Recipe, rows: tuple[Row, ...] | None = None) -> int
     elif recipe.optim in COPIES:
         groups: dict[bool, Counter] = {}  # what is updated together: by dtype within the Trainer's two parameter groups
         for row in rows:
-            group = groups.setdefault(row.decayed or loop.name != "trainer", Counter())
+            group = groups.setdefault(row.decayed or not trainer, Counter())
             group[row.width] += row.count * (row.size + internal_fragmentation(row.size))
         for group in groups.values():
             n, before = copies(recipe)[0], 0
@@ -54,6 +43,13 @@ def step_temporaries(recipe: Recipe, rows: tuple[Row, ...] | None = None) -> int
                 most = max(most, *((n - i) * before + (i + 1) * size for i in range(n)), 0)
                 before = size
     return most
+
+
+def _norms(rows: list[Row]) -> int:
+    """Bytes of the gradients' norms: one a tensor, each in a block of its own, and their stack."""
+    tensors = sum(row.count for row in rows)
+    scratch = norms_scratch(tensors, max((prod(row.shape) for row in rows), default=0))
+    return tensors * rounded(FP32) + rounded(max(FP32 * tensors, scratch))
 
 
 def copies(recipe: Recipe) -> tuple[int, int]:

@@ -12,7 +12,6 @@ from functools import partial
 from operator import lt
 
 from ..formulas import model_states, shards
-from ..formulas.fsdp import computed
 from ..hardware.gpu import Chip, Gpu, find_gpu, gpu_names
 from ..recipe.knobs import documented, knob, knobs
 from ..recipe.options import LoRA, Quantization, Sharding
@@ -187,7 +186,7 @@ def least_bytes(recipe: Recipe) -> int:
 def held_bytes(recipe: Recipe, chip: Chip) -> int:
     """A closer lower bound: at the end of forward the saved activations are there instead of gradients."""
     rank = shards.of_rank(recipe)
-    saved = int(SURE * walk(computed(recipe), chip).kept)
+    saved = int(SURE * walk(model_states.compute_recipe(recipe), chip).kept)
     return rank.parameters + rank.optimizer_states + max(rank.gradients, saved)
 
 

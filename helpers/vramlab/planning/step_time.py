@@ -211,19 +211,10 @@ def _walk(shape: Shape, batch_size: int, options: tuple[tuple[str, object], ...]
     if shape.task == "image-classification":
         values["seq_len"] = None
     account = Account(Recipe(shape.config, batch_size, task=shape.task, **values), chip)
-    model = account.m
-    sections = [(s.begin, s.end, model.passed[s.top], model.passed[s.bottom], s.more) for s in model.sections]
-    size = count = 0
-    for entry in model.entries:
-        if entry.op == "sum" and entry.category == "workspace":  # a buffer that is too large by far
-            continue
-        times, birth = 1, entry.birth
-        for begin, end, top, bottom, more in sections:
-            if begin <= birth < end or top <= birth < bottom:
-                times += more
-        size, count = size + times * entry.size, count + times
-    kept = account.splits([account.last("forward")])[0]["activations"]
-    return Walk(size, count, kept, any(entry.op.endswith("_attention") for entry in model.entries))
+    rows = [row for row in account.births() if (row[1].op, row[1].category) != ("sum", "workspace")]  # far too large
+    size, count = sum(times * entry.size for times, entry in rows), sum(times for times, _ in rows)
+    fused = any(entry.op.endswith("_attention") for _, entry in rows)
+    return Walk(size, count, account.phases[2]["activations"], fused)
 
 
 def _known(card: Gpu, what: str, rate: float | None) -> float:

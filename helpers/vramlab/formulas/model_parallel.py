@@ -40,7 +40,7 @@ def of_rank(recipe: Recipe) -> Recipe:
     Its shape has this rank's weights and sizes; a pipeline's has the batch size of one micro-batch.
     """
     sharding = recipe.sharding
-    if not cut(recipe):
+    if not is_model_parallel(recipe):
         return recipe
     found = copy.copy(recipe)
     if sharding.engine == "tensor":
@@ -53,7 +53,7 @@ def of_rank(recipe: Recipe) -> Recipe:
     return found
 
 
-def cut(recipe: Recipe) -> bool:
+def is_model_parallel(recipe: Recipe) -> bool:
     """Whether each rank holds a slice of the model or some of its layers."""
     sharding = recipe.sharding
     return sharding is not None and sharding.world_size > 1 and sharding.engine in ("tensor", "pipeline")
@@ -164,14 +164,19 @@ def beyond_the_slice(recipe: Recipe) -> int:
     it all of the storage. Where the table is the head too, the two gradients' sum is a new tensor, of the slice.
     """
     shape = recipe.shape
-    if not cut(recipe) or recipe.sharding.engine != "tensor" or shape.tied or shape.family in WHOLE_EMBEDDING:
+    if (
+        not is_model_parallel(recipe)
+        or recipe.sharding.engine != "tensor"
+        or shape.tied
+        or shape.family in WHOLE_EMBEDDING
+    ):
         return 0
     width = weight_width(recipe.precision, recipe.quantization)
     whole, part = shape.settings["vocab_size"] * shape.hidden_size, shape.vocab_size * shape.hidden_size
     return rounded(width * whole) - rounded(width * part)
 
 
-class Sliced(Model):
+class TensorParallelModel(Model):
     """The ledger of a tensor parallel rank: pairs of sliced matrices, between whole hidden states."""
 
     def once(self, x: Tensor) -> Tensor:
@@ -212,7 +217,7 @@ class Sliced(Model):
         return logits
 
 
-class Stage(Model):
+class PipelineStage(Model):
     """The ledger of one micro-batch in a stage: hidden states come in from the stage before and go on to the next."""
 
     def __init__(self, recipe: Recipe, shape: Shape, parameters: dict[str, Parameter], chip: Chip):
@@ -235,10 +240,3 @@ class Stage(Model):
 
     def logits_and_loss(self, x: Tensor) -> tuple[Tensor, Tensor]:
         return super().logits_and_loss(x) if self.ends else (x, x)
-
-
-def model_of(recipe: Recipe) -> type[Model]:
-    """The ledger of a recipe's rank."""
-    if not cut(recipe):
-        return Model
-    return Sliced if recipe.sharding.engine == "tensor" else Stage
