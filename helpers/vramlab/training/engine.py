@@ -1,4 +1,4 @@
-"""What a step works on (`Training`), and who runs it (`Engine`): one process alone, and what engines may do otherwise."""
+"""What a step works on (`Training`), and who runs it (`Engine`): one process here, many ranks in `engines`."""
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator
@@ -6,16 +6,16 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 from ..recipe.options import Loop
+from ..recipe.recipe import Recipe
 
 if TYPE_CHECKING:
     import torch
-
 
 AUTOCAST = {"fp16-mixed": "float16", "bf16-mixed": "bfloat16"}
 
 
 class Follower(Protocol):
-    """What an engine may say to whoever follows its storages (`vramlab.tracking.tracker.Tracker`)."""
+    """What an engine may tell the tracker of its storages (`vramlab.tracking.tracker.Tracker`)."""
 
     live: dict[int, Any]
     device: str
@@ -23,53 +23,57 @@ class Follower(Protocol):
     host_computes: bool
 
     def claim(self, tensors: Iterable, category: str, where: str = "") -> None:
-        """The storages of `tensors` belong to `category`."""
+        """Put the storages of `tensors` into `category`."""
 
-    def forget(self, tensors: Iterable) -> None:
-        """The storages of `tensors` are the host's."""
+    def mark_on_host(self, tensors: Iterable) -> None:
+        """Stop counting the storages of `tensors`: they are the host's."""
 
 
 class Engine:
-    """One process that holds everything. Engines of many ranks override what they do otherwise.
+    """A single process that holds everything; engines of many ranks override the rest.
 
-    `autocasts`: a "-mixed" precision is `torch.autocast` around the forward pass; False where the engine has its own way.
-    `ranks_differ`: each rank has parameters of its own, as the stages of a pipeline do.
-    `fake_gpu`: on which device fake tensors stand for a GPU's. "cpu:0" is told from the host, "cpu", which takes part.
+    Attributes:
+        autocasts: run a "-mixed" precision under `torch.autocast`; False where the engine casts by itself.
+        ranks_differ: each rank has its own parameters, as a pipeline's stages do.
+        fake_gpu: the device of fake tensors that stand for a GPU's; "cpu:0" keeps them apart from the host's "cpu".
     """
 
     autocasts = True
     ranks_differ = False
     fake_gpu = "cpu"
 
+    def __init__(self, recipe: Recipe | None = None):
+        self.recipe = recipe
+
     def wrap(self, model: "torch.nn.Module") -> "torch.nn.Module":
-        """`model` as this rank holds it: sharded, wrapped or cut. The optimizer is made from its parameters."""
+        """`model` as this rank holds it. The optimizer is made from its parameters."""
         return model
 
     def optimizer(self, parameters: list, make: Callable[[list], Any]) -> Any:
-        """The optimizer of `parameters` (groups or a list); `make` gives the recipe's for those it is handed."""
+        """The optimizer of `parameters` (groups or a list); `make(parameters)` is the recipe's."""
         return make(parameters)
 
     def start(self, training: "Training") -> None:
-        """Everything is built: the place for engines that take model and optimizer over."""
+        """Called once model and optimizer are built; an engine may replace them."""
 
     def without_peers(self, target: str) -> contextlib.AbstractContextManager:
-        """Around building and running on fake tensors: what the engine's library asks of other ranks has an answer."""
+        """While entered, the engine's library runs under a fake process group, whose other ranks never answer."""
         return contextlib.nullcontext()
 
     def follow(self, training: "Training", tracker: Follower) -> contextlib.AbstractContextManager:
-        """Tell `tracker` what the engine holds besides model and optimizer and, while entered, what it makes."""
+        """Tell `tracker` what the engine holds besides model and optimizer and, while entered, what it allocates."""
         return contextlib.nullcontext()
 
     def micro_batch(self, training: "Training", last: bool) -> contextlib.AbstractContextManager:
-        """Around forward and backward of one micro-batch; gradients need to be averaged after the `last` only."""
+        """Around one micro-batch; gradients need to be averaged after the `last` only."""
         return contextlib.nullcontext()
 
     def run_micro_batches(self, training: "Training", on_phase: Callable[[str], None]) -> bool:
-        """Run all micro-batches of the step under a schedule of its own, and return True; False: the plain loop does."""
+        """Run all micro-batches by the engine's own schedule and return True; False leaves it to the plain loop."""
         return False
 
     def buffers(self) -> list["torch.UntypedStorage"]:
-        """What the engine itself has allocated by now, beside parameters: its buckets."""
+        """Storages that the engine itself has allocated so far, such as buckets."""
         return []
 
     def backward(self, training: "Training", loss: "torch.Tensor") -> None:
@@ -79,11 +83,11 @@ class Engine:
         """Clip the gradients of the whole model, over all ranks, to `norm`."""
         import torch
 
-        # On CUDA tensors torch takes the multi-tensor path by itself; fake CPU tensors have to be told.
+        # torch takes the multi-tensor path by itself on CUDA, but not on fake CPU tensors
         torch.nn.utils.clip_grad_norm_(training.model.parameters(), norm, foreach=training.multi_tensor)
 
     def update(self, training: "Training") -> None:
-        """The optimizer's step, with the loss scaler's where there is one."""
+        """Step the optimizer, through the loss scaler where there is one."""
         if training.scaler:
             training.scaler.step(training.optimizer)
             training.scaler.update()
@@ -94,7 +98,7 @@ class Engine:
         training.optimizer.zero_grad(set_to_none=training.loop.set_to_none)
 
     def gradients(self, training: "Training") -> "Iterator[tuple[str, torch.Tensor]]":
-        """(name as in the whole model, whole gradient) before the update, gathered where ranks hold shards of it."""
+        """(name as in the whole model, whole gradient) before the update, gathered from shards."""
         for name, parameter in training.model.named_parameters():
             if parameter.grad is not None:
                 gradient = parameter.grad
@@ -109,9 +113,14 @@ def loss_of(outputs: Any, batch: Any) -> "torch.Tensor":
 
 @dataclass
 class Training:
-    """Everything one step needs. `outputs` and `loss` are what the loop keeps alive between steps.
+    """Everything one step needs.
 
-    `further` are the other micro-batches of the step, where the loop has all of them on the device at once.
+    Attributes:
+        multi_tensor: use the optimizer's and clipping's multi-tensor kernels.
+        accumulation: micro-batches in a step.
+        per_parameter: parameter to its own optimizer, with optimizer_in_backward.
+        further: the step's other micro-batches, where the loop has all of them on the device at once.
+        outputs, loss: what the loop keeps alive between steps.
     """
 
     model: "torch.nn.Module"
@@ -134,7 +143,7 @@ class Training:
     @property
     def optimizers(self) -> list:
         """All optimizers that hold state: one, or one per parameter with optimizer_in_backward."""
-        # ZeroRedundancyOptimizer has one for this rank's share, and no state of its own
+        # ZeroRedundancyOptimizer keeps its state in the optimizer of this rank's shard, `optim`
         several = list(self.per_parameter.values()) or getattr(self.optimizer, "members", None)
         return several or [getattr(self.optimizer, "optim", self.optimizer)]
 

@@ -1,8 +1,7 @@
-"""Named shapes to `transformers` models: on the meta device first, then on fake or real storages. Never downloads.
+"""Build `transformers` models from named shapes, without downloads.
 
-One path serves every witness. The model is built on the meta device, where construction, quantized layers and adapters
-cost nothing; then each parameter gets a storage on the wanted device, one tensor at a time, as
-`from_pretrained` loads a checkpoint. Under `FakeTensorMode` those storages are fake, otherwise they are real.
+The model, its quantized layers and adapters are built on the meta device, which costs nothing. Then each parameter gets a
+storage on the wanted device, one tensor at a time, as `from_pretrained` loads a checkpoint; fake under `FakeTensorMode`.
 """
 
 import contextlib
@@ -20,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def weight_dtype(recipe: Recipe) -> "torch.dtype":
-    """The dtype of weights that are not quantized: half for "-true" precisions (and 4-bit bases), else fp32."""
+    """The dtype of weights that are not quantized: half for "-true" precisions and quantized bases, else fp32."""
     import torch
 
     if recipe.quantization and recipe.quantization.compute_dtype:
@@ -41,7 +40,12 @@ def build_model(recipe: Recipe, device: "str | torch.device" = "cpu", pretrained
     import torch
 
     with real_tensors():
-        model = _pretrained(recipe, device) if pretrained else _on_meta(recipe)
+        if pretrained:
+            model = _prepared(_pretrained(recipe, device), recipe)
+        else:
+            with torch.device("meta"):
+                model = _architecture(recipe, weight_dtype(recipe))
+            model = _prepared(model, recipe)
     if not pretrained:
         materialise(model, torch.device(device))
     return model.train()
@@ -49,7 +53,7 @@ def build_model(recipe: Recipe, device: "str | torch.device" = "cpu", pretrained
 
 @contextlib.contextmanager
 def real_tensors():
-    """A FakeTensorMode, if one is active, does not see what happens here (adapters and code tables cannot be fake)."""
+    """Leave an active FakeTensorMode for a while: adapters and code tables cannot be fake."""
     from torch._subclasses.fake_tensor import unset_fake_temporarily
 
     with unset_fake_temporarily():
@@ -65,7 +69,7 @@ def is_fake(model: "torch.nn.Module") -> bool:
 
 @contextlib.contextmanager
 def default_dtype(dtype: "torch.dtype"):
-    """New floating tensors have `dtype` here."""
+    """Make `dtype` the dtype of new floating tensors."""
     import torch
 
     before = torch.get_default_dtype()
@@ -74,14 +78,6 @@ def default_dtype(dtype: "torch.dtype"):
         yield
     finally:
         torch.set_default_dtype(before)
-
-
-def _on_meta(recipe: Recipe) -> "torch.nn.Module":
-    import torch
-
-    with torch.device("meta"):
-        model = _architecture(recipe, weight_dtype(recipe))
-    return _prepared(model, recipe)
 
 
 def _prepared(model: "torch.nn.Module", recipe: Recipe) -> "torch.nn.Module":

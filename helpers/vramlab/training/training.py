@@ -1,8 +1,7 @@
-"""The one training step. `simulate` and `measure` run exactly this code; so does every chapter.
+"""The one training step, which `simulate`, `measure` and every chapter run.
 
-`build(recipe)` makes the model, the optimizer and a batch; `train_step` runs one optimizer step and says where it is
-through `on_phase`. What the loop does beyond the textbook (clipping, loss scaling, where gradients are cleared, which
-outputs stay alive) is read from `recipe.loop` and nowhere else.
+`build(recipe)` makes the model, the optimizer and a batch; `train_step` runs one optimizer step. What a loop does beyond
+the textbook (clipping, loss scaling, where gradients are cleared, which outputs stay alive) comes from `recipe.loop` only.
 """
 
 import inspect
@@ -27,39 +26,38 @@ def build(recipe: Recipe, device: str = "cpu", target: str | None = None, pretra
     """The model, optimizer and batch of `recipe` on `device`; fake under a FakeTensorMode.
 
     Args:
-        target: whose defaults to take, "cuda" or "cpu"; None takes the device's own. On CUDA, PyTorch's optimizers
-            and clipping use the multi-tensor ("foreach") kernels by default, on CPU they do not
-            (`torch.optim.optimizer._default_to_fused_or_foreach`).
+        target: take the defaults of "cuda" or "cpu", None: of the device. On CUDA, PyTorch's optimizers and clipping
+            use the multi-tensor ("foreach") kernels (`torch.optim.optimizer._default_to_fused_or_foreach`).
     """
     import torch
 
-    target, engine = target or torch.device(device).type, engine_of(recipe)
+    target, engine, loop = target or torch.device(device).type, engine_of(recipe), recipe.loop
     model = engine.wrap(build_model(recipe, device, pretrained))
-    multi_tensor = recipe.loop.foreach if recipe.loop.foreach is not None else target == "cuda"
     training = Training(
         model=model,
         optimizer=None,
         batch=make_batch(recipe, device),
         device=torch.device(device),
-        multi_tensor=multi_tensor,
-        loop=recipe.loop,
+        multi_tensor=target == "cuda" if loop.foreach is None else loop.foreach,
+        loop=loop,
         precision=recipe.precision,
         accumulation=recipe.gradient_accumulation_steps,
         engine=engine,
     )
-    if recipe.loop.name == "trainer":  # Trainer.get_batch_samples fetches the whole step's micro-batches first
+    if loop.name == "trainer":  # Trainer.get_batch_samples fetches the whole step's micro-batches first
         training.further = [make_batch(recipe, device) for _ in range(training.accumulation - 1)]
-    trained = [p for p in model.parameters() if p.requires_grad]
-    if recipe.loop.optimizer_in_backward:
-        step_in_backward(training, lambda p: make_optimizer(recipe, [p], multi_tensor), trained)
+
+    def make(parameters: list) -> "torch.optim.Optimizer":
+        return make_optimizer(recipe, parameters, training.multi_tensor)
+
+    if loop.optimizer_in_backward:
+        step_in_backward(training, lambda p: make([p]), [p for p in model.parameters() if p.requires_grad])
     else:
-        training.optimizer = engine.optimizer(
-            _groups(recipe, model), lambda parameters: make_optimizer(recipe, parameters, multi_tensor)
-        )
-        if "8bit" in recipe.optim and recipe.loop.name == "trainer":
+        training.optimizer = engine.optimizer(_groups(recipe, model), make)
+        if "8bit" in recipe.optim and loop.name == "trainer":
             _embeddings_in_32_bits(training)
     if recipe.precision == "fp16-mixed":
-        # the usual start of 65,536 overflows at once with random weights, and a skipped step makes no optimizer states
+        # the default of 65,536 overflows at once with random weights, and a skipped step makes no optimizer states
         training.scaler = torch.amp.GradScaler(training.device.type, init_scale=1.0)
     if recipe.precision == "tf32" and target == "cuda":
         torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
@@ -83,16 +81,14 @@ def make_batch(recipe: Recipe, device: str = "cpu") -> dict[str, "torch.Tensor"]
             pixels = pixels.to(torch.float16 if recipe.precision == "fp16-true" else torch.bfloat16)
         return {"pixel_values": pixels, "labels": ids(shape.num_labels, recipe.batch_size)}
     labels = ids(shape.num_labels, recipe.batch_size) if shape.task == "sequence-classification" else None
-    return {
-        "input_ids": ids(shape.vocab_size, *size),
-        "labels": ids(shape.vocab_size, *size) if labels is None else labels,
-    }
+    inputs = ids(shape.vocab_size, *size)
+    return {"input_ids": inputs, "labels": ids(shape.vocab_size, *size) if labels is None else labels}
 
 
 def _groups(recipe: Recipe, model: "torch.nn.Module") -> list:
-    """The optimizer's parameters: the Trainer makes two groups (with and without weight decay), plain loops one.
+    """The optimizer's parameters: two groups in the Trainer (with and without weight decay), one in plain loops.
 
-    The multi-tensor kernels run group by group, so the grouping moves the step's peak.
+    Multi-tensor kernels run group by group, so the grouping moves the step's peak.
     """
     if recipe.loop.name != "trainer":
         return [p for p in model.parameters() if p.requires_grad]
@@ -107,19 +103,13 @@ def _groups(recipe: Recipe, model: "torch.nn.Module") -> list:
 
 def make_optimizer(recipe: Recipe, parameters: list, multi_tensor: bool) -> "torch.optim.Optimizer":
     """The optimizer that `TrainingArguments.optim` names."""
-    return _optimizer(recipe.optim, parameters, multi_tensor, {"lr": 1e-5, **recipe.optimizer_arguments()})
-
-
-def _optimizer(name: str, parameters: list, multi_tensor: bool, options: dict) -> "torch.optim.Optimizer":
     import torch
 
-    if name == "adamw_torch":
-        return torch.optim.AdamW(parameters, foreach=multi_tensor, **options)
+    name, options = recipe.optim, {"lr": 1e-5, **recipe.optimizer_arguments()}
     if name == "adamw_torch_fused":
         return torch.optim.AdamW(parameters, fused=True, **options)
-    if name in ("sgd", "rmsprop", "adagrad"):
-        kind = {"sgd": torch.optim.SGD, "rmsprop": torch.optim.RMSprop, "adagrad": torch.optim.Adagrad}[name]
-        return kind(parameters, foreach=multi_tensor, **options)
+    if kind := {"adamw_torch": "AdamW", "sgd": "SGD", "rmsprop": "RMSprop", "adagrad": "Adagrad"}.get(name):
+        return getattr(torch.optim, kind)(parameters, foreach=multi_tensor, **options)
     if name == "adafactor":
         from transformers.optimization import Adafactor
 
@@ -127,15 +117,15 @@ def _optimizer(name: str, parameters: list, multi_tensor: bool, options: dict) -
     import bitsandbytes.optim as bnb
 
     kind = bnb.Lion if "lion" in name else bnb.AdamW
-    with real_tensors():  # it computes its code tables here
+    with real_tensors():  # it computes code tables
         return kind(parameters, optim_bits=8 if "8bit" in name else 32, is_paged="paged" in name, **options)
 
 
 def _embeddings_in_32_bits(training: Training) -> None:
     """Keep fp32 states for embeddings under an 8-bit optimizer, as `Trainer.create_optimizer` does.
 
-    The Trainer registers that with bitsandbytes' process-wide manager; a manager of this optimizer's own leaves
-    other runs in the process alone.
+    The Trainer registers that with bitsandbytes' manager, one per process; ours gets its own, so that other runs in the
+    process do not change.
     """
     from bitsandbytes.optim import GlobalOptimManager
     from torch.nn import Embedding
@@ -152,9 +142,9 @@ def step_in_backward(training: Training, make: "Callable[[torch.Tensor], Any]", 
     """Update each parameter as soon as its gradient is complete, and free the gradient (PyTorch's tutorial of 2023).
 
     Args:
-        make: gives a parameter's own optimizer; None leaves it alone.
+        make: the optimizer of a parameter; None where it shall not be updated.
     """
-    owner = weakref.ref(training)  # Python's collector does not see through hooks: a hold on it would never be freed
+    owner = weakref.ref(training)  # the garbage collector does not see through hooks: a reference would never be freed
 
     def update(parameter: "torch.Tensor") -> None:
         optimizer = owner().per_parameter[parameter]
@@ -168,7 +158,7 @@ def step_in_backward(training: Training, make: "Callable[[torch.Tensor], Any]", 
 
 
 def needs_closure(optimizer: Any) -> bool:
-    """Whether `optimizer.step` cannot go without a closure that evaluates the loss again, as LBFGS's."""
+    """Whether `optimizer.step` requires a closure that evaluates the loss again, as LBFGS does."""
     closure = inspect.signature(type(optimizer).step).parameters.get("closure")
     return closure is not None and closure.default is inspect.Parameter.empty
 
@@ -196,7 +186,7 @@ def train_step(training: Training, on_phase: Callable[[str], None] = lambda name
 
 
 def _step_with_closure(training: Training, on_phase: Callable[[str], None]) -> "torch.Tensor":
-    """The same with an optimizer that asks for forward and backward passes as it goes, each over the whole batch."""
+    """A step whose optimizer asks for forward and backward passes itself, each over the whole batch."""
 
     def closure() -> "torch.Tensor":
         if training.loop.zero_grad != "before_backward":
@@ -221,20 +211,20 @@ def _end_step(training: Training, on_phase: Callable[[str], None]) -> "torch.Ten
 
 
 def _micro_batch(training: Training, batch: Any, on_phase: Callable[[str], None], first: bool) -> None:
-    """Forward and backward of one micro-batch; what the loop keeps of it stays in `training`."""
+    """Forward and backward of one micro-batch; `training` holds what the loop keeps of it."""
     import torch
 
     loop = training.loop
     on_phase("forward")
     outputs = _forward(training, batch)
-    training.outputs = outputs if loop.keep_outputs else None  # a variable that loses the last step's before the loss
+    training.outputs = outputs if loop.keep_outputs else None  # frees the last step's before the loss is computed
     loss = training.loss_of(outputs, batch)
     if training.accumulation > 1:
         loss = loss / training.accumulation
     if loop.empty_cache_steps and training.steps % loop.empty_cache_steps == 0 and training.device.type == "cuda":
-        torch.cuda.empty_cache()  # here, because Trainer.training_step does it here
+        torch.cuda.empty_cache()  # where Trainer.training_step does it
     if loop.keep_outputs is True:
-        training.loss = None  # the last step's is a variable too, and has just got a new value
+        training.loss = None  # the last step's too
     del outputs
     if loop.zero_grad == "before_backward" and training.optimizer and first:
         training.engine.zero_grad(training)
@@ -259,8 +249,7 @@ def _forward(training: Training, batch: Any) -> Any:
 
 
 def call(model: "torch.nn.Module", batch: Any) -> Any:
-    """`model` on a batch: a mapping gives keyword arguments, a tuple or list positional ones; a tensor is alone, and
-    so is a packed sequence."""
+    """`model` on a batch: a mapping gives keyword arguments, a tuple or list positional ones, anything else is one."""
     from torch.nn.utils.rnn import PackedSequence
 
     if isinstance(batch, Mapping):
@@ -270,10 +259,10 @@ def call(model: "torch.nn.Module", batch: Any) -> Any:
 
 
 def _clip(training: Training) -> None:
-    """Clip the gradients where the loop does, unscaling first under fp16 autocast."""
+    """Clip the gradients if the loop does, unscaled under fp16 autocast."""
     scaler, norm = training.scaler, training.loop.max_grad_norm
     if norm is None and training.loop.name == "trainer":
-        norm = math.inf  # Trainer._get_grad_norm: for its log it computes the norm all the same
+        norm = math.inf  # Trainer._get_grad_norm computes the norm for its log
     if norm is not None:
         if scaler:
             scaler.unscale_(training.optimizer)
