@@ -1,4 +1,4 @@
-"""DeepSpeed on paper: flat partitions, gradients that go into a bucket, a step in fp32. See `engines.deepspeed_terms`.
+"""DeepSpeed on paper: flat partitions, gradients that go into a bucket, a step in fp32. See `engines.deepspeed_storages`.
 
 Ψ: trained parameters, N: ranks, w: bytes of a weight, B: `reduce_bucket_size` (hidden size squared), "part": what a rank
 has of each parameter group, ⌈Ψ/2N⌉ · 2 elements at stages 1 and 2, the sum of ⌈p/N⌉ at stage 3.

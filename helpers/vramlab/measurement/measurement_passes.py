@@ -26,7 +26,7 @@ from ..tracking.reporting import to_report
 from ..tracking.tracked import run_tracked
 from ..tracking.tracker import Tracker
 from ..training.engine import Training
-from ..training.process_group import alone
+from ..training.process_group import is_fake_group
 from ..training.training import build, train_step
 from .host_memory import peak_rss
 
@@ -97,7 +97,7 @@ def build_for_steps(recipe: Recipe, device: str) -> Training:
     training = build(recipe, device)
     if training.scaler:
         training.scaler = torch.amp.GradScaler(training.device.type, init_scale=1.0)
-        if alone():  # other ranks' part of a gradient is missing, and its bytes may look like an overflow
+        if is_fake_group():  # other ranks' part of a gradient is missing, and its bytes may look like an overflow
             training.scaler._maybe_opt_step = lambda optimizer, state, *args, **kwargs: optimizer.step(*args, **kwargs)
     return training
 

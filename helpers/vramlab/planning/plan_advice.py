@@ -14,57 +14,42 @@ SHORTEST, MOST_GPUS = 64, 1024  # tokens, GPUs
 
 
 def advise(question: Question) -> Iterator[str]:
-    """The first that fits of each kind: another method, offload, shorter sequences, more GPUs, another card."""
-    for kind in (_methods, _offload, _shorter, _more_gpus, _cards):
-        for said, changes in kind(question):
-            if recipe := lightest_fit(question, **changes):
+    """The least change of each kind that makes something fit: method, offload, sequences, GPUs, card."""
+    for changes in _changes(question):
+        for said, change in changes:
+            if recipe := lightest_fit(question, **change):
                 yield f"{said} fits: {_described(recipe, question)}"
                 break
 
 
 def lightest_fit(question: Question, **changes) -> Recipe | None:
-    """A light recipe that fits once `changes` are made to the question; None if nothing does then either."""
+    """A light recipe that fits once `changes` are made to the question; None if none does."""
     try:
         return Search(dataclasses.replace(question, **changes)).any_fit()
     except RecipeError:
         return None
 
 
-# Each kind of change: what it is called, and the fields of the question that it changes, the least change first.
-Changes = Iterator[tuple[str, dict]]
-
-
-def _methods(question: Question) -> Changes:
-    if question.method != "any":
-        for method in ("lora", "qlora"):
-            if method != question.method:
-                yield f"method={method!r}", {"method": method}
-
-
-def _offload(question: Question) -> Changes:
-    if not question.offload:
-        yield "offload=True", {"offload": True}
-
-
-def _shorter(question: Question) -> Changes:
-    seq_len = question.plain.seq_len
-    while question.plain.shape.task != "image-classification" and (seq_len := seq_len // 2) >= SHORTEST:
-        yield f"seq_len={seq_len}", {"seq_len": seq_len}
-
-
-def _more_gpus(question: Question) -> Changes:
-    gpus = question.gpus
-    while (gpus := 2 * gpus) <= MOST_GPUS:
-        batch = gpus * max(1, question.global_batch // gpus)
-        yield f"gpus={gpus} (global batch {batch})", {"gpus": gpus, "global_batch": batch}
-
-
-def _cards(question: Question) -> Changes:
-    """Cards with more memory that compute in the precisions asked for, the smallest first."""
-    for card in sorted(map(find_gpu, gpu_names()), key=lambda card: (card.total, card.name)):
-        able = card.total > question.gpu.total and all(card.supports(name) for name in question.precisions or ())
-        if question.memory is None and able:
-            yield f"one {card.name} ({format_bytes(card.total, digits=1)}) in place of each", {"gpu": card}
+def _changes(question: Question) -> Iterator[list[tuple[str, dict]]]:
+    """For each kind of change: what it is called and the fields that it changes, the least change first."""
+    methods = () if question.method == "any" else ("lora", "qlora")
+    yield [(f"method={method!r}", {"method": method}) for method in methods if method != question.method]
+    yield [] if question.offload else [("offload=True", {"offload": True})]
+    if question.plain.shape.task != "image-classification":
+        lengths = (question.plain.seq_len >> i for i in range(1, 32))
+        yield [(f"seq_len={n}", {"seq_len": n}) for n in lengths if n >= SHORTEST]
+    counts = [question.gpus << i for i in range(1, 11) if question.gpus << i <= MOST_GPUS]
+    batches = [n * max(1, question.global_batch // n) for n in counts]
+    yield [
+        (f"gpus={n} (global batch {batch})", {"gpus": n, "global_batch": batch})
+        for n, batch in zip(counts, batches, strict=True)
+    ]
+    if question.memory is None:
+        yield [
+            (f"one {card.name} ({format_bytes(card.total, digits=1)}) in place of each", {"gpu": card})
+            for card in sorted(map(find_gpu, gpu_names()), key=lambda card: (card.total, card.name))
+            if card.total > question.gpu.total and all(map(card.supports, question.precisions or ()))
+        ]
 
 
 def _described(recipe: Recipe, question: Question) -> str:

@@ -41,7 +41,7 @@ ENDING = (
 
 
 def _arguments(recipe: Recipe) -> dict[str, str]:
-    """The arguments that are not `TrainingArguments`' own defaults, as text; batch and optimizer are always said."""
+    """Arguments of `TrainingArguments` that are not its defaults; batch size and optimizer always."""
     with needing("Code for the Trainer"):
         from transformers import TrainingArguments
 
@@ -52,7 +52,7 @@ def _arguments(recipe: Recipe) -> dict[str, str]:
 
 
 def _quantization(recipe: Recipe) -> dict[str, str]:
-    """What `BitsAndBytesConfig` is called with."""
+    """Arguments of `BitsAndBytesConfig`."""
     q, compute = recipe.quantization, _compute_dtype(recipe)
     if q.quant_type == "int8":
         return {"load_in_8bit": "True"}
@@ -60,18 +60,17 @@ def _quantization(recipe: Recipe) -> dict[str, str]:
     if q.double:
         found["bnb_4bit_use_double_quant"] = "True"
     found["bnb_4bit_compute_dtype"] = f"torch.{compute}"
-    if recipe.sharding and recipe.sharding.stage >= 2:  # what is divided among ranks has to be of a floating dtype
+    if recipe.sharding and recipe.sharding.stage >= 2:  # shards have to be of a floating dtype
         found["bnb_4bit_quant_storage"] = f"torch.{compute}"
     return found
 
 
 def _lora(recipe: Recipe) -> dict[str, str]:
-    """What `LoraConfig` is called with; defaults are left out, but rank and scale."""
-    lora, usual = recipe.lora, LoRA()
-    found = {"r": _text(lora.r), "lora_alpha": _text(lora.lora_alpha)}
-    for name in ("lora_dropout", "target_modules", "bias", "use_rslora", "modules_to_save"):
-        value = getattr(lora, name)
-        if value != getattr(usual, name):
+    """Arguments of `LoraConfig` that are not its defaults; rank and scale always."""
+    found = {}
+    for name in ("r", "lora_alpha", "lora_dropout", "target_modules", "bias", "use_rslora", "modules_to_save"):
+        value = getattr(recipe.lora, name)
+        if name in ("r", "lora_alpha") or value != getattr(LoRA, name):
             found[name] = _text(list(value) if isinstance(value, tuple) else value)
     if any(weight.kind == "conv1d" for weight in recipe.shape.weights()):
         found["fan_in_fan_out"] = "True"  # its Conv1D is stored transposed
@@ -81,7 +80,7 @@ def _lora(recipe: Recipe) -> dict[str, str]:
 
 
 def _load_model(recipe: Recipe, model_class: str) -> list[str]:
-    """The function that loads the model as the recipe has it."""
+    """The lines of `load_model`."""
     shape, quantization, lora = recipe.shape, recipe.quantization, recipe.lora
     name = shape.hub_id or (recipe.model if isinstance(recipe.model, str) else "path/to/the/model")
     half = {"fp16-true": "float16", "bf16-true": "bfloat16"}.get(recipe.precision, "float32")
@@ -107,7 +106,7 @@ def _load_model(recipe: Recipe, model_class: str) -> list[str]:
 
 
 def _compute_dtype(recipe: Recipe) -> str:
-    """The name of the dtype that a 4-bit layer computes in."""
+    """Name of the dtype that a 4-bit layer computes in."""
     half = {"fp16": "float16", "bf16": "bfloat16"}.get(recipe.precision[:4], "float32")
     return recipe.quantization.compute_dtype or half
 

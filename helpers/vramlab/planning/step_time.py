@@ -16,6 +16,7 @@ table 4).
 from dataclasses import dataclass
 from functools import lru_cache
 from statistics import median
+from typing import NamedTuple
 
 from ..formulas.account import Account
 from ..hardware.gpu import Chip, Gpu, GpuError, find_gpu
@@ -175,21 +176,13 @@ def _adapters(shape: Shape, lora: LoRA) -> int:
     return sum(lora.r * (inside + out) for _, inside, out in shape.lora_targets(lora.target_modules))
 
 
-@dataclass(frozen=True)
-class Walk:
-    """One micro-batch walked through in `predict`'s ledger.
+class Walk(NamedTuple):
+    """One micro-batch in `predict`'s ledger."""
 
-    Attributes:
-        written: bytes that its operators write.
-        kernels: how many operators there are.
-        kept: bytes of activations at the end of forward.
-        fused: attention is one kernel.
-    """
-
-    written: int
-    kernels: int
-    kept: int
-    fused: bool
+    written: int  # bytes that its operators write
+    kernels: int  # how many operators there are
+    kept: int  # bytes of activations at the end of forward
+    fused: bool  # attention is one kernel
 
 
 def walk(recipe: Recipe, chip: Chip) -> Walk:

@@ -3,7 +3,7 @@
 `simulate(recipe)` builds the recipe's model from storages that have a size and no content, runs `training.train_step`
 on it twice (the second step is the steady one) and replays what `tracker.Tracker` saw. Deep models are run
 shallow, and their log is deepened exactly (`deepen.py`). With `recipe.sharding` it is the step of one rank, in a process
-group whose other ranks need not exist (`world.one_rank_of`), as `engines` has it run.
+group whose other ranks need not exist (`process_group.one_rank_of`), as `engines` has it run.
 """
 
 import math

@@ -363,7 +363,7 @@ class Tracker(TorchDispatchMode):
     def _let_go(self) -> None:
         """Gloo's thread holds what it worked on a moment longer than the transfer takes; wait for that moment's end.
 
-        A group's thread does one thing after the other (`world.real_rank` gives it no second), so once it has begun
+        A group's thread does one thing after the other (`process_group.real_rank` gives it no second), so once it has begun
         another it has let go of the last. Without this, frees would be late by chance.
         """
         if self._sent is None:

@@ -116,7 +116,7 @@ def _architecture(recipe: Recipe, dtype: "torch.dtype") -> "torch.nn.Module":
 
 
 def _kept_in_fp32(model: "torch.nn.Module", dtype: "torch.dtype") -> set[str]:
-    """Modules that `from_pretrained` leaves in fp32 whatever is asked for, such as T5's `wo` under fp16."""
+    """Names of modules that `from_pretrained` leaves in fp32, such as T5's `wo` under fp16."""
     import torch
 
     names = set(getattr(model, "_keep_in_fp32_modules_strict", None) or ())
@@ -136,12 +136,11 @@ def _pretrained(recipe: Recipe, device) -> "torch.nn.Module":
         )
     auto = getattr(transformers, TASKS[recipe.shape.task].auto_class)
     dtype, kernel = weight_dtype(recipe), recipe.attn_implementation
-    model = auto.from_pretrained(recipe.shape.hub_id, dtype=dtype, attn_implementation=kernel)
-    return _prepared(model.to(device), recipe)
+    return auto.from_pretrained(recipe.shape.hub_id, dtype=dtype, attn_implementation=kernel).to(device)
 
 
 def _quantized_layers(model: "torch.nn.Module", recipe: Recipe) -> None:
-    """Swap linear layers for bitsandbytes' ones, as `from_pretrained(quantization_config=...)` does (head excepted)."""
+    """Replace linear layers but the head by bitsandbytes' ones, as `from_pretrained(quantization_config=...)` does."""
     import torch
     from transformers import BitsAndBytesConfig
     from transformers.integrations.bitsandbytes import replace_with_bnb_linear
@@ -156,9 +155,9 @@ def _quantized_layers(model: "torch.nn.Module", recipe: Recipe) -> None:
         bnb_4bit_use_double_quant=quantization.double,
         bnb_4bit_compute_dtype=dtype,
     )
-    # layers made so hold weights and biases of the loading dtype, as a checkpoint's are before they are quantized
+    # weights and biases have the loading dtype, like a checkpoint's before they are quantized
     with torch.device("meta"), default_dtype(dtype):
-        # for a head with a bias transformers names the bias; the head is trained, so it must not be quantized
+        # transformers names the bias of a head that has one; the head is trained, so it must not be quantized
         heads = [name.removesuffix(".bias").removesuffix(".weight") for name in get_keys_to_not_convert(model)]
         keep = [*heads, *(getattr(model, "_keep_in_fp32_modules", None) or ())]
         replace_with_bnb_linear(model, modules_to_not_convert=keep, quantization_config=config)
@@ -182,27 +181,24 @@ def _adapters(model: "torch.nn.Module", recipe: Recipe) -> "torch.nn.Module":
     cast = values.pop("autocast_adapter_dtype")
     save = values["modules_to_save"]
     values["modules_to_save"] = list(save) if save else None
-    # by name, so that what PEFT adapts is what the shape says (its "all-linear" would take Mixtral's experts whole)
+    # by name, so that PEFT adapts what the shape says (its "all-linear" would take Mixtral's experts whole)
     values["target_modules"] = [name for name, _, _ in recipe.shape.lora_targets(recipe.lora.target_modules, save)]
     values["task_type"] = TASKS[recipe.shape.task].peft
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*fan_in_fan_out.*")  # GPT-2's Conv1D; PEFT sets it right itself
-        # adapters take their layer's dtype, but not a quantized one's; here that is quantized when they are there
+        # adapters take their layer's dtype unless it is quantized, which it will be
+        cast = cast or recipe.quantization is not None
         try:
-            return get_peft_model(
-                model, LoraConfig(**values), autocast_adapter_dtype=cast or recipe.quantization is not None
-            )
-        except (TypeError, ValueError) as error:  # kinds of layers and names that PEFT does not adapt
-            asked = recipe.lora.target_modules
-            raise RecipeError(
-                "lora.target_modules", asked, f"PEFT refuses it for {recipe.name}: {reason(error)}"
-            ) from error
+            return get_peft_model(model, LoraConfig(**values), autocast_adapter_dtype=cast)
+        except (TypeError, ValueError) as error:  # layers and names that PEFT does not adapt
+            rest = f"PEFT refuses it for {recipe.name}: {reason(error)}"
+            raise RecipeError("lora.target_modules", recipe.lora.target_modules, rest) from error
 
 
 def materialise(model: "torch.nn.Module", device: "torch.device") -> None:
-    """Give every meta parameter and buffer of `model` a storage on `device`, quantizing 4- and 8-bit layers on the way.
+    """Give every meta parameter and buffer of `model` a storage on `device`, quantized in 4- and 8-bit layers.
 
-    Tied parameters stay tied. Real tensors get usable start values, fake ones have none.
+    Tied parameters stay tied. Real tensors get usable start values.
     """
     import torch
 
@@ -239,8 +235,10 @@ def _parameter(name: str, old: "torch.nn.Parameter", device: "torch.device", fak
 
 
 def _quantized_parameter(old: "torch.nn.Parameter", data: "torch.Tensor", fake: bool) -> "torch.nn.Parameter":
-    """`data` quantized by bitsandbytes' own kernels; fake tensors cannot be its parameter class, so they carry
-    the same storages and attributes on a plain parameter."""
+    """`data` quantized by bitsandbytes' kernels.
+
+    Its parameter classes cannot be fake: there a plain parameter carries the same storages and attributes.
+    """
     import bitsandbytes as bnb
     import torch
 
@@ -263,13 +261,13 @@ def _quantized_parameter(old: "torch.nn.Parameter", data: "torch.Tensor", fake: 
 
 
 def _start_values(model: "torch.nn.Module") -> None:
-    """Compute what a meta model cannot hold: rotary frequencies, position ids, scales; and adapters' start values."""
+    """Compute the values of buffers (rotary frequencies, position ids, scales) and the start values of adapters."""
     import torch
     from transformers import PreTrainedModel
 
     def visit(module: torch.nn.Module, owner: PreTrainedModel | None) -> None:
         owner = module if isinstance(module, PreTrainedModel) else owner
-        # with its weight, where it has one: Gemma's embedding holds the factor it scales by as a buffer
+        # together with its weight: Gemma's embedding has its scale as a buffer
         if owner is not None and any(b is not None for b in module._buffers.values()):
             owner._init_weights(module)
         for child in module.children():

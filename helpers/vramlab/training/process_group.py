@@ -1,4 +1,4 @@
-"""The process group of a rank: torchrun's for real ranks, torch's fake one for one rank of a world that is not there."""
+"""The process group of a rank: torchrun's for real ranks, torch's fake one for a single rank of many."""
 
 import contextlib
 import gc
@@ -11,10 +11,10 @@ from ..recipe.recipe import Sharding
 
 @contextlib.contextmanager
 def one_rank_of(sharding: Sharding | None) -> Iterator[None]:
-    """While entered, this process is rank `sharding.rank` of `sharding.world_size`; no other rank need exist.
+    """While entered, this process is rank `sharding.rank` of `sharding.world_size`, in a fake group; None: no group.
 
-    The fake group's collectives return at once and move nothing (`torch.testing._internal.distributed.fake_pg`), so
-    bytes are those of a real rank and values are not. None: nothing is done.
+    Its collectives return at once and move nothing (`torch.testing._internal.distributed.fake_pg`), so bytes are those
+    of a real rank and values are not.
     """
     if sharding is None:
         yield
@@ -22,7 +22,7 @@ def one_rank_of(sharding: Sharding | None) -> Iterator[None]:
     import torch.distributed as dist
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    _forget_slices()
+    _clear_sharding_cache()
     dist.init_process_group("fake", rank=sharding.rank, world_size=sharding.world_size, store=FakeStore())
     try:
         yield
@@ -30,47 +30,43 @@ def one_rank_of(sharding: Sharding | None) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def _forget_slices() -> None:
-    """Clear what DTensor remembers of shapes by operator: it takes a process for one rank all its life."""
+def _clear_sharding_cache() -> None:
+    """Clear DTensor's cache of shapes by operator, which assumes that a process has one rank all its life."""
     import torch
 
     if "torch.distributed.tensor" in sys.modules:
         from torch.distributed.tensor import DTensor
 
         DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache_clear()
-        clear = getattr(torch._C, "_clear_DTensor_sharding_propagator_cache", None)  # newer releases have two
-        if clear:
+        if clear := getattr(torch._C, "_clear_DTensor_sharding_propagator_cache", None):  # in newer releases
             clear()
 
 
 @contextlib.contextmanager
 def real_rank(device: str) -> Iterator[int]:
-    """While entered, this process is the rank that torchrun's environment says, over NCCL between GPUs and gloo between CPUs.
-
-    Gives the rank.
-    """
+    """While entered, this process is the rank, which is yielded, of torchrun's environment: NCCL for GPUs, gloo for CPUs."""
     import torch
     import torch.distributed as dist
 
     with one_gloo_thread():
         if device == "cuda":
             torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-            dist.init_process_group("cpu:gloo,cuda:nccl")  # what is offloaded is summed up where it is
+            dist.init_process_group("cpu:gloo,cuda:nccl")  # gloo for what is offloaded
         else:
             dist.init_process_group("gloo")
-        yield dist.get_rank()  # after an error the others wait in a collective: the group dies with the process
-        # DDP's reducer must not be the last to hold the group: it would end gloo's threads while it has Python's lock,
-        # for which they may be waiting (torch 2.13; pytorch/pytorch issue 56297)
+        yield dist.get_rank()  # after an error the others wait in a collective: the group ends with the process
+        # free DDP's reducer first: as the last owner of the group it would join gloo's threads while it holds the GIL,
+        # for which they may wait (torch 2.13; pytorch/pytorch issue 56297)
         gc.collect()
         dist.destroy_process_group()
 
 
 @contextlib.contextmanager
 def one_gloo_thread() -> Iterator[None]:
-    """Gloo's groups that are made while this is entered do one transfer after the other, on one thread instead of two.
+    """Give gloo's groups one thread instead of two, so that what is held, and when, is deterministic.
 
-    A thread lets go of what it has sent when it begins with the next, so what is held and when does not hang on the
-    scheduler. `init_process_group` takes options for gloo and ignores them (torch 2.13).
+    A thread frees what it has sent when it begins the next transfer. `init_process_group` ignores options for gloo (torch
+    2.13).
     """
     from torch.distributed import distributed_c10d
 
@@ -99,8 +95,8 @@ def rank() -> int:
     return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
 
 
-def alone() -> bool:
-    """Whether this process's group is the fake one, whose collectives move nothing."""
+def is_fake_group() -> bool:
+    """Whether the process group is a fake one, whose collectives move nothing."""
     import torch.distributed as dist
 
     return dist.is_available() and dist.is_initialized() and dist.get_backend() == "fake"

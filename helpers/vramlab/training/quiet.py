@@ -1,4 +1,4 @@
-"""Known, harmless messages of other packages, silenced one by one by their text; any other is still shown."""
+"""Silence known, harmless messages of other packages by their text; any other is still shown."""
 
 import contextlib
 import logging
@@ -26,23 +26,9 @@ KNOWN_LOGS = (
 )
 
 
-class Drop(logging.Filter):
-    """Lets every record pass but those whose text begins with `start`."""
-
-    def __init__(self, start: str):
-        super().__init__()
-        self.start = start
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        return not record.getMessage().startswith(self.start)
-
-
 @contextlib.contextmanager
 def compilers_silent() -> Iterator[None]:
-    """While entered, what child processes write to the standard error is dropped.
-
-    In a notebook `sys.stderr` is not file 2, so a library that tries out a compiler and silences the former is heard.
-    """
+    """Drop what child processes write to file 2, which in a notebook is not the `sys.stderr` that libraries silence."""
     kept = os.dup(2)
     with open(os.devnull, "w") as nowhere:
         os.dup2(nowhere.fileno(), 2)
@@ -54,8 +40,8 @@ def compilers_silent() -> Iterator[None]:
 
 
 def silence() -> None:
-    """Drop the known messages from here on, in this process."""
+    """Drop the known messages in this process from now on."""
     for start in KNOWN_WARNINGS:
         warnings.filterwarnings("ignore", message=start)
     for name, start in KNOWN_LOGS:
-        logging.getLogger(name).addFilter(Drop(start))
+        logging.getLogger(name).addFilter(lambda record, start=start: not record.getMessage().startswith(start))

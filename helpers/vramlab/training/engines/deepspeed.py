@@ -1,7 +1,6 @@
 """ZeRO stages 0 to 3 by DeepSpeed (`deepspeed.initialize`; Rajbhandari et al. 2020, 2021), an optional extra.
 
-What a rank holds is tabled in `deepspeed_terms.py`; what is answered for ranks that are not there, in
-`deepspeed_alone.py`.
+`deepspeed_storages.py` tables what a rank holds; `deepspeed_fake_group.py` answers for ranks that do not exist.
 """
 
 import contextlib
@@ -11,6 +10,8 @@ import warnings
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from ...recipe.deepspeed_config import filled_in, hidden_size
 from ...recipe.recipe import Recipe
 from ...report.errors import RecipeError
@@ -18,34 +19,37 @@ from ..engine import Engine
 from ..quiet import compilers_silent
 
 if TYPE_CHECKING:
-    import torch
-
     from ..engine import Follower, Training
 
 
 class DeepSpeed(Engine):
-    """DeepSpeed's engine has model and optimizer: it averages, clips, steps and clears gradients by itself.
+    """DeepSpeed's engine owns model and optimizer: it averages, clips, steps and clears gradients by itself.
 
-    A "-mixed" precision is DeepSpeed's own: the model's weights are cast to half precision for good, and each rank
-    updates an fp32 copy of its share; nothing is autocast, as under accelerate (`Accelerator.native_amp` is False).
+    It also casts by itself, as under accelerate (`Accelerator.native_amp` is False): in a "-mixed" precision weights are
+    half precision for good, and each rank updates an fp32 copy of its shard.
     """
 
     autocasts = False
     fake_gpu = "cpu:0"
 
     def __init__(self, recipe: Recipe):
-        self.recipe = recipe
+        super().__init__(recipe)
+        if not recipe.loop.set_to_none:
+            raise RecipeError("loop.set_to_none", False, "engine 'deepspeed' frees gradients by itself: leave it True")
+        if recipe.quantization and recipe.sharding.stage == 3:
+            rest = "DeepSpeed's stage 3 does not divide quantized weights: use stage 2 or engine 'fsdp'"
+            raise RecipeError("sharding.stage", 3, rest)
 
     def start(self, training: "Training") -> None:
         deepspeed = library()
         choose_accelerator(training.device.type)
         model = training.model
         config = filled_in(self.recipe, hidden_size(model.config))
-        # The usual start of 65,536 overflows at once with random weights, and a skipped step makes no states.
+        # the default of 65,536 overflows at once with random weights, and a skipped step makes no states
         config["fp16"]["initial_scale_power"] = 0
         if self.recipe.precision == "fp16-mixed" and not deepspeed.accelerator.get_accelerator().is_fp16_supported():
             raise RecipeError("precision", "fp16-mixed", "DeepSpeed does not train in fp16 on this CPU: use bf16-mixed")
-        from .deepspeed_alone import forget
+        from .deepspeed_fake_group import forget
 
         forget()
         engine, training.optimizer, _, _ = deepspeed.initialize(
@@ -59,12 +63,12 @@ class DeepSpeed(Engine):
 
     def without_peers(self, target: str) -> contextlib.AbstractContextManager:
         library()
-        from .deepspeed_alone import without_peers
+        from .deepspeed_fake_group import without_peers
 
         return without_peers({"cuda": self.fake_gpu, "cpu": "cpu"}[target])
 
     def follow(self, training: "Training", tracker: "Follower") -> contextlib.AbstractContextManager:
-        from .deepspeed_terms import follow
+        from .deepspeed_storages import follow
 
         return follow(training.model, tracker)
 
@@ -97,9 +101,7 @@ class DeepSpeed(Engine):
 
 def library() -> Any:
     """The package `deepspeed`, quiet. Raises RecipeError with the command that installs it."""
-    # It looks for an accelerator when it is first imported, and warns when it finds none.
-    import torch
-
+    # it looks for an accelerator at its first import, and warns if it finds none
     os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")
     try:
         import deepspeed
@@ -108,14 +110,14 @@ def library() -> Any:
         raise RecipeError("sharding.engine", "deepspeed", rest) from error
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
     warnings.filterwarnings("ignore", message=r"`torch\.distributed\.\w+_tensor` is deprecated")
-    # Shared-memory collectives serve inference only, and would be compiled here and now.
-    with compilers_silent():  # it tries out which operators could be compiled
+    # shared-memory collectives serve inference only, and would be compiled now
+    with compilers_silent():  # it tries which operators can be compiled
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     return deepspeed
 
 
 def choose_accelerator(device: str) -> None:
-    """Let DeepSpeed's idea of the accelerator, which it forms once, be where the model is. Fake tensors are CPU's."""
+    """Replace DeepSpeed's accelerator, which it chooses once, by that of the model's device; fake tensors are on CPU."""
     from deepspeed.accelerator import get_accelerator, set_accelerator
 
     if get_accelerator().device_name() == device:
@@ -125,12 +127,3 @@ def choose_accelerator(device: str) -> None:
     else:
         from deepspeed.accelerator.cuda_accelerator import CUDA_Accelerator as Accelerator
     set_accelerator(Accelerator())
-
-
-def make(recipe: Recipe) -> Engine:
-    if not recipe.loop.set_to_none:
-        raise RecipeError("loop.set_to_none", False, "engine 'deepspeed' frees gradients by itself: leave it True")
-    if recipe.quantization and recipe.sharding.stage == 3:
-        rest = "DeepSpeed's stage 3 does not divide quantized weights: use stage 2 or engine 'fsdp'"
-        raise RecipeError("sharding.stage", 3, rest)
-    return DeepSpeed(recipe)

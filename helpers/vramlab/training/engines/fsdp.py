@@ -4,44 +4,43 @@ import contextlib
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
+import torch
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp._fully_shard import _fsdp_param
+
 from ...recipe.recipe import Recipe
 from ...report.errors import RecipeError
 from ..engine import AUTOCAST, Engine
 from ..models import is_fake, real_tensors
+from .host import Host, groups
 
 if TYPE_CHECKING:
-    import torch
-    from torch.distributed.device_mesh import DeviceMesh
-
     from ..engine import Follower, Training
-    from .host import Host
 
 
 class FSDP(Engine):
-    """Each unit of `units` is gathered when it is needed; gradients are reduce-scattered, unit by unit.
+    """Gather each unit of `units` when it is needed, and reduce-scatter its gradients.
 
-    Stage 3 frees a unit after its forward pass (`reshard_after_forward`), stage 2 keeps it until its backward pass.
-    A "-mixed" precision is FSDP's own policy, not autocast: fp32 shards are gathered in half precision, gradients
-    are summed in it and outputs, the loss among them, are cast to it, as accelerate sets it
-    (`FullyShardedDataParallelPlugin.set_mixed_precision`).
+    Stage 3 frees a unit after its forward pass (`reshard_after_forward`), stage 2 after its backward pass. A "-mixed"
+    precision is FSDP's own policy, as accelerate sets it (`FullyShardedDataParallelPlugin.set_mixed_precision`): fp32
+    shards are gathered in half precision, gradients are summed in it, and outputs, the loss among them, are cast to it.
     """
 
     autocasts = False
 
     def __init__(self, recipe: Recipe):
-        self.recipe = recipe
+        super().__init__(recipe)
         self.host: Host | None = None
-
-    def wrap(self, model: "torch.nn.Module") -> "torch.nn.Module":
-        sharding = self.recipe.sharding
-        if sharding.offload == "optimizer":
+        if recipe.sharding.offload == "optimizer":
             allowed = "FSDP offloads parameters, gradients and optimizer together: 'parameters'"
-            raise RecipeError("sharding.offload", sharding.offload, allowed)
-        if sharding.offload and next(model.parameters()).device.type == "cpu":
-            from .host import Host
+            raise RecipeError("sharding.offload", "optimizer", allowed)
 
+    def wrap(self, model: torch.nn.Module) -> torch.nn.Module:
+        sharding = self.recipe.sharding
+        if sharding.offload and next(model.parameters()).device.type == "cpu":
             self.host = Host()
-        with self.host or contextlib.nullcontext(), _of_integers(self.recipe):
+        with self.host or contextlib.nullcontext(), _integers_refused(self.recipe):
             model = shard(
                 model,
                 units(model, sharding.wrap, as_accelerate=self.recipe.loop.name == "trainer"),
@@ -62,8 +61,8 @@ class FSDP(Engine):
 
 
 @contextlib.contextmanager
-def _of_integers(recipe: Recipe) -> Iterator[None]:
-    """While entered, torch's refusal to shard quantized weights is a RecipeError; that of torch 2.11 asks for gradients."""
+def _integers_refused(recipe: Recipe) -> Iterator[None]:
+    """Turn torch 2.11's refusal to shard quantized weights into a RecipeError."""
     try:
         yield
     except RuntimeError as error:
@@ -74,20 +73,19 @@ def _of_integers(recipe: Recipe) -> Iterator[None]:
 
 
 class Unit(NamedTuple):
-    """Modules that are gathered together; `keep`: from the forward to the backward pass in any case."""
+    """Modules that are gathered together; `keep` them until their backward pass even at stage 3."""
 
-    modules: tuple["torch.nn.Module", ...]
+    modules: tuple[torch.nn.Module, ...]
     keep: bool = False
 
 
-def units(model: "torch.nn.Module", wrap: str = "layers", as_accelerate: bool = True) -> list[Unit]:
-    """The units of a transformer, in the order in which they are to be made; the last is the root and has the rest.
+def units(model: torch.nn.Module, wrap: str = "layers", as_accelerate: bool = True) -> list[Unit]:
+    """The units of a transformer, in the order in which to make them; the last is the root and has the rest.
 
-    "layers": each transformer layer (`_no_split_modules`) is a unit; `as_accelerate` also gives the input embedding
-    one, and the last norm and the head together, with the embedding if it is the head's too
-    (`accelerate.utils.fsdp_utils.fsdp2_prepare_model`). The head's and the root are kept, as accelerate and
-    `fully_shard`'s default for a root have it: their backward pass begins where their forward pass ended.
-    "model": one unit, the root.
+    "layers": each transformer layer (`_no_split_modules`) is a unit; `as_accelerate` also makes one of the input embedding,
+    and one of the last norm and the head, with the embedding if tied (`accelerate.utils.fsdp_utils.fsdp2_prepare_model`).
+    The head's and the root are kept, as in accelerate and by `fully_shard`'s default for a root: their backward pass
+    begins where their forward pass ended. "model": one unit, the root.
     """
     if wrap == "model":
         return [Unit((model,))]
@@ -112,8 +110,8 @@ def units(model: "torch.nn.Module", wrap: str = "layers", as_accelerate: bool = 
     return [*found, Unit((model,), keep=True)]
 
 
-def _sharing(model: "torch.nn.Module") -> list["torch.nn.Module"]:
-    """The modules that hold a parameter which another holds too: all of them have to be in one unit."""
+def _sharing(model: torch.nn.Module) -> list[torch.nn.Module]:
+    """The modules that share a parameter with another one: they have to be in one unit."""
     holders: dict[int, list] = {}
     for module in model.modules():
         for parameter in module._parameters.values():
@@ -122,12 +120,12 @@ def _sharing(model: "torch.nn.Module") -> list["torch.nn.Module"]:
     return [*dict.fromkeys(module for group in holders.values() if len(group) > 1 for module in group)]
 
 
-def _has_all_or_none(module: "torch.nn.Module", shared: list["torch.nn.Module"]) -> bool:
+def _has_all_or_none(module: torch.nn.Module, shared: list[torch.nn.Module]) -> bool:
     inside = {id(m) for m in module.modules()}
     return len({id(m) in inside for m in shared}) < 2
 
 
-def _last_norm(model: "torch.nn.Module") -> "torch.nn.Module | None":
+def _last_norm(model: torch.nn.Module) -> torch.nn.Module | None:
     """The last norm among the base model's own modules, as `accelerate.utils.fsdp_utils._find_final_norm` finds it."""
     prefix = getattr(model, "base_model_prefix", "")
     base = getattr(model, prefix, None) if prefix else model
@@ -136,25 +134,21 @@ def _last_norm(model: "torch.nn.Module") -> "torch.nn.Module | None":
 
 
 def shard(
-    model: "torch.nn.Module",
+    model: torch.nn.Module,
     parts: Sequence[Unit],
     reshard_after_forward: bool = True,
     half: str | None = None,
     offload: bool = False,
-    mesh: "DeviceMesh | None" = None,
-) -> "torch.nn.Module":
-    """`model`, any module, with its parameters divided among the ranks of the default process group, in place.
+    mesh: DeviceMesh | None = None,
+) -> torch.nn.Module:
+    """Divide the parameters of `model`, any module, among the ranks of the default process group, in place.
 
     Args:
-        parts: the units; one takes what is in none before it, so the last is the model itself.
-        reshard_after_forward: free what was gathered after a unit's forward pass, and gather it again for its backward.
+        parts: the units; each takes what no earlier one has, so the last is the model itself.
+        reshard_after_forward: free a unit after its forward pass, and gather it again for its backward pass.
         half: "float16" or "bfloat16": gather and reduce in it, and cast outputs to it.
-        offload: shards, gradients and the optimizer stay on the host.
+        offload: keep shards, gradients and the optimizer on the host.
     """
-    import torch
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-
     device = next(model.parameters()).device.type
     if mesh is None:
         with real_tensors():
@@ -172,35 +166,28 @@ def shard(
     return model
 
 
+class _Chunks:
+    """The chunks of a parameter, each made when it is asked for; FSDP makes all, but uses the first and this rank's."""
+
+    def __init__(self, tensor: torch.Tensor, parts: int, dim: int):
+        self.tensor, self.dim, self.length = tensor, dim, -(-tensor.size(dim) // parts)
+
+    def __getitem__(self, rank: int) -> torch.Tensor:
+        start = min(rank * self.length, self.tensor.size(self.dim))
+        return self.tensor.narrow(self.dim, start, min(self.length, self.tensor.size(self.dim) - start))
+
+
 @contextlib.contextmanager
-def _of_fake_tensors(model: "torch.nn.Module"):
-    """What FSDP does otherwise while it shards fake tensors; what is allocated is the same.
+def _of_fake_tensors(model: torch.nn.Module) -> Iterator[None]:
+    """Shard fake tensors with the same allocations, but without a thousand fake chunks.
 
-    Of a parameter's chunks only the first, whose size counts, and this rank's are made, not a thousand. And no shard
-    was replaced since it was made: the first forward pass would find out by comparing addresses, of which fake
-    storages have none, and pad once more.
+    The first forward pass pads a shard again if it was replaced; it compares addresses, which fake storages lack, so tell
+    it that none was.
     """
-    import torch
-    from torch.distributed.fsdp._fully_shard import _fsdp_param
-
-    from .host import groups
-
-    class Chunks:
-        def __init__(self, tensor: torch.Tensor, parts: int, dim: int):
-            self.tensor, self.dim, self.length = tensor, dim, -(-tensor.size(dim) // parts)
-
-        def __getitem__(self, rank: int) -> torch.Tensor:
-            start = min(rank * self.length, self.tensor.size(self.dim))
-            return self.tensor.narrow(self.dim, start, min(self.length, self.tensor.size(self.dim) - start))
-
-    plain, _fsdp_param._chunk_with_empty = _fsdp_param._chunk_with_empty, Chunks
+    plain, _fsdp_param._chunk_with_empty = _fsdp_param._chunk_with_empty, _Chunks
     try:
         yield
     finally:
         _fsdp_param._chunk_with_empty = plain
     for group in groups(model):
         group._reset_sharded_params = True
-
-
-def make(recipe: Recipe) -> Engine:
-    return FSDP(recipe)

@@ -1,15 +1,16 @@
-"""FSDP's offloading where host and device are one: on CPU tensors its copies between the two would be left out.
+"""FSDP's offloading on a machine whose device is the host, where the copies between the two would be left out.
 
 On CUDA a shard lives in host memory, is copied to the device before its unit is gathered, and the reduced gradient is
-copied back. `Host` has the same copies made between CPU tensors, fake and real ones, and knows which side each is on, so
-that the device's bytes are a GPU's and can be followed without one.
+copied back. `Host` makes the same copies between CPU tensors, fake or real, and knows which side each is on, so that the
+device's bytes are those of a GPU.
 """
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.distributed.fsdp import FSDPModule
 from torch.overrides import TorchFunctionMode
 
 if TYPE_CHECKING:
@@ -17,16 +18,15 @@ if TYPE_CHECKING:
 
 
 class Host(TorchFunctionMode):
-    """While entered, `.cpu()` and `.to(device)` are copies; `told` hears of those that are the host's from then on.
+    """While entered, `.cpu()` and `.to(device)` copy: to the device in `unshard`, to the host everywhere else.
 
-    Calls that gather (`FSDPParamGroup.unshard`) copy to the device, all others (`fully_shard`, `post_backward`) away
-    from it.
+    `on_host` gets the copies that are the host's from then on.
     """
 
     def __init__(self):
         super().__init__()
         self.to_device = False
-        self.told: Callable[[list[torch.Tensor]], None] = _nobody
+        self.on_host: Callable[[Iterable[torch.Tensor]], Any] = list  # nobody listens
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         moves = func is torch.Tensor.cpu or (func is torch.Tensor.to and isinstance(args[1], torch.device))
@@ -34,7 +34,7 @@ class Host(TorchFunctionMode):
             return func(*args, **(kwargs or {}))
         copied = args[0].clone(memory_format=torch.contiguous_format)
         if not self.to_device:
-            self.told([copied])
+            self.on_host([copied])
         return copied
 
     def serve(self, model: torch.nn.Module) -> None:
@@ -53,24 +53,17 @@ class Host(TorchFunctionMode):
 
     @contextlib.contextmanager
     def follow(self, model: torch.nn.Module, tracker: "Follower") -> Iterator[None]:
-        """While entered, `tracker` leaves out what the host holds, and what is computed from that alone."""
+        """While entered, `tracker` leaves out what the host holds and computes."""
         tracker.mark_on_host(part._sharded_param_data for group in groups(model) for part in group.fsdp_params)
-        self.told, tracker.host_computes = tracker.mark_on_host, True
+        self.on_host, tracker.host_computes = tracker.mark_on_host, True
         try:
             yield
         finally:
-            self.told = _nobody
-
-
-def _nobody(tensors: list[torch.Tensor]) -> None:
-    """Hears of copies while no tracker follows."""
+            self.on_host = list
 
 
 def groups(model: torch.nn.Module) -> Iterator[Any]:
-    """The parameter group of each unit of `model`."""
-    from torch.distributed.fsdp import FSDPModule
-
+    """The parameter group of each unit of `model`; at most one, as all parameters of a unit share a mesh."""
     for module in model.modules():
-        # a unit has one at most, as all its parameters share a mesh
         if isinstance(module, FSDPModule) and (group := module._get_fsdp_state()._fsdp_param_group):
             yield group

@@ -1,4 +1,4 @@
-"""One stage of a pipeline, made by hand of a causal model from transformers: its layers, and what stands before or after."""
+"""One stage of a pipeline, cut from a causal model of transformers."""
 
 import contextlib
 from collections.abc import Callable, Iterator
@@ -12,11 +12,11 @@ from ...recipe.parallel_limits import stage_layers
 from ..engine import Training, autocast
 from ..models import real_tensors
 
-NORMS = ("norm", "final_layernorm", "final_layer_norm")  # what the families of `cuts.FAMILIES` call it
+NORMS = ("norm", "final_layernorm", "final_layer_norm")  # names of the final norm
 
 
 def keep_stage(model: torch.nn.Module, rank: int, stages: int) -> None:
-    """Take from `model` what is not of stage `rank` of `stages`. What stays keeps its name."""
+    """Remove from `model` what is not of stage `rank` of `stages`. Names of parameters stay."""
     decoder, embedding, head = model.get_decoder(), model.get_input_embeddings(), model.get_output_embeddings()
     mine = stage_layers(len(decoder.layers), stages)[rank]
     for i in range(len(decoder.layers)):
@@ -37,7 +37,7 @@ def _take(owner: torch.nn.Module, part: torch.nn.Module) -> None:
 
 
 class Part(torch.nn.Module):
-    """Token ids (first stage) or hidden states to hidden states, or to logits (last stage)."""
+    """A stage's module: token ids (first) or hidden states to hidden states, or to logits (last)."""
 
     def __init__(self, training: Training, first: bool, last: bool):
         super().__init__()
@@ -52,7 +52,7 @@ class Part(torch.nn.Module):
 
 
 class Stage(PipelineStage):
-    """A stage that says when a chunk's forward or backward pass begins, by `on_phase`."""
+    """A stage that calls `on_phase` when a chunk's forward or backward pass begins."""
 
     on_phase: Callable[[str], None]
 
@@ -65,15 +65,15 @@ class Stage(PipelineStage):
         return super().backward_one_chunk(*args, **kwargs)
 
     def _validate_fwd_outputs(self, outputs):
-        """Torch 2.11 compares outputs with their description here; the last stage's are sent nowhere and have none."""
+        """Skip torch 2.11's check of the last stage's outputs, which are sent nowhere and have no description."""
         if not self.is_last:
             super()._validate_fwd_outputs(outputs)
 
 
 def make_stage(training: Training, rank: int, stages: int, shape: tuple[int, int, int]) -> Stage:
-    """The stage of this rank. `shape` is that of a micro-batch's hidden states: samples, tokens, channels.
+    """The stage of this rank, with `shape` (samples, tokens, channels) of a micro-batch's hidden states.
 
-    What passes between stages is told beforehand, so that nothing is run to find it out.
+    Shapes are given in advance, so that torch runs nothing to infer them.
     """
     weight = next(p for p in training.model.parameters() if p.dim() > 1)
     with real_tensors():
@@ -84,11 +84,8 @@ def make_stage(training: Training, rank: int, stages: int, shape: tuple[int, int
     return Stage(part, rank, stages, training.device, input_args=hidden if rank else ids, output_args=hidden)
 
 
-def agree(schedule: PipelineScheduleSingle) -> None:
-    """Let the stages' vote, whether all were told their shapes, come to what it comes to among real ranks.
-
-    In a fake process group nobody answers. Up to torch 2.11 there is no vote.
-    """
+def force_static_shapes(schedule: PipelineScheduleSingle) -> None:
+    """Force static shape inference, on which real ranks vote; a fake group cannot vote. Torch 2.11 has no vote."""
     if not hasattr(schedule, "_warmup_p2p"):
         return
     from torch.distributed.pipelining._utils import InferenceMode
@@ -103,7 +100,7 @@ def agree(schedule: PipelineScheduleSingle) -> None:
 
 
 class _Sent:
-    """A transfer that holds what it sends: to its own end, as gloo's works do, or until it was waited for, as NCCL's."""
+    """A transfer that holds what it sends: as long as it lives, as gloo's works do, or until waited for, as NCCL's."""
 
     def __init__(self, work: dist.Work, tensor: torch.Tensor, until_waited: bool):
         self.work, self.tensor, self.until_waited = work, tensor, until_waited
@@ -117,7 +114,7 @@ class _Sent:
 
 @contextlib.contextmanager
 def sends_held(until_waited: bool) -> Iterator[None]:
-    """While entered, what is sent stays alive as it does among real ranks; a fake group's transfers hold nothing."""
+    """Keep what is sent alive as real ranks do; a fake group's transfers hold nothing."""
     plain = dist.isend
 
     def isend(tensor, *args, **kwargs):

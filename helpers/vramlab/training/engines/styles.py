@@ -1,15 +1,15 @@
-"""Parallel styles beside DTensor's own ColwiseParallel and RowwiseParallel, for what lies around the sliced matrices."""
+"""Parallel styles for what lies around the sliced matrices, in addition to DTensor's ColwiseParallel and RowwiseParallel."""
 
 import torch
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module
 from torch.distributed.tensor.parallel import ParallelStyle
 
 
-class Once(ParallelStyle):
+class SharedInput(ParallelStyle):
     """The module's first tensor argument becomes a DTensor, the same on all ranks.
 
-    In the backward pass the gradients of all that read it are added up, and then all-reduced once: what Megatron-LM
-    calls f (Shoeybi et al. 2019, section 3). Without this, every matrix would all-reduce a gradient of its own.
+    In the backward pass the gradients of all that read it are added up and all-reduced once, Megatron-LM's f (Shoeybi et
+    al. 2019, section 3). Otherwise every matrix would all-reduce a gradient of its own.
     """
 
     def _apply(self, module: torch.nn.Module, device_mesh) -> torch.nn.Module:
@@ -25,8 +25,8 @@ class Once(ParallelStyle):
         return module
 
 
-class Whole(ParallelStyle):
-    """A module (a norm, an embedding) that every rank holds whole and feeds with the same."""
+class Replicated(ParallelStyle):
+    """A module, such as a norm, that is whole on every rank and gets the same input there."""
 
     placement = Replicate()
 
@@ -40,8 +40,8 @@ class Whole(ParallelStyle):
         return distribute_module(module, device_mesh, None, enter, leave)
 
 
-class AllHeads(Whole):
-    """A norm over the width of one head (Qwen3): whole weights, fed with this rank's heads.
+class HeadNorm(Replicated):
+    """A norm over the width of one head (Qwen3): whole weights, this rank's heads as input.
 
     The weight's gradient is the sum over all heads, so over all ranks.
     """

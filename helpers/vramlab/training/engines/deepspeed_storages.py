@@ -1,9 +1,9 @@
-"""What a rank holds under DeepSpeed 0.19, told to a tracker as it comes and goes.
+"""What a rank holds under DeepSpeed 0.19, and telling a tracker of it as it comes and goes.
 
 Ψ: trained parameters, p̂ the largest of them, N: ranks, w: bytes of a weight (2 where fp16 or bf16 is DeepSpeed's or the
-model's, else 4), B: `reduce_bucket_size`, as the `Trainer` sets it the hidden size squared. A "part" is what one rank has
-of the elements: at stages 1 and 2 the N-th of each parameter group's, padded to a multiple of 2N, at stage 3 the sum
-of ⌈p/N⌉. The numbers were held against real ranks, event by event (`test_deepspeed.py`). Bytes, beside activations:
+model's, else 4), B: `reduce_bucket_size`, which the `Trainer` sets to the hidden size squared. "part": one rank's elements,
+at stages 1 and 2 the N-th of each parameter group's, padded to a multiple of 2N, at stage 3 the sum of ⌈p/N⌉. Checked
+against real ranks, event by event (`test_deepspeed.py`). Bytes besides activations:
 
     stage name                    size                 when                 where in deepspeed/runtime
     0     fp32 weights            4Ψ if w = 2          always               fp16/unfused_optimizer.py, __init__
@@ -32,9 +32,9 @@ of ⌈p/N⌉. The numbers were held against real ranks, event by event (`test_de
     3     fp64 copy for the norm  8 · largest ⌈p/N⌉    step                 zero/stage3.py, get_grad_norm_direct
     3     flat gradients          4 part, by group     step                 _prepare_fp32_grad_for_sub_group
 
-Offloaded: fp32 weights, states and fp32 gradients of the part are the host's (with "parameters" stage 3's weights too);
-at stages 1 and 2 the device then has a buffer of w · p̂ more (temp_grad_buffer_for_gpu_offload). Stages 1 and 2
-all-reduce each bucket and gather the updated weights: 3Ψ elements travel, not 2Ψ.
+Offloaded, fp32 weights, states and fp32 gradients of the part are on the host (with "parameters" stage 3's weights too);
+at stages 1 and 2 the device then has another buffer of w · p̂ (temp_grad_buffer_for_gpu_offload). Stages 1 and 2
+all-reduce each bucket and gather the updated weights: they send 3Ψ elements, not 2Ψ.
 """
 
 import contextlib
@@ -51,79 +51,73 @@ if TYPE_CHECKING:
 
 @contextlib.contextmanager
 def follow(engine: Any, tracker: "Follower") -> Iterator[None]:
-    """Tell `tracker` what DeepSpeed's `engine` holds and, while entered, what it makes."""
+    """Tell `tracker` what DeepSpeed's `engine` holds and, while entered, what it allocates."""
     from deepspeed.runtime.zero.partition_parameters import AllGatherCoalescedHandle, AllGatherHandle
     from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3 as Stage3
     from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer as Stage12
 
     for category, where, tensors in held(engine):
         tracker.claim(tensors, category, where)
-
-    def buckets(optimizer: Any) -> None:
-        for bucket in optimizer.ipg_buckets.values():
-            tracker.claim(bucket.buffer, "workspace", "reduce bucket")
-
-    def part(optimizer: Any, *_: Any) -> None:
-        if optimizer.grads_in_partition is not None:
-            tracker.claim([optimizer.grads_in_partition], "gradients", "gradients in the part")
-
-    def flat(optimizer: Any, gradients: list, *_: Any) -> None:
-        tracker.claim(gradients, "gradients", "flat gradients")
-
-    def flat_3(optimizer: Any, group: int) -> None:
-        tracker.claim([optimizer.fp32_partitioned_groups_flat[group].grad], "gradients", "flat gradients")
-
-    def one(handle: Any, *_: Any, **__: Any) -> None:
-        tracker.claim([handle._AllGatherHandle__param.data], "workspace", "gathered weights")
-
-    def several(handle: Any, *_: Any, **__: Any) -> None:
-        tracker.claim([p.data for p in handle.params], "workspace", "gathered weights")
-
+    # method, what it has made when it returns (of its arguments), category and name
+    for_gathered = ("workspace", "gathered weights")
+    made = (
+        (Stage12, "setup_buckets", _buckets, ("workspace", "reduce bucket")),
+        (Stage12, "copy_grads_in_partition", _partition, ("gradients", "gradients in the part")),
+        (Stage12, "unscale_and_clip_grads", lambda optimizer, grads, *_: grads, ("gradients", "flat gradients")),
+        (Stage3, "_prepare_fp32_grad_for_sub_group", _flat, ("gradients", "flat gradients")),
+        (AllGatherHandle, "wait", lambda handle, *_, **__: [handle._AllGatherHandle__param.data], for_gathered),
+        (AllGatherCoalescedHandle, "wait", lambda handle, *_, **__: [p.data for p in handle.params], for_gathered),
+    )
     with contextlib.ExitStack() as stack:
-        for owner, name, tell in (
-            (Stage12, "setup_buckets", buckets),
-            (Stage12, "copy_grads_in_partition", part),
-            (Stage12, "unscale_and_clip_grads", flat),
-            (Stage3, "_prepare_fp32_grad_for_sub_group", flat_3),
-            (AllGatherHandle, "wait", one),
-            (AllGatherCoalescedHandle, "wait", several),
-        ):
-            stack.enter_context(patch.object(owner, name, _then(getattr(owner, name), tell)))
+        for owner, name, tensors_of, claim in made:
+            stack.enter_context(patch.object(owner, name, _claiming(getattr(owner, name), tensors_of, tracker, claim)))
         yield
 
 
-def _then(method: Callable, tell: Callable) -> Callable:
-    """`method`, and `tell` with the same arguments when it is done."""
+def _claiming(method: Callable, tensors_of: Callable, tracker: "Follower", claim: tuple[str, str]) -> Callable:
+    """`method`, which claims what it has made when it returns."""
 
     @functools.wraps(method)
     def inner(*args: Any, **options: Any) -> Any:
         result = method(*args, **options)
-        tell(*args, **options)
+        tracker.claim(tensors_of(*args, **options), *claim)
         return result
 
     return inner
 
 
+def _buckets(optimizer: Any) -> list[torch.Tensor]:
+    return [tensor for bucket in optimizer.ipg_buckets.values() for tensor in bucket.buffer]
+
+
+def _partition(optimizer: Any, *_: Any) -> list[torch.Tensor]:
+    return [] if optimizer.grads_in_partition is None else [optimizer.grads_in_partition]
+
+
+def _flat(optimizer: Any, group: int) -> list[torch.Tensor]:
+    return [optimizer.fp32_partitioned_groups_flat[group].grad]
+
+
 def held(engine: Any) -> Iterable[tuple[str, str, list[torch.Tensor]]]:
-    """(category, name, tensors) of what is there before the first step. fp32 weights are optimizer states, as in ZeRO."""
+    """(category, name, tensors) before the first step. fp32 weights count as optimizer states, as in ZeRO."""
     optimizer = engine.optimizer
 
-    def those(name: str) -> list[torch.Tensor]:
+    def named(name: str) -> list[torch.Tensor]:
         value = getattr(optimizer, name, None)
         if value is None:
             return []
         return list(value) if isinstance(value, list | tuple) else [value]
 
-    weights = those("single_partition_of_fp32_groups") + those("fp32_partitioned_groups_flat")
-    weights += [p for group in those("fp32_groups") for p in group]
+    weights = named("single_partition_of_fp32_groups") + named("fp32_partitioned_groups_flat")
+    weights += [p for group in named("fp32_groups") for p in group]
     yield "optimizer_states", "fp32 weights", weights
     yield "gradients", "flat gradients", [p.grad for p in weights if p.grad is not None]
-    yield "gradients", "gradients in the part", those("grad_partitions_flat_buffer")
+    yield "gradients", "gradients in the part", named("grad_partitions_flat_buffer")
     shards = [p.ds_tensor for p in engine.module.parameters() if hasattr(p, "ds_tensor")]
-    yield "parameters", "flat weights", shards + those("param_groups_fp16_flat_cpu_memory")
+    yield "parameters", "flat weights", shards + named("param_groups_fp16_flat_cpu_memory")
     buckets = getattr(optimizer, "ipg_buckets", {}).values()
     yield "workspace", "reduce bucket", [b.buffer for b in buckets if hasattr(b.buffer, "untyped_storage")]
-    yield "workspace", "overflow flag", those("inf_or_nan_tracker")
+    yield "workspace", "overflow flag", named("inf_or_nan_tracker")
     offload = ("param_buffer_of_bit16_for_cpu_offload_groups", "temp_grad_buffer_for_cpu_offload")
     for name in (*offload, "temp_grad_buffer_for_gpu_offload"):
-        yield "workspace", name, those(name)
+        yield "workspace", name, named(name)

@@ -1,8 +1,7 @@
-"""DeepSpeed under torch's fake process group: what it asks of other ranks, and of fake tensors' values.
+"""DeepSpeed under torch's fake process group: answers to what it asks of other ranks and of fake tensors' values.
 
-Each answer is the one that a healthy run gives, and what it allocates on the way to the question is allocated all the
-same. Two loops over all ranks, of stage 3, are cut short, since a thousand fake views take their time. Nothing else of
-DeepSpeed is replaced.
+Each answer is that of a healthy run, and allocates what the question would. Two loops over all ranks, of stage 3, are cut
+short, since a thousand fake views take long. Nothing else of DeepSpeed is replaced.
 """
 
 import contextlib
@@ -21,10 +20,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 @contextlib.contextmanager
 def without_peers(device: str) -> Iterator[None]:
-    """While entered, DeepSpeed runs on one rank of a world that is not there.
+    """While entered, DeepSpeed runs on one rank of a fake group, with `device` as its accelerator.
 
-    Where fake tensors stand for a GPU's, its accelerator is `device`, and "cpu" by name is the host
-    (`cuda.CudaKernels`).
+    Where fake tensors stand for a GPU's, `device` is not "cpu", which is the host (`cuda.CudaKernels`).
     """
     from deepspeed.accelerator import get_accelerator, real_accelerator
     from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
@@ -34,31 +32,31 @@ def without_peers(device: str) -> Iterator[None]:
     from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
     ours = (
-        # `choose_accelerator` may put another in its place.
+        # `choose_accelerator` may replace it
         patch.object(real_accelerator, "ds_accelerator", get_accelerator()),
-        # torchrun says it to real ranks, and DeepSpeed insists.
+        # DeepSpeed requires it; torchrun sets it for real ranks
         patch.dict(os.environ, {"LOCAL_RANK": os.environ.get("LOCAL_RANK", "0")}),
-        # No gradient overflowed, and a norm is 1.
+        # no gradient overflowed, and every norm is 1
         patch.object(DeepSpeedEngine, "_take_model_step", _healthy(DeepSpeedEngine._take_model_step)),
         patch.object(
             DeepSpeedZeroOptimizer,
             "update_offload_overflow_tracker",
             _healthy(DeepSpeedZeroOptimizer.update_offload_overflow_tracker),
         ),
-        # Every rank saw the modules in the same order.
+        # every rank saw the modules in the same order
         patch.object(partitioned_param_coordinator, "assert_ints_same_as_other_ranks", _same_everywhere),
-        # What was gathered, and what is to be scattered, is put together in as many pieces as there are ranks.
+        # these put together as many pieces as there are ranks
         patch.object(AllGatherCoalescedHandle, "wait", _if_fake(_gathered, AllGatherCoalescedHandle.wait)),
         patch.object(stage3, "reduce_scatter_coalesced", _if_fake(_scattered, stage3.reduce_scatter_coalesced)),
-        # stage 3 puts a linear layer of its own in torch's place
+        # stage 3 replaces it by its own
         patch.object(torch.nn.functional, "linear", torch.nn.functional.linear),
-        # The model is where it belongs, and a fake parameter that somebody refers to cannot be moved.
+        # the model is on its device already, and a fake parameter that is referred to cannot be moved
         patch.object(DeepSpeedEngine, "_set_client_model", _stays(DeepSpeedEngine._set_client_model)),
     )
     with contextlib.ExitStack() as stack:
         for each in ours:
             stack.enter_context(each)
-        # `device` is text, as its accelerators give: stage 3 finds no device equal to it
+        # `device` is text, as of its accelerators: stage 3 finds no device equal to it
         for name in ("device_name", "current_device_name"):
             stack.enter_context(patch.object(CPU_Accelerator, name, lambda *index: device))
         there = patch.object(CPU_Accelerator, "on_accelerator", lambda _, t: t.device == torch.device(device))
@@ -66,14 +64,14 @@ def without_peers(device: str) -> Iterator[None]:
         kind = SimpleNamespace(device_name=lambda: "cpu")  # of device, for autocast
         stack.enter_context(patch.object(linear, "get_accelerator", lambda: kind))
         stack.enter_context(warnings.catch_warnings())
-        # It checks the alignment of its partitions; the address of a fake one is 0, which is aligned.
+        # it checks the alignment of its partitions; the address of a fake one is 0, which is aligned
         warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")
         stack.callback(forget)
         yield
 
 
 class Healthy(TorchDispatchMode):
-    """Answers reads of values in DeepSpeed's step: nothing overflowed (no flag is set), and every norm is 1."""
+    """Answer reads of values in DeepSpeed's step: no overflow flag is set, and every norm is 1."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func is torch.ops.aten._local_scalar_dense.default and args[0].dtype in (torch.bool, torch.uint8):
@@ -93,7 +91,7 @@ def _healthy(method: Callable) -> Callable:
 
 
 def _same_everywhere(ints: list[int]) -> None:
-    """Allocates what the comparison does: the list's length, then the list (`deepspeed/runtime/zero/utils.py`)."""
+    """Allocate what the comparison does: the list's length, then the list (`deepspeed/runtime/zero/utils.py`)."""
     from deepspeed.accelerator import get_accelerator
 
     device = torch.device(get_accelerator().device_name(os.environ["LOCAL_RANK"]))
@@ -102,7 +100,7 @@ def _same_everywhere(ints: list[int]) -> None:
 
 
 def _if_fake(short: Callable, method: Callable) -> Callable:
-    """`short` where the first argument is, or has gathered, fake tensors, else `method`."""
+    """`short` where the first argument is a list, or a handle, of fake tensors, else `method`."""
 
     @functools.wraps(method)
     def inner(first: Any, *args: Any, **options: Any) -> Any:
@@ -122,7 +120,7 @@ def _stays(method: Callable) -> Callable:
 
 
 def _gathered(handle: Any, handle_dependency: bool = True) -> None:
-    """`AllGatherCoalescedHandle.wait`: each parameter becomes a copy of its pieces, one `cat` of its size."""
+    """`AllGatherCoalescedHandle.wait`: each parameter becomes one `cat` of its size."""
     from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 
     if handle.complete:
@@ -137,7 +135,7 @@ def _gathered(handle: Any, handle_dependency: bool = True) -> None:
 
 @torch.no_grad()
 def _scattered(tensors: list[torch.Tensor], group: Any = None) -> list[torch.Tensor]:
-    """`reduce_scatter_coalesced`: padding, piece by piece, and one `cat` of all; this rank's part of each is returned."""
+    """`reduce_scatter_coalesced`: padding, piece by piece, and one `cat` of all; returns this rank's part of each."""
     from deepspeed import comm
 
     world, rank = comm.get_world_size(group), comm.get_rank(group)
@@ -163,13 +161,12 @@ def _scattered(tensors: list[torch.Tensor], group: Any = None) -> list[torch.Ten
 
 
 def _own(tensor: torch.Tensor, size: int, rank: int) -> int:
-    """How many elements of `tensor` are the part of `rank`, of at most `size`."""
+    """Elements of `tensor` that are the part of `rank`, at most `size`."""
     return max(0, min(size, tensor.numel() - rank * size))
 
 
 def forget() -> None:
-    """Undo what DeepSpeed keeps for the process's life: its first process group, and stage 3's own linear layer."""
-    import torch
+    """Reset what DeepSpeed keeps for the process's life: its first process group, and stage 3's linear layer."""
     from deepspeed.comm import comm
     from deepspeed.runtime.zero.partition_parameters import InsertPostInitMethodToModuleSubClasses as Patched
     from deepspeed.utils import groups
