@@ -19,24 +19,6 @@ OPTIM_ARGS = {
     "adamw_torch": [None, "lr=0.001,weight_decay=0.1", "eps=1e-6"],
     "lion_32bit": [None, "lr=0.001"],
 }
-# What a step's memory does not depend on: schedules, logs, checkpoints, the host's data loading; and evaluation, which
-# is no part of a training step.
-NEUTRAL = """
-    output_dir num_train_epochs max_steps learning_rate lr_scheduler_type lr_scheduler_kwargs warmup_steps adam_beta1
-    adam_beta2 adam_epsilon average_tokens_across_devices liger_kernel_config logging_strategy logging_steps
-    logging_first_step log_on_each_node logging_nan_inf_filter include_num_input_tokens_seen log_level log_level_replica
-    disable_tqdm report_to run_name project trackio_space_id trackio_bucket_id trackio_static_space_id eval_strategy
-    eval_steps eval_delay per_device_eval_batch_size prediction_loss_only eval_on_start eval_do_concat_batches
-    eval_use_gather_object eval_accumulation_steps include_for_metrics batch_eval_metrics bf16_full_eval fp16_full_eval
-    save_only_model save_strategy save_steps save_on_each_node save_total_limit enable_jit_checkpoint push_to_hub
-    hub_token hub_private_repo hub_model_id hub_strategy hub_always_push hub_revision load_best_model_at_end
-    metric_for_best_model greater_is_better ignore_data_skip restore_callback_states_from_checkpoint seed data_seed
-    use_cpu dataloader_drop_last dataloader_num_workers dataloader_pin_memory dataloader_persistent_workers
-    dataloader_prefetch_factor dataloader_multiprocessing_context dataloader_in_order remove_unused_columns label_names
-    train_sampling_strategy length_column_name ddp_backend ddp_timeout skip_memory_metrics do_train do_eval do_predict
-    resume_from_checkpoint local_rank sortish_sampler predict_with_generate generation_max_length generation_num_beams
-    generation_config
-"""
 
 
 @st.composite
@@ -212,7 +194,7 @@ def test_every_argument_is_classified():
     from transformers import Seq2SeqTrainingArguments
 
     modelled = {name for part in (Recipe, Loop) for knob in knobs(part).values() for name in knob.elsewhere}
-    tables = [modelled | {"weight_decay"}, NEUTRAL.split(), {*arguments.REFUSED}, {*arguments.REFUSED_IN_DDP}]
+    tables = [modelled | {"weight_decay"}, *(arguments.CLASSIFIED[t] for t in ("neutral", "refused", "refused_in_ddp"))]
     known = [name for table in tables for name in table]
     assert len(known) == len(set(known)), "a field has one class"
     assert {field.name for field in dataclasses.fields(Seq2SeqTrainingArguments)} <= set(known)

@@ -1,5 +1,6 @@
 """DeepSpeed's stages: real ranks against one process, and against simulated ones, to the byte."""
 
+import json
 import sys
 from math import ceil
 from typing import Any
@@ -7,9 +8,10 @@ from typing import Any
 import pytest
 import torch
 from real_ranks import assert_learned_alike, cases, differing, learned, when_asked
+from settings import ROOT
 from tiny_models import config, quick_collections  # noqa: F401
 from vramlab.measurement.launch import Launcher
-from vramlab.recipe.deepspeed_config import deepspeed_config, filled_in, nvme_config, nvme_missing
+from vramlab.recipe.deepspeed_config import deepspeed_config, filled_in
 from vramlab.recipe.recipe import Loop, LoRA, Quantization, Recipe, Sharding
 from vramlab.report.errors import RecipeError
 from vramlab.simulation.simulate import simulate
@@ -207,23 +209,12 @@ def test_a_simulation_leaves_the_process_as_it_was():
     assert simulate(recipe, "cpu").phases == first
 
 
-def test_nvme_is_configuration():
-    """It is data that DeepSpeed takes; no run here has read a drive."""
-    config = nvme_config("/local_nvme", aio={"queue_depth": 32})
-    zero = config["zero_optimization"]
-    assert zero["stage"] == 3 and zero["reduce_bucket_size"] == "auto"
-    assert [zero[part]["device"] for part in ("offload_optimizer", "offload_param")] == ["nvme", "nvme"]
-    assert config["aio"]["queue_depth"] == 32 and config["aio"]["block_size"] == 2**20
-    assert "offload_param" not in nvme_config("/local_nvme", parameters=False)["zero_optimization"]
-    with pytest.raises(RecipeError, match="stage 3"):
-        nvme_config("/local_nvme", Sharding(2, engine="deepspeed"))
-
-
 @installed
-def test_nvme_configuration_is_one_that_deepspeed_reads():
+def test_nvme_configuration_of_the_chapter_is_one_that_deepspeed_reads():
     from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 
-    values = nvme_config("/local_nvme")["zero_optimization"]
+    cells = json.loads((ROOT / "notebooks" / "04_zero_and_fsdp.ipynb").read_text())["cells"]
+    printed = ("".join(output.get("text", "")) for cell in cells for output in cell.get("outputs", ()))
+    values = json.loads(next(text for text in printed if '"nvme"' in text))["zero_optimization"]
     read = DeepSpeedZeroConfig(**{name: value for name, value in values.items() if value != "auto"})
-    assert read.offload_param.nvme_path.as_posix() == "/local_nvme" and read.offload_optimizer.pin_memory
-    assert nvme_missing() == "" or "libaio" in nvme_missing()
+    assert read.offload_param.nvme_path.as_posix() == "/local/nvme" and read.offload_optimizer.pin_memory

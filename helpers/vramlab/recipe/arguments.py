@@ -8,63 +8,18 @@ import dataclasses
 import json
 from typing import TYPE_CHECKING, Any
 
+from ..report.data import data_path
 from ..report.errors import RecipeError
 from .deepspeed_config import deepspeed_config
 from .knobs import knobs
-from .optimizers import optimizer_arguments
-from .options import ATTENTION, LOOPS, Loop, Sharding, words
+from .optimizers import DROPPED, OPTIMIZER_ARGUMENTS, OWN, optimizer_arguments
+from .options import ATTENTION, LOOPS, Loop, Sharding
 
 if TYPE_CHECKING:
     from transformers import TrainingArguments
 
-# What `Trainer` hands to each optimizer (transformers/trainer_optimizer.py): its own arguments, and those it takes
-# from `optim_args`. The rest of `optim_args` it drops without a word.
-OWN = {"lr": "learning_rate", "weight_decay": "weight_decay", "eps": "adam_epsilon"}
-TAKES = {
-    "sgd": ("lr", "momentum", "dampening", "weight_decay", "nesterov"),
-    "adagrad": ("lr", "lr_decay", "weight_decay", "eps"),
-    "rmsprop": ("lr", "momentum", "alpha", "eps", "weight_decay", "centered"),
-    "adafactor": ("lr", "weight_decay"),
-}
-CHECKPOINTING = {
-    "use_reentrant": (False,),
-    "every_n_layers": (1,),
-    "offload": (False,),
-    "preserve_rng_state": (True,),
-}
-# What moves memory and has no place in a recipe, with the values under which it moves nothing (the first is the
-# default). A mapping holds the entries of a field that is a dictionary or an object.
-REFUSED: dict[str, Any] = {
-    "label_smoothing_factor": (0.0,),  # a log-softmax of all logits
-    "neftune_noise_alpha": (None,),  # noise as large as the embedded batch
-    "use_liger_kernel": (False,),
-    "optim_target_modules": (None,),  # GaLore's and APOLLO's projections
-    "auto_find_batch_size": (False,),
-    "full_determinism": (False,),  # other kernels, and cuBLAS workspaces of another size
-    "parallelism_config": (None,),
-    "debug": ([], "", None),  # DebugUnderflowOverflow looks at every output
-    "torch_compile_mode": (None, "default"),  # CUDA graphs have memory pools of their own
-    "torch_compile_backend": (None, "inductor"),
-    "accelerator_config": {
-        "split_batches": (False,),
-        "dispatch_batches": (None, False),
-        "gradient_accumulation_kwargs": (None, {}),
-    },
-    "activation_checkpointing_kwargs": CHECKPOINTING,
-    "gradient_checkpointing_kwargs": CHECKPOINTING,  # the same before transformers 5.2x
-}
-# The same where several processes train: DDP's buckets and bitmap of used parameters.
-REFUSED_IN_DDP = {
-    "ddp_bucket_cap_mb": (None,),
-    "ddp_find_unused_parameters": (None,),
-    "ddp_static_graph": (None, False),
-    "ddp_broadcast_buffers": (None,),
-}
-# Entries of DeepSpeed's configuration that move no memory of a step.
-NEUTRAL_IN_DEEPSPEED = words(
-    """scheduler steps_per_print wall_clock_breakdown train_batch_size zero_allow_untested_optimizer
-    stage3_gather_16bit_weights_on_model_save pin_memory"""
-)
+# What moves memory and no recipe says, and what moves none; every field is in one of these or in a recipe's own.
+CLASSIFIED = json.loads(data_path("training_arguments.json").read_text(encoding="utf-8"))
 
 
 def to_training_arguments(recipe: Any, output_dir: str = "out", **changes: Any) -> "TrainingArguments":
@@ -72,8 +27,7 @@ def to_training_arguments(recipe: Any, output_dir: str = "out", **changes: Any) 
 
     Nothing is reported or saved unless `changes` ask for it. Without a GPU the arguments say `use_cpu`; bf16 then
     trains on the CPU, tf32 is recorded but nothing is switched on, and fp16 waits for a GPU, because accelerate refuses
-    to autocast to fp16 on a CPU when the `Trainer` starts. Precisions ending in "-true", sequence length, adapters,
-    quantization and attention kernel belong to the model and its data, and are not in the result.
+    to autocast to fp16 on a CPU when the `Trainer` starts. What belongs to the model and its data is not in the result.
 
     Raises:
         RecipeError: the `Trainer` cannot train so: another loop, or optimizer arguments that it does not pass on.
@@ -105,35 +59,28 @@ def settings(recipe: Any) -> dict[str, Any]:
     """
     from transformers import TrainingArguments
 
-    loop, options = _trainer_loop(recipe), _optimizer_options(recipe)
+    loop, options = recipe.loop, recipe.optimizer_arguments()
+    _check_loop(loop)
+    if lost := [name for name in options if name in DROPPED]:
+        takes = ", ".join(name for name in OPTIMIZER_ARGUMENTS[recipe.optim] if name not in DROPPED)
+        rest = f"the Trainer gives {recipe.optim} only {takes}, not {lost[0]}"
+        raise RecipeError("optim_args", recipe.optim_args, rest)
     known = {field.name for field in dataclasses.fields(TrainingArguments)}
     # transformers 5.2x renames the switch and warns about the old name
     checkpointing = "activation_checkpointing" if "activation_checkpointing" in known else "gradient_checkpointing"
     values = {
-        **_same_values(recipe),
-        **_same_values(loop),
+        **{argument: getattr(recipe, name) for name, argument in _same_names(type(recipe)).items()},
+        **{argument: getattr(loop, name) for name, argument in _same_names(Loop).items()},
         "max_grad_norm": loop.max_grad_norm or 0.0,
         checkpointing: recipe.gradient_checkpointing,
         **{OWN[name]: value for name, value in options.items() if name in OWN},
-        **{
-            name: recipe.precision.removesuffix("-mixed") == name for name in knobs(type(recipe))["precision"].elsewhere
-        },
+        **{name: recipe.precision.removesuffix("-mixed") == name for name in ("fp16", "bf16", "tf32")},
         "report_to": "none",
         **_sharding_arguments(recipe.sharding),
     }
     if recipe.gradient_checkpointing:
         values[f"{checkpointing}_kwargs"] = {"use_reentrant": False}
     return values
-
-
-def _same_names(part: type) -> dict[str, str]:
-    """The fields of `part` whose value is that of one argument, and its name."""
-    return {name: knob.elsewhere[0] for name, knob in knobs(part).items() if len(knob.elsewhere) == 1}
-
-
-def _same_values(part: Any) -> dict[str, Any]:
-    """Those arguments with the values that `part` has."""
-    return {argument: getattr(part, name) for name, argument in _same_names(type(part)).items()}
 
 
 def recipe_fields(kind: type, args: "TrainingArguments", model: Any, **fields: Any) -> dict[str, Any]:
@@ -152,11 +99,11 @@ def recipe_fields(kind: type, args: "TrainingArguments", model: Any, **fields: A
     """
     _check_kind(args)
     _check_values(args, fields.get("sharding"))
-    checkpoints = (getattr(args, name, None) for name in knobs(kind)["gradient_checkpointing"].elsewhere)
     loop = {name: getattr(args, argument) for name, argument in _same_names(Loop).items()}
+    checkpointing = ("activation_checkpointing", "gradient_checkpointing")
     said = {
         **{name: getattr(args, argument) for name, argument in _same_names(kind).items()},
-        "gradient_checkpointing": any(checkpoints),
+        "gradient_checkpointing": any(getattr(args, name, None) for name in checkpointing),
         "optim": getattr(args.optim, "value", args.optim),
         "optim_args": _optim_args(args),
         "loop": Loop(**{**loop, "max_grad_norm": args.max_grad_norm or None}),
@@ -168,6 +115,11 @@ def recipe_fields(kind: type, args: "TrainingArguments", model: Any, **fields: A
     if args.fsdp or args.deepspeed:
         _check_sharding(args, fields.get("sharding"))
     return {"model": model, **said, **fields, "precision": said["precision"]}
+
+
+def _same_names(part: type) -> dict[str, str]:
+    """The fields of `part` whose value is that of one argument, and its name."""
+    return {name: knob.elsewhere[0] for name, knob in knobs(part).items() if len(knob.elsewhere) == 1}
 
 
 def _check_kind(args: Any) -> None:
@@ -185,20 +137,21 @@ def _check_kind(args: Any) -> None:
 
 def _check_values(args: "TrainingArguments", sharding: Any) -> None:
     """Raise RecipeError at the first argument that moves memory and that no recipe models."""
-    several = sharding is not None and getattr(sharding, "engine", None) == "ddp"
-    for name, allowed in {**REFUSED, **(REFUSED_IN_DDP if several else {})}.items():
+    among_ranks = CLASSIFIED["refused_in_ddp"] if getattr(sharding, "engine", None) == "ddp" else {}
+    for name, allowed in {**CLASSIFIED["refused"], **among_ranks}.items():
         value = getattr(args, name, None)
         if not isinstance(allowed, dict):
             _check_value(name, value, allowed)
         elif value is not None:
             given = value if isinstance(value, dict) else {key: getattr(value, key, None) for key in allowed}
             for key, entry in given.items():
-                _check_value(f"{name}.{key}", entry, allowed.get(key, (None,)))
+                _check_value(f"{name}.{key}", entry, allowed.get(key, [None]))
 
 
-def _check_value(name: str, value: Any, allowed: tuple) -> None:
+def _check_value(name: str, value: Any, allowed: list) -> None:
     if value is not None and value not in allowed:
-        rest = f"no recipe models what it does to memory: leave it at its default, {allowed[0]!r}"
+        why = f" ({CLASSIFIED['reasons'][name]})" if name in CLASSIFIED["reasons"] else ""
+        rest = f"no recipe models what it does to memory{why}: leave it at its default, {allowed[0]!r}"
         raise RecipeError(name, value, rest)
 
 
@@ -210,27 +163,27 @@ def _check_sharding(args: "TrainingArguments", sharding: Sharding | None) -> Non
         raise RecipeError("sharding", None, rest)
     if sharding.engine != engine:
         raise RecipeError("sharding.engine", sharding.engine, f"the arguments ask for {engine!r}")
-    if engine == "fsdp":
-        found, wanted = args.fsdp_config or {}, {
-            "version": (2,),
-            "reshard_after_forward": (sharding.stage == 3,),
-            "cpu_offload": (bool(sharding.offload),),
-            "activation_checkpointing": (False,),
-            "auto_wrap_policy": ("TRANSFORMER_BASED_WRAP" if sharding.wrap == "layers" else "NO_WRAP",),
-            "min_num_params": (0,),
-            "xla": (False,),
-        }  # fmt: skip
-        defaults = {"reshard_after_forward": True, "cpu_offload": False, "auto_wrap_policy": "TRANSFORMER_BASED_WRAP"}
-        for name, allowed in wanted.items():
-            if (value := found.get(name, defaults.get(name, allowed[0]))) not in allowed:
-                rest = f"the recipe's sharding is trained with {allowed[0]!r}: change one of the two"
-                raise RecipeError(f"fsdp_config.{name}", value, rest)
+    if engine == "deepspeed":
+        found = args.deepspeed
+        if isinstance(found, str):
+            with open(found, encoding="utf-8") as file:
+                found = json.load(file)
+        _check_deepspeed("deepspeed", found, deepspeed_config(sharding))
         return
-    found = args.deepspeed
-    if isinstance(found, str):
-        with open(found, encoding="utf-8") as file:
-            found = json.load(file)
-    _check_deepspeed("deepspeed", found, deepspeed_config(sharding))
+    wrapped = "TRANSFORMER_BASED_WRAP" if sharding.wrap == "layers" else "NO_WRAP"
+    wanted = {  # and what accelerate takes where nothing is said
+        "version": (2, 2),
+        "reshard_after_forward": (sharding.stage == 3, True),
+        "cpu_offload": (bool(sharding.offload), False),
+        "activation_checkpointing": (False, False),
+        "auto_wrap_policy": (wrapped, "TRANSFORMER_BASED_WRAP"),
+        "min_num_params": (0, 0),
+        "xla": (False, False),
+    }
+    for name, (trained, usual) in wanted.items():
+        if (value := (args.fsdp_config or {}).get(name, usual)) != trained:
+            rest = f"the recipe's sharding is trained with {trained!r}: change one of the two"
+            raise RecipeError(f"fsdp_config.{name}", value, rest)
 
 
 def _check_deepspeed(name: str, found: dict[str, Any], wanted: dict[str, Any]) -> None:
@@ -239,47 +192,34 @@ def _check_deepspeed(name: str, found: dict[str, Any], wanted: dict[str, Any]) -
         value, expected = found.get(key), wanted.get(key)
         if isinstance(value, dict) and isinstance(expected, dict):
             _check_deepspeed(f"{name}.{key}", value, expected)
-        elif value != expected and key not in NEUTRAL_IN_DEEPSPEED:
+        elif value != expected and key not in CLASSIFIED["neutral_in_deepspeed"]:
             rest = f"this sharding is modelled with {expected!r}, as Recipe.training_arguments() writes it"
             raise RecipeError(f"{name}.{key}", value, rest)
+
+
+def _check_loop(loop: Loop) -> None:
+    """Raise RecipeError unless the `Trainer` can run it."""
+    adjustable = ("name", *_same_names(Loop))
+    for field in dataclasses.fields(Loop):
+        value, wanted = getattr(loop, field.name), getattr(LOOPS["trainer"], field.name)
+        if field.name not in adjustable and value != wanted:
+            raise RecipeError(f"loop.{field.name}", value, f"the Trainer's loop has {wanted!r}: use loop='trainer'")
+    if loop.use_cache is None:
+        raise RecipeError("loop.use_cache", None, "the Trainer always sets it: say True or False")
 
 
 def _optim_args(args: "TrainingArguments") -> str | None:
     """The optimizer's arguments, with the weight decay that the Trainer sets for its parameter groups.
 
-    It moves memory in the optimizers of TAKES alone: AdamW and Lion multiply the weights where they are.
+    It moves memory where gradients are copied for it: AdamW and Lion multiply the weights where they are.
     """
     optim, text = getattr(args.optim, "value", args.optim), args.optim_args or None
-    if optim not in TAKES or optim == "adafactor":
+    if optim not in ("sgd", "adagrad", "rmsprop"):
         return text
     given = optimizer_arguments(optim, text)
     if given.get("weight_decay", 0) == args.weight_decay:
         return text
     return ",".join(f"{name}={value:g}" for name, value in (given | {"weight_decay": args.weight_decay}).items())
-
-
-def _trainer_loop(recipe: Any) -> Loop:
-    """The recipe's loop, if the `Trainer` can run it."""
-    loop, ours = recipe.loop, LOOPS["trainer"]
-    adjustable = ("name", "use_cache", "max_grad_norm", "empty_cache_steps")
-    for field in dataclasses.fields(Loop):
-        value, wanted = getattr(loop, field.name), getattr(ours, field.name)
-        if field.name not in adjustable and value != wanted:
-            raise RecipeError(f"loop.{field.name}", value, f"the Trainer's loop has {wanted!r}: use loop='trainer'")
-    if loop.use_cache is None:
-        raise RecipeError("loop.use_cache", None, "the Trainer always sets it: say True or False")
-    return loop
-
-
-def _optimizer_options(recipe: Any) -> dict[str, float]:
-    """The recipe's optimizer arguments, if the `Trainer` passes them all on."""
-    options = recipe.optimizer_arguments()
-    takes = TAKES.get(recipe.optim, ("lr", "weight_decay") if "lion" in recipe.optim else tuple(OWN))
-    for name in options:
-        if name not in takes:
-            rest = f"the Trainer gives {recipe.optim} only {', '.join(takes)}, not {name}"
-            raise RecipeError("optim_args", recipe.optim_args, rest)
-    return options
 
 
 def _sharding_arguments(sharding: Sharding | None) -> dict[str, Any]:

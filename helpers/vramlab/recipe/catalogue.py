@@ -10,24 +10,15 @@ from ..report.data import data_path
 
 @dataclass(frozen=True)
 class Entry:
-    """Published facts of one model.
-
-    Attributes:
-        hub_id: its name on the Hugging Face hub, for those who want the published weights.
-        task: the head that `parameters` counts.
-        parameters: how many it has, shared ones once.
-        source: where the facts are from.
-        config: the configuration as JSON text.
-        aliases: hub ids of the same shape, such as the instruction-tuned variant.
-    """
+    """Published facts of one model."""
 
     name: str
-    hub_id: str
-    task: str
-    parameters: int
-    source: str
-    config: str
-    aliases: tuple[str, ...] = ()
+    hub_id: str  # its name on the Hugging Face hub, for those who want the published weights
+    task: str  # the head that `parameters` counts
+    parameters: int  # shared ones once
+    source: str  # where the facts are from
+    config: str  # the configuration as JSON text
+    aliases: tuple[str, ...] = ()  # hub ids of the same shape, such as the instruction-tuned variant
 
 
 @lru_cache(maxsize=1)

@@ -11,7 +11,7 @@ from typing import Any
 
 from ..report.data import data_path
 from ..report.errors import RecipeError, needing
-from .families import FAMILIES, NO_MLP, TASKS, Family
+from .families import FAMILIES, REQUIRED, TASKS, Family
 
 FEW = 4  # a configuration's other lists are as short as this: image sizes, colours
 MOST_LAYERS = 1000  # every weight is listed by name; the deepest model of the catalogue has 126 layers
@@ -58,7 +58,7 @@ def family_of(name: str, config: dict[str, Any]) -> Family:
             if isinstance(value := getattr(full, key, None), int):
                 config.setdefault(key, value)
     tied, rotary = bool(getattr(full, "tie_word_embeddings", False)), 1.0 if config.get("rope_parameters") else 0.0
-    required = NO_MLP[:3] if "image-classification" in classes else NO_MLP
+    required = REQUIRED[:3] if "image-classification" in classes else REQUIRED[:4]
     return Family(classes, tied=tied, rotary=rotary, mlp=None, required=required)
 
 
@@ -80,17 +80,12 @@ def read_json(field: str, text: Any, name: str | None = None) -> Any:
 
 
 def plain(config: Mapping) -> dict[str, Any]:
-    """`config` as JSON gives it back: text for keys, and text for what JSON has no form for, such as a torch.dtype.
-
-    Raises:
-        RecipeError: it contains itself, or has keys that JSON cannot write.
-    """
+    """`config` as JSON gives it back, with text for what JSON has no form for, such as a torch.dtype; or RecipeError."""
     try:
         return json.loads(json.dumps(dict(config), default=str))
     except (TypeError, ValueError, RecursionError) as error:
-        raise RecipeError(
-            "model", type(config).__name__, f"its configuration cannot be written as JSON: {error}"
-        ) from None
+        rest = f"its configuration cannot be written as JSON: {error}"
+        raise RecipeError("model", type(config).__name__, rest) from None
 
 
 def parse(name: str, text: str) -> dict[str, Any]:
@@ -103,15 +98,14 @@ def parse(name: str, text: str) -> dict[str, Any]:
     if not isinstance(config, dict) or not config.get("model_type"):
         raise RecipeError("model", name, "its configuration must say a 'model_type', as every config.json does")
     if isinstance(config.get("text_config"), dict) and "hidden_size" not in config:
-        raise RecipeError(
-            "model", name, f"it reads more than text: give its 'text_config' for the language part, or {BUILT}"
-        )
+        rest = f"it reads more than text: give its 'text_config' for the language part, or {BUILT}"
+        raise RecipeError("model", name, rest)
     stored = config.get("quantization_config") or config.get("compression_config")
     if stored:
         method = stored.get("quant_method") if isinstance(stored, dict) else None
-        allowed = "weights stored so are not described: leave it out for weights in the recipe's precision, or say "
-        allowed += "quantization=Quantization('nf4') for a base in 4 bits"
-        raise RecipeError("model.quantization_config", method or "of an unknown method", allowed)
+        rest = "weights stored so are not described: leave it out for weights in the recipe's precision, or say "
+        rest += "quantization=Quantization('nf4') for a base in 4 bits"
+        raise RecipeError("model.quantization_config", method or "of an unknown method", rest)
     return config
 
 
@@ -229,15 +223,20 @@ def _sizes(name: str, config: Mapping, family: Family) -> dict[str, int | None]:
     if h % heads and (family.whole_heads or (family.layout and not sizes["head_dim"])):
         raise RecipeError("model.hidden_size", h, f"it must be a multiple of the {heads} heads")
     sizes["head_dim"] = d = sizes["head_dim"] or h // heads
-    sizes |= family.sizes(config, sizes)
+    if family.multi_query and not config.get("new_decoder_architecture"):
+        sizes["num_kv_heads"] = 1 if config.get("multi_query", True) else heads
     sizes["num_kv_heads"] = kv = sizes["num_kv_heads"] or heads
     if family.rotary == 1 and family.layout and d % 2 and d > 4:
         raise RecipeError("model.head_dim", d, "rotary positions turn pairs of channels: it must be even")
     if heads % kv:
         raise RecipeError("model.num_key_value_heads", kv, f"it must divide the {heads} heads")
     sizes["intermediate_size"] = sizes["intermediate_size"] or 4 * h
-    if config.get("use_sliding_window") is False:
+    if not config.get("use_sliding_window", family.window):
         sizes["sliding_window"] = None
+    if family.relative_positions:
+        sizes["max_positions"] = None
+    if "seq2seq-lm" in family.classes:
+        sizes["num_decoder_layers"] = sizes["num_decoder_layers"] or sizes["num_layers"]
     if "image-classification" in family.classes or (config.get("image_size") and config.get("patch_size")):
         sizes["max_positions"] = _image_tokens(config)
     for size in ("num_decoder_layers", "num_experts", "experts_per_token", "vocab_size"):

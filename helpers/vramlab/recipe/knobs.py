@@ -19,32 +19,21 @@ MAX_NUMBER = 1e300  # so that it is a finite number for torch too
 
 @dataclass(frozen=True)
 class Knob:
-    """One field of a recipe.
+    """One field of a recipe; `knobs` fills in what follows from the field itself."""
 
-    Attributes:
-        help: what it is, in one sentence.
-        choices: the values allowed; () where a number, a switch or free text is asked for.
-        least, most: bounds of a whole number, both allowed.
-        bounds: of any other number, in words and as a test.
-        option: its name on the command line, without dashes, True for the field's own; "" where that has none.
-        label: its name in the calculator; "" where that has none.
-        elsewhere: its names in `TrainingArguments`, `LoraConfig` or `BitsAndBytesConfig`, True for the field's own; one
-            name only where the value is the same there.
-        shown: its words in `str(recipe)`, with {} for the value, or what gives them.
-        kind, optional, default: the type of its values, whether None is one, and the value when nothing is said.
-    """
-
-    help: str
-    choices: tuple = ()
-    least: int = 1
+    help: str  # one sentence
+    choices: tuple = ()  # the values allowed; () where a number, a switch or free text is asked for
+    least: int = 1  # of a whole number, as is `most`
     most: int | None = None
-    bounds: tuple[str, Callable[[float], bool]] = ("", bool)
-    option: str | bool = ""
-    label: str = ""
+    bounds: tuple[str, Callable[[float], bool]] = ("", bool)  # of any other number, in words and as a test
+    option: str | bool = ""  # on the command line, without dashes; True: the field's name; "": it has none
+    label: str = ""  # in the calculator
+    # names in `TrainingArguments`, `LoraConfig` or `BitsAndBytesConfig`, True for the field's own; one name only where the
+    # value is the same there
     elsewhere: str | bool | tuple[str, ...] = ""
-    shown: str | Callable[[Any], Any] = ""
-    kind: Any = None
-    optional: bool = False
+    shown: str | Callable[[Any], Any] = ""  # its words in `str(recipe)`, with {} for the value, or what gives them
+    kind: Any = None  # the type of its values
+    optional: bool = False  # None is a value too
     default: Any = None
 
     def check(self, name: str, value: Any) -> None:

@@ -60,8 +60,8 @@ def find(shape: "ShapeData", target_modules: Targets, modules_to_save: tuple[str
         try:
             names = {name for name in candidates if re.fullmatch(target_modules, name)}
         except re.error as error:
-            message = f"it is not a regular expression: {error}"
-            raise RecipeError("lora.target_modules", target_modules, message) from None
+            rest = f"it is not a regular expression: {error}"
+            raise RecipeError("lora.target_modules", target_modules, rest) from None
     else:
         endings = tuple(f".{target}" for target in target_modules)
         names = {name for name in candidates if name in target_modules or name.endswith(endings)}
@@ -78,8 +78,7 @@ def notes(shape: "ShapeData", lora: "LoRA | None") -> list[str]:
     everywhere = lora and isinstance(lora.target_modules, str) and lora.target_modules.lower() == "all-linear"
     if not everywhere or not any(weight.kind == "expert" for weight in shape.weights()):
         return []
-    text = "all-linear adapts attention here; PEFT 0.21's own also adapts routers and fused experts, and needs more"
-    return [text]
+    return ["all-linear adapts attention here; PEFT 0.21's own also adapts routers and fused experts, and needs more"]
 
 
 @lru_cache(maxsize=512)
@@ -105,24 +104,29 @@ def check(shape: "ShapeData", target_modules: Targets, r: int) -> None:
             allowed = f"the experts of {shape.name} are fused parameters, which no adapter takes here: leave out "
             raise RecipeError("lora.target_modules", target_modules, allowed + ", ".join(lost))
     if not targets:
-        names = ", ".join(dict.fromkeys(name.rpartition(".")[2] for name in modules(shape)))
-        raise RecipeError("lora.target_modules", target_modules, f"nothing in {shape.name} matches; it has {names}")
+        rest = f"nothing in {shape.name} matches; it has {_endings(shape)}"
+        raise RecipeError("lora.target_modules", target_modules, rest)
     name, inside, out = min(targets, key=lambda target: min(target[1:]))
     if r > min(inside, out):
         message = f"{name} is {inside} × {out}: a rank over {min(inside, out)} adds parameters and no freedom"
         raise RecipeError("lora.r", r, message)
 
 
-def _default(shape: "ShapeData") -> tuple[str, ...] | str:
+def _default(shape: "ShapeData") -> Targets:
+    """PEFT's choice for the architecture."""
     if shape.family in FAMILIES:
-        found = FAMILIES[shape.family].lora or None
+        found = FAMILIES[shape.family].lora
     else:
         with needing(f"PEFT's default for {shape.family}"):  # it takes seconds to load
             from peft.utils.constants import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING as mapping
 
         found = mapping.get(shape.family)
-    if found is None:
-        names = ", ".join(dict.fromkeys(name.rpartition(".")[2] for name in modules(shape)))
-        message = f"PEFT has no default for {shape.family}: name modules ({names}) or say 'all-linear'"
-        raise RecipeError("lora.target_modules", None, message)
-    return found if isinstance(found, str) else tuple(found)
+    if not found:
+        rest = f"PEFT has no default for {shape.family}: name modules ({_endings(shape)}) or say 'all-linear'"
+        raise RecipeError("lora.target_modules", None, rest)
+    return found
+
+
+def _endings(shape: "ShapeData") -> str:
+    """The last parts of the names that can be adapted."""
+    return ", ".join(dict.fromkeys(name.rpartition(".")[2] for name in modules(shape)))

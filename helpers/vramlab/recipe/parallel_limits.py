@@ -18,7 +18,7 @@ def stage_layers(layers: int, stages: int) -> list[range]:
 
 
 def check(recipe: Any) -> None:
-    """Raise RecipeError, which names the numbers, if the sharding is "tensor" or "pipeline" and `recipe` has no such cut."""
+    """Raise RecipeError, with the numbers, if the sharding is "tensor" or "pipeline" and `recipe` cannot be cut so."""
     sharding, shape = recipe.sharding, recipe.shape
     if sharding is None or sharding.engine not in ("tensor", "pipeline"):
         return
@@ -27,8 +27,8 @@ def check(recipe: Any) -> None:
     if shape.family not in divisible or shape.task != "causal-lm":
         what = "its matrices" if engine == "tensor" else "its layers"
         why = " (GPT-2's matrices are Conv1D, which DTensor cannot slice)" if shape.family == "gpt2" else ""
-        allowed = f"{what} cannot be divided{why}; causal models of these families can: {', '.join(divisible)}"
-        raise RecipeError("sharding.engine", engine, f"{shape.name} is a {shape.family} for {shape.task}: {allowed}")
+        rest = f"{what} cannot be divided{why}; causal models of these families can: {', '.join(divisible)}"
+        raise RecipeError("sharding.engine", engine, f"{shape.name} is a {shape.family} for {shape.task}: {rest}")
     for name in ("lora", "quantization"):
         if getattr(recipe, name):
             raise RecipeError("sharding.engine", engine, f"it is for full fine-tuning: leave {name} out")
@@ -40,9 +40,9 @@ def _check_tensor(recipe: Any) -> None:
     sizes = {"heads": shape.num_heads, "key/value heads": shape.num_kv_heads, "MLP channels": shape.intermediate_size}
     for what, size in sizes.items():
         if size % n:
-            fitting = [k for k in range(1, shape.num_kv_heads + 1) if not any(s % k for s in sizes.values())]
-            allowed = f"{shape.name} has {size:,} {what}, which {n} ranks cannot share equally; these can: "
-            raise RecipeError("sharding.world_size", n, allowed + ", ".join(map(str, fitting)))
+            fitting = [str(k) for k in range(1, shape.num_kv_heads + 1) if not any(s % k for s in sizes.values())]
+            rest = f"{shape.name} has {size:,} {what}, which {n} ranks cannot share equally; these can: "
+            raise RecipeError("sharding.world_size", n, rest + ", ".join(fitting))
     if recipe.optim not in OPTIMIZERS:
         raise RecipeError("optim", recipe.optim, "slices of tensors are trained with " + ", ".join(OPTIMIZERS))
 
@@ -51,14 +51,14 @@ def _check_pipeline(recipe: Any) -> None:
     shape, sharding = recipe.shape, recipe.sharding
     n, parts = sharding.world_size, sharding.micro_batches
     if n > shape.num_layers:
-        allowed = f"{shape.name} has {shape.num_layers} layers, and each stage needs one at least"
-        raise RecipeError("sharding.world_size", n, allowed)
+        rest = f"{shape.name} has {shape.num_layers} layers, and each stage needs one at least"
+        raise RecipeError("sharding.world_size", n, rest)
     if recipe.batch_size % parts:
-        allowed = f"a batch of {recipe.batch_size} samples does not divide into {parts} equal parts"
-        raise RecipeError("sharding.micro_batches", parts, allowed)
+        rest = f"a batch of {recipe.batch_size} samples does not divide into {parts} equal parts"
+        raise RecipeError("sharding.micro_batches", parts, rest)
     if sharding.schedule == "1f1b" and parts < n:
-        allowed = f"1f1b needs a micro-batch for each of the {n} stages at least; schedule='gpipe' takes fewer"
-        raise RecipeError("sharding.micro_batches", parts, allowed)
+        rest = f"1f1b needs a micro-batch for each of the {n} stages at least; schedule='gpipe' takes fewer"
+        raise RecipeError("sharding.micro_batches", parts, rest)
     if recipe.precision == "fp16-mixed":
-        allowed = "each stage would scale its own loss: use 'bf16-mixed', or a precision without a loss scale"
-        raise RecipeError("precision", recipe.precision, allowed)
+        rest = "each stage would scale its own loss: use 'bf16-mixed', or a precision without a loss scale"
+        raise RecipeError("precision", recipe.precision, rest)

@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any
 
 from ..report.errors import RecipeError
-from . import parallel_limits as cuts
+from . import parallel_limits
 from .configuration import MOST_LAYERS, plain, read_json
 from .families import TASKS
 from .knobs import check, documented, knob, knobs, rebuild
@@ -130,59 +130,52 @@ class Recipe:
         check(self)
         self.optimizer_arguments()
         self._set("shape", read_shape(self.model, num_layers=self.num_layers, task=self.task))
-        self._check_against_shape()
+        self._fit_to_shape()
+        self._check_together()
+        parallel_limits.check(self)
 
     def _set(self, name: str, value: Any) -> None:
         object.__setattr__(self, name, value)
 
-    def _check_against_shape(self) -> None:
-        shape = self.shape
-        if shape.task == "image-classification":
-            if self.seq_len not in (None, shape.image_tokens):
-                raise RecipeError(
-                    "seq_len",
-                    self.seq_len,
-                    f"an image is always {shape.image_tokens} tokens to {shape.name}: leave it out",
-                )
-            self._set("seq_len", shape.image_tokens)
-        elif self.seq_len is None:
-            self._set("seq_len", min(512, shape.max_positions or 512))
-        if shape.max_positions and self.seq_len > shape.max_positions and shape.task != "image-classification":
-            raise RecipeError("seq_len", self.seq_len, f"{shape.name} has {shape.max_positions} positions")
-        tokens = self.batch_size * self.seq_len
+    def _fit_to_shape(self) -> None:
+        """Fill in what the model decides, and check the sizes against it."""
+        shape, longest = self.shape, self.shape.max_positions or MOST
+        if shape.image_tokens and self.seq_len not in (None, shape.image_tokens):
+            rest = f"an image is always {shape.image_tokens} tokens to {shape.name}: leave it out"
+            raise RecipeError("seq_len", self.seq_len, rest)
+        if self.seq_len is None:
+            self._set("seq_len", shape.image_tokens or min(512, longest))
+        if self.seq_len > longest:
+            raise RecipeError("seq_len", self.seq_len, f"{shape.name} has {longest} positions")
         widest = max(shape.vocab_size, shape.intermediate_size, shape.hidden_size, shape.num_heads * self.seq_len)
-        if tokens * widest * 8 > MOST_BYTES:
-            rest = (
-                f"with {self.seq_len:,} tokens a sample one tensor would have {tokens * widest:.1e} numbers: too many"
-            )
+        if (numbers := self.batch_size * self.seq_len * widest) * 8 > MOST_BYTES:
+            rest = f"with {self.seq_len:,} tokens a sample one tensor would have {numbers:.1e} numbers: too many"
             raise RecipeError("batch_size", self.batch_size, rest)
-        if self.quantization and not self.lora:
-            raise RecipeError(
-                "quantization", self.quantization.quant_type, "quantized weights cannot be trained: add lora=LoRA(...)"
-            )
-        if self.quantization and self.precision.endswith("-mixed") and self.quantization.quant_type == "int8":
-            raise RecipeError("precision", self.precision, "int8 bases are trained with a '-true' precision or 'fp32'")
         if self.attn_implementation is None:
             self._set("attn_implementation", shape.attention)
         elif self.attn_implementation == "sdpa" and shape.attention == "eager":
-            raise RecipeError(
-                "attn_implementation", "sdpa", f"transformers has no sdpa for a {shape.family}: use 'eager'"
-            )
-        compute = (self.quantization and self.quantization.compute_dtype) or self.precision
-        if self.attn_implementation == "flash_attention_2" and compute in ("fp32", "tf32", "float32"):
-            allowed = "flash_attention_2 computes in fp16 and bf16 only: take a half precision, or 'sdpa'"
-            raise RecipeError("precision", self.precision, allowed)
+            rest = f"transformers has no sdpa for a {shape.family}: use 'eager'"
+            raise RecipeError("attn_implementation", "sdpa", rest)
         if self.lora:
             shape.check_lora(self.lora.target_modules, self.lora.r)
-        if self.loop.optimizer_in_backward and self.gradient_accumulation_steps > 1:
-            raise RecipeError(
-                "gradient_accumulation_steps",
-                self.gradient_accumulation_steps,
-                "with optimizer_in_backward no gradient survives to accumulate: use 1",
-            )
-        if self.sharding and self.sharding.world_size > 1 and self.loop.optimizer_in_backward:
-            raise RecipeError("loop", self.loop.name, "optimizer_in_backward is modelled for one device only")
-        cuts.check(self)
+
+    def _check_together(self) -> None:
+        """Raise RecipeError for values that exclude each other."""
+        quantization, loop = self.quantization, self.loop
+        if quantization and not self.lora:
+            rest = "quantized weights cannot be trained: add lora=LoRA(...)"
+            raise RecipeError("quantization", quantization.quant_type, rest)
+        if quantization and self.precision.endswith("-mixed") and quantization.quant_type == "int8":
+            raise RecipeError("precision", self.precision, "int8 bases are trained with a '-true' precision or 'fp32'")
+        compute = (quantization and quantization.compute_dtype) or self.precision
+        if self.attn_implementation == "flash_attention_2" and compute in ("fp32", "tf32", "float32"):
+            rest = "flash_attention_2 computes in fp16 and bf16 only: take a half precision, or 'sdpa'"
+            raise RecipeError("precision", self.precision, rest)
+        if loop.optimizer_in_backward and self.gradient_accumulation_steps > 1:
+            rest = "with optimizer_in_backward no gradient survives to accumulate: use 1"
+            raise RecipeError("gradient_accumulation_steps", self.gradient_accumulation_steps, rest)
+        if loop.optimizer_in_backward and self.sharding and self.sharding.world_size > 1:
+            raise RecipeError("loop", loop.name, "optimizer_in_backward is modelled for one device only")
 
     @property
     def name(self) -> str:
@@ -255,11 +248,7 @@ class Recipe:
 
 
 def as_recipe(value: Any) -> Recipe:
-    """`value` if it is a recipe; else the recipe of the model it names, with every other field at its default.
-
-    Raises:
-        RecipeError: `value` is neither a recipe nor a model.
-    """
+    """`value` if it is a recipe; else the recipe of the model it names, with every other field at its default."""
     return value if isinstance(value, Recipe) else Recipe(value)
 
 

@@ -8,60 +8,38 @@ from typing import Any
 
 @dataclass(frozen=True)
 class ShapeData:
-    """The sizes of one model with one head, as its configuration gives them; all are counts.
+    """The sizes of one model with one head, as its configuration gives them; all are counts."""
 
-    Attributes:
-        name: short, for people.
-        family: the configuration's `model_type`.
-        task: which head is trained, and `head`, the module name of that head.
-        hub_id: where the published weights are, None if the shape is not from the catalogue.
-        config_json: the configuration, at this depth and for this head, as JSON text.
-        num_layers: blocks, of the encoder where there is a decoder too.
-        num_decoder_layers: 0 unless the model is an encoder–decoder.
-        num_kv_heads: heads of keys and values, which groups of query heads share.
-        max_positions: the longest sequence, None if the architecture sets no limit.
-        num_labels: classes of a classification head.
-        tied: one matrix serves as embedding and output head.
-        gated_mlp: the feed-forward part has a gate beside its up-projection.
-        norm: "layernorm" or "rmsnorm"; either "in fp32" casts back after its weight (`meta.py` knows those).
-        rotary_dim: channels of a head that are rotated; 0 without rotary positions.
-        sliding_window: how far back a token sees, None without such a limit (Gemma 2: in every second layer).
-        hidden_dropout, attention_dropout, embedding_dropout: probabilities while training.
-        attention: the kernel that transformers takes by itself, "eager" for an architecture without sdpa.
-        image_tokens: patches of an image and the class token; 0 for text.
-        dtype: the format in which the weights were published, None if unknown.
-    """
-
-    name: str
-    family: str
-    task: str
-    hub_id: str | None
-    config_json: str = field(repr=False)
-    head: str
-    num_layers: int
-    num_decoder_layers: int
+    name: str  # short, for people
+    family: str  # the configuration's `model_type`
+    task: str  # which head is trained
+    hub_id: str | None  # where the published weights are; None outside the catalogue
+    config_json: str = field(repr=False)  # the configuration, at this depth and for this head
+    head: str  # module name of the head
+    num_layers: int  # blocks, of the encoder where there is a decoder too
+    num_decoder_layers: int  # 0 unless the model is an encoder–decoder
     hidden_size: int
     num_heads: int
-    num_kv_heads: int
+    num_kv_heads: int  # heads of keys and values, which groups of query heads share
     head_dim: int
     intermediate_size: int
     vocab_size: int
-    max_positions: int | None
-    num_labels: int
-    tied: bool
-    gated_mlp: bool
+    max_positions: int | None  # the longest sequence; None if the architecture sets no limit
+    num_labels: int  # classes of a classification head
+    tied: bool  # one matrix serves as embedding and output head
+    gated_mlp: bool  # the feed-forward part has a gate beside its up-projection
     activation: str
-    norm: str
-    rotary_dim: int
-    sliding_window: int | None
-    hidden_dropout: float
+    norm: str  # "layernorm" or "rmsnorm"; either "in fp32" casts back after its weight
+    rotary_dim: int  # channels of a head that are rotated; 0 without rotary positions
+    sliding_window: int | None  # how far back a token sees (Gemma 2: in every second layer)
+    hidden_dropout: float  # probabilities while training
     attention_dropout: float
     embedding_dropout: float
     num_experts: int
     experts_per_token: int
-    image_tokens: int
-    dtype: str | None
-    attention: str
+    image_tokens: int  # patches of an image and the class token; 0 for text
+    dtype: str | None  # in which the weights were published; None if unknown
+    attention: str  # the kernel that transformers takes by itself: "eager" for an architecture without sdpa
 
     @property
     def config(self) -> dict[str, Any]:
@@ -72,12 +50,3 @@ class ShapeData:
     def settings(self) -> dict[str, Any]:
         """`config`, parsed once; not to be written to."""
         return self.config
-
-    @property
-    def layout(self) -> Any:
-        """The modules by the roles they play (`layouts.Layout`), or None."""
-        raise NotImplementedError
-
-    def weights(self) -> tuple:
-        """Every parameter tensor (`weights.Weight`)."""
-        raise NotImplementedError

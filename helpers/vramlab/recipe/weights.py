@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING, Any
 
+from .from_transformers import read_off
+
 if TYPE_CHECKING:
     from .shape import ShapeData
 
@@ -17,16 +19,14 @@ if TYPE_CHECKING:
 class Weight:
     """One parameter tensor.
 
-    Attributes:
-        kind: "linear" (out × in), "conv1d" (GPT-2's in × out), "embedding", "norm", "bias", "conv", "expert" (experts
-            × out × in) or "other"; a matrix shared by embedding and head is an "embedding".
-        layer: which block it belongs to, None outside the blocks; a decoder's blocks count on after its encoder's.
+    Kinds: "linear" (out × in), "conv1d" (GPT-2's in × out), "embedding" (a shared output head is one too), "norm", "bias",
+    "conv", "expert" (experts × out × in) and "other".
     """
 
     name: str
     shape: tuple[int, ...]
     kind: str
-    layer: int | None = None
+    layer: int | None = None  # its block; a decoder's count on after its encoder's
 
     @property
     def size(self) -> int:
@@ -52,7 +52,7 @@ ROLES = {
 }
 
 
-def _sizes(s: "ShapeData") -> dict[str, int]:
+def letter_sizes(s: "ShapeData") -> dict[str, int]:
     """The letters of a layout. h hidden, w output head's input, m feed-forward, q and k all heads, d one head, a heads,
     V vocabulary, P positions, T token types, L labels, E experts, B position buckets, I image tokens, C and p patches."""
     c, h, q, k = s.config, s.hidden_size, s.num_heads * s.head_dim, s.num_kv_heads * s.head_dim
@@ -70,8 +70,8 @@ def _sizes(s: "ShapeData") -> dict[str, int]:
 def list_weights(s: "ShapeData") -> tuple[Weight, ...]:
     """Every parameter of `s` in the order of `named_parameters()`, shared ones once."""
     if s.layout is None:
-        return tuple(Weight(*row) for row in _meta(s)[0])
-    found, sizes, first = [], _sizes(s), 0
+        return tuple(Weight(*row) for row in read_off(s)[0])
+    found, sizes, first = [], letter_sizes(s), 0
     for item in s.layout.items:
         if isinstance(item, str):
             for name, kind, *letters in filter(None, map(str.split, item.split(";"))):
@@ -110,7 +110,7 @@ def list_buffers(s: "ShapeData") -> tuple[tuple[str, tuple[int, ...], str], ...]
     rope = s.config.get("rope_parameters") or s.config.get("rope_scaling") or {}
     kind = rope.get("rope_type", rope.get("type", "default"))
     if s.layout is None or kind not in ("default", "linear", "dynamic", "llama3", "yarn"):
-        return _meta(s)[1]
+        return read_off(s)[1]
     rows = [(name, (1, s.max_positions), "int64") for name in s.layout.buffers]
     if s.layout.scaled_embedding:
         rows.append((f"{s.layout.modules[0][0]}.embed_scale", (), "float32"))
@@ -140,9 +140,3 @@ def unquantized(recipe: Any) -> list[str]:
     cast = ", and prepare_model_for_kbit_training casts them to fp32" if recipe.quantization.prepare else ""
     sizes = f"{sum(w.size for w in left) / 1e9:,.1f} of {shape.num_parameters / 1e9:,.1f} billion weights"
     return [f"{sizes} are not quantized: bitsandbytes takes nn.Linear layers, {what}{cast}"]
-
-
-def _meta(s: "ShapeData") -> tuple[tuple, tuple]:
-    from .from_transformers import read_off
-
-    return read_off(s)
