@@ -5,6 +5,7 @@ import json
 
 from ..recipe.arguments import settings
 from ..recipe.families import TASKS
+from ..recipe.knobs import knobs
 from ..recipe.options import LoRA
 from ..recipe.recipe import Recipe
 from ..report.errors import needing
@@ -68,9 +69,9 @@ def _quantization(recipe: Recipe) -> dict[str, str]:
 def _lora(recipe: Recipe) -> dict[str, str]:
     """Arguments of `LoraConfig` that are not its defaults; rank and scale always."""
     found = {}
-    for name in ("r", "lora_alpha", "lora_dropout", "target_modules", "bias", "use_rslora", "modules_to_save"):
+    for name, knob in knobs(LoRA).items():
         value = getattr(recipe.lora, name)
-        if name in ("r", "lora_alpha") or value != getattr(LoRA, name):
+        if name in ("r", "lora_alpha") or (knob.elsewhere and value != knob.default):
             found[name] = _text(list(value) if isinstance(value, tuple) else value)
     if any(weight.kind == "conv1d" for weight in recipe.shape.weights()):
         found["fan_in_fan_out"] = "True"  # its Conv1D is stored transposed

@@ -3,7 +3,7 @@
 import difflib
 import json
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 
 from ..report.data import data_path
 
@@ -21,7 +21,7 @@ class Entry:
     aliases: tuple[str, ...] = ()  # hub ids of the same shape, such as the instruction-tuned variant
 
 
-@lru_cache(maxsize=1)
+@cache
 def catalogue() -> dict[str, Entry]:
     """The published models by name, families together, small ones first."""
     entries = []
@@ -38,7 +38,7 @@ def model_names() -> list[str]:
     return list(catalogue())
 
 
-@lru_cache(maxsize=1)
+@cache
 def _spellings() -> dict[str, Entry]:
     """Every spelling that finds an entry, in lower case: name, hub id and aliases, with and without organisation."""
     found = {}
@@ -55,8 +55,5 @@ def find(model: str) -> Entry | None:
 
 def closest(model: str) -> str | None:
     """The spelling in the catalogue that is most like `model`, None if nothing is near."""
-    for text in (model.lower(), model.lower().rpartition("/")[2]):
-        near = difflib.get_close_matches(text, _spellings(), n=1)
-        if near:
-            return near[0]
-    return None
+    texts = (model.lower(), model.lower().rpartition("/")[2])
+    return next((near for text in texts for near in difflib.get_close_matches(text, _spellings(), n=1)), None)

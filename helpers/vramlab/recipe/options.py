@@ -2,6 +2,7 @@
 
 import dataclasses
 from dataclasses import dataclass
+from functools import partial
 
 from ..report.errors import RecipeError
 from .knobs import check, documented, knob
@@ -9,6 +10,7 @@ from .knobs import check, documented, knob
 PRECISIONS = ("fp32", "tf32", "fp16-mixed", "bf16-mixed", "fp16-true", "bf16-true")
 ATTENTION = ("eager", "sdpa", "flash_attention_2")
 QUANT_TYPES = ("nf4", "fp4", "int8")
+_peft = partial(knob, elsewhere=True)
 STAGES = {"ddp": (0, 1), "fsdp": (2, 3), "deepspeed": (0, 1, 2, 3), "tensor": (0,), "pipeline": (0,)}
 
 
@@ -17,27 +19,17 @@ STAGES = {"ddp": (0, 1), "fsdp": (2, 3), "deepspeed": (0, 1, 2, 3), "tensor": (0
 class LoRA:
     """Low-rank adapters (Hu et al. 2021). Fields and defaults are those of `peft.LoraConfig`."""
 
-    r: int = knob(8, "Rank of the adapters.", elsewhere=True, option="lora_r", label="LoRA rank")
-    lora_alpha: float = knob(
-        8, "Adapters are scaled by this over r.", bounds=("over 0", lambda a: a > 0), elsewhere=True, option=True
+    r: int = _peft(8, "Rank of the adapters.", option="lora_r", label="LoRA rank")
+    lora_alpha: float = _peft(8, "Adapters are scaled by this over r.", bounds=("over 0", lambda a: a > 0), option=True)
+    lora_dropout: float = _peft(
+        0.0, "Dropout before the adapters.", bounds=("of at least 0 and under 1", lambda p: 0 <= p < 1), option=True
     )
-    lora_dropout: float = knob(
-        0.0,
-        "Dropout before the adapters.",
-        bounds=("of at least 0 and under 1", lambda p: 0 <= p < 1),
-        elsewhere=True,
-        option=True,
+    target_modules: tuple[str, ...] | str | None = _peft(
+        None, "Module names, or all-linear; None: PEFT's default.", option="lora_target", label="LoRA targets"
     )
-    target_modules: tuple[str, ...] | str | None = knob(
-        None,
-        "Module names, or all-linear; None takes PEFT's default for the architecture.",
-        elsewhere=True,
-        option="lora_target",
-        label="LoRA targets",
-    )
-    bias: str = knob("none", "Which biases are trained.", choices=("none", "all", "lora_only"), elsewhere=True)
-    use_rslora: bool = knob(False, "Scale by the square root of r instead.", elsewhere=True)
-    modules_to_save: tuple[str, ...] | None = knob(None, "Modules trained whole.", elsewhere=True)
+    bias: str = _peft("none", "Which biases are trained.", choices=("none", "all", "lora_only"))
+    use_rslora: bool = _peft(False, "Scale by the square root of r instead.")
+    modules_to_save: tuple[str, ...] | None = _peft(None, "Modules trained whole.")
     autocast_adapter_dtype: bool = knob(True, "Keep fp16 and bf16 adapters in fp32, as `get_peft_model` does.")
 
     def __post_init__(self):
@@ -89,18 +81,14 @@ class Sharding:
     """Who holds what among `world_size` ranks (Rajbhandari et al. 2020).
 
     Engines "ddp" (stages 0, 1), "fsdp" (2, 3) and "deepspeed" (0 to 3) divide the batch; "tensor" and "pipeline" (0) give
-    each rank a slice of every layer, or some of the layers, and all work on the same batch.
+    each rank a slice of every layer, or some of the layers, and all work on the same batch. Offloaded parameters take the
+    optimizer with them.
     """
 
     stage: int = knob(3, "ZeRO stage, 0 to 3.", choices=(0, 1, 2, 3), option=True, label="ZeRO stage")
     world_size: int = knob(1, "Ranks that share the model.", most=2**20, option=True, label="GPUs")
     engine: str = knob("fsdp", "What divides the model.", choices=tuple(STAGES), option=True)
-    offload: str | None = knob(
-        None,
-        "What lives in host memory; parameters includes the optimizer.",
-        choices=("optimizer", "parameters"),
-        option=True,
-    )
+    offload: str | None = knob(None, "What lives in host memory.", choices=("optimizer", "parameters"), option=True)
     rank: int = knob(0, "Whose bytes are described; ranks differ where a size does not divide.", least=0)
     wrap: str = knob("layers", "FSDP's units: one a layer and the rest, or the model.", choices=("layers", "model"))
     schedule: str = knob("1f1b", "How a pipeline runs the parts of a batch.", choices=("gpipe", "1f1b"))
@@ -138,13 +126,10 @@ class Loop:
     set_to_none: bool = knob(True, "Free the gradients, or fill them with zeros.")
     keep_outputs: bool | str = knob(
         False,
-        "How long logits, keys and values stay: until the loss (False), the end of backward, of the step, or the next "
-        "forward pass (True).",
+        "How long logits, keys and values stay: until the loss (False), to the end of a phase, the next forward (True).",
         choices=(False, "backward", "step", True),
     )
-    outputs_to_fp32: bool = knob(
-        True, "Copy half-precision outputs to fp32 after an autocast forward, as accelerate does."
-    )
+    outputs_to_fp32: bool = knob(True, "Copy half-precision outputs to fp32 after autocast, as accelerate does.")
     use_cache: bool | None = knob(False, "`config.use_cache`; None leaves the model's default.", elsewhere=True)
     max_grad_norm: float | None = knob(
         1.0,
@@ -153,9 +138,7 @@ class Loop:
         elsewhere=True,
     )
     foreach: bool | None = knob(None, "The multi-tensor optimizer; None takes torch's default for the device.")
-    optimizer_in_backward: bool = knob(
-        False, "Update each parameter and free its gradient as soon as that is complete."
-    )
+    optimizer_in_backward: bool = knob(False, "Update each parameter as soon as its gradient is complete.")
     empty_cache_steps: int | None = knob(
         None, "`torch.cuda.empty_cache()` every so many steps.", elsewhere="torch_empty_cache_steps"
     )
