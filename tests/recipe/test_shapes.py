@@ -193,7 +193,7 @@ def test_a_configuration_that_transformers_wrote_reads_the_same(name, tmp_path):
         again = read_shape(source)
         for name in ("family", "task", "head", "hidden_size", "num_heads", "num_kv_heads", "head_dim", "vocab_size"):
             assert getattr(again, name) == getattr(shape, name), name
-        for name in ("intermediate_size", "max_positions", "tied", "gated_mlp", "activation", "rotary_dim"):
+        for name in ("intermediate_size", "max_positions", "tied", "activation", "rotary_dim"):
             assert getattr(again, name) == getattr(shape, name), name
         for name in ("sliding_window", "hidden_dropout", "attention_dropout", "embedding_dropout", "num_experts"):
             assert getattr(again, name) == getattr(shape, name), name

@@ -8,7 +8,7 @@ HELPERS = ROOT / "helpers"
 CEILINGS = {
     "vramlab/report": 730,
     "vramlab/hardware": 1180,
-    "vramlab/recipe": 2550,
+    "vramlab/recipe": 2200,
     "vramlab/training": 2040,
     "vramlab/tracking": 990,
     "vramlab/formulas": 3460,

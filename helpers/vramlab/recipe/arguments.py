@@ -52,11 +52,7 @@ def to_training_arguments(recipe: Any, output_dir: str = "out", **changes: Any) 
 
 
 def settings(recipe: Any) -> dict[str, Any]:
-    """Names of `TrainingArguments` to the values that describe `recipe`, on whatever machine. Loads transformers.
-
-    Raises:
-        RecipeError: as `to_training_arguments`.
-    """
+    """Names of `TrainingArguments` to values, on whatever machine. Raises RecipeError as `to_training_arguments` does."""
     from transformers import TrainingArguments
 
     loop, options = recipe.loop, recipe.optimizer_arguments()

@@ -28,10 +28,9 @@ BUILT = "build it yourself and ask simulate(model=..., batch=..., optimizer=...)
 
 
 def family_of(name: str, config: dict[str, Any]) -> Family:
-    """The family of `config`; one that has no record is asked from transformers, which also completes `config`.
+    """The family of `config`; where it has no record, what transformers says, which also completes `config`.
 
-    Raises:
-        RecipeError: transformers does not know it, cannot read it, or has no head for it that can be trained.
+    Raises RecipeError if that cannot read it either, or has no head for it that can be trained.
     """
     if config["model_type"] in FAMILIES:
         return FAMILIES[config["model_type"]]
@@ -187,7 +186,6 @@ def read(name: str, config: dict[str, Any], family: Family, task: str) -> dict[s
         **sizes,
         "num_labels": len(config["id2label"]) if config.get("id2label") else config.get("num_labels") or 2,
         "tied": tied and task in ("causal-lm", "masked-lm", "seq2seq-lm"),
-        "gated_mlp": family.gated or packed.startswith("gated"),
         "activation": activation,
         "norm": family.norm,
         "rotary_dim": int(sizes["head_dim"] * (family.rotary if share is None else share)) if family.rotary else 0,

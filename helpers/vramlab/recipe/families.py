@@ -60,7 +60,6 @@ class Family:
     norm: str = "layernorm"  # or "rmsnorm"
     rotary: float = 0.0  # default share of a head that is rotated; 0 for learned or relative positions
     relative_positions: bool = False  # of any number, whatever the configuration says
-    gated: bool = False  # the feed-forward part has a gate (T5's configuration decides)
     whole_heads: bool = False  # the hidden size must be a multiple of the heads even where `head_dim` is given
     multi_query: bool = False  # one head of keys unless the configuration says otherwise, in Falcon's way
     window: bool = True  # `sliding_window` counts unless `use_sliding_window` is false; else where it is true
@@ -202,7 +201,7 @@ def _t5(s, c) -> Layout:
 
     def mlp(sub: str) -> str:
         up = f"gate={sub}.DenseReluDense.wi_0 up={sub}.DenseReluDense.wi_1"
-        up = up if s.gated_mlp else f"up={sub}.DenseReluDense.wi"
+        up = up if (c.get("feed_forward_proj") or "").startswith("gated") else f"up={sub}.DenseReluDense.wi"
         return f"{up} down={sub}.DenseReluDense.wo norm2={sub}.layer_norm"
 
     own, cross = attention("", "layer.0.SelfAttention"), attention("cross_", "layer.1.EncDecAttention")

@@ -17,11 +17,7 @@ if TYPE_CHECKING:
 
 @lru_cache(maxsize=32)
 def read_off(s: "ShapeData") -> tuple[tuple, tuple]:
-    """The fields of every `Weight`, and every buffer as (name, shape, dtype).
-
-    Raises:
-        RecipeError: transformers cannot build the model.
-    """
+    """The fields of every `Weight`, and every buffer as (name, shape, dtype). Raises RecipeError as `build` does."""
     import torch
 
     model = build(s)
@@ -39,18 +35,10 @@ def read_off(s: "ShapeData") -> tuple[tuple, tuple]:
 
 
 def describe(s: "ShapeData") -> dict[str, object]:
-    """Fields of `Shape` that only the model shows: `head`, `norm`, `gated_mlp`, `attention`, positions and an image's tokens.
-
-    Raises:
-        RecipeError: as `read_off` does.
-    """
+    """The fields of `Shape` that only the model shows. Raises RecipeError as `read_off` does."""
     weights, _ = read_off(s)
     model = build(s)
-    found = {
-        "norm": _norm(model),
-        "gated_mlp": any("gate" in name and kind == "linear" for name, _, kind, _ in weights),
-    }
-    found["attention"] = "sdpa" if getattr(model, "_supports_sdpa", True) else "eager"
+    found = {"norm": _norm(model), "attention": "sdpa" if getattr(model, "_supports_sdpa", True) else "eager"}
     output = model.get_output_embeddings()
     heads = [name for name, module in model.named_modules() if output is not None and module is output]
     heads += [name for name in ("score", "classifier") if hasattr(model, name)]

@@ -14,6 +14,11 @@ _peft = partial(knob, elsewhere=True)
 STAGES = {"ddp": (0, 1), "fsdp": (2, 3), "deepspeed": (0, 1, 2, 3), "tensor": (0,), "pipeline": (0,)}
 
 
+def words(text: str) -> frozenset[str]:
+    """The words of `text`, for long lists of names."""
+    return frozenset(text.split())
+
+
 @documented
 @dataclass(frozen=True)
 class LoRA:

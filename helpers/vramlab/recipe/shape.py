@@ -27,7 +27,6 @@ class ShapeData:
     max_positions: int | None  # the longest sequence; None if the architecture sets no limit
     num_labels: int  # classes of a classification head
     tied: bool  # one matrix serves as embedding and output head
-    gated_mlp: bool  # the feed-forward part has a gate beside its up-projection
     activation: str
     norm: str  # "layernorm" or "rmsnorm"; either "in fp32" casts back after its weight
     rotary_dim: int  # channels of a head that are rotated; 0 without rotary positions
