@@ -37,13 +37,6 @@ def test_a_formula_that_is_off_is_not_printed(bench, monkeypatch):
         bench.try_out("batch", {})
 
 
-def test_a_trainer_that_takes_something_else_is_not_printed(bench, monkeypatch):
-    simulate = bench_03.simulate
-    monkeypatch.setattr(bench_03, "simulate", lambda recipe, **how: simulate(recipe.replace(seq_len=32), **how))
-    with pytest.raises(AssertionError, match="bytes"):
-        bench.try_out("optimizer", {"sgd": {"optim": "sgd"}})
-
-
 def test_the_trainer_learns_the_same_texts_each_time():
     first, again = (bench_03.train(SMALL, watched=False) for _ in range(2))
     assert first == again and first[0] is None and len(first[1]) == 2
