@@ -1,1 +1,1 @@
-"""What belongs to the course alone: exercises, claims and their experiments, and the teaching code of single chapters."""
+"""The course's own code: exercises, claims and their experiments, and teaching code of single chapters."""

@@ -1,7 +1,7 @@
-"""Checks of answers: against a computed reference, with a sentence of its own for each mistake that it recognises.
+"""Checks of answers: right or wrong, with a sentence for each mistake that a check recognises.
 
-What nobody foresaw is still told what it looks like: the right number in another unit, in bits, twice over, or so many
-per cent off.
+A wrong number that no mistake lists is compared with the right one in other units, in bits, doubled and halved; else the
+reader is told how far off it is.
 """
 
 import math
@@ -12,7 +12,7 @@ from typing import Any
 
 from vramlab.report.report import GiB, KiB, MiB
 
-# Bytes in one of each unit; the decimal ones are what the binary ones are taken for.
+# Bytes of each unit, with the decimal units that readers confuse with binary ones.
 UNITS = {"B": 1, "KiB": KiB, "MiB": MiB, "GiB": GiB, "kB": 10**3, "MB": 10**6, "GB": 10**9}
 BITS = {
     8: "That is the number of bits: 8 bits are one byte.",
@@ -23,13 +23,13 @@ FACTORS = {
     1 / 2: "That is half the right amount: is there a second copy of something?",
     -1: "The amount is right, the sign is not.",
 }
-# The nearest two units are 2.4 % apart (kB and KiB), so a check that lets more through cannot tell them apart.
+# kB and KiB differ by 2.4 %: a larger tolerance could not tell them apart.
 MOST_TOLERANT = 0.02
 
 
 @dataclass(frozen=True)
 class Feedback:
-    """Whether an answer is right, and the sentence that says so to the reader."""
+    """Whether an answer is right, and what the reader is told."""
 
     right: bool
     text: str
@@ -43,36 +43,36 @@ NOT_ANSWERED = Feedback(False, "not answered yet")
 
 @dataclass(frozen=True)
 class Mistake:
-    """A wrong answer that somebody would give, and what to tell them; `wrong` is computed like the reference."""
+    """A typical wrong answer, a value or a function like the reference, and what to tell its author."""
 
     wrong: Any
     text: str
 
 
 class Numbers(dict):
-    """An answer that has been read: its numbers by name."""
+    """An answer as numbers by name."""
 
 
 class Unclear(Exception):
-    """An answer that is none; the message says why."""
+    """An answer of the wrong kind; the message says why."""
 
 
 class Check:
-    """A check is called with any answer at all and returns a Feedback; it does not raise because of the answer.
+    """Takes any answer and returns a Feedback; no answer makes it raise.
 
-    Its `problems()` says what is wrong with the check itself: a reference it rejects, a mistake it accepts.
+    `problems()` tests the check itself, for example for a reference that it rejects or a mistake that it accepts.
     """
 
     def __call__(self, answer: Any) -> Feedback:
         try:
-            return self.verdict(answer)
+            return self.feedback(answer)
         except Unclear as error:
             return Feedback(False, str(error))
-        except Exception as error:  # written for one kind of answer, given another
+        except Exception as error:  # the answer is of another kind
             return Feedback(False, f"This answer cannot be checked ({type(error).__name__}: {error}).")
 
-    def verdict(self, answer: Any) -> Feedback:
-        """The verdict, or an exception where the answer is of another kind."""
+    def feedback(self, answer: Any) -> Feedback:
+        """The feedback; may raise where the answer is of another kind."""
         raise NotImplementedError
 
 
@@ -82,10 +82,9 @@ class Number(Check):
 
     Attributes:
         reference: the right number, or a function without arguments that computes it.
-        unit: what it counts. A size ("B", "KiB", "MiB", "GiB") is also recognised in another unit and in bits; any
-            other word ("parameters", "%") only keeps that from being tried.
-        tolerance: how far an answer may be off, relative to the reference; 0.02 at most, or kB would pass for KiB.
-        mistakes: wrong answers with a sentence of their own; they come before what is recognised anyway.
+        unit: of the answer. Answers in other units are recognised for sizes ("B", "KiB", "MiB", "GiB") only.
+        tolerance: relative to the reference, MOST_TOLERANT at most.
+        mistakes: wrong answers with a sentence of their own, tried before units and factors.
         right: what to tell a reader whose answer is right.
     """
 
@@ -101,14 +100,14 @@ class Number(Check):
             raise ValueError(f"tolerance is {self.tolerance!r}, but allowed is {allowed}.")
 
     def expand(self, thing: Any) -> Numbers:
-        """The reference or a mistake as numbers with names."""
+        """The reference or a mistake as numbers by name."""
         return Numbers({"": _value(thing)})
 
     def read(self, answer: Any) -> Mapping[str, Any]:
-        """The reader's answer likewise. Raises Unclear."""
+        """The reader's answer as values by name. Raises Unclear."""
         return {"": answer}
 
-    def verdict(self, answer: Any) -> Feedback:
+    def feedback(self, answer: Any) -> Feedback:
         references, found = self.expand(self.reference), answer if isinstance(answer, Numbers) else self.read(answer)
         missing = [name for name in references if found.get(name) is None or found[name] is ...]
         if missing:
@@ -153,10 +152,7 @@ class Number(Check):
 
 @dataclass(frozen=True)
 class Table(Number):
-    """A number for each of several names, answered as a dictionary; fields are those of `Number`.
-
-    `reference` is the right dictionary, or computes it; a mistake's `wrong` may leave out the entries that are right.
-    """
+    """A dictionary of numbers; fields as in `Number`. A mistake may leave out the entries that are right."""
 
     reference: Mapping[Any, Real] | Callable[[], Mapping[Any, Real]]
 
@@ -171,11 +167,11 @@ class Table(Number):
 
 @dataclass(frozen=True)
 class Function(Number):
-    """A function of the reader's, called with several configurations; other fields are those of `Number`.
+    """A function that the reader writes, called in several cases; other fields as in `Number`.
 
     Attributes:
-        reference: takes what the reader's function takes and returns the right number; so does a mistake's `wrong`.
-        cases: the configurations, a dictionary of keyword arguments each; enough that no other formula fits by chance.
+        reference: a function of the same arguments that returns the right number; so is a mistake's `wrong`.
+        cases: keyword arguments of each call, enough that no other formula fits by chance.
     """
 
     reference: Callable[..., Real]
@@ -215,7 +211,7 @@ class Choice(Check):
     reference: str | Callable[[], str]
     options: Mapping[str, str]
 
-    def verdict(self, answer: Any) -> Feedback:
+    def feedback(self, answer: Any) -> Feedback:
         named = {option.lower(): option for option in self.options}
         option = named.get(answer.strip().lower()) if isinstance(answer, str) else None
         if option is None:
@@ -231,13 +227,13 @@ class Choice(Check):
 
 @dataclass(frozen=True)
 class Judge(Check):
-    """Anything else, for example a recipe that has to fit a card.
+    """An answer that a function judges, for example a recipe that has to fit a card.
 
     Attributes:
         judge: a function from the answer to a Feedback.
         rights: answers that have to be accepted, or a function that makes them.
         wrongs: two or more answers that have to be rejected, likewise.
-        reasons: parts of what the judge says; each must be said to one of the wrong answers.
+        reasons: parts of the judge's sentences; each has to be told to one of the wrong answers.
     """
 
     judge: Callable[[Any], Feedback]
@@ -245,7 +241,7 @@ class Judge(Check):
     wrongs: Sequence[Any] | Callable[[], Sequence[Any]]
     reasons: Sequence[str] = ()
 
-    def verdict(self, answer: Any) -> Feedback:
+    def feedback(self, answer: Any) -> Feedback:
         return self.judge(answer)
 
     def problems(self) -> list[str]:
@@ -262,14 +258,14 @@ def _value(thing: Any) -> Any:
 
 
 def _number(answer: Any, before: str) -> float:
-    """The number that an answer is (also numpy's and one-element tensors). Raises Unclear."""
+    """An answer as a number, also numpy's and one-element tensors. Raises Unclear."""
     if hasattr(answer, "peak"):
         raise Unclear(f"{before}A number was expected, not a whole report: take for example report.peak.total.")
     try:
         if isinstance(answer, bool | str | bytes) or callable(answer):
             raise TypeError
         number = float(answer.item() if hasattr(answer, "item") else answer)
-    except Exception:  # whatever a stranger's __float__ does
+    except Exception:  # an object's __float__ may raise anything
         raise Unclear(f"{before}A number was expected, not {kind_of(answer)}.") from None
     if not math.isfinite(number):
         raise Unclear(f"{before}A number was expected, and {number} is none.")
@@ -277,7 +273,7 @@ def _number(answer: Any, before: str) -> float:
 
 
 def _factors(unit: str) -> dict[float, str]:
-    """What may lie between an answer and its reference, and what to say then."""
+    """Factors between a wrong answer and the reference, and what to tell the reader."""
     if unit not in UNITS:
         return FACTORS
     long = {name: "bytes" if size == 1 else f"{name} ({size:,} bytes)" for name, size in UNITS.items()}
@@ -287,7 +283,7 @@ def _factors(unit: str) -> dict[float, str]:
 
 
 def _off(number: float, reference: float) -> str:
-    """How far a number is from its reference, without giving the reference away."""
+    """How far a number is from its reference."""
     ratio = number / reference if reference else 0
     far = f"{abs(ratio - 1):.1%} " if 0.5 <= ratio <= 2 else f"{max(ratio, 1 / ratio):,.3g} times " if ratio > 0 else ""
     return f"{number:,.6g} is {far}too {'high' if number > reference else 'low'}"

@@ -1,8 +1,7 @@
-"""The course's own base model: a small Llama that has read Python's standard library, and how well it predicts text.
+"""The course's base model, a small Llama trained on Python's standard library, and how well it predicts text.
 
-It is trained by `data/base_model/train.py`; `data/base_model/README.md` says on what, how long and how good it became.
-Everything here works offline: weights, tokenizer and texts lie in the repository, and in the distribution
-`vramlab-base-model` that the notebooks' set-up cell installs beside vramlab.
+`data/base_model/train.py` trains it; `data/base_model/README.md` says on what and how well. It works offline: weights,
+tokenizer and texts are in the repository and in the distribution `vramlab-base-model`.
 """
 
 import json
@@ -28,7 +27,7 @@ QUANT_TYPES = ("nf4", "fp4")
 
 
 def base_model_path(*parts: str) -> Path:
-    """The path of one of the base model's files: in a checkout, or as `vramlab-base-model` installs it."""
+    """The path of a file of the base model, in a checkout or in the installed `vramlab-base-model`."""
     folder = data_path("base_model")
     if not folder.is_dir() and (installed := find_spec("vramlab_base_model")):
         folder = Path(next(iter(installed.submodule_search_locations)))
@@ -36,12 +35,11 @@ def base_model_path(*parts: str) -> Path:
 
 
 def base_model_folder() -> Path:
-    """Where the model lies, as `from_pretrained` and `Recipe(folder)` take it. Raises RecordError if it is missing."""
+    """The model's folder for `from_pretrained` and `Recipe(folder)`. Raises RecordError if it is missing."""
     folder = base_model_path()
     if not folder.is_dir():
-        address = next(
-            (line.rpartition(", ")[2] for line in metadata("vramlab").get_all("Project-URL") or []), "ADDRESS"
-        )
+        urls = metadata("vramlab").get_all("Project-URL") or ["ADDRESS"]
+        address = urls[0].rpartition(", ")[2]
         raise RecordError(f"The base model is not installed: pip install 'git+{address}#subdirectory=data/base_model'.")
     if not (folder / "model.safetensors").exists():
         raise RecordError(f"The base model is missing: run {folder / 'train.py'}, which trains it in about an hour.")
@@ -94,7 +92,7 @@ def load_base_model(
 
 @contextmanager
 def _no_progress_bar() -> Iterator[None]:
-    """Loading takes a tenth of a second: a bar would only litter the notebook."""
+    """Loading takes a tenth of a second: no bar in the notebook."""
     from transformers.utils import logging
 
     shown = logging.is_progress_bar_enabled()
@@ -107,7 +105,7 @@ def _no_progress_bar() -> Iterator[None]:
 
 
 def load_base_tokenizer() -> "PreTrainedTokenizerFast":
-    """The base model's tokenizer: byte-level BPE, so every text has tokens and comes back unchanged."""
+    """The base model's tokenizer: byte-level BPE, so every text can be encoded and comes back unchanged."""
     from transformers import PreTrainedTokenizerFast
 
     return PreTrainedTokenizerFast.from_pretrained(base_model_folder(), local_files_only=True)
@@ -127,7 +125,7 @@ def _texts(name: str, limit: int | None) -> list[str]:
 
 
 def held_out(limit: int | None = None) -> list[str]:
-    """Programs of the standard library that the base model never saw; with `limit`, their first so many bytes."""
+    """Programs of the standard library that the base model was not trained on; their first `limit` bytes."""
     return _texts("held_out.json", limit)
 
 
@@ -136,7 +134,7 @@ def finetuning_texts(split: str = "train", limit: int | None = None) -> list[str
 
     Args:
         split: "train" or "held_out"; no paragraph is in both.
-        limit: bytes to keep.
+        limit: keep the first so many bytes.
     """
     if split not in ("train", "held_out"):
         raise RecipeError("split", split, "allowed are 'train' and 'held_out'")
@@ -151,15 +149,15 @@ def bits_per_byte(
     batch_size: int = 8,
     tokenizer: "PreTrainedTokenizerFast | None" = None,
 ) -> float:
-    """How many bits the model needs for a byte of `texts`: Σ −log₂ p(token | what stands before it) / Σ bytes.
+    """Bits that the model needs for a byte of `texts`: Σ −log₂ p(token | what stands before it) / Σ bytes.
 
-    The measure of a compressor (an arithmetic coder driven by the model would write so many bits), so it can be held
-    against zlib and lzma, and does not depend on the tokenizer. Each text starts with the start token alone.
+    It is the output of an arithmetic coder driven by the model, so it compares with zlib and lzma and does not depend on
+    the tokenizer. Each text starts with the start token alone.
 
     Args:
         context: tokens that the model sees at most.
-        stride: tokens predicted anew per window. None takes `context` // 2: every token but a text's first ones sees at
-            least the other half. `context` is twice as fast and a little worse.
+        stride: new tokens predicted per window; None takes `context` // 2, so that every token but a text's first ones
+            sees at least the other half. `stride=context` is twice as fast and slightly worse.
     Raises:
         RecipeError: a stride that is not between 1 and `context`.
     """
@@ -168,8 +166,25 @@ def bits_per_byte(
     stride = context // 2 if stride is None else stride
     if not 1 <= stride <= context:
         raise RecipeError("stride", stride, f"it must be between 1 and the context, {context}")
-    tokenizer = tokenizer or load_base_tokenizer()
-    windows: list[tuple[list[int], int]] = []  # tokens, and how many of them at the end are to be predicted
+    windows = _windows(tokenizer or load_base_tokenizer(), texts, context, stride)
+    device, training, nats = next(model.parameters()).device, model.training, 0.0
+    model.eval()
+    with torch.no_grad():
+        for first in range(0, len(windows), batch_size):
+            ids, labels = _padded(windows[first : first + batch_size])
+            logits = model(input_ids=ids.to(device), use_cache=False).logits[:, :-1].float()
+            nats += torch.nn.functional.cross_entropy(
+                logits.flatten(0, 1), labels[:, 1:].flatten().to(device), reduction="sum"
+            ).item()
+    model.train(training)
+    return nats / math.log(2) / sum(len(text.encode()) for text in texts)
+
+
+def _windows(
+    tokenizer: "PreTrainedTokenizerFast", texts: Sequence[str], context: int, stride: int
+) -> list[tuple[list[int], int]]:
+    """Windows of at most `context` tokens, longest first, each with how many of them at its end are to be predicted."""
+    windows = []
     for text in texts:
         tokens = [tokenizer.bos_token_id, *tokenizer(text, verbose=False)["input_ids"]]
         done = 1
@@ -177,22 +192,16 @@ def bits_per_byte(
             end = min(len(tokens), max(done + stride, context))
             windows.append((tokens[max(0, end - context) : end], end - done))
             done = end
-    windows.sort(key=lambda window: -len(window[0]))
-    device, nats = next(model.parameters()).device, 0.0
-    training = model.training
-    model.eval()
-    with torch.no_grad():
-        for first in range(0, len(windows), batch_size):
-            batch = windows[first : first + batch_size]
-            width = len(batch[0][0])
-            ids = torch.zeros(len(batch), width, dtype=torch.long)
-            wanted = torch.full((len(batch), width), -100)
-            for row, (tokens, new) in enumerate(batch):  # padded at the end, where a causal model does not look
-                ids[row, : len(tokens)] = torch.tensor(tokens)
-                wanted[row, len(tokens) - new : len(tokens)] = torch.tensor(tokens[len(tokens) - new :])
-            logits = model(input_ids=ids.to(device), use_cache=False).logits[:, :-1].float()
-            nats += torch.nn.functional.cross_entropy(
-                logits.flatten(0, 1), wanted[:, 1:].flatten().to(device), reduction="sum"
-            ).item()
-    model.train(training)
-    return nats / math.log(2) / sum(len(text.encode()) for text in texts)
+    return sorted(windows, key=lambda window: -len(window[0]))
+
+
+def _padded(batch: Sequence[tuple[list[int], int]]) -> "tuple[torch.Tensor, torch.Tensor]":
+    """Token ids, padded at the end where a causal model does not look, and labels: −100 where nothing is predicted."""
+    import torch
+
+    ids = torch.zeros(len(batch), len(batch[0][0]), dtype=torch.long)
+    labels = torch.full_like(ids, -100)
+    for row, (tokens, new) in enumerate(batch):
+        ids[row, : len(tokens)] = torch.tensor(tokens)
+        labels[row, len(tokens) - new : len(tokens)] = torch.tensor(tokens[len(tokens) - new :])
+    return ids, labels

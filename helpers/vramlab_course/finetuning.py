@@ -1,7 +1,7 @@
-"""Fine-tuning the base model: one loop for full training and for adapters, and the stored record of a whole sweep.
+"""Fine-tune the base model: one loop for full training and for adapters, and the records of long runs.
 
-The chapters train a few steps live; what takes an hour on a CPU is made by `data/base_model/quality.py`, which runs this
-very loop, and is read from `data/base_model/quality.json`.
+Chapters train a few steps live. Scripts in `data/base_model` ran this loop for what takes an hour on a CPU:
+`quality.py` wrote `quality.json`, `quality_4bit.py` wrote `quality_4bit.json`.
 """
 
 import json
@@ -17,11 +17,11 @@ if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel
 
-ALPHA = 32  # lora_alpha of every adapter here, source B's: at rank r an update is scaled by 32 / r
+ALPHA = 32  # lora_alpha of every adapter, as in source B: at rank r an update is scaled by 32 / r
 
 
 def adapted(model: "PreTrainedModel", r: int, targets: str | Sequence[str] = "all-linear", **options: Any):
-    """`model` with LoRA adapters of rank `r` in `targets`, everything else frozen: PEFT's `PeftModel`."""
+    """`model` with LoRA adapters of rank `r` in `targets` and all else frozen, a `PeftModel`."""
     from peft import LoraConfig, get_peft_model
 
     targets = targets if isinstance(targets, str) else list(targets)
@@ -30,7 +30,7 @@ def adapted(model: "PreTrainedModel", r: int, targets: str | Sequence[str] = "al
 
 
 def batches(texts: Sequence[str], steps: int, batch_size: int, context: int, seed: int = 0) -> "Iterator[torch.Tensor]":
-    """`steps` tensors of `batch_size` × `context` tokens, cut at places that depend on the seed alone."""
+    """`steps` tensors of `batch_size` × `context` tokens, cut at offsets that depend on the seed alone."""
     import torch
 
     tokenizer = load_base_tokenizer()
@@ -51,10 +51,10 @@ def finetune(
     seed: int = 0,
     autocast: bool = False,
 ) -> list[float]:
-    """Train what `requires_grad` of `model` on `texts`; returns each step's loss in nats per token.
+    """Train the parameters of `model` that require gradients; returns the loss of each step in nats per token.
 
-    AdamW without weight decay, gradients clipped at 1, the rate warmed up over a tenth of the steps and then let down to
-    0 along a line. `autocast` computes in bf16.
+    AdamW without weight decay, gradients clipped at 1, linear warm-up over a tenth of the steps and linear decay to 0.
+    `autocast` computes in bf16.
     """
     import torch
 
@@ -83,15 +83,15 @@ def finetune(
 
 @dataclass(frozen=True)
 class Tuned:
-    """One run of the recorded sweep.
+    """One recorded run.
 
     Attributes:
         r: the adapters' rank, None for full fine-tuning.
         targets: which modules were adapted ("all" for full fine-tuning).
         trained: trained parameters.
-        learning_rate: the peak; the best of those tried, chosen on texts that are in neither of the next two.
-        documentation: bits per byte on held-out text of the domain that was trained on.
-        programs: bits per byte on held-out programs, the domain that the base model came from.
+        learning_rate: at its peak; the best of those tried, chosen on other texts than the next two.
+        documentation: bits per byte on held-out text of the domain trained on.
+        programs: bits per byte on held-out programs, the domain of the base model.
     """
 
     r: int | None
@@ -104,14 +104,14 @@ class Tuned:
 
 @dataclass(frozen=True)
 class Sweep:
-    """A recorded sweep: the base before any tuning, the runs, and `where`: hardware, versions, date, recipe."""
+    """Recorded runs, the base model before tuning, and `where`: hardware, versions, date, recipe."""
 
     base: dict[str, float]
     runs: list[Tuned]
     where: dict[str, Any]
 
     def run(self, r: int | None, targets: str | None = None) -> Tuned:
-        """The run with this rank (None: full). Raises RecordError if there is none."""
+        """The run with this rank (None: full training). Raises RecordError if there is none."""
         targets = targets or ("all" if r is None else "all-linear")
         for run in self.runs:
             if (run.r, run.targets) == (r, targets):
@@ -120,16 +120,25 @@ class Sweep:
 
 
 def recorded_sweep() -> Sweep:
-    """Full fine-tuning against LoRA by rank and by target, as `data/base_model/quality.py` recorded it."""
-    path = base_model_path("quality.json")
-    if not path.exists():
-        raise RecordError(f"{path.name} is missing: run data/base_model/quality.py, which takes about half an hour.")
-    facts = json.loads(path.read_text(encoding="utf-8"))
+    """Full fine-tuning against LoRA by rank and by target. Raises RecordError if it has not been run."""
+    facts = _record("quality")
     return Sweep(facts.pop("base"), [Tuned(**run) for run in facts.pop("runs")], facts)
 
 
+def recorded_quality() -> dict[str, Any]:
+    """LoRA and QLoRA of the base model, on bases in 16 and 4 bits. Raises RecordError if it has not been run."""
+    return _record("quality_4bit")
+
+
+def _record(name: str) -> dict[str, Any]:
+    path = base_model_path(f"{name}.json")
+    if not path.exists():
+        raise RecordError(f"{path.name} is missing: run data/base_model/{name}.py, which takes up to half an hour.")
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
 def fresh(r: int | None, targets: str | Sequence[str] = "all-linear", seed: int = 0) -> "torch.nn.Module":
-    """The base model, ready to be trained: whole (`r` None), or with adapters whose start depends on the seed alone."""
+    """The base model to train: whole (`r` None), or with adapters whose initial values depend on the seed alone."""
     import torch
 
     torch.manual_seed(seed)

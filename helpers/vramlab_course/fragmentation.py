@@ -1,4 +1,4 @@
-"""Reserved against allocated over time: a real sequence of requests, followed through the allocator's model.
+"""Reserved against allocated over time: the requests of steps of many lengths, run through the allocator's model.
 
     from vramlab.hardware.expandable import ExpandableAllocator
     from vramlab_course.fragmentation import follow, requests_of
@@ -6,7 +6,7 @@
     requests = requests_of(Recipe("gpt2", batch_size=8), lengths)
     print(follow(requests, lengths, ExpandableAllocator()).peak_reserved)
 
-The requests are those of the real training step on fake tensors (`simulate`), so what comes of them is simulated.
+The requests are those of the real training step on fake tensors (`simulate`), so the result is simulated.
 """
 
 from collections.abc import Mapping, Sequence
@@ -22,9 +22,12 @@ Log = list[tuple[int, Storage, str]]
 
 @dataclass(frozen=True)
 class Requests:
-    """What a run asks the allocator for: `load` until the first step is done, `steps[n]` in one of n tokens.
+    """What a run asks the allocator for.
 
-    `backward[n]` is how many events of `steps[n]` come before the backward pass.
+    Attributes:
+        load: until the first step is done.
+        steps: what a step asks for, by its tokens.
+        backward: number of events before the backward pass, by the step's tokens.
     """
 
     load: Log
@@ -34,16 +37,23 @@ class Requests:
 
 @dataclass(frozen=True)
 class Followed:
-    """What the allocator held after each event, in bytes, and where the steps end (events).
+    """What the allocator held in bytes after each event, and what each step did.
 
-    `mallocs` and `given_back` are the calls to cudaMalloc and cudaFree of each step.
+    Attributes:
+        allocated, reserved: after each event.
+        ends: number of events done at the end of the load and of each step.
+        between: reserved at these ends.
+        mallocs, given_back: calls to cudaMalloc and cudaFree in each step.
+        calls: those of the whole run, the load too.
     """
 
     allocated: list[int]
     reserved: list[int]
     ends: list[int]
+    between: list[int]
     mallocs: list[int]
     given_back: list[int]
+    calls: int
 
     @property
     def peak_allocated(self) -> int:
@@ -62,11 +72,11 @@ class Followed:
 
 
 def requests_of(recipe: Recipe, lengths: Sequence[int]) -> Requests:
-    """What `recipe` asks for on CUDA when its batches have these lengths (tokens), simulated.
+    """Simulate what `recipe` asks for on CUDA when its batches have these lengths (tokens).
 
-    The real training step runs on fake tensors, a batch of another length each time. A step's requests begin and end
-    with nothing but weights and states alive: what the loop carries on (loss and batch, some KiB) is left out, so that
-    steps can be put together in any order.
+    The training step runs on fake tensors with a batch of each length. A step's requests begin and end with only weights
+    and states alive, so steps can follow each other in any order: what the loop keeps (loss and batch, some KiB) is left
+    out.
     """
     from vramlab.simulation.fakes import fake_world
     from vramlab.simulation.simulate import make_tracker
@@ -95,30 +105,39 @@ def requests_of(recipe: Recipe, lengths: Sequence[int]) -> Requests:
 
 
 def _closed(log: Log) -> list[int]:
-    """The positions of the events of what is born and freed within `log`."""
+    """Positions of the events of storages that are both born and freed within `log`."""
     born, freed = ({id(storage) for size, storage, _ in log if (size > 0) is birth} for birth in (True, False))
     closed = born & freed
     return [position for position, event in enumerate(log) if id(event[1]) in closed]
 
 
-def follow(requests: Requests, lengths: Sequence[int], allocator: Allocator | None = None) -> Followed:
+def follow(
+    requests: Requests, lengths: Sequence[int], allocator: Allocator | None = None, empty_cache: str = ""
+) -> Followed:
     """Run the load, then a step of each of `lengths`, through `allocator` (one with default settings if left out).
 
+    `empty_cache` calls `torch.cuda.empty_cache()` in each step "after step" or, as the Trainer does, "before backward".
     Raises AllocatorError when the allocator's limit is too low.
     """
     allocator = allocator or Allocator()
     blocks, allocated, reserved = {}, [], []
-    ends, mallocs, given_back = [], [], []
-    for log in (requests.load, *(requests.steps[length] for length in lengths)):
+    ends, between, mallocs, given_back = [], [], [], []
+    for length in (None, *lengths):
+        log = requests.load if length is None else requests.steps[length]
+        empty_at = requests.backward[length] if length and empty_cache == "before backward" else len(log)
         before = allocator.mallocs, allocator.given_back
-        for size, storage, _ in log:
+        for number, (size, storage, _) in enumerate(log, 1):
             if size > 0:
                 blocks[id(storage)] = allocator.malloc(storage.asked)
             else:
                 allocator.free(blocks.pop(id(storage)))
             allocated.append(allocator.allocated)
             reserved.append(allocator.reserved)
+            if empty_cache and number == empty_at:
+                allocator.empty_cache()
         ends.append(len(allocated))
+        between.append(allocator.reserved)
         mallocs.append(allocator.mallocs - before[0])
         given_back.append(allocator.given_back - before[1])
-    return Followed(allocated, reserved, ends, mallocs[1:], given_back[1:])
+    calls = allocator.mallocs + allocator.given_back
+    return Followed(allocated, reserved, ends, between, mallocs[1:], given_back[1:], calls)

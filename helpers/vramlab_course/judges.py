@@ -1,4 +1,4 @@
-"""Judges of what readers write in exercises where an expression is too little, and what these exercises compute."""
+"""Functions that the exercises' expressions call: judges of readers' functions, and short algorithms."""
 
 from collections.abc import Callable, Sequence
 from typing import Any

@@ -1,7 +1,7 @@
-"""The same run on a real GPU: batches of one length after the other, and what the caching allocator held after each.
+"""Measure steps of many lengths on a GPU: what the caching allocator held after each. Store and find the results.
 
-How the allocator works is decided when a process starts (`PYTORCH_ALLOC_CONF`), so each setting has a process of its
-own. Results are stored beside the course's other measurements and are found again by recipe, lengths and setting.
+A process reads the allocator's settings (`PYTORCH_ALLOC_CONF`) when it starts, so each setting runs in a process of its
+own. Results are stored with the course's other measurements, by recipe, lengths and setting.
 """
 
 import json
@@ -16,24 +16,24 @@ from vramlab.measurement.records import locked, measurements_folder, write_atomi
 from vramlab.recipe.recipe import Recipe
 from vramlab.report.errors import MeasurementError, RecordError
 
-SETTINGS = ("", "expandable_segments:True")  # the default, and the one that chapter 07 compares it with
-VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # today's name, and the older one, which still works
+SETTINGS = ("", "expandable_segments:True")  # the default, and what chapter 07 compares it with
+VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # the second is the older name, which still works
 
 
 def measure_lengths(recipe: Recipe, lengths: Sequence[int], settings: str = "", timeout: float = 900) -> dict[str, Any]:
-    """Train `recipe` for a step of each of `lengths` (tokens) on this machine's GPU, in a fresh process.
+    """Train `recipe` for one step of each of `lengths` (tokens) on this machine's GPU, in a fresh process.
 
-    Returns {"allocated": peak bytes of each step, "reserved": bytes after each step, "retries": how often all cached
-    segments were given back, "gpu": its name, "source": "measured"}. Raises MeasurementError without a GPU, or when
-    the process fails.
+    Returns {"allocated": peak bytes of each step, "reserved": bytes after each step, "retries": how often the allocator
+    gave back all cached segments, "gpu": its name, "source": "measured"}. Raises MeasurementError without a GPU or
+    when the process fails.
     """
     order = json.dumps({"recipe": recipe.to_dict(), "lengths": list(lengths)})
-    surroundings = {**os.environ, **dict.fromkeys(VARIABLES, settings)}
-    surroundings["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
+    environment = {**os.environ, **dict.fromkeys(VARIABLES, settings)}
+    environment["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
     command = [sys.executable, "-m", f"{__package__}.lengths"]
     try:
         child = subprocess.run(
-            command, input=order, env=surroundings, capture_output=True, text=True, timeout=timeout, check=False
+            command, input=order, env=environment, capture_output=True, text=True, timeout=timeout, check=False
         )
     except subprocess.TimeoutExpired:
         raise MeasurementError(
@@ -46,7 +46,7 @@ def measure_lengths(recipe: Recipe, lengths: Sequence[int], settings: str = "", 
 
 
 def run(recipe: Recipe, lengths: Sequence[int]) -> dict[str, Any]:
-    """The run itself, in this process. Raises MeasurementError without a GPU."""
+    """The measurement in this process. Raises MeasurementError without a GPU."""
     import torch
     from vramlab.training.training import build, make_batch, train_step
 
@@ -101,7 +101,7 @@ def _key(recipe: Recipe, lengths: Sequence[int], settings: str) -> str:
 
 
 def main() -> None:
-    """The child's half of `measure_lengths`: an order as JSON on stdin, what was found as JSON on stdout."""
+    """The child of `measure_lengths`: takes the order as JSON on stdin, prints the result as JSON."""
     order = json.load(sys.stdin)
     print(json.dumps(run(Recipe(**order["recipe"]), order["lengths"])))
 

@@ -5,10 +5,10 @@
     >>> FP16.decode(0b0_11110_1111111111)
     65504.0
 
-A format is a rule, so `Format` is one rule with two widths and a sentence about its top; IEEE 754-2019 (section 3) is
-the source for fp32, fp16 and e5m2, the OCP 8-bit specification (2023) for e4m3fn, that for microscaling (2023) for e2m1,
-NVIDIA's Ampere whitepaper (2020) for tf32. Numbers are rounded to the nearest, ties to the even code, as all of them do.
-Plain functions of Python floats, which hold every value of these formats exactly; `rounded` does the same to tensors.
+`Format` is one rule with two widths and a meaning of its highest codes. Sources: IEEE 754-2019 (section 3) for fp32, fp16
+and e5m2, the OCP 8-bit specification (2023) for e4m3fn, OCP microscaling (2023) for e2m1, NVIDIA's Ampere whitepaper
+(2020) for tf32. All round to the nearest number, ties to the even code. Python floats hold every value of these formats
+exactly; `rounded` works on tensors.
 """
 
 import math
@@ -23,24 +23,23 @@ if TYPE_CHECKING:
 
 
 class NumericsError(VramLabError, ValueError):
-    """A number that a format cannot hold, or a code, block or table that makes no sense."""
+    """A number that a format cannot hold, or an invalid code, block or table."""
 
 
 @dataclass(frozen=True)
 class Format:
     """A sign bit, an exponent and a fraction: (−1)^sign · 2^(exponent − bias) · 1.fraction.
 
-    An exponent of zero means 0.fraction instead, with the exponent of the smallest normal number: those are the
-    subnormals, and zero is one of them.
+    With an exponent of zero it is 0.fraction times the power of two of the smallest normal number: the subnormals and zero.
 
     Attributes:
         name: as PyTorch or the specification calls it.
         exponent_bits, fraction_bits: their widths.
         top: what the highest codes mean: "ieee" (an exponent of all ones is infinity or not a number), "nan" (only the
             code of all ones is not a number, there is no infinity) or "finite" (all are numbers).
-        saturates: whether what is too large becomes the largest number, and not infinity or nan. The specification of
-            e4m3fn allows both; PyTorch saturates since 2.12 (pull request 178817) and gave nan before.
-        stored_bits: bits that a number takes in memory, where that is more than the format has (tf32: 32).
+        saturates: whether overflow gives the largest number, not infinity or nan. The specification of e4m3fn allows
+            both; PyTorch saturates since 2.12 (pull request 178817) and gave nan before.
+        stored_bits: bits of a number in memory where these are more than the format's (tf32: 32).
     """
 
     name: str
@@ -103,7 +102,7 @@ class Format:
         return code >> (self.bits - 1), exponent, fraction
 
     def decode(self, code: int) -> float:
-        """The number that a code stands for; infinity and nan too."""
+        """The number of a code; also infinity and nan."""
         sign, exponent, fraction = self.fields(code)
         if code % 2 ** (self.bits - 1) > self.max_code:
             number = math.inf if self.top == "ieee" and fraction == 0 else math.nan
@@ -114,10 +113,10 @@ class Format:
         return math.copysign(number, -1 if sign else 1)
 
     def encode(self, number: float) -> int:
-        """The code of the nearest number, the even one of two that are equally near.
+        """The code of the nearest number, ties to even.
 
-        What rounds past the largest number becomes infinity, or nan where the format has no infinity; in a format that
-        saturates it becomes the largest, infinity too. Raises NumericsError for nan in a format without one.
+        Overflow gives infinity, nan in a format without infinity, or the largest number in one that saturates. Raises
+        NumericsError for nan in a format without it.
         """
         number = float(number)
         sign = 2 ** (self.bits - 1) if math.copysign(1, number) < 0 else 0
@@ -150,20 +149,20 @@ class Format:
 
     @property
     def _beyond(self) -> int:
-        """The code of what is too large, without its sign."""
+        """The code of overflow, without its sign."""
         return self.max_code if self.saturates else self._infinity if self.top == "ieee" else self._ones
 
     def round(self, number: float) -> float:
-        """The number as the format holds it."""
+        """The nearest number of the format."""
         return self.decode(self.encode(number))
 
     def bits_of(self, number: float) -> str:
-        """Sign, exponent and fraction of the nearest number as zeros and ones: "0 01111 1000000000"."""
+        """Sign, exponent and fraction of the nearest number in binary: "0 01111 1000000000"."""
         sign, exponent, fraction = self.fields(self.encode(number))
         return f"{sign} {exponent:0{self.exponent_bits}b} {fraction:0{self.fraction_bits}b}"
 
     def codes(self) -> Iterator[int]:
-        """Every code. Raises NumericsError for formats of more than 16 bits, which have too many to list."""
+        """Every code. Raises NumericsError for formats of more than 16 bits."""
         if self.bits > 16:
             raise NumericsError(f"{self.name} has {2**self.bits:,} codes, too many to list: allowed are 16 bits.")
         return iter(range(2**self.bits))
@@ -186,7 +185,7 @@ class Format:
 
 @dataclass(frozen=True)
 class Integer:
-    """Whole numbers in two's complement: a code of the upper half stands for itself − 2^bits."""
+    """Integers in two's complement."""
 
     name: str
     bits: int
@@ -208,17 +207,14 @@ class Integer:
         return code - 2**self.bits if code > self.max else code
 
     def encode(self, number: float) -> int:
-        """The code of the nearest whole number, halves to even; what is too large stays at the end of the range.
-
-        Raises NumericsError for nan.
-        """
+        """The code of the nearest integer, halves to even, clipped to the range. Raises NumericsError for nan."""
         if math.isnan(number):
             raise NumericsError(f"{self.name} has no code for nan.")
         whole = round(min(max(number, -self.max - 1), self.max))
         return whole % 2**self.bits
 
     def bits_of(self, number: float) -> str:
-        """The code as zeros and ones."""
+        """The code in binary."""
         return f"{self.encode(number):0{self.bits}b}"
 
     def __str__(self) -> str:
@@ -237,10 +233,7 @@ FORMATS = (FP32, TF32, FP16, BF16, E5M2, E4M3FN, E2M1)
 
 
 def rounded(tensor: "torch.Tensor", format: Format) -> "torch.Tensor":
-    """A float32 or float64 tensor with each number as `format` holds it: `Format.round` in tensor arithmetic.
-
-    The result has the tensor's dtype. nan stays nan, also in a format without one.
-    """
+    """`Format.round` for a float32 or float64 tensor, in its dtype; nan stays nan in every format."""
     import torch
 
     sizes = tensor.abs().double()

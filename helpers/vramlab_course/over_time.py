@@ -1,4 +1,4 @@
-"""What happened one thing after the other: the allocator's events, a memory history by line, a profiler's trace."""
+"""Figures over time: the allocator's events, a memory history by line of code, a profiler's trace."""
 
 import itertools
 from collections.abc import Mapping, Sequence
@@ -13,16 +13,16 @@ from .fragmentation import Followed
 from .trace import LOADING, Trace
 
 POINTS = 1500  # a figure has fewer pixels
-LETTERS = 72  # of a line of code in a legend
+LETTERS = 72  # of a line of code in the legend
 
 
 @style.styled()
 def events(followed: Followed, limit=None, title: str = "Reserved against allocated", subtitle: str = "", unit="GiB"):
-    """Allocated (area) and reserved (line) after every event, with the steps marked; returns the figure."""
+    """Draw allocated (area) and reserved (line) after every event, on an axis of steps; returns the figure."""
     size = check_unit(unit)
     figure, ax = style.start(title, subtitle)
     at = _thin(followed.allocated, followed.reserved)
-    steps = np.interp(at, [0, *followed.ends], range(-1, len(followed.ends)))  # loading, then step 1 from 0 to 1
+    steps = np.interp(at, [0, *followed.ends], range(-1, len(followed.ends)))  # loading is −1 to 0
     allocated, reserved = (np.array(line)[at] / size for line in (followed.allocated, followed.reserved))
     ax.fill_between(steps, 0, allocated, step="post", facecolor="#56B4E9", linewidth=0, label="allocated")
     ax.plot(steps, reserved, drawstyle="steps-post", color="#D55E00", linewidth=1.6, label="reserved")
@@ -44,7 +44,7 @@ def events(followed: Followed, limit=None, title: str = "Reserved against alloca
 
 @style.styled()
 def blocks(snapshot: Snapshot, largest: int = 4, title: str = "Memory history", subtitle: str = "", unit: str = "MiB"):
-    """What is allocated after every event, stacked by the line of code that asked for it; returns the figure."""
+    """Draw what is allocated after every event, stacked by the line of code that allocated it; returns the figure."""
     size = check_unit(unit)
     figure, ax = style.start(title, subtitle)
     count = len(snapshot.events)
@@ -81,10 +81,10 @@ def blocks(snapshot: Snapshot, largest: int = 4, title: str = "Memory history", 
 
 @style.styled()
 def trace(traces: Mapping[str, Trace], regions: Sequence[str], title: str = "Where the time goes", subtitle: str = ""):
-    """Labelled regions of one or more traces above what was computed, all on one axis of time; returns the figure.
+    """Draw labelled regions of traces above their work, on one axis of time; returns the figure.
 
     Args:
-        regions: the labels to draw, in the order of the legend; the wait for a DataLoader is drawn as "waiting".
+        regions: the labels to draw, in the order of the legend; the wait for a DataLoader is always drawn.
     """
     figure, axes = style.start(title, subtitle, rows=len(traces), sharex=True)
     axes = axes if len(traces) > 1 else [axes]
@@ -111,7 +111,7 @@ def trace(traces: Mapping[str, Trace], regions: Sequence[str], title: str = "Whe
 
 
 def _thin(*lines: Sequence[float]) -> np.ndarray:
-    """About POINTS indices at most: first, last, and of each run of neighbours every line's highest and lowest."""
+    """About POINTS indices: the first, the last, and of each run of neighbours every line's highest and lowest."""
     count = len(lines[0])
     width = -(-2 * len(lines) * count // POINTS)
     chosen = {0, count - 1}

@@ -1,9 +1,9 @@
-"""How long one thing takes beside another, on a machine that does other things too.
+"""Measure how many times as long one function takes as another.
 
     from vramlab_course.pace import pace, stepper
     live(pace(stepper(recipe.replace(gradient_checkpointing=True)), stepper(recipe)))
 
-Seconds differ from machine to machine and from minute to minute; a ratio of two things that run in turn much less.
+Seconds vary between machines and minutes. The ratio of two functions that run in turn varies much less.
 """
 
 import statistics
@@ -18,7 +18,7 @@ from vramlab.recipe.recipe import Recipe
 
 @dataclass(frozen=True)
 class Pace:
-    """How many times as long as another thing one thing takes: the median of the rounds, the lowest and the highest."""
+    """How many times as long one function takes as another: median, lowest and highest of the rounds."""
 
     median: float
     low: float
@@ -28,12 +28,12 @@ class Pace:
         return f"{self.median:.2f} × as long ({self.low:.2f} to {self.high:.2f})"
 
     def per(self, times: float) -> "Pace":
-        """The same for a thing that does `times` as much: 2 for a batch twice as large."""
+        """The pace per unit of work when the function does `times` as much: 2 for a batch twice as large."""
         return Pace(self.median / times, self.low / times, self.high / times)
 
 
 def pace(function: Callable[[], Any], against: Callable[[], Any], rounds: int = 5) -> Pace:
-    """Time both in turn, `rounds` times after one call of each that is not counted. Raises ValueError without rounds."""
+    """Time both functions in turn, `rounds` times after a warm-up call of each. Raises ValueError for no rounds."""
     if rounds < 1:
         raise ValueError(f"pace needs a round at least, not {rounds}.")
     pair = (function, against)
@@ -42,14 +42,14 @@ def pace(function: Callable[[], Any], against: Callable[[], Any], rounds: int = 
     ratios = []
     for turn in range(rounds):
         taken = {}
-        for which in (0, 1) if turn % 2 else (1, 0):  # whoever goes first has the cooler caches
+        for which in (0, 1) if turn % 2 else (1, 0):  # the first one may find colder caches
             taken[which] = seconds(pair[which])
         ratios.append(taken[0] / taken[1])
     return Pace(statistics.median(ratios), min(ratios), max(ratios))
 
 
 def seconds(function: Callable[[], Any]) -> float:
-    """What one call takes, until the GPU too has done it."""
+    """Seconds of one call, until the GPU has finished too."""
     import torch
 
     synchronize = torch.cuda.synchronize if torch.cuda.is_available() else lambda: None
@@ -61,7 +61,7 @@ def seconds(function: Callable[[], Any]) -> float:
 
 
 def stepper(recipe: Recipe) -> Callable[[], Any]:
-    """A function that trains one step of `recipe` on this machine's device each time it is called."""
+    """A function that trains one step of `recipe` on this machine's device per call."""
     from vramlab.training.training import build, train_step
 
     training = build(recipe, current_device().kind)

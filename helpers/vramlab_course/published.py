@@ -1,8 +1,7 @@
-"""Training runs on real GPUs that other projects measured and published: a witness that knows nothing of this package.
+"""Training runs on real GPUs that other projects measured and published, from `data/published_runs.json`.
 
-`data/published_runs.json` holds them as facts, with their sources. `runs()` gives each with its recipe and with what
-differed from a plain run, as `simulate(run.recipe, gpu=run.gpu, as_run=run.as_run)` takes it. Nothing here is fitted to
-them: where a prediction was off, the missing mechanism was looked up in the library's source and added.
+`simulate(run.recipe, gpu=run.gpu, as_run=run.as_run)` simulates one. Nothing in the package is fitted to them: where a
+prediction was off, the missing mechanism was found in the library's source and added.
 """
 
 import json

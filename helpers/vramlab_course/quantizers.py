@@ -1,4 +1,4 @@
-"""Quantizers from first principles: numbers become small codes and a few constants, and come back nearly the same.
+"""Quantizers from first principles: numbers become small codes and a few constants, and back.
 
     >>> import torch
     >>> small = blockwise(torch.randn(4096), NF4, block_size=64)
@@ -7,9 +7,9 @@
     >>> small.dequantize().shape
     torch.Size([4096])
 
-Two kinds. The even ones (`minmax`, `absmax`) have steps of one width. Those with a **table** say which numbers the codes
-stand for: `NF4`, `FP4`, `DYNAMIC`, a table of quantiles, any sorted list; `blockwise` scales each block of numbers into the
-table's range by the block's absolute maximum. Codes and maxima of NF4 and FP4 are those of bitsandbytes, bit for bit.
+`minmax` and `absmax` have steps of one width. `quantile` and `blockwise` have a table of the numbers that codes stand for:
+`NF4`, `FP4`, `DYNAMIC`, quantiles or any sorted list. `blockwise` scales each block into the table's range by its absolute
+maximum. Codes and maxima of NF4 and FP4 equal those of bitsandbytes bit for bit.
 """
 
 import dataclasses
@@ -21,8 +21,8 @@ from torch import Tensor
 
 from .numerics import NumericsError
 
-# Yoshida 2023 (arXiv 2306.06965) reads it off the QLoRA code: 1 − (1/32 + 1/30)/2 is halfway between the
-# outermost of 16 and of 15 equally likely bins. bitsandbytes (`create_normal_map`) writes it with seven digits.
+# 1 − (1/32 + 1/30)/2, halfway between the outermost of 16 and of 15 equally likely bins (Yoshida 2023, arXiv
+# 2306.06965). bitsandbytes (`create_normal_map`) has these seven digits.
 NF4_OFFSET = 0.9677083
 
 
@@ -31,13 +31,13 @@ class Quantized:
     """Codes and the constants that turn them back into numbers.
 
     Attributes:
-        codes: one whole number per number, in the shape of the original.
-        bits: bits that a code takes.
-        scales: one number per block, or one for all.
-        block_size: how many numbers share a scale; None when all do.
-        table: what the codes stand for before scaling, ascending; None when a code stands for itself.
+        codes: integers in the shape of the original.
+        bits: of a code.
+        scales: one per block, or one for all.
+        block_size: numbers that share a scale; None when all do.
+        table: what the codes stand for before scaling, ascending; None without a table.
         zero_point: the code that stands for zero.
-        nested: the quantized scales, where these are quantized themselves; `offset` was subtracted from them before.
+        nested: the quantized scales under double quantization; `offset` was subtracted from them first.
     """
 
     codes: Tensor
@@ -50,7 +50,7 @@ class Quantized:
     offset: float = 0.0
 
     def dequantize(self) -> Tensor:
-        """The numbers that the codes stand for, fp32, in the original's shape."""
+        """The numbers that the codes stand for, in fp32 and the original's shape."""
         codes = self.codes.flatten()
         numbers = self.table[codes.long()] if self.table is not None else (codes - self.zero_point).float()
         scales = self.scales if self.nested is None else self.nested.dequantize() + self.offset
@@ -60,7 +60,7 @@ class Quantized:
 
     @property
     def bits_per_number(self) -> float:
-        """Bits of codes and fp32 scales for each number; tables and single constants, a few hundred bytes, are not in it."""
+        """Bits of codes and scales for each number, without tables and single constants of a few hundred bytes."""
         if self.block_size is None:
             return float(self.bits)
         scale_bits = 32 if self.nested is None else self.nested.bits_per_number
@@ -83,9 +83,9 @@ def minmax(numbers: Tensor, bits: int = 8) -> Quantized:
 
 
 def absmax(numbers: Tensor, bits: int = 8, block_size: int | None = None) -> Quantized:
-    """Even steps, as many to the left of zero as to the right: codes ±(2^(bits − 1) − 1), one of all is not used.
+    """Even steps, symmetric around zero: codes ±(2^(bits − 1) − 1), so one code is never used.
 
-    With a `block_size`, each block of so many numbers has its own scale.
+    With a `block_size`, each block of that many numbers has its own scale.
     """
     _check(numbers, bits)
     top = 2 ** (bits - 1) - 1
@@ -99,8 +99,8 @@ def absmax(numbers: Tensor, bits: int = 8, block_size: int | None = None) -> Qua
 def blockwise(numbers: Tensor, table: Tensor, block_size: int | None = 64, double: bool = False) -> Quantized:
     """The nearest number of `table` (ascending, within −1 to 1) after scaling each block by its absolute maximum.
 
-    A number halfway between two takes the lower one. With `double`, the maxima are quantized too, as bitsandbytes does
-    (Dettmers et al. 2023, section 3): their mean goes off, the rest is coded by `DYNAMIC` in blocks of 256.
+    A number halfway between two takes the lower one. `double` quantizes the maxima too (Dettmers et al. 2023, section 3):
+    after subtracting their mean, by `DYNAMIC` in blocks of 256, as bitsandbytes does.
 
     Raises NumericsError for an empty tensor, numbers that are not finite, and a table that does not ascend within ±1.
     """
@@ -110,7 +110,7 @@ def blockwise(numbers: Tensor, table: Tensor, block_size: int | None = 64, doubl
     _check(numbers, bits)
     size = numbers.numel() if block_size is None else block_size
     maxima = _maxima(numbers, size)
-    # bitsandbytes multiplies whole blocks by the reciprocal and divides the last, shorter one: half a step's last bit.
+    # Like bitsandbytes: multiply whole blocks by the reciprocal, divide the last, shorter one. It decides ties.
     flat, whole = numbers.flatten().float(), numbers.numel() // size * size
     inverse = 1 / maxima.clamp(min=1e-38)
     scaled = flat * inverse.repeat_interleave(size)[: len(flat)]
@@ -128,10 +128,9 @@ def blockwise(numbers: Tensor, table: Tensor, block_size: int | None = 64, doubl
 
 
 def quantile(numbers: Tensor, bits: int = 8) -> Quantized:
-    """Codes that are all used equally often: the table holds the middle of each of 2^bits equal shares of the numbers.
+    """Codes that are used equally often: the table holds the middle of each of 2^bits equal shares of the numbers.
 
-    The table belongs to the data and takes 4 · 2^bits bytes. Raises NumericsError when the data repeats so often that
-    shares coincide.
+    The table is stored with the codes, 4 · 2^bits bytes. Raises NumericsError when repeated numbers make shares coincide.
     """
     _check(numbers, bits)
     ordered = numbers.flatten().sort().values
@@ -144,7 +143,7 @@ def quantile(numbers: Tensor, bits: int = 8) -> Quantized:
 
 
 def normal_float(bits: int = 4, offset: float = NF4_OFFSET) -> Tensor:
-    """The table of NormalFloat (Dettmers et al. 2023, section 3): codes equally likely for normally distributed numbers.
+    """The table of NormalFloat (Dettmers et al. 2023, section 3): codes are equally likely for normal numbers.
 
     Quantiles of the normal distribution, evenly spaced from `offset` to one half: 2^(bits − 1) above zero, one fewer
     below, zero itself, and all divided by the largest. The probabilities are fp32, as bitsandbytes has them.
@@ -176,18 +175,18 @@ DYNAMIC = dynamic()
 
 
 def even_table(bits: int) -> Tensor:
-    """±(2^(bits − 1) − 1) even steps from −1 to 1: `absmax` as a table."""
+    """`absmax` as a table: even steps from −1 to 1."""
     top = 2 ** (bits - 1) - 1
     return torch.arange(-top, top + 1) / top
 
 
 def float_table(format) -> Tensor:
-    """Every finite number of a small `numerics.Format`, divided by the largest: the format as a table."""
+    """Every finite number of a `numerics.Format`, divided by the largest."""
     return torch.tensor(format.numbers()) / format.max
 
 
 def _maxima(numbers: Tensor, size: int) -> Tensor:
-    """The absolute maximum of each block of `size` numbers, the last one may be shorter."""
+    """The absolute maximum of each block of `size` numbers; the last block may be shorter."""
     if isinstance(size, bool) or not isinstance(size, int) or size < 1:
         raise NumericsError(f"block size is {size!r}, but allowed is a whole number of at least 1, or None.")
     flat = numbers.flatten().float().abs()

@@ -1,7 +1,7 @@
-"""The roofline (Williams, Waterman and Patterson 2009): how fast a computation can be at best, by its intensity.
+"""The roofline (Williams, Waterman and Patterson 2009): the best rate of a computation, by its intensity.
 
-A kernel that does `i` operations for each byte it moves cannot run faster than min(peak, i × bandwidth).
-Here both are measured on the machine at hand; `Gpu.ridge` and `Gpu.flops` have the datasheets' figures.
+A kernel that does `i` operations per byte it moves runs at min(peak, i × bandwidth) at most. This module measures peak
+and bandwidth on this machine; `Gpu.flops` and `Gpu.bandwidth` have the datasheets' figures.
 """
 
 import time
@@ -12,11 +12,11 @@ from statistics import median
 from vramlab.report.errors import MeasurementError, VramLabError
 
 FORMATS = ("fp32", "tf32", "bf16", "fp16")
-PATIENCE = 1.0  # seconds after which no further repeat is begun: a CPU may emulate a format, very slowly
+PATIENCE = 1.0  # seconds after which no further repeat begins: a CPU may emulate a format very slowly
 
 
 class RooflineError(VramLabError, ValueError):
-    """A figure that no roofline has: a rate, an intensity or a size that is not positive."""
+    """A rate, an intensity or a size that is not positive."""
 
 
 def attainable(intensity: float, peak: float, bandwidth: float) -> float:
@@ -27,7 +27,7 @@ def attainable(intensity: float, peak: float, bandwidth: float) -> float:
 
 
 def matmul_intensity(m: int, n: int, k: int, width: int) -> float:
-    """Operations per byte of an m×k by k×n product: 2mnk over the bytes of both factors and the result, each once."""
+    """Operations per byte of an m×k by k×n product: 2mnk over the bytes of both factors and the result."""
     if min(m, n, k, width) <= 0:
         raise RooflineError("Sizes and the width of a number have to be above zero.")
     return 2 * m * n * k / (width * (m * k + k * n + m * n))
@@ -35,16 +35,17 @@ def matmul_intensity(m: int, n: int, k: int, width: int) -> float:
 
 @dataclass(frozen=True)
 class Rate:
-    """One measurement, per second: the best of several timings, as a ceiling has to be, and their median."""
+    """A rate per second: from the best of several timings, and from their median."""
 
     best: float
     median: float
 
 
 def copy_bandwidth(device: str | None = None, size: int | None = None, repeats: int = 30) -> Rate:
-    """Bytes a second of a copy within the device's memory, a byte read and a byte written counted as two.
+    """Bytes a second, read and written, of a copy within the device's memory.
 
-    `size` bytes are copied, 256 MiB on CUDA and 64 MiB on a CPU: far more than the caches hold. Loads torch.
+    Args:
+        size: bytes to copy; 256 MiB on CUDA and 64 MiB on a CPU if left out, far more than the caches hold.
     """
     import torch
 
@@ -56,12 +57,12 @@ def copy_bandwidth(device: str | None = None, size: int | None = None, repeats: 
 
 
 def matmul_rate(form: str, device: str | None = None, size: int | None = None, repeats: int = 20) -> Rate:
-    """Operations a second of a square matmul in `form` ("fp32", "tf32", "bf16", "fp16"). Loads torch.
+    """Operations a second of a square matmul in `form`, one of FORMATS.
 
-    `size` is 8192 on CUDA and 768 on a CPU. On a CPU "tf32" does not exist, and 16-bit formats may be emulated.
-
+    Args:
+        size: rows; 8192 on CUDA and 768 on a CPU if left out.
     Raises:
-        MeasurementError: an unknown format, or one that this device does not compute in.
+        MeasurementError: an unknown format, or one that this device does not compute in ("tf32" on a CPU).
     """
     import torch
 
@@ -89,7 +90,7 @@ def _device(device: str | None) -> str:
 
 
 def _rate(work: Callable[[], object], amount: float, device: str, repeats: int) -> Rate:
-    """`amount` over the seconds of `work`, warmed up; on CUDA the clock waits until the GPU is done."""
+    """`amount` over the seconds of `work`, after a warm-up and until the GPU has finished."""
     import torch
 
     def wait():

@@ -1,8 +1,8 @@
-"""How the GPUs of a machine are joined: `nvidia-smi topo -m` read, and what a link's bytes a second mean for training.
+"""How the GPUs of a machine are connected (`nvidia-smi topo -m`), and how long the bytes of a training step take.
 
     print(read_topology())  # or parse_topology(text) of a matrix that somebody sent you
 
-Bandwidths are bytes a second in one direction; datasheets add both directions of NVLink, so theirs are twice ours.
+Bandwidths are bytes a second in one direction. Datasheets of NVLink add both directions: theirs are twice ours.
 """
 
 import re
@@ -14,7 +14,7 @@ from itertools import combinations
 from vramlab.hardware.links import TopologyError
 from vramlab.report.report import text_table
 
-# Best first: how nvidia-smi calls a path (its own legend), and what that means.
+# Paths by nvidia-smi's codes, best first.
 PATHS = {
     "X": "the device itself",
     "NV": "NVLink, # bonded together, no PCIe between",
@@ -25,8 +25,8 @@ PATHS = {
     "SYS": "from one NUMA node (CPU socket) to another",
 }
 NVLINK_CODE = re.compile(r"NV(\d+)")
-EXTRAS = ("CPU Affinity", "NUMA Affinity", "GPU NUMA ID")
-# Card family: NVLink generation, links, bytes a second of one link in one direction. Whitepapers of NVIDIA's Pascal P100
+TITLES = ("CPU Affinity", "NUMA Affinity", "GPU NUMA ID")  # of the columns after the devices'
+# Card: NVLink generation, links, bytes a second of one link in one direction. Whitepapers of NVIDIA's Pascal P100
 # (2016), Volta V100 (2017), Turing (2018), Ampere A100 (2020) and GA102 (2021), Hopper (2022), Blackwell HGX datasheet.
 NVLINK = {
     "P100": (1, 4, 20e9),
@@ -37,54 +37,56 @@ NVLINK = {
     "H100 SXM": (4, 18, 25e9),
     "B200": (5, 18, 50e9),
 }
-# What each GPU sends in a step, in (N − 1)/N of the gradients' or parameters' bytes: an all-reduce is a reduce-scatter
-# and an all-gather; stage 3 gathers parameters for forward and again for backward (Rajbhandari et al. 2020, section 7).
+# Rounds of a ring in a step; each sends (N − 1)/N of the gradients' bytes. An all-reduce is a reduce-scatter and an
+# all-gather; stage 3 also gathers parameters, for forward and for backward (Rajbhandari et al. 2020, section 7).
 ROUNDS = {"DDP": 2, "ZeRO-1": 2, "ZeRO-2": 2, "ZeRO-3": 3}
 
 
 def kind(code: str) -> str:
-    """The entry of PATHS for a matrix's code: "NV" for "NV18". Raises TopologyError."""
+    """The entry of PATHS for a code of the matrix: "NV" for "NV18". Raises TopologyError."""
     found = "NV" if NVLINK_CODE.fullmatch(code) else code
     if found not in PATHS or code == "NV":
         raise TopologyError(f"The matrix says {code!r}, but paths are X, NV#, PIX, PXB, PHB, NODE and SYS.")
     return found
 
 
+def _rank(code: str) -> tuple[int, int]:
+    """A code's place among the paths, the best first: more NVLinks before fewer."""
+    return list(PATHS).index(kind(code)), -_links(code)
+
+
+def _links(code: str) -> int:
+    """NVLinks of a code: 18 for "NV18", 0 for a path without."""
+    found = NVLINK_CODE.fullmatch(code)
+    return int(found[1]) if found else 0
+
+
 @dataclass(frozen=True)
 class Topology:
-    """One machine's matrix.
+    """The matrix of one machine.
 
     Attributes:
-        devices: names in the matrix's order, GPUs and network cards.
+        devices: GPUs and network cards, in the matrix's order.
         codes: (device, device) to the code between them, both ways round.
-        extras: GPU to its other columns, {"CPU Affinity": "0-23", …}, empty where there are none.
-        names: network card to what it is really called, from the second legend.
+        numa: GPU to its NUMA node, "N/A" where the matrix does not say.
     """
 
     devices: tuple[str, ...]
     codes: dict[tuple[str, str], str]
-    extras: dict[str, dict[str, str]]
-    names: dict[str, str]
+    numa: dict[str, str]
 
     @property
     def gpus(self) -> list[str]:
         """The GPUs."""
         return [name for name in self.devices if re.fullmatch(r"GPU\d+", name)]
 
-    @property
-    def nics(self) -> list[str]:
-        """The network cards."""
-        return [name for name in self.devices if name not in self.gpus]
-
     def nvlinks(self, a: str, b: str) -> int:
-        """How many NVLinks join two devices, 0 without."""
-        found = NVLINK_CODE.fullmatch(self.codes[a, b])
-        return int(found[1]) if found else 0
+        """NVLinks between two devices, 0 without."""
+        return _links(self.codes[a, b])
 
     def slowest(self) -> tuple[str, str, str] | None:
-        """(GPU, GPU, code) of the worst path, which sets a ring's pace when it has to be taken; None for one GPU."""
-        pairs = list(combinations(self.gpus, 2))
-        worst = max(pairs, key=lambda p: (list(PATHS).index(kind(self.codes[p])), -self.nvlinks(*p)), default=None)
+        """(GPU, GPU, code) of the worst path, which limits a ring that has to take it; None for one GPU."""
+        worst = max(combinations(self.gpus, 2), key=lambda pair: _rank(self.codes[pair]), default=None)
         return (*worst, self.codes[worst]) if worst else None
 
     def islands(self) -> list[list[str]]:
@@ -99,66 +101,54 @@ class Topology:
             found.append(sorted(group, key=self.devices.index))
         return found
 
-    def nearest_nics(self, gpu: str) -> list[str]:
-        """The network cards with the best path to `gpu`, all of them when several are equal."""
-        order = {nic: list(PATHS).index(kind(self.codes[gpu, nic])) for nic in self.nics}
-        return [nic for nic, rank in order.items() if rank == min(order.values())]
-
     def numa_nodes(self) -> dict[str, list[str]]:
         """NUMA node to its GPUs; {} where the matrix does not say."""
         found: dict[str, list[str]] = {}
         for gpu in self.gpus:
-            node = self.extras[gpu].get("NUMA Affinity", "N/A")
-            if node != "N/A":
-                found.setdefault(node, []).append(gpu)
+            if self.numa[gpu] != "N/A":
+                found.setdefault(self.numa[gpu], []).append(gpu)
         return found
 
     def __str__(self) -> str:
         """Each kind of path between GPUs, how many pairs have it, and what it means."""
-        pairs = [(self.codes[pair], self.nvlinks(*pair)) for pair in combinations(self.gpus, 2)]
-        ranked = sorted(set(pairs), key=lambda path: (list(PATHS).index(kind(path[0])), -path[1]))
+        codes = [self.codes[pair] for pair in combinations(self.gpus, 2)]
         rows = [("path", "pairs", "meaning")]
-        rows += [(c, str(pairs.count((c, n))), PATHS[kind(c)].replace("#", str(n))) for c, n in ranked]
-        return text_table(rows) if pairs else f"{len(self.gpus)} GPU: no path to speak of"
+        for code in sorted(set(codes), key=_rank):
+            rows.append((code, str(codes.count(code)), PATHS[kind(code)].replace("#", str(_links(code)))))
+        return text_table(rows) if codes else f"{len(self.gpus)} GPU: no path to speak of"
 
 
 def parse_topology(text: str) -> Topology:
     """The matrix in what `nvidia-smi topo -m` printed, with or without legends, colours and tabs.
 
     Raises:
-        TopologyError: no matrix, a row or an entry too few, an unknown path, or two entries that disagree.
+        TopologyError: no matrix, a missing row or entry, an unknown path, or two entries that disagree.
     """
     lines = re.sub(r"\x1b\[[0-9;]*m", "", text).splitlines()
-    words = [line.split() for line in lines]
-    head = next((i for i, row in enumerate(words) if row[:1] == ["GPU0"] and row[1:2] != ["X"]), None)
+    head = next((i for i, line in enumerate(lines) if re.match(r"\s*GPU0\s+(?!X\b)", line)), None)
     if head is None:
         raise TopologyError("There is no matrix in this text: it has to have the line that begins with GPU0.")
-    titles = re.search(r"((CPU Affinity|NUMA Affinity|GPU NUMA ID).*)?$", " ".join(words[head]))[0]
-    columns = " ".join(words[head]).removesuffix(titles).split()
-    extras_there = [title for title in EXTRAS if title in titles]
-    codes, extras = {}, {}
-    for row in words[head + 1 :]:
-        if not row or row[0] not in columns or row[0] in extras:
-            continue
-        name, cells = row[0], row[1 : 1 + len(columns)]
-        if len(cells) < len(columns):
-            raise TopologyError(f"The row of {name} has {len(cells)} entries, but {len(columns)} are needed.")
-        for other, code in zip(columns, cells, strict=True):
+    columns, titles = re.split("|".join(TITLES), lines[head])[0].split(), re.findall("|".join(TITLES), lines[head])
+    rows = {row[0]: row[1:] for row in map(str.split, reversed(lines[head + 1 :])) if row and row[0] in columns}
+    if missing := [name for name in columns if name not in rows]:
+        raise TopologyError(f"The matrix has no row for {', '.join(missing)}: it was cut off.")
+    codes = {}
+    for name in columns:
+        if len(rows[name]) < len(columns):
+            raise TopologyError(f"The row of {name} has {len(rows[name])} entries, but {len(columns)} are needed.")
+        for other, code in zip(columns, rows[name], strict=False):
             if (kind(code) == "X") != (name == other):
                 raise TopologyError(f"{name} to {other} is {code!r}, but X stands on the diagonal and nowhere else.")
             codes[name, other] = code
-        extras[name] = dict(zip(extras_there, row[1 + len(columns) :], strict=False))
-    if missing := [name for name in columns if name not in extras]:
-        raise TopologyError(f"The matrix has no row for {', '.join(missing)}: it was cut off.")
     for (a, b), code in codes.items():
         if codes[b, a] != code:
             raise TopologyError(f"{a} to {b} is {code}, but {b} to {a} is {codes[b, a]}.")
-    names = dict(re.findall(r"^\s*(NIC\d+):\s*(\S+)", "\n".join(lines), re.MULTILINE))
-    return Topology(tuple(columns), codes, extras, names)
+    more = {name: dict(zip(titles, row[len(columns) :], strict=False)) for name, row in rows.items()}
+    return Topology(tuple(columns), codes, {name: more[name].get("NUMA Affinity", "N/A") for name in columns})
 
 
 def read_topology() -> Topology:
-    """This machine's matrix. Raises TopologyError where nvidia-smi is missing or fails."""
+    """The matrix of this machine. Raises TopologyError where nvidia-smi is missing or fails."""
     if not shutil.which("nvidia-smi"):
         raise TopologyError("There is no nvidia-smi on this machine, so no NVIDIA driver and no matrix.")
     try:
@@ -171,9 +161,11 @@ def read_topology() -> Topology:
 
 
 def bytes_sent(method: str, size: int, world_size: int) -> float:
-    """Bytes that each of `world_size` GPUs sends (and receives) a step; `size` bytes of gradients (ROUNDS has methods).
+    """Bytes that each of `world_size` GPUs sends in a step, by a ring (Patarasuk and Yuan 2009).
 
-    A ring sends (N − 1)/N of the size in each of its rounds (Patarasuk and Yuan 2009), two rounds for an all-reduce.
+    Args:
+        method: one of ROUNDS.
+        size: bytes of the gradients.
     """
     if method not in ROUNDS or world_size < 1:
         raise TopologyError(f"{method!r} on {world_size} GPUs is not known: methods are {', '.join(ROUNDS)}.")
@@ -181,5 +173,5 @@ def bytes_sent(method: str, size: int, world_size: int) -> float:
 
 
 def run_seconds(steps: int, compute: float, sent: float, bandwidth: float, hidden: float = 0.0) -> float:
-    """Seconds of a run: each step computes for `compute` s and waits for the bytes that `hidden` s of it do not cover."""
+    """Seconds of a run whose steps compute for `compute` s and overlap `hidden` s of it with sending `sent` bytes."""
     return steps * (compute + max(0.0, sent / bandwidth - hidden))

@@ -1,12 +1,12 @@
-"""A `torch.profiler` trace summarised where it was made: regions, gaps between work, time by kind of operator.
+"""Summarise a `torch.profiler` trace: labelled regions, gaps between work, time by kind of operator.
 
     with profile(activities=[ProfilerActivity.CPU]) as profiler:
         train()
     trace = Trace.of(profiler)
     print(trace.regions()["forward"].seconds, trace.idle, trace.gaps(0.01))
 
-Work is what a GPU executes (kernels and copies) where the trace has any, else PyTorch's operators on the CPU. The trace
-file is Chrome's trace format, which Perfetto (ui.perfetto.dev) and TensorBoard show; times in it are microseconds.
+Work is what the GPU executes (kernels and copies) if the trace has any, else PyTorch's operators on the CPU. The file is
+in Chrome's trace format, which Perfetto (ui.perfetto.dev) and TensorBoard show; its times are microseconds.
 """
 
 import gzip
@@ -23,9 +23,9 @@ from typing import Any
 
 from vramlab.report.errors import VramLabError
 
-DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")  # the trace's categories of what a GPU executes
-LOADING = "enumerate(DataLoader)"  # how torch.utils.data labels the wait for a batch
-# In this order: the first whose words occur in an operator's or a kernel's name.
+DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")  # categories of what a GPU executes
+LOADING = "enumerate(DataLoader)"  # torch.utils.data's label of the wait for a batch
+# The first kind whose words are in the name of an operator or kernel counts.
 KINDS = {
     "attention": ("attention", "flash", "fmha"),
     "contractions": ("mm", "matmul", "linear", "conv", "gemm", "einsum"),
@@ -35,12 +35,12 @@ KINDS = {
 
 
 class TraceError(VramLabError, ValueError):
-    """A file that is no trace, or a trace without the thing that was asked for."""
+    """A file that is no trace, or a trace that lacks what was asked for."""
 
 
 @dataclass(frozen=True)
 class Event:
-    """Something that took time: seconds from the trace's first event, and the thread it ran on."""
+    """One event: start and end in seconds from the trace's first event, and its thread."""
 
     name: str
     kind: str
@@ -50,31 +50,31 @@ class Event:
 
     @property
     def seconds(self) -> float:
-        """How long it took."""
+        """Duration."""
         return self.end - self.start
 
 
 @dataclass(frozen=True)
 class Region:
-    """All passages through a labelled region: how many, and the seconds of each."""
+    """A labelled region and the seconds of each passage through it."""
 
     label: str
     passages: tuple[float, ...]
 
     @property
     def count(self) -> int:
-        """How often it was entered."""
+        """Number of passages."""
         return len(self.passages)
 
     @property
     def seconds(self) -> float:
-        """The seconds of all passages."""
+        """Seconds of all passages."""
         return sum(self.passages)
 
 
 @dataclass(frozen=True)
 class Gap:
-    """A stretch without work, in seconds from the trace's first event, and the region in which it mostly lies."""
+    """An interval without work, in seconds from the trace's first event, and the region that covers most of it."""
 
     start: float
     end: float
@@ -82,12 +82,12 @@ class Gap:
 
     @property
     def seconds(self) -> float:
-        """How long nothing was computed."""
+        """Duration."""
         return self.end - self.start
 
 
 class Trace:
-    """The events of one trace, in the order of their start."""
+    """The events of a trace, ordered by start."""
 
     def __init__(self, events: Iterable[Event]):
         self.events = sorted(events, key=lambda event: (event.start, -event.end))
@@ -96,7 +96,7 @@ class Trace:
 
     @classmethod
     def of(cls, profiler: Any) -> "Trace":
-        """The trace of a `torch.profiler.profile` whose block has ended. Raises TraceError where it was saved before."""
+        """The trace of a `torch.profiler.profile` after its with-block. Raises TraceError if it was saved before."""
         with tempfile.TemporaryDirectory(prefix="vramlab-") as folder:
             path = os.path.join(folder, "trace.json")
             try:
@@ -107,7 +107,7 @@ class Trace:
 
     @classmethod
     def load(cls, path: str | os.PathLike) -> "Trace":
-        """A trace from its file, .json or .json.gz. Raises TraceError for anything else."""
+        """Read a trace from a .json or .json.gz file. Raises TraceError for anything else."""
         path = Path(path)
         try:
             with gzip.open(path, "rt") if path.suffix == ".gz" else path.open(encoding="utf-8") as file:
@@ -133,18 +133,18 @@ class Trace:
 
     @cached_property
     def labelled(self) -> list[Event]:
-        """The regions' passages: what `record_function` labelled, and what PyTorch labels by itself."""
+        """Events with a label, from `record_function` or from PyTorch itself."""
         return [event for event in self.events if event.kind == "user_annotation"]
 
     def regions(self) -> dict[str, Region]:
-        """The labelled regions by label, as they first come. Nested regions count in their outer ones too."""
+        """Labelled regions by label, in the order of their first passage; an outer region includes its inner ones."""
         passages: dict[str, list[float]] = {}
         for event in self.labelled:
             passages.setdefault(event.name, []).append(event.seconds)
         return {label: Region(label, tuple(found)) for label, found in passages.items()}
 
     def waiting(self) -> tuple[float, ...]:
-        """The seconds that the loop waited for each batch of a DataLoader. Raises TraceError when it had none."""
+        """Seconds that the loop waited for each batch of a DataLoader. Raises TraceError without a DataLoader."""
         found = tuple(event.seconds for event in self.labelled if event.name.startswith(LOADING))
         if not found:
             raise TraceError("the trace has no DataLoader in it.")
@@ -154,18 +154,18 @@ class Trace:
 
     @property
     def on_device(self) -> bool:
-        """Whether the work is a GPU's."""
+        """Whether the work is done by a GPU."""
         return any(event.kind in DEVICE for event in self.events)
 
     @cached_property
     def work(self) -> list[Event]:
-        """What was computed: the GPU's kernels and copies, else PyTorch's operators."""
+        """Kernels and copies of the GPU, else PyTorch's operators."""
         device = [event for event in self.events if event.kind in DEVICE]
         return device or [event for event in self.events if event.kind == "cpu_op"]
 
     @cached_property
     def busy(self) -> list[tuple[float, float]]:
-        """The stretches (start, end) in which something was computed, one after the other."""
+        """Intervals (start, end) with work, ordered and disjoint."""
         stretches: list[list[float]] = []
         for event in self.work:
             if stretches and event.start <= stretches[-1][1]:
@@ -176,23 +176,23 @@ class Trace:
 
     @property
     def seconds(self) -> float:
-        """From the first event's start to the last one's end."""
+        """From the start of the first event to the end of the last."""
         return max(event.end for event in self.events) - self.events[0].start
 
     @property
     def idle(self) -> float:
-        """The share of the time in which nothing was computed."""
+        """The share of the time without work."""
         return 1 - sum(end - start for start, end in self.busy) / self.seconds
 
     def gaps(self, least: float = 0.001) -> list[Gap]:
-        """The stretches of at least `least` seconds between work, longest first."""
+        """Intervals of at least `least` seconds without work, longest first."""
         borders = [self.events[0].start, *(t for stretch in self.busy for t in stretch)]
         borders.append(max(event.end for event in self.events))
         holes = [(a, b) for i, (a, b) in enumerate(pairwise(borders)) if i % 2 == 0 and b - a >= least]
         return sorted((Gap(a, b, self._region(a, b)) for a, b in holes), key=lambda gap: gap.start - gap.end)
 
     def _region(self, start: float, end: float) -> str:
-        """The label that covers most of a stretch, the innermost of those that cover as much; "" when none does."""
+        """The innermost label that covers over half of an interval, or ""."""
         covered = [
             (min(event.end, end) - max(event.start, start), -event.seconds, event.name) for event in self.labelled
         ]
@@ -202,10 +202,7 @@ class Trace:
     # --- kinds ----------------------------------------------------------------------------------------------------
 
     def by_kind(self) -> dict[str, float]:
-        """The share of the work's time by kind of operator, largest first; an operator's own time, without those in it.
-
-        Kinds are read off the names (KINDS); what fits none is "element-wise and other".
-        """
+        """The share of the work's time by kind of operator, largest first; nested operators count by themselves."""
         own: Counter[int] = Counter()
         open_on: dict[Any, list[int]] = {}
         for i, event in enumerate(self.work):
@@ -223,7 +220,7 @@ class Trace:
 
 
 def kind_of(name: str) -> str:
-    """The kind of an operator or kernel by its name: "aten::addmm" is a contraction."""
+    """The kind of an operator or kernel by its name, "contractions" for "aten::addmm"."""
     lower = name.lower()
     return next(
         (kind for kind, words in KINDS.items() if any(word in lower for word in words)), "element-wise and other"

@@ -1,13 +1,13 @@
-"""Train a causal language model on a laptop, on all GPUs of a node, or on many nodes: one file, to be taken away.
+"""Train a causal language model on a laptop, on all GPUs of a node, or on many nodes. Copy this one file to use it.
 
     python train_anywhere.py                                                        # one process
     torchrun --standalone --nproc_per_node 4 train_anywhere.py                      # one node
     torchrun --nnodes 2 --nproc_per_node 4 --rdzv_backend c10d \\
         --rdzv_endpoint HEAD_NODE:29500 --rdzv_id 1 train_anywhere.py               # the same line on each node
 
-It needs torch and transformers, a model's folder (config.json, weights, tokenizer) and text; by default the course's
-base model and the source code of Python's standard library. However many processes share the work, they train on the
-same global batches, and a checkpoint of any number of them goes on with any other. Rank 0 prints a line of JSON a step.
+It needs torch, transformers, a model's folder (config.json, weights, tokenizer) and text; the defaults are the course's
+base model and the source code of Python's standard library. Any number of processes trains on the same global batches
+and can continue from any other number's checkpoint. Rank 0 prints a line of JSON per step.
 """
 
 import argparse
@@ -34,7 +34,7 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 HERE = Path(__file__).resolve().parent
-BASE_MODEL = next(  # beside the installed package, or in a checkout; a copy of this file elsewhere needs --model
+BASE_MODEL = next(  # in an installation or a checkout; a copy of this file elsewhere needs --model
     (
         folder
         for folder in (HERE.parent / "vramlab_base_model", HERE.parent.parent / "data/base_model")
@@ -69,7 +69,7 @@ def arguments() -> argparse.Namespace:
 
 @contextlib.contextmanager
 def process_group() -> Iterator[tuple[torch.device, int, int]]:
-    """(device, rank, world size) under torchrun, or of a process that is alone."""
+    """Give (device, rank, world size), under torchrun or for a single process."""
     cuda, local = torch.cuda.is_available(), int(os.environ.get("LOCAL_RANK", 0))
     if cuda:
         torch.cuda.set_device(local)
@@ -84,7 +84,7 @@ def process_group() -> Iterator[tuple[torch.device, int, int]]:
 
 
 def tokens_of(given: argparse.Namespace) -> torch.Tensor:
-    """All text as one row of tokens; every rank reads it itself, in the same order."""
+    """All text as one row of tokens. Every rank reads the same files in the same order."""
     tokenizer, ids, room = AutoTokenizer.from_pretrained(given.model), [], int(given.megabytes * 1e6)
     for path in sorted(given.text.rglob(given.pattern)):
         if room <= 0 or not path.is_file():
@@ -100,14 +100,14 @@ def tokens_of(given: argparse.Namespace) -> torch.Tensor:
 
 
 def rows_of(tokens: torch.Tensor, step: int, given: argparse.Namespace, rank: int, world: int) -> torch.Tensor:
-    """This rank's rows of the step's global batch, which depends on seed and step alone."""
+    """This rank's rows of the global batch, which depends only on seed and step."""
     generator = torch.Generator().manual_seed(given.seed * 1_000_003 + step)
     starts = torch.randint(len(tokens) - given.context, (given.batch_size, 1), generator=generator)
     return tokens[starts[rank::world] + torch.arange(given.context)]
 
 
 def build(given: argparse.Namespace, device: torch.device) -> torch.nn.Module:
-    """The model in fp32, sharded or replicated where there is a process group."""
+    """The model in fp32, sharded or replicated if there is a process group."""
     torch.manual_seed(given.seed)
     if given.from_scratch:
         model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(given.model), dtype=torch.float32)
@@ -130,7 +130,7 @@ def build(given: argparse.Namespace, device: torch.device) -> torch.nn.Module:
 
 
 def train_step(model, optimizer, rows: torch.Tensor, given: argparse.Namespace) -> torch.Tensor:
-    """One optimizer step on this rank's rows; returns their mean loss."""
+    """Run one optimizer step on this rank's rows; returns their mean loss."""
     parts = rows.split(given.micro_batch or len(rows))
     total = torch.zeros((), device=rows.device)
     autocasts = given.precision == "bf16" and not hasattr(model, "set_requires_gradient_sync")  # FSDP has its own way
@@ -151,13 +151,13 @@ def train_step(model, optimizer, rows: torch.Tensor, given: argparse.Namespace) 
 
 
 def newest(folder: Path | None) -> Path | None:
-    """The newest whole checkpoint: half-written ones are called otherwise."""
+    """The newest complete checkpoint; incomplete ones are named step-N.part."""
     found = [path for path in folder.glob("step-*") if path.name[5:].isdigit()] if folder else []
     return max(found, key=lambda path: int(path.name[5:]), default=None)
 
 
 def save(model, optimizer, step: int, folder: Path, rank: int) -> None:
-    """Each rank writes its shards; the name that counts is given when all of them are there."""
+    """Write this rank's shards; rank 0 renames the folder once all are there."""
     model_state, optimizer_state = get_state_dict(model, optimizer)
     part, whole = folder / f"step-{step}.part", folder / f"step-{step}"
     dcp.save({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=part)
@@ -166,7 +166,7 @@ def save(model, optimizer, step: int, folder: Path, rank: int) -> None:
 
 
 def load(model, optimizer, folder: Path) -> int:
-    """Put a checkpoint into model and optimizer; returns the steps that were done."""
+    """Load a checkpoint into model and optimizer; returns the number of steps done."""
     model_state, optimizer_state = get_state_dict(model, optimizer)
     state = {"model": model_state, "optimizer": optimizer_state}
     dcp.load(state, checkpoint_id=folder)

@@ -1,14 +1,14 @@
-"""The table of the ZeRO paper (Rajbhandari et al. 2020, table 1), from its own formula.
+"""Model states by the ZeRO paper (Rajbhandari et al. 2020, section 3.1 and table 1).
 
-Ψ parameters trained in mixed precision with Adam, by the paper's count: 2Ψ bytes of fp16 weights, 2Ψ of fp16 gradients
-and KΨ of optimizer states, K = 12 (fp32 weights, momentum, variance; section 3.1). N ranks:
+Ψ parameters trained in mixed precision with Adam: 2Ψ bytes of fp16 weights, 2Ψ of fp16 gradients and KΨ of optimizer
+states, K = 12 (fp32 weights, momentum, variance). On each of N ranks:
 
     stage 0 (DP)           (2 + 2 + K) Ψ
     stage 1 (P_os)         (2 + 2) Ψ + K Ψ / N
     stage 2 (P_os+g)       2 Ψ + (2 + K) Ψ / N
     stage 3 (P_os+g+p)     (2 + 2 + K) Ψ / N
 
-Limits: activations, buffers and what is gathered at a time are no part of it. Its GB are 10⁹ bytes.
+Activations, buffers and gathered parameters are not included. The paper's GB are 10⁹ bytes.
 """
 
 from vramlab.report.errors import RecipeError
@@ -29,8 +29,3 @@ def model_states(parameters: float, world_size: int, stage: int) -> float:
         raise RecipeError("world_size", world_size, "it must be a whole number of at least 1")
     shares = [world_size if stage >= least else 1 for least in (3, 2, 1)]
     return sum(parameters * size / n for size, n in zip((WEIGHTS, GRADIENTS, STATES), shares, strict=True))
-
-
-def largest_model(memory: float, world_size: int, stage: int) -> float:
-    """The most parameters whose model states fit `memory` bytes on each rank (the paper's table 2, theory)."""
-    return memory / model_states(1.0, world_size, stage)

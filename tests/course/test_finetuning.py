@@ -7,10 +7,9 @@ import pytest
 import torch
 from vramlab.report.data import data_path
 from vramlab.report.errors import RecordError
+from vramlab_course import finetuning
 from vramlab_course.base_model import bits_per_byte, finetuning_texts
-from vramlab_course.chapters import chapter_06
-from vramlab_course.chapters.chapter_06 import recorded_quality
-from vramlab_course.finetuning import adapted, batches, finetune, fresh, recorded_sweep
+from vramlab_course.finetuning import adapted, batches, finetune, fresh, recorded_quality, recorded_sweep
 
 
 def test_the_loop_learns_and_leaves_frozen_weights_alone():
@@ -86,6 +85,6 @@ def test_the_4_bit_records_script_runs_end_to_end(tmp_path, monkeypatch):
 
 
 def test_a_missing_record_of_quality_is_said(monkeypatch, tmp_path):
-    monkeypatch.setattr(chapter_06, "base_model_path", lambda *parts: tmp_path.joinpath(*parts))
+    monkeypatch.setattr(finetuning, "base_model_path", lambda *parts: tmp_path.joinpath(*parts))
     with pytest.raises(RecordError, match=r"quality_4bit\.py"):
-        recorded_quality.__wrapped__()
+        recorded_quality()

@@ -12,7 +12,13 @@ from vramlab_course.trace import Event, Trace
 
 matplotlib.use("Agg")
 FOLLOWED = Followed(
-    [GiB, 2 * GiB, GiB, 3 * GiB, GiB], [2 * GiB, 4 * GiB, 4 * GiB, 5 * GiB, 5 * GiB], [1, 3, 5], [1, 1], [0, 2]
+    [GiB, 2 * GiB, GiB, 3 * GiB, GiB],
+    [2 * GiB, 4 * GiB, 4 * GiB, 5 * GiB, 5 * GiB],
+    [1, 3, 5],
+    [2 * GiB, 4 * GiB, 5 * GiB],
+    [1, 1],
+    [0, 2],
+    4,
 )
 FRAME = [{"filename": "/home/ann/train.py", "line": 12, "name": "step"}]
 OTHER = [{"filename": "/home/ann/model.py", "line": 3, "name": "forward"}]

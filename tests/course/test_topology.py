@@ -77,8 +77,7 @@ def test_source_e(text, code, links, after):
     assert found.gpus == ["GPU0", "GPU1"] and found.slowest() == ("GPU0", "GPU1", code)
     assert found.nvlinks("GPU1", "GPU0") == links
     assert found.islands() == ([["GPU0", "GPU1"]] if links else [["GPU0"], ["GPU1"]])
-    assert found.extras["GPU1"]["NUMA Affinity"] == "N/A" and found.numa_nodes() == {}
-    assert found.extras["GPU0"]["CPU Affinity"] == ("0-23" if links else "0-11")
+    assert found.numa == {"GPU0": "N/A", "GPU1": "N/A"} and found.numa_nodes() == {}
 
 
 def test_what_is_printed_explains_the_path():
@@ -89,12 +88,9 @@ def test_what_is_printed_explains_the_path():
 
 def test_eight_gpus_behind_nvswitch_with_network_cards():
     found = parse_topology(nvswitch())
-    assert len(found.gpus) == 8 and found.nics == ["NIC0", "NIC1"]
-    assert found.names == {"NIC0": "mlx5_0", "NIC1": "mlx5_bond_0"}
+    assert len(found.gpus) == 8 and found.devices[8:] == ("NIC0", "NIC1")
     assert found.slowest()[2] == "NV18" and found.islands() == [found.gpus]
     assert found.numa_nodes() == {"0": found.gpus[:4], "1": found.gpus[4:]}
-    assert found.nearest_nics("GPU0") == ["NIC0"] and found.nearest_nics("GPU5") == ["NIC1"]
-    assert found.extras["GPU7"] == {"CPU Affinity": "48-95", "NUMA Affinity": "1", "GPU NUMA ID": "N/A"}
 
 
 def test_a_mesh_is_one_island_with_slow_pairs():
@@ -103,7 +99,6 @@ def test_a_mesh_is_one_island_with_slow_pairs():
     assert found.slowest() == ("GPU0", "GPU5", "SYS")
     assert sum(found.nvlinks("GPU0", other) for other in found.gpus) == NVLINK["V100"][1]
     assert [line.split()[:2] for line in str(found).splitlines()[2:]] == [["NV2", "8"], ["NV1", "8"], ["SYS", "12"]]
-    assert found.nics == [] and found.nearest_nics("GPU0") == []
 
 
 def test_columns_that_a_driver_leaves_out():

@@ -2,7 +2,7 @@
 
 import pytest
 from vramlab.report.errors import RecipeError
-from vramlab_course.zero_paper import SIZES, WORLDS, largest_model, model_states
+from vramlab_course.zero_paper import SIZES, WORLDS, model_states
 
 # Rajbhandari et al. 2020, table 1: GB (10⁹ bytes) on one device, for stages 1, 2 and 3.
 PRINTED = {
@@ -38,7 +38,7 @@ def test_reproduces_the_table(name):
 
 def test_table_2_in_theory():
     # table 2, 64 GPUs of 32 GB, no model parallelism: 2 B, 7.6 B, 14.4 B and 128 B parameters
-    found = [largest_model(32e9, 64, stage) / 1e9 for stage in range(4)]
+    found = [32 / model_states(1.0, 64, stage) for stage in range(4)]
     assert found == pytest.approx([2, 7.6, 14.4, 128], abs=0.1)
 
 

@@ -17,7 +17,7 @@ CEILINGS = {
     "vramlab/planning": 1190,
     "vramlab/faces": 1950,
     "vramlab_course/claims": 1200,
-    "vramlab_course": 5250,
+    "vramlab_course": 5220,
 }
 LONGEST = 480
 

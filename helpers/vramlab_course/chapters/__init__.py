@@ -1,1 +1,1 @@
-"""Helpers of single chapters: models, recipes and runs that a notebook, its exercises or its claims share."""
+"""Models, recipes and runs that a chapter's notebook shares with its exercises or claims."""

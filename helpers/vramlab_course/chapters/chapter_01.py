@@ -7,10 +7,10 @@ from torch import Tensor, nn
 
 
 def deep_network(layers: int = 20) -> tuple[nn.Module, Tensor, Tensor]:
-    """A plain network of `layers` hidden layers of 32 units as nn.Linear initialises them, and 256 labelled points.
+    """A network of `layers` hidden layers of 32 units with nn.Linear's initial weights, 256 points and their labels.
 
-    Each such layer makes gradients about 0.4 times as large (uniform weights of variance 1/(3 · 32), half of the units
-    off), so that twenty of them reach what fp16 cannot hold. Labels are those of a random network: four classes.
+    Each layer scales gradients by about 0.4 (uniform weights of variance 1/(3 · 32), half of the ReLUs off), so that
+    twenty of them leave the range of fp16. A random network gives the labels, four classes.
     """
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(256, 16, generator=generator)
@@ -24,6 +24,6 @@ def deep_network(layers: int = 20) -> tuple[nn.Module, Tensor, Tensor]:
 
 
 def guessing(labels: Tensor) -> float:
-    """The loss of a guess that knows only how frequent each label is: the entropy of the labels, in nats."""
+    """The loss of a guess by the frequency of the labels: their entropy, in nats."""
     shares = torch.bincount(labels) / len(labels)
     return float(-(shares * shares.log()).sum())

@@ -1,7 +1,6 @@
-"""Chapter 03: cached simulations for an A100, what autograd keeps, and an allocator whose cache is emptied."""
+"""Chapter 03: cached simulations for an A100, bytes that autograd keeps, steps that empty the allocator's cache."""
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -10,7 +9,7 @@ from vramlab.recipe.recipe import Recipe
 from vramlab.report.report import Report
 from vramlab.simulation.simulate import simulate
 
-from vramlab_course.fragmentation import Requests, requests_of
+from vramlab_course.fragmentation import Followed, Requests, follow, requests_of
 
 CARD = "A100"
 LENGTHS = (320, 384, 576, 320, 832, 128, 448, 192)
@@ -23,17 +22,16 @@ def simulation(recipe: Recipe) -> Report:
 
 
 def backends() -> list[str]:
-    """The backends that torch.compile has here, hidden ones too."""
+    """All backends of torch.compile on this machine."""
     import torch._dynamo
 
     return torch._dynamo.list_backends(exclude_tags=())
 
 
 def saved_bytes(function: Callable[[], Any], own: Iterable[Any] = ()) -> tuple[int, Any]:
-    """Bytes of the storages that autograd keeps for the backward pass of `function()`, without those of the tensors
-    `own`; and what it returned.
+    """Bytes of storages that autograd keeps for the backward pass of `function()`, those of `own` left out; and its result.
 
-    `watch` would see an eager model: under it torch.compile steps aside.
+    `watch` cannot be used for compiled models: under it torch.compile runs eagerly.
     """
     import torch
 
@@ -50,36 +48,13 @@ def saved_bytes(function: Callable[[], Any], own: Iterable[Any] = ()) -> tuple[i
     return sum(size for pointer, size in kept.items() if pointer not in known), result
 
 
-@dataclass(frozen=True)
-class Held:
-    """What the allocator held over a run: bytes at the peak and between steps, and its calls to the driver."""
-
-    allocated: int
-    reserved: int
-    between: int
-    calls: int
-
-
 @cache
 def requests() -> Requests:
-    """What gpt2 of four layers asks for at each of LENGTHS."""
+    """Requests of a gpt2 of four layers at each of LENGTHS."""
     return requests_of(Recipe("gpt2", batch_size=8, seq_len=1024, precision="fp16-mixed", num_layers=4), LENGTHS)
 
 
 @cache
-def replayed(emptied: bool, limit: int | None = None, before_backward: bool = False) -> Held:
-    """The steps of LENGTHS through the allocator's model; `emptied` calls `empty_cache()` in each step, after it or, as
-    the Trainer does, between the forward and the backward pass. Raises AllocatorError when `limit` is too low."""
-    asked, allocator, blocks, between = requests(), Allocator(limit=limit), {}, 0
-    for length in (None, *LENGTHS):
-        log = asked.load if length is None else asked.steps[length]
-        empty_at = asked.backward[length] if before_backward and length else len(log)
-        for number, (size, storage, _) in enumerate(log, 1):
-            if size > 0:
-                blocks[id(storage)] = allocator.malloc(storage.asked)
-            else:
-                allocator.free(blocks.pop(id(storage)))
-            if emptied and number == empty_at:
-                allocator.empty_cache()
-        between = max(between, allocator.reserved)
-    return Held(allocator.peak_allocated, allocator.peak_reserved, between, allocator.mallocs + allocator.given_back)
+def replayed(empty_cache: str = "", limit: int | None = None) -> Followed:
+    """The steps of LENGTHS through the allocator's model; see `follow`. Raises AllocatorError when `limit` is too low."""
+    return follow(requests(), LENGTHS, Allocator(limit=limit), empty_cache)

@@ -1,6 +1,6 @@
-"""Chapter 07: batches of many lengths on a T4, and what an allocator makes of them.
+"""Chapter 07: batches of many lengths through the allocator of a T4.
 
-python -m vramlab_course.chapters.chapter_07        on a machine with a GPU: measure the same lengths there, and store it
+`python -m vramlab_course.chapters.chapter_07` measures the same lengths on this machine's GPU and stores the result.
 """
 
 import random
@@ -20,7 +20,7 @@ CARD = "T4"
 
 
 def draw_lengths(count: int = 24) -> list[int]:
-    """Lengths as texts have them: log-normal around 365 tokens, in whole 64s up to 1,024; always the same."""
+    """Lengths like those of texts: log-normal around 365 tokens, multiples of 64 up to 1,024, from a fixed seed."""
     rng = random.Random(0)
     return [min(1024, max(64, 64 * round(rng.lognormvariate(5.9, 0.6) / 64))) for _ in range(count)]
 
@@ -29,19 +29,19 @@ LENGTHS = draw_lengths()
 
 
 def room() -> int:
-    """Bytes of segments that a T4 has room for: its memory without CUDA's context."""
+    """Bytes that segments may take on a T4: its memory without CUDA's context."""
     card = find_gpu(CARD)
     return card.total - card.context_interval.value
 
 
 @cache
 def requests() -> Requests:
-    """What RECIPE asks for at every length that the chapter looks at."""
+    """Requests of RECIPE at every length of the chapter."""
     return requests_of(RECIPE, [*LENGTHS, *BUCKETS])
 
 
 def cured_lengths(cure: str) -> list[int]:
-    """The lengths of a run with one of the cures; "none" and "expandable segments" leave them as they are."""
+    """LENGTHS after a cure; "none" and "expandable segments" leave them as they are."""
     return {
         "fixed": [512] * len(LENGTHS),
         "padding": [max(LENGTHS)] * len(LENGTHS),
@@ -51,13 +51,13 @@ def cured_lengths(cure: str) -> list[int]:
 
 
 def run(cure: str, limit: int | None, expandable: bool = False) -> Followed:
-    """LENGTHS with a cure through the allocator's model. Raises AllocatorError when `limit` bytes are too few."""
+    """Run LENGTHS with a cure through the allocator's model. Raises AllocatorError when `limit` is too low."""
     kind = ExpandableAllocator if expandable else Allocator
     return follow(requests(), cured_lengths(cure), kind(limit=limit))
 
 
 def main() -> None:
-    """Measure the chapter's lengths on this machine's GPU in each allocator setting, and store them."""
+    """Measure LENGTHS on this machine's GPU in each allocator setting, and store the results."""
     for settings in SETTINGS:
         found = measure_lengths(RECIPE, LENGTHS, settings)
         print(settings or "default", save_lengths(RECIPE, LENGTHS, settings, found).name)

@@ -1,8 +1,8 @@
-"""The cheat sheet that ends the course: one page, every number on it computed when it is drawn.
+"""The cheat sheet that ends the course: one page with numbers computed when it is drawn.
 
 from vramlab_course.chapters import cheat_sheet
 figure = cheat_sheet.draw()      # A4, also stored as notebooks/figures/cheat_sheet.png (`make figure`)
-print(cheat_sheet.as_text())     # the same numbers as text
+print(cheat_sheet.as_text())     # its numbers as text
 """
 
 from collections.abc import Sequence
@@ -22,13 +22,13 @@ from vramlab.report.report import CATEGORIES, GiB, text_table
 NF4 = Quantization("nf4", double=True)
 LADDER_MODEL, TOKENS, BATCH, LADDER_CARD = "llama-3.1-8b", 1024, 8, "H200"
 CARDS = ("T4", "RTX 4070", "RTX 4090", "A100 40GB", "H100 SXM", "H200", "8 × RTX 4090")
-# By size, one family a step where there is one: what fits below fits above.
+# By size: if one fits, so do those before it.
 MODELS = (
     "qwen2.5-0.5b", "llama-3.2-1b", "qwen2.5-1.5b", "llama-3.2-3b", "qwen3-4b", "llama-3.1-8b", "qwen2.5-14b",
     "qwen2.5-32b", "llama-3.1-70b",
 )  # fmt: skip
 METHODS = ("full", "lora", "qlora")
-INDENT = -0.23  # of an axis: tables begin where the bars' labels do
+INDENT = -0.23  # tables begin where the bars' labels do
 HEAD = ("largest part of the peak", "what to do", "chapter")
 MOVES = (
     ("activations, logits", "smaller micro-batch, accumulated · sdpa · checkpointing", "03"),
@@ -48,7 +48,7 @@ RULES = (
 
 
 def bytes_rows() -> list[tuple[str, dict[str, float]]]:
-    """Way to train to bytes a model parameter: weights, gradients and states that are kept, for LADDER_MODEL's adapters."""
+    """Bytes kept for each parameter by weights, gradients and states, for each way to train LADDER_MODEL."""
     rows = []
     for label, precision, optim in (
         ("fp32 or mixed, AdamW", "bf16-mixed", "adamw_torch"),
@@ -76,7 +76,7 @@ def bytes_rows() -> list[tuple[str, dict[str, float]]]:
 
 @cache
 def ladder() -> tuple[tuple[str, Recipe], ...]:
-    """One switch after the other, each kept: the way from a card that nobody has to one that everybody can rent."""
+    """Recipes of LADDER_MODEL, each with one more switch than the one before."""
     recipe = Recipe(LADDER_MODEL, BATCH, TOKENS, "fp32", attn_implementation="eager")
     rungs = [("fp32, attention written out", recipe)]
     for label, changes in (
@@ -96,7 +96,7 @@ def ladder() -> tuple[tuple[str, Recipe], ...]:
 
 @cache
 def ladder_rows() -> tuple[tuple[str, dict[str, int], float], ...]:
-    """Each rung, its predicted peak by category in bytes, and its estimated time over the first rung's."""
+    """Each rung, its predicted peak by category in bytes, and its estimated time relative to the first rung."""
     first = step_time(ladder()[0][1], LADDER_CARD).seconds
     rows = []
     for label, recipe in ladder():
@@ -107,7 +107,7 @@ def ladder_rows() -> tuple[tuple[str, dict[str, int], float], ...]:
 
 @cache
 def largest_model(card: str, method: str) -> str:
-    """The largest of MODELS that `method` trains on `card` ("8 × RTX 4090" is eight of them); "–" when none."""
+    """The largest of MODELS that `method` trains on `card` ("8 × RTX 4090": on eight), "–" if none."""
     number, _, name = card.rpartition(" × ")
     gpus, low, high = int(number or 1), 0, len(MODELS)
     while low < high:  # models below `low` fit, from `high` on they do not
@@ -118,7 +118,7 @@ def largest_model(card: str, method: str) -> str:
 
 
 def matrix() -> list[tuple[str, ...]]:
-    """Cards against methods: the largest model each, as parameters in billions and name."""
+    """A table of the largest model by card and method."""
     rows = [("card", "usable", *("full", "LoRA r = 16", "QLoRA r = 16"))]
     for card in CARDS:
         memory = usable_memory(find_gpu(card.rpartition(" × ")[2]))
@@ -127,33 +127,31 @@ def matrix() -> list[tuple[str, ...]]:
 
 
 def as_text() -> str:
-    """The sheet's numbers as text tables."""
+    """The numbers of the sheet as text tables."""
     kept = [("bytes a parameter, kept", "weights", "gradients", "states", "sum")]
     kept += [(label, *(f"{n:.2f}" for n in (*parts.values(), sum(parts.values())))) for label, parts in bytes_rows()]
     climbed = [(f"{LADDER_MODEL}, batch {BATCH} × {TOKENS:,} tokens", "peak, GiB", "time, ×")]
     climbed += [(label, f"{sum(split.values()) / GiB:.1f}", f"{time:.2f}") for label, split, time in ladder_rows()]
-    moves = [HEAD, *MOVES]
-    fits = matrix()
     titles = (
         "What a parameter keeps",
         "What each switch saves",
         f"Largest model that fits, {TOKENS:,} tokens, no offload",
         "What to do",
     )
-    parts = (text_table(kept), text_table(climbed), text_table(fits), text_table(_left(moves)))
+    parts = (text_table(kept), text_table(climbed), text_table(matrix()), text_table(_left([HEAD, *MOVES])))
     text = "\n\n".join(f"{title}\n\n{part}" for title, part in zip(titles, parts, strict=True))
     return "\n".join([text, "", *RULES])
 
 
 def _left(rows: Sequence[tuple[str, ...]]) -> list[tuple[str, ...]]:
-    """All columns aligned to the left."""
+    """Align all columns to the left."""
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     return [tuple(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
 
 
 @style.styled()
 def draw():
-    """The page as a figure, A4 upright."""
+    """Draw the page, A4 upright."""
     import matplotlib.pyplot as plt
 
     figure = plt.figure(FigureClass=style.figure_class(), figsize=(8.27, 11.69), dpi=style.DPI, layout="constrained")
@@ -178,11 +176,7 @@ def draw():
         matrix(),
         f"3 · Largest model that fits (global batch 8 × {TOKENS:,} tokens; no offload)",
     )
-    _table(
-        moves,
-        [("largest part of the peak", "what to do", "chapter"), *MOVES],
-        "4 · Does not fit? Look at the largest part",
-    )
+    _table(moves, [HEAD, *MOVES], "4 · Does not fit? Look at the largest part")
     rules.set_axis_off()
     rules.set_title("5 · Five sentences", loc="left", x=INDENT, fontweight="bold", fontsize=9)
     rules.text(INDENT, 0.95, "\n".join(RULES), fontsize=7.6, va="top", linespacing=1.9, transform=rules.transAxes)
@@ -190,13 +184,13 @@ def draw():
 
 
 def _summary() -> list[tuple[str, ...]]:
-    """The ladder as the figure's table."""
+    """The table of the figure: the ladder."""
     rows = [(label, f"{sum(split.values()) / GiB:.1f}", f"{time:.2f}") for label, split, time in ladder_rows()]
     return [("recipe", "peak, GiB", "time, ×"), *rows]
 
 
 def _stacks(ax, rows: list[tuple[str, dict[str, float]]], form: str, unit: int, after: Sequence[str] = ()) -> None:
-    """Horizontal stacked bars, the first row on top, each with its sum."""
+    """Draw horizontal stacked bars with their sums, the first row on top."""
     names = [name for name in CATEGORIES if any(split.get(name, 0) / unit > 0.005 for _, split in rows)]
     looks, width = style.look(names), max(sum(split.values()) for _, split in rows) / unit
     for i, (_, split) in enumerate(rows):
@@ -216,7 +210,7 @@ def _stacks(ax, rows: list[tuple[str, dict[str, float]]], form: str, unit: int, 
 
 
 def _table(ax, rows: Sequence[tuple[str, ...]], title: str) -> None:
-    """A table of text with a grey head."""
+    """Draw a table of text."""
     ax.set_axis_off()
     ax.set_title(title, loc="left", x=INDENT, fontweight="bold", fontsize=9)
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]

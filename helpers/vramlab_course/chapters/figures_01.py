@@ -1,4 +1,4 @@
-"""Drawings of chapter 01 that a reader need not be able to write; each is drawn and not shown, and returns its figure."""
+"""Drawings of chapter 01. Each function draws a figure and returns it."""
 
 from collections.abc import Mapping, Sequence
 
@@ -12,7 +12,7 @@ RED, ALARM, INK = "#D55E00", "#B00020", "#222222"
 
 
 def network():
-    """Source B's network of ten parameters: two inputs, two hidden units with a bias each, two outputs."""
+    """Draw source B's network of ten parameters: two inputs, two hidden units with a bias each, two outputs."""
     place = {f"{'XHY'[n // 2]}{n % 2 + 1}": (2.2 * (n // 2), -1.2 * (n % 2)) for n in range(6)}
     arrows = [(a + i, b + j) for a, b in ("XH", "HY") for i in "12" for j in "12"]  # w1 and w2 leave X1
     boxes = {"B1": (2.2, 0.55), "B2": (2.2, -1.75)}
@@ -33,7 +33,7 @@ def network():
 
 
 def bits(number: float):
-    """The bits of the number nearest to `number` in every format, coloured by sign, exponent and fraction."""
+    """Draw the bits of the number nearest to `number` in every format, coloured by sign, exponent and fraction."""
     shades = {"sign": ORANGE, "exponent": SKY, "fraction": "white"}
     rows = [("format", f"bits of {number}", "value", "off by")]
     said = (
@@ -57,13 +57,13 @@ def bits(number: float):
 
 
 def vanished(sizes: Sequence[float], lost: Mapping[str, Sequence[float]]):
-    """Each layer's median gradient against what fp16 holds, and below it the share that became zero in each try."""
+    """Draw each layer's median gradient with fp16's limits, and below it the share that became zero in each try."""
     layers = range(len(sizes))
     ends = f"{sizes[-1]:.0e} in the last layer to {sizes[0]:.0e} in the first"
     first = ", ".join(f"{name} {shares[0]:.0%}" for name, shares in lost.items())
     said = f"Gradients shrink from {ends}. Of the first layer's, so many became zero: {first}."
     rows = [("layer", "median size", *(f"{name}, became zero" for name in lost))]
-    for i in layers[::4]:  # to tens, for kernels of different CPUs add up in different orders
+    for i in layers[::4]:  # to tens: CPUs differ in the order of their sums
         rows.append((f"{i}", f"{sizes[i]:.0e}", *(f"{10 * round(10 * shares[i])} %" for shares in lost.values())))
     about = f"{len(sizes) - 1} hidden layers of 32, 256 points, cross-entropy, at the first step"
     with canvas("Where gradients become zero", said, about, rows, panels=2, sharex=True) as (above, below):
@@ -79,7 +79,7 @@ def vanished(sizes: Sequence[float], lost: Mapping[str, Sequence[float]]):
 
 
 def bell(table: torch.Tensor, deviations: float):
-    """Where a table of codes lies under the normal curve; 1 is so many standard deviations."""
+    """Draw a table of codes under the normal curve; 1 is so many standard deviations."""
     grid = torch.linspace(-1.3, 1.3, 300)
 
     def height(x):
@@ -97,7 +97,7 @@ def bell(table: torch.Tensor, deviations: float):
 
 
 def worth(scores: Mapping[str, tuple[float, float]], tokens_per_byte: float, about: str):
-    """The bits per byte of each way to store a model over its bits a number; `scores` begins with the reference."""
+    """Draw bits per byte of each way to store a model over its bits a number; `scores` begins with the reference."""
     base, worst = next(iter(scores.values()))[1], max(score for _, score in scores.values())
     rows = [("matrices in", "bits a number", "bits per byte", "more", "perplexity")]
     for name, (width, score) in scores.items():

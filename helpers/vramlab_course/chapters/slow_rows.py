@@ -1,4 +1,4 @@
-"""Data that takes its time, to see what waiting for it does; a module of its own, so that workers can import it."""
+"""A slow data set for the data loader's section. It is a module so that worker processes can import it."""
 
 import time
 
@@ -7,7 +7,7 @@ from torch.utils.data import Dataset
 
 
 class SlowRows(Dataset):
-    """So many samples of random words, each of which takes `seconds` to fetch, as from a slow disk."""
+    """`count` samples of random tokens, each of which takes `seconds` to fetch, as from a slow disk."""
 
     def __init__(self, count: int, seconds: float, tokens: int = 32, words: int = 2048):
         self.count, self.seconds = count, seconds

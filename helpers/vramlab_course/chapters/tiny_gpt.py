@@ -1,4 +1,4 @@
-"""The patient of chapter 07: a transformer of a million weights, labelled for the profiler."""
+"""The example of chapter 07: a transformer of a million weights, labelled for the profiler."""
 
 import torch
 from torch import nn

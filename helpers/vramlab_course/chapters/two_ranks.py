@@ -3,27 +3,29 @@
     torchrun --standalone --nproc_per_node 2 -m vramlab_course.chapters.two_ranks
     NCCL_P2P_DISABLE=1 torchrun --standalone --nproc_per_node 2 -m vramlab_course.chapters.two_ranks
 
-With two GPUs it trains GPT-2 in fp32 on 4 × 1,024 tokens a GPU over NCCL, as E does; with fewer, two layers of 64
-channels on CPU processes over gloo, which show the same bytes and no NVLink. Prints one line of JSON.
+With two GPUs it trains GPT-2 in fp32 on 4 × 1,024 tokens a GPU over NCCL, as E does. With fewer it trains two layers of
+64 channels in CPU processes over gloo: the same bytes a parameter, no NVLink. Prints one line of JSON.
 """
 
 import argparse
 import json
 import os
 import time
+from collections.abc import Callable
 from statistics import median
 from typing import Any
 
+TINY = dict(vocab_size=1000, n_positions=64, n_embd=64, n_head=2, n_layer=2, bos_token_id=0, eos_token_id=0)
+
 
 def experiment(steps: int) -> dict[str, Any]:
-    """Trains `steps` steps with and as many without averaging gradients; returns what rank 0 saw.
+    """Train `steps` steps with and as many without averaging gradients; returns what this rank saw.
 
-    Seconds are medians of steps. `sent_buckets` counts what DDP hands to the all-reduce in one step, in bytes;
-    `parameters` are numbers; `same` says that both ranks hold equal weights at the end. Needs torchrun's environment.
+    Seconds are medians of steps. `sent_buckets`: bytes that DDP hands to the all-reduce in a step. `parameters`: their
+    number. `same`: whether all ranks hold equal weights at the end. Needs torchrun's environment.
     """
     import torch
     import torch.distributed as dist
-    from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
     from torch.nn.parallel import DistributedDataParallel
     from transformers import GPT2Config, GPT2LMHeadModel
 
@@ -34,52 +36,73 @@ def experiment(steps: int) -> dict[str, Any]:
         torch.cuda.set_device(device)
     dist.init_process_group("nccl" if cuda else "gloo")
     torch.manual_seed(0)
-    tiny = dict(vocab_size=1000, n_positions=64, n_embd=64, n_head=2, n_layer=2, bos_token_id=0, eos_token_id=0)
-    model = GPT2LMHeadModel(GPT2Config(**({} if cuda else tiny))).to(device)
-    ddp = DistributedDataParallel(model)
-    buckets: list[int] = []
-
-    def counting(state, bucket):  # DDP refuses other annotations than its own
-        buckets.append(bucket.buffer().nbytes)
-        return allreduce_hook(state, bucket)
-
-    ddp.register_comm_hook(None, counting)
-    optimizer = torch.optim.AdamW(ddp.parameters())
+    ddp = DistributedDataParallel(GPT2LMHeadModel(GPT2Config(**({} if cuda else TINY))).to(device))
+    buckets = count_buckets(ddp)
     torch.manual_seed(int(os.environ["RANK"]))  # each rank reads text of its own
-    tokens = torch.randint(model.config.vocab_size, (4, 1024) if cuda else (1, 32), device=device)
-
-    def step() -> float:
-        if cuda:
-            torch.cuda.synchronize()
-        start = time.perf_counter()
-        optimizer.zero_grad()
-        ddp(input_ids=tokens, labels=tokens).loss.backward()
-        optimizer.step()
-        if cuda:
-            torch.cuda.synchronize()
-        return time.perf_counter() - start
-
-    step()  # the first step builds the buckets
+    tokens = torch.randint(ddp.module.config.vocab_size, (4, 1024) if cuda else (1, 32), device=device)
+    step = timed_step(ddp, tokens)
+    step()  # DDP rebuilds its buckets after the first step
     buckets.clear()
     together = [step() for _ in range(steps)]
-    sent = sum(buckets) // steps
-    sums = torch.stack([p.detach().double().sum() for p in model.parameters()])
-    others = [torch.empty_like(sums) for _ in range(world)]
-    dist.all_gather(others, sums)
+    sent, same = sum(buckets) // steps, weights_are_equal(ddp)
     with ddp.no_sync():
         alone = [step() for _ in range(steps)]
     found = {
         "device": torch.cuda.get_device_name() if cuda else "CPU",
         "backend": dist.get_backend(),
         "p2p_disabled": os.environ.get("NCCL_P2P_DISABLE") == "1",
-        "parameters": sum(p.numel() for p in model.parameters()),
+        "parameters": sum(p.numel() for p in ddp.parameters()),
         "sent_buckets": sent,
         "step_seconds": median(together),
         "alone_seconds": median(alone),
-        "same": all(torch.equal(other, sums) for other in others),
+        "same": same,
     }
     dist.destroy_process_group()
     return found
+
+
+def count_buckets(ddp: Any) -> list[int]:
+    """A list that gets the bytes of each bucket that `ddp` hands to the all-reduce."""
+    from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+
+    sizes: list[int] = []
+
+    def hook(state, bucket):  # DDP refuses other annotations than its own
+        sizes.append(bucket.buffer().nbytes)
+        return allreduce_hook(state, bucket)
+
+    ddp.register_comm_hook(None, hook)
+    return sizes
+
+
+def timed_step(ddp: Any, tokens: Any) -> Callable[[], float]:
+    """A function that trains one step with AdamW and returns its seconds."""
+    import torch
+
+    optimizer = torch.optim.AdamW(ddp.parameters())
+    wait = torch.cuda.synchronize if tokens.is_cuda else lambda: None
+
+    def step() -> float:
+        wait()
+        start = time.perf_counter()
+        optimizer.zero_grad()
+        ddp(input_ids=tokens, labels=tokens).loss.backward()
+        optimizer.step()
+        wait()
+        return time.perf_counter() - start
+
+    return step
+
+
+def weights_are_equal(ddp: Any) -> bool:
+    """Whether each parameter's sum is the same on all ranks."""
+    import torch
+    import torch.distributed as dist
+
+    sums = torch.stack([p.detach().double().sum() for p in ddp.parameters()])
+    others = [torch.empty_like(sums) for _ in range(dist.get_world_size())]
+    dist.all_gather(others, sums)
+    return all(torch.equal(other, sums) for other in others)
 
 
 def main() -> None:

@@ -1,71 +1,77 @@
-"""Chapter 04's small experiments on real ranks: source D's hundred linear layers, and who sends what when."""
+"""Chapter 04 on real ranks: source D's hundred linear layers, and the bytes sent in each phase of a step."""
 
-from typing import Any
+from collections import Counter
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from vramlab.training.engine import Training
 
 WRAPPINGS = ("one unit", "a unit each", "a unit each, kept")
 
 
-def hundred(wrapping: str, layers: int = 100, width: int = 256, rows: int = 8) -> dict[str, Any]:
-    """`wrapped` on one of real CPU ranks; for `sharding.launch`."""
+LAYERS, WIDTH, ROWS = 100, 256, 8
+
+
+def hundred(wrapping: str) -> dict[str, Any]:
+    """Train LAYERS linear layers of WIDTH × WIDTH in fp32 by FSDP, on one of several CPU ranks. For `launch`.
+
+    `wrapping` is one of WRAPPINGS; "kept" is `reshard_after_forward=False`. Returns, of a steady step: calls and bytes of
+    each kind of collective, the most bytes gathered at a time, and the peak of forward and backward.
+    """
     from vramlab.training.process_group import real_rank
 
-    with real_rank("cpu"):
-        return wrapped(wrapping, layers, width, rows)
+    with real_rank("cpu") as rank:
+        return _steady_step(_hundred_layers(wrapping, rank))
 
 
-def wrapped(wrapping: str, layers: int, width: int, rows: int) -> dict[str, Any]:
-    """One rank's side of a real step of `layers` linear layers of `width` × `width` in fp32. Needs a process group.
-
-    `wrapping` is one of WRAPPINGS; "kept" is `reshard_after_forward=False`. Returns calls and bytes of each kind of
-    collective in a steady step, the bytes of the rank's own shards, the most that was gathered at a time, the peak of
-    forward and backward, and the loss.
-    """
-    import torch
-    from torch import nn
-    from vramlab.recipe.recipe import Loop
+def _steady_step(training: "Training") -> dict[str, Any]:
     from vramlab.tracking.collectives import Collectives
     from vramlab.tracking.history import INDEX, History
     from vramlab.tracking.tracked import run_tracked
     from vramlab.tracking.tracker import Tracker
-    from vramlab.training.engine import Training
-    from vramlab.training.engines.fsdp import Unit, shard
-    from vramlab.training.process_group import rank
     from vramlab.training.training import train_step
 
-    torch.manual_seed(0)
-    model = nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(layers)))
-    for layer in model:
-        nn.init.orthogonal_(layer.weight)  # what comes out of a hundred layers is as large as what went in
-    parts = [Unit((layer,)) for layer in model] if wrapping != WRAPPINGS[0] else []
-    shard(model, [*parts, Unit((model,))], reshard_after_forward=wrapping != WRAPPINGS[2])
-    torch.manual_seed(rank())
-    training = Training(
-        model=model,
-        optimizer=torch.optim.SGD(model.parameters(), foreach=False),
-        batch=torch.randn(rows, width),
-        device=torch.device("cpu"),
-        multi_tensor=False,
-        loop=Loop.named("plain"),
-        loss_of=lambda outputs, batch: outputs.square().mean(),
-    )
     train_step(training)
     counting = Collectives()
     with counting:
-        loss = float(train_step(training))
+        train_step(training)
     tracker = run_tracked(training, Tracker("cpu"), 1, "cpu")
     history = History(tracker.log, tracker.marks)
     phases = history.phases()
     return {
         "collectives": {kind: seen[:2] for kind, seen in counting.seen.items()},
-        "shards": int(history.splits[:, INDEX["parameters"]].max()),
         "gathered": int(history.splits[:, INDEX["workspace"]].max()),
         "peak": max(phases[phase].peak.total for phase in ("forward", "backward")),
-        "loss": loss,
     }
 
 
+def _hundred_layers(wrapping: str, rank: int) -> "Training":
+    import torch
+    from torch import nn
+    from vramlab.recipe.recipe import Loop
+    from vramlab.training.engine import Training
+    from vramlab.training.engines.fsdp import Unit, shard
+
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)))
+    for layer in model:
+        nn.init.orthogonal_(layer.weight)  # activations keep their size over a hundred layers
+    parts = [Unit((layer,)) for layer in model] if wrapping != WRAPPINGS[0] else []
+    shard(model, [*parts, Unit((model,))], reshard_after_forward=wrapping != WRAPPINGS[2])
+    torch.manual_seed(rank)
+    return Training(
+        model=model,
+        optimizer=torch.optim.SGD(model.parameters(), foreach=False),
+        batch=torch.randn(ROWS, WIDTH),
+        device=torch.device("cpu"),
+        multi_tensor=False,
+        loop=Loop.named("plain"),
+        loss_of=lambda outputs, batch: outputs.square().mean(),
+    )
+
+
 def by_phase(recipe: dict[str, Any]) -> dict[str, dict[str, int]]:
-    """One rank's side of a steady step of `recipe`: phase to the bytes of each kind of collective; for `launch`."""
+    """Run one rank of a steady step of `recipe`; returns phase to bytes of each kind of collective. For `launch`."""
     from vramlab.measurement.worker import on_rank
     from vramlab.recipe.recipe import Recipe
     from vramlab.tracking.collectives import Collectives
@@ -79,18 +85,15 @@ def by_phase(recipe: dict[str, Any]) -> dict[str, dict[str, int]]:
         training = build_on_rank(on_rank(whole, rank), "cpu")
         train_step(training)
         counting = Collectives()
-        begun: list[tuple[str, dict[str, int]]] = []
+        begun: list[tuple[str, Counter]] = []
 
-        def so_far() -> dict[str, int]:
-            return {kind: seen.bytes for kind, seen in counting.seen.items()}
+        def so_far() -> Counter:
+            return Counter({kind: seen.bytes for kind, seen in counting.seen.items()})
 
         with counting:
-            train_step(training, lambda name: begun.append((name, so_far())))
+            train_step(training, lambda phase: begun.append((phase, so_far())))
         del training  # DDP's reducer has to go before the process group (pytorch issue 56297)
-        found: dict[str, dict[str, int]] = {}
-        for (name, before), (_, after) in zip(begun, [*begun[1:], ("", so_far())], strict=True):
-            phase = found.setdefault(name, {})
-            for kind, size in after.items():
-                if size > before.get(kind, 0):
-                    phase[kind] = phase.get(kind, 0) + size - before.get(kind, 0)
+        found: dict[str, Counter] = {}
+        for (phase, before), (_, after) in zip(begun, [*begun[1:], ("", so_far())], strict=True):
+            found[phase] = found.get(phase, Counter()) + (after - before)
     return found

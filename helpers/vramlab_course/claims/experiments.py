@@ -215,12 +215,11 @@ def allocator(runs: Mapping[str, str], spare: float | None = None, endless: bool
         except AllocatorError:
             names[name] = {"fails": True, "gives_back": True}
             continue
-        ends = [found.reserved[end - 1] for end in found.ends]
         names[name] = {
             "fails": False,
             "gives_back": sum(found.given_back) > 0,
             "later_calls": sum(found.mallocs[1:]),
-            "flat": len(set(ends[2:])) == 1,
+            "flat": len(set(found.between[2:])) == 1,
             "overhead": found.overhead,
         }
     card = "endless" if endless else format_bytes(limit)
@@ -229,19 +228,20 @@ def allocator(runs: Mapping[str, str], spare: float | None = None, endless: bool
 
 
 def emptied(spare: float | None = None) -> Facts:
-    """The cache emptied in each step between forward and backward, as the Trainer does, beside one left alone; `fails`
-    where a card has room for `spare` more than is allocated at the peak."""
-    usual = chapter_03.replayed(False)
-    limit = int((1 + spare) * usual.allocated) if spare is not None else None
+    """Runs with the cache left alone and emptied before each backward pass, as the Trainer does; `fails`: whether they do
+    on a card with room for `spare` more than is allocated at the peak."""
+    usual = chapter_03.replayed()
+    limit = int((1 + spare) * usual.peak_allocated) if spare is not None else None
     names: dict[str, Any] = {}
-    for name, on in (("left", False), ("emptied", True)):
+    for name, when in (("left", ""), ("emptied", "before backward")):
         try:
-            held = chapter_03.replayed(on, limit, True)
-            names[name] = {**vars(held), "fails": False}
+            run = chapter_03.replayed(when, limit)
+            sizes = {"allocated": run.peak_allocated, "reserved": run.peak_reserved, "between": max(run.between)}
+            names[name] = {**sizes, "fails": False}
         except AllocatorError:
             names[name] = {"fails": True}
     return Facts(
-        names, "simulated", f"gpt2, {len(chapter_03.LENGTHS)} lengths, {format_bytes(limit or usual.reserved)}"
+        names, "simulated", f"gpt2, {len(chapter_03.LENGTHS)} lengths, {format_bytes(limit or usual.peak_reserved)}"
     )
 
 

@@ -18,7 +18,7 @@ from ..chapters.chapter_01 import deep_network, guessing
 from .expressions import Facts
 
 STEPS, BATCH, TOKENS = 8, 4, 64
-RATES = (1e-4, 1e-3)  # of which a run without a rate of its own takes the better one
+RATES = (1e-4, 1e-3)  # a run without a rate of its own takes the better one
 
 
 def recorded(file: str, names: Mapping[str, list[str]]) -> Facts:
@@ -107,7 +107,7 @@ def learns(dtype: str, layers: int = 20, steps: int = 150) -> Facts:
 def loss_after(
     learning_rate: float, precision: str = "fp32", optim: str = "adamw", steps: int = STEPS, batch_size: int = BATCH
 ) -> float:
-    """Nats a token of the base model on 16 unseen sequences after so many steps.
+    """Nats a token of the base model on 16 unseen sequences after `steps` steps.
 
     `precision`: "fp32", "mixed" (bf16 under autocast, weights and update in fp32) or "bf16" (everything).
     """
