@@ -1,12 +1,11 @@
 """How a model's layers repeat, found from the layers themselves on the meta device.
 
-Two layers are of one kind if their modules have the same classes, settings, parameters and buffers, and the
-configuration's lists with an entry a layer say the same of both. `find` looks for the longest stretch of layers in
-which a pattern of kinds repeats, and holds the shallow model that would stand for it against the deep one.
+Two layers are of one kind if their modules have the same classes, settings, parameters and buffers, and if the
+configuration's lists with an entry a layer say the same of both. `find` takes the shallowest model whose kinds repeat as
+the deep one's do, and compares the two.
 """
 
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import accumulate
@@ -62,16 +61,19 @@ class Repetition:
         return [*range(cut), *range(cut + (self.more - extra) * self.period, self.depth)]
 
     @cached_property
-    def number(self) -> re.Pattern:
-        """What matches a layer's number (group 2) in the names of its modules and parameters."""
-        return re.compile(rf"((?:^|\.)(?:{'|'.join(map(re.escape, self.lists))})\.)(\d+)(?=\.|$)")
+    def _numbered(self) -> re.Pattern:
+        return re.compile(rf"((?:.*?\.)?(?:{'|'.join(map(re.escape, self.lists))})\.)(\d+)((?:\..*)?)")
+
+    def split(self, name: str) -> tuple[str, int | None, str]:
+        """A module's or parameter's `name` before, in and after its layer's number; (name, None, "") without one."""
+        found = self._numbered.fullmatch(name)
+        return (found[1], int(found[2]), found[3]) if found else (name, None, "")
 
     def group(self, name: str) -> int | None:
         """The shallow model's group to which the module or parameter `name` belongs, None outside the layers."""
-        found = self.number.search(name)
-        if found is None:
+        number = self.split(name)[1]
+        if number is None:
             return None
-        number = int(found[2])
         if number < self.first:
             return 0
         return GROUPS - 1 if number >= self.shallow - self.last else 1 + (number - self.first) // self.period
@@ -84,17 +86,20 @@ def find(shape: "Shape") -> Repetition:
     if shape.num_decoder_layers not in (0, depth):
         raise NotRegular("encoder and decoder are not of one depth")
     model = build(shape)
-    whole = _Structure(model, depth)
-    found = longest_pattern(whole.kinds(vars(model.config)))
+    lists, layers, rest = structure(model, depth)
+    said = [value for value in vars(model.config).values() if isinstance(value, list) and len(value) == depth]
+    known = [(layer, [of[i] for of in said]) for i, layer in enumerate(layers)]
+    found = longest_pattern([known.index(each) for each in known])  # a kind is the number of its first layer
     if found is None:
         raise NotRegular("the kinds of layers have no pattern that repeats often enough")
-    parameters = sum(p.numel() for p in model.parameters())
-    repetition = Repetition(tuple(whole.lists), depth, *found, parameters)
-    shallow = _Structure(build(cut(shape, repetition.kept())), repetition.shallow)
-    if shallow.lists != whole.lists or shallow.rest != whole.rest:
+    repetition = Repetition(tuple(lists), depth, *found, sum(p.numel() for p in model.parameters()))
+    shallow_lists, shallow_layers, shallow_rest = structure(build(cut(shape, repetition.kept())), repetition.shallow)
+    if (shallow_lists, shallow_rest) != (lists, rest):
         raise NotRegular("what stands outside the layers depends on their number")
     for i, kept in enumerate(repetition.kept()):
-        if not _alike(whole.layers[kept], shallow.layers[i], depth, repetition.shallow):
+        deep, shallow = layers[kept], shallow_layers[i]
+        same = all(v == shallow.get(k) or (v, shallow.get(k)) == (depth, repetition.shallow) for k, v in deep.items())
+        if deep.keys() != shallow.keys() or not same:
             raise NotRegular(f"a model of {repetition.shallow} layers has another layer {i}")
     return repetition
 
@@ -113,9 +118,8 @@ def longest_pattern(kinds: list[int]) -> tuple[int, int, int] | None:
     depth, best = len(kinds), None
     for period in range(1, (depth - 2) // (GROUPS - 1) + 1):
         # how many layers before i, and i, are like the one a period later
-        runs = accumulate(
-            (kinds[i] == kinds[i + period] for i in range(depth - period)), lambda n, same: n + 1 if same else 0
-        )
+        like_next = (kinds[i] == kinds[i + period] for i in range(depth - period))
+        runs = accumulate(like_next, lambda n, same: n + 1 if same else 0)
         length, end = max((n, i + 1) for i, n in enumerate(runs))
         first = max(end - length, 1)
         times = (min(end + period, depth - 1) - first) // period
@@ -126,86 +130,48 @@ def longest_pattern(kinds: list[int]) -> tuple[int, int, int] | None:
     return best and best[1]
 
 
-class _Structure:
-    """What `model` is made of: `layers`, by their number (module's name in the layer, and what of it) to a value; the
-    names of the `lists` that hold them; and `rest`, the classes and tensors outside.
+def structure(model: "torch.nn.Module", depth: int) -> tuple[list[str], list[dict[tuple, Any]], list[tuple]]:
+    """What `model` is made of: the names of the lists that hold its layers, each layer's settings and tensors (module in
+    the layer and attribute to value), and the modules outside. Raises NotRegular where layers share weights.
     """
+    from torch import nn
 
-    def __init__(self, model: "torch.nn.Module", depth: int):
-        from torch import nn
-
-        self.lists: list[str] = []
-        self.layers: list[dict[tuple, Any]] = [{} for _ in range(depth)]
-        self.rest: list[tuple] = []
-        self._configs: dict[int, int] = {}
-        self._bare = set(vars(nn.Module()))
-        holders: dict[int, int | None] = {}
-        for name, module in model.named_modules(remove_duplicate=False):
-            place = self._place(name)
-            if place is None and isinstance(module, nn.ModuleList | nn.Sequential) and len(module) == depth:
-                self.lists.append(name)
-                continue
-            number = place and place[1]
-            if any(holders.setdefault(id(p), number) != number for p in module._parameters.values() if p is not None):
-                raise NotRegular("layers share weights")
-            tensors = tuple(
-                (key, t if t is None else (tuple(t.shape), str(t.dtype)))
-                for key, t in (*module._parameters.items(), *module._buffers.items())
-            )
-            if place is None:
-                self.rest.append((name, type(module).__qualname__, tensors))
-                continue
-            self.layers[number][place[0], ""] = type(module).__qualname__, tensors
-            for key, value in self._settings(module):
-                self.layers[number][place[0], key] = value
-        if not self.lists:
-            raise NotRegular("the model has no list with a module for each layer")
-        self._drop_numbers()
-
-    def _place(self, name: str) -> tuple[str, int] | None:
-        """(list and name in the layer, the layer's number) of a module in a layer."""
-        for parent in self.lists:
-            if name.startswith(f"{parent}."):
-                number, _, inside = name[len(parent) + 1 :].partition(".")
-                return f"{parent}.*.{inside}", int(number)
-        return None
-
-    def _settings(self, module: "torch.nn.Module") -> Iterator[tuple[str, Any]]:
-        for key, value in vars(module).items():
-            if key in self._bare:
-                continue
-            if isinstance(value, float):  # dropout or a scale: it counts whether there is any
-                value = bool(value)
-            elif isinstance(value, list | tuple):
-                value = repr(value)
-            elif hasattr(value, "to_dict"):
-                value = "configuration", self._configs.setdefault(id(value), len(self._configs))
-            elif not isinstance(value, int | str | None):
-                value = getattr(value, "__qualname__", type(value).__qualname__)
-            yield key, value
-
-    def _drop_numbers(self) -> None:
-        """Leave out what is only the layer's own number, counted from wherever."""
-        offsets: dict[tuple, set] = {}
-        for i, layer in enumerate(self.layers):
-            for key, value in layer.items():
-                if type(value) is int:
-                    offsets.setdefault(key, set()).add(value - i)
-        for key in [key for key, found in offsets.items() if len(found) == 1]:
-            for layer in self.layers:
-                if key in layer:
-                    layer[key] = "number"
-
-    def kinds(self, config: dict[str, Any]) -> list[int]:
-        """Each layer's kind as a number; a kind is also what the lists in `config` say of a layer."""
-        said = [v for v in config.values() if isinstance(v, list) and len(v) == len(self.layers)]
-        kinds = [(*layer.items(), repr([v[i] for v in said])) for i, layer in enumerate(self.layers)]
-        numbers: dict[tuple, int] = {}
-        return [numbers.setdefault(kind, len(numbers)) for kind in kinds]
+    lists, layers, rest = [], [{} for _ in range(depth)], []
+    bare, holders, configs = set(vars(nn.Module())), {}, {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        parent = next((each for each in lists if name.startswith(f"{each}.")), None)
+        if parent is None and isinstance(module, nn.ModuleList | nn.Sequential) and len(module) == depth:
+            lists.append(name)
+            continue
+        number, _, inside = name[len(parent) + 1 :].partition(".") if parent is not None else (None, "", "")
+        if any(holders.setdefault(id(p), number) != number for p in module._parameters.values() if p is not None):
+            raise NotRegular("layers share weights")
+        tensors = [
+            (key, t if t is None else (tuple(t.shape), str(t.dtype)))
+            for key, t in (*module._parameters.items(), *module._buffers.items())
+        ]
+        if parent is None:
+            rest.append((name, type(module).__qualname__, tensors))
+            continue
+        held = layers[int(number)]
+        held[parent, inside, ""] = type(module).__qualname__, tensors
+        held |= {(parent, inside, k): _setting(v, configs) for k, v in vars(module).items() if k not in bare}
+    if not lists:
+        raise NotRegular("the model has no list with a module for each layer")
+    for key in set().union(*layers):  # a layer's own number, counted from wherever, is no setting
+        numbers = {layer[key] - i for i, layer in enumerate(layers) if type(layer.get(key)) is int}
+        for layer in layers:
+            if len(numbers) == 1 and type(layer.get(key)) is int:
+                layer[key] = "number"
+    return lists, layers, rest
 
 
-def _alike(deep: dict, shallow: dict, *depths: int) -> bool:
-    """Whether a layer is the same in both models, of the given depths, but for settings that are the depth."""
-    return deep.keys() == shallow.keys() and all(
-        value == shallow[key] or (value, shallow[key]) == depths for key, value in deep.items()
-    )
+def _setting(value: Any, configs: dict[int, int]) -> Any:
+    """What a module's attribute says of its kind; of a rate or scale only whether it is zero."""
+    if isinstance(value, float):
+        return bool(value)
+    if isinstance(value, list | tuple):
+        return repr(value)
+    if hasattr(value, "to_dict"):
+        return "configuration", configs.setdefault(id(value), len(configs))
+    return value if isinstance(value, int | str | None) else getattr(value, "__qualname__", type(value).__qualname__)
