@@ -18,7 +18,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeCopyMode
 from torch.utils._pytree import tree_leaves, tree_map
 from vramlab.simulation.fakes import fake_world
-from vramlab.simulation.result_storages import keep_storage
+from vramlab.simulation.operators import keep_storage
 from vramlab.tracking.tracked import no_collection
 from vramlab.tracking.tracker import Tracker
 

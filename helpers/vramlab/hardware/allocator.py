@@ -97,7 +97,7 @@ class Allocator:
 
     def _fitting(self, free: list[tuple[int, int, Block]], size: int) -> int:
         """The place in `free` of the smallest block that holds `size`; its length when none does."""
-        return bisect.bisect_left(free, (size, 0), key=lambda item: item[:2])
+        return bisect.bisect_left(free, (size, 0))
 
     def _splits(self, left: int, small: bool) -> bool:
         """Whether what is left of a block becomes a block of its own."""
@@ -141,13 +141,13 @@ class Allocator:
             self.given_back += len(whole)
 
     def _keep(self, block: Block) -> None:
-        bisect.insort(self._pools[block.pool], (block.size, block.address, block), key=lambda item: item[:2])
+        bisect.insort(self._pools[block.pool], (block.size, block.address, block))  # no two have one address
 
     def _merge(self, left: Block, right: Block) -> Block:
         for block in (left, right):
             if block.free:
                 pool = self._pools[block.pool]
-                del pool[bisect.bisect_left(pool, (block.size, block.address), key=lambda item: item[:2])]
+                del pool[bisect.bisect_left(pool, (block.size, block.address))]
                 block.free = False
         left.size += right.size
         left.after = right.after

@@ -45,12 +45,12 @@ def check(as_run: str | None, recipe: Recipe | None) -> list[str]:
 @contextlib.contextmanager
 def as_it_ran(as_run: str | None) -> Iterator[None]:
     """While entered, attention does what AS_RUN says; nothing for None. Other threads' simulations wait."""
-    from .fakes import _lock
+    from .fakes import lock
 
     if not as_run:
         yield
         return
-    with _lock, _repeated_keys() if as_run == REPEATED else _masks():
+    with lock, _repeated_keys() if as_run == REPEATED else _masks():
         yield
 
 

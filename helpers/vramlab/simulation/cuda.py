@@ -1,21 +1,18 @@
-"""Where CUDA differs from CPU, in one place: how `target="cuda"` is simulated on fake CPU tensors.
+"""Where CUDA differs from CPU: how `target="cuda"` is simulated on fake CPU tensors.
 
-Fake tensors of device "cuda" need a CUDA build of PyTorch, so the step runs on fake CPU tensors and everything
-that would be different on a GPU is put in place here, for PyTorch's dispatcher to find, whoever calls it:
+Fake tensors of device "cuda" need a CUDA build of PyTorch, so the step runs on fake CPU tensors, and PyTorch's
+dispatcher finds here what would be different on a GPU:
 
 - attention goes to the kernel that `sdp_utils.cpp` would choose, which decides what is saved for the backward pass;
 - dropout is the fused `native_dropout`, which saves a mask of one byte an element (CPU saves the scaled noise);
 - softmax of fp16 with an fp32 result converts on the way (`SoftMax.cpp`, half_to_float); CPU makes an fp32 copy first;
 - `rms_norm` is one kernel that keeps its input and one number a row (`_fused_rms_norm`), CPU's is made of pieces;
-- layer norm keeps its statistics in fp32 (`layer_norm_kernel.cu`, acc_type), CPU in the input's dtype;
 - recurrent layers run in torch's fused CUDA kernels (`recurrent.py`), on CPU in oneDNN or step by step;
 - autocast has CUDA's lists of operators (`cuda_autocast.py`);
 - 8-bit layers multiply in int8 (bitsandbytes, MatMul8bitLt), on CPU in floating point;
 - tensors made without a device, or on "cpu" by name, are the host's (optimizers' step counters);
 - kernels allocate scratch memory while they run (`cuda_scratch.py`), and cuBLAS keeps a workspace per handle;
-- the caching allocator rounds every block up to 512 bytes (`CUDACachingAllocator.cpp`, kMinBlockSize).
-
-Multi-tensor optimizers are CUDA's default too: `training.build(target="cuda")` asks for them.
+- results of other sizes are in `operators.py`, and the tracker rounds as the caching allocator does.
 """
 
 import contextlib
@@ -23,6 +20,7 @@ import math
 import sys
 import warnings
 from collections.abc import Callable, Iterator
+from functools import partial
 from unittest.mock import patch
 
 import torch
@@ -31,18 +29,19 @@ from torch.library import Library
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
+from ..hardware.attention_kernel import kernel_of
 from ..hardware.overhead import cublas_workspace, torch_release
-from ..hardware.sdp_backend import sdp_backend
 from . import cuda_autocast
 from .recurrent import rnn_kernels
 
-FACTORIES = (torch.tensor, torch.arange, torch.zeros, torch.ones, torch.full, torch.empty, torch.linspace)
+FACTORIES = {torch.tensor, torch.arange, torch.zeros, torch.ones, torch.full, torch.empty, torch.linspace}
 HALF = (torch.float16, torch.bfloat16)
+aten = torch.ops.aten
 
 
 def cublas_workspaces(card=None) -> dict[str, int]:
-    """Phase to bytes: each cuBLAS handle keeps a workspace from its first matmul on, one in the thread that runs the
-    forward pass and one in autograd's (`overhead.cublas_workspace`; 8.125 MiB each where no card is named)."""
+    """Phase to bytes of the workspace that the cuBLAS handle of its thread, the caller's or autograd's, keeps from then
+    on (8.125 MiB each where no card is named)."""
     size = card.cublas_workspace if card else cublas_workspace((8, 0))
     return {"forward": size, "backward": size}
 
@@ -51,12 +50,11 @@ def attention_kernel(
     dtype: torch.dtype,
     head_dim: int,
     value_dim: int,
+    compute_capability: tuple[int, int] = (8, 0),
     masked: bool = False,
     grouped: bool = False,
-    compute_capability: tuple[int, int] = (8, 0),
-    dropout: float = 0.0,
     release: tuple[int, int] | None = None,
-    broadcast: bool = False,
+    **options,
 ) -> str:
     """ "flash", "efficient" or "math": what `scaled_dot_product_attention` runs (`sdp_utils.cpp`, select_sdp_backend).
 
@@ -66,23 +64,21 @@ def attention_kernel(
         grouped: fewer heads of keys than of queries, left to the kernel (`enable_gqa`). Up to 2.13 only flash can, and
             what flash cannot take is written out with its matrix of scores; later "efficient" can too (pull 191085).
         release: of torch; None is the installed one.
-        broadcast: fewer heads of keys without `enable_gqa`.
+        options: dropout and broadcast of `kernel_of`.
     """
     if dtype not in (*HALF, torch.float32):
         return "math"
     grouped = grouped and (release or torch_release()) < (2, 14)
-    bf16 = dtype == torch.bfloat16
-    return sdp_backend(
-        dtype.itemsize, head_dim, masked, grouped, bf16, compute_capability, dropout, value_dim, broadcast
-    )
+    bf16, sizes = dtype == torch.bfloat16, (dtype.itemsize, head_dim)
+    return kernel_of(*sizes, masked, grouped, bf16, compute_capability, value_dim=value_dim, **options)
 
 
 class CudaKernels(TorchFunctionMode):
     """While entered, tensors that Python code makes on no device, or on "cpu" by name, are the host's, as in CUDA code.
 
     Attributes:
-        on_host: told of them.
-        is_on_host: says whether tensors are.
+        on_host: called with those tensors.
+        is_on_host: says whether tensors are among them.
         notes: what the simulation does otherwise than CUDA would.
     """
 
@@ -98,21 +94,18 @@ class CudaKernels(TorchFunctionMode):
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        device = kwargs.get("device")
-        if func in FACTORIES and (
-            device is None or (isinstance(device, str) and device == "cpu")
-        ):  # tensors' own are no text
-            result = func(*args, **kwargs)
-            self.on_host([result])
-            return result
         if func is torch.Tensor.backward:
             return self.backward(args[0])
         result = func(*args, **kwargs)
-        if func is torch.Tensor.to and result is args[0] and args[1:] and isinstance(args[1], torch.Tensor):
-            other = args[1]  # whose device and dtype it is to have, as Adafactor's states
-            return result.clone() if self.is_on_host([result]) and not self.is_on_host([other]) else result
-        if func is torch.tensor and torch.device(device).index is not None:  # which it loses on the way
-            return torch.empty(result.shape, dtype=result.dtype, device=device)
+        if func in FACTORIES:
+            device = kwargs.get("device")
+            if device is None or (isinstance(device, str) and device == "cpu"):  # a torch.device is some tensor's
+                self.on_host([result])
+            elif func is torch.tensor and torch.device(device).index is not None:  # which it loses on the way
+                return torch.empty(result.shape, dtype=result.dtype, device=device)
+        elif func is torch.Tensor.to and result is args[0] and args[1:] and isinstance(args[1], torch.Tensor):
+            # a move to the device of another, as of Adafactor's states
+            return result.clone() if self.is_on_host([result]) and not self.is_on_host([args[1]]) else result
         return result
 
     def backward(self, loss: torch.Tensor) -> None:
@@ -135,71 +128,61 @@ def cuda_kernels(compute_capability: tuple[int, int] = (8, 0)) -> Iterator[CudaK
         compute_capability: of the GPU described; (8, 0) stands for all that have flash attention.
     """
     library, mode = Library("aten", "IMPL"), CudaKernels()
+    kernels = {
+        "scaled_dot_product_attention": partial(_attention, compute_capability),
+        "dropout": _dropout,
+        "softmax.int": partial(_softmax, aten._softmax),
+        "log_softmax.int": partial(_softmax, aten._log_softmax),
+        "rms_norm": _rms_norm,
+    }
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="Warning only once for all operators")
-            for name, kernel in {**_kernels(compute_capability), **rnn_kernels(mode.note)}.items():
+            for name, kernel in {**kernels, **rnn_kernels(mode.note)}.items():
                 library.impl(name, kernel, "AutogradCPU")
             cuda_autocast.install(library)
-        with eight_bit_products(), _capturable_anywhere(), mode:
+        with _eight_bit_products(), _capturable_anywhere(), mode:
             yield mode
     finally:
         library._destroy()
 
 
-def _kernels(compute_capability: tuple[int, int]) -> dict[str, Callable]:
-    def attention(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, *, scale=None, enable_gqa=False):
-        return _attention(
-            compute_capability, query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
-        )
-
-    return {
-        "scaled_dot_product_attention": attention,
-        "dropout": _dropout,
-        "softmax.int": lambda x, dim, dtype=None: _softmax(torch.ops.aten._softmax, x, dim, dtype),
-        "log_softmax.int": lambda x, dim, dtype=None: _softmax(torch.ops.aten._log_softmax, x, dim, dtype),
-        "rms_norm": _rms_norm,
-    }
-
-
-def _attention(capability, query, key, value, mask, p, causal, scale, enable_gqa):
+def _attention(capability, query, key, value, mask=None, p=0.0, causal=False, *, scale=None, enable_gqa=False):
     fewer = query.shape[-3] != key.shape[-3]
-    grouped, broadcast = fewer and enable_gqa, fewer and not enable_gqa
-    dims = query.shape[-1], value.shape[-1]
-    square = not causal or query.shape[-2] == key.shape[-2]  # flash aligns a causal mask to the other corner
-    masked = mask is not None or not square
-    kernel = attention_kernel(query.dtype, *dims, masked, grouped, capability, p, broadcast=broadcast)
+    # flash aligns a causal mask to the other corner where lengths differ
+    kernel = attention_kernel(
+        query.dtype,
+        query.shape[-1],
+        value.shape[-1],
+        capability,
+        masked=mask is not None or (causal and query.shape[-2] != key.shape[-2]),
+        grouped=fewer and enable_gqa,
+        broadcast=fewer and not enable_gqa,
+        dropout=p,
+    )
     if mask is not None and mask.dtype == torch.bool:
         mask = torch.where(mask, 0.0, -math.inf).to(query.dtype)
     if kernel == "math" or query.dim() != 4:
-        return torch.ops.aten._scaled_dot_product_attention_math(
-            query, key, value, mask, p, causal, scale=scale, enable_gqa=enable_gqa
-        )[0]
+        options = {"scale": scale, "enable_gqa": enable_gqa}
+        return aten._scaled_dot_product_attention_math(query, key, value, mask, p, causal, **options)[0]
     if kernel == "flash":
         scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
-        query, key, value = (pad_head(t, 8) for t in (query, key, value))
-        out = torch.ops.aten._scaled_dot_product_flash_attention(query, key, value, p, causal, False, scale=scale)[0]
-        return out[..., : dims[1]]
+        padded = (pad_head(t, 8) for t in (query, key, value))
+        out = aten._scaled_dot_product_flash_attention(*padded, p, causal, False, scale=scale)[0]
+        return out[..., : value.shape[-1]]
     with_rows = torch.is_grad_enabled() and any(t.requires_grad for t in (query, key, value))
-    return torch.ops.aten._scaled_dot_product_efficient_attention(
-        query, key, value, _padded_mask(mask, query, key), with_rows, p, causal, scale=scale
-    )[0]
+    if mask is not None:  # its last dimension is padded to 16 in memory, and every head sees it (pad_bias)
+        padded = pad_head(mask, 16)
+        mask = mask if padded is mask else padded[..., : mask.shape[-1]]
+        mask = mask.expand(*query.shape[:-1], key.shape[-2])
+    options = mask, with_rows, p, causal
+    return aten._scaled_dot_product_efficient_attention(query, key, value, *options, scale=scale)[0]
 
 
 def pad_head(tensor: torch.Tensor, multiple: int) -> torch.Tensor:
-    """The head dimension padded with zeros to `multiple` (attention.cpp, pad_last_dim)."""
+    """The last dimension padded with zeros to `multiple` (attention.cpp, pad_last_dim)."""
     missing = -tensor.shape[-1] % multiple
     return F.pad(tensor, (0, missing)) if missing else tensor
-
-
-def _padded_mask(mask: torch.Tensor | None, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor | None:
-    """The additive mask, its last dimension padded to 16 in memory, seen by every head (attention.cpp, pad_bias)."""
-    if mask is None:
-        return None
-    length, missing = mask.shape[-1], -mask.shape[-1] % 16
-    if missing:
-        mask = F.pad(mask, (0, missing))[..., :length]
-    return mask.expand(*query.shape[:-1], key.shape[-2])
 
 
 def _dropout(input: torch.Tensor, p: float, train: bool) -> torch.Tensor:
@@ -209,7 +192,7 @@ def _dropout(input: torch.Tensor, p: float, train: bool) -> torch.Tensor:
     return torch.native_dropout(input, p, True)[0] if p < 1 else input * torch.zeros_like(input)
 
 
-def _softmax(operator, input: torch.Tensor, dim: int, dtype: torch.dtype | None) -> torch.Tensor:
+def _softmax(operator, input: torch.Tensor, dim: int, dtype: torch.dtype | None = None) -> torch.Tensor:
     if input.dtype == torch.float16 and dtype == torch.float32:
         return operator(input, dim, True)
     return operator(input if dtype is None else input.to(dtype), dim, False)
@@ -245,7 +228,7 @@ def _devices_with_graphs(supports_xla: bool = True) -> list[str]:
 
 @contextlib.contextmanager
 def _capturable_anywhere() -> Iterator[None]:
-    """Optimizers take `capturable=True`, which torch checks to be on a device that has graphs."""
+    """Let optimizers take `capturable=True`, for which torch asks for a device that has graphs."""
     name = "_get_capturable_supported_devices"
     with contextlib.ExitStack() as stack:
         for home, module in list(sys.modules.items()):
@@ -254,23 +237,15 @@ def _capturable_anywhere() -> Iterator[None]:
         yield
 
 
-@contextlib.contextmanager
-def eight_bit_products() -> Iterator[None]:
-    """bitsandbytes multiplies in int8 where it is not on a CPU. Without outlying columns: those depend on values."""
+def _eight_bit_products() -> contextlib.AbstractContextManager:
+    """Let bitsandbytes multiply in int8, as on GPUs. Without outlying columns: those depend on values."""
     if not sys.modules.get("bitsandbytes"):
-        yield
-        return
+        return contextlib.nullcontext()
     import bitsandbytes
     from bitsandbytes.autograd import _functions
-
-    original = bitsandbytes.matmul
 
     def matmul(A, B, out=None, state=None, threshold=0.0, bias=None):
         state.threshold = 0.0
         return _functions.MatMul8bitLt.apply(A, B, out, bias, state)
 
-    bitsandbytes.matmul = matmul
-    try:
-        yield
-    finally:
-        bitsandbytes.matmul = original
+    return patch.object(bitsandbytes, "matmul", matmul)

@@ -1,110 +1,101 @@
-"""What CUDA kernels allocate besides their results while they run."""
+"""What CUDA kernels allocate besides their results while they run: a function for each operator that does.
+
+Each takes the operator's arguments and the GPU's chip, and gives bytes by block.
+"""
 
 import math
 from collections.abc import Callable, Sequence
 
 import torch
 
-from ..hardware.gpu import DEFAULT_CHIP, Chip
+from ..hardware.gpu import USUAL, Chip
 from ..hardware.overhead import rounded
 from ..hardware.scratch import efficient_scratch, norms_scratch, reduction_scratch
 
-HALF = (torch.float16, torch.bfloat16)
-REDUCTIONS = ("sum", "mean", "linalg_vector_norm")
-LOSSES = {  # to the index of the argument `reduction`, and whether the elements' losses are apart from the result
-    "mse_loss": (2, True),
-    "smooth_l1_loss": (2, True),
-    "huber_loss": (2, True),
-    "soft_margin_loss": (2, False),
-    "binary_cross_entropy": (3, False),
-}
 
-
-def _up(n: int, multiple: int) -> int:
-    return -(-n // multiple) * multiple
-
-
-def kernel_scratch(chip: Chip = DEFAULT_CHIP) -> Callable[[str, Sequence], int]:
-    """A function of an operator's name and arguments to the bytes that its CUDA kernel allocates besides its results,
-    while it runs, all blocks but the last rounded up as the caching allocator does.
-
-    - a reduction adds up in global memory what its blocks found (`formulas/scratch.py`);
-    - a loss is computed for every element before it is reduced (`Loss.cpp`, `Loss.cu`);
-    - flash attention's backward accumulates dQ in fp32 over padded sizes, and with fewer key heads than query heads it
-      makes dK and dV for every query head before summing (`flash_api.cpp`, mha_bwd);
-    - memory-efficient attention's backward keeps what it adds up in a workspace (there too);
-    - softmax's backward multiplies gradient and result into a tensor of its own (`SoftMax.cu`,
-      softmax_backward_cuda_out), as large as the scores where attention is written out;
-    - the embedding's backward sorts the indices when there are more than 3,072 and sums up rows in fp32
-      (`Embedding.cu`, embedding_dense_backward; `EmbeddingBackwardKernel.cu`, grad_weight_per_segment);
-    - int8 products are int32 before they are scaled (bitsandbytes, int8_linear_matmul);
-    - a 4-bit weight is dequantized whole and multiplied by cuBLAS, except for a handful of rows (bitsandbytes 0.50,
-      backends/cuda/ops.py; for up to 1,536 rows some cards have a fused kernel for some shapes: then this is too much).
-    """
+def kernel_scratch(chip: Chip = USUAL) -> Callable[[str, Sequence], int]:
+    """A function of an operator's name and arguments to the bytes of its kernel's scratch memory, all blocks but the last
+    rounded up as the caching allocator does (the tracker rounds the sum)."""
 
     def scratch(name: str, args: Sequence) -> int:
-        *others, last = _blocks(name, args, chip) or [0]
-        return sum(map(rounded, others)) + last  # the tracker rounds the sum
+        blocks = BLOCKS[name](args, chip) if name in BLOCKS else []
+        return sum(map(rounded, blocks[:-1])) + sum(blocks[-1:])
 
     return scratch
 
 
-def _blocks(name: str, args: Sequence, chip: Chip) -> list[int]:
-    if name in REDUCTIONS:
-        return _reduction(name, args, chip)
-    if name in LOSSES:
-        return _loss(name, args, chip)
-    if name == "_foreach_norm":
-        return [norms_scratch(len(args[0]), max(tensor.numel() for tensor in args[0]))]
-    if name in ("_scaled_dot_product_flash_attention_backward", "_flash_attention_backward"):
-        _, query, key = args[:3]
-        if name == "_flash_attention_backward":  # heads after tokens
-            query, key = query.transpose(1, 2), key.transpose(1, 2)
-        batch, heads, length, dim = query.shape
-        rows, width = _up(length, 128), _up(dim, 32)
-        blocks = [4 * batch * heads * rows, 4 * batch * heads * rows * width]
-        if key.shape[1] != heads:
-            blocks += 2 * [batch * heads * key.shape[2] * dim * key.element_size()]
-        return blocks
-    if name == "_scaled_dot_product_efficient_attention_backward":
-        query, key, value = args[1:4]
-        batch, heads, length, dim = query.shape
-        sizes = batch * heads, length, key.shape[-2], dim, value.shape[-1], query.element_size()
-        return efficient_scratch(*sizes, len(args) > 8 and args[8] > 0, chip)
-    if name == "_softmax_backward_data":
-        return [args[0].numel() * args[0].element_size()]
-    if name == "embedding_dense_backward":
-        gradient, indices = args[:2]
-        count = indices.numel()
-        if count <= 3072:
-            return []
-        rows = min(count, args[2])  # different indices, at most
-        partial = count // 10 + rows  # each kernel block sums up ten rows (NROWS_PER_THREAD)
-        return [8 * (3 * count + 2 * rows + partial) + 4 * partial * gradient.shape[-1]]
-    if name == "int8_scaled_mm":
-        return [4 * args[0].numel() // args[0].shape[-1] * args[1].shape[0]]
-    if name in ("gemm_4bit", "bitsandbytes::gemm_4bit"):
-        activation, shape = args[0], args[2]
-        rows = activation.numel() // activation.shape[-1]
-        nested = 4 * math.ceil(math.prod(shape) / args[4]) if len(args) > 7 and args[7] is not None else 0
-        return [math.prod(shape) * activation.element_size(), nested, nested] if rows > 8 else []
-    return []
+def _argument(args: Sequence, place: int, default=None):
+    return args[place] if len(args) > place else default
 
 
-def _loss(name: str, args: Sequence, chip: Chip) -> list[int]:
-    place, apart = LOSSES[name]
-    if (args[place] if len(args) > place else 1) == 0:  # by default the mean
+def _reduction(args: Sequence, chip: Chip, place: int = 1) -> list[int]:
+    """Thread blocks add up in global memory what they found (`hardware/scratch.py`); `place` is that of the dimensions."""
+    tensor, dims = args[0], _argument(args, place)
+    if not tensor.is_floating_point() or not tensor.numel():
+        return []
+    dims = [dims] if isinstance(dims, int) else dims or []
+    return reduction_scratch(tensor.shape, tensor.stride(), dims, tensor.element_size(), chip)
+
+
+def _loss(args: Sequence, chip: Chip, place: int = 2, apart: bool = True) -> list[int]:
+    """Every element's loss is computed before they are reduced (`Loss.cpp`, `Loss.cu`): into a tensor of its own if
+    `apart`. `place` is that of the argument `reduction`, by default the mean."""
+    if _argument(args, place, 1) == 0:
         return []
     size, itemsize = torch.broadcast_shapes(args[0].shape, args[1].shape), args[0].element_size()
     adding_up = reduction_scratch(size, torch.empty(size, device="meta").stride(), (), itemsize, chip)
     return [math.prod(size) * itemsize if apart else itemsize, *adding_up]
 
 
-def _reduction(name: str, args: Sequence, chip: Chip) -> list[int]:
-    tensor = args[0]
-    if not tensor.is_floating_point() or not tensor.numel():
-        return []
-    place = 2 if name == "linalg_vector_norm" else 1  # after the order of the norm
-    dims = args[place] if len(args) > place else []
-    dims = [dims] if isinstance(dims, int) else dims or []
-    return reduction_scratch(tensor.shape, tensor.stride(), dims, tensor.element_size(), chip)
+def _flash_backward(args: Sequence, chip: Chip, heads_first: bool = True) -> list[int]:
+    """dQ is accumulated in fp32 over padded sizes; with fewer key heads than query heads dK and dV are made for every
+    query head before summing (`flash_api.cpp`, mha_bwd)."""
+    query, key = (t if heads_first else t.transpose(1, 2) for t in args[1:3])
+    batch, heads, length, dim = query.shape
+    row = 4 * batch * heads * -(-length // 128) * 128
+    copies = [batch * heads * key.shape[2] * dim * key.element_size()] * 2 if key.shape[1] != heads else []
+    return [row, row * -(-dim // 32) * 32, *copies]
+
+
+def _efficient_backward(args: Sequence, chip: Chip) -> list[int]:
+    query, key, value = args[1:4]
+    batch, heads, length, dim = query.shape
+    sizes = batch * heads, length, key.shape[-2], dim, value.shape[-1], query.element_size()
+    return efficient_scratch(*sizes, _argument(args, 8, 0) > 0, chip)
+
+
+def _embedding_backward(args: Sequence, chip: Chip) -> list[int]:
+    """More than 3,072 indices are sorted, and rows are summed up in fp32, ten a thread block (`Embedding.cu`,
+    embedding_dense_backward; `EmbeddingBackwardKernel.cu`, grad_weight_per_segment, NROWS_PER_THREAD)."""
+    gradient, count = args[0], args[1].numel()
+    rows = min(count, args[2])  # different indices, at most
+    partial = count // 10 + rows
+    return [8 * (3 * count + 2 * rows + partial) + 4 * partial * gradient.shape[-1]] if count > 3072 else []
+
+
+def _dequantized(args: Sequence, chip: Chip) -> list[int]:
+    """A 4-bit weight is dequantized whole and multiplied by cuBLAS, except for a handful of rows (bitsandbytes 0.50,
+    backends/cuda/ops.py). Some cards have a fused kernel for some shapes of up to 1,536 rows: this is too much then."""
+    activation, size = args[0], math.prod(args[2])
+    nested = 4 * math.ceil(size / args[4]) if _argument(args, 7) is not None else 0
+    few = activation.numel() // activation.shape[-1] <= 8
+    return [] if few else [size * activation.element_size(), nested, nested]
+
+
+BLOCKS: dict[str, Callable[[Sequence, Chip], list[int]]] = {
+    **dict.fromkeys(("sum", "mean"), _reduction),
+    "linalg_vector_norm": lambda args, chip: _reduction(args, chip, 2),  # after the order of the norm
+    "_foreach_norm": lambda args, chip: [norms_scratch(len(args[0]), max(tensor.numel() for tensor in args[0]))],
+    **dict.fromkeys(("mse_loss", "smooth_l1_loss", "huber_loss"), _loss),
+    "soft_margin_loss": lambda args, chip: _loss(args, chip, apart=False),
+    "binary_cross_entropy": lambda args, chip: _loss(args, chip, 3, apart=False),
+    "_scaled_dot_product_flash_attention_backward": _flash_backward,
+    "_flash_attention_backward": lambda args, chip: _flash_backward(args, chip, heads_first=False),
+    "_scaled_dot_product_efficient_attention_backward": _efficient_backward,
+    # gradient times result, as large as the scores where attention is written out (`SoftMax.cu`)
+    "_softmax_backward_data": lambda args, chip: [args[0].numel() * args[0].element_size()],
+    "embedding_dense_backward": _embedding_backward,
+    # int8 products are int32 before they are scaled (bitsandbytes, int8_linear_matmul)
+    "int8_scaled_mm": lambda args, chip: [4 * args[0].numel() // args[0].shape[-1] * args[1].shape[0]],
+    **dict.fromkeys(("gemm_4bit", "bitsandbytes::gemm_4bit"), _dequantized),
+}

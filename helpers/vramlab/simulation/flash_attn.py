@@ -1,8 +1,6 @@
 """The package flash-attn on fake tensors: what its host code allocates (`flash_api.cpp`), without the package.
 
-`mha_fwd` allocates the output like the queries, one fp32 number a row (softmax_lse) and the generator's state on the GPU
-(rng_state); `mha_bwd` what `cuda_scratch.py` counts. torch's copy of the same host code, `aten::_flash_attention_forward`,
-runs in the package's place, without the further number that it returns.
+torch's copy of the same host code, `aten::_flash_attention_forward`, runs in the package's place (`operators.py`).
 """
 
 import contextlib
@@ -17,6 +15,10 @@ from ..report.errors import RecipeError
 from .cuda import HALF, pad_head
 
 NAME = "flash_attention_2"
+LOADED = (  # what transformers keeps of an implementation that it has loaded
+    *("_flash_fn", "_flash_varlen_fn", "_flash_with_kvcache_fn", "_pad_fn", "_unpad_fn"),
+    *("_process_flash_kwargs_fn", "_process_with_kvcache_kwargs_fn", "_loaded_implementation"),
+)
 
 
 @contextlib.contextmanager
@@ -26,12 +28,12 @@ def flash_attention(capability: tuple[int, int]) -> Iterator[None]:
     from transformers import modeling_flash_attention_utils as utils
     from transformers.integrations import flash_attention as integration
 
-    needed = {utils: ("_lazy_imports", "FLASH_ATTENTION_COMPATIBILITY_MATRIX"), integration: ("get_target_dtype",)}
-    needed[PreTrainedModel] = ("_flash_attn_can_dispatch",)
-    if not all(hasattr(owner, name) for owner, names in needed.items() for name in names):
-        yield  # a release that is put together otherwise refuses by itself
+    try:
+        check, imports = PreTrainedModel._flash_attn_can_dispatch, utils._lazy_imports
+        target, matrix = integration.get_target_dtype, utils.FLASH_ATTENTION_COMPATIBILITY_MATRIX
+    except AttributeError:  # a release that is put together otherwise refuses by itself
+        yield
         return
-    check, imports, target = PreTrainedModel._flash_attn_can_dispatch, utils._lazy_imports, integration.get_target_dtype
 
     def can_dispatch(model, flash_attn_version, is_init_check=False):
         if flash_attn_version != 2 or not model._supports_flash_attn:
@@ -51,29 +53,19 @@ def flash_attention(capability: tuple[int, int]) -> Iterator[None]:
         except StopIteration:  # no linear layer to take it from
             return query.dtype
 
-    names = ("_flash_fn", "_flash_varlen_fn", "_flash_with_kvcache_fn", "_pad_fn", "_unpad_fn")
-    names += ("_process_flash_kwargs_fn", "_process_with_kvcache_kwargs_fn", "_loaded_implementation")
+    loaded = dict.fromkeys(name for name in LOADED if hasattr(utils, name))
     with (
         patch.object(PreTrainedModel, "_flash_attn_can_dispatch", can_dispatch),
         patch.object(integration, "get_target_dtype", target_dtype),
-        patch.dict(utils.FLASH_ATTENTION_COMPATIBILITY_MATRIX[2], general_availability_check=lambda: True),
-        patch.multiple(utils, _lazy_imports=lazy_imports, **dict.fromkeys(n for n in names if hasattr(utils, n))),
+        patch.dict(matrix[2], general_availability_check=lambda: True),
+        patch.multiple(utils, _lazy_imports=lazy_imports, **loaded),
     ):
         yield
 
 
-def flash_attn_func(
-    q,
-    k,
-    v,
-    dropout_p=0.0,
-    softmax_scale=None,
-    causal=False,
-    window_size=(-1, -1),
-    softcap=0.0,
-    alibi_slopes=None,
-    deterministic=False,
-):
+# transformers reads from the signature what it can pass
+def flash_attn_func(q, k, v, dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0,
+                    alibi_slopes=None, deterministic=False):  # fmt: skip
     """The package's function: batch × tokens × heads × channels."""
     if q.dtype not in HALF:
         raise RecipeError("attn_implementation", NAME, f"flash-attn takes fp16 and bf16, not {q.dtype}: take 'sdpa'")
@@ -84,17 +76,6 @@ def flash_attn_func(
     return out[..., :width]
 
 
-@functools.wraps(flash_attn_func)  # transformers reads from the signature what it can pass
+@functools.wraps(flash_attn_func)
 def flash_attn_varlen_func(q, k, v, **kwargs):
     raise RecipeError("attn_implementation", NAME, "padded or packed sequences are not simulated with it: take 'sdpa'")
-
-
-def _fake_forward(mode, func, query, *args, **kwargs):
-    batch, length, heads, _ = query.shape
-    with mode:
-        rows = query.new_empty((batch, heads, length), dtype=torch.float32)
-        rng_state, unused = (query.new_empty(n, dtype=torch.uint64) for n in (2, 0))
-        return torch.empty_like(query), rows, rng_state, unused, query.new_empty(0)
-
-
-FAKE = {torch.ops.aten._flash_attention_forward.default: _fake_forward}

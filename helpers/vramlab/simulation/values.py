@@ -10,19 +10,14 @@ import linecache
 import math
 import os
 import traceback
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from itertools import pairwise
 from typing import Any
 from unittest.mock import patch
 
 import torch
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    FakeTensor,
-    FakeTensorMode,
-    UnsupportedOperatorException,
-)
+from torch._subclasses import fake_tensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map_only
 
@@ -30,17 +25,17 @@ aten = torch.ops.aten
 LIMIT = 2**16  # elements of a tensor whose content is kept
 LARGEST = 2**30  # bytes that an operator without a fake kernel may be given as zeros
 BY_SHAPE = {  # whose results do not depend on the content of their tensors
-    f"{kind}{fill}{like}"
-    for fill in ("zeros", "ones", "full", "empty")
-    for kind, like in (("", "_like"), ("new_", ""), ("", ""))
+    name for fill in ("zeros", "ones", "full", "empty") for name in (fill, f"{fill}_like", f"new_{fill}")
 }
 BY_CONTENT = {"nonzero", "masked_select", "_unique2", "unique_dim", "unique_consecutive", "unique_dim_consecutive"}
-UNFAKED = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException)
-TORCH, HERE = os.path.dirname(torch.__file__) + os.sep, os.path.dirname(os.path.dirname(__file__)) + os.sep
-STEP = tuple(
-    HERE + os.path.join(*name)
-    for name in (("training", ""), ("tracking", "tracked.py"), ("simulation", "any_module.py"))
+UNFAKED = (
+    fake_tensor.DataDependentOutputException,
+    fake_tensor.DynamicOutputShapeException,
+    fake_tensor.UnsupportedOperatorException,
 )
+TORCH, HERE = os.path.dirname(torch.__file__) + os.sep, os.path.dirname(os.path.dirname(__file__)) + os.sep
+STEP = tuple(HERE + os.path.join(*name) for name in (
+    ("training", ""), ("tracking", "tracked.py"), ("simulation", "any_module.py")))  # fmt: skip
 
 
 class ValueNeeded(Exception):
@@ -86,7 +81,7 @@ class Values:
     def run(self, func: Any, args: tuple, kwargs: dict, where: str) -> Any:
         """The fake result of `func`; with its content, where that of all arguments is known."""
         name = func.overloadpacket.__name__
-        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        tensors = _tensors((args, kwargs))
         known = torch.Tag.nondeterministic_seeded not in func.tags and all(
             self._argument(tensor, name) is not None for tensor in tensors
         )
@@ -100,9 +95,12 @@ class Values:
             if func is aten.equal.default and not known:
                 return self._guess(True, where)
             return self._from_real(func, name, tensors, args, kwargs, where)
-        leaves = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
-        if known and all(leaf.numel() <= LIMIT for leaf in leaves):
-            self._follow(func, name, args, kwargs, leaves)
+        made = _tensors(result)
+        if known and all(tensor.numel() <= LIMIT for tensor in made):
+            content = _tensors(self._really(func, args, kwargs, lambda tensor: self._argument(tensor, name)))
+            for fake, real in zip(made, content, strict=True):
+                if isinstance(fake, FakeTensor) and fake.shape == real.shape and real.layout == torch.strided:
+                    fake._content = real
         elif func._schema.is_mutable:
             self._lose(func, args, kwargs)
             if name.endswith("_") and torch.is_grad_enabled():
@@ -115,10 +113,8 @@ class Values:
         base = tensor._base if isinstance(tensor, torch.Tensor) else None
         written = base is not None and base.requires_grad
         if written and all(frame.f_code is not _pad.__code__ for frame, _ in traceback.walk_stack(None)):
-            line = user_line(traceback.walk_stack(None)) or where
-            self._note(
-                f"a view is written into ({line}): its backward pass takes {base.nbytes:,} bytes more for a moment"
-            )
+            line, size = user_line(traceback.walk_stack(None)) or where, base.nbytes
+            self._note(f"a view is written into ({line}): its backward pass takes {size:,} bytes more for a moment")
 
     def _argument(self, tensor: torch.Tensor, name: str) -> torch.Tensor | None:
         """The content of an operator's argument; any will do where only its shape counts."""
@@ -127,36 +123,31 @@ class Values:
             real = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
         return real
 
-    def _follow(self, func: Any, name: str, args: tuple, kwargs: dict, leaves: list[torch.Tensor]) -> None:
-        """Run `func` on what is known, in place too, and keep the content of its results."""
+    def _really(self, func: Any, args: tuple, kwargs: dict, content: Any) -> Any:
+        """The result of `func` on what `content` gives for its tensors, in place too."""
         with _disable_current_modes(), torch._C.DisableTorchFunction(), torch.no_grad():
-            args, kwargs = tree_map_only(torch.Tensor, lambda t: self._argument(t, name), (args, kwargs))
-            real = func(*args, **kwargs)
-        for leaf, content in zip(leaves, [t for t in tree_leaves(real) if isinstance(t, torch.Tensor)], strict=True):
-            if isinstance(leaf, FakeTensor) and leaf.shape == content.shape and content.layout == torch.strided:
-                leaf._content = content
+            args, kwargs = tree_map_only(torch.Tensor, content, (args, kwargs))
+            return func(*args, **kwargs)
 
     def _lose(self, func: Any, args: tuple, kwargs: dict) -> None:
         """What `func` writes into, and every view of it, is not known any more: its content is given up."""
-        schema = func._schema.arguments
-        written = [value for value, argument in zip(args, schema, strict=False) if _is_written(argument)]
-        written += [kwargs[argument.name] for argument in schema if argument.name in kwargs and _is_written(argument)]
-        for tensor in tree_leaves(written):
-            if isinstance(tensor, FakeTensor) and (real := self.of(tensor)) is not None:
-                with _disable_current_modes():
-                    real.untyped_storage().resize_(0)
+        named = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | kwargs
+        for argument in func._schema.arguments:
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                for tensor in tree_leaves(named.get(argument.name)):
+                    if isinstance(tensor, FakeTensor) and (real := self.of(tensor)) is not None:
+                        with _disable_current_modes():
+                            real.untyped_storage().resize_(0)
 
     def _faked(self, func: Any, name: str, args: tuple, kwargs: dict) -> Any:
-        if name == "index" and any(_is_mask(index) for index in args[1]):
+        if name == "index" and any(map(_is_mask, args[1])):
             args = (args[0], [place for index in args[1] for place in self._places(index)], *args[2:])
         elif name == "masked_select" and (mask := self.of(args[1])) is not None:
             shape = torch.broadcast_shapes(args[0].shape, mask.shape)
             with _disable_current_modes():
                 count = int(mask.sum()) * (math.prod(shape) // max(1, mask.numel()))
             return args[0].new_empty(count)
-        elif (
-            name == "clone" and args[0].layout == torch.sparse_coo
-        ):  # autograd keeps a gradient so; a fake one's is empty
+        elif name == "clone" and args[0].layout == torch.sparse_coo:  # a gradient is kept so; a fake one's is empty
             parts = args[0]._indices().clone(), args[0]._values().clone()
             return torch.sparse_coo_tensor(*parts, args[0].shape, check_invariants=False)
         elif name == "_coalesce":  # a fake one's result is empty, as how many rows differ is not known
@@ -195,18 +186,15 @@ class Values:
             content = contents[id(tensor)]
             return torch.zeros(tensor.shape, dtype=tensor.dtype) if content is None else content
 
-        with _disable_current_modes(), torch._C.DisableTorchFunction(), torch.no_grad():
-            args, kwargs = tree_map_only(torch.Tensor, real, (args, kwargs))
-            result = func(*args, **kwargs)
-        if name == "_pack_padded_sequence":  # kernels of packed sequences read the batch sizes, which are the host's
-            return self.mode.from_tensor(result[0], static_shapes=True), result[1]
-
         def fake(tensor: torch.Tensor) -> torch.Tensor:
             made = self.mode.from_tensor(tensor, static_shapes=True)
             if not unknown and tensor.numel() <= LIMIT:
                 made._content = tensor
             return made
 
+        result = self._really(func, args, kwargs, real)
+        if name == "_pack_padded_sequence":  # kernels of packed sequences read the batch sizes, which are the host's
+            return self.mode.from_tensor(result[0], static_shapes=True), result[1]
         return tree_map_only(torch.Tensor, fake, result)
 
     def _guess(self, guess: Any, where: str) -> Any:
@@ -223,11 +211,9 @@ class Values:
         return guess
 
 
-@contextlib.contextmanager
-def packed_sequences() -> Iterator[None]:
+def packed_sequences() -> contextlib.AbstractContextManager:
     """While entered, `pad_packed_sequence` is made of operators; torch's writes lengths where fake tensors have nothing."""
-    with patch.object(torch._VF, "_pad_packed_sequence", _pad, create=True):
-        yield
+    return patch.object(torch._VF, "_pad_packed_sequence", _pad, create=True)
 
 
 def _pad(data, batch_sizes, batch_first, padding_value, total_length):
@@ -246,6 +232,15 @@ def _pad(data, batch_sizes, batch_first, padding_value, total_length):
     return (output.transpose(0, 1) if batch_first else output), lengths
 
 
+def reason_at(error: Exception, whole: bool = False) -> str:
+    """What `error` says (its first line unless `whole`), and the user's line that it came from."""
+    text = str(error).replace("\n", " ")
+    if not whole:
+        text = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
+    line = user_line(list(traceback.walk_tb(error.__traceback__))[::-1])
+    return f"{text} ({line})" if line else text
+
+
 def user_line(frames: Iterable[tuple[Any, int]]) -> str:
     """The innermost of `frames` that is the user's (or a library's beyond torch): its file, line and text, or "".
 
@@ -254,24 +249,19 @@ def user_line(frames: Iterable[tuple[Any, int]]) -> str:
     """
     for frame, number in frames:
         file = frame.f_code.co_filename
-        if file.startswith(TORCH + "optim") and file.endswith("lbfgs.py"):
-            return _spell(file, number)  # its line search decides by values
-        if file.startswith(STEP):
+        lbfgs = file.startswith(TORCH + "optim") and file.endswith("lbfgs.py")  # its line search decides by values
+        if file.startswith(STEP) and not lbfgs:
             return ""
-        if not file.startswith((TORCH, HERE, "<")) and not file.endswith("contextlib.py"):
-            return _spell(file, number)
+        if lbfgs or (not file.startswith((TORCH, HERE, "<")) and not file.endswith("contextlib.py")):
+            text = linecache.getline(file, number).strip()
+            name = "a cell" if "ipykernel" in file else os.path.basename(file)
+            return f"{name}, line {number}" + (f": {text}" if text else "")
     return ""
 
 
-def _spell(file: str, number: int) -> str:
-    text = linecache.getline(file, number).strip()
-    name = "a cell" if "ipykernel" in file else os.path.basename(file)
-    return f"{name}, line {number}" + (f": {text}" if text else "")
+def _tensors(values: Any) -> list[torch.Tensor]:
+    return [value for value in tree_leaves(values) if isinstance(value, torch.Tensor)]
 
 
 def _is_mask(index: Any) -> bool:
     return isinstance(index, torch.Tensor) and index.dtype in (torch.bool, torch.uint8)
-
-
-def _is_written(argument: Any) -> bool:
-    return argument.alias_info is not None and argument.alias_info.is_write

@@ -1,4 +1,4 @@
-"""Fake copies of a user's objects that keep to themselves: no hook or closure of a copy reaches the original."""
+"""Fake copies of a user's objects that share nothing with them: no hook or closure of a copy reaches the original."""
 
 import copy
 import types
@@ -11,20 +11,22 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from ..report.errors import RecipeError
 
-HELD = (torch.nn.Module, torch.Tensor, torch.optim.Optimizer, dict, list, set, tuple)  # what is copied of a namespace
-SHARED = (types.ModuleType, type, types.BuiltinFunctionType, str, bytes, int, float, complex, type(None))
-COPIED = (
-    *SHARED,
+FUNCTIONS = (types.FunctionType, types.MethodType)
+NAMESPACE = (
     torch.nn.Module,
     torch.Tensor,
-    torch.Generator,
-    types.FunctionType,
-    types.MethodType,
-)  # without any question
+    torch.optim.Optimizer,
+    dict,
+    list,
+    set,
+    tuple,
+)  # copied of a function's globals
+SHARED = (types.ModuleType, type, types.BuiltinFunctionType, str, bytes, int, float, complex, type(None))
+COPIED = (*SHARED, *FUNCTIONS, torch.nn.Module, torch.Tensor, torch.Generator)  # without any question
 
 
-class Twins:
-    """Copies objects; what was copied once is the same copy ever after. Tensors become fake ones of `mode`.
+class Copier:
+    """Copies objects, each once. Tensors become fake ones of `mode`.
 
     `copy.deepcopy` shares functions. Here a function is made again where it holds something that is copied: in its
     closure, its defaults or, by name, its globals.
@@ -36,7 +38,7 @@ class Twins:
         self._kept: list[Any] = []  # ids in the memo stay true as long as what they are of lives
 
     def module(self, model: torch.nn.Module, adapt: Callable[[torch.nn.Module], None]) -> torch.nn.Module:
-        """The fake copy of `model`, after `adapt` has had it, with its hooks and functions made again."""
+        """The fake copy of `model`, after `adapt` was called on it, with its hooks and functions made again."""
         self._keep_locks(model)
         with FakeCopyMode(self.mode):
             fake = copy.deepcopy(model, self.memo)
@@ -47,7 +49,7 @@ class Twins:
                 self.memo.update({id(tensor): getattr(new, name)[key] for key, tensor in getattr(old, name).items()})
         for old, new in pairs:
             for name, value in vars(old).items():
-                if isinstance(value, types.FunctionType | types.MethodType):
+                if isinstance(value, FUNCTIONS):
                     vars(new)[name] = self(value)
                 elif name.endswith("_hooks") and isinstance(value, dict):
                     getattr(new, name).update({key: self(hook) for key, hook in value.items()})
@@ -62,10 +64,11 @@ class Twins:
         """The copy of `optimizer`, without its states; a learning-rate scheduler is not part of it."""
         new = self.memo[id(optimizer)] = object.__new__(type(optimizer))
         self._kept.append(optimizer)
-        held = {name: value for name, value in vars(optimizer).items() if name not in ("state", "step")}
         memo = dict(self.memo)  # another copy has groups of its own
         with FakeCopyMode(self.mode):
-            new.__dict__ = {name: copy.deepcopy(value, memo) for name, value in held.items()}
+            for name, value in vars(optimizer).items():
+                if name not in ("state", "step"):
+                    vars(new)[name] = copy.deepcopy(value, memo)
         new.state = type(optimizer.state)(dict)
         return new
 
@@ -100,7 +103,7 @@ class Twins:
         for name in _names(function.__code__):
             held = space.get(name)
             own = isinstance(held, types.FunctionType) and held.__globals__ is function.__globals__
-            if own or (isinstance(held, HELD) and not name.startswith("__")):
+            if own or (isinstance(held, NAMESPACE) and not name.startswith("__")):
                 space[name] = self(held)
         new.__defaults__ = self(function.__defaults__)
         for cell, old in zip(cells, function.__closure__ or (), strict=True):

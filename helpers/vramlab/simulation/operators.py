@@ -1,0 +1,244 @@
+"""Fake operators that allocate what real ones do, where torch's own rules for fake tensors do not: one table.
+
+`tests/simulation/test_operators.py` sweeps ATen's operators on a CPU for others.
+"""
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch._decomp import decomposition_table, meta_table
+from torch._prims_common import suggest_memory_format
+from torch._subclasses import fake_impls
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import _disable_current_modes
+
+aten = torch.ops.aten
+CONTIGUOUS = torch.contiguous_format
+_target = ["cpu"]  # of the last simulation in this process
+
+
+def target_device() -> str:
+    """Target device of the active simulation, "cuda" or "cpu"."""
+    return _target[0]
+
+
+@contextlib.contextmanager
+def fake_operators(target: str) -> Iterator[None]:
+    """While entered, fake tensors follow the rules for `target`."""
+    rules = {name: _in_mode(rule) for name, rule in {**RULES, **(CUDA if target == "cuda" else CPU)}.items()}
+    if _target[0] != target:  # results are cached by operator and shapes
+        FakeTensorMode.cache_clear()
+        _target[0] = target
+    with patch.dict(fake_impls.op_implementations_dict, rules), patch.dict(decomposition_table):
+        for operator in rules:
+            decomposition_table.pop(operator, None)  # which would be preferred
+        yield
+
+
+def _in_mode(rule: Callable) -> Callable:
+    def run(mode, func, *args, **kwargs):
+        with mode:
+            return rule(*args, **kwargs)
+
+    return run
+
+
+# --- norms ------------------------------------------------------------------------------------------------------------
+
+
+def _statistics(input, shape, parameters, fused) -> tuple[torch.Tensor, torch.Tensor]:
+    """Mean and inverse deviation that a norm keeps.
+
+    Layer and batch norm on CUDA keep them in fp32 for half precision too (`layer_norm_kernel.cu`, `Normalization.cu`,
+    acc_type). Otherwise they have the input's dtype, and fp32 if the input is half precision and a parameter is not
+    (`mixed_data_type.h`, param_scalar_type; group norm on both devices).
+    """
+    fp32 = (fused and _target[0] == "cuda") or any(p is not None and p.dtype == torch.float32 for p in parameters)
+    dtype = torch.float32 if fp32 and input.itemsize == 2 else input.dtype
+    return input.new_empty(shape, dtype=dtype), input.new_empty(shape, dtype=dtype)
+
+
+def _like(input: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(input, memory_format=suggest_memory_format(input))
+
+
+def _layer_norm(input, shape, weight, bias, eps):
+    rows = (*input.shape[: input.dim() - len(shape)], *(1 for _ in shape))
+    return torch.empty_like(input, memory_format=CONTIGUOUS), *_statistics(input, rows, (weight, bias), True)
+
+
+def _layer_norm_backward(gradient, input, shape, mean, rstd, weight, bias, mask):
+    """Contiguous whatever the strides of `input` and `gradient` are."""
+    wanted = zip((input, weight, bias), mask, strict=True)
+    return tuple(torch.empty_like(t, memory_format=CONTIGUOUS) if w and t is not None else None for t, w in wanted)
+
+
+def _batch_norm(input, weight, bias, mean, var, training, momentum, eps):
+    columns = (input.shape[1] if training else 0,)
+    return _like(input), *_statistics(input, columns, (weight, bias, mean, var), True)
+
+
+def _group_norm(input, weight, bias, n, c, size, groups, eps):
+    return _like(input), *_statistics(input, (n, groups), (weight, bias), False)
+
+
+def _group_norm_backward(gradient, input, mean, rstd, weight, n, c, size, groups, mask):
+    dtype = mean.dtype if weight is None else weight.dtype
+    made = (_like(input), *(input.new_empty(c, dtype=dtype) for _ in range(2)))
+    return tuple(tensor if wanted else None for tensor, wanted in zip(made, mask, strict=True))
+
+
+# --- others -----------------------------------------------------------------------------------------------------------
+
+
+def _grouped_mm(a, b, offs=None, bias=None, out_dtype=None):
+    """torch's own rule (mixture of experts) refuses all but bf16; its real kernels take any dtype.
+
+    Shapes as in aten/src/ATen/native/GroupedMMUtils.h: groups run along the rows of a, along both matrices' shared
+    dimension (weight gradients), along the columns of b, or there is a plain batch.
+    """
+    if a.dim() == 2:
+        size = (offs.shape[0], a.shape[0], b.shape[1]) if b.dim() == 2 else (a.shape[0], b.shape[-1])
+    else:
+        size = (a.shape[1], b.shape[1]) if b.dim() == 2 else (a.shape[0], a.shape[1], b.shape[-1])
+    return torch.empty(size, dtype=out_dtype or a.dtype, device=a.device)
+
+
+def _embedding_bag(weight, indices, offsets, scale_grad_by_freq=False, kind=0, sparse=False, per_sample_weights=None,
+                   include_last_offset=False, padding_idx=-1):  # fmt: skip
+    """CUDA keeps the bag of every index and, for maxima, where they were (`EmbeddingBag.cu`, _embedding_bag_cuda)."""
+    bags, width = offsets.shape[0] - include_last_offset, weight.shape[1]
+    found = indices.new_empty((bags, width) if kind == 2 else 0)
+    return weight.new_empty(bags, width), indices.new_empty(indices.shape), indices.new_empty(offsets.shape), found
+
+
+def _flash_forward(query, *args, **kwargs):
+    """What the package flash-attn returns as well: one fp32 number a row and the generator's state on the GPU."""
+    batch, length, heads, _ = query.shape
+    rows = query.new_empty((batch, heads, length), dtype=torch.float32)
+    rng_state, unused = (query.new_empty(n, dtype=torch.uint64) for n in (2, 0))
+    return torch.empty_like(query), rows, rng_state, unused, query.new_empty(0)
+
+
+def _fused_gru(input_gates, hidden_gates, hx, input_bias=None, hidden_bias=None):
+    """The new state, and a workspace of five numbers a unit (`RNN.cu`, GRU_WORKSPACE_MULTIPLIER)."""
+    return torch.empty_like(hx, memory_format=CONTIGUOUS), hx.new_empty(hx.shape[0], 5 * hx.shape[1])
+
+
+def _fused_gru_backward(gradient, workspace, has_bias):
+    rows, units = workspace.shape[0], workspace.shape[1] // 5
+    gates = [workspace.new_empty(rows, 3 * units) for _ in range(2)]
+    biases = [workspace.new_empty(3 * units) if has_bias else None for _ in range(2)]
+    return *gates, torch.empty_like(gradient, memory_format=CONTIGUOUS), *biases
+
+
+# --- oneDNN's LSTM on a CPU (`mkldnn/RNN.cpp`) ------------------------------------------------------------------------
+
+
+def _onednn(input, *args):
+    """torch's own rule leaves out the workspace."""
+    output, hy, cy, workspace = meta_table[aten.mkldnn_rnn_layer.default](input, *args)
+    if args[-1] and torch.is_grad_enabled():  # train
+        shapes = tuple(tuple(t.shape) for t in args[:5])  # weights and hidden state
+        size = onednn_workspace(*input.shape, shapes, input.dtype, (args[8], *args[-6:-2]))
+        workspace = input.new_empty(size, dtype=torch.uint8)
+    return output, hy, cy, workspace
+
+
+def _onednn_backward(*args):
+    """Both biases have a gradient of their own."""
+    made = list(meta_table[aten.mkldnn_rnn_layer_backward.default](*args))
+    made[4] = torch.empty_like(made[4])
+    return tuple(made)
+
+
+@functools.lru_cache(maxsize=256)
+def onednn_workspace(steps: int, rows: int, width: int, shapes: tuple, dtype: torch.dtype, options: tuple) -> int:
+    """Bytes that oneDNN keeps of a layer; it depends on this processor, so a real layer of zeros is asked.
+
+    The workspace is a few stretches, each so many cache lines a step and rounded up to pages of 4,096 bytes. So what 64
+    steps more take is always the same, and long sequences need not be run.
+    """
+    if steps >= 192:
+        short = steps % 64 + 64
+        sizes = [onednn_workspace(n, rows, width, shapes, dtype, options) for n in (short, short + 64)]
+        return sizes[0] + (steps - short) // 64 * (sizes[1] - sizes[0])
+    with _disable_current_modes(), torch.enable_grad():  # without, nothing is kept
+        *weights, state = (torch.zeros(shape, dtype=dtype) for shape in shapes)
+        input = torch.zeros(steps, rows, width, dtype=dtype)
+        made = aten.mkldnn_rnn_layer(input, *weights, state, state, False, [], *options, False, True)
+    return made[3].untyped_storage().nbytes()
+
+
+RULES = {
+    aten._grouped_mm.default: _grouped_mm,
+    aten.native_layer_norm.default: _layer_norm,
+    aten.native_layer_norm_backward.default: _layer_norm_backward,
+    aten.native_batch_norm.default: _batch_norm,
+    aten._native_batch_norm_legit.default: _batch_norm,  # of which torch may make it
+    aten._native_batch_norm_legit.no_stats: lambda input, weight, bias, *others: _batch_norm(
+        input, weight, bias, None, None, *others
+    ),
+    aten.native_group_norm.default: _group_norm,
+    aten.native_group_norm_backward.default: _group_norm_backward,
+}
+if hasattr(torch.ops._c10d_functional, "wait_tensor"):  # gives the tensor itself; torch's own rule gives another one
+    RULES[torch.ops._c10d_functional.wait_tensor.default] = lambda tensor: tensor
+CUDA = {
+    aten._embedding_bag.default: _embedding_bag,
+    aten._flash_attention_forward.default: _flash_forward,
+    aten._thnn_fused_gru_cell.default: _fused_gru,
+    aten._thnn_fused_gru_cell_backward.default: _fused_gru_backward,
+}
+CPU = {aten.mkldnn_rnn_layer.default: _onednn, aten.mkldnn_rnn_layer_backward.default: _onednn_backward}
+
+# --- results that keep a larger storage than their elements fill ------------------------------------------------------
+
+Storages = list[tuple[torch.Tensor, int]]  # tensors and how many elements the storage of each has room for
+
+
+def keep_storage(func: torch._ops.OpOverload, args: Sequence, kwargs: Mapping, result: Any) -> None:
+    """Give the fake `result` of `func` the storage that a real one keeps."""
+    if rule := LARGER.get(func):
+        named = {a.name: a.default_value for a in func._schema.arguments}
+        named |= dict(zip(named, args, strict=False)) | dict(kwargs)
+        for tensor, elements in rule(result, named):
+            storage, size = tensor.untyped_storage(), elements * tensor.element_size()
+            if size > storage.nbytes():
+                storage.resize_(size)
+
+
+def _loss(result: torch.Tensor, named: dict) -> Storages:
+    """The elements' losses are written into the result, which is then resized to one number; `resize_` never gives memory
+    back (`Loss.cpp`, also soft_margin_loss_out and binary_cross_entropy_out_cpu; `Loss.cu`)."""
+    whole = torch.broadcast_shapes(named["self"].shape, named["target"].shape).numel()
+    return [(result, whole)] if named["reduction"] else []
+
+
+def _begins_like_input(result: torch.Tensor, named: dict) -> Storages:
+    """`Im2Col.cpp`, `Col2Im.cpp` and their `.cu` files begin with `empty_like(input)`."""
+    return [(result, named["self"].numel())]
+
+
+def _bags(result: tuple[torch.Tensor, ...], named: dict) -> Storages:
+    """On CPU the bag of each index is found with one element more, and offsets may end with the number of indices; both
+    are resized to one element less (`EmbeddingBag.cpp`)."""
+    _, bag_of_index, bag_sizes, _ = result
+    rooms = (bag_of_index, bag_of_index.numel() + 1), (bag_sizes, named["offsets"].numel())
+    return [room for room in rooms if room[0].numel()] if _target[0] == "cpu" else []
+
+
+LARGER: dict[Any, Callable[[Any, dict], Storages]] = {
+    aten.mse_loss.default: _loss,
+    aten.smooth_l1_loss.default: _loss,
+    aten.soft_margin_loss.default: _loss,
+    aten.binary_cross_entropy.default: _loss,
+    aten.im2col.default: _begins_like_input,
+    aten.col2im.default: _begins_like_input,
+    aten._embedding_bag.default: _bags,
+    aten._embedding_bag_forward_only.default: _bags,
+}
