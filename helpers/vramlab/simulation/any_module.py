@@ -3,7 +3,6 @@
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -65,9 +64,10 @@ class ModuleStep:
         `model.to(dtype)`. Returns what is known of values too.
         """
         model = getattr(self.model, "_orig_mod", self.model)  # of torch.compile
-        copier, values = Copier(mode), Values(mode)
+        values = Values(mode)
         dtype = {"fp16-true": torch.float16, "bf16-true": torch.bfloat16}.get(self.precision)
-        fake = copier.module(model, partial(_on_cpu, dtype=dtype))
+        copier = Copier(mode, dtype)
+        fake = copier(model)
         batch = tree_map(lambda leaf: _input(leaf, copier, dtype), self.batch, is_leaf=_is_packed)
         values.know(tensors_in(batch), tensors_in(self.batch))
         for original, copied in zip(model.modules(), fake.modules(), strict=True):
@@ -167,22 +167,6 @@ def _input(leaf: Any, copier: Copier, dtype: torch.dtype | None) -> Any:
     return fake.to("cpu", dtype if fake.is_floating_point() else None) if isinstance(fake, torch.Tensor) else fake
 
 
-def _on_cpu(model: torch.nn.Module, dtype: torch.dtype | None) -> None:
-    """Fake tensors of other devices (meta, CUDA) become the CPU's, which stand for all; shared ones stay shared."""
-    done: dict[int, torch.Tensor] = {}
-    for module in model.modules():
-        for held in (module._parameters, module._buffers):
-            for name, old in held.items():
-                wanted = dtype if dtype and old is not None and old.is_floating_point() else getattr(old, "dtype", None)
-                if old is None or (old.device.type == "cpu" and old.dtype == wanted):
-                    continue
-                if id(old) not in done:
-                    new = torch.empty_like(old, device="cpu", dtype=wanted)
-                    trained = isinstance(old, torch.nn.Parameter)
-                    done[id(old)] = torch.nn.Parameter(new, requires_grad=old.requires_grad) if trained else new
-                held[name] = done[id(old)]
-
-
 def _scalar(given: Any, copier: Copier) -> Callable[[Any, Any], torch.Tensor]:
     """The loss function `given`, or the outputs' own loss, held to give one number."""
     loss = copier(given) if given is not None else engine.loss_of
@@ -280,7 +264,8 @@ class _Optimizers:
         """`optimizer` again, without its states, on the copies of those of its parameters that are in `trained`."""
         if any(id(p) not in self.own for group in optimizer.param_groups for p in group["params"]):
             raise RecipeError("optimizer", _name(optimizer), "it holds parameters that are not the module's")
-        new = self.copier.optimizer(optimizer)
+        self.copier.memo.pop(id(optimizer), None)  # another parameter's has groups of its own
+        new = self.copier(optimizer)
         chosen = set(map(id, trained))
         for group in new.param_groups:
             group["params"] = [p for p in group["params"] if id(p) in chosen or not p.requires_grad]
