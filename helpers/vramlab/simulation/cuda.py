@@ -29,8 +29,8 @@ from torch.library import Library
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from ..hardware.attention_kernel import kernel_of
 from ..hardware.overhead import cublas_workspace, torch_release
+from ..hardware.sdp_backend import sdp_backend
 from . import cuda_autocast
 from .recurrent import rnn_kernels
 
@@ -64,13 +64,13 @@ def attention_kernel(
         grouped: fewer heads of keys than of queries, left to the kernel (`enable_gqa`). Up to 2.13 only flash can, and
             what flash cannot take is written out with its matrix of scores; later "efficient" can too (pull 191085).
         release: of torch; None is the installed one.
-        options: dropout and broadcast of `kernel_of`.
+        options: dropout and broadcast of `sdp_backend`.
     """
     if dtype not in (*HALF, torch.float32):
         return "math"
     grouped = grouped and (release or torch_release()) < (2, 14)
     bf16, sizes = dtype == torch.bfloat16, (dtype.itemsize, head_dim)
-    return kernel_of(*sizes, masked, grouped, bf16, compute_capability, value_dim=value_dim, **options)
+    return sdp_backend(*sizes, masked, grouped, bf16, compute_capability, value_dim=value_dim, **options)
 
 
 class CudaKernels(TorchFunctionMode):

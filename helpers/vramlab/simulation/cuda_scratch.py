@@ -8,12 +8,12 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from ..hardware.gpu import USUAL, Chip
+from ..hardware.gpu import DEFAULT_CHIP, Chip
 from ..hardware.overhead import rounded
 from ..hardware.scratch import efficient_scratch, norms_scratch, reduction_scratch
 
 
-def kernel_scratch(chip: Chip = USUAL) -> Callable[[str, Sequence], int]:
+def kernel_scratch(chip: Chip = DEFAULT_CHIP) -> Callable[[str, Sequence], int]:
     """A function of an operator's name and arguments to the bytes of its kernel's scratch memory, all blocks but the last
     rounded up as the caching allocator does (the tracker rounds the sum)."""
 

@@ -79,7 +79,7 @@ class Tracker(TorchDispatchMode):
 
     Attributes:
         only_device: of the devices of that type, the one to count; None: all.
-        keep_storage: called with each operator, its arguments and its result (`result_storages.py`).
+        keep_storage: called with each operator, its arguments and its result (`operators.py`).
         host_computes: what is computed from tensors that live elsewhere alone stays there.
         notes: what the report is to say about the run.
         host_peak: once finished, the most bytes that were elsewhere at a time.
