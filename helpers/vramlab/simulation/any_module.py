@@ -33,29 +33,29 @@ class ModuleStep:
 
     def check(self) -> None:
         """Raise RecipeError for what cannot be trained, before anything is copied."""
-        model, loss, makers = self.model, self.loss, _listed(self.optimizer)
-
-        def require(met: bool, field: str, value: Any, allowed: str) -> None:
+        for met, field, value, allowed in self._demands():
             if not met:
                 raise RecipeError(field, value, allowed)
 
-        require(isinstance(model, torch.nn.Module), "model", _name(model), "it must be a torch.nn.Module, if there is no "
-                "recipe")  # fmt: skip
+    def _demands(self) -> Iterator[tuple[Any, str, Any, str]]:
+        """(whether it is met, field, its value, what is allowed); what comes later may need what came before."""
+        model, name, makers = self.model, _name(self.model), _listed(self.optimizer)
+        yield isinstance(model, torch.nn.Module), "model", name, "it must be a torch.nn.Module, if there is no recipe"
         lazy = lazy_parameter(model)
-        require(lazy is None, "model", _name(model), f"its parameter {lazy!r} is lazy and has no shape yet: call the "
-                "module once on a batch before")  # fmt: skip
-        trained = any(parameter.requires_grad for parameter in model.parameters())
-        require(trained, "model", _name(model), "it has no parameter that requires a gradient, so nothing is trained")
+        allowed = f"its parameter {lazy!r} is lazy and has no shape yet: call the module once on a batch before"
+        yield lazy is None, "model", name, allowed
+        allowed = "it has no parameter that requires a gradient, so nothing is trained"
+        yield any(parameter.requires_grad for parameter in model.parameters()), "model", name, allowed
         allowed = "a module needs what its forward takes: a mapping, a tuple or a tensor"
-        require(self.batch is not None, "batch", None, allowed)
+        yield self.batch is not None, "batch", None, allowed
         made = makers and all(isinstance(o, torch.optim.Optimizer) or callable(o) for o in makers)
         allowed = "it must be a torch.optim.Optimizer on the module's parameters, a list of them, or a function that "
-        require(made, "optimizer", _name(self.optimizer), allowed + "makes one from parameters")
+        yield made, "optimizer", _name(self.optimizer), allowed + "makes one from parameters"
         allowed = "it must be a function of (outputs, batch) to a scalar tensor, or None"
-        require(loss is None or callable(loss), "loss", _name(loss), allowed)
-        require(isinstance(self.loop, Loop), "loop", self.loop, "it must be a Loop, or the name of one such as 'plain'")
+        yield self.loss is None or callable(self.loss), "loss", _name(self.loss), allowed
+        yield isinstance(self.loop, Loop), "loop", self.loop, "it must be a Loop, or the name of one such as 'plain'"
         allowed = "allowed are " + ", ".join(map(repr, PRECISIONS))
-        require(self.precision in PRECISIONS, "precision", self.precision, allowed)
+        yield self.precision in PRECISIONS, "precision", self.precision, allowed
 
     def prepare(self, target: str, mode: FakeTensorMode) -> tuple[tr.Training, Values]:
         """Fake copies of model and batch, and the optimizer again, without its state, on the copy's parameters.

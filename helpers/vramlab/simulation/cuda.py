@@ -51,7 +51,6 @@ def attention_kernel(
     head_dim: int,
     value_dim: int,
     compute_capability: tuple[int, int] = (8, 0),
-    masked: bool = False,
     grouped: bool = False,
     release: tuple[int, int] | None = None,
     **options,
@@ -64,13 +63,14 @@ def attention_kernel(
         grouped: fewer heads of keys than of queries, left to the kernel (`enable_gqa`). Up to 2.13 only flash can, and
             what flash cannot take is written out with its matrix of scores; later "efficient" can too (pull 191085).
         release: of torch; None is the installed one.
-        options: dropout and broadcast of `sdp_backend`.
+        options: masked, dropout and broadcast of `sdp_backend`.
     """
     if dtype not in (*HALF, torch.float32):
         return "math"
     grouped = grouped and (release or torch_release()) < (2, 14)
-    bf16, sizes = dtype == torch.bfloat16, (dtype.itemsize, head_dim)
-    return sdp_backend(*sizes, masked, grouped, bf16, compute_capability, value_dim=value_dim, **options)
+    options = {"masked": False, "value_dim": value_dim, **options}
+    bf16 = dtype == torch.bfloat16
+    return sdp_backend(dtype.itemsize, head_dim, grouped=grouped, bf16=bf16, capability=compute_capability, **options)
 
 
 class CudaKernels(TorchFunctionMode):
@@ -147,7 +147,8 @@ def cuda_kernels(compute_capability: tuple[int, int] = (8, 0)) -> Iterator[CudaK
         library._destroy()
 
 
-def _attention(capability, query, key, value, mask=None, p=0.0, causal=False, *, scale=None, enable_gqa=False):
+def _attention(capability, query, key, value, *options, scale=None, enable_gqa=False):
+    mask, p, causal = (*options, *(None, 0.0, False)[len(options) :])
     fewer = query.shape[-3] != key.shape[-3]
     # flash aligns a causal mask to the other corner where lengths differ
     kernel = attention_kernel(

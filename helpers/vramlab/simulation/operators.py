@@ -71,22 +71,25 @@ def _layer_norm(input, shape, weight, bias, eps):
     return torch.empty_like(input, memory_format=CONTIGUOUS), *_statistics(input, rows, (weight, bias), True)
 
 
-def _layer_norm_backward(gradient, input, shape, mean, rstd, weight, bias, mask):
+def _layer_norm_backward(gradient, input, *others):
     """Contiguous whatever the strides of `input` and `gradient` are."""
+    _, _, _, weight, bias, mask = others
     wanted = zip((input, weight, bias), mask, strict=True)
     return tuple(torch.empty_like(t, memory_format=CONTIGUOUS) if w and t is not None else None for t, w in wanted)
 
 
-def _batch_norm(input, weight, bias, mean, var, training, momentum, eps):
+def _batch_norm(input, weight, bias, mean, var, training, *others):
     columns = (input.shape[1] if training else 0,)
     return _like(input), *_statistics(input, columns, (weight, bias, mean, var), True)
 
 
-def _group_norm(input, weight, bias, n, c, size, groups, eps):
+def _group_norm(input, weight, bias, n, *sizes):
+    _, _, groups, _ = sizes
     return _like(input), *_statistics(input, (n, groups), (weight, bias), False)
 
 
-def _group_norm_backward(gradient, input, mean, rstd, weight, n, c, size, groups, mask):
+def _group_norm_backward(gradient, input, mean, rstd, weight, *sizes):
+    _, c, _, _, mask = sizes
     dtype = mean.dtype if weight is None else weight.dtype
     made = (_like(input), *(input.new_empty(c, dtype=dtype) for _ in range(2)))
     return tuple(tensor if wanted else None for tensor, wanted in zip(made, mask, strict=True))
@@ -108,9 +111,9 @@ def _grouped_mm(a, b, offs=None, bias=None, out_dtype=None):
     return torch.empty(size, dtype=out_dtype or a.dtype, device=a.device)
 
 
-def _embedding_bag(weight, indices, offsets, scale_grad_by_freq=False, kind=0, sparse=False, per_sample_weights=None,
-                   include_last_offset=False, padding_idx=-1):  # fmt: skip
+def _embedding_bag(weight, indices, offsets, *options):
     """CUDA keeps the bag of every index and, for maxima, where they were (`EmbeddingBag.cu`, _embedding_bag_cuda)."""
+    _, kind, _, _, include_last_offset = (*options, *(False, 0, False, None, False)[len(options) :])[:5]
     bags, width = offsets.shape[0] - include_last_offset, weight.shape[1]
     found = indices.new_empty((bags, width) if kind == 2 else 0)
     return weight.new_empty(bags, width), indices.new_empty(indices.shape), indices.new_empty(offsets.shape), found

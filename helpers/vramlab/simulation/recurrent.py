@@ -30,11 +30,10 @@ def rnn_kernels(note: Callable[[str], None]) -> dict[str, Callable]:
     }
 
 
-def _layers(
-    note, cell, input, hx, params, has_biases, num_layers, dropout, train, bidirectional, batch_first
-) -> tuple[torch.Tensor, ...]:
-    """The arguments of `aten::lstm.input` and its like; `cell` makes one step."""
+def _layers(note: Callable, cell: Callable, input, hx, params, has_biases, *options) -> tuple[torch.Tensor, ...]:
+    """What `aten::lstm.input` and its like compute; `cell` makes one step."""
     note(NOTE)
+    num_layers, dropout, train, bidirectional, batch_first = options
     several = not isinstance(hx, torch.Tensor)  # an LSTM's hidden and cell states
     hiddens = list(zip(*(h.unbind(0) for h in hx), strict=True)) if several else list(hx.unbind(0))
     directions, count = 1 + bidirectional, len(params) // len(hiddens)
@@ -57,7 +56,8 @@ def _layers(
     return (output, *(torch.stack(each, 0) for each in (zip(*final, strict=True) if several else [final])))
 
 
-def _lstm(input, hx: Sequence, w_ih, w_hh, b_ih=None, b_hh=None, w_hr=None) -> tuple[torch.Tensor, torch.Tensor]:
+def _lstm(input, hx: Sequence, w_ih, w_hh, *more) -> tuple[torch.Tensor, torch.Tensor]:
+    b_ih, b_hh, w_hr = (*more, None, None, None)[:3]
     gates = torch.matmul(input, w_ih.t()), torch.matmul(hx[0], w_hh.t())
     hy, cy, _ = aten._thnn_fused_lstm_cell(*gates, hx[1], b_ih, b_hh)
     return (hy if w_hr is None else torch.matmul(hy, w_hr.t())), cy
@@ -68,5 +68,6 @@ def _gru(input, hx, w_ih, w_hh, b_ih=None, b_hh=None) -> torch.Tensor:
     return aten._thnn_fused_gru_cell(*gates, hx, b_ih, b_hh)[0]
 
 
-def _simple(activation: Callable, input, hx, w_ih, w_hh, b_ih=None, b_hh=None) -> torch.Tensor:
+def _simple(activation: Callable, input, hx, *weights) -> torch.Tensor:
+    w_ih, w_hh, b_ih, b_hh = (*weights, None, None)[:4]
     return activation(F.linear(hx, w_hh, b_hh).add_(F.linear(input, w_ih, b_ih)))
