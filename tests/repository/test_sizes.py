@@ -12,7 +12,7 @@ CEILINGS = {
     "vramlab/training": 2040,
     "vramlab/tracking": 990,
     "vramlab/formulas": 3460,
-    "vramlab/simulation": 2630,
+    "vramlab/simulation": 2340,
     "vramlab/measurement": 1630,
     "vramlab/planning": 1190,
     "vramlab/faces": 1950,
