@@ -43,17 +43,23 @@ def _layers(note: Callable, cell: Callable, input, hx, params, has_biases, *opti
         for i in range(layer * directions, (layer + 1) * directions):
             w_ih, w_hh, *more = params[count * i : count * (i + 1)]
             weights = (w_ih, w_hh, *more) if has_biases else (w_ih, w_hh, None, None, *more)
-            hidden, made, order = hiddens[i], [], -1 if i % directions else 1
-            for step in input.unbind(0)[::order]:
-                hidden = cell(step, hidden, *weights)
-                made.append(hidden[0] if several else hidden)
-            outputs.append(torch.stack(made[::order], 0))
+            output, hidden = _unrolled(cell, input, hiddens[i], weights, -1 if i % directions else 1)
+            outputs.append(output)
             final.append(hidden)
         input = torch.cat(outputs, -1) if bidirectional else outputs[0]
         if dropout and train and layer < num_layers - 1:
             input = torch.dropout(input, dropout, True)
     output = input.transpose(0, 1) if batch_first else input
     return (output, *(torch.stack(each, 0) for each in (zip(*final, strict=True) if several else [final])))
+
+
+def _unrolled(cell: Callable, input: torch.Tensor, hidden, weights: tuple, order: int) -> tuple:
+    """The outputs of all steps as one tensor, and the last hidden state; `order` is -1 from the end."""
+    made = []
+    for step in input.unbind(0)[::order]:
+        hidden = cell(step, hidden, *weights)
+        made.append(hidden[0] if isinstance(hidden, tuple) else hidden)
+    return torch.stack(made[::order], 0), hidden
 
 
 def _lstm(input, hx: Sequence, w_ih, w_hh, *more) -> tuple[torch.Tensor, torch.Tensor]:
