@@ -173,7 +173,7 @@ class Account:
                     split[category] += times * (after[category] - before[category])
             excess = min(split["activations"], 0)  # a layer's output that only the last one does not keep
             split["activations"] -= excess
-            split["temporaries"] += excess
+            split["temporaries"] = max(split["temporaries"] + excess, 0)
             found.append(split)
         return found
 

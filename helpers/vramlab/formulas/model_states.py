@@ -49,7 +49,7 @@ class Held:
             blocks hold beyond those.
         always: what else is there from the beginning on.
         temporaries: of the optimizer's step, at its highest moment.
-        forward, backward, backward_end, step: what the engine adds there, at the peak and (`_end`) at the end.
+        forward, backward, backward_end: what the engine adds there, at the peak and (`_end`) at the end.
         forward_parts, backward_parts: instead of what `forward` and `backward` add at the peaks, bytes of workspace in the
             layers and in the head; in the head, in the layers and after them. None: the same throughout.
         reducing: bytes that come and go when the backward pass is over.
@@ -65,7 +65,6 @@ class Held:
     forward: Sizes = field(default_factory=dict)
     backward: Sizes = field(default_factory=dict)
     backward_end: Sizes = field(default_factory=dict)
-    step: Sizes = field(default_factory=dict)
     forward_parts: tuple[int, int] | None = None
     backward_parts: tuple[int, int, int] | None = None
     reducing: int = 0

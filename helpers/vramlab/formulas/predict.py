@@ -23,7 +23,7 @@ from . import model_parallel, shards
 from . import model_states as stored
 from .account import Account, AccountKey, kept_account
 from .ledger import Entry
-from .model_states import is_sharded_by
+from .model_states import Held, Sizes, is_sharded_by
 
 LISTED = 8
 DTYPES = {8: "int64", 4: "float32", 1: "uint8"}
@@ -54,9 +54,9 @@ def predict(recipe: Recipe | Any, gpu: str | Gpu | None = None) -> Report:
     part, chip = model_parallel.of_rank(recipe), card.chip if card else DEFAULT_CHIP
     account = kept_account(AccountKey(part, chip, exist))
     rank = shards.of_rank(part)
-    phases = _phases(part, account, card, exist, rank)
+    phases = _Step(part, account, rank, card, exist).phases()
     if model_parallel.is_model_parallel(recipe) and recipe.sharding.engine == "pipeline":
-        later = _phases(part, kept_account(AccountKey(part, chip, True)), card, True, rank)
+        later = _Step(part, kept_account(AccountKey(part, chip, True)), rank, card, True).phases()
         phases = model_parallel.pipelined(recipe, phases, later, account.phases[2]["activations"])
     name = max(phases, key=lambda phase: phases[phase].peak.total)
     peak = phases[name].peak
@@ -77,78 +77,86 @@ def predict(recipe: Recipe | Any, gpu: str | Gpu | None = None) -> Report:
     )
 
 
-def _phases(recipe: Recipe, account: Account, card: Gpu | None, exist: bool, held: shards.Held) -> dict[str, Phase]:
-    """Each phase's bytes by category at its peak and at its end."""
+class _Step:
+    """The phases of a rank's steady step, from what it holds and from its account.
 
-    def rank(*splits: dict[str, int]) -> Bytes:
-        """The sum of `splits`."""
-        split = dict.fromkeys(CATEGORIES, 0)
-        for part in splits:
-            for category, n in part.items():
-                if n:  # blocks' rests, multiplied by layers, may be freed more often than they were held
-                    split[category] = max(split[category] + n, 0)
-        return Bytes(**split)
+    Attributes:
+        loaded: there from the beginning; `always`: from the first step on.
+        gradients: in the optimizer step; `existing`: those that are there when backward begins, if `exist`.
+        outputs: what the loop may keep of the forward pass.
+    """
 
-    loop, fragmentation = (
-        recipe.loop,
-        dict.fromkeys(("parameters", "gradients", "optimizer_states"), 0) | held.fragmentation,
-    )
-    forward, backward, forward_end, backward_end = account.phases
-    loaded = Counter(held.always) + Counter(
-        parameters=held.parameters,
-        buffers=stored.buffer_bytes(recipe.shape),
-        inputs=stored.input_bytes(recipe),
-        workspace=fragmentation["parameters"],
-    )
-    # one in forward's thread, one in backward's
-    handle = card.cublas_workspace if card else cublas_workspace(DEFAULT_CHIP.capability)
-    always = (
-        loaded,
-        {"optimizer_states": held.optimizer_states, "workspace": 2 * handle + fragmentation["optimizer_states"]},
-    )
-    gradients, none = {"gradients": held.gradients, "workspace": fragmentation["gradients"]}, {}
-    gradients["gradients"] += model_parallel.beyond_the_slice(recipe)
-    if loop.optimizer_in_backward:
-        gradients = none
-    outputs = {category: n for category, n in backward_end.items() if category != "gradients"}
-    in_step = outputs if loop.keep_outputs in ("step", True) else none
-    after = outputs if loop.keep_outputs is True else none
-    if loop.keep_outputs == "backward":
-        backward_end = {"gradients": backward_end["gradients"]}
-    if (
-        is_sharded_by(recipe, "fsdp") and loop.set_to_none
-    ):  # those of earlier micro-batches are whole, and in the account
-        exist = False
-    existing = gradients if held.existing is None else {"gradients": held.existing}
-    before = existing if exist or loop.zero_grad == "before_backward" else none
-    during = *always, existing if exist else none
-    temporaries = {"temporaries": held.temporaries}
-    start = rank(loaded)
-    if recipe.optim == "adagrad":  # makes its states when it is made
-        start = rank(
-            loaded, {"optimizer_states": held.optimizer_states, "workspace": fragmentation["optimizer_states"]}
-        )
-    rest = rank(*always, after, gradients if loop.zero_grad != "end" or not loop.set_to_none else none)
-    first = rank(*always, before, after, forward, held.forward)
-    if held.forward_parts:
-        parts = zip(account.around_layers["forward"], held.forward_parts, strict=True)
-        first = max((rank(*always, before, after, split, {"workspace": n}) for split, n in parts), key=_total)
-    over = rank(*during, backward, held.backward)
-    if held.backward_parts:  # a model without layers has one part
-        parts = zip(account.around_layers["backward"], held.backward_parts, strict=False)
-        over = max((rank(*during, split, {"workspace": n}) for split, n in parts), key=_total)
-    if held.reducing:
-        over = max(over, rank(*during, backward_end, {"workspace": held.reducing}), key=_total)
-    if held.backward_end:  # gradients are divided by then
-        backward_end = backward_end | {"gradients": 0}
-        during = always
-    return {
-        "load": Phase(start, start),
-        "forward": Phase(first, rank(*during, forward_end, held.forward)),
-        "backward": Phase(over, rank(*during, backward_end, held.backward_end)),
-        "step": Phase(rank(*always, in_step, gradients, temporaries, held.step), rest),
-        "between_steps": Phase(rest, rest),
-    }
+    def __init__(self, recipe: Recipe, account: Account, held: Held, card: Gpu | None, exist: bool):
+        self.recipe, self.loop, self.account, self.held = recipe, recipe.loop, account, held
+        rests = held.fragmentation
+        sizes = {"parameters": held.parameters, "buffers": stored.buffer_bytes(recipe.shape)}
+        sizes |= {"inputs": stored.input_bytes(recipe), "workspace": rests.get("parameters", 0)}
+        self.states = {"optimizer_states": held.optimizer_states, "workspace": rests.get("optimizer_states", 0)}
+        handle = card.cublas_workspace if card else cublas_workspace(DEFAULT_CHIP.capability)
+        self.loaded = _sum(held.always, sizes)
+        self.always = _sum(self.loaded, self.states, {"workspace": 2 * handle})  # in forward's thread and in backward's
+        beyond = model_parallel.beyond_the_slice(recipe)
+        self.gradients = {"gradients": held.gradients + beyond, "workspace": rests.get("gradients", 0)}
+        if self.loop.optimizer_in_backward:
+            self.gradients = {}
+        self.exist = exist and not (is_sharded_by(recipe, "fsdp") and self.loop.set_to_none)  # whole, in the account
+        self.existing = self.gradients if held.existing is None else {"gradients": held.existing}
+        self.outputs = {category: n for category, n in account.phases[3].items() if category != "gradients"}
+
+    def phases(self) -> dict[str, Phase]:
+        """Each phase's bytes by category at its peak and at its end."""
+        loop, start = self.loop, self.loaded
+        if self.recipe.optim == "adagrad":  # makes its states when it is made
+            start = _sum(start, self.states)
+        kept = self.outputs if loop.keep_outputs is True else {}
+        gradients = self.gradients if loop.zero_grad != "end" or not loop.set_to_none else {}
+        load, rest = Bytes(**start), Bytes(**_sum(self.always, kept, gradients))
+        return {
+            "load": Phase(load, load),
+            "forward": self._forward(kept),
+            "backward": self._backward(),
+            "step": Phase(self._step_peak(), rest),
+            "between_steps": Phase(rest, rest),
+        }
+
+    def _forward(self, kept: Sizes) -> Phase:
+        before = self.existing if self.exist or self.loop.zero_grad == "before_backward" else {}
+        base = _sum(self.always, before, kept)
+        peak = self._peak("forward", base, self.account.phases[0], self.held.forward)
+        during = self.existing if self.exist else {}
+        return Phase(peak, Bytes(**_sum(self.always, during, self.account.phases[2], self.held.forward)))
+
+    def _backward(self) -> Phase:
+        held, end = self.held, self.account.phases[3]
+        if self.loop.keep_outputs == "backward":
+            end = {"gradients": end["gradients"]}
+        base = _sum(self.always, self.existing if self.exist else {})
+        peak = self._peak("backward", base, self.account.phases[1], held.backward)
+        if held.reducing:
+            peak = max(peak, Bytes(**_sum(base, end, {"workspace": held.reducing})), key=_total)
+        if held.backward_end:  # gradients are divided by then
+            base, end = self.always, end | {"gradients": 0}
+        return Phase(peak, Bytes(**_sum(base, end, held.backward_end)))
+
+    def _peak(self, phase: str, base: Sizes, split: Sizes, more: Sizes) -> Bytes:
+        """The highest moment, or that of the phase's parts where the engine adds to each another size."""
+        parts = self.held.forward_parts if phase == "forward" else self.held.backward_parts
+        if not parts:
+            return Bytes(**_sum(base, split, more))
+        rows = zip(self.account.around_layers[phase], parts, strict=False)  # a model without layers has one part
+        return max((Bytes(**_sum(base, part, {"workspace": n})) for part, n in rows), key=_total)
+
+    def _step_peak(self) -> Bytes:
+        kept = self.outputs if self.loop.keep_outputs in ("step", True) else {}
+        return Bytes(**_sum(self.always, kept, self.gradients, {"temporaries": self.held.temporaries}))
+
+
+def _sum(*splits: Sizes) -> Sizes:
+    split = dict.fromkeys(CATEGORIES, 0)
+    for part in splits:
+        for category, n in part.items():
+            split[category] = max(split[category] + n, 0)  # rests, times layers, may be freed more often than held
+    return split
 
 
 def _total(split: Bytes) -> int:
