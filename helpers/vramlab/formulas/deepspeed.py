@@ -1,21 +1,18 @@
-"""DeepSpeed on paper: flat partitions, gradients that go into a bucket, a step in fp32. See `engines.deepspeed_storages`.
+"""DeepSpeed on paper: flat partitions, gradients that go into a bucket, a step in fp32.
 
-Ψ: trained parameters, N: ranks, w: bytes of a weight, B: `reduce_bucket_size` (hidden size squared), "part": what a rank
-has of each parameter group, ⌈Ψ/2N⌉ · 2 elements at stages 1 and 2, the sum of ⌈p/N⌉ at stage 3.
+Ψ: trained parameters, N: ranks, w: bytes of a weight, "part": what a rank has of each parameter group, ⌈Ψ/2N⌉ · 2
+elements at stages 1 and 2, the sum of ⌈p/N⌉ at stage 3.
 
     weights      stage 0 as they are; 1, 2 in one flat tensor a group, w · N part; 3 w · part
-    states       fp32 weights (4 part; 4Ψ at stage 0 if a "-mixed" precision trains half-precision weights) and what the
-                 optimizer keeps of those
-    gradients    0, 1 all to the end of the backward pass (in fp32 at stage 1 with half-precision weights, which DeepSpeed
-                 was not told of); 2, 3 one after the other, each until the next is complete, and 3 always w · part
+    states       fp32 weights (4 part; 4Ψ at stage 0 in a "-mixed" precision) and the optimizer's states of those
+    gradients    0, 1 all to the end of the backward pass (in fp32 at stage 1 if DeepSpeed does not know that weights are
+                 in half precision); 2, 3 one after the other, and 3 always w · part
     reducing     0 a flat copy at the end, over 500 million elements at a time (`allreduce_bucket`), and in fp32 once more
-                 with weights in half precision that DeepSpeed was not told of (`communication_data_type`)
-    gathered     3: all of the last 500 million elements to be used, whose next use in the step is within
-                 `stage3_max_reuse_distance`; small ones (10 · hidden size) at all times; layers' until backward has been
-                 through all of them, though each goes after its own backward pass: too much in the lower layers
+                 with half-precision weights that DeepSpeed does not know of (`communication_data_type`)
+    gathered     3: see `param_coordinator`; too much in the lower layers
     step         an fp64 copy of the largest gradient for the norm, then fp32 gradients and the optimizer's temporaries
 
-A world of one at stage 2 in fp32 is said too small, by 14 % with a large tied embedding.
+Underestimates world_size=1 at stage 2 in fp32, by 14 % with a large tied embedding.
 """
 
 from dataclasses import replace
@@ -25,7 +22,7 @@ from ..hardware.overhead import rounded
 from ..hardware.reserved import internal_fragmentation
 from ..recipe.deepspeed_config import HIDDEN
 from ..recipe.recipe import Recipe
-from . import model_states as stored
+from . import model_states
 from .ledger import Parameter
 from .model import Model
 from .model_states import FP32, HALF, Held, Row, compute_recipe, held, in_order, is_sharded_by, state_sizes
@@ -38,178 +35,172 @@ FP64, AT_ONCE = 8, 250_000_000  # elements of a norm that is computed at a time
 
 def of_rank(recipe: Recipe) -> Held:
     """What a rank holds."""
-    sharding, asked = recipe.sharding, recipe
-    recipe = compute_recipe(recipe)
-    told, offload = asked.precision.endswith("-mixed"), sharding.offload is not None
-    rows = [row for row in in_order(recipe) if row.trained]
-    groups = [rows]
-    if recipe.loop.name == "trainer":
-        groups = [[row for row in rows if row.decayed], [row for row in rows if not row.decayed]]
-    groups = [group for group in groups if group]
-    if sharding.stage == 0:
-        return _replica(recipe, told, rows)
-    width, ranks = max((row.width for row in rows), default=FP32), sharding.world_size
-    parts = [_part(group, ranks, sharding.stage) for group in groups]
-    frozen = sum(row.count * sum(row.blocks) for row in stored.held(recipe) if not row.trained)
-    bucket = _bucket(recipe) * width
-    weights = [part * width * (1 if sharding.stage == 3 else ranks) for part in parts]
-    if sharding.stage == 3:
-        frozen = ceil(frozen / ranks)
-        weights = [sum(weights)]
-    states = [size for part in parts for size in _states(recipe, (part,))] if not offload else []
-    # of fp32 weights too: stage 3 would do without, but compares a device with its name (zero/stage3.py,
-    # _create_fp32_partitions; DeepSpeed 0.19.8)
-    masters = [rounded(FP32 * part) for part in parts] if not offload else []
-    found = Held(
-        parameters=0 if sharding.offload == "parameters" else frozen + sum(map(rounded, weights)),
-        gradients=0,
-        optimizer_states=sum(states),
-        fragmentation={
-            "parameters": sum(internal_fragmentation(rounded(size)) for size in weights),
-            "optimizer_states": sum(internal_fragmentation(size) for size in (*states, *masters)),
-        },
-        temporaries=0,
-        always={"optimizer_states": sum(masters)},
-    )
-    if sharding.stage == 3:
-        return _third(recipe, found, rows, parts, width, bucket, told or width == FP32)
-    pieces = [piece for group, part in zip(groups, parts, strict=True) for piece in _pieces(group, part, sharding.rank)]
-    return _first_two(
-        recipe, found, parts, pieces, width if told or width == FP32 else FP32, bucket, told or width == FP32
-    )
+    rank = _Rank(recipe)
+    if recipe.sharding.stage == 0:
+        return rank.replica()
+    return rank.stage_3() if recipe.sharding.stage == 3 else rank.stage_1_or_2()
 
 
-def _first_two(
-    recipe: Recipe, found: Held, parts: list[int], pieces: list[tuple[int, int]], width: int, bucket: int, told: bool
-) -> Held:
-    """Stages 1 and 2: the gradients that are this rank's stay to the step, whole where they lie across its ends."""
-    stage, offload = recipe.sharding.stage, recipe.sharding.offload is not None
-    largest = max((row for _, row in pieces), default=0)
-    if offload:
-        gradients, temporaries = 0, 0
-        buffer = {"workspace": max((prod(r.shape) * r.width for r in held(recipe) if r.trained), default=0)}
-        found = replace(found, always=found.always | buffer)
-    else:
-        gradients = sum(whole for _, whole in pieces) * width if told else sum(parts) * width
-        flat = max(parts) * FP32 * ((1 if told else 0) + _foreach(recipe))
-        fp64 = max((piece for piece, _ in pieces), default=0) * FP64
-        # one buffer has the gradients of all groups, and goes when the last group's are flat
-        soon = stage == 2 and told and len(parts) == 1
-        temporaries = max(gradients + fp64, flat) if soon else gradients + max(fp64, flat)
-    if stage == 1:
-        rows = [row for row in held(recipe) if row.trained]
-        left = 0 if told else _left(recipe, pieces) * FP32
+class _Rank:
+    """A rank of `asked`.
+
+    Attributes:
+        precision_set: DeepSpeed knows the weights' precision, or it is fp32.
+        groups: trained tensors by parameter group; `parts`: elements that the rank has of each.
+        width: bytes of a weight. `bucket`: bytes of the buffer that gradients are reduced in.
+        foreach: temporaries of the optimizer, each as large as what it updates.
+    """
+
+    def __init__(self, asked: Recipe):
+        self.recipe, self.sharding = compute_recipe(asked), asked.sharding
+        self.rows = [row for row in in_order(self.recipe) if row.trained]
+        self.width = max((row.width for row in self.rows), default=FP32)
+        self.mixed = asked.precision.endswith("-mixed")
+        self.precision_set = self.mixed or self.width == FP32
+        self.elements_of_bucket = HIDDEN["reduce_bucket_size"](self.recipe.shape.hidden_size)
+        self.bucket = self.elements_of_bucket * self.width
+        self.foreach = copies(self.recipe)[0] if self.recipe.optim in COPIES else 0
+        trainer = self.recipe.loop.name == "trainer"
+        split = [[row for row in self.rows if row.decayed or not trainer]]
+        split.append([row for row in self.rows if trainer and not row.decayed])
+        self.groups = [group for group in split if group]
+        self.parts = [self._part(group) for group in self.groups]
+
+    def _part(self, rows: list[Row]) -> int:
+        ranks = self.sharding.world_size
+        if self.sharding.stage == 3:
+            return sum(ceil(prod(row.shape) / ranks) for row in rows)
+        return 2 * ceil(sum(prod(row.shape) for row in rows) / (2 * ranks))
+
+    def _states(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Bytes of the states of an fp32 tensor."""
+        return state_sizes(shape, "linear", FP32, self.recipe.optim, self.recipe.optim_args, False)
+
+    def _partitioned(self) -> Held:
+        """Weights, fp32 weights and states of stages 1 to 3."""
+        third, offload, ranks = self.sharding.stage == 3, self.sharding.offload, self.sharding.world_size
+        frozen = sum(row.count * sum(row.blocks) for row in held(self.recipe) if not row.trained)
+        weights = [part * self.width * (1 if third else ranks) for part in self.parts]
+        if third:
+            frozen, weights = ceil(frozen / ranks), [sum(weights)]
+        states = [size for part in self.parts for size in self._states((part,))] if not offload else []
+        # of fp32 weights too: stage 3 would do without, but compares a device with its name (zero/stage3.py,
+        # _create_fp32_partitions; DeepSpeed 0.19.8)
+        masters = [rounded(FP32 * part) for part in self.parts] if not offload else []
+        return Held(
+            parameters=0 if offload == "parameters" else frozen + sum(map(rounded, weights)),
+            gradients=0,
+            optimizer_states=sum(states),
+            fragmentation={
+                "parameters": sum(internal_fragmentation(rounded(size)) for size in weights),
+                "optimizer_states": sum(map(internal_fragmentation, (*states, *masters))),
+            },
+            temporaries=0,
+            always={"optimizer_states": sum(masters)},
+        )
+
+    def stage_1_or_2(self) -> Held:
+        """The gradients that are this rank's stay to the step, whole where they lie across its ends."""
+        stage, precision_set, found = self.sharding.stage, self.precision_set, self._partitioned()
+        pieces = [
+            piece for rows, part in zip(self.groups, self.parts, strict=True) for piece in self._pieces(rows, part)
+        ]
+        width = self.width if precision_set else FP32
+        if self.sharding.offload:
+            gradients, temporaries = 0, 0
+            buffer = {"workspace": max((prod(row.shape) * row.width for row in self.rows), default=0)}
+            found = replace(found, always=found.always | buffer)
+        else:
+            gradients = (sum(whole for _, whole in pieces) if precision_set else sum(self.parts)) * width
+            flat = max(self.parts) * FP32 * (precision_set + self.foreach)
+            fp64 = max((piece for piece, _ in pieces), default=0) * FP64
+            # one buffer has the gradients of all groups, and goes when the last group's are flat
+            soon = stage == 2 and precision_set and len(self.parts) == 1
+            temporaries = max(gradients + fp64, flat) if soon else gradients + max(fp64, flat)
+        kept, reducing, existing = 0, gradients + max((whole for _, whole in pieces), default=0) * width, gradients
+        if stage == 1:
+            kept = 0 if precision_set else self._kept_whole(pieces) * FP32
+            reducing = 0 if precision_set else gradients
+            existing = sum(prod(row.shape) for row in self.rows) * width
         return replace(
             found,
-            temporaries=temporaries + left,
-            backward={"workspace": bucket},
-            backward_end={"gradients": gradients + left},
-            reducing=0 if told else gradients,
-            existing=sum(prod(row.shape) * row.count for row in rows) * width,
+            temporaries=temporaries + kept,
+            backward={"workspace": self.bucket},
+            backward_end={"gradients": gradients + kept},
+            reducing=reducing,
+            existing=existing,
         )
-    return replace(
-        found,
-        temporaries=temporaries,
-        backward={"workspace": bucket},
-        backward_end={"gradients": gradients},
-        reducing=gradients + largest * width,
-        existing=gradients,
-    )
 
+    def stage_3(self) -> Held:
+        """Gradients of the part at all times, weights gathered while the step needs them."""
+        recipe, sharding, found = self.recipe, self.sharding, self._partitioned()
+        small = HIDDEN["stage3_param_persistence_threshold"](recipe.shape.hidden_size)
+        persistent = sum(rounded(prod(row.shape) * row.width) for row in self.rows if prod(row.shape) <= small)
+        elements = gathered(recipe.shape)
+        if sharding.world_size == 1:  # the part is the whole, and is taken as it is
+            elements, persistent = Gathered(), 0
+        width = model_states.weight_width(recipe.precision, recipe.quantization)
+        sizes = [n * width for n in elements]
+        if sharding.offload == "parameters":  # a rank's part is copied to the device, then gathered
+            sizes[0] += width * max(ceil(prod(row.shape) / sharding.world_size) for row in held(recipe))
+        gradients = rounded(sum(self.parts) * (self.width if self.precision_set else FP32))
+        always = {"workspace": self.bucket + persistent, "gradients": 0 if sharding.offload else gradients}
+        temporaries = 0
+        if not sharding.offload:
+            largest = max((ceil(prod(row.shape) / sharding.world_size) for row in self.rows), default=0)
+            beside = max(FP32 * self.foreach, self.width)
+            temporaries = max(FP64 * largest, (FP32 + beside) * max(self.parts))
+        return replace(
+            found,
+            forward={"workspace": sizes[1]},
+            forward_parts=tuple(sizes[:2]),
+            backward_parts=tuple(sizes[1:]),
+            always=(found.always if not sharding.offload else {}) | always,
+            temporaries=temporaries,
+        )
 
-def _third(recipe: Recipe, found: Held, rows: list[Row], parts: list[int], width: int, bucket: int, told: bool) -> Held:
-    """Stage 3: gradients of the part at all times, weights gathered while the step needs them."""
-    sharding, small = recipe.sharding, HIDDEN["stage3_param_persistence_threshold"](recipe.shape.hidden_size)
-    persistent = sum(rounded(prod(row.shape) * row.width) for row in rows if prod(row.shape) <= small)
-    parts_of_step = gathered(recipe.shape)
-    if sharding.world_size == 1:  # the part is the whole, and is taken as it is
-        parts_of_step, persistent = Gathered(), 0
-    wide = stored.weight_width(recipe.precision, recipe.quantization)
-    times = [n * wide for n in parts_of_step]
-    if sharding.offload == "parameters":  # a rank's part is copied to the device, then gathered
-        part = wide * max(ceil(prod(row.shape) / sharding.world_size) for row in held(recipe))
-        times[0] += part
-    found = replace(
-        found, forward={"workspace": times[1]}, forward_parts=tuple(times[:2]), backward_parts=tuple(times[1:])
-    )
-    always = {"workspace": bucket + persistent, "gradients": rounded(sum(parts) * (width if told else FP32))}
-    if sharding.offload:
-        return replace(found, always=always | {"gradients": 0})
-    largest = max((ceil(prod(row.shape) / sharding.world_size) for row in rows), default=0)
-    whole = max(FP32 * part + max(FP32 * part * _foreach(recipe), width * part) for part in parts)
-    temporaries = max(FP64 * largest, whole)
-    return replace(found, always=found.always | always, temporaries=temporaries)
+    def _pieces(self, rows: list[Row], part: int) -> list[tuple[int, int]]:
+        """(elements in the part, elements) of each tensor of a group that the rank's part has something of."""
+        rank, begin, found = self.sharding.rank, 0, []
+        for row in rows:
+            size = prod(row.shape)
+            inside = min((rank + 1) * part, begin + size) - max(rank * part, begin)
+            if inside > 0:
+                found.append((inside, size))
+            begin += size
+        return found
 
+    def _kept_whole(self, pieces: list[tuple[int, int]]) -> int:
+        """Elements of gradients that stay with their parameters to the step: of those that filled a bucket alone, and of
+        which this rank's part has nothing."""
+        sizes = [prod(row.shape) for row in self.rows]
+        return max(0, sum(size for size in sizes if size > self.elements_of_bucket) - sum(size for _, size in pieces))
 
-def _pieces(rows: list[Row], part: int, rank: int) -> list[tuple[int, int]]:
-    """(elements in the part, elements) of each tensor of a group that `rank`'s part has something of."""
-    begin, found = 0, []
-    for row in rows:
-        size = prod(row.shape)
-        inside = min((rank + 1) * part, begin + size) - max(rank * part, begin)
-        if inside > 0:
-            found.append((inside, size))
-        begin += size
-    return found
-
-
-def _left(recipe: Recipe, pieces: list[tuple[int, int]]) -> int:
-    """Elements of gradients that stay with their parameters to the step: of those that filled a bucket alone, and of
-    which this rank's part has nothing."""
-    mine = sum(size for _, size in pieces)
-    rows = [row for row in held(recipe) if row.trained and prod(row.shape) > _bucket(recipe)]
-    total = sum(prod(row.shape) * row.count for row in rows)
-    return max(0, total - mine)
-
-
-def _foreach(recipe: Recipe) -> int:
-    return copies(recipe)[0] if recipe.optim in COPIES else 0
-
-
-def _replica(recipe: Recipe, told: bool, rows: list[Row]) -> Held:
-    """Stage 0: everything, and in "-mixed" precisions an fp32 copy of every weight, which the optimizer updates."""
-    width = max((row.width for row in rows), default=FP32)
-    sizes = [prod(row.shape) for row in rows]
-    copies_, states = [], [size for row in rows for size in row.states]
-    if told:
-        copies_ = [rounded(FP32 * size) for size in sizes]
-        states = [size for row in rows for size in _states(recipe, row.shape)]
-    chunks, current = [0], 0
-    for size in sizes:
-        current += size
-        if current > ALL_REDUCED:
-            chunks, current = [*chunks, current], 0
-    chunk = max(*chunks, current)
-    own = FP32 if told else width
-    foreach = _foreach(recipe)
-    whole = sum(rounded(own * size) + internal_fragmentation(rounded(own * size)) for size in sizes)
-    norm = FP32 * max(sizes, default=0) if width == HALF and not told and recipe.loop.max_grad_norm else 0
-    return Held(
-        parameters=stored.parameter_bytes(recipe),
-        gradients=stored.gradient_bytes(recipe),
-        optimizer_states=sum(states),
-        fragmentation=stored.fragmentation_bytes(recipe)
-        | {"optimizer_states": sum(map(internal_fragmentation, (*copies_, *states)))},
-        temporaries=max(whole * foreach + (whole if told else 0), norm),
-        always={"optimizer_states": sum(copies_)},
-        reducing=chunk * width + (chunk * FP32 if width == HALF and not told else 0),
-    )
-
-
-def _part(rows: list[Row], ranks: int, stage: int) -> int:
-    """Elements of a parameter group on one rank."""
-    if stage == 3:
-        return sum(ceil(prod(row.shape) / ranks) for row in rows)
-    return 2 * ceil(sum(prod(row.shape) for row in rows) / (2 * ranks))
-
-
-def _bucket(recipe: Recipe) -> int:
-    return HIDDEN["reduce_bucket_size"](recipe.shape.hidden_size)
-
-
-def _states(recipe: Recipe, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Bytes of the states of an fp32 tensor."""
-    return state_sizes(shape, "linear", FP32, recipe.optim, recipe.optim_args, False)
+    def replica(self) -> Held:
+        """Stage 0: everything, and in "-mixed" precisions an fp32 copy of every weight, which the optimizer updates."""
+        recipe, mixed, width, chunks = self.recipe, self.mixed, self.width, [0]
+        sizes, masters = [prod(row.shape) for row in self.rows], []
+        states = [size for row in self.rows for size in row.states]
+        if mixed:
+            masters = [rounded(FP32 * size) for size in sizes]
+            states = [size for row in self.rows for size in self._states(row.shape)]
+        for size in sizes:
+            chunks[-1] += size
+            if chunks[-1] > ALL_REDUCED:
+                chunks.append(0)
+        updated = [rounded((FP32 if mixed else width) * size) for size in sizes]
+        whole = sum(size + internal_fragmentation(size) for size in updated)
+        rests = {"optimizer_states": sum(map(internal_fragmentation, (*masters, *states)))}
+        norm = FP32 * max(sizes, default=0) if not self.precision_set and recipe.loop.max_grad_norm else 0
+        return Held(
+            parameters=model_states.parameter_bytes(recipe),
+            gradients=model_states.gradient_bytes(recipe),
+            optimizer_states=sum(states),
+            fragmentation=model_states.fragmentation_bytes(recipe) | rests,
+            temporaries=max(whole * (self.foreach + mixed), norm),
+            always={"optimizer_states": sum(masters)},
+            reducing=max(chunks) * (width + (FP32 if width == HALF and not mixed else 0)),
+        )
 
 
 def gradient_reduction(recipe: Recipe) -> bool | str:
@@ -234,6 +225,7 @@ class DeepSpeedModel(Model):
     def shard(self, asked: Recipe, gradients_exist: bool) -> None:
         super().shard(asked, gradients_exist)
         self.sharding, self.reduction = asked.sharding, gradient_reduction(asked)
+        self.own_linear = asked.sharding.stage == 3  # `zero.Init`, memory_efficient_linear
         self.in_fp32, self.kept = asked.precision.endswith("-true"), []
         trained = sum(prod(row.shape) * row.count for row in held(asked) if row.trained)
         self.part = ceil(trained / asked.sharding.world_size)

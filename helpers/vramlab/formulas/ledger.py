@@ -95,11 +95,12 @@ class Parameter:
     def receive(self, ledger: "Ledger", gradient: Tensor) -> bool:
         """Add up the gradients of all uses; True with the last one.
 
-        In place, except to a linear layer's: that is a transposed view, so the sum is new.
+        In place, except to a linear layer's: that is a transposed view, so the sum is new. DeepSpeed's linear layer of
+        stage 3 computes it the other way round (`LinearFunctionForZeroStage3`), and the sum is in place.
         """
         if self.partial is None:
             self.partial = gradient
-        elif self.partial.block.entry.op == "linear":
+        elif self.partial.block.entry.op == "linear" and not ledger.own_linear:
             self.partial = ledger.tensor("add", self.shape, self.width)
         self.uses -= 1
         return self.uses <= 0
@@ -121,8 +122,6 @@ class Node:
 
     def run(self, ledger: "Ledger") -> list[tuple]:
         """The gradients for the inputs, as (who receives it, Tensor)."""
-        if type(self.saved) is Replay:
-            self.saved = self.saved.give(ledger)
         gradient, ledger.where, op, results = self.gradient, self.where, self.op, []
         if self.spike:
             ledger.spend(self.spike, op)
@@ -195,9 +194,11 @@ class Ledger:
         lines: one entry an event: at its birth, and again at its death.
         nodes: operators in order, and between them functions that backward calls.
         chip: the GPU's; None counts no scratch memory of kernels.
+        own_linear: linear layers are those that DeepSpeed puts into the model.
     """
 
     chip: Chip | None = None
+    own_linear = False
 
     def __init__(self):
         self.lines: list[Entry] = []
@@ -261,6 +262,8 @@ class Ledger:
         for i, x in enumerate(inputs):
             if x.needs:
                 edges.append((x.node, x.shape, x.width, grads[i] if grads else OWN))
+                if type(x) is Parameter and self.refilled is None:
+                    x.uses += 1
         if not edges:
             return out
         out.needs = True
@@ -279,9 +282,6 @@ class Ledger:
             else:
                 node.saved = self.replay
                 self.replay.count += 1
-        for edge in edges:
-            if type(edge[0]) is Parameter:
-                edge[0].uses += 1
         self.nodes.append(node)
         return out
 
@@ -324,7 +324,10 @@ class Ledger:
             node = nodes.pop()
             if type(node) is not Node:
                 node()
-            elif node.gradient is not None:
+                continue
+            if type(node.saved) is Replay:
+                node.saved = node.saved.skip() if node.gradient is None else node.saved.give(self)
+            if node.gradient is not None:
                 results = node.run(self)
                 while results:
                     receiver, gradient = results.pop(0)
@@ -332,6 +335,4 @@ class Ledger:
                     del gradient
                     if complete:
                         self.complete(receiver)
-            elif type(node.saved) is Replay:
-                node.saved.skip()
             node = None
