@@ -4,12 +4,18 @@
 prediction was off, the missing mechanism was found in the library's source and added.
 """
 
+import itertools
 import json
+import statistics
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from vramlab.faces.plot import style
+from vramlab.faces.plot.splits import exact
 from vramlab.recipe.options import Loop
 from vramlab.recipe.recipe import Recipe
 from vramlab.report.data import data_path
+from vramlab.report.report import GiB
 
 
 @dataclass(frozen=True)
@@ -58,3 +64,46 @@ def runs() -> list[Run]:
             )
         )
     return found
+
+
+@style.styled()
+def scatter_error(
+    pairs: Mapping[str, Sequence[tuple[int, int]]],
+    band: float = 0.01,
+    title: str = "Predicted against measured",
+    names: tuple[str, str] = ("predicted", "measured"),
+):
+    """Return a figure of each pair's first size over its second, both in bytes, and below it the relative error.
+
+    Each name in `pairs` has a marker. `band` is drawn as good enough: 0.01 is ±1 %. `names` label the axes.
+    """
+    sizes = {name: [(a / GiB, b / GiB) for a, b in group] for name, group in pairs.items()}
+    errors = {name: [a / b - 1 for a, b in group] for name, group in sizes.items()}
+    every = [n for group in sizes.values() for pair in group for n in pair]
+    off = [abs(error) for group in errors.values() for error in group]
+    within = sum(error <= band for error in off)
+    summary = f"{within} of {len(off)} within ±{band:.0%} · median {statistics.median(off):.2%} · worst {max(off):.2%}"
+
+    figure, (above, below) = style.start(title, summary, rows=2, sharex=True, height_ratios=(3, 2))
+    ends = [min(every) / 1.3, max(every) * 1.3]
+    low, high = ([end * (1 + side) for end in ends] for side in (-band, band))
+    above.fill_between(ends, low, high, color="#CCCCCC", linewidth=0, label=f"±{band:.0%}")
+    above.plot(ends, ends, color=style.INK, linewidth=0.8)
+    below.axhspan(-band * 100, band * 100, color="#CCCCCC", linewidth=0)
+    below.axhline(0, color=style.INK, linewidth=0.8)
+    rows = [("GiB", *names, "error")]
+    for (name, group), (colour, marker, _) in zip(sizes.items(), itertools.cycle(style.LINES), strict=False):
+        look = {"marker": marker, "linestyle": "", "color": colour, "markersize": 6, "alpha": 0.85, "gid": "points"}
+        y, x = zip(*group, strict=True)
+        above.plot(x, y, label=name, **look)
+        below.plot(x, [error * 100 for error in errors[name]], **look)
+        for i, (pair, error) in enumerate(zip(pairs[name], errors[name], strict=True), 1):
+            rows.append((f"{name}: {i}", *map(exact, pair), f"{error:+.2%}"))
+    for axis, scale in ((above.xaxis, above.set_xscale), (above.yaxis, above.set_yscale)):
+        scale("log", base=2)
+        axis.set_major_formatter("{x:,.6g}")  # 0.5, 1, 2, 4 and not powers
+    reach = 100 * max(band * 1.5, max(off) * 1.2)
+    above.set(xlim=ends, ylim=ends, ylabel=f"{names[0]}, GiB")
+    below.set(ylim=(-reach, reach), xlabel=f"{names[1]}, GiB", ylabel="error, %")
+    span = f"{min(every):.3g} to {max(every):.3g} GiB"
+    return style.finish(figure, rows, f"Scatter of {names[0]} over {names[1]} sizes, {span}: {summary}.")

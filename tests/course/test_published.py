@@ -13,7 +13,7 @@ from transformers import masking_utils
 from vramlab import LoRA, Quantization, Recipe, RecipeError, predict, simulate
 from vramlab.planning.plan_notes import notes_on
 from vramlab.simulation.as_run import AS_RUN, as_it_ran
-from vramlab_course.published import Run, runs
+from vramlab_course.published import Run, runs, scatter_error
 
 RUNS = runs()
 SOME = [pytest.param(run, marks=pytest.mark.slow) if i % 4 else run for i, run in enumerate(RUNS[::5])]
@@ -124,3 +124,16 @@ def test_weights_that_stay_unquantized_are_said(family, prepare, said):
     for notes in (predict(recipe).notes, simulate(recipe).notes, notes_on(recipe)):
         found = [note for note in notes if "not quantized" in note]
         assert len(found) == bool(said) and all(said in note for note in found)
+
+
+def test_errors_are_drawn_at_their_sizes_with_the_band(no_figure_stays):
+    gib = 2**30
+    figure = scatter_error({"a": [(int(1.01 * gib), gib), (9 * gib, 10 * gib)], "b": [(3 * gib, 3 * gib)]}, band=0.03)
+    above, below = figure.axes
+    points = {line.get_label(): line for line in above.lines if line.get_gid() == "points"}
+    assert list(points["a"].get_xdata()) == [1, 10] and list(points["a"].get_ydata()) == pytest.approx([1.01, 9])
+    errors = [list(line.get_ydata()) for line in below.lines if line.get_gid() == "points"]
+    assert errors == [pytest.approx([1, -10]), [0]]
+    assert below.patches[0].get_y() == -3 and below.patches[0].get_height() == 6
+    assert above.get_title(loc="left") == "2 of 3 within ±3% · median 1.00% · worst 10.00%"
+    assert figure.rows[1] == ("a: 1", "1.010", "1.000", "+1.00%")

@@ -209,20 +209,6 @@ def test_lines_and_dots_are_totals():
     assert [row.split()[-1] for row in rows] == ["13.691", "–", "41.051"]
 
 
-def test_errors_are_drawn_at_their_sizes_with_the_band():
-    pairs = {"a": [(int(1.01 * GiB), GiB), (report(), measured())], "b": [(9 * GiB, 10 * GiB)]}
-    figure = plot.scatter_error(pairs)
-    above, below = figure.axes
-    points = {line.get_label(): line for line in above.lines if line.get_gid() == "points"}
-    assert list(points["a"].get_xdata()) == pytest.approx([1, measured().peak.total / GiB])
-    assert list(points["a"].get_ydata()) == pytest.approx([1.01, report().peak.total / GiB])
-    errors = [list(line.get_ydata()) for line in below.lines if line.get_gid() == "points"]
-    assert errors == [pytest.approx([1, -100 * 12_345_344 / measured().peak.total]), pytest.approx([-10])]
-    assert below.patches[0].get_y() == -3 and below.patches[0].get_height() == 6
-    assert above.get_title(loc="left") == "2 of 3 within ±3% · median 1.00% · worst 10.00%"
-    assert below.get_ylim()[0] < -10
-
-
 def test_a_limit_is_bytes_or_a_card():
     from vramlab.hardware.gpu import find_gpu
 
@@ -249,9 +235,6 @@ def test_a_limit_is_bytes_or_a_card():
         (lambda: plot.sweep([2, 1], [report(), report()], "x"), "two or more ascending"),
         (lambda: plot.sweep(["a", "b"], [report(), report()], "x"), "two or more ascending"),
         (lambda: plot.sweep([1, 2], [report()], "x"), "one report for each of the 2 values, not 1"),
-        (lambda: plot.scatter_error([]), "sizes over 0"),
-        (lambda: plot.scatter_error([(0, 1)]), "sizes over 0"),
-        (lambda: plot.scatter_error([(report(), out_of_memory())]), "out of memory"),
         (lambda: plot.table(plt.figure()), "no figure of vramlab.plot"),
     ],
 )

@@ -13,7 +13,7 @@ from matplotlib.colors import to_hex
 from sample_reports import TITLE, batches, measured, of_batch, out_of_memory, report, split
 from vramlab import plot
 from vramlab.faces.plot.style import LOOK, RC
-from vramlab.report.report import CATEGORIES, Bytes, GiB, MiB, Moment
+from vramlab.report.report import CATEGORIES, Bytes, GiB, Moment
 
 LONG = (
     TITLE
@@ -61,8 +61,6 @@ FIGURES = {
     "one phase": lambda: plot.timeline(report(timeline=moments(("forward", 1)))),
     "sweep": lambda: plot.sweep(BATCHES, sweeping(BATCHES), "batch size", limit="T4"),
     "lines": lambda: plot.sweep(LENGTHS, dict.fromkeys(("eager", "sdpa"), sweeping(LENGTHS)), "tokens", limit=2 * GiB),
-    "errors": lambda: plot.scatter_error({n: [(GiB * i, GiB * (i + 0.1)) for i in range(1, 90)] for n in ("a", "b")}),
-    "errors of small sizes": lambda: plot.scatter_error([(100 * MiB, 101 * MiB), (40 * GiB, 41 * GiB)]),
 }
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from vramlab import Recipe, RecordError, find_record, plot, predict, simulate
 from vramlab_course.chapters import cheat_sheet
-from vramlab_course.published import runs
+from vramlab_course.published import runs, scatter_error
 
 FOLDER = Path(__file__).resolve().parents[2] / "notebooks" / "figures"
 RECIPE = Recipe("polyglot-ko-1.3b", batch_size=16, seq_len=256, precision="fp16-true")
@@ -38,5 +38,5 @@ if __name__ == "__main__":
     batches = [(f"batch {size}", witnesses(RECIPE.replace(batch_size=size))) for size in (4, 8, 16)]
     plot.compare_many(batches).savefig(FOLDER / "peaks.png", dpi=110, bbox_inches="tight")
     look = dict(band=0.01, title="84 published runs, 42 of them simulated with as_run", names=("simulated", "measured"))
-    plot.scatter_error(published(), **look).savefig(FOLDER / "published.png", dpi=110, bbox_inches="tight")
+    scatter_error(published(), **look).savefig(FOLDER / "published.png", dpi=110, bbox_inches="tight")
     cheat_sheet.draw().savefig(FOLDER / "cheat_sheet.png", dpi=130)

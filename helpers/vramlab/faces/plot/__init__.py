@@ -6,7 +6,7 @@ everywhere, and `limit` bytes, a `Gpu` or its name.
 """
 
 from .bars import bars, compare, compare_many
-from .curves import scatter_error, sweep, timeline
+from .curves import sweep, timeline
 from .style import alt_text, canvas, table
 
-__all__ = ["alt_text", "bars", "canvas", "compare", "compare_many", "scatter_error", "sweep", "table", "timeline"]
+__all__ = ["alt_text", "bars", "canvas", "compare", "compare_many", "sweep", "table", "timeline"]
