@@ -1,16 +1,48 @@
 """What this machine and environment can do, and what to do about what they cannot. Nothing here raises."""
 
+import contextlib
+import ctypes
+import importlib.util
+import io
+import logging
+import os
+import platform
+import runpy
+import shutil
+import sys
+import tomllib
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from importlib import metadata
+from pathlib import Path
 from typing import Any
 
 from ..hardware import host
-from ..hardware.nvml import all_sensors
+from ..hardware.gpu import current_device
+from ..hardware.nvml import all_sensors, nvml_snapshot
+from ..report.data import data_folder
 from ..report.errors import MissingExtra
-from ..report.report import environment, format_bytes
-from . import checks
-from .checks import MISSING, WARN, Check
+from ..report.report import GiB, environment, format_bytes
 
 MARKER = "machine: "
+OK, WARN, MISSING = "ok", "warn", "missing"
+HOT = 84  # °C from which cards lower their clocks (Transformers' "Custom hardware for training": 84 to 90, by card)
+DISK_NEEDED, RAM_NEEDED = 5 * GiB, 4 * GiB
+WITHOUT_GPU = "predict and simulate need none; what fits runs on the CPU, the rest shows recorded measurements"
+
+
+@dataclass(frozen=True)
+class Check:
+    """One line of the report: `status` is "ok", "warn" or "missing", `advice` what to do, "" for nothing.
+
+    `required`: the course does not run without it.
+    """
+
+    name: str
+    status: str
+    value: str
+    advice: str = ""
+    required: bool = False
 
 
 @dataclass(frozen=True)
@@ -21,35 +53,33 @@ class Doctor:
 
     @property
     def ok(self) -> bool:
-        """Nothing that the course requires is missing."""
+        """Whether nothing that the course requires is missing."""
         return not any(c.required and c.status == MISSING for c in self.checks)
 
     def __getitem__(self, name: str) -> Check:
-        """The check called `name`. Raises KeyError."""
+        """Return the check called `name`. Raises KeyError."""
         return {check.name: check for check in self.checks}[name]
 
     def to_dict(self) -> dict[str, Any]:
-        """A JSON-ready dictionary."""
+        """Return a JSON-ready dictionary."""
         return {"ok": self.ok, "checks": [asdict(c) for c in self.checks]}
 
     def __str__(self) -> str:
-        """A line a check: name, state, what was found, and under it what to do."""
-        width = max(len(c.name) for c in self.checks)
-        lines = []
+        """A line per check: name, state, what was found, and under it what to do."""
+        width, lines = max(len(c.name) for c in self.checks), []
         for c in self.checks:
             lines.append(f"{c.name:<{width}}  {c.status:<7}  {c.value}".rstrip())
-            if c.advice:
-                lines.append(" " * width + f"           → {c.advice}")
+            lines += [" " * width + f"           → {c.advice}"] if c.advice else []
         return "\n".join(lines)
 
 
 def doctor() -> Doctor:
-    """Looks at Python, libraries, GPU, driver, sensors, memory, cores and disk.
+    """Look at Python, libraries, GPU, driver, sensors, memory, cores and disk.
 
     Loads torch and bitsandbytes only where a GPU may be.
     """
     found: list[Check] = []
-    for name, look in checks.LOOKS:
+    for name, look in LOOKS.items():
         try:
             found += look()
         except Exception as error:
@@ -58,7 +88,7 @@ def doctor() -> Doctor:
 
 
 def environment_stamp() -> str:
-    """Where a notebook ran: two lines that start with "machine: ". Quick: loads neither torch nor transformers."""
+    """Return where a notebook ran: two lines that start with "machine: ". Loads neither torch nor transformers."""
     seen = environment()
     versions = [f"{name} {version or 'missing'}" for name, version in seen.items() if name not in ("system", "date")]
     gpus = [s.name or "a GPU without a name" for s in all_sensors()]
@@ -68,3 +98,165 @@ def environment_stamp() -> str:
         ram = "unknown"
     parts = [" + ".join(gpus) or "no GPU", f"{host.cores()} CPU cores", f"{ram} RAM", seen["system"], seen["date"]]
     return f"{MARKER}{' · '.join(versions)}\n{MARKER}{' · '.join(parts)}"
+
+
+def requirements() -> list[tuple[str, str]]:
+    """Return (package, version specifier) of what the course needs, from the metadata or pyproject.toml."""
+    from packaging.requirements import Requirement
+
+    try:
+        lines = metadata.requires("vramlab") or []
+    except metadata.PackageNotFoundError:
+        project = tomllib.loads((data_folder().parent / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+        lines = project["dependencies"] + project["optional-dependencies"]["course"]
+    found = [Requirement(line) for line in lines]
+    return [(r.name, str(r.specifier)) for r in found if r.marker is None or r.marker.evaluate({"extra": "course"})]
+
+
+def packages() -> Iterator[Check]:
+    from packaging.specifiers import SpecifierSet
+
+    version = platform.python_version()
+    old = tuple(map(int, version.split(".")[:2])) < (3, 11)
+    yield Check("python", MISSING if old else OK, version, "the course needs 3.11 or newer" if old else "", True)
+    for name, specifier in requirements():
+        try:
+            version = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            yield Check(name, MISSING, f"none, {specifier} needed", f"pip install '{name}{specifier}'", True)
+            continue
+        if SpecifierSet(specifier).contains(version, prereleases=True):
+            yield Check(name, OK, version, required=True)
+            continue
+        advice = f"pip install --upgrade '{name}{specifier}'"
+        if name == "torch":  # on hosted notebooks it comes with the machine and fits its driver
+            advice = "make a fresh environment, or take a newer runtime where torch comes with the machine"
+        yield Check(name, WARN, f"{version}, {specifier} needed", advice, True)
+
+
+def may_have_gpu() -> bool:
+    """Return whether NVIDIA's or AMD's driver is there; without one torch, whose import takes seconds, is not asked."""
+    return nvml_snapshot().available or any(map(os.path.exists, ("/dev/nvidiactl", "/dev/kfd")))
+
+
+def package_folder(name: str) -> Path:
+    """Return where a package lies, without loading it. Raises ImportError."""
+    spec = importlib.util.find_spec(name)
+    if spec is None or spec.origin is None:
+        raise ImportError(f"No module named {name!r}")
+    return Path(spec.origin).parent
+
+
+def gpus() -> Iterator[Check]:
+    try:
+        if loaded := "torch" in sys.modules or may_have_gpu():
+            import torch
+
+            cuda = torch.version.cuda
+        else:
+            cuda = runpy.run_path(str(package_folder("torch") / "version.py")).get("cuda")
+    except (ImportError, OSError) as error:
+        yield Check("torch build", MISSING, "does not load", f"{error}: install torch again", required=True)
+        return
+    yield Check("torch build", OK, f"CUDA {cuda}" if cuda else "CPU only")
+    if not loaded or not torch.cuda.is_available():
+        yield _no_gpu(cuda)
+        return
+    for index in range(torch.cuda.device_count()):
+        seen = torch.cuda.get_device_properties(index)
+        memory, have = format_bytes(seen.total_memory, digits=2), f"{seen.major}.{seen.minor}"
+        yield Check(f"GPU {index}", OK, f"{seen.name}, {memory}, compute capability {have}")
+    for form in ("bf16", "tf32", "fp8"):
+        why = current_device().gpu.why_not(form)
+        yield Check(form, WARN if why and form != "fp8" else OK, "no" if why else "yes", why if form != "fp8" else "")
+
+
+def _no_gpu(cuda: str | None) -> Check:
+    """Say why torch sees no GPU."""
+    seen = nvml_snapshot()
+    if seen.available and not cuda:
+        advice = "install a CUDA build of torch: pytorch.org/get-started"
+        return Check("GPU", WARN, f"{seen.name}, but torch is a CPU build", advice)
+    if seen.available:
+        advice = f"driver {seen.driver} may be too old for CUDA {cuda}: update it, or take a torch for an older CUDA"
+        return Check("GPU", WARN, f"{seen.name}, but torch cannot use it", advice)
+    places = {
+        "COLAB_": "Runtime > Change runtime type > T4 GPU",
+        "KAGGLE_KERNEL_RUN": "Settings > Accelerator > GPU T4 x2",
+    }
+    where = next((menu for start, menu in places.items() if any(key.startswith(start) for key in os.environ)), "")
+    return Check("GPU", MISSING, "none", (f"{where}, then run again from the top; " if where else "") + WITHOUT_GPU)
+
+
+def sensors() -> Iterator[Check]:
+    first = nvml_snapshot()
+    if not first.available:
+        torch = sys.modules.get("torch")
+        has_gpu = torch is not None and torch.cuda.is_available()
+        advice = "device-wide memory, heat and power cannot be shown" if has_gpu else ""
+        yield Check("NVML", WARN if has_gpu else MISSING, first.reason, advice)
+        return
+    yield Check("driver", OK, first.driver or first.missing["driver"])
+    for s in all_sensors():
+        if s.free is not None:
+            busy = s.used - (s.process or 0) > max(GiB, 0.05 * s.total)
+            advice = "other processes hold memory (nvidia-smi lists them): stop them before measuring" if busy else ""
+            value = f"{format_bytes(s.free, digits=2)} free of {format_bytes(s.total, digits=2)}"
+            yield Check(f"GPU {s.index} memory", WARN if busy else OK, value, advice)
+        shown = {"temperature": "°C", "power": "W", "clock": "MHz"}
+        values = [f"{getattr(s, name):.0f} {unit}" for name, unit in shown.items() if getattr(s, name) is not None]
+        lost = [f"no {name} ({s.missing[name]})" for name in shown if name in s.missing]
+        trouble = ", ".join([*s.slowed, *([f"{s.temperature} °C"] if (s.temperature or 0) >= HOT else [])])
+        advice = f"the card slows itself down ({trouble}): timings will not hold, see to cooling and power"
+        value = ", ".join(values + lost) or "no sensors"
+        yield Check(f"GPU {s.index} sensors", WARN if trouble or lost else OK, value, advice if trouble else "")
+
+
+def bitsandbytes() -> Iterator[Check]:
+    """Try its native library: where torch is not loaded the CPU's alone, because its own import takes seconds."""
+    name, without = "bitsandbytes library", "without it no 4-bit, no int8 and no 8-bit optimizers"
+    try:
+        build = "CPU"
+        if "torch" in sys.modules:
+            logging.disable()  # it complains about what is reported here
+            with contextlib.redirect_stderr(io.StringIO()):
+                from bitsandbytes import cextension
+            if "Mock" in type(cextension.lib).__name__:
+                raise OSError
+            build = "CUDA" if getattr(cextension.lib, "compiled_with_cuda", False) else "CPU"
+        else:
+            ending = {"win32": "dll", "darwin": "dylib"}.get(sys.platform, "so")
+            ctypes.CDLL(str(package_folder("bitsandbytes") / f"libbitsandbytes_cpu.{ending}"))
+        yield Check(name, OK, f"loads, {build} build")
+    except ImportError as error:
+        yield Check(name, MISSING, f"does not import ({error})", f"pip install bitsandbytes; {without}")
+    except OSError:
+        yield Check(name, WARN, "its native library does not load", f"python -m bitsandbytes says why; {without}")
+    finally:
+        logging.disable(logging.NOTSET)
+
+
+def machine() -> Iterator[Check]:
+    try:
+        total, free = host.memory()
+        advice = "close other programs: notebooks that train on the CPU take a few GiB" if free < RAM_NEEDED else ""
+        value = f"{format_bytes(free, digits=1)} free of {format_bytes(total, digits=1)}"
+        yield Check("RAM", WARN if advice else OK, value, advice)
+    except MissingExtra as error:
+        yield Check("RAM", MISSING, "not seen", str(error))
+    yield Check("CPU cores", OK, str(host.cores()))
+    free = shutil.disk_usage(os.getcwd()).free
+    advice = "recorded measurements and checkpoints need room: free some" if free < DISK_NEEDED else ""
+    yield Check("disk", WARN if advice else OK, f"{format_bytes(free, digits=1)} free here", advice)
+    found = next((c for c in (os.environ.get("CXX"), "g++", "clang++", "cl") if c and shutil.which(c)), "")
+    advice = "" if found else "torch.compile needs one: install g++ (apt install g++); its sections are shown without"
+    yield Check("C++ compiler", OK if found else WARN, found or "none", advice)
+
+
+LOOKS = {
+    "packages": packages,
+    "GPU": gpus,
+    "NVML": sensors,
+    "bitsandbytes library": bitsandbytes,
+    "machine": machine,
+}
