@@ -12,22 +12,21 @@ from .watch import watch
 
 
 class WatchCallback(TrainerCallback):
-    """Watches one optimizer step of a `Trainer`, all its micro-batches, and leaves the report in `.report`.
+    """Watch one optimizer step of a `Trainer`, all its micro-batches, and leave the report in `.report`.
 
         seen = WatchCallback()
         Trainer(model, args, train_dataset=data, callbacks=[seen]).train()
         print(seen.report)
 
     Args:
-        step: which optimizer step of the run to watch, from 1; the second is the first in which all states exist.
+        step: which optimizer step to watch, from 1; the second is the first in which all states exist.
     Attributes:
-        report: None until that step has ended; sizes in bytes. Training again replaces it. A run that ends before
-            warns of it.
+        report: None until that step has ended. A run that ends before warns of it.
     Raises:
         VramLabError: `step` is no whole number from 1 on.
 
-    The Trainer tells no callback when training breaks off. In a notebook the end of the cell ends the watch then;
-    a script that goes on after catching the error calls `close()`.
+    The Trainer tells no callback when training breaks off. The end of a notebook's cell ends the watch then; a script
+    that goes on after the error calls `close()`.
     """
 
     def __init__(self, step: int = 2):
@@ -59,13 +58,11 @@ class WatchCallback(TrainerCallback):
     def on_train_end(self, args, state, control, **kwargs):
         self.close()  # a callback may have stopped training between two micro-batches
         if self.report is None:
-            why = (
-                f"WatchCallback has no report: it waits for step {self.step}, and training ended in step {self._steps}"
-            )
-            warnings.warn(why, stacklevel=2)
+            why = f"it waits for step {self.step}, and training ended in step {self._steps}"
+            warnings.warn(f"WatchCallback has no report: {why}", stacklevel=2)
 
     def close(self) -> None:
-        """End the watch, if one is running, without a report."""
+        """End the watch that runs, without a report."""
         if watched := self._watch:
             self._watch = None
             watched.__exit__(None, None, None)
@@ -77,5 +74,5 @@ class WatchCallback(TrainerCallback):
 
 
 def _shell() -> Any:
-    """The IPython shell this runs in, None outside of one."""
+    """Return the IPython shell this runs in, None outside of one."""
     return sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None

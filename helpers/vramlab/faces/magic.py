@@ -1,12 +1,15 @@
 """`%%watch model optimizer`: the cell magic that watches what its cell runs and prints the report."""
 
-from contextlib import contextmanager
+from unittest import mock
 
 from IPython.core.magic import Magics, cell_magic, magics_class
 from IPython.core.magic_arguments import argument, magic_arguments, parse_argstring
 
 from ..report.errors import VramLabError
 from .watch import watch
+
+# `run_cell` would show the error of the cell inside, and `raise_error` shows it for the cell outside.
+MUTED = ("showtraceback", "showsyntaxerror", "showindentationerror")
 
 
 @magics_class
@@ -25,7 +28,7 @@ class WatchMagic(Magics):
         """
         options = parse_argstring(self.watch, line)
         watcher = watch(*(self._value(text) for text in (options.model, options.optimizer) if text))
-        with watcher, self._one_traceback():
+        with watcher, mock.patch.multiple(self.shell, **dict.fromkeys(MUTED, lambda *args, **kwargs: None)):
             result = self.shell.run_cell(cell)
         if options.output:
             self.shell.user_ns[options.output] = watcher.report()
@@ -38,15 +41,3 @@ class WatchMagic(Magics):
             return self.shell.ev(text)
         except Exception as error:
             raise VramLabError(f"%%watch: {text!r} has no value here ({error})") from None
-
-    @contextmanager
-    def _one_traceback(self):
-        """`run_cell` would show the error of the cell inside, and `raise_error` shows it for the cell outside."""
-        muted = ("showtraceback", "showsyntaxerror", "showindentationerror")
-        for name in muted:
-            setattr(self.shell, name, lambda *args, **kwargs: None)
-        try:
-            yield
-        finally:
-            for name in muted:
-                delattr(self.shell, name)

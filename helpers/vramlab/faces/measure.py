@@ -1,4 +1,4 @@
-"""`measure` as `vramlab` offers it: a CPU is not asked for more memory than `predict` says is there."""
+"""`measure` as `vramlab` offers it: with the predicted peak, so that a CPU run that cannot fit is not tried."""
 
 import functools
 from typing import Any
@@ -18,7 +18,7 @@ def measure(recipe: Recipe | Any, *args: Any, **options: Any) -> Report:
 
 
 def peak_bytes(recipe: Recipe) -> int:
-    """The predicted peak, or what stays where predict refuses; a process alone needs no less than any rank does."""
+    """Return the predicted peak; where predict refuses, parameters, gradients and states of one process alone."""
     try:
         return predict(recipe).peak.total
     except RecipeError:

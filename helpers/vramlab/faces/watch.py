@@ -7,10 +7,9 @@
             optimizer.zero_grad()
     print(w.report())
 
-Whatever runs inside is followed storage by storage, on the device the model is on. Phases are found by themselves: a
-forward pass of the model begins "forward", `backward()` begins "backward", and its end begins "step", so that clipping
-and unscaling count there, as does the freeing of gradients directly after the update. Without an update (another
-micro-batch follows, or nothing) there was no step.
+Every storage made inside is followed, on the device the model is on. A forward pass of the model begins the phase
+"forward", `backward()` "backward", and its end "step", so that clipping, unscaling and the freeing of gradients directly
+after the update count there. Without an update (another micro-batch follows, or nothing) there was no step.
 """
 
 import contextlib
@@ -32,14 +31,12 @@ from ..tracking.tracker import Tracker
 
 
 class watch:
-    """Follows every storage while it is entered. It can be entered again, and then starts anew.
+    """Follow every storage while it is entered; entered again it starts anew.
 
     Args:
         model: whose parameters, buffers, gradients and inputs are named, and whose forward passes are recognised.
-        optimizer: one that has states already; any that steps on the model's parameters inside is recognised
-            without being given.
-        batch: tensors (also in mappings or sequences) that are alive from the start, to name as inputs; what the model
-            is called with is recognised without being given.
+        optimizer: one that has states already; others that step on the model's parameters inside are recognised.
+        batch: tensors, also in mappings or sequences, to name as inputs; what the model is called with is recognised.
         title: the report's title; the model's class when left out.
     Raises:
         VramLabError: `model` is no module or has lazy parameters, or the same watch is entered inside its own block.
@@ -58,13 +55,12 @@ class watch:
             raise VramLabError(
                 f"watch needs every size: the parameter {lazy!r} is lazy, so call the module once before"
             )
-        self.model, self.batch = model, batch
-        self.title = title or type(model).__name__
-        device = next((p.device.type for p in model.parameters()), "cpu")
-        self.target = "cuda" if device == "cuda" else "cpu"
+        self.model, self.batch, self.title = model, batch, title or type(model).__name__
+        self._device = next((p.device.type for p in model.parameters()), "cpu")
+        self.target = "cuda" if self._device == "cuda" else "cpu"
         self.tracker: Tracker | None = None
         self.history: History | None = None
-        self._device, self._optimizers = device, [optimizer] if optimizer else []
+        self._optimizers = [optimizer] if optimizer else []
         self._stack = contextlib.ExitStack()
         self._running = False
 
@@ -99,35 +95,30 @@ class watch:
         self.history = History(self.tracker.log, self.tracker.marks)
 
     def report(self) -> Report:
-        """What was seen, as a measured report: the last step's phases, peak, largest tensors, timeline; in bytes.
+        """Return a measured report of the last step; after an exception in the block, of what ran until then.
 
-        It counts storages; what allocator and process take beyond them is for `measure` to say. After an exception in
-        the block it describes what ran until then.
-
-        Raises VramLabError before the block has ended.
+        It counts storages; what allocator and process take beyond them needs `measure`. Raises VramLabError before the
+        block has ended.
         """
         if self.history is None:
             raise VramLabError("watch has no report yet: ask after the with-block")
         report = to_report(self.history, "measured", None, self.target, title=self.title)
         report.notes.append("storages of the watched code; the allocator's own peak needs measure()")
         if self._compiled:
-            report.notes.append(
-                "torch.compile: while watched, the code ran as eager operators, and that is what is counted"
-            )
+            note = "torch.compile: while watched, the code ran as eager operators, and that is what is counted"
+            report.notes.append(note)
         return report
-
-    # --- recognising phases ---------------------------------------------------------------------------------------
 
     def _hook(self) -> None:
         add = self._stack.callback
         add(self.model.register_forward_pre_hook(self._before_forward, with_kwargs=True).remove)
         add(register_optimizer_step_pre_hook(self._before_step).remove)
         add(register_optimizer_step_post_hook(self._after_step).remove)
-        # Tensor.backward looks this name up at every call. Hooks on the model's outputs would miss the loss's backward.
+        # Tensor.backward looks this name up at every call; hooks on the model's outputs would miss the loss's backward.
         original = torch.autograd.backward
         torch.autograd.backward = self._around(original)
         add(setattr, torch.autograd, "backward", original)
-        # a dispatch mode, which the tracker is, makes torch.compile run what it was given as it stands
+        # Under a dispatch mode such as the tracker, torch.compile runs what it was given eagerly.
         frames = sys.modules.get("torch._dynamo.eval_frame")
         if enter := getattr(frames, "_maybe_set_eval_frame", None):
 
@@ -155,7 +146,7 @@ class watch:
             self._begin("forward")
 
     def _around(self, original: Callable[..., None]) -> Callable[..., None]:
-        """`torch.autograd.backward` with its phase around it; a reentrant checkpoint calls it again inside."""
+        """Wrap `torch.autograd.backward` in its phase; a reentrant checkpoint calls it again inside."""
 
         def backward(*args: Any, **kwargs: Any) -> None:
             if not self._backwards:
@@ -191,10 +182,9 @@ class watch:
             self._begin("between_steps")
 
     def _end_step(self) -> None:
-        """Decide whether a "step" that began at the end of a backward pass was one.
+        """End a "step" without an optimizer: an update by hand frees gradients, else its events are the backward's.
 
-        It was if gradients were freed since: an update by hand. If not, its events belong to the backward pass. An
-        optimizer's closure runs passes inside its step.
+        An optimizer's closure runs passes inside its step.
         """
         if self.tracker.phase != "step" or self._stepped or self._inside:
             return
@@ -206,7 +196,7 @@ class watch:
             self.tracker.phase = "backward"
 
     def _move_clearing(self) -> None:
-        """Gradients freed directly after the update belong to it, as in a loop that clears them at its end."""
+        """Count gradients freed directly after the update to the step, as in a loop that clears them at its end."""
         start, phase = self.tracker.marks[-1]
         for position, (size, storage, _) in enumerate(self.tracker.log[start:], start + 1):
             if size > 0:
