@@ -6,9 +6,9 @@ import sys
 def main() -> None:
     """Load and run the command line."""
     try:
-        from .faces.cli import main
+        from .faces.cli import app
 
-        main()
+        app(prog_name="vramlab")
     except KeyboardInterrupt:
         print("Stopped.", file=sys.stderr)
         sys.exit(130)

@@ -13,7 +13,8 @@ from types import SimpleNamespace
 import pytest
 import vramlab
 from typer.testing import CliRunner
-from vramlab.faces.cli import OPTIONS, app
+from vramlab.faces.cli import app
+from vramlab.faces.options import OPTIONS
 from vramlab.recipe.recipe import LoRA, Quantization, Recipe, Sharding
 from vramlab.report.errors import MeasurementError, RecordError
 from vramlab.report.report import Bytes, GiB, Interval, Phase, Report
@@ -98,7 +99,7 @@ def test_options_make_the_recipe(asked, words, fields):
 
 def test_every_field_of_a_recipe_can_be_set():
     fields = set(inspect.signature(Recipe).parameters) - {"model"}
-    assert fields - set(OPTIONS) == {"lora", "sharding"}  # these have options of their own, tested above
+    assert {path[0] for path, _ in OPTIONS.values()} == fields
 
 
 @pytest.mark.parametrize("command", ["predict", "simulate", "measure"])
@@ -260,7 +261,7 @@ def forever(recipe, **options):
     time.sleep(60)
 sys.modules["vramlab.formulas.predict"] = types.SimpleNamespace(predict=forever)
 sys.argv = ["vramlab", "predict", "gpt2"]
-vramlab.faces.cli.main()
+vramlab.faces.cli.app(prog_name="vramlab")
 """
 
 
@@ -311,14 +312,14 @@ def test_ctrl_c_while_it_loads_is_no_traceback():
 
 
 def test_doctor_is_shown_and_its_verdict_is_the_exit_status(monkeypatch):
-    from vramlab.faces import checks
-    from vramlab.faces.checks import Check
+    from vramlab.faces import doctor
+    from vramlab.faces.doctor import Check
 
-    monkeypatch.setattr(checks, "LOOKS", (("x", lambda: [Check("python", "ok", "3.12")]),))
+    monkeypatch.setattr(doctor, "LOOKS", {"x": lambda: [Check("python", "ok", "3.12")]})
     result = run("doctor")
     assert result.exit_code == 0 and result.stdout == "python  ok       3.12\n"
     lacks = [Check("torch", "missing", "none", "pip install torch", required=True)]
-    monkeypatch.setattr(checks, "LOOKS", (("x", lambda: lacks),))
+    monkeypatch.setattr(doctor, "LOOKS", {"x": lambda: lacks})
     result = run("doctor", "--json")
     assert result.exit_code == 1 and json.loads(result.stdout)["checks"][0]["advice"] == "pip install torch"
 
@@ -383,7 +384,7 @@ def test_commands_load_only_what_they_need(command, unwanted):
 
 
 def test_doctor_loads_no_torch_where_no_gpu_is():
-    from vramlab.faces.checks import may_have_gpu
+    from vramlab.faces.doctor import may_have_gpu
 
     if may_have_gpu():
         pytest.skip("torch is asked about the GPU of this machine")

@@ -8,7 +8,7 @@ import dataclasses
 import functools
 import inspect
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from inspect import Parameter
 from pathlib import Path
 from typing import Annotated, Any
@@ -18,38 +18,13 @@ from typer.core import TyperGroup
 
 from .. import __version__
 from ..hardware.gpu import Gpu, find_gpu
-from ..recipe.options import LOOPS, QUANT_TYPES, LoRA, Quantization, Sharding
-from ..recipe.recipe import ATTENTION, OPTIMIZERS, PRECISIONS, TASKS, Recipe
+from ..recipe.families import TASKS
+from ..recipe.recipe import Recipe
 from ..report.errors import VramLabError, needing
 from ..report.report import Interval, Report, format_bytes
+from .options import OPTIONS, fits_card, recipe_of
 
 FAILED, WRONG, OUT_OF_MEMORY, STOPPED = 1, 2, 3, 130
-# A recipe's options: their names are the fields' names, and their defaults are those of `Recipe`.
-OPTIONS = {
-    "batch_size": (int, "Samples in one micro-batch on one device."),
-    "seq_len": (int, "Tokens per sample; 512 or the model's longest if less."),
-    "precision": (str, ", ".join(PRECISIONS)),
-    "optim": (str, ", ".join(OPTIMIZERS)),
-    "optim_args": (str, "As in TrainingArguments: momentum=0.9,…"),
-    "gradient_checkpointing": (bool, "Recompute layers."),
-    "gradient_accumulation_steps": (int, "Micro-batches in one optimizer step."),
-    "attn_implementation": (str, ", ".join(ATTENTION)),
-    "torch_compile": (bool, "Compile the model."),
-    "lora_r": (int, "Train LoRA adapters of this rank."),
-    "lora_alpha": (float, "LoRA's scale."),
-    "lora_dropout": (float, "Dropout before the adapters."),
-    "lora_target": (str, "Module names, with commas, or all-linear."),
-    "quantization": (str, "Of the frozen base: " + ", ".join(QUANT_TYPES)),
-    "double_quant": (bool, "Quantize the block scales too."),
-    "num_layers": (int, "A depth other than the model's own."),
-    "task": (str, "Which head: " + ", ".join(TASKS)),
-    "loop": (str, ", ".join(LOOPS)),
-    "stage": (int, "ZeRO stage 0 to 3."),
-    "world_size": (int, "Ranks that share the model."),
-    "engine": (str, "ddp, fsdp or deepspeed."),
-    "offload": (str, "optimizer or parameters, to the CPU."),
-}
-LORA = {"lora_r": "r", "lora_alpha": "lora_alpha", "lora_dropout": "lora_dropout", "lora_target": "target_modules"}
 
 
 class Commands(TyperGroup):
@@ -82,6 +57,7 @@ def _flag(text: str, *names: str) -> Any:
 
 
 Json = _flag("Print JSON; sizes are bytes, times seconds.", "--json")
+Model = Annotated[str, typer.Argument(help="A name, such as gpt2, or a path to a config.json.")]
 GpuName = Annotated[str | None, typer.Option("--gpu", help="A card by name, such as T4. Exit status 1: does not fit.")]
 Target = Annotated[str, typer.Option(help="Whose kernels and rounding: cuda or cpu.")]
 AsRun = Annotated[str | None, typer.Option(help="As an older library ran it, such as 'transformers 4.57'.")]
@@ -92,52 +68,31 @@ Lists = Annotated[list[Path] | None, typer.Argument(help="JSON lists of recipes;
 
 
 def takes_recipe(command: Callable[..., None]) -> Callable[..., None]:
-    """Gives `command(recipe, …)` the options of a recipe before its own."""
+    """Give `command(recipe, …)` the options of a recipe before its own."""
 
     @functools.wraps(command)
-    def run(**values: Any) -> None:
-        command(_recipe(values.pop("model"), {name: values.pop(name) for name in OPTIONS}), **values)
+    def run(model: str, **values: Any) -> None:
+        command(recipe_of(model, {name: values.pop(name) for name in OPTIONS}), **values)
 
     own = list(inspect.signature(command).parameters.values())[1:]
-    parameters = [*_parameters(), *(p.replace(kind=Parameter.KEYWORD_ONLY) for p in own)]
+    parameters = [Parameter("model", Parameter.KEYWORD_ONLY, annotation=Model), *map(_parameter, OPTIONS)]
+    parameters += [p.replace(kind=Parameter.KEYWORD_ONLY) for p in own]
     run.__signature__ = inspect.Signature(parameters)
     run.__annotations__ = {p.name: p.annotation for p in parameters}
     return run
 
 
-def _parameters() -> Iterator[Parameter]:
-    """The model and OPTIONS as typer wants them."""
-    model = Annotated[str, typer.Argument(help="A name, such as gpt2, or a path to a config.json.")]
-    yield Parameter("model", Parameter.KEYWORD_ONLY, annotation=model)
-    fields = inspect.signature(Recipe).parameters
-    for name, (kind, text) in OPTIONS.items():
-        default = fields[name].default if name in fields else False if kind is bool else None
-        annotation = _flag(text, f"--{name.replace('_', '-')}") if kind is bool else None
-        annotation = annotation or Annotated[kind if default is not None else kind | None, typer.Option(help=text)]
-        yield Parameter(name, Parameter.KEYWORD_ONLY, annotation=annotation, default=default)
-
-
-def _recipe(model: str, options: dict[str, Any]) -> Recipe:
-    """The recipe that the options describe."""
-    given = {name: value for name, value in options.items() if value is not None}
-    lora = {field: given.pop(name) for name, field in LORA.items() if name in given}
-    if lora.get("lora_alpha", 0.5).is_integer():
-        lora["lora_alpha"] = int(lora["lora_alpha"])  # as in Python: equal recipes must have equal keys
-    if lora.get("target_modules", "all-linear") != "all-linear":
-        lora["target_modules"] = tuple(lora["target_modules"].split(","))
-    sharding = {name: given.pop(name) for name in ("stage", "world_size", "engine", "offload") if name in given}
-    if sharding.get("engine") == "ddp":
-        sharding.setdefault("stage", 0)
-    kind, double = given.pop("quantization", None), given.pop("double_quant")
-    return Recipe(
-        model,
-        lora=LoRA(**lora) if lora else None,
-        quantization=Quantization("nf4" if kind is None else kind, double=double)
-        if kind is not None or double
-        else None,
-        sharding=Sharding(**sharding) if sharding else None,
-        **given,
-    )
+def _parameter(name: str) -> Parameter:
+    """A recipe's option as typer wants it; a part's options are None where they are not given."""
+    path, knob = OPTIONS[name]
+    text = ": ".join(filter(None, [knob.help.rstrip("."), ", ".join(c for c in knob.choices if isinstance(c, str))]))
+    if knob.kind is bool:
+        kind, default = _flag(text, f"--{name.replace('_', '-')}"), False
+    else:
+        default = knob.default if len(path) == 1 else None
+        kind = knob.kind if knob.kind in (int, float) else str
+        kind = Annotated[kind if default is not None else kind | None, typer.Option(help=text)]
+    return Parameter(name, Parameter.KEYWORD_ONLY, annotation=kind, default=default)
 
 
 @app.callback(invoke_without_command=True)
@@ -180,7 +135,7 @@ def measure(recipe: Recipe, repeats: Repeats = 5, as_json: Json = False) -> None
 
 @app.command()
 def plan(
-    model: Annotated[str, typer.Argument(help="A name, such as gpt2, or a path to a config.json.")],
+    model: Model,
     gpu: Annotated[str, typer.Option("--gpu", help="A card by name, such as T4.")],
     gpus: Annotated[int, typer.Option(help="How many of them.")] = 1,
     global_batch: Annotated[int, typer.Option(help="Samples in one optimizer step, over all GPUs.")] = 16,
@@ -244,43 +199,25 @@ def doctor(as_json: Json = False) -> None:
 
 
 def _card(name: str | None, recipe: Recipe) -> Gpu | None:
-    """The GPU asked for; refuses a precision that it lacks."""
-    if name is None:
-        return None
-    card = find_gpu(name)
-    card.require(recipe.precision)
+    """Return the GPU asked for; refuse a precision that it lacks."""
+    card = find_gpu(name) if name is not None else None
+    if card:
+        card.require(recipe.precision)
     return card
 
 
 def _finish(report: Report, card: Gpu | None, as_json: bool) -> None:
-    """Prints the report, and whether it fits the card; exits with what its status and that mean.
+    """Print the report and whether it fits the card; exit with what its status and that mean.
 
     In JSON the answer is `environment.fits`: true, false, or null where the card lies within the interval.
     """
-    fits = True
-    needs = report.process
-    if card and needs is not None:
-        low, high = (needs.low, needs.high) if isinstance(needs, Interval) else (needs, needs)
-        fits = True if high <= card.total else False if low > card.total else None
-        answer = {True: "fits", False: "does not fit", None: "may not fit"}[fits]
-        said = needs if isinstance(needs, Interval) else format_bytes(needs)
-        sentence = f"{answer}: {card.name} has {format_bytes(card.total)}, the process needs {said}"
+    fits, sentence = True, ""
+    if card and report.process is not None:
+        fits, answer = fits_card(report, card)
+        needs = report.process if isinstance(report.process, Interval) else format_bytes(report.process)
+        sentence = f"{answer}: {card.name} has {format_bytes(card.total)}, the process needs {needs}"
         report.environment |= {"gpu": card.name, "fits": fits}
-        if as_json:
-            report.notes.append(sentence)
-    typer.echo(report.to_json(indent=2) if as_json else str(report))
-    if card and needs is not None and not as_json:
-        typer.echo(sentence)
-    if report.status != "ok":
+        report.notes += [sentence] if as_json else []
+    typer.echo(report.to_json(indent=2) if as_json else "\n".join(filter(None, [str(report), sentence])))
+    if report.status != "ok" or fits is False:
         raise typer.Exit(OUT_OF_MEMORY if report.status == "oom" else FAILED)
-    if fits is False:
-        raise typer.Exit(FAILED)
-
-
-def main() -> None:
-    """The program `vramlab`."""
-    app(prog_name="vramlab")
-
-
-if __name__ == "__main__":
-    main()

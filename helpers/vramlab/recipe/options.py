@@ -64,7 +64,11 @@ class Quantization:
         label="Frozen base",
     )
     double: bool = knob(
-        False, "Quantize the block scales too.", elsewhere="bnb_4bit_use_double_quant", option="double_quant"
+        False,
+        "Quantize the block scales too.",
+        elsewhere="bnb_4bit_use_double_quant",
+        option="double_quant",
+        label="Double quant",
     )
     compute_dtype: str | None = knob(
         None,
@@ -92,7 +96,7 @@ class Sharding:
 
     stage: int = knob(3, "ZeRO stage, 0 to 3.", choices=(0, 1, 2, 3), option=True, label="ZeRO stage")
     world_size: int = knob(1, "Ranks that share the model.", most=2**20, option=True, label="GPUs")
-    engine: str = knob("fsdp", "What divides the model.", choices=tuple(STAGES), option=True)
+    engine: str = knob("fsdp", "What divides the model.", choices=tuple(STAGES), option=True, label="Engine")
     offload: str | None = knob(None, "What lives in host memory.", choices=("optimizer", "parameters"), option=True)
     rank: int = knob(0, "Whose bytes are described; ranks differ where a size does not divide.", least=0)
     wrap: str = knob("layers", "FSDP's units: one a layer and the rest, or the model.", choices=("layers", "model"))
