@@ -15,9 +15,9 @@ CEILINGS = {
     "vramlab/simulation": 2340,
     "vramlab/measurement": 1630,
     "vramlab/planning": 1190,
-    "vramlab/faces": 1950,
+    "vramlab/faces": 1700,
     "vramlab_course/claims": 1200,
-    "vramlab_course": 5220,
+    "vramlab_course": 5270,
 }
 LONGEST = 480
 
