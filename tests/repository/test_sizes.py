@@ -11,7 +11,7 @@ CEILINGS = {
     "vramlab/recipe": 2200,
     "vramlab/training": 2040,
     "vramlab/tracking": 990,
-    "vramlab/formulas": 3420,
+    "vramlab/formulas": 3390,
     "vramlab/simulation": 2340,
     "vramlab/measurement": 1630,
     "vramlab/planning": 1190,

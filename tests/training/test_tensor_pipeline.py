@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 from real_ranks import births, cases, differing, learned, when_asked
 from tiny_models import config, quick_collections  # noqa: F401
-from vramlab.formulas.model_parallel import bubble
 from vramlab.formulas.predict import predict
 from vramlab.measurement.launch import Launcher
 from vramlab.measurement.worker import on_rank
@@ -259,18 +258,6 @@ def test_formulas_say_what_a_rank_holds(name):
     assert predicted.phases["step"].peak.gradients == simulated.phases["step"].peak.gradients > 0
     for phase, found in simulated.phases.items():
         assert predicted.phases[phase].peak.total == pytest.approx(found.peak.total, rel=0.015), phase
-
-
-def test_the_bubble_is_what_the_schedules_leave():
-    """Played through, forward and backward taking one slot each: a stage works 2m of the 2(m + N - 1) that pass."""
-    for stages, micro_batches in ((4, 4), (4, 8), (2, 16), (8, 3)):
-        ready: dict[tuple[int, int], int] = {}  # (stage, micro-batch) to the slot in which its forward pass is over
-        for micro in range(micro_batches):
-            for stage in range(stages):
-                ready[stage, micro] = 1 + max(ready.get((stage - 1, micro), 0), ready.get((stage, micro - 1), 0))
-        forward = ready[stages - 1, micro_batches - 1]  # and as long again on the way back
-        sharding = Sharding(0, stages, "pipeline", micro_batches=micro_batches, schedule="gpipe")
-        assert bubble(sharding) == pytest.approx(1 - 2 * micro_batches / (2 * forward))
 
 
 def test_tables_cover_the_families():

@@ -21,6 +21,7 @@ from .ledger import Entry, Parameter, Tensor
 from .model import ROOT, Model
 from .model_parallel import PipelineStage, TensorParallelModel, is_model_parallel
 from .model_states import (
+    CacheKey,
     compute_recipe,
     is_sharded_by,
     is_trained_whole,
@@ -209,8 +210,8 @@ def _model_class(recipe: Recipe) -> type[Model]:
     return classes.get(recipe.sharding.engine, Model) if recipe.sharding else Model
 
 
-class AccountKey:
-    """What an `Account` is made of, equal to others by the settings that it depends on."""
+class AccountKey(CacheKey):
+    """What an `Account` is made of."""
 
     def __init__(self, recipe: Recipe, chip: Chip, gradients_exist: bool):
         r, self.arguments = recipe, (recipe, chip, gradients_exist)
@@ -222,13 +223,6 @@ class AccountKey:
         elif is_sharded_by(r, "fsdp") or gradient_reduction(r):  # all ranks compute alike
             part = (*part, dataclasses.replace(r.sharding, rank=0))
         self.key = (*sizes, r.precision, r.lora, r.quantization, r.loop, optim, chip, gradients_exist, part)
-        self.hash = hash(self.key)
-
-    def __hash__(self) -> int:
-        return self.hash
-
-    def __eq__(self, other) -> bool:
-        return self.key == other.key
 
 
 @lru_cache(maxsize=32)

@@ -1,4 +1,4 @@
-"""Attention by every kernel: which one runs, what it keeps and what it needs while it runs.
+"""Attention by each kernel: what it keeps for the backward pass and what it needs while it runs.
 
 The kernels themselves (Dao 2023; Rabe and Staats 2021) keep queries, keys, values, their output and one number a row;
 the matrix of scores, batch × heads × tokens², exists only where the attention is written out ("eager", "math").

@@ -1,4 +1,4 @@
-"""A recipe's model on paper: embeddings, stacks of layers, head and loss, as transformers 5.23 writes them."""
+"""A recipe's model in the ledger: embeddings, stacks of layers, head and loss, as in transformers 5.23."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -94,7 +94,7 @@ class Model(Layer):
         """What T5's layers add to their scores; the first one makes it for all.
 
         A learned number for each head and each distance between tokens, looked up for every pair; for a decoder's
-        cross-attention, which has no positions, zeros, which under checkpointing are told to need a gradient.
+        cross-attention, which has no positions, zeros, which need a gradient under checkpointing.
         """
         n, heads = self.tokens, self.shape.num_heads
         distance, bucket = self.tensor("sub", (n, n), INT64), self.tensor("add", (n, n), INT64)

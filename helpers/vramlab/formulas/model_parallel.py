@@ -1,14 +1,13 @@
-"""What one rank holds of a model that is cut, on paper: a slice of every matrix, or some of the layers.
+"""Tensor and pipeline parallel: a rank has a slice of every matrix, or some of the layers.
 
 Tensor parallel (Shoeybi et al. 2019) on N ranks: P/N of what is sliced and all of the norms; of the activations, what
 lies between the two matrices of a pair (heads, MLP channels) is sliced, and what lies between pairs (hidden states,
 norms, residuals) is whole, as are logits and loss. Each pair's result is all-reduced into a new tensor.
 
 Pipeline (Huang et al. 2019; Narayanan et al. 2021) with N stages and m micro-batches: a stage's own layers, with the
-activations of the micro-batches in flight: all m under GPipe, min(m, N - rank) under 1F1B, whose bubble is the same,
-(N - 1) / (m + N - 1) of the step. PyTorch's stages also hold two buffers for each micro-batch, for hidden states to
-come and for their gradients, which no schedule makes fewer: 2 · batch · tokens · hidden numbers, one of the two at the
-ends of the pipeline.
+activations of the micro-batches in flight: all m under GPipe, min(m, N - rank) under 1F1B. PyTorch's stages also hold
+two buffers for each micro-batch under any schedule, for hidden states to come and for their gradients: 2 · batch ·
+tokens · hidden numbers, one of the two at the ends of the pipeline.
 
 A rank is described as a model of its own (`of_rank`): the same layers with fewer heads, or fewer layers.
 """
@@ -103,20 +102,14 @@ def _stage(shape: Shape, stages: int, rank: int) -> Shape:
     return found
 
 
-def in_flight(sharding: Sharding) -> int:
+def _in_flight(sharding: Sharding) -> int:
     """The most micro-batches whose activations a stage holds at once."""
     if sharding.schedule == "gpipe":
         return sharding.micro_batches
     return min(sharding.micro_batches, sharding.world_size - sharding.rank)
 
 
-def bubble(sharding: Sharding) -> float:
-    """The part of a step in which a stage waits, with equal stages and no time for transfers."""
-    n, m = sharding.world_size, sharding.micro_batches
-    return (n - 1) / (m + n - 1)
-
-
-def receive_bytes(recipe: Recipe, width: int) -> int:
+def _receive_bytes(recipe: Recipe, width: int) -> int:
     """Bytes of a stage's buffers for hidden states and gradients from its neighbours, for all micro-batches."""
     sharding = recipe.sharding
     samples = recipe.batch_size // sharding.micro_batches
@@ -131,9 +124,9 @@ def pipelined(recipe: Recipe, first: dict[str, Phase], later: dict[str, Phase], 
         first, later: of a micro-batch before which no gradient exists, and of one before which they do.
         kept: bytes of activations that one micro-batch keeps from its forward to its backward pass.
     """
-    sharding, most = recipe.sharding, in_flight(recipe.sharding)
+    sharding, most = recipe.sharding, _in_flight(recipe.sharding)
     inputs = {"inputs": input_bytes(recipe) - first["load"].end.inputs}
-    always = {**inputs, "workspace": receive_bytes(recipe, weight_width(recipe.precision, recipe.quantization))}
+    always = {**inputs, "workspace": _receive_bytes(recipe, weight_width(recipe.precision, recipe.quantization))}
 
     def plus(split: Bytes, more: dict[str, int], others: int = 0) -> Bytes:
         found = dataclasses.asdict(split)
@@ -229,7 +222,7 @@ class PipelineStage(Model):
         return super().embed() if self.begins else self.received((self.batch, self.tokens, self.shape.hidden_size))
 
     def received(self, shape: tuple[int, ...]) -> Tensor:
-        """A buffer, counted elsewhere (`receive_bytes`)."""
+        """A buffer, counted elsewhere (`_receive_bytes`)."""
         block = self.block("received", (0,), 1)
         hidden = Tensor(block, shape, self.hidden_width)
         hidden.needs, hidden.node = True, Leaf(None)  # its gradient is sent back

@@ -1,4 +1,4 @@
-"""What stays for the whole run: parameters, gradients, optimizer states, buffers, inputs.
+"""Model states and inputs: parameters, gradients, optimizer states, buffers, micro-batches.
 
     parameters        Σ over tensors of numbers × bytes a number                            `parameter_bytes`
     gradients         the same sum over what is trained                                      `gradient_bytes`
@@ -38,6 +38,18 @@ SMALLEST_PAGED = 100_000  # `Optimizer8bit.get_state_buffer`: larger states go t
 
 
 Sizes = dict[str, int]  # category to bytes
+
+
+class CacheKey:
+    """Arguments of a cached function, equal to others by `key`: the settings that its result depends on."""
+
+    key: tuple
+
+    def __hash__(self) -> int:
+        return hash(self.key)
+
+    def __eq__(self, other) -> bool:
+        return self.key == other.key
 
 
 @dataclass(frozen=True)

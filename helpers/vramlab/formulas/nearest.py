@@ -1,7 +1,7 @@
-"""Architectures that nobody wrote down: those made of the matrices of a known decoder are walked through as one.
+"""Architectures without a layout: treat one made of a known decoder's matrices as that decoder.
 
-The roles are read off the names and sizes of the weights in a layer. Whatever plays no role here (a state-space layer, a
-convolution, a second stack, shared or unlike layers) is refused: `simulate` runs the library's own code.
+Roles come from the names and sizes of a layer's weights. What plays no role here (a state-space layer, a convolution, a
+second stack, shared or unlike layers) is refused: `simulate` runs the library's own code.
 """
 
 import dataclasses

@@ -1,4 +1,4 @@
-"""The operators that transformers are made of: what each makes, what it keeps for the backward pass, what it spends there.
+"""PyTorch's operators in the ledger: what each makes, keeps for the backward pass and needs there.
 
 Each method is one PyTorch operator, or one module of transformers that is a line or two of them. What is kept is what
 `tools/autograd/derivatives.yaml` names for the operator; dtypes follow PyTorch's promotion, autocast's two lists
@@ -121,11 +121,8 @@ class Operators(Ledger):
         if name == "gelu_fast":  # 0.5 · x · (1 + tanh(x · √(2/π) · (1 + 0.044715 · x · x)))
             half, inner = self.scale(x), self.scale(self.mul(self.scale(x), x), "add")
             return self.mul(half, self.scale(self.unary("tanh", self.mul(self.scale(x), inner)), "add"))
-        if name in (
-            "gelu_new",
-            "gelu_accurate",
-            "gelu_python_tanh",
-        ):  # 0.5 · x · (1 + tanh(√(2/π) · (x + 0.044715 · x³)))
+        # 0.5 · x · (1 + tanh(√(2/π) · (x + 0.044715 · x³)))
+        if name in ("gelu_new", "gelu_accurate", "gelu_python_tanh"):
             half = self.scale(x)
             inner = self.add(x, self.scale(self.power(self.fp32(x))))
             return self.mul(half, self.scale(self.unary("tanh", self.scale(inner)), "add"))

@@ -1,4 +1,4 @@
-"""What DeepSpeed's stage 3 has gathered at a time, in elements: its coordinator's rules, run on a list of modules.
+"""Elements that DeepSpeed's stage 3 has gathered at a time, by its coordinator's rules on a list of modules.
 
 A module's weights are gathered before it runs. With each module that runs the next weights in order are gathered too,
 up to a bucket of elements and while fewer than `MOST` are there. After a module its weights go, unless they come again
@@ -6,7 +6,7 @@ within the next `MOST` elements. So a deep model runs into that limit whatever i
 together. Weights of up to ten times the hidden size are whole on every rank at all times and are not counted here.
 
 Source: deepspeed/runtime/zero/partitioned_param_coordinator.py, `_fetch_sub_module_impl` and `__params_to_release`;
-`MOST` is its default, the bucket what the `Trainer` sets (`engines.deepspeed_config.HIDDEN`).
+`MOST` is its default, the bucket what the `Trainer` sets (`recipe.deepspeed_config.HIDDEN`).
 """
 
 from bisect import bisect_left
@@ -25,8 +25,7 @@ Weights = tuple[tuple[str, int], ...]  # names and elements
 
 
 class Gathered(NamedTuple):
-    """Elements that are gathered at the most, by part of the step: the layers' forward pass, the head's both passes, the
-    layers' backward pass, and that of what lies in front of them."""
+    """Most elements gathered in the layers' forward pass, the head's passes, the layers' and the embedding's backward."""
 
     forward: int = 0
     head: int = 0
@@ -58,10 +57,8 @@ def gathered(shape: Shape) -> Gathered:
             for _ in [weight for weight in weights if fetched.get(weight, -1) < step]:
                 weight, used = coming.popleft()
                 fetched[weight] = used
-            ahead, room = (
-                0,
-                min(MOST - total - sum(n for _, n in new), HIDDEN["stage3_prefetch_bucket_size"](shape.hidden_size)),
-            )
+            bucket = HIDDEN["stage3_prefetch_bucket_size"](shape.hidden_size)
+            ahead, room = 0, min(MOST - total - sum(n for _, n in new), bucket)
             while coming and ahead < room:
                 weight, used = coming.popleft()
                 fetched[weight] = max(used, fetched.get(weight, -1))

@@ -1,9 +1,9 @@
-"""Pencil and paper: the bytes of a training step from the model's shape alone. No torch, no model, about a millisecond.
+"""Predict the bytes of a training step from the model's shape alone: no torch, no model, about a millisecond.
 
-    held       parameters + buffers + inputs + gradients + optimizer states + workspaces    (`formulas.stored`, `.shards`)
-    forward    + what a layer keeps × layers + the last one's temporaries, then logits and loss (`formulas.account`)
-    backward   + the loss's gradients, then layer by layer what is kept less, and gradients more (`formulas.account`)
-    step       + the optimizer's temporaries                                                  (`formulas.step`)
+    held       parameters + buffers + inputs + gradients + optimizer states + workspaces      (`model_states`, `shards`)
+    forward    + what a layer keeps × layers + the last one's temporaries, then logits and loss              (`account`)
+    backward   + the loss's gradients, then layer by layer what is kept less, and gradients more             (`account`)
+    step       + the optimizer's temporaries                                                                    (`step`)
 
 The peak is the highest of these moments.
 """
@@ -30,7 +30,7 @@ DTYPES = {8: "int64", 4: "float32", 1: "uint8"}
 
 
 def predict(recipe: Recipe | Any, gpu: str | Gpu | None = None) -> Report:
-    """What `recipe` needs in memory on a CUDA device, by formula.
+    """Predict what `recipe` needs in memory on a CUDA device.
 
     Args:
         recipe: a recipe; or what `Recipe` takes for a model, with every other field at its default.

@@ -5,14 +5,12 @@
     stage 2   P + (G + S) / N       and gradients
     stage 3   (P + G + S) / N + U   and parameters: U is what is gathered at a time
 
-Here are the exact shares, tensor by tensor, and what an engine adds on top:
-
     DDP        a copy of all gradients in buckets (`gradient_as_bucket_view` is False), from the beginning on; at stage 1
-               `ZeroRedundancyOptimizer` deals out whole tensors, largest first, each to the rank that has least so far
-    FSDP2      rows of every tensor, `units.padded`; what is gathered and reduced is in the ledger (`units`)
-    DeepSpeed  flat partitions, see `zero_terms`
+               `ZeroRedundancyOptimizer` gives whole tensors, largest first, to the rank that has least so far
+    FSDP2      rows of every tensor, `fsdp.padded`; what is gathered and reduced is in the ledger (`fsdp.FsdpModel`)
+    DeepSpeed  flat partitions (`deepspeed`)
 
-Limits: NCCL's own buffers are not counted.
+NCCL's own buffers are not counted.
 """
 
 import heapq
@@ -26,31 +24,25 @@ from ..hardware.reserved import internal_fragmentation, pack
 from ..recipe.recipe import Recipe
 from . import model_states as stored
 from .fsdp import own, padded, unit_of
-from .model_states import Held, Row, held, in_order, is_sharded_by, state_sizes
+from .model_states import CacheKey, Held, Row, held, in_order, is_sharded_by, state_sizes
 from .step import step_temporaries
 
 
 def of_rank(recipe: Recipe) -> Held:
-    """What this rank holds; all of everything without sharding. A world of one has its engine's ways all the same."""
+    """Bytes that this rank holds; everything without sharding."""
     sharding = recipe.sharding
     if sharding is None or sharding.engine in ("tensor", "pipeline"):
         return _alone(recipe)
     return _of_rank(_Key(recipe))
 
 
-class _Key:
+class _Key(CacheKey):
     """A recipe, equal to others by what `of_rank` depends on."""
 
     def __init__(self, r: Recipe):
         self.recipe = r
         self.key = (r.shape, r.precision, r.quantization, r.lora, r.optim, r.optim_args, r.loop, r.sharding)
         self.key += (r.gradient_accumulation_steps > 1,)
-
-    def __hash__(self) -> int:
-        return hash(self.key)
-
-    def __eq__(self, other) -> bool:
-        return self.key == other.key
 
 
 @lru_cache(maxsize=512)

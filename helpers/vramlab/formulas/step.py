@@ -1,4 +1,4 @@
-"""The optimizer step: what it needs besides gradients and states.
+"""Temporaries of the optimizer step.
 
 Multi-tensor ("foreach") kernels, PyTorch's default on CUDA, work on all tensors of a parameter group and dtype at once,
 so their temporaries are as large as the group. That is the hidden peak of a step with AdamW: √v for every parameter.
