@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from vramlab.faces.plot import style
 from vramlab.faces.plot.splits import amount, check_unit, draw_limit, exact, limit_of
-from vramlab.measurement.snapshot import Snapshot
 from vramlab.report.report import format_bytes
 
 from .fragmentation import Followed
+from .memory_history import Snapshot
 from .trace import LOADING, Trace
 
 POINTS = 1500  # a figure has fewer pixels

@@ -4,9 +4,9 @@ import matplotlib
 import numpy as np
 import pytest
 from vramlab import plot
-from vramlab.measurement.snapshot import Snapshot
 from vramlab.report.report import GiB, MiB
 from vramlab_course.fragmentation import Followed
+from vramlab_course.memory_history import Snapshot
 from vramlab_course.over_time import POINTS, _thin, blocks, events, trace
 from vramlab_course.trace import Event, Trace
 

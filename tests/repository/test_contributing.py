@@ -74,7 +74,7 @@ def test_every_command_is_there(words):
 
 
 @pytest.mark.parametrize(
-    "span", sorted({s for s in SPANS if s.startswith("vramlab.")} | {"vramlab.measurement.snapshot.record"})
+    "span", sorted({s for s in SPANS if s.startswith("vramlab.")} | {"vramlab_course.memory_history.record"})
 )
 def test_every_dotted_name_is_there(span):
     """Modules, and names in modules."""

@@ -13,11 +13,11 @@ CEILINGS = {
     "vramlab/tracking": 990,
     "vramlab/formulas": 3390,
     "vramlab/simulation": 2340,
-    "vramlab/measurement": 1630,
+    "vramlab/measurement": 1350,
     "vramlab/planning": 1190,
     "vramlab/faces": 1700,
     "vramlab_course/claims": 1200,
-    "vramlab_course": 5270,
+    "vramlab_course": 5550,
 }
 LONGEST = 480
 

@@ -18,7 +18,6 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from vramlab.hardware.gpu import find_gpu
 from vramlab.measurement.launch import Launcher, launch
-from vramlab.measurement.snapshot import record
 from vramlab.recipe.recipe import Recipe
 from vramlab.simulation.cuda import attention_kernel
 
@@ -26,6 +25,7 @@ from vramlab_course.chapters import units_04
 from vramlab_course.quantizers import normal_float
 
 from ..chapters.chapter_03 import saved_bytes
+from ..memory_history import record
 from .expressions import Facts
 
 UNITS = units_04.__name__

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from vramlab.measurement.snapshot import Line, Snapshot, SnapshotError, record, user_line
 from vramlab.report.report import MiB
+from vramlab_course.memory_history import Line, Snapshot, SnapshotError, record, user_line
 
 FRAMES = [
     {"filename": "/env/lib/python3.11/site-packages/torch/nn/functional.py", "line": 9, "name": "linear"},
@@ -101,7 +101,7 @@ def test_uncleared_gradients_are_left_with_their_line():
         model(x).square().mean().backward()  # the line that is looked for
     (group,) = memory.snapshot.left()
     assert group.size == sum(p.nbytes for p in model.parameters()) and group.count == 4
-    assert group.line.file == "test_snapshot.py" and "the line that is looked for" in group.line.text
+    assert group.line.file == "test_memory_history.py" and "the line that is looked for" in group.line.text
 
 
 def test_a_loss_in_a_list_keeps_its_graph_only_without_backward():

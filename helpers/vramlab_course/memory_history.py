@@ -22,10 +22,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-
-from ..hardware.allocator import Allocator
-from ..report.errors import VramLabError
-from ..report.report import format_bytes
+from vramlab.hardware.allocator import Allocator
+from vramlab.report.errors import VramLabError
+from vramlab.report.report import format_bytes
 
 DEPTH = 60  # frames that are kept of a stack
 LIBRARIES = ("site-packages", "dist-packages", f"{os.sep}torch{os.sep}", f"lib{os.sep}python3", "<frozen", "<string>")
@@ -218,8 +217,7 @@ def _start_on_cuda(max_entries: int) -> Callable[[], Snapshot]:
 def _start_on_cpu() -> Callable[[], Snapshot]:
     """Start a tracker that keeps the stack of every birth; the returned function stops it and returns the snapshot."""
     import torch
-
-    from ..tracking.tracker import Tracker
+    from vramlab.tracking.tracker import Tracker
 
     class Recorder(Tracker):
         def __init__(self):
@@ -258,7 +256,7 @@ def _stack() -> list[dict[str, Any]]:
     frame, frames = sys._getframe(1), []
     while frame is not None and len(frames) < DEPTH:
         code = frame.f_code
-        if os.path.basename(code.co_filename) not in ("snapshot.py", "tracker.py"):
+        if os.path.basename(code.co_filename) not in (os.path.basename(__file__), "tracker.py"):
             frames.append({"filename": code.co_filename, "line": frame.f_lineno, "name": code.co_name})
         frame = frame.f_back
     return frames
