@@ -13,7 +13,7 @@ CEILINGS = {
     "vramlab/tracking": 990,
     "vramlab/formulas": 3390,
     "vramlab/simulation": 2340,
-    "vramlab/measurement": 1350,
+    "vramlab/measurement": 1300,
     "vramlab/planning": 1190,
     "vramlab/faces": 1700,
     "vramlab_course/claims": 1200,

@@ -137,7 +137,9 @@ class Launcher:
             why = starved if code == SIGKILL else ""
             oom = f"It was killed{why}." if why and device == "cpu" else ""
             words = self._last_words() if self.single and code != SIGKILL else "."
-            return RankError(self._name(world_size, failed) + _ending(code) + why + words, failed, code, oom=oom)
+            killed = f"was killed by {signal.Signals(-code).name}{why}" if code < 0 else ""
+            ending = killed or f"ended in the middle with exit status {code}, without an exception"
+            return RankError(f"{self._name(world_size, failed)} {ending}{words}", failed, code, oom=oom)
         rank = min(errors, key=lambda r: (errors[r]["consequence"], errors[r]["time"]))
         error = errors[rank]
         message = f"{self._name(world_size, rank)} failed: {error['message']}"
@@ -154,12 +156,6 @@ class Launcher:
 
 def _read(file: Path) -> dict[str, Any] | None:
     return pickle.loads(file.read_bytes()) if file.exists() else None
-
-
-def _ending(code: int) -> str:
-    if code >= 0:
-        return f" ended in the middle with exit status {code}, without an exception"
-    return f" was killed by {signal.Signals(-code).name}"
 
 
 def launch(

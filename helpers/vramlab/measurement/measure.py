@@ -37,8 +37,9 @@ def measure(
 ) -> Report:
     """Measure the memory and speed of `recipe` here; or, where it does not fit this machine, return a GPU's record.
 
-    With sharding the report is that of rank `recipe.sharding.rank`: of real processes, on as many GPUs or up to
-    MOST_RANKS of them on a CPU; on fewer GPUs, of that rank alone in a fake process group (its collectives move nothing).
+    Memory that runs out gives status "oom", with what was asked for. With sharding it is the report of the recipe's
+    rank: among real processes, on as many GPUs or up to MOST_RANKS of them on a CPU; on fewer GPUs, alone in a fake
+    process group, whose collectives move nothing.
 
     Args:
         recipe: a recipe; or what `Recipe` takes for a model, with every other field at its default.
@@ -49,8 +50,6 @@ def measure(
         timeout: seconds after which the processes are ended.
         launcher: `Launcher(single=True)`, started before and ended here: its libraries are loaded by now.
         estimate: gives the bytes that one process needs, to skip on a CPU what needs more than is free.
-    Returns:
-        source "measured" (or "recorded"), sizes in bytes; status "oom" when memory ran out, with what was asked for.
     Raises:
         MeasurementError: neither can be had; the message says why and what would do.
         RecipeError: the device cannot compute in the recipe's precision, or an argument is out of range.

@@ -75,21 +75,14 @@ def clean_pass(recipe: Recipe, repeats: int, warmup: int, device: str, before: S
     speed = Speed(median, min(seconds), max(seconds), repeats, recipe.tokens / median)
     if not cuda:
         return Truth(speed, rss=peak_rss())
-    peaks = torch.cuda.memory_stats()
+    stats = torch.cuda.memory_stats()
+    peaks = {kind: stats[f"{kind}_bytes.all.peak"] for kind in ("allocated", "requested", "reserved")}
     process, notes = process_bytes(nvml_snapshot(torch.cuda.current_device()), before)
     workspace = clear_cublas_workspaces()
     del training
     gc.collect()
     torch.cuda.empty_cache()
-    return Truth(
-        speed,
-        allocated=peaks["allocated_bytes.all.peak"],
-        requested=peaks["requested_bytes.all.peak"],
-        reserved=peaks["reserved_bytes.all.peak"],
-        workspace=workspace,
-        process=process,
-        notes=notes,
-    )
+    return Truth(speed, **peaks, workspace=workspace, process=process, notes=notes)
 
 
 def build_for_steps(recipe: Recipe, device: str) -> Training:
@@ -179,10 +172,8 @@ def host_bytes(recipe: Recipe, tracker: Tracker) -> int | None:
 def balance(report: Report, history: History, readings: list[Reading], truth: Truth, workspace: int) -> None:
     """Close the balance of `report`: of every phase with the tracked pass's allocator, of the peak with the clean one's.
 
-    Args:
-        readings: one for each of the history's stretches, of which the first is loading.
-        workspace: what cuBLAS held at the end of the tracked pass, and so throughout the last step (it has all from the
-            first backward pass on).
+    `readings`: one for each of the history's stretches, of which the first is loading. `workspace`: what cuBLAS held at
+    the end of the tracked pass, and so throughout the last step (it has all from the first backward pass on).
     """
     rounding = np.cumsum([0, *(n - (s.asked if n > 0 else -s.asked) for n, s, _ in history.log)])
 

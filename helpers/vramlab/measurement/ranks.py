@@ -49,8 +49,7 @@ def main() -> None:
     silence()
     with contextlib.suppress(OSError):  # Linux: when RAM runs out, kill this process and its ranks first
         Path("/proc/self/oom_score_adj").write_text("1000")
-    if sys.platform != "win32":
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a job's SIGTERM also ends the parent, and with it this process
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a job's SIGTERM also ends the parent, and with it this process
     folders: queue.SimpleQueue[str] = queue.SimpleQueue()
     threading.Thread(target=_read_orders, args=(folders,), daemon=True).start()
     while True:

@@ -3,7 +3,7 @@
 import contextlib
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -67,10 +67,9 @@ def record(
         progress: show a bar on a terminal, and a line for each recipe.
         estimate: gives the bytes that one process needs; on a CPU, what needs more than is free is skipped.
     Returns:
-        What was measured and what is still missing. Running out of memory is a result.
+        What was measured and what is still missing. Running out of memory is a result. What is saved stays after Ctrl-C.
     Raises:
-        RecordError: a file cannot be read or written, or there is no GPU and no `folder`, or `minutes` is no time. What
-            was saved stays, as after Ctrl-C.
+        RecordError: a file cannot be read or written, or there is no GPU and no `folder`, or `minutes` is no time.
     """
     if not minutes >= 0:
         raise RecordError(f"minutes is {minutes}, but it must be a number of at least 0.")
@@ -117,16 +116,19 @@ def _measure_all(outcome: Outcome, folder: Path, seconds_left: float, progress: 
 
     console = Console(quiet=not progress)
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
-    hidden, count = not console.is_terminal, len(outcome.missing)
-    with Progress(*columns, console=console, transient=True, disable=hidden) as bar, relay(count) as launchers:
-        task, deadline = bar.add_task("measuring", total=count), time.monotonic() + seconds_left
-        for recipe, seconds in list(outcome.missing):
+    hidden, todo = not console.is_terminal, list(outcome.missing)
+    launchers = [Launcher(single=True) for _ in todo]
+    with Progress(*columns, console=console, transient=True, disable=hidden) as bar, contextlib.ExitStack() as started:
+        task, deadline = bar.add_task("measuring", total=len(todo)), time.monotonic() + seconds_left
+        for number, (recipe, seconds) in enumerate(todo):
             begun = time.monotonic()
             if seconds > deadline - begun:
                 break  # and all that follow take longer
             bar.update(task, description=str(recipe))
             try:
-                with next(launchers) as launcher:
+                with launchers[number] as launcher:
+                    if cores() >= SPARE_CORES and number + 1 < len(todo):
+                        started.enter_context(launchers[number + 1])  # it loads its libraries meanwhile
                     report = measure(recipe, recorded=False, timeout=deadline - begun, launcher=launcher)
             except (MeasurementError, RecipeError) as error:
                 result = str(error).strip().splitlines()[-1]
@@ -139,25 +141,6 @@ def _measure_all(outcome: Outcome, folder: Path, seconds_left: float, progress: 
             bar.advance(task)
             took = time.monotonic() - begun
             bar.console.print(f"{took:6.1f} s  {result}  {recipe}", highlight=False, markup=False, soft_wrap=True)
-
-
-@contextlib.contextmanager
-def relay(count: int) -> Iterator[Iterator[Launcher]]:
-    """Give `count` launchers, one after the other; with cores to spare, the next one loads its libraries meanwhile."""
-    spare: list[Launcher] = []
-
-    def launchers() -> Iterator[Launcher]:
-        for left in range(count, 0, -1):
-            launcher = spare.pop() if spare else Launcher(single=True)
-            if left > 1 and cores() >= SPARE_CORES:
-                spare.append(Launcher(single=True).start())
-            yield launcher
-
-    try:
-        yield launchers()
-    finally:
-        for launcher in spare:
-            launcher.end()
 
 
 def seconds_for(recipe: Recipe, card: Gpu | None = None, device: str = "cuda") -> float:

@@ -97,10 +97,7 @@ def save(report: Report, folder: str | os.PathLike | None = None) -> Path:
 
 @contextlib.contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """Hold the lock on `path`, for whoever reads it to write it again.
-
-    Raises RecordError when the folder cannot be written, or when others hold the lock for over LOCK_SECONDS.
-    """
+    """Hold the lock on `path` while it is read and written again; RecordError after LOCK_SECONDS or in a bad folder."""
     import filelock
 
     lock = filelock.FileLock(path.with_name(f".{path.name}.lock"), timeout=LOCK_SECONDS, mode=0o666)
@@ -141,10 +138,7 @@ def _files(folder: str) -> tuple[dict[str, Report], ...]:
 
 
 def find_record(recipe: Recipe, gpu: str | None = None) -> Report:
-    """Return the newest recorded measurement of exactly this recipe, with source "recorded".
-
-    `gpu` is part of a card's name. Raises RecordError when there is none.
-    """
+    """Return the newest record of exactly this recipe, on a `gpu` with that in its name; RecordError if there is none."""
     found = [report for reports in _files(str(measurements_folder())) if (report := reports.get(recipe.key))]
     if gpu:
         found = [r for r in found if gpu.lower() in str(r.environment.get("gpu", "")).lower()]
