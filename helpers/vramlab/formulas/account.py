@@ -68,6 +68,7 @@ class Account:
         self.end = len(m.lines)
         self.live = self._live()
         self.pieces = self._pieces()
+        self.at_peaks: dict[str, list[tuple[int, Entry]]] = {}
 
     def _forward(self) -> Tensor:
         m = self.m
@@ -178,10 +179,11 @@ class Account:
             found.append(split)
         return found
 
-    @cached_property
-    def alive_at_peaks(self) -> dict[str, list[tuple[int, Entry]]]:
-        """Phase to (how many, entry) of the blocks alive at its highest moment."""
-        return {phase: self.alive(moment) for phase, moment in self.moments.items()}
+    def alive_at_peak(self, phase: str) -> list[tuple[int, Entry]] | None:
+        """(how many, entry) of the blocks alive at the phase's highest moment; None outside forward and backward."""
+        if phase in self.moments and phase not in self.at_peaks:
+            self.at_peaks[phase] = self.alive(self.moments[phase])
+        return self.at_peaks.get(phase)
 
     def alive(self, moment: Moment) -> list[tuple[int, Entry]]:
         """(how many, entry) of the blocks alive at `moment`, those of the layers not written out counted too."""

@@ -60,7 +60,7 @@ def predict(recipe: Recipe | Any, gpu: str | Gpu | None = None) -> Report:
         phases = model_parallel.pipelined(recipe, phases, later, account.phases[2]["activations"])
     name = max(phases, key=lambda phase: phases[phase].peak.total)
     peak = phases[name].peak
-    groups = _groups(part, account.alive_at_peaks.get(name), peak)
+    groups = _groups(part, account.alive_at_peak(name), peak)
     inside = reserved.reserved(_blocks(groups, peak), peak.total, account.approximate)
     return Report(
         source="predicted",
