@@ -10,7 +10,7 @@ import pytest
 from vramlab.hardware import gpu as gpu_module
 from vramlab.hardware.gpu import Gpu, GpuError, current_device, find_gpu, gpu_names
 from vramlab.hardware.nvml import nvml_snapshot
-from vramlab.hardware.overhead import CONTEXT, cublas_workspace, cublaslt_workspace
+from vramlab.hardware.overhead import CONTEXT, cublas_workspace
 from vramlab.recipe.recipe import PRECISIONS
 from vramlab.report.data import data_path
 from vramlab.report.errors import RecipeError
@@ -163,12 +163,6 @@ def test_unknown_precision_is_refused(wrong):
 )
 def test_cublas_workspace(capability, version, size):
     assert cublas_workspace(capability, version) == size
-
-
-def test_cublaslt_shares_the_workspace_since_2_12():
-    assert (
-        cublaslt_workspace("2.11.0+cu128") == MiB and cublaslt_workspace("2.12.0") == cublaslt_workspace("2.13.0") == 0
-    )
 
 
 def test_workspace_of_the_torch_that_is_here():

@@ -28,7 +28,7 @@ def test_buffers_of_reductions(card):
 def test_workspace_of_memory_efficient_attention(card):
     """(heads, tokens, head size, bytes a value, dropout, bytes of the workspace) of the backward pass."""
     for heads, tokens, dim, itemsize, dropout, workspace in read("attention")[card]:
-        blocks = efficient_scratch(heads, tokens, tokens, dim, dim, itemsize, dropout, find_gpu(card).chip)
+        blocks = efficient_scratch(heads, (tokens, tokens), (dim, dim), itemsize, dropout, find_gpu(card).chip)
         delta, product = 4 * heads * tokens, 4 * heads * tokens * dim
         in_its_place = [product, delta, delta] if itemsize == 4 and product + delta > workspace else [delta, workspace]
         assert blocks == in_its_place, (heads, tokens, dim, itemsize, dropout)

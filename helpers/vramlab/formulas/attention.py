@@ -50,7 +50,7 @@ class Attention(Operators):
             if fewer:  # dK, dV exist for every query head before they are summed
                 extra += 2 * b * heads * m * d * k.width
         else:
-            blocks = efficient_scratch(b * heads, n, m, d, v.shape[-1], q.width, p > 0, self.chip)
+            blocks = efficient_scratch(b * heads, (n, m), (d, v.shape[-1]), q.width, p > 0, self.chip)
             extra, lines = sum(map(rounded, blocks)), (b, heads, -(-n // 32) * 32)
         name = f"{kernel}_attention"
         out, sums = self.tensor(name, (b, n, heads, d), q.width), self.tensor(name, lines, FP32)

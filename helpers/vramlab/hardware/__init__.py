@@ -1,1 +1,1 @@
-"""GPUs and their sensors, the caching allocator's rules, and what CUDA's kernels allocate besides their results."""
+"""GPUs and their sensors, the caching allocator, scratch memory of CUDA's kernels, the host."""

@@ -1,34 +1,35 @@
-"""PyTorch's CUDA caching allocator, modelled: how many bytes of segments a sequence of requests reserves.
+"""Model of PyTorch's CUDA caching allocator: how many bytes of segments a sequence of requests reserves.
 
 The rules are those of `c10/cuda/CUDACachingAllocator.cpp` with default settings. A request is rounded up to 512 bytes
 (kMinBlockSize). Requests of up to 1 MiB (kSmallSize) come from the small pool, whose segments are 2 MiB (kSmallBuffer);
 larger ones from the large pool, whose segments are 20 MiB (kLargeBuffer) for requests under 10 MiB (kMinLargeAlloc) and
 otherwise the request rounded up to 2 MiB (kRoundLarge). The smallest free block that fits is taken; what is left of it
-becomes a free block if it is at least 512 bytes (small pool) or over 1 MiB (large pool), else it is part of the
-allocation, which is why `allocated` can exceed what was asked for. Freed blocks merge with free neighbours and stay.
-Where the card can give no further segment, every segment without a living block is given back, and it is tried again
-(`release_cached_blocks`); `expandable.py` has the other kind of segments.
+becomes a free block if it is at least 512 bytes (small pool) or over 1 MiB (large pool), else it stays part of the
+allocation, which is why `allocated` can exceed the requests. Freed blocks merge with free neighbours and stay cached.
+Where the card has no room for a segment, every segment without a living block is released, and it is tried again
+(`release_cached_blocks`). `expandable.py` has the other kind of segments.
 """
 
 import bisect
 from collections import defaultdict
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import Protocol
 
 from ..report.errors import VramLabError
 from ..report.report import format_bytes
-from .overhead import LARGE_REQUEST, LARGE_SEGMENT, ROUND_LARGE, SMALL_BLOCK, SMALL_SEGMENT, UNIT
+from .overhead import SMALL_BLOCK, SMALL_SEGMENT, UNIT, rounded, segment
 
 
 class AllocatorError(VramLabError, MemoryError):
-    """The card has no room for a segment, even after all unused ones were given back."""
+    """The card has no room for a segment, even after all unused ones were released."""
 
 
-Pool = tuple[bool, int]  # whether it is that of small blocks, and of which stream
+Pool = tuple[bool, int]  # (holds small blocks, stream)
 
 
 class Block:
-    """A piece of a segment: its address, size, pool, neighbours and whether it is free."""
+    """A piece of a segment: address, size, pool, neighbours and whether it is free."""
 
     __slots__ = ("address", "after", "before", "free", "pool", "size")
 
@@ -39,12 +40,21 @@ class Block:
         self.free = True
 
 
+def link(*blocks: Block | None) -> None:
+    """Make each of `blocks` the neighbour of the next; None is the end of a segment."""
+    for left, right in pairwise(blocks):
+        if left:
+            left.after = right
+        if right:
+            right.before = left
+
+
 @dataclass
 class Allocator:
-    """The state of the allocator. All figures are bytes; `peak_…` are their maxima so far.
+    """The state of the allocator in bytes; `peak_…` are maxima so far.
 
-    `limit`: the segments that the card can hold, None for a card without end. `mallocs` and `given_back` count the
-    calls to cudaMalloc and cudaFree, which are slow; a hundred tensors from cached segments need none.
+    `limit`: bytes of segments that the card can hold; None: no limit. `mallocs` and `given_back` count calls of
+    cudaMalloc and cudaFree, which are slow; requests served from cached segments need none.
     """
 
     allocated: int = 0
@@ -58,22 +68,20 @@ class Allocator:
     _next: int = 1 << 30
 
     def malloc(self, size: int, stream: int = 0) -> Block:
-        """A block for `size` bytes; cached segments of the stream are searched first, else a new one is reserved.
+        """A block for `size` bytes, from the stream's cached segments or a new one.
 
         Raises AllocatorError where `limit` leaves no room for it.
         """
-        size = max(UNIT, -(-size // UNIT) * UNIT)
+        size = max(UNIT, rounded(size))
         pool = (size <= SMALL_BLOCK, stream)
         free = self._pools[pool]
-        index = self._fitting(free, size)
+        index = self._best_fit(free, size)
         block = free.pop(index)[2] if index < len(free) else self._segment(size, pool)
         left = block.size - size
         if self._splits(left, pool[0]):
             rest = Block(block.address + size, left, pool)
-            rest.before, rest.after, block.size = block, block.after, size
-            if rest.after:
-                rest.after.before = rest
-            block.after = rest
+            link(block, rest, block.after)
+            block.size = size
             self._keep(rest)
         block.free = False
         self.allocated += block.size
@@ -81,12 +89,20 @@ class Allocator:
         return block
 
     def free(self, block: Block) -> None:
-        """Give `block` back to its pool, merged with free neighbours."""
+        """Return `block` to its pool, merged with free neighbours."""
         self.allocated -= block.size
-        self._settle(block)
+        self._release(block)
 
-    def _settle(self, block: Block) -> Block:
-        """Make `block` one with free neighbours and put it into its pool; the block that it became."""
+    def empty_cache(self) -> None:
+        """Release every segment without a living block, as `torch.cuda.empty_cache()` does."""
+        for pool in self._pools.values():
+            whole = [item for item in pool if not item[2].before and not item[2].after]
+            pool[:] = [item for item in pool if item[2].before or item[2].after]
+            self.reserved -= sum(size for size, _, _ in whole)
+            self.given_back += len(whole)
+
+    def _release(self, block: Block) -> Block:
+        """Merge `block` with free neighbours and put the result into its pool."""
         if block.before and block.before.free:
             block = self._merge(block.before, block)
         if block.after and block.after.free:
@@ -95,29 +111,47 @@ class Allocator:
         self._keep(block)
         return block
 
-    def _fitting(self, free: list[tuple[int, int, Block]], size: int) -> int:
-        """The place in `free` of the smallest block that holds `size`; its length when none does."""
+    def _merge(self, left: Block, right: Block) -> Block:
+        for block in (left, right):
+            if block.free:
+                self._take(block)
+                block.free = False
+        left.size += right.size
+        link(left, right.after)
+        return left
+
+    def _keep(self, block: Block) -> None:
+        bisect.insort(self._pools[block.pool], (block.size, block.address, block))
+
+    def _take(self, block: Block) -> None:
+        pool = self._pools[block.pool]
+        del pool[bisect.bisect_left(pool, (block.size, block.address))]
+
+    def _best_fit(self, free: list[tuple[int, int, Block]], size: int) -> int:
+        """Index in `free` of the smallest block that holds `size`; its length when none does."""
         return bisect.bisect_left(free, (size, 0))
 
     def _splits(self, left: int, small: bool) -> bool:
-        """Whether what is left of a block becomes a block of its own."""
+        """Whether the rest of a block becomes a block of its own."""
         return left >= UNIT if small else left > SMALL_BLOCK
 
     def _segment(self, size: int, pool: Pool) -> Block:
-        """A new segment's only block, taken out of its pool."""
-        if pool[0]:
-            total = SMALL_SEGMENT
-        elif size < LARGE_REQUEST:
-            total = LARGE_SEGMENT
-        else:
-            total = -(-size // ROUND_LARGE) * ROUND_LARGE
+        """The only block of a new segment, in no pool."""
+        total = SMALL_SEGMENT if pool[0] else segment(size)
         self._reserve(total)
         block = Block(self._next, total, pool)
         self._next += total
         return block
 
+    def _reserve(self, total: int) -> None:
+        """Take `total` bytes more from the card."""
+        self._make_room(total)
+        self.mallocs += 1
+        self.reserved += total
+        self.peak_reserved = max(self.peak_reserved, self.reserved)
+
     def _make_room(self, total: int) -> None:
-        """Give back what is unused if the card could not hold `total` bytes more."""
+        """Release what is unused if the card could not hold `total` bytes more."""
         if self.limit is None or self.reserved + total <= self.limit:
             return
         self.empty_cache()
@@ -125,39 +159,9 @@ class Allocator:
             held, most = format_bytes(self.allocated), format_bytes(self.limit)
             raise AllocatorError(f"out of memory: {format_bytes(total)} more beside {held} allocated, of {most}.")
 
-    def _reserve(self, total: int) -> None:
-        """Ask the card for `total` bytes more."""
-        self._make_room(total)
-        self.mallocs += 1
-        self.reserved += total
-        self.peak_reserved = max(self.peak_reserved, self.reserved)
-
-    def empty_cache(self) -> None:
-        """Give back every segment in which nothing lives, as `torch.cuda.empty_cache()` does."""
-        for pool in self._pools.values():
-            whole = [item for item in pool if not item[2].before and not item[2].after]
-            pool[:] = [item for item in pool if item[2].before or item[2].after]
-            self.reserved -= sum(size for size, _, _ in whole)
-            self.given_back += len(whole)
-
-    def _keep(self, block: Block) -> None:
-        bisect.insort(self._pools[block.pool], (block.size, block.address, block))  # no two have one address
-
-    def _merge(self, left: Block, right: Block) -> Block:
-        for block in (left, right):
-            if block.free:
-                pool = self._pools[block.pool]
-                del pool[bisect.bisect_left(pool, (block.size, block.address))]
-                block.free = False
-        left.size += right.size
-        left.after = right.after
-        if right.after:
-            right.after.before = left
-        return left
-
 
 class Request(Protocol):
-    """What a log says of a storage (`vramlab.tracking.tracker.Storage`): bytes asked for, and on which stream."""
+    """A storage of a log (`tracking.tracker.Storage`): bytes asked for, and its stream."""
 
     asked: int
     stream: int
@@ -165,11 +169,10 @@ class Request(Protocol):
 
 @dataclass(frozen=True)
 class Replayed:
-    """What a log of births and frees made the allocator do. Bytes.
+    """Peaks of the allocator over a log, in bytes.
 
-    `internal_fragmentation[p]`: what the blocks alive after the first p events hold beyond the rounded requests. A
-    block is not split when no more than 1 MiB would be left of it, and the rest counts as allocated. `fits`: whether
-    the card's memory was enough.
+    `internal_fragmentation[p]`: what the blocks alive after the first p events hold beyond the rounded requests.
+    `fits`: whether the card's memory was enough.
     """
 
     requested: int
@@ -183,28 +186,27 @@ def replay(log: list[tuple[int, Request, str]], limit: int | None = None) -> Rep
     """Run a tracker's log, (+size or -size, storage, operator), through the allocator.
 
     Args:
-        limit: bytes of segments that the card can hold. Where they do not suffice even after unused segments are given
-            back, the replay is that of a card without end, and `fits` is False.
+        limit: bytes of segments that the card can hold. If they do not suffice, the replay is that without a limit, and
+            `fits` is False.
     """
-    if limit is not None:
-        try:
-            return _replay(log, Allocator(limit=limit))
-        except AllocatorError:
-            return replace(_replay(log, Allocator()), fits=False)
-    return _replay(log, Allocator())
+    try:
+        return _replay(log, Allocator(limit=limit))
+    except AllocatorError:
+        return replace(_replay(log, Allocator()), fits=False)
 
 
 def _replay(log: list[tuple[int, Request, str]], allocator: Allocator) -> Replayed:
     blocks: dict[int, Block] = {}
     requested = most = alive = 0
-    internal_fragmentation = [0]
+    beyond = [0]
     for size, storage, _ in log:
-        requested += storage.asked if size > 0 else -storage.asked
-        most = max(most, requested)
         if size > 0:
+            requested += storage.asked
+            most = max(most, requested)
             blocks[id(storage)] = allocator.malloc(size, storage.stream)
         else:
+            requested -= storage.asked
             allocator.free(blocks.pop(id(storage)))
         alive += size
-        internal_fragmentation.append(allocator.allocated - alive)
-    return Replayed(most, allocator.peak_allocated, allocator.peak_reserved, internal_fragmentation)
+        beyond.append(allocator.allocated - alive)
+    return Replayed(most, allocator.peak_allocated, allocator.peak_reserved, beyond)

@@ -1,7 +1,7 @@
-"""What a GPU is: its memory, bandwidth, peak rates, and what its arithmetic allows.
+"""GPUs: memory, bandwidth, peak rates, and which formats they compute in.
 
-The table is `data/gpus.json`: one entry a card, each with its sources, in the units of datasheets. Here everything is
-bytes, bytes a second and operations a second.
+The table is `data/gpus.json`, one entry per card with its sources, in the units of datasheets. Here everything is in
+bytes, bytes per second and operations per second.
 """
 
 import dataclasses
@@ -17,8 +17,8 @@ from ..report.errors import RecipeError, VramLabError
 from ..report.report import GiB, Interval, MiB, format_bytes
 from .overhead import CONTEXT, cublas_workspace
 
-# Least compute capability for each format: tensor-core data types in NVIDIA's CUDA C++ Programming Guide (compute
-# capabilities), fp16 arithmetic in its table of arithmetic instructions; int8 as bitsandbytes' int8 matmul asks.
+# Lowest compute capability for each format: tensor-core data types in NVIDIA's CUDA C++ Programming Guide (compute
+# capabilities), fp16 arithmetic in its table of arithmetic instructions; int8 as bitsandbytes' int8 matmul needs.
 NEEDS = {"fp32": (0, 0), "tf32": (8, 0), "fp16": (5, 3), "bf16": (8, 0), "fp8": (8, 9), "int8": (7, 5)}
 FLASH_ATTENTION = (8, 0)
 SINCE = {(8, 0): "Ampere", (8, 9): "Ada", (7, 5): "Turing", (5, 3): "Maxwell"}
@@ -37,11 +37,11 @@ class Chip(NamedTuple):
 
     @property
     def threads(self) -> int:
-        """Resident on a multiprocessor at most (CUDA C++ Programming Guide, technical specifications)."""
+        """Most resident threads per multiprocessor (CUDA C++ Programming Guide, technical specifications)."""
         return {(7, 5): 1024, (8, 6): 1536, (8, 7): 1536, (8, 9): 1536, (12, 0): 1536}.get(self.capability, 2048)
 
 
-DEFAULT_CHIP = Chip((8, 0), 108)  # an A100, where no card is named
+DEFAULT_CHIP = Chip((8, 0), 108)  # an A100, when no card is named
 
 
 @dataclass(frozen=True)
@@ -50,14 +50,13 @@ class Gpu:
 
     Attributes:
         memory_gb: gigabytes on the box.
-        total: bytes that torch reports as `total_memory`; without a published reading (`total_known` False) the
-            box's figure read as GiB, which is up to a tenth too much.
-        bandwidth: bytes a second between the chip and its memory; None when unknown.
-        rates: (format, operations a second) pairs: dense, with fp32 accumulation, the one PyTorch's matmuls ask for.
-        nvlink: bytes a second over all links, both directions added, as datasheets count; None without NVLink.
+        total: bytes that torch reports as `total_memory`; without a published reading (`total_known` False)
+            `memory_gb` taken as GiB, which is up to a tenth too much.
+        bandwidth: bytes per second between the chip and its memory; None when unknown.
+        rates: (format, operations per second) pairs: dense, with fp32 accumulation, which PyTorch's matmuls use.
+        nvlink: bytes per second over all links, both directions added, as datasheets count; None without NVLink.
         tdp: watts.
-        context: published bytes of a bare CUDA context on this very card, None where there are none.
-        multiprocessors: how many are switched on; some kernels' scratch memory grows with them.
+        context: published bytes of a bare CUDA context on this card, None where there are none.
         source, total_source: where the figures are from.
     """
 
@@ -81,11 +80,11 @@ class Gpu:
 
     @property
     def peak(self) -> dict[str, float]:
-        """Format ("fp32", "tf32", "fp16", "bf16", "fp8", "int8") to peak dense operations a second."""
+        """Format ("fp32", "tf32", "fp16", "bf16", "fp8", "int8") to peak dense operations per second."""
         return dict(self.rates)
 
     def flops(self, precision: str) -> float | None:
-        """Peak operations a second of matmuls at `precision`; None when the card or the table has none."""
+        """Peak operations per second of matmuls at `precision`; None when the card or the table has none."""
         return self.peak.get(_format(precision))
 
     def ridge(self, precision: str) -> float | None:
@@ -98,16 +97,16 @@ class Gpu:
         return self.compute_capability >= NEEDS[_format(precision)]
 
     def why_not(self, precision: str) -> str:
-        """One sentence: why `precision` cannot be had here and what to take; "" when it can.
+        """One sentence: why the card lacks `precision` and what to take; "" when it has it.
 
-        bf16 deserves the sentence: on a T4 (compute capability 7.5) torch stores and even multiplies bf16, by
-        emulation, and `torch.cuda.is_bf16_supported()` says True unless asked with `including_emulation=False`.
+        On a T4 (compute capability 7.5) torch emulates bf16, and `torch.cuda.is_bf16_supported()` says True unless
+        called with `including_emulation=False`.
         """
         if self.supports(precision):
             return ""
         form = _format(precision)
-        need, have = NEEDS[form], ".".join(map(str, self.compute_capability))
-        text = f"{self.name} has compute capability {have} and {form} starts at {need[0]}.{need[1]} ({SINCE[need]})"
+        need = NEEDS[form]
+        text = f"{self._says_capability} and {form} starts at {_dotted(need)} ({SINCE[need]})"
         if form == "bf16":
             text += ", below which torch only emulates it, slowly"
         return f"{text}: take {INSTEAD[form]}"
@@ -118,29 +117,29 @@ class Gpu:
             raise RecipeError("precision", precision, why)
 
     def require_attention(self, implementation: str) -> None:
-        """Raises RecipeError when the card lacks an attention kernel: FlashAttention-2 has none before Ampere
-        (flash-attn, `flash_api.cpp`: "FlashAttention only supports Ampere GPUs or newer")."""
+        """Raises RecipeError for FlashAttention-2 before Ampere (flash-attn, `flash_api.cpp`: "FlashAttention only
+        supports Ampere GPUs or newer")."""
         if implementation == "flash_attention_2" and self.compute_capability < FLASH_ATTENTION:
-            have, need = (".".join(map(str, pair)) for pair in (self.compute_capability, FLASH_ATTENTION))
-            why = f"{self.name} has compute capability {have} and FlashAttention starts at {need}: take sdpa or eager"
+            why = f"{self._says_capability} and FlashAttention starts at {_dotted(FLASH_ATTENTION)}: take sdpa or eager"
             raise RecipeError("attn_implementation", implementation, why)
 
     @property
+    def _says_capability(self) -> str:
+        return f"{self.name} has compute capability {_dotted(self.compute_capability)}"
+
+    @property
     def cublas_workspace(self) -> int:
-        """Bytes of one cuBLAS workspace with the torch installed here; see `cublas_workspace`."""
+        """Bytes of one cuBLAS workspace with the installed torch; see `overhead.cublas_workspace`."""
         return cublas_workspace(self.compute_capability)
 
     @property
     def chip(self) -> Chip:
-        """What kernels make their choices by."""
+        """What kernels choose their algorithm by."""
         return Chip(self.compute_capability, self.multiprocessors)
 
     @property
     def context_interval(self) -> Interval:
-        """What a process holds outside torch's allocator: CUDA's context, loaded kernels, library handles.
-
-        The published extremes, with this card's own figure, where there is one, as the most likely; see `CONTEXT`.
-        """
+        """`overhead.CONTEXT`, with this card's own figure, where there is one, as the most likely."""
         return dataclasses.replace(CONTEXT, value=self.context) if self.context else CONTEXT
 
     def __str__(self) -> str:
@@ -151,11 +150,15 @@ class Gpu:
             parts.append(f"{self.bandwidth / 1e9:,.0f} GB/s")
         if best:
             parts.append(f"{self.peak[best] / 1e12:,.0f} TFLOP/s {best}")
-        return " · ".join([*parts, "compute capability " + ".".join(map(str, self.compute_capability))])
+        return " · ".join([*parts, f"compute capability {_dotted(self.compute_capability)}"])
+
+
+def _dotted(capability: tuple[int, int]) -> str:
+    return ".".join(map(str, capability))
 
 
 def _format(precision: str) -> str:
-    """ "bf16" of "bf16-mixed"; formats themselves pass. Raises RecipeError for anything else."""
+    """The format of a recipe's precision: "bf16" of "bf16-mixed" and of "bf16". Raises RecipeError for others."""
     form = precision.removesuffix("-mixed").removesuffix("-true") if isinstance(precision, str) else precision
     if form not in NEEDS:
         raise RecipeError("precision", precision, "allowed are " + ", ".join(map(repr, NEEDS)))
@@ -186,7 +189,7 @@ def _read(entry: dict[str, Any]) -> Gpu:
 
 
 def _key(name: str) -> str:
-    """The name as it is compared: "NVIDIA GeForce RTX 3060 12GB" and "rtx-3060 12gb" are one."""
+    """The name without case, signs and brand: the same for "NVIDIA GeForce RTX 3060 12GB" and "rtx-3060 12gb"."""
     key = re.sub(r"[^a-z0-9]", "", name.lower())
     for prefix in ("nvidia", "geforce", "tesla", "quadro", "rtx"):
         key = key.removeprefix(prefix)
@@ -204,12 +207,9 @@ def gpu_names() -> list[str]:
 
 
 def find_gpu(name: "str | Gpu") -> Gpu:
-    """The GPU called `name`, whatever its case, spaces and "NVIDIA"; a `Gpu` is returned as it is.
+    """The GPU called `name`, whatever its case, spaces and brand; a `Gpu` is returned as it is.
 
-    A bare family name means its smallest member ("A100" is the 40 GB one), so that nobody plans with memory not there.
-
-    Raises:
-        GpuError: the table has no such card; the sentence names the nearest.
+    A family's name means its smallest member ("A100" is the 40 GB one). Raises GpuError, which names the nearest.
     """
     if isinstance(name, Gpu):
         return name
@@ -225,7 +225,7 @@ def find_gpu(name: "str | Gpu") -> Gpu:
 
 @dataclass(frozen=True)
 class Device:
-    """What this process trains on: `kind` "cuda" or "cpu", its name, its memory in bytes and, on CUDA, its `Gpu`."""
+    """What this process trains on: `kind` ("cuda" or "cpu"), name, memory in bytes and, on CUDA, its `Gpu`."""
 
     kind: str
     name: str
@@ -235,10 +235,9 @@ class Device:
 
 
 def current_device() -> Device:
-    """The device that training here runs on: the current CUDA device when torch sees one, else the CPU.
+    """The current CUDA device when torch sees one, else the CPU. Loads torch.
 
-    `gpu` is the table's entry with this device's own memory and compute capability; a card that the table does not
-    know gets an entry of what the device says of itself, without rates. Loads torch.
+    `gpu` is the table's entry with this device's own memory and compute capability; for an unknown card it has no rates.
     """
     import torch
 

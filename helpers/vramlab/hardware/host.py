@@ -1,4 +1,4 @@
-"""The machine that a GPU is in: its memory and its cores."""
+"""The host's memory and CPU cores."""
 
 import os
 
@@ -6,7 +6,7 @@ from ..report.errors import needing
 
 
 def memory() -> tuple[int, int]:
-    """(total, available) bytes of RAM; a container's own limit counts where it has one (cgroup version 2)."""
+    """(total, available) bytes of RAM, within the container's limit if there is one (cgroup version 2)."""
     with needing("The host's memory"):
         import psutil
 

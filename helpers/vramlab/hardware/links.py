@@ -1,10 +1,10 @@
-"""Links between a GPU and its host, and their bandwidth."""
+"""Bandwidth of PCIe links."""
 
 import re
 
 from ..report.errors import VramLabError
 
-# Transfers a second of one lane, and the share of them that are data: 8b/10b, then 128b/130b coding (PCI-SIG).
+# Generation to transfers per second of one lane, and the share that is data: 8b/10b, then 128b/130b (PCI-SIG).
 PCIE = {1: (2.5e9, 8 / 10), 2: (5e9, 8 / 10), 3: (8e9, 128 / 130), 4: (16e9, 128 / 130), 5: (32e9, 128 / 130)}
 
 
@@ -13,7 +13,7 @@ class TopologyError(VramLabError, ValueError):
 
 
 def pcie_bandwidth(link: str) -> float:
-    """Bytes a second in one direction of a PCIe link written as in datasheets, "4.0 x16"; packet headers not counted."""
+    """Bytes per second in one direction of a PCIe link such as "4.0 x16", without packet headers."""
     found = re.fullmatch(r"(\d)(?:\.0)? ?x(1|2|4|8|16)", link.strip()) if isinstance(link, str) else None
     if not found or int(found[1]) not in PCIE:
         raise TopologyError(f"PCIe link {link!r} is not understood: write it like '4.0 x16', generations 1 to 5.")

@@ -1,7 +1,6 @@
 """The GPU's own sensors, through NVML (package nvidia-ml-py, module pynvml).
 
-A sensor that a card, a driver or a container does not have is None, with the reason beside it; a machine without NVML
-gives an answer too. Nothing here raises.
+A sensor that a card, driver or container does not have is None, with the reason in `missing`. Nothing here raises.
 """
 
 import contextlib
@@ -12,8 +11,8 @@ from typing import Any
 
 from ..report.report import format_bytes, text_table
 
-# Reasons why the clocks are below what was asked for: bits of nvml.h's nvmlClocksEventReason*. The application-clock,
-# sync-boost and idle bits are settings, not distress, but they explain a slow benchmark all the same.
+# Reasons for clocks below what was asked for: bits of nvml.h's nvmlClocksEventReason*. Those of settings (application
+# clocks, sync boost, idle) are no distress, but explain a slow benchmark all the same.
 REASONS = {
     0x1: "idle",
     0x2: "application clocks set",
@@ -26,6 +25,8 @@ REASONS = {
     0x100: "display clocks set",
 }
 DISTRESS = ("hardware slowdown", "software thermal slowdown", "hardware thermal slowdown", "power brake")
+
+
 # Each sensor: its unit, and how NVML `n` is asked for that of the card `h`. `reserved` is the driver's own part, which
 # `used` leaves out where NVML tells them apart and contains where it does not; `process` is this process's memory;
 # `clock` that of the multiprocessors; `utilization` the share of the last sample period in which a kernel ran;
@@ -39,14 +40,8 @@ SENSORS = {
     "reserved": ("bytes", lambda n, h: getattr(_memory(n, h), "reserved", None)),
     "process": ("bytes", lambda n, h: _process(n, h)),
     "temperature": ("°C", lambda n, h: n.nvmlDeviceGetTemperature(h, n.NVML_TEMPERATURE_GPU)),
-    "slowdown_temperature": (
-        "°C",
-        lambda n, h: n.nvmlDeviceGetTemperatureThreshold(h, n.NVML_TEMPERATURE_THRESHOLD_SLOWDOWN),
-    ),
-    "shutdown_temperature": (
-        "°C",
-        lambda n, h: n.nvmlDeviceGetTemperatureThreshold(h, n.NVML_TEMPERATURE_THRESHOLD_SHUTDOWN),
-    ),
+    "slowdown_temperature": ("°C", lambda n, h: _threshold(n, h, "SLOWDOWN")),
+    "shutdown_temperature": ("°C", lambda n, h: _threshold(n, h, "SHUTDOWN")),
     "power": ("W", lambda n, h: n.nvmlDeviceGetPowerUsage(h) / 1000),
     "power_limit": ("W", lambda n, h: n.nvmlDeviceGetEnforcedPowerLimit(h) / 1000),
     "clock": ("MHz", lambda n, h: n.nvmlDeviceGetClockInfo(h, n.NVML_CLOCK_SM)),
@@ -63,9 +58,9 @@ SENSORS = {
 
 
 class Sensors(SimpleNamespace):
-    """What NVML says of one GPU at one moment: an attribute for each of SENSORS, None where it says nothing.
+    """One GPU at one moment: an attribute for each of SENSORS, None without a reading.
 
-    `available`: NVML answered; if not, `reason` says why in one sentence. `missing` has the reason of each that is None.
+    `available`: NVML answered; if not, `reason` says why. `missing`: sensor to the reason that it is None.
     """
 
     def __init__(self, available: bool, index: int = 0, reason: str = "", missing: dict | None = None, **values: Any):
@@ -82,7 +77,6 @@ class Sensors(SimpleNamespace):
         return {name: list(value) if isinstance(value, tuple) else value for name, value in vars(self).items()}
 
     def __str__(self) -> str:
-        """A table, a line a sensor, with the reason where there is no value."""
         rows = [("sensor", "value")]
         for name, (unit, _) in SENSORS.items():
             value = getattr(self, name)
@@ -97,7 +91,7 @@ class Sensors(SimpleNamespace):
 
 
 def nvml_snapshot(index: int = 0) -> Sensors:
-    """The sensors of the `index`-th GPU that this process may use (CUDA_VISIBLE_DEVICES is honoured). Never raises.
+    """The sensors of the GPU of that index among those that CUDA_VISIBLE_DEVICES lets through. Never raises.
 
     NVML numbers GPUs by PCI bus and CUDA by speed: on a machine with unlike GPUs set CUDA_DEVICE_ORDER=PCI_BUS_ID.
     """
@@ -128,7 +122,7 @@ def nvml_snapshot(index: int = 0) -> Sensors:
 
 
 def all_sensors() -> Iterator[Sensors]:
-    """The sensors of every GPU that this process may use, none on a machine without NVML."""
+    """The sensors of every GPU that this process may use; none on a machine without NVML."""
     for index in range(64):
         seen = nvml_snapshot(index)
         if not seen.available:
@@ -137,7 +131,7 @@ def all_sensors() -> Iterator[Sensors]:
 
 
 def _handle(nvml: Any, index: int) -> Any:
-    """NVML's handle of the `index`-th GPU that CUDA_VISIBLE_DEVICES lets through; it holds numbers or UUIDs."""
+    """NVML's handle of the `index`-th entry of CUDA_VISIBLE_DEVICES, which holds numbers or UUIDs."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is None:
         return nvml.nvmlDeviceGetHandleByIndex(index)
@@ -155,6 +149,10 @@ def _memory(nvml: Any, handle: Any) -> Any:
         return nvml.nvmlDeviceGetMemoryInfo(handle, version=nvml.nvmlMemory_v2)
     except Exception:  # older drivers know the first version only
         return nvml.nvmlDeviceGetMemoryInfo(handle)
+
+
+def _threshold(nvml: Any, handle: Any, kind: str) -> int:
+    return nvml.nvmlDeviceGetTemperatureThreshold(handle, getattr(nvml, f"NVML_TEMPERATURE_THRESHOLD_{kind}"))
 
 
 def _process(nvml: Any, handle: Any) -> int | None:

@@ -1,8 +1,6 @@
-"""From bytes that are asked for to bytes that are taken from the card: rests, segments, and what lies outside.
+"""Formulas for the caching allocator: internal fragmentation, reserved memory, and that of the whole process.
 
-PyTorch's allocator takes segments from the driver and keeps them: 2 MiB for requests up to 1 MiB, 20 MiB for those up to
-10 MiB, and above that the request rounded up to 2 MiB (`c10/cuda/CUDACachingAllocator.cpp`, see `vramlab.hardware.overhead`).
-`reserved` is their sum; the process holds CUDA's context and the libraries' code besides.
+`allocator.py` has the rules, and runs sequences of requests that are known.
 """
 
 import bisect
@@ -12,21 +10,20 @@ from functools import lru_cache
 
 from ..report.report import Interval
 from .gpu import Gpu
-from .overhead import CONTEXT, LARGE_REQUEST, LARGE_SEGMENT, ROUND_LARGE, SMALL_BLOCK, SMALL_SEGMENT, UNIT
+from .overhead import CONTEXT, LARGE_REQUEST, LARGE_SEGMENT, SMALL_BLOCK, SMALL_SEGMENT, UNIT, segment
 
-# Reserved over the segments that the blocks alive at the peak need, in 300 simulated steps (the grid of the tests) whose
-# every block went through a model of the allocator: half lie under the first figure, all but one in a hundred under the
-# second. Small models on few layers fragment most, so for large ones the upper end is generous.
+# Reserved memory over the segments that the blocks alive at the peak need: median and 99th percentile of 300 simulated
+# steps (the grid of the tests) run through the allocator's model. Small models with few layers fragment most.
 TYPICAL, WORST = 1.05, 1.40
-EXACT, UNKNOWN = 0.97, 0.95  # the peak is known to 3 %; that of an architecture nobody wrote out to 5 %
+EXACT, UNKNOWN = 0.97, 0.95  # the peak is known to 3 %; to 5 % for an architecture without formulas of its own
 
 
 @lru_cache(maxsize=4096)
 def internal_fragmentation(size: int) -> int:
-    """Bytes that a block of `size` bytes holds beyond that, because the allocator does not split off 1 MiB or less.
+    """Bytes that a block of `size` bytes holds beyond that, because a rest of 1 MiB or less is not split off.
 
-    Over 10 MiB a request has a segment of its own. Below, equal requests share a segment and leave a rest that the last
-    of them holds, counted here in equal parts. Up to 1 MiB nothing is left.
+    From 10 MiB on a request has a segment of its own. Below, equal requests share a segment, and the rest that the last
+    of them holds is counted in equal parts. Up to 1 MiB there is none.
     """
     if size <= SMALL_BLOCK:
         return 0
@@ -35,16 +32,8 @@ def internal_fragmentation(size: int) -> int:
     return rest // fit // UNIT * UNIT if rest <= SMALL_BLOCK else 0
 
 
-def segment(size: int) -> int:
-    """Bytes of the segment that a request of over 1 MiB gets where no free block fits."""
-    return LARGE_SEGMENT if size < LARGE_REQUEST else -(-size // ROUND_LARGE) * ROUND_LARGE
-
-
 def pack(sizes: Iterable[int]) -> int:
-    """Bytes that blocks of `sizes` hold when they are asked for one after the other and none is freed.
-
-    The smallest rest that fits is taken; no more than 1 MiB is never split off, so it counts as allocated.
-    """
+    """Bytes allocated for requests of `sizes`, one after the other, none of which is freed."""
     total, rests = 0, []
     for size in sizes:
         if size > SMALL_BLOCK:
@@ -59,10 +48,10 @@ def pack(sizes: Iterable[int]) -> int:
 
 
 def reserved(blocks: Counter, peak: int, approximate: bool = False) -> Interval:
-    """What `torch.cuda.memory_reserved` peaks at, given the blocks (sizes to how many) that make up a peak of `peak` bytes.
+    """The peak of `torch.cuda.memory_reserved`, from the blocks (size to count) that make up a peak of `peak` bytes.
 
-    At least those; usually a few hundredths more, because blocks freed in other phases do not fit the requests of this
-    one. Confidence: see TYPICAL and WORST. Sequences of varying length fragment further and are not counted.
+    Blocks freed in other phases do not fit the requests of this one: see TYPICAL and WORST. Sequences of varying length
+    fragment further.
     """
     small = total = 0
     for size, count in blocks.items():
@@ -77,6 +66,6 @@ def reserved(blocks: Counter, peak: int, approximate: bool = False) -> Interval:
 
 
 def process(inside: Interval, card: Gpu | None) -> Interval:
-    """What the driver (NVML) sees: the reserved segments and the context, which differs by card and driver."""
+    """What NVML shows for the process: reserved segments and CUDA's context."""
     context = card.context_interval if card else CONTEXT
     return Interval(inside.low + context.low, inside.value + context.value, inside.high + context.high)

@@ -1,4 +1,4 @@
-"""Which kernel `scaled_dot_product_attention` takes on a GPU."""
+"""Which backend `scaled_dot_product_attention` chooses on a GPU."""
 
 
 def sdp_backend(
@@ -12,12 +12,15 @@ def sdp_backend(
     value_dim: int | None = None,
     broadcast: bool = False,
 ) -> str:
-    """ "flash", "efficient" or "math": what `scaled_dot_product_attention` takes (`sdp_utils.cpp`, select_sdp_backend).
+    """The backend, "flash", "efficient" or "math" (`sdp_utils.cpp`, select_sdp_backend).
 
     Flash: half precision, no mask, heads up to 256 wide, compute capability 8.0 (consumer cards of 8.6 to 8.9 and 12.x
-    cannot go back through 193 to 224 channels, or more with dropout). Memory-efficient: no bf16 below 8.0, no heads that
-    share keys (torch up to 2.13), whole multiples of 16 bytes a head where tensor cores multiply. Else "math", and where
-    fewer heads of keys are to be broadcast, as Falcon's one (check_batch_size_and_num_heads_dense).
+    have no backward for 193 to 224 channels, or more with dropout). Memory-efficient: no bf16 below 8.0, no shared heads
+    of keys (torch up to 2.13), multiples of 16 bytes a head where tensor cores multiply. Else "math".
+
+    Args:
+        width: bytes per element.
+        grouped, broadcast: fewer heads of keys, with and without `enable_gqa` (check_batch_size_and_num_heads_dense).
     """
     if broadcast:
         return "math"

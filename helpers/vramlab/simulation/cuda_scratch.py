@@ -60,7 +60,7 @@ def _flash_backward(args: Sequence, chip: Chip, heads_first: bool = True) -> lis
 def _efficient_backward(args: Sequence, chip: Chip) -> list[int]:
     query, key, value = args[1:4]
     batch, heads, length, dim = query.shape
-    sizes = batch * heads, length, key.shape[-2], dim, value.shape[-1], query.element_size()
+    sizes = batch * heads, (length, key.shape[-2]), (dim, value.shape[-1]), query.element_size()
     return efficient_scratch(*sizes, _argument(args, 8, 0) > 0, chip)
 
 
