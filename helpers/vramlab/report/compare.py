@@ -1,4 +1,4 @@
-"""Witnesses beside each other: every category, how far each is from the strongest witness, what is unexplained."""
+"""`compare`: reports of one recipe in a table, with each one's difference from the strongest witness."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -6,16 +6,16 @@ from itertools import groupby
 
 from .report import CATEGORIES, PHASES, UNITS, Bytes, Interval, Report, format_bytes, text_table, unit_for
 
-# What a difference is taken against: a run outweighs a simulation, and a simulation a formula.
+# Differences are taken against the strongest witness.
 STRENGTH = {"predicted": 0, "simulated": 1, "recorded": 2, "measured": 2}
 DEVICE_ROWS = ("allocated", "requested", "reserved", "process", "rss")
-INFINITE = (float("inf"), float("-inf"))  # relative to nothing
+INFINITE = (float("inf"), float("-inf"))  # differences relative to 0
 Value = int | Interval | str | None
 
 
 @dataclass(frozen=True)
-class Row:
-    """One line of a comparison: a value per report in bytes; text for the peak's phase, None where it is not known."""
+class ComparisonRow:
+    """One line of a comparison: a value per report, in bytes (text for the peak's phase); None where unknown."""
 
     section: str
     name: str
@@ -24,59 +24,49 @@ class Row:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Reports beside each other: a table when printed.
+    """A table of reports.
 
     Attributes:
         title: the recipe in one line.
-        unit: what sizes are shown in; inside they are bytes.
-        labels: one per report with figures, the source where that tells them apart.
-        against: the label of the report that differences are taken against, None without reports.
-        rows: the lines of the table.
-        failed: a line of text per report without figures (out of memory).
-        notes: what the reader has to know before trusting a difference.
+        unit: unit of the sizes on screen.
+        labels: a short name for each report with figures.
+        against: label of the report that differences are taken against; None without reports.
+        failed: a sentence for each report without figures (out of memory).
+        notes: sentences that qualify the differences.
     """
 
     title: str
     unit: str
     labels: tuple[str, ...]
     against: str | None
-    rows: tuple[Row, ...]
+    rows: tuple[ComparisonRow, ...]
     failed: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
 
-    def row(self, name: str) -> Row:
-        """The line called `name`, for example "peak total". Raises ValueError when there is none."""
+    def row(self, name: str) -> ComparisonRow:
+        """The row of that name, for example "peak total". Raises ValueError when there is none."""
         for row in self.rows:
             if row.name == name:
                 return row
         raise ValueError(f"this comparison has no row {name!r}: it has {', '.join(row.name for row in self.rows)}.")
 
     def differences(self, name: str) -> dict[str, tuple[int, float]]:
-        """Of the line called `name`: bytes and fraction (0.03 is 3 %) by label, for all that can be held against one."""
+        """Differences in the row of that name by label: in bytes, and as a fraction (0.03 is 3 %)."""
         sizes = {label: _number(value) for label, value in zip(self.labels, self.row(name).values, strict=True)}
         reference = sizes.pop(self.against)
         known = {label: size for label, size in sizes.items() if size is not None and reference is not None}
         return {label: (size - reference, difference(size, reference)) for label, size in known.items()}
 
     def __str__(self) -> str:
-        table = self._table("  ")
-        return "\n".join([self.title, *([text_table(table)] if self.rows else []), *self._foot()])
+        lines = [self.title, text_table(self._table())] if self.rows else [self.title]
+        if len(self.labels) > 1:
+            lines.append(f"Δ is taken against {self.against}; a plain 0 is equality to the byte.")
+        return "\n".join([*lines, *self.failed, *(f"note: {note}" for note in self.notes)])
 
     __repr__ = __str__
 
-    def _repr_markdown_(self) -> str:
-        head, *lines = ([cell.replace("|", "\\|") for cell in row] for row in self._table("&nbsp; "))
-        ruler = ["---", *["---:"] * (len(head) - 1)]
-        table = [f"| {' | '.join(row)} |" for row in (head, ruler, *lines)] if lines else []
-        return "\n".join([f"**{self.title}**", "", *table, *(f"\n{line}" for line in self._foot())])
-
-    def _foot(self) -> list[str]:
-        several = len(self.labels) > 1
-        against = [f"Δ is taken against {self.against}; a plain 0 is equality to the byte."] if several else []
-        return [*against, *self.failed, *(f"note: {note}" for note in self.notes)]
-
-    def _table(self, indent: str) -> list[tuple[str, ...]]:
-        """The head and the lines as text; a row with intervals takes a second line, so that columns stay narrow."""
+    def _table(self) -> list[tuple[str, ...]]:
+        """Header and rows as text; intervals take a second line, so that columns stay narrow."""
         others = [label for label in self.labels if label != self.against]
         changes = [text for label in others for text in (f"Δ {label}", "Δ %")]
         lines = [(self.unit, *self.labels, *changes)]
@@ -88,60 +78,61 @@ class Comparison:
                 for label in others:
                     change, relative = found.get(label, (None, 0.0))
                     cells += ["", ""] if change is None else [_signed(change, self.unit), _per_cent(relative)]
-                lines.append((indent + row.name, *cells))
+                lines.append((f"  {row.name}", *cells))
                 if any(isinstance(value, Interval) for value in row.values):
-                    ranges = [
-                        f"{_bare(v.low, self.unit)}–{_bare(v.high, self.unit)}" if isinstance(v, Interval) else ""
-                        for v in row.values
-                    ]
-                    lines.append((f"{indent}{row.name}, low–high", *ranges, *[""] * len(changes)))
+                    ranges = [_range(value, self.unit) for value in row.values]
+                    lines.append((f"  {row.name}, low–high", *ranges, *[""] * len(changes)))
         return lines
 
 
 def compare(
     *reports: Report, labels: Sequence[str] | None = None, same_recipe: bool = True, unit: str | None = None
 ) -> Comparison:
-    """A table of what each report says of the same recipe, and how far each is from the strongest witness.
+    """A table of reports and of their differences from the strongest witness.
 
     Args:
-        reports: in any order; they are shown predicted, simulated, then recorded and measured, and differences are
-            taken against the last. Different recipes keep their order, and differences are taken against the first.
-        labels: names for the columns, in the order of `reports`; None makes short ones that tell them apart.
-        same_recipe: False allows different recipes (what does a trick change?) and says so in a note.
-        unit: "GiB", "MiB", "KiB" or "B", for the eye only; None takes one by the highest peak.
+        reports: shown predicted, simulated, then recorded and measured; differences are taken against the last.
+            Different recipes keep their order; differences are taken against the first.
+        labels: names for the columns, in the order of `reports`; None makes short ones.
+        same_recipe: False allows different recipes.
+        unit: "GiB", "MiB", "KiB" or "B", on screen; None takes one by the highest peak.
     Raises:
-        ValueError: nothing to compare, something that is no report, or different recipes.
+        ValueError: no reports, something that is no report, or different recipes.
     """
     pairs = list(zip(column_labels(reports, labels, same_recipe), reports, strict=True))
-    unit = unit or unit_for(
-        max((report.peak.total for report in reports if report.status == "ok"), default=UNITS["GiB"])
-    )
+    highest = max((report.peak.total for report in reports if report.status == "ok"), default=UNITS["GiB"])
+    unit = unit or unit_for(highest)
     check_unit(unit)
-    apart = _apart_in(reports)
-    if not apart:
+    different = _recipe_difference(reports)
+    if not different:
         pairs.sort(key=lambda pair: STRENGTH[pair[1].source])
     good = [(label, r) for label, r in pairs if r.status == "ok"]
     failed = tuple(f"{label}: {failure(r)}" for label, r in pairs if r.status != "ok")
     notes = [f"{label} is {r.title}." for label, r in pairs if len({r.title for r in reports}) > 1]
-    if len({r.target for _, r in good}) > 1:
-        targets = ", ".join(f"{label} is for {r.target}" for label, r in good)
-        notes.append(f"the targets differ ({targets}), so kernels and rounding do too.")
-    if len({r.peak_phase for _, r in good}) > 1:
-        where = ", ".join(f"{label} in {r.peak_phase}" for label, r in good)
-        notes.append(f"the peaks stand in different phases ({where}), so their categories are not of the same moment.")
+    notes += _moment_notes(good)
     names = tuple(label for label, _ in good)
     rows = tuple(_rows([r for _, r in good])) if good else ()
-    if not apart:
-        notes += _outside(rows, names, unit)
-    against = good[0 if apart else -1][0] if good else None
-    title = "different recipes, named in the notes" if apart else pairs[-1][1].title
+    if not different:
+        notes += _interval_notes(rows, names, unit)
+    against = good[0 if different else -1][0] if good else None
+    title = "different recipes, named in the notes" if different else pairs[-1][1].title
     return Comparison(title, unit, names, against, rows, failed, tuple(notes))
 
 
-def difference(a: Report | Bytes | Interval | int, b: Report | Bytes | Interval | int) -> float:
-    """How far `a` is from `b`, relative to `b`: 0.03 when `a` is 3 % above; infinite where only `b` is 0.
+def _moment_notes(good: Sequence[tuple[str, Report]]) -> Iterator[str]:
+    """Sentences where the reports describe different targets or peak in different phases."""
+    if len({r.target for _, r in good}) > 1:
+        targets = ", ".join(f"{label} is for {r.target}" for label, r in good)
+        yield f"the targets differ ({targets}), so kernels and rounding do too."
+    if len({r.peak_phase for _, r in good}) > 1:
+        where = ", ".join(f"{label} in {r.peak_phase}" for label, r in good)
+        yield f"the peaks stand in different phases ({where}), so their categories are not of the same moment."
 
-    Reports are compared by their peak's total. Raises ValueError for one without figures.
+
+def difference(a: Report | Bytes | Interval | int, b: Report | Bytes | Interval | int) -> float:
+    """(a − b) / b in bytes, of a report its peak's total; infinite where only `b` is 0.
+
+    Raises ValueError for a report without figures.
     """
     value, reference = _number(a), _number(b)
     if value == reference:
@@ -150,7 +141,7 @@ def difference(a: Report | Bytes | Interval | int, b: Report | Bytes | Interval 
 
 
 def check_unit(unit: str) -> int:
-    """How many bytes a unit is. Raises ValueError for unknown ones."""
+    """The bytes of a unit. Raises ValueError for an unknown one."""
     if unit not in UNITS:
         raise ValueError(f"unit is {unit!r}, but allowed are {', '.join(UNITS)}.")
     return UNITS[unit]
@@ -165,14 +156,14 @@ def failure(report: Report) -> str:
 def column_labels(
     reports: Sequence[Report], labels: Sequence[str] | None = None, same_recipe: bool = True
 ) -> list[str]:
-    """A short name for each report, different from the others, in the order given. Raises ValueError as `compare`."""
+    """A short and unique name for each report, in the order given. Raises ValueError as `compare`."""
     if not reports:
         raise ValueError("compare needs at least one report, for example compare(predict(recipe), simulate(recipe)).")
     for report in reports:
         if not isinstance(report, Report):
             raise ValueError(f"compare takes reports, one argument each, not {type(report).__name__}.")
-    if same_recipe and (apart := _apart_in(reports)):
-        raise ValueError(f"these reports differ in {apart}: pass same_recipe=False to compare them anyway.")
+    if same_recipe and (different := _recipe_difference(reports)):
+        raise ValueError(f"these reports differ in {different}: pass same_recipe=False to compare them anyway.")
     if labels is not None:
         if len(labels) != len(reports) or len(set(labels)) != len(labels):
             raise ValueError(f"labels must be {len(reports)} different names, one per report, not {list(labels)!r}.")
@@ -189,9 +180,9 @@ def column_labels(
     return [one if names.count(name) > 1 else name for name, one in zip(names, counted, strict=True)]
 
 
-def _apart_in(reports: Sequence[Report]) -> str:
-    """What tells the reports' recipes apart, in words; "" when nothing does. Fields that only one of them knows are not
-    held against it: a record may be older than a field."""
+def _recipe_difference(reports: Sequence[Report]) -> str:
+    """The fields in which the reports' recipes differ, in words; "" if none. Fields that only one of them has are left
+    out: a record may be older than a field."""
     recipes = [r.recipe for r in reports if r.recipe is not None]
     for recipe in recipes[1:]:
         fields = [name for name in recipes[0] if name in recipe and recipe[name] != recipes[0][name]]
@@ -202,30 +193,30 @@ def _apart_in(reports: Sequence[Report]) -> str:
     return "title (" + " against ".join(map(repr, titles)) + ")" if not recipes and len(titles) > 1 else ""
 
 
-def _rows(reports: Sequence[Report]) -> Iterator[Row]:
+def _rows(reports: Sequence[Report]) -> Iterator[ComparisonRow]:
     section = "at the peak"
-    yield Row(section, "phase", tuple(r.peak_phase for r in reports))
+    yield ComparisonRow(section, "phase", tuple(r.peak_phase for r in reports))
     for name in CATEGORIES[:-1]:
         values = tuple(getattr(r.peak, name) for r in reports)
         if any(values):
-            yield Row(section, name.replace("_", " "), values)
+            yield ComparisonRow(section, name.replace("_", " "), values)
     # Only a run has an allocator whose truth can exceed what was accounted for.
     known = tuple(r.peak.unexplained if STRENGTH[r.source] == 2 or r.peak.unexplained else None for r in reports)
-    yield Row(section, "unexplained", known)
-    yield Row(section, "peak total", tuple(r.peak.total for r in reports))
+    yield ComparisonRow(section, "unexplained", known)
+    yield ComparisonRow(section, "peak total", tuple(r.peak.total for r in reports))
     for phase in PHASES:
         found = [r.phases.get(phase) for r in reports]
         for moment in ("peak", "end") if any(found) else ():
             values = tuple(p and getattr(p, moment).total for p in found)
-            yield Row("each phase", f"{phase.replace('_', ' ')} {moment}", values)
+            yield ComparisonRow("each phase", f"{phase.replace('_', ' ')} {moment}", values)
     for name in DEVICE_ROWS:
         values = tuple(getattr(r, name) for r in reports)
         if any(value is not None for value in values):
-            yield Row("allocator and device", name, values)
+            yield ComparisonRow("allocator and device", name, values)
 
 
-def _outside(rows: Sequence[Row], labels: Sequence[str], unit: str) -> Iterator[str]:
-    """A sentence for each interval that a measured figure falls out of: an under-estimate costs somebody a run."""
+def _interval_notes(rows: Sequence[ComparisonRow], labels: Sequence[str], unit: str) -> Iterator[str]:
+    """A sentence for each interval that does not contain the measured figure."""
     for row in rows:
         truth = row.values[-1]
         for label, value in zip(labels, row.values, strict=True):
@@ -236,7 +227,7 @@ def _outside(rows: Sequence[Row], labels: Sequence[str], unit: str) -> Iterator[
 
 
 def _number(value: Report | Bytes | Value) -> int | None:
-    """The bytes of a value: a report's peak, the likeliest of an interval, None for text."""
+    """Bytes of a value: a report's peak, an interval's most likely one; None for text."""
     if isinstance(value, Report):
         if value.status != "ok":
             raise ValueError(f"a report without figures cannot be compared ({failure(value)}).")
@@ -246,16 +237,20 @@ def _number(value: Report | Bytes | Value) -> int | None:
     return None if isinstance(value, str) else value.value if isinstance(value, Interval) else value
 
 
-def _bare(n: int, unit: str) -> str:
+def _in_unit(n: int, unit: str) -> str:
     return format_bytes(n, unit).rsplit(" ", 1)[0]
 
 
 def _cell(value: Value, unit: str) -> str:
-    return "–" if value is None else value if isinstance(value, str) else _bare(_number(value), unit)
+    return "–" if value is None else value if isinstance(value, str) else _in_unit(_number(value), unit)
+
+
+def _range(value: Value, unit: str) -> str:
+    return f"{_in_unit(value.low, unit)}–{_in_unit(value.high, unit)}" if isinstance(value, Interval) else ""
 
 
 def _signed(change: int, unit: str) -> str:
-    return "0" if change == 0 else f"{'+' if change > 0 else '−'}{_bare(abs(change), unit)}"
+    return "0" if change == 0 else f"{'+' if change > 0 else '−'}{_in_unit(abs(change), unit)}"
 
 
 def _per_cent(relative: float) -> str:

@@ -1,4 +1,4 @@
-"""Where the package's data lie: model shapes, recorded measurements, claims."""
+"""Paths of the package's data: model shapes, GPUs, recorded measurements."""
 
 from functools import cache
 from pathlib import Path
@@ -6,11 +6,7 @@ from pathlib import Path
 
 @cache
 def data_folder() -> Path:
-    """The data folder: beside the modules in an installed wheel, at the top of the repository in a checkout.
-
-    Raises:
-        FileNotFoundError: neither is there.
-    """
+    """The data folder of an installed wheel or of a checkout. Raises FileNotFoundError if there is neither."""
     here = Path(__file__).resolve()
     for folder in (here.parents[1] / "data_files", here.parents[3] / "data"):
         if (folder / "models").is_dir():
@@ -19,5 +15,5 @@ def data_folder() -> Path:
 
 
 def data_path(*parts: str) -> Path:
-    """The path of a data file, for example `data_path("models", "gpt2.json")`; it need not exist."""
+    """The path of a data file such as `data_path("models", "gpt2.json")`; it need not exist."""
     return data_folder().joinpath(*parts)

@@ -1,4 +1,4 @@
-"""One class per kind of error; each message is one sentence that says what was wrong and what is allowed."""
+"""Errors: one class per kind; each message is one sentence that says what was wrong and what is allowed."""
 
 import contextlib
 from collections.abc import Callable, Iterator
@@ -9,10 +9,7 @@ class VramLabError(Exception):
 
 
 class RecipeError(VramLabError, ValueError):
-    """A recipe that cannot be trained, found before anything was allocated.
-
-    `field` and `value` say what was wrong, `allowed` what would have been right.
-    """
+    """A recipe that cannot be trained: `field` and `value` are wrong, `allowed` would be right."""
 
     def __init__(self, field: str, value: object, allowed: str):
         self.field, self.value, self.allowed = field, value, allowed
@@ -26,28 +23,28 @@ def _shown(value: object) -> str:
     """`repr(value)` in one line of at most 120 characters."""
     try:
         text = " ".join(repr(value).split())
-    except Exception:  # Python writes no whole numbers of over 4,300 digits, and any object has a repr of its own
+    except Exception:  # Python prints no integer of over 4,300 digits, and a repr can fail
         text = f"a value of {type(value).__name__}"
     return text if len(text) <= 120 else text[:117] + "..."
 
 
 class MeasurementError(VramLabError, RuntimeError):
-    """A measurement that could not be made: the child process died, or the machine lacks what the recipe needs."""
+    """A measurement that failed: the child process died, or the machine lacks what the recipe needs."""
 
 
 class RecordError(VramLabError, LookupError):
-    """A recorded measurement that does not exist, or a record file that cannot be read or written."""
+    """A missing recorded measurement, or a record file that cannot be read or written."""
 
 
 class ReportError(VramLabError, ValueError):
-    """Something that is not a report of this package: a field is missing, unknown or has an impossible value."""
+    """A report with a field that is missing, unknown or has an impossible value."""
 
 
 class RankError(MeasurementError):
-    """A rank that failed. `rank` says which, `code` how it ended, `traceback` is its own, in one piece.
+    """A rank that failed.
 
-    `code` is its exit status, negative for the signal that killed it, or None where only its exception is known;
-    `oom` says what was asked for if memory ran out.
+    `code`: exit status, negative for the signal that killed it, None where only the exception is known. `traceback`:
+    the rank's own. `oom`: what was asked for if memory ran out.
     """
 
     def __init__(self, message: str, rank: int, code: int | None = None, traceback: str = "", oom: str = ""):
@@ -55,7 +52,7 @@ class RankError(MeasurementError):
         super().__init__(message + (f"\n\n{traceback.rstrip()}" if traceback else ""))
 
 
-# The extra of pyproject.toml that brings each module which a plain install lacks.
+# Module that a plain install lacks, to the extra of pyproject.toml that installs it.
 EXTRAS = {
     **dict.fromkeys(("torch", "transformers", "peft", "accelerate", "numpy", "safetensors", "psutil"), "simulate"),
     **dict.fromkeys(("filelock", "pynvml"), "simulate"),
@@ -67,12 +64,12 @@ EXTRAS = {
 
 
 class MissingExtra(VramLabError, ImportError):
-    """Something that a plain install cannot do; the message says which extra can."""
+    """A package is not installed; the message names the extra that installs it."""
 
 
 @contextlib.contextmanager
 def needing(what: str | Callable[[], str]) -> Iterator[None]:
-    """Raises MissingExtra in place of the ModuleNotFoundError of a package in EXTRAS: `what` needs it. Decorates too."""
+    """Raise MissingExtra, which says that `what` needs it, where a package in EXTRAS is not installed. Decorates too."""
     try:
         yield
     except ModuleNotFoundError as error:

@@ -1,4 +1,4 @@
-"""Where every byte was: what each witness returns. Bytes inside, GiB on screen, one formatter."""
+"""`Report`: where every byte was, as each witness returns it. Bytes inside, GiB on screen, one formatter."""
 
 import dataclasses
 import json
@@ -11,45 +11,30 @@ from typing import Any, get_args, get_origin, get_type_hints
 
 from .errors import ReportError
 
-CATEGORIES = (
-    "parameters",
-    "gradients",
-    "optimizer_states",
-    "activations",
-    "temporaries",
-    "buffers",
-    "inputs",
-    "workspace",
-    "unexplained",
-)
 PHASES = ("load", "forward", "backward", "step", "between_steps")
 SOURCES = ("predicted", "simulated", "measured", "recorded")
 STATUSES = ("ok", "oom", "error")
 KiB, MiB, GiB = 1024, 1024**2, 1024**3
-
-
 UNITS = {"GiB": GiB, "MiB": MiB, "KiB": KiB, "B": 1}
 
 
 def format_bytes(n: int | float, unit: str = "GiB", digits: int = 3) -> str:
-    """`n` bytes as text, "2.481 GiB" by default; the only place where this package turns bytes into text."""
-    size = UNITS[unit]
-    return f"{n:,} B" if unit == "B" else f"{n / size:,.{digits}f} {unit}"
+    """`n` bytes as text, "2.481 GiB" by default."""
+    return f"{n:,} B" if unit == "B" else f"{n / UNITS[unit]:,.{digits}f} {unit}"
 
 
 def unit_for(largest: int) -> str:
-    """The unit of a table whose largest size is `largest` bytes: "GiB", or "MiB" or "KiB" where that would be under 1."""
+    """The unit in which `largest` bytes are at least 1: "GiB", "MiB", else "KiB"."""
     return next((unit for unit in ("GiB", "MiB") if largest >= UNITS[unit]), "KiB")
 
 
 @dataclass(frozen=True)
 class Bytes:
-    """One moment's memory, split by what it is for; every field is a number of bytes.
+    """Bytes at one moment, by what they are for.
 
     `workspace` is what libraries, kernels and the allocator take for themselves: cuBLAS's buffers, scratch while a
-    kernel runs, and what the allocator's blocks hold beyond what was asked for.
-
-    `unexplained` is allocator truth minus all that was accounted for; only measured reports have it.
+    kernel runs, internal fragmentation. `unexplained` is the allocator's figure minus the rest; only measured reports
+    have it.
     """
 
     parameters: int = 0
@@ -76,9 +61,12 @@ class Bytes:
         return f"{format_bytes(self.total)} = " + (" + ".join(parts) or "nothing")
 
 
+CATEGORIES = tuple(field.name for field in dataclasses.fields(Bytes))
+
+
 @dataclass(frozen=True)
 class Phase:
-    """One phase of the step: the split at its highest moment and at its end."""
+    """One phase of the step: the split at its peak and at its end."""
 
     peak: Bytes
     end: Bytes
@@ -86,7 +74,7 @@ class Phase:
 
 @dataclass(frozen=True)
 class Interval:
-    """A figure that cannot be known to the byte: bytes between `low` and `high`, `value` most likely."""
+    """An estimate in bytes: between `low` and `high`, `value` most likely."""
 
     low: int
     value: int
@@ -102,7 +90,7 @@ class Interval:
 
 @dataclass(frozen=True)
 class Tensor:
-    """One tensor alive at the peak: what it is, its size in bytes, who made it."""
+    """`count` equal tensors alive at the peak: size of one in bytes, the operator and the module that made them."""
 
     size: int
     category: str
@@ -121,7 +109,7 @@ class Tensor:
 
 @dataclass(frozen=True)
 class Moment:
-    """One point of the timeline: the split after the `index`-th allocation event of the last step."""
+    """One point of the timeline: the split after `index` allocation events of the last step."""
 
     index: int
     phase: str
@@ -130,7 +118,7 @@ class Moment:
 
 @dataclass(frozen=True)
 class Speed:
-    """Seconds per optimizer step over `repeats` repeats after warm-up, and tokens per second at the median."""
+    """Seconds per optimizer step over `repeats` steps after warm-up, and tokens per second at the median."""
 
     median: float
     low: float
@@ -144,19 +132,19 @@ class Report:
     """What one witness says of one recipe. All sizes are bytes, all times seconds.
 
     Attributes:
-        source: "predicted", "simulated", "measured" or "recorded"; nothing may pass one off as another.
-        recipe: the recipe as `Recipe.to_dict()` gives it, and `title`, the same in one line.
-        target: whose kernels and rounding: "cuda" or "cpu".
+        source: "predicted", "simulated", "measured" or "recorded".
+        recipe: the recipe as `Recipe.to_dict()` gives it; `title` is the same in one line.
+        target: device whose kernels and rounding are described, "cuda" or "cpu".
         status: "ok", "oom" (out of memory; `message` says what was asked for and what was free) or "error".
-        phases: `PHASES` to `Phase`, of the last (steady) step; "load" is the moment after loading.
+        phases: of the last (steady) step, by name of PHASES; "load" is the moment after loading.
         peak: the split at the highest moment of the whole run, in phase `peak_phase`.
         largest: the largest tensors alive at that moment, largest first.
         allocated: the allocator's own peak (measured), else `peak.total`.
-        requested: what the program asked for before the allocator rounded, where known.
+        requested: the peak before the allocator rounded, where known.
         reserved: the allocator's segments: an int when measured, an Interval when predicted.
-        process: the whole process as the device sees it (NVML): likewise.
-        rss: on a CPU run, the process's own peak resident set.
-        host: on a CPU run, the most bytes that this rank kept in host memory of what is offloaded there; not in `peak`.
+        process: the whole process as NVML shows it, likewise.
+        rss: on a CPU run, the process's peak resident set.
+        host: on a CPU run, the peak of offloaded bytes in host memory; not in `peak`.
     """
 
     source: str
@@ -183,7 +171,7 @@ class Report:
     def __post_init__(self):
         for name, allowed in (("source", SOURCES), ("status", STATUSES)):
             if getattr(self, name) not in allowed:
-                raise _unfit(name, getattr(self, name), f"one of {', '.join(allowed)}")
+                raise _field_error(name, getattr(self, name), f"one of {', '.join(allowed)}")
         if self.allocated is None and self.status == "ok":
             self.allocated = self.peak.total
 
@@ -204,7 +192,7 @@ class Report:
 
     @classmethod
     def from_dict(cls, d: dict[str, Any]) -> "Report":
-        """The report that `to_dict` wrote. Raises ReportError, in one sentence that names the field, for anything else."""
+        """The report that `to_dict` wrote. Raises ReportError, which names the field, for anything else."""
         return _decode(cls, d, "")
 
     @classmethod
@@ -216,8 +204,8 @@ class Report:
             raise ReportError(f"This is no report, because it is no JSON ({error}).") from None
         return cls.from_dict(values)
 
-    def summary(self) -> str:
-        """The report as a text table: phases down, categories across, in the unit that its peak asks for."""
+    def __str__(self) -> str:
+        """The report as a text table: phases down, categories across."""
         if self.status != "ok":
             return f"{self.source}: {self.title}\n{self.status}: {self.message}"
         unit = unit_for(self.peak.total)
@@ -241,8 +229,6 @@ class Report:
             lines.append(f"{self.speed.median:.4g} s a step, {self.speed.tokens_per_second:,.0f} tokens/s")
         return "\n".join(lines + [f"note: {note}" for note in self.notes])
 
-    __str__ = summary
-
 
 def text_table(rows: list[tuple[str, ...]]) -> str:
     """Rows of text as an aligned table: the first row is the head, the first column is left-aligned."""
@@ -255,7 +241,7 @@ def text_table(rows: list[tuple[str, ...]]) -> str:
 
 
 def environment(**more: Any) -> dict[str, Any]:
-    """Python, library versions and the date, plus what the caller adds; imports nothing heavy."""
+    """Python, library versions and the date, and what the caller adds. Imports none of the libraries."""
     import platform
     from importlib import metadata
 
@@ -269,54 +255,54 @@ def environment(**more: Any) -> dict[str, Any]:
 
 
 def _decode(kind: Any, value: Any, where: str) -> Any:
-    """`value` as JSON has it, as a `kind` of this module; sizes, counts and seconds are not negative."""
+    """JSON's `value` as a `kind` of this module."""
     origin, inner = get_origin(kind), get_args(kind)
     if kind is Any:
         return value
-    if kind is Bytes:
-        return _bytes(value, where)
     if origin is UnionType:
         if value is None and NoneType in inner:
             return None
         fits = (e for e in inner if e is not NoneType and dataclasses.is_dataclass(e) == isinstance(value, dict))
         return _decode(next(fits, inner[0]), value, where)
     if dataclasses.is_dataclass(kind):
-        values = _object(value, where, [f.name for f in dataclasses.fields(kind)])
-        for f in dataclasses.fields(kind):
-            if f.name not in values and f.default is f.default_factory is dataclasses.MISSING:
-                raise ReportError(f"Report field '{_path(where, f.name)}' is missing.")
-        kinds = _hints(kind)
-        return kind(**{name: _decode(kinds[name], each, _path(where, name)) for name, each in values.items()})
+        return _decode_dataclass(kind, value, where)
     if origin is dict:
         names = PHASES if inner[1] is Phase else None
         return {k: _decode(inner[1], v, _path(where, k)) for k, v in _object(value, where, names).items()}
     if origin in (list, tuple):
         if not isinstance(value, list | tuple):
-            raise _unfit(where, value, "a list")
+            raise _field_error(where, value, "a list")
         return origin(_decode(inner[0], each, f"{where}[{i}]") for i, each in enumerate(value))
+    return _decode_scalar(kind, value, where)
+
+
+def _decode_dataclass(kind: Any, value: Any, where: str) -> Any:
+    """A dataclass from an object with its fields; `Bytes` also have a total, which must be their sum."""
+    fields = {f.name: f for f in dataclasses.fields(kind)}
+    values = dict(_object(value, where, [*fields, "total"] if kind is Bytes else list(fields)))
+    total = values.pop("total", None)
+    for name, f in fields.items():
+        if name not in values and f.default is f.default_factory is dataclasses.MISSING:
+            raise ReportError(f"Report field '{_path(where, name)}' is missing.")
+    kinds = _hints(kind)
+    made = kind(**{name: _decode(kinds[name], each, _path(where, name)) for name, each in values.items()})
+    if total is not None and total != made.total:
+        raise _field_error(_path(where, "total"), total, f"the sum of the categories, {made.total}")
+    return made
+
+
+def _decode_scalar(kind: type, value: Any, where: str) -> Any:
+    """Text or a number; sizes, counts and seconds are not negative, except what is unexplained."""
     if type(value) is not kind and (kind, type(value)) != (float, int):
-        raise _unfit(where, value, {str: "text", int: "a whole number", float: "a number"}[kind])
-    if kind is not str and not 0 <= value < float("inf"):
-        raise _unfit(where, value, "at least 0, and finite")
+        raise _field_error(where, value, {str: "text", int: "a whole number", float: "a number"}[kind])
+    if kind is not str and not where.endswith("unexplained") and not 0 <= value < float("inf"):
+        raise _field_error(where, value, "at least 0, and finite")
     return value
-
-
-def _bytes(value: Any, where: str) -> Bytes:
-    """Categories that are left out are 0; a total that is not their sum is refused."""
-    sizes = dict(_object(value, where, (*CATEGORIES, "total")))
-    total = sizes.pop("total", None)
-    for name, n in sizes.items():
-        if type(n) is not int or (n < 0 and name != "unexplained"):
-            raise _unfit(_path(where, name), n, "a whole number of bytes")
-    split = Bytes(**sizes)
-    if total not in (None, split.total):
-        raise _unfit(_path(where, "total"), total, f"the sum of the categories, {split.total}")
-    return split
 
 
 def _object(value: Any, where: str, names: Collection[str] | None) -> dict[str, Any]:
     if not isinstance(value, dict):
-        raise _unfit(where, value, "an object with names and values")
+        raise _field_error(where, value, "an object with names and values")
     for name in value:
         if names is not None and name not in names:
             raise ReportError(f"Report field '{_path(where, name)}' is unknown; known are {', '.join(names)}.")
@@ -327,16 +313,14 @@ def _path(where: str, name: str) -> str:
     return f"{where}.{name}" if where else str(name)
 
 
-def _unfit(where: str, value: Any, allowed: str) -> ReportError:
+def _field_error(where: str, value: Any, allowed: str) -> ReportError:
     shown = repr(value)
     shown = shown if len(shown) <= 60 else f"{shown[:57]}..."
     subject = f"Report field '{where}'" if where else "A report"
     return ReportError(f"{subject} is {shown}, but it must be {allowed}.")
 
 
-@cache
-def _hints(kind: type) -> dict[str, Any]:
-    return get_type_hints(kind)
+_hints = cache(get_type_hints)
 
 
 def _encode(value: Any) -> Any:
