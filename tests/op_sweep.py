@@ -19,14 +19,14 @@ from torch._subclasses.fake_tensor import FakeCopyMode
 from torch.utils._pytree import tree_leaves, tree_map
 from vramlab.simulation.fakes import fake_world
 from vramlab.simulation.operators import keep_storage
+from vramlab.tracking.fake_tracker import FakeTracker
 from vramlab.tracking.tracked import no_collection
 from vramlab.tracking.tracker import Tracker
 
 
 def allocations(function: Callable, args: tuple, fake: bool, kwargs: dict | None = None) -> list[tuple[int, str, int]]:
     """Of each storage that `function(*args)` and its backward pass make: bytes, operator, bytes alive after its birth."""
-    tracker = Tracker("cpu")
-    tracker.keep_storage = keep_storage if fake else None
+    tracker = FakeTracker("cpu", keep_storage) if fake else Tracker("cpu")
     with no_collection(before=False), tracker:
         tracker.begin("forward")
         made = function(*args, **(kwargs or {}))

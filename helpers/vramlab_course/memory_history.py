@@ -234,8 +234,8 @@ def _start_on_cpu() -> Callable[[], Snapshot]:
                         self.older[key] = weakref.ref(handle, lambda _, key=key: self.older.pop(key, None))
             return super().__torch_dispatch__(func, types, args, kwargs)
 
-        def _born(self, tensor, op, where=""):
-            storage = None if tensor.untyped_storage()._cdata in self.older else super()._born(tensor, op, where)
+        def log_birth(self, tensor, op, where=""):
+            storage = None if tensor.untyped_storage()._cdata in self.older else super().log_birth(tensor, op, where)
             if storage:
                 self.frames[id(storage)] = _stack()
             return storage

@@ -19,6 +19,7 @@ from ..recipe.recipe import Loop, Recipe, as_recipe
 from ..recipe.weights import unquantized
 from ..report.errors import RecipeError, VramLabError, needing
 from ..report.report import Report
+from ..tracking.fake_tracker import FakeTracker
 from ..tracking.history import History
 from ..tracking.reporting import to_report
 from ..tracking.tracked import run_tracked
@@ -36,13 +37,6 @@ from .fakes import fake_world
 from .operators import keep_storage
 from .repetition import GROUPS, NotRegular, cut, find
 from .values import packed_sequences, reason_at
-
-# A fake tensor has no values to read: every mask is full, every count is one, and no gradient overflowed.
-GUESSES = {
-    torch.bool: True,
-    **dict.fromkeys((torch.float32, torch.float16, torch.bfloat16), 1.0),
-    **dict.fromkeys((torch.int64, torch.int32), 1),
-}
 
 
 @needing("simulate")
@@ -221,10 +215,9 @@ def _run(recipe: Recipe, target: str, card: Gpu | None, steps: int) -> Tracker:
             raise RecipeError("model", recipe.name, why) from error
 
 
-def make_tracker(training: tr.Training, card: Gpu | None, kernels: CudaKernels | None) -> Tracker:
-    """A tracker for fake tensors: it answers reads of values, and knows rounding and scratch of CUDA's `kernels`."""
-    tracker = Tracker("cpu")
-    tracker.keep_storage, tracker.constant = keep_storage, GUESSES
+def make_tracker(training: tr.Training, card: Gpu | None, kernels: CudaKernels | None) -> FakeTracker:
+    """A tracker for fake tensors that knows rounding and scratch of CUDA's `kernels`."""
+    tracker = FakeTracker("cpu", keep_storage)
     if training.device.index is not None:  # another is the host's
         tracker.only_device = training.device
     if kernels:

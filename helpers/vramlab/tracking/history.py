@@ -1,4 +1,4 @@
-"""What a tracker saw, replayed: bytes by category after every event, peaks, phases, the timeline."""
+"""A tracker's log, replayed: bytes by category after every event, peaks, phases, the timeline."""
 
 from collections.abc import Iterable
 from functools import cached_property
@@ -9,27 +9,23 @@ from ..hardware.allocator import replay
 from ..report.report import CATEGORIES, Bytes, Moment, Phase, Tensor
 from .tracker import Storage
 
-ATTRIBUTED = tuple(name for name in CATEGORIES if name != "unexplained")  # what a log can say
+ATTRIBUTED = tuple(name for name in CATEGORIES if name != "unexplained")  # categories that a log knows
 INDEX = {name: i for i, name in enumerate(ATTRIBUTED)}
-
-
-def to_bytes(split: "np.ndarray | list[int]") -> Bytes:
-    """A row of bytes in the order of ATTRIBUTED as `Bytes`."""
-    return Bytes(**{name: int(n) for name, n in zip(ATTRIBUTED, split, strict=True)})
 
 
 class History:
     """A replayed log. Position p is the moment after the first p events.
 
     Args:
-        allocator: also run the log through the model of CUDA's caching allocator; what its blocks hold beyond
-            what was asked for is then part of the workspace, and the total is what `torch.cuda.memory_allocated` says.
-        limit: bytes of segments that the card can hold; None for a card without end.
-        notes: what its report is to say of how it came about.
+        log, marks: a tracker's.
+        allocator: also run the log through the model of CUDA's caching allocator. What its blocks hold beyond the
+            requests is then workspace, and the total is what `torch.cuda.memory_allocated` says.
+        limit: bytes of segments that the card can hold; None: no limit.
+        notes: sentences for the report.
 
     Attributes:
         replayed: what the allocator did, or None.
-        splits: array of shape (events + 1, categories): the bytes alive at each position.
+        splits: array of shape (events + 1, categories): bytes alive at each position.
         live: their sums.
         stretches: (phase, first position, last position), in order; the first is "load".
     """
@@ -56,13 +52,13 @@ class History:
         self.stretches = [(name, start, end) for (start, name), end in zip(starts, ends, strict=True)]
 
     def highest(self, start: int = 0, end: int | None = None) -> int:
-        """The first position in start…end at which most is alive."""
+        """The first position from `start` to `end` with the most bytes alive."""
         end = len(self.log) if end is None else end
         return start + int(np.argmax(self.live[start : end + 1]))
 
     def split(self, position: int) -> Bytes:
         """The bytes by category at `position`."""
-        return to_bytes(self.splits[position])
+        return Bytes(*map(int, self.splits[position]))
 
     def phase_at(self, position: int) -> str:
         """The phase whose events lead to `position`."""
@@ -72,24 +68,21 @@ class History:
     def last_step(self) -> list[tuple[str, int, int]]:
         """The stretches of the last optimizer step: from its first "forward" to its "between_steps"."""
         names = [name for name, _, _ in self.stretches]
-        first = max(
-            (i for i, n in enumerate(names) if n == "forward" and names[i - 1] in ("load", "between_steps")), default=0
-        )
-        return self.stretches[first:]
+        starts = [i for i, n in enumerate(names) if n == "forward" and names[i - 1] in ("load", "between_steps")]
+        return self.stretches[max(starts, default=0) :]
 
     def first_step(self) -> list[tuple[str, Bytes, Bytes]]:
-        """The stretches up to the end of the first optimizer step, each with its peak and its end."""
-        ends = [i for i, (name, _, _) in enumerate(self.stretches) if name == "between_steps"]
-        ran = self.stretches[: ends[0]]
-        return [(name, self.split(self.highest(a, b)), self.split(b)) for name, a, b in ran]
+        """(phase, peak, end) of each stretch up to the end of the first optimizer step."""
+        end = next(i for i, (name, _, _) in enumerate(self.stretches) if name == "between_steps")
+        return self._bytes(self.stretches[:end])
 
     def phases(self) -> dict[str, Phase]:
-        """Each phase of the last step (the highest of its micro-batches), and the moment after loading."""
+        """Each phase of the last step (its highest micro-batch), and the moment after loading."""
         load = self.split(self.stretches[0][2])
-        return {
-            "load": Phase(load, load),
-            **merge((name, self.split(self.highest(a, b)), self.split(b)) for name, a, b in self.last_step),
-        }
+        return {"load": Phase(load, load), **merge(self._bytes(self.last_step))}
+
+    def _bytes(self, stretches: list[tuple[str, int, int]]) -> list[tuple[str, Bytes, Bytes]]:
+        return [(name, self.split(self.highest(a, b)), self.split(b)) for name, a, b in stretches]
 
     def groups(self, position: int) -> dict[tuple, list[Storage]]:
         """The storages alive at `position` by (size, category, shape, dtype, operator)."""
@@ -105,7 +98,7 @@ class History:
         return groups
 
     def timeline(self, points: int = 400) -> list[Moment]:
-        """The last step as at most about `points` moments: every high and low that shows at that resolution."""
+        """The last step in about `points` moments: every high and low that shows at that resolution."""
         step = self.last_step
         begin, end = step[0][1], step[-1][2]
         chosen = {begin, end, *(stop for _, _, stop in step)}
@@ -120,8 +113,8 @@ class History:
         ]
 
 
-def merge(stretches) -> dict[str, Phase]:
-    """(phase, peak, end) of several stretches to one `Phase` a name: the highest peak, the last end."""
+def merge(stretches: Iterable[tuple[str, Bytes, Bytes]]) -> dict[str, Phase]:
+    """One `Phase` for each name among (phase, peak, end): the highest peak, the last end."""
     phases: dict[str, Phase] = {}
     for name, peak, end in stretches:
         if name in phases and phases[name].peak.total >= peak.total:
@@ -131,6 +124,6 @@ def merge(stretches) -> dict[str, Phase]:
 
 
 def largest(groups: dict[tuple, tuple[int, str]], count: int = 8) -> list[Tensor]:
-    """The largest groups, as (size, category, shape, dtype, operator) to (how many, where the first was made)."""
+    """The largest groups, from (size, category, shape, dtype, operator) to (how many, where the first was made)."""
     ranked = sorted(groups.items(), key=lambda item: (-item[0][0] * item[1][0], str(item[0])))
     return [Tensor(*key, where=where, count=number) for key, (number, where) in ranked[:count] if number > 0]

@@ -1,4 +1,4 @@
-"""From a run's history to the report that every witness gives."""
+"""Makes the report of a replayed run."""
 
 from typing import Any
 
@@ -12,19 +12,16 @@ from .history import History, largest
 def to_report(
     history: History, source: str, recipe: Recipe | None, target: str, card: Gpu | None = None, **more: Any
 ) -> Report:
-    """The report of a replayed run. On CUDA the log also goes through the allocator's model, for what it reserves."""
+    """The report of a replayed run; a simulated one on CUDA also says what the allocator's model reserves."""
     at = history.highest()
     if source == "simulated" and history.replayed:
         replayed = history.replayed
         more |= {"allocated": replayed.allocated, "requested": replayed.requested}
-        bounds = card if card and replayed.fits else None
-        more["reserved"] = _about(replayed.reserved, replayed.allocated, bounds)
-        more["process"] = _with_context(more["reserved"], card, bounds)
+        room = card.total if card and replayed.fits else None
+        more["reserved"], more["process"] = _reserved_and_process(replayed.reserved, replayed.allocated, card, room)
         if card and not replayed.fits:
-            more["notes"] = [
-                *more.get("notes", ()),
-                f"does not fit {card.name}: reserved is that of a card without end",
-            ]
+            note = f"does not fit {card.name}: reserved is that of a card without end"
+            more["notes"] = [*more.get("notes", ()), note]
     counted = {key: (len(found), found[0].where) for key, found in history.groups(at).items()}
     return Report(
         source=source,
@@ -41,18 +38,20 @@ def to_report(
     )
 
 
-def _about(reserved: int, allocated: int, bounds: Gpu | None) -> Interval:
-    """Segments as the allocator's model reserves them; another order of loading and freeing can change a few.
+def _reserved_and_process(
+    reserved: int, allocated: int, card: Gpu | None, room: int | None
+) -> tuple[Interval, Interval]:
+    """Reserved memory, and that of the process with CUDA's context, as intervals around the allocator's model.
 
-    Of the published runs in `data/published_runs.json` that say what was reserved, 97 % lie below the upper end.
-    On a card that the step fits (`bounds`) there are no more than it holds: unused ones are given back before that.
+    Another order of loading and freeing changes a few segments. Of the published runs in `data/published_runs.json`
+    that report reserved memory, 97 % lie below the upper end. `room`: bytes of a card that the step fits; unused
+    segments are given back before it is full.
     """
-    high = reserved + max(reserved // 10, 64 * MiB)
-    return Interval(allocated, reserved, min(high, bounds.total - bounds.context_interval.low) if bounds else high)
-
-
-def _with_context(reserved: Interval, card: Gpu | None, bounds: Gpu | None) -> Interval:
-    """What the device shows for the process: the segments and CUDA's context beside them."""
     context = card.context_interval if card else CONTEXT
-    low, value, high = (getattr(reserved, end) + getattr(context, end) for end in ("low", "value", "high"))
-    return Interval(low, value, min(high, bounds.total) if bounds else high)
+    high = reserved + max(reserved // 10, 64 * MiB)
+    high = min(high, room - context.low) if room else high
+    process = high + context.high
+    return (
+        Interval(allocated, reserved, high),
+        Interval(allocated + context.low, reserved + context.value, min(process, room) if room else process),
+    )

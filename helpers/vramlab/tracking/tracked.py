@@ -1,4 +1,4 @@
-"""The training step under a tracker that is told what each storage is for. Fake, CPU and CUDA tensors alike."""
+"""Runs the training step under a tracker and claims the storages whose purpose is known."""
 
 import contextlib
 import dataclasses
@@ -8,6 +8,7 @@ import sys
 from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
@@ -23,7 +24,7 @@ def run_tracked(
     """Run `steps` optimizer steps of `training` under `tracker`, and return it.
 
     Args:
-        target: "cuda" or "cpu"; says which of the optimizer's tensors are on the host or in unified memory.
+        target: "cuda" or "cpu"; decides which of the optimizer's tensors are on the host or in unified memory.
         at_phase: called as each phase begins, before its first event.
     """
     claim_model(tracker, training.model)
@@ -42,7 +43,7 @@ def run_tracked(
     with (
         no_collection(before=not is_fake(training.model)),
         gradients_named(tracker, training.model),
-        units_named(tracker),
+        fsdp_units_named(tracker),
         training.engine.follow(training, tracker),
         tracker.modules(training.model),
         tracker,
@@ -54,19 +55,19 @@ def run_tracked(
 
 @contextlib.contextmanager
 def gradients_named(tracker: Tracker, model: torch.nn.Module):
-    """While entered, each gradient is named as soon as it is complete; those that exist are named at once."""
+    """While entered, claim each gradient as soon as it is complete, and existing ones now."""
     handles = []
 
-    def name_it(name: str, parameter: torch.Tensor) -> None:
+    def claim(name: str, parameter: torch.Tensor) -> None:
         if parameter.grad is not None:
             tracker.claim([parameter.grad], "gradients", name)
 
     for name, parameter in model.named_parameters():
-        name_it(name, parameter)
+        claim(name, parameter)
         if parameter.requires_grad:
             hooks = parameter._post_accumulate_grad_hooks or {}
             others = list(hooks)
-            handles.append(parameter.register_post_accumulate_grad_hook(functools.partial(name_it, name)))
+            handles.append(parameter.register_post_accumulate_grad_hook(functools.partial(claim, name)))
             for other in others:  # the loop's own go last: they may step on the gradient and free it
                 hooks[other] = hooks.pop(other)
     try:
@@ -77,39 +78,39 @@ def gradients_named(tracker: Tracker, model: torch.nn.Module):
 
 
 @contextlib.contextmanager
-def units_named(tracker: Tracker):
-    """While entered, what FSDP gathers is workspace, and the full gradients that it is to divide are gradients."""
+def fsdp_units_named(tracker: Tracker):
+    """While entered, claim what FSDP gathers as workspace, and the full gradients before it divides them."""
     if "torch.distributed.fsdp" not in sys.modules:
         yield
         return
     from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
     from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
-    gathered, complete = FSDPParam.init_unsharded_param, FSDPParamGroup.post_backward
+    gather, divide = FSDPParam.init_unsharded_param, FSDPParamGroup.post_backward
 
     def init_unsharded_param(part: FSDPParam) -> None:
         tracker.claim(part.all_gather_outputs, "workspace", part._param_fqn or "")
-        gathered(part)
+        gather(part)
 
     def post_backward(group: FSDPParamGroup, *unused: Any) -> None:
         for part in group.fsdp_params:
             whole = getattr(part, "_unsharded_param", None)
-            held = (part.unsharded_accumulated_grad, None if whole is None else whole.grad)
-            tracker.claim((g for g in held if g is not None), "gradients", part._param_fqn or "")
-        complete(group, *unused)
+            gradients = (part.unsharded_accumulated_grad, None if whole is None else whole.grad)
+            tracker.claim((g for g in gradients if g is not None), "gradients", part._param_fqn or "")
+        divide(group, *unused)
 
-    FSDPParam.init_unsharded_param, FSDPParamGroup.post_backward = init_unsharded_param, post_backward
-    try:
+    with (
+        patch.object(FSDPParam, "init_unsharded_param", init_unsharded_param),
+        patch.object(FSDPParamGroup, "post_backward", post_backward),
+    ):
         yield
-    finally:
-        FSDPParam.init_unsharded_param, FSDPParamGroup.post_backward = gathered, complete
 
 
 @contextlib.contextmanager
 def no_collection(before: bool = True):
-    """Python's cycle collector frees storages when it likes; without it two runs are equal to the byte.
+    """While entered, switch off Python's cycle collector, which frees storages at times that are not deterministic.
 
-    `before`: collect once now. What is left of fake tensors weighs nothing, and looking for it takes long.
+    `before`: collect once now; not worth its time for fake tensors.
     """
     if before:
         gc.collect()
@@ -123,7 +124,7 @@ def no_collection(before: bool = True):
 
 
 def tensors_in(values: Any) -> list[torch.Tensor]:
-    """The tensors in `values`, through mappings, sequences and dataclasses, however deep."""
+    """The tensors in nested mappings, sequences and dataclasses."""
     if isinstance(values, torch.Tensor):
         return [values]
     if isinstance(values, Mapping):
@@ -135,7 +136,7 @@ def tensors_in(values: Any) -> list[torch.Tensor]:
 
 
 def claim_model(tracker: Tracker, model: torch.nn.Module) -> None:
-    """Tell `tracker` about the model's storages: parameters (with the statistics of quantized ones) and buffers."""
+    """Claim the model's parameters (with the statistics of quantized ones) and buffers."""
     for name, parameter in model.named_parameters():
         tracker.claim([parameter, *quantization_statistics(parameter)], "parameters", name)
     for name, module in model.named_modules():  # FSDP's shards have none of their own
@@ -145,7 +146,7 @@ def claim_model(tracker: Tracker, model: torch.nn.Module) -> None:
 
 
 def quantization_statistics(owner: torch.nn.Parameter | torch.nn.Module) -> list[torch.Tensor]:
-    """What a bitsandbytes weight or its layer keeps beside the codes: block maxima, their own code and maxima, offset."""
+    """What a bitsandbytes weight or its layer keeps besides the codes: scales, their own codes and scales, offset."""
     state = getattr(owner, "quant_state", None)
     if state is None:
         return [t for t in (getattr(owner, "SCB", None),) if t is not None]
@@ -156,7 +157,7 @@ def quantization_statistics(owner: torch.nn.Parameter | torch.nn.Module) -> list
 
 
 def claim_states(tracker: Tracker, optimizers: list[Any], target: str) -> None:
-    """Tell `tracker` what the optimizers keep.
+    """Claim the optimizers' states.
 
     On CUDA, paged states of 100,000 elements or more are in unified memory, outside the caching allocator
     (`bitsandbytes.optim.Optimizer8bit.get_state_buffer`).

@@ -1,0 +1,68 @@
+"""The tracker of a simulated step: it answers reads of values that fake tensors lack, and runs operators faster."""
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+
+from .tracker import DEVICE_QUERY, Tracker
+
+# Every mask is full, every count is one, and no gradient overflowed.
+ASSUMED = {
+    torch.bool: True,
+    **dict.fromkeys((torch.float32, torch.float16, torch.bfloat16), 1.0),
+    **dict.fromkeys((torch.int64, torch.int32), 1),
+}
+
+
+class FakeTracker(Tracker):
+    """A `Tracker` for fake tensors.
+
+    Attributes:
+        values: knows the content of some fake tensors (`simulation.values.Values`); None: none is known.
+        keep_storage: called with each operator, its arguments and its result (`simulation/operators.py`).
+    """
+
+    def __init__(self, device: str = "cpu", keep_storage: Callable[..., None] | None = None):
+        super().__init__(device)
+        self.keep_storage, self.values = keep_storage, None
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """No guard against torch.compile around each operator: the simulated step is eager."""
+        return False
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is DEVICE_QUERY and isinstance(args[0], FakeTensor):  # most calls are this, from autograd's engine
+            return args[0].fake_device
+        return self.dispatch(func, types, args, kwargs or {})
+
+    def run(self, func: torch._ops.OpOverload, args: tuple, kwargs: dict) -> Any:
+        """The fake result of an operator."""
+        if self.values:
+            result = self.values.run(func, args, kwargs, self.running_module())
+        elif _only_writes(func):
+            return None  # nothing is made; torch would look at every tensor of the model
+        else:
+            result = func(*args, **kwargs)
+        if self.keep_storage:
+            self.keep_storage(func, args, kwargs, result)
+        return result
+
+    def scalar(self, tensor: torch.Tensor) -> Any:
+        """The value of `tensor` if it is known, else an assumed one; None for a dtype without."""
+        if not self.values and tensor.dtype not in ASSUMED:
+            return None
+        # what a module draws is not below its rate: LayerDrop drops no layer
+        is_draw = tensor.dtype == torch.bool and self.calls and self.calls[-1][1] in ("lt", "le")
+        guess = False if is_draw else ASSUMED.get(tensor.dtype, 1)
+        return self.values.read(tensor, guess, self.running_module()) if self.values else guess
+
+
+@cache
+def _only_writes(func: torch._ops.OpOverload) -> bool:
+    """Whether `func` is an optimizer's multi-tensor kernel that works in place and returns nothing."""
+    name = func.overloadpacket.__name__
+    return name.startswith(("_foreach_", "_fused_")) and name.endswith("_") and not func._schema.returns
