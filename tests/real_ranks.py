@@ -18,11 +18,11 @@ from vramlab.measurement.worker import on_rank
 from vramlab.measurement.worker import preload as preload_rank
 from vramlab.recipe.recipe import Recipe
 from vramlab.simulation.simulate import trace
-from vramlab.tracking.collectives import Collectives
 from vramlab.tracking.history import History
 from vramlab.tracking.tracked import run_tracked
 from vramlab.tracking.tracker import Tracker
 from vramlab_course import ranks
+from vramlab_course.collectives import Collectives
 
 
 def run(

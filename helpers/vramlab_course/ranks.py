@@ -17,7 +17,6 @@ from vramlab.measurement.worker import import_libraries, on_rank
 from vramlab.recipe.recipe import Recipe
 from vramlab.report.errors import MeasurementError, RecipeError
 from vramlab.report.report import Report
-from vramlab.tracking.collectives import Collectives, Traffic
 from vramlab.tracking.history import History
 from vramlab.tracking.reporting import to_report
 from vramlab.tracking.tracked import run_tracked
@@ -25,6 +24,8 @@ from vramlab.tracking.tracker import Tracker
 from vramlab.training import process_group
 from vramlab.training.engine import Training
 from vramlab.training.training import build, make_batch, train_step
+
+from vramlab_course.collectives import Collectives, Traffic
 
 SEED = 0  # of the weights, equal on all ranks, and of the batch
 STEADY = 2  # steps before collectives are counted: in the second, DDP sends all ranks its new buckets

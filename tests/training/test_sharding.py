@@ -9,7 +9,7 @@ from tiny_models import config, quick_collections  # noqa: F401
 from vramlab import Recipe, Sharding, measure, simulate
 from vramlab.measurement import worker
 from vramlab.measurement.launch import Launcher, launch
-from vramlab.tracking.collectives import ring_share
+from vramlab_course.collectives import ring_share
 from vramlab_course.ranks import Ranks, run_alone, run_ranks
 
 SMALL = {"batch_size": 2, "seq_len": 16, "num_layers": 2, "loop": "plain"}
@@ -107,9 +107,9 @@ def counted_twice(recipe: dict[str, Any]) -> dict[str, Any]:
     """On a rank: a step's collectives by the counter, and by the profiler, which hears of them from gloo itself."""
     from torch.profiler import ProfilerActivity, profile
     from vramlab.measurement.worker import on_rank
-    from vramlab.tracking.collectives import Collectives
     from vramlab.training.process_group import real_rank
     from vramlab.training.training import train_step
+    from vramlab_course.collectives import Collectives
     from vramlab_course.ranks import build_on_rank
 
     with real_rank("cpu") as rank:

@@ -20,9 +20,8 @@ ASSUMED = {
 class FakeTracker(Tracker):
     """A `Tracker` for fake tensors.
 
-    Attributes:
-        values: knows the content of some fake tensors (`simulation.values.Values`); None: none is known.
-        keep_storage: called with each operator, its arguments and its result (`simulation/operators.py`).
+    `values` knows the content of some (`simulation.values.Values`), None of none. `keep_storage` is called with each
+    operator, its arguments and its result (`simulation/operators.py`).
     """
 
     def __init__(self, device: str = "cpu", keep_storage: Callable[..., None] | None = None):

@@ -1,11 +1,9 @@
 """Follows every storage from birth to free, and records what it is for.
 
-A storage is a block of memory; tensors are views of it. `Tracker` is a dispatch mode: it sees the result of every
-operator, logs each storage that it has not met, and learns from a weak reference when the storage is freed. The log of
-births and frees is replayed afterwards (`history.py`), because the purpose of a storage is often known only later: a
-gradient is an anonymous result until autograd gives it to its parameter. Works on fake, CPU and CUDA tensors.
-
-Prior art: `torch.distributed._tools.mem_tracker.MemTracker`, which decides the category at birth.
+`Tracker` is a dispatch mode: it sees the result of every operator, logs each storage that it has not met, and learns
+from a weak reference when the storage is freed. The log is replayed afterwards (`history.py`), because the purpose of a
+storage is often known only later: a gradient is an anonymous result until autograd gives it to its parameter. (torch's
+own `torch.distributed._tools.mem_tracker.MemTracker` decides at birth.) Works on fake, CPU and CUDA tensors.
 """
 
 import weakref
@@ -13,7 +11,7 @@ from collections.abc import Callable, Iterable
 from contextlib import ExitStack, contextmanager
 from functools import cache
 from itertools import accumulate, pairwise
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch._C import _storage_Use_Count
@@ -21,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves
 
 from . import undispatched
-from .collectives import gloo_scratch, group_of
+from .gloo import gloo_scratch, group_of
 
 aten = torch.ops.aten
 DEVICE_QUERY, READ_SCALAR = torch.ops.prim.device.default, aten._local_scalar_dense.default
@@ -68,20 +66,6 @@ class Storage:
         return twin
 
 
-class Operator(NamedTuple):
-    """What the tracker needs to know of an operator."""
-
-    name: str
-    is_collective: bool
-    buffers: tuple[int | str, ...]
-
-    @staticmethod
-    @cache
-    def of(func: torch._ops.OpOverload) -> "Operator":
-        qualified = func.overloadpacket._qualified_op_name
-        return Operator(qualified.rpartition("::")[2], qualified in COLLECTIVES, BUFFERS.get(qualified, ()))
-
-
 class Tracker(TorchDispatchMode):
     """Logs births and frees of storages while entered. Enter it inside a FakeTensorMode, not around it.
 
@@ -100,7 +84,6 @@ class Tracker(TorchDispatchMode):
         only_device: the only device of that type to count; None counts all.
         host_computes: results of operators on host tensors alone are the host's too.
         host_peak: after `finish`, the peak of the bytes that were left out.
-        paused: True while operators run only to find out shapes.
         notes: sentences for the report.
     """
 
@@ -137,8 +120,6 @@ class Tracker(TorchDispatchMode):
         self._group = None
         super().__exit__(*error)
         self._entered.close()
-
-    # --- what the caller knows ------------------------------------------------------------------------------------
 
     def begin(self, phase: str) -> None:
         """Begin a phase. What the forward pass made and still holds when it ends are activations."""
@@ -189,8 +170,7 @@ class Tracker(TorchDispatchMode):
         self._names = {id(m): name for name, m in model.named_modules()}
 
         def enter(module, args):
-            name = self._names.get(id(module))
-            self._modules.append(name if name is not None else (self._modules[-1] if self._modules else ""))
+            self._modules.append(self._names.get(id(module), self._modules[-1] if self._modules else ""))
 
         def leave(module, args, output):
             if self._modules:
@@ -206,11 +186,8 @@ class Tracker(TorchDispatchMode):
             after.remove()
 
     def finish(self) -> "Tracker":
-        """Close the log: later frees are teardown. Returns self.
-
-        Leaves out the host's storages. Sorts consecutive frees by birth, because their order (of a hash table, say) is
-        not deterministic.
-        """
+        """Close the log, without the host's storages. Consecutive frees, whose order may be a hash table's, are sorted
+        by birth. Returns self."""
         self.live.clear()
         self._leave_out_host()
         cuts = sorted({0, len(self.log), *(call[0] for call in self.calls), *(position for position, _ in self.marks)})
@@ -232,8 +209,6 @@ class Tracker(TorchDispatchMode):
             self.marks = [(position[old], phase) for old, phase in self.marks]
             self.calls = [(position[old], *call) for old, *call in self.calls]
 
-    # --- what the dispatcher says ---------------------------------------------------------------------------------
-
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         return self.dispatch(func, types, args, kwargs or {})
 
@@ -250,18 +225,18 @@ class Tracker(TorchDispatchMode):
             self._keep_recomputed()
         if func is aten.add.Tensor and self.phase == "backward" and _accumulates(*args, **kwargs):
             func = aten.add_.Tensor
-        operator = Operator.of(func)
-        name, start, where = operator.name, len(self.log), self._where(args)
-        block, size = None, self.scratch(name, args) if self.scratch else 0
-        if size:
-            block = Storage(self._round(size), size, "workspace", name, None, where)
-            self.log.append((block.size, block, name))
-        if operator.is_collective and self._over_gloo:
+        name, is_collective, buffers = _about(func)
+        start, where = len(self.log), self._where(args)
+        block = self._log_scratch(name, args, where)
+        if is_collective and self._over_gloo:
             self._group = group_of(args)
         result = self.run(func, args, kwargs)
         self.calls.append((start, name, where, len(self.marks)))
         self._record(result, name, where, args)
-        self._place(operator, result, args, kwargs)
+        if self.host_computes and self.is_on_host(_tensors((args, kwargs))):
+            self.mark_on_host(_tensors(result))
+        if buffers:
+            self._claim_buffers([args[place] if isinstance(place, int) else kwargs[place] for place in buffers])
         if block:
             self.log.append((-block.size, block, name))
         return result
@@ -305,17 +280,21 @@ class Tracker(TorchDispatchMode):
             operands = args[0] if args and isinstance(args[0], list | tuple) and len(args[0]) == len(result) else None
             for i, item in enumerate(result):
                 self._record(item, op, self.owner(operands[i]) if operands else where)
+            if op == "_pack_padded_sequence" and self.round_to > 1:
+                self.mark_on_host([result[1]])  # the batch sizes
 
-    def _place(self, operator: Operator, result: Any, args: tuple, kwargs: dict) -> None:
-        """Mark results that are the host's, and arguments that are buffers of a transfer."""
-        if operator.name == "_pack_padded_sequence" and self.round_to > 1:
-            self.mark_on_host([result[1]])  # the batch sizes
-        if self.host_computes and self.is_on_host(_tensors((args, kwargs))):
-            self.mark_on_host(_tensors(result))
-        for place in operator.buffers:
-            for tensor in _tensors(args[place] if isinstance(place, int) else kwargs[place]):
-                if storage := self._storage(tensor):
-                    storage.category = storage.category or "workspace"
+    def _claim_buffers(self, arguments: list) -> None:
+        for tensor in _tensors(arguments):
+            if storage := self._storage(tensor):
+                storage.category = storage.category or "workspace"
+
+    def _log_scratch(self, name: str, args: tuple, where: str) -> Storage | None:
+        size = self.scratch(name, args) if self.scratch else 0
+        if not size:
+            return None
+        block = Storage(self._round(size), size, "workspace", name, None, where)
+        self.log.append((block.size, block, name))
+        return block
 
     def _made(self, tensor: torch.Tensor, op: str) -> None:
         """Log a tensor that was made without the dispatcher."""
@@ -392,8 +371,7 @@ class Tracker(TorchDispatchMode):
 
 
 def plain_tensors(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    """The tensors that hold the memory of `tensors`: they themselves, what a wrapper such as DTensor wraps, or the
-    indices and values of a sparse one."""
+    """`tensors`, with what a wrapper such as DTensor wraps and the parts of a sparse one in their place."""
     found = []
     for tensor in tensors:
         if tensor.layout not in (torch.strided, torch.jagged):
@@ -407,6 +385,13 @@ def plain_tensors(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
 
 
 @cache
+def _about(func: torch._ops.OpOverload) -> tuple[str, bool, tuple[int | str, ...]]:
+    """Name of an operator, whether all ranks enter it, and the places of its arguments that are buffers."""
+    qualified = func.overloadpacket._qualified_op_name
+    return qualified.rpartition("::")[2], qualified in COLLECTIVES, BUFFERS.get(qualified, ())
+
+
+@cache
 def _is_wrapper(kind: type) -> bool:
     return hasattr(kind, "__tensor_flatten__")
 
@@ -416,11 +401,10 @@ def _tensors(values: Any) -> list[torch.Tensor]:
 
 
 def _accumulates(held: Any, new: Any, **options: Any) -> bool:
-    """Whether autograd adds `new` to a gradient that only its own buffer holds, which it does in place.
+    """Whether autograd would add `new` in place to a gradient that only its own buffer holds.
 
     It does so unless a dispatch mode is active (`can_accumulate_inplace` in torch/csrc/autograd/input_buffer.cpp), and
-    this tracker is one: without this, each residual connection would hold one gradient more than without a tracker.
-    Two hold the storage here: the tensor, and the handle that is asked.
+    the tracker is one. Two hold the storage here: the tensor, and the handle that is asked.
     """
     if torch.is_grad_enabled() or options or not isinstance(new, torch.Tensor) or held.layout in SPARSE:
         return False

@@ -1,4 +1,4 @@
-"""What changes memory, or seems to, without going through torch's dispatcher: Python functions patched while tracking."""
+"""What changes memory, or seems to, without torch's dispatcher: Python functions patched while tracking."""
 
 import sys
 from collections.abc import Callable
@@ -9,28 +9,26 @@ from unittest.mock import patch
 import torch
 
 
-def resizes(seen: Callable[[torch.UntypedStorage], None]) -> AbstractContextManager:
-    """While entered, call `seen` with each storage that Python resizes."""
-    plain = torch.UntypedStorage.resize_
+def _afterwards(owner: Any, name: str, call: Callable[..., None]) -> AbstractContextManager:
+    """While entered, `owner`'s function of that name is followed by `call(result, *its arguments)`."""
+    plain = getattr(owner, name)
 
-    def resize_(storage: torch.UntypedStorage, size: int) -> Any:
-        result = plain(storage, size)
-        seen(storage)
+    def function(*args: Any) -> Any:
+        result = plain(*args)
+        call(result, *args)
         return result
 
-    return patch.object(torch.UntypedStorage, "resize_", resize_)
+    return patch.object(owner, name, function)
+
+
+def resizes(seen: Callable[[torch.UntypedStorage], None]) -> AbstractContextManager:
+    """While entered, call `seen` with each storage that Python resizes."""
+    return _afterwards(torch.UntypedStorage, "resize_", lambda result, storage, size: seen(storage))
 
 
 def generator_states(seen: Callable[[torch.Tensor, str], None]) -> AbstractContextManager:
     """While entered, call `seen` with each copy of the CPU generator's state (a checkpoint keeps one, of 5,056 bytes)."""
-    plain = torch.get_rng_state
-
-    def get_rng_state() -> torch.Tensor:
-        state = plain()
-        seen(state, "get_rng_state")
-        return state
-
-    return patch.object(torch, "get_rng_state", get_rng_state)
+    return _afterwards(torch, "get_rng_state", lambda state: seen(state, "get_rng_state"))
 
 
 def shape_propagation(tracker: Any) -> AbstractContextManager:

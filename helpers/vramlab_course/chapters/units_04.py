@@ -25,11 +25,12 @@ def hundred(wrapping: str) -> dict[str, Any]:
 
 
 def _steady_step(training: "Training") -> dict[str, Any]:
-    from vramlab.tracking.collectives import Collectives
     from vramlab.tracking.history import INDEX, History
     from vramlab.tracking.tracked import run_tracked
     from vramlab.tracking.tracker import Tracker
     from vramlab.training.training import train_step
+
+    from vramlab_course.collectives import Collectives
 
     train_step(training)
     counting = Collectives()
@@ -74,9 +75,10 @@ def by_phase(recipe: dict[str, Any]) -> dict[str, dict[str, int]]:
     """Run one rank of a steady step of `recipe`; returns phase to bytes of each kind of collective. For `launch`."""
     from vramlab.measurement.worker import on_rank
     from vramlab.recipe.recipe import Recipe
-    from vramlab.tracking.collectives import Collectives
     from vramlab.training.process_group import real_rank
     from vramlab.training.training import train_step
+
+    from vramlab_course.collectives import Collectives
 
     from ..ranks import build_on_rank
 
