@@ -182,24 +182,29 @@ class _Deepener:
             place = self.places.get(id(storage))
             if place is None and at == MIDDLE:
                 raise NotRegular("a layer frees what no layer made")
-            rows.append((size, storage, op, place, self._numbered(storage.where)))
+            if place is None:
+                storage = self.longer.get(id(storage), storage)
+                rows.append((storage.size if size > 0 else -storage.size, storage, op, None, 0, 0, False, None))
+                continue
+            own = place.group if place.group <= MIDDLE else place.group + self.more
+            far = at is not None and abs(place.group - at) > 1  # not a neighbour's but the first or last layer's
+            rows.append((size, storage, op, place.alive, place.group, own, far, self._numbered(storage.where)))
+        log = self.log.append
         for shift in shifts:
-            for size, storage, op, place, (before, number, after) in rows:
-                if place is None:
-                    storage = self.longer.get(id(storage), storage)
-                    self.log.append((storage.size if size > 0 else -storage.size, storage, op))
+            for size, storage, op, alive, group, own, far, name in rows:
+                if alive is None:
+                    log((size, storage, op))
                     continue
-                own = place.group if place.group <= MIDDLE else place.group + self.more
-                group = own if at is None else place.group + shift
+                target = own if at is None or far else group + shift
                 if size > 0:
-                    further = (group - place.group) * self.period
-                    where = before if number is None else f"{before}{number + further}{after}"
-                    copy = place.alive[group] = storage.copy(where)
+                    before, number, after = name
+                    if number is not None:
+                        before = f"{before}{number + (target - group) * self.period}{after}"
+                    copy = alive[target] = storage.copy(before)
                 else:
-                    # not a neighbour's but the first or last layer's, or left by the last layer of an earlier walk
-                    if (at is not None and abs(place.group - at) > 1) or group not in place.alive:
-                        group = own
-                    copy = place.alive.pop(group, None)
+                    copy = alive.pop(target, None) or alive.pop(
+                        own, None
+                    )  # or left by the last layer of an earlier walk
                     if copy is None or copy.size != -size:
                         raise NotRegular(f"{storage.op} of {storage.where} has no counterpart further up")
-                self.log.append((size, copy, op))
+                log((size, copy, op))
