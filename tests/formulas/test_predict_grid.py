@@ -33,6 +33,7 @@ FULL_DEPTH = [
 def pairs():
     """(recipe, predicted, simulated) for the grid; what was simulated is stored, and held by the tests of the sample."""
     truths = stored("grid.jsonl")
+    assert truths.keys() >= {recipe.key for recipe in grid()}, "another catalogue: run python tests/predict_grid.py"
     return [(recipe, predict(recipe), truths[recipe.key]) for recipe in grid()]
 
 

@@ -155,9 +155,9 @@ def test_replay_takes_a_hundred_thousand_events_in_seconds():
         alive.append(i)
         if i % 3:
             sizes.append(-(alive.pop((i * 31) % len(alive)) + 1))
-    started = time.perf_counter()
+    started = time.process_time()
     replayed = replay(log_of(*sizes))
-    seconds = time.perf_counter() - started
+    seconds = time.process_time() - started
     assert len(sizes) > 80_000 and replayed.reserved >= replayed.allocated >= replayed.requested
     assert seconds < 10
 
