@@ -168,7 +168,7 @@ def test_sixty_four_stages_hold_the_model_once():
     assert [one.parameters for one in found] == [2 * layer + embedding, 2 * layer, layer, layer + norm + embedding]
 
 
-@pytest.mark.parametrize("target", ["cuda", "cpu"])
+@pytest.mark.parametrize("target", [pytest.param("cuda", marks=pytest.mark.slow), "cpu"])
 def test_deepening_slices_is_running_them(target):
     recipe = Recipe(config("llama", **EIGHT_HEADS), 2, 24, num_layers=8, sharding=Sharding(0, 2, "tensor"))
     deep, full = trace(recipe, target), trace(recipe, target, full=True)
@@ -179,11 +179,11 @@ def test_1f1b_holds_fewer_micro_batches_than_gpipe():
     """Rank r of N keeps at most min(m, N - r) micro-batches' activations (Narayanan et al. 2021), GPipe all m."""
     most = {}
     for schedule in ("gpipe", "1f1b"):
-        for rank in (0, 1, 2, 3):
+        for rank in (0, 2):
             sharding = Sharding(0, 4, "pipeline", rank=rank, micro_batches=8, schedule=schedule)
             report = simulate(Recipe(config("llama"), 8, 64, num_layers=4, sharding=sharding), "cpu")
             most[schedule, rank] = report.phases["forward"].end.activations
-    for rank in range(4):
+    for rank in (0, 2):
         assert most["1f1b", rank] / most["gpipe", rank] == pytest.approx((4 - rank) / 8, abs=0.02)
 
 
