@@ -131,7 +131,8 @@ def assert_still_said(name: str, recipe: Recipe, simulated: Callable[[Recipe], d
     rows = stored(name)
     if rows["versions"] != versions():
         pytest.skip(f"{name} was made with {rows['versions']}")
-    assert simulated(recipe) == rows[recipe.key]
+    now, before = simulated(recipe), rows[recipe.key]
+    assert now == before, f"{now} now, {before} stored"
 
 
 def store(name: str, recipes: list[Recipe], simulated: Callable[[Recipe], dict]) -> None:

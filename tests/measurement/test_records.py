@@ -240,7 +240,7 @@ def spoil(entry: dict, *path: str, value) -> dict:
 
 SPOILT = [
     (("peak",), "large", "Report field 'peak' is 'large', but it must be an object with names and values"),
-    (("peak", "parameters"), "5", "'peak.parameters' is '5', but it must be a whole number of bytes"),
+    (("peak", "parameters"), "5", "'peak.parameters' is '5', but it must be a whole number"),
     (("peak", "gradients"), -5, "'peak.gradients' is -5"),
     (("peak", "total"), 5, "'peak.total' is 5, but it must be the sum of the categories"),
     (("phases", "step", "end"), None, "'phases.step.end' is None"),
@@ -607,7 +607,7 @@ def test_the_command_line_says_it_in_a_sentence(tmp_path):
     command = [
         sys.executable,
         "-m",
-        "vramlab.faces.cli",
+        "vramlab",
         "record",
         str(tmp_path / "none.json"),
         "--folder",

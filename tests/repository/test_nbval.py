@@ -44,11 +44,12 @@ def test_nbval_refuses_a_changed_claim(notebook, nbval):
 
 
 def test_nbval_leaves_out_tagged_lines_and_nothing_else(notebook, nbval):
-    """Another machine's stamp and time pass; the same cell fails when an untagged line or the tags' number differs."""
+    """Another machine's stamp and times pass, however many; the same cell fails when an untagged line differs."""
     live = code(notebook, "live")
     live.outputs[0].text = "machine: Python 3.13\nmachine: a GPU\nmachine: another\nlive: took 99.0 s\n"
+    live.outputs[0].text += "live: took 98.0 s\n"
     assert nbval(notebook)[0] == 0
-    live.outputs[0].text += "live: took 99.0 s\n"
+    live.outputs[0].text += "took 99.0 s\n"
     assert nbval(notebook)[0] == 1
 
 
@@ -99,7 +100,7 @@ def test_live_tags_every_line_and_the_stamp_too(capsys, sanitize):
     print(environment_stamp())
     text = capsys.readouterr().out
     assert text.startswith("live: step 1.5 s\nlive: \nlive: rss 3\nmachine: python 3.")
-    assert sanitize(text) == "live\nlive\nlive\nmachine\n"
+    assert sanitize(text) == "live\nmachine\n"
 
 
 def test_kernels_draw_inline():

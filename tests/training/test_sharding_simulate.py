@@ -285,13 +285,12 @@ def test_units_are_accelerates(family):
 
 def test_wrapping_a_plain_module(launcher):
     """A hundred linear layers: in one unit everything is gathered at once; in units of one, a layer or two."""
-    sizes = {"layers": 100, "width": 32, "rows": 4}
     found = [
-        launch("vramlab_course.chapters.units_04:hundred", {"wrapping": wrapping, **sizes}, launcher=launcher)
+        launch("vramlab_course.chapters.units_04:hundred", {"wrapping": wrapping}, launcher=launcher)
         for wrapping in ("one unit", "a unit each")
     ]
     for one, each in zip(*found, strict=True):
-        whole = 100 * 32 * 32 * 4
+        whole = 100 * 256 * 256 * 4
         assert one["shards"] == each["shards"] == whole // 2
         assert one["gathered"] == 2 * whole  # full weights, and the flat tensor that they arrive in
         assert each["gathered"] <= 6 * whole // 100
