@@ -198,3 +198,27 @@ def test_a_step_that_is_never_reached_is_said(tmp_path):
 def test_a_step_that_cannot_be_is_refused(step):
     with pytest.raises(VramLabError, match="from 1"):
         WatchCallback(step)
+
+
+class Everybody(dict):
+    """Every parameter's id is known, and its states are to be fp32."""
+
+    def __contains__(self, key):
+        return True
+
+    def __getitem__(self, key):
+        return {"optim_bits": 32}
+
+
+def test_what_a_trainer_told_bitsandbytes_of_its_parameters_is_not_taken_for_ours():
+    """Its manager is one a process and keeps ids of parameters that are gone, which later ones get."""
+    from bitsandbytes.optim import GlobalOptimManager
+
+    recipe = Recipe(config("gpt2"), optim="adamw_bnb_8bit", loop="plain", **SIZES)
+    with pytest.MonkeyPatch.context() as patch:
+        manager = object.__new__(GlobalOptimManager)
+        manager.initialize()
+        manager.pid2config = Everybody()
+        patch.setattr(GlobalOptimManager, "_instance", manager)
+        after = simulate(recipe).phases
+    assert after == simulate(recipe).phases

@@ -118,24 +118,20 @@ def make_optimizer(recipe: Recipe, parameters: list, multi_tensor: bool) -> "tor
 
     kind = bnb.Lion if "lion" in name else bnb.AdamW
     with real_tensors():  # it computes code tables
-        return kind(parameters, optim_bits=8 if "8bit" in name else 32, is_paged="paged" in name, **options)
+        optimizer = kind(parameters, optim_bits=8 if "8bit" in name else 32, is_paged="paged" in name, **options)
+    # bitsandbytes has one manager a process, which knows parameters by id(): a Trainer's, freed by now, may have had it.
+    optimizer.mng = object.__new__(bnb.GlobalOptimManager)
+    optimizer.mng.initialize()
+    return optimizer
 
 
 def _embeddings_in_32_bits(training: Training) -> None:
-    """Keep fp32 states for embeddings under an 8-bit optimizer, as `Trainer.create_optimizer` does.
-
-    The Trainer registers that with bitsandbytes' manager, one per process; ours gets its own, so that other runs in the
-    process do not change.
-    """
-    from bitsandbytes.optim import GlobalOptimManager
+    """Keep fp32 states for embeddings under an 8-bit optimizer, as `Trainer.create_optimizer` does."""
     from torch.nn import Embedding
 
-    manager = object.__new__(GlobalOptimManager)
-    manager.initialize()
     for module in training.model.modules():
         if isinstance(module, Embedding):
-            manager.register_module_override(module, "weight", {"optim_bits": 32})
-    training.optimizer.mng = manager
+            training.optimizer.mng.register_module_override(module, "weight", {"optim_bits": 32})
 
 
 def step_in_backward(training: Training, make: "Callable[[torch.Tensor], Any]", trained: list) -> None:
