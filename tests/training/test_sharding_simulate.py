@@ -291,7 +291,6 @@ def test_wrapping_a_plain_module(launcher):
     ]
     for one, each in zip(*found, strict=True):
         whole = 100 * 256 * 256 * 4
-        assert one["shards"] == each["shards"] == whole // 2
         assert one["gathered"] == 2 * whole  # full weights, and the flat tensor that they arrive in
         assert each["gathered"] <= 6 * whole // 100
         assert each["peak"] < one["peak"] / 2
