@@ -7,6 +7,7 @@ from vramlab.formulas.predict import predict
 
 BOUND, MEAN = 0.03, 0.01  # of the simulated peak: for each recipe, and on average
 PHASE_BOUND = 0.06  # for each phase of each recipe
+GRID = grid()
 SAMPLE = 25  # the quick suite simulates one recipe in 25
 FULL_DEPTH = [
     Recipe("gpt2", batch_size=8, seq_len=512),
@@ -33,13 +34,13 @@ FULL_DEPTH = [
 def pairs():
     """(recipe, predicted, simulated) for the grid; what was simulated is stored, and held by the tests of the sample."""
     truths = stored("grid.jsonl")
-    assert truths.keys() >= {recipe.key for recipe in grid()}, "another catalogue: run python tests/predict_grid.py"
-    return [(recipe, predict(recipe), truths[recipe.key]) for recipe in grid()]
+    assert truths.keys() >= {recipe.key for recipe in GRID}, "another catalogue: run python tests/predict_grid.py"
+    return [(recipe, predict(recipe), truths[recipe.key]) for recipe in GRID]
 
 
 @pytest.mark.parametrize(
     "recipe",
-    [pytest.param(r, marks=[] if i % SAMPLE == 0 else pytest.mark.slow) for i, r in enumerate(grid())],
+    [pytest.param(r, marks=[] if i % SAMPLE == 0 else pytest.mark.slow) for i, r in enumerate(GRID)],
     ids=str,
 )
 def test_simulate_still_says_what_is_stored(recipe):

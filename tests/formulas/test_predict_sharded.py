@@ -19,10 +19,13 @@ PHASE_BOUND = 0.06
 HELD = ("parameters", "optimizer_states", "buffers", "inputs")
 
 
+GRID = grid()
+
+
 def _quick() -> set[str]:
     """The cheapest recipe of each engine's stages that there is to simulate."""
     kinds = {}
-    for recipe in sorted(grid(), key=lambda r: (r.sharding.world_size, r.gradient_accumulation_steps, r.tokens)):
+    for recipe in sorted(GRID, key=lambda r: (r.sharding.world_size, r.gradient_accumulation_steps, r.tokens)):
         kinds.setdefault((recipe.sharding.engine, recipe.sharding.stage), recipe.key)
     return {*kinds.values()}
 
@@ -34,11 +37,11 @@ QUICK = _quick()
 def pairs():
     """(recipe, predicted, simulated) for the grid; what was simulated is stored."""
     truths = stored("sharded_grid.jsonl")
-    return [(recipe, predict(recipe), truths[recipe.key]) for recipe in grid()]
+    return [(recipe, predict(recipe), truths[recipe.key]) for recipe in GRID]
 
 
 @pytest.mark.parametrize(
-    "recipe", [pytest.param(r, marks=[] if r.key in QUICK else pytest.mark.slow) for r in grid()], ids=str
+    "recipe", [pytest.param(r, marks=[] if r.key in QUICK else pytest.mark.slow) for r in GRID], ids=str
 )
 def test_simulate_still_says_what_is_stored(recipe):
     if recipe.sharding.engine == "deepspeed":
@@ -52,11 +55,10 @@ def error(predicted: int, truth: int) -> float:
 
 
 def test_the_grid_has_sixty_recipes_of_every_engine_and_stage():
-    recipes = grid()
-    assert len(recipes) >= 60
-    kinds = {(r.sharding.engine, r.sharding.stage) for r in recipes}
+    assert len(GRID) >= 60
+    kinds = {(r.sharding.engine, r.sharding.stage) for r in GRID}
     assert kinds == {("ddp", 0), ("ddp", 1), ("fsdp", 2), ("fsdp", 3), *(("deepspeed", stage) for stage in range(4))}
-    assert {r.sharding.world_size for r in recipes} == {2, 8, 64, 1024}
+    assert {r.sharding.world_size for r in GRID} == {2, 8, 64, 1024}
 
 
 def test_the_peak_of_a_rank_is_within_three_percent(pairs):

@@ -18,12 +18,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 aten = torch.ops.aten
 CONTIGUOUS = torch.contiguous_format
-_target = ["cpu"]  # of the last simulation in this process
-
-
-def target_device() -> str:
-    """Target device of the active simulation, "cuda" or "cpu"."""
-    return _target[0]
+_target = ["cpu"]  # target device of the simulation that runs, or ran last, in this process
 
 
 @contextlib.contextmanager
