@@ -19,7 +19,8 @@ SETUP = """
 import sys, time
 from vramlab import plan, predict
 from vramlab.planning.search import order, upper
-from vramlab.planning.search_space import Question, families, micro_batches, with_micro_batch
+from vramlab.planning.question import Question
+from vramlab.planning.search_space import families, micro_batches, with_micro_batch
 from vramlab.planning.step_time import estimate
 model, gpu, gpus, tokens = sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
 predict(Question("gpt2", gpu).plain, gpu)

@@ -14,16 +14,9 @@ from vramlab import LoRA, Quantization, Recipe, Sharding, find_gpu, plan, predic
 from vramlab.faces.cli import app
 from vramlab.hardware.gpu import GpuError
 from vramlab.planning.plan_code import code
+from vramlab.planning.question import Question, usable_memory
 from vramlab.planning.search import Search, order, upper
-from vramlab.planning.search_space import (
-    Question,
-    families,
-    held_bytes,
-    method_of,
-    micro_batches,
-    usable_memory,
-    with_micro_batch,
-)
+from vramlab.planning.search_space import families, held_bytes, method_of, micro_batches, with_micro_batch
 from vramlab.planning.step_time import calibration, estimate
 from vramlab.report.errors import RecipeError
 from vramlab.report.report import GiB, MiB, Report

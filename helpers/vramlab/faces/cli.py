@@ -4,7 +4,6 @@ Exit status: 0 done, 1 the run failed, the recipe does not fit --gpu, or doctor 
 request (one sentence on stderr), 3 out of memory (the report says how much, or that no plan fits), 130 stopped with Ctrl-C.
 """
 
-import dataclasses
 import functools
 import inspect
 import json
@@ -18,11 +17,12 @@ from typer.core import TyperGroup
 
 from .. import __version__
 from ..hardware.gpu import Gpu, find_gpu
-from ..recipe.families import TASKS
+from ..planning.question import Question
+from ..recipe.knobs import Knob, options
 from ..recipe.recipe import Recipe
 from ..report.errors import VramLabError, needing
 from ..report.report import Interval, Report, format_bytes
-from .options import OPTIONS, fits_card, recipe_of
+from .options import OPTIONS, Options, fields_of, fits_card, recipe_of
 
 FAILED, WRONG, OUT_OF_MEMORY, STOPPED = 1, 2, 3, 130
 
@@ -57,42 +57,46 @@ def _flag(text: str, *names: str) -> Any:
 
 
 Json = _flag("Print JSON; sizes are bytes, times seconds.", "--json")
-Model = Annotated[str, typer.Argument(help="A name, such as gpt2, or a path to a config.json.")]
 GpuName = Annotated[str | None, typer.Option("--gpu", help="A card by name, such as T4. Exit status 1: does not fit.")]
-Target = Annotated[str, typer.Option(help="Whose kernels and rounding: cuda or cpu.")]
-AsRun = Annotated[str | None, typer.Option(help="As an older library ran it, such as 'transformers 4.57'.")]
-Repeats = Annotated[int, typer.Option(min=1, help="Timed steps after warm-up.")]
-Minutes = Annotated[float, typer.Option(min=0, help="From the first run; nothing goes on after that.")]
-Folder = Annotated[Path | None, typer.Option(help="Where record files lie; the course's when left out.")]
-Lists = Annotated[list[Path] | None, typer.Argument(help="JSON lists of recipes; the course's when left out.")]
 
 
-def takes_recipe(command: Callable[..., None]) -> Callable[..., None]:
-    """Give `command(recipe, …)` the options of a recipe before its own."""
+def takes(known: Options, make: Callable[[str, dict[str, Any]], Any]) -> Callable[[Callable], Callable]:
+    """Give `command(made, …)` the argument MODEL and the `known` options, of which `make` makes its first argument."""
 
-    @functools.wraps(command)
-    def run(model: str, **values: Any) -> None:
-        command(recipe_of(model, {name: values.pop(name) for name in OPTIONS}), **values)
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(command)
+        def run(model: str, **values: Any) -> None:
+            command(make(model, {name: values.pop(name) for name in known}), **values)
 
-    own = list(inspect.signature(command).parameters.values())[1:]
-    parameters = [Parameter("model", Parameter.KEYWORD_ONLY, annotation=Model), *map(_parameter, OPTIONS)]
-    parameters += [p.replace(kind=Parameter.KEYWORD_ONLY) for p in own]
-    run.__signature__ = inspect.Signature(parameters)
-    run.__annotations__ = {p.name: p.annotation for p in parameters}
-    return run
+        model = Annotated[str, typer.Argument(help="A name, such as gpt2, or a path to a config.json.")]
+        parameters = [Parameter("model", Parameter.KEYWORD_ONLY, annotation=model)]
+        parameters += [_parameter(name, *known[name]) for name in known]
+        own = list(inspect.signature(command).parameters.values())[1:]
+        parameters += [p.replace(kind=Parameter.KEYWORD_ONLY) for p in own]
+        run.__signature__ = inspect.Signature(parameters)
+        run.__annotations__ = {p.name: p.annotation for p in parameters}
+        return run
+
+    return decorate
 
 
-def _parameter(name: str) -> Parameter:
-    """A recipe's option as typer wants it; a part's options are None where they are not given."""
-    path, knob = OPTIONS[name]
+def _parameter(name: str, path: tuple[str, ...], knob: Knob) -> Parameter:
+    """An option as typer wants it; lists and a part's options are None where they are not given."""
     text = ": ".join(filter(None, [knob.help.rstrip("."), ", ".join(c for c in knob.choices if isinstance(c, str))]))
+    dashed = name.replace("_", "-")
     if knob.kind is bool:
-        kind, default = _flag(text, f"--{name.replace('_', '-')}"), False
+        default = bool(knob.default)
+        kind = _flag(text, f"--{dashed}/--no-{dashed}" if default else f"--{dashed}")
     else:
-        default = knob.default if len(path) == 1 else None
-        kind = knob.kind if knob.kind in (int, float) else str
+        default = None if len(path) > 1 or knob.many else knob.default
+        kind = list[str] if knob.many else knob.kind if knob.kind in (int, float) else str
+        text += ". May be repeated" if knob.many else ""
         kind = Annotated[kind if default is not None else kind | None, typer.Option(help=text)]
     return Parameter(name, Parameter.KEYWORD_ONLY, annotation=kind, default=default)
+
+
+takes_recipe = takes(OPTIONS, recipe_of)
+PLAN_OPTIONS: Options = {knob.option: (path, knob) for path, knob in options(Question)}
 
 
 @app.callback(invoke_without_command=True)
@@ -115,7 +119,11 @@ def predict(recipe: Recipe, gpu: GpuName = None, as_json: Json = False) -> None:
 @app.command()
 @takes_recipe
 def simulate(
-    recipe: Recipe, target: Target = "cuda", gpu: GpuName = None, as_run: AsRun = None, as_json: Json = False
+    recipe: Recipe,
+    target: Annotated[str, typer.Option(help="Whose kernels and rounding: cuda or cpu.")] = "cuda",
+    gpu: GpuName = None,
+    as_run: Annotated[str | None, typer.Option(help="As an older library ran it, such as 'transformers 4.57'.")] = None,
+    as_json: Json = False,
 ) -> None:
     """Memory of the real training step on fake tensors: seconds, no GPU."""
     from ..simulation.simulate import simulate
@@ -126,7 +134,11 @@ def simulate(
 
 @app.command()
 @takes_recipe
-def measure(recipe: Recipe, repeats: Repeats = 5, as_json: Json = False) -> None:
+def measure(
+    recipe: Recipe,
+    repeats: Annotated[int, typer.Option(min=1, help="Timed steps after warm-up.")] = 5,
+    as_json: Json = False,
+) -> None:
     """Memory and time of the real training step on this machine, in a fresh process."""
     from .measure import measure
 
@@ -134,33 +146,18 @@ def measure(recipe: Recipe, repeats: Repeats = 5, as_json: Json = False) -> None
 
 
 @app.command()
+@takes(PLAN_OPTIONS, lambda model, given: {"model": model, **fields_of(PLAN_OPTIONS, given)})
 def plan(
-    model: Model,
+    asked: dict[str, Any],
     gpu: Annotated[str, typer.Option("--gpu", help="A card by name, such as T4.")],
-    gpus: Annotated[int, typer.Option(help="How many of them.")] = 1,
-    global_batch: Annotated[int, typer.Option(help="Samples in one optimizer step, over all GPUs.")] = 16,
-    seq_len: Annotated[int | None, typer.Option(help="Tokens per sample; 512 or the model's longest if less.")] = None,
-    method: Annotated[str, typer.Option(help="any, full, lora or qlora.")] = "any",
-    lora_r: Annotated[int, typer.Option(help="Rank of adapters, where a plan has some.")] = 16,
-    precision: Annotated[list[str] | None, typer.Option(help="Only this precision; may be repeated.")] = None,
-    optim: Annotated[list[str] | None, typer.Option(help="Only this optimizer; may be repeated.")] = None,
-    engine: Annotated[list[str] | None, typer.Option(help="Only ddp, fsdp or deepspeed; may be repeated.")] = None,
-    offload: Annotated[bool, typer.Option(help="Whether optimizer and parameters may go to the host.")] = True,
-    task: Annotated[str | None, typer.Option(help="Which head: " + ", ".join(TASKS))] = None,
     top: Annotated[int, typer.Option(min=1, help="Recipes of each method to rank.")] = 5,
     code: _flag("Print the fastest recipe as Python code.", "--code") = False,
     as_json: Json = False,
 ) -> None:
     """Which recipes fit a GPU, fastest first, and why the next faster one does not. Exit status 3: none fits."""
     from ..planning.plan import plan
-    from ..planning.search_space import ENGINES, OPTIMS, RANK
 
-    adapters = dataclasses.replace(RANK, r=lora_r, lora_alpha=2 * lora_r)
-    choices = {"optims": optim or OPTIMS, "engines": engine or ENGINES, "precisions": precision or None}
-    found = plan(
-        model, gpu, gpus, global_batch=global_batch, seq_len=seq_len, method=method, lora=adapters, offload=offload,
-        task=task, top=top, **choices,
-    )  # fmt: skip
+    found = plan(gpu=gpu, top=top, **asked)
     if code and found.choices and not as_json:
         typer.echo(found.best.code())
     else:
@@ -171,10 +168,10 @@ def plan(
 
 @app.command()
 def record(
-    paths: Lists = None,
-    minutes: Minutes = 8,
+    paths: Annotated[list[Path] | None, typer.Argument(help="Lists of recipes; the course's when left out.")] = None,
+    minutes: Annotated[float, typer.Option(min=0, help="From the first run; nothing goes on after that.")] = 8,
     dry_run: _flag("Only list what would be measured.", "--dry-run") = False,
-    folder: Folder = None,
+    folder: Annotated[Path | None, typer.Option(help="Where records lie; the course's when left out.")] = None,
     as_json: _flag("Print the list of what is missing, for a later run.", "--json") = False,
 ) -> None:
     """Measure every recipe on the list and keep the reports for readers without this GPU."""

@@ -20,8 +20,9 @@ from ..recipe.recipe import Recipe
 from ..report.errors import RecipeError
 from ..report.report import Report, format_bytes, text_table
 from .plan_advice import advise
+from .question import Question
 from .search import Choice, Miss, Search, order, upper
-from .search_space import Question, described, method_of
+from .search_space import described, method_of
 from .step_time import StepTime
 
 WIDTH = 100  # characters of a line in a notebook
@@ -110,7 +111,7 @@ def plan(model: object, gpu: str | Gpu, gpus: int = 1, *, top: int = 5, **asked:
     Args:
         model, gpu, gpus: as in `Recipe`; a name of the GPU table or a `Gpu`; how many of them.
         top: how many recipes of each method to rank.
-        asked: what is wanted and what may be used, the other fields of `vramlab.planning.search_space.Question`:
+        asked: what is wanted and what may be used, the other fields of `vramlab.planning.question.Question`:
             global_batch, seq_len, method, precisions, optims, attention, checkpointing, engines, offload, lora, task,
             num_layers, memory, host_memory, tier, link.
     Raises:

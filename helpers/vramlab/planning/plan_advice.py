@@ -7,8 +7,9 @@ from ..hardware.gpu import find_gpu, gpu_names
 from ..recipe.recipe import Recipe
 from ..report.errors import RecipeError
 from ..report.report import format_bytes
+from .question import Question
 from .search import Search
-from .search_space import Question, described, method_of
+from .search_space import described, method_of
 
 SHORTEST, MOST_GPUS = 64, 1024  # tokens, GPUs
 

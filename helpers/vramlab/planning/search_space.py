@@ -1,4 +1,4 @@
-"""What `plan` is asked, and the space of recipes that answer it.
+"""The space of recipes that answer a `Question`.
 
 A family is one way to train. Its recipes differ in the micro-batch only: a divisor of one GPU's share of the global
 batch, so that micro-batch × accumulation × GPUs is always the global batch.
@@ -7,21 +7,16 @@ batch, so that micro-batch × accumulation × GPUs is always the global batch.
 import copy
 import itertools
 from collections.abc import Iterator
-from dataclasses import dataclass
-from functools import partial
-from operator import lt
 
 from ..formulas import model_states, shards
-from ..hardware.gpu import Chip, Gpu, find_gpu, gpu_names
-from ..recipe.knobs import documented, knob, knobs
-from ..recipe.options import LoRA, Quantization, Sharding
-from ..recipe.recipe import ATTENTION, OPTIMIZERS, PRECISIONS, Recipe
+from ..hardware.gpu import Chip, Gpu
+from ..recipe.options import Quantization, Sharding
+from ..recipe.recipe import Recipe
 from ..report.errors import RecipeError
+from .question import Question
 from .step_time import walk
 from .step_traffic import paged_bytes
 
-METHODS = ("full", "lora", "qlora")
-OPTIMS = ("adamw_torch_fused", "adamw_torch", "adamw_bnb_8bit", "paged_adamw_8bit")  # AdamW in four implementations
 SHARDED_OPTIMS = ("adamw_torch_fused", "adamw_torch")  # bitsandbytes does not update shards
 # Precisions to try by method, "half" being the card's. Full training in fp16-true only on request: there AdamW's
 # epsilon of 1e-8 is zero, and small gradients are too.
@@ -37,88 +32,7 @@ ON_SEVERAL = {
     "fsdp": ((2, None), (3, None), (3, "parameters")),
     "deepspeed": ((1, None), (2, None), (3, None), (2, "optimizer"), (3, "optimizer"), (3, "parameters")),
 }
-ENGINES = tuple(ON_SEVERAL)
-RANK = LoRA(r=16, lora_alpha=32, target_modules="all-linear")  # all linear layers: Dettmers et al. 2023, section 4
 SURE = 0.98  # of the saved activations interpolated from two micro-batches: rounding of blocks is not affine
-
-
-@documented
-@dataclass
-class Question:
-    """What `plan` is asked: GPUs, batch, and what to try. `model`, `seq_len`, `task` and `num_layers` as in `Recipe`.
-
-    Raises RecipeError or GpuError, one sentence that names the wrong argument.
-    """
-
-    model: object
-    gpu: str | Gpu
-    gpus: int = knob(1, "how many of them", most=1024)
-    global_batch: int = knob(16, "samples of one optimizer step over all GPUs")
-    seq_len: int | None = None
-    method: str = knob("any", "full training or adapters", choices=("any", *METHODS))
-    precisions: tuple[str, ...] | None = knob(
-        None, "to try; None for those that the card computes in and that are safe", choices=PRECISIONS
-    )
-    optims: tuple[str, ...] = knob(OPTIMS, "to try", choices=OPTIMIZERS)
-    attention: tuple[str, ...] = knob(ATTENTION, "to try", choices=ATTENTION)
-    checkpointing: tuple[bool, ...] = knob((False, True), "to try", choices=(False, True))
-    engines: tuple[str, ...] = knob(ENGINES, "to try", choices=ENGINES)
-    offload: bool = knob(True, "whether to try it")
-    lora: LoRA = knob(RANK, "rank and targets of adapters")
-    task: str | None = None
-    num_layers: int | None = None
-    memory: int | None = knob(None, "usable bytes of one card, in place of the table's")
-    host_memory: int | None = knob(None, "bytes of the host that all ranks may offload or page to; None does not ask")
-    tier: str = knob("process", "which predicted figure has to fit", choices=("process", "reserved", "allocated"))
-    link: float | None = knob(
-        None,
-        "bytes per second between GPUs, in place of the table's",
-        bounds=("of bytes a second, over 0", partial(lt, 0)),
-    )
-
-    def __post_init__(self):
-        self.gpu = find_gpu(self.gpu)
-        for name, said in knobs(Question).items():
-            value = getattr(self, name)
-            if isinstance(said.default, tuple) or (name == "precisions" and value is not None):  # a list of what to try
-                value = tuple(value) if isinstance(value, list | tuple | set) else (value,)
-                setattr(self, name, value)
-                if not value:
-                    raise RecipeError(name, value, "at least one is needed")
-            for one in value if isinstance(value, tuple) else (value,):
-                said.check(name, one)
-        if self.global_batch % self.gpus:
-            near = max(1, round(self.global_batch / self.gpus)) * self.gpus
-            rest = f"{self.gpus} GPUs share it equally: take a multiple, such as {near}"
-            raise RecipeError("global_batch", self.global_batch, rest)
-        self.plain = Recipe(self.model, seq_len=self.seq_len, task=self.task, num_layers=self.num_layers)
-        if self.method != "full":
-            self.plain.shape.check_lora(self.lora.target_modules, self.lora.r)
-        for precision in self.precisions or ():
-            self.gpu.require(precision)
-
-    @property
-    def methods(self) -> tuple[str, ...]:
-        """The methods to search."""
-        return METHODS if self.method == "any" else (self.method,)
-
-    @property
-    def samples_per_gpu(self) -> int:
-        """Samples of the global batch that one GPU gets."""
-        return self.global_batch // self.gpus
-
-    @property
-    def usable(self) -> int:
-        """Bytes of one card that a process can have."""
-        return self.memory or usable_memory(self.gpu)
-
-
-def usable_memory(card: Gpu) -> int:
-    """Bytes that torch reports as the card's total; if unknown, its nominal size times the least known such share."""
-    if card.total_known:
-        return card.total
-    known = [gpu for gpu in map(find_gpu, gpu_names()) if gpu.total_known]
-    return int(card.total * min(gpu.total / (gpu.memory_gb << 30) for gpu in known))
 
 
 def micro_batches(question: Question) -> tuple[int, ...]:

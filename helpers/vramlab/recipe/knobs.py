@@ -34,6 +34,7 @@ class Knob:
     shown: str | Callable[[Any], Any] = ""  # its words in `str(recipe)`, with {} for the value, or what gives them
     kind: Any = None  # the type of its values
     optional: bool = False  # None is a value too
+    many: bool = False  # a list of values to try
     default: Any = None
 
     def check(self, name: str, value: Any) -> None:
@@ -68,6 +69,12 @@ class Knob:
 def knob(default: Any, help: str, **more: Any) -> Any:
     """A dataclass field with what `Knob` says of it."""
     return dataclasses.field(default=default, metadata={"knob": Knob(help, default=default, **more)})
+
+
+def same_knob(part: type, name: str) -> Any:
+    """A dataclass field with the default and the knob of the field `name` of `part`."""
+    field = part.__dataclass_fields__[name]
+    return dataclasses.field(default=field.default, metadata=field.metadata)
 
 
 @cache

@@ -12,8 +12,8 @@ from vramlab.faces.plot import style
 from vramlab.formulas.model_states import bytes_per_parameter, held
 from vramlab.formulas.predict import predict
 from vramlab.hardware.gpu import find_gpu
+from vramlab.planning.question import RANK, Question, usable_memory
 from vramlab.planning.search import Search
-from vramlab.planning.search_space import RANK, Question, usable_memory
 from vramlab.planning.step_time import step_time
 from vramlab.recipe.options import Quantization
 from vramlab.recipe.recipe import Recipe

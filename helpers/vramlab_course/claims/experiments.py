@@ -15,8 +15,8 @@ from vramlab.hardware.gpu import find_gpu
 from vramlab.hardware.links import pcie_bandwidth
 from vramlab.hardware.overhead import CONTEXT, cublas_workspace
 from vramlab.measurement.records import find_record
+from vramlab.planning.question import Question, usable_memory
 from vramlab.planning.search import Search
-from vramlab.planning.search_space import Question, usable_memory
 from vramlab.recipe.recipe import Recipe
 from vramlab.report.errors import RecordError
 from vramlab.report.report import CATEGORIES, GiB, Interval, MiB, Report, format_bytes

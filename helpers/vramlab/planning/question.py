@@ -1,0 +1,102 @@
+"""What `plan` is asked: the GPUs, the batch, and what to try. The command line reads its options from the fields."""
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ..hardware.gpu import Gpu, find_gpu, gpu_names
+from ..recipe.knobs import documented, knob, knobs, same_knob
+from ..recipe.options import LoRA
+from ..recipe.recipe import ATTENTION, OPTIMIZERS, PRECISIONS, Recipe
+from ..report.errors import RecipeError
+
+METHODS = ("full", "lora", "qlora")
+OPTIMS = ("adamw_torch_fused", "adamw_torch", "adamw_bnb_8bit", "paged_adamw_8bit")  # AdamW in four implementations
+ENGINES = ("ddp", "fsdp", "deepspeed")
+RANK = LoRA(r=16, lora_alpha=32, target_modules="all-linear")  # all linear layers: Dettmers et al. 2023, section 4
+
+
+@documented
+@dataclass
+class Question:
+    """What `plan` is asked: GPUs, batch, and what to try. `model`, `seq_len`, `task` and `num_layers` as in `Recipe`.
+
+    Raises RecipeError or GpuError, one sentence that names the wrong argument.
+    """
+
+    model: Any
+    gpu: str | Gpu
+    gpus: int = knob(1, "How many of them.", most=1024, option=True)
+    global_batch: int = knob(16, "Samples in one optimizer step, over all GPUs.", option=True)
+    seq_len: int | None = same_knob(Recipe, "seq_len")
+    method: str = knob("any", "Full training or adapters.", choices=("any", *METHODS), option=True)
+    precisions: tuple[str, ...] | None = knob(
+        None,
+        "To try; None for those that the card computes in and that are safe.",
+        choices=PRECISIONS,
+        option="precision",
+        many=True,
+    )
+    optims: tuple[str, ...] = knob(OPTIMS, "To try.", choices=OPTIMIZERS, option="optim", many=True)
+    attention: tuple[str, ...] = knob(ATTENTION, "To try.", choices=ATTENTION, many=True)
+    checkpointing: tuple[bool, ...] = knob((False, True), "To try.", choices=(False, True), many=True)
+    engines: tuple[str, ...] = knob(ENGINES, "To try.", choices=ENGINES, option="engine", many=True)
+    offload: bool = knob(True, "Whether optimizer and parameters may go to the host.", option=True)
+    lora: LoRA = knob(RANK, "Rank and targets of adapters.")
+    task: str | None = same_knob(Recipe, "task")
+    num_layers: int | None = None
+    memory: int | None = knob(None, "Usable bytes of one card, in place of the table's.")
+    host_memory: int | None = knob(None, "Bytes of the host that all ranks may offload or page to; None does not ask.")
+    tier: str = knob("process", "Which predicted figure has to fit.", choices=("process", "reserved", "allocated"))
+    link: float | None = knob(
+        None,
+        "Bytes per second between GPUs, in place of the table's.",
+        bounds=("of bytes a second, over 0", lambda rate: rate > 0),
+    )
+
+    def __post_init__(self):
+        self.gpu = find_gpu(self.gpu)
+        if isinstance(self.lora, Mapping):  # of what differs from RANK
+            self.lora = dataclasses.replace(RANK, **{"lora_alpha": 2 * self.lora.get("r", RANK.r), **self.lora})
+        for name, said in knobs(Question).items():
+            value = getattr(self, name)
+            if said.many and value is not None:
+                value = tuple(value) if isinstance(value, list | tuple | set) else (value,)
+                setattr(self, name, value)
+                if not value:
+                    raise RecipeError(name, value, "at least one is needed")
+            for one in value if isinstance(value, tuple) else (value,):
+                said.check(name, one)
+        if self.global_batch % self.gpus:
+            near = max(1, round(self.global_batch / self.gpus)) * self.gpus
+            rest = f"{self.gpus} GPUs share it equally: take a multiple, such as {near}"
+            raise RecipeError("global_batch", self.global_batch, rest)
+        self.plain = Recipe(self.model, seq_len=self.seq_len, task=self.task, num_layers=self.num_layers)
+        if self.method != "full":
+            self.plain.shape.check_lora(self.lora.target_modules, self.lora.r)
+        for precision in self.precisions or ():
+            self.gpu.require(precision)
+
+    @property
+    def methods(self) -> tuple[str, ...]:
+        """The methods to search."""
+        return METHODS if self.method == "any" else (self.method,)
+
+    @property
+    def samples_per_gpu(self) -> int:
+        """Samples of the global batch that one GPU gets."""
+        return self.global_batch // self.gpus
+
+    @property
+    def usable(self) -> int:
+        """Bytes of one card that a process can have."""
+        return self.memory or usable_memory(self.gpu)
+
+
+def usable_memory(card: Gpu) -> int:
+    """Bytes that torch reports as the card's total; if unknown, its nominal size times the least known such share."""
+    if card.total_known:
+        return card.total
+    known = [gpu for gpu in map(find_gpu, gpu_names()) if gpu.total_known]
+    return int(card.total * min(gpu.total / (gpu.memory_gb << 30) for gpu in known))
