@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..hardware.gpu import Gpu
-from ..recipe.knobs import whole
+from ..recipe.knobs import Knob
 from ..recipe.recipe import Recipe
 from ..report.errors import RecipeError
 from ..report.report import Report, format_bytes, text_table
@@ -117,7 +117,7 @@ def plan(model: object, gpu: str | Gpu, gpus: int = 1, *, top: int = 5, **asked:
     Raises:
         RecipeError, GpuError: one sentence that says which argument was wrong.
     """
-    whole("top", top)
+    Knob("", kind=int).check("top", top)
     question = Question(model, gpu, gpus, **asked)
     search = Search(question)
     found = [search.ranked(method, top) for method in question.methods]

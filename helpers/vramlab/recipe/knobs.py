@@ -41,23 +41,10 @@ class Knob:
         """Raise RecipeError, which calls the field `name`, unless `value` is allowed. Parts check themselves."""
         if value is None and self.optional:
             return
-        if dataclasses.is_dataclass(self.kind):
-            self._check_part(name, value)
-        elif self.choices:
-            choice(name, value, self.choices)
-        elif self.kind is bool:
-            flag(name, value, self.optional)
-        elif self.kind is int:
-            whole(name, value, self.least, self.most)
-        elif self.kind is float:
-            number(name, value, *self.bounds)
-        elif self.kind is str and not isinstance(value, str):
-            raise RecipeError(name, value, "it must be text")
-
-    def _check_part(self, name: str, value: Any) -> None:
-        if not isinstance(value, self.kind):
-            others = [*map(repr, self.choices), *(["None"] if self.optional else [])]
-            raise RecipeError(name, value, " or ".join([f"it must be a {self.kind.__name__}", *others]))
+        part = dataclasses.is_dataclass(self.kind)
+        rule = _part if part else _choice if self.choices else RULES.get(self.kind)
+        if rule and (allowed := rule(self, value)):
+            raise RecipeError(name, value, allowed)
 
     def words(self, value: Any) -> str:
         """What `str(recipe)` says of the value, "" for nothing."""
@@ -127,29 +114,40 @@ def rebuild(kind: type, name: str, values: Mapping) -> Any:
     return kind(**values)
 
 
-def choice(name: str, value: object, allowed: tuple) -> None:
-    """Raise RecipeError unless `value` is one of `allowed` and of its type."""
-    for one in allowed:
-        if isinstance(value, type(one)) and isinstance(value, bool) == isinstance(one, bool) and value == one:
-            return
-    raise RecipeError(name, value, "allowed are " + ", ".join(map(repr, allowed)))
+# Each rule says what would be allowed in place of `value`, "" if it is.
 
 
-def whole(name: str, value: object, least: int = 1, most: int | None = None) -> None:
-    """Raise RecipeError unless `value` is a whole number from `least` to `most`."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise RecipeError(name, value, f"it must be a whole number of at least {least}")
-    if most is not None and value > most:
-        raise RecipeError(name, value, f"it must be {most:,} at most")
+def _part(knob: Knob, value: Any) -> str:
+    if isinstance(value, knob.kind):
+        return ""
+    others = [*map(repr, knob.choices), *(["None"] if knob.optional else [])]
+    return " or ".join([f"it must be a {knob.kind.__name__}", *others])
 
 
-def flag(name: str, value: object, allow_none: bool = False) -> None:
-    """Raise RecipeError unless `value` is a bool, or None where that is allowed."""
-    if not (isinstance(value, bool) or (allow_none and value is None)):
-        raise RecipeError(name, value, "it must be True or False" + (" or None" if allow_none else ""))
+def _choice(knob: Knob, value: Any) -> str:
+    alike = (
+        one for one in knob.choices if isinstance(value, type(one)) and isinstance(value, bool) is (type(one) is bool)
+    )
+    return "" if value in alike else "allowed are " + ", ".join(map(repr, knob.choices))
 
 
-def number(name: str, value: object, allowed: str, fits: Callable[[float], bool]) -> None:
-    """Raise RecipeError unless `value` is a number that `fits`, which `allowed` says in words."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not (abs(value) < MAX_NUMBER and fits(value)):
-        raise RecipeError(name, value, f"it must be a number {allowed}")
+def _whole(knob: Knob, value: Any) -> str:
+    if isinstance(value, bool) or not isinstance(value, int) or value < knob.least:
+        return f"it must be a whole number of at least {knob.least}"
+    return "" if knob.most is None or value <= knob.most else f"it must be {knob.most:,} at most"
+
+
+def _number(knob: Knob, value: Any) -> str:
+    allowed, fits = knob.bounds
+    right = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < MAX_NUMBER and fits(value)
+    return "" if right else f"it must be a number {allowed}"
+
+
+RULES = {
+    bool: lambda knob, value: (
+        "" if isinstance(value, bool) else "it must be True or False" + " or None" * knob.optional
+    ),
+    int: _whole,
+    float: _number,
+    str: lambda knob, value: "" if isinstance(value, str) else "it must be text",
+}
