@@ -8,7 +8,7 @@ HELPERS = ROOT / "helpers"
 CEILINGS = {
     "vramlab/report": 700,
     "vramlab/hardware": 1160,
-    "vramlab/recipe": 2200,
+    "vramlab/recipe": 2150,
     "vramlab/training": 2040,
     "vramlab/tracking": 930,
     "vramlab/formulas": 3390,
