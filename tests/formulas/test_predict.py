@@ -10,8 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from vramlab import Loop, LoRA, Quantization, Recipe, RecipeError, Report, Sharding
-from vramlab.formulas import account, model, operators
-from vramlab.formulas import model_states as stored
+from vramlab.formulas import account, model, model_states, operators
 from vramlab.formulas.closed_form import activation_bytes_per_layer, largest_batch, logits_bytes
 from vramlab.formulas.model_states import bytes_per_parameter
 from vramlab.formulas.predict import predict
@@ -156,7 +155,7 @@ def test_reserved_counts_what_one_layer_recomputes_once():
 def test_parameters_and_gradients_are_the_shapes_numbers(name, precision, width):
     recipe = Recipe(name, precision=precision)
     expected = sum(rounded(weight.size * width) for weight in recipe.shape.weights())
-    assert stored.parameter_bytes(recipe) == stored.gradient_bytes(recipe) == expected
+    assert model_states.parameter_bytes(recipe) == model_states.gradient_bytes(recipe) == expected
     assert predict(recipe).phases["load"].peak.parameters == expected
     assert 0 <= expected - recipe.shape.num_parameters * width < 512 * len(recipe.shape.weights())
 
@@ -164,15 +163,17 @@ def test_parameters_and_gradients_are_the_shapes_numbers(name, precision, width)
 def test_lora_counts_what_peft_counts():
     shape = read_shape("polyglot-ko-1.3b")
     recipe = Recipe("polyglot-ko-1.3b", precision="fp16-true", lora=LoRA(r=8, target_modules=("query_key_value",)))
-    trained = [row for row in stored.held(recipe) if row.trained]
+    trained = [row for row in model_states.parameter_table(recipe) if row.trained]
     assert sum(row.count * prod(row.shape) for row in trained) == 1_572_864
-    assert stored.gradient_bytes(recipe) == 4 * 1_572_864
-    assert stored.parameter_bytes(recipe) - stored.parameter_bytes(recipe.replace(lora=None)) == 4 * 1_572_864
+    assert model_states.gradient_bytes(recipe) == 4 * 1_572_864
+    assert (
+        model_states.parameter_bytes(recipe) - model_states.parameter_bytes(recipe.replace(lora=None)) == 4 * 1_572_864
+    )
     assert round(100 * 1_572_864 / shape.num_parameters, 3) == 0.118
 
 
 def test_four_bits_are_four_and_a_half_and_four_point_127():
-    plain, double = (sum(stored.stored_sizes((4096, 4096), 2, "nf4", nested)) for nested in (False, True))
+    plain, double = (sum(model_states.stored_sizes((4096, 4096), 2, "nf4", nested)) for nested in (False, True))
     assert abs(8 * plain / 4096**2 - 4.5) < 0.001
     assert abs(8 * double / 4096**2 - 4.127) < 0.001
 
@@ -205,13 +206,13 @@ def test_bytes_per_parameter_explains_every_quoted_figure():
 )
 def test_states_per_number(optim, arguments, per_number):
     recipe = GPT2.replace(optim=optim, optim_args=arguments)
-    assert stored.optimizer_state_bytes(recipe) == per_number * stored.gradient_bytes(recipe) // 4
+    assert model_states.optimizer_state_bytes(recipe) == per_number * model_states.gradient_bytes(recipe) // 4
 
 
 def test_the_trainer_keeps_embeddings_out_of_eight_bits():
     trainer, plain = (GPT2.replace(optim="adamw_bnb_8bit", loop=loop) for loop in ("trainer", "plain"))
     embeddings = 2 * (50257 + 1024) * 768
-    difference = stored.optimizer_state_bytes(trainer) - stored.optimizer_state_bytes(plain)
+    difference = model_states.optimizer_state_bytes(trainer) - model_states.optimizer_state_bytes(plain)
     assert abs(difference - (3 - 4 / 256) * embeddings) < 4096
 
 
@@ -353,14 +354,14 @@ def test_zero_divides_what_its_stage_says():
         assert split.parameters == pytest.approx(whole.parameters / (n if stage == 3 else 1), rel=1e-4)
         assert any(f"rank 0 of {n}" in note for note in rank.notes)
     gradients = predict(full.replace(sharding=Sharding(3, 8))).phases["step"].peak.gradients
-    assert gradients == pytest.approx(stored.gradient_bytes(full) / 8, rel=1e-4)
+    assert gradients == pytest.approx(model_states.gradient_bytes(full) / 8, rel=1e-4)
     alone, two, many = (predict(full.replace(sharding=Sharding(3, n))).peak.total for n in (1, 2, 64))
     assert alone == predict(full).peak.total and many < two < alone
     offloaded = predict(full.replace(sharding=Sharding(3, 8, "deepspeed", offload="optimizer")))
     assert offloaded.phases["step"].peak.optimizer_states == 0
     replicas = predict(full.replace(sharding=Sharding(0, 8, "ddp"))).peak.total
     buckets = replicas - predict(full).peak.total
-    assert buckets == pytest.approx(stored.gradient_bytes(full), rel=1e-3)
+    assert buckets == pytest.approx(model_states.gradient_bytes(full), rel=1e-3)
 
 
 def test_torch_compile_is_noted():
@@ -606,10 +607,10 @@ def test_a_written_out_stack_equals_the_multiplied_one():
         return x
 
     def every(shape, layers=2):
-        return tuple((w.name, stored.role(w.name), w.shape) for w in shape.weights())
+        return tuple((w.name, model_states.starred_name(w.name), w.shape) for w in shape.weights())
 
     short = account.Account(recipe)
-    assert len(every(recipe.shape)) > len(stored.written_out(recipe.shape))
+    assert len(every(recipe.shape)) > len(model_states.written_out(recipe.shape))
     account._written.cache_clear()
     with patch.object(model.Model, "stack", whole), patch.object(account, "written_out", every):
         long = account.Account(recipe)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from tiny_models import TINY, config
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from vramlab.formulas.model_states import held, parameter_bytes
+from vramlab.formulas.model_states import parameter_bytes, parameter_table
 from vramlab.recipe.recipe import LoRA, Quantization, Recipe
 from vramlab.report.errors import RecipeError
 from vramlab.training.models import build_model, real_tensors, weight_dtype
@@ -157,7 +157,7 @@ def test_four_bit_bases_are_those_that_from_pretrained_loads(family, double, dty
     states = [[p.quant_state.dtype for p in m.parameters() if hasattr(p, "quant_state")] for m in (ours, theirs)]
     assert states[0] == states[1] and set(states[0]) == {dtype}
     blocks = sum(-(-size // 512) * 512 * n for (_, _, size), n in stored(theirs).items())
-    adapters = sum(row.count * row.size for row in held(recipe) if row.trained)
+    adapters = sum(row.count * row.size for row in parameter_table(recipe) if row.trained)
     assert blocks == parameter_bytes(recipe) - adapters
 
 

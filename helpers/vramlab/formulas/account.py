@@ -22,11 +22,11 @@ from .model import ROOT, Model
 from .model_parallel import PipelineStage, TensorParallelModel, is_model_parallel
 from .model_states import (
     CacheKey,
+    cached_table,
     compute_recipe,
     is_sharded_by,
     is_trained_whole,
     lora_targets,
-    parameter_table,
     trained_whole,
     written_out,
 )
@@ -89,11 +89,11 @@ class Account:
         total, live, forward_end = 0, [0], self.forward_end
         for event, entry in enumerate(self.m.lines):
             if entry.birth == event:
-                total += entry.held
+                total += entry.allocated
                 if entry.category is None:
                     entry.category = "activations" if event < forward_end <= entry.death else "temporaries"
             else:
-                total -= entry.held
+                total -= entry.allocated
             live.append(total)
         return live
 
@@ -249,7 +249,7 @@ def _parameters(recipe: Recipe, shape: Shape) -> dict[str, Parameter]:
 @lru_cache(maxsize=512)
 def _written(shape: Shape, precision: str, quantization, lora: LoRA | None, layers: int) -> list[tuple]:
     """(name, shape, width, trained, quantized) of the weights outside the layers and of those in the first layers."""
-    table = parameter_table(shape, precision, quantization, lora, "sgd", None, False)
+    table = cached_table(shape, precision, quantization, lora, "sgd", None, False)
     rows, whole, found = {(row.name, row.shape): row for row in table}, trained_whole(shape, lora), []
     for name, role, size in written_out(shape, layers):
         row, copied = rows[role, size], bool(whole) and is_trained_whole(name, whole)

@@ -25,7 +25,17 @@ from ..recipe.recipe import Recipe
 from . import model_states
 from .ledger import Parameter
 from .model import Model
-from .model_states import FP32, HALF, Held, Row, compute_recipe, held, in_order, is_sharded_by, state_sizes
+from .model_states import (
+    FP32,
+    HALF,
+    ParameterRow,
+    RankBytes,
+    compute_recipe,
+    is_sharded_by,
+    parameter_table,
+    state_sizes,
+    tensors_in_order,
+)
 from .param_coordinator import Gathered, gathered
 from .step import COPIES, copies
 
@@ -33,7 +43,7 @@ ALL_REDUCED = 500_000_000  # elements that stage 0 reduces at a time (runtime/en
 FP64, AT_ONCE = 8, 250_000_000  # elements of a norm that is computed at a time
 
 
-def of_rank(recipe: Recipe) -> Held:
+def deepspeed_bytes(recipe: Recipe) -> RankBytes:
     """What a rank holds."""
     rank = _Rank(recipe)
     if recipe.sharding.stage == 0:
@@ -53,7 +63,7 @@ class _Rank:
 
     def __init__(self, asked: Recipe):
         self.recipe, self.sharding = compute_recipe(asked), asked.sharding
-        self.rows = [row for row in in_order(self.recipe) if row.trained]
+        self.rows = [row for row in tensors_in_order(self.recipe) if row.trained]
         self.width = max((row.width for row in self.rows), default=FP32)
         self.mixed = asked.precision.endswith("-mixed")
         self.precision_set = self.mixed or self.width == FP32
@@ -66,7 +76,7 @@ class _Rank:
         self.groups = [group for group in split if group]
         self.parts = [self._part(group) for group in self.groups]
 
-    def _part(self, rows: list[Row]) -> int:
+    def _part(self, rows: list[ParameterRow]) -> int:
         ranks = self.sharding.world_size
         if self.sharding.stage == 3:
             return sum(ceil(prod(row.shape) / ranks) for row in rows)
@@ -76,10 +86,10 @@ class _Rank:
         """Bytes of the states of an fp32 tensor."""
         return state_sizes(shape, "linear", FP32, self.recipe.optim, self.recipe.optim_args, False)
 
-    def _partitioned(self) -> Held:
+    def _partitioned(self) -> RankBytes:
         """Weights, fp32 weights and states of stages 1 to 3."""
         third, offload, ranks = self.sharding.stage == 3, self.sharding.offload, self.sharding.world_size
-        frozen = sum(row.count * sum(row.blocks) for row in held(self.recipe) if not row.trained)
+        frozen = sum(row.count * sum(row.blocks) for row in parameter_table(self.recipe) if not row.trained)
         weights = [part * self.width * (1 if third else ranks) for part in self.parts]
         if third:
             frozen, weights = ceil(frozen / ranks), [sum(weights)]
@@ -87,7 +97,7 @@ class _Rank:
         # of fp32 weights too: stage 3 would do without, but compares a device with its name (zero/stage3.py,
         # _create_fp32_partitions; DeepSpeed 0.19.8)
         masters = [rounded(FP32 * part) for part in self.parts] if not offload else []
-        return Held(
+        return RankBytes(
             parameters=0 if offload == "parameters" else frozen + sum(map(rounded, weights)),
             gradients=0,
             optimizer_states=sum(states),
@@ -99,7 +109,7 @@ class _Rank:
             always={"optimizer_states": sum(masters)},
         )
 
-    def stage_1_or_2(self) -> Held:
+    def stage_1_or_2(self) -> RankBytes:
         """The gradients that are this rank's stay to the step, whole where they lie across its ends."""
         stage, precision_set, found = self.sharding.stage, self.precision_set, self._partitioned()
         pieces = [
@@ -131,7 +141,7 @@ class _Rank:
             existing=existing,
         )
 
-    def stage_3(self) -> Held:
+    def stage_3(self) -> RankBytes:
         """Gradients of the part at all times, weights gathered while the step needs them."""
         recipe, sharding, found = self.recipe, self.sharding, self._partitioned()
         small = HIDDEN["stage3_param_persistence_threshold"](recipe.shape.hidden_size)
@@ -142,7 +152,7 @@ class _Rank:
         width = model_states.weight_width(recipe.precision, recipe.quantization)
         sizes = [n * width for n in elements]
         if sharding.offload == "parameters":  # a rank's part is copied to the device, then gathered
-            sizes[0] += width * max(ceil(prod(row.shape) / sharding.world_size) for row in held(recipe))
+            sizes[0] += width * max(ceil(prod(row.shape) / sharding.world_size) for row in parameter_table(recipe))
         gradients = rounded(sum(self.parts) * (self.width if self.precision_set else FP32))
         always = {"workspace": self.bucket + persistent, "gradients": 0 if sharding.offload else gradients}
         temporaries = 0
@@ -159,7 +169,7 @@ class _Rank:
             temporaries=temporaries,
         )
 
-    def _pieces(self, rows: list[Row], part: int) -> list[tuple[int, int]]:
+    def _pieces(self, rows: list[ParameterRow], part: int) -> list[tuple[int, int]]:
         """(elements in the part, elements) of each tensor of a group that the rank's part has something of."""
         rank, begin, found = self.sharding.rank, 0, []
         for row in rows:
@@ -176,7 +186,7 @@ class _Rank:
         sizes = [prod(row.shape) for row in self.rows]
         return max(0, sum(size for size in sizes if size > self.elements_of_bucket) - sum(size for _, size in pieces))
 
-    def replica(self) -> Held:
+    def replica(self) -> RankBytes:
         """Stage 0: everything, and in "-mixed" precisions an fp32 copy of every weight, which the optimizer updates."""
         recipe, mixed, width, chunks = self.recipe, self.mixed, self.width, [0]
         sizes, masters = [prod(row.shape) for row in self.rows], []
@@ -192,7 +202,7 @@ class _Rank:
         whole = sum(size + internal_fragmentation(size) for size in updated)
         rests = {"optimizer_states": sum(map(internal_fragmentation, (*masters, *states)))}
         norm = FP32 * max(sizes, default=0) if not self.precision_set and recipe.loop.max_grad_norm else 0
-        return Held(
+        return RankBytes(
             parameters=model_states.parameter_bytes(recipe),
             gradients=model_states.gradient_bytes(recipe),
             optimizer_states=sum(states),
@@ -227,7 +237,7 @@ class DeepSpeedModel(Model):
         self.sharding, self.reduction = asked.sharding, gradient_reduction(asked)
         self.own_linear = asked.sharding.stage == 3  # `zero.Init`, memory_efficient_linear
         self.in_fp32, self.kept = asked.precision.endswith("-true"), []
-        trained = sum(prod(row.shape) * row.count for row in held(asked) if row.trained)
+        trained = sum(prod(row.shape) * row.count for row in parameter_table(asked) if row.trained)
         self.part = ceil(trained / asked.sharding.world_size)
 
     def complete(self, parameter: Parameter) -> None:

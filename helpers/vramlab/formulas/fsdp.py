@@ -25,7 +25,7 @@ from ..hardware.reserved import internal_fragmentation
 from ..recipe.recipe import Recipe
 from .ledger import Block, Parameter
 from .model import EMBEDDING, ROOT, TAIL, Model
-from .model_states import FP32, HALF, held
+from .model_states import FP32, HALF, parameter_table
 from .nearest import nearest
 
 
@@ -107,7 +107,7 @@ class FsdpModel(Model):
         self.shards: list[Block] = []
         self.order: list[Unit] = []
         self.units: dict[str, Unit] = {}
-        for row in held(asked):
+        for row in parameter_table(asked):
             if "*" not in (key := unit_of(row.name, asked)):
                 size = _stored(row.shape, HALF if self.mixed else row.width, row.quantized)
                 self._unit(key).sizes.append((*size, row.count, row.trained))
@@ -136,7 +136,7 @@ class FsdpModel(Model):
         accumulates, one_unit = exist and self.asked.gradient_accumulation_steps > 1, not self.gathers_layers
         if not accumulates and not one_unit:
             return None
-        widths = ((row, HALF if self.mixed else row.width) for row in held(self.asked) if row.trained)
+        widths = ((row, HALF if self.mixed else row.width) for row in parameter_table(self.asked) if row.trained)
         rest = _allocated((prod(row.shape) * width, row.count) for row, width in widths)
         for unit in self.units.values():
             for parameter in unit.written:

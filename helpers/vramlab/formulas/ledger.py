@@ -37,9 +37,9 @@ NEW = object()
 
 
 class Entry:
-    """A block: `size` bytes, `held` with `internal_fragmentation`, and the events of its birth and death."""
+    """A block: `size` bytes, `allocated` with `internal_fragmentation`, and the events of its birth and death."""
 
-    __slots__ = ("birth", "category", "death", "held", "op", "shape", "size", "where", "width")
+    __slots__ = ("allocated", "birth", "category", "death", "op", "shape", "size", "where", "width")
 
     def alive(self, event: int) -> bool:
         """Whether the block exists after so many events."""
@@ -109,7 +109,7 @@ class Parameter:
 class Node:
     """An operator of the forward pass, as the backward pass sees it."""
 
-    __slots__ = ("edges", "extra", "gradient", "held", "op", "saved", "shape", "spike", "where")
+    __slots__ = ("edges", "extra", "gradient", "kept", "op", "saved", "shape", "spike", "where")
 
     def receive(self, ledger: "Ledger", gradient: Tensor) -> None:
         """Add up the gradients of all uses; those of a split's pieces are joined."""
@@ -147,7 +147,7 @@ class Node:
             if width != own_width and how is not CAST:
                 results[i] = receiver, ledger.tensor("to", shape, own_width)
         del gradient
-        self.gradient = self.saved = self.held = None
+        self.gradient = self.saved = self.kept = None
         return results
 
 
@@ -213,7 +213,7 @@ class Ledger:
         block, entry, lines = Block(), Entry(), self.lines
         block.entry, block.lines = entry, lines
         entry.size = size = -(-prod(shape) * width // UNIT) * UNIT
-        entry.held = size if size <= SMALL_BLOCK else size + internal_fragmentation(size)
+        entry.allocated = size if size <= SMALL_BLOCK else size + internal_fragmentation(size)
         entry.op, entry.shape, entry.width, entry.category, entry.where = op, shape, width, category, self.where
         entry.birth, entry.death = len(lines), NEVER
         lines.append(entry)
@@ -224,7 +224,7 @@ class Ledger:
         block = self.block(op, (0,), 1, category)
         entry, rows = block.entry, [(rounded(size), count) for size, count in sizes]
         entry.size = sum(size * count for size, count in rows)
-        entry.held = entry.size + sum(internal_fragmentation(size) * count for size, count in rows)
+        entry.allocated = entry.size + sum(internal_fragmentation(size) * count for size, count in rows)
         entry.shape, entry.width = (sum(size * count for size, count in sizes) // width,), width
         return block
 
@@ -275,7 +275,7 @@ class Ledger:
             return out
         node = out.node = Node()
         node.op, node.where, node.edges, node.extra, node.shape = name, self.where, edges, extra, shape
-        node.spike, node.gradient, node.held, node.saved = spike, None, None, None
+        node.spike, node.gradient, node.kept, node.saved = spike, None, None, None
         if saves:
             if self.replay is None:
                 node.saved = [x.block for x in saves]

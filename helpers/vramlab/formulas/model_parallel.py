@@ -9,7 +9,7 @@ activations of the micro-batches in flight: all m under GPipe, min(m, N - rank) 
 two buffers for each micro-batch under any schedule, for hidden states to come and for their gradients: 2 · batch ·
 tokens · hidden numbers, one of the two at the ends of the pipeline.
 
-A rank is described as a model of its own (`of_rank`): the same layers with fewer heads, or fewer layers.
+A rank is described as a model of its own (`rank_recipe`): the same layers with fewer heads, or fewer layers.
 """
 
 import copy
@@ -33,7 +33,7 @@ GIVE = ("q_proj", "k_proj", "v_proj", "query_key_value", "gate_proj", "up_proj",
 TAKE = ("o_proj", "down_proj", "dense", "fc2", "dense_4h_to_h")
 
 
-def of_rank(recipe: Recipe) -> Recipe:
+def rank_recipe(recipe: Recipe) -> Recipe:
     """`recipe` as its sharding's rank runs it, if that is "tensor" or "pipeline"; else `recipe` itself.
 
     Its shape has this rank's weights and sizes; a pipeline's has the batch size of one micro-batch.
@@ -151,7 +151,7 @@ def pipelined(recipe: Recipe, first: dict[str, Phase], later: dict[str, Phase], 
 
 
 def beyond_the_slice(recipe: Recipe) -> int:
-    """Bytes of an embedding's gradient on a tensor parallel rank beyond its slice; `recipe` is `of_rank`'s.
+    """Bytes of an embedding's gradient on a tensor parallel rank beyond its slice; `recipe` is `rank_recipe`'s.
 
     DTensor computes the gradient of the whole table (`embedding_dense_backward`) and keeps a view of its slice, and with
     it all of the storage. Where the table is the head too, the two gradients' sum is a new tensor, of the slice.

@@ -53,7 +53,7 @@ class CacheKey:
 
 
 @dataclass(frozen=True)
-class Held:
+class RankBytes:
     """Bytes of one rank.
 
     Attributes:
@@ -84,7 +84,7 @@ class Held:
 
 
 @dataclass(frozen=True)
-class Row:
+class ParameterRow:
     """`count` equal tensors of the model.
 
     Attributes:
@@ -184,9 +184,9 @@ def compute_recipe(recipe: Recipe) -> Recipe:
     return found
 
 
-def held(recipe: Recipe) -> tuple[Row, ...]:
+def parameter_table(recipe: Recipe) -> tuple[ParameterRow, ...]:
     """Every tensor of `recipe`'s model, equal ones counted together, adapters last; cached by shape and format."""
-    return parameter_table(recipe.shape, *_format(recipe))
+    return cached_table(recipe.shape, *_format(recipe))
 
 
 def _format(r: Recipe) -> tuple:
@@ -194,10 +194,10 @@ def _format(r: Recipe) -> tuple:
 
 
 @lru_cache(maxsize=512)
-def parameter_table(
+def cached_table(
     shape: Shape, precision, quantization, lora: LoRA | None, optim, optim_args, trainer
-) -> tuple[Row, ...]:
-    """See `held`. Modules that PEFT trains whole are in a copy beside the frozen one."""
+) -> tuple[ParameterRow, ...]:
+    """See `parameter_table`. Modules that PEFT trains whole are in a copy beside the frozen one."""
     width, saved = weight_width(precision, quantization), trained_whole(shape, lora)
     double = bool(quantization and quantization.double)
     targets = lora_targets(shape, lora) if lora else ()
@@ -205,7 +205,7 @@ def parameter_table(
     rows: Counter[tuple] = Counter()
     copies: Counter[tuple] = Counter()
     for weight in shape.weights():
-        name, kind = role(weight.name), weight.kind
+        name, kind = starred_name(weight.name), weight.kind
         quantized = quantization.quant_type if quantization and _can_quantize(shape, weight) else None
         fp32 = precision.startswith("fp16") and _stays_fp32(shape, weight.name)
         trained = lora is None or (
@@ -219,13 +219,13 @@ def parameter_table(
     cast = lora and lora.autocast_adapter_dtype  # None: adapters are as wide as everything else (`compute_recipe`)
     adapter = FP32 if cast or (quantization and cast is not None) else width
     for name, inside, out in targets:
-        copies[f"{role(name)}.lora_A", (lora.r, inside), "lora", adapter, True, None, True] += 1
-        copies[f"{role(name)}.lora_B", (out, lora.r), "lora", adapter, True, None, True] += 1
+        copies[f"{starred_name(name)}.lora_A", (lora.r, inside), "lora", adapter, True, None, True] += 1
+        copies[f"{starred_name(name)}.lora_B", (out, lora.r), "lora", adapter, True, None, True] += 1
     found = []
     for (name, size, kind, own, trained, quantized, decayed), count in (*rows.items(), *copies.items()):
         states = state_sizes(size, kind, own, optim, optim_args, trainer) if trained else ()
         blocks, whole = stored_sizes(size, own, quantized, double), rounded(prod(size) * own)
-        found.append(Row(name, size, kind, count, own, trained, quantized, decayed, blocks, states, whole))
+        found.append(ParameterRow(name, size, kind, count, own, trained, quantized, decayed, blocks, states, whole))
     return tuple(found)
 
 
@@ -250,7 +250,7 @@ def is_trained_whole(name: str, saved: tuple[str, ...]) -> bool:
     return any(f".{part}." in f".{name}" for part in saved)
 
 
-def role(name: str) -> str:
+def starred_name(name: str) -> str:
     """A tensor's name without the layer's number."""
     return ".".join("*" if part.isdigit() else part for part in name.split("."))
 
@@ -274,22 +274,22 @@ def written_out(shape: Shape, layers: int = 2) -> tuple[tuple[str, str, tuple[in
     """(name, name without layer numbers, shape) of the weights outside the layers and of the first in each stack."""
     first = range(3 if shape.num_decoder_layers else layers)
     kept = {None, *first, *(shape.num_layers + i for i in first if shape.num_decoder_layers)}
-    return tuple((w.name, role(w.name), w.shape) for w in shape.weights() if w.layer in kept)
+    return tuple((w.name, starred_name(w.name), w.shape) for w in shape.weights() if w.layer in kept)
 
 
 def parameter_bytes(recipe: Recipe) -> int:
     """Bytes of all weights as loaded, adapters and the scales of quantized ones included."""
-    return sum(row.count * sum(row.blocks) for row in held(recipe))
+    return sum(row.count * sum(row.blocks) for row in parameter_table(recipe))
 
 
 def gradient_bytes(recipe: Recipe) -> int:
     """Bytes of the gradients: one number for each trained number, in its weight's dtype."""
-    return sum(row.count * row.size for row in held(recipe) if row.trained)
+    return sum(row.count * row.size for row in parameter_table(recipe) if row.trained)
 
 
 def optimizer_state_bytes(recipe: Recipe) -> int:
     """Bytes of what the optimizer keeps between steps, on the GPU."""
-    return sum(row.count * sum(row.states) for row in held(recipe))
+    return sum(row.count * sum(row.states) for row in parameter_table(recipe))
 
 
 @lru_cache(maxsize=512)
@@ -326,8 +326,8 @@ def fragmentation_bytes(recipe: Recipe) -> dict[str, int]:
 @lru_cache(maxsize=512)
 def _fragmentation(shape: Shape, *form) -> dict[str, int]:
     """All tensors packed in the order of their names; gradients in the other order."""
-    rows = {(row.name, row.shape): row for row in parameter_table(shape, *form)}
-    order = [rows[role(weight.name), weight.shape] for weight in shape.weights()]
+    rows = {(row.name, row.shape): row for row in cached_table(shape, *form)}
+    order = [rows[starred_name(weight.name), weight.shape] for weight in shape.weights()]
     order += [row for row in rows.values() if row.kind == "lora" for _ in range(row.count)]
     sizes = {
         "parameters": [size for row in order for size in row.blocks],
@@ -354,10 +354,10 @@ def bytes_per_parameter(precision: str, optim: str) -> dict[str, float]:
     return {**parts, "kept": width + width + states, "most": sum(parts.values())}
 
 
-def in_order(recipe: Recipe) -> list[Row]:
+def tensors_in_order(recipe: Recipe) -> list[ParameterRow]:
     """Every tensor of the model, in the order of their names, adapters last; each has a count of 1."""
-    rows = {(row.name, row.shape): replace(row, count=1) for row in held(recipe)}
-    order = [rows[role(weight.name), weight.shape] for weight in recipe.shape.weights()]
+    rows = {(row.name, row.shape): replace(row, count=1) for row in parameter_table(recipe)}
+    order = [rows[starred_name(weight.name), weight.shape] for weight in recipe.shape.weights()]
     names = {(row.name, row.shape) for row in order}
-    others = [row for row in held(recipe) if (row.name, row.shape) not in names]
+    others = [row for row in parameter_table(recipe) if (row.name, row.shape) not in names]
     return order + [rows[row.name, row.shape] for row in others for _ in range(row.count)]

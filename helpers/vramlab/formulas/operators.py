@@ -264,7 +264,7 @@ class Operators(Ledger):
         inputs, shape = [x] if bias is None else [x, bias], (*x.shape[:-1], n // inside)
         y = self.op("matmul_8bit", inputs, shape, x.width, grads=(OWN, BIAS), extra=n * x.width)
         if y.node:
-            y.node.held = x.block
+            y.node.kept = x.block
         del temporary
         return y
 

@@ -50,10 +50,10 @@ def gathered(shape: Shape) -> Gathered:
         soon = again < len(uses[weight]) and passed[uses[weight][again]] - passed[step] < MOST
         return soon or fetched[weight] > step
 
-    held, fetched, most, total, step = set(), {}, Gathered()._asdict(), 0, 0
+    live, fetched, most, total, step = set(), {}, Gathered()._asdict(), 0, 0
     for weights, begins, part in events:
         if begins:
-            new = {weight: None for weight in weights if weight not in held}
+            new = {weight: None for weight in weights if weight not in live}
             for _ in [weight for weight in weights if fetched.get(weight, -1) < step]:
                 weight, used = coming.popleft()
                 fetched[weight] = used
@@ -62,15 +62,15 @@ def gathered(shape: Shape) -> Gathered:
             while coming and ahead < room:
                 weight, used = coming.popleft()
                 fetched[weight] = max(used, fetched.get(weight, -1))
-                if weight not in held and weight not in new:
+                if weight not in live and weight not in new:
                     new[weight] = None
                     ahead += weight[1]
-            held.update(new)
+            live.update(new)
             total += sum(n for _, n in new)
             step += 1
         else:
-            gone = {weight for weight in weights if weight in held and not stays(weight)}
-            held -= gone
+            gone = {weight for weight in weights if weight in live and not stays(weight)}
+            live -= gone
             total -= sum(n for _, n in gone)
         most[part] = max(most[part], total)
     return Gathered(**most)

@@ -19,11 +19,10 @@ from ..recipe.recipe import Recipe, as_recipe
 from ..recipe.weights import unquantized
 from ..report.errors import RecipeError
 from ..report.report import CATEGORIES, Bytes, Phase, Report, Tensor, format_bytes
-from . import model_parallel, shards
-from . import model_states as stored
+from . import model_parallel, model_states, shards
 from .account import Account, AccountKey, kept_account
 from .ledger import Entry
-from .model_states import Held, Sizes, is_sharded_by
+from .model_states import RankBytes, Sizes, is_sharded_by
 
 LISTED = 8
 DTYPES = {8: "int64", 4: "float32", 1: "uint8"}
@@ -51,9 +50,9 @@ def predict(recipe: Recipe | Any, gpu: str | Gpu | None = None) -> Report:
         allowed = "the formulas multiply one layer, so every layer has to get the same adapters: ask simulate"
         raise RecipeError("lora.target_modules", recipe.lora.target_modules, allowed)
     exist = recipe.gradient_accumulation_steps > 1 or not recipe.loop.set_to_none  # gradients, when backward begins
-    part, chip = model_parallel.of_rank(recipe), card.chip if card else DEFAULT_CHIP
+    part, chip = model_parallel.rank_recipe(recipe), card.chip if card else DEFAULT_CHIP
     account = kept_account(AccountKey(part, chip, exist))
-    rank = shards.of_rank(part)
+    rank = shards.rank_bytes(part)
     phases = _Step(part, account, rank, card, exist).phases()
     if model_parallel.is_model_parallel(recipe) and recipe.sharding.engine == "pipeline":
         later = _Step(part, kept_account(AccountKey(part, chip, True)), rank, card, True).phases()
@@ -86,21 +85,21 @@ class _Step:
         outputs: what the loop may keep of the forward pass.
     """
 
-    def __init__(self, recipe: Recipe, account: Account, held: Held, card: Gpu | None, exist: bool):
-        self.recipe, self.loop, self.account, self.held = recipe, recipe.loop, account, held
-        rests = held.fragmentation
-        sizes = {"parameters": held.parameters, "buffers": stored.buffer_bytes(recipe.shape)}
-        sizes |= {"inputs": stored.input_bytes(recipe), "workspace": rests.get("parameters", 0)}
-        self.states = {"optimizer_states": held.optimizer_states, "workspace": rests.get("optimizer_states", 0)}
+    def __init__(self, recipe: Recipe, account: Account, rank: RankBytes, card: Gpu | None, exist: bool):
+        self.recipe, self.loop, self.account, self.rank = recipe, recipe.loop, account, rank
+        rests = rank.fragmentation
+        sizes = {"parameters": rank.parameters, "buffers": model_states.buffer_bytes(recipe.shape)}
+        sizes |= {"inputs": model_states.input_bytes(recipe), "workspace": rests.get("parameters", 0)}
+        self.states = {"optimizer_states": rank.optimizer_states, "workspace": rests.get("optimizer_states", 0)}
         handle = card.cublas_workspace if card else cublas_workspace(DEFAULT_CHIP.capability)
-        self.loaded = _sum(held.always, sizes)
+        self.loaded = _sum(rank.always, sizes)
         self.always = _sum(self.loaded, self.states, {"workspace": 2 * handle})  # in forward's thread and in backward's
         beyond = model_parallel.beyond_the_slice(recipe)
-        self.gradients = {"gradients": held.gradients + beyond, "workspace": rests.get("gradients", 0)}
+        self.gradients = {"gradients": rank.gradients + beyond, "workspace": rests.get("gradients", 0)}
         if self.loop.optimizer_in_backward:
             self.gradients = {}
         self.exist = exist and not (is_sharded_by(recipe, "fsdp") and self.loop.set_to_none)  # whole, in the account
-        self.existing = self.gradients if held.existing is None else {"gradients": held.existing}
+        self.existing = self.gradients if rank.existing is None else {"gradients": rank.existing}
         self.outputs = {category: n for category, n in account.phases[3].items() if category != "gradients"}
 
     def phases(self) -> dict[str, Phase]:
@@ -122,25 +121,25 @@ class _Step:
     def _forward(self, kept: Sizes) -> Phase:
         before = self.existing if self.exist or self.loop.zero_grad == "before_backward" else {}
         base = _sum(self.always, before, kept)
-        peak = self._peak("forward", base, self.account.phases[0], self.held.forward)
+        peak = self._peak("forward", base, self.account.phases[0], self.rank.forward)
         during = self.existing if self.exist else {}
-        return Phase(peak, Bytes(**_sum(self.always, during, self.account.phases[2], self.held.forward)))
+        return Phase(peak, Bytes(**_sum(self.always, during, self.account.phases[2], self.rank.forward)))
 
     def _backward(self) -> Phase:
-        held, end = self.held, self.account.phases[3]
+        rank, end = self.rank, self.account.phases[3]
         if self.loop.keep_outputs == "backward":
             end = {"gradients": end["gradients"]}
         base = _sum(self.always, self.existing if self.exist else {})
-        peak = self._peak("backward", base, self.account.phases[1], held.backward)
-        if held.reducing:
-            peak = max(peak, Bytes(**_sum(base, end, {"workspace": held.reducing})), key=_total)
-        if held.backward_end:  # gradients are divided by then
+        peak = self._peak("backward", base, self.account.phases[1], rank.backward)
+        if rank.reducing:
+            peak = max(peak, Bytes(**_sum(base, end, {"workspace": rank.reducing})), key=_total)
+        if rank.backward_end:  # gradients are divided by then
             base, end = self.always, end | {"gradients": 0}
-        return Phase(peak, Bytes(**_sum(base, end, held.backward_end)))
+        return Phase(peak, Bytes(**_sum(base, end, rank.backward_end)))
 
     def _peak(self, phase: str, base: Sizes, split: Sizes, more: Sizes) -> Bytes:
         """The highest moment, or that of the phase's parts where the engine adds to each another size."""
-        parts = self.held.forward_parts if phase == "forward" else self.held.backward_parts
+        parts = self.rank.forward_parts if phase == "forward" else self.rank.backward_parts
         if not parts:
             return Bytes(**_sum(base, split, more))
         rows = zip(self.account.around_layers[phase], parts, strict=False)  # a model without layers has one part
@@ -148,7 +147,7 @@ class _Step:
 
     def _step_peak(self) -> Bytes:
         kept = self.outputs if self.loop.keep_outputs in ("step", True) else {}
-        return Bytes(**_sum(self.always, kept, self.gradients, {"temporaries": self.held.temporaries}))
+        return Bytes(**_sum(self.always, kept, self.gradients, {"temporaries": self.rank.temporaries}))
 
 
 def _sum(*splits: Sizes) -> Sizes:
@@ -171,7 +170,7 @@ def _groups(recipe: Recipe, alive: list[tuple[int, Entry]] | None, peak: Bytes) 
     half = "float16" if recipe.precision.startswith("fp16") else "bfloat16"
     groups: dict[tuple, list] = {}
     found = []
-    for row in stored.held(recipe):
+    for row in model_states.parameter_table(recipe):
         dtype = half if row.width == 2 else "float32"
         as_loaded = "uint8" if row.quantized else dtype
         found.append((row.count, row.blocks, "parameters", row.shape, as_loaded, "loaded", row.name))

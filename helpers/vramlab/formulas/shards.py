@@ -22,22 +22,30 @@ from math import prod
 from ..hardware.overhead import rounded
 from ..hardware.reserved import internal_fragmentation, pack
 from ..recipe.recipe import Recipe
-from . import model_states as stored
+from . import model_states
 from .fsdp import own, padded, unit_of
-from .model_states import CacheKey, Held, Row, held, in_order, is_sharded_by, state_sizes
+from .model_states import (
+    CacheKey,
+    ParameterRow,
+    RankBytes,
+    is_sharded_by,
+    parameter_table,
+    state_sizes,
+    tensors_in_order,
+)
 from .step import step_temporaries
 
 
-def of_rank(recipe: Recipe) -> Held:
+def rank_bytes(recipe: Recipe) -> RankBytes:
     """Bytes that this rank holds; everything without sharding."""
     sharding = recipe.sharding
     if sharding is None or sharding.engine in ("tensor", "pipeline"):
         return _alone(recipe)
-    return _of_rank(_Key(recipe))
+    return _rank_bytes(_Key(recipe))
 
 
 class _Key(CacheKey):
-    """A recipe, equal to others by what `of_rank` depends on."""
+    """A recipe, equal to others by what `rank_bytes` depends on."""
 
     def __init__(self, r: Recipe):
         self.recipe = r
@@ -46,21 +54,21 @@ class _Key(CacheKey):
 
 
 @lru_cache(maxsize=512)
-def _of_rank(key: _Key) -> Held:
+def _rank_bytes(key: _Key) -> RankBytes:
     recipe = key.recipe
     if recipe.sharding.engine == "deepspeed":
-        from .deepspeed import of_rank
+        from .deepspeed import deepspeed_bytes
 
-        return of_rank(recipe)
+        return deepspeed_bytes(recipe)
     return _fsdp(recipe) if is_sharded_by(recipe, "fsdp") else _ddp(recipe)
 
 
-def _alone(recipe: Recipe) -> Held:
-    return Held(
-        stored.parameter_bytes(recipe),
-        stored.gradient_bytes(recipe),
-        stored.optimizer_state_bytes(recipe),
-        stored.fragmentation_bytes(recipe),
+def _alone(recipe: Recipe) -> RankBytes:
+    return RankBytes(
+        model_states.parameter_bytes(recipe),
+        model_states.gradient_bytes(recipe),
+        model_states.optimizer_state_bytes(recipe),
+        model_states.fragmentation_bytes(recipe),
         step_temporaries(recipe),
     )
 
@@ -68,7 +76,7 @@ def _alone(recipe: Recipe) -> Held:
 # --- DDP --------------------------------------------------------------------------------------------------------------
 
 
-def _ddp(recipe: Recipe) -> Held:
+def _ddp(recipe: Recipe) -> RankBytes:
     """A replica with buckets beside its gradients; the states of this rank."""
     alone = _alone(recipe)
     found = replace(alone, always={"workspace": sum(buckets(recipe))})
@@ -88,7 +96,7 @@ def buckets(recipe: Recipe) -> list[int]:
     each and the first one up to 1 MiB (`_DEFAULT_FIRST_BUCKET_BYTES`; torch/csrc/distributed/c10d/reducer.cpp,
     `compute_bucket_assignment_by_size`: a bucket is full with the tensor that reaches its limit)."""
     sizes, current, limit = [], 0, 1 << 20
-    for row in reversed(in_order(recipe)):
+    for row in reversed(tensors_in_order(recipe)):
         if row.trained:
             current += prod(row.shape) * row.width
             if current >= limit:
@@ -98,13 +106,13 @@ def buckets(recipe: Recipe) -> list[int]:
     return [rounded(size) + internal_fragmentation(rounded(size)) for size in sizes]
 
 
-def dealt(recipe: Recipe, rank: int) -> list[Row]:
+def dealt(recipe: Recipe, rank: int) -> list[ParameterRow]:
     """The tensors whose states are this rank's: each to the rank with fewest numbers so far, in order of size within a
     parameter group (`ZeroRedundancyOptimizer._partition_parameters`)."""
     ranks, mine = recipe.sharding.world_size, []
     loads = [(0, i) for i in range(ranks)]
     heapq.heapify(loads)
-    rows = [row for row in in_order(recipe) if row.trained]
+    rows = [row for row in tensors_in_order(recipe) if row.trained]
     for row in sorted(rows, key=lambda row: -prod(row.shape)):
         load, i = heapq.heappop(loads)
         heapq.heappush(loads, (load + prod(row.shape), i))
@@ -116,12 +124,12 @@ def dealt(recipe: Recipe, rank: int) -> list[Row]:
 # --- FSDP2 ------------------------------------------------------------------------------------------------------------
 
 
-def _fsdp(recipe: Recipe) -> Held:
+def _fsdp(recipe: Recipe) -> RankBytes:
     """Padded shards of the weights, states of the rows that are this rank's, one flat shard of a unit's gradients."""
     sharding, trainer = recipe.sharding, recipe.loop.name == "trainer"
     ranks, rank, offload = sharding.world_size, sharding.rank, sharding.offload is not None
     rows, units = [], {}
-    for row in held(recipe):
+    for row in parameter_table(recipe):
         shape = own(row.shape, ranks, rank)
         states = (
             state_sizes(shape, row.kind, row.width, recipe.optim, recipe.optim_args, trainer) if row.trained else ()
@@ -137,7 +145,7 @@ def _fsdp(recipe: Recipe) -> Held:
             size, _ = units.get(key, (0, 1))
             units[key] = size + padded(row.shape, ranks) * row.width * row.count // layers, layers
     if offload:
-        return Held(0, 0, 0, {}, 0)
+        return RankBytes(0, 0, 0, {}, 0)
     gradients = [rounded(size) for size, count in units.values() for _ in range(count)]
     sizes = {
         "parameters": [size for row in rows for size in row.blocks for _ in range(row.count)],
@@ -146,7 +154,7 @@ def _fsdp(recipe: Recipe) -> Held:
     }
     fragmentation = {name: pack(found) - sum(found) for name, found in sizes.items()}
     temporaries = step_temporaries(recipe, tuple(rows))
-    return Held(*(sum(sizes[name]) for name in sizes), fragmentation, temporaries)
+    return RankBytes(*(sum(sizes[name]) for name in sizes), fragmentation, temporaries)
 
 
 def notes(recipe: Recipe) -> list[str]:

@@ -11,16 +11,16 @@ from ..hardware.overhead import rounded
 from ..hardware.reserved import internal_fragmentation
 from ..hardware.scratch import norms_scratch
 from ..recipe.recipe import Recipe
-from .model_states import FP32, HALF, Row, held
+from .model_states import FP32, HALF, ParameterRow, parameter_table
 
 # Temporaries as large as the tensors updated together, (foreach, one by one), counted in torch/optim/*.py: AdamW's
 # `denom` is √v, RMSprop's likewise, Adagrad's `std` and `numerator`; one by one, √v / correction is a second one.
 COPIES = {"adamw_torch": (1, 2), "rmsprop": (1, 1), "adagrad": (2, 1), "sgd": (0, 0)}
 
 
-def step_temporaries(recipe: Recipe, rows: tuple[Row, ...] | None = None) -> int:
+def step_temporaries(recipe: Recipe, rows: tuple[ParameterRow, ...] | None = None) -> int:
     """Bytes of the step's temporaries at their highest moment, for all tensors or for `rows`, one rank's."""
-    loop, rows = recipe.loop, [row for row in (held(recipe) if rows is None else rows) if row.trained]
+    loop, rows = recipe.loop, [row for row in (parameter_table(recipe) if rows is None else rows) if row.trained]
     if loop.optimizer_in_backward:
         return 0
     most, before, trainer = 0, 0, loop.name == "trainer"
@@ -45,7 +45,7 @@ def step_temporaries(recipe: Recipe, rows: tuple[Row, ...] | None = None) -> int
     return most
 
 
-def _norms(rows: list[Row]) -> int:
+def _norms(rows: list[ParameterRow]) -> int:
     """Bytes of the gradients' norms: one a tensor, each in a block of its own, and their stack."""
     tensors = sum(row.count for row in rows)
     scratch = norms_scratch(tensors, max((prod(row.shape) for row in rows), default=0))

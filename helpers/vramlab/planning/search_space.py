@@ -93,13 +93,13 @@ def host_bytes(recipe: Recipe) -> int:
 
 def least_bytes(recipe: Recipe) -> int:
     """A lower bound of the predicted peak: one rank's weights, gradients and states when the optimizer steps."""
-    rank = shards.of_rank(recipe)
+    rank = shards.rank_bytes(recipe)
     return rank.parameters + rank.gradients + rank.optimizer_states
 
 
 def held_bytes(recipe: Recipe, chip: Chip) -> int:
     """A closer lower bound: at the end of forward the saved activations are there instead of gradients."""
-    rank = shards.of_rank(recipe)
+    rank = shards.rank_bytes(recipe)
     saved = int(SURE * walk(model_states.compute_recipe(recipe), chip).kept)
     return rank.parameters + rank.optimizer_states + max(rank.gradients, saved)
 

@@ -13,6 +13,7 @@ the share of the whole that a ring sends in each round (Patarasuk and Yuan 2009)
 from math import prod
 
 from ..formulas import model_states
+from ..formulas.model_states import parameter_table
 from ..hardware.gpu import Gpu
 from ..hardware.links import pcie_bandwidth
 from ..recipe.recipe import Recipe
@@ -27,7 +28,7 @@ CPU_ADAM = 28  # bytes a number that DeepSpeed's CPU Adam reads and writes: fp32
 
 def optimizer_traffic(recipe: Recipe) -> int:
     """Bytes that clipping and the update read and write on GPUs in a step, of all ranks together."""
-    rows = [row for row in model_states.held(recipe) if row.trained]
+    rows = [row for row in parameter_table(recipe) if row.trained]
     weights = sum(row.count * row.size for row in rows)
     passes = FOREACH.get(recipe.optim, FUSED) + (CLIPPING if recipe.loop.max_grad_norm is not None else 0)
     states = sum(row.count * sum(row.states) for row in rows)
@@ -70,7 +71,7 @@ def to_host(recipe: Recipe) -> tuple[float, float]:
     sharding = recipe.sharding
     if sharding and sharding.offload:
         gradients = model_states.gradient_bytes(recipe)
-        numbers = sum(row.count * prod(row.shape) for row in model_states.held(recipe) if row.trained)
+        numbers = sum(row.count * prod(row.shape) for row in parameter_table(recipe) if row.trained)
         crossing += 2 * gradients / sharding.world_size
         host += CPU_ADAM * numbers
         if sharding.offload == "parameters":
@@ -85,7 +86,7 @@ def paged_bytes(recipe: Recipe) -> int:
         return 0
     width = 1 if "8bit" in recipe.optim else model_states.FP32
     count = model_states.STATES[recipe.optim][0]
-    large = (row for row in model_states.held(recipe) if row.trained and prod(row.shape) >= model_states.SMALLEST_PAGED)
+    large = (row for row in parameter_table(recipe) if row.trained and prod(row.shape) >= model_states.SMALLEST_PAGED)
     return sum(count * width * row.count * prod(row.shape) for row in large)
 
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from functools import cache
 
 from vramlab.faces.plot import style
-from vramlab.formulas.model_states import bytes_per_parameter, held
+from vramlab.formulas.model_states import bytes_per_parameter, parameter_table
 from vramlab.formulas.predict import predict
 from vramlab.hardware.gpu import find_gpu
 from vramlab.planning.question import RANK, Question, usable_memory
@@ -65,7 +65,7 @@ def bytes_rows() -> list[tuple[str, dict[str, float]]]:
         )
     for label, base in (("LoRA r = 16", None), ("QLoRA r = 16", NF4)):
         recipe = Recipe(LADDER_MODEL, precision="bf16-true", lora=RANK, quantization=base)
-        n, found = recipe.shape.num_parameters, held(recipe)
+        n, found = recipe.shape.num_parameters, parameter_table(recipe)
         rows.append((label, {
             "parameters": sum(row.count * sum(row.blocks) for row in found) / n,
             "gradients": sum(row.count * row.size for row in found if row.trained) / n,
