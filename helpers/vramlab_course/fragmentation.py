@@ -1,6 +1,6 @@
 """Reserved against allocated over time: the requests of steps of many lengths, run through the allocator's model.
 
-    from vramlab.hardware.expandable import ExpandableAllocator
+    from vramlab_course.expandable import ExpandableAllocator
     from vramlab_course.fragmentation import follow, requests_of
 
     requests = requests_of(Recipe("gpt2", batch_size=8), lengths)

@@ -3,8 +3,8 @@
 import pytest
 from vramlab import Recipe
 from vramlab.hardware.allocator import Allocator, AllocatorError
-from vramlab.hardware.expandable import ExpandableAllocator
 from vramlab.simulation.simulate import simulate
+from vramlab_course.expandable import ExpandableAllocator
 from vramlab_course.fragmentation import follow, requests_of
 
 RECIPE = Recipe("pythia-70m", batch_size=4, num_layers=2)

@@ -7,7 +7,7 @@ HELPERS = ROOT / "helpers"
 # Lines of Python. They may fall, and a ceiling falls with them.
 CEILINGS = {
     "vramlab/report": 700,
-    "vramlab/hardware": 1160,
+    "vramlab/hardware": 1030,
     "vramlab/recipe": 2150,
     "vramlab/training": 2040,
     "vramlab/tracking": 930,
@@ -17,7 +17,7 @@ CEILINGS = {
     "vramlab/planning": 1190,
     "vramlab/faces": 1700,
     "vramlab_course/claims": 1200,
-    "vramlab_course": 5640,
+    "vramlab_course": 5770,
 }
 LONGEST = 480
 

@@ -7,7 +7,7 @@ otherwise the request rounded up to 2 MiB (kRoundLarge). The smallest free block
 becomes a free block if it is at least 512 bytes (small pool) or over 1 MiB (large pool), else it stays part of the
 allocation, which is why `allocated` can exceed the requests. Freed blocks merge with free neighbours and stay cached.
 Where the card has no room for a segment, every segment without a living block is released, and it is tried again
-(`release_cached_blocks`). `expandable.py` has the other kind of segments.
+(`release_cached_blocks`).
 """
 
 import bisect

@@ -7,10 +7,10 @@ import random
 from functools import cache
 
 from vramlab.hardware.allocator import Allocator
-from vramlab.hardware.expandable import ExpandableAllocator
 from vramlab.hardware.gpu import find_gpu
 from vramlab.recipe.recipe import Recipe
 
+from vramlab_course.expandable import ExpandableAllocator
 from vramlab_course.fragmentation import Followed, Requests, follow, requests_of
 from vramlab_course.lengths import SETTINGS, measure_lengths, save_lengths
 

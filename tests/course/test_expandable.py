@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from vramlab.hardware.allocator import Allocator, AllocatorError
-from vramlab.hardware.expandable import ExpandableAllocator, Hole
 from vramlab.report.report import GiB, KiB, MiB
+from vramlab_course.expandable import ExpandableAllocator, Hole
 
 SIZES = st.one_of(st.integers(1, 4 * KiB), st.integers(1, 3 * MiB), st.integers(1 * MiB, 40 * MiB))
 ACTIONS = st.lists(

@@ -9,8 +9,8 @@ on. `empty_cache` unmaps every page that lies wholly in a free block.
 import bisect
 from dataclasses import dataclass, field
 
-from .allocator import Allocator, Block, Pool, link
-from .overhead import LARGE_SEGMENT, SMALL_SEGMENT, UNIT
+from vramlab.hardware.allocator import Allocator, Block, Pool, link
+from vramlab.hardware.overhead import LARGE_SEGMENT, SMALL_SEGMENT, UNIT
 
 START, LENGTH = LARGE_SEGMENT << 30, LARGE_SEGMENT << 20  # of a range, in whole pages of both kinds
 
