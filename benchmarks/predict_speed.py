@@ -16,7 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from vramlab import predict, simulate
-from vramlab.formulas.account import kept_account
+from vramlab.formulas.account import cached_account
 
 sys.path.append(str(Path(__file__).parents[1] / "tests"))
 from predict_grid import grid
@@ -36,7 +36,7 @@ def milliseconds(call: Callable[[], object], repeats: int = REPEATS, before: Cal
 
 
 def main() -> None:
-    recipes, forget = grid(), kept_account.cache_clear
+    recipes, forget = grid(), cached_account.cache_clear
     found = {
         "first": [milliseconds(lambda r=recipe: predict(r), 1) for recipe in recipes],
         "sweep": [milliseconds(lambda r=recipe: predict(r), before=forget) for recipe in recipes],

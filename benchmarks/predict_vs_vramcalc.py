@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 
 from vramlab import Loop, LoRA, Recipe, Report, predict, simulate
-from vramlab.formulas.account import kept_account
+from vramlab.formulas.account import cached_account
 from vramlab.report.report import GiB, text_table
 
 try:
@@ -43,7 +43,7 @@ def ours(name: str, batch: int, tokens: int, **settings) -> Recipe:
 
 def afresh(recipe: Recipe) -> Report:
     """What predict says without remembering the recipe."""
-    kept_account.cache_clear()
+    cached_account.cache_clear()
     return predict(recipe)
 
 

@@ -129,7 +129,7 @@ def test_depth_costs_nothing():
         for _ in range(5):
             start = time.process_time()
             for _ in range(20):
-                account.kept_account.cache_clear()
+                account.cached_account.cache_clear()
                 predict(recipe)
             best.append((time.process_time() - start) / 20)
         return min(best)
@@ -550,28 +550,28 @@ CHANGES = [
 
 
 @pytest.mark.parametrize("base,change", CHANGES, ids=[str(change) for _, change in CHANGES])
-def test_a_kept_account_serves_no_other_recipe(base, change):
+def test_a_cached_account_serves_no_other_recipe(base, change):
     changed = base.replace(**change)
     exist = changed.gradient_accumulation_steps > 1
     one, other = account.Account(base), account.Account(changed, gradients_exist=exist)
     assert (one.live, one.pieces) != (other.live, other.pieces)
-    account.kept_account.cache_clear()
+    account.cached_account.cache_clear()
     predict(base)
     after_another = predict(changed).to_json()
-    account.kept_account.cache_clear()
+    account.cached_account.cache_clear()
     assert predict(changed).to_json() == after_another
 
 
-def test_a_kept_account_knows_the_card_and_serves_every_optimizer():
+def test_a_cached_account_knows_the_card_and_serves_every_optimizer():
     recipe = LLAMA.replace(precision="bf16-true")
-    account.kept_account.cache_clear()
+    account.cached_account.cache_clear()
     a100, t4 = predict(recipe, "A100"), predict(recipe, "T4")
     assert a100.phases["forward"] != t4.phases["forward"]
     predict(recipe.replace(optim="sgd", sharding=Sharding(1, 8, "ddp"), loop="plain"), "A100")
     predict(recipe.replace(optim="sgd", loop="plain"), "A100")
     for rank in (0, 7):  # FSDP gathers in its account, all ranks alike
         predict(recipe.replace(sharding=Sharding(3, 8, rank=rank)), "A100")
-    assert account.kept_account.cache_info()[:2] == (2, 4)  # hits, misses
+    assert account.cached_account.cache_info()[:2] == (2, 4)  # hits, misses
 
 
 def test_predictions_leave_nothing_to_the_garbage_collector():
@@ -581,13 +581,13 @@ def test_predictions_leave_nothing_to_the_garbage_collector():
     recipes += [LLAMA.replace(sharding=sharding) for sharding in (Sharding(3, 8), Sharding(2, 8, "deepspeed"))]
     for recipe in recipes:
         predict(recipe)
-    account.kept_account.cache_clear()
+    account.cached_account.cache_clear()
     gc.collect()
     gc.disable()
     try:
         for recipe in recipes:
             predict(recipe)
-        account.kept_account.cache_clear()
+        account.cached_account.cache_clear()
         assert gc.collect() == 0
     finally:
         gc.enable()

@@ -158,7 +158,7 @@ def test_zero_redundancy_optimizer_deals_as_the_formula():
         parts = optimizer._partition_parameters()
     for rank, groups in enumerate(parts):
         real = sorted(tuple(p.shape) for group in groups for p in group["params"])
-        assert sorted(row.shape for row in shards.dealt(recipe, rank)) == real
+        assert sorted(row.shape for row in shards.zero_redundancy_tensors(recipe, rank)) == real
 
 
 def test_a_sharded_prediction_is_quick():

@@ -11,7 +11,7 @@ CEILINGS = {
     "vramlab/recipe": 2150,
     "vramlab/training": 2040,
     "vramlab/tracking": 930,
-    "vramlab/formulas": 3390,
+    "vramlab/formulas": 3370,
     "vramlab/simulation": 2340,
     "vramlab/measurement": 1300,
     "vramlab/planning": 1190,

@@ -212,24 +212,22 @@ def _model_class(recipe: Recipe) -> type[Model]:
     return classes.get(recipe.sharding.engine, Model) if recipe.sharding else Model
 
 
-class AccountKey(CacheKey):
-    """What an `Account` is made of."""
-
-    def __init__(self, recipe: Recipe, chip: Chip, gradients_exist: bool):
-        r, self.arguments = recipe, (recipe, chip, gradients_exist)
-        optim = (r.optim, r.optim_args) if r.loop.optimizer_in_backward else None
-        sizes = (r.shape, r.batch_size, r.seq_len, r.gradient_checkpointing, r.attn_implementation)
-        part = (compute_recipe(r).precision,)
-        if is_model_parallel(r):
-            part = (*part, r.sharding)
-        elif is_sharded_by(r, "fsdp") or gradient_reduction(r):  # all ranks compute alike
-            part = (*part, dataclasses.replace(r.sharding, rank=0))
-        self.key = (*sizes, r.precision, r.lora, r.quantization, r.loop, optim, chip, gradients_exist, part)
+def kept_account(recipe: Recipe, chip: Chip, gradients_exist: bool) -> Account:
+    """The account, one of the last few: recipes that differ in optimizer or rank alone share theirs."""
+    r, part = recipe, (compute_recipe(recipe).precision,)
+    optim = (r.optim, r.optim_args) if r.loop.optimizer_in_backward else None
+    if is_model_parallel(r):
+        part = (*part, r.sharding)
+    elif is_sharded_by(r, "fsdp") or gradient_reduction(r):  # all ranks compute alike
+        part = (*part, dataclasses.replace(r.sharding, rank=0))
+    sizes = (r.shape, r.batch_size, r.seq_len, r.gradient_checkpointing, r.attn_implementation)
+    key = (*sizes, r.precision, r.lora, r.quantization, r.loop, optim, chip, gradients_exist, part)
+    return cached_account(CacheKey(key, recipe, chip, gradients_exist))
 
 
 @lru_cache(maxsize=32)
-def kept_account(key: AccountKey) -> Account:
-    """The account of `key`, one of the last few: recipes that differ in optimizer or rank alone share theirs."""
+def cached_account(key: CacheKey) -> Account:
+    """The account of `key.arguments`."""
     return Account(*key.arguments)
 
 

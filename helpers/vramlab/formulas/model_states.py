@@ -37,13 +37,15 @@ STATE_BLOCK = 256  # and 8-bit states have one fp32 scale for so many numbers
 SMALLEST_PAGED = 100_000  # `Optimizer8bit.get_state_buffer`: larger states go to unified memory
 
 
+COPY = " (trained copy)"  # ends the name of what PEFT trains whole
 Sizes = dict[str, int]  # category to bytes
 
 
 class CacheKey:
-    """Arguments of a cached function, equal to others by `key`: the settings that its result depends on."""
+    """`arguments` of a cached function, equal to others by `key`: the settings that its result depends on."""
 
-    key: tuple
+    def __init__(self, key: tuple, *arguments):
+        self.key, self.arguments = key, arguments
 
     def __hash__(self) -> int:
         return hash(self.key)
@@ -215,7 +217,7 @@ def cached_table(
         own = FP32 if fp32 else width
         rows[name, weight.shape, kind, own, trained, quantized, decayed] += 1
         if is_trained_whole(weight.name, saved):
-            copies[f"{name} (trained copy)", weight.shape, kind, own, True, None, decayed] += 1
+            copies[name + COPY, weight.shape, kind, own, True, None, decayed] += 1
     cast = lora and lora.autocast_adapter_dtype  # None: adapters are as wide as everything else (`compute_recipe`)
     adapter = FP32 if cast or (quantization and cast is not None) else width
     for name, inside, out in targets:
@@ -325,16 +327,25 @@ def fragmentation_bytes(recipe: Recipe) -> dict[str, int]:
 
 @lru_cache(maxsize=512)
 def _fragmentation(shape: Shape, *form) -> dict[str, int]:
-    """All tensors packed in the order of their names; gradients in the other order."""
-    rows = {(row.name, row.shape): row for row in cached_table(shape, *form)}
-    order = [rows[starred_name(weight.name), weight.shape] for weight in shape.weights()]
-    order += [row for row in rows.values() if row.kind == "lora" for _ in range(row.count)]
+    order = _in_order(shape, cached_table(shape, *form))
     sizes = {
         "parameters": [size for row in order for size in row.blocks],
         "gradients": [row.size for row in reversed(order) if row.trained],
         "optimizer_states": [size for row in order for size in row.states],
     }
     return {name: pack(found) - sum(found) for name, found in sizes.items()}
+
+
+def tensors_in_order(recipe: Recipe) -> list[ParameterRow]:
+    """One row for each tensor, in the order of `named_parameters()`, adapters and trained copies last."""
+    return _in_order(recipe.shape, parameter_table(recipe))
+
+
+def _in_order(shape: Shape, table: tuple[ParameterRow, ...]) -> list[ParameterRow]:
+    rows = {(row.name, row.shape): row for row in table}
+    order = [rows[starred_name(weight.name), weight.shape] for weight in shape.weights()]
+    added = [row for row in table if row.name.endswith((".lora_A", ".lora_B", COPY))]
+    return order + [row for row in added for _ in range(row.count)]
 
 
 def bytes_per_parameter(precision: str, optim: str) -> dict[str, float]:
@@ -352,12 +363,3 @@ def bytes_per_parameter(precision: str, optim: str) -> dict[str, float]:
     copy = HALF if precision.endswith("-mixed") else 0
     parts = {"weights": width, "gradients": width, "states": states, "autocast copy": copy, "foreach": temporary}
     return {**parts, "kept": width + width + states, "most": sum(parts.values())}
-
-
-def tensors_in_order(recipe: Recipe) -> list[ParameterRow]:
-    """Every tensor of the model, in the order of their names, adapters last; each has a count of 1."""
-    rows = {(row.name, row.shape): replace(row, count=1) for row in parameter_table(recipe)}
-    order = [rows[starred_name(weight.name), weight.shape] for weight in recipe.shape.weights()]
-    names = {(row.name, row.shape) for row in order}
-    others = [row for row in parameter_table(recipe) if (row.name, row.shape) not in names]
-    return order + [rows[row.name, row.shape] for row in others for _ in range(row.count)]

@@ -15,12 +15,13 @@ from ..hardware import reserved
 from ..hardware.gpu import DEFAULT_CHIP, Gpu, find_gpu
 from ..hardware.overhead import cublas_workspace
 from ..recipe import lora_modules
+from ..recipe.options import Sharding
 from ..recipe.recipe import Recipe, as_recipe
 from ..recipe.weights import unquantized
 from ..report.errors import RecipeError
 from ..report.report import CATEGORIES, Bytes, Phase, Report, Tensor, format_bytes
 from . import model_parallel, model_states, shards
-from .account import Account, AccountKey, kept_account
+from .account import Account, kept_account
 from .ledger import Entry
 from .model_states import RankBytes, Sizes, is_sharded_by
 
@@ -51,11 +52,11 @@ def predict(recipe: Recipe | Any, gpu: str | Gpu | None = None) -> Report:
         raise RecipeError("lora.target_modules", recipe.lora.target_modules, allowed)
     exist = recipe.gradient_accumulation_steps > 1 or not recipe.loop.set_to_none  # gradients, when backward begins
     part, chip = model_parallel.rank_recipe(recipe), card.chip if card else DEFAULT_CHIP
-    account = kept_account(AccountKey(part, chip, exist))
+    account = kept_account(part, chip, exist)
     rank = shards.rank_bytes(part)
     phases = _Step(part, account, rank, card, exist).phases()
     if model_parallel.is_model_parallel(recipe) and recipe.sharding.engine == "pipeline":
-        later = _Step(part, kept_account(AccountKey(part, chip, True)), rank, card, True).phases()
+        later = _Step(part, kept_account(part, chip, True), rank, card, True).phases()
         phases = model_parallel.pipelined(recipe, phases, later, account.phases[2]["activations"])
     name = max(phases, key=lambda phase: phases[phase].peak.total)
     peak = phases[name].peak
@@ -219,7 +220,7 @@ def _largest(groups: dict[tuple, list]) -> list[Tensor]:
 
 
 def _notes(recipe: Recipe, account: Account, card: Gpu | None, peak: int) -> list[str]:
-    notes = shards.notes(recipe) + unquantized(recipe) + lora_modules.notes(recipe.shape, recipe.lora)
+    notes = _sharding_notes(recipe.sharding) + unquantized(recipe) + lora_modules.notes(recipe.shape, recipe.lora)
     if account.approximate:
         low, high = (format_bytes(peak * n) for n in (reserved.UNKNOWN, 1 / reserved.UNKNOWN))
         notes.append(
@@ -230,4 +231,13 @@ def _notes(recipe: Recipe, account: Account, card: Gpu | None, peak: int) -> lis
         notes.append("torch_compile: activations and temporaries are those of the eager step")
     if card and (why := card.why_not(recipe.precision)):
         notes.append(why)
+    return notes
+
+
+def _sharding_notes(sharding: Sharding | None) -> list[str]:
+    notes = []
+    if sharding and sharding.world_size > 1:
+        notes.append(f"rank {sharding.rank} of {sharding.world_size}: buffers of NCCL are not counted")
+    if sharding and sharding.offload:
+        notes.append(f"{sharding.offload} offloaded to host memory, which needs them in full")
     return notes
