@@ -1,6 +1,6 @@
 """Reports made by hand, for the tests of what shows reports."""
 
-from vramlab.report.report import Bytes, GiB, Interval, Moment, Phase, Report, Tensor
+from vramlab.report.report import Bytes, GiB, Interval, Moment, Phase, Report, TensorGroup
 
 TITLE = "polyglot-ko-1.3b · batch 4 · 256 tokens · fp16-true · adamw_torch"
 RECIPE = {"model": "polyglot-ko-1.3b", "batch_size": 4, "seq_len": 256, "precision": "fp16-true"}
@@ -53,8 +53,10 @@ def report(source: str = "simulated", scale: float = 1.0, **changes) -> Report:
         "peak_phase": "step",
         "timeline": [Moment(10 * i, phase, bytes_) for i, (phase, bytes_) in enumerate(steps)],
         "largest": [
-            Tensor(int(0.574 * GiB * scale), "temporaries", (30080, 2048), "float16", "_foreach_sqrt", "optimizer"),
-            Tensor(int(0.115 * GiB * scale), "parameters", (30080, 2048), "float16", "load", "embed_in", 2),
+            TensorGroup(
+                int(0.574 * GiB * scale), "temporaries", (30080, 2048), "float16", "_foreach_sqrt", "optimizer"
+            ),
+            TensorGroup(int(0.115 * GiB * scale), "parameters", (30080, 2048), "float16", "load", "embed_in", 2),
         ],
         "reserved": Interval(int(peak.total * 1.01), int(peak.total * 1.05), int(peak.total * 1.1)),
     }

@@ -19,7 +19,7 @@ from ..recipe.options import Sharding
 from ..recipe.recipe import Recipe, as_recipe
 from ..recipe.weights import unquantized
 from ..report.errors import RecipeError
-from ..report.report import CATEGORIES, Bytes, Phase, Report, Tensor, format_bytes
+from ..report.report import CATEGORIES, Bytes, Phase, Report, TensorGroup, format_bytes
 from . import model_parallel, model_states, shards
 from .account import Account, kept_account
 from .ledger import Entry
@@ -213,10 +213,10 @@ def _blocks(groups: dict[tuple, list], peak: Bytes) -> Counter:
     return blocks
 
 
-def _largest(groups: dict[tuple, list]) -> list[Tensor]:
+def _largest(groups: dict[tuple, list]) -> list[TensorGroup]:
     """The largest groups of equal tensors."""
     found = [(-key[0] * count, i, (*key, where, count)) for i, (key, (count, where, _)) in enumerate(groups.items())]
-    return [Tensor(*row) for *_, row in sorted(found)[:LISTED]]
+    return [TensorGroup(*row) for *_, row in sorted(found)[:LISTED]]
 
 
 def _notes(recipe: Recipe, account: Account, card: Gpu | None, peak: int) -> list[str]:

@@ -24,24 +24,15 @@ class ComparisonRow:
 
 @dataclass(frozen=True)
 class Comparison:
-    """A table of reports.
+    """A table of reports."""
 
-    Attributes:
-        title: the recipe in one line.
-        unit: unit of the sizes on screen.
-        labels: a short name for each report with figures.
-        against: label of the report that differences are taken against; None without reports.
-        failed: a sentence for each report without figures (out of memory).
-        notes: sentences that qualify the differences.
-    """
-
-    title: str
-    unit: str
-    labels: tuple[str, ...]
-    against: str | None
+    title: str  # the recipe in one line
+    unit: str  # of the sizes on screen
+    labels: tuple[str, ...]  # a short name for each report with figures
+    against: str | None  # label of the report that differences are taken against; None without reports
     rows: tuple[ComparisonRow, ...]
-    failed: tuple[str, ...] = ()
-    notes: tuple[str, ...] = ()
+    failed: tuple[str, ...] = ()  # a sentence for each report without figures, such as out of memory
+    notes: tuple[str, ...] = ()  # sentences that qualify the differences
 
     def row(self, name: str) -> ComparisonRow:
         """The row of that name, for example "peak total". Raises ValueError when there is none."""
@@ -73,11 +64,9 @@ class Comparison:
         for section, rows in groupby(self.rows, key=lambda row: row.section):
             lines.append((section, *[""] * (len(lines[0]) - 1)))
             for row in rows:
-                cells = [_cell(value, self.unit) for value in row.values]
-                found = self.differences(row.name)
+                cells, found = [_cell(value, self.unit) for value in row.values], self.differences(row.name)
                 for label in others:
-                    change, relative = found.get(label, (None, 0.0))
-                    cells += ["", ""] if change is None else [_signed(change, self.unit), _per_cent(relative)]
+                    cells += _change(*found[label], self.unit) if label in found else ["", ""]
                 lines.append((f"  {row.name}", *cells))
                 if any(isinstance(value, Interval) for value in row.values):
                     ranges = [_range(value, self.unit) for value in row.values]
@@ -234,7 +223,7 @@ def _number(value: Report | Bytes | Value) -> int | None:
         value = value.peak
     if isinstance(value, Bytes):
         return value.total
-    return None if isinstance(value, str) else value.value if isinstance(value, Interval) else value
+    return None if value is None or isinstance(value, str) else int(value)
 
 
 def _in_unit(n: int, unit: str) -> str:
@@ -242,18 +231,18 @@ def _in_unit(n: int, unit: str) -> str:
 
 
 def _cell(value: Value, unit: str) -> str:
-    return "–" if value is None else value if isinstance(value, str) else _in_unit(_number(value), unit)
+    return "–" if value is None else value if isinstance(value, str) else _in_unit(int(value), unit)
 
 
 def _range(value: Value, unit: str) -> str:
     return f"{_in_unit(value.low, unit)}–{_in_unit(value.high, unit)}" if isinstance(value, Interval) else ""
 
 
-def _signed(change: int, unit: str) -> str:
-    return "0" if change == 0 else f"{'+' if change > 0 else '−'}{_in_unit(abs(change), unit)}"
-
-
-def _per_cent(relative: float) -> str:
-    if abs(relative) >= 10:  # per cent no longer say anything
-        return "–" if relative in INFINITE else f"×{relative + 1:,.0f}"
-    return "0" if relative == 0 else f"{'+' if relative > 0 else '−'}{abs(relative):.2%}"
+def _change(change: int, relative: float, unit: str) -> list[str]:
+    """The two cells of a difference; far from the reference, per cent no longer say anything."""
+    sign, size = "+" if change > 0 else "−", _in_unit(abs(change), unit)
+    if not change:
+        return ["0", "0"]
+    if relative in INFINITE:
+        return [sign + size, "–"]
+    return [sign + size, f"×{relative + 1:,.0f}" if abs(relative) >= 10 else f"{sign}{abs(relative):.2%}"]

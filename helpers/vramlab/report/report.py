@@ -2,12 +2,12 @@
 
 import dataclasses
 import json
+import reprlib
 import time
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
-from functools import cache
 from types import NoneType, UnionType
-from typing import Any, get_args, get_origin, get_type_hints
+from typing import Any, get_args, get_origin
 
 from .errors import ReportError
 
@@ -87,9 +87,12 @@ class Interval:
 
     __str__ = text
 
+    def __int__(self) -> int:
+        return self.value
+
 
 @dataclass(frozen=True)
-class Tensor:
+class TensorGroup:
     """`count` equal tensors alive at the peak: size of one in bytes, the operator and the module that made them."""
 
     size: int
@@ -156,7 +159,7 @@ class Report:
     peak_phase: str
     status: str = "ok"
     message: str = ""
-    largest: list[Tensor] = field(default_factory=list)
+    largest: list[TensorGroup] = field(default_factory=list)
     allocated: int | None = None
     requested: int | None = None
     reserved: int | Interval | None = None
@@ -220,10 +223,8 @@ class Report:
         lines = [f"{self.source} ({self.target}), {unit}: {self.title}", text_table(rows)]
         lines.append(f"peak {format_bytes(self.peak.total, unit)} in {self.peak_phase}")
         for name in ("reserved", "process", "rss", "host"):
-            value = getattr(self, name)
-            if value is not None:
-                largest = value.value if isinstance(value, Interval) else value
-                own = max(unit, unit_for(largest), key=UNITS.get)  # a context is larger than a tiny module
+            if (value := getattr(self, name)) is not None:
+                own = max(unit, unit_for(int(value)), key=UNITS.get)  # a context is larger than a tiny module
                 lines.append(f"{name} {value.text(own) if isinstance(value, Interval) else format_bytes(value, own)}")
         if self.speed:
             lines.append(f"{self.speed.median:.4g} s a step, {self.speed.tokens_per_second:,.0f} tokens/s")
@@ -255,15 +256,13 @@ def environment(**more: Any) -> dict[str, Any]:
 
 
 def _decode(kind: Any, value: Any, where: str) -> Any:
-    """JSON's `value` as a `kind` of this module."""
+    """JSON's `value` as a `kind`, by the types of the dataclasses' fields. Raises ReportError about the field `where`."""
     origin, inner = get_origin(kind), get_args(kind)
-    if kind is Any:
+    if kind is Any or (value is None and NoneType in inner):
         return value
-    if origin is UnionType:
-        if value is None and NoneType in inner:
-            return None
-        fits = (e for e in inner if e is not NoneType and dataclasses.is_dataclass(e) == isinstance(value, dict))
-        return _decode(next(fits, inner[0]), value, where)
+    if origin is UnionType:  # a number or an object, or None
+        part = (each for each in inner if dataclasses.is_dataclass(each) and isinstance(value, dict))
+        return _decode(next(part, inner[0]), value, where)
     if dataclasses.is_dataclass(kind):
         return _decode_dataclass(kind, value, where)
     if origin is dict:
@@ -273,26 +272,6 @@ def _decode(kind: Any, value: Any, where: str) -> Any:
         if not isinstance(value, list | tuple):
             raise _field_error(where, value, "a list")
         return origin(_decode(inner[0], each, f"{where}[{i}]") for i, each in enumerate(value))
-    return _decode_scalar(kind, value, where)
-
-
-def _decode_dataclass(kind: Any, value: Any, where: str) -> Any:
-    """A dataclass from an object with its fields; `Bytes` also have a total, which must be their sum."""
-    fields = {f.name: f for f in dataclasses.fields(kind)}
-    values = dict(_object(value, where, [*fields, "total"] if kind is Bytes else list(fields)))
-    total = values.pop("total", None)
-    for name, f in fields.items():
-        if name not in values and f.default is f.default_factory is dataclasses.MISSING:
-            raise ReportError(f"Report field '{_path(where, name)}' is missing.")
-    kinds = _hints(kind)
-    made = kind(**{name: _decode(kinds[name], each, _path(where, name)) for name, each in values.items()})
-    if total is not None and total != made.total:
-        raise _field_error(_path(where, "total"), total, f"the sum of the categories, {made.total}")
-    return made
-
-
-def _decode_scalar(kind: type, value: Any, where: str) -> Any:
-    """Text or a number; sizes, counts and seconds are not negative, except what is unexplained."""
     if type(value) is not kind and (kind, type(value)) != (float, int):
         raise _field_error(where, value, {str: "text", int: "a whole number", float: "a number"}[kind])
     if kind is not str and not where.endswith("unexplained") and not 0 <= value < float("inf"):
@@ -300,27 +279,37 @@ def _decode_scalar(kind: type, value: Any, where: str) -> Any:
     return value
 
 
+def _decode_dataclass(kind: Any, value: Any, where: str) -> Any:
+    """A dataclass from an object with its fields; `Bytes` also have a total, which must be their sum."""
+    fields = {f.name: f for f in dataclasses.fields(kind)}
+    values = dict(_object(value, where, [*fields, *(["total"] if kind is Bytes else [])]))
+    total = values.pop("total", None)
+    for name, f in fields.items():
+        if name not in values and f.default is f.default_factory is dataclasses.MISSING:
+            raise ReportError(f"Report field '{_path(where, name)}' is missing.")
+    made = kind(**{name: _decode(fields[name].type, each, _path(where, name)) for name, each in values.items()})
+    if total is not None and total != made.total:
+        raise _field_error(_path(where, "total"), total, f"the sum of the categories, {made.total}")
+    return made
+
+
 def _object(value: Any, where: str, names: Collection[str] | None) -> dict[str, Any]:
+    """`value` if it is an object with no other names than `names`; None allows any."""
     if not isinstance(value, dict):
         raise _field_error(where, value, "an object with names and values")
-    for name in value:
-        if names is not None and name not in names:
+    for name in value if names is not None else ():
+        if name not in names:
             raise ReportError(f"Report field '{_path(where, name)}' is unknown; known are {', '.join(names)}.")
     return value
 
 
 def _path(where: str, name: str) -> str:
-    return f"{where}.{name}" if where else str(name)
+    return f"{where}.{name}".removeprefix(".")
 
 
 def _field_error(where: str, value: Any, allowed: str) -> ReportError:
-    shown = repr(value)
-    shown = shown if len(shown) <= 60 else f"{shown[:57]}..."
     subject = f"Report field '{where}'" if where else "A report"
-    return ReportError(f"{subject} is {shown}, but it must be {allowed}.")
-
-
-_hints = cache(get_type_hints)
+    return ReportError(f"{subject} is {reprlib.repr(value)}, but it must be {allowed}.")
 
 
 def _encode(value: Any) -> Any:

@@ -6,7 +6,7 @@ from functools import cached_property
 import numpy as np
 
 from ..hardware.allocator import replay
-from ..report.report import CATEGORIES, Bytes, Moment, Phase, Tensor
+from ..report.report import CATEGORIES, Bytes, Moment, Phase, TensorGroup
 from .tracker import Storage
 
 ATTRIBUTED = tuple(name for name in CATEGORIES if name != "unexplained")  # categories that a log knows
@@ -123,7 +123,7 @@ def merge(stretches: Iterable[tuple[str, Bytes, Bytes]]) -> dict[str, Phase]:
     return phases
 
 
-def largest(groups: dict[tuple, tuple[int, str]], count: int = 8) -> list[Tensor]:
+def largest(groups: dict[tuple, tuple[int, str]], count: int = 8) -> list[TensorGroup]:
     """The largest groups, from (size, category, shape, dtype, operator) to (how many, where the first was made)."""
     ranked = sorted(groups.items(), key=lambda item: (-item[0][0] * item[1][0], str(item[0])))
-    return [Tensor(*key, where=where, count=number) for key, (number, where) in ranked[:count] if number > 0]
+    return [TensorGroup(*key, where=where, count=number) for key, (number, where) in ranked[:count] if number > 0]

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from numbers import Real
 
 from ...report.compare import check_unit, failure
-from ...report.report import Moment, Report, Tensor
+from ...report.report import Moment, Report, TensorGroup
 from . import splits, style
 from .splits import amount, label_of, size_of, split_of
 
@@ -66,7 +66,7 @@ def _shade_phases(ax, moments: Sequence[Moment]) -> None:
             ax.annotate(label_of(phase), (middle, 0.985), xycoords="axes fraction", **look)
 
 
-def _tensor(tensor: Tensor, unit: str) -> str:
+def _tensor(tensor: TensorGroup, unit: str) -> str:
     """Describe tensors of one kind: bytes of all, count, purpose, shape, place."""
     count, first = (f"{tensor.count} × ", "first in ") if tensor.count > 1 else ("", "in ")
     where = f"{first}{tensor.where}" if tensor.where else f"by {tensor.op}"
