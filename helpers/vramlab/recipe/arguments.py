@@ -160,34 +160,24 @@ def _check_sharding(args: "TrainingArguments", sharding: Sharding | None) -> Non
     if sharding.engine != engine:
         raise RecipeError("sharding.engine", sharding.engine, f"the arguments ask for {engine!r}")
     if engine == "deepspeed":
-        found = args.deepspeed
+        found, wanted = args.deepspeed, deepspeed_config(sharding)
         if isinstance(found, str):
             with open(found, encoding="utf-8") as file:
                 found = json.load(file)
-        _check_deepspeed("deepspeed", found, deepspeed_config(sharding))
-        return
-    wrapped = "TRANSFORMER_BASED_WRAP" if sharding.wrap == "layers" else "NO_WRAP"
-    wanted = {  # and what accelerate takes where nothing is said
-        "version": (2, 2),
-        "reshard_after_forward": (sharding.stage == 3, True),
-        "cpu_offload": (bool(sharding.offload), False),
-        "activation_checkpointing": (False, False),
-        "auto_wrap_policy": (wrapped, "TRANSFORMER_BASED_WRAP"),
-        "min_num_params": (0, 0),
-        "xla": (False, False),
-    }
-    for name, (trained, usual) in wanted.items():
-        if (value := (args.fsdp_config or {}).get(name, usual)) != trained:
-            rest = f"the recipe's sharding is trained with {trained!r}: change one of the two"
-            raise RecipeError(f"fsdp_config.{name}", value, rest)
+    else:
+        usual = CLASSIFIED["fsdp_defaults"]
+        found = {key: (args.fsdp_config or {}).get(key, value) for key, value in usual.items()}
+        wanted = usual | _sharding_arguments(sharding)["fsdp_config"]
+        wanted["auto_wrap_policy"] = "TRANSFORMER_BASED_WRAP" if sharding.wrap == "layers" else "NO_WRAP"
+    _check_entries("deepspeed" if engine == "deepspeed" else "fsdp_config", found, wanted)
 
 
-def _check_deepspeed(name: str, found: dict[str, Any], wanted: dict[str, Any]) -> None:
-    """Raise RecipeError where DeepSpeed's configuration `found` is not the one that recipes are modelled with."""
+def _check_entries(name: str, found: dict[str, Any], wanted: dict[str, Any]) -> None:
+    """Raise RecipeError where FSDP's or DeepSpeed's configuration is not the one that recipes are modelled with."""
     for key in dict.fromkeys((*wanted, *found)):
         value, expected = found.get(key), wanted.get(key)
         if isinstance(value, dict) and isinstance(expected, dict):
-            _check_deepspeed(f"{name}.{key}", value, expected)
+            _check_entries(f"{name}.{key}", value, expected)
         elif value != expected and key not in CLASSIFIED["neutral_in_deepspeed"]:
             rest = f"this sharding is modelled with {expected!r}, as Recipe.training_arguments() writes it"
             raise RecipeError(f"{name}.{key}", value, rest)
