@@ -28,21 +28,22 @@ MARKER = "machine: "
 OK, WARN, MISSING = "ok", "warn", "missing"
 HOT = 84  # °C from which cards lower their clocks (Transformers' "Custom hardware for training": 84 to 90, by card)
 DISK_NEEDED, RAM_NEEDED = 5 * GiB, 4 * GiB
+HOSTED = {  # by the start of a variable of the environment
+    "COLAB_": "Runtime > Change runtime type > T4 GPU, then run again from the top; ",
+    "KAGGLE_KERNEL_RUN": "Settings > Accelerator > GPU T4 x2, then run again from the top; ",
+}
 WITHOUT_GPU = "predict and simulate need none; what fits runs on the CPU, the rest shows recorded measurements"
 
 
 @dataclass(frozen=True)
 class Check:
-    """One line of the report: `status` is "ok", "warn" or "missing", `advice` what to do, "" for nothing.
-
-    `required`: the course does not run without it.
-    """
+    """One line of the report."""
 
     name: str
-    status: str
+    status: str  # "ok", "warn" or "missing"
     value: str
-    advice: str = ""
-    required: bool = False
+    advice: str = ""  # what to do
+    required: bool = False  # the course does not run without it
 
 
 @dataclass(frozen=True)
@@ -57,11 +58,9 @@ class Doctor:
         return not any(c.required and c.status == MISSING for c in self.checks)
 
     def __getitem__(self, name: str) -> Check:
-        """Return the check called `name`. Raises KeyError."""
         return {check.name: check for check in self.checks}[name]
 
     def to_dict(self) -> dict[str, Any]:
-        """Return a JSON-ready dictionary."""
         return {"ok": self.ok, "checks": [asdict(c) for c in self.checks]}
 
     def __str__(self) -> str:
@@ -113,25 +112,26 @@ def requirements() -> list[tuple[str, str]]:
     return [(r.name, str(r.specifier)) for r in found if r.marker is None or r.marker.evaluate({"extra": "course"})]
 
 
+def judged(name: str, value: str, trouble: str = "", required: bool = False) -> Check:
+    """Return a check that warns where `trouble` says what to do."""
+    return Check(name, WARN if trouble else OK, value, trouble, required)
+
+
 def packages() -> Iterator[Check]:
     from packaging.specifiers import SpecifierSet
 
-    version = platform.python_version()
-    old = tuple(map(int, version.split(".")[:2])) < (3, 11)
-    yield Check("python", MISSING if old else OK, version, "the course needs 3.11 or newer" if old else "", True)
+    yield Check("python", OK, platform.python_version(), required=True)
     for name, specifier in requirements():
         try:
             version = metadata.version(name)
         except metadata.PackageNotFoundError:
             yield Check(name, MISSING, f"none, {specifier} needed", f"pip install '{name}{specifier}'", True)
             continue
-        if SpecifierSet(specifier).contains(version, prereleases=True):
-            yield Check(name, OK, version, required=True)
-            continue
         advice = f"pip install --upgrade '{name}{specifier}'"
         if name == "torch":  # on hosted notebooks it comes with the machine and fits its driver
             advice = "make a fresh environment, or take a newer runtime where torch comes with the machine"
-        yield Check(name, WARN, f"{version}, {specifier} needed", advice, True)
+        fits = SpecifierSet(specifier).contains(version, prereleases=True)
+        yield judged(name, version if fits else f"{version}, {specifier} needed", "" if fits else advice, required=True)
 
 
 def may_have_gpu() -> bool:
@@ -168,41 +168,37 @@ def gpus() -> Iterator[Check]:
         yield Check(f"GPU {index}", OK, f"{seen.name}, {memory}, compute capability {have}")
     for form in ("bf16", "tf32", "fp8"):
         why = current_device().gpu.why_not(form)
-        yield Check(form, WARN if why and form != "fp8" else OK, "no" if why else "yes", why if form != "fp8" else "")
+        yield judged(form, "no" if why else "yes", why if form != "fp8" else "")
 
 
 def _no_gpu(cuda: str | None) -> Check:
     """Say why torch sees no GPU."""
     seen = nvml_snapshot()
     if seen.available and not cuda:
-        advice = "install a CUDA build of torch: pytorch.org/get-started"
-        return Check("GPU", WARN, f"{seen.name}, but torch is a CPU build", advice)
+        return judged("GPU", f"{seen.name}, but torch is a CPU build", "install a CUDA build: pytorch.org/get-started")
     if seen.available:
         advice = f"driver {seen.driver} may be too old for CUDA {cuda}: update it, or take a torch for an older CUDA"
-        return Check("GPU", WARN, f"{seen.name}, but torch cannot use it", advice)
-    places = {
-        "COLAB_": "Runtime > Change runtime type > T4 GPU",
-        "KAGGLE_KERNEL_RUN": "Settings > Accelerator > GPU T4 x2",
-    }
-    where = next((menu for start, menu in places.items() if any(key.startswith(start) for key in os.environ)), "")
-    return Check("GPU", MISSING, "none", (f"{where}, then run again from the top; " if where else "") + WITHOUT_GPU)
+        return judged("GPU", f"{seen.name}, but torch cannot use it", advice)
+    where = (menu for start, menu in HOSTED.items() if any(key.startswith(start) for key in os.environ))
+    return Check("GPU", MISSING, "none", next(where, "") + WITHOUT_GPU)
 
 
 def sensors() -> Iterator[Check]:
     first = nvml_snapshot()
     if not first.available:
         torch = sys.modules.get("torch")
-        has_gpu = torch is not None and torch.cuda.is_available()
-        advice = "device-wide memory, heat and power cannot be shown" if has_gpu else ""
-        yield Check("NVML", WARN if has_gpu else MISSING, first.reason, advice)
+        if torch is not None and torch.cuda.is_available():
+            yield judged("NVML", first.reason, "device-wide memory, heat and power cannot be shown")
+        else:
+            yield Check("NVML", MISSING, first.reason)
         return
     yield Check("driver", OK, first.driver or first.missing["driver"])
     for s in all_sensors():
         if s.free is not None:
             busy = s.used - (s.process or 0) > max(GiB, 0.05 * s.total)
             advice = "other processes hold memory (nvidia-smi lists them): stop them before measuring" if busy else ""
-            value = f"{format_bytes(s.free, digits=2)} free of {format_bytes(s.total, digits=2)}"
-            yield Check(f"GPU {s.index} memory", WARN if busy else OK, value, advice)
+            free, total = (format_bytes(n, digits=2) for n in (s.free, s.total))
+            yield judged(f"GPU {s.index} memory", f"{free} free of {total}", advice)
         shown = {"temperature": "°C", "power": "W", "clock": "MHz"}
         values = [f"{getattr(s, name):.0f} {unit}" for name, unit in shown.items() if getattr(s, name) is not None]
         lost = [f"no {name} ({s.missing[name]})" for name in shown if name in s.missing]
@@ -216,22 +212,20 @@ def bitsandbytes() -> Iterator[Check]:
     """Try its native library: where torch is not loaded the CPU's alone, because its own import takes seconds."""
     name, without = "bitsandbytes library", "without it no 4-bit, no int8 and no 8-bit optimizers"
     try:
-        build = "CPU"
         if "torch" in sys.modules:
             logging.disable()  # it complains about what is reported here
             with contextlib.redirect_stderr(io.StringIO()):
                 from bitsandbytes import cextension
             if "Mock" in type(cextension.lib).__name__:
                 raise OSError
-            build = "CUDA" if getattr(cextension.lib, "compiled_with_cuda", False) else "CPU"
         else:
             ending = {"win32": "dll", "darwin": "dylib"}.get(sys.platform, "so")
             ctypes.CDLL(str(package_folder("bitsandbytes") / f"libbitsandbytes_cpu.{ending}"))
-        yield Check(name, OK, f"loads, {build} build")
+        yield Check(name, OK, "loads")
     except ImportError as error:
         yield Check(name, MISSING, f"does not import ({error})", f"pip install bitsandbytes; {without}")
     except OSError:
-        yield Check(name, WARN, "its native library does not load", f"python -m bitsandbytes says why; {without}")
+        yield judged(name, "its native library does not load", f"python -m bitsandbytes says why; {without}")
     finally:
         logging.disable(logging.NOTSET)
 
@@ -240,23 +234,16 @@ def machine() -> Iterator[Check]:
     try:
         total, free = host.memory()
         advice = "close other programs: notebooks that train on the CPU take a few GiB" if free < RAM_NEEDED else ""
-        value = f"{format_bytes(free, digits=1)} free of {format_bytes(total, digits=1)}"
-        yield Check("RAM", WARN if advice else OK, value, advice)
+        yield judged("RAM", f"{format_bytes(free, digits=1)} free of {format_bytes(total, digits=1)}", advice)
     except MissingExtra as error:
         yield Check("RAM", MISSING, "not seen", str(error))
     yield Check("CPU cores", OK, str(host.cores()))
     free = shutil.disk_usage(os.getcwd()).free
     advice = "recorded measurements and checkpoints need room: free some" if free < DISK_NEEDED else ""
-    yield Check("disk", WARN if advice else OK, f"{format_bytes(free, digits=1)} free here", advice)
+    yield judged("disk", f"{format_bytes(free, digits=1)} free here", advice)
     found = next((c for c in (os.environ.get("CXX"), "g++", "clang++", "cl") if c and shutil.which(c)), "")
-    advice = "" if found else "torch.compile needs one: install g++ (apt install g++); its sections are shown without"
-    yield Check("C++ compiler", OK if found else WARN, found or "none", advice)
+    advice = "torch.compile needs one: install g++ (apt install g++); its sections are shown without"
+    yield judged("C++ compiler", found or "none", "" if found else advice)
 
 
-LOOKS = {
-    "packages": packages,
-    "GPU": gpus,
-    "NVML": sensors,
-    "bitsandbytes library": bitsandbytes,
-    "machine": machine,
-}
+LOOKS = {"packages": packages, "GPU": gpus, "NVML": sensors, "bitsandbytes library": bitsandbytes, "machine": machine}

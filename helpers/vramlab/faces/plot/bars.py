@@ -29,7 +29,7 @@ def compare(
     unknown unit.
     """
     groups = [("", column_labels(reports, labels, same_recipe))]
-    return _draw(groups, reports, unit, limit, (title, subtitle(reports)), f"peak, {unit}")
+    return _draw(groups, reports, unit, limit, (title, subtitle(reports)), (f"peak, {unit}", unit))
 
 
 def compare_many(
@@ -43,7 +43,7 @@ def compare_many(
         raise ValueError("compare_many takes (name, reports) pairs, for example [('batch 4', [predicted, simulated])].")
     names = [(str(group), column_labels(reports)) for group, reports in groups]
     reports = [r for _, group in groups for r in group]
-    return _draw(names, reports, unit, limit, (title, subtitle(reports)), f"peak, {unit}")
+    return _draw(names, reports, unit, limit, (title, subtitle(reports)), (f"peak, {unit}", unit))
 
 
 def bars(
@@ -62,12 +62,12 @@ def bars(
     """
     if not len(labels) or len(labels) != len(values):
         raise ValueError(f"bars needs one label per value, not {len(labels)} labels for {len(values)} values.")
-    return _draw([("", [*map(str, labels)])], values, unit, limit, (title, subtitle), ylabel or unit, ylabel)
+    return _draw([("", [*map(str, labels)])], values, unit, limit, (title, subtitle), (ylabel or unit,) * 2)
 
 
 @style.styled()
-def _draw(groups: Groups, values: Sequence, unit: str, limit, headings: tuple[str, str], corner: str, ylabel=None):
-    """Draw a bar per value, its total above it, or words where a run failed."""
+def _draw(groups: Groups, values: Sequence, unit: str, limit, headings: tuple[str, str], sizes: tuple[str, str]):
+    """Draw a bar per value, its total above it, or words where a run failed; `sizes` names them in table and axes."""
     figure, ax = style.start(*headings)
     splits = [split_of(value) for value in values]
     positions = [bar + 0.6 * group for bar, group in enumerate(i for i, (_, names) in enumerate(groups) for _ in names)]
@@ -82,10 +82,10 @@ def _draw(groups: Groups, values: Sequence, unit: str, limit, headings: tuple[st
     draw_limit(ax, limit, unit)
     _name_bars(ax, groups, positions)
     _write_totals(ax, splits, list(zip(positions, above, strict=True)), unit)
-    ax.set_ylabel(ylabel or unit)
+    ax.set_ylabel(sizes[1])
     full = [f"{group}, {name}" if group else name for group, names in groups for name in names]
     alt = f"Stacked bars. {', '.join(filter(None, headings))}."
-    return style.finish(figure, split_rows(full, splits, unit, corner), alt, say_rows=True)
+    return style.finish(figure, split_rows(full, splits, unit, sizes[0]), alt, say_rows=True)
 
 
 def _write_totals(ax, splits: Sequence[Split], tops: Sequence[tuple[float, float]], unit: str) -> None:
