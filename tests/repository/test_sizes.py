@@ -8,8 +8,8 @@ HELPERS = ROOT / "helpers"
 CEILINGS = {
     "vramlab/report": 680,
     "vramlab/hardware": 1030,
-    "vramlab/recipe": 2150,
-    "vramlab/training": 2040,
+    "vramlab/recipe": 2190,
+    "vramlab/training": 2120,
     "vramlab/tracking": 930,
     "vramlab/formulas": 3370,
     "vramlab/simulation": 2340,

@@ -110,6 +110,15 @@ SPECIAL = {
     "half-precision input of fp32 norms": Recipe(
         config("phi", qk_layernorm=True), 1, 8, num_layers=1, precision="bf16-mixed"
     ),
+    "TRL's head over three tiles": Recipe(
+        config("qwen3", vocab_size=70_000), 2, 24, num_layers=1, precision="bf16-mixed", trainer="sft"
+    ),
+    "TRL's head, frozen": Recipe(
+        config("llama"), lora=EVERYWHERE, trainer="sft", gradient_checkpointing=True, **SMALL, precision="bf16-true"
+    ),
+    "TRL's mixture in 4 bits": Recipe(
+        config("mixtral"), trainer="sft", lora=LoRA(r=4), quantization=Quantization("nf4", prepare=False), **SMALL
+    ),
     "three layers of two kinds": Recipe(config("gemma2"), 2, 24, num_layers=3, gradient_checkpointing=True),
 }
 

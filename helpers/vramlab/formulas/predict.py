@@ -44,6 +44,8 @@ def predict(recipe: Recipe | Any, gpu: str | Gpu | None = None) -> Report:
             `simulate` takes both; or FlashAttention on a card that has none.
     """
     recipe = as_recipe(recipe)
+    if recipe.trainer == "sft":
+        raise RecipeError("trainer", "sft", "the formulas do not know its fused head: ask simulate")
     card = find_gpu(gpu) if gpu else None
     if card:
         card.require_attention(recipe.attn_implementation)

@@ -9,6 +9,7 @@ from .knobs import check, documented, knob
 
 PRECISIONS = ("fp32", "tf32", "fp16-mixed", "bf16-mixed", "fp16-true", "bf16-true")
 ATTENTION = ("eager", "sdpa", "flash_attention_2")
+TRAINERS = ("transformers", "sft")
 QUANT_TYPES = ("nf4", "fp4", "int8")
 _peft = partial(knob, elsewhere=True)
 STAGES = {"ddp": (0, 1), "fsdp": (2, 3), "deepspeed": (0, 1, 2, 3), "tensor": (0,), "pipeline": (0,)}

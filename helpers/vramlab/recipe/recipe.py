@@ -19,7 +19,7 @@ from .configuration import MOST_LAYERS, plain, read_json
 from .families import TASKS
 from .knobs import check, documented, knob, knobs, rebuild
 from .optimizers import ALIASES, OPTIMIZERS, optimizer_arguments
-from .options import ATTENTION, LOOPS, PRECISIONS, Loop, LoRA, Quantization, Sharding
+from .options import ATTENTION, LOOPS, PRECISIONS, TRAINERS, Loop, LoRA, Quantization, Sharding
 from .shapes import Shape, read_shape
 
 MOST = 2**24  # samples or tokens
@@ -116,6 +116,13 @@ class Recipe:
     )
     torch_compile: bool = _knob(False, "Compile the model.", elsewhere=True, shown="compiled")
     loop: Loop | str = knob("trainer", "The training loop.", choices=tuple(LOOPS), option=True, shown=_loop_words)
+    trainer: str = _knob(
+        "transformers",
+        "Whose Trainer computes the loss: transformers' own, or TRL's SFTTrainer, whose head makes no logits.",
+        choices=TRAINERS,
+        label="Trainer",
+        shown=lambda name: name == "sft" and "SFTTrainer",
+    )
     shape: Shape = field(init=False, repr=False, compare=False)
 
     def __post_init__(self):
@@ -132,6 +139,8 @@ class Recipe:
         self._set("shape", read_shape(self.model, num_layers=self.num_layers, task=self.task))
         self._fit_to_shape()
         self._check_together()
+        if self.trainer == "sft":
+            self._check_sft()
         parallel_limits.check(self)
 
     def _set(self, name: str, value: Any) -> None:
@@ -177,6 +186,27 @@ class Recipe:
         if loop.optimizer_in_backward and self.sharding and self.sharding.world_size > 1:
             raise RecipeError("loop", loop.name, "optimizer_in_backward is modelled for one device only")
 
+    def _check_sft(self) -> None:
+        """Raise RecipeError for what `trl.SFTTrainer` does not train."""
+        shape, loop = self.shape, self.loop
+        usual = dataclasses.replace(loop, max_grad_norm=1.0, empty_cache_steps=None)
+        if shape.task != "causal-lm":
+            raise RecipeError("trainer", "sft", f"SFTTrainer trains causal language models, not {shape.task}")
+        if usual != LOOPS["trainer"]:
+            raise RecipeError(
+                "loop", loop.name, "SFTTrainer has the Trainer's loop without a cache: use loop='trainer'"
+            )
+        if self.sharding and self.sharding.world_size > 1:
+            raise RecipeError("sharding", self.sharding.engine, "with trainer='sft' one device is modelled so far")
+        if self.quantization and self.quantization.prepare:
+            rest = "SFTTrainer does not call prepare_model_for_kbit_training: say Quantization(prepare=False)"
+            raise RecipeError("quantization.prepare", True, rest)
+        if self.lora and shape.head in (
+            name for name, *_ in shape.lora_targets(self.lora.target_modules, self.lora.modules_to_save)
+        ):
+            rest = f"SFTTrainer refuses an adapter on {shape.head}, whose weight its fused head reads: leave that out"
+            raise RecipeError("lora.target_modules", self.lora.target_modules, rest)
+
     @property
     def name(self) -> str:
         """The model's short name."""
@@ -204,6 +234,8 @@ class Recipe:
         for name, value in values.items():
             if dataclasses.is_dataclass(value):
                 values[name] = dataclasses.asdict(value)
+        if self.trainer == "transformers":  # keys of before there was a choice
+            del values["trainer"]
         return json.loads(json.dumps(values, default=str))
 
     def to_json(self) -> str:

@@ -58,6 +58,7 @@ EXTRAS = {
     **dict.fromkeys(("filelock", "pynvml"), "simulate"),
     "bitsandbytes": "quantization",
     "deepspeed": "deepspeed",
+    "trl": "trl",
     "matplotlib": "plot",
     **dict.fromkeys(("IPython", "ipywidgets", "latex2mathml"), "lab"),
 }

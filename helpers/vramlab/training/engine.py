@@ -118,6 +118,7 @@ class Training:
     Attributes:
         multi_tensor: use the optimizer's and clipping's multi-tensor kernels.
         accumulation: micro-batches in a step.
+        compute_loss: of a trainer that computes it from the model and the batch itself, instead of `loss_of`.
         per_parameter: parameter to its own optimizer, with optimizer_in_backward.
         further: the step's other micro-batches, where the loop has all of them on the device at once.
         outputs, loss: what the loop keeps alive between steps.
@@ -132,6 +133,7 @@ class Training:
     precision: str = "fp32"
     accumulation: int = 1
     loss_of: Callable[[Any, Any], "torch.Tensor"] = loss_of
+    compute_loss: "Callable[[Callable, Any], torch.Tensor] | None" = None
     scaler: Any = None
     engine: Engine = field(default_factory=Engine)
     per_parameter: dict = field(default_factory=dict)

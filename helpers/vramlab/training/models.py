@@ -13,6 +13,7 @@ from ..recipe.configuration import reason
 from ..recipe.families import TASKS
 from ..recipe.recipe import Recipe
 from ..report.errors import RecipeError
+from . import sft
 
 if TYPE_CHECKING:
     import torch
@@ -81,7 +82,7 @@ def default_dtype(dtype: "torch.dtype"):
 
 
 def _prepared(model: "torch.nn.Module", recipe: Recipe) -> "torch.nn.Module":
-    """`model` with the recipe's cache setting, quantized layers, checkpointing and adapters."""
+    """`model` with the recipe's cache setting, quantized layers, checkpointing, trainer's head and adapters."""
     if recipe.loop.use_cache is not None:
         model.config.use_cache = recipe.loop.use_cache
     if recipe.quantization:
@@ -93,6 +94,8 @@ def _prepared(model: "torch.nn.Module", recipe: Recipe) -> "torch.nn.Module":
         enable({"use_reentrant": False})
         if recipe.lora:
             model.enable_input_require_grads()
+    if recipe.trainer == "sft":
+        sft.prepare(model)
     return _adapters(model, recipe) if recipe.lora else model
 
 
@@ -189,10 +192,13 @@ def _adapters(model: "torch.nn.Module", recipe: Recipe) -> "torch.nn.Module":
         # adapters take their layer's dtype unless it is quantized, which it will be
         cast = cast or recipe.quantization is not None
         try:
-            return get_peft_model(model, LoraConfig(**values), autocast_adapter_dtype=cast)
+            model = get_peft_model(model, LoraConfig(**values), autocast_adapter_dtype=cast)
         except (TypeError, ValueError) as error:  # layers and names that PEFT does not adapt
             rest = f"PEFT refuses it for {recipe.name}: {reason(error)}"
             raise RecipeError("lora.target_modules", recipe.lora.target_modules, rest) from error
+    if recipe.trainer == "sft" and recipe.quantization:
+        sft.half_adapters(model)
+    return model
 
 
 def materialise(model: "torch.nn.Module", device: "torch.device") -> None:

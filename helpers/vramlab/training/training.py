@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from ..recipe.recipe import Recipe
+from . import sft
 from .engine import AUTOCAST, Training, autocast
 from .engines import engine_of
 from .models import build_model, real_tensors
@@ -44,6 +45,8 @@ def build(recipe: Recipe, device: str = "cpu", target: str | None = None, pretra
         accumulation=recipe.gradient_accumulation_steps,
         engine=engine,
     )
+    if recipe.trainer == "sft":
+        training.compute_loss = sft.compute_loss(training.model)
     if loop.name == "trainer":  # Trainer.get_batch_samples fetches the whole step's micro-batches first
         training.further = [make_batch(recipe, device) for _ in range(training.accumulation - 1)]
 
@@ -66,7 +69,10 @@ def build(recipe: Recipe, device: str = "cpu", target: str | None = None, pretra
 
 
 def make_batch(recipe: Recipe, device: str = "cpu") -> dict[str, "torch.Tensor"]:
-    """One micro-batch of random inputs and labels with the shapes of `recipe`; no padding, so no attention mask."""
+    """One micro-batch of random inputs and labels with the shapes of `recipe`, without padding.
+
+    Only TRL's collator makes an attention mask all the same.
+    """
     import torch
 
     shape, size = recipe.shape, (recipe.batch_size, recipe.seq_len)
@@ -82,7 +88,10 @@ def make_batch(recipe: Recipe, device: str = "cpu") -> dict[str, "torch.Tensor"]
         return {"pixel_values": pixels, "labels": ids(shape.num_labels, recipe.batch_size)}
     labels = ids(shape.num_labels, recipe.batch_size) if shape.task == "sequence-classification" else None
     inputs = ids(shape.vocab_size, *size)
-    return {"input_ids": inputs, "labels": ids(shape.vocab_size, *size) if labels is None else labels}
+    batch = {"input_ids": inputs, "labels": ids(shape.vocab_size, *size) if labels is None else labels}
+    if recipe.trainer == "sft":  # trl's DataCollatorForLanguageModeling
+        batch["attention_mask"] = torch.ones(size, dtype=torch.int64, device=device)
+    return batch
 
 
 def _groups(recipe: Recipe, model: "torch.nn.Module") -> list:
@@ -212,7 +221,10 @@ def _micro_batch(training: Training, batch: Any, on_phase: Callable[[str], None]
 
     loop = training.loop
     on_phase("forward")
-    outputs = _forward(training, batch)
+    if training.compute_loss:
+        outputs = {"loss": training.compute_loss(lambda **inputs: _forward(training, inputs), batch)}
+    else:
+        outputs = _forward(training, batch)
     training.outputs = outputs if loop.keep_outputs else None  # frees the last step's before the loss is computed
     loss = training.loss_of(outputs, batch)
     if training.accumulation > 1:
