@@ -9,6 +9,7 @@ from collections import defaultdict
 from functools import lru_cache
 from math import prod
 
+from ..recipe.from_transformers import describe_layout
 from ..recipe.layouts import Layout, Stack
 from ..recipe.recipe import Recipe
 from ..recipe.shapes import Shape
@@ -83,8 +84,8 @@ def _decoder(s: Shape) -> Shape | str:
     found = dataclasses.replace(s, **_experts(s, roles, layers[first]))
     stack = Stack(layers[first][0].name.partition(f".{first}.")[0], s.num_layers, roles)
     before = "; ".join(f"{name} embedding" for name in tables)
-    how = dict(rms_norm="gemma", scaled_embedding=True) if s.family.startswith("gemma") else {}
-    found.__dict__.update(layout=Layout((before, stack, f"{norms[0]} norm"), **how), _weights=s.weights())
+    layout = Layout((before, stack, f"{norms[0]} norm"), **describe_layout(s))
+    found.__dict__.update(layout=layout, _weights=s.weights())
     return found
 
 

@@ -50,8 +50,7 @@ def family_of(name: str, config: dict[str, Any]) -> Family:
         classes.pop("causal-lm", None)  # half of the model, or an encoder made to look back only
     if not classes:
         raise RecipeError("model", name, f"recipes train {', '.join(TASKS)}, and a {full.model_type} does not: {BUILT}")
-    for key, value in completed.items():
-        config.setdefault(key, value)
+    config.update({**completed, **config})
     for key in ("hidden_size", "num_hidden_layers", "num_attention_heads", "head_dim"):  # other names of the same
         with contextlib.suppress(Exception):  # Gemma 4 refuses to name one value of what differs by layer
             if isinstance(value := getattr(full, key, None), int):
@@ -71,11 +70,9 @@ def read_json(field: str, text: Any, name: str | None = None) -> Any:
     """What the JSON `text` says. Raises RecipeError about `field` (called `name`) if it is none."""
     try:
         return json.loads(text)
-    except RecursionError:
-        reason = "it is nested too deeply"
-    except (TypeError, ValueError) as error:
-        reason = str(error)
-    raise RecipeError(field, text if name is None else name, f"it is not JSON: {reason}")
+    except (RecursionError, TypeError, ValueError) as error:
+        why = "it is nested too deeply" if isinstance(error, RecursionError) else error
+        raise RecipeError(field, text if name is None else name, f"it is not JSON: {why}") from None
 
 
 def plain(config: Mapping) -> dict[str, Any]:
@@ -90,17 +87,15 @@ def plain(config: Mapping) -> dict[str, Any]:
 def parse(name: str, text: str) -> dict[str, Any]:
     """The configuration in `text`. Raises RecipeError if it is none, or not of one language or image model."""
     config = read_json("model", text, name)
-    if isinstance(config, dict):
-        for key, value in config.items():
-            if value is not None and (allowed := _wrong(key, value)):
-                raise RecipeError(f"model.{key}", value, f"it must be {allowed}")
+    for key, value in config.items() if isinstance(config, dict) else ():
+        if value is not None and (allowed := _wrong(key, value)):
+            raise RecipeError(f"model.{key}", value, f"it must be {allowed}")
     if not isinstance(config, dict) or not config.get("model_type"):
         raise RecipeError("model", name, "its configuration must say a 'model_type', as every config.json does")
     if isinstance(config.get("text_config"), dict) and "hidden_size" not in config:
         rest = f"it reads more than text: give its 'text_config' for the language part, or {BUILT}"
         raise RecipeError("model", name, rest)
-    stored = config.get("quantization_config") or config.get("compression_config")
-    if stored:
+    if stored := config.get("quantization_config") or config.get("compression_config"):
         method = stored.get("quant_method") if isinstance(stored, dict) else None
         rest = "weights stored so are not described: leave it out for weights in the recipe's precision, or say "
         rest += "quantization=Quantization('nf4') for a base in 4 bits"
@@ -119,10 +114,9 @@ def _wrong(key: str, value: Any) -> str:
         kind = "a number over 0"
     if kind and not CHECKS[kind](value):
         return kind
-    if key in ("rope_scaling", "rope_parameters"):
-        wrong = ((inner, _wrong(inner, v)) for inner, v in value.items() if v is not None)
-        return next((f"a mapping in which {inner} is {allowed}" for inner, allowed in wrong if allowed), "")
-    return ""
+    inside = value if key in ("rope_scaling", "rope_parameters") else {}
+    wrong = ((inner, _wrong(inner, v)) for inner, v in inside.items() if v is not None)
+    return next((f"a mapping in which {inner} is {allowed}" for inner, allowed in wrong if allowed), "")
 
 
 def _is_number(value: Any) -> bool:
@@ -205,9 +199,9 @@ def _size(name: str, config: Mapping, size: str, family: Family) -> int | None:
     keys = (family.mlp,) if size == "intermediate_size" and family.mlp else SIZES[size]
     key = next((key for key in keys if config.get(key) is not None), keys[0])
     value, otherwise = config.get(key), "" if family.layout else f"; or {BUILT}"
+    if value is None and size in family.required:
+        raise RecipeError(f"model.{key}", None, f"the configuration of {name} must say it{otherwise}")
     if value is None or (size == "sliding_window" and not value):
-        if size in family.required:
-            raise RecipeError(f"model.{key}", None, f"the configuration of {name} must say it{otherwise}")
         return None if key in config else family.defaults.get(size)
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise RecipeError(f"model.{key}", value, f"it must be a whole number of at least 1{otherwise}")

@@ -53,20 +53,45 @@ def describe(s: "ShapeData") -> dict[str, object]:
     return found
 
 
+def describe_layout(s: "ShapeData") -> dict[str, object]:
+    """The fields of `Layout` that only the model shows. Raises RecipeError as `build` does."""
+    import torch
+
+    model = build(s)
+    _, weights = _saved_by_norm(model)
+    return {
+        "rms_norm": "gemma" if s.norm.startswith("rmsnorm") and torch.float32 in weights else "llama",  # in fp32
+        "scaled_embedding": any(name.endswith("embed_scale") for name, _ in model.named_buffers()),
+    }
+
+
 def _norm(model: "torch.nn.Module") -> str:
     """`Shape.norm` of `model`, by how many tensors its first norm keeps of bf16 hidden states, in fp32 and in bf16."""
     import torch
 
-    norms = [m for m in model.modules() if "Norm" in type(m).__name__ and getattr(m, "weight", None) is not None]
-    if not norms or getattr(norms[0], "bias", None) is not None:
-        return "layernorm"
-    kept, norm = {}, copy.deepcopy(norms[0]).bfloat16()
+    hidden, weights = _saved_by_norm(model)
+    found = hidden.count(torch.float32), hidden.count(torch.bfloat16)
+    kinds = {(1, 1): "rmsnorm", (2, 0): "rmsnorm in fp32", (3, 0): "layernorm in fp32"}
+    return kinds.get(found, type(_first_norm(model)).__name__) if weights else "layernorm"
+
+
+def _first_norm(model: "torch.nn.Module") -> "torch.nn.Module | None":
+    norms = (m for m in model.modules() if "Norm" in type(m).__name__ and getattr(m, "weight", None) is not None)
+    return next(norms, None)
+
+
+def _saved_by_norm(model: "torch.nn.Module") -> tuple[list, list]:
+    """Dtypes of what the first norm, in bf16, saves of the hidden states' shape, and of its weight's; [] with a bias."""
+    import torch
+
+    norm = _first_norm(model)
+    if norm is None or getattr(norm, "bias", None) is not None:
+        return [], []
+    kept, norm = {}, copy.deepcopy(norm).bfloat16()
     hidden = torch.empty(2, 2, *norm.weight.shape, dtype=torch.bfloat16, device="meta", requires_grad=True)
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.update({t.untyped_storage()._cdata: t}), lambda t: t):
         norm(hidden)
-    whole = [t.dtype for t in kept.values() if t.shape == hidden.shape]
-    found = whole.count(torch.float32), whole.count(torch.bfloat16)
-    return {(1, 1): "rmsnorm", (2, 0): "rmsnorm in fp32", (3, 0): "layernorm in fp32"}.get(found, type(norm).__name__)
+    return tuple([t.dtype for t in kept.values() if t.shape == shape] for shape in (hidden.shape, norm.weight.shape))
 
 
 @lru_cache(maxsize=4)

@@ -1,7 +1,7 @@
 """What a run did in attention that the installed transformers does not do: an older version's ways, or a script's own.
 
 `simulate(recipe, as_run="transformers 4.57")` puts the difference in place. Real CPU steps of 4.56.2 and 4.57.6 equal
-that to the byte for FAMILIES, with sdpa and eager, checkpointing and caches, but for what transformers 5 adds: a second
+that to the byte for the families whose record names them, with sdpa and eager, checkpointing and caches, but for what transformers 5 adds: a second
 copy of the rotary frequencies (2 bytes a rotated channel), a scalar of a sliding cache. 4.53 to 4.55 make the same masks,
 but also copy queries and keys and keep other caches: they are not known.
 """
@@ -10,6 +10,7 @@ import contextlib
 from collections.abc import Iterator
 from unittest.mock import patch
 
+from ..recipe.families import FAMILIES
 from ..recipe.recipe import Recipe
 from ..report.errors import RecipeError
 
@@ -22,7 +23,6 @@ AS_RUN = {
     "transformers 4.56": _MASKS,
     "transformers 4.57": _MASKS,
 }
-FAMILIES = ("gpt_neox", "llama", "mistral", "phi", "qwen2", "qwen3")  # of which older versions were compared
 
 
 def check(as_run: str | None, recipe: Recipe | None) -> list[str]:
@@ -36,8 +36,9 @@ def check(as_run: str | None, recipe: Recipe | None) -> list[str]:
     shape, kind = recipe.shape, recipe.attn_implementation
     if kind not in ("sdpa", "eager"):
         raise RecipeError("as_run", as_run, f"it is known for attn_implementation 'sdpa' and 'eager', not for {kind!r}")
-    if as_run != REPEATED and (shape.family not in FAMILIES or shape.task != "causal-lm"):
-        allowed = f"it is known for causal-lm of {', '.join(FAMILIES)}, not for {shape.task} of {shape.family}"
+    known = [name for name, family in FAMILIES.items() if as_run in family.as_run]
+    if as_run != REPEATED and (shape.family not in known or shape.task != "causal-lm"):
+        allowed = f"it is known for causal-lm of {', '.join(known)}, not for {shape.task} of {shape.family}"
         raise RecipeError("as_run", as_run, allowed)
     return [f"as_run {as_run!r}: {AS_RUN[as_run]}"]
 
