@@ -25,19 +25,15 @@ CLASSIFIED = json.loads(data_path("training_arguments.json").read_text(encoding=
 def to_training_arguments(recipe: Any, output_dir: str = "out", **changes: Any) -> "TrainingArguments":
     """The `TrainingArguments` with which the `Trainer` trains as `recipe` says; `changes` are set on top.
 
-    Nothing is reported or saved unless `changes` ask for it. Without a GPU the arguments say `use_cpu`; bf16 then
-    trains on the CPU, tf32 is recorded but nothing is switched on, and fp16 waits for a GPU, because accelerate refuses
-    to autocast to fp16 on a CPU when the `Trainer` starts. What belongs to the model and its data is not in the result.
-
-    Raises:
-        RecipeError: the `Trainer` cannot train so: another loop, or optimizer arguments that it does not pass on.
+    Nothing is reported or saved unless `changes` ask for it. Without a GPU the arguments say `use_cpu`: bf16 then trains
+    on the CPU, tf32 is only recorded, and fp16 needs a GPU when the `Trainer` starts. Raises RecipeError if the `Trainer`
+    cannot train so: another loop, or optimizer arguments that it does not pass on.
     """
     import torch
     from transformers import TrainingArguments
 
-    values = {**settings(recipe), "output_dir": output_dir, "save_strategy": "no"}
-    values["use_cpu"] = not torch.accelerator.is_available()
-    values.update(changes)
+    use_cpu = not torch.accelerator.is_available()
+    values = {**settings(recipe), "output_dir": output_dir, "save_strategy": "no", "use_cpu": use_cpu, **changes}
     without_tf32 = bool(values["tf32"]) and values["use_cpu"]
     if without_tf32:
         values["tf32"] = None
@@ -84,11 +80,8 @@ def recipe_fields(kind: type, args: "TrainingArguments", model: Any, **fields: A
 
     Args:
         kind: the class `Recipe`.
-        model: what `Recipe` takes, or the model itself; then its format ("-true" precisions) and its attention
-            kernel are read off.
-        fields: of the recipe, for what the arguments do not say: `seq_len`, `lora`, `quantization`, `sharding` (the
-            number of ranks), `attn_implementation`, `task`, `num_layers`, and a `precision` ending in "-true".
-            They go before what is read off.
+        model: what `Recipe` takes, or the model itself, of which "-true" precision and attention kernel are read off.
+        fields: of the recipe, for what the arguments do not say; they go before what is read off.
     Raises:
         RecipeError: `args` of another Trainer than transformers' own (TRL's configurations, for example), arguments
             that move memory and that no recipe models, or `fields` that contradict `args`.

@@ -24,13 +24,10 @@ class Entry:
 @cache
 def catalogue() -> dict[str, Entry]:
     """The published models by name, families together, small ones first."""
-    entries = []
-    for path in data_path("models").glob("*.json"):
-        d = json.loads(path.read_text(encoding="utf-8"))
-        order = (d["config"]["model_type"], d["parameters"])
-        entry = Entry(**{**d, "config": json.dumps(d["config"]), "aliases": tuple(d.get("aliases", ()))})
-        entries.append((order, entry))
-    return {entry.name: entry for _, entry in sorted(entries, key=lambda pair: pair[0])}
+    found = [json.loads(path.read_text(encoding="utf-8")) for path in data_path("models").glob("*.json")]
+    found.sort(key=lambda d: (d["config"]["model_type"], d["parameters"]))
+    entries = [Entry(**d | {"config": json.dumps(d["config"]), "aliases": tuple(d.get("aliases", ()))}) for d in found]
+    return {entry.name: entry for entry in entries}
 
 
 def model_names() -> list[str]:

@@ -26,14 +26,14 @@ def deepspeed_config(sharding: "Sharding") -> dict[str, Any]:
         zero["reduce_bucket_size"] = "auto"
     if sharding.stage == 3:
         zero |= {"stage3_prefetch_bucket_size": "auto", "stage3_param_persistence_threshold": "auto"}
-    parts = {"optimizer": ["offload_optimizer"], "parameters": ["offload_optimizer", "offload_param"]}
-    zero |= {part: {"device": "cpu"} for part in parts.get(sharding.offload, ())}
+    if sharding.offload:
+        zero["offload_optimizer"] = {"device": "cpu"}
+    if sharding.offload == "parameters":
+        zero["offload_param"] = {"device": "cpu"}
     auto = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping")
     config = {"zero_optimization": zero, **dict.fromkeys(auto, "auto")}
     config |= {name: {"enabled": "auto"} for name in ("fp16", "bf16")}
-    if sharding.offload:
-        config["zero_force_ds_cpu_optimizer"] = False
-    return config
+    return config | ({"zero_force_ds_cpu_optimizer": False} if sharding.offload else {})
 
 
 def filled_in(recipe: Any, hidden: int) -> dict[str, Any]:

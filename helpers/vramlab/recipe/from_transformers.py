@@ -58,7 +58,7 @@ def describe_layout(s: "ShapeData") -> dict[str, object]:
     import torch
 
     model = build(s)
-    _, weights = _saved_by_norm(model)
+    _, weights, _ = _saved_by_norm(model)
     return {
         "rms_norm": "gemma" if s.norm.startswith("rmsnorm") and torch.float32 in weights else "llama",  # in fp32
         "scaled_embedding": any(name.endswith("embed_scale") for name, _ in model.named_buffers()),
@@ -69,29 +69,28 @@ def _norm(model: "torch.nn.Module") -> str:
     """`Shape.norm` of `model`, by how many tensors its first norm keeps of bf16 hidden states, in fp32 and in bf16."""
     import torch
 
-    hidden, weights = _saved_by_norm(model)
+    hidden, weights, name = _saved_by_norm(model)
     found = hidden.count(torch.float32), hidden.count(torch.bfloat16)
     kinds = {(1, 1): "rmsnorm", (2, 0): "rmsnorm in fp32", (3, 0): "layernorm in fp32"}
-    return kinds.get(found, type(_first_norm(model)).__name__) if weights else "layernorm"
+    return kinds.get(found, name) if weights else "layernorm"
 
 
-def _first_norm(model: "torch.nn.Module") -> "torch.nn.Module | None":
-    norms = (m for m in model.modules() if "Norm" in type(m).__name__ and getattr(m, "weight", None) is not None)
-    return next(norms, None)
+def _saved_by_norm(model: "torch.nn.Module") -> tuple[list, list, str]:
+    """Dtypes of what the first norm, in bf16, saves of the hidden states' shape, and of its weight's; and its class.
 
-
-def _saved_by_norm(model: "torch.nn.Module") -> tuple[list, list]:
-    """Dtypes of what the first norm, in bf16, saves of the hidden states' shape, and of its weight's; [] with a bias."""
+    Nothing is asked of one with a bias.
+    """
     import torch
 
-    norm = _first_norm(model)
-    if norm is None or getattr(norm, "bias", None) is not None:
-        return [], []
+    norms = (m for m in model.modules() if "Norm" in type(m).__name__ and getattr(m, "weight", None) is not None)
+    if (norm := next(norms, None)) is None or getattr(norm, "bias", None) is not None:
+        return [], [], ""
     kept, norm = {}, copy.deepcopy(norm).bfloat16()
     hidden = torch.empty(2, 2, *norm.weight.shape, dtype=torch.bfloat16, device="meta", requires_grad=True)
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.update({t.untyped_storage()._cdata: t}), lambda t: t):
         norm(hidden)
-    return tuple([t.dtype for t in kept.values() if t.shape == shape] for shape in (hidden.shape, norm.weight.shape))
+    of_shape = ([t.dtype for t in kept.values() if t.shape == shape] for shape in (hidden.shape, norm.weight.shape))
+    return *of_shape, type(norm).__name__
 
 
 @lru_cache(maxsize=4)

@@ -1,9 +1,9 @@
 """What a run did in attention that the installed transformers does not do: an older version's ways, or a script's own.
 
 `simulate(recipe, as_run="transformers 4.57")` puts the difference in place. Real CPU steps of 4.56.2 and 4.57.6 equal
-that to the byte for the families whose record names them, with sdpa and eager, checkpointing and caches, but for what transformers 5 adds: a second
-copy of the rotary frequencies (2 bytes a rotated channel), a scalar of a sliding cache. 4.53 to 4.55 make the same masks,
-but also copy queries and keys and keep other caches: they are not known.
+that to the byte for the families whose record names them, with sdpa and eager, checkpointing and caches, but for what
+transformers 5 adds: a second copy of the rotary frequencies (2 bytes a rotated channel), a scalar of a sliding cache.
+4.53 to 4.55 make the same masks, but also copy queries and keys and keep other caches: they are not known.
 """
 
 import contextlib
