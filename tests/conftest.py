@@ -36,6 +36,15 @@ def no_window() -> None:
 
 
 @pytest.fixture(scope="session")
+def launcher():
+    """A child process whose libraries are loaded once, for all files that run functions on real ranks."""
+    from vramlab.measurement.launch import Launcher
+
+    with Launcher() as launcher:
+        yield launcher
+
+
+@pytest.fixture(scope="session")
 def good(tmp_path_factory) -> str:
     """The text of a small notebook that really ran and that the notebook gate lets pass."""
     import scratch

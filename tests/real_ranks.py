@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from quick import params
 from torch.utils._python_dispatch import _disable_current_modes
 from vramlab.measurement.launch import Launcher
 from vramlab.measurement.worker import on_rank
@@ -43,8 +44,8 @@ Worlds = Mapping[int, Collection[str]]
 
 def cases(worlds: Worlds, quick: Worlds) -> list:
     """(world size, name) of each; what is not quick is marked slow."""
-    pairs = [(world, name) for world, names in worlds.items() for name in names]
-    return [pytest.param(*p, marks=[] if p[1] in quick[p[0]] else pytest.mark.slow, id=f"{p[0]}-{p[1]}") for p in pairs]
+    every, few = ([(world, name) for world, names in table.items() for name in names] for table in (worlds, quick))
+    return params(every, few)
 
 
 def when_asked(launcher: Launcher, worlds: Worlds, quick: Worlds, recipe_of: Callable[[str, int], Recipe], **more):

@@ -7,6 +7,7 @@ was loaded in 4 bits, what the loading left in unsplit blocks differs from run t
 from pathlib import Path
 
 import pytest
+from quick import params
 from tiny_models import config
 from torch.nn import functional as F
 from transformers import masking_utils
@@ -16,7 +17,6 @@ from vramlab.simulation.as_run import AS_RUN, as_it_ran
 from vramlab_course.published import Run, runs, scatter_error
 
 RUNS = runs()
-SOME = [pytest.param(run, marks=pytest.mark.slow) if i % 4 else run for i, run in enumerate(RUNS[::5])]
 README = Path(__file__).resolve().parents[2] / "README.md"
 
 
@@ -24,7 +24,7 @@ def name(run: Run) -> str:
     return f"{run.gpu}: {run.recipe}" + (f" · {run.as_run}" if run.as_run else "")
 
 
-@pytest.mark.parametrize("run", SOME, ids=map(name, RUNS[::5]))
+@pytest.mark.parametrize("run", params(RUNS[::5], RUNS[::20]), ids=name)
 def test_simulated_peaks_are_the_published_ones(run):
     report = simulate(run.recipe, gpu=run.gpu, as_run=run.as_run)
     assert abs(report.peak.total / run.allocated - 1) < (0.012 if run.recipe.quantization else 0.001)

@@ -1,12 +1,20 @@
-"""The script to take away: one process, two, a restart with another number, and SLURM's two nodes give the same losses."""
+"""The script to take away: one process, two, a restart with another number, and SLURM's two nodes give the same losses.
 
+SLURM's test starts torchrun; the others run the script on ranks that the session's launcher forks, with torchrun's
+environment.
+"""
+
+import contextlib
+import io
 import json
 import os
+import runpy
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from vramlab.measurement.launch import Launcher, launch
 from vramlab.report.data import data_folder
 from vramlab_course import train_anywhere
 
@@ -37,21 +45,19 @@ def lines(done: subprocess.CompletedProcess) -> list[dict]:
     return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
 
 
-def train(text: Path, *arguments: str, processes: int = 0) -> list[dict]:
-    """Rank 0's lines of `processes` under torchrun, or of a plain `python` (0)."""
-    start = [sys.executable]
-    if processes:
-        start += ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
-    command = [*start, str(SCRIPT), f"--text={text}", *COMMON, *arguments]
-    return lines(subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment()))
+def train(text: Path, *arguments: str, launcher: Launcher | None = None) -> list[dict]:
+    """Rank 0's lines of two ranks, or of this process alone."""
+    words = [f"--text={text}", *COMMON, *arguments]
+    return launch("test_train_anywhere:script", {"words": words}, launcher=launcher)[0] if launcher else script(words)
 
 
-def here(text: Path, monkeypatch, capsys, *arguments: str) -> list[dict]:
-    """The lines of one process, which is this one."""
-    monkeypatch.setattr(sys, "argv", ["train_anywhere.py", f"--text={text}", *COMMON, *arguments])
-    monkeypatch.delenv("RANK", raising=False)
-    train_anywhere.main()
-    return [json.loads(line) for line in capsys.readouterr().out.splitlines() if line.startswith("{")]
+def script(words: list[str]) -> list[dict]:
+    """What the script prints in this process."""
+    said = io.StringIO()
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(said):
+        patch.setattr(sys, "argv", ["train_anywhere.py", *words])
+        train_anywhere.main()
+    return [json.loads(line) for line in said.getvalue().splitlines() if line.startswith("{")]
 
 
 def losses(found: list[dict]) -> list[float]:
@@ -69,9 +75,9 @@ def checkpoints(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def two(text, checkpoints, tmp_path_factory) -> list[dict]:
+def two(text, checkpoints, launcher) -> list[dict]:
     """Two processes under FSDP2, ended after four steps, with a checkpoint after each second."""
-    return train(text, "--steps=4", f"--checkpoint={checkpoints}", "--save-every=2", processes=2)
+    return train(text, "--steps=4", f"--checkpoint={checkpoints}", "--save-every=2", launcher=launcher)
 
 
 def test_one_process_learns(alone):
@@ -84,17 +90,17 @@ def test_two_processes_learn_the_same(alone, two):
     assert losses(two) == pytest.approx(losses(alone)[:4], rel=1e-5)
 
 
-def test_a_replica_on_each_in_micro_batches_learns_the_same(alone, text):
-    found = train(text, "--steps=3", "--sharding=ddp", "--micro-batch=1", "--checkpointing", processes=2)
+def test_a_replica_on_each_in_micro_batches_learns_the_same(alone, text, launcher):
+    found = train(text, "--steps=3", "--sharding=ddp", "--micro-batch=1", "--checkpointing", launcher=launcher)
     assert losses(found) == pytest.approx(losses(alone)[:3], rel=1e-5)
 
 
-def test_one_process_goes_on_where_two_stopped(alone, two, checkpoints, text, tmp_path, monkeypatch, capsys):
+def test_one_process_goes_on_where_two_stopped(alone, two, checkpoints, text, tmp_path):
     """The checkpoint is of whole tensors, whoever has their shards; a half-written one is passed over."""
     assert sorted(path.name for path in checkpoints.iterdir()) == ["step-2", "step-4"]
     (checkpoints / "step-5.part").mkdir()
     arguments = "--steps=6", f"--checkpoint={checkpoints}", f"--export={tmp_path / 'model'}"
-    found = here(text, monkeypatch, capsys, *arguments)
+    found = train(text, *arguments)
     assert [line["step"] for line in found] == [5, 6]
     assert losses(found) == pytest.approx(losses(alone)[4:], rel=1e-5)
 
@@ -105,10 +111,10 @@ def test_one_process_goes_on_where_two_stopped(alone, two, checkpoints, text, tm
     assert model(input_ids=ids, labels=ids).loss.item() < losses(alone)[1], "it is the trained model"
 
 
-def test_bf16_computes_in_half_precision_and_learns(alone, text, monkeypatch, capsys):
+def test_bf16_computes_in_half_precision_and_learns(alone, text, launcher):
     """Both ways of it: FSDP's policy, and autocast in a process alone."""
-    sharded = train(text, "--steps=3", "--precision=bf16", processes=2)
-    single = here(text, monkeypatch, capsys, "--steps=3", "--precision=bf16")
+    sharded = train(text, "--steps=3", "--precision=bf16", launcher=launcher)
+    single = train(text, "--steps=3", "--precision=bf16")
     for found in (sharded, single):
         assert losses(found) == pytest.approx(losses(alone)[:3], rel=2e-2)
         assert losses(found) != pytest.approx(losses(alone)[:3], rel=1e-5)
@@ -131,13 +137,14 @@ def test_what_cannot_be_is_a_sentence(text, monkeypatch, arguments, why):
     assert why in str(caught.value)
 
 
-def test_a_copy_elsewhere_asks_for_a_model(tmp_path):
+def test_a_copy_elsewhere_asks_for_a_model(tmp_path, monkeypatch):
     copy = tmp_path / "mine.py"
     copy.write_text(SCRIPT.read_text())
-    done = subprocess.run([sys.executable, str(copy)], capture_output=True, text=True, cwd=tmp_path, env=environment())
-    assert done.returncode == 1 and done.stderr.strip().endswith(
-        "--model must be a folder with config.json, weights and tokenizer, not None."
-    )
+    monkeypatch.setattr(sys, "argv", [str(copy)])
+    with pytest.raises(
+        SystemExit, match=r"--model must be a folder with config.json, weights and tokenizer, not None\.$"
+    ):
+        runpy.run_path(str(copy), run_name="__main__")
 
 
 # --- SLURM -----------------------------------------------------------------------------------------------------------

@@ -1,20 +1,30 @@
 """The experiment for two GPUs, run for real with two CPU processes."""
 
+import contextlib
+import io
 import json
-import subprocess
 import sys
 
 import pytest
+from vramlab.measurement.launch import launch
+from vramlab_course.chapters import two_ranks
 
-SCRIPT = ["-m", "vramlab_course.chapters.two_ranks", "--steps", "2"]
+
+def said() -> str:
+    """What a rank prints."""
+    text = io.StringIO()
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(text):
+        patch.setattr(sys, "argv", ["two_ranks.py", "--steps", "2"])
+        two_ranks.main()
+    return text.getvalue()
 
 
 @pytest.fixture(scope="module")
-def found() -> dict:
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", *SCRIPT]
-    run = subprocess.run(launch, capture_output=True, text=True, timeout=300)
-    assert run.returncode == 0, run.stderr
-    (line,) = run.stdout.splitlines()
+def found(launcher) -> dict:
+    """The ranks have torchrun's environment."""
+    first, second = launch("test_two_ranks:said", launcher=launcher)
+    assert second == ""
+    (line,) = first.splitlines()
     return json.loads(line)
 
 
@@ -33,6 +43,7 @@ def test_it_says_where_it_ran_and_how_long(found):
     assert found["step_seconds"] > 0 and found["alone_seconds"] > 0
 
 
-def test_without_torchrun_it_says_how_to_start_it():
-    run = subprocess.run([sys.executable, *SCRIPT], capture_output=True, text=True, timeout=120)
-    assert run.returncode == 2 and "torchrun --standalone --nproc_per_node 2" in run.stderr
+def test_without_torchrun_it_says_how_to_start_it(capsys):
+    with pytest.raises(SystemExit, match="2"):
+        said()
+    assert "torchrun --standalone --nproc_per_node 2" in capsys.readouterr().err

@@ -9,6 +9,7 @@ from math import prod
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from quick import params
 from vramlab import Loop, LoRA, Quantization, Recipe, RecipeError, Report, Sharding
 from vramlab.formulas import account, model, model_states, operators
 from vramlab.formulas.closed_form import activation_bytes_per_layer, largest_batch, logits_bytes
@@ -386,12 +387,13 @@ MORE = [
     *({"model_type": name, **MIXED} for name in ("granitemoe", "olmoe")),
     *({"model_type": name, **EIGHT_HEADS} for name in ("gpt_bigcode", "gptj")),
 ]
-LIKE_A_DECODER += [pytest.param(config, marks=pytest.mark.slow) for config in MORE]
 WITHOUT_SDPA = ("gpt_oss", "gptj")
 
 
 @pytest.mark.parametrize("lora", [None, LoRA(r=16, target_modules="all-linear")], ids=["full", "all-linear"])
-@pytest.mark.parametrize("config", LIKE_A_DECODER, ids=lambda config: config["model_type"])
+@pytest.mark.parametrize(
+    "config", params([*LIKE_A_DECODER, *MORE], LIKE_A_DECODER), ids=lambda config: config["model_type"]
+)
 def test_a_decoder_that_nobody_wrote_down_is_within_its_interval(config, lora):
     attention = "eager" if config["model_type"] in WITHOUT_SDPA else "sdpa"
     recipe = Recipe(config, 4, 256, "bf16-true", optim="sgd", attn_implementation=attention, lora=lora)

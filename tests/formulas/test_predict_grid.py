@@ -2,6 +2,7 @@
 
 import pytest
 from predict_grid import assert_still_said, grid, simulated, stored
+from quick import params
 from vramlab import LoRA, Quantization, Recipe
 from vramlab.formulas.predict import predict
 
@@ -40,7 +41,7 @@ def pairs():
 
 @pytest.mark.parametrize(
     "recipe",
-    [pytest.param(r, marks=[] if i % SAMPLE == 0 else pytest.mark.slow) for i, r in enumerate(GRID)],
+    params(GRID, GRID[::SAMPLE]),
     ids=str,
 )
 def test_simulate_still_says_what_is_stored(recipe):
@@ -99,9 +100,7 @@ def test_reserved_is_inside_its_interval_nearly_always(pairs):
     assert len(under) <= 0.03 * len(rows)
 
 
-@pytest.mark.parametrize(
-    "recipe", [pytest.param(r, marks=pytest.mark.slow) if i % 3 else r for i, r in enumerate(FULL_DEPTH)], ids=str
-)
+@pytest.mark.parametrize("recipe", params(FULL_DEPTH, FULL_DEPTH[::3]), ids=str)
 def test_full_depth_is_within_three_percent(recipe):
     truth = simulated(recipe)
     assert abs(error(predict(recipe).peak.total, truth["peak"])) <= BOUND

@@ -4,6 +4,7 @@ import time
 
 import pytest
 from predict_grid import assert_still_said, stored
+from quick import params
 from sharded_grid import grid, simulated
 from vramlab import LoRA, Quantization, Recipe
 from vramlab.formulas import fsdp as units
@@ -22,12 +23,12 @@ HELD = ("parameters", "optimizer_states", "buffers", "inputs")
 GRID = grid()
 
 
-def _quick() -> set[str]:
+def _quick() -> list[Recipe]:
     """The cheapest recipe of each engine's stages that there is to simulate."""
     kinds = {}
     for recipe in sorted(GRID, key=lambda r: (r.sharding.world_size, r.gradient_accumulation_steps, r.tokens)):
-        kinds.setdefault((recipe.sharding.engine, recipe.sharding.stage), recipe.key)
-    return {*kinds.values()}
+        kinds.setdefault((recipe.sharding.engine, recipe.sharding.stage), recipe)
+    return [*kinds.values()]
 
 
 QUICK = _quick()
@@ -40,9 +41,7 @@ def pairs():
     return [(recipe, predict(recipe), truths[recipe.key]) for recipe in GRID]
 
 
-@pytest.mark.parametrize(
-    "recipe", [pytest.param(r, marks=[] if r.key in QUICK else pytest.mark.slow) for r in GRID], ids=str
-)
+@pytest.mark.parametrize("recipe", params(GRID, QUICK), ids=str)
 def test_simulate_still_says_what_is_stored(recipe):
     if recipe.sharding.engine == "deepspeed":
         pytest.importorskip("deepspeed")
@@ -90,27 +89,17 @@ def test_what_fsdp_holds_between_steps_is_exact_to_the_byte(pairs):
         )
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"sharding": Sharding(3, 8, "deepspeed")},  # as much is gathered as there may be, not all of it
-        pytest.param(
-            {"sharding": Sharding(3, 8, "deepspeed", offload="parameters"), "seq_len": 256}, marks=pytest.mark.slow
-        ),
-        pytest.param({"sharding": Sharding(2, 8, "deepspeed"), "seq_len": 256}, marks=pytest.mark.slow),
-        {"sharding": Sharding(3, 8, "fsdp"), "lora": LoRA(r=16), "quantization": Quantization("nf4"), "seq_len": 256},
-        pytest.param(
-            {
-                "sharding": Sharding(2, 8, "deepspeed"),
-                "lora": LoRA(r=16),
-                "quantization": Quantization("nf4"),
-                "seq_len": 256,
-            },
-            marks=pytest.mark.slow,
-        ),
-    ],
-    ids=lambda changes: str(changes["sharding"]),
-)
+QLORA = {"lora": LoRA(r=16), "quantization": Quantization("nf4"), "seq_len": 256}
+WHOLE = [
+    {"sharding": Sharding(3, 8, "fsdp"), **QLORA},
+    {"sharding": Sharding(3, 8, "deepspeed")},  # as much is gathered as there may be, not all of it
+    {"sharding": Sharding(3, 8, "deepspeed", offload="parameters"), "seq_len": 256},
+    {"sharding": Sharding(2, 8, "deepspeed"), "seq_len": 256},
+    {"sharding": Sharding(2, 8, "deepspeed"), **QLORA},
+]
+
+
+@pytest.mark.parametrize("changes", params(WHOLE, [WHOLE[0]]), ids=lambda changes: str(changes["sharding"]))
 def test_a_whole_model_is_within_three_percent(changes):
     """Billions of parameters, where DeepSpeed's limits are reached, and quantized ones, which become half precision too."""
     if changes["sharding"].engine == "deepspeed":

@@ -14,6 +14,7 @@ from types import SimpleNamespace
 import psutil
 import pytest
 import sample_reports
+from quick import params
 from tiny_models import config
 from vramlab import MeasurementError, Recipe, RecipeError, RecordError, Report, find_gpu, find_record
 from vramlab.hardware.gpu import Device
@@ -133,7 +134,7 @@ for n in range(saves):
 """
 
 
-@pytest.mark.parametrize("saves", [10, pytest.param(250, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("saves", params([10, 250], [10]))
 def test_four_writers_lose_nothing(folder, saves):
     words = [sys.executable, "-c", WRITER, os.path.dirname(os.path.dirname(__file__)), str(folder)]
     writers = [subprocess.Popen([*words, str(who), str(saves)]) for who in range(4)]

@@ -106,13 +106,13 @@ def hold(config: dict, fields: dict) -> None:
 
 
 @given(configurations(broken=False), RECIPES)
-@settings(max_examples=30)
+@settings(max_examples=12)
 def test_sound_configurations(config, fields):
     hold(config, fields)
 
 
 @given(configurations(broken=True), RECIPES)
-@settings(max_examples=120)
+@settings(max_examples=50)
 def test_broken_configurations(config, fields):
     hold(config, fields)
 

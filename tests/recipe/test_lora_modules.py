@@ -3,6 +3,7 @@
 import warnings
 
 import pytest
+from quick import params
 from tiny_models import config
 from vramlab import LoRA, Recipe, predict, simulate
 from vramlab.recipe.from_transformers import build
@@ -134,13 +135,12 @@ def test_good_adapters_pass():
     read_shape("gpt2").check_lora("all-linear", 768)
 
 
+SOME_LAYERS = [r".*layers\.[45]\..*q_proj", ["layers.3.self_attn.q_proj"], r".*layers\.0\..*q_proj"]
+
+
 @pytest.mark.parametrize(
     "targets",
-    [
-        r".*layers\.[45]\..*q_proj",
-        pytest.param(["layers.3.self_attn.q_proj"], marks=pytest.mark.slow),
-        pytest.param(r".*layers\.0\..*q_proj", marks=pytest.mark.slow),
-    ],
+    params(SOME_LAYERS, SOME_LAYERS[:1]),
 )
 def test_adapters_in_some_layers_are_simulated_whole_and_not_predicted(targets):
     recipe = Recipe(config("llama"), 2, 16, num_layers=8, lora=LoRA(r=2, target_modules=targets))

@@ -168,6 +168,7 @@ def test_the_setup_cell_does_nothing_at_home(tmp_path):
     assert run.notebook.cells[1].outputs == [] and run.notebook.cells[2].outputs[0].text == "False\n"
 
 
+@pytest.mark.slow  # builds the package; `make test` holds the list of packages against the folders
 def test_the_setup_cell_on_colab(tmp_path):
     """An environment without the package and an empty folder: only the package is new, and its data came with it."""
     check = """from vramlab.report.data import data_path

@@ -3,6 +3,7 @@
 import os
 import re
 import subprocess
+import tomllib
 from importlib.metadata import PackageNotFoundError, version
 
 import pins
@@ -79,6 +80,15 @@ def test_floors_are_the_lowest_that_pyproject_admits():
 def test_a_dependency_without_a_floor_is_refused():
     with pytest.raises(ValueError, match=r"exactly one floor, like rich>=1\.0"):
         pins.floor(Requirement("rich<15"))
+
+
+def test_every_package_is_distributed():
+    given = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
+    folders = {path.parent.relative_to(ROOT / "helpers") for path in (ROOT / "helpers").rglob("__init__.py")}
+    assert {*given["packages"]} == {".".join(folder.parts) for folder in folders} | {"vramlab.data_files"}
+    assert given["package-dir"]["vramlab.data_files"] == "data" and given["package-data"]["vramlab.data_files"] == [
+        "**/*"
+    ]
 
 
 def test_ci_calls_make_test_and_can_be_executed():

@@ -4,9 +4,10 @@ import dataclasses
 
 import pytest
 import witnesses
+from tiny_models import config
 from vramlab import MeasurementError, Recipe, simulate
 
-RECIPE = Recipe("gpt2", batch_size=1, seq_len=16, precision="fp32", num_layers=2)
+RECIPE = Recipe(config("gpt2"), batch_size=1, seq_len=16, precision="fp32", num_layers=2)
 
 
 def lines(run) -> list[list[str]]:

@@ -218,7 +218,7 @@ def test_each_node(kind):
 
 
 @pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight")
-@hypothesis.settings(max_examples=150, phases=[hypothesis.Phase.generate])
+@hypothesis.settings(max_examples=60, phases=[hypothesis.Phase.generate])
 @hypothesis.given(graphs)
 def test_graphs(graph):
     assert not differences(**graph)

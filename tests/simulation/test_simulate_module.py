@@ -2,9 +2,11 @@
 
 import copy
 import dataclasses
+import itertools
 
 import pytest
 import torch
+from quick import params
 from torch import nn
 from torch.nn import functional as F
 from vramlab.hardware.gpu import find_gpu
@@ -132,11 +134,7 @@ def really(make, batch, loss, optimizer, precision="fp32", loop="plain") -> dict
 
 @pytest.mark.parametrize(
     ("case", "optimizer"),
-    [
-        pytest.param(case, optimizer, marks=[] if i % len(OPTIMIZERS) == j else pytest.mark.slow)
-        for i, case in enumerate(CASES)
-        for j, optimizer in enumerate(OPTIMIZERS)
-    ],
+    params(itertools.product(CASES, OPTIMIZERS), [*zip(CASES, itertools.cycle(OPTIMIZERS), strict=False)]),
 )
 def test_equals_real_tensors_to_the_byte(case, optimizer):
     make, batch, loss = CASES[case]

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
+from quick import params
 from vramlab import Recipe, simulate
 from vramlab.hardware.gpu import find_gpu
 from vramlab.hardware.scratch import efficient_scratch, reduction_scratch
@@ -35,7 +36,7 @@ def test_workspace_of_memory_efficient_attention(card):
 
 
 @pytest.mark.parametrize("name", CARDS)
-@pytest.mark.parametrize("part", [pytest.param(1, marks=pytest.mark.slow), 4], ids=["all", "a quarter"])
+@pytest.mark.parametrize("part", params([1, 4], [4]), ids=["all", "a quarter"])
 def test_steps(name, part):
     card, every = CARDS[name]
     every *= part

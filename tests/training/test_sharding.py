@@ -8,7 +8,7 @@ import torch
 from tiny_models import config, quick_collections  # noqa: F401
 from vramlab import Recipe, Sharding, measure, simulate
 from vramlab.measurement import worker
-from vramlab.measurement.launch import Launcher, launch
+from vramlab.measurement.launch import launch
 from vramlab_course.collectives import ring_share
 from vramlab_course.ranks import Ranks, run_alone, run_ranks
 
@@ -20,12 +20,6 @@ SHARDINGS = {
     "stage 3": Sharding(3, 2, "fsdp"),
     "stage 3, one unit": Sharding(3, 2, "fsdp", wrap="model"),
 }
-
-
-@pytest.fixture(scope="module")
-def launcher():
-    with Launcher().start() as launcher:
-        yield launcher
 
 
 @pytest.fixture(scope="module")

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from quick import params
 from rank_faults import gone
 from tiny_models import config
 from vramlab import MeasurementError, MiB, Recipe, RecipeError, Sharding, measure
@@ -58,7 +59,7 @@ def pids(folder: Path, count: int = 0) -> list[int]:
 # --- what works ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("world_size", [1, 3, 5])
+@pytest.mark.parametrize("world_size", params([1, 3, 5], [1, 5]))
 def test_every_rank_answers_in_order(launcher, world_size):
     """Any number, more than there are cores included."""
     answers = launch("rank_faults:greet", {"word": "안녕"}, world_size, launcher=launcher)
@@ -92,7 +93,10 @@ FAILURES = {
 }
 
 
-@pytest.mark.parametrize(("how", "who"), [("raise", 1), ("raise", 0), ("exit", 1), ("leave", 2), ("kill", 0)])
+WHO_FAILS = [("raise", 1), ("raise", 0), ("exit", 1), ("leave", 2), ("kill", 0)]
+
+
+@pytest.mark.parametrize(("how", "who"), params(WHO_FAILS, WHO_FAILS[1:4]))
 def test_the_rank_that_failed_is_named_and_the_others_do_not_wait(launcher, tmp_path, how, who):
     code, words = FAILURES[how]
     begun = time.monotonic()
@@ -208,10 +212,10 @@ except KeyboardInterrupt:
 """
 
 
-@pytest.mark.parametrize(
-    ("how", "ranks"),
-    [(signal.SIGINT, 2), (signal.SIGTERM, 2), (signal.SIGKILL, 2), (signal.SIGINT, 1), (signal.SIGKILL, 1)],
-)
+ENDS = [(signal.SIGINT, 2), (signal.SIGTERM, 2), (signal.SIGKILL, 2), (signal.SIGINT, 1), (signal.SIGKILL, 1)]
+
+
+@pytest.mark.parametrize(("how", "ranks"), params(ENDS, [ENDS[0], ENDS[-1]]))
 def test_nothing_outlives_the_one_who_asked(how, ranks, tmp_path):
     """Ctrl-C is answered at once; a killed notebook takes ranks or its one measurement with it, and no folder stays."""
     files = tmp_path / "files"

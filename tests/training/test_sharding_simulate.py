@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 import torch
 from allocator_events import LITERALS
+from quick import params
 from real_ranks import assert_learned_alike, births, cases, differing, learned, when_asked
 from tiny_models import config, quick_collections  # noqa: F401
-from vramlab.measurement.launch import Launcher, launch
+from vramlab.measurement.launch import launch
 from vramlab.recipe.recipe import Loop, LoRA, Recipe, Sharding
 from vramlab.report.errors import RecipeError
 from vramlab.simulation.simulate import simulate, trace
@@ -106,19 +107,13 @@ QUICK = {
         "gpt2, DDP, accumulating",
         "gpt2, ZeRO-1, plain loop",
     ),
-    4: ("gpt2, sizes that nothing divides",),
+    4: (),
 }
 
 
 def recipe_of(name: str, world_size: int = 2) -> Recipe:
     family, changes, sharding, options = TABLE[name]
     return Recipe(config(family, **changes), sharding=Sharding(world_size=world_size, **sharding), **SMALL | options)
-
-
-@pytest.fixture(scope="module")
-def launcher():
-    with Launcher() as launcher:
-        yield launcher
 
 
 @pytest.fixture(scope="module")
@@ -170,15 +165,16 @@ def test_half_precision_policy_learns_nearly_the_same(real):
 @pytest.mark.parametrize(
     ("stage", "changes"),
     [
-        pytest.param(3, {}, marks=pytest.mark.slow),
-        pytest.param(3, {"loop": "plain", "gradient_checkpointing": True}, marks=pytest.mark.slow),
-        pytest.param(2, {"precision": "bf16-mixed"}, marks=pytest.mark.slow),
-        pytest.param(3, {"gradient_accumulation_steps": 3, "precision": "bf16-mixed"}, marks=pytest.mark.slow),
-        pytest.param(3, {"lora": EVERYWHERE, "precision": "bf16-true"}, marks=pytest.mark.slow),
+        (3, {}),
+        (3, {"loop": "plain", "gradient_checkpointing": True}),
+        (2, {"precision": "bf16-mixed"}),
+        (3, {"gradient_accumulation_steps": 3, "precision": "bf16-mixed"}),
+        (3, {"lora": EVERYWHERE, "precision": "bf16-true"}),
         (2, {"loop": Loop.named("plain", foreach=True, max_grad_norm=1.0)}),
     ],
 )
 @pytest.mark.parametrize(("family", "target"), [("llama", "cpu"), ("gpt2", "cuda")])
+@pytest.mark.slow  # `make test` has the stages' phases, in tests/simulation/test_simulate_depth.py
 def test_deepened_units_equal_the_full_depth(family, target, stage, changes):
     """A unit is a layer's, so the shallow run's middle unit repeats as its layer does."""
     sharding = Sharding(stage=stage, world_size=8, rank=5)
@@ -190,12 +186,6 @@ def test_deepened_units_equal_the_full_depth(family, target, stage, changes):
 
     assert sizes(shallow) == sizes(full)
     assert shallow.phases() == full.phases()
-
-
-def test_units_that_span_layers_are_run_in_full():
-    for sharding in (Sharding(3, 4, wrap="model"), Sharding(0, 4, engine="ddp")):
-        recipe = Recipe(config("llama"), 2, 24, num_layers=8, sharding=sharding)
-        assert births(trace(recipe, "cpu")) == births(trace(recipe, "cpu", full=True))
 
 
 def test_a_thousand_ranks_in_seconds():
@@ -231,9 +221,7 @@ def test_stages_order_as_zero_says():
     assert found[3]["backward"].end.gradients == rest[3].parameters
 
 
-@pytest.mark.parametrize(
-    "family", ["llama", "gpt2", *(pytest.param(f, marks=pytest.mark.slow) for f in ("qwen2", "opt"))]
-)
+@pytest.mark.parametrize("family", params(["llama", "gpt2", "qwen2", "opt"], ["llama", "gpt2"]))
 def test_units_are_accelerates(family):
     """The Trainer's loop has the units that accelerate itself makes, module by module."""
     from importlib.metadata import version

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import transformers
+from quick import params
 from tiny_models import TINY, config
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 from vramlab import LoRA, Recipe, VramLabError, WatchCallback, simulate
@@ -73,7 +74,7 @@ def make(name: str) -> Recipe:
 COMBINED = ("bert", "gpt2 bf16-mixed", "gpt2 accumulation", "gpt2 checkpointing", "vit accumulation")
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow) if n in COMBINED else n for n in CASES])
+@pytest.mark.parametrize("name", params(CASES, CASES.keys() - COMBINED))
 def test_a_real_trainer_step_is_what_simulate_says(name, tmp_path):
     recipe, seen = make(name), WatchCallback()
     trainer(recipe, tmp_path, seen).train()

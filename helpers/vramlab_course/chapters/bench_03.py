@@ -107,7 +107,7 @@ class Bench:
 
     def time_a_token(self, recipe: Recipe) -> Pace:
         """How many times as long a token of `recipe` takes here as one of the unchanged recipe."""
-        return pace(stepper(recipe), self.usual, rounds=3).per(recipe.tokens / self.small.tokens)
+        return pace(stepper(recipe), self.usual, rounds=2).per(recipe.tokens / self.small.tokens)
 
     def _runs(self, recipe: Recipe) -> bool:
         """Whether this machine can train `recipe`: paged states and the Trainer's fp16 need a GPU, bf16 a newer one."""
