@@ -1,11 +1,9 @@
 """DeepSpeed's configuration of a recipe, the same for the `Trainer` and for the training step."""
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ..report.errors import RecipeError
-
-if TYPE_CHECKING:
-    from .options import Sharding
+from .options import Sharding
 
 HIDDEN = {  # what `HfTrainerDeepSpeedConfig.trainer_config_finalize` gives for "auto", of a model's hidden size
     "reduce_bucket_size": lambda hidden: hidden * hidden,
@@ -14,7 +12,7 @@ HIDDEN = {  # what `HfTrainerDeepSpeedConfig.trainer_config_finalize` gives for 
 }
 
 
-def deepspeed_config(sharding: "Sharding") -> dict[str, Any]:
+def deepspeed_config(sharding: Sharding) -> dict[str, Any]:
     """What goes into `TrainingArguments.deepspeed`; "auto" is filled in by the `Trainer`, and by `filled_in`.
 
     Bucket sizes are "auto", numbers of elements that follow the hidden size; DeepSpeed's own default is 500 million,

@@ -9,13 +9,11 @@ import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from ..report.data import data_path
 from .layouts import Layout, Stack
-
-if TYPE_CHECKING:
-    from .shape import ShapeData
+from .shape import ShapeData
 
 
 class Task(NamedTuple):
@@ -52,7 +50,7 @@ class Family:
 
     classes: Mapping[str, str]  # for each head that can be trained, the usual one first
     heads: Mapping[str, str] = field(default_factory=dict)  # module names of heads that have not the usual one
-    layout: "Callable[[ShapeData, Mapping], Layout | None] | None" = None  # of a shape; None for an unknown variant
+    layout: Callable[[ShapeData, Mapping], Layout | None] | None = None  # of a shape; None for an unknown variant
     defaults: Mapping[str, Any] = field(default_factory=dict)  # of `Shape` fields
     required: tuple[str, ...] = REQUIRED  # sizes that a configuration must say
     mlp: str | None = "intermediate_size"  # how a configuration calls the feed-forward width; None: by any known name
@@ -98,7 +96,7 @@ LLAMA = {
 }
 
 
-def _dense(s: "ShapeData", c: Mapping, **options: Any) -> Layout | None:
+def _dense(s: ShapeData, c: Mapping, **options: Any) -> Layout | None:
     """The usual model: embeddings, equal layers, a norm and a head."""
     said = {name: options.pop(name, usual) for name, usual in LLAMA.items()}
     if any(c.get(key) for key in said["unknown"]):
@@ -114,7 +112,7 @@ def _parts(text: str) -> dict[str, str]:
     return dict(part.split("=") for part in text.split())
 
 
-def _head(s: "ShapeData", kind: str = "linear") -> str:
+def _head(s: ShapeData, kind: str = "linear") -> str:
     """The decoder families' output head: a classifier's `score`, or `lm_head` unless the embedding serves as it."""
     if "classification" in s.task:
         return "score linear L w"
@@ -123,11 +121,11 @@ def _head(s: "ShapeData", kind: str = "linear") -> str:
     return f"lm_head {kind} V w"
 
 
-def _bert(s: "ShapeData", c: Mapping, after: Mapping[str, str], **options: Any) -> Layout | None:
+def _bert(s: ShapeData, c: Mapping, after: Mapping[str, str], **options: Any) -> Layout | None:
     return _dense(s, c, after=after[s.task], **options) if s.tied or s.task != "masked-lm" else None
 
 
-def _opt(s: "ShapeData", c: Mapping, **options: Any) -> Layout | None:
+def _opt(s: ShapeData, c: Mapping, **options: Any) -> Layout | None:
     if not (c.get("enable_bias", True) and c.get("layer_norm_elementwise_affine", True)):
         return None
     # two rows more than positions: OPT counts from 2, as the code it was converted from does
@@ -140,7 +138,7 @@ def _opt(s: "ShapeData", c: Mapping, **options: Any) -> Layout | None:
     return _dense(s, c, before=before, after="{head}", post_norm=not first, **options)
 
 
-def _falcon(s: "ShapeData", c: Mapping, **options: Any) -> Layout | None:
+def _falcon(s: ShapeData, c: Mapping, **options: Any) -> Layout | None:
     new, norms = c.get("new_decoder_architecture", False), "norm1=input_layernorm"
     if not c.get("parallel_attn", True):
         norms = "norm2=post_attention_layernorm norm1=input_layernorm"
@@ -150,7 +148,7 @@ def _falcon(s: "ShapeData", c: Mapping, **options: Any) -> Layout | None:
     return _dense(s, c, parts=parts, parallel=parallel, repeated_keys=new, **options)
 
 
-def _t5(s: "ShapeData", c: Mapping, **options: Any) -> Layout:
+def _t5(s: ShapeData, c: Mapping, **options: Any) -> Layout:
     def attention(prefix: str, module: str) -> str:
         norm = f"{prefix or 'norm1'}{'norm' if prefix else ''}={module.rpartition('.')[0]}.layer_norm"
         position = "" if prefix else f"position={module}.relative_attention_bias "

@@ -8,15 +8,14 @@ from typing import TYPE_CHECKING
 from ..report.errors import RecipeError
 from .configuration import reason
 from .families import TASKS
+from .shape import ShapeData
 
 if TYPE_CHECKING:
     import torch
 
-    from .shape import ShapeData
-
 
 @lru_cache(maxsize=32)
-def read_off(s: "ShapeData") -> tuple[tuple, tuple]:
+def read_off(s: ShapeData) -> tuple[tuple, tuple]:
     """The fields of every `Weight`, and every buffer as (name, shape, dtype). Raises RecipeError as `build` does."""
     import torch
 
@@ -34,7 +33,7 @@ def read_off(s: "ShapeData") -> tuple[tuple, tuple]:
     return tuple(weights), tuple(buffers)
 
 
-def describe(s: "ShapeData") -> dict[str, object]:
+def describe(s: ShapeData) -> dict[str, object]:
     """The fields of `Shape` that only the model shows. Raises RecipeError as `read_off` does."""
     weights, _ = read_off(s)
     model = build(s)
@@ -53,7 +52,7 @@ def describe(s: "ShapeData") -> dict[str, object]:
     return found
 
 
-def describe_layout(s: "ShapeData") -> dict[str, object]:
+def describe_layout(s: ShapeData) -> dict[str, object]:
     """The fields of `Layout` that only the model shows. Raises RecipeError as `build` does."""
     import torch
 
@@ -94,7 +93,7 @@ def _saved_by_norm(model: "torch.nn.Module") -> tuple[list, list, str]:
 
 
 @lru_cache(maxsize=4)
-def build(s: "ShapeData") -> "torch.nn.Module":
+def build(s: ShapeData) -> "torch.nn.Module":
     """The transformers model of `s` in fp32 on the meta device. Raises RecipeError if transformers cannot build it."""
     import torch
     import transformers

@@ -2,14 +2,11 @@
 
 import re
 from functools import lru_cache
-from typing import TYPE_CHECKING
 
 from ..report.errors import RecipeError, needing
 from .families import FAMILIES
-
-if TYPE_CHECKING:
-    from .options import LoRA
-    from .shape import ShapeData
+from .options import LoRA
+from .shape import ShapeData
 
 Module = tuple[str, int, int]
 Targets = tuple[str, ...] | list[str] | set[str] | str | None
@@ -18,7 +15,7 @@ Targets = tuple[str, ...] | list[str] | set[str] | str | None
 FUSED = {"gate_proj", "up_proj", "down_proj", "gate_up_proj", "w1", "w2", "w3"}
 
 
-def modules(shape: "ShapeData") -> dict[str, tuple[str, int, int]]:
+def modules(shape: ShapeData) -> dict[str, tuple[str, int, int]]:
     """Every module that PEFT can adapt: its name to (kind, inputs, outputs); a shared output head counts as a module.
 
     An embedding's inputs are its rows; a convolution's are channels × kernel: r × (inputs + outputs) is then the
@@ -37,7 +34,7 @@ def modules(shape: "ShapeData") -> dict[str, tuple[str, int, int]]:
     return found
 
 
-def find(shape: "ShapeData", target_modules: Targets, modules_to_save: tuple[str, ...] | None = None) -> list[Module]:
+def find(shape: ShapeData, target_modules: Targets, modules_to_save: tuple[str, ...] | None = None) -> list[Module]:
     """The (name, inputs, outputs) of what `peft.get_peft_model` adapts; empty when nothing matches.
 
     Args:
@@ -73,7 +70,7 @@ def find(shape: "ShapeData", target_modules: Targets, modules_to_save: tuple[str
     return [(name, inside, out) for name, (_, inside, out) in candidates.items() if name in names]
 
 
-def notes(shape: "ShapeData", lora: "LoRA | None") -> list[str]:
+def notes(shape: ShapeData, lora: LoRA | None) -> list[str]:
     """What a report has to say of adapters that PEFT places otherwise."""
     everywhere = lora and isinstance(lora.target_modules, str) and lora.target_modules.lower() == "all-linear"
     if not everywhere or not any(weight.kind == "expert" for weight in shape.weights()):
@@ -82,7 +79,7 @@ def notes(shape: "ShapeData", lora: "LoRA | None") -> list[str]:
 
 
 @lru_cache(maxsize=512)
-def differ_by_layer(shape: "ShapeData", lora: "LoRA | None") -> bool:
+def differ_by_layer(shape: ShapeData, lora: LoRA | None) -> bool:
     """Whether some layers get other adapters than the rest, as a pattern with a layer's number asks for."""
     if lora is None:
         return False
@@ -95,7 +92,7 @@ def _role(name: str) -> str:
     return re.sub(r"\.\d+\.", ".*.", name)
 
 
-def check(shape: "ShapeData", target_modules: Targets, r: int) -> None:
+def check(shape: ShapeData, target_modules: Targets, r: int) -> None:
     """Raise RecipeError unless rank `r` adapters fit something of `shape`."""
     targets = find(shape, target_modules)
     if not isinstance(target_modules, str | None) and any(w.kind == "expert" for w in shape.weights()):
@@ -112,7 +109,7 @@ def check(shape: "ShapeData", target_modules: Targets, r: int) -> None:
         raise RecipeError("lora.r", r, message)
 
 
-def _default(shape: "ShapeData") -> Targets:
+def _default(shape: ShapeData) -> Targets:
     """PEFT's choice for the architecture."""
     if shape.family in FAMILIES:
         found = FAMILIES[shape.family].lora
@@ -127,6 +124,6 @@ def _default(shape: "ShapeData") -> Targets:
     return found
 
 
-def _endings(shape: "ShapeData") -> str:
+def _endings(shape: ShapeData) -> str:
     """The last parts of the names that can be adapted."""
     return ", ".join(dict.fromkeys(name.rpartition(".")[2] for name in modules(shape)))

@@ -7,12 +7,10 @@ meta device. What no layout covers is read off that model.
 from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from .from_transformers import read_off
-
-if TYPE_CHECKING:
-    from .shape import ShapeData
+from .shape import ShapeData
 
 
 @dataclass(frozen=True)
@@ -52,7 +50,7 @@ ROLES = {
 }
 
 
-def letter_sizes(s: "ShapeData") -> dict[str, int]:
+def letter_sizes(s: ShapeData) -> dict[str, int]:
     """The letters of a layout. h hidden, w output head's input, m feed-forward, q and k all heads, d one head, a heads,
     V vocabulary, P positions, T token types, L labels, E experts, B position buckets, I image tokens, C and p patches."""
     c, h, q, k = s.config, s.hidden_size, s.num_heads * s.head_dim, s.num_kv_heads * s.head_dim
@@ -67,7 +65,7 @@ def letter_sizes(s: "ShapeData") -> dict[str, int]:
     }
 
 
-def list_weights(s: "ShapeData") -> tuple[Weight, ...]:
+def list_weights(s: ShapeData) -> tuple[Weight, ...]:
     """Every parameter of `s` in the order of `named_parameters()`, shared ones once."""
     if s.layout is None:
         return tuple(Weight(*row) for row in read_off(s)[0])
@@ -93,7 +91,7 @@ def list_weights(s: "ShapeData") -> tuple[Weight, ...]:
     return tuple(found)
 
 
-def _tensors(s: "ShapeData", sizes: dict[str, int], name: str, kind: str, letters: list[str]) -> Iterator[tuple]:
+def _tensors(s: ShapeData, sizes: dict[str, int], name: str, kind: str, letters: list[str]) -> Iterator[tuple]:
     """(name, shape, kind) of a module's tensors; kinds that are no module are the tensor itself."""
     shape, bias = tuple(sizes[letter] for letter in letters), kind.endswith("+")
     kind = kind.removesuffix("+")
@@ -105,7 +103,7 @@ def _tensors(s: "ShapeData", sizes: dict[str, int], name: str, kind: str, letter
         yield f"{name}.bias", shape[:1], "norm" if kind == "norm" else "bias"
 
 
-def list_buffers(s: "ShapeData") -> tuple[tuple[str, tuple[int, ...], str], ...]:
+def list_buffers(s: ShapeData) -> tuple[tuple[str, tuple[int, ...], str], ...]:
     """Every buffer of `s`: name, shape and dtype, whether or not it is saved with the weights."""
     rope = s.config.get("rope_parameters") or s.config.get("rope_scaling") or {}
     kind = rope.get("rope_type", rope.get("type", "default"))
