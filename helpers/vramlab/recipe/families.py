@@ -17,11 +17,10 @@ from .shape import ShapeData
 
 
 class Task(NamedTuple):
-    """A head: the ends of transformers' auto class and of each family's own, its table in `modeling_auto`, the usual name
-    of the output module, and what PEFT calls the task."""
+    """A head: the end of transformers' auto class, its table in `modeling_auto`, the usual name of the output module, and
+    what PEFT calls the task."""
 
     auto: str
-    own: str
     table: str
     head: str
     peft: str | None = None
@@ -33,13 +32,11 @@ class Task(NamedTuple):
 
 
 TASKS = {
-    "causal-lm": Task("CausalLM", "CausalLM", "CAUSAL_LM", "lm_head", "CAUSAL_LM"),
-    "seq2seq-lm": Task("Seq2SeqLM", "ConditionalGeneration", "SEQ_TO_SEQ_CAUSAL_LM", "lm_head", "SEQ_2_SEQ_LM"),
-    "image-classification": Task("ImageClassification", "ImageClassification", "IMAGE_CLASSIFICATION", "classifier"),
-    "sequence-classification": Task(
-        "SequenceClassification", "SequenceClassification", "SEQUENCE_CLASSIFICATION", "score", "SEQ_CLS"
-    ),
-    "masked-lm": Task("MaskedLM", "MaskedLM", "MASKED_LM", "cls.predictions.decoder"),
+    "causal-lm": Task("CausalLM", "CAUSAL_LM", "lm_head", "CAUSAL_LM"),
+    "seq2seq-lm": Task("Seq2SeqLM", "SEQ_TO_SEQ_CAUSAL_LM", "lm_head", "SEQ_2_SEQ_LM"),
+    "image-classification": Task("ImageClassification", "IMAGE_CLASSIFICATION", "classifier"),
+    "sequence-classification": Task("SequenceClassification", "SEQUENCE_CLASSIFICATION", "score", "SEQ_CLS"),
+    "masked-lm": Task("MaskedLM", "MASKED_LM", "cls.predictions.decoder"),
 }
 REQUIRED = ("hidden_size", "num_layers", "num_heads", "vocab_size", "intermediate_size")
 
