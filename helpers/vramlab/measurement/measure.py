@@ -140,7 +140,7 @@ def run_here(order: dict[str, Any], timeout: float = 1800, launcher: Launcher | 
 
 
 def real_ranks(recipe: Recipe, device: str) -> int:
-    """How many processes measure `recipe` here: all its ranks if each gets a processor of its own, else one."""
+    """Return how many processes measure `recipe` here: all its ranks if each gets a processor of its own, else one."""
     ranks = recipe.sharding.world_size if recipe.sharding else 1
     if ranks > 1 and device == "cuda":
         import torch

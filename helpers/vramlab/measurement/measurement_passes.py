@@ -178,7 +178,7 @@ def balance(report: Report, history: History, readings: list[Reading], truth: Tr
     rounding = np.cumsum([0, *(n - (s.asked if n > 0 else -s.asked) for n, s, _ in history.log)])
 
     def close(position: int, allocated: int, asked: int, cublas: int) -> Bytes:
-        """The split at `position` with its workspace, and what is missing to `allocated` as unexplained."""
+        """Return the split at `position` with its workspace, and what is missing to `allocated` as unexplained."""
         split = history.split(position)
         fragmentation = max(0, allocated - asked - int(rounding[position])) if asked else 0  # not all count requests
         split = replace(split, workspace=split.workspace + cublas + fragmentation)

@@ -23,7 +23,7 @@ CLASSIFIED = json.loads(data_path("training_arguments.json").read_text(encoding=
 
 
 def to_training_arguments(recipe: Any, output_dir: str = "out", **changes: Any) -> "TrainingArguments":
-    """The `TrainingArguments` with which the `Trainer` trains as `recipe` says; `changes` are set on top.
+    """Return the `TrainingArguments` with which the `Trainer` trains as `recipe` says; `changes` are set on top.
 
     Nothing is reported or saved unless `changes` ask for it. Without a GPU the arguments say `use_cpu`: bf16 then trains
     on the CPU, tf32 is only recorded, and fp16 needs a GPU when the `Trainer` starts. Raises RecipeError if the `Trainer`
@@ -48,7 +48,7 @@ def to_training_arguments(recipe: Any, output_dir: str = "out", **changes: Any) 
 
 
 def settings(recipe: Any) -> dict[str, Any]:
-    """Names of `TrainingArguments` to values, on whatever machine. Raises RecipeError as `to_training_arguments` does."""
+    """Return arguments by name, the same on every machine. Raises RecipeError as `to_training_arguments` does."""
     from transformers import TrainingArguments
 
     loop, options = recipe.loop, recipe.optimizer_arguments()
@@ -76,7 +76,7 @@ def settings(recipe: Any) -> dict[str, Any]:
 
 
 def recipe_fields(kind: type, args: "TrainingArguments", model: Any, **fields: Any) -> dict[str, Any]:
-    """The fields of the recipe of a `Trainer` with `args` that trains `model`.
+    """Return the fields of the recipe of a `Trainer` with `args` that trains `model`.
 
     Args:
         kind: the class `Recipe`.
@@ -107,7 +107,7 @@ def recipe_fields(kind: type, args: "TrainingArguments", model: Any, **fields: A
 
 
 def _same_names(part: type) -> dict[str, str]:
-    """The fields of `part` whose value is that of one argument, and its name."""
+    """Return the fields of `part` whose value is that of one argument, and its name."""
     return {name: knob.elsewhere[0] for name, knob in knobs(part).items() if len(knob.elsewhere) == 1}
 
 
@@ -188,7 +188,7 @@ def _check_loop(loop: Loop) -> None:
 
 
 def _optim_args(args: "TrainingArguments") -> str | None:
-    """The optimizer's arguments, with the weight decay that the Trainer sets for its parameter groups.
+    """Return the optimizer's arguments, with the weight decay that the Trainer sets for its parameter groups.
 
     It moves memory where gradients are copied for it: AdamW and Lion multiply the weights where they are.
     """
@@ -202,7 +202,7 @@ def _optim_args(args: "TrainingArguments") -> str | None:
 
 
 def _sharding_arguments(sharding: Sharding | None) -> dict[str, Any]:
-    """`fsdp` or `deepspeed`; the number of ranks is the launcher's business, and "auto" leaves it to the arguments."""
+    """Return `fsdp` or `deepspeed`; the number of ranks is the launcher's business, and "auto" leaves it to the arguments."""
     if sharding is None or sharding.engine == "ddp":
         return {}
     if sharding.engine == "fsdp":
@@ -213,7 +213,7 @@ def _sharding_arguments(sharding: Sharding | None) -> dict[str, Any]:
 
 
 def _precision(args: "TrainingArguments", wanted: str | None) -> str:
-    """The precision that `args` say, or `wanted` if it does not contradict them."""
+    """Return the precision that `args` say, or `wanted` if it does not contradict them."""
     said = "fp16-mixed" if args.fp16 else "bf16-mixed" if args.bf16 else "tf32" if args.tf32 else "fp32"
     if wanted is None or wanted == said:
         return said
@@ -226,7 +226,7 @@ def _precision(args: "TrainingArguments", wanted: str | None) -> str:
 
 
 def _of_model(model: Any, fields: dict[str, Any]) -> dict[str, Any]:
-    """Recipe fields that show on a built model."""
+    """Return recipe fields that show on a built model."""
     for name, attribute in (("lora", "peft_config"), ("quantization", "quantization_method")):
         if getattr(model, attribute, None) and not fields.get(name):
             raise RecipeError(name, None, f"the model has it: say {name}=...")

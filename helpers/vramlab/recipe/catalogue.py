@@ -23,7 +23,7 @@ class Entry:
 
 @cache
 def catalogue() -> dict[str, Entry]:
-    """The published models by name, families together, small ones first."""
+    """Return the published models by name, families together, small ones first."""
     found = [json.loads(path.read_text(encoding="utf-8")) for path in data_path("models").glob("*.json")]
     found.sort(key=lambda d: (d["config"]["model_type"], d["parameters"]))
     entries = [Entry(**d | {"config": json.dumps(d["config"]), "aliases": tuple(d.get("aliases", ()))}) for d in found]
@@ -31,13 +31,13 @@ def catalogue() -> dict[str, Entry]:
 
 
 def model_names() -> list[str]:
-    """The names of the catalogue, families together, small models first."""
+    """Return the names of the catalogue, families together, small models first."""
     return list(catalogue())
 
 
 @cache
 def _spellings() -> dict[str, Entry]:
-    """Every spelling that finds an entry, in lower case: name, hub id and aliases, with and without organisation."""
+    """Return every spelling that finds an entry, in lower case: name, hub id and aliases, with and without organisation."""
     found = {}
     for entry in catalogue().values():
         for spelling in (*entry.aliases, entry.hub_id, entry.name):
@@ -46,11 +46,11 @@ def _spellings() -> dict[str, Entry]:
 
 
 def find(model: str) -> Entry | None:
-    """The entry that `model` names in any spelling, None if there is none."""
+    """Return the entry that `model` names in any spelling, None if there is none."""
     return _spellings().get(model.lower())
 
 
 def closest(model: str) -> str | None:
-    """The spelling in the catalogue that is most like `model`, None if nothing is near."""
+    """Return the spelling in the catalogue that is most like `model`, None if nothing is near."""
     texts = (model.lower(), model.lower().rpartition("/")[2])
     return next((near for text in texts for near in difflib.get_close_matches(text, _spellings(), n=1)), None)

@@ -28,7 +28,7 @@ BUILT = "build it yourself and ask simulate(model=..., batch=..., optimizer=...)
 
 
 def family_of(name: str, config: dict[str, Any]) -> Family:
-    """The family of `config`; where it has no record, what transformers says, which also completes `config`.
+    """Return the family of `config`; where it has no record, what transformers says, which also completes `config`.
 
     Raises RecipeError if that cannot read it either, or has no head for it that can be trained.
     """
@@ -61,13 +61,13 @@ def family_of(name: str, config: dict[str, Any]) -> Family:
 
 
 def reason(error: Exception) -> str:
-    """The line of another library's error that says what is wrong, or the error's class if it says nothing."""
+    """Return the line of another library's error that says what is wrong, or the error's class if it says nothing."""
     text = str(error.__cause__ or error).strip()
     return text.splitlines()[0].rstrip(".") if text else type(error).__name__
 
 
 def read_json(field: str, text: Any, name: str | None = None) -> Any:
-    """What the JSON `text` says. Raises RecipeError about `field` (called `name`) if it is none."""
+    """Return what the JSON `text` says. Raises RecipeError about `field` (called `name`) if it is none."""
     try:
         return json.loads(text)
     except (RecursionError, TypeError, ValueError) as error:
@@ -76,7 +76,7 @@ def read_json(field: str, text: Any, name: str | None = None) -> Any:
 
 
 def plain(config: Mapping) -> dict[str, Any]:
-    """`config` as JSON gives it back, with text for what JSON has no form for, such as a torch.dtype; or RecipeError."""
+    """Return `config` as JSON gives it back, with text for a torch.dtype and the like. Raises RecipeError."""
     try:
         return json.loads(json.dumps(dict(config), default=str))
     except (TypeError, ValueError, RecursionError) as error:
@@ -85,7 +85,7 @@ def plain(config: Mapping) -> dict[str, Any]:
 
 
 def parse(name: str, text: str) -> dict[str, Any]:
-    """The configuration in `text`. Raises RecipeError if it is none, or not of one language or image model."""
+    """Return the configuration in `text`. Raises RecipeError if it is none, or not of one language or image model."""
     config = read_json("model", text, name)
     for key, value in config.items() if isinstance(config, dict) else ():
         if value is not None and (allowed := _wrong(key, value)):
@@ -104,7 +104,7 @@ def parse(name: str, text: str) -> dict[str, Any]:
 
 
 def _wrong(key: str, value: Any) -> str:
-    """What `value` would have to be where a configuration has `key`, "" if it is that, or if any value may be."""
+    """Return what `value` would have to be where a configuration has `key`, "" if it is that, or if any value may be."""
     if (most := MOST.get(key)) and _is_number(value) and value > most:
         return f"{most:,} at most"
     kind = KINDS.get(key, "")
@@ -153,7 +153,7 @@ def keep_layers(config: dict[str, Any], kept: list[int] | int) -> None:
 
 
 def choose_task(name: str, family: Family, config: dict[str, Any], task: str | None) -> str:
-    """`task` if the family has such a head, else the configuration's, else the usual one. Raises RecipeError."""
+    """Return `task` if the family has such a head, else the configuration's, else the usual one. Raises RecipeError."""
     if task is None:
         named = (config.get("architectures") or [None])[0]
         return next((t for t, class_name in family.classes.items() if class_name == named), family.tasks[0])
@@ -163,7 +163,7 @@ def choose_task(name: str, family: Family, config: dict[str, Any], task: str | N
 
 
 def read(name: str, config: dict[str, Any], family: Family, task: str) -> dict[str, Any]:
-    """The fields of `Shape` that the configuration says or implies. Raises RecipeError on impossible sizes."""
+    """Return the fields of `Shape` that the configuration says or implies. Raises RecipeError on impossible sizes."""
     sizes = _sizes(name, config, family)
     others = {key: _first(config, names, family.defaults.get(key)) for key, names in KEYS["settings"].items()}
     if family.embedding_dropout:
@@ -195,7 +195,7 @@ def _first(config: Mapping, keys: list[str], default: Any = None) -> Any:
 
 
 def _size(name: str, config: Mapping, size: str, family: Family) -> int | None:
-    """One size of `config`, None when it may be absent and is."""
+    """Return one size of `config`, None when it may be absent and is."""
     keys = (family.mlp,) if size == "intermediate_size" and family.mlp else SIZES[size]
     key = next((key for key in keys if config.get(key) is not None), keys[0])
     value, otherwise = config.get(key), "" if family.layout else f"; or {BUILT}"
@@ -209,7 +209,7 @@ def _size(name: str, config: Mapping, size: str, family: Family) -> int | None:
 
 
 def _sizes(name: str, config: Mapping, family: Family) -> dict[str, int | None]:
-    """The sizes that a configuration says, and those that follow as in transformers; checks that the heads fit."""
+    """Return the sizes that a configuration says, and those that follow as in transformers; checks that the heads fit."""
     sizes = {size: _size(name, config, size, family) for size in SIZES}
     h, heads = sizes["hidden_size"], sizes["num_heads"]
     if h % heads and (family.whole_heads or (family.layout and not sizes["head_dim"])):
@@ -237,7 +237,7 @@ def _sizes(name: str, config: Mapping, family: Family) -> dict[str, int | None]:
 
 
 def _image_tokens(config: dict[str, Any]) -> int:
-    """Patches of one image, and the class token (Dosovitskiy et al. 2021, section 3.1)."""
+    """Count the patches of one image and the class token (Dosovitskiy et al. 2021, section 3.1)."""
     pairs = []
     for key, default in (("image_size", 224), ("patch_size", 16)):
         value = config.get(key, default)

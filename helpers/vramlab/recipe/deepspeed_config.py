@@ -13,7 +13,7 @@ HIDDEN = {  # what `HfTrainerDeepSpeedConfig.trainer_config_finalize` gives for 
 
 
 def deepspeed_config(sharding: Sharding) -> dict[str, Any]:
-    """What goes into `TrainingArguments.deepspeed`; "auto" is filled in by the `Trainer`, and by `filled_in`.
+    """Return what goes into `TrainingArguments.deepspeed`; "auto" is filled in by the `Trainer`, and by `filled_in`.
 
     Bucket sizes are "auto", numbers of elements that follow the hidden size; DeepSpeed's own default is 500 million,
     which alone would be 1 GB of bf16. Offloaded states are updated by the recipe's optimizer instead of DeepSpeed's
@@ -35,7 +35,7 @@ def deepspeed_config(sharding: Sharding) -> dict[str, Any]:
 
 
 def filled_in(recipe: Any, hidden: int) -> dict[str, Any]:
-    """The configuration of `recipe` as `Trainer` and accelerate complete it for a model of `hidden` channels.
+    """Return the configuration of `recipe` as `Trainer` and accelerate complete it for a model of `hidden` channels.
 
     Sources: `HfTrainerDeepSpeedConfig.trainer_config_process` and `.trainer_config_finalize`
     (transformers/integrations/deepspeed.py), `DeepSpeedPlugin.__post_init__` and `Accelerator._prepare_deepspeed`.
@@ -56,7 +56,7 @@ def filled_in(recipe: Any, hidden: int) -> dict[str, Any]:
 
 
 def hidden_size(config: Any) -> int:
-    """The hidden size that "auto" goes by: of a model's configuration, the largest if there are several.
+    """Return the hidden size that "auto" goes by: of a model's configuration, the largest if there are several.
 
     Raises RecipeError where the `Trainer` would not know either.
     """

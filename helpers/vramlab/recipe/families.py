@@ -71,7 +71,7 @@ class Family:
         return tuple(self.classes)
 
     def head(self, task: str) -> str:
-        """The module name of the output head."""
+        """Return the module name of the output head."""
         return self.heads.get(task, TASKS[task].head)
 
 
@@ -94,7 +94,7 @@ LLAMA = {
 
 
 def _dense(s: ShapeData, c: Mapping, **options: Any) -> Layout | None:
-    """The usual model: embeddings, equal layers, a norm and a head."""
+    """Return the usual model: embeddings, equal layers, a norm and a head."""
     said = {name: options.pop(name, usual) for name, usual in LLAMA.items()}
     if any(c.get(key) for key in said["unknown"]):
         return None
@@ -110,7 +110,7 @@ def _parts(text: str) -> dict[str, str]:
 
 
 def _head(s: ShapeData, kind: str = "linear") -> str:
-    """The decoder families' output head: a classifier's `score`, or `lm_head` unless the embedding serves as it."""
+    """Return the decoder families' output head: a classifier's `score`, or `lm_head` unless the embedding serves as it."""
     if "classification" in s.task:
         return "score linear L w"
     if s.tied:

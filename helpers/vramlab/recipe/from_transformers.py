@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @lru_cache(maxsize=32)
 def read_off(s: ShapeData) -> tuple[tuple, tuple]:
-    """The fields of every `Weight`, and every buffer as (name, shape, dtype). Raises RecipeError as `build` does."""
+    """Return the fields of every `Weight`, and every buffer as (name, shape, dtype). Raises RecipeError as `build` does."""
     import torch
 
     model = build(s)
@@ -34,7 +34,7 @@ def read_off(s: ShapeData) -> tuple[tuple, tuple]:
 
 
 def describe(s: ShapeData) -> dict[str, object]:
-    """The fields of `Shape` that only the model shows. Raises RecipeError as `read_off` does."""
+    """Return the fields of `Shape` that only the model shows. Raises RecipeError as `read_off` does."""
     weights, _ = read_off(s)
     model = build(s)
     found = {"norm": _norm(model), "attention": "sdpa" if getattr(model, "_supports_sdpa", True) else "eager"}
@@ -53,7 +53,7 @@ def describe(s: ShapeData) -> dict[str, object]:
 
 
 def describe_layout(s: ShapeData) -> dict[str, object]:
-    """The fields of `Layout` that only the model shows. Raises RecipeError as `build` does."""
+    """Return the fields of `Layout` that only the model shows. Raises RecipeError as `build` does."""
     import torch
 
     model = build(s)
@@ -65,7 +65,7 @@ def describe_layout(s: ShapeData) -> dict[str, object]:
 
 
 def _norm(model: "torch.nn.Module") -> str:
-    """`Shape.norm` of `model`, by how many tensors its first norm keeps of bf16 hidden states, in fp32 and in bf16."""
+    """Return `Shape.norm` of `model`, by how many tensors its first norm keeps of bf16 hidden states, in fp32 and in bf16."""
     import torch
 
     hidden, weights, name = _saved_by_norm(model)
@@ -75,7 +75,7 @@ def _norm(model: "torch.nn.Module") -> str:
 
 
 def _saved_by_norm(model: "torch.nn.Module") -> tuple[list, list, str]:
-    """Dtypes of what the first norm, in bf16, saves of the hidden states' shape, and of its weight's; and its class.
+    """Return dtypes of what the first norm, in bf16, saves of the hidden states' shape, and of its weight's; and its class.
 
     Nothing is asked of one with a bias.
     """
@@ -94,7 +94,7 @@ def _saved_by_norm(model: "torch.nn.Module") -> tuple[list, list, str]:
 
 @lru_cache(maxsize=4)
 def build(s: ShapeData) -> "torch.nn.Module":
-    """The transformers model of `s` in fp32 on the meta device. Raises RecipeError if transformers cannot build it."""
+    """Return the transformers model of `s` in fp32 on the meta device. Raises RecipeError if transformers cannot build it."""
     import torch
     import transformers
 

@@ -47,26 +47,26 @@ class Knob:
             raise RecipeError(name, value, allowed)
 
     def words(self, value: Any) -> str:
-        """What `str(recipe)` says of the value, "" for nothing."""
+        """Return what `str(recipe)` says of the value, "" for nothing."""
         if value is None or value is False:
             return ""
         return self.shown.format(value) if isinstance(self.shown, str) else self.shown(value) or ""
 
 
 def knob(default: Any, help: str, **more: Any) -> Any:
-    """A dataclass field with what `Knob` says of it."""
+    """Return a dataclass field with what `Knob` says of it."""
     return dataclasses.field(default=default, metadata={"knob": Knob(help, default=default, **more)})
 
 
 def same_knob(part: type, name: str) -> Any:
-    """A dataclass field with the default and the knob of the field `name` of `part`."""
+    """Return a dataclass field with the default and the knob of the field `name` of `part`."""
     field = part.__dataclass_fields__[name]
     return dataclasses.field(default=field.default, metadata=field.metadata)
 
 
 @cache
 def knobs(part: type) -> dict[str, Knob]:
-    """The knobs of a dataclass by field name, with kinds and names filled in."""
+    """Return the knobs of a dataclass by field name, with kinds and names filled in."""
     found = {}
     for field in dataclasses.fields(part):
         if "knob" in field.metadata:
@@ -82,7 +82,7 @@ def knobs(part: type) -> dict[str, Knob]:
 
 
 def options(part: type, *path: str) -> Iterator[tuple[tuple[str, ...], Knob]]:
-    """Each knob with a name on the command line, of `part` and its parts, and the way to it, such as ("lora", "r")."""
+    """Return each knob with a name on the command line, of `part` and its parts, and the way to it, such as ("lora", "r")."""
     for name, said in knobs(part).items():
         if said.option:
             yield (*path, name), said
@@ -106,7 +106,7 @@ def check(part: Any, prefix: str = "") -> None:
 
 
 def rebuild(kind: type, name: str, values: Mapping) -> Any:
-    """`kind(**values)` with an error that names the unknown field."""
+    """Return `kind(**values)` with an error that names the unknown field."""
     known = [f.name for f in dataclasses.fields(kind) if f.init]
     for key in values:
         if key not in known:

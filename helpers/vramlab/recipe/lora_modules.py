@@ -16,7 +16,7 @@ FUSED = {"gate_proj", "up_proj", "down_proj", "gate_up_proj", "w1", "w2", "w3"}
 
 
 def modules(shape: ShapeData) -> dict[str, tuple[str, int, int]]:
-    """Every module that PEFT can adapt: its name to (kind, inputs, outputs); a shared output head counts as a module.
+    """Return every module that PEFT can adapt: its name to (kind, inputs, outputs); a shared output head counts as a module.
 
     An embedding's inputs are its rows; a convolution's are channels × kernel: r × (inputs + outputs) is then the
     size of a rank-r adapter for every kind.
@@ -35,7 +35,7 @@ def modules(shape: ShapeData) -> dict[str, tuple[str, int, int]]:
 
 
 def find(shape: ShapeData, target_modules: Targets, modules_to_save: tuple[str, ...] | None = None) -> list[Module]:
-    """The (name, inputs, outputs) of what `peft.get_peft_model` adapts; empty when nothing matches.
+    """Return the (name, inputs, outputs) of what `peft.get_peft_model` adapts; empty when nothing matches.
 
     Args:
         target_modules: None takes PEFT's default for the architecture; "all-linear" every linear layer but the output
@@ -71,7 +71,7 @@ def find(shape: ShapeData, target_modules: Targets, modules_to_save: tuple[str, 
 
 
 def notes(shape: ShapeData, lora: LoRA | None) -> list[str]:
-    """What a report has to say of adapters that PEFT places otherwise."""
+    """Return what a report has to say of adapters that PEFT places otherwise."""
     everywhere = lora and isinstance(lora.target_modules, str) and lora.target_modules.lower() == "all-linear"
     if not everywhere or not any(weight.kind == "expert" for weight in shape.weights()):
         return []
@@ -80,7 +80,7 @@ def notes(shape: ShapeData, lora: LoRA | None) -> list[str]:
 
 @lru_cache(maxsize=512)
 def differ_by_layer(shape: ShapeData, lora: LoRA | None) -> bool:
-    """Whether some layers get other adapters than the rest, as a pattern with a layer's number asks for."""
+    """Return whether some layers get other adapters than the rest, as a pattern with a layer's number asks for."""
     if lora is None:
         return False
     found = {name for name, _, _ in find(shape, lora.target_modules, lora.modules_to_save)}
@@ -110,7 +110,7 @@ def check(shape: ShapeData, target_modules: Targets, r: int) -> None:
 
 
 def _default(shape: ShapeData) -> Targets:
-    """PEFT's choice for the architecture."""
+    """Return PEFT's choice for the architecture."""
     if shape.family in FAMILIES:
         found = FAMILIES[shape.family].lora
     else:
@@ -125,5 +125,5 @@ def _default(shape: ShapeData) -> Targets:
 
 
 def _endings(shape: ShapeData) -> str:
-    """The last parts of the names that can be adapted."""
+    """Return the last parts of the names that can be adapted."""
     return ", ".join(dict.fromkeys(name.rpartition(".")[2] for name in modules(shape)))

@@ -61,5 +61,5 @@ def _value(text: str, name: str, value: str) -> float:
 
 
 def optimizer_arguments(optim: str, text: str | None) -> dict[str, float]:
-    """`optim_args` as a dictionary. Raises RecipeError where it is of another form, or not for that optimizer."""
+    """Return `optim_args` as a dictionary. Raises RecipeError where it is of another form, or not for that optimizer."""
     return dict(_parse(optim, text)) if text else {}

@@ -16,7 +16,7 @@ STAGES = {"ddp": (0, 1), "fsdp": (2, 3), "deepspeed": (0, 1, 2, 3), "tensor": (0
 
 
 def words(text: str) -> frozenset[str]:
-    """The words of `text`, for long lists of names."""
+    """Return the words of `text`, for long lists of names."""
     return frozenset(text.split())
 
 
@@ -161,7 +161,7 @@ class Loop:
 
     @classmethod
     def named(cls, name: str, **changes) -> "Loop":
-        """The loop called `name`: "trainer", "plain" or "optimizer_in_backward", with `changes` applied."""
+        """Return the loop called `name`: "trainer", "plain" or "optimizer_in_backward", with `changes` applied."""
         if name not in LOOPS:
             raise RecipeError("loop", name, "allowed are " + ", ".join(map(repr, LOOPS)) + " or a Loop")
         return dataclasses.replace(LOOPS[name], **changes) if changes else LOOPS[name]

@@ -11,7 +11,7 @@ OPTIMIZERS = ("adamw_torch", "adamw_torch_fused", "sgd", "rmsprop", "adagrad")  
 
 
 def stage_layers(layers: int, stages: int) -> list[range]:
-    """The layers of each stage, as even as they go: the first stages have one more where it does not divide."""
+    """Return the layers of each stage, as even as they go: the first stages have one more where it does not divide."""
     least, more = divmod(layers, stages)
     starts = [rank * least + min(rank, more) for rank in range(stages + 1)]
     return [range(first, end) for first, end in pairwise(starts)]

@@ -22,11 +22,11 @@ class Shape(ShapeData):
     """A model's sizes, and what follows from them."""
 
     def weights(self) -> tuple[Weight, ...]:
-        """Every parameter tensor, named and ordered as transformers' `named_parameters()`; shared ones once."""
+        """Return every parameter tensor, named and ordered as transformers' `named_parameters()`; shared ones once."""
         return self._weights
 
     def buffers(self) -> tuple[tuple[str, tuple[int, ...], str], ...]:
-        """Every buffer as (name, shape, dtype). Gemma's `embed_scale` follows the weights' dtype; fp32 is given."""
+        """Return every buffer as (name, shape, dtype). Gemma's `embed_scale` follows the weights' dtype; fp32 is given."""
         return self._buffers
 
     @cached_property
@@ -50,7 +50,7 @@ class Shape(ShapeData):
     def lora_targets(
         self, target_modules: lora_modules.Targets = None, modules_to_save: tuple[str, ...] | None = None
     ) -> list[lora_modules.Module]:
-        """What PEFT would adapt, as (module name, inputs, outputs); see `vramlab.recipe.lora_modules.find`."""
+        """Return what PEFT would adapt, as (module name, inputs, outputs); see `vramlab.recipe.lora_modules.find`."""
         return lora_modules.find(self, target_modules, modules_to_save)
 
     def check_lora(self, target_modules: lora_modules.Targets, r: int) -> None:
@@ -59,7 +59,7 @@ class Shape(ShapeData):
 
 
 def read_shape(model: str | Mapping, num_layers: int | None = None, task: str | None = None) -> Shape:
-    """The shape of `model`: a name of the catalogue, a hub id, a path to a `config.json` or its folder, or its content.
+    """Return the shape of `model`: a name, a hub id, a path to a `config.json` or its folder, or its content.
 
     Args:
         num_layers: a depth other than the model's own; an encoder–decoder gets that depth on both sides.

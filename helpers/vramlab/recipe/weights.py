@@ -51,8 +51,11 @@ ROLES = {
 
 
 def letter_sizes(s: ShapeData) -> dict[str, int]:
-    """The letters of a layout. h hidden, w output head's input, m feed-forward, q and k all heads, d one head, a heads,
-    V vocabulary, P positions, T token types, L labels, E experts, B position buckets, I image tokens, C and p patches."""
+    """Return the sizes that a layout's letters mean.
+
+    h hidden, w output head's input, m feed-forward, q and k all heads, d one head, a heads, V vocabulary, P positions,
+    T token types, L labels, E experts, B position buckets, I image tokens, C and p patches.
+    """
     c, h, q, k = s.config, s.hidden_size, s.num_heads * s.head_dim, s.num_kv_heads * s.head_dim
     patch = c.get("patch_size", 16)
     sides = patch if isinstance(patch, list) else (patch, patch)
@@ -66,7 +69,7 @@ def letter_sizes(s: ShapeData) -> dict[str, int]:
 
 
 def list_weights(s: ShapeData) -> tuple[Weight, ...]:
-    """Every parameter of `s` in the order of `named_parameters()`, shared ones once."""
+    """Return every parameter of `s` in the order of `named_parameters()`, shared ones once."""
     if s.layout is None:
         return tuple(Weight(*row) for row in read_off(s)[0])
     found, sizes, first = [], letter_sizes(s), 0
@@ -92,7 +95,7 @@ def list_weights(s: ShapeData) -> tuple[Weight, ...]:
 
 
 def _tensors(s: ShapeData, sizes: dict[str, int], name: str, kind: str, letters: list[str]) -> Iterator[tuple]:
-    """(name, shape, kind) of a module's tensors; kinds that are no module are the tensor itself."""
+    """Return (name, shape, kind) of a module's tensors; kinds that are no module are the tensor itself."""
     shape, bias = tuple(sizes[letter] for letter in letters), kind.endswith("+")
     kind = kind.removesuffix("+")
     if kind not in ("linear", "conv1d", "embedding", "norm"):
@@ -104,7 +107,7 @@ def _tensors(s: ShapeData, sizes: dict[str, int], name: str, kind: str, letters:
 
 
 def list_buffers(s: ShapeData) -> tuple[tuple[str, tuple[int, ...], str], ...]:
-    """Every buffer of `s`: name, shape and dtype, whether or not it is saved with the weights."""
+    """Return every buffer of `s`: name, shape and dtype, whether or not it is saved with the weights."""
     rope = s.config.get("rope_parameters") or s.config.get("rope_scaling") or {}
     kind = rope.get("rope_type", rope.get("type", "default"))
     if s.layout is None or kind not in ("default", "linear", "dynamic", "llama3", "yarn"):
@@ -122,7 +125,7 @@ def list_buffers(s: ShapeData) -> tuple[tuple[str, tuple[int, ...], str], ...]:
 
 
 def unquantized(recipe: Any) -> list[str]:
-    """The note on matrices that a 4- or 8-bit base keeps in 16 or 32 bits, [] where there are none.
+    """Return the note on matrices that a 4- or 8-bit base keeps in 16 or 32 bits, [] where there are none.
 
     `transformers.integrations.bitsandbytes.replace_with_bnb_linear` takes modules whose type is `nn.Linear` or `Conv1D`.
     transformers 5 has the experts of a layer in 3-D parameters of no such module; Falcon has a linear class of its own.

@@ -35,14 +35,14 @@ class Comparison:
     notes: tuple[str, ...] = ()  # sentences that qualify the differences
 
     def row(self, name: str) -> ComparisonRow:
-        """The row of that name, for example "peak total". Raises ValueError when there is none."""
+        """Return the row of that name, for example "peak total". Raises ValueError when there is none."""
         for row in self.rows:
             if row.name == name:
                 return row
         raise ValueError(f"this comparison has no row {name!r}: it has {', '.join(row.name for row in self.rows)}.")
 
     def differences(self, name: str) -> dict[str, tuple[int, float]]:
-        """Differences in the row of that name by label: in bytes, and as a fraction (0.03 is 3 %)."""
+        """Return differences in the row of that name by label: in bytes, and as a fraction (0.03 is 3 %)."""
         sizes = {label: _number(value) for label, value in zip(self.labels, self.row(name).values, strict=True)}
         reference = sizes.pop(self.against)
         known = {label: size for label, size in sizes.items() if size is not None and reference is not None}
@@ -77,7 +77,7 @@ class Comparison:
 def compare(
     *reports: Report, labels: Sequence[str] | None = None, same_recipe: bool = True, unit: str | None = None
 ) -> Comparison:
-    """A table of reports and of their differences from the strongest witness.
+    """Return a table of reports and of their differences from the strongest witness.
 
     Args:
         reports: shown predicted, simulated, then recorded and measured; differences are taken against the last.
@@ -109,7 +109,7 @@ def compare(
 
 
 def _moment_notes(good: Sequence[tuple[str, Report]]) -> Iterator[str]:
-    """Sentences where the reports describe different targets or peak in different phases."""
+    """Return sentences where the reports describe different targets or peak in different phases."""
     if len({r.target for _, r in good}) > 1:
         targets = ", ".join(f"{label} is for {r.target}" for label, r in good)
         yield f"the targets differ ({targets}), so kernels and rounding do too."
@@ -119,7 +119,7 @@ def _moment_notes(good: Sequence[tuple[str, Report]]) -> Iterator[str]:
 
 
 def difference(a: Report | Bytes | Interval | int, b: Report | Bytes | Interval | int) -> float:
-    """(a − b) / b in bytes, of a report its peak's total; infinite where only `b` is 0.
+    """Return (a − b) / b in bytes, of a report its peak's total; infinite where only `b` is 0.
 
     Raises ValueError for a report without figures.
     """
@@ -130,14 +130,14 @@ def difference(a: Report | Bytes | Interval | int, b: Report | Bytes | Interval 
 
 
 def check_unit(unit: str) -> int:
-    """The bytes of a unit. Raises ValueError for an unknown one."""
+    """Return the bytes of a unit. Raises ValueError for an unknown one."""
     if unit not in UNITS:
         raise ValueError(f"unit is {unit!r}, but allowed are {', '.join(UNITS)}.")
     return UNITS[unit]
 
 
 def failure(report: Report) -> str:
-    """One line for a report without figures: "out of memory: …"."""
+    """Return one line for a report without figures: "out of memory: …"."""
     kind = "out of memory" if report.status == "oom" else report.status
     return f"{kind}: {' '.join(report.message.split())}" if report.message else kind
 
@@ -145,7 +145,7 @@ def failure(report: Report) -> str:
 def column_labels(
     reports: Sequence[Report], labels: Sequence[str] | None = None, same_recipe: bool = True
 ) -> list[str]:
-    """A short and unique name for each report, in the order given. Raises ValueError as `compare`."""
+    """Return a short and unique name for each report, in the order given. Raises ValueError as `compare`."""
     if not reports:
         raise ValueError("compare needs at least one report, for example compare(predict(recipe), simulate(recipe)).")
     for report in reports:
@@ -170,8 +170,7 @@ def column_labels(
 
 
 def _recipe_difference(reports: Sequence[Report]) -> str:
-    """The fields in which the reports' recipes differ, in words; "" if none. Fields that only one of them has are left
-    out: a record may be older than a field."""
+    """Return in words the fields in which the recipes differ; skip those that an older record lacks."""
     recipes = [r.recipe for r in reports if r.recipe is not None]
     for recipe in recipes[1:]:
         fields = [name for name in recipes[0] if name in recipe and recipe[name] != recipes[0][name]]
@@ -205,7 +204,7 @@ def _rows(reports: Sequence[Report]) -> Iterator[ComparisonRow]:
 
 
 def _interval_notes(rows: Sequence[ComparisonRow], labels: Sequence[str], unit: str) -> Iterator[str]:
-    """A sentence for each interval that does not contain the measured figure."""
+    """Return a sentence for each interval that does not contain the measured figure."""
     for row in rows:
         truth = row.values[-1]
         for label, value in zip(labels, row.values, strict=True):
@@ -216,7 +215,7 @@ def _interval_notes(rows: Sequence[ComparisonRow], labels: Sequence[str], unit: 
 
 
 def _number(value: Report | Bytes | Value) -> int | None:
-    """Bytes of a value: a report's peak, an interval's most likely one; None for text."""
+    """Return bytes of a value: a report's peak, an interval's most likely one; None for text."""
     if isinstance(value, Report):
         if value.status != "ok":
             raise ValueError(f"a report without figures cannot be compared ({failure(value)}).")
@@ -239,7 +238,7 @@ def _range(value: Value, unit: str) -> str:
 
 
 def _change(change: int, relative: float, unit: str) -> list[str]:
-    """The two cells of a difference; far from the reference, per cent no longer say anything."""
+    """Return the two cells of a difference; far from the reference, per cent no longer say anything."""
     sign, size = "+" if change > 0 else "−", _in_unit(abs(change), unit)
     if not change:
         return ["0", "0"]

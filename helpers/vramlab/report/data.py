@@ -6,7 +6,7 @@ from pathlib import Path
 
 @cache
 def data_folder() -> Path:
-    """The data folder of an installed wheel or of a checkout. Raises FileNotFoundError if there is neither."""
+    """Return the data folder of an installed wheel or of a checkout. Raises FileNotFoundError if there is neither."""
     here = Path(__file__).resolve()
     for folder in (here.parents[1] / "data_files", here.parents[3] / "data"):
         if (folder / "models").is_dir():
@@ -15,5 +15,5 @@ def data_folder() -> Path:
 
 
 def data_path(*parts: str) -> Path:
-    """The path of a data file such as `data_path("models", "gpt2.json")`; it need not exist."""
+    """Return the path of a data file such as `data_path("models", "gpt2.json")`; it need not exist."""
     return data_folder().joinpath(*parts)

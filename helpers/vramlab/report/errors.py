@@ -20,7 +20,7 @@ class RecipeError(VramLabError, ValueError):
 
 
 def _shown(value: object) -> str:
-    """`repr(value)` in one line of at most 120 characters."""
+    """Return `repr(value)` in one line of at most 120 characters."""
     try:
         text = " ".join(repr(value).split())
     except Exception:  # Python prints no integer of over 4,300 digits, and a repr can fail

@@ -19,12 +19,12 @@ UNITS = {"GiB": GiB, "MiB": MiB, "KiB": KiB, "B": 1}
 
 
 def format_bytes(n: int | float, unit: str = "GiB", digits: int = 3) -> str:
-    """`n` bytes as text, "2.481 GiB" by default."""
+    """Return `n` bytes as text, "2.481 GiB" by default."""
     return f"{n:,} B" if unit == "B" else f"{n / UNITS[unit]:,.{digits}f} {unit}"
 
 
 def unit_for(largest: int) -> str:
-    """The unit in which `largest` bytes are at least 1: "GiB", "MiB", else "KiB"."""
+    """Return the unit in which `largest` bytes are at least 1: "GiB", "MiB", else "KiB"."""
     return next((unit for unit in ("GiB", "MiB") if largest >= UNITS[unit]), "KiB")
 
 
@@ -53,7 +53,7 @@ class Bytes:
         return sum(n for _, n in self.items())
 
     def items(self) -> Iterator[tuple[str, int]]:
-        """(category, bytes) in the order of CATEGORIES."""
+        """Return (category, bytes) in the order of CATEGORIES."""
         return ((name, getattr(self, name)) for name in CATEGORIES)
 
     def __str__(self) -> str:
@@ -81,7 +81,7 @@ class Interval:
     high: int
 
     def text(self, unit: str = "GiB") -> str:
-        """Like "2.000 GiB (1.500 GiB to 3.000 GiB)"."""
+        """Return text like "2.000 GiB (1.500 GiB to 3.000 GiB)"."""
         value, low, high = (format_bytes(n, unit) for n in (self.value, self.low, self.high))
         return f"{value} ({low} to {high})"
 
@@ -180,27 +180,27 @@ class Report:
 
     @classmethod
     def failed(cls, source: str, recipe: Any, target: str, status: str, message: str, **more: Any) -> "Report":
-        """The report of a run that did not finish: no bytes, a status ("oom" or "error") and a message."""
+        """Return the report of a run that did not finish: no bytes, a status ("oom" or "error") and a message."""
         title = str(recipe) if recipe else ""
         values = recipe.to_dict() if recipe else None
         return cls(source, values, title, target, {}, Bytes(), "", status, message, environment=environment(), **more)
 
     def to_dict(self) -> dict[str, Any]:
-        """A JSON-ready dictionary; each `Bytes` also carries its total."""
+        """Return a JSON-ready dictionary; each `Bytes` also carries its total."""
         return _encode(self)
 
     def to_json(self, indent: int | None = None) -> str:
-        """The report as JSON text; `Report.from_json` reads it back."""
+        """Return the report as JSON text; `Report.from_json` reads it back."""
         return json.dumps(self.to_dict(), indent=indent)
 
     @classmethod
     def from_dict(cls, d: dict[str, Any]) -> "Report":
-        """The report that `to_dict` wrote. Raises ReportError, which names the field, for anything else."""
+        """Return the report that `to_dict` wrote. Raises ReportError, which names the field, for anything else."""
         return _decode(cls, d, "")
 
     @classmethod
     def from_json(cls, text: str) -> "Report":
-        """The report that `to_json` wrote. Raises ReportError as `from_dict`, and for text that is no JSON."""
+        """Return the report that `to_json` wrote. Raises ReportError as `from_dict`, and for text that is no JSON."""
         try:
             values = json.loads(text)
         except (ValueError, TypeError, RecursionError) as error:
@@ -208,7 +208,7 @@ class Report:
         return cls.from_dict(values)
 
     def __str__(self) -> str:
-        """The report as a text table: phases down, categories across."""
+        """Return the report as a text table: phases down, categories across."""
         if self.status != "ok":
             return f"{self.source}: {self.title}\n{self.status}: {self.message}"
         unit = unit_for(self.peak.total)
@@ -232,7 +232,7 @@ class Report:
 
 
 def text_table(rows: list[tuple[str, ...]]) -> str:
-    """Rows of text as an aligned table: the first row is the head, the first column is left-aligned."""
+    """Return rows of text as an aligned table: the first row is the head, the first column is left-aligned."""
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     lines = [
         "  ".join(c.ljust(w) if i == 0 else c.rjust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True)))
@@ -242,7 +242,7 @@ def text_table(rows: list[tuple[str, ...]]) -> str:
 
 
 def environment(**more: Any) -> dict[str, Any]:
-    """Python, library versions and the date, and what the caller adds. Imports none of the libraries."""
+    """Return versions, the date and what the caller adds. Import none of the libraries."""
     import platform
     from importlib import metadata
 
@@ -256,7 +256,7 @@ def environment(**more: Any) -> dict[str, Any]:
 
 
 def _decode(kind: Any, value: Any, where: str) -> Any:
-    """JSON's `value` as a `kind`, by the types of the dataclasses' fields. Raises ReportError about the field `where`."""
+    """Return JSON's `value` as a `kind`, by the types of the dataclasses' fields. Raises ReportError."""
     origin, inner = get_origin(kind), get_args(kind)
     if kind is Any or (value is None and NoneType in inner):
         return value
@@ -280,7 +280,7 @@ def _decode(kind: Any, value: Any, where: str) -> Any:
 
 
 def _decode_dataclass(kind: Any, value: Any, where: str) -> Any:
-    """A dataclass from an object with its fields; `Bytes` also have a total, which must be their sum."""
+    """Return a dataclass from an object with its fields; `Bytes` also have a total, which must be their sum."""
     fields = {f.name: f for f in dataclasses.fields(kind)}
     values = dict(_object(value, where, [*fields, *(["total"] if kind is Bytes else [])]))
     total = values.pop("total", None)
@@ -294,7 +294,7 @@ def _decode_dataclass(kind: Any, value: Any, where: str) -> Any:
 
 
 def _object(value: Any, where: str, names: Collection[str] | None) -> dict[str, Any]:
-    """`value` if it is an object with no other names than `names`; None allows any."""
+    """Return `value` if it is an object with no other names than `names`; None allows any."""
     if not isinstance(value, dict):
         raise _field_error(where, value, "an object with names and values")
     for name in value if names is not None else ():
