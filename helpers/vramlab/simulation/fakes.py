@@ -14,6 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from ..hardware.gpu import Gpu
 from .cuda import CudaKernels, cuda_kernels
 from .flash_attn import flash_attention
+from .fused_head import fused_head
 from .operators import fake_operators
 
 lock = threading.RLock()  # what is put in place below is the process's, so one simulation runs at a time
@@ -23,8 +24,8 @@ lock = threading.RLock()  # what is put in place below is the process's, so one 
 def fake_world(target: str, card: Gpu | None = None) -> Iterator[tuple[FakeTensorMode, CudaKernels | None]]:
     """A FakeTensorMode with the kernels of `target` in place, in which models take the branches of real tensors.
 
-    bitsandbytes takes seconds to load, so its functions are replaced only if it is loaded: import it before, if the
-    model is going to need it.
+    bitsandbytes and TRL take seconds to load, so their functions are replaced only if they are loaded: import them
+    before, if the model is going to need them.
     """
     with lock, contextlib.ExitStack() as stack:
         for context in (*_real_branches(), fake_operators(target)):
@@ -34,6 +35,7 @@ def fake_world(target: str, card: Gpu | None = None) -> Iterator[tuple[FakeTenso
             capability = card.compute_capability if card else (8, 0)
             kernels = stack.enter_context(cuda_kernels(capability))
             stack.enter_context(flash_attention(capability))
+            stack.enter_context(fused_head())
         stack.enter_context(warnings.catch_warnings())
         warnings.filterwarnings("ignore", message="Paged optimizers are not supported on CPU")
         yield mode, kernels

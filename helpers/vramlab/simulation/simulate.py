@@ -158,7 +158,8 @@ def is_written_down(recipe: Recipe) -> bool:
     """Whether the architecture is one whose deepened log the tests hold against the whole run, and returns no more."""
     shape = recipe.shape
     more = ("output_hidden_states", "output_attentions", "output_router_logits")
-    return shape.layout is not None and not any(shape.settings.get(name) for name in more)
+    routed = recipe.trainer == "sft" and shape.settings.get("router_aux_loss_coef")  # it asks for the router's logits
+    return shape.layout is not None and not routed and not any(shape.settings.get(name) for name in more)
 
 
 def _layers_run(recipe: Recipe, shallow: int, period: int) -> float:
@@ -199,6 +200,8 @@ def _is_base_weight(storage: Storage) -> bool:
 def _run(recipe: Recipe, target: str, card: Gpu | None, steps: int) -> Tracker:
     if recipe.quantization:
         import bitsandbytes  # noqa: F401 — before fake_world, which then replaces some of its functions
+    if recipe.trainer == "sft":
+        import trl.trainer.utils  # noqa: F401 — likewise
 
     engine = engine_of(recipe)
     device = engine.fake_gpu if target == "cuda" else "cpu"

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
-from .tracker import DEVICE_QUERY, Tracker
+from .tracker import DEVICE_QUERY, Tracker, aten
 
 # Every mask is full, every count is one, and no gradient overflowed.
 ASSUMED = {
@@ -45,7 +45,7 @@ class FakeTracker(Tracker):
         elif _only_writes(func):
             return None  # nothing is made; torch would look at every tensor of the model
         else:
-            result = func(*args, **kwargs)
+            result = _unmasked(func, args, kwargs)
         if self.keep_storage:
             self.keep_storage(func, args, kwargs, result)
         return result
@@ -58,6 +58,16 @@ class FakeTracker(Tracker):
         is_draw = tensor.dtype == torch.bool and self.calls and self.calls[-1][1] in ("lt", "le")
         guess = False if is_draw else ASSUMED.get(tensor.dtype, 1)
         return self.values.read(tensor, guess, self.running_module()) if self.values else guess
+
+
+def _unmasked(func: torch._ops.OpOverload, args: tuple, kwargs: dict) -> Any:
+    """The fake result of an operator, where a mask chooses every element."""
+    if func is aten.index.Tensor and any(place is not None and place.dtype == torch.bool for place in args[1]):
+        (mask,), x = args[1], args[0]
+        return x.new_empty(mask.numel(), *x.shape[mask.dim() :])
+    if func is aten.masked_select.default:
+        return args[0].new_empty(torch.broadcast_shapes(args[0].shape, args[1].shape).numel())
+    return func(*args, **kwargs)
 
 
 @cache
