@@ -42,6 +42,15 @@ LOOPS = (
     Loop.named("plain", foreach=False),
 )
 
+# TRL's fused head: fewer and more tokens than a tile's 4,096, in one tile or several of 32,768 columns
+SFT_SIZES = ((1, 32), (2, 128), (8, 512), (1, 2048), (4, 1024), (5, 1024), (16, 512), (3, 2048), (32, 256), (8, 2048))
+SFT_ADAPTERS = (
+    *(None, None),
+    dict(lora=LoRA(r=16)),
+    dict(lora=LoRA(r=8, lora_dropout=0.05, target_modules="all-linear", autocast_adapter_dtype=False)),
+    dict(lora=LoRA(r=32), quantization=Quantization("nf4", double=True, prepare=False, compute_dtype="bfloat16")),
+)
+
 
 class Deck:
     """Values dealt in random order, each once before any comes again."""
@@ -81,6 +90,34 @@ def grid() -> list[Recipe]:
                 count += 1
             except RecipeError:
                 continue  # a combination that cannot be trained, such as optimizer_in_backward with accumulation
+    return found
+
+
+def sft_grid() -> list[Recipe]:
+    """A recipe of TRL's SFTTrainer for each causal model that predict writes down."""
+    draw = random.Random(20261122)
+    decks = {
+        "precision": Deck(("fp32", "bf16-mixed", "bf16-mixed", "bf16-true", "fp16-mixed"), draw),
+        "optim": Deck(("adamw_torch", "adamw_torch_fused", "adamw_bnb_8bit", "sgd", "adafactor"), draw),
+        "size": Deck(SFT_SIZES, draw),
+        "adapters": Deck(SFT_ADAPTERS, draw),
+        "gradient_checkpointing": Deck((False, True), draw),
+        "attn_implementation": Deck(("sdpa", "sdpa", "eager"), draw),
+        "gradient_accumulation_steps": Deck((1, 1, 2), draw),
+        "num_layers": Deck((2, 3), draw),
+    }
+    found = []
+    for name in model_names():
+        shape = read_shape(name)
+        while shape.task == "causal-lm" and shape.layout and not shape.experts_per_token:
+            settings = {key: deck.deal() for key, deck in decks.items()}
+            if settings["adapters"] and "quantization" in settings["adapters"]:
+                settings["precision"] = "bf16-mixed"
+            try:
+                found.append(recipe(name, task=None, trainer="sft", **settings))
+                break
+            except RecipeError:
+                continue
     return found
 
 
@@ -143,3 +180,4 @@ def store(name: str, recipes: list[Recipe], simulated: Callable[[Recipe], dict])
 
 if __name__ == "__main__":
     store("grid.jsonl", grid(), simulated)
+    store("sft_grid.jsonl", sft_grid(), simulated)

@@ -221,7 +221,7 @@ def kept_account(recipe: Recipe, chip: Chip, gradients_exist: bool) -> Account:
     elif is_sharded_by(r, "fsdp") or gradient_reduction(r):  # all ranks compute alike
         part = (*part, dataclasses.replace(r.sharding, rank=0))
     sizes = (r.shape, r.batch_size, r.seq_len, r.gradient_checkpointing, r.attn_implementation)
-    key = (*sizes, r.precision, r.lora, r.quantization, r.loop, optim, chip, gradients_exist, part)
+    key = (*sizes, r.trainer, r.precision, r.lora, r.quantization, r.loop, optim, chip, gradients_exist, part)
     return cached_account(CacheKey(key, recipe, chip, gradients_exist))
 
 

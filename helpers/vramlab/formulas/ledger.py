@@ -328,11 +328,14 @@ class Ledger:
             if type(node.saved) is Replay:
                 node.saved = node.saved.skip() if node.gradient is None else node.saved.give(self)
             if node.gradient is not None:
-                results = node.run(self)
-                while results:
-                    receiver, gradient = results.pop(0)
-                    complete = receiver.receive(self, gradient)
-                    del gradient
-                    if complete:
-                        self.complete(receiver)
+                self.deliver(node.run(self))
             node = None
+
+    def deliver(self, results: list[tuple]) -> None:
+        """Hand gradients on, as (who receives it, Tensor), and empty the list."""
+        while results:
+            receiver, gradient = results.pop(0)
+            complete = receiver.receive(self, gradient)
+            del gradient
+            if complete:
+                self.complete(receiver)

@@ -7,6 +7,7 @@ from math import prod
 from ..hardware.gpu import Chip
 from ..recipe.recipe import Recipe
 from ..recipe.shapes import Shape
+from .fused_head import FusedHead
 from .layer import Layer
 from .ledger import CAST, FULL, Leaf, Parameter, Tensor
 from .model_states import FP32, HALF, image_sizes
@@ -262,6 +263,11 @@ class Model(Layer):
         if s.task == "masked-lm":
             x = self.activation(self.linear(x, "cls.predictions.transform.dense"), s.activation)
             x = self.layer_norm(x, "cls.predictions.transform.LayerNorm")
+        if self.recipe.trainer == "sft":
+            head = (self.parameters.get(f"{s.head}.{part}") for part in ("weight", "bias"))
+            loss = self.reduce(FusedHead(self, x, *head).result, (), "sum")
+            self.leave(TAIL)
+            return loss, loss
         logits = self.linear(x, s.head)
         self.leave(TAIL)
         if self.setting("final_logit_softcapping", None):

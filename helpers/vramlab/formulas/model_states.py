@@ -308,7 +308,7 @@ def image_sizes(shape: Shape) -> tuple[int, int, int]:
 
 
 def input_bytes(recipe: Recipe) -> int:
-    """Bytes of the micro-batches on the device, with ids and labels of 8 bytes each, or pixels.
+    """Bytes of the micro-batches on the device, with ids, labels and TRL's mask of 8 bytes each, or pixels.
 
     It is one, except that the Trainer fetches all of an optimizer step before it begins (`Trainer.get_batch_samples`).
     """
@@ -317,7 +317,8 @@ def input_bytes(recipe: Recipe) -> int:
     if shape.task == "image-classification":
         inputs = b * prod(image_sizes(shape)) * (HALF if recipe.precision.endswith("-true") else FP32)
     at_once = recipe.gradient_accumulation_steps if recipe.loop.name == "trainer" else 1
-    return at_once * (rounded(inputs) + rounded(8 * labels))
+    mask = 8 * b * n if recipe.trainer == "sft" else 0
+    return at_once * (rounded(inputs) + rounded(8 * labels) + rounded(mask))
 
 
 def fragmentation_bytes(recipe: Recipe) -> dict[str, int]:

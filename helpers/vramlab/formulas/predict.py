@@ -22,6 +22,7 @@ from ..report.errors import RecipeError
 from ..report.report import CATEGORIES, Bytes, Phase, Report, TensorGroup, format_bytes
 from . import model_parallel, model_states, shards
 from .account import Account, kept_account
+from .fused_head import with_its_adapters
 from .ledger import Entry
 from .model_states import RankBytes, Sizes, is_sharded_by
 
@@ -44,8 +45,6 @@ def predict(recipe: Recipe | Any, gpu: str | Gpu | None = None) -> Report:
             `simulate` takes both; or FlashAttention on a card that has none.
     """
     recipe = as_recipe(recipe)
-    if recipe.trainer == "sft":
-        raise RecipeError("trainer", "sft", "the formulas do not know its fused head: ask simulate")
     card = find_gpu(gpu) if gpu else None
     if card:
         card.require_attention(recipe.attn_implementation)
@@ -53,7 +52,7 @@ def predict(recipe: Recipe | Any, gpu: str | Gpu | None = None) -> Report:
         allowed = "the formulas multiply one layer, so every layer has to get the same adapters: ask simulate"
         raise RecipeError("lora.target_modules", recipe.lora.target_modules, allowed)
     exist = recipe.gradient_accumulation_steps > 1 or not recipe.loop.set_to_none  # gradients, when backward begins
-    part, chip = model_parallel.rank_recipe(recipe), card.chip if card else DEFAULT_CHIP
+    part, chip = model_parallel.rank_recipe(with_its_adapters(recipe)), card.chip if card else DEFAULT_CHIP
     account = kept_account(part, chip, exist)
     rank = shards.rank_bytes(part)
     phases = _Step(part, account, rank, card, exist).phases()

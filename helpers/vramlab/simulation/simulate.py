@@ -158,7 +158,7 @@ def is_written_down(recipe: Recipe) -> bool:
     """Whether the architecture is one whose deepened log the tests hold against the whole run, and returns no more."""
     shape = recipe.shape
     more = ("output_hidden_states", "output_attentions", "output_router_logits")
-    routed = recipe.trainer == "sft" and shape.settings.get("router_aux_loss_coef")  # it asks for the router's logits
+    routed = recipe.trainer == "sft" and shape.experts_per_token  # it asks for the router's logits
     return shape.layout is not None and not routed and not any(shape.settings.get(name) for name in more)
 
 

@@ -1,0 +1,113 @@
+"""TRL's fused head in the ledger: no logits, but a tile of them, and gradients that are summed up in fp32.
+
+After `trl.trainer.utils.add_fused_lm_head` and `trl/kernels/chunked_logprob.py` of trl 1.16. With T tokens (the last of
+each sample has no label), hidden size h, vocabulary V and w bytes a number that is computed: kept are w·T·h; forward's peak
+adds a tile of w · min(T, 4,096) · 32,768, backward's also 4·T·h and, where the head is trained, 4·V·h.
+"""
+
+import copy
+from collections.abc import Iterator
+
+from ..recipe.recipe import Recipe
+from ..report.errors import RecipeError
+from .ledger import Block, Parameter, Tensor
+from .model_states import FP32
+from .operators import BOOL, INT64, Operators
+
+TOKENS, COLUMNS = 4096, 32768  # of a tile: TOKEN_CHUNK_SIZE, _CHUNKED_LOGPROB_CHUNK_SIZE
+STATISTICS = 7  # fp32 numbers a token that the forward pass folds tiles into
+
+
+def with_its_adapters(recipe: Recipe) -> Recipe:
+    """`recipe` with the adapters that SFTTrainer trains: those of a quantized base in bf16. Raises RecipeError."""
+    if recipe.trainer != "sft":
+        return recipe
+    if recipe.shape.experts_per_token:
+        allowed = "the formulas do not know the balancing loss that SFTTrainer adds for a mixture: ask simulate"
+        raise RecipeError("trainer", "sft", allowed)
+    if recipe.quantization is None:
+        return recipe
+    if (computed := recipe.quantization.compute_dtype or recipe.precision[:4]) not in ("bf16", "bfloat16"):
+        allowed = f"the formulas do not know its bf16 adapters beside what is computed in {computed}: ask simulate"
+        raise RecipeError("trainer", "sft", allowed)
+    found, lora = copy.copy(recipe), copy.copy(recipe.lora)  # not `replace`, which would check all again
+    object.__setattr__(lora, "autocast_adapter_dtype", None)  # as wide as everything else (`compute_recipe`)
+    object.__setattr__(found, "lora", lora)
+    return found
+
+
+def sizes(total: int, most: int) -> Iterator[int]:
+    """The pieces of at most `most` that `total` is cut into; of more than three the first two and the last."""
+    count = -(-total // most)
+    for i in range(count):
+        if i < 2 or i == count - 1:
+            yield min(most, total - i * most)
+
+
+class FusedHead:
+    """The head of one micro-batch: as the node that backward calls, it makes its gradients."""
+
+    def __init__(self, m: Operators, x: Tensor, weight: Parameter, bias: Parameter | None):
+        self.m, self.weight, self.bias, self.width = m, weight, bias, m.autocast or x.width
+        self.where, self.gradient, self.saved = m.where, None, ()
+        b, n, h = x.shape
+        rows = (b * (n - 1),)
+        mask, sliced = m.tensor("ne", (b, n - 1), BOOL), m.slice(x, b, n - 1, h)
+        # its gradient is put into zeros, in a copy of those
+        copied = rows[0] * h * x.width
+        hidden = m.op("index", [sliced], (*rows, h), x.width, saves=[mask], extra=copied)
+        self.node, self.needs, self.hidden = hidden.node, hidden.needs, hidden.view(*hidden.shape)
+        targets = m.tensor("index", rows, INT64)
+        statistics = [m.tensor("full", rows, FP32) for _ in range(STATISTICS)]
+        tile, casts = self.tile(), self.casts(False)
+        del statistics, tile, casts
+        self.saved = [hidden, targets, m.tensor("add", rows, FP32), m.tensor("sub", rows, FP32), mask]
+        for parameter in self.trained():
+            parameter.uses += 1
+        m.nodes.append(self)
+        self.result = m.tensor("sub", rows, FP32)
+        self.result.node, self.result.needs = self, True
+
+    def trained(self) -> list[Parameter]:
+        """Its parameters that get a gradient."""
+        return [p for p in (self.weight, self.bias) if p is not None and p.needs]
+
+    def tile(self) -> Block:
+        """What the products of a tile are written into."""
+        return self.m.block("empty", (min(self.hidden.shape[0], TOKENS), COLUMNS), self.width)
+
+    def casts(self, backward: bool) -> list[Tensor | None]:
+        """Copies of rows and of columns of the weight in the dtype of the products; those of the last tile.
+
+        The backward pass keeps a tile's copies until the next one's are made.
+        """
+        m, (rows, h), part, columns = self.m, self.hidden.shape, None, None
+        for n in sizes(rows, TOKENS):
+            part = m.tensor("to", (n, h), self.width) if self.hidden.width != self.width else None
+            for v in sizes(self.weight.shape[0], COLUMNS):
+                columns_ = m.tensor("to", (v, h), self.width) if self.weight.width != self.width else None
+                columns = columns_ if backward else None
+                del columns_
+                if self.bias is not None and self.bias.width != self.width:
+                    m.spend(v * self.width, "to")
+                if backward and self.bias is not None and self.bias.needs:
+                    m.spend(v * FP32, "sum")
+        return [part, columns]
+
+    def receive(self, ledger: Operators, gradient: Tensor) -> None:
+        self.gradient = gradient
+
+    def __call__(self) -> None:
+        """Sum up the gradients of rows and parameters tile by tile in fp32, cast them, and hand them on."""
+        m, results = self.m, []
+        m.where = self.where
+        receivers = [(self.node, self.hidden)] if self.needs else []
+        receivers += [(parameter, parameter) for parameter in self.trained()]
+        sums = [m.tensor("zeros", like.shape, FP32) for _, like in receivers]
+        tile = self.tile()
+        casts = self.casts(True)
+        for (receiver, like), total in zip(receivers, sums, strict=True):
+            results.append((receiver, total if like.width == FP32 else m.tensor("to", like.shape, like.width)))
+        self.saved, self.hidden, self.gradient = (), None, None
+        del total, sums, tile, casts
+        m.deliver(results)
