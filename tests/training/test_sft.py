@@ -114,3 +114,17 @@ def test_keys_of_before_stay():
     assert "trainer" not in recipe.to_dict() and recipe.replace(trainer="transformers").key == recipe.key
     other = recipe.replace(trainer="sft")
     assert other.key != recipe.key and Recipe.from_json(other.to_json()) == other and "SFTTrainer" in str(other)
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gpt2", "mixtral"])
+def test_deepened_is_the_whole_depth(family):
+    recipe = Recipe(config(family), **{**SIZES, "num_layers": 12}, precision="bf16-mixed", gradient_checkpointing=True)
+    deepened, whole = simulate(recipe), simulate(recipe, full=True)
+    assert (deepened.phases, deepened.peak) == (whole.phases, whole.peak)
+
+
+def test_on_a_gpu_the_head_adds_a_tile_and_sums_in_fp32():
+    """The formula of the chapter's section: 4,096 × 32,768 logits, and V·h + T·h fp32 numbers going back."""
+    recipe = Recipe("llama-3.2-1b", 4, 2048, num_layers=1, precision="bf16-true", optim="sgd", trainer="sft")
+    ops = {(t.op, t.shape, t.dtype) for t in simulate(recipe).largest}
+    assert {("empty", (4096, 32768), "bfloat16"), ("zeros", (128256, 2048), "float32")} <= ops
