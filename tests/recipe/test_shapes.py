@@ -6,10 +6,9 @@ import sys
 import time
 
 import pytest
-from vramlab.recipe.catalogue import catalogue
 from vramlab.recipe.families import FAMILIES
 from vramlab.recipe.from_transformers import build
-from vramlab.recipe.shapes import model_names, read_shape
+from vramlab.recipe.shapes import catalogue, model_names, read_shape
 from vramlab.report.errors import RecipeError
 
 SMALL = {  # one small catalogue model for each architecture

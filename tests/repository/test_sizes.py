@@ -15,7 +15,7 @@ CEILINGS = {
     "vramlab/simulation": 2390,
     "vramlab/measurement": 1300,
     "vramlab/planning": 1190,
-    "vramlab/faces": 1700,
+    "vramlab/faces": 1690,
     "vramlab_course/claims": 1200,
     "vramlab_course": 5770,
 }

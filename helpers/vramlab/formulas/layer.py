@@ -1,4 +1,4 @@
-"""One layer of a recipe's model, walked through by the roles of its parts (`vramlab.recipe.layouts`).
+"""One layer of a recipe's model, walked through by the roles of its parts (`vramlab.recipe.families`).
 
 There is one way for decoders, encoders and T5. What a layer keeps for the backward pass is the sum over its operators;
 for GPT-2 in fp32 with a fused kernel, per token and layer, in bytes: 4 · (2 norms · h + 3h queries, keys, values

@@ -9,8 +9,8 @@ from collections import defaultdict
 from functools import lru_cache
 from math import prod
 
+from ..recipe.families import Layout, Stack
 from ..recipe.from_transformers import describe_layout
-from ..recipe.layouts import Layout, Stack
 from ..recipe.recipe import Recipe
 from ..recipe.shapes import Shape
 from ..recipe.weights import Weight

@@ -1,6 +1,6 @@
 """Every parameter tensor and buffer of a model, by formula: names, shapes and order as `transformers` 5.23 has them.
 
-They follow from the architecture's layout (`layouts.py`); the tests hold every list against the model built on the
+They follow from the architecture's layout (`families.py`); the tests hold every list against the model built on the
 meta device. What no layout covers is read off that model.
 """
 
