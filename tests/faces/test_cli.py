@@ -12,6 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 import vramlab
+from tiny_models import config
 from typer.testing import CliRunner
 from vramlab.faces.cli import app
 from vramlab.faces.options import OPTIONS
@@ -426,9 +427,11 @@ def test_real_prediction_equals_the_function():
     assert too_much.exit_code == 1 and too_much.stdout.splitlines()[-1].startswith("does not fit: T4")
 
 
-def test_real_measurement_on_this_machine():
-    result = run("measure", *SMALL, "--repeats", "1", "--json")
+def test_real_measurement_on_this_machine(tmp_path):
+    model = tmp_path / "config.json"
+    model.write_text(json.dumps(config("gpt2")))
+    result = run("measure", str(model), *SMALL[1:], "--repeats", "1", "--json")
     assert result.exit_code == 0, result.output
     shown = Report.from_json(result.stdout)
     assert shown.source == "measured" and shown.speed.repeats == 1
-    assert shown.peak.parameters > 4 * 50_000_000
+    assert shown.peak.parameters > 4 * 96 * 1000

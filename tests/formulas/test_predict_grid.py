@@ -9,7 +9,7 @@ from vramlab.formulas.predict import predict
 BOUND, MEAN = 0.03, 0.01  # of the simulated peak: for each recipe, and on average
 PHASE_BOUND = 0.06  # for each phase of each recipe
 GRID = grid()
-SAMPLE = 25  # the quick suite simulates one recipe in 25
+SAMPLE = 50  # the quick suite simulates one recipe in 50
 FULL_DEPTH = [
     Recipe("gpt2", batch_size=8, seq_len=512),
     Recipe("polyglot-ko-1.3b", batch_size=4, seq_len=256, precision="fp16-true"),

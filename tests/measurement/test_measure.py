@@ -109,7 +109,7 @@ def test_out_of_memory_is_a_report_that_says_what_was_asked_for():
     assert "oom" in str(report) and logits in str(report)
 
 
-def child(monkeypatch, code: str, timeout: float = 60, device: str = "cpu") -> Report:
+def child(monkeypatch, code: str, timeout: float = 300, device: str = "cpu") -> Report:
     """What `measure` makes of a child process that runs `code`."""
     monkeypatch.setattr(launch, "COMMAND", [sys.executable, "-c", code])
     order = {"recipe": TINY, "repeats": 1, "warmup": 2, "device": device, "memory_limit": None}
@@ -180,10 +180,14 @@ ranks.main()
 """
 
 
-def test_an_exception_in_the_child_is_one_here(monkeypatch):
-    """The package's own come as they are; a class of another module may not exist here, so of others the text does."""
+@pytest.mark.slow  # ranks' errors go the same way
+def test_the_text_of_another_modules_exception_comes(monkeypatch):
+    """The class may not exist here."""
     with pytest.raises(MeasurementError, match="could not be measured: its process failed: ZeroDivisionError: by zero"):
         child(monkeypatch, RAISING.format(error="ZeroDivisionError('by zero')"))
+
+
+def test_the_packages_own_exception_in_the_child_is_one_here(monkeypatch):
     error = "RecipeError('optim_args', 'beta=1', 'sgd does not take it')"
     with pytest.raises(RecipeError, match="'optim_args' is 'beta=1', but sgd does not take it") as caught:
         child(monkeypatch, RAISING.format(error=error))

@@ -276,7 +276,7 @@ def test_one_group_more_than_needed_is_checked(monkeypatch):
         first.category = "workspace"
         return log, marks
 
-    recipe = unlike("Qwen3MoeConfig")
+    recipe = UNLIKE["DINOv2"]
     expected = simulate(recipe, full=True)
     monkeypatch.setattr(module, "deepen", wrong)
     report = simulate(recipe)

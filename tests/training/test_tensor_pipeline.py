@@ -152,7 +152,7 @@ def test_slices_are_equal_shares():
     model = config("llama", hidden_size=128, num_attention_heads=8, num_key_value_heads=8)
     whole = simulate(Recipe(model, num_layers=2), "cpu").phases["load"].end.parameters
     norms = 4 * 128 * (2 * 2 + 1)
-    for world in (2, 4, 8):
+    for world in (2, 8):
         recipe = Recipe(model, num_layers=2, sharding=Sharding(0, world, "tensor", rank=world - 1))
         one = simulate(recipe, "cpu").phases["load"].end.parameters
         assert one == (whole - norms) // world + norms
@@ -170,7 +170,7 @@ def test_sixty_four_stages_hold_the_model_once():
 
 @pytest.mark.parametrize("target", params(["cuda", "cpu"], ["cpu"]))
 def test_deepening_slices_is_running_them(target):
-    recipe = Recipe(config("llama", **EIGHT_HEADS), 2, 24, num_layers=8, sharding=Sharding(0, 2, "tensor"))
+    recipe = Recipe(config("llama", **EIGHT_HEADS), 2, 24, num_layers=6, sharding=Sharding(0, 2, "tensor"))
     deep, full = trace(recipe, target), trace(recipe, target, full=True)
     assert births(deep) == births(full)
 
@@ -245,7 +245,9 @@ PREDICTED = {
 }
 
 
-@pytest.mark.parametrize("name", PREDICTED)
+@pytest.mark.parametrize(
+    "name", params(PREDICTED, ["slices, tied, fp32", "1F1B, middle", "1F1B, last", "GPipe, tied, last"])
+)
 def test_formulas_say_what_a_rank_holds(name):
     """Parameters, gradients and states to the byte; every phase's peak within 1.5 %."""
     model, rest, sharding = PREDICTED[name]
