@@ -9,6 +9,7 @@ Backward's peak in a layer is at the top of the stack or at the bottom, for betw
 import dataclasses
 from collections.abc import Iterator
 from functools import cached_property, lru_cache
+from itertools import accumulate
 
 from ..hardware.gpu import DEFAULT_CHIP, Chip
 from ..recipe.options import LoRA
@@ -17,7 +18,7 @@ from ..recipe.shapes import Shape
 from ..report.report import CATEGORIES
 from .deepspeed import DeepSpeedModel, gradient_reduction
 from .fsdp import FsdpModel
-from .ledger import Entry, Parameter, Tensor
+from .ledger import NEVER, Entry, Parameter, Tensor
 from .model import ROOT, Model
 from .model_parallel import PipelineStage, TensorParallelModel, is_model_parallel
 from .model_states import (
@@ -61,11 +62,14 @@ class Account:
         self.m = m = _model_class(recipe)(recipe, shape, _parameters(recipe, shape), chip)
         m.shard(asked, gradients_exist)
         loss = self._forward()
-        self.forward_end = len(m.lines)
+        self.forward_end = len(m.events)
+        for entry in m.events:
+            if entry.death == NEVER and entry.category == "temporaries":
+                entry.category = "activations"
         m.backward(loss)
         del loss
         m.finish()
-        self.end = len(m.lines)
+        self.end = len(m.events)
         self.live = self._live()
         self.pieces = self._pieces()
         self.at_peaks: dict[str, list[tuple[int, Entry]]] = {}
@@ -73,11 +77,11 @@ class Account:
     def _forward(self) -> Tensor:
         m = self.m
         hidden = m.hidden_states()
-        self.head = len(m.lines)
+        self.head = len(m.events)
         logits, loss = m.logits_and_loss(hidden)
         del hidden
         m.casts.clear()
-        self.autocast_end = len(m.lines)
+        self.autocast_end = len(m.events)
         logits = m.returned(logits)
         self.kept = [logits, *(m.caches or ())] if m.recipe.loop.keep_outputs else []
         m.caches = None
@@ -86,16 +90,9 @@ class Account:
 
     def _live(self) -> list[int]:
         """Bytes alive after each event; gives a category to what has none yet."""
-        total, live, forward_end = 0, [0], self.forward_end
-        for event, entry in enumerate(self.m.lines):
-            if entry.birth == event:
-                total += entry.allocated
-                if entry.category is None:
-                    entry.category = "activations" if event < forward_end <= entry.death else "temporaries"
-            else:
-                total -= entry.allocated
-            live.append(total)
-        return live
+        events = self.m.events
+        changes = [e.allocated if e.birth == event else -e.allocated for event, e in enumerate(events)]
+        return [*accumulate(changes, initial=0)]
 
     def _pieces(self) -> dict[str, list[tuple[int, int, Extra]]]:
         """Inside a layer both the top and the bottom of its stack are candidates, so backward's pieces overlap there."""
@@ -114,7 +111,7 @@ class Account:
             top, bottom = section.top, section.bottom
             backward.append((first, bottom, extra))
             first, extra = top, (*extra, (section.more, top, bottom))
-            for e in m.lines[top:bottom]:  # the first layer lets go of what all of them shared
+            for e in m.events[top:bottom]:  # the first layer lets go of what all of them shared
                 if e.op in SHARED and top <= e.death < bottom and e.birth < section.begin:
                     extra += ((-section.more, e.death, e.death + 1),)
         return {"forward": forward, "backward": [*backward, (first, self.end, extra)]}
@@ -158,10 +155,9 @@ class Account:
     def splits(self, moments: list[Moment]) -> list[Split]:
         """Bytes by category at each of `moments`, all layers counted."""
         wanted = {event for event, _ in moments} | {e for _, extra in moments for _, a, b in extra for e in (a, b)}
-        totals, at, begin, lines = dict.fromkeys(CATEGORIES, 0), {}, 0, self.m.lines
+        totals, at, begin, events = dict.fromkeys(CATEGORIES, 0), {}, 0, self.m.events
         for stop in sorted(wanted):
-            for event in range(begin, stop):
-                entry = lines[event]
+            for event, entry in enumerate(events[begin:stop], begin):
                 totals[entry.category] += entry.size if entry.birth == event else -entry.size
             at[stop], begin = dict(totals), stop
             at[stop]["workspace"] += self.live[stop] - sum(totals.values())  # what blocks hold beyond their sizes
@@ -188,17 +184,17 @@ class Account:
     def alive(self, moment: Moment) -> list[tuple[int, Entry]]:
         """(how many, entry) of the blocks alive at `moment`, those of the layers not written out counted too."""
         event, extra = moment
-        lines = self.m.lines
-        times = {entry: 1 for entry in lines[:event] if entry.death >= event}
+        events = self.m.events
+        times = {entry: 1 for entry in events[:event] if entry.death >= event}
         for n, a, b in extra:
             for i in range(a, b):
-                entry = lines[i]
+                entry = events[i]
                 times[entry] = times.get(entry, 0) + (n if entry.birth == i else -n)
         return sorted(((n, entry) for entry, n in times.items() if n > 0), key=lambda pair: pair[1].birth)
 
     def births(self) -> Iterator[tuple[int, Entry]]:
         """(how many, entry) of all blocks of the step, those of the layers not written out counted too."""
-        for event, entry in enumerate(self.m.lines):
+        for event, entry in enumerate(self.m.events):
             if entry.birth == event:
                 inside = (s for s in self.m.sections if s.begin <= event < s.end or s.top <= event < s.bottom)
                 yield 1 + sum(section.more for section in inside), entry

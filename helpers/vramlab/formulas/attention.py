@@ -53,10 +53,8 @@ class Attention(Operators):
             blocks = efficient_scratch(b * heads, (n, m), (d, v.shape[-1]), q.width, p > 0, self.chip)
             extra, lines = sum(map(rounded, blocks)), (b, heads, -(-n // 32) * 32)
         name = f"{kernel}_attention"
-        out, sums = self.tensor(name, (b, n, heads, d), q.width), self.tensor(name, lines, FP32)
-        inputs = [q, k, v, mask] if masked else [q, k, v]
-        saves = [*inputs, out, sums]
-        y = self.op(name, inputs, (b, n, heads * d), q.width, saves=saves, extra=extra, block=out.block)
+        sums, inputs = self.tensor(name, lines, FP32), [q, k, v, mask] if masked else [q, k, v]
+        y = self.op(name, inputs, (b, n, heads * d), q.width, saves=[*inputs, True, sums], extra=extra)
         # flash_api.cpp, mha_fwd: `out = at::empty_like(q_padded)` lies as q does, and the projection takes a copy of it
         return self.copy(y) if kernel == "flash" and head_by_head else y
 

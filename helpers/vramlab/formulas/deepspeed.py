@@ -235,7 +235,7 @@ class DeepSpeedModel(Model):
     def shard(self, asked: Recipe, gradients_exist: bool) -> None:
         super().shard(asked, gradients_exist)
         self.sharding, self.reduction = asked.sharding, gradient_reduction(asked)
-        self.own_linear = asked.sharding.stage == 3  # `zero.Init`, memory_efficient_linear
+        self.zero3_linear = asked.sharding.stage == 3  # `zero.Init`, memory_efficient_linear
         self.in_fp32, self.kept = asked.precision.endswith("-true"), []
         trained = sum(prod(row.shape) * row.count for row in parameter_table(asked) if row.trained)
         self.part = ceil(trained / asked.sharding.world_size)
@@ -244,7 +244,7 @@ class DeepSpeedModel(Model):
         if not self.reduction:
             super().complete(parameter)
             return
-        parameter.partial.block.entry.category = "gradients"
+        parameter.partial.entry.category = "gradients"
         elements, width = prod(parameter.shape), FP32 if self.in_fp32 else parameter.width
         if self.reduction == "fp32":
             self.kept.append(self.group("to", [(elements * FP32, 1)], "gradients", FP32))

@@ -89,12 +89,12 @@ class FusedHead:
                 columns = columns_ if backward else None
                 del columns_
                 if self.bias is not None and self.bias.width != self.width:
-                    m.spend(v * self.width, "to")
+                    m.scratch(v * self.width, "to")
                 if backward and self.bias is not None and self.bias.needs:
-                    m.spend(v * FP32, "sum")
+                    m.scratch(v * FP32, "sum")
         return [part, columns]
 
-    def receive(self, ledger: Operators, gradient: Tensor) -> None:
+    def receive(self, ledger: Operators, gradient: Block) -> None:
         self.gradient = gradient
 
     def __call__(self) -> None:
@@ -103,11 +103,11 @@ class FusedHead:
         m.where = self.where
         receivers = [(self.node, self.hidden)] if self.needs else []
         receivers += [(parameter, parameter) for parameter in self.trained()]
-        sums = [m.tensor("zeros", like.shape, FP32) for _, like in receivers]
+        sums = [m.block("zeros", like.shape, FP32) for _, like in receivers]
         tile = self.tile()
         casts = self.casts(True)
         for (receiver, like), total in zip(receivers, sums, strict=True):
-            results.append((receiver, total if like.width == FP32 else m.tensor("to", like.shape, like.width)))
+            results.append((receiver, total if like.width == FP32 else m.block("to", like.shape, like.width)))
         self.saved, self.hidden, self.gradient = (), None, None
         del total, sums, tile, casts
-        m.deliver(results)
+        m.deliver(results[::-1])

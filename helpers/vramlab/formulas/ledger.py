@@ -1,18 +1,18 @@
-"""Autograd with sizes instead of numbers.
+"""Autograd with sizes instead of numbers: a ledger of the memory that a training step allocates and frees.
 
-A `Tensor` has a shape, a width (bytes an element) and a block of memory, and no content. An operator enters its result
-in the ledger and keeps what its backward formula will need. A block is freed when the last reference to it goes, by
-Python's own reference counting, as PyTorch frees memory. So a forward pass written with these operators gives the bytes
-of the real one at every moment.
+A `Tensor` has a shape, a width (bytes an element) and a block of memory, but no content. An operator enters its result in
+the ledger and keeps what its backward formula needs. A block is freed when the last reference to it goes, by Python's own
+reference counting, as PyTorch frees memory. So a forward pass written with these operators allocates the bytes of the
+real one at every moment.
 
 The backward pass follows `torch/csrc/autograd/engine.cpp`: operators in reverse order; gradients for the inputs are
 computed while the incoming one and the saved tensors live, then summed or cast to the input's shape and dtype
-(`validate_outputs`), then those are freed; gradients of several uses are added up; a parameter keeps its gradient.
+(`validate_outputs`), then those are freed; a second gradient is added in place; a parameter keeps its gradient.
 
     >>> ledger = Ledger()
     >>> weight, x = Parameter("w", (4096, 4096), 4), ledger.tensor("input", (512, 4096), 4)
     >>> y = ledger.op("linear", [x, weight], (512, 4096), 4, saves=[x])
-    >>> sum(entry.size for entry in ledger.lines) // 2**20  # MiB: the input and the result
+    >>> sum(entry.size for entry in ledger.events) // 2**20  # MiB: the input and the result
     16
     >>> ledger.backward(y)
     >>> weight.gradient.entry.size // 2**20
@@ -21,23 +21,29 @@ computed while the incoming one and the saved tensors live, then summed or cast 
 
 from collections.abc import Callable
 from math import prod
-from sys import getrefcount
 
 from ..hardware.gpu import Chip
 from ..hardware.overhead import SMALL_BLOCK, UNIT, rounded
 from ..hardware.reserved import internal_fragmentation
 from ..hardware.scratch import column_sums
 
-# The gradient for an operator's input: a new block of the input's own shape (OWN; BIAS: a sum over rows) or of the
-# result's (FULL), to be summed over what was broadcast; the incoming gradient itself, summed likewise (PASS), or a view
-# of a part of it (PART); or a copy in the input's dtype (CAST).
+# How an operator's backward formula makes the gradient for an input: a new block of the input's shape (OWN; BIAS: by
+# summing rows) or of the result's shape (FULL), then summed over what was broadcast; the incoming gradient itself, summed
+# likewise (PASS), or a view of a part of it (PART); or a copy in the input's dtype (CAST).
 OWN, BIAS, FULL, PASS, PART, CAST = "own", "bias", "full", "pass", "part", "cast"
-NEVER = 1 << 60  # the death of a block that is still alive
-NEW = object()
+ALL_OWN = (OWN,) * 8
+NEVER = 1 << 60  # death of a block that is still alive
 
 
 class Entry:
-    """A block: `size` bytes, `allocated` with `internal_fragmentation`, and the events of its birth and death."""
+    """What the ledger knows of one block.
+
+    Attributes:
+        size: bytes, rounded up as the allocator does; `allocated`: with its internal fragmentation.
+        category: as in a report; a temporary that is alive when forward ends becomes an activation.
+        birth, death: numbers of the events.
+        op, where: the operator and the module that made it.
+    """
 
     __slots__ = ("allocated", "birth", "category", "death", "op", "shape", "size", "where", "width")
 
@@ -47,25 +53,25 @@ class Entry:
 
 
 class Block:
-    """A reference to an entry, which dies with the last one.
+    """A reference to memory, freed when the last one goes: then the entry is among the events a second time.
 
-    It knows the ledger's lines and not the ledger, which holds blocks: no cycle is left to the garbage collector.
+    It knows the ledger's events and not the ledger, which holds blocks: no cycle is left to the garbage collector.
     """
 
-    __slots__ = ("entry", "lines")
+    __slots__ = ("entry", "events")
 
     def __del__(self):
-        lines = self.lines
-        self.entry.death = len(lines)
-        lines.append(self.entry)
+        events = self.events
+        self.entry.death = len(events)
+        events.append(self.entry)
 
 
 class Tensor:
     """A view of a block.
 
     Attributes:
-        node: the operator that made it. `needs`: a gradient flows to it.
-        packed: its numbers lie in the order of its shape, so that a batched product takes them as they are.
+        node: the operator that made it. `needs`: it requires a gradient.
+        packed: its numbers lie in the order of its shape, so that a batched product takes them without a copy.
     """
 
     __slots__ = ("block", "needs", "node", "packed", "shape", "width")
@@ -79,7 +85,7 @@ class Tensor:
 
 
 class Parameter:
-    """A weight, whose own memory is counted elsewhere. `uses`: the gradients it still waits for."""
+    """A weight, whose own memory is counted elsewhere. `uses`: how many gradients it still waits for."""
 
     __slots__ = ("block", "gradient", "name", "needs", "partial", "quantized", "shape", "uses", "width")
 
@@ -87,12 +93,7 @@ class Parameter:
         self.name, self.shape, self.width, self.needs, self.quantized = name, shape, width, needs, quantized
         self.uses, self.block, self.partial, self.gradient = 0, None, None, None
 
-    @property
-    def node(self) -> "Parameter":
-        """Who receives the gradient."""
-        return self
-
-    def receive(self, ledger: "Ledger", gradient: Tensor) -> bool:
+    def receive(self, ledger: "Ledger", gradient: Block) -> bool:
         """Add up the gradients of all uses; True with the last one.
 
         In place, except to a linear layer's: that is a transposed view, so the sum is new. DeepSpeed's linear layer of
@@ -100,83 +101,86 @@ class Parameter:
         """
         if self.partial is None:
             self.partial = gradient
-        elif self.partial.block.entry.op == "linear" and not ledger.own_linear:
-            self.partial = ledger.tensor("add", self.shape, self.width)
+        elif self.partial.entry.op == "linear" and not ledger.zero3_linear:
+            self.partial = ledger.block("add", self.shape, self.width)
         self.uses -= 1
         return self.uses <= 0
 
 
 class Node:
-    """An operator of the forward pass, as the backward pass sees it."""
+    """An operator of the forward pass, as the backward pass sees it.
+
+    Attributes:
+        edges: for each input that requires a gradient (who receives it, shape, width, how it is made).
+        saved: blocks that backward needs; `kept`: a block that no checkpoint drops.
+        extra, spike: see `Ledger.op`.
+    """
 
     __slots__ = ("edges", "extra", "gradient", "kept", "op", "saved", "shape", "spike", "where")
 
-    def receive(self, ledger: "Ledger", gradient: Tensor) -> None:
-        """Add up the gradients of all uses; those of a split's pieces are joined."""
+    def receive(self, ledger: "Ledger", gradient: Block) -> None:
+        """Add up the gradients of all uses, in place; those of a split's pieces are joined."""
         if self.op == "split":
             self.gradient = [*(self.gradient or ()), gradient]
         elif self.gradient is None:
             self.gradient = gradient
-        else:
-            self.gradient = ledger.accumulate(self.gradient, gradient, self.shape)
 
     def run(self, ledger: "Ledger") -> list[tuple]:
-        """The gradients for the inputs, as (who receives it, Tensor)."""
-        gradient, ledger.where, op, results = self.gradient, self.where, self.op, []
+        """The gradients for the inputs, as (who receives it, block), last one first."""
+        gradient, ledger.where, op, results, unlike = self.gradient, self.where, self.op, [], []
         if self.spike:
-            ledger.spend(self.spike, op)
+            ledger.scratch(self.spike, op)
         extra = ledger.block(op, (self.extra,), 1) if self.extra else None
-        width = (gradient[0] if op == "split" else gradient).width
+        width = (gradient[0] if op == "split" else gradient).entry.width
         for receiver, shape, own_width, how in self.edges:
+            if how is CAST:
+                results.append((receiver, ledger.block("to", shape, own_width)))
+                continue
+            if width != own_width or how is BIAS or (how is not OWN and shape != self.shape):
+                unlike.append((len(results), shape, own_width, how))
             if how is OWN or how is BIAS:
-                result = ledger.tensor(op, shape, width)
-            elif how is CAST:
-                result = ledger.tensor("to", shape, own_width)
-            elif how is FULL:
-                result = ledger.tensor(op, self.shape, width)
+                results.append((receiver, ledger.block(op, shape, width)))
             else:
-                result = Tensor(gradient.block, shape, width)
-            results.append((receiver, result))
-        del extra, result
-        for i, (receiver, shape, own_width, how) in enumerate(self.edges):
+                results.append((receiver, ledger.block(op, self.shape, width) if how is FULL else gradient))
+        del extra
+        for i, shape, own_width, how in unlike:
             if how is BIAS:
-                ledger.add_up(self.shape, shape, width)
-            elif (how is PASS or how is FULL) and shape != self.shape and prod(shape) != prod(self.shape):
-                ledger.add_up(self.shape, shape, width)
-                results[i] = receiver, ledger.tensor("sum", shape, width)
-            if width != own_width and how is not CAST:
-                results[i] = receiver, ledger.tensor("to", shape, own_width)
-        del gradient
+                ledger.column_sum_scratch(self.shape, shape, width)
+            elif (how is PASS or how is FULL) and prod(shape) != prod(self.shape):
+                ledger.column_sum_scratch(self.shape, shape, width)
+                results[i] = results[i][0], ledger.block("sum", shape, width)
+            if width != own_width:
+                results[i] = results[i][0], ledger.block("to", shape, own_width)
         self.gradient = self.saved = self.kept = None
-        return results
+        return results[::-1]
 
 
 class Leaf:
-    """Leaf created by `requires_grad_()`: the graph holds its block, and the first part of its gradient."""
+    """A tensor made to require a gradient (`requires_grad_()`): the graph holds its block and its gradient."""
 
     def __init__(self, block: Block | None):
         self.block, self.gradient = block, None
 
-    def receive(self, ledger: "Ledger", gradient: Tensor) -> None:
-        """Keep the first part."""
+    def receive(self, ledger: "Ledger", gradient: Block) -> None:
+        """Keep the first part; others are added in place."""
         if self.block:
             self.gradient = self.gradient or gradient
 
 
 class Replay:
-    """A checkpointed piece of the forward pass: `function(x)` runs again when its first saved tensor is needed."""
+    """A checkpointed piece of the forward pass: `function(x)` runs again when backward needs what it saves."""
 
     def __init__(self, function: Callable[[Tensor], Tensor], x: Tensor):
         self.function, self.x, self.count, self.filled = function, x, 0, None
 
     def give(self, ledger: "Ledger") -> list[Block]:
-        """The saved tensors of the next operator, last one first."""
+        """What the next operator saved, last one first."""
         if self.filled is None:
-            self.filled = ledger.refill(self)[: self.count]
+            self.filled = ledger.recompute(self)[: self.count]
         return self.filled.pop()
 
     def skip(self) -> None:
-        """The next operator, last one first, got no gradient."""
+        """Pass over the next operator, which got no gradient."""
         if self.filled is None:
             self.count -= 1
         else:
@@ -188,35 +192,37 @@ class Stop(Exception):
 
 
 class Ledger:
-    """The running account of one step.
+    """The events of one step.
 
     Attributes:
-        lines: one entry an event: at its birth, and again at its death.
+        events: one entry each: at its birth, and again at its death.
         nodes: operators in order, and between them functions that backward calls.
+        where: the module that runs.
         chip: the GPU's; None counts no scratch memory of kernels.
-        own_linear: linear layers are those that DeepSpeed puts into the model.
+        casts: autocast's cache of half-precision weights.
+        zero3_linear: linear layers are those that DeepSpeed puts into the model at stage 3.
     """
 
     chip: Chip | None = None
-    own_linear = False
+    zero3_linear = False
 
     def __init__(self):
-        self.lines: list[Entry] = []
+        self.events: list[Entry] = []
         self.nodes: list[Node | Callable[[], None]] = []
         self.where = ""
         self.casts: dict[str, Tensor] = {}
-        self.replay: Replay | None = None
-        self.refilled: list[list[Block]] | None = None
+        self.replay: Replay | None = None  # that of the checkpointed piece that runs
+        self.refilled: list[list[Block]] | None = None  # what a recomputation has saved so far
 
-    def block(self, op: str, shape: tuple[int, ...], width: int, category: str | None = None) -> Block:
+    def block(self, op: str, shape: tuple[int, ...], width: int, category: str = "temporaries") -> Block:
         """A new block of prod(shape) × width bytes, rounded up as the allocator does."""
-        block, entry, lines = Block(), Entry(), self.lines
-        block.entry, block.lines = entry, lines
+        block, entry, events = Block(), Entry(), self.events
+        block.entry, block.events = entry, events
         entry.size = size = -(-prod(shape) * width // UNIT) * UNIT
         entry.allocated = size if size <= SMALL_BLOCK else size + internal_fragmentation(size)
         entry.op, entry.shape, entry.width, entry.category, entry.where = op, shape, width, category, self.where
-        entry.birth, entry.death = len(lines), NEVER
-        lines.append(entry)
+        entry.birth, entry.death = len(events), NEVER
+        events.append(entry)
         return block
 
     def group(self, op: str, sizes: list[tuple[int, int]], category: str, width: int = 1) -> Block:
@@ -229,48 +235,47 @@ class Ledger:
         return block
 
     def tensor(self, op: str, shape: tuple[int, ...], width: int) -> Tensor:
-        """A new tensor to which no gradient flows."""
+        """A new tensor that requires no gradient."""
         return Tensor(self.block(op, shape, width), shape, width)
 
-    def spend(self, size: int, op: str, category: str | None = None) -> None:
-        """`size` bytes that come and go at once."""
+    def scratch(self, size: int, op: str, category: str = "temporaries") -> None:
+        """Allocate `size` bytes and free them at once."""
         if size:
             self.block(op, (size,), 1, category)
 
-    def add_up(self, whole: tuple[int, ...], shape: tuple[int, ...], width: int) -> None:
+    def column_sum_scratch(self, whole: tuple[int, ...], shape: tuple[int, ...], width: int) -> None:
         """Scratch memory of the kernel that sums a gradient of shape `whole` down to `shape`, over first dimensions."""
         columns = prod(shape)
         if self.chip and columns > 1:
-            self.spend(column_sums(prod(whole) // columns, columns, width, self.chip), "sum", "workspace")
+            self.scratch(column_sums(prod(whole) // columns, columns, width, self.chip), "sum", "workspace")
 
-    def accumulate(self, first: Tensor, new: Tensor, shape: tuple[int, ...]) -> Tensor:
-        """The sum of a gradient's parts, in place if no other tensor shares the first one's block."""
-        return first if getrefcount(first.block) == 2 else self.tensor("add", shape, new.width)
-
-    def op(self, name, inputs, shape, width, *, saves=(), grads=None, extra=0, spike=0, block=NEW) -> Tensor:
-        """One operator; returns its result.
+    def op(self, name, inputs, shape, width, *, saves=(), grads=ALL_OWN, extra=0, spike=0, view=None) -> Tensor:
+        """Run one operator; return its result.
 
         Args:
-            inputs: tensors and parameters; those that need a gradient get one.
-            shape, width: of the result; with `block` it is a view of that (None: of a parameter).
-            saves: what the backward formula keeps; a checkpoint drops it.
-            grads: what each input's gradient is, see OWN; None is OWN for all.
+            inputs: tensors and parameters; those that require a gradient get one.
+            shape, width: of the result, a new block unless it is a `view` of a tensor or parameter.
+            saves: tensors that the backward formula needs, and True for the result; a checkpoint drops them.
+            grads: how each input's gradient is made, see OWN.
             extra: bytes that the backward formula needs besides the gradients it makes; `spike`: before it makes them.
         """
-        out = Tensor(self.block(name, shape, width) if block is NEW else block, shape, width)
-        edges = []
-        for i, x in enumerate(inputs):
+        out = Tensor(self.block(name, shape, width) if view is None else view.block, shape, width)
+        edges, refilled = [], self.refilled
+        for x, how in zip(inputs, grads, strict=False):
             if x.needs:
-                edges.append((x.node, x.shape, x.width, grads[i] if grads else OWN))
-                if type(x) is Parameter and self.refilled is None:
+                if type(x) is not Parameter:
+                    edges.append((x.node, x.shape, x.width, how))
+                    continue
+                if refilled is None:
                     x.uses += 1
+                edges.append((x, x.shape, x.width, how))
         if not edges:
             return out
         out.needs = True
-        if self.refilled is not None:  # recomputing: the operators are known, only what they saved is missing
+        if refilled is not None:  # recomputing: the operators are known, only what they saved is missing
             if saves:
-                self.refilled.append([x.block for x in saves])
-                if len(self.refilled) == self.replay.count:
+                refilled.append([out.block if x is True else x.block for x in saves])
+                if len(refilled) == self.replay.count:
                     raise Stop
             return out
         node = out.node = Node()
@@ -278,7 +283,7 @@ class Ledger:
         node.spike, node.gradient, node.kept, node.saved = spike, None, None, None
         if saves:
             if self.replay is None:
-                node.saved = [x.block for x in saves]
+                node.saved = [out.block if x is True else x.block for x in saves]
             else:
                 node.saved = self.replay
                 self.replay.count += 1
@@ -293,8 +298,8 @@ class Ledger:
         finally:
             self.replay = None
 
-    def refill(self, replay: Replay) -> list[list[Block]]:
-        """Run `replay` again and collect what its operators save. Autocast's weight copies are its own."""
+    def recompute(self, replay: Replay) -> list[list[Block]]:
+        """Run `replay` again; return what its operators save. Autocast's weight copies are its own."""
         casts, self.casts, self.replay, self.refilled = self.casts, {}, replay, []
         try:
             replay.function(replay.x)
@@ -303,23 +308,23 @@ class Ledger:
         finally:
             refilled = self.refilled
             for block in (block for blocks in refilled for block in blocks if block is not None):
-                block.entry.category = block.entry.category or "activations"
+                if block.entry.category == "temporaries":
+                    block.entry.category = "activations"
             self.casts, self.replay, self.refilled = casts, None, None
         return refilled
 
     def complete(self, parameter: Parameter) -> None:
-        """A gradient is complete: kept, or added to the one that the parameter has."""
-        block, parameter.partial = parameter.partial.block, None
+        """Keep a complete gradient, unless it is added to one that the parameter has."""
+        block, parameter.partial = parameter.partial, None
         if parameter.gradient is None:
             block.entry.category = "gradients"
             parameter.gradient = block
 
     def backward(self, tensor: Tensor) -> None:
-        """All operators in reverse, from a gradient for `tensor`."""
-        node = tensor.node
-        node.gradient = self.tensor("ones_like", tensor.shape, tensor.width)
+        """Run all operators in reverse, from a gradient for `tensor`."""
+        node, nodes = tensor.node, self.nodes
+        node.gradient = self.block("ones_like", tensor.shape, tensor.width)
         del tensor
-        nodes = self.nodes
         while nodes:
             node = nodes.pop()
             if type(node) is not Node:
@@ -332,9 +337,9 @@ class Ledger:
             node = None
 
     def deliver(self, results: list[tuple]) -> None:
-        """Hand gradients on, as (who receives it, Tensor), and empty the list."""
+        """Hand gradients on, as (who receives it, block) with the last one first, and empty the list."""
         while results:
-            receiver, gradient = results.pop(0)
+            receiver, gradient = results.pop()
             complete = receiver.receive(self, gradient)
             del gradient
             if complete:

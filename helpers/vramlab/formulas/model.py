@@ -71,8 +71,8 @@ class Model(Layer):
         if not self.recipe.loop.optimizer_in_backward:
             super().complete(parameter)
             return
-        parameter.partial.block.entry.category = "gradients"
-        self.spend(single_temporaries(self.recipe, parameter.shape, parameter.width), "optimizer")
+        parameter.partial.entry.category = "gradients"
+        self.scratch(single_temporaries(self.recipe, parameter.shape, parameter.width), "optimizer")
         parameter.partial = None
 
     # --- what all layers share ------------------------------------------------------------------------------------
@@ -147,15 +147,15 @@ class Model(Layer):
 
         for i in range(written):
             inner = self.where = f"{name}.{i}"
-            section = Section(inner, count - written, len(self.lines), x.block.entry.size)
-            self.nodes.append(lambda section=section: setattr(section, "bottom", len(self.lines)))
+            section = Section(inner, count - written, len(self.events), x.block.entry.size)
+            self.nodes.append(lambda section=section: setattr(section, "bottom", len(self.events)))
             self.enter(inner, x.needs)
             x = self.checkpoint(lambda y, inner=inner: run(inner, y), x) if self.checkpoints else run(inner, x)
             self.leave(inner)
             if i == min(typical, written - 1):
-                section.end = len(self.lines)
+                section.end = len(self.events)
                 self.sections.append(section)
-                self.nodes.append(lambda section=section: setattr(section, "top", len(self.lines)))
+                self.nodes.append(lambda section=section: setattr(section, "top", len(self.events)))
         return x
 
     def hidden_states(self) -> Tensor:
@@ -235,7 +235,7 @@ class Model(Layer):
         a, w, bias = self.cast(pixels), self.cast(projection[0]), self.cast(projection[1])
         patches = self.first(self.op("convolution", [a, w, bias], (b, s.hidden_size, n - 1), a.width, saves=[a, w]))
         token = self.parameters[f"{prefix}.cls_token"]
-        token = self.op("expand", [token], (b, 1, s.hidden_size), token.width, block=None, grads=(FULL,))
+        token = self.op("expand", [token], (b, 1, s.hidden_size), token.width, view=token, grads=(FULL,))
         x = self.cat([token, patches], b, n, s.hidden_size)
         return self.dropout(self.add(x, self.parameters[f"{prefix}.position_embeddings"]), s.hidden_dropout)
 

@@ -174,7 +174,7 @@ class TensorParallelModel(Model):
 
     def once(self, x: Tensor) -> Tensor:
         """What all slices read: the same tensor; its gradient is all-reduced into a new one."""
-        return self.op("all_reduce", [x], x.shape, x.width, block=x.block)
+        return self.op("all_reduce", [x], x.shape, x.width, view=x)
 
     def all_reduced(self, x: Tensor) -> Tensor:
         """The sum over the ranks, a new tensor; the gradient passes."""
@@ -195,7 +195,7 @@ class TensorParallelModel(Model):
         part, weight.shape = weight.shape, (self.setting("vocab_size", 0), weight.shape[1])  # see `beyond_the_slice`
         rows = super().embedding(ids, name)
         weight.shape = part
-        rows = self.op("index_put", [rows], rows.shape, rows.width, saves=[mask], block=rows.block)
+        rows = self.op("index_put", [rows], rows.shape, rows.width, saves=[mask], view=rows)
         return self.all_reduced(rows)
 
     def linear(self, x: Tensor, name: str) -> Tensor:

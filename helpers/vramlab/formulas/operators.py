@@ -77,24 +77,20 @@ class Operators(Ledger):
 
     def scale(self, x: Tensor, op: str = "mul") -> Tensor:
         """x times, plus or over a number: a new tensor each way, nothing kept ("add" passes its gradient on)."""
-        return self.op(op, [x], x.shape, x.width, grads=(PASS,) if op == "add" else None)
+        return self.op(op, [x], x.shape, x.width, grads=(PASS if op == "add" else OWN,))
 
     def unary(self, name: str, x: Tensor, keeps: str = "result", extra: int = 0) -> Tensor:
         """A function of each element that keeps its result (tanh, relu, rsqrt) or its input (gelu, silu).
 
         Its backward pass takes `extra` bytes for a moment (clamp: two masks).
         """
-        out = self.tensor(name, x.shape, x.width)
-        return self.op(
-            name, [x], x.shape, x.width, saves=[x if keeps == "input" else out], extra=extra, block=out.block
-        )
+        return self.op(name, [x], x.shape, x.width, saves=(x if keeps == "input" else True,), extra=extra)
 
     def softmax(self, x: Tensor, width: int | None = None) -> Tensor:
         """Keeps its result, in `width`; backward first multiplies that with the gradient (`SoftMax.cu`), as large again."""
         width = width or x.width
-        out, grads = self.tensor("softmax", x.shape, width), None if width == x.width else (CAST,)
-        extra = prod(x.shape) * width
-        return self.op("softmax", [x], x.shape, width, saves=[out], grads=grads, extra=extra, block=out.block)
+        how = OWN if width == x.width else CAST
+        return self.op("softmax", [x], x.shape, width, saves=(True,), grads=(how,), extra=prod(x.shape) * width)
 
     def reduce(self, x: Tensor, shape: tuple[int, ...], name: str = "mean") -> Tensor:
         """A sum or mean down to `shape`: nothing kept; the gradient is spread out into a new tensor."""
@@ -104,8 +100,8 @@ class Operators(Ledger):
         """CUDA's fused dropout keeps a mask of one byte an element (`Dropout.cpp`)."""
         if not p:
             return x
-        out, mask = self.tensor("native_dropout", x.shape, x.width), self.tensor("native_dropout", x.shape, BOOL)
-        return self.op("native_dropout", [x], x.shape, x.width, saves=[mask], block=out.block)
+        mask = self.tensor("native_dropout", x.shape, BOOL)
+        return self.op("native_dropout", [x], x.shape, x.width, saves=[mask])
 
     def activation(self, x: Tensor, name: str) -> Tensor:
         """transformers' `ACT2FN[name]`, some of which are written out in several operators. Raises RecipeError."""
@@ -144,12 +140,12 @@ class Operators(Ledger):
 
     def split(self, x: Tensor, *shapes: tuple[int, ...]) -> list[Tensor]:
         """Views of `x`; backward joins their gradients into one new tensor (`torch.split`, `chunk`)."""
-        whole = self.op("split", [x], x.shape, x.width, block=x.block)
+        whole = self.op("split", [x], x.shape, x.width, view=x)
         return [Tensor(x.block, shape, x.width, whole.node, whole.needs) for shape in shapes]
 
     def slice(self, x: Tensor, *shape: int) -> Tensor:
         """x[..., :n]: a view; backward puts its gradient into a tensor of zeros as large as `x`."""
-        return self.op("slice", [x], shape, x.width, block=x.block)
+        return self.op("slice", [x], shape, x.width, view=x)
 
     def cat(self, tensors: list[Tensor], *shape: int, width: int = 0) -> Tensor:
         """Joined into one new tensor; backward hands out views of the gradient."""
@@ -182,10 +178,9 @@ class Operators(Ledger):
         weight, bias = self.parameters.get(f"{name}.weight"), self.parameters.get(f"{name}.bias")
         x = self.fp32(x)
         rows = (*x.shape[:-1], 1)
-        out = self.tensor("native_layer_norm", x.shape, x.width)
         mean, deviation = self.tensor("native_layer_norm", rows, FP32), self.tensor("native_layer_norm", rows, FP32)
         inputs = [t for t in (x, weight, bias) if t is not None]
-        return self.op("native_layer_norm", inputs, x.shape, x.width, saves=[x, mean, deviation], block=out.block)
+        return self.op("native_layer_norm", inputs, x.shape, x.width, saves=[x, mean, deviation])
 
     def rms_norm(self, x: Tensor, name: str, family: str, kind: str = "") -> Tensor:
         """x / √(mean x² + ε) · w, in single operators on fp32 copies (`LlamaRMSNorm`, `Gemma2RMSNorm`, `T5LayerNorm`).

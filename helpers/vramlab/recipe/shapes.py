@@ -76,6 +76,9 @@ class Shape(ShapeData):
         """Return every buffer as (name, shape, dtype). Gemma's `embed_scale` follows the weights' dtype; fp32 is given."""
         return self._buffers
 
+    def __hash__(self) -> int:
+        return hash(self.config_json)  # a text's hash is kept, that of thirty fields is not
+
     @cached_property
     def layout(self) -> Layout | None:
         """The modules by the roles they play; None for a family, or a variant of one, that is not written down."""

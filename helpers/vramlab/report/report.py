@@ -50,11 +50,11 @@ class Bytes:
     @property
     def total(self) -> int:
         """The sum of all categories in bytes."""
-        return sum(n for _, n in self.items())
+        return sum(vars(self).values())
 
     def items(self) -> Iterator[tuple[str, int]]:
         """Return (category, bytes) in the order of CATEGORIES."""
-        return ((name, getattr(self, name)) for name in CATEGORIES)
+        return iter(vars(self).items())
 
     def __str__(self) -> str:
         parts = [f"{name.replace('_', ' ')} {format_bytes(n)}" for name, n in self.items() if n]
