@@ -63,14 +63,14 @@ class Account:
         m.shard(asked, gradients_exist)
         loss = self._forward()
         self.forward_end = len(m.events)
-        for entry in m.events:
+        for entry, _ in m.events:
             if entry.death == NEVER and entry.category == "temporaries":
                 entry.category = "activations"
         m.backward(loss)
         del loss
         m.finish()
         self.end = len(m.events)
-        self.live = self._live()
+        self.live = [*accumulate([change for _, change in m.events], initial=0)]
         self.pieces = self._pieces()
         self.at_peaks: dict[str, list[tuple[int, Entry]]] = {}
 
@@ -87,12 +87,6 @@ class Account:
         m.caches = None
         m.leave(ROOT)
         return loss
-
-    def _live(self) -> list[int]:
-        """Bytes alive after each event; gives a category to what has none yet."""
-        events = self.m.events
-        changes = [e.allocated if e.birth == event else -e.allocated for event, e in enumerate(events)]
-        return [*accumulate(changes, initial=0)]
 
     def _pieces(self) -> dict[str, list[tuple[int, int, Extra]]]:
         """Inside a layer both the top and the bottom of its stack are candidates, so backward's pieces overlap there."""
@@ -111,7 +105,7 @@ class Account:
             top, bottom = section.top, section.bottom
             backward.append((first, bottom, extra))
             first, extra = top, (*extra, (section.more, top, bottom))
-            for e in m.events[top:bottom]:  # the first layer lets go of what all of them shared
+            for e, _ in m.events[top:bottom]:  # the first layer lets go of what all of them shared
                 if e.op in SHARED and top <= e.death < bottom and e.birth < section.begin:
                     extra += ((-section.more, e.death, e.death + 1),)
         return {"forward": forward, "backward": [*backward, (first, self.end, extra)]}
@@ -157,8 +151,8 @@ class Account:
         wanted = {event for event, _ in moments} | {e for _, extra in moments for _, a, b in extra for e in (a, b)}
         totals, at, begin, events = dict.fromkeys(CATEGORIES, 0), {}, 0, self.m.events
         for stop in sorted(wanted):
-            for event, entry in enumerate(events[begin:stop], begin):
-                totals[entry.category] += entry.size if entry.birth == event else -entry.size
+            for entry, change in events[begin:stop]:
+                totals[entry.category] += entry.size if change > 0 else -entry.size
             at[stop], begin = dict(totals), stop
             at[stop]["workspace"] += self.live[stop] - sum(totals.values())  # what blocks hold beyond their sizes
         found = []
@@ -185,17 +179,16 @@ class Account:
         """(how many, entry) of the blocks alive at `moment`, those of the layers not written out counted too."""
         event, extra = moment
         events = self.m.events
-        times = {entry: 1 for entry in events[:event] if entry.death >= event}
+        times = {entry: 1 for entry, _ in events[:event] if entry.death >= event}
         for n, a, b in extra:
-            for i in range(a, b):
-                entry = events[i]
-                times[entry] = times.get(entry, 0) + (n if entry.birth == i else -n)
+            for entry, change in events[a:b]:
+                times[entry] = times.get(entry, 0) + (n if change > 0 else -n)
         return sorted(((n, entry) for entry, n in times.items() if n > 0), key=lambda pair: pair[1].birth)
 
     def births(self) -> Iterator[tuple[int, Entry]]:
         """(how many, entry) of all blocks of the step, those of the layers not written out counted too."""
-        for event, entry in enumerate(self.m.events):
-            if entry.birth == event:
+        for event, (entry, change) in enumerate(self.m.events):
+            if change > 0:
                 inside = (s for s in self.m.sections if s.begin <= event < s.end or s.top <= event < s.bottom)
                 yield 1 + sum(section.more for section in inside), entry
 

@@ -12,7 +12,7 @@ computed while the incoming one and the saved tensors live, then summed or cast 
     >>> ledger = Ledger()
     >>> weight, x = Parameter("w", (4096, 4096), 4), ledger.tensor("input", (512, 4096), 4)
     >>> y = ledger.op("linear", [x, weight], (512, 4096), 4, saves=[x])
-    >>> sum(entry.size for entry in ledger.events) // 2**20  # MiB: the input and the result
+    >>> sum(entry.size for entry, _ in ledger.events) // 2**20  # MiB: the input and the result
     16
     >>> ledger.backward(y)
     >>> weight.gradient.entry.size // 2**20
@@ -53,7 +53,7 @@ class Entry:
 
 
 class Block:
-    """A reference to memory, freed when the last one goes: then the entry is among the events a second time.
+    """A reference to memory, which is freed when the last one goes.
 
     It knows the ledger's events and not the ledger, which holds blocks: no cycle is left to the garbage collector.
     """
@@ -61,9 +61,9 @@ class Block:
     __slots__ = ("entry", "events")
 
     def __del__(self):
-        events = self.events
-        self.entry.death = len(events)
-        events.append(self.entry)
+        entry, events = self.entry, self.events
+        entry.death = len(events)
+        events.append((entry, -entry.allocated))
 
 
 class Tensor:
@@ -195,7 +195,7 @@ class Ledger:
     """The events of one step.
 
     Attributes:
-        events: one entry each: at its birth, and again at its death.
+        events: (entry, bytes allocated) at its birth, and (entry, minus these) at its death.
         nodes: operators in order, and between them functions that backward calls.
         where: the module that runs.
         chip: the GPU's; None counts no scratch memory of kernels.
@@ -207,7 +207,7 @@ class Ledger:
     zero3_linear = False
 
     def __init__(self):
-        self.events: list[Entry] = []
+        self.events: list[tuple[Entry, int]] = []
         self.nodes: list[Node | Callable[[], None]] = []
         self.where = ""
         self.casts: dict[str, Tensor] = {}
@@ -219,10 +219,10 @@ class Ledger:
         block, entry, events = Block(), Entry(), self.events
         block.entry, block.events = entry, events
         entry.size = size = -(-prod(shape) * width // UNIT) * UNIT
-        entry.allocated = size if size <= SMALL_BLOCK else size + internal_fragmentation(size)
+        entry.allocated = allocated = size if size <= SMALL_BLOCK else size + internal_fragmentation(size)
         entry.op, entry.shape, entry.width, entry.category, entry.where = op, shape, width, category, self.where
         entry.birth, entry.death = len(events), NEVER
-        events.append(entry)
+        events.append((entry, allocated))
         return block
 
     def group(self, op: str, sizes: list[tuple[int, int]], category: str, width: int = 1) -> Block:
@@ -232,6 +232,7 @@ class Ledger:
         entry.size = sum(size * count for size, count in rows)
         entry.allocated = entry.size + sum(internal_fragmentation(size) * count for size, count in rows)
         entry.shape, entry.width = (sum(size * count for size, count in sizes) // width,), width
+        self.events[-1] = entry, entry.allocated
         return block
 
     def tensor(self, op: str, shape: tuple[int, ...], width: int) -> Tensor:
