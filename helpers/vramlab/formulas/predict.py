@@ -156,8 +156,8 @@ def _sum(*splits: Sizes) -> Sizes:
     split = dict.fromkeys(CATEGORIES, 0)
     for part in splits:
         for category, n in part.items():
-            total = split[category] + n
-            split[category] = total if total > 0 else 0  # rests, times layers, may be freed more often than held
+            if n:
+                split[category] = max(split[category] + n, 0)  # rests, times layers, may be freed more often than held
     return split
 
 

@@ -230,13 +230,12 @@ class Recipe:
 
     def to_dict(self) -> dict[str, Any]:
         """A JSON-ready dictionary; `Recipe(**d)` gives the recipe back."""
-        values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.init}
-        for name, value in values.items():
-            if dataclasses.is_dataclass(value):
-                values[name] = dataclasses.asdict(value)
+        values = {name: value for name, value in vars(self).items() if name != "shape"}
         if self.trainer == "transformers":  # keys of before there was a choice
             del values["trainer"]
-        return json.loads(json.dumps(values, default=str))
+        return json.loads(
+            json.dumps(values, default=lambda part: vars(part) if dataclasses.is_dataclass(part) else str(part))
+        )
 
     def to_json(self) -> str:
         return json.dumps(self.to_dict(), sort_keys=True)
