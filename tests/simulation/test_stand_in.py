@@ -7,7 +7,7 @@ import pytest
 from quick import params
 from vramlab import Recipe, simulate
 from vramlab.hardware.gpu import find_gpu
-from vramlab.hardware.scratch import efficient_scratch, reduction_scratch
+from vramlab.hardware.kernels import efficient_scratch, reduction_scratch
 
 FOLDER = Path(__file__).parent.parent / "stand_in"
 CARDS = {"h200": ("H200", 24), "rtx-3090": ("RTX 3090", 5), "t4": ("T4", 5)}  # one run in so many is simulated

@@ -5,9 +5,8 @@ the matrix of scores, batch × heads × tokens², exists only where the attentio
 """
 
 from ..hardware.gpu import Chip
+from ..hardware.kernels import efficient_scratch, sdp_backend
 from ..hardware.overhead import rounded
-from ..hardware.scratch import efficient_scratch
-from ..hardware.sdp_backend import sdp_backend
 from .ledger import Tensor
 from .model_states import FP32, HALF
 from .operators import Operators

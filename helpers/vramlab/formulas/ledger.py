@@ -23,9 +23,9 @@ from collections.abc import Callable
 from math import prod
 
 from ..hardware.gpu import Chip
+from ..hardware.kernels import column_sums
 from ..hardware.overhead import SMALL_BLOCK, UNIT, rounded
 from ..hardware.reserved import internal_fragmentation
-from ..hardware.scratch import column_sums
 
 # How an operator's backward formula makes the gradient for an input: a new block of the input's shape (OWN; BIAS: by
 # summing rows) or of the result's shape (FULL), then summed over what was broadcast; the incoming gradient itself, summed

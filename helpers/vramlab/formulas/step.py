@@ -7,9 +7,9 @@ so their temporaries are as large as the group. That is the hidden peak of a ste
 from collections import Counter
 from math import prod
 
+from ..hardware.kernels import norms_scratch
 from ..hardware.overhead import rounded
 from ..hardware.reserved import internal_fragmentation
-from ..hardware.scratch import norms_scratch
 from ..recipe.recipe import Recipe
 from .model_states import FP32, HALF, ParameterRow, parameter_table
 

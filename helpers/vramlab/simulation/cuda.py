@@ -29,8 +29,8 @@ from torch.library import Library
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
+from ..hardware.kernels import sdp_backend
 from ..hardware.overhead import cublas_workspace, torch_release
-from ..hardware.sdp_backend import sdp_backend
 from . import cuda_autocast
 from .recurrent import rnn_kernels
 

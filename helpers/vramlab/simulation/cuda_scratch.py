@@ -9,8 +9,8 @@ from collections.abc import Callable, Sequence
 import torch
 
 from ..hardware.gpu import DEFAULT_CHIP, Chip
+from ..hardware.kernels import efficient_scratch, norms_scratch, reduction_scratch
 from ..hardware.overhead import rounded
-from ..hardware.scratch import efficient_scratch, norms_scratch, reduction_scratch
 
 
 def kernel_scratch(chip: Chip = DEFAULT_CHIP) -> Callable[[str, Sequence], int]:
