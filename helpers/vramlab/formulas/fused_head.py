@@ -110,4 +110,5 @@ class FusedHead:
             results.append((receiver, total if like.width == FP32 else m.block("to", like.shape, like.width)))
         self.saved, self.hidden, self.gradient = (), None, None
         del total, sums, tile, casts
-        m.deliver(results[::-1])
+        results.reverse()
+        m.deliver(results)
