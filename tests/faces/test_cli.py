@@ -16,6 +16,7 @@ from tiny_models import config
 from typer.testing import CliRunner
 from vramlab.faces.cli import app
 from vramlab.faces.options import OPTIONS
+from vramlab.planning.question import Question
 from vramlab.recipe.recipe import LoRA, Quantization, Recipe, Sharding
 from vramlab.report.errors import MeasurementError, RecordError
 from vramlab.report.report import Bytes, GiB, Interval, Phase, Report
@@ -169,6 +170,30 @@ def test_a_simulation_that_does_not_fit_exits_with_1_too(stand_in):
     stand_in("simulate", lambda recipe, **options: report("simulated", recipe, process=15 * GiB))
     assert run("simulate", "gpt2", "--gpu", "T4").exit_code == 1
     assert run("simulate", "gpt2", "--gpu", "A100").exit_code == 0
+
+
+PLANS = [
+    ("", {}),
+    ("--gpus 2 --global-batch 32 --seq-len 64 --task causal-lm", {"gpus": 2, "global_batch": 32, "seq_len": 64,
+     "task": "causal-lm"}),
+    ("--precision fp16-mixed --precision fp32 --optim sgd --engine ddp",
+     {"precisions": ["fp16-mixed", "fp32"], "optims": ["sgd"], "engines": ["ddp"]}),
+    ("--no-offload --lora-r 4 --lora-target c_attn,c_fc", {"offload": False,
+     "lora": {"r": 4, "target_modules": ("c_attn", "c_fc")}}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("words", "fields"), PLANS)
+def test_options_make_the_question(monkeypatch, words, fields):
+    asked = []
+    found = SimpleNamespace(choices=[1], to_json=None)
+    module = SimpleNamespace(plan=lambda **options: asked.append(options) or found)
+    monkeypatch.setitem(sys.modules, "vramlab.planning.plan", module)
+    result = run("plan", "gpt2", "--gpu", "T4", *words.split())
+    assert result.exit_code == 0, result.output
+    usual = {"gpus": 1, "global_batch": 16, "method": "any", "offload": True}
+    assert asked == [{"model": "gpt2", "gpu": "T4", "top": 5, **usual, **fields}]
+    Question("gpt2", "T4", **{**usual, **fields})
 
 
 # ── what goes wrong ─────────────────────────────────────────────────────────────────────────────────────────────────
