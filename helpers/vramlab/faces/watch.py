@@ -16,6 +16,7 @@ import contextlib
 import sys
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
@@ -53,7 +54,7 @@ class watch:
             raise VramLabError(f"watch follows a torch.nn.Module, and this is a {type(model).__name__}")
         if (lazy := lazy_parameter(model)) is not None:
             raise VramLabError(
-                f"watch needs every size: the parameter {lazy!r} is lazy, so call the module once before"
+                f"watch needs every size, and the parameter {lazy!r} is lazy: call the module once before"
             )
         self.model, self.batch, self.title = model, batch, title or type(model).__name__
         self._device = next((p.device.type for p in model.parameters()), "cpu")
@@ -115,9 +116,8 @@ class watch:
         add(register_optimizer_step_pre_hook(self._before_step).remove)
         add(register_optimizer_step_post_hook(self._after_step).remove)
         # Tensor.backward looks this name up at every call; hooks on the model's outputs would miss the loss's backward.
-        original = torch.autograd.backward
-        torch.autograd.backward = self._around(original)
-        add(setattr, torch.autograd, "backward", original)
+        replaced = patch.object(torch.autograd, "backward", self._around(torch.autograd.backward))
+        self._stack.enter_context(replaced)
         # Under a dispatch mode such as the tracker, torch.compile runs what it was given eagerly.
         frames = sys.modules.get("torch._dynamo.eval_frame")
         if enter := getattr(frames, "_maybe_set_eval_frame", None):
@@ -126,8 +126,7 @@ class watch:
                 self._compiled = self._compiled or callable(callback)
                 return enter(callback)
 
-            frames._maybe_set_eval_frame = seen
-            add(setattr, frames, "_maybe_set_eval_frame", enter)
+            self._stack.enter_context(patch.object(frames, "_maybe_set_eval_frame", seen))
 
     def _begin(self, phase: str) -> None:
         if self.tracker.phase == "between_steps":
