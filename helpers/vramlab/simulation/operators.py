@@ -34,6 +34,11 @@ def fake_operators(target: str) -> Iterator[None]:
         yield
 
 
+def is_cuda() -> bool:
+    """Whether the simulation that runs describes a GPU."""
+    return _target[0] == "cuda"
+
+
 def _in_mode(rule: Callable) -> Callable:
     def run(mode, func, *args, **kwargs):
         with mode:
@@ -52,7 +57,7 @@ def _statistics(input, shape, parameters, fused) -> tuple[torch.Tensor, torch.Te
     acc_type). Otherwise they have the input's dtype, and fp32 if the input is half precision and a parameter is not
     (`mixed_data_type.h`, param_scalar_type; group norm on both devices).
     """
-    fp32 = (fused and _target[0] == "cuda") or any(p is not None and p.dtype == torch.float32 for p in parameters)
+    fp32 = (fused and is_cuda()) or any(p is not None and p.dtype == torch.float32 for p in parameters)
     dtype = torch.float32 if fp32 and input.itemsize == 2 else input.dtype
     return input.new_empty(shape, dtype=dtype), input.new_empty(shape, dtype=dtype)
 
@@ -227,7 +232,7 @@ def _bags(result: tuple[torch.Tensor, ...], named: dict) -> Storages:
     are resized to one element less (`EmbeddingBag.cpp`)."""
     _, bag_of_index, bag_sizes, _ = result
     rooms = (bag_of_index, bag_of_index.numel() + 1), (bag_sizes, named["offsets"].numel())
-    return [room for room in rooms if room[0].numel()] if _target[0] == "cpu" else []
+    return [] if is_cuda() else [room for room in rooms if room[0].numel()]
 
 
 LARGER: dict[Any, Callable[[Any, dict], Storages]] = {

@@ -21,6 +21,8 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from . import sparse
+
 aten = torch.ops.aten
 LIMIT = 2**16  # elements of a tensor whose content is kept
 LARGEST = 2**30  # bytes that an operator without a fake kernel may be given as zeros
@@ -82,6 +84,8 @@ class Values:
         """The fake result of `func`; with its content, where that of all arguments is known."""
         name = func.overloadpacket.__name__
         tensors = _tensors((args, kwargs))
+        if sparse.concerns(func, tensors):
+            return sparse.run(func, args, kwargs, self)
         known = torch.Tag.nondeterministic_seeded not in func.tags and all(
             self._argument(tensor, name) is not None for tensor in tensors
         )
@@ -89,6 +93,8 @@ class Values:
         if real and known and not func._schema.is_mutable and not name.startswith("lift"):
             with _disable_current_modes():  # of the user's own, or the host's
                 return func(*args, **kwargs)
+        if real and func._schema.is_mutable and name.endswith("_"):
+            return args[0]
         try:
             result = self._faked(func, name, args, kwargs)
         except UNFAKED:
@@ -114,7 +120,7 @@ class Values:
         written = base is not None and base.requires_grad
         if written and all(frame.f_code is not _pad.__code__ for frame, _ in traceback.walk_stack(None)):
             line, size = user_line(traceback.walk_stack(None)) or where, base.nbytes
-            self._note(f"a view is written into ({line}): its backward pass takes {size:,} bytes more for a moment")
+            self.note(f"a view is written into ({line}): its backward pass takes {size:,} bytes more for a moment")
 
     def _argument(self, tensor: torch.Tensor, name: str) -> torch.Tensor | None:
         """The content of an operator's argument; any will do where only its shape counts."""
@@ -147,18 +153,9 @@ class Values:
             with _disable_current_modes():
                 count = int(mask.sum()) * (math.prod(shape) // max(1, mask.numel()))
             return args[0].new_empty(count)
-        elif name == "clone" and args[0].layout == torch.sparse_coo:  # a gradient is kept so; a fake one's is empty
-            parts = args[0]._indices().clone(), args[0]._values().clone()
-            return torch.sparse_coo_tensor(*parts, args[0].shape, check_invariants=False)
-        elif name == "_coalesce":  # a fake one's result is empty, as how many rows differ is not known
-            size = args[0]._indices().nbytes + args[0]._values().nbytes
-            self._note(
-                "a sparse gradient is coalesced: its copy of up to "
-                f"{size:,} bytes and what the optimizer makes of its rows for a moment are not counted"
-            )
         return func(*args, **kwargs)
 
-    def _note(self, note: str) -> None:
+    def note(self, note: str) -> None:
         if note not in self.notes:
             self.notes.append(note)
 
@@ -207,7 +204,7 @@ class Values:
             self._reads += 1  # losses that fall from read to read, steps that lead downhill
             guess = "ys" in line if isinstance(guess, bool) else 1 / self._reads
         if line:
-            self._note(note)
+            self.note(note)
         return guess
 
 
