@@ -217,6 +217,11 @@ def test_each_node(kind):
     assert not differences([(kind, "first", 0, 0)], "sum", "adamw", "fp32")
 
 
+def test_gradients_of_batch_norm_are_laid_out_as_real_ones():
+    nodes = [("checkpoint", "first", 0, 0), ("batch norm", "first", 0, 0)]
+    assert not differences(nodes, "entropy", "adamw", "fp32")
+
+
 @pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight")
 @hypothesis.settings(max_examples=60, phases=[hypothesis.Phase.generate])
 @hypothesis.given(graphs)

@@ -83,16 +83,19 @@ def _batch_norm(input, weight, bias, mean, var, training, *others):
     return _like(input), *_statistics(input, columns, (weight, bias, mean, var), True)
 
 
+def _batch_norm_backward(gradient, input, weight, *others):
+    dtype = input.dtype if weight is None else weight.dtype
+    made = (_like(input), *(input.new_empty(input.shape[1], dtype=dtype) for _ in range(2)))
+    return tuple(tensor if wanted else None for tensor, wanted in zip(made, others[-1], strict=True))
+
+
 def _group_norm(input, weight, bias, n, *sizes):
     _, _, groups, _ = sizes
     return _like(input), *_statistics(input, (n, groups), (weight, bias), False)
 
 
 def _group_norm_backward(gradient, input, mean, rstd, weight, *sizes):
-    _, c, _, _, mask = sizes
-    dtype = mean.dtype if weight is None else weight.dtype
-    made = (_like(input), *(input.new_empty(c, dtype=dtype) for _ in range(2)))
-    return tuple(tensor if wanted else None for tensor, wanted in zip(made, mask, strict=True))
+    return _batch_norm_backward(gradient, input, mean if weight is None else weight, *sizes)
 
 
 # --- others -----------------------------------------------------------------------------------------------------------
@@ -182,6 +185,7 @@ RULES = {
     aten.native_layer_norm.default: _layer_norm,
     aten.native_layer_norm_backward.default: _layer_norm_backward,
     aten.native_batch_norm.default: _batch_norm,
+    aten.native_batch_norm_backward.default: _batch_norm_backward,
     aten._native_batch_norm_legit.default: _batch_norm,  # of which torch may make it
     aten._native_batch_norm_legit.no_stats: lambda input, weight, bias, *others: _batch_norm(
         input, weight, bias, None, None, *others
