@@ -507,6 +507,39 @@ def test_recurrent_kernels_compute_shapes_as_torch_does(case):
     assert [t.shape for t in made] == [t.shape for t in tree_leaves(rnn(torch.rand(5, 3, 16)))]
 
 
+@pytest.mark.parametrize("case", RECURRENT)
+def test_packed_sequences_run_in_cudas_kernels_and_say_so(case):
+    kind, options = RECURRENT[case]
+    rnn, rows = kind(16, 32, **options), [torch.rand(length, 16) for length in (5, 3, 3)]
+    batch = torch.nn.utils.rnn.pack_sequence(rows)
+    shapes = [tuple(t.shape) for t in tree_leaves(rnn(batch)) if isinstance(t, torch.Tensor)]
+
+    def loss(outputs, batch):
+        assert [tuple(t.shape) for t in tree_leaves(outputs) if isinstance(t, torch.Tensor)] == shapes
+        return outputs[0].data.sum()
+
+    (note,) = simulate(model=rnn, batch=batch, loss=loss, optimizer=torch.optim.SGD).notes
+    assert "cudnn.enabled=False" in note
+
+
+def test_a_packed_step_has_the_rows_that_are_left():
+    """By hand: a fourth step of one row, beside three of three, keeps its own gates (as below) and cuts the states."""
+
+    def block(numbers):
+        return up(4 * 32 * numbers)
+
+    ends = []
+    for lengths in ((3, 3, 3), (4, 3, 3)):
+        model = torch.nn.LSTM(16, 32)
+        batch = torch.nn.utils.rnn.pack_sequence([torch.rand(length, 16) for length in lengths])
+        report = simulate(
+            model=model, batch=batch, optimizer=torch.optim.SGD, loss=lambda outputs, batch: outputs[0].data.sum()
+        )
+        end = report.phases["forward"].end
+        ends.append(end.activations - up(4 * sum(lengths) * 32))
+    assert ends[1] - ends[0] == block(1) + block(4) + 2 * block(4) + block(1)
+
+
 def test_a_fused_lstm_step_keeps_its_gates():
     """By hand, for one step more of 3 rows and 32 units, in blocks of 512 bytes: hy, cy and a workspace of 4 gates
     (`RNN.cu`), and both products, which autograd saves for a double backward pass (`derivatives.yaml`). A GRU has no
