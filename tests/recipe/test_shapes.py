@@ -1,11 +1,14 @@
 """Shapes against transformers: names, sizes and order of every tensor, and what PEFT adapts, on the meta device."""
 
+import importlib
 import json
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
+import transformers
 from vramlab.recipe.families import FAMILIES
 from vramlab.recipe.from_transformers import build
 from vramlab.recipe.shapes import catalogue, model_names, read_shape
@@ -253,6 +256,44 @@ def test_depth_override():
     assert read_shape(config, num_layers=2).config["layer_types"] == layers[:2]
     assert_same_tensors(read_shape(config, num_layers=2))
     assert_same_tensors(read_shape(config, num_layers=5))
+
+
+def window_switches() -> dict[str, type]:
+    """transformers' configuration classes, by model type, that declare a switch for `sliding_window`."""
+    found = {}
+    for folder in Path(transformers.models.__file__).parent.iterdir():
+        source = folder / f"configuration_{folder.name}.py"
+        if source.exists() and "use_sliding_window:" in source.read_text():
+            module = importlib.import_module(f"transformers.models.{folder.name}.{source.stem}")
+            kinds = [
+                kind for kind in vars(module).values() if isinstance(kind, type) and kind.__module__ == module.__name__
+            ]
+            found |= {kind.model_type: kind for kind in kinds if hasattr(kind, "use_sliding_window")}
+    return found
+
+
+def test_a_switched_off_window_is_none_in_every_configuration_that_has_the_switch():
+    switches = window_switches()
+    assert {"qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "smollm3"} <= set(switches)
+    for model_type, kind in switches.items():
+        config = kind(use_sliding_window=False, sliding_window=7)
+        layers = config.to_dict().get("layer_types") or []
+        assert not config.sliding_window or (layers and "sliding_attention" not in layers), model_type
+        if model_type in FAMILIES:
+            assert not FAMILIES[model_type].window
+    assert {name for name, family in FAMILIES.items() if not family.window} <= set(switches)
+
+
+@pytest.mark.parametrize("model_type, window", [("mistral", 8), ("starcoder2", 8), ("qwen2", None), ("smollm3", None)])
+def test_a_windows_switch_counts_where_the_model_has_it(model_type, window):
+    config = {
+        "model_type": model_type,
+        **TEXT,
+        "num_key_value_heads": 2,
+        "use_sliding_window": False,
+        "pad_token_id": 0,
+    }
+    assert read_shape({**config, "sliding_window": 8}).sliding_window == window
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from vramlab.report.errors import RecipeError
 from vramlab.report.report import MiB
 from vramlab.simulation.cuda import attention_kernel, cuda_kernels
 from vramlab.simulation.cuda_autocast import FP32, FP32_BY_DTYPE, LOWER, PROMOTE, WITH_DTYPE, cpu_only, on_cuda
-from vramlab.simulation.cuda_scratch import kernel_scratch
+from vramlab.simulation.cuda_scratch import CONVOLUTIONS, kernel_scratch
 from vramlab.simulation.fakes import fake_world
 from vramlab.simulation.simulate import simulate, trace
 from vramlab.tracking.history import History
@@ -454,6 +454,24 @@ def test_threads_take_turns():
         thread.join()
     assert [found[i] for i in range(3)] == alone
     assert_untouched()
+
+
+# --- convolutions -----------------------------------------------------------------------------------------------------
+
+
+def test_cudnns_workspace_is_named_and_not_counted():
+    plain, depthwise = torch.nn.Conv2d(4, 8, 3), torch.nn.Conv2d(4, 4, 3, groups=4)
+    notes = {}
+    for name, model in {"plain": torch.nn.Sequential(plain, torch.nn.Conv2d(8, 8, 3)), "depthwise": depthwise}.items():
+        for target in ("cuda", "cpu"):
+            step = {"batch": torch.rand(2, 4, 8, 8), "loss": lambda outputs, batch: outputs.sum()}
+            notes[name, target] = simulate(model=model, optimizer=torch.optim.SGD, target=target, **step).notes
+    assert notes.pop(("plain", "cuda")) == [CONVOLUTIONS]
+    assert not any(notes.values())
+
+
+def test_a_recipe_with_convolutions_says_so_too():
+    assert simulate(Recipe("vit-base")).notes == [CONVOLUTIONS]
 
 
 # --- recurrent layers -------------------------------------------------------------------------------------------------

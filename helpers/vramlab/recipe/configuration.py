@@ -57,7 +57,8 @@ def family_of(name: str, config: dict[str, Any]) -> Family:
                 config.setdefault(key, value)
     tied, rotary = bool(getattr(full, "tie_word_embeddings", False)), 1.0 if config.get("rope_parameters") else 0.0
     required = REQUIRED[:3] if "image-classification" in classes else REQUIRED[:4]
-    return Family(classes, tied=tied, rotary=rotary, mlp=None, required=required)
+    switched = hasattr(type(full), "use_sliding_window")  # others ignore it
+    return Family(classes, tied=tied, rotary=rotary, mlp=None, required=required, window=not switched)
 
 
 def reason(error: Exception) -> str:
@@ -223,7 +224,7 @@ def _sizes(name: str, config: Mapping, family: Family) -> dict[str, int | None]:
     if heads % kv:
         raise RecipeError("model.num_key_value_heads", kv, f"it must divide the {heads} heads")
     sizes["intermediate_size"] = sizes["intermediate_size"] or 4 * h
-    if not config.get("use_sliding_window", family.window):
+    if not family.window and not config.get("use_sliding_window"):
         sizes["sliding_window"] = None
     if family.relative_positions:
         sizes["max_positions"] = None

@@ -104,7 +104,7 @@ class Family:
     relative_positions: bool = False  # of any number, whatever the configuration says
     whole_heads: bool = False  # the hidden size must be a multiple of the heads even where `head_dim` is given
     multi_query: bool = False  # one head of keys unless the configuration says otherwise, in Falcon's way
-    window: bool = True  # `sliding_window` counts unless `use_sliding_window` is false; else where it is true
+    window: bool = True  # `sliding_window` always counts; else only where `use_sliding_window` is true
     embedding_dropout: bool = False  # `hidden_dropout` follows the embedding too
     sdpa: bool = True  # transformers has it (`Gemma2PreTrainedModel._supports_sdpa` is False)
     lora: tuple[str, ...] = ("q_proj", "v_proj")  # PEFT's default targets

@@ -7,21 +7,35 @@ import math
 from collections.abc import Callable, Sequence
 
 import torch
+from torch._prims_common import suggest_memory_format
 
 from ..hardware.gpu import DEFAULT_CHIP, Chip
 from ..hardware.kernels import efficient_scratch, norms_scratch, reduction_scratch
 from ..hardware.overhead import rounded
 
+CONVOLUTIONS = "convolutions: the workspace that cuDNN's heuristics choose at run time is not counted; CUDNN_CONV_WSCAP_DBG caps it"
 
-def kernel_scratch(chip: Chip = DEFAULT_CHIP) -> Callable[[str, Sequence], int]:
+
+def kernel_scratch(chip: Chip = DEFAULT_CHIP, note: Callable[[str], None] = str) -> Callable[[str, Sequence], int]:
     """A function of an operator's name and arguments to the bytes of its kernel's scratch memory, all blocks but the last
-    rounded up as the caching allocator does (the tracker rounds the sum)."""
+    rounded up as the caching allocator does (the tracker rounds the sum). `note` is called with what it leaves out."""
 
     def scratch(name: str, args: Sequence) -> int:
+        if name == "convolution" and _runs_in_cudnn(args):
+            note(CONVOLUTIONS)
         blocks = BLOCKS[name](args, chip) if name in BLOCKS else []
         return sum(map(rounded, blocks[:-1])) + sum(blocks[-1:])
 
     return scratch
+
+
+def _runs_in_cudnn(args: Sequence) -> bool:
+    """Whether a convolution goes to cuDNN, whose plans ask for workspace of their own (`cudnn/Conv_v8.cpp`). torch has
+    kernels without for depthwise ones (`Convolution.cpp`, use_cudnn_depthwise)."""
+    input, transposed, groups = args[0], args[6], args[8]
+    depthwise = groups > 1 and groups == input.shape[1] and not transposed
+    contiguous = suggest_memory_format(input) == torch.contiguous_format
+    return not depthwise or input.dtype == torch.float16 or not contiguous
 
 
 def _argument(args: Sequence, place: int, default=None):

@@ -111,15 +111,15 @@ def _of_module(step: ModuleStep, target: str, card: Gpu | None, steps: int) -> R
             raise
         except Exception as error:  # a module has its own ways to refuse a batch
             raise step.failed(phase or tracker.phase, error) from error
-    history = _history(tracker.log, tracker.marks, target, card)
-    notes = step.notes() + values.notes + list(tracker.notes)
+    history = _history(tracker.log, tracker.marks, target, card, tracker.notes)
+    notes = step.notes() + values.notes + history.notes
     return to_report(history, "simulated", None, target, card=card, title=type(step.model).__name__, notes=notes)
 
 
-def _history(log: list, marks: list, target: str, card: Gpu | None) -> History:
+def _history(log: list, marks: list, target: str, card: Gpu | None, notes: list[str]) -> History:
     """On CUDA also what the allocator makes of it, in the memory that the card has besides CUDA's context."""
     room = card.total - card.context_interval.value if card else None
-    return History(log, marks, allocator=target == "cuda", limit=room)
+    return History(log, marks, allocator=target == "cuda", limit=room, notes=notes)
 
 
 def trace(recipe: Recipe, target: str = "cuda", card: Gpu | None = None, steps: int = 2, full: bool = False) -> History:
@@ -136,9 +136,7 @@ def trace(recipe: Recipe, target: str = "cuda", card: Gpu | None = None, steps: 
         except NotRegular as error:
             notes.append(f"all {recipe.shape.num_layers} layers were run, none repeated: {error}")
     tracker = _run(recipe, target, card, steps)
-    history = _history(tracker.log, tracker.marks, target, card)
-    history.notes += notes
-    return history
+    return _history(tracker.log, tracker.marks, target, card, notes + tracker.notes)
 
 
 def may_be_deepened(recipe: Recipe, target: str) -> bool:
@@ -183,7 +181,7 @@ def _deepened(recipe: Recipe, target: str, card: Gpu | None, steps: int) -> Hist
         tried, ran = History(*deepen(tracker, layers, 1)), run(1, 1)
         if tried.first_step() != History(ran.log, ran.marks).first_step():
             raise NotRegular(f"{layers.shallow + layers.period} layers take something else than their repetition says")
-    history = _history(*deepen(tracker, layers, layers.more), target, card)
+    history = _history(*deepen(tracker, layers, layers.more), target, card, tracker.notes)
     if recipe.sharding is None and recipe.quantization is None:
         loaded = history.log[: history.stretches[0][2]]
         found = sum(math.prod(s.shape) for size, s, _ in loaded if size > 0 and _is_base_weight(s))
@@ -225,7 +223,8 @@ def make_tracker(training: tr.Training, card: Gpu | None, kernels: CudaKernels |
         tracker.only_device = training.device
     if kernels:
         kernels.on_host, kernels.is_on_host = tracker.mark_on_host, tracker.is_on_host
-        tracker.round_to, tracker.scratch = UNIT, kernel_scratch(card.chip if card else DEFAULT_CHIP)
+        tracker.round_to = UNIT
+        tracker.scratch = kernel_scratch(card.chip if card else DEFAULT_CHIP, kernels.note)
         tracker.at_phase, tracker.notes = cublas_workspaces(card), kernels.notes
     if training.scaler:
         training.scaler._maybe_opt_step = lambda optimizer, state, *args, **kwargs: optimizer.step(*args, **kwargs)
