@@ -13,7 +13,8 @@ from ..hardware.gpu import DEFAULT_CHIP, Chip
 from ..hardware.kernels import efficient_scratch, norms_scratch, reduction_scratch
 from ..hardware.overhead import rounded
 
-CONVOLUTIONS = "convolutions: the workspace that cuDNN's heuristics choose at run time is not counted; CUDNN_CONV_WSCAP_DBG caps it"
+# CUDNN_CONV_WSCAP_DBG caps it, in MiB
+CONVOLUTIONS = "convolutions: the workspace that cuDNN's heuristics choose at run time is not counted"
 
 
 def kernel_scratch(chip: Chip = DEFAULT_CHIP, note: Callable[[str], None] = str) -> Callable[[str, Sequence], int]:
