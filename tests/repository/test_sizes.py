@@ -12,7 +12,7 @@ CEILINGS = {
     "vramlab/training": 2120,
     "vramlab/tracking": 940,
     "vramlab/formulas": 3500,
-    "vramlab/simulation": 2530,
+    "vramlab/simulation": 2540,
     "vramlab/measurement": 1300,
     "vramlab/planning": 1190,
     "vramlab/faces": 1690,
