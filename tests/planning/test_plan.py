@@ -313,6 +313,9 @@ PASTED = [
     Recipe("gpt2", **ONE_CARD, precision="fp32", lora=LoRA(4, target_modules=("c_attn",))),
     Recipe("t5-small", **ONE_CARD, precision="bf16-true", lora=LoRA(target_modules=ALL)),
     Recipe("bert-base", **ONE_CARD, precision="bf16-mixed", optim="adamw_torch", optim_args="weight_decay=0.1"),
+    Recipe("gpt2", **ONE_CARD, precision="bf16-true", trainer="sft"),
+    Recipe("gpt2", **ONE_CARD, precision="bf16-mixed", trainer="sft", gradient_checkpointing=True, lora=LoRA()),
+    Recipe("llama-3.1-8b", 1, 1024, "bf16-mixed", lora=LoRA(), quantization=Quantization(prepare=False), trainer="sft"),
     Recipe("gpt2", **ONE_CARD, precision="bf16-mixed", sharding=Sharding(0, 2, "ddp")),
     Recipe("gpt2", **ONE_CARD, precision="bf16-true", sharding=Sharding(3, 2, "fsdp"), gradient_checkpointing=True),
     Recipe("gpt2", **ONE_CARD, precision="bf16-true", sharding=Sharding(3, 2, "fsdp", "parameters")),
@@ -361,6 +364,18 @@ def test_the_code_trains(method, tmp_path):
     assert hasattr(model, "peft_config") is (method == "lora")
     outcome = Trainer(model, names["training_args"], train_dataset=rows).train()
     assert outcome.global_step == 1 and math.isfinite(outcome.training_loss)
+
+
+def test_a_plan_of_trls_trainer_has_no_logits():
+    asked = dict(seq_len=2048, method="full", optims=("adamw_torch_fused",), checkpointing=(True,))
+    plain, fused = (
+        plan("qwen3-0.6b", "RTX 4090", **asked, trainer=name).best.recipe for name in ("transformers", "sft")
+    )
+    assert fused.trainer == "sft" and fused.batch_size > plain.batch_size
+    for model, gpus, field in (("mixtral-8x7b", 1, "trainer"), ("gpt2", 2, "gpus")):
+        with pytest.raises(RecipeError) as caught:
+            plan(model, "RTX 4090", gpus, trainer="sft")
+        assert caught.value.field == field
 
 
 # --- the command line -------------------------------------------------------------------------------------------------

@@ -192,12 +192,17 @@ def test_what_no_recipe_says(changes, fields, field):
 def test_every_argument_is_classified():
     """A field that transformers adds is neither ignored nor taken for harmless: someone has to say what it does."""
     from transformers import Seq2SeqTrainingArguments
+    from trl import SFTConfig
 
     modelled = {name for part in (Recipe, Loop) for knob in knobs(part).values() for name in knob.elsewhere}
-    tables = [modelled | {"weight_decay"}, *(arguments.CLASSIFIED[t] for t in ("neutral", "refused", "refused_in_ddp"))]
+    tables = [
+        modelled | {"weight_decay", "max_length"},
+        *(arguments.CLASSIFIED[t] for t in ("neutral", "refused", "refused_in_ddp")),
+    ]
     known = [name for table in tables for name in table]
     assert len(known) == len(set(known)), "a field has one class"
-    assert {field.name for field in dataclasses.fields(Seq2SeqTrainingArguments)} <= set(known)
+    for kind in (Seq2SeqTrainingArguments, SFTConfig):
+        assert {field.name for field in dataclasses.fields(kind)} <= set(known)
 
 
 @pytest.mark.parametrize(
@@ -233,21 +238,59 @@ def test_what_moves_memory_among_ranks_only():
 
 
 def test_arguments_of_another_trainer():
-    """TRL's configurations are TrainingArguments; its trainers load second models and batch and lose otherwise."""
-    from transformers import Seq2SeqTrainingArguments, TrainingArguments
+    """TRL's other configurations are TrainingArguments; its trainers load second models and batch and lose otherwise."""
+    from transformers import Seq2SeqTrainingArguments
+    from trl import DPOConfig
 
-    @dataclasses.dataclass
-    class SFTConfig(TrainingArguments):
-        max_length: int = 1024
-
-    SFTConfig.__module__ = "trl.trainer.sft_config"
-    for args in (SFTConfig("out", use_cpu=True), None, {"output_dir": "out"}):
+    for args in (DPOConfig("out", use_cpu=True), None, {"output_dir": "out"}):
         with pytest.raises(RecipeError) as caught:
             Recipe.from_training_arguments(args, "gpt2")
         assert caught.value.field == "args" and "\n" not in str(caught.value)
-    with pytest.raises(RecipeError, match=r"trl\.trainer\.sft_config.*WatchCallback"):
-        Recipe.from_training_arguments(SFTConfig("out", use_cpu=True), "gpt2")
+    with pytest.raises(RecipeError, match=r"trl\.trainer\.dpo_config.*WatchCallback"):
+        Recipe.from_training_arguments(DPOConfig("out", use_cpu=True), "gpt2")
     assert Recipe.from_training_arguments(Seq2SeqTrainingArguments("out", use_cpu=True), "gpt2").batch_size == 8
+
+
+@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing:FutureWarning")
+def test_trl_config():
+    """Its defaults are others: autocast to bf16, checkpointing, 1,024 tokens; and back."""
+    from trl import SFTConfig
+
+    recipe = Recipe.from_training_arguments(SFTConfig("out", use_cpu=True), "gpt2")
+    said = (recipe.trainer, recipe.precision, recipe.gradient_checkpointing, recipe.seq_len, recipe.batch_size)
+    assert said == ("sft", "bf16-mixed", True, 1024, 8)
+    for again in (recipe, recipe.replace(gradient_checkpointing=False, precision="fp32", seq_len=64, batch_size=3)):
+        args = again.training_arguments("unused")
+        assert type(args) is SFTConfig and args.max_length == again.seq_len
+        assert Recipe.from_training_arguments(args, "gpt2") == again
+    assert (
+        Recipe.from_training_arguments(SFTConfig("out", max_length=None, use_cpu=True), "gpt2", seq_len=64).seq_len
+        == 64
+    )
+
+
+@pytest.mark.parametrize(
+    "changes, fields, field",
+    [
+        ({"packing": True}, {}, "packing"),
+        ({"padding_free": True, "max_length": None}, {"seq_len": 64}, "padding_free"),
+        ({"pad_to_multiple_of": 64}, {}, "pad_to_multiple_of"),
+        ({"activation_offloading": True}, {}, "activation_offloading"),
+        ({"loss_type": "dft"}, {}, "loss_type"),
+        ({"completion_only_loss": True}, {}, "completion_only_loss"),
+        ({"router_aux_loss_coef": 0.0}, {}, "router_aux_loss_coef"),
+        ({"model_init_kwargs": {"dtype": "bfloat16"}}, {}, "model_init_kwargs"),
+        ({"max_length": None}, {}, "max_length"),
+        ({}, {"trainer": "transformers"}, "trainer"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing:FutureWarning")
+def test_trl_config_that_is_not_modelled(changes, fields, field):
+    from trl import SFTConfig
+
+    with pytest.raises(RecipeError) as caught:
+        Recipe.from_training_arguments(SFTConfig("out", use_cpu=True, **changes), "gpt2", **fields)
+    assert caught.value.field == field and "\n" not in str(caught.value)
 
 
 def test_weight_decay_of_the_arguments_is_the_optimizers():

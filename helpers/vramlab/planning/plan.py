@@ -113,7 +113,7 @@ def plan(model: object, gpu: str | Gpu, gpus: int = 1, *, top: int = 5, **asked:
         top: how many recipes of each method to rank.
         asked: what is wanted and what may be used, the other fields of `vramlab.planning.question.Question`:
             global_batch, seq_len, method, precisions, optims, attention, checkpointing, engines, offload, lora, task,
-            num_layers, memory, host_memory, tier, link.
+            num_layers, trainer, memory, host_memory, tier, link.
     Raises:
         RecipeError, GpuError: one sentence that says which argument was wrong.
     """

@@ -3,7 +3,7 @@
 import dataclasses
 import json
 
-from ..recipe.arguments import settings
+from ..recipe.arguments import arguments_class, settings
 from ..recipe.families import TASKS
 from ..recipe.knobs import knobs
 from ..recipe.options import LoRA
@@ -18,36 +18,45 @@ def code(recipe: Recipe) -> str:
     """
     model_class = TASKS[recipe.shape.task].auto_class
     lora, quantization, sharding = recipe.lora, recipe.quantization, recipe.sharding
-    names = [model_class, *(["BitsAndBytesConfig"] if quantization else []), "Trainer", "TrainingArguments"]
+    arguments, sft, given = arguments_class(recipe).__name__, recipe.trainer == "sft", _gives_adapters(recipe)
+    names = [model_class, *(["BitsAndBytesConfig"] if quantization else [])]
+    names += [] if sft else ["Trainer", arguments]
     lines = [f"# {recipe}"]
     if sharding and sharding.world_size > 1:
         lines.append(f"# start it with: torchrun --nproc-per-node {min(8, sharding.world_size)} train.py")
     lines.append("import torch")
     if lora:
         also = ", prepare_model_for_kbit_training" if quantization and quantization.prepare else ""
-        lines.append(f"from peft import LoraConfig, get_peft_model{also}")
-    lines += [f"from transformers import {', '.join(names)}", ""]
+        lines.append(f"from peft import LoraConfig{'' if given else ', get_peft_model' + also}")
+    lines.append(f"from transformers import {', '.join(names)}")
+    lines += [f"from trl import {arguments}, SFTTrainer", ""] if sft else [""]
     if quantization:
         lines += _call("quantization_config", "BitsAndBytesConfig", _quantization(recipe))
     if lora:
         lines += _call("peft_config", "LoraConfig", _lora(recipe))
-    lines += _call("training_args", "TrainingArguments", _arguments(recipe))
-    return "\n".join([*lines, "", "", *_load_model(recipe, model_class), "", "", *ENDING]) + "\n"
+    lines += _call("training_args", arguments, _arguments(recipe))
+    trainer = "SFTTrainer" if sft else "Trainer"
+    more = ", peft_config=peft_config" if given else ""
+    ending = (
+        f"# trainer = {trainer}(load_model(), training_args, train_dataset=...{more})  # your tokenized data",
+        "# trainer.train()",
+    )
+    return "\n".join([*lines, "", "", *_load_model(recipe, model_class), "", "", *ending]) + "\n"
 
 
-ENDING = (
-    "# trainer = Trainer(load_model(), training_args, train_dataset=...)  # your tokenized data",
-    "# trainer.train()",
-)
+def _gives_adapters(recipe: Recipe) -> bool:
+    """Whether the trainer itself gives the model its adapters, as SFTTrainer does in PEFT's default dtype."""
+    return bool(recipe.trainer == "sft" and recipe.lora and (recipe.lora.autocast_adapter_dtype or recipe.quantization))
 
 
 def _arguments(recipe: Recipe) -> dict[str, str]:
     """Arguments of `TrainingArguments` that are not its defaults; batch size and optimizer always."""
     with needing("Code for the Trainer"):
-        from transformers import TrainingArguments
-
-    usual = {field.name: field.default for field in dataclasses.fields(TrainingArguments)}
+        kind = arguments_class(recipe)
+    usual = {field.name: field.default for field in dataclasses.fields(kind)}
     usual |= dict.fromkeys(("per_device_train_batch_size", "optim"))
+    if recipe.trainer == "sft":  # whose defaults are other ones
+        usual |= dict.fromkeys(("bf16", "activation_checkpointing", "gradient_checkpointing"), ...)
     wanted = {name: value for name, value in settings(recipe).items() if value != (usual.get(name) or False)}
     return {"output_dir": '"out"', **{name: _text(value) for name, value in wanted.items() if value is not None}}
 
@@ -100,7 +109,7 @@ def _load_model(recipe: Recipe, model_class: str) -> list[str]:
         if recipe.gradient_checkpointing:
             prepared["gradient_checkpointing_kwargs"] = _text({"use_reentrant": False})
         lines += _call("model", "prepare_model_for_kbit_training", prepared, "model", indent=1)
-    if lora:
+    if lora and not _gives_adapters(recipe):
         cast = "" if lora.autocast_adapter_dtype else ", autocast_adapter_dtype=False"
         lines.append(f"    model = get_peft_model(model, peft_config{cast})")
     return [*lines, "    return model"]

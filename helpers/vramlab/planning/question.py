@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from ..formulas.fused_head import with_its_adapters
 from ..hardware.gpu import Gpu, find_gpu, gpu_names
 from ..recipe.knobs import documented, knob, knobs, same_knob
 from ..recipe.options import LoRA
@@ -20,7 +21,8 @@ RANK = LoRA(r=16, lora_alpha=32, target_modules="all-linear")  # all linear laye
 @documented
 @dataclass
 class Question:
-    """What `plan` is asked: GPUs, batch, and what to try. `model`, `seq_len`, `task` and `num_layers` as in `Recipe`.
+    """What `plan` is asked: GPUs, batch, and what to try. `model`, `seq_len`, `task`, `num_layers` and `trainer` as in
+    `Recipe`.
 
     Raises RecipeError or GpuError, one sentence that names the wrong argument.
     """
@@ -46,6 +48,7 @@ class Question:
     lora: LoRA = knob(RANK, "Rank and targets of adapters.")
     task: str | None = same_knob(Recipe, "task")
     num_layers: int | None = None
+    trainer: str = same_knob(Recipe, "trainer")
     memory: int | None = knob(None, "Usable bytes of one card, in place of the table's.")
     host_memory: int | None = knob(None, "Bytes of the host that all ranks may offload or page to; None does not ask.")
     tier: str = knob("process", "Which predicted figure has to fit.", choices=("process", "reserved", "allocated"))
@@ -72,7 +75,11 @@ class Question:
             near = max(1, round(self.global_batch / self.gpus)) * self.gpus
             rest = f"{self.gpus} GPUs share it equally: take a multiple, such as {near}"
             raise RecipeError("global_batch", self.global_batch, rest)
-        self.plain = Recipe(self.model, seq_len=self.seq_len, task=self.task, num_layers=self.num_layers)
+        same = ("seq_len", "task", "num_layers", "trainer")
+        self.plain = Recipe(self.model, **{name: getattr(self, name) for name in same})
+        with_its_adapters(self.plain)
+        if self.trainer == "sft" and self.gpus > 1:
+            raise RecipeError("gpus", self.gpus, "with trainer='sft' one device is modelled so far")
         if self.method != "full":
             self.plain.shape.check_lora(self.lora.target_modules, self.lora.r)
         for precision in self.precisions or ():

@@ -9,6 +9,7 @@ import itertools
 from collections.abc import Iterator
 
 from ..formulas import model_states, shards
+from ..formulas.fused_head import with_its_adapters
 from ..hardware.gpu import Chip, Gpu
 from ..recipe.options import Quantization, Sharding
 from ..recipe.recipe import Recipe
@@ -58,7 +59,8 @@ def families(question: Question, method: str) -> Iterator[Recipe]:
             continue
         try:
             family = question.plain.replace(**fixed, **chosen)
-        except RecipeError:  # the model or the base cannot have it
+            with_its_adapters(family)
+        except RecipeError:  # the model, the base or the trainer cannot have it
             continue
         if question.host_memory is None or host_bytes(family) <= question.host_memory:
             yield family

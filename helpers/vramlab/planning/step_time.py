@@ -19,6 +19,7 @@ from statistics import median
 from typing import NamedTuple
 
 from ..formulas.account import Account
+from ..formulas.fused_head import with_its_adapters
 from ..hardware.gpu import Chip, Gpu, GpuError, find_gpu
 from ..measurement.records import load, measurements_folder
 from ..recipe.options import LoRA
@@ -35,7 +36,7 @@ SHARES = {"matmuls": (UTILISATION, 0.70, 0.30), "memory": (BANDWIDTH, 1.0, 0.6),
 HIDDEN = (0.5, 1.0, 0.0)  # what part of the computing time hides communication, likewise
 WAITS = ("links", "host")
 FEW = 5  # records, below which their spread says little
-WALKED = ("seq_len", "precision", "gradient_checkpointing", "attn_implementation", "lora", "quantization")
+WALKED = ("seq_len", "precision", "gradient_checkpointing", "attn_implementation", "lora", "quantization", "trainer")
 ASSUMED = (
     f"uncalibrated: {UTILISATION:.0%} of the card's peak, {BANDWIDTH:.0%} of its bandwidth and {LAUNCH * 1e6:.0f} µs "
     "a kernel, as fitted to published runs on a T4; the interval takes 30 to 70 %, 60 to 100 % and 5 to 25 µs"
@@ -126,8 +127,9 @@ def operations(recipe: Recipe, fused: bool) -> dict[str, int]:
     """Format to floating-point operations of one micro-batch's matrix products.
 
     2 per weight and token (Kaplan et al. 2020, table 1) for each of: forward, backward to the input, backward to a trained
-    weight, and recomputation under checkpointing. Attention has 4 · tokens² per channel, of which a fused causal kernel
-    does half. With a 4-bit base the head and the adapters compute in fp32 unless autocast is on.
+    weight, and recomputation: under checkpointing, and of the head in TRL's trainer. Attention has 4 · tokens² per
+    channel, of which a fused causal kernel does half. With a 4-bit base the head and the adapters compute in fp32 unless
+    autocast is on.
     """
     shape, tokens, lora, quantization = (
         recipe.shape,
@@ -144,7 +146,7 @@ def operations(recipe: Recipe, fused: bool) -> dict[str, int]:
     found = dict.fromkeys((form, "fp32", base), 0)
     found[base] += 2 * tokens * body * (2 + trained + again)
     wide = quantization and quantization.prepare and not mixed
-    found["fp32" if wide else form] += 2 * tokens * head * (2 + trained)
+    found["fp32" if wide else form] += 2 * tokens * head * (2 + trained + (recipe.trainer == "sft"))
     if lora:
         wide = not mixed and (lora.autocast_adapter_dtype or quantization)
         found["fp32" if wide else form] += 2 * tokens * _adapters(shape, lora) * (3 + again)
@@ -203,7 +205,7 @@ def _walk(shape: Shape, batch_size: int, options: tuple[tuple[str, object], ...]
     values = dict(options)
     if shape.task == "image-classification":
         values["seq_len"] = None
-    account = Account(Recipe(shape.config, batch_size, task=shape.task, **values), chip)
+    account = Account(with_its_adapters(Recipe(shape.config, batch_size, task=shape.task, **values)), chip)
     rows = [row for row in account.births() if (row[1].op, row[1].category) != ("sum", "workspace")]  # far too large
     size, count = sum(times * entry.size for times, entry in rows), sum(times for times, _ in rows)
     fused = any(entry.op.endswith("_attention") for _, entry in rows)

@@ -9,7 +9,7 @@ import json
 from typing import TYPE_CHECKING, Any
 
 from ..report.data import data_path
-from ..report.errors import RecipeError
+from ..report.errors import RecipeError, needing
 from .deepspeed_config import deepspeed_config
 from .knobs import knobs
 from .optimizers import DROPPED, OPTIMIZER_ARGUMENTS, OWN, optimizer_arguments
@@ -23,14 +23,13 @@ CLASSIFIED = json.loads(data_path("training_arguments.json").read_text(encoding=
 
 
 def to_training_arguments(recipe: Any, output_dir: str = "out", **changes: Any) -> "TrainingArguments":
-    """Return the `TrainingArguments` with which the `Trainer` trains as `recipe` says; `changes` are set on top.
+    """Return the `TrainingArguments` (of TRL's trainer a `SFTConfig`) that train as `recipe` says, `changes` set on top.
 
     Nothing is reported or saved unless `changes` ask for it. Without a GPU the arguments say `use_cpu`: bf16 then trains
     on the CPU, tf32 is only recorded, and fp16 needs a GPU when the `Trainer` starts. Raises RecipeError if the `Trainer`
     cannot train so: another loop, or optimizer arguments that it does not pass on.
     """
     import torch
-    from transformers import TrainingArguments
 
     use_cpu = not torch.accelerator.is_available()
     values = {**settings(recipe), "output_dir": output_dir, "save_strategy": "no", "use_cpu": use_cpu, **changes}
@@ -38,13 +37,25 @@ def to_training_arguments(recipe: Any, output_dir: str = "out", **changes: Any) 
     if without_tf32:
         values["tf32"] = None
     try:
-        arguments = TrainingArguments(**values)
+        arguments = arguments_class(recipe)(**values)
     except (ValueError, ImportError) as error:
         reason = "transformers refuses it on this machine: " + str(error).strip().splitlines()[0].rstrip(".")
         raise RecipeError("precision", recipe.precision, reason) from error
     if without_tf32:
         arguments.tf32 = True
     return arguments
+
+
+@needing("trainer='sft'")
+def arguments_class(recipe: Any) -> type:
+    """Return the class of the arguments of the recipe's trainer."""
+    if recipe.trainer == "sft":
+        from trl import SFTConfig
+
+        return SFTConfig
+    from transformers import TrainingArguments
+
+    return TrainingArguments
 
 
 def settings(recipe: Any) -> dict[str, Any]:
@@ -72,6 +83,8 @@ def settings(recipe: Any) -> dict[str, Any]:
     }
     if recipe.gradient_checkpointing:
         values[f"{checkpointing}_kwargs"] = {"use_reentrant": False}
+    if recipe.trainer == "sft":
+        values["max_length"] = recipe.seq_len
     return values
 
 
@@ -83,11 +96,17 @@ def recipe_fields(kind: type, args: "TrainingArguments", model: Any, **fields: A
         model: what `Recipe` takes, or the model itself, of which "-true" precision and attention kernel are read off.
         fields: of the recipe, for what the arguments do not say; they go before what is read off.
     Raises:
-        RecipeError: `args` of another Trainer than transformers' own (TRL's configurations, for example), arguments
-            that move memory and that no recipe models, or `fields` that contradict `args`.
+        RecipeError: `args` of another Trainer than transformers' own and TRL's SFTTrainer (DPO's, for example),
+            arguments that move memory and that no recipe models, or `fields` that contradict `args`.
     """
-    _check_kind(args)
+    of_trl = _check_kind(args)
     _check_values(args, fields.get("sharding"))
+    if of_trl:
+        fields = {"seq_len": args.max_length, "trainer": "sft", **fields}
+        if fields["seq_len"] is None:
+            raise RecipeError("max_length", None, "samples are not cut: say seq_len, the longest one's")
+        if fields["trainer"] != "sft":
+            raise RecipeError("trainer", fields["trainer"], "the arguments are SFTTrainer's: leave it out")
     loop = {name: getattr(args, argument) for name, argument in _same_names(Loop).items()}
     checkpointing = ("activation_checkpointing", "gradient_checkpointing")
     said = {
@@ -95,7 +114,9 @@ def recipe_fields(kind: type, args: "TrainingArguments", model: Any, **fields: A
         "gradient_checkpointing": any(getattr(args, name, None) for name in checkpointing),
         "optim": getattr(args.optim, "value", args.optim),
         "optim_args": _optim_args(args),
-        "loop": Loop(**{**loop, "max_grad_norm": args.max_grad_norm or None}),
+        "loop": Loop(
+            **{**loop, "max_grad_norm": args.max_grad_norm or None, **({"use_cache": False} if of_trl else {})}
+        ),
     }
     if hasattr(model, "named_parameters"):
         said.update(_of_model(model, fields))
@@ -111,17 +132,20 @@ def _same_names(part: type) -> dict[str, str]:
     return {name: knob.elsewhere[0] for name, knob in knobs(part).items() if len(knob.elsewhere) == 1}
 
 
-def _check_kind(args: Any) -> None:
-    """Raise RecipeError unless `args` are those of transformers' own Trainer."""
+def _check_kind(args: Any) -> bool:
+    """Return whether `args` are those of TRL's SFTTrainer. Raise RecipeError unless they or transformers' own."""
     from transformers import TrainingArguments
 
     kind = type(args)
     if not isinstance(args, TrainingArguments):
         raise RecipeError("args", args, "it must be a transformers.TrainingArguments")
-    if kind.__module__.partition(".")[0] != "transformers":
-        name = f"{kind.__module__}.{kind.__qualname__}"
-        allowed = "only transformers' own TrainingArguments are modelled: another Trainer's loss, second model or batch"
-        raise RecipeError("args", name, allowed + " moves the peak, so measure that Trainer with WatchCallback")
+    name, package = f"{kind.__module__}.{kind.__qualname__}", kind.__module__.partition(".")[0]
+    of_trl = package == "trl" and kind.__name__ == "SFTConfig"
+    if package != "transformers" and not of_trl:
+        allowed = "only transformers' own TrainingArguments and TRL's SFTConfig are modelled: another Trainer's loss, "
+        allowed += "second model or batch moves the peak, so measure that Trainer with WatchCallback"
+        raise RecipeError("args", name, allowed)
+    return of_trl
 
 
 def _check_values(args: "TrainingArguments", sharding: Any) -> None:

@@ -196,7 +196,7 @@ class Recipe:
             raise RecipeError(
                 "loop", loop.name, "SFTTrainer has the Trainer's loop without a cache: use loop='trainer'"
             )
-        if self.sharding and self.sharding.world_size > 1:
+        if self.sharding:
             raise RecipeError("sharding", self.sharding.engine, "with trainer='sft' one device is modelled so far")
         if self.quantization and self.quantization.prepare:
             rest = "SFTTrainer does not call prepare_model_for_kbit_training: say Quantization(prepare=False)"
@@ -272,7 +272,10 @@ class Recipe:
 
     @classmethod
     def from_training_arguments(cls, args, model, **fields) -> "Recipe":
-        """The recipe of `args` (a `TrainingArguments`) for `model`; `fields` adds what the arguments do not say."""
+        """The recipe of `args`, a `TrainingArguments` or TRL's `SFTConfig`, for `model`.
+
+        `fields` adds what the arguments do not say. A `max_length` is taken for the length of every sample.
+        """
         from .arguments import recipe_fields
 
         return cls(**recipe_fields(cls, args, model, **fields))
