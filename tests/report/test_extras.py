@@ -91,15 +91,20 @@ def test_functions_name_their_extra(code, said):
     assert (done.stdout, done.stderr) == (said + "\n", "")
 
 
-def test_simulation_of_4_bits_names_its_extra():
+@pytest.mark.parametrize(
+    ("fields", "module", "extra"),
+    [
+        ("quantization=vramlab.Quantization('nf4'), lora=vramlab.LoRA()", "bitsandbytes", "quantization"),
+        ("trainer='sft'", "trl", "trl"),
+    ],
+)
+def test_a_simulation_names_its_extra(fields, module, extra):
     pytest.importorskip("torch")
-    code = """try:
-    vramlab.simulate(vramlab.Recipe("gpt2", num_layers=1, quantization=vramlab.Quantization("nf4"), lora=vramlab.LoRA()))
+    code = f"""try:
+    vramlab.simulate(vramlab.Recipe("gpt2", num_layers=1, {fields}))
 except vramlab.VramLabError as error:
     print(error)"""
-    assert (
-        plainly(code, ("bitsandbytes",)).stdout == "simulate needs bitsandbytes: pip install 'vramlab[quantization]'\n"
-    )
+    assert plainly(code, (module,)).stdout == f"simulate needs {module}: pip install 'vramlab[{extra}]'\n"
 
 
 def test_other_missing_modules_are_left_alone():

@@ -11,6 +11,7 @@ from ..recipe.recipe import Recipe
 from ..report.errors import needing
 
 
+@needing("Code for the Trainer")
 def code(recipe: Recipe) -> str:
     """Text that defines `training_args`, `load_model()` and, where needed, `quantization_config` and `peft_config`.
 
@@ -51,9 +52,7 @@ def _gives_adapters(recipe: Recipe) -> bool:
 
 def _arguments(recipe: Recipe) -> dict[str, str]:
     """Arguments of `TrainingArguments` that are not its defaults; batch size and optimizer always."""
-    with needing("Code for the Trainer"):
-        kind = arguments_class(recipe)
-    usual = {field.name: field.default for field in dataclasses.fields(kind)}
+    usual = {field.name: field.default for field in dataclasses.fields(arguments_class(recipe))}
     usual |= dict.fromkeys(("per_device_train_batch_size", "optim"))
     if recipe.trainer == "sft":  # whose defaults are other ones
         usual |= dict.fromkeys(("bf16", "activation_checkpointing", "gradient_checkpointing"), ...)

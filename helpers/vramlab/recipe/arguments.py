@@ -46,12 +46,11 @@ def to_training_arguments(recipe: Any, output_dir: str = "out", **changes: Any) 
     return arguments
 
 
-@needing("trainer='sft'")
 def arguments_class(recipe: Any) -> type:
     """Return the class of the arguments of the recipe's trainer."""
     if recipe.trainer == "sft":
-        from trl import SFTConfig
-
+        with needing("trainer='sft'"):
+            from trl import SFTConfig
         return SFTConfig
     from transformers import TrainingArguments
 
