@@ -31,7 +31,7 @@ def run(
     recipes: Mapping[str, Recipe],
     learn: Collection[str] = (),
     witness: Collection[str] = (),
-    timeout: float = 300,
+    timeout: float = 900,
 ) -> list[dict[str, dict[str, Any]]]:
     """By rank and name, what real ranks find of `recipes`, which are for as many; `learn` and `witness` say of which."""
     (world,) = {recipe.sharding.world_size for recipe in recipes.values()}
