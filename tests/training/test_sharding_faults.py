@@ -49,7 +49,7 @@ def quickly(launcher):
 
 
 def pids(folder: Path, count: int = 0) -> list[int]:
-    until = time.monotonic() + 60
+    until = time.monotonic() + 300
     while len(found := [int(path.name) for path in folder.iterdir() if path.name.isdigit()]) < count:
         assert time.monotonic() < until, "the ranks never started"
         time.sleep(0.05)
