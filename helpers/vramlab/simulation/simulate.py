@@ -22,7 +22,7 @@ from ..report.report import Report
 from ..tracking.fake_tracker import FakeTracker
 from ..tracking.history import History
 from ..tracking.reporting import to_report
-from ..tracking.tracked import run_tracked
+from ..tracking.tracked import no_collection, run_tracked
 from ..tracking.tracker import Storage, Tracker
 from ..training import training as tr
 from ..training.engines import engine_of
@@ -40,6 +40,7 @@ from .values import packed_sequences, reason_at
 
 
 @needing("simulate")
+@no_collection(before=False)  # which takes a third of the time where a log is long
 def simulate(
     recipe: Recipe | Any = None,
     target: str = "cuda",
