@@ -58,11 +58,8 @@ class ModuleStep:
         yield self.precision in PRECISIONS, "precision", self.precision, allowed
 
     def prepare(self, target: str, mode: FakeTensorMode) -> tuple[tr.Training, Values]:
-        """Fake copies of model and batch, and the optimizer again, without its state, on the copy's parameters.
-
-        With a "-true" precision the copy's floating parameters, buffers and inputs have that dtype, as after
-        `model.to(dtype)`. Returns what is known of values too.
-        """
+        """Fake copies of model and batch, of the dtype of a "-true" precision, with the optimizer again, without its state;
+        and what is known of values."""
         model = getattr(self.model, "_orig_mod", self.model)  # of torch.compile
         values = Values(mode)
         dtype = {"fp16-true": torch.float16, "bf16-true": torch.bfloat16}.get(self.precision)
@@ -288,13 +285,13 @@ class _Optimizers:
                 group["foreach"] = self.training.multi_tensor
 
 
-def _listed(value: Any) -> list:
-    return list(value) if isinstance(value, list | tuple) else [value]
-
-
 def _name(value: Any) -> str:
     return value if isinstance(value, str) else type(value).__name__
 
 
 def _called(value: Any) -> str:
     return getattr(value, "__name__", _name(value))
+
+
+def _listed(value: Any) -> list:
+    return list(value) if isinstance(value, list | tuple) else [value]

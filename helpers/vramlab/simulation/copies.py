@@ -19,22 +19,16 @@ PLAIN += (types.MethodType, type, str, bytes, int, float, complex, type(None))
 
 
 class Copier:
-    """Copies objects, each once. Tensors become fake ones of `mode`; parameters and buffers are the CPU's, which stands
-    for all devices, and floating ones of `dtype` if there is one.
-
-    `copy.deepcopy` shares functions. Here a function is made again with copies of what it holds: in its closure, its
-    defaults or, by name, its globals.
-    """
+    """Copies objects, each once: tensors become fake ones of `mode`, parameters and buffers on the CPU, of `dtype` if they
+    are floating and there is one. Functions, which `copy.deepcopy` shares, get copies of what they hold in closure,
+    defaults and, by name, globals."""
 
     def __init__(self, mode: FakeTensorMode, dtype: torch.dtype | None):
         self.mode, self.dtype = mode, dtype
         self.memo: dict[int, Any] = {}
 
     def __call__(self, value: Any) -> Any:
-        """The copy of `value`; itself where that makes no difference, or where it cannot be copied.
-
-        Raises RecipeError for a module that cannot be copied.
-        """
+        """The copy of `value`, or itself where that makes no difference; RecipeError for a module that has no copy."""
         with FakeCopyMode(self.mode), patch.dict(copy._deepcopy_dispatch, {types.FunctionType: self._function}):
             return self._copy(value)
 

@@ -40,8 +40,7 @@ aten = torch.ops.aten
 
 
 def cublas_workspaces(card=None) -> dict[str, int]:
-    """Phase to bytes of the workspace that the cuBLAS handle of its thread, the caller's or autograd's, keeps from then
-    on (8.125 MiB each where no card is named)."""
+    """Phase to bytes of the workspace that the cuBLAS handle of its thread, the caller's or autograd's, keeps from then."""
     size = card.cublas_workspace if card else cublas_workspace((8, 0))
     return {"forward": size, "backward": size}
 
@@ -57,13 +56,8 @@ def attention_kernel(
 ) -> str:
     """ "flash", "efficient" or "math": what `scaled_dot_product_attention` runs (`sdp_utils.cpp`, select_sdp_backend).
 
-    Hopper and data-centre Blackwell prefer cuDNN's kernel, which saves what flash saves; it is counted as flash.
-
-    Args:
-        grouped: fewer heads of keys than of queries, left to the kernel (`enable_gqa`). Up to 2.13 only flash can, and
-            what flash cannot take is written out with its matrix of scores; later "efficient" can too (pull 191085).
-        release: of torch; None is the installed one.
-        options: masked, dropout and broadcast of `sdp_backend`.
+    cuDNN's kernel of Hopper and Blackwell saves what flash saves, and is counted as flash. `grouped`: `enable_gqa`, which
+    before torch 2.14 only flash takes (pull 191085). `options`: masked, dropout and broadcast of `sdp_backend`.
     """
     if dtype not in (*HALF, torch.float32):
         return "math"
@@ -74,19 +68,13 @@ def attention_kernel(
 
 
 class CudaKernels(TorchFunctionMode):
-    """While entered, tensors that Python code makes on no device, or on "cpu" by name, are the host's, as in CUDA code.
-
-    Attributes:
-        on_host: called with those tensors.
-        is_on_host: says whether tensors are among them.
-        notes: what the simulation does otherwise than CUDA would.
-    """
+    """While entered, tensors that Python code makes on no device, or on "cpu" by name, are the host's, as in CUDA code."""
 
     def __init__(self):
         super().__init__()
-        self.on_host: Callable[[list[torch.Tensor]], None] = lambda tensors: None
+        self.on_host: Callable[[list[torch.Tensor]], None] = lambda tensors: None  # called with those tensors
         self.is_on_host: Callable[[list[torch.Tensor]], bool] = lambda tensors: False
-        self.notes: list[str] = []
+        self.notes: list[str] = []  # what is done otherwise than CUDA would
 
     def note(self, text: str) -> None:
         if text not in self.notes:
@@ -109,10 +97,7 @@ class CudaKernels(TorchFunctionMode):
         return result
 
     def backward(self, loss: torch.Tensor) -> None:
-        """`loss.backward()` with this mode still entered, because a checkpoint recomputes the forward pass in there.
-
-        Python's wrappers leave the mode and would come back here, so autograd's engine is called as they call it.
-        """
+        """`loss.backward()` with this mode still entered, as a checkpoint recomputes in there; torch's wrapper leaves it."""
         with self:
             start = torch.ones_like(loss, memory_format=torch.preserve_format)
             _engine_run_backward((loss,), (start,), False, False, (), allow_unreachable=True, accumulate_grad=True)
@@ -120,13 +105,7 @@ class CudaKernels(TorchFunctionMode):
 
 @contextlib.contextmanager
 def cuda_kernels(compute_capability: tuple[int, int] = (8, 0)) -> Iterator[CudaKernels]:
-    """While entered, CPU tensors, fake ones above all, get what CUDA tensors would get.
-
-    The dispatcher is the process's: what another thread computes on the CPU meanwhile goes through here too.
-
-    Args:
-        compute_capability: of the GPU described; (8, 0) stands for all that have flash attention.
-    """
+    """While entered, CPU tensors of all threads get what CUDA tensors of such a GPU would get."""
     library, mode = Library("aten", "IMPL"), CudaKernels()
     kernels = {
         "scaled_dot_product_attention": partial(_attention, compute_capability),
@@ -203,7 +182,7 @@ class FusedRMSNorm(torch.autograd.Function):
     """`_fused_rms_norm` and its backward: kept are the input, the weight and one fp32 number a row."""
 
     @staticmethod
-    def forward(ctx, input, shape, weight, eps):
+    def forward(ctx, input, shape, weight):
         rows = input.shape[: input.dim() - len(shape)]
         ctx.save_for_backward(input, input.new_empty(rows, dtype=torch.float32), weight)
         return torch.empty_like(input, memory_format=torch.contiguous_format)
@@ -212,7 +191,7 @@ class FusedRMSNorm(torch.autograd.Function):
     def backward(ctx, gradient):
         input, _, weight = ctx.saved_tensors
         of_weight = torch.empty_like(weight) if ctx.needs_input_grad[2] else None
-        return torch.empty_like(input), None, of_weight, None
+        return torch.empty_like(input), None, of_weight
 
 
 def _rms_norm(input, normalized_shape, weight=None, eps=None):
@@ -220,22 +199,20 @@ def _rms_norm(input, normalized_shape, weight=None, eps=None):
         upcast = input.float()
         rows = upcast.pow(2).mean(tuple(range(-len(normalized_shape), 0)), keepdim=True)
         return (upcast * torch.rsqrt(rows + (eps or 1e-6))).to(input.dtype) * weight
-    return FusedRMSNorm.apply(input, normalized_shape, weight, eps)
+    return FusedRMSNorm.apply(input, normalized_shape, weight)
 
 
 def _devices_with_graphs(supports_xla: bool = True) -> list[str]:
     return ["cpu", "cuda"]  # a function of its own: torch.jit reads the source of what optimizers call
 
 
-@contextlib.contextmanager
-def _capturable_anywhere() -> Iterator[None]:
+def _capturable_anywhere() -> contextlib.ExitStack:
     """Let optimizers take `capturable=True`, for which torch asks for a device that has graphs."""
-    name = "_get_capturable_supported_devices"
-    with contextlib.ExitStack() as stack:
-        for home, module in list(sys.modules.items()):
-            if home.startswith("torch.optim.") and hasattr(module, name):
-                stack.enter_context(patch.object(module, name, _devices_with_graphs))
-        yield
+    stack, name = contextlib.ExitStack(), "_get_capturable_supported_devices"
+    for home, module in list(sys.modules.items()):
+        if home.startswith("torch.optim.") and hasattr(module, name):
+            stack.enter_context(patch.object(module, name, _devices_with_graphs))
+    return stack
 
 
 def _eight_bit_products() -> contextlib.AbstractContextManager:

@@ -1,26 +1,22 @@
-"""CUDA's autocast rules in the place of CPU's: the operators of `ATen/autocast_mode.h`, by that file's lists
-(`data/cuda_autocast.json`).
-
-Those that CPU treats alike need nothing; those that CPU casts and CUDA does not are left alone. The dispatcher finds
-the rules however an operator is called: as a function, a method, `x ** 3`, or from within another operator.
-"""
+"""CUDA's autocast rules in the place of CPU's: the lists of `ATen/autocast_mode.h` where they differ
+(`data/cuda_autocast.json`)."""
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
 import torch
 from torch.library import Library, fallthrough_kernel
+from torch.utils._pytree import tree_leaves, tree_map
 
 from ..report.data import data_path
 
 AUTOCAST = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
 LISTS = json.loads(data_path("cuda_autocast.json").read_text())
 FP32 = frozenset(LISTS["fp32"])  # AT_FORALL_FP32: half-precision arguments are cast up
-FP32_BY_DTYPE = frozenset(
-    LISTS["fp32_by_dtype"]
-)  # …_SET_OPT_DTYPE: the result is fp32 unless the caller asks for a dtype
+# …_SET_OPT_DTYPE: the result is fp32 unless the caller asks for a dtype
+FP32_BY_DTYPE = frozenset(LISTS["fp32_by_dtype"])
 # AT_FORALL_DIFFERENT_REDISPATCH_SIGNATURE: the same, by the overload that takes a dtype
 WITH_DTYPE = {"norm.Scalar": "norm.ScalarOpt_dtype", "norm.ScalarOpt_dim": "norm.ScalarOpt_dim_dtype"}
 LOWER = frozenset(LISTS["lower"])  # AT_FORALL_LOWER_PRECISION_FP: what CPU's list lacks of it and models call
@@ -65,27 +61,15 @@ def _eligible(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.is_floating_point() and value.dtype != torch.float64
 
 
-def _eligible_in(values: Sequence) -> list[torch.Tensor]:
-    """The tensors that autocast may cast among `values` and in their lists."""
-    return [t for value in values for t in (value if isinstance(value, list | tuple) else [value]) if _eligible(t)]
-
-
-def _to(value: Any, dtype: torch.dtype) -> Any:
-    if isinstance(value, list | tuple) and _eligible_in([value]):
-        return [_to(item, dtype) for item in value]
-    return value.to(dtype) if _eligible(value) else value
-
-
 def _cast(operator: Callable, dtype: torch.dtype | None, only_mixed: bool = False) -> Callable:
     """`operator` on arguments cast to `dtype`, None is autocast's own; `only_mixed`: if one of them has it already."""
 
     def kernel(*args, **kwargs):
         wanted = dtype or torch.get_autocast_dtype("cpu")
-        cast = not only_mixed or any(t.dtype == wanted for t in _eligible_in([*args, *kwargs.values()]))
+        if not only_mixed or any(_eligible(t) and t.dtype == wanted for t in tree_leaves((args, kwargs))):
+            args, kwargs = tree_map(lambda t: t.to(wanted) if _eligible(t) else t, (args, kwargs))
         with torch._C._ExcludeDispatchKeyGuard(AUTOCAST):
-            if not cast:
-                return operator(*args, **kwargs)
-            return operator(*(_to(a, wanted) for a in args), **{k: _to(v, wanted) for k, v in kwargs.items()})
+            return operator(*args, **kwargs)
 
     return kernel
 

@@ -1,15 +1,15 @@
 """Deepen a shallow model's log to the byte: repeat its middle group of layers once for each group that is missing.
 
-The shallow run has five groups of layers (`repetition.py`). Wherever its log walks over them, upwards or downwards, the
-events of the middle group are written again for every further group, with storages of their own: what they free of the
-group below becomes, in the copy that stands for group 7, what group 6 made. The result is an ordinary log, from which
-peaks, timeline and segments follow as from a run. `NotRegular` is raised where a log does not have this form.
+Wherever the log walks over the five groups (`repetition.py`), upwards or downwards, the events of the middle one are
+written again for every further group, with storages of their own: what they free of the group below becomes, in the copy
+that stands for group 7, what group 6 made. `NotRegular` is raised where a log does not have this form.
 """
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from itertools import groupby, pairwise
+from typing import NamedTuple
 
 from ..tracking.tracker import Storage, Tracker
 from .repetition import GROUPS, MIDDLE, NotRegular, Repetition
@@ -38,8 +38,7 @@ class Walk:
         return [(group, *cut) for group, cut in zip(self.starts, pairwise(cuts), strict=True)]
 
 
-@dataclass(frozen=True)
-class Place:
+class Place(NamedTuple):
     """The group that makes a storage, and its counterparts of all groups that are made and not yet freed."""
 
     group: int

@@ -24,8 +24,7 @@ lock = threading.RLock()  # what is put in place below is the process's, so one 
 def fake_world(target: str, card: Gpu | None = None) -> Iterator[tuple[FakeTensorMode, CudaKernels | None]]:
     """A FakeTensorMode with the kernels of `target` in place, in which models take the branches of real tensors.
 
-    bitsandbytes and TRL take seconds to load, so their functions are replaced only if they are loaded: import them
-    before, if the model is going to need them.
+    bitsandbytes and TRL are slow to load: their functions are replaced only if they were imported before.
     """
     with lock, contextlib.ExitStack() as stack:
         for context in (*_real_branches(), fake_operators(target)):

@@ -47,15 +47,9 @@ def _in_mode(rule: Callable) -> Callable:
     return run
 
 
-# --- norms ------------------------------------------------------------------------------------------------------------
-
-
 def _statistics(input, shape, parameters, fused) -> tuple[torch.Tensor, torch.Tensor]:
-    """Mean and inverse deviation that a norm keeps.
-
-    Layer and batch norm on CUDA keep them in fp32 for half precision too (`layer_norm_kernel.cu`, `Normalization.cu`,
-    acc_type). Otherwise they have the input's dtype, and fp32 if the input is half precision and a parameter is not
-    (`mixed_data_type.h`, param_scalar_type; group norm on both devices).
+    """Mean and inverse deviation that a norm keeps, in the input's dtype; fp32 if that is half precision and a parameter is
+    not (`mixed_data_type.h`, param_scalar_type), or on CUDA, where `fused` (`layer_norm_kernel.cu`, `Normalization.cu`).
     """
     fp32 = (fused and is_cuda()) or any(p is not None and p.dtype == torch.float32 for p in parameters)
     dtype = torch.float32 if fp32 and input.itemsize == 2 else input.dtype
@@ -98,15 +92,9 @@ def _group_norm_backward(gradient, input, mean, rstd, weight, *sizes):
     return _batch_norm_backward(gradient, input, mean if weight is None else weight, *sizes)
 
 
-# --- others -----------------------------------------------------------------------------------------------------------
-
-
 def _grouped_mm(a, b, offs=None, bias=None, out_dtype=None):
-    """torch's own rule (mixture of experts) refuses all but bf16; its real kernels take any dtype.
-
-    Shapes as in aten/src/ATen/native/GroupedMMUtils.h: groups run along the rows of a, along both matrices' shared
-    dimension (weight gradients), along the columns of b, or there is a plain batch.
-    """
+    """Of any dtype, where torch's own rule takes bf16. Groups run along the rows of a, along both matrices' shared dimension
+    (weight gradients), along the columns of b, or there is a plain batch (`GroupedMMUtils.h`)."""
     if a.dim() == 2:
         size = (offs.shape[0], a.shape[0], b.shape[1]) if b.dim() == 2 else (a.shape[0], b.shape[-1])
     else:
@@ -142,11 +130,8 @@ def _fused_gru_backward(gradient, workspace, has_bias):
     return *gates, torch.empty_like(gradient, memory_format=CONTIGUOUS), *biases
 
 
-# --- oneDNN's LSTM on a CPU (`mkldnn/RNN.cpp`) ------------------------------------------------------------------------
-
-
 def _onednn(input, *args):
-    """torch's own rule leaves out the workspace."""
+    """An LSTM on a CPU (`mkldnn/RNN.cpp`); torch's own rule leaves out the workspace."""
     output, hy, cy, workspace = meta_table[aten.mkldnn_rnn_layer.default](input, *args)
     if args[-1] and torch.is_grad_enabled():  # train
         shapes = tuple(tuple(t.shape) for t in args[:5])  # weights and hidden state
@@ -164,10 +149,9 @@ def _onednn_backward(*args):
 
 @functools.lru_cache(maxsize=256)
 def onednn_workspace(steps: int, rows: int, width: int, shapes: tuple, dtype: torch.dtype, options: tuple) -> int:
-    """Bytes that oneDNN keeps of a layer; it depends on this processor, so a real layer of zeros is asked.
+    """Bytes that oneDNN keeps of a layer: a real layer of zeros is asked, as they depend on this processor.
 
-    The workspace is a few stretches, each so many cache lines a step and rounded up to pages of 4,096 bytes. So what 64
-    steps more take is always the same, and long sequences need not be run.
+    They are so many cache lines a step, rounded up to pages, so that 64 steps more always take the same.
     """
     if steps >= 192:
         short = steps % 64 + 64

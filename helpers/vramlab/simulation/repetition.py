@@ -1,8 +1,7 @@
 """How a model's layers repeat, found from the layers themselves on the meta device.
 
-Two layers are of one kind if their modules have the same classes, settings, parameters and buffers, and if the
-configuration's lists with an entry a layer say the same of both. `find` takes the shallowest model whose kinds repeat as
-the deep one's do, and compares the two.
+Two layers are of one kind if their modules have the same classes, settings, parameters and buffers, and the
+configuration's lists with an entry a layer say the same of both.
 """
 
 import re
@@ -28,22 +27,14 @@ class NotRegular(Exception):
 
 @dataclass(frozen=True)
 class Repetition:
-    """A model's layers as five groups: the `first` layers, three periods of which the middle one repeats, the `last`.
+    """A model's layers as five groups: the `first` layers, three periods of which the middle one repeats, the `last`."""
 
-    Attributes:
-        lists: names of the module lists that hold the layers.
-        depth: layers of the whole model.
-        first, last: layers before and after those that repeat, at least one of each.
-        period: layers after which their kinds repeat.
-        parameters: elements of the whole model's parameters.
-    """
-
-    lists: tuple[str, ...]
+    lists: tuple[str, ...]  # names of the module lists that hold the layers
     depth: int
     first: int
     period: int
     last: int
-    parameters: int = 0
+    parameters: int = 0  # elements of the whole model's
 
     @property
     def shallow(self) -> int:

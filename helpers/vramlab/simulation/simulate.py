@@ -1,9 +1,7 @@
 """The real training step on fake tensors: no GPU, no memory, seconds.
 
-`simulate(recipe)` builds the recipe's model from storages that have a size and no content, runs `training.train_step` on
-it twice (the second step is the steady one) and replays what the tracker saw. Deep models are run shallow, and their log
-is deepened exactly (`deepen.py`). With `recipe.sharding` it is the step of one rank, in a process group whose other
-ranks need not exist.
+`training.train_step` runs twice on storages that have a size and no content, and what the tracker saw is replayed. Deep
+models are run shallow, and their log is deepened (`deepen.py`). With `recipe.sharding` it is the step of one rank.
 """
 
 import math
@@ -124,11 +122,8 @@ def _history(log: list, marks: list, target: str, card: Gpu | None, notes: list[
 
 
 def trace(recipe: Recipe, target: str = "cuda", card: Gpu | None = None, steps: int = 2, full: bool = False) -> History:
-    """The history of every storage over `steps` optimizer steps of `recipe`, on fake tensors.
-
-    A model of layers that repeat is run shallow and deepened (`repetition.py`, `deepen.py`) where that is the lesser
-    work, unless `full`. One whose layers do not repeat is run whole, and `History.notes` says so.
-    """
+    """The history of every storage over `steps` optimizer steps of `recipe`: of a shallow run, deepened, where that is
+    the lesser work, unless `full`. `History.notes` says where layers do not repeat."""
     notes = []
     if not full and may_be_deepened(recipe, target):
         try:

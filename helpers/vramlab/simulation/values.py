@@ -1,8 +1,7 @@
 """What a simulated step of any module knows of values: those of its batch, its buffers, and what follows from them.
 
-Fake tensors have sizes and no content. Lengths, masks and counters decide sizes all the same, so the small tensors among
-them keep their real content beside the fake one, and operators on such tensors alone are also run for real. What is
-read without being known is taken as one, and noted with the line that read it.
+Lengths, masks and counters decide sizes, so small tensors keep their real content beside the fake one, and operators on
+such tensors alone are also run for real. What is read without being known is taken as one, and noted.
 """
 
 import contextlib
@@ -45,16 +44,11 @@ class ValueNeeded(Exception):
 
 
 class Values:
-    """Runs operators on fake tensors, and on the content of those whose content is known.
-
-    Attributes:
-        notes: a sentence for each line that read an unknown value.
-    """
+    """Runs operators on fake tensors, and on the content of those whose content is known."""
 
     def __init__(self, mode: FakeTensorMode):
-        self.mode = mode
-        self._reads = 0
-        self.notes: list[str] = []
+        self.mode, self._reads = mode, 0
+        self.notes: list[str] = []  # a sentence for each line that read an unknown value
 
     def know(self, fakes: Iterable[torch.Tensor], reals: Iterable[torch.Tensor]) -> None:
         """Give each of `fakes` the content of the real tensor at its place, where that is small and needs no gradient."""
@@ -209,7 +203,7 @@ class Values:
 
 
 def packed_sequences() -> contextlib.AbstractContextManager:
-    """While entered, `pad_packed_sequence` is made of operators; torch's writes lengths where fake tensors have nothing."""
+    """While entered, `pad_packed_sequence` is made of operators; torch's reads lengths of a fake tensor."""
     return patch.object(torch._VF, "_pad_packed_sequence", _pad, create=True)
 
 
@@ -239,11 +233,7 @@ def reason_at(error: Exception, whole: bool = False) -> str:
 
 
 def user_line(frames: Iterable[tuple[Any, int]]) -> str:
-    """The innermost of `frames` that is the user's (or a library's beyond torch): its file, line and text, or "".
-
-    Args:
-        frames: (frame, line number), innermost first, as `traceback.walk_stack` gives them.
-    """
+    """File, line and text of the innermost of `frames` (as `traceback.walk_stack` gives them) that is not torch's, or ""."""
     for frame, number in frames:
         file = frame.f_code.co_filename
         lbfgs = file.startswith(TORCH + "optim") and file.endswith("lbfgs.py")  # its line search decides by values

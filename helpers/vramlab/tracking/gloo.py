@@ -6,11 +6,10 @@ import torch
 
 
 def gloo_scratch(name: str, args: tuple[Any, ...]) -> int:
-    """Bytes that gloo takes from torch's CPU allocator while the collective `name` runs; NCCL has its own memory.
+    """Bytes that gloo takes from torch's CPU allocator while the collective `name` runs.
 
-    Gathering receives into one flat tensor and copies it to the outputs (`AsyncAllgatherWork::allgather`); a
-    reduce-scatter is an all-reduce of a copy of the input, of which the rank's part is kept
-    (`ProcessGroupGloo::reduce_scatter_tensor_coalesced`). Reducing and broadcasting work in place.
+    Gathering receives into one flat tensor (`AsyncAllgatherWork::allgather`), a reduce-scatter reduces a copy of its input
+    (`ProcessGroupGloo::reduce_scatter_tensor_coalesced`); reducing and broadcasting work in place.
     """
     place = {"_allgather_base_": 0, "_reduce_scatter_base_": 1}.get(name)
     return 0 if place is None else args[place].nbytes

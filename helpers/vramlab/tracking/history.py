@@ -14,30 +14,19 @@ INDEX = {name: i for i, name in enumerate(ATTRIBUTED)}
 
 
 class History:
-    """A replayed log. Position p is the moment after the first p events.
+    """A tracker's log and marks, replayed. Position p is the moment after the first p events.
 
     Args:
-        log, marks: a tracker's.
-        allocator: also run the log through the model of CUDA's caching allocator. What its blocks hold beyond the
-            requests is then workspace, and the total is what `torch.cuda.memory_allocated` says.
+        allocator: also run the log through the model of CUDA's caching allocator (`replayed`). What its blocks hold
+            beyond the requests is then workspace, and the total is what `torch.cuda.memory_allocated` says.
         limit: bytes of segments that the card can hold; None: no limit.
-        notes: sentences for the report.
 
     Attributes:
-        replayed: what the allocator did, or None.
-        splits: array of shape (events + 1, categories): bytes alive at each position.
-        live: their sums.
+        splits: array of shape (events + 1, categories): bytes alive at each position; `live` are their sums.
         stretches: (phase, first position, last position), in order; the first is "load".
     """
 
-    def __init__(
-        self,
-        log: list[tuple[int, Storage, str]],
-        marks: list[tuple[int, str]],
-        allocator: bool = False,
-        limit: int | None = None,
-        notes: Iterable[str] = (),
-    ):
+    def __init__(self, log: list, marks: list, allocator: bool = False, limit: int | None = None, notes=()):
         self.log, self.notes = list(log), list(notes)
         self.replayed = replay(self.log, limit) if allocator else None
         deltas = np.zeros((len(self.log) + 1, len(ATTRIBUTED)), dtype=np.int64)

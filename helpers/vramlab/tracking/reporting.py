@@ -41,12 +41,9 @@ def to_report(
 def _reserved_and_process(
     reserved: int, allocated: int, card: Gpu | None, room: int | None
 ) -> tuple[Interval, Interval]:
-    """Reserved memory, and that of the process with CUDA's context, as intervals around the allocator's model.
-
-    Another order of loading and freeing changes a few segments. Of the published runs in `data/published_runs.json`
-    that report reserved memory, 97 % lie below the upper end. `room`: bytes of a card that the step fits; unused
-    segments are given back before it is full.
-    """
+    """Reserved memory, and that of the process with CUDA's context, as intervals around the allocator's model: 97 % of the
+    published runs that say it lie below the upper end. `room`: bytes of a card that the step fits; it gives unused
+    segments back before it is full."""
     context = card.context_interval if card else CONTEXT
     high = reserved + max(reserved // 10, 64 * MiB)
     high = min(high, room - context.low) if room else high

@@ -23,9 +23,7 @@ def run_tracked(
 ) -> Tracker:
     """Run `steps` optimizer steps of `training` under `tracker`, and return it.
 
-    Args:
-        target: "cuda" or "cpu"; decides which of the optimizer's tensors are on the host or in unified memory.
-        at_phase: called as each phase begins, before its first event.
+    `target` decides which of the optimizer's tensors are on the host; `at_phase` is called before a phase's first event.
     """
     claim_model(tracker, training.model)
     tracker.claim_storages(training.engine.buffers(), "workspace", "buckets")
@@ -108,10 +106,7 @@ def fsdp_units_named(tracker: Tracker):
 
 @contextlib.contextmanager
 def no_collection(before: bool = True):
-    """While entered, switch off Python's cycle collector, which frees storages at times that are not deterministic.
-
-    `before`: collect once now; not worth its time for fake tensors.
-    """
+    """While entered, switch off the cycle collector, which frees at times that are not deterministic; run it `before`."""
     if before:
         gc.collect()
     was_enabled = gc.isenabled()
@@ -157,11 +152,8 @@ def quantization_statistics(owner: torch.nn.Parameter | torch.nn.Module) -> list
 
 
 def claim_states(tracker: Tracker, optimizers: list[Any], target: str) -> None:
-    """Claim the optimizers' states.
-
-    On CUDA, paged states of 100,000 elements or more are in unified memory, outside the caching allocator
-    (`bitsandbytes.optim.Optimizer8bit.get_state_buffer`).
-    """
+    """Claim the optimizers' states. On CUDA, paged ones of 100,000 elements or more are in unified memory
+    (`bitsandbytes.optim.Optimizer8bit.get_state_buffer`)."""
     for optimizer in optimizers:
         paged = target == "cuda" and getattr(optimizer, "is_paged", False)
         for parameter, state in optimizer.state.items():

@@ -1,9 +1,8 @@
-"""Follows every storage from birth to free, and records what it is for.
+"""Follows every storage, of fake, CPU and CUDA tensors, from birth to free, and records what it is for.
 
-`Tracker` is a dispatch mode: it sees the result of every operator, logs each storage that it has not met, and learns
-from a weak reference when the storage is freed. The log is replayed afterwards (`history.py`), because the purpose of a
-storage is often known only later: a gradient is an anonymous result until autograd gives it to its parameter. (torch's
-own `torch.distributed._tools.mem_tracker.MemTracker` decides at birth.) Works on fake, CPU and CUDA tensors.
+`Tracker` is a dispatch mode: it logs each storage of a result that it has not met, and learns from a weak reference when
+it is freed. The log is replayed afterwards (`history.py`), because the purpose of a storage is often known only later:
+a gradient is an anonymous result until autograd gives it to its parameter.
 """
 
 import weakref
@@ -67,38 +66,27 @@ class Storage:
 
 
 class Tracker(TorchDispatchMode):
-    """Logs births and frees of storages while entered. Enter it inside a FakeTensorMode, not around it.
+    """Logs births and frees of storages on `device` while entered. Enter it inside a FakeTensorMode, not around it.
 
     Args:
-        device: device type to count, "cpu" or "cuda".
         round_to: sizes are rounded up to a multiple of this many bytes, as the target's allocator does.
         scratch: function of an operator's name and arguments to the bytes that its kernel needs besides its results
             while it runs. None: gloo's on a CPU, nothing otherwise.
-
-    Attributes:
-        log: (+size or -size, storage, operator), in order.
-        marks: (position in the log, phase that begins there).
-        calls: (position in the log, operator, module, number of marks before it).
-        live: storages by the address of torch's own object.
-        at_phase: phase to workspace bytes that stay from its first beginning on.
-        only_device: the only device of that type to count; None counts all.
-        host_computes: results of operators on host tensors alone are the host's too.
-        host_peak: after `finish`, the peak of the bytes that were left out.
-        notes: sentences for the report.
     """
 
     def __init__(self, device: str = "cpu", round_to: int = 1, scratch: Callable[..., int] | None = None):
         super().__init__()
         self.device, self.round_to = device, round_to
         self.scratch = scratch or (gloo_scratch if device == "cpu" else None)
-        self.log: list[tuple[int, Storage, str]] = []
-        self.marks: list[tuple[int, str]] = []
-        self.calls: list[tuple[int, str, str, int]] = []
-        self.live: dict[int, Storage] = {}
-        self.phase, self.at_phase = "load", {}
-        self.only_device: torch.device | None = None
-        self.host_computes, self.host_peak, self.paused = False, 0, False
-        self.notes: list[str] = []
+        self.log: list[tuple[int, Storage, str]] = []  # +size or -size, storage, operator
+        self.marks: list[tuple[int, str]] = []  # position in the log, phase that begins there
+        self.calls: list[tuple[int, str, str, int]] = []  # position in the log, operator, module, marks before it
+        self.live: dict[int, Storage] = {}  # by the address of torch's own object
+        self.phase, self.at_phase = "load", {}  # phase to workspace bytes that stay from its first beginning on
+        self.only_device: torch.device | None = None  # the only one of its type to count; None counts all
+        self.host_computes = False  # results of operators on host tensors alone are the host's too
+        self.host_peak = 0  # after `finish`: of the bytes that were left out
+        self.paused, self.notes = False, []
         self._streams = {id(torch.cpu.current_stream()): 0}
         self._recomputed: list[Storage] = []
         self._over_gloo, self._group = False, None  # group: that of a collective which was the last operator
@@ -343,10 +331,7 @@ class Tracker(TorchDispatchMode):
             self.log.append((size, filled, "resize"))
 
     def _wait_for_gloo(self) -> None:
-        """Wait until gloo's thread has let go of the tensors of the last collective, so that frees are deterministic.
-
-        A group has one thread (`process_group.real_rank`), so once it runs another collective it has let go.
-        """
+        """Run another collective, so that gloo's one thread has let go of the last one's tensors: frees are deterministic."""
         if self._group is not None:
             group, self._group = self._group, None
             with _disable_current_modes():
@@ -401,10 +386,8 @@ def _tensors(values: Any) -> list[torch.Tensor]:
 
 
 def _accumulates(held: Any, new: Any, **options: Any) -> bool:
-    """Whether autograd would add `new` in place to a gradient that only its own buffer holds.
-
-    It does so unless a dispatch mode is active (`can_accumulate_inplace` in torch/csrc/autograd/input_buffer.cpp), and
-    the tracker is one. Two hold the storage here: the tensor, and the handle that is asked.
+    """Whether autograd would add `new` in place to a gradient that only its own buffer holds, were no dispatch mode active
+    (`can_accumulate_inplace` in input_buffer.cpp). Two hold the storage here: the tensor, and the handle that is asked.
     """
     if torch.is_grad_enabled() or options or not isinstance(new, torch.Tensor) or held.layout in SPARSE:
         return False
