@@ -1,9 +1,9 @@
-"""A recipe's step in the ledger, read off: bytes by category at every peak, for all layers.
+"""Bytes by category at the peak and end of forward and backward, from a ledger with one or two layers of each stack.
 
-A layer or two of each stack are written out, and one stands for all the others. With L layers, S bytes that one keeps
-in the forward pass and D that one adds in the backward pass (its gradients, less what it frees), the bytes at a moment
-are those of the ledger plus (L - 2) · S from the second layer on, and plus (L - 2) · (S + D) below it on the way back.
-Backward's peak in a layer is at the top of the stack or at the bottom, for between them it is affine.
+One of the layers that are run stands for all others like it. With L layers, S bytes that one saves in the forward pass
+and D that one adds in the backward pass (its gradients, less what it frees), the bytes at a moment are those of the ledger
+plus (L - 2) · S from the second layer on, and plus (L - 2) · (S + D) below it on the way back. Backward's peak within a
+layer is in the top or the bottom layer of the stack, because between them it is affine.
 """
 
 import dataclasses
@@ -33,24 +33,25 @@ from .model_states import (
 )
 from .nearest import nearest
 
-SHARED = ("zeros", "mask")
-# What the layers that are not written out add at a moment: times what one adds between two events.
-Extra = tuple[tuple[int, int, int], ...]
-Moment = tuple[int, Extra]
-Split = dict[str, int]
+SHARED = ("zeros", "mask")  # operators whose result all layers share
+Extra = tuple[tuple[int, int, int], ...]  # what layers that are not run add: (how many, between event, and event)
+Moment = tuple[int, Extra]  # an event, and what is added there
+Split = dict[str, int]  # category to bytes
 
 
 class Account:
-    """The ledger of one micro-batch, read off.
+    """The forward and backward pass of one micro-batch.
 
     Args:
-        gradients_exist: from an earlier micro-batch, or because they are zeroed in place: new ones are added to those.
+        gradients_exist: new gradients are added to those of an earlier micro-batch, or zeroed in place.
 
     Attributes:
-        approximate: the architecture is not written down; activations are those of a decoder of its matrices.
-        live: bytes alive after each event, as written out.
-        pieces: phase to (first event, last event, what the layers not written out add there).
-        kept: what the loop keeps alive after the step.
+        m: the ledger, a `Model`.
+        approximate: the architecture has no layout; activations are those of a decoder with its matrices (`nearest`).
+        live: bytes allocated after each event, of the layers that are run.
+        pieces: phase to (first event, last event, what layers that are not run add there).
+        kept: tensors that the loop keeps alive after the step.
+        head, autocast_end, forward_end, end: events at which the head begins, and at which the others are over.
     """
 
     def __init__(self, recipe: Recipe, chip: Chip = DEFAULT_CHIP, gradients_exist: bool = False):
@@ -89,7 +90,10 @@ class Account:
         return loss
 
     def _pieces(self) -> dict[str, list[tuple[int, int, Extra]]]:
-        """Inside a layer both the top and the bottom of its stack are candidates, so backward's pieces overlap there."""
+        """Cut each phase where a layer that stands for others begins or ends.
+
+        Backward's peak may be in the top or in the bottom layer of a stack, so its pieces overlap there.
+        """
         m, forward, backward, first, extra = self.m, [], [], 0, ()
         for section in m.sections:
             forward.append((first, section.begin, extra))
@@ -112,18 +116,18 @@ class Account:
 
     @cached_property
     def moments(self) -> dict[str, Moment]:
-        """Each phase's highest moment."""
+        """Return each phase's highest moment."""
         return {phase: self._highest(pieces) for phase, pieces in self.pieces.items()}
 
     @cached_property
     def phases(self) -> list[Split]:
-        """Bytes by category at both phases' peaks, then at their ends."""
+        """Return the splits at the peaks of forward and backward, then at their ends."""
         return self.splits([*self.moments.values(), *(pieces[-1][1:] for pieces in self.pieces.values())])
 
     @cached_property
     def around_layers(self) -> dict[str, list[Split]]:
-        """Phase to bytes by category at its highest moments: forward's until the head and from there on, backward's
-        until the layers, in them, and after them."""
+        """Return, by phase, the splits at the peaks of its parts: forward's before the head and from there on, backward's
+        before the layers, in them, and after them."""
         cuts, sections, found = {"forward": [self.head], "backward": []}, self.m.sections, {}
         if sections:
             cuts["backward"] = [sections[-1].top, sections[0].bottom]
@@ -147,7 +151,7 @@ class Account:
         return found
 
     def splits(self, moments: list[Moment]) -> list[Split]:
-        """Bytes by category at each of `moments`, all layers counted."""
+        """Return the split at each of `moments`, with all layers."""
         wanted = {event for event, _ in moments} | {e for _, extra in moments for _, a, b in extra for e in (a, b)}
         totals, at, begin, events = dict.fromkeys(CATEGORIES, 0), {}, 0, self.m.events
         for stop in sorted(wanted):
@@ -170,13 +174,13 @@ class Account:
         return found
 
     def alive_at_peak(self, phase: str) -> list[tuple[int, Entry]] | None:
-        """(how many, entry) of the blocks alive at the phase's highest moment; None outside forward and backward."""
+        """List `alive` at the phase's highest moment; None outside forward and backward."""
         if phase in self.moments and phase not in self.at_peaks:
             self.at_peaks[phase] = self.alive(self.moments[phase])
         return self.at_peaks.get(phase)
 
     def alive(self, moment: Moment) -> list[tuple[int, Entry]]:
-        """(how many, entry) of the blocks alive at `moment`, those of the layers not written out counted too."""
+        """List (how many, entry) of the blocks alive at `moment`, with all layers."""
         event, extra = moment
         events = self.m.events
         times = {entry: 1 for entry, _ in events[:event] if entry.death >= event}
@@ -186,7 +190,7 @@ class Account:
         return sorted(((n, entry) for entry, n in times.items() if n > 0), key=lambda pair: pair[1].birth)
 
     def births(self) -> Iterator[tuple[int, Entry]]:
-        """(how many, entry) of all blocks of the step, those of the layers not written out counted too."""
+        """List (how many, entry) of all blocks of the micro-batch, with all layers."""
         for event, (entry, change) in enumerate(self.m.events):
             if change > 0:
                 inside = (s for s in self.m.sections if s.begin <= event < s.end or s.top <= event < s.bottom)
@@ -194,7 +198,7 @@ class Account:
 
 
 def _model_class(recipe: Recipe) -> type[Model]:
-    """The ledger of a recipe's rank."""
+    """Return the kind of ledger for the recipe's engine."""
     classes = {"fsdp": FsdpModel, "deepspeed": DeepSpeedModel}
     if is_model_parallel(recipe):
         classes |= {"tensor": TensorParallelModel, "pipeline": PipelineStage}
@@ -202,7 +206,7 @@ def _model_class(recipe: Recipe) -> type[Model]:
 
 
 def kept_account(recipe: Recipe, chip: Chip, gradients_exist: bool) -> Account:
-    """The account, one of the last few: recipes that differ in optimizer or rank alone share theirs."""
+    """Return the account from a cache of the last few: recipes that differ only in optimizer or rank share one."""
     r, part = recipe, (compute_recipe(recipe).precision,)
     optim = (r.optim, r.optim_args) if r.loop.optimizer_in_backward else None
     if is_model_parallel(r):
@@ -216,12 +220,12 @@ def kept_account(recipe: Recipe, chip: Chip, gradients_exist: bool) -> Account:
 
 @lru_cache(maxsize=32)
 def cached_account(key: CacheKey) -> Account:
-    """The account of `key.arguments`."""
+    """Make the account of `key.arguments`."""
     return Account(*key.arguments)
 
 
 def _parameters(recipe: Recipe, shape: Shape) -> dict[str, Parameter]:
-    """The weights that the ledger writes out, by name; a tied head is another name for the embedding."""
+    """Make the parameters that the ledger needs, by name; a tied head is another name for the embedding."""
     layers = 3 if is_sharded_by(recipe, "fsdp") else 2
     rows = _written(shape, recipe.precision, recipe.quantization, recipe.lora, layers)
     found, head = {row[0]: Parameter(*row) for row in rows}, shape.head
@@ -235,7 +239,7 @@ def _parameters(recipe: Recipe, shape: Shape) -> dict[str, Parameter]:
 
 @lru_cache(maxsize=512)
 def _written(shape: Shape, precision: str, quantization, lora: LoRA | None, layers: int) -> list[tuple]:
-    """(name, shape, width, trained, quantized) of the weights outside the layers and of those in the first layers."""
+    """List (name, shape, width, trained, quantized) of the weights outside the layers and in the first layers."""
     table = cached_table(shape, precision, quantization, lora, "sgd", None, False)
     rows, whole, found = {(row.name, row.shape): row for row in table}, trained_whole(shape, lora), []
     for name, role, size in written_out(shape, layers):

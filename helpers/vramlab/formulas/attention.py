@@ -1,7 +1,7 @@
-"""Attention by each kernel: what it keeps for the backward pass and what it needs while it runs.
+"""Attention in the ledger: what each kernel saves for the backward pass and needs while it runs.
 
-The kernels themselves (Dao 2023; Rabe and Staats 2021) keep queries, keys, values, their output and one number a row;
-the matrix of scores, batch × heads × tokens², exists only where the attention is written out ("eager", "math").
+Fused kernels (Dao 2023; Rabe and Staats 2021) save queries, keys, values, their output and one number a row; the matrix
+of scores, batch × heads × tokens², exists only with single operators ("eager", and sdpa's "math").
 """
 
 from ..hardware.gpu import Chip
@@ -13,23 +13,33 @@ from .operators import Operators
 
 
 class Attention(Operators):
-    """Operators of attention. q is batch × heads × tokens × channels; k and v may have fewer heads.
+    """A ledger with operators of attention. q is batch × heads × tokens × channels; k and v may have fewer heads.
 
     Args:
         implementation: "sdpa", "flash_attention_2" or "eager".
-        bf16: half precision is bf16. `chip` is the GPU's. `grouping`: shared keys are announced (`enable_gqa`).
+        bf16: half precision is bf16.
+        chip: the GPU's, which decides the kernel.
+        causal: tokens see earlier ones only.
+        grouping: fewer heads of keys go to sdpa as they are (`enable_gqa`).
+
+    Attributes:
+        layer_holds: tensors that live to the end of the layer, because its modules return or name them.
     """
 
     def __init__(self, *args, implementation: str, bf16: bool, chip: Chip, causal: bool, grouping: bool):
         super().__init__(*args)
         self.implementation, self.bf16, self.chip = implementation, bf16, chip
         self.causal, self.grouping = causal, grouping
-        self.layer_holds: list[Tensor] = []  # by name, to its end
+        self.layer_holds: list[Tensor] = []
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, p: float, **eager) -> Tensor:
-        """`scaled_dot_product_attention`, or `written_out`; the result is batch × tokens × (heads · channels)."""
+        """Attend with the recipe's implementation; return batch × tokens × (heads · channels).
+
+        Args:
+            p: probability of dropout. `eager`: options of `eager_attention`.
+        """
         if self.implementation == "eager":
-            return self.written_out(q, k, v, mask, p, **eager)
+            return self.eager_attention(q, k, v, mask, p, **eager)
         b, heads, n, d = q.shape
         if mask is not None:  # then transformers repeats shared keys and values itself
             k, v = self.repeat(k, heads), self.repeat(v, heads)
@@ -42,7 +52,7 @@ class Attention(Operators):
         if self.implementation == "flash_attention_2":
             kernel = "flash"
         if kernel == "math":
-            return self.in_single_operators(q, k, v, mask, p)
+            return self.math_attention(q, k, v, mask, p)
         wide, lines = FP32 * -(-d // 32) * 32, (b, heads, n)  # dQ is summed up in fp32
         if kernel == "flash":  # flash_api.cpp, mha_bwd
             extra = b * heads * -(-n // 128) * 128 * (wide + FP32)
@@ -57,10 +67,10 @@ class Attention(Operators):
         # flash_api.cpp, mha_fwd: `out = at::empty_like(q_padded)` lies as q does, and the projection takes a copy of it
         return self.copy(y) if kernel == "flash" and head_by_head else y
 
-    def in_single_operators(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, p: float) -> Tensor:
-        """`_scaled_dot_product_attention_math` (attention.cpp): both factors scaled, in fp32, scores kept by softmax.
+    def math_attention(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, p: float) -> Tensor:
+        """Attend with `_scaled_dot_product_attention_math` (attention.cpp): in fp32, both factors scaled.
 
-        Autocast casts what the attention takes, and is off inside it (`autocast_mode.h`, ExcludeDispatchKeyGuard).
+        Autocast casts the arguments and is off inside (`autocast_mode.h`, ExcludeDispatchKeyGuard).
         """
         width, (b, heads, n, d), m = q.width, q.shape, k.shape[2]
         autocast, self.autocast = self.autocast, None
@@ -82,14 +92,17 @@ class Attention(Operators):
         self.autocast = autocast
         return y
 
-    def written_out(
+    def eager_attention(
         self, q, k, v, mask, p, softmax_fp32=True, cap=False, second_mask=None, in_place=False, sinks=False
     ):
-        """softmax(q kᵀ · scale + mask) v in single operators, as every `eager_attention_forward` of transformers.
+        """Compute softmax(q kᵀ · scale + mask) v in single operators, as transformers' `eager_attention_forward`.
 
-        `softmax_fp32`: it asks for an fp32 softmax and casts back; `cap`: Gemma 2's tanh; T5 adds positions, then a mask.
-        Falcon scales in place, and one head of keys serves all without a copy if there is one sequence. `sinks` are
-        GPT-OSS's: a column more, less the maximum, which is cut off after the softmax.
+        Args:
+            softmax_fp32: the softmax is asked for fp32, and its result is cast back.
+            cap: scores go through tanh (Gemma 2).
+            second_mask: added after `mask`, which has T5's positions.
+            in_place: scores are scaled in place, and one head of keys is broadcast over a single sequence (Falcon).
+            sinks: a column more, less the maximum, which is cut off after the softmax (GPT-OSS).
         """
         b, heads, n, d = q.shape
         if not (in_place and b == 1):
@@ -99,7 +112,7 @@ class Attention(Operators):
             scores = self.scale(scores)
         if cap:
             scores = self.scale(self.unary("tanh", self.scale(scores)))
-        held = scores if in_place else None
+        unmasked = scores if in_place else None
         for added in (mask, second_mask):
             if added is not None:
                 scores = self.add(scores, added)
@@ -107,14 +120,14 @@ class Attention(Operators):
             scores = self.scale(self.cat([scores], b, heads, n, k.shape[2] + 1), "add")
         scores = self.probabilities(scores, softmax_fp32 and not sinks, q.width)
         scores.packed = scores.packed or sinks  # heads lie in order, with one column to skip
-        del held
+        del unmasked
         scores = self.dropout(scores, p)
         self.layer_holds.append(scores)  # returned beside the output
         y = self.matmul(scores, self.copied(v), b, heads, n, d)
         return self.copy(y, shape=(b, n, heads * d))
 
     def repeat(self, x: Tensor, heads: int) -> Tensor:
-        """Keys or values copied to every query head; their gradients are summed."""
+        """Copy keys or values to every query head; their gradients are summed."""
         b, few, m, d = x.shape
         if few == heads:
             return x
@@ -123,12 +136,12 @@ class Attention(Operators):
         return out
 
     def copied(self, x: Tensor) -> Tensor:
-        """A batched product runs over batch · heads: a view in which those do not lie in order is copied first."""
+        """Copy a view whose batch and heads do not lie in order, as a batched product needs."""
         x = self.cast(x)
         return x if x.packed or x.shape[0] == 1 else self.copy(x)
 
     def probabilities(self, x: Tensor, fp32: bool, width: int) -> Tensor:
-        """A softmax; with `fp32` (or under autocast) its result is in fp32, and a copy in `width` goes on."""
+        """Take a softmax; with `fp32` (or under autocast) its result is in fp32, and a copy in `width` goes on."""
         if not fp32:
             return self.softmax(self.fp32(x))
         if x.width == HALF and not self.bf16:  # one kernel reads fp16 and writes fp32 (SoftMax.cpp, half_to_float)
@@ -136,10 +149,10 @@ class Attention(Operators):
         return self.to(self.softmax(self.to(x, FP32)), width)
 
     def rotary(self, x: Tensor, table: tuple[Tensor, Tensor], dims: int, partial: bool) -> Tensor:
-        """x · cos + rotate_half(x) · sin on the first `dims` channels (Su et al. 2021, `apply_rotary_pos_emb`).
+        """Compute x · cos + rotate_half(x) · sin on the first `dims` channels (Su et al. 2021, `apply_rotary_pos_emb`).
 
-        cos and sin are kept once for all layers; of x nothing is. `partial`: the family joins turned and other channels,
-        even where there are no others, and what it joins lies head by head.
+        It saves cos and sin, once for all layers, and nothing of x. `partial`: the family concatenates rotated and other
+        channels, even where there are no others, so that the result lies head by head.
         """
         *rest, d = x.shape
         turned = self.slice(x, *rest, dims) if dims < d else x

@@ -1,8 +1,9 @@
-"""One layer of a recipe's model, walked through by the roles of its parts (`vramlab.recipe.families`).
+"""One layer of a recipe's model in the ledger: attention, feed-forward part or experts, norms and residual sums.
 
-There is one way for decoders, encoders and T5. What a layer keeps for the backward pass is the sum over its operators;
-for GPT-2 in fp32 with a fused kernel, per token and layer, in bytes: 4 · (2 norms · h + 3h queries, keys, values
-+ h attention + 2h inputs of norms + 4 · 4h gelu_new + 4h its result) + 2h dropout masks: about 109 h.
+One code serves decoders, encoders and T5: the family's layout (`vramlab.recipe.families`) names the module for each
+role. What a layer saves for the backward pass is the sum over its operators; for GPT-2 in fp32 with a fused kernel, per
+token and layer, in bytes: 4 · (2 norms · h + 3h queries, keys, values + h attention + 2h inputs of norms
++ 4 · 4h gelu_new + 4h its result) + 2h dropout masks: about 109 h.
 """
 
 from math import prod
@@ -17,7 +18,12 @@ from .operators import BOOL, INT64
 
 
 class Layer(Attention):
-    """The ledger of one micro-batch of `recipe`, with `shape` for its model and `parameters` by name."""
+    """The ledger of one micro-batch of `recipe`.
+
+    Args:
+        shape: the model's, or that of the decoder that stands for it (`formulas.nearest`).
+        parameters: the weights of the layers that are run, and of what is outside the layers, by name.
+    """
 
     def __init__(self, recipe: Recipe, shape: Shape, parameters: dict[str, Parameter], chip: Chip):
         precision, quantization = recipe.precision, recipe.quantization
@@ -45,11 +51,12 @@ class Layer(Attention):
         self.decoding = False  # in T5's decoder
 
     def layer(self, name: str, parts: dict[str, str], x: Tensor, bias: tuple, source=None, cross: tuple = ()) -> Tensor:
-        """The layer `name`, whose `parts` say how its modules are called.
+        """Run the layer `name`.
 
         Args:
+            parts: role to module name within the layer.
             bias: what is added to the scores: a mask; for T5 positions and a mask. `cross`: to a cross-attention's.
-            source: T5's encoded input, to which a decoder's second attention looks.
+            source: T5's encoded input, which a decoder's cross-attention reads.
         """
         s = self.shape
         at = {role: f"{name}.{part}" for role, part in parts.items()}
@@ -74,7 +81,7 @@ class Layer(Attention):
         return self.joined(x, z, at["norm2"] if after else None)
 
     def joined(self, x: Tensor, y: Tensor, norm: str | None) -> Tensor:
-        """x + dropout(y), normed if the model norms sums; T5 clamps it in fp16, so that it does not overflow."""
+        """Add dropout(y) to x; apply `norm` in a model with norms after the sums; clamp in fp16 as T5 does."""
         total = self.add(x, self.dropout(y, self.shape.hidden_dropout))
         if norm:
             return self.norm(total, norm)
@@ -83,7 +90,7 @@ class Layer(Attention):
         return self.op("clamp", [total], total.shape, HALF, saves=[total], extra=2 * prod(total.shape) * BOOL)
 
     def attention(self, at: dict[str, str], x: Tensor, bias: tuple, source: Tensor | None = None) -> Tensor:
-        """Queries, keys and values, rotated and cached where the model does, one kernel, and the projection back."""
+        """Project to queries, keys and values, rotate and cache them where the model does, attend, and project back."""
         s, cross = self.shape, "" if source is None else "cross_"
         layout, t5 = self.layout, bool(s.num_decoder_layers)
         if "qkv" in at:
@@ -123,11 +130,11 @@ class Layer(Attention):
         return self.linear(y, at[f"{cross}out"])
 
     def heads(self, x: Tensor, count: int) -> Tensor:
-        """batch × tokens × (heads · channels) seen as batch × heads × tokens × channels."""
+        """View batch × tokens × (heads · channels) as batch × heads × tokens × channels."""
         return x.view(x.shape[0], count, x.shape[1], self.shape.head_dim)
 
     def head_norm(self, x: Tensor, at: dict[str, str], role: str) -> Tensor:
-        """Qwen 3 norms each head's queries and keys, OLMo 2 those of all heads at once."""
+        """Norm queries or keys: of each head (Qwen 3), or of all heads at once (OLMo 2)."""
         if role not in at:
             return x
         b, n, width = x.shape
@@ -136,7 +143,7 @@ class Layer(Attention):
         return self.norm(x.view(b, n, width // self.shape.head_dim, self.shape.head_dim), at[role])
 
     def feed_forward(self, at: dict[str, str], x: Tensor) -> Tensor:
-        """down(act(up(x))), or down(act(gate(x)) · up(x)), of which four wide tensors are kept, or a choice of experts."""
+        """Compute down(act(up(x))), or down(act(gate(x)) · up(x)), which saves four wide tensors, or `experts`."""
         s = self.shape
         if "router" in at:
             return self.experts(at, x)
@@ -158,7 +165,7 @@ class Layer(Attention):
         return self.linear(z, at["down"])
 
     def experts(self, at: dict[str, str], x: Tensor) -> Tensor:
-        """`MixtralSparseMoeBlock` with grouped products: every token's row is copied to each expert it goes to."""
+        """Run `MixtralSparseMoeBlock` with grouped products: a token's row is copied to each expert it goes to."""
         s, (b, n, h), m = self.shape, x.shape, self.shape.intermediate_size
         rows, k = b * n, s.experts_per_token
         flat = x.view(rows, h)
@@ -187,7 +194,7 @@ class Layer(Attention):
         return self.to(self.reduce(weighted, (rows, h), "sum"), x.width).view(b, n, h)
 
     def norm(self, x: Tensor, name: str) -> Tensor:
-        """The family's norm."""
+        """Apply the family's norm."""
         if self.shape.norm == "layernorm":
             return self.layer_norm(x, name)
         return self.rms_norm(x, name, self.layout.rms_norm, self.shape.norm)

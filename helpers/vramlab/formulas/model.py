@@ -1,4 +1,4 @@
-"""A recipe's model in the ledger: embeddings, stacks of layers, head and loss, as in transformers 5.23."""
+"""A recipe's whole model in the ledger: embeddings, stacks of layers, head and loss, as in transformers 5.23."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -20,10 +20,11 @@ ROOT, EMBEDDING, TAIL = "", "embedding", "tail"
 
 @dataclass
 class Section:
-    """A layer that stands for `more` others like it.
+    """A layer that is run and stands for `more` others like it.
 
-    `begin` and `end` are the events around it in the forward pass, `top` and `bottom` those in the backward pass;
-    `taken` is the size of its input.
+    Attributes:
+        begin, end: events around its forward pass. `top`, `bottom`: events around its backward pass.
+        taken: bytes of its input.
     """
 
     name: str
@@ -36,11 +37,12 @@ class Section:
 
 
 class Model(Layer):
-    """The ledger of one micro-batch: see `Layer` for the arguments. Engines for many ranks override what follows first.
+    """The ledger of one micro-batch (arguments as of `Layer`); engines for many ranks override its first methods.
 
     Attributes:
-        gathers_layers: each layer gathers its weights, for the next one too.
-        other_gradients: bytes of gradients that are in no entry.
+        sections: the layers that stand for others.
+        gathers_layers: each layer gathers its own weights, and prefetches the next one's.
+        other_gradients: bytes of gradients that no entry has.
     """
 
     gathers_layers, other_gradients = False, 0
@@ -53,19 +55,19 @@ class Model(Layer):
     # --- for engines ----------------------------------------------------------------------------------------------
 
     def shard(self, asked: Recipe, gradients_exist: bool) -> None:
-        """Prepare for `asked`'s engine; enter gradients that exist, to which new ones are added."""
+        """Prepare for the engine of `asked`; enter gradients that exist, to which new ones are added."""
         if gradients_exist:
             for parameter in self.parameters.values():
                 parameter.gradient = True
 
     def enter(self, key: str, needs: bool = False) -> None:
-        """`key`'s forward pass begins; `needs`: a gradient flows to its input."""
+        """Begin the forward pass of `key` (a layer, ROOT, EMBEDDING or TAIL); `needs`: its input requires a gradient."""
 
     def leave(self, key: str) -> None:
-        """`key`'s forward pass is over."""
+        """End the forward pass of `key`."""
 
     def finish(self) -> None:
-        """The backward pass is over."""
+        """End the backward pass."""
 
     def complete(self, parameter: Parameter) -> None:
         if not self.recipe.loop.optimizer_in_backward:
@@ -78,9 +80,9 @@ class Model(Layer):
     # --- what all layers share ------------------------------------------------------------------------------------
 
     def mask(self) -> Tensor | None:
-        """What is added to written-out scores: 0 or the lowest number for each pair of tokens, for the whole batch.
+        """Make the attention mask, if there is one: a number for each pair of tokens and sequence.
 
-        The fused kernels know causality by themselves, unless a sliding window is shorter than the sequence
+        Fused kernels need none for causality, unless a sliding window is shorter than the sequence
         (`masking_utils._ignore_causal_mask_sdpa`). An encoder without padding has none.
         """
         n, window = self.tokens, self.shape.sliding_window
@@ -92,10 +94,10 @@ class Model(Layer):
         return seen if self.implementation == "sdpa" else self.tensor("mask", (self.batch, 1, n, n), self.hidden_width)
 
     def biases(self, stack: str) -> list[Tensor]:
-        """What T5's layers add to their scores; the first one makes it for all.
+        """Make the biases of T5's scores, which all layers of a stack share.
 
-        A learned number for each head and each distance between tokens, looked up for every pair; for a decoder's
-        cross-attention, which has no positions, zeros, which need a gradient under checkpointing.
+        A learned number for each head and each distance between tokens, looked up for every pair; and in a decoder zeros
+        for the cross-attention, which require a gradient under checkpointing.
         """
         n, heads = self.tokens, self.shape.num_heads
         distance, bucket = self.tensor("sub", (n, n), INT64), self.tensor("add", (n, n), INT64)
@@ -111,8 +113,8 @@ class Model(Layer):
         return found
 
     def bias_mask(self, bias: Tensor) -> Tensor:
-        """T5's relative positions as the mask of a fused kernel: copied into order, with -∞ where a decoder must not
-        look (`sdpa_attention.create_position_bias_mask`)."""
+        """Make a fused kernel's mask of T5's biases: contiguous, with -∞ where a decoder must not look
+        (`sdpa_attention.create_position_bias_mask`)."""
         if bias.packed:
             return bias
         if self.decoding:
@@ -123,14 +125,14 @@ class Model(Layer):
     # --- stacks ---------------------------------------------------------------------------------------------------
 
     def stack(self, name: str, count: int, layer: Callable[[str, Tensor], Tensor], first: list[Tensor]) -> Tensor:
-        """`count` layers: one is written out and stands for all the rest, which keep and need the same.
+        """Run as few of `count` layers as say what all do: one that stands for the others, and those that differ.
 
-        Where no gradient flows into the first layer (LoRA), that one keeps less, and the second stands for the rest. In
-        an encoder–decoder the last layer starts the gradients of what all share, so it is written out too, and under
+        Where the first layer's input requires no gradient (LoRA), that layer saves less, and the second stands for the
+        rest. In an encoder–decoder the last layer starts the gradients of what all share, so it is run too, and under
         checkpointing the first one, which makes it.
 
         Args:
-            first: holds the input of the first layer, which is taken out, so that it goes when that layer is done.
+            first: a list with the input of the first layer, emptied so that the input is freed with that layer.
         """
         x = first.pop()
         if type(x.node) is Leaf:
@@ -159,7 +161,7 @@ class Model(Layer):
         return x
 
     def hidden_states(self) -> Tensor:
-        """Everything before the output head."""
+        """Run everything before the output head."""
         s, (stack, *more) = self.shape, self.shape.layout.stacks
         if more:
             hidden = self.t5_stack(more[0], self.t5_stack(stack, None))
@@ -184,7 +186,7 @@ class Model(Layer):
         )
 
     def t5_stack(self, stack, source: Tensor | None) -> Tensor:
-        """One `T5Stack`: the encoder, or the decoder with `source`. The first layer makes the biases for all."""
+        """Run one `T5Stack`: the encoder, or with `source` the decoder. The first layer makes the biases for all."""
         p, side = self.shape.hidden_dropout, stack.prefix.partition(".")[0]
         self.where, self.decoding = side, source is not None
         first = [self.dropout(self.first(self.embedding(Tensor(None, (self.batch, self.tokens), INT64), "shared")), p)]
@@ -205,13 +207,13 @@ class Model(Layer):
     # --- embeddings -----------------------------------------------------------------------------------------------
 
     def first(self, x: Tensor) -> Tensor:
-        """The input embedding: with LoRA under checkpointing made to need a gradient (`enable_input_require_grads`)."""
+        """Make the embedding require a gradient with LoRA and checkpointing (`enable_input_require_grads`)."""
         if self.recipe.lora and self.checkpoints:
             x.needs, x.node = True, Leaf(x.block)
         return x
 
     def embed(self) -> Tensor:
-        """Token embeddings, times a factor (Gemma), with learned positions (GPT-2, OPT, BERT), and dropout."""
+        """Embed tokens, times a factor (Gemma), plus learned positions (GPT-2, OPT, BERT), with dropout."""
         s, b, n, (words, *others) = self.shape, self.batch, self.tokens, self.embeddings
         x = self.first(self.embedding(Tensor(None, (b, n), INT64), words))
         if s.layout.scaled_embedding:
@@ -227,7 +229,7 @@ class Model(Layer):
         return self.dropout(x, s.embedding_dropout)
 
     def embed_image(self) -> Tensor:
-        """Patches by a convolution, the class token before them, learned positions."""
+        """Embed an image: patches by a convolution, the class token before them, learned positions."""
         s, b, n, prefix = self.shape, self.batch, self.tokens, "vit.embeddings"
         width = HALF if self.recipe.precision.endswith("-true") else FP32
         pixels = self.to(Tensor(None, (b, *image_sizes(s)), width), self.hidden_width)
@@ -242,11 +244,11 @@ class Model(Layer):
     # --- head and loss --------------------------------------------------------------------------------------------
 
     def logits_and_loss(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """The head that the recipe trains: (what the model returns beside the loss, the loss).
+        """Run the recipe's head; return (what the model returns besides the loss, the loss).
 
-        Logits are tokens × vocabulary. The cross entropy needs them in fp32, keeps their log-softmax in fp32, and on the
-        way back holds two more fp32 tensors of that size at once (the gradients of `nll_loss` and of `log_softmax`).
-        With a vocabulary of 128,256 that is half a megabyte a token for each of them.
+        Logits are tokens × vocabulary. The cross entropy needs them in fp32, saves their log-softmax in fp32, and the
+        backward pass has two more fp32 tensors of that size at once (the gradients of `nll_loss` and `log_softmax`).
+        With a vocabulary of 128,256 each takes half a megabyte a token.
         """
         s, (b, n, h) = self.shape, x.shape
         self.where = s.head
@@ -277,13 +279,13 @@ class Model(Layer):
         return logits, self.cross_entropy(rows.view(b * n, rows.shape[-1]))
 
     def cross_entropy(self, logits: Tensor) -> Tensor:
-        """log-softmax, in the logits' own dtype, and the mean of the labels' entries, which autocast takes in fp32."""
+        """Take log-softmax in the logits' dtype, and the mean of the labels' entries, in fp32 under autocast."""
         labels = self.tensor("labels", (prod(logits.shape[:-1]),), INT64)
         log = self.fp32(self.unary("log_softmax", logits))
         return self.op("nll_loss", [log], (), log.width, saves=[log, labels])
 
     def returned(self, logits: Tensor) -> Tensor:
-        """What the loop gets: accelerate copies half-precision outputs of an autocast forward pass to fp32."""
+        """Return the logits as the loop gets them: accelerate copies half-precision outputs of autocast to fp32."""
         if self.autocast and self.recipe.loop.outputs_to_fp32 and logits.width != FP32:
             return self.op("to", [logits], logits.shape, FP32, grads=(CAST,))
         return logits

@@ -1,10 +1,10 @@
-"""Model states and inputs: parameters, gradients, optimizer states, buffers, micro-batches.
+"""Bytes of model states (parameters, gradients, optimizer states), buffers and inputs, summed over a parameter table.
 
     parameters        Σ over tensors of numbers × bytes a number                            `parameter_bytes`
     gradients         the same sum over what is trained                                      `gradient_bytes`
     optimizer states  two more for Adam, one for momentum, ¼ of that in 8 bits, …            `optimizer_state_bytes`
 
-PyTorch's allocator rounds every tensor up to 512 bytes; so do the sums here, tensor by tensor.
+Every tensor is rounded up to 512 bytes, as PyTorch's allocator does.
 """
 
 import copy
@@ -56,18 +56,18 @@ class CacheKey:
 
 @dataclass(frozen=True)
 class RankBytes:
-    """Bytes of one rank.
+    """Bytes of model states that one rank holds, and what its engine (DDP, FSDP, DeepSpeed) adds to each phase.
 
     Attributes:
-        parameters, gradients, optimizer_states: between the phases that need them; `fragmentation` is what the allocator's
-            blocks hold beyond those.
-        always: what else is there from the beginning on.
-        temporaries: of the optimizer's step, at its highest moment.
-        forward, backward, backward_end: what the engine adds there, at the peak and (`_end`) at the end.
-        forward_parts, backward_parts: instead of what `forward` and `backward` add at the peaks, bytes of workspace in the
-            layers and in the head; in the head, in the layers and after them. None: the same throughout.
-        reducing: bytes that come and go when the backward pass is over.
-        existing: gradients that earlier micro-batches left; None: `gradients`.
+        parameters, gradients, optimizer_states: rounded sizes of the tensors.
+        fragmentation: category to bytes that the allocator's blocks hold beyond those sizes.
+        temporaries: peak of the optimizer step's temporaries.
+        always: added in every phase.
+        forward, backward: added at the peak of that phase; `backward_end`: added at the end of backward.
+        forward_parts, backward_parts: replace `forward` and `backward` where the engine's workspace changes within the
+            phase: bytes in (layers, head), and in (head, layers, embedding).
+        reducing: workspace at the end of backward, freed before the phase ends.
+        existing: gradients that earlier micro-batches left; None for `gradients`.
     """
 
     parameters: int
@@ -87,16 +87,17 @@ class RankBytes:
 
 @dataclass(frozen=True)
 class ParameterRow:
-    """`count` equal tensors of the model.
+    """`count` tensors of the model that have the same name but for the layer's number, and the same shape.
 
     Attributes:
-        name: of one of them. `shape` is that of the numbers, whatever they are stored in.
+        name: with * for the layer's number. `shape`: before quantization packs it.
+        kind: as in `recipe.weights.Weight`, or "lora".
         width: bytes a number; of a quantized tensor, of its scales.
         quantized: "nf4", "fp4", "int8" or None.
-        decayed: in the Trainer's first parameter group (`Trainer.get_decay_parameter_names`).
-        blocks: bytes of the blocks that one tensor is stored in.
-        states: bytes of the blocks of its optimizer states, where it is trained.
-        size: bytes of one tensor that is not quantized, or of its gradient, rounded up as the allocator does.
+        decayed: in the Trainer's parameter group with weight decay (`Trainer.get_decay_parameter_names`).
+        blocks: bytes of each block that one tensor is stored in.
+        states: bytes of each block of one tensor's optimizer states; () where it is frozen.
+        size: bytes of one tensor's gradient, and of the tensor itself where it is not quantized.
     """
 
     name: str
@@ -128,7 +129,7 @@ def compute_width(precision: str, quantization: Quantization) -> int:
 
 
 def stored_sizes(shape: tuple[int, ...], width: int, quantized: str | None, double: bool = False) -> tuple[int, ...]:
-    """Bytes of the blocks of one tensor: its numbers, and what is stored beside them.
+    """Return the bytes of each block that one tensor is stored in: its numbers, scales and codes.
 
     4 bits: half a byte a number, one scale for 64 numbers (fp32, or 8 bits and an fp32 scale for 256 of those with
     double quantization: 4.5 and 4.127 bits a number, Dettmers et al. 2023, section 3), the format's 16 values, and for
@@ -146,7 +147,7 @@ def stored_sizes(shape: tuple[int, ...], width: int, quantized: str | None, doub
 
 
 def state_sizes(shape, kind: str, width: int, optim: str, optim_args: str | None, trainer: bool) -> tuple[int, ...]:
-    """Bytes of the blocks of one trained tensor's states; what a paged optimizer keeps in unified memory is left out.
+    """Return the bytes of each block of one trained tensor's states, without those in a paged optimizer's unified memory.
 
     The Trainer keeps those of embeddings out of 8 bits. Adafactor has one fp32 number for each row and each column.
     """
@@ -167,12 +168,12 @@ def state_sizes(shape, kind: str, width: int, optim: str, optim_args: str | None
 
 
 def is_sharded_by(recipe: Recipe, engine: str) -> bool:
-    """Whether `engine` divides `recipe`'s step among ranks."""
+    """Tell whether `recipe` is sharded by `engine`."""
     return recipe.sharding is not None and recipe.sharding.engine == engine
 
 
 def compute_recipe(recipe: Recipe) -> Recipe:
-    """`recipe` as its forward pass computes: FSDP's and DeepSpeed's "-mixed" is a model in half precision, no autocast."""
+    """Return `recipe` as its forward pass computes: "-mixed" is a half-precision model under FSDP and DeepSpeed."""
     engines = is_sharded_by(recipe, "fsdp") or is_sharded_by(recipe, "deepspeed")
     if not recipe.precision.endswith("-mixed") or not engines:
         return recipe
@@ -187,7 +188,7 @@ def compute_recipe(recipe: Recipe) -> Recipe:
 
 
 def parameter_table(recipe: Recipe) -> tuple[ParameterRow, ...]:
-    """Every tensor of `recipe`'s model, equal ones counted together, adapters last; cached by shape and format."""
+    """List all tensors of `recipe`'s model, a row for equal ones, adapters last."""
     return cached_table(recipe.shape, *_format(recipe))
 
 
@@ -199,7 +200,7 @@ def _format(r: Recipe) -> tuple:
 def cached_table(
     shape: Shape, precision, quantization, lora: LoRA | None, optim, optim_args, trainer
 ) -> tuple[ParameterRow, ...]:
-    """See `parameter_table`. Modules that PEFT trains whole are in a copy beside the frozen one."""
+    """Compute `parameter_table`. What PEFT trains whole is a trained copy beside the frozen module."""
     width, saved = weight_width(precision, quantization), trained_whole(shape, lora)
     double = bool(quantization and quantization.double)
     targets = lora_targets(shape, lora) if lora else ()
@@ -233,32 +234,30 @@ def cached_table(
 
 @lru_cache(maxsize=512)
 def lora_targets(shape: Shape, lora: LoRA) -> tuple[tuple[str, int, int], ...]:
-    """(name, inputs, outputs) of the modules that get an adapter; see `vramlab.recipe.lora_modules`."""
+    """List (name, inputs, outputs) of the modules that get an adapter; see `vramlab.recipe.lora_modules`."""
     return tuple(shape.lora_targets(lora.target_modules, lora.modules_to_save))
 
 
 def trained_whole(shape: Shape, lora: LoRA | None) -> tuple[str, ...]:
-    """Modules that PEFT trains whole, in a copy beside the frozen one: those asked for, and a classifier's head."""
+    """Name the modules that PEFT trains whole, in a copy: `modules_to_save`, and a classifier's head."""
     if lora is None:
         return ()
-    return (
-        *(lora.modules_to_save or ()),
-        *(("classifier", "score") if shape.task == "sequence-classification" else ()),
-    )
+    heads = ("classifier", "score") if shape.task == "sequence-classification" else ()
+    return (*(lora.modules_to_save or ()), *heads)
 
 
 def is_trained_whole(name: str, saved: tuple[str, ...]) -> bool:
-    """Whether the tensor `name` is in one of the modules that are trained whole."""
+    """Tell whether the tensor `name` is in one of the modules `saved`, which are trained whole."""
     return any(f".{part}." in f".{name}" for part in saved)
 
 
 def starred_name(name: str) -> str:
-    """A tensor's name without the layer's number."""
+    """Return a tensor's name with * for the layer's number."""
     return ".".join("*" if part.isdigit() else part for part in name.split("."))
 
 
 def _can_quantize(shape: Shape, weight) -> bool:
-    """bitsandbytes takes every `nn.Linear` and `Conv1D` but the output head's; Falcon's own linear class is neither."""
+    """Tell whether bitsandbytes quantizes it: `nn.Linear` and `Conv1D` but the output head; Falcon's class is neither."""
     module, _, part = weight.name.rpartition(".")
     if weight.kind not in ("linear", "conv1d") or part != "weight" or module == shape.head:
         return False
@@ -266,51 +265,51 @@ def _can_quantize(shape: Shape, weight) -> bool:
 
 
 def _stays_fp32(shape: Shape, name: str) -> bool:
-    """T5's `_keep_in_fp32_modules`."""
+    """Tell whether fp16 leaves it in fp32 (T5's `_keep_in_fp32_modules`)."""
     modules = shape.layout.fp32_modules if shape.layout else ()
     return bool(modules) and name.endswith(".weight") and name.split(".")[-2] in modules
 
 
 @lru_cache(maxsize=512)
 def written_out(shape: Shape, layers: int = 2) -> tuple[tuple[str, str, tuple[int, ...]], ...]:
-    """(name, name without layer numbers, shape) of the weights outside the layers and of the first in each stack."""
+    """List (name, starred name, shape) of the weights outside the layers and of each stack's first layers."""
     first = range(3 if shape.num_decoder_layers else layers)
     kept = {None, *first, *(shape.num_layers + i for i in first if shape.num_decoder_layers)}
     return tuple((w.name, starred_name(w.name), w.shape) for w in shape.weights() if w.layer in kept)
 
 
 def parameter_bytes(recipe: Recipe) -> int:
-    """Bytes of all weights as loaded, adapters and the scales of quantized ones included."""
+    """Sum the bytes of all weights as loaded, with adapters and the scales of quantized ones."""
     return sum(row.count * sum(row.blocks) for row in parameter_table(recipe))
 
 
 def gradient_bytes(recipe: Recipe) -> int:
-    """Bytes of the gradients: one number for each trained number, in its weight's dtype."""
+    """Sum the bytes of the gradients: one number for each trained number, in its weight's dtype."""
     return sum(row.count * row.size for row in parameter_table(recipe) if row.trained)
 
 
 def optimizer_state_bytes(recipe: Recipe) -> int:
-    """Bytes of what the optimizer keeps between steps, on the GPU."""
+    """Sum the bytes that the optimizer keeps on the GPU between steps."""
     return sum(row.count * sum(row.states) for row in parameter_table(recipe))
 
 
 @lru_cache(maxsize=512)
 def buffer_bytes(shape: Shape) -> int:
-    """Bytes of the model's buffers (position numbers, rotary frequencies)."""
+    """Sum the bytes of the model's buffers (position numbers, rotary frequencies)."""
     widths = {"int64": 8, "bool": 1, "float16": 2, "bfloat16": 2}
     return sum(rounded(prod(size) * widths.get(dtype, 4)) for _, size, dtype in shape.buffers())
 
 
 def image_sizes(shape: Shape) -> tuple[int, int, int]:
-    """Channels, height and width of an image."""
+    """Return channels, height and width of an image."""
     side = shape.settings.get("image_size", 224)
     return shape.settings.get("num_channels", 3), *(side if isinstance(side, list) else (side, side))
 
 
 def input_bytes(recipe: Recipe) -> int:
-    """Bytes of the micro-batches on the device, with ids, labels and TRL's mask of 8 bytes each, or pixels.
+    """Sum the bytes of micro-batches on the device: ids, labels and TRL's mask of 8 bytes each, or pixels.
 
-    It is one, except that the Trainer fetches all of an optimizer step before it begins (`Trainer.get_batch_samples`).
+    One micro-batch, or with the Trainer all of an optimizer step (`Trainer.get_batch_samples`).
     """
     b, n, shape = recipe.batch_size, recipe.seq_len, recipe.shape
     inputs, labels = 8 * b * n, b if "classification" in shape.task else b * n
@@ -322,7 +321,7 @@ def input_bytes(recipe: Recipe) -> int:
 
 
 def fragmentation_bytes(recipe: Recipe) -> dict[str, int]:
-    """Bytes that the allocator holds beyond parameters, gradients and states: rests that it does not split off."""
+    """Return by category what the allocator holds beyond the sizes of model states: rests that it does not split off."""
     return _fragmentation(recipe.shape, *_format(recipe))
 
 
@@ -338,7 +337,7 @@ def _fragmentation(shape: Shape, *form) -> dict[str, int]:
 
 
 def tensors_in_order(recipe: Recipe) -> list[ParameterRow]:
-    """One row for each tensor, in the order of `named_parameters()`, adapters and trained copies last."""
+    """List a row for each single tensor, in the order of `named_parameters()`, adapters and trained copies last."""
     return _in_order(recipe.shape, parameter_table(recipe))
 
 
@@ -350,12 +349,11 @@ def _in_order(shape: Shape, table: tuple[ParameterRow, ...]) -> list[ParameterRo
 
 
 def bytes_per_parameter(precision: str, optim: str) -> dict[str, float]:
-    """Bytes a trained parameter of a full fine-tune: weights, gradients, states, the step's temporary, and their sum.
+    """Return the bytes of each trained parameter in a full fine-tune: weights, gradients, states, step temporaries, sums.
 
-    The numbers that are quoted for "a parameter" are sums over different rows of this: 16 is fp32 (or autocast) with
-    AdamW; 18 counts autocast's half-precision copy of the weights too, and 20 the copy that the foreach step makes; 12
-    is one with 8-bit or missing states, 8 is "-true" with AdamW and no fp32 anywhere (ZeRO's 16 = 2 + 2 + 12 keeps fp32
-    weights among the states, Rajbhandari et al. 2020, section 3.1).
+    Published figures add up different rows: 16 is fp32 (or autocast) with AdamW, 18 with autocast's copy of the weights,
+    20 with the copy that the foreach step makes, 8 is "-true" with AdamW and no fp32 anywhere. ZeRO's 16 = 2 + 2 + 12
+    keeps fp32 weights among the states (Rajbhandari et al. 2020, section 3.1).
     """
     width = HALF if precision.endswith("-true") else FP32
     count, state = STATES[optim]

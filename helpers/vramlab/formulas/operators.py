@@ -1,6 +1,6 @@
-"""PyTorch's operators in the ledger: what each makes, keeps for the backward pass and needs there.
+"""PyTorch's operators in the ledger: the memory that each allocates, saves for the backward pass and needs there.
 
-Each method is one PyTorch operator, or one module of transformers that is a line or two of them. What is kept is what
+A method is one PyTorch operator, or a module of transformers that consists of a few. It saves what
 `tools/autograd/derivatives.yaml` names for the operator; dtypes follow PyTorch's promotion, autocast's two lists
 (`aten/src/ATen/autocast_mode.h`: matrix products in half precision, norms and losses in fp32) and the modules' own casts.
 """
@@ -13,14 +13,14 @@ from .ledger import BIAS, CAST, FULL, OWN, PART, PASS, Entry, Ledger, Parameter,
 from .model_states import BLOCK, FP32, HALF
 
 BOOL, INT64 = 1, 8
-ACTIVATIONS = words(  # of `ACT2FN`, those that `activation` writes down
+ACTIVATIONS = words(  # names in transformers' `ACT2FN` that `Operators.activation` knows
     """gelu gelu_10 gelu_accurate gelu_fast gelu_new gelu_python_tanh gelu_pytorch_tanh hardswish leaky_relu
     linear mish quick_gelu relu relu2 relu6 sigmoid silu swish tanh"""
 )
 
 
 class Operators(Ledger):
-    """A ledger with PyTorch's operators.
+    """A ledger with a method for each of PyTorch's operators.
 
     Args:
         parameters: the weights of the model by name.
@@ -40,15 +40,15 @@ class Operators(Ledger):
     # --- dtypes ---------------------------------------------------------------------------------------------------
 
     def to(self, x: Tensor, width: int) -> Tensor:
-        """`x.to(dtype)`: keeps nothing; the gradient is cast back."""
+        """Cast with `x.to(dtype)`: saves nothing; the gradient is cast back."""
         if x.width == width:
             return x
         return self.op("to", [x], x.shape, width, grads=(CAST,))
 
     def cast(self, x: Tensor | Parameter) -> Tensor | Parameter:
-        """An argument of a matrix product: in half precision under autocast.
+        """Cast an argument of a matrix product to half precision under autocast.
 
-        The copy of a trained fp32 weight is made once and kept until the autocast context ends (`cached_cast`).
+        The copy of a trained fp32 weight is cached until the autocast context ends (`cached_cast`).
         """
         if self.autocast is None or x is None or x.width != FP32:
             return x
@@ -60,51 +60,51 @@ class Operators(Ledger):
         return self.casts[x.name]
 
     def fp32(self, x: Tensor) -> Tensor:
-        """An argument of an operator on autocast's fp32 list."""
+        """Cast an argument of an operator on autocast's fp32 list."""
         return self.to(x, FP32) if self.autocast else x
 
     # --- elementwise ----------------------------------------------------------------------------------------------
 
     def add(self, a: Tensor, b: Tensor | Parameter) -> Tensor:
-        """a + b keeps nothing; both get the incoming gradient itself, summed where they were broadcast."""
+        """Add: saves nothing; both get the incoming gradient itself, summed where they were broadcast."""
         shape = a.shape if prod(a.shape) >= prod(b.shape) else b.shape
         return self.op("add", [a, b], shape, max(a.width, b.width), grads=(PASS, PASS))
 
     def mul(self, a: Tensor, b: Tensor | Parameter) -> Tensor:
-        """a · b keeps each factor for the other's gradient."""
+        """Multiply: saves each factor for the other's gradient."""
         shape = a.shape if prod(a.shape) >= prod(b.shape) else b.shape
         return self.op("mul", [a, b], shape, max(a.width, b.width), saves=_factors(a, b), grads=(FULL, FULL))
 
     def scale(self, x: Tensor, op: str = "mul") -> Tensor:
-        """x times, plus or over a number: a new tensor each way, nothing kept ("add" passes its gradient on)."""
+        """Multiply by, divide by or ("add") add a number: saves nothing, makes a new tensor; "add" passes its gradient on."""
         return self.op(op, [x], x.shape, x.width, grads=(PASS if op == "add" else OWN,))
 
     def unary(self, name: str, x: Tensor, keeps: str = "result", extra: int = 0) -> Tensor:
-        """A function of each element that keeps its result (tanh, relu, rsqrt) or its input (gelu, silu).
+        """Apply a function to each element; save its result (tanh, relu, rsqrt) or its input (gelu, silu).
 
         Its backward pass takes `extra` bytes for a moment (clamp: two masks).
         """
         return self.op(name, [x], x.shape, x.width, saves=(x if keeps == "input" else True,), extra=extra)
 
     def softmax(self, x: Tensor, width: int | None = None) -> Tensor:
-        """Keeps its result, in `width`; backward first multiplies that with the gradient (`SoftMax.cu`), as large again."""
+        """Save the result, in `width`; backward first multiplies it with the gradient (`SoftMax.cu`), as large again."""
         width = width or x.width
         how = OWN if width == x.width else CAST
         return self.op("softmax", [x], x.shape, width, saves=(True,), grads=(how,), extra=prod(x.shape) * width)
 
     def reduce(self, x: Tensor, shape: tuple[int, ...], name: str = "mean") -> Tensor:
-        """A sum or mean down to `shape`: nothing kept; the gradient is spread out into a new tensor."""
+        """Sum or average down to `shape`: saves nothing; the gradient is expanded into a new tensor."""
         return self.op(name, [x], shape, x.width)
 
     def dropout(self, x: Tensor, p: float) -> Tensor:
-        """CUDA's fused dropout keeps a mask of one byte an element (`Dropout.cpp`)."""
+        """Drop elements: CUDA's fused kernel saves a mask of one byte an element (`Dropout.cpp`)."""
         if not p:
             return x
         mask = self.tensor("native_dropout", x.shape, BOOL)
         return self.op("native_dropout", [x], x.shape, x.width, saves=[mask])
 
     def activation(self, x: Tensor, name: str) -> Tensor:
-        """transformers' `ACT2FN[name]`, some of which are written out in several operators. Raises RecipeError."""
+        """Apply transformers' `ACT2FN[name]`; some consist of several operators. Raises RecipeError for others."""
         if name not in ACTIVATIONS:
             allowed = f"predict knows {', '.join(ACTIVATIONS)}: ask simulate"
             raise RecipeError("model.activation", name, allowed)
@@ -127,28 +127,28 @@ class Operators(Ledger):
         return self.unary(name, x, "result" if name in ("relu", "tanh", "sigmoid") else "input")
 
     def power(self, x: Tensor) -> Tensor:
-        """x ** n keeps x; backward needs n · x ** (n - 1) beside its result."""
+        """Raise to a power: saves x; backward needs n · x ** (n - 1) besides its result."""
         return self.op("pow", [x], x.shape, x.width, saves=[x], extra=2 * prod(x.shape) * x.width)
 
     # --- shapes ---------------------------------------------------------------------------------------------------
 
     def copy(self, x: Tensor, name: str = "clone", shape: tuple[int, ...] | None = None) -> Tensor:
-        """`x.contiguous()` of a transposed view, or a clone: a new block forward, the gradient itself backward."""
+        """Copy with `contiguous` or `clone`: a new block forward, the incoming gradient itself backward."""
         out = self.op(name, [x], shape or x.shape, x.width, grads=(PASS,))
         out.packed = True
         return out
 
     def split(self, x: Tensor, *shapes: tuple[int, ...]) -> list[Tensor]:
-        """Views of `x`; backward joins their gradients into one new tensor (`torch.split`, `chunk`)."""
+        """Split into views (`torch.split`, `chunk`); backward joins their gradients in a new tensor."""
         whole = self.op("split", [x], x.shape, x.width, view=x)
         return [Tensor(x.block, shape, x.width, whole.node, whole.needs) for shape in shapes]
 
     def slice(self, x: Tensor, *shape: int) -> Tensor:
-        """x[..., :n]: a view; backward puts its gradient into a tensor of zeros as large as `x`."""
+        """Take a view such as x[..., :n]; backward writes its gradient into zeros as large as `x`."""
         return self.op("slice", [x], shape, x.width, view=x)
 
     def cat(self, tensors: list[Tensor], *shape: int, width: int = 0) -> Tensor:
-        """Joined into one new tensor; backward hands out views of the gradient."""
+        """Concatenate into a new tensor; backward hands out views of the gradient."""
         width = max(width, *(t.width for t in tensors))
         out = self.op("cat", tensors, shape, width, grads=(PART,) * len(tensors))
         out.packed = True
@@ -157,17 +157,17 @@ class Operators(Ledger):
     # --- lookups, products, norms ---------------------------------------------------------------------------------
 
     def embedding(self, ids: Tensor, name: str) -> Tensor:
-        """A row per id; the gradient is as large as the table."""
+        """Look up a row for each id; the gradient is as large as the table."""
         weight = self.parameters[f"{name}.weight"]
         return self.op("embedding", [weight], (*ids.shape, weight.shape[-1]), weight.width, saves=[ids])
 
     def matmul(self, a: Tensor, b: Tensor, *shape: int) -> Tensor:
-        """A batched product of two activations keeps both."""
+        """Multiply two activations, batched (`torch.bmm`): saves both."""
         a, b = self.cast(a), self.cast(b)
         return self.op("bmm", [a, b], shape, a.width, saves=_factors(a, b))
 
     def product(self, x: Tensor, weight: Parameter, bias: Parameter | None = None) -> Tensor:
-        """x Wᵀ + b keeps x for the weight's gradient and W for that of x."""
+        """Compute x Wᵀ + b: saves x for the weight's gradient and W for that of x."""
         weight_, bias_, x = self.cast(weight), self.cast(bias), self.cast(x)
         out = prod(weight.shape) // x.shape[-1]
         inputs, saves = [x, weight_] if bias_ is None else [x, weight_, bias_], _factors(x, weight_)
@@ -183,9 +183,11 @@ class Operators(Ledger):
         return self.op("native_layer_norm", inputs, x.shape, x.width, saves=[x, mean, deviation])
 
     def rms_norm(self, x: Tensor, name: str, family: str, kind: str = "") -> Tensor:
-        """x / √(mean x² + ε) · w, in single operators on fp32 copies (`LlamaRMSNorm`, `Gemma2RMSNorm`, `T5LayerNorm`).
+        """Compute x / √(mean x² + ε) · w in single operators on fp32 copies.
 
-        `kind` "… in fp32": it is cast back after the weight (`Olmo2RMSNorm`), "layernorm …": less the mean (Cohere's).
+        Args:
+            family: whose: "llama" (`LlamaRMSNorm`), "gemma" (`Gemma2RMSNorm`) or "t5" (`T5LayerNorm`).
+            kind: "… in fp32" casts back after the weight (`Olmo2RMSNorm`), "layernorm …" subtracts the mean (Cohere's).
         """
         weight, width, rows = self.parameters[f"{name}.weight"], x.width, (*x.shape[:-1], 1)
         y = square = self.to(x, FP32)
@@ -204,10 +206,10 @@ class Operators(Ledger):
         y = self.to(y, width)
         return self.mul(weight, y)
 
-    # --- linear layers: plain, with a LoRA adapter beside them, with a base in 4 or 8 bits ------------------------
+    # --- linear layers: plain, with a LoRA adapter, with a base in 4 or 8 bits -------------------------------------
 
     def linear(self, x: Tensor, name: str) -> Tensor:
-        """`nn.Linear` or `Conv1D` called `name`, as the recipe has it."""
+        """Apply the linear layer `name` (`nn.Linear` or `Conv1D`) with the recipe's quantization and adapter."""
         outer, self.where = self.where, name
         weight, bias = self.parameters[f"{name}.weight"], self.parameters.get(f"{name}.bias")
         kind = {None: self.product, "int8": self.in_8_bits}.get(weight.quantized, self.in_4_bits)
@@ -220,9 +222,9 @@ class Operators(Ledger):
         return y
 
     def adapted(self, x: Tensor, base: list[Tensor], name: str, quantized: str | None) -> Tensor:
-        """base + B(A(dropout(x))) · α/r: the adapter keeps x, in its own dtype, and r numbers a token (peft, lora.Linear).
+        """Add B(A(dropout(x))) · α/r: the adapter saves x, in its own dtype, and r numbers a token (peft, lora.Linear).
 
-        The frozen layer beside it keeps nothing of x: that is what LoRA saves of activations, and all it saves.
+        The frozen layer saves nothing of x: that is all that LoRA saves of activations.
         """
         down, up, y = self.parameters[f"{name}.lora_A"], self.parameters[f"{name}.lora_B"], base.pop()
         width = y.width
@@ -265,5 +267,5 @@ class Operators(Ledger):
 
 
 def _factors(a: Tensor | Parameter, b: Tensor | Parameter) -> list[Tensor | Parameter]:
-    """What a product keeps: each factor if the other one needs a gradient."""
+    """List what a product saves: each factor if the other one requires a gradient."""
     return ([a] if b.needs else []) + ([b] if a.needs else [])

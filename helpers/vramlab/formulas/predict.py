@@ -1,8 +1,8 @@
 """Predict the bytes of a training step from the model's shape alone: no torch, no model, about a millisecond.
 
     held       parameters + buffers + inputs + gradients + optimizer states + workspaces      (`model_states`, `shards`)
-    forward    + what a layer keeps × layers + the last one's temporaries, then logits and loss              (`account`)
-    backward   + the loss's gradients, then layer by layer what is kept less, and gradients more             (`account`)
+    forward    + what a layer saves × layers + the last one's temporaries, then logits and loss              (`account`)
+    backward   + the loss's gradients, then layer by layer less saved, and more gradients                    (`account`)
     step       + the optimizer's temporaries                                                                    (`step`)
 
 The peak is the highest of these moments.
@@ -79,12 +79,12 @@ def predict(recipe: Recipe | Any, gpu: str | Gpu | None = None) -> Report:
 
 
 class _Step:
-    """The phases of a rank's steady step, from what it holds and from its account.
+    """The phases of a rank's steady step, from the bytes it holds and the account of a micro-batch.
 
     Attributes:
-        loaded: there from the beginning; `always`: from the first step on.
-        gradients: in the optimizer step; `existing`: those that are there when backward begins, if `exist`.
-        outputs: what the loop may keep of the forward pass.
+        loaded: bytes by category after loading; `always`: from the first step on.
+        gradients: those in the optimizer step; `existing`: those that exist when backward begins, if `exist`.
+        outputs: bytes of the forward pass that the loop may keep.
     """
 
     def __init__(self, recipe: Recipe, account: Account, rank: RankBytes, card: Gpu | None, exist: bool):
@@ -105,7 +105,7 @@ class _Step:
         self.outputs = {category: n for category, n in account.phases[3].items() if category != "gradients"}
 
     def phases(self) -> dict[str, Phase]:
-        """Each phase's bytes by category at its peak and at its end."""
+        """Return each phase's split at its peak and at its end."""
         loop, start = self.loop, self.loaded
         if self.recipe.optim == "adagrad":  # makes its states when it is made
             start = _sum(start, self.states)
@@ -140,7 +140,7 @@ class _Step:
         return Phase(peak, Bytes(**_sum(base, end, rank.backward_end)))
 
     def _peak(self, phase: str, base: Sizes, split: Sizes, more: Sizes) -> Bytes:
-        """The highest moment, or that of the phase's parts where the engine adds to each another size."""
+        """Return the phase's peak, or the highest of its parts' where the engine adds a size of its own to each."""
         parts = self.rank.forward_parts if phase == "forward" else self.rank.backward_parts
         if not parts:
             return Bytes(**_sum(base, split, more))
@@ -166,9 +166,10 @@ def _total(split: Bytes) -> int:
 
 
 def _groups(recipe: Recipe, alive: list[tuple[int, Entry]] | None, peak: Bytes) -> dict[tuple, list]:
-    """The blocks alive at the peak: (bytes, category, shape, dtype, what made it) to [how many, where one is, sizes].
+    """Group the blocks alive at the peak: (bytes, category, shape, dtype, operator) to [how many, where one is, sizes].
 
-    `alive` are the ledger's, None outside forward and backward.
+    Args:
+        alive: those of the ledger; None outside forward and backward.
     """
     half = "float16" if recipe.precision.startswith("fp16") else "bfloat16"
     groups: dict[tuple, list] = {}
@@ -192,7 +193,7 @@ def _groups(recipe: Recipe, alive: list[tuple[int, Entry]] | None, peak: Bytes) 
 
 
 def _own(found: list[tuple], peak: Bytes) -> list[tuple]:
-    """A rank's part of the whole model's blocks: those of a category of which it holds less than all, scaled down."""
+    """Scale the whole model's blocks down to what the rank holds of their category."""
     whole: Counter = Counter()
     for count, sizes, category, *_ in found:
         whole[category] += count * sum(sizes)
@@ -204,7 +205,7 @@ def _own(found: list[tuple], peak: Bytes) -> list[tuple]:
 
 
 def _blocks(groups: dict[tuple, list], peak: Bytes) -> Counter:
-    """Sizes of the blocks alive at the peak, to how many."""
+    """Count the blocks alive at the peak by size."""
     blocks: Counter = Counter()
     for count, _, sizes in groups.values():
         for size in sizes:
@@ -216,7 +217,7 @@ def _blocks(groups: dict[tuple, list], peak: Bytes) -> Counter:
 
 
 def _largest(groups: dict[tuple, list]) -> list[TensorGroup]:
-    """The largest groups of equal tensors."""
+    """Return the largest groups of equal tensors."""
     found = [(-key[0] * count, i, (*key, where, count)) for i, (key, (count, where, _)) in enumerate(groups.items())]
     return [TensorGroup(*row) for *_, row in sorted(found)[:LISTED]]
 
