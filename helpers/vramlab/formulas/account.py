@@ -101,7 +101,7 @@ class Account:
         forward.append((first, self.autocast_end, extra))
         for section in m.sections:  # autocast's copies that nothing kept when the context ended (under checkpointing)
             for e in m.cast_entries:
-                if section.begin <= e.birth < section.end and not e.alive(self.autocast_end):
+                if section.begin <= e.birth < section.end and e.death < self.autocast_end:
                     extra += ((-section.more, e.birth, e.birth + 1),)
         forward.append((self.autocast_end, self.forward_end, extra))
         first = self.forward_end

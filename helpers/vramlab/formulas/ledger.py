@@ -47,10 +47,6 @@ class Entry:
 
     __slots__ = ("allocated", "birth", "category", "death", "op", "shape", "size", "where", "width")
 
-    def alive(self, event: int) -> bool:
-        """Whether the block exists after so many events."""
-        return self.birth < event <= self.death
-
 
 class Block:
     """A reference to memory, which is freed when the last one goes.

@@ -24,13 +24,11 @@ class Section:
 
     Attributes:
         begin, end: events around its forward pass. `top`, `bottom`: events around its backward pass.
-        taken: bytes of its input.
     """
 
     name: str
     more: int
     begin: int
-    taken: int
     end: int = 0
     top: int = 0
     bottom: int = 0
@@ -149,13 +147,15 @@ class Model(Layer):
 
         for i in range(written):
             inner = self.where = f"{name}.{i}"
-            section = Section(inner, count - written, len(self.events), x.block.entry.size)
+            section = Section(inner, count - written, len(self.events))
             self.nodes.append(lambda section=section: setattr(section, "bottom", len(self.events)))
             self.enter(inner, x.needs)
             x = self.checkpoint(lambda y, inner=inner: run(inner, y), x) if self.checkpoints else run(inner, x)
             self.leave(inner)
             if i == min(typical, written - 1):
                 section.end = len(self.events)
+                if section.more and self.checkpoints:  # the next layer's checkpoint holds it
+                    x.block.entry.category = "activations"
                 self.sections.append(section)
                 self.nodes.append(lambda section=section: setattr(section, "top", len(self.events)))
         return x

@@ -8,6 +8,7 @@
 The peak is the highest of these moments.
 """
 
+import bisect
 from collections import Counter
 from typing import Any
 
@@ -26,7 +27,8 @@ from .fused_head import with_its_adapters
 from .ledger import Entry
 from .model_states import RankBytes, Sizes, is_sharded_by
 
-LISTED = 8
+LISTED = 8  # of the largest tensors
+MOST_SAMPLES = 1 << 20  # that `largest_batch` tries
 DTYPES = {8: "int64", 4: "float32", 1: "uint8"}
 
 
@@ -76,6 +78,21 @@ def predict(recipe: Recipe | Any, gpu: str | Gpu | None = None) -> Report:
         process=reserved.process(inside, card),
         notes=_notes(recipe, account, card, peak.total),
     )
+
+
+def largest_batch(recipe: Recipe, budget_bytes: int, gpu: str | Gpu | None = None) -> int:
+    """Return the most samples in a micro-batch whose predicted allocated peak is within `budget_bytes`; 0 if none is.
+
+    Leave room for the rest: `predict(…).process.high` less `peak.total` says how much. `gpu` is as in `predict`.
+    """
+
+    def fits(size: int) -> bool:
+        return predict(recipe.replace(batch_size=size), gpu).peak.total <= budget_bytes
+
+    high = 1
+    while high <= MOST_SAMPLES and fits(high):
+        high *= 2
+    return bisect.bisect_left(range(high // 2 + 1, high), True, key=lambda size: not fits(size)) + high // 2
 
 
 class _Step:
