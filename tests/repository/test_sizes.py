@@ -11,7 +11,7 @@ CEILINGS = {
     "vramlab/recipe": 2200,
     "vramlab/training": 2120,
     "vramlab/tracking": 900,
-    "vramlab/formulas": 3450,
+    "vramlab/formulas": 3460,
     "vramlab/simulation": 2450,
     "vramlab/measurement": 1300,
     "vramlab/planning": 1210,

@@ -41,9 +41,11 @@ class Model(Layer):
         sections: the layers that stand for others.
         gathers_layers: each layer gathers its own weights, and prefetches the next one's.
         other_gradients: bytes of gradients that no entry has.
+        inputs: the embedded tokens, which a decoder's forward pass has a name for until it returns.
     """
 
     gathers_layers, other_gradients = False, 0
+    inputs: Tensor | None = None
 
     def __init__(self, recipe: Recipe, shape: Shape, parameters: dict[str, Parameter], chip: Chip):
         super().__init__(recipe, shape, parameters, chip)
@@ -181,9 +183,10 @@ class Model(Layer):
         x = self.stack(stack.prefix, stack.count, lambda name, y: self.layer(name, stack.parts, y, bias), first)
         self.where = stack.prefix
         self.enter(TAIL, x.needs)
-        return (
-            x if s.layout.post_norm else self.norm(x, [name for name, kind in s.layout.modules if kind == "norm"][-1])
-        )
+        if not s.layout.post_norm:
+            x = self.norm(x, [name for name, kind in s.layout.modules if kind == "norm"][-1])
+        self.inputs = None
+        return x
 
     def t5_stack(self, stack, source: Tensor | None) -> Tensor:
         """Run one `T5Stack`: the encoder, or with `source` the decoder. The first layer makes the biases for all."""
@@ -216,6 +219,7 @@ class Model(Layer):
         """Embed tokens, times a factor (Gemma), plus learned positions (GPT-2, OPT, BERT), with dropout."""
         s, b, n, (words, *others) = self.shape, self.batch, self.tokens, self.embeddings
         x = self.first(self.embedding(Tensor(None, (b, n), INT64), words))
+        self.inputs = x if s.layout.causal else None
         if s.layout.scaled_embedding:
             x = self.scale(x)
         if "model.decoder.project_in.weight" in self.parameters:  # OPT

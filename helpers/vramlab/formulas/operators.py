@@ -119,9 +119,8 @@ class Operators(Ledger):
             return self.mul(half, self.scale(self.unary("tanh", self.mul(self.scale(x), inner)), "add"))
         # 0.5 · x · (1 + tanh(√(2/π) · (x + 0.044715 · x³)))
         if name in ("gelu_new", "gelu_accurate", "gelu_python_tanh"):
-            half = self.scale(x)
-            inner = self.add(x, self.scale(self.power(self.fp32(x))))
-            return self.mul(half, self.scale(self.unary("tanh", self.scale(inner)), "add"))
+            half, inner = self.scale(x), [self.scale(self.add(x, self.scale(self.power(self.fp32(x)))))]
+            return self.mul(half, self.scale(self.unary("tanh", inner.pop()), "add"))  # which nothing holds any more
         if name == "quick_gelu":
             return self.mul(x, self.unary("sigmoid", self.scale(x)))
         return self.unary(name, x, "result" if name in ("relu", "tanh", "sigmoid") else "input")
@@ -234,7 +233,9 @@ class Operators(Ledger):
         update = self.scale(self.product(self.product(self.dropout(x, self.lora_dropout), down), up))
         if quantized:
             update = self.to(update, width)
-        return self.to(self.add(y, update), width)
+        y = self.add(y, update)
+        del update
+        return self.to(y, width)
 
     def in_4_bits(self, x: Tensor, weight: Parameter, bias: Parameter | None) -> Tensor:
         """The weight is unpacked whole for each product, forward and backward (Dettmers et al. 2023, section 3).
