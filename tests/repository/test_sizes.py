@@ -12,7 +12,7 @@ CEILINGS = {
     "vramlab/training": 2120,
     "vramlab/tracking": 900,
     "vramlab/formulas": 3460,
-    "vramlab/simulation": 2450,
+    "vramlab/simulation": 2470,
     "vramlab/measurement": 1300,
     "vramlab/planning": 1210,
     "vramlab/faces": 1690,

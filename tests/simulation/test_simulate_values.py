@@ -215,6 +215,34 @@ def test_rows_of_sparse_gradients_are_counted(optimizer):
     assert said.peak == seen.peak and not said.notes
 
 
+GRAPHS = {
+    "product": torch.sparse.mm,
+    "scaled": lambda a, x: (a * 2) @ x,
+    "transposed": lambda a, x: a.t() @ x,
+    "merged": lambda a, x: a.coalesce() @ x,
+    "by indices": lambda a, x: x[a._indices()[0]] * a._values()[:, None],
+    "dense": lambda a, x: a.to_dense() @ x,
+}
+
+
+@pytest.mark.parametrize("case", GRAPHS)
+@pytest.mark.parametrize("merged", [True, False])
+def test_a_sparse_matrix_of_the_batch_is_counted(case, merged):
+    matrix = (torch.arange(400).reshape(20, 20) % 7 == 0).float().to_sparse()
+    if not merged:
+        matrix = torch.sparse_coo_tensor(matrix.indices(), matrix.values(), (20, 20), check_invariants=False)
+    model = Function(lambda layer, x, a: GRAPHS[case](a, torch.relu(layer(x))))
+    said, seen = both(lambda: model, (torch.rand(20, 8), matrix), total)
+    assert said.phases == seen.phases and said.peak == seen.peak and not said.notes
+
+
+def test_a_sparse_result_of_unknown_size_is_noted():
+    model = Function(lambda layer, x, a: torch.sparse.sum(a, 1).to_dense()[:, None] * layer(x))
+    matrix = torch.eye(4).to_sparse()
+    said = simulate(model=model, batch=(X[:, 0], matrix), loss=total, optimizer=torch.optim.SGD, target="cpu")
+    assert [note for note in said.notes if "it is not counted" in note]
+
+
 def test_a_sparse_gradient_of_unknown_indices_is_noted():
     table = nn.Embedding(8, 8, sparse=True)
     model = Function(lambda layer, x: table(layer(x).argmax(-1)).sum() + layer(x).sum())

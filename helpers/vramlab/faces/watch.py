@@ -28,7 +28,7 @@ from ..simulation.any_module import is_compiled, lazy_parameter
 from ..tracking.history import History
 from ..tracking.reporting import to_report
 from ..tracking.tracked import claim_model, claim_states, gradients_named, tensors_in
-from ..tracking.tracker import Tracker
+from ..tracking.tracker import Tracker, plain_tensors
 
 
 class watch:
@@ -135,7 +135,7 @@ class watch:
         self._stepped = False
 
     def _before_forward(self, module: torch.nn.Module, args: tuple, kwargs: dict) -> None:
-        for tensor in tensors_in([*args, *kwargs.values()]):
+        for tensor in plain_tensors(tensors_in([*args, *kwargs.values()])):
             storage = self.tracker.live.get(tensor.untyped_storage()._cdata)
             if storage is None or not storage.category:
                 self.tracker.claim([tensor], "inputs")

@@ -40,14 +40,28 @@ def run(func: Any, args: tuple, kwargs: dict, values: Any) -> Any:
         return _made((rows, gradient.shape[1]), indices.view(1, -1), each, places)
     if name == "add_" and not is_sparse(args[0]):
         return args[0]
-    if name in BY_ROWS:
+    contents = [getattr(tensor, "_content", None) for tensor in args if is_sparse(tensor)]
+    whole = name in ("t", "transpose") and not args[0].dense_dim()
+    if (name in BY_ROWS or whole) and None not in contents:
         return _by_rows(func, name, args, kwargs, values)
     result = func(*args, **kwargs)
-    if name == "detach":
-        result._content = args[0]._content
-    if name == "_indices":
-        result._content = args[0]._content._indices()
+    if name in ("detach", "_indices", "indices") and contents[0] is not None:
+        result._content = contents[0] if name == "detach" else contents[0]._indices()
+    elif is_sparse(result):
+        values.note(f"the size of the sparse tensor that aten.{name} makes is not known: it is not counted")
     return result
+
+
+def know(fake: torch.Tensor, real: torch.Tensor) -> None:
+    """Give the fake copy of a sparse tensor, which is empty, as many rows and the content of its indices."""
+    options = {"check_invariants": False, "is_coalesced": real.is_coalesced()}
+    with _disable_current_modes():
+        indices, rows = real._indices().detach().clone(), real._values()
+        row = torch.zeros(len(rows), dtype=rows.dtype)
+        content = torch.sparse_coo_tensor(indices, row, real.shape[: len(indices)], **options)
+    indices, rows = torch.empty(indices.shape, dtype=torch.int64), torch.empty(rows.shape, dtype=fake.dtype)
+    fake.data = torch.sparse_coo_tensor(indices, rows, fake.shape, **options)
+    fake._content, content.is_known = content, True
 
 
 def _made(shape: tuple, indices: torch.Tensor, rows: torch.Tensor, places: torch.Tensor | None) -> torch.Tensor:
@@ -87,7 +101,7 @@ def _by_rows(func: Any, name: str, args: tuple, kwargs: dict, values: Any) -> to
     indices = torch.empty(dims, places // dims, dtype=torch.int64)[:, :count]
     rows = torch.empty(room, *like.shape[1:], dtype=rows.dtype)[:count]
     coalesced = {"check_invariants": False, "is_coalesced": made.is_coalesced()}
-    fake = torch.sparse_coo_tensor(indices, rows, mine[0].shape, **coalesced)
+    fake = torch.sparse_coo_tensor(indices, rows, (*made.shape, *like.shape[1:]), **coalesced)
     if name.endswith("_"):
         args[0].data = fake
         fake = args[0]

@@ -53,6 +53,8 @@ class Values:
     def know(self, fakes: Iterable[torch.Tensor], reals: Iterable[torch.Tensor]) -> None:
         """Give each of `fakes` the content of the real tensor at its place, where that is small and needs no gradient."""
         for fake, real in zip(fakes, reals, strict=True):
+            if sparse.is_sparse(real) and isinstance(fake, FakeTensor):
+                sparse.know(fake, real)
             plain = real.layout == torch.strided and real.device.type == "cpu" and not real.requires_grad
             if plain and real.numel() <= LIMIT and not isinstance(real, FakeTensor):
                 with _disable_current_modes():
