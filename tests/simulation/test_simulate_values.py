@@ -236,6 +236,13 @@ def test_a_sparse_matrix_of_the_batch_is_counted(case, merged):
     assert said.phases == seen.phases and said.peak == seen.peak and not said.notes
 
 
+@pytest.mark.filterwarnings("ignore:Sparse CSR")
+def test_a_compressed_sparse_matrix_is_noted():
+    model, batch = Function(lambda layer, x, a: a @ layer(x)), (X[:, 0], torch.eye(4).to_sparse_csr())
+    (note,) = simulate(model=model, batch=batch, loss=total, optimizer=torch.optim.SGD, target="cpu").notes
+    assert note.startswith("a torch.sparse_csr tensor")
+
+
 def test_a_sparse_result_of_unknown_size_is_noted():
     model = Function(lambda layer, x, a: torch.sparse.sum(a, 1).to_dense()[:, None] * layer(x))
     matrix = torch.eye(4).to_sparse()

@@ -20,6 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from ..tracking.tracker import SPARSE
 from . import sparse
 
 aten = torch.ops.aten
@@ -55,6 +56,8 @@ class Values:
         for fake, real in zip(fakes, reals, strict=True):
             if sparse.is_sparse(real) and isinstance(fake, FakeTensor):
                 sparse.know(fake, real)
+            elif real.layout in SPARSE:
+                self.note(f"a {real.layout} tensor, and what is made of it, is counted as empty: give it as sparse_coo")
             plain = real.layout == torch.strided and real.device.type == "cpu" and not real.requires_grad
             if plain and real.numel() <= LIMIT and not isinstance(real, FakeTensor):
                 with _disable_current_modes():
