@@ -12,7 +12,7 @@ from tiny_models import config
 from torch.nn import functional as F
 from transformers import masking_utils
 from vramlab import LoRA, Quantization, Recipe, RecipeError, predict, simulate
-from vramlab.planning.plan_notes import notes_on
+from vramlab.planning.search_space import notes_on
 from vramlab.simulation.as_run import AS_RUN, as_it_ran
 from vramlab_course.published import Run, runs, scatter_error
 

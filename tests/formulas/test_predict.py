@@ -610,11 +610,11 @@ def test_a_written_out_stack_equals_the_multiplied_one():
         return tuple((w.name, model_states.starred_name(w.name), w.shape) for w in shape.weights())
 
     short = account.Account(recipe)
-    assert len(every(recipe.shape)) > len(model_states.written_out(recipe.shape))
-    account._written.cache_clear()
-    with patch.object(model.Model, "stack", whole), patch.object(account, "written_out", every):
+    assert len(every(recipe.shape)) > len(model_states.first_layers(recipe.shape))
+    account._parameter_settings.cache_clear()
+    with patch.object(model.Model, "stack", whole), patch.object(account, "first_layers", every):
         long = account.Account(recipe)
-    account._written.cache_clear()
+    account._parameter_settings.cache_clear()
     for phase in ("forward", "backward"):
         (split,), (other,) = short.splits([short.moments[phase]]), long.splits([long.moments[phase]])
         assert sum(split.values()) == sum(other.values())

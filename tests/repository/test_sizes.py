@@ -14,7 +14,7 @@ CEILINGS = {
     "vramlab/formulas": 3460,
     "vramlab/simulation": 2470,
     "vramlab/measurement": 1300,
-    "vramlab/planning": 1210,
+    "vramlab/planning": 1200,
     "vramlab/faces": 1690,
     "vramlab_course/claims": 1200,
     "vramlab_course": 5770,

@@ -25,11 +25,11 @@ from .model_states import (
     CacheKey,
     cached_table,
     compute_recipe,
+    first_layers,
     is_sharded_by,
     is_trained_whole,
     lora_targets,
     trained_whole,
-    written_out,
 )
 from .nearest import nearest
 
@@ -227,7 +227,7 @@ def cached_account(key: CacheKey) -> Account:
 def _parameters(recipe: Recipe, shape: Shape) -> dict[str, Parameter]:
     """Make the parameters that the ledger needs, by name; a tied head is another name for the embedding."""
     layers = 3 if is_sharded_by(recipe, "fsdp") else 2
-    rows = _written(shape, recipe.precision, recipe.quantization, recipe.lora, layers)
+    rows = _parameter_settings(shape, recipe.precision, recipe.quantization, recipe.lora, layers)
     found, head = {row[0]: Parameter(*row) for row in rows}, shape.head
     words = next((name for name, weight in found.items() if weight.shape[0] == shape.vocab_size), None)
     if f"{head}.weight" not in found and words:  # a stage in the middle has neither
@@ -238,11 +238,11 @@ def _parameters(recipe: Recipe, shape: Shape) -> dict[str, Parameter]:
 
 
 @lru_cache(maxsize=512)
-def _written(shape: Shape, precision: str, quantization, lora: LoRA | None, layers: int) -> list[tuple]:
+def _parameter_settings(shape: Shape, precision: str, quantization, lora: LoRA | None, layers: int) -> list[tuple]:
     """List (name, shape, width, trained, quantized) of the weights outside the layers and in the first layers."""
     table = cached_table(shape, precision, quantization, lora, "sgd", None, False)
     rows, whole, found = {(row.name, row.shape): row for row in table}, trained_whole(shape, lora), []
-    for name, role, size in written_out(shape, layers):
+    for name, role, size in first_layers(shape, layers):
         row, copied = rows[role, size], bool(whole) and is_trained_whole(name, whole)
         found.append((name, size, row.width, row.trained or copied, None if copied else row.quantized))
     names = {row[0] for row in found}

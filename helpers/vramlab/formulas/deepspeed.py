@@ -1,4 +1,4 @@
-"""DeepSpeed on paper: flat partitions, gradients that go into a bucket, a step in fp32.
+"""What a rank holds under DeepSpeed: flat partitions, gradients reduced in a bucket, a step in fp32.
 
 Ψ: trained parameters, N: ranks, w: bytes of a weight, "part": what a rank has of each parameter group, ⌈Ψ/2N⌉ · 2
 elements at stages 1 and 2, the sum of ⌈p/N⌉ at stage 3.
@@ -25,17 +25,7 @@ from ..recipe.recipe import Recipe
 from . import model_states
 from .ledger import Parameter
 from .model import Model
-from .model_states import (
-    FP32,
-    HALF,
-    ParameterRow,
-    RankBytes,
-    compute_recipe,
-    is_sharded_by,
-    parameter_table,
-    state_sizes,
-    tensors_in_order,
-)
+from .model_states import FP32, HALF, ParameterRow, RankBytes, compute_recipe, parameter_table
 from .param_coordinator import Gathered, gathered
 from .step import COPIES, copies
 
@@ -44,7 +34,7 @@ FP64, AT_ONCE = 8, 250_000_000  # elements of a norm that is computed at a time
 
 
 def deepspeed_bytes(recipe: Recipe) -> RankBytes:
-    """What a rank holds."""
+    """Return the bytes that `recipe`'s rank holds."""
     rank = _Rank(recipe)
     if recipe.sharding.stage == 0:
         return rank.replica()
@@ -52,18 +42,18 @@ def deepspeed_bytes(recipe: Recipe) -> RankBytes:
 
 
 class _Rank:
-    """A rank of `asked`.
+    """One rank's partitions of the recipe `asked`.
 
     Attributes:
-        precision_set: DeepSpeed knows the weights' precision, or it is fp32.
+        precision_set: DeepSpeed's configuration has the weights' precision, or it is fp32.
         groups: trained tensors by parameter group; `parts`: elements that the rank has of each.
         width: bytes of a weight. `bucket`: bytes of the buffer that gradients are reduced in.
-        foreach: temporaries of the optimizer, each as large as what it updates.
+        foreach: how many temporaries the optimizer has, each as large as what it updates.
     """
 
     def __init__(self, asked: Recipe):
         self.recipe, self.sharding = compute_recipe(asked), asked.sharding
-        self.rows = [row for row in tensors_in_order(self.recipe) if row.trained]
+        self.rows = [row for row in model_states.tensors_in_order(self.recipe) if row.trained]
         self.width = max((row.width for row in self.rows), default=FP32)
         self.mixed = asked.precision.endswith("-mixed")
         self.precision_set = self.mixed or self.width == FP32
@@ -83,11 +73,11 @@ class _Rank:
         return 2 * ceil(sum(prod(row.shape) for row in rows) / (2 * ranks))
 
     def _states(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Bytes of the states of an fp32 tensor."""
-        return state_sizes(shape, "linear", FP32, self.recipe.optim, self.recipe.optim_args, False)
+        """Return the bytes of each state of an fp32 tensor."""
+        return model_states.state_sizes(shape, "linear", FP32, self.recipe.optim, self.recipe.optim_args, False)
 
     def _partitioned(self) -> RankBytes:
-        """Weights, fp32 weights and states of stages 1 to 3."""
+        """Return weights, fp32 weights and states of stages 1 to 3."""
         third, offload, ranks = self.sharding.stage == 3, self.sharding.offload, self.sharding.world_size
         frozen = sum(row.count * sum(row.blocks) for row in parameter_table(self.recipe) if not row.trained)
         weights = [part * self.width * (1 if third else ranks) for part in self.parts]
@@ -110,7 +100,7 @@ class _Rank:
         )
 
     def stage_1_or_2(self) -> RankBytes:
-        """The gradients that are this rank's stay to the step, whole where they lie across its ends."""
+        """Keep this rank's gradients to the step, whole where its partition begins or ends within one."""
         stage, precision_set, found = self.sharding.stage, self.precision_set, self._partitioned()
         pieces = [
             piece for rows, part in zip(self.groups, self.parts, strict=True) for piece in self._pieces(rows, part)
@@ -142,7 +132,7 @@ class _Rank:
         )
 
     def stage_3(self) -> RankBytes:
-        """Gradients of the part at all times, weights gathered while the step needs them."""
+        """Keep the partition's gradients at all times, and gather weights while the step needs them."""
         recipe, sharding, found = self.recipe, self.sharding, self._partitioned()
         small = HIDDEN["stage3_param_persistence_threshold"](recipe.shape.hidden_size)
         persistent = sum(rounded(prod(row.shape) * row.width) for row in self.rows if prod(row.shape) <= small)
@@ -170,7 +160,7 @@ class _Rank:
         )
 
     def _pieces(self, rows: list[ParameterRow], part: int) -> list[tuple[int, int]]:
-        """(elements in the part, elements) of each tensor of a group that the rank's part has something of."""
+        """List (elements in the partition, elements) of each tensor of a group that the rank has some of."""
         rank, begin, found = self.sharding.rank, 0, []
         for row in rows:
             size = prod(row.shape)
@@ -181,13 +171,13 @@ class _Rank:
         return found
 
     def _kept_whole(self, pieces: list[tuple[int, int]]) -> int:
-        """Elements of gradients that stay with their parameters to the step: of those that filled a bucket alone, and of
-        which this rank's part has nothing."""
+        """Count elements of gradients that stay with their parameters to the step: those larger than the bucket of which
+        this rank has nothing."""
         sizes = [prod(row.shape) for row in self.rows]
         return max(0, sum(size for size in sizes if size > self.elements_of_bucket) - sum(size for _, size in pieces))
 
     def replica(self) -> RankBytes:
-        """Stage 0: everything, and in "-mixed" precisions an fp32 copy of every weight, which the optimizer updates."""
+        """Hold everything at stage 0, and in "-mixed" precisions an fp32 copy of every weight, which is updated."""
         recipe, mixed, width, chunks = self.recipe, self.mixed, self.width, [0]
         sizes, masters = [prod(row.shape) for row in self.rows], []
         states = [size for row in self.rows for size in row.states]
@@ -214,9 +204,11 @@ class _Rank:
 
 
 def gradient_reduction(recipe: Recipe) -> bool | str:
-    """What DeepSpeed does with a gradient that is complete: False, it stays; True, it is reduced and goes when the next
-    one is complete; "fp32", it stays in fp32."""
-    if not is_sharded_by(recipe, "deepspeed") or recipe.sharding.stage == 0:
+    """Tell what DeepSpeed does with a complete gradient.
+
+    False: it stays. True: it is reduced, and freed when the next one is complete. "fp32": it stays in fp32.
+    """
+    if not model_states.is_sharded_by(recipe, "deepspeed") or recipe.sharding.stage == 0:
         return False
     if recipe.sharding.stage == 1:
         return "fp32" if recipe.precision.endswith("-true") else False
@@ -224,7 +216,7 @@ def gradient_reduction(recipe: Recipe) -> bool | str:
 
 
 class DeepSpeedModel(Model):
-    """The ledger of a rank whose gradients go one by one (`reduce_independent_p_g_buckets_and_remove_grads`).
+    """The ledger of a DeepSpeed rank, which frees gradients one by one (`reduce_independent_p_g_buckets_and_remove_grads`).
 
     Stages 1 and 2 reduce a copy of a gradient; in fp32 where the model is in half precision and DeepSpeed does not know
     it, and then in pieces, one for each rank that has a part of it. Stage 3 scatters it as it is; offloaded, the rank's

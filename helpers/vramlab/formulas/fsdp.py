@@ -1,9 +1,9 @@
-"""FSDP2 on paper: what a rank gathers, copies and divides, entered in the ledger where `fully_shard`'s hooks do it.
+"""FSDP2 in the ledger: what a rank gathers, copies and reduces, when `fully_shard`'s hooks do it.
 
 With N ranks a weight of d₀ rows is divided by rows: ⌈d₀/N⌉ on each rank, so N·⌈d₀/N⌉ with padding when it is gathered.
 
-    before a unit's forward     a flat buffer of all its weights, and the weights copied out of it; the flat buffer of
-                                the unit before goes after that (`FSDPParamGroup.wait_for_unshard`)
+    before a unit's forward     a flat buffer of all its weights, and the weights copied out of it; then the flat buffer
+                                of the unit before is freed (`FSDPParamGroup.wait_for_unshard`)
     after it                    the weights are freed at stage 3, unless the unit is kept (`reshard`)
     before its backward         gathered again if it was freed; then the flat buffer of the unit whose forward ran before
                                 it (`_backward_prefetch`), which is copied out when its turn comes
@@ -31,12 +31,13 @@ from .nearest import nearest
 
 @dataclass(eq=False)
 class Unit:
-    """Weights that are gathered together.
+    """Weights that are gathered together (an `FSDPParamGroup`).
 
     Attributes:
-        sizes: (shape, width, how many, trained) of them. `written` are those that the ledger knows.
-        keep: from the forward to the backward pass in any case.
-        flat, copied: what it is gathered into, and its weights copied out of that. `done`: its gradients are divided.
+        sizes: (shape, width, how many, trained) of the weights. `written`: those that are in the ledger.
+        keep: stays gathered from the forward to the backward pass.
+        flat, copied: the buffer it is gathered into, and the weights copied out of that.
+        done: its gradients are reduced.
     """
 
     sizes: list[tuple[tuple[int, ...], int, int, bool]] = field(default_factory=list)
@@ -48,18 +49,18 @@ class Unit:
 
 
 def padded(shape: tuple[int, ...], ranks: int) -> int:
-    """Numbers of one rank's part of a weight, padded: its rows are dealt out in equal chunks (`Shard(0)`)."""
+    """Return how many numbers a rank's shard of a weight has with padding: rows in equal chunks (`Shard(0)`)."""
     return ceil(shape[0] / ranks) * prod(shape[1:]) if shape else 1
 
 
 def own(shape: tuple[int, ...], ranks: int, rank: int) -> tuple[int, ...]:
-    """The shape of what `rank` has of a weight: the last ranks may have fewer rows, or none."""
+    """Return the shape of `rank`'s shard of a weight: the last ranks may have fewer rows, or none."""
     chunk = ceil(shape[0] / ranks)
     return (min(chunk, max(0, shape[0] - rank * chunk)), *shape[1:])
 
 
 def _stored(shape: tuple[int, ...], width: int, quantized: str | None) -> tuple[tuple[int, ...], int]:
-    """(shape, bytes a number) of a weight as it is stored: two numbers of 4 bits in a byte, in a column
+    """Return (shape, bytes a number) of a weight in memory: 4 bits are packed in a column of bytes
     (`bitsandbytes.nn.Params4bit`)."""
     if quantized in (None, "int8"):
         return shape, 1 if quantized else width
@@ -67,10 +68,10 @@ def _stored(shape: tuple[int, ...], width: int, quantized: str | None) -> tuple[
 
 
 def unit_of(name: str, recipe: Recipe) -> str:
-    """The unit that the weight `name` (layers' numbers may be "*") is in: a layer's prefix, TAIL, ROOT or a module.
+    """Return the key of the unit of the weight `name`: a layer's prefix, TAIL, ROOT or a module.
 
-    Plain loops leave to the root what is in no layer; accelerate gives the embedding a unit, and the last norm and the
-    head together another, with the embedding if that is the head's too.
+    Plain loops leave what is in no layer to the root; accelerate gives the embedding a unit, and another to the last norm
+    with the head, and with a tied embedding. `name` may have * for the layer's number.
     """
     shape = recipe.shape
     if recipe.sharding.wrap == "model":
@@ -90,12 +91,13 @@ def unit_of(name: str, recipe: Recipe) -> str:
 
 
 class FsdpModel(Model):
-    """The ledger of a rank, with the hooks of `fully_shard`.
+    """The ledger of an FSDP rank: `Model` with the hooks of `fully_shard`.
 
     Attributes:
-        first_unit: the unit of the input embedding.
+        first_unit: key of the input embedding's unit.
         order: units in the order of their forward passes.
-        flat: the buffer that the next gathering frees; `reducing`: the input of the last reduce-scatter.
+        flat: the buffer that the next all-gather frees.
+        reducing: the input of the last reduce-scatter.
     """
 
     def shard(self, asked: Recipe, gradients_exist: bool) -> None:
@@ -157,7 +159,7 @@ class FsdpModel(Model):
     # --- forward --------------------------------------------------------------------------------------------------
 
     def _gather(self, unit: Unit) -> None:
-        """The flat buffer of `unit`, gathered into."""
+        """All-gather `unit` into its flat buffer."""
         shard = sum(padded(shape, self.ranks) * width * count for shape, width, count, _ in unit.sizes)
         if shard:
             unit.flat = self.group("all_gather", [(shard * self.ranks, 1)], "workspace")
@@ -169,7 +171,7 @@ class FsdpModel(Model):
 
     def enter(self, key: str, needs: bool = False) -> None:
         if needs and not (key == TAIL and self.first_unit == TAIL):
-            self.nodes.append(lambda: self._divide(key))
+            self.nodes.append(lambda: self._reduce(key))
         unit = self.units.get(self.first_unit if key == EMBEDDING else key)
         if unit and unit.copied is None and unit.sizes:
             self._gather(unit)
@@ -206,8 +208,8 @@ class FsdpModel(Model):
         if at > 0 and self.order[at - 1].copied is None and self.order[at - 1].flat is None:
             self._gather(self.order[at - 1])
 
-    def _divide(self, key: str) -> None:
-        """Divide `key`'s gradients among the ranks, once."""
+    def _reduce(self, key: str) -> None:
+        """Reduce-scatter the gradients of `key`, once."""
         unit = self.units.get(key)
         if unit is None or unit.done:
             return
@@ -230,12 +232,12 @@ class FsdpModel(Model):
 
     def finish(self) -> None:
         for key in (ROOT, *self.units):
-            self._divide(key)
+            self._reduce(key)
         self.reducing = None
         for unit in self.units.values():
             unit.flat = unit.copied = None
 
 
 def _allocated(sizes: Iterable[tuple[int, int]]) -> int:
-    """What the allocator gives for `sizes`, (bytes of one, how many)."""
+    """Sum what the allocator gives for `sizes`, pairs of (bytes of one, how many)."""
     return sum((rounded(size) + internal_fragmentation(rounded(size))) * count for size, count in sizes)

@@ -1,4 +1,4 @@
-"""Tensor and pipeline parallel: a rank has a slice of every matrix, or some of the layers.
+"""Tensor and pipeline parallel ranks: a slice of every matrix, or some of the layers.
 
 Tensor parallel (Shoeybi et al. 2019) on N ranks: P/N of what is sliced and all of the norms; of the activations, what
 lies between the two matrices of a pair (heads, MLP channels) is sliced, and what lies between pairs (hidden states,
@@ -9,7 +9,7 @@ activations of the micro-batches in flight: all m under GPipe, min(m, N - rank) 
 two buffers for each micro-batch under any schedule, for hidden states to come and for their gradients: 2 · batch ·
 tokens · hidden numbers, one of the two at the ends of the pipeline.
 
-A rank is described as a model of its own (`rank_recipe`): the same layers with fewer heads, or fewer layers.
+A rank is predicted as a model of its own (`rank_recipe`): the same layers with fewer heads, or fewer layers.
 """
 
 import copy
@@ -28,15 +28,15 @@ from .model import Model
 from .model_states import input_bytes, weight_width
 from .operators import BOOL, INT64
 
-# The first matrix of each pair gives a part of its results, the second one takes a part (transformers' `tp_plan`).
-GIVE = ("q_proj", "k_proj", "v_proj", "query_key_value", "gate_proj", "up_proj", "fc1", "dense_h_to_4h")
-TAKE = ("o_proj", "down_proj", "dense", "fc2", "dense_4h_to_h")
+# Sliced by outputs (the first of a pair) and by inputs (the second one): transformers' `tp_plan`.
+BY_OUTPUTS = ("q_proj", "k_proj", "v_proj", "query_key_value", "gate_proj", "up_proj", "fc1", "dense_h_to_4h")
+BY_INPUTS = ("o_proj", "down_proj", "dense", "fc2", "dense_4h_to_h")
 
 
 def rank_recipe(recipe: Recipe) -> Recipe:
-    """`recipe` as its sharding's rank runs it, if that is "tensor" or "pipeline"; else `recipe` itself.
+    """Return `recipe` as its rank runs it under "tensor" or "pipeline"; else `recipe` itself.
 
-    Its shape has this rank's weights and sizes; a pipeline's has the batch size of one micro-batch.
+    The shape has this rank's weights and sizes; in a pipeline the batch size is that of one micro-batch.
     """
     sharding = recipe.sharding
     if not is_model_parallel(recipe):
@@ -53,7 +53,7 @@ def rank_recipe(recipe: Recipe) -> Recipe:
 
 
 def is_model_parallel(recipe: Recipe) -> bool:
-    """Whether each rank holds a slice of the model or some of its layers."""
+    """Tell whether each rank holds a slice of the model or some of its layers."""
     sharding = recipe.sharding
     return sharding is not None and sharding.world_size > 1 and sharding.engine in ("tensor", "pipeline")
 
@@ -74,9 +74,9 @@ def _slice(shape: Shape, weight: Weight, ranks: int, rows: int) -> Weight:
     if weight.layer is None:
         sliced = first == shape.vocab_size and not (weight.kind == "embedding" and shape.family in WHOLE_EMBEDDING)
         return dataclasses.replace(weight, shape=(rows, *others)) if sliced else weight
-    if name in GIVE:
+    if name in BY_OUTPUTS:
         return dataclasses.replace(weight, shape=(first // ranks, *others))
-    if name in TAKE and part == "weight":
+    if name in BY_INPUTS and part == "weight":
         return dataclasses.replace(weight, shape=(first, others[0] // ranks))
     return weight
 
@@ -103,14 +103,14 @@ def _stage(shape: Shape, stages: int, rank: int) -> Shape:
 
 
 def _in_flight(sharding: Sharding) -> int:
-    """The most micro-batches whose activations a stage holds at once."""
+    """Return the most micro-batches whose activations a stage holds at once."""
     if sharding.schedule == "gpipe":
         return sharding.micro_batches
     return min(sharding.micro_batches, sharding.world_size - sharding.rank)
 
 
 def _receive_bytes(recipe: Recipe, width: int) -> int:
-    """Bytes of a stage's buffers for hidden states and gradients from its neighbours, for all micro-batches."""
+    """Sum a stage's buffers for hidden states and gradients from its neighbours, of all micro-batches."""
     sharding = recipe.sharding
     samples = recipe.batch_size // sharding.micro_batches
     one = rounded(samples * recipe.seq_len * recipe.shape.hidden_size * width)
@@ -118,7 +118,7 @@ def _receive_bytes(recipe: Recipe, width: int) -> int:
 
 
 def pipelined(recipe: Recipe, first: dict[str, Phase], later: dict[str, Phase], kept: int) -> dict[str, Phase]:
-    """The phases of a stage's whole step, from those of one micro-batch.
+    """Return the phases of a stage's whole step, from those of one micro-batch.
 
     Args:
         first, later: of a micro-batch before which no gradient exists, and of one before which they do.
@@ -151,7 +151,7 @@ def pipelined(recipe: Recipe, first: dict[str, Phase], later: dict[str, Phase], 
 
 
 def beyond_the_slice(recipe: Recipe) -> int:
-    """Bytes of an embedding's gradient on a tensor parallel rank beyond its slice; `recipe` is `rank_recipe`'s.
+    """Return the bytes that an embedding's gradient has beyond a tensor parallel rank's slice (of a `rank_recipe`).
 
     DTensor computes the gradient of the whole table (`embedding_dense_backward`) and keeps a view of its slice, and with
     it all of the storage. Where the table is the head too, the two gradients' sum is a new tensor, of the slice.
@@ -172,19 +172,19 @@ def beyond_the_slice(recipe: Recipe) -> int:
 class TensorParallelModel(Model):
     """The ledger of a tensor parallel rank: pairs of sliced matrices, between whole hidden states."""
 
-    def once(self, x: Tensor) -> Tensor:
-        """What all slices read: the same tensor; its gradient is all-reduced into a new one."""
+    def replicated(self, x: Tensor) -> Tensor:
+        """Enter a pair of matrices with a whole tensor; its gradient is all-reduced into a new one."""
         return self.op("all_reduce", [x], x.shape, x.width, view=x)
 
     def all_reduced(self, x: Tensor) -> Tensor:
-        """The sum over the ranks, a new tensor; the gradient passes."""
+        """Sum over the ranks into a new tensor; the gradient passes."""
         return self.scale(x, "add")
 
     def attention(self, at: dict[str, str], x: Tensor, *others) -> Tensor:
-        return self.all_reduced(super().attention(at, self.once(x), *others))
+        return self.all_reduced(super().attention(at, self.replicated(x), *others))
 
     def feed_forward(self, at: dict[str, str], x: Tensor) -> Tensor:
-        return self.all_reduced(super().feed_forward(at, self.once(x)))
+        return self.all_reduced(super().feed_forward(at, self.replicated(x)))
 
     def embedding(self, ids: Tensor, name: str) -> Tensor:
         if self.shape.family in WHOLE_EMBEDDING:
@@ -203,7 +203,7 @@ class TensorParallelModel(Model):
             return super().linear(x, name)
         b, n, _ = x.shape
         ranks, whole = self.recipe.sharding.world_size, self.setting("vocab_size", 0)
-        part = super().linear(self.once(x), name)
+        part = super().linear(self.replicated(x), name)
         gathered = self.block("all_gather", (ranks * b, n, -(-whole // ranks)), part.width)
         logits = self.op("cat", [part], (b, n, whole), part.width)
         del gathered
@@ -222,7 +222,7 @@ class PipelineStage(Model):
         return super().embed() if self.begins else self.received((self.batch, self.tokens, self.shape.hidden_size))
 
     def received(self, shape: tuple[int, ...]) -> Tensor:
-        """A buffer, counted elsewhere (`_receive_bytes`)."""
+        """Receive hidden states in a buffer that `_receive_bytes` counts."""
         block = self.block("received", (0,), 1)
         hidden = Tensor(block, shape, self.hidden_width)
         hidden.needs, hidden.node = True, Leaf(None)  # its gradient is sent back

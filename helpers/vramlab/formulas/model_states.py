@@ -271,7 +271,7 @@ def _stays_fp32(shape: Shape, name: str) -> bool:
 
 
 @lru_cache(maxsize=512)
-def written_out(shape: Shape, layers: int = 2) -> tuple[tuple[str, str, tuple[int, ...]], ...]:
+def first_layers(shape: Shape, layers: int = 2) -> tuple[tuple[str, str, tuple[int, ...]], ...]:
     """List (name, starred name, shape) of the weights outside the layers and of each stack's first layers."""
     first = range(3 if shape.num_decoder_layers else layers)
     kept = {None, *first, *(shape.num_layers + i for i in first if shape.num_decoder_layers)}

@@ -1,7 +1,7 @@
-"""Architectures without a layout: treat one made of a known decoder's matrices as that decoder.
+"""Layouts for architectures that have none: guess the roles of a decoder's weights from their names and sizes.
 
-Roles come from the names and sizes of a layer's weights. What plays no role here (a state-space layer, a convolution, a
-second stack, shared or unlike layers) is refused: `simulate` runs the library's own code.
+An architecture with something else (a state-space layer, a convolution, a second stack, shared or unlike layers) is
+refused: `simulate` runs the library's own code.
 """
 
 import dataclasses
@@ -39,7 +39,7 @@ KNOWN_NORMS = ("layernorm", "rmsnorm", "rmsnorm in fp32", "layernorm in fp32")
 
 
 def nearest(recipe: Recipe) -> Shape:
-    """The shape of `recipe`, of an architecture that is not written down, as a decoder of the roles its weights play.
+    """Return the shape of `recipe`, whose architecture has no layout, with the layout of a decoder of its weights.
 
     Raises:
         RecipeError: something in it plays no role here; the sentence says what, and names `simulate`.
@@ -57,7 +57,7 @@ def nearest(recipe: Recipe) -> Shape:
 
 @lru_cache(maxsize=512)
 def _decoder(s: Shape) -> Shape | str:
-    """`s` as a decoder, or why it is none, as a clause."""
+    """Return `s` with a decoder's layout, or a clause that says why it is none."""
     layers, outside = defaultdict(list), []
     for weight in s.weights():
         (outside if weight.layer is None else layers[weight.layer]).append(weight)
@@ -90,7 +90,7 @@ def _decoder(s: Shape) -> Shape | str:
 
 
 def _experts(s: Shape, roles: dict[str, str], rows: list[Weight]) -> dict[str, int]:
-    """Fields of `Shape` that a mixture's weights say: how many experts, of what width, and how many a token goes to."""
+    """Read fields of `Shape` off a mixture's weights: how many experts, of what width, how many a token goes to."""
     if "experts_down" not in roles:
         return {}
     count, *sides = next(row.shape for row in rows if row.name.endswith(roles["experts_down"]))
@@ -100,12 +100,12 @@ def _experts(s: Shape, roles: dict[str, str], rows: list[Weight]) -> dict[str, i
 
 
 def _relative(rows: list[Weight]) -> tuple:
-    """Names and shapes in one layer, without its number."""
+    """List names and shapes in one layer, without its number."""
     return tuple((row.name.replace(f".{row.layer}.", ".", 1), row.shape) for row in rows)
 
 
 def _roles(s: Shape, rows: list[Weight], number: str) -> dict[str, str] | str:
-    """Role to module of one layer's weights, or what plays none. A router and experts are parameters, not modules."""
+    """Map role to module for one layer's weights, or name what plays none. Routers and experts are parameters."""
     names, found = NAMES, {}
     modules = [row.name.partition(number)[2].removesuffix(".weight").removesuffix(".bias") for row in rows]
     ends = {module.rpartition(".")[2] for module in modules}
@@ -128,7 +128,7 @@ def _roles(s: Shape, rows: list[Weight], number: str) -> dict[str, str] | str:
 
 
 def _fits(s: Shape, role: str, row: Weight) -> bool:
-    """Whether a weight's size is the one of its role."""
+    """Tell whether a weight's size is that of its role."""
     q, k = s.num_heads * s.head_dim, s.num_kv_heads * s.head_dim
     if row.kind in ("bias", "norm"):
         return (row.kind == "bias") != (role in NORMS or role.endswith("norm"))

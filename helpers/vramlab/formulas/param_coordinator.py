@@ -1,9 +1,9 @@
-"""Elements that DeepSpeed's stage 3 has gathered at a time, by its coordinator's rules on a list of modules.
+"""How many elements DeepSpeed's stage 3 has gathered at a time, by the rules of its parameter coordinator.
 
-A module's weights are gathered before it runs. With each module that runs the next weights in order are gathered too,
-up to a bucket of elements and while fewer than `MOST` are there. After a module its weights go, unless they come again
-within the next `MOST` elements. So a deep model runs into that limit whatever its depth, and a small one stays
-together. Weights of up to ten times the hidden size are whole on every rank at all times and are not counted here.
+A module's weights are gathered before it runs. With each module the next weights in order are prefetched, up to a bucket
+of elements and while fewer than `MOST` are gathered. After a module its weights are released, unless they are used again
+within the next `MOST` elements. So a deep model reaches that limit whatever its depth, and a small one stays gathered.
+Weights of up to ten times the hidden size are whole on every rank at all times and are not counted here.
 
 Source: deepspeed/runtime/zero/partitioned_param_coordinator.py, `_fetch_sub_module_impl` and `__params_to_release`;
 `MOST` is its default, the bucket what the `Trainer` sets (`recipe.deepspeed_config.HIDDEN`).
@@ -25,7 +25,7 @@ Weights = tuple[tuple[str, int], ...]  # names and elements
 
 
 class Gathered(NamedTuple):
-    """Most elements gathered in the layers' forward pass, the head's passes, the layers' and the embedding's backward."""
+    """Peaks of gathered elements: layers' forward, head's forward and backward, layers' backward, embedding's backward."""
 
     forward: int = 0
     head: int = 0
@@ -35,7 +35,7 @@ class Gathered(NamedTuple):
 
 @lru_cache(maxsize=64)
 def gathered(shape: Shape) -> Gathered:
-    """What a steady step gathers of the model's own weights."""
+    """Return the peaks of a steady step, from the model's own weights."""
     events = _events(shape)
     runs = [weights for weights, begins, _ in events if begins]
     passed = [0, *accumulate(sum(n for _, n in weights) for weights in runs)]  # elements until each module runs
@@ -45,7 +45,7 @@ def gathered(shape: Shape) -> Gathered:
         uses.setdefault(weight, []).append(step)
 
     def stays(weight: tuple[str, int]) -> bool:
-        """It comes again soon, or was passed over when the next were gathered, because it was there."""
+        """Tell whether it is used again soon, or was not prefetched because it was still gathered."""
         again = bisect_left(uses[weight], step)
         soon = again < len(uses[weight]) and passed[uses[weight][again]] - passed[step] < MOST
         return soon or fetched[weight] > step
@@ -77,7 +77,7 @@ def gathered(shape: Shape) -> Gathered:
 
 
 def _events(shape: Shape) -> list[tuple[Weights, bool, str]]:
-    """(a module's weights, whether it begins or ends, part of the step) of one step, in order."""
+    """List one step's events in order: (a module's weights, whether it begins, part of the step)."""
     front, layers, back = _modules(shape)
     forward = [(m, "forward") for part in (front, *layers) for m in part] + [(m, "head") for m in back]
     backward = [(m, "head") for m in reversed(back)]
@@ -88,7 +88,7 @@ def _events(shape: Shape) -> list[tuple[Weights, bool, str]]:
 
 
 def _modules(shape: Shape) -> tuple[list[Weights], list[list[Weights]], list[Weights]]:
-    """The weights of each module that is called, those without any too: before the layers, layer by layer, after them."""
+    """List the weights of every module that is called: of those before the layers, of each layer, of those after."""
     persistent = HIDDEN["stage3_param_persistence_threshold"](shape.hidden_size)
     called: dict[str, tuple[int | None, list]] = {"": (None, [])}
     for weight in shape.weights():

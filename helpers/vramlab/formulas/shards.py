@@ -29,7 +29,7 @@ from .step import step_temporaries
 
 
 def rank_bytes(recipe: Recipe) -> RankBytes:
-    """Bytes that this rank holds; everything without sharding."""
+    """Return the bytes that `recipe`'s rank holds; everything without sharding."""
     r = recipe
     key = (r.shape, r.precision, r.quantization, r.lora, r.optim, r.optim_args, r.loop, r.sharding)
     return _cached_rank_bytes(CacheKey((*key, r.gradient_accumulation_steps > 1), recipe))
@@ -53,7 +53,7 @@ def _whole(recipe: Recipe) -> RankBytes:
 
 
 def _ddp(recipe: Recipe) -> RankBytes:
-    """A replica with buckets beside its gradients; at stage 1 the states of this rank's tensors only."""
+    """Hold a replica with buckets besides its gradients; at stage 1 the states of this rank's tensors only."""
     whole = _whole(recipe)
     found = replace(whole, always={"workspace": sum(bucket_bytes(recipe))})
     if recipe.sharding.stage == 0:
@@ -67,7 +67,7 @@ def _ddp(recipe: Recipe) -> RankBytes:
 
 
 def bucket_bytes(recipe: Recipe) -> list[int]:
-    """Bytes of DDP's buckets as the allocator holds them.
+    """List the bytes of DDP's buckets as the allocator holds them.
 
     Gradients in the order of the backward pass, up to 25 MiB each and the first one up to 1 MiB; a bucket is full with
     the tensor that reaches its limit (torch/csrc/distributed/c10d/reducer.cpp, `compute_bucket_assignment_by_size`).
@@ -84,7 +84,7 @@ def bucket_bytes(recipe: Recipe) -> list[int]:
 
 
 def zero_redundancy_tensors(recipe: Recipe, rank: int) -> list[ParameterRow]:
-    """The tensors whose states `rank` holds.
+    """List the tensors whose states `rank` holds.
 
     Each goes to the rank with fewest numbers so far, largest tensor first
     (`ZeroRedundancyOptimizer._partition_parameters`).
@@ -99,7 +99,7 @@ def zero_redundancy_tensors(recipe: Recipe, rank: int) -> list[ParameterRow]:
 
 
 def _fsdp(recipe: Recipe) -> RankBytes:
-    """Padded shards of the weights, states of the rows that are this rank's, one flat shard of a unit's gradients."""
+    """Hold padded shards of the weights, states of this rank's rows, and a flat shard of each unit's gradients."""
     sharding, trainer = recipe.sharding, recipe.loop.name == "trainer"
     if sharding.offload:
         return RankBytes(0, 0, 0, {}, 0)

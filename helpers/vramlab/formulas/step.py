@@ -1,4 +1,4 @@
-"""Temporaries of the optimizer step.
+"""Bytes of the optimizer step's temporaries.
 
 Multi-tensor ("foreach") kernels, PyTorch's default on CUDA, work on all tensors of a parameter group and dtype at once,
 so their temporaries are as large as the group. That is the hidden peak of a step with AdamW: √v for every parameter.
@@ -19,7 +19,7 @@ COPIES = {"adamw_torch": (1, 2), "rmsprop": (1, 1), "adagrad": (2, 1), "sgd": (0
 
 
 def step_temporaries(recipe: Recipe, rows: tuple[ParameterRow, ...] | None = None) -> int:
-    """Bytes of the step's temporaries at their highest moment, for all tensors or for `rows`, one rank's."""
+    """Return the peak of the step's temporaries, for all tensors or for those in `rows`, one rank's."""
     loop, rows = recipe.loop, [row for row in (parameter_table(recipe) if rows is None else rows) if row.trained]
     if loop.optimizer_in_backward:
         return 0
@@ -46,14 +46,14 @@ def step_temporaries(recipe: Recipe, rows: tuple[ParameterRow, ...] | None = Non
 
 
 def _norms(rows: list[ParameterRow]) -> int:
-    """Bytes of the gradients' norms: one a tensor, each in a block of its own, and their stack."""
+    """Return the bytes of the gradients' norms: one a tensor, each in a block of its own, and their stack."""
     tensors = sum(row.count for row in rows)
     scratch = norms_scratch(tensors, max((prod(row.shape) for row in rows), default=0))
     return tensors * rounded(FP32) + rounded(max(FP32 * tensors, scratch))
 
 
 def copies(recipe: Recipe) -> tuple[int, int]:
-    """How many temporaries the size of what is updated: (foreach, one by one)."""
+    """Count the temporaries that are as large as what is updated: (foreach, one by one)."""
     foreach, single = COPIES[recipe.optim]
     given = recipe.optimizer_arguments()
     if recipe.optim != "adamw_torch" and given.get("weight_decay"):
@@ -62,7 +62,7 @@ def copies(recipe: Recipe) -> tuple[int, int]:
 
 
 def single_temporaries(recipe: Recipe, shape: tuple[int, ...], width: int) -> int:
-    """Bytes that updating one tensor alone needs (`optimizer_in_backward`, Adafactor).
+    """Return the bytes that updating a single tensor needs (`optimizer_in_backward`, Adafactor).
 
     Adafactor makes g² and g² + ε in fp32, and fp32 copies of gradient and weight if those are in half precision.
     """

@@ -15,9 +15,8 @@ from ..recipe.recipe import Recipe
 from ..report.errors import RecipeError
 from ..report.report import CATEGORIES, Interval, Report, format_bytes
 from .plan_code import code as code_of
-from .plan_notes import notes_on
 from .question import ENGINES, METHODS, OPTIMS, Question
-from .search_space import described, families, held_bytes, method_of, micro_batches, with_micro_batch
+from .search_space import described, families, held_bytes, method_of, micro_batches, notes_on, with_micro_batch
 from .step_time import StepTime, estimate, step_time
 
 

@@ -13,7 +13,9 @@ from ..formulas.fused_head import with_its_adapters
 from ..hardware.gpu import Chip, Gpu
 from ..recipe.options import Quantization, Sharding
 from ..recipe.recipe import Recipe
+from ..recipe.weights import unquantized
 from ..report.errors import RecipeError
+from ..report.report import format_bytes
 from .question import Question
 from .step_time import walk
 from .step_traffic import paged_bytes
@@ -34,6 +36,7 @@ ON_SEVERAL = {
     "deepspeed": ((1, None), (2, None), (3, None), (2, "optimizer"), (3, "optimizer"), (3, "parameters")),
 }
 SURE = 0.98  # of the saved activations interpolated from two micro-batches: rounding of blocks is not affine
+ROUNDING = {"bf16-true": "1/256", "fp16-true": "1/2048"}  # half the least relative step of the format: 2^-8, 2^-11
 
 
 def micro_batches(question: Question) -> tuple[int, ...]:
@@ -93,14 +96,29 @@ def host_bytes(recipe: Recipe) -> int:
     return moved + (model_states.parameter_bytes(recipe) if recipe.sharding.offload == "parameters" else 0)
 
 
-def least_bytes(recipe: Recipe) -> int:
-    """A lower bound of the predicted peak: one rank's weights, gradients and states when the optimizer steps."""
-    rank = shards.rank_bytes(recipe)
-    return rank.parameters + rank.gradients + rank.optimizer_states
+def notes_on(recipe: Recipe) -> Iterator[str]:
+    """Say what to know before choosing `recipe` that ranking by speed does not weigh, one sentence each."""
+    precision, full = recipe.precision, recipe.lora is None
+    if precision in ROUNDING and full:
+        yield f"{precision}: an update below about {ROUNDING[precision]} of a weight is rounded away (chapter 01)"
+    if precision == "fp16-true":
+        yield "fp16-true: nothing scales the loss, so gradients under 6e-8 become zero (chapter 01)"
+    if recipe.optim == "adafactor":
+        yield "adafactor is another optimizer: compare the loss before trusting it"
+    if recipe.optim.startswith("paged"):
+        yield f"paged states: {format_bytes(host_bytes(recipe), digits=2)} of host memory when the card is full"
+    if recipe.attn_implementation == "flash_attention_2":
+        yield "flash_attention_2 needs the package flash-attn"
+    yield from unquantized(recipe)
+    sharding = recipe.sharding
+    if sharding and sharding.offload:
+        yield f"{sharding.offload} offloaded: {format_bytes(host_bytes(recipe), digits=0)} of host memory for all ranks"
+    if sharding and sharding.world_size > 8:
+        yield "more than 8 GPUs are several machines: say link=, the bytes a second of one GPU's network"
 
 
 def held_bytes(recipe: Recipe, chip: Chip) -> int:
-    """A closer lower bound: at the end of forward the saved activations are there instead of gradients."""
+    """Return a lower bound of a rank's peak: model states, and gradients or what is saved when forward ends."""
     rank = shards.rank_bytes(recipe)
     saved = int(SURE * walk(model_states.compute_recipe(recipe), chip).kept)
     return rank.parameters + rank.optimizer_states + max(rank.gradients, saved)
