@@ -68,10 +68,7 @@ class Allocator:
     _next: int = 1 << 30
 
     def malloc(self, size: int, stream: int = 0) -> Block:
-        """A block for `size` bytes, from the stream's cached segments or a new one.
-
-        Raises AllocatorError where `limit` leaves no room for it.
-        """
+        """Allocate a block from the stream's cached segments or a new one. Raises AllocatorError beyond `limit`."""
         size = max(UNIT, rounded(size))
         pool = (size <= SMALL_BLOCK, stream)
         free = self._pools[pool]
@@ -128,15 +125,15 @@ class Allocator:
         del pool[bisect.bisect_left(pool, (block.size, block.address))]
 
     def _best_fit(self, free: list[tuple[int, int, Block]], size: int) -> int:
-        """Index in `free` of the smallest block that holds `size`; its length when none does."""
+        """Return the index in `free` of the smallest block that holds `size`; its length when none does."""
         return bisect.bisect_left(free, (size, 0))
 
     def _splits(self, left: int, small: bool) -> bool:
-        """Whether the rest of a block becomes a block of its own."""
+        """Tell whether the rest of a block becomes a block of its own."""
         return left >= UNIT if small else left > SMALL_BLOCK
 
     def _segment(self, size: int, pool: Pool) -> Block:
-        """The only block of a new segment, in no pool."""
+        """Reserve a segment; return its only block, which is in no pool."""
         total = SMALL_SEGMENT if pool[0] else segment(size)
         self._reserve(total)
         block = Block(self._next, total, pool)

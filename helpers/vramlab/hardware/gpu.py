@@ -37,7 +37,7 @@ class Chip(NamedTuple):
 
     @property
     def threads(self) -> int:
-        """Most resident threads per multiprocessor (CUDA C++ Programming Guide, technical specifications)."""
+        """Return the most resident threads per multiprocessor (CUDA C++ Programming Guide, technical specifications)."""
         return {(7, 5): 1024, (8, 6): 1536, (8, 7): 1536, (8, 9): 1536, (12, 0): 1536}.get(self.capability, 2048)
 
 
@@ -80,24 +80,24 @@ class Gpu:
 
     @property
     def peak(self) -> dict[str, float]:
-        """Format ("fp32", "tf32", "fp16", "bf16", "fp8", "int8") to peak dense operations per second."""
+        """Map format ("fp32", "tf32", "fp16", "bf16", "fp8", "int8") to peak dense operations per second."""
         return dict(self.rates)
 
     def flops(self, precision: str) -> float | None:
-        """Peak operations per second of matmuls at `precision`; None when the card or the table has none."""
+        """Return peak operations per second of matmuls at `precision`; None when the card or the table has none."""
         return self.peak.get(_format(precision))
 
     def ridge(self, precision: str) -> float | None:
-        """Operations per byte at which the roofline bends (Williams et al. 2009): below it, memory is the limit."""
+        """Return the roofline's ridge point in operations per byte (Williams et al. 2009): below it, memory is the limit."""
         flops = self.flops(precision)
         return flops / self.bandwidth if flops and self.bandwidth else None
 
     def supports(self, precision: str) -> bool:
-        """Whether the card computes in `precision` without emulation: a recipe's ("bf16-mixed") or a format ("fp8")."""
+        """Tell whether the card computes in `precision` ("bf16-mixed") or format ("fp8") without emulation."""
         return self.compute_capability >= NEEDS[_format(precision)]
 
     def why_not(self, precision: str) -> str:
-        """One sentence: why the card lacks `precision` and what to take; "" when it has it.
+        """Say in one sentence why the card lacks `precision` and what to take; "" when it has it.
 
         On a T4 (compute capability 7.5) torch emulates bf16, and `torch.cuda.is_bf16_supported()` says True unless
         called with `including_emulation=False`.
@@ -112,12 +112,12 @@ class Gpu:
         return f"{text}: take {INSTEAD[form]}"
 
     def require(self, precision: str) -> None:
-        """Raises RecipeError when the card lacks `precision`."""
+        """Raise RecipeError when the card lacks `precision`."""
         if why := self.why_not(precision):
             raise RecipeError("precision", precision, why)
 
     def require_attention(self, implementation: str) -> None:
-        """Raises RecipeError for FlashAttention-2 before Ampere (flash-attn, `flash_api.cpp`: "FlashAttention only
+        """Raise RecipeError for FlashAttention-2 before Ampere (flash-attn, `flash_api.cpp`: "FlashAttention only
         supports Ampere GPUs or newer")."""
         if implementation == "flash_attention_2" and self.compute_capability < FLASH_ATTENTION:
             why = f"{self._says_capability} and FlashAttention starts at {_dotted(FLASH_ATTENTION)}: take sdpa or eager"
@@ -129,17 +129,17 @@ class Gpu:
 
     @property
     def cublas_workspace(self) -> int:
-        """Bytes of one cuBLAS workspace with the installed torch; see `overhead.cublas_workspace`."""
+        """Return the bytes of one cuBLAS workspace with the installed torch; see `overhead.cublas_workspace`."""
         return cublas_workspace(self.compute_capability)
 
     @property
     def chip(self) -> Chip:
-        """What kernels choose their algorithm by."""
+        """Return what kernels choose their algorithm by."""
         return Chip(self.compute_capability, self.multiprocessors)
 
     @property
     def context_interval(self) -> Interval:
-        """`overhead.CONTEXT`, with this card's own figure, where there is one, as the most likely."""
+        """Return `overhead.CONTEXT`, with this card's own figure, where there is one, as the most likely."""
         return dataclasses.replace(CONTEXT, value=self.context) if self.context else CONTEXT
 
     def __str__(self) -> str:
@@ -189,7 +189,7 @@ def _read(entry: dict[str, Any]) -> Gpu:
 
 
 def _key(name: str) -> str:
-    """The name without case, signs and brand: the same for "NVIDIA GeForce RTX 3060 12GB" and "rtx-3060 12gb"."""
+    """Strip case, signs and brand off a name, so that "NVIDIA GeForce RTX 3060 12GB" equals "rtx-3060 12gb"."""
     key = re.sub(r"[^a-z0-9]", "", name.lower())
     for prefix in ("nvidia", "geforce", "tesla", "quadro", "rtx"):
         key = key.removeprefix(prefix)
@@ -202,12 +202,12 @@ def _index() -> dict[str, Gpu]:
 
 
 def gpu_names() -> list[str]:
-    """Names of the GPUs in the table, oldest architecture first."""
+    """List the names of the GPUs in the table, oldest architecture first."""
     return [gpu.name for gpu in _table()]
 
 
 def find_gpu(name: "str | Gpu") -> Gpu:
-    """The GPU called `name`, whatever its case, spaces and brand; a `Gpu` is returned as it is.
+    """Find the GPU called `name`, whatever its case, spaces and brand; a `Gpu` is returned as it is.
 
     A family's name means its smallest member ("A100" is the 40 GB one). Raises GpuError, which names the nearest.
     """
@@ -235,7 +235,7 @@ class Device:
 
 
 def current_device() -> Device:
-    """The current CUDA device when torch sees one, else the CPU. Loads torch.
+    """Return the current CUDA device when torch sees one, else the CPU. Loads torch.
 
     `gpu` is the table's entry with this device's own memory and compute capability; for an unknown card it has no rates.
     """

@@ -6,7 +6,7 @@ from ..report.errors import needing
 
 
 def memory() -> tuple[int, int]:
-    """(total, available) bytes of RAM, within the container's limit if there is one (cgroup version 2)."""
+    """Return (total, available) bytes of RAM, within the container's limit if there is one (cgroup version 2)."""
     with needing("The host's memory"):
         import psutil
 
@@ -20,5 +20,5 @@ def memory() -> tuple[int, int]:
 
 
 def cores() -> int:
-    """CPU cores that this process may run on."""
+    """Count the CPU cores that this process may run on."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

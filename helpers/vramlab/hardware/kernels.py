@@ -25,7 +25,7 @@ Dims = list[tuple[int, int]]  # (size, stride) of dimensions in elements, the fa
 def reduction_scratch(
     shape: Sequence[int], strides: Sequence[int], reduced: Sequence[int], itemsize: int, chip: Chip
 ) -> list[int]:
-    """Bytes of each block that a sum's kernel allocates besides its result (`Reduce.cuh`, setReduceConfig).
+    """List the bytes of each block that a sum's kernel allocates besides its result (`Reduce.cuh`, setReduceConfig).
 
     Args:
         shape, strides: of what is summed, in elements.
@@ -65,7 +65,7 @@ def reduction_scratch(
 
 
 def _reduced_and_kept(shape: Sequence[int], strides: Sequence[int], reduced: Sequence[int]) -> tuple[Dims, Dims]:
-    """The dimensions that are summed over and the others, each coalesced."""
+    """Return the dimensions that are summed over and the others, each coalesced."""
     reduced = [d % max(len(shape), 1) for d in reduced] or list(range(len(shape)))
     kept = [d for d in range(len(shape)) if d not in reduced]
     result_strides = {d: math.prod(shape[e] for e in kept if e > d) for d in kept}
@@ -93,7 +93,7 @@ def _stretch(dim: tuple[int, int]) -> int:
 
 
 def _extent(dims: Dims, itemsize: int) -> int:
-    """Offset of the last value in bytes, plus one (can_use_32bit_indexing)."""
+    """Return the offset of the last value in bytes, plus one (can_use_32bit_indexing)."""
     return 1 + itemsize * sum(map(_stretch, dims))
 
 
@@ -103,7 +103,7 @@ def _halve(dims: Dims) -> None:
 
 
 def _block(inner: Dims, outer: Dims, along: bool) -> tuple[int, int, int]:
-    """Vector width, and a block's threads along contiguous values and along the others (set_block_dimension)."""
+    """Return vector width, and a block's threads along contiguous values and the others (set_block_dimension)."""
     (width, height), vector = (_count(inner), _count(outer)) if along else (_count(outer), _count(inner)), 1
     if (inner if along else outer)[0][1] == 1:
         if not along:
@@ -120,13 +120,13 @@ def _block(inner: Dims, outer: Dims, along: bool) -> tuple[int, int, int]:
 
 @lru_cache(maxsize=4096)
 def column_sums(rows: int, columns: int, itemsize: int, chip: Chip) -> int:
-    """Scratch bytes of summing the rows of a matrix, as for the gradient of a bias."""
+    """Return the scratch bytes of summing the rows of a matrix, as for the gradient of a bias."""
     return sum(map(rounded, reduction_scratch((rows, columns), (columns, 1), (0,), itemsize, chip)))
 
 
 def norms_scratch(tensors: int, largest: int) -> int:
-    """Bytes in which `_foreach_norm` keeps an fp32 number per 65,536 elements, for each tensor as many as the largest
-    has (`ForeachReduceOp.cu`, output_per_tensor; `MultiTensorApply.cuh`, kChunkSize)."""
+    """Return the scratch bytes of `_foreach_norm`: an fp32 number per 65,536 elements, for each tensor as many as for the
+    largest (`ForeachReduceOp.cu`, output_per_tensor; `MultiTensorApply.cuh`, kChunkSize)."""
     return 4 * tensors * -(-largest // 65536)
 
 
@@ -167,7 +167,7 @@ def sdp_backend(
 def efficient_scratch(
     heads: int, lengths: tuple[int, int], dims: tuple[int, int], itemsize: int, dropout: bool, chip: Chip
 ) -> list[int]:
-    """Bytes of the blocks that memory-efficient attention's backward allocates besides its results.
+    """List the bytes of the blocks that memory-efficient attention's backward allocates besides its results.
 
     Tiles of `rows` queries by `columns` keys go through a block. The workspace has a lock and a tile of dQ for each,
     and where registers cannot hold dK and dV one stretch for each of the splits (`kernel_backward.h`,
@@ -194,7 +194,7 @@ def efficient_scratch(
 
 
 def _tiles(itemsize: int, dim: int, dropout: bool, capability: tuple[int, int]) -> tuple[int, int, bool]:
-    """Rows and columns of a tile, and whether dK and dV are added up in memory: the first entry of the list in
+    """Return rows and columns of a tile, and whether dK and dV are added up in memory: the first entry of the list in
     `kernels/cutlassB.h` that fits the card's shared memory."""
     large = capability in LARGE_SHARED_MEMORY
     if dim <= 64:

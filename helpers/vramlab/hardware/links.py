@@ -13,7 +13,7 @@ class TopologyError(VramLabError, ValueError):
 
 
 def pcie_bandwidth(link: str) -> float:
-    """Bytes per second in one direction of a PCIe link such as "4.0 x16", without packet headers."""
+    """Return bytes per second in one direction of a PCIe link such as "4.0 x16", without packet headers."""
     found = re.fullmatch(r"(\d)(?:\.0)? ?x(1|2|4|8|16)", link.strip()) if isinstance(link, str) else None
     if not found or int(found[1]) not in PCIE:
         raise TopologyError(f"PCIe link {link!r} is not understood: write it like '4.0 x16', generations 1 to 5.")

@@ -22,17 +22,17 @@ CONTEXT = Interval(133 * MiB, 287_047_680, 1823 * MiB)
 
 
 def rounded(size: int) -> int:
-    """`size` rounded up as the CUDA allocator does."""
+    """Round `size` up as the CUDA allocator does."""
     return -(-size // UNIT) * UNIT
 
 
 def segment(size: int) -> int:
-    """Bytes of the segment that a request of over 1 MiB gets where no free block fits."""
+    """Return the bytes of the segment for a request of over 1 MiB where no free block fits."""
     return LARGE_SEGMENT if size < LARGE_REQUEST else -(-size // ROUND_LARGE) * ROUND_LARGE
 
 
 def cublas_workspace(compute_capability: tuple[int, int], torch_version: str | None = None) -> int:
-    """Bytes of the workspace that torch's allocator gives to each cuBLAS handle on each stream.
+    """Return the bytes of the workspace that torch's allocator gives to each cuBLAS handle on each stream.
 
     ATen/cuda/CublasHandlePool.cpp, `parseChosenWorkspaceSize`: 32 MiB on Hopper and 8,519,680 bytes (":4096:2:16:8")
     elsewhere; since 2.12 (PyTorch pull request 175344) 32 MiB on Blackwell too. CUBLAS_WORKSPACE_CONFIG overrides both.
@@ -50,7 +50,7 @@ def cublas_workspace(compute_capability: tuple[int, int], torch_version: str | N
 
 @cache
 def torch_release(torch_version: str | None = None) -> tuple[int, int]:
-    """(2, 13) of "2.13.0+cu130"; None: of the installed torch, or the newest one known here if there is none."""
+    """Return (2, 13) for "2.13.0+cu130"; for None the installed torch's, or without one the newest known here."""
     if torch_version is None:
         from importlib import metadata
 

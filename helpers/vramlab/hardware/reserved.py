@@ -20,10 +20,10 @@ EXACT, UNKNOWN = 0.97, 0.95  # the peak is known to 3 %; to 5 % for an architect
 
 @lru_cache(maxsize=4096)
 def internal_fragmentation(size: int) -> int:
-    """Bytes that a block of `size` bytes holds beyond that, because a rest of 1 MiB or less is not split off.
+    """Return the bytes that a block holds beyond `size`, because a rest of 1 MiB or less is not split off.
 
     From 10 MiB on a request has a segment of its own. Below, equal requests share a segment, and the rest that the last
-    of them holds is counted in equal parts. Up to 1 MiB there is none.
+    of them holds is divided among them. Up to 1 MiB there is none.
     """
     if size <= SMALL_BLOCK:
         return 0
@@ -33,7 +33,7 @@ def internal_fragmentation(size: int) -> int:
 
 
 def pack(sizes: Iterable[int]) -> int:
-    """Bytes allocated for requests of `sizes`, one after the other, none of which is freed."""
+    """Return the bytes allocated for requests of `sizes`, one after the other, none of which is freed."""
     total, rests = 0, []
     for size in sizes:
         if size > SMALL_BLOCK:
@@ -48,7 +48,7 @@ def pack(sizes: Iterable[int]) -> int:
 
 
 def reserved(blocks: Counter, peak: int, approximate: bool = False) -> Interval:
-    """The peak of `torch.cuda.memory_reserved`, from the blocks (size to count) that make up a peak of `peak` bytes.
+    """Estimate the peak of `torch.cuda.memory_reserved` from the blocks (size to count) of a peak of `peak` bytes.
 
     Blocks freed in other phases do not fit the requests of this one: see TYPICAL and WORST. Sequences of varying length
     fragment further.
@@ -66,6 +66,6 @@ def reserved(blocks: Counter, peak: int, approximate: bool = False) -> Interval:
 
 
 def process(inside: Interval, card: Gpu | None) -> Interval:
-    """What NVML shows for the process: reserved segments and CUDA's context."""
+    """Estimate what NVML shows for the process: reserved segments and CUDA's context."""
     context = card.context_interval if card else CONTEXT
     return Interval(inside.low + context.low, inside.value + context.value, inside.high + context.high)

@@ -117,6 +117,12 @@ def notes_on(recipe: Recipe) -> Iterator[str]:
         yield "more than 8 GPUs are several machines: say link=, the bytes a second of one GPU's network"
 
 
+def least_bytes(recipe: Recipe) -> int:
+    """Return a lower bound of a rank's peak: weights, gradients and states when the optimizer steps."""
+    rank = shards.rank_bytes(recipe)
+    return rank.parameters + rank.gradients + rank.optimizer_states
+
+
 def held_bytes(recipe: Recipe, chip: Chip) -> int:
     """Return a lower bound of a rank's peak: model states, and gradients or what is saved when forward ends."""
     rank = shards.rank_bytes(recipe)

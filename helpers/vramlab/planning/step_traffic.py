@@ -1,4 +1,4 @@
-"""What a training step moves besides activations: the optimizer's bytes, bytes between GPUs, bytes to the host and back.
+"""Bytes that a training step moves besides activations: of the optimizer, between GPUs, to the host and back.
 
 Bytes that one rank sends in a step, for N ranks, W bytes of weights, G of gradients, A micro-batches and f = (N − 1)/N,
 the share of the whole that a ring sends in each round (Patarasuk and Yuan 2009):
