@@ -1,7 +1,8 @@
 """The recipes on which `predict` is held against `simulate`: every model of the catalogue, every setting, spread out.
 
-Drawn once with a fixed seed and not chosen by how well they fit. Each model gets six recipes; for every setting the
-draws go through a shuffled deck of its values, so that each value comes up equally often.
+Drawn once with a fixed seed and not chosen by how well they fit. Each model gets six recipes, and two more whose weights
+have a format of their own under autocast; for every setting the draws go through a shuffled deck of its values, so that
+each value comes up equally often.
 
 Run as a script it simulates them all, which takes minutes, and writes `formulas/grid.jsonl`: to be done when simulate is
 meant to say something else, such as after a new version of a library.
@@ -18,7 +19,8 @@ from vramlab import Loop, LoRA, Quantization, Recipe, RecipeError
 from vramlab.recipe.shapes import model_names, read_shape
 
 FOLDER = Path(__file__).parent / "formulas"
-RECIPES_A_MODEL = 6
+RECIPES_A_MODEL, OVER_A_MODEL = 6, 2
+OVER = ("bf16-mixed over bfloat16", "bf16-mixed over bfloat16", "fp16-mixed over float16", "bf16-mixed over float32")
 PRECISIONS = ("fp32", "tf32", "fp16-mixed", "bf16-mixed", "fp16-true", "bf16-true")
 OPTIMIZERS = (
     *("adamw_torch", "adamw_torch_fused", "adamw_bnb_8bit", "paged_adamw_32bit", "paged_adamw_8bit", "lion_32bit"),
@@ -66,10 +68,14 @@ class Deck:
 
 
 def grid() -> list[Recipe]:
-    """The recipes, in the catalogue's order."""
-    draw = random.Random(20260806)
+    """The recipes, in the catalogue's order; then those with a dtype."""
+    return [*_dealt(20260806, PRECISIONS, RECIPES_A_MODEL), *_dealt(20261122, OVER, OVER_A_MODEL)]
+
+
+def _dealt(seed: int, precisions: tuple[str, ...], a_model: int) -> list[Recipe]:
+    draw = random.Random(seed)
     decks = {
-        "precision": Deck(PRECISIONS, draw),
+        "precision": Deck(precisions, draw),
         "optim": Deck(OPTIMIZERS, draw),
         "size": Deck(SIZES, draw),
         "adapters": Deck(ADAPTERS, draw),
@@ -83,13 +89,15 @@ def grid() -> list[Recipe]:
     found = []
     for name in model_names():
         count = 0
-        while count < RECIPES_A_MODEL:
+        while count < a_model:
             settings = {key: deck.deal() for key, deck in decks.items()}
             try:
-                found.append(recipe(name, **settings))
-                count += 1
+                one = recipe(name, **settings)
             except RecipeError:
                 continue  # a combination that cannot be trained, such as optimizer_in_backward with accumulation
+            if one.weights_dtype != one.implied_dtype or precisions != OVER:
+                found.append(one)
+                count += 1
     return found
 
 
@@ -121,9 +129,10 @@ def sft_grid() -> list[Recipe]:
     return found
 
 
-def recipe(name: str, size, adapters, task, **settings) -> Recipe:
+def recipe(name: str, size, adapters, task, precision, **settings) -> Recipe:
     """One recipe; sizes and heads that the model does not have are left to its own."""
     shape = read_shape(name)
+    settings["precision"], _, dtype = precision.partition(" over ")
     batch, tokens = size
     if shape.image_tokens:
         tokens = None
@@ -139,7 +148,8 @@ def recipe(name: str, size, adapters, task, **settings) -> Recipe:
     quantization = (adapters or {}).get("quantization")
     if quantization and not quantization.prepare and settings["precision"] == "fp16-mixed":
         raise RecipeError("precision", "fp16-mixed", "loss scaling refuses the fp16 gradients of an unprepared base")
-    return Recipe(name, batch_size=batch, seq_len=tokens, task=task, **settings, **(adapters or {}))
+    settings |= {"dtype": dtype or None, **(adapters or {})}
+    return Recipe(name, batch_size=batch, seq_len=tokens, task=task, **settings)
 
 
 def simulated(recipe: Recipe) -> dict:

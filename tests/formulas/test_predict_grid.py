@@ -1,4 +1,4 @@
-"""predict against simulate on three hundred recipes over the whole catalogue, and at full depth on some."""
+"""predict against simulate on four hundred recipes over the whole catalogue, and at full depth on some."""
 
 import pytest
 from predict_grid import assert_still_said, grid, simulated, stored
@@ -6,8 +6,9 @@ from quick import params
 from vramlab import LoRA, Quantization, Recipe
 from vramlab.formulas.predict import predict
 
-BOUND, MEAN = 0.03, 0.01  # of the simulated peak: for each recipe, and on average
-PHASE_BOUND = 0.06  # for each phase of each recipe
+BOUND, MEAN = 0.03, 0.002  # of the simulated peak: for each recipe, and on average
+PHASE_BOUND = 0.05  # for each phase of each recipe
+UNSPLIT = 5 << 20  # bytes of blocks that the allocator does not split, which may be more than BOUND of a small model
 GRID = grid()
 SAMPLE = 50  # the quick suite simulates one recipe in 50
 FULL_DEPTH = [
@@ -68,11 +69,13 @@ def test_the_grid_is_large_and_covers_the_catalogue(pairs):
 
 
 def test_the_peak_is_within_three_percent(pairs):
-    rows = [(error(p.peak.total, t["peak"]), str(recipe)) for recipe, p, t in pairs]
-    mean = sum(abs(e) for e, _ in rows) / len(rows)
-    print(f"\n{len(rows)} recipes, mean error {100 * mean:.3f} %, worst:\n{worst(rows)}")
-    assert mean <= MEAN
-    assert max(abs(e) for e, _ in rows) <= BOUND, worst(rows)
+    for kind in (True, False):  # weights in a format of their own under autocast, and all others
+        rows = [(error(p.peak.total, t["peak"]), str(r)) for r, p, t in pairs if (r.dtype is not None) is kind]
+        mean = sum(abs(e) for e, _ in rows) / len(rows)
+        print(f"\n{len(rows)} recipes, mean error {100 * mean:.3f} %, worst:\n{worst(rows)}")
+        assert mean <= MEAN and max(abs(e) for e, _ in rows) <= PHASE_BOUND
+    far = [str(r) for r, p, t in pairs if abs(p.peak.total - t["peak"]) > max(BOUND * t["peak"], UNSPLIT)]
+    assert not far, far
 
 
 def test_every_phase_is_close(pairs):

@@ -40,6 +40,8 @@ def trainer_recipes(draw):
         fields["sharding"] = Sharding(stage=draw(st.sampled_from([2, 3])), world_size=2, engine="fsdp")
     if precision.endswith("-true"):
         fields["precision"] = precision
+    if precision == "bf16-mixed" and "sharding" not in fields:
+        fields["dtype"] = draw(st.sampled_from([None, "bfloat16", "float32"]))
     fields["seq_len"] = draw(st.sampled_from([16, 128]))
     fields["attn_implementation"] = draw(st.sampled_from(["sdpa", "eager"]))
     recipe = Recipe(
@@ -134,8 +136,27 @@ def test_half_precision_models_are_seen(tmp_path):
     again = Recipe.from_training_arguments(args, model)
     assert (again.precision, again.attn_implementation) == ("bf16-true", "eager")
     assert Recipe.from_training_arguments(args, model, attn_implementation="sdpa").attn_implementation == "sdpa"
-    with pytest.raises(RecipeError, match="keeps the weights in fp32"):
-        Recipe.from_training_arguments(recipe.replace(precision="bf16-mixed").training_arguments("x"), model)
+    mixed = recipe.replace(precision="bf16-mixed").training_arguments("x")
+    with pytest.raises(RecipeError, match="which is autocast"):
+        Recipe.from_training_arguments(mixed, model, precision="bf16-true")
+
+
+def test_half_precision_models_under_autocast_are_seen(tmp_path):
+    import torch
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    recipe = tiny(precision="bf16-mixed", dtype="bfloat16")
+    config, args = AutoConfig.for_model(**recipe.shape.config), recipe.training_arguments(str(tmp_path))
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    again = Recipe.from_training_arguments(args, model)
+    assert args.bf16 and (again.dtype, again.precision) == ("bfloat16", "bf16-mixed")
+    adapted = get_peft_model(model, LoraConfig(task_type="CAUSAL_LM"))  # whose adapters are fp32
+    assert {p.dtype for p in adapted.parameters()} == {torch.bfloat16, torch.float32}
+    again = Recipe.from_training_arguments(args, adapted, lora=LoRA())
+    assert (again.dtype, again.precision) == ("bfloat16", "bf16-mixed")
+    whole = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    assert Recipe.from_training_arguments(args, whole).dtype is None
 
 
 def test_changes_come_last():

@@ -77,6 +77,39 @@ def test_heads_that_do_not_divide_the_hidden_size_where_they_need_not():
     assert Recipe(config | {"moe_intermediate_size": 16, "n_routed_experts": 4}).shape.head_dim == 10
 
 
+@pytest.mark.parametrize(
+    "fields, words",
+    [
+        ({"dtype": "float16", "precision": "bf16-true"}, "keeps the weights in bfloat16"),
+        ({"dtype": "float32", "precision": "fp16-true"}, "keeps the weights in float16"),
+        ({"dtype": "float16", "precision": "fp16-mixed"}, "loss scaler"),
+        ({"dtype": "float16", "precision": "fp16-mixed", "lora": LoRA(bias="all")}, "loss scaler"),
+        ({"dtype": "bfloat16", "precision": "bf16-mixed", "sharding": Sharding(3, 2)}, "accelerate casts"),
+        ({"dtype": "auto"}, "allowed are 'float32', 'float16', 'bfloat16'"),
+    ],
+)
+def test_weights_in_a_format_that_cannot_be_trained_so(fields, words):
+    error = refused(Recipe, LLAMA, **fields)
+    assert error.field == "dtype" and words in str(error)
+
+
+def test_one_recipe_has_one_key_whether_its_dtype_is_said_or_implied():
+    for said, meant in (
+        ({"dtype": "bfloat16"}, {"precision": "bf16-true"}),
+        ({"dtype": torch.float16, "precision": "tf32"}, {"precision": "fp16-true"}),
+        ({"dtype": "float32", "precision": "bf16-mixed"}, {"precision": "bf16-mixed"}),
+    ):
+        one, other = Recipe(LLAMA, **said), Recipe(LLAMA, **meant)
+        assert one == other and one.key == other.key and str(one) == str(other) and "dtype" not in one.to_dict()
+    half = Recipe(LLAMA, dtype="bfloat16").replace(precision="bf16-mixed")
+    assert "bf16-mixed · bfloat16 weights" in str(half) and Recipe.from_json(half.to_json()) == half
+
+
+def test_formulas_refuse_one_half_precision_format_under_the_other():
+    error = refused(predict, Recipe(LLAMA, dtype="float16", precision="bf16-mixed"))
+    assert error.field == "dtype" and "ask simulate" in str(error)
+
+
 @pytest.mark.parametrize("optim", OPTIMIZERS)
 def test_the_optimizers_take_what_the_recipe_lets_pass(optim):
     """Each name in the table is an argument of the real optimizer, and is handed over."""

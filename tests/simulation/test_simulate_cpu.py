@@ -13,6 +13,7 @@ from pairwise import every_value, pairs_of, pairwise
 from quick import params
 from real_ranks import births
 from tiny_models import TINY, config, quick_collections  # noqa: F401
+from vramlab.recipe.options import HALF
 from vramlab.recipe.recipe import OPTIMIZERS, PRECISIONS, Loop, LoRA, Quantization, Recipe
 from vramlab.report.errors import RecipeError
 from vramlab.simulation.simulate import trace
@@ -48,7 +49,7 @@ LOOPS = {
 }
 FACTORS = {
     "family": TINY,
-    "precision": PRECISIONS,
+    "precision": (*PRECISIONS, "bf16-mixed over bfloat16", "fp16-mixed over float16"),
     "optim": OPTIMIZERS,
     "adapter": ADAPTERS,
     "loop": LOOPS,
@@ -59,6 +60,7 @@ FACTORS = {
 
 def recipe_of(row: dict) -> Recipe:
     family, adapter = row["family"], ADAPTERS[row["adapter"]]
+    precision, _, dtype = row["precision"].partition(" over ")
     if family == "vit" and adapter:
         # With only a bias to train, CPU's convolution makes the weight's gradient too and drops it; fake ones do not.
         adapter = {**adapter, "lora": dataclasses.replace(adapter["lora"], bias="none")}
@@ -67,7 +69,8 @@ def recipe_of(row: dict) -> Recipe:
         batch_size=2,
         seq_len=None if family == "vit" else 24,
         num_layers=2,
-        precision=row["precision"],
+        precision=precision,
+        dtype=dtype or None,
         optim=row["optim"],
         gradient_checkpointing=row["checkpointing"],
         attn_implementation=row["attention"],
@@ -90,6 +93,7 @@ QUICK = every_value(ROWS, times=1)  # each value of each setting; every pair of 
 SMALL = {"batch_size": 2, "seq_len": 24, "num_layers": 2}
 CLASSES = {"task": "sequence-classification"}
 NO_CLIP = Loop.named("trainer", max_grad_norm=None)
+FOUR_BITS = {"precision": "bf16-mixed", "gradient_checkpointing": True}
 QLORA = {"lora": LoRA(), "quantization": Quantization("nf4", double=True), "optim": "paged_adamw_8bit"}
 # What pairs of settings do not reach: real widths, other heads, saved modules, other optimizers' arguments.
 SPECIAL = {
@@ -105,6 +109,18 @@ SPECIAL = {
     "LoRA on PEFT's default targets": Recipe(
         config("gpt2"), lora=LoRA(use_rslora=True), precision="fp16-true", **SMALL
     ),
+    "4 bits quantized from fp32": Recipe(
+        config("llama"), dtype="float32", **FOUR_BITS, lora=EVERYWHERE, quantization=Quantization("nf4"), **SMALL
+    ),
+    "4 bits computed in fp32": Recipe(
+        config("gpt2"),
+        dtype="bfloat16",
+        **FOUR_BITS,
+        lora=EVERYWHERE,
+        quantization=Quantization("nf4", compute_dtype="float32", prepare=False),
+        **SMALL,
+    ),
+    "fp16 weights under bf16": Recipe(config("llama"), dtype="float16", precision="bf16-mixed", **SMALL),
     "momentum": Recipe(config("gpt2"), optim="sgd", optim_args="momentum=0.9", loop=NO_CLIP, **SMALL),
     "rmsprop with momentum": Recipe(config("gpt2"), optim="rmsprop", optim_args="momentum=0.9,alpha=0.9", **SMALL),
     "one token more than a tile": Recipe(config("llama"), 1, 65, num_layers=2, precision="bf16-true"),
@@ -164,8 +180,11 @@ def test_equals_real_tensors_at_real_widths_and_in_corners(name):
 
 
 def test_rows_hold_every_pair():
-    """All but int8 under autocast, and Gemma 2's capped scores under sdpa; every optimizer meets many families."""
-    assert {pair[1::2] for pair in IMPOSSIBLE} == {("gemma2", "sdpa"), ("fp16-mixed", "int8"), ("bf16-mixed", "int8")}
+    """All but int8 and the training of fp16 weights under autocast, and Gemma 2's capped scores under sdpa; every
+    optimizer meets many families."""
+    scaled = {("fp16-mixed over float16", name) for name in ("none", "lora in the base's dtype")}
+    mixed = {(f"{name}-mixed{over}", "int8") for name, dtype in HALF.items() for over in ("", f" over {dtype}")}
+    assert {pair[1::2] for pair in IMPOSSIBLE} == {("gemma2", "sdpa"), *scaled, *mixed}
     met = set().union(*map(pairs_of, ROWS))
     assert len([p for p in met if (p[0], p[2]) == ("family", "optim")]) > len(TINY) * len(OPTIMIZERS) / 3
     assert len(TINY) >= 8

@@ -10,7 +10,7 @@ import transformers
 from quick import params
 from tiny_models import TINY, config
 from torch.utils._python_dispatch import _get_current_dispatch_mode
-from vramlab import LoRA, Recipe, VramLabError, WatchCallback, simulate
+from vramlab import LoRA, Quantization, Recipe, VramLabError, WatchCallback, simulate
 from vramlab.report.report import CATEGORIES
 from vramlab.training.models import build_model
 from vramlab.training.training import _groups, make_batch
@@ -23,6 +23,8 @@ SCALARS = 32
 
 def trainer(recipe: Recipe, out, *callbacks, model=None, **changes) -> transformers.Trainer:
     model = model or build_model(recipe, "cpu")
+    if recipe.quantization:
+        model.hf_quantizer = SimpleNamespace(is_trainable=True)  # as from_pretrained leaves one
     rows = recipe.batch_size * recipe.gradient_accumulation_steps * 3
     batch = make_batch(recipe.replace(batch_size=rows))
     data = [{name: tensor[i] for name, tensor in batch.items()} for i in range(rows)]
@@ -41,6 +43,7 @@ def quiet():
     transformers.logging.set_verbosity(verbosity)
 
 
+HALF = {"precision": "bf16-mixed", "dtype": "bfloat16"}
 CASES = {
     "gpt2": ("gpt2", {}),
     "bert": ("bert", {}),
@@ -58,6 +61,15 @@ CASES = {
     "gpt2 8-bit": ("gpt2", {"optim": "adamw_bnb_8bit"}),
     "gpt2 unclipped": ("gpt2", {"loop": "unclipped"}),
     "gpt2 LoRA": ("gpt2", {"lora": LoRA(r=4)}),
+    "gpt2 bf16 under bf16-mixed": ("gpt2", HALF),
+    "llama bf16 under bf16-mixed, checkpointing": ("llama", {**HALF, "gradient_checkpointing": True}),
+    "llama bf16 under bf16-mixed, LoRA": ("llama", {**HALF, "lora": LoRA(r=4, target_modules="all-linear")}),
+    "llama bf16 under bf16-mixed, bf16 LoRA": ("llama", {**HALF, "lora": LoRA(r=4, autocast_adapter_dtype=False)}),
+    "llama 4 bits": ("llama", {"precision": "bf16-mixed", "lora": LoRA(r=4), "quantization": Quantization()}),
+    "llama 4 bits, unprepared": (
+        "llama",
+        {**HALF, "lora": LoRA(r=4), "quantization": Quantization(prepare=False, compute_dtype="float32")},
+    ),
 }
 
 

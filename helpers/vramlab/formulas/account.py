@@ -69,6 +69,8 @@ class Account:
                 entry.category = "activations"
         m.backward(loss)
         del loss
+        if not recipe.loop.keep_outputs:
+            m.leaves.clear()
         m.finish()
         self.end = len(m.events)
         self.live = [*accumulate([change for _, change in m.events], initial=0)]
@@ -214,7 +216,7 @@ def kept_account(recipe: Recipe, chip: Chip, gradients_exist: bool) -> Account:
     elif is_sharded_by(r, "fsdp") or gradient_reduction(r):  # all ranks compute alike
         part = (*part, dataclasses.replace(r.sharding, rank=0))
     sizes = (r.shape, r.batch_size, r.seq_len, r.gradient_checkpointing, r.attn_implementation)
-    key = (*sizes, r.trainer, r.precision, r.lora, r.quantization, r.loop, optim, chip, gradients_exist, part)
+    key = (*sizes, r.trainer, r.precision, r.dtype, r.lora, r.quantization, r.loop, optim, chip, gradients_exist, part)
     return cached_account(CacheKey(key, recipe, chip, gradients_exist))
 
 
@@ -227,7 +229,7 @@ def cached_account(key: CacheKey) -> Account:
 def _parameters(recipe: Recipe, shape: Shape) -> dict[str, Parameter]:
     """Make the parameters that the ledger needs, by name; a tied head is another name for the embedding."""
     layers = 3 if is_sharded_by(recipe, "fsdp") else 2
-    rows = _parameter_settings(shape, recipe.precision, recipe.quantization, recipe.lora, layers)
+    rows = _parameter_settings(shape, recipe.weights_dtype, recipe.quantization, recipe.lora, layers)
     found, head = {row[0]: Parameter(*row) for row in rows}, shape.head
     words = next((name for name, weight in found.items() if weight.shape[0] == shape.vocab_size), None)
     if f"{head}.weight" not in found and words:  # a stage in the middle has neither
@@ -238,9 +240,9 @@ def _parameters(recipe: Recipe, shape: Shape) -> dict[str, Parameter]:
 
 
 @lru_cache(maxsize=512)
-def _parameter_settings(shape: Shape, precision: str, quantization, lora: LoRA | None, layers: int) -> list[tuple]:
+def _parameter_settings(shape: Shape, dtype: str, quantization, lora: LoRA | None, layers: int) -> list[tuple]:
     """List (name, shape, width, trained, quantized) of the weights outside the layers and in the first layers."""
-    table = cached_table(shape, precision, quantization, lora, "sgd", None, False)
+    table = cached_table(shape, dtype, quantization, lora, "sgd", None, False)
     rows, whole, found = {(row.name, row.shape): row for row in table}, trained_whole(shape, lora), []
     for name, role, size in first_layers(shape, layers):
         row, copied = rows[role, size], bool(whole) and is_trained_whole(name, whole)

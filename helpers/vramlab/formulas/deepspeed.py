@@ -139,7 +139,7 @@ class _Rank:
         elements = gathered(recipe.shape)
         if sharding.world_size == 1:  # the part is the whole, and is taken as it is
             elements, persistent = Gathered(), 0
-        width = model_states.weight_width(recipe.precision, recipe.quantization)
+        width = model_states.weight_width(recipe.weights_dtype, recipe.quantization)
         sizes = [n * width for n in elements]
         if sharding.offload == "parameters":  # a rank's part is copied to the device, then gathered
             sizes[0] += width * max(ceil(prod(row.shape) / sharding.world_size) for row in parameter_table(recipe))

@@ -27,8 +27,8 @@ def with_its_adapters(recipe: Recipe) -> Recipe:
         raise RecipeError("trainer", "sft", allowed)
     if recipe.quantization is None:
         return recipe
-    if (computed := recipe.quantization.compute_dtype or recipe.precision[:4]) not in ("bf16", "bfloat16"):
-        allowed = f"the formulas do not know its bf16 adapters beside what is computed in {computed}: ask simulate"
+    if others := {recipe.implied_dtype, recipe.weights_dtype} - {"bfloat16"}:
+        allowed = f"the formulas do not know its bf16 adapters beside {others.pop()}: ask simulate"
         raise RecipeError("trainer", "sft", allowed)
     found, lora = copy.copy(recipe), copy.copy(recipe.lora)  # not `replace`, which would check all again
     object.__setattr__(lora, "autocast_adapter_dtype", None)  # as wide as everything else (`compute_recipe`)

@@ -13,7 +13,7 @@ from ..recipe.recipe import Recipe
 from ..recipe.shapes import Shape
 from .attention import Attention
 from .ledger import Parameter, Tensor
-from .model_states import FP32, HALF, compute_width, weight_width
+from .model_states import FP32, HALF, weight_width
 from .operators import BOOL, INT64
 
 
@@ -26,11 +26,11 @@ class Layer(Attention):
     """
 
     def __init__(self, recipe: Recipe, shape: Shape, parameters: dict[str, Parameter], chip: Chip):
-        precision, quantization = recipe.precision, recipe.quantization
+        precision, dtype, quantization = recipe.precision, recipe.weights_dtype, recipe.quantization
         super().__init__(
             parameters,
             HALF if precision.endswith("-mixed") else None,
-            compute_width(precision, quantization) if quantization else HALF,
+            (weight_width(recipe.implied_dtype), weight_width(dtype)),
             bool(quantization and quantization.double),
             recipe.lora.lora_dropout if recipe.lora else 0.0,
             implementation=recipe.attn_implementation,
@@ -41,7 +41,7 @@ class Layer(Attention):
         )
         self.recipe, self.shape, self.layout, self.setting = recipe, shape, shape.layout, shape.settings.get
         self.batch, self.tokens, self.checkpoints = recipe.batch_size, recipe.seq_len, recipe.gradient_checkpointing
-        self.hidden_width = weight_width(precision, quantization)  # bytes an element of what the embedding returns
+        self.hidden_width = weight_width(dtype, quantization)  # bytes an element of what the embedding returns
         self.table: tuple[Tensor, Tensor] | None = None  # cos and sin of rotary positions
         # the loop's setting does not reach the configuration of T5's decoder
         caching = None if shape.num_decoder_layers else recipe.loop.use_cache
@@ -75,6 +75,7 @@ class Layer(Attention):
         del y
         if source is not None:
             x = self.joined(x, self.attention(at, self.norm(x, at["cross_norm"]), cross, source), None)
+            del self.layer_holds[:-1]  # `T5Block.forward` calls both attentions' probabilities `_`
         z = self.feed_forward(at, x if after or "norm2" not in at else self.norm(x, at["norm2"]))
         if "after2" in at:
             z = self.norm(z, at["after2"])

@@ -155,11 +155,11 @@ class Leaf:
     """A tensor made to require a gradient (`requires_grad_()`): the graph holds its block and its gradient."""
 
     def __init__(self, block: Block | None):
-        self.block, self.gradient = block, None
+        self.block, self.gradient, self.keeps = block, None, block is not None
 
     def receive(self, ledger: "Ledger", gradient: Block) -> None:
         """Keep the first part; others are added in place."""
-        if self.block:
+        if self.keeps:
             self.gradient = self.gradient or gradient
 
 

@@ -50,6 +50,7 @@ class Model(Layer):
     def __init__(self, recipe: Recipe, shape: Shape, parameters: dict[str, Parameter], chip: Chip):
         super().__init__(recipe, shape, parameters, chip)
         self.sections: list[Section] = []
+        self.leaves: list[Leaf] = []  # which the graph holds, and so the loss, as long as the loop keeps that
         self.embeddings = [name for name, kind in shape.layout.modules if kind == "embedding"]
 
     # --- for engines ----------------------------------------------------------------------------------------------
@@ -135,8 +136,8 @@ class Model(Layer):
             first: a list with the input of the first layer, emptied so that the input is freed with that layer.
         """
         x = first.pop()
-        if type(x.node) is Leaf:
-            x.node.block = None  # it goes with the first layer
+        if x.node in self.leaves:
+            self._comes_back(x)
         both_ends = bool(self.shape.num_decoder_layers)
         typical = int(self.gathers_layers or (both_ends and self.checkpoints) or not x.needs)
         written = min(count, typical + 1 + (both_ends or self.gathers_layers))
@@ -161,6 +162,12 @@ class Model(Layer):
                 self.sections.append(section)
                 self.nodes.append(lambda section=section: setattr(section, "top", len(self.events)))
         return x
+
+    def _comes_back(self, x: Tensor) -> None:
+        """The first layer's input goes with that layer, as others' do, so that it is like them; and then comes back."""
+        leaf, shape, width = x.node, x.shape, x.width
+        leaf.block = None
+        self.nodes.append(lambda: setattr(leaf, "block", self.block("embedding", shape, width, "activations")))
 
     def hidden_states(self) -> Tensor:
         """Run everything before the output head."""
@@ -200,7 +207,7 @@ class Model(Layer):
             self.decoding, own = source is not None, shared
             if inner.endswith(".0") and self.checkpoints:
                 own = self.biases(stack.prefix)
-                shared[:] = shared or own
+                shared[:] = (shared or own) if stack.count > 1 else ()
             return self.layer(inner, stack.parts, x, (own[0], mask), source, (own[-1],))
 
         x = self.stack(stack.prefix, stack.count, layer, first)
@@ -213,6 +220,7 @@ class Model(Layer):
         """Make the embedding require a gradient with LoRA and checkpointing (`enable_input_require_grads`)."""
         if self.recipe.lora and self.checkpoints:
             x.needs, x.node = True, Leaf(x.block)
+            self.leaves.append(x.node)
         return x
 
     def embed(self) -> Tensor:

@@ -126,7 +126,7 @@ def pipelined(recipe: Recipe, first: dict[str, Phase], later: dict[str, Phase], 
     """
     sharding, most = recipe.sharding, _in_flight(recipe.sharding)
     inputs = {"inputs": input_bytes(recipe) - first["load"].end.inputs}
-    always = {**inputs, "workspace": _receive_bytes(recipe, weight_width(recipe.precision, recipe.quantization))}
+    always = {**inputs, "workspace": _receive_bytes(recipe, weight_width(recipe.weights_dtype))}
 
     def plus(split: Bytes, more: dict[str, int], others: int = 0) -> Bytes:
         found = dataclasses.asdict(split)
@@ -164,7 +164,7 @@ def beyond_the_slice(recipe: Recipe) -> int:
         or shape.family in WHOLE_EMBEDDING
     ):
         return 0
-    width = weight_width(recipe.precision, recipe.quantization)
+    width = weight_width(recipe.weights_dtype)
     whole, part = shape.settings["vocab_size"] * shape.hidden_size, shape.vocab_size * shape.hidden_size
     return rounded(width * whole) - rounded(width * part)
 

@@ -113,19 +113,9 @@ class ParameterRow:
     size: int
 
 
-def weight_width(precision: str, quantization: Quantization | None) -> int:
-    """Bytes of a weight that is not quantized: 2 for "-true" precisions, else 4; beside a quantized base its compute
-    dtype's, or 4 after `prepare_model_for_kbit_training`, which casts to fp32 all that is not quantized."""
-    if quantization and quantization.prepare:
-        return FP32
-    return compute_width(precision, quantization) if quantization else HALF if precision.endswith("-true") else FP32
-
-
-def compute_width(precision: str, quantization: Quantization) -> int:
-    """Bytes a number of what a 4-bit layer computes in (`bnb_4bit_compute_dtype`)."""
-    if quantization.compute_dtype:
-        return FP32 if quantization.compute_dtype == "float32" else HALF
-    return HALF if precision[:4] in ("fp16", "bf16") else FP32
+def weight_width(dtype: str, quantization: Quantization | None = None) -> int:
+    """Bytes of a weight that is loaded in `dtype` and not quantized: 4 after `prepare_model_for_kbit_training`."""
+    return FP32 if dtype == "float32" or (quantization and quantization.prepare) else HALF
 
 
 def stored_sizes(shape: tuple[int, ...], width: int, quantized: str | None, double: bool = False) -> tuple[int, ...]:
@@ -184,6 +174,7 @@ def compute_recipe(recipe: Recipe) -> Recipe:
     object.__setattr__(found, "precision", recipe.precision.replace("-mixed", "-true"))
     object.__setattr__(found, "quantization", quantization and replace(quantization, prepare=False))
     object.__setattr__(found, "lora", lora)
+    object.__setattr__(found, "dtype", None)
     return found
 
 
@@ -193,15 +184,15 @@ def parameter_table(recipe: Recipe) -> tuple[ParameterRow, ...]:
 
 
 def _format(r: Recipe) -> tuple:
-    return r.precision, r.quantization, r.lora, r.optim, r.optim_args, r.loop.name == "trainer"
+    return r.weights_dtype, r.quantization, r.lora, r.optim, r.optim_args, r.loop.name == "trainer"
 
 
 @lru_cache(maxsize=512)
 def cached_table(
-    shape: Shape, precision, quantization, lora: LoRA | None, optim, optim_args, trainer
+    shape: Shape, dtype: str, quantization, lora: LoRA | None, optim, optim_args, trainer
 ) -> tuple[ParameterRow, ...]:
     """Compute `parameter_table`. What PEFT trains whole is a trained copy beside the frozen module."""
-    width, saved = weight_width(precision, quantization), trained_whole(shape, lora)
+    width, saved = weight_width(dtype, quantization), trained_whole(shape, lora)
     double = bool(quantization and quantization.double)
     targets = lora_targets(shape, lora) if lora else ()
     adapted = {name for name, _, _ in targets}
@@ -210,7 +201,7 @@ def cached_table(
     for weight in shape.weights():
         name, kind = starred_name(weight.name), weight.kind
         quantized = quantization.quant_type if quantization and _can_quantize(shape, weight) else None
-        fp32 = precision.startswith("fp16") and _stays_fp32(shape, weight.name)
+        fp32 = dtype == "float16" and _stays_fp32(shape, weight.name)
         trained = lora is None or (
             kind == "bias" and (lora.bias == "all" or (lora.bias == "lora_only" and weight.name[:-5] in adapted))
         )

@@ -25,16 +25,21 @@ class Operators(Ledger):
     Args:
         parameters: the weights of the model by name.
         autocast: the width that autocast computes matrix products in; None without autocast.
-        compute: the width in which quantized layers compute; `nested` says that their scales are quantized too.
+        compute: the widths in which quantized layers compute and had been loaded; `nested`: scales are quantized too.
         lora_dropout: the adapters' own.
     """
 
     def __init__(
-        self, parameters: dict[str, Parameter], autocast: int | None, compute: int, nested: bool, lora_dropout
+        self,
+        parameters: dict[str, Parameter],
+        autocast: int | None,
+        compute: tuple[int, int],
+        nested: bool,
+        lora_dropout,
     ):
         super().__init__()
         self.parameters, self.autocast = parameters, autocast
-        self.compute, self.nested, self.lora_dropout = compute, nested, lora_dropout
+        (self.compute, self.loaded), self.nested, self.lora_dropout = compute, nested, lora_dropout
         self.cast_entries: list[Entry] = []
 
     # --- dtypes ---------------------------------------------------------------------------------------------------
@@ -173,13 +178,14 @@ class Operators(Ledger):
         return self.op("linear", inputs, (*x.shape[:-1], out), x.width, saves=saves, grads=(OWN, OWN, BIAS))
 
     def layer_norm(self, x: Tensor, name: str) -> Tensor:
-        """LayerNorm keeps its input, and mean and deviation of each row in fp32."""
-        weight, bias = self.parameters.get(f"{name}.weight"), self.parameters.get(f"{name}.bias")
-        x = self.fp32(x)
+        """LayerNorm keeps its input, mean and deviation of each row in fp32, and what autocast made of half weights."""
+        given = (x, self.parameters.get(f"{name}.weight"), self.parameters.get(f"{name}.bias"))
+        x, *affine = (t and self.fp32(t) for t in given)
         rows = (*x.shape[:-1], 1)
         mean, deviation = self.tensor("native_layer_norm", rows, FP32), self.tensor("native_layer_norm", rows, FP32)
-        inputs = [t for t in (x, weight, bias) if t is not None]
-        return self.op("native_layer_norm", inputs, x.shape, x.width, saves=[x, mean, deviation])
+        inputs = [t for t in (x, *affine) if t is not None]
+        saves = [x, mean, deviation, *(t for t in affine if type(t) is Tensor)]
+        return self.op("native_layer_norm", inputs, x.shape, x.width, saves=saves)
 
     def rms_norm(self, x: Tensor, name: str, family: str, kind: str = "") -> Tensor:
         """Compute x / √(mean x² + ε) · w in single operators on fp32 copies.
@@ -241,14 +247,15 @@ class Operators(Ledger):
         """The weight is unpacked whole for each product, forward and backward (Dettmers et al. 2023, section 3).
 
         Nothing is kept: the packed weight is a parameter (`bitsandbytes.autograd.MatMul4Bit`). Backward unpacks into the
-        dtype that the weight had when it was quantized (`QuantState.dtype`), here the one that is computed in. Scales
-        that are quantized too are unpacked into two fp32 temporaries (`bitsandbytes.functional.dequantize_4bit`).
+        dtype that the weight had when it was quantized (`QuantState.dtype`), and casts that. Scales that are quantized
+        too are unpacked into two fp32 temporaries (`bitsandbytes.functional.dequantize_4bit`).
         """
         a, n = self.to(x, self.compute), prod(weight.shape)
         whole, scales = n * self.compute, 2 * FP32 * ceil(n / BLOCK) if self.nested else 0
+        unpacked = n * self.loaded + max(scales, whole if self.loaded != self.compute else 0)
         temporary = self.block("gemm_4bit", (whole + scales,), 1, "workspace")
         inputs, shape = [a] if bias is None else [a, bias], (*x.shape[:-1], n // x.shape[-1])
-        y = self.op("gemm_4bit", inputs, shape, self.compute, grads=(OWN, BIAS), extra=whole, spike=whole + scales)
+        y = self.op("gemm_4bit", inputs, shape, self.compute, grads=(OWN, BIAS), extra=whole, spike=unpacked)
         del temporary
         return self.to(y, x.width)
 

@@ -16,7 +16,7 @@ from ..hardware import reserved
 from ..hardware.gpu import DEFAULT_CHIP, Gpu, find_gpu
 from ..hardware.overhead import cublas_workspace
 from ..recipe import lora_modules
-from ..recipe.options import Sharding
+from ..recipe.options import HALF, Sharding
 from ..recipe.recipe import Recipe, as_recipe
 from ..recipe.weights import unquantized
 from ..report.errors import RecipeError
@@ -43,8 +43,8 @@ def predict(recipe: Recipe | Any, gpu: str | Gpu | None = None) -> Report:
         and its phase, the largest tensors there, `reserved` and `process` as intervals.
     Raises:
         GpuError: no such card.
-        RecipeError: adapters in some layers only, or an architecture unlike those written down (`formulas.nearest`):
-            `simulate` takes both; or FlashAttention on a card that has none.
+        RecipeError: adapters in some layers only, fp16 weights under bf16 autocast or the reverse, or an architecture
+            unlike those written down (`formulas.nearest`): `simulate` takes all; FlashAttention on a card without.
     """
     recipe = as_recipe(recipe)
     card = find_gpu(gpu) if gpu else None
@@ -53,6 +53,10 @@ def predict(recipe: Recipe | Any, gpu: str | Gpu | None = None) -> Report:
     if lora_modules.differ_by_layer(recipe.shape, recipe.lora):
         allowed = "the formulas multiply one layer, so every layer has to get the same adapters: ask simulate"
         raise RecipeError("lora.target_modules", recipe.lora.target_modules, allowed)
+    halves = {recipe.weights_dtype, recipe.implied_dtype, HALF.get(recipe.precision.partition("-")[0])}
+    if recipe.dtype and len(halves & set(HALF.values())) > 1:
+        allowed = "the formulas know sizes, not which of two half-precision formats is cast to the other: ask simulate"
+        raise RecipeError("dtype", recipe.dtype, allowed)
     exist = recipe.gradient_accumulation_steps > 1 or not recipe.loop.set_to_none  # gradients, when backward begins
     part, chip = model_parallel.rank_recipe(with_its_adapters(recipe)), card.chip if card else DEFAULT_CHIP
     account = kept_account(part, chip, exist)

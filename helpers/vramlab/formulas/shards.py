@@ -31,7 +31,7 @@ from .step import step_temporaries
 def rank_bytes(recipe: Recipe) -> RankBytes:
     """Return the bytes that `recipe`'s rank holds; everything without sharding."""
     r = recipe
-    key = (r.shape, r.precision, r.quantization, r.lora, r.optim, r.optim_args, r.loop, r.sharding)
+    key = (r.shape, r.precision, r.dtype, r.quantization, r.lora, r.optim, r.optim_args, r.loop, r.sharding)
     return _cached_rank_bytes(CacheKey((*key, r.gradient_accumulation_steps > 1), recipe))
 
 

@@ -62,7 +62,7 @@ def _arguments(recipe: Recipe) -> dict[str, str]:
 
 def _quantization(recipe: Recipe) -> dict[str, str]:
     """Arguments of `BitsAndBytesConfig`."""
-    q, compute = recipe.quantization, _compute_dtype(recipe)
+    q, compute = recipe.quantization, recipe.implied_dtype
     if q.quant_type == "int8":
         return {"load_in_8bit": "True"}
     found = {"load_in_4bit": "True", "bnb_4bit_quant_type": _text(q.quant_type)}
@@ -92,9 +92,8 @@ def _load_model(recipe: Recipe, model_class: str) -> list[str]:
     """The lines of `load_model`."""
     shape, quantization, lora = recipe.shape, recipe.quantization, recipe.lora
     name = shape.hub_id or (recipe.model if isinstance(recipe.model, str) else "path/to/the/model")
-    half = {"fp16-true": "float16", "bf16-true": "bfloat16"}.get(recipe.precision, "float32")
     arguments = {
-        "dtype": f"torch.{_compute_dtype(recipe) if quantization else half}",
+        "dtype": f"torch.{recipe.weights_dtype}",
         "attn_implementation": _text(recipe.attn_implementation),
     }
     if recipe.num_layers is not None:
@@ -112,12 +111,6 @@ def _load_model(recipe: Recipe, model_class: str) -> list[str]:
         cast = "" if lora.autocast_adapter_dtype else ", autocast_adapter_dtype=False"
         lines.append(f"    model = get_peft_model(model, peft_config{cast})")
     return [*lines, "    return model"]
-
-
-def _compute_dtype(recipe: Recipe) -> str:
-    """Name of the dtype that a 4-bit layer computes in."""
-    half = {"fp16": "float16", "bf16": "bfloat16"}.get(recipe.precision[:4], "float32")
-    return recipe.quantization.compute_dtype or half
 
 
 def _call(name: str, function: str, arguments: dict[str, str], first: str = "", indent: int = 0) -> list[str]:

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from ..formulas import model_states, shards
 from ..formulas.fused_head import with_its_adapters
 from ..hardware.gpu import Chip, Gpu
-from ..recipe.options import Quantization, Sharding
+from ..recipe.options import HALF, Quantization, Sharding
 from ..recipe.recipe import Recipe
 from ..recipe.weights import unquantized
 from ..report.errors import RecipeError
@@ -60,6 +60,8 @@ def families(question: Question, method: str) -> Iterator[Recipe]:
         chosen = dict(zip(options, values, strict=True))
         if not _runs(chosen["optim"], chosen["quantization"], chosen["sharding"]):
             continue
+        if method == "lora" and (half := HALF.get(chosen["precision"].removesuffix("-mixed"))):
+            chosen["dtype"] = half  # autocast over a frozen fp32 base would cast it anew in every step
         try:
             family = question.plain.replace(**fixed, **chosen)
             with_its_adapters(family)

@@ -36,7 +36,16 @@ SHARES = {"matmuls": (UTILISATION, 0.70, 0.30), "memory": (BANDWIDTH, 1.0, 0.6),
 HIDDEN = (0.5, 1.0, 0.0)  # what part of the computing time hides communication, likewise
 WAITS = ("links", "host")
 FEW = 5  # records, below which their spread says little
-WALKED = ("seq_len", "precision", "gradient_checkpointing", "attn_implementation", "lora", "quantization", "trainer")
+WALKED = (
+    "seq_len",
+    "precision",
+    "dtype",
+    "gradient_checkpointing",
+    "attn_implementation",
+    "lora",
+    "quantization",
+    "trainer",
+)
 ASSUMED = (
     f"uncalibrated: {UTILISATION:.0%} of the card's peak, {BANDWIDTH:.0%} of its bandwidth and {LAUNCH * 1e6:.0f} µs "
     "a kernel, as fitted to published runs on a T4; the interval takes 30 to 70 %, 60 to 100 % and 5 to 25 µs"

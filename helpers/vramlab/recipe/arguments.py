@@ -6,6 +6,7 @@ length, adapters, quantization, attention kernel and the number of ranks are sai
 
 import dataclasses
 import json
+from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 from ..report.data import data_path
@@ -13,7 +14,7 @@ from ..report.errors import RecipeError, needing
 from .deepspeed_config import deepspeed_config
 from .knobs import knobs
 from .optimizers import DROPPED, OPTIMIZER_ARGUMENTS, OWN, optimizer_arguments
-from .options import ATTENTION, LOOPS, Loop, Sharding
+from .options import ATTENTION, HALF, LOOPS, Loop, Sharding
 
 if TYPE_CHECKING:
     from transformers import TrainingArguments
@@ -92,7 +93,7 @@ def recipe_fields(kind: type, args: "TrainingArguments", model: Any, **fields: A
 
     Args:
         kind: the class `Recipe`.
-        model: what `Recipe` takes, or the model itself, of which "-true" precision and attention kernel are read off.
+        model: what `Recipe` takes, or the model itself, of which dtype and attention kernel are read off.
         fields: of the recipe, for what the arguments do not say; they go before what is read off.
     Raises:
         RecipeError: `args` of another Trainer than transformers' own and TRL's SFTTrainer (DPO's, for example),
@@ -120,7 +121,7 @@ def recipe_fields(kind: type, args: "TrainingArguments", model: Any, **fields: A
     if hasattr(model, "named_parameters"):
         said.update(_of_model(model, fields))
         model = model.config
-    said["precision"] = _precision(args, fields.get("precision") or said.get("precision"))
+    said["precision"] = _precision(args, fields.get("precision"))
     if args.fsdp or args.deepspeed:
         _check_sharding(args, fields.get("sharding"))
     return {"model": model, **said, **fields, "precision": said["precision"]}
@@ -244,7 +245,7 @@ def _precision(args: "TrainingArguments", wanted: str | None) -> str:
         return wanted
     rest = f"the arguments say {said}"
     if wanted.endswith("-true"):
-        rest += ", which keeps the weights in fp32: unset fp16 and bf16, or load the model in fp32"
+        rest += ", which is autocast: unset fp16 and bf16, or say dtype for weights in half precision under it"
     raise RecipeError("precision", wanted, rest)
 
 
@@ -257,8 +258,11 @@ def _of_model(model: Any, fields: dict[str, Any]) -> dict[str, Any]:
     kernel = getattr(model.config, "_attn_implementation", None)
     if kernel in ATTENTION:
         found["attn_implementation"] = kernel
-    dtypes = {str(parameter.dtype) for _, parameter in model.named_parameters()}
-    half = {"torch.float16": "fp16-true", "torch.bfloat16": "bf16-true"}
-    if len(dtypes) == 1 and dtypes <= half.keys():
-        found["precision"] = half[dtypes.pop()]
+    quantization, dtypes = fields.get("quantization"), Counter()
+    for name, parameter in model.named_parameters():
+        if "lora_" not in name and type(parameter).__name__ not in ("Params4bit", "Int8Params"):
+            dtypes[str(parameter.dtype).removeprefix("torch.")] += parameter.numel()
+    dtype = dtypes.most_common(1)[0][0]  # a few modules, such as T5's, stay in fp32
+    if dtype in HALF.values() or (dtype == "float32" and quantization and not quantization.prepare):
+        found["dtype"] = dtype
     return found

@@ -10,6 +10,8 @@ from .knobs import check, documented, knob
 PRECISIONS = ("fp32", "tf32", "fp16-mixed", "bf16-mixed", "fp16-true", "bf16-true")
 ATTENTION = ("eager", "sdpa", "flash_attention_2")
 TRAINERS = ("transformers", "sft")
+HALF = {"fp16": "float16", "bf16": "bfloat16"}  # of a precision's name before "-true" or "-mixed"
+DTYPES = ("float32", "float16", "bfloat16")
 QUANT_TYPES = ("nf4", "fp4", "int8")
 _peft = partial(knob, elsewhere=True)
 STAGES = {"ddp": (0, 1), "fsdp": (2, 3), "deepspeed": (0, 1, 2, 3), "tensor": (0,), "pipeline": (0,)}
@@ -74,7 +76,7 @@ class Quantization:
     compute_dtype: str | None = knob(
         None,
         "What 4-bit layers compute in; None takes the recipe's format.",
-        choices=("float32", "float16", "bfloat16"),
+        choices=DTYPES,
         elsewhere="bnb_4bit_compute_dtype",
     )
     prepare: bool = knob(True, "Call `prepare_model_for_kbit_training`: what is not quantized goes to fp32.")

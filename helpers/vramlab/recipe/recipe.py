@@ -19,7 +19,7 @@ from .configuration import MOST_LAYERS, plain, read_json
 from .families import TASKS
 from .knobs import check, documented, knob, knobs, rebuild
 from .optimizers import ALIASES, OPTIMIZERS, optimizer_arguments
-from .options import ATTENTION, LOOPS, PRECISIONS, TRAINERS, Loop, LoRA, Quantization, Sharding
+from .options import ATTENTION, DTYPES, HALF, LOOPS, PRECISIONS, TRAINERS, Loop, LoRA, Quantization, Sharding
 from .shapes import Shape, read_shape
 
 MOST = 2**24  # samples or tokens
@@ -48,7 +48,8 @@ class Recipe:
     """What is trained and how.
 
     `model` is a name of the catalogue, a path to a `config.json` (or its folder), or a `transformers` config object.
-    `precision` ending in "-true" keeps weights, gradients and states in that format, "-mixed" is autocast.
+    `precision` ending in "-true" keeps weights, gradients and states in that format, "-mixed" is autocast: over fp32
+    weights, or over those of `dtype`. A half-precision `dtype` without autocast ("fp32", "tf32") is its "-true" precision.
 
     Raises:
         RecipeError: a field has a value that cannot be trained.
@@ -77,6 +78,13 @@ class Recipe:
         elsewhere="fp16 bf16 tf32",
         label="Precision",
         shown="{}",
+    )
+    dtype: str | None = _knob(
+        None,
+        "The weights' format as loaded, as in from_pretrained; what the precision implies when left out.",
+        choices=DTYPES,
+        label="Weights",
+        shown="{} weights",
     )
     optim: str = _knob(
         "adamw_torch", "The optimizer.", choices=OPTIMIZERS, elsewhere=True, label="Optimizer", shown="{}"
@@ -134,11 +142,16 @@ class Recipe:
             self._set("loop", Loop.named(self.loop))
         if isinstance(self.optim, str):
             self._set("optim", ALIASES.get(self.optim, self.optim))
+        if type(self.dtype).__name__ == "dtype":  # torch's
+            self._set("dtype", str(self.dtype).removeprefix("torch."))
         check(self)
+        if self.precision in ("fp32", "tf32") and self.dtype in HALF.values():
+            self._set("precision", {"float16": "fp16-true", "bfloat16": "bf16-true"}[self.dtype])
         self.optimizer_arguments()
         self._set("shape", read_shape(self.model, num_layers=self.num_layers, task=self.task))
         self._fit_to_shape()
         self._check_together()
+        self._check_dtype()
         if self.trainer == "sft":
             self._check_sft()
         parallel_limits.check(self)
@@ -207,6 +220,46 @@ class Recipe:
             rest = f"SFTTrainer refuses an adapter on {shape.head}, whose weight its fused head reads: leave that out"
             raise RecipeError("lora.target_modules", self.lora.target_modules, rest)
 
+    def _check_dtype(self) -> None:
+        """Raise RecipeError for a `dtype` that the precision contradicts, and for trained weights that libraries refuse."""
+        dtype, (form, _, kind) = self.weights_dtype, self.precision.partition("-")
+        if kind == "true" and dtype not in (HALF[form], self.implied_dtype):
+            rest = f"precision {self.precision!r} keeps the weights in {HALF[form]}: '{form}-mixed' computes in it only"
+            raise RecipeError("dtype", dtype, rest)
+        if kind != "mixed" or not self._trains_half():
+            return
+        engine = self.sharding and self.sharding.engine
+        if engine == "fsdp" and dtype != self.implied_dtype:
+            rest = "accelerate casts what FSDP trains in mixed precision to fp32: take 'float32' or fp32 adapters"
+            raise RecipeError("dtype", dtype, rest)
+        if form == "fp16" and engine != "deepspeed":
+            rest = (
+                "the loss scaler of 'fp16-mixed' unscales no half-precision gradients: what is trained has to be fp32"
+            )
+            raise RecipeError("dtype", dtype, rest)
+
+    def _trains_half(self) -> bool:
+        """Whether trained weights are in half precision; adapters are where PEFT does not cast them to fp32."""
+        lora, quantization = self.lora, self.quantization
+        if self.weights_dtype == "float32" or (quantization and quantization.prepare):
+            return False
+        if not lora or lora.bias != "none" or lora.modules_to_save or self.shape.task == "sequence-classification":
+            return True
+        return not (lora.autocast_adapter_dtype or quantization)
+
+    @property
+    def weights_dtype(self) -> str:
+        """The format in which weights that are not quantized are loaded."""
+        return self.dtype or self.implied_dtype
+
+    @property
+    def implied_dtype(self) -> str:
+        """`weights_dtype` where no `dtype` is said: what 4-bit layers compute in, half for "-true" precisions, else fp32."""
+        if self.quantization and self.quantization.compute_dtype:
+            return self.quantization.compute_dtype
+        half = self.precision.endswith("-true") or self.quantization
+        return HALF.get(self.precision.partition("-")[0], "float32") if half else "float32"
+
     @property
     def name(self) -> str:
         """The model's short name."""
@@ -231,6 +284,8 @@ class Recipe:
     def to_dict(self) -> dict[str, Any]:
         """A JSON-ready dictionary; `Recipe(**d)` gives the recipe back."""
         values = {name: value for name, value in vars(self).items() if name != "shape"}
+        if self.weights_dtype == self.implied_dtype:
+            del values["dtype"]  # one recipe with one key, whether said or not
         if self.trainer == "transformers":  # keys of before there was a choice
             del values["trainer"]
         return json.loads(
@@ -261,7 +316,8 @@ class Recipe:
 
     def __str__(self) -> str:
         """One line that names everything a number depends on."""
-        parts = (said.words(getattr(self, name)) for name, said in knobs(Recipe).items())
+        implied = () if self.dtype != self.implied_dtype else ("dtype",)
+        parts = (said.words(getattr(self, name)) for name, said in knobs(Recipe).items() if name not in implied)
         return " · ".join([self.name, *filter(None, parts)])
 
     def training_arguments(self, output_dir: str = "out", **changes):

@@ -20,14 +20,10 @@ if TYPE_CHECKING:
 
 
 def weight_dtype(recipe: Recipe) -> "torch.dtype":
-    """The dtype of weights that are not quantized: half for "-true" precisions and quantized bases, else fp32."""
+    """The dtype in which weights that are not quantized are loaded."""
     import torch
 
-    if recipe.quantization and recipe.quantization.compute_dtype:
-        return getattr(torch, recipe.quantization.compute_dtype)
-    if recipe.precision.endswith("-true") or recipe.quantization:
-        return {"fp16": torch.float16, "bf16": torch.bfloat16}.get(recipe.precision[:4], torch.float32)
-    return torch.float32
+    return getattr(torch, recipe.weights_dtype)
 
 
 def build_model(recipe: Recipe, device: "str | torch.device" = "cpu", pretrained: bool = False) -> "torch.nn.Module":
@@ -156,7 +152,7 @@ def _quantized_layers(model: "torch.nn.Module", recipe: Recipe) -> None:
         load_in_8bit=not four_bit,
         bnb_4bit_quant_type=quantization.quant_type if four_bit else "nf4",
         bnb_4bit_use_double_quant=quantization.double,
-        bnb_4bit_compute_dtype=dtype,
+        bnb_4bit_compute_dtype=recipe.implied_dtype,
     )
     # weights and biases have the loading dtype, like a checkpoint's before they are quantized
     with torch.device("meta"), default_dtype(dtype):
