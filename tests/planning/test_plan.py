@@ -312,6 +312,7 @@ PASTED = [
     Recipe("gpt2", **ONE_CARD, precision="bf16-mixed", optim="adamw_bnb_8bit"),
     Recipe("gpt2", **ONE_CARD, precision="fp32", lora=LoRA(4, target_modules=("c_attn",))),
     Recipe("t5-small", **ONE_CARD, precision="bf16-true", lora=LoRA(target_modules=ALL)),
+    Recipe("t5-small", **ONE_CARD, precision="bf16-mixed", dtype="bfloat16", lora=LoRA(target_modules=ALL)),
     Recipe("bert-base", **ONE_CARD, precision="bf16-mixed", optim="adamw_torch", optim_args="weight_decay=0.1"),
     Recipe("gpt2", **ONE_CARD, precision="bf16-true", trainer="sft"),
     Recipe("gpt2", **ONE_CARD, precision="bf16-mixed", trainer="sft", gradient_checkpointing=True, lora=LoRA()),
@@ -321,6 +322,12 @@ PASTED = [
     Recipe("gpt2", **ONE_CARD, precision="bf16-true", sharding=Sharding(3, 2, "fsdp", "parameters")),
     Recipe("gpt2", **ONE_CARD, precision="bf16-mixed", sharding=Sharding(2, 2, "deepspeed", "optimizer")),
 ]  # fmt: skip
+
+
+def test_autocast_over_adapters_has_a_half_precision_base():
+    for card, precision, dtype in (("T4", "fp16-mixed", "float16"), ("RTX 4090", "bf16-mixed", "bfloat16")):
+        found = plan("llama-3.2-1b", card, method="lora", precisions=precision, seq_len=64, offload=False, top=1)
+        assert found.best.recipe.dtype == dtype
 
 
 @pytest.mark.parametrize("recipe", PASTED, ids=str)
@@ -333,8 +340,10 @@ def test_the_code_builds_objects_that_say_the_same(recipe):
     precision = recipe.precision if recipe.precision.endswith("-true") else None
     if recipe.gradient_checkpointing:
         assert "use_reentrant" in code(recipe)
+    asked["dtype"] = recipe.dtype
     again = Recipe.from_training_arguments(args, recipe.model, **same, **asked, precision=precision)
     assert again == recipe
+    assert f"dtype=torch.{recipe.weights_dtype}," in code(recipe)
     if recipe.lora:
         config = found["peft_config"]
         assert (config.r, config.lora_alpha) == (recipe.lora.r, recipe.lora.lora_alpha)
