@@ -79,13 +79,6 @@ class Recipe:
         label="Precision",
         shown="{}",
     )
-    dtype: str | None = _knob(
-        None,
-        "The weights' format as loaded, as in from_pretrained; what the precision implies when left out.",
-        choices=DTYPES,
-        label="Weights",
-        shown="{} weights",
-    )
     optim: str = _knob(
         "adamw_torch", "The optimizer.", choices=OPTIMIZERS, elsewhere=True, label="Optimizer", shown="{}"
     )
@@ -121,6 +114,13 @@ class Recipe:
     )
     sharding: Sharding | None = knob(
         None, "Ranks and what each holds.", elsewhere="fsdp fsdp_config deepspeed", shown=_sharding_words
+    )
+    dtype: str | None = _knob(
+        None,
+        "The weights' format as loaded, as in from_pretrained; what the precision implies when left out.",
+        choices=DTYPES,
+        label="Weights",
+        shown="{} weights",
     )
     torch_compile: bool = _knob(False, "Compile the model.", elsewhere=True, shown="compiled")
     loop: Loop | str = knob("trainer", "The training loop.", choices=tuple(LOOPS), option=True, shown=_loop_words)
