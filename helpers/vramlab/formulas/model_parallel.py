@@ -192,7 +192,9 @@ class TensorParallelModel(Model):
         if ids.block is None:  # numbers of rows that are not here are replaced, and remembered
             ids = self.tensor("masked", ids.shape, INT64)
         mask, weight = self.tensor("mask", ids.shape, BOOL), self.parameters[f"{name}.weight"]
-        part, weight.shape = weight.shape, (self.setting("vocab_size", 0), weight.shape[1])  # see `beyond_the_slice`
+        # see `beyond_the_slice`; a tied table's slice of it is also cloned before it is added to the head's
+        count = self.setting("vocab_size", 0) + (weight.shape[0] if self.shape.tied else 0)
+        part, weight.shape = weight.shape, (count, weight.shape[1])
         rows = super().embedding(ids, name)
         weight.shape = part
         rows = self.op("index_put", [rows], rows.shape, rows.width, saves=[mask], view=rows)
