@@ -191,7 +191,7 @@ def test_options_make_the_question(monkeypatch, words, fields):
     monkeypatch.setitem(sys.modules, "vramlab.planning.plan", module)
     result = run("plan", "gpt2", "--gpu", "T4", *words.split())
     assert result.exit_code == 0, result.output
-    usual = {"gpus": 1, "global_batch": 16, "method": "any", "offload": True}
+    usual = {"gpus": 1, "global_batch": 16, "method": "any", "offload": True, "trainer": "transformers"}
     assert asked == [{"model": "gpt2", "gpu": "T4", "top": 5, **usual, **fields}]
     Question("gpt2", "T4", **{**usual, **fields})
 

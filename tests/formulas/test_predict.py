@@ -81,6 +81,13 @@ def test_the_card_changes_what_depends_on_it():
         predict(LLAMA, "A1000")
 
 
+@pytest.mark.parametrize("precision", ["bf16-true", "bf16-mixed"])
+def test_embedded_tokens_do_not_add_up_with_depth(precision):
+    """At full depth: grids have two or three layers, where a block that every layer keeps hardly shows."""
+    recipe = Recipe("llama-3.1-8b", batch_size=8, seq_len=512, precision=precision)
+    assert predict(recipe).peak.total == pytest.approx(simulated(recipe).peak.total, rel=1e-5)
+
+
 @pytest.mark.parametrize("gpu", ["T4", "V100"])
 @pytest.mark.parametrize("name", ["bert-large", "pythia-410m", "t5-small", "falcon-7b"])
 def test_autocast_is_off_inside_attention_that_is_written_out(name, gpu):

@@ -41,7 +41,8 @@ class Model(Layer):
         sections: the layers that stand for others.
         gathers_layers: each layer gathers its own weights, and prefetches the next one's.
         other_gradients: bytes of gradients that no entry has.
-        inputs: the embedded tokens, which a decoder's forward pass has a name for until it returns.
+        inputs: the embedded tokens, which a decoder's forward pass has a name for until it returns; only where the
+            first layer is run apart (LoRA), as a layer that stands for others frees what it is given.
     """
 
     gathers_layers, other_gradients = False, 0
@@ -227,7 +228,7 @@ class Model(Layer):
         """Embed tokens, times a factor (Gemma), plus learned positions (GPT-2, OPT, BERT), with dropout."""
         s, b, n, (words, *others) = self.shape, self.batch, self.tokens, self.embeddings
         x = self.first(self.embedding(Tensor(None, (b, n), INT64), words))
-        self.inputs = x if s.layout.causal else None
+        self.inputs = x if s.layout.causal and not x.needs else None
         if s.layout.scaled_embedding:
             x = self.scale(x)
         if "model.decoder.project_in.weight" in self.parameters:  # OPT
