@@ -88,6 +88,28 @@ def test_embedded_tokens_do_not_add_up_with_depth(precision):
     assert predict(recipe).peak.total == pytest.approx(simulated(recipe).peak.total, rel=1e-5)
 
 
+@pytest.mark.parametrize("saved", [("lm_head",), ("embed_tokens",), ("lm_head", "embed_tokens")], ids="-".join)
+@pytest.mark.parametrize("settings", [{}, {"gradient_checkpointing": True}, {"trainer": "sft"}], ids=str)
+def test_a_trained_copy_of_a_tied_table_unties_it(saved, settings):
+    """PEFT copies the module that `modules_to_save` names; the other one goes on with the frozen matrix."""
+    lora = LoRA(modules_to_save=saved)
+    recipe = Recipe("llama-3.2-1b", num_layers=2, seq_len=64, precision="bf16-true", lora=lora, **settings)
+    assert recipe.shape.tied
+    predicted, truth = predict(recipe), simulated(recipe)
+    for phase in PHASES:
+        assert predicted.phases[phase].peak.total == pytest.approx(truth.phases[phase].peak.total, rel=0.002), phase
+
+
+@pytest.mark.parametrize(
+    ("model", "saved", "sharding"),
+    [("t5-small", "shared", None), ("gpt2", "wte", Sharding(stage=3, world_size=4, engine="deepspeed"))],
+)
+def test_copies_that_no_formula_places_are_refused(model, saved, sharding):
+    recipe = Recipe(model, lora=LoRA(modules_to_save=(saved,)), sharding=sharding)
+    with pytest.raises(RecipeError, match=r"modules_to_save.*ask simulate"):
+        predict(recipe)
+
+
 @pytest.mark.parametrize("gpu", ["T4", "V100"])
 @pytest.mark.parametrize("name", ["bert-large", "pythia-410m", "t5-small", "falcon-7b"])
 def test_autocast_is_off_inside_attention_that_is_written_out(name, gpu):

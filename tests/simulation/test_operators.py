@@ -220,3 +220,25 @@ def test_bags_on_cuda_know_the_bag_of_every_index():
         ids, offsets, weight = map(mode.from_tensor, (ids, offsets, weight))
         made = torch.ops.aten._embedding_bag(weight, ids, offsets, include_last_offset=True)
     assert [tuple(t.shape) for t in made] == [(64, 8), (4096,), (65,), (0,)]
+
+
+@pytest.mark.parametrize(("dtype", "width"), [(fp32, 41), (bf16, 44), (fp32, 44), (bf16, 40)])
+def test_grouped_products_ask_for_rows_of_whole_16_bytes(dtype, width):
+    """What mixtures of experts run through; the real kernel refuses other strides, on both devices."""
+
+    def product() -> torch.Tensor:
+        a, b = torch.empty(8, width, dtype=dtype), torch.empty(2, width, 48, dtype=dtype)
+        return torch._grouped_mm(a, b, offs=torch.tensor([4, 8], dtype=torch.int32))
+
+    real = fake = None
+    try:
+        product()
+    except RuntimeError as error:
+        real = str(error)
+    with fake_world("cpu"):
+        try:
+            product()
+        except RuntimeError as error:
+            fake = str(error)
+    assert (real is None) == (width * dtype.itemsize % 16 == 0)
+    assert fake == real

@@ -27,6 +27,7 @@ from .model_states import (
     compute_recipe,
     first_layers,
     is_sharded_by,
+    is_tied_head_copied,
     is_trained_whole,
     lora_targets,
     trained_whole,
@@ -233,7 +234,12 @@ def _parameters(recipe: Recipe, shape: Shape) -> dict[str, Parameter]:
     found, head = {row[0]: Parameter(*row) for row in rows}, shape.head
     words = next((name for name, weight in found.items() if weight.shape[0] == shape.vocab_size), None)
     if f"{head}.weight" not in found and words:  # a stage in the middle has neither
-        found[f"{head}.weight"] = found[words]
+        saved, table = trained_whole(shape, recipe.lora), found[words]
+        if is_tied_head_copied(shape, saved) or is_trained_whole(words, saved):  # a copy of one of them unties them
+            trained = is_tied_head_copied(shape, saved)
+            found[f"{head}.weight"] = Parameter(f"{head}.weight", table.shape, table.width, trained)
+        else:
+            found[f"{head}.weight"] = table
         if "cls.predictions.bias" in found:
             found[f"{head}.bias"] = found["cls.predictions.bias"]
     return found

@@ -10,7 +10,8 @@ elements at stages 1 and 2, the sum of ⌈p/N⌉ at stage 3.
     reducing     0 a flat copy at the end, over 500 million elements at a time (`allreduce_bucket`), and in fp32 once more
                  with half-precision weights that DeepSpeed does not know of (`communication_data_type`)
     gathered     3: see `param_coordinator`; too much in the lower layers
-    step         an fp64 copy of the largest gradient for the norm, then fp32 gradients and the optimizer's temporaries
+    step         an fp64 copy of the largest gradient for the norm, then fp32 gradients and the optimizer's temporaries,
+                 at stage 3 for a billion elements at a time (`sub_group_size`)
 
 Underestimates world_size=1 at stage 2 in fp32, by 14 % with a large tied embedding.
 """
@@ -30,6 +31,7 @@ from .param_coordinator import Gathered, gathered
 from .step import COPIES, copies
 
 ALL_REDUCED = 500_000_000  # elements that stage 0 reduces at a time (runtime/engine.py, MEMORY_OPT_ALLREDUCE_SIZE)
+SUB_GROUP = 1_000_000_000  # elements (`sub_group_size`, zero/config.py; zero/stage3.py, _create_fp16_sub_groups)
 FP64, AT_ONCE = 8, 250_000_000  # elements of a norm that is computed at a time
 
 
@@ -64,6 +66,8 @@ class _Rank:
         split = [[row for row in self.rows if row.decayed or not trainer]]
         split.append([row for row in self.rows if trainer and not row.decayed])
         self.groups = [group for group in split if group]
+        if self.sharding.stage == 3:
+            self.groups = [part for group in self.groups for part in self._sub_groups(group)]
         self.parts = [self._part(group) for group in self.groups]
 
     def _part(self, rows: list[ParameterRow]) -> int:
@@ -71,6 +75,16 @@ class _Rank:
         if self.sharding.stage == 3:
             return sum(ceil(prod(row.shape) / ranks) for row in rows)
         return 2 * ceil(sum(prod(row.shape) for row in rows) / (2 * ranks))
+
+    def _sub_groups(self, rows: list[ParameterRow]) -> list[list[ParameterRow]]:
+        """Split a group where the rank's part of it reaches `sub_group_size`: stage 3 updates one after the other."""
+        found, elements = [[]], 0
+        for row in rows:
+            if elements >= SUB_GROUP:
+                found, elements = [*found, []], 0
+            found[-1].append(row)
+            elements += ceil(prod(row.shape) / self.sharding.world_size)
+        return found
 
     def _states(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Return the bytes of each state of an fp32 tensor."""

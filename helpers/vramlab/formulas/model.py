@@ -219,7 +219,7 @@ class Model(Layer):
 
     def first(self, x: Tensor) -> Tensor:
         """Make the embedding require a gradient with LoRA and checkpointing (`enable_input_require_grads`)."""
-        if self.recipe.lora and self.checkpoints:
+        if self.recipe.lora and self.checkpoints and not x.needs:
             x.needs, x.node = True, Leaf(x.block)
             self.leaves.append(x.node)
         return x

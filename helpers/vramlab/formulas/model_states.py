@@ -210,6 +210,8 @@ def cached_table(
         rows[name, weight.shape, kind, own, trained, quantized, decayed] += 1
         if is_trained_whole(weight.name, saved):
             copies[name + COPY, weight.shape, kind, own, True, None, decayed] += 1
+        if kind == "embedding" and weight.shape[0] == shape.vocab_size and is_tied_head_copied(shape, saved):
+            copies[f"{shape.head}.weight{COPY}", weight.shape, "linear", own, True, None, True] += 1
     cast = lora and lora.autocast_adapter_dtype  # None: adapters are as wide as everything else (`compute_recipe`)
     adapter = FP32 if cast or (quantization and cast is not None) else width
     for name, inside, out in targets:
@@ -240,6 +242,11 @@ def trained_whole(shape: Shape, lora: LoRA | None) -> tuple[str, ...]:
 def is_trained_whole(name: str, saved: tuple[str, ...]) -> bool:
     """Tell whether the tensor `name` is in one of the modules `saved`, which are trained whole."""
     return any(f".{part}." in f".{name}" for part in saved)
+
+
+def is_tied_head_copied(shape: Shape, saved: tuple[str, ...]) -> bool:
+    """Tell whether PEFT trains a copy of the output head that was one matrix with the embedding, which unties them."""
+    return shape.tied and is_trained_whole(f"{shape.head}.weight", saved)
 
 
 def starred_name(name: str) -> str:

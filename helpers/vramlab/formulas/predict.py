@@ -25,7 +25,7 @@ from . import model_parallel, model_states, shards
 from .account import Account, kept_account
 from .fused_head import with_its_adapters
 from .ledger import Entry
-from .model_states import RankBytes, Sizes, is_sharded_by
+from .model_states import RankBytes, Sizes, is_sharded_by, is_trained_whole
 
 LISTED = 8  # of the largest tensors
 MOST_SAMPLES = 1 << 20  # that `largest_batch` tries
@@ -53,6 +53,8 @@ def predict(recipe: Recipe | Any, gpu: str | Gpu | None = None) -> Report:
     if lora_modules.differ_by_layer(recipe.shape, recipe.lora):
         allowed = "the formulas multiply one layer, so every layer has to get the same adapters: ask simulate"
         raise RecipeError("lora.target_modules", recipe.lora.target_modules, allowed)
+    if recipe.lora and recipe.lora.modules_to_save:
+        _check_copies(recipe)
     halves = {recipe.weights_dtype, recipe.implied_dtype, HALF.get(recipe.precision.partition("-")[0])}
     if recipe.dtype and len(halves & set(HALF.values())) > 1:
         allowed = "the formulas know sizes, not which of two half-precision formats is cast to the other: ask simulate"
@@ -82,6 +84,18 @@ def predict(recipe: Recipe | Any, gpu: str | Gpu | None = None) -> Report:
         process=reserved.process(inside, card),
         notes=_notes(recipe, account, card, peak.total),
     )
+
+
+def _check_copies(recipe: Recipe) -> None:
+    """Raise RecipeError for trained copies (`modules_to_save`) whose place in the step is not written down."""
+    shape, saved, sharding = recipe.shape, recipe.lora.modules_to_save, recipe.sharding
+    words = shape.num_decoder_layers and any(
+        weight.kind == "embedding" and is_trained_whole(weight.name, saved) for weight in shape.weights()
+    )
+    if words or (sharding and (sharding.engine, sharding.stage) == ("deepspeed", 3)):
+        where = "an embedding that encoder and decoder share" if words else "DeepSpeed's stage 3"
+        allowed = f"the formulas do not know where copies are in {where}: ask simulate"
+        raise RecipeError("lora.modules_to_save", saved, allowed)
 
 
 def largest_batch(recipe: Recipe, budget_bytes: int, gpu: str | Gpu | None = None) -> int:

@@ -95,6 +95,8 @@ def _group_norm_backward(gradient, input, mean, rstd, weight, *sizes):
 def _grouped_mm(a, b, offs=None, bias=None, out_dtype=None):
     """Of any dtype, where torch's own rule takes bf16. Groups run along the rows of a, along both matrices' shared dimension
     (weight gradients), along the columns of b, or there is a plain batch (`GroupedMMUtils.h`)."""
+    if any(max(matrix.stride()[-2:]) * matrix.element_size() % 16 for matrix in (a, b)):
+        raise RuntimeError("strides should be multiple of 16 bytes")  # as the real one (check_valid_strides)
     if a.dim() == 2:
         size = (offs.shape[0], a.shape[0], b.shape[1]) if b.dim() == 2 else (a.shape[0], b.shape[-1])
     else:

@@ -200,8 +200,8 @@ def _run(recipe: Recipe, target: str, card: Gpu | None, steps: int) -> Tracker:
     engine = engine_of(recipe)
     device = engine.fake_gpu if target == "cuda" else "cpu"
     with one_rank_of(recipe.sharding), engine.without_peers(target), fake_world(target, card) as (_, kernels):
-        training = tr.build(recipe, device, target=target)
         try:
+            training = tr.build(recipe, device, target=target)
             return run_tracked(training, make_tracker(training, card, kernels), steps, target)
         except VramLabError:
             raise
