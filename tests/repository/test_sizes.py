@@ -11,7 +11,7 @@ CEILINGS = {
     "vramlab/recipe": 2240,
     "vramlab/training": 2120,
     "vramlab/tracking": 900,
-    "vramlab/formulas": 3470,
+    "vramlab/formulas": 3510,
     "vramlab/simulation": 2470,
     "vramlab/measurement": 1300,
     "vramlab/planning": 1210,
