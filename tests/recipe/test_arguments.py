@@ -6,7 +6,7 @@ import warnings
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from vramlab.recipe import arguments
+from vramlab.recipe import arguments, parallel_limits
 from vramlab.recipe.deepspeed_config import deepspeed_config
 from vramlab.recipe.knobs import knobs
 from vramlab.recipe.recipe import OPTIMIZERS, Loop, LoRA, Quantization, Recipe, Sharding
@@ -38,6 +38,7 @@ def trainer_recipes(draw):
             fields["quantization"] = Quantization("nf4", double=True)
     if draw(st.booleans()):
         fields["sharding"] = Sharding(stage=draw(st.sampled_from([2, 3])), world_size=2, engine="fsdp")
+        optim = draw(st.sampled_from(parallel_limits.OPTIMIZERS))
     if precision.endswith("-true"):
         fields["precision"] = precision
     if precision == "bf16-mixed" and "sharding" not in fields:

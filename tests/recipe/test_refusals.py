@@ -93,6 +93,13 @@ def test_weights_in_a_format_that_cannot_be_trained_so(fields, words):
     assert error.field == "dtype" and words in str(error)
 
 
+@pytest.mark.parametrize("optim", ["paged_adamw_8bit", "lion_32bit", "adafactor"])
+def test_fsdp_refuses_optimizers_that_take_no_dtensors(optim):
+    """Their kernels have no sharding strategy: the real step fails too."""
+    error = refused(Recipe, LLAMA, optim=optim, sharding=Sharding(3, 2))
+    assert error.field == "optim" and "DTensors, which are trained with adamw_torch" in str(error)
+
+
 def test_one_recipe_has_one_key_whether_its_dtype_is_said_or_implied():
     for said, meant in (
         ({"dtype": "bfloat16"}, {"precision": "bf16-true"}),

@@ -1,4 +1,4 @@
-"""Which models can be cut by tensors or by layers, into how many parts, and which layers each part has."""
+"""What can be cut by tensors or by layers, into how many parts, which layers each part has, and what trains shards."""
 
 from itertools import pairwise
 from typing import Any
@@ -18,8 +18,11 @@ def stage_layers(layers: int, stages: int) -> list[range]:
 
 
 def check(recipe: Any) -> None:
-    """Raise RecipeError, with the numbers, if the sharding is "tensor" or "pipeline" and `recipe` cannot be cut so."""
+    """Raise RecipeError, with the numbers, if `recipe` cannot be cut as its sharding says."""
     sharding, shape = recipe.sharding, recipe.shape
+    if sharding and sharding.engine in ("fsdp", "tensor") and recipe.optim not in OPTIMIZERS:
+        rest = f"{sharding.engine} cuts weights into DTensors, which are trained with {', '.join(OPTIMIZERS)}"
+        raise RecipeError("optim", recipe.optim, rest)
     if sharding is None or sharding.engine not in ("tensor", "pipeline"):
         return
     engine = sharding.engine
@@ -43,8 +46,6 @@ def _check_tensor(recipe: Any) -> None:
             fitting = [str(k) for k in range(1, shape.num_kv_heads + 1) if not any(s % k for s in sizes.values())]
             rest = f"{shape.name} has {size:,} {what}, which {n} ranks cannot share equally; these can: "
             raise RecipeError("sharding.world_size", n, rest + ", ".join(fitting))
-    if recipe.optim not in OPTIMIZERS:
-        raise RecipeError("optim", recipe.optim, "slices of tensors are trained with " + ", ".join(OPTIMIZERS))
 
 
 def _check_pipeline(recipe: Any) -> None:
