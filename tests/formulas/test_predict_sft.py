@@ -7,8 +7,8 @@ from vramlab import LoRA, Quantization, Recipe, RecipeError, predict, simulate
 
 GRID = sft_grid()
 SAMPLE = 10
-# Layers whose recomputation predict has 2 to 7 % off under either trainer: beside full logits it never was the peak.
-RECOMPUTED = {"gpt2", "pythia-1.4b", "pythia-2.8b"}
+# Layers whose recomputation predict has 3 % too high under either trainer: beside full logits it never was the peak.
+RECOMPUTED = {"gpt2", "pythia-1.4b"}
 
 
 @pytest.mark.parametrize(

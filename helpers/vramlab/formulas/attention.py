@@ -98,7 +98,7 @@ class Attention(Operators):
         """Compute softmax(q kᵀ · scale + mask) v in single operators, as transformers' `eager_attention_forward`.
 
         Args:
-            softmax_fp32: the softmax is asked for fp32, and its result is cast back.
+            softmax_fp32: the softmax is asked for fp32, and its result is cast back; None: it is only cast (GPT-2).
             cap: scores go through tanh (Gemma 2).
             second_mask: added after `mask`, which has T5's positions.
             in_place: scores are scaled in place, and one head of keys is broadcast over a single sequence (Falcon).
@@ -118,7 +118,7 @@ class Attention(Operators):
                 scores = self.add(scores, added)
         if sinks:
             scores = self.scale(self.cat([scores], b, heads, n, k.shape[2] + 1), "add")
-        scores = self.probabilities(scores, softmax_fp32 and not sinks, q.width)
+        scores = self.probabilities(scores, False if sinks else softmax_fp32, q.width)
         scores.packed = scores.packed or sinks  # heads lie in order, with one column to skip
         del unmasked
         scores = self.dropout(scores, p)
@@ -140,10 +140,14 @@ class Attention(Operators):
         x = self.cast(x)
         return x if x.packed or x.shape[0] == 1 else self.copy(x)
 
-    def probabilities(self, x: Tensor, fp32: bool, width: int) -> Tensor:
-        """Take a softmax; with `fp32` (or under autocast) its result is in fp32, and a copy in `width` goes on."""
+    def probabilities(self, x: Tensor, fp32: bool | None, width: int) -> Tensor:
+        """Take a softmax; with `fp32` (or under autocast) its result is in fp32, and a copy in `width` goes on.
+
+        With False nothing is asked for, and under autocast dropout and product take what is in fp32; None: the copy only.
+        """
         if not fp32:
-            return self.softmax(self.fp32(x))
+            y = self.softmax(self.fp32(x))
+            return y if fp32 is False else self.to(y, width)
         if x.width == HALF and not self.bf16:  # one kernel reads fp16 and writes fp32 (SoftMax.cpp, half_to_float)
             return self.to(self.softmax(x, FP32), width)
         return self.to(self.softmax(self.to(x, FP32)), width)

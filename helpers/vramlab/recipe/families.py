@@ -64,7 +64,7 @@ class Layout:
     parallel: bool = False  # attention and feed-forward part read the same input
     post_norm: bool = False  # norms come after the residual sums; there is none after the last layer
     rms_norm: str = "llama"  # whose: "gemma" is times 1 + weight, in fp32; "t5" casts to its weight's dtype
-    fp32_softmax: bool = True  # written-out attention asks for an fp32 softmax
+    fp32_softmax: bool | None = True  # written-out attention asks for an fp32 softmax, casts it back; None: casts only
     grouped_keys: bool = True  # shared keys go to the kernel as they are (`enable_gqa`)
     repeated_keys: bool = False  # they are copied before positions are applied
     scores_in_place: bool = False  # written-out scores are scaled in place; one head of keys is broadcast
