@@ -53,9 +53,9 @@ def test_stage_3_updates_a_billion_elements_at_a_time():
     """The grid's ranks have fewer: without `sub_group_size` 8B on four ranks came out 18 % too high."""
     pytest.importorskip("deepspeed")
     sharding = Sharding(stage=3, world_size=2, engine="deepspeed")
-    recipe = Recipe("llama-3.1-8b", num_layers=10, batch_size=1, seq_len=64, precision="bf16-true", sharding=sharding)
+    recipe = Recipe("llama-3.1-8b", num_layers=6, batch_size=1, seq_len=64, precision="bf16-true", sharding=sharding)
     predicted, truth = predict(recipe), simulate(recipe)
-    assert recipe.shape.num_parameters > 3e9
+    assert recipe.shape.num_parameters > 2.2e9
     assert predicted.phases["step"].peak.total == pytest.approx(truth.phases["step"].peak.total, rel=0.002)
 
 

@@ -112,7 +112,7 @@ def test_sound_configurations(config, fields):
 
 
 @given(configurations(broken=True), RECIPES)
-@settings(max_examples=50)
+@settings(max_examples=20)
 def test_broken_configurations(config, fields):
     hold(config, fields)
 
