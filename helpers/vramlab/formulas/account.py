@@ -235,11 +235,10 @@ def _parameters(recipe: Recipe, shape: Shape) -> dict[str, Parameter]:
     words = next((name for name, weight in found.items() if weight.shape[0] == shape.vocab_size), None)
     if f"{head}.weight" not in found and words:  # a stage in the middle has neither
         saved, table = trained_whole(shape, recipe.lora), found[words]
-        if is_tied_head_copied(shape, saved) or is_trained_whole(words, saved):  # a copy of one of them unties them
-            trained = is_tied_head_copied(shape, saved)
-            found[f"{head}.weight"] = Parameter(f"{head}.weight", table.shape, table.width, trained)
-        else:
-            found[f"{head}.weight"] = table
+        trained = is_tied_head_copied(shape, saved)
+        if trained or is_trained_whole(words, saved):  # a copy of one of them unties them
+            table = Parameter(f"{head}.weight", table.shape, table.width, trained)
+        found[f"{head}.weight"] = table
         if "cls.predictions.bias" in found:
             found[f"{head}.bias"] = found["cls.predictions.bias"]
     return found
