@@ -1,8 +1,5 @@
 """`trainer="sft"` is what TRL's SFTTrainer does: one of its real steps, watched, against the simulation."""
 
-import io
-from contextlib import redirect_stdout
-
 import datasets
 import pytest
 import torch
@@ -14,6 +11,8 @@ from vramlab.recipe.families import TASKS
 from vramlab.report.data import data_path
 from vramlab.report.report import CATEGORIES
 from vramlab.training.models import build_model
+
+pytestmark = pytest.mark.usefixtures("quiet")
 
 SIZES = {"batch_size": 2, "seq_len": 32, "num_layers": 2, "trainer": "sft"}
 CASES = {
@@ -28,15 +27,6 @@ CASES = {
         {"lora": LoRA(r=4), "precision": "bf16-true", "quantization": Quantization("nf4", prepare=False)},
     ),
 }
-
-
-@pytest.fixture(autouse=True)
-def quiet():
-    verbosity = transformers.logging.get_verbosity()
-    transformers.logging.set_verbosity_error()
-    with redirect_stdout(io.StringIO()):
-        yield
-    transformers.logging.set_verbosity(verbosity)
 
 
 def make(name: str) -> Recipe:

@@ -1,7 +1,5 @@
 """The loop "trainer" is what `transformers.Trainer` does: one of its real steps, watched, against the simulation."""
 
-import io
-from contextlib import redirect_stdout
 from types import SimpleNamespace
 
 import pytest
@@ -14,6 +12,8 @@ from vramlab import LoRA, Quantization, Recipe, VramLabError, WatchCallback, sim
 from vramlab.report.report import CATEGORIES
 from vramlab.training.models import build_model
 from vramlab.training.training import _groups, make_batch
+
+pytestmark = pytest.mark.usefixtures("quiet")
 
 SIZES = {"batch_size": 2, "seq_len": 32, "num_layers": 2}
 # What the Trainer keeps besides, in bytes: the number of labels, the running loss, the last gradient norm, and a loss
@@ -32,15 +32,6 @@ def trainer(recipe: Recipe, out, *callbacks, model=None, **changes) -> transform
         str(out), max_steps=3, disable_tqdm=True, logging_strategy="no", dataloader_pin_memory=False, **changes
     )
     return transformers.Trainer(model, arguments, train_dataset=data, callbacks=list(callbacks))
-
-
-@pytest.fixture(autouse=True)
-def quiet():
-    verbosity = transformers.logging.get_verbosity()
-    transformers.logging.set_verbosity_error()
-    with redirect_stdout(io.StringIO()):
-        yield
-    transformers.logging.set_verbosity(verbosity)
 
 
 HALF = {"precision": "bf16-mixed", "dtype": "bfloat16"}
