@@ -198,7 +198,7 @@ def test_what_the_trainer_cannot_do(fields, field, words):
     [
         ({"label_smoothing_factor": 0.1}, {}, "label_smoothing_factor"),
         ({"neftune_noise_alpha": 5.0}, {}, "neftune_noise_alpha"),
-        ({"optim": "rmsprop_bnb"}, {}, "optim"),
+        ({"optim": "stable_adamw"}, {}, "optim"),
         ({"bf16": True}, {"precision": "fp32"}, "precision"),
         ({}, {"precision": "tf32"}, "precision"),
         ({}, {"no_such_field": 1}, None),

@@ -6,7 +6,7 @@ import numpy
 import pytest
 import torch
 from vramlab import Loop, LoRA, Recipe, Sharding, measure, predict, simulate
-from vramlab.recipe.optimizers import OPTIMIZER_ARGUMENTS
+from vramlab.recipe.optimizers import MODELLED, REFUSED
 from vramlab.recipe.recipe import OPTIMIZERS
 from vramlab.report.errors import RecipeError
 
@@ -117,12 +117,23 @@ def test_formulas_refuse_one_half_precision_format_under_the_other():
     assert error.field == "dtype" and "ask simulate" in str(error)
 
 
+def test_every_optimizer_of_the_trainer_is_modelled_or_refused():
+    from transformers.training_args import OptimizerNames
+
+    names = {name.value for name in OptimizerNames}
+    accepted = {name for name in names if name not in REFUSED and Recipe(LLAMA, optim=name)}
+    assert names - accepted == REFUSED.keys() and accepted >= MODELLED.keys()
+    for name in REFUSED:
+        error = refused(Recipe, LLAMA, optim=name)
+        assert error.field == "optim" and REFUSED[name] in str(error) and "WatchCallback" in str(error)
+
+
 @pytest.mark.parametrize("optim", OPTIMIZERS)
 def test_the_optimizers_take_what_the_recipe_lets_pass(optim):
     """Each name in the table is an argument of the real optimizer, and is handed over."""
     from vramlab.training.training import make_optimizer
 
-    given = ",".join(f"{name}={0 if name == 'dampening' else 1}" for name in OPTIMIZER_ARGUMENTS[optim])
+    given = ",".join(f"{name}={0 if name == 'dampening' else 1}" for name in MODELLED[optim].arguments)
     recipe = Recipe(LLAMA, optim=optim, optim_args=given)
     optimizer = make_optimizer(recipe, [torch.nn.Parameter(torch.ones(2, 2))], multi_tensor=False)
     options = optimizer.param_groups[0] | getattr(optimizer, "defaults", {})

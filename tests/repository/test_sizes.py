@@ -8,10 +8,10 @@ HELPERS = ROOT / "helpers"
 CEILINGS = {
     "vramlab/report": 680,
     "vramlab/hardware": 1020,
-    "vramlab/recipe": 2240,
-    "vramlab/training": 2120,
+    "vramlab/recipe": 2270,
+    "vramlab/training": 2140,
     "vramlab/tracking": 900,
-    "vramlab/formulas": 3510,
+    "vramlab/formulas": 3520,
     "vramlab/simulation": 2470,
     "vramlab/measurement": 1300,
     "vramlab/planning": 1210,

@@ -49,6 +49,8 @@ CASES = {
     "gpt2 momentum": ("gpt2", {"optim": "sgd", "optim_args": "momentum=0.9"}),
     "gpt2 fused": ("gpt2", {"optim": "adamw_torch_fused"}),
     "gpt2 lion": ("gpt2", {"optim": "lion_32bit"}),
+    "gpt2 schedule-free": ("gpt2", {"optim": "schedule_free_adamw"}),
+    "gpt2 AdEMAMix in 8 bits": ("gpt2", {"optim": "ademamix_8bit"}),
     "gpt2 8-bit": ("gpt2", {"optim": "adamw_bnb_8bit"}),
     "gpt2 unclipped": ("gpt2", {"loop": "unclipped"}),
     "gpt2 LoRA": ("gpt2", {"lora": LoRA(r=4)}),

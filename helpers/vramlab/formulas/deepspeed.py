@@ -28,7 +28,7 @@ from .ledger import Parameter
 from .model import Model
 from .model_states import FP32, HALF, ParameterRow, RankBytes, compute_recipe, parameter_table
 from .param_coordinator import Gathered, gathered
-from .step import COPIES, copies
+from .step import copies, has_copies
 
 ALL_REDUCED = 500_000_000  # elements that stage 0 reduces at a time (runtime/engine.py, MEMORY_OPT_ALLREDUCE_SIZE)
 SUB_GROUP = 1_000_000_000  # elements (`sub_group_size`, zero/config.py; zero/stage3.py, _create_fp16_sub_groups)
@@ -61,7 +61,7 @@ class _Rank:
         self.precision_set = self.mixed or self.width == FP32
         self.elements_of_bucket = HIDDEN["reduce_bucket_size"](self.recipe.shape.hidden_size)
         self.bucket = self.elements_of_bucket * self.width
-        self.foreach = copies(self.recipe)[0] if self.recipe.optim in COPIES else 0
+        self.foreach = copies(self.recipe)[0] if has_copies(self.recipe) else 0
         trainer = self.recipe.loop.name == "trainer"
         split = [[row for row in self.rows if row.decayed or not trainer]]
         split.append([row for row in self.rows if trainer and not row.decayed])

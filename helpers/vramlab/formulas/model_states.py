@@ -15,7 +15,7 @@ from math import ceil, prod
 
 from ..hardware.overhead import rounded
 from ..hardware.reserved import pack
-from ..recipe.optimizers import optimizer_arguments
+from ..recipe.optimizers import MODELLED, optimizer_arguments
 from ..recipe.options import LoRA, Quantization
 from ..recipe.recipe import Recipe
 from ..recipe.shapes import Shape
@@ -23,15 +23,6 @@ from ..recipe.shapes import Shape
 FP32, HALF = 4, 2
 BLOCK = 64  # weights that share a scale in 4 bits (bitsandbytes.nn.Params4bit, blocksize)
 NESTED_BLOCK = 256  # scales that share a scale with double quantization (bitsandbytes.functional.quantize_4bit)
-# States an optimizer keeps for each trained number: (how many, bytes of each; None is the parameter's own width).
-# torch.optim keeps them in the parameter's dtype (`torch.zeros_like`), bitsandbytes in fp32 or in 8 bits (Optimizer2State
-# and Optimizer1State.init_state), Adafactor a row and a column for each matrix (Shazeer and Stern 2018, section 4).
-STATES = {
-    **{"adamw_torch": (2, None), "adamw_torch_fused": (2, None), "sgd": (0, None), "rmsprop": (1, None)},
-    **{"adagrad": (1, None), "adafactor": (0, FP32), "adamw_bnb_8bit": (2, 1), "paged_adamw_8bit": (2, 1)},
-    **{"paged_adamw_32bit": (2, FP32), "lion_8bit": (1, 1), "paged_lion_8bit": (1, 1)},
-    **{"lion_32bit": (1, FP32), "paged_lion_32bit": (1, FP32)},
-}
 SMALLEST_IN_8_BITS = 4096  # bitsandbytes: tensors under `min_8bit_size` keep fp32 states
 STATE_BLOCK = 256  # and 8-bit states have one fp32 scale for so many numbers
 SMALLEST_PAGED = 100_000  # `Optimizer8bit.get_state_buffer`: larger states go to unified memory
@@ -139,22 +130,22 @@ def stored_sizes(shape: tuple[int, ...], width: int, quantized: str | None, doub
 def state_sizes(shape, kind: str, width: int, optim: str, optim_args: str | None, trainer: bool) -> tuple[int, ...]:
     """Return the bytes of each block of one trained tensor's states, without those in a paged optimizer's unified memory.
 
-    The Trainer keeps those of embeddings out of 8 bits. Adafactor has one fp32 number for each row and each column.
+    The Trainer keeps those of embeddings out of 8 bits. Adafactor has one fp32 number for each row and each column
+    (Shazeer and Stern 2018, section 4).
     """
-    n, (count, state) = prod(shape), STATES[optim]
+    n, blocks, state = prod(shape), MODELLED[optim].states, MODELLED[optim].width
     if optim == "adafactor":
         rows, columns = prod(shape[:-1]), prod(shape[:-2]) * shape[-1]
         return tuple(rounded(FP32 * size) for size in ((n,) if len(shape) < 2 else (rows, columns)))
-    if "bit" not in optim:
+    if state is None:
         given = optimizer_arguments(optim, optim_args)
-        count += sum(bool(given.get(name)) for name in ("momentum", "centered", "amsgrad"))
+        count = len(blocks) + sum(bool(given.get(name)) for name in ("momentum", "centered", "amsgrad"))
         return (rounded(n * width),) * count + ((rounded(FP32),) if optim == "adamw_torch_fused" else ())
     if state == 1 and (n < SMALLEST_IN_8_BITS or (kind == "embedding" and trainer)):
         state = FP32
-    scales = (rounded(FP32 * ceil(n / STATE_BLOCK)),) if state == 1 else ()
-    if optim.startswith("paged") and n >= SMALLEST_PAGED:
-        return scales * count
-    return (rounded(n * state), *scales) * count
+    paged = optim.startswith("paged") and n >= SMALLEST_PAGED
+    scales = FP32 * ceil(n / STATE_BLOCK) if state == 1 else 0
+    return tuple(rounded(times * size) for times in blocks for size in (0 if paged else n * state, scales) if size)
 
 
 def is_sharded_by(recipe: Recipe, engine: str) -> bool:
@@ -354,8 +345,8 @@ def bytes_per_parameter(precision: str, optim: str) -> dict[str, float]:
     keeps fp32 weights among the states (Rajbhandari et al. 2020, section 3.1).
     """
     width = HALF if precision.endswith("-true") else FP32
-    count, state = STATES[optim]
-    states = count * (width if state is None else state + (4 / STATE_BLOCK if state == 1 else 0))
+    state = MODELLED[optim].width
+    states = sum(MODELLED[optim].states) * (width if state is None else state + (4 / STATE_BLOCK if state == 1 else 0))
     temporary = {"adamw_torch": 1, "rmsprop": 1, "adagrad": 2}.get(optim, 0) * width
     copy = HALF if precision.endswith("-mixed") else 0
     parts = {"weights": width, "gradients": width, "states": states, "autocast copy": copy, "foreach": temporary}

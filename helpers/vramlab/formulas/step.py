@@ -5,17 +5,15 @@ so their temporaries are as large as the group. That is the hidden peak of a ste
 """
 
 from collections import Counter
+from itertools import groupby
 from math import prod
 
 from ..hardware.kernels import norms_scratch
 from ..hardware.overhead import rounded
 from ..hardware.reserved import internal_fragmentation
+from ..recipe.optimizers import MODELLED
 from ..recipe.recipe import Recipe
 from .model_states import FP32, HALF, ParameterRow, parameter_table
-
-# Temporaries as large as the tensors updated together, (foreach, one by one), counted in torch/optim/*.py: AdamW's
-# `denom` is √v, RMSprop's likewise, Adagrad's `std` and `numerator`; one by one, √v / correction is a second one.
-COPIES = {"adamw_torch": (1, 2), "rmsprop": (1, 1), "adagrad": (2, 1), "sgd": (0, 0)}
 
 
 def step_temporaries(recipe: Recipe, rows: tuple[ParameterRow, ...] | None = None) -> int:
@@ -30,9 +28,13 @@ def step_temporaries(recipe: Recipe, rows: tuple[ParameterRow, ...] | None = Non
         for row in sorted(rows, key=lambda row: trainer and not row.decayed):
             most = max(most, before + single_temporaries(recipe, row.shape, row.width))
             before = rounded(FP32 * prod(row.shape))
-    elif recipe.optim in COPIES and loop.foreach is False:
+    elif not has_copies(recipe):
+        return most
+    elif MODELLED[recipe.optim].library == "schedulefree":
+        return max(most, _schedule_free(recipe, rows))
+    elif loop.foreach is False:
         most = max(most, copies(recipe)[1] * max((row.size for row in rows), default=0))
-    elif recipe.optim in COPIES:
+    else:
         groups: dict[bool, Counter] = {}  # what is updated together: by dtype within the Trainer's two parameter groups
         for row in rows:
             group = groups.setdefault(row.decayed or not trainer, Counter())
@@ -45,6 +47,19 @@ def step_temporaries(recipe: Recipe, rows: tuple[ParameterRow, ...] | None = Non
     return most
 
 
+def _schedule_free(recipe: Recipe, rows: list[ParameterRow]) -> int:
+    """Return the bytes of two denominators: the last one's lives on until the next one has been made."""
+    together = recipe.loop.foreach is not False
+    trainer = recipe.loop.name == "trainer"
+    most, before, sizes = 0, 0, []
+    for _, group in groupby(sorted(rows, key=lambda r: trainer and not r.decayed), lambda r: trainer and not r.decayed):
+        found = [row.size + internal_fragmentation(row.size) for row in group for _ in range(row.count)]
+        sizes += [sum(found)] if together else found
+    for size in sizes:
+        most, before = max(most, before + size), size
+    return most * copies(recipe)[0]
+
+
 def _norms(rows: list[ParameterRow]) -> int:
     """Return the bytes of the gradients' norms: one a tensor, each in a block of its own, and their stack."""
     tensors = sum(row.count for row in rows)
@@ -52,11 +67,16 @@ def _norms(rows: list[ParameterRow]) -> int:
     return tensors * rounded(FP32) + rounded(max(FP32 * tensors, scratch))
 
 
+def has_copies(recipe: Recipe) -> bool:
+    """Tell whether temporaries of the update are as large as what is updated together."""
+    return MODELLED[recipe.optim].copies is not None
+
+
 def copies(recipe: Recipe) -> tuple[int, int]:
     """Count the temporaries that are as large as what is updated: (foreach, one by one)."""
-    foreach, single = COPIES[recipe.optim]
+    foreach, single = MODELLED[recipe.optim].copies
     given = recipe.optimizer_arguments()
-    if recipe.optim != "adamw_torch" and given.get("weight_decay"):
+    if recipe.optim in ("sgd", "rmsprop", "adagrad") and given.get("weight_decay"):
         foreach, single = foreach + (recipe.optim != "adagrad"), single + 1
     return foreach, single + bool(given.get("nesterov"))
 
@@ -69,7 +89,7 @@ def single_temporaries(recipe: Recipe, shape: tuple[int, ...], width: int) -> in
     numbers = prod(shape)
     if recipe.optim == "adafactor":
         return (4 if width == HALF else 2) * rounded(FP32 * numbers)
-    if recipe.optim not in COPIES:
+    if not has_copies(recipe):
         return 0
     foreach, single = copies(recipe)
     return (single if recipe.loop.foreach is False else foreach) * numbers * width

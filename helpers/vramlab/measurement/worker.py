@@ -10,6 +10,7 @@ import torch
 
 from ..hardware.host import memory
 from ..hardware.nvml import Sensors, nvml_snapshot
+from ..recipe.optimizers import MODELLED
 from ..recipe.recipe import Recipe
 from ..report.errors import RankError
 from ..report.report import Report, environment, format_bytes
@@ -88,7 +89,7 @@ def import_libraries(recipe: Recipe) -> None:
     """Import what building the model will need, so that it counts neither in times nor in limits."""
     if recipe.lora:
         import peft  # noqa: F401
-    if recipe.quantization or "bit" in recipe.optim:
+    if recipe.quantization or MODELLED[recipe.optim].library == "bitsandbytes":
         import bitsandbytes  # noqa: F401
 
 

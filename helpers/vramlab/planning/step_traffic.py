@@ -16,6 +16,7 @@ from ..formulas import model_states
 from ..formulas.model_states import parameter_table
 from ..hardware.gpu import Gpu
 from ..hardware.links import pcie_bandwidth
+from ..recipe.optimizers import MODELLED
 from ..recipe.recipe import Recipe
 
 # Passes over what is updated, each a read or a write of a tensor of the weight's size, without states (torch/optim/*.py):
@@ -84,10 +85,9 @@ def paged_bytes(recipe: Recipe) -> int:
     """Bytes of the states that a paged optimizer keeps in unified memory."""
     if not recipe.optim.startswith("paged"):
         return 0
-    width = 1 if "8bit" in recipe.optim else model_states.FP32
-    count = model_states.STATES[recipe.optim][0]
+    optimizer = MODELLED[recipe.optim]
     large = (row for row in parameter_table(recipe) if row.trained and prod(row.shape) >= model_states.SMALLEST_PAGED)
-    return sum(count * width * row.count * prod(row.shape) for row in large)
+    return sum(sum(optimizer.states) * optimizer.width * row.count * prod(row.shape) for row in large)
 
 
 def link_rate(card: Gpu) -> float:

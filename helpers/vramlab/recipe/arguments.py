@@ -13,7 +13,7 @@ from ..report.data import data_path
 from ..report.errors import RecipeError, needing
 from .deepspeed_config import deepspeed_config
 from .knobs import knobs
-from .optimizers import DROPPED, OPTIMIZER_ARGUMENTS, OWN, optimizer_arguments
+from .optimizers import DROPPED, MODELLED, OWN, optimizer_arguments
 from .options import ATTENTION, HALF, LOOPS, Loop, Sharding
 
 if TYPE_CHECKING:
@@ -65,7 +65,7 @@ def settings(recipe: Any) -> dict[str, Any]:
     loop, options = recipe.loop, recipe.optimizer_arguments()
     _check_loop(loop)
     if lost := [name for name in options if name in DROPPED]:
-        takes = ", ".join(name for name in OPTIMIZER_ARGUMENTS[recipe.optim] if name not in DROPPED)
+        takes = ", ".join(name for name in MODELLED[recipe.optim].arguments if name not in DROPPED)
         rest = f"the Trainer gives {recipe.optim} only {takes}, not {lost[0]}"
         raise RecipeError("optim_args", recipe.optim_args, rest)
     known = {field.name for field in dataclasses.fields(TrainingArguments)}

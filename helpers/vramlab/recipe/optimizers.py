@@ -1,29 +1,45 @@
-"""Optimizers whose memory the package models: names, and which of their arguments `optim_args` may say."""
+"""The optimizers of `transformers.training_args.OptimizerNames`: what each does to memory, or why it is refused.
 
+`optim_args` may say those of their arguments that the package models.
+"""
+
+import json
 import math
 from functools import lru_cache
+from typing import NamedTuple
 
+from ..report.data import data_path
 from ..report.errors import RecipeError
 
-_TORCH, _BNB = ("lr", "weight_decay", "eps"), ("lr", "weight_decay")
-# What each takes (its signature in torch, transformers or bitsandbytes) of what the package models; the names are those
-# of `transformers.training_args.OptimizerNames`.
-OPTIMIZER_ARGUMENTS = {
-    **dict.fromkeys(("adamw_torch", "adamw_torch_fused"), (*_TORCH, "amsgrad")),
-    **dict.fromkeys(("adamw_bnb_8bit", "paged_adamw_32bit", "paged_adamw_8bit"), _TORCH),
-    **dict.fromkeys(("lion_32bit", "lion_8bit", "paged_lion_32bit", "paged_lion_8bit"), _BNB),
-    "sgd": (*_BNB, "momentum", "dampening", "nesterov"),
-    "adagrad": (*_TORCH, "lr_decay", "initial_accumulator_value"),
-    "rmsprop": (*_TORCH, "momentum", "alpha", "centered"),
-    "adafactor": (*_BNB, "clip_threshold", "decay_rate"),
+
+class Optimizer(NamedTuple):
+    """What an optimizer does to memory.
+
+    Attributes:
+        library: the package it comes from.
+        kind: its class there.
+        arguments: those of its signature that `optim_args` may say.
+        states: numbers in each block that it keeps for a trained number; AdEMAMix has two averages in one block.
+        width: bytes of one: 4 or 1 in bitsandbytes (Optimizer2State and Optimizer1State.init_state); None, the
+            parameter's own (`torch.zeros_like`).
+        copies: temporaries as large as the tensors updated together, (foreach, one by one): AdamW's `denom` is √v, and
+            √v / correction one by one; Adagrad's are `std` and `numerator`. None: kernels that need none.
+    """
+
+    library: str
+    kind: str
+    arguments: tuple[str, ...]
+    states: tuple[int, ...] = ()
+    width: int | None = None
+    copies: tuple[int, int] | None = None
+
+
+_TABLE = json.loads(data_path("optimizers.json").read_text(encoding="utf-8"))
+MODELLED = {
+    name: Optimizer(**{key: tuple(v) if isinstance(v, list) else v for key, v in row.items()})
+    for name, row in _TABLE["modelled"].items()
 }
-OPTIMIZERS = tuple(OPTIMIZER_ARGUMENTS)
-ALIASES = {
-    "adamw_8bit": "adamw_bnb_8bit",
-    "adamw": "adamw_torch",
-    "paged_adamw": "paged_adamw_32bit",
-    "lion": "lion_32bit",
-}
+OPTIMIZERS, REFUSED, ALIASES = tuple(MODELLED), _TABLE["refused"], _TABLE["aliases"]
 # Those that `Trainer` drops without a word (transformers/trainer_optimizer.py), and those it has arguments of its own for.
 DROPPED = ("amsgrad", "initial_accumulator_value", "clip_threshold", "decay_rate")
 OWN = {"lr": "learning_rate", "weight_decay": "weight_decay", "eps": "adam_epsilon"}
@@ -39,8 +55,8 @@ def _parse(optim: str, text: str) -> tuple[tuple[str, float], ...]:
         name, _, value = (part.strip() for part in pair.partition("="))
         if not value:
             raise RecipeError("optim_args", text, "it must read like 'momentum=0.9,weight_decay=0.01'")
-        if name not in OPTIMIZER_ARGUMENTS[optim]:
-            allowed = ", ".join(OPTIMIZER_ARGUMENTS[optim])
+        if name not in MODELLED[optim].arguments:
+            allowed = ", ".join(MODELLED[optim].arguments)
             raise RecipeError("optim_args", text, f"{optim} has no {name!r} here; it takes {allowed}")
         found[name] = _value(text, name, value)
     if found.get("nesterov") and (not found.get("momentum") or found.get("dampening")):

@@ -5,6 +5,7 @@ from typing import Any
 
 from ..report.errors import RecipeError
 from .families import FAMILIES
+from .optimizers import MODELLED
 
 WHOLE_EMBEDDING = tuple(name for name, family in FAMILIES.items() if family.whole_embedding)
 OPTIMIZERS = ("adamw_torch", "adamw_torch_fused", "sgd", "rmsprop", "adagrad")  # those that work on DTensors
@@ -23,6 +24,8 @@ def check(recipe: Any) -> None:
     if sharding and sharding.engine in ("fsdp", "tensor") and recipe.optim not in OPTIMIZERS:
         rest = f"{sharding.engine} cuts weights into DTensors, which are trained with {', '.join(OPTIMIZERS)}"
         raise RecipeError("optim", recipe.optim, rest)
+    if sharding and sharding.world_size > 1 and MODELLED[recipe.optim].library == "schedulefree":
+        raise RecipeError("optim", recipe.optim, "schedule-free optimizers are modelled for one device only")
     if sharding is None or sharding.engine not in ("tensor", "pipeline"):
         return
     engine = sharding.engine

@@ -18,7 +18,7 @@ from . import parallel_limits
 from .configuration import MOST_LAYERS, plain, read_json
 from .families import TASKS
 from .knobs import check, documented, knob, knobs, rebuild
-from .optimizers import ALIASES, OPTIMIZERS, optimizer_arguments
+from .optimizers import ALIASES, OPTIMIZERS, REFUSED, optimizer_arguments
 from .options import ATTENTION, DTYPES, HALF, LOOPS, PRECISIONS, TRAINERS, Loop, LoRA, Quantization, Sharding
 from .shapes import Shape, read_shape
 
@@ -142,6 +142,9 @@ class Recipe:
             self._set("loop", Loop.named(self.loop))
         if isinstance(self.optim, str):
             self._set("optim", ALIASES.get(self.optim, self.optim))
+            if self.optim in REFUSED:
+                rest = f"no recipe models it ({REFUSED[self.optim]}); WatchCallback measures a Trainer that has it"
+                raise RecipeError("optim", self.optim, rest)
         if type(self.dtype).__name__ == "dtype":  # torch's
             self._set("dtype", str(self.dtype).removeprefix("torch."))
         check(self)

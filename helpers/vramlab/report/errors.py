@@ -59,6 +59,7 @@ EXTRAS = {
     "bitsandbytes": "quantization",
     "deepspeed": "deepspeed",
     "trl": "trl",
+    "schedulefree": "schedulefree",
     "matplotlib": "plot",
     **dict.fromkeys(("IPython", "ipywidgets", "latex2mathml"), "lab"),
 }

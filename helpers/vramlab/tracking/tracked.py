@@ -160,7 +160,7 @@ def claim_states(tracker: Tracker, optimizers: list[Any], target: str) -> None:
             offloaded = tracker.is_on_host([parameter])
             for name, value in state.items():
                 for tensor in tensors_in(value):
-                    if offloaded or (paged and name in ("state1", "state2") and tensor.numel() >= 1e5):
+                    if offloaded or (paged and name in ("state1", "state2") and parameter.numel() >= 1e5):
                         tracker.mark_on_host([tensor])
                     else:
                         tracker.claim([tensor], "optimizer_states", tracker.owner(parameter))

@@ -10,7 +10,9 @@ import weakref
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
+from ..recipe.optimizers import MODELLED
 from ..recipe.recipe import Recipe
+from ..report.errors import needing
 from . import sft
 from .engine import AUTOCAST, Training, autocast
 from .engines import engine_of
@@ -21,6 +23,7 @@ if TYPE_CHECKING:
 
 # transformers.Trainer.get_decay_parameter_names; importing the Trainer only to ask it takes seconds
 WITHOUT_DECAY = [r"bias", r"layernorm", r"rmsnorm", r"(?:^|\.)norm(?:$|\.)", r"_norm(?:$|\.)"]
+FIRST_STEPS = 10  # RAdam's approximated average is too short in the first five (Liu et al. 2020, section 4)
 
 
 def build(recipe: Recipe, device: str = "cpu", target: str | None = None, pretrained: bool = False) -> Training:
@@ -115,22 +118,39 @@ def make_optimizer(recipe: Recipe, parameters: list, multi_tensor: bool) -> "tor
     import torch
 
     name, options = recipe.optim, {"lr": 1e-5, **recipe.optimizer_arguments()}
+    library, kind, *_ = MODELLED[name]
     if name == "adamw_torch_fused":
         return torch.optim.AdamW(parameters, fused=True, **options)
-    if kind := {"adamw_torch": "AdamW", "sgd": "SGD", "rmsprop": "RMSprop", "adagrad": "Adagrad"}.get(name):
+    if library == "torch":
         return getattr(torch.optim, kind)(parameters, foreach=multi_tensor, **options)
     if name == "adafactor":
         from transformers.optimization import Adafactor
 
         return Adafactor(parameters, scale_parameter=False, relative_step=False, **options)
+    if library == "schedulefree":
+        return _schedule_free(recipe, kind, parameters, options)
     import bitsandbytes.optim as bnb
 
-    kind = bnb.Lion if "lion" in name else bnb.AdamW
+    paged = {"is_paged": True} if name.startswith("paged") else {}
     with real_tensors():  # it computes code tables
-        optimizer = kind(parameters, optim_bits=8 if "8bit" in name else 32, is_paged="paged" in name, **options)
+        optimizer = getattr(bnb, kind)(parameters, optim_bits=8 * MODELLED[name].width, **paged, **options)
+    if kind == "AdEMAMix" and optimizer.param_groups[0]["params"][0].device.type == "cpu":
+        # the only buffer of a paged optimizer without a fallback where there is no unified memory
+        optimizer._get_state_double_buffer = lambda p, dtype: p.new_zeros((2, *p.shape), dtype=dtype)
     # bitsandbytes has one manager a process, which knows parameters by id(): a Trainer's, freed by now, may have had it.
     optimizer.mng = object.__new__(bnb.GlobalOptimManager)
     optimizer.mng.initialize()
+    return optimizer
+
+
+def _schedule_free(recipe: Recipe, kind: str, parameters: list, options: dict) -> "torch.optim.Optimizer":
+    """A schedule-free optimizer in training mode, RAdam's past the first steps, in which it makes no denominator."""
+    with needing(f"optim={recipe.optim!r}"):
+        import schedulefree
+    optimizer = getattr(schedulefree, kind)(parameters, foreach=recipe.loop.foreach is not False, **options)
+    optimizer.train()
+    for group in optimizer.param_groups:
+        group["k"] = FIRST_STEPS
     return optimizer
 
 
