@@ -34,6 +34,8 @@ _HOME = {
     "format_bytes": "report.report",
     "predict": "formulas.predict",
     "simulate": "simulation.simulate",
+    "simulate_evaluation": "simulation.simulate",
+    "Evaluation": "recipe.evaluation",
     "measure": "faces.measure",
     "find_record": "measurement.records",
     "compare": "report.compare",
@@ -63,13 +65,14 @@ if TYPE_CHECKING:
     from .measurement.records import find_record
     from .planning.plan import Plan, plan
     from .planning.step_time import step_time
+    from .recipe.evaluation import Evaluation
     from .recipe.options import Loop, LoRA, Quantization, Sharding
     from .recipe.recipe import Recipe
     from .recipe.shapes import model_names, read_shape
     from .report.compare import compare
     from .report.errors import MeasurementError, RecipeError, RecordError, ReportError, VramLabError
     from .report.report import Bytes, GiB, MiB, Phase, Report, format_bytes
-    from .simulation.simulate import simulate
+    from .simulation.simulate import simulate, simulate_evaluation
 
 
 def __getattr__(name: str):

@@ -18,6 +18,7 @@ from typer.core import TyperGroup
 from .. import __version__
 from ..hardware.gpu import Gpu, find_gpu
 from ..planning.question import Question
+from ..recipe.evaluation import Evaluation
 from ..recipe.knobs import Knob, options
 from ..recipe.recipe import Recipe
 from ..report.errors import VramLabError, needing
@@ -97,6 +98,12 @@ def _parameter(name: str, path: tuple[str, ...], knob: Knob) -> Parameter:
 
 takes_recipe = takes(OPTIONS, recipe_of)
 PLAN_OPTIONS: Options = {knob.option: (path, knob) for path, knob in options(Question)}
+EVALUATION: Options = {knob.option: (path, knob) for path, knob in options(Evaluation)}
+
+
+def _recipe_and_evaluation(model: str, given: dict[str, Any]) -> tuple[Recipe, Evaluation]:
+    evaluation = Evaluation(**fields_of(EVALUATION, {name: given.pop(name) for name in EVALUATION}))
+    return recipe_of(model, given), evaluation
 
 
 @app.callback(invoke_without_command=True)
@@ -130,6 +137,21 @@ def simulate(
 
     card = _card(gpu, recipe)
     _finish(simulate(recipe, target=target, gpu=card and card.name, as_run=as_run), card, as_json)
+
+
+@app.command()
+@takes(EVALUATION | OPTIONS, _recipe_and_evaluation)
+def evaluate(
+    asked: tuple[Recipe, Evaluation],
+    target: Annotated[str, typer.Option(help="Whose kernels and rounding: cuda or cpu.")] = "cuda",
+    gpu: GpuName = None,
+    as_json: Json = False,
+) -> None:
+    """Memory of the Trainer's evaluation between two steps of training, on fake tensors."""
+    from ..simulation.simulate import simulate_evaluation
+
+    card = _card(gpu, asked[0])
+    _finish(simulate_evaluation(*asked, target=target, gpu=card and card.name), card, as_json)
 
 
 @app.command()

@@ -6,6 +6,7 @@ models are run shallow, and their log is deepened (`deepen.py`). With `recipe.sh
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ import torch
 from ..hardware.gpu import DEFAULT_CHIP, Gpu, find_gpu
 from ..hardware.overhead import UNIT
 from ..recipe import lora_modules
+from ..recipe.evaluation import Evaluation
 from ..recipe.recipe import Loop, Recipe, as_recipe
 from ..recipe.weights import unquantized
 from ..report.errors import RecipeError, VramLabError, needing
@@ -24,6 +26,7 @@ from ..tracking.tracked import no_collection, run_tracked
 from ..tracking.tracker import Storage, Tracker
 from ..training import training as tr
 from ..training.engines import engine_of
+from ..training.evaluation import evaluate
 from ..training.process_group import one_rank_of
 from .any_module import ModuleStep, loop_notes
 from .as_run import as_it_ran
@@ -191,7 +194,41 @@ def _is_base_weight(storage: Storage) -> bool:
     return storage.category == "parameters" and not any(s in storage.where for s in ("lora_", "modules_to_save"))
 
 
-def _run(recipe: Recipe, target: str, card: Gpu | None, steps: int) -> Tracker:
+@needing("simulate_evaluation")
+@no_collection(before=False)
+def simulate_evaluation(
+    recipe: Recipe | Any, evaluation: Evaluation, target: str = "cuda", gpu: str | None = None, full: bool = False
+) -> Report:
+    """Where every byte would be while `Trainer.evaluate` runs between two steps of training.
+
+    The Trainer's own evaluation loop runs on fake tensors. The report's "forward" phase is the whole evaluation, "load"
+    and "between_steps" are what training keeps; its peak is the evaluation's, `reserved` that of the process after both.
+
+    Args:
+        recipe: the training that is interrupted. target, gpu: as for `simulate`.
+        full: run the model on every batch, not only where the peak can be (equal, and slower).
+    Raises:
+        RecipeError: another trainer's evaluation, one among ranks, or a model that does not run on fake tensors.
+    """
+    recipe, card = as_recipe(recipe), find_gpu(gpu) if gpu else None
+    for field, wanted in (("trainer", "transformers"), ("sharding", None)):
+        if (value := getattr(recipe, field)) != wanted:
+            raise RecipeError(field, value, "the evaluation of transformers' own Trainer on one device is simulated")
+    tracker = _run(recipe, target, card, 1, evaluation, full)
+    history = _history(tracker.log, tracker.marks, target, card, tracker.notes)
+    title = f"{recipe} · evaluation"
+    since = history.last_step[0][1]
+    return to_report(history, "simulated", recipe, target, card=card, since=since, title=title, notes=history.notes)
+
+
+def _run(
+    recipe: Recipe,
+    target: str,
+    card: Gpu | None,
+    steps: int,
+    evaluation: Evaluation | None = None,
+    full: bool = False,
+) -> Tracker:
     if recipe.quantization:
         import bitsandbytes  # noqa: F401 — before fake_world, which then replaces some of its functions
     if recipe.trainer == "sft":
@@ -202,7 +239,15 @@ def _run(recipe: Recipe, target: str, card: Gpu | None, steps: int) -> Tracker:
     with one_rank_of(recipe.sharding), engine.without_peers(target), fake_world(target, card) as (_, kernels):
         try:
             training = tr.build(recipe, device, target=target)
-            return run_tracked(training, make_tracker(training, card, kernels), steps, target)
+            tracker = make_tracker(training, card, kernels)
+
+            def batch(samples: int) -> dict[str, torch.Tensor]:
+                made = tr.make_batch(recipe.replace(batch_size=samples), device)
+                tracker.claim(made.values(), "inputs")
+                return made
+
+            then = partial(evaluate, training, evaluation, batch, full) if evaluation else None
+            return run_tracked(training, tracker, steps, target, then=then)
         except VramLabError:
             raise
         except Exception as error:  # each model class has its own ways to fail, and to read values that a fake lacks

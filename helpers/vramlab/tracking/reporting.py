@@ -10,13 +10,22 @@ from .history import History, largest
 
 
 def to_report(
-    history: History, source: str, recipe: Recipe | None, target: str, card: Gpu | None = None, **more: Any
+    history: History,
+    source: str,
+    recipe: Recipe | None,
+    target: str,
+    card: Gpu | None = None,
+    since: int = 0,
+    **more: Any,
 ) -> Report:
-    """The report of a replayed run; a simulated one on CUDA also says what the allocator's model reserves."""
-    at = history.highest()
+    """The report of a replayed run; a simulated one on CUDA also says what the allocator's model reserves.
+
+    `since`: the position from which on the peak is looked for.
+    """
+    at = history.highest(since)
     if source == "simulated" and history.replayed:
         replayed = history.replayed
-        more |= {"allocated": replayed.allocated, "requested": replayed.requested}
+        more |= {"allocated": replayed.allocated, "requested": replayed.requested} if not since else {}
         room = card.total if card and replayed.fits else None
         more["reserved"], more["process"] = _reserved_and_process(replayed.reserved, replayed.allocated, card, room)
         if card and not replayed.fits:

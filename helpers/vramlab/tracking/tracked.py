@@ -19,11 +19,17 @@ from .tracker import Tracker
 
 
 def run_tracked(
-    training: Training, tracker: Tracker, steps: int, target: str, at_phase: Callable[[], None] | None = None
+    training: Training,
+    tracker: Tracker,
+    steps: int,
+    target: str,
+    at_phase: Callable[[], None] | None = None,
+    then: Callable[[], None] | None = None,
 ) -> Tracker:
     """Run `steps` optimizer steps of `training` under `tracker`, and return it.
 
-    `target` decides which of the optimizer's tensors are on the host; `at_phase` is called before a phase's first event.
+    `target` decides which of the optimizer's tensors are on the host; `at_phase` is called before a phase's first event,
+    `then` after the steps, as one more forward phase.
     """
     claim_model(tracker, training.model)
     tracker.claim_storages(training.engine.buffers(), "workspace", "buckets")
@@ -48,6 +54,10 @@ def run_tracked(
     ):
         for _ in range(steps):
             train_step(training, on_phase)
+        if then:
+            on_phase("forward")
+            then()
+            on_phase("between_steps")
     return tracker.finish()
 
 

@@ -242,9 +242,9 @@ def _micro_batch(training: Training, batch: Any, on_phase: Callable[[str], None]
     loop = training.loop
     on_phase("forward")
     if training.compute_loss:
-        outputs = {"loss": training.compute_loss(lambda **inputs: _forward(training, inputs), batch)}
+        outputs = {"loss": training.compute_loss(lambda **inputs: forward(training, inputs), batch)}
     else:
-        outputs = _forward(training, batch)
+        outputs = forward(training, batch)
     training.outputs = outputs if loop.keep_outputs else None  # frees the last step's before the loss is computed
     loss = training.loss_of(outputs, batch)
     if training.accumulation > 1:
@@ -264,7 +264,7 @@ def _micro_batch(training: Training, batch: Any, on_phase: Callable[[str], None]
         training.outputs = None
 
 
-def _forward(training: Training, batch: Any) -> Any:
+def forward(training: Training, batch: Any) -> Any:
     if training.precision not in AUTOCAST or not training.engine.autocasts:
         return call(training.model, batch)
     with autocast(training.device.type, training.precision):
