@@ -214,7 +214,7 @@ def test_what_no_recipe_says(changes, fields, field):
 def test_every_argument_is_classified():
     """A field that transformers adds is neither ignored nor taken for harmless: someone has to say what it does."""
     from transformers import Seq2SeqTrainingArguments
-    from trl import SFTConfig
+    from trl import DPOConfig, KTOConfig, RewardConfig, SFTConfig
 
     modelled = {name for part in (Recipe, Loop) for knob in knobs(part).values() for name in knob.elsewhere}
     tables = [
@@ -223,8 +223,11 @@ def test_every_argument_is_classified():
     ]
     known = [name for table in tables for name in table]
     assert len(known) == len(set(known)), "a field has one class"
-    for kind in (Seq2SeqTrainingArguments, SFTConfig):
-        assert {field.name for field in dataclasses.fields(kind)} <= set(known)
+    for kind in (Seq2SeqTrainingArguments, SFTConfig, DPOConfig, KTOConfig, RewardConfig):
+        own = set(arguments.CLASSIFIED["refused_in"].get(kind.__name__, ()))
+        fields = {field.name for field in dataclasses.fields(kind)}
+        assert own <= fields and fields <= own.union(known)
+        assert not own & {*modelled, *arguments.CLASSIFIED["neutral"]}
 
 
 @pytest.mark.parametrize(
@@ -259,29 +262,34 @@ def test_what_moves_memory_among_ranks_only():
         Recipe.from_training_arguments(args, "gpt2", sharding=Sharding(0, 2, "ddp"))
 
 
+@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing:FutureWarning")
 def test_arguments_of_another_trainer():
     """TRL's other configurations are TrainingArguments; its trainers load second models and batch and lose otherwise."""
     from transformers import Seq2SeqTrainingArguments
-    from trl import DPOConfig
+    from trl import GRPOConfig
 
-    for args in (DPOConfig("out", use_cpu=True), None, {"output_dir": "out"}):
+    for args in (GRPOConfig("out", use_cpu=True), None, {"output_dir": "out"}):
         with pytest.raises(RecipeError) as caught:
             Recipe.from_training_arguments(args, "gpt2")
         assert caught.value.field == "args" and "\n" not in str(caught.value)
-    with pytest.raises(RecipeError, match=r"trl\.trainer\.dpo_config.*WatchCallback"):
-        Recipe.from_training_arguments(DPOConfig("out", use_cpu=True), "gpt2")
+    with pytest.raises(RecipeError, match=r"trl\.trainer\.grpo_config.*WatchCallback"):
+        Recipe.from_training_arguments(GRPOConfig("out", use_cpu=True), "gpt2")
     assert Recipe.from_training_arguments(Seq2SeqTrainingArguments("out", use_cpu=True), "gpt2").batch_size == 8
 
 
 @pytest.mark.filterwarnings("ignore:.*gradient_checkpointing:FutureWarning")
-def test_trl_config():
+@pytest.mark.parametrize("trainer", arguments.CONFIGS)
+def test_trl_config(trainer):
     """Its defaults are others: autocast to bf16, checkpointing, 1,024 tokens; and back."""
-    from trl import SFTConfig
+    import trl
 
+    SFTConfig = getattr(trl, arguments.CONFIGS[trainer])
     recipe = Recipe.from_training_arguments(SFTConfig("out", use_cpu=True), "gpt2")
     said = (recipe.trainer, recipe.precision, recipe.gradient_checkpointing, recipe.seq_len, recipe.batch_size)
-    assert said == ("sft", "bf16-mixed", True, 1024, 8)
-    for again in (recipe, recipe.replace(gradient_checkpointing=False, precision="fp32", seq_len=64, batch_size=3)):
+    assert said == (trainer, "bf16-mixed", True, 1024, 8)
+    reference = {"precompute_ref_log_probs": True} if trainer in ("dpo", "kto") else {}
+    changes = {"gradient_checkpointing": False, "precision": "fp32", "seq_len": 64, "batch_size": 3}
+    for again in (recipe, recipe.replace(**changes, **reference)):
         args = again.training_arguments("unused")
         assert type(args) is SFTConfig and args.max_length == again.seq_len
         assert Recipe.from_training_arguments(args, "gpt2") == again
@@ -313,6 +321,21 @@ def test_trl_config_that_is_not_modelled(changes, fields, field):
     with pytest.raises(RecipeError) as caught:
         Recipe.from_training_arguments(SFTConfig("out", use_cpu=True, **changes), "gpt2", **fields)
     assert caught.value.field == field and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("trainer", ["dpo", "kto", "reward"])
+@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing:FutureWarning")
+def test_what_the_others_of_trl_refuse(trainer):
+    import trl
+
+    kind, name = getattr(trl, arguments.CONFIGS[trainer]), arguments.CONFIGS[trainer]
+    others = {"loss_type": "apo_zero_unpaired" if trainer == "kto" else "ipo", "f_divergence_type": "forward_kl"}
+    for field, (usual, *_) in arguments.CLASSIFIED["refused_in"][name].items():
+        args = kind("out", use_cpu=True)
+        setattr(args, field, others.get(field, not usual))
+        with pytest.raises(RecipeError) as caught:
+            Recipe.from_training_arguments(args, "gpt2")
+        assert caught.value.field == field and repr(usual) in str(caught.value)
 
 
 def test_weight_decay_of_the_arguments_is_the_optimizers():

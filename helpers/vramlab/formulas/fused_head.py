@@ -20,8 +20,10 @@ STATISTICS = 7  # fp32 numbers a token that the forward pass folds tiles into
 
 def with_its_adapters(recipe: Recipe) -> Recipe:
     """`recipe` with the adapters that SFTTrainer trains: those of a quantized base in bf16. Raises RecipeError."""
-    if recipe.trainer != "sft":
+    if recipe.trainer == "transformers":
         return recipe
+    if recipe.trainer != "sft":
+        raise RecipeError("trainer", recipe.trainer, "the formulas do not know its step: ask simulate")
     if recipe.shape.experts_per_token:
         allowed = "the formulas do not know the balancing loss that SFTTrainer adds for a mixture: ask simulate"
         raise RecipeError("trainer", "sft", allowed)

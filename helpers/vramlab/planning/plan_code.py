@@ -6,7 +6,7 @@ import json
 from ..recipe.arguments import arguments_class, settings
 from ..recipe.families import TASKS
 from ..recipe.knobs import knobs
-from ..recipe.options import LoRA
+from ..recipe.options import TRL, LoRA
 from ..recipe.recipe import Recipe
 from ..report.errors import needing
 
@@ -19,9 +19,9 @@ def code(recipe: Recipe) -> str:
     """
     model_class = TASKS[recipe.shape.task].auto_class
     lora, quantization, sharding = recipe.lora, recipe.quantization, recipe.sharding
-    arguments, sft, given = arguments_class(recipe).__name__, recipe.trainer == "sft", _gives_adapters(recipe)
+    arguments, trainer, given = arguments_class(recipe).__name__, TRL.get(recipe.trainer), _gives_adapters(recipe)
     names = [model_class, *(["BitsAndBytesConfig"] if quantization else [])]
-    names += [] if sft else ["Trainer", arguments]
+    names += [] if trainer else ["Trainer", arguments]
     lines = [f"# {recipe}"]
     if sharding and sharding.world_size > 1:
         lines.append(f"# start it with: torchrun --nproc-per-node {min(8, sharding.world_size)} train.py")
@@ -30,31 +30,32 @@ def code(recipe: Recipe) -> str:
         also = ", prepare_model_for_kbit_training" if quantization and quantization.prepare else ""
         lines.append(f"from peft import LoraConfig{'' if given else ', get_peft_model' + also}")
     lines.append(f"from transformers import {', '.join(names)}")
-    lines += [f"from trl import {arguments}, SFTTrainer", ""] if sft else [""]
+    lines += [f"from trl import {', '.join(sorted((arguments, trainer)))}", ""] if trainer else [""]
     if quantization:
         lines += _call("quantization_config", "BitsAndBytesConfig", _quantization(recipe))
     if lora:
         lines += _call("peft_config", "LoraConfig", _lora(recipe))
     lines += _call("training_args", arguments, _arguments(recipe))
-    trainer = "SFTTrainer" if sft else "Trainer"
     more = ", peft_config=peft_config" if given else ""
+    given = "args=training_args" if recipe.trainer in ("dpo", "kto") else "training_args"  # after the reference model
     ending = (
-        f"# trainer = {trainer}(load_model(), training_args, train_dataset=...{more})  # your tokenized data",
+        f"# trainer = {trainer or 'Trainer'}(load_model(), {given}, train_dataset=...{more})  # your tokenized data",
         "# trainer.train()",
     )
     return "\n".join([*lines, "", "", *_load_model(recipe, model_class), "", "", *ending]) + "\n"
 
 
 def _gives_adapters(recipe: Recipe) -> bool:
-    """Whether the trainer itself gives the model its adapters, as SFTTrainer does in PEFT's default dtype."""
-    return bool(recipe.trainer == "sft" and recipe.lora and (recipe.lora.autocast_adapter_dtype or recipe.quantization))
+    """Whether the trainer itself gives the model its adapters, as TRL's do in PEFT's default dtype."""
+    lora = recipe.trainer in TRL and recipe.lora
+    return bool(lora and (lora.autocast_adapter_dtype or recipe.quantization))
 
 
 def _arguments(recipe: Recipe) -> dict[str, str]:
     """Arguments of `TrainingArguments` that are not its defaults; batch size and optimizer always."""
     usual = {field.name: field.default for field in dataclasses.fields(arguments_class(recipe))}
     usual |= dict.fromkeys(("per_device_train_batch_size", "optim"))
-    if recipe.trainer == "sft":  # whose defaults are other ones
+    if recipe.trainer in TRL:  # whose defaults are other ones
         usual |= dict.fromkeys(("bf16", "activation_checkpointing", "gradient_checkpointing"), ...)
     wanted = {name: value for name, value in settings(recipe).items() if value != (usual.get(name) or False)}
     return {"output_dir": '"out"', **{name: _text(value) for name, value in wanted.items() if value is not None}}
@@ -96,6 +97,8 @@ def _load_model(recipe: Recipe, model_class: str) -> list[str]:
         "dtype": f"torch.{recipe.weights_dtype}",
         "attn_implementation": _text(recipe.attn_implementation),
     }
+    if recipe.trainer == "reward":
+        arguments["num_labels"] = "1"
     if recipe.num_layers is not None:
         arguments["num_hidden_layers"] = _text(recipe.num_layers)
     if quantization:

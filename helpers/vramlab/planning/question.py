@@ -78,8 +78,8 @@ class Question:
         same = ("seq_len", "task", "num_layers", "trainer")
         self.plain = Recipe(self.model, **{name: getattr(self, name) for name in same})
         with_its_adapters(self.plain)
-        if self.trainer == "sft" and self.gpus > 1:
-            raise RecipeError("gpus", self.gpus, "with trainer='sft' one device is modelled so far")
+        if self.trainer != "transformers" and self.gpus > 1:
+            raise RecipeError("gpus", self.gpus, f"with trainer={self.trainer!r} one device is modelled so far")
         if self.method != "full":
             self.plain.shape.check_lora(self.lora.target_modules, self.lora.r)
         for precision in self.precisions or ():

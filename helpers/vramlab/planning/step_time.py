@@ -22,7 +22,7 @@ from ..formulas.account import Account
 from ..formulas.fused_head import with_its_adapters
 from ..hardware.gpu import Chip, Gpu, GpuError, find_gpu
 from ..measurement.records import load, measurements_folder
-from ..recipe.options import LoRA
+from ..recipe.options import FUSED, LoRA
 from ..recipe.recipe import Recipe
 from ..recipe.shapes import Shape
 from .step_traffic import optimizer_share, optimizer_traffic, waits
@@ -136,31 +136,31 @@ def operations(recipe: Recipe, fused: bool) -> dict[str, int]:
     """Format to floating-point operations of one micro-batch's matrix products.
 
     2 per weight and token (Kaplan et al. 2020, table 1) for each of: forward, backward to the input, backward to a trained
-    weight, and recomputation: under checkpointing, and of the head in TRL's trainer. Attention has 4 · tokens² per
-    channel, of which a fused causal kernel does half. With a 4-bit base the head and the adapters compute in fp32 unless
-    autocast is on.
+    weight, and recomputation: under checkpointing, and of TRL's fused head; and for passes without gradients. Attention
+    has 4 · tokens² per channel, of which a fused causal kernel does half. With a 4-bit base the head and the adapters
+    compute in fp32 unless autocast is on.
     """
     shape, tokens, lora, quantization = (
         recipe.shape,
-        recipe.batch_size * recipe.seq_len,
+        recipe.sequences * recipe.seq_len,
         recipe.lora,
         recipe.quantization,
     )
     body, head, channels = _sizes(shape)
     mixed, half = recipe.precision.endswith("-mixed"), recipe.precision[:4] in ("fp16", "bf16")
     form = base = recipe.precision[:4] if half else recipe.precision
-    again, trained = int(recipe.gradient_checkpointing), int(lora is None)
+    again, trained, more = int(recipe.gradient_checkpointing), int(lora is None), recipe.passes_without_gradients
     if quantization and quantization.compute_dtype and not mixed:
         base = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}[quantization.compute_dtype]
     found = dict.fromkeys((form, "fp32", base), 0)
-    found[base] += 2 * tokens * body * (2 + trained + again)
+    found[base] += 2 * tokens * body * (2 + trained + again + more)
     wide = quantization and quantization.prepare and not mixed
-    found["fp32" if wide else form] += 2 * tokens * head * (2 + trained + (recipe.trainer == "sft"))
+    found["fp32" if wide else form] += 2 * tokens * head * (2 + trained + (recipe.trainer in FUSED) + more)
     if lora:
         wide = not mixed and (lora.autocast_adapter_dtype or quantization)
         found["fp32" if wide else form] += 2 * tokens * _adapters(shape, lora) * (3 + again)
     causal = 0.5 if fused and "lm" in shape.task and shape.task != "masked-lm" else 1
-    scores = int(4 * tokens * recipe.seq_len * channels * (3 + again) * causal)
+    scores = int(4 * tokens * recipe.seq_len * channels * (3 + again + more) * causal)
     found[form if fused or recipe.attn_implementation == "eager" else "fp32"] += scores  # "math" computes in fp32
     return {name: n for name, n in found.items() if n}
 

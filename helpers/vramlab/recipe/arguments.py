@@ -7,6 +7,7 @@ length, adapters, quantization, attention kernel and the number of ranks are sai
 import dataclasses
 import json
 from collections import Counter
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from ..report.data import data_path
@@ -14,17 +15,18 @@ from ..report.errors import RecipeError, needing
 from .deepspeed_config import deepspeed_config
 from .knobs import knobs
 from .optimizers import DROPPED, MODELLED, OWN, optimizer_arguments
-from .options import ATTENTION, HALF, LOOPS, Loop, Sharding
+from .options import ATTENTION, HALF, LOOPS, TRL, Loop, Sharding
 
 if TYPE_CHECKING:
     from transformers import TrainingArguments
 
 # What moves memory and no recipe says, and what moves none; every field is in one of these or in a recipe's own.
+CONFIGS = {trainer: name.replace("Trainer", "Config") for trainer, name in TRL.items()}
 CLASSIFIED = json.loads(data_path("training_arguments.json").read_text(encoding="utf-8"))
 
 
 def to_training_arguments(recipe: Any, output_dir: str = "out", **changes: Any) -> "TrainingArguments":
-    """Return the `TrainingArguments` (of TRL's trainer a `SFTConfig`) that train as `recipe` says, `changes` set on top.
+    """Return the `TrainingArguments` (`DPOConfig`, …) that train as `recipe` says, `changes` set on top.
 
     Nothing is reported or saved unless `changes` ask for it. Without a GPU the arguments say `use_cpu`: bf16 then trains
     on the CPU, tf32 is only recorded, and fp16 needs a GPU when the `Trainer` starts. Raises RecipeError if the `Trainer`
@@ -49,10 +51,11 @@ def to_training_arguments(recipe: Any, output_dir: str = "out", **changes: Any) 
 
 def arguments_class(recipe: Any) -> type:
     """Return the class of the arguments of the recipe's trainer."""
-    if recipe.trainer == "sft":
-        with needing("trainer='sft'"):
-            from trl import SFTConfig
-        return SFTConfig
+    if recipe.trainer != "transformers":
+        with needing(f"trainer={recipe.trainer!r}"):
+            import trl
+
+            return getattr(trl, CONFIGS[recipe.trainer])
     from transformers import TrainingArguments
 
     return TrainingArguments
@@ -60,19 +63,17 @@ def arguments_class(recipe: Any) -> type:
 
 def settings(recipe: Any) -> dict[str, Any]:
     """Return arguments by name, the same on every machine. Raises RecipeError as `to_training_arguments` does."""
-    from transformers import TrainingArguments
-
     loop, options = recipe.loop, recipe.optimizer_arguments()
     _check_loop(loop)
     if lost := [name for name in options if name in DROPPED]:
         takes = ", ".join(name for name in MODELLED[recipe.optim].arguments if name not in DROPPED)
         rest = f"the Trainer gives {recipe.optim} only {takes}, not {lost[0]}"
         raise RecipeError("optim_args", recipe.optim_args, rest)
-    known = {field.name for field in dataclasses.fields(TrainingArguments)}
+    known = {field.name for field in dataclasses.fields(arguments_class(recipe))}
     # transformers 5.2x renames the switch and warns about the old name
     checkpointing = "activation_checkpointing" if "activation_checkpointing" in known else "gradient_checkpointing"
     values = {
-        **{argument: getattr(recipe, name) for name, argument in _same_names(type(recipe)).items()},
+        **{argument: getattr(recipe, name) for name, argument in _same_names(type(recipe), known).items()},
         **{argument: getattr(loop, name) for name, argument in _same_names(Loop).items()},
         "max_grad_norm": loop.max_grad_norm or 0.0,
         checkpointing: recipe.gradient_checkpointing,
@@ -83,7 +84,7 @@ def settings(recipe: Any) -> dict[str, Any]:
     }
     if recipe.gradient_checkpointing:
         values[f"{checkpointing}_kwargs"] = {"use_reentrant": False}
-    if recipe.trainer == "sft":
+    if recipe.trainer != "transformers":
         values["max_length"] = recipe.seq_len
     return values
 
@@ -96,26 +97,26 @@ def recipe_fields(kind: type, args: "TrainingArguments", model: Any, **fields: A
         model: what `Recipe` takes, or the model itself, of which dtype and attention kernel are read off.
         fields: of the recipe, for what the arguments do not say; they go before what is read off.
     Raises:
-        RecipeError: `args` of another Trainer than transformers' own and TRL's SFTTrainer (DPO's, for example),
-            arguments that move memory and that no recipe models, or `fields` that contradict `args`.
+        RecipeError: `args` of another Trainer than transformers' own and those of TRL in `CONFIGS` (GRPO's, for
+            example), arguments that move memory and that no recipe models, or `fields` that contradict `args`.
     """
-    of_trl = _check_kind(args)
+    trainer = _trainer(args)
     _check_values(args, fields.get("sharding"))
-    if of_trl:
-        fields = {"seq_len": args.max_length, "trainer": "sft", **fields}
+    if trainer != "transformers":
+        fields = {"seq_len": args.max_length, "trainer": trainer, **fields}
         if fields["seq_len"] is None:
             raise RecipeError("max_length", None, "samples are not cut: say seq_len, the longest one's")
-        if fields["trainer"] != "sft":
-            raise RecipeError("trainer", fields["trainer"], "the arguments are SFTTrainer's: leave it out")
+        if fields["trainer"] != trainer:
+            raise RecipeError("trainer", fields["trainer"], f"the arguments are {TRL[trainer]}'s: leave it out")
     loop = {name: getattr(args, argument) for name, argument in _same_names(Loop).items()}
     checkpointing = ("activation_checkpointing", "gradient_checkpointing")
     said = {
-        **{name: getattr(args, argument) for name, argument in _same_names(kind).items()},
+        **{name: getattr(args, argument) for name, argument in _same_names(kind, dir(args)).items()},
         "gradient_checkpointing": any(getattr(args, name, None) for name in checkpointing),
         "optim": getattr(args.optim, "value", args.optim),
         "optim_args": _optim_args(args),
         "loop": Loop(
-            **{**loop, "max_grad_norm": args.max_grad_norm or None, **({"use_cache": False} if of_trl else {})}
+            **{**loop, "max_grad_norm": args.max_grad_norm or None, **({"use_cache": False} if trainer in TRL else {})}
         ),
     }
     if hasattr(model, "named_parameters"):
@@ -127,31 +128,35 @@ def recipe_fields(kind: type, args: "TrainingArguments", model: Any, **fields: A
     return {"model": model, **said, **fields, "precision": said["precision"]}
 
 
-def _same_names(part: type) -> dict[str, str]:
-    """Return the fields of `part` whose value is that of one argument, and its name."""
-    return {name: knob.elsewhere[0] for name, knob in knobs(part).items() if len(knob.elsewhere) == 1}
+def _same_names(part: type, known: Iterable[str] | None = None) -> dict[str, str]:
+    """Return the fields of `part` whose value is that of one argument, of those `known`, and its name."""
+    found = {name: knob.elsewhere[0] for name, knob in knobs(part).items() if len(knob.elsewhere) == 1}
+    return {name: argument for name, argument in found.items() if known is None or argument in known}
 
 
-def _check_kind(args: Any) -> bool:
-    """Return whether `args` are those of TRL's SFTTrainer. Raise RecipeError unless they or transformers' own."""
+def _trainer(args: Any) -> str:
+    """Return whose `args` they are, as a recipe's trainer. Raise RecipeError for those of others."""
     from transformers import TrainingArguments
 
     kind = type(args)
     if not isinstance(args, TrainingArguments):
         raise RecipeError("args", args, "it must be a transformers.TrainingArguments")
     name, package = f"{kind.__module__}.{kind.__qualname__}", kind.__module__.partition(".")[0]
-    of_trl = package == "trl" and kind.__name__ == "SFTConfig"
-    if package != "transformers" and not of_trl:
-        allowed = "only transformers' own TrainingArguments and TRL's SFTConfig are modelled: another Trainer's loss, "
-        allowed += "second model or batch moves the peak, so measure that Trainer with WatchCallback"
-        raise RecipeError("args", name, allowed)
-    return of_trl
+    if package == "transformers":
+        return package
+    for trainer, config in CONFIGS.items():
+        if (package, kind.__name__) == ("trl", config):
+            return trainer
+    allowed = f"only transformers' own TrainingArguments and TRL's {', '.join(CONFIGS.values())} are modelled: another "
+    allowed += "Trainer's loss, second model or batch moves the peak, so measure that Trainer with WatchCallback"
+    raise RecipeError("args", name, allowed)
 
 
 def _check_values(args: "TrainingArguments", sharding: Any) -> None:
     """Raise RecipeError at the first argument that moves memory and that no recipe models."""
     among_ranks = CLASSIFIED["refused_in_ddp"] if getattr(sharding, "engine", None) == "ddp" else {}
-    for name, allowed in {**CLASSIFIED["refused"], **among_ranks}.items():
+    of_kind = CLASSIFIED["refused_in"].get(type(args).__name__, {})
+    for name, allowed in {**CLASSIFIED["refused"], **among_ranks, **of_kind}.items():
         value = getattr(args, name, None)
         if not isinstance(allowed, dict):
             _check_value(name, value, allowed)

@@ -19,7 +19,7 @@ from .configuration import MOST_LAYERS, plain, read_json
 from .families import TASKS
 from .knobs import check, documented, knob, knobs, rebuild
 from .optimizers import ALIASES, OPTIMIZERS, REFUSED, optimizer_arguments
-from .options import ATTENTION, DTYPES, HALF, LOOPS, PRECISIONS, TRAINERS, Loop, LoRA, Quantization, Sharding
+from .options import ATTENTION, DTYPES, HALF, LOOPS, PRECISIONS, TRL, Loop, LoRA, Quantization, Sharding
 from .shapes import Shape, read_shape
 
 MOST = 2**24  # samples or tokens
@@ -58,7 +58,7 @@ class Recipe:
     model: Any
     batch_size: int = _knob(
         1,
-        "Samples in one micro-batch on one device.",
+        "Samples in one micro-batch on one device; of trainer dpo and reward a sample is a pair, two sequences.",
         most=MOST,
         elsewhere="per_device_train_batch_size",
         label="Batch size",
@@ -126,10 +126,16 @@ class Recipe:
     loop: Loop | str = knob("trainer", "The training loop.", choices=tuple(LOOPS), option=True, shown=_loop_words)
     trainer: str = _knob(
         "transformers",
-        "Whose Trainer computes the loss: transformers' own, or TRL's SFTTrainer, whose head makes no logits.",
-        choices=TRAINERS,
+        "Whose Trainer computes the loss: transformers' own, or TRL's, whose heads make no logits.",
+        choices=("transformers", *TRL),
         label="Trainer",
-        shown=lambda name: name == "sft" and "SFTTrainer",
+        shown=lambda name: TRL.get(name),
+    )
+    precompute_ref_log_probs: bool = _knob(
+        False,
+        "Ask the reference model of trainer dpo and kto before training, and keep it no longer.",
+        elsewhere=True,
+        shown="reference precomputed",
     )
     shape: Shape = field(init=False, repr=False, compare=False)
 
@@ -151,12 +157,17 @@ class Recipe:
         if self.precision in ("fp32", "tf32") and self.dtype in HALF.values():
             self._set("precision", {"float16": "fp16-true", "bfloat16": "bf16-true"}[self.dtype])
         self.optimizer_arguments()
-        self._set("shape", read_shape(self.model, num_layers=self.num_layers, task=self.task))
+        if self.trainer == "reward":
+            self._set("task", self.task or "sequence-classification")
+        labels = 1 if self.trainer == "reward" else None  # the score
+        self._set("shape", read_shape(self.model, num_layers=self.num_layers, task=self.task, num_labels=labels))
         self._fit_to_shape()
         self._check_together()
         self._check_dtype()
-        if self.trainer == "sft":
-            self._check_sft()
+        if self.trainer != "transformers":
+            self._check_trl()
+        if self.precompute_ref_log_probs and self.trainer not in ("dpo", "kto"):
+            raise RecipeError("precompute_ref_log_probs", True, "only trainer 'dpo' and 'kto' have a reference model")
         parallel_limits.check(self)
 
     def _set(self, name: str, value: Any) -> None:
@@ -202,25 +213,35 @@ class Recipe:
         if loop.optimizer_in_backward and self.sharding and self.sharding.world_size > 1:
             raise RecipeError("loop", loop.name, "optimizer_in_backward is modelled for one device only")
 
-    def _check_sft(self) -> None:
-        """Raise RecipeError for what `trl.SFTTrainer` does not train."""
-        shape, loop = self.shape, self.loop
+    def _check_trl(self) -> None:
+        """Raise RecipeError for what TRL's trainers do not train."""
+        shape, loop, name = self.shape, self.loop, TRL[self.trainer]
         usual = dataclasses.replace(loop, max_grad_norm=1.0, empty_cache_steps=None)
-        if shape.task != "causal-lm":
-            raise RecipeError("trainer", "sft", f"SFTTrainer trains causal language models, not {shape.task}")
+        task = "sequence-classification" if self.trainer == "reward" else "causal-lm"
+        if shape.task != task:
+            raise RecipeError("trainer", self.trainer, f"{name} trains models for {task}, not for {shape.task}")
         if usual != LOOPS["trainer"]:
-            raise RecipeError(
-                "loop", loop.name, "SFTTrainer has the Trainer's loop without a cache: use loop='trainer'"
-            )
+            raise RecipeError("loop", loop.name, f"{name} has the Trainer's loop without a cache: use loop='trainer'")
         if self.sharding:
-            raise RecipeError("sharding", self.sharding.engine, "with trainer='sft' one device is modelled so far")
-        if self.quantization and self.quantization.prepare:
-            rest = "SFTTrainer does not call prepare_model_for_kbit_training: say Quantization(prepare=False)"
-            raise RecipeError("quantization.prepare", True, rest)
-        if self.lora and shape.head in (
-            name for name, *_ in shape.lora_targets(self.lora.target_modules, self.lora.modules_to_save)
+            rest = f"with trainer={self.trainer!r} one device is modelled so far"
+            raise RecipeError("sharding", self.sharding.engine, rest)
+        if self.trainer == "kto" and self.batch_size == 1:
+            raise RecipeError("batch_size", 1, "KTOTrainer compares samples of a micro-batch: take at least 2")
+        if self.lora and not (
+            self.lora.autocast_adapter_dtype or self.quantization or self.trainer in ("sft", "reward")
         ):
-            rest = f"SFTTrainer refuses an adapter on {shape.head}, whose weight its fused head reads: leave that out"
+            rest = f"{name} keeps a copy of adapters that it does not make itself, which are in fp32: leave it True"
+            raise RecipeError("lora.autocast_adapter_dtype", False, rest)
+        if self.quantization and self.quantization.prepare:
+            rest = f"{name} does not call prepare_model_for_kbit_training: say Quantization(prepare=False)"
+            raise RecipeError("quantization.prepare", True, rest)
+        if (
+            self.lora
+            and self.trainer != "reward"
+            and shape.head
+            in (name for name, *_ in shape.lora_targets(self.lora.target_modules, self.lora.modules_to_save))
+        ):
+            rest = f"{name} refuses an adapter on {shape.head}, whose weight its fused head reads: leave that out"
             raise RecipeError("lora.target_modules", self.lora.target_modules, rest)
 
     def _check_dtype(self) -> None:
@@ -271,7 +292,23 @@ class Recipe:
     @property
     def tokens(self) -> int:
         """Tokens that one optimizer step reads on one device."""
-        return self.batch_size * self.seq_len * self.gradient_accumulation_steps
+        return self.sequences * self.seq_len * self.gradient_accumulation_steps
+
+    @property
+    def sequences(self) -> int:
+        """Sequences of a micro-batch that are trained on: of pairs both."""
+        return self.batch_size * (1 + (self.trainer in ("dpo", "reward")))
+
+    @property
+    def has_reference(self) -> bool:
+        """Whether a frozen copy of the model stays beside it; adapters are switched off instead."""
+        return self.trainer in ("dpo", "kto") and not (self.lora or self.precompute_ref_log_probs)
+
+    @property
+    def passes_without_gradients(self) -> int:
+        """Forward passes of a micro-batch besides the one that is trained on: KTO's other answers, and the reference's."""
+        own = int(self.trainer == "kto")
+        return own + (own + 1) * (self.trainer in ("dpo", "kto") and not self.precompute_ref_log_probs)
 
     def optimizer_arguments(self) -> dict[str, float]:
         """`optim_args` as a dictionary, {} when there are none."""
@@ -291,6 +328,8 @@ class Recipe:
             del values["dtype"]  # one recipe with one key, whether said or not
         if self.trainer == "transformers":  # keys of before there was a choice
             del values["trainer"]
+        if not self.precompute_ref_log_probs:
+            del values["precompute_ref_log_probs"]
         return json.loads(
             json.dumps(values, default=lambda part: vars(part) if dataclasses.is_dataclass(part) else str(part))
         )

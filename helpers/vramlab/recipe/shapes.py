@@ -108,12 +108,15 @@ class Shape(ShapeData):
         lora_modules.check(self, target_modules, r)
 
 
-def read_shape(model: str | Mapping, num_layers: int | None = None, task: str | None = None) -> Shape:
+def read_shape(
+    model: str | Mapping, num_layers: int | None = None, task: str | None = None, num_labels: int | None = None
+) -> Shape:
     """Return the shape of `model`: a name, a hub id, a path to a `config.json` or its folder, or its content.
 
     Args:
         num_layers: a depth other than the model's own; an encoder–decoder gets that depth on both sides.
         task: which head; None takes the one that the configuration names, else the usual one.
+        num_labels: of a classifier, other than the configuration's.
     Raises:
         RecipeError: no such model or file, a size is missing or impossible, or the model has no such head.
     """
@@ -121,12 +124,12 @@ def read_shape(model: str | Mapping, num_layers: int | None = None, task: str | 
         model = plain(model)
         text = json.dumps(model)
         name = model.get("_name_or_path") or model.get("model_type") or "config"
-        return _shape(str(name), None, text, num_layers, task)
+        return _shape(str(name), None, text, num_layers, task, num_labels)
     if not isinstance(model, str):
         raise RecipeError("model", model, "it must be a name, a path to a config.json or a configuration")
     entry = find_entry(model)
     if entry:
-        return _shape(entry.name, entry.hub_id, entry.config, num_layers, task)
+        return _shape(entry.name, entry.hub_id, entry.config, num_layers, task, num_labels)
     try:
         path = os.path.join(model, "config.json") if os.path.isdir(model) else model
         with open(path, encoding="utf-8") as file:
@@ -140,12 +143,16 @@ def read_shape(model: str | Mapping, num_layers: int | None = None, task: str | 
         raise RecipeError("model", model, f"no model and no readable file is called so; {hint}{rest}") from None
     folder, file_name = os.path.split(os.path.abspath(path))
     name = os.path.basename(folder) if file_name == "config.json" else file_name.removesuffix(".json")
-    return _shape(name, None, text, num_layers, task)
+    return _shape(name, None, text, num_layers, task, num_labels)
 
 
 @lru_cache(maxsize=512)
-def _shape(name: str, hub_id: str | None, text: str, num_layers: int | None, task: str | None) -> Shape:
+def _shape(
+    name: str, hub_id: str | None, text: str, num_layers: int | None, task: str | None, num_labels: int | None
+) -> Shape:
     config = configuration.parse(name, text)
+    if num_labels:
+        config = {k: v for k, v in config.items() if k not in ("id2label", "label2id")} | {"num_labels": num_labels}
     if num_layers is not None:
         configuration.keep_layers(config, num_layers)
     family = configuration.family_of(name, config)

@@ -15,6 +15,7 @@ from ..hardware.gpu import DEFAULT_CHIP, Gpu, find_gpu
 from ..hardware.overhead import UNIT
 from ..recipe import lora_modules
 from ..recipe.evaluation import Evaluation
+from ..recipe.options import TRL
 from ..recipe.recipe import Loop, Recipe, as_recipe
 from ..recipe.weights import unquantized
 from ..report.errors import RecipeError, VramLabError, needing
@@ -23,11 +24,12 @@ from ..tracking.fake_tracker import FakeTracker
 from ..tracking.history import History
 from ..tracking.reporting import to_report
 from ..tracking.tracked import no_collection, run_tracked
-from ..tracking.tracker import Storage, Tracker
+from ..tracking.tracker import REFERENCE, Storage, Tracker
 from ..training import training as tr
 from ..training.engines import engine_of
 from ..training.evaluation import evaluate
 from ..training.process_group import one_rank_of
+from ..training.sft import trl_class
 from .any_module import ModuleStep, loop_notes
 from .as_run import as_it_ran
 from .as_run import check as check_as_run
@@ -155,7 +157,7 @@ def is_written_down(recipe: Recipe) -> bool:
     """Whether the architecture is one whose deepened log the tests hold against the whole run, and returns no more."""
     shape = recipe.shape
     more = ("output_hidden_states", "output_attentions", "output_router_logits")
-    routed = recipe.trainer == "sft" and shape.experts_per_token  # it asks for the router's logits
+    routed = recipe.trainer in TRL and shape.experts_per_token  # it asks for the router's logits
     return shape.layout is not None and not routed and not any(shape.settings.get(name) for name in more)
 
 
@@ -190,8 +192,9 @@ def _deepened(recipe: Recipe, target: str, card: Gpu | None, steps: int) -> Hist
 
 
 def _is_base_weight(storage: Storage) -> bool:
-    """Whether `storage` is a parameter of the model itself, not of an adapter."""
-    return storage.category == "parameters" and not any(s in storage.where for s in ("lora_", "modules_to_save"))
+    """Whether `storage` is a parameter of the model itself, not of an adapter or the reference model."""
+    others = ("lora_", "modules_to_save", REFERENCE)
+    return storage.category == "parameters" and not any(s in storage.where for s in others)
 
 
 @needing("simulate_evaluation")
@@ -231,8 +234,8 @@ def _run(
 ) -> Tracker:
     if recipe.quantization:
         import bitsandbytes  # noqa: F401 — before fake_world, which then replaces some of its functions
-    if recipe.trainer == "sft":
-        import trl.trainer.utils  # noqa: F401 — likewise
+    if recipe.trainer != "transformers":
+        trl_class(TRL[recipe.trainer])  # likewise
 
     engine = engine_of(recipe)
     device = engine.fake_gpu if target == "cuda" else "cpu"

@@ -15,7 +15,7 @@ import torch
 from ..training.engine import Training
 from ..training.models import is_fake
 from ..training.training import train_step
-from .tracker import Tracker
+from .tracker import REFERENCE, Tracker
 
 
 def run_tracked(
@@ -32,6 +32,8 @@ def run_tracked(
     `then` after the steps, as one more forward phase.
     """
     claim_model(tracker, training.model)
+    if training.reference is not None:
+        claim_model(tracker, training.reference, REFERENCE)
     tracker.claim_storages(training.engine.buffers(), "workspace", "buckets")
     for batch in (training.batch, *training.further):
         tracker.claim(tensors_in(batch), "inputs")
@@ -49,7 +51,7 @@ def run_tracked(
         gradients_named(tracker, training.model),
         fsdp_units_named(tracker),
         training.engine.follow(training, tracker),
-        tracker.modules(training.model),
+        tracker.modules(training.model, training.reference),
         tracker,
     ):
         for _ in range(steps):
@@ -140,13 +142,13 @@ def tensors_in(values: Any) -> list[torch.Tensor]:
     return [tensor for value in values for tensor in tensors_in(value)] if nested else []
 
 
-def claim_model(tracker: Tracker, model: torch.nn.Module) -> None:
-    """Claim the model's parameters (with the statistics of quantized ones) and buffers."""
-    for name, parameter in model.named_parameters():
+def claim_model(tracker: Tracker, model: torch.nn.Module, prefix: str = "") -> None:
+    """Claim the model's parameters (with the statistics of quantized ones) and buffers; names begin with `prefix`."""
+    for name, parameter in model.named_parameters(prefix):
         tracker.claim([parameter, *quantization_statistics(parameter)], "parameters", name)
     for name, module in model.named_modules():  # FSDP's shards have none of their own
         tracker.claim(quantization_statistics(module), "parameters", f"{name}.weight")
-    for name, buffer in model.named_buffers():
+    for name, buffer in model.named_buffers(prefix):
         tracker.claim([buffer], "buffers", name)
 
 

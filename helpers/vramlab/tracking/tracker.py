@@ -39,6 +39,7 @@ SPARSE = {  # layout to the methods that give the tensors it is made of
     **dict.fromkeys((torch.sparse_csr, torch.sparse_bsr), ("crow_indices", "col_indices", "values")),
     **dict.fromkeys((torch.sparse_csc, torch.sparse_bsc), ("ccol_indices", "row_indices", "values")),
 }
+REFERENCE = "reference"  # before the names of its modules and parameters
 ON_HOST = "on host"  # category of what is in host or unified memory: seen, and left out of the finished log
 
 
@@ -153,9 +154,10 @@ class Tracker(TorchDispatchMode):
         return storage.where if storage else ""
 
     @contextmanager
-    def modules(self, model: torch.nn.Module):
-        """While entered, storages get the name of the module that made them."""
-        self._names = {id(m): name for name, m in model.named_modules()}
+    def modules(self, model: torch.nn.Module, reference: torch.nn.Module | None = None):
+        """While entered, storages get the name of the module that made them; of a `reference` model with REFERENCE first."""
+        also = reference.named_modules(prefix=REFERENCE) if reference is not None else ()
+        self._names = {id(m): name for name, m in (*model.named_modules(), *also)}
 
         def enter(module, args):
             self._modules.append(self._names.get(id(module), self._modules[-1] if self._modules else ""))

@@ -118,6 +118,7 @@ class Training:
     Attributes:
         multi_tensor: use the optimizer's and clipping's multi-tensor kernels.
         accumulation: micro-batches in a step.
+        reference: a frozen model that the loss needs too.
         compute_loss: of a trainer that computes it from the model and the batch itself, instead of `loss_of`.
         per_parameter: parameter to its own optimizer, with optimizer_in_backward.
         further: the step's other micro-batches, where the loop has all of them on the device at once.
@@ -133,6 +134,7 @@ class Training:
     precision: str = "fp32"
     accumulation: int = 1
     loss_of: Callable[[Any, Any], "torch.Tensor"] = loss_of
+    reference: "torch.nn.Module | None" = None
     compute_loss: "Callable[[Callable, Any], torch.Tensor] | None" = None
     scaler: Any = None
     engine: Engine = field(default_factory=Engine)

@@ -13,7 +13,7 @@ from ..recipe.configuration import reason
 from ..recipe.families import TASKS
 from ..recipe.recipe import Recipe
 from ..report.errors import RecipeError
-from . import sft
+from . import preference, sft
 
 if TYPE_CHECKING:
     import torch
@@ -92,6 +92,8 @@ def _prepared(model: "torch.nn.Module", recipe: Recipe) -> "torch.nn.Module":
             model.enable_input_require_grads()
     if recipe.trainer == "sft":
         sft.prepare(model)
+    elif recipe.trainer != "transformers":
+        preference.prepare(model, recipe.trainer)
     return _adapters(model, recipe) if recipe.lora else model
 
 
@@ -192,7 +194,7 @@ def _adapters(model: "torch.nn.Module", recipe: Recipe) -> "torch.nn.Module":
         except (TypeError, ValueError) as error:  # layers and names that PEFT does not adapt
             rest = f"PEFT refuses it for {recipe.name}: {reason(error)}"
             raise RecipeError("lora.target_modules", recipe.lora.target_modules, rest) from error
-    if recipe.trainer == "sft" and recipe.quantization:
+    if recipe.trainer != "transformers" and recipe.quantization:
         sft.half_adapters(model)
     return model
 

@@ -17,6 +17,14 @@ if TYPE_CHECKING:
 OUTPUTS = ("log_probs", "entropy", "is_top1")  # those of the fused head that SFTTrainer asks for
 
 
+@needing("TRL's trainers")
+def trl_class(name: str) -> type:
+    """TRL's class `name`."""
+    import trl
+
+    return getattr(trl, name)
+
+
 @needing("trainer='sft'")
 def prepare(model: "torch.nn.Module") -> None:
     """Give `model` the fused head, and let a mixture of experts return what its balancing loss needs."""
@@ -25,7 +33,7 @@ def prepare(model: "torch.nn.Module") -> None:
     add_fused_lm_head(model, outputs=OUTPUTS)
     config = model.config.get_text_config()
     if hasattr(config, "router_aux_loss_coef"):
-        config.output_router_logits = _balances(config)
+        config.output_router_logits = balances(config)
 
 
 def half_adapters(model: "torch.nn.Module") -> None:
@@ -48,7 +56,7 @@ def compute_loss(model: "torch.nn.Module") -> "Callable[[Callable, Any], torch.T
         accelerator=SimpleNamespace(parallelism_config=None, gather_for_metrics=lambda tensor: tensor),
         compute_loss_func=None,
         label_smoother=None,
-        aux_loss_enabled=_balances(config),
+        aux_loss_enabled=balances(config),
         router_aux_loss_coef=getattr(config, "router_aux_loss_coef", 0.0),
         _metrics={"train": defaultdict(list)},
         _total_train_tokens=0,
@@ -57,5 +65,6 @@ def compute_loss(model: "torch.nn.Module") -> "Callable[[Callable, Any], torch.T
     return lambda forward, batch: SFTTrainer.compute_loss(trainer, forward, dict(batch))
 
 
-def _balances(config: Any) -> bool:
+def balances(config: Any) -> bool:
+    """Whether TRL adds the balancing loss of a mixture of experts with `config`."""
     return hasattr(config, "output_router_logits") and getattr(config, "router_aux_loss_coef", 0.0) != 0.0

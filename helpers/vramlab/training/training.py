@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from ..recipe.optimizers import MODELLED
 from ..recipe.recipe import Recipe
 from ..report.errors import needing
-from . import sft
+from . import preference, sft
 from .engine import AUTOCAST, Training, autocast
 from .engines import engine_of
 from .models import build_model, real_tensors
@@ -50,6 +50,8 @@ def build(recipe: Recipe, device: str = "cpu", target: str | None = None, pretra
     )
     if recipe.trainer == "sft":
         training.compute_loss = sft.compute_loss(training.model)
+    elif recipe.trainer != "transformers":
+        preference.start(training, recipe, build_model)
     if loop.name == "trainer":  # Trainer.get_batch_samples fetches the whole step's micro-batches first
         training.further = [make_batch(recipe, device) for _ in range(training.accumulation - 1)]
 
@@ -78,6 +80,8 @@ def make_batch(recipe: Recipe, device: str = "cpu") -> dict[str, "torch.Tensor"]
     """
     import torch
 
+    if recipe.trainer not in ("transformers", "sft"):
+        return preference.make_batch(recipe, device)
     shape, size = recipe.shape, (recipe.batch_size, recipe.seq_len)
 
     def ids(high: int, *size: int) -> torch.Tensor:
