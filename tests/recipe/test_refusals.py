@@ -5,7 +5,7 @@ import json
 import numpy
 import pytest
 import torch
-from vramlab import Loop, LoRA, Recipe, Sharding, measure, predict, simulate
+from vramlab import Loop, LoRA, Quantization, Recipe, Sharding, measure, predict, simulate
 from vramlab.recipe.optimizers import MODELLED, REFUSED
 from vramlab.recipe.recipe import OPTIMIZERS
 from vramlab.report.errors import RecipeError
@@ -115,6 +115,19 @@ def test_one_recipe_has_one_key_whether_its_dtype_is_said_or_implied():
 def test_formulas_refuse_one_half_precision_format_under_the_other():
     error = refused(predict, Recipe(LLAMA, dtype="float16", precision="bf16-mixed"))
     assert error.field == "dtype" and "ask simulate" in str(error)
+
+
+@pytest.mark.parametrize("fields", [{"use_dora": True}, {"lora_bias": True}, {"target_parameters": ("norm.weight",)}])
+def test_formulas_refuse_adapters_of_more_than_two_matrices(fields):
+    recipe = Recipe(LLAMA, lora=LoRA(**fields))
+    (name,) = fields
+    assert refused(predict, recipe).field == f"lora.{name}" and Recipe.from_json(recipe.to_json()) == recipe
+    assert name in recipe.to_dict()["lora"] and name not in Recipe(LLAMA, lora=LoRA()).to_dict()["lora"]
+
+
+def test_dora_on_a_quantized_base_is_refused():
+    error = refused(Recipe, LLAMA, lora=LoRA(use_dora=True), quantization=Quantization())
+    assert error.field == "lora.use_dora" and "not quantized" in str(error)
 
 
 def test_every_optimizer_of_the_trainer_is_modelled_or_refused():

@@ -8,10 +8,10 @@ HELPERS = ROOT / "helpers"
 CEILINGS = {
     "vramlab/report": 680,
     "vramlab/hardware": 1020,
-    "vramlab/recipe": 2360,
+    "vramlab/recipe": 2380,
     "vramlab/training": 2350,
     "vramlab/tracking": 920,
-    "vramlab/formulas": 3520,
+    "vramlab/formulas": 3530,
     "vramlab/simulation": 2520,
     "vramlab/measurement": 1300,
     "vramlab/planning": 1210,

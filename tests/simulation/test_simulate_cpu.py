@@ -106,6 +106,17 @@ SPECIAL = {
     "sequence classification": Recipe(config("bert"), lora=LoRA(), **CLASSES, **SMALL),
     "a causal model that classifies": Recipe(config("gpt2", pad_token_id=0), **CLASSES, **SMALL),
     "saved modules": Recipe(config("llama"), lora=LoRA(modules_to_save=("lm_head",)), precision="bf16-true", **SMALL),
+    "DoRA": Recipe(config("llama"), lora=LoRA(use_dora=True, lora_dropout=0.1), **{**FOUR_BITS, **SMALL}),
+    "DoRA on Conv1D": Recipe(config("gpt2"), lora=LoRA(use_dora=True), precision="bf16-true", **SMALL),
+    "adapters with biases": Recipe(config("gpt2"), lora=LoRA(lora_bias=True, bias="lora_only"), **SMALL),
+    "fused experts": Recipe(
+        config("mixtral"),
+        lora=LoRA(r=4, target_modules=("q_proj",), target_parameters=("experts.gate_up_proj", "experts.down_proj")),
+        **SMALL,
+    ),
+    "trained embeddings": Recipe(
+        config("llama"), lora=LoRA(target_modules=("embed_tokens",), modules_to_save=("lm_head",)), **SMALL
+    ),
     "LoRA on PEFT's default targets": Recipe(
         config("gpt2"), lora=LoRA(use_rslora=True), precision="fp16-true", **SMALL
     ),

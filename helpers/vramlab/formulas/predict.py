@@ -17,7 +17,7 @@ from ..hardware.gpu import DEFAULT_CHIP, Gpu, find_gpu
 from ..hardware.overhead import cublas_workspace
 from ..recipe import lora_modules
 from ..recipe.options import HALF, Sharding
-from ..recipe.recipe import Recipe, as_recipe
+from ..recipe.recipe import LATER, Recipe, as_recipe
 from ..recipe.weights import unquantized
 from ..report.errors import RecipeError
 from ..report.report import CATEGORIES, Bytes, Phase, Report, TensorGroup, format_bytes
@@ -43,7 +43,7 @@ def predict(recipe: Recipe | Any, gpu: str | Gpu | None = None) -> Report:
         and its phase, the largest tensors there, `reserved` and `process` as intervals.
     Raises:
         GpuError: no such card.
-        RecipeError: adapters in some layers only, fp16 weights under bf16 autocast or the reverse, or an architecture
+        RecipeError: adapters in some layers only, DoRA, fp16 weights under bf16 autocast or the reverse, or an architecture
             unlike those written down (`formulas.nearest`): `simulate` takes all; FlashAttention on a card without.
     """
     recipe = as_recipe(recipe)
@@ -53,6 +53,9 @@ def predict(recipe: Recipe | Any, gpu: str | Gpu | None = None) -> Report:
     if lora_modules.differ_by_layer(recipe.shape, recipe.lora):
         allowed = "the formulas multiply one layer, so every layer has to get the same adapters: ask simulate"
         raise RecipeError("lora.target_modules", recipe.lora.target_modules, allowed)
+    if name := next((name for name in LATER if getattr(recipe.lora, name, None)), None):
+        allowed = "the formulas know adapters of two matrices on modules: ask simulate"
+        raise RecipeError(f"lora.{name}", getattr(recipe.lora, name), allowed)
     if recipe.lora and recipe.lora.modules_to_save:
         _check_copies(recipe)
     halves = {recipe.weights_dtype, recipe.implied_dtype, HALF.get(recipe.precision.partition("-")[0])}

@@ -41,9 +41,12 @@ class LoRA:
     use_rslora: bool = _peft(False, "Scale by the square root of r instead.")
     modules_to_save: tuple[str, ...] | None = _peft(None, "Modules trained whole.")
     autocast_adapter_dtype: bool = knob(True, "Keep fp16 and bf16 adapters in fp32, as `get_peft_model` does.")
+    use_dora: bool = _peft(False, "Train the magnitude of each output apart (Liu et al. 2024).", option=True)
+    lora_bias: bool = _peft(False, "Give the second matrix of each adapter a bias.")
+    target_parameters: tuple[str, ...] | None = _peft(None, "Parameters that no module holds, such as fused experts.")
 
     def __post_init__(self):
-        for name in ("target_modules", "modules_to_save"):
+        for name in ("target_modules", "modules_to_save", "target_parameters"):
             value = getattr(self, name)
             if value is None or isinstance(value, str):
                 continue

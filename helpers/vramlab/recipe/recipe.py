@@ -25,6 +25,7 @@ from .shapes import Shape, read_shape
 MOST = 2**24  # samples or tokens
 MOST_MICRO_BATCHES = 2**16  # each of them is run
 MOST_BYTES = 2**62  # of one tensor: PyTorch counts bytes in signed 64 bits
+LATER = ("use_dora", "lora_bias", "target_parameters")  # of LoRA, only in keys of recipes that have them
 PARTS = {"lora": LoRA, "quantization": Quantization, "sharding": Sharding, "loop": Loop}
 _knob = partial(knob, option=True)
 
@@ -108,7 +109,9 @@ class Recipe:
         label="Attention",
         shown=lambda kernel: kernel != "sdpa" and kernel,
     )
-    lora: LoRA | None = knob(None, "Adapters to train.", shown=lambda lora: f"LoRA r={lora.r}")
+    lora: LoRA | None = knob(
+        None, "Adapters to train.", shown=lambda lora: f"{'DoRA' if lora.use_dora else 'LoRA'} r={lora.r}"
+    )
     quantization: Quantization | None = knob(
         None, "A frozen base in few bits.", shown=lambda q: q.quant_type + (" double" if q.double else "")
     )
@@ -201,6 +204,9 @@ class Recipe:
         if quantization and not self.lora:
             rest = "quantized weights cannot be trained: add lora=LoRA(...)"
             raise RecipeError("quantization", quantization.quant_type, rest)
+        if quantization and self.lora.use_dora:
+            rest = "DoRA needs the norm of each weight, which is modelled for weights that are not quantized only"
+            raise RecipeError("lora.use_dora", True, rest)
         if quantization and self.precision.endswith("-mixed") and quantization.quant_type == "int8":
             raise RecipeError("precision", self.precision, "int8 bases are trained with a '-true' precision or 'fp32'")
         compute = (quantization and quantization.compute_dtype) or self.precision
@@ -330,9 +336,13 @@ class Recipe:
             del values["trainer"]
         if not self.precompute_ref_log_probs:
             del values["precompute_ref_log_probs"]
-        return json.loads(
+        values = json.loads(
             json.dumps(values, default=lambda part: vars(part) if dataclasses.is_dataclass(part) else str(part))
         )
+        for name in LATER if self.lora else ():
+            if not values["lora"][name]:
+                del values["lora"][name]
+        return values
 
     def to_json(self) -> str:
         return json.dumps(self.to_dict(), sort_keys=True)

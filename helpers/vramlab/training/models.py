@@ -181,7 +181,8 @@ def _adapters(model: "torch.nn.Module", recipe: Recipe) -> "torch.nn.Module":
     values = dataclasses.asdict(recipe.lora)
     cast = values.pop("autocast_adapter_dtype")
     save = values["modules_to_save"]
-    values["modules_to_save"] = list(save) if save else None
+    for name in ("modules_to_save", "target_parameters"):
+        values[name] = list(values[name]) if values[name] else None
     # by name, so that PEFT adapts what the shape says (its "all-linear" would take Mixtral's experts whole)
     values["target_modules"] = [name for name, _, _ in recipe.shape.lora_targets(recipe.lora.target_modules, save)]
     values["task_type"] = TASKS[recipe.shape.task].peft
