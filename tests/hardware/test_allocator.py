@@ -166,11 +166,11 @@ def test_replay_on_a_card_gives_back_unused_segments_before_it_fails():
     """30 MiB come and go, then 40: cached, the 30 would be reserved beside them."""
     log = log_of(30 * MiB, -1, 40 * MiB, -2)
     assert replay(log).reserved == 70 * MiB
-    assert (replay(log, 64 * MiB).reserved, replay(log, 64 * MiB).fits) == (40 * MiB, True)
+    assert (replay(log, 64 * MiB).reserved, replay(log, 64 * MiB).failed) == (40 * MiB, None)
     assert replay(log, 70 * MiB).reserved == 70 * MiB
     too_small = replay(log, 39 * MiB)
     assert (
-        not too_small.fits
+        (too_small.failed.event, too_small.failed.limit) == (2, 39 * MiB)
         and too_small.reserved == 70 * MiB
         and too_small.internal_fragmentation == replay(log).internal_fragmentation
     )

@@ -22,7 +22,15 @@ from .overhead import SMALL_BLOCK, SMALL_SEGMENT, UNIT, rounded, segment
 
 
 class AllocatorError(VramLabError, MemoryError):
-    """The card has no room for a segment, even after all unused ones were released."""
+    """The card has no room for a segment, even after all unused ones were released.
+
+    Sizes in bytes; `event` is the request's index in a log that was replayed.
+    """
+
+    def __init__(self, segment: int, allocated: int, reserved: int, limit: int):
+        self.allocated, self.reserved, self.limit, self.event = allocated, reserved, limit, -1
+        held, most = format_bytes(allocated), format_bytes(limit)
+        super().__init__(f"out of memory: {format_bytes(segment)} more beside {held} allocated, of {most}.")
 
 
 Pool = tuple[bool, int]  # (holds small blocks, stream)
@@ -153,8 +161,7 @@ class Allocator:
             return
         self.empty_cache()
         if self.reserved + total > self.limit:
-            held, most = format_bytes(self.allocated), format_bytes(self.limit)
-            raise AllocatorError(f"out of memory: {format_bytes(total)} more beside {held} allocated, of {most}.")
+            raise AllocatorError(total, self.allocated, self.reserved, self.limit)
 
 
 class Request(Protocol):
@@ -169,14 +176,14 @@ class Replayed:
     """Peaks of the allocator over a log, in bytes.
 
     `internal_fragmentation[p]`: what the blocks alive after the first p events hold beyond the rounded requests.
-    `fits`: whether the card's memory was enough.
+    `failed`: the error of the request that the card had no room for; None where its memory was enough.
     """
 
     requested: int
     allocated: int
     reserved: int
     internal_fragmentation: list[int]
-    fits: bool = True
+    failed: AllocatorError | None = None
 
 
 def replay(log: list[tuple[int, Request, str]], limit: int | None = None) -> Replayed:
@@ -184,23 +191,27 @@ def replay(log: list[tuple[int, Request, str]], limit: int | None = None) -> Rep
 
     Args:
         limit: bytes of segments that the card can hold. If they do not suffice, the replay is that without a limit, and
-            `fits` is False.
+            `failed` says where it was not enough.
     """
     try:
         return _replay(log, Allocator(limit=limit))
-    except AllocatorError:
-        return replace(_replay(log, Allocator()), fits=False)
+    except AllocatorError as error:
+        return replace(_replay(log, Allocator()), failed=error)
 
 
 def _replay(log: list[tuple[int, Request, str]], allocator: Allocator) -> Replayed:
     blocks: dict[int, Block] = {}
     requested = most = alive = 0
     beyond = [0]
-    for size, storage, _ in log:
+    for event, (size, storage, _) in enumerate(log):
         if size > 0:
             requested += storage.asked
             most = max(most, requested)
-            blocks[id(storage)] = allocator.malloc(size, storage.stream)
+            try:
+                blocks[id(storage)] = allocator.malloc(size, storage.stream)
+            except AllocatorError as error:
+                error.event = event
+                raise
         else:
             requested -= storage.asked
             allocator.free(blocks.pop(id(storage)))

@@ -5,7 +5,7 @@ from typing import Any
 from ..hardware.gpu import Gpu
 from ..hardware.overhead import CONTEXT
 from ..recipe.recipe import Recipe
-from ..report.report import Interval, MiB, Report, environment
+from ..report.report import Interval, MiB, Report, environment, format_bytes, unit_for
 from .history import History, largest
 
 
@@ -26,11 +26,10 @@ def to_report(
     if source == "simulated" and history.replayed:
         replayed = history.replayed
         more |= {"allocated": replayed.allocated, "requested": replayed.requested} if not since else {}
-        room = card.total if card and replayed.fits else None
+        room = card.total if card and not replayed.failed else None
         more["reserved"], more["process"] = _reserved_and_process(replayed.reserved, replayed.allocated, card, room)
-        if card and not replayed.fits:
-            note = f"does not fit {card.name}: reserved is that of a card without end"
-            more["notes"] = [*more.get("notes", ()), note]
+        if card and replayed.failed:
+            more["notes"] = [*more.get("notes", ()), f"does not fit {card.name}: {_failure(history)}"]
     counted = {key: (len(found), found[0].where) for key, found in history.groups(at).items()}
     return Report(
         source=source,
@@ -44,6 +43,21 @@ def to_report(
         timeline=history.timeline(),
         environment=environment(gpu=card.name if card else None),
         **more,
+    )
+
+
+def _failure(history: History) -> str:
+    """Which request of a run found no room, and what filled the card then, in the words of PyTorch's own message."""
+    error = history.replayed.failed
+    begun = [name for name, start, _ in history.stretches if start <= error.event]
+    step = 1 + begun[:-1].count("between_steps")
+    asked, free = history.log[error.event][1].asked, error.limit - error.reserved
+    sizes = (asked, free, error.limit, error.allocated, error.reserved - error.allocated)
+    asked, free, limit, allocated, cached = (format_bytes(n, unit_for(n), 2) for n in sizes)
+    return (
+        f"in {'load' if begun == ['load'] else f'step {step}, {begun[-1]},'} it tries to allocate {asked}, and {free} are "
+        f"free. Of {limit}, {allocated} are allocated, {cached} reserved but unallocated. Reserved memory is given for a "
+        "card without a limit"
     )
 
 
