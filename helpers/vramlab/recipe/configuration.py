@@ -6,6 +6,7 @@ What it leaves unsaid is in the family's record (`families`). transformers itsel
 import contextlib
 import json
 import math
+import textwrap
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -62,9 +63,9 @@ def family_of(name: str, config: dict[str, Any]) -> Family:
 
 
 def reason(error: Exception) -> str:
-    """Return the line of another library's error that says what is wrong, or the error's class if it says nothing."""
+    """Return the line of another library's error that says what is wrong, shortened; its class if it says nothing."""
     text = str(error.__cause__ or error).strip()
-    return text.splitlines()[0].rstrip(".") if text else type(error).__name__
+    return textwrap.shorten(text.splitlines()[0].rstrip("."), 300, placeholder=" …") if text else type(error).__name__
 
 
 def read_json(field: str, text: Any, name: str | None = None) -> Any:
