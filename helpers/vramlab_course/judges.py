@@ -1,8 +1,10 @@
 """Functions that the exercises' expressions call: judges of readers' functions, and short algorithms."""
 
+import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from vramlab import Recipe, find_gpu, predict
 from vramlab.hardware.allocator import Allocator
 from vramlab.report.report import MiB
 
@@ -26,6 +28,29 @@ def reserved_after(sizes: Sequence[int]) -> int:
     for size in sizes:
         allocator.free(allocator.malloc(size * MiB))
     return allocator.reserved // MiB
+
+
+def message_sizes(message: str) -> list[float]:
+    """The sizes of an out-of-memory message in MiB, in their order."""
+    unit = {"KiB": 1 / 1024, "MiB": 1, "GiB": 1024}
+    return [float(number) * unit[name] for number, name in re.findall(r"([\d.]+) ([KMG]iB)", message)]
+
+
+def largest_batch(model: str, gpu: str, seq_len: int, part: str = "value") -> int:
+    """The largest batch whose process (its `part`: "low", "value", "high") or "peak" is within the card; 0 for none."""
+    total, recipe = find_gpu(gpu).total, Recipe(model, 1, seq_len, "fp16-mixed")
+
+    def fits(batch: int) -> bool:
+        report = predict(recipe.replace(batch_size=batch), gpu=gpu)
+        return (report.peak.total if part == "peak" else getattr(report.process, part)) <= total
+
+    low, high = 0, 1
+    while fits(high):
+        low, high = high, 2 * high
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low
 
 
 def sharded(answer: Callable[[list, int, int], Any]) -> Feedback:

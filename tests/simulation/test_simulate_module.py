@@ -10,7 +10,7 @@ from quick import params
 from torch import nn
 from torch.nn import functional as F
 from vramlab.hardware.gpu import find_gpu
-from vramlab.recipe.recipe import Loop
+from vramlab.recipe.recipe import Loop, Recipe
 from vramlab.report.errors import RecipeError
 from vramlab.report.report import PHASES, GiB
 from vramlab.simulation.simulate import simulate
