@@ -10,7 +10,7 @@ CEILINGS = {
     "vramlab/hardware": 1035,
     "vramlab/recipe": 2380,
     "vramlab/training": 2350,
-    "vramlab/tracking": 930,
+    "vramlab/tracking": 935,
     "vramlab/formulas": 3530,
     "vramlab/simulation": 2520,
     "vramlab/measurement": 1300,
