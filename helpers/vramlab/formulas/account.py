@@ -18,6 +18,7 @@ from ..recipe.shapes import Shape
 from ..report.report import CATEGORIES
 from .deepspeed import DeepSpeedModel, gradient_reduction
 from .fsdp import FsdpModel
+from .fused_head import reference_recipe
 from .ledger import NEVER, Entry, Parameter, Tensor
 from .model import ROOT, Model
 from .model_parallel import PipelineStage, TensorParallelModel, is_model_parallel
@@ -64,6 +65,8 @@ class Account:
         self.m = m = _model_class(recipe)(recipe, shape, _parameters(recipe, shape), chip)
         m.shard(asked, gradients_exist)
         loss = self._forward()
+        self.passes = self._without_gradients(recipe, shape, chip) if recipe.passes_without_gradients else []
+        m.metrics = None
         self.forward_end = len(m.events)
         for entry, _ in m.events:
             if entry.death == NEVER and entry.category == "temporaries":
@@ -92,21 +95,40 @@ class Account:
         m.leave(ROOT)
         return loss
 
+    def _without_gradients(self, recipe: Recipe, shape: Shape, chip: Chip) -> list[tuple[Model, int]]:
+        """Run the reference model while what the policy saved is there; return (model, event at which it is over).
+
+        KTO's other passes come before, or are such a pass again.
+        """
+        if recipe.precompute_ref_log_probs:
+            return []
+        frozen = reference_recipe(recipe)
+        model = Model(frozen, frozen.shape, _parameters(frozen, frozen.shape), chip)
+        for parameter in model.parameters.values():
+            parameter.needs = recipe.has_reference  # nobody freezes it: autocast keeps copies of its weights
+        model.events, model.no_grad = self.m.events, True
+        model.logits_and_loss(model.hidden_states())
+        model.casts.clear()
+        model.metrics = model.table = None
+        return [(model, len(model.events))]
+
     def _pieces(self) -> dict[str, list[tuple[int, int, Extra]]]:
         """Cut each phase where a layer that stands for others begins or ends.
 
         Backward's peak may be in the top or in the bottom layer of a stack, so its pieces overlap there.
         """
         m, forward, backward, first, extra = self.m, [], [], 0, ()
-        for section in m.sections:
-            forward.append((first, section.begin, extra))
-            first, extra = section.begin, (*extra, (section.more, section.begin, section.end))
-        forward.append((first, self.autocast_end, extra))
-        for section in m.sections:  # autocast's copies that nothing kept when the context ended (under checkpointing)
-            for e in m.cast_entries:
-                if section.begin <= e.birth < section.end and e.death < self.autocast_end:
-                    extra += ((-section.more, e.birth, e.birth + 1),)
-        forward.append((self.autocast_end, self.forward_end, extra))
+        for model, over in ((m, self.autocast_end), *self.passes):
+            for section in model.sections:
+                forward.append((first, section.begin, extra))
+                first, extra = section.begin, (*extra, (section.more, section.begin, section.end))
+            forward.append((first, over, extra))
+            for section in model.sections:  # autocast's copies that nothing kept when the context ended (checkpointing)
+                for e in model.cast_entries:
+                    if section.begin <= e.birth < section.end and e.death < over:
+                        extra += ((-section.more, e.birth, e.birth + 1),)
+            first = over
+        forward.append((first, self.forward_end, extra))
         first = self.forward_end
         for section in reversed(m.sections):
             top, bottom = section.top, section.bottom
@@ -196,7 +218,8 @@ class Account:
         """List (how many, entry) of all blocks of the micro-batch, with all layers."""
         for event, (entry, change) in enumerate(self.m.events):
             if change > 0:
-                inside = (s for s in self.m.sections if s.begin <= event < s.end or s.top <= event < s.bottom)
+                sections = [s for model in (self.m, *(model for model, _ in self.passes)) for s in model.sections]
+                inside = (s for s in sections if s.begin <= event < s.end or s.top <= event < s.bottom)
                 yield 1 + sum(section.more for section in inside), entry
 
 
@@ -217,7 +240,8 @@ def kept_account(recipe: Recipe, chip: Chip, gradients_exist: bool) -> Account:
     elif is_sharded_by(r, "fsdp") or gradient_reduction(r):  # all ranks compute alike
         part = (*part, dataclasses.replace(r.sharding, rank=0))
     sizes = (r.shape, r.batch_size, r.seq_len, r.gradient_checkpointing, r.attn_implementation)
-    key = (*sizes, r.trainer, r.precision, r.dtype, r.lora, r.quantization, r.loop, optim, chip, gradients_exist, part)
+    kind = (r.trainer, r.precompute_ref_log_probs, r.precision, r.dtype, r.lora, r.quantization, r.loop, optim)
+    key = (*sizes, *kind, chip, gradients_exist, part)
     return cached_account(CacheKey(key, recipe, chip, gradients_exist))
 
 

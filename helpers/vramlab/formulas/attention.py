@@ -84,6 +84,7 @@ class Attention(Operators):
         turned.packed, scaled.packed = k.packed, q.packed
         turned, v = self.repeat(turned, heads), self.repeat(v, heads)  # a product copies what is broadcast
         scores = self.matmul(self.copied(scaled), self.copied(turned), b, heads, n, m)
+        del turned
         if mask is not None:
             scores = self.add(scores, mask)
         scores = self.dropout(self.softmax(scores), p)

@@ -6,9 +6,13 @@ adds a tile of w · min(T, 4,096) · 32,768, backward's also 4·T·h and, where 
 """
 
 import copy
+import dataclasses
 from collections.abc import Iterator
+from functools import lru_cache
 
+from ..recipe.options import TRL
 from ..recipe.recipe import Recipe
+from ..recipe.shapes import Shape
 from ..report.errors import RecipeError
 from .ledger import Block, Parameter, Tensor
 from .model_states import FP32
@@ -19,22 +23,46 @@ STATISTICS = 7  # fp32 numbers a token that the forward pass folds tiles into
 
 
 def with_its_adapters(recipe: Recipe) -> Recipe:
-    """`recipe` with the adapters that SFTTrainer trains: those of a quantized base in bf16. Raises RecipeError."""
+    """`recipe` as TRL's trainer runs it: adapters of a quantized base in bf16, pairs as sequences. Raises RecipeError."""
     if recipe.trainer == "transformers":
         return recipe
-    if recipe.trainer != "sft":
-        raise RecipeError("trainer", recipe.trainer, "the formulas do not know its step: ask simulate")
     if recipe.shape.experts_per_token:
-        allowed = "the formulas do not know the balancing loss that SFTTrainer adds for a mixture: ask simulate"
-        raise RecipeError("trainer", "sft", allowed)
+        allowed = (
+            f"the formulas do not know the balancing loss that {TRL[recipe.trainer]} adds for a mixture: ask simulate"
+        )
+        raise RecipeError("trainer", recipe.trainer, allowed)
+    found = copy.copy(recipe)  # not `replace`, which would check all again
+    if recipe.trainer != "sft":
+        object.__setattr__(found, "batch_size", recipe.sequences)
+        object.__setattr__(found, "shape", _without_dropout(recipe.shape))
+        if recipe.lora:
+            object.__setattr__(found, "lora", dataclasses.replace(recipe.lora, lora_dropout=0.0))
     if recipe.quantization is None:
-        return recipe
+        return found
     if others := {recipe.implied_dtype, recipe.weights_dtype} - {"bfloat16"}:
         allowed = f"the formulas do not know its bf16 adapters beside {others.pop()}: ask simulate"
-        raise RecipeError("trainer", "sft", allowed)
-    found, lora = copy.copy(recipe), copy.copy(recipe.lora)  # not `replace`, which would check all again
+        raise RecipeError("trainer", recipe.trainer, allowed)
+    lora = copy.copy(found.lora)
     object.__setattr__(lora, "autocast_adapter_dtype", None)  # as wide as everything else (`compute_recipe`)
     object.__setattr__(found, "lora", lora)
+    return found
+
+
+@lru_cache(maxsize=64)
+def _without_dropout(shape: Shape, reference: bool = False) -> Shape:
+    """`shape` without the dropout that is a module's (`disable_dropout_in_model`); a `reference` model has none at all."""
+    none = {"hidden_dropout": 0.0, "embedding_dropout": 0.0, "attention_dropout": 0.0}
+    if not (reference or shape.family in ("gpt2", "bert")):
+        none = {name: 0.0 for name in (*none,)[:2] if shape.family in ("gpt_neox", "phi")}
+    return dataclasses.replace(shape, **none)
+
+
+def reference_recipe(recipe: Recipe) -> Recipe:
+    """The frozen model of `recipe`, as `with_its_adapters` gives it, that runs without gradients."""
+    found = copy.copy(recipe)
+    changes = {"lora": None, "gradient_checkpointing": False, "shape": _without_dropout(recipe.shape, True)}
+    for name, value in changes.items():
+        object.__setattr__(found, name, value)
     return found
 
 
@@ -64,10 +92,13 @@ class FusedHead:
         tile, casts = self.tile(), self.casts(False)
         del statistics, tile, casts
         self.saved = [hidden, targets, m.tensor("add", rows, FP32), m.tensor("sub", rows, FP32), mask]
+        self.result = m.tensor("sub", rows, FP32)
+        if m.no_grad:
+            self.saved = ()
+            return
         for parameter in self.trained():
             parameter.uses += 1
         m.nodes.append(self)
-        self.result = m.tensor("sub", rows, FP32)
         self.result.node, self.result.needs = self, True
 
     def trained(self) -> list[Parameter]:

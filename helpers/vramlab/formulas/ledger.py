@@ -196,11 +196,12 @@ class Ledger:
         where: the module that runs.
         chip: the GPU's; None counts no scratch memory of kernels.
         casts: autocast's cache of half-precision weights.
+        no_grad: nothing is kept for a backward pass.
         zero3_linear: linear layers are those that DeepSpeed puts into the model at stage 3.
     """
 
     chip: Chip | None = None
-    zero3_linear = False
+    zero3_linear = no_grad = False
 
     def __init__(self):
         self.events: list[tuple[Entry, int]] = []
@@ -257,6 +258,8 @@ class Ledger:
             extra: bytes that the backward formula needs besides the gradients it makes; `spike`: before it makes them.
         """
         out = Tensor(self.block(name, shape, width) if view is None else view.block, shape, width)
+        if self.no_grad:
+            return out
         edges, refilled = [], self.refilled
         for x, how in zip(inputs, grads, strict=False):
             if x.needs:

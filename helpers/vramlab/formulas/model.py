@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from math import prod
 
 from ..hardware.gpu import Chip
+from ..recipe.options import FUSED
 from ..recipe.recipe import Recipe
 from ..recipe.shapes import Shape
 from .fused_head import FusedHead
@@ -41,12 +42,14 @@ class Model(Layer):
         sections: the layers that stand for others.
         gathers_layers: each layer gathers its own weights, and prefetches the next one's.
         other_gradients: bytes of gradients that no entry has.
+        metrics: what TRL's trainers that learn from preferences make of the head's results.
         inputs: the embedded tokens, which a decoder's forward pass has a name for until it returns; only where the
             first layer is run apart (LoRA), as a layer that stands for others frees what it is given.
     """
 
     gathers_layers, other_gradients = False, 0
     inputs: Tensor | None = None
+    metrics: list[Tensor] | None = None
 
     def __init__(self, recipe: Recipe, shape: Shape, parameters: dict[str, Parameter], chip: Chip):
         super().__init__(recipe, shape, parameters, chip)
@@ -274,13 +277,19 @@ class Model(Layer):
             else:  # a score for every token, of which the last one's counts
                 logits = self.linear(x, s.head)
                 logits = self.op("index", [logits], (b, s.num_labels), logits.width)
+            if self.recipe.trainer == "reward":  # of the differences of pairs
+                return logits, self.reduce(self.unary("log_sigmoid", logits), (), "mean")
             return logits, self.cross_entropy(logits)
         if s.task == "masked-lm":
             x = self.activation(self.linear(x, "cls.predictions.transform.dense"), s.activation)
             x = self.layer_norm(x, "cls.predictions.transform.LayerNorm")
-        if self.recipe.trainer == "sft":
+        if self.recipe.trainer in FUSED:
             head = (self.parameters.get(f"{s.head}.{part}") for part in ("weight", "bias"))
-            loss = self.reduce(FusedHead(self, x, *head).result, (), "sum")
+            log_probs = FusedHead(self, x, *head).result
+            if self.recipe.trainer != "sft":  # labels and metrics, which stay until the loss is there
+                self.metrics = [self.tensor("labels", (b, n), INT64), log_probs]
+                self.metrics += [self.tensor("where", (b, n), width) for width in (FP32, FP32, BOOL)]
+            loss = self.reduce(log_probs, (), "sum")
             self.leave(TAIL)
             return loss, loss
         logits = self.linear(x, s.head)

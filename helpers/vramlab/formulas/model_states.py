@@ -296,7 +296,7 @@ def image_sizes(shape: Shape) -> tuple[int, int, int]:
 
 
 def input_bytes(recipe: Recipe) -> int:
-    """Sum the bytes of micro-batches on the device: ids, labels and TRL's mask of 8 bytes each, or pixels.
+    """Sum the bytes of micro-batches on the device: ids, labels and TRL's masks of 8 bytes each, or pixels.
 
     One micro-batch, or with the Trainer all of an optimizer step (`Trainer.get_batch_samples`).
     """
@@ -305,8 +305,11 @@ def input_bytes(recipe: Recipe) -> int:
     if shape.task == "image-classification":
         inputs = b * prod(image_sizes(shape)) * (HALF if recipe.precision.endswith("-true") else FP32)
     at_once = recipe.gradient_accumulation_steps if recipe.loop.name == "trainer" else 1
-    mask = 8 * b * n if recipe.trainer == "sft" else 0
-    return at_once * (rounded(inputs) + rounded(8 * labels) + rounded(mask))
+    if recipe.trainer == "transformers":
+        return at_once * (rounded(inputs) + rounded(8 * labels))
+    tensors, flags = {"reward": (2, 0), "kto": (6, b)}.get(recipe.trainer, (3, 0))
+    reference = 2 * rounded(FP32 * (b if flags else b // 2)) * recipe.precompute_ref_log_probs
+    return at_once * (tensors * rounded(inputs) + rounded(flags) + reference)
 
 
 def fragmentation_bytes(recipe: Recipe) -> dict[str, int]:

@@ -130,6 +130,8 @@ class _Step:
         rests = rank.fragmentation
         sizes = {"parameters": rank.parameters, "buffers": model_states.buffer_bytes(recipe.shape)}
         sizes |= {"inputs": model_states.input_bytes(recipe), "workspace": rests.get("parameters", 0)}
+        if recipe.has_reference:
+            sizes |= {name: 2 * sizes[name] for name in ("parameters", "buffers", "workspace")}
         self.states = {"optimizer_states": rank.optimizer_states, "workspace": rests.get("optimizer_states", 0)}
         handle = card.cublas_workspace if card else cublas_workspace(DEFAULT_CHIP.capability)
         self.loaded = _sum(rank.always, sizes)
@@ -215,7 +217,8 @@ def _groups(recipe: Recipe, alive: list[tuple[int, Entry]] | None, peak: Bytes) 
     for row in model_states.parameter_table(recipe):
         dtype = half if row.width == 2 else "float32"
         as_loaded = "uint8" if row.quantized else dtype
-        found.append((row.count, row.blocks, "parameters", row.shape, as_loaded, "loaded", row.name))
+        count = row.count * (1 + recipe.has_reference)
+        found.append((count, row.blocks, "parameters", row.shape, as_loaded, "loaded", row.name))
         if row.states and peak.optimizer_states:
             found.append((row.count, row.states, "optimizer_states", row.shape, dtype, recipe.optim, row.name))
         if row.trained and peak.gradients and alive is None:
