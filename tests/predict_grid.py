@@ -103,7 +103,18 @@ def _dealt(seed: int, precisions: tuple[str, ...], a_model: int) -> list[Recipe]
 
 def sft_grid() -> list[Recipe]:
     """A recipe of TRL's SFTTrainer for each causal model that predict writes down."""
-    draw = random.Random(20261122)
+    return _of_trl(20261122, (dict(trainer="sft"),))
+
+
+def preference_grid() -> list[Recipe]:
+    """The same of TRL's trainers that learn from preferences."""
+    precomputed = [dict(trainer=trainer, precompute_ref_log_probs=True) for trainer in ("dpo", "kto")]
+    others = [dict(trainer=trainer) for trainer in ("dpo", "dpo", "dpo", "kto", "reward", "reward")]
+    return _of_trl(20261123, (*precomputed, *others))
+
+
+def _of_trl(seed: int, trainers: tuple[dict, ...]) -> list[Recipe]:
+    draw, trainer = random.Random(seed), Deck(trainers, random.Random(seed))
     decks = {
         "precision": Deck(("fp32", "bf16-mixed", "bf16-mixed", "bf16-true", "fp16-mixed"), draw),
         "optim": Deck(("adamw_torch", "adamw_torch_fused", "adamw_bnb_8bit", "sgd", "adafactor"), draw),
@@ -122,7 +133,7 @@ def sft_grid() -> list[Recipe]:
             if settings["adapters"] and "quantization" in settings["adapters"]:
                 settings["precision"] = "bf16-mixed"
             try:
-                found.append(recipe(name, task=None, trainer="sft", **settings))
+                found.append(recipe(name, task=None, **trainer.deal(), **settings))
                 break
             except RecipeError:
                 continue
@@ -191,3 +202,4 @@ def store(name: str, recipes: list[Recipe], simulated: Callable[[Recipe], dict])
 if __name__ == "__main__":
     store("grid.jsonl", grid(), simulated)
     store("sft_grid.jsonl", sft_grid(), simulated)
+    store("preference_grid.jsonl", preference_grid(), simulated)

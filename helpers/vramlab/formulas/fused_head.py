@@ -31,6 +31,9 @@ def with_its_adapters(recipe: Recipe) -> Recipe:
             f"the formulas do not know the balancing loss that {TRL[recipe.trainer]} adds for a mixture: ask simulate"
         )
         raise RecipeError("trainer", recipe.trainer, allowed)
+    if recipe.shape.family == "falcon" and recipe.attn_implementation == "eager" and recipe.passes_without_gradients:
+        allowed = "the formulas do not know what Falcon's loop keeps of scores without gradients: ask simulate"
+        raise RecipeError("attn_implementation", "eager", allowed)
     found = copy.copy(recipe)  # not `replace`, which would check all again
     if recipe.trainer != "sft":
         object.__setattr__(found, "batch_size", recipe.sequences)
