@@ -11,7 +11,7 @@ CEILINGS = {
     "vramlab/recipe": 2380,
     "vramlab/training": 2350,
     "vramlab/tracking": 935,
-    "vramlab/formulas": 3530,
+    "vramlab/formulas": 3610,
     "vramlab/simulation": 2520,
     "vramlab/measurement": 1300,
     "vramlab/planning": 1210,
