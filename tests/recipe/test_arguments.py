@@ -230,6 +230,18 @@ def test_every_argument_is_classified():
         assert not own & {*modelled, *arguments.CLASSIFIED["neutral"]}
 
 
+def test_every_field_of_adapters_and_quantization_is_classified():
+    from peft import LoraConfig
+    from transformers import BitsAndBytesConfig
+
+    lora, bits = [field.name for field in dataclasses.fields(LoraConfig)], set(BitsAndBytesConfig().to_dict())
+    bits -= {"quant_method", "_load_in_8bit", "_load_in_4bit"}  # what loads it, and two names twice
+    for part, kind, fields in ((LoRA, "LoraConfig", lora), (Quantization, "BitsAndBytesConfig", bits)):
+        modelled = [name for knob in knobs(part).values() for name in knob.elsewhere]
+        others = [name for table in ("refused_in", "neutral_in") for name in arguments.CLASSIFIED[table][kind]]
+        assert sorted([*modelled, *others]) == sorted(fields)
+
+
 @pytest.mark.parametrize(
     "changes, field",
     [
@@ -386,6 +398,11 @@ def test_adapters_on_the_model_must_be_said():
     with pytest.raises(RecipeError, match="lora"):
         Recipe.from_training_arguments(args, model)
     assert Recipe.from_training_arguments(args, model, lora=LoRA(r=8)).lora == LoRA(r=8)
+    with pytest.raises(RecipeError, match=r"lora\.r.*the model has 8"):
+        Recipe.from_training_arguments(args, model, lora=LoRA(r=4))
+    model.peft_config["default"].rank_pattern = {"c_attn": 4}
+    with pytest.raises(RecipeError, match="rank_pattern"):
+        Recipe.from_training_arguments(args, model, lora=LoRA(r=8))
 
 
 def test_defaults_of_transformers_are_readable():

@@ -156,7 +156,11 @@ def _check_values(args: "TrainingArguments", sharding: Any) -> None:
     """Raise RecipeError at the first argument that moves memory and that no recipe models."""
     among_ranks = CLASSIFIED["refused_in_ddp"] if getattr(sharding, "engine", None) == "ddp" else {}
     of_kind = CLASSIFIED["refused_in"].get(type(args).__name__, {})
-    for name, allowed in {**CLASSIFIED["refused"], **among_ranks, **of_kind}.items():
+    _check_table(args, {**CLASSIFIED["refused"], **among_ranks, **of_kind})
+
+
+def _check_table(args: Any, table: dict[str, Any]) -> None:
+    for name, allowed in table.items():
         value = getattr(args, name, None)
         if not isinstance(allowed, dict):
             _check_value(name, value, allowed)
@@ -254,11 +258,23 @@ def _precision(args: "TrainingArguments", wanted: str | None) -> str:
     raise RecipeError("precision", wanted, rest)
 
 
+def _check_part(name: str, part: Any, config: Any) -> None:
+    """Raise RecipeError where PEFT's or bitsandbytes' `config` is not what `part` says, or what no recipe models."""
+    if part is None:
+        raise RecipeError(name, None, f"the model has it: say {name}=...")
+    _check_table(config, CLASSIFIED["refused_in"].get(type(config).__name__, {}))
+    for field, argument in _same_names(type(part), dir(config)).items():
+        said, has = getattr(part, field), getattr(config, argument)
+        if isinstance(has, bool | int | float) and said != has:  # names may be said in several ways
+            raise RecipeError(f"{name}.{field}", said, f"the model has {has!r}")
+
+
 def _of_model(model: Any, fields: dict[str, Any]) -> dict[str, Any]:
     """Return recipe fields that show on a built model."""
-    for name, attribute in (("lora", "peft_config"), ("quantization", "quantization_method")):
-        if getattr(model, attribute, None) and not fields.get(name):
-            raise RecipeError(name, None, f"the model has it: say {name}=...")
+    for config in (getattr(model, "peft_config", None) or {}).values():
+        _check_part("lora", fields.get("lora"), config)
+    if getattr(model, "quantization_method", None):
+        _check_part("quantization", fields.get("quantization"), getattr(model.config, "quantization_config", None))
     found: dict[str, Any] = {}
     kernel = getattr(model.config, "_attn_implementation", None)
     if kernel in ATTENTION:
