@@ -8,7 +8,7 @@ HELPERS = ROOT / "helpers"
 CEILINGS = {
     "vramlab/report": 680,
     "vramlab/hardware": 1035,
-    "vramlab/recipe": 2380,
+    "vramlab/recipe": 2390,
     "vramlab/training": 2350,
     "vramlab/tracking": 935,
     "vramlab/formulas": 3610,
