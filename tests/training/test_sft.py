@@ -87,7 +87,7 @@ def test_a_real_sft_step_is_what_simulate_says(name, tmp_path):
         ("bert", {}, "trainer"),
         ("llama", {"loop": "plain"}, "loop"),
         ("llama", {"loop": Loop(use_cache=True)}, "loop"),
-        ("llama", {"sharding": Sharding(world_size=2)}, "sharding"),
+        ("llama", {"sharding": Sharding(world_size=2, engine="deepspeed")}, "sharding.engine"),
         ("llama", {"lora": LoRA(), "quantization": Quantization()}, "quantization.prepare"),
         ("llama", {"lora": LoRA(target_modules=("q_proj", "lm_head"))}, "lora.target_modules"),
     ],

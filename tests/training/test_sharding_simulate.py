@@ -65,6 +65,27 @@ TABLE: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "llama, DDP, bf16-mixed": ("llama", {}, DDP, {"precision": "bf16-mixed"}),
     "gpt2, ZeRO-1, plain loop": ("gpt2", {}, ZERO1, {"loop": "plain"}),
     "llama, ZeRO-1": ("llama", {}, ZERO1, {}),
+    "llama, SFTTrainer, stage 3": ("llama", {}, FSDP3, {"trainer": "sft"}),
+    "llama, SFTTrainer, stage 3, accumulating, checkpointing, bf16-mixed": (
+        "llama",
+        {},
+        FSDP3,
+        {"trainer": "sft", "gradient_accumulation_steps": 2, "gradient_checkpointing": True, "precision": "bf16-mixed"},
+    ),
+    "llama, SFTTrainer, stage 3, LoRA on bf16": (
+        "llama",
+        {},
+        FSDP3,
+        {"trainer": "sft", "lora": EVERYWHERE, "precision": "bf16-true"},
+    ),
+    "gpt2, SFTTrainer, stage 2": ("gpt2", {}, FSDP2, {"trainer": "sft"}),
+    "llama, SFTTrainer, DDP": ("llama", {}, DDP, {"trainer": "sft"}),
+    "llama, SFTTrainer, DDP, LoRA, checkpointing, bf16-mixed": (
+        "llama",
+        {},
+        DDP,
+        {"trainer": "sft", "lora": EVERYWHERE, "gradient_checkpointing": True, "precision": "bf16-mixed"},
+    ),
 }
 # those whose losses and gradients are held against one process's
 LEARNED = (

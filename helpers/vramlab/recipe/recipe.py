@@ -228,9 +228,9 @@ class Recipe:
             raise RecipeError("trainer", self.trainer, f"{name} trains models for {task}, not for {shape.task}")
         if usual != LOOPS["trainer"]:
             raise RecipeError("loop", loop.name, f"{name} has the Trainer's loop without a cache: use loop='trainer'")
-        if self.sharding:
-            rest = f"with trainer={self.trainer!r} one device is modelled so far"
-            raise RecipeError("sharding", self.sharding.engine, rest)
+        if self.sharding and (self.trainer != "sft" or self.sharding.engine not in ("ddp", "fsdp")):
+            rest = "of TRL's trainers, 'sft' is modelled on ranks of 'ddp' and 'fsdp'; the others on one device"
+            raise RecipeError("sharding.engine", self.sharding.engine, rest)
         if self.trainer == "kto" and self.batch_size == 1:
             raise RecipeError("batch_size", 1, "KTOTrainer compares samples of a micro-batch: take at least 2")
         if self.lora and not (

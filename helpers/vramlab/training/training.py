@@ -36,7 +36,8 @@ def build(recipe: Recipe, device: str = "cpu", target: str | None = None, pretra
     import torch
 
     target, engine, loop = target or torch.device(device).type, engine_of(recipe), recipe.loop
-    model = engine.wrap(build_model(recipe, device, pretrained))
+    bare = build_model(recipe, device, pretrained)
+    model = engine.wrap(bare)
     training = Training(
         model=model,
         optimizer=None,
@@ -49,7 +50,7 @@ def build(recipe: Recipe, device: str = "cpu", target: str | None = None, pretra
         engine=engine,
     )
     if recipe.trainer == "sft":
-        training.compute_loss = sft.compute_loss(training.model)
+        training.compute_loss = sft.compute_loss(bare)
     elif recipe.trainer != "transformers":
         preference.start(training, recipe, build_model)
     if loop.name == "trainer":  # Trainer.get_batch_samples fetches the whole step's micro-batches first
