@@ -211,7 +211,8 @@ def cached_table(
     found = []
     for (name, size, kind, own, trained, quantized, decayed), count in (*rows.items(), *copies.items()):
         states = state_sizes(size, kind, own, optim, optim_args, trainer) if trained else ()
-        blocks, whole = stored_sizes(size, own, quantized, double), rounded(prod(size) * own)
+        rows_first = size[::-1] if kind == "conv1d" and quantized else size  # transposed when they are quantized
+        blocks, whole = stored_sizes(rows_first, own, quantized, double), rounded(prod(size) * own)
         found.append(ParameterRow(name, size, kind, count, own, trained, quantized, decayed, blocks, states, whole))
     return tuple(found)
 

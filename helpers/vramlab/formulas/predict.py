@@ -25,6 +25,7 @@ from . import model_parallel, model_states, shards
 from .account import Account, kept_account
 from .fused_head import with_its_adapters
 from .ledger import Entry
+from .loading import loading_peak
 from .model_states import RankBytes, Sizes, is_sharded_by, is_trained_whole
 
 LISTED = 8  # of the largest tensors
@@ -56,6 +57,9 @@ def predict(recipe: Recipe | Any, gpu: str | Gpu | None = None) -> Report:
     if name := next((name for name in LATER if getattr(recipe.lora, name, None)), None):
         allowed = "the formulas know adapters of two matrices on modules: ask simulate"
         raise RecipeError(f"lora.{name}", getattr(recipe.lora, name), allowed)
+    if recipe.trainer == "sft" and recipe.sharding:
+        allowed = "the formulas know trainer='sft' on one device only: ask simulate"
+        raise RecipeError("sharding", recipe.sharding.engine, allowed)
     if recipe.lora and recipe.lora.modules_to_save:
         _check_copies(recipe)
     halves = {recipe.weights_dtype, recipe.implied_dtype, HALF.get(recipe.precision.partition("-")[0])}
@@ -85,6 +89,7 @@ def predict(recipe: Recipe | Any, gpu: str | Gpu | None = None) -> Report:
         largest=_largest(groups),
         reserved=inside,
         process=reserved.process(inside, card),
+        loading=loading_peak(recipe),
         notes=_notes(recipe, account, card, peak.total),
     )
 

@@ -193,6 +193,7 @@ def differ_in_optimizer_only(recipe: Recipe, other: Recipe) -> bool:
 
 
 def upper(report: Report, tier: str) -> int:
-    """Upper end of the report's tier, in bytes."""
+    """Upper end of the report's tier, in bytes; where loading takes more than training, by so much more."""
     value = report.peak.total if tier == "allocated" else getattr(report, tier)
-    return value.high if isinstance(value, Interval) else value
+    more = max(report.loading.total - report.peak.total, 0) if report.loading else 0
+    return (value.high if isinstance(value, Interval) else value) + more

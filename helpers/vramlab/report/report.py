@@ -148,6 +148,8 @@ class Report:
         process: the whole process as NVML shows it, likewise.
         rss: on a CPU run, the process's peak resident set.
         host: on a CPU run, the peak of offloaded bytes in host memory; not in `peak`.
+        loading: the split at the highest moment while a quantized base is loaded and prepared, before the training that
+            `peak` is of; None where the device never holds more than phase "load" ends with.
     """
 
     source: str
@@ -166,6 +168,7 @@ class Report:
     process: int | Interval | None = None
     rss: int | None = None
     host: int | None = None
+    loading: Bytes | None = None
     speed: Speed | None = None
     timeline: list[Moment] = field(default_factory=list, repr=False)
     environment: dict[str, Any] = field(default_factory=dict)
@@ -226,6 +229,8 @@ class Report:
             if (value := getattr(self, name)) is not None:
                 own = max(unit, unit_for(int(value)), key=UNITS.get)  # a context is larger than a tiny module
                 lines.append(f"{name} {value.text(own) if isinstance(value, Interval) else format_bytes(value, own)}")
+        if self.loading and self.loading.total > self.peak.total:
+            lines.append(f"loading peaks at {format_bytes(self.loading.total, unit)}, above all of training")
         if self.speed:
             lines.append(f"{self.speed.median:.4g} s a step, {self.speed.tokens_per_second:,.0f} tokens/s")
         return "\n".join(lines + [f"note: {note}" for note in self.notes])

@@ -37,6 +37,7 @@ from .cuda import CudaKernels, cublas_workspaces
 from .cuda_scratch import kernel_scratch
 from .deepen import deepen
 from .fakes import fake_world
+from .loading import loading_peak
 from .operators import keep_storage
 from .repetition import GROUPS, NotRegular, cut, find
 from .values import packed_sequences, reason_at
@@ -98,7 +99,8 @@ def _of_recipe(recipe: Recipe, target: str, card: Gpu | None, steps: int, full: 
         notes.append(why)
     with as_it_ran(as_run):
         history = trace(recipe, target, card, steps, full)
-    return to_report(history, "simulated", recipe, target, card=card, notes=notes + history.notes)
+    notes += history.notes
+    return to_report(history, "simulated", recipe, target, card=card, notes=notes, loading=loading_peak(recipe, target))
 
 
 def _of_module(step: ModuleStep, target: str, card: Gpu | None, steps: int) -> Report:

@@ -239,6 +239,10 @@ class Tracker(TorchDispatchMode):
         """The number that `tensor.item()` is to give; None reads it."""
         return None
 
+    def name_module(self, name: str) -> None:
+        """Give what is made from here on the name of a module or parameter, outside of `modules`."""
+        self._modules = [name]
+
     def running_module(self) -> str:
         """The module that is running, for a sentence; "" outside."""
         return f"module {self._modules[-1]!r}" if self._modules else ""

@@ -37,12 +37,7 @@ def build_model(recipe: Recipe, device: "str | torch.device" = "cpu", pretrained
     import torch
 
     with real_tensors():
-        if pretrained:
-            model = _prepared(_pretrained(recipe, device), recipe)
-        else:
-            with torch.device("meta"):
-                model = _architecture(recipe, weight_dtype(recipe))
-            model = _prepared(model, recipe)
+        model = _prepared(_pretrained(recipe, device) if pretrained else meta_model(recipe), recipe)
     if not pretrained:
         materialise(model, torch.device(device))
     return model.train()
@@ -82,7 +77,11 @@ def _prepared(model: "torch.nn.Module", recipe: Recipe) -> "torch.nn.Module":
     if recipe.loop.use_cache is not None:
         model.config.use_cache = recipe.loop.use_cache
     if recipe.quantization:
-        _quantized_layers(model, recipe)
+        quantize_layers(model, recipe)
+        if recipe.quantization.prepare:
+            from peft import prepare_model_for_kbit_training
+
+            prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
     if recipe.gradient_checkpointing:
         model.config.use_cache = False  # the Trainer and every model's forward do the same
         # transformers renamed the method in 5.2x; the old name warns there, the new one is missing before
@@ -97,16 +96,23 @@ def _prepared(model: "torch.nn.Module", recipe: Recipe) -> "torch.nn.Module":
     return _adapters(model, recipe) if recipe.lora else model
 
 
-def _architecture(recipe: Recipe, dtype: "torch.dtype") -> "torch.nn.Module":
+def meta_model(recipe: Recipe) -> "torch.nn.Module":
+    """The recipe's model on the meta device, in its weights' dtype, neither quantized nor adapted.
+
+    Raises:
+        RecipeError: transformers cannot build it.
+    """
+    import torch
     import transformers
 
-    shape = recipe.shape
+    shape, dtype = recipe.shape, weight_dtype(recipe)
     try:
         config = transformers.AutoConfig.for_model(**shape.config)
         if shape.task == "seq2seq-lm" and getattr(config, "decoder_start_token_id", None) is None:
             config.decoder_start_token_id = config.pad_token_id or 0
         auto = getattr(transformers, TASKS[shape.task].auto_class)
-        model = auto.from_config(config, dtype=dtype, attn_implementation=recipe.attn_implementation)
+        with torch.device("meta"):
+            model = auto.from_config(config, dtype=dtype, attn_implementation=recipe.attn_implementation)
     except Exception as error:  # each configuration and model class has its own ways to refuse
         rest = f"transformers cannot build it for {shape.task}: {reason(error)}"
         raise RecipeError("model", shape.name, rest) from error
@@ -140,7 +146,7 @@ def _pretrained(recipe: Recipe, device) -> "torch.nn.Module":
     return auto.from_pretrained(recipe.shape.hub_id, dtype=dtype, attn_implementation=kernel).to(device)
 
 
-def _quantized_layers(model: "torch.nn.Module", recipe: Recipe) -> None:
+def quantize_layers(model: "torch.nn.Module", recipe: Recipe) -> None:
     """Replace linear layers but the head by bitsandbytes' ones, as `from_pretrained(quantization_config=...)` does."""
     import torch
     from transformers import BitsAndBytesConfig
@@ -167,10 +173,6 @@ def _quantized_layers(model: "torch.nn.Module", recipe: Recipe) -> None:
     model.is_loaded_in_4bit, model.is_loaded_in_8bit = four_bit, not four_bit
     model.quantization_method, model.is_quantized = "bitsandbytes", True
     model.config.quantization_config = config
-    if quantization.prepare:
-        from peft import prepare_model_for_kbit_training
-
-        prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
 
 
 def _adapters(model: "torch.nn.Module", recipe: Recipe) -> "torch.nn.Module":
@@ -235,11 +237,11 @@ def _parameter(name: str, old: "torch.nn.Parameter", device: "torch.device", fak
     if not fake and data.is_floating_point():
         data.normal_(0, 0.02) if data.dim() > 1 else data.fill_(0.0 if "bias" in name else 1.0)
     if type(old).__name__ in ("Params4bit", "Int8Params"):
-        return _quantized_parameter(old, data, fake)
+        return quantized_parameter(old, data, fake)
     return torch.nn.Parameter(data, requires_grad=old.requires_grad)
 
 
-def _quantized_parameter(old: "torch.nn.Parameter", data: "torch.Tensor", fake: bool) -> "torch.nn.Parameter":
+def quantized_parameter(old: "torch.nn.Parameter", data: "torch.Tensor", fake: bool) -> "torch.nn.Parameter":
     """`data` quantized by bitsandbytes' kernels.
 
     Its parameter classes cannot be fake: there a plain parameter carries the same storages and attributes.
@@ -251,8 +253,7 @@ def _quantized_parameter(old: "torch.nn.Parameter", data: "torch.Tensor", fake: 
         options = {k: getattr(old, k) for k in ("compress_statistics", "quant_type", "quant_storage")}
         if not fake:
             return bnb.nn.Params4bit(data, requires_grad=False, **options)._quantize(data.device)
-        with real_tensors():  # the code table of double quantization is computed once, from values
-            bnb.functional.name2qmap.setdefault("dynamic", bnb.functional.create_dynamic_map())
+        make_code_table()
         packed, state = bnb.functional.quantize_4bit(data, blocksize=old.blocksize, **options)
         new = torch.nn.Parameter(packed, requires_grad=False)
         new.quant_state, new.bnb_quantized, new.module = state, True, None
@@ -263,6 +264,15 @@ def _quantized_parameter(old: "torch.nn.Parameter", data: "torch.Tensor", fake: 
     new = torch.nn.Parameter(codes, requires_grad=False)
     new.CB, new.SCB, new.has_fp16_weights = new.data, scales, False
     return new
+
+
+def make_code_table() -> None:
+    """Compute the code table of double quantization, which bitsandbytes keeps, from values."""
+    from bitsandbytes import functional
+
+    if "dynamic" not in functional.name2qmap:
+        with real_tensors():
+            functional.name2qmap["dynamic"] = functional.create_dynamic_map()
 
 
 def _start_values(model: "torch.nn.Module") -> None:

@@ -1,0 +1,64 @@
+"""The highest moment while a quantized base is loaded: a sum over its tensors in the order in which they come.
+
+    from_pretrained   what is there + the tensor in 16 or 32 bits + its codes and scales while they are computed
+    prepare           what is there + the fp32 copy of a tensor whose 16 bits are freed afterwards
+
+`transformers.core_model_loading` moves one tensor at a time where it quantizes, in the natural order of their names, and
+has a layer's experts twice while it merges them (`MergeModulelist`, `Concatenate`).
+"""
+
+from functools import lru_cache
+from math import ceil, prod
+
+from ..hardware.overhead import rounded
+from ..recipe.options import Quantization
+from ..recipe.recipe import Recipe
+from ..recipe.shapes import Shape
+from ..report.report import Bytes
+from .model_states import BLOCK, FP32, HALF, ParameterRow, buffer_bytes, cached_table, starred_name
+
+# Parts of names that sort otherwise in the published checkpoints (`transformers.conversion_mapping`): w1 and w3 before w2.
+STORED_AS = {"mixtral": {"mlp": "block_sparse_moe", "gate_up_proj": "a", "down_proj": "b"}}
+
+
+def loading_peak(recipe: Recipe) -> Bytes | None:
+    """Return the split at that moment; None without quantization, where the device never holds more than the result."""
+    if recipe.quantization is None:
+        return None
+    parameters, buffers, temporaries = _highest(recipe.shape, recipe.weights_dtype, recipe.quantization)
+    return Bytes(parameters=parameters, buffers=buffers, temporaries=temporaries)
+
+
+@lru_cache(maxsize=256)
+def _highest(shape: Shape, dtype: str, quantization: Quantization) -> tuple[int, int, int]:
+    """Return the bytes of loaded tensors, of buffers, and those that the next tensor takes."""
+    loaded = Quantization(quantization.quant_type, quantization.double, prepare=False)
+    rows = {(row.name, row.shape): row for row in cached_table(shape, dtype, loaded, None, "sgd", None, False)}
+    tensors = [(weight.name, rows[starred_name(weight.name), weight.shape]) for weight in shape.weights()]
+    kept, moments, other = 0, [], STORED_AS.get(shape.family, {})
+
+    def place(named: tuple) -> list[tuple[int, str]]:  # `dot_natural_key`: layer 10 follows layer 9
+        return [(int(part), "") if part.isdigit() else (-1, other.get(part, part)) for part in named[0].split(".")]
+
+    for _, row in sorted(tensors, key=place):
+        moments.append((kept, 0, _working(row)))
+        kept += sum(row.blocks)
+    for _, row in tensors if quantization.prepare else ():
+        if row.quantized is None and row.width == HALF:
+            copy = rounded(prod(row.shape) * FP32)
+            moments.append((kept, buffer_bytes(shape), copy))
+            kept += copy - row.size
+    return max(moments, key=sum)
+
+
+def _working(row: ParameterRow) -> int:
+    """Return the most bytes that loading one tensor takes: itself, and what becomes of it."""
+    n, result = prod(row.shape), sum(row.blocks)
+    if row.quantized is None:
+        return 2 * result if row.kind == "expert" else result
+    if row.quantized == "int8":  # copied to fp16, by way of the host
+        return row.size + rounded(n * HALF) + result
+    scales = rounded(FP32 * ceil(n / BLOCK))
+    double = len(row.blocks) > 3  # fp32 scales and their distances from the mean; else 16 magnitudes and their maximum
+    transposed = row.size if row.kind == "conv1d" else 0
+    return row.size + transposed + result + (2 * scales if double else 2 * rounded(1))

@@ -1,0 +1,148 @@
+"""What the device holds while a quantized base is loaded: transformers' own loader and PEFT's casts on fake tensors.
+
+`from_pretrained` moves one tensor of the checkpoint to the device, keeps its codes and frees it; experts that the checkpoint
+has one by one are there twice while they are merged. Then `prepare_model_for_kbit_training` copies what is left to fp32.
+Deep models are loaded shallow, and the log is deepened. Unquantized models are loaded in host memory and moved tensor by
+tensor: the device never holds more than the result.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from functools import lru_cache, partial
+from typing import Any
+from unittest.mock import patch
+
+import torch
+
+from ..hardware.overhead import UNIT, rounded
+from ..recipe.recipe import Recipe
+from ..report.report import Bytes
+from ..tracking.fake_tracker import FakeTracker
+from ..tracking.history import History
+from ..tracking.tracked import claim_model
+from ..tracking.tracker import Storage
+from ..training import models
+from .deepen import deepen
+from .fakes import fake_world
+from .repetition import MIDDLE, NotRegular, cut, find
+
+
+class FileSlice:
+    """A tensor in a checkpoint's file, of host memory until it is moved; `begun` is called then."""
+
+    def __init__(self, like: torch.Tensor, begun: Callable[[], None]):
+        self.like, self.begun = like, begun
+
+    def __getitem__(self, whole: Any) -> "FileSlice":
+        return self
+
+    def to(self, device: Any, dtype: torch.dtype) -> torch.Tensor:
+        """The tensor on the device; dtypes are converted on the host (`Copy.cu`, blocking copies)."""
+        self.begun()
+        return torch.empty(self.like.shape, dtype=dtype, device=device)
+
+
+def loading_peak(recipe: Recipe, target: str) -> Bytes | None:
+    """The split at the highest moment while the base of `recipe` is loaded, without adapters; None: never above its end.
+
+    Under DDP, FSDP and DeepSpeed too each rank loads the whole quantized base.
+    """
+    if recipe.quantization is None:
+        return None
+    dtype, adapters = recipe.weights_dtype, {"target_modules": "all-linear"}
+    precision = {"float16": "fp16-true", "bfloat16": "bf16-true"}.get(dtype, "fp32")
+    fields = {"task": recipe.shape.task, "dtype": dtype, "precision": precision, "lora": adapters}
+    return _highest(Recipe(recipe.shape.config, quantization=recipe.quantization, **fields), target)
+
+
+@lru_cache(maxsize=64)
+def _highest(base: Recipe, target: str) -> Bytes:
+    try:
+        layers = find(base.shape)
+        shallow = cut(base.shape, layers.kept())
+        tracker, pool = _load(base.replace(model=shallow.config, task=shallow.task), target)
+        log, _ = deepen(tracker, layers, layers.more)
+        room = sum(size * (layers.more if layers.group(name) == MIDDLE else 0) for name, size in pool.items())
+    except NotRegular:
+        (tracker, pool), room = _load(base, target), 0
+        log = tracker.log
+    if target == "cuda":  # `caching_allocator_warmup` takes one segment for all of it, and frees it to the allocator
+        asked = int(room + sum(pool.values()))
+        segment = Storage(rounded(asked), asked, None, "empty", None)
+        log = [(segment.size, segment, "empty"), (-segment.size, segment, "free"), *log]
+    history = History(log, [], allocator=target == "cuda")
+    return history.split(history.highest())
+
+
+def _load(base: Recipe, target: str) -> tuple[FakeTracker, dict[str, float]]:
+    """The tracker of `from_pretrained` and, if the recipe says so, `prepare_model_for_kbit_training`; and the bytes that
+    transformers thinks each tensor will take."""
+    from peft import prepare_model_for_kbit_training
+    from transformers import core_model_loading as loader
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.modeling_utils import LoadStateDictConfig
+    from transformers.quantizers.auto import AutoHfQuantizer
+
+    models.make_code_table()
+    tracker, dtype = FakeTracker("cpu"), models.weight_dtype(base)
+    tracker.round_to = UNIT if target == "cuda" else 1
+    model = models.meta_model(base)
+    stored = loader.revert_weight_conversion(model, model.state_dict())
+
+    tied = model.all_tied_weights_keys
+    files = {
+        name: FileSlice(like, partial(tracker.name_module, name)) for name, like in stored.items() if name not in tied
+    }
+    mapping = get_model_conversion_mapping(model)
+    models.quantize_layers(model, base)
+    quantizer = AutoHfQuantizer.from_config(model.config.quantization_config, pre_quantized=False)
+    pool = {
+        name: tensor.numel() * quantizer.param_element_size(model, name, tensor)
+        for name, tensor in model.state_dict().items()
+        if name not in tied
+    }
+    options = LoadStateDictConfig(device_map={"": "cpu"}, dtype=dtype, hf_quantizer=quantizer, weight_mapping=mapping)
+    with fake_world(target), _quantizing(loader, target), tracker:
+        loader.convert_and_load_state_dict_in_model(model, files, options)
+        model.tie_weights()
+        tracker.name_module("")
+        models.materialise(model, torch.device("cpu"))  # buffers
+        claim_model(tracker, model)
+        tracker.begin("prepare")  # a walk over the layers of its own
+        if base.quantization.prepare:
+            with patch.object(model, "parameters", lambda: _named_in_turn(model, tracker)):
+                prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
+            claim_model(tracker, model)
+        return tracker.finish(), pool
+
+
+def _named_in_turn(model: torch.nn.Module, tracker: FakeTracker) -> Iterator[torch.nn.Parameter]:
+    for name, parameter in model.named_parameters():
+        tracker.name_module(name)
+        yield parameter
+
+
+@contextlib.contextmanager
+def _quantizing(loader: Any, target: str) -> Iterator[None]:
+    """While entered, transformers' loader quantizes fake tensors as it does real ones, and shows no progress."""
+    from transformers.integrations import bitsandbytes as bnb
+    from transformers.pytorch_utils import Conv1D
+
+    def convert(operation: Any, input_dict: dict, model: torch.nn.Module, **unused: Any) -> dict:
+        found = {}
+        for name, value in input_dict.items():
+            value = value[0] if isinstance(value, list) else value
+            old = model.get_parameter_or_buffer(name)
+            if issubclass(model.get_submodule(name.rpartition(".")[0]).source_cls, Conv1D):
+                value = value.T
+            if type(old).__name__ == "Int8Params":  # by way of the host
+                value = value.to(torch.float16, copy=target == "cuda")
+            found[name] = models.quantized_parameter(old, value.contiguous(), fake=True)
+        return found
+
+    with (
+        patch.object(bnb.Bnb4bitQuantize, "convert", convert),
+        patch.object(bnb.Bnb8bitQuantize, "convert", convert),
+        patch.object(loader, "tqdm", lambda items, **_: items),
+    ):
+        yield

@@ -1,0 +1,94 @@
+"""What `simulate` and `predict` say of loading, against transformers' own `from_pretrained` of small checkpoints."""
+
+import pytest
+import torch
+import transformers
+from tiny_models import config
+from vramlab import LoRA, Quantization, Recipe, Sharding, predict, simulate
+from vramlab.report.report import GiB
+from vramlab.simulation.loading import loading_peak
+from vramlab.tracking.tracker import Tracker
+from vramlab.training.models import build_model
+
+pytestmark = pytest.mark.usefixtures("quiet")
+
+CASES = {
+    "llama nf4 double": ("llama", Quantization("nf4", double=True)),
+    "llama nf4 as loaded": ("llama", Quantization("nf4", prepare=False)),
+    "qwen2 tied": ("qwen2", Quantization("nf4")),
+    "mixtral merges experts": ("mixtral", Quantization("nf4", prepare=False)),
+    "gpt2 transposes": ("gpt2", Quantization("fp4")),
+    "t5 keeps fp32": ("t5", Quantization("nf4")),
+}
+
+
+def loaded(recipe: Recipe, folder) -> Tracker:
+    """The tracker of the real loading of a checkpoint in several files, in the recipe's dtype."""
+    from peft import prepare_model_for_kbit_training
+
+    base = recipe.replace(lora=None, quantization=None)
+    build_model(base).save_pretrained(folder, max_shard_size="40KB")
+    quantization = recipe.quantization
+    said = transformers.BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type=quantization.quant_type,
+        bnb_4bit_use_double_quant=quantization.double,
+        bnb_4bit_compute_dtype=getattr(torch, recipe.weights_dtype),
+    )
+    kind = getattr(transformers, type(build_model(base)).__name__)
+    with Tracker("cpu") as tracker:
+        model = kind.from_pretrained(folder, dtype=getattr(torch, recipe.weights_dtype), quantization_config=said)
+        if quantization.prepare:
+            model = prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
+    return tracker.finish()
+
+
+def highest(tracker: Tracker) -> int:
+    alive = peak = 0
+    for size, *_ in tracker.log:
+        alive += size
+        peak = max(peak, alive)
+    return peak
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_device_holds_what_from_pretrained_has_at_once(name, tmp_path):
+    family, quantization = CASES[name]
+    precision = "fp16-true" if family == "t5" else "bf16-true"
+    recipe = Recipe(config(family), precision=precision, num_layers=7, lora=LoRA(r=4), quantization=quantization)
+    assert loading_peak(recipe, "cpu").total == highest(loaded(recipe, tmp_path))
+
+
+@pytest.mark.parametrize("kind", ["nf4", "int8"])
+@pytest.mark.parametrize("model", ["llama-3.1-8b", "mixtral-8x7b", "gpt2"])
+def test_the_formula_sums_up_what_is_loaded(model, kind):
+    recipe = Recipe(model, seq_len=64, precision="bf16-true", lora=LoRA(), quantization=Quantization(kind))
+    found, said = loading_peak(recipe, "cuda"), predict(recipe).loading
+    assert found.total - found.workspace == said.total
+    assert said.total > predict(recipe).phases["load"].end.parameters
+
+
+# GiB, `torch.cuda.max_memory_allocated()` after from_pretrained and prepare_model_for_kbit_training on an RTX 4080
+# (can-i-finetune-this, MIT; see data/published_runs.json)
+MEASURED = {"qwen2.5-0.5b": 0.9339, "qwen2.5-1.5b": 1.9436, "qwen2.5-3b": 3.0833}
+
+
+@pytest.mark.parametrize("model", MEASURED)
+def test_a_real_gpu_held_as_much(model):
+    recipe = Recipe(model, precision="bf16-true", lora=LoRA(r=16), quantization=Quantization("nf4", double=True))
+    assert loading_peak(recipe, "cuda").total / GiB == pytest.approx(MEASURED[model], abs=3e-4)
+
+
+def test_loading_may_need_more_than_training():
+    """Experts stay in 16 bits, and a layer's are there twice while they are merged."""
+    fields = {"num_layers": 2, "precision": "bf16-true", "lora": LoRA(r=4)}
+    recipe = Recipe("mixtral-8x7b", 1, 64, quantization=Quantization(prepare=False), **fields)
+    for report in (simulate(recipe), predict(recipe)):
+        assert report.loading.total > report.peak.total and "loading peaks at" in str(report)
+    assert predict(recipe.replace(quantization=None)).loading is None
+
+
+def test_each_rank_loads_the_whole_quantized_base():
+    alone = Recipe("llama-3.1-8b", precision="bf16-true", lora=LoRA(), quantization=Quantization(prepare=False))
+    rank = predict(alone.replace(sharding=Sharding(3, 8, "fsdp")))
+    assert rank.loading == predict(alone).loading and rank.loading.total > rank.phases["load"].end.total
