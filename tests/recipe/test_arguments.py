@@ -317,7 +317,6 @@ def test_trl_config(trainer):
         ({"packing": True}, {}, "packing"),
         ({"padding_free": True, "max_length": None}, {"seq_len": 64}, "padding_free"),
         ({"pad_to_multiple_of": 64}, {}, "pad_to_multiple_of"),
-        ({"activation_offloading": True}, {}, "activation_offloading"),
         ({"loss_type": "dft"}, {}, "loss_type"),
         ({"completion_only_loss": True}, {}, "completion_only_loss"),
         ({"router_aux_loss_coef": 0.0}, {}, "router_aux_loss_coef"),

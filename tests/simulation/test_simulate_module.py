@@ -13,6 +13,7 @@ from vramlab.hardware.gpu import find_gpu
 from vramlab.recipe.recipe import Loop, Recipe
 from vramlab.report.errors import RecipeError
 from vramlab.report.report import PHASES, GiB
+from vramlab.simulation.any_module import Together
 from vramlab.simulation.simulate import simulate
 from vramlab.tracking.history import History
 from vramlab.tracking.tracked import run_tracked
@@ -144,6 +145,21 @@ def test_equals_real_tensors_to_the_byte(case, optimizer):
     assert report.phases == really(make, batch, loss, build)
     assert (report.source, report.title, report.recipe) == ("simulated", type(model).__name__, None)
     assert set(report.phases) == set(PHASES)
+
+
+def test_muon_for_matrices_beside_adamw():
+    """The Trainer has no name for Muon, so it is given with the module."""
+
+    def build(parameters) -> list[torch.optim.Optimizer]:
+        parameters = list(parameters)
+        matrices = [p for p in parameters if p.dim() == 2]
+        return [torch.optim.Muon(matrices), torch.optim.AdamW([p for p in parameters if p.dim() != 2])]
+
+    make, batch, loss = CASES["mlp, a tensor"]
+    model = make()
+    report = simulate(model=model, batch=batch, loss=loss, optimizer=build(model.parameters()), target="cpu")
+    real = really(make, batch, loss, lambda parameters: Together(build(parameters)))
+    assert report.phases == real and real["step"].end.optimizer_states > 0
 
 
 @pytest.mark.parametrize("case", ["mlp, a tensor", "tied weights, a list", "keywords and its own loss"])

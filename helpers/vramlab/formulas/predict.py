@@ -54,6 +54,8 @@ def predict(recipe: Recipe | Any, gpu: str | Gpu | None = None) -> Report:
     if lora_modules.differ_by_layer(recipe.shape, recipe.lora):
         allowed = "the formulas multiply one layer, so every layer has to get the same adapters: ask simulate"
         raise RecipeError("lora.target_modules", recipe.lora.target_modules, allowed)
+    if recipe.activation_offloading:
+        raise RecipeError("activation_offloading", True, "the formulas do not know what is copied when: ask simulate")
     if name := next((name for name in LATER if getattr(recipe.lora, name, None)), None):
         allowed = "the formulas know adapters of two matrices on modules: ask simulate"
         raise RecipeError(f"lora.{name}", getattr(recipe.lora, name), allowed)

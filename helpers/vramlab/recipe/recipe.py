@@ -140,6 +140,12 @@ class Recipe:
         elsewhere=True,
         shown="reference precomputed",
     )
+    activation_offloading: bool = _knob(
+        False,
+        "Keep what backward needs in host memory until then, as TRL's trainers do.",
+        elsewhere=True,
+        shown="activations offloaded",
+    )
     shape: Shape = field(init=False, repr=False, compare=False)
 
     def __post_init__(self):
@@ -171,6 +177,8 @@ class Recipe:
             self._check_trl()
         if self.precompute_ref_log_probs and self.trainer not in ("dpo", "kto"):
             raise RecipeError("precompute_ref_log_probs", True, "only trainer 'dpo' and 'kto' have a reference model")
+        if self.activation_offloading and self.trainer not in TRL:
+            raise RecipeError("activation_offloading", True, f"only trainers {', '.join(TRL)} offload activations")
         parallel_limits.check(self)
 
     def _set(self, name: str, value: Any) -> None:
@@ -334,8 +342,9 @@ class Recipe:
             del values["dtype"]  # one recipe with one key, whether said or not
         if self.trainer == "transformers":  # keys of before there was a choice
             del values["trainer"]
-        if not self.precompute_ref_log_probs:
-            del values["precompute_ref_log_probs"]
+        for name in ("precompute_ref_log_probs", "activation_offloading"):
+            if not values[name]:
+                del values[name]
         values = json.loads(
             json.dumps(values, default=lambda part: vars(part) if dataclasses.is_dataclass(part) else str(part))
         )

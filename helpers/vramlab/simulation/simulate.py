@@ -6,6 +6,7 @@ models are run shallow, and their log is deepened (`deepen.py`). With `recipe.sh
 
 import math
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -30,6 +31,7 @@ from ..training.engines import engine_of
 from ..training.evaluation import evaluate
 from ..training.process_group import one_rank_of
 from ..training.sft import trl_class
+from .activation_offloading import DEVICE, fake_accelerator
 from .any_module import ModuleStep, loop_notes
 from .as_run import as_it_ran
 from .as_run import check as check_as_run
@@ -94,6 +96,8 @@ def simulate(
 def _of_recipe(recipe: Recipe, target: str, card: Gpu | None, steps: int, full: bool, as_run: str | None) -> Report:
     notes = check_as_run(as_run, recipe)
     notes += ["torch_compile: the eager step is simulated"] if recipe.torch_compile else []
+    note = "activation_offloading: reserved is that of one stream, where the copies use a second one"
+    notes += [note] if recipe.activation_offloading else []
     notes += loop_notes(recipe.loop) + unquantized(recipe) + lora_modules.notes(recipe.shape, recipe.lora)
     if card and (why := card.why_not(recipe.precision)):
         notes.append(why)
@@ -146,6 +150,8 @@ def may_be_deepened(recipe: Recipe, target: str) -> bool:
     """Whether a shallow run could say what `recipe` takes, and take less time."""
     if target == "cpu" and recipe.shape.config.get("sliding_window"):
         return False  # a sliding cache makes a scalar a layer before the layers run; on CUDA it is the host's
+    if recipe.activation_offloading:
+        return False  # copies come one node late, and a storage is copied once
     # DDP's buckets and DeepSpeed's flat buffers run across layers, one unit has all of them, a pipeline deals them out
     sharding = recipe.sharding
     if sharding and sharding.engine != "tensor" and (sharding.engine, sharding.wrap) != ("fsdp", "layers"):
@@ -241,7 +247,15 @@ def _run(
 
     engine = engine_of(recipe)
     device = engine.fake_gpu if target == "cuda" else "cpu"
-    with one_rank_of(recipe.sharding), engine.without_peers(target), fake_world(target, card) as (_, kernels):
+    offloads = recipe.activation_offloading and target == "cuda"
+    if offloads:
+        device = DEVICE
+    with (
+        one_rank_of(recipe.sharding),
+        engine.without_peers(target),
+        fake_accelerator() if offloads else nullcontext(),
+        fake_world(target, card) as (_, kernels),
+    ):
         try:
             training = tr.build(recipe, device, target=target)
             tracker = make_tracker(training, card, kernels)

@@ -140,6 +140,7 @@ class Training:
     engine: Engine = field(default_factory=Engine)
     per_parameter: dict = field(default_factory=dict)
     further: list = field(default_factory=list)
+    around: contextlib.AbstractContextManager = field(default_factory=contextlib.nullcontext)  # each micro-batch
     outputs: Any = None
     loss: Any = None
     steps: int = 0

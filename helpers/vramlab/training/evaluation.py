@@ -5,25 +5,23 @@ import dataclasses
 import functools
 import tempfile
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from unittest.mock import patch
 
+import torch
 from torch.utils._pytree import tree_map
 
 from ..recipe.evaluation import Evaluation
 from .engine import Training
 from .training import forward
 
-if TYPE_CHECKING:
-    import torch
-
 
 class Batches(list):
     """The Trainer's data loader, a list of batches' sizes: `make` gives each batch when it is asked for."""
 
-    make: Callable[[int], dict[str, "torch.Tensor"]]
+    make: Callable[[int], dict[str, torch.Tensor]]
 
-    def __iter__(self) -> Iterator[dict[str, "torch.Tensor"]]:
+    def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
         return map(self.make, super().__iter__())
 
 
@@ -57,13 +55,10 @@ def evaluate(training: Training, evaluation: Evaluation, make: Callable[[int], A
         training.model.train()
 
 
-def _maker(tensor: "torch.Tensor | None") -> Callable[[], "torch.Tensor"] | None:
+def _maker(tensor: torch.Tensor | None) -> Callable[[], torch.Tensor] | None:
     """What makes a tensor like `tensor` without keeping that."""
-    if tensor is None:
-        return None
-    import torch
-
-    return functools.partial(torch.empty, tuple(tensor.shape), dtype=tensor.dtype, device=tensor.device)
+    if tensor is not None:
+        return functools.partial(torch.empty, tuple(tensor.shape), dtype=tensor.dtype, device=tensor.device)
 
 
 @contextlib.contextmanager

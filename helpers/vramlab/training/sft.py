@@ -4,12 +4,13 @@ What `trl.SFTTrainer.__init__` does to the model is said here again (trl 1.16, t
 `compute_loss` are called.
 """
 
+import contextlib
 from collections import defaultdict
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from ..report.errors import needing
+from ..report.errors import RecipeError, needing
 
 if TYPE_CHECKING:
     import torch
@@ -34,6 +35,15 @@ def prepare(model: "torch.nn.Module") -> None:
     config = model.config.get_text_config()
     if hasattr(config, "router_aux_loss_coef"):
         config.output_router_logits = balances(config)
+
+
+def offloading(model: "torch.nn.Module", device: "torch.device") -> contextlib.AbstractContextManager:
+    """TRL's context in which activations of `model` are offloaded from `device`."""
+    from trl.models.activation_offloading import get_act_offloading_ctx_manager
+
+    if device.type == "cpu" and device.index is None:  # with an index it stands for a GPU
+        raise RecipeError("activation_offloading", True, "TRL offloads from a GPU only: simulate it for target='cuda'")
+    return get_act_offloading_ctx_manager(model, use_pin_memory=device.type != "cpu", warn_if_no_head=False)
 
 
 def half_adapters(model: "torch.nn.Module") -> None:

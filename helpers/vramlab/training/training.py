@@ -56,6 +56,9 @@ def build(recipe: Recipe, device: str = "cpu", target: str | None = None, pretra
     if loop.name == "trainer":  # Trainer.get_batch_samples fetches the whole step's micro-batches first
         training.further = [make_batch(recipe, device) for _ in range(training.accumulation - 1)]
 
+    if recipe.activation_offloading:
+        training.around = sft.offloading(model, training.device)
+
     def make(parameters: list) -> "torch.optim.Optimizer":
         return make_optimizer(recipe, parameters, training.multi_tensor)
 
@@ -206,7 +209,7 @@ def train_step(training: Training, on_phase: Callable[[str], None] = lambda name
     if not engine.run_micro_batches(training, on_phase):
         batches = [training.batch, *training.further]
         for micro in range(training.accumulation):
-            with engine.micro_batch(training, last=micro == training.accumulation - 1):
+            with engine.micro_batch(training, last=micro == training.accumulation - 1), training.around:
                 _micro_batch(training, batches[micro % len(batches)], on_phase, first=micro == 0)
     on_phase("step")
     if optimizer:

@@ -1,0 +1,55 @@
+"""TRL's activation offloading on fake tensors: its own code, on a device that stands for a GPU, with streams that never wait.
+
+It copies what autograd saves to host memory, and back one node of the graph ahead (`trl/models/activation_offloading.py`).
+"""
+
+import contextlib
+from collections.abc import Iterator
+from types import SimpleNamespace
+from unittest.mock import patch
+
+import torch
+
+DEVICE = "cpu:0"  # fake tensors of this device are the GPU's, those of "cpu" the host's
+
+
+class Accelerator(str):
+    """Equal to the type of `DEVICE`, and written as the device itself."""
+
+    __hash__ = str.__hash__
+
+    def __eq__(self, other: object) -> bool:
+        return other == "cpu"
+
+    def __ne__(self, other: object) -> bool:
+        return other != "cpu"
+
+
+class Stream:
+    """A stream whose work is done when it is asked for."""
+
+    def record_event(self) -> None:
+        """Return no event: nobody waits."""
+
+    wait_event = wait_stream = lambda self, other: None
+    synchronize = record_event
+
+
+STREAMS = SimpleNamespace(
+    Stream=Stream, current_stream=Stream, stream=contextlib.nullcontext, empty_cache=lambda: None, __name__="streams"
+)
+
+
+@contextlib.contextmanager
+def fake_accelerator() -> Iterator[None]:
+    """While entered, TRL's context offloads from `DEVICE`; storages of fake tensors can be told apart by address."""
+    from trl.models import activation_offloading as trl_code
+
+    found = SimpleNamespace(current_accelerator=lambda: SimpleNamespace(type=Accelerator(DEVICE)))
+    seen = SimpleNamespace(**{**vars(torch), "accelerator": found, "get_device_module": lambda name: STREAMS})
+    with (
+        patch.object(trl_code, "torch", seen),
+        patch.object(torch.UntypedStorage, "data_ptr", lambda storage: storage._cdata << 32),
+        patch.object(torch.Tensor, "record_stream", lambda tensor, stream: None),
+    ):
+        yield
