@@ -140,6 +140,41 @@ def _of_trl(seed: int, trainers: tuple[dict, ...]) -> list[Recipe]:
     return found
 
 
+def packed_grid() -> list[Recipe]:
+    """Recipes with padded, joined and packed samples, for the models of `sft_grid` in turn."""
+    draw = random.Random(20261123)
+    names = [one.name for one in sft_grid()][::2]
+    decks = {
+        "batch": Deck((0, 1, 2, 3, 4, 5, 5), draw),
+        "attn_implementation": Deck(("sdpa", "sdpa", "eager", "flash_attention_2"), draw),
+        "gradient_checkpointing": Deck((False, True), draw),
+        "precision": Deck(("bf16-mixed", "bf16-true"), draw),
+        "adapters": Deck((None, dict(lora=LoRA(r=16))), draw),
+        "optim": Deck(("adamw_torch", "sgd"), draw),
+    }
+    found = []
+    for name in names:
+        while len(found) <= names.index(name):
+            settings = {key: deck.deal() for key, deck in decks.items()}
+            lengths = tuple(draw.randint(8, 500) for _ in range(draw.randint(2, 8)))
+            batch = (
+                dict(lengths=lengths),
+                dict(lengths=lengths, trainer="sft"),
+                dict(lengths=lengths, trainer="sft", pad_to_multiple_of=64),
+                dict(lengths=lengths, trainer="sft", padding_free=True),
+                dict(lengths=lengths, trainer="sft", packing=True, batch_size=4, seq_len=1000),
+                dict(batch_size=draw.randint(1, 4), seq_len=512, trainer="sft", packing=True),
+            )[settings.pop("batch")]
+            adapters = settings.pop("adapters") or {}
+            if name.startswith("gemma") and settings["attn_implementation"] == "sdpa":
+                continue
+            padded = not {"packing", "padding_free"} & batch.keys()
+            if settings["attn_implementation"] == "flash_attention_2" and (padded or name.startswith("falcon")):
+                continue
+            found.append(Recipe(name, num_layers=3, **settings, **adapters, **batch))
+    return found
+
+
 def recipe(name: str, size, adapters, task, precision, **settings) -> Recipe:
     """One recipe; sizes and heads that the model does not have are left to its own."""
     shape = read_shape(name)
@@ -203,3 +238,4 @@ if __name__ == "__main__":
     store("grid.jsonl", grid(), simulated)
     store("sft_grid.jsonl", sft_grid(), simulated)
     store("preference_grid.jsonl", preference_grid(), simulated)
+    store("packed_grid.jsonl", packed_grid(), simulated)

@@ -1,23 +1,36 @@
 """predict against simulate for TRL's SFTTrainer: a recipe of every causal family and size that is written down."""
 
 import pytest
-from predict_grid import assert_still_said, sft_grid, simulated, stored
+from predict_grid import assert_still_said, packed_grid, sft_grid, simulated, stored
 from test_predict_grid import error, worst
 from vramlab import LoRA, Quantization, Recipe, RecipeError, predict, simulate
 
-GRID = sft_grid()
+GRID, PACKED = sft_grid(), packed_grid()
 SAMPLE = 10
 # Layers whose recomputation predict has 3 % too high under either trainer: beside full logits it never was the peak.
 RECOMPUTED = {"gpt2", "pythia-1.4b"}
 
 
 @pytest.mark.parametrize(
-    "recipe",
-    [pytest.param(r, marks=[] if i % SAMPLE == 0 else pytest.mark.slow) for i, r in enumerate(GRID)],
+    "recipe, file",
+    [
+        pytest.param(r, file, marks=[] if i % SAMPLE == 0 else pytest.mark.slow)
+        for file, grid in (("sft_grid.jsonl", GRID), ("packed_grid.jsonl", PACKED))
+        for i, r in enumerate(grid)
+    ],
     ids=str,
 )
-def test_simulate_still_says_what_is_stored(recipe):
-    assert_still_said("sft_grid.jsonl", recipe, simulated)
+def test_simulate_still_says_what_is_stored(recipe, file):
+    assert_still_said(file, recipe, simulated)
+
+
+def test_the_peak_of_packed_and_padded_samples_is_what_simulate_says():
+    truths = stored("packed_grid.jsonl")
+    rows = [(error(predict(recipe).peak.total, truths[recipe.key]["peak"]), str(recipe)) for recipe in PACKED]
+    mean = sum(abs(e) for e, _ in rows) / len(rows)
+    print(f"\n{len(rows)} recipes, mean error {100 * mean:.3f} %, worst:\n{worst(rows)}")
+    assert len(rows) > 15 and mean <= 0.001
+    assert max(abs(e) for e, _ in rows) <= 0.006, worst(rows)
 
 
 def test_the_peak_is_what_simulate_says():

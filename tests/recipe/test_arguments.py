@@ -301,22 +301,23 @@ def test_trl_config(trainer):
     assert said == (trainer, "bf16-mixed", True, 1024, 8)
     reference = {"precompute_ref_log_probs": True} if trainer in ("dpo", "kto") else {}
     changes = {"gradient_checkpointing": False, "precision": "fp32", "seq_len": 64, "batch_size": 3}
-    for again in (recipe, recipe.replace(**changes, **reference)):
+    packed = {"packing": True, "packing_strategy": "wrapped", "pad_to_multiple_of": 8} if trainer == "sft" else {}
+    for again in (recipe, recipe.replace(**changes, **reference, **packed)):
         args = again.training_arguments("unused")
         assert type(args) is SFTConfig and args.max_length == again.seq_len
         assert Recipe.from_training_arguments(args, "gpt2") == again
-    assert (
-        Recipe.from_training_arguments(SFTConfig("out", max_length=None, use_cpu=True), "gpt2", seq_len=64).seq_len
-        == 64
-    )
+    uncut = SFTConfig("out", max_length=None, use_cpu=True)
+    assert Recipe.from_training_arguments(uncut, "gpt2", seq_len=64).seq_len == 64
+    if trainer == "sft":
+        joined = recipe.replace(padding_free=True, lengths=(9, 7), batch_size=2)
+        args = joined.training_arguments("unused")
+        assert args.max_length is None and args.padding_free
+        assert Recipe.from_training_arguments(args, "gpt2", lengths=(9, 7), seq_len=1024) == joined
 
 
 @pytest.mark.parametrize(
     "changes, fields, field",
     [
-        ({"packing": True}, {}, "packing"),
-        ({"padding_free": True, "max_length": None}, {"seq_len": 64}, "padding_free"),
-        ({"pad_to_multiple_of": 64}, {}, "pad_to_multiple_of"),
         ({"loss_type": "dft"}, {}, "loss_type"),
         ({"completion_only_loss": True}, {}, "completion_only_loss"),
         ({"router_aux_loss_coef": 0.0}, {}, "router_aux_loss_coef"),

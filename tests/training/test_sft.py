@@ -4,10 +4,12 @@ import datasets
 import pytest
 import torch
 import transformers
+from quick import params
 from test_trainer_loop import SCALARS
 from tiny_models import config
 from vramlab import Loop, LoRA, Quantization, Recipe, RecipeError, Sharding, WatchCallback, simulate
 from vramlab.recipe.families import TASKS
+from vramlab.recipe.samples import packs
 from vramlab.report.data import data_path
 from vramlab.report.report import CATEGORIES
 from vramlab.training.models import build_model
@@ -26,7 +28,32 @@ CASES = {
         "llama",
         {"lora": LoRA(r=4), "precision": "bf16-true", "quantization": Quantization("nf4", prepare=False)},
     ),
+    "llama padded": ("llama", {"batch_size": 3, "lengths": (32, 20, 7)}),
+    "llama packed": ("llama", {"packing": True}),
+    "gpt2 packed, eager, checkpointing": (
+        "gpt2",
+        {
+            "packing": True,
+            "attn_implementation": "eager",
+            "gradient_checkpointing": True,
+            "precision": "bf16-mixed",
+        },
+    ),
+    "qwen3 padding-free": ("qwen3", {"lengths": (30, 12), "padding_free": True, "pad_to_multiple_of": 16}),
+    "gemma2 packed accumulation": (
+        "gemma2",
+        {"packing": True, "batch_size": 1, "lengths": (9, 9, 3), "gradient_accumulation_steps": 2},
+    ),
+    "phi wrapped": ("phi", {"packing": True, "packing_strategy": "wrapped"}),
+    "opt packed": ("opt", {"packing": True}),
 }
+COMBINED = (
+    "llama packed",
+    "gpt2 packed, eager, checkpointing",
+    "gemma2 packed accumulation",
+    "phi wrapped",
+    "opt packed",
+)
 
 
 def make(name: str) -> Recipe:
@@ -40,16 +67,29 @@ def real(recipe: Recipe, out, *callbacks):
     from trl import SFTConfig, SFTTrainer
 
     lora = recipe.lora if recipe.quantization else None  # no recipe has a quantized base alone
-    model, peft = build_model(recipe.replace(trainer="transformers", lora=lora), "cpu"), None
+    plain = recipe.replace(
+        trainer="transformers", lora=lora, packing=False, padding_free=False, lengths=None, pad_to_multiple_of=None
+    )
+    model, peft = build_model(plain, "cpu"), None
     if recipe.lora:
         peft = LoraConfig(r=4, target_modules=recipe.lora.target_modules, task_type=TASKS["causal-lm"].peft)
     if lora:
         model = model.unload()
         model.is_quantized = False  # by `from_pretrained`, whose quantizer the Trainer asks
     said, names = recipe.training_arguments(str(out)).to_dict(), ("optim", "bf16", "use_cpu", "report_to")
+    names += ("packing", "packing_strategy", "padding_free", "pad_to_multiple_of", "max_length")
+    samples = [torch.randint(0, 1000, (length,)).tolist() for length in recipe.samples]
+    rows = [{"input_ids": sample} for sample in samples]
+    if packs(recipe):  # the dataset as `pack_dataset` returns it
+        rows = [
+            {
+                "input_ids": torch.cat([torch.tensor(sample) for sample in samples]).tolist(),
+                "seq_lengths": list(recipe.samples),
+            }
+        ]
     arguments = SFTConfig(
         str(out),
-        per_device_train_batch_size=recipe.batch_size,
+        per_device_train_batch_size=len(rows),
         gradient_accumulation_steps=recipe.gradient_accumulation_steps,
         gradient_checkpointing=recipe.gradient_checkpointing,
         max_steps=3,
@@ -57,18 +97,18 @@ def real(recipe: Recipe, out, *callbacks):
         logging_strategy="no",
         save_strategy="no",
         dataloader_pin_memory=False,
+        train_sampling_strategy="sequential",
+        dataset_kwargs={"skip_prepare_dataset": True},
         **{name: said[name] for name in names},
     )
-    rows = recipe.batch_size * recipe.gradient_accumulation_steps * 3
-    ids = torch.randint(0, 1000, (rows, recipe.seq_len)).tolist()
-    data = datasets.Dataset.from_dict({"input_ids": ids})
+    data = datasets.Dataset.from_list(rows * (recipe.gradient_accumulation_steps * 3))
     tokenizer = transformers.AutoTokenizer.from_pretrained(data_path("base_model"))
     return SFTTrainer(
         model, arguments, train_dataset=data, processing_class=tokenizer, peft_config=peft, callbacks=list(callbacks)
     )
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", params(CASES, CASES.keys() - COMBINED))
 def test_a_real_sft_step_is_what_simulate_says(name, tmp_path):
     recipe, seen = make(name), WatchCallback()
     real(recipe, tmp_path, seen).train()
@@ -90,6 +130,15 @@ def test_a_real_sft_step_is_what_simulate_says(name, tmp_path):
         ("llama", {"sharding": Sharding(world_size=2, engine="deepspeed")}, "sharding.engine"),
         ("llama", {"lora": LoRA(), "quantization": Quantization()}, "quantization.prepare"),
         ("llama", {"lora": LoRA(target_modules=("q_proj", "lm_head"))}, "lora.target_modules"),
+        ("llama", {"trainer": "transformers", "packing": True}, "packing"),
+        ("llama", {"trainer": "transformers", "padding_free": True}, "padding_free"),
+        ("llama", {"packing": True, "packing_strategy": "ffd"}, "packing_strategy"),
+        ("llama", {"pad_to_multiple_of": 0}, "pad_to_multiple_of"),
+        ("llama", {"lengths": ()}, "lengths"),
+        ("llama", {"lengths": (4, 0)}, "lengths"),
+        ("llama", {"lengths": (4, 33)}, "lengths"),
+        ("llama", {"lengths": (4, 3, 3)}, "batch_size"),
+        ("llama", {"lengths": (30, 30, 30), "packing": True}, "lengths"),
     ],
 )
 def test_what_it_does_not_train_is_refused(family, fields, field):
@@ -103,14 +152,28 @@ def test_keys_of_before_stay():
     recipe = Recipe("gpt2")
     assert "trainer" not in recipe.to_dict() and recipe.replace(trainer="transformers").key == recipe.key
     other = recipe.replace(trainer="sft")
-    assert other.key != recipe.key and Recipe.from_json(other.to_json()) == other and "SFTTrainer" in str(other)
+    packed = other.replace(packing=True, lengths=(9, 5))
+    for one, word in ((other, "SFTTrainer"), (packed, "packed")):
+        assert one.key != recipe.key and Recipe.from_json(one.to_json()) == one and word in str(one)
 
 
-@pytest.mark.parametrize("family", ["qwen3", "gpt2", "mixtral"])
-def test_deepened_is_the_whole_depth(family):
-    recipe = Recipe(config(family), **{**SIZES, "num_layers": 12}, precision="bf16-mixed", gradient_checkpointing=True)
+@pytest.mark.parametrize("family, fields", [("qwen3", {}), ("gpt2", {"packing": True}), ("mixtral", {})])
+def test_deepened_is_the_whole_depth(family, fields):
+    fields = {**SIZES, "num_layers": 12, "precision": "bf16-mixed", "gradient_checkpointing": True, **fields}
+    recipe = Recipe(config(family), **fields)
     deepened, whole = simulate(recipe), simulate(recipe, full=True)
     assert (deepened.phases, deepened.peak) == (whole.phases, whole.peak)
+
+
+def test_joined_samples_need_flash_attention():
+    """sdpa and eager get a mask of all pairs of tokens of the micro-batch, in every layer; flash-attn has none."""
+    row = {"batch_size": 4, "seq_len": 256, "num_layers": 2, "precision": "bf16-true", "trainer": "sft"}
+
+    def kept(**fields) -> int:
+        return simulate(Recipe(config("qwen3"), **row, **fields)).phases["forward"].end.activations
+
+    pairs = 1024**2  # a byte each in the mask, two in each layer's bias
+    assert kept(packing=True) - kept(packing=True, attn_implementation="flash_attention_2") >= pairs * (1 + 2 * 2)
 
 
 def test_on_a_gpu_the_head_adds_a_tile_and_sums_in_fp32():

@@ -26,10 +26,13 @@ def trainer(recipe: Recipe, out, *callbacks, model=None, **changes) -> transform
     if recipe.quantization:
         model.hf_quantizer = SimpleNamespace(is_trainable=True)  # as from_pretrained leaves one
     rows = recipe.batch_size * recipe.gradient_accumulation_steps * 3
-    batch = make_batch(recipe.replace(batch_size=rows))
+    batch = make_batch(
+        recipe.replace(batch_size=rows, lengths=recipe.lengths and recipe.lengths * (rows // recipe.batch_size))
+    )
     data = [{name: tensor[i] for name, tensor in batch.items()} for i in range(rows)]
+    changes = {"logging_strategy": "no", "train_sampling_strategy": "sequential", **changes}
     arguments = recipe.training_arguments(
-        str(out), max_steps=3, disable_tqdm=True, logging_strategy="no", dataloader_pin_memory=False, **changes
+        str(out), max_steps=3, disable_tqdm=True, dataloader_pin_memory=False, **changes
     )
     return transformers.Trainer(model, arguments, train_dataset=data, callbacks=list(callbacks))
 
@@ -58,6 +61,8 @@ CASES = {
     "llama bf16 under bf16-mixed, checkpointing": ("llama", {**HALF, "gradient_checkpointing": True}),
     "llama bf16 under bf16-mixed, LoRA": ("llama", {**HALF, "lora": LoRA(r=4, target_modules="all-linear")}),
     "llama bf16 under bf16-mixed, bf16 LoRA": ("llama", {**HALF, "lora": LoRA(r=4, autocast_adapter_dtype=False)}),
+    "llama padded": ("llama", {"lengths": (32, 9)}),
+    "bert padded, bf16-mixed": ("bert", {"lengths": (32, 9), "precision": "bf16-mixed"}),
     "llama 4 bits": ("llama", {"precision": "bf16-mixed", "lora": LoRA(r=4), "quantization": Quantization()}),
     "llama 4 bits, unprepared": (
         "llama",

@@ -9,7 +9,7 @@ from ..hardware.kernels import efficient_scratch, sdp_backend
 from ..hardware.overhead import rounded
 from .ledger import Tensor
 from .model_states import FP32, HALF
-from .operators import Operators
+from .operators import BOOL, Operators
 
 
 class Attention(Operators):
@@ -23,8 +23,11 @@ class Attention(Operators):
         grouping: fewer heads of keys go to sdpa as they are (`enable_gqa`).
 
     Attributes:
+        joined_samples: sequences that one row is joined of, 0 if rows are samples.
         layer_holds: tensors that live to the end of the layer, because its modules return or name them.
     """
+
+    joined_samples = 0
 
     def __init__(self, *args, implementation: str, bf16: bool, chip: Chip, causal: bool, grouping: bool):
         super().__init__(*args)
@@ -41,11 +44,13 @@ class Attention(Operators):
         if self.implementation == "eager":
             return self.eager_attention(q, k, v, mask, p, **eager)
         b, heads, n, d = q.shape
-        if mask is not None:  # then transformers repeats shared keys and values itself
+        if mask is not None and self.grouping:  # then transformers repeats shared keys and values itself
             k, v = self.repeat(k, heads), self.repeat(v, heads)
         head_by_head = q.packed and heads > 1 and n > 1
         q, k, v, mask = self.cast(q), self.cast(k), self.cast(v), self.cast(mask)
         m, fewer = k.shape[2], k.shape[1] != heads
+        if mask is not None and mask.width == BOOL:  # made a bias of the queries' dtype, with rows of a multiple of 16
+            mask = self.tensor("where", (*mask.shape[:-1], -(-m // 16) * 16), q.width)
         masked, grouped = mask is not None, fewer and self.grouping
         broadcast = fewer and not self.grouping
         kernel = sdp_backend(q.width, d, masked, grouped, self.bf16, self.chip.capability, p, broadcast=broadcast)
@@ -54,8 +59,9 @@ class Attention(Operators):
         if kernel == "math":
             return self.math_attention(q, k, v, mask, p)
         wide, lines = FP32 * -(-d // 32) * 32, (b, heads, n)  # dQ is summed up in fp32
-        if kernel == "flash":  # flash_api.cpp, mha_bwd
-            extra = b * heads * -(-n // 128) * 128 * (wide + FP32)
+        if kernel == "flash":  # flash_api.cpp, mha_bwd and mha_varlen_bwd
+            joined = self.joined_samples if self.implementation == "flash_attention_2" else 0
+            extra = b * heads * (n + 128 * joined if joined else -(-n // 128) * 128) * (wide + FP32)
             if fewer:  # dK, dV exist for every query head before they are summed
                 extra += 2 * b * heads * m * d * k.width
         else:
@@ -82,7 +88,8 @@ class Attention(Operators):
             k, v = self.repeat(k, heads), self.repeat(v, heads)
         turned = self.scale(k)
         turned.packed, scaled.packed = k.packed, q.packed
-        turned, v = self.repeat(turned, heads), self.repeat(v, heads)  # a product copies what is broadcast
+        if b > 1:
+            turned, v = self.repeat(turned, heads), self.repeat(v, heads)  # a product copies what is broadcast
         scores = self.matmul(self.copied(scaled), self.copied(turned), b, heads, n, m)
         del turned
         if mask is not None:

@@ -1,8 +1,8 @@
 """TRL's fused head in the ledger: no logits, but a tile of them, and gradients that are summed up in fp32.
 
-After `trl.trainer.utils.add_fused_lm_head` and `trl/kernels/chunked_logprob.py` of trl 1.16. With T tokens (the last of
-each sample has no label), hidden size h, vocabulary V and w bytes a number that is computed: kept are w·T·h; forward's peak
-adds a tile of w · min(T, 4,096) · 32,768, backward's also 4·T·h and, where the head is trained, 4·V·h.
+After `trl.trainer.utils.add_fused_lm_head` and `trl/kernels/chunked_logprob.py` of trl 1.16. With T tokens that have a
+label (not padding, nor a sample's last), hidden size h, vocabulary V and w bytes a number that is computed: kept are w·T·h;
+forward's peak adds a tile of w · min(T, 4,096) · 32,768, backward's also 4·T·h and, where the head is trained, 4·V·h.
 """
 
 import copy
@@ -83,8 +83,8 @@ class FusedHead:
     def __init__(self, m: Operators, x: Tensor, weight: Parameter, bias: Parameter | None):
         self.m, self.weight, self.bias, self.width = m, weight, bias, m.autocast or x.width
         self.where, self.gradient, self.saved = m.where, None, ()
-        b, n, h = x.shape
-        rows = (b * (n - 1),)
+        (b, n, h), samples = x.shape, m.recipe.samples
+        rows = (sum(samples) - len(samples),)
         mask, sliced = m.tensor("ne", (b, n - 1), BOOL), m.slice(x, b, n - 1, h)
         # its gradient is put into zeros, in a copy of those
         copied = rows[0] * h * x.width

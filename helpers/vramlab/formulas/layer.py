@@ -13,7 +13,7 @@ from ..recipe.recipe import Recipe
 from ..recipe.shapes import Shape
 from .attention import Attention
 from .ledger import Parameter, Tensor
-from .model_states import FP32, HALF, weight_width
+from .model_states import FP32, HALF, joined_samples, weight_width
 from .operators import BOOL, INT64
 
 
@@ -39,8 +39,9 @@ class Layer(Attention):
             causal=shape.layout.causal,
             grouping=shape.layout.grouped_keys,
         )
+        self.joined_samples = joined_samples(recipe)
         self.recipe, self.shape, self.layout, self.setting = recipe, shape, shape.layout, shape.settings.get
-        self.batch, self.tokens, self.checkpoints = recipe.batch_size, recipe.seq_len, recipe.gradient_checkpointing
+        (self.batch, self.tokens), self.checkpoints = recipe.rows, recipe.gradient_checkpointing
         self.hidden_width = weight_width(dtype, quantization)  # bytes an element of what the embedding returns
         self.table: tuple[Tensor, Tensor] | None = None  # cos and sin of rotary positions
         # the loop's setting does not reach the configuration of T5's decoder

@@ -88,14 +88,19 @@ class Model(Layer):
         """Make the attention mask, if there is one: a number for each pair of tokens and sequence.
 
         Fused kernels need none for causality, unless a sliding window is shorter than the sequence
-        (`masking_utils._ignore_causal_mask_sdpa`). An encoder without padding has none.
+        (`masking_utils._ignore_causal_mask_sdpa`), nor does an encoder; all need one for padding, and for samples that are
+        joined to one row, but flash-attn.
         """
-        n, window = self.tokens, self.shape.sliding_window
-        if self.implementation == "flash_attention_2" or not self.causal:
+        n, window, samples = self.tokens, self.shape.sliding_window, self.recipe.samples
+        apart = self.joined_samples > 1 and self.shape.family != "opt"  # which gives itself a mask of ones
+        apart = apart or (not self.joined_samples and min(samples) < n)
+        if self.implementation == "flash_attention_2" or not (self.causal or apart):
             return None
-        if self.implementation == "sdpa" and (window is None or n <= window):
+        if self.implementation == "sdpa" and not apart and (window is None or n <= window):
             return None
+        one, two = (self.tensor("mask", (1, 1, n, n), BOOL) if apart else None for _ in range(2))
         seen = self.tensor("mask", (self.batch, 1, n, n), BOOL)
+        del one, two
         return seen if self.implementation == "sdpa" else self.tensor("mask", (self.batch, 1, n, n), self.hidden_width)
 
     def biases(self, stack: str) -> list[Tensor]:

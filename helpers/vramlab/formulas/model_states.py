@@ -297,20 +297,29 @@ def image_sizes(shape: Shape) -> tuple[int, int, int]:
 
 
 def input_bytes(recipe: Recipe) -> int:
-    """Sum the bytes of micro-batches on the device: ids, labels and TRL's masks of 8 bytes each, or pixels.
+    """Sum the bytes of micro-batches on the device: ids, labels and collators' masks of 8 bytes each, or pixels.
 
     One micro-batch, or with the Trainer all of an optimizer step (`Trainer.get_batch_samples`).
     """
-    b, n, shape = recipe.batch_size, recipe.seq_len, recipe.shape
+    (b, n), shape, joined = recipe.rows, recipe.shape, joined_samples(recipe)
     inputs, labels = 8 * b * n, b if "classification" in shape.task else b * n
     if shape.task == "image-classification":
         inputs = b * prod(image_sizes(shape)) * (HALF if recipe.precision.endswith("-true") else FP32)
     at_once = recipe.gradient_accumulation_steps if recipe.loop.name == "trainer" else 1
-    if recipe.trainer == "transformers":
+    if recipe.trainer == "transformers" and not recipe.is_ragged:
         return at_once * (rounded(inputs) + rounded(8 * labels))
-    tensors, flags = {"reward": (2, 0), "kto": (6, b)}.get(recipe.trainer, (3, 0))
+    tensors, flags = {"transformers": (2, 8 * labels), "reward": (2, 0), "kto": (6, b)}.get(recipe.trainer, (3, 0))
     reference = 2 * rounded(FP32 * (b if flags else b // 2)) * recipe.precompute_ref_log_probs
-    return at_once * (tensors * rounded(inputs) + rounded(flags) + reference)
+    # joined samples have positions in place of a mask, the number of each sample and, twice, where samples end
+    more = rounded(4 * n) + 2 * rounded(4 * joined + 4) if joined else 0
+    return at_once * (tensors * rounded(inputs) + rounded(flags) + reference + more)
+
+
+def joined_samples(recipe: Recipe) -> int:
+    """Return the sequences that attention sees in a micro-batch of one row, each padding token one; 0 without such a row."""
+    if not recipe.joins:
+        return 0
+    return len(recipe.samples) + recipe.rows[1] - sum(recipe.samples)
 
 
 def fragmentation_bytes(recipe: Recipe) -> dict[str, int]:

@@ -85,7 +85,8 @@ def settings(recipe: Any) -> dict[str, Any]:
     if recipe.gradient_checkpointing:
         values[f"{checkpointing}_kwargs"] = {"use_reentrant": False}
     if recipe.trainer != "transformers":
-        values["max_length"] = recipe.seq_len
+        # which SFTTrainer refuses where it does not cut samples
+        values["max_length"] = None if recipe.padding_free and not recipe.packing else recipe.seq_len
     return values
 
 
@@ -104,7 +105,7 @@ def recipe_fields(kind: type, args: "TrainingArguments", model: Any, **fields: A
     _check_values(args, fields.get("sharding"))
     if trainer != "transformers":
         fields = {"seq_len": args.max_length, "trainer": trainer, **fields}
-        if fields["seq_len"] is None:
+        if fields["seq_len"] is None and not fields.get("lengths"):
             raise RecipeError("max_length", None, "samples are not cut: say seq_len, the longest one's")
         if fields["trainer"] != trainer:
             raise RecipeError("trainer", fields["trainer"], f"the arguments are {TRL[trainer]}'s: leave it out")

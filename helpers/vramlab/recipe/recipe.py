@@ -7,6 +7,7 @@ trained raises `RecipeError` when the recipe is built, before anything is alloca
 import dataclasses
 import hashlib
 import json
+import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -14,19 +15,22 @@ from functools import partial
 from typing import Any
 
 from ..report.errors import RecipeError
-from . import parallel_limits
+from . import parallel_limits, samples
 from .configuration import MOST_LAYERS, plain, read_json
 from .families import TASKS
 from .knobs import check, documented, knob, knobs, rebuild
 from .optimizers import ALIASES, OPTIMIZERS, REFUSED, optimizer_arguments
-from .options import ATTENTION, DTYPES, HALF, LOOPS, PRECISIONS, TRL, Loop, LoRA, Quantization, Sharding
+from .options import ATTENTION, DTYPES, HALF, LOOPS, PACKING, PRECISIONS, TRL, Loop, LoRA, Quantization, Sharding
 from .shapes import Shape, read_shape
 
 MOST = 2**24  # samples or tokens
 MOST_MICRO_BATCHES = 2**16  # each of them is run
 MOST_BYTES = 2**62  # of one tensor: PyTorch counts bytes in signed 64 bits
-LATER = ("use_dora", "lora_bias", "target_parameters")  # of LoRA, only in keys of recipes that have them
 PARTS = {"lora": LoRA, "quantization": Quantization, "sharding": Sharding, "loop": Loop}
+# Fields that stored keys of recipes do not know: left out at their defaults.
+LATER = ("trainer", "precompute_ref_log_probs", "lengths", "packing", "packing_strategy", "padding_free")
+LATER += ("pad_to_multiple_of", "activation_offloading")
+LATER_OF_LORA = ("use_dora", "lora_bias", "target_parameters")
 _knob = partial(knob, option=True)
 
 
@@ -146,6 +150,31 @@ class Recipe:
         elsewhere=True,
         shown="activations offloaded",
     )
+    packing: bool = _knob(
+        False,
+        "Fill samples of seq_len tokens with short ones (SFTTrainer).",
+        elsewhere=True,
+        label="Packing",
+        shown="packed",
+    )
+    packing_strategy: str = _knob(
+        "bfd",
+        "Samples stay whole and a micro-batch is one long row (bfd, bfd_split), or are cut to fill rows (wrapped).",
+        choices=PACKING,
+        elsewhere=True,
+        shown=lambda name: name == "wrapped" and name,
+    )
+    padding_free: bool = _knob(
+        False, "Join the samples of a micro-batch to one long row (SFTTrainer).", elsewhere=True, shown="padding-free"
+    )
+    pad_to_multiple_of: int | None = _knob(
+        None, "Pad rows to a multiple of so many tokens.", most=MOST, elsewhere=True, shown="padded to a multiple of {}"
+    )
+    lengths: tuple[int, ...] | None = knob(
+        None,
+        "Tokens of each sample of a micro-batch, which is padded to the longest; all have seq_len when left out.",
+        shown=lambda lengths: f"{len(lengths)} samples of {min(lengths):,} to {max(lengths):,}",
+    )
     shape: Shape = field(init=False, repr=False, compare=False)
 
     def __post_init__(self):
@@ -163,6 +192,8 @@ class Recipe:
         if type(self.dtype).__name__ == "dtype":  # torch's
             self._set("dtype", str(self.dtype).removeprefix("torch."))
         check(self)
+        for name, value in samples.filled_in(self).items():
+            self._set(name, value)
         if self.precision in ("fp32", "tf32") and self.dtype in HALF.values():
             self._set("precision", {"float16": "fp16-true", "bfloat16": "bf16-true"}[self.dtype])
         self.optimizer_arguments()
@@ -173,6 +204,7 @@ class Recipe:
         self._fit_to_shape()
         self._check_together()
         self._check_dtype()
+        samples.check(self)
         if self.trainer != "transformers":
             self._check_trl()
         if self.precompute_ref_log_probs and self.trainer not in ("dpo", "kto"):
@@ -304,9 +336,29 @@ class Recipe:
         return self.shape.name
 
     @property
+    def is_ragged(self) -> bool:
+        """Whether a micro-batch is something else than rows of seq_len tokens."""
+        return bool(self.lengths or self.joins or self.pad_to_multiple_of)
+
+    @property
+    def joins(self) -> bool:
+        """Whether a micro-batch is one row, of samples put together whole."""
+        return self.padding_free or (self.packing and self.packing_strategy != "wrapped")
+
+    @property
+    def samples(self) -> tuple[int, ...]:
+        """Tokens of each sample of a micro-batch; see `recipe.samples`."""
+        return samples.samples(self)
+
+    @property
+    def rows(self) -> tuple[int, int]:
+        """Rows of a micro-batch and tokens in each, as the collator makes them."""
+        return samples.rows(self)
+
+    @property
     def tokens(self) -> int:
         """Tokens that one optimizer step reads on one device."""
-        return self.sequences * self.seq_len * self.gradient_accumulation_steps
+        return math.prod(self.rows) * self.sequences // self.batch_size * self.gradient_accumulation_steps
 
     @property
     def sequences(self) -> int:
@@ -340,15 +392,13 @@ class Recipe:
         values = {name: value for name, value in vars(self).items() if name != "shape"}
         if self.weights_dtype == self.implied_dtype:
             del values["dtype"]  # one recipe with one key, whether said or not
-        if self.trainer == "transformers":  # keys of before there was a choice
-            del values["trainer"]
-        for name in ("precompute_ref_log_probs", "activation_offloading"):
-            if not values[name]:
+        for name in LATER:
+            if values[name] == type(self).__dataclass_fields__[name].default:
                 del values[name]
         values = json.loads(
             json.dumps(values, default=lambda part: vars(part) if dataclasses.is_dataclass(part) else str(part))
         )
-        for name in LATER if self.lora else ():
+        for name in LATER_OF_LORA if self.lora else ():
             if not values["lora"][name]:
                 del values["lora"][name]
         return values

@@ -141,7 +141,7 @@ def _attention(capability, query, key, value, *options, scale=None, enable_gqa=F
         dropout=p,
     )
     if mask is not None and mask.dtype == torch.bool:
-        mask = torch.where(mask, 0.0, -math.inf).to(query.dtype)
+        mask = torch.where(mask, 0.0, torch.scalar_tensor(-math.inf, dtype=query.dtype))
     if kernel == "math" or query.dim() != 4:
         options = {"scale": scale, "enable_gqa": enable_gqa}
         return aten._scaled_dot_product_attention_math(query, key, value, mask, p, causal, **options)[0]

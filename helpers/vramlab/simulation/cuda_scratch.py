@@ -65,9 +65,10 @@ def _loss(args: Sequence, chip: Chip, place: int = 2, apart: bool = True) -> lis
 def _flash_backward(args: Sequence, chip: Chip, heads_first: bool = True) -> list[int]:
     """dQ is accumulated in fp32 over padded sizes; with fewer key heads than query heads dK and dV are made for every
     query head before summing (`flash_api.cpp`, mha_bwd)."""
-    query, key = (t if heads_first else t.transpose(1, 2) for t in args[1:3])
+    query, key = (t if heads_first else t.reshape(-1, *t.shape[-3:]).transpose(1, 2) for t in args[1:3])
     batch, heads, length, dim = query.shape
-    row = 4 * batch * heads * -(-length // 128) * 128
+    ends = None if heads_first else args[6]  # of sequences joined to one row (mha_varlen_bwd)
+    row = 4 * batch * heads * (-(-length // 128) * 128 if ends is None else length + 128 * (ends.numel() - 1))
     copies = [batch * heads * key.shape[2] * dim * key.element_size()] * 2 if key.shape[1] != heads else []
     return [row, row * -(-dim // 32) * 32, *copies]
 

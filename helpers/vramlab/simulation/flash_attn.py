@@ -4,7 +4,6 @@ torch's copy of the same host code, `aten::_flash_attention_forward`, runs in th
 """
 
 import contextlib
-import functools
 import math
 from collections.abc import Iterator
 from unittest.mock import patch
@@ -67,15 +66,23 @@ def flash_attention(capability: tuple[int, int]) -> Iterator[None]:
 def flash_attn_func(q, k, v, dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0,
                     alibi_slopes=None, deterministic=False):  # fmt: skip
     """The package's function: batch × tokens × heads × channels."""
+    return _forward((q, k, v), None, (q.shape[1], k.shape[1]), dropout_p, causal, softmax_scale)
+
+
+def _forward(tensors, ends, lengths, dropout_p, causal, scale):
+    """Attention over whole rows, or over the sequences of one row, which `ends` divides."""
+    q = tensors[0]
     if q.dtype not in HALF:
         raise RecipeError("attn_implementation", NAME, f"flash-attn takes fp16 and bf16, not {q.dtype}: take 'sdpa'")
-    width, scale = q.shape[-1], softmax_scale or 1 / math.sqrt(q.shape[-1])
-    q, k, v = (pad_head(t if t.stride(-1) == 1 else t.contiguous(), 8) for t in (q, k, v))
-    options = dropout_p, causal, False
-    out = torch.ops.aten._flash_attention_forward(q, k, v, None, None, q.shape[1], k.shape[1], *options, scale=scale)[0]
+    width, scale = q.shape[-1], scale or 1 / math.sqrt(q.shape[-1])
+    q, k, v = (pad_head(t if t.stride(-1) == 1 else t.contiguous(), 8) for t in tensors)
+    options = *lengths, dropout_p, causal, False
+    out = torch.ops.aten._flash_attention_forward(q, k, v, ends, ends, *options, scale=scale)[0]
     return out[..., :width]
 
 
-@functools.wraps(flash_attn_func)
-def flash_attn_varlen_func(q, k, v, **kwargs):
-    raise RecipeError("attn_implementation", NAME, "padded or packed sequences are not simulated with it: take 'sdpa'")
+def flash_attn_varlen_func(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p=0.0,
+                           softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0, alibi_slopes=None,
+                           deterministic=False):  # fmt: skip
+    """The package's function for sequences that are joined to one row: tokens × heads × channels."""
+    return _forward((q, k, v), cu_seqlens_q, (int(max_seqlen_q), int(max_seqlen_k)), dropout_p, causal, softmax_scale)

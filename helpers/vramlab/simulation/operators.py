@@ -114,8 +114,8 @@ def _embedding_bag(weight, indices, offsets, *options):
 
 def _flash_forward(query, *args, **kwargs):
     """What the package flash-attn returns as well: one fp32 number a row and the generator's state on the GPU."""
-    batch, length, heads, _ = query.shape
-    rows = query.new_empty((batch, heads, length), dtype=torch.float32)
+    *batch, length, heads, _ = query.shape  # no batch where sequences are joined
+    rows = query.new_empty((*batch, heads, length), dtype=torch.float32)
     rng_state, unused = (query.new_empty(n, dtype=torch.uint64) for n in (2, 0))
     return torch.empty_like(query), rows, rng_state, unused, query.new_empty(0)
 

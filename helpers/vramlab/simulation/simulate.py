@@ -42,7 +42,7 @@ from .fakes import fake_world
 from .loading import loading_peak
 from .operators import keep_storage
 from .repetition import GROUPS, NotRegular, cut, find
-from .values import packed_sequences, reason_at
+from .values import Values, packed_sequences, reason_at
 
 
 @needing("simulate")
@@ -222,7 +222,12 @@ def simulate_evaluation(
         RecipeError: another trainer's evaluation, one among ranks, or a model that does not run on fake tensors.
     """
     recipe, card = as_recipe(recipe), find_gpu(gpu) if gpu else None
-    for field, wanted in (("trainer", "transformers"), ("sharding", None)):
+    for field, wanted in (
+        ("trainer", "transformers"),
+        ("sharding", None),
+        ("lengths", None),
+        ("pad_to_multiple_of", None),
+    ):
         if (value := getattr(recipe, field)) != wanted:
             raise RecipeError(field, value, "the evaluation of transformers' own Trainer on one device is simulated")
     tracker = _run(recipe, target, card, 1, evaluation, full)
@@ -254,11 +259,15 @@ def _run(
         one_rank_of(recipe.sharding),
         engine.without_peers(target),
         fake_accelerator() if offloads else nullcontext(),
-        fake_world(target, card) as (_, kernels),
+        fake_world(target, card) as (mode, kernels),
     ):
         try:
             training = tr.build(recipe, device, target=target)
             tracker = make_tracker(training, card, kernels)
+            if recipe.is_ragged:
+                tracker.values = values = Values(mode, 8 * math.prod(recipe.rows))
+                batches = [values.faked(batch, device) for batch in (training.batch, *training.further)]
+                training.batch, *training.further = batches
 
             def batch(samples: int) -> dict[str, torch.Tensor]:
                 made = tr.make_batch(recipe.replace(batch_size=samples), device)

@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ..tracking.tracker import SPARSE
 from . import sparse
+from .operators import is_cuda
 
 aten = torch.ops.aten
 LIMIT = 2**16  # elements of a tensor whose content is kept
@@ -45,10 +46,10 @@ class ValueNeeded(Exception):
 
 
 class Values:
-    """Runs operators on fake tensors, and on the content of those whose content is known."""
+    """Runs operators on fake tensors, and on the content of those whose content is known, of up to `limit` elements."""
 
-    def __init__(self, mode: FakeTensorMode):
-        self.mode, self._reads = mode, 0
+    def __init__(self, mode: FakeTensorMode, limit: int = LIMIT):
+        self.mode, self.limit, self._reads = mode, max(limit, LIMIT), 0
         self.notes: list[str] = []  # a sentence for each line that read an unknown value
 
     def know(self, fakes: Iterable[torch.Tensor], reals: Iterable[torch.Tensor]) -> None:
@@ -59,15 +60,27 @@ class Values:
             elif real.layout in SPARSE:
                 self.note(f"a {real.layout} tensor, and what is made of it, is counted as empty: give it as sparse_coo")
             plain = real.layout == torch.strided and real.device.type == "cpu" and not real.requires_grad
-            if plain and real.numel() <= LIMIT and not isinstance(real, FakeTensor):
+            if plain and real.numel() <= self.limit and not isinstance(real, FakeTensor):
                 with _disable_current_modes():
                     fake._content = real.detach().to(fake.dtype, copy=True)
+
+    def faked(self, batch: dict[str, Any], device: str) -> dict[str, Any]:
+        """The real CPU tensors of `batch` as fake ones on `device`, where each has a storage of its own unless that is the
+        CPU they are on, with their content."""
+        fakes = {}
+        for name, real in batch.items():
+            if isinstance(fakes.setdefault(name, real), torch.Tensor):
+                with _disable_current_modes():
+                    moved = real.clone() if is_cuda() else real
+                fakes[name] = self.mode.from_tensor(moved, static_shapes=True).to(device)
+                self.know([fakes[name]], [real])
+        return fakes
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """The content of `tensor` if it is known, as a real tensor to be left alone."""
         if not isinstance(tensor, FakeTensor):
             with _disable_current_modes():
-                return tensor.detach().clone() if tensor.numel() <= LIMIT else None
+                return tensor.detach().clone() if tensor.numel() <= self.limit else None
         real = getattr(tensor, "_content", None)
         lost = real is not None and real.numel() and not real.untyped_storage().nbytes()
         return None if lost else real
@@ -101,7 +114,7 @@ class Values:
                 return self._guess(True, where)
             return self._from_real(func, name, tensors, args, kwargs, where)
         made = _tensors(result)
-        if known and all(tensor.numel() <= LIMIT for tensor in made):
+        if known and all(tensor.numel() <= self.limit for tensor in made):
             content = _tensors(self._really(func, args, kwargs, lambda tensor: self._argument(tensor, name)))
             for fake, real in zip(made, content, strict=True):
                 if isinstance(fake, FakeTensor) and fake.shape == real.shape and real.layout == torch.strided:
@@ -124,7 +137,7 @@ class Values:
     def _argument(self, tensor: torch.Tensor, name: str) -> torch.Tensor | None:
         """The content of an operator's argument; any will do where only its shape counts."""
         real = self.of(tensor)
-        if real is None and name in BY_SHAPE and tensor.numel() <= LIMIT:
+        if real is None and name in BY_SHAPE and tensor.numel() <= self.limit:
             real = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
         return real
 
@@ -184,7 +197,7 @@ class Values:
 
         def fake(tensor: torch.Tensor) -> torch.Tensor:
             made = self.mode.from_tensor(tensor, static_shapes=True)
-            if not unknown and tensor.numel() <= LIMIT:
+            if not unknown and tensor.numel() <= self.limit:
                 made._content = tensor
             return made
 

@@ -14,6 +14,7 @@ from ..recipe.optimizers import MODELLED
 from ..recipe.recipe import Recipe
 from ..report.errors import needing
 from . import preference, sft
+from .collation import collated
 from .engine import AUTOCAST, Training, autocast
 from .engines import engine_of
 from .models import build_model, real_tensors
@@ -78,14 +79,16 @@ def build(recipe: Recipe, device: str = "cpu", target: str | None = None, pretra
 
 
 def make_batch(recipe: Recipe, device: str = "cpu") -> dict[str, "torch.Tensor"]:
-    """One micro-batch of random inputs and labels with the shapes of `recipe`, without padding.
+    """One micro-batch of random inputs and labels with the shapes of `recipe`; without padding if not `is_ragged`.
 
-    Only TRL's collator makes an attention mask all the same.
+    Then only TRL's collator makes an attention mask. What is ragged has its values under a FakeTensorMode too.
     """
     import torch
 
     if recipe.trainer not in ("transformers", "sft"):
         return preference.make_batch(recipe, device)
+    if recipe.is_ragged:
+        return collated(recipe, device)
     shape, size = recipe.shape, (recipe.batch_size, recipe.seq_len)
 
     def ids(high: int, *size: int) -> torch.Tensor:

@@ -1,0 +1,69 @@
+"""How the samples of a micro-batch become rows: padded to the longest, packed, or joined to one row without padding."""
+
+from typing import Any
+
+from ..report.errors import RecipeError
+
+MOST = 2**24  # tokens of a sample
+
+
+def check_lengths(name: str, lengths: Any) -> tuple[int, ...]:
+    """Return `lengths` as a tuple. Raise RecipeError, which calls them `name`, unless they are whole numbers from 1 on."""
+    if not isinstance(lengths, list | tuple) or not lengths:
+        raise RecipeError(name, lengths, "it must be a list of whole numbers, the tokens of each sample")
+    for length in lengths:
+        if isinstance(length, bool) or not isinstance(length, int) or not 1 <= length <= MOST:
+            raise RecipeError(name, length, f"a sample has 1 to {MOST:,} tokens")
+    return tuple(lengths)
+
+
+def packs(recipe: Any) -> bool:
+    """Return whether rows are packed of whole samples."""
+    return recipe.packing and recipe.packing_strategy != "wrapped"
+
+
+def filled_in(recipe: Any) -> dict[str, Any]:
+    """Return the fields that `recipe.lengths` says, where they are left out. Raises RecipeError."""
+    if recipe.lengths is None:
+        return {}
+    found = {"lengths": check_lengths("lengths", recipe.lengths)}
+    if not packs(recipe):
+        found["seq_len"] = recipe.seq_len or max(found["lengths"])
+        found["batch_size"] = len(found["lengths"]) if recipe.batch_size == 1 else recipe.batch_size
+    return found
+
+
+def samples(recipe: Any) -> tuple[int, ...]:
+    """Return the tokens of each sample; without `lengths` packed rows are full, of two samples each."""
+    n = recipe.seq_len
+    return recipe.lengths or ((n - n // 2, n // 2) if packs(recipe) and n > 1 else (n,)) * recipe.batch_size
+
+
+def rows(recipe: Any) -> tuple[int, int]:
+    """Return the rows of a micro-batch and the tokens in each."""
+    multiple = recipe.pad_to_multiple_of or 1
+    width = sum(recipe.samples) if recipe.joins else max(recipe.samples)
+    return (1 if recipe.joins else recipe.batch_size), -(-width // multiple) * multiple
+
+
+def check(recipe: Any) -> None:
+    """Raise RecipeError for samples that no collator makes a batch of."""
+    lengths, batch, longest, sharding = recipe.lengths or (), recipe.batch_size, recipe.seq_len, recipe.sharding
+    for name in ("packing", "padding_free"):
+        if getattr(recipe, name) and recipe.trainer != "sft":
+            raise RecipeError(name, True, "only TRL's SFTTrainer does it: say trainer='sft'")
+    if not recipe.is_ragged:
+        return
+    if recipe.trainer not in ("transformers", "sft"):
+        raise RecipeError("trainer", recipe.trainer, "it is modelled for samples of one length only")
+    if sharding and sharding.engine in ("tensor", "pipeline"):
+        raise RecipeError("sharding.engine", sharding.engine, "it is modelled for samples of one length only")
+    if recipe.shape.image_tokens:
+        name = "lengths" if lengths else "pad_to_multiple_of"
+        raise RecipeError(name, getattr(recipe, name), "images are not padded: leave it out")
+    if lengths and max(lengths) > longest:
+        raise RecipeError("lengths", max(lengths), f"seq_len, the longest sample, is {longest}")
+    if lengths and packs(recipe) and sum(lengths) > batch * longest:
+        raise RecipeError("lengths", sum(lengths), f"{batch} × {longest} tokens are a micro-batch's most")
+    if lengths and not packs(recipe) and len(lengths) != batch:
+        raise RecipeError("batch_size", batch, f"lengths says {len(lengths)} samples")
