@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 from vramlab import Loop, LoRA, Quantization, Recipe, RecipeError
+from vramlab.recipe import liger
 from vramlab.recipe.shapes import model_names, read_shape
 
 FOLDER = Path(__file__).parent / "formulas"
@@ -106,6 +107,11 @@ def sft_grid() -> list[Recipe]:
     return _of_trl(20261122, (dict(trainer="sft"),))
 
 
+def liger_grid() -> list[Recipe]:
+    """A recipe with Liger's kernels for each causal model whose family predict knows them in."""
+    return _of_trl(20261122, (dict(use_liger_kernel=True),), lambda shape: liger.FAMILIES.get(shape.family))
+
+
 def preference_grid() -> list[Recipe]:
     """The same of TRL's trainers that learn from preferences."""
     precomputed = [dict(trainer=trainer, precompute_ref_log_probs=True) for trainer in ("dpo", "kto")]
@@ -113,7 +119,7 @@ def preference_grid() -> list[Recipe]:
     return _of_trl(20261123, (*precomputed, *others))
 
 
-def _of_trl(seed: int, trainers: tuple[dict, ...]) -> list[Recipe]:
+def _of_trl(seed: int, trainers: tuple[dict, ...], wanted: Callable = bool) -> list[Recipe]:
     draw, trainer = random.Random(seed), Deck(trainers, random.Random(seed))
     decks = {
         "precision": Deck(("fp32", "bf16-mixed", "bf16-mixed", "bf16-true", "fp16-mixed"), draw),
@@ -128,7 +134,7 @@ def _of_trl(seed: int, trainers: tuple[dict, ...]) -> list[Recipe]:
     found = []
     for name in model_names():
         shape = read_shape(name)
-        while shape.task == "causal-lm" and shape.layout and not shape.experts_per_token:
+        while shape.task == "causal-lm" and shape.layout and not shape.experts_per_token and wanted(shape):
             settings = {key: deck.deal() for key, deck in decks.items()}
             if settings["adapters"] and "quantization" in settings["adapters"]:
                 settings["precision"] = "bf16-mixed"
@@ -239,3 +245,4 @@ if __name__ == "__main__":
     store("sft_grid.jsonl", sft_grid(), simulated)
     store("preference_grid.jsonl", preference_grid(), simulated)
     store("packed_grid.jsonl", packed_grid(), simulated)
+    store("liger_grid.jsonl", liger_grid(), simulated)

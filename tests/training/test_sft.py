@@ -16,6 +16,7 @@ from vramlab.training.models import build_model
 
 pytestmark = pytest.mark.usefixtures("quiet")
 
+NAMES = ("optim", "bf16", "use_cpu", "report_to", "use_liger_kernel")
 SIZES = {"batch_size": 2, "seq_len": 32, "num_layers": 2, "trainer": "sft"}
 CASES = {
     "llama": ("llama", {}),
@@ -68,7 +69,7 @@ def real(recipe: Recipe, out, *callbacks):
 
     lora = recipe.lora if recipe.quantization else None  # no recipe has a quantized base alone
     plain = recipe.replace(
-        trainer="transformers", lora=lora, packing=False, padding_free=False, lengths=None, pad_to_multiple_of=None
+        trainer="transformers", use_liger_kernel=False, lora=lora, packing=False, padding_free=False, lengths=None, pad_to_multiple_of=None
     )
     model, peft = build_model(plain, "cpu"), None
     if recipe.lora:
@@ -76,7 +77,7 @@ def real(recipe: Recipe, out, *callbacks):
     if lora:
         model = model.unload()
         model.is_quantized = False  # by `from_pretrained`, whose quantizer the Trainer asks
-    said, names = recipe.training_arguments(str(out)).to_dict(), ("optim", "bf16", "use_cpu", "report_to")
+    said, names = recipe.training_arguments(str(out)).to_dict(), NAMES
     names += ("packing", "packing_strategy", "padding_free", "pad_to_multiple_of", "max_length")
     samples = [torch.randint(0, 1000, (length,)).tolist() for length in recipe.samples]
     rows = [{"input_ids": sample} for sample in samples]

@@ -12,6 +12,7 @@ from functools import cached_property, lru_cache
 from itertools import accumulate
 
 from ..hardware.gpu import DEFAULT_CHIP, Chip
+from ..recipe.liger import kernels
 from ..recipe.options import LoRA
 from ..recipe.recipe import Recipe
 from ..recipe.shapes import Shape
@@ -239,7 +240,7 @@ def kept_account(recipe: Recipe, chip: Chip, gradients_exist: bool) -> Account:
         part = (*part, r.sharding)
     elif is_sharded_by(r, "fsdp") or gradient_reduction(r):  # all ranks compute alike
         part = (*part, dataclasses.replace(r.sharding, rank=0))
-    sizes = (r.shape, r.rows, r.samples, r.joins, r.gradient_checkpointing, r.attn_implementation)
+    sizes = (r.shape, r.rows, r.samples, r.joins, r.gradient_checkpointing, r.attn_implementation, kernels(r))
     kind = (r.trainer, r.precompute_ref_log_probs, r.precision, r.dtype, r.lora, r.quantization, r.loop, optim)
     key = (*sizes, *kind, chip, gradients_exist, part)
     return cached_account(CacheKey(key, recipe, chip, gradients_exist))

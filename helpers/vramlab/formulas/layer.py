@@ -11,6 +11,7 @@ from math import prod
 from ..hardware.gpu import Chip
 from ..recipe.recipe import Recipe
 from ..recipe.shapes import Shape
+from . import liger
 from .attention import Attention
 from .ledger import Parameter, Tensor
 from .model_states import FP32, HALF, joined_samples, weight_width
@@ -43,6 +44,10 @@ class Layer(Attention):
         self.recipe, self.shape, self.layout, self.setting = recipe, shape, shape.layout, shape.settings.get
         (self.batch, self.tokens), self.checkpoints = recipe.rows, recipe.gradient_checkpointing
         self.hidden_width = weight_width(dtype, quantization)  # bytes an element of what the embedding returns
+        self.liger, self.liger_writes_over = (
+            liger.known(recipe),
+            (liger.FAMILIES.get(shape.family) or {}).get("in_place"),
+        )
         self.table: tuple[Tensor, Tensor] | None = None  # cos and sin of rotary positions
         # the loop's setting does not reach the configuration of T5's decoder
         caching = None if shape.num_decoder_layers else recipe.loop.use_cache
@@ -109,7 +114,9 @@ class Layer(Attention):
             v = self.heads(self.linear(source, at[f"{cross}v"]), k.shape[1])
         if layout.repeated_keys:
             k, v = self.repeat(k, s.num_heads), self.repeat(v, s.num_heads)
-        if self.table:
+        if self.table and "rope" in self.liger:
+            q, k = liger.turned(self, q, k, self.caches is not None)
+        elif self.table:
             partial = s.rotary_dim < s.head_dim or layout.joined_rotary
             q_ = self.rotary(q, self.table, s.rotary_dim, partial)
             q, k = q_, self.rotary(k, self.table, s.rotary_dim, partial)
@@ -154,6 +161,8 @@ class Layer(Attention):
             gate, up = self.split(self.linear(x, at["gate_up"]), half, half)
             z = self.mul(self.activation(gate, s.activation), up)
             del gate, up
+        elif "gate" in at and self.liger & {"swiglu", "geglu"}:
+            z = liger.gated(self, self.linear(x, at["gate"]), self.linear(x, at["up"]))
         elif "gate" in at:
             gate = self.activation(self.linear(x, at["gate"]), s.activation)
             z = self.mul(gate, self.linear(x, at["up"]))
@@ -199,4 +208,6 @@ class Layer(Attention):
         """Apply the family's norm."""
         if self.shape.norm == "layernorm":
             return self.layer_norm(x, name)
+        if "rms_norm" in self.liger:
+            return liger.rms_norm(self, x, name, self.liger_writes_over)
         return self.rms_norm(x, name, self.layout.rms_norm, self.shape.norm)

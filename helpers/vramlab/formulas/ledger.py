@@ -29,7 +29,8 @@ from ..hardware.reserved import internal_fragmentation
 
 # How an operator's backward formula makes the gradient for an input: a new block of the input's shape (OWN; BIAS: by
 # summing rows) or of the result's shape (FULL), then summed over what was broadcast; the incoming gradient itself, summed
-# likewise (PASS), or a view of a part of it (PART); or a copy in the input's dtype (CAST).
+# likewise (PASS), or a view of a part of it (PART); or a copy in the input's dtype (CAST); or, by its number, a saved
+# tensor, which is written over.
 OWN, BIAS, FULL, PASS, PART, CAST = "own", "bias", "full", "pass", "part", "cast"
 ALL_OWN = (OWN,) * 8
 NEVER = 1 << 60  # death of a block that is still alive
@@ -134,7 +135,9 @@ class Node:
                 continue
             if width != own_width or how is BIAS or (how is not OWN and shape != self.shape):
                 unlike.append((len(results), shape, own_width, how))
-            if how is OWN or how is BIAS:
+            if type(how) is int:
+                results.append((receiver, self.saved[how]))
+            elif how is OWN or how is BIAS:
                 results.append((receiver, ledger.block(op, shape, width)))
             else:
                 results.append((receiver, ledger.block(op, self.shape, width) if how is FULL else gradient))

@@ -8,6 +8,7 @@ from ..hardware.gpu import Chip
 from ..recipe.options import FUSED
 from ..recipe.recipe import Recipe
 from ..recipe.shapes import Shape
+from . import liger
 from .fused_head import FusedHead
 from .layer import Layer
 from .ledger import CAST, FULL, Leaf, Parameter, Tensor
@@ -296,6 +297,9 @@ class Model(Layer):
                 self.metrics += [self.tensor("where", (b, n), width) for width in (FP32, FP32, BOOL)]
             loss = self.reduce(log_probs, (), "sum")
             self.leave(TAIL)
+            return loss, loss
+        if liger.HEAD in self.liger:
+            loss = liger.Head(self, x, self.parameters[f"{s.head}.weight"]).result
             return loss, loss
         logits = self.linear(x, s.head)
         self.leave(TAIL)

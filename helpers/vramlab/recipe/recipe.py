@@ -15,7 +15,7 @@ from functools import partial
 from typing import Any
 
 from ..report.errors import RecipeError
-from . import parallel_limits, samples
+from . import liger, parallel_limits, samples
 from .configuration import MOST_LAYERS, plain, read_json
 from .families import TASKS
 from .knobs import check, documented, knob, knobs, rebuild
@@ -29,7 +29,7 @@ MOST_BYTES = 2**62  # of one tensor: PyTorch counts bytes in signed 64 bits
 PARTS = {"lora": LoRA, "quantization": Quantization, "sharding": Sharding, "loop": Loop}
 # Fields that stored keys of recipes do not know: left out at their defaults.
 LATER = ("trainer", "precompute_ref_log_probs", "lengths", "packing", "packing_strategy", "padding_free")
-LATER += ("pad_to_multiple_of", "activation_offloading")
+LATER += ("pad_to_multiple_of", "activation_offloading", "use_liger_kernel", "liger_kernel_config")
 LATER_OF_LORA = ("use_dora", "lora_bias", "target_parameters")
 _knob = partial(knob, option=True)
 
@@ -175,6 +175,15 @@ class Recipe:
         "Tokens of each sample of a micro-batch, which is padded to the longest; all have seq_len when left out.",
         shown=lambda lengths: f"{len(lengths)} samples of {min(lengths):,} to {max(lengths):,}",
     )
+    use_liger_kernel: bool = _knob(
+        False, "Liger's kernels in the model and its loss.", elsewhere=True, label="Liger", shown="Liger kernels"
+    )
+    liger_kernel_config: dict | None = knob(
+        None,
+        "Switches of those kernels: rope, rms_norm, swiglu or geglu, fused_linear_cross_entropy.",
+        elsewhere=True,
+        shown=lambda config: " ".join(f"{'with' if on else 'without'} {name}" for name, on in sorted(config.items())),
+    )
     shape: Shape = field(init=False, repr=False, compare=False)
 
     def __post_init__(self):
@@ -211,6 +220,7 @@ class Recipe:
             raise RecipeError("precompute_ref_log_probs", True, "only trainer 'dpo' and 'kto' have a reference model")
         if self.activation_offloading and self.trainer not in TRL:
             raise RecipeError("activation_offloading", True, f"only trainers {', '.join(TRL)} offload activations")
+        liger.check(self)
         parallel_limits.check(self)
 
     def _set(self, name: str, value: Any) -> None:

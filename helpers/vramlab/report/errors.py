@@ -60,6 +60,7 @@ EXTRAS = {
     "deepspeed": "deepspeed",
     "trl": "trl",
     "schedulefree": "schedulefree",
+    **dict.fromkeys(("liger_kernel", "triton"), "liger"),
     "matplotlib": "plot",
     **dict.fromkeys(("IPython", "ipywidgets", "latex2mathml"), "lab"),
 }

@@ -11,11 +11,11 @@ from unittest.mock import patch
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from ..hardware.gpu import Gpu
+from ..hardware.gpu import DEFAULT_CHIP, Gpu
 from .cuda import CudaKernels, cuda_kernels
 from .flash_attn import flash_attention
-from .fused_head import fused_head
 from .operators import fake_operators
+from .triton_kernels import fused_head, liger
 
 lock = threading.RLock()  # what is put in place below is the process's, so one simulation runs at a time
 
@@ -24,7 +24,7 @@ lock = threading.RLock()  # what is put in place below is the process's, so one 
 def fake_world(target: str, card: Gpu | None = None) -> Iterator[tuple[FakeTensorMode, CudaKernels | None]]:
     """A FakeTensorMode with the kernels of `target` in place, in which models take the branches of real tensors.
 
-    bitsandbytes and TRL are slow to load: their functions are replaced only if they were imported before.
+    bitsandbytes, TRL and Liger are slow to load: their functions are replaced only if they were imported before.
     """
     with lock, contextlib.ExitStack() as stack:
         for context in (*_real_branches(), fake_operators(target)):
@@ -35,6 +35,8 @@ def fake_world(target: str, card: Gpu | None = None) -> Iterator[tuple[FakeTenso
             kernels = stack.enter_context(cuda_kernels(capability))
             stack.enter_context(flash_attention(capability))
             stack.enter_context(fused_head())
+        chip = card.chip if card else DEFAULT_CHIP
+        stack.enter_context(liger(chip if target == "cuda" else None))
         stack.enter_context(warnings.catch_warnings())
         warnings.filterwarnings("ignore", message="Paged optimizers are not supported on CPU")
         yield mode, kernels

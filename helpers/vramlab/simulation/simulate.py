@@ -14,7 +14,7 @@ import torch
 
 from ..hardware.gpu import DEFAULT_CHIP, Gpu, find_gpu
 from ..hardware.overhead import UNIT
-from ..recipe import lora_modules
+from ..recipe import liger, lora_modules
 from ..recipe.evaluation import Evaluation
 from ..recipe.options import TRL
 from ..recipe.recipe import Loop, Recipe, as_recipe
@@ -249,6 +249,9 @@ def _run(
         import bitsandbytes  # noqa: F401 — before fake_world, which then replaces some of its functions
     if recipe.trainer != "transformers":
         trl_class(TRL[recipe.trainer])  # likewise
+    if liger.kernels(recipe):
+        with needing("use_liger_kernel"):
+            import liger_kernel.transformers  # noqa: F401 — likewise
 
     engine = engine_of(recipe)
     device = engine.fake_gpu if target == "cuda" else "cpu"

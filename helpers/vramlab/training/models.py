@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING
 
 from ..recipe.configuration import reason
 from ..recipe.families import TASKS
+from ..recipe.liger import kernels
 from ..recipe.recipe import Recipe
 from ..report.errors import RecipeError
-from . import preference, sft
+from . import liger, preference, sft
 
 if TYPE_CHECKING:
     import torch
@@ -36,10 +37,13 @@ def build_model(recipe: Recipe, device: "str | torch.device" = "cpu", pretrained
     """
     import torch
 
+    liger.restore()
     with real_tensors():
         model = _prepared(_pretrained(recipe, device) if pretrained else meta_model(recipe), recipe)
     if not pretrained:
         materialise(model, torch.device(device))
+    if kernels(recipe):
+        liger.apply(model, recipe)
     return model.train()
 
 

@@ -21,6 +21,9 @@ KNOWN_LOGS = (
     ("transformers.modeling_utils", "`loss_type=None` was set in the config"),
     # The Trainer compiles on a CPU as well; that is slow, and the chapter says so.
     ("transformers.training_args", "The speedups for torchdynamo mostly come with GPU"),
+    # Liger looks for kernels of other vendors, and asks transformers by an older name; it takes Triton's all the same.
+    ("liger_kernel.backends.registry", "Backend impl 'liger_kernel.ops.backends._"),
+    ("transformers.configuration_utils", "`use_return_dict` is deprecated"),
     # accelerate asks DeepSpeed, where it is installed, whatever is trained.
     ("DeepSpeed", "Setting accelerator to CPU. If you have GPU"),
 )

@@ -1,0 +1,54 @@
+"""Which parts of a model `use_liger_kernel` replaces, from `data/liger.json`: Liger's own package is not asked."""
+
+import json
+from typing import TYPE_CHECKING
+
+from ..report.data import data_path
+from ..report.errors import RecipeError
+
+if TYPE_CHECKING:
+    from .recipe import Recipe
+
+FAMILIES = json.loads(data_path("liger.json").read_text(encoding="utf-8"))["families"]
+HEAD = "fused_linear_cross_entropy"
+SWITCHES = ("rope", "rms_norm", "swiglu", "geglu", HEAD)
+
+
+def kernels(recipe: "Recipe") -> frozenset[str]:
+    """Return the switches that are on and change the recipe's model; SFTTrainer has a fused head of its own."""
+    if not recipe.use_liger_kernel or recipe.shape.family not in FAMILIES:
+        return frozenset()
+    said = {HEAD: recipe.trainer != "sft", **(recipe.liger_kernel_config or {})}
+    return frozenset(name for name in SWITCHES if said.get(name, True))
+
+
+def check(recipe: "Recipe") -> None:
+    """Raise RecipeError for switches that do not exist, and for what Liger or a model of it does not train."""
+    config = recipe.liger_kernel_config
+    if config is not None:
+        wrong = not isinstance(config, dict) or any(
+            n not in SWITCHES or not isinstance(config[n], bool) for n in config
+        )
+        if wrong or not recipe.use_liger_kernel:
+            allowed = f"it must be a dictionary of True and False for {', '.join(SWITCHES)}, with use_liger_kernel=True"
+            raise RecipeError("liger_kernel_config", config, allowed)
+    shape, lora, on = recipe.shape, recipe.lora, kernels(recipe)
+    if not on:
+        return
+    if recipe.trainer not in ("transformers", "sft"):
+        raise RecipeError("use_liger_kernel", True, f"it is not modelled with trainer={recipe.trainer!r}: leave it out")
+    if recipe.sharding:
+        raise RecipeError("use_liger_kernel", True, "one device is modelled so far: leave sharding out")
+    if shape.experts_per_token and "swiglu" in on:
+        allowed = "what Liger's experts allocate depends on where the router sends tokens: say liger_kernel_config="
+        raise RecipeError("use_liger_kernel", True, f"{allowed}{{'swiglu': False}}")
+    if HEAD not in on:
+        return
+    if recipe.trainer == "sft":
+        raise RecipeError("liger_kernel_config", config, f"SFTTrainer has a fused head of its own: leave {HEAD} out")
+    if shape.task != "causal-lm":
+        allowed = f"Liger puts a language model's head in the place of {shape.head}: say liger_kernel_config="
+        raise RecipeError("use_liger_kernel", True, f"{allowed}{{{HEAD!r}: False}}")
+    if lora and shape.head in (name for name, *_ in shape.lora_targets(lora.target_modules, lora.modules_to_save)):
+        rest = f"Liger's head reads the weight of {shape.head} and not its adapter, which would not be trained"
+        raise RecipeError("lora.target_modules", lora.target_modules, rest)

@@ -1,0 +1,114 @@
+"""Libraries with Triton kernels on fake tensors as on a GPU: their own host code runs, and no kernel is launched.
+
+The kernels of TRL's head (`trl/kernels/chunked_logprob.py`) and of Liger write into tensors that the host code has
+allocated, and allocate nothing.
+"""
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterator
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch._subclasses import fake_impls
+
+from ..hardware.gpu import Chip
+from ..training.liger import restore
+
+aten = torch.ops.aten
+# Liger counts labels for its kernel, and multiplies in place unless a gradient is one: no size depends on either.
+READ = {
+    aten._local_scalar_dense.default: lambda mode, func, *args, **kwargs: 1,
+    aten.equal.default: lambda mode, func, *args, **kwargs: False,
+}
+
+
+class NotLaunched:
+    """A Triton kernel: `kernel[grid](…)` does nothing."""
+
+    def __getitem__(self, grid: tuple) -> Callable[..., None]:
+        return lambda *args, **kwargs: None
+
+
+@contextlib.contextmanager
+def fused_head() -> Iterator[None]:
+    """While entered, TRL's head takes the path that it takes on CUDA; TRL has to be loaded before."""
+    if "trl.trainer.utils" not in sys.modules:
+        yield
+        return
+    from trl.kernels import chunked_logprob
+    from trl.trainer import utils
+
+    add_up = chunked_logprob._addmm_fp32
+
+    def addmm_fp32(acc: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
+        if a.dtype == torch.float32:
+            add_up(acc, a, b)  # CUDA adds half-precision products into fp32 where it is (`addmm(out_dtype=…, out=acc)`)
+
+    on_gpu = {"_use_triton": lambda device: True}
+    kernels = {"_forward_kernel": NotLaunched(), "_backward_kernel": NotLaunched(), "_addmm_fp32": addmm_fp32}
+    grids = SimpleNamespace(cdiv=lambda a, b: -(-a // b))  # triton may not be installed
+    with (
+        patch.multiple(utils, **on_gpu),
+        patch.multiple(chunked_logprob, **on_gpu, **kernels),
+        patch.object(chunked_logprob, "triton", grids, create=True),
+    ):
+        yield
+
+
+@contextlib.contextmanager
+def liger(chip: Chip | None) -> Iterator[None]:
+    """While entered, Liger's functions run without kernels, and with `chip` as on CUDA; Liger has to be loaded before.
+
+    Afterwards the modules that Liger changed are as before.
+    """
+    if "liger_kernel.ops" not in sys.modules:
+        yield
+        return
+    from liger_kernel.ops import fused_linear_cross_entropy, rms_norm
+    from triton.runtime.jit import KernelInterface
+
+    homes = {
+        "fused_linear_cross_entropy_forward": fused_linear_cross_entropy,
+        "fused_linear_cross_entropy_backward": fused_linear_cross_entropy,
+        "rms_norm_backward": rms_norm,
+    }
+    with contextlib.ExitStack() as stack:
+        stack.callback(restore)
+        stack.enter_context(patch.object(KernelInterface, "__getitem__", NotLaunched.__getitem__))
+        for name, home in homes.items():
+            theirs = SimpleNamespace(**vars(torch) | (_on_cuda(name, chip) if chip else {}))
+            stack.enter_context(patch.object(home, name, partial(_hosted, getattr(home, name), home, theirs)))
+        if chip:
+            stack.enter_context(patch.object(fused_linear_cross_entropy, "_can_use_mm_out", _can_use_mm_out))
+        yield
+
+
+def _hosted(function: Callable, home: Any, theirs: SimpleNamespace, *args: Any, **kwargs: Any) -> Any:
+    """`function` of Liger's module `home`, which reads values, with `theirs` as its torch."""
+    with patch.dict(fake_impls.op_implementations_dict, READ), patch.object(home, "torch", theirs):
+        return function(*args, **kwargs)
+
+
+def _can_use_mm_out(hidden: torch.Tensor, weight: torch.Tensor) -> bool:
+    """Liger's own question, with CPU's autocast, which stands for CUDA's, in the place of that."""
+    wanted = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else weight.dtype
+    return hidden.dtype == weight.dtype == wanted and not torch.is_grad_enabled()
+
+
+def _on_cuda(name: str, chip: Chip) -> dict[str, Callable]:
+    """What torch's functions give there where Liger's `name` takes another branch on CUDA."""
+
+    def empty(size: tuple[int, ...], **kwargs: Any) -> torch.Tensor:
+        return torch.empty((chip.multiprocessors, *size[1:]), **kwargs)  # of which each sums up a row of the gradient
+
+    def mm(a: torch.Tensor, b: torch.Tensor, **kwargs: Any) -> Any:
+        if kwargs or a.itemsize != 2 or chip.capability < (8, 0):
+            return torch.mm(a, b, **kwargs)
+        b.to(a.dtype)
+        return SimpleNamespace(float=lambda: 0)  # added where the sum is (`addmm(out=…)`)
+
+    return {"empty": empty} if name == "rms_norm_backward" else {"mm": mm}
