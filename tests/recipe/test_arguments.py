@@ -246,7 +246,6 @@ def test_every_field_of_adapters_and_quantization_is_classified():
     "changes, field",
     [
         ({"full_determinism": True}, "full_determinism"),
-        ({"use_liger_kernel": True}, "use_liger_kernel"),
         ({"auto_find_batch_size": True}, "auto_find_batch_size"),
         ({"optim_target_modules": "all-linear"}, "optim_target_modules"),
         ({"debug": "underflow_overflow"}, "debug"),

@@ -1,20 +1,17 @@
 """Which parts of a model `use_liger_kernel` replaces, from `data/liger.json`: Liger's own package is not asked."""
 
 import json
-from typing import TYPE_CHECKING
+from typing import Any
 
 from ..report.data import data_path
 from ..report.errors import RecipeError
-
-if TYPE_CHECKING:
-    from .recipe import Recipe
 
 FAMILIES = json.loads(data_path("liger.json").read_text(encoding="utf-8"))["families"]
 HEAD = "fused_linear_cross_entropy"
 SWITCHES = ("rope", "rms_norm", "swiglu", "geglu", HEAD)
 
 
-def kernels(recipe: "Recipe") -> frozenset[str]:
+def kernels(recipe: Any) -> frozenset[str]:
     """Return the switches that are on and change the recipe's model; SFTTrainer has a fused head of its own."""
     if not recipe.use_liger_kernel or recipe.shape.family not in FAMILIES:
         return frozenset()
@@ -22,7 +19,7 @@ def kernels(recipe: "Recipe") -> frozenset[str]:
     return frozenset(name for name in SWITCHES if said.get(name, True))
 
 
-def check(recipe: "Recipe") -> None:
+def check(recipe: Any) -> None:
     """Raise RecipeError for switches that do not exist, and for what Liger or a model of it does not train."""
     config = recipe.liger_kernel_config
     if config is not None:
