@@ -68,9 +68,8 @@ def real(recipe: Recipe, out, *callbacks):
     from trl import SFTConfig, SFTTrainer
 
     lora = recipe.lora if recipe.quantization else None  # no recipe has a quantized base alone
-    plain = recipe.replace(
-        trainer="transformers", use_liger_kernel=False, lora=lora, packing=False, padding_free=False, lengths=None, pad_to_multiple_of=None
-    )
+    without = dict(packing=False, padding_free=False, lengths=None, pad_to_multiple_of=None, use_liger_kernel=False)
+    plain = recipe.replace(trainer="transformers", lora=lora, **without)
     model, peft = build_model(plain, "cpu"), None
     if recipe.lora:
         peft = LoraConfig(r=4, target_modules=recipe.lora.target_modules, task_type=TASKS["causal-lm"].peft)
