@@ -19,6 +19,10 @@ def kernels(recipe: Any) -> frozenset[str]:
     return frozenset(name for name in SWITCHES if said.get(name, True))
 
 
+def words(config: dict[str, bool]) -> str:
+    return " ".join(f"{'with' if on else 'without'} {name}" for name, on in sorted(config.items()))
+
+
 def check(recipe: Any) -> None:
     """Raise RecipeError for switches that do not exist, and for what Liger or a model of it does not train."""
     config = recipe.liger_kernel_config

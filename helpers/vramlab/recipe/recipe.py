@@ -179,10 +179,7 @@ class Recipe:
         False, "Liger's kernels in the model and its loss.", elsewhere=True, label="Liger", shown="Liger kernels"
     )
     liger_kernel_config: dict | None = knob(
-        None,
-        "Switches of those kernels: rope, rms_norm, swiglu or geglu, fused_linear_cross_entropy.",
-        elsewhere=True,
-        shown=lambda config: " ".join(f"{'with' if on else 'without'} {name}" for name, on in sorted(config.items())),
+        None, f"Switches of those kernels: {', '.join(liger.SWITCHES)}.", elsewhere=True, shown=liger.words
     )
     shape: Shape = field(init=False, repr=False, compare=False)
 
