@@ -56,8 +56,8 @@ def _failure(history: History) -> str:
     asked, free, limit, allocated, cached = (format_bytes(n, unit_for(n), 2) for n in sizes)
     return (
         f"in {'load' if begun == ['load'] else f'step {step}, {begun[-1]},'} it tries to allocate {asked}, and {free} are "
-        f"free. Of {limit}, {allocated} are allocated, {cached} reserved but unallocated. Reserved memory is given for a "
-        "card without a limit"
+        f"free. Of {limit}, {allocated} are allocated, {cached} reserved but unallocated. The figure for reserved "
+        "memory is that of a larger card"
     )
 
 
