@@ -174,8 +174,7 @@ def packed_grid() -> list[Recipe]:
             adapters = settings.pop("adapters") or {}
             if name.startswith("gemma") and settings["attn_implementation"] == "sdpa":
                 continue
-            padded = not {"packing", "padding_free"} & batch.keys()
-            if settings["attn_implementation"] == "flash_attention_2" and (padded or name.startswith("falcon")):
+            if settings["attn_implementation"] == "flash_attention_2" and name.startswith("falcon"):
                 continue
             found.append(Recipe(name, num_layers=3, **settings, **adapters, **batch))
     return found

@@ -33,6 +33,7 @@ _HOME = {
     "MiB": "report.report",
     "format_bytes": "report.report",
     "predict": "formulas.predict",
+    "predict_run": "formulas.run",
     "simulate": "simulation.simulate",
     "simulate_evaluation": "simulation.simulate",
     "Evaluation": "recipe.evaluation",
@@ -61,6 +62,7 @@ if TYPE_CHECKING:
     from .faces.measure import measure
     from .faces.watch import watch
     from .formulas.predict import predict
+    from .formulas.run import predict_run
     from .hardware.gpu import find_gpu, gpu_names
     from .measurement.records import find_record
     from .planning.plan import Plan, plan

@@ -11,11 +11,11 @@ CEILINGS = {
     "vramlab/recipe": 2580,
     "vramlab/training": 2480,
     "vramlab/tracking": 935,
-    "vramlab/formulas": 3860,
+    "vramlab/formulas": 4050,
     "vramlab/simulation": 2840,
     "vramlab/measurement": 1300,
     "vramlab/planning": 1210,
-    "vramlab/faces": 1710,
+    "vramlab/faces": 1750,
     "vramlab_course/claims": 1200,
     "vramlab_course": 5800,
 }

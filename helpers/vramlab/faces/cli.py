@@ -23,7 +23,7 @@ from ..recipe.knobs import Knob, options
 from ..recipe.recipe import Recipe
 from ..report.errors import VramLabError, needing
 from ..report.report import Interval, Report, format_bytes
-from .options import OPTIONS, Options, fields_of, fits_card, recipe_of
+from .options import OPTIONS, Options, fields_of, fits_card, read_lengths, recipe_of
 
 FAILED, WRONG, OUT_OF_MEMORY, STOPPED = 1, 2, 3, 130
 
@@ -115,12 +115,26 @@ def _version(version: _flag("Print the version.", "--version") = False) -> None:
 
 @app.command()
 @takes_recipe
-def predict(recipe: Recipe, gpu: GpuName = None, as_json: Json = False) -> None:
-    """Memory by formula: about a millisecond, no torch."""
+def predict(
+    recipe: Recipe,
+    lengths: Annotated[
+        Path | None, typer.Option(help="JSONL with each sample's length or input_ids: a whole run.")
+    ] = None,
+    train_sampling_strategy: Annotated[str, typer.Option(help="With --lengths, as in TrainingArguments.")] = "random",
+    seed: Annotated[int, typer.Option(help="With --lengths, of the order of samples.")] = 42,
+    gpu: GpuName = None,
+    as_json: Json = False,
+) -> None:
+    """Memory by formula: about a millisecond, no torch; with --lengths over a run."""
     from ..formulas.predict import predict
+    from ..formulas.run import predict_run
 
     card = _card(gpu, recipe)
-    _finish(predict(recipe, gpu=card and card.name), card, as_json)
+    if lengths is None:
+        _finish(predict(recipe, gpu=card and card.name), card, as_json)
+        return
+    run = predict_run(recipe, read_lengths(lengths), train_sampling_strategy, seed, gpu=card and card.name)
+    _finish(run.largest, card, as_json, run)
 
 
 @app.command()
@@ -225,8 +239,8 @@ def _card(name: str | None, recipe: Recipe) -> Gpu | None:
     return card
 
 
-def _finish(report: Report, card: Gpu | None, as_json: bool) -> None:
-    """Print the report and whether it fits the card; exit with what its status and that mean.
+def _finish(report: Report, card: Gpu | None, as_json: bool, whole: Any = None) -> None:
+    """Print the report, or the `whole` that it is of, and whether it fits the card; exit with what its status and that mean.
 
     In JSON the answer is `environment.fits`: true, false, or null where the card lies within the interval.
     """
@@ -237,6 +251,8 @@ def _finish(report: Report, card: Gpu | None, as_json: bool) -> None:
         sentence = f"{answer}: {card.name} has {format_bytes(card.total)}, the process needs {needs}"
         report.environment |= {"gpu": card.name, "fits": fits}
         report.notes += [sentence] if as_json else []
-    typer.echo(report.to_json(indent=2) if as_json else "\n".join(filter(None, [str(report), sentence])))
+    whole = whole or report
+    text = json.dumps(whole.to_dict(), indent=2) if as_json else "\n".join(filter(None, [str(whole), sentence]))
+    typer.echo(text)
     if report.status != "ok" or fits is False:
         raise typer.Exit(OUT_OF_MEMORY if report.status == "oom" else FAILED)

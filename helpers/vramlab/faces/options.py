@@ -1,13 +1,18 @@
 """What the command line and the calculator share: options read from knobs, and whether a report fits a card."""
 
+import json
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from ..hardware.gpu import Gpu
 from ..recipe.knobs import Knob, options
 from ..recipe.options import STAGES
 from ..recipe.recipe import Recipe
+from ..report.errors import RecipeError
 from ..report.report import Interval, Report
+
+LENGTHS = ("length", "input_ids")  # `TrainingArguments.length_column_name`, and what the Trainer counts without it
 
 # Option to the field of `Recipe` or of its part, ("lora", "r"), and what the recipe says of it.
 Options = dict[str, tuple[tuple[str, ...], Knob]]
@@ -33,6 +38,25 @@ def recipe_of(model: str, given: Mapping[str, Any]) -> Recipe:
     if 3 not in STAGES.get(sharding.get("engine"), (3,)):  # the default stage is none of this engine's
         sharding.setdefault("stage", 0)
     return Recipe(model, **fields)
+
+
+def read_lengths(path: Path) -> list[int]:
+    """Return the tokens of each sample of a JSONL file: a number, a list of ids, or an object with one of LENGTHS a line.
+
+    Raises RecipeError for a file that does not say them.
+    """
+    found = []
+    try:
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+            value = json.loads(line) if line.strip() else None
+            if isinstance(value, dict):
+                value = next((value[name] for name in LENGTHS if name in value), f"line {number}: {', '.join(value)}")
+            found += [] if value is None else [len(value) if isinstance(value, list) else value]
+    except (OSError, ValueError) as error:
+        raise RecipeError("lengths", str(path), f"it must be a JSONL file ({error})") from error
+    if said := next((value for value in found if isinstance(value, str)), None):
+        raise RecipeError("lengths", said, "each sample must say its " + " or ".join(LENGTHS))
+    return found
 
 
 def fits_card(report: Report, card: Gpu) -> tuple[bool | None, str]:

@@ -4,12 +4,14 @@ Fused kernels (Dao 2023; Rabe and Staats 2021) save queries, keys, values, their
 of scores, batch × heads × tokens², exists only with single operators ("eager", and sdpa's "math").
 """
 
+from math import prod
+
 from ..hardware.gpu import Chip
 from ..hardware.kernels import efficient_scratch, sdp_backend
 from ..hardware.overhead import rounded
 from .ledger import Tensor
 from .model_states import FP32, HALF
-from .operators import BOOL, Operators
+from .operators import BOOL, INT64, Operators
 
 
 class Attention(Operators):
@@ -24,10 +26,11 @@ class Attention(Operators):
 
     Attributes:
         joined_samples: sequences that one row is joined of, 0 if rows are samples.
+        padded: tokens of each sample, where rows are padded.
         layer_holds: tensors that live to the end of the layer, because its modules return or name them.
     """
 
-    joined_samples = 0
+    joined_samples, padded = 0, ()
 
     def __init__(self, *args, implementation: str, bf16: bool, chip: Chip, causal: bool, grouping: bool):
         super().__init__(*args)
@@ -44,6 +47,8 @@ class Attention(Operators):
         if self.implementation == "eager":
             return self.eager_attention(q, k, v, mask, p, **eager)
         b, heads, n, d = q.shape
+        if self.implementation == "flash_attention_2" and self.padded:
+            return self.unpadded_attention(q, k, v, p)
         if mask is not None and self.grouping:  # then transformers repeats shared keys and values itself
             k, v = self.repeat(k, heads), self.repeat(v, heads)
         head_by_head = q.packed and heads > 1 and n > 1
@@ -72,6 +77,25 @@ class Attention(Operators):
         y = self.op(name, inputs, (b, n, heads * d), q.width, saves=[*inputs, True, sums], extra=extra)
         # flash_api.cpp, mha_fwd: `out = at::empty_like(q_padded)` lies as q does, and the projection takes a copy of it
         return self.copy(y) if kernel == "flash" and head_by_head else y
+
+    def unpadded_attention(self, q: Tensor, k: Tensor, v: Tensor, p: float) -> Tensor:
+        """Attend with flash-attn to the rows that are no padding, and put the result back (`_upad_input`, `pad_input`)."""
+        (b, _, n, d), (rows, samples) = q.shape, (sum(self.padded), self.padded)
+        places = self.tensor("nonzero", (rows,), INT64)
+
+        def taken(x: Tensor) -> Tensor:
+            flat = self.copy(x) if x.packed and x.shape[1] > 1 else x
+            return self.op(
+                "index", [flat], (1, x.shape[1], rows, d), x.width, saves=[places], extra=prod(x.shape) * x.width
+            )
+
+        inputs = [taken(x) for x in (self.cast(q), self.cast(k), self.cast(v))]
+        del q, k, v
+        self.joined_samples, self.padded = len(samples), ()
+        y = self.attend(*inputs, None, p)
+        del inputs
+        self.joined_samples, self.padded = 0, samples
+        return self.op("index_put", [y], (b, n, y.shape[-1]), y.width, saves=[places])
 
     def math_attention(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, p: float) -> Tensor:
         """Attend with `_scaled_dot_product_attention_math` (attention.cpp): in fp32, both factors scaled.

@@ -41,6 +41,7 @@ class Layer(Attention):
             grouping=shape.layout.grouped_keys,
         )
         self.joined_samples = joined_samples(recipe)
+        self.padded = recipe.samples if not recipe.joins and min(recipe.samples) < recipe.rows[1] else ()
         self.recipe, self.shape, self.layout, self.setting = recipe, shape, shape.layout, shape.settings.get
         (self.batch, self.tokens), self.checkpoints = recipe.rows, recipe.gradient_checkpointing
         self.hidden_width = weight_width(dtype, quantization)  # bytes an element of what the embedding returns

@@ -92,9 +92,9 @@ class Model(Layer):
         (`masking_utils._ignore_causal_mask_sdpa`), nor does an encoder; all need one for padding, and for samples that are
         joined to one row, but flash-attn.
         """
-        n, window, samples = self.tokens, self.shape.sliding_window, self.recipe.samples
+        n, window = self.tokens, self.shape.sliding_window
         apart = self.joined_samples > 1 and self.shape.family != "opt"  # which gives itself a mask of ones
-        apart = apart or (not self.joined_samples and min(samples) < n)
+        apart = apart or bool(self.padded)
         if self.implementation == "flash_attention_2" or not (self.causal or apart):
             return None
         if self.implementation == "sdpa" and not apart and (window is None or n <= window):

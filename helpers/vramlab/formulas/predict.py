@@ -64,10 +64,8 @@ def predict(recipe: Recipe | Any, gpu: str | Gpu | None = None) -> Report:
         raise RecipeError("sharding", recipe.sharding.engine, allowed)
     if recipe.lora and recipe.lora.modules_to_save:
         _check_copies(recipe)
-    padded = not recipe.joins and min(recipe.samples) < recipe.rows[1]
-    if padded and (recipe.attn_implementation == "flash_attention_2" or recipe.shape.num_decoder_layers):
-        allowed = "the formulas do not know how flash-attn unpads, nor T5's masks for padding: ask simulate"
-        raise RecipeError("lengths", recipe.lengths, allowed)
+    if recipe.is_ragged and recipe.shape.num_decoder_layers:
+        raise RecipeError("lengths", recipe.lengths, "the formulas do not know T5's masks for padding: ask simulate")
     halves = {recipe.weights_dtype, recipe.implied_dtype, HALF.get(recipe.precision.partition("-")[0])}
     if recipe.dtype and len(halves & set(HALF.values())) > 1:
         allowed = "the formulas know sizes, not which of two half-precision formats is cast to the other: ask simulate"

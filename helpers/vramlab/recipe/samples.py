@@ -41,9 +41,13 @@ def samples(recipe: Any) -> tuple[int, ...]:
 
 def rows(recipe: Any) -> tuple[int, int]:
     """Return the rows of a micro-batch and the tokens in each."""
-    multiple = recipe.pad_to_multiple_of or 1
-    width = sum(recipe.samples) if recipe.joins else max(recipe.samples)
-    return (1 if recipe.joins else recipe.batch_size), -(-width // multiple) * multiple
+    return shape_of(recipe.samples, recipe.joins, recipe.pad_to_multiple_of)
+
+
+def shape_of(lengths: tuple[int, ...], joins: bool, multiple: int | None = None) -> tuple[int, int]:
+    """Return (rows, tokens in each) of samples of `lengths`, joined to one row or padded to the longest."""
+    width, multiple = (sum if joins else max)(lengths), multiple or 1
+    return (1 if joins else len(lengths)), -(-width // multiple) * multiple
 
 
 def check(recipe: Any) -> None:
