@@ -317,6 +317,9 @@ PASTED = [
     Recipe("gpt2", **ONE_CARD, precision="bf16-true", trainer="sft"),
     Recipe("gpt2", **ONE_CARD, precision="bf16-mixed", trainer="sft", gradient_checkpointing=True, lora=LoRA()),
     Recipe("llama-3.1-8b", 1, 1024, "bf16-mixed", lora=LoRA(), quantization=Quantization(prepare=False), trainer="sft"),
+    Recipe("gpt2", **ONE_CARD, precision="bf16-mixed", trainer="dpo", lora=LoRA()),
+    Recipe("gpt2", **ONE_CARD, precision="bf16-mixed", trainer="kto", precompute_ref_log_probs=True),
+    Recipe("gpt2", **ONE_CARD, precision="bf16-true", trainer="reward"),
     Recipe("gpt2", **ONE_CARD, precision="bf16-mixed", sharding=Sharding(0, 2, "ddp")),
     Recipe("gpt2", **ONE_CARD, precision="bf16-true", sharding=Sharding(3, 2, "fsdp"), gradient_checkpointing=True),
     Recipe("gpt2", **ONE_CARD, precision="bf16-true", sharding=Sharding(3, 2, "fsdp", "parameters")),
@@ -381,9 +384,14 @@ def test_a_plan_of_trls_trainer_has_no_logits():
         plan("qwen3-0.6b", "RTX 4090", **asked, trainer=name).best.recipe for name in ("transformers", "sft")
     )
     assert fused.trainer == "sft" and fused.batch_size > plain.batch_size
-    for model, gpus, field in (("mixtral-8x7b", 1, "trainer"), ("gpt2", 2, "gpus")):
+    for model, gpus, field, name in (
+        ("mixtral-8x7b", 1, "trainer", "sft"),
+        ("gpt2", 2, "gpus", "sft"),
+        ("gpt2", 2, "gpus", "dpo"),
+        ("gpt2", 1, "trainer", "kto"),
+    ):
         with pytest.raises(RecipeError) as caught:
-            plan(model, "RTX 4090", gpus, trainer="sft")
+            plan(model, "RTX 4090", gpus, trainer=name)
         assert caught.value.field == field
 
 

@@ -75,6 +75,8 @@ class Question:
             near = max(1, round(self.global_batch / self.gpus)) * self.gpus
             rest = f"{self.gpus} GPUs share it equally: take a multiple, such as {near}"
             raise RecipeError("global_batch", self.global_batch, rest)
+        if self.trainer == "kto":
+            raise RecipeError("trainer", "kto", "plan tries micro-batches of one sample too, which KTOTrainer refuses")
         same = ("seq_len", "task", "num_layers", "trainer")
         self.plain = Recipe(self.model, **{name: getattr(self, name) for name in same})
         with_its_adapters(self.plain)

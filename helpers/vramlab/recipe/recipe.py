@@ -446,7 +446,7 @@ class Recipe:
 
     @classmethod
     def from_training_arguments(cls, args, model, **fields) -> "Recipe":
-        """The recipe of `args`, a `TrainingArguments` or TRL's `SFTConfig`, for `model`.
+        """The recipe of `args`, a `TrainingArguments` or TRL's `SFTConfig`, `DPOConfig`, …, for `model`.
 
         `fields` adds what the arguments do not say. A `max_length` is taken for the length of every sample.
         """

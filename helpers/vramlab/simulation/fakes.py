@@ -39,6 +39,7 @@ def fake_world(target: str, card: Gpu | None = None) -> Iterator[tuple[FakeTenso
         stack.enter_context(liger(chip if target == "cuda" else None))
         stack.enter_context(warnings.catch_warnings())
         warnings.filterwarnings("ignore", message="Paged optimizers are not supported on CPU")
+        warnings.filterwarnings("ignore", "`gradient_checkpointing_", FutureWarning)  # TRL calls it by its old name
         yield mode, kernels
 
 

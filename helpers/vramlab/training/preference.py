@@ -43,7 +43,7 @@ def start(training: Training, recipe: Recipe, build_model: Callable) -> None:
     trainer = object.__new__(trl_class(name))
     disable_dropout_in_model(model)
     if recipe.has_reference:
-        plain = recipe.replace(trainer="transformers", gradient_checkpointing=False)
+        plain = recipe.replace(trainer="transformers", gradient_checkpointing=False, activation_offloading=False)
         training.reference = build_model(plain, training.device).eval()
         add_fused_lm_head(training.reference)
         disable_dropout_in_model(training.reference)
