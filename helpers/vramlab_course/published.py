@@ -26,6 +26,7 @@ class Run:
         recipe: what was trained; the loop is that of the source's own script.
         allocated: `torch.cuda.max_memory_allocated()` in bytes; `reserved`: the same of segments, None if not published.
         loaded: `torch.cuda.memory_allocated()` once the model was loaded, in bytes, None if not published.
+        loading: the peak until then, None if not published.
         seconds: of one optimizer step, the mean of some after a warm-up; None if not published.
         as_run: what differed from the installed transformers, a name of `as_run.AS_RUN`, or None.
         made_with: GPU, torch, transformers, date.
@@ -37,6 +38,7 @@ class Run:
     allocated: int
     reserved: int | None
     loaded: int | None
+    loading: int | None
     seconds: float | None
     as_run: str | None
     made_with: str
@@ -58,6 +60,7 @@ def runs() -> list[Run]:
                 allocated=run["allocated"],
                 reserved=run.get("reserved"),
                 loaded=run.get("loaded"),
+                loading=run.get("loading"),
                 seconds=run.get("seconds"),
                 as_run=run.get("as_run"),
                 made_with=f"{run['gpu']}, torch {run['torch']}, transformers {run['transformers']}, {run['date']}",

@@ -99,7 +99,7 @@ def test_nothing_stays_replaced(kind):
 
 
 def test_each_run_says_where_it_is_from():
-    assert len(RUNS) >= 80 and {run.source for run in RUNS} == {"vramcalc", "fitcheck-llm"}
+    assert len(RUNS) >= 95 and {run.source for run in RUNS} == {"vramcalc", "fitcheck-llm", "can-i-finetune-this"}
     assert all(run.gpu in run.made_with and "transformers" in run.made_with for run in RUNS)
 
 

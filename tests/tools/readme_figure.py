@@ -37,6 +37,6 @@ if __name__ == "__main__":
     plot.timeline(simulate(RECIPE)).savefig(FOLDER / "timeline.png", dpi=110, bbox_inches="tight")
     batches = [(f"batch {size}", witnesses(RECIPE.replace(batch_size=size))) for size in (4, 8, 16)]
     plot.compare_many(batches).savefig(FOLDER / "peaks.png", dpi=110, bbox_inches="tight")
-    look = dict(band=0.01, title="84 published runs, 42 of them simulated with as_run", names=("simulated", "measured"))
+    look = dict(band=0.01, title="95 published runs, 42 of them simulated with as_run", names=("simulated", "measured"))
     scatter_error(published(), **look).savefig(FOLDER / "published.png", dpi=110, bbox_inches="tight")
     cheat_sheet.draw().savefig(FOLDER / "cheat_sheet.png", dpi=130)

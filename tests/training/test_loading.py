@@ -92,3 +92,15 @@ def test_each_rank_loads_the_whole_quantized_base():
     alone = Recipe("llama-3.1-8b", precision="bf16-true", lora=LoRA(), quantization=Quantization(prepare=False))
     rank = predict(alone.replace(sharding=Sharding(3, 8, "fsdp")))
     assert rank.loading == predict(alone).loading and rank.loading.total > rank.phases["load"].end.total
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_in_host_memory_weights_are_the_file_unless_they_are_converted(dtype, tmp_path):
+    """Mapped pages, which all processes of a node share, or a copy for each process."""
+    build_model(Recipe(config("llama"), num_layers=1, precision="bf16-true")).save_pretrained(tmp_path)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HF_DEACTIVATE_ASYNC_LOAD", "1")  # threads are not followed
+        with Tracker("cpu") as tracker:
+            model = transformers.LlamaForCausalLM.from_pretrained(tmp_path, dtype=getattr(torch, dtype))
+    made = {tracker.live[p.untyped_storage()._cdata].op for p in model.parameters()}
+    assert made == ({"set_"} if dtype == "bfloat16" else {"_to_copy"})

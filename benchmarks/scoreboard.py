@@ -1,0 +1,135 @@
+"""Tools that estimate training memory, on the runs that others measured (`data/published_runs.json`): who is how far off.
+
+    pip install --no-deps vramcalc fitcheck-llm
+    python benchmarks/scoreboard.py             # predict alone for us, seconds
+    python benchmarks/scoreboard.py --simulate  # and simulate, minutes
+
+Each tool is asked in its own terms, for the runs that it has an answer for, and held against
+`torch.cuda.max_memory_allocated()`; allowances for CUDA's context and fragmentation are left out where it names them.
+
+- predict, simulate (vramlab): as a user calls them, for the installed transformers; `published_runs.py` has `as_run`.
+- vramcalc: decoders with full or LoRA training, no quantized bases. 13 of the runs are its own, from its own loop.
+- fitcheck-llm: LoRA and 4-bit bases; no full training. Its constants are fitted to its own T4 runs, 71 of these.
+- In 42 runs the script or an older transformers differed (`as_run`), of which no tool is told; "plain" leaves them out.
+- accelerate estimate-memory: full training with Adam; weights, gradients and states, "for a batch size of 1".
+- DeepSpeed's estimate_zero2_model_states_mem_needs on one GPU without offloading: likewise states alone, mixed precision.
+
+MemTracker (torch.distributed._tools) answers for real steps on fake tensors and takes a minute a run:
+`simulate_vs_memtracker.py`.
+"""
+
+import argparse
+import statistics
+from collections.abc import Callable
+
+import fitcheck
+import vramcalc
+from accelerate.commands.estimate import estimate_training_usage
+from deepspeed.runtime.zero.stage_1_and_2 import estimate_zero2_model_states_mem_needs
+from vramlab import predict, simulate
+from vramlab.report.report import MiB, text_table
+from vramlab_course.published import Run, runs
+
+
+def by_vramcalc(run: Run) -> int | None:
+    """vramcalc's peak; it has no bases in 4 bits, and of 8-bit optimizers only the states' number."""
+    r = run.recipe
+    if r.quantization:
+        return None
+    return vramcalc.estimate(
+        r.shape.config,
+        mode="train",
+        dtype={"fp32": "fp32", "fp16": "fp16", "bf16": "bf16"}[r.precision.partition("-")[0]],
+        precision="amp" if r.precision.endswith("mixed") else "pure",
+        batch=r.batch_size,
+        seq_len=r.seq_len,
+        grad_checkpoint=r.gradient_checkpointing,
+        attn_impl=r.attn_implementation,
+        lora_rank=r.lora.r if r.lora else None,
+        optimizer="adamw",
+        overhead_gb=0,
+    ).total
+
+
+def by_fitcheck(run: Run) -> int | None:
+    """fitcheck's total without its allowance for context and fragmentation; it answers for adapters only."""
+    r, s = run.recipe, run.recipe.shape
+    if not r.lora:
+        return None
+    model = fitcheck.ModelConfig(
+        name=s.name,
+        num_params=s.num_parameters,
+        hidden_size=s.hidden_size,
+        num_layers=s.num_layers,
+        num_attention_heads=s.num_heads,
+        num_kv_heads=s.num_kv_heads,
+        intermediate_size=s.intermediate_size,
+        vocab_size=s.vocab_size,
+        head_dim=s.head_dim,
+        tie_word_embeddings=s.tied,
+    )
+    training = fitcheck.TrainingConfig(
+        precision=r.precision.partition("-")[0],
+        quantization=r.quantization.quant_type if r.quantization else "none",
+        double_quant=bool(r.quantization and r.quantization.double),
+        optimizer="adam8bit" if "8bit" in r.optim else "adamw",
+        batch_size=r.batch_size,
+        seq_len=r.seq_len,
+        lora_rank=r.lora.r,
+        lora_targets=list(r.lora.target_modules),
+        grad_checkpoint=r.gradient_checkpointing,
+        flash_attn=r.attn_implementation != "eager",
+    )
+    report = fitcheck.estimate(model, training, fitcheck.get_gpu(vram_mib=48 * 1024))
+    return int((report.total_mib - report.overhead_mib) * MiB)
+
+
+def by_accelerate(run: Run) -> int | None:
+    """The largest of its four figures for Adam."""
+    r = run.recipe
+    if r.lora:
+        return None
+    dtype = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}[r.precision.partition("-")[0]]
+    return max(estimate_training_usage(4 * r.shape.num_parameters, dtype).values())
+
+
+def by_deepspeed(run: Run) -> int | None:
+    """Model states on one GPU."""
+    r = run.recipe
+    if r.lora:
+        return None
+    return int(estimate_zero2_model_states_mem_needs(r.shape.num_parameters, cpu_offload=False)[1])
+
+
+TOOLS: dict[str, Callable[[Run], int | None]] = {
+    "vramlab predict": lambda run: predict(run.recipe, gpu=run.gpu).peak.total,
+    "vramcalc": by_vramcalc,
+    "fitcheck-llm": by_fitcheck,
+    "accelerate estimate-memory": by_accelerate,
+    "DeepSpeed's ZeRO-2 estimator": by_deepspeed,
+}
+
+
+def main(simulated: bool) -> None:
+    """Print a line for each tool: all runs that it answers; and those that ran plainly and are not its own."""
+    tools = dict(TOOLS)
+    if simulated:
+        tools["vramlab simulate"] = lambda run: simulate(run.recipe, gpu=run.gpu).peak.total
+    rows = [("tool", "runs", "mean", "median", "worst", "plain, of others", "mean", "median", "worst")]
+    for tool, ask in tools.items():
+        asked = [(run, ask(run)) for run in runs()]
+        errors = [(run, abs(said / run.allocated - 1)) for run, said in asked if said is not None]
+        plain = [error for run, error in errors if run.source != tool and not run.as_run]
+        rows.append((tool, *figures([error for _, error in errors]), *figures(plain)))
+    print(text_table(rows))
+
+
+def figures(errors: list[float]) -> tuple[str, ...]:
+    """How many there are, mean, median and worst."""
+    return str(len(errors)), *(f"{f(errors):.2%}" for f in (statistics.mean, statistics.median, max))
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--simulate", action="store_true", help="ask simulate too")
+    main(parser.parse_args().simulate)
