@@ -2,7 +2,7 @@
 
 import pytest
 from tiny_models import config
-from vramlab import LoRA, Recipe, RecipeError, predict, simulate
+from vramlab import LoRA, Recipe, RecipeError, Sharding, predict, simulate
 
 SFT = Recipe(config("llama"), 4, 64, num_layers=4, precision="bf16-mixed", trainer="sft")
 OFFLOADED = SFT.replace(activation_offloading=True)
@@ -40,6 +40,7 @@ def test_refuses():
         (lambda: simulate(OFFLOADED, target="cpu"), "from a GPU only"),
         (lambda: predict(OFFLOADED), "ask simulate"),
         (lambda: Recipe("gpt2", activation_offloading=True), "only trainers sft"),
+        (lambda: OFFLOADED.replace(sharding=Sharding(0, 2, "ddp")), "one device"),
     ):
         with pytest.raises(RecipeError, match=words) as caught:
             call()

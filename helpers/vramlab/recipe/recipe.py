@@ -215,8 +215,9 @@ class Recipe:
             self._check_trl()
         if self.precompute_ref_log_probs and self.trainer not in ("dpo", "kto"):
             raise RecipeError("precompute_ref_log_probs", True, "only trainer 'dpo' and 'kto' have a reference model")
-        if self.activation_offloading and self.trainer not in TRL:
-            raise RecipeError("activation_offloading", True, f"only trainers {', '.join(TRL)} offload activations")
+        if self.activation_offloading and (self.trainer not in TRL or self.sharding):
+            rest = f"only trainers {', '.join(TRL)} offload activations, and on one device here"
+            raise RecipeError("activation_offloading", True, rest)
         liger.check(self)
         parallel_limits.check(self)
 
