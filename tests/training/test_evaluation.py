@@ -100,7 +100,11 @@ def test_batches_in_between_need_not_run():
 
 @pytest.mark.parametrize(
     "fields, field",
-    [({"trainer": "sft"}, "trainer"), ({"sharding": Sharding(3, 2)}, "sharding")],
+    [
+        ({"trainer": "sft"}, "trainer"),
+        ({"sharding": Sharding(3, 2)}, "sharding"),
+        ({"use_liger_kernel": True}, "use_liger_kernel"),
+    ],
 )
 def test_refuses_other_evaluations(fields, field):
     with pytest.raises(RecipeError) as caught:

@@ -222,14 +222,10 @@ def simulate_evaluation(
         RecipeError: another trainer's evaluation, one among ranks, or a model that does not run on fake tensors.
     """
     recipe, card = as_recipe(recipe), find_gpu(gpu) if gpu else None
-    for field, wanted in (
-        ("trainer", "transformers"),
-        ("sharding", None),
-        ("lengths", None),
-        ("pad_to_multiple_of", None),
-    ):
-        if (value := getattr(recipe, field)) != wanted:
-            raise RecipeError(field, value, "the evaluation of transformers' own Trainer on one device is simulated")
+    for field in ("trainer", "sharding", "use_liger_kernel", "lengths", "pad_to_multiple_of"):
+        if (value := getattr(recipe, field)) != getattr(Recipe, field):
+            rest = f"the evaluation of transformers' own Trainer is simulated with {getattr(Recipe, field)!r} only"
+            raise RecipeError(field, value, rest)
     tracker = _run(recipe, target, card, 1, evaluation, full)
     history = _history(tracker.log, tracker.marks, target, card, tracker.notes)
     title = f"{recipe} · evaluation"
