@@ -45,7 +45,7 @@ def test_it_needs_no_torch():
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-@pytest.mark.parametrize("name", model_names())
+@pytest.mark.parametrize("name", [name for name in model_names() if read_shape(name).layout])
 def test_a_report_is_whole_for_every_model(name):
     report = predict(Recipe(name), "A100")
     assert report.source == "predicted" and report.status == "ok" and report.target == "cuda"
@@ -411,18 +411,15 @@ DENSE = dict(SIZES, num_attention_heads=8, num_key_value_heads=4, intermediate_s
 MIXED = dict(DENSE, num_experts_per_tok=2, num_local_experts=8, num_experts=8, moe_intermediate_size=256)
 EIGHT_HEADS = dict(SIZES, n_embd=512, n_head=8, n_layer=2, num_attention_heads=8)
 LIKE_A_DECODER = [
-    *({"model_type": name, **DENSE} for name in ("stablelm", "granite", "phi3", "olmo2", "cohere2", "glm4")),
-    *({"model_type": name, **MIXED} for name in ("qwen3_moe", "gpt_oss")),
+    *({"model_type": name, **DENSE} for name in ("stablelm", "cohere2", "glm4")),
+    {"model_type": "olmoe", **MIXED},
 ]
 MORE = [
-    *(
-        {"model_type": name, **DENSE}
-        for name in ("starcoder2", "smollm3", "nemotron", "exaone4", "gemma3_text", "helium")
-    ),
-    *({"model_type": name, **MIXED} for name in ("granitemoe", "olmoe")),
+    *({"model_type": name, **DENSE} for name in ("starcoder2", "nemotron", "exaone4", "helium")),
+    {"model_type": "granitemoe", **MIXED},
     *({"model_type": name, **EIGHT_HEADS} for name in ("gpt_bigcode", "gptj")),
 ]
-WITHOUT_SDPA = ("gpt_oss", "gptj")
+WITHOUT_SDPA = ("gptj",)
 
 
 @pytest.mark.parametrize("lora", [None, LoRA(r=16, target_modules="all-linear")], ids=["full", "all-linear"])
@@ -441,7 +438,7 @@ def test_a_decoder_that_nobody_wrote_down_is_within_its_interval(config, lora):
 
 
 def test_fsdp_divides_a_decoder_that_nobody_wrote_down():
-    recipe = Recipe({"model_type": "granite", **DENSE}, 4, 256, "bf16-true", sharding=Sharding(3, 4))
+    recipe = Recipe({"model_type": "stablelm", **DENSE}, 4, 256, "bf16-true", sharding=Sharding(3, 4))
     assert predict(recipe).peak.total == pytest.approx(simulated(recipe).peak.total, rel=0.01)
 
 
@@ -455,13 +452,12 @@ UNLIKE = [
     ({"model_type": "mamba2", **STATES}, "the layers have"),
     ({"model_type": "bamba", **DENSE, "mamba_n_heads": 16, "mamba_d_head": 64, "attn_layer_indices": [1]}, "differ"),
     ({"model_type": "lfm2", **DENSE}, "the layers have"),
-    ({"model_type": "deepseek_v3", **SIZES, "n_routed_experts": 16, "first_k_dense_replace": 1}, "differ"),
-    ({"model_type": "deepseek_v3", **SIZES, "n_routed_experts": 16, "first_k_dense_replace": 0}, "the layers have"),
+    ({"model_type": "deepseek_v2", **SIZES, "n_routed_experts": 16, "first_k_dense_replace": 1}, "differ"),
     ({"model_type": "qwen3_moe", **MIXED, "mlp_only_layers": [0]}, "differ"),
     ({"model_type": "qwen2_moe", **MIXED}, "shared_expert"),
     ({"model_type": "apertus", **DENSE}, "the activation is xielu"),
     ({"model_type": "olmo", **DENSE}, "0 norms with weights"),
-    ({"model_type": "gemma3_text", **DENSE, "sliding_window": 64, "sliding_window_pattern": 2}, "look back 64 tokens"),
+    ({"model_type": "cohere2", **DENSE, "sliding_window": 64, "sliding_window_pattern": 2}, "look back 64 tokens"),
 ]
 
 

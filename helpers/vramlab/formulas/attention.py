@@ -53,12 +53,13 @@ class Attention(Operators):
             k, v = self.repeat(k, heads), self.repeat(v, heads)
         head_by_head = q.packed and heads > 1 and n > 1
         q, k, v, mask = self.cast(q), self.cast(k), self.cast(v), self.cast(mask)
-        m, fewer = k.shape[2], k.shape[1] != heads
+        m, fewer, values = k.shape[2], k.shape[1] != heads, v.shape[-1]
         if mask is not None and mask.width == BOOL:  # made a bias of the queries' dtype, with rows of a multiple of 16
             mask = self.tensor("where", (*mask.shape[:-1], -(-m // 16) * 16), q.width)
         masked, grouped = mask is not None, fewer and self.grouping
         broadcast = fewer and not self.grouping
-        kernel = sdp_backend(q.width, d, masked, grouped, self.bf16, self.chip.capability, p, broadcast=broadcast)
+        options = (q.width, d, masked, grouped, self.bf16, self.chip.capability, p, values)
+        kernel = sdp_backend(*options, broadcast=broadcast)
         if self.implementation == "flash_attention_2":
             kernel = "flash"
         if kernel == "math":
@@ -74,7 +75,7 @@ class Attention(Operators):
             extra, lines = sum(map(rounded, blocks)), (b, heads, -(-n // 32) * 32)
         name = f"{kernel}_attention"
         sums, inputs = self.tensor(name, lines, FP32), [q, k, v, mask] if masked else [q, k, v]
-        y = self.op(name, inputs, (b, n, heads * d), q.width, saves=[*inputs, True, sums], extra=extra)
+        y = self.op(name, inputs, (b, n, heads * values), q.width, saves=[*inputs, True, sums], extra=extra)
         # flash_api.cpp, mha_fwd: `out = at::empty_like(q_padded)` lies as q does, and the projection takes a copy of it
         return self.copy(y) if kernel == "flash" and head_by_head else y
 
@@ -102,7 +103,7 @@ class Attention(Operators):
 
         Autocast casts the arguments and is off inside (`autocast_mode.h`, ExcludeDispatchKeyGuard).
         """
-        width, (b, heads, n, d), m = q.width, q.shape, k.shape[2]
+        width, (b, heads, n, _), m = q.width, q.shape, k.shape[2]
         autocast, self.autocast = self.autocast, None
         q, k, v = self.to(q, FP32), self.to(k, FP32), self.to(v, FP32)
         scaled = self.scale(q)
@@ -119,8 +120,8 @@ class Attention(Operators):
         if mask is not None:
             scores = self.add(scores, mask)
         scores = self.dropout(self.softmax(scores), p)
-        y = self.matmul(scores, self.copied(v), b, heads, n, d)
-        y = self.to(self.copy(y, shape=(b, n, heads * d)), width)
+        y = self.matmul(scores, self.copied(v), b, heads, n, v.shape[-1])
+        y = self.to(self.copy(y, shape=(b, n, heads * v.shape[-1])), width)
         self.autocast = autocast
         return y
 
@@ -136,7 +137,7 @@ class Attention(Operators):
             in_place: scores are scaled in place, and one head of keys is broadcast over a single sequence (Falcon).
             sinks: a column more, less the maximum, which is cut off after the softmax (GPT-OSS).
         """
-        b, heads, n, d = q.shape
+        b, heads, n, _ = q.shape
         if not (in_place and b == 1):
             k, v = self.repeat(k, heads), self.repeat(v, heads)
         scores = self.matmul(self.copied(q), self.copied(k), b, heads, n, k.shape[2])
@@ -150,19 +151,21 @@ class Attention(Operators):
                 scores = self.add(scores, added)
         if sinks:
             scores = self.scale(self.cat([scores], b, heads, n, k.shape[2] + 1), "add")
-        scores = self.probabilities(scores, False if sinks else softmax_fp32, q.width)
+        scores = self.softmax(scores) if sinks else self.probabilities(scores, softmax_fp32, q.width)
         scores.packed = scores.packed or sinks  # heads lie in order, with one column to skip
         del unmasked
         scores = self.dropout(scores, p)
         self.layer_holds.append(scores)  # returned beside the output
-        y = self.matmul(scores, self.copied(v), b, heads, n, d)
-        return self.copy(y, shape=(b, n, heads * d))
+        y = self.matmul(scores, self.copied(v), b, heads, n, v.shape[-1])
+        return self.copy(y, shape=(b, n, heads * v.shape[-1]))
 
     def repeat(self, x: Tensor, heads: int) -> Tensor:
-        """Copy keys or values to every query head; their gradients are summed."""
+        """Copy keys or values to every query head; their gradients are summed. A single head is only viewed as many."""
         b, few, m, d = x.shape
         if few == heads:
             return x
+        if few == 1:
+            return self.op("expand", [x], (b, heads, m, d), x.width, view=x)
         out = self.op("repeat_kv", [x], (b, heads, m, d), x.width)
         out.packed = True
         return out
@@ -183,6 +186,14 @@ class Attention(Operators):
         if x.width == HALF and not self.bf16:  # one kernel reads fp16 and writes fp32 (SoftMax.cpp, half_to_float)
             return self.to(self.softmax(x, FP32), width)
         return self.to(self.softmax(self.to(x, FP32)), width)
+
+    def rotary_halves(self, x: Tensor, table: tuple[Tensor, Tensor]) -> Tensor:
+        """Compute (x₁ · cos - x₂ · sin, x₂ · cos + x₁ · sin) of two halves of the channels, and join them."""
+        *rest, d = x.shape
+        halves = [self.slice(x, *rest, d // 2) for _ in range(2)]
+        turned = [self.add(self.mul(a, table[0]), self.mul(b, table[1])) for a, b in (halves, halves[::-1])]
+        del halves
+        return self.cat(turned, *rest, d)
 
     def rotary(self, x: Tensor, table: tuple[Tensor, Tensor], dims: int, partial: bool) -> Tensor:
         """Compute x · cos + rotate_half(x) · sin on the first `dims` channels (Su et al. 2021, `apply_rotary_pos_emb`).

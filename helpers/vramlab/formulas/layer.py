@@ -90,6 +90,8 @@ class Layer(Attention):
 
     def joined(self, x: Tensor, y: Tensor, norm: str | None) -> Tensor:
         """Add dropout(y) to x; apply `norm` in a model with norms after the sums; clamp in fp16 as T5 does."""
+        if self.setting("residual_multiplier", None):  # Granite
+            y = self.scale(y)
         total = self.add(x, self.dropout(y, self.shape.hidden_dropout))
         if norm:
             return self.norm(total, norm)
@@ -101,6 +103,9 @@ class Layer(Attention):
         """Project to queries, keys and values, rotate and cache them where the model does, attend, and project back."""
         s, cross = self.shape, "" if source is None else "cross_"
         layout, t5 = self.layout, bool(s.num_decoder_layers)
+        if "kv_a" in at:
+            q, k, v = self.latent(at, x)
+            return self.linear(self.attend(q, k, v, bias[0], s.attention_dropout), at["out"])
         if "qkv" in at:
             qkv = self.linear(x, at["qkv"])
             kv = qkv.shape[-1] // s.head_dim - s.num_heads
@@ -117,6 +122,10 @@ class Layer(Attention):
             k, v = self.repeat(k, s.num_heads), self.repeat(v, s.num_heads)
         if self.table and "rope" in self.liger:
             q, k = liger.turned(self, q, k, self.caches is not None)
+        elif self.table and layout.halved_rotary:
+            q_ = self.rotary_halves(q, self.table)
+            q, k = q_, self.rotary_halves(k, self.table)
+            del q_
         elif self.table:
             partial = s.rotary_dim < s.head_dim or layout.joined_rotary
             q_ = self.rotary(q, self.table, s.rotary_dim, partial)
@@ -138,6 +147,27 @@ class Layer(Attention):
             sinks="sinks" in at,
         )
         return self.linear(y, at[f"{cross}out"])
+
+    def latent(self, at: dict[str, str], x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Expand queries, keys and values from compressed ones (DeepSeek-V2, section 2.1), which are what is cached."""
+        s, (b, n, _) = self.shape, x.shape
+        heads, rope = s.num_heads, s.head_dim
+        nope, values, rank = (self.setting(key) for key in ("qk_nope_head_dim", "v_head_dim", "kv_lora_rank"))
+        turn = self.rotary_halves if self.layout.halved_rotary else lambda x, table: self.rotary(x, table, rope, False)
+        narrow = x if "q" in at else self.norm(self.linear(x, at["q_a"]), at["q_a_norm"])
+        q = self.linear(narrow, at["q" if "q" in at else "q_b"])
+        del narrow
+        q, turned = self.split(q, (b, heads, n, nope), (b, heads, n, rope))
+        kv, key = self.split(self.linear(x, at["kv_a"]), (b, n, rank), (b, 1, n, rope))
+        kv = self.norm(kv, at["kv_a_norm"])
+        turned, key = turn(turned, self.table), turn(key, self.table)
+        if self.caches is not None:
+            kv, key = self.cat([kv], *kv.shape), self.cat([key], *key.shape, width=kv.width)
+            self.caches += [kv, key]
+        q = self.cat([q, turned], b, heads, n, nope + rope)
+        del turned
+        k, v = self.split(self.linear(kv, at["kv_b"]), (b, heads, n, nope), (b, heads, n, values))
+        return q, self.cat([k, key], b, heads, n, nope + rope), v
 
     def heads(self, x: Tensor, count: int) -> Tensor:
         """View batch × tokens × (heads · channels) as batch × heads × tokens × channels."""
@@ -178,10 +208,16 @@ class Layer(Attention):
 
     def experts(self, at: dict[str, str], x: Tensor) -> Tensor:
         """Run `MixtralSparseMoeBlock` with grouped products: a token's row is copied to each expert it goes to."""
-        s, (b, n, h), m = self.shape, x.shape, self.shape.intermediate_size
+        s, (b, n, h) = self.shape, x.shape
+        m = prod(self.parameters[at["experts_down"]].shape) // (s.num_experts * h)
         rows, k = b * n, s.experts_per_token
-        flat = x.view(rows, h)
-        probabilities = self.probabilities(self.product(flat, self.parameters[at["router"]]), True, FP32)
+        flat, router = x.view(rows, h), self.parameters[at["router"]]
+        if self.layout.sigmoid_router:
+            flat32 = self.to(flat, FP32)
+            probabilities = self.unary("sigmoid", self.product(flat32, self.to(router, FP32)))
+            del flat32
+        else:
+            probabilities = self.probabilities(self.product(flat, router), True, FP32)
         top = self.op("topk", [probabilities], (rows, k), FP32, saves=[self.tensor("topk", (rows, k), INT64)])
         weights = self.op("div", [top], (rows, k), FP32, saves=[top])
         order = self.tensor("sort", (rows * k,), INT64)
@@ -203,7 +239,12 @@ class Layer(Attention):
         else:
             out = grouped(self.mul(self.activation(gate, s.activation), up), "experts_down", h)
         weighted = index(self.mul(out, index(weights, 1)), h)
-        return self.to(self.reduce(weighted, (rows, h), "sum"), x.width).view(b, n, h)
+        y = self.to(self.reduce(weighted, (rows, h), "sum"), x.width).view(b, n, h)
+        if "shared_up" not in at:
+            return y
+        del out, weighted, gate, up
+        parts = ("gate", "up", "down")
+        return self.add(y, self.feed_forward({part: at[f"shared_{part}"] for part in parts}, x))
 
     def norm(self, x: Tensor, name: str) -> Tensor:
         """Apply the family's norm."""

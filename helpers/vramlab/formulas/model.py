@@ -1,13 +1,17 @@
 """A recipe's whole model in the ledger: embeddings, stacks of layers, head and loss, as in transformers 5.23."""
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from math import prod
 
 from ..hardware.gpu import Chip
+from ..recipe.families import Stack
 from ..recipe.options import FUSED
 from ..recipe.recipe import Recipe
 from ..recipe.shapes import Shape
+from ..report.errors import RecipeError
 from . import liger
 from .fused_head import FusedHead
 from .layer import Layer
@@ -85,19 +89,19 @@ class Model(Layer):
 
     # --- what all layers share ------------------------------------------------------------------------------------
 
-    def mask(self) -> Tensor | None:
-        """Make the attention mask, if there is one: a number for each pair of tokens and sequence.
+    def mask(self, kind: str = "sliding_attention") -> Tensor | None:
+        """Make the attention mask of a kind of layers, if there is one: a number for each pair of tokens and sequence.
 
-        Fused kernels need none for causality, unless a sliding window is shorter than the sequence
+        Fused kernels need none for causality, unless a sliding window is not longer than the sequence
         (`masking_utils._ignore_causal_mask_sdpa`), nor does an encoder; all need one for padding, and for samples that are
         joined to one row, but flash-attn.
         """
-        n, window = self.tokens, self.shape.sliding_window
+        n, window = self.tokens, self.shape.sliding_window if kind == "sliding_attention" else None
         apart = self.joined_samples > 1 and self.shape.family != "opt"  # which gives itself a mask of ones
         apart = apart or bool(self.padded)
         if self.implementation == "flash_attention_2" or not (self.causal or apart):
             return None
-        if self.implementation == "sdpa" and not apart and (window is None or n <= window):
+        if self.implementation == "sdpa" and not apart and (window is None or n < window):
             return None
         one, two = (self.tensor("mask", (1, 1, n, n), BOOL) if apart else None for _ in range(2))
         seen = self.tensor("mask", (self.batch, 1, n, n), BOOL)
@@ -135,7 +139,9 @@ class Model(Layer):
 
     # --- stacks ---------------------------------------------------------------------------------------------------
 
-    def stack(self, name: str, count: int, layer: Callable[[str, Tensor], Tensor], first: list[Tensor]) -> Tensor:
+    def stack(
+        self, name: str, count: int, layer: Callable[[str, Tensor], Tensor], first: list[Tensor], start: int = 0
+    ) -> Tensor:
         """Run as few of `count` layers as say what all do: one that stands for the others, and those that differ.
 
         Where the first layer's input requires no gradient (LoRA), that layer saves less, and the second stands for the
@@ -144,6 +150,7 @@ class Model(Layer):
 
         Args:
             first: a list with the input of the first layer, emptied so that the input is freed with that layer.
+            start: number of the first layer.
         """
         x = first.pop()
         if x.node in self.leaves:
@@ -159,7 +166,7 @@ class Model(Layer):
                 self.layer_holds.clear()
 
         for i in range(written):
-            inner = self.where = f"{name}.{i}"
+            inner = self.where = f"{name}.{start + i}"
             section = Section(inner, count - written, len(self.events))
             self.nodes.append(lambda section=section: setattr(section, "bottom", len(self.events)))
             self.enter(inner, x.needs)
@@ -182,7 +189,7 @@ class Model(Layer):
     def hidden_states(self) -> Tensor:
         """Run everything before the output head."""
         s, (stack, *more) = self.shape, self.shape.layout.stacks
-        if more:
+        if s.num_decoder_layers:
             hidden = self.t5_stack(more[0], self.t5_stack(stack, None))
             scaled = self.setting("scale_decoder_outputs", self.setting("tie_word_embeddings", True))
             return self.scale(hidden) if scaled else hidden
@@ -191,19 +198,48 @@ class Model(Layer):
         self.enter(EMBEDDING)
         first = [self.embed_image() if s.image_tokens else self.embed()]
         self.leave(EMBEDDING)
-        bias = (self.mask(),)
-        if s.rotary_dim:  # cos and sin of every position, computed in fp32 and kept in the hidden states' dtype
-            rows = (1, self.tokens, s.rotary_dim)
-            cos, sin = self.tensor("cos", rows, FP32), self.tensor("sin", rows, FP32)
-            self.table = (self.to(cos, self.hidden_width), self.to(sin, self.hidden_width))
-            del cos, sin
-        x = self.stack(stack.prefix, stack.count, lambda name, y: self.layer(name, stack.parts, y, bias), first)
+        kinds = s.layout.kinds or ("sliding_attention",)
+        masks = {kind: self.mask(kind) for kind in dict.fromkeys(kinds)}
+        tables = {kind: self.rotary_table() for kind in (masks if s.layout.kinds_tables else [""]) if s.rotary_dim}
+        for run, kind, start, count in self.runs([stack, *more], masks):
+            self.table, bias = tables.get(kind, tables.get("")), (masks[kind],)
+            layer = partial(self.layer, parts=run.parts, bias=bias)
+            first.append(self.stack(run.prefix, count, lambda name, y, layer=layer: layer(name, x=y), first, start))
+        x = first.pop()
         self.where = stack.prefix
         self.enter(TAIL, x.needs)
         if not s.layout.post_norm:
             x = self.norm(x, [name for name, kind in s.layout.modules if kind == "norm"][-1])
         self.inputs = None
         return x
+
+    def rotary_table(self) -> tuple[Tensor, Tensor]:
+        """Make cos and sin of every position, computed in fp32 and kept in the hidden states' dtype."""
+        half = self.layout.halved_rotary and "kv_a" not in self.layout.stacks[0].parts
+        rows = (1, self.tokens, self.shape.rotary_dim // (2 if half else 1))
+        cos, sin = self.tensor("cos", rows, FP32), self.tensor("sin", rows, FP32)
+        return self.to(cos, self.hidden_width), self.to(sin, self.hidden_width)
+
+    def runs(self, stacks: list[Stack], masks: dict[str, Tensor | None]) -> list[tuple[Stack, str, int, int]]:
+        """List (stack, kind, first number, count) of equal layers.
+
+        Layers with a mask and without one (a fused kernel's) are put together by kind, the first and the last one's at
+        their ends: what they save adds up in any order. Raises RecipeError where an engine counts on equal layers.
+        """
+        kinds = self.layout.kinds or tuple(masks)
+        if len(stacks) > 1 or len({mask is None for mask in masks.values()}) == 1:
+            found = [(stack, kinds[0], stack.first, stack.count) for stack in stacks]
+        else:
+            rest = Counter(kinds[1:])
+            order = [(kinds[0], 1), *sorted(rest.items(), key=lambda row: row[0] == kinds[-1])]
+            found, start = [], 0
+            for kind, count in order:
+                found.append((stacks[0], kind, start, count))
+                start += min(count, 2)
+        if len(found) > 1 and self.recipe.sharding and self.recipe.sharding.engine != "ddp":
+            allowed = f"the formulas shard equal layers, and those of {self.shape.name} differ here: ask simulate"
+            raise RecipeError("sharding.engine", self.recipe.sharding.engine, allowed)
+        return found
 
     def t5_stack(self, stack, source: Tensor | None) -> Tensor:
         """Run one `T5Stack`: the encoder, or with `source` the decoder. The first layer makes the biases for all."""
@@ -303,6 +339,8 @@ class Model(Layer):
             return loss, loss
         logits = self.linear(x, s.head)
         self.leave(TAIL)
+        if self.setting("logits_scaling", None):  # Granite
+            logits = self.scale(logits, "div")
         if self.setting("final_logit_softcapping", None):
             logits = self.scale(self.unary("tanh", self.scale(logits, "div")))
         self.where = "loss"

@@ -11,6 +11,7 @@ import copy
 from collections import Counter
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
+from itertools import accumulate
 from math import ceil, prod
 
 from ..hardware.overhead import rounded
@@ -263,8 +264,10 @@ def _stays_fp32(shape: Shape, name: str) -> bool:
 @lru_cache(maxsize=512)
 def first_layers(shape: Shape, layers: int = 2) -> tuple[tuple[str, str, tuple[int, ...]], ...]:
     """List (name, starred name, shape) of the weights outside the layers and of each stack's first layers."""
-    first = range(3 if shape.num_decoder_layers else layers)
-    kept = {None, *first, *(shape.num_layers + i for i in first if shape.num_decoder_layers)}
+    stacks = shape.layout.stacks
+    each = 3 if shape.num_decoder_layers else 2 * layers if len(set(shape.layout.kinds)) > 1 else layers
+    starts = accumulate((stack.count for stack in stacks[:-1]), initial=0)
+    kept = {None, *(start + i for start in starts for i in range(each))}
     return tuple((w.name, starred_name(w.name), w.shape) for w in shape.weights() if w.layer in kept)
 
 

@@ -47,7 +47,7 @@ def nearest(recipe: Recipe) -> Shape:
     shape, window = recipe.shape, recipe.shape.sliding_window
     found = _decoder(shape)
     kinds = set(shape.settings.get("layer_types") or ())  # with a mask some layers take another kernel than the rest
-    if recipe.attn_implementation == "sdpa" and window and recipe.rows[1] > window and len(kinds) > 1:
+    if recipe.attn_implementation == "sdpa" and window and recipe.rows[1] >= window and len(kinds) > 1:
         found = f"some layers look back {window} tokens only"
     if isinstance(found, Shape):
         return found

@@ -56,6 +56,9 @@ def predict(recipe: Recipe | Any, gpu: str | Gpu | None = None) -> Report:
         raise RecipeError("lora.target_modules", recipe.lora.target_modules, allowed)
     if recipe.activation_offloading:
         raise RecipeError("activation_offloading", True, "the formulas do not know what is copied when: ask simulate")
+    if lora_modules.adapts_experts(recipe.shape, recipe.lora):
+        allowed = "PEFT takes these names to mean fused experts too, whose adapters no formula knows: ask simulate"
+        raise RecipeError("lora.target_modules", recipe.lora.target_modules, allowed)
     if name := next((name for name in LATER if getattr(recipe.lora, name, None)), None):
         allowed = "the formulas know adapters of two matrices on modules: ask simulate"
         raise RecipeError(f"lora.{name}", getattr(recipe.lora, name), allowed)

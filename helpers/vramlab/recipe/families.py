@@ -42,11 +42,23 @@ REQUIRED = ("hidden_size", "num_layers", "num_heads", "vocab_size", "intermediat
 
 @dataclass(frozen=True)
 class Stack:
-    """Equal layers: `count` of them under `prefix`, with `parts`, role to module, in the order of definition."""
+    """Equal layers: `count` of them under `prefix`, with `parts`, role to module, in the order of definition.
+
+    A role may come with sizes of its own ("experts_up:E.h.2m"), which are then in `sizes`. `first`: number of the first.
+    """
 
     prefix: str
     count: int
     parts: dict[str, str]
+    sizes: dict[str, str] = field(default_factory=dict)
+    first: int = 0
+
+    @classmethod
+    def of(cls, prefix: str, count: int, text: str, first: int = 0) -> "Stack":
+        """Read "role=module role:sizes=module …"."""
+        said = [part.split("=") for part in text.split()]
+        sizes = dict(role.split(":") for role, _ in said if ":" in role)
+        return cls(prefix, count, {role.partition(":")[0]: module for role, module in said}, sizes, first)
 
 
 @dataclass(frozen=True)
@@ -70,7 +82,11 @@ class Layout:
     scores_in_place: bool = False  # written-out scores are scaled in place; one head of keys is broadcast
     scaled_queries: bool = False  # before the kernel
     joined_rotary: bool = False  # turned and other channels are joined even where all are turned
-    scaled_embedding: bool = False  # the embedding is multiplied by a number
+    scaled_embedding: bool | float = False  # the embedding is multiplied by a number, which True keeps in a buffer
+    kinds: tuple[str, ...] = ()  # of attention, layer by layer, where some look back `sliding_window` tokens only
+    kinds_tables: bool = False  # each kind has rotary frequencies of its own
+    halved_rotary: bool = False  # two halves of a head are turned, and joined
+    sigmoid_router: bool = False  # scores are computed in fp32, with a correction for each expert in a buffer
     shared_positions: bool = False  # one row of positions serves the whole batch
     held_feed_forward: bool = False  # the wide feed-forward tensor lives to the end of the layer
     quantizable: bool = True  # linear layers are `nn.Linear` or `Conv1D`, which bitsandbytes replaces
@@ -136,24 +152,35 @@ LLAMA = {
         "attention_bias": (False, "q k v qkv out")
     },  # a key of the configuration: its default, and such roles
     "set_by": {},  # a field of `Layout`: the key of the configuration that says it, and its default
-    "unknown": (),  # keys of the configuration that make another architecture of it
+    "parts_if": {},  # a key of the configuration: parts where it is true, and where it is not
+    "says": (),  # keys whose defaults are not written down
+    "sparse": None,  # parts of layers with experts, and the key that counts the dense ones before them
+    "full_every": 0,  # each so many layers one that sees all tokens, unless the configuration says "layer_types"
+    "unknown": {},  # keys of the configuration, with the value that leaves the architecture as it is
 }
 
 
 def _dense(s: ShapeData, c: Mapping, **options: Any) -> Layout | None:
     """Return the usual model: embeddings, equal layers, a norm and a head."""
     said = {name: options.pop(name, usual) for name, usual in LLAMA.items()}
-    if any(c.get(key) for key in said["unknown"]):
+    if any((c.get(key) or usual) != usual for key, usual in said["unknown"].items()) or not c.keys() >= {*said["says"]}:
         return None
     found = (roles for key, (default, roles) in said["biased_if"].items() if c.get(key, default))
     biased = frozenset(" ".join([said["biased"], *found]).split())
     options |= {field: c.get(key, default) for field, (key, default) in said["set_by"].items()}
-    stack = Stack(said["prefix"], s.num_layers, _parts(said["parts"]))
-    return Layout((said["before"], stack, said["after"].format(head=_head(s, said["head"]))), biased, **options)
-
-
-def _parts(text: str) -> dict[str, str]:
-    return dict(part.split("=") for part in text.split())
+    if said["full_every"]:
+        every = c.get("sliding_window_pattern") or said["full_every"]
+        usual = ("full_attention" if (i + 1) % every == 0 else "sliding_attention" for i in range(s.num_layers))
+        options["kinds"] = tuple(c.get("layer_types") or usual)
+        if len(options["kinds"]) != s.num_layers:
+            return None
+    more = " ".join(parts[not c.get(key)] for key, parts in said["parts_if"].items())
+    parts, key = said["sparse"] or ("", "")
+    dense = min(c.get(key) or 0, s.num_layers) if key else s.num_layers
+    stacks = [Stack.of(said["prefix"], dense, said["parts"].format(more=more))]
+    stacks += [Stack.of(said["prefix"], s.num_layers - dense, parts.format(more=more), dense)]
+    after = said["after"].format(head=_head(s, said["head"]))
+    return Layout((said["before"], *(stack for stack in stacks if stack.count), after), biased, **options)
 
 
 def _head(s: ShapeData, kind: str = "linear") -> str:
@@ -204,8 +231,8 @@ def _t5(s: ShapeData, c: Mapping, **options: Any) -> Layout:
         return f"{up} down={sub}.DenseReluDense.wo norm2={sub}.layer_norm"
 
     own, cross = attention("", "layer.0.SelfAttention"), attention("cross_", "layer.1.EncDecAttention")
-    encoder = Stack("encoder.block", s.num_layers, _parts(f"{own} {mlp('layer.1')}"))
-    decoder = Stack("decoder.block", s.num_decoder_layers, _parts(f"{own} {cross} {mlp('layer.2')}"))
+    encoder = Stack.of("encoder.block", s.num_layers, f"{own} {mlp('layer.1')}")
+    decoder = Stack.of("decoder.block", s.num_decoder_layers, f"{own} {cross} {mlp('layer.2')}")
     norms = [f"{side}.final_layer_norm norm h" for side in ("encoder", "decoder")]
     items = ("shared embedding V h", encoder, norms[0], decoder, norms[1])
     return Layout(items, **options)

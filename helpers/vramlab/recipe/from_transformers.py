@@ -81,7 +81,8 @@ def _saved_by_norm(model: "torch.nn.Module") -> tuple[list, list, str]:
     """
     import torch
 
-    norms = (m for m in model.modules() if "Norm" in type(m).__name__ and getattr(m, "weight", None) is not None)
+    named = ((type(m).__name__, m) for m in model.modules() if getattr(m, "weight", None) is not None)
+    norms = (m for name, m in named if "Norm" in name and "Gated" not in name)  # a gated one takes the gate too
     if (norm := next(norms, None)) is None or getattr(norm, "bias", None) is not None:
         return [], [], ""
     kept, norm = {}, copy.deepcopy(norm).bfloat16()

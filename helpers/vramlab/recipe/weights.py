@@ -45,8 +45,15 @@ ROLES = {
     "down": ("linear", "h m"),
     "position": ("embedding", "B a"),
     "router": ("other", "E h"),
-    "experts_up": ("expert", "E 2m h"),
-    "experts_down": ("expert", "E h m"),
+    "experts_up": ("expert", "E 2e h"),
+    "experts_down": ("expert", "E h e"),
+    "gate_up": ("linear", "2m h"),
+    **{f"shared_{role}": ("linear", "s h") for role in ("gate", "up")},
+    "shared_down": ("linear", "h s"),
+    **{"router_bias": ("bias", "E"), "experts_up_bias": ("bias", "E 2m"), "experts_down_bias": ("bias", "E h")},
+    "sinks": ("other", "a"),
+    **{"q_a": ("linear", "ql h"), "q_a_norm": ("norm", "ql"), "q_b": ("linear", "qb ql")},
+    **{"kv_a": ("linear", "kva h"), "kv_a_norm": ("norm", "kl"), "kv_b": ("linear", "kvb kl")},
 }
 
 
@@ -54,12 +61,19 @@ def letter_sizes(s: ShapeData) -> dict[str, int]:
     """Return the sizes that a layout's letters mean.
 
     h hidden, w output head's input, m feed-forward, q and k all heads, d one head, a heads, V vocabulary, P positions,
-    T token types, L labels, E experts, B position buckets, I image tokens, C and p patches.
+    T token types, L labels, E experts, e and s the width of one and of the shared ones, B position buckets, I image tokens,
+    C and p patches; ql, qb, kl, kva, kvb and vo compressed queries, keys and values, and what they are expanded to.
     """
     c, h, q, k = s.config, s.hidden_size, s.num_heads * s.head_dim, s.num_kv_heads * s.head_dim
     patch = c.get("patch_size", 16)
     sides = patch if isinstance(patch, list) else (patch, patch)
+    expert = c.get("moe_intermediate_size") or s.intermediate_size
+    rope, nope, values = (c.get(key) or 0 for key in ("qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim"))
+    compressed = c.get("kv_lora_rank") or 0
     return {
+        **dict(e=expert, s=expert * (c.get("n_shared_experts") or 0), ql=c.get("q_lora_rank"), kl=compressed),
+        **dict(qb=s.num_heads * (nope + rope), kva=compressed + rope, kvb=s.num_heads * (nope + values)),
+        **{"2e": 2 * expert, "vo": s.num_heads * values},
         **dict(h=h, w=c.get("word_embed_proj_dim") or h, m=s.intermediate_size, q=q, k=k, qkv=q + 2 * k, d=s.head_dim),
         **{"1": 1, "2m": 2 * s.intermediate_size, "P+2": (s.max_positions or 0) + 2, "p0": sides[0], "p1": sides[-1]},
         **dict(a=s.num_heads, V=max(s.vocab_size, 1), P=s.max_positions, T=c.get("type_vocab_size", 2), L=s.num_labels),
@@ -81,12 +95,13 @@ def list_weights(s: ShapeData) -> tuple[Weight, ...]:
         rows = []
         for role, name in item.parts.items():
             kind, letters = ROLES[role]
+            letters = item.sizes.get(role, letters).replace(".", " ")
             if kind == "linear":
                 kind = s.layout.linear + ("+" if role in s.layout.biased else "")
             rows += ((role, *row) for row in _tensors(s, sizes, name, kind, letters.split()))
         for i in range(item.count):
             found += (
-                Weight(f"{item.prefix}.{i}.{name}", shape, kind, first + i)
+                Weight(f"{item.prefix}.{item.first + i}.{name}", shape, kind, first + i)
                 for role, name, shape, kind in rows
                 if role != "position" or i == 0
             )
@@ -109,18 +124,22 @@ def _tensors(s: ShapeData, sizes: dict[str, int], name: str, kind: str, letters:
 def list_buffers(s: ShapeData) -> tuple[tuple[str, tuple[int, ...], str], ...]:
     """Return every buffer of `s`: name, shape and dtype, whether or not it is saved with the weights."""
     rope = s.config.get("rope_parameters") or s.config.get("rope_scaling") or {}
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    if s.layout is None or kind not in ("default", "linear", "dynamic", "llama3", "yarn"):
+    each = [table for table in rope.values() if isinstance(table, dict)] or [rope]  # one for each kind of layer
+    kinds = {table.get("rope_type", table.get("type", "default")) for table in each}
+    if s.layout is None or not kinds <= {"default", "linear", "dynamic", "llama3", "yarn"}:
         return read_off(s)[1]
     rows = [(name, (1, s.max_positions), "int64") for name in s.layout.buffers]
-    if s.layout.scaled_embedding:
+    if s.layout.scaled_embedding is True:
         rows.append((f"{s.layout.modules[0][0]}.embed_scale", (), "float32"))
+    for stack in s.layout.stacks if s.layout.sigmoid_router else ():
+        numbers = range(stack.first, stack.first + stack.count if "router" in stack.parts else 0)
+        rows += [(f"{stack.prefix}.{i}.mlp.gate.e_score_correction_bias", (s.num_experts,), "float32") for i in numbers]
     if s.rotary_dim:
         module = s.layout.stacks[0].prefix.rpartition(".")[0] + ".rotary_emb"
         # one frequency per pair of channels, and a second copy that transformers keeps to undo dynamic scaling
-        rows += [
-            (f"{module}.{name}", ((s.rotary_dim + 1) // 2,), "float32") for name in ("inv_freq", "original_inv_freq")
-        ]
+        kinds = [f"{kind}_" for kind in sorted(set(s.layout.kinds))] if s.layout.kinds_tables else [""]
+        names = (f"{module}.{kind}{name}" for kind in kinds for name in ("inv_freq", "original_inv_freq"))
+        rows += [(name, ((s.rotary_dim + 1) // 2,), "float32") for name in names]
     return tuple(rows)
 
 
