@@ -79,7 +79,8 @@ def grid() -> list[Recipe]:
 
 def later_grid() -> list[Recipe]:
     """The recipes of `LATER`: the draws of the others stay as they are."""
-    return _dealt(20261123, (*PRECISIONS, *OVER), RECIPES_A_MODEL // 2, LATER)
+    dealt = _dealt(20261123, (*PRECISIONS, *OVER), RECIPES_A_MODEL // 2, LATER)
+    return [recipe for recipe in dealt if not lora_modules.adapts_experts(recipe.shape, recipe.lora)]
 
 
 def families(among: tuple[str, ...] | None) -> list[str]:
@@ -112,7 +113,9 @@ def _dealt(seed: int, precisions: tuple[str, ...], a_model: int, among: tuple[st
                 one = recipe(name, **settings)
             except RecipeError:
                 continue  # a combination that cannot be trained, such as optimizer_in_backward with accumulation
-            if lora_modules.adapts_experts(one.shape, one.lora):
+            if any(w.kind == "expert" for w in one.shape.weights()) and lora_modules.adapts_experts(
+                one.shape, one.lora
+            ):
                 continue
             if one.weights_dtype != one.implied_dtype or precisions != OVER:
                 found.append(one)

@@ -81,9 +81,11 @@ def notes(shape: ShapeData, lora: LoRA | None) -> list[str]:
 @lru_cache(maxsize=512)
 def adapts_experts(shape: ShapeData, lora: LoRA | None) -> bool:
     """Return whether a linear layer beside fused experts is adapted under a name that PEFT gives to these too."""
-    if lora is None or not any(weight.kind == "expert" for weight in shape.weights()):
+    if lora is None or not shape.num_experts:
         return False
-    return any(name.rpartition(".")[2] in FUSED for name, _, _ in find(shape, lora.target_modules, lora.modules_to_save))
+    return any(
+        name.rpartition(".")[2] in FUSED for name, _, _ in find(shape, lora.target_modules, lora.modules_to_save)
+    )
 
 
 @lru_cache(maxsize=512)
