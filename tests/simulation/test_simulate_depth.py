@@ -3,10 +3,11 @@
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from predict_grid import families
 from quick import params
 from tiny_models import TINY, config, quick_collections  # noqa: F401
 from vramlab.recipe.recipe import Loop, LoRA, Quantization, Recipe, Sharding
-from vramlab.recipe.shapes import model_names, read_shape
+from vramlab.recipe.shapes import read_shape
 from vramlab.report.report import CATEGORIES, GiB, Report
 from vramlab.simulation.repetition import GROUPS, MIDDLE, NotRegular, Repetition, find, longest_pattern
 from vramlab.simulation.simulate import simulate
@@ -160,7 +161,7 @@ def test_llama_405b_in_the_time_of_a_shallow_model(taken):
     assert report.peak.total > 3000 * GiB
 
 
-@pytest.mark.parametrize("family", sorted({read_shape(name).family for name in model_names()}))
+@pytest.mark.parametrize("family", sorted({read_shape(name).family for name in families(None)}))
 def test_every_family_of_the_catalogue_is_among_the_tested(family):
     assert family in TINY
 
