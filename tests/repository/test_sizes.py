@@ -11,11 +11,7 @@ CEILINGS = {
     "vramlab/recipe": 2640,
     "vramlab/training": 2480,
     "vramlab/tracking": 935,
-<<<<<<< HEAD
     "vramlab/formulas": 4150,
-=======
-    "vramlab/formulas": 4150,
->>>>>>> d15067e (Say the new families in the README; raise the two ceilings by what they took)
     "vramlab/simulation": 2840,
     "vramlab/measurement": 1300,
     "vramlab/planning": 1210,
