@@ -101,10 +101,12 @@ class Head:
         chunk = -(-rows // -(-vocabulary // h))
         self.chunks(x, min(rows, 1 << (chunk - 1).bit_length()))
         m.nodes.append(self)
-        del labels, mask
-        self.result = m.tensor("sum", (), FP32)
-        self.result.node, self.result.needs = self, True
-        del losses
+        del labels, mask, losses
+
+    def loss(self) -> Tensor:
+        """Return the sum of the losses, one number."""
+        block = self.m.block("sum", (), FP32)
+        return Tensor(block, (), FP32, self, True)
 
     def chunks(self, x: Tensor, chunk: int) -> None:
         """Make the logits of `chunk` tokens at a time and, in their place, the gradients; all chunks are like the first."""

@@ -335,7 +335,7 @@ class Model(Layer):
             self.leave(TAIL)
             return loss, loss
         if liger.HEAD in self.liger:
-            loss = liger.Head(self, x, self.parameters[f"{s.head}.weight"]).result
+            loss = liger.Head(self, x, self.parameters[f"{s.head}.weight"]).loss()
             return loss, loss
         logits = self.linear(x, s.head)
         self.leave(TAIL)
