@@ -17,7 +17,7 @@ from ..hardware.gpu import DEFAULT_CHIP, Gpu, find_gpu
 from ..hardware.overhead import cublas_workspace
 from ..recipe import lora_modules
 from ..recipe.options import HALF, Sharding
-from ..recipe.recipe import LATER, Recipe, as_recipe
+from ..recipe.recipe import LATER_OF_LORA, Recipe, as_recipe
 from ..recipe.weights import unquantized
 from ..report.errors import RecipeError
 from ..report.report import CATEGORIES, Bytes, Phase, Report, TensorGroup, format_bytes
@@ -59,7 +59,7 @@ def predict(recipe: Recipe | Any, gpu: str | Gpu | None = None) -> Report:
     if lora_modules.adapts_experts(recipe.shape, recipe.lora):
         allowed = "PEFT takes these names to mean fused experts too, whose adapters no formula knows: ask simulate"
         raise RecipeError("lora.target_modules", recipe.lora.target_modules, allowed)
-    if name := next((name for name in LATER if getattr(recipe.lora, name, None)), None):
+    if name := next((name for name in LATER_OF_LORA if getattr(recipe.lora, name, None)), None):
         allowed = "the formulas know adapters of two matrices on modules: ask simulate"
         raise RecipeError(f"lora.{name}", getattr(recipe.lora, name), allowed)
     if recipe.trainer == "sft" and recipe.sharding:
