@@ -12,7 +12,7 @@ CEILINGS = {
     "vramlab/training": 2480,
     "vramlab/tracking": 935,
     "vramlab/formulas": 4150,
-    "vramlab/simulation": 2840,
+    "vramlab/simulation": 2850,
     "vramlab/measurement": 1300,
     "vramlab/planning": 1210,
     "vramlab/faces": 1750,

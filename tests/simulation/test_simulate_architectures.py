@@ -3,7 +3,7 @@
 import pytest
 import torch
 import transformers
-from vramlab import simulate
+from vramlab import LoRA, Recipe, RecipeError, predict, simulate
 from watched_steps import measured
 
 
@@ -139,3 +139,18 @@ def test_an_architecture_is_what_watch_sees(make):
     said = simulate(model=model.train(), batch=batch, loss=outputs_loss, optimizer=torch.optim.SGD, target="cpu")
     seen = measured(model, batch, outputs_loss, torch.optim.SGD(model.parameters()))
     assert said.phases == {name: seen.phases[name] for name in said.phases}
+
+
+def test_a_kernel_whose_package_is_missing_is_noted():
+    """transformers runs its own code instead of flash-linear-attention's, which takes other memory."""
+    sizes = dict(linear_num_value_heads=2, linear_num_key_heads=2, linear_key_head_dim=8, linear_value_head_dim=8)
+    config = {"model_type": "qwen3_5_text", "hidden_size": 32, "num_attention_heads": 2, "num_key_value_heads": 1}
+    config |= {"head_dim": 16, "vocab_size": 64, "intermediate_size": 32, "num_hidden_layers": 2, **sizes}
+    notes = simulate(Recipe({**config, "layer_types": ["linear_attention", "full_attention"]}, 1, 16)).notes
+    assert any("chunk_gated_delta_rule" in note and "not installed" in note for note in notes)
+
+
+def test_adapters_under_names_that_mean_experts_too_are_refused_by_the_formulas():
+    recipe = Recipe("glm-4.5-air", num_layers=2, seq_len=16, lora=LoRA(target_modules="all-linear"))
+    with pytest.raises(RecipeError, match=r"fused experts too.*ask simulate"):
+        predict(recipe)

@@ -2,6 +2,7 @@
 
 import contextlib
 import logging
+import re
 import sys
 import threading
 import warnings
@@ -35,12 +36,28 @@ def fake_world(target: str, card: Gpu | None = None) -> Iterator[tuple[FakeTenso
             kernels = stack.enter_context(cuda_kernels(capability))
             stack.enter_context(flash_attention(capability))
             stack.enter_context(fused_head())
+            stack.enter_context(_replaced_kernels(kernels))
         chip = card.chip if card else DEFAULT_CHIP
         stack.enter_context(liger(chip if target == "cuda" else None))
         stack.enter_context(warnings.catch_warnings())
         warnings.filterwarnings("ignore", message="Paged optimizers are not supported on CPU")
         warnings.filterwarnings("ignore", "`gradient_checkpointing_", FutureWarning)  # TRL calls it by its old name
         yield mode, kernels
+
+
+def _replaced_kernels(kernels: CudaKernels) -> contextlib.AbstractContextManager:
+    """Note where transformers runs its own PyTorch code because a kernel's package is missing (Gated DeltaNet, Mamba)."""
+    from transformers.integrations import hub_kernels
+
+    def warn(text: str, *args) -> None:
+        if "falling back" in text:
+            name, package = re.findall("`(.+?)`", text)[:2]
+            kernels.note(
+                f"{name}: transformers' PyTorch code is simulated, as where {package} is not installed; its kernel "
+                "needs other memory"
+            )
+
+    return patch.object(hub_kernels.logger, "warning_once", warn)
 
 
 def _real_branches() -> Iterator[contextlib.AbstractContextManager]:
