@@ -5,9 +5,7 @@ lengths leave gaps between what the allocator has cached.
 """
 
 import bisect
-import io
 from collections.abc import Iterable
-from contextlib import redirect_stderr
 from dataclasses import dataclass
 from typing import Any
 
@@ -155,12 +153,15 @@ def _dealt(recipe: Recipe, lengths: list[int], strategy: str, seed: int) -> list
 def _packed(recipe: Recipe, lengths: list[int]) -> list[Samples]:
     """Return the samples in each row that TRL packs."""
     import numpy as np
-    from datasets import Dataset
+    from datasets import Dataset, are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
     from trl import pack_dataset
 
     data = Dataset.from_dict({"input_ids": [np.zeros(length, np.int8) for length in lengths]})
-    with redirect_stderr(io.StringIO()):  # progress bars
-        packed = pack_dataset(data, recipe.seq_len, recipe.packing_strategy)
+    shown = not are_progress_bars_disabled()
+    disable_progress_bars()
+    packed = pack_dataset(data, recipe.seq_len, recipe.packing_strategy)
+    if shown:
+        enable_progress_bars()
     if samples.packs(recipe):
         return [tuple(row) for row in packed["seq_lengths"]]
     return [(len(row),) for row in packed["input_ids"]]
