@@ -73,7 +73,7 @@ def test_what_a_model_does_by_values_is_one_sentence(caplog):
 
 def test_heads_that_do_not_divide_the_hidden_size_where_they_need_not():
     """Such as GLM-4.5's 96 heads of 4,096 channels."""
-    config = {"model_type": "glm4_moe", **SIZES, "num_attention_heads": 6, "num_key_value_heads": 2}
+    config = {"model_type": "glm4_moe", **SIZES, "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 10}
     assert Recipe(config | {"moe_intermediate_size": 16, "n_routed_experts": 4}).shape.head_dim == 10
 
 
