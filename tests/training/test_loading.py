@@ -3,6 +3,7 @@
 import pytest
 import torch
 import transformers
+from quick import params
 from tiny_models import config
 from vramlab import LoRA, Quantization, Recipe, Sharding, predict, simulate
 from vramlab.report.report import GiB
@@ -51,7 +52,7 @@ def highest(tracker: Tracker) -> int:
     return peak
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", params(CASES, ["llama nf4 double", "mixtral merges experts"]))
 def test_the_device_holds_what_from_pretrained_has_at_once(name, tmp_path):
     family, quantization = CASES[name]
     precision = "fp16-true" if family == "t5" else "bf16-true"
@@ -59,8 +60,10 @@ def test_the_device_holds_what_from_pretrained_has_at_once(name, tmp_path):
     assert loading_peak(recipe, "cpu").total == highest(loaded(recipe, tmp_path))
 
 
-@pytest.mark.parametrize("kind", ["nf4", "int8"])
-@pytest.mark.parametrize("model", ["llama-3.1-8b", "mixtral-8x7b", "gpt2"])
+FORMULA = [(model, kind) for model in ("llama-3.1-8b", "mixtral-8x7b", "gpt2") for kind in ("nf4", "int8")]
+
+
+@pytest.mark.parametrize(("model", "kind"), params(FORMULA, [("gpt2", "int8"), ("mixtral-8x7b", "nf4")]))
 def test_the_formula_sums_up_what_is_loaded(model, kind):
     recipe = Recipe(model, seq_len=64, precision="bf16-true", lora=LoRA(), quantization=Quantization(kind))
     found, said = loading_peak(recipe, "cuda"), predict(recipe).loading
@@ -73,7 +76,7 @@ def test_the_formula_sums_up_what_is_loaded(model, kind):
 MEASURED = {"qwen2.5-0.5b": 0.9339, "qwen2.5-1.5b": 1.9436, "qwen2.5-3b": 3.0833}
 
 
-@pytest.mark.parametrize("model", MEASURED)
+@pytest.mark.parametrize("model", params(MEASURED, ["qwen2.5-1.5b"]))
 def test_a_real_gpu_held_as_much(model):
     recipe = Recipe(model, precision="bf16-true", lora=LoRA(r=16), quantization=Quantization("nf4", double=True))
     assert loading_peak(recipe, "cuda").total / GiB == pytest.approx(MEASURED[model], abs=3e-4)
