@@ -632,9 +632,9 @@ def test_a_written_out_stack_equals_the_multiplied_one():
 
     recipe = GPT2.replace(num_layers=5, loop=Loop.named("plain"))
 
-    def whole(self, name, count, layer, first):
+    def whole(self, name, count, layer, first, start=0):
         x = first.pop()
-        for i in range(count):
+        for i in range(start, start + count):
             x = layer(f"{name}.{i}", x)
             self.layer_holds.clear()
         return x

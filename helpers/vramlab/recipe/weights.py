@@ -144,7 +144,7 @@ def list_buffers(s: ShapeData) -> tuple[tuple[str, tuple[int, ...], str], ...]:
 
 
 def unquantized(recipe: Any) -> list[str]:
-    """Return the note on matrices that a 4- or 8-bit base keeps in 16 or 32 bits, [] where there are none.
+    """Return notes on matrices that a 4- or 8-bit base keeps in 16 or 32 bits, and on sharding it; [] where none are due.
 
     `transformers.integrations.bitsandbytes.replace_with_bnb_linear` takes modules whose type is `nn.Linear` or `Conv1D`.
     transformers 5 has the experts of a layer in 3-D parameters of no such module; Falcon has a linear class of its own.
@@ -154,9 +154,15 @@ def unquantized(recipe: Any) -> list[str]:
     shape, layout = recipe.shape, recipe.shape.layout
     own = bool(layout) and not layout.quantizable
     left = [w for w in shape.weights() if w.kind == "expert" or (own and w.kind == "linear" and w.layer is not None)]
+    notes = []
+    if recipe.sharding and recipe.sharding.engine == "fsdp" and recipe.quantization.quant_type != "int8":
+        # accelerate 1.15, utils/fsdp_utils.py: fsdp2_prepare_model
+        notes = [
+            "accelerate's FSDP shards 4-bit weights if bnb_4bit_quant_storage is a floating dtype, as here, not uint8"
+        ]
     if not left:
-        return []
+        return notes
     what = "Falcon's own linear class is none" if own else "transformers 5 fuses experts in 3-D parameters"
     cast = ", and prepare_model_for_kbit_training casts them to fp32" if recipe.quantization.prepare else ""
     sizes = f"{sum(w.size for w in left) / 1e9:,.1f} of {shape.num_parameters / 1e9:,.1f} billion weights"
-    return [f"{sizes} are not quantized: bitsandbytes takes nn.Linear layers, {what}{cast}"]
+    return [*notes, f"{sizes} are not quantized: bitsandbytes takes nn.Linear layers, {what}{cast}"]
