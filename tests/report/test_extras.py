@@ -12,7 +12,12 @@ from vramlab.report.errors import EXTRAS, MissingExtra, needing
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 EXTRA = {name: {Requirement(line).name for line in lines} for name, lines in PROJECT["optional-dependencies"].items()}
-BROUGHT = {"numpy": "transformers", "safetensors": "transformers", "IPython": "jupyterlab"}  # by which of the extra's
+BROUGHT = {
+    "numpy": "transformers",
+    "safetensors": "transformers",
+    "IPython": "jupyterlab",
+    "triton": "liger-kernel",
+}  # by which of the extra's
 HIDDEN = """
 import sys
 for name in {hidden!r}:
@@ -92,19 +97,19 @@ def test_functions_name_their_extra(code, said):
 
 
 @pytest.mark.parametrize(
-    ("fields", "module", "extra"),
+    ("fields", "what", "module", "extra"),
     [
-        ("quantization=vramlab.Quantization('nf4'), lora=vramlab.LoRA()", "bitsandbytes", "quantization"),
-        ("trainer='sft'", "trl", "trl"),
+        ("quantization=vramlab.Quantization('nf4'), lora=vramlab.LoRA()", "simulate", "bitsandbytes", "quantization"),
+        ("trainer='sft'", "A trainer of TRL", "trl", "trl"),
     ],
 )
-def test_a_simulation_names_its_extra(fields, module, extra):
+def test_a_simulation_names_its_extra(fields, what, module, extra):
     pytest.importorskip("torch")
     code = f"""try:
     vramlab.simulate(vramlab.Recipe("gpt2", num_layers=1, {fields}))
 except vramlab.VramLabError as error:
     print(error)"""
-    assert plainly(code, (module,)).stdout == f"simulate needs {module}: pip install 'vramlab[{extra}]'\n"
+    assert plainly(code, (module,)).stdout == f"{what} needs {module}: pip install 'vramlab[{extra}]'\n"
 
 
 def test_other_missing_modules_are_left_alone():
@@ -116,7 +121,7 @@ def test_other_missing_modules_are_left_alone():
 @pytest.mark.parametrize(("module", "extra"), EXTRAS.items())
 def test_each_extra_brings_its_modules(module, extra):
     owners = packages_distributions().get(module) or pytest.skip(f"{module} is not installed here")
-    assert {BROUGHT.get(module), *owners} & EXTRA[extra]
+    assert {BROUGHT.get(module), *(name.replace("_", "-") for name in owners)} & EXTRA[extra]
 
 
 def test_the_course_has_what_the_tool_offers():

@@ -8,10 +8,10 @@ HELPERS = ROOT / "helpers"
 CEILINGS = {
     "vramlab/report": 680,
     "vramlab/hardware": 1035,
-    "vramlab/recipe": 2640,
+    "vramlab/recipe": 2650,
     "vramlab/training": 2480,
     "vramlab/tracking": 935,
-    "vramlab/formulas": 4150,
+    "vramlab/formulas": 4160,
     "vramlab/simulation": 2850,
     "vramlab/measurement": 1300,
     "vramlab/planning": 1210,

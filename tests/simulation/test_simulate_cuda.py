@@ -617,9 +617,10 @@ def test_what_flash_attn_allocates_by_hand():
     heads, head, rows = 6, 16, 2 * 64
     assert {s.asked for s in made} == {2 * rows * heads * head, 4 * rows * heads, 16}
     gradient, few = (torch.empty(2, 100, n, 80, dtype=bf16, device="meta") for n in (8, 2))
-    alone = kernel_scratch()("_flash_attention_backward", (gradient, gradient, gradient))
+    rest = (None,) * 4  # output, log-sum-exp, and the ends of joined sequences, of which there are none
+    alone = kernel_scratch()("_flash_attention_backward", (gradient, gradient, gradient, *rest))
     assert alone == 4 * 2 * 8 * 128 * (96 + 1)
-    assert kernel_scratch()("_flash_attention_backward", (gradient, gradient, few)) == alone + 2 * (
+    assert kernel_scratch()("_flash_attention_backward", (gradient, gradient, few, *rest)) == alone + 2 * (
         2 * 8 * 100 * 80 * 2
     )
 

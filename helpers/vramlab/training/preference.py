@@ -23,7 +23,7 @@ REFERENCE = {"dpo": ("ref_chosen_logps", "ref_rejected_logps"), "kto": ("ref_log
 OUTPUTS = {"dpo": ("log_probs", "entropy", "mean_logits", "is_top1"), "kto": ("log_probs", "entropy", "mean_logits")}
 
 
-@needing("TRL's trainers")
+@needing("A trainer of TRL")
 def prepare(model: "torch.nn.Module", trainer: str) -> None:
     """Give `model` the fused head of TRL's `trainer`; a reward model knows which token is padding instead."""
     from trl.trainer.utils import add_fused_lm_head

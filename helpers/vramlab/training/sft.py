@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 OUTPUTS = ("log_probs", "entropy", "is_top1")  # those of the fused head that SFTTrainer asks for
 
 
-@needing("TRL's trainers")
+@needing("A trainer of TRL")
 def trl_class(name: str) -> type:
     """TRL's class `name`."""
     import trl
