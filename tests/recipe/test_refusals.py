@@ -304,3 +304,13 @@ def test_flash_attention_needs_half_precision(precision):
 def test_a_loop_that_empties_the_cache_is_noted():
     recipe = Recipe(LLAMA, seq_len=8, loop=Loop(empty_cache_steps=2))
     assert any("empty_cache_steps" in note for note in simulate(recipe).notes)
+
+
+@pytest.mark.parametrize("engine", ["fsdp", "deepspeed"])
+@pytest.mark.parametrize("option", [{"use_dora": True}, {"target_parameters": ("mlp.experts.gate_up_proj",)}])
+def test_adapters_that_read_the_bases_weights_want_them_whole(engine, option):
+    model = "mixtral-8x7b" if "target_parameters" in option else "llama-3.1-8b"
+    recipe = Recipe(model, lora=LoRA(target_modules=("q_proj",), **option))
+    error = refused(recipe.replace, sharding=Sharding(3, 8, engine))
+    assert error.field == f"lora.{next(iter(option))}" and "one device, or 'ddp'" in str(error)
+    recipe.replace(sharding=Sharding(0, 8, "ddp"))

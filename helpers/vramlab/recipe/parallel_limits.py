@@ -26,6 +26,10 @@ def check(recipe: Any) -> None:
         raise RecipeError("optim", recipe.optim, rest)
     if sharding and sharding.world_size > 1 and MODELLED[recipe.optim].library == "schedulefree":
         raise RecipeError("optim", recipe.optim, "schedule-free optimizers are modelled for one device only")
+    if sharding and sharding.engine in ("fsdp", "deepspeed") and recipe.lora:
+        for name in ("use_dora", "target_parameters"):  # they read the base's weights outside its layers' forward pass
+            if value := getattr(recipe.lora, name):
+                raise RecipeError(f"lora.{name}", value, "it is modelled where weights are whole: one device, or 'ddp'")
     if sharding is None or sharding.engine not in ("tensor", "pipeline"):
         return
     engine = sharding.engine
