@@ -8,7 +8,7 @@ HELPERS = ROOT / "helpers"
 CEILINGS = {
     "vramlab/report": 680,
     "vramlab/hardware": 1035,
-    "vramlab/recipe": 2650,
+    "vramlab/recipe": 2660,
     "vramlab/training": 2480,
     "vramlab/tracking": 935,
     "vramlab/formulas": 4160,

@@ -5,11 +5,11 @@ label (not padding, nor a sample's last), hidden size h, vocabulary V and w byte
 forward's peak adds a tile of w · min(T, 4,096) · 32,768, backward's also 4·T·h and, where the head is trained, 4·V·h.
 """
 
-import copy
 import dataclasses
 from collections.abc import Iterator
 from functools import lru_cache
 
+from ..recipe.knobs import unchecked
 from ..recipe.options import TRL
 from ..recipe.recipe import Recipe
 from ..recipe.shapes import Shape
@@ -34,21 +34,17 @@ def with_its_adapters(recipe: Recipe) -> Recipe:
     if recipe.shape.family == "falcon" and recipe.attn_implementation == "eager" and recipe.passes_without_gradients:
         allowed = "the formulas do not know what Falcon's loop keeps of scores without gradients: ask simulate"
         raise RecipeError("attn_implementation", "eager", allowed)
-    found = copy.copy(recipe)  # not `replace`, which would check all again
+    found = recipe
     if recipe.trainer != "sft":
-        object.__setattr__(found, "batch_size", recipe.sequences)
-        object.__setattr__(found, "shape", _without_dropout(recipe.shape))
-        if recipe.lora:
-            object.__setattr__(found, "lora", dataclasses.replace(recipe.lora, lora_dropout=0.0))
+        lora = recipe.lora and dataclasses.replace(recipe.lora, lora_dropout=0.0)
+        found = unchecked(recipe, batch_size=recipe.sequences, shape=_without_dropout(recipe.shape), lora=lora)
     if recipe.quantization is None:
         return found
     if others := {recipe.implied_dtype, recipe.weights_dtype} - {"bfloat16"}:
         allowed = f"the formulas do not know its bf16 adapters beside {others.pop()}: ask simulate"
         raise RecipeError("trainer", recipe.trainer, allowed)
-    lora = copy.copy(found.lora)
-    object.__setattr__(lora, "autocast_adapter_dtype", None)  # as wide as everything else (`compute_recipe`)
-    object.__setattr__(found, "lora", lora)
-    return found
+    # adapters as wide as everything else (`compute_recipe`)
+    return unchecked(found, lora=unchecked(found.lora, autocast_adapter_dtype=None))
 
 
 @lru_cache(maxsize=64)
@@ -62,11 +58,8 @@ def _without_dropout(shape: Shape, reference: bool = False) -> Shape:
 
 def reference_recipe(recipe: Recipe) -> Recipe:
     """The frozen model of `recipe`, as `with_its_adapters` gives it, that runs without gradients."""
-    found = copy.copy(recipe)
-    changes = {"lora": None, "gradient_checkpointing": False, "shape": _without_dropout(recipe.shape, True)}
-    for name, value in changes.items():
-        object.__setattr__(found, name, value)
-    return found
+    shape = _without_dropout(recipe.shape, True)
+    return unchecked(recipe, lora=None, gradient_checkpointing=False, shape=shape)
 
 
 def sizes(total: int, most: int) -> Iterator[int]:

@@ -12,12 +12,12 @@ tokens · hidden numbers, one of the two at the ends of the pipeline.
 A rank is predicted as a model of its own (`rank_recipe`): the same layers with fewer heads, or fewer layers.
 """
 
-import copy
 import dataclasses
 from functools import lru_cache
 
 from ..hardware.gpu import Chip
 from ..hardware.overhead import rounded
+from ..recipe.knobs import unchecked
 from ..recipe.parallel_limits import WHOLE_EMBEDDING, stage_layers
 from ..recipe.recipe import Recipe, Sharding
 from ..recipe.shapes import Shape
@@ -41,15 +41,12 @@ def rank_recipe(recipe: Recipe) -> Recipe:
     sharding = recipe.sharding
     if not is_model_parallel(recipe):
         return recipe
-    found = copy.copy(recipe)
     if sharding.engine == "tensor":
-        object.__setattr__(found, "shape", _sliced(recipe.shape, sharding.world_size, sharding.rank))
-    else:
-        object.__setattr__(found, "shape", _stage(recipe.shape, sharding.world_size, sharding.rank))
-        object.__setattr__(found, "batch_size", recipe.batch_size // sharding.micro_batches)
-        if not recipe.loop.keep_outputs:  # a stage holds a micro-batch's result until its backward pass is done
-            object.__setattr__(found, "loop", dataclasses.replace(recipe.loop, keep_outputs="backward"))
-    return found
+        return unchecked(recipe, shape=_sliced(recipe.shape, sharding.world_size, sharding.rank))
+    loop, shape = recipe.loop, _stage(recipe.shape, sharding.world_size, sharding.rank)
+    if not loop.keep_outputs:  # a stage holds a micro-batch's result until its backward pass is done
+        loop = dataclasses.replace(loop, keep_outputs="backward")
+    return unchecked(recipe, shape=shape, batch_size=recipe.batch_size // sharding.micro_batches, loop=loop)
 
 
 def is_model_parallel(recipe: Recipe) -> bool:

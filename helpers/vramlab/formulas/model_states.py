@@ -7,7 +7,6 @@
 Every tensor is rounded up to 512 bytes, as PyTorch's allocator does.
 """
 
-import copy
 from collections import Counter
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
@@ -16,6 +15,7 @@ from math import ceil, prod
 
 from ..hardware.overhead import rounded
 from ..hardware.reserved import pack
+from ..recipe.knobs import unchecked
 from ..recipe.optimizers import MODELLED, optimizer_arguments
 from ..recipe.options import LoRA, Quantization
 from ..recipe.recipe import Recipe
@@ -159,15 +159,14 @@ def compute_recipe(recipe: Recipe) -> Recipe:
     engines = is_sharded_by(recipe, "fsdp") or is_sharded_by(recipe, "deepspeed")
     if not recipe.precision.endswith("-mixed") or not engines:
         return recipe
-    quantization, lora = recipe.quantization, copy.copy(recipe.lora)
-    if lora:  # adapters of a quantized base too are gathered in half precision, or cast
-        object.__setattr__(lora, "autocast_adapter_dtype", None)
-    found = copy.copy(recipe)  # not `replace`, which would check all again
-    object.__setattr__(found, "precision", recipe.precision.replace("-mixed", "-true"))
-    object.__setattr__(found, "quantization", quantization and replace(quantization, prepare=False))
-    object.__setattr__(found, "lora", lora)
-    object.__setattr__(found, "dtype", None)
-    return found
+    return unchecked(
+        recipe,
+        precision=recipe.precision.replace("-mixed", "-true"),
+        quantization=recipe.quantization and replace(recipe.quantization, prepare=False),
+        # adapters of a quantized base too are gathered in half precision, or cast
+        lora=recipe.lora and unchecked(recipe.lora, autocast_adapter_dtype=None),
+        dtype=None,
+    )
 
 
 def parameter_table(recipe: Recipe) -> tuple[ParameterRow, ...]:

@@ -4,13 +4,13 @@ A family is one way to train. Its recipes differ in the micro-batch only: a divi
 batch, so that micro-batch × accumulation × GPUs is always the global batch.
 """
 
-import copy
 import itertools
 from collections.abc import Iterator
 
 from ..formulas import model_states, shards
 from ..formulas.fused_head import with_its_adapters
 from ..hardware.gpu import Chip, Gpu
+from ..recipe.knobs import unchecked
 from ..recipe.options import HALF, Quantization, Sharding
 from ..recipe.recipe import Recipe
 from ..recipe.weights import unquantized
@@ -73,11 +73,8 @@ def families(question: Question, method: str) -> Iterator[Recipe]:
 
 def with_micro_batch(family: Recipe, size: int) -> Recipe:
     """The family's recipe with micro-batches of `size` samples; not validated again, for speed."""
-    found = copy.copy(family)
     steps = family.batch_size * family.gradient_accumulation_steps // size
-    object.__setattr__(found, "batch_size", size)
-    object.__setattr__(found, "gradient_accumulation_steps", steps)
-    return found
+    return unchecked(family, batch_size=size, gradient_accumulation_steps=steps)
 
 
 def method_of(recipe: Recipe) -> str:
