@@ -9,11 +9,10 @@ from unittest.mock import patch
 import pytest
 from quick import params
 from test_sft import real as sft_trainer
-from test_trainer_loop import SCALARS, trainer
+from test_trainer_loop import assert_same_but_for_scalars, trainer
 from tiny_models import config
 from vramlab import LoRA, Quantization, Recipe, RecipeError, Sharding, WatchCallback, simulate
 from vramlab.recipe import liger
-from vramlab.report.report import CATEGORIES
 from vramlab.training.models import build_model
 
 pytest.importorskip("liger_kernel", reason="Triton, which Liger needs, is for Linux")
@@ -65,12 +64,7 @@ def test_a_real_step_is_what_simulate_says(name, kernels, tmp_path):
     with patch.dict(home):
         made.train()
     simulated = simulate(recipe, target="cpu", full=True)
-    for phase in ("forward", "backward", "step", "between_steps"):
-        for moment in ("peak", "end"):
-            ran, said = (getattr(report.phases[phase], moment) for report in (seen.report, simulated))
-            for category in CATEGORIES:
-                difference = getattr(ran, category) - getattr(said, category)
-                assert abs(difference) <= SCALARS, f"{phase} {moment} {category}: {difference:+,} bytes"
+    assert_same_but_for_scalars(seen.report, simulated)
 
 
 def test_nothing_is_left_behind():

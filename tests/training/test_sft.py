@@ -5,13 +5,12 @@ import pytest
 import torch
 import transformers
 from quick import params
-from test_trainer_loop import SCALARS
+from test_trainer_loop import assert_same_but_for_scalars
 from tiny_models import config
 from vramlab import Loop, LoRA, Quantization, Recipe, RecipeError, Sharding, WatchCallback, simulate
 from vramlab.recipe.families import TASKS
 from vramlab.recipe.samples import packs
 from vramlab.report.data import data_path
-from vramlab.report.report import CATEGORIES
 from vramlab.training.models import build_model
 
 pytestmark = pytest.mark.usefixtures("quiet")
@@ -113,12 +112,7 @@ def test_a_real_sft_step_is_what_simulate_says(name, tmp_path):
     recipe, seen = make(name), WatchCallback()
     real(recipe, tmp_path, seen).train()
     simulated = simulate(recipe, target="cpu", full=True)
-    for phase in ("forward", "backward", "step", "between_steps"):
-        for moment in ("peak", "end"):
-            ran, said = (getattr(report.phases[phase], moment) for report in (seen.report, simulated))
-            for category in CATEGORIES:
-                difference = getattr(ran, category) - getattr(said, category)
-                assert abs(difference) <= SCALARS, f"{phase} {moment} {category}: {difference:+,} bytes"
+    assert_same_but_for_scalars(seen.report, simulated)
 
 
 @pytest.mark.parametrize(

@@ -81,6 +81,16 @@ def make(name: str) -> Recipe:
     return Recipe(config(family), **fields)
 
 
+def assert_same_but_for_scalars(ran, simulated):
+    """Each category of each phase, at its peak and its end."""
+    for phase in ("forward", "backward", "step", "between_steps"):
+        for moment in ("peak", "end"):
+            real, said = (getattr(report.phases[phase], moment) for report in (ran, simulated))
+            for category in CATEGORIES:
+                difference = getattr(real, category) - getattr(said, category)
+                assert abs(difference) <= SCALARS, f"{phase} {moment} {category}: {difference:+,} bytes"
+
+
 COMBINED = ("bert", "gpt2 bf16-mixed", "gpt2 accumulation", "gpt2 checkpointing", "vit accumulation")
 
 
@@ -90,12 +100,7 @@ def test_a_real_trainer_step_is_what_simulate_says(name, tmp_path):
     trainer(recipe, tmp_path, seen).train()
     simulated = simulate(recipe, target="cpu", full=True)
     assert seen.report.source == "measured" and simulated.source == "simulated"
-    for phase in ("forward", "backward", "step", "between_steps"):
-        for moment in ("peak", "end"):
-            real, said = (getattr(report.phases[phase], moment) for report in (seen.report, simulated))
-            for category in CATEGORIES:
-                difference = getattr(real, category) - getattr(said, category)
-                assert abs(difference) <= SCALARS, f"{phase} {moment} {category}: {difference:+,} bytes"
+    assert_same_but_for_scalars(seen.report, simulated)
     assert seen.report.phases["load"].end.optimizer_states == simulated.phases["step"].end.optimizer_states
 
 
