@@ -57,6 +57,8 @@ CASES = {
     "gpt2 8-bit": ("gpt2", {"optim": "adamw_bnb_8bit"}),
     "gpt2 unclipped": ("gpt2", {"loop": "unclipped"}),
     "gpt2 LoRA": ("gpt2", {"lora": LoRA(r=4)}),
+    # PEFT makes the embeddings' output a leaf, whose gradient lives as long as the loss
+    "gpt2 LoRA checkpointing": ("gpt2", {"lora": LoRA(r=4), "gradient_checkpointing": True}),
     "gpt2 bf16 under bf16-mixed": ("gpt2", HALF),
     "llama bf16 under bf16-mixed, checkpointing": ("llama", {**HALF, "gradient_checkpointing": True}),
     "llama bf16 under bf16-mixed, LoRA": ("llama", {**HALF, "lora": LoRA(r=4, target_modules="all-linear")}),

@@ -88,9 +88,8 @@ class watch:
         self._running = False
         claim_states(self.tracker, self._optimizers, self.target)
         self._end_step()
-        if self.tracker.phase == "between_steps":
-            self._move_clearing()
-        else:
+        self._move_frees()
+        if self.tracker.phase != "between_steps":
             self._begin("between_steps")
         self.tracker.finish()
         self.history = History(self.tracker.log, self.tracker.marks)
@@ -129,8 +128,7 @@ class watch:
             self._stack.enter_context(patch.object(frames, "_maybe_set_eval_frame", seen))
 
     def _begin(self, phase: str) -> None:
-        if self.tracker.phase == "between_steps":
-            self._move_clearing()
+        self._move_frees()
         self.tracker.begin(phase)
         self._stepped = False
 
@@ -194,13 +192,15 @@ class watch:
             self.tracker.marks.pop()
             self.tracker.phase = "backward"
 
-    def _move_clearing(self) -> None:
-        """Count gradients freed directly after the update to the step, as in a loop that clears them at its end."""
-        start, phase = self.tracker.marks[-1]
+    def _move_frees(self) -> None:
+        """Count what is freed directly after a phase to it: the loss's graph to the backward pass, and gradients to the
+        step, as in a loop that clears them at its end."""
+        start, phase = self.tracker.marks[-1] if self.tracker.marks else (0, "load")
         for position, (size, storage, _) in enumerate(self.tracker.log[start:], start + 1):
-            if size > 0:
+            is_gradient = storage.category == "gradients"
+            if size > 0 or (is_gradient and phase == "step"):
                 return
-            if storage.category == "gradients":
+            if phase == "step" or (is_gradient and phase == "between_steps"):
                 self.tracker.marks[-1] = (position, phase)
 
     def _ours(self, optimizer: torch.optim.Optimizer) -> bool:
