@@ -117,7 +117,7 @@ def plan(model: object, gpu: str | Gpu, gpus: int = 1, *, top: int = 5, **asked:
     Raises:
         RecipeError, GpuError: one sentence that says which argument was wrong.
     """
-    Knob("", kind=int).check("top", top)
+    Knob(kind=int).check("top", top)
     question = Question(model, gpu, gpus, **asked)
     search = Search(question)
     found = [search.ranked(method, top) for method in question.methods]

@@ -29,34 +29,24 @@ class Question:
 
     model: Any
     gpu: str | Gpu
-    gpus: int = knob(1, "How many of them.", most=1024, option=True)
-    global_batch: int = knob(16, "Samples in one optimizer step, over all GPUs.", option=True)
+    gpus: int = knob(1, most=1024)
+    global_batch: int = knob(16)
     seq_len: int | None = same_knob(Recipe, "seq_len")
-    method: str = knob("any", "Full training or adapters.", choices=("any", *METHODS), option=True)
-    precisions: tuple[str, ...] | None = knob(
-        None,
-        "To try; None for those that the card computes in and that are safe.",
-        choices=PRECISIONS,
-        option="precision",
-        many=True,
-    )
-    optims: tuple[str, ...] = knob(OPTIMS, "To try.", choices=OPTIMIZERS, option="optim", many=True)
-    attention: tuple[str, ...] = knob(ATTENTION, "To try.", choices=ATTENTION, many=True)
-    checkpointing: tuple[bool, ...] = knob((False, True), "To try.", choices=(False, True), many=True)
-    engines: tuple[str, ...] = knob(ENGINES, "To try.", choices=ENGINES, option="engine", many=True)
-    offload: bool = knob(True, "Whether optimizer and parameters may go to the host.", option=True)
-    lora: LoRA = knob(RANK, "Rank and targets of adapters.")
+    method: str = knob("any", choices=("any", *METHODS))
+    precisions: tuple[str, ...] | None = knob(None, choices=PRECISIONS, many=True)
+    optims: tuple[str, ...] = knob(OPTIMS, choices=OPTIMIZERS, many=True)
+    attention: tuple[str, ...] = knob(ATTENTION, choices=ATTENTION, many=True)
+    checkpointing: tuple[bool, ...] = knob((False, True), choices=(False, True), many=True)
+    engines: tuple[str, ...] = knob(ENGINES, choices=ENGINES, many=True)
+    offload: bool = knob(True)
+    lora: LoRA = knob(RANK)
     task: str | None = same_knob(Recipe, "task")
     num_layers: int | None = None
     trainer: str = same_knob(Recipe, "trainer")
-    memory: int | None = knob(None, "Usable bytes of one card, in place of the table's.")
-    host_memory: int | None = knob(None, "Bytes of the host that all ranks may offload or page to; None does not ask.")
-    tier: str = knob("process", "Which predicted figure has to fit.", choices=("process", "reserved", "allocated"))
-    link: float | None = knob(
-        None,
-        "Bytes per second between GPUs, in place of the table's.",
-        bounds=("of bytes a second, over 0", lambda rate: rate > 0),
-    )
+    memory: int | None = knob(None)
+    host_memory: int | None = knob(None)
+    tier: str = knob("process", choices=("process", "reserved", "allocated"))
+    link: float | None = knob(None, bounds="of bytes a second, over 0")
 
     def __post_init__(self):
         self.gpu = find_gpu(self.gpu)

@@ -13,19 +13,13 @@ MOST = 2**40
 class Evaluation:
     """What `Trainer.evaluate` does during training; names and defaults are those of `TrainingArguments` and `Trainer`."""
 
-    samples: int = knob(8, "Samples in the evaluation set.", most=MOST, option=True)
-    per_device_eval_batch_size: int = knob(8, "Samples in a batch.", most=2**24, option="eval_batch_size")
-    compute_metrics: bool = knob(
-        False, "The Trainer has a compute_metrics; without one it keeps losses only.", option=True
-    )
-    eval_accumulation_steps: int | None = knob(
-        None, "Batches whose predictions stay on the device; all when left out.", most=MOST, option=True
-    )
-    eval_do_concat_batches: bool = knob(True, "Keep predictions as one tensor, which each batch copies.")
-    batch_eval_metrics: bool = knob(False, "Compute metrics batch by batch, and keep no predictions.")
-    preprocess_logits_for_metrics: Callable | None = knob(
-        None, "A function of (logits, labels) to what is kept of them, such as their argmax."
-    )
+    samples: int = knob(8, most=MOST)
+    per_device_eval_batch_size: int = knob(8, most=2**24)
+    compute_metrics: bool = knob(False)
+    eval_accumulation_steps: int | None = knob(None, most=MOST)
+    eval_do_concat_batches: bool = knob(True)
+    batch_eval_metrics: bool = knob(False)
+    preprocess_logits_for_metrics: Callable | None = knob(None)
 
     def __post_init__(self):
         check(self, "evaluation.")

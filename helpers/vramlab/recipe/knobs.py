@@ -1,11 +1,12 @@
-"""A recipe's fields as data: what each means, what it may be and what other libraries call it, said once.
+"""A recipe's fields as data: what each may be is said with the field, what it is called in `data/knobs.json`.
 
-The checks here, `TrainingArguments`, the command line and the calculator all read it from the dataclass fields.
+The checks here, `TrainingArguments`, the command line and the calculator all read it from here.
 """
 
 import copy
 import dataclasses
 import inspect
+import json
 import typing
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -13,26 +14,27 @@ from functools import cache
 from types import NoneType
 from typing import Any
 
+from ..report.data import data_path
 from ..report.errors import RecipeError
 
+WORDS = json.loads(data_path("knobs.json").read_text(encoding="utf-8"))  # by dataclass and field
 MAX_NUMBER = 1e300  # so that it is a finite number for torch too
 
 
 @dataclass(frozen=True)
 class Knob:
-    """One field of a recipe; `knobs` fills in what follows from the field itself."""
+    """One field of a recipe; `knobs` fills in its words and what follows from the field itself."""
 
-    help: str  # one sentence
     choices: tuple = ()  # the values allowed; () where a number, a switch or free text is asked for
     least: int = 1  # of a whole number, as is `most`
     most: int | None = None
-    bounds: tuple[str, Callable[[float], bool]] = ("", bool)  # of any other number, in words and as a test
-    option: str | bool = ""  # on the command line, without dashes; True: the field's name; "": it has none
-    label: str = ""  # in the calculator
-    # names in `TrainingArguments`, `LoraConfig` or `BitsAndBytesConfig`, True for the field's own; one name only where the
-    # value is the same there
-    elsewhere: str | bool | tuple[str, ...] = ""
+    bounds: str = ""  # of any other number, of BOUNDS
     shown: str | Callable[[Any], Any] = ""  # its words in `str(recipe)`, with {} for the value, or what gives them
+    quiet: tuple | list = ()  # values that it has no words for
+    help: str = ""  # one sentence
+    option: str = ""  # on the command line, without dashes; "": it has none
+    label: str = ""  # in the calculator
+    elsewhere: tuple[str, ...] = ()  # names in other libraries; one name only where the value is the same there
     kind: Any = None  # the type of its values
     optional: bool = False  # None is a value too
     many: bool = False  # a list of values to try
@@ -49,36 +51,35 @@ class Knob:
 
     def words(self, value: Any) -> str:
         """Return what `str(recipe)` says of the value, "" for nothing."""
-        if value is None or value is False:
+        if value is None or value is False or value in self.quiet:
             return ""
-        return self.shown.format(value) if isinstance(self.shown, str) else self.shown(value) or ""
+        if dataclasses.is_dataclass(value):
+            return value.words()
+        return self.shown.format(value) if isinstance(self.shown, str) else self.shown(value)
 
 
-def knob(default: Any, help: str, **more: Any) -> Any:
+def knob(default: Any, **rules: Any) -> Any:
     """Return a dataclass field with what `Knob` says of it."""
-    return dataclasses.field(default=default, metadata={"knob": Knob(help, default=default, **more)})
+    return dataclasses.field(default=default, metadata={"knob": Knob(default=default, **rules)})
 
 
 def same_knob(part: type, name: str) -> Any:
     """Return a dataclass field with the default and the knob of the field `name` of `part`."""
-    field = part.__dataclass_fields__[name]
-    return dataclasses.field(default=field.default, metadata=field.metadata)
+    return dataclasses.field(default=knobs(part)[name].default, metadata={"knob": knobs(part)[name]})
 
 
 @cache
 def knobs(part: type) -> dict[str, Knob]:
-    """Return the knobs of a dataclass by field name, with kinds and names filled in."""
-    found = {}
-    for field in dataclasses.fields(part):
-        if "knob" in field.metadata:
-            said, kinds = field.metadata["knob"], typing.get_args(field.type) or (field.type,)
-            found[field.name] = dataclasses.replace(
-                said,
-                kind=next(filter(dataclasses.is_dataclass, kinds), kinds[0]),
-                optional=NoneType in kinds,
-                option=field.name if said.option is True else said.option,
-                elsewhere=(field.name,) if said.elsewhere is True else tuple(said.elsewhere.split()),
-            )
+    """Return the knobs of a dataclass by field name, with kinds and words filled in."""
+    found = {field.name: field.metadata["knob"] for field in dataclasses.fields(part) if "knob" in field.metadata}
+    for name, said in found.items():
+        if said.kind is None:  # not another part's
+            words, kind = WORDS[part.__name__][name], part.__dataclass_fields__[name].type
+            own = {key: name for key in ("option", "elsewhere") if words.get(key) is True}
+            words = {**words, **own, "elsewhere": tuple((words | own).get("elsewhere", "").split())}
+            kinds = typing.get_args(kind) or (kind,)
+            kind, optional = next(filter(dataclasses.is_dataclass, kinds), kinds[0]), NoneType in kinds
+            found[name] = dataclasses.replace(said, kind=kind, optional=optional, **words)
     return found
 
 
@@ -147,11 +148,16 @@ def _whole(knob: Knob, value: Any) -> str:
 
 
 def _number(knob: Knob, value: Any) -> str:
-    allowed, fits = knob.bounds
-    right = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < MAX_NUMBER and fits(value)
-    return "" if right else f"it must be a number {allowed}"
+    right = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < MAX_NUMBER
+    return "" if right and BOUNDS[knob.bounds](value) else f"it must be a number {knob.bounds}"
 
 
+BOUNDS = {
+    "over 0": lambda value: value > 0,
+    "over 0, or None for no clipping": lambda value: value > 0,
+    "of bytes a second, over 0": lambda value: value > 0,
+    "of at least 0 and under 1": lambda value: 0 <= value < 1,
+}
 RULES = {
     bool: lambda knob, value: (
         "" if isinstance(value, bool) else "it must be True or False" + " or None" * knob.optional

@@ -2,7 +2,6 @@
 
 import dataclasses
 from dataclasses import dataclass
-from functools import partial
 
 from ..report.errors import RecipeError
 from .knobs import check, documented, knob
@@ -16,7 +15,6 @@ PACKING = ("bfd", "bfd_split", "wrapped")
 HALF = {"fp16": "float16", "bf16": "bfloat16"}  # of a precision's name before "-true" or "-mixed"
 DTYPES = ("float32", "float16", "bfloat16")
 QUANT_TYPES = ("nf4", "fp4", "int8")
-_peft = partial(knob, elsewhere=True)
 STAGES = {"ddp": (0, 1), "fsdp": (2, 3), "deepspeed": (0, 1, 2, 3), "tensor": (0,), "pipeline": (0,)}
 
 
@@ -30,21 +28,17 @@ def words(text: str) -> frozenset[str]:
 class LoRA:
     """Low-rank adapters (Hu et al. 2021). Fields and defaults are those of `peft.LoraConfig`."""
 
-    r: int = _peft(8, "Rank of the adapters.", option="lora_r", label="LoRA rank")
-    lora_alpha: float = _peft(8, "Adapters are scaled by this over r.", bounds=("over 0", lambda a: a > 0), option=True)
-    lora_dropout: float = _peft(
-        0.0, "Dropout before the adapters.", bounds=("of at least 0 and under 1", lambda p: 0 <= p < 1), option=True
-    )
-    target_modules: tuple[str, ...] | str | None = _peft(
-        None, "Module names, or all-linear; None: PEFT's default.", option="lora_target", label="LoRA targets"
-    )
-    bias: str = _peft("none", "Which biases are trained.", choices=("none", "all", "lora_only"))
-    use_rslora: bool = _peft(False, "Scale by the square root of r instead.")
-    modules_to_save: tuple[str, ...] | None = _peft(None, "Modules trained whole.")
-    autocast_adapter_dtype: bool = knob(True, "Keep fp16 and bf16 adapters in fp32, as `get_peft_model` does.")
-    use_dora: bool = _peft(False, "Train the magnitude of each output apart (Liu et al. 2024).", option=True)
-    lora_bias: bool = _peft(False, "Give the second matrix of each adapter a bias.")
-    target_parameters: tuple[str, ...] | None = _peft(None, "Parameters that no module holds, such as fused experts.")
+    r: int = knob(8)
+    lora_alpha: float = knob(8, bounds="over 0")
+    lora_dropout: float = knob(0.0, bounds="of at least 0 and under 1")
+    target_modules: tuple[str, ...] | str | None = knob(None)
+    bias: str = knob("none", choices=("none", "all", "lora_only"))
+    use_rslora: bool = knob(False)
+    modules_to_save: tuple[str, ...] | None = knob(None)
+    autocast_adapter_dtype: bool = knob(True)
+    use_dora: bool = knob(False)
+    lora_bias: bool = knob(False)
+    target_parameters: tuple[str, ...] | None = knob(None)
 
     def __post_init__(self):
         for name in ("target_modules", "modules_to_save", "target_parameters"):
@@ -58,39 +52,28 @@ class LoRA:
         for name in ("lora_alpha", "lora_dropout"):  # 8 and 8.0 are one recipe, with one key
             object.__setattr__(self, name, float(getattr(self, name)))
 
+    def words(self) -> str:
+        """Return its part of `str(recipe)`, as the other parts' `words` do."""
+        return f"{'DoRA' if self.use_dora else 'LoRA'} r={self.r}"
+
 
 @documented
 @dataclass(frozen=True)
 class Quantization:
     """A frozen base in few bits (Dettmers et al. 2023), as `transformers.BitsAndBytesConfig` makes it."""
 
-    quant_type: str = knob(
-        "nf4",
-        "Format of the frozen base.",
-        choices=QUANT_TYPES,
-        elsewhere="bnb_4bit_quant_type",
-        option="quantization",
-        label="Frozen base",
-    )
-    double: bool = knob(
-        False,
-        "Quantize the block scales too.",
-        elsewhere="bnb_4bit_use_double_quant",
-        option="double_quant",
-        label="Double quant",
-    )
-    compute_dtype: str | None = knob(
-        None,
-        "What 4-bit layers compute in; None takes the recipe's format.",
-        choices=DTYPES,
-        elsewhere="bnb_4bit_compute_dtype",
-    )
-    prepare: bool = knob(True, "Call `prepare_model_for_kbit_training`: what is not quantized goes to fp32.")
+    quant_type: str = knob("nf4", choices=QUANT_TYPES)
+    double: bool = knob(False)
+    compute_dtype: str | None = knob(None, choices=DTYPES)
+    prepare: bool = knob(True)
 
     def __post_init__(self):
         check(self, "quantization.")
         if self.quant_type == "int8" and self.double:
             raise RecipeError("quantization.double", True, "double quantization exists for 'nf4' and 'fp4' only")
+
+    def words(self) -> str:
+        return self.quant_type + (" double" if self.double else "")
 
 
 @documented
@@ -103,14 +86,14 @@ class Sharding:
     optimizer with them.
     """
 
-    stage: int = knob(3, "ZeRO stage, 0 to 3.", choices=(0, 1, 2, 3), option=True, label="ZeRO stage")
-    world_size: int = knob(1, "Ranks that share the model.", most=2**20, option=True, label="GPUs")
-    engine: str = knob("fsdp", "What divides the model.", choices=tuple(STAGES), option=True, label="Engine")
-    offload: str | None = knob(None, "What lives in host memory.", choices=("optimizer", "parameters"), option=True)
-    rank: int = knob(0, "Whose bytes are described; ranks differ where a size does not divide.", least=0)
-    wrap: str = knob("layers", "FSDP's units: one a layer and the rest, or the model.", choices=("layers", "model"))
-    schedule: str = knob("1f1b", "How a pipeline runs the parts of a batch.", choices=("gpipe", "1f1b"))
-    micro_batches: int = knob(1, "Parts into which a pipeline divides a batch.", most=2**16)
+    stage: int = knob(3, choices=(0, 1, 2, 3))
+    world_size: int = knob(1, most=2**20)
+    engine: str = knob("fsdp", choices=tuple(STAGES))
+    offload: str | None = knob(None, choices=("optimizer", "parameters"))
+    rank: int = knob(0, least=0)
+    wrap: str = knob("layers", choices=("layers", "model"))
+    schedule: str = knob("1f1b", choices=("gpipe", "1f1b"))
+    micro_batches: int = knob(1, most=2**16)
 
     def __post_init__(self):
         check(self, "sharding.")
@@ -128,6 +111,10 @@ class Sharding:
             if getattr(self, name) != getattr(type(self), name) and self.engine != engine:
                 raise RecipeError(f"sharding.{name}", getattr(self, name), f"only engine {engine!r} knows it")
 
+    def words(self) -> str:
+        offload = f" · {self.offload} offloaded" if self.offload else ""
+        return f"{self.engine} stage {self.stage} × {self.world_size}{offload}"
+
 
 @documented
 @dataclass(frozen=True)
@@ -137,35 +124,27 @@ class Loop:
     The loop named "trainer" also has all micro-batches of a step on the device at once, as `Trainer` fetches them.
     """
 
-    name: str = knob("trainer", "What the loop is called.")
-    zero_grad: str = knob(
-        "end", "When gradients are cleared; end is after the update.", choices=("start", "before_backward", "end")
-    )
-    set_to_none: bool = knob(True, "Free the gradients, or fill them with zeros.")
-    keep_outputs: bool | str = knob(
-        False,
-        "How long logits, keys and values stay: until the loss (False), to the end of a phase, the next forward (True).",
-        choices=(False, "backward", "step", True),
-    )
-    outputs_to_fp32: bool = knob(True, "Copy half-precision outputs to fp32 after autocast, as accelerate does.")
-    use_cache: bool | None = knob(False, "`config.use_cache`; None leaves the model's default.", elsewhere=True)
-    max_grad_norm: float | None = knob(
-        1.0,
-        "Gradients are clipped to this norm; None does not clip.",
-        bounds=("over 0, or None for no clipping", lambda norm: norm > 0),
-        elsewhere=True,
-    )
-    foreach: bool | None = knob(None, "The multi-tensor optimizer; None takes torch's default for the device.")
-    optimizer_in_backward: bool = knob(False, "Update each parameter as soon as its gradient is complete.")
-    empty_cache_steps: int | None = knob(
-        None, "`torch.cuda.empty_cache()` every so many steps.", elsewhere="torch_empty_cache_steps"
-    )
+    name: str = knob("trainer")
+    zero_grad: str = knob("end", choices=("start", "before_backward", "end"))
+    set_to_none: bool = knob(True)
+    keep_outputs: bool | str = knob(False, choices=(False, "backward", "step", True))
+    outputs_to_fp32: bool = knob(True)
+    use_cache: bool | None = knob(False)
+    max_grad_norm: float | None = knob(1.0, bounds="over 0, or None for no clipping")
+    foreach: bool | None = knob(None)
+    optimizer_in_backward: bool = knob(False)
+    empty_cache_steps: int | None = knob(None)
 
     def __post_init__(self):
         check(self, "loop.")
         if self.optimizer_in_backward and self.max_grad_norm is not None:
             rest = "clipping needs all gradients at once, which optimizer_in_backward never has: set it to None"
             raise RecipeError("loop.max_grad_norm", self.max_grad_norm, rest)
+
+    def words(self) -> str:
+        if self == LOOPS["trainer"]:
+            return ""
+        return f"{self.name} loop" + ("" if self == LOOPS.get(self.name) else " (changed)")
 
     @classmethod
     def named(cls, name: str, **changes) -> "Loop":

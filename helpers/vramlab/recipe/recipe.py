@@ -11,7 +11,6 @@ import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 from ..report.errors import RecipeError
@@ -31,20 +30,6 @@ PARTS = {"lora": LoRA, "quantization": Quantization, "sharding": Sharding, "loop
 LATER = ("trainer", "precompute_ref_log_probs", "lengths", "packing", "packing_strategy", "padding_free")
 LATER += ("pad_to_multiple_of", "activation_offloading", "use_liger_kernel", "liger_kernel_config")
 LATER_OF_LORA = ("use_dora", "lora_bias", "target_parameters")
-_knob = partial(knob, option=True)
-
-
-def _sharding_words(sharding: Sharding) -> str:
-    """The sharding's part of `str(recipe)`."""
-    offload = f" · {sharding.offload} offloaded" if sharding.offload else ""
-    return f"{sharding.engine} stage {sharding.stage} × {sharding.world_size}{offload}"
-
-
-def _loop_words(loop: Loop) -> str:
-    """The loop's part of `str(recipe)`."""
-    if loop == LOOPS["trainer"]:
-        return ""
-    return f"{loop.name} loop" + ("" if loop == LOOPS.get(loop.name) else " (changed)")
 
 
 @documented
@@ -61,126 +46,34 @@ class Recipe:
     """
 
     model: Any
-    batch_size: int = _knob(
-        1,
-        "Samples in one micro-batch on one device; of trainer dpo and reward a sample is a pair, two sequences.",
-        most=MOST,
-        elsewhere="per_device_train_batch_size",
-        label="Batch size",
-        shown="batch {}",
-    )
-    seq_len: int | None = _knob(
-        None,
-        "Tokens per sample; 512 or the model's longest if less.",
-        most=MOST,
-        label="Tokens a sample",
-        shown="{} tokens",
-    )
-    precision: str = _knob(
-        "fp32",
-        "Number format of weights and computation.",
-        choices=PRECISIONS,
-        elsewhere="fp16 bf16 tf32",
-        label="Precision",
-        shown="{}",
-    )
-    optim: str = _knob(
-        "adamw_torch", "The optimizer.", choices=OPTIMIZERS, elsewhere=True, label="Optimizer", shown="{}"
-    )
-    optim_args: str | None = _knob(None, "As in TrainingArguments: momentum=0.9,…", elsewhere=True, shown="{}")
-    task: str | None = _knob(
-        None, "Which head; the architecture's usual one when left out.", choices=tuple(TASKS), shown="{}"
-    )
-    num_layers: int | None = _knob(None, "A depth other than the model's own.", most=MOST_LAYERS, shown="{} layers")
-    gradient_accumulation_steps: int = _knob(
-        1,
-        "Micro-batches in one optimizer step.",
-        most=MOST_MICRO_BATCHES,
-        elsewhere=True,
-        shown=lambda n: n > 1 and f"accumulate ×{n}",
-    )
-    gradient_checkpointing: bool = _knob(
-        False,
-        "Recompute layers in the backward pass.",
-        elsewhere="activation_checkpointing gradient_checkpointing",
-        label="Checkpointing",
-        shown="checkpointing",
-    )
-    attn_implementation: str | None = _knob(
-        None,
-        "Attention's kernel; sdpa when left out, where the architecture has it.",
-        choices=ATTENTION,
-        label="Attention",
-        shown=lambda kernel: kernel != "sdpa" and kernel,
-    )
-    lora: LoRA | None = knob(
-        None, "Adapters to train.", shown=lambda lora: f"{'DoRA' if lora.use_dora else 'LoRA'} r={lora.r}"
-    )
-    quantization: Quantization | None = knob(
-        None, "A frozen base in few bits.", shown=lambda q: q.quant_type + (" double" if q.double else "")
-    )
-    sharding: Sharding | None = knob(
-        None, "Ranks and what each holds.", elsewhere="fsdp fsdp_config deepspeed", shown=_sharding_words
-    )
-    dtype: str | None = _knob(
-        None,
-        "The weights' format as loaded, as in from_pretrained; what the precision implies when left out.",
-        choices=DTYPES,
-        label="Weights",
-        shown="{} weights",
-    )
-    torch_compile: bool = _knob(False, "Compile the model.", elsewhere=True, shown="compiled")
-    loop: Loop | str = knob("trainer", "The training loop.", choices=tuple(LOOPS), option=True, shown=_loop_words)
-    trainer: str = _knob(
-        "transformers",
-        "Whose Trainer computes the loss: transformers' own, or TRL's, whose heads make no logits.",
-        choices=("transformers", *TRL),
-        label="Trainer",
-        shown=lambda name: TRL.get(name),
-    )
-    precompute_ref_log_probs: bool = _knob(
-        False,
-        "Ask the reference model of trainer dpo and kto before training, and keep it no longer.",
-        elsewhere=True,
-        shown="reference precomputed",
-    )
-    activation_offloading: bool = _knob(
-        False,
-        "Keep what backward needs in host memory until then, as TRL's trainers do.",
-        elsewhere=True,
-        shown="activations offloaded",
-    )
-    packing: bool = _knob(
-        False,
-        "Fill samples of seq_len tokens with short ones (SFTTrainer).",
-        elsewhere=True,
-        label="Packing",
-        shown="packed",
-    )
-    packing_strategy: str = _knob(
-        "bfd",
-        "Samples stay whole and a micro-batch is one long row (bfd, bfd_split), or are cut to fill rows (wrapped).",
-        choices=PACKING,
-        elsewhere=True,
-        shown=lambda name: name == "wrapped" and name,
-    )
-    padding_free: bool = _knob(
-        False, "Join the samples of a micro-batch to one long row (SFTTrainer).", elsewhere=True, shown="padding-free"
-    )
-    pad_to_multiple_of: int | None = _knob(
-        None, "Pad rows to a multiple of so many tokens.", most=MOST, elsewhere=True, shown="padded to a multiple of {}"
-    )
+    batch_size: int = knob(1, most=MOST)
+    seq_len: int | None = knob(None, most=MOST)
+    precision: str = knob("fp32", choices=PRECISIONS)
+    optim: str = knob("adamw_torch", choices=OPTIMIZERS)
+    optim_args: str | None = knob(None)
+    task: str | None = knob(None, choices=tuple(TASKS))
+    num_layers: int | None = knob(None, most=MOST_LAYERS)
+    gradient_accumulation_steps: int = knob(1, most=MOST_MICRO_BATCHES)
+    gradient_checkpointing: bool = knob(False)
+    attn_implementation: str | None = knob(None, choices=ATTENTION)
+    lora: LoRA | None = knob(None)
+    quantization: Quantization | None = knob(None)
+    sharding: Sharding | None = knob(None)
+    dtype: str | None = knob(None, choices=DTYPES)
+    torch_compile: bool = knob(False)
+    loop: Loop | str = knob("trainer", choices=tuple(LOOPS))
+    trainer: str = knob("transformers", choices=("transformers", *TRL), shown=TRL.get, quiet=("transformers",))
+    precompute_ref_log_probs: bool = knob(False)
+    activation_offloading: bool = knob(False)
+    packing: bool = knob(False)
+    packing_strategy: str = knob("bfd", choices=PACKING)
+    padding_free: bool = knob(False)
+    pad_to_multiple_of: int | None = knob(None, most=MOST)
     lengths: tuple[int, ...] | None = knob(
-        None,
-        "Tokens of each sample of a micro-batch, which is padded to the longest; all have seq_len when left out.",
-        shown=lambda lengths: f"{len(lengths)} samples of {min(lengths):,} to {max(lengths):,}",
+        None, shown=lambda lengths: f"{len(lengths)} samples of {min(lengths):,} to {max(lengths):,}"
     )
-    use_liger_kernel: bool = _knob(
-        False, "Liger's kernels in the model and its loss.", elsewhere=True, label="Liger", shown="Liger kernels"
-    )
-    liger_kernel_config: dict | None = knob(
-        None, f"Switches of those kernels: {', '.join(liger.SWITCHES)}.", elsewhere=True, shown=liger.words
-    )
+    use_liger_kernel: bool = knob(False)
+    liger_kernel_config: dict | None = knob(None, shown=liger.words)
     shape: Shape = field(init=False, repr=False, compare=False)
 
     def __post_init__(self):
