@@ -30,7 +30,7 @@ from ..training import training as tr
 from ..training.engines import engine_of
 from ..training.evaluation import evaluate
 from ..training.process_group import one_rank_of
-from ..training.sft import trl_class
+from ..training.trl_trainers import trl_class
 from .activation_offloading import DEVICE, fake_accelerator
 from .any_module import ModuleStep, loop_notes
 from .as_run import as_it_ran

@@ -14,7 +14,7 @@ from ..recipe.families import TASKS
 from ..recipe.liger import kernels
 from ..recipe.recipe import Recipe
 from ..report.errors import RecipeError
-from . import liger, preference, sft
+from . import liger, trl_trainers
 
 if TYPE_CHECKING:
     import torch
@@ -93,10 +93,8 @@ def _prepared(model: "torch.nn.Module", recipe: Recipe) -> "torch.nn.Module":
         enable({"use_reentrant": False})
         if recipe.lora:
             model.enable_input_require_grads()
-    if recipe.trainer == "sft":
-        sft.prepare(model)
-    elif recipe.trainer != "transformers":
-        preference.prepare(model, recipe.trainer)
+    if recipe.trainer != "transformers":
+        trl_trainers.prepare(model, recipe.trainer)
     return _adapters(model, recipe) if recipe.lora else model
 
 
@@ -182,6 +180,7 @@ def quantize_layers(model: "torch.nn.Module", recipe: Recipe) -> None:
 def _adapters(model: "torch.nn.Module", recipe: Recipe) -> "torch.nn.Module":
     import dataclasses
 
+    import torch
     from peft import LoraConfig, get_peft_model
 
     values = dataclasses.asdict(recipe.lora)
@@ -202,7 +201,9 @@ def _adapters(model: "torch.nn.Module", recipe: Recipe) -> "torch.nn.Module":
             rest = f"PEFT refuses it for {recipe.name}: {reason(error)}"
             raise RecipeError("lora.target_modules", recipe.lora.target_modules, rest) from error
     if recipe.trainer != "transformers" and recipe.quantization:
-        sft.half_adapters(model)
+        for name, parameter in model.named_parameters():  # TRL converts what is trained beside a quantized base
+            if parameter.requires_grad and "lora_magnitude_vector" not in name:
+                parameter.data = parameter.data.to(torch.bfloat16)
     return model
 
 

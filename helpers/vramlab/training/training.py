@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from ..recipe.optimizers import MODELLED
 from ..recipe.recipe import Recipe
 from ..report.errors import needing
-from . import preference, sft
+from . import trl_trainers
 from .collation import collated
 from .engine import AUTOCAST, Training, autocast
 from .engines import engine_of
@@ -50,15 +50,13 @@ def build(recipe: Recipe, device: str = "cpu", target: str | None = None, pretra
         accumulation=recipe.gradient_accumulation_steps,
         engine=engine,
     )
-    if recipe.trainer == "sft":
-        training.compute_loss = sft.compute_loss(bare)
-    elif recipe.trainer != "transformers":
-        preference.start(training, recipe, build_model)
+    if recipe.trainer != "transformers":
+        trl_trainers.start(training, recipe, bare, build_model)
     if loop.name == "trainer":  # Trainer.get_batch_samples fetches the whole step's micro-batches first
         training.further = [make_batch(recipe, device) for _ in range(training.accumulation - 1)]
 
     if recipe.activation_offloading:
-        training.around = sft.offloading(model, training.device)
+        training.around = trl_trainers.offloading(model, training.device)
 
     def make(parameters: list) -> "torch.optim.Optimizer":
         return make_optimizer(recipe, parameters, training.multi_tensor)
@@ -86,7 +84,7 @@ def make_batch(recipe: Recipe, device: str = "cpu") -> dict[str, "torch.Tensor"]
     import torch
 
     if recipe.trainer not in ("transformers", "sft"):
-        return preference.make_batch(recipe, device)
+        return trl_trainers.make_pairs(recipe, device)
     if recipe.is_ragged:
         return collated(recipe, device)
     shape, size = recipe.shape, (recipe.batch_size, recipe.seq_len)
