@@ -8,8 +8,8 @@ HELPERS = ROOT / "helpers"
 CEILINGS = {
     "vramlab/report": 680,
     "vramlab/hardware": 1035,
-    "vramlab/recipe": 2660,
-    "vramlab/training": 2480,
+    "vramlab/recipe": 2530,
+    "vramlab/training": 2390,
     "vramlab/tracking": 935,
     "vramlab/formulas": 4160,
     "vramlab/simulation": 2850,

@@ -1,6 +1,6 @@
 """ZeRO stages 0 to 3 by DeepSpeed (`deepspeed.initialize`; Rajbhandari et al. 2020, 2021), an optional extra.
 
-`deepspeed_storages.py` tables what a rank holds; `deepspeed_fake_group.py` answers for ranks that do not exist.
+`deepspeed_storages.py` finds what a rank holds; `deepspeed_fake_group.py` answers for ranks that do not exist.
 """
 
 import contextlib

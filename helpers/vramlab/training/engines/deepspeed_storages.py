@@ -1,40 +1,6 @@
-"""What a rank holds under DeepSpeed 0.19, and telling a tracker of it as it comes and goes.
+"""What a rank holds under DeepSpeed 0.19, for a tracker, as it comes and goes; `formulas/deepspeed.py` has the sizes.
 
-Ψ: trained parameters, p̂ the largest of them, N: ranks, w: bytes of a weight (2 where fp16 or bf16 is DeepSpeed's or the
-model's, else 4), B: `reduce_bucket_size`, which the `Trainer` sets to the hidden size squared. "part": one rank's elements,
-at stages 1 and 2 the N-th of each parameter group's, padded to a multiple of 2N, at stage 3 the sum of ⌈p/N⌉. Checked
-against real ranks, event by event (`test_deepspeed.py`). Bytes besides activations:
-
-    stage name                    size                 when                 where in deepspeed/runtime
-    0     fp32 weights            4Ψ if w = 2          always               fp16/unfused_optimizer.py, __init__
-    0     flat gradients          wΨ                   end of backward      engine.py, allreduce_bucket (5e8 at a time)
-    0     fp32 gradients          4Ψ if w = 2          step                 fp16/unfused_optimizer.py, step
-    1, 2  weights                 w · N part           always               zero/stage_1_and_2.py, bit16_groups_flat
-    1, 2  fp32 weights            4 part, w = 4 too    always               single_partition_of_fp32_groups
-    1, 2  reduce bucket           wB                   backward             setup_buckets
-    1, 2  copy of what is reduced w · at most B or p̂   each reduction       allreduce_bucket
-    3     part of a gradient, and its fp64 copy   w ⌈p/N⌉ + 8 ⌈p/N⌉ if offloaded   each reduction   partition_grads
-    1     gradients               wΨ                   backward             the parameters' own, until all are reduced
-    2     gradients               w(B + p̂) at most     backward             reduce_ipg_grads
-    1, 2  gradients in the part   w · part, and the rest of parameters at its ends; backward, step  copy_grads_in_partition
-    1, 2  fp64 copy for the norm  8p̂ at most           step                 get_grad_norm_direct
-    1, 2  flat gradients          4 part, by group     step                 step (single_grad_partition)
-    3     weights                 w · part             always               zero/stage3.py, lp_param_buffer
-    3     fp32 weights            4 part, w = 4 too    always               fp32_partitioned_groups_flat
-    3     gradients in the part   w · part             always               grad_partitions_flat_buffer
-    3     reduce bucket           wB                   always               ipg_buckets
-    3     gathered weights        w · p while used; from the second step on the next ones in order too, up to 1e9 elements
-                                  (`stage3_max_live_parameters`), and what comes again within 1e9 stays: forward,
-                                  backward          zero/partitioned_param_coordinator.py; formulas/zero_gathered.py
-    3     gathering several       w · N ⌈p/N⌉ for all of them once more     zero/partition_parameters.py, wait
-    3     persistent weights      w · p for p ≤ 10 · hidden size, between steps too   persistent_parameters
-    3     scattering several      w · N ⌈p/N⌉ of the bucket                 comm/coalesced_collectives.py
-    3     fp64 copy for the norm  8 · largest ⌈p/N⌉    step                 zero/stage3.py, get_grad_norm_direct
-    3     flat gradients          4 part, by group     step                 _prepare_fp32_grad_for_sub_group
-
-Offloaded, fp32 weights, states and fp32 gradients of the part are on the host (with "parameters" stage 3's weights too);
-at stages 1 and 2 the device then has another buffer of w · p̂ (temp_grad_buffer_for_gpu_offload). Stages 1 and 2
-all-reduce each bucket and gather the updated weights: they send 3Ψ elements, not 2Ψ.
+Held against real ranks, event by event (`tests/training/test_deepspeed.py`).
 """
 
 import contextlib
