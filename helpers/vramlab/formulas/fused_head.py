@@ -6,15 +6,15 @@ forward's peak adds a tile of w · min(T, 4,096) · 32,768, backward's also 4·T
 """
 
 import dataclasses
-from collections.abc import Iterator
 from functools import lru_cache
+from math import prod
 
 from ..recipe.knobs import unchecked
 from ..recipe.options import TRL
 from ..recipe.recipe import Recipe
 from ..recipe.shapes import Shape
 from ..report.errors import RecipeError
-from .ledger import Block, Parameter, Tensor
+from .ledger import CAST, Parameter, Tensor
 from .model_states import FP32
 from .operators import BOOL, INT64, Operators
 
@@ -62,82 +62,28 @@ def reference_recipe(recipe: Recipe) -> Recipe:
     return unchecked(recipe, lora=None, gradient_checkpointing=False, shape=shape)
 
 
-def sizes(total: int, most: int) -> Iterator[int]:
-    """The pieces of at most `most` that `total` is cut into; of more than three the first two and the last."""
-    count = -(-total // most)
-    for i in range(count):
-        if i < 2 or i == count - 1:
-            yield min(most, total - i * most)
-
-
-class FusedHead:
-    """The head of one micro-batch: as the node that backward calls, it makes its gradients."""
-
-    def __init__(self, m: Operators, x: Tensor, weight: Parameter, bias: Parameter | None):
-        self.m, self.weight, self.bias, self.width = m, weight, bias, m.autocast or x.width
-        self.where, self.gradient, self.saved = m.where, None, ()
-        (b, n, h), samples = x.shape, m.recipe.samples
-        rows = (sum(samples) - len(samples),)
-        mask, sliced = m.tensor("ne", (b, n - 1), BOOL), m.slice(x, b, n - 1, h)
-        # its gradient is put into zeros, in a copy of those
-        copied = rows[0] * h * x.width
-        hidden = m.op("index", [sliced], (*rows, h), x.width, saves=[mask], extra=copied)
-        self.node, self.needs, self.hidden = hidden.node, hidden.needs, hidden.view(*hidden.shape)
-        targets = m.tensor("index", rows, INT64)
-        statistics = [m.tensor("full", rows, FP32) for _ in range(STATISTICS)]
-        tile, casts = self.tile(), self.casts(False)
-        del statistics, tile, casts
-        self.saved = [hidden, targets, m.tensor("add", rows, FP32), m.tensor("sub", rows, FP32), mask]
-        self.result = m.tensor("sub", rows, FP32)
-        if m.no_grad:
-            self.saved = ()
-            return
-        for parameter in self.trained():
-            parameter.uses += 1
-        m.nodes.append(self)
-        self.result.node, self.result.needs = self, True
-
-    def trained(self) -> list[Parameter]:
-        """Its parameters that get a gradient."""
-        return [p for p in (self.weight, self.bias) if p is not None and p.needs]
-
-    def tile(self) -> Block:
-        """What the products of a tile are written into."""
-        return self.m.block("empty", (min(self.hidden.shape[0], TOKENS), COLUMNS), self.width)
-
-    def casts(self, backward: bool) -> list[Tensor | None]:
-        """Copies of rows and of columns of the weight in the dtype of the products; those of the last tile.
-
-        The backward pass keeps a tile's copies until the next one's are made.
-        """
-        m, (rows, h), part, columns = self.m, self.hidden.shape, None, None
-        for n in sizes(rows, TOKENS):
-            part = m.tensor("to", (n, h), self.width) if self.hidden.width != self.width else None
-            for v in sizes(self.weight.shape[0], COLUMNS):
-                columns_ = m.tensor("to", (v, h), self.width) if self.weight.width != self.width else None
-                columns = columns_ if backward else None
-                del columns_
-                if self.bias is not None and self.bias.width != self.width:
-                    m.scratch(v * self.width, "to")
-                if backward and self.bias is not None and self.bias.needs:
-                    m.scratch(v * FP32, "sum")
-        return [part, columns]
-
-    def receive(self, ledger: Operators, gradient: Block) -> None:
-        self.gradient = gradient
-
-    def __call__(self) -> None:
-        """Sum up the gradients of rows and parameters tile by tile in fp32, cast them, and hand them on."""
-        m, results = self.m, []
-        m.where = self.where
-        receivers = [(self.node, self.hidden)] if self.needs else []
-        receivers += [(parameter, parameter) for parameter in self.trained()]
-        sums = [m.block("zeros", like.shape, FP32) for _, like in receivers]
-        tile = self.tile()
-        casts = self.casts(True)
-        for (receiver, like), total in zip(receivers, sums, strict=True):
-            results.append((receiver, total if like.width == FP32 else m.block("to", like.shape, like.width)))
-        self.saved, self.hidden, self.gradient = (), None, None
-        del total, sums, tile, casts
-        results.reverse()
-        m.deliver(results)
+def log_probabilities(m: Operators, x: Tensor, weight: Parameter, bias: Parameter | None) -> Tensor:
+    """Return those of the tokens that have a label, in fp32, as one function with its backward pass."""
+    (b, n, h), samples, width = x.shape, m.recipe.samples, m.autocast or x.width
+    rows = (sum(samples) - len(samples),)
+    mask, sliced = m.tensor("ne", (b, n - 1), BOOL), m.slice(x, b, n - 1, h)
+    # its gradient is put into zeros, in a copy of those
+    hidden = m.op("index", [sliced], (*rows, h), x.width, saves=[mask], extra=rows[0] * h * x.width)
+    targets = m.tensor("index", rows, INT64)
+    # tiles of the product, and copies of the last two tiles' rows and columns in its dtype
+    tile = min(rows[0], TOKENS) * COLUMNS * width
+    parts, columns = (
+        [min(most, length - begin) * h * width for begin in range(0, length, most)] if own != width else [0]
+        for length, most, own in ((rows[0], TOKENS, x.width), (weight.shape[0], COLUMNS, weight.width))
+    )
+    statistics, most = STATISTICS * [rows[0] * FP32], max([parts[0], columns[0]], parts[:2], key=sum)
+    m.scratch((*statistics, tile, *most), "fused_head")
+    saved = [hidden, targets, m.tensor("add", rows, FP32), m.tensor("sub", rows, FP32), mask]
+    inputs = [t for t in (hidden, weight, bias) if t is not None]
+    trained = [t for t in inputs if t.needs]
+    sums = [FP32 * prod(t.shape) for t in trained]  # of gradients
+    most = max([parts[0], *columns[:2]], [*parts[:2], columns[-1]], key=sum)
+    kept = [size for size, t in zip(sums, trained, strict=True) if t.width != FP32]
+    kept += [tile, parts[-1], columns[-1]]
+    ways = (CAST,) * 3
+    return m.op("fused_head", inputs, rows, FP32, saves=saved, grads=ways, spike=(*sums, tile, *most), extra=kept)

@@ -19,7 +19,7 @@ computed while the incoming one and the saved tensors live, then summed or cast 
     64
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from math import prod
 
 from ..hardware.gpu import Chip
@@ -127,17 +127,15 @@ class Node:
         gradient, ledger.where, op, results, unlike = self.gradient, self.where, self.op, [], []
         if self.spike:
             ledger.scratch(self.spike, op)
-        extra = ledger.block(op, (self.extra,), 1) if self.extra else None
+        extra = ledger.room(op, self.extra) if self.extra else None
         width = (gradient[0] if op == "split" else gradient).entry.width
         for receiver, shape, own_width, how in self.edges:
-            if how is CAST:
-                results.append((receiver, ledger.block("to", shape, own_width)))
+            if how is CAST or type(how) is int:
+                results.append((receiver, ledger.block("to", shape, own_width) if how is CAST else self.saved[how]))
                 continue
             if width != own_width or how is BIAS or (how is not OWN and shape != self.shape):
                 unlike.append((len(results), shape, own_width, how))
-            if type(how) is int:
-                results.append((receiver, self.saved[how]))
-            elif how is OWN or how is BIAS:
+            if how is OWN or how is BIAS or (type(how) is tuple and gradient.entry.op not in how):
                 results.append((receiver, ledger.block(op, shape, width)))
             else:
                 results.append((receiver, ledger.block(op, self.shape, width) if how is FULL else gradient))
@@ -239,10 +237,18 @@ class Ledger:
         """A new tensor that requires no gradient."""
         return Tensor(self.block(op, shape, width), shape, width)
 
-    def scratch(self, size: int, op: str, category: str = "temporaries") -> None:
-        """Allocate `size` bytes and free them at once."""
-        if size:
+    def room(self, op: str, size: int | Sequence[int], category: str = "temporaries") -> Block:
+        """One block of `size` bytes, or for blocks of several sizes that come and go together."""
+        return (
             self.block(op, (size,), 1, category)
+            if type(size) is int
+            else self.group(op, [(n, 1) for n in size], category)
+        )
+
+    def scratch(self, size: int | Sequence[int], op: str, category: str = "temporaries") -> None:
+        """Allocate `size` bytes, or several sizes, and free them at once."""
+        if size:
+            self.room(op, size, category)
 
     def column_sum_scratch(self, whole: tuple[int, ...], shape: tuple[int, ...], width: int) -> None:
         """Scratch memory of the kernel that sums a gradient of shape `whole` down to `shape`, over first dimensions."""

@@ -11,7 +11,7 @@ from math import prod
 from ..recipe.liger import FAMILIES, HEAD, kernels  # noqa: F401 — HEAD is the model's
 from ..recipe.recipe import Recipe
 from ..report.errors import RecipeError
-from .ledger import OWN, PASS, Block, Parameter, Tensor
+from .ledger import OWN, PASS, Leaf, Parameter, Tensor
 from .model_states import FP32, HALF
 from .operators import BOOL, INT64, Operators
 
@@ -41,105 +41,53 @@ def gated(m: Operators, gate: Tensor, up: Tensor) -> Tensor:
 
 
 def turned(m: Operators, q: Tensor, k: Tensor, cached: bool) -> list[Tensor]:
-    """Turn queries and keys where they lie; `cached`: keys go to a cache, which copies them."""
-    needs, results = q.needs or k.needs, [q.view(*q.shape), k.view(*k.shape)]
-    node = _Rotary(m, q, k, cached) if needs and m.refilled is None else None
-    for i, x in enumerate(results):
-        x.needs, x.node = needs, node and _Part(node, i)
-    if node:
-        m.nodes.append(node)
-    return results
+    """Turn queries and keys where they lie; gradients that lie head by head are copied. `cached`: a cache copies keys."""
+    kept = (HEADS_LAST, HEADS_LAST[cached:])
+    found = [
+        m.op("liger_rope", [x], x.shape, x.width, grads=(ops,), view=x) for x, ops in zip((q, k), kept, strict=True)
+    ]
+    for x in found:
+        if not x.needs and (q.needs or k.needs):  # a result of one function, of which the other input needs a gradient
+            x.needs, x.node = True, Leaf(None)
+    return found
 
 
-class _Rotary:
-    """Turns the gradients of queries and keys back; it waits for both, and copies those that lie head by head."""
-
-    def __init__(self, m: Operators, q: Tensor, k: Tensor, cached: bool):
-        self.m, self.where, self.given, self.heads = m, m.where, (q.node, k.node), (q.shape[1], k.shape[1])
-        self.cached, self.gradients = cached, [None, None]
-
-    def __call__(self) -> None:
-        self.m.where = self.where
-        turned = [self._turned(i) for i in (0, 1)]
-        results = [(node, block) for node, block in zip(self.given, turned, strict=True) if node and block][::-1]
-        self.gradients = turned = None
-        self.m.deliver(results)
-
-    def _turned(self, i: int) -> Block | None:
-        gradient = self.gradients[i]
-        if gradient is None or self.heads[i] == 1:
-            return gradient
-        entry = gradient.entry
-        in_order = entry.op in HEADS_LAST and not (i and self.cached and entry.op == "flash_attention")
-        return gradient if in_order else self.m.block("clone", entry.shape, entry.width)
+def head_loss(m: Operators, x: Tensor, weight: Parameter) -> Tensor:
+    """Return the sum of the losses. Gradients are made going forward, and handed on when backward comes."""
+    b, n, h = x.shape
+    rows, vocabulary = b * n, weight.shape[0]
+    labels = [m.tensor("constant_pad_nd", (b, n + 1), INT64), m.tensor("clone", (b, n), INT64)]
+    gradients = [m.tensor("zeros_like", (rows, h), x.width)]
+    if weight.needs:
+        gradients.append(m.tensor("zeros_like", weight.shape, weight.width))
+    labels += m.tensor("zeros", (rows,), FP32), m.tensor("ne", (rows,), BOOL)
+    chunk = -(-rows // -(-vocabulary // h))
+    _chunk(m, x, weight, min(rows, 1 << (chunk - 1).bit_length()))
+    del labels
+    return m.op("liger_loss", [x, weight], (), FP32, saves=gradients, grads=(0, 1))
 
 
-class _Part:
-    """Receives the gradient of the turned queries (0) or keys (1)."""
-
-    def __init__(self, rotary: _Rotary, i: int):
-        self.rotary, self.i = rotary, i
-
-    def receive(self, ledger: Operators, gradient: Block) -> None:
-        if self.rotary.gradients[self.i] is None:
-            self.rotary.gradients[self.i] = gradient
-
-
-class Head:
-    """Liger's head of one micro-batch: it makes its gradients going forward, and hands them on as backward calls it."""
-
-    def __init__(self, m: Operators, x: Tensor, weight: Parameter):
-        self.m, self.weight, self.where, self.node = m, weight, m.where, x.node
-        b, n, h = x.shape
-        rows, vocabulary = b * n, weight.shape[0]
-        labels = [m.tensor("constant_pad_nd", (b, n + 1), INT64), m.tensor("clone", (b, n), INT64)]
-        self.gradients = [m.block("zeros_like", (rows, h), x.width)]
-        if weight.needs:
-            self.gradients.append(m.block("zeros_like", weight.shape, weight.width))
-            weight.uses += 1
-        losses, mask = m.tensor("zeros", (rows,), FP32), m.tensor("ne", (rows,), BOOL)
-        chunk = -(-rows // -(-vocabulary // h))
-        self.chunks(x, min(rows, 1 << (chunk - 1).bit_length()))
-        m.nodes.append(self)
-        del labels, mask, losses
-
-    def loss(self) -> Tensor:
-        """Return the sum of the losses, one number."""
-        block = self.m.block("sum", (), FP32)
-        return Tensor(block, (), FP32, self, True)
-
-    def chunks(self, x: Tensor, chunk: int) -> None:
-        """Make the logits of `chunk` tokens at a time and, in their place, the gradients; all chunks are like the first."""
-        m, weight, h, vocabulary = self.m, self.weight, x.shape[-1], self.weight.shape[0]
-        width, size = m.autocast or x.width, prod(weight.shape)
-        in_place = x.width == weight.width == width  # products write where there is room (`out=`)
-        tensor_cores = width == HALF and m.chip.capability >= (8, 0)
-        for _ in range(2):
-            casts = [
-                m.tensor("to", s, width) for s, w in (((chunk, h), x.width), (weight.shape, weight.width)) if w != width
-            ]
-            logits = m.block("mm", (chunk, vocabulary), width)
-            del casts
-            if not in_place:
-                if weight.needs and weight.width != width and weight.name not in m.casts:  # which autocast keeps
-                    m.casts[weight.name] = m.tensor("to", weight.shape, width)
-                cast = None if weight.needs or weight.width == width else m.tensor("to", weight.shape, width)
-                m.scratch(chunk * h * width, "mm")
-                del cast
-            if weight.needs and tensor_cores:
-                m.scratch(chunk * h * width if x.width != width else 0, "to")
-            elif weight.needs:
-                product = m.block("mm", weight.shape, width)
-                m.scratch(size * FP32 if width != FP32 else 0, "to")
-                del product
-            del logits
-
-    def receive(self, ledger: Operators, gradient: Block) -> None:
-        """The loss's gradient, one number, is multiplied into what is there."""
-
-    def __call__(self) -> None:
-        m = self.m
-        m.where, receivers = self.where, [self.node, self.weight]
-        results = [*zip(receivers, self.gradients, strict=False)][::-1]
-        self.gradients = None
-        m.deliver(results)
+def _chunk(m: Operators, x: Tensor, weight: Parameter, chunk: int) -> None:
+    """Make the logits of `chunk` tokens and, in their place, the gradients; all chunks are like the second."""
+    h, vocabulary, width = x.shape[-1], weight.shape[0], m.autocast or x.width
+    in_place = x.width == weight.width == width  # products write where there is room (`out=`)
+    tensor_cores = width == HALF and m.chip.capability >= (8, 0)
+    for _ in range(2):
+        casts = [
+            m.tensor("to", s, width) for s, w in (((chunk, h), x.width), (weight.shape, weight.width)) if w != width
+        ]
+        logits = m.block("mm", (chunk, vocabulary), width)
+        del casts
+        if not in_place:
+            if weight.needs and weight.width != width and weight.name not in m.casts:  # which autocast keeps
+                m.casts[weight.name] = m.tensor("to", weight.shape, width)
+            cast = None if weight.needs or weight.width == width else m.tensor("to", weight.shape, width)
+            m.scratch(chunk * h * width, "mm")
+            del cast
+        if weight.needs and tensor_cores:
+            m.scratch(chunk * h * width if x.width != width else 0, "to")
+        elif weight.needs:
+            product = m.block("mm", weight.shape, width)
+            m.scratch(prod(weight.shape) * FP32 if width != FP32 else 0, "to")
+            del product
+        del logits

@@ -13,7 +13,7 @@ from ..recipe.recipe import Recipe
 from ..recipe.shapes import Shape
 from ..report.errors import RecipeError
 from . import liger
-from .fused_head import FusedHead
+from .fused_head import log_probabilities
 from .layer import Layer
 from .ledger import CAST, FULL, Leaf, Parameter, Tensor
 from .model_states import FP32, HALF, image_sizes
@@ -327,7 +327,7 @@ class Model(Layer):
             x = self.layer_norm(x, "cls.predictions.transform.LayerNorm")
         if self.recipe.trainer in FUSED:
             head = (self.parameters.get(f"{s.head}.{part}") for part in ("weight", "bias"))
-            log_probs = FusedHead(self, x, *head).result
+            log_probs = log_probabilities(self, x, *head)
             if self.recipe.trainer != "sft":  # labels and metrics, which stay until the loss is there
                 self.metrics = [self.tensor("labels", (b, n), INT64), log_probs]
                 self.metrics += [self.tensor("where", (b, n), width) for width in (FP32, FP32, BOOL)]
@@ -335,7 +335,7 @@ class Model(Layer):
             self.leave(TAIL)
             return loss, loss
         if liger.HEAD in self.liger:
-            loss = liger.Head(self, x, self.parameters[f"{s.head}.weight"]).loss()
+            loss = liger.head_loss(self, x, self.parameters[f"{s.head}.weight"])
             return loss, loss
         logits = self.linear(x, s.head)
         self.leave(TAIL)
