@@ -47,13 +47,11 @@ class Account:
 
     Args:
         gradients_exist: new gradients are added to those of an earlier micro-batch, or zeroed in place.
-
     Attributes:
-        m: the ledger, a `Model`.
+        m: the ledger, a `Model`. `kept`: tensors that the loop keeps alive after the step.
         approximate: the architecture has no layout; activations are those of a decoder with its matrices (`nearest`).
         live: bytes allocated after each event, of the layers that are run.
         pieces: phase to (first event, last event, what layers that are not run add there).
-        kept: tensors that the loop keeps alive after the step.
         head, autocast_end, forward_end, end: events at which the head begins, and at which the others are over.
     """
 
@@ -97,10 +95,7 @@ class Account:
         return loss
 
     def _without_gradients(self, recipe: Recipe, shape: Shape, chip: Chip) -> list[tuple[Model, int]]:
-        """Run the reference model while what the policy saved is there; return (model, event at which it is over).
-
-        KTO's other passes come before, or are such a pass again.
-        """
+        """Run the reference model while what the policy saved is there; return (model, event at which it is over)."""
         if recipe.precompute_ref_log_probs:
             return []
         frozen = reference_recipe(recipe)
@@ -114,10 +109,7 @@ class Account:
         return [(model, len(model.events))]
 
     def _pieces(self) -> dict[str, list[tuple[int, int, Extra]]]:
-        """Cut each phase where a layer that stands for others begins or ends.
-
-        Backward's peak may be in the top or in the bottom layer of a stack, so its pieces overlap there.
-        """
+        """Cut each phase where a layer that stands for others begins or ends; backward's pieces overlap in that layer."""
         m, forward, backward, first, extra = self.m, [], [], 0, ()
         for model, over in ((m, self.autocast_end), *self.passes):
             for section in model.sections:
@@ -152,8 +144,7 @@ class Account:
 
     @cached_property
     def around_layers(self) -> dict[str, list[Split]]:
-        """Return, by phase, the splits at the peaks of its parts: forward's before the head and from there on, backward's
-        before the layers, in them, and after them."""
+        """Return the splits at the peaks of forward's parts (layers, head) and backward's (head, layers, embedding)."""
         cuts, sections, found = {"forward": [self.head], "backward": []}, self.m.sections, {}
         if sections:
             cuts["backward"] = [sections[-1].top, sections[0].bottom]

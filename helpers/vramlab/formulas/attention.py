@@ -18,12 +18,8 @@ class Attention(Operators):
     """A ledger with operators of attention. q is batch × heads × tokens × channels; k and v may have fewer heads.
 
     Args:
-        implementation: "sdpa", "flash_attention_2" or "eager".
-        bf16: half precision is bf16.
-        chip: the GPU's, which decides the kernel.
-        causal: tokens see earlier ones only.
-        grouping: fewer heads of keys go to sdpa as they are (`enable_gqa`).
-
+        implementation: "sdpa", "flash_attention_2" or "eager". `bf16`: half precision is bf16.
+        causal: tokens see earlier ones only. `grouping`: fewer heads of keys go to sdpa as they are (`enable_gqa`).
     Attributes:
         joined_samples: sequences that one row is joined of, 0 if rows are samples.
         padded: tokens of each sample, where rows are padded.
@@ -39,11 +35,7 @@ class Attention(Operators):
         self.layer_holds: list[Tensor] = []
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, p: float, **eager) -> Tensor:
-        """Attend with the recipe's implementation; return batch × tokens × (heads · channels).
-
-        Args:
-            p: probability of dropout. `eager`: options of `eager_attention`.
-        """
+        """Attend with dropout `p`; return batch × tokens × (heads · channels). `eager`: options of `eager_attention`."""
         if self.implementation == "eager":
             return self.eager_attention(q, k, v, mask, p, **eager)
         b, heads, n, d = q.shape
@@ -99,10 +91,7 @@ class Attention(Operators):
         return self.op("index_put", [y], (b, n, y.shape[-1]), y.width, saves=[places])
 
     def math_attention(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, p: float) -> Tensor:
-        """Attend with `_scaled_dot_product_attention_math` (attention.cpp): in fp32, both factors scaled.
-
-        Autocast casts the arguments and is off inside (`autocast_mode.h`, ExcludeDispatchKeyGuard).
-        """
+        """Attend in fp32 with `_scaled_dot_product_attention_math` (attention.cpp), inside which autocast is off."""
         width, (b, heads, n, _), m = q.width, q.shape, k.shape[2]
         autocast, self.autocast = self.autocast, None
         q, k, v = self.to(q, FP32), self.to(k, FP32), self.to(v, FP32)
@@ -131,8 +120,7 @@ class Attention(Operators):
         """Compute softmax(q kᵀ · scale + mask) v in single operators, as transformers' `eager_attention_forward`.
 
         Args:
-            softmax_fp32: the softmax is asked for fp32, and its result is cast back; None: it is only cast (GPT-2).
-            cap: scores go through tanh (Gemma 2).
+            softmax_fp32, cap: see `probabilities`; scores go through tanh (Gemma 2).
             second_mask: added after `mask`, which has T5's positions.
             in_place: scores are scaled in place, and one head of keys is broadcast over a single sequence (Falcon).
             sinks: a column more, less the maximum, which is cut off after the softmax (GPT-OSS).
@@ -178,7 +166,7 @@ class Attention(Operators):
     def probabilities(self, x: Tensor, fp32: bool | None, width: int) -> Tensor:
         """Take a softmax; with `fp32` (or under autocast) its result is in fp32, and a copy in `width` goes on.
 
-        With False nothing is asked for, and under autocast dropout and product take what is in fp32; None: the copy only.
+        False asks for nothing, so autocast's dropout and product take what is in fp32; None only casts the result (GPT-2).
         """
         if not fp32:
             y = self.softmax(self.fp32(x))
@@ -196,10 +184,9 @@ class Attention(Operators):
         return self.cat(turned, *rest, d)
 
     def rotary(self, x: Tensor, table: tuple[Tensor, Tensor], dims: int, partial: bool) -> Tensor:
-        """Compute x · cos + rotate_half(x) · sin on the first `dims` channels (Su et al. 2021, `apply_rotary_pos_emb`).
+        """Compute x · cos + rotate_half(x) · sin on the first `dims` channels (Su et al. 2021); saves cos and sin only.
 
-        It saves cos and sin, once for all layers, and nothing of x. `partial`: the family concatenates rotated and other
-        channels, even where there are no others, so that the result lies head by head.
+        `partial`: the family joins rotated and other channels, even if there are no others, so the result lies head by head.
         """
         *rest, d = x.shape
         turned = self.slice(x, *rest, dims) if dims < d else x

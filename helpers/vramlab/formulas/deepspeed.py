@@ -5,13 +5,10 @@ elements at stages 1 and 2, the sum of ⌈p/N⌉ at stage 3.
 
     weights      stage 0 as they are; 1, 2 in one flat tensor a group, w · N part; 3 w · part
     states       fp32 weights (4 part; 4Ψ at stage 0 in a "-mixed" precision) and the optimizer's states of those
-    gradients    0, 1 all to the end of the backward pass (in fp32 at stage 1 if DeepSpeed does not know that weights are
-                 in half precision); 2, 3 one after the other, and 3 always w · part
-    reducing     0 a flat copy at the end, over 500 million elements at a time (`allreduce_bucket`), and in fp32 once more
-                 with half-precision weights that DeepSpeed does not know of (`communication_data_type`)
+    gradients    0, 1 all to the end of backward; 2, 3 one after the other, and 3 always w · part
+    reducing     0 a flat copy at the end, over 500 million elements at a time (`allreduce_bucket`)
     gathered     3: see `param_coordinator`; too much in the lower layers
-    step         an fp64 copy of the largest gradient for the norm, then fp32 gradients and the optimizer's temporaries,
-                 at stage 3 for a billion elements at a time (`sub_group_size`)
+    step         an fp64 copy of the largest gradient for the norm, then fp32 gradients and the optimizer's temporaries
 
 Underestimates world_size=1 at stage 2 in fp32, by 14 % with a large tied embedding.
 """
@@ -185,8 +182,7 @@ class _Rank:
         return found
 
     def _kept_whole(self, pieces: list[tuple[int, int]]) -> int:
-        """Count elements of gradients that stay with their parameters to the step: those larger than the bucket of which
-        this rank has nothing."""
+        """Count elements of gradients over the bucket's size of which this rank has nothing: they stay to the step."""
         sizes = [prod(row.shape) for row in self.rows]
         return max(0, sum(size for size in sizes if size > self.elements_of_bucket) - sum(size for _, size in pieces))
 
@@ -218,10 +214,7 @@ class _Rank:
 
 
 def gradient_reduction(recipe: Recipe) -> bool | str:
-    """Tell what DeepSpeed does with a complete gradient.
-
-    False: it stays. True: it is reduced, and freed when the next one is complete. "fp32": it stays in fp32.
-    """
+    """Tell whether a complete gradient is reduced and freed with the next one; "fp32": it stays, in fp32."""
     if not model_states.is_sharded_by(recipe, "deepspeed") or recipe.sharding.stage == 0:
         return False
     if recipe.sharding.stage == 1:
@@ -232,10 +225,8 @@ def gradient_reduction(recipe: Recipe) -> bool | str:
 class DeepSpeedModel(Model):
     """The ledger of a DeepSpeed rank, which frees gradients one by one (`reduce_independent_p_g_buckets_and_remove_grads`).
 
-    Stages 1 and 2 reduce a copy of a gradient; in fp32 where the model is in half precision and DeepSpeed does not know
-    it, and then in pieces, one for each rank that has a part of it. Stage 3 scatters it as it is; offloaded, the rank's
-    part comes back to the device and is copied to fp64 for its norm (`partition_grads`), when the module's gathered
-    weights have just been freed, unless it is the embedding.
+    Stages 1 and 2 reduce a copy, in fp32 and in pieces where DeepSpeed does not know that the model is in half precision.
+    Stage 3 scatters the gradient; offloaded, the rank's part comes back and is copied to fp64 (`partition_grads`).
     """
 
     def shard(self, asked: Recipe, gradients_exist: bool) -> None:

@@ -10,10 +10,8 @@ With N ranks a weight of d₀ rows is divided by rows: ⌈d₀/N⌉ on each rank
     after its backward          weights freed, the last unit's reduce-scatter input too; whole gradients copied into this
                                 unit's, freed, one shard of them left (`post_backward`, `foreach_reduce`)
 
-A "-mixed" precision gathers and reduces in half precision, from and to fp32 shards: the shards are cast to half before
-they are gathered (`_get_param_all_gather_inputs`), and the reduced gradient to fp32 after. A unit whose inputs need no
-gradient (embeddings, the root) is divided when the whole backward pass is over (`_root_post_backward_final_callback`).
-Places in torch/distributed/fsdp/_fully_shard/. Which modules make a unit: `vramlab.training.engines.fsdp`.
+A "-mixed" precision gathers and reduces in half precision, from and to fp32 shards. A unit whose inputs need no gradient
+is divided when the whole backward pass is over. Sources: torch/distributed/fsdp/_fully_shard/.
 """
 
 from collections.abc import Iterable
@@ -35,9 +33,8 @@ class Unit:
 
     Attributes:
         sizes: (shape, width, how many, trained) of the weights. `written`: those that are in the ledger.
-        keep: stays gathered from the forward to the backward pass.
+        keep: stays gathered from the forward to the backward pass. `done`: its gradients are reduced.
         flat, copied: the buffer it is gathered into, and the weights copied out of that.
-        done: its gradients are reduced.
     """
 
     sizes: list[tuple[tuple[int, ...], int, int, bool]] = field(default_factory=list)
@@ -60,18 +57,16 @@ def own(shape: tuple[int, ...], ranks: int, rank: int) -> tuple[int, ...]:
 
 
 def _stored(shape: tuple[int, ...], width: int, quantized: str | None) -> tuple[tuple[int, ...], int]:
-    """Return (shape, bytes a number) of a weight in memory: 4 bits are packed in a column of bytes
-    (`bitsandbytes.nn.Params4bit`)."""
+    """Return (shape, bytes a number) of a weight in memory: 4 bits are a column of bytes (`Params4bit`)."""
     if quantized in (None, "int8"):
         return shape, 1 if quantized else width
     return (ceil(prod(shape) / 2), 1), 1
 
 
 def unit_of(name: str, recipe: Recipe) -> str:
-    """Return the key of the unit of the weight `name`: a layer's prefix, TAIL, ROOT or a module.
+    """Return the key of the unit of the weight `name` (* may be a layer's number): a layer's prefix, TAIL, ROOT or a module.
 
-    Plain loops leave what is in no layer to the root; accelerate gives the embedding a unit, and another to the last norm
-    with the head, and with a tied embedding. `name` may have * for the layer's number.
+    Plain loops leave what is in no layer to the root; accelerate gives units to the embedding and to the last norm and head.
     """
     shape = recipe.shape
     if recipe.sharding.wrap == "model":
@@ -94,10 +89,8 @@ class FsdpModel(Model):
     """The ledger of an FSDP rank: `Model` with the hooks of `fully_shard`.
 
     Attributes:
-        first_unit: key of the input embedding's unit.
-        order: units in the order of their forward passes.
-        flat: the buffer that the next all-gather frees.
-        reducing: the input of the last reduce-scatter.
+        first_unit: key of the input embedding's unit. `order`: units in the order of their forward passes.
+        flat: the buffer that the next all-gather frees. `reducing`: the input of the last reduce-scatter.
     """
 
     def shard(self, asked: Recipe, gradients_exist: bool) -> None:
@@ -131,10 +124,7 @@ class FsdpModel(Model):
         self.rest = self._enter_whole_gradients(gradients_exist)
 
     def _enter_whole_gradients(self, exist: bool) -> Block | None:
-        """Enter gradients that earlier micro-batches left whole; sets `other_gradients`.
-
-        Where the model is one unit, all gradients are whole until the end: returns those of layers not written out.
-        """
+        """Enter gradients left whole; return those of layers not written out, where the model is one unit."""
         accumulates, one_unit = exist and self.asked.gradient_accumulation_steps > 1, not self.gathers_layers
         if not accumulates and not one_unit:
             return None

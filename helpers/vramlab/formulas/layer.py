@@ -1,9 +1,8 @@
 """One layer of a recipe's model in the ledger: attention, feed-forward part or experts, norms and residual sums.
 
-One code serves decoders, encoders and T5: the family's layout (`vramlab.recipe.families`) names the module for each
-role. What a layer saves for the backward pass is the sum over its operators; for GPT-2 in fp32 with a fused kernel, per
-token and layer, in bytes: 4 · (2 norms · h + 3h queries, keys, values + h attention + 2h inputs of norms
-+ 4 · 4h gelu_new + 4h its result) + 2h dropout masks: about 109 h.
+One code serves decoders, encoders and T5: the family's layout (`vramlab.recipe.families`) names the module for each role.
+What GPT-2's layer saves in fp32 with a fused kernel, in bytes a token: 4 · (2 norms · h + 3h queries, keys, values
++ h attention + 2h inputs of norms + 4 · 4h gelu_new + 4h its result) + 2h dropout masks: about 109 h.
 """
 
 from math import prod
@@ -19,12 +18,7 @@ from .operators import BOOL, INT64
 
 
 class Layer(Attention):
-    """The ledger of one micro-batch of `recipe`.
-
-    Args:
-        shape: the model's, or that of the decoder that stands for it (`formulas.nearest`).
-        parameters: the weights of the layers that are run, and of what is outside the layers, by name.
-    """
+    """The ledger of a micro-batch; `shape` and `parameters` (of layers that are run, and outside) may be `nearest`'s."""
 
     def __init__(self, recipe: Recipe, shape: Shape, parameters: dict[str, Parameter], chip: Chip):
         precision, dtype, quantization = recipe.precision, recipe.weights_dtype, recipe.quantization
@@ -58,10 +52,9 @@ class Layer(Attention):
         self.decoding = False  # in T5's decoder
 
     def layer(self, name: str, parts: dict[str, str], x: Tensor, bias: tuple, source=None, cross: tuple = ()) -> Tensor:
-        """Run the layer `name`.
+        """Run the layer `name`, with the module name of each role in `parts`.
 
         Args:
-            parts: role to module name within the layer.
             bias: what is added to the scores: a mask; for T5 positions and a mask. `cross`: to a cross-attention's.
             source: T5's encoded input, which a decoder's cross-attention reads.
         """

@@ -30,7 +30,7 @@ from ..hardware.reserved import internal_fragmentation
 # How an operator's backward formula makes the gradient for an input: a new block of the input's shape (OWN; BIAS: by
 # summing rows) or of the result's shape (FULL), then summed over what was broadcast; the incoming gradient itself, summed
 # likewise (PASS), or a view of a part of it (PART); or a copy in the input's dtype (CAST); or, by its number, a saved
-# tensor, which is written over.
+# tensor, which is written over; or the incoming one if it is of one of these operators (a tuple), else its copy.
 OWN, BIAS, FULL, PASS, PART, CAST = "own", "bias", "full", "pass", "part", "cast"
 ALL_OWN = (OWN,) * 8
 NEVER = 1 << 60  # death of a block that is still alive
@@ -42,18 +42,14 @@ class Entry:
     Attributes:
         size: bytes, rounded up as the allocator does; `allocated`: with its internal fragmentation.
         category: as in a report; a temporary that is alive when forward ends becomes an activation.
-        birth, death: numbers of the events.
-        op, where: the operator and the module that made it.
+        birth, death: numbers of the events. `op`, `where`: the operator and the module that made it.
     """
 
     __slots__ = ("allocated", "birth", "category", "death", "op", "shape", "size", "where", "width")
 
 
 class Block:
-    """A reference to memory, which is freed when the last one goes.
-
-    It knows the ledger's events and not the ledger, which holds blocks: no cycle is left to the garbage collector.
-    """
+    """Memory that is freed when the last reference goes. It knows the events, not the ledger: that would be a cycle."""
 
     __slots__ = ("entry", "events")
 
@@ -64,11 +60,9 @@ class Block:
 
 
 class Tensor:
-    """A view of a block.
+    """A view of a block. `node`: the operator that made it. `needs`: it requires a gradient.
 
-    Attributes:
-        node: the operator that made it. `needs`: it requires a gradient.
-        packed: its numbers lie in the order of its shape, so that a batched product takes them without a copy.
+    `packed`: its numbers lie in the order of its shape, so that a batched product takes them without a copy.
     """
 
     __slots__ = ("block", "needs", "node", "packed", "shape", "width")
@@ -93,8 +87,7 @@ class Parameter:
     def receive(self, ledger: "Ledger", gradient: Block) -> bool:
         """Add up the gradients of all uses; True with the last one.
 
-        In place, except to a linear layer's: that is a transposed view, so the sum is new. DeepSpeed's linear layer of
-        stage 3 computes it the other way round (`LinearFunctionForZeroStage3`), and the sum is in place.
+        In place, except to a linear layer's transposed view; DeepSpeed's (`LinearFunctionForZeroStage3`) makes none.
         """
         if self.partial is None:
             self.partial = gradient
@@ -105,12 +98,11 @@ class Parameter:
 
 
 class Node:
-    """An operator of the forward pass, as the backward pass sees it.
+    """An operator of the forward pass, as the backward pass sees it; `extra` and `spike` as in `Ledger.op`.
 
     Attributes:
         edges: for each input that requires a gradient (who receives it, shape, width, how it is made).
         saved: blocks that backward needs; `kept`: a block that no checkpoint drops.
-        extra, spike: see `Ledger.op`.
     """
 
     __slots__ = ("edges", "extra", "gradient", "kept", "op", "saved", "shape", "spike", "where")
@@ -194,10 +186,8 @@ class Ledger:
     Attributes:
         events: (entry, bytes allocated) at its birth, and (entry, minus these) at its death.
         nodes: operators in order, and between them functions that backward calls.
-        where: the module that runs.
-        chip: the GPU's; None counts no scratch memory of kernels.
-        casts: autocast's cache of half-precision weights.
-        no_grad: nothing is kept for a backward pass.
+        where: the module that runs. `chip`: the GPU's; None counts no scratch memory of kernels.
+        casts: autocast's cache of half-precision weights. `no_grad`: nothing is kept for a backward pass.
         zero3_linear: linear layers are those that DeepSpeed puts into the model at stage 3.
     """
 

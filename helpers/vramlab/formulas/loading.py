@@ -1,10 +1,8 @@
 """The highest moment while a quantized base is loaded: a sum over its tensors in the order in which they come.
 
-    from_pretrained   what is there + the tensor in 16 or 32 bits + its codes and scales while they are computed
-    prepare           what is there + the fp32 copy of a tensor whose 16 bits are freed afterwards
-
-`transformers.core_model_loading` moves one tensor at a time where it quantizes, in the natural order of their names, and
-has a layer's experts twice while it merges them (`MergeModulelist`, `Concatenate`).
+Loading takes a tensor in 16 or 32 bits, its codes, and its scales while they are computed; preparing, the fp32 copy of
+what stays in 16 bits. `transformers.core_model_loading` quantizes one tensor at a time, in the natural order of their
+names, and has a layer's experts twice while it merges them (`MergeModulelist`, `Concatenate`).
 """
 
 from functools import lru_cache

@@ -26,11 +26,7 @@ ROOT, EMBEDDING, TAIL = "", "embedding", "tail"
 
 @dataclass
 class Section:
-    """A layer that is run and stands for `more` others like it.
-
-    Attributes:
-        begin, end: events around its forward pass. `top`, `bottom`: events around its backward pass.
-    """
+    """A layer that is run and stands for `more` others, with the events around its forward and its backward pass."""
 
     name: str
     more: int
@@ -41,7 +37,7 @@ class Section:
 
 
 class Model(Layer):
-    """The ledger of one micro-batch (arguments as of `Layer`); engines for many ranks override its first methods.
+    """The ledger of one micro-batch; engines for many ranks override its first methods.
 
     Attributes:
         sections: the layers that stand for others.
@@ -92,9 +88,8 @@ class Model(Layer):
     def mask(self, kind: str = "sliding_attention") -> Tensor | None:
         """Make the attention mask of a kind of layers, if there is one: a number for each pair of tokens and sequence.
 
-        Fused kernels need none for causality, unless a sliding window is not longer than the sequence
-        (`masking_utils._ignore_causal_mask_sdpa`), nor does an encoder; all need one for padding, and for samples that are
-        joined to one row, but flash-attn.
+        Fused kernels need one for padding, joined samples (not flash-attn) and a sliding window within the sequence
+        (`masking_utils._ignore_causal_mask_sdpa`).
         """
         n, window = self.tokens, self.shape.sliding_window if kind == "sliding_attention" else None
         apart = self.joined_samples > 1 and self.shape.family != "opt"  # which gives itself a mask of ones
@@ -109,11 +104,7 @@ class Model(Layer):
         return seen if self.implementation == "sdpa" else self.tensor("mask", (self.batch, 1, n, n), self.hidden_width)
 
     def biases(self, stack: str) -> list[Tensor]:
-        """Make the biases of T5's scores, which all layers of a stack share.
-
-        A learned number for each head and each distance between tokens, looked up for every pair; and in a decoder zeros
-        for the cross-attention, which require a gradient under checkpointing.
-        """
+        """Make the biases of T5's scores, one for a stack; a decoder's cross-attention has zeros, which need gradients."""
         n, heads = self.tokens, self.shape.num_heads
         distance, bucket = self.tensor("sub", (n, n), INT64), self.tensor("add", (n, n), INT64)
         del distance
@@ -128,8 +119,7 @@ class Model(Layer):
         return found
 
     def bias_mask(self, bias: Tensor) -> Tensor:
-        """Make a fused kernel's mask of T5's biases: contiguous, with -∞ where a decoder must not look
-        (`sdpa_attention.create_position_bias_mask`)."""
+        """Make a fused kernel's mask of T5's biases (`sdpa_attention.create_position_bias_mask`)."""
         if bias.packed:
             return bias
         if self.decoding:
@@ -144,9 +134,8 @@ class Model(Layer):
     ) -> Tensor:
         """Run as few of `count` layers as say what all do: one that stands for the others, and those that differ.
 
-        Where the first layer's input requires no gradient (LoRA), that layer saves less, and the second stands for the
-        rest. In an encoder–decoder the last layer starts the gradients of what all share, so it is run too, and under
-        checkpointing the first one, which makes it.
+        The first differs where its input requires no gradient (LoRA); in an encoder–decoder the last, which starts gradients
+        of what all share, and under checkpointing the first, which makes it.
 
         Args:
             first: a list with the input of the first layer, emptied so that the input is freed with that layer.
@@ -221,10 +210,9 @@ class Model(Layer):
         return self.to(cos, self.hidden_width), self.to(sin, self.hidden_width)
 
     def runs(self, stacks: list[Stack], masks: dict[str, Tensor | None]) -> list[tuple[Stack, str, int, int]]:
-        """List (stack, kind, first number, count) of equal layers.
+        """List (stack, kind, first number, count) of equal layers. Raises RecipeError where an engine counts on equal ones.
 
-        Layers with a mask and without one (a fused kernel's) are put together by kind, the first and the last one's at
-        their ends: what they save adds up in any order. Raises RecipeError where an engine counts on equal layers.
+        Layers with and without a mask are put together by kind, those of the first and last layer at the ends.
         """
         kinds = self.layout.kinds or tuple(masks)
         if len(stacks) > 1 or len({mask is None for mask in masks.values()}) == 1:
@@ -304,9 +292,8 @@ class Model(Layer):
     def logits_and_loss(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Run the recipe's head; return (what the model returns besides the loss, the loss).
 
-        Logits are tokens × vocabulary. The cross entropy needs them in fp32, saves their log-softmax in fp32, and the
-        backward pass has two more fp32 tensors of that size at once (the gradients of `nll_loss` and `log_softmax`).
-        With a vocabulary of 128,256 each takes half a megabyte a token.
+        The cross entropy needs logits (tokens × vocabulary) in fp32 and saves their log-softmax; backward has two more such
+        tensors at once (gradients of `nll_loss` and `log_softmax`): with 128,256 words each is half a megabyte a token.
         """
         s, (b, n, h) = self.shape, x.shape
         self.where = s.head

@@ -1,15 +1,12 @@
-"""Tensor and pipeline parallel ranks: a slice of every matrix, or some of the layers.
+"""Tensor and pipeline parallel ranks: a slice of every matrix, or some of the layers, predicted as a model of its own.
 
-Tensor parallel (Shoeybi et al. 2019) on N ranks: P/N of what is sliced and all of the norms; of the activations, what
-lies between the two matrices of a pair (heads, MLP channels) is sliced, and what lies between pairs (hidden states,
-norms, residuals) is whole, as are logits and loss. Each pair's result is all-reduced into a new tensor.
+Tensor parallel (Shoeybi et al. 2019) on N ranks: P/N of what is sliced and all of the norms; activations are sliced
+between the two matrices of a pair (heads, MLP channels) and whole elsewhere, as are logits and loss. Each pair's result
+is all-reduced into a new tensor.
 
 Pipeline (Huang et al. 2019; Narayanan et al. 2021) with N stages and m micro-batches: a stage's own layers, with the
-activations of the micro-batches in flight: all m under GPipe, min(m, N - rank) under 1F1B. PyTorch's stages also hold
-two buffers for each micro-batch under any schedule, for hidden states to come and for their gradients: 2 · batch ·
-tokens · hidden numbers, one of the two at the ends of the pipeline.
-
-A rank is predicted as a model of its own (`rank_recipe`): the same layers with fewer heads, or fewer layers.
+activations of the micro-batches in flight: all m under GPipe, min(m, N - rank) under 1F1B; and for each micro-batch two
+buffers, one at the ends of the pipeline, for hidden states to come and for their gradients.
 """
 
 import dataclasses
@@ -34,10 +31,7 @@ BY_INPUTS = ("o_proj", "down_proj", "dense", "fc2", "dense_4h_to_h")
 
 
 def rank_recipe(recipe: Recipe) -> Recipe:
-    """Return `recipe` as its rank runs it under "tensor" or "pipeline"; else `recipe` itself.
-
-    The shape has this rank's weights and sizes; in a pipeline the batch size is that of one micro-batch.
-    """
+    """Return `recipe` as its rank runs it: its shape has this rank's weights, its batch is a pipeline's micro-batch."""
     sharding = recipe.sharding
     if not is_model_parallel(recipe):
         return recipe
@@ -150,8 +144,7 @@ def pipelined(recipe: Recipe, first: dict[str, Phase], later: dict[str, Phase], 
 def beyond_the_slice(recipe: Recipe) -> int:
     """Return the bytes that an embedding's gradient has beyond a tensor parallel rank's slice (of a `rank_recipe`).
 
-    DTensor computes the gradient of the whole table (`embedding_dense_backward`) and keeps a view of its slice, and with
-    it all of the storage. Where the table is the head too, the two gradients' sum is a new tensor, of the slice.
+    DTensor computes that of the whole table and keeps a view of it; a tied head's sum is a new tensor, of the slice.
     """
     shape = recipe.shape
     if (

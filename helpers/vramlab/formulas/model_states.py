@@ -1,9 +1,5 @@
 """Bytes of model states (parameters, gradients, optimizer states), buffers and inputs, summed over a parameter table.
 
-    parameters        Σ over tensors of numbers × bytes a number                            `parameter_bytes`
-    gradients         the same sum over what is trained                                      `gradient_bytes`
-    optimizer states  two more for Adam, one for momentum, ¼ of that in 8 bits, …            `optimizer_state_bytes`
-
 Every tensor is rounded up to 512 bytes, as PyTorch's allocator does.
 """
 
@@ -53,11 +49,9 @@ class RankBytes:
     Attributes:
         parameters, gradients, optimizer_states: rounded sizes of the tensors.
         fragmentation: category to bytes that the allocator's blocks hold beyond those sizes.
-        temporaries: peak of the optimizer step's temporaries.
-        always: added in every phase.
+        temporaries: peak of the optimizer step's temporaries. `always`: added in every phase.
         forward, backward: added at the peak of that phase; `backward_end`: added at the end of backward.
-        forward_parts, backward_parts: replace `forward` and `backward` where the engine's workspace changes within the
-            phase: bytes in (layers, head), and in (head, layers, embedding).
+        forward_parts, backward_parts: workspace within the phase, in (layers, head) and in (head, layers, embedding).
         reducing: workspace at the end of backward, freed before the phase ends.
         existing: gradients that earlier micro-batches left; None for `gradients`.
     """
@@ -113,9 +107,8 @@ def weight_width(dtype: str, quantization: Quantization | None = None) -> int:
 def stored_sizes(shape: tuple[int, ...], width: int, quantized: str | None, double: bool = False) -> tuple[int, ...]:
     """Return the bytes of each block that one tensor is stored in: its numbers, scales and codes.
 
-    4 bits: half a byte a number, one scale for 64 numbers (fp32, or 8 bits and an fp32 scale for 256 of those with
-    double quantization: 4.5 and 4.127 bits a number, Dettmers et al. 2023, section 3), the format's 16 values, and for
-    double quantization the scales' 256 codes and an offset (`bitsandbytes.functional.quantize_blockwise`).
+    4 bits (Dettmers et al. 2023, section 3): half a byte a number, an fp32 scale for 64 of them, or 8 bits and an fp32 scale
+    for 256 of those (`double`: 4.5 and 4.127 bits a number), the format's 16 values, and for double 256 codes and an offset.
     8 bits: one byte, and an fp32 scale for each row (Dettmers et al. 2022, section 2.2).
     """
     n = prod(shape)
@@ -129,10 +122,9 @@ def stored_sizes(shape: tuple[int, ...], width: int, quantized: str | None, doub
 
 
 def state_sizes(shape, kind: str, width: int, optim: str, optim_args: str | None, trainer: bool) -> tuple[int, ...]:
-    """Return the bytes of each block of one trained tensor's states, without those in a paged optimizer's unified memory.
+    """Return the bytes of each block of one trained tensor's states, without those that are paged to unified memory.
 
-    The Trainer keeps those of embeddings out of 8 bits. Adafactor has one fp32 number for each row and each column
-    (Shazeer and Stern 2018, section 4).
+    The Trainer keeps embeddings' out of 8 bits. Adafactor has a number a row and a column (Shazeer, Stern 2018, section 4).
     """
     n, blocks, state = prod(shape), MODELLED[optim].states, MODELLED[optim].width
     if optim == "adafactor":
@@ -299,10 +291,7 @@ def image_sizes(shape: Shape) -> tuple[int, int, int]:
 
 
 def input_bytes(recipe: Recipe) -> int:
-    """Sum the bytes of micro-batches on the device: ids, labels and collators' masks of 8 bytes each, or pixels.
-
-    One micro-batch, or with the Trainer all of an optimizer step (`Trainer.get_batch_samples`).
-    """
+    """Sum the bytes of micro-batches on the device (the Trainer has all of a step): ids, labels, masks, or pixels."""
     (b, n), shape, joined = recipe.rows, recipe.shape, joined_samples(recipe)
     inputs, labels = 8 * b * n, b if "classification" in shape.task else b * n
     if shape.task == "image-classification":
@@ -318,7 +307,7 @@ def input_bytes(recipe: Recipe) -> int:
 
 
 def joined_samples(recipe: Recipe) -> int:
-    """Return the sequences that attention sees in a micro-batch of one row, each padding token one; 0 without such a row."""
+    """Return the sequences that attention sees in a row of joined samples, each padding token one; 0 without such a row."""
     if not recipe.joins:
         return 0
     return len(recipe.samples) + recipe.rows[1] - sum(recipe.samples)
@@ -355,9 +344,8 @@ def _in_order(shape: Shape, table: tuple[ParameterRow, ...]) -> list[ParameterRo
 def bytes_per_parameter(precision: str, optim: str) -> dict[str, float]:
     """Return the bytes of each trained parameter in a full fine-tune: weights, gradients, states, step temporaries, sums.
 
-    Published figures add up different rows: 16 is fp32 (or autocast) with AdamW, 18 with autocast's copy of the weights,
-    20 with the copy that the foreach step makes, 8 is "-true" with AdamW and no fp32 anywhere. ZeRO's 16 = 2 + 2 + 12
-    keeps fp32 weights among the states (Rajbhandari et al. 2020, section 3.1).
+    Published figures add up different rows: 16 is fp32 (or autocast) with AdamW, 18 with autocast's copy of the weights, 20
+    with the foreach step's copy, 8 is "-true" with AdamW. ZeRO's 16 = 2 + 2 + 12 has fp32 weights among the states.
     """
     width = HALF if precision.endswith("-true") else FP32
     state = MODELLED[optim].width

@@ -1,7 +1,6 @@
 """Layouts for architectures that have none: guess the roles of a decoder's weights from their names and sizes.
 
-An architecture with something else (a state-space layer, a convolution, a second stack, shared or unlike layers) is
-refused: `simulate` runs the library's own code.
+What has something else (state spaces, convolutions, a second stack, unlike layers) is refused, for `simulate`.
 """
 
 import dataclasses
@@ -39,11 +38,7 @@ KNOWN_NORMS = ("layernorm", "rmsnorm", "rmsnorm in fp32", "layernorm in fp32")
 
 
 def nearest(recipe: Recipe) -> Shape:
-    """Return the shape of `recipe`, whose architecture has no layout, with the layout of a decoder of its weights.
-
-    Raises:
-        RecipeError: something in it plays no role here; the sentence says what, and names `simulate`.
-    """
+    """Return the shape of `recipe` with a decoder's layout. Raises RecipeError where something plays no role in one."""
     shape, window = recipe.shape, recipe.shape.sliding_window
     found = _decoder(shape)
     kinds = set(shape.settings.get("layer_types") or ())  # with a mask some layers take another kernel than the rest

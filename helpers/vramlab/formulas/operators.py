@@ -1,8 +1,7 @@
 """PyTorch's operators in the ledger: the memory that each allocates, saves for the backward pass and needs there.
 
-A method is one PyTorch operator, or a module of transformers that consists of a few. It saves what
-`tools/autograd/derivatives.yaml` names for the operator; dtypes follow PyTorch's promotion, autocast's two lists
-(`aten/src/ATen/autocast_mode.h`: matrix products in half precision, norms and losses in fp32) and the modules' own casts.
+A method is one operator, or a module of transformers. It saves what `tools/autograd/derivatives.yaml` names; dtypes follow
+PyTorch's promotion, autocast's two lists (`aten/src/ATen/autocast_mode.h`) and the modules' own casts.
 """
 
 from math import ceil, prod
@@ -26,7 +25,6 @@ class Operators(Ledger):
         parameters: the weights of the model by name.
         autocast: the width that autocast computes matrix products in; None without autocast.
         compute: the widths in which quantized layers compute and had been loaded; `nested`: scales are quantized too.
-        lora_dropout: the adapters' own.
     """
 
     def __init__(
@@ -51,10 +49,7 @@ class Operators(Ledger):
         return self.op("to", [x], x.shape, width, grads=(CAST,))
 
     def cast(self, x: Tensor | Parameter) -> Tensor | Parameter:
-        """Cast an argument of a matrix product to half precision under autocast.
-
-        The copy of a trained fp32 weight is cached until the autocast context ends (`cached_cast`).
-        """
+        """Cast an argument of a product under autocast, which caches copies of trained weights (`cached_cast`)."""
         if self.autocast is None or x is None or x.width != FP32:
             return x
         if type(x) is not Parameter or not x.needs:
@@ -85,10 +80,7 @@ class Operators(Ledger):
         return self.op(op, [x], x.shape, x.width, grads=(PASS if op == "add" else OWN,))
 
     def unary(self, name: str, x: Tensor, keeps: str = "result", extra: int = 0) -> Tensor:
-        """Apply a function to each element; save its result (tanh, relu, rsqrt) or its input (gelu, silu).
-
-        Its backward pass takes `extra` bytes for a moment (clamp: two masks).
-        """
+        """Apply a function to each element; save its result (tanh) or input (silu); backward takes `extra` bytes besides."""
         return self.op(name, [x], x.shape, x.width, saves=(x if keeps == "input" else True,), extra=extra)
 
     def softmax(self, x: Tensor, width: int | None = None) -> Tensor:
@@ -227,10 +219,7 @@ class Operators(Ledger):
         return y
 
     def adapted(self, x: Tensor, base: list[Tensor], name: str, quantized: str | None) -> Tensor:
-        """Add B(A(dropout(x))) · α/r: the adapter saves x, in its own dtype, and r numbers a token (peft, lora.Linear).
-
-        The frozen layer saves nothing of x: that is all that LoRA saves of activations.
-        """
+        """Add B(A(dropout(x))) · α/r, which saves x in the adapter's dtype, and r numbers a token (peft, lora.Linear)."""
         down, up, y = self.parameters[f"{name}.lora_A"], self.parameters[f"{name}.lora_B"], base.pop()
         width = y.width
         if quantized in ("nf4", "fp4"):
@@ -244,11 +233,10 @@ class Operators(Ledger):
         return self.to(y, width)
 
     def in_4_bits(self, x: Tensor, weight: Parameter, bias: Parameter | None) -> Tensor:
-        """The weight is unpacked whole for each product, forward and backward (Dettmers et al. 2023, section 3).
+        """Unpack the weight whole for each product, forward and backward (`bitsandbytes.autograd.MatMul4Bit`).
 
-        Nothing is kept: the packed weight is a parameter (`bitsandbytes.autograd.MatMul4Bit`). Backward unpacks into the
-        dtype that the weight had when it was quantized (`QuantState.dtype`), and casts that. Scales that are quantized
-        too are unpacked into two fp32 temporaries (`bitsandbytes.functional.dequantize_4bit`).
+        Backward unpacks into the dtype that the weight was loaded in (`QuantState.dtype`), and casts that. Scales that are
+        quantized too are unpacked into two fp32 temporaries (`bitsandbytes.functional.dequantize_4bit`).
         """
         a, n = self.to(x, self.compute), prod(weight.shape)
         whole, scales = n * self.compute, 2 * FP32 * ceil(n / BLOCK) if self.nested else 0
@@ -260,7 +248,7 @@ class Operators(Ledger):
         return self.to(y, x.width)
 
     def in_8_bits(self, x: Tensor, weight: Parameter, bias: Parameter | None) -> Tensor:
-        """LLM.int8() keeps its input where no checkpoint can drop it (`ctx.tensors`), and unpacks the weight to go back.
+        """Keep the input where no checkpoint can drop it (`ctx.tensors`), and unpack the weight to go back.
 
         Forward it needs the input in 8 bits, and the product in 32 (`bitsandbytes.autograd.MatMul8bitLt`).
         """

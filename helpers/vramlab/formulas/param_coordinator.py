@@ -1,12 +1,9 @@
 """How many elements DeepSpeed's stage 3 has gathered at a time, by the rules of its parameter coordinator.
 
-A module's weights are gathered before it runs. With each module the next weights in order are prefetched, up to a bucket
-of elements and while fewer than `MOST` are gathered. After a module its weights are released, unless they are used again
-within the next `MOST` elements. So a deep model reaches that limit whatever its depth, and a small one stays gathered.
-Weights of up to ten times the hidden size are whole on every rank at all times and are not counted here.
-
-Source: deepspeed/runtime/zero/partitioned_param_coordinator.py, `_fetch_sub_module_impl` and `__params_to_release`;
-`MOST` is its default, the bucket what the `Trainer` sets (`recipe.deepspeed_config.HIDDEN`).
+A module's weights are gathered before it runs, and the next ones prefetched, up to a bucket and while fewer than `MOST`
+are gathered; after it they are released, unless they are used again within `MOST` elements. Weights of up to ten times
+the hidden size are whole on every rank and not counted (partitioned_param_coordinator.py, `_fetch_sub_module_impl`,
+`__params_to_release`).
 """
 
 from bisect import bisect_left
@@ -25,7 +22,7 @@ Weights = tuple[tuple[str, int], ...]  # names and elements
 
 
 class Gathered(NamedTuple):
-    """Peaks of gathered elements: layers' forward, head's forward and backward, layers' backward, embedding's backward."""
+    """Peaks of gathered elements: layers' forward, head's passes, layers' backward, embedding's backward."""
 
     forward: int = 0
     head: int = 0

@@ -40,12 +40,10 @@ def predict(recipe: Recipe | Any, gpu: str | Gpu | None = None) -> Report:
         recipe: a recipe; or what `Recipe` takes for a model, with every other field at its default.
         gpu: a name of the GPU table, for what depends on the card; None takes an A100's kernels.
     Returns:
-        A report with source "predicted": bytes by category at the peak and end of each phase of a steady step, the peak
-        and its phase, the largest tensors there, `reserved` and `process` as intervals.
+        A report with source "predicted", of a steady step; `reserved` and `process` are intervals.
     Raises:
         GpuError: no such card.
-        RecipeError: adapters in some layers only, DoRA, fp16 weights under bf16 autocast or the reverse, or an architecture
-            unlike those written down (`formulas.nearest`): `simulate` takes all; FlashAttention on a card without.
+        RecipeError: what the formulas do not know and `simulate` does; FlashAttention on a card without.
     """
     recipe = as_recipe(recipe)
     card = find_gpu(gpu) if gpu else None
@@ -116,7 +114,7 @@ def _check_copies(recipe: Recipe) -> None:
 def largest_batch(recipe: Recipe, budget_bytes: int, gpu: str | Gpu | None = None) -> int:
     """Return the most samples in a micro-batch whose predicted allocated peak is within `budget_bytes`; 0 if none is.
 
-    Leave room for the rest: `predict(…).process.high` less `peak.total` says how much. `gpu` is as in `predict`.
+    Leave room for the rest: `predict(…).process.high` less `peak.total` says how much.
     """
 
     def fits(size: int) -> bool:
@@ -218,11 +216,7 @@ def _total(split: Bytes) -> int:
 
 
 def _groups(recipe: Recipe, alive: list[tuple[int, Entry]] | None, peak: Bytes) -> dict[tuple, list]:
-    """Group the blocks alive at the peak: (bytes, category, shape, dtype, operator) to [how many, where one is, sizes].
-
-    Args:
-        alive: those of the ledger; None outside forward and backward.
-    """
+    """Group blocks by (bytes, category, shape, dtype, operator) to [how many, where, sizes]; `alive`: those of the ledger."""
     half = "float16" if recipe.precision.startswith("fp16") else "bfloat16"
     groups: dict[tuple, list] = {}
     found = []

@@ -1,7 +1,6 @@
 """The peak of a whole run: the samples of a data set, dealt into micro-batches as the Trainer deals them.
 
-A prediction is that of one micro-batch. Over a run the longest sample decides its micro-batch's peak, and rows of many
-lengths leave gaps between what the allocator has cached.
+The longest samples decide the peak, and rows of many lengths leave gaps between what the allocator has cached.
 """
 
 import bisect
@@ -30,8 +29,7 @@ class Run:
     """What the micro-batches of one epoch need.
 
     Attributes:
-        largest: the prediction of the micro-batch with the highest peak, whose lengths are in `largest.recipe`, with
-            its own `reserved` and `process`, in which the whole run finds room.
+        largest: the prediction of the micro-batch with the highest peak, whose lengths are in `largest.recipe`.
         reserved: what the allocator grows to over batches of many lengths where the card has room for it.
         typical: bytes of the median micro-batch's peak.
         micro_batches: how many there are; `near`: of them those within 10 % of the highest peak.
@@ -72,10 +70,8 @@ def predict_run(
     """Predict the highest peak of an epoch over samples of `lengths` tokens, and how often micro-batches come near it.
 
     Args:
-        recipe: its batch_size and what it says of packing and padding make the micro-batches; seq_len is the longest
-            sample kept whole.
-        train_sampling_strategy, seed: as in `TrainingArguments`. The random order is the Trainer's own; that of
-            "group_by_length", which the Trainer draws from torch's global generator, is one of its kind.
+        recipe: makes the micro-batches; seq_len is the longest sample kept whole.
+        train_sampling_strategy, seed: as in `TrainingArguments`; orders are the Trainer's, "group_by_length"'s is alike.
     Raises:
         RecipeError: no lengths, one that is no whole number from 1 on, or what `predict` does not know.
     """

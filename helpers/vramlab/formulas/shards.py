@@ -5,12 +5,7 @@
     stage 2   P + (G + S) / N       and gradients
     stage 3   (P + G + S) / N + U   and parameters: U is what is gathered at a time
 
-    DDP        a copy of all gradients in buckets (`gradient_as_bucket_view` is False), from the beginning on; at stage 1
-               `ZeroRedundancyOptimizer` gives whole tensors, largest first, to the rank that has least so far
-    FSDP2      rows of every tensor, `fsdp.padded`; what is gathered and reduced is in the ledger (`fsdp.FsdpModel`)
-    DeepSpeed  flat partitions (`deepspeed`)
-
-NCCL's own buffers are not counted.
+FSDP2 divides rows of every tensor (`fsdp`), DeepSpeed flat partitions (`deepspeed`). NCCL's buffers are not counted.
 """
 
 import heapq
@@ -53,7 +48,7 @@ def _whole(recipe: Recipe) -> RankBytes:
 
 
 def _ddp(recipe: Recipe) -> RankBytes:
-    """Hold a replica with buckets besides its gradients; at stage 1 the states of this rank's tensors only."""
+    """Hold a replica and a copy of its gradients in buckets; at stage 1 (`ZeroRedundancyOptimizer`) some tensors' states."""
     whole = _whole(recipe)
     found = replace(whole, always={"workspace": sum(bucket_bytes(recipe))})
     if recipe.sharding.stage == 0:
@@ -67,10 +62,9 @@ def _ddp(recipe: Recipe) -> RankBytes:
 
 
 def bucket_bytes(recipe: Recipe) -> list[int]:
-    """List the bytes of DDP's buckets as the allocator holds them.
+    """List the bytes of DDP's buckets, in the order of the backward pass: the first up to 1 MiB, others up to 25 MiB.
 
-    Gradients in the order of the backward pass, up to 25 MiB each and the first one up to 1 MiB; a bucket is full with
-    the tensor that reaches its limit (torch/csrc/distributed/c10d/reducer.cpp, `compute_bucket_assignment_by_size`).
+    A bucket is full with the tensor that reaches its limit (reducer.cpp, `compute_bucket_assignment_by_size`).
     """
     sizes, current, limit = [], 0, 1 << 20
     for row in reversed(tensors_in_order(recipe)):
@@ -84,11 +78,7 @@ def bucket_bytes(recipe: Recipe) -> list[int]:
 
 
 def zero_redundancy_tensors(recipe: Recipe, rank: int) -> list[ParameterRow]:
-    """List the tensors whose states `rank` holds.
-
-    Each goes to the rank with fewest numbers so far, largest tensor first
-    (`ZeroRedundancyOptimizer._partition_parameters`).
-    """
+    """List the tensors whose states `rank` holds: largest first, to the rank with fewest numbers so far."""
     mine, loads = [], [(0, i) for i in range(recipe.sharding.world_size)]
     for row in sorted((row for row in tensors_in_order(recipe) if row.trained), key=lambda row: -prod(row.shape)):
         load, i = loads[0]

@@ -1,7 +1,7 @@
 """Bytes of the optimizer step's temporaries.
 
-Multi-tensor ("foreach") kernels, PyTorch's default on CUDA, work on all tensors of a parameter group and dtype at once,
-so their temporaries are as large as the group. That is the hidden peak of a step with AdamW: √v for every parameter.
+Multi-tensor ("foreach") kernels, PyTorch's default on CUDA, work on all tensors of a parameter group and dtype at once:
+the hidden peak of a step with AdamW is √v for every parameter.
 """
 
 from collections import Counter
@@ -82,10 +82,7 @@ def copies(recipe: Recipe) -> tuple[int, int]:
 
 
 def single_temporaries(recipe: Recipe, shape: tuple[int, ...], width: int) -> int:
-    """Return the bytes that updating a single tensor needs (`optimizer_in_backward`, Adafactor).
-
-    Adafactor makes g² and g² + ε in fp32, and fp32 copies of gradient and weight if those are in half precision.
-    """
+    """Return the bytes that updating one tensor needs. Adafactor: g² and g² + ε, and fp32 copies of halves."""
     numbers = prod(shape)
     if recipe.optim == "adafactor":
         return (4 if width == HALF else 2) * rounded(FP32 * numbers)
