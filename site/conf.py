@@ -1,7 +1,7 @@
 """How Sphinx renders the course. `make site` copies this folder and the notebooks side by side, and starts it there.
 
-Nothing is executed and nothing is fetched: outputs are those stored in the notebooks, formulas become MathML, and fonts
-are the reader's own.
+Nothing is executed and no page fetches from elsewhere: outputs are those stored in the notebooks, formulas become
+MathML, and fonts are the reader's own.
 """
 
 import sys
@@ -28,6 +28,8 @@ myst_heading_anchors = 3
 
 html_theme = "sphinx_book_theme"
 html_title = "VRAM Lab"
+html_favicon = "static/favicon.svg"
+html_context = {"default_mode": "auto"}
 html_static_path = ["static"]
 html_css_files = ["course.css"]
 html_js_files = ["course.js"]

@@ -86,6 +86,8 @@ WORDS = [
     ("--lora-r 8 --double-quant", {"lora": LoRA(), "quantization": Quantization("nf4", double=True)}),
     ("--lora-r 8 --quantization int8 --precision bf16-true",
      {"lora": LoRA(), "quantization": Quantization("int8"), "precision": "bf16-true"}),
+    ("--trainer sft --lora-r 8 --quantization nf4 --precision bf16-mixed",  # TRL does not prepare the base
+     {"lora": LoRA(), "quantization": Quantization("nf4", prepare=False), "precision": "bf16-mixed", "trainer": "sft"}),
     ("--stage 2 --world-size 4", {"sharding": Sharding(2, 4)}),
     ("--world-size 8 --engine deepspeed --offload optimizer", {"sharding": Sharding(3, 8, "deepspeed", "optimizer")}),
     ("--world-size 2 --engine ddp", {"sharding": Sharding(0, 2, "ddp")}),

@@ -20,6 +20,7 @@ import canonical
 import nbformat
 import settings
 import site_pages
+import web_calculator
 from vramlab_course.claims import Verdict, judge, load_claims
 
 SITE = settings.ROOT / "site"
@@ -31,8 +32,10 @@ def notebooks() -> list[Path]:
     return sorted(settings.NOTEBOOKS.glob("*.ipynb")) + sorted((settings.NOTEBOOKS / "solutions").glob("*.ipynb"))
 
 
-def assemble(source: Path, notebooks: Sequence[Path], verdicts: Iterable[Verdict]) -> None:
+def assemble(source: Path, notebooks: Sequence[Path], verdicts: Iterable[Verdict], pyodide: Path | None) -> None:
     """Lay out in `source` what Sphinx reads: the folder site/, the README, the notebooks and the generated pages.
+
+    `pyodide` is the folder of Pyodide's files, without which the calculator does not start.
 
     Notebooks keep their place under notebooks/, so that their links to each other are the site's.
     """
@@ -55,6 +58,10 @@ def assemble(source: Path, notebooks: Sequence[Path], verdicts: Iterable[Verdict
     generated = source / "generated"
     generated.mkdir()
     (generated / "claims.md").write_text(site_pages.claims_page(verdicts, titles), encoding="utf-8")
+    (generated / "usual.md").write_text(web_calculator.usual_answers(), encoding="utf-8")
+    web_calculator.write_archive(source / "static" / "calculator" / "vramlab.zip")
+    if pyodide:
+        shutil.copytree(pyodide, source / "static" / "calculator" / "pyodide")
     (generated / "reference.md").write_text(site_pages.reference_page(), encoding="utf-8")
 
 
@@ -191,10 +198,12 @@ def _missing(path: Path, parts, pages: dict[Path, Page]) -> str:
     return ""
 
 
-def make(notebooks: Sequence[Path], verdicts: Iterable[Verdict], build: Path) -> tuple[list[str], Counter]:
+def make(
+    notebooks: Sequence[Path], verdicts: Iterable[Verdict], build: Path, pyodide: Path | None = None
+) -> tuple[list[str], Counter]:
     """The whole way: `build`/site-source, then `build`/site; what is wrong, and the external links."""
     source, out = build.resolve() / "site-source", build.resolve() / "site"
-    assemble(source, notebooks, verdicts)
+    assemble(source, notebooks, verdicts, pyodide)
     shutil.rmtree(out, ignore_errors=True)
     status = render(source, out)
     wrong, external = check(out)
@@ -211,7 +220,7 @@ def main() -> int:
         f"Testing {len(claims)} claims and rendering {len(pages)} notebooks; this takes two minutes or more",
         flush=True,
     )
-    wrong, external = make(pages, map(judge, claims.values()), BUILD)
+    wrong, external = make(pages, map(judge, claims.values()), BUILD, web_calculator.fetch_pyodide(BUILD))
     print(f"{sum(external.values())} external links, not fetched, to:")
     print(*(f"  {link} ({count})" for link, count in sorted(external.items())), sep="\n")
     print(f"\n{BUILD / 'site' / 'index.html'}\nTo look at it: python -m http.server --directory build/site")

@@ -16,6 +16,8 @@ SECTIONS = {
     HOLDS: "Holds",
 }
 
+SIGNS = {NOT: ("✗", "not"), WAS: ("↺", "was"), UNDER: ("◐", "under"), WAITS: ("…", "waits"), HOLDS: ("✓", "holds")}
+
 
 def claims_page(verdicts: Iterable[Verdict], titles: Mapping[str, str]) -> str:
     """Every claim with its source, figure, finding and verdict, a section for each outcome.
@@ -33,15 +35,16 @@ def claims_page(verdicts: Iterable[Verdict], titles: Mapping[str, str]) -> str:
 def _summary(verdicts: list[Verdict]) -> str:
     rows = []
     for key, source in stored("sources").items():
-        name = f"{source['name'][0].upper()}{source['name'][1:]}: {source['title']}"
-        rows.append((name, [v for v in verdicts if v.claim.source == key]))
+        rows.append((source["name"], [v for v in verdicts if v.claim.source == key]))
     rows.append(("all five", verdicts))
     lines = ["| source | claims | " + " | ".join(SECTIONS) + " |", "|---" * 7 + "|"]
     for name, own in rows:
         numbers = [len(own), *(sum(v.outcome == outcome for v in own) for outcome in SECTIONS)]
         lines.append(f"| {_plain(name)} | " + " | ".join(map(str, numbers)) + " |")
+    titles = "; ".join(f"**{_plain(s['name'])}** is {_plain(s['title'])}" for s in stored("sources").values())
     return "\n".join(lines) + (
-        "\n\n*Holds under* names the conditions under which the claim holds; under the others it does not. *Was so until* "
+        f"\n\nOf the five, {titles}.\n\n"
+        "*Holds under* names the conditions under which the claim holds; under the others it does not. *Was so until* "
         "names the version up to which it was so. A finding is *derived* (arithmetic on specifications), *predicted* (closed "
         "formulas), *simulated* (the real step on tensors without contents), *measured* (here, on a CPU, when the page was "
         "made) or *recorded* (earlier). What waits for a GPU gets its verdict by itself as soon as `vramlab record`, or the "
@@ -55,9 +58,11 @@ def _table(verdicts: list[Verdict], titles: Mapping[str, str]) -> str:
         claim = verdict.claim
         target, _ = titles.get(claim.chapter, ("", ""))
         where = f"[chapter {claim.chapter}]({target})" if target else f"chapter {claim.chapter}"
-        by = f"<small>{_plain(claim.by)}, {_plain(claim.place)}; {where}</small>"
+        by = f"<small>[{_plain(claim.by)}]{{.source}}, {_plain(claim.place)}; [{where}]{{.chapter}}</small>"
         about = f"[{_plain(claim.said)}]{{#{claim.name}}}<br>{by}"
-        cells = (about, _plain(quoted(claim)), f"**{_plain(verdict.text)}**", _found(verdict))
+        sign, kind = SIGNS[verdict.outcome]
+        outcome = f"[{sign} **{_plain(verdict.text)}**]{{.verdict .{kind}}}"
+        cells = (about, _plain(quoted(claim)), outcome, _found(verdict))
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
@@ -71,7 +76,7 @@ def _found(verdict: Verdict) -> str:
     for case, found in verdict.findings.items():
         name = f"*{_plain(case)}*: " if several or not found else ""
         if found:
-            text = f"{name}{_plain(shown(found.value, verdict.claim.unit))} ({found.witness})"
+            text = f"{name}{_plain(shown(found.value, verdict.claim.unit))} ([{found.witness}]{{.witness}})"
             about = "" if shared else _plain(found.configuration)
         else:
             text, about = f"{name}no record yet", f"waits for {_plain(verdict.waits_for(case))}"

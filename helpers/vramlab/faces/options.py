@@ -37,6 +37,8 @@ def recipe_of(model: str, given: Mapping[str, Any]) -> Recipe:
     sharding = fields.get("sharding", {})
     if 3 not in STAGES.get(sharding.get("engine"), (3,)):  # the default stage is none of this engine's
         sharding.setdefault("stage", 0)
+    if fields.get("trainer", "transformers") != "transformers" and "quantization" in fields:
+        fields["quantization"].setdefault("prepare", False)  # TRL's trainers do not call it
     return Recipe(model, **fields)
 
 

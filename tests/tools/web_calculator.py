@@ -1,0 +1,82 @@
+"""What the site's calculator loads: Pyodide from its npm package, vramlab and its data as an archive, and usual answers."""
+
+import hashlib
+import io
+import tarfile
+import urllib.request
+import zipfile
+from pathlib import Path
+
+from settings import ROOT
+from vramlab import GiB, LoRA, Quantization, Recipe, find_gpu, model_names, predict, read_shape
+
+VERSION = "314.0.7"
+PACKAGE = f"https://registry.npmjs.org/pyodide/-/pyodide-{VERSION}.tgz"
+SHA512 = (
+    "d18bd7c4485f11da4b7dbfd790cd8114078c44eab488c517d9bcf31fda4eb6dc"
+    "8c716930abe1db139bb2b860fcd8b37bcb6abe48dbe2ffa579244b0e943d91d4"
+)
+FILES = ("pyodide.mjs", "pyodide.asm.mjs", "pyodide.asm.wasm", "pyodide-lock.json", "python_stdlib.zip")
+DATA = ("families.json", "gpus.json", "optimizers.json", "config_keys.json", "cuda_autocast.json",
+        "liger.json", "training_arguments.json")  # fmt: skip
+USUAL = (
+    "qwen3-0.6b",
+    "llama-3.2-1b",
+    "gemma-2-2b",
+    "qwen3-4b",
+    "mistral-7b",
+    "llama-3.1-8b",
+    "qwen3-14b",
+    "llama-3.1-70b",
+)
+
+
+def fetch_pyodide(folder: Path) -> Path:
+    """Return the folder of Pyodide's files, from the npm registry the first time. Raises ValueError for another package."""
+    place = folder / f"pyodide-{VERSION}"
+    if not all((place / name).is_file() for name in FILES):
+        with urllib.request.urlopen(PACKAGE, timeout=120) as answer:
+            package = answer.read()
+        if (found := hashlib.sha512(package).hexdigest()) != SHA512:
+            raise ValueError(f"{PACKAGE} has the SHA-512 sum {found}, which is not the one written down here.")
+        place.mkdir(parents=True, exist_ok=True)
+        with tarfile.open(fileobj=io.BytesIO(package)) as archive:
+            for name in FILES:
+                (place / name).write_bytes(archive.extractfile(f"package/{name}").read())
+    return place
+
+
+def write_archive(path: Path) -> None:
+    """Write what the page's Python imports: vramlab, the data it reads, and the page's bridge to it.
+
+    Models whose weights are read from transformers, which the page has not, stay out.
+    """
+    models = [ROOT / "data" / "models" / f"{name}.json" for name in model_names() if read_shape(name).layout]
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED, compresslevel=9) as archive:
+        for file in sorted((ROOT / "helpers" / "vramlab").rglob("*.py")):
+            archive.write(file, file.relative_to(ROOT))
+        for file in [*models, *(ROOT / "data" / name for name in DATA)]:
+            archive.write(file, file.relative_to(ROOT))
+        archive.write(ROOT / "site" / "static" / "calculator" / "bridge.py", "bridge.py")
+
+
+def usual_answers() -> str:
+    """A Markdown table for who has no JavaScript: what usual models take, and the smallest tier on an RTX 4090."""
+    card = find_gpu("RTX 4090")
+    lora = LoRA(r=16, target_modules="all-linear")
+    ways = {
+        "all weights": {},
+        "LoRA": {"lora": lora, "dtype": "bfloat16"},
+        "QLoRA": {"lora": lora, "quantization": Quantization("nf4", prepare=False)},
+    }
+    lines = [f"| model | {' | '.join(ways)} |", "|---" * (len(ways) + 1) + "|"]
+    for model in USUAL:
+        cells = []
+        for fields in ways.values():
+            recipe = Recipe(model, 1, 2048, "bf16-mixed", gradient_checkpointing=True, trainer="sft", **fields)
+            need = predict(recipe, gpu=card).process
+            tiers = {"safe": need.high, "likely": need.value, "tight": need.low}
+            tier = next((name for name, size in tiers.items() if size <= card.total), "no")
+            cells.append(f"{need.value / GiB:.1f} {tier}")
+        lines.append(f"| {model} | {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
