@@ -52,7 +52,7 @@ class Account:
         approximate: the architecture has no layout; activations are those of a decoder with its matrices (`nearest`).
         live: bytes allocated after each event, of the layers that are run.
         pieces: phase to (first event, last event, what layers that are not run add there).
-        head, autocast_end, forward_end, end: events at which the head begins, and at which the others are over.
+        autocast_end, forward_end, end: events at which these are over.
     """
 
     def __init__(self, recipe: Recipe, chip: Chip = DEFAULT_CHIP, gradients_exist: bool = False):
@@ -83,7 +83,6 @@ class Account:
     def _forward(self) -> Tensor:
         m = self.m
         hidden = m.hidden_states()
-        self.head = len(m.events)
         logits, loss = m.logits_and_loss(hidden)
         del hidden
         m.casts.clear()
@@ -141,21 +140,6 @@ class Account:
     def phases(self) -> list[Split]:
         """Return the splits at the peaks of forward and backward, then at their ends."""
         return self.splits([*self.moments.values(), *(pieces[-1][1:] for pieces in self.pieces.values())])
-
-    @cached_property
-    def around_layers(self) -> dict[str, list[Split]]:
-        """Return the splits at the peaks of forward's parts (layers, head) and backward's (head, layers, embedding)."""
-        cuts, sections, found = {"forward": [self.head], "backward": []}, self.m.sections, {}
-        if sections:
-            cuts["backward"] = [sections[-1].top, sections[0].bottom]
-        for phase, pieces in self.pieces.items():
-            parts, begin = [], pieces[0][0]
-            for end in [*cuts[phase], pieces[-1][1]]:
-                inside = [(max(first, begin), min(last, end), extra) for first, last, extra in pieces]
-                parts.append(self._highest([piece for piece in inside if piece[0] <= piece[1]]))
-                begin = end
-            found[phase] = self.splits(parts)
-        return found
 
     def _highest(self, pieces: list[tuple[int, int, Extra]]) -> Moment:
         best, found = -1, (0, ())

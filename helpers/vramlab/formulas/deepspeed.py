@@ -21,10 +21,10 @@ from ..hardware.reserved import internal_fragmentation
 from ..recipe.deepspeed_config import HIDDEN
 from ..recipe.recipe import Recipe
 from . import model_states
-from .ledger import Parameter
+from .ledger import Parameter, Tensor
 from .model import Model
 from .model_states import FP32, HALF, ParameterRow, RankBytes, compute_recipe, parameter_table
-from .param_coordinator import Gathered, gathered
+from .param_coordinator import gathered
 from .step import copies, has_copies
 
 ALL_REDUCED = 500_000_000  # elements that stage 0 reduces at a time (runtime/engine.py, MEMORY_OPT_ALLREDUCE_SIZE)
@@ -147,13 +147,8 @@ class _Rank:
         recipe, sharding, found = self.recipe, self.sharding, self._partitioned()
         small = HIDDEN["stage3_param_persistence_threshold"](recipe.shape.hidden_size)
         persistent = sum(rounded(prod(row.shape) * row.width) for row in self.rows if prod(row.shape) <= small)
-        elements = gathered(recipe.shape)
         if sharding.world_size == 1:  # the part is the whole, and is taken as it is
-            elements, persistent = Gathered(), 0
-        width = model_states.weight_width(recipe.weights_dtype, recipe.quantization)
-        sizes = [n * width for n in elements]
-        if sharding.offload == "parameters":  # a rank's part is copied to the device, then gathered
-            sizes[0] += width * max(ceil(prod(row.shape) / sharding.world_size) for row in parameter_table(recipe))
+            persistent = 0
         gradients = rounded(sum(self.parts) * (self.width if self.precision_set else FP32))
         always = {"workspace": self.bucket + persistent, "gradients": 0 if sharding.offload else gradients}
         temporaries = 0
@@ -163,9 +158,6 @@ class _Rank:
             temporaries = max(FP64 * largest, (FP32 + beside) * max(self.parts))
         return replace(
             found,
-            forward={"workspace": sizes[1]},
-            forward_parts=tuple(sizes[:2]),
-            backward_parts=tuple(sizes[1:]),
             always=(found.always if not sharding.offload else {}) | always,
             temporaries=temporaries,
         )
@@ -222,6 +214,18 @@ def gradient_reduction(recipe: Recipe) -> bool | str:
     return True
 
 
+def _gathered_bytes(recipe: Recipe) -> dict[str, int]:
+    """Return the bytes that stage 3 has gathered in each part of the step."""
+    sharding, recipe = recipe.sharding, compute_recipe(recipe)
+    if sharding.world_size == 1:
+        return {}
+    width = model_states.weight_width(recipe.weights_dtype, recipe.quantization)
+    sizes = {part: n * width for part, n in gathered(recipe.shape)._asdict().items()}
+    if sharding.offload == "parameters":  # a rank's part is copied to the device, then gathered
+        sizes["forward"] += width * max(ceil(prod(row.shape) / sharding.world_size) for row in parameter_table(recipe))
+    return sizes
+
+
 class DeepSpeedModel(Model):
     """The ledger of a DeepSpeed rank, which frees gradients one by one (`reduce_independent_p_g_buckets_and_remove_grads`).
 
@@ -236,6 +240,29 @@ class DeepSpeedModel(Model):
         self.in_fp32, self.kept = asked.precision.endswith("-true"), []
         trained = sum(prod(row.shape) * row.count for row in parameter_table(asked) if row.trained)
         self.part = ceil(trained / asked.sharding.world_size)
+        self.gathered, self.sizes = None, _gathered_bytes(asked) if self.zero3_linear else ()
+
+    def hidden_states(self) -> Tensor:
+        self._gather("forward")
+        return super().hidden_states()
+
+    def stack(self, *args) -> Tensor:
+        if not self.sections:
+            self.nodes.append(lambda: self._gather("front"))
+        return super().stack(*args)
+
+    def logits_and_loss(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        self._gather("head")
+        self.nodes.append(lambda: self._gather("backward"))
+        return super().logits_and_loss(x)
+
+    def _gather(self, part: str) -> None:
+        self.gathered = None
+        if self.sizes:
+            self.gathered = self.group("all_gather", [(self.sizes[part], 1)], "workspace")
+
+    def finish(self) -> None:
+        self.gathered = None
 
     def complete(self, parameter: Parameter) -> None:
         if not self.reduction:

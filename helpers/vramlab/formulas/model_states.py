@@ -50,8 +50,7 @@ class RankBytes:
         parameters, gradients, optimizer_states: rounded sizes of the tensors.
         fragmentation: category to bytes that the allocator's blocks hold beyond those sizes.
         temporaries: peak of the optimizer step's temporaries. `always`: added in every phase.
-        forward, backward: added at the peak of that phase; `backward_end`: added at the end of backward.
-        forward_parts, backward_parts: workspace within the phase, in (layers, head) and in (head, layers, embedding).
+        backward: added at its peak; `backward_end`: added at its end.
         reducing: workspace at the end of backward, freed before the phase ends.
         existing: gradients that earlier micro-batches left; None for `gradients`.
     """
@@ -62,11 +61,8 @@ class RankBytes:
     fragmentation: Sizes
     temporaries: int
     always: Sizes = field(default_factory=dict)
-    forward: Sizes = field(default_factory=dict)
     backward: Sizes = field(default_factory=dict)
     backward_end: Sizes = field(default_factory=dict)
-    forward_parts: tuple[int, int] | None = None
-    backward_parts: tuple[int, int, int] | None = None
     reducing: int = 0
     existing: int | None = None
 

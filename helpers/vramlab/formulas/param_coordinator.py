@@ -19,6 +19,8 @@ from ..recipe.shapes import Shape
 MOST = 1_000_000_000  # stage3_max_live_parameters, and stage3_max_reuse_distance
 
 Weights = tuple[tuple[str, int], ...]  # names and elements
+# Place of a module to the part of the step that its forward and its backward pass are in.
+PARTS = {"front": ("forward", "front"), "layers": ("forward", "backward"), "back": ("head", "head")}
 
 
 class Gathered(NamedTuple):
@@ -33,59 +35,45 @@ class Gathered(NamedTuple):
 @lru_cache(maxsize=64)
 def gathered(shape: Shape) -> Gathered:
     """Return the peaks of a steady step, from the model's own weights."""
-    events = _events(shape)
-    runs = [weights for weights, begins, _ in events if begins]
-    passed = [0, *accumulate(sum(n for _, n in weights) for weights in runs)]  # elements until each module runs
-    coming = deque((weight, step) for step, weights in enumerate(runs) for weight in weights)
+    modules, bucket = _modules(shape), HIDDEN["stage3_prefetch_bucket_size"](shape.hidden_size)
+    runs = [(PARTS[place][0], weights) for place, weights in modules]
+    runs += [(PARTS[place][1], weights) for place, weights in reversed(modules)]
+    passed = [0, *accumulate(sum(n for _, n in weights) for _, weights in runs)]  # elements until each module runs
+    coming = deque((weight, step) for step, (_, weights) in enumerate(runs) for weight in weights)
     uses: dict[tuple[str, int], list[int]] = {}
     for weight, step in coming:
         uses.setdefault(weight, []).append(step)
 
-    def stays(weight: tuple[str, int]) -> bool:
+    def stays(weight: tuple[str, int], step: int) -> bool:
         """Tell whether it is used again soon, or was not prefetched because it was still gathered."""
         again = bisect_left(uses[weight], step)
         soon = again < len(uses[weight]) and passed[uses[weight][again]] - passed[step] < MOST
         return soon or fetched[weight] > step
 
-    live, fetched, most, total, step = set(), {}, Gathered()._asdict(), 0, 0
-    for weights, begins, part in events:
-        if begins:
-            new = {weight: None for weight in weights if weight not in live}
-            for _ in [weight for weight in weights if fetched.get(weight, -1) < step]:
-                weight, used = coming.popleft()
-                fetched[weight] = used
-            bucket = HIDDEN["stage3_prefetch_bucket_size"](shape.hidden_size)
-            ahead, room = 0, min(MOST - total - sum(n for _, n in new), bucket)
-            while coming and ahead < room:
-                weight, used = coming.popleft()
-                fetched[weight] = max(used, fetched.get(weight, -1))
-                if weight not in live and weight not in new:
-                    new[weight] = None
-                    ahead += weight[1]
-            live.update(new)
-            total += sum(n for _, n in new)
-            step += 1
-        else:
-            gone = {weight for weight in weights if weight in live and not stays(weight)}
-            live -= gone
-            total -= sum(n for _, n in gone)
+    live, fetched, most, total = set(), {}, Gathered()._asdict(), 0
+    for step, (part, weights) in enumerate(runs):
+        new = {weight: None for weight in weights if weight not in live}
+        for _ in [weight for weight in weights if fetched.get(weight, -1) < step]:
+            weight, used = coming.popleft()
+            fetched[weight] = used
+        ahead, room = 0, min(MOST - total - sum(n for _, n in new), bucket)
+        while coming and ahead < room:
+            weight, used = coming.popleft()
+            fetched[weight] = max(used, fetched.get(weight, -1))
+            if weight not in live and weight not in new:
+                new[weight] = None
+                ahead += weight[1]
+        live.update(new)
+        total += sum(n for _, n in new)
         most[part] = max(most[part], total)
+        gone = {weight for weight in weights if weight in live and not stays(weight, step + 1)}
+        live -= gone
+        total -= sum(n for _, n in gone)
     return Gathered(**most)
 
 
-def _events(shape: Shape) -> list[tuple[Weights, bool, str]]:
-    """List one step's events in order: (a module's weights, whether it begins, part of the step)."""
-    front, layers, back = _modules(shape)
-    forward = [(m, "forward") for part in (front, *layers) for m in part] + [(m, "head") for m in back]
-    backward = [(m, "head") for m in reversed(back)]
-    for layer in reversed(layers):
-        backward += [(m, "backward") for m in reversed(layer)]
-    backward += [(m, "front") for m in reversed(front)]
-    return [(m, begins, part) for m, part in (*forward, *backward) for begins in (True, False)]
-
-
-def _modules(shape: Shape) -> tuple[list[Weights], list[list[Weights]], list[Weights]]:
-    """List the weights of every module that is called: of those before the layers, of each layer, of those after."""
+def _modules(shape: Shape) -> list[tuple[str, Weights]]:
+    """List (place, weights) of every module that is called, in the order of the forward pass."""
     persistent = HIDDEN["stage3_param_persistence_threshold"](shape.hidden_size)
     called: dict[str, tuple[int | None, list]] = {"": (None, [])}
     for weight in shape.weights():
@@ -98,8 +86,8 @@ def _modules(shape: Shape) -> tuple[list[Weights], list[list[Weights]], list[Wei
     if shape.tied:
         embedding = next(found for _, found in called.values() if found)
         called.setdefault(shape.head, (None, [embedding[0]]))
-    front, layers, back = [], {}, []
+    place, found = "front", []
     for layer, weights in called.values():
-        place = layers.setdefault(layer, []) if layer is not None else back if layers else front
-        place.append(tuple(weights))
-    return front, [*layers.values()], back
+        place = "layers" if layer is not None else "front" if place == "front" else "back"
+        found.append((place, tuple(weights)))
+    return found

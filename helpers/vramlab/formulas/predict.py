@@ -173,29 +173,21 @@ class _Step:
     def _forward(self, kept: Sizes) -> Phase:
         before = self.existing if self.exist or self.loop.zero_grad == "before_backward" else {}
         base = _sum(self.always, before, kept)
-        peak = self._peak("forward", base, self.account.phases[0], self.rank.forward)
         during = self.existing if self.exist else {}
-        return Phase(peak, Bytes(**_sum(self.always, during, self.account.phases[2], self.rank.forward)))
+        peak, end = _sum(base, self.account.phases[0]), _sum(self.always, during, self.account.phases[2])
+        return Phase(Bytes(**peak), Bytes(**end))
 
     def _backward(self) -> Phase:
         rank, end = self.rank, self.account.phases[3]
         if self.loop.keep_outputs == "backward":
             end = {"gradients": end["gradients"]}
         base = _sum(self.always, self.existing if self.exist else {})
-        peak = self._peak("backward", base, self.account.phases[1], rank.backward)
+        peak = Bytes(**_sum(base, self.account.phases[1], rank.backward))
         if rank.reducing:
             peak = max(peak, Bytes(**_sum(base, end, {"workspace": rank.reducing})), key=_total)
         if rank.backward_end:  # gradients are divided by then
             base, end = self.always, end | {"gradients": 0}
         return Phase(peak, Bytes(**_sum(base, end, rank.backward_end)))
-
-    def _peak(self, phase: str, base: Sizes, split: Sizes, more: Sizes) -> Bytes:
-        """Return the phase's peak, or the highest of its parts' where the engine adds a size of its own to each."""
-        parts = self.rank.forward_parts if phase == "forward" else self.rank.backward_parts
-        if not parts:
-            return Bytes(**_sum(base, split, more))
-        rows = zip(self.account.around_layers[phase], parts, strict=False)  # a model without layers has one part
-        return max((Bytes(**_sum(base, part, {"workspace": n})) for part, n in rows), key=_total)
 
     def _step_peak(self) -> Bytes:
         kept = self.outputs if self.loop.keep_outputs in ("step", True) else {}

@@ -6,6 +6,7 @@ The longest samples decide the peak, and rows of many lengths leave gaps between
 import bisect
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 from ..hardware.gpu import Gpu
@@ -51,12 +52,11 @@ class Run:
 
     def __str__(self) -> str:
         waste = self.padding / (self.tokens + self.padding)
-        said = (
-            f"over the run: {self.micro_batches:,} micro-batches, {self.near:,} of them within 10 % of this peak, the "
-            f"median's is {format_bytes(self.typical)}; {waste:.0%} of the tokens computed are padding, {self.cut:,} are cut",
-            f"reserved over the run, where the card has room: {self.reserved}",
+        return (
+            f"{self.largest}\nover the run: {self.micro_batches:,} micro-batches, {self.near:,} of them within 10 % of this "
+            f"peak, the median's is {format_bytes(self.typical)}; {waste:.0%} of the tokens computed are padding, "
+            f"{self.cut:,} are cut\nreserved over the run, where the card has room: {self.reserved}"
         )
-        return "\n".join([str(self.largest), *said])
 
 
 @needing("predict_run")
@@ -81,14 +81,16 @@ def predict_run(
     uncut = recipe.padding_free and not recipe.packing  # which SFTTrainer does not cut
     kept = [length if uncut else min(length, recipe.seq_len) for length in lengths]
     dealt = _dealt(recipe, kept, train_sampling_strategy, seed)
-    ranked = sorted(dealt, key=lambda found: _size(recipe, found))
-    reports: dict[Samples, Report] = {}
 
+    def size(found: Samples) -> tuple[int, int]:
+        """Return the tokens computed for a micro-batch, and those of its samples."""
+        count, width = samples.shape_of(found, recipe.joins, recipe.pad_to_multiple_of)
+        return count * width, sum(found)
+
+    @cache
     def report(found: Samples) -> Report:
-        if found not in reports:
-            size = recipe.batch_size if samples.packs(recipe) else len(found)
-            reports[found] = predict(recipe.replace(lengths=found, batch_size=size), gpu)
-        return reports[found]
+        count = recipe.batch_size if samples.packs(recipe) else len(found)
+        return predict(recipe.replace(lengths=found, batch_size=count), gpu)
 
     def peak(found: Samples) -> int:
         return report(found).peak.total
@@ -98,32 +100,16 @@ def predict_run(
         return len(found) > count if recipe.joins else min(found) < width
 
     # their sizes order the peaks of micro-batches with a mask, and of those without
-    kinds = [[found for found in ranked if has_mask(found) is masked] for masked in (False, True)]
-    kinds = [kind for kind in kinds if kind]
+    ranked = sorted(dealt, key=size)
+    kinds = [kind for masked in (False, True) if (kind := [found for found in ranked if has_mask(found) is masked])]
     largest = report(max((kind[-1] for kind in kinds), key=peak))
     enough = NEAR * largest.peak.total
     near = sum(len(kind) - bisect.bisect_left(kind, True, key=lambda found: peak(found) >= enough) for kind in kinds)
-    computed = sum(_size(recipe, found)[0] for found in dealt)
-    grown = alone = largest.reserved
-    if len({_size(recipe, found)[0] for found in dealt}) > 1:
-        grown = Interval(alone.low, int(alone.value * TYPICAL), int(alone.value * WORST))
-    trained = sum(map(sum, dealt))
-    return Run(
-        largest,
-        grown,
-        peak(ranked[len(ranked) // 2]),
-        len(dealt),
-        near,
-        trained,
-        computed - trained,
-        sum(lengths) - trained,
-    )
-
-
-def _size(recipe: Recipe, found: Samples) -> tuple[int, int]:
-    """Return the tokens computed for a micro-batch, and those of its samples."""
-    count, width = samples.shape_of(found, recipe.joins, recipe.pad_to_multiple_of)
-    return count * width, sum(found)
+    tokens, grown = [size(found)[0] for found in dealt], largest.reserved
+    if len({*tokens}) > 1:
+        grown = Interval(grown.low, int(grown.value * TYPICAL), int(grown.value * WORST))
+    trained, typical = sum(map(sum, dealt)), peak(ranked[len(ranked) // 2])
+    return Run(largest, grown, typical, len(dealt), near, trained, sum(tokens) - trained, sum(lengths) - trained)
 
 
 def _dealt(recipe: Recipe, lengths: list[int], strategy: str, seed: int) -> list[Samples]:
