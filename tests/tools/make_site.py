@@ -132,6 +132,14 @@ def render(source: Path, out: Path) -> int:
     )
 
 
+def lighten(out: Path) -> None:
+    """Take from each page the theme's script of icons, 0.5 MB whose drawings its style sheet has too, and a doubled title."""
+    for path in out.rglob("*.html"):
+        page = path.read_text(encoding="utf-8")
+        page = re.sub(r'<script[^>]*src="[^"]*/fontawesome\.js[^"]*"[^>]*></script>', "", page)
+        path.write_text(page.replace("<title>VRAM Lab &#8212; VRAM Lab<", "<title>VRAM Lab<"), encoding="utf-8")
+
+
 # --- links --------------------------------------------------------------------------------------------------------
 
 
@@ -206,6 +214,7 @@ def make(
     assemble(source, notebooks, verdicts, pyodide)
     shutil.rmtree(out, ignore_errors=True)
     status = render(source, out)
+    lighten(out)
     wrong, external = check(out)
     return ([f"Sphinx ended with {status}: see its warnings above"] if status else []) + wrong, external
 
