@@ -17,8 +17,7 @@ SHA512 = (
     "8c716930abe1db139bb2b860fcd8b37bcb6abe48dbe2ffa579244b0e943d91d4"
 )
 FILES = ("pyodide.mjs", "pyodide.asm.mjs", "pyodide.asm.wasm", "pyodide-lock.json", "python_stdlib.zip")
-DATA = ("families.json", "gpus.json", "optimizers.json", "config_keys.json", "cuda_autocast.json",
-        "liger.json", "training_arguments.json")  # fmt: skip
+COURSE = ("claims.json", "published_runs.json", "wanted.json")  # data that no prediction reads
 USUAL = (
     "qwen3-0.6b",
     "llama-3.2-1b",
@@ -55,7 +54,8 @@ def write_archive(path: Path) -> None:
     with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED, compresslevel=9) as archive:
         for file in sorted((ROOT / "helpers" / "vramlab").rglob("*.py")):
             archive.write(file, file.relative_to(ROOT))
-        for file in [*models, *(ROOT / "data" / name for name in DATA)]:
+        data = sorted(file for file in (ROOT / "data").glob("*.json") if file.name not in COURSE)
+        for file in [*data, *models]:
             archive.write(file, file.relative_to(ROOT))
         archive.write(ROOT / "site" / "static" / "calculator" / "bridge.py", "bridge.py")
 
