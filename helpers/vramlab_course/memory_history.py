@@ -11,161 +11,37 @@ same form (`torch.cuda.memory._snapshot`).
 """
 
 import contextlib
-import linecache
 import os
 import sys
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 import numpy as np
+from vramlab.hardware import snapshot
 from vramlab.hardware.allocator import Allocator
-from vramlab.report.errors import VramLabError
-from vramlab.report.report import format_bytes
+from vramlab.hardware.snapshot import SnapshotError
 
 DEPTH = 60  # frames that are kept of a stack
-LIBRARIES = ("site-packages", "dist-packages", f"{os.sep}torch{os.sep}", f"lib{os.sep}python3", "<frozen", "<string>")
-COURSE = f"{os.sep}vramlab_course{os.sep}"  # the course's own models count as its readers' code
 
 
-class SnapshotError(VramLabError, ValueError):
-    """Something that is no memory snapshot, or one without a history."""
+class Snapshot(snapshot.Snapshot):
+    """A memory history whose sums over time are arrays."""
 
+    def __init__(self, content: Mapping[str, Any], device: int | None = 0, source: str = "measured"):
+        super().__init__(content, device, source)
+        self.allocated = np.array(self.allocated, dtype=np.int64)
 
-@dataclass(frozen=True, order=True)
-class Line:
-    """A line of code: file name without folder ("cell" in a notebook), number, function, and text where known."""
-
-    file: str
-    number: int
-    function: str
-    text: str = ""
-
-    def __str__(self) -> str:
-        return f"{self.file}:{self.number} {self.text or self.function}".strip()
-
-
-@dataclass(frozen=True)
-class Block:
-    """One allocation: bytes, the index of the event that made it and of the one that freed it (or None), and its line."""
-
-    size: int
-    born: int
-    freed: int | None
-    line: Line
-
-
-@dataclass(frozen=True)
-class Group:
-    """The blocks that one line asked for: their bytes and their number."""
-
-    line: Line
-    size: int
-    count: int
-
-    def __str__(self) -> str:
-        return f"{format_bytes(self.size, 'MiB'):>12} in {self.count:>3} from {self.line}"
-
-
-class Groups(tuple):
-    """Groups, largest first; prints as a line each."""
-
-    def __str__(self) -> str:
-        return "\n".join(map(str, self)) or "nothing"
-
-    __repr__ = __str__
-
-
-class Snapshot:
-    """A memory history.
-
-    Args:
-        content: what `torch.cuda.memory._snapshot()` returns, or the same read from JSON.
-        device: which of its devices.
-        source: "measured" for a GPU's own, "simulated" for one that `record` made without a GPU.
-    Raises:
-        SnapshotError: it is none, or its history is empty.
-    """
-
-    def __init__(self, content: Mapping[str, Any], device: int = 0, source: str = "measured"):
-        try:
-            self.events = list(content["device_traces"][device])
-            segments = [each for each in content.get("segments") or [] if each.get("device", device) == device]
-            allocations = [event for event in self.events if event["action"] == "alloc"]
-        except (KeyError, IndexError, TypeError, AttributeError) as error:
-            raise SnapshotError(f"this is no memory snapshot ({type(error).__name__}: {error}).") from error
-        if not allocations:
-            raise SnapshotError("the snapshot has no history: record before what you want to see (record_history).")
-        self.source = source
-        self._at_the_end = sum(segment.get("allocated_size", 0) for segment in segments)
-
-    @cached_property
-    def blocks(self) -> list[Block]:
-        """All blocks that were asked for in the history, in order of birth."""
-        made: dict[int, tuple[int, int, Line]] = {}
-        blocks = []
-        for i, event in enumerate(self.events, 1):
-            if event["action"] == "alloc":
-                made[event["addr"]] = (event["size"], i, user_line(event.get("frames") or ()))
-            elif event["action"] == "free_completed" and event["addr"] in made:
-                size, born, line = made.pop(event["addr"])
-                blocks.append(Block(size, born, i, line))
-        blocks += [Block(size, born, None, line) for size, born, line in made.values()]
-        return sorted(blocks, key=lambda block: block.born)
-
-    @cached_property
-    def allocated(self) -> np.ndarray:
-        """Bytes in blocks, before the first event and after each; with what was alive before, if segments show it."""
-        signs = {"alloc": 1, "free_completed": -1}
-        changes = [0, *(signs.get(event["action"], 0) * event.get("size", 0) for event in self.events)]
-        sums = np.cumsum(np.array(changes, dtype=np.int64))
-        return sums + max(self._at_the_end - sums[-1], 0)
-
-    @property
-    def peak(self) -> int:
-        """Index of the event after which most is allocated."""
-        return int(np.argmax(self.allocated))
-
-    def alive(self, event: int | None = None) -> list[Block]:
-        """Return the blocks that are alive after an event; None: at the peak."""
-        at = self.peak if event is None else event
-        return [block for block in self.blocks if block.born <= at and (block.freed is None or block.freed > at)]
-
-    def largest(self, event: int | None = None, count: int = 6) -> Groups:
-        """Return the `count` lines that hold most after an event; None: at the peak."""
-        sums: dict[Line, list[int]] = {}
-        for block in self.alive(event):
-            sums.setdefault(block.line, []).append(block.size)
-        groups = [Group(line, sum(sizes), len(sizes)) for line, sizes in sums.items()]
-        return Groups(sorted(groups, key=lambda group: (-group.size, group.line))[:count])
-
-    def left(self, count: int = 6) -> Groups:
+    def left(self, count: int = 6) -> snapshot.Groups:
         """Return the lines whose blocks were never freed: leaks, if the history ends where a step does."""
         return self.largest(len(self.events), count)
 
-    def spikes(self, share: float = 0.1, events: int | None = None) -> list[Block]:
+    def spikes(self, share: float = 0.1, events: int | None = None) -> list[snapshot.Block]:
         """Return blocks of at least `share` of the peak that live for at most `events` (a twentieth), largest first."""
         limit, least = events or max(len(self.events) // 20, 8), share * self.allocated[self.peak]
         short = [b for b in self.blocks if b.freed is not None and b.freed - b.born <= limit and b.size >= least]
         return sorted(short, key=lambda block: (-block.size, block.born))
-
-
-def user_line(frames: Sequence[Mapping[str, Any]]) -> Line:
-    """Return the innermost line of a stack (innermost first) outside of libraries; the innermost of all if there is none."""
-    if not frames:
-        return Line("unknown", 0, "")
-    frame = next((frame for frame in frames if _is_users(frame["filename"])), frames[0])
-    name, number = frame["filename"], int(frame["line"])
-    text = frame.get("text") or linecache.getline(name, number).strip()
-    cell = "ipykernel" in name or name.startswith("<ipython")
-    return Line("cell" if cell else Path(name).name, number, frame["name"], text)
-
-
-def _is_users(filename: str) -> bool:
-    return COURSE in filename or not any(word in filename for word in LIBRARIES)
 
 
 @dataclass

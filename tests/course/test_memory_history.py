@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from vramlab.hardware.snapshot import Line, SnapshotError, user_line
 from vramlab.report.report import MiB
-from vramlab_course.memory_history import Line, Snapshot, SnapshotError, record, user_line
+from vramlab_course.memory_history import Snapshot, record
 
 FRAMES = [
     {"filename": "/env/lib/python3.11/site-packages/torch/nn/functional.py", "line": 9, "name": "linear"},

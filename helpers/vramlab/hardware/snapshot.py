@@ -1,0 +1,222 @@
+"""A memory snapshot of PyTorch: every block with the line of code that asked for it.
+
+torch.cuda.memory._record_memory_history()           # before what you want to see
+torch.cuda.memory._dump_snapshot("memory.pickle")    # after it, or when memory ran out
+print(read_snapshot("memory.pickle"))
+"""
+
+import json
+import linecache
+import os
+import pickle
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+from ..report.errors import VramLabError
+from ..report.report import format_bytes, unit_for
+
+TORCH, PYTHON, INSTALLED = f"{os.sep}torch{os.sep}", f"lib{os.sep}python3", ("site-packages", "dist-packages")
+BLOCKS = {"alloc": 1, "free_completed": -1}
+SEGMENTS = {"segment_alloc": 1, "segment_map": 1, "segment_free": -1, "segment_unmap": -1}
+
+
+class SnapshotError(VramLabError, ValueError):
+    """Something that is no memory snapshot, or one that shows no blocks."""
+
+
+@dataclass(frozen=True, order=True)
+class Line:
+    """A line of code: file name without folder ("cell" in a notebook), number, function, and text where known."""
+
+    file: str
+    number: int
+    function: str
+    text: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.number} {self.text or self.function}".strip()
+
+
+BEFORE = Line("before the history began", 0, "")
+
+
+@dataclass(frozen=True)
+class Block:
+    """One allocation: bytes, the index of the event that made it and of the one that freed it (or None), and its line."""
+
+    size: int
+    born: int
+    freed: int | None
+    line: Line
+
+
+@dataclass(frozen=True)
+class Group:
+    """The blocks that one line asked for: their bytes and their number."""
+
+    line: Line
+    size: int
+    count: int
+
+    def __str__(self) -> str:
+        return f"{format_bytes(self.size, 'MiB'):>12} in {self.count:>3} from {self.line}"
+
+
+class Groups(tuple):
+    """Groups, largest first; prints as a line each."""
+
+    def __str__(self) -> str:
+        return "\n".join(map(str, self)) or "nothing"
+
+
+class Snapshot:
+    """A memory history, and the segments at its end.
+
+    Args:
+        content: what `torch.cuda.memory._snapshot()` returns, or the same read from JSON.
+        device: which of its devices; None: the one with the largest segments.
+        source: "measured" for a GPU's own, "simulated" for one that was made without a GPU.
+    Raises:
+        SnapshotError: it is none, or it shows no blocks.
+    """
+
+    def __init__(self, content: Mapping[str, Any], device: int | None = None, source: str = "measured"):
+        self.source, sizes = source, Counter()
+        try:
+            traces, segments = content["device_traces"], content.get("segments") or ()
+            for segment in segments:
+                sizes[segment.get("device", 0)] += segment["total_size"]
+            device = max(sizes, key=sizes.get, default=0) if device is None else device
+            self.events = list(traces[device]) if traces or not sizes else []
+            self.segments = [segment for segment in segments if segment.get("device", device) == device]
+            allocations = any(event["action"] == "alloc" for event in self.events)
+        except (KeyError, IndexError, TypeError, AttributeError) as error:
+            raise SnapshotError(f"this is no memory snapshot ({type(error).__name__}: {error}).") from error
+        if not allocations and not self.segments:
+            raise SnapshotError("the snapshot has no history: record before what you want to see (record_history).")
+
+    @cached_property
+    def blocks(self) -> list[Block]:
+        """All blocks that were asked for in the history, and those of the segments that are older, in order of birth."""
+        made: dict[int, tuple[int, int, Line]] = {}
+        blocks = []
+        for i, event in enumerate(self.events, 1):
+            if event["action"] == "alloc":
+                made[event["addr"]] = (event["size"], i, user_line(event.get("frames") or ()))
+            elif event["action"] == "free_completed" and event["addr"] in made:
+                size, born, line = made.pop(event["addr"])
+                blocks.append(Block(size, born, i, line))
+        for segment in self.segments:
+            address = segment.get("address", 0)
+            for block in segment.get("blocks") or ():
+                at, frames = block.get("address", address), block.get("frames")
+                if block["state"] == "active_allocated" and at not in made:
+                    made[at] = (block["size"], 0, user_line(frames) if frames else BEFORE)
+                address += block["size"]
+        blocks += [Block(size, born, None, line) for size, born, line in made.values()]
+        return sorted(blocks, key=lambda block: block.born)
+
+    @cached_property
+    def allocated(self) -> Sequence[int]:
+        """Bytes in blocks, before the first event and after each; with what was alive before, if segments show it."""
+        return self._over_time(BLOCKS, "allocated_size")
+
+    @cached_property
+    def reserved(self) -> Sequence[int]:
+        """Bytes in segments, likewise."""
+        return self._over_time(SEGMENTS, "total_size")
+
+    def _over_time(self, signs: Mapping[str, int], at_the_end: str) -> list[int]:
+        changes = (signs.get(event["action"], 0) * event.get("size", 0) for event in self.events)
+        sums = list(accumulate(changes, initial=0))
+        before = max(sum(segment.get(at_the_end, 0) for segment in self.segments) - sums[-1], 0)
+        return [size + before for size in sums]
+
+    @cached_property
+    def peak(self) -> int:
+        """Index of the event after which most is allocated."""
+        return max(range(len(self.allocated)), key=self.allocated.__getitem__)
+
+    @property
+    def scattered(self) -> int:
+        """Bytes of free blocks, at the end, in segments that also hold living ones: no other request's segment can have
+        them."""
+        used = (segment for segment in self.segments if segment.get("allocated_size"))
+        return sum(segment["total_size"] - segment["allocated_size"] for segment in used)
+
+    def alive(self, event: int | None = None) -> list[Block]:
+        """Return the blocks that are alive after an event; None: at the peak."""
+        at = self.peak if event is None else event
+        return [block for block in self.blocks if block.born <= at and (block.freed is None or block.freed > at)]
+
+    def largest(self, event: int | None = None, count: int = 6) -> Groups:
+        """Return the `count` lines that hold most after an event; None: at the peak."""
+        sums: dict[Line, list[int]] = {}
+        for block in self.alive(event):
+            sums.setdefault(block.line, []).append(block.size)
+        groups = [Group(line, sum(sizes), len(sizes)) for line, sizes in sums.items()]
+        return Groups(sorted(groups, key=lambda group: (-group.size, group.line))[:count])
+
+    def __str__(self) -> str:
+        """What was alive at the peak, by line; what is reserved beyond it, and whether that is fragmentation."""
+        end, sizes = len(self.events), (self.allocated, self.reserved)
+        unit = unit_for(max(map(max, sizes)))
+        most, there, held, kept = (format_bytes(n[at], unit) for at in (self.peak, end) for n in sizes)
+        whole = self.reserved[end] - self.allocated[end] - self.scattered
+        free = [format_bytes(n, unit) for n in (self.scattered, whole)]
+        lines = [f"peak: {most} allocated, {there} reserved, after event {self.peak} of {end}; alive there, by line:"]
+        lines.append(str(self.largest()))
+        if self.segments:
+            lines.append(f"at the end: {held} allocated, {kept} reserved")
+            lines.append(f"fragmentation: {free[0]} free among living blocks; {free[1]} in segments that are all free")
+        for event in self.events:
+            if event["action"] == "oom":
+                asked, free = (format_bytes(event.get(name, 0), unit) for name in ("size", "device_free"))
+                lines.append(f"out of memory: {asked} asked for, {free} free on the device")
+        return "\n".join(lines)
+
+
+def user_line(frames: Sequence[Mapping[str, Any]]) -> Line:
+    """Return the innermost line of a stack (innermost first) outside of torch and Python's own library; the innermost of
+    all if there is none."""
+    if not frames:
+        return Line("unknown", 0, "")
+    frame = next((frame for frame in frames if _is_users(frame["filename"])), frames[0])
+    name, number = frame["filename"], int(frame["line"])
+    text = frame.get("text") or linecache.getline(name, number).strip()
+    cell = "ipykernel" in name or name.startswith("<ipython")
+    return Line("cell" if cell else Path(name).name, number, frame["name"], text)
+
+
+def _is_users(name: str) -> bool:
+    """Whether a frame is Python code, and neither torch's nor of Python's own library."""
+    python = PYTHON in name and not any(word in name for word in INSTALLED)
+    return name.endswith((".py", ">")) and not (TORCH in name or python or name.startswith(("<frozen", "<string")))
+
+
+class PlainUnpickler(pickle.Unpickler):
+    """Reads dictionaries, lists, text and numbers, and runs nothing: a snapshot has no classes or functions."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        raise SnapshotError(f"the file names {module}.{name}, and a memory snapshot names no code: it was not read.")
+
+
+def read_snapshot(path: str | os.PathLike, device: int | None = None) -> Snapshot:
+    """Return the snapshot in a `.pickle` of `_dump_snapshot`, or in JSON. Nothing of it is executed.
+
+    Raises SnapshotError: it is none, or a pickle of anything but plain data.
+    """
+    try:
+        with open(path, "rb") as file:
+            is_json = file.read(1) == b"{"
+            file.seek(0)
+            return Snapshot(json.load(file) if is_json else PlainUnpickler(file).load(), device)
+    except SnapshotError:
+        raise
+    except Exception as error:  # whatever broken bytes make of it
+        raise SnapshotError(f"{path} is no memory snapshot ({type(error).__name__}: {error}).") from error
