@@ -45,6 +45,9 @@ _HOME = {
     "step_time": "planning.step_time",
     "watch": "faces.watch",
     "WatchCallback": "faces.callback",
+    "explain": "faces.explain",
+    "assert_fits": "faces.fits",
+    "diff": "report.diff",
     "doctor": "faces.doctor",
     "environment_stamp": "faces.doctor",
     "find_gpu": "hardware.gpu",
@@ -59,6 +62,8 @@ if TYPE_CHECKING:
     from .faces import plot
     from .faces.callback import WatchCallback
     from .faces.doctor import doctor, environment_stamp
+    from .faces.explain import explain
+    from .faces.fits import assert_fits
     from .faces.measure import measure
     from .faces.watch import watch
     from .formulas.predict import predict
@@ -72,6 +77,7 @@ if TYPE_CHECKING:
     from .recipe.recipe import Recipe
     from .recipe.shapes import model_names, read_shape
     from .report.compare import compare
+    from .report.diff import diff
     from .report.errors import MeasurementError, RecipeError, RecordError, ReportError, VramLabError
     from .report.report import Bytes, GiB, MiB, Phase, Report, format_bytes
     from .simulation.simulate import simulate, simulate_evaluation

@@ -7,6 +7,7 @@ request (one sentence on stderr), 3 out of memory (the report says how much, or 
 import functools
 import inspect
 import json
+import shlex
 from collections.abc import Callable
 from inspect import Parameter
 from pathlib import Path
@@ -23,7 +24,7 @@ from ..recipe.knobs import Knob, options
 from ..recipe.recipe import Recipe
 from ..report.errors import VramLabError, needing
 from ..report.report import Interval, Report, format_bytes
-from .options import OPTIONS, Options, fields_of, fits_card, read_lengths, recipe_of
+from .options import OPTIONS, Options, fields_of, fits_card, read_json, read_lengths, recipe_of, recipe_of_arguments
 
 FAILED, WRONG, OUT_OF_MEMORY, STOPPED = 1, 2, 3, 130
 
@@ -58,6 +59,11 @@ def _flag(text: str, *names: str) -> Any:
 
 
 Json = _flag("Print JSON; sizes are bytes, times seconds.", "--json")
+DIFFERING = "A recipe's or report's JSON file, or in quotes what predict takes: 'gpt2 --batch-size 8'."
+EXPLAINED = (
+    "An out-of-memory message (a file, or - for standard input) or a memory snapshot's .pickle; then or alone MODEL with "
+    "the options of predict, and a TrainingArguments' JSON file if there is one, or a recipe's."
+)
 GpuName = Annotated[str | None, typer.Option("--gpu", help="A card by name, such as T4. Exit status 1: does not fit.")]
 
 
@@ -229,6 +235,62 @@ def doctor(as_json: Json = False) -> None:
     typer.echo(json.dumps(found.to_dict(), indent=2) if as_json else str(found))
     if not found.ok:
         raise typer.Exit(FAILED)
+
+
+@app.command(context_settings={"ignore_unknown_options": True})
+def explain(
+    words: Annotated[list[str] | None, typer.Argument(metavar="[MESSAGE|SNAPSHOT] [RECIPE]", help=EXPLAINED)] = None,
+    gpu: GpuName = None,
+    as_json: Json = False,
+) -> None:
+    """What filled, or would fill, the card, and the three cheapest changes."""
+    from .explain import explain
+
+    first, rest = Path((words or ["-"])[0]), (words or [])[1:]
+    if str(first) == "-":
+        what = typer.get_text_stream("stdin").read()
+    elif first.suffix in (".pickle", ".pkl"):
+        what = first
+    elif first.is_file() and first.suffix != ".json":
+        what = first.read_text(encoding="utf-8", errors="replace")
+    else:
+        what, rest = _said(words), []
+    found = explain(what, _said(rest) if rest else None, gpu)
+    typer.echo(json.dumps(vars(found), indent=2) if as_json else str(found))
+
+
+@app.command()
+def diff(
+    a: Annotated[str, typer.Argument(help=DIFFERING)],
+    b: Annotated[str, typer.Argument(help="Likewise; differences are B − A.")],
+    target: Annotated[str, typer.Option(help="Of recipes: whose kernels and rounding, cuda or cpu.")] = "cuda",
+    as_json: Json = False,
+) -> None:
+    """Which bytes and tensors came and went: two recipes, or reports of two commits or environments."""
+    from ..report.diff import diff
+    from .fits import report_of
+
+    said = (_said([text] if Path(text).is_file() else shlex.split(text)) for text in (a, b))
+    found = diff(*(report_of(each, **({} if isinstance(each, Report) else {"target": target})) for each in said))
+    typer.echo(json.dumps(found.to_dict(), indent=2) if as_json else str(found))
+
+
+def _said(words: list[str]) -> Recipe | Report:
+    """Return what words say: the JSON file of a report or a recipe, or MODEL and options as of `predict`, among them the
+    JSON file of a TrainingArguments."""
+    files = {word: read_json(word) for word in words if word.endswith(".json") and Path(word).is_file()}
+    for found in files.values() if len(words) == 1 else ():
+        if "phases" in found:
+            return Report.from_dict(found)
+        if "model" in found:
+            return Recipe.from_json(json.dumps(found))
+    arguments = [word for word, found in files.items() if "per_device_train_batch_size" in found]
+    command = typer.main.get_command(app).commands["predict"]
+    given = command.make_context("RECIPE", [word for word in words if word not in arguments]).params
+    known = {name: given[name] for name in OPTIONS}
+    if arguments:
+        return recipe_of_arguments(given["model"], known, files[arguments[0]])
+    return recipe_of(given["model"], known)
 
 
 def _card(name: str | None, recipe: Recipe) -> Gpu | None:

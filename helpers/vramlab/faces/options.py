@@ -1,15 +1,18 @@
 """What the command line and the calculator share: options read from knobs, and whether a report fits a card."""
 
+import dataclasses
 import json
 from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from ..hardware.gpu import Gpu
+from ..recipe.arguments import arguments_class
 from ..recipe.knobs import Knob, options
 from ..recipe.options import STAGES
 from ..recipe.recipe import Recipe
-from ..report.errors import RecipeError
+from ..report.errors import RecipeError, needing
 from ..report.report import Interval, Report
 
 LENGTHS = ("length", "input_ids")  # `TrainingArguments.length_column_name`, and what the Trainer counts without it
@@ -40,6 +43,37 @@ def recipe_of(model: str, given: Mapping[str, Any]) -> Recipe:
     if fields.get("trainer", "transformers") != "transformers" and "quantization" in fields:
         fields["quantization"].setdefault("prepare", False)  # TRL's trainers do not call it
     return Recipe(model, **fields)
+
+
+def recipe_of_arguments(model: str, given: Mapping[str, Any], values: Mapping[str, Any]) -> Recipe:
+    """Return the recipe of `TrainingArguments` that were written as JSON, with `given` options where they are no default.
+
+    Raises RecipeError.
+    """
+    parts = {
+        name for name, (path, _) in OPTIONS.items() if len(path) > 1
+    }  # whose options are None where they are not given
+    own = {name: n for name, n in given.items() if name in parts or n != OPTIONS[name][1].default}
+    fields = fields_of(OPTIONS, own)
+    with needing("TrainingArguments"):
+        import torch
+
+        kind = arguments_class(SimpleNamespace(trainer=fields.get("trainer", "transformers")))
+    known = {field.name for field in dataclasses.fields(kind) if field.init}
+    said = {name: value for name, value in values.items() if name in known and value is not None}
+    try:
+        arguments = kind(**said | {"use_cpu": not torch.accelerator.is_available()})
+    except (ValueError, TypeError) as error:
+        raise RecipeError("training_arguments", type(error).__name__, f"{kind.__name__} refuses it: {error}") from error
+    return Recipe.from_training_arguments(arguments, model, **fields)
+
+
+def read_json(path: str) -> Any:
+    """Return what a JSON file holds. Raises RecipeError."""
+    try:
+        return json.loads(Path(path).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise RecipeError("file", path, f"it must be a JSON file ({error})") from error
 
 
 def read_lengths(path: Path) -> list[int]:

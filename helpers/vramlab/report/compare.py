@@ -75,7 +75,11 @@ class Comparison:
 
 
 def compare(
-    *reports: Report, labels: Sequence[str] | None = None, same_recipe: bool = True, unit: str | None = None
+    *reports: Report,
+    labels: Sequence[str] | None = None,
+    same_recipe: bool = True,
+    unit: str | None = None,
+    against: str | None = None,
 ) -> Comparison:
     """Return a table of reports and of their differences from the strongest witness.
 
@@ -85,6 +89,7 @@ def compare(
         labels: names for the columns, in the order of `reports`; None makes short ones.
         same_recipe: False allows different recipes.
         unit: "GiB", "MiB", "KiB" or "B", on screen; None takes one by the highest peak.
+        against: one of the labels; the order is then that of `reports`.
     Raises:
         ValueError: no reports, something that is no report, or different recipes.
     """
@@ -93,7 +98,7 @@ def compare(
     unit = unit or unit_for(highest)
     check_unit(unit)
     different = _recipe_difference(reports)
-    if not different:
+    if not different and against is None:
         pairs.sort(key=lambda pair: STRENGTH[pair[1].source])
     good = [(label, r) for label, r in pairs if r.status == "ok"]
     failed = tuple(f"{label}: {failure(r)}" for label, r in pairs if r.status != "ok")
@@ -103,7 +108,7 @@ def compare(
     rows = tuple(_rows([r for _, r in good])) if good else ()
     if not different:
         notes += _interval_notes(rows, names, unit)
-    against = good[0 if different else -1][0] if good else None
+    against = against or (good[0 if different else -1][0] if good else None)
     title = "different recipes, named in the notes" if different else pairs[-1][1].title
     return Comparison(title, unit, names, against, rows, failed, tuple(notes))
 

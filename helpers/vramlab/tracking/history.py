@@ -112,7 +112,7 @@ def merge(stretches: Iterable[tuple[str, Bytes, Bytes]]) -> dict[str, Phase]:
     return phases
 
 
-def largest(groups: dict[tuple, tuple[int, str]], count: int = 8) -> list[TensorGroup]:
+def largest(groups: dict[tuple, tuple[int, str]], count: int = 24) -> list[TensorGroup]:
     """The largest groups, from (size, category, shape, dtype, operator) to (how many, where the first was made)."""
     ranked = sorted(groups.items(), key=lambda item: (-item[0][0] * item[1][0], str(item[0])))
     return [TensorGroup(*key, where=where, count=number) for key, (number, where) in ranked[:count] if number > 0]

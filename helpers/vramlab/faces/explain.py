@@ -1,0 +1,171 @@
+"""What filled the card: an out-of-memory message, a memory snapshot or a recipe, explained in a few plain lines.
+
+try: train()
+except torch.OutOfMemoryError as error: print(explain(error, Recipe("gpt2", batch_size=64)))
+"""
+
+import json
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ..formulas.predict import predict
+from ..hardware.gpu import Gpu, find_gpu
+from ..hardware.overhead import SMALL_BLOCK, SMALL_SEGMENT, rounded, segment
+from ..hardware.snapshot import read_snapshot
+from ..planning.changes import cheapest
+from ..recipe.recipe import Recipe
+from ..report.data import data_path
+from ..report.errors import RecipeError, VramLabError
+from ..report.report import UNITS, Report, TensorGroup, format_bytes, unit_for
+
+WORDS = json.loads(
+    data_path("out_of_memory.json").read_text(encoding="utf-8")
+)  # torch's, and those of a line for each size
+FRAGMENTED = 0.05  # of what is reserved: less is no fragmentation to cure
+EXPANDABLE = "PYTORCH_ALLOC_CONF=expandable_segments:True"
+
+
+class MessageError(VramLabError, ValueError):
+    """Text that is no out-of-memory message."""
+
+
+@dataclass
+class Explanation:
+    """Plain sentences, and the bytes that they rest on by name."""
+
+    lines: list[str]
+    bytes: dict[str, int] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        return "\n".join(self.lines)
+
+
+def explain(what: Any, recipe: Recipe | None = None, gpu: str | Gpu | None = None) -> Explanation:
+    """Say in plain lines what filled, or would fill, a card, and the three cheapest changes where a recipe is known.
+
+    Args:
+        what: an exception or its text, the `Path` of a memory snapshot, or a recipe.
+        recipe: what ran when the message came: the request is then looked up among its simulated allocations.
+        gpu: the card that it ran or is to run on.
+    Raises:
+        MessageError, SnapshotError: `what` is no such message or snapshot.
+    """
+    card = find_gpu(gpu) if gpu else None
+    if isinstance(what, Path):
+        return Explanation(str(read_snapshot(what)).split("\n"))
+    if isinstance(what, Recipe):
+        return _of_recipe(what, card)
+    found = read_message(str(what))
+    return Explanation([*_of_message(found), *(_of_request(found, recipe, card) if recipe else ())], found)
+
+
+def read_message(text: str) -> dict[str, int]:
+    """Return the bytes that the last out-of-memory message in `text` says, by the names in `WORDS`; `others`: what other
+    processes hold, `context`: what this one holds outside of PyTorch, `lack`: what the request lacks.
+
+    Sizes are as exact as the message: two digits of their unit. Raises MessageError.
+    """
+    text = " ".join(text.split())
+    starts = [match.start() for match in re.finditer(WORDS["patterns"]["asked"], text, re.IGNORECASE)]
+    if not starts:
+        rest = "PyTorch's says 'Tried to allocate …', what the GPU has and what is free"
+        raise MessageError(f"this is no out-of-memory message: {rest}.")
+    found = {}
+    for name, pattern in WORDS["patterns"].items():
+        if match := re.search(pattern, text[starts[-1] :], re.IGNORECASE):
+            number, unit = [group for group in match.groups() if group]
+            found[name] = int(float(number) * (UNITS | {"bytes": 1, "TiB": 1 << 40})[unit])
+    if "reserved" in found and "allocated" in found:
+        found["unallocated"] = max(found["reserved"] - found["allocated"], 0)
+    held = found.get("allocated", 0) + found.get("unallocated", 0)
+    if found.keys() >= {"process", "total", "free"}:
+        found["context"] = max(found["process"] - held, 0)
+        found["others"] = max(found["total"] - found["free"] - found["process"], 0)
+    if "free" in found:
+        most = found.get("allowed", held + found["free"]) - held
+        found["lack"] = found["asked"] - max(min(found["free"], most), 0)
+    return found
+
+
+def _of_message(found: dict[str, int]) -> Iterator[str]:
+    sizes = {name: format_bytes(n, unit_for(n), 2) for name, n in found.items()}
+    yield ", ".join(words.format(sizes[name]) for name, words in WORDS["asked"].items() if name in found)
+    yield from (f"{sizes[name]} held by {words}" for name, words in WORDS["holders"].items() if found.get(name))
+    if "lack" not in found:
+        return
+    asked, lack, scattered = found["asked"], found["lack"], found.get("unallocated", 0)
+    if found.get("others", 0) >= max(lack, found.get("total", 0) // 100) and found["free"] < asked:
+        yield "another process is on the card: without it the request would have had room (nvidia-smi lists them)"
+    if lack <= 0:
+        yield "that much is free: another process held it then, or what is free is not in one piece"
+    elif scattered < lack:
+        missing = format_bytes(lack - scattered, unit_for(lack - scattered), 2)
+        yield f"a real lack: at least {missing} are missing, even if what is unallocated were in one piece"
+    elif scattered < FRAGMENTED * (scattered + found.get("allocated", 0)):
+        yield f"a real lack: the tensors fill the card; of it all, only {sizes['unallocated']} are fragments"
+    else:
+        yield f"fragmentation: {sizes['unallocated']} would do, but not in one piece; set {EXPANDABLE}"
+
+
+def _of_request(found: dict[str, int], recipe: Recipe, card: Gpu | None) -> list[str]:
+    """Which of the recipe's simulated allocations the request was: of its size, nearest to what was allocated then."""
+    from ..simulation.simulate import trace
+
+    history, asked = trace(recipe, "cuda", card), found["asked"]
+    peak, near = int(history.live.max()), 0.005 * UNITS[unit_for(asked)]  # two digits are printed
+    held, births = found.get("allocated", peak), []
+    for i, (size, storage, _) in enumerate(history.log):
+        if size > 0 and any(abs(n - asked) <= near for n in (storage.asked, _segment(storage.asked))):
+            births.append((abs(int(history.live[i]) - held), i, storage))
+    line = f"none of the recipe's requests has that size (its peak is {format_bytes(peak)}): is it another recipe?"
+    if births:
+        _, at, s = min(births, key=lambda birth: birth[:2])
+        what = TensorGroup(s.asked, s.category or "temporaries", s.shape, s.dtype, s.op, s.where)
+        alike = len({(s.op, s.where) for *_, s in births}) - 1
+        line = f"the request: {what}, in {history.phase_at(at + 1)}, at {format_bytes(int(history.live[at]))} of a peak of "
+        line += format_bytes(peak) + (f"; {alike} others have this size" if alike else "")
+    return [line, *_changes(recipe, card, max(found.get("lack", asked), peak - held - found.get("free", 0)))]
+
+
+def _segment(size: int) -> int:
+    """What the message says for a request: the segment that it needs."""
+    return SMALL_SEGMENT if rounded(size) <= SMALL_BLOCK else segment(rounded(size))
+
+
+def _of_recipe(recipe: Recipe, card: Gpu | None) -> Explanation:
+    report = _witness(recipe)(recipe, gpu=card and card.name)
+    lines, need = [f"{report.source}: {recipe}", *parts(report)], 0
+    if card:
+        need = int(report.process) - card.total
+        lines.append(f"{card.name} has {format_bytes(card.total)}; the process needs {report.process}")
+    return Explanation(lines + _changes(recipe, card, need), {"peak": report.peak.total, **dict(report.peak.items())})
+
+
+def _witness(recipe: Recipe) -> Callable[..., Report]:
+    """Return `predict`, or `simulate` where that refuses the recipe."""
+    try:
+        predict(recipe)
+        return predict
+    except RecipeError:
+        from ..simulation.simulate import simulate
+
+        return simulate
+
+
+def parts(report: Report, count: int = 4) -> list[str]:
+    """Return what fills the peak: its categories, largest first, and the largest tensors."""
+    peak, unit = report.peak, unit_for(report.peak.total)
+    sizes = sorted(((n, name.replace("_", " ")) for name, n in peak.items() if n > 0.01 * peak.total), reverse=True)
+    split = ", ".join(f"{name} {format_bytes(n, unit)}" for n, name in sizes)
+    return [f"peak in {report.peak_phase}: {format_bytes(peak.total, unit)}; {split}"] + [
+        f"  {group}" for group in report.largest[:count]
+    ]
+
+
+def _changes(recipe: Recipe, card: Gpu | None, need: int) -> list[str]:
+    found = cheapest(recipe, card, need, witness=_witness(recipe))
+    lack = f", {format_bytes(need, unit_for(need), 2)} being missing" if need > 0 else ""
+    return [f"the cheapest changes{lack}:", *(f"  {change}" for change in found or ["none takes much off the peak"])]

@@ -1,0 +1,64 @@
+"""A pytest plug-in: `@pytest.mark.fits("T4")` on a test that returns a recipe, and budgets of bytes kept like snapshots.
+
+    @pytest.mark.fits("T4", tier="safe")
+    def test_the_large_model():
+        return Recipe("gpt2", batch_size=8)
+
+    def test_its_bytes(memory_budget):
+        memory_budget(Recipe("gpt2", batch_size=8))
+
+`memory_budget` fails where the peak is above that in `<test file>.budgets.json`; `--update-memory-budgets` writes that file.
+"""
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+UPDATE = "--update-memory-budgets"
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.getgroup("vramlab").addoption(UPDATE, action="store_true", help="Write the budgets of memory_budget.")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    line = "fits(gpu, tier='likely', **given): what the test returns fits the GPU; see vramlab.assert_fits"
+    config.addinivalue_line("markers", line)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """Run a test marked `fits`, and hold what it returns against the card."""
+    marker = pyfuncitem.get_closest_marker("fits")
+    if marker is None:
+        return None
+    from .fits import assert_fits
+
+    arguments = {name: pyfuncitem.funcargs[name] for name in pyfuncitem._fixtureinfo.argnames}
+    assert_fits(pyfuncitem.obj(**arguments), *marker.args, **marker.kwargs)
+    return True
+
+
+@pytest.fixture
+def memory_budget(request: pytest.FixtureRequest) -> Callable[..., None]:
+    """A function of what `assert_fits` takes: its peak must not be above the budget that the file has for this test."""
+    path, name = request.path.with_suffix(".budgets.json"), request.node.nodeid.partition("::")[2]
+
+    def check(what: Any, **given: Any) -> None:
+        from .fits import report_of
+
+        peak = report_of(what, **given).peak
+        budgets = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+        if request.config.getoption(UPDATE):
+            budgets[name] = {"total": peak.total, **{part: n for part, n in peak.items() if n}}
+            path.write_text(json.dumps(budgets, indent=1, sort_keys=True) + "\n", encoding="utf-8")
+            return
+        if name not in budgets:
+            raise AssertionError(f"{path.name} has no memory budget for {name}: run pytest {UPDATE}, and commit it")
+        over = peak.total - budgets[name]["total"]
+        grown = (f"{part} {n - budgets[name].get(part, 0):+,} B" for part, n in peak.items())
+        assert over <= 0, f"the peak is {over:,} B above its budget: {', '.join(t for t in grown if ' +0 ' not in t)}"
+
+    return check

@@ -1,0 +1,87 @@
+"""The cheapest single changes that take bytes off a recipe's peak."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from ..formulas.predict import predict
+from ..hardware.gpu import Gpu, GpuError, find_gpu
+from ..recipe.knobs import knobs
+from ..recipe.options import Quantization
+from ..recipe.recipe import Recipe
+from ..report.errors import RecipeError
+from ..report.report import Report, format_bytes, unit_for
+from .question import RANK
+from .step_time import estimate
+
+USUAL_CARD = "A100 80GB"  # for relative times where no card is named
+LEAST = 0.01  # of the peak: less is no help
+SLOW_CHANGE = 0.02  # of the step: less is not said
+
+
+@dataclass(frozen=True)
+class Change:
+    """Fields of a recipe to change: what that takes off its peak, the step's time afterwards over that before (None if
+    unknown), and whether it computes the same training."""
+
+    fields: dict[str, Any]
+    recipe: Recipe
+    saves: int
+    time: float | None
+    same: bool
+
+    def __str__(self) -> str:
+        said = ((f"{name}={value!r}", knobs(Recipe)[name].words(value)) for name, value in self.fields.items())
+        fields = ", ".join(words if "(" in plain else plain for plain, words in said)
+        slower = "" if not self.time or abs(self.time - 1) < SLOW_CHANGE else f", step time ×{self.time:.2f}"
+        kind = "the same training" if self.same else "another training"
+        return f"{fields}: −{format_bytes(self.saves, unit_for(self.saves))}{slower}, {kind}"
+
+
+def cheapest(
+    recipe: Recipe, card: Gpu | None = None, need: int = 0, count: int = 3, witness: Callable[..., Report] = predict
+) -> list[Change]:
+    """Return up to `count` changes that each take bytes off the peak: first those that take `need`, of these first what
+    computes the same training, then what costs the least time.
+
+    Raises RecipeError where `witness` refuses the recipe itself.
+    """
+    before = witness(recipe).peak.total
+    seconds, found = _seconds(recipe, card), []
+    for fields, same in _changes(recipe):
+        try:
+            changed = recipe.replace(**fields)
+            saves = before - witness(changed).peak.total
+        except RecipeError:  # this model or trainer cannot have it, or the formulas do not know it
+            continue
+        after = _seconds(changed, card)
+        if saves > LEAST * before:
+            found.append(Change(fields, changed, saves, after / seconds if after and seconds else None, same))
+    return sorted(found, key=lambda c: (c.saves < need, not c.same, c.time or 1.0, -c.saves))[:count]
+
+
+def _seconds(recipe: Recipe, card: Gpu | None) -> float | None:
+    try:
+        return sum(estimate(recipe, card or find_gpu(USUAL_CARD)).values())
+    except (GpuError, RecipeError):
+        return None
+
+
+def _changes(recipe: Recipe) -> Iterator[tuple[dict[str, Any], bool]]:
+    """Fields to change, and whether the training stays the same up to rounding."""
+    yield {"attn_implementation": "sdpa"}, True
+    yield {"use_liger_kernel": True}, True
+    yield {"gradient_checkpointing": True}, True
+    yield {"optim": "adamw_torch_fused"}, recipe.optim == "adamw_torch"
+    if recipe.batch_size > 1 and recipe.batch_size % 2 == 0 and not recipe.lengths:
+        times = 2 * recipe.gradient_accumulation_steps
+        yield {"batch_size": recipe.batch_size // 2, "gradient_accumulation_steps": times}, True
+    if recipe.optim.startswith("adamw"):
+        yield {"optim": "adamw_bnb_8bit"}, False
+    if recipe.precision == "fp32":
+        yield {"precision": "bf16-mixed"}, False
+    yield {"lora": recipe.lora or RANK}, False
+    if recipe.lora or recipe.precision != "fp32":
+        yield {"lora": recipe.lora or RANK, "quantization": Quantization("nf4", double=True)}, False
+    if not recipe.lengths and not recipe.shape.image_tokens and recipe.seq_len > 1:
+        yield {"seq_len": recipe.seq_len // 2}, False

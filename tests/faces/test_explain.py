@@ -1,0 +1,137 @@
+"""Out-of-memory messages as PyTorch writes them, recipes and snapshots, explained; and the command line that does so."""
+
+import json
+import pickle
+
+import pytest
+from typer.testing import CliRunner
+from vramlab import GiB, MiB, Recipe, explain, simulate
+from vramlab.faces.cli import app
+from vramlab.faces.explain import MessageError, read_message
+
+RECIPE = Recipe("gpt2", batch_size=2, seq_len=128, num_layers=2)
+NOW = (
+    "CUDA out of memory. Tried to allocate {asked}. GPU 0 has a total capacity of 23.65 GiB of which {free} is free. "
+    "{more}Including non-PyTorch memory, this process has {process} memory in use. Of the allocated memory {allocated} is "
+    "allocated by PyTorch, and {unallocated} is reserved by PyTorch but unallocated. If reserved but unallocated memory is "
+    "large try setting PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True to avoid fragmentation."
+)
+FULL = {"asked": "22.00 MiB", "free": "11.06 MiB", "process": "23.60 GiB", "allocated": "22.90 GiB"}
+FULL |= {"unallocated": "194.87 MiB", "more": ""}
+
+
+def message(**changes):
+    return NOW.format(**{**FULL, **changes})
+
+
+def test_the_figures_of_a_message():
+    found = read_message("Traceback …\n" + message(asked="1.00 GiB") + "\n" + message().replace(". ", ".\n"))
+    assert found["asked"] == 22 * MiB and found["total"] == int(23.65 * GiB)  # the last one, and over several lines
+    assert found["lack"] == 22 * MiB - int(11.06 * MiB)
+    assert found["context"] == int(23.60 * GiB) - int(22.90 * GiB) - int(194.87 * MiB)
+    assert found["others"] == int(23.65 * GiB) - int(11.06 * MiB) - int(23.60 * GiB)
+
+
+OLD = (
+    "RuntimeError: CUDA out of memory. Tried to allocate 2.26 GiB (GPU 0; 6.00 GiB total capacity; 781.59 MiB already "
+    "allocated; {} free; 1.24 GiB reserved in total by PyTorch)"
+)
+WITHOUT_PROCESS = (
+    "torch.cuda.OutOfMemoryError: CUDA out of memory. Tried to allocate 1.70 GiB. GPU 0 has a total capacty of 6.00 GiB of "
+    "which 0 bytes is free. Of the allocated memory 2.93 GiB is allocated by PyTorch, and 2.30 GiB is reserved by PyTorch "
+    "but unallocated."
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "verdict"),
+    [
+        (message(), "a real lack: the tensors fill the card; of it all, only 194.87 MiB are fragments"),
+        (message(asked="2.00 GiB", unallocated="3.00 GiB", allocated="20.00 GiB"), "fragmentation: 3.00 GiB would do"),
+        (message(asked="2.00 GiB"), "a real lack: at least 1.80 GiB are missing"),
+        (message(asked="2.00 GiB", process="18.00 GiB", allocated="17 GiB"), "another process is on the card"),
+        (
+            message(more="1.00 GiB allowed; ", allocated="0.99 GiB", unallocated="2.00 MiB", free="20 GiB"),
+            "a real lack",
+        ),
+        (WITHOUT_PROCESS, "fragmentation: 2.30 GiB would do"),
+        (OLD.format("1.03 GiB"), "a real lack: at least 771.35 MiB are missing"),
+        (OLD.format("3.03 GiB"), "that much is free"),
+        ("HIP out of memory. Tried to allocate 20.00 MiB.", "20.00 MiB asked for"),
+    ],
+)
+def test_what_a_message_means(text, verdict):
+    lines = explain(text).lines
+    assert any(line.startswith(verdict) for line in lines), lines
+    assert any("is on the card" in line for line in lines) == verdict.startswith("another")
+
+
+@pytest.mark.parametrize("text", ["", "Killed", "RuntimeError: CUDA error: an illegal memory access was encountered"])
+def test_what_is_no_message_is_said(text):
+    with pytest.raises(MessageError, match="no out-of-memory message"):
+        explain(text)
+
+
+def test_the_request_is_found_among_the_recipes():
+    peak = simulate(RECIPE).peak.total
+    lines = explain(message(asked="50.00 MiB", allocated="400.00 MiB"), RECIPE).lines  # 49.08 MiB in a segment of 50
+    (line,) = (line for line in lines if line.startswith("the request: "))
+    assert "float32 [256×50257]" in line and f"of a peak of {peak / GiB:.3f} GiB" in line
+    head = lines.index(next(line for line in lines if line.startswith("the cheapest changes, ")))
+    assert len(lines) == head + 4 and all(": −" in line for line in lines[head + 1 :])
+    assert any(
+        "none of the recipe's requests has that size" in line
+        for line in explain(message(asked="7.77 GiB"), RECIPE).lines
+    )
+
+
+def test_an_exception_is_read_as_its_text():
+    assert explain(MemoryError(message())).bytes == read_message(message())
+
+
+def test_a_recipe_is_explained_and_what_predict_refuses_is_simulated():
+    said = str(explain(RECIPE, gpu="T4"))
+    assert said.startswith(f"predicted: {RECIPE}\npeak in ") and "T4 has 14.562 GiB; the process needs" in said
+    assert "the cheapest changes:\n  " in said
+    offloaded = RECIPE.replace(loop="plain", optim="sgd", optim_args="momentum=0.9")
+    assert str(explain(offloaded)).split(":")[0] in ("predicted", "simulated")
+
+
+def run(*words, text=None):
+    return CliRunner().invoke(app, ["explain", *words], input=text)
+
+
+def test_the_command_takes_text_files_snapshots_and_recipes(tmp_path):
+    file, snapshot, recipe = (tmp_path / name for name in ("oom.txt", "memory.pickle", "recipe.json"))
+    file.write_text(message(asked="50.00 MiB"))
+    snapshot.write_bytes(pickle.dumps({"device_traces": [[{"action": "alloc", "addr": 1, "size": MiB}]]}))
+    recipe.write_text(RECIPE.to_json())
+    assert run(text=message()).output == run("-", text=message()).output == str(explain(message())) + "\n"
+    words = ("gpt2", "--batch-size", "2", "--seq-len", "128", "--num-layers", "2")
+    assert run(str(file), *words).output == run(str(file), str(recipe)).output
+    assert "the request: " in run(str(file), *words, "--gpu", "T4").output
+    assert run(str(snapshot)).output.startswith("peak: 1.000 MiB allocated")
+    assert run(*words).output == run(str(recipe)).output == str(explain(RECIPE)) + "\n"
+    assert json.loads(run("-", "--json", text=message()).output)["bytes"]["asked"] == 22 * MiB
+
+
+def test_the_command_takes_training_arguments(tmp_path):
+    file = tmp_path / "args.json"
+    recipe = RECIPE.replace(gradient_checkpointing=True, optim="adafactor", precision="bf16-mixed")
+    file.write_text(recipe.training_arguments(str(tmp_path)).to_json_string())
+    found = run("gpt2", str(file), "--seq-len", "128", "--num-layers", "2", "--lora-r", "8")
+    assert found.output.startswith(f"predicted: {recipe} · LoRA r=8\n")
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("-",), "no out-of-memory message"),
+        (("gpt2", "--batch-size", "0"), "batch_size"),
+        (("none.txt",), "none.txt"),
+        (("-", "gpt2", "--frobnicate"), "--frobnicate"),
+    ],
+)
+def test_a_wrong_request_is_one_sentence(words, said):
+    found = run(*words, text="hello" if len(words) == 1 else message())
+    assert found.exit_code == 2 and said in found.output

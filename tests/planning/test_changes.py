@@ -1,0 +1,51 @@
+"""The cheapest changes of a recipe: each figure is that of the changed recipe, and their order is by what they cost."""
+
+import pytest
+from tiny_models import config
+from vramlab import LoRA, Recipe, RecipeError, Report, predict
+from vramlab.hardware.gpu import find_gpu
+from vramlab.planning.changes import cheapest
+
+RECIPE = Recipe("gpt2", batch_size=8)
+
+
+def test_each_change_saves_what_it_says():
+    found = cheapest(RECIPE, count=99)
+    assert len(found) > 5 and all(change.saves > 0 for change in found)
+    for change in found:
+        assert change.recipe == RECIPE.replace(**change.fields)
+        assert predict(RECIPE).peak.total - predict(change.recipe).peak.total == change.saves
+
+
+def test_the_same_training_comes_first_and_what_is_not_enough_last():
+    found = cheapest(RECIPE, count=99)
+    assert [change.same for change in found] == sorted((change.same for change in found), reverse=True)
+    need = 3 * 2**30
+    enough = [change.saves >= need for change in cheapest(RECIPE, find_gpu("T4"), need, count=99)]
+    assert enough == sorted(enough, reverse=True) and enough[0] and not enough[-1]
+    assert str(cheapest(RECIPE, need=need)[0]).startswith("gradient_checkpointing=True: −3.870 GiB, step time ×1.2")
+
+
+def test_what_a_recipe_has_or_cannot_have_is_not_proposed():
+    recipe = Recipe("llama-3.1-8b", precision="bf16-true", lora=LoRA(r=4), gradient_checkpointing=True)
+    fields = [change.fields for change in cheapest(recipe, count=99)]
+    assert not any(names.keys() & {"gradient_checkpointing", "batch_size"} or "lora" in names for names in fields[:1])
+    assert any("nf4 double" in str(change) for change in cheapest(recipe, count=99))
+    vit = cheapest(Recipe("vit-base", batch_size=4), count=99)
+    assert vit and not any("seq_len" in change.fields for change in vit)
+
+
+def test_another_witness_may_be_asked():
+    asked = []
+
+    def witness(recipe) -> Report:
+        asked.append(recipe)
+        return predict(recipe)
+
+    assert cheapest(Recipe(config("gpt2")), witness=witness) and len(asked) > 3
+
+    def refuses(recipe):
+        raise RecipeError("model", "x", "no")
+
+    with pytest.raises(RecipeError):
+        cheapest(RECIPE, witness=refuses)
