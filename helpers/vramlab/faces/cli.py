@@ -9,6 +9,7 @@ import inspect
 import json
 import shlex
 from collections.abc import Callable
+from dataclasses import asdict
 from inspect import Parameter
 from pathlib import Path
 from typing import Annotated, Any
@@ -272,7 +273,7 @@ def diff(
 
     said = (_said([text] if Path(text).is_file() else shlex.split(text)) for text in (a, b))
     found = diff(*(report_of(each, **({} if isinstance(each, Report) else {"target": target})) for each in said))
-    typer.echo(json.dumps(found.to_dict(), indent=2) if as_json else str(found))
+    typer.echo(json.dumps(asdict(found), indent=2) if as_json else str(found))
 
 
 def _said(words: list[str]) -> Recipe | Report:

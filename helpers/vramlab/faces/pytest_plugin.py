@@ -1,13 +1,7 @@
 """A pytest plug-in: `@pytest.mark.fits("T4")` on a test that returns a recipe, and budgets of bytes kept like snapshots.
 
-    @pytest.mark.fits("T4", tier="safe")
-    def test_the_large_model():
-        return Recipe("gpt2", batch_size=8)
-
-    def test_its_bytes(memory_budget):
-        memory_budget(Recipe("gpt2", batch_size=8))
-
-`memory_budget` fails where the peak is above that in `<test file>.budgets.json`; `--update-memory-budgets` writes that file.
+The fixture `memory_budget` takes what `assert_fits` takes, and fails where the peak is above that in
+`<test file>.budgets.json`; `--update-memory-budgets` writes that file.
 """
 
 import json

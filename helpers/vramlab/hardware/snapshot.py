@@ -68,14 +68,15 @@ class Group:
 
 
 class Groups(tuple):
-    """Groups, largest first; prints as a line each."""
+    """Groups, largest first."""
 
     def __str__(self) -> str:
         return "\n".join(map(str, self)) or "nothing"
 
 
 class Snapshot:
-    """A memory history, and the segments at its end.
+    """A memory history, and the segments at its end; `allocated` and `reserved` are bytes before the first event and
+    after each.
 
     Args:
         content: what `torch.cuda.memory._snapshot()` returns, or the same read from JSON.
@@ -99,6 +100,8 @@ class Snapshot:
             raise SnapshotError(f"this is no memory snapshot ({type(error).__name__}: {error}).") from error
         if not allocations and not self.segments:
             raise SnapshotError("the snapshot has no history: record before what you want to see (record_history).")
+        self.allocated: Sequence[int] = self._over_time(BLOCKS, "allocated_size")
+        self.reserved: Sequence[int] = self._over_time(SEGMENTS, "total_size")
 
     @cached_property
     def blocks(self) -> list[Block]:
@@ -121,17 +124,8 @@ class Snapshot:
         blocks += [Block(size, born, None, line) for size, born, line in made.values()]
         return sorted(blocks, key=lambda block: block.born)
 
-    @cached_property
-    def allocated(self) -> Sequence[int]:
-        """Bytes in blocks, before the first event and after each; with what was alive before, if segments show it."""
-        return self._over_time(BLOCKS, "allocated_size")
-
-    @cached_property
-    def reserved(self) -> Sequence[int]:
-        """Bytes in segments, likewise."""
-        return self._over_time(SEGMENTS, "total_size")
-
     def _over_time(self, signs: Mapping[str, int], at_the_end: str) -> list[int]:
+        """Bytes before the first event and after each; with what was there before, if segments show it."""
         changes = (signs.get(event["action"], 0) * event.get("size", 0) for event in self.events)
         sums = list(accumulate(changes, initial=0))
         before = max(sum(segment.get(at_the_end, 0) for segment in self.segments) - sums[-1], 0)
@@ -144,8 +138,7 @@ class Snapshot:
 
     @property
     def scattered(self) -> int:
-        """Bytes of free blocks, at the end, in segments that also hold living ones: no other request's segment can have
-        them."""
+        """Bytes of free blocks, at the end, in segments that also hold living ones."""
         used = (segment for segment in self.segments if segment.get("allocated_size"))
         return sum(segment["total_size"] - segment["allocated_size"] for segment in used)
 
