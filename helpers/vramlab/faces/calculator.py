@@ -91,8 +91,7 @@ class Calculator:
         recipe, report, card: of the last state that could be trained: its recipe, prediction, and GPU.
         error: why the present state cannot be trained, in one sentence; "" when it can.
     Raises:
-        ValueError: there is no such control.
-        RecipeError, GpuError: what the calculator begins with cannot be trained, or no such GPU is known.
+        ValueError: no such control. RecipeError, GpuError: the first state cannot be trained, or no such GPU is known.
     """
 
     def __init__(self, **state: Any):
@@ -137,7 +136,7 @@ class Calculator:
         return compare(self.report, limit=self.card)
 
     def __str__(self) -> str:
-        """The recipe or what is wrong, the peak and its largest part, whether the card can hold it, notes, a table."""
+        """The recipe or what is wrong, the peak, whether the card can hold it, notes, a table."""
         report, has, (_, fits) = self.report, format_bytes(self.card.total), fits_card(self.report, self.card)
         split, total = split_of(report), report.peak.total
         part, size = max(split.items(), key=lambda item: item[1])

@@ -22,11 +22,8 @@ class WatchCallback(TrainerCallback):
         step: which optimizer step to watch, from 1; the second is the first in which all states exist.
     Attributes:
         report: None until that step has ended. A run that ends before warns of it.
-    Raises:
-        VramLabError: `step` is no whole number from 1 on.
 
-    The Trainer tells no callback when training breaks off. The end of a notebook's cell ends the watch then; a script
-    that goes on after the error calls `close()`.
+    Where training breaks off, the end of a notebook's cell ends the watch; a script that goes on calls `close()`.
     """
 
     def __init__(self, step: int = 2):

@@ -38,7 +38,6 @@ class watch:
         model: whose parameters, buffers, gradients and inputs are named, and whose forward passes are recognised.
         optimizer: one that has states already; others that step on the model's parameters inside are recognised.
         batch: tensors, also in mappings or sequences, to name as inputs; what the model is called with is recognised.
-        title: the report's title; the model's class when left out.
     Raises:
         VramLabError: `model` is no module or has lazy parameters, or the same watch is entered inside its own block.
     """
@@ -95,10 +94,9 @@ class watch:
         self.history = History(self.tracker.log, self.tracker.marks)
 
     def report(self) -> Report:
-        """Return a measured report of the last step; after an exception in the block, of what ran until then.
+        """Return a measured report of the last step, without the allocator's and the process's own bytes.
 
-        It counts storages; what allocator and process take beyond them needs `measure`. Raises VramLabError before the
-        block has ended.
+        After an exception in the block it is of what ran until then. Raises VramLabError before the block has ended.
         """
         if self.history is None:
             raise VramLabError("watch has no report yet: ask after the with-block")
@@ -179,10 +177,7 @@ class watch:
             self._begin("between_steps")
 
     def _end_step(self) -> None:
-        """End a "step" without an optimizer: an update by hand frees gradients, else its events are the backward's.
-
-        An optimizer's closure runs passes inside its step.
-        """
+        """End a "step" without an optimizer (nor its closure): an update by hand frees gradients, else it is backward."""
         if self.tracker.phase != "step" or self._stepped or self._inside:
             return
         start = self.tracker.marks[-1][0]
@@ -193,8 +188,7 @@ class watch:
             self.tracker.phase = "backward"
 
     def _move_frees(self) -> None:
-        """Count what is freed directly after a phase to it: the loss's graph to the backward pass, and gradients to the
-        step, as in a loop that clears them at its end."""
+        """Count what is freed directly after a phase to it: the loss's graph to backward, gradients to the step."""
         start, phase = self.tracker.marks[-1] if self.tracker.marks else (0, "load")
         for position, (size, storage, _) in enumerate(self.tracker.log[start:], start + 1):
             is_gradient = storage.category == "gradients"

@@ -1,8 +1,4 @@
-"""GPUs: memory, bandwidth, peak rates, and which formats they compute in.
-
-The table is `data/gpus.json`, one entry per card with its sources, in the units of datasheets. Here everything is in
-bytes, bytes per second and operations per second.
-"""
+"""GPUs of `data/gpus.json`: memory, bandwidth, rates (bytes, operations per second), and formats they compute in."""
 
 import dataclasses
 import difflib

@@ -28,10 +28,8 @@ def reduction_scratch(
     """List the bytes of each block that a sum's kernel allocates besides its result (`Reduce.cuh`, setReduceConfig).
 
     Args:
-        shape, strides: of what is summed, in elements.
-        reduced: the dimensions that are summed over; empty means all.
+        shape, strides: of what is summed, in elements. `reduced`: dimensions that are summed over; empty means all.
         itemsize: bytes of one value; they are added up in fp32.
-        chip: its multiprocessors and resident threads decide.
     """
     inner, outer = _reduced_and_kept(shape, strides, reduced)
     if math.prod(shape) == 0 or not inner:
@@ -169,14 +167,12 @@ def efficient_scratch(
 ) -> list[int]:
     """List the bytes of the blocks that memory-efficient attention's backward allocates besides its results.
 
-    Tiles of `rows` queries by `columns` keys go through a block. The workspace has a lock and a tile of dQ for each,
-    and where registers cannot hold dK and dV one stretch for each of the splits (`kernel_backward.h`,
-    workspace_elements_gq and its neighbours). In fp32, gradient and output are first multiplied into a tensor of their
-    own (`attention_backward.cu`, delta).
+    Tiles of `rows` queries by `columns` keys go through a block. The workspace has a lock and a tile of dQ for each, and
+    where registers cannot hold dK and dV one stretch for each split (`kernel_backward.h`, workspace_elements_gq). In
+    fp32, gradient and output are first multiplied into a tensor of their own (`attention_backward.cu`, delta).
 
     Args:
-        heads: of all sequences of the batch.
-        lengths: queries and keys of a sequence.
+        heads: of all sequences of the batch. `lengths`: queries and keys of a sequence.
         dims: channels of a head of queries and keys, and of one of values.
     """
     (queries, keys), (dim, value_dim) = lengths, dims

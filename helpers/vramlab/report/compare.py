@@ -86,8 +86,7 @@ def compare(
     Args:
         reports: shown predicted, simulated, then recorded and measured; differences are taken against the last.
             Different recipes keep their order; differences are taken against the first.
-        labels: names for the columns, in the order of `reports`; None makes short ones.
-        same_recipe: False allows different recipes.
+        labels: names for the columns, in the order of `reports`. `same_recipe`: False allows different recipes.
         unit: "GiB", "MiB", "KiB" or "B", on screen; None takes one by the highest peak.
         against: one of the labels; the order is then that of `reports`.
     Raises:
@@ -124,10 +123,7 @@ def _moment_notes(good: Sequence[tuple[str, Report]]) -> Iterator[str]:
 
 
 def difference(a: Report | Bytes | Interval | int, b: Report | Bytes | Interval | int) -> float:
-    """Return (a − b) / b in bytes, of a report its peak's total; infinite where only `b` is 0.
-
-    Raises ValueError for a report without figures.
-    """
+    """Return (a − b) / b in bytes, infinite where only `b` is 0. Raises ValueError for a report without figures."""
     value, reference = _number(a), _number(b)
     if value == reference:
         return 0.0

@@ -41,11 +41,7 @@ class ReportError(VramLabError, ValueError):
 
 
 class RankError(MeasurementError):
-    """A rank that failed.
-
-    `code`: exit status, negative for the signal that killed it, None where only the exception is known. `traceback`:
-    the rank's own. `oom`: what was asked for if memory ran out.
-    """
+    """A rank that failed: its exit `code` (negative for a signal), `traceback`, and `oom`, what it asked for in vain."""
 
     def __init__(self, message: str, rank: int, code: int | None = None, traceback: str = "", oom: str = ""):
         self.rank, self.code, self.traceback, self.oom = rank, code, traceback, oom

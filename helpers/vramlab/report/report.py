@@ -32,9 +32,8 @@ def unit_for(largest: int) -> str:
 class Bytes:
     """Bytes at one moment, by what they are for.
 
-    `workspace` is what libraries, kernels and the allocator take for themselves: cuBLAS's buffers, scratch while a
-    kernel runs, internal fragmentation. `unexplained` is the allocator's figure minus the rest; only measured reports
-    have it.
+    `workspace` is what libraries, kernels and the allocator take for themselves: cuBLAS's buffers, scratch memory, internal
+    fragmentation. `unexplained` is the allocator's figure minus the rest, in measured reports only.
     """
 
     parameters: int = 0
@@ -140,16 +139,12 @@ class Report:
         target: device whose kernels and rounding are described, "cuda" or "cpu".
         status: "ok", "oom" (out of memory; `message` says what was asked for and what was free) or "error".
         phases: of the last (steady) step, by name of PHASES; "load" is the moment after loading.
-        peak: the split at the highest moment of the whole run, in phase `peak_phase`.
-        largest: the largest tensors alive at that moment, largest first.
-        allocated: the allocator's own peak (measured), else `peak.total`.
-        requested: the peak before the allocator rounded, where known.
-        reserved: the allocator's segments: an int when measured, an Interval when predicted.
-        process: the whole process as NVML shows it, likewise.
-        rss: on a CPU run, the process's peak resident set.
-        host: on a CPU run, the peak of offloaded bytes in host memory; not in `peak`.
-        loading: the split at the highest moment while a quantized base is loaded and prepared, before the training that
-            `peak` is of; None where the device never holds more than phase "load" ends with.
+        peak: the split at the highest moment of the whole run, in phase `peak_phase`; `largest`: the largest tensors there.
+        allocated: the allocator's own peak (measured), else `peak.total`; `requested`: before it rounded, where known.
+        reserved, process: the allocator's segments, and NVML's figure: an int when measured, an Interval when predicted.
+        rss: on a CPU run, the process's peak resident set; `host`: the peak of offloaded bytes there, not in `peak`.
+        loading: the split at the highest moment while a quantized base is loaded and prepared, before training; None where
+            the device never holds more than phase "load" ends with.
     """
 
     source: str

@@ -1,8 +1,7 @@
-"""The figures of the course in one look; matplotlib loads when the first one is drawn.
+"""The figures of the course in one look, drawn and not shown: end a cell with `plt.show()`.
 
-Each function returns the figure, drawn and not shown: end a cell with `plt.show()`. `print(plot.table(figure))` prints its
-data and `plot.alt_text(figure)` describes it; Jupyter stores that with the picture. `unit` is "GiB", "MiB", "KiB" or "B"
-everywhere, and `limit` bytes, a `Gpu` or its name.
+`print(plot.table(figure))` prints a figure's data, `plot.alt_text(figure)` describes it; Jupyter stores that with the
+picture. `unit` is "GiB", "MiB", "KiB" or "B" everywhere, and `limit` bytes, a `Gpu` or its name.
 """
 
 from .bars import bars, compare, compare_many

@@ -23,11 +23,7 @@ def compare(
     unit: str = "GiB",
     title: str = AT_THE_PEAK,
 ):
-    """Return a figure of each report's peak by category, a bar per report in the order given.
-
-    `labels` and `same_recipe` are those of `vramlab.compare`. Raises ValueError for no reports, different recipes or an
-    unknown unit.
-    """
+    """Return a figure of each report's peak by category; `labels`, `same_recipe` and errors as in `vramlab.compare`."""
     groups = [("", column_labels(reports, labels, same_recipe))]
     return _draw(groups, reports, unit, limit, (title, subtitle(reports)), (f"peak, {unit}", unit))
 
@@ -35,10 +31,7 @@ def compare(
 def compare_many(
     groups: Sequence[tuple[str, Sequence[Report]]], limit=None, unit: str = "GiB", title: str = AT_THE_PEAK
 ):
-    """Return a figure with the bars of `compare` in groups, for example (name, reports) of each batch size.
-
-    Raises ValueError for no groups, an empty one, or different recipes within one.
-    """
+    """Return a figure with the bars of `compare` in groups, (name, reports) of each batch size. Raises ValueError."""
     if not groups or not all(len(group) == 2 for group in groups):
         raise ValueError("compare_many takes (name, reports) pairs, for example [('batch 4', [predicted, simulated])].")
     names = [(str(group), column_labels(reports)) for group, reports in groups]
@@ -57,8 +50,8 @@ def bars(
 ):
     """Return a figure of any bytes by category, for example bytes per parameter, a bar per label.
 
-    `ylabel` is the unit if None; the unit "B" draws numbers as they are. Categories keep their colours. Raises ValueError
-    for no bars, labels and values of different number, or an unknown unit.
+    `ylabel` is the unit if None; the unit "B" draws numbers as they are. Raises ValueError for no bars, labels and values of
+    different number, or an unknown unit.
     """
     if not len(labels) or len(labels) != len(values):
         raise ValueError(f"bars needs one label per value, not {len(labels)} labels for {len(values)} values.")

@@ -16,8 +16,7 @@ LETTER = 0.0145  # width of a letter of a phase's name as a share of the axes
 def timeline(report: Report, largest: int = 3, unit: str = "GiB", title: str = "One training step, byte by byte"):
     """Return a figure of what is alive after each allocation event of one step, by category, with its phases.
 
-    `largest` is how many of the tensors alive at the peak are named. Raises ValueError for an unknown unit or a report
-    without a timeline, such as a predicted one.
+    `largest`: how many tensors are named. Raises ValueError for an unknown unit or a report without a timeline (predicted).
     """
     if not report.timeline:
         why = f"a {report.source} one" if report.status == "ok" else failure(report)
@@ -89,9 +88,8 @@ def sweep(
     """Return a figure of the peak over batch sizes, sequence lengths or other ascending numbers.
 
     A list of reports is drawn as areas by category, a mapping from names to lists as a line of totals each, and `dots`
-    (reports of another witness, None where there is none) as points. With a `limit`, the first value that does not fit is
-    marked; `has_to_fit` says which figure is compared with it. Raises ValueError for lists of different lengths, values
-    that do not ascend, or an unknown unit.
+    (reports of another witness or None) as points. With a `limit`, the first value that does not fit is marked
+    (`has_to_fit`). Raises ValueError for lists of different lengths, values that do not ascend, or an unknown unit.
     """
     size, x = check_unit(unit), list(x_values)
     lines = dict(reports) if isinstance(reports, Mapping) else {"": list(reports)}

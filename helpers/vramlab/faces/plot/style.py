@@ -44,7 +44,7 @@ RC = {
 
 @cache
 def figure_class() -> type:
-    """A subclass of matplotlib's Figure that also holds its data as a table and its alt text."""
+    """Return a subclass of matplotlib's Figure that also holds its data as a table and its alt text."""
     import matplotlib.pyplot as plt
     from matplotlib.figure import Figure
 
