@@ -1,5 +1,6 @@
 """Configurations drawn at random, sound and broken: a report or one sentence, and simulate equals the real CPU step."""
 
+import json
 import warnings
 
 import pytest
@@ -9,6 +10,8 @@ from hypothesis import strategies as st
 from tiny_models import quick_collections  # noqa: F401
 from vramlab import Recipe, predict, simulate
 from vramlab.recipe.recipe import PRECISIONS
+from vramlab.recipe.shapes import catalogue
+from vramlab.report.data import data_path
 from vramlab.report.errors import RecipeError
 from vramlab.tracking.history import History
 from vramlab.tracking.reporting import to_report
@@ -51,6 +54,8 @@ KINDS = {
 }
 JUNK = [None, "x", "", -1, 0, 3, 7.5, True, [], [1], {}, {"a": 1}, 10**30, float("nan"), float("inf"), "float32"]
 OTHER_FIELDS = ["rope_scaling", "rope_parameters", "layer_types", "dtype", "num_labels", "id2label", "architectures"]
+READS = {"type_vocab_size": "bert-base", "num_channels": "vit-base", "word_embed_proj_dim": "opt-1.3b"}
+READS |= {"relative_attention_num_buckets": "t5-small"}
 OTHER_FIELDS += ["model_type", "initializer_range", "quantization_config", "text_config", "use_cache", "is_decoder"]
 RECIPES = st.fixed_dictionaries(
     {
@@ -121,6 +126,21 @@ def test_a_long_list_in_a_librarys_refusal_is_cut_short():
     """transformers names all of its model types where it does not know one: 11,000 characters."""
     with pytest.raises(RecipeError, match=r"Unrecognized model identifier: x\. .{100,250} …\.$"):
         Recipe({"model_type": "x"})
+
+
+SIZES = json.loads(data_path("config_keys.json").read_text())["kinds"]["a whole number of at least 0"]
+
+
+@pytest.mark.parametrize("key", SIZES)
+def test_a_size_that_is_none_is_refused_or_makes_no_difference(key):
+    """Each in a family that reads it: text once made tensors of text, and null tensors of no size."""
+    config = json.loads(catalogue()[READS.get(key, "deepseek-v3")].config)
+    fields = {"batch_size": 1, "seq_len": 8, "num_layers": 1}
+    for value in ("x", -1, 7.5, True):
+        assert outcome(Recipe, config | {key: value}, **fields) is None
+    for value in (0, None):
+        recipe = outcome(Recipe, config | {key: value}, **fields)
+        assert recipe is None or predict(recipe).peak.total > 0
 
 
 @pytest.mark.slow

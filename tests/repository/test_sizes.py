@@ -8,7 +8,7 @@ HELPERS = ROOT / "helpers"
 CEILINGS = {
     "vramlab/report": 720,
     "vramlab/hardware": 1210,
-    "vramlab/recipe": 2530,
+    "vramlab/recipe": 2540,
     "vramlab/training": 2390,
     "vramlab/tracking": 935,
     "vramlab/formulas": 3880,

@@ -90,7 +90,7 @@ def parse(name: str, text: str) -> dict[str, Any]:
     """Return the configuration in `text`. Raises RecipeError if it is none, or not of one language or image model."""
     config = read_json("model", text, name)
     for key, value in config.items() if isinstance(config, dict) else ():
-        if value is not None and (allowed := _wrong(key, value)):
+        if (value is not None or key in KEYS["never_null"]) and (allowed := _wrong(key, value)):
             raise RecipeError(f"model.{key}", value, f"it must be {allowed}")
     if not isinstance(config, dict) or not config.get("model_type"):
         raise RecipeError("model", name, "its configuration must say a 'model_type', as every config.json does")
@@ -134,6 +134,7 @@ CHECKS: dict[str, Callable[[Any], bool]] = {
     "a list of names": lambda v: isinstance(v, list) and all(isinstance(name, str) for name in v),
     "a mapping": lambda v: isinstance(v, dict),
     "a whole number of at least 1": lambda v: _is_number(v) and isinstance(v, int) and 0 < v <= MOST_SIZE,
+    "a whole number of at least 0": lambda v: _is_number(v) and isinstance(v, int) and 0 <= v <= MOST_SIZE,
     f"one of {', '.join(DTYPES)}": lambda v: isinstance(v, str) and v.removeprefix("torch.") in DTYPES,
 }
 

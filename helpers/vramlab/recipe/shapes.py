@@ -161,6 +161,10 @@ def _shape(
     fields = configuration.read(name, config, family, task)
     shape = Shape(name, config["model_type"], task, hub_id, json.dumps(config), family.head(task), **fields)
     if family.layout:
+        for weight in shape.weights():
+            if not all(weight.shape):
+                rest = f"a size that its configuration sets to 0 or null would make {weight.name} {list(weight.shape)}"
+                raise RecipeError("model", name, rest)
         return shape
     from .from_transformers import describe  # what no configuration says is taken from the model itself
 
