@@ -100,6 +100,7 @@ def test_mentions_become_links(here, text, expected):
 @pytest.mark.parametrize(
     "here, text, expected",
     [
+        ("README.md", "[table](site/accuracy.md)", "[table](accuracy.md)"),
         ("README.md", "[licence](LICENSE)", f"[licence]({settings.repository_url()}/blob/main/LICENSE)"),
         (
             PLACES[0],

@@ -93,7 +93,7 @@ def link_mentions(text: str, here: str, places: Sequence[str]) -> str:
 
 
 def link_files(text: str, here: str, places: Sequence[str]) -> str:
-    """Markdown whose links to files that the site has not, like a script, lead to the repository.
+    """Markdown whose links to the site's own pages lead there, and those to files that it has not to the repository.
 
     What is in neither stays as it is, and fails the build.
     """
@@ -102,6 +102,8 @@ def link_files(text: str, here: str, places: Sequence[str]) -> str:
         place = posixpath.normpath(posixpath.join(posixpath.dirname(here), found[2]))
         if place in places or place.startswith("notebooks/figures/") or not (settings.ROOT / place).exists():
             return found[0]
+        if place.startswith("site/"):
+            return f"{found[1]}({posixpath.relpath(place.removeprefix('site/'), posixpath.dirname(here))})"
         return f"{found[1]}({settings.repository_url()}/blob/main/{place})"
 
     return re.sub(r"(\])\((?![a-z]+:|#)([^)\s#]+)\)", link, text)
