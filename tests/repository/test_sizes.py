@@ -11,7 +11,7 @@ CEILINGS = {
     "vramlab/recipe": 2540,
     "vramlab/training": 2390,
     "vramlab/tracking": 935,
-    "vramlab/formulas": 3880,
+    "vramlab/formulas": 3860,
     "vramlab/simulation": 2850,
     "vramlab/measurement": 1300,
     "vramlab/planning": 1290,

@@ -6,7 +6,6 @@ of scores, batch × heads × tokens², exists only with single operators ("eager
 
 from math import prod
 
-from ..hardware.gpu import Chip
 from ..hardware.kernels import efficient_scratch, sdp_backend
 from ..hardware.overhead import rounded
 from .ledger import Tensor
@@ -17,22 +16,13 @@ from .operators import BOOL, INT64, Operators
 class Attention(Operators):
     """A ledger with operators of attention. q is batch × heads × tokens × channels; k and v may have fewer heads.
 
-    Args:
+    Attributes:
         implementation: "sdpa", "flash_attention_2" or "eager". `bf16`: half precision is bf16.
         causal: tokens see earlier ones only. `grouping`: fewer heads of keys go to sdpa as they are (`enable_gqa`).
-    Attributes:
         joined_samples: sequences that one row is joined of, 0 if rows are samples.
         padded: tokens of each sample, where rows are padded.
         layer_holds: tensors that live to the end of the layer, because its modules return or name them.
     """
-
-    joined_samples, padded = 0, ()
-
-    def __init__(self, *args, implementation: str, bf16: bool, chip: Chip, causal: bool, grouping: bool):
-        super().__init__(*args)
-        self.implementation, self.bf16, self.chip = implementation, bf16, chip
-        self.causal, self.grouping = causal, grouping
-        self.layer_holds: list[Tensor] = []
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, p: float, **eager) -> Tensor:
         """Attend with dropout `p`; return batch × tokens × (heads · channels). `eager`: options of `eager_attention`."""

@@ -21,28 +21,22 @@ class Layer(Attention):
     """The ledger of a micro-batch; `shape` and `parameters` (of layers that are run, and outside) may be `nearest`'s."""
 
     def __init__(self, recipe: Recipe, shape: Shape, parameters: dict[str, Parameter], chip: Chip):
-        precision, dtype, quantization = recipe.precision, recipe.weights_dtype, recipe.quantization
-        super().__init__(
-            parameters,
-            HALF if precision.endswith("-mixed") else None,
-            (weight_width(recipe.implied_dtype), weight_width(dtype)),
-            bool(quantization and quantization.double),
-            recipe.lora.lora_dropout if recipe.lora else 0.0,
-            implementation=recipe.attn_implementation,
-            bf16=not precision.startswith("fp16"),
-            chip=chip,
-            causal=shape.layout.causal,
-            grouping=shape.layout.grouped_keys,
-        )
+        super().__init__()
+        layout, precision, quantization = shape.layout, recipe.precision, recipe.quantization
+        self.recipe, self.shape, self.layout, self.setting = recipe, shape, layout, shape.settings.get
+        self.parameters, self.chip, self.cast_entries, self.layer_holds = parameters, chip, [], []
+        (self.batch, self.tokens), self.checkpoints = recipe.rows, recipe.gradient_checkpointing
+        self.autocast = HALF if precision.endswith("-mixed") else None
+        self.compute, self.loaded = weight_width(recipe.implied_dtype), weight_width(recipe.weights_dtype)
+        self.nested = bool(quantization and quantization.double)
+        self.lora_dropout = recipe.lora.lora_dropout if recipe.lora else 0.0
+        self.implementation, self.bf16 = recipe.attn_implementation, not precision.startswith("fp16")
+        self.causal, self.grouping = layout.causal, layout.grouped_keys
         self.joined_samples = joined_samples(recipe)
         self.padded = recipe.samples if not recipe.joins and min(recipe.samples) < recipe.rows[1] else ()
-        self.recipe, self.shape, self.layout, self.setting = recipe, shape, shape.layout, shape.settings.get
-        (self.batch, self.tokens), self.checkpoints = recipe.rows, recipe.gradient_checkpointing
-        self.hidden_width = weight_width(dtype, quantization)  # bytes an element of what the embedding returns
-        self.liger, self.liger_writes_over = (
-            liger.known(recipe),
-            (liger.FAMILIES.get(shape.family) or {}).get("in_place"),
-        )
+        self.hidden_width = weight_width(recipe.weights_dtype, quantization)  # bytes an element of embedded tokens
+        self.liger = liger.known(recipe)
+        self.liger_writes_over = (liger.FAMILIES.get(shape.family) or {}).get("in_place")
         self.table: tuple[Tensor, Tensor] | None = None  # cos and sin of rotary positions
         # the loop's setting does not reach the configuration of T5's decoder
         caching = None if shape.num_decoder_layers else recipe.loop.use_cache

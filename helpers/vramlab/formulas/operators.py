@@ -8,7 +8,7 @@ from math import ceil, prod
 
 from ..recipe.options import words
 from ..report.errors import RecipeError
-from .ledger import BIAS, CAST, FULL, OWN, PART, PASS, Entry, Ledger, Parameter, Tensor
+from .ledger import BIAS, CAST, FULL, OWN, PART, PASS, Ledger, Parameter, Tensor
 from .model_states import BLOCK, FP32, HALF
 
 BOOL, INT64 = 1, 8
@@ -21,24 +21,13 @@ ACTIVATIONS = words(  # names in transformers' `ACT2FN` that `Operators.activati
 class Operators(Ledger):
     """A ledger with a method for each of PyTorch's operators.
 
-    Args:
+    Attributes:
         parameters: the weights of the model by name.
         autocast: the width that autocast computes matrix products in; None without autocast.
-        compute: the widths in which quantized layers compute and had been loaded; `nested`: scales are quantized too.
+        cast_entries: the copies of weights that it cached.
+        compute, loaded: the widths in which quantized layers compute and had been loaded.
+        nested: scales are quantized too.
     """
-
-    def __init__(
-        self,
-        parameters: dict[str, Parameter],
-        autocast: int | None,
-        compute: tuple[int, int],
-        nested: bool,
-        lora_dropout,
-    ):
-        super().__init__()
-        self.parameters, self.autocast = parameters, autocast
-        (self.compute, self.loaded), self.nested, self.lora_dropout = compute, nested, lora_dropout
-        self.cast_entries: list[Entry] = []
 
     # --- dtypes ---------------------------------------------------------------------------------------------------
 
