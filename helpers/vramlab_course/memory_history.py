@@ -11,9 +11,6 @@ same form (`torch.cuda.memory._snapshot`).
 """
 
 import contextlib
-import os
-import sys
-import weakref
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -22,8 +19,6 @@ import numpy as np
 from vramlab.hardware import snapshot
 from vramlab.hardware.allocator import Allocator
 from vramlab.hardware.snapshot import SnapshotError
-
-DEPTH = 60  # frames that are kept of a stack
 
 
 class Snapshot(snapshot.Snapshot):
@@ -92,29 +87,7 @@ def _start_on_cuda(max_entries: int) -> Callable[[], Snapshot]:
 
 def _start_on_cpu() -> Callable[[], Snapshot]:
     """Start a tracker that keeps the stack of every birth; the returned function stops it and returns the snapshot."""
-    import torch
-    from vramlab.tracking.tracker import Tracker
-
-    class Recorder(Tracker):
-        def __init__(self):
-            super().__init__("cpu")
-            self.frames: dict[int, list[dict[str, Any]]] = {}
-            self.older: dict[int, weakref.ref] = {}  # storages that were there before
-
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            for tensor in torch.utils._pytree.tree_leaves((args, kwargs)):
-                if isinstance(tensor, torch.Tensor):
-                    handle = tensor.untyped_storage()
-                    key = handle._cdata
-                    if key not in self.live and key not in self.older:
-                        self.older[key] = weakref.ref(handle, lambda _, key=key: self.older.pop(key, None))
-            return super().__torch_dispatch__(func, types, args, kwargs)
-
-        def log_birth(self, tensor, op, where=""):
-            storage = None if tensor.untyped_storage()._cdata in self.older else super().log_birth(tensor, op, where)
-            if storage:
-                self.frames[id(storage)] = _stack()
-            return storage
+    from vramlab.tracking.recorder import Recorder
 
     recorder = Recorder()
     recorder.__enter__()
@@ -125,17 +98,6 @@ def _start_on_cpu() -> Callable[[], Snapshot]:
         return Snapshot({"device_traces": [events]}, source="simulated")
 
     return stop
-
-
-def _stack() -> list[dict[str, Any]]:
-    """The frames of the running code, innermost first, without the tracker's own."""
-    frame, frames = sys._getframe(1), []
-    while frame is not None and len(frames) < DEPTH:
-        code = frame.f_code
-        if os.path.basename(code.co_filename) not in (os.path.basename(__file__), "tracker.py"):
-            frames.append({"filename": code.co_filename, "line": frame.f_lineno, "name": code.co_name})
-        frame = frame.f_back
-    return frames
 
 
 def _simulated_events(log: list, frames: Mapping[int, list]) -> list[dict[str, Any]]:

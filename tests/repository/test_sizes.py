@@ -10,14 +10,14 @@ CEILINGS = {
     "vramlab/hardware": 1210,
     "vramlab/recipe": 2540,
     "vramlab/training": 2390,
-    "vramlab/tracking": 935,
+    "vramlab/tracking": 1010,
     "vramlab/formulas": 3860,
     "vramlab/simulation": 2850,
     "vramlab/measurement": 1300,
     "vramlab/planning": 1290,
-    "vramlab/faces": 2110,
+    "vramlab/faces": 2190,
     "vramlab_course/claims": 1200,
-    "vramlab_course": 5680,
+    "vramlab_course": 5640,
 }
 LONGEST = 480
 

@@ -1,5 +1,6 @@
 """The loop "trainer" is what `transformers.Trainer` does: one of its real steps, watched, against the simulation."""
 
+import itertools
 from types import SimpleNamespace
 
 import pytest
@@ -30,11 +31,9 @@ def trainer(recipe: Recipe, out, *callbacks, model=None, **changes) -> transform
         recipe.replace(batch_size=rows, lengths=recipe.lengths and recipe.lengths * (rows // recipe.batch_size))
     )
     data = [{name: tensor[i] for name, tensor in batch.items()} for i in range(rows)]
-    changes = {"logging_strategy": "no", "train_sampling_strategy": "sequential", **changes}
-    arguments = recipe.training_arguments(
-        str(out), max_steps=3, disable_tqdm=True, dataloader_pin_memory=False, **changes
-    )
-    return transformers.Trainer(model, arguments, train_dataset=data, callbacks=list(callbacks))
+    changes = {"logging_strategy": "no", "train_sampling_strategy": "sequential", "max_steps": 3, **changes}
+    arguments = recipe.training_arguments(str(out), disable_tqdm=True, dataloader_pin_memory=False, **changes)
+    return transformers.Trainer(model, arguments, train_dataset=data, eval_dataset=data, callbacks=list(callbacks))
 
 
 HALF = {"precision": "bf16-mixed", "dtype": "bfloat16"}
@@ -216,6 +215,72 @@ def test_a_step_that_is_never_reached_is_said(tmp_path):
 def test_a_step_that_cannot_be_is_refused(step):
     with pytest.raises(VramLabError, match="from 1"):
         WatchCallback(step)
+
+
+class Reporter(transformers.TrainerCallback):
+    """Notes what TensorBoard would be given; it stands before the callbacks that the user names."""
+
+    def __init__(self):
+        self.logs = []
+
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        self.logs.append(dict(logs))
+
+
+def run_of(tmp_path, monkeypatch, sizes, hoard):
+    """A run of 16 steps with a checkpoint and evaluations, in which `sizes` are seen to be held."""
+    from vramlab.faces import callback
+
+    seen, reporter, kept, coming = WatchCallback(), Reporter(), [], iter(sizes)
+    monkeypatch.setattr(callback, "held_bytes", lambda: (next(coming), 2**40))
+    recipe = make("gpt2")
+    model = build_model(recipe)
+    if hoard:
+        model.lm_head.register_forward_hook(lambda module, args, logits: kept.append(logits.detach()))
+    options = {
+        "max_steps": 16,
+        "logging_strategy": "steps",
+        "logging_steps": 8,
+        "eval_strategy": "steps",
+        "eval_steps": 8,
+    }
+    options |= {"save_strategy": "steps", "save_steps": 16}
+    training = trainer(recipe, tmp_path, reporter, seen, model=model, **options)
+    training.train()
+    return seen, reporter, training
+
+
+def test_a_leak_is_named_by_its_line(tmp_path, monkeypatch):
+    with pytest.warns(
+        UserWarning, match=r"(?s)memory grows with every step.*modeling_gpt2.py:\d+ logits = self.lm_head"
+    ):
+        seen, _, _ = run_of(tmp_path, monkeypatch, range(0, 2**40, 2**20), hoard=True)
+    (leak,) = seen.leaks
+    assert (leak.size, leak.count) == (2 * 32 * 1000 * 4, 1)
+    assert seen.report is not None and _get_current_dispatch_mode() is None
+
+
+def test_growth_that_no_step_leaves_is_no_leak(tmp_path, monkeypatch):
+    seen, _, _ = run_of(tmp_path, monkeypatch, range(0, 2**40, 2**20), hoard=False)
+    assert seen.leaks == () and seen._looks == 1 and _get_current_dispatch_mode() is None
+
+
+def test_what_is_held_is_logged_and_kept(tmp_path, monkeypatch):
+    seen, reporter, training = run_of(tmp_path, monkeypatch, itertools.repeat(2**30), hoard=True)
+    assert seen.leaks == () and seen._looks == 0
+    others = [(sample.step, sample.after) for sample in seen.held if sample.after != "step"]
+    assert sorted(others) == [(8, "evaluation"), (16, "checkpoint"), (16, "evaluation")]
+    assert len(seen.held) == 16 + 3 and set(seen.held[0][2:]) == {2**30, 2**40}
+    assert len(reporter.logs) == len(training.state.log_history) == 5  # losses, evaluations and the end
+    for entry in (*reporter.logs, *training.state.log_history):
+        assert (entry["memory_gib"], entry["memory_peak_gib"]) == (1, 1024)
+
+
+def test_without_a_gpu_the_resident_set_is_held():
+    from vramlab.faces.callback import held_bytes
+
+    now, peak = held_bytes()
+    assert 2**20 < now <= peak
 
 
 class Everybody(dict):

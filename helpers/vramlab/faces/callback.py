@@ -1,18 +1,45 @@
-"""`WatchCallback` for `transformers.Trainer`: where the bytes of one real Trainer step are."""
+"""`WatchCallback` for `transformers.Trainer`: where the bytes of one real step are, and what is held over the whole run."""
 
 import sys
 import warnings
-from typing import Any
+from typing import Any, NamedTuple
 
+import torch
 from transformers import TrainerCallback
+from transformers.trainer_callback import CallbackHandler
 
+from ..hardware.snapshot import Groups
+from ..measurement.host_memory import peak_rss, rss
 from ..report.errors import VramLabError
-from ..report.report import Report
+from ..report.report import GiB, KiB, Report
+from ..tracking.recorder import Recorder
 from .watch import watch
+
+WINDOW = 5  # steps; all of them hold more than all of as many before: then it is looked which lines leave storages
+FOLLOWED, LOOKS = 3, 3  # steps that are followed then, and how often in a run
+LEAST = 64 * KiB  # a step: less is no leak to warn of
+
+
+class Held(NamedTuple):
+    """Bytes held after a "step", an "evaluation" or a "checkpoint", and at most so far: allocated by torch on CUDA, else the
+    process's resident set."""
+
+    step: int
+    after: str
+    now: int
+    peak: int
+
+
+def held_bytes() -> tuple[int, int]:
+    """Return the bytes held now and at most so far."""
+    if torch.cuda.is_available():
+        return torch.cuda.memory_allocated(), torch.cuda.max_memory_allocated()
+    return rss(), peak_rss()
 
 
 class WatchCallback(TrainerCallback):
-    """Watch one optimizer step of a `Trainer`, all its micro-batches, and leave the report in `.report`.
+    """Watch one optimizer step of a `Trainer`, all its micro-batches, and leave the report in `.report`; over the whole
+    run log what is held as `memory_gib` and `memory_peak_gib`, and warn of a leak with the line that makes it.
 
         seen = WatchCallback()
         Trainer(model, args, train_dataset=data, callbacks=[seen]).train()
@@ -22,6 +49,8 @@ class WatchCallback(TrainerCallback):
         step: which optimizer step to watch, from 1; the second is the first in which all states exist.
     Attributes:
         report: None until that step has ended. A run that ends before warns of it.
+        held: what was held after each step, evaluation and checkpoint.
+        leaks: the lines of which every step leaves storages, and how much; empty until memory was seen to grow.
 
     Where training breaks off, the end of a notebook's cell ends the watch; a script that goes on calls `close()`.
     """
@@ -30,27 +59,56 @@ class WatchCallback(TrainerCallback):
         if isinstance(step, bool) or not isinstance(step, int) or step < 1:
             raise VramLabError(f"WatchCallback counts optimizer steps from 1, and this step is {step!r}")
         self.step = step
+        self._entered: watch | Recorder | None = None
+        self._begin()
+
+    def _begin(self) -> None:
         self.report: Report | None = None
-        self._watch: watch | None = None
-        self._steps = 0
+        self.held: list[Held] = []
+        self.leaks = Groups()
+        self._steps = self._looks = self._since = 0
+        self._ends: list[int] = []  # of the steps that are followed, in the recorder's log
 
     def on_train_begin(self, args, state, control, **kwargs):
         self.close()
-        self.report, self._steps = None, 0
+        self._begin()
+        handler = sys._getframe(1).f_locals.get("self")
+        if isinstance(handler, CallbackHandler):  # to add to what reporters log, this one comes before them
+            handler.callbacks.sort(key=lambda each: each is not self)
 
     def on_step_begin(self, args, state, control, model=None, optimizer=None, **kwargs):
         self._steps += 1
         if self._steps == self.step:
+            self.close()
             optimizer = getattr(optimizer, "optimizer", optimizer)  # accelerate wraps it
             title = f"Trainer, step {state.global_step + 1}: {type(model).__name__}"
-            self._watch = watch(model, optimizer, title=title).__enter__()
-            if shell := _shell():
-                shell.events.register("post_run_cell", self._after_cell)
+            self._enter(watch(model, optimizer, title=title))
 
     def on_step_end(self, args, state, control, **kwargs):
-        if watched := self._watch:
+        if isinstance(watched := self._entered, watch):
             self.close()
             self.report = watched.report()
+        self._hold(state, "step")
+        if isinstance(recorder := self._entered, Recorder):
+            self._ends.append(len(recorder.log))
+            if len(self._ends) > FOLLOWED:
+                self._end_look(recorder)
+        elif self._grows() and self._looks < LOOKS:
+            self._looks, self._ends = self._looks + 1, [0]
+            self._enter(Recorder("cuda" if torch.cuda.is_available() else "cpu"))
+
+    def on_evaluate(self, args, state, control, **kwargs):
+        self._hold(state, "evaluation")
+
+    def on_save(self, args, state, control, **kwargs):
+        self._hold(state, "checkpoint")
+
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        names = ("memory_gib", "memory_peak_gib")
+        found = {name: round(n / GiB, 3) for name, n in zip(names, held_bytes(), strict=True)}
+        for entry in (logs, state.log_history[-1] if state.log_history else None):
+            if entry is not None:
+                entry.update(found)
 
     def on_train_end(self, args, state, control, **kwargs):
         self.close()  # a callback may have stopped training between two micro-batches
@@ -60,11 +118,34 @@ class WatchCallback(TrainerCallback):
 
     def close(self) -> None:
         """End the watch that runs, without a report."""
-        if watched := self._watch:
-            self._watch = None
-            watched.__exit__(None, None, None)
+        if entered := self._entered:
+            self._entered = None
+            entered.__exit__(None, None, None)
             if shell := _shell():
                 shell.events.unregister("post_run_cell", self._after_cell)
+
+    def _enter(self, watched: watch | Recorder) -> None:
+        self._entered = watched
+        watched.__enter__()
+        if shell := _shell():
+            shell.events.register("post_run_cell", self._after_cell)
+
+    def _hold(self, state: Any, after: str) -> None:
+        self.held.append(Held(state.global_step, after, *held_bytes()))
+
+    def _grows(self) -> bool:
+        steps = [sample.now for sample in self.held[self._since :] if sample.after == "step"]
+        return len(steps) >= 2 * WINDOW and min(steps[-WINDOW:]) - max(steps[-2 * WINDOW : -WINDOW]) >= LEAST
+
+    def _end_look(self, recorder: Recorder) -> None:
+        """Warn of the lines of which each step followed has left storages."""
+        self.close()
+        self._since = len(self.held)
+        if found := recorder.leaks(self._ends, LEAST):
+            self.leaks = found
+            warnings.warn(
+                f"memory grows with every step; what one step leaves, by the line that made it:\n{found}", stacklevel=2
+            )
 
     def _after_cell(self, result: Any) -> None:
         self.close()

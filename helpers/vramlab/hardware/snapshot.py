@@ -179,14 +179,14 @@ def user_line(frames: Sequence[Mapping[str, Any]]) -> Line:
     all if there is none."""
     if not frames:
         return Line("unknown", 0, "")
-    frame = next((frame for frame in frames if _is_users(frame["filename"])), frames[0])
+    frame = next((frame for frame in frames if is_users(frame["filename"])), frames[0])
     name, number = frame["filename"], int(frame["line"])
     text = frame.get("text") or linecache.getline(name, number).strip()
     cell = "ipykernel" in name or name.startswith("<ipython")
     return Line("cell" if cell else Path(name).name, number, frame["name"], text)
 
 
-def _is_users(name: str) -> bool:
+def is_users(name: str) -> bool:
     """Whether a frame is Python code, and neither torch's nor of Python's own library."""
     python = PYTHON in name and not any(word in name for word in INSTALLED)
     return name.endswith((".py", ">")) and not (TORCH in name or python or name.startswith(("<frozen", "<string")))

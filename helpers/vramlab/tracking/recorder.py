@@ -1,0 +1,73 @@
+"""A tracker that keeps the stack of every birth, and so names the lines of code whose storages are never freed."""
+
+import sys
+import weakref
+from collections import Counter
+from collections.abc import Sequence
+from itertools import pairwise
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+
+from ..hardware.snapshot import Group, Groups, Line, is_users, user_line
+from .tracker import Storage, Tracker
+
+OWN = (__file__, str(Path(__file__).with_name("tracker.py")))
+
+
+class Recorder(Tracker):
+    """Follows what is made while it is entered, and no storage that was there before.
+
+    Attributes:
+        frames: the stack of each birth, innermost first, to the user's line, by `id` of its storage.
+    """
+
+    def __init__(self, device: str = "cpu"):
+        super().__init__(device)
+        self.frames: dict[int, list[dict[str, Any]]] = {}
+        self._older: dict[int, weakref.ref] = {}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        for tensor in torch.utils._pytree.tree_leaves((args, kwargs)):
+            if isinstance(tensor, torch.Tensor):
+                handle = tensor.untyped_storage()
+                key = handle._cdata
+                if key not in self.live and key not in self._older:
+                    self._older[key] = weakref.ref(handle, lambda _, key=key: self._older.pop(key, None))
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+    def log_birth(self, tensor: torch.Tensor, op: str, where: str = "") -> Storage | None:
+        storage = None if tensor.untyped_storage()._cdata in self._older else super().log_birth(tensor, op, where)
+        if storage:
+            self.frames[id(storage)] = _stack(sys._getframe(1))
+        return storage
+
+    def leaks(self, ends: Sequence[int], least: int) -> Groups:
+        """Return the lines of which every step but the last left at least `least` bytes, and what one step left.
+
+        `ends`: positions in the log where the first step begins and each one ends.
+        """
+        steps: list[dict[Line, Counter]] = [{} for _ in ends[2:]]
+        for step, (start, end) in zip(steps, pairwise(ends), strict=False):
+            for size, storage, _ in self.log[start:end]:
+                if size > 0 and storage.alive:
+                    counts = step.setdefault(user_line(self.frames.get(id(storage), ())), Counter())
+                    counts.update(bytes=size, count=1)
+        found = [
+            Group(line, min(step[line]["bytes"] for step in steps), min(step[line]["count"] for step in steps))
+            for line in set.intersection(*map(set, steps))
+        ]
+        return Groups(sorted((g for g in found if g.size >= least), key=lambda group: (-group.size, group.line)))
+
+
+def _stack(frame: FrameType | None) -> list[dict[str, Any]]:
+    """The frames of the running code, without the tracker's own, to the innermost that is neither torch's nor Python's."""
+    frames = []
+    while frame is not None and not (frames and is_users(frames[-1]["filename"])):
+        code = frame.f_code
+        if code.co_filename not in OWN:
+            frames.append({"filename": code.co_filename, "line": frame.f_lineno, "name": code.co_name})
+        frame = frame.f_back
+    return frames
