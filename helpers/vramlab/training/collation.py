@@ -1,23 +1,18 @@
 """Micro-batches of samples of their own lengths, as collators make them: padded, or joined to one row."""
 
-from typing import TYPE_CHECKING
+import torch
 
 from ..recipe.recipe import Recipe
 from ..recipe.samples import packs
 from ..report.errors import needing
 from .models import real_tensors
 
-if TYPE_CHECKING:
-    import torch
 
-
-def collated(recipe: Recipe, device: str = "cpu") -> dict[str, "torch.Tensor"]:
+def collated(recipe: Recipe, device: str = "cpu") -> dict[str, torch.Tensor]:
     """One micro-batch of random samples with the recipe's lengths, by TRL's own collator for its trainer.
 
     Real tensors; where others are fake they stay on the CPU.
     """
-    import torch
-
     fake = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
     with real_tensors():
         ids = [torch.randint(recipe.shape.vocab_size, (length,)) for length in recipe.samples]
@@ -26,9 +21,8 @@ def collated(recipe: Recipe, device: str = "cpu") -> dict[str, "torch.Tensor"]:
 
 
 @needing("trainer='sft'")
-def _by_trl(recipe: Recipe, ids: "list[torch.Tensor]") -> dict[str, "torch.Tensor"]:
+def _by_trl(recipe: Recipe, ids: list[torch.Tensor]) -> dict[str, torch.Tensor]:
     """What `SFTTrainer.__init__` makes for its arguments (trl 1.16), on packed rows joined to one."""
-    import torch
     from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
     multiple = recipe.pad_to_multiple_of
@@ -38,10 +32,8 @@ def _by_trl(recipe: Recipe, ids: "list[torch.Tensor]") -> dict[str, "torch.Tenso
     return collator([{"input_ids": sample.tolist()} for sample in ids])
 
 
-def _padded(recipe: Recipe, ids: "list[torch.Tensor]") -> dict[str, "torch.Tensor"]:
+def _padded(recipe: Recipe, ids: list[torch.Tensor]) -> dict[str, torch.Tensor]:
     """Ids, mask and labels as `transformers.DataCollatorForLanguageModeling` pads them; or a label for each sample."""
-    import torch
-
     size, shape = recipe.rows, recipe.shape
     inputs, labels = torch.zeros(size, dtype=torch.int64), torch.full(size, -100)
     for row, sample in enumerate(ids):

@@ -3,13 +3,12 @@
 import contextlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
+
+import torch
 
 from ..recipe.options import Loop
 from ..recipe.recipe import Recipe
-
-if TYPE_CHECKING:
-    import torch
 
 AUTOCAST = {"fp16-mixed": "float16", "bf16-mixed": "bfloat16"}
 
@@ -45,7 +44,7 @@ class Engine:
     def __init__(self, recipe: Recipe | None = None):
         self.recipe = recipe
 
-    def wrap(self, model: "torch.nn.Module") -> "torch.nn.Module":
+    def wrap(self, model: torch.nn.Module) -> torch.nn.Module:
         """`model` as this rank holds it. The optimizer is made from its parameters."""
         return model
 
@@ -72,17 +71,15 @@ class Engine:
         """Run all micro-batches by the engine's own schedule and return True; False leaves it to the plain loop."""
         return False
 
-    def buffers(self) -> list["torch.UntypedStorage"]:
+    def buffers(self) -> list[torch.UntypedStorage]:
         """Storages that the engine itself has allocated so far, such as buckets."""
         return []
 
-    def backward(self, training: "Training", loss: "torch.Tensor") -> None:
+    def backward(self, training: "Training", loss: torch.Tensor) -> None:
         loss.backward()
 
     def clip(self, training: "Training", norm: float) -> None:
         """Clip the gradients of the whole model, over all ranks, to `norm`."""
-        import torch
-
         # torch takes the multi-tensor path by itself on CUDA, but not on fake CPU tensors
         torch.nn.utils.clip_grad_norm_(training.model.parameters(), norm, foreach=training.multi_tensor)
 
@@ -106,7 +103,7 @@ class Engine:
                 yield name, gradient.full_tensor() if hasattr(gradient, "full_tensor") else gradient
 
 
-def loss_of(outputs: Any, batch: Any) -> "torch.Tensor":
+def loss_of(outputs: Any, batch: Any) -> torch.Tensor:
     """The loss that a transformers model returns with its outputs."""
     return outputs["loss"]
 
@@ -125,17 +122,17 @@ class Training:
         outputs, loss: what the loop keeps alive between steps.
     """
 
-    model: "torch.nn.Module"
+    model: torch.nn.Module
     optimizer: Any
     batch: Any
-    device: "torch.device"
+    device: torch.device
     multi_tensor: bool
     loop: Loop = field(default_factory=Loop)
     precision: str = "fp32"
     accumulation: int = 1
-    loss_of: Callable[[Any, Any], "torch.Tensor"] = loss_of
-    reference: "torch.nn.Module | None" = None
-    compute_loss: "Callable[[Callable, Any], torch.Tensor] | None" = None
+    loss_of: Callable[[Any, Any], torch.Tensor] = loss_of
+    reference: torch.nn.Module | None = None
+    compute_loss: Callable[[Callable, Any], torch.Tensor] | None = None
     scaler: Any = None
     engine: Engine = field(default_factory=Engine)
     per_parameter: dict = field(default_factory=dict)
@@ -155,8 +152,6 @@ class Training:
 
 def autocast(device_type: str, precision: str) -> contextlib.AbstractContextManager:
     """`torch.autocast` in the dtype of a "-mixed" precision, a null context for the others."""
-    import torch
-
     if precision not in AUTOCAST:
         return contextlib.nullcontext()
     return torch.autocast(device_type, getattr(torch, AUTOCAST[precision]))

@@ -1,21 +1,19 @@
 """Liger's kernels in a model, put there by transformers and Liger themselves, and taken out of their modules again."""
 
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
 
 from ..recipe.recipe import Recipe
 from ..report.errors import needing
-
-if TYPE_CHECKING:
-    import torch
 
 _replaced: dict[tuple[Any, str], Any] = {}  # (module, name) to what was there before Liger
 
 
 @needing("use_liger_kernel")
-def apply(model: "torch.nn.Module", recipe: Recipe) -> None:
+def apply(model: torch.nn.Module, recipe: Recipe) -> None:
     """Do what `Trainer.train` does to `model`; under SFTTrainer Liger leaves the head alone."""
-    import torch
     from transformers.integrations.liger import apply_liger_kernel
     from transformers.trainer_utils import unwrap_peft_model
 

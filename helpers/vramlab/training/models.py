@@ -4,10 +4,11 @@ The model, its quantized layers and adapters are built on the meta device, which
 storage on the wanted device, one tensor at a time, as `from_pretrained` loads a checkpoint; fake under `FakeTensorMode`.
 """
 
-import contextlib
 import math
 import warnings
-from typing import TYPE_CHECKING
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 
 from ..recipe.configuration import reason
 from ..recipe.families import TASKS
@@ -16,18 +17,13 @@ from ..recipe.recipe import Recipe
 from ..report.errors import RecipeError
 from . import liger, trl_trainers
 
-if TYPE_CHECKING:
-    import torch
 
-
-def weight_dtype(recipe: Recipe) -> "torch.dtype":
+def weight_dtype(recipe: Recipe) -> torch.dtype:
     """The dtype in which weights that are not quantized are loaded."""
-    import torch
-
     return getattr(torch, recipe.weights_dtype)
 
 
-def build_model(recipe: Recipe, device: "str | torch.device" = "cpu", pretrained: bool = False) -> "torch.nn.Module":
+def build_model(recipe: Recipe, device: str | torch.device = "cpu", pretrained: bool = False) -> torch.nn.Module:
     """The model of `recipe` in training mode on `device`, with random weights; fake if a FakeTensorMode is active.
 
     Args:
@@ -35,8 +31,6 @@ def build_model(recipe: Recipe, device: "str | torch.device" = "cpu", pretrained
     Raises:
         RecipeError: no such architecture in transformers, or it lacks the wanted attention.
     """
-    import torch
-
     liger.restore()
     with real_tensors():
         model = _prepared(_pretrained(recipe, device) if pretrained else meta_model(recipe), recipe)
@@ -47,36 +41,15 @@ def build_model(recipe: Recipe, device: "str | torch.device" = "cpu", pretrained
     return model.train()
 
 
-@contextlib.contextmanager
-def real_tensors():
-    """Leave an active FakeTensorMode for a while: adapters and code tables cannot be fake."""
-    from torch._subclasses.fake_tensor import unset_fake_temporarily
-
-    with unset_fake_temporarily():
-        yield
+real_tensors = unset_fake_temporarily  # leaves an active FakeTensorMode: adapters and code tables cannot be fake
 
 
-def is_fake(model: "torch.nn.Module") -> bool:
+def is_fake(model: torch.nn.Module) -> bool:
     """Whether the parameters of `model` have sizes and no values."""
-    from torch._subclasses.fake_tensor import FakeTensor
-
     return any(isinstance(parameter.data, FakeTensor) for parameter in model.parameters())
 
 
-@contextlib.contextmanager
-def default_dtype(dtype: "torch.dtype"):
-    """Make `dtype` the dtype of new floating tensors."""
-    import torch
-
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)
-
-
-def _prepared(model: "torch.nn.Module", recipe: Recipe) -> "torch.nn.Module":
+def _prepared(model: torch.nn.Module, recipe: Recipe) -> torch.nn.Module:
     """`model` with the recipe's cache setting, quantized layers, checkpointing, trainer's head and adapters."""
     if recipe.loop.use_cache is not None:
         model.config.use_cache = recipe.loop.use_cache
@@ -98,13 +71,12 @@ def _prepared(model: "torch.nn.Module", recipe: Recipe) -> "torch.nn.Module":
     return _adapters(model, recipe) if recipe.lora else model
 
 
-def meta_model(recipe: Recipe) -> "torch.nn.Module":
+def meta_model(recipe: Recipe) -> torch.nn.Module:
     """The recipe's model on the meta device, in its weights' dtype, neither quantized nor adapted.
 
     Raises:
         RecipeError: transformers cannot build it.
     """
-    import torch
     import transformers
 
     shape, dtype = recipe.shape, weight_dtype(recipe)
@@ -124,17 +96,15 @@ def meta_model(recipe: Recipe) -> "torch.nn.Module":
     return model
 
 
-def _kept_in_fp32(model: "torch.nn.Module", dtype: "torch.dtype") -> set[str]:
+def _kept_in_fp32(model: torch.nn.Module, dtype: torch.dtype) -> set[str]:
     """Names of modules that `from_pretrained` leaves in fp32, such as T5's `wo` under fp16."""
-    import torch
-
     names = set(getattr(model, "_keep_in_fp32_modules_strict", None) or ())
     if dtype == torch.float16:
         names |= set(getattr(model, "_keep_in_fp32_modules", None) or ())
     return names if dtype != torch.float32 else set()
 
 
-def _pretrained(recipe: Recipe, device) -> "torch.nn.Module":
+def _pretrained(recipe: Recipe, device) -> torch.nn.Module:
     import transformers
 
     if recipe.shape.hub_id is None or recipe.num_layers is not None:
@@ -148,11 +118,11 @@ def _pretrained(recipe: Recipe, device) -> "torch.nn.Module":
     return auto.from_pretrained(recipe.shape.hub_id, dtype=dtype, attn_implementation=kernel).to(device)
 
 
-def quantize_layers(model: "torch.nn.Module", recipe: Recipe) -> None:
+def quantize_layers(model: torch.nn.Module, recipe: Recipe) -> None:
     """Replace linear layers but the head by bitsandbytes' ones, as `from_pretrained(quantization_config=...)` does."""
-    import torch
     from transformers import BitsAndBytesConfig
     from transformers.integrations.bitsandbytes import replace_with_bnb_linear
+    from transformers.modeling_utils import local_torch_dtype
     from transformers.quantizers.base import get_keys_to_not_convert
 
     quantization, dtype = recipe.quantization, weight_dtype(recipe)
@@ -165,7 +135,7 @@ def quantize_layers(model: "torch.nn.Module", recipe: Recipe) -> None:
         bnb_4bit_compute_dtype=recipe.implied_dtype,
     )
     # weights and biases have the loading dtype, like a checkpoint's before they are quantized
-    with torch.device("meta"), default_dtype(dtype):
+    with torch.device("meta"), local_torch_dtype(dtype):
         # transformers names the bias of a head that has one; the head is trained, so it must not be quantized
         heads = [name.removesuffix(".bias").removesuffix(".weight") for name in get_keys_to_not_convert(model)]
         keep = [*heads, *(getattr(model, "_keep_in_fp32_modules", None) or ())]
@@ -177,10 +147,9 @@ def quantize_layers(model: "torch.nn.Module", recipe: Recipe) -> None:
     model.config.quantization_config = config
 
 
-def _adapters(model: "torch.nn.Module", recipe: Recipe) -> "torch.nn.Module":
+def _adapters(model: torch.nn.Module, recipe: Recipe) -> torch.nn.Module:
     import dataclasses
 
-    import torch
     from peft import LoraConfig, get_peft_model
 
     values = dataclasses.asdict(recipe.lora)
@@ -207,13 +176,11 @@ def _adapters(model: "torch.nn.Module", recipe: Recipe) -> "torch.nn.Module":
     return model
 
 
-def materialise(model: "torch.nn.Module", device: "torch.device") -> None:
+def materialise(model: torch.nn.Module, device: torch.device) -> None:
     """Give every meta parameter and buffer of `model` a storage on `device`, quantized in 4- and 8-bit layers.
 
     Tied parameters stay tied. Real tensors get usable start values.
     """
-    import torch
-
     fake = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
     done: dict[int, torch.Tensor] = {}
     for module in model.modules():
@@ -234,10 +201,8 @@ def materialise(model: "torch.nn.Module", device: "torch.device") -> None:
         _start_values(model)
 
 
-def _parameter(name: str, old: "torch.nn.Parameter", device: "torch.device", fake: bool) -> "torch.nn.Parameter":
+def _parameter(name: str, old: torch.nn.Parameter, device: torch.device, fake: bool) -> torch.nn.Parameter:
     """One parameter like the meta one `old` on `device`: matrices normal with deviation 0.02, biases 0, scales 1."""
-    import torch
-
     data = torch.empty(old.shape, dtype=old.dtype, device=device)  # fake modes of torch 2.11 take no subclass's .data
     if not fake and data.is_floating_point():
         data.normal_(0, 0.02) if data.dim() > 1 else data.fill_(0.0 if "bias" in name else 1.0)
@@ -246,13 +211,12 @@ def _parameter(name: str, old: "torch.nn.Parameter", device: "torch.device", fak
     return torch.nn.Parameter(data, requires_grad=old.requires_grad)
 
 
-def quantized_parameter(old: "torch.nn.Parameter", data: "torch.Tensor", fake: bool) -> "torch.nn.Parameter":
+def quantized_parameter(old: torch.nn.Parameter, data: torch.Tensor, fake: bool) -> torch.nn.Parameter:
     """`data` quantized by bitsandbytes' kernels.
 
     Its parameter classes cannot be fake: there a plain parameter carries the same storages and attributes.
     """
     import bitsandbytes as bnb
-    import torch
 
     if type(old).__name__ == "Params4bit":
         options = {k: getattr(old, k) for k in ("compress_statistics", "quant_type", "quant_storage")}
@@ -280,9 +244,8 @@ def make_code_table() -> None:
             functional.name2qmap["dynamic"] = functional.create_dynamic_map()
 
 
-def _start_values(model: "torch.nn.Module") -> None:
+def _start_values(model: torch.nn.Module) -> None:
     """Compute the values of buffers (rotary frequencies, position ids, scales) and the start values of adapters."""
-    import torch
     from transformers import PreTrainedModel
 
     def visit(module: torch.nn.Module, owner: PreTrainedModel | None) -> None:

@@ -6,6 +6,9 @@ import os
 import sys
 from collections.abc import Iterator
 
+import torch
+import torch.distributed as dist
+
 from ..recipe.recipe import Sharding
 
 
@@ -19,7 +22,6 @@ def one_rank_of(sharding: Sharding | None) -> Iterator[None]:
     if sharding is None:
         yield
         return
-    import torch.distributed as dist
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     _clear_sharding_cache()
@@ -32,8 +34,6 @@ def one_rank_of(sharding: Sharding | None) -> Iterator[None]:
 
 def _clear_sharding_cache() -> None:
     """Clear DTensor's cache of shapes by operator, which assumes that a process has one rank all its life."""
-    import torch
-
     if "torch.distributed.tensor" in sys.modules:
         from torch.distributed.tensor import DTensor
 
@@ -45,9 +45,6 @@ def _clear_sharding_cache() -> None:
 @contextlib.contextmanager
 def real_rank(device: str) -> Iterator[int]:
     """While entered, this process is the rank, which is yielded, of torchrun's environment: NCCL for GPUs, gloo for CPUs."""
-    import torch
-    import torch.distributed as dist
-
     with one_gloo_thread():
         if device == "cuda":
             torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
@@ -90,13 +87,9 @@ def one_gloo_thread() -> Iterator[None]:
 
 def rank() -> int:
     """This process's rank, 0 where there is no process group."""
-    import torch.distributed as dist
-
     return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
 
 
 def is_fake_group() -> bool:
     """Whether the process group is a fake one, whose collectives move nothing."""
-    import torch.distributed as dist
-
     return dist.is_available() and dist.is_initialized() and dist.get_backend() == "fake"

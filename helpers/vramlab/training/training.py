@@ -8,7 +8,9 @@ import inspect
 import math
 import weakref
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
 
 from ..recipe.optimizers import MODELLED
 from ..recipe.recipe import Recipe
@@ -18,9 +20,6 @@ from .collation import collated
 from .engine import AUTOCAST, Training, autocast
 from .engines import engine_of
 from .models import build_model, real_tensors
-
-if TYPE_CHECKING:
-    import torch
 
 # transformers.Trainer.get_decay_parameter_names; importing the Trainer only to ask it takes seconds
 WITHOUT_DECAY = [r"bias", r"layernorm", r"rmsnorm", r"(?:^|\.)norm(?:$|\.)", r"_norm(?:$|\.)"]
@@ -34,8 +33,6 @@ def build(recipe: Recipe, device: str = "cpu", target: str | None = None, pretra
         target: take the defaults of "cuda" or "cpu", None: of the device. On CUDA, PyTorch's optimizers and clipping
             use the multi-tensor ("foreach") kernels (`torch.optim.optimizer._default_to_fused_or_foreach`).
     """
-    import torch
-
     target, engine, loop = target or torch.device(device).type, engine_of(recipe), recipe.loop
     bare = build_model(recipe, device, pretrained)
     model = engine.wrap(bare)
@@ -58,7 +55,7 @@ def build(recipe: Recipe, device: str = "cpu", target: str | None = None, pretra
     if recipe.activation_offloading:
         training.around = trl_trainers.offloading(model, training.device)
 
-    def make(parameters: list) -> "torch.optim.Optimizer":
+    def make(parameters: list) -> torch.optim.Optimizer:
         return make_optimizer(recipe, parameters, training.multi_tensor)
 
     if loop.optimizer_in_backward:
@@ -76,13 +73,11 @@ def build(recipe: Recipe, device: str = "cpu", target: str | None = None, pretra
     return training
 
 
-def make_batch(recipe: Recipe, device: str = "cpu") -> dict[str, "torch.Tensor"]:
+def make_batch(recipe: Recipe, device: str = "cpu") -> dict[str, torch.Tensor]:
     """One micro-batch of random inputs and labels with the shapes of `recipe`; without padding if not `is_ragged`.
 
     Then only TRL's collator makes an attention mask. What is ragged has its values under a FakeTensorMode too.
     """
-    import torch
-
     if recipe.trainer not in ("transformers", "sft"):
         return trl_trainers.make_pairs(recipe, device)
     if recipe.is_ragged:
@@ -106,14 +101,13 @@ def make_batch(recipe: Recipe, device: str = "cpu") -> dict[str, "torch.Tensor"]
     return batch
 
 
-def _groups(recipe: Recipe, model: "torch.nn.Module") -> list:
+def _groups(recipe: Recipe, model: torch.nn.Module) -> list:
     """The optimizer's parameters: two groups in the Trainer (with and without weight decay), one in plain loops.
 
     Multi-tensor kernels run group by group, so the grouping moves the step's peak.
     """
     if recipe.loop.name != "trainer":
         return [p for p in model.parameters() if p.requires_grad]
-    import torch
     from transformers.trainer_pt_utils import get_parameter_names
 
     decayed = set(get_parameter_names(model, [torch.nn.LayerNorm], WITHOUT_DECAY))
@@ -122,10 +116,8 @@ def _groups(recipe: Recipe, model: "torch.nn.Module") -> list:
     return [{"params": group} for group in groups]
 
 
-def make_optimizer(recipe: Recipe, parameters: list, multi_tensor: bool) -> "torch.optim.Optimizer":
+def make_optimizer(recipe: Recipe, parameters: list, multi_tensor: bool) -> torch.optim.Optimizer:
     """The optimizer that `TrainingArguments.optim` names."""
-    import torch
-
     name, options = recipe.optim, {"lr": 1e-5, **recipe.optimizer_arguments()}
     library, kind, *_ = MODELLED[name]
     if name == "adamw_torch_fused":
@@ -152,7 +144,7 @@ def make_optimizer(recipe: Recipe, parameters: list, multi_tensor: bool) -> "tor
     return optimizer
 
 
-def _schedule_free(recipe: Recipe, kind: str, parameters: list, options: dict) -> "torch.optim.Optimizer":
+def _schedule_free(recipe: Recipe, kind: str, parameters: list, options: dict) -> torch.optim.Optimizer:
     """A schedule-free optimizer in training mode, RAdam's past the first steps, in which it makes no denominator."""
     with needing(f"optim={recipe.optim!r}"):
         import schedulefree
@@ -172,7 +164,7 @@ def _embeddings_in_32_bits(training: Training) -> None:
             training.optimizer.mng.register_module_override(module, "weight", {"optim_bits": 32})
 
 
-def step_in_backward(training: Training, make: "Callable[[torch.Tensor], Any]", trained: list) -> None:
+def step_in_backward(training: Training, make: Callable[[torch.Tensor], Any], trained: list) -> None:
     """Update each parameter as soon as its gradient is complete, and free the gradient (PyTorch's tutorial of 2023).
 
     Args:
@@ -180,7 +172,7 @@ def step_in_backward(training: Training, make: "Callable[[torch.Tensor], Any]", 
     """
     owner = weakref.ref(training)  # the garbage collector does not see through hooks: a reference would never be freed
 
-    def update(parameter: "torch.Tensor") -> None:
+    def update(parameter: torch.Tensor) -> None:
         optimizer = owner().per_parameter[parameter]
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
@@ -197,7 +189,7 @@ def needs_closure(optimizer: Any) -> bool:
     return closure is not None and closure.default is inspect.Parameter.empty
 
 
-def train_step(training: Training, on_phase: Callable[[str], None] = lambda name: None) -> "torch.Tensor":
+def train_step(training: Training, on_phase: Callable[[str], None] = lambda name: None) -> torch.Tensor:
     """One optimizer step, with all its micro-batches. Calls `on_phase` as each phase begins.
 
     Phases: "forward", "backward" (once per micro-batch), "step", "between_steps". Returns the last micro-batch's loss.
@@ -219,10 +211,10 @@ def train_step(training: Training, on_phase: Callable[[str], None] = lambda name
     return _end_step(training, on_phase)
 
 
-def _step_with_closure(training: Training, on_phase: Callable[[str], None]) -> "torch.Tensor":
+def _step_with_closure(training: Training, on_phase: Callable[[str], None]) -> torch.Tensor:
     """A step whose optimizer asks for forward and backward passes itself, each over the whole batch."""
 
-    def closure() -> "torch.Tensor":
+    def closure() -> torch.Tensor:
         if training.loop.zero_grad != "before_backward":
             training.engine.zero_grad(training)
         _micro_batch(training, training.batch, on_phase, first=True)
@@ -234,7 +226,7 @@ def _step_with_closure(training: Training, on_phase: Callable[[str], None]) -> "
     return _end_step(training, on_phase)
 
 
-def _end_step(training: Training, on_phase: Callable[[str], None]) -> "torch.Tensor":
+def _end_step(training: Training, on_phase: Callable[[str], None]) -> torch.Tensor:
     if training.loop.zero_grad == "end" and training.optimizer:
         training.engine.zero_grad(training)
     if training.loop.keep_outputs == "step":
@@ -246,8 +238,6 @@ def _end_step(training: Training, on_phase: Callable[[str], None]) -> "torch.Ten
 
 def _micro_batch(training: Training, batch: Any, on_phase: Callable[[str], None], first: bool) -> None:
     """Forward and backward of one micro-batch; `training` holds what the loop keeps of it."""
-    import torch
-
     loop = training.loop
     on_phase("forward")
     if training.compute_loss:
@@ -285,7 +275,7 @@ def forward(training: Training, batch: Any) -> Any:
     return outputs
 
 
-def call(model: "torch.nn.Module", batch: Any) -> Any:
+def call(model: torch.nn.Module, batch: Any) -> Any:
     """`model` on a batch: a mapping gives keyword arguments, a tuple or list positional ones, anything else is one."""
     from torch.nn.utils.rnn import PackedSequence
 

@@ -9,15 +9,14 @@ import dataclasses
 from collections import defaultdict
 from collections.abc import Callable
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
 
 from ..recipe.options import TRL
 from ..recipe.recipe import Recipe
 from ..report.errors import RecipeError, needing
 from .engine import AUTOCAST, Training, autocast
-
-if TYPE_CHECKING:
-    import torch
 
 REFERENCE = {"dpo": ("ref_chosen_logps", "ref_rejected_logps"), "kto": ("ref_logps", "ref_KL_logps")}
 OUTPUTS = {  # of the fused head that each asks for
@@ -36,7 +35,7 @@ def trl_class(name: str) -> type:
 
 
 @needing("A trainer of TRL")
-def prepare(model: "torch.nn.Module", trainer: str) -> None:
+def prepare(model: torch.nn.Module, trainer: str) -> None:
     """Give `model` what the `__init__` of TRL's `trainer` gives it: the fused head, a balancing loss, a padding token."""
     from trl.trainer.utils import add_fused_lm_head
 
@@ -49,7 +48,7 @@ def prepare(model: "torch.nn.Module", trainer: str) -> None:
         config.output_router_logits = _balances(config)
 
 
-def offloading(model: "torch.nn.Module", device: "torch.device") -> contextlib.AbstractContextManager:
+def offloading(model: torch.nn.Module, device: torch.device) -> contextlib.AbstractContextManager:
     """TRL's context in which activations of `model` are offloaded from `device`."""
     from trl.models.activation_offloading import get_act_offloading_ctx_manager
 
@@ -58,7 +57,7 @@ def offloading(model: "torch.nn.Module", device: "torch.device") -> contextlib.A
     return get_act_offloading_ctx_manager(model, use_pin_memory=device.type != "cpu", warn_if_no_head=False)
 
 
-def start(training: Training, recipe: Recipe, model: "torch.nn.Module", build_model: Callable) -> None:
+def start(training: Training, recipe: Recipe, model: torch.nn.Module, build_model: Callable) -> None:
     """Make the frozen reference model, if there is one, and let TRL's trainer of `model` compute the loss of `training`."""
     trainer = object.__new__(trl_class(TRL[recipe.trainer]))
     if recipe.trainer == "sft":
@@ -72,7 +71,7 @@ def start(training: Training, recipe: Recipe, model: "torch.nn.Module", build_mo
     vars(trainer).update(_fields(training, recipe, model))
 
 
-def _prepare_models(training: Training, model: "torch.nn.Module") -> None:
+def _prepare_models(training: Training, model: torch.nn.Module) -> None:
     """Switch dropout off and autocast forward passes as `Accelerator.prepare_model` does, which copies outputs to fp32."""
     from accelerate.utils import convert_outputs_to_fp32
     from trl.trainer.utils import add_fused_lm_head, disable_dropout_in_model
@@ -85,7 +84,7 @@ def _prepare_models(training: Training, model: "torch.nn.Module") -> None:
             each.forward = convert_outputs_to_fp32(autocast(training.device.type, training.precision)(each.forward))
 
 
-def _fields(training: Training, recipe: Recipe, model: "torch.nn.Module") -> dict[str, Any]:
+def _fields(training: Training, recipe: Recipe, model: torch.nn.Module) -> dict[str, Any]:
     """What `compute_loss` reads of the recipe's trainer: defaults of its arguments, and what `__init__` makes."""
     fields = dataclasses.fields(trl_class(TRL[recipe.trainer].replace("Trainer", "Config")))
     usual = {field.name: field.default for field in fields if field.default is not dataclasses.MISSING}
@@ -116,10 +115,8 @@ def _balances(config: Any) -> bool:
     return hasattr(config, "output_router_logits") and getattr(config, "router_aux_loss_coef", 0.0) != 0.0
 
 
-def make_pairs(recipe: Recipe, device: str) -> dict[str, "torch.Tensor"]:
+def make_pairs(recipe: Recipe, device: str) -> dict[str, torch.Tensor]:
     """What TRL's collator makes of preferences without padding: of a pair the chosen answers come first."""
-    import torch
-
     size = recipe.sequences, recipe.seq_len
 
     def sequences() -> dict[str, torch.Tensor]:

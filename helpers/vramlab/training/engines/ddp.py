@@ -3,19 +3,16 @@
 import contextlib
 import weakref
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ...recipe.recipe import Recipe
-from ..engine import Engine
+from ..engine import Engine, Follower, Training
 from ..models import is_fake, real_tensors
 from ..process_group import is_fake_group
-
-if TYPE_CHECKING:
-    from ..engine import Follower, Training
 
 Seen = list[weakref.ref]  # storages
 
@@ -41,7 +38,7 @@ class DDP(Engine):
         return [storage for storage in (seen() for seen in self._seen) if storage is not None]
 
     @contextlib.contextmanager
-    def follow(self, training: "Training", tracker: "Follower") -> Iterator[None]:
+    def follow(self, training: Training, tracker: Follower) -> Iterator[None]:
         """The second step's forward pass makes the buckets anew: name them at once."""
 
         def rebuilt() -> None:
@@ -73,7 +70,7 @@ class DDP(Engine):
         # it wants a class and its arguments; ours is made by a function
         return ZeroRedundancyOptimizer(parameters, optimizer_class=lambda params, **_: make(params))
 
-    def micro_batch(self, training: "Training", last: bool) -> contextlib.AbstractContextManager:
+    def micro_batch(self, training: Training, last: bool) -> contextlib.AbstractContextManager:
         return contextlib.nullcontext() if last else training.model.no_sync()
 
 

@@ -8,18 +8,15 @@ import logging
 import os
 import warnings
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from ...recipe.deepspeed_config import filled_in, hidden_size
 from ...recipe.recipe import Recipe
 from ...report.errors import RecipeError
-from ..engine import Engine
+from ..engine import Engine, Follower, Training
 from ..quiet import compilers_silent
-
-if TYPE_CHECKING:
-    from ..engine import Follower, Training
 
 
 class DeepSpeed(Engine):
@@ -40,7 +37,7 @@ class DeepSpeed(Engine):
             rest = "DeepSpeed's stage 3 does not divide quantized weights: use stage 2 or engine 'fsdp'"
             raise RecipeError("sharding.stage", 3, rest)
 
-    def start(self, training: "Training") -> None:
+    def start(self, training: Training) -> None:
         deepspeed = library()
         choose_accelerator(training.device.type)
         model = training.model
@@ -67,28 +64,28 @@ class DeepSpeed(Engine):
 
         return without_peers({"cuda": self.fake_gpu, "cpu": "cpu"}[target])
 
-    def follow(self, training: "Training", tracker: "Follower") -> contextlib.AbstractContextManager:
+    def follow(self, training: Training, tracker: Follower) -> contextlib.AbstractContextManager:
         from .deepspeed_storages import follow
 
         return follow(training.model, tracker)
 
-    def micro_batch(self, training: "Training", last: bool) -> contextlib.AbstractContextManager:
+    def micro_batch(self, training: Training, last: bool) -> contextlib.AbstractContextManager:
         training.model.set_gradient_accumulation_boundary(last)
         return contextlib.nullcontext()
 
-    def backward(self, training: "Training", loss: "torch.Tensor") -> None:
+    def backward(self, training: Training, loss: torch.Tensor) -> None:
         training.model.backward(loss, scale_wrt_gas=False)  # the loop has divided by the number of micro-batches
 
-    def clip(self, training: "Training", norm: float) -> None:
+    def clip(self, training: Training, norm: float) -> None:
         """`update` clips: the norm is in the configuration."""
 
-    def update(self, training: "Training") -> None:
+    def update(self, training: Training) -> None:
         training.model.step()
 
-    def zero_grad(self, training: "Training") -> None:
+    def zero_grad(self, training: Training) -> None:
         """`update` has done it."""
 
-    def gradients(self, training: "Training") -> Iterator[tuple[str, "torch.Tensor"]]:
+    def gradients(self, training: Training) -> Iterator[tuple[str, torch.Tensor]]:
         """(name, whole gradient) before the update. All ranks have to ask: shards are gathered."""
         from deepspeed.utils import safe_get_full_grad
 

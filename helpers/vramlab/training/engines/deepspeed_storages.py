@@ -6,17 +6,16 @@ Held against real ranks, event by event (`tests/training/test_deepspeed.py`).
 import contextlib
 import functools
 from collections.abc import Callable, Iterable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from unittest.mock import patch
 
 import torch
 
-if TYPE_CHECKING:
-    from ..engine import Follower
+from ..engine import Follower
 
 
 @contextlib.contextmanager
-def follow(engine: Any, tracker: "Follower") -> Iterator[None]:
+def follow(engine: Any, tracker: Follower) -> Iterator[None]:
     """Tell `tracker` what DeepSpeed's `engine` holds and, while entered, what it allocates."""
     from deepspeed.runtime.zero.partition_parameters import AllGatherCoalescedHandle, AllGatherHandle
     from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3 as Stage3
@@ -40,7 +39,7 @@ def follow(engine: Any, tracker: "Follower") -> Iterator[None]:
         yield
 
 
-def _claiming(method: Callable, tensors_of: Callable, tracker: "Follower", claim: tuple[str, str]) -> Callable:
+def _claiming(method: Callable, tensors_of: Callable, tracker: Follower, claim: tuple[str, str]) -> Callable:
     """`method`, which claims what it has made when it returns."""
 
     @functools.wraps(method)

@@ -2,7 +2,7 @@
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -11,12 +11,9 @@ from torch.distributed.fsdp._fully_shard import _fsdp_param
 
 from ...recipe.recipe import Recipe
 from ...report.errors import RecipeError
-from ..engine import AUTOCAST, Engine
+from ..engine import AUTOCAST, Engine, Follower, Training
 from ..models import is_fake, real_tensors
 from .host import Host, groups
-
-if TYPE_CHECKING:
-    from ..engine import Follower, Training
 
 
 class FSDP(Engine):
@@ -52,10 +49,10 @@ class FSDP(Engine):
             self.host.serve(model)
         return model
 
-    def follow(self, training: "Training", tracker: "Follower") -> contextlib.AbstractContextManager:
+    def follow(self, training: Training, tracker: Follower) -> contextlib.AbstractContextManager:
         return self.host.follow(training.model, tracker) if self.host else contextlib.nullcontext()
 
-    def micro_batch(self, training: "Training", last: bool) -> contextlib.AbstractContextManager:
+    def micro_batch(self, training: Training, last: bool) -> contextlib.AbstractContextManager:
         training.model.set_requires_gradient_sync(last)
         return contextlib.nullcontext()
 

@@ -7,14 +7,13 @@ device's bytes are those of a GPU.
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.distributed.fsdp import FSDPModule
 from torch.overrides import TorchFunctionMode
 
-if TYPE_CHECKING:
-    from ..engine import Follower
+from ..engine import Follower
 
 
 class Host(TorchFunctionMode):
@@ -52,7 +51,7 @@ class Host(TorchFunctionMode):
         return call
 
     @contextlib.contextmanager
-    def follow(self, model: torch.nn.Module, tracker: "Follower") -> Iterator[None]:
+    def follow(self, model: torch.nn.Module, tracker: Follower) -> Iterator[None]:
         """While entered, `tracker` leaves out what the host holds and computes."""
         tracker.mark_on_host(part._sharded_param_data for group in groups(model) for part in group.fsdp_params)
         self.on_host, tracker.host_computes = tracker.mark_on_host, True

@@ -8,20 +8,17 @@ its gradient before the update, as Megatron-LM does.
 
 import contextlib
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe
 
 from ...recipe.recipe import Recipe
-from ..engine import Engine
+from ..engine import Engine, Follower, Training
 from ..models import real_tensors
 from ..process_group import is_fake_group
 from .stages import force_static_shapes, keep_stage, make_stage, sends_held
-
-if TYPE_CHECKING:
-    from ..engine import Follower, Training
 
 
 class Pipeline(Engine):
@@ -45,7 +42,7 @@ class Pipeline(Engine):
         keep_stage(model, self.rank, self.stages)
         return model
 
-    def start(self, training: "Training") -> None:
+    def start(self, training: Training) -> None:
         recipe, micro_batches = self.recipe, self.recipe.sharding.micro_batches
         shape = (recipe.batch_size // micro_batches, recipe.seq_len, recipe.shape.hidden_size)
         loss_of, size = training.model.loss_function, training.model.config.vocab_size
@@ -62,7 +59,7 @@ class Pipeline(Engine):
         if is_fake_group():
             force_static_shapes(self.schedule)
 
-    def run_micro_batches(self, training: "Training", on_phase: Callable[[str], None]) -> bool:
+    def run_micro_batches(self, training: Training, on_phase: Callable[[str], None]) -> bool:
         """Run the schedule once for each accumulated batch. `training.loss` is None but on the last rank."""
         first, last = self.rank == 0, self.rank == self.stages - 1
         batches, found = [training.batch, *training.further], []
@@ -86,7 +83,7 @@ class Pipeline(Engine):
         return True
 
     @contextlib.contextmanager
-    def follow(self, training: "Training", tracker: "Follower") -> Iterator[None]:
+    def follow(self, training: Training, tracker: Follower) -> Iterator[None]:
         """Claim the buffers that the stage receives into, which stay from step to step."""
         self.until_waited = tracker.round_to > 1 or tracker.device == "cuda"
         yield
@@ -94,7 +91,7 @@ class Pipeline(Engine):
         buffers = [getattr(info, "buffer", None) for infos in received for info in infos]  # the first stage's has none
         tracker.claim([buffer for buffer in buffers if buffer is not None], "workspace")
 
-    def clip(self, training: "Training", norm: float) -> None:
+    def clip(self, training: Training, norm: float) -> None:
         """Clip by the norm over all stages, in which the shared weight counts once."""
         parameters = list(training.model.parameters())
         once = [p.grad for p in parameters if p.grad is not None and not (p is self.shared and self.rank)]
