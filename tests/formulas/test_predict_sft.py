@@ -52,6 +52,13 @@ def test_no_logits_are_predicted():
     assert fused.peak.total == pytest.approx(simulate(recipe.replace(trainer="sft")).peak.total, rel=1e-3)
 
 
+def test_tokens_without_a_label_are_not_computed():
+    recipe = Recipe("gpt2", batch_size=2, seq_len=512, optim="sgd", trainer="sft")
+    answers = recipe.replace(completion_lengths=(1, 100))
+    assert predict(answers).peak.total == pytest.approx(simulate(answers).peak.total, rel=0.01)
+    assert 1.04 * predict(answers).peak.total < predict(recipe).peak.total
+
+
 @pytest.mark.parametrize(
     "model, fields",
     [

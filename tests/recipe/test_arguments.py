@@ -317,8 +317,8 @@ def test_trl_config(trainer):
 @pytest.mark.parametrize(
     "changes, fields, field",
     [
-        ({"loss_type": "dft"}, {}, "loss_type"),
         ({"completion_only_loss": True}, {}, "completion_only_loss"),
+        ({"assistant_only_loss": True}, {"completion_lengths": (9,)}, "completion_lengths"),
         ({"router_aux_loss_coef": 0.0}, {}, "router_aux_loss_coef"),
         ({"model_init_kwargs": {"dtype": "bfloat16"}}, {}, "model_init_kwargs"),
         ({"max_length": None}, {}, "max_length"),

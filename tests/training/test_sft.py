@@ -5,7 +5,7 @@ import pytest
 import torch
 import transformers
 from quick import params
-from test_trainer_loop import assert_same_but_for_scalars
+from test_trainer_loop import SCALARS, assert_same_but_for_scalars
 from tiny_models import config
 from vramlab import Loop, LoRA, Quantization, Recipe, RecipeError, Sharding, WatchCallback, simulate
 from vramlab.recipe.families import TASKS
@@ -29,6 +29,7 @@ CASES = {
         {"lora": LoRA(r=4), "precision": "bf16-true", "quantization": Quantization("nf4", prepare=False)},
     ),
     "llama padded": ("llama", {"batch_size": 3, "lengths": (32, 20, 7)}),
+    "llama completions": ("llama", {"batch_size": 3, "lengths": (32, 20, 7), "completion_lengths": (9, 20, 1)}),
     "llama packed": ("llama", {"packing": True}),
     "gpt2 packed, eager, checkpointing": (
         "gpt2",
@@ -61,13 +62,14 @@ def make(name: str) -> Recipe:
     return Recipe(config(family), **{**SIZES, **fields})
 
 
-def real(recipe: Recipe, out, *callbacks):
-    """TRL's own trainer on the recipe's base model; the adapters are given to it as a configuration."""
+def real(recipe: Recipe, out, *callbacks, **more):
+    """TRL's own trainer on the recipe's base model; the adapters are given to it as a configuration, `more` to SFTConfig."""
     from peft import LoraConfig
     from trl import SFTConfig, SFTTrainer
 
     lora = recipe.lora if recipe.quantization else None  # no recipe has a quantized base alone
     without = dict(packing=False, padding_free=False, lengths=None, pad_to_multiple_of=None, use_liger_kernel=False)
+    without["completion_lengths"] = None
     plain = recipe.replace(trainer="transformers", lora=lora, **without)
     model, peft = build_model(plain, "cpu"), None
     if recipe.lora:
@@ -79,6 +81,9 @@ def real(recipe: Recipe, out, *callbacks):
     names += ("packing", "packing_strategy", "padding_free", "pad_to_multiple_of", "max_length")
     samples = [torch.randint(0, 1000, (length,)).tolist() for length in recipe.samples]
     rows = [{"input_ids": sample} for sample in samples]
+    if recipe.completion_lengths:
+        for row, count in zip(rows, recipe.completion_lengths, strict=True):
+            row["labels"] = [-100] * (len(row["input_ids"]) - count) + row["input_ids"][-count:]
     if packs(recipe):  # the dataset as `pack_dataset` returns it
         rows = [
             {
@@ -99,6 +104,7 @@ def real(recipe: Recipe, out, *callbacks):
         train_sampling_strategy="sequential",
         dataset_kwargs={"skip_prepare_dataset": True},
         **{name: said[name] for name in names},
+        **more,
     )
     data = datasets.Dataset.from_list(rows * (recipe.gradient_accumulation_steps * 3))
     tokenizer = transformers.AutoTokenizer.from_pretrained(data_path("base_model"))
@@ -113,6 +119,15 @@ def test_a_real_sft_step_is_what_simulate_says(name, tmp_path):
     real(recipe, tmp_path, seen).train()
     simulated = simulate(recipe, target="cpu", full=True)
     assert_same_but_for_scalars(seen.report, simulated)
+
+
+def test_dft_moves_no_peak(tmp_path):
+    """It keeps a number a token from the loss to its backward pass, when the head's tile is gone."""
+    recipe, seen = make("llama"), WatchCallback()
+    real(recipe, tmp_path, seen, loss_type="dft").train()
+    simulated = simulate(recipe, target="cpu", full=True)
+    for phase in ("forward", "backward", "step"):
+        assert abs(seen.report.phases[phase].peak.total - simulated.phases[phase].peak.total) <= SCALARS
 
 
 @pytest.mark.parametrize(
@@ -133,6 +148,10 @@ def test_a_real_sft_step_is_what_simulate_says(name, tmp_path):
         ("llama", {"lengths": (4, 33)}, "lengths"),
         ("llama", {"lengths": (4, 3, 3)}, "batch_size"),
         ("llama", {"lengths": (30, 30, 30), "packing": True}, "lengths"),
+        ("llama", {"completion_lengths": (9,)}, "completion_lengths"),
+        ("llama", {"completion_lengths": (9, 33)}, "completion_lengths"),
+        ("llama", {"completion_lengths": (9, 0)}, "completion_lengths"),
+        ("llama", {"completion_lengths": (9, 9), "trainer": "transformers"}, "completion_lengths"),
     ],
 )
 def test_what_it_does_not_train_is_refused(family, fields, field):

@@ -64,8 +64,7 @@ def reference_recipe(recipe: Recipe) -> Recipe:
 
 def log_probabilities(m: Operators, x: Tensor, weight: Parameter, bias: Parameter | None) -> Tensor:
     """Return those of the tokens that have a label, in fp32, as one function with its backward pass."""
-    (b, n, h), samples, width = x.shape, m.recipe.samples, m.autocast or x.width
-    rows = (sum(samples) - len(samples),)
+    (b, n, h), rows, width = x.shape, (m.recipe.labelled,), m.autocast or x.width
     mask, sliced = m.tensor("ne", (b, n - 1), BOOL), m.slice(x, b, n - 1, h)
     # its gradient is put into zeros, in a copy of those
     hidden = m.op("index", [sliced], (*rows, h), x.width, saves=[mask], extra=rows[0] * h * x.width)

@@ -107,6 +107,9 @@ def recipe_fields(kind: type, args: "TrainingArguments", model: Any, **fields: A
         fields = {"seq_len": args.max_length, "trainer": trainer, **fields}
         if fields["seq_len"] is None and not fields.get("lengths"):
             raise RecipeError("max_length", None, "samples are not cut: say seq_len, the longest one's")
+        for name in ("completion_only_loss", "assistant_only_loss"):
+            if getattr(args, name, None) and not fields.get("completion_lengths"):
+                raise RecipeError(name, True, "say completion_lengths, the tokens of each sample that have a label")
         if fields["trainer"] != trainer:
             raise RecipeError("trainer", fields["trainer"], f"the arguments are {TRL[trainer]}'s: leave it out")
     loop = {name: getattr(args, argument) for name, argument in _same_names(Loop).items()}

@@ -28,7 +28,13 @@ MOST_BYTES = 2**62  # of one tensor: PyTorch counts bytes in signed 64 bits
 PARTS = {"lora": LoRA, "quantization": Quantization, "sharding": Sharding, "loop": Loop}
 # Fields that stored keys of recipes do not know: left out at their defaults.
 LATER = ("trainer", "precompute_ref_log_probs", "lengths", "packing", "packing_strategy", "padding_free")
-LATER += ("pad_to_multiple_of", "activation_offloading", "use_liger_kernel", "liger_kernel_config")
+LATER += (
+    "pad_to_multiple_of",
+    "activation_offloading",
+    "use_liger_kernel",
+    "liger_kernel_config",
+    "completion_lengths",
+)
 LATER_OF_LORA = ("use_dora", "lora_bias", "target_parameters")
 
 
@@ -71,6 +77,9 @@ class Recipe:
     pad_to_multiple_of: int | None = knob(None, most=MOST)
     lengths: tuple[int, ...] | None = knob(
         None, shown=lambda lengths: f"{len(lengths)} samples of {min(lengths):,} to {max(lengths):,}"
+    )
+    completion_lengths: tuple[int, ...] | None = knob(
+        None, shown=lambda lengths: f"{sum(lengths):,} tokens with a label"
     )
     use_liger_kernel: bool = knob(False)
     liger_kernel_config: dict | None = knob(None, shown=liger.words)
@@ -239,7 +248,7 @@ class Recipe:
     @property
     def is_ragged(self) -> bool:
         """Whether a micro-batch is something else than rows of seq_len tokens."""
-        return bool(self.lengths or self.joins or self.pad_to_multiple_of)
+        return bool(self.lengths or self.joins or self.pad_to_multiple_of or self.completion_lengths)
 
     @property
     def joins(self) -> bool:
@@ -250,6 +259,12 @@ class Recipe:
     def samples(self) -> tuple[int, ...]:
         """Tokens of each sample of a micro-batch; see `recipe.samples`."""
         return samples.samples(self)
+
+    @property
+    def labelled(self) -> int:
+        """Tokens of a micro-batch that have a label; a sample's first never has."""
+        each = zip(self.completion_lengths or self.samples, self.samples, strict=True)
+        return sum(min(count, length - 1) for count, length in each)
 
     @property
     def rows(self) -> tuple[int, int]:

@@ -1,5 +1,6 @@
 """How the samples of a micro-batch become rows: padded to the longest, packed, or joined to one row without padding."""
 
+from operator import gt
 from typing import Any
 
 from ..report.errors import RecipeError
@@ -24,10 +25,9 @@ def packs(recipe: Any) -> bool:
 
 def filled_in(recipe: Any) -> dict[str, Any]:
     """Return the fields that `recipe.lengths` says, where they are left out. Raises RecipeError."""
-    if recipe.lengths is None:
-        return {}
-    found = {"lengths": check_lengths("lengths", recipe.lengths)}
-    if not packs(recipe):
+    said = {name: getattr(recipe, name) for name in ("lengths", "completion_lengths")}
+    found = {name: check_lengths(name, value) for name, value in said.items() if value is not None}
+    if "lengths" in found and not packs(recipe):
         found["seq_len"] = recipe.seq_len or max(found["lengths"])
         found["batch_size"] = len(found["lengths"]) if recipe.batch_size == 1 else recipe.batch_size
     return found
@@ -71,3 +71,9 @@ def check(recipe: Any) -> None:
         raise RecipeError("lengths", sum(lengths), f"{batch} × {longest} tokens are a micro-batch's most")
     if lengths and not packs(recipe) and len(lengths) != batch:
         raise RecipeError("batch_size", batch, f"lengths says {len(lengths)} samples")
+    if labelled := recipe.completion_lengths:
+        if recipe.trainer != "sft":
+            rest = "other heads than SFTTrainer's compute every token, with a label or without: leave it out"
+            raise RecipeError("completion_lengths", labelled, rest)
+        if len(labelled) != len(recipe.samples) or any(map(gt, labelled, recipe.samples)):
+            raise RecipeError("completion_lengths", labelled, f"samples have {recipe.samples} tokens")

@@ -27,9 +27,13 @@ def _by_trl(recipe: Recipe, ids: list[torch.Tensor]) -> dict[str, torch.Tensor]:
 
     multiple = recipe.pad_to_multiple_of
     collator = DataCollatorForLanguageModeling(0, padding_free=recipe.joins, pad_to_multiple_of=multiple)
+    labels = [sample.clone() for sample in ids]
+    for sample, count in zip(labels, recipe.completion_lengths or recipe.samples, strict=True):
+        sample[: len(sample) - count] = -100
     if packs(recipe):
-        return collator([{"input_ids": torch.cat(ids).tolist(), "seq_lengths": list(recipe.samples)}])
-    return collator([{"input_ids": sample.tolist()} for sample in ids])
+        row = {"input_ids": torch.cat(ids).tolist(), "labels": torch.cat(labels).tolist()}
+        return collator([row | {"seq_lengths": list(recipe.samples)}])
+    return collator([{"input_ids": i.tolist(), "labels": label.tolist()} for i, label in zip(ids, labels, strict=True)])
 
 
 def _padded(recipe: Recipe, ids: list[torch.Tensor]) -> dict[str, torch.Tensor]:
