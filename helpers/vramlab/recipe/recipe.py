@@ -26,15 +26,8 @@ MOST = 2**24  # samples or tokens
 MOST_MICRO_BATCHES = 2**16  # each of them is run
 MOST_BYTES = 2**62  # of one tensor: PyTorch counts bytes in signed 64 bits
 PARTS = {"lora": LoRA, "quantization": Quantization, "sharding": Sharding, "loop": Loop}
-# Fields that stored keys of recipes do not know: left out at their defaults.
-LATER = ("trainer", "precompute_ref_log_probs", "lengths", "packing", "packing_strategy", "padding_free")
-LATER += (
-    "pad_to_multiple_of",
-    "activation_offloading",
-    "use_liger_kernel",
-    "liger_kernel_config",
-    "completion_lengths",
-)
+# Fields that stored keys of recipes do not know are left out at their defaults: these, and those from FIRST_LATER on.
+FIRST_LATER = "trainer"
 LATER_OF_LORA = ("use_dora", "lora_bias", "target_parameters")
 
 
@@ -257,8 +250,9 @@ class Recipe:
 
     @property
     def samples(self) -> tuple[int, ...]:
-        """Tokens of each sample of a micro-batch; see `recipe.samples`."""
-        return samples.samples(self)
+        """Tokens of each sample of a micro-batch; without `lengths` packed rows are full, of two samples each."""
+        n = self.seq_len
+        return self.lengths or ((n - n // 2, n // 2) if samples.packs(self) and n > 1 else (n,)) * self.batch_size
 
     @property
     def labelled(self) -> int:
@@ -269,7 +263,7 @@ class Recipe:
     @property
     def rows(self) -> tuple[int, int]:
         """Rows of a micro-batch and tokens in each, as the collator makes them."""
-        return samples.rows(self)
+        return samples.shape_of(self.samples, self.joins, self.pad_to_multiple_of)
 
     @property
     def tokens(self) -> int:
@@ -308,8 +302,8 @@ class Recipe:
         values = {name: value for name, value in vars(self).items() if name != "shape"}
         if self.weights_dtype == self.implied_dtype:
             del values["dtype"]  # one recipe with one key, whether said or not
-        for name in LATER:
-            if values[name] == type(self).__dataclass_fields__[name].default:
+        for name, said in [*knobs(Recipe).items()][list(knobs(Recipe)).index(FIRST_LATER) :]:
+            if values[name] == said.default:
                 del values[name]
         values = json.loads(
             json.dumps(values, default=lambda part: vars(part) if dataclasses.is_dataclass(part) else str(part))

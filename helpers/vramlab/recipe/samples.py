@@ -33,17 +33,6 @@ def filled_in(recipe: Any) -> dict[str, Any]:
     return found
 
 
-def samples(recipe: Any) -> tuple[int, ...]:
-    """Return the tokens of each sample; without `lengths` packed rows are full, of two samples each."""
-    n = recipe.seq_len
-    return recipe.lengths or ((n - n // 2, n // 2) if packs(recipe) and n > 1 else (n,)) * recipe.batch_size
-
-
-def rows(recipe: Any) -> tuple[int, int]:
-    """Return the rows of a micro-batch and the tokens in each."""
-    return shape_of(recipe.samples, recipe.joins, recipe.pad_to_multiple_of)
-
-
 def shape_of(lengths: tuple[int, ...], joins: bool, multiple: int | None = None) -> tuple[int, int]:
     """Return (rows, tokens in each) of samples of `lengths`, joined to one row or padded to the longest."""
     width, multiple = (sum if joins else max)(lengths), multiple or 1

@@ -70,11 +70,11 @@ class Shape(ShapeData):
 
     def weights(self) -> tuple[Weight, ...]:
         """Return every parameter tensor, named and ordered as transformers' `named_parameters()`; shared ones once."""
-        return self._weights
+        return list_weights(self)
 
     def buffers(self) -> tuple[tuple[str, tuple[int, ...], str], ...]:
         """Return every buffer as (name, shape, dtype). Gemma's `embed_scale` follows the weights' dtype; fp32 is given."""
-        return self._buffers
+        return list_buffers(self)
 
     def __hash__(self) -> int:
         return hash(self.config_json)  # a text's hash is kept, that of thirty fields is not
@@ -83,14 +83,6 @@ class Shape(ShapeData):
     def layout(self) -> Layout | None:
         """The modules by the roles they play; None for a family, or a variant of one, that is not written down."""
         return FAMILIES[self.family].layout(self, self.settings) if self.family in FAMILIES else None
-
-    @cached_property
-    def _weights(self) -> tuple[Weight, ...]:
-        return list_weights(self)
-
-    @cached_property
-    def _buffers(self) -> tuple[tuple[str, tuple[int, ...], str], ...]:
-        return list_buffers(self)
 
     @cached_property
     def num_parameters(self) -> int:

@@ -4,11 +4,14 @@ They follow from the architecture's layout (`families.py`); the tests hold every
 meta device. What no layout covers is read off that model.
 """
 
+import json
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from math import prod
 from typing import Any
 
+from ..report.data import data_path
 from .from_transformers import read_off
 from .shape import ShapeData
 
@@ -34,27 +37,7 @@ class Weight:
 
 # Kind and sizes of what plays a role in a layer. A cross-attention's roles begin with "cross_"; "position" is in a
 # stack's first layer only.
-ROLES = {
-    **{role: ("linear", "q h") for role in ("q", "cross_q")},
-    **{role: ("linear", "k h") for role in ("k", "v", "cross_k", "cross_v")},
-    **{role: ("linear", "h q") for role in ("out", "cross_out")},
-    **{role: ("norm", "h") for role in ("norm1", "norm2", "after1", "after2", "cross_norm")},
-    **{role: ("norm", "d") for role in ("q_norm", "k_norm")},
-    **{role: ("linear", "m h") for role in ("up", "gate")},
-    "qkv": ("linear", "qkv h"),
-    "down": ("linear", "h m"),
-    "position": ("embedding", "B a"),
-    "router": ("other", "E h"),
-    "experts_up": ("expert", "E 2e h"),
-    "experts_down": ("expert", "E h e"),
-    "gate_up": ("linear", "2m h"),
-    **{f"shared_{role}": ("linear", "s h") for role in ("gate", "up")},
-    "shared_down": ("linear", "h s"),
-    **{"router_bias": ("bias", "E"), "experts_up_bias": ("bias", "E 2m"), "experts_down_bias": ("bias", "E h")},
-    "sinks": ("other", "a"),
-    **{"q_a": ("linear", "ql h"), "q_a_norm": ("norm", "ql"), "q_b": ("linear", "qb ql")},
-    **{"kv_a": ("linear", "kva h"), "kv_a_norm": ("norm", "kl"), "kv_b": ("linear", "kvb kl")},
-}
+ROLES = json.loads(data_path("layer_roles.json").read_text(encoding="utf-8"))
 
 
 def letter_sizes(s: ShapeData) -> dict[str, int]:
@@ -82,6 +65,7 @@ def letter_sizes(s: ShapeData) -> dict[str, int]:
     }
 
 
+@lru_cache(maxsize=512)
 def list_weights(s: ShapeData) -> tuple[Weight, ...]:
     """Return every parameter of `s` in the order of `named_parameters()`, shared ones once."""
     if s.layout is None:
@@ -121,6 +105,7 @@ def _tensors(s: ShapeData, sizes: dict[str, int], name: str, kind: str, letters:
         yield f"{name}.bias", shape[:1], "norm" if kind == "norm" else "bias"
 
 
+@lru_cache(maxsize=512)
 def list_buffers(s: ShapeData) -> tuple[tuple[str, tuple[int, ...], str], ...]:
     """Return every buffer of `s`: name, shape and dtype, whether or not it is saved with the weights."""
     rope = s.config.get("rope_parameters") or s.config.get("rope_scaling") or {}
