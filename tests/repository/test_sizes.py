@@ -8,8 +8,8 @@ HELPERS = ROOT / "helpers"
 CEILINGS = {
     "vramlab/report": 720,
     "vramlab/hardware": 1210,
-    "vramlab/recipe": 2540,
-    "vramlab/training": 2390,
+    "vramlab/recipe": 2530,
+    "vramlab/training": 2310,
     "vramlab/tracking": 1010,
     "vramlab/formulas": 3860,
     "vramlab/simulation": 2850,

@@ -215,18 +215,9 @@ def kept_account(recipe: Recipe, chip: Chip, gradients_exist: bool) -> Account:
         part = (*part, r.sharding)
     elif is_sharded_by(r, "fsdp") or gradient_reduction(r):  # all ranks compute alike
         part = (*part, dataclasses.replace(r.sharding, rank=0))
-    sizes = (
-        r.shape,
-        r.rows,
-        r.samples,
-        r.joins,
-        r.gradient_checkpointing,
-        r.attn_implementation,
-        kernels(r),
-        r.labelled,
-    )
+    sizes = (r.shape, r.rows, r.samples, r.joins, r.gradient_checkpointing, r.attn_implementation, kernels(r))
     kind = (r.trainer, r.precompute_ref_log_probs, r.precision, r.dtype, r.lora, r.quantization, r.loop, optim)
-    key = (*sizes, *kind, chip, gradients_exist, part)
+    key = (*sizes, *kind, r.labelled, chip, gradients_exist, part)
     return cached_account(CacheKey(key, recipe, chip, gradients_exist))
 
 
