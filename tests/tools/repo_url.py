@@ -16,8 +16,10 @@ def change(new: str, root: Path = settings.ROOT) -> list[Path]:
     if not ADDRESS.fullmatch(new):
         raise ValueError(f"the address is {new!r}, but it must read like https://github.com/OWNER/NAME")
     old, owner_name = settings.repository_url(root), new.removeprefix("https://github.com/")
-    # A badge's target holds owner and name behind Colab's own address.
-    address = re.compile(r"(github\.com/|/github/)" + re.escape(old.removeprefix("https://github.com/")) + r"(?![\w-])")
+    # A badge's target holds owner and name behind Colab's own address, a workflow's step behind "uses".
+    address = re.compile(
+        r"(github\.com/|/github/|uses: )" + re.escape(old.removeprefix("https://github.com/")) + r"(?![\w-])"
+    )
     changed = []
     for path in (root / "pyproject.toml", root / "README.md"):
         text = path.read_text(encoding="utf-8") if path.exists() else ""
