@@ -48,10 +48,10 @@ class Seen(WatchCallback):
 
     def on_step_begin(self, *args, **kwargs):
         super().on_step_begin(*args, **kwargs)
-        if self._watch:
-            self._watch.tracker.claim(tensors_in(self.batches), "inputs")
+        if watched := self._entered:
+            watched.tracker.claim(tensors_in(self.batches), "inputs")
             if reference := getattr(self.trainer, "ref_model", None):
-                claim_model(self._watch.tracker, reference, REFERENCE)
+                claim_model(watched.tracker, reference, REFERENCE)
 
     def follow(self, trainer):
         self.trainer, fetch = trainer, trainer.get_batch_samples
