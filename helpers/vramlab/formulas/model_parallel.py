@@ -16,13 +16,13 @@ from ..hardware.gpu import Chip
 from ..hardware.overhead import rounded
 from ..recipe.knobs import unchecked
 from ..recipe.parallel_limits import WHOLE_EMBEDDING, stage_layers
-from ..recipe.recipe import Recipe, Sharding
+from ..recipe.recipe import Recipe
 from ..recipe.shapes import Shape
 from ..recipe.weights import Weight
 from ..report.report import Bytes, Phase
 from .ledger import Leaf, Parameter, Tensor
 from .model import Model
-from .model_states import input_bytes, weight_width
+from .model_states import input_bytes, is_sharded_by, weight_width
 from .operators import BOOL, INT64
 
 # Sliced by outputs (the first of a pair) and by inputs (the second one): transformers' `tp_plan`.
@@ -93,21 +93,6 @@ def _stage(shape: Shape, stages: int, rank: int) -> Shape:
     return found
 
 
-def _in_flight(sharding: Sharding) -> int:
-    """Return the most micro-batches whose activations a stage holds at once."""
-    if sharding.schedule == "gpipe":
-        return sharding.micro_batches
-    return min(sharding.micro_batches, sharding.world_size - sharding.rank)
-
-
-def _receive_bytes(recipe: Recipe, width: int) -> int:
-    """Sum a stage's buffers for hidden states and gradients from its neighbours, of all micro-batches."""
-    sharding = recipe.sharding
-    samples = recipe.batch_size // sharding.micro_batches
-    one = rounded(samples * recipe.seq_len * recipe.shape.hidden_size * width)
-    return sharding.micro_batches * one * ((sharding.rank > 0) + (sharding.rank < sharding.world_size - 1))
-
-
 def pipelined(recipe: Recipe, first: dict[str, Phase], later: dict[str, Phase], kept: int) -> dict[str, Phase]:
     """Return the phases of a stage's whole step, from those of one micro-batch.
 
@@ -115,28 +100,27 @@ def pipelined(recipe: Recipe, first: dict[str, Phase], later: dict[str, Phase], 
         first, later: of a micro-batch before which no gradient exists, and of one before which they do.
         kept: bytes of activations that one micro-batch keeps from its forward to its backward pass.
     """
-    sharding, most = recipe.sharding, _in_flight(recipe.sharding)
-    inputs = {"inputs": input_bytes(recipe) - first["load"].end.inputs}
-    always = {**inputs, "workspace": _receive_bytes(recipe, weight_width(recipe.weights_dtype))}
+    sharding, count = recipe.sharding, recipe.sharding.micro_batches
+    most = count if sharding.schedule == "gpipe" else min(count, sharding.world_size - sharding.rank)  # in flight
+    size = recipe.batch_size // count * recipe.seq_len * recipe.shape.hidden_size * weight_width(recipe.weights_dtype)
+    neighbours = (sharding.rank > 0) + (sharding.rank < sharding.world_size - 1)
+    inputs = input_bytes(recipe) - first["load"].end.inputs
 
-    def plus(split: Bytes, more: dict[str, int], others: int = 0) -> Bytes:
+    def plus(split: Bytes, others: int = 0) -> Bytes:
+        """Add what all micro-batches have, and the activations of `others` in flight."""
         found = dataclasses.asdict(split)
-        for category, n in more.items():
-            found[category] += n
+        found["inputs"] += inputs
+        found["workspace"] += count * neighbours * rounded(size)
         found["activations"] += others * kept
         return Bytes(**found)
 
-    phases = {name: Phase(plus(p.peak, always), plus(p.end, always)) for name, p in first.items()}
-    steady = sharding.micro_batches > most  # a forward pass begins when a backward pass is done
-    found = [(first, most - 1, most)]
-    if sharding.micro_batches > 1:
-        found.append((later, most - 1 if steady else None, most if steady else most - 1))
-    for name, place in (("forward", 1), ("backward", 2)):
-        peaks = [
-            plus(run[0][name].peak, always, max(run[place] - 1, 0) if name == "backward" else run[place])
-            for run in found
-            if run[place] is not None
-        ]
+    phases = {name: Phase(plus(p.peak), plus(p.end)) for name, p in first.items()}
+    forwards, backwards = ([plus(first[name].peak, most - 1)] for name in ("forward", "backward"))
+    if count > most:  # then a forward pass begins when a backward pass is done
+        forwards.append(plus(later["forward"].peak, most - 1))
+    if count > 1:
+        backwards.append(plus(later["backward"].peak, most - 1 if count > most else max(most - 2, 0)))
+    for name, peaks in (("forward", forwards), ("backward", backwards)):
         phases[name] = Phase(max(peaks, key=lambda split: split.total), phases[name].end)
     return phases
 
@@ -148,10 +132,9 @@ def beyond_the_slice(recipe: Recipe) -> int:
     """
     shape = recipe.shape
     if (
-        not is_model_parallel(recipe)
-        or recipe.sharding.engine != "tensor"
-        or shape.tied
+        shape.tied
         or shape.family in WHOLE_EMBEDDING
+        or not (is_model_parallel(recipe) and is_sharded_by(recipe, "tensor"))
     ):
         return 0
     width = weight_width(recipe.weights_dtype)
@@ -214,7 +197,7 @@ class PipelineStage(Model):
         return super().embed() if self.begins else self.received((self.batch, self.tokens, self.shape.hidden_size))
 
     def received(self, shape: tuple[int, ...]) -> Tensor:
-        """Receive hidden states in a buffer that `_receive_bytes` counts."""
+        """Receive hidden states in a buffer that `pipelined` counts."""
         block = self.block("received", (0,), 1)
         hidden = Tensor(block, shape, self.hidden_width)
         hidden.needs, hidden.node = True, Leaf(None)  # its gradient is sent back

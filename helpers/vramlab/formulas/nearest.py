@@ -68,7 +68,8 @@ def _decoder(s: Shape) -> Shape | str:
         return f"the activation is {s.activation}"
     if s.norm not in KNOWN_NORMS:
         return f"the norm is {s.norm}"
-    if len(layers) != s.num_layers or len({_relative(rows) for rows in layers.values()}) != 1:
+    unnumbered = {tuple((w.name.replace(f".{i}.", ".", 1), w.shape) for w in rows) for i, rows in layers.items()}
+    if len(layers) != s.num_layers or len(unnumbered) != 1:
         return "the layers are shared or differ"
     if other or len(norms) != 1 or not tables:
         return f"{other or f'{len(norms)} norms with weights'} stands outside the layers"
@@ -92,11 +93,6 @@ def _experts(s: Shape, roles: dict[str, str], rows: list[Weight]) -> dict[str, i
     names = ("num_experts_per_tok", "experts_per_token", "num_experts_per_token")
     top = next((s.settings[name] for name in names if s.settings.get(name)), 1)
     return dict(num_experts=count, intermediate_size=prod(sides) // s.hidden_size, experts_per_token=top)
-
-
-def _relative(rows: list[Weight]) -> tuple:
-    """List names and shapes in one layer, without its number."""
-    return tuple((row.name.replace(f".{row.layer}.", ".", 1), row.shape) for row in rows)
 
 
 def _roles(s: Shape, rows: list[Weight], number: str) -> dict[str, str] | str:

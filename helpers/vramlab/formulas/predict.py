@@ -16,7 +16,7 @@ from ..hardware import reserved
 from ..hardware.gpu import DEFAULT_CHIP, Gpu, find_gpu
 from ..hardware.overhead import cublas_workspace
 from ..recipe import lora_modules
-from ..recipe.options import HALF, Sharding
+from ..recipe.options import HALF
 from ..recipe.recipe import LATER_OF_LORA, Recipe, as_recipe
 from ..recipe.weights import unquantized
 from ..report.errors import RecipeError
@@ -49,35 +49,14 @@ def predict(recipe: Recipe | Any, gpu: str | Gpu | None = None) -> Report:
     card = find_gpu(gpu) if gpu else None
     if card:
         card.require_attention(recipe.attn_implementation)
-    if lora_modules.differ_by_layer(recipe.shape, recipe.lora):
-        allowed = "the formulas multiply one layer, so every layer has to get the same adapters: ask simulate"
-        raise RecipeError("lora.target_modules", recipe.lora.target_modules, allowed)
-    if recipe.activation_offloading:
-        raise RecipeError("activation_offloading", True, "the formulas do not know what is copied when: ask simulate")
-    if lora_modules.adapts_experts(recipe.shape, recipe.lora):
-        allowed = "PEFT takes these names to mean fused experts too, whose adapters no formula knows: ask simulate"
-        raise RecipeError("lora.target_modules", recipe.lora.target_modules, allowed)
-    if name := next((name for name in LATER_OF_LORA if getattr(recipe.lora, name, None)), None):
-        allowed = "the formulas know adapters of two matrices on modules: ask simulate"
-        raise RecipeError(f"lora.{name}", getattr(recipe.lora, name), allowed)
-    if recipe.trainer == "sft" and recipe.sharding:
-        allowed = "the formulas know trainer='sft' on one device only: ask simulate"
-        raise RecipeError("sharding", recipe.sharding.engine, allowed)
-    if recipe.lora and recipe.lora.modules_to_save:
-        _check_copies(recipe)
-    if recipe.is_ragged and recipe.shape.num_decoder_layers:
-        raise RecipeError("lengths", recipe.lengths, "the formulas do not know T5's masks for padding: ask simulate")
-    halves = {recipe.weights_dtype, recipe.implied_dtype, HALF.get(recipe.precision.partition("-")[0])}
-    if recipe.dtype and len(halves & set(HALF.values())) > 1:
-        allowed = "the formulas know sizes, not which of two half-precision formats is cast to the other: ask simulate"
-        raise RecipeError("dtype", recipe.dtype, allowed)
+    _refuse(recipe)
     exist = recipe.gradient_accumulation_steps > 1 or not recipe.loop.set_to_none  # gradients, when backward begins
     part, chip = model_parallel.rank_recipe(with_its_adapters(recipe)), card.chip if card else DEFAULT_CHIP
     account = kept_account(part, chip, exist)
     rank = shards.rank_bytes(part)
-    phases = _Step(part, account, rank, card, exist).phases()
+    phases = _phases(part, account, rank, card, exist)
     if model_parallel.is_model_parallel(recipe) and recipe.sharding.engine == "pipeline":
-        later = _Step(part, kept_account(part, chip, True), rank, card, True).phases()
+        later = _phases(part, kept_account(part, chip, True), rank, card, True)
         phases = model_parallel.pipelined(recipe, phases, later, account.phases[2]["activations"])
     name = max(phases, key=lambda phase: phases[phase].peak.total)
     peak = phases[name].peak
@@ -99,16 +78,40 @@ def predict(recipe: Recipe | Any, gpu: str | Gpu | None = None) -> Report:
     )
 
 
-def _check_copies(recipe: Recipe) -> None:
-    """Raise RecipeError for trained copies (`modules_to_save`) whose place in the step is not written down."""
-    shape, saved, sharding = recipe.shape, recipe.lora.modules_to_save, recipe.sharding
-    words = shape.num_decoder_layers and any(
-        weight.kind == "embedding" and is_trained_whole(weight.name, saved) for weight in shape.weights()
-    )
-    if words or (sharding and (sharding.engine, sharding.stage) == ("deepspeed", 3)):
-        where = "an embedding that encoder and decoder share" if words else "DeepSpeed's stage 3"
-        allowed = f"the formulas do not know where copies are in {where}: ask simulate"
-        raise RecipeError("lora.modules_to_save", saved, allowed)
+def _refuse(recipe: Recipe) -> None:
+    """Raise RecipeError for what the formulas do not know."""
+    if lora_modules.differ_by_layer(recipe.shape, recipe.lora):
+        allowed = "the formulas multiply one layer, so every layer has to get the same adapters: ask simulate"
+        raise RecipeError("lora.target_modules", recipe.lora.target_modules, allowed)
+    if recipe.activation_offloading:
+        raise RecipeError("activation_offloading", True, "the formulas do not know what is copied when: ask simulate")
+    if lora_modules.adapts_experts(recipe.shape, recipe.lora):
+        allowed = "PEFT takes these names to mean fused experts too, whose adapters no formula knows: ask simulate"
+        raise RecipeError("lora.target_modules", recipe.lora.target_modules, allowed)
+    if name := next((name for name in LATER_OF_LORA if getattr(recipe.lora, name, None)), None):
+        allowed = "the formulas know adapters of two matrices on modules: ask simulate"
+        raise RecipeError(f"lora.{name}", getattr(recipe.lora, name), allowed)
+    if recipe.trainer == "sft" and recipe.sharding:
+        allowed = "the formulas know trainer='sft' on one device only: ask simulate"
+        raise RecipeError("sharding", recipe.sharding.engine, allowed)
+    if recipe.lora and (saved := recipe.lora.modules_to_save) and (where := _unknown_copies(recipe, saved)):
+        raise RecipeError(
+            "lora.modules_to_save", saved, f"the formulas do not know where copies are in {where}: ask simulate"
+        )
+    if recipe.is_ragged and recipe.shape.num_decoder_layers:
+        raise RecipeError("lengths", recipe.lengths, "the formulas do not know T5's masks for padding: ask simulate")
+    halves = {recipe.weights_dtype, recipe.implied_dtype, HALF.get(recipe.precision.partition("-")[0])}
+    if recipe.dtype and len(halves & set(HALF.values())) > 1:
+        allowed = "the formulas know sizes, not which of two half-precision formats is cast to the other: ask simulate"
+        raise RecipeError("dtype", recipe.dtype, allowed)
+
+
+def _unknown_copies(recipe: Recipe, saved: list[str]) -> str:
+    """Say where trained copies (`modules_to_save`) are whose place in the step is not written down, or ""."""
+    kinds = (weight.kind for weight in recipe.shape.weights() if is_trained_whole(weight.name, saved))
+    if recipe.shape.num_decoder_layers and "embedding" in kinds:
+        return "an embedding that encoder and decoder share"
+    return "DeepSpeed's stage 3" if is_sharded_by(recipe, "deepspeed") and recipe.sharding.stage == 3 else ""
 
 
 def largest_batch(recipe: Recipe, budget_bytes: int, gpu: str | Gpu | None = None) -> int:
@@ -126,72 +129,48 @@ def largest_batch(recipe: Recipe, budget_bytes: int, gpu: str | Gpu | None = Non
     return bisect.bisect_left(range(high // 2 + 1, high), True, key=lambda size: not fits(size)) + high // 2
 
 
-class _Step:
-    """The phases of a rank's steady step, from the bytes it holds and the account of a micro-batch.
+def _phases(recipe: Recipe, account: Account, rank: RankBytes, card: Gpu | None, exist: bool) -> dict[str, Phase]:
+    """Return each phase of a rank's steady step, from the bytes it holds and the account of a micro-batch.
 
-    Attributes:
-        loaded: bytes by category after loading; `always`: from the first step on.
-        gradients: those in the optimizer step; `existing`: those that exist when backward begins, if `exist`.
-        outputs: bytes of the forward pass that the loop may keep.
+    `exist`: gradients exist when backward begins.
     """
+    loop, rests, gradients = recipe.loop, rank.fragmentation, {}
+    sizes = {"parameters": rank.parameters, "buffers": model_states.buffer_bytes(recipe.shape)}
+    sizes |= {"inputs": model_states.input_bytes(recipe), "workspace": rests.get("parameters", 0)}
+    if recipe.has_reference:
+        sizes |= {name: 2 * sizes[name] for name in ("parameters", "buffers", "workspace")}
+    states = {"optimizer_states": rank.optimizer_states, "workspace": rests.get("optimizer_states", 0)}
+    handle = card.cublas_workspace if card else cublas_workspace(DEFAULT_CHIP.capability)
+    loaded = _sum(rank.always, sizes)
+    always = _sum(loaded, states, {"workspace": 2 * handle})  # in forward's thread and in backward's
+    if not loop.optimizer_in_backward:
+        whole = rank.gradients + model_parallel.beyond_the_slice(recipe)
+        gradients = {"gradients": whole, "workspace": rests.get("gradients", 0)}
+    exist = exist and not (is_sharded_by(recipe, "fsdp") and loop.set_to_none)  # whole, in the account
+    existing = gradients if rank.existing is None else {"gradients": rank.existing}
+    during = existing if exist else {}
+    before = existing if exist or loop.zero_grad == "before_backward" else {}
 
-    def __init__(self, recipe: Recipe, account: Account, rank: RankBytes, card: Gpu | None, exist: bool):
-        self.recipe, self.loop, self.account, self.rank = recipe, recipe.loop, account, rank
-        rests = rank.fragmentation
-        sizes = {"parameters": rank.parameters, "buffers": model_states.buffer_bytes(recipe.shape)}
-        sizes |= {"inputs": model_states.input_bytes(recipe), "workspace": rests.get("parameters", 0)}
-        if recipe.has_reference:
-            sizes |= {name: 2 * sizes[name] for name in ("parameters", "buffers", "workspace")}
-        self.states = {"optimizer_states": rank.optimizer_states, "workspace": rests.get("optimizer_states", 0)}
-        handle = card.cublas_workspace if card else cublas_workspace(DEFAULT_CHIP.capability)
-        self.loaded = _sum(rank.always, sizes)
-        self.always = _sum(self.loaded, self.states, {"workspace": 2 * handle})  # in forward's thread and in backward's
-        beyond = model_parallel.beyond_the_slice(recipe)
-        self.gradients = {"gradients": rank.gradients + beyond, "workspace": rests.get("gradients", 0)}
-        if self.loop.optimizer_in_backward:
-            self.gradients = {}
-        self.exist = exist and not (is_sharded_by(recipe, "fsdp") and self.loop.set_to_none)  # whole, in the account
-        self.existing = self.gradients if rank.existing is None else {"gradients": rank.existing}
-        self.outputs = {category: n for category, n in account.phases[3].items() if category != "gradients"}
-
-    def phases(self) -> dict[str, Phase]:
-        """Return each phase's split at its peak and at its end."""
-        loop, start = self.loop, self.loaded
-        if self.recipe.optim == "adagrad":  # makes its states when it is made
-            start = _sum(start, self.states)
-        kept = self.outputs if loop.keep_outputs is True else {}
-        gradients = self.gradients if loop.zero_grad != "end" or not loop.set_to_none else {}
-        load, rest = Bytes(**start), Bytes(**_sum(self.always, kept, gradients))
-        return {
-            "load": Phase(load, load),
-            "forward": self._forward(kept),
-            "backward": self._backward(),
-            "step": Phase(self._step_peak(), rest),
-            "between_steps": Phase(rest, rest),
-        }
-
-    def _forward(self, kept: Sizes) -> Phase:
-        before = self.existing if self.exist or self.loop.zero_grad == "before_backward" else {}
-        base = _sum(self.always, before, kept)
-        during = self.existing if self.exist else {}
-        peak, end = _sum(base, self.account.phases[0]), _sum(self.always, during, self.account.phases[2])
-        return Phase(Bytes(**peak), Bytes(**end))
-
-    def _backward(self) -> Phase:
-        rank, end = self.rank, self.account.phases[3]
-        if self.loop.keep_outputs == "backward":
-            end = {"gradients": end["gradients"]}
-        base = _sum(self.always, self.existing if self.exist else {})
-        peak = Bytes(**_sum(base, self.account.phases[1], rank.backward))
-        if rank.reducing:
-            peak = max(peak, Bytes(**_sum(base, end, {"workspace": rank.reducing})), key=_total)
-        if rank.backward_end:  # gradients are divided by then
-            base, end = self.always, end | {"gradients": 0}
-        return Phase(peak, Bytes(**_sum(base, end, rank.backward_end)))
-
-    def _step_peak(self) -> Bytes:
-        kept = self.outputs if self.loop.keep_outputs in ("step", True) else {}
-        return Bytes(**_sum(self.always, kept, self.gradients, {"temporaries": self.rank.temporaries}))
+    forward, backward, forward_end, end = account.phases
+    outputs = {category: n for category, n in end.items() if category != "gradients"}
+    kept = outputs if loop.keep_outputs is True else {}
+    in_step = outputs if loop.keep_outputs in ("step", True) else {}
+    if loop.keep_outputs == "backward":
+        end = {"gradients": end["gradients"]}
+    peaks = [_bytes(always, during, backward, rank.backward)]
+    if rank.reducing:
+        peaks.append(_bytes(always, during, end, {"workspace": rank.reducing}))
+    if rank.backward_end:  # gradients are divided by then
+        during, end = {}, end | {"gradients": 0}
+    load = _bytes(loaded, states if recipe.optim == "adagrad" else {})  # which makes its states when it is made
+    rest = _bytes(always, kept, gradients if loop.zero_grad != "end" or not loop.set_to_none else {})
+    return {
+        "load": Phase(load, load),
+        "forward": Phase(_bytes(always, before, kept, forward), _bytes(always, existing if exist else {}, forward_end)),
+        "backward": Phase(max(peaks, key=lambda split: split.total), _bytes(always, during, end, rank.backward_end)),
+        "step": Phase(_bytes(always, in_step, gradients, {"temporaries": rank.temporaries}), rest),
+        "between_steps": Phase(rest, rest),
+    }
 
 
 def _sum(*splits: Sizes) -> Sizes:
@@ -203,8 +182,8 @@ def _sum(*splits: Sizes) -> Sizes:
     return split
 
 
-def _total(split: Bytes) -> int:
-    return split.total
+def _bytes(*splits: Sizes) -> Bytes:
+    return Bytes(**_sum(*splits))
 
 
 def _groups(recipe: Recipe, alive: list[tuple[int, Entry]] | None, peak: Bytes) -> dict[tuple, list]:
@@ -262,7 +241,12 @@ def _largest(groups: dict[tuple, list]) -> list[TensorGroup]:
 
 
 def _notes(recipe: Recipe, account: Account, card: Gpu | None, peak: int) -> list[str]:
-    notes = _sharding_notes(recipe.sharding) + unquantized(recipe) + lora_modules.notes(recipe.shape, recipe.lora)
+    sharding, notes = recipe.sharding, []
+    if sharding and sharding.world_size > 1:
+        notes.append(f"rank {sharding.rank} of {sharding.world_size}: buffers of NCCL are not counted")
+    if sharding and sharding.offload:
+        notes.append(f"{sharding.offload} offloaded to host memory, which needs them in full")
+    notes += unquantized(recipe) + lora_modules.notes(recipe.shape, recipe.lora)
     if account.approximate:
         low, high = (format_bytes(peak * n) for n in (reserved.UNKNOWN, 1 / reserved.UNKNOWN))
         notes.append(
@@ -273,13 +257,4 @@ def _notes(recipe: Recipe, account: Account, card: Gpu | None, peak: int) -> lis
         notes.append("torch_compile: activations and temporaries are those of the eager step")
     if card and (why := card.why_not(recipe.precision)):
         notes.append(why)
-    return notes
-
-
-def _sharding_notes(sharding: Sharding | None) -> list[str]:
-    notes = []
-    if sharding and sharding.world_size > 1:
-        notes.append(f"rank {sharding.rank} of {sharding.world_size}: buffers of NCCL are not counted")
-    if sharding and sharding.offload:
-        notes.append(f"{sharding.offload} offloaded to host memory, which needs them in full")
     return notes

@@ -5,7 +5,6 @@ the hidden peak of a step with AdamW is √v for every parameter.
 """
 
 from collections import Counter
-from itertools import groupby
 from math import prod
 
 from ..hardware.kernels import norms_scratch
@@ -22,6 +21,7 @@ def step_temporaries(recipe: Recipe, rows: tuple[ParameterRow, ...] | None = Non
     if loop.optimizer_in_backward:
         return 0
     most, before, trainer = 0, 0, loop.name == "trainer"
+    remembers = MODELLED[recipe.optim].library == "schedulefree"  # the last group's until the next one's are made
     if loop.max_grad_norm is not None or trainer:  # the Trainer logs the norm even where it does not clip
         most = _norms(rows)
     if recipe.optim == "adafactor":  # tensor by tensor, and the last one's update lives on beside the next
@@ -30,34 +30,19 @@ def step_temporaries(recipe: Recipe, rows: tuple[ParameterRow, ...] | None = Non
             before = rounded(FP32 * prod(row.shape))
     elif not has_copies(recipe):
         return most
-    elif MODELLED[recipe.optim].library == "schedulefree":
-        return max(most, _schedule_free(recipe, rows))
     elif loop.foreach is False:
-        most = max(most, copies(recipe)[1] * max((row.size for row in rows), default=0))
+        most = max(most, (copies(recipe)[1] + remembers) * max((row.size for row in rows), default=0))
     else:
         groups: dict[bool, Counter] = {}  # what is updated together: by dtype within the Trainer's two parameter groups
         for row in rows:
             group = groups.setdefault(row.decayed or not trainer, Counter())
             group[row.width] += row.count * (row.size + internal_fragmentation(row.size))
         for group in groups.values():
-            n, before = copies(recipe)[0], 0
+            n, before = copies(recipe)[0], before if remembers else 0
             for size in group.values():  # names hold one go's temporaries until the next has made its own, one by one
                 most = max(most, *((n - i) * before + (i + 1) * size for i in range(n)), 0)
                 before = size
     return most
-
-
-def _schedule_free(recipe: Recipe, rows: list[ParameterRow]) -> int:
-    """Return the bytes of two denominators: the last one's lives on until the next one has been made."""
-    together = recipe.loop.foreach is not False
-    trainer = recipe.loop.name == "trainer"
-    most, before, sizes = 0, 0, []
-    for _, group in groupby(sorted(rows, key=lambda r: trainer and not r.decayed), lambda r: trainer and not r.decayed):
-        found = [row.size + internal_fragmentation(row.size) for row in group for _ in range(row.count)]
-        sizes += [sum(found)] if together else found
-    for size in sizes:
-        most, before = max(most, before + size), size
-    return most * copies(recipe)[0]
 
 
 def _norms(rows: list[ParameterRow]) -> int:
