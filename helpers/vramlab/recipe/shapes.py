@@ -70,7 +70,7 @@ class Shape(ShapeData):
 
     def weights(self) -> tuple[Weight, ...]:
         """Return every parameter tensor, named and ordered as transformers' `named_parameters()`; shared ones once."""
-        return list_weights(self)
+        return self.__dict__.get("_weights") or list_weights(self)  # a slice and a stage have been given their own
 
     def buffers(self) -> tuple[tuple[str, tuple[int, ...], str], ...]:
         """Return every buffer as (name, shape, dtype). Gemma's `embed_scale` follows the weights' dtype; fp32 is given."""
