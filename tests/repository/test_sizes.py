@@ -11,7 +11,7 @@ CEILINGS = {
     "vramlab/recipe": 2530,
     "vramlab/training": 2310,
     "vramlab/tracking": 1010,
-    "vramlab/formulas": 3800,
+    "vramlab/formulas": 3790,
     "vramlab/simulation": 2850,
     "vramlab/measurement": 1300,
     "vramlab/planning": 1290,

@@ -14,6 +14,7 @@ A "-mixed" precision gathers and reduces in half precision, from and to fp32 sha
 is divided when the whole backward pass is over. Sources: torch/distributed/fsdp/_fully_shard/.
 """
 
+from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from math import ceil, prod
@@ -97,28 +98,24 @@ class FsdpModel(Model):
         sharding = asked.sharding
         self.asked, self.ranks, self.frees = asked, sharding.world_size, sharding.stage == 3
         self.mixed = asked.precision.endswith("-mixed")
-        self.flat: Block | None = None
-        self.reducing: Block | None = None
+        self.flat = self.reducing = None
         self.shards: list[Block] = []
         self.order: list[Unit] = []
-        self.units: dict[str, Unit] = {}
+        self.units: defaultdict[str, Unit] = defaultdict(Unit)
         for row in parameter_table(asked):
             if "*" not in (key := unit_of(row.name, asked)):
                 size = _stored(row.shape, HALF if self.mixed else row.width, row.quantized)
-                self._unit(key).sizes.append((*size, row.count, row.trained))
+                self.units[key].sizes.append((*size, row.count, row.trained))
         names = {}
         for name, parameter in self.parameters.items():
             names[name] = key = unit_of(name, asked)
-            unit = self._unit(key)
+            unit = self.units[key]
             if not any(parameter is other for other in unit.written):
                 unit.written.append(parameter)
                 if key and key[-1].isdigit():
                     size = _stored(parameter.shape, parameter.width, parameter.quantized)
                     unit.sizes.append((*size, 1, parameter.needs))
-        if TAIL in self.units:
-            self.units[TAIL].keep = True
-        if ROOT in self.units:
-            self.units[ROOT].keep = sharding.wrap != "model"
+        self.units[TAIL].keep, self.units[ROOT].keep = True, sharding.wrap != "model"
         self.first_unit = names.get(f"{self.embeddings[0]}.weight", ROOT) if self.embeddings else ROOT
         self.gathers_layers = sharding.wrap == "layers"
         self.rest = self._enter_whole_gradients(gradients_exist)
@@ -142,9 +139,6 @@ class FsdpModel(Model):
             return None
         self.other_gradients = 0 if accumulates else -rest  # entered ahead, to be freed at the end
         return self.group("backward", [(rest, 1)], "gradients")
-
-    def _unit(self, key: str) -> Unit:
-        return self.units.setdefault(key, Unit())
 
     # --- forward --------------------------------------------------------------------------------------------------
 
