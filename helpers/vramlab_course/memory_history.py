@@ -22,10 +22,14 @@ from vramlab.hardware.snapshot import SnapshotError
 
 
 class Snapshot(snapshot.Snapshot):
-    """A memory history whose sums over time are arrays."""
+    """A memory history whose sums over time are arrays.
+
+    `source`: "measured" for a GPU's own, "simulated" for one that was made without a GPU.
+    """
 
     def __init__(self, content: Mapping[str, Any], device: int | None = 0, source: str = "measured"):
-        super().__init__(content, device, source)
+        super().__init__(content, device)
+        self.source = source
         self.allocated = np.array(self.allocated, dtype=np.int64)
 
     def left(self, count: int = 6) -> snapshot.Groups:

@@ -47,7 +47,13 @@ print(vramlab.environment_stamp())"""
 
 @pytest.mark.parametrize(
     "words",
-    [["predict", "gpt2"], ["plan", "gpt2", "--gpu", "T4", "--method", "lora", "--json"], ["--help"], ["predict", "-h"]],
+    [
+        ["predict", "gpt2"],
+        ["explain", "gpt2"],
+        ["plan", "gpt2", "--gpu", "T4", "--method", "lora", "--json"],
+        ["--help"],
+        ["predict", "-h"],
+    ],
     ids=" ".join,
 )
 def test_the_command_line_needs_no_extra(words):
@@ -73,8 +79,13 @@ def test_commands_name_their_extra(name):
     [
         ("vramlab.simulate(recipe)", "simulate needs torch: pip install 'vramlab[simulate]'"),
         ("vramlab.measure(recipe)", "measure needs torch: pip install 'vramlab[simulate]'"),
+        (
+            "vramlab.explain('Tried to allocate 2.00 MiB', recipe)",
+            "explain needs torch: pip install 'vramlab[simulate]'",
+        ),
+        ("vramlab.assert_fits(recipe)", "assert_fits needs torch: pip install 'vramlab[simulate]'"),
         ("vramlab.watch", "watch needs torch: pip install 'vramlab[simulate]'"),
-        ("vramlab.WatchCallback", "WatchCallback needs transformers: pip install 'vramlab[simulate]'"),
+        ("vramlab.WatchCallback", "WatchCallback needs torch: pip install 'vramlab[simulate]'"),
         (
             "vramlab.plot.compare(vramlab.predict(recipe), vramlab.predict(recipe))",
             "plot needs matplotlib: pip install 'vramlab[plot]'",

@@ -18,12 +18,11 @@ from ..hardware.snapshot import read_snapshot
 from ..planning.changes import cheapest
 from ..recipe.recipe import Recipe
 from ..report.data import data_path
-from ..report.errors import RecipeError, VramLabError
+from ..report.errors import RecipeError, VramLabError, needing
 from ..report.report import UNITS, Report, TensorGroup, format_bytes, unit_for
 
-WORDS = json.loads(
-    data_path("out_of_memory.json").read_text(encoding="utf-8")
-)  # torch's, and those of a line for each size
+# torch's, and those of a line for each size
+WORDS = json.loads(data_path("out_of_memory.json").read_text(encoding="utf-8"))
 FRAGMENTED = 0.05  # of what is reserved: less is no fragmentation to cure
 EXPANDABLE = "PYTORCH_ALLOC_CONF=expandable_segments:True"
 
@@ -43,6 +42,7 @@ class Explanation:
         return "\n".join(self.lines)
 
 
+@needing("explain")
 def explain(what: Any, recipe: Recipe | None = None, gpu: str | Gpu | None = None) -> Explanation:
     """Say in plain lines what filled, or would fill, a card, and the three cheapest changes where a recipe is known.
 

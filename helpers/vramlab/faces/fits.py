@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..hardware.gpu import Gpu, find_gpu
-from ..report.errors import RecipeError
+from ..report.errors import RecipeError, needing
 from ..report.report import Interval, Report, format_bytes
 from .explain import parts
 
@@ -35,6 +35,7 @@ def assert_fits(what: Any, gpu: str | Gpu = "T4", tier: str = "likely", **given:
     return report
 
 
+@needing("assert_fits")
 def report_of(what: Any, **given: Any) -> Report:
     """Return the report of `what`, as in `assert_fits`: simulated, unless it is one."""
     if isinstance(what, Report):

@@ -81,13 +81,12 @@ class Snapshot:
     Args:
         content: what `torch.cuda.memory._snapshot()` returns, or the same read from JSON.
         device: which of its devices; None: the one with the largest segments.
-        source: "measured" for a GPU's own, "simulated" for one that was made without a GPU.
     Raises:
         SnapshotError: it is none, or it shows no blocks.
     """
 
-    def __init__(self, content: Mapping[str, Any], device: int | None = None, source: str = "measured"):
-        self.source, sizes = source, Counter()
+    def __init__(self, content: Mapping[str, Any], device: int | None = None):
+        sizes = Counter()
         try:
             traces, segments = content["device_traces"], content.get("segments") or ()
             for segment in segments:
@@ -175,8 +174,7 @@ class Snapshot:
 
 
 def user_line(frames: Sequence[Mapping[str, Any]]) -> Line:
-    """Return the innermost line of a stack (innermost first) outside of torch and Python's own library; the innermost of
-    all if there is none."""
+    """Return the innermost line of a stack (innermost first) outside of torch and Python's own library, or of all."""
     if not frames:
         return Line("unknown", 0, "")
     frame = next((frame for frame in frames if is_users(frame["filename"])), frames[0])
@@ -200,10 +198,7 @@ class PlainUnpickler(pickle.Unpickler):
 
 
 def read_snapshot(path: str | os.PathLike, device: int | None = None) -> Snapshot:
-    """Return the snapshot in a `.pickle` of `_dump_snapshot`, or in JSON. Nothing of it is executed.
-
-    Raises SnapshotError: it is none, or a pickle of anything but plain data.
-    """
+    """Return the snapshot in a `.pickle` of `_dump_snapshot`, or in JSON; raise SnapshotError for anything else."""
     try:
         with open(path, "rb") as file:
             is_json = file.read(1) == b"{"
