@@ -1,5 +1,7 @@
 """Functions that the exercises' expressions call: judges of readers' functions, and short algorithms."""
 
+import copy
+import itertools
 import re
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -116,3 +118,57 @@ def merged(answer: Any) -> Feedback:
             case = f"inputs={inputs}, outputs={outputs}, r={r}, alpha={alpha}"
             return Feedback(False, next(known, f"Not right for {case}: the outputs differ."))
     return Feedback(True, "Right: after merging a layer costs nothing more than before.")
+
+
+def slim_history(answer: Callable[[Any, list], Any]) -> Feedback:
+    """Whether `answer(model, batches)` lists the last token's logits of each batch and keeps nothing else alive."""
+    import torch
+
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Embedding(50, 8), torch.nn.Linear(8, 50))
+    batches = [torch.randint(50, (2, tokens)) for tokens in (7, 8, 9)]
+    found = answer(model, batches)
+    if not isinstance(found, list) or len(found) != len(batches):
+        return Feedback(False, f"A list of {len(batches)} tensors was expected for {len(batches)} batches.")
+    for tensor, ids in zip(found, batches, strict=True):
+        right = model(ids)[:, -1]
+        if getattr(tensor, "shape", None) != right.shape or not tensor.allclose(right):
+            return Feedback(False, "The numbers are not those of each batch's last token.")
+        if (held := tensor.untyped_storage().nbytes()) > tensor.nbytes:
+            return Feedback(False, f"Each element keeps {held // tensor.nbytes} times its own bytes alive.")
+        if tensor.grad_fn:
+            return Feedback(False, "Each element remembers how it was made, and so keeps what backward would need.")
+    return Feedback(True, "Right: the list grows by what it shows.")
+
+
+def updates_in_backward(answer: Callable[[Any, float], Any]) -> Feedback:
+    """Whether after `answer(model, lr)` backward alone trains by SGD, with one gradient alive at a time."""
+    import torch
+
+    for lr, *widths in ((0.1, 4, 6, 3), (0.02, 5, 5, 5, 5)):
+        torch.manual_seed(0)
+        layers = [torch.nn.Linear(a, b) for a, b in itertools.pairwise(widths)]
+        model, x, most = torch.nn.Sequential(*layers), torch.randn(8, widths[0]), 0
+        plain = copy.deepcopy(model)
+
+        def count(_, model=model):
+            nonlocal most
+            most = max(most, sum(p.grad is not None for p in model.parameters()))
+
+        for p in model.parameters():
+            p.register_post_accumulate_grad_hook(count)
+        answer(model, lr)
+        sgd = torch.optim.SGD(plain.parameters(), lr)
+        for step in range(2):
+            model(x).square().mean().backward()
+            plain(x).square().mean().backward()
+            sgd.step()
+            sgd.zero_grad()
+            pairs = zip(model.parameters(), plain.parameters(), strict=True)
+            if not all(p.allclose(q, atol=1e-6) for p, q in pairs):
+                return Feedback(False, f"After step {step + 1} the weights are not those of SGD with lr={lr}.")
+        if any(p.grad is not None for p in model.parameters()):
+            return Feedback(False, "After backward there are still gradients.")
+        if most > 1:
+            return Feedback(False, f"In backward, {most} gradients were alive at once.")
+    return Feedback(True, "Right: the same training, without the gradients' bytes. Clipping needs them all, though.")

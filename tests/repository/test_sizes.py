@@ -17,7 +17,7 @@ CEILINGS = {
     "vramlab/planning": 1290,
     "vramlab/faces": 2190,
     "vramlab_course/claims": 1200,
-    "vramlab_course": 5640,
+    "vramlab_course": 5700,
 }
 LONGEST = 480
 
