@@ -1,9 +1,12 @@
 """predict against simulate for TRL's trainers that learn from preferences: a recipe of every causal family and size."""
 
+import gc
+
 import pytest
 from predict_grid import assert_still_said, preference_grid, simulated, stored
 from test_predict_grid import error, worst
 from vramlab import LoRA, Recipe, RecipeError, predict, simulate
+from vramlab.formulas.account import cached_account
 
 GRID = [r for r in preference_grid() if (r.name, r.attn_implementation) != ("falcon-7b", "eager")]
 SAMPLE = 10
@@ -62,3 +65,19 @@ def test_adapters_need_no_second_model():
     assert parameters == [2 * weights, weights]
     adapted = predict(full.replace(lora=LoRA(r=16)))
     assert 0 < adapted.peak.parameters - weights < weights / 100
+
+
+@pytest.mark.parametrize("changes", [{"trainer": "sft"}, {"trainer": "dpo"}, {"use_liger_kernel": True}], ids=str)
+def test_a_prediction_leaves_no_cycles(changes):
+    """A head that referred to its own result kept what it had saved to the end of the backward pass."""
+    recipe = Recipe("qwen2.5-0.5b", batch_size=2, seq_len=64, precision="bf16-mixed", **changes)
+    predict(recipe)
+    cached_account.cache_clear()
+    gc.collect()
+    gc.disable()
+    try:
+        predict(recipe)
+        cached_account.cache_clear()
+        assert gc.collect() == 0
+    finally:
+        gc.enable()

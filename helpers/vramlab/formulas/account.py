@@ -104,6 +104,7 @@ class Account:
         model.events, model.no_grad = self.m.events, True
         model.logits_and_loss(model.hidden_states())
         model.casts.clear()
+        model.nodes.clear()  # which refer to the model
         model.metrics = model.table = None
         return [(model, len(model.events))]
 
