@@ -152,6 +152,7 @@ def test_dft_moves_no_peak(tmp_path):
         ("llama", {"completion_lengths": (9, 33)}, "completion_lengths"),
         ("llama", {"completion_lengths": (9, 0)}, "completion_lengths"),
         ("llama", {"completion_lengths": (9, 9), "trainer": "transformers"}, "completion_lengths"),
+        ("llama", {"completion_lengths": (9, 9), "trainer": "dpo"}, "completion_lengths"),
     ],
 )
 def test_what_it_does_not_train_is_refused(family, fields, field):

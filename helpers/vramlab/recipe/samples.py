@@ -24,12 +24,14 @@ def packs(recipe: Any) -> bool:
 
 
 def filled_in(recipe: Any) -> dict[str, Any]:
-    """Return the fields that `recipe.lengths` says, where they are left out. Raises RecipeError."""
+    """Return the fields that the samples' lengths say, where they are left out. Raises RecipeError."""
     said = {name: getattr(recipe, name) for name in ("lengths", "completion_lengths")}
     found = {name: check_lengths(name, value) for name, value in said.items() if value is not None}
-    if "lengths" in found and not packs(recipe):
-        found["seq_len"] = recipe.seq_len or max(found["lengths"])
-        found["batch_size"] = len(found["lengths"]) if recipe.batch_size == 1 else recipe.batch_size
+    if found and not packs(recipe):
+        first, *_ = found.values()
+        found["batch_size"] = len(first) if recipe.batch_size == 1 else recipe.batch_size
+        if "lengths" in found:
+            found["seq_len"] = recipe.seq_len or max(found["lengths"])
     return found
 
 
@@ -42,9 +44,9 @@ def shape_of(lengths: tuple[int, ...], joins: bool, multiple: int | None = None)
 def check(recipe: Any) -> None:
     """Raise RecipeError for samples that no collator makes a batch of."""
     lengths, batch, longest, sharding = recipe.lengths or (), recipe.batch_size, recipe.seq_len, recipe.sharding
-    for name in ("packing", "padding_free"):
-        if getattr(recipe, name) and recipe.trainer != "sft":
-            raise RecipeError(name, True, "only TRL's SFTTrainer does it: say trainer='sft'")
+    for name in ("packing", "padding_free", "completion_lengths"):
+        if (value := getattr(recipe, name)) and recipe.trainer != "sft":
+            raise RecipeError(name, value, "it is for TRL's SFTTrainer only: say trainer='sft' or leave it out")
     if not recipe.is_ragged:
         return
     if recipe.trainer not in ("transformers", "sft"):
@@ -60,9 +62,7 @@ def check(recipe: Any) -> None:
         raise RecipeError("lengths", sum(lengths), f"{batch} × {longest} tokens are a micro-batch's most")
     if lengths and not packs(recipe) and len(lengths) != batch:
         raise RecipeError("batch_size", batch, f"lengths says {len(lengths)} samples")
-    if labelled := recipe.completion_lengths:
-        if recipe.trainer != "sft":
-            rest = "other heads than SFTTrainer's compute every token, with a label or without: leave it out"
-            raise RecipeError("completion_lengths", labelled, rest)
-        if len(labelled) != len(recipe.samples) or any(map(gt, labelled, recipe.samples)):
-            raise RecipeError("completion_lengths", labelled, f"samples have {recipe.samples} tokens")
+    labelled, tokens = recipe.completion_lengths or (), recipe.samples
+    if labelled and (len(labelled) != len(tokens) or any(map(gt, labelled, tokens))):
+        allowed = f"say one for each sample ({len(tokens)}), and no more than it has"
+        raise RecipeError("completion_lengths", labelled, allowed)
