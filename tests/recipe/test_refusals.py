@@ -314,3 +314,9 @@ def test_adapters_that_read_the_bases_weights_want_them_whole(engine, option):
     error = refused(recipe.replace, sharding=Sharding(3, 8, engine))
     assert error.field == f"lora.{next(iter(option))}" and "one device, or 'ddp'" in str(error)
     recipe.replace(sharding=Sharding(0, 8, "ddp"))
+
+
+def test_the_words_for_a_base_that_is_not_prepared():
+    recipe = Recipe("gpt2", lora=LoRA(), quantization=Quantization(prepare=False))
+    assert str(recipe).endswith("nf4 · not prepared")
+    assert "prepared" not in str(recipe.replace(trainer="sft")) + str(recipe.replace(quantization=Quantization()))

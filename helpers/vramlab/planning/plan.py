@@ -22,7 +22,7 @@ from ..report.report import Report, format_bytes, text_table
 from .plan_advice import advise
 from .question import Question
 from .search import Choice, Miss, Search, order, upper
-from .search_space import described, method_of
+from .search_space import method_of
 from .step_time import StepTime
 
 WIDTH = 100  # characters of a line in a notebook
@@ -98,7 +98,7 @@ class Plan:
             nothing = "Nothing fits."
             if miss := self.lightest:
                 over = format_bytes(miss.over, digits=2)
-                nothing += f" The lightest recipe is {described(miss.recipe)}, {over} over."
+                nothing += f" The lightest recipe is {miss.recipe}, {over} over."
             lines += [nothing, *(f"- {advice}" for advice in self.advice)]
         lines.append(f"fits means: the upper end of the predicted {q['tier']} interval is within the usable memory")
         lines.append(f"{self.considered:,} recipes considered, {self.predicted:,} predicted")
@@ -151,7 +151,7 @@ def _wrapped(line: str) -> str:
 
 def _short(recipe: Recipe) -> str:
     """The recipe without what the plan's first line says."""
-    return described(recipe).replace(f"{recipe.name} · ", "", 1).replace(f"{recipe.seq_len} tokens · ", "", 1)
+    return str(recipe).replace(f"{recipe.name} · ", "", 1).replace(f"{recipe.seq_len} tokens · ", "", 1)
 
 
 def _total_unknown(question: Question) -> str:

@@ -9,7 +9,7 @@ from ..report.errors import RecipeError
 from ..report.report import format_bytes
 from .question import Question
 from .search import Search
-from .search_space import described, method_of
+from .search_space import method_of
 
 SHORTEST, MOST_GPUS = 64, 1024  # tokens, GPUs
 
@@ -54,5 +54,5 @@ def _changes(question: Question) -> Iterator[list[tuple[str, dict]]]:
 
 
 def _described(recipe: Recipe, question: Question) -> str:
-    said = described(recipe)
+    said = str(recipe)
     return said if method_of(recipe) in said.lower() or question.method != "any" else f"{said} ({method_of(recipe)})"

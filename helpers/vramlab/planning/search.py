@@ -16,7 +16,7 @@ from ..report.errors import RecipeError
 from ..report.report import CATEGORIES, Interval, Report, format_bytes
 from .plan_code import code as code_of
 from .question import ENGINES, METHODS, OPTIMS, Question
-from .search_space import described, families, held_bytes, method_of, micro_batches, notes_on, with_micro_batch
+from .search_space import families, held_bytes, method_of, micro_batches, notes_on, with_micro_batch
 from .step_time import StepTime, estimate, step_time
 
 
@@ -52,7 +52,7 @@ class Miss:
 
     def __str__(self) -> str:
         rate, over = f"{self.time.tokens_per_second:,.0f} tokens/s", format_bytes(self.over, digits=2)
-        text = f"{described(self.recipe)} ({rate}) does not fit: {over} over"
+        text = f"{self.recipe} ({rate}) does not fit: {over} over"
         if self.more > 0:
             more, category = format_bytes(self.more, digits=2), self.category.replace("_", " ")
             text += f"; {more} more {category} than the best that fits"

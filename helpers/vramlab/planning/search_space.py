@@ -82,11 +82,6 @@ def method_of(recipe: Recipe) -> str:
     return "qlora" if recipe.quantization else "lora" if recipe.lora else "full"
 
 
-def described(recipe: Recipe) -> str:
-    """The recipe in one line, and whether its 4-bit base is not prepared for k-bit training."""
-    return f"{recipe} · not prepared" if recipe.quantization and not recipe.quantization.prepare else str(recipe)
-
-
 def host_bytes(recipe: Recipe) -> int:
     """Bytes that all ranks together offload to the host's memory or may page there."""
     if not (recipe.sharding and recipe.sharding.offload):

@@ -339,7 +339,9 @@ class Recipe:
         """One line that names everything a number depends on."""
         implied = () if self.dtype != self.implied_dtype else ("dtype",)
         parts = (said.words(getattr(self, name)) for name, said in knobs(Recipe).items() if name not in implied)
-        return " · ".join([self.name, *filter(None, parts)])
+        # TRL's trainers never prepare a base
+        unprepared = self.quantization and not self.quantization.prepare and self.trainer not in TRL
+        return " · ".join([self.name, *filter(None, parts), *["not prepared"] * bool(unprepared)])
 
     def training_arguments(self, output_dir: str = "out", **changes):
         """The `transformers.TrainingArguments` that trains the same way; see `vramlab.training_arguments`."""
