@@ -8,7 +8,7 @@ HELPERS = ROOT / "helpers"
 CEILINGS = {
     "vramlab/report": 720,
     "vramlab/hardware": 1210,
-    "vramlab/recipe": 2530,
+    "vramlab/recipe": 2520,
     "vramlab/training": 2310,
     "vramlab/tracking": 1010,
     "vramlab/formulas": 3790,
