@@ -20,13 +20,13 @@ pytestmark = pytest.mark.usefixtures("no_figure_stays")
 
 
 def heights(ax) -> dict[str, list[float]]:
-    """Label of each container of bars to the heights of its bars."""
-    return {container.get_label(): [bar.get_height() for bar in container] for container in ax.containers}
+    """Label of each container of bars to the heights of its bars; "_" would keep it from the legend."""
+    return {container.get_label().lstrip("_"): [bar.get_height() for bar in container] for container in ax.containers}
 
 
 def area(ax, label: str) -> dict[float, tuple[float, float]]:
     """x to (lowest, highest) of the stacked area called `label`; at a step the later value counts."""
-    (collection,) = [c for c in ax.collections if c.get_label() == label]
+    (collection,) = [c for c in ax.collections if c.get_label().lstrip("_") == label]
     x, y = collection.get_paths()[0].vertices.T
     return {a: (y[x == a].min(), y[x == a].max()) for a in np.unique(x)}
 
@@ -42,6 +42,11 @@ def test_bars_are_the_bytes_of_each_category_in_gib():
     for name in CATEGORIES:
         bytes_ = [height * GiB for height in drawn[name.replace("_", " ")]]
         assert bytes_ == pytest.approx([getattr(r.peak, name) for r in shown], abs=1)
+
+
+def test_the_legend_names_what_leaves_ink():
+    figure = plot.bars(["a"], [{"parameters": 3 * GiB, "activations": GiB, "inputs": 1000}])
+    assert [text.get_text() for text in figure.legends[0].get_texts()] == ["parameters", "activations"]
 
 
 def test_bars_stand_on_each_other_and_reach_the_total():
@@ -116,7 +121,7 @@ def test_the_timeline_is_the_split_after_every_event():
     for name in CATEGORIES:
         if not any(getattr(moment.bytes, name) for moment in r.timeline):
             continue
-        (collection,) = [c for c in ax.collections if c.get_label() == name.replace("_", " ")]
+        (collection,) = [c for c in ax.collections if c.get_label().lstrip("_") == name.replace("_", " ")]
         path = collection.get_paths()[0]
         for before, moment in itertools.pairwise(r.timeline):
             middle = (before.index + moment.index) / 2  # a step holds its value until the next event

@@ -112,13 +112,17 @@ def test_every_category_has_one_colour_and_one_hatch_of_its_own():
         plot.compare_many([("g", [measured()])]),
     ):
         for c in figure.axes[0].containers:
-            patches.setdefault(c.get_label(), set()).add((to_hex(c[0].get_facecolor()), c[0].get_hatch() or ""))
+            patches.setdefault(c.get_label().lstrip("_"), set()).add(
+                (to_hex(c[0].get_facecolor()), c[0].get_hatch() or "")
+            )
     for figure in (
         plot.timeline(measured(timeline=[Moment(i, "step", peak) for i in (0, 1)])),
         plot.sweep([1, 2], [measured(), measured()], "x"),
     ):
         for c in figure.axes[0].collections:
-            patches.setdefault(c.get_label(), set()).add((to_hex(c.get_facecolor()[0]), c.get_hatch() or ""))
+            patches.setdefault(c.get_label().lstrip("_"), set()).add(
+                (to_hex(c.get_facecolor()[0]), c.get_hatch() or "")
+            )
     assert patches == {name.replace("_", " "): {(colour.lower(), hatch)} for name, (colour, hatch) in LOOK.items()}
 
 

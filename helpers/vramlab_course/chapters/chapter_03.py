@@ -1,4 +1,4 @@
-"""Chapter 03: cached simulations for an A100, bytes that autograd keeps, steps that empty the allocator's cache."""
+"""Bytes that autograd keeps, and steps that empty the allocator's cache, for the claims of chapter 03."""
 
 from collections.abc import Callable, Iterable
 from functools import cache
@@ -6,26 +6,10 @@ from typing import Any
 
 from vramlab.hardware.allocator import Allocator
 from vramlab.recipe.recipe import Recipe
-from vramlab.report.report import Report
-from vramlab.simulation.simulate import simulate
 
 from vramlab_course.fragmentation import Followed, Requests, follow, requests_of
 
-CARD = "A100"
 LENGTHS = (320, 384, 576, 320, 832, 128, 448, 192)
-
-
-@cache
-def simulation(recipe: Recipe) -> Report:
-    """`simulate` on CARD, once for each recipe."""
-    return simulate(recipe, gpu=CARD)
-
-
-def backends() -> list[str]:
-    """All backends of torch.compile on this machine."""
-    import torch._dynamo
-
-    return torch._dynamo.list_backends(exclude_tags=())
 
 
 def saved_bytes(function: Callable[[], Any], own: Iterable[Any] = ()) -> tuple[int, Any]:

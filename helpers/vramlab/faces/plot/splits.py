@@ -56,11 +56,13 @@ def used(splits: Sequence[Split]) -> list[str]:
 
 
 def layers(splits: Sequence[Split], unit: str) -> list[tuple[list[float], dict[str, Any]]]:
-    """Return each key's heights in `unit`, one per split, and how it is drawn."""
+    """Return each key's heights in `unit`, one per split, and how it is drawn; "_" keeps the inkless from the legend."""
     size, found = check_unit(unit), [{} if isinstance(split, str) else split for split in splits]
+    ink = 0.003 * max((sum(map(abs, split.values())) for split in found), default=0)
     return [
-        ([split.get(key, 0) / size for split in found], {"label": label_of(key), **look})
+        ([split.get(key, 0) / size for split in found], {"label": "_" * (not seen) + label_of(key), **look})
         for key, look in style.look(used(splits)).items()
+        for seen in [any(abs(split.get(key, 0)) > ink for split in found)]
     ]
 
 

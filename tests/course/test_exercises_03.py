@@ -1,0 +1,62 @@
+"""Chapter 03's exercises: what readers build is judged by what it does, and what goes wrong is named."""
+
+import pytest
+from vramlab import LoRA, Recipe
+from vramlab_course import exercises
+from vramlab_course.exercises import judge
+from vramlab_course.judges_03 import best_fit
+from vramlab_course.wrong_03 import accumulating, checkpointing, fitting
+
+FOUND = exercises.chapter("03")
+LONG = Recipe(
+    "llama-3.1-8b",
+    1,
+    8192,
+    "bf16-mixed",
+    gradient_accumulation_steps=16,
+    gradient_checkpointing=True,
+    lora=LoRA(r=16),
+    dtype="bfloat16",
+)
+
+
+def test_there_are_six_with_two_hints_each():
+    assert list(FOUND) == [f"03.{i}" for i in range(1, 7)]
+    assert all(len(set(exercise.hints)) == 2 for exercise in FOUND.values())
+
+
+@pytest.mark.parametrize("name", FOUND)
+def test_the_checks_reject_their_wrong_answers(name):
+    assert FOUND[name].check.problems() == []
+
+
+@pytest.mark.parametrize(
+    "name, answer, said",
+    [
+        ("03.1", accumulating(weigh=False), "each row counts alike"),
+        ("03.1", accumulating(clear=False), "before the call"),
+        ("03.1", accumulating(graph=True), "still holds its graph"),
+        ("03.1", accumulating(joined=True), "more than one of them was in the model"),
+        ("03.1", accumulating(loss="last"), "the loss returned is"),
+        ("03.2", checkpointing(reentrant=True), "an input that needs no gradient: the result has no gradient"),
+        ("03.2", checkpointing(every=0), "ran again in backward are none"),
+        ("03.2", checkpointing(every=1), "ran again in backward are [4, 3, 2, 1, 0]"),
+        ("03.2", checkpointing(rest=False), "the result is not that of the layers"),
+        ("03.3", "use_liger_kernel", "Logits are long gone"),
+        ("03.4", lambda lengths, size: best_fit(lengths, size, ordered=False), "are enough"),
+        ("03.4", lambda lengths, size: [[*range(len(lengths))]], "has 16 tokens"),
+        ("03.5", LONG, "likely to take"),
+        ("03.5", LONG.replace(use_liger_kernel=True), "does not know"),
+        ("03.6", fitting("eagerly"), "before its turn"),
+        ("03.6", fitting("lost"), "no longer sees the same tokens"),
+        ("03.6", lambda recipe, gpu: recipe, "None"),
+    ],
+)
+def test_what_readers_get_wrong_is_told_apart(name, answer, said):
+    verdict = judge(FOUND[name], answer)
+    assert not verdict.right and said in verdict.text, verdict
+
+
+def test_a_stub_is_not_answered():
+    for name in ("03.1", "03.2", "03.4", "03.6"):
+        assert judge(FOUND[name], lambda *_: ...).text == "not answered yet"
