@@ -46,7 +46,7 @@ _HOME = {
     "watch": "faces.watch",
     "WatchCallback": "faces.callback",
     "explain": "faces.explain",
-    "assert_fits": "faces.fits",
+    "assert_fits": "faces.explain",
     "diff": "report.diff",
     "doctor": "faces.doctor",
     "environment_stamp": "faces.doctor",
@@ -62,8 +62,7 @@ if TYPE_CHECKING:
     from .faces import plot
     from .faces.callback import WatchCallback
     from .faces.doctor import doctor, environment_stamp
-    from .faces.explain import explain
-    from .faces.fits import assert_fits
+    from .faces.explain import assert_fits, explain
     from .faces.measure import measure
     from .faces.watch import watch
     from .formulas.predict import predict

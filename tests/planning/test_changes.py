@@ -13,8 +13,7 @@ def test_each_change_saves_what_it_says():
     found = cheapest(RECIPE, count=99)
     assert len(found) > 5 and all(change.saves > 0 for change in found)
     for change in found:
-        assert change.recipe == RECIPE.replace(**change.fields)
-        assert predict(RECIPE).peak.total - predict(change.recipe).peak.total == change.saves
+        assert predict(RECIPE).peak.total - predict(RECIPE.replace(**change.fields)).peak.total == change.saves
 
 
 def test_the_same_training_comes_first_and_what_is_not_enough_last():

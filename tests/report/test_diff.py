@@ -6,7 +6,7 @@ import json
 import pytest
 from tiny_models import config
 from typer.testing import CliRunner
-from vramlab import LoRA, Recipe, Report, diff, predict, simulate
+from vramlab import LoRA, Recipe, Report, ReportError, diff, predict, simulate
 from vramlab.faces.cli import app
 
 A = Recipe(config("gpt2"), batch_size=2, seq_len=32, num_layers=2)
@@ -47,7 +47,7 @@ def test_reports_of_unlike_recipes_name_them():
 
 def test_a_report_without_figures_is_refused(reports):
     failed = Report.failed("measured", A, "cuda", "oom", "no room")
-    with pytest.raises(ValueError, match="without figures"):
+    with pytest.raises(ReportError, match="without figures"):
         diff(reports[0], failed)
 
 
@@ -64,5 +64,10 @@ def test_the_command_takes_options_recipes_and_reports(tmp_path, reports):
     assert found.output == str(diff(*reports)) + "\n"
     words = "gpt2 --num-layers 1 --seq-len 16 --batch-size "
     assert "batch 2" in run(app, ["diff", words + "1", words + "2"]).output
+    files[0].write_text("[1]")
+    assert run(app, ["diff", str(files[0]), words + "1"]).exit_code == 2
+    files[0].write_text(Report.failed("measured", A, "cuda", "oom", "no room").to_json())
+    found = run(app, ["diff", str(files[0]), str(files[1])])
+    assert found.exit_code == 2 and "without figures" in found.output
     found = run(app, ["diff", words + "0", words + "1"])
     assert found.exit_code == 2 and "batch_size" in found.output

@@ -15,7 +15,7 @@ CEILINGS = {
     "vramlab/simulation": 2850,
     "vramlab/measurement": 1300,
     "vramlab/planning": 1290,
-    "vramlab/faces": 2190,
+    "vramlab/faces": 2160,
     "vramlab_course/claims": 1200,
     "vramlab_course": 5700,
 }

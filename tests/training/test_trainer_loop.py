@@ -268,7 +268,7 @@ def test_growth_that_no_step_leaves_is_no_leak(tmp_path, monkeypatch):
 def test_what_is_held_is_logged_and_kept(tmp_path, monkeypatch):
     seen, reporter, training = run_of(tmp_path, monkeypatch, itertools.repeat(2**30), hoard=True)
     assert seen.leaks == () and seen._looks == 0
-    others = [(sample.step, sample.after) for sample in seen.held if sample.after != "step"]
+    others = [(step, after) for step, after, *_ in seen.held if after != "step"]
     assert sorted(others) == [(8, "evaluation"), (16, "checkpoint"), (16, "evaluation")]
     assert len(seen.held) == 16 + 3 and set(seen.held[0][2:]) == {2**30, 2**40}
     assert len(reporter.logs) == len(training.state.log_history) == 5  # losses, evaluations and the end

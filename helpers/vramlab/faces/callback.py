@@ -2,7 +2,7 @@
 
 import sys
 import warnings
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from transformers import TrainerCallback
@@ -20,18 +20,8 @@ FOLLOWED, LOOKS = 3, 3  # steps that are followed then, and how often in a run
 LEAST = 64 * KiB  # a step: less is no leak to warn of
 
 
-class Held(NamedTuple):
-    """Bytes held after a "step", an "evaluation" or a "checkpoint", and at most so far: allocated by torch on CUDA, else the
-    process's resident set."""
-
-    step: int
-    after: str
-    now: int
-    peak: int
-
-
 def held_bytes() -> tuple[int, int]:
-    """Return the bytes held now and at most so far."""
+    """Return the bytes held now and at most so far: allocated by torch on CUDA, else the process's resident set."""
     if torch.cuda.is_available():
         return torch.cuda.memory_allocated(), torch.cuda.max_memory_allocated()
     return rss(), peak_rss()
@@ -49,7 +39,7 @@ class WatchCallback(TrainerCallback):
         step: which optimizer step to watch, from 1; the second is the first in which all states exist.
     Attributes:
         report: None until that step has ended. A run that ends before warns of it.
-        held: what was held after each step, evaluation and checkpoint.
+        held: (step, "step", "evaluation" or "checkpoint", bytes held after it, bytes held at most so far).
         leaks: the lines of which every step leaves storages, and how much; empty until memory was seen to grow.
 
     Where training breaks off, the end of a notebook's cell ends the watch; a script that goes on calls `close()`.
@@ -64,7 +54,7 @@ class WatchCallback(TrainerCallback):
 
     def _begin(self) -> None:
         self.report: Report | None = None
-        self.held: list[Held] = []
+        self.held: list[tuple[int, str, int, int]] = []
         self.leaks = Groups()
         self._steps = self._looks = self._since = 0
         self._ends: list[int] = []  # of the steps that are followed, in the recorder's log
@@ -131,10 +121,10 @@ class WatchCallback(TrainerCallback):
             shell.events.register("post_run_cell", self._after_cell)
 
     def _hold(self, state: Any, after: str) -> None:
-        self.held.append(Held(state.global_step, after, *held_bytes()))
+        self.held.append((state.global_step, after, *held_bytes()))
 
     def _grows(self) -> bool:
-        steps = [sample.now for sample in self.held[self._since :] if sample.after == "step"]
+        steps = [now for _, after, now, _ in self.held[self._since :] if after == "step"]
         return len(steps) >= 2 * WINDOW and min(steps[-WINDOW:]) - max(steps[-2 * WINDOW : -WINDOW]) >= LEAST
 
     def _end_look(self, recorder: Recorder) -> None:

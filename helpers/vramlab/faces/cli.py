@@ -20,12 +20,13 @@ from typer.core import TyperGroup
 from .. import __version__
 from ..hardware.gpu import Gpu, find_gpu
 from ..planning.question import Question
+from ..recipe.configuration import read_json
 from ..recipe.evaluation import Evaluation
 from ..recipe.knobs import Knob, options
 from ..recipe.recipe import Recipe
 from ..report.errors import VramLabError, needing
 from ..report.report import Interval, Report, format_bytes
-from .options import OPTIONS, Options, fields_of, fits_card, read_json, read_lengths, recipe_of, recipe_of_arguments
+from .options import OPTIONS, Options, fields_of, fits_card, read_lengths, recipe_of, recipe_of_arguments
 
 FAILED, WRONG, OUT_OF_MEMORY, STOPPED = 1, 2, 3, 130
 
@@ -269,7 +270,7 @@ def diff(
 ) -> None:
     """Which bytes and tensors came and went: two recipes, or reports of two commits or environments."""
     from ..report.diff import diff
-    from .fits import report_of
+    from .explain import report_of
 
     said = (_said([text] if Path(text).is_file() else shlex.split(text)) for text in (a, b))
     found = diff(*(report_of(each, **({} if isinstance(each, Report) else {"target": target})) for each in said))
@@ -279,7 +280,9 @@ def diff(
 def _said(words: list[str]) -> Recipe | Report:
     """Return what words say: the JSON file of a report or a recipe, or MODEL and options as of `predict`, among them the
     JSON file of a TrainingArguments."""
-    files = {word: read_json(word) for word in words if word.endswith(".json") and Path(word).is_file()}
+    paths = {word: Path(word) for word in words if word.endswith(".json") and Path(word).is_file()}
+    read = {word: read_json("file", path.read_text(encoding="utf-8"), word) for word, path in paths.items()}
+    files = {word: found for word, found in read.items() if isinstance(found, dict)}
     for found in files.values() if len(words) == 1 else ():
         if "phases" in found:
             return Report.from_dict(found)

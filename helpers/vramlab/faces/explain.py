@@ -6,7 +6,7 @@ except torch.OutOfMemoryError as error: print(explain(error, Recipe("gpt2", batc
 
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,11 +19,12 @@ from ..planning.changes import cheapest
 from ..recipe.recipe import Recipe
 from ..report.data import data_path
 from ..report.errors import RecipeError, VramLabError, needing
-from ..report.report import UNITS, Report, TensorGroup, format_bytes, unit_for
+from ..report.report import UNITS, Interval, Report, TensorGroup, format_bytes, unit_for
 
 # torch's, and those of a line for each size
 WORDS = json.loads(data_path("out_of_memory.json").read_text(encoding="utf-8"))
 FRAGMENTED = 0.05  # of what is reserved: less is no fragmentation to cure
+TIERS = {"safe": "high", "likely": "value", "tight": "low"}  # which end of the process's interval has to fit
 EXPANDABLE = "PYTORCH_ALLOC_CONF=expandable_segments:True"
 
 
@@ -118,7 +119,8 @@ def _of_request(found: dict[str, int], recipe: Recipe, card: Gpu | None) -> list
     peak, near = int(history.live.max()), 0.005 * UNITS[unit_for(asked)]  # two digits are printed
     held, births = found.get("allocated", peak), []
     for i, (size, storage, _) in enumerate(history.log):
-        if size > 0 and any(abs(n - asked) <= near for n in (storage.asked, _segment(storage.asked))):
+        whole = SMALL_SEGMENT if rounded(storage.asked) <= SMALL_BLOCK else segment(rounded(storage.asked))
+        if size > 0 and any(abs(n - asked) <= near for n in (storage.asked, whole)):  # torch says the segment's size
             births.append((abs(int(history.live[i]) - held), i, storage))
     line = f"none of the recipe's requests has that size (its peak is {format_bytes(peak)}): is it another recipe?"
     if births:
@@ -128,11 +130,6 @@ def _of_request(found: dict[str, int], recipe: Recipe, card: Gpu | None) -> list
         line = f"the request: {what}, in {history.phase_at(at + 1)}, at {format_bytes(int(history.live[at]))} of a peak of "
         line += format_bytes(peak) + (f"; {alike} others have this size" if alike else "")
     return [line, *_changes(recipe, card, max(found.get("lack", asked), peak - held - found.get("free", 0)))]
-
-
-def _segment(size: int) -> int:
-    """What the message says for a request: the segment that it needs."""
-    return SMALL_SEGMENT if rounded(size) <= SMALL_BLOCK else segment(rounded(size))
 
 
 def _of_recipe(recipe: Recipe, card: Gpu | None) -> Explanation:
@@ -169,3 +166,39 @@ def _changes(recipe: Recipe, card: Gpu | None, need: int) -> list[str]:
     found = cheapest(recipe, card, need, witness=_witness(recipe))
     lack = f", {format_bytes(need, unit_for(need), 2)} being missing" if need > 0 else ""
     return [f"the cheapest changes{lack}:", *(f"  {change}" for change in found or ["none takes much off the peak"])]
+
+
+def assert_fits(what: Any, gpu: str | Gpu = "T4", tier: str = "likely", **given: Any) -> Report:
+    """Raise AssertionError, which names the largest parts, unless the training step fits the card; return its report.
+
+    Args:
+        what: a recipe, a module, a mapping of what `simulate` takes, or a report; `given`: what else `simulate` takes.
+        tier: "safe", "likely" or "tight": the upper end, the middle or the lower end of the interval of what the process
+            holds is within the card's memory.
+    Raises:
+        RecipeError, GpuError: an unknown tier or card, or something that cannot be simulated.
+    """
+    card = find_gpu(gpu)
+    if tier not in TIERS:
+        raise RecipeError("tier", tier, f"allowed are {', '.join(map(repr, TIERS))}")
+    report = report_of(what, gpu=card.name, **given)
+    needs = report.process if report.process is not None else report.peak.total
+    size = getattr(needs, TIERS[tier]) if isinstance(needs, Interval) else needs
+    if report.status != "ok" or size > card.total:
+        has, over = format_bytes(card.total), format_bytes(size - card.total)
+        said = f"the process needs {needs}" if isinstance(needs, Interval) else f"it needs {format_bytes(needs)}"
+        why = report.message or f"{said}, {card.name} has {has}: {over} too much"
+        raise AssertionError("\n".join([f"{report.title} does not fit {card.name} ({tier}): {why}", *parts(report)]))
+    return report
+
+
+@needing("assert_fits")
+def report_of(what: Any, **given: Any) -> Report:
+    """Return the report of `what`, as in `assert_fits`: simulated, unless it is one."""
+    if isinstance(what, Report):
+        return what
+    from ..simulation.simulate import simulate
+
+    if not isinstance(what, Mapping):
+        what = {"model" if hasattr(what, "named_parameters") else "recipe": what}
+    return simulate(**{**given, **what})

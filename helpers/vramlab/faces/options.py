@@ -68,14 +68,6 @@ def recipe_of_arguments(model: str, given: Mapping[str, Any], values: Mapping[st
     return Recipe.from_training_arguments(arguments, model, **fields)
 
 
-def read_json(path: str) -> Any:
-    """Return what a JSON file holds. Raises RecipeError."""
-    try:
-        return json.loads(Path(path).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise RecipeError("file", path, f"it must be a JSON file ({error})") from error
-
-
 def read_lengths(path: Path) -> list[int]:
     """Return the tokens of each sample of a JSONL file: a number, a list of ids, or an object with one of LENGTHS a line.
 

@@ -18,8 +18,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    line = "fits(gpu, tier='likely', **given): what the test returns fits the GPU; see vramlab.assert_fits"
-    config.addinivalue_line("markers", line)
+    config.addinivalue_line("markers", "fits(gpu, tier, **given): vramlab.assert_fits of what the test returns")
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -28,7 +27,7 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     marker = pyfuncitem.get_closest_marker("fits")
     if marker is None:
         return None
-    from .fits import assert_fits
+    from .explain import assert_fits
 
     arguments = {name: pyfuncitem.funcargs[name] for name in pyfuncitem._fixtureinfo.argnames}
     assert_fits(pyfuncitem.obj(**arguments), *marker.args, **marker.kwargs)
@@ -41,7 +40,7 @@ def memory_budget(request: pytest.FixtureRequest) -> Callable[..., None]:
     path, name = request.path.with_suffix(".budgets.json"), request.node.nodeid.partition("::")[2]
 
     def check(what: Any, **given: Any) -> None:
-        from .fits import report_of
+        from .explain import report_of
 
         peak = report_of(what, **given).peak
         budgets = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}

@@ -9,7 +9,6 @@ import json
 import linecache
 import os
 import pickle
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -26,7 +25,7 @@ SEGMENTS = {"segment_alloc": 1, "segment_map": 1, "segment_free": -1, "segment_u
 
 
 class SnapshotError(VramLabError, ValueError):
-    """Something that is no memory snapshot, or one that shows no blocks."""
+    """Something that is no memory snapshot, or one without a history."""
 
 
 @dataclass(frozen=True, order=True)
@@ -80,24 +79,21 @@ class Snapshot:
 
     Args:
         content: what `torch.cuda.memory._snapshot()` returns, or the same read from JSON.
-        device: which of its devices; None: the one with the largest segments.
+        device: which of its devices; None: the one with the longest history.
     Raises:
-        SnapshotError: it is none, or it shows no blocks.
+        SnapshotError: it is none, or its history is empty.
     """
 
     def __init__(self, content: Mapping[str, Any], device: int | None = None):
-        sizes = Counter()
         try:
-            traces, segments = content["device_traces"], content.get("segments") or ()
-            for segment in segments:
-                sizes[segment.get("device", 0)] += segment["total_size"]
-            device = max(sizes, key=sizes.get, default=0) if device is None else device
-            self.events = list(traces[device]) if traces or not sizes else []
-            self.segments = [segment for segment in segments if segment.get("device", device) == device]
+            traces = content["device_traces"]
+            device = max(range(len(traces)), key=lambda i: len(traces[i])) if device is None else device
+            self.events = list(traces[device])
+            self.segments = [one for one in content.get("segments") or [] if one.get("device", device) == device]
             allocations = any(event["action"] == "alloc" for event in self.events)
-        except (KeyError, IndexError, TypeError, AttributeError) as error:
+        except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
             raise SnapshotError(f"this is no memory snapshot ({type(error).__name__}: {error}).") from error
-        if not allocations and not self.segments:
+        if not allocations:
             raise SnapshotError("the snapshot has no history: record before what you want to see (record_history).")
         self.allocated: Sequence[int] = self._over_time(BLOCKS, "allocated_size")
         self.reserved: Sequence[int] = self._over_time(SEGMENTS, "total_size")

@@ -25,7 +25,6 @@ class Change:
     unknown), and whether it computes the same training."""
 
     fields: dict[str, Any]
-    recipe: Recipe
     saves: int
     time: float | None
     same: bool
@@ -56,7 +55,7 @@ def cheapest(
             continue
         after = _seconds(changed, card)
         if saves > LEAST * before:
-            found.append(Change(fields, changed, saves, after / seconds if after and seconds else None, same))
+            found.append(Change(fields, saves, after / seconds if after and seconds else None, same))
     return sorted(found, key=lambda c: (c.saves < need, not c.same, c.time or 1.0, -c.saves))[:count]
 
 

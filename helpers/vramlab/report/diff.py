@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import Iterator
 
 from .compare import Comparison, compare
+from .errors import ReportError
 from .report import Report, format_bytes, unit_for
 
 
@@ -12,12 +13,12 @@ def diff(a: Report, b: Report) -> Comparison:
     """Return `compare` of two reports, differences being B − A, with notes of the tensors that came, went or changed and
     of libraries of other versions.
 
-    Tensors are those that `Report.largest` lists, by category, operator, module and dtype. Raises ValueError for a report
+    Tensors are those that `Report.largest` lists, by category, operator, module and dtype. Raises ReportError for a report
     without figures.
     """
     for report in (a, b):
         if report.status != "ok":
-            raise ValueError(f"a report without figures cannot be compared ({report.title}: {report.status}).")
+            raise ReportError(f"a report without figures cannot be compared ({report.title}: {report.status}).")
     found = compare(a, b, labels=("A", "B"), same_recipe=False, against="A")
     old, new = a.environment, b.environment
     unlike = sorted(name for name in old.keys() & new.keys() - {"date", "fits"} if old[name] != new[name])
