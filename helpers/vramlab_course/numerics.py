@@ -1,4 +1,4 @@
-"""Floating-point and integer formats from first principles: every bit of a number, every number of a format.
+"""Floating-point formats from first principles: every bit of a number, every number of a format.
 
     >>> FP16.encode(1.5), FP16.bits_of(1.5)
     (15872, '0 01111 1000000000')
@@ -183,44 +183,6 @@ class Format:
         return self.name
 
 
-@dataclass(frozen=True)
-class Integer:
-    """Integers in two's complement."""
-
-    name: str
-    bits: int
-
-    @property
-    def bytes(self) -> float:
-        """Bytes that a number takes."""
-        return self.bits / 8
-
-    @property
-    def max(self) -> int:
-        """The largest number; the smallest is −max − 1."""
-        return 2 ** (self.bits - 1) - 1
-
-    def decode(self, code: int) -> int:
-        """The number that a code stands for. Raises NumericsError when there is no such code."""
-        if isinstance(code, bool) or not isinstance(code, int) or not 0 <= code < 2**self.bits:
-            raise NumericsError(f"{self.name} has codes 0 to {2**self.bits - 1}, not {code!r}.")
-        return code - 2**self.bits if code > self.max else code
-
-    def encode(self, number: float) -> int:
-        """The code of the nearest integer, halves to even, clipped to the range. Raises NumericsError for nan."""
-        if math.isnan(number):
-            raise NumericsError(f"{self.name} has no code for nan.")
-        whole = round(min(max(number, -self.max - 1), self.max))
-        return whole % 2**self.bits
-
-    def bits_of(self, number: float) -> str:
-        """The code in binary."""
-        return f"{self.encode(number):0{self.bits}b}"
-
-    def __str__(self) -> str:
-        return self.name
-
-
 FP32 = Format("fp32", 8, 23)
 TF32 = Format("tf32", 8, 10, stored_bits=32)
 FP16 = Format("fp16", 5, 10)
@@ -228,7 +190,6 @@ BF16 = Format("bf16", 8, 7)
 E5M2 = Format("fp8 e5m2", 5, 2)
 E4M3FN = Format("fp8 e4m3fn", 4, 3, top="nan", saturates=True)
 E2M1 = Format("fp4 e2m1", 2, 1, top="finite", saturates=True)
-INT8 = Integer("int8", 8)
 FORMATS = (FP32, TF32, FP16, BF16, E5M2, E4M3FN, E2M1)
 
 
