@@ -4,6 +4,7 @@
     answer = 16 * 124_439_808
     exercises.check("02.1", answer)     # prints "Right: …" or what is wrong, returns True or False, never raises
     exercises.hint("02.1")              # the first hint; called again, the second
+    exercises.certificate("02", "Ada")  # once all of the chapter's checks have passed in this session
 
 The exercises of chapter 02 are the file `data/exercises/02.toml`; `exercise_data.py` says how it is written.
 """
@@ -11,6 +12,7 @@ The exercises of chapter 02 are the file `data/exercises/02.toml`; `exercise_dat
 import re
 import textwrap
 from dataclasses import dataclass
+from datetime import date
 from functools import cache
 from typing import Any
 
@@ -22,6 +24,7 @@ from .exercise_data import read_exercises
 
 WIDTH = 88
 _hints_given: dict[str, int] = {}
+_passed: set[str] = set()
 
 
 class ExerciseError(VramLabError, LookupError):
@@ -58,9 +61,7 @@ class Exercise:
         """The question in a box, with difficulty and minutes."""
         dots = "●" * self.difficulty + "○" * (5 - self.difficulty)
         head = f" Exercise {self.name} · difficulty {dots} · {self.minutes} min "
-        lines = [line for part in self.question.splitlines() for line in textwrap.wrap(part, WIDTH - 4) or [""]]
-        body = [f"│ {line.ljust(WIDTH - 4)} │" for line in lines]
-        return "\n".join([f"╭─{head}{'─' * (WIDTH - 3 - len(head))}╮", *body, f"╰{'─' * (WIDTH - 2)}╯"])
+        return _boxed(head, self.question)
 
 
 @cache
@@ -97,6 +98,8 @@ def check(name: str, answer: Any = None) -> bool:
     """
     feedback = judge(find(name), answer)
     print(_wrapped(f"{name}: {feedback}"))
+    if feedback.right:
+        _passed.add(name)
     return feedback.right
 
 
@@ -111,9 +114,34 @@ def hint(name: str) -> None:
         print(_wrapped(f"{name}: those were both hints. The solution is in {where}."))
 
 
+def certificate(number: str, name: str) -> bool:
+    """Print a certificate of chapter `number` for `name`, or which checks have not passed in this session.
+
+    It is made and stays here: nothing is sent anywhere. Returns whether all have passed.
+    """
+    asked = list(chapter(number))
+    passed = [each for each in asked if each in _passed]
+    if missing := [each for each in asked if each not in _passed]:
+        print(
+            _wrapped(
+                f"Chapter {number}: {len(passed)} of {len(asked)} passed in this session; {', '.join(missing)} not yet."
+            )
+        )
+        return False
+    words = f"{name}\nhas passed all {len(asked)} checks of chapter {number}: {', '.join(passed)}\n{date.today().isoformat()}"
+    print(_boxed(" VRAM Lab · certificate ", words))
+    return True
+
+
 def judge(exercise: Exercise, answer: Any) -> Feedback:
     """What `check` prints, as a value."""
     return NOT_ANSWERED if answer is None or answer is ... else exercise.check(answer)
+
+
+def _boxed(head: str, text: str) -> str:
+    lines = [line for part in text.splitlines() for line in textwrap.wrap(part, WIDTH - 4) or [""]]
+    body = [f"│ {line.ljust(WIDTH - 4)} │" for line in lines]
+    return "\n".join([f"╭─{head}{'─' * (WIDTH - 3 - len(head))}╮", *body, f"╰{'─' * (WIDTH - 2)}╯"])
 
 
 def _wrapped(text: str) -> str:
