@@ -1,12 +1,14 @@
 """The cheat sheet that ends the course: one page with numbers computed when it is drawn.
 
 from vramlab_course.chapters import cheat_sheet
-figure = cheat_sheet.draw()      # A4, also stored as notebooks/figures/cheat_sheet.png (`make figure`)
+figure = cheat_sheet.draw()      # A4 with 10 mm margins; `make figure` stores it in notebooks/figures as PDF and PNG
 print(cheat_sheet.as_text())     # its numbers as text
 """
 
 from collections.abc import Sequence
+from datetime import date
 from functools import cache
+from importlib.metadata import version
 
 from vramlab.faces.plot import style
 from vramlab.formulas.model_states import bytes_per_parameter, parameter_table
@@ -19,7 +21,7 @@ from vramlab.recipe.options import Quantization
 from vramlab.recipe.recipe import Recipe
 from vramlab.report.report import CATEGORIES, GiB, text_table
 
-NF4 = Quantization("nf4", double=True)
+NF4 = Quantization("nf4", double=True, prepare=False)  # as `plan` advises: no cast of what stays in 16 bits
 LADDER_MODEL, TOKENS, BATCH, LADDER_CARD = "llama-3.1-8b", 1024, 8, "H200"
 CARDS = ("T4", "RTX 4070", "RTX 4090", "A100 40GB", "H100 SXM", "H200", "8 × RTX 4090")
 # By size: if one fits, so do those before it.
@@ -29,9 +31,10 @@ MODELS = (
 )  # fmt: skip
 METHODS = ("full", "lora", "qlora")
 INDENT = -0.23  # tables begin where the bars' labels do
+PAGE, MARGIN = (8.27, 11.69), 10 / 25.4  # inches
 HEAD = ("largest part of the peak", "what to do", "chapter")
 MOVES = (
-    ("activations, logits", "smaller micro-batch, accumulated · sdpa · checkpointing", "03"),
+    ("activations, logits", "fused loss · smaller micro-batch, accumulated · sdpa · checkpointing", "03"),
     ("optimizer states", "8-bit or paged AdamW · fused, not foreach · shards", "03, 04"),
     ("gradients", "train adapters only: LoRA · shards", "04, 05"),
     ("parameters", "16 bits · 4-bit base: QLoRA · shards, offload", "01, 04, 06"),
@@ -44,6 +47,10 @@ RULES = (
     "batch = micro-batch × accumulation × GPUs: memory follows the first, learning the product",
     "time  = operations / (U · peak) + 3 · bytes written / (V · bandwidth) + kernels · τ; the optimizer once a step",
     "ranks = ZeRO 1: S / N · ZeRO 2: (G + S) / N · ZeRO 3: (P + G + S) / N + what is gathered; never activations",
+)
+LETTERS = (
+    "U, V: parts of the card's peak rate and bandwidth that kernels reach · τ: seconds to start a kernel",
+    "P, G, S: bytes of parameters, gradients, optimizer states · N: GPUs · r: the adapters' rank",
 )
 
 
@@ -140,7 +147,7 @@ def as_text() -> str:
     )
     parts = (text_table(kept), text_table(climbed), text_table(matrix()), text_table(_left([HEAD, *MOVES])))
     text = "\n\n".join(f"{title}\n\n{part}" for title, part in zip(titles, parts, strict=True))
-    return "\n".join([text, "", *RULES])
+    return "\n".join([text, "", *RULES, *LETTERS])
 
 
 def _left(rows: Sequence[tuple[str, ...]]) -> list[tuple[str, ...]]:
@@ -154,33 +161,47 @@ def draw():
     """Draw the page, A4 upright."""
     import matplotlib.pyplot as plt
 
-    figure = plt.figure(FigureClass=style.figure_class(), figsize=(8.27, 11.69), dpi=style.DPI, layout="constrained")
+    figure = plt.figure(FigureClass=style.figure_class(), figsize=PAGE, dpi=style.DPI, layout="constrained")
+    x, y = MARGIN / PAGE[0], MARGIN / PAGE[1]
+    figure.get_layout_engine().set(rect=(x, y + 0.02, 1 - 2 * x, 1 - 2 * y - 0.05))
     figure.heading = "Make it fit: GPU memory of training on one page"
-    figure.suptitle(figure.heading, x=0.02, ha="left", fontweight="bold", fontsize=15)
-    kept, climb, fits, moves, rules = figure.subplots(5, 1, height_ratios=(2.1, 3.4, 2.3, 2.1, 1.5))
+    figure.text(x, 1 - y, figure.heading, fontweight="bold", fontsize=15, va="top")
+    figure.text(x, y, _made(), fontsize=7, color="#444444")
+    kept, climb, fits, moves, rules = figure.subplots(5, 1, height_ratios=(2.1, 3.4, 2.3, 2.1, 2.0))
     _stacks(kept, [(label, parts) for label, parts in bytes_rows()], "{:.2f} B", 1)
-    kept.set_title("1 · Bytes a parameter keeps (weights, gradients, states)", loc="left", x=INDENT, fontweight="bold")
+    _title(kept, "1 · Bytes a parameter keeps, derived (weights, gradients, states)")
     rows = ladder_rows()
-    _stacks(
-        climb, [(label, split) for label, split, _ in rows], "{:.1f} GiB", GiB, [f" · time × {t:.2f}" for *_, t in rows]
+    after = [f" · time × {t:.2f}" for *_, t in rows]
+    _stacks(climb, [(label, split) for label, split, _ in rows], "{:.1f} GiB", GiB, after)
+    _title(
+        climb,
+        f"2 · Peak of {LADDER_MODEL}, batch {BATCH} × {TOKENS:,} tokens: one switch after the other, each kept",
+        16,
     )
-    heading = f"2 · Peak of {LADDER_MODEL}, batch {BATCH} × {TOKENS:,} tokens: one switch after the other, each kept"
-    climb.set_title(heading, loc="left", x=INDENT, fontweight="bold", pad=16)
     climb.set_xlabel(f"GiB, predicted; time estimated for an {LADDER_CARD}; dashed: what a card has", fontsize=8)
     for name, side in (("T4", "right"), ("RTX 4090", "left"), ("H100 SXM", "center"), ("H200", "center")):
         total = usable_memory(find_gpu(name)) / GiB
         climb.axvline(total, color=style.ALARM, linewidth=0.9, linestyle="--", zorder=0.5)
-        climb.text(total, -0.6, name, color=style.ALARM, fontsize=7.5, ha=side, va="bottom")
-    _table(
-        fits,
-        matrix(),
-        f"3 · Largest model that fits (global batch 8 × {TOKENS:,} tokens; no offload)",
-    )
+        climb.text(total, -0.6, name, color=style.ALARM, fontsize=7.5, ha=side, va="bottom", bbox=style.PATCH)
+    heading = f"3 · Largest of {len(MODELS)} models that fits safely, predicted"
+    _table(fits, matrix(), f"{heading} (global batch 8 × {TOKENS:,} tokens; no offload)")
     _table(moves, [HEAD, *MOVES], "4 · Does not fit? Look at the largest part")
     rules.set_axis_off()
-    rules.set_title("5 · Five sentences", loc="left", x=INDENT, fontweight="bold", fontsize=9)
-    rules.text(INDENT, 0.95, "\n".join(RULES), fontsize=7.6, va="top", linespacing=1.9, transform=rules.transAxes)
+    _title(rules, "5 · Five sentences, and their letters")
+    text = "\n".join([*RULES, *LETTERS])
+    rules.text(INDENT, 0.95, text, fontsize=7.2, va="top", linespacing=1.8, transform=rules.transAxes)
     return style.finish(figure, _summary(), "One page with five parts; the text beside it has all of its numbers.")
+
+
+def _made() -> str:
+    """When the page was drawn, and with what."""
+    versions = " · ".join(f"{name} {version(name)}" for name in ("vramlab", "torch", "transformers", "peft"))
+    return f"VRAM Lab, {date.today().isoformat()} · {versions} · all numbers are computed by the course's package"
+
+
+def _title(ax, text: str, pad: int = 6) -> None:
+    """Write a part's heading where its labels begin."""
+    ax.set_title(text, loc="left", x=INDENT, fontweight="bold", fontsize=9, pad=pad)
 
 
 def _summary() -> list[tuple[str, ...]]:
@@ -191,7 +212,14 @@ def _summary() -> list[tuple[str, ...]]:
 
 def _stacks(ax, rows: list[tuple[str, dict[str, float]]], form: str, unit: int, after: Sequence[str] = ()) -> None:
     """Draw horizontal stacked bars with their sums, the first row on top."""
-    names = [name for name in CATEGORIES if any(split.get(name, 0) / unit > 0.005 for _, split in rows)]
+    names = [
+        name
+        for name in CATEGORIES
+        if any(
+            split.get(name, 0) / unit > 0.003 * max(sum(other.values()) / unit for _, other in rows)
+            for _, split in rows
+        )
+    ]
     looks, width = style.look(names), max(sum(split.values()) for _, split in rows) / unit
     for i, (_, split) in enumerate(rows):
         left = 0.0
@@ -206,13 +234,15 @@ def _stacks(ax, rows: list[tuple[str, dict[str, float]]], form: str, unit: int, 
     ax.invert_yaxis()
     ax.set_xlim(0, 1.3 * width)
     ax.tick_params(axis="x", labelsize=7.5)
-    ax.title.set_fontsize(9)
+    ax.legend(loc="lower right", fontsize=8)
+    for bar in ax.containers:  # named here: the page has no legend of its own
+        bar.set_label("_")
 
 
 def _table(ax, rows: Sequence[tuple[str, ...]], title: str) -> None:
     """Draw a table of text."""
     ax.set_axis_off()
-    ax.set_title(title, loc="left", x=INDENT, fontweight="bold", fontsize=9)
+    _title(ax, title)
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     shares = [width / sum(widths) for width in widths]
     drawn = ax.table(
