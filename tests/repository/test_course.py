@@ -94,6 +94,21 @@ def test_index_links_every_page(left):
         assert (out / f"{name}.html").exists() and (out / f"{name}.ipynb").exists()
     assert "stopped in cell 4" in text and "ZeroDivisionError: division by zero" in text and "ran to the end" in text
     assert "recipe  1 &lt; 2" in text and "torch 2." in text
+    assert "together" in text and "calculator.ipynb" in text
+
+
+def test_pages_link_to_their_neighbours_and_solutions(tmp_path):
+    paths = [scratch.write(tmp_path / f"0{n}_x.ipynb", "1") for n in (0, 1, 2)]
+    (tmp_path / "solutions").mkdir()
+    scratch.write(tmp_path / "solutions" / "01_x_solutions.ipynb", "2")
+    run = execute.Run(paths[1], nbformat.read(paths[1], as_version=4), 1.0)
+    page.save(run, tmp_path, paths)
+    text = (tmp_path / "01_x.html").read_text()
+    for name in ("index", "00_x", "02_x", "01_x_solutions"):
+        assert f'href="{name}.html"' in text
+    assert 'href="01_x.html"' in (tmp_path / "01_x_solutions.html").read_text()
+    assert 'href="01_x_solutions.html"' in page.index([run], "here")
+    assert "white-space: pre;" in text, "wide tables scroll"
 
 
 def test_a_failing_table_fails_the_course(tmp_path, capsys):

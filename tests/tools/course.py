@@ -32,7 +32,7 @@ def run_course(paths: list[Path], out: Path, table: Callable[[], str]) -> int:
 
     def keep(run: execute.Run) -> None:
         runs.append(run)
-        page.save(run, out)
+        page.save(run, out, paths)
         (out / "index.html").write_text(page.index(runs, here), encoding="utf-8")
 
     print(here, flush=True)

@@ -1,6 +1,7 @@
 """Executed notebooks as web pages that need no network: styles and figures inside, formulas as MathML, no scripts."""
 
 import re
+from collections.abc import Sequence
 from pathlib import Path
 
 import canonical
@@ -43,23 +44,42 @@ class Exporter(HTMLExporter):
         return MarkdownWithMath(renderer=MathML(escape=False, exclude_anchor_links=True)).render(source)
 
 
-def chapter(run: Run) -> str:
-    """The executed notebook as one HTML page."""
+def chapter(run: Run, links: dict[str, str] | None = None) -> str:
+    """The executed notebook as one HTML page; `links` are what its navigation says, each with its address."""
     notebook = nbformat.from_dict(run.notebook)
     for cell in notebook.cells:
         if cell.cell_type == "markdown":  # the badge is a picture from the network
             cell.source = re.sub(r"\[!\[Open in Colab\]\(\S+\)\]", "[Open in Colab]", cell.source)
     exporter = Exporter(template_name="lab", template_file="chapter.html.j2", extra_loaders=[TEMPLATES])
-    return exporter.from_notebook_node(notebook, {"metadata": {"name": run.title}})[0]
+    return exporter.from_notebook_node(notebook, {"metadata": {"name": run.title}, "links": links or {}})[0]
 
 
 def index(runs: list[Run], machine: str, witnesses: str = "") -> str:
-    """The front page: each chapter with its result and time, then the table of the three witnesses as text."""
+    """The front page: each chapter with its result, solutions and time, then the three witnesses' table as text."""
     template = Environment(loader=TEMPLATES, autoescape=True).get_template("index.html.j2")
-    return template.render(runs=runs, machine=machine, witnesses=witnesses)
+    solutions = {run.path: path.stem for run in runs if (path := solutions_of(run)).exists()}
+    seconds = sum(run.seconds for run in runs)
+    return template.render(runs=runs, machine=machine, witnesses=witnesses, solutions=solutions, seconds=seconds)
 
 
-def save(run: Run, folder: Path) -> None:
-    """Write the executed notebook and its page into `folder`."""
+def save(run: Run, folder: Path, course: Sequence[Path] = ()) -> None:
+    """Write the executed notebook and its page into `folder`, and its solutions' page from their stored outputs.
+
+    `course` are all notebooks that are run: the page links to those before and after its own.
+    """
+    stem, stems = run.path.stem, [path.stem for path in course]
+    at = stems.index(stem) if stem in stems else 0
+    around = {"← previous": stems[max(at - 1, 0) : at], "next →": stems[at + 1 : at + 2]}
+    links = {words: f"{found[0]}.html" for words, found in around.items() if found}
+    if (solutions := solutions_of(run)).exists():
+        links["solutions"] = f"{solutions.stem}.html"
+        stored = Run(solutions, nbformat.read(solutions, as_version=4), 0.0)
+        back = {"the chapter": f"{stem}.html"}
+        (folder / f"{solutions.stem}.html").write_text(chapter(stored, back), encoding="utf-8")
     (folder / run.path.name).write_text(canonical.text(run.notebook), encoding="utf-8")
-    (folder / f"{run.path.stem}.html").write_text(chapter(run), encoding="utf-8")
+    (folder / f"{stem}.html").write_text(chapter(run, links), encoding="utf-8")
+
+
+def solutions_of(run: Run) -> Path:
+    """Where a chapter's solutions would be."""
+    return run.path.parent / "solutions" / f"{run.path.stem}_solutions.ipynb"

@@ -1,7 +1,7 @@
 """The table that ends `make course`: a few recipes as predicted, simulated and measured.
 
-A line is about one target, because CUDA and CPU kernels hold different bytes: without a GPU, the steps that run here
-are a line for the CPU, and the lines for CUDA end in a recorded measurement where there is one.
+CUDA and CPU kernels hold different bytes. Without a GPU, the steps that run here are simulated for the CPU, and stand on
+one line with the formula's figure, which is for CUDA and says so; a recorded measurement has a line of its own.
 """
 
 import contextlib
@@ -47,9 +47,8 @@ def _lines(recipe: Recipe, run: Callable[..., Report]) -> Iterator[list[Report]]
         yield [*cuda, measured]
         return
     with contextlib.suppress(MeasurementError):
-        cuda.append(run(recipe, recorded=True))
-    yield cuda
-    yield [simulate(recipe, target="cpu"), measured]
+        yield [*cuda, run(recipe, recorded=True)]
+    yield [cuda[0], simulate(recipe, target="cpu"), measured]
 
 
 def _row(*reports: Report) -> tuple[str, ...]:
@@ -57,7 +56,8 @@ def _row(*reports: Report) -> tuple[str, ...]:
     for report in reports:
         recorded = " (recorded)" if report.source == "recorded" else ""
         text = format_bytes(report.peak.total) if report.status == "ok" else report.status
-        peaks[COLUMNS[report.source]] = text + recorded
+        other = f" (for {report.target})" * (report.target != reports[-1].target)
+        peaks[COLUMNS[report.source]] = text + recorded + other
     truth = reports[-1]
     if COLUMNS[truth.source] == 2 and truth.status == "ok":
         totals = compare(*reports).row("peak total").values
