@@ -1,11 +1,13 @@
 """Chapter 03's exercises: what readers build is judged by what it does, and what goes wrong is named."""
 
 import pytest
+from torch import cat, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 from vramlab import LoRA, Recipe
 from vramlab_course import exercises
 from vramlab_course.exercises import judge
-from vramlab_course.judges_03 import best_fit
-from vramlab_course.wrong_03 import accumulating, checkpointing, fitting
+from vramlab_course.judges_03 import best_fit, by_rows, by_segments, make_it_fit
 
 FOUND = exercises.chapter("03")
 LONG = Recipe(
@@ -18,6 +20,43 @@ LONG = Recipe(
     lora=LoRA(r=16),
     dtype="bfloat16",
 )
+
+
+def accumulating(weigh=True, clear=True, graph=False, joined=False, sums=False, loss="mean"):
+    """An answer to 03.1, with a reader's mistake."""
+
+    def accumulate(model, parts):
+        if clear:
+            model.zero_grad()
+        if joined:
+            parts = [tuple(map(cat, zip(*parts, strict=True)))]
+        total, rows = 0.0, sum(len(x) for x, _ in parts)
+        for x, y in parts:
+            part = F.mse_loss(model(x), y, reduction="sum" if sums else "mean")
+            part = part / (rows * y.shape[1]) if sums else part * (len(x) / rows if weigh else 1 / len(parts))
+            part.backward(retain_graph=graph)
+            total = (part if graph else part.item()) + (0 if loss == "last" else total)
+        return total
+
+    return accumulate
+
+
+def checkpointing(reentrant=False, every=None, rest=True, own=False):
+    """An answer to 03.2, with a reader's mistake."""
+
+    def run(layers, x, size):
+        size = size if every is None else every
+        if not size:
+            return nn.Sequential(*layers)(x)
+        for start in range(0, len(layers) if rest else len(layers) // size * size, size):
+            segment = layers[start : start + size]
+            if own:
+                x = checkpoint(lambda x, segment=segment: nn.Sequential(*segment)(x), x, use_reentrant=False)
+            else:
+                x = checkpoint(nn.Sequential(*segment), x, use_reentrant=reentrant)
+        return x
+
+    return run
 
 
 def test_there_are_six_with_two_hints_each():
@@ -47,14 +86,32 @@ def test_the_checks_reject_their_wrong_answers(name):
         ("03.4", lambda lengths, size: [[*range(len(lengths))]], "has 16 tokens"),
         ("03.5", LONG, "likely to take"),
         ("03.5", LONG.replace(use_liger_kernel=True), "does not know"),
-        ("03.6", fitting("eagerly"), "before its turn"),
-        ("03.6", fitting("lost"), "no longer sees the same tokens"),
+        ("03.6", lambda recipe, gpu: make_it_fit(recipe.replace(gradient_checkpointing=True), gpu), "before its turn"),
+        (
+            "03.6",
+            lambda recipe, gpu: (fit := make_it_fit(recipe, gpu)) and fit.replace(gradient_accumulation_steps=1),
+            "no longer sees the same tokens",
+        ),
         ("03.6", lambda recipe, gpu: recipe, "None"),
     ],
 )
 def test_what_readers_get_wrong_is_told_apart(name, answer, said):
     verdict = judge(FOUND[name], answer)
     assert not verdict.right and said in verdict.text, verdict
+
+
+@pytest.mark.parametrize(
+    "name, answer",
+    [
+        ("03.1", by_rows),
+        ("03.1", accumulating(sums=True)),
+        ("03.2", by_segments),
+        ("03.2", checkpointing(own=True)),
+        ("03.6", lambda recipe, gpu: make_it_fit(recipe, gpu)),
+    ],
+)
+def test_right_answers_in_other_words(name, answer):
+    assert judge(FOUND[name], answer).right, judge(FOUND[name], answer)
 
 
 def test_a_stub_is_not_answered():
