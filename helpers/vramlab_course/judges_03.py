@@ -22,7 +22,7 @@ BASE = Recipe("llama-3.1-8b", 4, 2048, "bf16-mixed", dtype="bfloat16", lora={"r"
 SMALL = Recipe("qwen3-0.6b", 4, 512, "fp16-mixed")
 TO_FIT = [
     (SMALL.replace(batch_size=2), "RTX 4090"),
-    (BASE, "A100 40GB"),
+    (SMALL, "RTX 4070"),
     (BASE, "RTX 4090"),
     (BASE.replace(seq_len=8192), "RTX 4090"),
     (BASE.replace(seq_len=8192), "T4"),
