@@ -246,7 +246,11 @@ class Judge(Check):
 
     def problems(self) -> list[str]:
         rights, wrongs = _value(self.rights), _value(self.wrongs)
-        found = [] if rights and len(wrongs) > 1 else ["it needs an answer to accept and two to reject"]
+        found = (
+            []
+            if (rights and len(wrongs) > 1) or not (rights or wrongs)
+            else ["it needs an answer to accept and two to reject"]
+        )
         found += [f"the check rejects {answer!r}: {self(answer)}" for answer in rights if not self(answer).right]
         found += [f"the check accepts {answer!r}" for answer in wrongs if self(answer).right]
         said = [self(answer).text for answer in wrongs]

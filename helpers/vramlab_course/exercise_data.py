@@ -11,7 +11,9 @@ a name as `{name}`. Each exercise has `question`, `difficulty`, `minutes`, `hint
     conditions  conditions: pairs of an expression over `answer` and what to say where it is false or fails; right;
                 accepts, rejects: answers that test the check; names: more names, which may depend on `answer`
     recipe      conditions on a Recipe for a `gpu`, with RECIPE_NAMES; solution: a Recipe for accepts and rejects
-    judge       judge: name of a function from the answer to its Feedback; accepts, rejects
+    tensors     as function, for functions of tensors that return one; cases: tables of arguments
+    judge       judge: name of a function from the answer to its Feedback; accepts, rejects, or neither where a test of
+                the chapter tries it
 
 Python evaluates the expressions. The files are part of the package, like its code.
 """
@@ -29,6 +31,7 @@ from typing import Any
 import vramlab
 
 from .answers import Check, Choice, Feedback, Function, Judge, Mistake, Number, Table
+from .judges import same_tensor
 
 IMPORTS = {"vramlab": vramlab.__all__, "math": ["ceil", "floor", "log2", "sqrt"]}
 RECIPE_NAMES = {
@@ -136,9 +139,17 @@ def _judge(entry: Mapping[str, Any], names: Names) -> Judge:
     return Judge(names[entry["judge"]], *_tried(entry, names))
 
 
+def _tensors(entry: Mapping[str, Any], names: Names) -> Judge:
+    reference = names.function(entry["answer"])
+    mistakes = [(names.function(wrong), text) for wrong, text in entry["mistakes"]]
+    told = {"cases": lambda: map(names.evaluate, entry["cases"]), "mistakes": mistakes, "right": entry["right"]}
+    judge = partial(same_tensor, reference=reference, **told)
+    return Judge(judge, [reference], [wrong for wrong, _ in mistakes], [text for _, text in mistakes])
+
+
 def _tried(entry: Mapping[str, Any], names: Names) -> tuple[Callable[[], list[Any]], Callable[[], list[Any]]]:
     """Makers of the answers that a check must accept, and of those it must reject."""
-    return tuple(lambda kind=kind: list(map(names.evaluate, entry[kind])) for kind in ("accepts", "rejects"))
+    return tuple(lambda kind=kind: list(map(names.evaluate, entry.get(kind, []))) for kind in ("accepts", "rejects"))
 
 
 def _conditions(entry: Mapping[str, Any], names: Names) -> Judge:
@@ -178,5 +189,6 @@ KINDS: dict[str, Callable[[Mapping[str, Any], Names], Check]] = {
     "choice": _choice,
     "conditions": _conditions,
     "recipe": _recipe,
+    "tensors": _tensors,
     "judge": _judge,
 }

@@ -6,7 +6,7 @@ Chapters train a few steps live. Scripts in `data/base_model` ran this loop for 
 
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from vramlab.report.errors import RecordError
@@ -81,48 +81,24 @@ def finetune(
     return losses
 
 
-@dataclass(frozen=True)
-class Tuned:
-    """One recorded run.
+def recorded_sweep() -> SimpleNamespace:
+    """Full fine-tuning against LoRA by rank and by target, recorded. Raises RecordError if it has not been run.
 
-    Attributes:
-        r: the adapters' rank, None for full fine-tuning.
-        targets: which modules were adapted ("all" for full fine-tuning).
-        trained: trained parameters.
-        learning_rate: at its peak; the best of those tried, chosen on other texts than the next two.
-        documentation: bits per byte on held-out text of the domain trained on.
-        programs: bits per byte on held-out programs, the domain of the base model.
+    `base`: bits per byte before tuning; `runs`: r (None: full), targets, trained parameters, best learning_rate, and bits
+    per byte of `documentation` (trained on) and `programs` (the base's domain); `where`: hardware, versions, date, recipe;
+    `run(r, targets)`: one of the runs.
     """
+    facts = _record("quality")
+    base, runs = facts.pop("base"), [SimpleNamespace(**run) for run in facts.pop("runs")]
 
-    r: int | None
-    targets: str
-    trained: int
-    learning_rate: float
-    documentation: float
-    programs: float
-
-
-@dataclass(frozen=True)
-class Sweep:
-    """Recorded runs, the base model before tuning, and `where`: hardware, versions, date, recipe."""
-
-    base: dict[str, float]
-    runs: list[Tuned]
-    where: dict[str, Any]
-
-    def run(self, r: int | None, targets: str | None = None) -> Tuned:
-        """The run with this rank (None: full training). Raises RecordError if there is none."""
+    def run(r: int | None, targets: str | None = None) -> SimpleNamespace:
         targets = targets or ("all" if r is None else "all-linear")
-        for run in self.runs:
-            if (run.r, run.targets) == (r, targets):
-                return run
+        for each in runs:
+            if (each.r, each.targets) == (r, targets):
+                return each
         raise RecordError(f"The recorded sweep has no run with r={r} and targets {targets!r}.")
 
-
-def recorded_sweep() -> Sweep:
-    """Full fine-tuning against LoRA by rank and by target. Raises RecordError if it has not been run."""
-    facts = _record("quality")
-    return Sweep(facts.pop("base"), [Tuned(**run) for run in facts.pop("runs")], facts)
+    return SimpleNamespace(base=base, runs=runs, run=run, where=facts)
 
 
 def recorded_quality() -> dict[str, Any]:

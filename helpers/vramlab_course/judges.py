@@ -10,10 +10,9 @@ from vramlab import Recipe, find_gpu, predict
 from vramlab.hardware.allocator import Allocator
 from vramlab.report.report import MiB
 
-from .answers import NOT_ANSWERED, Feedback, kind_of
+from .answers import NOT_ANSWERED, Feedback, Unclear, kind_of
 
 SPLITS = [(12, 1), (12, 2), (12, 3), (13, 4), (3, 5), (100, 7), (0, 2)]  # samples, workers
-LAYERS = [(6, 4, 2, 8), (5, 9, 1, 1), (8, 8, 3, 16)]  # inputs, outputs, r, alpha
 
 
 def fullest_rank(sizes: Sequence[int], ranks: int) -> int:
@@ -57,15 +56,9 @@ def largest_batch(model: str, gpu: str, seq_len: int, part: str = "value") -> in
 
 def sharded(answer: Callable[[list, int, int], Any]) -> Feedback:
     """Whether `answer(samples, worker, workers)` gives each sample to exactly one worker."""
-    if not callable(answer):
-        return Feedback(False, f"A function was expected, not {kind_of(answer)}.")
     for count, workers in SPLITS:
         samples = list(range(count))
-        try:
-            parts = [list(answer(list(samples), worker, workers)) for worker in range(workers)]
-        except Exception as error:
-            said = f"{type(error).__name__}: {error}"
-            return Feedback(False, f"It fails for {count} samples and {workers} workers: {said}.")
+        parts = [list(called(answer, list(samples), worker, workers)) for worker in range(workers)]
         if wrong := _wrong_shards(samples, parts):
             return Feedback(False, f"With {count} samples and {workers} workers {wrong}.")
     return Feedback(True, "Right: none twice, none missing, whatever the number of workers.")
@@ -83,41 +76,47 @@ def _wrong_shards(samples: list[int], parts: list[list[int]]) -> str:
     return "one worker does far more than another" if uneven else ""
 
 
-def merged(answer: Any) -> Feedback:
-    """Whether `answer(weight, A, B, alpha)` gives the weight that does what a linear layer and its adapter do."""
+def random_tensor(*shape: int, low: int | None = None, high: int = 2):
+    """A tensor of `shape`, the same in every call: normal numbers, or int32 from `low` to below `high`."""
     import torch
 
-    if not callable(answer):
-        return Feedback(False, f"A function was expected, not {kind_of(answer)}.")
     generator = torch.Generator().manual_seed(0)
-    for inputs, outputs, r, alpha in LAYERS:
-        weight, a, b = (torch.randn(s, generator=generator) for s in ((outputs, inputs), (r, inputs), (outputs, r)))
-        before = weight.clone()
-        try:
-            found = answer(weight, a, b, alpha)
-        except Exception as error:
-            return Feedback(False, f"Your function fails with {type(error).__name__}: {error}.")
-        if found is None or found is ...:
-            return NOT_ANSWERED
-        if not isinstance(found, torch.Tensor) or found.shape != weight.shape:
-            return Feedback(
-                False, f"A matrix of {outputs} × {inputs} was expected, as the weight is: B · A, not A · B."
-            )
-        if not torch.equal(weight, before):
-            return Feedback(
-                False, "Your function changes the weight that it was given: make a new one, the base is shared."
-            )
-        if not torch.allclose(found, weight + alpha / r * b @ a, atol=1e-5):
-            mistakes = {
-                "Without alpha / r the update has the wrong size.": weight + b @ a,
-                "The factor is alpha / r, not alpha.": weight + alpha * b @ a,
-                "The update is added to the weight; yours is the update alone.": alpha / r * b @ a,
-                "The update is added, not taken away.": weight - alpha / r * b @ a,
-            }
-            known = (text for text, wrong in mistakes.items() if torch.allclose(found, wrong, atol=1e-5))
-            case = f"inputs={inputs}, outputs={outputs}, r={r}, alpha={alpha}"
-            return Feedback(False, next(known, f"Not right for {case}: the outputs differ."))
-    return Feedback(True, "Right: after merging a layer costs nothing more than before.")
+    if low is None:
+        return torch.randn(shape, generator=generator)
+    return torch.randint(low, high, shape, generator=generator, dtype=torch.int32)
+
+
+def same_tensor(answer: Any, reference: Callable, cases: Callable, mistakes: Sequence, right: str) -> Feedback:
+    """Whether a function gives the tensor of `reference` in all `cases`; `mistakes` are pairs of function and text."""
+    import torch
+
+    for case in cases():
+        given = {name: value.clone() if hasattr(value, "clone") else value for name, value in case.items()}
+        found, expected = called(answer, **given), reference(**case)
+        if not isinstance(found, torch.Tensor) or found.shape != expected.shape:
+            size = " × ".join(map(str, expected.shape))
+            return Feedback(False, f"A tensor of {size} was expected, not {getattr(found, 'shape', kind_of(found))}.")
+        changed = [name for name, value in case.items() if hasattr(value, "clone") and not value.equal(given[name])]
+        if changed:
+            return Feedback(False, f"Your function changes the {changed[0]} that it was given: make a new one.")
+        if not torch.allclose(found.to(expected.dtype), expected, rtol=1e-4, atol=1e-5):
+            wrong = ((function(**case), text) for function, text in mistakes)
+            known = (text for w, text in wrong if w.shape == found.shape and torch.allclose(found, w, atol=1e-5))
+            return Feedback(False, next(known, "The shape is right, the numbers are not."))
+    return Feedback(True, f"Right: {right}")
+
+
+def called(answer: Any, *arguments: Any, **named: Any) -> Any:
+    """What a reader's function returns. Raises Unclear."""
+    if not callable(answer):
+        raise Unclear(f"A function was expected, not {kind_of(answer)}.")
+    try:
+        found = answer(*arguments, **named)
+    except Exception as error:
+        raise Unclear(f"Your function fails with {type(error).__name__}: {error}.") from None
+    if found is None or found is ...:
+        raise Unclear(str(NOT_ANSWERED))
+    return found
 
 
 def slim_history(answer: Callable[[Any, list], Any]) -> Feedback:

@@ -1,12 +1,15 @@
 """Chapter 06's exercises: right answers in any form are accepted, and what readers get wrong is told apart."""
 
 import pytest
-from vramlab import LoRA, Quantization, Recipe, predict
-from vramlab.recipe.shapes import read_shape
+import torch
+from bitsandbytes.functional import dequantize_4bit, quantize_4bit
+from peft import LoraConfig, get_peft_model, prepare_model_for_kbit_training
+from vramlab import LoRA, Quantization, Recipe
 from vramlab_course import exercises
 from vramlab_course.exercises import judge
 
 FOUND = exercises.chapter("06")
+LEAN = Quantization("nf4", double=True, prepare=False)
 
 
 def bits(block, nested):
@@ -17,74 +20,114 @@ def block(most, nested):
     return next(size for size in (2, 4, 8, 16, 32, 64, 128, 256, 512) if bits(size, nested) <= most)
 
 
-def fitting(**changes):
-    fields = dict(batch_size=1, seq_len=2048, gradient_accumulation_steps=8, gradient_checkpointing=True)
-    adapters = dict(lora=LoRA(r=16, target_modules="all-linear"), quantization=Quantization("nf4", double=True))
-    return Recipe(**{"model": "llama-3.1-8b", **fields, **adapters, "precision": "fp16-true", **changes})
+def groups(packed, scales, zeros, width=4):
+    codes = torch.tensor([[(int(n) >> shift) & 15 for shift in range(0, 8 * width, width)] for n in packed])
+    size = codes.numel() // len(scales)
+    return (codes.flatten() - zeros.repeat_interleave(size)) * scales.repeat_interleave(size)
 
 
-def test_there_are_seven_with_two_hints_each():
-    assert list(FOUND) == [f"06.{i}" for i in range(1, 8)]
+def repaired(**changes):
+    fields = {"dtype": "bfloat16", "lora": LoRA(r=16, target_modules="all-linear"), "quantization": LEAN}
+    return Recipe(
+        "llama-3.1-8b", 1, 4096, **{"precision": "bf16-mixed", "optim": "adamw_torch_fused", **fields, **changes}
+    )
+
+
+def ready(model, r=8, **options):
+    return get_peft_model(model, LoraConfig(r=r, target_modules="all-linear", **options))
+
+
+def cast(model):
+    return ready(prepare_model_for_kbit_training(model, False))
+
+
+class Packed(torch.nn.Module):
+    """A linear layer in NF4, as bitsandbytes quantizes it; `lean` unpacks again in backward."""
+
+    def __init__(self, linear, lean=True, bias=True):
+        super().__init__()
+        codes, self.state = quantize_4bit(linear.weight.data, quant_type="nf4")
+        self.register_buffer("codes", codes)
+        self.register_buffer("bias", linear.bias.data if bias and linear.bias is not None else None)
+        self.lean = lean
+
+    def forward(self, x):
+        y = Product.apply(x, self) if self.lean else x @ self.unpacked().T
+        return y if self.bias is None else y + self.bias
+
+    def unpacked(self):
+        return dequantize_4bit(self.codes, self.state)
+
+
+class Product(torch.autograd.Function):
+    @staticmethod
+    def forward(context, x, layer):
+        context.layer = layer
+        return x @ layer.unpacked().T
+
+    @staticmethod
+    def backward(context, gradient):
+        return gradient @ context.layer.unpacked(), None
+
+
+def four_bits(model, head=False, depth=9, frozen=True, **options):
+    kept = None if head else model.get_output_embeddings()
+    for path, parent in list(model.named_modules()):
+        for name, child in parent.named_children():
+            if type(child) is torch.nn.Linear and child is not kept and path.count(".") < depth:
+                setattr(parent, name, Packed(child, **options))
+    return model.requires_grad_(False) if frozen else model
+
+
+def test_there_are_five_with_two_hints_each():
+    assert list(FOUND) == [f"06.{i}" for i in range(1, 6)]
     assert all(len(set(exercise.hints)) == 2 for exercise in FOUND.values())
-    assert sum(exercise.minutes for exercise in FOUND.values()) <= 60
 
 
 @pytest.mark.parametrize(
     "name,answer",
     [
-        ("06.1", 28.89),
-        ("06.2", block),
-        ("06.3", (2 * 128256 * 4096 + 65 * 4096) * 2 / 2**30),
-        ("06.4", " Activations"),
-        ("06.5", 0.742),
-        ("06.6", 17),
-        ("06.7", fitting()),
+        ("06.1", block),
+        ("06.2", groups),
+        ("06.2", lambda **given: groups(**given).double()),
+        ("06.3", repaired()),
+        ("06.3", repaired(quantization=Quantization("nf4", prepare=False))),
+        ("06.4", ready),
+        ("06.5", four_bits),
     ],
 )
 def test_right_answers_are_accepted(name, answer):
-    assert judge(FOUND[name], answer).right
+    feedback = judge(FOUND[name], answer)
+    assert feedback.right, feedback
 
 
 @pytest.mark.parametrize(
     "name,answer,said",
     [
-        ("06.1", 28 * 1.125, "double quantization"),
-        ("06.1", 28.89 * 1.048576, ""),
-        ("06.2", lambda most, nested: 64, ""),
-        ("06.2", lambda most, nested: block(most, None), ""),
-        ("06.2", lambda most, nested: block(most, nested) // 2, "take the next"),
-        ("06.2", lambda most, nested: (32 if nested is None else 8 + 32 / nested) / (most - 4), ""),
-        ("06.3", 3.92, "there before"),
-        ("06.3", 0.978, "two tensors"),
-        ("06.4", "weights", "smaller"),
-        ("06.5", 1.348, "other way round"),
-        ("06.6", 49, "larger matrix"),
-        ("06.7", fitting(quantization=None), "does not fit"),
-        ("06.7", fitting(precision="bf16-true"), "bf16"),
-        ("06.7", fitting(lora=LoRA(r=16)), "All linear"),
-        ("06.7", fitting(batch_size=1, gradient_accumulation_steps=7), "eight"),
-        ("06.7", fitting(model="llama-2-7b"), "whole of llama-3.1-8b"),
+        ("06.1", lambda most, nested: 64, ""),
+        ("06.1", lambda most, nested: block(most, nested) // 2, "take the next"),
+        ("06.2", lambda packed, scales, zeros: packed, "A tensor of"),
+        ("06.2", lambda packed, scales, zeros: groups(packed, scales, 0 * zeros), "group's zero"),
+        ("06.2", lambda packed, scales, zeros: groups(packed.zero_(), scales, zeros), "changes the packed"),
+        ("06.2", lambda packed, scales, zeros: groups(packed, scales, zeros) + 1, "numbers are not"),
+        ("06.2", lambda packed, scales, zeros: 1 / 0, "ZeroDivisionError"),
+        ("06.2", lambda packed, scales, zeros: ..., "not answered yet"),
+        ("06.3", repaired(quantization=Quantization("nf4", double=True)), "activations"),
+        ("06.3", repaired(gradient_checkpointing=True), "Neither checkpointing"),
+        ("06.3", repaired(quantization=None), "stays in NF4"),
+        ("06.4", lambda model: prepare_model_for_kbit_training(ready(model), False), "No parameter"),
+        ("06.4", cast, "fp32"),
+        ("06.4", "ready", "function"),
+        ("06.4", lambda model: ready(model, r=4), "157,696"),
+        ("06.4", lambda model: ready(model, modules_to_save=["norm"]), "no adapter"),
+        ("06.5", lambda model: model, "still an nn.Linear"),
+        ("06.5", lambda model: four_bits(model, depth=3), "still an nn.Linear"),
+        ("06.5", lambda model: four_bits(model, head=True), "head"),
+        ("06.5", lambda model: four_bits(model, frozen=False), "would be trained"),
+        ("06.5", lambda model: four_bits(model, lean=False), "unpacked matrix"),
+        ("06.5", lambda model: four_bits(model, bias=False), "logits"),
     ],
 )
 def test_wrong_answers_are_told_apart(name, answer, said):
-    verdict = judge(FOUND[name], answer)
-    assert not verdict.right and said in verdict.text
-
-
-def test_the_break_even_is_where_the_catalogue_has_it():
-    """Models on both sides of it, by the bytes that loading takes."""
-
-    def outside(name: str) -> float:
-        shape = read_shape(name)
-        inside = sum(w.size for w in shape.weights() if w.kind == "linear" and w.name != f"{shape.head}.weight")
-        return (shape.num_parameters - inside) / inside
-
-    def loaded(name: str, quantization: Quantization | None) -> int:
-        recipe = Recipe(name, precision="fp16-true", lora=LoRA(r=8), quantization=quantization)
-        return predict(recipe).phases["load"].end.parameters
-
-    break_even = FOUND["06.5"].check.reference()
-    for name in ("pythia-70m", "pythia-160m", "polyglot-ko-1.3b", "qwen2.5-0.5b", "llama-3.1-8b"):
-        more = loaded(name, Quantization("nf4", double=True)) > loaded(name, None)
-        assert more is (outside(name) > break_even), name
-    assert outside("pythia-160m") > break_even
+    feedback = judge(FOUND[name], answer)
+    assert not feedback.right and said in feedback.text, feedback

@@ -17,7 +17,7 @@ CEILINGS = {
     "vramlab/planning": 1280,
     "vramlab/faces": 2160,
     "vramlab_course/claims": 1200,
-    "vramlab_course": 5610,
+    "vramlab_course": 5700,
 }
 LONGEST = 480
 

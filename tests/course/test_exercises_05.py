@@ -1,0 +1,83 @@
+"""Chapter 05's exercises: right answers are accepted, and what readers get wrong is told apart."""
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import nn
+from vramlab import LoRA, Recipe
+from vramlab_course import exercises
+from vramlab_course.exercises import judge
+
+FOUND = exercises.chapter("05")
+
+
+class Adapted(nn.Module):
+    def __init__(self, base, r, scale, zero):
+        super().__init__()
+        self.base, self.scale = base, scale
+        self.A = nn.Parameter(torch.randn(r, base.in_features))
+        self.B = nn.Parameter((torch.zeros if zero else torch.randn)(base.out_features, r))
+
+    def forward(self, x):
+        return self.base(x) + self.scale * (x @ self.A.T @ self.B.T)
+
+
+def add_lora(model, r, alpha, head=False, frozen=True, zero=True, scale=None):
+    kept = None if head else model.get_output_embeddings()
+    model.requires_grad_(not frozen)
+    for parent in list(model.modules()):
+        for name, child in list(parent.named_children()):
+            if type(child) is nn.Linear and child is not kept:
+                setattr(parent, name, Adapted(child, r, scale or alpha / r, zero))
+    return model
+
+
+def peft(model, r, alpha):
+    return get_peft_model(model, LoraConfig(r=r, lora_alpha=alpha, target_modules="all-linear"))
+
+
+def fitting(**changes):
+    fields = {"precision": "bf16-mixed", "dtype": "bfloat16", "gradient_checkpointing": True}
+    return Recipe("mistral-7b", 1, 4096, **{**fields, "lora": LoRA(r=16, target_modules="all-linear"), **changes})
+
+
+def mixed(x, weight, A, B, scale, which):
+    return torch.stack([weight @ row + scale * B[i] @ A[i] @ row for row, i in zip(x, which, strict=True)])
+
+
+@pytest.mark.parametrize(
+    "name,answer",
+    [
+        ("05.1", lambda weight, A, B, alpha: weight + (B * alpha / A.shape[0]) @ A),
+        ("05.3", fitting()),
+        ("05.3", fitting(precision="bf16-true")),
+        ("05.4", mixed),
+        ("05.5", add_lora),
+        ("05.5", peft),
+    ],
+)
+def test_right_answers_are_accepted(name, answer):
+    feedback = judge(FOUND[name], answer)
+    assert feedback.right, feedback
+
+
+@pytest.mark.parametrize(
+    "name,answer,said",
+    [
+        ("05.1", lambda weight, A, B, alpha: weight.add_(alpha / len(A) * B @ A), "changes the weight"),
+        ("05.1", lambda weight, A, B, alpha: weight.T, "A tensor of"),
+        ("05.2", lambda update, r: update, "numbers are not"),
+        ("05.3", fitting(dtype="float32"), "fp32"),
+        ("05.3", fitting(gradient_checkpointing=False), "does not fit"),
+        ("05.4", lambda x, weight, A, B, scale, which: x @ weight.T, "numbers are not"),
+        ("05.5", lambda model, r, alpha: model, "numbers are trained"),
+        ("05.5", lambda model, r, alpha: add_lora(model, r, alpha, head=True), "numbers are trained"),
+        ("05.5", lambda model, r, alpha: add_lora(model, r, alpha, frozen=False), "numbers are trained"),
+        ("05.5", lambda model, r, alpha: add_lora(model, r, alpha, zero=False), "not the base any more"),
+        ("05.5", lambda model, r, alpha: add_lora(model, r, alpha, scale=1), "PEFT's"),
+        ("05.5", lambda model, r, alpha: 1 / 0, "ZeroDivisionError"),
+    ],
+)
+def test_wrong_answers_are_told_apart(name, answer, said):
+    feedback = judge(FOUND[name], answer)
+    assert not feedback.right and said in feedback.text, feedback
