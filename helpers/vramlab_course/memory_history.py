@@ -36,12 +36,6 @@ class Snapshot(snapshot.Snapshot):
         """Return the lines whose blocks were never freed: leaks, if the history ends where a step does."""
         return self.largest(len(self.events), count)
 
-    def spikes(self, share: float = 0.1, events: int | None = None) -> list[snapshot.Block]:
-        """Return blocks of at least `share` of the peak that live for at most `events` (a twentieth), largest first."""
-        limit, least = events or max(len(self.events) // 20, 8), share * self.allocated[self.peak]
-        short = [b for b in self.blocks if b.freed is not None and b.freed - b.born <= limit and b.size >= least]
-        return sorted(short, key=lambda block: (-block.size, block.born))
-
 
 @dataclass
 class Recording:

@@ -173,7 +173,7 @@ EXPECTED = {
 def small(no_records):
     """Without records, and with the allocator's runs on smaller models, whose lengths fill a smaller card."""
     with pytest.MonkeyPatch.context() as patch:
-        recipe = chapter_07.RECIPE.replace(model="pythia-70m", num_layers=1, precision="fp32")
+        recipe = Recipe("pythia-70m", batch_size=8, seq_len=1024, num_layers=1)
         lengths = [256, 512, 768, 1024, 128, 1024]
         patch.setattr(chapter_07, "RECIPE", recipe)
         patch.setattr(chapter_07, "LENGTHS", lengths)

@@ -1,43 +1,51 @@
-"""Chapter 07: batches of many lengths through the allocator of a T4.
-
-`python -m vramlab_course.chapters.chapter_07` measures the same lengths on this machine's GPU and stores the result.
-"""
+"""Chapter 07: batches of many lengths through the allocator of a card of 24 GB."""
 
 import random
 from functools import cache
 
+from vramlab.formulas.predict import predict
 from vramlab.hardware.allocator import Allocator
 from vramlab.hardware.gpu import find_gpu
-from vramlab.recipe.recipe import Recipe
+from vramlab.recipe.recipe import LoRA, Quantization, Recipe
 
 from vramlab_course.expandable import ExpandableAllocator
 from vramlab_course.fragmentation import Followed, Requests, follow, requests_of
-from vramlab_course.lengths import SETTINGS, measure_lengths, save_lengths
 
-RECIPE = Recipe("gpt2", batch_size=8, seq_len=1024, precision="fp16-mixed", num_layers=6)
+WHOLE = Recipe(
+    "llama-3.1-8b",
+    batch_size=4,
+    seq_len=1024,
+    precision="bf16-mixed",
+    optim="paged_adamw_8bit",
+    gradient_checkpointing=True,
+    lora=LoRA(r=16, target_modules="all-linear"),
+    quantization=Quantization("nf4", double=True),
+)
+RECIPE = WHOLE.replace(num_layers=2)  # what is simulated: the head and its logits are whole
 BUCKETS = (256, 512, 1024)
-CARD = "T4"
+CARD = "RTX 4090"
 
 
 def draw_lengths(count: int = 24) -> list[int]:
-    """Lengths like those of texts: log-normal around 365 tokens, multiples of 64 up to 1,024, from a fixed seed."""
+    """Lengths like those of texts: log-normal around 365 tokens, multiples of 128 up to 1,024, from a fixed seed."""
     rng = random.Random(0)
-    return [min(1024, max(64, 64 * round(rng.lognormvariate(5.9, 0.6) / 64))) for _ in range(count)]
+    return [min(1024, max(128, 128 * round(rng.lognormvariate(5.9, 0.6) / 128))) for _ in range(count)]
 
 
 LENGTHS = draw_lengths()
 
 
 def room() -> int:
-    """Bytes that segments may take on a T4: its memory without CUDA's context."""
+    """Bytes that RECIPE's segments may take: the card without CUDA's context and without WHOLE's other layers."""
     card = find_gpu(CARD)
-    return card.total - card.context_interval.value
+    others = predict(WHOLE, gpu=CARD).peak.total - predict(RECIPE, gpu=CARD).peak.total
+    return card.total - card.context_interval.value - others
 
 
 @cache
 def requests() -> Requests:
-    """Requests of RECIPE at every length of the chapter."""
-    return requests_of(RECIPE, [*LENGTHS, *BUCKETS])
+    """Requests of RECIPE at every length of the chapter; its first step, which makes the states, has the shortest."""
+    return requests_of(RECIPE, sorted({*LENGTHS, *BUCKETS}))
 
 
 def cured_lengths(cure: str) -> list[int]:
@@ -54,14 +62,3 @@ def run(cure: str, limit: int | None, expandable: bool = False) -> Followed:
     """Run LENGTHS with a cure through the allocator's model. Raises AllocatorError when `limit` is too low."""
     kind = ExpandableAllocator if expandable else Allocator
     return follow(requests(), cured_lengths(cure), kind(limit=limit))
-
-
-def main() -> None:
-    """Measure LENGTHS on this machine's GPU in each allocator setting, and store the results."""
-    for settings in SETTINGS:
-        found = measure_lengths(RECIPE, LENGTHS, settings)
-        print(settings or "default", save_lengths(RECIPE, LENGTHS, settings, found).name)
-
-
-if __name__ == "__main__":
-    main()

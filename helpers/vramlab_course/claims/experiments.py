@@ -203,7 +203,7 @@ def searched(questions: Mapping[str, Mapping[str, Any]], common: Mapping[str, An
 
 
 def allocator(runs: Mapping[str, str], spare: float | None = None, endless: bool = False) -> Facts:
-    """Chapter 07's lengths through the allocator's model, each run with a cure, on a T4, on a card without end, or on
+    """Chapter 07's lengths through the allocator's model, each run with a cure, on its card, on a card without end, or on
     one with room for `spare` more than is allocated at the peak: calls to CUDA, segments given back, the overhead."""
     most = chapter_07.run("none", None, True).peak_allocated if spare is not None else 0
     limit = None if endless else int((1 + spare) * most) if spare is not None else chapter_07.room()
@@ -217,7 +217,7 @@ def allocator(runs: Mapping[str, str], spare: float | None = None, endless: bool
             continue
         names[name] = {
             "fails": False,
-            "gives_back": sum(found.given_back) > 0,
+            "gives_back": sum(found.given_back[1:]) > 0,  # the first step is longer than that of the load
             "later_calls": sum(found.mallocs[1:]),
             "flat": len(set(found.between[2:])) == 1,
             "overhead": found.overhead,
