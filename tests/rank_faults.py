@@ -65,7 +65,7 @@ FAULTS = {
 
 def without_deepspeed(**arguments: Any) -> Any:
     """A rank's training on a machine that has no DeepSpeed."""
-    from vramlab_course.ranks import train
+    from compared_ranks import train
 
     sys.modules["deepspeed"] = None
     return train(**arguments)

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from compared_ranks import losses_of_step
 from quick import params
 from torch.utils._python_dispatch import _disable_current_modes
 from vramlab.measurement.launch import Launcher
@@ -173,7 +174,7 @@ def learned(recipe: Recipe, steps: int = 3) -> dict[str, Any]:
         ranks.fill_batch(training, recipe, "cpu", step)
         counting.sizes.clear()
         with counting:
-            losses.append(ranks.losses_of_step(training, on_phase))
+            losses.append(losses_of_step(training, on_phase))
     for name, parameter in training.model.named_parameters():
         tensors[f"weight {name.removeprefix('module.')}"] = whole(parameter).detach().clone()
     return {"losses": losses, "tensors": tensors, "sizes": dict(counting.sizes)}

@@ -5,12 +5,12 @@ from typing import Any
 
 import pytest
 import torch
+from compared_ranks import Ranks, run_alone, run_ranks
 from tiny_models import config, quick_collections  # noqa: F401
 from vramlab import Recipe, Sharding, measure, simulate
 from vramlab.measurement import worker
 from vramlab.measurement.launch import launch
 from vramlab_course.collectives import ring_share
-from vramlab_course.ranks import Ranks, run_alone, run_ranks
 
 SMALL = {"batch_size": 2, "seq_len": 16, "num_layers": 2, "loop": "plain"}
 LLAMA = Recipe(config("llama"), **SMALL)

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from compared_ranks import run_alone, run_ranks
 from quick import params
 from rank_faults import gone
 from tiny_models import config
@@ -17,7 +18,6 @@ from vramlab import MeasurementError, MiB, Recipe, RecipeError, Sharding, measur
 from vramlab.measurement import launch as launch_module
 from vramlab.measurement.launch import Launcher, launch
 from vramlab.report.errors import RankError
-from vramlab_course.ranks import run_alone, run_ranks
 
 SMALL = {"batch_size": 2, "seq_len": 16, "num_layers": 1, "loop": "plain"}
 FSDP = Recipe(config("llama"), sharding=Sharding(3, 2), **SMALL)

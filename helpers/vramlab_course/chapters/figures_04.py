@@ -64,9 +64,9 @@ def stage_order(schedule: str, stage: int, stages: int, micro_batches: int) -> l
     return order
 
 
-def pipeline_ends(schedule: str, stages: int, micro_batches: int) -> dict[tuple[int, str, int], float]:
-    """Return when each (stage, pass, micro-batch) ends, in forward passes; sending takes no time."""
-    orders = [stage_order(schedule, stage, stages, micro_batches) for stage in range(stages)]
+def pipeline_ends(orders: list[list[tuple[str, int]]]) -> dict[tuple[int, str, int], float]:
+    """Return when each (stage, pass, micro-batch) ends, in forward passes; sending takes no time. `orders`: each stage's."""
+    stages = len(orders)
 
     @cache
     def end(stage: int, kind: str, m: int) -> float:
@@ -98,7 +98,8 @@ def pipeline(stages: int = 4, micro_batches: int = 8, title: str = "Who works wh
     labels = {"forward": "forward pass of a micro-batch", "backward": "its backward pass"}
     rows = [("schedule", "time units", "waiting", "most micro-batches held")]
     for ax, schedule in zip(axes, ("gpipe", "1f1b"), strict=True):
-        ends = pipeline_ends(schedule, stages, micro_batches)
+        orders = [stage_order(schedule, stage, stages, micro_batches) for stage in range(stages)]
+        ends = pipeline_ends(orders)
         for kind, time in SECONDS.items():
             found = [(stage, m, end - time) for (stage, one, m), end in ends.items() if one == kind]
             at, starts = ([stages - 0.5 - stage for stage, *_ in found], [start for *_, start in found])
@@ -108,7 +109,7 @@ def pipeline(stages: int = 4, micro_batches: int = 8, title: str = "Who works wh
         ax.set(xlim=(0, max(ends.values()) * 1.01), ylim=(0, stages), ylabel=schedule)
         ax.set_yticks([stages - 0.5 - s for s in range(stages)], [f"stage {s}" for s in range(stages)])
         ax.grid(visible=False)
-        held = most_held(stage_order(schedule, 0, stages, micro_batches))
+        held = most_held(orders[0])
         rows.append((schedule, f"{max(ends.values()):g}", f"{bubble(ends):.1%}", str(held)))
     axes[-1].set_xlabel("time, in forward passes of one stage")
     return style.finish(figure, rows, f"Two timelines. {title}, {about}.", say_rows=True)

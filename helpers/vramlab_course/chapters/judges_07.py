@@ -29,7 +29,7 @@ def covered(intervals: Sequence[tuple[float, float]]) -> float:
     return total
 
 
-def _judged(judge: Callable[[Any], str], right: str) -> Callable[[Any], Feedback]:
+def judged(judge: Callable[[Any], str], right: str) -> Callable[[Any], Feedback]:
     """A judge of functions: `judge` says what is wrong with one, or ""."""
 
     def feedback(answer: Any) -> Feedback:
@@ -239,7 +239,7 @@ def _calm(answer: Callable) -> str | None:
     return ""
 
 
-parts_judged = _judged(_parts, "every sample once, whatever the number of processes.")
-repair_judged = _judged(_repaired, "the same training, and nothing stays.")
-mfu_judged = _judged(_utilised, "the first layer needs no gradient of its input, which 6 N overlooks.")
-batches_judged = _judged(_calm, "little padding, mixed lengths, and reserved stays where the first step put it.")
+parts_judged = judged(_parts, "every sample once, whatever the number of processes.")
+repair_judged = judged(_repaired, "the same training, and nothing stays.")
+mfu_judged = judged(_utilised, "the first layer needs no gradient of its input, which 6 N overlooks.")
+batches_judged = judged(_calm, "little padding, mixed lengths, and reserved stays where the first step put it.")

@@ -1,0 +1,74 @@
+"""Chapter 04's exercises: right answers in any form are accepted, and what readers get wrong is told apart."""
+
+import pytest
+import torch
+from vramlab_course import exercises
+from vramlab_course.chapters import judges_04
+from vramlab_course.chapters.figures_04 import stage_order
+from vramlab_course.exercises import judge
+
+FOUND = exercises.chapter("04")
+
+
+def test_there_are_six_with_two_hints_each():
+    assert list(FOUND) == [f"04.{i}" for i in range(1, 7)]
+    assert all(len(set(exercise.hints)) == 2 for exercise in FOUND.values())
+
+
+def backwards(ranks):
+    """The other way of numbering the chunks: each rank begins with the chunk of the next one."""
+    n = len(ranks)
+    for step in range(2 * (n - 1)):
+        sent = [((rank + 1 - step) % n, list(ranks[rank])) for rank in range(n)]
+        for rank, (chunk, before) in enumerate(sent):
+            after = ranks[(rank + 1) % n]
+            after[chunk] = before[chunk] if step >= n - 1 else after[chunk] + before[chunk]
+
+
+def filled(tensors, world):
+    flat = torch.cat([t.reshape(-1) for t in tensors])
+    size = -(-len(flat) // world)
+    return torch.cat([flat, torch.zeros(size * world - len(flat))]).split(size)
+
+
+def by_share(gradients, tokens):
+    return torch.stack([g * (n / sum(tokens)) for g, n in zip(gradients, tokens, strict=True)]).sum(0)
+
+
+@pytest.mark.parametrize(
+    "name, answer",
+    [
+        ("04.1", backwards),
+        ("04.2", filled),
+        ("04.3", by_share),
+        ("04.6", lambda *sizes: tuple(stage_order("1f1b", *sizes))),
+    ],
+)
+def test_right_answers_in_other_words(name, answer):
+    assert judge(FOUND[name], answer).right, judge(FOUND[name], answer).text
+
+
+@pytest.mark.parametrize(
+    "name, answer, said",
+    [
+        ("04.1", judges_04.all_to_all, "a ring needs"),
+        ("04.1", lambda ranks: ranks[0].__setitem__(0, 9.0), "the sums are"),
+        ("04.1", lambda ranks: None, "not answered yet"),
+        ("04.2", lambda tensors, world: list(torch.cat([t.flatten() for t in tensors]).chunk(world)), "equal shape"),
+        ("04.2", lambda tensors, world: [torch.zeros(100)] * world, "numbers, the tensors"),
+        ("04.2", lambda tensors, world: [2 * part for part in filled(tensors, world)], "in their order"),
+        ("04.3", lambda gradients, tokens: sum(gradients) / len(gradients), "mean over all tokens"),
+        ("04.3", lambda gradients, tokens: None, "not answered yet"),
+        ("04.4", lambda sizes, n: sum(sizes) / n, "even share"),
+        ("04.6", lambda *sizes: stage_order("gpipe", *sizes), "are enough"),
+        (
+            "04.6",
+            lambda stage, stages, count: stage_order("1f1b", stage, stages, count)[::-1],
+            "before it went forward",
+        ),
+        ("04.6", lambda stage, stages, count: [("forward", 0)], "once"),
+    ],
+)
+def test_typical_mistakes_are_told_what_they_are(name, answer, said):
+    verdict = judge(FOUND[name], answer)
+    assert not verdict.right and said in verdict.text, verdict.text
