@@ -105,7 +105,10 @@ def hold(config: dict, fields: dict) -> None:
         if simulated is None or simulated.notes:
             return
         torch.manual_seed(0)
-        tracker = run_tracked(build(recipe, "cpu", target="cpu"), Tracker("cpu"), 2, "cpu")
+        training = build(recipe, "cpu", target="cpu")
+        tracker = run_tracked(training, Tracker("cpu"), 2, "cpu")
+        if training.scaler and training.scaler.get_scale() < 1:
+            return  # random weights whose fp16 gradients overflow: the scaler left the update out
     real = to_report(History(tracker.log, tracker.marks), "measured", recipe, "cpu")
     assert simulated.phases == real.phases and simulated.peak_phase == real.peak_phase
 
