@@ -17,7 +17,7 @@ CEILINGS = {
     "vramlab/planning": 1280,
     "vramlab/faces": 2160,
     "vramlab_course/claims": 1200,
-    "vramlab_course": 5700,
+    "vramlab_course": 5500,
 }
 LONGEST = 480
 
