@@ -196,7 +196,8 @@ def test_options_make_the_question(monkeypatch, words, fields):
     result = run("plan", "gpt2", "--gpu", "T4", *words.split())
     assert result.exit_code == 0, result.output
     usual = {"gpus": 1, "global_batch": 16, "method": "any", "offload": True, "trainer": "transformers"}
-    assert asked == [{"model": "gpt2", "gpu": "T4", "top": 5, **usual, **fields}]
+    usual["expandable_segments"] = True
+    assert asked == [{"model": "gpt2", "gpu": "T4", "confirm": True, **usual, **fields}]
     Question("gpt2", "T4", **{**usual, **fields})
 
 
@@ -404,7 +405,10 @@ print(*sorted(name for name in sys.modules if not name.startswith("_")), file=sy
             ["bitsandbytes", "peft", "datasets", "matplotlib", "torch._inductor.compile_fx"],
         ),
         (["predict", "gpt2"], ["torch", "transformers", "numpy", "psutil"]),
-        (["plan", "gpt2", "--gpu", "T4", "--method", "lora"], ["torch", "transformers", "numpy", "psutil"]),
+        (
+            ["plan", "gpt2", "--gpu", "T4", "--method", "lora", "--no-confirm"],
+            ["torch", "transformers", "numpy", "psutil"],
+        ),
     ],
     ids=lambda value: value[0],
 )

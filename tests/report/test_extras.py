@@ -95,8 +95,8 @@ def test_commands_name_their_extra(name):
             "The model type 'foo' needs transformers: pip install 'vramlab[simulate]'",
         ),
         (
-            "vramlab.plan('gpt2', 'T4', method='full').best.code()",
-            "Code for the Trainer needs transformers: pip install 'vramlab[simulate]'",
+            "vramlab.plan('gpt2', 'T4', method='full').write('train.py')",
+            "--write needs transformers: pip install 'vramlab[simulate]'",
         ),
     ],
 )

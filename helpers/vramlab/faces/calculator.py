@@ -6,7 +6,6 @@ calculator             # last in a cell: the controls, where a page can draw the
 calculator.recipe      # what they say now, for the other witnesses
 """
 
-import dataclasses
 from collections.abc import Mapping
 from functools import cached_property
 from importlib.util import find_spec
@@ -14,6 +13,7 @@ from typing import Any
 
 from ..formulas.predict import predict
 from ..hardware.gpu import find_gpu, gpu_names
+from ..recipe.knobs import python_arguments
 from ..recipe.recipe import Recipe
 from ..recipe.shapes import model_names, read_shape
 from ..report.errors import RecipeError
@@ -64,23 +64,11 @@ def recipe_in(state: Mapping[str, Any]) -> Recipe:
 def code_of(recipe: Recipe, gpu: str) -> str:
     """Return Python that predicts `recipe` on `gpu`; what is as usual for the model is left out."""
     always = ("batch_size", "precision", "optim", *(() if recipe.shape.image_tokens else ("seq_len",)))
-    lines = [repr(recipe.model), *_arguments(recipe, Recipe(recipe.model), always)]
+    lines = [repr(recipe.model), *python_arguments(recipe, Recipe(recipe.model), always)]
     body = "".join(f"    {line},\n" for line in lines)
     names = [name for name in ("LoRA", "Quantization", "Recipe", "Sharding") if f"{name}(" in f"Recipe({body}"]
     imports = ", ".join([*names, "predict"])
     return f"from vramlab import {imports}\n\nrecipe = Recipe(\n{body})\nprint(predict(recipe, gpu={gpu!r}))"
-
-
-def _arguments(part: Any, usual: Any, always: tuple[str, ...] = ()) -> list[str]:
-    """Return as Python the arguments of `part` that differ from those of `usual`, and those in `always`."""
-    found = []
-    for field in dataclasses.fields(part):
-        value = getattr(part, field.name)
-        if field.init and field.name != "model" and (field.name in always or value != getattr(usual, field.name)):
-            kind, whole = type(value), dataclasses.is_dataclass(value)
-            text = f"{kind.__name__}({', '.join(_arguments(value, kind()))})" if whole else repr(value)
-            found.append(f"{field.name}={text}")
-    return found
 
 
 class Calculator:

@@ -29,6 +29,7 @@ from ..report.report import Interval, Report, format_bytes
 from .options import OPTIONS, Options, fields_of, fits_card, read_lengths, recipe_of, recipe_of_arguments
 
 FAILED, WRONG, OUT_OF_MEMORY, STOPPED = 1, 2, 3, 130
+ALSO = {"seq_len": ("--seq-len", "--tokens")}  # names of options that have two
 
 
 class Commands(TyperGroup):
@@ -100,7 +101,7 @@ def _parameter(name: str, path: tuple[str, ...], knob: Knob) -> Parameter:
         default = None if len(path) > 1 or knob.many else knob.default
         kind = list[str] if knob.many else knob.kind if knob.kind in (int, float) else str
         text += ". May be repeated" if knob.many else ""
-        kind = Annotated[kind if default is not None else kind | None, typer.Option(help=text)]
+        kind = Annotated[kind if default is not None else kind | None, typer.Option(*ALSO.get(name, ()), help=text)]
     return Parameter(name, Parameter.KEYWORD_ONLY, annotation=kind, default=default)
 
 
@@ -193,19 +194,20 @@ def measure(
 @takes(PLAN_OPTIONS, lambda model, given: {"model": model, **fields_of(PLAN_OPTIONS, given)})
 def plan(
     asked: dict[str, Any],
-    gpu: Annotated[str, typer.Option("--gpu", help="A card by name, such as T4.")],
-    top: Annotated[int, typer.Option(min=1, help="Recipes of each method to rank.")] = 5,
-    code: _flag("Print the fastest recipe as Python code.", "--code") = False,
+    gpu: Annotated[str | None, typer.Option("--gpu", help="A card by name, such as T4; this machine's.")] = None,
+    dataset: Annotated[Path | None, typer.Option(help="JSONL with each sample's length or input_ids.")] = None,
+    confirm: _flag("Simulate each answer.", "--confirm/--no-confirm") = True,
+    write: Annotated[Path | None, typer.Option(help="Write the best recipe as a program, such as train.py.")] = None,
     as_json: Json = False,
 ) -> None:
-    """Which recipes fit a GPU, fastest first, and why the next faster one does not. Exit status 3: none fits."""
+    """The best full, LoRA and QLoRA recipe for a GPU, and how sure it is that each fits. Exit status 3: none does."""
     from ..planning.plan import plan
 
-    found = plan(gpu=gpu, top=top, **asked)
-    if code and found.choices and not as_json:
-        typer.echo(found.best.code())
-    else:
-        typer.echo(found.to_json(indent=2) if as_json else str(found))
+    asked |= {"lengths": read_lengths(dataset)} if dataset else {}
+    found = plan(gpu=gpu, confirm=confirm, **asked)
+    typer.echo(found.to_json(indent=2) if as_json else str(found))
+    if write and found.choices:
+        typer.echo("wrote " + ", ".join(map(str, found.write(write))), err=True)
     if not found.choices:
         raise typer.Exit(OUT_OF_MEMORY)
 

@@ -22,7 +22,10 @@ from .overhead import SMALL_BLOCK, SMALL_SEGMENT, UNIT, rounded, segment
 
 
 class AllocatorError(VramLabError, MemoryError):
-    """The card has no room for a segment; `event` is the request's index in a log that was replayed."""
+    """The card has no room for a segment, even after all unused ones were released.
+
+    Sizes in bytes; `event` is the request's index in a log that was replayed.
+    """
 
     def __init__(self, segment: int, allocated: int, reserved: int, limit: int):
         self.allocated, self.reserved, self.limit, self.event = allocated, reserved, limit, -1
@@ -77,10 +80,10 @@ class Allocator:
         size = max(UNIT, rounded(size))
         pool = (size <= SMALL_BLOCK, stream)
         free = self._pools[pool]
-        index = bisect.bisect_left(free, (size, 0))  # the smallest that holds it
+        index = self._best_fit(free, size)
         block = free.pop(index)[2] if index < len(free) else self._segment(size, pool)
         left = block.size - size
-        if left >= UNIT if pool[0] else left > SMALL_BLOCK:
+        if self._splits(left, pool[0]):
             rest = Block(block.address + size, left, pool)
             link(block, rest, block.after)
             block.size = size
@@ -93,12 +96,7 @@ class Allocator:
     def free(self, block: Block) -> None:
         """Return `block` to its pool, merged with free neighbours."""
         self.allocated -= block.size
-        if block.before and block.before.free:
-            block = self._merge(block.before, block)
-        if block.after and block.after.free:
-            block = self._merge(block, block.after)
-        block.free = True
-        self._keep(block)
+        self._release(block)
 
     def empty_cache(self) -> None:
         """Release every segment without a living block, as `torch.cuda.empty_cache()` does."""
@@ -107,6 +105,16 @@ class Allocator:
             pool[:] = [item for item in pool if item[2].before or item[2].after]
             self.reserved -= sum(size for size, _, _ in whole)
             self.given_back += len(whole)
+
+    def _release(self, block: Block) -> Block:
+        """Merge `block` with free neighbours and put the result into its pool."""
+        if block.before and block.before.free:
+            block = self._merge(block.before, block)
+        if block.after and block.after.free:
+            block = self._merge(block, block.after)
+        block.free = True
+        self._keep(block)
+        return block
 
     def _merge(self, left: Block, right: Block) -> Block:
         for block in (left, right):
@@ -124,19 +132,36 @@ class Allocator:
         pool = self._pools[block.pool]
         del pool[bisect.bisect_left(pool, (block.size, block.address))]
 
+    def _best_fit(self, free: list[tuple[int, int, Block]], size: int) -> int:
+        """Return the index in `free` of the smallest block that holds `size`; its length when none does."""
+        return bisect.bisect_left(free, (size, 0))
+
+    def _splits(self, left: int, small: bool) -> bool:
+        """Tell whether the rest of a block becomes a block of its own."""
+        return left >= UNIT if small else left > SMALL_BLOCK
+
     def _segment(self, size: int, pool: Pool) -> Block:
         """Reserve a segment; return its only block, which is in no pool."""
         total = SMALL_SEGMENT if pool[0] else segment(size)
-        if self.limit is not None and self.reserved + total > self.limit:
-            self.empty_cache()
-            if self.reserved + total > self.limit:
-                raise AllocatorError(total, self.allocated, self.reserved, self.limit)
-        self.mallocs += 1
-        self.reserved += total
-        self.peak_reserved = max(self.peak_reserved, self.reserved)
+        self._reserve(total)
         block = Block(self._next, total, pool)
         self._next += total
         return block
+
+    def _reserve(self, total: int) -> None:
+        """Take `total` bytes more from the card."""
+        self._make_room(total)
+        self.mallocs += 1
+        self.reserved += total
+        self.peak_reserved = max(self.peak_reserved, self.reserved)
+
+    def _make_room(self, total: int) -> None:
+        """Release what is unused if the card could not hold `total` bytes more."""
+        if self.limit is None or self.reserved + total <= self.limit:
+            return
+        self.empty_cache()
+        if self.reserved + total > self.limit:
+            raise AllocatorError(total, self.allocated, self.reserved, self.limit)
 
 
 class Request(Protocol):
@@ -148,9 +173,10 @@ class Request(Protocol):
 
 @dataclass(frozen=True)
 class Replayed:
-    """Peaks of the allocator over a log, in bytes; `failed`: the error of the request that the card had no room for.
+    """Peaks of the allocator over a log, in bytes.
 
     `internal_fragmentation[p]`: what the blocks alive after the first p events hold beyond the rounded requests.
+    `failed`: the error of the request that the card had no room for; None where its memory was enough.
     """
 
     requested: int
@@ -161,9 +187,11 @@ class Replayed:
 
 
 def replay(log: list[tuple[int, Request, str]], limit: int | None = None) -> Replayed:
-    """Run a tracker's log, (+size or -size, storage, operator), through the allocator, with `limit` bytes of segments.
+    """Run a tracker's log, (+size or -size, storage, operator), through the allocator.
 
-    If they do not suffice, the replay is that without a limit, and `failed` says where it was not enough.
+    Args:
+        limit: bytes of segments that the card can hold. If they do not suffice, the replay is that without a limit, and
+            `failed` says where it was not enough.
     """
     try:
         return _replay(log, Allocator(limit=limit))

@@ -8,13 +8,17 @@ from collections import Counter
 from collections.abc import Iterable
 from functools import lru_cache
 
-from ..report.report import Interval
+from ..report.report import Interval, MiB
 from .gpu import Gpu
 from .overhead import CONTEXT, LARGE_REQUEST, LARGE_SEGMENT, SMALL_BLOCK, SMALL_SEGMENT, UNIT, segment
 
 # Reserved memory over the segments that the blocks alive at the peak need: median and 99th percentile of 300 simulated
 # steps (the grid of the tests) run through the allocator's model. Small models with few layers fragment most.
 TYPICAL, WORST = 1.05, 1.40
+# Bytes beyond the peak in the least memory that held a simulated step with `expandable_segments:True`, in the allocator's
+# model (`benchmarks/expandable.py`): median of 114, and half as much again as the worst. Whole unused pages go back before
+# memory is full; what is left over is in pages that are partly used. No published run says so.
+PAGES, MOST_PAGES = 80 * MiB, 512 * MiB
 EXACT, UNKNOWN = 0.97, 0.95  # the peak is known to 3 %; to 5 % for an architecture without formulas of its own
 
 
@@ -63,6 +67,11 @@ def reserved(blocks: Counter, peak: int, approximate: bool = False) -> Interval:
     low = max(peak, total + -(-small // SMALL_SEGMENT) * SMALL_SEGMENT)
     sure, doubt = (UNKNOWN, 1 / UNKNOWN) if approximate else (EXACT, 1.0)
     return Interval(int(peak * sure), int(low * TYPICAL), int(low * WORST * doubt) + LARGE_SEGMENT)
+
+
+def expandable(peak: int, known: float = 1.0) -> Interval:
+    """Estimate the memory that a peak of `peak` bytes, known to the share `known`, needs with expandable segments."""
+    return Interval(int(peak * min(1, known / EXACT)), peak + PAGES, int(peak / known) + MOST_PAGES)
 
 
 def process(inside: Interval, card: Gpu | None) -> Interval:

@@ -1,31 +1,39 @@
-"""Which recipes train a model on given GPUs, fastest first, and why the next faster one does not fit.
+"""Which recipes train a model on given GPUs: the best full, LoRA and QLoRA answer, and how sure it is that each fits.
 
     from vramlab import plan
     found = plan("llama-3.1-8b", "T4", seq_len=1024)
     print(found)
-    print(found.best.code())
+    found.write("train.py")
 
-A recipe fits when the upper end of its predicted `process` interval is within the card's usable memory. Memory is
-`predict`'s, seconds are `step_time`'s; `vramlab.planning.search` explains the search.
+An answer is *safe* if the upper end of the interval of its process is within the card's usable memory, *likely* if the
+middle is, *tight* if only the lower end is. Memory is `predict`'s, then `simulate`'s; seconds are `step_time`'s.
 """
 
+import dataclasses
 import json
 import textwrap
+from collections.abc import Iterator
 from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 from ..hardware.gpu import Gpu
-from ..recipe.knobs import Knob
 from ..recipe.recipe import Recipe
 from ..report.errors import RecipeError
-from ..report.report import Report, format_bytes, text_table
+from ..report.report import Interval, Report, format_bytes, text_table
 from .plan_advice import advise
-from .question import Question
-from .search import Choice, Miss, Search, order, upper
-from .search_space import method_of
+from .plan_script import scripts
+from .question import TIERS, Question
+from .search import NEAR, Choice, Search
 from .step_time import StepTime
 
-WIDTH = 100  # characters of a line in a notebook
+WIDTH = 80  # characters of a line in a terminal
+MEANING = {
+    "safe": "fits at the highest figures seen of allocator and context",
+    "likely": "fits at the usual ones",
+    "tight": "fits at the lowest only",
+}
 
 
 @dataclass(frozen=True)
@@ -35,19 +43,17 @@ class Plan:
     Attributes:
         question: what was asked.
         usable: bytes that one card's process can have.
-        choices: what fits, fastest first, each family with its largest micro-batch that fits.
-        misses: for each method with a choice, of what is faster than its best and does not fit: the next faster one,
-            and the one that lacks least.
-        lightest: the recipe that needs least, when nothing fits.
+        choices: the best recipe of each method that fits, the surest and then the fastest first.
+        better: of each method, what is faster than its choice and lacks at most 2 GiB, or the lightest if that does.
         advice: when nothing fits, what would: one computed sentence each.
         considered, predicted: recipes in the space, and how many of them were predicted.
+        notes: what to know about the question itself.
     """
 
     question: dict[str, Any]
     usable: int
     choices: tuple[Choice, ...]
-    misses: tuple[Miss, ...]
-    lightest: Miss | None = None
+    better: tuple[Choice, ...] = ()
     advice: tuple[str, ...] = ()
     considered: int = 0
     predicted: int = 0
@@ -55,7 +61,7 @@ class Plan:
 
     @property
     def best(self) -> Choice:
-        """The fastest recipe that fits. Raises RecipeError, with the first advice, when none does."""
+        """The fastest of the surest recipes that fit. Raises RecipeError, with the first advice, when none does."""
         if self.choices:
             return self.choices[0]
         why = self.advice[0] if self.advice else "nothing in the space fits"
@@ -69,84 +75,144 @@ class Plan:
         """The plan as JSON text."""
         return json.dumps(self.to_dict(), indent=indent)
 
-    def table(self, top: int = 10) -> str:
-        """The fastest `top` choices as text: a line of figures each, and the recipe under it."""
-        rows = [("", "method", "tokens/s", "from", "to", "peak", f"{self.question['tier']} at most")]
-        for i, choice in enumerate(self.choices[:top], 1):
-            time = choice.time
+    def write(self, path: str | Path, choice: Choice | None = None) -> list[Path]:
+        """Write `choice`, or the best, as a program that trains so, and what it takes along; return the files.
+
+        For several GPUs that is a configuration and a Slurm script. Raises RecipeError where there is no such program.
+        """
+        path, choice, q = Path(path), choice or self.best, self.question
+        texts = scripts(choice.recipe, path.name, self._head(choice), q["packing"], q["expandable_segments"])
+        for name, text in texts.items():
+            path.with_name(name).write_text(text, encoding="utf-8")
+        return [path.with_name(name) for name in texts]
+
+    def _head(self, choice: Choice) -> dict[str, str]:
+        """What the program says of the plan."""
+        q, sizes = self.question, (choice.report.peak.total, choice.needs.value, self.usable)
+        peak, process, usable = (format_bytes(size, digits=2) for size in sizes)
+        cards = f"{q['gpus']} × {q['gpu']}" if q["gpus"] > 1 else q["gpu"]
+        said = dict(version=version("vramlab"), source=choice.report.source, tier=choice.tier, cards=cards)
+        return said | dict(peak=peak, process=process, usable=usable)
+
+    def table(self) -> str:
+        """A line of figures for each choice, and its recipe under it."""
+        hours = any(choice.epoch for choice in self.choices)
+        rows = [("GiB", "tier", "peak", "process", "at most", "tokens/s", "from – to", *(["epoch"] if hours else []))]
+        for choice in self.choices:
+            time, needs = choice.time, choice.needs
+            sizes = (f"{size / 2**30:.2f}" for size in (choice.report.peak.total, needs.value, needs.high))
             rates = (f"{time.tokens / seconds:,.0f}" for seconds in (time.seconds, time.high, time.low))
-            needs = upper(choice.report, self.question["tier"])
-            sizes = (format_bytes(size, digits=2) for size in (choice.report.peak.total, needs))
-            rows.append((str(i), choice.method, *rates, *sizes))
+            likely, low, high = rates
+            row = (choice.method, choice.tier, *sizes, likely, f"{low} – {high}")
+            rows.append((*row, *([f"{choice.epoch / 3600:,.1f} h"] if hours else [])))
         head, rule, *lines = text_table(rows).split("\n")
-        recipes = (_wrapped("    " + _short(choice.recipe)) for choice in self.choices[:top])
+        recipes = (_wrapped("       " + _short(choice.recipe), "       ") for choice in self.choices)
         return "\n".join([head, rule, *(f"{line}\n{recipe}" for line, recipe in zip(lines, recipes, strict=True))])
 
     def __str__(self) -> str:
         q, room = self.question, format_bytes(self.usable, digits=2)
-        cards = f"{q['gpus']} × {q['gpu']}" if q["gpus"] > 1 else q["gpu"]
-        lines = [
-            f"{q['model']} on {cards} ({room} usable each): global batch {q['global_batch']}, {q['seq_len']} tokens",
-            "",
-        ]
+        cards = f"{q['gpus']} × {q['gpu']}, {room} each" if q["gpus"] > 1 else f"{q['gpu']}, {room}"
+        lines = [f"{q['model']}, {q['seq_len']:,} tokens, global batch {q['global_batch']}, on {cards}"]
+        lines += ["", self.table(), ""] if self.choices else [f"Nothing {q['tier'] or ''} fits.".replace("  ", " ")]
+        lines += [self._lacking(better) for better in self.better]
+        lines += [f"- {advice}" for advice in self.advice]
+        noted = [(choice.method, note) for choice in self.choices for note in choice.notes]
+        lines += [f"{method}: {note}" for method, note in noted] + [f"note: {note}" for note in self.notes]
         if self.choices:
-            lines += [self.table(), ""]
-            lines += [f"faster ({method_of(miss.recipe)}): {miss}" for miss in self.misses]
-            lines += [f"note: {note}" for note in (*self.choices[0].notes, *self.notes)]
-            lines.append(f"speed is {self.choices[0].time.basis}")
-        else:
-            nothing = "Nothing fits."
-            if miss := self.lightest:
-                over = format_bytes(miss.over, digits=2)
-                nothing += f" The lightest recipe is {miss.recipe}, {over} over."
-            lines += [nothing, *(f"- {advice}" for advice in self.advice)]
-        lines.append(f"fits means: the upper end of the predicted {q['tier']} interval is within the usable memory")
-        lines.append(f"{self.considered:,} recipes considered, {self.predicted:,} predicted")
+            lines += [f"{tier}: {MEANING[tier]}" for tier in dict.fromkeys(choice.tier for choice in self.choices)]
+            lines.append(f"{self._sources()}; speed {self.choices[0].time.basis.split(':')[0]}")
         return "\n".join(line if "\n" in line else _wrapped(line) for line in lines)
 
+    def _sources(self) -> str:
+        by: dict[str, list[str]] = {}
+        for choice in self.choices:
+            by.setdefault(choice.report.source, []).append(choice.method)
+        told = ", expandable_segments:True" if self.question["expandable_segments"] else ""
+        return "memory " + ", ".join(f"{source} ({', '.join(methods)})" for source, methods in by.items()) + told
 
-def plan(model: object, gpu: str | Gpu, gpus: int = 1, *, top: int = 5, **asked: Any) -> Plan:
-    """Which recipes train `model` on `gpus` cards of the kind `gpu`, fastest first.
+    def _lacking(self, better: Choice) -> str:
+        now = next((choice for choice in self.choices if choice.method == better.method), None)
+        said = f" to be {now.tier}" if now else ""
+        said += f" ({better.tier} as it is)" if better.tier else ""
+        rate, lacks = f"{better.time.tokens_per_second:,.0f} tokens/s", format_bytes(better.over, digits=2)
+        return f"{better.method} at {rate} lacks {lacks}{said}: {_short(better.recipe)}"
+
+
+def plan(model: object, gpu: str | Gpu | None = None, gpus: int = 1, *, confirm: bool = True, **asked: Any) -> Plan:
+    """The best full, LoRA and QLoRA recipe that trains `model` on `gpus` cards of the kind `gpu`.
 
     Args:
-        model, gpu, gpus: as in `Recipe`; a name of the GPU table or a `Gpu`; how many of them.
-        top: how many recipes of each method to rank.
+        model, gpu, gpus: as in `Recipe`; a name of the GPU table or a `Gpu`, None for this machine's or that with
+            `memory`; how many of them.
+        confirm: whether to simulate each answer, some seconds each; one that does not fit then is none. Without the
+            libraries that `simulate` needs, formulas answer.
         asked: what is wanted and what may be used, the other fields of `vramlab.planning.question.Question`:
             global_batch, seq_len, method, precisions, optims, attention, checkpointing, engines, offload, lora, task,
-            num_layers, trainer, memory, host_memory, tier, link.
+            num_layers, trainer, memory, host_memory, tier, expandable_segments, lengths, packing, link.
     Raises:
         RecipeError, GpuError: one sentence that says which argument was wrong.
     """
-    Knob(kind=int).check("top", top)
     question = Question(model, gpu, gpus, **asked)
     search = Search(question)
-    found = [search.ranked(method, top) for method in question.methods]
-    choices = [choice for of_method, _ in found for choice in of_method]
-    choices.sort(key=lambda choice: order(choice.time.seconds, choice.recipe))  # stable
+    choices, better = [], []
+    for method in question.methods:
+        found, tier = search.answer(method, confirm)
+        if found:
+            choices.append(_with_epoch(found.choice(), question))
+            more = search.better(found, tier)
+        else:
+            more = search.lightest(method)
+            more = more if more and more.over(tier) <= NEAR else None
+        better += [more.choice(tier)] if more else []
+    choices.sort(key=lambda choice: (list(TIERS).index(choice.tier), choice.offloads, choice.time.seconds))
     return Plan(
-        question={
-            "model": question.plain.name,
-            "gpu": question.gpu.name,
-            "gpus": gpus,
-            "global_batch": question.global_batch,
-            "seq_len": question.plain.seq_len,
-            "method": question.method,
-            "tier": question.tier,
-        },
+        question=_asked(question),
         usable=question.usable,
         choices=tuple(choices),
-        misses=tuple(miss for _, of_method in found for miss in of_method),
-        lightest=None if choices else search.lightest(),
+        better=tuple(better),
         advice=() if choices else tuple(advise(question)),
         considered=len(search.candidates),
         predicted=search.predicted,
-        notes=() if question.memory or question.gpu.total_known else (_total_unknown(question),),
+        notes=tuple(_notes(question)),
     )
 
 
-def _wrapped(line: str) -> str:
+def _with_epoch(choice: Choice, question: Question) -> Choice:
+    """The choice with the seconds of an epoch over the data set; rows are padded to the longest of a micro-batch drawn at
+    random, or packed."""
+    if not question.lengths:
+        return choice
+    longest, count, drawn = question.plain.seq_len, len(question.lengths), choice.recipe.batch_size
+    kept = [min(length, longest) for length in question.lengths]
+    width = sum(kept) / count
+    if not question.packing:
+        width = sum(n * (((i + 1) / count) ** drawn - (i / count) ** drawn) for i, n in enumerate(kept))
+    steps = count / question.global_batch
+    return dataclasses.replace(choice, epoch=choice.time.seconds * steps * width / longest)
+
+
+def _asked(question: Question) -> dict[str, Any]:
+    names = ("gpus", "global_batch", "method", "tier", "expandable_segments", "packing")
+    said = {"model": question.plain.name, "gpu": question.gpu.name, "seq_len": question.plain.seq_len}
+    return said | {name: getattr(question, name) for name in names}
+
+
+def _notes(question: Question) -> Iterator[str]:
+    if not (question.memory or question.gpu.total_known):
+        said = format_bytes(question.usable, digits=2)
+        yield f"what {question.gpu.name} reports is not known: {said} is the least part of its box that any card reports"
+    if question.lengths:
+        cut = sum(length > question.plain.seq_len for length in question.lengths)
+        middle = question.lengths[len(question.lengths) // 2]
+        yield (
+            f"data: {len(question.lengths):,} samples of {question.lengths[0]:,} to {question.lengths[-1]:,} tokens, "
+            f"median {middle:,}" + (f"; {cut:,} are cut to {question.plain.seq_len:,}" if cut else "")
+        )
+
+
+def _wrapped(line: str, indent: str = "    ") -> str:
     """The line in pieces of at most WIDTH characters, all but the first indented."""
-    return textwrap.fill(line, WIDTH, subsequent_indent="    ", break_long_words=False, break_on_hyphens=False)
+    return textwrap.fill(line, WIDTH, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
 
 
 def _short(recipe: Recipe) -> str:
@@ -154,14 +220,9 @@ def _short(recipe: Recipe) -> str:
     return str(recipe).replace(f"{recipe.name} · ", "", 1).replace(f"{recipe.seq_len} tokens · ", "", 1)
 
 
-def _total_unknown(question: Question) -> str:
-    said = format_bytes(question.usable, digits=2)
-    return f"what {question.gpu.name} reports is not known: {said} is the least part of its box that any card reports"
-
-
 def _encode(value: Any) -> Any:
     if isinstance(value, Recipe | Report):
         return value.to_dict()
-    if isinstance(value, Plan | Choice | Miss | StepTime):
+    if isinstance(value, Plan | Choice | StepTime | Interval):
         return {name: _encode(getattr(value, name)) for name in value.__dataclass_fields__}
     return [_encode(item) for item in value] if isinstance(value, tuple) else value

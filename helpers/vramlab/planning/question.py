@@ -1,18 +1,23 @@
 """What `plan` is asked: the GPUs, the batch, and what to try. The command line reads its options from the fields."""
 
 import dataclasses
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from ..formulas.fused_head import with_its_adapters
-from ..hardware.gpu import Gpu, find_gpu, gpu_names
+from ..hardware.gpu import Gpu, current_device, find_gpu, gpu_names
 from ..recipe.knobs import documented, knob, knobs, same_knob
 from ..recipe.options import LoRA
 from ..recipe.recipe import ATTENTION, OPTIMIZERS, PRECISIONS, Recipe
-from ..report.errors import RecipeError
+from ..recipe.samples import check_lengths
+from ..report.errors import RecipeError, needing
 
 METHODS = ("full", "lora", "qlora")
+# How sure it is that a recipe fits: which end of the interval of its process is within the card's memory.
+TIERS = {"safe": "high", "likely": "value", "tight": "low"}
+UNITS = {"": 1, "MB": 10**6, "GB": 10**9, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
 OPTIMS = ("adamw_torch_fused", "adamw_torch", "adamw_bnb_8bit", "paged_adamw_8bit")  # AdamW in four implementations
 ENGINES = ("ddp", "fsdp", "deepspeed")
 RANK = LoRA(r=16, lora_alpha=32, target_modules="all-linear")  # all linear layers: Dettmers et al. 2023, section 4
@@ -28,7 +33,7 @@ class Question:
     """
 
     model: Any
-    gpu: str | Gpu
+    gpu: str | Gpu | None = None
     gpus: int = knob(1, most=1024)
     global_batch: int = knob(16)
     seq_len: int | None = same_knob(Recipe, "seq_len")
@@ -43,16 +48,23 @@ class Question:
     task: str | None = same_knob(Recipe, "task")
     num_layers: int | None = None
     trainer: str = same_knob(Recipe, "trainer")
-    memory: int | None = knob(None)
-    host_memory: int | None = knob(None)
-    tier: str = knob("process", choices=("process", "reserved", "allocated"))
+    memory: str | int | None = knob(None)
+    host_memory: str | int | None = knob(None)
+    tier: str | None = knob(None, choices=tuple(TIERS))
+    expandable_segments: bool = knob(True)
+    lengths: tuple[int, ...] | None = knob(None)
+    packing: bool = knob(False)
     link: float | None = knob(None, bounds="of bytes a second, over 0")
 
     def __post_init__(self):
-        self.gpu = find_gpu(self.gpu)
+        self.memory, self.host_memory = (size_of(name, getattr(self, name)) for name in ("memory", "host_memory"))
+        self.gpu = find_gpu(self.gpu) if self.gpu is not None else self._card()
         if isinstance(self.lora, Mapping):  # of what differs from RANK
             self.lora = dataclasses.replace(RANK, **{"lora_alpha": 2 * self.lora.get("r", RANK.r), **self.lora})
-        for name, said in knobs(Question).items():
+        if self.lengths is not None:
+            self.lengths = tuple(sorted(check_lengths("lengths", list(self.lengths))))
+        for name in knobs(Question).keys() - {"memory", "host_memory", "lengths"}:
+            said = knobs(Question)[name]
             value = getattr(self, name)
             if said.many and value is not None:
                 value = tuple(value) if isinstance(value, list | tuple | set) else (value,)
@@ -67,8 +79,11 @@ class Question:
             raise RecipeError("global_batch", self.global_batch, rest)
         if self.trainer == "kto":
             raise RecipeError("trainer", "kto", "plan tries micro-batches of one sample too, which KTOTrainer refuses")
-        same = ("seq_len", "task", "num_layers", "trainer")
-        self.plain = Recipe(self.model, **{name: getattr(self, name) for name in same})
+        same = {name: getattr(self, name) for name in ("seq_len", "task", "num_layers", "trainer")}
+        if self.lengths and self.seq_len is None:
+            longest = Recipe(self.model, task=self.task).shape.max_positions
+            same["seq_len"] = min(self.lengths[-1], longest or self.lengths[-1])
+        self.plain = Recipe(self.model, **same, packing=self.packing and self.trainer == "sft")
         with_its_adapters(self.plain)
         if self.trainer != "transformers" and self.gpus > 1:
             raise RecipeError("gpus", self.gpus, f"with trainer={self.trainer!r} one device is modelled so far")
@@ -76,6 +91,30 @@ class Question:
             self.plain.shape.check_lora(self.lora.target_modules, self.lora.r)
         for precision in self.precisions or ():
             self.gpu.require(precision)
+
+    def _card(self) -> Gpu:
+        """The GPU of this machine, or without one the table's least that has `memory`."""
+        if self.memory is None:
+            with needing("a plan for this machine's GPU"):
+                found = current_device().gpu
+            if found is None:
+                raise RecipeError("gpu", None, "this machine has no GPU: name one (T4) or say its memory (24GiB)")
+            return found
+        enough = [card for card in map(find_gpu, gpu_names()) if card.memory_gb << 30 >= self.memory]
+        if not enough:
+            raise RecipeError("memory", self.memory, "no card of the table has so much: name the GPU")
+        return min(enough, key=lambda card: (card.memory_gb, card.total, card.name))
+
+    def lengths_of(self, size: int) -> tuple[int, ...] | None:
+        """The highest micro-batch of `size` samples: the longest, and a shorter one, which needs a mask; None if packed."""
+        if not self.lengths or self.packing or size == 1 or self.lengths[0] >= self.plain.seq_len:
+            return None
+        return (self.plain.seq_len,) * (size - 1) + (self.lengths[0],)
+
+    @property
+    def tiers(self) -> tuple[str, ...]:
+        """The tiers in which an answer is looked for, in this order."""
+        return (self.tier,) if self.tier else tuple(TIERS)
 
     @property
     def methods(self) -> tuple[str, ...]:
@@ -91,6 +130,19 @@ class Question:
     def usable(self) -> int:
         """Bytes of one card that a process can have."""
         return self.memory or usable_memory(self.gpu)
+
+
+def size_of(name: str, value: Any) -> int | None:
+    """Bytes of "24GiB", "64 GB" or a number of bytes. Raises RecipeError, which calls it `name`."""
+    found = re.fullmatch(r"([0-9.]+)\s*([A-Za-z]*)", str(value).strip())
+    units = {unit.lower(): size for unit, size in UNITS.items()}
+    try:
+        size = None if value is None else int(float(found[1]) * units[found[2].lower()])
+    except (TypeError, ValueError, KeyError):
+        size = 0
+    if isinstance(value, bool) or (size is not None and size < 1):
+        raise RecipeError(name, value, "it must be a size such as '24GiB', or bytes")
+    return size
 
 
 def usable_memory(card: Gpu) -> int:

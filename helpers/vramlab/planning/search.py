@@ -4,6 +4,7 @@ Recipes are tried in the order of their estimated time, until enough are found. 
 activations alone are too large is dropped without a prediction.
 """
 
+import contextlib
 import math
 from collections import Counter
 from dataclasses import dataclass
@@ -12,51 +13,46 @@ from functools import cached_property
 from ..formulas.predict import predict
 from ..hardware import reserved
 from ..recipe.recipe import Recipe
-from ..report.errors import RecipeError
-from ..report.report import CATEGORIES, Interval, Report, format_bytes
-from .plan_code import code as code_of
-from .question import ENGINES, METHODS, OPTIMS, Question
+from ..report.errors import RecipeError, VramLabError
+from ..report.report import GiB, Interval, Report
+from .question import ENGINES, METHODS, OPTIMS, TIERS, Question
 from .search_space import families, held_bytes, method_of, micro_batches, notes_on, with_micro_batch
 from .step_time import StepTime, estimate, step_time
+
+NEAR, FASTER = 2 * GiB, 0.95  # a better recipe is worth naming if it lacks at most so much, and takes less of the time
+DEEPEST = 24  # layers of a recipe that is simulated though none of its layers can stand for another
 
 
 @dataclass(frozen=True)
 class Choice:
-    """A recipe that fits: its predicted memory, its estimated time, and what to know before choosing it."""
+    """A recipe with its memory and its estimated time.
+
+    Attributes:
+        needs: bytes of the process with the allocator's settings that were asked for.
+        report: the simulation where there was one, else the prediction.
+        tier: the surest in which it fits, "" where it fits in none; `over`: bytes that it lacks in the tier asked for.
+        notes: what to know before choosing it.
+        epoch: seconds of one over the data set, where its lengths are known.
+    """
 
     recipe: Recipe
     report: Report
     time: StepTime
+    needs: Interval
+    tier: str
+    over: int = 0
     notes: tuple[str, ...] = ()
+    epoch: float | None = None
 
     @property
     def method(self) -> str:
         """ "full", "lora" or "qlora"."""
         return method_of(self.recipe)
 
-    def code(self) -> str:
-        """Python text that sets up this training with transformers, ready to paste."""
-        return code_of(self.recipe)
-
-
-@dataclass(frozen=True)
-class Miss:
-    """A recipe that does not fit: by how many bytes (`over`), and the `category` that needs most `more`."""
-
-    recipe: Recipe
-    report: Report
-    time: StepTime
-    over: int
-    category: str
-    more: int
-
-    def __str__(self) -> str:
-        rate, over = f"{self.time.tokens_per_second:,.0f} tokens/s", format_bytes(self.over, digits=2)
-        text = f"{self.recipe} ({rate}) does not fit: {over} over"
-        if self.more > 0:
-            more, category = format_bytes(self.more, digits=2), self.category.replace("_", " ")
-            text += f"; {more} more {category} than the best that fits"
-        return text
+    @property
+    def offloads(self) -> bool:
+        """Whether optimizer or parameters are offloaded to the host."""
+        return _offloads(self.recipe)
 
 
 class Candidate:
@@ -64,6 +60,8 @@ class Candidate:
 
     def __init__(self, question: Question, recipe: Recipe, family: int):
         self.question, self.recipe, self.family, self.method = question, recipe, family, method_of(recipe)
+        self.simulated: Report | None = None
+        self.tried = False
 
     @cached_property
     def rank(self) -> tuple:
@@ -71,13 +69,17 @@ class Candidate:
         seconds = sum(estimate(self.recipe, self.question.gpu, self.question.link).values())
         return *order(seconds, self.recipe), self.family, -self.recipe.batch_size
 
+    def bound(self, tier: str) -> int:
+        """A lower bound of the upper end of `interval` for `tier`."""
+        if self.question.expandable_segments:
+            inside = reserved.expandable(self._held, 1.0 if self.simulated else reserved.EXACT)
+        else:
+            inside = reserved.reserved(Counter(), self._held)
+        return getattr(reserved.process(inside, self.question.gpu), TIERS[tier])
+
     @cached_property
-    def bound(self) -> int:
-        """A lower bound of `needs`."""
-        held = held_bytes(self.recipe, self.question.gpu.chip)
-        inside = reserved.reserved(Counter(), held)
-        process = reserved.process(inside, self.question.gpu)
-        return {"process": process.high, "reserved": inside.high, "allocated": held}[self.question.tier]
+    def _held(self) -> int:
+        return held_bytes(self.recipe, self.question.gpu.chip)
 
     @cached_property
     def report(self) -> Report | None:
@@ -92,34 +94,57 @@ class Candidate:
         except RecipeError:
             return None
 
-    @cached_property
-    def needs(self) -> float:
-        """Upper end of the predicted tier in bytes; infinite without a prediction."""
-        return upper(self.report, self.question.tier) if self.report else math.inf
-
     @property
-    def fits(self) -> bool:
-        return self.bound <= self.question.usable and self.needs <= self.question.usable
+    def interval(self) -> Interval | None:
+        """Bytes of the process, simulated if it was, else predicted; where loading takes more, by so much more."""
+        report = self.simulated or self.report
+        if report is None:
+            return None
+        needs = report.process
+        if self.question.expandable_segments:
+            peak = max(report.allocated or 0, report.peak.total)
+            known = 1.0 if self.simulated else min(reserved.EXACT, (report.reserved.low + 1) / peak)
+            needs = reserved.process(reserved.expandable(peak, known), self.question.gpu)
+        more = max(report.loading.total - report.peak.total, 0) if report.loading else 0
+        return Interval(needs.low + more, needs.value + more, needs.high + more)
 
-    def choice(self) -> Choice:
+    def over(self, tier: str) -> float:
+        """Bytes that it lacks in `tier`, negative where it fits; infinite without a prediction."""
+        return getattr(self.interval, TIERS[tier]) - self.question.usable if self.report else math.inf
+
+    def fits(self, tier: str) -> bool:
+        return self.bound(tier) <= self.question.usable and self.over(tier) <= 0
+
+    def simulate(self) -> None:
+        """Simulate the recipe: two micro-batches stand for any more. What has no simulation here stays predicted."""
+        self.tried, recipe = True, self.recipe
+        with contextlib.suppress(VramLabError, ImportError):
+            from ..simulation.simulate import may_be_deepened, simulate
+
+            if may_be_deepened(recipe, "cuda") or recipe.shape.num_layers <= DEEPEST:
+                steps = min(2, recipe.gradient_accumulation_steps)
+                self.simulated = simulate(recipe.replace(gradient_accumulation_steps=steps), gpu=self.question.gpu)
+
+    def choice(self, tier: str | None = None) -> Choice:
+        """It as an answer; `tier`: the one in which bytes are missing, if any are."""
+        found = next((name for name in TIERS if self.fits(name)), "")
         time = step_time(self.recipe, self.question.gpu, self.question.link)
-        return Choice(self.recipe, self.report, time, tuple(notes_on(self.recipe)))
-
-    def miss(self, fitting: Report | None = None) -> Miss:
-        """Why it does not fit: the category that is most above that of `fitting`, or the largest."""
-        peak, time = self.report.peak, step_time(self.recipe, self.question.gpu, self.question.link)
-        more = {name: getattr(peak, name) - (getattr(fitting.peak, name) if fitting else 0) for name in CATEGORIES}
-        category = max(more, key=more.get)
-        return Miss(self.recipe, self.report, time, self.needs - self.question.usable, category, more[category])
+        report, over = self.simulated or self.report, self.over(tier or found or "tight")
+        return Choice(self.recipe, report, time, self.interval, found, max(0, int(over)), tuple(notes_on(self.recipe)))
 
 
 class Search:
     """The space of one question. `candidates`: its recipes."""
 
     def __init__(self, question: Question):
-        batches = micro_batches(question)
+        self.question, batches = question, micro_batches(question)
         found = enumerate(family for method in question.methods for family in families(question, method))
-        self.candidates = [Candidate(question, with_micro_batch(family, n), i) for i, family in found for n in batches]
+        self.candidates = [
+            Candidate(question, with_micro_batch(family, n, question.lengths_of(n)), i)
+            for i, family in found
+            for n in batches
+        ]
+        self._sorted: dict[tuple[str, bool], list[Candidate]] = {}
         # Memory is least at either end: the whole batch at once accumulates no gradients.
         self.ends = [candidate for candidate in self.candidates if candidate.recipe.batch_size in (batches[0], 1)]
 
@@ -128,50 +153,51 @@ class Search:
         """How many candidates have been predicted so far."""
         return sum("report" in vars(candidate) for candidate in self.candidates)
 
-    def ranked(self, method: str, top: int) -> tuple[list[Choice], list[Miss]]:
-        """The `top` fastest recipes that fit, one of each family, and what is faster than the first and does not."""
-        found: list[Candidate] = []
-        missed: list[Candidate] = []
-        families_done = set()
-        for candidate in sorted((c for c in self.candidates if c.method == method), key=lambda c: c.rank):
-            if candidate.family in families_done:
-                continue
-            if not candidate.fits:
-                missed += [] if found else [candidate]
-                continue
-            families_done.add(candidate.family)
-            if not any(differ_in_optimizer_only(candidate.recipe, other.recipe) for other in found):
-                found.append(candidate)
-            if len(found) == top:
-                break
-        if not found:
-            return [], []
-        next_faster = next((candidate for candidate in reversed(missed) if candidate.report), None)
-        chosen = dict.fromkeys((next_faster, _lightest(missed)))
-        misses = [candidate.miss(found[0].report) for candidate in chosen if candidate]
-        return [candidate.choice() for candidate in found], misses
+    def answer(self, method: str, confirm: bool = False) -> tuple[Candidate | None, str]:
+        """The fastest recipe that fits and the tier it does in: the surest tier asked for that has one, without offload
+        if there is one. With `confirm` it is simulated, and must fit then too."""
+        for offload in (False, True):
+            for tier in self.question.tiers:
+                while found := next((c for c in self._ordered(method, offload) if c.fits(tier)), None):
+                    if found.tried or not confirm:
+                        return found, tier
+                    found.simulate()
+        return None, self.question.tiers[-1]
+
+    def better(self, answer: Candidate, tier: str) -> Candidate | None:
+        """What is faster than `answer` and lacks the least in `tier`, at most NEAR."""
+        mine, offload = answer.rank[0] * FASTER, _offloads(answer.recipe)
+        faster = [c for c in self._ordered(answer.method, offload) if c.rank[0] < mine]
+        near = [c for c in faster if c.bound(tier) <= self.question.usable + NEAR and 0 < c.over(tier) <= NEAR]
+        return min(near, key=lambda c: (c.over(tier), c.rank), default=None)
+
+    def _ordered(self, method: str, offload: bool) -> list[Candidate]:
+        """The candidates of `method`, with or without offload, fastest first."""
+        if (method, offload) not in self._sorted:
+            chosen = [c for c in self.candidates if c.method == method and _offloads(c.recipe) is offload]
+            self._sorted[method, offload] = sorted(chosen, key=lambda c: c.rank)
+        return self._sorted[method, offload]
 
     def any_fit(self) -> Recipe | None:
         """One of the lightest recipes that fit, without offload if there is one; None if none fits."""
-        offloads = {c: bool(c.recipe.sharding and c.recipe.sharding.offload) for c in self.ends}
-        ends = sorted(self.ends, key=lambda c: (offloads[c], c.bound))
-        return next((candidate.recipe for candidate in ends if candidate.fits), None)
+        tier = self.question.tiers[0]
+        ends = sorted(self.ends, key=lambda c: (_offloads(c.recipe), c.bound(tier)))
+        return next((candidate.recipe for candidate in ends if candidate.fits(tier)), None)
 
-    def lightest(self) -> Miss | None:
-        """The recipe that needs least; None if nothing can be predicted."""
-        found = _lightest(self.ends)
-        return found and found.miss()
+    def lightest(self, method: str | None = None) -> Candidate | None:
+        """The candidate that needs least; None if nothing can be predicted. In the order of their bounds, so that not all
+        have to be predicted."""
+        tier, best = self.question.tiers[-1], None
+        for candidate in sorted((c for c in self.ends if method in (None, c.method)), key=lambda c: c.bound(tier)):
+            if best and candidate.bound(tier) - self.question.usable >= best.over(tier):
+                break
+            if candidate.over(tier) < (best.over(tier) if best else math.inf):
+                best = candidate
+        return best
 
 
-def _lightest(candidates: list[Candidate]) -> Candidate | None:
-    """The candidate that needs least. In the order of their bounds, so that not all have to be predicted."""
-    best = None
-    for candidate in sorted(candidates, key=lambda candidate: candidate.bound):
-        if best and candidate.bound >= best.needs:
-            break
-        if candidate.needs < (best.needs if best else math.inf):
-            best = candidate
-    return best
+def _offloads(recipe: Recipe) -> bool:
+    return bool(recipe.sharding and recipe.sharding.offload)
 
 
 def order(seconds: float, recipe: Recipe) -> tuple:
@@ -186,14 +212,3 @@ def order(seconds: float, recipe: Recipe) -> tuple:
         recipe.attn_implementation != "sdpa",
     )
     return float(f"{seconds:.3g}"), simpler
-
-
-def differ_in_optimizer_only(recipe: Recipe, other: Recipe) -> bool:
-    return recipe.replace(optim=other.optim) == other
-
-
-def upper(report: Report, tier: str) -> int:
-    """Upper end of the report's tier, in bytes; where loading takes more than training, by so much more."""
-    value = report.peak.total if tier == "allocated" else getattr(report, tier)
-    more = max(report.loading.total - report.peak.total, 0) if report.loading else 0
-    return (value.high if isinstance(value, Interval) else value) + more

@@ -115,6 +115,18 @@ def unchecked(part: Any, **changes: Any) -> Any:
     return found
 
 
+def python_arguments(part: Any, usual: Any, always: tuple[str, ...] = ()) -> list[str]:
+    """Return as Python the arguments of `part` that differ from those of `usual`, and those in `always`."""
+    found = []
+    for field in dataclasses.fields(part):
+        value = getattr(part, field.name)
+        if field.init and field.name != "model" and (field.name in always or value != getattr(usual, field.name)):
+            kind, whole = type(value), dataclasses.is_dataclass(value)
+            text = f"{kind.__name__}({', '.join(python_arguments(value, kind()))})" if whole else repr(value)
+            found.append(f"{field.name}={text}")
+    return found
+
+
 def rebuild(kind: type, name: str, values: Mapping) -> Any:
     """Return `kind(**values)` with an error that names the unknown field."""
     known = [f.name for f in dataclasses.fields(kind) if f.init]

@@ -1,0 +1,67 @@
+"""The least memory that holds a training step, with the allocator's default segments and with expandable ones.
+
+    python benchmarks/expandable.py [EVERY]
+
+Recipes of published runs and of those on the stand-in for a GPU, simulated; their requests run through the models of
+both allocators (`hardware/allocator.py`, `vramlab_course/expandable.py`, after PyTorch's source) with less and less
+memory. No GPU ran: there is no published run that says it had expandable segments. `hardware/reserved.py` has the
+result as PAGES and MOST_PAGES.
+"""
+
+import json
+import statistics
+import sys
+from pathlib import Path
+
+from vramlab import MiB, Recipe
+from vramlab.hardware.allocator import Allocator, AllocatorError, _replay
+from vramlab.hardware.gpu import find_gpu
+from vramlab.simulation.simulate import trace
+from vramlab_course.expandable import ExpandableAllocator
+
+ROOT = Path(__file__).parent.parent
+CARDS = {"h200": "H200", "rtx-3090": "RTX 3090", "t4": "T4"}
+STEP = 16 * MiB  # to which the least memory is found
+
+
+def runs() -> list[tuple[dict, str]]:
+    """Recipe and card of each run, every one once."""
+    found = json.loads((ROOT / "data" / "published_runs.json").read_text())["runs"]
+    pairs = [(run["recipe"], run["gpu"]) for run in found]
+    for name, card in CARDS.items():
+        stand_in = json.loads((ROOT / "tests" / "stand_in" / f"{name}.json").read_text())["runs"]
+        pairs += [(run["recipe"], card) for run in stand_in]
+    return list({json.dumps(pair, sort_keys=True): pair for pair in pairs}.values())
+
+
+def least(log: list, kind: type) -> tuple[int, int]:
+    """(bytes allocated at the peak, least limit in which `log` runs)."""
+    free = _replay(log, kind())
+    low, high = free.allocated, free.reserved
+    while high - low > STEP:
+        middle = (low + high) // 2
+        try:
+            _replay(log, kind(limit=middle))
+            high = middle
+        except AllocatorError:
+            low = middle
+    return free.allocated, high
+
+
+def main(every: int = 1) -> None:
+    beyond = {"default": [], "expandable": []}
+    for fields, card in runs()[::every]:
+        log = trace(Recipe(**fields), "cuda", find_gpu(card)).log
+        for name, kind in (("default", Allocator), ("expandable", ExpandableAllocator)):
+            allocated, limit = least(log, kind)
+            beyond[name].append((limit - allocated, limit / allocated))
+    for name, rows in beyond.items():
+        sizes, shares = zip(*rows, strict=True)
+        print(
+            f"{name}: {len(rows)} runs, beyond the peak: median {statistics.median(sizes) / MiB:.0f} MiB, "
+            f"at most {max(sizes) / MiB:.0f} MiB; {statistics.median(shares) - 1:.1%}, at most {max(shares) - 1:.1%}"
+        )
+
+
+if __name__ == "__main__":
+    main(*map(int, sys.argv[1:2]))
