@@ -71,7 +71,7 @@ def scripts(recipe: Recipe, name: str, head: dict[str, str], packing: bool, expa
         arguments_class=arguments_class(recipe).__name__,
         arguments=_lines(arguments, 8),
         batch_size=recipe.batch_size,
-        recipe=_lines(_recipe(recipe), 8),
+        recipe="".join(f"\n{_lines({name: value}, 8)}" for name, value in _recipe(recipe).items()),
         data=data.substitute(pack=pack) if not trl else data.template,
         model_class=_model_class(recipe),
         loading=_lines(_loading(recipe), 8),
