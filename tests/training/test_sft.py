@@ -138,6 +138,11 @@ def test_dft_moves_no_peak(tmp_path):
         ("llama", {"loop": Loop(use_cache=True)}, "loop"),
         ("llama", {"sharding": Sharding(world_size=2, engine="deepspeed")}, "sharding.engine"),
         ("llama", {"lora": LoRA(), "quantization": Quantization()}, "quantization.prepare"),
+        (
+            "llama",
+            {"lora": LoRA(), "quantization": Quantization(prepare=False), "precision": "fp16-mixed"},
+            "precision",
+        ),
         ("llama", {"lora": LoRA(target_modules=("q_proj", "lm_head"))}, "lora.target_modules"),
         ("llama", {"trainer": "transformers", "packing": True}, "packing"),
         ("llama", {"trainer": "transformers", "padding_free": True}, "padding_free"),

@@ -184,6 +184,9 @@ class Recipe:
         if self.quantization and self.quantization.prepare:
             rest = f"{name} does not call prepare_model_for_kbit_training: say Quantization(prepare=False)"
             raise RecipeError("quantization.prepare", True, rest)
+        if self.quantization and self.precision == "fp16-mixed":  # pytorch/pytorch#127176
+            rest = f"{name} makes a quantized base's adapters bfloat16, whose gradients the loss scaler refuses: take "
+            raise RecipeError("precision", self.precision, rest + "'bf16-mixed', or trainer='transformers'")
         if (
             self.lora
             and self.trainer != "reward"
