@@ -94,7 +94,8 @@ def ask(name: str) -> None:
 def check(name: str, answer: Any = None) -> bool:
     """Print whether `answer` is right, or what kind of mistake it looks like; returns True only when it is right.
 
-    `...` and None are "not answered yet". No answer raises. Raises ExerciseError for an unknown exercise.
+    `...`, None and a function whose body is `...` are "not answered yet". No answer raises. Raises ExerciseError for an
+    unknown exercise.
     """
     feedback = judge(find(name), answer)
     print(_wrapped(f"{name}: {feedback}"))
@@ -134,7 +135,16 @@ def certificate(number: str, name: str) -> bool:
 
 def judge(exercise: Exercise, answer: Any) -> Feedback:
     """What `check` prints, as a value."""
-    return NOT_ANSWERED if answer is None or answer is ... else exercise.check(answer)
+    return NOT_ANSWERED if answer is None or answer is ... or _is_empty(answer) else exercise.check(answer)
+
+
+def _is_empty(answer: Any) -> bool:
+    """Whether `answer` is a function that does nothing, like the one that the notebooks start with."""
+
+    def empty(): ...
+
+    code = getattr(answer, "__code__", None)
+    return code is not None and (code.co_code, code.co_consts) == (empty.__code__.co_code, empty.__code__.co_consts)
 
 
 def _boxed(head: str, text: str) -> str:

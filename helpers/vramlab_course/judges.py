@@ -37,12 +37,15 @@ def message_sizes(message: str) -> list[float]:
     return [float(number) * unit[name] for number, name in re.findall(r"([\d.]+) ([KMG]iB)", message)]
 
 
-def largest_batch(model: str, gpu: str, seq_len: int, part: str = "value") -> int:
-    """The largest batch whose process (its `part`: "low", "value", "high") or "peak" is within the card; 0 for none."""
+def largest_batch(model: str, gpu: str, seq_len: int, part: str = "value", named: bool = True) -> int:
+    """The largest batch whose process (its `part`: "low", "value", "high") or "peak" is within the card; 0 for none.
+
+    Without `named`, predict does not know the card: a mistake that readers make.
+    """
     total, recipe = find_gpu(gpu).total, Recipe(model, 1, seq_len, "fp16-mixed")
 
     def fits(batch: int) -> bool:
-        report = predict(recipe.replace(batch_size=batch), gpu=gpu)
+        report = predict(recipe.replace(batch_size=batch), gpu=gpu if named else None)
         return (report.peak.total if part == "peak" else getattr(report.process, part)) <= total
 
     low, high = 0, 1

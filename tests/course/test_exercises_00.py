@@ -22,12 +22,13 @@ def missing(message, units=SIZE):
     return float(found[1]) * units[found[2]] - float(found[3]) * units[found[4]]
 
 
-def halves(model, gpu, seq_len):
+def halves(model, gpu, seq_len, told=True):
     """Another way to the same batch: a bisection from a batch that is surely too large."""
     low, high = 0, 10_000
     while high - low > 1:
         middle = (low + high) // 2
-        fits = predict(Recipe(model, middle, seq_len, "fp16-mixed"), gpu=gpu).process.value <= find_gpu(gpu).total
+        need = predict(Recipe(model, middle, seq_len, "fp16-mixed"), gpu=gpu if told else None).process
+        fits = need.value <= find_gpu(gpu).total
         low, high = (middle, high) if fits else (low, middle)
     return low
 
@@ -57,6 +58,7 @@ def test_right_answers_in_other_words(name, answer):
         ("00.3", "states", "there was none"),
         ("00.4", lambda parameters, tokens, peak, bandwidth: 6 * parameters * tokens / peak, "update is missing"),
         ("00.5", lambda model, gpu, seq_len: halves(model, gpu, seq_len) + 1, "first that does not fit"),
+        ("00.5", lambda model, gpu, seq_len: halves(model, gpu, seq_len, told=False), "gpu=gpu"),
         ("00.5", lambda model, gpu, seq_len: max(1, halves(model, gpu, seq_len)), "not even one"),
     ],
 )
