@@ -1,11 +1,20 @@
 """Chapter 08's exercises: right answers in any form are accepted, and what readers get wrong is told apart."""
 
+import itertools
+
 import pytest
-from vramlab import Recipe
-from vramlab_course import exercises
+from vramlab import Quantization, Recipe, find_gpu, predict, step_time
+from vramlab.planning.question import RANK, usable_memory
+from vramlab_course import exercises, judges_08
 from vramlab_course.exercises import judge
+from vramlab_course.judges_08 import front
 
 FOUND = exercises.chapter("08")
+
+
+def accumulation(global_batch, gpus, most):
+    share = global_batch // gpus
+    return share // max(n for n in range(1, most + 1) if share % n == 0)
 
 
 def seconds(operations, written, kernels, peak, bandwidth):
@@ -18,45 +27,86 @@ def fitting(**changes):
     return Recipe(**{"model": "llama-3.2-1b", **fields, **more, **changes})
 
 
+def candidates(model, card, seq_len, batch):
+    half = "bf16" if card.supports("bf16-true") else "fp16"
+    bases = (None, Quantization("nf4", prepare=False), Quantization("nf4", double=True, prepare=False))
+    attention, sizes = ("sdpa", "eager"), [n for n in range(1, batch + 1) if batch % n == 0]
+    for base, lora, checkpoint, kernel, n in itertools.product(bases, (None, RANK), (False, True), attention, sizes):
+        if (base and not lora) or (half == "fp16" and not lora):
+            continue
+        optim, dtype = "adamw_torch_fused" if lora else "paged_adamw_8bit", None
+        precision = f"{half}-mixed" if lora else f"{half}-true"
+        if lora and not base:
+            dtype = "bfloat16" if half == "bf16" else "float16"
+        more = dict(gradient_accumulation_steps=batch // n, gradient_checkpointing=checkpoint, lora=lora, dtype=dtype)
+        yield Recipe(model, n, seq_len, precision, optim, quantization=base, attn_implementation=kernel, **more)
+
+
+def planner(end="high", order=min, **changes):
+    """An answer to 08.6: the first by `order` of the seconds whose process's `end` is within the card."""
+
+    def answer(model, gpu, seq_len, global_batch):
+        card = find_gpu(gpu)
+        room = usable_memory(card)
+        found = [r.replace(**changes) for r in candidates(model, card, seq_len, global_batch)]
+        found = [r for r in found if getattr(predict(r, gpu=card).process, end) <= room]
+        return order(found, key=lambda r: step_time(r, card).seconds, default=None)
+
+    return answer
+
+
 def test_there_are_six_with_two_hints_each():
     assert list(FOUND) == [f"08.{i}" for i in range(1, 7)]
     assert all(len(set(exercise.hints)) == 2 for exercise in FOUND.values())
-    assert sum(exercise.minutes for exercise in FOUND.values()) <= 45
+    assert sum(exercise.minutes for exercise in FOUND.values()) <= 90
 
 
 @pytest.mark.parametrize(
     "name,answer",
     [
-        ("08.1", 1.9545),
-        ("08.2", 8),
+        ("08.1", accumulation),
+        ("08.2", lambda points: sorted(front(points))),
         ("08.3", seconds),
         ("08.4", " Optimizer states "),
-        ("08.5", 157.05),
-        ("08.6", fitting()),
+        ("08.5", fitting()),
+        ("08.6", planner()),
     ],
 )
 def test_right_answers_are_accepted(name, answer):
-    assert judge(FOUND[name], answer).right
+    verdict = judge(FOUND[name], answer)
+    assert verdict.right, str(verdict)
 
 
 @pytest.mark.parametrize(
     "name,answer,said",
     [
-        ("08.1", 0.977, "fp32"),
-        ("08.1", 16 * 2**30 / 8 / 1e9, "box"),
-        ("08.2", 32, "four share"),
+        ("08.1", lambda global_batch, gpus, most: global_batch // (gpus * most), "global_batch"),
+        ("08.1", lambda global_batch, gpus, most: -(-global_batch // (gpus * most)), "another batch"),
+        ("08.2", lambda points: points, "as light and as fast"),
+        ("08.2", lambda points: front(points)[1:], "missing"),
+        ("08.2", lambda points: front(points) * 2, "twice"),
+        ("08.2", lambda points: points[9], "IndexError"),
         ("08.3", lambda operations, written, kernels, peak, bandwidth: operations / (0.425 * peak), "operations"),
         ("08.3", lambda **_: 1 / 0, "ZeroDivisionError"),
         ("08.4", "gradients", "twice as large"),
-        ("08.5", 157.05 / 4, "one micro-batch"),
-        ("08.6", fitting(optim="adamw_torch_fused"), "The process may take"),
-        ("08.6", fitting(gradient_accumulation_steps=16), "not 32"),
-        ("08.6", fitting(attn_implementation="eager"), "times as long"),
-        ("08.6", fitting(model="llama-3.2-3b"), "whole of llama-3.2-1b"),
-        ("08.6", ..., "not answered"),
+        ("08.5", fitting(optim="adamw_torch_fused"), "The process may take"),
+        ("08.5", fitting(gradient_accumulation_steps=16), "not 32"),
+        ("08.5", fitting(attn_implementation="eager"), "times as long"),
+        ("08.5", fitting(model="llama-3.2-3b"), "whole of llama-3.2-1b"),
+        ("08.5", ..., "not answered"),
+        ("08.6", planner(end="low"), "not safe"),
+        ("08.6", planner(order=max), "times as long"),
+        ("08.6", planner(batch_size=1, gradient_accumulation_steps=1), "samples a step"),
+        ("08.6", lambda *asked: None, "not answered"),
+        ("08.6", lambda *asked: asked[0], "a Recipe or None"),
+        ("08.6", lambda *asked: 1 / 0, "ZeroDivisionError"),
     ],
 )
 def test_wrong_answers_are_told_apart(name, answer, said):
     verdict = judge(FOUND[name], answer)
     assert not verdict.right
     assert said in str(verdict)
+
+
+def test_where_nothing_is_safe_the_answer_is_none():
+    assert judges_08.best_seconds(*judges_08.ASKED[-1]) is None

@@ -1,0 +1,88 @@
+"""Judges of chapter 08: what readers find in a cloud of recipes, and planners of their own."""
+
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import Any
+
+from vramlab import Recipe, find_gpu, format_bytes, predict, step_time
+from vramlab.planning.question import METHODS, RANK, Question, usable_memory
+from vramlab.planning.search import Search
+
+from .answers import NOT_ANSWERED, Feedback, kind_of
+from .judges import called
+
+CLOUDS = [  # (GiB, tokens/s)
+    [(20, 976), (9, 700), (23, 1002), (22, 900), (30, 1200), (9, 650)],
+    [(5, 10), (5, 10), (6, 10), (4, 12)],
+    [(3, 30), (2, 20), (1, 10)],
+    [(7, 7)],
+]
+ASKED = [  # model, gpu, tokens, global batch
+    ("llama-3.2-1b", "RTX 4070", 1024, 32),
+    ("qwen2.5-7b", "RTX 4090", 2048, 8),
+    ("llama-3.1-8b", "T4", 1024, 16),
+    ("llama-3.1-70b", "T4", 1024, 8),
+]
+SLOWER = 1.25  # times the plan's seconds
+
+
+def front(points: Sequence[tuple]) -> list[tuple]:
+    """The points that no other beats: less memory at no less speed, or more speed at no more memory."""
+    return [p for p in set(points) if not any(q != p and q[0] <= p[0] and q[1] >= p[1] for q in points)]
+
+
+def on_the_front(answer: Callable) -> Feedback:
+    """Whether `answer(points)` gives `front` of them, in any order, each once."""
+    for points in CLOUDS:
+        found, expected = called(answer, list(points)), front(points)
+        if not isinstance(found, list | tuple | set):
+            return Feedback(False, f"A list of points was expected, not {kind_of(found)}.")
+        if extra := sorted(set(found) - set(expected)):
+            return Feedback(False, f"Of {points}, {extra[0]} should not be there: another is as light and as fast.")
+        if missing := sorted(set(expected) - set(found)):
+            return Feedback(False, f"Of {points}, {missing[0]} is missing: nothing beats it in both.")
+        if len(found) > len(expected):
+            return Feedback(False, f"Of {points}, a point is there twice.")
+    return Feedback(True, "Right: all others can be forgotten, whatever the card.")
+
+
+@cache
+def best_seconds(model: str, gpu: str, seq_len: int, global_batch: int) -> float | None:
+    """Seconds of a step of the fastest recipe that is safe; None where none is."""
+    strict = dict(tier="safe", expandable_segments=False, offload=False)
+    search = Search(Question(model, gpu, seq_len=seq_len, global_batch=global_batch, **strict))
+    found = [search.answer(method)[0] for method in METHODS]
+    return min((each.choice().time.seconds for each in found if each), default=None)
+
+
+def planned(answer: Callable[..., Any]) -> Feedback:
+    """Whether `answer(model, gpu, seq_len, global_batch)` is safe and nearly the fastest, and None where nothing is."""
+    for asked in ASKED:
+        model, gpu, *_ = asked
+        found = answer(*asked)
+        if found is ... or (found is None and asked is ASKED[0]):
+            return NOT_ANSWERED
+        best, what = best_seconds(*asked), f"{model}, {gpu}: "
+        if wrong := (_wrong(found, asked, best) if found else "there is a recipe that is safe." if best else ""):
+            return Feedback(False, what + wrong)
+    return Feedback(True, "Right: a planner. Ask it for your own model and card.")
+
+
+def _wrong(recipe: Any, asked: tuple, best: float | None) -> str:
+    model, gpu, seq_len, batch = asked
+    if not isinstance(recipe, Recipe):
+        return f"a Recipe or None was expected, not {kind_of(recipe)}."
+    step = recipe.batch_size * recipe.gradient_accumulation_steps
+    if (recipe.name, recipe.num_layers, recipe.seq_len, step) != (model, None, seq_len, batch):
+        return f"it has to be the whole model, {seq_len} tokens, and {batch} samples a step."
+    adapters = recipe.lora
+    if recipe.sharding or (adapters and (adapters.r < RANK.r or adapters.target_modules != RANK.target_modules)):
+        return "one card, nothing offloaded; adapters of rank 16 or more on all linear layers, or none."
+    card = find_gpu(gpu)
+    if why := card.why_not(recipe.precision):
+        return f"{why}."
+    over = predict(recipe, gpu=card).process.high - usable_memory(card)
+    if over > 0:
+        return f"your recipe is not safe: its process may take {format_bytes(over)} more than there is."
+    ratio = step_time(recipe, card).seconds / best
+    return f"it takes {ratio:.2f} times as long as the fastest that is safe." if ratio > SLOWER else ""
