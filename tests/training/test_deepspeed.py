@@ -1,6 +1,5 @@
 """DeepSpeed's stages: real ranks against one process, and against simulated ones, to the byte."""
 
-import json
 import sys
 from math import ceil
 from typing import Any
@@ -9,7 +8,6 @@ import pytest
 import torch
 from quick import params
 from real_ranks import assert_learned_alike, cases, differing, learned, when_asked
-from settings import ROOT
 from tiny_models import config, quick_collections  # noqa: F401
 from vramlab.recipe.deepspeed_config import deepspeed_config, filled_in
 from vramlab.recipe.recipe import Loop, LoRA, Quantization, Recipe, Sharding
@@ -208,14 +206,3 @@ def test_a_simulation_leaves_the_process_as_it_was():
     other = recipe.replace(sharding=Sharding(2, 8, "deepspeed"))
     assert simulate(other, "cpu").phases != first
     assert simulate(recipe, "cpu").phases == first
-
-
-@installed
-def test_nvme_configuration_of_the_chapter_is_one_that_deepspeed_reads():
-    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
-
-    cells = json.loads((ROOT / "notebooks" / "04_zero_and_fsdp.ipynb").read_text())["cells"]
-    printed = ("".join(output.get("text", "")) for cell in cells for output in cell.get("outputs", ()))
-    values = json.loads(next(text for text in printed if '"nvme"' in text))["zero_optimization"]
-    read = DeepSpeedZeroConfig(**{name: value for name, value in values.items() if value != "auto"})
-    assert read.offload_param.nvme_path.as_posix() == "/local/nvme" and read.offload_optimizer.pin_memory

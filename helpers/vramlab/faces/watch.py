@@ -191,10 +191,10 @@ class watch:
         """Count what is freed directly after a phase to it: the loss's graph to backward, gradients to the step."""
         start, phase = self.tracker.marks[-1] if self.tracker.marks else (0, "load")
         for position, (size, storage, _) in enumerate(self.tracker.log[start:], start + 1):
-            is_gradient = storage.category == "gradients"
-            if size > 0 or (is_gradient and phase == "step"):
+            category = storage.category
+            if size > 0 or (phase == "step" and category in ("gradients", "optimizer_states")):
                 return
-            if phase == "step" or (is_gradient and phase == "between_steps"):
+            if phase == "step" or (phase == "between_steps" and category == "gradients"):
                 self.tracker.marks[-1] = (position, phase)
 
     def _ours(self, optimizer: torch.optim.Optimizer) -> bool:
