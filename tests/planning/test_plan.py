@@ -13,12 +13,12 @@ from typer.testing import CliRunner
 from vramlab import LoRA, Recipe, Sharding, find_gpu, plan, predict, step_time
 from vramlab.faces.cli import app
 from vramlab.hardware.gpu import GpuError
-from vramlab.planning.question import TIERS, Question, usable_memory
+from vramlab.planning.question import Question, usable_memory
 from vramlab.planning.search import FASTER, NEAR, Search, order
 from vramlab.planning.search_space import families, held_bytes, method_of, micro_batches, with_micro_batch
 from vramlab.planning.step_time import calibration, estimate
 from vramlab.report.errors import RecipeError
-from vramlab.report.report import GiB, MiB, Report
+from vramlab.report.report import TIERS, GiB, MiB, Report
 
 SMALL = dict(num_layers=2, seq_len=64, lora=LoRA(r=4))
 

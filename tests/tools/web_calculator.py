@@ -75,8 +75,6 @@ def usual_answers() -> str:
         for fields in ways.values():
             recipe = Recipe(model, 1, 2048, "bf16-mixed", gradient_checkpointing=True, trainer="sft", **fields)
             need = predict(recipe, gpu=card).process
-            tiers = {"safe": need.high, "likely": need.value, "tight": need.low}
-            tier = next((name for name, size in tiers.items() if size <= card.total), "no")
-            cells.append(f"{need.value / GiB:.1f} {tier}")
+            cells.append(f"{need.value / GiB:.1f} {need.tier(card.total) or 'no'}")
         lines.append(f"| {model} | {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"

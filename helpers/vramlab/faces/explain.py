@@ -19,12 +19,11 @@ from ..planning.changes import cheapest
 from ..recipe.recipe import Recipe
 from ..report.data import data_path
 from ..report.errors import RecipeError, VramLabError, needing
-from ..report.report import UNITS, Interval, Report, TensorGroup, format_bytes, unit_for
+from ..report.report import TIERS, UNITS, Interval, Report, TensorGroup, format_bytes, unit_for
 
 # torch's, and those of a line for each size
 WORDS = json.loads(data_path("out_of_memory.json").read_text(encoding="utf-8"))
 FRAGMENTED = 0.05  # of what is reserved: less is no fragmentation to cure
-TIERS = {"safe": "high", "likely": "value", "tight": "low"}  # which end of the process's interval has to fit
 EXPANDABLE = "PYTORCH_ALLOC_CONF=expandable_segments:True"
 
 

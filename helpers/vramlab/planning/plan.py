@@ -21,10 +21,10 @@ from typing import Any
 from ..hardware.gpu import Gpu
 from ..recipe.recipe import Recipe
 from ..report.errors import RecipeError
-from ..report.report import Interval, Report, format_bytes, text_table
+from ..report.report import TIERS, Interval, Report, format_bytes, text_table
 from .plan_advice import advise
 from .plan_script import scripts
-from .question import TIERS, Question
+from .question import Question
 from .search import NEAR, Choice, Search
 from .step_time import StepTime
 

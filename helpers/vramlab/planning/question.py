@@ -13,10 +13,9 @@ from ..recipe.options import LoRA
 from ..recipe.recipe import ATTENTION, OPTIMIZERS, PRECISIONS, Recipe
 from ..recipe.samples import check_lengths
 from ..report.errors import RecipeError, needing
+from ..report.report import TIERS
 
 METHODS = ("full", "lora", "qlora")
-# How sure it is that a recipe fits: which end of the interval of its process is within the card's memory.
-TIERS = {"safe": "high", "likely": "value", "tight": "low"}
 UNITS = {"": 1, "MB": 10**6, "GB": 10**9, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
 OPTIMS = ("adamw_torch_fused", "adamw_torch", "adamw_bnb_8bit", "paged_adamw_8bit")  # AdamW in four implementations
 ENGINES = ("ddp", "fsdp", "deepspeed")

@@ -14,8 +14,8 @@ from ..formulas.predict import predict
 from ..hardware import reserved
 from ..recipe.recipe import Recipe
 from ..report.errors import RecipeError, VramLabError
-from ..report.report import GiB, Interval, Report
-from .question import ENGINES, METHODS, OPTIMS, TIERS, Question
+from ..report.report import TIERS, GiB, Interval, Report
+from .question import ENGINES, METHODS, OPTIMS, Question
 from .search_space import families, held_bytes, method_of, micro_batches, notes_on, with_micro_batch
 from .step_time import StepTime, estimate, step_time
 

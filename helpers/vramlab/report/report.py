@@ -16,6 +16,7 @@ SOURCES = ("predicted", "simulated", "measured", "recorded")
 STATUSES = ("ok", "oom", "error")
 KiB, MiB, GiB = 1024, 1024**2, 1024**3
 UNITS = {"GiB": GiB, "MiB": MiB, "KiB": KiB, "B": 1}
+TIERS = {"safe": "high", "likely": "value", "tight": "low"}  # which end of a process's interval has to fit the card
 
 
 def format_bytes(n: int | float, unit: str = "GiB", digits: int = 3) -> str:
@@ -85,6 +86,10 @@ class Interval:
         return f"{value} ({low} to {high})"
 
     __str__ = text
+
+    def tier(self, total: int) -> str:
+        """Return the surest of TIERS in which it fits `total` bytes, "" if none."""
+        return next((name for name, end in TIERS.items() if getattr(self, end) <= total), "")
 
     def __int__(self) -> int:
         return self.value

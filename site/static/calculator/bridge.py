@@ -71,13 +71,12 @@ def answer(given: str) -> str:
     except (VramLabError, ImportError) as error:
         return json.dumps({"error": _why(error)})
     need = report.process
-    tiers = (("safe", need.high), ("likely", need.value), ("tight", need.low))
     return json.dumps(
         {
             "recipe": str(recipe), "peak": report.peak.total, "phase": report.peak_phase,
             "parts": [[name, size] for name, size in report.peak.items() if size],
             "process": [need.low, need.value, need.high], "card": [card.name, card.total],
-            "tier": next((tier for tier, size in tiers if size <= card.total), "no"),
+            "tier": need.tier(card.total) or "no",
             "idle": sorted(idle(state)), "notes": report.notes, "code": code_of(recipe, card.name),
             "command": _command(state, recipe), "arguments": _arguments(recipe),
         }
