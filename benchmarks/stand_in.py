@@ -1,4 +1,4 @@
-"""simulate and predict against PyTorch's own CUDA allocator, run on a stand-in for a GPU (`tests/stand_in/`).
+"""simulate and predict against PyTorch's own CUDA allocator, run on a stand-in for a GPU (`data/stand_in/`).
 
     python benchmarks/stand_in.py [EVERY]
 

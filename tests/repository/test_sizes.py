@@ -13,7 +13,7 @@ CEILINGS = {
     "vramlab/tracking": 1010,
     "vramlab/formulas": 3790,
     "vramlab/simulation": 2850,
-    "vramlab/measurement": 1300,
+    "vramlab/measurement": 1460,
     "vramlab/planning": 1530,
     "vramlab/faces": 2160,
     "vramlab_course/claims": 1200,

@@ -1,9 +1,9 @@
 """Recipes trained by PyTorch's CUDA build on a stand-in for a GPU: what its own allocator held, next to `simulate`.
 
-    python tests/stand_in/build.py build/stand_in
-    LD_PRELOAD=$(python tests/stand_in/build.py build/stand_in) python tests/stand_in/runs.py LIST.json OUT.json
+    LD_PRELOAD=$(python -m vramlab.measurement.stand_in build/stand_in) python tests/stand_in/runs.py LIST.json OUT.json
 
-LIST is what `vramlab record --dry-run --json` prints. STAND_IN_CAPABILITY and its neighbours say which card (`cudart.cpp`).
+LIST is what `vramlab record --dry-run --json` prints. STAND_IN_CAPABILITY and its neighbours (`data/stand_in/cudart.cpp`) say
+which card.
 What is there already is not run again. Each recipe has a process of its own.
 """
 

@@ -1,4 +1,7 @@
-"""Compile the stand-in for CUDA's libraries: every function that PyTorch's wheels link to, most of them doing nothing."""
+"""Compile the stand-in for CUDA's libraries: every function that PyTorch's wheels link to, most of them doing nothing.
+
+python -m vramlab.measurement.stand_in FOLDER
+"""
 
 import re
 import subprocess
@@ -6,7 +9,9 @@ import sys
 import sysconfig
 from pathlib import Path
 
-HERE = Path(__file__).parent
+from ..report.data import data_path
+
+HERE = data_path("stand_in")
 NVIDIA = Path(sysconfig.get_path("purelib"), "nvidia", "cu13")
 SOURCES = {"cudart.cpp": "libcudart.so.13", "cublas.c": "libcublas.so.13", "cublasLt.c": "libcublasLt.so.13"}
 
