@@ -254,3 +254,17 @@ def test_amounts_have_three_significant_figures():
     sizes = [0, 107, int(0.0123 * GiB), int(0.5 * GiB), int(13.68 * GiB), int(128.4 * GiB), int(1234.5 * GiB)]
     assert [amount(n) for n in sizes] == ["0", "0.000000100", "0.0123", "0.500", "13.7", "128", "1,234"]
     assert [amount(n, "B") for n in (16, 4.127, 123_456)] == ["16", "4.13", "123,456"]
+
+
+def test_needs_are_intervals_against_the_line_of_their_card():
+    needs = {"a": Interval(8 * GiB, 10 * GiB, 12 * GiB), "b\nc": Interval(14 * GiB, 15 * GiB, 20 * GiB)}
+    figure = plot.fits(needs, 13 * GiB, "One is safe", "simulated")
+    ax = figure.axes[0]
+    bars = [(bar.get_x(), bar.get_width()) for container in ax.containers for bar in container]
+    assert bars == [(8, 4), (14, 6)] and texts(figure, "tier") == ["safe", "too much"]
+    assert figure.rows[2] == ("b c", "14.00", "15.00", "20.00", "limit: 13.00", "too much")
+    assert [text.get_text() for text in figure.legends[0].get_texts()] == ["limit: 13.0 GiB"]
+    both = plot.fits(needs, ["T4", "RTX 4090"], "Both are safe")
+    assert texts(both, "tier") == ["safe", "safe"] and len(both.legends[0].get_texts()) == 2
+    with pytest.raises(ValueError, match="not 1 for 2"):
+        plot.fits(needs, ["T4"], "One card")

@@ -15,7 +15,7 @@ CEILINGS = {
     "vramlab/simulation": 2850,
     "vramlab/measurement": 1460,
     "vramlab/planning": 1530,
-    "vramlab/faces": 2160,
+    "vramlab/faces": 2190,
     "vramlab_course/claims": 1200,
     "vramlab_course": 5500,
 }

@@ -72,7 +72,7 @@ def _draw(groups: Groups, values: Sequence, unit: str, limit, headings: tuple[st
         below = [down + min(h, 0) for down, h in zip(below, heights, strict=True)]
     if min(below) < 0:
         ax.axhline(0, color=style.INK, linewidth=0.8)
-    draw_limit(ax, limit, unit)
+    draw_limit(ax.axhline, limit, unit)
     _name_bars(ax, groups, positions)
     _write_totals(ax, splits, list(zip(positions, above, strict=True)), unit)
     ax.set_ylabel(sizes[1])

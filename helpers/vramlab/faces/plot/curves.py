@@ -106,7 +106,7 @@ def sweep(
     if source:
         look = {"color": "black", "markerfacecolor": "white", "markersize": 7, "markeredgewidth": 1.6, "zorder": 6}
         ax.plot(*_points(x, dots, size), "o", label=source, clip_on=False, **look)
-    splits.draw_limit(ax, limit, unit)
+    splits.draw_limit(ax.axhline, limit, unit)
     alt = f"{figure.heading}."
     if limit is not None:
         most, card = splits.limit_of(limit)

@@ -58,7 +58,7 @@ def used(splits: Sequence[Split]) -> list[str]:
 def layers(splits: Sequence[Split], unit: str) -> list[tuple[list[float], dict[str, Any]]]:
     """Return each key's heights in `unit`, one per split, and how it is drawn; "_" keeps the inkless from the legend."""
     size, found = check_unit(unit), [{} if isinstance(split, str) else split for split in splits]
-    ink = 0.003 * max((sum(map(abs, split.values())) for split in found), default=0)
+    ink = 0.005 * max((sum(map(abs, split.values())) for split in found), default=0)
     return [
         ([split.get(key, 0) / size for split in found], {"label": "_" * (not seen) + label_of(key), **look})
         for key, look in style.look(used(splits)).items()
@@ -103,12 +103,12 @@ def limit_of(limit) -> tuple[float, str]:
     return int(limit), "limit"
 
 
-def draw_limit(ax, limit, unit: str) -> None:
-    """Draw a line at `limit`, named in the legend; none without a limit."""
+def draw_limit(line, limit, unit: str, dash: Any = (0, (6, 3))) -> None:
+    """Draw a line at `limit` with `ax.axhline` or `ax.axvline`, named in the legend; none without a limit."""
     if limit is not None:
         size, name = limit_of(limit)
-        look = {"color": style.ALARM, "linewidth": 1.4, "linestyle": (0, (6, 3))}
-        ax.axhline(size / check_unit(unit), label=f"{name}: {amount(size, unit)} {unit}", **look)
+        look = {"color": style.ALARM, "linewidth": 1.4, "linestyle": dash}
+        line(size / check_unit(unit), label=f"{name}: {amount(size, unit)} {unit}", **look)
 
 
 def subtitle(reports: Sequence[Report]) -> str:

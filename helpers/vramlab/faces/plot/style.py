@@ -23,7 +23,7 @@ LOOK = {
     "unexplained": ("#FFFFFF", "////"),
 }
 LINES = (("#0072B2", "o", "-"), ("#D55E00", "s", "--"), ("#009E73", "^", "-."), ("#CC79A7", "D", ":"))
-INK, FAINT, ALARM = "#222222", "#EEEEEE", "#B00020"
+INK, FAINT, ALARM, PROCESS = "#222222", "#EEEEEE", "#B00020", "#A9B8C6"
 PATCH = {"facecolor": "white", "edgecolor": "none", "pad": 0.8}  # keeps words legible where a line runs through them
 # 6.4 inches at 11 points stay readable where a phone shows the figure 360 pixels wide.
 SIZE, DPI, FONT = (6.4, 4.8), 100, "DejaVu Sans"
