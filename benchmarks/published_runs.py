@@ -2,15 +2,19 @@
 
     python benchmarks/published_runs.py            # each with what its script or its transformers did differently
     python benchmarks/published_runs.py --plainly  # all as the installed transformers would run them
+    python benchmarks/published_runs.py --write    # store both in data/, for the site's page of accuracy and the picture
 
 One line a run: the peak of `torch.cuda.max_memory_allocated()`, how far simulate and predict are off, and the same of
 reserved segments. predict describes plain runs only, so it is left out where a script or an older library differed.
 """
 
 import argparse
+import json
 import statistics
+from importlib.metadata import version
 
 from vramlab import predict, simulate
+from vramlab.report.data import data_path
 from vramlab.report.report import GiB, text_table
 from vramlab_course.published import runs
 
@@ -45,6 +49,27 @@ def main(plainly: bool) -> None:
     print(*sorted({run.made_with for run in found}), sep="\n")
 
 
+def write() -> None:
+    """Store every run's bytes by each witness in `data/published_results.json`, with the versions that said them."""
+    found = []
+    for run in runs():
+        simulated = simulate(run.recipe, gpu=run.gpu, as_run=run.as_run)
+        plain = simulate(run.recipe, gpu=run.gpu) if run.as_run else simulated
+        found.append(
+            {
+                "simulated": simulated.peak.total,
+                "reserved": [simulated.reserved.low, simulated.reserved.value, simulated.reserved.high],
+                "plainly": plain.peak.total,
+                "reserved_plainly": plain.reserved.value,
+                "predicted": predict(run.recipe, gpu=run.gpu).peak.total,
+            }
+        )
+    versions = {name: version(name).partition("+")[0] for name in ("torch", "transformers", "peft", "bitsandbytes")}
+    lines = ",\n".join(json.dumps(entry) for entry in found)
+    text = f'{{"made_with": {json.dumps(versions)},\n"runs": [\n{lines}\n]}}\n'
+    data_path("published_results.json").write_text(text, encoding="utf-8")
+
+
 def note(errors: list[float], error: float) -> str:
     """Remember the error, and how it is written."""
     errors.append(error)
@@ -56,4 +81,6 @@ if __name__ == "__main__":
     parser.add_argument(
         "--plainly", action="store_true", help="leave out what a script or an older library differed in"
     )
-    main(parser.parse_args().plainly)
+    parser.add_argument("--write", action="store_true", help="store all results in data/published_results.json")
+    given = parser.parse_args()
+    write() if given.write else main(given.plainly)

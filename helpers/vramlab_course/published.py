@@ -69,6 +69,11 @@ def runs() -> list[Run]:
     return found
 
 
+def results() -> dict:
+    """What `benchmarks/published_runs.py --write` stored: for each run, in their order, bytes of each witness."""
+    return json.loads(data_path("published_results.json").read_text(encoding="utf-8"))
+
+
 @style.styled()
 def scatter_error(
     pairs: Mapping[str, Sequence[tuple[int, int]]],

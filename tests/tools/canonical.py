@@ -84,9 +84,10 @@ def canonical(nb: NotebookNode, url: str, name: str) -> NotebookNode:
         for output in cell.get("outputs", []):
             if says_in_text(output):
                 output.data.pop(WIDGET, None)
-            if "metadata" in output:  # alternative texts stay, all else goes
-                alts = {mime: {"alt": text} for mime in output.metadata if (text := alternative_text(output, mime))}
-                output.metadata = nbformat.from_dict(alts)
+            if "metadata" in output:  # alternative texts and widths stay, all else goes
+                own = {mime: about for mime, about in output.metadata.items() if alternative_text(output, mime)}
+                kept = {mime: {k: about[k] for k in ("alt", "width") if k in about} for mime, about in own.items()}
+                output.metadata = nbformat.from_dict(kept)
     return nb
 
 

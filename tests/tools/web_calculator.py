@@ -17,7 +17,12 @@ SHA512 = (
     "8c716930abe1db139bb2b860fcd8b37bcb6abe48dbe2ffa579244b0e943d91d4"
 )
 FILES = ("pyodide.mjs", "pyodide.asm.mjs", "pyodide.asm.wasm", "pyodide-lock.json", "python_stdlib.zip")
-COURSE = ("claims.json", "published_runs.json", "wanted.json")  # data that no prediction reads
+COURSE = (
+    "claims.json",
+    "published_results.json",
+    "published_runs.json",
+    "wanted.json",
+)  # data that no prediction reads
 USUAL = (
     "qwen3-0.6b",
     "llama-3.2-1b",

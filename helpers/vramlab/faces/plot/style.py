@@ -26,7 +26,7 @@ LINES = (("#0072B2", "o", "-"), ("#D55E00", "s", "--"), ("#009E73", "^", "-."), 
 INK, FAINT, ALARM, PROCESS = "#222222", "#EEEEEE", "#B00020", "#A9B8C6"
 PATCH = {"facecolor": "white", "edgecolor": "none", "pad": 0.8}  # keeps words legible where a line runs through them
 # 6.4 inches at 11 points stay readable where a phone shows the figure 360 pixels wide.
-SIZE, DPI, FONT = (6.4, 4.8), 100, "DejaVu Sans"
+SIZE, DPI, FONT = (6.4, 4.8), 200, "DejaVu Sans"
 RC = {
     "font.family": [FONT],
     "font.size": 10.5,
@@ -60,7 +60,8 @@ def figure_class() -> type:
             # end of the cell.
             if "inline" in plt.get_backend():
                 plt.close(self)
-            return {"text/plain": repr(self)}, {"image/png": {"alt": self.alt}}
+            width = round(100 * self.get_figwidth())  # on the page; the picture has 2 × as many pixels
+            return {"text/plain": repr(self)}, {"image/png": {"alt": self.alt, "width": width}}
 
     return LabFigure
 
