@@ -2,7 +2,9 @@
 // kernels do not happen; everything else of PyTorch is its own: dispatcher, autograd, the host code of its kernels, which
 // allocates their scratch memory, and the caching allocator. So sizes are those of a GPU, and values are not.
 //
-// STAND_IN_CAPABILITY (like 90), STAND_IN_MULTIPROCESSORS, STAND_IN_BYTES and STAND_IN_NAME say which card it is.
+// STAND_IN_CAPABILITY (like 90), STAND_IN_MULTIPROCESSORS, STAND_IN_BYTES and STAND_IN_NAME say which card it is,
+// STAND_IN_CONTEXT how many bytes of it a process takes before its first tensor, STAND_IN_COUNT how many cards there are.
+#include <algorithm>
 #include <atomic>
 #include <cstdio>
 #include <cstdlib>
@@ -22,16 +24,22 @@ static size_t number(const char *name, size_t otherwise) {
   const char *text = getenv(name);
   return text ? strtoull(text, nullptr, 10) : otherwise;
 }
-static const size_t total = number("STAND_IN_BYTES", 150000000000);
+static const size_t total = number("STAND_IN_BYTES", 150000000000), context = number("STAND_IN_CONTEXT", 0);
 static const int capability = number("STAND_IN_CAPABILITY", 90), multiprocessors = number("STAND_IN_MULTIPROCESSORS", 132);
 
 // --- memory -------------------------------------------------------------------------------------------------------------
 
 static std::mutex lock;
 using Guard = std::lock_guard<std::mutex>;
-static std::map<size_t, size_t> device, host, pages; // address or handle to bytes
-static size_t used = 0;
+struct Block {
+  size_t size;
+  int card;
+};
+using Blocks = std::map<size_t, Block>; // by address or handle
+static Blocks device, host, pages;
+static std::map<int, size_t> used; // bytes by card
 static thread_local Error last = cudaSuccess;
+static thread_local int current = 0; // of the cards that CUDA_VISIBLE_DEVICES lists
 
 static Error fail(Error error) { return last = error; }
 
@@ -47,18 +55,20 @@ static char *reserve(size_t size, size_t align) {
   return aligned;
 }
 
-static bool is_in(const std::map<size_t, size_t> &blocks, const void *pointer) {
+static const Block *find(const Blocks &blocks, const void *pointer) {
   auto next = blocks.upper_bound((size_t)pointer);
-  return next != blocks.begin() && (size_t)pointer < std::prev(next)->first + std::prev(next)->second;
+  bool is_in = next != blocks.begin() && (size_t)pointer < std::prev(next)->first + std::prev(next)->second.size;
+  return is_in ? &std::prev(next)->second : nullptr;
 }
+static bool fits(size_t size) { return used[current] + context + size <= total; }
 
 API Error cudaMalloc(void **pointer, size_t size) {
   size = (size + 2 * MiB - 1) / (2 * MiB) * (2 * MiB);
   Guard guard(lock);
-  *pointer = used + size > total ? nullptr : reserve(size, 2 * MiB);
+  *pointer = fits(size) ? reserve(size, 2 * MiB) : nullptr;
   if (!*pointer)
     return fail(cudaErrorMemoryAllocation);
-  used += size, device[(size_t)*pointer] = size;
+  used[current] += size, device[(size_t)*pointer] = {size, current};
   return cudaSuccess;
 }
 API Error cudaFree(void *pointer) {
@@ -66,13 +76,17 @@ API Error cudaFree(void *pointer) {
   auto found = device.find((size_t)pointer);
   if (!pointer || found == device.end())
     return pointer ? fail(cudaErrorInvalidValue) : cudaSuccess;
-  munmap(pointer, found->second), used -= found->second, device.erase(found);
+  munmap(pointer, found->second.size), used[found->second.card] -= found->second.size, device.erase(found);
   return cudaSuccess;
 }
+API Error cudaMallocAsync(void **pointer, size_t size, cudaStream_t) { return cudaMalloc(pointer, size); }
+API Error cudaMallocFromPoolAsync(void **pointer, size_t size, cudaMemPool_t, cudaStream_t) { return cudaMalloc(pointer, size); }
+API Error cudaFreeAsync(void *pointer, cudaStream_t) { return cudaFree(pointer); }
+API Error cudaMemPoolGetAttribute(cudaMemPool_t, cudaMemPoolAttr, void *value) { return *(size_t *)value = 0, cudaSuccess; }
 API Error cudaMallocManaged(void **pointer, size_t size, unsigned) { // on the host, as paged states are at first
   *pointer = reserve(size = (size + 4095) / 4096 * 4096, 4096);
   Guard guard(lock);
-  host[(size_t)*pointer] = size;
+  host[(size_t)*pointer] = {size, current};
   return *pointer ? cudaSuccess : fail(cudaErrorMemoryAllocation);
 }
 API Error cudaHostAlloc(void **pointer, size_t size, unsigned) { return cudaMallocManaged(pointer, size, 0); }
@@ -81,20 +95,28 @@ API Error cudaFreeHost(void *pointer) {
   auto found = host.find((size_t)pointer);
   if (found == host.end())
     return fail(cudaErrorInvalidValue);
-  munmap(pointer, found->second), host.erase(found);
+  munmap(pointer, found->second.size), host.erase(found);
   return cudaSuccess;
+}
+API Error cudaHostRegister(void *pointer, size_t size, unsigned) { // for copies only: whoever made it gives it back
+  Guard guard(lock);
+  return host[(size_t)pointer] = {size, current}, cudaSuccess;
+}
+API Error cudaHostUnregister(void *pointer) {
+  Guard guard(lock);
+  return host.erase((size_t)pointer), cudaSuccess;
 }
 API Error cudaMemGetInfo(size_t *free, size_t *all) {
   Guard guard(lock);
-  *all = total, *free = total - used;
+  *all = total, *free = total - used[current] - context;
   return cudaSuccess;
 }
 API Error cudaPointerGetAttributes(cudaPointerAttributes *found, const void *pointer) {
   memset(found, 0, sizeof *found);
   Guard guard(lock);
-  if (is_in(device, pointer))
-    found->type = cudaMemoryTypeDevice, found->devicePointer = (void *)pointer;
-  else if (is_in(host, pointer))
+  if (const Block *block = find(device, pointer))
+    found->type = cudaMemoryTypeDevice, found->devicePointer = (void *)pointer, found->device = block->card;
+  else if (find(host, pointer))
     found->type = cudaMemoryTypeHost, found->hostPointer = found->devicePointer = (void *)pointer;
   return cudaSuccess;
 }
@@ -103,7 +125,7 @@ static Error copy(void *to, const void *from, size_t size) {
   bool up, down;
   {
     Guard guard(lock);
-    up = is_in(device, to), down = is_in(device, from) && !up;
+    up = find(device, to), down = find(device, from) && !up;
   }
   if (down && size == 1)
     *(char *)to = 1; // a condition on values holds: every mask is full
@@ -123,10 +145,11 @@ API Error cudaGetSymbolAddress(void **found, const void *symbol) { return *found
 
 // --- the device ---------------------------------------------------------------------------------------------------------
 
-static thread_local int current = 0;
 API Error cudaGetDeviceCount(int *count) {
   const char *visible = getenv("CUDA_VISIBLE_DEVICES");
-  *count = !visible || *visible;
+  *count = visible && !*visible ? 0 : number("STAND_IN_COUNT", 1);
+  if (visible && *count)
+    *count = std::min<int>(*count, 1 + std::count(visible, visible + strlen(visible), ','));
   return *count ? cudaSuccess : fail(cudaErrorNoDevice);
 }
 API Error cudaGetDevice(int *found) { return *found = current, cudaSuccess; }
@@ -134,7 +157,9 @@ API Error cudaSetDevice(int chosen) { return current = chosen, cudaSuccess; }
 API Error cudaDriverGetVersion(int *version) { return *version = 13000, cudaSuccess; }
 API Error cudaRuntimeGetVersion(int *version) { return *version = 13000, cudaSuccess; }
 API Error cudaDeviceCanAccessPeer(int *can, int, int) { return *can = 0, cudaSuccess; }
-API Error cudaDeviceGetPCIBusId(char *text, int size, int) { return snprintf(text, size, "0000:01:00.0"), cudaSuccess; }
+API Error cudaDeviceGetPCIBusId(char *text, int size, int card) {
+  return snprintf(text, size, "0000:%02x:00.0", card + 1), cudaSuccess;
+}
 API Error cudaDeviceGetStreamPriorityRange(int *least, int *most) { return *least = 0, *most = -5, cudaSuccess; }
 
 // CUDA C++ Programming Guide, technical specifications per compute capability
@@ -166,17 +191,21 @@ API Error cudaDeviceGetAttribute(int *value, cudaDeviceAttr which, int) {
   case cudaDevAttrMaxRegistersPerBlock: case cudaDevAttrMaxRegistersPerMultiprocessor: *value = 65536; break;
   case cudaDevAttrWarpSize: case cudaDevAttrMaxBlocksPerMultiprocessor: *value = 32; break;
   case cudaDevAttrL2CacheSize: *value = 50 * MiB; break;
+  case cudaDevAttrClockRate: *value = 1000000; break; // kHz; nobody takes times, but some divide by them
+  case cudaDevAttrMemoryClockRate: *value = 5000000; break;
+  case cudaDevAttrGlobalMemoryBusWidth: *value = 256; break;
   case cudaDevAttrUnifiedAddressing: case cudaDevAttrManagedMemory: case cudaDevAttrConcurrentKernels:
   case cudaDevAttrConcurrentManagedAccess: *value = 1; break;
   default: *value = 0;
   }
   return cudaSuccess;
 }
-API Error cudaGetDeviceProperties(cudaDeviceProp *found, int) {
+API Error cudaGetDeviceProperties(cudaDeviceProp *found, int card) {
   memset(found, 0, sizeof *found);
   const char *name = getenv("STAND_IN_NAME");
   snprintf(found->name, sizeof found->name, "%s", name ? name : "a stand-in");
   found->totalGlobalMem = total, found->major = capability / 10, found->minor = capability % 10;
+  found->pciBusID = card + 1; // as cudaDeviceGetPCIBusId says it, and NVML
   found->multiProcessorCount = multiprocessors, found->maxThreadsPerMultiProcessor = threads();
   found->sharedMemPerBlock = 48 << 10, found->sharedMemPerBlockOptin = shared_memory();
   found->sharedMemPerMultiprocessor = shared_memory() + 1024;
@@ -198,14 +227,33 @@ API Error cudaStreamCreate(cudaStream_t *stream) { return *stream = (cudaStream_
 API Error cudaStreamCreateWithFlags(cudaStream_t *stream, unsigned) { return cudaStreamCreate(stream); }
 API Error cudaStreamCreateWithPriority(cudaStream_t *stream, unsigned, int) { return cudaStreamCreate(stream); }
 API Error cudaStreamGetPriority(cudaStream_t, int *priority) { return *priority = 0, cudaSuccess; }
-API Error cudaStreamIsCapturing(cudaStream_t, cudaStreamCaptureStatus *status) {
-  return *status = cudaStreamCaptureStatusNone, cudaSuccess;
+static std::atomic<void *> capturing{nullptr}; // the stream whose work goes into a graph
+static cudaStreamCaptureStatus status(cudaStream_t stream) {
+  return capturing && capturing == stream ? cudaStreamCaptureStatusActive : cudaStreamCaptureStatusNone;
 }
-API Error cudaStreamGetCaptureInfo(cudaStream_t, cudaStreamCaptureStatus *status, unsigned long long *id, cudaGraph_t *,
-                                   const cudaGraphNode_t **, const cudaGraphEdgeData **, size_t *) {
+API Error cudaStreamIsCapturing(cudaStream_t stream, cudaStreamCaptureStatus *is) { return *is = status(stream), cudaSuccess; }
+API Error cudaStreamGetCaptureInfo(cudaStream_t stream, cudaStreamCaptureStatus *is, unsigned long long *id, cudaGraph_t *graph,
+                                   const cudaGraphNode_t **nodes, const cudaGraphEdgeData **edges, size_t *count) {
+  *is = status(stream);
   if (id)
-    *id = 0;
-  return *status = cudaStreamCaptureStatusNone, cudaSuccess;
+    *id = *is == cudaStreamCaptureStatusActive;
+  if (graph)
+    *graph = (cudaGraph_t)stream;
+  if (nodes)
+    *nodes = nullptr;
+  if (edges)
+    *edges = nullptr;
+  if (count)
+    *count = 0;
+  return cudaSuccess;
+}
+API Error cudaStreamBeginCapture(cudaStream_t stream, cudaStreamCaptureMode) { return capturing = stream, cudaSuccess; }
+API Error cudaStreamEndCapture(cudaStream_t stream, cudaGraph_t *graph) {
+  return capturing = nullptr, *graph = (cudaGraph_t)stream, cudaSuccess;
+}
+API Error cudaGraphGetNodes(cudaGraph_t, cudaGraphNode_t *, size_t *count) { return *count = 1, cudaSuccess; }
+API Error cudaGraphInstantiateWithFlags(cudaGraphExec_t *made, cudaGraph_t graph, unsigned long long) {
+  return *made = (cudaGraphExec_t)graph, cudaSuccess;
 }
 API Error cudaLaunchHostFunc(cudaStream_t, cudaHostFn_t function, void *data) { return function(data), cudaSuccess; }
 API Error cudaFuncGetAttributes(cudaFuncAttributes *found, const void *) {
@@ -256,7 +304,7 @@ static CUresult granularity(size_t *size, const CUmemAllocationProp *, CUmemAllo
 static CUresult addresses(CUdeviceptr *start, size_t size, size_t, CUdeviceptr, unsigned long long) {
   Guard guard(lock);
   *start = (CUdeviceptr)reserve(size, 2 * MiB);
-  device[*start] = size;
+  device[*start] = {size, current};
   return *start ? CUDA_SUCCESS : CUDA_ERROR_OUT_OF_MEMORY;
 }
 static CUresult no_addresses(CUdeviceptr start, size_t size) {
@@ -265,13 +313,13 @@ static CUresult no_addresses(CUdeviceptr start, size_t size) {
 }
 static CUresult create(CUmemGenericAllocationHandle *made, size_t size, const CUmemAllocationProp *, unsigned long long) {
   Guard guard(lock);
-  if (used + size > total)
+  if (!fits(size))
     return CUDA_ERROR_OUT_OF_MEMORY;
-  return used += size, pages[*made = (handle += 16)] = size, CUDA_SUCCESS;
+  return used[current] += size, pages[*made = (handle += 16)] = {size, current}, CUDA_SUCCESS;
 }
 static CUresult release(CUmemGenericAllocationHandle made) {
   Guard guard(lock);
-  return used -= pages[made], pages.erase(made), CUDA_SUCCESS;
+  return used[pages[made].card] -= pages[made].size, pages.erase(made), CUDA_SUCCESS;
 }
 API Error cudaGetDriverEntryPointByVersion(const char *name, void **found, unsigned, unsigned long long,
                                            cudaDriverEntryPointQueryResult *result) {
@@ -285,3 +333,11 @@ API Error cudaGetDriverEntryPointByVersion(const char *name, void **found, unsig
     *result = cudaDriverEntryPointSuccess;
   return cudaSuccess;
 }
+
+// --- for the other stand-ins --------------------------------------------------------------------------------------------
+
+API size_t stand_in_used(int card) {
+  Guard guard(lock);
+  return used[card] + context;
+}
+API size_t stand_in_total() { return total; }
