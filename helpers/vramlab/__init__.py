@@ -38,7 +38,9 @@ _HOME = {
     "simulate_evaluation": "simulation.simulate",
     "Evaluation": "recipe.evaluation",
     "measure": "faces.measure",
+    "record": "faces.measure",
     "find_record": "measurement.records",
+    "share": "faces.share",
     "compare": "report.compare",
     "plan": "planning.plan",
     "Plan": "planning.plan",
@@ -63,7 +65,8 @@ if TYPE_CHECKING:
     from .faces.callback import WatchCallback
     from .faces.doctor import doctor, environment_stamp
     from .faces.explain import assert_fits, explain
-    from .faces.measure import measure
+    from .faces.measure import measure, record
+    from .faces.share import share
     from .faces.watch import watch
     from .formulas.predict import predict
     from .formulas.run import predict_run

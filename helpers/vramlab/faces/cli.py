@@ -220,14 +220,30 @@ def record(
     folder: Annotated[Path | None, typer.Option(help="Where records lie; the course's when left out.")] = None,
     as_json: _flag("Print the list of what is missing, for a later run.", "--json") = False,
 ) -> None:
-    """Measure every recipe on the list and keep the reports for readers without this GPU."""
-    from ..measurement.record import record
-    from .measure import peak_bytes
+    """Measure every recipe on the list, beside what simulate says, and keep the reports for readers without this GPU."""
+    from .measure import record
 
-    outcome = record(
-        paths or None, minutes=minutes, folder=folder, dry_run=dry_run, progress=not as_json, estimate=peak_bytes
-    )
+    outcome = record(paths or None, minutes=minutes, folder=folder, dry_run=dry_run, progress=not as_json)
     typer.echo(json.dumps([recipe.to_dict() for recipe, _ in outcome.missing], indent=1) if as_json else str(outcome))
+
+
+@app.command()
+def share(
+    source: Annotated[
+        Path | None, typer.Argument(help="A record file or a folder; the course's when left out.")
+    ] = None,
+    folder: Annotated[Path, typer.Option(help="Where to write what may be sent.")] = Path("."),
+    browse: Annotated[
+        bool, typer.Option(help="Open the page that takes it. Nothing is sent before you say so there.")
+    ] = True,
+) -> None:
+    """Show exactly what your records would tell others, without your name, your machine's or a path, and where to send it."""
+    from .share import share
+
+    for made in share(source, folder):
+        typer.echo(str(made))
+        if browse and made.page:
+            typer.launch(made.page)
 
 
 @app.command()

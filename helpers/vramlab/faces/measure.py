@@ -1,20 +1,30 @@
-"""`measure` as `vramlab` offers it: with the predicted peak, so that a CPU run that cannot fit is not tried."""
+"""`measure` and `record` as `vramlab` offers them: with the other two witnesses, which `measurement` does not know."""
 
 import functools
 from typing import Any
 
 from ..formulas.model_states import gradient_bytes, optimizer_state_bytes, parameter_bytes
 from ..formulas.predict import predict
+from ..hardware.gpu import Gpu, seen_gpu
 from ..measurement.measure import measure as _measure
+from ..measurement.record import Outcome
+from ..measurement.record import record as _record
+from ..recipe.knobs import rebuild
 from ..recipe.recipe import Recipe
 from ..report.errors import RecipeError, needing
-from ..report.report import Report
+from ..report.report import Report, format_bytes
 
 
 @needing("measure")
 @functools.wraps(_measure)
 def measure(recipe: Recipe | Any, *args: Any, **options: Any) -> Report:
     return _measure(recipe, *args, **{"estimate": peak_bytes, **options})
+
+
+@needing("record")
+@functools.wraps(_record)
+def record(*args: Any, **options: Any) -> Outcome:
+    return _record(*args, **{"estimate": peak_bytes, "beside": simulated_beside, **options})
 
 
 def peak_bytes(recipe: Recipe) -> int:
@@ -25,3 +35,22 @@ def peak_bytes(recipe: Recipe) -> int:
         if recipe.sharding is None:
             return parameter_bytes(recipe) + gradient_bytes(recipe) + optimizer_state_bytes(recipe)
         return peak_bytes(recipe.replace(sharding=None))
+
+
+def card_of(environment: dict[str, Any]) -> Gpu | None:
+    """Return the card on which a report was measured, by what it says of itself; None on a CPU."""
+    if not environment.get("gpu"):
+        return None
+    capability = tuple(int(n) for n in environment["compute_capability"].split("."))
+    return seen_gpu(environment["gpu"], environment["total_memory"], capability, environment["multiprocessors"])
+
+
+def simulated_beside(report: Report) -> str:
+    """Say what `simulate` says of a measured report: ", simulated 5.120 GiB (+0.02 %)"."""
+    from ..simulation.simulate import simulate
+
+    try:
+        said = simulate(rebuild(Recipe, "recipe", report.recipe), report.target, card_of(report.environment)).allocated
+    except RecipeError:
+        return ", not simulated"
+    return f", simulated {format_bytes(said)} ({said / report.allocated - 1:+.2%})"

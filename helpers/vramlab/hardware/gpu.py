@@ -243,10 +243,14 @@ def current_device() -> Device:
         return Device("cpu", "CPU", psutil.virtual_memory().total)
     index = torch.cuda.current_device()
     seen = torch.cuda.get_device_properties(index)
-    said = dict(total=seen.total_memory, compute_capability=(seen.major, seen.minor), total_source="this device")
-    said["multiprocessors"] = seen.multi_processor_count
-    if known := _index().get(_key(seen.name)):
-        gpu = dataclasses.replace(known, **said, total_known=True)
-    else:
-        gpu = Gpu(name=seen.name, memory_gb=round(seen.total_memory / GiB), source="this device", **said)
+    gpu = seen_gpu(seen.name, seen.total_memory, (seen.major, seen.minor), seen.multi_processor_count)
     return Device("cuda", seen.name, seen.total_memory, index, gpu)
+
+
+def seen_gpu(name: str, total: int, compute_capability: tuple[int, int], multiprocessors: int) -> Gpu:
+    """Return the table's entry of `name` with what a device says of itself; a card that the table lacks has no rates."""
+    said = dict(total=total, compute_capability=compute_capability, multiprocessors=multiprocessors)
+    said["total_source"] = "this device"
+    if known := _index().get(_key(name)):
+        return dataclasses.replace(known, **said, total_known=True)
+    return Gpu(name=name, memory_gb=round(total / GiB), source="this device", **said)

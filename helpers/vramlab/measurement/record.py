@@ -53,8 +53,9 @@ def record(
     minutes: float = 8,
     folder: str | os.PathLike | None = None,
     dry_run: bool = False,
-    progress: bool = True,
+    progress: bool | Callable[[str], None] = True,
     estimate: Callable[[Recipe], int] | None = None,
+    beside: Callable[[Report], str] | None = None,
 ) -> Outcome:
     """Measure what is wanted and not recorded yet, cheapest first, and save each report at once.
 
@@ -64,8 +65,9 @@ def record(
             goes on after it.
         folder: where the record files are; None is the course's own, which needs a GPU.
         dry_run: measure nothing, only list what is missing.
-        progress: show a bar on a terminal, and a line for each recipe.
+        progress: show a bar on a terminal, and a line for each recipe; or what takes these lines instead.
         estimate: gives the bytes that one process needs; on a CPU, what needs more than is free is skipped.
+        beside: gives what to print after each report that has figures.
     Returns:
         What was measured and what is still missing. Running out of memory is a result. What is saved stays after Ctrl-C.
     Raises:
@@ -82,7 +84,7 @@ def record(
     recipes = wanted([course_list()] if paths is None else [Path(path) for path in paths])
     outcome = _plan(recipes, folder, here, dry_run, estimate)
     if not dry_run:
-        _measure_all(outcome, folder, 60 * minutes, progress)
+        _measure_all(outcome, folder, 60 * minutes, progress, beside or (lambda report: ""))
     return outcome
 
 
@@ -109,12 +111,14 @@ def _plan(
     return outcome
 
 
-def _measure_all(outcome: Outcome, folder: Path, seconds_left: float, progress: bool) -> None:
+def _measure_all(
+    outcome: Outcome, folder: Path, seconds_left: float, progress: bool | Callable, beside: Callable[[Report], str]
+) -> None:
     """Measure `outcome.missing` in its order until the time is nearly over."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-    console = Console(quiet=not progress)
+    console = Console(quiet=progress is not True)
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
     hidden, todo = not console.is_terminal, list(outcome.missing)
     launchers = [Launcher(single=True) for _ in todo]
@@ -136,11 +140,15 @@ def _measure_all(outcome: Outcome, folder: Path, seconds_left: float, progress: 
             else:
                 outcome.file = save(report, folder)
                 outcome.measured.append(report)
-                result = format_bytes(report.allocated) if report.status == "ok" else report.status
+                result = format_bytes(report.allocated) + beside(report) if report.status == "ok" else report.status
             outcome.missing.remove((recipe, seconds))
             bar.advance(task)
             took = time.monotonic() - begun
-            bar.console.print(f"{took:6.1f} s  {result}  {recipe}", highlight=False, markup=False, soft_wrap=True)
+            line = f"{took:6.1f} s  {result}  {recipe}"
+            if callable(progress):
+                progress(line)
+            else:
+                bar.console.print(line, highlight=False, markup=False, soft_wrap=True)
 
 
 def seconds_for(recipe: Recipe, card: Gpu | None = None, device: str = "cuda") -> float:

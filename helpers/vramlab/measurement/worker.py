@@ -127,6 +127,7 @@ def machine(device: str, sensors: Sensors | None, memory_limit: int | None = Non
         more |= {
             "gpu": properties.name,
             "compute_capability": f"{properties.major}.{properties.minor}",
+            "multiprocessors": properties.multi_processor_count,
             "total_memory": properties.total_memory,
             "driver": sensors.driver if sensors else None,
             "cuda": torch.version.cuda,

@@ -1,0 +1,131 @@
+"""`share`: make files of measured reports that say nothing of who measured, and show where to send them."""
+
+import hashlib
+import json
+import os
+import re
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlencode
+
+from ..measurement.records import file_name, load, measurements_folder, write_atomically
+from ..recipe.recipe import key_of
+from ..recipe.shapes import model_names
+from ..report.errors import RecordError
+from ..report.report import Report, format_bytes, text_table
+
+# All that is told of the machine: no name, no user, no path.
+VERSIONS = ("python", "system", "torch", "transformers", "peft", "bitsandbytes", "accelerate", "cuda", "driver")
+CARD = ("gpu", "compute_capability", "multiprocessors", "total_memory")
+PATH = re.compile(r"(?<![\w./\\])(?:~|[A-Za-z]:)?[\\/](?:[^\s\\/'\",:;]+[\\/])*[^\s\\/'\",:;]+")
+LONGEST_ADDRESS = 8000  # of a page, in characters, that GitHub opens
+PLACEHOLDER = "your--account"
+
+
+@dataclass(frozen=True)
+class Submission:
+    """A file that may be sent: where it lies, its reports, what was left out and why, and the page that takes it."""
+
+    file: Path
+    reports: tuple[Report, ...]
+    left_out: tuple[str, ...] = ()
+    page: str | None = None  # None while the project has no address
+
+    def __str__(self) -> str:
+        seen = self.reports[0].environment
+        rows = [("recipe", "allocated", "reserved")]
+        for report in self.reports:
+            sizes = [format_bytes(n) if n else report.status for n in (report.allocated, report.reserved)]
+            rows.append((report.title, *sizes))
+        told = " · ".join(f"{name} {seen[name]}" for name in (*CARD, *VERSIONS, "date") if seen.get(name))
+        where = self.page or "a pull request that adds it to data/measurements/ of the project's repository"
+        return "\n".join(
+            [
+                f"{self.file}, {self.file.stat().st_size:,} bytes: {len(self.reports)} reports, with the split of each",
+                text_table(rows),
+                *(f"left out: {reason}" for reason in self.left_out),
+                f"Of your machine it tells: {told}.",
+                "Nothing else is in it (it is text: open it), and nothing has been sent.",
+                f"To send it: {where}",
+            ]
+        )
+
+
+def share(source: str | os.PathLike | None = None, folder: str | os.PathLike = ".") -> list[Submission]:
+    """Write a file for each card and versions among some records into `folder`, to be sent by whoever wants to.
+
+    Args:
+        source: a record file or a folder of them, as `record` makes them; None takes the course's.
+    Returns:
+        What was made. Each file is named by its content, so that a changed one is seen, and an equal one is not sent twice.
+    Raises:
+        RecordError: there is no record that can be shared, or a file cannot be read or written.
+    """
+    source, made = Path(source or measurements_folder()), []
+    single = source.suffix == ".json"
+    for path in [source] if single else sorted(source.glob("*.json")):
+        reports, left_out = [], []
+        for report in load(path).values():
+            reason = _private(report)
+            left_out += [f"{report.title}: {reason}"] if reason else []
+            reports += [] if reason else [report]
+        if reports:
+            made.append(_written(reports, left_out, Path(folder)))
+        elif single:
+            raise RecordError(f"nothing in {path.name} can be shared: {'; '.join(left_out) or 'it is empty'}.")
+    if not made:
+        raise RecordError(f"there is no record of a GPU in {source}: `vramlab record` on a GPU makes one.")
+    return made
+
+
+def _private(report: Report) -> str:
+    """Say why a report is not for others; "" when it is."""
+    if report.target != "cuda":
+        return "it was measured on a CPU"
+    if report.recipe["model"] not in model_names():
+        return "its model is not of the catalogue, so nobody else could run it"
+    missing = [name for name in CARD if not report.environment.get(name)]
+    return f"it does not say the card's {', '.join(missing)}" if missing else ""
+
+
+def _written(reports: list[Report], left_out: list[str], folder: Path) -> Submission:
+    entries = {}
+    for report in reports:
+        entry = _cleaned(report.to_dict())
+        entry["environment"] = {name: entry["environment"].get(name) for name in (*VERSIONS, *CARD, "date")}
+        entries[key_of(report.recipe)] = entry
+    text = json.dumps({"reports": dict(sorted(entries.items()))}, indent=1) + "\n"
+    path = folder / content_name(reports[0].environment, text)
+    write_atomically(path, text)
+    return Submission(path, tuple(load(path).values()), tuple(left_out), page_for(path.name, text))
+
+
+def _cleaned(value: Any) -> Any:
+    """Return a JSON value whose texts name no file or folder of this machine."""
+    if isinstance(value, dict):
+        return {name: _cleaned(each) for name, each in value.items()}
+    if isinstance(value, list):
+        return [_cleaned(each) for each in value]
+    return PATH.sub("…", value) if isinstance(value, str) else value
+
+
+def content_name(environment: dict[str, Any], text: str) -> str:
+    """Name a submission by its card, versions and content: "tesla-t4-torch2.13-transformers5.23-0123456789ab.json"."""
+    digest = hashlib.sha256(text.encode()).hexdigest()[:12]
+    return f"{file_name(environment).removesuffix('.json')}-{digest}.json"
+
+
+def page_for(name: str, text: str) -> str | None:
+    """Return the page on which a reader proposes the file, signed in there by themselves; None without a repository."""
+    try:
+        urls = metadata.metadata("vramlab").get_all("Project-URL") or []
+    except metadata.PackageNotFoundError:
+        urls = []
+    repository = next((url.split(", ")[1] for url in urls if url.startswith("Repository")), PLACEHOLDER)
+    if PLACEHOLDER in repository:
+        return None
+    folder = "main/data/measurements"
+    filled = f"{repository}/new/{folder}?{urlencode({'filename': name, 'value': text})}"
+    return filled if len(filled) <= LONGEST_ADDRESS else f"{repository}/upload/{folder}"

@@ -1,0 +1,165 @@
+"""Judge record files that readers sent: their form, physics, and `simulate` of the same recipes beside them.
+
+    python tests/tools/verify_record.py data/measurements/FILE.json … [--json]
+
+Exit status: 0 accepted, 1 a finding (simulate says something else: the difference is shown tensor by tensor), 2 refused.
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from vramlab import GiB, MiB, Recipe, RecipeError, RecordError, Report, diff, format_bytes, model_names, simulate
+from vramlab.faces.measure import card_of
+from vramlab.faces.share import CARD, VERSIONS, content_name
+from vramlab.hardware.gpu import Gpu
+from vramlab.measurement.measure import operations
+from vramlab.measurement.records import load
+from vramlab.recipe.knobs import rebuild
+from vramlab.report.report import environment
+
+ACCEPTED, FINDING, REFUSED = "accepted", "finding", "refused"
+TOLERANCE = 0.01  # of the allocated peak, and at least one of the allocator's small segments
+LEAST = 2 * MiB
+DRIVER_SHARE = 0.1  # of the table's memory that a driver may report more or less than the reading there
+SIMULATED_FOR = ("torch", "transformers", "peft", "bitsandbytes", "accelerate")  # versions that move bytes
+OTHERS = GiB  # of a card that other processes may hold when a run goes out of memory
+
+
+@dataclass
+class Verdict:
+    """What is said of one file, and why."""
+
+    file: str
+    outcome: str
+    reasons: list[str] = field(default_factory=list)
+    rows: list[tuple[str, int, int]] = field(default_factory=list)  # recipe, measured and simulated bytes allocated
+
+    def __str__(self) -> str:
+        lines = [f"{self.file}: **{self.outcome}**", ""]
+        if self.rows:
+            lines += ["| recipe | measured | simulated | difference |", "|---|---|---|---|"]
+            for title, measured, simulated in self.rows:
+                off = f"{simulated / measured - 1:+.2%}"
+                lines.append(f"| {title} | {format_bytes(measured)} | {format_bytes(simulated)} | {off} |")
+            lines.append("")
+        return "\n".join([*lines, *(f"- {reason}" for reason in self.reasons)])
+
+
+def verify(path: Path) -> Verdict:
+    """Judge one file. Nothing in it is executed; it is JSON of numbers and names."""
+    try:
+        text = path.read_text(encoding="utf-8")
+        reports = list(load(path).values())
+    except (OSError, UnicodeError, RecordError) as error:
+        return Verdict(path.name, REFUSED, [str(error)])
+    wrong = list(_form(path.name, text, reports)) if reports else ["it holds no report"]
+    wrong = wrong or [f"{report.title}: {why}" for report in reports for why in _physics(report)]
+    if wrong:
+        return Verdict(path.name, REFUSED, wrong)
+    verdict = Verdict(path.name, ACCEPTED)
+    for report in reports:
+        if told := _beside_simulated(report, verdict):
+            verdict.outcome = FINDING
+            verdict.reasons.append(f"{report.title}: {told}")
+    here, there = environment(), reports[0].environment
+    others = [f"{name} {there[name]} ({here[name]} here)" for name in SIMULATED_FOR if there[name] != here[name]]
+    if others:
+        pins = " ".join(f"{name}=={str(there[name]).split('+')[0]}" for name in SIMULATED_FOR if there[name])
+        again = f": install {pins} and ask again before it counts as one" if verdict.outcome == FINDING else ""
+        verdict.reasons.append(f"measured with other versions, {', '.join(others)}{again}")
+    return verdict
+
+
+def _form(name: str, text: str, reports: list[Report]) -> Iterator[str]:
+    known = (*VERSIONS, *CARD, "date")
+    for report in reports:
+        if report.recipe["model"] not in model_names():
+            yield f"{report.title}: its model is not of the catalogue"
+        if more := report.environment.keys() - {*known}:
+            yield f"the environment tells {', '.join(sorted(more))}, which no submission has"
+        if missing := [key for key in known if key not in report.environment]:
+            yield f"the environment lacks {', '.join(missing)}: `vramlab share` writes them"
+            return
+    if len({tuple(report.environment[key] for key in CARD) for report in reports}) > 1:
+        yield "one file holds records of one card, and this holds more"
+    if name != content_name(reports[0].environment, text):
+        yield "its name is not that of its content: it was changed after `vramlab share` wrote it"
+
+
+def _physics(report: Report) -> Iterator[str]:
+    """Say what no GPU can have measured."""
+    total, card = report.environment["total_memory"], card_of(report.environment)
+    if card.rates and abs(total / _listed(card) - 1) > DRIVER_SHARE:
+        yield f"{card.name} has {format_bytes(_listed(card))}, and it says {format_bytes(total)}"
+    if report.status != "ok":
+        return
+    sizes = {name: getattr(report, name) for name in ("requested", "allocated", "reserved", "process")}
+    known = {name: size for name, size in sizes.items() if size is not None}
+    for (small, less), (large, more) in zip(known.items(), list(known.items())[1:], strict=False):
+        if less > more:
+            yield f"{small} {less:,} is more than {large} {more:,}"
+    if not {"requested", "allocated", "reserved"} <= known.keys():
+        yield "the allocator's peaks are missing"
+        return
+    if max(known.values()) > total:
+        yield f"it holds {max(known.values()):,} of {total:,} bytes"
+    for name, unit in (("allocated", 512), ("reserved", 2 * MiB)):
+        if known[name] % unit:
+            yield f"{name} {known[name]:,} is no multiple of {unit:,}, which the caching allocator hands out"
+    if report.peak.total != report.allocated:
+        yield f"the categories add up to {report.peak.total:,}, and allocated is {report.allocated:,}"
+    if report.speed is None:
+        yield "it has no time"
+        return
+    speed, recipe = report.speed, rebuild(Recipe, "recipe", report.recipe)
+    if not 0 < speed.low <= speed.median <= speed.high:
+        yield f"its seconds a step are {speed.low}, {speed.median} and {speed.high}"
+    elif abs(speed.tokens_per_second * speed.median / recipe.tokens - 1) > 0.01:
+        yield f"{speed.tokens_per_second:,.0f} tokens/s are not {recipe.tokens:,} tokens in {speed.median:.4g} s"
+    elif (peak := card.flops(recipe.precision)) and operations(recipe) / speed.median > 1.1 * peak:
+        yield f"{operations(recipe) / speed.median / 1e12:,.0f} TFLOP/s are more than {card.name} can do"
+
+
+def _listed(card: Gpu) -> int:
+    from vramlab import find_gpu
+
+    return find_gpu(card.name).total
+
+
+def _beside_simulated(report: Report, verdict: Verdict) -> str:
+    """Add a row of both peaks; return how the simulated report differs, or ""."""
+    card = card_of(report.environment)
+    try:
+        said = simulate(rebuild(Recipe, "recipe", report.recipe), gpu=card)
+    except RecipeError as error:
+        return f"not simulated: {error}"
+    if report.status == "oom":
+        held = said.process.high if said.process is not None else said.allocated
+        if held < card.total - OTHERS:
+            return f"it ran out of memory, and simulate says at most {format_bytes(int(held))} of {format_bytes(card.total)}"
+        return ""
+    verdict.rows.append((report.title, report.allocated, said.allocated))
+    if abs(said.allocated - report.allocated) <= max(TOLERANCE * report.allocated, LEAST):
+        return ""
+    seen = [note for note in diff(report, said).notes if note[0] in "+−"][:6]
+    return "; ".join([f"simulate is off by {said.allocated / report.allocated - 1:+.2%}", *seen])
+
+
+def main(argv: list[str] | None = None) -> int:
+    options = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    options.add_argument("files", nargs="+", type=Path)
+    options.add_argument("--json", action="store_true")
+    asked = options.parse_args(argv)
+    verdicts = [verify(path) for path in asked.files]
+    said: Any = [asdict(verdict) for verdict in verdicts]
+    print(json.dumps(said, indent=1) if asked.json else "\n\n".join(map(str, verdicts)))
+    return max([ACCEPTED, FINDING, REFUSED].index(verdict.outcome) for verdict in verdicts)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
