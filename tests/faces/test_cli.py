@@ -37,10 +37,10 @@ def report(source="predicted", recipe=None, target="cuda", total=GiB, status="ok
 def stand_in(monkeypatch):
     """Puts a function in the place of a module's: `stand_in("predict", function)` for that of the same name."""
 
-    rooms = {"predict": "formulas", "simulate": "simulation", "measure": "faces", "record": "measurement"}
+    rooms = {"predict": "formulas", "simulate": "simulation", "measure": "faces"}
 
     def put(name, function):
-        module = SimpleNamespace(**{name: function, "peak_bytes": None})
+        module = SimpleNamespace(**{name: function})
         monkeypatch.setitem(sys.modules, f"vramlab.{rooms[name]}.{name}", module)
 
     return put
@@ -355,7 +355,7 @@ def test_doctor_is_shown_and_its_verdict_is_the_exit_status(monkeypatch):
     assert result.exit_code == 1 and json.loads(result.stdout)["checks"][0]["advice"] == "pip install torch"
 
 
-def test_record_hands_everything_on(stand_in):
+def test_record_hands_everything_on(monkeypatch):
     asked, missing = [], [(Recipe("gpt2"), 20.0)]
 
     class Done:
@@ -365,19 +365,20 @@ def test_record_hands_everything_on(stand_in):
         def __str__(self):
             return "1 recipe missing"
 
-    from vramlab.faces.measure import peak_bytes
+    from vramlab.faces import measure
 
-    stand_in("record", lambda paths, **options: asked.append((paths, options)) or Done())
+    monkeypatch.setattr(measure, "_record", lambda paths, **options: asked.append((paths, options)) or Done())
     result = run("record")
     assert (result.exit_code, result.stdout) == (0, "1 recipe missing\n")
     words = ["a.json", "b.json", "--minutes", "2.5", "--dry-run", "--folder", "x", "--json"]
     shown = json.loads(run("record", *words).stdout)
     assert [Recipe(**fields) for fields in shown] == [Recipe("gpt2")]
+    given = {"estimate": measure.peak_bytes, "beside": measure.simulated_beside}
     assert asked == [
-        (None, {"minutes": 8, "folder": None, "dry_run": False, "progress": True, "estimate": peak_bytes}),
+        (None, {"minutes": 8, "folder": None, "dry_run": False, "progress": True, **given}),
         (
             [Path("a.json"), Path("b.json")],
-            {"minutes": 2.5, "folder": Path("x"), "dry_run": True, "progress": False, "estimate": peak_bytes},
+            {"minutes": 2.5, "folder": Path("x"), "dry_run": True, "progress": False, **given},
         ),
     ]
 
