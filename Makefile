@@ -14,7 +14,7 @@ TOOLS := tests/tools
 INSTALLED := .venv/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help course lab site test test-all gate notebooks format figure repo-url constraints try-colab clean
+.PHONY: help course lab site test test-all gate notebooks format figure repo-url constraints try-colab try-cuda clean
 
 help:
 	@echo 'make course      run every chapter on this machine, then look at build/course/index.html'
@@ -27,11 +27,12 @@ help:
 	@echo 'make format      lay out code and notebooks as the gate wants them, without running anything'
 	@echo 'make figure      draw the pictures of the README and the cheat sheet again'
 	@echo 'make try-colab   install into an empty environment as Colab does, and run a chapter there'
+	@echo 'make try-cuda    run every notebook as on a T4, an RTX 4090 and two H100, without a GPU (Linux, CUDA build of torch)'
 	@echo 'make repo-url    write the repository address (URL=https://github.com/OWNER/NAME) into badges and set-up cells'
 	@echo 'make constraints write constraints.txt from what .venv holds'
 	@echo 'make clean       remove .venv, build/ and caches'
 	@echo
-	@echo 'NOTEBOOKS=…      for course, notebooks and try-colab: only these, like NOTEBOOKS=notebooks/02_memory.ipynb'
+	@echo 'NOTEBOOKS=…      for course, notebooks, try-colab and try-cuda: only these, like NOTEBOOKS=notebooks/02_memory.ipynb'
 	@echo 'PYTHON=…         the interpreter that .venv is made with (found by itself: 3.11 or newer)'
 	@echo 'PIP_FLAGS=…      more flags for pip. On Linux without an NVIDIA GPU, save gigabytes with'
 	@echo '                 PIP_FLAGS="--extra-index-url ADDRESS", the address being that of the CPU wheel index of PyTorch'
@@ -100,6 +101,9 @@ constraints: $(INSTALLED)
 
 try-colab: $(INSTALLED)
 	@$(BIN)/python $(TOOLS)/try_colab.py $(NOTEBOOKS)
+
+try-cuda: $(INSTALLED)
+	@$(BIN)/python $(TOOLS)/try_cuda.py $(NOTEBOOKS)
 
 clean:
 	rm -rf .venv build .pytest_cache .ruff_cache .hypothesis helpers/*.egg-info

@@ -153,7 +153,11 @@ API Error cudaGetDeviceCount(int *count) {
   return *count ? cudaSuccess : fail(cudaErrorNoDevice);
 }
 API Error cudaGetDevice(int *found) { return *found = current, cudaSuccess; }
-API Error cudaSetDevice(int chosen) { return current = chosen, cudaSuccess; }
+API Error cudaSetDevice(int chosen) {
+  int count;
+  cudaGetDeviceCount(&count);
+  return chosen < 0 || chosen >= count ? fail(cudaErrorInvalidDevice) : (current = chosen, cudaSuccess);
+}
 API Error cudaDriverGetVersion(int *version) { return *version = 13000, cudaSuccess; }
 API Error cudaRuntimeGetVersion(int *version) { return *version = 13000, cudaSuccess; }
 API Error cudaDeviceCanAccessPeer(int *can, int, int) { return *can = 0, cudaSuccess; }
@@ -274,7 +278,8 @@ API Error cudaGetLastError() {
 }
 API Error cudaPeekAtLastError() { return last; }
 API const char *cudaGetErrorString(Error error) {
-  return error == cudaErrorMemoryAllocation ? "out of memory" : error ? "an error of the stand-in" : "no error";
+  return error == cudaErrorMemoryAllocation ? "out of memory" : error == cudaErrorInvalidDevice ? "invalid device ordinal"
+       : error ? "an error of the stand-in" : "no error";
 }
 API const char *cudaGetErrorName(Error error) { return cudaGetErrorString(error); }
 
