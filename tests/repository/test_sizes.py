@@ -12,7 +12,7 @@ CEILINGS = {
     "vramlab/training": 2310,
     "vramlab/tracking": 1010,
     "vramlab/formulas": 3790,
-    "vramlab/simulation": 2850,
+    "vramlab/simulation": 2890,
     "vramlab/measurement": 1460,
     "vramlab/planning": 1530,
     "vramlab/faces": 2370,

@@ -16,7 +16,7 @@ from ..hardware.gpu import DEFAULT_CHIP, Gpu
 from .cuda import CudaKernels, cuda_kernels
 from .flash_attn import flash_attention
 from .operators import fake_operators
-from .triton_kernels import fused_head, liger
+from .triton_kernels import fused_head, unlaunched
 
 lock = threading.RLock()  # what is put in place below is the process's, so one simulation runs at a time
 
@@ -25,7 +25,7 @@ lock = threading.RLock()  # what is put in place below is the process's, so one 
 def fake_world(target: str, card: Gpu | None = None) -> Iterator[tuple[FakeTensorMode, CudaKernels | None]]:
     """A FakeTensorMode with the kernels of `target` in place, in which models take the branches of real tensors.
 
-    bitsandbytes, TRL and Liger are slow to load: their functions are replaced only if they were imported before.
+    Libraries that are slow to load (bitsandbytes, TRL, Liger, …) are changed only if they were imported before.
     """
     with lock, contextlib.ExitStack() as stack:
         for context in (*_real_branches(), fake_operators(target)):
@@ -38,7 +38,7 @@ def fake_world(target: str, card: Gpu | None = None) -> Iterator[tuple[FakeTenso
             stack.enter_context(fused_head())
             stack.enter_context(_replaced_kernels(kernels))
         chip = card.chip if card else DEFAULT_CHIP
-        stack.enter_context(liger(chip if target == "cuda" else None))
+        stack.enter_context(unlaunched(chip if target == "cuda" else None))
         stack.enter_context(warnings.catch_warnings())
         warnings.filterwarnings("ignore", message="Paged optimizers are not supported on CPU")
         warnings.filterwarnings("ignore", "`gradient_checkpointing_", FutureWarning)  # TRL calls it by its old name

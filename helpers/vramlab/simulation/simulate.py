@@ -42,7 +42,7 @@ from .fakes import fake_world
 from .loading import loading_peak
 from .operators import keep_storage
 from .repetition import GROUPS, NotRegular, cut, find
-from .values import Values, packed_sequences, reason_at
+from .values import Values, readable_values, reason_at
 
 
 @needing("simulate")
@@ -111,7 +111,7 @@ def _of_module(step: ModuleStep, target: str, card: Gpu | None, steps: int) -> R
     """The same for any module: parameters, buffers and batch are copied as fake tensors, the original is untouched."""
     step.check()
     phase = "load"
-    with fake_world(target, card) as (mode, kernels), step.untouched(), packed_sequences():
+    with fake_world(target, card) as (mode, kernels), step.untouched(), readable_values():
         try:
             training, values = step.prepare(target, mode)
             tracker = make_tracker(training, card, kernels)

@@ -1,7 +1,7 @@
 """Libraries with Triton kernels on fake tensors as on a GPU: their own host code runs, and no kernel is launched.
 
-The kernels of TRL's head (`trl/kernels/chunked_logprob.py`) and of Liger write into tensors that the host code has
-allocated, and allocate nothing.
+The kernels of TRL's head (`trl/kernels/chunked_logprob.py`), of Liger and of flash-linear-attention write into tensors
+that the host code has allocated, and allocate nothing.
 """
 
 import contextlib
@@ -60,31 +60,49 @@ def fused_head() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def liger(chip: Chip | None) -> Iterator[None]:
-    """While entered, Liger's functions run without kernels, and with `chip` as on CUDA; Liger has to be loaded before.
-
-    Afterwards the modules that Liger changed are as before.
-    """
-    if "liger_kernel.ops" not in sys.modules:
+def unlaunched(chip: Chip | None) -> Iterator[None]:
+    """While entered, Triton's kernels do nothing; Liger and flash-linear-attention, if loaded before, take the branches of
+    CUDA on `chip`. Afterwards the modules that Liger changed are as before."""
+    if "triton" not in sys.modules:
         yield
         return
-    from liger_kernel.ops import fused_linear_cross_entropy, rms_norm
     from triton.runtime.jit import KernelInterface
+
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(patch.object(KernelInterface, "__getitem__", NotLaunched.__getitem__))
+        for package, contexts in (("liger_kernel.ops", _liger), ("fla.ops.common.chunk_o", _linear_attention)):
+            if package in sys.modules:
+                for context in contexts(chip):
+                    stack.enter_context(context)
+        if "liger_kernel.ops" in sys.modules:
+            stack.callback(restore)
+        yield
+
+
+def _liger(chip: Chip | None) -> Iterator[contextlib.AbstractContextManager]:
+    from liger_kernel.ops import fused_linear_cross_entropy, rms_norm
 
     homes = {
         "fused_linear_cross_entropy_forward": fused_linear_cross_entropy,
         "fused_linear_cross_entropy_backward": fused_linear_cross_entropy,
         "rms_norm_backward": rms_norm,
     }
-    with contextlib.ExitStack() as stack:
-        stack.callback(restore)
-        stack.enter_context(patch.object(KernelInterface, "__getitem__", NotLaunched.__getitem__))
-        for name, home in homes.items():
-            theirs = SimpleNamespace(**vars(torch) | (_on_cuda(name, chip) if chip else {}))
-            stack.enter_context(patch.object(home, name, partial(_hosted, getattr(home, name), home, theirs)))
-        if chip:
-            stack.enter_context(patch.object(fused_linear_cross_entropy, "_can_use_mm_out", _can_use_mm_out))
-        yield
+    for name, home in homes.items():
+        theirs = SimpleNamespace(**vars(torch) | (_on_cuda(name, chip) if chip else {}))
+        yield patch.object(home, name, partial(_hosted, getattr(home, name), home, theirs))
+    if chip:
+        yield patch.object(fused_linear_cross_entropy, "_can_use_mm_out", _can_use_mm_out)
+
+
+def _linear_attention(chip: Chip | None) -> Iterator[contextlib.AbstractContextManager]:
+    """Its tiles, and with them how many partial sums of a gradient there are, depend on a block's shared memory."""
+    if chip:
+        from fla.ops.common import chunk_o
+        from fla.utils.hardware import Backend
+
+        size = 1024 * chip.shared_memory
+        asked = {"check_shared_mem": lambda arch="none", index=0: size >= Backend.get_shared_memory(arch)}
+        yield patch.multiple(chunk_o, **asked)
 
 
 def _hosted(function: Callable, home: Any, theirs: SimpleNamespace, *args: Any, **kwargs: Any) -> Any:

@@ -9,7 +9,7 @@ import linecache
 import math
 import os
 import traceback
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from itertools import pairwise
 from typing import Any
 from unittest.mock import patch
@@ -220,9 +220,20 @@ class Values:
         return guess
 
 
-def packed_sequences() -> contextlib.AbstractContextManager:
-    """While entered, `pad_packed_sequence` is made of operators; torch's reads lengths of a fake tensor."""
-    return patch.object(torch._VF, "_pad_packed_sequence", _pad, create=True)
+@contextlib.contextmanager
+def readable_values() -> Iterator[None]:
+    """While entered, two functions of torch that read a fake tensor's storage are made of operators:
+    `pad_packed_sequence`, and `torch.tensor` of a list with tensors in it."""
+    real = torch.tensor
+
+    def numbers(tensor: FakeTensor) -> Any:
+        return [*map(numbers, tensor)] if tensor.dim() else tensor.item()
+
+    def tensor(data: Any, **kwargs: Any) -> torch.Tensor:
+        return real(tree_map_only(FakeTensor, numbers, data) if isinstance(data, list) else data, **kwargs)
+
+    with patch.object(torch._VF, "_pad_packed_sequence", _pad, create=True), patch.object(torch, "tensor", tensor):
+        yield
 
 
 def _pad(data, batch_sizes, batch_first, padding_value, total_length):
