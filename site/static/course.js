@@ -42,3 +42,63 @@ document.addEventListener("DOMContentLoaded", () => {
   rows[0].closest("section").before(form);
   filter();
 });
+
+// The first page's short form: a model, a way and a card, answered from what the build computed.
+document.addEventListener("DOMContentLoaded", () => {
+  const place = document.getElementById("quick");
+  if (!place) return;
+  const { cards, ways, needs, start } = JSON.parse(place.querySelector("script").textContent);
+  const words = { safe: "It fits safely", likely: "It is likely to fit", tight: "It fits only with luck", no: "It does not fit" };
+  const form = document.createElement("form");
+  const choose = (title, names, first) => {
+    const label = document.createElement("label"), select = document.createElement("select");
+    select.append(...names.map((name) => new Option(name, name, name === first, name === first)));
+    label.append(title, select);
+    form.append(label);
+    return select;
+  };
+  const model = choose("I train", Object.keys(needs), start[0]), way = choose("with", Object.keys(ways), start[1]), card = choose("on", Object.keys(cards), start[2]);
+  const said = document.createElement("p"), bar = document.createElement("div"), note = document.createElement("p"), more = document.createElement("a");
+  said.setAttribute("role", "status");
+  bar.className = "bar";
+  bar.setAttribute("aria-hidden", "true");
+  note.className = "note";
+  more.textContent = "Change anything";
+  more.className = "more";
+  const tell = () => {
+    const [low, likely, high, tier] = needs[model.value][way.value][card.value], total = cards[card.value] / 2 ** 30;
+    const scale = 100 / Math.max(total * 1.1, Math.min(high, total * 2));
+    said.className = `tier ${tier}`;
+    said.innerHTML = `<strong>${words[tier]}</strong>: ${likely.toFixed(1)} GiB (${low.toFixed(1)} to ${high.toFixed(1)}) of the card's ${total.toFixed(1)} GiB.`;
+    const span = (kind, from, to) => `<i class="${kind}" style="left:${Math.min(from * scale, 100)}%;width:${Math.max(0, Math.min(to * scale, 100) - Math.min(from * scale, 100))}%"></i>`;
+    bar.innerHTML = span(`need ${tier}`, 0, likely) + span("interval", low, high) + span("card", total, total);
+    const state = new URLSearchParams({ model: model.value, gpu: card.value, ...ways[way.value] });
+    more.href = `calculator.html#${state}`;
+  };
+  note.textContent = "TRL's SFTTrainer, batch 1 of 2,048 tokens, bf16, AdamW, gradient checkpointing. The bar is what the process takes, the bracket its interval, the dashed line the card.";
+  form.addEventListener("change", tell);
+  form.addEventListener("submit", (event) => event.preventDefault());
+  place.append(form, said, bar, note, more);
+  tell();
+});
+
+// What scrolls by itself can be reached and scrolled by keyboard.
+addEventListener("load", () => {
+  const kinds = { ".pst-scrollable-table-container": "table", ".bd-article pre": "text", "div.formula": "formula" };
+  const look = () => {
+    for (const [found, kind] of Object.entries(kinds)) {
+      for (const box of document.querySelectorAll(found)) {
+        const wide = box.scrollWidth > box.clientWidth + 1;
+        box.classList.toggle("wide", wide);
+        if (!wide || box.closest("#calculator")) continue;
+        box.tabIndex = 0;
+        if (kind === "text") continue;
+        box.setAttribute("role", "region");
+        box.setAttribute("aria-label", `${kind}, scrolls sideways`);
+      }
+    }
+  };
+  look();
+  let again;
+  addEventListener("resize", () => (clearTimeout(again), (again = setTimeout(look, 150))));
+});

@@ -1,5 +1,6 @@
 """The site: its glossary and generated pages as text, the check of links, and one real build without a warning."""
 
+import dataclasses
 import json
 import re
 import runpy
@@ -9,8 +10,12 @@ import nbformat
 import numpy as np
 import pytest
 import settings
+import site_evidence
+import site_links
 import site_pages
 from settings import ROOT
+from vramlab import GiB, Recipe, predict
+from vramlab.measurement.records import save
 from vramlab.report.report import Interval
 from vramlab_course.claims import Finding, Verdict, load_claims
 
@@ -94,7 +99,7 @@ PLACES = ["notebooks/01_types.ipynb", "notebooks/02_memory.ipynb", "notebooks/so
     ],
 )
 def test_mentions_become_links(here, text, expected):
-    assert make_site.link_mentions(text, here, PLACES).startswith(expected)
+    assert site_links.link_mentions(text, here, PLACES).startswith(expected)
 
 
 @pytest.mark.parametrize(
@@ -114,7 +119,7 @@ def test_mentions_become_links(here, text, expected):
     ],
 )
 def test_files_outside_of_the_site_are_in_the_repository(here, text, expected):
-    assert make_site.link_files(text, here, PLACES) == expected
+    assert site_links.link_files(text, here, PLACES) == expected
 
 
 def test_the_badge_goes_the_setup_is_folded_and_figures_keep_their_words(notebook):
@@ -269,10 +274,74 @@ def test_figures_formulas_and_tables_are_on_the_pages(built):
         assert ("<table" in article) == ("\n|--" in text + ledgers or "\n| --" in text + ledgers), path.name
 
 
-def test_the_index_carries_the_promise_the_picture_and_the_syllabus(built):
+def test_the_index_asks_the_question_and_carries_the_promise_the_picture_and_the_syllabus(built):
     html = (built[0] / "site" / "index.html").read_text(encoding="utf-8")
-    assert "No number in this course is an opinion" in html and "timeline.png" in html
+    assert "Does my training fit?" in html and 'id="quick"' in html and 'href="calculator.html"' in html
+    assert "No number in this course is an opinion" in html and "published.png" in html
     assert html.count("Syllabus") >= 2 and html.count('href="notebooks/02_memory_decomposition.html') >= 2
+    assert "timeline.png" in (built[0] / "site" / "use.html").read_text(encoding="utf-8")
+
+
+def test_terms_lead_to_the_glossary_and_the_glossary_to_where_a_chapter_uses_them(built):
+    """That both ends are there is what the check of links has seen."""
+    page = (built[0] / "site" / "notebooks" / "02_memory_decomposition.html").read_text(encoding="utf-8")
+    glossary = (built[0] / "site" / "glossary.html").read_text(encoding="utf-8")
+    assert page.count('id="word-activation"') == 1 and 'href="../glossary.html#term-activation"' in page
+    assert 'href="notebooks/02_memory_decomposition.html#word-activation">chapter 02</a>' in glossary
+    assert glossary.count("#word-") > 60
+
+
+def test_claims_are_linked_from_their_chapter_and_back(built):
+    claims = (built[0] / "site" / "claims.html").read_text(encoding="utf-8")
+    for path in settings.chapters():
+        page = (built[0] / "site" / path.relative_to(ROOT).with_suffix(".html")).read_text(encoding="utf-8")
+        shown = [claim.name for claim in load_claims(path.name[:2]).values() if claim.chapter_page]
+        assert all(f'href="../claims.html#{name}"' in page for name in shown), path.name
+        assert all(f'href="notebooks/{path.stem}.html#claim-{name}"' in claims for name in shown), path.name
+
+
+def test_figures_have_their_size_and_lead_to_the_whole_picture(built):
+    page = (built[0] / "site" / "index.html").read_text(encoding="utf-8")
+    assert re.search(r'<img [^>]*published.png" width="716" height="538" decoding="async">', page)
+    page = (built[0] / "site" / "use.html").read_text(encoding="utf-8")
+    assert re.search(r'<a class="full" href="_images/timeline.png"><img [^>]*width="716"', page)
+
+
+def test_a_link_shows_its_picture_only_where_the_address_is_known(built):
+    conf = runpy.run_path(str(SITE / "conf.py"))
+    for address, pictures in (("", 0), ("https://example.org/lab/", 1)):
+        conf["link_card"].__globals__["html_baseurl"] = address
+        context = {"title": "A <b>title</b>", "metatags": '<meta name="description" content="own">'}
+        conf["link_card"](None, "claims", "page.html", context, None)
+        assert context["metatags"].count('content="https://example.org/lab/_static/open_graph.png"') == pictures
+        assert context["metatags"].count('name="description"') == 1 and 'content="A title"' in context["metatags"]
+    assert make_site.read_png(built[0] / "site" / "_static" / "open_graph.png")[0] == (1200, 630)
+
+
+# --- evidence -----------------------------------------------------------------------------------------------------
+
+
+def test_records_appear_by_themselves(tmp_path):
+    assert "no record yet" in site_evidence.records_page(tmp_path, 3) and "3 groups" in site_evidence.records_page(
+        tmp_path, 3
+    )
+    recipe = Recipe("gpt2", batch_size=2, seq_len=64)
+    about = {"gpu": "T4", "driver": "1.2", "torch": "2.13.0", "transformers": "5.23.0", "date": "2026-01-02"}
+    report = dataclasses.replace(
+        predict(recipe, gpu="T4"), source="measured", environment=about, reserved=5 * GiB, process=6 * GiB
+    )
+    save(report, tmp_path)
+    page = site_evidence.records_page(tmp_path, 3)
+    assert "## T4" in page and "driver 1.2, torch 2.13.0" in page and "t4-torch2.13-transformers5.23.json" in page
+    (row,) = [line for line in page.splitlines() if line.startswith("| gpt2")]
+    assert "+0.00%" in row and "5.000 GiB" in row and row.endswith("2026-01-02 |")
+
+
+def test_the_readme_says_the_figures_that_the_page_computes():
+    readme, page = (ROOT / "README.md").read_text(encoding="utf-8"), site_evidence.summary()
+    for figure in re.findall(r"(?:mean|worst) \**([\d.]+) %", page.partition("reserved")[0]):
+        assert re.search(rf"{float(figure):.2g}\d? %", readme), figure
+    assert site_evidence.runs_table().count("\n") == 97
 
 
 def test_the_search_finds_english_words_and_korean_terms(built):

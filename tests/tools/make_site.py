@@ -6,7 +6,6 @@ leads nowhere and a page that would fetch anything from the network are errors.
 
 import argparse
 import os
-import posixpath
 import re
 import shutil
 import sys
@@ -19,8 +18,11 @@ from urllib.parse import unquote, urlsplit
 import canonical
 import nbformat
 import settings
+import site_evidence
+import site_links
 import site_pages
 import web_calculator
+from vramlab.measurement.records import measurements_folder
 from vramlab_course.claims import Verdict, judge, load_claims
 
 SITE = settings.ROOT / "site"
@@ -44,69 +46,38 @@ def assemble(source: Path, notebooks: Sequence[Path], verdicts: Iterable[Verdict
     shutil.copytree(settings.NOTEBOOKS / "figures", source / "notebooks" / "figures")
     places = [path.relative_to(settings.ROOT).as_posix() for path in notebooks]
     readme = (settings.ROOT / "README.md").read_text(encoding="utf-8")
-    (source / "README.md").write_text(link_files(readme, "README.md", places), encoding="utf-8")
-    titles = {}
+    (source / "README.md").write_text(site_links.link_files(readme, "README.md", places), encoding="utf-8")
+    titles, uses, tested = {}, {}, set()
+    glossary = source / "glossary.md"
+    terms = site_links.glossary_terms(glossary.read_text(encoding="utf-8"))
     for path, place in zip(notebooks, places, strict=True):
-        notebook = nbformat.read(path, as_version=4)
-        if re.fullmatch(r"notebooks/\d\d_\w+\.ipynb", place):
-            titles[path.name[:2]] = place, notebook.cells[0].source.splitlines()[0].removeprefix("# ")
+        notebook = for_the_site(nbformat.read(path, as_version=4), place, places)
+        if chapter := re.fullmatch(r"notebooks/(\d\d)_\w+\.ipynb", place):
+            titles[chapter[1]] = place, notebook.cells[0].source.splitlines()[0].removeprefix("# ")
+            uses[chapter[1]] = site_links.link_terms(notebook.cells, terms, chapter[1])
+            tested |= site_links.link_claims(notebook.cells, load_claims(chapter[1]).values())
         target = source / place
         target.parent.mkdir(parents=True, exist_ok=True)
-        nbformat.write(for_the_site(notebook, place, places), target)
-    glossary = source / "glossary.md"
-    glossary.write_text(link_mentions(glossary.read_text(encoding="utf-8"), "glossary.md", places), encoding="utf-8")
+        nbformat.write(notebook, target)
+    text = site_links.link_back(glossary.read_text(encoding="utf-8"), uses, places)
+    glossary.write_text(site_links.link_mentions(text, "glossary.md", places), encoding="utf-8")
+    pages = {
+        "claims": site_pages.claims_page(verdicts, titles, tested),
+        "usual": web_calculator.usual_answers(),
+        "quick": web_calculator.quick_answers(),
+        "reference": site_pages.reference_page(),
+        "accuracy": site_evidence.summary(),
+        "published": site_evidence.runs_table(),
+        "records": site_evidence.records_page(measurements_folder(), site_evidence.wanted()),
+    }
     generated = source / "generated"
     generated.mkdir()
-    (generated / "claims.md").write_text(site_pages.claims_page(verdicts, titles), encoding="utf-8")
-    (generated / "usual.md").write_text(web_calculator.usual_answers(), encoding="utf-8")
+    for name, page in pages.items():
+        (generated / f"{name}.md").write_text(page, encoding="utf-8")
+    site_evidence.open_graph(source / "static" / "open_graph.png")
     web_calculator.write_archive(source / "static" / "calculator" / "vramlab.zip")
     if pyodide:
         shutil.copytree(pyodide, source / "static" / "calculator" / "pyodide")
-    (generated / "reference.md").write_text(site_pages.reference_page(), encoding="utf-8")
-
-
-MENTION = re.compile(
-    r"`(?P<place>notebooks/[\w/]+)(?:\.ipynb)?`"  # a notebook by its path
-    r"|```.*?```|`[^`]*`|!?\[[^\]]*\]\([^)]*\)|\$[^$]*\$|^#.*?$"  # left alone: code, links, formulas, headings
-    r"|(?P<word>[Cc]hapter)\s(?P<number>\d\d)\b",
-    re.DOTALL | re.MULTILINE,
-)
-
-
-def link_mentions(text: str, here: str, places: Sequence[str]) -> str:
-    """Markdown with every "chapter 02" and every notebook's path as a link, on the page that stands at `here`.
-
-    `places` are the notebooks that the site has; of others, and of the page itself, the mention stays as it is.
-    """
-
-    def link(found: re.Match) -> str:
-        if found["place"]:
-            shown, starts = found[0], found["place"] + "."
-        elif found["number"]:
-            shown, starts = f"{found['word']} {found['number']}", f"notebooks/{found['number']}_"
-        else:
-            return found[0]
-        place = next((place for place in places if place.startswith(starts) and place != here), None)
-        return f"[{shown}]({posixpath.relpath(place, posixpath.dirname(here))})" if place else found[0]
-
-    return MENTION.sub(link, text)
-
-
-def link_files(text: str, here: str, places: Sequence[str]) -> str:
-    """Markdown whose links to the site's own pages lead there, and those to files that it has not to the repository.
-
-    What is in neither stays as it is, and fails the build.
-    """
-
-    def link(found: re.Match) -> str:
-        place = posixpath.normpath(posixpath.join(posixpath.dirname(here), found[2]))
-        if place in places or place.startswith("notebooks/figures/") or not (settings.ROOT / place).exists():
-            return found[0]
-        if place.startswith("site/"):
-            return f"{found[1]}({posixpath.relpath(place.removeprefix('site/'), posixpath.dirname(here))})"
-        return f"{found[1]}({settings.repository_url()}/blob/main/{place})"
-
-    return re.sub(r"(\])\((?![a-z]+:|#)([^)\s#]+)\)", link, text)
 
 
 def for_the_site(notebook: nbformat.NotebookNode, here: str, places: Sequence[str]) -> nbformat.NotebookNode:
@@ -115,7 +86,7 @@ def for_the_site(notebook: nbformat.NotebookNode, here: str, places: Sequence[st
     for cell in notebook.cells:
         if cell.cell_type == "markdown":
             source = re.sub(r"\[!\[Open in Colab\]\(\S+\)\]", "[Open in Colab]", cell.source)
-            cell.source = link_mentions(link_files(source, here, places), here, places)
+            cell.source = site_links.link_mentions(site_links.link_files(source, here, places), here, places)
         elif cell.source.startswith("# " + canonical.SETUP_START):
             cell.metadata["tags"] = ["hide-input"]
         else:
@@ -141,7 +112,37 @@ def lighten(out: Path) -> None:
         page = page.replace('<summary aria-label="Toggle hidden content">', "<summary>")
         page = re.sub(r'(<button class="btn search-button-field[^>]*) aria-label="Search"', r"\1", page)
         page = re.sub(r'<script[^>]*src="[^"]*/fontawesome\.js[^"]*"[^>]*></script>', "", page)
-        path.write_text(page.replace("<title>VRAM Lab &#8212; VRAM Lab<", "<title>VRAM Lab<"), encoding="utf-8")
+        page = page.replace("<title>VRAM Lab &#8212; VRAM Lab<", "<title>VRAM Lab<")
+        path.write_text(frame_figures(page, path.parent), encoding="utf-8")
+
+
+def frame_figures(page: str, folder: Path) -> str:
+    """The page with each figure of `folder`'s site at the size that its resolution asks for, linked to the full one.
+
+    100 dots an inch are shown pixel by pixel, 200 in half the size. The first is loaded at once, others when they are near.
+    """
+    count = 0
+
+    def frame(found: re.Match) -> str:
+        nonlocal count
+        place = folder / unquote(found["src"])
+        if place.suffix != ".png" or not place.is_file():
+            return found[0]
+        (width, height), scale = read_png(place)
+        size = f'width="{round(width / scale)}" height="{round(height / scale)}"'
+        lazy = ' loading="lazy"' if count else ""
+        count += 1
+        return f'<a class="full" href="{found["src"]}">{found[0][:-1].rstrip("/ ")} {size}{lazy} decoding="async"></a>'
+
+    return re.sub(r'<img (?=[^>]*src="(?P<src>[^":]*_images/[^"]+)")[^>]*>', frame, page)
+
+
+def read_png(path: Path) -> tuple[tuple[int, int], int]:
+    """Width and height of a PNG file in pixels, and how many pixels it has for one of the page, a whole number."""
+    from PIL import Image
+
+    with Image.open(path) as image:
+        return image.size, max(1, round(image.info.get("dpi", (100,))[0] / 100))
 
 
 # --- links --------------------------------------------------------------------------------------------------------

@@ -2,7 +2,7 @@
 
 import inspect
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 
 from vramlab_course.claims import Verdict
 from vramlab_course.claims.ledger import HOLDS, NOT, UNDER, WAITS, WAS, quoted, shown, stored
@@ -19,16 +19,19 @@ SECTIONS = {
 SIGNS = {NOT: ("✗", "not"), WAS: ("↺", "was"), UNDER: ("◐", "under"), WAITS: ("…", "waits"), HOLDS: ("✓", "holds")}
 
 
-def claims_page(verdicts: Iterable[Verdict], titles: Mapping[str, str]) -> str:
+def claims_page(
+    verdicts: Iterable[Verdict], titles: Mapping[str, tuple[str, str]], tested: Collection[str] = ()
+) -> str:
     """Every claim with its source, figure, finding and verdict, a section for each outcome.
 
-    `titles` has the target and title of each chapter's page by its number, like {"02": ("notebooks/02_….ipynb", "02 · …")}.
+    `titles` has the target and title of each chapter's page by its number, like {"02": ("notebooks/02_….ipynb", "02 · …")};
+    `tested` are the claims whose chapter has an anchor for them.
     """
     verdicts = list(verdicts)
     parts = [_summary(verdicts)]
     for outcome, title in SECTIONS.items():
         if own := [verdict for verdict in verdicts if verdict.outcome == outcome]:
-            parts.append(f"## {title}\n\n{_table(own, titles)}")
+            parts.append(f"## {title}\n\n{_table(own, titles, tested)}")
     return "\n\n".join(parts) + "\n"
 
 
@@ -40,8 +43,8 @@ def _summary(verdicts: list[Verdict]) -> str:
     lines = ["| source | claims | " + " | ".join(SECTIONS) + " |", "|---" * 7 + "|"]
     for name, own in rows:
         numbers = [len(own), *(sum(v.outcome == outcome for v in own) for outcome in SECTIONS)]
-        lines.append(f"| {_plain(name)} | " + " | ".join(map(str, numbers)) + " |")
-    titles = "; ".join(f"**{_plain(s['name'])}** is {_plain(s['title'])}" for s in stored("sources").values())
+        lines.append(f"| {plain(name)} | " + " | ".join(map(str, numbers)) + " |")
+    titles = "; ".join(f"**{plain(s['name'])}** is {plain(s['title'])}" for s in stored("sources").values())
     return "\n".join(lines) + (
         f"\n\nOf the five, {titles}.\n\n"
         "*Holds under* names the conditions under which the claim holds; under the others it does not. *Was so until* "
@@ -52,17 +55,20 @@ def _summary(verdicts: list[Verdict]) -> str:
     )
 
 
-def _table(verdicts: list[Verdict], titles: Mapping[str, str]) -> str:
+def _table(verdicts: list[Verdict], titles: Mapping[str, tuple[str, str]], tested: Collection[str]) -> str:
     lines = ["| claim | the source says | verdict | found, and on what |", "|---|---|---|---|"]
     for verdict in verdicts:
         claim = verdict.claim
         target, _ = titles.get(claim.chapter, ("", ""))
         where = f"[chapter {claim.chapter}]({target})" if target else f"chapter {claim.chapter}"
-        by = f"<small>[{_plain(claim.by)}]{{.source}}, {_plain(claim.place)}; [{where}]{{.chapter}}</small>"
-        about = f"[{_plain(claim.said)}]{{#{claim.name}}}<br>{by}"
+        if claim.name in tested:
+            page = target.replace(".ipynb", ".html")
+            where = f'<a href="{page}#claim-{claim.name}">chapter {claim.chapter}</a>'
+        by = f"<small>[{plain(claim.by)}]{{.source}}, {plain(claim.place)}; [{where}]{{.chapter}}</small>"
+        about = f"[{plain(claim.said)}]{{#{claim.name}}}<br>{by}"
         sign, kind = SIGNS[verdict.outcome]
-        outcome = f"[{sign} **{_plain(verdict.text)}**]{{.verdict .{kind}}}"
-        cells = (about, _plain(quoted(claim)), outcome, _found(verdict))
+        outcome = f"[{sign} **{plain(verdict.text)}**]{{.verdict .{kind}}}"
+        cells = (about, plain(quoted(claim)), outcome, _found(verdict))
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
@@ -74,20 +80,20 @@ def _found(verdict: Verdict) -> str:
     shared = several and len(configurations) == 1 and None not in configurations
     said = []
     for case, found in verdict.findings.items():
-        name = f"*{_plain(case)}*: " if several or not found else ""
+        name = f"*{plain(case)}*: " if several or not found else ""
         if found:
-            text = f"{name}{_plain(shown(found.value, verdict.claim.unit))} ([{found.witness}]{{.witness}})"
-            about = "" if shared else _plain(found.configuration)
+            text = f"{name}{plain(shown(found.value, verdict.claim.unit))} ([{found.witness}]{{.witness}})"
+            about = "" if shared else plain(found.configuration)
         else:
-            text, about = f"{name}no record yet", f"waits for {_plain(verdict.waits_for(case))}"
+            text, about = f"{name}no record yet", f"waits for {plain(verdict.waits_for(case))}"
         said.append(f"{text}<br><small>{about}</small>" if about else text)
     if shared:
-        said.append(f"<small>{_plain(configurations.pop())}</small>")
+        said.append(f"<small>{plain(configurations.pop())}</small>")
     return "<br>".join(said)
 
 
-def _plain(text: str) -> str:
-    """Text that means itself inside a Markdown table, on one line."""
+def plain(text: str) -> str:
+    """Return text that means itself inside a Markdown table, on one line."""
     return re.sub(r"([\\`*_{}\[\]<>|$~#])", r"\\\1", " ".join(text.split()))
 
 

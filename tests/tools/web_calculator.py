@@ -2,6 +2,8 @@
 
 import hashlib
 import io
+import json
+import sys
 import tarfile
 import urllib.request
 import zipfile
@@ -9,6 +11,7 @@ from pathlib import Path
 
 from settings import ROOT
 from vramlab import GiB, LoRA, Quantization, Recipe, find_gpu, model_names, predict, read_shape
+from vramlab.faces.calculator import UNSET
 
 VERSION = "314.0.7"
 PACKAGE = f"https://registry.npmjs.org/pyodide/-/pyodide-{VERSION}.tgz"
@@ -63,6 +66,49 @@ def write_archive(path: Path) -> None:
         for file in [*data, *models]:
             archive.write(file, file.relative_to(ROOT))
         archive.write(ROOT / "site" / "static" / "calculator" / "bridge.py", "bridge.py")
+
+
+WAYS = {  # of the first page's short form: what differs from where the calculator begins
+    "QLoRA": {"quantization": "nf4", "dtype": UNSET},
+    "LoRA": {},
+    "all weights": {"lora_r": UNSET, "dtype": UNSET},
+}
+CARDS = (
+    "T4",
+    "RTX 3060 12GB",
+    "RTX 4060 Ti 16GB",
+    "RTX 3090",
+    "RTX 4090",
+    "RTX 5090",
+    "A100 40GB",
+    "L40S",
+    "H100 SXM",
+    "H200",
+)
+
+
+def quick_answers() -> str:
+    """The first page's short form as MyST: answers for some models, ways and cards, said by the calculator's code."""
+    sys.path.insert(0, str(ROOT / "site" / "static" / "calculator"))
+    import bridge
+
+    known = {name: find_gpu(name).total for name in CARDS}
+    needs = {
+        model: {
+            way: {card: _answer(bridge, {"model": model, "gpu": card, **fields}) for card in known}
+            for way, fields in WAYS.items()
+        }
+        for model in USUAL
+    }
+    data = {"cards": known, "ways": WAYS, "needs": needs, "start": ["llama-3.1-8b", "QLoRA", "RTX 4090"]}
+    text = json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")
+    return f'```{{raw}} html\n<div id="quick"><script type="application/json">{text}</script></div>\n```\n'
+
+
+def _answer(bridge, state: dict) -> list:
+    """Return what the process takes in GiB, lower end, middle and upper end, and the tier."""
+    said = json.loads(bridge.answer(json.dumps(state)))
+    return [*(round(size / GiB, 2) for size in said["process"]), said["tier"]]
 
 
 def usual_answers() -> str:

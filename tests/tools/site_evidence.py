@@ -1,0 +1,178 @@
+"""The site's pages of evidence, made of the data: how exact the witnesses are on others' runs, and our own records."""
+
+import json
+import statistics
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import settings
+from site_pages import plain
+from vramlab import GiB, VramLabError, format_bytes, predict
+from vramlab.faces.plot import style
+from vramlab.measurement.records import load
+from vramlab.recipe.knobs import rebuild
+from vramlab.recipe.recipe import Recipe
+from vramlab.report.report import Report
+from vramlab_course.published import Run, results, runs
+
+BAND = 0.01  # what the picture marks as good enough
+
+
+def pairs() -> list[tuple[Run, dict]]:
+    """Every published run with what each witness says of it."""
+    return list(zip(runs(), results()["runs"], strict=True))
+
+
+def figures(errors: Iterable[float]) -> str:
+    """Mean, median and worst of relative errors, in words."""
+    sizes = [abs(error) for error in errors]
+    mean, median, worst = (_percent(f(sizes)) for f in (statistics.mean, statistics.median, max))
+    return f"mean **{mean}**, median {median}, worst {worst}"
+
+
+def _percent(error: float) -> str:
+    return f"{error:.2%}".replace("%", " %") if abs(error) < 0.1 else f"{error:.0%}".replace("%", " %")
+
+
+def summary() -> str:
+    """A table of the witnesses' errors on the published runs, and with which versions they were made."""
+    found = pairs()
+    plain_runs = [(run, said) for run, said in found if not run.as_run]
+    reserved = [(run, said) for run, said in found if run.reserved]
+    under = sum(said["reserved"][2] >= run.reserved for run, said in reserved)
+    rows = [
+        (
+            f"simulate: the peak of {len(found)} runs, {len(found) - len(plain_runs)} of them with `as_run`, which puts in "
+            "place what their script or their older library did differently",
+            figures(said["simulated"] / run.allocated - 1 for run, said in found),
+        ),
+        (
+            f"simulate: the same {len(found)}, called plainly, as the installed transformers would run them",
+            figures(said["plainly"] / run.allocated - 1 for run, said in found),
+        ),
+        (
+            f"predict: the {len(plain_runs)} runs that were plain",
+            figures(said["predicted"] / run.allocated - 1 for run, said in plain_runs),
+        ),
+        (
+            f"simulate: what the allocator reserved, in the {len(reserved)} runs that say it",
+            figures(said["reserved"][1] / run.reserved - 1 for run, said in reserved)
+            + f"; {under} lie under the interval's upper end",
+        ),
+    ]
+    versions = ", ".join(f"{name} {number}" for name, number in results()["made_with"].items())
+    table = "\n".join(f"| {what} | {said} |" for what, said in rows)
+    return f"| witness, and what it is held against | error |\n|---|---|\n{table}\n\nMade with {versions}.\n"
+
+
+def runs_table() -> str:
+    """Every published run: what was measured, and how far each witness is off."""
+    lines = ["| run | GPU | measured, GiB | simulate | plainly | predict | reserved, GiB | simulated interval |"]
+    lines.append("|---|---|--:|--:|--:|--:|--:|--:|")
+    for run, said in pairs():
+        off = [f"{said[name] / run.allocated - 1:+.2%}" for name in ("simulated", "plainly", "predicted")]
+        if run.as_run:
+            off[2] = "–"
+        low, _, high = said["reserved"]
+        held = (f"{run.reserved / GiB:.2f}", f"{low / GiB:.2f} to {high / GiB:.2f}") if run.reserved else ("–", "–")
+        about = f"{plain(str(run.recipe))}<br><small>{plain(run.source)}, {plain(run.made_with.partition(', ')[2])}"
+        about += f"; as_run: {run.as_run}</small>" if run.as_run else "</small>"
+        cells = (about, run.gpu, f"{run.allocated / GiB:.3f}", *off, *held)
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines) + "\n"
+
+
+# --- our own records ----------------------------------------------------------------------------------------------
+
+
+def records_page(folder: Path, wanted: int) -> str:
+    """What lies in the folder of records, a table for each file; says so where there is none.
+
+    `wanted` is the number of recipes that the course asks records of.
+    """
+    files = sorted(folder.glob("*.json")) if folder.is_dir() else []
+    if not files:
+        return (
+            f"**There is no record yet.** No GPU could be had so far, so none of the {wanted} groups of recipes that the "
+            "chapters ask for is recorded, and every figure of the course that a GPU would measure says that it is "
+            "predicted or simulated.\n"
+        )
+    parts = []
+    for path in files:
+        reports = list(load(path).values())
+        about = reports[0].environment if reports else {}
+        versions = ", ".join(f"{name} {about[name]}" for name in ("driver", "torch", "transformers") if about.get(name))
+        parts.append(
+            f"## {plain(str(about.get('gpu', path.stem)))}\n\n{plain(versions)}; {len(reports)} recipes, in "
+            f"[`{path.name}`]({settings.repository_url()}/blob/main/data/measurements/{path.name}).\n\n"
+            + records_table(reports)
+        )
+    return "\n\n".join(parts) + "\n"
+
+
+def records_table(reports: Sequence[Report]) -> str:
+    """One row a record: the measured peak, what predict says of the same recipe, what was reserved, a step's time."""
+    lines = ["| recipe | measured peak | predict | reserved | whole process | a step | date |"]
+    lines.append("|---|--:|--:|--:|--:|--:|---|")
+    for report in sorted(reports, key=lambda report: report.title):
+        date = str(report.environment.get("date", "–"))[:10]
+        if report.status == "oom":
+            lines.append(f"| {plain(report.title)} | out of memory | {_predicted(report)} | – | – | – | {date} |")
+            continue
+        measured = report.allocated or report.peak.total
+        sizes = [format_bytes(size) if isinstance(size, int) else "–" for size in (report.reserved, report.process)]
+        step = f"{report.speed.median:.3g} s" if report.speed else "–"
+        cells = (plain(report.title), format_bytes(measured), _predicted(report, measured), *sizes, step, date)
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def _predicted(report: Report, measured: int | None = None) -> str:
+    try:
+        total = predict(rebuild(Recipe, "recipe", report.recipe), gpu=report.environment.get("gpu")).peak.total
+    except VramLabError:
+        return "not known"
+    return f"{total / measured - 1:+.2%}" if measured else format_bytes(total)
+
+
+# --- the picture that others show of a link -------------------------------------------------------------------------
+
+
+def open_graph(path: Path) -> None:
+    """Draw 1,200 × 630 pixels: the question, and simulated over measured peaks of the published runs."""
+    import matplotlib.pyplot as plt
+    from PIL import Image
+
+    found = pairs()
+    errors = [said["simulated"] / run.allocated - 1 for run, said in found]
+    with style.styled():
+        figure = plt.figure(figsize=(12, 6.3), dpi=100, facecolor="white")
+        figure.text(0.05, 0.84, "VRAM Lab", fontsize=22, color="#444444")
+        figure.text(0.05, 0.62, "Does my\ntraining fit?", fontsize=46, fontweight="bold", linespacing=1.1)
+        median = f"{statistics.median(map(abs, errors)):.2%}".replace("%", " %")
+        within = sum(abs(error) <= BAND for error in errors)
+        said = f"Every byte predicted, simulated,\nmeasured. {len(errors)} runs of others:\n"
+        said += f"median error {median}, {within} within 1 %."
+        figure.text(0.05, 0.28, said, fontsize=22, linespacing=1.5)
+        axes = figure.add_axes((0.58, 0.16, 0.38, 0.72))
+        for (colour, marker, _), gpu in zip(style.LINES, sorted({run.gpu for run, _ in found}), strict=False):
+            x, y = zip(*((r.allocated / GiB, s["simulated"] / GiB) for r, s in found if r.gpu == gpu), strict=True)
+            axes.plot(x, y, linestyle="", marker=marker, color=colour, markersize=9, alpha=0.85, label=gpu)
+        axes.plot([0.8, 40], [0.8, 40], color=style.INK, linewidth=0.8, zorder=0)
+        axes.set_xscale("log", base=2)
+        axes.set_yscale("log", base=2)
+        for axis in (axes.xaxis, axes.yaxis):
+            axis.set_major_formatter("{x:,.6g}")
+        axes.tick_params(labelsize=15)
+        axes.set_xlabel("measured, GiB", fontsize=17)
+        axes.set_ylabel("simulated, GiB", fontsize=17)
+        axes.legend(fontsize=15, loc="upper left")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(path, dpi=100)
+        plt.close(figure)
+    Image.open(path).convert("RGB").quantize(128).save(path, optimize=True)
+
+
+def wanted() -> int:
+    """How many groups of recipes the course asks records of."""
+    return len(json.loads((settings.ROOT / "data" / "wanted.json").read_text(encoding="utf-8")))

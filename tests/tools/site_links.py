@@ -1,0 +1,136 @@
+"""Links that the site has and the notebooks have not: to chapters and files that a text names, to the glossary and the
+claims, and from those back to where a chapter uses the word or tests the claim."""
+
+import posixpath
+import re
+from collections.abc import Iterable, Mapping, Sequence
+
+import nbformat
+import settings
+from vramlab_course.claims.ledger import Claim
+
+LEFT_ALONE = r"```.*?```|`[^`]*`|!?\[[^\]]*\]\([^)]*\)|\$\$.*?\$\$|\$[^$\n]*\$|<[^>\n]*>|^#.*?$"
+MENTION = re.compile(
+    r"`(?P<place>notebooks/[\w/]+)(?:\.ipynb)?`"  # a notebook by its path
+    rf"|{LEFT_ALONE}|(?P<word>[Cc]hapter)\s(?P<number>\d\d)\b",
+    re.DOTALL | re.MULTILINE,
+)
+# Words with another meaning outside of the chapter that explains them.
+TWO_MEANINGS = {"view", "temporary", "fraction", "kernel", "buffer", "container", "recipe", "token"}
+
+
+def link_mentions(text: str, here: str, places: Sequence[str]) -> str:
+    """Markdown with every "chapter 02" and every notebook's path as a link, on the page that stands at `here`.
+
+    `places` are the notebooks that the site has; of others, and of the page itself, the mention stays as it is.
+    """
+
+    def link(found: re.Match) -> str:
+        if found["place"]:
+            shown, starts = found[0], found["place"] + "."
+        elif found["number"]:
+            shown, starts = f"{found['word']} {found['number']}", f"notebooks/{found['number']}_"
+        else:
+            return found[0]
+        place = next((place for place in places if place.startswith(starts) and place != here), None)
+        return f"[{shown}]({posixpath.relpath(place, posixpath.dirname(here))})" if place else found[0]
+
+    return MENTION.sub(link, text)
+
+
+def link_files(text: str, here: str, places: Sequence[str]) -> str:
+    """Markdown whose links to the site's own pages lead there, and those to files that it has not to the repository.
+
+    What is in neither stays as it is, and fails the build.
+    """
+
+    def link(found: re.Match) -> str:
+        place = posixpath.normpath(posixpath.join(posixpath.dirname(here), found[2]))
+        if place in places or place.startswith("notebooks/figures/") or not (settings.ROOT / place).exists():
+            return found[0]
+        if place.startswith("site/"):
+            return f"{found[1]}({posixpath.relpath(place.removeprefix('site/'), posixpath.dirname(here))})"
+        return f"{found[1]}({settings.repository_url()}/blob/main/{place})"
+
+    return re.sub(r"(\])\((?![a-z]+:|#)([^)\s#]+)\)", link, text)
+
+
+# --- glossary -----------------------------------------------------------------------------------------------------
+
+
+def glossary_terms(glossary: str) -> dict[str, str]:
+    """The English terms of the glossary's text, and the number of the chapter that explains each."""
+    entry = r"^(?P<term>\S.*)\n\S.*\n(?:  .*\n)*?  .*\(chapter\s+(?P<chapter>\d\d)\)$"
+    text = re.sub(r"\(chapter\n\s+", "(chapter ", glossary)
+    return {found["term"]: found["chapter"] for found in re.finditer(entry, text, re.MULTILINE)}
+
+
+def anchor_of(term: str) -> str:
+    """The id of the place where a chapter first uses a term."""
+    return "word-" + re.sub(r"[^a-z0-9]+", "-", term.lower()).strip("-")
+
+
+def link_terms(cells: Iterable[nbformat.NotebookNode], terms: Mapping[str, str], chapter: str) -> set[str]:
+    """Link each term's first appearance in the text of `cells` to the glossary, in place; return the terms linked.
+
+    The place gets an id, `anchor_of`, to which the glossary links back. Headings, code, formulas and links stay as they are.
+    """
+    left = {term for term, home in terms.items() if term not in TWO_MEANINGS or home == chapter}
+    linked: set[str] = set()
+    for cell in cells:
+        if cell.cell_type != "markdown" or not left:
+            continue
+        words = "|".join(re.escape(term) for term in sorted(left, key=len, reverse=True))
+        pattern = re.compile(
+            rf"{LEFT_ALONE}|(?<![\w-])(?P<term>{words})(?P<plural>s?)(?![\w-])",
+            re.DOTALL | re.MULTILINE | re.IGNORECASE,
+        )
+        by_name = {term.lower(): term for term in left}
+
+        def link(found: re.Match, by_name=by_name) -> str:
+            term = by_name.get((found["term"] or "").lower())
+            if term is None or term in linked:
+                return found[0]
+            linked.add(term)
+            return f'<span id="{anchor_of(term)}"></span>{{term}}`{found[0]} <{term}>`'
+
+        cell.source = pattern.sub(link, cell.source)
+        left -= linked
+    return linked
+
+
+def link_back(glossary: str, uses: Mapping[str, set[str]], places: Sequence[str]) -> str:
+    """The glossary whose "(chapter 02)" leads to the term's place there; `uses` are the terms linked, by chapter."""
+    text = re.sub(r"\(chapter\n\s+(\d\d)\)", r"(chapter \1)", glossary)
+    for term, chapter in glossary_terms(text).items():
+        place = next((place for place in places if place.startswith(f"notebooks/{chapter}_")), None)
+        if place and term in uses.get(chapter, ()):
+            target = f"{place.removesuffix('.ipynb')}.html#{anchor_of(term)}"
+            entry = re.compile(rf"(^{re.escape(term)}\n(?:.+\n)*?.*\()chapter {chapter}\)$", re.MULTILINE)
+            text = entry.sub(rf'\g<1><a href="{target}">chapter {chapter}</a>)', text, count=1)
+    return text
+
+
+# --- claims -------------------------------------------------------------------------------------------------------
+
+
+def link_claims(cells: Iterable[nbformat.NotebookNode], claims: Iterable[Claim]) -> set[str]:
+    """Link each claim in the tables of `cells`, in place, to its row on the page of claims; return the names linked."""
+    linked: set[str] = set()
+    tables = [
+        output.data
+        for cell in cells
+        for output in cell.get("outputs", ())
+        if "| what they say |" in output.get("data", {}).get("text/markdown", "")
+    ]
+    for claim in claims if tables else ():
+        said = f"| {claim.by}: {claim.said}".replace("\\", "").strip()
+        for data in tables:
+            rows = data["text/markdown"].splitlines()
+            at = [i for i, row in enumerate(rows) if row.startswith(f"{said} |")]
+            for i in at:
+                link = f'<a id="claim-{claim.name}" class="claim" href="../claims.html#{claim.name}">in the ledger</a>'
+                rows[i] = rows[i].replace(f"{said} |", f"{said} {link} |", 1)
+                linked.add(claim.name)
+            data["text/markdown"] = "\n".join(rows)
+    return linked
