@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from vramlab.hardware.snapshot import Line, SnapshotError, user_line
+from vramlab.hardware.snapshot import UNKNOWN, Line, SnapshotError, user_line
 from vramlab.report.report import MiB
 from vramlab_course.memory_history import Snapshot, record
 
@@ -59,7 +59,7 @@ def test_blocks_and_lines_by_hand():
 
 def test_a_line_in_a_library_only_when_there_is_no_other():
     assert user_line(FRAMES[:1]).file == "functional.py"
-    assert user_line([]) == Line("unknown", 0, "")
+    assert user_line([]) == UNKNOWN
     assert user_line([{"filename": "/tmp/ipykernel_7/123.py", "line": 4, "name": "f"}]).file == "cell"
     course = {
         "filename": "/env/lib/python3.11/site-packages/vramlab_course/chapters/tiny_gpt.py",

@@ -20,7 +20,7 @@ RECIPES = (
     Recipe("polyglot-ko-1.3b", batch_size=4, seq_len=256, precision="fp16-true"),
 )
 HEAD = ("peak of allocated memory", "on", "predicted", "simulated", "measured", "predicted is", "simulated is")
-COLUMNS = {"predicted": 0, "simulated": 1, "measured": 2, "recorded": 2}
+COLUMNS = {"predicted": 0, "simulated": 1, "emulated": 2, "measured": 2, "recorded": 2}
 
 
 def measure_once(recipe: Recipe, **options) -> Report:

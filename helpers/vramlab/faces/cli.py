@@ -279,6 +279,26 @@ def explain(
     typer.echo(json.dumps(vars(found), indent=2) if as_json else str(found))
 
 
+@app.command("run", context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
+def run_script(
+    gpu: Annotated[str, typer.Option("--gpu", help="The card to be, by name, such as T4.")],
+    command: Annotated[list[str] | None, typer.Argument(metavar="-- COMMAND…", help="Such as python train.py.")] = None,
+    gpus: Annotated[int, typer.Option(min=1, help="How many such cards there are.")] = 1,
+    report: Annotated[
+        Path | None, typer.Option(help="Write the report of the process that held most, as JSON.")
+    ] = None,
+    snapshot: Annotated[Path | None, typer.Option(help="Write its memory history, for pytorch.org/memory_viz.")] = None,
+) -> None:
+    """Any script on any GPU without the GPU: what it holds there (Linux, experimental). Exit status: the script's."""
+    from .run import run
+
+    found = run(command or [], find_gpu(gpu), gpus, snapshot)
+    typer.echo(str(found))
+    if report and found.reports:
+        report.write_text(max(found.reports, key=lambda one: one.allocated).to_json(indent=2), encoding="utf-8")
+    raise typer.Exit(found.status)
+
+
 @app.command()
 def diff(
     a: Annotated[str, typer.Argument(help=DIFFERING)],

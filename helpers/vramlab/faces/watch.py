@@ -21,6 +21,7 @@ from unittest.mock import patch
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from ..hardware.gpu import witness
 from ..hardware.overhead import UNIT
 from ..report.errors import VramLabError
 from ..report.report import Report
@@ -100,7 +101,7 @@ class watch:
         """
         if self.history is None:
             raise VramLabError("watch has no report yet: ask after the with-block")
-        report = to_report(self.history, "measured", None, self.target, title=self.title)
+        report = to_report(self.history, witness(self.target), None, self.target, title=self.title)
         report.notes.append("storages of the watched code; the allocator's own peak needs measure()")
         if self._compiled:
             note = "torch.compile: while watched, the code ran as eager operators, and that is what is counted"

@@ -3,6 +3,7 @@
 import dataclasses
 import difflib
 import json
+import os
 import re
 from dataclasses import dataclass
 from functools import cache
@@ -234,6 +235,11 @@ class Device:
     total: int
     index: int = 0
     gpu: Gpu | None = None
+
+
+def witness(device: str) -> str:
+    """Return what a run on `device` ("cuda" or "cpu") is: "measured", or "emulated" on a stand-in for a GPU."""
+    return "emulated" if device == "cuda" and "STAND_IN_CAPABILITY" in os.environ else "measured"
 
 
 def current_device() -> Device:

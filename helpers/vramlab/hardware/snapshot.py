@@ -20,6 +20,7 @@ from ..report.errors import VramLabError
 from ..report.report import format_bytes, unit_for
 
 TORCH, PYTHON, INSTALLED = f"{os.sep}torch{os.sep}", f"lib{os.sep}python3", ("site-packages", "dist-packages")
+OURS = str(Path(__file__).parents[1]) + os.sep
 BLOCKS = {"alloc": 1, "free_completed": -1}
 SEGMENTS = {"segment_alloc": 1, "segment_map": 1, "segment_free": -1, "segment_unmap": -1}
 
@@ -38,10 +39,11 @@ class Line:
     text: str = ""
 
     def __str__(self) -> str:
-        return f"{self.file}:{self.number} {self.text or self.function}".strip()
+        return f"{self.file}:{self.number} {self.text or self.function}".strip() if self.number else self.file
 
 
 BEFORE = Line("before the history began", 0, "")
+UNKNOWN = Line("no line of Python, as in autograd's own thread", 0, "")
 
 
 @dataclass(frozen=True)
@@ -172,7 +174,7 @@ class Snapshot:
 def user_line(frames: Sequence[Mapping[str, Any]]) -> Line:
     """Return the innermost line of a stack (innermost first) outside of torch and Python's own library, or of all."""
     if not frames:
-        return Line("unknown", 0, "")
+        return UNKNOWN
     frame = next((frame for frame in frames if is_users(frame["filename"])), frames[0])
     name, number = frame["filename"], int(frame["line"])
     text = frame.get("text") or linecache.getline(name, number).strip()
@@ -181,9 +183,10 @@ def user_line(frames: Sequence[Mapping[str, Any]]) -> Line:
 
 
 def is_users(name: str) -> bool:
-    """Whether a frame is Python code, and neither torch's nor of Python's own library."""
+    """Whether a frame is Python code, and neither torch's nor ours nor of Python's own library."""
     python = PYTHON in name and not any(word in name for word in INSTALLED)
-    return name.endswith((".py", ">")) and not (TORCH in name or python or name.startswith(("<frozen", "<string")))
+    outside = TORCH in name or python or name.startswith(("<frozen", "<string", OURS))
+    return name.endswith((".py", ">")) and not outside
 
 
 class PlainUnpickler(pickle.Unpickler):

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ..hardware import host
-from ..hardware.gpu import current_device
+from ..hardware.gpu import current_device, witness
 from ..hardware.nvml import nvml_snapshot
 from ..recipe.recipe import Recipe, as_recipe
 from ..report.errors import MeasurementError, RankError, RecipeError, RecordError
@@ -151,7 +151,7 @@ def real_ranks(recipe: Recipe, device: str) -> int:
 
 def _out_of_memory(order: dict[str, Any], message: str) -> Report:
     """Make the report of a run that ran out of memory and could not report it itself."""
-    report = Report.failed("measured", order["recipe"], order["device"], "oom", message)
+    report = Report.failed(witness(order["device"]), order["recipe"], order["device"], "oom", message)
     limit = order["memory_limit"]
     more = {"memory_limit": limit} if limit is not None else {}
     if order["device"] == "cuda":

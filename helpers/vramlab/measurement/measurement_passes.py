@@ -17,6 +17,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from ..hardware.gpu import witness
 from ..hardware.nvml import Sensors, nvml_snapshot
 from ..hardware.overhead import UNIT
 from ..recipe.recipe import Recipe
@@ -152,7 +153,7 @@ def tracked_pass(recipe: Recipe, device: str, truth: Truth) -> Report:
 
     run_tracked(training, tracker, TRACKED_STEPS, device, read if cuda else None)
     history = History(tracker.log, tracker.marks)
-    report = to_report(history, "measured", recipe, device, host=host_bytes(recipe, tracker))
+    report = to_report(history, witness(device), recipe, device, host=host_bytes(recipe, tracker))
     report.speed, report.rss = truth.speed, truth.rss
     report.notes += truth.notes
     if recipe.torch_compile:

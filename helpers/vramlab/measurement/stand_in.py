@@ -1,15 +1,23 @@
 """Compile the stand-in for CUDA's libraries: every function that PyTorch's wheels link to, most of them doing nothing.
 
-python -m vramlab.measurement.stand_in FOLDER
+    python -m vramlab.measurement.stand_in [FOLDER]
+
+Prints what LD_PRELOAD takes. Needs Linux, g++, PyTorch's CUDA build and NVIDIA's headers for it; no GPU and no driver.
 """
 
+import hashlib
+import os
 import re
+import shutil
 import subprocess
 import sys
 import sysconfig
+import tempfile
 from pathlib import Path
 
+from ..hardware.gpu import Gpu
 from ..report.data import data_path
+from ..report.errors import VramLabError
 
 HERE = data_path("stand_in")
 WHEELS = Path(sysconfig.get_path("purelib"))
@@ -24,6 +32,68 @@ SOURCES = {
     "nccl.c": "nccl/lib/libnccl.so.2",
 }
 PREFIXES = r"_*cu|p?nccl"
+
+
+class StandInError(VramLabError, RuntimeError):
+    """A part is missing that the stand-in is made of; the message says what to install."""
+
+
+def require(system: str = sys.platform, packages: Path = WHEELS) -> None:
+    """Raise StandInError, which says what to install, unless the stand-in can be built here."""
+    if system != "linux":
+        raise StandInError(f"vramlab run needs Linux, whose LD_PRELOAD puts libraries in place, and this is {system}.")
+    version = packages / "torch" / "version.py"
+    if not version.exists():
+        raise StandInError(f"vramlab run needs PyTorch's CUDA build, and there is no torch in {packages}: {_torch()}.")
+    said = dict(re.findall(r"^(\w+)\b[^=\n]*= '([^']*)'", version.read_text(), re.MULTILINE))
+    if not said.get("cuda", "").startswith("13."):
+        what = f"is built for CUDA {said['cuda']}" if "cuda" in said else "is a build without CUDA"
+        raise StandInError(
+            f"vramlab run needs PyTorch's build for CUDA 13, and torch {said['__version__']} {what}: {_torch()}."
+        )
+    if not (packages / "nvidia" / "cu13" / "include" / "crt" / "host_config.h").exists():
+        want = f"nvidia-cuda-crt=={said['cuda']}.*"
+        raise StandInError(f"vramlab run needs the headers of NVIDIA's compiler: pip install '{want}'.")
+    if lacking := [program for program in ("gcc", "g++", "nm") if not shutil.which(program)]:
+        raise StandInError(f"vramlab run needs {' and '.join(lacking)} to build: apt install g++ binutils.")
+
+
+def _torch() -> str:
+    return "pip install --force-reinstall torch==2.13.0 from PyPI has it (3 GB; no GPU or driver is needed)"
+
+
+def libraries() -> list[Path]:
+    """Return the libraries of this version in the user's cache, built when they are first asked for."""
+    require()
+    parts = [*sorted(HERE.glob("*.c*")), Path(__file__), WHEELS / "torch" / "version.py"]
+    key = hashlib.sha256(b"".join(part.read_bytes() for part in parts)).hexdigest()[:16]
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "vramlab")
+    folder = cache / f"stand_in-{key}"
+    if not folder.exists():
+        cache.mkdir(parents=True, exist_ok=True)
+        made = Path(tempfile.mkdtemp(dir=cache))
+        try:
+            build(made)
+            made.rename(folder)
+        except OSError:
+            if not folder.exists():  # else another process was quicker
+                raise
+        finally:
+            shutil.rmtree(made, ignore_errors=True)
+    return sorted(folder.glob("*.so.*[0-9]"))
+
+
+def variables(card: Gpu, count: int = 1) -> dict[str, str]:
+    """Return the environment that makes the stand-in `count` such cards, whose context takes its share of the memory."""
+    said = {
+        "NAME": card.name,
+        "CAPABILITY": "".join(map(str, card.compute_capability)),
+        "MULTIPROCESSORS": card.multiprocessors,
+        "BYTES": card.total,
+        "CONTEXT": card.context_interval.value,
+        "COUNT": count,
+    }
+    return {f"STAND_IN_{name}": str(value) for name, value in said.items()}
 
 
 def functions(library: Path, which: str) -> set[str]:
@@ -63,4 +133,4 @@ def compiled(folder: Path, source: str, name: str, wanted: set[str]) -> Path:
 
 
 if __name__ == "__main__":
-    print(*build(Path(sys.argv[1])), sep=":")
+    print(*(build(Path(sys.argv[1])) if sys.argv[1:] else libraries()), sep=":")

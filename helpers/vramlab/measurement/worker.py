@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from ..hardware.gpu import witness
 from ..hardware.host import memory
 from ..hardware.nvml import Sensors, nvml_snapshot
 from ..recipe.optimizers import MODELLED
@@ -76,7 +77,7 @@ def _both_passes(
         message = out_of_memory(error, device, limit)
         if not message:
             raise
-        report = Report.failed("measured", recipe, device, "oom", message)
+        report = Report.failed(witness(device), recipe, device, "oom", message)
         if device == "cuda":
             report.allocated, report.reserved = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
     report.environment = machine(device, before, limit)

@@ -7,7 +7,7 @@ from itertools import groupby
 from .report import CATEGORIES, PHASES, UNITS, Bytes, Interval, Report, format_bytes, text_table, unit_for
 
 # Differences are taken against the strongest witness.
-STRENGTH = {"predicted": 0, "simulated": 1, "recorded": 2, "measured": 2}
+STRENGTH = {"predicted": 0, "simulated": 1, "emulated": 2, "recorded": 3, "measured": 3}
 DEVICE_ROWS = ("allocated", "requested", "reserved", "process", "rss")
 INFINITE = (float("inf"), float("-inf"))  # differences relative to 0
 Value = int | Interval | str | None
@@ -190,7 +190,7 @@ def _rows(reports: Sequence[Report]) -> Iterator[ComparisonRow]:
         if any(values):
             yield ComparisonRow(section, name.replace("_", " "), values)
     # Only a run has an allocator whose truth can exceed what was accounted for.
-    known = tuple(r.peak.unexplained if STRENGTH[r.source] == 2 or r.peak.unexplained else None for r in reports)
+    known = tuple(r.peak.unexplained if STRENGTH[r.source] >= 2 or r.peak.unexplained else None for r in reports)
     yield ComparisonRow(section, "unexplained", known)
     yield ComparisonRow(section, "peak total", tuple(r.peak.total for r in reports))
     for phase in PHASES:

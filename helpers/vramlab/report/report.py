@@ -12,7 +12,7 @@ from typing import Any, get_args, get_origin
 from .errors import ReportError
 
 PHASES = ("load", "forward", "backward", "step", "between_steps")
-SOURCES = ("predicted", "simulated", "measured", "recorded")
+SOURCES = ("predicted", "simulated", "emulated", "measured", "recorded")
 STATUSES = ("ok", "oom", "error")
 KiB, MiB, GiB = 1024, 1024**2, 1024**3
 UNITS = {"GiB": GiB, "MiB": MiB, "KiB": KiB, "B": 1}
@@ -139,7 +139,7 @@ class Report:
     """What one witness says of one recipe. All sizes are bytes, all times seconds.
 
     Attributes:
-        source: "predicted", "simulated", "measured" or "recorded".
+        source: one of SOURCES; "emulated" is PyTorch's CUDA build on a stand-in for the GPU.
         recipe: the recipe as `Recipe.to_dict()` gives it; `title` is the same in one line.
         target: device whose kernels and rounding are described, "cuda" or "cpu".
         status: "ok", "oom" (out of memory; `message` says what was asked for and what was free) or "error".

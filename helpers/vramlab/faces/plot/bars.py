@@ -10,7 +10,7 @@ from ...report.report import Bytes, Report
 from . import style
 from .splits import Split, amount, draw_limit, layers, size_of, split_of, split_rows, subtitle
 
-SHORT = {"predicted": "pred.", "simulated": "sim.", "measured": "meas.", "recorded": "rec."}
+SHORT = {"predicted": "pred.", "simulated": "sim.", "emulated": "emul.", "measured": "meas.", "recorded": "rec."}
 AT_THE_PEAK = "Memory at the peak, by category"
 Groups = Sequence[tuple[str, Sequence[str]]]  # a group's name and the labels of its bars
 

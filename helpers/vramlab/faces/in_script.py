@@ -1,0 +1,113 @@
+"""What `vramlab run` does inside the script that it started: follow the allocator, and leave what it held behind.
+
+A `sitecustomize.py` in a folder of ours calls `install`. torch and transformers are changed when the script has loaded them.
+"""
+
+import atexit
+import functools
+import json
+import os
+import sys
+from collections.abc import Callable
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+FOLDER = "VRAMLAB_RUN"  # environment variable: where each process leaves what it held
+EVENTS = 100_000  # of the allocator that are kept, the newest
+SITE = "import vramlab.faces.in_script\nvramlab.faces.in_script.install()\n"
+watched: list[Any] = []  # a WatchCallback for each Trainer
+
+
+class AfterImport:
+    """Calls a function with a module once it is loaded."""
+
+    def __init__(self, functions: dict[str, Callable[[ModuleType], None]]):
+        self.functions = functions
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+        if name not in self.functions:
+            return None
+        others = (finder for finder in sys.meta_path if finder is not self)
+        spec = next(filter(None, (finder.find_spec(name, path, target) for finder in others)), None)
+        if spec and spec.loader:
+            load = spec.loader.exec_module
+
+            def then(module: ModuleType) -> None:
+                load(module)
+                self.functions[name](module)
+
+            spec.loader.exec_module = then
+        return spec
+
+
+def install() -> None:
+    """Wait for the script to load torch and transformers, and run the `sitecustomize` that ours hides."""
+    sys.meta_path.insert(0, AfterImport({"torch": follow, "transformers.trainer": watch_trainers}))
+    here = sys.modules.pop("sitecustomize")
+    hidden = [folder for folder in sys.path if folder != os.path.dirname(here.__file__)]
+    ours, sys.path[:] = sys.path[:], hidden
+    try:
+        import sitecustomize  # noqa: F401
+    except ImportError:
+        sys.modules["sitecustomize"] = here
+    finally:
+        sys.path[:] = ours
+
+
+def follow(torch: ModuleType) -> None:
+    """Record the allocator's history from the moment at which the script first uses CUDA to its end."""
+    torch.backends.cuda.enable_cudnn_sdp(False)  # no stand-in for it: flash attention in its place
+    history = functools.partial(torch.cuda.memory._record_memory_history, max_entries=EVENTS, stacks="python")
+    torch.cuda._lazy_call(history)
+    peaks = {"allocated": 0, "reserved": 0}
+
+    def look() -> None:
+        peaks["allocated"] = max(peaks["allocated"], torch.cuda.max_memory_allocated())
+        peaks["reserved"] = max(peaks["reserved"], torch.cuda.max_memory_reserved())
+
+    def looking(reset: Callable[..., Any]) -> Callable[..., Any]:
+        def first_look(*args: Any) -> Any:
+            look()
+            return reset(*args)
+
+        return first_look
+
+    for name in ("_cuda_resetPeakMemoryStats", "_accelerator_resetPeakStats"):  # a script's own measuring
+        setattr(torch._C, name, looking(getattr(torch._C, name)))
+    atexit.register(leave, torch, peaks, look, os.getpid())
+
+
+def watch_trainers(module: ModuleType) -> None:
+    """Give each Trainer a WatchCallback, for the split by phase; not one that compiles, which a watch would run eagerly."""
+    original = module.Trainer.__init__
+
+    @functools.wraps(original)
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        if not self.args.torch_compile and self.args.device.type == "cuda":
+            from .callback import WatchCallback
+
+            watched.append(WatchCallback())
+            self.add_callback(watched[-1])
+
+    module.Trainer.__init__ = __init__
+
+
+def leave(torch: ModuleType, peaks: dict[str, int], look: Callable[[], None], process: int) -> None:
+    """Write the peaks, the report of the last Trainer's watched step and the allocator's history to the folder."""
+    folder = os.environ.get(FOLDER)
+    if not folder or process != os.getpid() or not torch.cuda.is_initialized():
+        return
+    look()
+    report = next((seen.report for seen in reversed(watched) if seen.report), None)
+    found = {
+        **peaks,
+        "rank": int(os.environ.get("RANK", 0)),
+        "failed_requests": torch.cuda.memory_stats().get("num_ooms", 0),
+        "torch": torch.__version__,
+        "report": report and report.to_dict(),
+    }
+    torch.cuda.memory._dump_snapshot(os.path.join(folder, f"{process}.pickle"))
+    Path(folder, f"{process}.json").write_text(json.dumps(found))
