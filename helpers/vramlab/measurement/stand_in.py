@@ -93,7 +93,8 @@ def variables(card: Gpu, count: int = 1) -> dict[str, str]:
         "CONTEXT": card.context_interval.value,
         "COUNT": count,
     }
-    return {f"STAND_IN_{name}": str(value) for name, value in said.items()}
+    visible = ",".join(map(str, range(count)))
+    return {f"STAND_IN_{name}": str(value) for name, value in said.items()} | {"CUDA_VISIBLE_DEVICES": visible}
 
 
 def functions(library: Path, which: str) -> set[str]:
