@@ -8,6 +8,7 @@ JOBS ?= 2
 NBVAL ?= --nbval
 GATE ?= gate
 NOTEBOOKS ?=
+COLAB ?=
 
 BIN := .venv/bin
 TOOLS := tests/tools
@@ -36,6 +37,7 @@ help:
 	@echo 'PYTHON=…         the interpreter that .venv is made with (found by itself: 3.11 or newer)'
 	@echo 'PIP_FLAGS=…      more flags for pip. On Linux without an NVIDIA GPU, save gigabytes with'
 	@echo '                 PIP_FLAGS="--extra-index-url ADDRESS", the address being that of the CPU wheel index of PyTorch'
+	@echo 'COLAB=…          for try-colab: "--prefix FOLDER", a Python with the versions of tests/tools/colab.txt, and "--card T4"'
 	@echo 'CONSTRAINTS=…    another version set for pip; empty for the newest of everything'
 
 # Made once, and again when the requirements change.
@@ -100,7 +102,7 @@ constraints: $(INSTALLED)
 	@$(BIN)/python $(TOOLS)/pins.py installed > constraints.new && mv constraints.new constraints.txt
 
 try-colab: $(INSTALLED)
-	@$(BIN)/python $(TOOLS)/try_colab.py $(NOTEBOOKS)
+	@$(BIN)/python $(TOOLS)/try_colab.py $(COLAB) $(NOTEBOOKS)
 
 try-cuda: $(INSTALLED)
 	@$(BIN)/python $(TOOLS)/try_cuda.py $(NOTEBOOKS)

@@ -1,7 +1,9 @@
 """Try the set-up cell as Colab meets it: an environment that has torch but not this package, and an empty folder.
 
 The package comes by git from a copy of this working tree. The environment sees what is installed here, as Colab's
-comes with its libraries, so nothing large is downloaded; building the package needs pip's usual index.
+comes with its libraries, so nothing large is downloaded; building the package needs pip's usual index. With --prefix it is
+a copy of an installation of Python that has Colab's own versions and no virtual environment (`pip install -r
+tests/tools/colab.txt` into a Python 3.13 of its own); with --card the notebook runs as on that GPU (`try_cuda.py`).
 """
 
 import argparse
@@ -14,23 +16,33 @@ import sysconfig
 import tempfile
 import time
 import venv
+from collections.abc import Mapping
 from pathlib import Path
 
 import canonical
 import settings
+import try_cuda
 
-# Runs in the new environment, so that kernels do too; afterwards says where each library was found.
-RUN = """import importlib, json, sys
+# Runs in the new environment, so that kernels do too; afterwards says where each library was found, and which others changed.
+RUN = """import importlib, importlib.metadata, json, sys
 from importlib.util import find_spec
 from pathlib import Path
-before = find_spec("vramlab")
+def look():
+    specs = {name: find_spec(name) for name in ("vramlab", "torch", "numpy")}
+    return {name: spec and list(spec.submodule_search_locations)[0] for name, spec in specs.items()}
+def versions():
+    installed = reversed(list(importlib.metadata.distributions()))  # of two the first counts
+    return {each.name.lower().replace("_", "-"): each.version for each in installed}
+before, old = look(), versions()
 sys.path.insert(0, sys.argv[2])
 import execute
 failures = execute.failures([execute.run(Path(sys.argv[1]))])
 importlib.invalidate_caches()
-specs = {name: find_spec(name) for name in ("vramlab", "torch", "numpy")}
-found = {name: spec and list(spec.submodule_search_locations)[0] for name, spec in specs.items()}
-print(json.dumps({"before": before is not None, "failures": failures, "found": found}))"""
+after, new = look(), versions()
+newly = [name for name in after if (after[name], new.get(name)) != (before[name], old.get(name))]
+changed = [f"{name} {old.get(name, 'none')} to {new[name]}" for name in sorted(new) if new[name] != old.get(name)]
+said = {"before": bool(before["vramlab"]), "failures": failures, "found": after, "newly": newly, "changed": changed}
+print(json.dumps(said))"""
 
 
 def publish(root: Path, folder: Path) -> str:
@@ -43,8 +55,13 @@ def publish(root: Path, folder: Path) -> str:
     return folder.as_uri().replace("///", "//localhost/", 1)  # some pips take no requirement without a host
 
 
-def hosted_environment(folder: Path) -> Path:
-    """An environment with its own pip that sees every library installed here, and not this package; its interpreter."""
+def hosted_environment(folder: Path, prefix: Path | None = None) -> Path:
+    """An environment with its own pip that has every library installed here, or in `prefix`; its interpreter."""
+    if prefix:
+        shutil.copytree(
+            prefix, folder, symlinks=True, copy_function=os.link
+        )  # pip replaces files, it does not change them
+        return folder / "bin" / "python3"
     venv.create(folder, with_pip=True)
     own = Path(sysconfig.get_path("purelib", vars={"base": str(folder), "platbase": str(folder)}))
     # Python follows no .pth files from a folder that a .pth file names, and an editable install is nothing else.
@@ -52,34 +69,40 @@ def hosted_environment(folder: Path) -> Path:
     return folder / "bin" / "python"
 
 
-def try_notebook(path: Path, folder: Path) -> dict:
-    """Run the notebook at `path` under the empty `folder` as Colab would: what `RUN` prints, plus `newly` installed."""
+def try_notebook(path: Path, folder: Path, prefix: Path | None = None, gpu: Mapping[str, str] = {}) -> dict:
+    """Run the notebook at `path` under the empty `folder` as Colab would; `gpu`: what makes a card. What `RUN` prints."""
     url = publish(settings.ROOT, folder / "repository")
-    python = hosted_environment(folder / "environment")
+    python = hosted_environment(folder / "environment", prefix)
     (folder / "content").mkdir()
     copy = Path(shutil.copy(path, folder / "content"))
     canonical.write(copy, url)
-    hosted = {**os.environ, "COLAB_RELEASE_TAG": "release-colab-external"}
+    hosted = {**os.environ, "COLAB_RELEASE_TAG": "release-colab-external", **gpu}
     hosted.pop("PYTHONPATH", None)  # it would show the package before the set-up cell has run
+    hosted.pop("PYTHONSTARTUP", None)  # the gate's check of recipes would import the package
     command = [python, "-c", RUN, copy, settings.TOOLS]
     run = subprocess.run(command, cwd=copy.parent, env=hosted, stdout=subprocess.PIPE, text=True, check=True)
-    said = json.loads(run.stdout.splitlines()[-1])
-    said["newly"] = [name for name, file in said["found"].items() if file and Path(file).is_relative_to(folder)]
-    return said
+    return json.loads(run.stdout.splitlines()[-1])
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("notebooks", nargs="*", type=settings.notebook_path, help="else the first chapter")
-    paths = parser.parse_args().notebooks or settings.chapters()[:1]
+    parser.add_argument("--prefix", type=Path, help="an installation of Python with Colab's versions")
+    parser.add_argument("--card", help="run as on this GPU, such as T4")
+    given = parser.parse_args()
+    paths = given.notebooks or settings.chapters()[:1]
     settings.apply(deterministic=True)
+    gpu = try_cuda.surroundings(given.card) if given.card else {}
+    beside = None
+    if given.prefix:  # hard links need one file system
+        (beside := settings.ROOT / "build").mkdir(exist_ok=True)
     wrong = []
     for path in paths:
         start = time.monotonic()
-        with tempfile.TemporaryDirectory() as folder:
-            said = try_notebook(path, Path(folder))
+        with tempfile.TemporaryDirectory(dir=beside) as folder:
+            said = try_notebook(path, Path(folder), given.prefix, gpu)
         new = ", ".join(said["newly"]) or "nothing"
-        print(f"{path.name}: {time.monotonic() - start:.0f} s, newly installed: {new}")
+        print(f"{path.name}: {time.monotonic() - start:.0f} s, newly installed: {new}", *said["changed"], sep="\n  ")
         wrong += said["failures"]
         if said["before"] or said["newly"] != ["vramlab"]:
             wrong.append(f"{path.name}: the set-up cell should bring vramlab and nothing else, but {said['found']}")

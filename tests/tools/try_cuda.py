@@ -12,25 +12,19 @@ from pathlib import Path
 import execute
 import settings
 from rich.console import Console
-from vramlab.hardware.gpu import Gpu, find_gpu
+from vramlab.hardware.gpu import find_gpu
 from vramlab.measurement import stand_in
+from vramlab.report.errors import VramLabError
 
 CARDS = {"T4": 1, "RTX 4090": 1, "H100": 2}  # and how many of them
 
 
-def surroundings(card: Gpu, count: int, libraries: list[Path]) -> dict[str, str]:
-    """What makes the stand-in `count` such cards, for the processes started from here."""
-    return {
-        "STAND_IN_NAME": card.name,
-        "STAND_IN_CAPABILITY": "".join(map(str, card.compute_capability)),
-        "STAND_IN_MULTIPROCESSORS": str(card.multiprocessors),
-        "STAND_IN_BYTES": str(card.total),
-        "STAND_IN_CONTEXT": str(card.context_interval.value),
-        "STAND_IN_COUNT": str(count),
-        "CUDA_VISIBLE_DEVICES": ",".join(map(str, range(count))),
-        "LD_PRELOAD": ":".join(map(str, libraries)),
-        "TRITON_LIBCUDA_PATH": str(libraries[0].parent),
-    }
+def surroundings(card: str) -> dict[str, str]:
+    """What makes the stand-in that card, or as many of it as CARDS says, for the processes started from here."""
+    variables = stand_in.variables(find_gpu(card), CARDS.get(card, 1))
+    libraries = stand_in.libraries()
+    own = {"LD_PRELOAD": ":".join(map(str, libraries)), "TRITON_LIBCUDA_PATH": str(libraries[0].parent)}
+    return own | variables
 
 
 def without_records() -> list[Path]:
@@ -44,10 +38,12 @@ def main() -> int:
     parser.add_argument("--card", action="append", help=f"may be given more than once; else {', '.join(CARDS)}")
     given = parser.parse_args()
     settings.apply(deterministic=True)
-    libraries = stand_in.build(settings.ROOT / "build" / "stand_in")
     wrong = []
     for card in given.card or CARDS:
-        os.environ.update(surroundings(find_gpu(card), CARDS.get(card, 1), libraries))
+        try:
+            os.environ.update(surroundings(card))
+        except VramLabError as error:  # no such card, or a part of the stand-in is missing
+            sys.exit(str(error))
         Console().print(card)
         runs = execute.run_all(given.notebooks or without_records(), Console(), lambda run: None)
         wrong += [f"{card}: {line}" for line in execute.failures(runs)]
