@@ -25,7 +25,9 @@ def who_holds_what(world_size: int = 4, title: str = "Who holds what"):
     A square is the whole of one part; what a rank holds of it is filled. Tensor parallelism divides each layer upright,
     pipelining across, and ZeRO flat lists of numbers.
     """
-    figure, ax = style.start(title, f"{world_size} ranks; one square is all of it: P parameters, G gradients, S states")
+    figure, ax = style.start(
+        title, f"derived: {world_size} ranks; a square is all: P parameters, G gradients, S states"
+    )
     ranks, share = range(world_size), 1 / world_size
     rows = [("way", *(f"{part} on one rank" for part in PARTS))]
     for row, (way, divided) in enumerate(WAYS.items()):
@@ -92,7 +94,7 @@ def most_held(order: list[tuple[str, int]]) -> int:
 @style.styled()
 def pipeline(stages: int = 4, micro_batches: int = 8, title: str = "Who works when in a pipeline"):
     """Return a figure of both schedules as timelines, a row per stage; waiting is white."""
-    about = f"{stages} stages, {micro_batches} micro-batches; a backward pass takes two forward passes, sending nothing"
+    about = f"derived: {stages} stages, {micro_batches} micro-batches; a backward pass takes two forward passes"
     figure, axes = style.start(title, about, rows=2, sharex=True)
     colours = {"forward": style.LOOK["activations"][0], "backward": style.LOOK["gradients"][0]}
     labels = {"forward": "forward pass of a micro-batch", "backward": "its backward pass"}
