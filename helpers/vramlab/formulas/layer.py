@@ -215,8 +215,10 @@ class Layer(Attention):
         def grouped(x: Tensor, role: str, out: int) -> Tensor:  # autocast leaves it alone, x takes the weight's dtype
             weight = self.parameters[at[role]]
             x = self.to(x, weight.width)
-            saves = ([x] if weight.needs else []) + ([weight] if x.needs else [])
-            return self.op("grouped_mm", [x, weight], (rows * k, out), weight.width, saves=saves)
+            one_by_one = self.chip is not None and self.chip.capability < (8, 0)  # transformers' fallback
+            saves = ([x] if weight.needs or one_by_one else []) + ([weight] if x.needs else [])
+            unused = prod(weight.shape) * weight.width if one_by_one and not weight.needs else 0  # gradient
+            return self.op("grouped_mm", [x, weight], (rows * k, out), weight.width, saves=saves, extra=unused)
 
         gate, up = self.split(grouped(index(flat, h), "experts_up", 2 * m), (rows * k, m), (rows * k, m))
         if f"{at['experts_up']}_bias" in self.parameters:  # GPT-OSS: gate · σ(α · gate) · (up + 1), both clamped first

@@ -37,6 +37,7 @@ def fake_world(target: str, card: Gpu | None = None) -> Iterator[tuple[FakeTenso
             stack.enter_context(flash_attention(capability))
             stack.enter_context(fused_head())
             stack.enter_context(_replaced_kernels(kernels))
+            stack.enter_context(_grouped_products(capability))
         chip = card.chip if card else DEFAULT_CHIP
         stack.enter_context(unlaunched(chip if target == "cuda" else None))
         stack.enter_context(warnings.catch_warnings())
@@ -58,6 +59,15 @@ def _replaced_kernels(kernels: CudaKernels) -> contextlib.AbstractContextManager
             )
 
     return patch.object(hub_kernels.logger, "warning_once", warn)
+
+
+def _grouped_products(capability: tuple[int, int]) -> contextlib.AbstractContextManager:
+    """Below compute capability 8.0 transformers multiplies experts one by one, with a gradient for frozen weights too."""
+    from transformers.integrations import moe
+
+    if capability >= (8, 0) or not hasattr(moe, "_can_use_grouped_mm"):
+        return contextlib.nullcontext()
+    return patch.object(moe, "_can_use_grouped_mm", lambda *args: False)
 
 
 def _real_branches() -> Iterator[contextlib.AbstractContextManager]:
