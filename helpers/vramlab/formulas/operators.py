@@ -213,9 +213,10 @@ class Operators(Ledger):
         width = y.width
         if quantized in ("nf4", "fp4"):
             y = self.copy(y)
-        x = self.to(x, down.width)
+        if not (quantized and self.autocast):  # then PEFT leaves it to autocast
+            x = self.to(x, down.width)
         update = self.scale(self.product(self.product(self.dropout(x, self.lora_dropout), down), up))
-        if quantized:
+        if quantized and not self.autocast:
             update = self.to(update, width)
         y = self.add(y, update)
         del update

@@ -120,7 +120,10 @@ def cuda_kernels(compute_capability: tuple[int, int] = (8, 0)) -> Iterator[CudaK
             for name, kernel in {**kernels, **rnn_kernels(mode.note)}.items():
                 library.impl(name, kernel, "AutogradCPU")
             cuda_autocast.install(library)
-        with _eight_bit_products(), _capturable_anywhere(), mode:
+        # without a device it is asked for CUDA (PEFT's 4-bit layers, Liger)
+        enabled = torch.is_autocast_enabled
+        asked = patch.object(torch, "is_autocast_enabled", lambda device="cpu": enabled(device))
+        with _eight_bit_products(), _capturable_anywhere(), asked, mode:
             yield mode
     finally:
         library._destroy()
