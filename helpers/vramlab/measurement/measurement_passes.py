@@ -63,7 +63,8 @@ def clean_pass(recipe: Recipe, repeats: int, warmup: int, device: str, before: S
         training.model.compile()
     if cuda:
         torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()  # loading is no part of training
+        torch.cuda.empty_cache()  # loading is no part of training: `Trainer.train` begins so too (`free_memory`)
+        torch.cuda.reset_peak_memory_stats()
     seconds = []
     for step in range(warmup + repeats):
         start = time.perf_counter()

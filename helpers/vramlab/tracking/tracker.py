@@ -287,6 +287,7 @@ class Tracker(TorchDispatchMode):
         if not size:
             return None
         block = Storage(self._round(size), size, "workspace", name, None, where)
+        block.stream = self._stream()
         self.log.append((block.size, block, name))
         return block
 
@@ -309,12 +310,15 @@ class Tracker(TorchDispatchMode):
     def _log_birth(self, handle: torch.UntypedStorage, storage: Storage) -> Storage | None:
         if not storage.size:
             return None
-        key, stream = handle._cdata, torch.cpu.current_stream()  # which is where FSDP works on fake tensors
-        storage.stream = self._streams.setdefault(id(stream), len(self._streams))
+        key, storage.stream = handle._cdata, self._stream()
         storage.ref = weakref.ref(handle, lambda _, key=key: self._freed(key))
         self.live[key] = storage
         self.log.append((storage.size, storage, storage.op))
         return storage
+
+    def _stream(self) -> int:
+        """The stream that runs, as FSDP and DeepSpeed choose it on fake tensors."""
+        return self._streams.setdefault(id(torch.cpu.current_stream()), len(self._streams))
 
     def _freed(self, key: int) -> None:
         storage = self.live.pop(key, None)

@@ -61,6 +61,8 @@ def without_peers(device: str) -> Iterator[None]:
             stack.enter_context(patch.object(CPU_Accelerator, name, lambda *index: device))
         there = patch.object(CPU_Accelerator, "on_accelerator", lambda _, t: t.device == torch.device(device))
         stack.enter_context(there)
+        for each in _streams(CPU_Accelerator) if device != "cpu" else ():
+            stack.enter_context(each)
         kind = SimpleNamespace(device_name=lambda: "cpu")  # of device, for autocast
         stack.enter_context(patch.object(linear, "get_accelerator", lambda: kind))
         stack.enter_context(warnings.catch_warnings())
@@ -68,6 +70,18 @@ def without_peers(device: str) -> Iterator[None]:
         warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")
         stack.callback(forget)
         yield
+
+
+def _streams(accelerator: type) -> Iterator[contextlib.AbstractContextManager]:
+    """A GPU's streams, which stage 3 gathers and reduces on: torch's for CPUs, whose work is done when it is asked for."""
+    yield patch.object(torch.cpu.Stream, "synchronize", lambda stream: None, create=True)
+    yield patch.object(torch.Tensor, "record_stream", lambda tensor, stream: None)
+    for name, kind in (("Stream", torch.cpu.Stream), ("Event", torch.cpu.Event)):
+        yield patch.object(accelerator, name, kind)
+    for name in ("stream", "current_stream"):
+        yield patch.object(accelerator, name, staticmethod(getattr(torch.cpu, name)))
+    for name in ("is_synchronized_device", "resolves_data_dependency", "handles_memory_backpressure"):
+        yield patch.object(accelerator, name, lambda accelerator: False)
 
 
 class Healthy(TorchDispatchMode):
