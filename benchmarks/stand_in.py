@@ -3,7 +3,7 @@
     python benchmarks/stand_in.py [EVERY]
 
 No GPU computed anything: the steps are those of PyTorch's CUDA build, its allocator and its kernels' host code, and the
-kernels were left out. With EVERY only each so-manyth run is simulated.
+kernels were left out. With EVERY, one run in so many is simulated, and all of those with a "row": what came later.
 """
 
 import json
@@ -11,36 +11,47 @@ import statistics
 import sys
 from pathlib import Path
 
-from vramlab import Recipe, predict, simulate
+from vramlab import Recipe, RecipeError, predict, simulate, simulate_evaluation
+from vramlab.recipe.evaluation import Evaluation
 
 FOLDER = Path(__file__).parent.parent / "tests" / "stand_in"
-CARDS = {"h200": "H200", "rtx-3090": "RTX 3090", "t4": "T4"}
+CARDS = {"h200": "H200", "rtx-3090": "RTX 3090", "t4": "T4", "rtx-4090": "RTX 4090", "h100": "H100 SXM"}
+WHAT = ("simulate, asked for", "simulate, allocated", "simulate, reserved", "predict, allocated")
+
+
+def errors(run: dict, card: str) -> list[float | None]:
+    """Of simulate and predict, by WHAT; None for what predict does not know or loading does not say."""
+    recipe, held = Recipe(**run["recipe"]), run["allocated"]
+    if "loading" in run:
+        return [None, simulate(recipe, gpu=card).loading.total / held - 1, None, None]
+    if "evaluation" in run:
+        simulated, predicted = simulate_evaluation(recipe, Evaluation(**run["evaluation"]), gpu=card), None
+    else:
+        simulated = simulate(recipe, gpu=card)
+        try:
+            predicted = predict(recipe, gpu=card).peak.total / held - 1
+        except RecipeError:
+            predicted = None
+    said = simulated.requested, simulated.allocated, simulated.reserved.value
+    truth = run["requested"], held, run["reserved"]
+    return [*(a and a / b - 1 for a, b in zip(said, truth, strict=True)), predicted]
 
 
 def main(every: int = 1) -> None:
+    groups: dict[str, list] = {}
     for name, card in CARDS.items():
         found = json.loads((FOLDER / f"{name}.json").read_text())
-        errors = {
-            "simulate, asked for": [],
-            "simulate, allocated": [],
-            "predict, allocated": [],
-            "simulate, reserved": [],
-        }
-        for run in found["runs"][::every]:
-            recipe = Recipe(**run["recipe"])
-            simulated, predicted = simulate(recipe, gpu=card), predict(recipe, gpu=card)
-            pairs = zip(
-                errors.values(),
-                (simulated.requested, simulated.allocated, predicted.peak.total, simulated.reserved.value),
-                (run["requested"], run["allocated"], run["allocated"], run["reserved"]),
-                strict=True,
-            )
-            for all_of, said, held in pairs:
-                all_of.append((said / held - 1, str(recipe)))
         print(f"{card}, torch {found['torch']}, transformers {found['transformers']}, {found['date']}")
-        for what, all_of in errors.items():
-            sizes = [abs(error) for error, _ in all_of]
-            error, worst = max(all_of, key=lambda row: abs(row[0]))
+        runs = [run for run in found["runs"] if run["allocated"]]
+        for run in [run for run in runs if "row" not in run][::every] + [run for run in runs if "row" in run]:
+            group = groups.setdefault(run.get("row", card), [])
+            group.append((errors(run, card), f"{card}, {Recipe(**run['recipe'])}"))
+    for group, rows in groups.items():
+        print(group)
+        for i, what in enumerate(WHAT):
+            if not (found := [(error[i], recipe) for error, recipe in rows if error[i] is not None]):
+                continue
+            sizes, (error, worst) = [abs(error) for error, _ in found], max(found, key=lambda row: abs(row[0]))
             print(
                 f"  {what}: {len(sizes)} runs, mean {statistics.mean(sizes):.3%}, median {statistics.median(sizes):.4%}, "
                 f"{sum(size <= 0.01 for size in sizes) / len(sizes):.1%} within 1 %, worst {error:+.2%} ({worst})"

@@ -2,8 +2,9 @@
 
     LD_PRELOAD=$(python -m vramlab.measurement.stand_in build/stand_in) python tests/stand_in/runs.py LIST.json OUT.json
 
-LIST is what `vramlab record --dry-run --json` prints. STAND_IN_CAPABILITY and its neighbours (`data/stand_in/cudart.cpp`) say
-which card.
+LIST is what `vramlab record --dry-run --json` prints, or has objects with a "recipe" and what is to be done besides training:
+"evaluation" (arguments of `Evaluation`) or "loading" (of its base from a checkpoint). STAND_IN_CAPABILITY and its neighbours
+(`data/stand_in/README.md`) say which card.
 What is there already is not run again. Each recipe has a process of its own.
 """
 
@@ -12,33 +13,51 @@ import json
 import os
 import signal
 import sys
+import tempfile
 import warnings
 from importlib.metadata import version
 from pathlib import Path
 
 import torch
 from vramlab import Recipe
+from vramlab.measurement.measurement_passes import build_for_steps, clean_pass
 from vramlab.measurement.records import write_atomically
-from vramlab.measurement.worker import run
+from vramlab.measurement.worker import import_libraries
+from vramlab.recipe.evaluation import Evaluation
+from vramlab.training.engines import engine_of
+from vramlab.training.evaluation import evaluate
+from vramlab.training.models import build_model, weight_dtype
+from vramlab.training.process_group import one_rank_of
+from vramlab.training.training import make_batch, train_step
 
 MINUTES = 5
 LIBRARIES = ("torch", "transformers", "bitsandbytes", "deepspeed")
 
 
+warnings.filterwarnings("ignore")
+torch.backends.cuda.enable_cudnn_sdp(False)  # no stand-in for cuDNN: flash attention in its place
+full = torch.library.Library("aten", "IMPL")  # every mask is: those of labels choose all tokens
+full.impl("nonzero", lambda t: torch.zeros((t.dim(), t.numel()), dtype=torch.int64, device=t.device).t(), "CUDA")
+assert "libcudart" in os.environ.get("LD_PRELOAD", ""), "the stand-in is not loaded"
+
+
 def main(wanted: Path, out: Path) -> None:
     """Run what is wanted and not yet in `out`."""
-    warnings.filterwarnings("ignore")
-    torch.backends.cuda.enable_cudnn_sdp(False)  # no stand-in for cuDNN: flash attention in its place
-    assert "libcudart" in os.environ.get("LD_PRELOAD", ""), "the stand-in is not loaded"
     empty = {name: version(name) for name in LIBRARIES} | {"date": str(datetime.date.today()), "runs": []}
     found = json.loads(out.read_text()) if out.exists() else empty
-    done = {Recipe(**each["recipe"]).key for each in found["runs"]}
-    for fields in json.loads(wanted.read_text()):
-        recipe = Recipe(**fields)
-        if recipe.key not in done:
-            found["runs"].append({"recipe": changed(recipe), **apart(recipe)})
-            print(recipe, found["runs"][-1]["allocated"], flush=True)
+    done = {identity(each) for each in found["runs"]}
+    for each in json.loads(wanted.read_text()):
+        each = each if "recipe" in each else {"recipe": each}
+        recipe = Recipe(**each["recipe"])
+        if identity(each) not in done:
+            found["runs"].append(each | {"recipe": changed(recipe), **apart(recipe, each)})
+            print(recipe, found["runs"][-1], flush=True)
             write_atomically(out, text(found))
+
+
+def identity(each: dict) -> tuple:
+    """What tells one run from the others."""
+    return Recipe(**each["recipe"]).key, "loading" in each, json.dumps(each.get("evaluation"))
 
 
 def text(found: dict) -> str:
@@ -47,16 +66,14 @@ def text(found: dict) -> str:
     return json.dumps({**found, "runs": []})[:-2] + f"\n{runs}\n]}}\n"
 
 
-def apart(recipe: Recipe) -> dict:
+def apart(recipe: Recipe, each: dict) -> dict:
     """The allocator's peaks in bytes, from a forked process; None for what could not be run."""
     reading, writing = os.pipe()
     if not os.fork():
         signal.alarm(60 * MINUTES)
-        answer = dict.fromkeys(("allocated", "requested", "reserved"))
+        answer = dict.fromkeys(PEAKS)
         try:
-            report = run(recipe, 1, 2, "cuda")
-            if report.status == "ok":  # what does not fit the card stays None
-                answer = {name: getattr(report, name) for name in answer}
+            answer = peaks(recipe, each)
         except Exception as error:
             print(f"{recipe}: {error}", file=sys.stderr)
         os.write(writing, json.dumps(answer).encode())
@@ -65,16 +82,66 @@ def apart(recipe: Recipe) -> dict:
     with open(reading) as pipe:
         text = pipe.read()
     os.wait()
-    return json.loads(text) if text else dict.fromkeys(("allocated", "requested", "reserved"))
+    return json.loads(text) if text else dict.fromkeys(PEAKS)
+
+
+def peaks(recipe: Recipe, each: dict) -> dict:
+    """The allocator's peaks of training, of an evaluation after one step, or of loading."""
+    if "loading" in each:
+        load(recipe)
+    elif "evaluation" in each:
+        training = build_for_steps(recipe, "cuda")
+        train_step(training)
+        torch.cuda.reset_peak_memory_stats()
+        evaluation = Evaluation(**each["evaluation"])
+        evaluate(training, evaluation, lambda size: make_batch(recipe.replace(batch_size=size), "cuda"), full=True)
+    else:
+        import_libraries(recipe)
+        try:
+            with one_rank_of(recipe.sharding), engine_of(recipe).without_peers("cpu"):
+                truth = clean_pass(recipe, 1, 2, "cuda")
+        except torch.OutOfMemoryError as error:
+            return dict.fromkeys(PEAKS) | {"out_of_memory": str(error).split(". ")[0]}
+        return {name: getattr(truth, name) for name in PEAKS}
+    stats = torch.cuda.memory_stats()
+    return {name: stats[f"{name}_bytes.all.peak"] for name in PEAKS}
+
+
+def load(recipe: Recipe) -> None:
+    """Load the quantized base of `recipe` from a checkpoint of zeros, as a script does."""
+    from peft import prepare_model_for_kbit_training
+    from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+
+    import_libraries(recipe)
+    asked, dtype = recipe.quantization, weight_dtype(recipe)
+    config = BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type=asked.quant_type,
+        bnb_4bit_use_double_quant=asked.double,
+        bnb_4bit_compute_dtype=dtype,
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        precision = {torch.float16: "fp16-true", torch.bfloat16: "bf16-true"}.get(dtype, "fp32")
+        plain = {"quantization": None, "lora": None, "dtype": recipe.weights_dtype, "precision": precision}
+        build_model(recipe.replace(**plain)).save_pretrained(folder)
+        options = {"quantization_config": config, "dtype": dtype, "device_map": {"": 0}}
+        model = AutoModelForCausalLM.from_pretrained(folder, **options)
+    if asked.prepare:
+        prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
 
 
 def changed(recipe: Recipe) -> dict:
     """The fields of `recipe` that are not their defaults."""
     usual = Recipe(recipe.model, recipe.batch_size).to_dict()
-    return {name: value for name, value in recipe.to_dict().items() if value != usual[name] or name in NAMED}
+    return {name: value for name, value in recipe.to_dict().items() if value != usual.get(name) or name in NAMED}
 
 
+PEAKS = ("allocated", "requested", "reserved")
 NAMED = ("model", "batch_size", "seq_len")
 
 if __name__ == "__main__":
-    main(*map(Path, sys.argv[1:3]))
+    if sys.argv[1] == "-":  # one run from the standard input, its peaks to the standard output
+        each = json.load(sys.stdin)
+        print(json.dumps(peaks(Recipe(**each["recipe"]), each)))
+    else:
+        main(*map(Path, sys.argv[1:3]))
