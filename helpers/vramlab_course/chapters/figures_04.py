@@ -22,12 +22,10 @@ SECONDS = {"forward": 1, "backward": 2}  # of a micro-batch on one stage, in for
 def who_holds_what(world_size: int = 4, title: str = "Who holds what"):
     """Return a figure of each rank's share of parameters, gradients and optimizer states, a row per way of dividing.
 
-    A square is the whole of one part; what a rank holds of it is filled. Tensor parallelism divides each layer upright,
-    pipelining across, and ZeRO flat lists of numbers.
+    A square is the whole of one part. Tensor parallelism divides each layer upright, pipelining across, ZeRO flat lists.
     """
-    figure, ax = style.start(
-        title, f"derived: {world_size} ranks; a square is all: P parameters, G gradients, S states"
-    )
+    about = f"derived: {world_size} ranks; a square is all: P parameters, G gradients, S states"
+    figure, ax = style.start(title, about)
     ranks, share = range(world_size), 1 / world_size
     rows = [("way", *(f"{part} on one rank" for part in PARTS))]
     for row, (way, divided) in enumerate(WAYS.items()):
