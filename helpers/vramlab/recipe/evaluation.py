@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from ..report.errors import RecipeError
 from .knobs import check, documented, knob
 
 MOST = 2**40
@@ -20,9 +21,15 @@ class Evaluation:
     eval_do_concat_batches: bool = knob(True)
     batch_eval_metrics: bool = knob(False)
     preprocess_logits_for_metrics: Callable | None = knob(None)
+    predict_with_generate: bool = knob(False)
 
     def __post_init__(self):
         check(self, "evaluation.")
+        if self.predict_with_generate:
+            allowed = (
+                "how long answers get depends on the weights: measure it by watch(model) around trainer.evaluate()"
+            )
+            raise RecipeError("evaluation.predict_with_generate", True, allowed)
 
     @property
     def sizes(self) -> list[int]:

@@ -222,7 +222,7 @@ def simulate_evaluation(
         RecipeError: another trainer's evaluation, one among ranks, or a model that does not run on fake tensors.
     """
     recipe, card = as_recipe(recipe), find_gpu(gpu) if gpu else None
-    for field in ("trainer", "sharding", "use_liger_kernel", "lengths", "pad_to_multiple_of"):
+    for field in ("trainer", "sharding", "lengths", "pad_to_multiple_of"):
         if (value := getattr(recipe, field)) != getattr(Recipe, field):
             rest = f"the evaluation of transformers' own Trainer is simulated with {getattr(Recipe, field)!r} only"
             raise RecipeError(field, value, rest)

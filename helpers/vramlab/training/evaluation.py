@@ -69,9 +69,8 @@ def _trainer(training: Training, evaluation: Evaluation) -> Iterator[Any]:
     from transformers import trainer as trainer_module
 
     asked = {f.name: getattr(evaluation, f.name) for f in dataclasses.fields(evaluation)}
-    samples, _, preprocess = (
-        asked.pop(name) for name in ("samples", "compute_metrics", "preprocess_logits_for_metrics")
-    )
+    others = ("samples", "compute_metrics", "preprocess_logits_for_metrics", "predict_with_generate")
+    samples, _, preprocess, _ = map(asked.pop, others)
     with contextlib.ExitStack() as stack:
         for state in (PartialState, AcceleratorState, GradientState):
             stack.enter_context(patch.dict(state._shared_state, clear=True))
