@@ -8,7 +8,7 @@ HELPERS = ROOT / "helpers"
 CEILINGS = {
     "vramlab/report": 720,
     "vramlab/hardware": 1260,
-    "vramlab/recipe": 2540,
+    "vramlab/recipe": 2550,
     "vramlab/training": 2330,
     "vramlab/tracking": 1020,
     "vramlab/formulas": 3790,

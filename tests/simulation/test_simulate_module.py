@@ -147,6 +147,32 @@ def test_equals_real_tensors_to_the_byte(case, optimizer):
     assert set(report.phases) == set(PHASES)
 
 
+class CutCrossEntropy(nn.Module):
+    """No trainer has an argument for it: the module calls it itself."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(300, 64), nn.Linear(64, 300, bias=False)
+
+    def forward(self, ids):
+        from cut_cross_entropy import linear_cross_entropy
+
+        hidden = self.embedding(ids).bfloat16()
+        return linear_cross_entropy(hidden, self.head.weight.bfloat16(), ids, shift=True)
+
+
+def test_cut_cross_entropy_runs_its_host_code(monkeypatch):
+    """Its kernels write where host code has allocated, so they are not launched; what torch.compile makes runs eagerly."""
+    pytest.importorskip("cut_cross_entropy", reason="Apple's package is of no extra")
+    from triton.runtime.jit import KernelInterface
+
+    monkeypatch.setattr(KernelInterface, "__getitem__", lambda kernel, grid: lambda *args, **kwargs: None)
+    build, ids = OPTIMIZERS["adamw"], torch.randint(0, 300, (2, 16))
+    simulated = simulate(model=CutCrossEntropy(), batch=ids, loss=total, optimizer=build, target="cpu")
+    with torch.compiler.set_stance("force_eager"):
+        assert simulated.phases == really(CutCrossEntropy, ids, total, build)
+
+
 def test_muon_for_matrices_beside_adamw():
     """The Trainer has no name for Muon, so it is given with the module."""
 

@@ -87,6 +87,8 @@ def _real_branches() -> Iterator[contextlib.AbstractContextManager]:
         from bitsandbytes.nn import modules
 
         yield patch.object(modules, "fix_4bit_weight_quant_state_from_module", _give_statistics_back)
+    if "torch._dynamo" in sys.modules:  # functions that a module has compiled run as they are written
+        yield torch.compiler.set_stance("force_eager")
     # it prints a traceback of what a sentence says later
     yield patch.object(logging.getLogger("torch._subclasses.fake_tensor"), "disabled", True)
 
