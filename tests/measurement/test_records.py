@@ -543,6 +543,13 @@ def test_nobody_watching_there_is_a_line_each_and_no_bar(gpu, three, capsys):
     assert capsys.readouterr().out == ""
 
 
+def test_on_a_stand_in_for_a_gpu_nothing_is_recorded(gpu, three, monkeypatch, folder):
+    monkeypatch.setenv("STAND_IN_CAPABILITY", "75")
+    with pytest.raises(RecordError, match="this is a stand-in for a GPU, which measures nothing"):
+        gpu.module.record([three])
+    assert contents(folder) == {} and gpu.module.record([three], dry_run=True).missing
+
+
 def test_without_a_gpu_the_courses_records_are_out_of_reach(gpu, three, monkeypatch, tmp_path):
     monkeypatch.setattr(gpu.module, "current_device", lambda: Device("cpu", "CPU", 2**34))
     with pytest.raises(RecordError, match="no CUDA device here, and the course keeps no CPU figures: name a folder"):

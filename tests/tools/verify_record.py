@@ -67,9 +67,10 @@ def verify(path: Path) -> Verdict:
             verdict.outcome = FINDING
             verdict.reasons.append(f"{report.title}: {told}")
     here, there = environment(), reports[0].environment
-    others = [f"{name} {there[name]} ({here[name]} here)" for name in SIMULATED_FOR if there[name] != here[name]]
+    old, new = ({name: str(seen[name]).split("+")[0] for name in SIMULATED_FOR} for seen in (there, here))
+    others = [f"{name} {old[name]} ({new[name]} here)" for name in SIMULATED_FOR if old[name] != new[name]]
     if others:
-        pins = " ".join(f"{name}=={str(there[name]).split('+')[0]}" for name in SIMULATED_FOR if there[name])
+        pins = " ".join(f"{name}=={old[name]}" for name in SIMULATED_FOR if there[name])
         again = f": install {pins} and ask again before it counts as one" if verdict.outcome == FINDING else ""
         verdict.reasons.append(f"measured with other versions, {', '.join(others)}{again}")
     return verdict

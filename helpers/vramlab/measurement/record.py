@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ..hardware.gpu import Device, Gpu, current_device
+from ..hardware.gpu import Device, Gpu, current_device, witness
 from ..hardware.host import cores
 from ..recipe.recipe import Recipe
 from ..report.errors import MeasurementError, RecipeError, RecordError
@@ -78,6 +78,8 @@ def record(
     here = current_device()
     if here.kind != "cuda" and not (dry_run or folder):
         raise RecordError("there is no CUDA device here, and the course keeps no CPU figures: name a folder for them.")
+    if witness(here.kind) != "measured" and not dry_run:
+        raise RecordError("this is a stand-in for a GPU, which measures nothing, so nothing can be recorded on it.")
     folder = Path(folder or measurements_folder())
     if folder.exists() and not folder.is_dir():
         raise RecordError(f"{folder} is no folder, so no record can be kept there.")
