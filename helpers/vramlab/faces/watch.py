@@ -28,7 +28,7 @@ from ..report.report import Report
 from ..simulation.any_module import is_compiled, lazy_parameter
 from ..tracking.history import History
 from ..tracking.reporting import to_report
-from ..tracking.tracked import claim_model, claim_states, gradients_named, tensors_in
+from ..tracking.tracked import claim_model, claim_states, fsdp_units_named, gradients_named, tensors_in
 from ..tracking.tracker import Tracker, plain_tensors
 
 
@@ -78,6 +78,7 @@ class watch:
         self.tracker.claim(tensors_in(self.batch), "inputs")
         self._hook()
         self._stack.enter_context(gradients_named(self.tracker, self.model))
+        self._stack.enter_context(fsdp_units_named(self.tracker))
         self._stack.enter_context(self.tracker.modules(self.model))
         self._stack.enter_context(self.tracker)
         self._running = True

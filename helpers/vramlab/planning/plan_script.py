@@ -155,6 +155,8 @@ def _arguments(recipe: Recipe, beside: str) -> tuple[dict[str, str], dict[str, A
     config = {}
     for name in {"fsdp_config", "deepspeed"} & found.keys():
         found[name], config = "CONFIG", wanted[name]
+    if recipe.sharding and recipe.sharding.engine == "deepspeed" and recipe.sharding.stage == 3:  # else none is saved
+        config["zero_optimization"] = config["zero_optimization"] | {"stage3_gather_16bit_weights_on_model_save": True}
     if "fsdp_config" in found:  # one rank reads the weights, the others get their shards from it
         config = config | {"cpu_ram_efficient_loading": True, "state_dict_type": "FULL_STATE_DICT"}
     if "max_length" in found:
@@ -165,7 +167,7 @@ def _arguments(recipe: Recipe, beside: str) -> tuple[dict[str, str], dict[str, A
 def _recipe(recipe: Recipe) -> dict[str, str]:
     """What `Recipe.from_training_arguments` cannot see in the arguments."""
     names = ("dtype", "attn_implementation", "lora", "quantization", "sharding")
-    usual = Recipe(recipe.model, trainer=recipe.trainer)
+    usual = Recipe(recipe.model, recipe.batch_size, trainer=recipe.trainer)
     found = {} if recipe.trainer in TRL else {"seq_len": "TOKENS"}
     found |= {"precision": _text(recipe.precision)} if recipe.precision.endswith("-true") else {}
     said = dict(line.split("=", 1) for line in python_arguments(recipe, usual))

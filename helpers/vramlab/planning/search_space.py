@@ -41,8 +41,8 @@ ROUNDING = {"bf16-true": "1/256", "fp16-true": "1/2048"}  # half the least relat
 
 def micro_batches(question: Question) -> tuple[int, ...]:
     """Possible micro-batches, largest first."""
-    samples = question.samples_per_gpu
-    return tuple(n for n in range(samples, 0, -1) if samples % n == 0)
+    samples, least = question.samples_per_gpu, question.plain.batch_size
+    return tuple(n for n in range(samples, least - 1, -1) if samples % n == 0)
 
 
 def families(question: Question, method: str) -> Iterator[Recipe]:

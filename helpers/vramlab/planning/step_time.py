@@ -23,7 +23,7 @@ from ..formulas.fused_head import with_its_adapters
 from ..hardware.gpu import Chip, Gpu, GpuError, find_gpu
 from ..measurement.records import load, measurements_folder
 from ..recipe.options import FUSED, LoRA
-from ..recipe.recipe import Recipe
+from ..recipe.recipe import LEAST_BATCH, Recipe
 from ..recipe.shapes import Shape
 from .step_traffic import optimizer_share, optimizer_traffic, waits
 
@@ -202,8 +202,9 @@ def walk(recipe: Recipe, chip: Chip) -> Walk:
     It is affine in the micro-batch (but for the rounding of blocks), so two walks give all.
     """
     options = tuple((name, getattr(recipe, name)) for name in WALKED)
-    one, two = (_walk(recipe.shape, size, options, chip) for size in (1, 2))
-    more = recipe.batch_size - 1
+    least = LEAST_BATCH.get(recipe.trainer, 1)
+    one, two = (_walk(recipe.shape, size, options, chip) for size in (least, least + 1))
+    more = recipe.batch_size - least
     written, kept = (a + (b - a) * more for a, b in ((one.written, two.written), (one.kept, two.kept)))
     return Walk(written, one.kernels, kept, one.fused)
 

@@ -22,6 +22,7 @@ from .optimizers import ALIASES, OPTIMIZERS, REFUSED, optimizer_arguments
 from .options import ATTENTION, DTYPES, HALF, LOOPS, PACKING, PRECISIONS, TRL, Loop, LoRA, Quantization, Sharding
 from .shapes import Shape, read_shape
 
+LEAST_BATCH = {"kto": 2}  # samples
 MOST = 2**24  # samples or tokens
 MOST_MICRO_BATCHES = 2**16  # each of them is run
 MOST_BYTES = 2**62  # of one tensor: PyTorch counts bytes in signed 64 bits
@@ -174,7 +175,7 @@ class Recipe:
         if self.sharding and (self.trainer != "sft" or self.sharding.engine not in ("ddp", "fsdp")):
             rest = "of TRL's trainers, 'sft' is modelled on ranks of 'ddp' and 'fsdp'; the others on one device"
             raise RecipeError("sharding.engine", self.sharding.engine, rest)
-        if self.trainer == "kto" and self.batch_size == 1:
+        if self.batch_size < LEAST_BATCH.get(self.trainer, 1):
             raise RecipeError("batch_size", 1, "KTOTrainer compares samples of a micro-batch: take at least 2")
         if self.lora and not (
             self.lora.autocast_adapter_dtype or self.quantization or self.trainer in ("sft", "reward")
