@@ -229,6 +229,7 @@ def is_tied_head_copied(shape: Shape, saved: tuple[str, ...]) -> bool:
     return shape.tied and is_trained_whole(f"{shape.head}.weight", saved)
 
 
+@lru_cache(maxsize=1 << 16)
 def starred_name(name: str) -> str:
     """Return a tensor's name with * for the layer's number."""
     return ".".join("*" if part.isdigit() else part for part in name.split("."))
@@ -316,7 +317,7 @@ def fragmentation_bytes(recipe: Recipe) -> dict[str, int]:
 
 @lru_cache(maxsize=512)
 def _fragmentation(shape: Shape, *form) -> dict[str, int]:
-    order = _in_order(shape, cached_table(shape, *form))
+    order = _in_order(shape, *form)
     sizes = {
         "parameters": [size for row in order for size in row.blocks],
         "gradients": [row.size for row in reversed(order) if row.trained],
@@ -327,10 +328,12 @@ def _fragmentation(shape: Shape, *form) -> dict[str, int]:
 
 def tensors_in_order(recipe: Recipe) -> list[ParameterRow]:
     """List a row for each single tensor, in the order of `named_parameters()`, adapters and trained copies last."""
-    return _in_order(recipe.shape, parameter_table(recipe))
+    return _in_order(recipe.shape, *_format(recipe))
 
 
-def _in_order(shape: Shape, table: tuple[ParameterRow, ...]) -> list[ParameterRow]:
+@lru_cache(maxsize=64)
+def _in_order(shape: Shape, *form) -> list[ParameterRow]:
+    table = cached_table(shape, *form)
     rows = {(row.name, row.shape): row for row in table}
     order = [rows[starred_name(weight.name), weight.shape] for weight in shape.weights()]
     added = [row for row in table if row.name.endswith((".lora_A", ".lora_B", COPY))]

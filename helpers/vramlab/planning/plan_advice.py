@@ -24,9 +24,12 @@ def advise(question: Question) -> Iterator[str]:
 
 
 def lightest_fit(question: Question, **changes) -> Recipe | None:
-    """A light recipe that fits once `changes` are made to the question; None if none does."""
+    """A light recipe that fits once `changes` are made to the question; None if none does. Of two that differ in
+    checkpointing or the kernel of attention alone, only the lighter is tried."""
+    lighter = {"checkpointing": (max(question.checkpointing),)}
+    lighter |= {"attention": ("sdpa",)} if "sdpa" in question.attention else {}
     try:
-        return Search(dataclasses.replace(question, **changes)).any_fit()
+        return Search(dataclasses.replace(question, **lighter, **changes)).any_fit()
     except RecipeError:
         return None
 
