@@ -57,7 +57,7 @@ def test_nothing_faster_in_the_space_fits(memory, gpus, parts, method, card, tie
     found, said = search.answer(method)
     assert said == tier
     if not fitting:
-        assert found is None or found.choice().offloads
+        assert found is None or found.recipe.sharding.offload
         return
     assert found.recipe in fitting
     assert rank(question, found.recipe) == min(rank(question, recipe) for recipe in fitting)
@@ -90,8 +90,16 @@ def test_every_choice_is_predicted_to_fit_and_keeps_the_global_batch():
         assert predict(choice.recipe, "RTX 4070").peak == choice.report.peak
         assert choice.recipe.batch_size * choice.recipe.gradient_accumulation_steps == 12
         assert choice.time.tokens == 12 * 256
-    ranks = [(list(TIERS).index(choice.tier), choice.offloads, choice.time.seconds) for choice in found.choices]
+    ranks = [choice.order for choice in found.choices]
     assert ranks == sorted(ranks) and found.best is found.choices[0]
+
+
+def test_what_likely_fits_goes_before_what_waits_for_the_host():
+    asked = dict(seq_len=4096, confirm=False)
+    for method in ("lora", "any"):
+        found = plan("llama-3.1-8b", "RTX 4090", method=method, **asked)
+        assert next(c.tier for c in found.choices if c.method == "lora" and not c.recipe.sharding) == "likely"
+    assert [(c.method, c.tier) for c in found.choices] == [("qlora", "safe"), ("lora", "likely"), ("full", "safe")]
 
 
 def test_the_surest_tier_is_taken_and_a_lower_one_on_request():
@@ -156,6 +164,7 @@ def test_a_data_set_gives_lengths_and_an_epoch():
 def test_a_card_is_found_by_its_memory():
     found = plan("gpt2", memory="24GiB", seq_len=64, confirm=False, method="lora")
     assert found.usable == 24 * GiB and find_gpu(found.question["gpu"]).memory_gb == 24
+    assert "no card is named: speed and kernels are L4's" in " ".join(str(found).split())
 
 
 def test_ranks_share_the_global_batch():
@@ -229,6 +238,7 @@ def test_a_plan_is_the_same_each_time_and_its_recipes_are_read_from_json():
         (dict(memory="much"), "'24GiB'"),
         (dict(host_memory="64 monkeys"), "'host_memory'"),
         (dict(lengths=[]), "'lengths'"),
+        (dict(trainer="kto", global_batch=1), "KTOTrainer compares"),
         (dict(tier="vram"), "'safe', 'likely', 'tight'"),
         (dict(link=-1.0), "bytes a second"),
         (dict(task="translation"), "'task'"),
@@ -357,7 +367,6 @@ def test_a_plan_of_trls_trainer_has_no_logits():
         ("mixtral-8x7b", 1, "trainer", "sft"),
         ("gpt2", 2, "gpus", "sft"),
         ("gpt2", 2, "gpus", "dpo"),
-        ("gpt2", 1, "trainer", "kto"),
     ):
         with pytest.raises(RecipeError) as caught:
             plan(model, "RTX 4090", gpus, trainer=name)
@@ -387,6 +396,24 @@ def test_the_command_prints_the_plan_and_says_when_nothing_fits(tmp_path):
     (tmp_path / "data.jsonl").write_text("\n".join(["40", "90", "20", "70"]))
     lengths = run("gpt2", "--gpu", "T4", "--dataset", str(tmp_path / "data.jsonl"), "--no-confirm", "--tier", "likely")
     assert "4 samples of 20 to 90 tokens" in lengths.output and " likely " not in lengths.output
+
+
+def test_a_data_set_of_text_is_counted_by_the_models_tokenizer(tmp_path):
+    from vramlab.report.data import data_path
+
+    folder, data = data_path("base_model"), tmp_path / "data.jsonl"
+    rows = [{"text": "def f(x): return x"}, {"prompt": "def f", "completion": "(x): return x"}]
+    rows += [{"prompt": "def f", "chosen": "(x): return x", "rejected": "(x)"}, {"length": 40}]
+    data.write_text("\n".join(map(json.dumps, rows)))
+    from transformers import AutoTokenizer
+
+    tokens = len(AutoTokenizer.from_pretrained(folder)("def f(x): return x")["input_ids"]) + 1
+    found = run(str(folder), "--gpu", "T4", "--dataset", str(data), "--no-confirm")
+    assert f"4 samples of {tokens} to 40 tokens, median {tokens}" in found.output, found.output
+    for model, said in (("gpt2", "no tokenizer of the model is here"), (str(folder), "a sample has a text")):
+        data.write_text(json.dumps({"text" if model == "gpt2" else "prompt": "hello"}))
+        failed = run(model, "--gpu", "T4", "--dataset", str(data))
+        assert failed.exit_code == 2 and said in " ".join(failed.output.split())
 
 
 @pytest.mark.parametrize(

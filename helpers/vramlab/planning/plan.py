@@ -21,7 +21,7 @@ from typing import Any
 from ..hardware.gpu import Gpu
 from ..recipe.recipe import Recipe
 from ..report.errors import RecipeError
-from ..report.report import TIERS, Interval, Report, format_bytes, text_table
+from ..report.report import Interval, Report, format_bytes, text_table
 from .plan_advice import advise
 from .plan_script import scripts
 from .question import Question
@@ -29,6 +29,7 @@ from .search import NEAR, Choice, Search
 from .step_time import StepTime
 
 WIDTH = 80  # characters of a line in a terminal
+COLUMNS = "peak: GiB of all tensors; process: with CUDA's own; at most: its upper end"
 MEANING = {
     "safe": "fits at the highest figures seen of allocator and context",
     "likely": "fits at the usual ones",
@@ -43,7 +44,7 @@ class Plan:
     Attributes:
         question: what was asked.
         usable: bytes that one card's process can have.
-        choices: the best recipe of each method that fits, the surest and then the fastest first.
+        choices: the best recipe of each method that fits, the best of them first (`search.WAYS`).
         better: of each method, what is faster than its choice and lacks at most 2 GiB, or the lightest if that does.
         advice: when nothing fits, what would: one computed sentence each.
         considered, predicted: recipes in the space, and how many of them were predicted.
@@ -61,7 +62,7 @@ class Plan:
 
     @property
     def best(self) -> Choice:
-        """The fastest of the surest recipes that fit. Raises RecipeError, with the first advice, when none does."""
+        """The first choice. Raises RecipeError, with the first advice, when none does."""
         if self.choices:
             return self.choices[0]
         why = self.advice[0] if self.advice else "nothing in the space fits"
@@ -97,7 +98,9 @@ class Plan:
     def table(self) -> str:
         """A line of figures for each choice, and its recipe under it."""
         hours = any(choice.epoch for choice in self.choices)
-        rows = [("GiB", "tier", "peak", "process", "at most", "tokens/s", "from – to", *(["epoch"] if hours else []))]
+        rows = [
+            ("method", "tier", "peak", "process", "at most", "tokens/s", "from – to", *(["epoch"] if hours else []))
+        ]
         for choice in self.choices:
             time, needs = choice.time, choice.needs
             sizes = (f"{size / 2**30:.2f}" for size in (choice.report.peak.total, needs.value, needs.high))
@@ -119,6 +122,7 @@ class Plan:
         noted = [(choice.method, note) for choice in self.choices for note in choice.notes]
         lines += [f"{method}: {note}" for method, note in noted] + [f"note: {note}" for note in self.notes]
         if self.choices:
+            lines.append(COLUMNS)
             lines += [f"{tier}: {MEANING[tier]}" for tier in dict.fromkeys(choice.tier for choice in self.choices)]
             lines.append(f"{self._sources()}; speed {self.choices[0].time.basis.split(':')[0]}")
         return "\n".join(line if "\n" in line else _wrapped(line) for line in lines)
@@ -164,7 +168,7 @@ def plan(model: object, gpu: str | Gpu | None = None, gpus: int = 1, *, confirm:
             more = search.lightest(method)
             more = more if more and more.over(tier) <= NEAR else None
         better += [more.choice(tier)] if more else []
-    choices.sort(key=lambda choice: (list(TIERS).index(choice.tier), choice.offloads, choice.time.seconds))
+    choices.sort(key=lambda choice: choice.order)
     return Plan(
         question=_asked(question),
         usable=question.usable,
@@ -198,6 +202,8 @@ def _asked(question: Question) -> dict[str, Any]:
 
 
 def _notes(question: Question) -> Iterator[str]:
+    if question.assumed:
+        yield f"no card is named: speed and kernels are {question.gpu.name}'s, the table's least with so much memory"
     if not (question.memory or question.gpu.total_known):
         said = format_bytes(question.usable, digits=2)
         yield f"what {question.gpu.name} reports is not known: {said} is the least part of its box that any card reports"

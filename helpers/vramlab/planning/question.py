@@ -10,7 +10,7 @@ from ..formulas.fused_head import with_its_adapters
 from ..hardware.gpu import Gpu, current_device, find_gpu, gpu_names
 from ..recipe.knobs import documented, knob, knobs, same_knob
 from ..recipe.options import LoRA
-from ..recipe.recipe import ATTENTION, OPTIMIZERS, PRECISIONS, Recipe
+from ..recipe.recipe import ATTENTION, LEAST_BATCH, OPTIMIZERS, PRECISIONS, Recipe
 from ..recipe.samples import check_lengths
 from ..report.errors import RecipeError, needing
 from ..report.report import TIERS
@@ -57,6 +57,7 @@ class Question:
 
     def __post_init__(self):
         self.memory, self.host_memory = (size_of(name, getattr(self, name)) for name in ("memory", "host_memory"))
+        self.assumed = self.memory is not None and self.gpu is None
         self.gpu = find_gpu(self.gpu) if self.gpu is not None else self._card()
         if isinstance(self.lora, Mapping):  # of what differs from RANK
             self.lora = dataclasses.replace(RANK, **{"lora_alpha": 2 * self.lora.get("r", RANK.r), **self.lora})
@@ -76,9 +77,10 @@ class Question:
             near = max(1, round(self.global_batch / self.gpus)) * self.gpus
             rest = f"{self.gpus} GPUs share it equally: take a multiple, such as {near}"
             raise RecipeError("global_batch", self.global_batch, rest)
-        if self.trainer == "kto":
-            raise RecipeError("trainer", "kto", "plan tries micro-batches of one sample too, which KTOTrainer refuses")
-        same = {name: getattr(self, name) for name in ("seq_len", "task", "num_layers", "trainer")}
+        same = {"batch_size": LEAST_BATCH.get(self.trainer, 1)}
+        if self.samples_per_gpu < same["batch_size"]:
+            raise RecipeError("global_batch", self.global_batch, "KTOTrainer compares samples of a micro-batch: take 2")
+        same |= {name: getattr(self, name) for name in ("seq_len", "task", "num_layers", "trainer")}
         if self.lengths and self.seq_len is None:
             longest = Recipe(self.model, task=self.task).shape.max_positions
             same["seq_len"] = min(self.lengths[-1], longest or self.lengths[-1])

@@ -5,6 +5,7 @@ activations alone are too large is dropped without a prediction.
 """
 
 import contextlib
+import gc
 import math
 from collections import Counter
 from dataclasses import dataclass
@@ -16,10 +17,13 @@ from ..recipe.recipe import Recipe
 from ..report.errors import RecipeError, VramLabError
 from ..report.report import TIERS, GiB, Interval, Report
 from .question import ENGINES, METHODS, OPTIMS, Question
-from .search_space import families, held_bytes, method_of, micro_batches, notes_on, with_micro_batch
+from .search_space import families, held_bytes, least_bytes, method_of, micro_batches, notes_on, with_micro_batch
 from .step_time import StepTime, estimate, step_time
 
 NEAR, FASTER = 2 * GiB, 0.95  # a better recipe is worth naming if it lacks at most so much, and takes less of the time
+# Whether it offloads, and its tier, the best first: a step that waits for the host takes several times as long, so what is
+# likely to fit without goes before it, and what fits at the lowest figures only after it.
+WAYS = [(False, "safe"), (False, "likely"), (True, "safe"), (True, "likely"), (False, "tight"), (True, "tight")]
 DEEPEST = 24  # layers of a recipe that is simulated though none of its layers can stand for another
 
 
@@ -50,9 +54,9 @@ class Choice:
         return method_of(self.recipe)
 
     @property
-    def offloads(self) -> bool:
-        """Whether optimizer or parameters are offloaded to the host."""
-        return _offloads(self.recipe)
+    def order(self) -> tuple:
+        """Sort key, smallest for the best: by `WAYS`, then by time."""
+        return WAYS.index((_offloads(self.recipe), self.tier)), self.time.seconds
 
 
 class Candidate:
@@ -117,13 +121,16 @@ class Candidate:
 
     def simulate(self) -> None:
         """Simulate the recipe: two micro-batches stand for any more. What has no simulation here stays predicted."""
-        self.tried, recipe = True, self.recipe
+        self.tried, recipe, collects = True, self.recipe, gc.isenabled()
+        gc.disable()  # the libraries that are loaded now leave millions of objects to look through
         with contextlib.suppress(VramLabError, ImportError):
             from ..simulation.simulate import may_be_deepened, simulate
 
             if may_be_deepened(recipe, "cuda") or recipe.shape.num_layers <= DEEPEST:
                 steps = min(2, recipe.gradient_accumulation_steps)
                 self.simulated = simulate(recipe.replace(gradient_accumulation_steps=steps), gpu=self.question.gpu)
+        if collects:
+            gc.enable()
 
     def choice(self, tier: str | None = None) -> Choice:
         """It as an answer; `tier`: the one in which bytes are missing, if any are."""
@@ -146,7 +153,9 @@ class Search:
         ]
         self._sorted: dict[tuple[str, bool], list[Candidate]] = {}
         # Memory is least at either end: the whole batch at once accumulates no gradients.
-        self.ends = [candidate for candidate in self.candidates if candidate.recipe.batch_size in (batches[0], 1)]
+        self.ends = [
+            candidate for candidate in self.candidates if candidate.recipe.batch_size in (batches[0], batches[-1])
+        ]
 
     @property
     def predicted(self) -> int:
@@ -154,10 +163,10 @@ class Search:
         return sum("report" in vars(candidate) for candidate in self.candidates)
 
     def answer(self, method: str, confirm: bool = False) -> tuple[Candidate | None, str]:
-        """The fastest recipe that fits and the tier it does in: the surest tier asked for that has one, without offload
-        if there is one. With `confirm` it is simulated, and must fit then too."""
-        for offload in (False, True):
-            for tier in self.question.tiers:
+        """The fastest recipe that fits and the tier it does in: of the first of `WAYS` asked for that has one. With
+        `confirm` it is simulated, and must fit then too."""
+        for offload, tier in WAYS:
+            if tier in self.question.tiers:
                 while found := next((c for c in self._ordered(method, offload) if c.fits(tier)), None):
                     if found.tried or not confirm:
                         return found, tier
@@ -180,8 +189,9 @@ class Search:
 
     def any_fit(self) -> Recipe | None:
         """One of the lightest recipes that fit, without offload if there is one; None if none fits."""
-        tier = self.question.tiers[0]
-        ends = sorted(self.ends, key=lambda c: (_offloads(c.recipe), c.bound(tier)))
+        tier, usable = self.question.tiers[0], self.question.usable
+        ends = [c for c in self.ends if least_bytes(c.recipe) <= usable and c.bound(tier) <= usable]
+        ends.sort(key=lambda c: (_offloads(c.recipe), c.bound(tier)))
         return next((candidate.recipe for candidate in ends if candidate.fits(tier)), None)
 
     def lightest(self, method: str | None = None) -> Candidate | None:
