@@ -135,3 +135,50 @@ def test_the_command_takes_training_arguments(tmp_path):
 def test_a_wrong_request_is_one_sentence(words, said):
     found = run(*words, text="hello" if len(words) == 1 else message())
     assert found.exit_code == 2 and said in found.output
+
+
+SCRIPT = """
+import torch
+from transformers import AutoModelForCausalLM, TrainingArguments, BitsAndBytesConfig
+from peft import LoraConfig
+MODEL, ROWS = "gpt2", 4
+NAME = MODEL_OF_ELSEWHERE = "gpt2"
+parser.add_argument("--steps", type=int, default=3)
+base = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.bfloat16)
+model = AutoModelForCausalLM.from_pretrained(NAME, quantization_config=base, dtype=torch.bfloat16)
+adapters = LoraConfig(r=32, target_modules=["c_attn"])
+args = TrainingArguments("out", per_device_train_batch_size=2, bf16=True, learning_rate=rate(), optim=best(),
+                         gradient_accumulation_steps=asked.steps)
+raise SystemExit("it was run")
+tokenizer("text", max_length=64)
+"""
+
+
+def test_a_script_is_read_without_running_it(tmp_path):
+    path = tmp_path / "finetune.py"
+    path.write_text(SCRIPT)
+    found = run(str(path))
+    recipe = "gpt2 · batch 2 · 64 tokens · bf16-mixed · adamw_torch_fused · accumulate ×3 · LoRA r=32 · nf4"
+    assert f"predicted: {recipe}" in found.output
+    assert "only running finetune.py would tell: TrainingArguments(optim=…)\n" in found.output
+    assert "batch 8 · 16 tokens" in run("gpt2", str(path), "--batch-size", "8", "--seq-len", "16").output
+    path.write_text("print(1")
+    assert "must be a Python file" in run(str(path)).output
+    path.write_text("print(1)")
+    assert "none of TrainingArguments" in run(str(path)).output
+
+
+def test_a_program_of_plan_is_read_as_its_recipe(tmp_path):
+    from vramlab import plan
+
+    for number, asked in enumerate(({"method": "qlora"}, {"method": "full", "gpus": 2, "engines": "fsdp"})):
+        found = plan("llama-3.2-1b", "RTX 4090", seq_len=64, confirm=False, offload=False, **asked)
+        script = found.write(tmp_path / f"train{number}.py")[0]
+        assert f"predicted: {found.best.recipe}\n" in run(str(script)).output
+
+
+def test_the_traceback_says_in_which_phase_it_was(monkeypatch):
+    text = message(asked="50.00 MiB", allocated="400.00 MiB")
+    for frame, phase in ((", in forward\n", "forward"), ("self.accelerator.backward(loss)", "backward")):
+        (line,) = (line for line in explain(f"Traceback …\n{frame}\n{text}", RECIPE).lines if "the request" in line)
+        assert f", in {phase}, " in line

@@ -26,7 +26,8 @@ from ..recipe.knobs import Knob, options
 from ..recipe.recipe import Recipe
 from ..report.errors import VramLabError, needing
 from ..report.report import Interval, Report, format_bytes
-from .options import OPTIONS, Options, fields_of, fits_card, read_lengths, recipe_of, recipe_of_arguments
+from .options import OPTIONS, Options, fields_of, fits_card, read_lengths, recipe_of, recipe_of_arguments, tokens_of
+from .script import read_script
 
 FAILED, WRONG, OUT_OF_MEMORY, STOPPED = 1, 2, 3, 130
 ALSO = {"seq_len": ("--seq-len", "--tokens")}  # names of options that have two
@@ -65,7 +66,7 @@ Json = _flag("Print JSON; sizes are bytes, times seconds.", "--json")
 DIFFERING = "A recipe's or report's JSON file, or in quotes what predict takes: 'gpt2 --batch-size 8'."
 EXPLAINED = (
     "An out-of-memory message (a file, or - for standard input) or a memory snapshot's .pickle; then or alone MODEL with "
-    "the options of predict, and a TrainingArguments' JSON file if there is one, or a recipe's."
+    "the options of predict, and a TrainingArguments' JSON file if there is one; or a recipe's; or the script that trains."
 )
 GpuName = Annotated[str | None, typer.Option("--gpu", help="A card by name, such as T4. Exit status 1: does not fit.")]
 
@@ -195,7 +196,8 @@ def measure(
 def plan(
     asked: dict[str, Any],
     gpu: Annotated[str | None, typer.Option("--gpu", help="A card by name, such as T4; this machine's.")] = None,
-    dataset: Annotated[Path | None, typer.Option(help="JSONL with each sample's length or input_ids.")] = None,
+    dataset: Annotated[Path | None, typer.Option(help="JSONL with each sample's length, input_ids or text.")] = None,
+    pretrained: _flag("Download the model's tokenizer for the text of --dataset.", "--pretrained") = False,
     confirm: _flag("Simulate each answer.", "--confirm/--no-confirm") = True,
     write: Annotated[Path | None, typer.Option(help="Write the best recipe as a program, such as train.py.")] = None,
     as_json: Json = False,
@@ -203,7 +205,8 @@ def plan(
     """The best full, LoRA and QLoRA recipe for a GPU, and how sure it is that each fits. Exit status 3: none does."""
     from ..planning.plan import plan
 
-    asked |= {"lengths": read_lengths(dataset)} if dataset else {}
+    if dataset:
+        asked["lengths"] = read_lengths(dataset, functools.partial(tokens_of, asked["model"], pretrained))
     found = plan(gpu=gpu, confirm=confirm, **asked)
     typer.echo(found.to_json(indent=2) if as_json else str(found))
     if write and found.choices:
@@ -271,7 +274,7 @@ def explain(
         what = typer.get_text_stream("stdin").read()
     elif first.suffix in (".pickle", ".pkl"):
         what = first
-    elif first.is_file() and first.suffix != ".json":
+    elif first.is_file() and first.suffix not in (".json", ".py"):
         what = first.read_text(encoding="utf-8", errors="replace")
     else:
         what, rest = _said(words), []
@@ -317,7 +320,7 @@ def diff(
 
 def _said(words: list[str]) -> Recipe | Report:
     """Return what words say: the JSON file of a report or a recipe, or MODEL and options as of `predict`, among them the
-    JSON file of a TrainingArguments."""
+    JSON file of a TrainingArguments or a Python script, which may name the model."""
     paths = {word: Path(word) for word in words if word.endswith(".json") and Path(word).is_file()}
     read = {word: read_json("file", path.read_text(encoding="utf-8"), word) for word, path in paths.items()}
     files = {word: found for word, found in read.items() if isinstance(found, dict)}
@@ -328,10 +331,16 @@ def _said(words: list[str]) -> Recipe | Report:
             return Recipe.from_json(json.dumps(found))
     arguments = [word for word, found in files.items() if "per_device_train_batch_size" in found]
     command = typer.main.get_command(app).commands["predict"]
-    given = command.make_context("RECIPE", [word for word in words if word not in arguments]).params
+    scripts = [word for word in words if word.endswith(".py") and Path(word).is_file()]
+    rest, fields = [word for word in words if word not in (*arguments, *scripts)], {}
+    if scripts:
+        model, files[scripts[0]], fields, unread = read_script(Path(scripts[0]))
+        arguments, rest = scripts, rest if rest and not rest[0].startswith("-") else [model or "", *rest]
+        typer.echo(unread, err=True) if unread else None
+    given = command.make_context("RECIPE", rest).params
     known = {name: given[name] for name in OPTIONS}
     if arguments:
-        return recipe_of_arguments(given["model"], known, files[arguments[0]])
+        return recipe_of_arguments(given["model"], known, files[arguments[0]], **fields)
     return recipe_of(given["model"], known)
 
 

@@ -59,7 +59,8 @@ def explain(what: Any, recipe: Recipe | None = None, gpu: str | Gpu | None = Non
     if isinstance(what, Recipe):
         return _of_recipe(what, card)
     found = read_message(str(what))
-    return Explanation([*_of_message(found), *(_of_request(found, recipe, card) if recipe else ())], found)
+    lines = [*_of_message(found)]
+    return Explanation(lines + (_of_request(found, recipe, card, _phase(str(what))) if recipe else []), found)
 
 
 def read_message(text: str) -> dict[str, int]:
@@ -110,20 +111,28 @@ def _of_message(found: dict[str, int]) -> Iterator[str]:
         yield f"fragmentation: {sizes['unallocated']} would do, but not in one piece; set {EXPANDABLE}"
 
 
-def _of_request(found: dict[str, int], recipe: Recipe, card: Gpu | None) -> list[str]:
-    """Which of the recipe's simulated allocations the request was: of its size, nearest to what was allocated then."""
+def _phase(text: str) -> str | None:
+    """In which phase the traceback above a message ends; None where there is none. A checkpoint's forward is backward."""
+    return next((phase for phase, frame in WORDS["frames"].items() if re.search(frame, text)), None)
+
+
+def _of_request(found: dict[str, int], recipe: Recipe, card: Gpu | None, phase: str | None) -> list[str]:
+    """Which of the recipe's simulated allocations the request was: of its size, in the `phase` if known, nearest to what
+    was allocated then. Two micro-batches stand for any more."""
     from ..simulation.simulate import trace
 
-    history, asked = trace(recipe, "cuda", card), found["asked"]
+    steps = min(2, recipe.gradient_accumulation_steps)
+    history, asked = trace(recipe.replace(gradient_accumulation_steps=steps), "cuda", card), found["asked"]
     peak, near = int(history.live.max()), 0.005 * UNITS[unit_for(asked)]  # two digits are printed
     held, births = found.get("allocated", peak), []
     for i, (size, storage, _) in enumerate(history.log):
         whole = SMALL_SEGMENT if rounded(storage.asked) <= SMALL_BLOCK else segment(rounded(storage.asked))
         if size > 0 and any(abs(n - asked) <= near for n in (storage.asked, whole)):  # torch says the segment's size
-            births.append((abs(int(history.live[i]) - held), i, storage))
+            elsewhere = phase is not None and history.phase_at(i + 1) != phase
+            births.append((elsewhere, abs(int(history.live[i]) - held), i, storage))
     line = f"none of the recipe's requests has that size (its peak is {format_bytes(peak)}): is it another recipe?"
     if births:
-        _, at, s = min(births, key=lambda birth: birth[:2])
+        *_, at, s = min(births, key=lambda birth: birth[:3])
         what = TensorGroup(s.asked, s.category or "temporaries", s.shape, s.dtype, s.op, s.where)
         alike = len({(s.op, s.where) for *_, s in births}) - 1
         line = f"the request: {what}, in {history.phase_at(at + 1)}, at {format_bytes(int(history.live[at]))} of a peak of "

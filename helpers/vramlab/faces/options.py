@@ -2,7 +2,7 @@
 
 import dataclasses
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,9 +12,11 @@ from ..recipe.arguments import arguments_class
 from ..recipe.knobs import Knob, options
 from ..recipe.options import STAGES
 from ..recipe.recipe import Recipe
+from ..recipe.shapes import read_shape
 from ..report.errors import RecipeError, needing
 from ..report.report import Interval, Report
 
+ANSWERS = ("completion", "chosen", "rejected")
 LENGTHS = ("length", "input_ids")  # `TrainingArguments.length_column_name`, and what the Trainer counts without it
 
 # Option to the field of `Recipe` or of its part, ("lora", "r"), and what the recipe says of it.
@@ -45,16 +47,14 @@ def recipe_of(model: str, given: Mapping[str, Any]) -> Recipe:
     return Recipe(model, **fields)
 
 
-def recipe_of_arguments(model: str, given: Mapping[str, Any], values: Mapping[str, Any]) -> Recipe:
-    """Return the recipe of `TrainingArguments` that were written as JSON, with `given` options where they are no default.
-
-    Raises RecipeError.
-    """
+def recipe_of_arguments(model: str, given: Mapping[str, Any], values: Mapping[str, Any], **fields: Any) -> Recipe:
+    """Return the recipe of `TrainingArguments` that were written as JSON, with `fields` of the recipe, and the `given`
+    options where they are no default. Raises RecipeError."""
     parts = {
         name for name, (path, _) in OPTIONS.items() if len(path) > 1
     }  # whose options are None where they are not given
     own = {name: n for name, n in given.items() if name in parts or n != OPTIONS[name][1].default}
-    fields = fields_of(OPTIONS, own)
+    fields |= fields_of(OPTIONS, own)
     with needing("TrainingArguments"):
         import torch
 
@@ -68,23 +68,54 @@ def recipe_of_arguments(model: str, given: Mapping[str, Any], values: Mapping[st
     return Recipe.from_training_arguments(arguments, model, **fields)
 
 
-def read_lengths(path: Path) -> list[int]:
-    """Return the tokens of each sample of a JSONL file: a number, a list of ids, or an object with one of LENGTHS a line.
+def read_lengths(path: Path, tokens: Callable[[list[dict]], list[int]] | None = None) -> list[int]:
+    """Return the tokens of each sample of a JSONL file: a number, a list of ids, or an object with one of LENGTHS a line;
+    of other objects what `tokens` says of them.
 
     Raises RecipeError for a file that does not say them.
     """
-    found = []
+    found: list[Any] = []
     try:
-        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+        for line in path.read_text(encoding="utf-8").splitlines():
             value = json.loads(line) if line.strip() else None
             if isinstance(value, dict):
-                value = next((value[name] for name in LENGTHS if name in value), f"line {number}: {', '.join(value)}")
+                value = next((value[name] for name in LENGTHS if name in value), value)
             found += [] if value is None else [len(value) if isinstance(value, list) else value]
     except (OSError, ValueError) as error:
         raise RecipeError("lengths", str(path), f"it must be a JSONL file ({error})") from error
-    if said := next((value for value in found if isinstance(value, str)), None):
-        raise RecipeError("lengths", said, "each sample must say its " + " or ".join(LENGTHS))
-    return found
+    texts = [value for value in found if isinstance(value, dict)]
+    if texts and tokens is None:
+        raise RecipeError("lengths", ", ".join(texts[0]), "each sample must say its " + " or ".join(LENGTHS))
+    counted = iter(tokens(texts) if texts else ())
+    return [next(counted) if isinstance(value, dict) else value for value in found]
+
+
+def tokens_of(model: str, pretrained: bool, rows: list[dict]) -> list[int]:
+    """Count the tokens of samples as programs of `plan` train on them, with the model's tokenizer: from its folder or the
+    hub's local cache, from the hub if `pretrained`. A pair of answers has its longer one. Raises RecipeError."""
+    with needing("text in --dataset"):
+        from transformers import AutoTokenizer
+    shape = read_shape(model)
+    try:
+        name = shape.hub_id or model
+        tokenizer = AutoTokenizer.from_pretrained(name, local_files_only=not pretrained)
+    except (OSError, ValueError) as error:
+        rest = "its samples are text, and no tokenizer of the model is here: take a folder that has one as MODEL, "
+        raise RecipeError(
+            "dataset", model, rest + "--pretrained to download it, or say each sample's length"
+        ) from error
+
+    def texts(row: dict) -> list[str]:
+        if "messages" in row:
+            return [tokenizer.apply_chat_template(row["messages"], tokenize=False)]
+        answers = [row[name] for name in ANSWERS if name in row]
+        return [row.get("prompt", "") + answer for answer in answers] or [row["text"]]
+
+    try:
+        return [max(len(ids) for ids in tokenizer(texts(row))["input_ids"]) + 1 for row in rows]  # and the last, an EOS
+    except (KeyError, TypeError, ValueError) as error:
+        rest = f"a sample has a text, messages, or a prompt with {', '.join(ANSWERS)} ({error!r})"
+        raise RecipeError("dataset", ", ".join(rows[0]), rest) from error
 
 
 def fits_card(report: Report, card: Gpu) -> tuple[bool | None, str]:
