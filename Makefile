@@ -38,6 +38,7 @@ help:
 	@echo 'PIP_FLAGS=…      more flags for pip. On Linux without an NVIDIA GPU, save gigabytes with'
 	@echo '                 PIP_FLAGS="--extra-index-url ADDRESS", the address being that of the CPU wheel index of PyTorch'
 	@echo 'COLAB=…          for try-colab: "--prefix FOLDER", a Python with the versions of tests/tools/colab.txt, and "--card T4"'
+	@echo 'SITE_URL=…       for site: where it will stand, with a slash at its end; pages then name themselves and a picture'
 	@echo 'CONSTRAINTS=…    another version set for pip; empty for the newest of everything'
 
 # Made once, and again when the requirements change.

@@ -13,6 +13,7 @@ import settings
 import site_evidence
 import site_links
 import site_pages
+import yaml
 from settings import ROOT
 from vramlab import GiB, Recipe, predict
 from vramlab.measurement.records import save
@@ -339,7 +340,7 @@ def test_records_appear_by_themselves(tmp_path):
 
 def test_the_readme_says_the_figures_that_the_page_computes():
     readme, page = (ROOT / "README.md").read_text(encoding="utf-8"), site_evidence.summary()
-    for figure in re.findall(r"(?:mean|worst) \**([\d.]+) %", page.partition("reserved")[0]):
+    for figure in re.findall(r"(?:mean|worst) \**([\d.]+)\s%", page.partition("reserved")[0]):
         assert re.search(rf"{float(figure):.2g}\d? %", readme), figure
     assert site_evidence.runs_table().count("\n") == 97
 
@@ -362,3 +363,15 @@ def test_a_broken_link_fails_the_build(built, capfd):
     assert make_site.render(source, out) != 0
     assert "99_nowhere" in capfd.readouterr().err
     page.write_text(kept, encoding="utf-8")
+
+
+def test_the_pages_workflow_builds_checks_and_then_publishes():
+    workflow = yaml.safe_load((ROOT / ".github" / "workflows" / "pages.yml").read_text(encoding="utf-8"))
+    steps = workflow["jobs"]["site"]["steps"]
+    said = [step.get("run", step.get("uses", "")) for step in steps]
+    parts = ("configure-pages", "make site", "pytest", "upload-pages", "deploy-pages")
+    order = [next(i for i, text in enumerate(said) if part in text) for part in parts]
+    assert order == sorted(order)
+    for path in re.findall(r"\btests/[\w/]+\.py", " ".join(said)):
+        assert (ROOT / path).exists()
+    assert next(step["with"]["path"] for step in steps if "upload-pages" in step.get("uses", "")) == "build/site"

@@ -11,6 +11,7 @@ import sys
 import threading
 import zipfile
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from urllib.parse import urlencode
 
 import pytest
@@ -34,10 +35,6 @@ print(json.dumps([page, answers, config, sorted({name.partition(".")[0] for name
 
 MODELS = [name for name in model_names() if read_shape(name).layout]
 VALUES = CONTROLS | {"model": MODELS}
-IS_STATE = """wanted => {
-  const state = JSON.parse(document.getElementById("calculator").dataset.state);
-  return JSON.stringify(state, Object.keys(state).sort()) === JSON.stringify(JSON.parse(wanted), Object.keys(state).sort());
-}"""
 
 
 def _js(value) -> str:
@@ -48,7 +45,7 @@ def draws(number: int, seed: int) -> list[dict]:
     """Random states of the controls."""
     rng = random.Random(seed)
     return [
-        START | {name: rng.choice(values) for name, values in VALUES.items() if values and rng.random() < 0.5}
+        START | {name: rng.choice(values) for name, values in VALUES.items() if values and rng.random() < 0.3}
         for _ in range(number)
     ]
 
@@ -107,39 +104,143 @@ def test_code_of_an_answer_runs_and_says_the_same(tmp_path):
     assert json.loads(said.stdout)["peak"]["total"] == answer["peak"], said.output
 
 
+# --- in a browser -------------------------------------------------------------------------------------------------
+
+PATIENCE = 300_000  # milliseconds until a test gives up; how long something takes is not asserted
+SHELL = """<!doctype html><html lang="en"><title>Calculator</title><main><h1>Does my training fit?</h1>
+<link rel="stylesheet" href="calculator/calculator.css"><div id="calculator"></div></main>
+<script type="module" src="calculator/calculator.js"></script></html>"""
+# Goes to each state by its address and waits until the answer of just that state is there.
+VISIT = """async states => {
+  const place = document.getElementById("calculator"), found = [];
+  const text = (state) => JSON.stringify(state, Object.keys(state).sort());
+  for (const [address, wanted] of states) {
+    const there = new Promise((resolve) => {
+      const look = () => text(JSON.parse(place.dataset.state)) === text(wanted) && (watcher.disconnect(), resolve());
+      const watcher = new MutationObserver(look);
+      watcher.observe(place, { attributes: true });
+      location.hash = address;
+      look();
+    });
+    await there;
+    found.push(JSON.parse(place.dataset.answer));
+  }
+  return found;
+}"""
+
+
+def chromium() -> str | None:
+    """The browser: by its path in CHROMIUM, Playwright's own (None), or the system's. Skips the test where there is none."""
+    sync_api = pytest.importorskip("playwright.sync_api", reason="needs playwright")
+    system = map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable"))
+    if found := os.environ.get("CHROMIUM") or next(filter(None, system), None):
+        return found
+    with sync_api.sync_playwright() as play:
+        if not Path(play.chromium.executable_path).exists():
+            pytest.skip("no Chromium: install one, or run `playwright install chromium`")
+    return None
+
+
 @pytest.fixture(scope="module")
 def address(tmp_path_factory):
     """The page on a server, without the rest of the site."""
+    try:
+        pyodide = web_calculator.fetch_pyodide(web_calculator.ROOT / "build")
+    except OSError as error:
+        pytest.skip(f"Pyodide could not be fetched from the npm registry: {error}")
     folder = tmp_path_factory.mktemp("page")
     place = shutil.copytree(web_calculator.ROOT / "site" / "static" / "calculator", folder / "calculator")
     web_calculator.write_archive(place / "vramlab.zip")
-    shutil.copytree(web_calculator.fetch_pyodide(web_calculator.ROOT / "build"), place / "pyodide")
-    (folder / "index.html").write_text(
-        '<!doctype html><div id="calculator"></div><script type="module" src="calculator/calculator.js"></script>'
-    )
-    handler = functools.partial(SimpleHTTPRequestHandler, directory=str(folder))
+    shutil.copytree(pyodide, place / "pyodide")
+    (folder / "index.html").write_text(SHELL, encoding="utf-8")
+    (folder / "favicon.ico").write_bytes(b"")
+    handler = functools.partial(Quiet, directory=str(folder))
     with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         yield f"http://127.0.0.1:{server.server_port}/"
         server.shutdown()
 
 
-@pytest.mark.slow
-def test_a_browser_says_the_same_bytes_for_200_recipes(address):
-    """Needs `pip install playwright` and a Chromium, by its path in CHROMIUM where Playwright has none of its own."""
-    sync_api = pytest.importorskip("playwright.sync_api")
-    with sync_api.sync_playwright() as play:
-        browser = play.chromium.launch(executable_path=os.environ.get("CHROMIUM"), args=["--no-sandbox"])
-        page, wrong = browser.new_page(), []
+class Quiet(SimpleHTTPRequestHandler):
+    def log_message(self, *_) -> None:
+        pass
+
+
+@pytest.fixture(scope="module")
+def page(request):
+    """The calculator, answering, 390 pixels wide and in the dark; no error may have reached its console."""
+    executable = chromium()
+    from playwright.sync_api import sync_playwright
+
+    address = request.getfixturevalue("address")
+    with sync_playwright() as play:
+        browser = play.chromium.launch(executable_path=executable, args=["--no-sandbox"])
+        page = browser.new_page(viewport={"width": 390, "height": 844}, color_scheme="dark")
+        page.set_default_timeout(PATIENCE)
+        wrong: list[str] = []
         page.on("console", lambda message: wrong.append(message.text) if message.type == "error" else None)
         page.on("pageerror", lambda error: wrong.append(str(error)))
         page.goto(address)
-        page.wait_for_selector("#calculator[data-answer]", timeout=120_000)
-        begin = json.loads(page.locator("#calculator").get_attribute("data-state"))
-        for state in draws(200, 2):
-            page.evaluate("address => { location.hash = address }", urlencode({k: _js(v) for k, v in state.items()}))
-            wanted = json.dumps(begin | state, sort_keys=True)
-            page.wait_for_function(IS_STATE, arg=wanted, timeout=60_000)
-            same(json.loads(page.locator("#calculator").get_attribute("data-answer")), state)
+        page.wait_for_selector("#calculator[data-answer]")
+        yield page
         browser.close()
-    assert [line for line in wrong if "favicon" not in line and "404" not in line] == []
+    assert wrong == []
+
+
+def visit(page, states: list[dict]) -> None:
+    begin = json.loads(page.evaluate("JSON.stringify(window.beginning ??= JSON.parse(calculator.dataset.state))"))
+    asked = [(urlencode({k: _js(v) for k, v in state.items()}), begin | state) for state in states]
+    for found, state in zip(page.evaluate(VISIT, asked), states, strict=True):
+        same(found, state)
+
+
+def test_a_browser_says_the_same_bytes(page):
+    visit(page, draws(25, 3))
+
+
+@pytest.mark.slow
+def test_a_browser_says_the_same_bytes_for_200_recipes(page):
+    visit(page, draws(200, 2))
+
+
+def test_every_control_has_a_label_and_can_be_reached_in_order_by_keyboard(page):
+    page.evaluate("document.querySelectorAll('#calculator details').forEach((part) => (part.open = true))")
+    names = page.evaluate(
+        """[...calculator.querySelectorAll("input, select, textarea")].map((part) =>
+        [part.id, part.labels?.[0]?.textContent || part.getAttribute("aria-label") || ""])"""
+    )
+    assert len(names) > len(CONTROLS) and all(label.strip() for _, label in names), names
+    wanted = page.evaluate(
+        """[...calculator.querySelectorAll("summary, input, select, textarea, button, pre")]
+        .filter((part) => !part.disabled).map((part, i) => (part.dataset.order = String(i)))"""
+    )
+    page.evaluate("document.activeElement?.blur()")
+    page.locator("#calculator [data-order='0']").focus()
+    reached = ["0"]
+    for _ in wanted[1:]:
+        page.keyboard.press("Tab")
+        reached.append(page.evaluate("document.activeElement.dataset.order"))
+    assert reached == wanted
+
+
+def test_the_answer_follows_a_key_and_is_said_to_screen_readers(page):
+    visit(page, [{**START, "model": "gpt2", "gpu": "T4", "batch_size": 4}])
+    said = page.locator("[data-part=said]")
+    assert (said.get_attribute("role"), said.get_attribute("aria-live")) == ("status", "polite")
+    before, slider = said.inner_text(), page.locator("#calculator-batch_size")
+    slider.focus()
+    page.keyboard.press("ArrowRight")
+    page.wait_for_function("before => document.querySelector('[data-part=said]').innerText !== before", arg=before)
+    assert slider.get_attribute("aria-valuetext") == "6" and "batch_size=6" in page.url
+    assert "T4: " in said.inner_text() and "GiB" in said.inner_text()
+    answer = json.loads(page.locator("#calculator").get_attribute("data-answer"))
+    same(answer, {**START, "model": "gpt2", "gpu": "T4", "batch_size": 6})
+    rows = page.locator("[data-part=table] tbody tr").count()
+    assert rows == len(answer["parts"]) + 1
+
+
+def test_a_phone_needs_no_scrolling_sideways(page):
+    page.evaluate("document.querySelectorAll('#calculator details').forEach((part) => (part.open = true))")
+    wide = """[...document.querySelectorAll("#calculator *")].filter((part) => !part.closest("pre, svg"))
+    .filter((part) => part.getBoundingClientRect().right > 390).map((part) => part.outerHTML.slice(0, 120))"""
+    assert page.evaluate("document.documentElement.scrollWidth") <= 390, page.evaluate(wide)

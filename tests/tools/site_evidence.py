@@ -31,7 +31,7 @@ def figures(errors: Iterable[float]) -> str:
 
 
 def _percent(error: float) -> str:
-    return f"{error:.2%}".replace("%", " %") if abs(error) < 0.1 else f"{error:.0%}".replace("%", " %")
+    return f"{error:.2%}".replace("%", "\u00a0%") if abs(error) < 0.1 else f"{error:.0%}".replace("%", "\u00a0%")
 
 
 def summary() -> str:

@@ -100,12 +100,13 @@ def link_terms(cells: Iterable[nbformat.NotebookNode], terms: Mapping[str, str],
 
 
 def link_back(glossary: str, uses: Mapping[str, set[str]], places: Sequence[str]) -> str:
-    """The glossary whose "(chapter 02)" leads to the term's place there; `uses` are the terms linked, by chapter."""
+    """The glossary whose "(chapter 02)" leads there, to the term's place if it is in `uses`, the terms by chapter."""
     text = re.sub(r"\(chapter\n\s+(\d\d)\)", r"(chapter \1)", glossary)
     for term, chapter in glossary_terms(text).items():
         place = next((place for place in places if place.startswith(f"notebooks/{chapter}_")), None)
-        if place and term in uses.get(chapter, ()):
-            target = f"{place.removesuffix('.ipynb')}.html#{anchor_of(term)}"
+        if place:
+            target = place.removesuffix(".ipynb") + ".html"
+            target += f"#{anchor_of(term)}" if term in uses.get(chapter, ()) else ""
             entry = re.compile(rf"(^{re.escape(term)}\n(?:.+\n)*?.*\()chapter {chapter}\)$", re.MULTILINE)
             text = entry.sub(rf'\g<1><a href="{target}">chapter {chapter}</a>)', text, count=1)
     return text

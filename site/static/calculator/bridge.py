@@ -14,7 +14,8 @@ from vramlab.hardware.gpu import find_gpu
 from vramlab.recipe.shapes import read_shape
 from vramlab.report.errors import VramLabError
 
-MORE = ("attn_implementation", "lora_target", "double_quant", "dtype", "packing", "engine", *(
+MORE = ("attn_implementation", "lora_target", "double_quant", "dtype", "gradient_accumulation_steps", "packing",
+        "packing_strategy", "padding_free", "precompute_ref_log_probs", "task", "engine", *(
     name for name in LABELS if SWITCHES.get(OPTIONS[name][0][0] if name in OPTIONS else "") == "stage"
 ))  # fmt: skip
 # Where the page begins: the course's example, an 8B fine-tuned on one card.
@@ -22,7 +23,6 @@ BEGIN = START | {
     "model": "llama-3.1-8b", "gpu": "RTX 4090", "batch_size": 1, "seq_len": 2048, "precision": "bf16-mixed",
     "dtype": "bfloat16", "gradient_checkpointing": True, "lora_r": 16, "lora_target": "all-linear", "trainer": "sft",
 }  # fmt: skip
-WORDS = {False: "off", True: "on", UNSET: "default"}
 NOTHING = {"lora_r": "none", "quantization": "none", "stage": "one GPU"}  # what an unset control means
 
 
@@ -31,7 +31,7 @@ def page() -> str:
     controls = []
     for name, values in CONTROLS.items():
         sizes = set(SIZES[-9:]) <= set(values)
-        words = [NOTHING.get(name, "default") if v == UNSET else WORDS.get(v, str(v)) for v in values]
+        words = [_word(name, value) for value in values]
         kind = "slider" if sizes else "text" if not values else "select"
         said = OPTIONS[name][1].help if name in OPTIONS else ""
         controls.append({"name": name, "label": LABELS[name], "help": said, "kind": kind, "values": values,
@@ -40,6 +40,13 @@ def page() -> str:
     return json.dumps(
         {"controls": controls, "start": BEGIN, "cards": cards, "look": {k: v[0] for k, v in LOOK.items()}}
     )
+
+
+def _word(name: str, value) -> str:
+    """What a control says for a value; 1 is no True."""
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    return NOTHING.get(name, "default") if value == UNSET else str(value)
 
 
 def add_config(name: str, text: str) -> str:
