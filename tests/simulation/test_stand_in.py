@@ -5,12 +5,14 @@ from pathlib import Path
 
 import pytest
 from quick import params
-from vramlab import Recipe, predict, simulate
+from vramlab import Recipe, predict, simulate, simulate_evaluation
 from vramlab.hardware.gpu import find_gpu
 from vramlab.hardware.kernels import efficient_scratch, reduction_scratch
+from vramlab.recipe.evaluation import Evaluation
 
 FOLDER = Path(__file__).parent.parent / "stand_in"
 CARDS = {"h200": ("H200", 24), "rtx-3090": ("RTX 3090", 5), "t4": ("T4", 5)}  # one run in so many is simulated
+LATER = {**{name: card for name, (card, _) in CARDS.items()}, "rtx-4090": "RTX 4090", "h100": "H100 SXM"}
 
 
 def read(name):
@@ -69,3 +71,35 @@ def test_what_was_off(why):
     assert abs(simulated.allocated / run["allocated"] - 1) < 1e-3
     assert recipe.quantization or abs(simulated.reserved.value / run["reserved"] - 1) < 0.02  # loading leaves segments
     assert recipe.sharding or abs(predict(recipe, gpu=card).peak.total / run["allocated"] - 1) < 1e-3
+
+
+ROWS = (
+    "dtype",
+    "sft",
+    "preference",
+    "samples",
+    "lora",
+    "offload",
+    "optimizers",
+    "evaluation",
+    "loading",
+    "families",
+    "liger",
+)
+
+
+@pytest.mark.parametrize("row", params(ROWS, ["samples", "loading"]))
+def test_what_came_later(row):
+    for name, card in LATER.items():
+        for run in (run for run in read(name)["runs"] if run.get("row") == row):
+            recipe = Recipe(**run["recipe"])
+            if row == "loading":
+                held, asked = simulate(recipe, gpu=card).loading.total, None
+            elif row == "evaluation":
+                report = simulate_evaluation(recipe, Evaluation(**run["evaluation"]), gpu=card)
+                held, asked = report.allocated, None
+            else:
+                report = simulate(recipe, gpu=card)
+                held, asked = report.allocated, report.requested
+            assert abs(held / run["allocated"] - 1) < 0.003, run["recipe"]
+            assert asked is None or abs(asked / run["requested"] - 1) < 2e-5, run["recipe"]
