@@ -23,6 +23,7 @@ from vramlab.simulation.simulate import trace
 from vramlab.tracking.history import History
 from vramlab.tracking.tracked import run_tracked
 from vramlab.tracking.tracker import Tracker
+from vramlab.training.training import build
 from vramlab_course import ranks
 from vramlab_course.collectives import Collectives
 
@@ -73,6 +74,10 @@ def work(recipes: dict[str, Recipe], learn: list[str], witness: list[str]) -> di
     from vramlab.training.process_group import real_rank
 
     torch.set_num_threads(1)
+    if any(recipe.use_liger_kernel for recipe in recipes.values()):  # kernels write where host code has allocated
+        from triton.runtime.jit import KernelInterface
+
+        KernelInterface.__getitem__ = lambda kernel, grid: lambda *args, **kwargs: None
     found = {}
     with real_rank("cpu") as rank:
         for name, recipe in recipes.items():
@@ -105,7 +110,9 @@ def allocated(history: History) -> dict[str, Any]:
 
 def followed(recipe: Recipe) -> dict[str, Any]:
     """What a tracker sees of two real steps."""
-    tracker = run_tracked(ranks.build_on_rank(recipe, "cpu"), Tracker("cpu"), 2, "cpu")
+    rows = recipe.trainer in ("transformers", "sft") and not recipe.is_ragged  # which a global batch is made of
+    training = ranks.build_on_rank(recipe, "cpu") if rows else build(recipe, "cpu")
+    tracker = run_tracked(training, Tracker("cpu"), 2, "cpu")
     return allocated(History(tracker.log, tracker.marks))
 
 

@@ -86,6 +86,30 @@ TABLE: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] = {
         DDP,
         {"trainer": "sft", "lora": EVERYWHERE, "gradient_checkpointing": True, "precision": "bf16-mixed"},
     ),
+    "llama, SFTTrainer, DDP, packed": ("llama", {}, DDP, {"trainer": "sft", "packing": True, "lengths": (9, 20, 12)}),
+    "llama, SFTTrainer, stage 3, joined": (
+        "llama",
+        {},
+        FSDP3,
+        {"trainer": "sft", "padding_free": True, "lengths": (9, 20)},
+    ),
+    "llama, SFTTrainer, DDP, padded": ("llama", {}, DDP, {"trainer": "sft", "lengths": (9, 20)}),
+    "llama, DPOTrainer, DDP": ("llama", {}, DDP, {"trainer": "dpo", "gradient_accumulation_steps": 2}),
+    "llama, DPOTrainer, DDP, LoRA, bf16-mixed": (
+        "llama",
+        {},
+        DDP,
+        {"trainer": "dpo", "lora": EVERYWHERE, "precision": "bf16-mixed"},
+    ),
+    "llama, KTOTrainer, ZeRO-1": ("llama", {}, ZERO1, {"trainer": "kto"}),
+    "llama, RewardTrainer, DDP": ("llama", {}, DDP, {"trainer": "reward", "task": "sequence-classification"}),
+    "llama, Liger, DDP": ("llama", {}, DDP, {"use_liger_kernel": True}),
+    "llama, SFTTrainer, Liger, DDP, bf16-mixed": (
+        "llama",
+        {},
+        DDP,
+        {"trainer": "sft", "use_liger_kernel": True, "precision": "bf16-mixed"},
+    ),
 }
 # those whose losses and gradients are held against one process's
 LEARNED = (

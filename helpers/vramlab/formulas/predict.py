@@ -15,7 +15,7 @@ from typing import Any
 from ..hardware import reserved
 from ..hardware.gpu import DEFAULT_CHIP, Gpu, find_gpu
 from ..hardware.overhead import cublas_workspace
-from ..recipe import lora_modules
+from ..recipe import liger, lora_modules
 from ..recipe.options import HALF
 from ..recipe.recipe import LATER_OF_LORA, Recipe, as_recipe
 from ..recipe.weights import unquantized
@@ -91,8 +91,8 @@ def _refuse(recipe: Recipe) -> None:
     if name := next((name for name in LATER_OF_LORA if getattr(recipe.lora, name, None)), None):
         allowed = "the formulas know adapters of two matrices on modules: ask simulate"
         raise RecipeError(f"lora.{name}", getattr(recipe.lora, name), allowed)
-    if recipe.trainer == "sft" and recipe.sharding:
-        allowed = "the formulas know trainer='sft' on one device only: ask simulate"
+    if recipe.sharding and (recipe.trainer != "transformers" or liger.kernels(recipe)):
+        allowed = "the formulas know TRL's trainers and Liger's kernels on one device only: ask simulate"
         raise RecipeError("sharding", recipe.sharding.engine, allowed)
     if recipe.lora and (saved := recipe.lora.modules_to_save) and (where := _unknown_copies(recipe, saved)):
         raise RecipeError(

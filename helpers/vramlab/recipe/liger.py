@@ -38,8 +38,8 @@ def check(recipe: Any) -> None:
         return
     if recipe.trainer not in ("transformers", "sft"):
         raise RecipeError("use_liger_kernel", True, f"it is not modelled with trainer={recipe.trainer!r}: leave it out")
-    if recipe.sharding:
-        raise RecipeError("use_liger_kernel", True, "one device is modelled so far: leave sharding out")
+    if recipe.sharding and recipe.sharding.engine != "ddp":
+        raise RecipeError("use_liger_kernel", True, "it is modelled on one device and on ranks of engine 'ddp'")
     if shape.experts_per_token and "swiglu" in on:
         allowed = "what Liger's experts allocate depends on where the router sends tokens: say liger_kernel_config="
         raise RecipeError("use_liger_kernel", True, f"{allowed}{{'swiglu': False}}")

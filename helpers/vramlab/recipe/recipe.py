@@ -172,8 +172,9 @@ class Recipe:
             raise RecipeError("trainer", self.trainer, f"{name} trains models for {task}, not for {shape.task}")
         if usual != LOOPS["trainer"]:
             raise RecipeError("loop", loop.name, f"{name} has the Trainer's loop without a cache: use loop='trainer'")
-        if self.sharding and (self.trainer != "sft" or self.sharding.engine not in ("ddp", "fsdp")):
-            rest = "of TRL's trainers, 'sft' is modelled on ranks of 'ddp' and 'fsdp'; the others on one device"
+        allowed = ("ddp", "fsdp") if self.trainer == "sft" else ("ddp",)
+        if self.sharding and self.sharding.engine not in allowed:
+            rest = f"trainer={self.trainer!r} is modelled on ranks of {' and '.join(map(repr, allowed))}"
             raise RecipeError("sharding.engine", self.sharding.engine, rest)
         if self.batch_size < LEAST_BATCH.get(self.trainer, 1):
             raise RecipeError("batch_size", 1, "KTOTrainer compares samples of a micro-batch: take at least 2")

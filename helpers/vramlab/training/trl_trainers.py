@@ -63,7 +63,7 @@ def start(training: Training, recipe: Recipe, model: torch.nn.Module, build_mode
     if recipe.trainer == "sft":
         training.compute_loss = lambda forward, batch: trainer.compute_loss(forward, dict(batch))
     else:
-        training.compute_loss = lambda forward, batch: trainer.compute_loss(model, dict(batch))
+        training.compute_loss = lambda forward, batch: trainer.compute_loss(training.model, dict(batch))
         if recipe.has_reference:
             plain = recipe.replace(trainer="transformers", gradient_checkpointing=False, activation_offloading=False)
             training.reference = build_model(plain, training.device).eval()
@@ -90,7 +90,8 @@ def _fields(training: Training, recipe: Recipe, model: torch.nn.Module) -> dict[
     usual = {field.name: field.default for field in fields if field.default is not dataclasses.MISSING}
     config = model.config.get_text_config()
     accelerator = {"device": training.device, "parallelism_config": None}
-    accelerator |= dict.fromkeys(("gather", "gather_for_metrics", "unwrap_model"), lambda value: value)
+    accelerator |= dict.fromkeys(("gather", "gather_for_metrics"), lambda value: value)
+    accelerator["unwrap_model"] = lambda wrapped: model
     return usual | {
         "model": model,
         "ref_model": training.reference,
