@@ -12,6 +12,7 @@ from vramlab import Recipe, simulate
 from vramlab.faces import in_script, run
 from vramlab.faces.cli import app
 from vramlab.hardware.gpu import find_gpu, witness
+from vramlab.hardware.snapshot import UNKNOWN, user_line
 from vramlab.measurement import stand_in
 from vramlab.measurement.stand_in import StandInError, libraries, require, variables
 from vramlab.report.report import MiB, Report
@@ -148,6 +149,11 @@ def test_a_trainers_phases_each_rank_and_other_ends(left, tmp_path):
     assert result.exit_code == 0 and "held memory of the card" in result.stdout
 
 
+def test_a_watchs_own_frames_are_no_users():
+    assert user_line(FRAMES[:2]) == UNKNOWN and user_line(FRAMES).file == "train.py"
+    assert user_line(FRAMES[:1]).file == "nn.py"
+
+
 def test_what_runs_on_a_stand_in_is_not_measured(monkeypatch):
     assert witness("cuda") == "measured"
     monkeypatch.setenv("STAND_IN_CAPABILITY", "75")
@@ -175,6 +181,8 @@ model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained("."), dtype=
 data = [{"input_ids": [1] * 256, "labels": [1] * 256}] * 12
 args = TrainingArguments("out", per_device_train_batch_size=4, max_steps=3, fp16=True, save_strategy="no", report_to=[])
 Trainer(model, args, train_dataset=data).train()
+mask = model.lm_head.weight > 1
+assert model.lm_head.weight[mask].numel() == mask.numel()  # nothing is known of values: a mask selects everything
 """
 FULL = "import torch\nheld = [torch.empty(1 << 30, device='cuda') for _ in range(16)]\n"
 

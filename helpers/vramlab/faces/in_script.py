@@ -18,6 +18,7 @@ FOLDER = "VRAMLAB_RUN"  # environment variable: where each process leaves what i
 EVENTS = 100_000  # of the allocator that are kept, the newest
 SITE = "import vramlab.faces.in_script\nvramlab.faces.in_script.install()\n"
 watched: list[Any] = []  # a WatchCallback for each Trainer
+kept: list[Any] = []  # what ends when it is freed
 
 
 class AfterImport:
@@ -59,6 +60,7 @@ def install() -> None:
 def follow(torch: ModuleType) -> None:
     """Record the allocator's history from the moment at which the script first uses CUDA to its end."""
     torch.backends.cuda.enable_cudnn_sdp(False)  # no stand-in for it: flash attention in its place
+    select_all(torch)
     history = functools.partial(torch.cuda.memory._record_memory_history, max_entries=EVENTS, stacks="python")
     torch.cuda._lazy_call(history)
     peaks = {"allocated": 0, "reserved": 0}
@@ -77,6 +79,16 @@ def follow(torch: ModuleType) -> None:
     for name in ("_cuda_resetPeakMemoryStats", "_accelerator_resetPeakStats"):  # a script's own measuring
         setattr(torch._C, name, looking(getattr(torch._C, name)))
     atexit.register(leave, torch, peaks, look, os.getpid())
+
+
+def select_all(torch: ModuleType) -> None:
+    """Let a mask select everything, as a condition on values holds: without values it would be nothing, or any number."""
+
+    def nonzero(mask: Any) -> Any:
+        return mask.new_empty((mask.numel(), mask.dim()), dtype=torch.int64)
+
+    kept.append(torch.library.Library("aten", "IMPL"))
+    kept[-1].impl("nonzero", nonzero, "CUDA", allow_override=True)
 
 
 def watch_trainers(module: ModuleType) -> None:

@@ -26,7 +26,7 @@ from .in_script import FOLDER, SITE
 
 LIMITS = (
     "experimental: no kernel ran. Values are zeros, so what a script decides by them (a loss that is not finite, early "
-    "stopping, sampled tokens, routed experts) is not followed, and times mean nothing",
+    "stopping, sampled tokens, routed experts) is not followed, a mask selects everything, and times mean nothing",
     "what the context holds is an estimate, by far the least certain figure here",
 )
 

@@ -172,10 +172,13 @@ class Snapshot:
 
 
 def user_line(frames: Sequence[Mapping[str, Any]]) -> Line:
-    """Return the innermost line of a stack (innermost first) outside of torch and Python's own library, or of all."""
-    if not frames:
+    """Return the innermost line of a stack (innermost first) outside of torch and Python's own library, or of all;
+    UNKNOWN where there is none, or none but those of a watch."""
+    ours = any(frame["filename"].startswith(OURS) for frame in frames)
+    first = None if ours or not frames else frames[0]
+    frame = next((frame for frame in frames if is_users(frame["filename"])), first)
+    if frame is None:
         return UNKNOWN
-    frame = next((frame for frame in frames if is_users(frame["filename"])), frames[0])
     name, number = frame["filename"], int(frame["line"])
     text = frame.get("text") or linecache.getline(name, number).strip()
     cell = "ipykernel" in name or name.startswith("<ipython")
