@@ -73,7 +73,7 @@ def run(path: Path) -> None:
         if "allocated" not in task:
             task |= one(task)
             path.write_text(lines(tasks))
-            print(task["tier"], task["card"], task["allocated"], flush=True)
+            print(task["tier"], task["card"], task.get("allocated", "failed"), flush=True)
 
 
 def one(task: dict) -> dict:
@@ -87,7 +87,8 @@ def one(task: dict) -> dict:
     given = json.dumps({"recipe": task["recipe"]})
     answer = subprocess.run(command, input=given, env=os.environ | environment, capture_output=True, text=True)
     if answer.returncode:
-        raise SystemExit(answer.stderr[-2000:])
+        print(answer.stderr[-2000:], file=sys.stderr)
+        return {}
     return json.loads(answer.stdout.splitlines()[-1])
 
 

@@ -262,7 +262,8 @@ API Error cudaGraphInstantiateWithFlags(cudaGraphExec_t *made, cudaGraph_t graph
 API Error cudaLaunchHostFunc(cudaStream_t, cudaHostFn_t function, void *data) { return function(data), cudaSuccess; }
 API Error cudaFuncGetAttributes(cudaFuncAttributes *found, const void *) {
   memset(found, 0, sizeof *found);
-  found->ptxVersion = found->binaryVersion = capability, found->maxThreadsPerBlock = 1024, found->numRegs = 32;
+  // PyTorch's wheels have no binary for 8.9, whose cards run that for 8.6; CUB asks which it is
+  found->ptxVersion = found->binaryVersion = capability == 89 ? 86 : capability, found->maxThreadsPerBlock = 1024, found->numRegs = 32;
   found->maxDynamicSharedSizeBytes = 48 << 10;
   return cudaSuccess;
 }
