@@ -134,7 +134,14 @@ def stored(model) -> Counter:
     return found
 
 
-@pytest.mark.parametrize("family", ["llama", "opt"])  # without and with biases
+QWEN3_MOE = {
+    **{"model_type": "qwen3_moe", "vocab_size": 96, "hidden_size": 64, "intermediate_size": 96, "head_dim": 16},
+    **{"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64},
+    **{"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64},
+}
+
+
+@pytest.mark.parametrize("family", ["llama", "opt", "qwen3_moe"])  # without and with biases, and fused experts
 @pytest.mark.parametrize("double", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_four_bit_bases_are_those_that_from_pretrained_loads(family, double, dtype, tmp_path):
@@ -143,8 +150,13 @@ def test_four_bit_bases_are_those_that_from_pretrained_loads(family, double, dty
 
     quantization = Quantization("nf4", double=double, prepare=False)
     precision = "bf16-true" if dtype == torch.bfloat16 else "fp32"
-    recipe = tiny(family, precision=precision, lora=LoRA(r=4), quantization=quantization)
-    build_model(tiny(family, precision=precision)).save_pretrained(tmp_path)
+    base = (
+        Recipe(QWEN3_MOE, seq_len=8, precision=precision)
+        if family == "qwen3_moe"
+        else tiny(family, precision=precision)
+    )
+    recipe = base.replace(lora=LoRA(r=4, target_modules=("q_proj", "v_proj")), quantization=quantization)
+    build_model(base).save_pretrained(tmp_path)
     config = transformers.BitsAndBytesConfig(
         load_in_4bit=True,
         bnb_4bit_quant_type="nf4",
