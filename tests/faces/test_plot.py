@@ -265,6 +265,18 @@ def test_needs_are_intervals_against_the_line_of_their_card():
     assert figure.rows[2] == ("b c", "14.00", "15.00", "20.00", "limit: 13.00", "too much")
     assert [text.get_text() for text in figure.legends[0].get_texts()] == ["limit: 13.0 GiB"]
     both = plot.fits(needs, ["T4", "RTX 4090"], "Both are safe")
-    assert texts(both, "tier") == ["safe", "safe"] and len(both.legends[0].get_texts()) == 2
+    assert texts(both, "tier") == ["safe\non T4", "safe\non RTX 4090"] and len(both.legends[0].get_texts()) == 2
+    assert [row[-1] for row in both.rows] == ["fits", "safe", "safe"]
     with pytest.raises(ValueError, match="not 1 for 2"):
         plot.fits(needs, ["T4"], "One card")
+
+
+def test_the_label_of_a_tier_stands_clear_of_the_line_of_its_card():
+    needs = {str(high): Interval(8 * GiB, 9 * GiB, int(high * GiB)) for high in (10, 12, 12.9, 13, 13.1, 60)}
+    for limit in (13 * GiB, [13 * GiB] * 5 + ["T4"]):
+        figure = plot.fits(needs, limit, "A card of 13 GiB")
+        ax, right = figure.axes[0], figure.axes[0].get_window_extent().x1
+        lines = [ax.transData.transform((line.get_xdata()[0], 0))[0] for line in ax.lines if len(line.get_xdata()) == 2]
+        boxes = [text.get_window_extent() for text in ax.texts if text.get_gid() == "tier"]
+        assert len(lines) == len(boxes) == 6
+        assert all((line < box.x0 or line > box.x1) and box.x1 <= right for line, box in zip(lines, boxes, strict=True))
