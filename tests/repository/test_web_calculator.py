@@ -18,7 +18,7 @@ import pytest
 import web_calculator
 from typer.testing import CliRunner
 from vramlab import model_names, predict, read_shape
-from vramlab.faces.calculator import CONTROLS, START, recipe_in
+from vramlab.faces.calculator import CONTROLS, START, UNSET, recipe_in
 from vramlab.faces.cli import app
 from vramlab.report.errors import VramLabError
 
@@ -87,18 +87,29 @@ def test_the_archive_answers_as_predict_does_without_any_library(tmp_path):
     assert not (tmp_path.parent / "c").exists() and (tmp_path / "a-b-c" / "config.json").exists()
 
 
-def test_code_of_an_answer_runs_and_says_the_same(tmp_path):
+@pytest.mark.parametrize(
+    "changes, said",
+    [
+        (
+            {"quantization": "nf4", "double_quant": True},
+            {"SFTConfig(", "LoraConfig(", "BitsAndBytesConfig(", "    max_length=2048,"},
+        ),
+        ({"trainer": "transformers", "loop": "plain"}, {"TrainingArguments("}),
+        ({"trainer": "transformers", "lora_r": UNSET, "loop": "optimizer_in_backward"}, {"TrainingArguments("}),
+    ],
+)
+def test_code_of_an_answer_runs_and_says_the_same(changes, said):
     sys.path.insert(0, str(web_calculator.ROOT / "site" / "static" / "calculator"))
     import bridge
 
-    state = bridge.BEGIN | {"quantization": "nf4", "double_quant": True}
-    answer = json.loads(bridge.answer(json.dumps(state)))
+    answer = json.loads(bridge.answer(json.dumps(bridge.BEGIN | changes)))
     names: dict = {"print": lambda *_: None}
     exec(answer["code"], names)
-    assert predict(names["recipe"]).peak.total == answer["peak"]
-    assert {"SFTConfig(", "LoraConfig(", "BitsAndBytesConfig(", "    max_length=2048,"} <= set(
-        answer["arguments"].splitlines()
-    )
+    assert predict(names["recipe"]).peak.total == answer["peak"] and str(names["recipe"]) == answer["recipe"]
+    assert said <= set(answer["arguments"].splitlines())
+    if loop := changes.get("loop"):
+        assert f"loop={loop!r}" in answer["code"] and f"--loop {loop}" in answer["command"]
+        assert answer["arguments"].startswith(f"# The Trainer cannot run loop={loop!r}. Its own has zero_grad='end', ")
     words = shlex.split(answer["command"].replace("\\\n", " "))
     said = CliRunner().invoke(app, [*words[1:], "--json"])
     assert json.loads(said.stdout)["peak"]["total"] == answer["peak"], said.output

@@ -66,7 +66,7 @@ def code_of(recipe: Recipe, gpu: str) -> str:
     always = ("batch_size", "precision", "optim", *(() if recipe.shape.image_tokens else ("seq_len",)))
     lines = [repr(recipe.model), *python_arguments(recipe, Recipe(recipe.model), always)]
     body = "".join(f"    {line},\n" for line in lines)
-    names = [name for name in ("LoRA", "Quantization", "Recipe", "Sharding") if f"{name}(" in f"Recipe({body}"]
+    names = [name for name in ("LoRA", "Loop", "Quantization", "Recipe", "Sharding") if f"{name}(" in f"Recipe({body}"]
     imports = ", ".join([*names, "predict"])
     return f"from vramlab import {imports}\n\nrecipe = Recipe(\n{body})\nprint(predict(recipe, gpu={gpu!r}))"
 

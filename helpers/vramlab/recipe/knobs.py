@@ -121,10 +121,17 @@ def python_arguments(part: Any, usual: Any, always: tuple[str, ...] = ()) -> lis
     for field in dataclasses.fields(part):
         value = getattr(part, field.name)
         if field.init and field.name != "model" and (field.name in always or value != getattr(usual, field.name)):
-            kind, whole = type(value), dataclasses.is_dataclass(value)
-            text = f"{kind.__name__}({', '.join(python_arguments(value, kind()))})" if whole else repr(value)
-            found.append(f"{field.name}={text}")
+            found.append(f"{field.name}={_python(value, knobs(type(part)).get(field.name, Knob()).choices)}")
     return found
+
+
+def _python(value: Any, names: tuple) -> str:
+    """Return `value` as Python; a part with one of `names`, such as a loop, by its name."""
+    if not dataclasses.is_dataclass(value):
+        return repr(value)
+    kind = type(value)
+    name = next((repr(name) for name in names if kind.named(name) == value), "")
+    return name or f"{kind.__name__}({', '.join(python_arguments(value, kind()))})"
 
 
 def rebuild(kind: type, name: str, values: Mapping) -> Any:

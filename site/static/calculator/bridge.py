@@ -6,7 +6,7 @@ Runs on the standard library alone, in the browser under Pyodide as well as here
 import json
 from pathlib import Path
 
-from vramlab import predict
+from vramlab import Loop, predict
 from vramlab.faces.calculator import CONTROLS, LABELS, SIZES, START, SWITCHES, UNSET, code_of, idle, recipe_in
 from vramlab.faces.options import OPTIONS
 from vramlab.faces.plot.style import LOOK
@@ -14,7 +14,7 @@ from vramlab.hardware.gpu import find_gpu
 from vramlab.recipe.shapes import read_shape
 from vramlab.report.errors import VramLabError
 
-MORE = ("attn_implementation", "lora_target", "double_quant", "dtype", "gradient_accumulation_steps", "packing",
+MORE = ("attn_implementation", "loop", "lora_target", "double_quant", "dtype", "gradient_accumulation_steps", "packing",
         "packing_strategy", "padding_free", "precompute_ref_log_probs", "task", "engine", *(
     name for name in LABELS if SWITCHES.get(OPTIONS[name][0][0] if name in OPTIONS else "") == "stage"
 ))  # fmt: skip
@@ -116,7 +116,7 @@ def _arguments(recipe) -> str:
     lines += [f"max_length={recipe.seq_len}"] * (recipe.trainer != "transformers")
     lines += [f"{mixed}=True"] * bool(mixed)
     lines += ["gradient_checkpointing=True"] * recipe.gradient_checkpointing
-    text = _call(lines[0], lines[1:])
+    text = _other_loop(recipe.loop) + _call(lines[0], lines[1:])
     if recipe.lora:
         text += "\n\n" + _call("LoraConfig", said(recipe.lora, ("r",)))
     if recipe.quantization:
@@ -125,6 +125,15 @@ def _arguments(recipe) -> str:
         bits += said(recipe.quantization, ("quant_type", "double")) if four else ()
         text += "\n\n" + _call("BitsAndBytesConfig", bits)
     return text
+
+
+def _other_loop(loop: Loop) -> str:
+    """A comment where the Trainer cannot run the loop, with what the Trainer's has instead."""
+    usual = vars(Loop())
+    differs = [
+        f"{name}={usual[name]!r}" for name, value in vars(loop).items() if name != "name" and value != usual[name]
+    ]
+    return f"# The Trainer cannot run loop={loop.name!r}. Its own has {', '.join(differs)}.\n" if differs else ""
 
 
 def _call(name: str, arguments) -> str:
