@@ -30,6 +30,7 @@ TOKENS = range(128, 4097, 64)
 LONGEST = {"gpt2": 1024, "pythia-160m": 2048, "polyglot-ko-1.3b": 2048}
 METHODS = ("full", "lora", "qlora")
 TIERS = ("safe", "likely", "tight")
+SECONDS = 240  # for one task
 
 
 def draw(path: Path, count: int = 30, seed: int = 0, said: str = "") -> None:
@@ -77,7 +78,7 @@ def run(path: Path) -> None:
 
 
 def one(task: dict) -> dict:
-    """The allocator's peaks in bytes, None where it had no more, of a process of its own."""
+    """The allocator's peaks in bytes, None where it had no more, of a process of its own; nothing if that takes too long."""
     card = find_gpu(task["card"])
     said = {"CAPABILITY": "".join(map(str, card.compute_capability)), "MULTIPROCESSORS": card.multiprocessors}
     said |= {"BYTES": task["usable"], "CONTEXT": task["context"], "NAME": card.name}
@@ -85,7 +86,12 @@ def one(task: dict) -> dict:
     environment["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
     command = [sys.executable, str(ROOT / "tests" / "stand_in" / "runs.py"), "-"]
     given = json.dumps({"recipe": task["recipe"]})
-    answer = subprocess.run(command, input=given, env=os.environ | environment, capture_output=True, text=True)
+    try:
+        answer = subprocess.run(
+            command, input=given, env=os.environ | environment, capture_output=True, text=True, timeout=SECONDS
+        )
+    except subprocess.TimeoutExpired:
+        return {}
     if answer.returncode:
         print(answer.stderr[-2000:], file=sys.stderr)
         return {}
@@ -99,7 +105,7 @@ def lines(tasks: list[dict]) -> str:
 
 def show(path: Path = RESULT) -> None:
     print("tier   | card besides context | simulated | allocated | reserved beyond it | task")
-    tasks = json.loads(path.read_text())
+    tasks = [task for task in json.loads(path.read_text()) if "allocated" in task]
     for task in tasks:
         sizes = [f"{size / GiB:6.2f}" for size in (task["usable"] - task["context"], task["simulated"])]
         held = "out of memory     "
