@@ -5,12 +5,10 @@ models are run shallow, and their log is deepened (`deepen.py`). With `recipe.sh
 """
 
 import math
-import sys
 from collections.abc import Callable
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
-from unittest.mock import patch
 
 import torch
 
@@ -243,10 +241,8 @@ def _run(
     evaluation: Evaluation | None = None,
     full: bool = False,
 ) -> Tracker:
-    if (recipe.quantization or recipe.lora) and "bitsandbytes" not in sys.modules:  # PEFT imports it too
-        missing = nullcontext() if recipe.quantization else suppress(ImportError)
-        with missing, patch.object(torch, "compile", side_effect=RuntimeError):  # whose import takes a second
-            import bitsandbytes  # noqa: F401 — before fake_world, which then replaces some of its functions
+    if recipe.quantization:
+        import bitsandbytes  # noqa: F401 — before fake_world, which then replaces some of its functions
     if recipe.trainer != "transformers":
         trl_class(TRL[recipe.trainer])  # likewise
     if liger.kernels(recipe):
