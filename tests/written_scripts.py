@@ -1,11 +1,11 @@
 """Run programs that a plan wrote, unmodified, in this process or on real ranks over gloo, and keep what they watched."""
 
+import gc
 import io
 import json
 import os
 import runpy
 import sys
-import traceback
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any
@@ -113,20 +113,15 @@ def preload(**unused: Any) -> None:
         getattr(transformers, name)
 
 
-def work(folders: dict[str, tuple[str, int]]) -> dict[str, dict[str, str]]:
-    """On a rank: by name, the report of the first run as JSON, or the error that ended one."""
+def work(folder: str, watched: int) -> str:
+    """On a rank: the report of the first run as JSON."""
     import torch
     from vramlab.training.process_group import one_gloo_thread
 
     torch.set_num_threads(1)
-    found = {}
-    with one_gloo_thread():
-        for name, (folder, watched) in folders.items():
-            try:
-                with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
-                    found[name] = {"report": run_script(Path(folder), "--watch", watched=watched)[0].to_json()}
-            except Exception:  # all ranks fail alike: the next program is tried
-                found[name] = {"error": traceback.format_exc()}
-            torch.distributed.barrier()
-    torch.distributed.destroy_process_group()
-    return found
+    with one_gloo_thread(), redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
+        seen = run_script(Path(folder), "--watch", watched=watched)
+        torch.distributed.barrier()
+        gc.collect()  # destructors of tensors sent wait for Python, which waits for gloo's thread to end
+        torch.distributed.destroy_process_group()
+    return seen[0].to_json()

@@ -9,7 +9,7 @@ CEILINGS = {
     "vramlab/report": 720,
     "vramlab/hardware": 1260,
     "vramlab/recipe": 2550,
-    "vramlab/training": 2330,
+    "vramlab/training": 2350,
     "vramlab/tracking": 1020,
     "vramlab/formulas": 3800,
     "vramlab/simulation": 2910,

@@ -88,6 +88,7 @@ class Account:
         m.casts.clear()
         self.autocast_end = len(m.events)
         logits = m.returned(logits)
+        logits = m.copied_by_ddp(logits)
         self.kept = [logits, *(m.caches or ())] if m.recipe.loop.keep_outputs else []
         m.caches = None
         m.leave(ROOT)

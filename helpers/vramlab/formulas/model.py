@@ -345,3 +345,9 @@ class Model(Layer):
         if self.autocast and self.recipe.loop.outputs_to_fp32 and logits.width != FP32:
             return self.op("to", [logits], logits.shape, FP32, grads=(CAST,))
         return logits
+
+    def copied_by_ddp(self, logits: Tensor) -> Tensor:
+        """Copy the logits where the Trainer has DDP look for unused parameters (`_DDPSink`), as in `training.engines.ddp`."""
+        recipe = self.recipe
+        looks = recipe.loop.name == "trainer" and (recipe.lora or not recipe.gradient_checkpointing)
+        return self.copy(logits) if looks and recipe.sharding and recipe.sharding.engine == "ddp" else logits

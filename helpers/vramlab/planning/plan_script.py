@@ -30,6 +30,7 @@ SAMPLES = {
     "dpo": 'Each sample has a "prompt", a "chosen" and a "rejected" answer.',
     "reward": 'Each sample has a "chosen" and a "rejected" text.',
 }
+LONGER = {"reward": "left out", **dict.fromkeys(("dpo", "kto"), "cut, and left out where the prompt alone is")}  # TRL
 TESTED = ("torch", "transformers", "accelerate", "datasets", "peft", "trl", "bitsandbytes", "deepspeed")
 PER_NODE = 8  # GPUs
 
@@ -64,6 +65,7 @@ def scripts(recipe: Recipe, name: str, head: dict[str, str], packing: bool, expa
         environment=_environment(expandable),
         imports=_imports(recipe, packing),
         tokens=recipe.seq_len,
+        longer=LONGER.get(recipe.trainer, "cut"),
         configs=_configs(recipe, beside),
         model=_text(recipe.shape.hub_id or (recipe.model if isinstance(recipe.model, str) else "path/to/the/model")),
         result="adapters" if recipe.lora else "model",

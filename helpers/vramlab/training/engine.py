@@ -155,3 +155,10 @@ def autocast(device_type: str, precision: str) -> contextlib.AbstractContextMana
     if precision not in AUTOCAST:
         return contextlib.nullcontext()
     return torch.autocast(device_type, getattr(torch, AUTOCAST[precision]))
+
+
+def autocast_inside(model: torch.nn.Module, device_type: str, precision: str) -> None:
+    """Autocast `model.forward` itself as `Accelerator.prepare_model` does, which copies outputs to fp32."""
+    from accelerate.utils import convert_outputs_to_fp32
+
+    model.forward = convert_outputs_to_fp32(autocast(device_type, precision)(model.forward))

@@ -16,7 +16,7 @@ import torch
 from ..recipe.options import TRL
 from ..recipe.recipe import Recipe
 from ..report.errors import RecipeError, needing
-from .engine import AUTOCAST, Training, autocast
+from .engine import AUTOCAST, Training, autocast_inside
 
 REFERENCE = {"dpo": ("ref_chosen_logps", "ref_rejected_logps"), "kto": ("ref_logps", "ref_KL_logps")}
 OUTPUTS = {  # of the fused head that each asks for
@@ -72,8 +72,7 @@ def start(training: Training, recipe: Recipe, model: torch.nn.Module, build_mode
 
 
 def _prepare_models(training: Training, model: torch.nn.Module) -> None:
-    """Switch dropout off and autocast forward passes as `Accelerator.prepare_model` does, which copies outputs to fp32."""
-    from accelerate.utils import convert_outputs_to_fp32
+    """Switch dropout off and autocast forward passes."""
     from trl.trainer.utils import add_fused_lm_head, disable_dropout_in_model
 
     if training.reference is not None:
@@ -81,7 +80,7 @@ def _prepare_models(training: Training, model: torch.nn.Module) -> None:
     for each in filter(None, (training.reference, model)):
         disable_dropout_in_model(each)
         if training.precision in AUTOCAST:
-            each.forward = convert_outputs_to_fp32(autocast(training.device.type, training.precision)(each.forward))
+            autocast_inside(each, training.device.type, training.precision)
 
 
 def _fields(training: Training, recipe: Recipe, model: torch.nn.Module) -> dict[str, Any]:

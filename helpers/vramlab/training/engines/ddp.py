@@ -10,7 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ...recipe.recipe import Recipe
-from ..engine import Engine, Follower, Training
+from ..engine import AUTOCAST, Engine, Follower, Training, autocast_inside
 from ..models import is_fake, real_tensors
 from ..process_group import is_fake_group
 
@@ -32,6 +32,13 @@ class DDP(Engine):
             if is_fake(model):
                 ddp.reducer = _Reducer(ddp.reducer, _Int32IsReal)
         return ddp
+
+    def start(self, training: Training) -> None:
+        """Autocast inside DDP as accelerate does: what DDP copies of outputs is in fp32 by then."""
+        inside = training.loop.outputs_to_fp32 and self.recipe.trainer in ("transformers", "sft")  # others do it anyway
+        if inside and training.precision in AUTOCAST:
+            autocast_inside(training.model.module, training.device.type, training.precision)
+            self.autocasts = False
 
     def buffers(self) -> list[torch.UntypedStorage]:
         """The reducer's buckets, which no attribute leads to."""
