@@ -140,6 +140,20 @@ def test_the_program_stops_before_loading_where_it_does_not_fit(base, tmp_path, 
     assert not (tmp_path / "out").exists()
 
 
+def test_the_program_trains_on_one_card_where_there_are_more(base, tmp_path, monkeypatch):
+    from transformers import Trainer, TrainingArguments
+
+    def two_cards(arguments, made=TrainingArguments.__post_init__):
+        made(arguments)
+        arguments._n_gpu = 2
+
+    written(base, tmp_path, method="full", precisions="fp32")
+    monkeypatch.setattr(TrainingArguments, "__post_init__", two_cards)
+    monkeypatch.setattr(Trainer, "__init__", lambda trainer, args, **_: sys.exit(f"on {args.n_gpu}"))
+    with pytest.raises(SystemExit, match=r"^on 1$"):
+        run_script(tmp_path)
+
+
 # --- ranks ------------------------------------------------------------------------------------------------------------
 
 

@@ -305,3 +305,8 @@ def test_what_a_trainer_told_bitsandbytes_of_its_parameters_is_not_taken_for_our
         patch.setattr(GlobalOptimManager, "_instance", manager)
         after = simulate(recipe).phases
     assert after == simulate(recipe).phases
+
+
+def test_two_cards_under_one_trainer_are_warned_of():
+    with pytest.warns(UserWarning, match=r"over 2 GPUs .DataParallel.*CUDA_VISIBLE_DEVICES=0"):
+        WatchCallback().on_train_begin(SimpleNamespace(n_gpu=2), None, None)

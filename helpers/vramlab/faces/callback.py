@@ -62,6 +62,9 @@ class WatchCallback(TrainerCallback):
     def on_train_begin(self, args, state, control, **kwargs):
         self.close()
         self._begin()
+        if args.n_gpu > 1:
+            why = "which is not modelled: CUDA_VISIBLE_DEVICES=0 lets it see one"
+            warnings.warn(f"the Trainer splits each batch over {args.n_gpu} GPUs (DataParallel), {why}", stacklevel=2)
         handler = sys._getframe(1).f_locals.get("self")
         if isinstance(handler, CallbackHandler):  # to add to what reporters log, this one comes before them
             handler.callbacks.sort(key=lambda each: each is not self)
