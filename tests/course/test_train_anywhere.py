@@ -170,6 +170,7 @@ def cluster(tmp_path) -> dict[str, str]:
     return {**surroundings, "PATH": f"{folder}{os.pathsep}{surroundings['PATH']}"}
 
 
+@pytest.mark.slow
 def test_slurm_runs_it_on_two_nodes(cluster, text, alone, tmp_path):
     command = ["bash", str(SBATCH), f"--text={text}", *COMMON, "--steps=2", "--save-every=1"]
     found = lines(subprocess.run(command, capture_output=True, text=True, timeout=300, env=cluster))

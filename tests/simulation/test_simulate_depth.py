@@ -95,7 +95,7 @@ QUICK = [
     ("mixtral", "default"),
     ("gpt2", "eager, sgd, accumulating"),
     ("phi", "qlora"),
-    ("t5", "lora, 8-bit states"),
+    ("gpt_neox", "lora, 8-bit states"),
     ("vit", "adafactor, loss scaling"),
     ("qwen2", "zeros at the end, one by one"),
     ("qwen3", "checkpointing, autocast, plain"),

@@ -176,7 +176,10 @@ def test_keys_of_before_stay():
         assert one.key != recipe.key and Recipe.from_json(one.to_json()) == one and word in str(one)
 
 
-@pytest.mark.parametrize("family, fields", [("qwen3", {}), ("gpt2", {"packing": True}), ("mixtral", {})])
+DEEP = [("qwen3", {}), ("gpt2", {"packing": True}), ("mixtral", {})]
+
+
+@pytest.mark.parametrize("family, fields", params(DEEP, DEEP[:2]))
 def test_deepened_is_the_whole_depth(family, fields):
     fields = {**SIZES, "num_layers": 12, "precision": "bf16-mixed", "gradient_checkpointing": True, **fields}
     recipe = Recipe(config(family), **fields)
