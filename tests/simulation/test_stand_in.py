@@ -61,7 +61,7 @@ MENDED = {
 }
 
 
-@pytest.mark.parametrize("why", MENDED)
+@pytest.mark.parametrize("why", params(MENDED, list(MENDED)[:2]))
 def test_what_was_off(why):
     name, *words = MENDED[why]
     [run] = (run for run in read(name)["runs"] if all(word in json.dumps(run["recipe"]) for word in words))
@@ -88,7 +88,7 @@ ROWS = (
 )
 
 
-@pytest.mark.parametrize("row", params(ROWS, ["samples", "loading"]))
+@pytest.mark.parametrize("row", params(ROWS, ["samples"]))
 def test_what_came_later(row):
     for name, card in LATER.items():
         for run in (run for run in read(name)["runs"] if run.get("row") == row):
