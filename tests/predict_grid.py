@@ -24,6 +24,16 @@ RECIPES_A_MODEL, OVER_A_MODEL = 6, 2
 LATER = (
     *("deepseek_v3", "gemma3_text", "glm4_moe", "gpt_oss", "granite", "olmo2", "olmo3", "phi3", "qwen3_moe", "smollm3"),
 )
+# Over which the rows were dealt. A model that came after has rows of its own at the end, so that no stored row changes.
+DEALT = """
+bert-base bert-large deepseek-v3 falcon-7b gemma-2-2b gemma-2-9b gemma-2-27b gemma-3-270m gemma-3-1b gemma-3-4b
+gemma-3-27b glm-4.5-air gpt2 gpt2-medium gpt2-large gpt2-xl pythia-70m pythia-160m pythia-410m pythia-1b
+polyglot-ko-1.3b pythia-1.4b pythia-2.8b pythia-6.9b pythia-12b gpt-oss-20b gpt-oss-120b granite-3.3-2b
+granite-3.3-8b tinyllama-1.1b llama-3.2-1b llama-3.2-3b llama-2-7b llama-3.1-8b llama-3.1-70b llama-3.1-405b
+mistral-7b mixtral-8x7b olmo-2-1b olmo-2-7b olmo-3-7b opt-125m opt-1.3b opt-6.7b phi-2 phi-3-mini phi-4 qwen2.5-0.5b
+qwen2.5-1.5b qwen2.5-3b qwen2.5-7b qwen2.5-14b qwen2.5-32b qwen3-0.6b qwen3-1.7b qwen3-4b qwen3-8b qwen3-14b
+qwen3-32b qwen3-30b-a3b qwen3-235b-a22b smollm3-3b t5-small t5-base t5-large t5-3b vit-base vit-large
+""".split()
 OVER = ("bf16-mixed over bfloat16", "bf16-mixed over bfloat16", "fp16-mixed over float16", "bf16-mixed over float32")
 PRECISIONS = ("fp32", "tf32", "fp16-mixed", "bf16-mixed", "fp16-true", "bf16-true")
 OPTIMIZERS = (
@@ -72,25 +82,32 @@ class Deck:
 
 
 def grid() -> list[Recipe]:
-    """The recipes, in the catalogue's order; then those with a dtype; then those of families that came later."""
-    first = [*_dealt(20260806, PRECISIONS, RECIPES_A_MODEL), *_dealt(20261122, OVER, OVER_A_MODEL)]
-    return [*first, *later_grid()]
+    """The recipes, in the catalogue's order; those with a dtype; those of families, then of models, that came later."""
+    first = families(None)
+    dealt = [*_dealt(20260806, PRECISIONS, RECIPES_A_MODEL, first), *_dealt(20261122, OVER, OVER_A_MODEL, first)]
+    return [*dealt, *later_grid(), *newer_grid()]
 
 
 def later_grid() -> list[Recipe]:
     """The recipes of `LATER`: the draws of the others stay as they are."""
-    dealt = _dealt(20261123, (*PRECISIONS, *OVER), RECIPES_A_MODEL // 2, LATER)
+    dealt = _dealt(20261123, (*PRECISIONS, *OVER), RECIPES_A_MODEL // 2, families(LATER))
     return [recipe for recipe in dealt if not lora_modules.adapts_experts(recipe.shape, recipe.lora)]
 
 
+def newer_grid() -> list[Recipe]:
+    """The recipes of written-down models that are not in `DEALT`: the draw of each depends on its name alone."""
+    names = [name for name in model_names() if name not in DEALT and read_shape(name).layout]
+    rows = [_dealt(f"20261122 {name}", (*PRECISIONS, *OVER), RECIPES_A_MODEL // 2, [name]) for name in names]
+    return [recipe for dealt in rows for recipe in dealt]
+
+
 def families(among: tuple[str, ...] | None) -> list[str]:
-    """The written-down models of the families `among`; None: of those that are not `LATER`."""
-    shapes = {name: read_shape(name) for name in model_names()}
-    wanted = (lambda s: s.family not in LATER) if among is None else lambda s: s.family in among
-    return [name for name, shape in shapes.items() if shape.layout and wanted(shape)]
+    """The models of `DEALT` of the families `among`; None: of those that are not `LATER`."""
+    wanted = (lambda family: family not in LATER) if among is None else lambda family: family in among
+    return [name for name in DEALT if wanted(read_shape(name).family)]
 
 
-def _dealt(seed: int, precisions: tuple[str, ...], a_model: int, among: tuple[str, ...] | None = None) -> list[Recipe]:
+def _dealt(seed: int | str, precisions: tuple[str, ...], a_model: int, names: list[str]) -> list[Recipe]:
     draw = random.Random(seed)
     decks = {
         "precision": Deck(precisions, draw),
@@ -105,7 +122,7 @@ def _dealt(seed: int, precisions: tuple[str, ...], a_model: int, among: tuple[st
         "task": Deck((None, None, None, "other"), draw),
     }
     found = []
-    for name in families(among):
+    for name in names:
         count = 0
         while count < a_model:
             settings = {key: deck.deal() for key, deck in decks.items()}
