@@ -135,6 +135,7 @@ def test_weights_that_stay_unquantized_are_said(family, prepare, said):
     for notes in (predict(recipe).notes, simulate(recipe).notes, notes_on(recipe)):
         found = [note for note in notes if "not quantized" in note]
         assert len(found) == bool(said) and all(said in note for note in found)
+        assert not any(note.startswith("0.0 of") for note in found)
 
 
 def test_errors_are_drawn_at_their_sizes_with_the_band(no_figure_stays):

@@ -446,9 +446,9 @@ STATES = dict(SIZES, num_heads=16, head_dim=64, n_groups=1, num_attention_heads=
 UNLIKE = [
     ({"model_type": "bart", "d_model": 512, "encoder_layers": 3, "decoder_layers": 3}, "there is an encoder"),
     ({"model_type": "mt5", "d_model": 512, "num_layers": 3, "num_heads": 8}, "there is an encoder"),
-    ({"model_type": "roberta", **SIZES, "num_attention_heads": 8}, "there is an encoder"),
-    ({"model_type": "albert", **SIZES, "num_attention_heads": 8}, "there is an encoder"),
-    ({"model_type": "dinov2", "hidden_size": 384, "num_hidden_layers": 2, "num_attention_heads": 6}, "an encoder"),
+    ({"model_type": "roberta", **SIZES, "num_attention_heads": 8}, "attention is not causal"),
+    ({"model_type": "albert", **SIZES, "num_attention_heads": 8}, "attention is not causal"),
+    ({"model_type": "dinov2", "hidden_size": 384, "num_hidden_layers": 2, "num_attention_heads": 6}, "not causal"),
     ({"model_type": "mamba2", **STATES}, "the layers have"),
     ({"model_type": "bamba", **DENSE, "mamba_n_heads": 16, "mamba_d_head": 64, "attn_layer_indices": [1]}, "differ"),
     ({"model_type": "lfm2", **DENSE}, "the layers have"),

@@ -62,8 +62,10 @@ def _decoder(s: Shape) -> Shape | str:
         for kind in ("embedding", "norm")
     )
     other = next((w.name for w in outside if w.kind not in ("embedding", "norm")), "")
-    if s.task not in ("causal-lm", "sequence-classification") or s.head == "classifier" or s.num_decoder_layers:
+    if s.num_decoder_layers:
         return "there is an encoder"
+    if s.task not in ("causal-lm", "sequence-classification") or s.head == "classifier":
+        return "attention is not causal"
     if s.activation not in ACTIVATIONS:
         return f"the activation is {s.activation}"
     if s.norm not in KNOWN_NORMS:

@@ -149,5 +149,7 @@ def unquantized(recipe: Any) -> list[str]:
         return notes
     what = "Falcon's own linear class is none" if own else "transformers 5 fuses experts in 3-D parameters"
     cast = ", and prepare_model_for_kbit_training casts them to fp32" if recipe.quantization.prepare else ""
-    sizes = f"{sum(w.size for w in left) / 1e9:,.1f} of {shape.num_parameters / 1e9:,.1f} billion weights"
-    return [*notes, f"{sizes} are not quantized: bitsandbytes takes nn.Linear layers, {what}{cast}"]
+    kept, total = sum(w.size for w in left), shape.num_parameters
+    large = total >= 1e9
+    sizes = f"{kept / 1e9:,.1f} of {total / 1e9:,.1f} billion" if large else f"{kept:,} of {total:,}"
+    return [*notes, f"{sizes} weights are not quantized: bitsandbytes takes nn.Linear layers, {what}{cast}"]
