@@ -136,8 +136,7 @@ def unquantized(recipe: Any) -> list[str]:
     """
     if not recipe.quantization:
         return []
-    shape, layout = recipe.shape, recipe.shape.layout
-    own = bool(layout) and not layout.quantizable
+    shape, own = recipe.shape, bool(recipe.shape.layout) and not recipe.shape.layout.quantizable
     left = [w for w in shape.weights() if w.kind == "expert" or (own and w.kind == "linear" and w.layer is not None)]
     notes = []
     if recipe.sharding and recipe.sharding.engine == "fsdp" and recipe.quantization.quant_type != "int8":
@@ -150,6 +149,5 @@ def unquantized(recipe: Any) -> list[str]:
     what = "Falcon's own linear class is none" if own else "transformers 5 fuses experts in 3-D parameters"
     cast = ", and prepare_model_for_kbit_training casts them to fp32" if recipe.quantization.prepare else ""
     kept, total = sum(w.size for w in left), shape.num_parameters
-    large = total >= 1e9
-    sizes = f"{kept / 1e9:,.1f} of {total / 1e9:,.1f} billion" if large else f"{kept:,} of {total:,}"
+    sizes = f"{kept / 1e9:,.1f} of {total / 1e9:,.1f} billion" if total >= 1e9 else f"{kept:,} of {total:,}"
     return [*notes, f"{sizes} weights are not quantized: bitsandbytes takes nn.Linear layers, {what}{cast}"]
