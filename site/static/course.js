@@ -28,8 +28,13 @@ document.addEventListener("DOMContentLoaded", () => {
     label.append(title, select);
     form.append(label);
   }
-  const said = document.createElement("output");
-  form.append(said);
+  const said = document.createElement("output"), whole = document.createElement("label"), box = document.createElement("input");
+  box.type = "checkbox";
+  whole.append(box, " Show how each was found");
+  form.append(whole, said);
+  const fold = () => document.body.classList.toggle("no-details", !box.checked);
+  box.addEventListener("change", fold);
+  fold();
   const filter = () => {
     const wanted = [...new FormData(form)].filter(([, name]) => name);
     for (const row of rows) row.hidden = !wanted.every(([kind, name]) => has(row, kind).has(name));

@@ -205,7 +205,7 @@ async function start() {
   wait.replaceWith(
     element("div", { class: "answer" }, element("div", { "data-part": "said", role: "status", "aria-live": "polite" }), element("div", { "data-part": "picture" })),
     element("form", {}, element("div", { class: "controls" }, ...main),
-      element("details", {}, element("summary", {}, "More options: attention, weights' dtype, accumulation, packing, several GPUs"), element("div", { class: "controls" }, ...more)), own()),
+      element("details", {}, element("summary", {}, "More options: attention, loop, weights' dtype, accumulation, packing, several GPUs"), element("div", { class: "controls" }, ...more)), own()),
     element("details", {}, element("summary", {}, "The peak in numbers"), element("div", { "data-part": "table" })),
     element("details", { class: "code" }, element("summary", {}, "As code"), code("Python", "code"), code("Command line", "command"), code("Trainer", "arguments")));
   place.querySelector("form").addEventListener("submit", (event) => event.preventDefault());
