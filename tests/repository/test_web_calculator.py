@@ -205,11 +205,6 @@ def visit(page, states: list[dict]) -> None:
         same(found, state)
 
 
-def test_a_browser_says_the_same_bytes(page):
-    visit(page, draws(25, 3))
-
-
-@pytest.mark.slow
 def test_a_browser_says_the_same_bytes_for_200_recipes(page):
     visit(page, draws(200, 2))
 
