@@ -191,6 +191,7 @@ function code(title, name) {
 
 async function start() {
   if (location.protocol === "file:") {
+    place.style.minHeight = "0";
     place.append(element("p", {}, "Opened as a file, without a server, a page may not start Python. The table below has usual answers."));
     return;
   }
