@@ -29,6 +29,7 @@ OTHERS = {
         kv_lora_rank=8, q_lora_rank=8, qk_rope_head_dim=4, qk_nope_head_dim=8, v_head_dim=8,
     ),
     "Gemma3TextConfig": dict(head_dim=8, sliding_window=4, query_pre_attn_scalar=8),
+    "Gemma4TextConfig": dict(head_dim=8, global_head_dim=16, sliding_window=4, hidden_size_per_layer_input=8),
     "Glm4MoeConfig": dict(EXPERTS, n_routed_experts=4, head_dim=8, first_k_dense_replace=1),
     "GptOssConfig": dict(num_local_experts=4, num_experts_per_tok=2, head_dim=8, sliding_window=4),
     "GraniteConfig": dict(embedding_multiplier=2.0, residual_multiplier=0.5, logits_scaling=4.0),
@@ -95,7 +96,8 @@ def test_what_is_simulated_is_allocated(name, options):
     assert simulated.phases == real.phases and simulated.peak_phase == real.peak_phase
 
 
-@pytest.mark.parametrize("name", params(list(OTHERS), ["GptOssConfig"]))
+# transformers writes overrides of Gemma 4 by layer index, which a shallower copy of that text refuses in one sentence
+@pytest.mark.parametrize("name", params([n for n in OTHERS if n != "Gemma4TextConfig"], ["GptOssConfig"]))
 def test_a_shallow_run_says_what_the_whole_one_does(name):
     recipe = Recipe(configuration(name, 12), seq_len=8, precision="bf16-mixed")
     assert simulate(recipe).phases == simulate(recipe, full=True).phases
