@@ -59,7 +59,7 @@ def install() -> None:
 
 def follow(torch: ModuleType) -> None:
     """Record the allocator's history from the moment at which the script first uses CUDA to its end."""
-    torch.backends.cuda.enable_cudnn_sdp(False)  # no stand-in for it: flash attention in its place
+    torch.backends.cuda.enable_cudnn_sdp(False)  # its workspace is not known: flash attention in its place
     select_all(torch)
     history = functools.partial(torch.cuda.memory._record_memory_history, max_entries=EVENTS, stacks="python")
     torch.cuda._lazy_call(history)
@@ -118,7 +118,6 @@ def leave(torch: ModuleType, peaks: dict[str, int], look: Callable[[], None], pr
         **peaks,
         "rank": int(os.environ.get("RANK", 0)),
         "failed_requests": torch.cuda.memory_stats().get("num_ooms", 0),
-        "torch": torch.__version__,
         "report": report and report.to_dict(),
     }
     torch.cuda.memory._dump_snapshot(os.path.join(folder, f"{process}.pickle"))

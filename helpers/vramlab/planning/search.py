@@ -5,7 +5,6 @@ activations alone are too large is dropped without a prediction.
 """
 
 import contextlib
-import gc
 import math
 from collections import Counter
 from dataclasses import dataclass
@@ -121,16 +120,13 @@ class Candidate:
 
     def simulate(self) -> None:
         """Simulate the recipe: two micro-batches stand for any more. What has no simulation here stays predicted."""
-        self.tried, recipe, collects = True, self.recipe, gc.isenabled()
-        gc.disable()  # the libraries that are loaded now leave millions of objects to look through
+        self.tried, recipe = True, self.recipe
         with contextlib.suppress(VramLabError, ImportError):
             from ..simulation.simulate import may_be_deepened, simulate
 
             if may_be_deepened(recipe, "cuda") or recipe.shape.num_layers <= DEEPEST:
                 steps = min(2, recipe.gradient_accumulation_steps)
                 self.simulated = simulate(recipe.replace(gradient_accumulation_steps=steps), gpu=self.question.gpu)
-        if collects:
-            gc.enable()
 
     def choice(self, tier: str | None = None) -> Choice:
         """It as an answer; `tier`: the one in which bytes are missing, if any are."""
