@@ -268,6 +268,18 @@ def test_depth_override():
     assert_same_tensors(read_shape(config, num_layers=5))
 
 
+def test_what_a_configuration_says_of_single_layers_is_cut_with_them():
+    """transformers writes Gemma 4's other head sizes by layer number; the last layers take earlier ones' keys."""
+    written = build(read_shape("gemma-4-e4b")).config.to_dict()
+    assert written["per_layer_config"].keys() == {"05", "11", "17", "23", "29", "35", "41"}
+    for keep_layers, overridden, shared in ((12, {"5", "11"}, 0), (30, {"5", "11", "17", "23", "29"}, 6)):
+        shape = read_shape(written, num_layers=keep_layers)
+        assert shape.settings["per_layer_config"].keys() == overridden
+        assert shape.settings["num_kv_shared_layers"] == shared
+        assert_same_tensors(shape)
+        assert shape.weights() == read_shape("gemma-4-e4b", num_layers=keep_layers).weights()
+
+
 def window_switches() -> dict[str, type]:
     """transformers' configuration classes, by model type, that declare a switch for `sliding_window`."""
     found = {}
@@ -369,6 +381,7 @@ GOOD = {"model_type": "llama", **TEXT}
         ({"model_type": "no-such-architecture", "hidden_size": 64}, {}, "model", "no-such-architecture"),
         ({"model_type": "gemma3", "text_config": {"hidden_size": 64}}, {}, "model", "text_config"),
         ({"model_type": "whisper"}, {}, "model", "simulate(model="),
+        ({**GOOD, "per_layer_config": {"a": {}}}, {"num_layers": 1}, "model.per_layer_config", "layer numbers"),
         ({"model_type": "vit", **TEXT, "patch_size": 300}, {}, "model.patch_size", "exceed"),
         ("gpt2", {"task": "masked-lm"}, "task", "'causal-lm' or 'sequence-classification'"),
         ("vit-base", {"task": "causal-lm"}, "task", "'image-classification'"),

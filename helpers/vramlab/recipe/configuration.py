@@ -133,6 +133,7 @@ CHECKS: dict[str, Callable[[Any], bool]] = {
     "a probability from 0 to 1": lambda v: _is_number(v) and 0 <= v <= 1,
     "a list of names": lambda v: isinstance(v, list) and all(isinstance(name, str) for name in v),
     "a mapping": lambda v: isinstance(v, dict),
+    "a mapping of layer numbers": lambda v: isinstance(v, dict) and all(str(i).isdecimal() for i in v),
     "a whole number of at least 1": lambda v: _is_number(v) and isinstance(v, int) and 0 < v <= MOST_SIZE,
     "a whole number of at least 0": lambda v: _is_number(v) and isinstance(v, int) and 0 <= v <= MOST_SIZE,
     f"one of {', '.join(DTYPES)}": lambda v: isinstance(v, str) and v.removeprefix("torch.") in DTYPES,
@@ -142,15 +143,23 @@ CHECKS: dict[str, Callable[[Any], bool]] = {
 def keep_layers(config: dict[str, Any], kept: list[int] | int) -> None:
     """Leave the layers `kept` (as many as a number says, from the first) in every place of `config` that counts them.
 
-    Lists with an entry a layer lose those of the others; a number beyond the depth goes through them again.
+    Lists and mappings with an entry a layer lose those of the others; a number beyond the depth goes through them again.
     """
     keys = [key for key in (*SIZES["num_layers"], *SIZES["num_decoder_layers"]) if config.get(key) is not None]
     depth = len(config.get("layer_types") or ()) or next((config[key] for key in keys), None)
+    kept = range(kept) if isinstance(kept, int) else kept
     for key, value in config.items():
         if isinstance(value, list) and len(value) == depth and (depth > FEW or key == "layer_types"):
-            config[key] = [value[i % depth] for i in (range(kept) if isinstance(kept, int) else kept)]
+            config[key] = [value[i % depth] for i in kept]
+    if overrides := config.get("per_layer_config"):  # transformers writes the numbers with leading zeros
+        overrides = {int(i): value for i, value in overrides.items()}
+        config["per_layer_config"] = {
+            str(n): overrides[i % depth] for n, i in enumerate(kept) if i % depth in overrides
+        }
+    if shared := config.get("num_kv_shared_layers"):  # the last ones
+        config["num_kv_shared_layers"] = sum(i % depth >= depth - shared for i in kept)
     for key in keys:
-        config[key] = kept if isinstance(kept, int) else len(kept)
+        config[key] = len(kept)
     for key in ("stage_names", "out_features", "out_indices"):  # a backbone's, made from its depth
         config.pop(key, None)
 
