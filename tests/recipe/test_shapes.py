@@ -172,7 +172,7 @@ def test_tensors_of_published_models(name):
     for depth in (1, 3):
         shape = read_shape(name, num_layers=depth)
         assert_same_tensors(shape)
-        assert shape.num_layers == depth and shape.num_decoder_layers == (depth if shape.family == "t5" else 0)
+        assert shape.num_layers == depth and shape.num_decoder_layers == (depth if full.num_decoder_layers else 0)
         blocks = 2 * depth if shape.family == "t5" else depth
         assert {w.layer for w in shape.weights()} == {None, *range(blocks)}
 
@@ -380,7 +380,7 @@ GOOD = {"model_type": "llama", **TEXT}
         ({"hidden_size": 64}, {}, "model", "model_type"),
         ({"model_type": "no-such-architecture", "hidden_size": 64}, {}, "model", "no-such-architecture"),
         ({"model_type": "gemma3", "text_config": {"hidden_size": 64}}, {}, "model", "text_config"),
-        ({"model_type": "whisper"}, {}, "model", "simulate(model="),
+        ({"model_type": "moonshine"}, {}, "model", "simulate(model="),
         ({**GOOD, "per_layer_config": {"a": {}}}, {"num_layers": 1}, "model.per_layer_config", "layer numbers"),
         ({"model_type": "vit", **TEXT, "patch_size": 300}, {}, "model.patch_size", "exceed"),
         ("gpt2", {"task": "masked-lm"}, "task", "'causal-lm' or 'sequence-classification'"),

@@ -15,6 +15,7 @@ from real_ranks import births
 from tiny_models import TINY, config, quick_collections  # noqa: F401
 from vramlab.recipe.options import HALF
 from vramlab.recipe.recipe import OPTIMIZERS, PRECISIONS, Loop, LoRA, Quantization, Recipe
+from vramlab.recipe.shapes import read_shape
 from vramlab.report.errors import RecipeError
 from vramlab.simulation.simulate import trace
 from vramlab.tracking.history import History
@@ -91,6 +92,10 @@ ROWS, IMPOSSIBLE = pairwise(FACTORS, valid, optional=[("family", "optim")], trie
 QUICK = every_value(ROWS, times=1)  # each value of each setting; every pair of them is for `make test-all`
 
 SMALL = {"batch_size": 2, "seq_len": 24, "num_layers": 2}
+HEARING = read_shape("whisper-tiny").config | dict(
+    vocab_size=96, d_model=32, encoder_attention_heads=4, decoder_attention_heads=4, encoder_ffn_dim=48, num_mel_bins=8,
+    decoder_ffn_dim=48, max_source_positions=20, decoder_start_token_id=1, pad_token_id=0,
+)  # fmt: skip
 CLASSES = {"task": "sequence-classification"}
 NO_CLIP = Loop.named("trainer", max_grad_norm=None)
 FOUR_BITS = {"precision": "bf16-mixed", "gradient_checkpointing": True}
@@ -147,6 +152,8 @@ SPECIAL = {
     "TRL's mixture in 4 bits": Recipe(
         config("mixtral"), trainer="sft", lora=LoRA(r=4), quantization=Quantization("nf4", prepare=False), **SMALL
     ),
+    "Whisper": Recipe(HEARING, precision="bf16-true", optim="adafactor", **SMALL),
+    "Whisper in 4 bits": Recipe(HEARING, lora=EVERYWHERE, quantization=Quantization("nf4"), **FOUR_BITS, **SMALL),
     "three layers of two kinds": Recipe(config("gemma2"), 2, 24, num_layers=3, gradient_checkpointing=True),
 }
 

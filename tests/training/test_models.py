@@ -227,7 +227,8 @@ def test_architectures_without_sdpa_take_eager(kind):
 
 
 @pytest.mark.parametrize(
-    "kind", ["whisper", "sam", "wav2vec2", "swin", "convnext", "mamba", "rwkv", "gemma3n", "gemma3n_text", "gemma4"]
+    "kind",
+    ["speech_to_text", "sam", "wav2vec2", "swin", "convnext", "mamba", "rwkv", "gemma3n", "gemma3n_text", "gemma4"],
 )
 def test_what_no_recipe_describes_goes_to_simulate_as_a_module(kind):
     from transformers import AutoConfig

@@ -16,7 +16,7 @@ from . import liger
 from .fused_head import log_probabilities
 from .layer import Layer
 from .ledger import CAST, FULL, Leaf, Parameter, Tensor
-from .model_states import FP32, HALF, image_sizes
+from .model_states import FP32, HALF
 from .operators import BOOL, INT64
 from .step import single_temporaries
 
@@ -278,7 +278,7 @@ class Model(Layer):
         """Embed an image: patches by a convolution, the class token before them, learned positions."""
         s, b, n, prefix = self.shape, self.batch, self.tokens, "vit.embeddings"
         width = HALF if self.recipe.precision.endswith("-true") else FP32
-        pixels = self.to(Tensor(None, (b, *image_sizes(s)), width), self.hidden_width)
+        pixels = self.to(Tensor(None, (b, *s.features[1]), width), self.hidden_width)
         projection = [self.parameters[f"{prefix}.patch_embeddings.projection.{part}"] for part in ("weight", "bias")]
         a, w, bias = self.cast(pixels), self.cast(projection[0]), self.cast(projection[1])
         patches = self.first(self.op("convolution", [a, w, bias], (b, s.hidden_size, n - 1), a.width, saves=[a, w]))

@@ -281,18 +281,12 @@ def buffer_bytes(shape: Shape) -> int:
     return sum(rounded(prod(size) * widths.get(dtype, 4)) for _, size, dtype in shape.buffers())
 
 
-def image_sizes(shape: Shape) -> tuple[int, int, int]:
-    """Return channels, height and width of an image."""
-    side = shape.settings.get("image_size", 224)
-    return shape.settings.get("num_channels", 3), *(side if isinstance(side, list) else (side, side))
-
-
 def input_bytes(recipe: Recipe) -> int:
     """Sum the bytes of micro-batches on the device (the Trainer has all of a step): ids, labels, masks, or pixels."""
     (b, n), shape, joined = recipe.rows, recipe.shape, joined_samples(recipe)
     inputs, labels = 8 * b * n, b if "classification" in shape.task else b * n
-    if shape.task == "image-classification":
-        inputs = b * prod(image_sizes(shape)) * (HALF if recipe.precision.endswith("-true") else FP32)
+    if shape.features:
+        inputs = b * prod(shape.features[1]) * (HALF if recipe.precision.endswith("-true") else FP32)
     at_once = recipe.gradient_accumulation_steps if recipe.loop.name == "trainer" else 1
     if recipe.trainer == "transformers" and not recipe.is_ragged:
         return at_once * (rounded(inputs) + rounded(8 * labels))

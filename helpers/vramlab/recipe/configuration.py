@@ -49,6 +49,8 @@ def family_of(name: str, config: dict[str, Any]) -> Family:
     classes = {task: c if isinstance(c, str) else c[0] for task, c in classes.items()}
     if getattr(full, "is_encoder_decoder", False) or "masked-lm" in classes:
         classes.pop("causal-lm", None)  # half of the model, or an encoder made to look back only
+    if not completed.keys() >= {"num_mel_bins", "max_source_positions"}:
+        classes.pop("speech-seq2seq", None)  # it hears something else than Whisper's features
     if not classes:
         raise RecipeError("model", name, f"recipes train {', '.join(TASKS)}, and a {full.model_type} does not: {BUILT}")
     config.update({**completed, **config})
@@ -191,7 +193,7 @@ def read(name: str, config: dict[str, Any], family: Family, task: str) -> dict[s
     return {
         **sizes,
         "num_labels": len(config["id2label"]) if config.get("id2label") else config.get("num_labels") or 2,
-        "tied": tied and task in ("causal-lm", "masked-lm", "seq2seq-lm"),
+        "tied": tied and "classification" not in task,
         "activation": activation,
         "norm": family.norm,
         "rotary_dim": int(sizes["head_dim"] * (family.rotary if share is None else share)) if family.rotary else 0,

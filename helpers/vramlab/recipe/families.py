@@ -33,6 +33,7 @@ class Task(NamedTuple):
 TASKS = {
     "causal-lm": Task("CausalLM", "CAUSAL_LM", "lm_head", "CAUSAL_LM"),
     "seq2seq-lm": Task("Seq2SeqLM", "SEQ_TO_SEQ_CAUSAL_LM", "lm_head", "SEQ_2_SEQ_LM"),
+    "speech-seq2seq": Task("SpeechSeq2Seq", "SPEECH_SEQ_2_SEQ", "proj_out"),
     "image-classification": Task("ImageClassification", "IMAGE_CLASSIFICATION", "classifier"),
     "sequence-classification": Task("SequenceClassification", "SEQUENCE_CLASSIFICATION", "score", "SEQ_CLS"),
     "masked-lm": Task("MaskedLM", "MASKED_LM", "cls.predictions.decoder"),

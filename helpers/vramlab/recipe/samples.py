@@ -53,9 +53,9 @@ def check(recipe: Any) -> None:
         raise RecipeError("trainer", recipe.trainer, "it is modelled for samples of one length only")
     if sharding and sharding.engine in ("tensor", "pipeline"):
         raise RecipeError("sharding.engine", sharding.engine, "it is modelled for samples of one length only")
-    if recipe.shape.image_tokens:
+    if recipe.shape.features:
         name = "lengths" if lengths else "pad_to_multiple_of"
-        raise RecipeError(name, getattr(recipe, name), "images are not padded: leave it out")
+        raise RecipeError(name, getattr(recipe, name), "images and sound are not padded: leave it out")
     if lengths and max(lengths) > longest:
         raise RecipeError("lengths", max(lengths), f"seq_len, the longest sample, is {longest}")
     if lengths and packs(recipe) and sum(lengths) > batch * longest:

@@ -82,7 +82,7 @@ def meta_model(recipe: Recipe) -> torch.nn.Module:
     shape, dtype = recipe.shape, weight_dtype(recipe)
     try:
         config = transformers.AutoConfig.for_model(**shape.config)
-        if shape.task == "seq2seq-lm" and getattr(config, "decoder_start_token_id", None) is None:
+        if "seq2seq" in shape.task and getattr(config, "decoder_start_token_id", None) is None:
             config.decoder_start_token_id = config.pad_token_id or 0
         auto = getattr(transformers, TASKS[shape.task].auto_class)
         with torch.device("meta"):

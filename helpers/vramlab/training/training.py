@@ -87,15 +87,15 @@ def make_batch(recipe: Recipe, device: str = "cpu") -> dict[str, torch.Tensor]:
     def ids(high: int, *size: int) -> torch.Tensor:
         return torch.randint(0, high, size, device=device)
 
-    if shape.task == "image-classification":
-        side, channels = shape.config["image_size"], shape.config.get("num_channels", 3)
-        pixels = torch.rand(recipe.batch_size, channels, side, side, device=device)
+    name, inputs = "input_ids", None
+    if shape.features:
+        name, sizes = shape.features
+        inputs = torch.rand(recipe.batch_size, *sizes, device=device)
         if recipe.precision.endswith("-true"):
-            pixels = pixels.to(torch.float16 if recipe.precision == "fp16-true" else torch.bfloat16)
-        return {"pixel_values": pixels, "labels": ids(shape.num_labels, recipe.batch_size)}
-    labels = ids(shape.num_labels, recipe.batch_size) if shape.task == "sequence-classification" else None
-    inputs = ids(shape.vocab_size, *size)
-    batch = {"input_ids": inputs, "labels": ids(shape.vocab_size, *size) if labels is None else labels}
+            inputs = inputs.to(torch.float16 if recipe.precision == "fp16-true" else torch.bfloat16)
+    labels = ids(shape.num_labels, recipe.batch_size) if "classification" in shape.task else None
+    inputs = ids(shape.vocab_size, *size) if inputs is None else inputs
+    batch = {name: inputs, "labels": ids(shape.vocab_size, *size) if labels is None else labels}
     if recipe.trainer == "sft":  # trl's DataCollatorForLanguageModeling
         batch["attention_mask"] = torch.ones(size, dtype=torch.int64, device=device)
     return batch
