@@ -17,7 +17,7 @@ CEILINGS = {
     "vramlab/planning": 1550,
     "vramlab/faces": 2810,
     "vramlab_course/claims": 1200,
-    "vramlab_course": 5500,
+    "vramlab_course": 5550,
 }
 LONGEST = 480
 
