@@ -235,6 +235,24 @@ def test_wrong_request_is_one_sentence_and_status_2(asked, model, words, why):
     assert asked.recipes == [], "refused before anything was computed"
 
 
+@pytest.mark.parametrize(
+    ("command", "words", "why"),
+    [
+        ("evaluate", "--predict-with-generate", "watch(model)"),
+        ("evaluate", "--generation-num-beams 4", "belongs to predict_with_generate"),
+        ("evaluate", "--include-for-metrics outputs", "'inputs', 'loss'"),
+        ("evaluate", "--bf16-full-eval", "does not depend on it"),
+        ("predict", "--learning-rate 1e-4", "what predict answers does not depend on it"),
+        ("simulate", "--neftune-noise-alpha 5", "as large as the embedded batch"),
+        ("measure", "--per-device-train-batch-size 4", "say --batch-size"),
+    ],
+)
+def test_a_trainers_argument_that_is_no_option_is_one_sentence(command, words, why):
+    result = run(command, "gpt2", *words.split())
+    assert result.exit_code == 2 and result.stdout == ""
+    assert why in result.stderr and result.stderr.count("\n") == 1
+
+
 def test_an_empty_quantization_is_no_quantization_that_is_left_out(asked):
     result = run("predict", "gpt2", "--lora-r", "8", "--quantization", "")
     assert result.exit_code == 2 and "'nf4'" in result.stderr and asked.recipes == []

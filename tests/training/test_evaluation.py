@@ -31,6 +31,7 @@ CASES = {
         {"precision": "bf16-mixed"},
         Evaluation(11, 3, True, preprocess_logits_for_metrics=lambda logits, labels: logits.argmax(-1)),
     ),
+    "inputs kept too": ("gpt2", {}, Evaluation(11, 3, True, include_for_metrics=("inputs", "loss"))),
     "several outputs": ("t5", {}, KEPT),
     "LoRA": ("llama", {"lora": LoRA(r=4)}, KEPT),
     "4 bits": ("llama", {"lora": LoRA(r=4), "quantization": Quantization(), "precision": "bf16-mixed"}, KEPT),
@@ -128,3 +129,5 @@ def test_bad_input(fields):
 def test_generation_is_refused():
     with pytest.raises(RecipeError, match=r"predict_with_generate.*depends on the weights.*watch"):
         Evaluation(predict_with_generate=True)
+    with pytest.raises(RecipeError, match=r"preprocess_logits_for_metrics.*function"):
+        Evaluation(preprocess_logits_for_metrics="argmax")

@@ -27,7 +27,7 @@ from ..recipe.recipe import Recipe
 from ..report.errors import VramLabError, needing
 from ..report.report import Interval, Report, format_bytes
 from .options import OPTIONS, Options, fields_of, fits_card, read_lengths, recipe_of, recipe_of_arguments, tokens_of
-from .script import read_script
+from .script import instead, read_script
 
 FAILED, WRONG, OUT_OF_MEMORY, STOPPED = 1, 2, 3, 130
 ALSO = {"seq_len": ("--seq-len", "--tokens")}  # names of options that have two
@@ -40,12 +40,16 @@ class Commands(TyperGroup):
         try:
             with needing(lambda: ctx.invoked_subcommand):
                 return super().invoke(ctx)
-        except VramLabError as error:
-            typer.echo(str(error), err=True)
-            raise typer.Exit(WRONG) from None
         except KeyboardInterrupt:
             typer.echo("Stopped.", err=True)
             raise typer.Exit(STOPPED) from None
+        except Exception as error:
+            option = getattr(error, "option_name", "")  # of click's NoSuchOption, or of typer's own copy
+            why = str(error) if isinstance(error, VramLabError) else instead(option, ctx.invoked_subcommand)
+            if not why:
+                raise
+            typer.echo(why, err=True)
+            raise typer.Exit(WRONG) from None
 
 
 app = typer.Typer(

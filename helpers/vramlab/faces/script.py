@@ -1,4 +1,4 @@
-"""The recipe of a Python script that trains, read off its literals without running it."""
+"""What a script says, read off its literals as a recipe; what the command line says of a Trainer's arguments."""
 
 import ast
 import contextlib
@@ -9,10 +9,23 @@ from ..recipe.arguments import CLASSIFIED, CONFIGS
 from ..recipe.knobs import knobs
 from ..recipe.options import LoRA
 from ..report.errors import RecipeError
+from .options import OPTIONS
 
 ARGUMENTS = {"TrainingArguments": "transformers", "Seq2SeqTrainingArguments": "transformers"}
 ARGUMENTS |= {config: trainer for trainer, config in CONFIGS.items()}
 DTYPES = ("dtype", "torch_dtype")
+# What the command line says of a Trainer's argument that is no option.
+WHY_NOT = dict.fromkeys(CLASSIFIED["neutral"], "what {} answers does not depend on it, so leave it out")
+WHY_NOT |= {name: f"no recipe models it: {CLASSIFIED['reasons'][name]}" for name in CLASSIFIED["refused"]}
+WHY_NOT |= {name: f"say --{o.replace('_', '-')}" for o, (_, knob) in OPTIONS.items() for name in knob.elsewhere}
+
+
+def instead(option: str, command: str) -> str:
+    """Return a sentence on an `option` that only a Trainer's arguments have, "" where they do not have it either."""
+    name = option.lstrip("-").replace("-", "_")
+    why = CLASSIFIED["evaluation"].get(name) if command == "evaluate" else None
+    why = why or WHY_NOT.get(name, "").format(command)
+    return why and f"There is no option {option}: {why}."
 
 
 class _Script:

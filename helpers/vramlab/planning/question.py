@@ -71,8 +71,7 @@ class Question:
                 setattr(self, name, value)
                 if not value:
                     raise RecipeError(name, value, "at least one is needed")
-            for one in value if isinstance(value, tuple) else (value,):
-                said.check(name, one)
+            said.check(name, value)
         if self.global_batch % self.gpus:
             near = max(1, round(self.global_batch / self.gpus)) * self.gpus
             rest = f"{self.gpus} GPUs share it equally: take a multiple, such as {near}"

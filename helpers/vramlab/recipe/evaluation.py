@@ -20,15 +20,15 @@ class Evaluation:
     eval_accumulation_steps: int | None = knob(None, most=MOST)
     eval_do_concat_batches: bool = knob(True)
     batch_eval_metrics: bool = knob(False)
+    include_for_metrics: tuple[str, ...] = knob((), choices=("inputs", "loss"), many=True)
     preprocess_logits_for_metrics: Callable | None = knob(None)
     predict_with_generate: bool = knob(False)
 
     def __post_init__(self):
         check(self, "evaluation.")
         if self.predict_with_generate:
-            allowed = (
-                "how long answers get depends on the weights: measure it by watch(model) around trainer.evaluate()"
-            )
+            allowed = "how long answers get depends on the weights, and generation_max_length bounds their cache: "
+            allowed += "measure it by watch(model) around trainer.evaluate()"
             raise RecipeError("evaluation.predict_with_generate", True, allowed)
 
     @property

@@ -46,8 +46,9 @@ class Knob:
             return
         part = dataclasses.is_dataclass(self.kind)
         rule = _part if part else _choice if self.choices else RULES.get(self.kind)
-        if rule and (allowed := rule(self, value)):
-            raise RecipeError(name, value, allowed)
+        for one in value if self.many and isinstance(value, list | tuple) else (value,):
+            if rule and (allowed := rule(self, one)):
+                raise RecipeError(name, one, allowed)
 
     def words(self, value: Any) -> str:
         """Return what `str(recipe)` says of the value, "" for nothing."""
@@ -184,4 +185,5 @@ RULES = {
     int: _whole,
     float: _number,
     str: lambda knob, value: "" if isinstance(value, str) else "it must be text",
+    Callable: lambda knob, value: "" if callable(value) else "it must be a function, which only Python can give",
 }
