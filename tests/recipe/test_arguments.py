@@ -399,9 +399,64 @@ def test_adapters_on_the_model_must_be_said():
     assert Recipe.from_training_arguments(args, model, lora=LoRA(r=8)).lora == LoRA(r=8)
     with pytest.raises(RecipeError, match=r"lora\.r.*the model has 8"):
         Recipe.from_training_arguments(args, model, lora=LoRA(r=4))
+    with pytest.raises(RecipeError, match=r"lora\.target_modules.*the model has 1: transformer"):
+        Recipe.from_training_arguments(args, model, lora=LoRA(target_modules="all-linear"))
+    with pytest.raises(RecipeError, match=r"lora\.modules_to_save.*the model has 0: none"):
+        Recipe.from_training_arguments(args, model, lora=LoRA(modules_to_save=("ln_f",)))
+    with pytest.raises(RecipeError, match=r"lora\.bias.*the model has 'none'"):
+        Recipe.from_training_arguments(args, model, lora=LoRA(bias="all"))
     model.peft_config["default"].rank_pattern = {"c_attn": 4}
     with pytest.raises(RecipeError, match="rank_pattern"):
         Recipe.from_training_arguments(args, model, lora=LoRA(r=8))
+
+
+def built(task: str, **adapter):
+    """A small GPT-2 as transformers and PEFT make it; without `adapter` as it is."""
+    import transformers
+    from peft import LoraConfig, get_peft_model
+
+    shape = tiny(task=task).shape
+    model = getattr(transformers, shape.config["architectures"][0])(transformers.AutoConfig.for_model(**shape.config))
+    return get_peft_model(model, LoraConfig(fan_in_fan_out=True, **adapter)) if adapter else model
+
+
+def test_what_is_trained_on_a_built_model_is_what_the_recipe_says():
+    from peft import IA3Config, LoraConfig, get_peft_model
+
+    args = tiny().training_arguments("unused")
+
+    def refused(model, words, **fields):
+        with pytest.raises(RecipeError, match=words):
+            Recipe.from_training_arguments(args, model, **fields)
+
+    refused(built("causal-lm", inference_mode=True), "inference_mode.*not trained", lora=LoRA())
+    refused(built("sequence-classification", r=8), r"modules_to_save.*makes 1 .*has 0: none", lora=LoRA())
+    whole = built("sequence-classification", task_type="SEQ_CLS")
+    assert Recipe.from_training_arguments(args, whole, lora=LoRA()).shape.task == "sequence-classification"
+    refused(get_peft_model(built("causal-lm"), IA3Config(task_type="CAUSAL_LM")), "IA3Config", lora=LoRA())
+    two = built("causal-lm", task_type="CAUSAL_LM")
+    two.add_adapter("other", LoraConfig(task_type="CAUSAL_LM", fan_in_fan_out=True))
+    refused(two, "one adapter", lora=LoRA())
+    frozen = built("causal-lm")
+    assert Recipe.from_training_arguments(args, frozen).shape.task == "causal-lm"
+    frozen.transformer.wte.requires_grad_(False)
+    refused(frozen, "wte.weight.*frozen")
+
+
+def test_a_quantized_model_is_the_recipes():
+    import torch
+    from vramlab.training.models import build_model
+
+    four = tiny(lora=LoRA(), quantization=Quantization("nf4"), precision="bf16-mixed")
+    args = four.training_arguments("unused")
+    model = build_model(four)
+    again = Recipe.from_training_arguments(args, model, lora=LoRA(), quantization=Quantization("nf4"))
+    assert (again.quantization, again.precision, again.dtype) == (four.quantization, "bf16-mixed", None)
+    with pytest.raises(RecipeError, match=r"quant_type.*the model has 1: nf4"):
+        Recipe.from_training_arguments(args, model, lora=LoRA(), quantization=Quantization("fp4"))
+    model.config.quantization_config.bnb_4bit_compute_dtype = torch.float32
+    with pytest.raises(RecipeError, match=r"compute_dtype.*has 1: float32"):
+        Recipe.from_training_arguments(args, model, lora=LoRA(), quantization=Quantization("nf4"))
 
 
 def test_defaults_of_transformers_are_readable():

@@ -8,7 +8,7 @@ HELPERS = ROOT / "helpers"
 CEILINGS = {
     "vramlab/report": 720,
     "vramlab/hardware": 1260,
-    "vramlab/recipe": 2580,
+    "vramlab/recipe": 2620,
     "vramlab/training": 2350,
     "vramlab/tracking": 1020,
     "vramlab/formulas": 3800,

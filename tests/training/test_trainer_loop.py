@@ -105,6 +105,21 @@ def test_a_real_trainer_step_is_what_simulate_says(name, tmp_path):
     assert seen.report.phases["load"].end.optimizer_states == simulated.phases["step"].end.optimizer_states
 
 
+NEUTRAL = dict(
+    learning_rate=1.0, lr_scheduler_type="cosine", warmup_steps=1, adam_beta1=0.5, adam_beta2=0.0, adam_epsilon=1e-3,
+    average_tokens_across_devices=False, logging_strategy="steps", logging_steps=1, logging_nan_inf_filter=False,
+    include_num_input_tokens_seen="non_padding", eval_strategy="steps", eval_steps=1, per_device_eval_batch_size=5,
+    bf16_full_eval=True, save_strategy="steps", save_steps=1, seed=1, data_seed=2, dataloader_drop_last=True,
+    remove_unused_columns=False, train_sampling_strategy="group_by_length", skip_memory_metrics=False, max_steps=4,
+)  # fmt: skip
+
+
+def test_arguments_that_move_no_memory_move_none(tmp_path):
+    recipe, seen = make("gpt2"), WatchCallback()
+    trainer(recipe, tmp_path, seen, **NEUTRAL).train()
+    assert_same_but_for_scalars(seen.report, simulate(recipe, target="cpu", full=True))
+
+
 @pytest.mark.parametrize("family", sorted(TINY))
 def test_the_optimizers_groups_are_the_trainers(family):
     """The real steps above have them from the Trainer itself; this is every architecture."""

@@ -125,7 +125,9 @@ def recipe_fields(kind: type, args: "TrainingArguments", model: Any, **fields: A
     }
     if hasattr(model, "named_parameters"):
         said.update(_of_model(model, fields))
-        model = model.config
+        base = model.get_base_model() if hasattr(model, "peft_config") else model
+        model = {**base.config.to_dict(), "architectures": [type(base).__name__]}
+        model.pop("quantization_config", None)
     said["precision"] = _precision(args, fields.get("precision"))
     if args.fsdp or args.deepspeed:
         _check_sharding(args, fields.get("sharding"))
@@ -266,11 +268,52 @@ def _check_part(name: str, part: Any, config: Any) -> None:
     """Raise RecipeError where PEFT's or bitsandbytes' `config` is not what `part` says, or what no recipe models."""
     if part is None:
         raise RecipeError(name, None, f"the model has it: say {name}=...")
-    _check_table(config, CLASSIFIED["refused_in"].get(type(config).__name__, {}))
+    if (kind := type(config).__name__) not in CLASSIFIED["refused_in"]:
+        raise RecipeError(name, kind, "no recipe models it, only LoraConfig and BitsAndBytesConfig: use WatchCallback")
+    _check_table(config, CLASSIFIED["refused_in"][kind])
     for field, argument in _same_names(type(part), dir(config)).items():
         said, has = getattr(part, field), getattr(config, argument)
-        if isinstance(has, bool | int | float) and said != has:  # names may be said in several ways
+        if (
+            isinstance(has, bool | int | float) or field == "bias"
+        ) and said != has:  # names may be said in several ways
             raise RecipeError(f"{name}.{field}", said, f"the model has {has!r}")
+
+
+def check_built(recipe: Any, model: Any) -> None:
+    """Raise RecipeError where a built `model` is adapted, frozen or quantized otherwise than `recipe` says."""
+    lora, shape, adapters = recipe.lora, recipe.shape, getattr(model, "peft_config", None) or {}
+    frozen = [name for name, p in model.named_parameters() if not p.requires_grad and "positions" not in name]
+    if frozen and not lora:
+        raise RecipeError("model", frozen[0], "every weight is trained where there is no LoRA, and this one is frozen")
+    if len(adapters) > 1:
+        raise RecipeError("lora", [*adapters], "a model with one adapter is modelled")
+    for config in adapters.values():
+        names = (name.removeprefix("base_model.model.") for name, _ in model.named_modules())
+        has = {name.removesuffix(".lora_A") for name in names if name.endswith(".lora_A")}
+        said = {name for name, *_ in shape.lora_targets(lora.target_modules, lora.modules_to_save)}
+        if not lora.target_parameters:
+            _check_same("lora.target_modules", lora.target_modules, said, has)
+        heads = {"classifier", "score"} if shape.task == "sequence-classification" else set()
+        said, has = (
+            {name for name in names if any(name in weight.name for weight in shape.weights())}
+            for names in (heads.union(lora.modules_to_save or ()), config.modules_to_save or ())
+        )
+        _check_same("lora.modules_to_save", lora.modules_to_save, said, has)
+    config = getattr(model.config, "quantization_config", None)
+    if recipe.quantization and config:
+        kind = "int8" if config.load_in_8bit else config.bnb_4bit_quant_type
+        _check_same("quantization.quant_type", recipe.quantization.quant_type, {recipe.quantization.quant_type}, {kind})
+        compute = str(config.bnb_4bit_compute_dtype).removeprefix("torch.")
+        if kind != "int8":
+            _check_same("quantization.compute_dtype", recipe.implied_dtype, {recipe.implied_dtype}, {compute})
+
+
+def _check_same(field: str, value: Any, said: set[str], has: set[str]) -> None:
+    if said != has:
+        few = ", ".join(sorted(has)[:2]) + ", …" * (len(has) > 2)
+        raise RecipeError(
+            field, value, f"that makes {len(said)} of a kind, and the model has {len(has)}: {few or 'none'}"
+        )
 
 
 def _of_model(model: Any, fields: dict[str, Any]) -> dict[str, Any]:

@@ -360,9 +360,12 @@ class Recipe:
 
         `fields` adds what the arguments do not say. A `max_length` is taken for the length of every sample.
         """
-        from .arguments import recipe_fields
+        from .arguments import check_built, recipe_fields
 
-        return cls(**recipe_fields(cls, args, model, **fields))
+        recipe = cls(**recipe_fields(cls, args, model, **fields))
+        if hasattr(model, "named_parameters"):
+            check_built(recipe, model)
+        return recipe
 
 
 def as_recipe(value: Any) -> Recipe:
