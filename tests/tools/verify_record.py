@@ -16,7 +16,7 @@ from typing import Any
 from vramlab import GiB, MiB, Recipe, RecipeError, RecordError, Report, diff, format_bytes, model_names, simulate
 from vramlab.faces.measure import card_of
 from vramlab.faces.share import CARD, VERSIONS, content_name
-from vramlab.hardware.gpu import Gpu
+from vramlab.hardware.gpu import find_gpu
 from vramlab.measurement.measure import operations
 from vramlab.measurement.records import load
 from vramlab.recipe.knobs import rebuild
@@ -95,8 +95,8 @@ def _form(name: str, text: str, reports: list[Report]) -> Iterator[str]:
 def _physics(report: Report) -> Iterator[str]:
     """Say what no GPU can have measured."""
     total, card = report.environment["total_memory"], card_of(report.environment)
-    if card.rates and abs(total / _listed(card) - 1) > DRIVER_SHARE:
-        yield f"{card.name} has {format_bytes(_listed(card))}, and it says {format_bytes(total)}"
+    if card.rates and abs(total / (listed := find_gpu(card.name).total) - 1) > DRIVER_SHARE:
+        yield f"{card.name} has {format_bytes(listed)}, and it says {format_bytes(total)}"
     if report.status != "ok":
         return
     sizes = {name: getattr(report, name) for name in ("requested", "allocated", "reserved", "process")}
@@ -124,12 +124,6 @@ def _physics(report: Report) -> Iterator[str]:
         yield f"{speed.tokens_per_second:,.0f} tokens/s are not {recipe.tokens:,} tokens in {speed.median:.4g} s"
     elif (peak := card.flops(recipe.precision)) and operations(recipe) / speed.median > 1.1 * peak:
         yield f"{operations(recipe) / speed.median / 1e12:,.0f} TFLOP/s are more than {card.name} can do"
-
-
-def _listed(card: Gpu) -> int:
-    from vramlab import find_gpu
-
-    return find_gpu(card.name).total
 
 
 def _beside_simulated(report: Report, verdict: Verdict) -> str:
