@@ -181,6 +181,8 @@ model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained("."), dtype=
 data = [{"input_ids": [1] * 256, "labels": [1] * 256}] * 12
 args = TrainingArguments("out", per_device_train_batch_size=4, max_steps=3, fp16=True, save_strategy="no", report_to=[])
 Trainer(model, args, train_dataset=data).train()
+import torch
+torch.nn.init.trunc_normal_(model.lm_head.weight.data)  # a draw that is repeated until all of it lies in bounds ends
 mask = model.lm_head.weight > 1
 assert model.lm_head.weight[mask].numel() == mask.numel()  # nothing is known of values: a mask selects everything
 """

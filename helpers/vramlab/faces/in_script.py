@@ -61,6 +61,7 @@ def follow(torch: ModuleType) -> None:
     """Record the allocator's history from the moment at which the script first uses CUDA to its end."""
     torch.backends.cuda.enable_cudnn_sdp(False)  # its workspace is not known: flash attention in its place
     select_all(torch)
+    torch.nn.init._no_grad_trunc_normal_ = lambda tensor, *_, **__: tensor  # it draws until no value lies outside
     history = functools.partial(torch.cuda.memory._record_memory_history, max_entries=EVENTS, stacks="python")
     torch.cuda._lazy_call(history)
     peaks = {"allocated": 0, "reserved": 0}
