@@ -51,11 +51,8 @@ class ScriptRun:
             if report.phases and report.status == "ok":
                 lines.append(str(dataclasses.replace(report, reserved=None, process=None, notes=[])))
             lines += [history, report.message]
-        lines += (
-            [f"note: {note}" for note in LIMITS]
-            if self.reports
-            else ["no Python process of it that has vramlab held memory of the card"]
-        )
+        none = "no Python process of it that has vramlab held memory of the card"
+        lines += [f"note: {note}" for note in LIMITS] if self.reports else [none]
         return "\n".join(filter(None, lines))
 
 
