@@ -7,8 +7,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from vramlab import Recipe, find_gpu, predict
-from vramlab.hardware.allocator import Allocator
-from vramlab.report.report import MiB
 
 from .answers import NOT_ANSWERED, Feedback, Unclear, kind_of
 
@@ -21,14 +19,6 @@ def fullest_rank(sizes: Sequence[int], ranks: int) -> int:
     for size in sizes:
         totals[totals.index(min(totals))] += size
     return max(totals)
-
-
-def reserved_after(sizes: Sequence[int]) -> int:
-    """MiB that the default allocator has reserved after requests of `sizes` MiB, each freed before the next comes."""
-    allocator = Allocator()
-    for size in sizes:
-        allocator.free(allocator.malloc(size * MiB))
-    return allocator.reserved // MiB
 
 
 def message_sizes(message: str) -> list[float]:
