@@ -68,12 +68,10 @@ class Topology:
     Attributes:
         devices: GPUs and network cards, in the matrix's order.
         codes: (device, device) to the code between them, both ways round.
-        numa: GPU to its NUMA node, "N/A" where the matrix does not say.
     """
 
     devices: tuple[str, ...]
     codes: dict[tuple[str, str], str]
-    numa: dict[str, str]
 
     @property
     def gpus(self) -> list[str]:
@@ -83,11 +81,6 @@ class Topology:
     def nvlinks(self, a: str, b: str) -> int:
         """NVLinks between two devices, 0 without."""
         return _links(self.codes[a, b])
-
-    def slowest(self) -> tuple[str, str, str] | None:
-        """(GPU, GPU, code) of the worst path, which limits a ring that has to take it; None for one GPU."""
-        worst = max(combinations(self.gpus, 2), key=lambda pair: _rank(self.codes[pair]), default=None)
-        return (*worst, self.codes[worst]) if worst else None
 
     def islands(self) -> list[list[str]]:
         """GPUs in groups that reach each other over NVLink alone, directly or through one another."""
@@ -99,14 +92,6 @@ class Topology:
                 group += joined
                 left = [other for other in left if other not in joined]
             found.append(sorted(group, key=self.devices.index))
-        return found
-
-    def numa_nodes(self) -> dict[str, list[str]]:
-        """NUMA node to its GPUs; {} where the matrix does not say."""
-        found: dict[str, list[str]] = {}
-        for gpu in self.gpus:
-            if self.numa[gpu] != "N/A":
-                found.setdefault(self.numa[gpu], []).append(gpu)
         return found
 
     def __str__(self) -> str:
@@ -128,7 +113,7 @@ def parse_topology(text: str) -> Topology:
     head = next((i for i, line in enumerate(lines) if re.match(r"\s*GPU0\s+(?!X\b)", line)), None)
     if head is None:
         raise TopologyError("There is no matrix in this text: it has to have the line that begins with GPU0.")
-    columns, titles = re.split("|".join(TITLES), lines[head])[0].split(), re.findall("|".join(TITLES), lines[head])
+    columns = re.split("|".join(TITLES), lines[head])[0].split()
     rows = {row[0]: row[1:] for row in map(str.split, reversed(lines[head + 1 :])) if row and row[0] in columns}
     if missing := [name for name in columns if name not in rows]:
         raise TopologyError(f"The matrix has no row for {', '.join(missing)}: it was cut off.")
@@ -143,8 +128,7 @@ def parse_topology(text: str) -> Topology:
     for (a, b), code in codes.items():
         if codes[b, a] != code:
             raise TopologyError(f"{a} to {b} is {code}, but {b} to {a} is {codes[b, a]}.")
-    more = {name: dict(zip(titles, row[len(columns) :], strict=False)) for name, row in rows.items()}
-    return Topology(tuple(columns), codes, {name: more[name].get("NUMA Affinity", "N/A") for name in columns})
+    return Topology(tuple(columns), codes)
 
 
 def read_topology() -> Topology:

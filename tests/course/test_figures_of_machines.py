@@ -1,0 +1,48 @@
+"""What the drawings of chapters 00 and 09 show as tables: the peaks of both steps, and the links of a ring."""
+
+from types import SimpleNamespace
+
+import matplotlib.pyplot as plt
+import pytest
+from vramlab import GiB
+from vramlab.report.report import Bytes
+from vramlab_course.chapters import figures_00, figures_09
+from vramlab_course.topology import parse_topology
+
+SQUARE = """
+      GPU0  GPU1  GPU2  GPU3
+GPU0  X     NV2   SYS   NV1
+GPU1  NV2   X     NV1   SYS
+GPU2  SYS   NV1   X     NV2
+GPU3  NV1   SYS   NV2   X
+"""
+
+
+@pytest.fixture(autouse=True)
+def closed():
+    yield
+    plt.close("all")
+
+
+def run(*moments: Bytes):
+    return SimpleNamespace(timeline=[SimpleNamespace(bytes=moment) for moment in moments])
+
+
+def test_the_second_step_starts_with_the_states_of_the_first():
+    first = run(Bytes(parameters=GiB), Bytes(parameters=GiB, activations=3 * GiB), Bytes(GiB, optimizer_states=2 * GiB))
+    second = run(Bytes(GiB, optimizer_states=2 * GiB), Bytes(GiB, optimizer_states=2 * GiB, activations=3 * GiB))
+    figure = figures_00.two_steps(first, second, 5 * GiB, "a title", "about")
+    assert figure.rows[1:] == [("1", "0.00", "4.00"), ("2", "2.00", "6.00")]
+    assert {"4.0 GiB", "6.0 GiB", "AdamW's states: 2.0 GiB"} <= {text.get_text() for text in figure.axes[0].texts}
+
+
+def test_every_pair_is_in_the_table_and_the_ring_is_marked():
+    figure = figures_09.mesh(parse_topology(SQUARE), ["GPU0", "GPU1", "GPU2", "GPU3"], "a title")
+    assert figure.rows[1:] == [
+        ("GPU0, GPU1", "2", "yes"),
+        ("GPU0, GPU2", "0", "no"),
+        ("GPU0, GPU3", "1", "yes"),
+        ("GPU1, GPU2", "1", "yes"),
+        ("GPU1, GPU3", "0", "no"),
+        ("GPU2, GPU3", "2", "yes"),
+    ]
