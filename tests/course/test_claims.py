@@ -125,7 +125,7 @@ EXPECTED = {
     "article-zero1-backward": NOT,
     "article-zero2-after-step": UNDER,
     "article-zero3-fetch": HOLDS,
-    "article-one-unit": UNDER,
+    "article-one-unit": HOLDS,
     "hardware-zero-more": UNDER,
     "lecture-lora-trained": HOLDS,
     "lecture-lora-total": UNDER,

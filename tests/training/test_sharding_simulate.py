@@ -19,6 +19,7 @@ from vramlab.recipe.recipe import Loop, LoRA, Recipe, Sharding
 from vramlab.report.errors import RecipeError
 from vramlab.simulation.simulate import simulate, trace
 from vramlab.tracking.history import History
+from vramlab_course.chapters.units_04 import WRAPPINGS
 from vramlab_course.ranks import alone
 
 SMALL = {"batch_size": 2, "seq_len": 24, "num_layers": 2}
@@ -320,13 +321,15 @@ def test_wrapping_a_plain_module(launcher):
     """A hundred linear layers: in one unit everything is gathered at once; in units of one, a layer or two."""
     found = [
         launch("vramlab_course.chapters.units_04:hundred", {"wrapping": wrapping}, launcher=launcher)
-        for wrapping in ("one unit", "a unit each")
+        for wrapping in WRAPPINGS
     ]
-    for one, each in zip(*found, strict=True):
+    for plain, one, each in zip(*found, strict=True):
         whole = 100 * 256 * 256 * 4
         assert one["gathered"] == 2 * whole  # full weights, and the flat tensor that they arrive in
         assert each["gathered"] <= 6 * whole // 100
-        assert each["peak"] < one["peak"] / 2
+        assert plain["gathered"] == 0
+        assert 4 * whole <= plain["peak"] <= one["peak"]  # so one unit saves nothing
+        assert each["peak"] <= 2 * whole + 6 * whole // 100
 
 
 def test_recipes_that_no_engine_runs_are_refused():

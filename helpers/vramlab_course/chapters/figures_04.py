@@ -97,8 +97,8 @@ def pipeline(stages: int = 4, micro_batches: int = 8, title: str = "Who works wh
     colours = {"forward": style.LOOK["activations"][0], "backward": style.LOOK["gradients"][0]}
     labels = {"forward": "forward pass of a micro-batch", "backward": "its backward pass"}
     rows = [("schedule", "time units", "waiting", "most micro-batches held")]
-    for ax, schedule in zip(axes, ("gpipe", "1f1b"), strict=True):
-        orders = [stage_order(schedule, stage, stages, micro_batches) for stage in range(stages)]
+    for ax, name in zip(axes, ("GPipe", "1F1B"), strict=True):
+        orders = [stage_order(name.lower(), stage, stages, micro_batches) for stage in range(stages)]
         ends = pipeline_ends(orders)
         for kind, time in SECONDS.items():
             found = [(stage, m, end - time) for (stage, one, m), end in ends.items() if one == kind]
@@ -106,10 +106,10 @@ def pipeline(stages: int = 4, micro_batches: int = 8, title: str = "Who works wh
             look = {"color": colours[kind], "edgecolor": style.INK, "linewidth": 0.5, "label": labels[kind]}
             done = ax.barh(at, time, 0.84, starts, **look)
             ax.bar_label(done, [m + 1 for _, m, _ in found], label_type="center", fontsize=8)
-        ax.set(xlim=(0, max(ends.values()) * 1.01), ylim=(0, stages), ylabel=schedule)
+        ax.set(xlim=(0, max(ends.values()) * 1.01), ylim=(0, stages), ylabel=name)
         ax.set_yticks([stages - 0.5 - s for s in range(stages)], [f"stage {s}" for s in range(stages)])
         ax.grid(visible=False)
         held = most_held(orders[0])
-        rows.append((schedule, f"{max(ends.values()):g}", f"{bubble(ends):.1%}", str(held)))
+        rows.append((name, f"{max(ends.values()):g}", f"{bubble(ends):.1%}", str(held)))
     axes[-1].set_xlabel("time, in forward passes of one stage")
     return style.finish(figure, rows, f"Two timelines. {title}, {about}.", say_rows=True)

@@ -6,17 +6,15 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from vramlab.training.engine import Training
 
-WRAPPINGS = ("one unit", "a unit each", "a unit each, kept")
-
-
+WRAPPINGS = ("no sharding", "one unit", "a unit each")
 LAYERS, WIDTH, ROWS = 100, 256, 8
 
 
 def hundred(wrapping: str) -> dict[str, Any]:
-    """Train LAYERS linear layers of WIDTH × WIDTH in fp32 by FSDP, on one of several CPU ranks. For `launch`.
+    """Train LAYERS linear layers of WIDTH × WIDTH in fp32 with AdamW by FSDP, on one of several CPU ranks. For `launch`.
 
-    `wrapping` is one of WRAPPINGS; "kept" is `reshard_after_forward=False`. Returns, of a steady step: calls and bytes of
-    each kind of collective, the most bytes gathered at a time, and the peak of forward and backward.
+    `wrapping` is one of WRAPPINGS. Returns, of a steady step: the most bytes gathered at a time, and the peak of forward
+    and backward.
     """
     from vramlab.training.process_group import real_rank
 
@@ -30,17 +28,11 @@ def _steady_step(training: "Training") -> dict[str, Any]:
     from vramlab.tracking.tracker import Tracker
     from vramlab.training.training import train_step
 
-    from vramlab_course.collectives import Collectives
-
     train_step(training)
-    counting = Collectives()
-    with counting:
-        train_step(training)
     tracker = run_tracked(training, Tracker("cpu"), 1, "cpu")
     history = History(tracker.log, tracker.marks)
     phases = history.phases()
     return {
-        "collectives": {kind: seen[:2] for kind, seen in counting.seen.items()},
         "gathered": int(history.splits[:, INDEX["workspace"]].max()),
         "peak": max(phases[phase].peak.total for phase in ("forward", "backward")),
     }
@@ -57,12 +49,12 @@ def _hundred_layers(wrapping: str, rank: int) -> "Training":
     model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)))
     for layer in model:
         nn.init.orthogonal_(layer.weight)  # activations keep their size over a hundred layers
-    parts = [Unit((layer,)) for layer in model] if wrapping != WRAPPINGS[0] else []
-    shard(model, [*parts, Unit((model,))], reshard_after_forward=wrapping != WRAPPINGS[2])
+    if wrapping != "no sharding":
+        shard(model, [*(Unit((layer,)) for layer in model if wrapping == "a unit each"), Unit((model,))])
     torch.manual_seed(rank)
     return Training(
         model=model,
-        optimizer=torch.optim.SGD(model.parameters(), foreach=False),
+        optimizer=torch.optim.AdamW(model.parameters(), foreach=False),
         batch=torch.randn(ROWS, WIDTH),
         device=torch.device("cpu"),
         multi_tensor=False,

@@ -229,29 +229,23 @@ def _launcher() -> Launcher:
 @cache
 def sent(recipe: Recipe) -> dict[str, Any]:
     """What one of two real ranks sends in a step, in units of the parameters' bytes: phase to kind, and `ring`, what a
-    ring carries in all (an all-reduce is a reduce-scatter and an all-gather)."""
+    ring carries of it (an all-reduce is a reduce-scatter and an all-gather); `ring` and `all` of the whole step."""
     phases = launch(f"{UNITS}:by_phase", {"recipe": recipe.to_dict()}, 2, launcher=_launcher())[0]
     psi = 4 * recipe.shape.num_parameters
     kinds = ("all_reduce", "reduce_scatter", "all_gather", "broadcast")
     names = ("forward", "backward", "step", *phases)
     found: dict[str, Any] = {name: {k: phases.get(name, {}).get(k, 0) / psi for k in kinds} for name in names}
-    found["ring"] = (
-        sum(size * (2 if kind == "all_reduce" else 1) for phase in phases.values() for kind, size in phase.items())
-        / psi
-    )
+    for phase in [*found.values()]:
+        phase["ring"] = sum(phase.values()) + phase["all_reduce"]
+    found["ring"] = sum(phase["ring"] for phase in found.values())
     found["all"] = sum(size for phase in phases.values() for size in phase.values()) / psi
     return found
 
 
 @cache
 def wrapped(wrapping: str) -> dict[str, Any]:
-    """A hundred linear layers under FSDP: layers of one all-gather, the part of the parameters that is gathered at a time,
-    and the peak in units of all that an unsharded step holds."""
+    """A hundred linear layers under FSDP on two ranks: what is gathered at a time, in units of the parameters' bytes, and
+    the peak in units of all that an unsharded step holds of weights, gradients and AdamW's states."""
     found = launch(f"{UNITS}:hundred", {"wrapping": wrapping}, 2, launcher=_launcher())[0]
-    calls, size = found["collectives"]["all_gather"]
-    layer = 256 * 256 * 4
-    return {
-        "layers": size / calls / layer,
-        "gathered": found["gathered"] / (100 * layer),
-        "peak": found["peak"] / (400 * layer),
-    }
+    whole = units_04.LAYERS * units_04.WIDTH**2 * 4
+    return {"gathered": found["gathered"] / whole, "peak": found["peak"] / (4 * whole)}
