@@ -149,7 +149,7 @@ def best_fit(lengths: Sequence[int], size: int, ordered: bool = True) -> list[li
 
 
 def is_likely(recipe: Recipe, gpu: str) -> bool:
-    """Whether the middle of the process's interval is within the card."""
+    """Whether the likely figure of the process is within the card."""
     return predict(recipe, gpu=gpu).process.value <= find_gpu(gpu).total
 
 

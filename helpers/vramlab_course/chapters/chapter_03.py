@@ -1,11 +1,13 @@
-"""Bytes that autograd keeps, and steps that empty the allocator's cache, for the claims of chapter 03."""
+"""Chapter 03: a figure of several steps; for its claims, bytes that autograd keeps and steps that empty the cache."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from functools import cache
 from typing import Any
 
+from vramlab.faces import plot
 from vramlab.hardware.allocator import Allocator
 from vramlab.recipe.recipe import Recipe
+from vramlab.report.report import MiB, Report
 
 from vramlab_course.fragmentation import Followed, Requests, follow, requests_of
 
@@ -42,3 +44,15 @@ def requests() -> Requests:
 def replayed(empty_cache: str = "", limit: int | None = None) -> Followed:
     """The steps of LENGTHS through the allocator's model; see `follow`. Raises AllocatorError when `limit` is too low."""
     return follow(requests(), LENGTHS, Allocator(limit=limit), empty_cache)
+
+
+def steps(runs: Mapping[str, Report], title: str, about: str):
+    """Return a figure of what is alive over one step of each run, drawn equally wide whatever their number of events."""
+    rows = [("run", "peak, MiB"), *((name, f"{report.peak.total / MiB:.0f}") for name, report in runs.items())]
+    alt = f"What is alive over one step, a line each. {title}. {'; '.join(': '.join(row) for row in rows)}."
+    with plot.canvas(title, alt, about, rows) as ax:
+        for (name, peak), report, line in zip(rows[1:], runs.values(), ("-", "--", "-."), strict=True):
+            sizes = [m.bytes.total / MiB for m in report.timeline if m.bytes.parameters == report.peak.parameters]
+            ax.plot([i / len(sizes) for i in range(len(sizes))], sizes, line, label=f"{name}: {peak} MiB")
+        ax.set(ylabel="MiB", xlabel="allocations and releases of one step", xlim=(0, 1), ylim=0, xticks=[])
+    return ax.figure
