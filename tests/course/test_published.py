@@ -149,3 +149,12 @@ def test_errors_are_drawn_at_their_sizes_with_the_band(no_figure_stays):
     assert below.patches[0].get_y() == -3 and below.patches[0].get_height() == 6
     assert above.get_title(loc="left") == "2 of 3 within ±3% · median 1.00% · worst 10.00%"
     assert figure.rows[1] == ("a: 1", "1.010", "1.000", "+1.00%")
+
+
+def test_what_four_bits_cost_on_the_card_that_chapter_08_names():
+    """Step times of runs that differ in NF4 only: 13 pairs, 1.35 to 2 times as long."""
+    timed = [run for run in RUNS if run.seconds and not run.as_run]
+    plain = {run.recipe: run.seconds for run in timed if not run.recipe.quantization}
+    four = [(run.recipe.replace(quantization=None), run.seconds) for run in timed if run.recipe.quantization]
+    ratios = [seconds / plain[recipe] for recipe, seconds in four if recipe in plain]
+    assert (len(ratios), round(min(ratios), 2), round(max(ratios), 2)) == (13, 1.35, 2.0)

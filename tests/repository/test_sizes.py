@@ -17,7 +17,7 @@ CEILINGS = {
     "vramlab/planning": 1550,
     "vramlab/faces": 2820,
     "vramlab_course/claims": 1200,
-    "vramlab_course": 5670,
+    "vramlab_course": 5730,
 }
 LONGEST = 480
 
