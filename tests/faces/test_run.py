@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
-from vramlab import Recipe, simulate
+from vramlab import Recipe, Sharding, simulate
 from vramlab.faces import in_script, run
 from vramlab.faces.cli import app
 from vramlab.hardware.gpu import find_gpu, witness
@@ -186,6 +186,23 @@ torch.nn.init.trunc_normal_(model.lm_head.weight.data)  # a draw that is repeate
 mask = model.lm_head.weight > 1
 assert model.lm_head.weight[mask].numel() == mask.numel()  # nothing is known of values: a mask selects everything
 """
+RANKS = """
+import os, torch
+from torch.nn.parallel import DistributedDataParallel
+from transformers import AutoConfig, AutoModelForCausalLM
+torch.distributed.init_process_group("nccl")
+torch.cuda.set_device(card := int(os.environ["LOCAL_RANK"]))
+model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained("."), dtype=torch.float32).to(card)
+model = DistributedDataParallel(model, device_ids=[card])
+optimizer = torch.optim.AdamW(model.parameters())
+for _ in range(3):
+    ids = torch.ones(4, 256, dtype=torch.long, device=card)
+    optimizer.zero_grad()
+    out = model(input_ids=ids, labels=ids)
+    out.loss.backward()
+    optimizer.step()
+torch.distributed.destroy_process_group()
+"""
 FULL = "import torch\nheld = [torch.empty(1 << 28, device='cuda') for _ in range(16)]\n"
 
 
@@ -212,6 +229,21 @@ def test_a_trainers_script_holds_what_simulate_says(folder):
     simulated = simulate(recipe, gpu="T4")
     assert found.status == 0 and report.source == "emulated" and {"forward", "backward", "step"} <= report.phases.keys()
     assert report.allocated == pytest.approx(simulated.allocated, rel=0.01)
+
+
+@pytest.mark.slow
+def test_ranks_hold_what_simulate_says(folder):
+    """DDP's first buckets are gone when the second step's are there, as on a GPU, where a step takes its time."""
+    from tiny_models import config
+
+    (folder / "config.json").write_text(json.dumps(config("llama")))
+    (folder / "ddp.py").write_text(RANKS)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "ddp.py"]
+    found = run.run(command, find_gpu("T4"), 2)
+    two = Sharding(stage=0, world_size=2, engine="ddp")
+    simulated = simulate(Recipe(str(folder / "config.json"), 4, 256, loop="plain", sharding=two), gpu="T4")
+    assert found.status == 0 and [report.environment["rank"] for report in found.reports] == [0, 1]
+    assert found.reports[1].allocated == pytest.approx(simulated.allocated, rel=0.01)
 
 
 @pytest.mark.slow

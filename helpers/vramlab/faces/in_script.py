@@ -8,6 +8,7 @@ import functools
 import json
 import os
 import sys
+import time
 from collections.abc import Callable
 from importlib.machinery import ModuleSpec
 from pathlib import Path
@@ -61,6 +62,7 @@ def follow(torch: ModuleType) -> None:
     """Record the allocator's history from the moment at which the script first uses CUDA to its end."""
     torch.backends.cuda.enable_cudnn_sdp(False)  # its workspace is not known: flash attention in its place
     select_all(torch)
+    last_a_while(torch)
     torch.nn.init._no_grad_trunc_normal_ = lambda tensor, *_, **__: tensor  # it draws until no value lies outside
     history = functools.partial(torch.cuda.memory._record_memory_history, max_entries=EVENTS, stacks="python")
     torch.cuda._lazy_call(history)
@@ -80,6 +82,13 @@ def follow(torch: ModuleType) -> None:
     for name in ("_cuda_resetPeakMemoryStats", "_accelerator_resetPeakStats"):  # a script's own measuring
         setattr(torch._C, name, looking(getattr(torch._C, name)))
     atexit.register(leave, torch, peaks, look, os.getpid())
+
+
+def last_a_while(torch: ModuleType) -> None:
+    """Let a step of several ranks last as long as on a GPU: NCCL's watchdog looks ten times a second for what was sent."""
+    from torch.optim.optimizer import register_optimizer_step_post_hook
+
+    register_optimizer_step_post_hook(lambda *_: torch.distributed.is_initialized() and time.sleep(0.2))
 
 
 def select_all(torch: ModuleType) -> None:
