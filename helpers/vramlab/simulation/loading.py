@@ -45,7 +45,7 @@ class FileSlice:
 def loading_peak(recipe: Recipe, target: str) -> Bytes | None:
     """The split at the highest moment while the base of `recipe` is loaded, without adapters; None: never above its end.
 
-    Under DDP, FSDP and DeepSpeed too each rank loads the whole quantized base.
+    Under DDP, FSDP and DeepSpeed too each rank loads the whole quantized base (in transformers 5).
     """
     if recipe.quantization is None:
         return None
