@@ -430,7 +430,7 @@ def test_what_is_trained_on_a_built_model_is_what_the_recipe_says():
             Recipe.from_training_arguments(args, model, **fields)
 
     refused(built("causal-lm", inference_mode=True), "inference_mode.*not trained", lora=LoRA())
-    refused(built("sequence-classification", r=8), r"modules_to_save.*makes 1 .*has 0: none", lora=LoRA())
+    refused(built("sequence-classification", r=8), r"modules_to_save.*makes 1, .*has 0: none", lora=LoRA())
     whole = built("sequence-classification", task_type="SEQ_CLS")
     assert Recipe.from_training_arguments(args, whole, lora=LoRA()).shape.task == "sequence-classification"
     refused(get_peft_model(built("causal-lm"), IA3Config(task_type="CAUSAL_LM")), "IA3Config", lora=LoRA())

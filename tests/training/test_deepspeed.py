@@ -40,9 +40,21 @@ TABLE: dict[str, tuple[str, dict[str, Any], int, str | None, dict[str, Any]]] = 
     "stage 3, odd sizes, bf16-mixed": ("gpt2", ODD, 3, None, HALF),
     "stage 3, accumulating, offloaded": ("llama", {}, 3, "optimizer", ACCUMULATING),
     "stage 3, offloaded parameters, checkpointing": ("llama", {}, 3, "parameters", {"gradient_checkpointing": True}),
+    "stage 1, SFTTrainer": ("llama", {}, 1, None, {"trainer": "sft"}),
+    "stage 2, SFTTrainer, LoRA": ("llama", {}, 2, None, {"trainer": "sft", "lora": EVERYWHERE, **HALF}),
+    "stage 2, DPOTrainer, LoRA": ("llama", {}, 2, None, {"trainer": "dpo", "lora": EVERYWHERE, **HALF}),
+    "stage 3, SFTTrainer": ("llama", {}, 3, None, {"trainer": "sft"}),
+    "stage 3, SFTTrainer, checkpointing": (
+        "llama",
+        {},
+        3,
+        None,
+        {"trainer": "sft", "gradient_checkpointing": True, **HALF},
+    ),
+    "stage 3, RewardTrainer": ("llama", {"pad_token_id": 0}, 3, None, {"trainer": "reward"}),
     "stage 3, bf16-true": ("llama", {}, 3, None, {"precision": "bf16-true"}),
 }
-LEARNED = [name for name, row in TABLE.items() if "precision" not in row[4]]
+LEARNED = [name for name, row in TABLE.items() if "precision" not in row[4] and "Reward" not in name]
 HALVED = "stage 1, bf16-mixed, offloaded"
 OF_FOUR = ("stage 1, odd sizes, plain loop", "stage 2, odd sizes, bf16-mixed", "stage 3, odd sizes, bf16-mixed")
 WORLDS = {2: tuple(TABLE), 4: OF_FOUR}
@@ -170,6 +182,9 @@ def test_without_the_library_one_sentence_says_how_to_get_it(monkeypatch):
     [
         (2, {"loop": Loop.named("plain", set_to_none=False)}, "loop.set_to_none"),
         (3, {"lora": LoRA(), "quantization": Quantization("nf4")}, "sharding.stage"),
+        (3, {"lora": LoRA(), "trainer": "sft"}, "sharding.stage"),
+        (2, {"trainer": "dpo"}, "sharding.engine"),
+        (2, {"trainer": "kto", "batch_size": 2, "precompute_ref_log_probs": True}, "sharding.engine"),
     ],
 )
 def test_what_it_does_not_do(stage, changes, field):

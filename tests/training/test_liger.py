@@ -102,7 +102,8 @@ def test_deepened_is_the_whole_depth(family):
         ("llama", {"trainer": "sft", "liger_kernel_config": {liger.HEAD: True}}, "liger_kernel_config"),
         ("llama", {"task": "sequence-classification"}, "use_liger_kernel"),
         ("mixtral", {}, "use_liger_kernel"),  # what its fused experts allocate depends on the router
-        ("llama", {"sharding": Sharding(world_size=2)}, "use_liger_kernel"),
+        ("llama", {"sharding": Sharding(2, 2, "deepspeed")}, "use_liger_kernel"),
+        ("llama", {"sharding": Sharding(3, 2), "lora": LoRA()}, "use_liger_kernel"),
         ("llama", {"lora": LoRA(target_modules=("q_proj", "lm_head"))}, "lora.target_modules"),
     ],
 )

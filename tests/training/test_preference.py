@@ -165,7 +165,7 @@ def test_deepened_is_the_whole_depth(name):
         ("dpo", "llama", {"loop": "plain"}, "loop"),
         ("kto", "llama", {"loop": Loop(use_cache=True)}, "loop"),
         ("kto", "llama", {"batch_size": 1}, "batch_size"),
-        ("reward", "llama", {"sharding": Sharding(world_size=2)}, "sharding.engine"),
+        ("dpo", "llama", {"sharding": Sharding(world_size=2)}, "sharding.engine"),
         ("dpo", "llama", {"lora": LoRA(), "quantization": Quantization()}, "quantization.prepare"),
         ("dpo", "llama", {"lora": LoRA(target_modules=("q_proj", "lm_head"))}, "lora.target_modules"),
         ("dpo", "llama", {"lora": LoRA(autocast_adapter_dtype=False)}, "lora.autocast_adapter_dtype"),

@@ -136,7 +136,7 @@ def test_dft_moves_no_peak(tmp_path):
         ("bert", {}, "trainer"),
         ("llama", {"loop": "plain"}, "loop"),
         ("llama", {"loop": Loop(use_cache=True)}, "loop"),
-        ("llama", {"sharding": Sharding(world_size=2, engine="deepspeed")}, "sharding.engine"),
+        ("llama", {"sharding": Sharding(0, 2, engine="tensor")}, "sharding.engine"),
         ("llama", {"lora": LoRA(), "quantization": Quantization()}, "quantization.prepare"),
         (
             "llama",

@@ -105,6 +105,36 @@ TABLE: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "llama, KTOTrainer, ZeRO-1": ("llama", {}, ZERO1, {"trainer": "kto"}),
     "llama, RewardTrainer, DDP": ("llama", {}, DDP, {"trainer": "reward", "task": "sequence-classification"}),
     "llama, Liger, DDP": ("llama", {}, DDP, {"use_liger_kernel": True}),
+    "llama, DPOTrainer, stage 3, LoRA, bf16-mixed": (
+        "llama",
+        {},
+        FSDP3,
+        {"trainer": "dpo", "lora": EVERYWHERE, "precision": "bf16-mixed"},
+    ),
+    "llama, KTOTrainer, stage 2, precomputed": (
+        "llama",
+        {},
+        FSDP2,
+        {"trainer": "kto", "precompute_ref_log_probs": True},
+    ),
+    "llama, RewardTrainer, stage 3, bf16-mixed": (
+        "llama",
+        {"pad_token_id": 0},
+        FSDP3,
+        {"trainer": "reward", "precision": "bf16-mixed"},
+    ),
+    "llama, Liger, stage 3, checkpointing, bf16-mixed": (
+        "llama",
+        {},
+        FSDP3,
+        {"use_liger_kernel": True, "gradient_checkpointing": True, "precision": "bf16-mixed"},
+    ),
+    "llama, SFTTrainer, Liger, stage 2, LoRA": (
+        "llama",
+        {},
+        FSDP2,
+        {"trainer": "sft", "use_liger_kernel": True, "lora": EVERYWHERE},
+    ),
     "llama, SFTTrainer, Liger, DDP, bf16-mixed": (
         "llama",
         {},

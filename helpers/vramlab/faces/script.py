@@ -23,8 +23,7 @@ WHY_NOT |= {name: f"say --{o.replace('_', '-')}" for o, (_, knob) in OPTIONS.ite
 def instead(option: str, command: str) -> str:
     """Return a sentence on an `option` that only a Trainer's arguments have, "" where they do not have it either."""
     name = option.lstrip("-").replace("-", "_")
-    why = CLASSIFIED["evaluation"].get(name) if command == "evaluate" else None
-    why = why or WHY_NOT.get(name, "").format(command)
+    why = (command == "evaluate" and CLASSIFIED["evaluation"].get(name)) or WHY_NOT.get(name, "").format(command)
     return why and f"There is no option {option}: {why}."
 
 

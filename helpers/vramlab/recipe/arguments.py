@@ -287,8 +287,8 @@ def check_built(recipe: Any, model: Any) -> None:
         raise RecipeError("model", frozen[0], "every weight is trained where there is no LoRA, and this one is frozen")
     if len(adapters) > 1:
         raise RecipeError("lora", [*adapters], "a model with one adapter is modelled")
+    names = [name.removeprefix("base_model.model.") for name, _ in model.named_modules()]
     for config in adapters.values():
-        names = (name.removeprefix("base_model.model.") for name, _ in model.named_modules())
         has = {name.removesuffix(".lora_A") for name in names if name.endswith(".lora_A")}
         said = {name for name, *_ in shape.lora_targets(lora.target_modules, lora.modules_to_save)}
         if not lora.target_parameters:
@@ -301,19 +301,16 @@ def check_built(recipe: Any, model: Any) -> None:
         _check_same("lora.modules_to_save", lora.modules_to_save, said, has)
     config = getattr(model.config, "quantization_config", None)
     if recipe.quantization and config:
-        kind = "int8" if config.load_in_8bit else config.bnb_4bit_quant_type
-        _check_same("quantization.quant_type", recipe.quantization.quant_type, {recipe.quantization.quant_type}, {kind})
-        compute = str(config.bnb_4bit_compute_dtype).removeprefix("torch.")
-        if kind != "int8":
-            _check_same("quantization.compute_dtype", recipe.implied_dtype, {recipe.implied_dtype}, {compute})
+        asked, kind = recipe.quantization.quant_type, "int8" if config.load_in_8bit else config.bnb_4bit_quant_type
+        _check_same("quantization.quant_type", asked, {asked}, {kind})
+        asked, compute = recipe.implied_dtype, str(config.bnb_4bit_compute_dtype).removeprefix("torch.")
+        _check_same("quantization.compute_dtype", asked, {asked}, {compute if kind != "int8" else asked})
 
 
 def _check_same(field: str, value: Any, said: set[str], has: set[str]) -> None:
     if said != has:
         few = ", ".join(sorted(has)[:2]) + ", …" * (len(has) > 2)
-        raise RecipeError(
-            field, value, f"that makes {len(said)} of a kind, and the model has {len(has)}: {few or 'none'}"
-        )
+        raise RecipeError(field, value, f"that makes {len(said)}, and the model has {len(has)}: {few or 'none'}")
 
 
 def _of_model(model: Any, fields: dict[str, Any]) -> dict[str, Any]:

@@ -153,11 +153,8 @@ def keep_layers(config: dict[str, Any], kept: list[int] | int) -> None:
     for key, value in config.items():
         if isinstance(value, list) and len(value) == depth and (depth > FEW or key == "layer_types"):
             config[key] = [value[i % depth] for i in kept]
-    if overrides := config.get("per_layer_config"):  # transformers writes the numbers with leading zeros
-        overrides = {int(i): value for i, value in overrides.items()}
-        config["per_layer_config"] = {
-            str(n): overrides[i % depth] for n, i in enumerate(kept) if i % depth in overrides
-        }
+    if said := {int(i): value for i, value in (config.get("per_layer_config") or {}).items()}:  # keyed by "05"
+        config["per_layer_config"] = {str(n): said[i % depth] for n, i in enumerate(kept) if i % depth in said}
     if shared := config.get("num_kv_shared_layers"):  # the last ones
         config["num_kv_shared_layers"] = sum(i % depth >= depth - shared for i in kept)
     for key in keys:

@@ -27,8 +27,7 @@ class Evaluation:
     def __post_init__(self):
         check(self, "evaluation.")
         if self.predict_with_generate:
-            allowed = "how long answers get depends on the weights, and generation_max_length bounds their cache: "
-            allowed += "measure it by watch(model) around trainer.evaluate()"
+            allowed = "its cache depends on the weights, up to generation_max_length tokens: watch(model) measures it"
             raise RecipeError("evaluation.predict_with_generate", True, allowed)
 
     @property

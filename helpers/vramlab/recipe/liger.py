@@ -38,8 +38,8 @@ def check(recipe: Any) -> None:
         return
     if recipe.trainer not in ("transformers", "sft"):
         raise RecipeError("use_liger_kernel", True, f"it is not modelled with trainer={recipe.trainer!r}: leave it out")
-    if recipe.sharding and recipe.sharding.engine != "ddp":
-        raise RecipeError("use_liger_kernel", True, "it is modelled on one device and on ranks of engine 'ddp'")
+    if recipe.sharding and recipe.sharding.engine not in ("ddp", "fsdp"):
+        raise RecipeError("use_liger_kernel", True, "it is modelled on one device and on ranks of 'ddp' and 'fsdp'")
     if shape.experts_per_token and "swiglu" in on:
         allowed = "what Liger's experts allocate depends on where the router sends tokens: say liger_kernel_config="
         raise RecipeError("use_liger_kernel", True, f"{allowed}{{'swiglu': False}}")
@@ -50,6 +50,9 @@ def check(recipe: Any) -> None:
     if shape.task != "causal-lm":
         allowed = f"Liger puts a language model's head in the place of {shape.head}: say liger_kernel_config="
         raise RecipeError("use_liger_kernel", True, f"{allowed}{{{HEAD!r}: False}}")
+    if lora and recipe.sharding and recipe.sharding.engine == "fsdp":
+        rest = "Liger's head multiplies by a weight that FSDP leaves cut beside adapters: say liger_kernel_config="
+        raise RecipeError("use_liger_kernel", True, f"{rest}{{{HEAD!r}: False}}, or engine='ddp'")
     if lora and shape.head in (name for name, *_ in shape.lora_targets(lora.target_modules, lora.modules_to_save)):
         rest = f"Liger's head reads the weight of {shape.head} and not its adapter, which would not be trained"
         raise RecipeError("lora.target_modules", lora.target_modules, rest)

@@ -172,10 +172,15 @@ class Recipe:
             raise RecipeError("trainer", self.trainer, f"{name} trains models for {task}, not for {shape.task}")
         if usual != LOOPS["trainer"]:
             raise RecipeError("loop", loop.name, f"{name} has the Trainer's loop without a cache: use loop='trainer'")
-        allowed = ("ddp", "fsdp") if self.trainer == "sft" else ("ddp",)
-        if self.sharding and self.sharding.engine not in allowed:
-            rest = f"trainer={self.trainer!r} is modelled on ranks of {' and '.join(map(repr, allowed))}"
-            raise RecipeError("sharding.engine", self.sharding.engine, rest)
+        engine = self.sharding.engine if self.sharding else "ddp"
+        if engine not in ("ddp", "fsdp", "deepspeed"):
+            raise RecipeError("sharding.engine", engine, f"{name} is modelled on 'ddp', 'fsdp' and 'deepspeed'")
+        if engine != "ddp" and (self.has_reference or (engine == "deepspeed" and self.precompute_ref_log_probs)):
+            rest = f"{name}'s reference model is modelled whole: add lora, which needs none, or take engine 'ddp'"
+            raise RecipeError("sharding.engine", engine, rest)
+        if engine == "deepspeed" and self.sharding.stage == 3 and self.lora:
+            rest = f"there {name} casts and checkpoints under adapters otherwise: take stage 2, or engine 'fsdp'"
+            raise RecipeError("sharding.stage", 3, rest)
         if self.batch_size < LEAST_BATCH.get(self.trainer, 1):
             raise RecipeError("batch_size", 1, "KTOTrainer compares samples of a micro-batch: take at least 2")
         if self.lora and not (

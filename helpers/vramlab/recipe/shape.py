@@ -43,10 +43,9 @@ class ShapeData:
     @property
     def features(self) -> tuple[str, tuple[int, ...]] | None:
         """Name and sizes of what one sample is to a model that sees or hears; None where it is tokens."""
-        said = self.settings
-        if self.task == "speech-seq2seq":  # two convolutions, of which one halves the frames
+        said, side = self.settings, self.settings.get("image_size", 224)
+        if self.task == "speech-seq2seq":  # a convolution halves the frames
             return "input_features", (said["num_mel_bins"], 2 * said["max_source_positions"])
-        side = said.get("image_size", 224)
         sides = side if isinstance(side, list) else (side, side)
         return ("pixel_values", (said.get("num_channels", 3), *sides)) if self.image_tokens else None
 

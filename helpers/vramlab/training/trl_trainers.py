@@ -72,14 +72,14 @@ def start(training: Training, recipe: Recipe, model: torch.nn.Module, build_mode
 
 
 def _prepare_models(training: Training, model: torch.nn.Module) -> None:
-    """Switch dropout off and autocast forward passes."""
+    """Switch dropout off, and autocast forward passes where the engine does not cast by itself."""
     from trl.trainer.utils import add_fused_lm_head, disable_dropout_in_model
 
     if training.reference is not None:
         add_fused_lm_head(training.reference)
     for each in filter(None, (training.reference, model)):
         disable_dropout_in_model(each)
-        if training.precision in AUTOCAST:
+        if training.precision in AUTOCAST and training.engine.autocasts:
             autocast_inside(each, training.device.type, training.precision)
 
 
