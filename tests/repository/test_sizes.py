@@ -15,7 +15,7 @@ CEILINGS = {
     "vramlab/simulation": 2910,
     "vramlab/measurement": 1460,
     "vramlab/planning": 1550,
-    "vramlab/faces": 2830,
+    "vramlab/faces": 2840,
     "vramlab_course/claims": 1200,
     "vramlab_course": 5730,
 }

