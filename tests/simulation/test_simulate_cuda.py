@@ -352,6 +352,8 @@ def test_cublas_keeps_a_workspace_for_each_of_the_two_threads():
 
     assert workspaces(None) == workspaces("A100") == [4096 * 1024 * 2 + 16 * 1024 * 8] * 2
     assert workspaces("H100") == [32 * MiB] * 2
+    log = [op for size, _, op in trace(recipe, "cuda", full=True).log if size > 0]
+    assert [log[i - 1] for i, op in enumerate(log) if op == "cublas"][-1] == "mm", "backward's with its first product"
 
 
 def test_scratch_of_the_embeddings_backward():

@@ -40,7 +40,7 @@ aten = torch.ops.aten
 
 
 def cublas_workspaces(card=None) -> dict[str, int]:
-    """Phase to bytes of the workspace that the cuBLAS handle of its thread, the caller's or autograd's, keeps from then."""
+    """Phase to bytes of the workspace that the cuBLAS handle of its thread keeps from there on."""
     size = card.cublas_workspace if card else cublas_workspace((8, 0))
     return {"forward": size, "backward": size}
 

@@ -34,6 +34,7 @@ COLLECTIVES = {  # that all ranks of a group enter
     *(f"c10d::{name}" for name in ("_allgather_base_", "_reduce_scatter_base_", "allreduce_", "broadcast_")),
     *(f"_c10d_functional::{name}" for name in ("all_reduce", "all_gather_into_tensor", "wait_tensor")),
 }
+PRODUCTS = {"mm", "addmm", "bmm", "baddbmm", "mv", "addmv", "dot", "_scaled_mm"}  # cuBLAS's
 SPARSE = {  # layout to the methods that give the tensors it is made of
     torch.sparse_coo: ("_indices", "_values"),
     **dict.fromkeys((torch.sparse_csr, torch.sparse_bsr), ("crow_indices", "col_indices", "values")),
@@ -83,7 +84,7 @@ class Tracker(TorchDispatchMode):
         self.marks: list[tuple[int, str]] = []  # position in the log, phase that begins there
         self.calls: list[tuple[int, str, str, int]] = []  # position in the log, operator, module, marks before it
         self.live: dict[int, Storage] = {}  # by the address of torch's own object
-        self.phase, self.at_phase = "load", {}  # phase to workspace bytes that stay from its first beginning on
+        self.phase, self.at_phase = "load", {}  # phase to workspace bytes that stay from then on: `_log_workspace`
         self.only_device: torch.device | None = None  # the only one of its type to count; None counts all
         self.host_computes = False  # results of operators on host tensors alone are the host's too
         self.host_peak = 0  # after `finish`: of the bytes that were left out
@@ -120,7 +121,12 @@ class Tracker(TorchDispatchMode):
                 storage.category = storage.category or kept
         self.phase = phase
         self.marks.append((len(self.log), phase))
-        if size := self.at_phase.pop(phase, 0):
+        if phase == "forward":
+            self._log_workspace()
+
+    def _log_workspace(self) -> None:
+        """Log cuBLAS's workspace: forward's as it begins, backward's with its first product, after gradients of logits."""
+        if size := self.at_phase.pop(self.phase, 0):
             self.log.append((size, Storage(size, size, "workspace", "cublas", None), "cublas"))
 
     def claim(self, tensors: Iterable[torch.Tensor], category: str, where: str = "") -> None:
@@ -223,6 +229,8 @@ class Tracker(TorchDispatchMode):
         result = self.run(func, args, kwargs)
         self.calls.append((start, name, where, len(self.marks)))
         self._record(result, name, where, args)
+        if name in PRODUCTS:
+            self._log_workspace()
         if self.host_computes and self.is_on_host(_tensors((args, kwargs))):
             self.mark_on_host(_tensors(result))
         if buffers:
