@@ -20,6 +20,7 @@ CASES = {
     "mixtral merges experts": ("mixtral", Quantization("nf4", prepare=False)),
     "gpt2 transposes": ("gpt2", Quantization("fp4")),
     "t5 keeps fp32": ("t5", Quantization("nf4")),
+    "bert ties a bias": ("bert", Quantization("nf4")),
 }
 
 
@@ -56,7 +57,8 @@ def highest(tracker: Tracker) -> int:
 def test_the_device_holds_what_from_pretrained_has_at_once(name, tmp_path):
     family, quantization = CASES[name]
     precision = "fp16-true" if family == "t5" else "bf16-true"
-    recipe = Recipe(config(family), precision=precision, num_layers=7, lora=LoRA(r=4), quantization=quantization)
+    task = "masked-lm" if family == "bert" else None
+    recipe = Recipe(config(family), task=task, precision=precision, num_layers=7, lora=LoRA(r=4), quantization=quantization)
     assert loading_peak(recipe, "cpu").total == highest(loaded(recipe, tmp_path))
 
 

@@ -137,8 +137,8 @@ def quantize_layers(model: torch.nn.Module, recipe: Recipe) -> None:
     # weights and biases have the loading dtype, like a checkpoint's before they are quantized
     with torch.device("meta"), local_torch_dtype(dtype):
         # transformers names the bias of a head that has one; the head is trained, so it must not be quantized
-        heads = [name.removesuffix(".bias").removesuffix(".weight") for name in get_keys_to_not_convert(model)]
-        keep = [*heads, *(getattr(model, "_keep_in_fp32_modules", None) or ())]
+        keep = [*get_keys_to_not_convert(model), *(getattr(model, "_keep_in_fp32_modules", None) or ())]
+        keep += [n for n, m in model.named_modules() if f"{n}.bias" in keep and isinstance(m, torch.nn.Linear)]
         replace_with_bnb_linear(model, modules_to_not_convert=keep, quantization_config=config)
     for parameter in model.parameters():
         parameter.requires_grad_(False)
