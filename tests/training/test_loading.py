@@ -58,7 +58,9 @@ def test_the_device_holds_what_from_pretrained_has_at_once(name, tmp_path):
     family, quantization = CASES[name]
     precision = "fp16-true" if family == "t5" else "bf16-true"
     task = "masked-lm" if family == "bert" else None
-    recipe = Recipe(config(family), task=task, precision=precision, num_layers=7, lora=LoRA(r=4), quantization=quantization)
+    recipe = Recipe(
+        config(family), task=task, precision=precision, num_layers=7, lora=LoRA(r=4), quantization=quantization
+    )
     assert loading_peak(recipe, "cpu").total == highest(loaded(recipe, tmp_path))
 
 
