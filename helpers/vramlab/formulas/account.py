@@ -249,7 +249,7 @@ def _parameters(recipe: Recipe, shape: Shape) -> dict[str, Parameter]:
 @lru_cache(maxsize=512)
 def _parameter_settings(shape: Shape, dtype: str, quantization, lora: LoRA | None, layers: int) -> list[tuple]:
     """List (name, shape, width, trained, quantized) of the weights outside the layers and in the first layers."""
-    table = cached_table(shape, dtype, quantization, lora, "sgd", None, False)
+    table = cached_table(shape, (dtype, quantization, lora, "sgd", None, False))
     rows, whole, found = {(row.name, row.shape): row for row in table}, trained_whole(shape, lora), []
     for name, role, size in first_layers(shape, layers):
         row, copied = rows[role, size], bool(whole) and is_trained_whole(name, whole)

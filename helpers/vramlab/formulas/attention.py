@@ -5,12 +5,30 @@ of scores, batch × heads × tokens², exists only with single operators ("eager
 """
 
 from math import prod
+from typing import NamedTuple
 
 from ..hardware.kernels import efficient_scratch, sdp_backend
 from ..hardware.overhead import rounded
 from .ledger import Tensor
 from .model_states import FP32, HALF
 from .operators import BOOL, INT64, Operators
+
+
+class Eager(NamedTuple):
+    """What a family does between scores and values, in single operators.
+
+    Attributes:
+        softmax_fp32: see `probabilities`. `cap`: scores go through tanh (Gemma 2).
+        second_mask: added after the first, which has T5's positions.
+        in_place: scores are scaled in place, and one head of keys is broadcast over a single sequence (Falcon).
+        sinks: a column more, less the maximum, which is cut off after the softmax (GPT-OSS).
+    """
+
+    softmax_fp32: bool | None = True
+    cap: bool = False
+    second_mask: Tensor | None = None
+    in_place: bool = False
+    sinks: bool = False
 
 
 class Attention(Operators):
@@ -24,10 +42,10 @@ class Attention(Operators):
         layer_holds: tensors that live to the end of the layer, because its modules return or name them.
     """
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, p: float, **eager) -> Tensor:
-        """Attend with dropout `p`; return batch × tokens × (heads · channels). `eager`: options of `eager_attention`."""
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, p: float, eager=None) -> Tensor:
+        """Attend with dropout `p`; return batch × tokens × (heads · channels)."""
         if self.implementation == "eager":
-            return self.eager_attention(q, k, v, mask, p, **eager)
+            return self.eager_attention(q, k, v, mask, p, eager or Eager())
         b, heads, n, d = q.shape
         if self.implementation == "flash_attention_2" and self.padded:
             return self.unpadded_attention(q, k, v, p)
@@ -104,17 +122,9 @@ class Attention(Operators):
         self.autocast = autocast
         return y
 
-    def eager_attention(
-        self, q, k, v, mask, p, softmax_fp32=True, cap=False, second_mask=None, in_place=False, sinks=False
-    ):
-        """Compute softmax(q kᵀ · scale + mask) v in single operators, as transformers' `eager_attention_forward`.
-
-        Args:
-            softmax_fp32, cap: see `probabilities`; scores go through tanh (Gemma 2).
-            second_mask: added after `mask`, which has T5's positions.
-            in_place: scores are scaled in place, and one head of keys is broadcast over a single sequence (Falcon).
-            sinks: a column more, less the maximum, which is cut off after the softmax (GPT-OSS).
-        """
+    def eager_attention(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, p: float, eager: Eager) -> Tensor:
+        """Compute softmax(q kᵀ · scale + mask) v in single operators, as transformers' `eager_attention_forward`."""
+        softmax_fp32, cap, second_mask, in_place, sinks = eager
         b, heads, n, _ = q.shape
         if not (in_place and b == 1):
             k, v = self.repeat(k, heads), self.repeat(v, heads)

@@ -19,7 +19,7 @@ computed while the incoming one and the saved tensors live, then summed or cast 
     64
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from math import prod
 
 from ..hardware.gpu import Chip
@@ -176,6 +176,19 @@ class Replay:
             self.filled.pop()
 
 
+def _edges(inputs: Iterable, grads: Iterable) -> list[tuple]:
+    """The `Node.edges` of an operator; a parameter waits for one more gradient."""
+    edges = []
+    for x, how in zip(inputs, grads, strict=False):
+        if x.needs:
+            if type(x) is Parameter:
+                x.uses += 1
+                edges.append((x, x.shape, x.width, how))
+            else:
+                edges.append((x.node, x.shape, x.width, how))
+    return edges
+
+
 class Stop(Exception):
     """A recomputation has everything it needs (`torch.utils.checkpoint`, early stop)."""
 
@@ -263,24 +276,17 @@ class Ledger:
         out = Tensor(self.block(name, shape, width) if view is None else view.block, shape, width)
         if self.no_grad:
             return out
-        edges = []
-        for x, how in zip(inputs, grads, strict=False):
-            if x.needs:
-                if type(x) is not Parameter:
-                    edges.append((x.node, x.shape, x.width, how))
-                    continue
-                if refilled is None:
-                    x.uses += 1
-                edges.append((x, x.shape, x.width, how))
-        if not edges:
-            return out
-        out.needs = True
         if refilled is not None:  # recomputing: the operators are known, only what they saved is missing
-            if saves:
+            out.needs = any(x.needs for x, _ in zip(inputs, grads, strict=False))
+            if saves and out.needs:
                 refilled.append([out.block if x is True else x.block for x in saves])
                 if len(refilled) == self.replay.count:
                     raise Stop
             return out
+        edges = _edges(inputs, grads)
+        if not edges:
+            return out
+        out.needs = True
         node = out.node = Node()
         node.op, node.where, node.edges, node.extra, node.shape = name, self.where, edges, extra, shape
         node.spike, node.gradient, node.kept, node.saved = spike, None, None, None

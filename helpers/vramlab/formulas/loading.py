@@ -31,7 +31,7 @@ def loading_peak(recipe: Recipe) -> Bytes | None:
 def _highest(shape: Shape, dtype: str, quantization: Quantization) -> tuple[int, int, int]:
     """Return the bytes of loaded tensors, of buffers, and those that the next tensor takes."""
     loaded = Quantization(quantization.quant_type, quantization.double, prepare=False)
-    rows = {(row.name, row.shape): row for row in cached_table(shape, dtype, loaded, None, "sgd", None, False)}
+    rows = {(row.name, row.shape): row for row in cached_table(shape, (dtype, loaded, None, "sgd", None, False))}
     tensors = [(weight.name, rows[starred_name(weight.name), weight.shape]) for weight in shape.weights()]
     kept, moments, other = 0, [], STORED_AS.get(shape.family, {})
 

@@ -295,20 +295,10 @@ class Model(Layer):
         The cross entropy needs logits (tokens × vocabulary) in fp32 and saves their log-softmax; backward has two more such
         tensors at once (gradients of `nll_loss` and `log_softmax`): with 128,256 words each is half a megabyte a token.
         """
-        s, (b, n, h) = self.shape, x.shape
+        s, (b, n, _) = self.shape, x.shape
         self.where = s.head
         if "classification" in s.task:
-            if not s.layout.causal:  # the first token's hidden state, in BERT through a tanh layer
-                x = self.slice(x, b, h)
-                if "bert.pooler.dense.weight" in self.parameters:
-                    x = self.dropout(self.unary("tanh", self.linear(x, "bert.pooler.dense")), s.hidden_dropout)
-                logits = self.linear(x, s.head)
-            else:  # a score for every token, of which the last one's counts
-                logits = self.linear(x, s.head)
-                logits = self.op("index", [logits], (b, s.num_labels), logits.width)
-            if self.recipe.trainer == "reward":  # of the differences of pairs
-                return logits, self.reduce(self.unary("log_sigmoid", logits), (), "mean")
-            return logits, self.cross_entropy(logits)
+            return self._classified(x)
         if s.task == "masked-lm":
             x = self.activation(self.linear(x, "cls.predictions.transform.dense"), s.activation)
             x = self.layer_norm(x, "cls.predictions.transform.LayerNorm")
@@ -333,6 +323,20 @@ class Model(Layer):
         self.where = "loss"
         rows = self.to(logits, FP32) if s.task == "causal-lm" else logits  # T5 and BERT do without
         return logits, self.cross_entropy(rows.view(b * n, rows.shape[-1]))
+
+    def _classified(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Run a classifier's head: the scores, and their cross entropy or, of a reward model, the loss of pairs."""
+        s, (b, _, h) = self.shape, x.shape
+        if not s.layout.causal:  # the first token's hidden state, in BERT through a tanh layer
+            x = self.slice(x, b, h)
+            if "bert.pooler.dense.weight" in self.parameters:
+                x = self.dropout(self.unary("tanh", self.linear(x, "bert.pooler.dense")), s.hidden_dropout)
+        logits = self.linear(x, s.head)
+        if s.layout.causal:  # a score for every token, of which the last one's counts
+            logits = self.op("index", [logits], (b, s.num_labels), logits.width)
+        if self.recipe.trainer == "reward":  # of the differences of pairs
+            return logits, self.reduce(self.unary("log_sigmoid", logits), (), "mean")
+        return logits, self.cross_entropy(logits)
 
     def cross_entropy(self, logits: Tensor) -> Tensor:
         """Take log-softmax in the logits' dtype, and the mean of the labels' entries, in fp32 under autocast."""

@@ -159,7 +159,7 @@ def compute_recipe(recipe: Recipe) -> Recipe:
 
 def parameter_table(recipe: Recipe) -> tuple[ParameterRow, ...]:
     """List all tensors of `recipe`'s model, a row for equal ones, adapters last."""
-    return cached_table(recipe.shape, *_format(recipe))
+    return cached_table(recipe.shape, _format(recipe))
 
 
 def _format(r: Recipe) -> tuple:
@@ -167,10 +167,9 @@ def _format(r: Recipe) -> tuple:
 
 
 @lru_cache(maxsize=512)
-def cached_table(
-    shape: Shape, dtype: str, quantization, lora: LoRA | None, optim, optim_args, trainer
-) -> tuple[ParameterRow, ...]:
-    """Compute `parameter_table`. What PEFT trains whole is a trained copy beside the frozen module."""
+def cached_table(shape: Shape, form: tuple) -> tuple[ParameterRow, ...]:
+    """Compute `parameter_table` of a `_format`. What PEFT trains whole is a trained copy beside the frozen module."""
+    dtype, quantization, lora, optim, optim_args, trainer = form
     width, saved = weight_width(dtype, quantization), trained_whole(shape, lora)
     double = bool(quantization and quantization.double)
     targets = lora_targets(shape, lora) if lora else ()
@@ -327,7 +326,7 @@ def tensors_in_order(recipe: Recipe) -> list[ParameterRow]:
 
 @lru_cache(maxsize=64)
 def _in_order(shape: Shape, *form) -> list[ParameterRow]:
-    table = cached_table(shape, *form)
+    table = cached_table(shape, form)
     rows = {(row.name, row.shape): row for row in table}
     order = [rows[starred_name(weight.name), weight.shape] for weight in shape.weights()]
     added = [row for row in table if row.name.endswith((".lora_A", ".lora_B", COPY))]

@@ -64,26 +64,12 @@ class Question:
         if self.lengths is not None:
             self.lengths = tuple(sorted(check_lengths("lengths", list(self.lengths))))
         for name in knobs(Question).keys() - {"memory", "host_memory", "lengths"}:
-            said = knobs(Question)[name]
-            value = getattr(self, name)
-            if said.many and value is not None:
-                value = tuple(value) if isinstance(value, list | tuple | set) else (value,)
-                setattr(self, name, value)
-                if not value:
-                    raise RecipeError(name, value, "at least one is needed")
-            said.check(name, value)
+            self._check_knob(name)
         if self.global_batch % self.gpus:
             near = max(1, round(self.global_batch / self.gpus)) * self.gpus
             rest = f"{self.gpus} GPUs share it equally: take a multiple, such as {near}"
             raise RecipeError("global_batch", self.global_batch, rest)
-        same = {"batch_size": LEAST_BATCH.get(self.trainer, 1)}
-        if self.samples_per_gpu < same["batch_size"]:
-            raise RecipeError("global_batch", self.global_batch, "KTOTrainer compares samples of a micro-batch: take 2")
-        same |= {name: getattr(self, name) for name in ("seq_len", "task", "num_layers", "trainer")}
-        if self.lengths and self.seq_len is None:
-            longest = Recipe(self.model, task=self.task).shape.max_positions
-            same["seq_len"] = min(self.lengths[-1], longest or self.lengths[-1])
-        self.plain = Recipe(self.model, **same, packing=self.packing and self.trainer == "sft")
+        self.plain = self._plain()
         with_its_adapters(self.plain)
         if self.trainer != "transformers" and self.gpus > 1:
             raise RecipeError("gpus", self.gpus, f"with trainer={self.trainer!r} one device is modelled so far")
@@ -91,6 +77,26 @@ class Question:
             self.plain.shape.check_lora(self.lora.target_modules, self.lora.r)
         for precision in self.precisions or ():
             self.gpu.require(precision)
+
+    def _check_knob(self, name: str) -> None:
+        said, value = knobs(Question)[name], getattr(self, name)
+        if said.many and value is not None:
+            value = tuple(value) if isinstance(value, list | tuple | set) else (value,)
+            setattr(self, name, value)
+            if not value:
+                raise RecipeError(name, value, "at least one is needed")
+        said.check(name, value)
+
+    def _plain(self) -> Recipe:
+        """The recipe of the least micro-batch, from which all others are made."""
+        same = {"batch_size": LEAST_BATCH.get(self.trainer, 1)}
+        if self.samples_per_gpu < same["batch_size"]:
+            raise RecipeError("global_batch", self.global_batch, "KTOTrainer compares samples of a micro-batch: take 2")
+        same |= {name: getattr(self, name) for name in ("seq_len", "task", "num_layers", "trainer")}
+        if self.lengths and self.seq_len is None:
+            longest = Recipe(self.model, task=self.task).shape.max_positions
+            same["seq_len"] = min(self.lengths[-1], longest or self.lengths[-1])
+        return Recipe(self.model, **same, packing=self.packing and self.trainer == "sft")
 
     def _card(self) -> Gpu:
         """The GPU of this machine, or without one the table's least that has `memory`."""

@@ -25,14 +25,7 @@ def words(config: dict[str, bool]) -> str:
 
 def check(recipe: Any) -> None:
     """Raise RecipeError for switches that do not exist, and for what Liger or a model of it does not train."""
-    config = recipe.liger_kernel_config
-    if config is not None:
-        wrong = not isinstance(config, dict) or any(
-            n not in SWITCHES or not isinstance(config[n], bool) for n in config
-        )
-        if wrong or not recipe.use_liger_kernel:
-            allowed = f"it must be a dictionary of True and False for {', '.join(SWITCHES)}, with use_liger_kernel=True"
-            raise RecipeError("liger_kernel_config", config, allowed)
+    _check_switches(recipe)
     shape, lora, on = recipe.shape, recipe.lora, kernels(recipe)
     if not on:
         return
@@ -46,7 +39,11 @@ def check(recipe: Any) -> None:
     if HEAD not in on:
         return
     if recipe.trainer == "sft":
-        raise RecipeError("liger_kernel_config", config, f"SFTTrainer has a fused head of its own: leave {HEAD} out")
+        raise RecipeError(
+            "liger_kernel_config",
+            recipe.liger_kernel_config,
+            f"SFTTrainer has a fused head of its own: leave {HEAD} out",
+        )
     if shape.task != "causal-lm":
         allowed = f"Liger puts a language model's head in the place of {shape.head}: say liger_kernel_config="
         raise RecipeError("use_liger_kernel", True, f"{allowed}{{{HEAD!r}: False}}")
@@ -56,3 +53,13 @@ def check(recipe: Any) -> None:
     if lora and shape.head in (name for name, *_ in shape.lora_targets(lora.target_modules, lora.modules_to_save)):
         rest = f"Liger's head reads the weight of {shape.head} and not its adapter, which would not be trained"
         raise RecipeError("lora.target_modules", lora.target_modules, rest)
+
+
+def _check_switches(recipe: Any) -> None:
+    config = recipe.liger_kernel_config
+    if config is None:
+        return
+    known = isinstance(config, dict) and all(n in SWITCHES and isinstance(on, bool) for n, on in config.items())
+    if not known or not recipe.use_liger_kernel:
+        allowed = f"it must be a dictionary of True and False for {', '.join(SWITCHES)}, with use_liger_kernel=True"
+        raise RecipeError("liger_kernel_config", config, allowed)

@@ -87,10 +87,7 @@ class Recipe:
         if isinstance(self.loop, str):
             self._set("loop", Loop.named(self.loop))
         if isinstance(self.optim, str):
-            self._set("optim", ALIASES.get(self.optim, self.optim))
-            if self.optim in REFUSED:
-                rest = f"no recipe models it ({REFUSED[self.optim]}); WatchCallback measures a Trainer that has it"
-                raise RecipeError("optim", self.optim, rest)
+            self._set_optimizer(self.optim)
         if type(self.dtype).__name__ == "dtype":  # torch's
             self._set("dtype", str(self.dtype).removeprefix("torch."))
         check(self)
@@ -107,18 +104,18 @@ class Recipe:
         self._check_together()
         self._check_dtype()
         samples.check(self)
-        if self.trainer != "transformers":
-            self._check_trl()
-        if self.precompute_ref_log_probs and self.trainer not in ("dpo", "kto"):
-            raise RecipeError("precompute_ref_log_probs", True, "only trainer 'dpo' and 'kto' have a reference model")
-        if self.activation_offloading and (self.trainer not in TRL or self.sharding):
-            rest = f"only trainers {', '.join(TRL)} offload activations, and on one device here"
-            raise RecipeError("activation_offloading", True, rest)
+        self._check_trainer()
         liger.check(self)
         parallel_limits.check(self)
 
     def _set(self, name: str, value: Any) -> None:
         object.__setattr__(self, name, value)
+
+    def _set_optimizer(self, name: str) -> None:
+        self._set("optim", ALIASES.get(name, name))
+        if self.optim in REFUSED:
+            rest = f"no recipe models it ({REFUSED[self.optim]}); WatchCallback measures a Trainer that has it"
+            raise RecipeError("optim", self.optim, rest)
 
     def _fit_to_shape(self) -> None:
         """Fill in what the model decides, and check the sizes against it."""
@@ -162,6 +159,16 @@ class Recipe:
             raise RecipeError("gradient_accumulation_steps", self.gradient_accumulation_steps, rest)
         if loop.optimizer_in_backward and self.sharding and self.sharding.world_size > 1:
             raise RecipeError("loop", loop.name, "optimizer_in_backward is modelled for one device only")
+
+    def _check_trainer(self) -> None:
+        """Raise RecipeError for what the trainer does not train, and for what only TRL's have."""
+        if self.trainer != "transformers":
+            self._check_trl()
+        if self.precompute_ref_log_probs and self.trainer not in ("dpo", "kto"):
+            raise RecipeError("precompute_ref_log_probs", True, "only trainer 'dpo' and 'kto' have a reference model")
+        if self.activation_offloading and (self.trainer not in TRL or self.sharding):
+            rest = f"only trainers {', '.join(TRL)} offload activations, and on one device here"
+            raise RecipeError("activation_offloading", True, rest)
 
     def _check_trl(self) -> None:
         """Raise RecipeError for what TRL's trainers do not train."""

@@ -62,6 +62,10 @@ def check(recipe: Any) -> None:
         raise RecipeError("lengths", sum(lengths), f"{batch} × {longest} tokens are a micro-batch's most")
     if lengths and not packs(recipe) and len(lengths) != batch:
         raise RecipeError("batch_size", batch, f"lengths says {len(lengths)} samples")
+    _check_completions(recipe)
+
+
+def _check_completions(recipe: Any) -> None:
     labelled, tokens = recipe.completion_lengths or (), recipe.samples
     if labelled and (len(labelled) != len(tokens) or any(map(gt, labelled, tokens))):
         allowed = f"say one for each sample ({len(tokens)}), and no more than it has"

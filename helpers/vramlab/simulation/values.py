@@ -116,9 +116,7 @@ class Values:
         made = _tensors(result)
         if known and all(tensor.numel() <= self.limit for tensor in made):
             content = _tensors(self._really(func, args, kwargs, lambda tensor: self._argument(tensor, name)))
-            for fake, real in zip(made, content, strict=True):
-                if isinstance(fake, FakeTensor) and fake.shape == real.shape and real.layout == torch.strided:
-                    fake._content = real
+            _remember(made, content)
         elif func._schema.is_mutable:
             self._lose(func, args, kwargs)
             if name.endswith("_") and torch.is_grad_enabled():
@@ -281,3 +279,9 @@ def _tensors(values: Any) -> list[torch.Tensor]:
 
 def _is_mask(index: Any) -> bool:
     return isinstance(index, torch.Tensor) and index.dtype in (torch.bool, torch.uint8)
+
+
+def _remember(made: Iterable[torch.Tensor], content: Iterable[torch.Tensor]) -> None:
+    for fake, real in zip(made, content, strict=True):
+        if isinstance(fake, FakeTensor) and fake.shape == real.shape and real.layout == torch.strided:
+            fake._content = real
