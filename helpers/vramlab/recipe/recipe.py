@@ -170,15 +170,7 @@ class Recipe:
             rest = f"only trainers {', '.join(TRL)} offload activations, and on one device here"
             raise RecipeError("activation_offloading", True, rest)
 
-    def _check_trl(self) -> None:
-        """Raise RecipeError for what TRL's trainers do not train."""
-        shape, loop, name = self.shape, self.loop, TRL[self.trainer]
-        usual = dataclasses.replace(loop, max_grad_norm=1.0, empty_cache_steps=None)
-        task = "sequence-classification" if self.trainer == "reward" else "causal-lm"
-        if shape.task != task:
-            raise RecipeError("trainer", self.trainer, f"{name} trains models for {task}, not for {shape.task}")
-        if usual != LOOPS["trainer"]:
-            raise RecipeError("loop", loop.name, f"{name} has the Trainer's loop without a cache: use loop='trainer'")
+    def _check_trl_sharding(self, name: str) -> None:
         engine = self.sharding.engine if self.sharding else "ddp"
         if engine not in ("ddp", "fsdp", "deepspeed"):
             raise RecipeError("sharding.engine", engine, f"{name} is modelled on 'ddp', 'fsdp' and 'deepspeed'")
@@ -188,6 +180,17 @@ class Recipe:
         if engine == "deepspeed" and self.sharding.stage == 3 and self.lora:
             rest = f"there {name} casts and checkpoints under adapters otherwise: take stage 2, or engine 'fsdp'"
             raise RecipeError("sharding.stage", 3, rest)
+
+    def _check_trl(self) -> None:
+        """Raise RecipeError for what TRL's trainers do not train."""
+        shape, loop, name = self.shape, self.loop, TRL[self.trainer]
+        usual = dataclasses.replace(loop, max_grad_norm=1.0, empty_cache_steps=None)
+        task = "sequence-classification" if self.trainer == "reward" else "causal-lm"
+        if shape.task != task:
+            raise RecipeError("trainer", self.trainer, f"{name} trains models for {task}, not for {shape.task}")
+        if usual != LOOPS["trainer"]:
+            raise RecipeError("loop", loop.name, f"{name} has the Trainer's loop without a cache: use loop='trainer'")
+        self._check_trl_sharding(name)
         if self.batch_size < LEAST_BATCH.get(self.trainer, 1):
             raise RecipeError("batch_size", 1, "KTOTrainer compares samples of a micro-batch: take at least 2")
         if self.lora and not (

@@ -104,9 +104,8 @@ def _load(base: Recipe, target: str) -> tuple[FakeTracker, dict[str, float]]:
     options = LoadStateDictConfig(device_map={"": "cpu"}, dtype=dtype, hf_quantizer=quantizer, weight_mapping=mapping)
     with fake_world(target), _quantizing(loader, target), tracker:
         loader.convert_and_load_state_dict_in_model(model, files, options)
-        model.all_tied_weights_keys = dict(
-            reversed(tied.items())
-        )  # a head's bias first: transformers pads it for the weight
+        # a head's bias is tied before its weight, for which transformers pads it
+        model.all_tied_weights_keys = dict(reversed(tied.items()))
         model.tie_weights(recompute_mapping=False)
         tracker.name_module("")
         models.materialise(model, torch.device("cpu"))  # buffers
