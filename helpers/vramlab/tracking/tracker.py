@@ -122,11 +122,11 @@ class Tracker(TorchDispatchMode):
         self.phase = phase
         self.marks.append((len(self.log), phase))
         if phase == "forward":
-            self._log_workspace()
+            self._log_workspace("mm")
 
-    def _log_workspace(self) -> None:
+    def _log_workspace(self, operator: str) -> None:
         """Log cuBLAS's workspace: forward's as it begins, backward's with its first product, after gradients of logits."""
-        if size := self.at_phase.pop(self.phase, 0):
+        if operator in PRODUCTS and (size := self.at_phase.pop(self.phase, 0)):
             self.log.append((size, Storage(size, size, "workspace", "cublas", None), "cublas"))
 
     def claim(self, tensors: Iterable[torch.Tensor], category: str, where: str = "") -> None:
@@ -229,8 +229,7 @@ class Tracker(TorchDispatchMode):
         result = self.run(func, args, kwargs)
         self.calls.append((start, name, where, len(self.marks)))
         self._record(result, name, where, args)
-        if name in PRODUCTS:
-            self._log_workspace()
+        self._log_workspace(name)
         if self.host_computes and self.is_on_host(_tensors((args, kwargs))):
             self.mark_on_host(_tensors(result))
         if buffers:
