@@ -1,9 +1,11 @@
 """`vramlab run`: what is missing is said in a sentence, what the command's processes leave is reported; and real scripts."""
 
+import importlib.util
 import json
 import os
 import pickle
 import sys
+import types
 from pathlib import Path
 
 import pytest
@@ -165,11 +167,29 @@ def test_a_module_is_changed_when_the_script_loads_it(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     finder = in_script.AfterImport({"loaded_later": lambda module: setattr(module, "value", module.value + 1)})
     monkeypatch.setattr(sys, "meta_path", [finder, *sys.meta_path])
-    import importlib.util
-
     assert importlib.util.find_spec("loaded_later") and "loaded_later" not in sys.modules
     assert importlib.import_module("loaded_later").value == 2
     del sys.modules["loaded_later"]
+
+
+def test_what_is_changed_in_libraries_is_there():
+    import torch
+
+    class Optimizer:
+        def has_overflow(self, partition_gradients=True):
+            return True
+
+    module = types.SimpleNamespace(DeepSpeedZeroOptimizer=Optimizer)
+    in_script.step_always(module)
+    assert not Optimizer().has_overflow(partition_gradients=False) and not module.is_invalid_grad_norm(-1.0)
+    assert hasattr(torch.nn.init, "_no_grad_trunc_normal_")
+    if folder := importlib.util.find_spec("deepspeed"):
+        for name, words in {
+            "stage_1_and_2": "DeepSpeedZeroOptimizer(",
+            "stage3": "DeepSpeedZeroOptimizer_Stage3(",
+        }.items():
+            text = (Path(folder.origin).parent / "runtime" / "zero" / f"{name}.py").read_text()
+            assert all(each in text for each in (f"class {words}", "def has_overflow(", "is_invalid_grad_norm("))
 
 
 # ── on PyTorch's CUDA build ─────────────────────────────────────────────────────────────────────────────────────────
