@@ -27,7 +27,8 @@ def every(question: Question, method: str):
     """All recipes of a method without offload, each with what it lacks in the question's tier."""
     for candidate in Search(question).candidates:
         if candidate.method == method and not (candidate.recipe.sharding and candidate.recipe.sharding.offload):
-            yield candidate.recipe, candidate.over(question.tiers[0])
+            over = candidate.over(question.tiers[0])
+            yield candidate.recipe, over
 
 
 def rank(question: Question, recipe: Recipe) -> tuple:
@@ -161,6 +162,20 @@ def test_a_data_set_gives_lengths_and_an_epoch():
     assert "100 samples of 50 to 700 tokens" in str(plan("gpt2", "T4", **asked))
 
 
+def test_of_even_and_padded_rows_those_that_take_more_are_planned():
+    asked = dict(method="lora", seq_len=512, global_batch=2, checkpointing=False, attention="sdpa", offload=False)
+    asked |= dict(confirm=False, optims="adamw_torch", memory="24GiB")
+    for card, precision, lengths, padded in (
+        ("RTX 4090", "bf16-mixed", None, True),  # a mask makes transformers repeat the shared keys
+        ("T4", "fp16-mixed", (500, 512), False),  # whose kernels do not share keys: torch's own saves the scores
+    ):
+        best = plan("qwen2.5-0.5b", card, **asked, precisions=precision, lengths=lengths).best.recipe
+        assert best.batch_size == 2 and bool(best.lengths) is padded
+        even, uneven = (predict(best.replace(lengths=n), card).peak.total for n in (None, (512, 500)))
+        assert (uneven > even) is padded
+    assert plan("qwen2.5-0.5b", "RTX 4090", **asked, packing=True).best.recipe.lengths is None
+
+
 def test_a_card_is_found_by_its_memory():
     found = plan("gpt2", memory="24GiB", seq_len=64, confirm=False, method="lora")
     assert found.usable == 24 * GiB and find_gpu(found.question["gpu"]).memory_gb == 24
@@ -236,6 +251,7 @@ def test_a_plan_is_the_same_each_time_and_its_recipes_are_read_from_json():
         (dict(lora=LoRA(target_modules="nothing_like_it")), "lora.target_modules"),
         (dict(memory=-1), "'memory'"),
         (dict(memory="much"), "'24GiB'"),
+        (dict(memory=24), "'memory' is 24"),
         (dict(host_memory="64 monkeys"), "'host_memory'"),
         (dict(lengths=[]), "'lengths'"),
         (dict(trainer="kto", global_batch=1), "KTOTrainer compares"),
@@ -389,7 +405,7 @@ def test_the_command_prints_the_plan_and_says_when_nothing_fits(tmp_path):
     as_json = run("gpt2", "--gpu", "T4", "--seq-len", "128", "--no-confirm", "--json")
     assert json.loads(as_json.output) == json.loads(plan("gpt2", "T4", seq_len=128, confirm=False).to_json())
     script = tmp_path / "train.py"
-    assert "wrote" in run("gpt2", "--gpu", "T4", "--method", "lora", "--no-confirm", "--write", str(script)).output
+    assert "train.py: lora\n" in run("gpt2", "--gpu", "T4", "--method", "lora", "--no-confirm", "--write", str(script)).output
     assert "LoraConfig(" in script.read_text()
     none = run("llama-3.1-8b", "--memory", "16GiB", "--method", "full", "--optim", "adamw_torch", "--no-offload")
     assert none.exit_code == 3 and "Nothing fits" in none.output
@@ -410,7 +426,7 @@ def test_a_data_set_of_text_is_counted_by_the_models_tokenizer(tmp_path):
     tokens = len(AutoTokenizer.from_pretrained(folder)("def f(x): return x")["input_ids"]) + 1
     found = run(str(folder), "--gpu", "T4", "--dataset", str(data), "--no-confirm")
     assert f"4 samples of {tokens} to 40 tokens, median {tokens}" in found.output, found.output
-    for model, said in (("gpt2", "no tokenizer of the model is here"), (str(folder), "a sample has a text")):
+    for model, said in (("gpt2", "no tokenizer of gpt2 is here"), (str(folder), "a sample has a text")):
         data.write_text(json.dumps({"text" if model == "gpt2" else "prompt": "hello"}))
         failed = run(model, "--gpu", "T4", "--dataset", str(data))
         assert failed.exit_code == 2 and said in " ".join(failed.output.split())

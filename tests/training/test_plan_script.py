@@ -3,9 +3,11 @@
 import dataclasses
 import itertools
 import json
+import runpy
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from quick import params
@@ -128,8 +130,6 @@ def test_the_program_is_laid_out_and_says_the_recipe(name, tmp_path):
 
 
 def test_the_program_stops_before_loading_where_it_does_not_fit(base, tmp_path, monkeypatch):
-    from types import SimpleNamespace
-
     import psutil
 
     written(base, tmp_path, method="full", precisions="fp32")
@@ -138,6 +138,20 @@ def test_the_program_stops_before_loading_where_it_does_not_fit(base, tmp_path, 
     with pytest.raises(SystemExit, match=r"batch .* needs 0\.\d\d GiB, and 0\.00 GiB are free here"):
         run_script(tmp_path)
     assert not (tmp_path / "out").exists()
+
+
+def test_a_chat_gets_no_special_tokens_but_its_templates(base, tmp_path):
+    from transformers import AutoTokenizer
+
+    written(base, tmp_path, method="full", precisions="fp32")
+    tokenizer = AutoTokenizer.from_pretrained(base)
+    tokenizer.chat_template = "{% for turn in messages %}{{ turn.content }}{{ eos_token }}{% endfor %}"
+    turns = [{"role": role, "content": "for each word"} for role in ("user", "assistant")]
+    (tmp_path / "train.jsonl").write_text("\n".join([json.dumps({"messages": turns})] * 2))
+    asked = SimpleNamespace(data=str(tmp_path / "train.jsonl"), seed=0)
+    (row,) = runpy.run_path(str(tmp_path / "train.py"))["samples"](asked, tokenizer)["train"]
+    assert tokenizer.decode(row["input_ids"]) == f"for each word{tokenizer.eos_token}" * 2
+    assert row["labels"] == row["input_ids"]
 
 
 def test_the_program_trains_on_one_card_where_there_are_more(base, tmp_path, monkeypatch):

@@ -24,7 +24,7 @@ from ..recipe.configuration import read_json
 from ..recipe.evaluation import Evaluation
 from ..recipe.knobs import Knob, options
 from ..recipe.recipe import Recipe
-from ..report.errors import VramLabError, needing
+from ..report.errors import RecipeError, VramLabError, needing
 from ..report.report import Interval, Report, format_bytes
 from .options import OPTIONS, Options, fields_of, fits_card, read_lengths, recipe_of, recipe_of_arguments, tokens_of
 from .script import instead, read_script
@@ -209,12 +209,16 @@ def plan(
     """The best full, LoRA and QLoRA recipe for a GPU, and how sure it is that each fits. Exit status 3: none does."""
     from ..planning.plan import plan
 
+    if write and not write.parent.is_dir():
+        raise RecipeError("write", str(write), "there is no such folder")
     if dataset:
         asked["lengths"] = read_lengths(dataset, functools.partial(tokens_of, asked["model"], pretrained))
     found = plan(gpu=gpu, confirm=confirm, **asked)
     typer.echo(found.to_json(indent=2) if as_json else str(found))
     if write and found.choices:
-        typer.echo("wrote " + ", ".join(map(str, found.write(write))), err=True)
+        files = ", ".join(map(str, found.write(write)))
+        more = "; --method takes another" if len(found.choices) > 1 else ""
+        typer.echo(f"wrote {files}: {found.best.method}{more}", err=True)
     if not found.choices:
         raise typer.Exit(OUT_OF_MEMORY)
 

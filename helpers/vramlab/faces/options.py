@@ -100,19 +100,19 @@ def tokens_of(model: str, pretrained: bool, rows: list[dict]) -> list[int]:
         name = shape.hub_id or model
         tokenizer = AutoTokenizer.from_pretrained(name, local_files_only=not pretrained)
     except (OSError, ValueError) as error:
-        rest = "its samples are text, and no tokenizer of the model is here: take a folder that has one as MODEL, "
-        raise RecipeError(
-            "dataset", model, rest + "--pretrained to download it, or say each sample's length"
-        ) from error
+        rest = f"no tokenizer of {model} is here to count it: take a folder that has one as MODEL, "
+        rest += "--pretrained to download it, or say each sample's length"
+        raise RecipeError("dataset", ", ".join(rows[0]), rest) from error
 
-    def texts(row: dict) -> list[str]:
+    def count(row: dict) -> int:
         if "messages" in row:
-            return [tokenizer.apply_chat_template(row["messages"], tokenize=False)]
+            return len(tokenizer.apply_chat_template(row["messages"], return_dict=False))
         answers = [row[name] for name in ANSWERS if name in row]
-        return [row.get("prompt", "") + answer for answer in answers] or [row["text"]]
+        texts = [row.get("prompt", "") + answer for answer in answers] or [row["text"]]
+        return max(len(ids) for ids in tokenizer(texts)["input_ids"]) + 1  # and the last, an EOS
 
     try:
-        return [max(len(ids) for ids in tokenizer(texts(row))["input_ids"]) + 1 for row in rows]  # and the last, an EOS
+        return [count(row) for row in rows]
     except (KeyError, TypeError, ValueError) as error:
         rest = f"a sample has a text, messages, or a prompt with {', '.join(ANSWERS)} ({error!r})"
         raise RecipeError("dataset", ", ".join(rows[0]), rest) from error

@@ -23,7 +23,7 @@ from ..recipe.recipe import Recipe
 from ..report.errors import RecipeError
 from ..report.report import Interval, Report, format_bytes, text_table
 from .plan_advice import advise
-from .plan_script import scripts
+from .plan_script import scripts, words
 from .question import Question
 from .search import NEAR, Choice, Search
 from .step_time import StepTime
@@ -34,6 +34,10 @@ MEANING = {
     "safe": "fits at the highest figures seen of allocator and context",
     "likely": "fits at the usual ones",
     "tight": "fits at the lowest only",
+}
+WORDS = {
+    "not prepared": "without PEFT's prepare_model_for_kbit_training, which makes norms, embeddings and head fp32",
+    "padded": "one sample of the micro-batch is shorter, which takes a mask: more here than rows of one length",
 }
 
 
@@ -124,6 +128,8 @@ class Plan:
         if self.choices:
             lines.append(COLUMNS)
             lines += [f"{tier}: {MEANING[tier]}" for tier in dict.fromkeys(choice.tier for choice in self.choices)]
+            said = " ".join(words(choice.recipe) for choice in self.choices)
+            lines += [f"{word}: {meaning}" for word, meaning in WORDS.items() if word in said]
             lines.append(f"{self._sources()}; speed {self.choices[0].time.basis.split(':')[0]}")
         return "\n".join(line if "\n" in line else _wrapped(line) for line in lines)
 
@@ -223,7 +229,7 @@ def _wrapped(line: str, indent: str = "    ") -> str:
 
 def _short(recipe: Recipe) -> str:
     """The recipe without what the plan's first line says."""
-    return str(recipe).replace(f"{recipe.name} · ", "", 1).replace(f"{recipe.seq_len} tokens · ", "", 1)
+    return words(recipe).replace(f"{recipe.seq_len} tokens · ", "", 1)
 
 
 def _encode(value: Any) -> Any:

@@ -14,7 +14,7 @@ from typing import Any
 
 from ..recipe.arguments import arguments_class, settings
 from ..recipe.families import TASKS
-from ..recipe.knobs import knobs, python_arguments
+from ..recipe.knobs import knobs, python_arguments, unchecked
 from ..recipe.options import TRL, LoRA
 from ..recipe.recipe import Recipe
 from ..report.errors import RecipeError, needing
@@ -24,7 +24,7 @@ TEMPLATES = Path(__file__).parent / "templates"
 LEARNING_RATES, ADAPTERS_TIMES = {"dpo": 1e-6, "kto": 1e-6, "reward": 1e-5}, 10
 LEARNING_RATE = 2e-5
 SAMPLES = {
-    "transformers": 'Each sample has a "text", or "messages" for the chat template.',
+    "transformers": 'Each sample has a "text", or "messages" for the chat template of a model that has one.',
     "sft": 'Each sample has a "text", "messages", or a "prompt" and a "completion".',
     "kto": 'Each sample has a "prompt", a "completion" and a "label", true or false.',
     "dpo": 'Each sample has a "prompt", a "chosen" and a "rejected" answer.',
@@ -56,7 +56,7 @@ def scripts(recipe: Recipe, name: str, head: dict[str, str], packing: bool, expa
     text = _template("train.py").substitute(
         head,
         name=recipe.name,
-        words=str(recipe).removeprefix(f"{recipe.name} · "),
+        words=words(recipe),
         pins=textwrap.fill(" ".join(_pins(recipe)), 100, subsequent_indent=" " * 8, break_on_hyphens=False).replace(
             "\n", " \\\\\n"
         ),
@@ -105,7 +105,14 @@ def _pins(recipe: Recipe) -> list[str]:
                 found.append(f"{name}=={metadata.version(name).partition('+')[0]}")
             except metadata.PackageNotFoundError:
                 found.append(name)
-    return [*found, "vramlab"]
+    urls = metadata.metadata("vramlab").get_all("Project-URL") or []
+    return [*found, *(f"git+{url.split(', ')[1]}" for url in urls if url.startswith("Repository"))]
+
+
+def words(recipe: Recipe) -> str:
+    """The recipe without its model."""
+    said = str(unchecked(recipe, lengths=None)).replace(f"{recipe.name} · ", "", 1)
+    return f"{said} · padded" if recipe.lengths else said
 
 
 def _environment(expandable: bool) -> str:
@@ -172,6 +179,8 @@ def _recipe(recipe: Recipe) -> dict[str, str]:
     usual = Recipe(recipe.model, recipe.batch_size, trainer=recipe.trainer)
     found = {} if recipe.trainer in TRL else {"seq_len": "TOKENS"}
     found |= {"precision": _text(recipe.precision)} if recipe.precision.endswith("-true") else {}
+    if recipe.lengths:
+        found["lengths"] = f"(TOKENS,) * {recipe.batch_size - 1} + ({recipe.lengths[-1]},)"
     said = dict(line.split("=", 1) for line in python_arguments(recipe, usual))
     return found | {name: said[name].replace("'", '"') for name in names if name in said}
 

@@ -112,10 +112,12 @@ class Question:
         return min(enough, key=lambda card: (card.memory_gb, card.total, card.name))
 
     def lengths_of(self, size: int) -> tuple[int, ...] | None:
-        """The highest micro-batch of `size` samples: the longest, and a shorter one, which needs a mask; None if packed."""
-        if not self.lengths or self.packing or size == 1 or self.lengths[0] >= self.plain.seq_len:
-            return None
-        return (self.plain.seq_len,) * (size - 1) + (self.lengths[0],)
+        """The highest padded micro-batch of `size` samples: the longest, and a shorter one; None where none is padded."""
+        plain, shape = self.plain, self.plain.shape
+        shortest = self.lengths[0] if self.lengths else plain.seq_len - 1
+        pads = size > 1 and plain.trainer in ("transformers", "sft")
+        pads = pads and not (self.packing or shape.image_tokens or shape.num_decoder_layers)
+        return (plain.seq_len,) * (size - 1) + (shortest,) if pads and 0 < shortest < plain.seq_len else None
 
     @property
     def tiers(self) -> tuple[str, ...]:
@@ -146,8 +148,8 @@ def size_of(name: str, value: Any) -> int | None:
         size = None if value is None else int(float(found[1]) * units[found[2].lower()])
     except (TypeError, ValueError, KeyError):
         size = 0
-    if isinstance(value, bool) or (size is not None and size < 1):
-        raise RecipeError(name, value, "it must be a size such as '24GiB', or bytes")
+    if isinstance(value, bool) or (size is not None and size < UNITS["MiB"]):
+        raise RecipeError(name, value, "it must be a size such as '24GiB', or bytes, a MiB at least")
     return size
 
 

@@ -12,6 +12,7 @@ from functools import cached_property
 
 from ..formulas.predict import predict
 from ..hardware import reserved
+from ..recipe.knobs import unchecked
 from ..recipe.recipe import Recipe
 from ..report.errors import RecipeError, VramLabError
 from ..report.report import TIERS, GiB, Interval, Report
@@ -86,13 +87,22 @@ class Candidate:
 
     @cached_property
     def report(self) -> Report | None:
-        """The prediction; None where the formulas refuse the recipe, or do not see what its offload saves."""
+        """The prediction; None where the formulas refuse the recipe, or do not see what its offload saves.
+
+        Of rows of one length and padded ones, which need a mask, those that take more; `recipe` says which.
+        """
         card, sharding = self.question.gpu, self.recipe.sharding
         try:
             report = predict(self.recipe, card)
             if sharding and sharding.world_size == 1:
                 plain = predict(self.recipe.replace(sharding=None), card)
-                return report if report.peak.total < plain.peak.total else None
+                if plain.peak.total <= report.peak.total:
+                    return None
+            if lengths := self.question.lengths_of(self.recipe.batch_size):
+                padded = unchecked(self.recipe, lengths=lengths)
+                found = predict(padded, card)
+                if found.peak.total > report.peak.total:
+                    self.recipe, report = padded, found
             return report
         except RecipeError:
             return None
@@ -142,11 +152,7 @@ class Search:
     def __init__(self, question: Question):
         self.question, batches = question, micro_batches(question)
         found = enumerate(family for method in question.methods for family in families(question, method))
-        self.candidates = [
-            Candidate(question, with_micro_batch(family, n, question.lengths_of(n)), i)
-            for i, family in found
-            for n in batches
-        ]
+        self.candidates = [Candidate(question, with_micro_batch(family, n), i) for i, family in found for n in batches]
         self._sorted: dict[tuple[str, bool], list[Candidate]] = {}
         # Memory is least at either end: the whole batch at once accumulates no gradients.
         self.ends = [

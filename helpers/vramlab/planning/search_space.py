@@ -71,10 +71,10 @@ def families(question: Question, method: str) -> Iterator[Recipe]:
             yield family
 
 
-def with_micro_batch(family: Recipe, size: int, lengths: tuple[int, ...] | None = None) -> Recipe:
-    """The family's recipe with micro-batches of `size` samples of `lengths`; not validated again, for speed."""
+def with_micro_batch(family: Recipe, size: int) -> Recipe:
+    """The family's recipe with micro-batches of `size` samples; not validated again, for speed."""
     steps = family.batch_size * family.gradient_accumulation_steps // size
-    return unchecked(family, batch_size=size, gradient_accumulation_steps=steps, lengths=lengths)
+    return unchecked(family, batch_size=size, gradient_accumulation_steps=steps)
 
 
 def method_of(recipe: Recipe) -> str:
