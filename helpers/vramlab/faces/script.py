@@ -2,6 +2,7 @@
 
 import ast
 import contextlib
+import operator
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,9 @@ def instead(option: str, command: str) -> str:
     name = option.lstrip("-").replace("-", "_")
     why = (command == "evaluate" and CLASSIFIED["evaluation"].get(name)) or WHY_NOT.get(name, "").format(command)
     return why and f"There is no option {option}: {why}."
+
+
+OPERATORS = {ast.Add: operator.add, ast.Mult: operator.mul}
 
 
 class _Script:
@@ -56,6 +60,10 @@ class _Script:
             return node.attr
         if name in self.known and depth:
             return self.value(self.known[name], depth - 1)
+        if isinstance(node, ast.BinOp) and type(node.op) in OPERATORS:
+            return OPERATORS[type(node.op)](self.value(node.left), self.value(node.right))
+        if isinstance(node, ast.Tuple):
+            return tuple(map(self.value, node.elts))
         return ast.literal_eval(node)
 
     def value_or_none(self, node: ast.AST) -> Any:
@@ -91,7 +99,7 @@ def read_script(path: Path) -> tuple[str | None, dict[str, Any], dict[str, Any],
     fields["dtype"] = next((loaded[name] for name in DTYPES if loaded.get(name, "auto") != "auto"), None)
     fields["attn_implementation"], fields["num_layers"] = map(loaded.get, ("attn_implementation", "num_hidden_layers"))
     given = script.said("from_training_arguments")
-    fields |= {"precision": given.get("precision"), "seq_len": given.get("seq_len")}
+    fields |= {name: given.get(name) for name in ("precision", "seq_len", "lengths")}
     if trainer == "transformers" and not fields["seq_len"]:
         fields["seq_len"] = script.said("tokenizer", "tokenize").get("max_length")
     models = (script.value_or_none(call.args[0]) for call in script.calls.get("from_pretrained", ()) if call.args)
