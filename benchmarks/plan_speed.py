@@ -18,30 +18,28 @@ CASES = (
 SETUP = """
 import sys, time
 from vramlab import plan, predict
-from vramlab.planning.search import order, upper
+from vramlab.planning.search import WAYS, Search
 from vramlab.planning.question import Question
-from vramlab.planning.search_space import families, micro_batches, with_micro_batch
-from vramlab.planning.step_time import estimate
 model, gpu, gpus, tokens = sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
 predict(Question("gpt2", gpu).plain, gpu)
 start = time.process_time()
 """
 PLANNED = """
-found = plan(model, gpu, gpus, seq_len=tokens)
+found = plan(model, gpu, gpus, seq_len=tokens, confirm=False)
 taken = time.process_time() - start
 print(found.considered, found.predicted, taken, str(found.choices[0].recipe) if found.choices else "nothing")
 """
 EACH = """
-question, count, best = Question(model, gpu, gpus, seq_len=tokens), 0, None
-for method in question.methods:
-    for family in families(question, method):
-        for size in micro_batches(question):
-            recipe, count = with_micro_batch(family, size), count + 1
-            if upper(predict(recipe, question.gpu), "process") <= question.usable:
-                rank = order(sum(estimate(recipe, question.gpu).values()), recipe)
-                best = min(best or (rank, str(recipe)), (rank, str(recipe)))
+candidates = Search(Question(model, gpu, gpus, seq_len=tokens)).candidates
+reports = [candidate.report for candidate in candidates]
+best = "nothing"
+for offload, tier in WAYS:
+    ways = [c for c in candidates if bool(c.recipe.sharding and c.recipe.sharding.offload) is offload]
+    if fitting := [c for c in ways if c.over(tier) <= 0]:
+        best = str(min(fitting, key=lambda c: c.rank).recipe)
+        break
 taken = time.process_time() - start
-print(count, count, taken, best[1] if best else "nothing")
+print(len(candidates), len(reports), taken, best)
 """
 
 

@@ -193,9 +193,7 @@ def assert_held(ran: Report, simulated: Report, recipe) -> None:
     peak; but for the row's bytes, which ranks free sooner, and DDP's flags for each tensor, which nothing leads to."""
     if recipe.sharding.engine == "deepspeed":
         peaks = [max(p.peak.total - p.peak.inputs for p in report.phases.values()) for report in (ran, simulated)]
-        # at stage 3 with adapters two ranks held 196,596 bytes more (3 %) than simulate says, not explained yet
-        loose = 0.04 * peaks[1] if recipe.sharding.stage == 3 and recipe.lora else 0
-        assert abs(peaks[0] - peaks[1]) <= SCALARS + loose, peaks
+        assert abs(peaks[0] - peaks[1]) <= SCALARS, peaks
         return
     flags = 4 * sum(row.trained for row in tensors_in_order(recipe)) if recipe.sharding.engine == "ddp" else 0
     for phase, moment in itertools.product(("forward", "backward", "step"), ("peak", "end")):

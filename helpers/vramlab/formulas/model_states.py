@@ -147,12 +147,13 @@ def compute_recipe(recipe: Recipe) -> Recipe:
     engines = is_sharded_by(recipe, "fsdp") or is_sharded_by(recipe, "deepspeed")
     if not recipe.precision.endswith("-mixed") or not engines:
         return recipe
+    third = is_sharded_by(recipe, "deepspeed") and recipe.sharding.stage == 3
     return unchecked(
         recipe,
         precision=recipe.precision.replace("-mixed", "-true"),
         quantization=recipe.quantization and replace(recipe.quantization, prepare=False),
-        # adapters of a quantized base too are gathered in half precision, or cast
-        lora=recipe.lora and unchecked(recipe.lora, autocast_adapter_dtype=None),
+        # adapters of a quantized base too are gathered in half precision, or cast; DeepSpeed's stage 3 leaves them in fp32
+        lora=recipe.lora if third else recipe.lora and unchecked(recipe.lora, autocast_adapter_dtype=None),
         dtype=None,
     )
 

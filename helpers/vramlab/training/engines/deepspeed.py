@@ -9,6 +9,7 @@ import os
 import warnings
 from collections.abc import Iterator
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
@@ -49,9 +50,10 @@ class DeepSpeed(Engine):
         from .deepspeed_fake_group import forget
 
         forget()
-        engine, training.optimizer, _, _ = deepspeed.initialize(
-            model=model, optimizer=training.optimizer, config=config, dist_init_required=False
-        )
+        with _adapters_as_they_are() if self.recipe.sharding.stage == 3 else contextlib.nullcontext():
+            engine, training.optimizer, _, _ = deepspeed.initialize(
+                model=model, optimizer=training.optimizer, config=config, dist_init_required=False
+            )
         training.model, training.scaler = engine, None
         dtype = next(model.parameters()).dtype
         if self.recipe.precision.endswith("-mixed"):
@@ -94,6 +96,24 @@ class DeepSpeed(Engine):
                 whole = safe_get_full_grad(parameter) if self.recipe.sharding.stage else parameter.grad
                 if whole is not None:
                     yield name, whole
+
+
+@contextlib.contextmanager
+def _adapters_as_they_are() -> Iterator[None]:
+    """While entered, adapters are not cast. At stage 3 `from_pretrained` divides the base (`deepspeed.zero.Init`), and
+    DeepSpeed casts no model of which anything is divided already; adapters are made after that, in fp32."""
+    from deepspeed.runtime.engine import DeepSpeedEngine
+
+    plain = DeepSpeedEngine._cast_module_mixed_precision
+
+    def cast(engine: Any, *args: Any, **options: Any) -> None:
+        kept = {p: p.data for name, p in engine.module.named_parameters() if "lora_" in name}
+        plain(engine, *args, **options)
+        for parameter, data in kept.items():
+            parameter.data = data
+
+    with patch.object(DeepSpeedEngine, "_cast_module_mixed_precision", cast):
+        yield
 
 
 def library() -> Any:
