@@ -70,8 +70,7 @@ def _unmasked(func: torch._ops.OpOverload, args: tuple, kwargs: dict) -> Any:
         return x.new_empty(mask.numel(), *x.shape[mask.dim() :])
     if func is aten.masked_select.default:
         return args[0].new_empty(torch.broadcast_shapes(args[0].shape, args[1].shape).numel())
-    # the same storage; torch keeps no fake result of the unsafe one, and takes three times as long
-    return (aten.view.default if func is aten._unsafe_view.default else func)(*args, **kwargs)
+    return (aten.view.default if func is aten._unsafe_view.default else func)(*args, **kwargs)  # which torch caches
 
 
 @cache
