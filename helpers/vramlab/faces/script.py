@@ -21,11 +21,11 @@ WHY_NOT |= {name: f"no recipe models it: {CLASSIFIED['reasons'][name]}" for name
 WHY_NOT |= {name: f"say --{o.replace('_', '-')}" for o, (_, knob) in OPTIONS.items() for name in knob.elsewhere}
 
 
-def instead(option: str, command: str) -> str:
+def instead(option: str, command: str | None) -> str:
     """Return a sentence on an `option` that only a Trainer's arguments have, "" where they do not have it either."""
     name = option.lstrip("-").replace("-", "_")
     why = (command == "evaluate" and CLASSIFIED["evaluation"].get(name)) or WHY_NOT.get(name, "").format(command)
-    return why and f"There is no option {option}: {why}."
+    return f"There is no option {option}: {why}." if why and command else ""
 
 
 OPERATORS = {ast.Add: operator.add, ast.Mult: operator.mul}
