@@ -181,8 +181,8 @@ def assert_fits(what: Any, gpu: str | Gpu = "T4", tier: str = "likely", **given:
 
     Args:
         what: a recipe, a module, a mapping of what `simulate` takes, or a report; `given`: what else `simulate` takes.
-        tier: "safe", "likely" or "tight": the upper end, the middle or the lower end of the interval of what the process
-            holds is within the card's memory.
+        tier: "safe", "likely" or "tight": the upper end, the likely figure or the lower end of the interval of what the
+            process holds is within the card's memory.
     Raises:
         RecipeError, GpuError: an unknown tier or card, or something that cannot be simulated.
     """
