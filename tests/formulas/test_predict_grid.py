@@ -98,7 +98,7 @@ def test_reserved_is_inside_its_interval_nearly_always(pairs):
     rows = [(p.reserved, t["reserved"], str(recipe)) for recipe, p, t in pairs]
     under = [f"{interval} against {truth:,}: {text}" for interval, truth, text in rows if truth > interval.high]
     middle = sum(interval.value < truth for interval, truth, _ in rows)
-    print(f"\nunder-estimated {len(under)} of {len(rows)}; the middle of the interval {middle}\n" + "\n".join(under))
+    print(f"\nunder-estimated {len(under)} of {len(rows)}; the likely figure {middle}\n" + "\n".join(under))
     assert all(interval.low <= truth for interval, truth, _ in rows)
     assert len(under) <= 0.03 * len(rows)
 

@@ -106,7 +106,7 @@ def quick_answers() -> str:
 
 
 def _answer(bridge, state: dict) -> list:
-    """Return what the process takes in GiB, lower end, middle and upper end, and the tier."""
+    """Return what the process takes in GiB, lower end, likely figure and upper end, and the tier."""
     said = json.loads(bridge.answer(json.dumps(state)))
     return [*(round(size / GiB, 2) for size in said["process"]), said["tier"]]
 

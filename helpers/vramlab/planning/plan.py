@@ -6,7 +6,7 @@
     found.write("train.py")
 
 An answer is *safe* if the upper end of the interval of its process is within the card's usable memory, *likely* if the
-middle is, *tight* if only the lower end is. Memory is `predict`'s, then `simulate`'s; seconds are `step_time`'s.
+likely figure is, *tight* if only the lower end is. Memory is `predict`'s, then `simulate`'s; seconds are `step_time`'s.
 """
 
 import dataclasses
