@@ -37,7 +37,12 @@ def test_no_difference_is_said_plainly(reports):
 def test_two_environments_are_named(reports):
     newer = Report.from_dict(reports[0].to_dict())
     newer.environment["transformers"], newer.environment["date"] = "9.9", "2030-01-01"
-    assert diff(reports[0], newer).notes == (f"transformers: {reports[0].environment['transformers']} → 9.9",)
+    named = f"transformers: {reports[0].environment['transformers']} → 9.9"
+    assert diff(reports[0], newer).notes == (named,)
+    other = Report.from_dict(reports[1].to_dict())  # and holds other tensors
+    other.environment["transformers"] = "9.9"
+    found = diff(reports[0], other)
+    assert named in found.notes and any("gone: " in note for note in found.notes)
 
 
 def test_reports_of_unlike_recipes_name_them():
