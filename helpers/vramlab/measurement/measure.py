@@ -110,7 +110,7 @@ def too_much(recipe: Recipe, estimate: Callable[[Recipe], int] | None = None) ->
 
 
 def operations(recipe: Recipe) -> int:
-    """Operations of a step: about 6 per parameter and token (Kaplan et al. 2020, table 1), 8 when layers are recomputed."""
+    """Operations of a step: about 6 per parameter and token (Kaplan et al. 2020, sec. 2.1), 8 when layers are recomputed."""
     return (8 if recipe.gradient_checkpointing else 6) * recipe.shape.num_parameters * recipe.tokens
 
 

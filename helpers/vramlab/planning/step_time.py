@@ -135,7 +135,7 @@ def estimate(recipe: Recipe, card: Gpu, link: float | None = None, which: int = 
 def operations(recipe: Recipe, fused: bool) -> dict[str, int]:
     """Format to floating-point operations of one micro-batch's matrix products.
 
-    2 per weight and token (Kaplan et al. 2020, table 1) for each of: forward, backward to the input, backward to a trained
+    2 per weight and token (Kaplan et al. 2020, sec. 2.1) for each of: forward, backward to the input, backward to a trained
     weight, and recomputation: under checkpointing, and of TRL's fused head; and for passes without gradients. Attention
     has 4 · tokens² per channel, of which a fused causal kernel does half. With a 4-bit base the head and the adapters
     compute in fp32 unless autocast is on.
