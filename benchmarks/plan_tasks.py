@@ -6,8 +6,9 @@
 
 Each task is a model, a card, a number of tokens, a method and the least tier that will do. `run` needs PyTorch's CUDA build
 (`data/stand_in/README.md`): it trains the recipe on a stand-in for the card, whose memory is the limit, with expandable
-segments, as the script that `plan` writes. The process's context has the largest size published for a safe answer, the usual
-one for the others.
+segments, as the script that `plan` writes. A padded recipe takes there what rows of one length do: on the stand-in every mask
+selects everything, so transformers leaves it out. The process's context has the largest size published for a safe answer,
+the usual one for the others.
 """
 
 import json
