@@ -96,14 +96,16 @@ def _load(base: Recipe, target: str) -> tuple[FakeTracker, dict[str, float]]:
     mapping = get_model_conversion_mapping(model)
     models.quantize_layers(model, base)
     quantizer = AutoHfQuantizer.from_config(model.config.quantization_config, pre_quantized=False)
+    state = model.state_dict()  # which torch 2.11 refuses among fake tensors
     pool = {
         name: tensor.numel() * quantizer.param_element_size(model, name, tensor)
-        for name, tensor in model.state_dict().items()
+        for name, tensor in state.items()
         if name not in tied
     }
     options = LoadStateDictConfig(device_map={"": "cpu"}, dtype=dtype, hf_quantizer=quantizer, weight_mapping=mapping)
-    with fake_world(target), _quantizing(loader, target), tracker:
-        loader.convert_and_load_state_dict_in_model(model, files, options)
+    kept = patch.object(model, "state_dict", lambda: state)
+    with kept, fake_world(target), _quantizing(loader, target), tracker:
+        loader.convert_and_load_state_dict_in_model(model, files, options, None)  # up to 5.15 a plan has to be given
         # a head's bias is tied before its weight, for which transformers pads it
         model.all_tied_weights_keys = dict(reversed(tied.items()))
         model.tie_weights(recompute_mapping=False)
