@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from functools import cache
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -15,13 +16,15 @@ BITS, COST = 4.5, 0.0032  # of the project: bits a number, and how much more bit
 
 def scales(answer: Callable[[Any, Any, float], float]) -> Feedback:
     """Whether `answer(network, optimizer, scale)` unscales, clips to a norm of 1, updates, and skips infinities."""
+    # Decay moves weights in any step, also in one whose gradients were set to zero.
     for scale, large, broken in ((1024.0, 3.0, None), (64.0, 0.1, None), (4096.0, 3.0, torch.inf), (8.0, 1, torch.nan)):
         network = torch.nn.Linear(2, 1, bias=False)
         gradient = torch.tensor([[large, 4 / 3 * large]])
         before, network.weight.grad = network.weight.detach().clone(), gradient * scale
         if broken is not None:
             network.weight.grad[0, 0] = broken
-        found = answer(network, torch.optim.SGD(network.parameters(), 0.5), scale)
+        decay = 0.0 if broken is None else 0.1
+        found = answer(network, torch.optim.SGD(network.parameters(), 0.5, weight_decay=decay), scale)
         moved = before - network.weight.detach()
         if broken is not None:
             if not torch.equal(network.weight.detach(), before):
@@ -55,11 +58,16 @@ def rounds_at_random(answer: Callable[[torch.Tensor], torch.Tensor]) -> Feedback
 
 
 def dequantizes(answer: Callable[[torch.Tensor, Any], torch.Tensor]) -> Feedback:
-    """Whether `answer(packed, state)` gives back what bitsandbytes does from NF4 with double quantization."""
+    """Whether `answer(packed, state)` gives back what bitsandbytes does from NF4 with double quantization.
+
+    It is handed only what the question names, which is too little for bitsandbytes' own function.
+    """
     for seed, shape in enumerate(((64, 128), (96, 640))):
         weight = torch.randn(shape, generator=torch.Generator().manual_seed(seed)) + seed
         packed, state = quantize_4bit(weight, blocksize=64, quant_type="nf4", compress_statistics=True)
-        if (found := answer(packed, state)) is None:
+        inner = SimpleNamespace(code=state.state2.code, absmax=state.state2.absmax, blocksize=256)
+        named = {name: getattr(state, name) for name in ("shape", "code", "absmax", "offset", "blocksize")}
+        if (found := answer(packed, SimpleNamespace(**named, state2=inner))) is None:
             return NOT_ANSWERED
         right = dequantize_4bit(packed, state)
         if not isinstance(found, torch.Tensor) or found.shape != right.shape:

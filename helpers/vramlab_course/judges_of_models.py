@@ -60,7 +60,7 @@ def four_bit_model(answer: Callable) -> Feedback:
         if wrong := _wrong_model(answer, model, model.config.model_type):
             return Feedback(False, wrong)
     bits = bits_per_byte(answer(model), finetuning_texts("held_out", limit=4000))
-    return Feedback(True, f"Right: with your layers the base model needs {bits:.2f} bits per byte of prose.")
+    return Feedback(True, f"Right: with your layers the base model needs {bits:.3f} bits per byte of prose.")
 
 
 def _wrong_model(answer: Callable, model: Any, name: str) -> str:

@@ -43,14 +43,15 @@ MOVES = (
 )
 RULES = (
     "peak  = weights + gradients + states + activations + temporaries at the highest moment, not what is left after the step",
-    "fits  = upper end of the predicted process (reserved segments + context) ≤ what the card reports as its total",
+    "fits  = upper end of the predicted process (segments + context) ≤ usable: the card's reported total (4070: estimated)",
     "batch = micro-batch × accumulation × GPUs: memory follows the first, learning the product",
     "time  = operations / (U · peak) + 3 · bytes written / (V · bandwidth) + kernels · τ; the optimizer once a step",
-    "ranks = ZeRO 1: S / N · ZeRO 2: (G + S) / N · ZeRO 3: (P + G + S) / N + what is gathered; never activations",
+    "ranks = ZeRO 1: P + G + S / N · ZeRO 2: P + (G + S) / N · ZeRO 3: (P + G + S) / N + what is gathered; never activations",
 )
 LETTERS = (
     "U, V: parts of the card's peak rate and bandwidth that kernels reach · τ: seconds to start a kernel",
     "P, G, S: bytes of parameters, gradients, optimizer states · N: GPUs · r: the adapters' rank",
+    "table 3: AdamW's states may be paged to the host, nothing else; a T4 has no bf16: full training keeps fp32 weights",
 )
 
 
@@ -169,7 +170,7 @@ def draw():
     figure.text(x, y, _made(), fontsize=7, color="#444444")
     kept, climb, fits, moves, rules = figure.subplots(5, 1, height_ratios=(2.1, 3.4, 2.3, 2.1, 2.0))
     _stacks(kept, [(label, parts) for label, parts in bytes_rows()], "{:.2f} B", 1)
-    _title(kept, "1 · Bytes a parameter keeps, derived (weights, gradients, states)")
+    _title(kept, f"1 · Bytes a parameter keeps, derived (weights, gradients, states; both LoRA: of {LADDER_MODEL})")
     rows = ladder_rows()
     after = [f" · time × {t:.2f}" for *_, t in rows]
     _stacks(climb, [(label, split) for label, split, _ in rows], "{:.1f} GiB", GiB, after)

@@ -18,20 +18,28 @@ PIPELINES = [(1, 3), (2, 2), (2, 5), (4, 8), (3, 9), (4, 2)]  # stages, micro-ba
 
 
 class Recorded(list):
-    """A rank's chunks; counts what is written into them."""
+    """A rank's chunks; counts what is written, and how often that was neither what `before` had nor its sum with that."""
 
     def __init__(self, chunks: list[float]):
         super().__init__(chunks)
-        self.written = 0
+        self.had = [{chunk} for chunk in chunks]  # at any time, by place
+        self.written = self.strange = 0
+        self.before: Recorded = self
 
     def __setitem__(self, index: Any, value: Any) -> None:
-        self.written += 1
-        super().__setitem__(index, value)
+        places = range(len(self))[index]
+        for place, new in zip(places, value, strict=True) if isinstance(index, slice) else [(places, value)]:
+            self.written += 1
+            self.strange += not {new, new - self[place]} & self.before.had[place]
+            self.had[place].add(new)
+            super().__setitem__(place, new)
 
 
 def _ring(answer: Callable) -> str | None:
     for chunks in RINGS:
         ranks, n = [Recorded(each) for each in chunks], len(chunks)
+        for number, rank in enumerate(ranks):
+            rank.before = ranks[number - 1]
         answer(ranks)
         if all(list(rank) == each for rank, each in zip(ranks, chunks, strict=True)):
             return None
@@ -42,6 +50,8 @@ def _ring(answer: Callable) -> str | None:
         written = [rank.written for rank in ranks]
         if max(written) > 2 * (n - 1):
             return f"With {n} ranks a rank receives {max(written)} chunks; a ring needs {2 * (n - 1)}."
+        if any(rank.strange for rank in ranks):
+            return f"With {n} ranks a rank gets what the rank before it never had: it can hear from that one only."
     return ""
 
 
