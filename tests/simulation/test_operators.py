@@ -7,6 +7,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from torch import nn
 from torch.nn import functional as F
 from vramlab.report.report import MiB
 from vramlab.simulation.cuda_scratch import kernel_scratch
-from vramlab.simulation.fakes import fake_world
+from vramlab.simulation.fakes import compiled_late, fake_world
 from vramlab.simulation.simulate import simulate
 
 bf16, fp32 = torch.bfloat16, torch.float32
@@ -242,3 +243,18 @@ def test_grouped_products_ask_for_rows_of_whole_16_bytes(dtype, width):
             fake = str(error)
     assert (real is None) == (width * dtype.itemsize % 16 == 0)
     assert fake == real
+
+
+def test_what_is_compiled_late_is_compiled_at_its_first_call():
+    made, compiled = [], torch.compile
+
+    def compiling(function, **options):
+        made.append(options)
+        return compiled(function, backend="eager")
+
+    with patch.object(torch, "compile", compiling), compiled_late():
+        double = torch.compile(lambda x: 2 * x, dynamic=True)
+        linear = torch.compile(torch.nn.Linear(2, 2))
+    assert made == [{}] and isinstance(linear, torch.nn.Module), "a module is compiled at once"
+    assert double(torch.ones(1)) == 2 and double(torch.ones(1)) == 2
+    assert made == [{}, {"dynamic": True}]

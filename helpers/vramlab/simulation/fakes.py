@@ -1,12 +1,15 @@
 """Fake tensors that libraries treat as real ones."""
 
 import contextlib
+import functools
+import inspect
 import logging
 import re
 import sys
 import threading
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 from unittest.mock import patch
 
 import torch
@@ -97,3 +100,18 @@ def _give_statistics_back(module: torch.nn.Module) -> None:
     """What bitsandbytes does to 4-bit weights that FSDP has gathered, but they stay plain parameters, as fake ones are."""
     if getattr(module.weight, "quant_state", None) is None:
         module.weight.quant_state = module.quant_state
+
+
+@contextlib.contextmanager
+def compiled_late() -> Iterator[None]:
+    """While entered, a compiled function loads Inductor, half a second, when it is first called: bitsandbytes has some."""
+
+    def late(function: Callable | None = None, **options: Any) -> Callable:
+        if not inspect.isfunction(function):
+            return compiled(function, **options)
+        made = functools.cache(lambda: compiled(function, **options))
+        return functools.wraps(function)(lambda *args, **kwargs: made()(*args, **kwargs))
+
+    compiled = torch.compile
+    with patch.object(torch, "compile", late):
+        yield

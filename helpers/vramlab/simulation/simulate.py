@@ -38,7 +38,7 @@ from .as_run import check as check_as_run
 from .cuda import CudaKernels, cublas_workspaces
 from .cuda_scratch import kernel_scratch
 from .deepen import deepen
-from .fakes import fake_world
+from .fakes import compiled_late, fake_world
 from .loading import loading_peak
 from .operators import keep_storage
 from .repetition import GROUPS, NotRegular, cut, find
@@ -241,8 +241,11 @@ def _run(
     evaluation: Evaluation | None = None,
     full: bool = False,
 ) -> Tracker:
-    if recipe.quantization:
-        import bitsandbytes  # noqa: F401 — before fake_world, which then replaces some of its functions
+    with compiled_late():
+        if recipe.quantization:
+            import bitsandbytes  # noqa: F401 — before fake_world, which then replaces some of its functions
+        elif recipe.lora:
+            import peft  # noqa: F401 — which imports it too
     if recipe.trainer != "transformers":
         trl_class(TRL[recipe.trainer])  # likewise
     if liger.kernels(recipe):
