@@ -12,7 +12,7 @@ CEILINGS = {
     "vramlab/training": 2360,
     "vramlab/tracking": 1020,
     "vramlab/formulas": 3810,
-    "vramlab/simulation": 2910,
+    "vramlab/simulation": 2930,
     "vramlab/measurement": 1460,
     "vramlab/planning": 1580,
     "vramlab/faces": 2850,
