@@ -273,9 +273,8 @@ def _check_part(name: str, part: Any, config: Any) -> None:
     _check_table(config, CLASSIFIED["refused_in"][kind])
     for field, argument in _same_names(type(part), dir(config)).items():
         said, has = getattr(part, field), getattr(config, argument)
-        if (
-            isinstance(has, bool | int | float) or field == "bias"
-        ) and said != has:  # names may be said in several ways
+        compared = field == "bias" or isinstance(has, bool | int | float)  # other names may be said in several ways
+        if compared and said != has:
             raise RecipeError(f"{name}.{field}", said, f"the model has {has!r}")
 
 

@@ -39,11 +39,8 @@ def check(recipe: Any) -> None:
     if HEAD not in on:
         return
     if recipe.trainer == "sft":
-        raise RecipeError(
-            "liger_kernel_config",
-            recipe.liger_kernel_config,
-            f"SFTTrainer has a fused head of its own: leave {HEAD} out",
-        )
+        allowed = f"SFTTrainer has a fused head of its own: leave {HEAD} out"
+        raise RecipeError("liger_kernel_config", recipe.liger_kernel_config, allowed)
     if shape.task != "causal-lm":
         allowed = f"Liger puts a language model's head in the place of {shape.head}: say liger_kernel_config="
         raise RecipeError("use_liger_kernel", True, f"{allowed}{{{HEAD!r}: False}}")

@@ -2,9 +2,9 @@
 
 from types import SimpleNamespace
 
-from vramlab.faces.plot import canvas
+from vramlab.faces.plot import canvas, style
 
-BLUE, RED, GREEN, GREY, INK = "#0072B2", "#D55E00", "#009E73", "#DDDDDD", "#222222"
+BLUE, RED, GREEN, GREY = "#0072B2", "#D55E00", "#009E73", "#DDDDDD"
 TARGETS = {
     "all-linear": ("all linear layers", BLUE, "o"),
     "gate_proj, up_proj, down_proj": ("feed-forward", GREEN, "^"),
@@ -50,7 +50,7 @@ def ranks(sweep: SimpleNamespace):
             (sweep.base["documentation"], ":", "untuned"),
             (sweep.run(None).documentation, "--", "all weights"),
         ):
-            ax.axhline(y, color=INK, linestyle=dash)
+            ax.axhline(y, color=style.INK, linestyle=dash)
             ax.text(64, y - 0.003, name, ha="right", va="top")
         ax.set_xscale("log", base=2)
         ticks = sorted({run.r for run in sweep.runs if run.r})
