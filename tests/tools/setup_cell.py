@@ -14,6 +14,10 @@ if hosted and importlib.util.find_spec("vramlab") is None:
         f"vramlab[course] @ git+{REPOSITORY}",
         f"git+{REPOSITORY}#subdirectory=data/base_model",
     ]
-    pip = [sys.executable, "-m", "pip", "install", "-q"]
-    subprocess.run([*pip, *course, *held], check=True)
+    pip = [sys.executable, "-m", "pip"]
+    subprocess.run([*pip, "install", "-q", *course, *held], check=True)
+    # PEFT refuses adapters beside a torchao as old as Colab's. Nothing here uses it.
+    subprocess.run([*pip, "uninstall", "-qqy", "torchao"], check=True)
     importlib.invalidate_caches()
+    if "pyarrow" in sys.modules:  # pandas loads it; this Python still has the old one
+        raise SystemExit("All is installed. Restart the session, then run from the top.")
