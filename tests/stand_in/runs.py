@@ -123,7 +123,9 @@ def load(recipe: Recipe) -> None:
     with tempfile.TemporaryDirectory() as folder:
         precision = {torch.float16: "fp16-true", torch.bfloat16: "bf16-true"}.get(dtype, "fp32")
         plain = {"quantization": None, "lora": None, "dtype": recipe.weights_dtype, "precision": precision}
-        build_model(recipe.replace(**plain)).save_pretrained(folder)
+        model = build_model(recipe.replace(**plain))
+        copies = {name: tensor.clone() for name, tensor in model.state_dict().items()}  # not shared: all are stored
+        model.save_pretrained(folder, state_dict=copies if recipe.shape.stores_tied_head else None)
         options = {"quantization_config": config, "dtype": dtype, "device_map": {"": 0}}
         model = AutoModelForCausalLM.from_pretrained(folder, **options)
     if asked.prepare:

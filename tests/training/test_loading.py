@@ -6,6 +6,7 @@ import transformers
 from quick import params
 from tiny_models import config
 from vramlab import LoRA, Quantization, Recipe, Sharding, predict, simulate
+from vramlab.recipe.shapes import Shape
 from vramlab.report.report import GiB
 from vramlab.simulation.loading import loading_peak
 from vramlab.tracking.tracker import Tracker
@@ -17,6 +18,7 @@ CASES = {
     "llama nf4 double": ("llama", Quantization("nf4", double=True)),
     "llama nf4 as loaded": ("llama", Quantization("nf4", prepare=False)),
     "qwen2 tied": ("qwen2", Quantization("nf4")),
+    "qwen2 tied, the head stored too": ("qwen2", Quantization("nf4", double=True, prepare=False)),
     "mixtral merges experts": ("mixtral", Quantization("nf4", prepare=False)),
     "gpt2 transposes": ("gpt2", Quantization("fp4")),
     "t5 keeps fp32": ("t5", Quantization("nf4")),
@@ -24,12 +26,19 @@ CASES = {
 }
 
 
+def published(model: torch.nn.Module, recipe: Recipe) -> dict | None:
+    """The weights with the head's apart, where the published checkpoint has them so."""
+    return (
+        {name: weight.clone() for name, weight in model.state_dict().items()} if recipe.shape.stores_tied_head else None
+    )
+
+
 def loaded(recipe: Recipe, folder) -> Tracker:
     """The tracker of the real loading of a checkpoint in several files, in the recipe's dtype."""
     from peft import prepare_model_for_kbit_training
 
     base = recipe.replace(lora=None, quantization=None)
-    build_model(base).save_pretrained(folder, max_shard_size="40KB")
+    build_model(base).save_pretrained(folder, max_shard_size="40KB", state_dict=published(build_model(base), recipe))
     quantization = recipe.quantization
     said = transformers.BitsAndBytesConfig(
         load_in_4bit=True,
@@ -54,8 +63,9 @@ def highest(tracker: Tracker) -> int:
 
 
 @pytest.mark.parametrize("name", params(CASES, ["llama nf4 double", "mixtral merges experts"]))
-def test_the_device_holds_what_from_pretrained_has_at_once(name, tmp_path):
+def test_the_device_holds_what_from_pretrained_has_at_once(name, tmp_path, monkeypatch):
     family, quantization = CASES[name]
+    monkeypatch.setattr(Shape, "stores_tied_head", "stored too" in name)
     precision = "fp16-true" if family == "t5" else "bf16-true"
     task = "masked-lm" if family == "bert" else None
     recipe = Recipe(
@@ -64,7 +74,7 @@ def test_the_device_holds_what_from_pretrained_has_at_once(name, tmp_path):
     assert loading_peak(recipe, "cpu").total == highest(loaded(recipe, tmp_path))
 
 
-FORMULA = [(model, kind) for model in ("llama-3.1-8b", "mixtral-8x7b", "gpt2") for kind in ("nf4", "int8")]
+FORMULA = [(m, kind) for m in ("llama-3.1-8b", "mixtral-8x7b", "gpt2", "qwen3-1.7b") for kind in ("nf4", "int8")]
 
 
 @pytest.mark.parametrize(("model", "kind"), params(FORMULA, [("gpt2", "int8"), ("mixtral-8x7b", "nf4")]))
@@ -84,6 +94,15 @@ MEASURED = {"qwen2.5-0.5b": 0.9339, "qwen2.5-1.5b": 1.9436, "qwen2.5-3b": 3.0833
 def test_a_real_gpu_held_as_much(model):
     recipe = Recipe(model, precision="bf16-true", lora=LoRA(r=16), quantization=Quantization("nf4", double=True))
     assert loading_peak(recipe, "cuda").total / GiB == pytest.approx(MEASURED[model], abs=3e-4)
+
+
+def test_a_tied_head_that_the_file_has_too_is_loaded_and_compared():
+    """PEFT's `examples/sft/train.py` held as much on PyTorch's allocator (data/stand_in/README.md)."""
+    base = {"dtype": "float32", "quantization": Quantization("nf4", double=True, prepare=False)}
+    recipe = Recipe("qwen3-0.6b", 2, 1024, "bf16-mixed", lora=LoRA(r=8), **base)
+    assert loading_peak(recipe, "cuda").total / GiB == pytest.approx(1.517, abs=5e-4)
+    own = recipe.replace(model=recipe.shape.config)  # a file that `save_pretrained` wrote has it once
+    assert predict(recipe).loading.total - predict(own).loading.total > GiB / 2
 
 
 def test_loading_may_need_more_than_training():

@@ -2,7 +2,8 @@
 
 Loading takes a tensor in 16 or 32 bits, its codes, and its scales while they are computed; preparing, the fp32 copy of
 what stays in 16 bits. `transformers.core_model_loading` quantizes one tensor at a time, in the natural order of their
-names, and has a layer's experts twice while it merges them (`MergeModulelist`, `Concatenate`).
+names, and has a layer's experts twice while it merges them (`MergeModulelist`, `Concatenate`). A tied head that the file
+has too comes first, and goes when a mask of its size says that it equals the embedding (`tie_weights`).
 """
 
 from functools import lru_cache
@@ -33,7 +34,9 @@ def _highest(shape: Shape, dtype: str, quantization: Quantization) -> tuple[int,
     loaded = Quantization(quantization.quant_type, quantization.double, prepare=False)
     rows = {(row.name, row.shape): row for row in cached_table(shape, (dtype, loaded, None, "sgd", None, False))}
     tensors = [(weight.name, rows[starred_name(weight.name), weight.shape]) for weight in shape.weights()]
-    kept, moments, other = 0, [], STORED_AS.get(shape.family, {})
+    table = (shape.vocab_size, shape.hidden_size)
+    head = next(sum(row.blocks) for row in rows.values() if row.shape == table) if shape.stores_tied_head else 0
+    kept, moments, other = head, [], STORED_AS.get(shape.family, {})
 
     def place(named: tuple) -> list[tuple[int, str]]:  # `dot_natural_key`: layer 10 follows layer 9
         return [(int(part), "") if part.isdigit() else (-1, other.get(part, part)) for part in named[0].split(".")]
@@ -41,6 +44,9 @@ def _highest(shape: Shape, dtype: str, quantization: Quantization) -> tuple[int,
     for _, row in sorted(tensors, key=place):
         moments.append((kept, 0, _working(row)))
         kept += sum(row.blocks)
+    if head:
+        moments.append((kept, buffer_bytes(shape), rounded(prod(table)) + rounded(1)))
+        kept -= head
     for _, row in tensors if quantization.prepare else ():
         if row.quantized is None and row.width == HALF:
             copy = rounded(prod(row.shape) * FP32)

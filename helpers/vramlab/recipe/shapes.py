@@ -28,6 +28,7 @@ class Entry:
     source: str  # where the facts are from
     config: str  # the configuration as JSON text
     aliases: tuple[str, ...] = ()  # hub ids of the same shape, such as the instruction-tuned variant
+    stored_parameters: int | None = None  # in the published file, where it has a tied head once more
 
 
 @cache
@@ -88,6 +89,12 @@ class Shape(ShapeData):
     def num_parameters(self) -> int:
         """How many parameters the model has, shared ones once."""
         return sum(weight.size for weight in self.weights())
+
+    @property
+    def stores_tied_head(self) -> bool:
+        """Whether the published checkpoint has the head's matrix too, though it is the embedding's."""
+        published = (self.name, self.hub_id, self.task)
+        return any((e.name, e.hub_id, e.task) == published and e.stored_parameters for e in catalogue().values())
 
     def lora_targets(
         self, target_modules: lora_modules.Targets = None, modules_to_save: tuple[str, ...] | None = None

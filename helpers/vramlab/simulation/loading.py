@@ -1,7 +1,8 @@
 """What the device holds while a quantized base is loaded: transformers' own loader and PEFT's casts on fake tensors.
 
 `from_pretrained` moves one tensor of the checkpoint to the device, keeps its codes and frees it; experts that the checkpoint
-has one by one are there twice while they are merged. Then `prepare_model_for_kbit_training` copies what is left to fp32.
+has one by one are there twice while they are merged; a tied head that the checkpoint has too is there until it equals
+the embedding. Then `prepare_model_for_kbit_training` copies what is left to fp32.
 Deep models are loaded shallow, and the log is deepened. Unquantized models are loaded in host memory and moved tensor by
 tensor: the device never holds more than the result.
 """
@@ -52,19 +53,20 @@ def loading_peak(recipe: Recipe, target: str) -> Bytes | None:
     dtype, adapters = recipe.weights_dtype, {"target_modules": "all-linear"}
     precision = {"float16": "fp16-true", "bfloat16": "bf16-true"}.get(dtype, "fp32")
     fields = {"task": recipe.shape.task, "dtype": dtype, "precision": precision, "lora": adapters}
-    return _highest(Recipe(recipe.shape.config, quantization=recipe.quantization, **fields), target)
+    base = Recipe(recipe.shape.config, quantization=recipe.quantization, **fields)
+    return _highest(base, target, recipe.shape.stores_tied_head)
 
 
 @lru_cache(maxsize=64)
-def _highest(base: Recipe, target: str) -> Bytes:
+def _highest(base: Recipe, target: str, stores_tied_head: bool) -> Bytes:
     try:
         layers = find(base.shape)
         shallow = cut(base.shape, layers.kept())
-        tracker, pool = _load(base.replace(model=shallow.config, task=shallow.task), target)
+        tracker, pool = _load(base.replace(model=shallow.config, task=shallow.task), target, stores_tied_head)
         log, _ = deepen(tracker, layers, layers.more)
         room = sum(size * (layers.more if layers.group(name) == MIDDLE else 0) for name, size in pool.items())
     except NotRegular:
-        (tracker, pool), room = _load(base, target), 0
+        (tracker, pool), room = _load(base, target, stores_tied_head), 0
         log = tracker.log
     if target == "cuda":  # `caching_allocator_warmup` takes one segment for all of it, and frees it to the allocator
         asked = int(room + sum(pool.values()))
@@ -74,7 +76,7 @@ def _highest(base: Recipe, target: str) -> Bytes:
     return history.split(history.highest())
 
 
-def _load(base: Recipe, target: str) -> tuple[FakeTracker, dict[str, float]]:
+def _load(base: Recipe, target: str, stores_tied_head: bool) -> tuple[FakeTracker, dict[str, float]]:
     """The tracker of `from_pretrained` and, if the recipe says so, `prepare_model_for_kbit_training`; and the bytes that
     transformers thinks each tensor will take."""
     from peft import prepare_model_for_kbit_training
@@ -91,7 +93,9 @@ def _load(base: Recipe, target: str) -> tuple[FakeTracker, dict[str, float]]:
 
     tied = model.all_tied_weights_keys
     files = {
-        name: FileSlice(like, partial(tracker.name_module, name)) for name, like in stored.items() if name not in tied
+        name: FileSlice(like, partial(tracker.name_module, name))
+        for name, like in stored.items()
+        if stores_tied_head or name not in tied
     }
     mapping = get_model_conversion_mapping(model)
     models.quantize_layers(model, base)
@@ -108,8 +112,10 @@ def _load(base: Recipe, target: str) -> tuple[FakeTracker, dict[str, float]]:
         loader.convert_and_load_state_dict_in_model(model, files, options, None)  # up to 5.15 a plan has to be given
         # a head's bias is tied before its weight, for which transformers pads it
         model.all_tied_weights_keys = dict(reversed(tied.items()))
-        model.tie_weights(recompute_mapping=False)
         tracker.name_module("")
+        if stores_tied_head:
+            models.materialise(model, torch.device("cpu"))  # buffers come before the comparison
+        model.tie_weights(missing_keys=set() if stores_tied_head else None, recompute_mapping=False)
         models.materialise(model, torch.device("cpu"))  # buffers
         claim_model(tracker, model)
         tracker.begin("prepare")  # a walk over the layers of its own
@@ -128,7 +134,7 @@ def _named_in_turn(model: torch.nn.Module, tracker: FakeTracker) -> Iterator[tor
 
 @contextlib.contextmanager
 def _quantizing(loader: Any, target: str) -> Iterator[None]:
-    """While entered, transformers' loader quantizes fake tensors as it does real ones, and shows no progress."""
+    """While entered, transformers' loader quantizes and compares fake tensors like real ones, and shows no progress."""
     from transformers.integrations import bitsandbytes as bnb
     from transformers.pytorch_utils import Conv1D
 
@@ -144,7 +150,13 @@ def _quantizing(loader: Any, target: str) -> Iterator[None]:
             found[name] = models.quantized_parameter(old, value.contiguous(), fake=True)
         return found
 
+    def equal(first: torch.Tensor, second: torch.Tensor) -> bool:
+        if target == "cuda":
+            (first == second).all()  # as `ReduceOps.cpp`, cuda_equal; a CPU takes no memory for it
+        return True
+
     with (
+        patch.object(torch, "equal", equal),
         patch.object(bnb.Bnb4bitQuantize, "convert", convert),
         patch.object(bnb.Bnb8bitQuantize, "convert", convert),
         patch.object(loader, "tqdm", lambda items, **_: items),
