@@ -92,10 +92,9 @@ def _load(base: Recipe, target: str, stores_tied_head: bool) -> tuple[FakeTracke
     stored = loader.revert_weight_conversion(model, model.state_dict())
 
     tied = model.all_tied_weights_keys
+    absent = () if stores_tied_head else tied
     files = {
-        name: FileSlice(like, partial(tracker.name_module, name))
-        for name, like in stored.items()
-        if stores_tied_head or name not in tied
+        name: FileSlice(like, partial(tracker.name_module, name)) for name, like in stored.items() if name not in absent
     }
     mapping = get_model_conversion_mapping(model)
     models.quantize_layers(model, base)
