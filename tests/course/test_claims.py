@@ -13,7 +13,7 @@ from settings import ROOT
 from vramlab.measurement import records
 from vramlab.recipe.recipe import Recipe
 from vramlab.report.data import data_path
-from vramlab.report.errors import RecordError
+from vramlab.report.errors import MissingExtra, RecordError
 from vramlab.report.report import GiB, Interval, MiB, Speed
 from vramlab_course.chapters import chapter_03, chapter_07
 from vramlab_course.claims import (
@@ -216,6 +216,15 @@ def test_another_figure_in_the_source_would_get_another_verdict(verdicts):
             cases = {**claim.cases, case: {**claim.cases[case], "quoted": other}}
             changed = Verdict(dataclasses.replace(claim, cases=cases), verdict.findings)
             assert (case in changed.holding) is not (case in verdict.holding), f"{name}, {case}"
+
+
+def test_a_case_whose_library_is_not_installed_waits_for_it(monkeypatch):
+    def stop(**arguments):
+        raise MissingExtra("sharding.engine='deepspeed' needs deepspeed: pip install 'vramlab[deepspeed]'")
+
+    monkeypatch.setitem(experiments.EXPERIMENTS, "two_ranks", stop)
+    verdict = judge(load_claims("04")["article-zero2-after-step"])
+    assert (verdict.outcome, verdict.waits_for("DeepSpeed")) == (WAITS, "deepspeed: pip install 'vramlab[deepspeed]'")
 
 
 def test_only_what_a_gpu_has_to_say_waits(verdicts):

@@ -112,6 +112,7 @@ def test_functions_name_their_extra(code, said):
     [
         ("quantization=vramlab.Quantization('nf4'), lora=vramlab.LoRA()", "simulate", "bitsandbytes", "quantization"),
         ("trainer='sft'", "A trainer of TRL", "trl", "trl"),
+        ("sharding=vramlab.Sharding(2, 2, 'deepspeed')", "sharding.engine='deepspeed'", "deepspeed", "deepspeed"),
     ],
 )
 def test_a_simulation_names_its_extra(fields, what, module, extra):

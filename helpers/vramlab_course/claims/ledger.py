@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from vramlab.report.errors import RecordError, VramLabError
+from vramlab.report.errors import MissingExtra, RecordError, VramLabError
 from vramlab.report.report import Interval
 
 from .expressions import evaluate, stored
@@ -155,7 +155,7 @@ class Claim:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What became of a claim: the finding of each case, None where a GPU record is missing, and what is missing."""
+    """What became of a claim: the finding of each case, None where a record or package is missing, and what is missing."""
 
     claim: Claim
     findings: Mapping[str, Finding | None]
@@ -194,8 +194,8 @@ class Verdict:
         return f"{start} {'; '.join(self.holding)}{was}"
 
     def waits_for(self, case: str) -> str:
-        """What a case without a finding waits for: the hardware that its experiment names, or a GPU with CUDA."""
-        said = re.fullmatch(r"Waits for (.+?)\.?", self.missing.get(case, ""))
+        """What a case without a finding waits for: the hardware that its experiment names, a GPU with CUDA, or a package."""
+        said = re.fullmatch(r"(?:Waits for|.+ needs) (.+?)\.?", self.missing.get(case, ""))
         return said[1] if said else "a record of a GPU"
 
     @property
@@ -279,7 +279,7 @@ def judge(claim: Claim) -> Verdict:
             facts = EXPERIMENTS[claim.experiment](**case.arguments)
             value = _interval(case.value, facts.names) if claim.rule == "within" else evaluate(case.value, facts.names)
             findings[name] = Finding(value, facts.witness, facts.configuration)
-        except RecordError as error:
+        except (RecordError, MissingExtra) as error:
             findings[name], missing[name] = None, str(error)
         except (VramLabError, TypeError) as error:
             raise ClaimError(f"claim {claim.name}, {name}: {error}") from error

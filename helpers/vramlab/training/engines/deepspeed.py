@@ -15,7 +15,7 @@ import torch
 
 from ...recipe.deepspeed_config import filled_in, hidden_size
 from ...recipe.recipe import Recipe
-from ...report.errors import RecipeError
+from ...report.errors import RecipeError, needing
 from ..engine import Engine, Follower, Training
 from ..quiet import compilers_silent
 
@@ -117,14 +117,11 @@ def _adapters_as_they_are() -> Iterator[None]:
 
 
 def library() -> Any:
-    """The package `deepspeed`, quiet. Raises RecipeError with the command that installs it."""
+    """The package `deepspeed`, quiet. Raises MissingExtra with the command that installs it."""
     # it looks for an accelerator at its first import, and warns if it finds none
     os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")
-    try:
+    with needing("sharding.engine='deepspeed'"):
         import deepspeed
-    except ImportError as error:
-        rest = "DeepSpeed is not installed here: run pip install deepspeed"
-        raise RecipeError("sharding.engine", "deepspeed", rest) from error
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
     warnings.filterwarnings("ignore", message=r"`torch\.distributed\.\w+_tensor` is deprecated")
     # shared-memory collectives serve inference only, and would be compiled now
