@@ -49,7 +49,7 @@ _HOME = {
     "WatchCallback": "faces.callback",
     "explain": "faces.explain",
     "assert_fits": "faces.explain",
-    "diff": "report.diff",
+    "diff": "report.compare",
     "doctor": "faces.doctor",
     "environment_stamp": "faces.doctor",
     "find_gpu": "hardware.gpu",
@@ -78,8 +78,7 @@ if TYPE_CHECKING:
     from .recipe.options import Loop, LoRA, Quantization, Sharding
     from .recipe.recipe import Recipe
     from .recipe.shapes import model_names, read_shape
-    from .report.compare import compare
-    from .report.diff import diff
+    from .report.compare import compare, diff
     from .report.errors import MeasurementError, RecipeError, RecordError, ReportError, VramLabError
     from .report.report import Bytes, GiB, MiB, Phase, Report, format_bytes
     from .simulation.simulate import simulate, simulate_evaluation

@@ -11,11 +11,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from vramlab.faces.plot import style
-from vramlab.faces.plot.splits import exact
 from vramlab.recipe.options import Loop
 from vramlab.recipe.recipe import Recipe
 from vramlab.report.data import data_path
-from vramlab.report.report import GiB
+from vramlab.report.report import GiB, in_unit
 
 
 @dataclass(frozen=True)
@@ -106,7 +105,7 @@ def scatter_error(
         above.plot(x, y, label=name, **look)
         below.plot(x, [error * 100 for error in errors[name]], **look)
         for i, (pair, error) in enumerate(zip(pairs[name], errors[name], strict=True), 1):
-            rows.append((f"{name}: {i}", *map(exact, pair), f"{error:+.2%}"))
+            rows.append((f"{name}: {i}", *map(in_unit, pair), f"{error:+.2%}"))
     for axis, scale in ((above.xaxis, above.set_xscale), (above.yaxis, above.set_yscale)):
         scale("log", base=2)
         axis.set_major_formatter("{x:,.6g}")  # 0.5, 1, 2, 4 and not powers

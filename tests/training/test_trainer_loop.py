@@ -196,10 +196,9 @@ def test_a_training_that_breaks_off_can_be_closed_and_begun_again(tmp_path):
 
 def test_in_a_notebook_the_end_of_the_cell_closes_it(tmp_path, monkeypatch):
     from IPython.core.interactiveshell import InteractiveShell
-    from vramlab.faces import callback
 
     shell = InteractiveShell()
-    monkeypatch.setattr(callback, "_shell", lambda: shell)
+    monkeypatch.setattr("IPython.get_ipython", lambda: shell)
     seen = WatchCallback()
     shell.user_ns["training"] = broken(make("gpt2"), tmp_path, seen)
     result = shell.run_cell("training.train()")
@@ -208,15 +207,6 @@ def test_in_a_notebook_the_end_of_the_cell_closes_it(tmp_path, monkeypatch):
     shell.user_ns["training"] = trainer(make("gpt2"), tmp_path, seen)
     assert shell.run_cell("training.train()").success and seen.report is not None
     assert shell.events.callbacks["post_run_cell"] == InteractiveShell().events.callbacks["post_run_cell"]
-
-
-def test_outside_of_ipython_there_is_no_shell(monkeypatch):
-    from vramlab.faces import callback
-
-    monkeypatch.delitem(callback.sys.modules, "IPython", raising=False)
-    assert callback._shell() is None
-    monkeypatch.setitem(callback.sys.modules, "IPython", SimpleNamespace(get_ipython=lambda: None))
-    assert callback._shell() is None
 
 
 def test_a_step_that_is_never_reached_is_said(tmp_path):

@@ -17,9 +17,9 @@ from ..recipe.knobs import python_arguments
 from ..recipe.recipe import Recipe
 from ..recipe.shapes import model_names, read_shape
 from ..report.errors import RecipeError
-from ..report.report import format_bytes, text_table
+from ..report.report import format_bytes, in_unit, text_table
 from .options import OPTIONS, fits_card, recipe_of
-from .plot.splits import exact, label_of, split_of, used
+from .plot.splits import label_of, split_of, used
 
 WIDGET = "application/vnd.jupyter.widget-view+json"
 NO_WIDGETS = "The controls need ipywidgets (pip install ipywidgets); Calculator(batch_size=…) works without them."
@@ -135,8 +135,8 @@ class Calculator:
             f"The whole process is likely to take {report.process}; {self.card.name} has {has}: it {fits}.",
             *(f"Note: {note}." for note in report.notes),
         ]
-        rows = [(label_of(key), exact(split[key]), f"{split[key] / total:.1%}") for key in used([split])]
-        table = [("at the peak", "GiB", "share"), *rows, ("total", exact(total), "100.0%")]
+        rows = [(label_of(key), in_unit(split[key]), f"{split[key] / total:.1%}") for key in used([split])]
+        table = [("at the peak", "GiB", "share"), *rows, ("total", in_unit(total), "100.0%")]
         return "\n".join([*lines, "", text_table(table)])
 
     def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, Any]:

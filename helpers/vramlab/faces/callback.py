@@ -1,5 +1,6 @@
 """`WatchCallback` for `transformers.Trainer`: where the bytes of one real step are, and what is held over the whole run."""
 
+import contextlib
 import sys
 import warnings
 from typing import Any
@@ -50,6 +51,7 @@ class WatchCallback(TrainerCallback):
             raise VramLabError(f"WatchCallback counts optimizer steps from 1, and this step is {step!r}")
         self.step = step
         self._entered: watch | Recorder | None = None
+        self._stack = contextlib.ExitStack()
         self._begin()
 
     def _begin(self) -> None:
@@ -111,17 +113,15 @@ class WatchCallback(TrainerCallback):
 
     def close(self) -> None:
         """End the watch that runs, without a report."""
-        if entered := self._entered:
-            self._entered = None
-            entered.__exit__(None, None, None)
-            if shell := _shell():
-                shell.events.unregister("post_run_cell", self._after_cell)
+        self._entered = None
+        self._stack.close()
 
     def _enter(self, watched: watch | Recorder) -> None:
         self._entered = watched
-        watched.__enter__()
-        if shell := _shell():
+        self._stack.enter_context(watched)
+        if "IPython" in sys.modules and (shell := sys.modules["IPython"].get_ipython()):
             shell.events.register("post_run_cell", self._after_cell)
+            self._stack.callback(shell.events.unregister, "post_run_cell", self._after_cell)
 
     def _hold(self, state: Any, after: str) -> None:
         self.held.append((state.global_step, after, *held_bytes()))
@@ -142,8 +142,3 @@ class WatchCallback(TrainerCallback):
 
     def _after_cell(self, result: Any) -> None:
         self.close()
-
-
-def _shell() -> Any:
-    """Return the IPython shell this runs in, None outside of one."""
-    return sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None

@@ -62,17 +62,19 @@ app = typer.Typer(
 )
 
 
-def _flag(text: str, *names: str) -> Any:
-    return Annotated[bool, typer.Option(*names, help=text)]
+def option(kind: Any, text: str, *names: str, **rules: Any) -> Any:
+    """Return the annotation of an option of a command, named as its parameter unless there are `names`."""
+    return Annotated[kind, typer.Option(*names, help=text, **rules)]
 
 
-Json = _flag("Print JSON; sizes are bytes, times seconds.", "--json")
+Json = option(bool, "Print JSON; sizes are bytes, times seconds.", "--json")
 DIFFERING = "A recipe's or report's JSON file, or in quotes what predict takes: 'gpt2 --batch-size 8'."
 EXPLAINED = (
     "An out-of-memory message (a file, or - for standard input) or a memory snapshot's .pickle; then or alone MODEL with "
     "the options of predict, and a TrainingArguments' JSON file if there is one; or a recipe's; or the script that trains."
 )
-GpuName = Annotated[str | None, typer.Option("--gpu", help="A card by name, such as T4. Exit status 1: does not fit.")]
+GpuName = option(str | None, "A card by name, such as T4. Exit status 1: does not fit.", "--gpu")
+Target = option(str, "Whose kernels and rounding: cuda or cpu.", "--target")
 
 
 def takes(known: Options, make: Callable[[str, dict[str, Any]], Any]) -> Callable[[Callable], Callable]:
@@ -101,12 +103,12 @@ def _parameter(name: str, path: tuple[str, ...], knob: Knob) -> Parameter:
     dashed = name.replace("_", "-")
     if knob.kind is bool:
         default = bool(knob.default)
-        kind = _flag(text, f"--{dashed}/--no-{dashed}" if default else f"--{dashed}")
+        kind = option(bool, text, f"--{dashed}/--no-{dashed}" if default else f"--{dashed}")
     else:
         default = None if len(path) > 1 or knob.many else knob.default
         kind = list[str] if knob.many else knob.kind if knob.kind in (int, float) else str
         text += ". May be repeated" if knob.many else ""
-        kind = Annotated[kind if default is not None else kind | None, typer.Option(*ALSO.get(name, ()), help=text)]
+        kind = option(kind if default is not None else kind | None, text, *ALSO.get(name, ()))
     return Parameter(name, Parameter.KEYWORD_ONLY, annotation=kind, default=default)
 
 
@@ -121,7 +123,7 @@ def _recipe_and_evaluation(model: str, given: dict[str, Any]) -> tuple[Recipe, E
 
 
 @app.callback(invoke_without_command=True)
-def _version(version: _flag("Print the version.", "--version") = False) -> None:
+def _version(version: option(bool, "Print the version.", "--version") = False) -> None:
     if version:
         typer.echo(f"vramlab {__version__}")
         raise typer.Exit()
@@ -131,11 +133,9 @@ def _version(version: _flag("Print the version.", "--version") = False) -> None:
 @takes_recipe
 def predict(
     recipe: Recipe,
-    lengths: Annotated[
-        Path | None, typer.Option(help="JSONL with each sample's length or input_ids: a whole run.")
-    ] = None,
-    train_sampling_strategy: Annotated[str, typer.Option(help="With --lengths, as in TrainingArguments.")] = "random",
-    seed: Annotated[int, typer.Option(help="With --lengths, of the order of samples.")] = 42,
+    lengths: option(Path | None, "JSONL with each sample's length or input_ids: a whole run.") = None,
+    train_sampling_strategy: option(str, "With --lengths, as in TrainingArguments.") = "random",
+    seed: option(int, "With --lengths, of the order of samples.") = 42,
     gpu: GpuName = None,
     as_json: Json = False,
 ) -> None:
@@ -155,9 +155,9 @@ def predict(
 @takes_recipe
 def simulate(
     recipe: Recipe,
-    target: Annotated[str, typer.Option(help="Whose kernels and rounding: cuda or cpu.")] = "cuda",
+    target: Target = "cuda",
     gpu: GpuName = None,
-    as_run: Annotated[str | None, typer.Option(help="As an older library ran it, such as 'transformers 4.57'.")] = None,
+    as_run: option(str | None, "As an older library ran it, such as 'transformers 4.57'.") = None,
     as_json: Json = False,
 ) -> None:
     """Memory of the real training step on fake tensors: seconds, no GPU."""
@@ -171,7 +171,7 @@ def simulate(
 @takes(EVALUATION | OPTIONS, _recipe_and_evaluation)
 def evaluate(
     asked: tuple[Recipe, Evaluation],
-    target: Annotated[str, typer.Option(help="Whose kernels and rounding: cuda or cpu.")] = "cuda",
+    target: Target = "cuda",
     gpu: GpuName = None,
     as_json: Json = False,
 ) -> None:
@@ -186,7 +186,7 @@ def evaluate(
 @takes_recipe
 def measure(
     recipe: Recipe,
-    repeats: Annotated[int, typer.Option(min=1, help="Timed steps after warm-up.")] = 5,
+    repeats: option(int, "Timed steps after warm-up.", min=1) = 5,
     as_json: Json = False,
 ) -> None:
     """Memory and time of the real training step on this machine, in a fresh process."""
@@ -199,11 +199,11 @@ def measure(
 @takes(PLAN_OPTIONS, lambda model, given: {"model": model, **fields_of(PLAN_OPTIONS, given)})
 def plan(
     asked: dict[str, Any],
-    gpu: Annotated[str | None, typer.Option("--gpu", help="A card by name, such as T4; this machine's.")] = None,
-    dataset: Annotated[Path | None, typer.Option(help="JSONL with each sample's length, input_ids or text.")] = None,
-    pretrained: _flag("Download the model's tokenizer for the text of --dataset.", "--pretrained") = False,
-    confirm: _flag("Simulate each answer.", "--confirm/--no-confirm") = True,
-    write: Annotated[Path | None, typer.Option(help="Write the best recipe as a program, such as train.py.")] = None,
+    gpu: option(str | None, "A card by name, such as T4; this machine's.", "--gpu") = None,
+    dataset: option(Path | None, "JSONL with each sample's length, input_ids or text.") = None,
+    pretrained: option(bool, "Download the model's tokenizer for the text of --dataset.", "--pretrained") = False,
+    confirm: option(bool, "Simulate each answer.", "--confirm/--no-confirm") = True,
+    write: option(Path | None, "Write the best recipe as a program, such as train.py.") = None,
     as_json: Json = False,
 ) -> None:
     """The best full, LoRA and QLoRA recipe for a GPU, and how sure it is that each fits. Exit status 3: none does."""
@@ -226,10 +226,10 @@ def plan(
 @app.command()
 def record(
     paths: Annotated[list[Path] | None, typer.Argument(help="Lists of recipes; the course's when left out.")] = None,
-    minutes: Annotated[float, typer.Option(min=0, help="From the first run; nothing goes on after that.")] = 8,
-    dry_run: _flag("Only list what would be measured.", "--dry-run") = False,
-    folder: Annotated[Path | None, typer.Option(help="Where records lie; the course's when left out.")] = None,
-    as_json: _flag("Print the list of what is missing, for a later run.", "--json") = False,
+    minutes: option(float, "From the first run; nothing goes on after that.", min=0) = 8,
+    dry_run: option(bool, "Only list what would be measured.", "--dry-run") = False,
+    folder: option(Path | None, "Where records lie; the course's when left out.") = None,
+    as_json: option(bool, "Print the list of what is missing, for a later run.", "--json") = False,
 ) -> None:
     """Measure every recipe on the list, beside what simulate says, and keep the reports for readers without this GPU."""
     from .measure import record
@@ -243,10 +243,8 @@ def share(
     source: Annotated[
         Path | None, typer.Argument(help="A record file or a folder; the course's when left out.")
     ] = None,
-    folder: Annotated[Path, typer.Option(help="Where to write what may be sent.")] = Path("."),
-    browse: Annotated[
-        bool, typer.Option(help="Open the page that takes it. Nothing is sent before you say so there.")
-    ] = True,
+    folder: option(Path, "Where to write what may be sent.") = Path("."),
+    browse: option(bool, "Open the page that takes it. Nothing is sent before you say so there.") = True,
 ) -> None:
     """Show exactly what your records would tell others, without your name, your machine's or a path, and where to send it."""
     from .share import share
@@ -292,13 +290,11 @@ def explain(
 
 @app.command("run", context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
 def run_script(
-    gpu: Annotated[str, typer.Option("--gpu", help="The card to be, by name, such as T4.")],
+    gpu: option(str, "The card to be, by name, such as T4.", "--gpu"),
     command: Annotated[list[str] | None, typer.Argument(metavar="-- COMMAND…", help="Such as python train.py.")] = None,
-    gpus: Annotated[int, typer.Option(min=1, help="How many such cards there are.")] = 1,
-    report: Annotated[
-        Path | None, typer.Option(help="Write the report of the process that held most, as JSON.")
-    ] = None,
-    snapshot: Annotated[Path | None, typer.Option(help="Write its memory history, for pytorch.org/memory_viz.")] = None,
+    gpus: option(int, "How many such cards there are.", min=1) = 1,
+    report: option(Path | None, "Write the report of the process that held most, as JSON.") = None,
+    snapshot: option(Path | None, "Write its memory history, for pytorch.org/memory_viz.") = None,
 ) -> None:
     """Any script on any GPU without the GPU: what it holds there (Linux, experimental). Exit status: the script's."""
     from .run import run
@@ -314,11 +310,11 @@ def run_script(
 def diff(
     a: Annotated[str, typer.Argument(help=DIFFERING)],
     b: Annotated[str, typer.Argument(help="Likewise; differences are B − A.")],
-    target: Annotated[str, typer.Option(help="Of recipes: whose kernels and rounding, cuda or cpu.")] = "cuda",
+    target: Target = "cuda",
     as_json: Json = False,
 ) -> None:
     """Which bytes and tensors came and went: two recipes, or reports of two commits or environments."""
-    from ..report.diff import diff
+    from ..report.compare import diff
     from .explain import report_of
 
     said = (_said([text] if Path(text).is_file() else shlex.split(text)) for text in (a, b))
@@ -368,7 +364,7 @@ def _finish(report: Report, card: Gpu | None, as_json: bool, whole: Any = None) 
     fits, sentence = True, ""
     if card and report.process is not None:
         fits, answer = fits_card(report, card)
-        needs = report.process if isinstance(report.process, Interval) else format_bytes(report.process)
+        needs = Interval.of(report.process)
         sentence = f"{answer}: {card.name} has {format_bytes(card.total)}, the process needs {needs}"
         report.environment |= {"gpu": card.name, "fits": fits}
         report.notes += [sentence] if as_json else []

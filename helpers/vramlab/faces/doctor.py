@@ -12,7 +12,7 @@ import shutil
 import sys
 import tomllib
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from ..hardware.gpu import current_device
 from ..hardware.nvml import all_sensors, nvml_snapshot
 from ..report.data import data_folder
 from ..report.errors import MissingExtra
-from ..report.report import GiB, environment, format_bytes
+from ..report.report import GiB, encode, environment, format_bytes, installed
 
 MARKER = "machine: "
 OK, WARN, MISSING = "ok", "warn", "missing"
@@ -61,7 +61,7 @@ class Doctor:
         return {check.name: check for check in self.checks}[name]
 
     def to_dict(self) -> dict[str, Any]:
-        return {"ok": self.ok, "checks": [asdict(c) for c in self.checks]}
+        return {"ok": self.ok, **encode(vars(self))}
 
     def __str__(self) -> str:
         """A line per check: name, state, what was found, and under it what to do."""
@@ -122,9 +122,7 @@ def packages() -> Iterator[Check]:
 
     yield Check("python", OK, platform.python_version(), required=True)
     for name, specifier in requirements():
-        try:
-            version = metadata.version(name)
-        except metadata.PackageNotFoundError:
+        if (version := installed(name)) is None:
             yield Check(name, MISSING, f"none, {specifier} needed", f"pip install '{name}{specifier}'", True)
             continue
         advice = f"pip install --upgrade '{name}{specifier}'"
@@ -186,11 +184,9 @@ def _no_gpu(cuda: str | None) -> Check:
 def sensors() -> Iterator[Check]:
     first = nvml_snapshot()
     if not first.available:
-        torch = sys.modules.get("torch")
-        if torch is not None and torch.cuda.is_available():
-            yield judged("NVML", first.reason, "device-wide memory, heat and power cannot be shown")
-        else:
-            yield Check("NVML", MISSING, first.reason)
+        seen = "torch" in sys.modules and sys.modules["torch"].cuda.is_available()
+        lost = "device-wide memory, heat and power cannot be shown"
+        yield judged("NVML", first.reason, lost) if seen else Check("NVML", MISSING, first.reason)
         return
     yield Check("driver", OK, first.driver or first.missing["driver"])
     for s in all_sensors():

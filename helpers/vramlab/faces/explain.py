@@ -190,12 +190,11 @@ def assert_fits(what: Any, gpu: str | Gpu = "T4", tier: str = "likely", **given:
     if tier not in TIERS:
         raise RecipeError("tier", tier, f"allowed are {', '.join(map(repr, TIERS))}")
     report = report_of(what, gpu=card.name, **given)
-    needs = report.process if report.process is not None else report.peak.total
-    size = getattr(needs, TIERS[tier]) if isinstance(needs, Interval) else needs
-    if report.status != "ok" or size > card.total:
-        has, over = format_bytes(card.total), format_bytes(size - card.total)
-        said = f"the process needs {needs}" if isinstance(needs, Interval) else f"it needs {format_bytes(needs)}"
-        why = report.message or f"{said}, {card.name} has {has}: {over} too much"
+    needs = Interval.of(report.peak.total if report.process is None else report.process)
+    over = getattr(needs, TIERS[tier]) - card.total
+    if report.status != "ok" or over > 0:
+        who, has = "it" if report.process is None else "the process", format_bytes(card.total)
+        why = report.message or f"{who} needs {needs}, {card.name} has {has}: {format_bytes(over)} too much"
         raise AssertionError("\n".join([f"{report.title} does not fit {card.name} ({tier}): {why}", *parts(report)]))
     return report
 

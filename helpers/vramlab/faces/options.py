@@ -120,8 +120,5 @@ def tokens_of(model: str, pretrained: bool, rows: list[dict]) -> list[int]:
 
 def fits_card(report: Report, card: Gpu) -> tuple[bool | None, str]:
     """Return whether the process of `report` fits, None where the card lies within the interval; and in words."""
-    needs = report.process
-    low, high = (needs.low, needs.high) if isinstance(needs, Interval) else (needs, needs)
-    if high <= card.total:
-        return True, "fits"
-    return (False, "does not fit") if low > card.total else (None, "may not fit")
+    tier = Interval.of(report.process).tier(card.total)
+    return {"safe": (True, "fits"), "": (False, "does not fit")}.get(tier, (None, "may not fit"))

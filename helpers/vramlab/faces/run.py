@@ -100,14 +100,13 @@ def _report(found: dict[str, Any], command: str, card: Gpu, status: int) -> Repo
     state, message = ("ok", "") if not status else ("error", f"the command ended with status {status}")
     if status and found["failed_requests"]:
         state, message = "oom", f"{card.name} ran out of memory, and the command ended with status {status}"
-    reserved = found["reserved"]
     return dataclasses.replace(
         seen,
         status=state,
         message=message,
         allocated=found["allocated"],
-        reserved=reserved,
-        process=process(Interval(reserved, reserved, reserved), card),
+        reserved=found["reserved"],
+        process=process(Interval.of(found["reserved"]), card),
         environment=environment(gpu=card.name, rank=found["rank"]),
         notes=[*LIMITS],
     )

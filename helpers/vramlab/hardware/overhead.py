@@ -3,7 +3,7 @@
 import re
 from functools import cache
 
-from ..report.report import Interval, MiB
+from ..report.report import Interval, MiB, installed
 
 # torch's allocator (c10/cuda/CUDACachingAllocator.cpp): kMinBlockSize; kSmallSize and kSmallBuffer; kMinLargeAlloc and
 # kLargeBuffer; kRoundLarge. `allocator.py` says what they are for.
@@ -51,11 +51,5 @@ def cublas_workspace(compute_capability: tuple[int, int], torch_version: str | N
 @cache
 def torch_release(torch_version: str | None = None) -> tuple[int, int]:
     """Return (2, 13) for "2.13.0+cu130"; for None the installed torch's, or without one the newest known here."""
-    if torch_version is None:
-        from importlib import metadata
-
-        try:
-            torch_version = metadata.version("torch")
-        except metadata.PackageNotFoundError:
-            return (2, 13)
-    return tuple(int(part) for part in re.findall(r"\d+", torch_version)[:2])
+    version = torch_version or installed("torch") or "2.13"
+    return tuple(int(part) for part in re.findall(r"\d+", version)[:2])

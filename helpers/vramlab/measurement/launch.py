@@ -38,12 +38,6 @@ class Launcher:
         self.single = single
         self._child: subprocess.Popen | None = None
 
-    def __enter__(self) -> "Launcher":
-        return self.start()
-
-    def __exit__(self, *error: Any) -> None:
-        self.end()
-
     def start(self) -> "Launcher":
         """Start to load the libraries, unless that has been done."""
         if self._child is None or self._child.poll() is not None:
@@ -66,7 +60,7 @@ class Launcher:
             )
         return self
 
-    def end(self) -> None:
+    def end(self, *error: Any) -> None:
         """Kill the child and all that it started; the next run starts a new one."""
         child, self._child = self._child, None
         if child:
@@ -76,6 +70,8 @@ class Launcher:
             with contextlib.suppress(BrokenPipeError):
                 child.stdin.close()
             self._output.close()
+
+    __enter__, __exit__ = start, end
 
     def run(
         self,

@@ -36,22 +36,15 @@ TRACKED_STEPS = 2  # the second is the first in which all states exist
 
 @dataclass(frozen=True)
 class Truth:
-    """The results of undisturbed steps: bytes, and seconds a step.
-
-    Attributes:
-        allocated, requested, reserved: the caching allocator's peaks; None on a CPU.
-        workspace: the part of `allocated` that cuBLAS held.
-        process: this process's bytes on the device by NVML, while all segments are still reserved; None if unknown.
-        rss: on a CPU, the process's peak resident set.
-    """
+    """The results of undisturbed steps: bytes, and seconds a step."""
 
     speed: Speed
-    allocated: int | None = None
+    allocated: int | None = None  # the caching allocator's peak, as are the next two; None on a CPU
     requested: int | None = None
     reserved: int | None = None
-    workspace: int = 0
-    process: int | None = None
-    rss: int | None = None
+    workspace: int = 0  # the part of `allocated` that cuBLAS held
+    process: int | None = None  # on the device by NVML, while all segments are still reserved; None if unknown
+    rss: int | None = None  # on a CPU, the process's peak resident set
     notes: tuple[str, ...] = ()
 
 

@@ -23,7 +23,7 @@ LOCK_SECONDS = 300  # to wait for other writers
 
 def measurements_folder() -> Path:
     """Return the folder of the course's records."""
-    return Path(data_path("measurements"))
+    return data_path("measurements")
 
 
 def file_name(environment: dict[str, Any]) -> str:
@@ -81,7 +81,7 @@ def save(report: Report, folder: str | os.PathLike | None = None) -> Path:
     if report.environment.get("memory_limit"):
         raise RecordError("a run under memory_limit says nothing of the machine, so it is not recorded.")
     folder = Path(folder or measurements_folder())
-    if report.target != "cuda" and folder.resolve() == Path(data_path("measurements")).resolve():
+    if report.target != "cuda" and folder.resolve() == data_path("measurements").resolve():
         raise RecordError("the course's records are a GPU's, and this was measured on a CPU: name another folder.")
     path = folder / file_name(report.environment)
     recipe = rebuild(Recipe, "recipe", report.recipe)

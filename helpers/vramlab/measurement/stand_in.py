@@ -15,6 +15,8 @@ import sysconfig
 import tempfile
 from pathlib import Path
 
+import filelock
+
 from ..hardware.gpu import Gpu
 from ..report.data import data_path
 from ..report.errors import VramLabError
@@ -69,17 +71,11 @@ def libraries() -> list[Path]:
     key = hashlib.sha256(b"".join(part.read_bytes() for part in parts)).hexdigest()[:16]
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "vramlab")
     folder = cache / f"stand_in-{key}"
-    if not folder.exists():
-        cache.mkdir(parents=True, exist_ok=True)
-        made = Path(tempfile.mkdtemp(dir=cache))
-        try:
-            build(made)
-            made.rename(folder)
-        except OSError:
-            if not folder.exists():  # else another process was quicker
-                raise
-        finally:
-            shutil.rmtree(made, ignore_errors=True)
+    cache.mkdir(parents=True, exist_ok=True)
+    with filelock.FileLock(f"{folder}.lock"), tempfile.TemporaryDirectory(dir=cache) as part:
+        if not folder.exists():
+            build(Path(part))
+            Path(part).rename(folder)
     return sorted(folder.glob("*.so.*[0-9]"))
 
 

@@ -21,12 +21,11 @@ from typing import Any
 from ..hardware.gpu import Gpu
 from ..recipe.recipe import Recipe
 from ..report.errors import RecipeError
-from ..report.report import Interval, Report, format_bytes, text_table
+from ..report.report import encode, format_bytes, text_table
 from .plan_advice import advise
 from .plan_script import scripts, words
 from .question import Question
 from .search import NEAR, Choice, Search
-from .step_time import StepTime
 
 WIDTH = 80  # characters of a line in a terminal
 COLUMNS = "peak: GiB of all tensors; process: with CUDA's own; at most: its upper end"
@@ -74,7 +73,7 @@ class Plan:
 
     def to_dict(self) -> dict[str, Any]:
         """A JSON-ready dictionary; sizes in bytes, times in seconds."""
-        return _encode(self)
+        return encode(vars(self))
 
     def to_json(self, indent: int | None = None) -> str:
         """The plan as JSON text."""
@@ -230,11 +229,3 @@ def _wrapped(line: str, indent: str = "    ") -> str:
 def _short(recipe: Recipe) -> str:
     """The recipe without what the plan's first line says."""
     return words(recipe).replace(f"{recipe.seq_len} tokens · ", "", 1)
-
-
-def _encode(value: Any) -> Any:
-    if isinstance(value, Recipe | Report):
-        return value.to_dict()
-    if isinstance(value, Plan | Choice | StepTime | Interval):
-        return {name: _encode(getattr(value, name)) for name in value.__dataclass_fields__}
-    return [_encode(item) for item in value] if isinstance(value, tuple) else value

@@ -6,20 +6,25 @@ once, in the arguments; the program reads its recipe off them and stops where th
 
 import dataclasses
 import json
+import re
 import textwrap
 from importlib import metadata
 from pathlib import Path
 from string import Template
 from typing import Any
 
-from ..recipe.arguments import arguments_class, settings
+from ..recipe.arguments import CONFIGS, arguments_class, settings
 from ..recipe.families import TASKS
 from ..recipe.knobs import knobs, python_arguments, unchecked
 from ..recipe.options import TRL, LoRA
 from ..recipe.recipe import Recipe
 from ..report.errors import RecipeError, needing
+from ..report.report import installed
 
 TEMPLATES = Path(__file__).parent / "templates"
+EXPANDABLE = """
+os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")  # before torch is loaded
+"""
 # Of full training, TRL's own defaults where preferences are learned; adapters take ten times as much (chapter 05).
 LEARNING_RATES, ADAPTERS_TIMES = {"dpo": 1e-6, "kto": 1e-6, "reward": 1e-5}, 10
 LEARNING_RATE = 2e-5
@@ -33,6 +38,22 @@ SAMPLES = {
 LONGER = {"reward": "left out", **dict.fromkeys(("dpo", "kto"), "cut, and left out where the prompt alone is")}  # TRL
 TESTED = ("torch", "transformers", "accelerate", "datasets", "peft", "trl", "bitsandbytes", "deepspeed")
 PER_NODE = 8  # GPUs
+COLLATORS = {  # by whether rows are packed
+    True: "DefaultDataCollator(),  # rows have the same length",
+    False: "DataCollatorForSeq2Seq(tokenizer),  # pads, and leaves that out of the loss",
+}
+TRANSFORMERS = (
+    "AutoConfig AutoModelForCausalLM AutoModelForSequenceClassification AutoTokenizer BitsAndBytesConfig "
+    "DataCollatorForSeq2Seq DefaultDataCollator Trainer TrainingArguments set_seed"
+)
+# What a program may import, by module, in the order in which it stands there.
+IMPORTS = {
+    "peft": ["LoraConfig", "get_peft_model", "prepare_model_for_kbit_training"],
+    "transformers": TRANSFORMERS.split(),
+    "transformers.trainer_utils": ["get_last_checkpoint"],
+    "trl": sorted([*CONFIGS.values(), *TRL.values()]),
+    "vramlab": ["LoRA", "Quantization", "Recipe", "Sharding", "WatchCallback", "predict"],
+}
 
 
 @needing("--write")
@@ -50,38 +71,37 @@ def scripts(recipe: Recipe, name: str, head: dict[str, str], packing: bool, expa
     launch = f"torchrun --nproc-per-node {ranks} {name}" if ranks > 1 or beside else f"python {name}"
     launch = f"sbatch {stem}.sbatch" if ranks > PER_NODE else launch
     arguments, config = _arguments(recipe, beside)
-    data = _template("samples_trl" if trl else "samples_trainer")
     pack = _template("pack").template if packing and not trl else ""
-    wide = LEARNING_RATES.get(recipe.trainer, LEARNING_RATE) * (ADAPTERS_TIMES if recipe.lora else 1)
-    text = _template("train.py").substitute(
+    rate = LEARNING_RATES.get(recipe.trainer, LEARNING_RATE) * (ADAPTERS_TIMES if recipe.lora else 1)
+    pins = textwrap.wrap(" ".join(_pins(recipe)), 100, subsequent_indent=" " * 8, break_on_hyphens=False)
+    text = _template("train.py").safe_substitute(
         head,
         name=recipe.name,
         words=words(recipe),
-        pins=textwrap.fill(" ".join(_pins(recipe)), 100, subsequent_indent=" " * 8, break_on_hyphens=False).replace(
-            "\n", " \\\\\n"
-        ),
+        pins=" \\\\\n".join(pins),
         launch=launch,
         samples=SAMPLES[recipe.trainer],
-        environment=_environment(expandable),
-        imports=_imports(recipe, packing),
+        environment=EXPANDABLE if expandable else "",
         tokens=recipe.seq_len,
         longer=LONGER.get(recipe.trainer, "cut"),
         configs=_configs(recipe, beside),
         model=_text(recipe.shape.hub_id or (recipe.model if isinstance(recipe.model, str) else "path/to/the/model")),
         result="adapters" if recipe.lora else "model",
-        learning_rate=f"{wide:.0e}".replace("e-0", "e-"),
+        learning_rate=f"{rate:.0e}".replace("e-0", "e-"),
         arguments_class=arguments_class(recipe).__name__,
         arguments=_lines(arguments, 8),
         batch_size=recipe.batch_size,
         recipe="".join(f"\n{_lines({name: value}, 8)}" for name, value in _recipe(recipe).items()),
-        data=data.substitute(pack=pack) if not trl else data.template,
-        model_class=_model_class(recipe),
+        data=_template("samples_trl" if trl else "samples_trainer").safe_substitute(pack=pack),
+        model_class=TASKS[recipe.shape.task].auto_class,
         loading=_lines(_loading(recipe), 8),
         adapt=_adapt(recipe),
         trainer_class=trl or "Trainer",
         more=_more(recipe, packing),
     )
-    found = {name: text} | ({beside: json.dumps(config, indent=2) + "\n"} if beside else {})
+    found = {name: text.replace("$imports", _imports(text))}
+    if beside:
+        found[beside] = json.dumps(config, indent=2) + "\n"
     if ranks > 1:
         nodes = next(n for n in range(1, ranks + 1) if ranks % n == 0 and ranks // n <= PER_NODE)
         said = dict(script=name, sbatch=f"{stem}.sbatch", stem=stem, gpus=ranks, nodes=nodes, per_node=ranks // nodes)
@@ -95,18 +115,13 @@ def _template(name: str) -> Template:
 
 def _pins(recipe: Recipe) -> list[str]:
     """What pip is to install, with the versions that are installed here."""
-    found = ["psutil"]
     unused = {"peft": not recipe.lora, "trl": recipe.trainer == "transformers"}
     unused["bitsandbytes"] = not recipe.quantization and "bit" not in recipe.optim
     unused["deepspeed"] = not (recipe.sharding and recipe.sharding.engine == "deepspeed")
-    for name in TESTED:
-        if not unused.get(name):
-            try:
-                found.append(f"{name}=={metadata.version(name).partition('+')[0]}")
-            except metadata.PackageNotFoundError:
-                found.append(name)
+    versions = {name: installed(name) for name in TESTED if not unused.get(name)}
+    pins = [f"{name}=={version.partition('+')[0]}" if version else name for name, version in versions.items()]
     urls = metadata.metadata("vramlab").get_all("Project-URL") or []
-    return [*found, *(f"git+{url.split(', ')[1]}" for url in urls if url.startswith("Repository"))]
+    return ["psutil", *pins, *(f"git+{url.split(', ')[1]}" for url in urls if url.startswith("Repository"))]
 
 
 def words(recipe: Recipe) -> str:
@@ -115,31 +130,14 @@ def words(recipe: Recipe) -> str:
     return f"{said} · padded" if recipe.lengths else said
 
 
-def _environment(expandable: bool) -> str:
-    if not expandable:
-        return ""
-    said = 'os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")'
-    return f"\n{said}  # before torch is loaded\n"
-
-
-def _imports(recipe: Recipe, packing: bool) -> str:
-    """The imports that depend on the recipe."""
-    trl, given, base = TRL.get(recipe.trainer), _gives_adapters(recipe), recipe.quantization
-    peft = ["LoraConfig"] + ([] if given else ["get_peft_model"])
-    peft += ["prepare_model_for_kbit_training"] if base and base.prepare else []
-    names = ["AutoConfig", _model_class(recipe), "AutoTokenizer"] + (["BitsAndBytesConfig"] if base else [])
-    names += ["set_seed"] if trl else [_collator(packing), "Trainer", "TrainingArguments", "set_seed"]
-    own = [type(part).__name__ for part in (recipe.lora, base, recipe.sharding) if part]
-    own = sorted([*own, "Recipe", "WatchCallback", "predict"])
-    lines = [f"from peft import {', '.join(peft)}"] if recipe.lora else []
-    lines += [
-        "from transformers import (",
-        *(f"    {name}," for name in sorted(names, key=lambda name: (name[0].islower(), name))),
-        ")",
-    ]
-    lines += ["from transformers.trainer_utils import get_last_checkpoint"]
-    lines += [f"from trl import {', '.join(sorted((arguments_class(recipe).__name__, trl)))}"] if trl else []
-    return "\n".join([*lines, f"from vramlab import {', '.join(own)}"])
+def _imports(text: str) -> str:
+    """The imports of what the program `text` calls."""
+    lines = []
+    for module, names in IMPORTS.items():
+        used = [name for name in names if re.search(rf"\b{name}[(.]", text)]
+        listed = "(\n    " + ",\n    ".join(used) + ",\n)" if module == "transformers" else ", ".join(used)
+        lines += [f"from {module} import {listed}"] if used else []
+    return "\n".join(lines)
 
 
 def _configs(recipe: Recipe, beside: str) -> str:
@@ -191,14 +189,6 @@ def _gives_adapters(recipe: Recipe) -> bool:
     return bool(lora and (lora.autocast_adapter_dtype or recipe.quantization))
 
 
-def _collator(packing: bool) -> str:
-    return "DefaultDataCollator" if packing else "DataCollatorForSeq2Seq"
-
-
-def _model_class(recipe: Recipe) -> str:
-    return "AutoModelForSequenceClassification" if recipe.trainer == "reward" else "AutoModelForCausalLM"
-
-
 def _loading(recipe: Recipe) -> dict[str, str]:
     """Arguments of `from_pretrained`."""
     found = {"dtype": f"torch.{recipe.weights_dtype}", "attn_implementation": _text(recipe.attn_implementation)}
@@ -222,25 +212,20 @@ def _adapt(recipe: Recipe) -> str:
 def _more(recipe: Recipe, packing: bool) -> str:
     """The arguments that only one kind of trainer takes."""
     if recipe.trainer == "transformers":
-        made = (
-            "(),  # rows have the same length" if packing else "(tokenizer),  # pads, and leaves that out of the loss"
-        )
-        return f"        data_collator={_collator(packing)}{made}\n"
+        return f"        data_collator={COLLATORS[packing]}\n"
     return "        peft_config=ADAPTERS,\n" if _gives_adapters(recipe) else ""
 
 
 def _quantization(recipe: Recipe) -> dict[str, str]:
     """Arguments of `BitsAndBytesConfig`."""
-    q, compute = recipe.quantization, recipe.implied_dtype
-    if q.quant_type == "int8":
+    base, compute = recipe.quantization, f"torch.{recipe.implied_dtype}"
+    if base.quant_type == "int8":
         return {"load_in_8bit": "True"}
-    found = {"load_in_4bit": "True", "bnb_4bit_quant_type": _text(q.quant_type)}
-    if q.double:
-        found["bnb_4bit_use_double_quant"] = "True"
-    found["bnb_4bit_compute_dtype"] = f"torch.{compute}"
-    if recipe.sharding and recipe.sharding.stage >= 2:  # shards have to be of a floating dtype
-        found["bnb_4bit_quant_storage"] = f"torch.{compute}"
-    return found
+    found = {"load_in_4bit": "True", "bnb_4bit_quant_type": _text(base.quant_type)}
+    found |= {"bnb_4bit_use_double_quant": "True"} if base.double else {}
+    found |= {"bnb_4bit_compute_dtype": compute}
+    shards = recipe.sharding and recipe.sharding.stage >= 2  # which have to be of a floating dtype
+    return found | ({"bnb_4bit_quant_storage": compute} if shards else {})
 
 
 def _lora(recipe: Recipe) -> dict[str, str]:
@@ -252,7 +237,7 @@ def _lora(recipe: Recipe) -> dict[str, str]:
             found[name] = _text(list(value) if isinstance(value, tuple) else value)
     if any(weight.kind == "conv1d" for weight in recipe.shape.weights()):
         found["fan_in_fan_out"] = "True"  # its Conv1D is stored transposed
-    return found | ({"task_type": _text("SEQ_CLS" if recipe.trainer == "reward" else TASKS["causal-lm"].peft)})
+    return found | ({"task_type": _text(TASKS[recipe.shape.task].peft)})
 
 
 def _lines(arguments: dict[str, str], indent: int) -> str:
@@ -262,10 +247,6 @@ def _lines(arguments: dict[str, str], indent: int) -> str:
 
 def _text(value: object) -> str:
     """The value as Python text with double quotes."""
-    if isinstance(value, str):
-        return json.dumps(value)
     if isinstance(value, float) and value.is_integer():
         value = int(value)
-    if isinstance(value, dict):
-        return "{" + ", ".join(f"{_text(k)}: {_text(v)}" for k, v in value.items()) + "}"
-    return "[" + ", ".join(map(_text, value)) + "]" if isinstance(value, list) else repr(value)
+    return json.dumps(value) if isinstance(value, str) else repr(value).replace("'", '"')

@@ -1,10 +1,12 @@
-"""`compare`: reports of one recipe in a table, with each one's difference from the strongest witness."""
+"""`compare`: reports of one recipe in a table, with each one's difference from the strongest witness; `diff` of any two."""
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 
-from .report import CATEGORIES, PHASES, UNITS, Bytes, Interval, Report, format_bytes, text_table, unit_for
+from .errors import ReportError
+from .report import CATEGORIES, PHASES, UNITS, Bytes, Interval, Report, format_bytes, in_unit, text_table, unit_for
 
 # Differences are taken against the strongest witness.
 STRENGTH = {"predicted": 0, "simulated": 1, "emulated": 2, "recorded": 3, "measured": 3}
@@ -110,6 +112,39 @@ def compare(
     against = against or (good[0 if different else -1][0] if good else None)
     title = "different recipes, named in the notes" if different else pairs[-1][1].title
     return Comparison(title, unit, names, against, rows, failed, tuple(notes))
+
+
+def diff(a: Report, b: Report) -> Comparison:
+    """Return `compare` of any two reports, differences being B − A, with notes of the tensors that came, went or changed
+    (of those in `Report.largest`, by category, operator, module and dtype) and of libraries of other versions.
+
+    Raises ReportError for a report without figures.
+    """
+    for report in (a, b):
+        if report.status != "ok":
+            raise ReportError(f"a report without figures cannot be compared ({report.title}: {report.status}).")
+    found = compare(a, b, labels=("A", "B"), same_recipe=False, against="A")
+    old, new = a.environment, b.environment
+    unlike = sorted(name for name in old.keys() & new.keys() - {"date", "fits"} if old[name] != new[name])
+    libraries = (f"{name}: {old[name]} → {new[name]}" for name in unlike)
+    return replace(found, notes=(*found.notes, *_tensor_notes(a, b), *libraries))
+
+
+def _tensor_notes(a: Report, b: Report) -> Iterator[str]:
+    """Say which tensors differ, the largest difference first."""
+    sizes, groups, changes = (Counter(), Counter()), {}, []
+    for report, known in zip((a, b), sizes, strict=True):
+        for group in report.largest:
+            key = group.category, group.op, group.where, group.dtype
+            known[key], groups[key] = known[key] + group.size * group.count, group
+    for key, group in groups.items():
+        old, new = (known[key] for known in sizes)
+        other = sizes[old > 0].values()  # what one report does not list may be smaller than all that it lists
+        if old != new and ((old and new) or max(old, new) > min(other, default=0)):
+            changes.append((new - old, "changed" if old and new else "new" if new else "gone", group))
+    for change, kind, group in sorted(changes, key=lambda each: -abs(each[0])):
+        size = format_bytes(abs(change), unit_for(abs(change)))
+        yield f"{'+' if change > 0 else '−'}{size} {kind}: {group}"
 
 
 def _moment_notes(good: Sequence[tuple[str, Report]]) -> Iterator[str]:
@@ -226,21 +261,17 @@ def _number(value: Report | Bytes | Value) -> int | None:
     return None if value is None or isinstance(value, str) else int(value)
 
 
-def _in_unit(n: int, unit: str) -> str:
-    return format_bytes(n, unit).rsplit(" ", 1)[0]
-
-
 def _cell(value: Value, unit: str) -> str:
-    return "–" if value is None else value if isinstance(value, str) else _in_unit(int(value), unit)
+    return "–" if value is None else value if isinstance(value, str) else in_unit(int(value), unit)
 
 
 def _range(value: Value, unit: str) -> str:
-    return f"{_in_unit(value.low, unit)}–{_in_unit(value.high, unit)}" if isinstance(value, Interval) else ""
+    return f"{in_unit(value.low, unit)}–{in_unit(value.high, unit)}" if isinstance(value, Interval) else ""
 
 
 def _change(change: int, relative: float, unit: str) -> list[str]:
     """Return the two cells of a difference; far from the reference, per cent no longer say anything."""
-    sign, size = "+" if change > 0 else "−", _in_unit(abs(change), unit)
+    sign, size = "+" if change > 0 else "−", in_unit(abs(change), unit)
     if not change:
         return ["0", "0"]
     if relative in INFINITE:

@@ -21,7 +21,14 @@ TIERS = {"safe": "high", "likely": "value", "tight": "low"}  # which end of a pr
 
 def format_bytes(n: int | float, unit: str = "GiB", digits: int = 3) -> str:
     """Return `n` bytes as text, "2.481 GiB" by default."""
-    return f"{n:,} B" if unit == "B" else f"{n / UNITS[unit]:,.{digits}f} {unit}"
+    return f"{in_unit(n, unit, digits)} {unit}"
+
+
+def in_unit(n: int | float, unit: str = "GiB", digits: int = 3) -> str:
+    """Return `n` bytes as a number of `unit`, as in tables."""
+    if unit == "B":
+        return f"{int(n):,}" if n == int(n) else f"{n:,.2f}"
+    return f"{n / UNITS[unit]:,.{digits}f}"
 
 
 def unit_for(largest: int) -> str:
@@ -31,11 +38,7 @@ def unit_for(largest: int) -> str:
 
 @dataclass(frozen=True)
 class Bytes:
-    """Bytes at one moment, by what they are for.
-
-    `workspace` is what libraries, kernels and the allocator take for themselves: cuBLAS's buffers, scratch memory, internal
-    fragmentation. `unexplained` is the allocator's figure minus the rest, in measured reports only.
-    """
+    """Bytes at one moment, by what they are for."""
 
     parameters: int = 0
     gradients: int = 0
@@ -44,8 +47,8 @@ class Bytes:
     temporaries: int = 0
     buffers: int = 0
     inputs: int = 0
-    workspace: int = 0
-    unexplained: int = 0
+    workspace: int = 0  # of libraries, kernels and the allocator: cuBLAS's buffers, scratch, internal fragmentation
+    unexplained: int = 0  # the allocator's figure minus the rest, in measured reports only
 
     @property
     def total(self) -> int:
@@ -81,11 +84,16 @@ class Interval:
     high: int
 
     def text(self, unit: str = "GiB") -> str:
-        """Return text like "2.000 GiB (1.500 GiB to 3.000 GiB)"."""
+        """Return text like "2.000 GiB (1.500 GiB to 3.000 GiB)", or "2.000 GiB" where nothing is uncertain."""
         value, low, high = (format_bytes(n, unit) for n in (self.value, self.low, self.high))
-        return f"{value} ({low} to {high})"
+        return value if self.low == self.high else f"{value} ({low} to {high})"
 
     __str__ = text
+
+    @classmethod
+    def of(cls, value: "int | Interval") -> "Interval":
+        """Return `value` as an interval; the ends of a known figure are the figure."""
+        return value if isinstance(value, Interval) else cls(value, value, value)
 
     def tier(self, total: int) -> str:
         """Return the surest of TIERS in which it fits `total` bytes, "" if none."""
@@ -136,39 +144,29 @@ class Speed:
 
 @dataclass
 class Report:
-    """What one witness says of one recipe. All sizes are bytes, all times seconds.
-
-    Attributes:
-        source: one of SOURCES; "emulated" is PyTorch's CUDA build on a stand-in for the GPU.
-        recipe: the recipe as `Recipe.to_dict()` gives it; `title` is the same in one line.
-        target: device whose kernels and rounding are described, "cuda" or "cpu".
-        status: "ok", "oom" (out of memory; `message` says what was asked for and what was free) or "error".
-        phases: of the last (steady) step, by name of PHASES; "load" is the moment after loading.
-        peak: the split at the highest moment of the whole run, in phase `peak_phase`; `largest`: the largest tensors there.
-        allocated: the allocator's own peak (measured), else `peak.total`; `requested`: before it rounded, where known.
-        reserved, process: the allocator's segments, and NVML's figure: an int when measured, an Interval when predicted.
-        rss: on a CPU run, the process's peak resident set; `host`: the peak of offloaded bytes there, not in `peak`.
-        loading: the split at the highest moment while a quantized base is loaded and prepared, before training; None where
-            the device never holds more than phase "load" ends with.
+    """What one witness says of one recipe. All sizes are bytes, all times seconds; what is measured is an int, what is
+    predicted may be an Interval.
     """
 
-    source: str
-    recipe: dict[str, Any] | None
+    source: str  # one of SOURCES; "emulated" is PyTorch's CUDA build on a stand-in for the GPU
+    recipe: dict[str, Any] | None  # as `Recipe.to_dict()` gives it; `title` is the same in one line
     title: str
-    target: str
-    phases: dict[str, Phase]
-    peak: Bytes
+    target: str  # device whose kernels and rounding are described, "cuda" or "cpu"
+    phases: dict[str, Phase]  # of the last (steady) step, by name of PHASES; "load" is the moment after loading
+    peak: Bytes  # the split at the highest moment of the whole run, which is in `peak_phase`
     peak_phase: str
-    status: str = "ok"
+    status: str = "ok"  # or "oom" (`message` says what was asked for and what was free), or "error"
     message: str = ""
-    largest: list[TensorGroup] = field(default_factory=list)
-    allocated: int | None = None
-    requested: int | None = None
-    reserved: int | Interval | None = None
-    process: int | Interval | None = None
-    rss: int | None = None
-    host: int | None = None
-    loading: Bytes | None = None
+    largest: list[TensorGroup] = field(default_factory=list)  # the largest tensors at the peak
+    allocated: int | None = None  # the allocator's own peak (measured), else `peak.total`
+    requested: int | None = None  # the same before the allocator rounded, where known
+    reserved: int | Interval | None = None  # the allocator's segments
+    process: int | Interval | None = None  # NVML's figure
+    rss: int | None = None  # on a CPU run, the process's peak resident set
+    host: int | None = None  # the peak of what is offloaded to RAM, not in `peak`
+    loading: Bytes | None = (
+        None  # the highest moment before training, of a quantized base; None: not above phase "load"
+    )
     speed: Speed | None = None
     timeline: list[Moment] = field(default_factory=list, repr=False)
     environment: dict[str, Any] = field(default_factory=dict)
@@ -190,7 +188,7 @@ class Report:
 
     def to_dict(self) -> dict[str, Any]:
         """Return a JSON-ready dictionary; each `Bytes` also carries its total."""
-        return _encode(self)
+        return encode(vars(self))
 
     def to_json(self, indent: int | None = None) -> str:
         """Return the report as JSON text; `Report.from_json` reads it back."""
@@ -222,13 +220,13 @@ class Report:
                 split = self.phases[name].peak
                 mark = name + (" ←" if name == self.peak_phase else "")
                 sizes = [*(getattr(split, c) for c in used), split.total]
-                rows.append((mark, *(format_bytes(n, unit).split()[0] for n in sizes)))
+                rows.append((mark, *(in_unit(n, unit) for n in sizes)))
         lines = [f"{self.source} ({self.target}), {unit}: {self.title}", text_table(rows)]
         lines.append(f"peak {format_bytes(self.peak.total, unit)} in {self.peak_phase}")
         for name in ("reserved", "process", "rss", "host"):
             if (value := getattr(self, name)) is not None:
                 own = max(unit, unit_for(int(value)), key=UNITS.get)  # a context is larger than a tiny module
-                lines.append(f"{name} {value.text(own) if isinstance(value, Interval) else format_bytes(value, own)}")
+                lines.append(f"{name} {Interval.of(value).text(own)}")
         if self.loading and self.loading.total > self.peak.total:
             lines.append(f"loading peaks at {format_bytes(self.loading.total, unit)}, above all of training")
         if self.speed:
@@ -249,15 +247,20 @@ def text_table(rows: list[tuple[str, ...]]) -> str:
 def environment(**more: Any) -> dict[str, Any]:
     """Return versions, the date and what the caller adds. Import none of the libraries."""
     import platform
+
+    machine = {"python": platform.python_version(), "system": platform.system()}
+    libraries = {name: installed(name) for name in ("torch", "transformers", "peft", "bitsandbytes", "accelerate")}
+    return {**machine, **libraries, "date": time.strftime("%Y-%m-%d"), **more}
+
+
+def installed(package: str) -> str | None:
+    """Return the version of a package without importing it; None where it is not installed."""
     from importlib import metadata
 
-    versions = {"python": platform.python_version(), "system": platform.system()}
-    for package in ("torch", "transformers", "peft", "bitsandbytes", "accelerate"):
-        try:
-            versions[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            versions[package] = None
-    return {**versions, "date": time.strftime("%Y-%m-%d"), **more}
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
 
 
 def _decode(kind: Any, value: Any, where: str) -> Any:
@@ -317,13 +320,12 @@ def _field_error(where: str, value: Any, allowed: str) -> ReportError:
     return ReportError(f"{subject} is {reprlib.repr(value)}, but it must be {allowed}.")
 
 
-def _encode(value: Any) -> Any:
-    if isinstance(value, Bytes):
-        return {**dict(value.items()), "total": value.total}
+def encode(value: Any) -> Any:
+    """Return `value` as JSON has it: recipes and reports by their `to_dict`, other dataclasses by their fields."""
+    if hasattr(value, "to_dict"):
+        return value.to_dict()
     if dataclasses.is_dataclass(value):
-        return {f.name: _encode(getattr(value, f.name)) for f in dataclasses.fields(value)}
+        return encode(vars(value) | ({"total": value.total} if isinstance(value, Bytes) else {}))
     if isinstance(value, dict):
-        return {k: _encode(v) for k, v in value.items()}
-    if isinstance(value, list | tuple):
-        return [_encode(v) for v in value]
-    return value
+        return {name: encode(each) for name, each in value.items()}
+    return [encode(each) for each in value] if isinstance(value, list | tuple) else value

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from numbers import Real
 
 from ...report.compare import check_unit, failure
-from ...report.report import Moment, Report, TensorGroup
+from ...report.report import Moment, Report, TensorGroup, in_unit
 from . import splits, style
 from .splits import amount, label_of, size_of, split_of
 
@@ -179,7 +179,7 @@ def _label_ticks(ax, x: Sequence[float]) -> None:
 def _sweep_rows(x, lines, dots, source: str, unit: str, xlabel: str) -> list[tuple[str, ...]]:
     def total(report: Report | None) -> str:
         split = "–" if report is None else split_of(report)
-        return split if isinstance(split, str) else splits.exact(size_of(split), unit)
+        return split if isinstance(split, str) else in_unit(size_of(split), unit)
 
     names, corner = [f"{a:g}" for a in x], f"{xlabel}, {unit}"
     if "" in lines:

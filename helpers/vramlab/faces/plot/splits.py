@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ...report.compare import check_unit
-from ...report.report import CATEGORIES, Bytes, Interval, Report, format_bytes
+from ...report.report import CATEGORIES, Bytes, Interval, Report, in_unit
 from . import style
 
 Split = Mapping[str, float] | str  # bytes by category, or why there are none
@@ -29,19 +29,9 @@ def size_of(value: Report | Bytes | Interval | Mapping[str, float] | float) -> f
 
 
 def amount(n: float, unit: str = "GiB") -> str:
-    """Return `n` bytes in `unit` with three significant figures, without the unit."""
-    if unit == "B":
-        return exact(n, unit)
+    """Return `n` bytes in `unit` with three significant figures, without the unit; all figures of "B"."""
     value = abs(n) / check_unit(unit)
-    digits = min(max(2 - math.floor(math.log10(value)), 0), 9) if value else 0
-    return format_bytes(n, unit, digits).rsplit(" ", 1)[0]
-
-
-def exact(n: float, unit: str = "GiB") -> str:
-    """Return `n` bytes as in the text tables, without the unit."""
-    if unit == "B":
-        return f"{n:,.0f}" if n == int(n) else f"{n:,.2f}"
-    return format_bytes(n, unit).rsplit(" ", 1)[0]
+    return in_unit(n, unit, min(max(2 - math.floor(math.log10(value)), 0), 9) if value else 0)
 
 
 def label_of(category: str) -> str:
@@ -84,7 +74,7 @@ def split_rows(names: Sequence[str], splits: Sequence[Split], unit: str, corner:
         if isinstance(split, str):
             rows.append((name, *["–"] * len(keys), split))
         else:
-            rows.append((name, *(exact(split.get(key, 0), unit) for key in keys), exact(size_of(split), unit)))
+            rows.append((name, *(in_unit(split.get(key, 0), unit) for key in keys), in_unit(size_of(split), unit)))
     return rows
 
 
