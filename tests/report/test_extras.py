@@ -16,6 +16,7 @@ BROUGHT = {
     "numpy": "transformers",
     "safetensors": "transformers",
     "IPython": "jupyterlab",
+    "jinja2": "torch",
     "triton": "liger-kernel",
 }  # by which of the extra's
 HIDDEN = """

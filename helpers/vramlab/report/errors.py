@@ -51,7 +51,7 @@ class RankError(MeasurementError):
 # Module that a plain install lacks, to the extra of pyproject.toml that installs it.
 EXTRAS = {
     **dict.fromkeys(("torch", "transformers", "peft", "accelerate", "numpy", "safetensors", "psutil"), "simulate"),
-    **dict.fromkeys(("filelock", "pynvml"), "simulate"),
+    **dict.fromkeys(("filelock", "jinja2", "pynvml"), "simulate"),
     "bitsandbytes": "quantization",
     "deepspeed": "deepspeed",
     "trl": "trl",
