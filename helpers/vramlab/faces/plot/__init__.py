@@ -4,9 +4,8 @@
 picture. `unit` is "GiB", "MiB", "KiB" or "B" everywhere, and `limit` bytes, a `Gpu` or its name.
 """
 
-from .bars import bars, compare, compare_many
+from .bars import bars, compare, compare_many, fits
 from .curves import sweep, timeline
-from .intervals import fits
 from .style import alt_text, canvas, table
 
 __all__ = ["alt_text", "bars", "canvas", "compare", "compare_many", "fits", "sweep", "table", "timeline"]

@@ -1,14 +1,15 @@
-"""Stacked bars: reports next to each other, in groups, or any table of bytes."""
+"""Bars: stacked ones of reports or of any table of bytes, and intervals against the line of a card."""
 
 import itertools
+import math
 import statistics
 import textwrap
 from collections.abc import Mapping, Sequence
 
-from ...report.compare import column_labels
-from ...report.report import Bytes, Report
+from ...report.compare import check_unit, column_labels
+from ...report.report import Bytes, Interval, Report
 from . import style
-from .splits import Split, amount, draw_limit, layers, size_of, split_of, split_rows, subtitle
+from .splits import Split, amount, draw_limit, layers, limit_of, size_of, split_of, split_rows, subtitle
 
 SHORT = {"predicted": "pred.", "simulated": "sim.", "emulated": "emul.", "measured": "meas.", "recorded": "rec."}
 AT_THE_PEAK = "Memory at the peak, by category"
@@ -117,3 +118,40 @@ def _name_bars(ax, groups: Groups, positions: Sequence[float]) -> None:
         depth = 6.5 * max(map(len, names)) if upright else 14 * max(name.count("\n") + 1 for name in lines)
         below.tick_params(length=0, pad=8 + depth, labelfontfamily=style.FONT)
         below.spines["bottom"].set_visible(False)
+
+
+@style.styled()
+def fits(needs: Mapping[str, Interval], limit, title: str, subtitle: str = "", unit: str = "GiB"):
+    """Return a figure of a bar from the low to the high end of each need, a dot where it is likely, and its tier.
+
+        needs = {f"{n} texts": predict(recipe.replace(batch_size=n), gpu="T4").process for n in (1, 2, 4)}
+        figure = plot.fits(needs, "T4", "Two texts are safe on a T4", f"predicted · {recipe}")
+        print(plot.table(figure))
+        plt.show()
+
+    `limit` is one for all or a list with one for each need, which its label then names. Raises ValueError for no needs
+    or another number of limits.
+    """
+    size, each = check_unit(unit), limit if isinstance(limit, list | tuple) else [limit] * len(needs)
+    if not needs or len(each) != len(needs):
+        raise ValueError(f"fits needs a limit for all or each of its needs, not {len(each)} for {len(needs)}.")
+    figure, ax = style.start(title, subtitle)
+    rows = [(unit, "at least", "likely", "at most", "card", "fits")]
+    dashes = dict(zip(dict.fromkeys(each), itertools.cycle(["--", ":", "-."]), strict=False))
+    pairs = list(zip(needs.values(), map(limit_of, each), strict=True))
+    said = [(need.tier(most) or "too much") + f"\non {card}" * (len(dashes) > 1) for need, (most, card) in pairs]
+    widths = [0.02 * (1 + max(map(len, words.split("\n")))) for words in said]  # a letter is 1/50 of the axes, about
+    right = max(n for need, (most, _) in pairs for n in (need.high, most) if n < math.inf) / (1 - max(widths))
+    for y, (name, one, (need, (most, card))) in enumerate(zip(needs, each, pairs, strict=True)):
+        ax.barh(y, (need.high - need.low) / size, 0.45, need.low / size, color=style.PROCESS)
+        ax.plot(need.value / size, y, "o", color=style.INK, markersize=5)
+        draw_limit(lambda x, y=y, **look: ax.plot([x, x], [y - 0.5, y + 0.5], **look), one, unit, dashes[one])
+        clear = most if need.high <= most <= need.high + widths[y] * right else need.high
+        look = {"color": style.INK if need.tier(most) else style.ALARM, "va": "center", "bbox": style.PATCH}
+        ax.annotate(said[y], (clear / size, y), (5, 0), textcoords="offset points", gid="tier", **look)
+        bounds = [f"{n / size:,.2f}" for n in (need.low, need.value, need.high, most)]
+        rows.append((" ".join(name.split()), *bounds[:3], f"{card}: {bounds[3]}", said[y].split("\n")[0]))
+    ax.set_yticks(range(len(needs)), needs)
+    words = f"{unit} that the process takes; the dot is the likely figure"
+    ax.set(xlim=(0, right / size), ylim=(len(needs) - 0.5, -0.5), xlabel=words)
+    return style.finish(figure, rows, f"Intervals. {title}. {subtitle}.", say_rows=True)
