@@ -184,8 +184,8 @@ def _no_gpu(cuda: str | None) -> Check:
 def sensors() -> Iterator[Check]:
     first = nvml_snapshot()
     if not first.available:
-        seen = "torch" in sys.modules and sys.modules["torch"].cuda.is_available()
-        lost = "device-wide memory, heat and power cannot be shown"
+        torch, lost = sys.modules.get("torch"), "device-wide memory, heat and power cannot be shown"
+        seen = torch and torch.cuda.is_available()
         yield judged("NVML", first.reason, lost) if seen else Check("NVML", MISSING, first.reason)
         return
     yield Check("driver", OK, first.driver or first.missing["driver"])

@@ -58,9 +58,11 @@ def explain(what: Any, recipe: Recipe | None = None, gpu: str | Gpu | None = Non
         return Explanation(str(read_snapshot(what)).split("\n"))
     if isinstance(what, Recipe):
         return _of_recipe(what, card)
-    found = read_message(str(what))
-    lines = [*_of_message(found)]
-    return Explanation(lines + (_of_request(found, recipe, card, _phase(str(what))) if recipe else []), found)
+    text = str(what)
+    found = read_message(text)
+    # in which the traceback above the message ends; a checkpoint's forward is backward
+    phase = next((phase for phase, frame in WORDS["frames"].items() if re.search(frame, text)), None)
+    return Explanation([*_of_message(found), *(_of_request(found, recipe, card, phase) if recipe else [])], found)
 
 
 def read_message(text: str) -> dict[str, int]:
@@ -109,11 +111,6 @@ def _of_message(found: dict[str, int]) -> Iterator[str]:
         yield f"a real lack: the tensors fill the card; of it all, only {sizes['unallocated']} are fragments"
     else:
         yield f"fragmentation: {sizes['unallocated']} would do, but not in one piece; set {EXPANDABLE}"
-
-
-def _phase(text: str) -> str | None:
-    """In which phase the traceback above a message ends; None where there is none. A checkpoint's forward is backward."""
-    return next((phase for phase, frame in WORDS["frames"].items() if re.search(frame, text)), None)
 
 
 def _of_request(found: dict[str, int], recipe: Recipe, card: Gpu | None, phase: str | None) -> list[str]:

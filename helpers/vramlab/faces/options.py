@@ -50,10 +50,8 @@ def recipe_of(model: str, given: Mapping[str, Any]) -> Recipe:
 def recipe_of_arguments(model: str, given: Mapping[str, Any], values: Mapping[str, Any], **fields: Any) -> Recipe:
     """Return the recipe of `TrainingArguments` that were written as JSON, with `fields` of the recipe, and the `given`
     options where they are no default. Raises RecipeError."""
-    parts = {
-        name for name, (path, _) in OPTIONS.items() if len(path) > 1
-    }  # whose options are None where they are not given
-    own = {name: n for name, n in given.items() if name in parts or n != OPTIONS[name][1].default}
+    # a part's option is None where it is not given
+    own = {name: n for name, n in given.items() if len(OPTIONS[name][0]) > 1 or n != OPTIONS[name][1].default}
     fields |= fields_of(OPTIONS, own)
     with needing("TrainingArguments"):
         import torch

@@ -77,10 +77,9 @@ class watch:
         claim_states(self.tracker, self._optimizers, self.target)
         self.tracker.claim(tensors_in(self.batch), "inputs")
         self._hook()
-        self._stack.enter_context(gradients_named(self.tracker, self.model))
-        self._stack.enter_context(fsdp_units_named(self.tracker))
-        self._stack.enter_context(self.tracker.modules(self.model))
-        self._stack.enter_context(self.tracker)
+        named = gradients_named(self.tracker, self.model), fsdp_units_named(self.tracker)
+        for follows in (*named, self.tracker.modules(self.model), self.tracker):
+            self._stack.enter_context(follows)
         self._running = True
         return self
 

@@ -28,10 +28,8 @@ SIGABRT, SIGKILL = -getattr(signal, "SIGABRT", 6), -getattr(signal, "SIGKILL", 9
 class Launcher:
     """A child process that has loaded its libraries and runs functions on request; leave its with-block to end it.
 
-    It is always killed together with its process group. Should this process be killed, it ends by itself.
-
-    Args:
-        single: run the function in the child itself, in place of ranks; for a measurement, which has a fresh process.
+    It is always killed together with its process group. Should this process be killed, it ends by itself. `single`: run
+    the function in the child itself, in place of ranks; for a measurement, which has a fresh process.
     """
 
     def __init__(self, single: bool = False):
@@ -43,11 +41,10 @@ class Launcher:
         if self._child is None or self._child.poll() is not None:
             self.end()
             paths = [str(Path(__file__).resolve().parents[2]), os.environ.get("PYTHONPATH")]
-            environment = {"TOKENIZERS_PARALLELISM": "false", "PYTHONPATH": os.pathsep.join(filter(None, paths))}
-            if not self.single:
-                environment["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", "1")  # torchrun's default
-                if sys.platform == "linux":
-                    environment["GLOO_SOCKET_IFNAME"] = os.environ.get("GLOO_SOCKET_IFNAME", "lo")  # all ranks are here
+            own = {"TOKENIZERS_PARALLELISM": "false", "PYTHONPATH": os.pathsep.join(filter(None, paths))}
+            usual = {} if self.single else {"OMP_NUM_THREADS": "1"}  # torchrun's default
+            if sys.platform == "linux" and not self.single:
+                usual["GLOO_SOCKET_IFNAME"] = "lo"  # all ranks are here
             self._output = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115 (closed in `end`)
             self._child = subprocess.Popen(
                 COMMAND,
@@ -55,7 +52,7 @@ class Launcher:
                 stdout=self._output,
                 stderr=self._output,
                 start_new_session=True,
-                env={**os.environ, **environment},
+                env={**usual, **os.environ, **own},
                 text=True,
             )
         return self
@@ -165,16 +162,12 @@ def launch(
 ) -> list[Any]:
     """Return what `function(**arguments)` returns on each of `world_size` ranks, in their order.
 
-    Args:
-        function: "package.module:function"; each rank imports it. It runs with torchrun's environment (RANK, WORLD_SIZE,
-            MASTER_ADDR, …) and makes its own process group (`process_group.real_rank`).
-        arguments: keyword arguments, pickled, as is what is returned.
-        device: "cuda" gives each rank a fresh process with a GPU of its own, "cpu" forks them where that is sound.
-        timeout: seconds after which all ranks are ended.
-        launcher: one that was started before, so that the libraries are loaded by now; the caller ends it.
-    Raises:
-        RankError: a rank failed; with its own traceback.
-        MeasurementError: they took too long, or could not be started.
+    `function` is "package.module:function"; it has torchrun's environment (RANK, WORLD_SIZE, MASTER_ADDR, …) and makes its
+    own process group (`process_group.real_rank`). What it takes and returns is pickled. On "cuda" each rank is a fresh
+    process with a GPU of its own, on "cpu" they are forked where that is sound; after `timeout` seconds all are ended.
+    `launcher`: one that was started before, so that the libraries are loaded by now; the caller ends it.
+
+    Raises RankError with the traceback of a rank that failed, MeasurementError if they took too long or did not start.
     """
     if ":" not in function:
         raise RecipeError("function", function, "it must be written 'package.module:function'")

@@ -10,6 +10,7 @@ import os
 import pickle
 import pkgutil
 import queue
+import re
 import shutil
 import signal
 import socket
@@ -35,13 +36,7 @@ LOCALHOST = "127.0.0.1"
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 GPUS = os.environ.get(VISIBLE)  # what this process may see; None for all
 # Messages of gloo, NCCL and the store on a rank whose neighbour is gone.
-CONSEQUENCES = (
-    "Connection closed",
-    "Connection reset",
-    "Broken pipe",
-    "connection was closed",
-    "remote process exited",
-)
+CONSEQUENCES = re.compile("Connection closed|Connection reset|Broken pipe|connection was closed|remote process exited")
 
 
 def main() -> None:
@@ -151,7 +146,7 @@ def run_function(rank: int, order: dict[str, Any]) -> None:
         _write(file, {"answer": pkgutil.resolve_name(function)(**arguments)})
     except Exception as error:
         _write(file, describe(error))
-        if any(text in str(error) for text in CONSEQUENCES):
+        if CONSEQUENCES.search(str(error)):
             time.sleep(2)  # so that the rank that caused it ends first
         sys.exit(1)
 
@@ -168,7 +163,7 @@ def describe(error: Exception) -> dict[str, Any]:
         "traceback": "".join(lines),
         "oom": getattr(error, "oom", ""),
         "time": time.time(),
-        "consequence": any(text in str(error) for text in CONSEQUENCES),
+        "consequence": bool(CONSEQUENCES.search(str(error))),
     }
 
 

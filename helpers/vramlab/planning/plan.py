@@ -22,7 +22,7 @@ from ..hardware.gpu import Gpu
 from ..recipe.recipe import Recipe
 from ..report.errors import RecipeError
 from ..report.report import encode, format_bytes, text_table
-from .plan_advice import advise
+from .changes import advise
 from .plan_script import scripts, words
 from .question import Question
 from .search import NEAR, Choice, Search

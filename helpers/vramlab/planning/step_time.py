@@ -36,16 +36,7 @@ SHARES = {"matmuls": (UTILISATION, 0.70, 0.30), "memory": (BANDWIDTH, 1.0, 0.6),
 HIDDEN = (0.5, 1.0, 0.0)  # what part of the computing time hides communication, likewise
 WAITS = ("links", "host")
 FEW = 5  # records, below which their spread says little
-WALKED = (
-    "seq_len",
-    "precision",
-    "dtype",
-    "gradient_checkpointing",
-    "attn_implementation",
-    "lora",
-    "quantization",
-    "trainer",
-)
+WALKED = "seq_len precision dtype gradient_checkpointing attn_implementation lora quantization trainer"
 ASSUMED = (
     f"uncalibrated: {UTILISATION:.0%} of the card's peak, {BANDWIDTH:.0%} of its bandwidth and {LAUNCH * 1e6:.0f} µs "
     "a kernel, as fitted to published runs on a T4; the interval takes 30 to 70 %, 60 to 100 % and 5 to 25 µs"
@@ -54,21 +45,14 @@ ASSUMED = (
 
 @dataclass(frozen=True)
 class StepTime:
-    """Seconds of one optimizer step, most likely `seconds`, between `low` and `high`.
-
-    Attributes:
-        parts: "matmuls", "memory", "launches", "optimizer", "links", "host" to seconds; of links what computation
-            does not hide.
-        tokens: that all ranks together read in the step.
-        basis: what the figure rests on, one sentence.
-    """
+    """Seconds of one optimizer step, most likely `seconds`, between `low` and `high`."""
 
     seconds: float
     low: float
     high: float
-    parts: dict[str, float]
-    tokens: int
-    basis: str
+    parts: dict[str, float]  # "matmuls", "memory", "launches", "optimizer", "links" that are not hidden, "host"
+    tokens: int  # that all ranks together read in the step
+    basis: str  # what the figure rests on, one sentence
 
     @property
     def tokens_per_second(self) -> float:
@@ -92,20 +76,15 @@ def step_time(recipe: Recipe, gpu: str | Gpu, link: float | None = None) -> Step
     """
     card = find_gpu(gpu)
     card.require(recipe.precision)
-    likely, least, most = (estimate(recipe, card, link, which) for which in range(3))
-    basis = ASSUMED
-    if found := calibration(card.name):
-        factors, basis = found
-
-        def calibrated(factor: float, waiting: dict[str, float]) -> dict[str, float]:
-            """The likely parts times `factor`; links and host, which calibration does not see, as in `waiting`."""
-            return {name: waiting[name] if name in WAITS else factor * n for name, n in likely.items()}
-
-        likely, least, most = map(calibrated, factors, (likely, least, most))
-    if waiting := [name for name in WAITS if name in likely]:
+    parts, basis = [estimate(recipe, card, link, which) for which in range(3)], ASSUMED
+    if found := calibration(card.name):  # of the likely parts; it does not see links and host
+        (factors, basis), likely = found, parts[0]
+        for i, factor in enumerate(factors):
+            parts[i] = {name: parts[i][name] if name in WAITS else factor * n for name, n in likely.items()}
+    if waiting := [name for name in WAITS if name in parts[0]]:
         basis += f"; {' and '.join(waiting)}: assumed, 30 to 90 % of the datasheet's rates"
-    seconds = (sum(parts.values()) for parts in (likely, least, most))
-    return StepTime(*seconds, likely, recipe.tokens * ranks(recipe), basis)
+    seconds = (sum(each.values()) for each in parts)
+    return StepTime(*seconds, parts[0], recipe.tokens * ranks(recipe), basis)
 
 
 def ranks(recipe: Recipe) -> int:
@@ -140,13 +119,8 @@ def operations(recipe: Recipe, fused: bool) -> dict[str, int]:
     has 4 · tokens² per channel, of which a fused causal kernel does half. With a 4-bit base the head and the adapters
     compute in fp32 unless autocast is on.
     """
-    shape, tokens, lora, quantization = (
-        recipe.shape,
-        recipe.sequences * recipe.seq_len,
-        recipe.lora,
-        recipe.quantization,
-    )
-    body, head, channels = _sizes(shape)
+    shape, lora, quantization = recipe.shape, recipe.lora, recipe.quantization
+    tokens, (body, head, channels) = recipe.sequences * recipe.seq_len, _sizes(shape)
     mixed, half = recipe.precision.endswith("-mixed"), recipe.precision[:4] in ("fp16", "bf16")
     form = base = recipe.precision[:4] if half else recipe.precision
     again, trained, more = int(recipe.gradient_checkpointing), int(lora is None), recipe.passes_without_gradients
@@ -201,7 +175,7 @@ def walk(recipe: Recipe, chip: Chip) -> Walk:
 
     It is affine in the micro-batch (but for the rounding of blocks), so two walks give all.
     """
-    options = tuple((name, getattr(recipe, name)) for name in WALKED)
+    options = tuple((name, getattr(recipe, name)) for name in WALKED.split())
     least = LEAST_BATCH.get(recipe.trainer, 1)
     one, two = (_walk(recipe.shape, size, options, chip) for size in (least, least + 1))
     more = recipe.batch_size - least

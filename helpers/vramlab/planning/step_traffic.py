@@ -90,17 +90,13 @@ def paged_bytes(recipe: Recipe) -> int:
     return sum(sum(optimizer.states) * optimizer.width * row.count * prod(row.shape) for row in large)
 
 
-def link_rate(card: Gpu) -> float:
-    """Bytes per second that one GPU can send: half of NVLink's datasheet figure, which adds both directions, or PCIe's."""
-    return card.nvlink / 2 if card.nvlink else pcie_bandwidth(card.pcie)
-
-
 def waits(recipe: Recipe, card: Gpu, link: float | None) -> dict[str, tuple[float, float, float]]:
     """ "links" and "host" to (likely, least, most) seconds, none hidden behind computation."""
     crossing, through = to_host(recipe)
     found = {}
     if moved := sent(recipe):
-        rate = link or link_rate(card)
+        # half of NVLink's datasheet figure, which adds both directions
+        rate = link or (card.nvlink / 2 if card.nvlink else pcie_bandwidth(card.pcie))
         found["links"] = tuple(moved / (rate * share) for share in (LINK, *LINK_RANGE))
     if crossing or through:
         pcie = pcie_bandwidth(card.pcie)

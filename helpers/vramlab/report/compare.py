@@ -121,8 +121,7 @@ def diff(a: Report, b: Report) -> Comparison:
     Raises ReportError for a report without figures.
     """
     for report in (a, b):
-        if report.status != "ok":
-            raise ReportError(f"a report without figures cannot be compared ({report.title}: {report.status}).")
+        _number(report)
     found = compare(a, b, labels=("A", "B"), same_recipe=False, against="A")
     old, new = a.environment, b.environment
     unlike = sorted(name for name in old.keys() & new.keys() - {"date", "fits"} if old[name] != new[name])
@@ -254,7 +253,7 @@ def _number(value: Report | Bytes | Value) -> int | None:
     """Return bytes of a value: a report's peak, an interval's most likely one; None for text."""
     if isinstance(value, Report):
         if value.status != "ok":
-            raise ValueError(f"a report without figures cannot be compared ({failure(value)}).")
+            raise ReportError(f"a report without figures cannot be compared ({value.title}: {failure(value)}).")
         value = value.peak
     if isinstance(value, Bytes):
         return value.total
