@@ -16,6 +16,7 @@ from tiny_models import config
 from typer.testing import CliRunner
 from vramlab.faces.cli import app
 from vramlab.faces.options import OPTIONS
+from vramlab.hardware.gpu import find_gpu
 from vramlab.planning.question import Question
 from vramlab.recipe.recipe import LoRA, Quantization, Recipe, Sharding
 from vramlab.report.errors import MeasurementError, RecordError
@@ -131,8 +132,8 @@ def test_witnesses_get_their_options(asked):
     run("simulate", "gpt2", "--target", "cpu", "--gpu", "L4", "--as-run", "repeated keys")
     run("measure", "gpt2", "--repeats", "2")
     assert asked.options == [
-        ("predicted", {"gpu": "T4"}),
-        ("simulated", {"target": "cpu", "gpu": "L4", "as_run": "repeated keys"}),
+        ("predicted", {"gpu": find_gpu("T4")}),
+        ("simulated", {"target": "cpu", "gpu": find_gpu("L4"), "as_run": "repeated keys"}),
         ("measured", {"repeats": 2}),
     ]
 

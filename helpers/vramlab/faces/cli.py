@@ -145,9 +145,9 @@ def predict(
 
     card = _card(gpu, recipe)
     if lengths is None:
-        _finish(predict(recipe, gpu=card and card.name), card, as_json)
+        _finish(predict(recipe, gpu=card), card, as_json)
         return
-    run = predict_run(recipe, read_lengths(lengths), train_sampling_strategy, seed, gpu=card and card.name)
+    run = predict_run(recipe, read_lengths(lengths), train_sampling_strategy, seed, gpu=card)
     _finish(run.largest, card, as_json, run)
 
 
@@ -164,7 +164,7 @@ def simulate(
     from ..simulation.simulate import simulate
 
     card = _card(gpu, recipe)
-    _finish(simulate(recipe, target=target, gpu=card and card.name, as_run=as_run), card, as_json)
+    _finish(simulate(recipe, target=target, gpu=card, as_run=as_run), card, as_json)
 
 
 @app.command()
@@ -179,7 +179,7 @@ def evaluate(
     from ..simulation.simulate import simulate_evaluation
 
     card = _card(gpu, asked[0])
-    _finish(simulate_evaluation(*asked, target=target, gpu=card and card.name), card, as_json)
+    _finish(simulate_evaluation(*asked, target=target, gpu=card), card, as_json)
 
 
 @app.command()

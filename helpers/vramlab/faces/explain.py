@@ -138,7 +138,7 @@ def _of_request(found: dict[str, int], recipe: Recipe, card: Gpu | None, phase: 
 
 
 def _of_recipe(recipe: Recipe, card: Gpu | None) -> Explanation:
-    report = _witness(recipe)(recipe, gpu=card and card.name)
+    report = _witness(recipe)(recipe, gpu=card)
     lines, need = [f"{report.source}: {recipe}", *parts(report)], 0
     if card:
         need = int(report.process) - card.total
@@ -186,7 +186,7 @@ def assert_fits(what: Any, gpu: str | Gpu = "T4", tier: str = "likely", **given:
     card = find_gpu(gpu)
     if tier not in TIERS:
         raise RecipeError("tier", tier, f"allowed are {', '.join(map(repr, TIERS))}")
-    report = report_of(what, gpu=card.name, **given)
+    report = report_of(what, gpu=card, **given)
     needs = Interval.of(report.peak.total if report.process is None else report.process)
     over = getattr(needs, TIERS[tier]) - card.total
     if report.status != "ok" or over > 0:

@@ -49,34 +49,22 @@ DEFAULT_CHIP = Chip((8, 0), 108)  # an A100, when no card is named
 
 @dataclass(frozen=True)
 class Gpu:
-    """One kind of GPU.
-
-    Attributes:
-        memory_gb: gigabytes on the box.
-        total: bytes that torch reports as `total_memory`; without a published reading (`total_known` False)
-            `memory_gb` taken as GiB, which is up to a tenth too much.
-        bandwidth: bytes per second between the chip and its memory; None when unknown.
-        rates: (format, operations per second) pairs: dense, with fp32 accumulation, which PyTorch's matmuls use.
-        nvlink: bytes per second over all links, both directions added, as datasheets count; None without NVLink.
-        tdp: watts.
-        context: published bytes of a bare CUDA context on this card, None where there are none.
-        source, total_source: where the figures are from.
-    """
+    """One kind of GPU; None and "" are unknown."""
 
     name: str
     compute_capability: tuple[int, int]
-    memory_gb: int
-    total: int
-    total_known: bool = True
-    bandwidth: float | None = None
-    rates: tuple[tuple[str, float], ...] = ()
-    nvlink: float | None = None
+    memory_gb: int  # gigabytes on the box
+    total: int  # bytes that torch reports as `total_memory`
+    total_known: bool = True  # False: `total` is `memory_gb` taken as GiB, which is up to a tenth too much
+    bandwidth: float | None = None  # bytes per second between the chip and its memory
+    rates: tuple[tuple[str, float], ...] = ()  # (format, operations per second): dense, with fp32 accumulation
+    nvlink: float | None = None  # bytes per second over all links, both directions added; None without NVLink
     pcie: str = ""
-    tdp: int | None = None
-    context: int | None = None
+    tdp: int | None = None  # watts
+    context: int | None = None  # published bytes of a bare CUDA context on this card
     multiprocessors: int = DEFAULT_CHIP.multiprocessors
     architecture: str = ""
-    source: str = ""
+    source: str = ""  # where the figures are from
     total_source: str = ""
     note: str = ""
     aliases: tuple[str, ...] = ()

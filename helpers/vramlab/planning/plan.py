@@ -42,26 +42,18 @@ WORDS = {
 
 @dataclass(frozen=True)
 class Plan:
-    """The answer.
+    """The answer."""
 
-    Attributes:
-        question: what was asked.
-        usable: bytes that one card's process can have.
-        choices: the best recipe of each method that fits, the best of them first (`search.WAYS`).
-        better: of each method, what is faster than its choice and lacks at most 2 GiB, or the lightest if that does.
-        advice: when nothing fits, what would: one computed sentence each.
-        considered, predicted: recipes in the space, and how many of them were predicted.
-        notes: what to know about the question itself.
-    """
-
-    question: dict[str, Any]
-    usable: int
-    choices: tuple[Choice, ...]
-    better: tuple[Choice, ...] = ()
-    advice: tuple[str, ...] = ()
-    considered: int = 0
-    predicted: int = 0
-    notes: tuple[str, ...] = ()
+    question: dict[str, Any]  # what was asked
+    usable: int  # bytes that one card's process can have
+    choices: tuple[Choice, ...]  # the best recipe of each method that fits, the best of them first (`search.WAYS`)
+    better: tuple[
+        Choice, ...
+    ] = ()  # of each method, faster than its choice and at most 2 GiB short, or else the lightest
+    advice: tuple[str, ...] = ()  # when nothing fits, what would: one computed sentence each
+    considered: int = 0  # recipes in the space
+    predicted: int = 0  # how many of them were predicted
+    notes: tuple[str, ...] = ()  # what to know about the question itself
 
     @property
     def best(self) -> Choice:

@@ -29,24 +29,16 @@ DEEPEST = 24  # layers of a recipe that is simulated though none of its layers c
 
 @dataclass(frozen=True)
 class Choice:
-    """A recipe with its memory and its estimated time.
-
-    Attributes:
-        needs: bytes of the process with the allocator's settings that were asked for.
-        report: the simulation where there was one, else the prediction.
-        tier: the surest in which it fits, "" where it fits in none; `over`: bytes that it lacks in the tier asked for.
-        notes: what to know before choosing it.
-        epoch: seconds of one over the data set, where its lengths are known.
-    """
+    """A recipe with its memory and its estimated time."""
 
     recipe: Recipe
-    report: Report
+    report: Report  # the simulation where there was one, else the prediction
     time: StepTime
-    needs: Interval
-    tier: str
-    over: int = 0
-    notes: tuple[str, ...] = ()
-    epoch: float | None = None
+    needs: Interval  # bytes of the process with the allocator's settings that were asked for
+    tier: str  # the surest in which it fits, "" where it fits in none
+    over: int = 0  # bytes that it lacks in the tier asked for
+    notes: tuple[str, ...] = ()  # what to know before choosing it
+    epoch: float | None = None  # seconds of one over the data set, where its lengths are known
 
     @property
     def method(self) -> str:
@@ -155,9 +147,7 @@ class Search:
         self.candidates = [Candidate(question, with_micro_batch(family, n), i) for i, family in found for n in batches]
         self._sorted: dict[tuple[str, bool], list[Candidate]] = {}
         # Memory is least at either end: the whole batch at once accumulates no gradients.
-        self.ends = [
-            candidate for candidate in self.candidates if candidate.recipe.batch_size in (batches[0], batches[-1])
-        ]
+        self.ends = [one for one in self.candidates if one.recipe.batch_size in (batches[0], batches[-1])]
 
     @property
     def predicted(self) -> int:
