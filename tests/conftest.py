@@ -1,7 +1,9 @@
 """What every test shares: the same surroundings on every machine, no network, no window, hypothesis without a clock."""
 
+import gc
 import os
 import signal
+from collections.abc import Generator
 
 import hypothesis
 import pytest
@@ -25,6 +27,23 @@ def pytest_configure(config: pytest.Config) -> None:
 
     for start in KNOWN_WARNINGS:
         config.addinivalue_line("filterwarnings", f"ignore:{start}")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator:
+    """Load all test files without the cycle collector: what they and the libraries define is no garbage."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def quick_collections() -> None:
+    """A simulation and a measurement collect first. What is loaded by now is set aside, so that this takes no time."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -1,20 +1,8 @@
 """Catalogue shapes scaled down until a real step takes a fraction of a second, with every architecture's quirks."""
 
-import gc
 from typing import Any
 
-import pytest
 from vramlab.recipe.shapes import read_shape
-
-
-@pytest.fixture(scope="module", autouse=True)
-def quick_collections():
-    """Runs collect garbage first. What the libraries loaded is none: set aside, a collection takes no time."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
-
 
 # Per family: the catalogue model whose configuration is scaled, and the sizes that are changed.
 # Odd ratios are kept where an architecture has them: grouped-query attention (llama, qwen2, mistral, mixtral),

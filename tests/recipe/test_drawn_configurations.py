@@ -7,7 +7,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiny_models import quick_collections  # noqa: F401
 from vramlab import Recipe, predict, simulate
 from vramlab.recipe.recipe import PRECISIONS
 from vramlab.recipe.shapes import catalogue

@@ -12,7 +12,7 @@ import torch
 from pairwise import every_value, pairs_of, pairwise
 from quick import params
 from real_ranks import births
-from tiny_models import TINY, config, quick_collections  # noqa: F401
+from tiny_models import TINY, config
 from vramlab.recipe.options import HALF
 from vramlab.recipe.recipe import OPTIMIZERS, PRECISIONS, Loop, LoRA, Quantization, Recipe
 from vramlab.recipe.shapes import read_shape

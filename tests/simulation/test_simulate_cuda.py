@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny_models import config, quick_collections  # noqa: F401
+from tiny_models import config
 from torch._subclasses import fake_impls
 from torch._subclasses.fake_tensor import FakeCopyMode
 from torch.nn import functional as F

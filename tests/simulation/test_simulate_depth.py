@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from predict_grid import families
 from quick import params
-from tiny_models import TINY, config, quick_collections  # noqa: F401
+from tiny_models import TINY, config
 from vramlab.recipe.recipe import Loop, LoRA, Quantization, Recipe, Sharding
 from vramlab.recipe.shapes import read_shape
 from vramlab.report.report import CATEGORIES, GiB, Report

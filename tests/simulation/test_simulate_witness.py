@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from allocator_events import LITERALS, tracked, witnessed
-from tiny_models import config, quick_collections  # noqa: F401
+from tiny_models import config
 from vramlab.recipe.recipe import Recipe
 from vramlab.simulation.simulate import trace
 

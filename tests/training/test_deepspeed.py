@@ -8,7 +8,7 @@ import pytest
 import torch
 from quick import params
 from real_ranks import assert_learned_alike, cases, differing, learned, when_asked
-from tiny_models import config, quick_collections  # noqa: F401
+from tiny_models import config
 from vramlab.recipe.deepspeed_config import deepspeed_config, filled_in
 from vramlab.recipe.recipe import Loop, LoRA, Quantization, Recipe, Sharding
 from vramlab.report.errors import RecipeError

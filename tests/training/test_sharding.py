@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from compared_ranks import Ranks, run_alone, run_ranks
-from tiny_models import config, quick_collections  # noqa: F401
+from tiny_models import config
 from vramlab import Recipe, Sharding, measure, simulate
 from vramlab.measurement import worker
 from vramlab.measurement.launch import launch

@@ -13,7 +13,7 @@ import torch
 from allocator_events import LITERALS
 from quick import params
 from real_ranks import assert_learned_alike, births, cases, differing, learned, when_asked
-from tiny_models import config, quick_collections  # noqa: F401
+from tiny_models import config
 from vramlab.measurement.launch import launch
 from vramlab.recipe.recipe import Loop, LoRA, Recipe, Sharding
 from vramlab.report.errors import RecipeError

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from quick import params
 from real_ranks import births, cases, differing, learned, when_asked
-from tiny_models import config, quick_collections  # noqa: F401
+from tiny_models import config
 from vramlab.formulas.predict import predict
 from vramlab.measurement.worker import on_rank
 from vramlab.recipe.parallel_limits import stage_layers
