@@ -318,7 +318,7 @@ def diff(
     from .explain import report_of
 
     said = (_said([text] if Path(text).is_file() else shlex.split(text)) for text in (a, b))
-    found = diff(*(report_of(each, **({} if isinstance(each, Report) else {"target": target})) for each in said))
+    found = diff(*(report_of(each, target=target) for each in said))
     typer.echo(json.dumps(asdict(found), indent=2) if as_json else str(found))
 
 
@@ -364,8 +364,8 @@ def _finish(report: Report, card: Gpu | None, as_json: bool, whole: Any = None) 
     fits, sentence = True, ""
     if card and report.process is not None:
         fits, answer = fits_card(report, card)
-        needs = Interval.of(report.process)
-        sentence = f"{answer}: {card.name} has {format_bytes(card.total)}, the process needs {needs}"
+        has, needs = format_bytes(card.total), Interval.of(report.process)
+        sentence = f"{answer}: {card.name} has {has}, the process needs {needs}"
         report.environment |= {"gpu": card.name, "fits": fits}
         report.notes += [sentence] if as_json else []
     whole = whole or report

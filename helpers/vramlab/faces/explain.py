@@ -198,7 +198,7 @@ def assert_fits(what: Any, gpu: str | Gpu = "T4", tier: str = "likely", **given:
 
 @needing("assert_fits")
 def report_of(what: Any, **given: Any) -> Report:
-    """Return the report of `what`, as in `assert_fits`: simulated, unless it is one."""
+    """Return the report of `what`, as in `assert_fits`: simulated with what is `given`, unless it is one."""
     if isinstance(what, Report):
         return what
     from ..simulation.simulate import simulate

@@ -13,7 +13,7 @@ from ..hardware.gpu import current_device, witness
 from ..hardware.nvml import nvml_snapshot
 from ..recipe.recipe import Recipe, as_recipe
 from ..report.errors import MeasurementError, RankError, RecipeError, RecordError
-from ..report.report import Report, environment, format_bytes
+from ..report.report import Report, format_bytes
 from .launch import Launcher
 from .records import find_record
 
@@ -151,11 +151,9 @@ def real_ranks(recipe: Recipe, device: str) -> int:
 
 def _out_of_memory(order: dict[str, Any], message: str) -> Report:
     """Make the report of a run that ran out of memory and could not report it itself."""
-    report = Report.failed(witness(order["device"]), order["recipe"], order["device"], "oom", message)
-    limit = order["memory_limit"]
-    more = {"memory_limit": limit} if limit is not None else {}
-    if order["device"] == "cuda":
+    device, limit = order["device"], order["memory_limit"]
+    about = {"memory_limit": limit} if limit is not None else {}
+    if device == "cuda":
         sensors = nvml_snapshot()
-        more |= {"gpu": sensors.name, "driver": sensors.driver}
-    report.environment = environment(**more)
-    return report
+        about |= {"gpu": sensors.name, "driver": sensors.driver}
+    return Report.failed(witness(device), order["recipe"], device, "oom", message, **about)

@@ -164,9 +164,7 @@ class Report:
     process: int | Interval | None = None  # NVML's figure
     rss: int | None = None  # on a CPU run, the process's peak resident set
     host: int | None = None  # the peak of what is offloaded to RAM, not in `peak`
-    loading: Bytes | None = (
-        None  # the highest moment before training, of a quantized base; None: not above phase "load"
-    )
+    loading: Bytes | None = None  # the highest moment of loading a quantized base; None: not above phase "load"
     speed: Speed | None = None
     timeline: list[Moment] = field(default_factory=list, repr=False)
     environment: dict[str, Any] = field(default_factory=dict)
@@ -180,11 +178,10 @@ class Report:
             self.allocated = self.peak.total
 
     @classmethod
-    def failed(cls, source: str, recipe: Any, target: str, status: str, message: str, **more: Any) -> "Report":
+    def failed(cls, source: str, recipe: Any, target: str, status: str, message: str, **about: Any) -> "Report":
         """Return the report of a run that did not finish: no bytes, a status ("oom" or "error") and a message."""
-        title = str(recipe) if recipe else ""
-        values = recipe.to_dict() if recipe else None
-        return cls(source, values, title, target, {}, Bytes(), "", status, message, environment=environment(), **more)
+        values, about = recipe.to_dict(), environment(**about)
+        return cls(source, values, str(recipe), target, {}, Bytes(), "", status, message, environment=about)
 
     def to_dict(self) -> dict[str, Any]:
         """Return a JSON-ready dictionary; each `Bytes` also carries its total."""
@@ -215,12 +212,9 @@ class Report:
         unit = unit_for(self.peak.total)
         used = [c for c in CATEGORIES if any(getattr(p.peak, c) for p in self.phases.values())]
         rows = [("phase peak", *[c.replace("_", " ") for c in used], "total")]
-        for name in PHASES:
-            if name in self.phases:
-                split = self.phases[name].peak
-                mark = name + (" ←" if name == self.peak_phase else "")
-                sizes = [*(getattr(split, c) for c in used), split.total]
-                rows.append((mark, *(in_unit(n, unit) for n in sizes)))
+        for name in filter(self.phases.get, PHASES):
+            split, mark = self.phases[name].peak, " ←" if name == self.peak_phase else ""
+            rows.append((name + mark, *(in_unit(n, unit) for n in (*(getattr(split, c) for c in used), split.total))))
         lines = [f"{self.source} ({self.target}), {unit}: {self.title}", text_table(rows)]
         lines.append(f"peak {format_bytes(self.peak.total, unit)} in {self.peak_phase}")
         for name in ("reserved", "process", "rss", "host"):
@@ -236,12 +230,9 @@ class Report:
 
 def text_table(rows: list[tuple[str, ...]]) -> str:
     """Return rows of text as an aligned table: the first row is the head, the first column is left-aligned."""
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    lines = [
-        "  ".join(c.ljust(w) if i == 0 else c.rjust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True)))
-        for row in rows
-    ]
-    return "\n".join([lines[0].rstrip(), "  ".join("─" * w for w in widths), *[line.rstrip() for line in lines[1:]]])
+    first, *others = (max(map(len, column)) for column in zip(*rows, strict=True))
+    head, *lines = ("  ".join([row[0].ljust(first), *map(str.rjust, row[1:], others)]).rstrip() for row in rows)
+    return "\n".join([head, "  ".join("─" * width for width in (first, *others)), *lines])
 
 
 def environment(**more: Any) -> dict[str, Any]:

@@ -1,45 +1,25 @@
 """The look of every figure: a colour and a hatch per category, one size, the data as a table, alt text."""
 
+import json
 import textwrap
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
+from ...report.data import data_path
 from ...report.errors import needing
 from ...report.report import text_table
 
-# Okabe and Ito's palette (Color Universal Design, 2008) suits every kind of colour vision; hatches serve grey print.
-# Neighbours in a stack differ in lightness.
-LOOK = {
-    "parameters": ("#0072B2", ""),
-    "gradients": ("#E69F00", "//"),
-    "optimizer_states": ("#009E73", "\\\\"),
-    "activations": ("#56B4E9", ".."),
-    "temporaries": ("#D55E00", "xx"),
-    "buffers": ("#CC79A7", "||"),
-    "inputs": ("#F0E442", "--"),
-    "workspace": ("#999999", "++"),
-    "unexplained": ("#FFFFFF", "////"),
-}
+# "categories": Okabe and Ito's palette (Color Universal Design, 2008) suits every kind of colour vision; hatches serve grey
+# print. Neighbours in a stack differ in lightness. "rc": matplotlib's settings.
+DATA = json.loads(data_path("figures.json").read_text(encoding="utf-8"))
+LOOK, RC = DATA["categories"], DATA["rc"]
 LINES = (("#0072B2", "o", "-"), ("#D55E00", "s", "--"), ("#009E73", "^", "-."), ("#CC79A7", "D", ":"))
 INK, FAINT, ALARM, PROCESS = "#222222", "#EEEEEE", "#B00020", "#A9B8C6"
 PATCH = {"facecolor": "white", "edgecolor": "none", "pad": 0.8}  # keeps words legible where a line runs through them
 # 6.4 inches at 11 points stay readable where a phone shows the figure 360 pixels wide.
-SIZE, DPI, FONT = (6.4, 4.8), 200, "DejaVu Sans"
-RC = {
-    "font.family": [FONT],
-    "font.size": 10.5,
-    "axes.titlesize": 9.5,
-    "axes.labelsize": 10.5,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.axisbelow": True,
-    "text.color": INK,
-    "hatch.linewidth": 0.5,
-    "legend.frameon": False,
-    "legend.fontsize": 9.5,
-}
+SIZE, DPI, FONT = (6.4, 4.8), 200, RC["font.family"][0]
 
 
 @cache
