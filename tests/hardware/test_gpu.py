@@ -322,7 +322,6 @@ def test_every_sensor_is_read(nvml):
     assert seen.used + seen.free + seen.reserved == seen.total
     assert seen.throttle == ("software power cap", "software thermal slowdown")
     assert seen.slowed == ("software thermal slowdown",)
-    assert json.loads(json.dumps(seen.to_dict()))["throttle"] == ["software power cap", "software thermal slowdown"]
     assert "68.5 W" in str(seen) and "15.000 GiB" in str(seen)
 
 
@@ -375,7 +374,7 @@ def test_machine_without_a_driver(nvml):
     seen = nvml_snapshot()
     assert not seen.available and seen.total is None
     assert seen.reason == "no NVIDIA driver answers on this machine (NVML Shared Library Not Found)"
-    assert str(seen).startswith("NVML: no NVIDIA driver") and json.dumps(seen.to_dict())
+    assert str(seen).startswith("NVML: no NVIDIA driver")
 
 
 def test_machine_without_the_package(monkeypatch):

@@ -72,10 +72,6 @@ class Sensors(SimpleNamespace):
         """The throttle reasons that mean heat or power trouble."""
         return tuple(r for r in self.throttle or () if r in DISTRESS)
 
-    def to_dict(self) -> dict[str, Any]:
-        """A JSON-ready dictionary."""
-        return {name: list(value) if isinstance(value, tuple) else value for name, value in vars(self).items()}
-
     def __str__(self) -> str:
         rows = [("sensor", "value")]
         for name, (unit, _) in SENSORS.items():

@@ -69,6 +69,10 @@ class Question:
             near = max(1, round(self.global_batch / self.gpus)) * self.gpus
             rest = f"{self.gpus} GPUs share it equally: take a multiple, such as {near}"
             raise RecipeError("global_batch", self.global_batch, rest)
+        self.samples_per_gpu = self.global_batch // self.gpus
+        self.methods = METHODS if self.method == "any" else (self.method,)
+        self.tiers = (self.tier,) if self.tier else tuple(TIERS)  # in which an answer is looked for, in this order
+        self.usable = self.memory or usable_memory(self.gpu)  # bytes of one card that a process can have
         self.plain = self._plain()
         with_its_adapters(self.plain)
         if self.trainer != "transformers" and self.gpus > 1:
@@ -118,26 +122,6 @@ class Question:
         pads = size > 1 and plain.trainer in ("transformers", "sft")
         pads = pads and not (self.packing or shape.image_tokens or shape.num_decoder_layers)
         return (plain.seq_len,) * (size - 1) + (shortest,) if pads and 0 < shortest < plain.seq_len else None
-
-    @property
-    def tiers(self) -> tuple[str, ...]:
-        """The tiers in which an answer is looked for, in this order."""
-        return (self.tier,) if self.tier else tuple(TIERS)
-
-    @property
-    def methods(self) -> tuple[str, ...]:
-        """The methods to search."""
-        return METHODS if self.method == "any" else (self.method,)
-
-    @property
-    def samples_per_gpu(self) -> int:
-        """Samples of the global batch that one GPU gets."""
-        return self.global_batch // self.gpus
-
-    @property
-    def usable(self) -> int:
-        """Bytes of one card that a process can have."""
-        return self.memory or usable_memory(self.gpu)
 
 
 def size_of(name: str, value: Any) -> int | None:
