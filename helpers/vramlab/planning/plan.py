@@ -47,9 +47,7 @@ class Plan:
     question: dict[str, Any]  # what was asked
     usable: int  # bytes that one card's process can have
     choices: tuple[Choice, ...]  # the best recipe of each method that fits, the best of them first (`search.WAYS`)
-    better: tuple[
-        Choice, ...
-    ] = ()  # of each method, faster than its choice and at most 2 GiB short, or else the lightest
+    better: tuple[Choice, ...] = ()  # of each method, what is faster and at most 2 GiB short, or else the lightest
     advice: tuple[str, ...] = ()  # when nothing fits, what would: one computed sentence each
     considered: int = 0  # recipes in the space
     predicted: int = 0  # how many of them were predicted
@@ -92,18 +90,15 @@ class Plan:
 
     def table(self) -> str:
         """A line of figures for each choice, and its recipe under it."""
-        hours = any(choice.epoch for choice in self.choices)
-        rows = [
-            ("method", "tier", "peak", "process", "at most", "tokens/s", "from – to", *(["epoch"] if hours else []))
-        ]
+        rows = [("method", "tier", "peak", "process", "at most", "tokens/s", "from – to", "epoch")]
         for choice in self.choices:
             time, needs = choice.time, choice.needs
             sizes = (f"{size / 2**30:.2f}" for size in (choice.report.peak.total, needs.value, needs.high))
-            rates = (f"{time.tokens / seconds:,.0f}" for seconds in (time.seconds, time.high, time.low))
-            likely, low, high = rates
-            row = (choice.method, choice.tier, *sizes, likely, f"{low} – {high}")
-            rows.append((*row, *([f"{choice.epoch / 3600:,.1f} h"] if hours else [])))
-        head, rule, *lines = text_table(rows).split("\n")
+            likely, low, high = (f"{time.tokens / seconds:,.0f}" for seconds in (time.seconds, time.high, time.low))
+            epoch = f"{choice.epoch / 3600:,.1f} h" if choice.epoch else ""
+            rows.append((choice.method, choice.tier, *sizes, likely, f"{low} – {high}", epoch))
+        shown = None if any(choice.epoch for choice in self.choices) else -1
+        head, rule, *lines = text_table([row[:shown] for row in rows]).split("\n")
         recipes = (_wrapped("       " + _short(choice.recipe), "       ") for choice in self.choices)
         return "\n".join([head, rule, *(f"{line}\n{recipe}" for line, recipe in zip(lines, recipes, strict=True))])
 
