@@ -13,7 +13,8 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses import fake_tensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from ..hardware.gpu import DEFAULT_CHIP, Gpu
 from .cuda import CudaKernels, cuda_kernels
@@ -22,6 +23,58 @@ from .operators import fake_operators
 from .triton_kernels import fused_head, unlaunched
 
 lock = threading.RLock()  # what is put in place below is the process's, so one simulation runs at a time
+
+aten = torch.ops.aten
+PLAIN = (type(None), bool, int, float, str, torch.dtype, torch.device, torch.layout, torch.memory_format)
+
+
+class QuickFakeMode(FakeTensorMode):
+    """A FakeTensorMode that finds results cached before by a shorter key: torch's took 40 % of a simulation."""
+
+    def __init__(self):
+        super().__init__(allow_non_fake_inputs=True)
+        self._entries: dict[tuple, Any] = {}  # by operator and arguments; None where torch caches none
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if func is aten._unsafe_view.default:
+            func = aten.view.default  # which torch caches
+        try:
+            key = func, torch.get_default_dtype(), _described(args), _described(kwargs.items())
+            entry = self._entries.get(key)
+        except TypeError:  # for torch to judge
+            return self.dispatch(func, types, args, kwargs)
+        if entry:
+            return self._output_from_cache_entry(None, entry, None, func, args)
+        result = self.dispatch(func, types, args, kwargs)
+        if key not in self._entries:
+            self._entries[key] = self._cached(func, args, kwargs)
+        return result
+
+    def _validate_cache_key(self, func, args, kwargs):
+        if getattr(func, "namespace", "") != "bitsandbytes":  # torch caches its own operators only
+            super()._validate_cache_key(func, args, kwargs)
+
+    def _cached(self, func: Any, args: tuple, kwargs: dict) -> Any:
+        with contextlib.suppress(fake_tensor._BypassDispatchCache):
+            entry = self.cache.get(self._cache_key(fake_tensor._CacheKeyState(), func, args, kwargs))
+            return entry if isinstance(entry, fake_tensor._DispatchCacheValidEntry) else None
+
+
+def _described(values: Any) -> tuple:
+    """What of an operator's arguments decides its fake result. Raises TypeError where that is not all to be seen here."""
+    found = []
+    for value in values:
+        if isinstance(value, FakeTensor) and value.constant is None and value.layout is torch.strided:
+            sizes = value.shape, value.stride(), value.storage_offset()
+            found.append((*sizes, value.dtype, value.fake_device, value.requires_grad, value.is_conj(), value.is_neg()))
+        elif isinstance(value, list | tuple):
+            found.append((type(value), _described(value)))
+        elif isinstance(value, PLAIN):
+            found.append((type(value), value))
+        else:
+            raise TypeError
+    return tuple(found)
 
 
 @contextlib.contextmanager
@@ -33,7 +86,7 @@ def fake_world(target: str, card: Gpu | None = None) -> Iterator[tuple[FakeTenso
     with lock, contextlib.ExitStack() as stack:
         for context in (*_real_branches(), fake_operators(target)):
             stack.enter_context(context)
-        mode, kernels = stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True)), None
+        mode, kernels = stack.enter_context(QuickFakeMode()), None
         if target == "cuda":
             capability = card.compute_capability if card else (8, 0)
             kernels = stack.enter_context(cuda_kernels(capability))
