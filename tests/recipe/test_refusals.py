@@ -63,6 +63,17 @@ def test_layers_that_peft_does_not_adapt(kind):
     assert error.field == "lora.target_modules" and "PEFT refuses it" in str(error)
 
 
+def test_a_library_that_is_too_old_for_peft(monkeypatch):
+    """Colab has such a torchao."""
+
+    def stop():
+        raise ImportError("Found version 0.10.0, but only versions above 0.16.0 are supported")
+
+    monkeypatch.setattr("peft.tuners.lora.torchao.is_torchao_available", stop)
+    error = refused(simulate, Recipe(LLAMA, seq_len=8, lora=LoRA()))
+    assert error.field == "lora" and "PEFT makes no adapters here: Found version 0.10.0" in str(error)
+
+
 def test_what_a_model_does_by_values_is_one_sentence(caplog):
     sizes = {"hidden_size": 64, "num_hidden_layers": 2, "vocab_size": 96, "kv_channels": 16, "intermediate_size": 128}
     recipe = Recipe({"model_type": "jetmoe", **sizes, "num_key_value_heads": 2, "num_local_experts": 4}, seq_len=8)

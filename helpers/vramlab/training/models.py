@@ -169,6 +169,8 @@ def _adapters(model: torch.nn.Module, recipe: Recipe) -> torch.nn.Module:
         except (TypeError, ValueError) as error:  # layers and names that PEFT does not adapt
             rest = f"PEFT refuses it for {recipe.name}: {reason(error)}"
             raise RecipeError("lora.target_modules", recipe.lora.target_modules, rest) from error
+        except ImportError as error:  # of what is there beside it, such as Colab's torchao 0.10
+            raise RecipeError("lora", recipe.lora, f"PEFT makes no adapters here: {reason(error)}") from error
     if recipe.trainer != "transformers" and recipe.quantization:
         for name, parameter in model.named_parameters():  # TRL converts what is trained beside a quantized base
             if parameter.requires_grad and "lora_magnitude_vector" not in name:
