@@ -212,6 +212,8 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import AutoConfig, AutoModelForCausalLM
 torch.distributed.init_process_group("nccl")
 torch.cuda.set_device(card := int(os.environ["LOCAL_RANK"]))
+torch.distributed.broadcast(said := torch.tensor([card, 7], device=card), src=1)
+assert said.tolist() == [1, 7]
 model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained("."), dtype=torch.float32).to(card)
 model = DistributedDataParallel(model, device_ids=[card])
 optimizer = torch.optim.AdamW(model.parameters())
