@@ -288,7 +288,7 @@ def recipe_list(path: Path, entries) -> Path:
 
 
 def test_a_list_takes_each_value_of_a_field(tmp_path):
-    from vramlab.measurement.wanted import read_list, wanted
+    from vramlab.measurement.record import read_list, wanted
 
     entries = [{"model": "gpt2", "batch_size": [1, 2], "lora": [None, {"r": 4}]}, {"model": "gpt2"}]
     recipes = read_list(recipe_list(tmp_path / "list.json", entries))
@@ -310,7 +310,7 @@ def test_a_list_takes_each_value_of_a_field(tmp_path):
     ],
 )
 def test_a_bad_list_names_its_entry(tmp_path, entries, why):
-    from vramlab.measurement.wanted import read_list
+    from vramlab.measurement.record import read_list
 
     with pytest.raises(RecordError, match=why):
         read_list(recipe_list(tmp_path / "bad.json", entries))
@@ -319,9 +319,9 @@ def test_a_bad_list_names_its_entry(tmp_path, entries, why):
 
 
 def test_the_courses_own_list_can_be_trained():
-    from vramlab.measurement.wanted import course_list, read_list
+    from vramlab.measurement.record import COURSE_LIST, read_list
 
-    recipes = read_list(course_list())
+    recipes = read_list(COURSE_LIST)
     assert len({recipe.key for recipe in recipes}) == len(recipes) > 140
     b = [r for r in recipes if r.name == "polyglot-ko-1.3b" and r.seq_len == 256 and r.precision == "fp16-true"]
     assert {4, 8, 16} <= {r.batch_size for r in b} and any(r.quantization for r in b) and any(r.lora for r in b)

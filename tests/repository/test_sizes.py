@@ -13,7 +13,7 @@ CEILINGS = {
     "vramlab/tracking": 1020,
     "vramlab/formulas": 3820,
     "vramlab/simulation": 2990,
-    "vramlab/measurement": 1420,
+    "vramlab/measurement": 1410,
     "vramlab/planning": 1390,
     "vramlab/faces": 2780,
     "vramlab_course/claims": 1200,

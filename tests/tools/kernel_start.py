@@ -8,9 +8,9 @@ def hold_to_the_list() -> None:
 
     @functools.cache
     def listed() -> set:
-        from vramlab.measurement.wanted import course_list, wanted
+        from vramlab.measurement.record import COURSE_LIST, wanted
 
-        return set(wanted([course_list()]))
+        return set(wanted([COURSE_LIST]))
 
     def checked(function):
         @functools.wraps(function)

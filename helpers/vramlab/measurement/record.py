@@ -1,22 +1,26 @@
 """Measure every recipe of a list, cheapest first, and keep the reports for readers without this GPU."""
 
 import contextlib
+import json
 import os
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from itertools import product
 from pathlib import Path
 
 from ..hardware.gpu import Device, Gpu, current_device, witness
 from ..hardware.host import cores
+from ..recipe.knobs import rebuild
 from ..recipe.recipe import Recipe
+from ..report.data import data_path
 from ..report.errors import MeasurementError, RecipeError, RecordError
 from ..report.report import Report, environment, format_bytes, text_table
 from .launch import Launcher
 from .measure import CPU_FLOPS, cannot, measure, operations, too_much
 from .records import file_name, load, measurements_folder, save
-from .wanted import course_list, wanted
 
+COURSE_LIST = data_path("wanted.json")  # what the notebooks look up, and what is measured for comparison
 STEPS = 7  # warm-up, repeats and tracked steps of one measurement
 START = 15.0  # seconds for a process to load its libraries and make CUDA's context
 EFFICIENCY = 0.3  # of the card's peak rate: cautious, small models stay under it
@@ -60,7 +64,7 @@ def record(
     """Measure what is wanted and not recorded yet, cheapest first, and save each report at once.
 
     Args:
-        paths: lists of recipes (`wanted.read_list`); None takes the course's, `data/wanted.json`.
+        paths: lists of recipes (`read_list`); None takes COURSE_LIST.
         minutes: from the start of the first run; nothing starts that is not expected to end in this time, and nothing
             goes on after it.
         folder: where the record files are; None is the course's own, which needs a GPU.
@@ -83,11 +87,43 @@ def record(
     folder = Path(folder or measurements_folder())
     if folder.exists() and not folder.is_dir():
         raise RecordError(f"{folder} is no folder, so no record can be kept there.")
-    recipes = wanted([course_list()] if paths is None else [Path(path) for path in paths])
+    recipes = wanted([COURSE_LIST] if paths is None else map(Path, paths))
     outcome = _plan(recipes, folder, here, dry_run, estimate)
     if not dry_run:
         _measure_all(outcome, folder, 60 * minutes, progress, beside or (lambda report: ""))
     return outcome
+
+
+def wanted(paths: Iterable[Path]) -> list[Recipe]:
+    """Return the recipes of some lists, each once. Raises RecordError for what cannot be read."""
+    return list(dict.fromkeys(recipe for path in paths for recipe in read_list(path)))
+
+
+def read_list(path: Path) -> list[Recipe]:
+    """Return the recipes of a JSON list of objects with the fields of `Recipe`; a list as a field takes each of its values.
+
+    `{"model": "gpt2", "batch_size": [4, 8], "optim": ["sgd", "adafactor"]}` stands for four recipes.
+
+    Raises RecordError, which names the entry, if it is no such list.
+    """
+    try:
+        entries = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(entries, list):
+            raise ValueError("it is not a list")
+    except (OSError, ValueError, RecursionError) as error:
+        why = getattr(error, "strerror", None) or error
+        raise RecordError(f"{path.name} is no list of recipes: {why}.") from error
+    recipes = []
+    for number, entry in enumerate(entries, 1):
+        try:
+            if not isinstance(entry, dict) or "model" not in entry:
+                raise RecipeError("recipe", entry, "it must be an object with a model and the fields of Recipe")
+            choices = [value if isinstance(value, list) else [value] for value in entry.values()]
+            for chosen in product(*choices):
+                recipes.append(rebuild(Recipe, "recipe", dict(zip(entry, chosen, strict=True))))
+        except RecipeError as error:
+            raise RecordError(f"{path.name}, entry {number}: {error}") from error
+    return recipes
 
 
 def _plan(
