@@ -12,7 +12,7 @@ CEILINGS = {
     "vramlab/training": 2360,
     "vramlab/tracking": 1020,
     "vramlab/formulas": 3820,
-    "vramlab/simulation": 2990,
+    "vramlab/simulation": 3070,
     "vramlab/measurement": 1410,
     "vramlab/planning": 1390,
     "vramlab/faces": 2780,

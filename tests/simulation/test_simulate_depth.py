@@ -10,7 +10,7 @@ from vramlab.recipe.recipe import Loop, LoRA, Quantization, Recipe, Sharding
 from vramlab.recipe.shapes import read_shape
 from vramlab.report.report import CATEGORIES, GiB, Report
 from vramlab.simulation.repetition import GROUPS, MIDDLE, NotRegular, Repetition, find, longest_pattern
-from vramlab.simulation.simulate import simulate
+from vramlab.simulation.simulate import simulate, trace
 
 EVERYWHERE = LoRA(r=4, target_modules="all-linear")
 RECIPES = {
@@ -101,6 +101,31 @@ QUICK = [
     ("qwen3", "checkpointing, autocast, plain"),
     ("gemma2", "optimizer in backward"),
 ]
+
+
+ACCUMULATING = {
+    "full": {"optim": "sgd", "precision": "fp16-mixed"},
+    "lora": {"lora": EVERYWHERE, "loop": "plain", "gradient_checkpointing": True},
+    "4-bit": {"lora": EVERYWHERE, "quantization": Quantization(), "precision": "bf16-mixed", "lengths": (24, 20)},
+    "dpo": {"trainer": "dpo", "lora": EVERYWHERE},
+    "sft": {"trainer": "sft"},
+    "kept": {"loop": Loop.named("trainer", set_to_none=False, keep_outputs=True)},
+}
+
+
+@pytest.mark.parametrize("name", params(ACCUMULATING, ("full", "4-bit")))
+@pytest.mark.parametrize("target", ["cuda", "cpu"])
+def test_micro_batches_that_were_not_run_are_those_of_the_whole_run(name, target):
+    recipe = Recipe(config("qwen3"), num_layers=2, seq_len=24, batch_size=2, gradient_accumulation_steps=4)
+    recipe = recipe.replace(**ACCUMULATING[name])
+
+    def events(full: bool) -> list:
+        history, index = trace(recipe, target, full=full), {}
+        fields = ("asked", "category", "op", "where", "shape", "dtype", "stream")
+        of = [(index.setdefault(id(s), len(index)), *(getattr(s, name) for name in fields)) for _, s, _ in history.log]
+        return [(size, op, *seen) for (size, _, op), seen in zip(history.log, of, strict=True)] + history.stretches
+
+    assert events(full=False) == events(full=True)
 
 
 @pytest.mark.parametrize(("family", "name"), params(PAIRS, QUICK))

@@ -1,7 +1,8 @@
 """The real training step on fake tensors: no GPU, no memory, seconds.
 
 `training.train_step` runs twice on storages that have a size and no content, and what the tracker saw is replayed. Deep
-models are run shallow, and their log is deepened (`deepen.py`). With `recipe.sharding` it is the step of one rank.
+models are run shallow and steps of many micro-batches with few, and their log is made longer (`deepen.py`,
+`micro_batches.py`). With `recipe.sharding` it is the step of one rank.
 """
 
 import math
@@ -40,6 +41,7 @@ from .cuda_scratch import kernel_scratch
 from .deepen import deepen
 from .fakes import compiled_late, fake_world
 from .loading import loading_peak
+from .micro_batches import repeat
 from .operators import keep_storage
 from .repetition import GROUPS, NotRegular, cut, find
 from .values import Values, readable_values, reason_at
@@ -74,7 +76,7 @@ def simulate(
         precision: of a module; a "-true" one also converts its parameters, buffers and floating inputs.
         loss: a function of (outputs, batch) to a scalar; None takes `outputs["loss"]`.
         steps: optimizer steps to run; the phases of the last are reported, the peak is that of all.
-        full: run the whole depth instead of deepening a shallow run (equal, and slower).
+        full: run all layers and micro-batches instead of repeating some in the log (equal, and slower).
         as_run: a name of `as_run.AS_RUN`, such as "transformers 4.57": what that version, or a script, does in attention.
     Returns:
         A report with source "simulated"; sizes in bytes.
@@ -134,16 +136,27 @@ def _history(log: list, marks: list, target: str, card: Gpu | None, notes: list[
 
 def trace(recipe: Recipe, target: str = "cuda", card: Gpu | None = None, steps: int = 2, full: bool = False) -> History:
     """The history of every storage over `steps` optimizer steps of `recipe`: of a shallow run, deepened, where that is
-    the lesser work, unless `full`. `History.notes` says where layers do not repeat."""
+    the lesser work, and of few micro-batches, unless `full`. `History.notes` says where layers do not repeat."""
     notes = []
-    if not full and may_be_deepened(recipe, target):
+    if not full:
         try:
-            if history := _deepened(recipe, target, card, steps):
+            if may_be_deepened(recipe, target) and (history := _deepened(recipe, target, card, steps)):
                 return history
+            tracker = _run(recipe, target, card, steps)
+            return _history(*_repeated(recipe, tracker.log, tracker.marks), target, card, tracker.notes)
         except NotRegular as error:
             notes.append(f"all {recipe.shape.num_layers} layers were run, none repeated: {error}")
-    tracker = _run(recipe, target, card, steps)
+    tracker = _run(recipe, target, card, steps, full=True)
     return _history(tracker.log, tracker.marks, target, card, notes + tracker.notes)
+
+
+def _is_abridged(recipe: Recipe) -> bool:
+    """Whether two micro-batches are run for all of a step's: an engine of many ranks does something else in the last."""
+    return recipe.gradient_accumulation_steps > 1 and not (recipe.sharding or recipe.activation_offloading)
+
+
+def _repeated(recipe: Recipe, log: list, marks: list) -> tuple[list, list]:
+    return repeat(log, marks, recipe.gradient_accumulation_steps) if _is_abridged(recipe) else (log, marks)
 
 
 def may_be_deepened(recipe: Recipe, target: str) -> bool:
@@ -190,7 +203,7 @@ def _deepened(recipe: Recipe, target: str, card: Gpu | None, steps: int) -> Hist
         tried, ran = History(*deepen(tracker, layers, 1)), run(1, 1)
         if tried.first_step() != History(ran.log, ran.marks).first_step():
             raise NotRegular(f"{layers.shallow + layers.period} layers take something else than their repetition says")
-    history = _history(*deepen(tracker, layers, layers.more), target, card, tracker.notes)
+    history = _history(*_repeated(recipe, *deepen(tracker, layers, layers.more)), target, card, tracker.notes)
     if recipe.sharding is None and recipe.quantization is None:
         loaded = history.log[: history.stretches[0][2]]
         found = sum(math.prod(s.shape) for size, s, _ in loaded if size > 0 and _is_base_weight(s))
@@ -265,6 +278,7 @@ def _run(
     ):
         try:
             training = tr.build(recipe, device, target=target)
+            training.abridged = not (full or evaluation) and _is_abridged(recipe)
             tracker = make_tracker(training, card, kernels)
             if recipe.is_ragged:
                 tracker.values = values = Values(mode, 8 * math.prod(recipe.rows))

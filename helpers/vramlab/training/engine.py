@@ -114,7 +114,7 @@ class Training:
 
     Attributes:
         multi_tensor: use the optimizer's and clipping's multi-tensor kernels.
-        accumulation: micro-batches in a step.
+        accumulation: micro-batches in a step; an `abridged` one runs two of them in the first step, then one.
         reference: a frozen model that the loss needs too.
         compute_loss: of a trainer that computes it from the model and the batch itself, instead of `loss_of`.
         per_parameter: parameter to its own optimizer, with optimizer_in_backward.
@@ -130,6 +130,7 @@ class Training:
     loop: Loop = field(default_factory=Loop)
     precision: str = "fp32"
     accumulation: int = 1
+    abridged: bool = False
     loss_of: Callable[[Any, Any], torch.Tensor] = loss_of
     reference: torch.nn.Module | None = None
     compute_loss: Callable[[Callable, Any], torch.Tensor] | None = None

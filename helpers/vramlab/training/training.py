@@ -201,7 +201,7 @@ def train_step(training: Training, on_phase: Callable[[str], None] = lambda name
         engine.zero_grad(training)
     if not engine.run_micro_batches(training, on_phase):
         batches = [training.batch, *training.further]
-        for micro in range(training.accumulation):
+        for micro in range(1 + (not training.steps) if training.abridged else training.accumulation):
             with engine.micro_batch(training, last=micro == training.accumulation - 1), training.around:
                 _micro_batch(training, batches[micro % len(batches)], on_phase, first=micro == 0)
     on_phase("step")
