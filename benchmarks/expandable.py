@@ -2,10 +2,10 @@
 
     python benchmarks/expandable.py [EVERY]
 
-Recipes of published runs and of those on the stand-in for a GPU, simulated; their requests run through the models of
-both allocators (`hardware/allocator.py`, `vramlab_course/expandable.py`, after PyTorch's source) with less and less
-memory. No GPU ran: there is no published run that says it had expandable segments. `hardware/reserved.py` has the
-result as PAGES and MOST_PAGES.
+It needs no GPU: recipes of published runs and of those on the stand-in for a GPU are simulated, some 20 minutes of one
+core for all of them, and their requests run through the models of both allocators (`hardware/allocator.py`,
+`vramlab_course/expandable.py`, after PyTorch's source) with less and less memory. No published run says that it had
+expandable segments. `hardware/reserved.py` has the result as PAGES and MOST_PAGES.
 """
 
 import json
@@ -17,6 +17,7 @@ from vramlab import MiB, Recipe
 from vramlab.hardware.allocator import Allocator, AllocatorError, _replay
 from vramlab.hardware.gpu import find_gpu
 from vramlab.simulation.simulate import trace
+from vramlab_course import published
 from vramlab_course.expandable import ExpandableAllocator
 
 ROOT = Path(__file__).parent.parent
@@ -24,14 +25,13 @@ CARDS = {"h200": "H200", "rtx-3090": "RTX 3090", "t4": "T4"}
 STEP = 16 * MiB  # to which the least memory is found
 
 
-def runs() -> list[tuple[dict, str]]:
+def runs() -> list[tuple[Recipe, str]]:
     """Recipe and card of each run, every one once."""
-    found = json.loads((ROOT / "data" / "published_runs.json").read_text())["runs"]
-    pairs = [(run["recipe"], run["gpu"]) for run in found]
+    pairs = [(run.recipe, run.gpu) for run in published.runs()]
     for name, card in CARDS.items():
         stand_in = json.loads((ROOT / "tests" / "stand_in" / f"{name}.json").read_text())["runs"]
-        pairs += [(run["recipe"], card) for run in stand_in]
-    return list({json.dumps(pair, sort_keys=True): pair for pair in pairs}.values())
+        pairs += [(Recipe(**run["recipe"]), card) for run in stand_in]
+    return list({(recipe.key, card): (recipe, card) for recipe, card in pairs}.values())
 
 
 def least(log: list, kind: type) -> tuple[int, int]:
@@ -50,8 +50,8 @@ def least(log: list, kind: type) -> tuple[int, int]:
 
 def main(every: int = 1) -> None:
     beyond = {"default": [], "expandable": []}
-    for fields, card in runs()[::every]:
-        log = trace(Recipe(**fields), "cuda", find_gpu(card)).log
+    for recipe, card in runs()[::every]:
+        log = trace(recipe, "cuda", find_gpu(card)).log
         for name, kind in (("default", Allocator), ("expandable", ExpandableAllocator)):
             allocated, limit = least(log, kind)
             beyond[name].append((limit - allocated, limit / allocated))
