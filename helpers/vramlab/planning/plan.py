@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from ..hardware.gpu import Gpu
+from ..recipe.knobs import unchecked
 from ..recipe.recipe import Recipe
 from ..report.errors import RecipeError
 from ..report.report import encode, format_bytes, text_table
@@ -26,6 +27,7 @@ from .changes import advise
 from .plan_script import scripts, words
 from .question import Question
 from .search import NEAR, Choice, Search
+from .step_time import walk
 
 WIDTH = 80  # characters of a line in a terminal
 COLUMNS = "peak: GiB of all tensors; process: with CUDA's own; at most: its upper end"
@@ -169,7 +171,7 @@ def plan(model: object, gpu: str | Gpu | None = None, gpus: int = 1, *, confirm:
         advice=() if choices else tuple(advise(question)),
         considered=len(search.candidates),
         predicted=search.predicted,
-        notes=tuple(_notes(question)),
+        notes=tuple(_notes(question, choices)),
     )
 
 
@@ -193,19 +195,19 @@ def _asked(question: Question) -> dict[str, Any]:
     return said | {name: getattr(question, name) for name in names}
 
 
-def _notes(question: Question) -> Iterator[str]:
+def _notes(question: Question, choices: list[Choice]) -> Iterator[str]:
     if question.assumed:
         yield f"no card is named: speed and kernels are {question.gpu.name}'s, the table's least with so much memory"
     if not (question.memory or question.gpu.total_known):
         said = format_bytes(question.usable, digits=2)
         yield f"what {question.gpu.name} reports is not known: {said} is the least part of its box that any card reports"
-    if question.lengths:
-        cut = sum(length > question.plain.seq_len for length in question.lengths)
-        middle = question.lengths[len(question.lengths) // 2]
-        yield (
-            f"data: {len(question.lengths):,} samples of {question.lengths[0]:,} to {question.lengths[-1]:,} tokens, "
-            f"median {middle:,}" + (f"; {cut:,} are cut to {question.plain.seq_len:,}" if cut else "")
-        )
+    eager = [choice.recipe for choice in choices if choice.recipe.attn_implementation == "eager"]
+    if any(not walk(unchecked(recipe, attn_implementation="sdpa"), question.gpu.chip).fused for recipe in eager):
+        yield f"eager: sdpa has no fused kernel for this model on {question.gpu.name}, and computes in fp32 without one"
+    if lengths := question.lengths:
+        cut, middle = sum(length > question.plain.seq_len for length in lengths), lengths[len(lengths) // 2]
+        rest = f"; {cut:,} are cut to {question.plain.seq_len:,}" if cut else ""
+        yield f"data: {len(lengths):,} samples of {lengths[0]:,} to {lengths[-1]:,} tokens, median {middle:,}{rest}"
 
 
 def _wrapped(line: str, indent: str = "    ") -> str:
