@@ -136,9 +136,8 @@ class WatchCallback(TrainerCallback):
         self._since = len(self.held)
         if found := recorder.leaks(self._ends, LEAST):
             self.leaks = found
-            warnings.warn(
-                f"memory grows with every step; what one step leaves, by the line that made it:\n{found}", stacklevel=2
-            )
+            why = "memory grows with every step; what one step leaves, by the line that made it:"
+            warnings.warn(f"{why}\n{found}", stacklevel=2)
 
     def _after_cell(self, result: Any) -> None:
         self.close()

@@ -240,9 +240,7 @@ def record(
 
 @app.command()
 def share(
-    source: Annotated[
-        Path | None, typer.Argument(help="A record file or a folder; the course's when left out.")
-    ] = None,
+    source: Annotated[Path | None, typer.Argument(help="A record file or folder; the course's when left out.")] = None,
     folder: option(Path, "Where to write what may be sent.") = Path("."),
     browse: option(bool, "Open the page that takes it. Nothing is sent before you say so there.") = True,
 ) -> None:

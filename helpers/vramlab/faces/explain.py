@@ -162,9 +162,8 @@ def parts(report: Report, count: int = 4) -> list[str]:
     peak, unit = report.peak, unit_for(report.peak.total)
     sizes = sorted(((n, name.replace("_", " ")) for name, n in peak.items() if n > 0.01 * peak.total), reverse=True)
     split = ", ".join(f"{name} {format_bytes(n, unit)}" for n, name in sizes)
-    return [f"peak in {report.peak_phase}: {format_bytes(peak.total, unit)}; {split}"] + [
-        f"  {group}" for group in report.largest[:count]
-    ]
+    head = f"peak in {report.peak_phase}: {format_bytes(peak.total, unit)}; {split}"
+    return [head, *(f"  {group}" for group in report.largest[:count])]
 
 
 def _changes(recipe: Recipe, card: Gpu | None, need: int) -> list[str]:

@@ -53,9 +53,8 @@ class watch:
         if not isinstance(model, torch.nn.Module):
             raise VramLabError(f"watch follows a torch.nn.Module, and this is a {type(model).__name__}")
         if (lazy := lazy_parameter(model)) is not None:
-            raise VramLabError(
-                f"watch needs every size, and the parameter {lazy!r} is lazy: call the module once before"
-            )
+            why = f"the parameter {lazy!r} is lazy: call the module once before"
+            raise VramLabError(f"watch needs every size, and {why}")
         self.model, self.batch, self.title = model, batch, title or type(model).__name__
         self._device = next((p.device.type for p in model.parameters()), "cpu")
         self.target = "cuda" if self._device == "cuda" else "cpu"

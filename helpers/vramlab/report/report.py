@@ -144,9 +144,7 @@ class Speed:
 
 @dataclass
 class Report:
-    """What one witness says of one recipe. All sizes are bytes, all times seconds; what is measured is an int, what is
-    predicted may be an Interval.
-    """
+    """What one witness says of one recipe, in bytes and seconds; what is predicted may be an Interval."""
 
     source: str  # one of SOURCES; "emulated" is PyTorch's CUDA build on a stand-in for the GPU
     recipe: dict[str, Any] | None  # as `Recipe.to_dict()` gives it; `title` is the same in one line
