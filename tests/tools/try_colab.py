@@ -25,6 +25,7 @@ import try_cuda
 
 # Runs in the new environment, so that kernels do too; afterwards says where each library was found, and which others changed.
 RUN = """import importlib, importlib.metadata, json, sys
+import ipykernel.kernelbase
 from importlib.util import find_spec
 from pathlib import Path
 def look():
@@ -41,7 +42,11 @@ importlib.invalidate_caches()
 after, new = look(), versions()
 newly = [name for name in after if (after[name], new.get(name)) != (before[name], old.get(name))]
 changed = [f"{name} {old.get(name, 'none')} to {new[name]}" for name in sorted(new) if new[name] != old.get(name)]
-said = {"before": bool(before["vramlab"]), "failures": failures, "found": after, "newly": newly, "changed": changed}
+owners = importlib.metadata.packages_distributions()
+loaded = {each.lower().replace("_", "-") for module in sys.modules for each in owners.get(module, ())}
+replaced = sorted(name for name in loaded & old.keys() if old[name] != new.get(name))  # under a kernel, too
+said = {"before": bool(before["vramlab"]), "failures": failures, "found": after, "newly": newly}
+said |= {"changed": changed, "replaced": replaced}
 print(json.dumps(said))"""
 
 
@@ -106,6 +111,10 @@ def main() -> int:
         wrong += said["failures"]
         if said["before"] or said["newly"] != ["vramlab"]:
             wrong.append(f"{path.name}: the set-up cell should bring vramlab and nothing else, but {said['found']}")
+        if said["replaced"]:
+            wrong.append(
+                f"{path.name}: the set-up cell replaced what a kernel has loaded: {', '.join(said['replaced'])}"
+            )
     print(*wrong, sep="\n", file=sys.stderr)
     return 1 if wrong or not paths else 0
 
