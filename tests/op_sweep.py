@@ -17,10 +17,10 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeCopyMode
 from torch.utils._pytree import tree_leaves, tree_map
+from vramlab.report.collector import no_collection
 from vramlab.simulation.fakes import fake_world
 from vramlab.simulation.operators import keep_storage
 from vramlab.tracking.fake_tracker import FakeTracker
-from vramlab.tracking.tracked import no_collection
 from vramlab.tracking.tracker import Tracker
 
 

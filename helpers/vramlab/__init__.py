@@ -10,6 +10,7 @@ Everything is loaded when it is first used, so the import is quick.
 import importlib
 from typing import TYPE_CHECKING
 
+from .report.collector import no_collection
 from .report.errors import needing
 from .training.quiet import silence
 
@@ -87,7 +88,7 @@ if TYPE_CHECKING:
 def __getattr__(name: str):
     if name not in _HOME:
         raise AttributeError(f"module 'vramlab' has no attribute {name!r}")
-    with needing(name):
+    with needing(name), no_collection(before=False):
         module = importlib.import_module(f".{_HOME[name]}", __name__)
     # `plot` is a module itself
     value = importlib.import_module(f".{name}", module.__name__) if name == "plot" else getattr(module, name)

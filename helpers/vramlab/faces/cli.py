@@ -24,6 +24,7 @@ from ..recipe.configuration import read_json
 from ..recipe.evaluation import Evaluation
 from ..recipe.knobs import Knob, options
 from ..recipe.recipe import Recipe
+from ..report.collector import no_collection
 from ..report.errors import RecipeError, VramLabError, needing
 from ..report.report import Interval, Report, format_bytes
 from .options import OPTIONS, Options, fields_of, fits_card, read_lengths, recipe_of, recipe_of_arguments, tokens_of
@@ -161,7 +162,8 @@ def simulate(
     as_json: Json = False,
 ) -> None:
     """Memory of the real training step on fake tensors: seconds, no GPU."""
-    from ..simulation.simulate import simulate
+    with no_collection(before=False):
+        from ..simulation.simulate import simulate
 
     card = _card(gpu, recipe)
     _finish(simulate(recipe, target=target, gpu=card, as_run=as_run), card, as_json)
@@ -176,7 +178,8 @@ def evaluate(
     as_json: Json = False,
 ) -> None:
     """Memory of the Trainer's evaluation between two steps of training, on fake tensors."""
-    from ..simulation.simulate import simulate_evaluation
+    with no_collection(before=False):
+        from ..simulation.simulate import simulate_evaluation
 
     card = _card(gpu, asked[0])
     _finish(simulate_evaluation(*asked, target=target, gpu=card), card, as_json)

@@ -21,15 +21,17 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-import psutil
-import torch
-import transformers.modeling_utils
-import transformers.trainer_pt_utils  # noqa: F401 (loaded here, once for all ranks)
-from torch.multiprocessing import _prctl_pr_set_pdeathsig as set_parent_death_signal
-from torch.multiprocessing.spawn import ProcessExitedException, start_processes
-
+from ..report.collector import no_collection
 from ..report.errors import RankError, VramLabError
 from ..training.quiet import silence
+
+with no_collection(before=False):
+    import psutil
+    import torch
+    import transformers.modeling_utils
+    import transformers.trainer_pt_utils  # noqa: F401 (loaded here, once for all ranks)
+    from torch.multiprocessing import _prctl_pr_set_pdeathsig as set_parent_death_signal
+    from torch.multiprocessing.spawn import ProcessExitedException, start_processes
 
 ORDER, DONE = "order.pickle", "done.pickle"
 LOCALHOST = "127.0.0.1"

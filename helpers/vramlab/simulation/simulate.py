@@ -20,12 +20,13 @@ from ..recipe.evaluation import Evaluation
 from ..recipe.options import TRL
 from ..recipe.recipe import Loop, Recipe, as_recipe
 from ..recipe.weights import unquantized
+from ..report.collector import no_collection
 from ..report.errors import RecipeError, VramLabError, needing
 from ..report.report import Report
 from ..tracking.fake_tracker import FakeTracker
 from ..tracking.history import History
 from ..tracking.reporting import to_report
-from ..tracking.tracked import no_collection, run_tracked
+from ..tracking.tracked import run_tracked
 from ..tracking.tracker import REFERENCE, Storage, Tracker
 from ..training import training as tr
 from ..training.engines import engine_of

@@ -3,7 +3,6 @@
 import contextlib
 import dataclasses
 import functools
-import gc
 import sys
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -12,6 +11,7 @@ from unittest.mock import patch
 
 import torch
 
+from ..report.collector import no_collection
 from ..training.engine import Training
 from ..training.models import is_fake
 from ..training.training import train_step
@@ -114,20 +114,6 @@ def fsdp_units_named(tracker: Tracker):
         patch.object(FSDPParamGroup, "post_backward", post_backward),
     ):
         yield
-
-
-@contextlib.contextmanager
-def no_collection(before: bool = True):
-    """While entered, switch off the cycle collector, which frees at times that are not deterministic; run it `before`."""
-    if before:
-        gc.collect()
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 def tensors_in(values: Any) -> list[torch.Tensor]:
