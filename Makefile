@@ -14,6 +14,9 @@ BIN := .venv/bin
 TOOLS := tests/tools
 INSTALLED := .venv/.installed
 
+# Where a container says so, each of some hundred processes would compile the package anew.
+export PYTHONDONTWRITEBYTECODE :=
+
 .DEFAULT_GOAL := help
 .PHONY: help course lab site test test-all gate notebooks format figure repo-url constraints try-colab try-cuda clean
 

@@ -24,9 +24,11 @@ def nbval(tmp_path):
         path = tmp_path / "99_scratch.ipynb"
         path.write_text(canonical.text(notebook))
         sanitize = settings.TOOLS / "sanitize.cfg"
-        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", "--nbval"]
+        command = [sys.executable, "-m", "pytest", "-q", "--nbval"]
+        command += [f"-pno:{plugin}" for plugin in ("cacheprovider", "xdist", "hypothesispytest", "anyio")]
         command += ["--nbval-current-env", "--nbval-cell-timeout=60", f"--nbval-sanitize-with={sanitize}", str(path)]
-        run = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+        env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(settings.TOOLS), os.environ.get("PYTHONPATH", "")])}
+        run = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=300)
         return run.returncode, run.stdout + run.stderr
 
     return verdict
