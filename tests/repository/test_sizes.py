@@ -11,7 +11,7 @@ CEILINGS = {
     "vramlab/recipe": 2650,
     "vramlab/training": 2360,
     "vramlab/tracking": 1010,
-    "vramlab/formulas": 3820,
+    "vramlab/formulas": 3830,
     "vramlab/simulation": 3070,
     "vramlab/measurement": 1410,
     "vramlab/planning": 1390,

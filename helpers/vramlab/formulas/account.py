@@ -9,7 +9,6 @@ layer is in the top or the bottom layer of the stack, because between them it is
 import dataclasses
 from collections.abc import Iterator
 from functools import cached_property, lru_cache
-from itertools import accumulate
 
 from ..hardware.gpu import DEFAULT_CHIP, Chip
 from ..recipe.liger import kernels
@@ -20,7 +19,7 @@ from ..report.report import CATEGORIES
 from .deepspeed import DeepSpeedModel, gradient_reduction
 from .fsdp import FsdpModel
 from .fused_head import reference_recipe
-from .ledger import NEVER, Entry, Parameter, Tensor
+from .ledger import Entry, Parameter, Tensor
 from .model import ROOT, Model
 from .model_parallel import PipelineStage, TensorParallelModel, is_model_parallel
 from .model_states import (
@@ -67,8 +66,8 @@ class Account:
         self.passes = self._without_gradients(recipe, shape, chip) if recipe.passes_without_gradients else []
         m.metrics = None
         self.forward_end = len(m.events)
-        for entry, _ in m.events:
-            if entry.death == NEVER and entry.category == "temporaries":
+        for entry in m.events:
+            if entry.category == "temporaries" and entry() is not None:
                 entry.category = "activations"
         m.backward(loss)
         del loss
@@ -76,7 +75,11 @@ class Account:
             m.leaves.clear()
         m.finish()
         self.end = len(m.events)
-        self.live = [*accumulate([change for _, change in m.events], initial=0)]
+        live = self.live = [0]
+        for event, entry in enumerate(m.events):
+            if entry.birth != event:
+                entry.death = event
+            live.append(live[-1] + (entry.allocated if entry.birth == event else -entry.allocated))
         self.pieces = self._pieces()
         self.at_peaks: dict[str, list[tuple[int, Entry]]] = {}
 
@@ -128,8 +131,8 @@ class Account:
             top, bottom = section.top, section.bottom
             backward.append((first, bottom, extra))
             first, extra = top, (*extra, (section.more, top, bottom))
-            for e, _ in m.events[top:bottom]:  # the first layer lets go of what all of them shared
-                if e.op in SHARED and top <= e.death < bottom and e.birth < section.begin:
+            for e in m.events[: section.begin]:  # the first layer lets go of what all of them shared
+                if e.op in SHARED and top <= e.death < bottom:
                     extra += ((-section.more, e.death, e.death + 1),)
         return {"forward": forward, "backward": [*backward, (first, self.end, extra)]}
 
@@ -158,8 +161,11 @@ class Account:
         wanted = {event for event, _ in moments} | {e for _, extra in moments for _, a, b in extra for e in (a, b)}
         totals, at, begin, events = dict.fromkeys(CATEGORIES, 0), {}, 0, self.m.events
         for stop in sorted(wanted):
-            for entry, change in events[begin:stop]:
-                totals[entry.category] += entry.size if change > 0 else -entry.size
+            for entry in events[begin:stop]:
+                if entry.death >= stop:
+                    totals[entry.category] += entry.size
+                elif entry.birth < begin:
+                    totals[entry.category] -= entry.size
             at[stop], begin = dict(totals), stop
             at[stop]["workspace"] += self.live[stop] - sum(totals.values())  # what blocks hold beyond their sizes
         found = []
@@ -186,16 +192,16 @@ class Account:
         """List (how many, entry) of the blocks alive at `moment`, with all layers."""
         event, extra = moment
         events = self.m.events
-        times = {entry: 1 for entry, _ in events[:event] if entry.death >= event}
+        times = {entry: 1 for entry in events[:event] if entry.death >= event}
         for n, a, b in extra:
-            for entry, change in events[a:b]:
-                times[entry] = times.get(entry, 0) + (n if change > 0 else -n)
+            for i, entry in enumerate(events[a:b], a):
+                times[entry] = times.get(entry, 0) + (n if entry.birth == i else -n)
         return sorted(((n, entry) for entry, n in times.items() if n > 0), key=lambda pair: pair[1].birth)
 
     def births(self) -> Iterator[tuple[int, Entry]]:
         """List (how many, entry) of all blocks of the micro-batch, with all layers."""
-        for event, (entry, change) in enumerate(self.m.events):
-            if change > 0:
+        for event, entry in enumerate(self.m.events):
+            if entry.birth == event:
                 sections = [s for model in (self.m, *(model for model, _ in self.passes)) for s in model.sections]
                 inside = (s for s in sections if s.begin <= event < s.end or s.top <= event < s.bottom)
                 yield 1 + sum(section.more for section in inside), entry

@@ -12,19 +12,21 @@ computed while the incoming one and the saved tensors live, then summed or cast 
     >>> ledger = Ledger()
     >>> weight, x = Parameter("w", (4096, 4096), 4), ledger.tensor("input", (512, 4096), 4)
     >>> y = ledger.op("linear", [x, weight], (512, 4096), 4, saves=[x])
-    >>> sum(entry.size for entry, _ in ledger.events) // 2**20  # MiB: the input and the result
+    >>> sum(entry.size for entry in ledger.events) // 2**20  # MiB: the input and the result
     16
     >>> ledger.backward(y)
     >>> weight.gradient.entry.size // 2**20
     64
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
+from functools import lru_cache
 from math import prod
+from weakref import ref
 
 from ..hardware.gpu import Chip
 from ..hardware.kernels import column_sums
-from ..hardware.overhead import SMALL_BLOCK, UNIT, rounded
+from ..hardware.overhead import rounded
 from ..hardware.reserved import internal_fragmentation
 
 # How an operator's backward formula makes the gradient for an input: a new block of the input's shape (OWN; BIAS: by
@@ -36,8 +38,8 @@ ALL_OWN = (OWN,) * 8
 NEVER = 1 << 60  # death of a block that is still alive
 
 
-class Entry:
-    """What the ledger knows of one block.
+class Entry(ref):
+    """What the ledger knows of one block: a weak reference to it, which joins the events again when the block is freed.
 
     Attributes:
         size: bytes, rounded up as the allocator does; `allocated`: with its internal fragmentation.
@@ -46,17 +48,13 @@ class Entry:
     """
 
     __slots__ = ("allocated", "birth", "category", "death", "op", "shape", "size", "where", "width")
+    __hash__ = object.__hash__  # a freed block has none
 
 
 class Block:
-    """Memory that is freed when the last reference goes. It knows the events, not the ledger: that would be a cycle."""
+    """Memory that is freed when the last reference goes."""
 
-    __slots__ = ("entry", "events")
-
-    def __del__(self):
-        entry, events = self.entry, self.events
-        entry.death = len(events)
-        events.append((entry, -entry.allocated))
+    __slots__ = ("__weakref__", "entry")
 
 
 class Tensor:
@@ -68,7 +66,8 @@ class Tensor:
     __slots__ = ("block", "needs", "node", "packed", "shape", "width")
 
     def __init__(self, block: Block | None, shape: tuple[int, ...], width: int, node=None, needs: bool = False):
-        self.block, self.shape, self.width, self.node, self.needs, self.packed = block, shape, width, node, needs, False
+        self.block, self.shape, self.width = block, shape, width
+        self.node, self.needs, self.packed = node, needs, False
 
     def view(self, *shape: int) -> "Tensor":
         """The same block under another shape."""
@@ -114,34 +113,45 @@ class Node:
         elif self.gradient is None:
             self.gradient = gradient
 
-    def run(self, ledger: "Ledger") -> list[tuple]:
-        """The gradients for the inputs, as (who receives it, block), last one first."""
-        gradient, ledger.where, op, results, unlike = self.gradient, self.where, self.op, [], []
+    def run(self, ledger: "Ledger") -> None:
+        """Make the gradients for the inputs, free what that took, and hand them on."""
+        ledger.where = self.where
         if self.spike:
-            ledger.scratch(self.spike, op)
+            ledger.scratch(self.spike, self.op)
+        made = self._gradients(ledger)[::-1]
+        self.gradient = self.saved = self.kept = None
+        for receiver, *_ in self.edges:
+            if receiver.receive(ledger, made.pop()):
+                ledger.complete(receiver)
+
+    def _gradients(self, ledger: "Ledger") -> list[Block]:
+        """Make a gradient for each edge; then cast or sum what is not like the input."""
+        gradient, op, made, unlike = self.gradient, self.op, [], []
         extra = ledger.room(op, self.extra) if self.extra else None
         width = (gradient[0] if op == "split" else gradient).entry.width
-        for receiver, shape, own_width, how in self.edges:
-            if how is CAST or type(how) is int:
-                results.append((receiver, ledger.block("to", shape, own_width) if how is CAST else self.saved[how]))
+        for _, shape, own_width, how in self.edges:
+            if how is OWN and width == own_width:  # most are
+                made.append(ledger.block(op, shape, width))
                 continue
-            if width != own_width or how is BIAS or (how is not OWN and shape != self.shape):
-                unlike.append((len(results), shape, own_width, how))
+            if how is CAST or type(how) is int:
+                made.append(ledger.block("to", shape, own_width) if how is CAST else self.saved[how])
+                continue
+            if width != own_width or how is BIAS or shape != self.shape:
+                unlike.append((len(made), shape, own_width, how))
             if how is OWN or how is BIAS or (type(how) is tuple and gradient.entry.op not in how):
-                results.append((receiver, ledger.block(op, shape, width)))
+                made.append(ledger.block(op, shape, width))
             else:
-                results.append((receiver, ledger.block(op, self.shape, width) if how is FULL else gradient))
+                made.append(ledger.block(op, self.shape, width) if how is FULL else gradient)
         del extra
         for i, shape, own_width, how in unlike:
             if how is BIAS:
                 ledger.column_sum_scratch(self.shape, shape, width)
             elif (how is PASS or how is FULL) and prod(shape) != prod(self.shape):
                 ledger.column_sum_scratch(self.shape, shape, width)
-                results[i] = results[i][0], ledger.block("sum", shape, width)
+                made[i] = ledger.block("sum", shape, width)
             if width != own_width:
-                results[i] = results[i][0], ledger.block("to", shape, own_width)
-        self.gradient = self.saved = self.kept = None
-        return results[::-1]
+                made[i] = ledger.block("to", shape, own_width)
+        return made
 
 
 class Leaf:
@@ -176,17 +186,10 @@ class Replay:
             self.filled.pop()
 
 
-def _edges(inputs: Iterable, grads: Iterable) -> list[tuple]:
-    """The `Node.edges` of an operator; a parameter waits for one more gradient."""
-    edges = []
-    for x, how in zip(inputs, grads, strict=False):
-        if x.needs:
-            if type(x) is Parameter:
-                x.uses += 1
-                edges.append((x, x.shape, x.width, how))
-            else:
-                edges.append((x.node, x.shape, x.width, how))
-    return edges
+@lru_cache(maxsize=4096)
+def _block_sizes(size: int) -> tuple[int, int]:
+    """Return `Entry.size` and `Entry.allocated` of a block for `size` bytes."""
+    return rounded(size), rounded(size) + internal_fragmentation(rounded(size))
 
 
 class Stop(Exception):
@@ -197,7 +200,7 @@ class Ledger:
     """The events of one step.
 
     Attributes:
-        events: (entry, bytes allocated) at its birth, and (entry, minus these) at its death.
+        events: the entry of a block when it is allocated, and again when it is freed.
         nodes: operators in order, and between them functions that backward calls.
         where: the module that runs. `chip`: the GPU's; None counts no scratch memory of kernels.
         casts: autocast's cache of half-precision weights. `no_grad`: nothing is kept for a backward pass.
@@ -208,7 +211,7 @@ class Ledger:
     zero3_linear = no_grad = False
 
     def __init__(self):
-        self.events: list[tuple[Entry, int]] = []
+        self.events: list[Entry] = []
         self.nodes: list[Node | Callable[[], None]] = []
         self.where = ""
         self.casts: dict[str, Tensor] = {}
@@ -217,13 +220,13 @@ class Ledger:
 
     def block(self, op: str, shape: tuple[int, ...], width: int, category: str = "temporaries") -> Block:
         """A new block of prod(shape) × width bytes, rounded up as the allocator does."""
-        block, entry, events = Block(), Entry(), self.events
-        block.entry, block.events = entry, events
-        entry.size = size = -(-prod(shape) * width // UNIT) * UNIT
-        entry.allocated = allocated = size if size <= SMALL_BLOCK else size + internal_fragmentation(size)
-        entry.op, entry.shape, entry.width, entry.category, entry.where = op, shape, width, category, self.where
+        block, events = Block(), self.events
+        block.entry = entry = Entry(block, events.append)
+        entry.size, entry.allocated = _block_sizes(prod(shape) * width)
+        entry.op, entry.where, entry.category = op, self.where, category
+        entry.shape, entry.width = shape, width
         entry.birth, entry.death = len(events), NEVER
-        events.append((entry, allocated))
+        events.append(entry)
         return block
 
     def group(self, op: str, sizes: list[tuple[int, int]], category: str, width: int = 1) -> Block:
@@ -233,7 +236,6 @@ class Ledger:
         entry.size = sum(size * count for size, count in rows)
         entry.allocated = entry.size + sum(internal_fragmentation(size) * count for size, count in rows)
         entry.shape, entry.width = (sum(size * count for size, count in sizes) // width,), width
-        self.events[-1] = entry, entry.allocated
         return block
 
     def tensor(self, op: str, shape: tuple[int, ...], width: int) -> Tensor:
@@ -276,20 +278,21 @@ class Ledger:
         out = Tensor(self.block(name, shape, width) if view is None else view.block, shape, width)
         if self.no_grad:
             return out
-        if refilled is not None:  # recomputing: the operators are known, only what they saved is missing
-            out.needs = any(x.needs for x, _ in zip(inputs, grads, strict=False))
-            if saves and out.needs:
-                refilled.append([out.block if x is True else x.block for x in saves])
-                if len(refilled) == self.replay.count:
-                    raise Stop
-            return out
-        edges = _edges(inputs, grads)
+        if refilled is not None:
+            return self._refill(out, inputs, saves, grads)
+        edges = []
+        for x, how in zip(inputs, grads, strict=False):
+            if x.needs:
+                if type(x) is Parameter:
+                    x.uses += 1
+                edges.append((x if type(x) is Parameter else x.node, x.shape, x.width, how))
         if not edges:
             return out
         out.needs = True
         node = out.node = Node()
-        node.op, node.where, node.edges, node.extra, node.shape = name, self.where, edges, extra, shape
-        node.spike, node.gradient, node.kept, node.saved = spike, None, None, None
+        node.op, node.where, node.shape = name, self.where, shape
+        node.edges, node.extra, node.spike = edges, extra, spike
+        node.gradient = node.kept = node.saved = None
         if saves:
             if self.replay is None:
                 node.saved = [out.block if x is True else x.block for x in saves]
@@ -297,6 +300,15 @@ class Ledger:
                 node.saved = self.replay
                 self.replay.count += 1
         self.nodes.append(node)
+        return out
+
+    def _refill(self, out: Tensor, inputs: list, saves: Sequence, grads: Sequence) -> Tensor:
+        """Recompute an operator: it is known, only what it saved is missing."""
+        out.needs = any(x.needs for x, _ in zip(inputs, grads, strict=False))
+        if saves and out.needs:
+            self.refilled.append([out.block if x is True else x.block for x in saves])
+            if len(self.refilled) == self.replay.count:
+                raise Stop
         return out
 
     def checkpoint(self, function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
@@ -342,14 +354,5 @@ class Ledger:
             if type(node.saved) is Replay:
                 node.saved = node.saved.skip() if node.gradient is None else node.saved.give(self)
             if node.gradient is not None:
-                self.deliver(node.run(self))
+                node.run(self)
             node = None
-
-    def deliver(self, results: list[tuple]) -> None:
-        """Hand gradients on, as (who receives it, block) with the last one first, and empty the list."""
-        while results:
-            receiver, gradient = results.pop()
-            complete = receiver.receive(self, gradient)
-            del gradient
-            if complete:
-                self.complete(receiver)

@@ -236,8 +236,8 @@ def _blocks(groups: dict[tuple, list], peak: Bytes) -> Counter:
 
 def _largest(groups: dict[tuple, list]) -> list[TensorGroup]:
     """Return the largest groups of equal tensors."""
-    found = [(-key[0] * count, i, (*key, where, count)) for i, (key, (count, where, _)) in enumerate(groups.items())]
-    return [TensorGroup(*row) for *_, row in sorted(found)[:LISTED]]
+    ranked = sorted(groups.items(), key=lambda item: -item[0][0] * item[1][0])
+    return [TensorGroup(*key, where, count) for key, (count, where, _) in ranked[:LISTED]]
 
 
 def _notes(recipe: Recipe, account: Account, card: Gpu | None, peak: int) -> list[str]:

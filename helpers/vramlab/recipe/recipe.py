@@ -11,9 +11,11 @@ import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from itertools import dropwhile
 from typing import Any
 
 from ..report.errors import RecipeError
+from ..report.report import encode
 from . import liger, parallel_limits, samples
 from .configuration import MOST_LAYERS, plain, read_json
 from .families import TASKS
@@ -27,8 +29,7 @@ MOST = 2**24  # samples or tokens
 MOST_MICRO_BATCHES = 2**16  # each of them is run
 MOST_BYTES = 2**62  # of one tensor: PyTorch counts bytes in signed 64 bits
 PARTS = {"lora": LoRA, "quantization": Quantization, "sharding": Sharding, "loop": Loop}
-# Fields that stored keys of recipes do not know are left out at their defaults: these, and those from FIRST_LATER on.
-FIRST_LATER = "trainer"
+# Fields that stored keys of recipes do not know, and LATER, are left out at their defaults.
 LATER_OF_LORA = ("use_dora", "lora_bias", "target_parameters")
 
 
@@ -322,12 +323,10 @@ class Recipe:
         values = {name: value for name, value in vars(self).items() if name != "shape"}
         if self.weights_dtype == self.implied_dtype:
             del values["dtype"]  # one recipe with one key, whether said or not
-        for name, said in [*knobs(Recipe).items()][list(knobs(Recipe)).index(FIRST_LATER) :]:
-            if values[name] == said.default:
+        for name in LATER:
+            if values[name] == getattr(Recipe, name):
                 del values[name]
-        values = json.loads(
-            json.dumps(values, default=lambda part: vars(part) if dataclasses.is_dataclass(part) else str(part))
-        )
+        values = encode(values)
         for name in LATER_OF_LORA if self.lora else ():
             if not values["lora"][name]:
                 del values["lora"][name]
@@ -381,6 +380,9 @@ class Recipe:
         if hasattr(model, "named_parameters"):
             check_built(recipe, model)
         return recipe
+
+
+LATER = tuple(dropwhile("trainer".__ne__, knobs(Recipe)))  # fields that stored keys of recipes do not know
 
 
 def as_recipe(value: Any) -> Recipe:
