@@ -13,7 +13,7 @@ from vramlab_course.finetuning import adapted, batches, finetune, fresh, recorde
 
 
 def test_the_loop_learns_and_leaves_frozen_weights_alone():
-    texts = finetuning_texts("train", 20_000)
+    texts = finetuning_texts("train", 5000)
     model = fresh(4)
     frozen = {name: p.clone() for name, p in model.named_parameters() if not p.requires_grad}
     before = bits_per_byte(model, texts, stride=256)
@@ -57,6 +57,7 @@ def test_the_records_script_runs_end_to_end(tmp_path, monkeypatch):
     spec.loader.exec_module(script)
     monkeypatch.setattr(script, "TRIED", {"full": (1e-3,), "LoRA": (3e-3, 1e-2)})
     monkeypatch.setattr(script, "BATCH_SIZE", 1)
+    monkeypatch.setattr(script, "finetuning_texts", lambda split: [text[:800] for text in finetuning_texts(split)])
     out = tmp_path / "quality.json"
     script.main(["--out", str(out), "--steps", "1", "--ranks", "1", "8", "--documents", "2", "--program-bytes", "500"])
     facts = json.loads(out.read_text())
