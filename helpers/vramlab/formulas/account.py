@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from functools import cached_property, lru_cache
 
 from ..hardware.gpu import DEFAULT_CHIP, Chip
+from ..recipe import lora_modules
 from ..recipe.liger import kernels
 from ..recipe.options import LoRA
 from ..recipe.recipe import Recipe
@@ -30,7 +31,6 @@ from .model_states import (
     is_sharded_by,
     is_tied_head_copied,
     is_trained_whole,
-    lora_targets,
     trained_whole,
 )
 from .nearest import nearest
@@ -261,7 +261,7 @@ def _parameter_settings(shape: Shape, dtype: str, quantization, lora: LoRA | Non
         row, copied = rows[role, size], bool(whole) and is_trained_whole(name, whole)
         found.append((name, size, row.width, row.trained or copied, None if copied else row.quantized))
     names = {row[0] for row in found}
-    for name, inside, out in lora_targets(shape, lora) if lora else ():
+    for name, inside, out in lora_modules.adapted(shape, lora):
         if f"{name}.weight" in names or name == shape.head:
             width = next(row.width for row in table if row.kind == "lora")
             found.append((f"{name}.lora_A", (lora.r, inside), width, True, None))

@@ -11,6 +11,7 @@ from math import ceil, prod
 
 from ..hardware.overhead import rounded
 from ..hardware.reserved import pack
+from ..recipe import lora_modules
 from ..recipe.knobs import unchecked
 from ..recipe.optimizers import MODELLED, optimizer_arguments
 from ..recipe.options import LoRA, Quantization
@@ -173,7 +174,7 @@ def cached_table(shape: Shape, form: tuple) -> tuple[ParameterRow, ...]:
     dtype, quantization, lora, optim, optim_args, trainer = form
     width, saved = weight_width(dtype, quantization), trained_whole(shape, lora)
     double = bool(quantization and quantization.double)
-    targets = lora_targets(shape, lora) if lora else ()
+    targets = lora_modules.adapted(shape, lora)
     adapted = {name for name, _, _ in targets}
     rows: Counter[tuple] = Counter()
     copies: Counter[tuple] = Counter()
@@ -205,18 +206,9 @@ def cached_table(shape: Shape, form: tuple) -> tuple[ParameterRow, ...]:
     return tuple(found)
 
 
-@lru_cache(maxsize=512)
-def lora_targets(shape: Shape, lora: LoRA) -> tuple[tuple[str, int, int], ...]:
-    """List (name, inputs, outputs) of the modules that get an adapter; see `vramlab.recipe.lora_modules`."""
-    return tuple(shape.lora_targets(lora.target_modules, lora.modules_to_save))
-
-
 def trained_whole(shape: Shape, lora: LoRA | None) -> tuple[str, ...]:
-    """Name the modules that PEFT trains whole, in a copy: `modules_to_save`, and a classifier's head."""
-    if lora is None:
-        return ()
-    heads = ("classifier", "score") if shape.task == "sequence-classification" else ()
-    return (*(lora.modules_to_save or ()), *heads)
+    """Name the modules that PEFT trains whole."""
+    return lora_modules.trained_whole(shape, lora.modules_to_save) if lora else ()
 
 
 def is_trained_whole(name: str, saved: tuple[str, ...]) -> bool:

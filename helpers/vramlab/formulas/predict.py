@@ -16,10 +16,10 @@ from ..hardware import reserved
 from ..hardware.gpu import DEFAULT_CHIP, Gpu, find_gpu
 from ..hardware.overhead import cublas_workspace
 from ..recipe import liger, lora_modules
+from ..recipe.knobs import Refusals, refuse
 from ..recipe.options import HALF
 from ..recipe.recipe import LATER_OF_LORA, Recipe, as_recipe
 from ..recipe.weights import unquantized
-from ..report.errors import RecipeError
 from ..report.report import CATEGORIES, Bytes, Phase, Report, TensorGroup, format_bytes
 from . import model_parallel, model_states, shards
 from .account import Account, kept_account
@@ -49,7 +49,7 @@ def predict(recipe: Recipe | Any, gpu: str | Gpu | None = None) -> Report:
     card = find_gpu(gpu) if gpu else None
     if card:
         card.require_attention(recipe.attn_implementation)
-    _refuse(recipe)
+    refuse(recipe, _refusals(recipe))
     exist = recipe.gradient_accumulation_steps > 1 or not recipe.loop.set_to_none  # gradients, when backward begins
     part, chip = model_parallel.rank_recipe(with_its_adapters(recipe)), card.chip if card else DEFAULT_CHIP
     account = kept_account(part, chip, exist)
@@ -78,32 +78,27 @@ def predict(recipe: Recipe | Any, gpu: str | Gpu | None = None) -> Report:
     )
 
 
-def _refuse(recipe: Recipe) -> None:
-    """Raise RecipeError for what the formulas do not know."""
-    if lora_modules.differ_by_layer(recipe.shape, recipe.lora):
-        allowed = "the formulas multiply one layer, so every layer has to get the same adapters: ask simulate"
-        raise RecipeError("lora.target_modules", recipe.lora.target_modules, allowed)
-    if recipe.activation_offloading:
-        raise RecipeError("activation_offloading", True, "the formulas do not know what is copied when: ask simulate")
-    if lora_modules.adapts_experts(recipe.shape, recipe.lora):
-        allowed = "PEFT takes these names to mean fused experts too, whose adapters no formula knows: ask simulate"
-        raise RecipeError("lora.target_modules", recipe.lora.target_modules, allowed)
-    if name := next((name for name in LATER_OF_LORA if getattr(recipe.lora, name, None)), None):
+def _refusals(recipe: Recipe) -> Refusals:
+    """What the formulas do not know."""
+    shape, lora, sharding = recipe.shape, recipe.lora, recipe.sharding
+    allowed = "the formulas multiply one layer, so every layer has to get the same adapters: ask simulate"
+    yield "lora.target_modules", lora_modules.differ_by_layer(shape, lora), allowed
+    allowed = "the formulas do not know what is copied when: ask simulate"
+    yield "activation_offloading", recipe.activation_offloading, allowed
+    allowed = "PEFT takes these names to mean fused experts too, whose adapters no formula knows: ask simulate"
+    yield "lora.target_modules", lora_modules.adapts_experts(shape, lora), allowed
+    for name in LATER_OF_LORA if lora else ():
         allowed = "the formulas know adapters of two matrices on modules: ask simulate"
-        raise RecipeError(f"lora.{name}", getattr(recipe.lora, name), allowed)
-    if recipe.sharding and (recipe.trainer != "transformers" or liger.kernels(recipe)):
-        allowed = "the formulas know TRL's trainers and Liger's kernels on one device only: ask simulate"
-        raise RecipeError("sharding", recipe.sharding.engine, allowed)
-    if recipe.lora and (saved := recipe.lora.modules_to_save) and (where := _unknown_copies(recipe, saved)):
-        raise RecipeError(
-            "lora.modules_to_save", saved, f"the formulas do not know where copies are in {where}: ask simulate"
-        )
-    if recipe.is_ragged and recipe.shape.num_decoder_layers:
-        raise RecipeError("lengths", recipe.lengths, "the formulas do not know T5's masks for padding: ask simulate")
+        yield f"lora.{name}", getattr(lora, name), allowed
+    allowed = "the formulas know TRL's trainers and Liger's kernels on one device only: ask simulate"
+    yield "sharding", sharding and (recipe.trainer != "transformers" or liger.kernels(recipe)), allowed
+    where = _unknown_copies(recipe, lora.modules_to_save) if lora and lora.modules_to_save else ""
+    yield "lora.modules_to_save", where, f"the formulas do not know where copies are in {where}: ask simulate"
+    allowed = "the formulas do not know T5's masks for padding: ask simulate"
+    yield "lengths", recipe.is_ragged and shape.num_decoder_layers, allowed
     halves = {recipe.weights_dtype, recipe.implied_dtype, HALF.get(recipe.precision.partition("-")[0])}
-    if recipe.dtype and len(halves & set(HALF.values())) > 1:
-        allowed = "the formulas know sizes, not which of two half-precision formats is cast to the other: ask simulate"
-        raise RecipeError("dtype", recipe.dtype, allowed)
+    allowed = "the formulas know sizes, not which of two half-precision formats is cast to the other: ask simulate"
+    yield "dtype", recipe.dtype and halves >= {*HALF.values()}, allowed
 
 
 def _unknown_copies(recipe: Recipe, saved: list[str]) -> str:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..report.data import data_path
 from ..report.errors import RecipeError, needing
+from . import lora_modules
 from .deepspeed_config import deepspeed_config
 from .knobs import knobs
 from .optimizers import DROPPED, MODELLED, OWN, optimizer_arguments
@@ -289,13 +290,12 @@ def check_built(recipe: Any, model: Any) -> None:
     names = [name.removeprefix("base_model.model.") for name, _ in model.named_modules()]
     for config in adapters.values():
         has = {name.removesuffix(".lora_A") for name in names if name.endswith(".lora_A")}
-        said = {name for name, *_ in shape.lora_targets(lora.target_modules, lora.modules_to_save)}
+        said = {name for name, *_ in lora_modules.adapted(shape, lora)}
         if not lora.target_parameters:
             _check_same("lora.target_modules", lora.target_modules, said, has)
-        heads = {"classifier", "score"} if shape.task == "sequence-classification" else set()
         said, has = (
             {name for name in names if any(name in weight.name for weight in shape.weights())}
-            for names in (heads.union(lora.modules_to_save or ()), config.modules_to_save or ())
+            for names in (lora_modules.trained_whole(shape, lora.modules_to_save), config.modules_to_save or ())
         )
         _check_same("lora.modules_to_save", lora.modules_to_save, said, has)
     config = getattr(model.config, "quantization_config", None)

@@ -11,6 +11,7 @@ import typing
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
+from operator import attrgetter
 from types import NoneType
 from typing import Any
 
@@ -18,6 +19,10 @@ from ..report.data import data_path
 from ..report.errors import RecipeError
 
 WORDS = json.loads(data_path("knobs.json").read_text(encoding="utf-8"))  # by dataclass and field
+Refusals = Iterator[tuple[str, Any, str]]  # (field, whether its value is refused, what is allowed)
+# Fields that an error shows by an attribute.
+SHOWN = {"loop": "loop.name", "quantization": "quantization.quant_type", "sharding": "sharding.engine"}
+SHOWN |= {"dtype": "weights_dtype"}
 MAX_NUMBER = 1e300  # so that it is a finite number for torch too
 
 
@@ -106,6 +111,13 @@ def check(part: Any, prefix: str = "") -> None:
     for name, said in knobs(type(part)).items():
         if values[name] is not said.default:  # most are, and plans make many recipes
             said.check(prefix + name, values[name])
+
+
+def refuse(part: Any, refusals: Refusals, prefix: str = "") -> None:
+    """Raise RecipeError at the first refusal of a value of `part`; those after it are not evaluated."""
+    for field, refused, allowed in refusals:
+        if refused:
+            raise RecipeError(prefix + field, attrgetter(SHOWN.get(field, field))(part), allowed)
 
 
 def unchecked(part: Any, **changes: Any) -> Any:

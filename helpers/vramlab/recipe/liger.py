@@ -4,7 +4,8 @@ import json
 from typing import Any
 
 from ..report.data import data_path
-from ..report.errors import RecipeError
+from . import lora_modules
+from .knobs import Refusals
 
 FAMILIES = json.loads(data_path("liger.json").read_text(encoding="utf-8"))["families"]
 HEAD = "fused_linear_cross_entropy"
@@ -23,40 +24,28 @@ def words(config: dict[str, bool]) -> str:
     return " ".join(f"{'with' if on else 'without'} {name}" for name, on in sorted(config.items()))
 
 
-def check(recipe: Any) -> None:
-    """Raise RecipeError for switches that do not exist, and for what Liger or a model of it does not train."""
-    _check_switches(recipe)
-    shape, lora, on = recipe.shape, recipe.lora, kernels(recipe)
-    if not on:
+def refusals(recipe: Any) -> Refusals:
+    """Switches that do not exist, and what Liger or a model of it does not train."""
+    shape, lora, config, sharding = recipe.shape, recipe.lora, recipe.liger_kernel_config, recipe.sharding
+    switches = isinstance(config, dict) and all(n in SWITCHES and isinstance(on, bool) for n, on in config.items())
+    allowed = f"it must be a dictionary of True and False for {', '.join(SWITCHES)}, with use_liger_kernel=True"
+    yield "liger_kernel_config", config is not None and not (switches and recipe.use_liger_kernel), allowed
+    if not (on := kernels(recipe)):
         return
-    if recipe.trainer not in ("transformers", "sft"):
-        raise RecipeError("use_liger_kernel", True, f"it is not modelled with trainer={recipe.trainer!r}: leave it out")
-    if recipe.sharding and recipe.sharding.engine not in ("ddp", "fsdp"):
-        raise RecipeError("use_liger_kernel", True, "it is modelled on one device and on ranks of 'ddp' and 'fsdp'")
-    if shape.experts_per_token and "swiglu" in on:
-        allowed = "what Liger's experts allocate depends on where the router sends tokens: say liger_kernel_config="
-        raise RecipeError("use_liger_kernel", True, f"{allowed}{{'swiglu': False}}")
+    allowed = f"it is not modelled with trainer={recipe.trainer!r}: leave it out"
+    yield "use_liger_kernel", recipe.trainer not in ("transformers", "sft"), allowed
+    allowed = "it is modelled on one device and on ranks of 'ddp' and 'fsdp'"
+    yield "use_liger_kernel", sharding and sharding.engine not in ("ddp", "fsdp"), allowed
+    allowed = "what Liger's experts allocate depends on where the router sends tokens: say liger_kernel_config="
+    yield "use_liger_kernel", shape.experts_per_token and "swiglu" in on, f"{allowed}{{'swiglu': False}}"
     if HEAD not in on:
         return
-    if recipe.trainer == "sft":
-        allowed = f"SFTTrainer has a fused head of its own: leave {HEAD} out"
-        raise RecipeError("liger_kernel_config", recipe.liger_kernel_config, allowed)
-    if shape.task != "causal-lm":
-        allowed = f"Liger puts a language model's head in the place of {shape.head}: say liger_kernel_config="
-        raise RecipeError("use_liger_kernel", True, f"{allowed}{{{HEAD!r}: False}}")
-    if lora and recipe.sharding and recipe.sharding.engine == "fsdp":
-        rest = "Liger's head multiplies by a weight that FSDP leaves cut beside adapters: say liger_kernel_config="
-        raise RecipeError("use_liger_kernel", True, f"{rest}{{{HEAD!r}: False}}, or engine='ddp'")
-    if lora and shape.head in (name for name, *_ in shape.lora_targets(lora.target_modules, lora.modules_to_save)):
-        rest = f"Liger's head reads the weight of {shape.head} and not its adapter, which would not be trained"
-        raise RecipeError("lora.target_modules", lora.target_modules, rest)
-
-
-def _check_switches(recipe: Any) -> None:
-    config = recipe.liger_kernel_config
-    if config is None:
-        return
-    known = isinstance(config, dict) and all(n in SWITCHES and isinstance(on, bool) for n, on in config.items())
-    if not known or not recipe.use_liger_kernel:
-        allowed = f"it must be a dictionary of True and False for {', '.join(SWITCHES)}, with use_liger_kernel=True"
-        raise RecipeError("liger_kernel_config", config, allowed)
+    allowed = f"SFTTrainer has a fused head of its own: leave {HEAD} out"
+    yield "liger_kernel_config", recipe.trainer == "sft", allowed
+    without = f"say liger_kernel_config={{{HEAD!r}: False}}"
+    allowed = f"Liger puts a language model's head in the place of {shape.head}: {without}"
+    yield "use_liger_kernel", shape.task != "causal-lm", allowed
+    allowed = f"Liger's head multiplies by a weight that FSDP leaves cut beside adapters: {without}, or engine='ddp'"
+    yield "use_liger_kernel", lora and sharding and sharding.engine == "fsdp", allowed
+    allowed = f"Liger's head reads the weight of {shape.head} and not its adapter, which would not be trained"
+    yield "lora.target_modules", lora_modules.is_adapted(shape, lora, shape.head), allowed

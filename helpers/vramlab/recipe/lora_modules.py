@@ -1,6 +1,7 @@
 """Which modules LoRA adapts, by the rules of PEFT 0.21, without PEFT or a model."""
 
 import re
+from collections.abc import Iterable
 from functools import lru_cache
 
 from ..report.errors import RecipeError, needing
@@ -62,12 +63,15 @@ def find(shape: ShapeData, target_modules: Targets, modules_to_save: tuple[str, 
     else:
         endings = tuple(f".{target}" for target in target_modules)
         names = {name for name in candidates if name in target_modules or name.endswith(endings)}
-    saved_modules = tuple(modules_to_save or ())
-    if shape.task == "sequence-classification":
-        saved_modules += ("classifier", "score")
-    for saved in saved_modules:
+    for saved in trained_whole(shape, modules_to_save):
         names = {name for name in names if not re.match(rf"(^|.*\.){saved}($|\..*)", name)}
     return [(name, inside, out) for name, (_, inside, out) in candidates.items() if name in names]
+
+
+def trained_whole(shape: ShapeData, modules_to_save: Iterable[str] | None) -> tuple[str, ...]:
+    """Return the names of modules that PEFT trains whole, in a copy: those to save, and a sequence classifier's head."""
+    heads = ("classifier", "score") if shape.task == "sequence-classification" else ()
+    return (*(modules_to_save or ()), *heads)
 
 
 def notes(shape: ShapeData, lora: LoRA | None) -> list[str]:
@@ -79,13 +83,20 @@ def notes(shape: ShapeData, lora: LoRA | None) -> list[str]:
 
 
 @lru_cache(maxsize=512)
+def adapted(shape: ShapeData, lora: LoRA | None) -> tuple[Module, ...]:
+    """Return what `lora` adapts, as `find` does; () without one."""
+    return tuple(find(shape, lora.target_modules, lora.modules_to_save)) if lora else ()
+
+
+def is_adapted(shape: ShapeData, lora: LoRA | None, module: str) -> bool:
+    """Return whether the module of that name gets an adapter."""
+    return any(name == module for name, _, _ in adapted(shape, lora))
+
+
+@lru_cache(maxsize=512)
 def adapts_experts(shape: ShapeData, lora: LoRA | None) -> bool:
     """Return whether a linear layer beside fused experts is adapted under a name that PEFT gives to these too."""
-    if lora is None or not shape.num_experts:
-        return False
-    return any(
-        name.rpartition(".")[2] in FUSED for name, _, _ in find(shape, lora.target_modules, lora.modules_to_save)
-    )
+    return bool(shape.num_experts) and any(name.rpartition(".")[2] in FUSED for name, _, _ in adapted(shape, lora))
 
 
 @lru_cache(maxsize=512)
@@ -93,7 +104,7 @@ def differ_by_layer(shape: ShapeData, lora: LoRA | None) -> bool:
     """Return whether some layers get other adapters than the rest, as a pattern with a layer's number asks for."""
     if lora is None:
         return False
-    found = {name for name, _, _ in find(shape, lora.target_modules, lora.modules_to_save)}
+    found = {name for name, _, _ in adapted(shape, lora)}
     roles = {_role(name) for name in found}
     return any(_role(name) in roles and name not in found for name in modules(shape))
 

@@ -4,7 +4,7 @@ import dataclasses
 from dataclasses import dataclass
 
 from ..report.errors import RecipeError
-from .knobs import check, documented, knob
+from .knobs import Refusals, check, documented, knob, refuse
 
 PRECISIONS = ("fp32", "tf32", "fp16-mixed", "bf16-mixed", "fp16-true", "bf16-true")
 ATTENTION = ("eager", "sdpa", "flash_attention_2")
@@ -97,19 +97,20 @@ class Sharding:
 
     def __post_init__(self):
         check(self, "sharding.")
-        if self.rank >= self.world_size:
-            rest = f"ranks of {self.world_size} go from 0 to {self.world_size - 1}"
-            raise RecipeError("sharding.rank", self.rank, rest)
-        if self.stage not in STAGES[self.engine]:
-            allowed = " or ".join(map(str, STAGES[self.engine]))
-            raise RecipeError("sharding.stage", self.stage, f"engine {self.engine!r} has stage {allowed}")
-        if self.offload and self.engine not in ("fsdp", "deepspeed"):
-            raise RecipeError("sharding.offload", self.offload, "engines 'fsdp' and 'deepspeed' offload")
-        if self.offload == "parameters" and self.stage < 3:
-            raise RecipeError("sharding.offload", self.offload, "parameters can be offloaded at stage 3 only")
+        refuse(self, self._refusals(), "sharding.")
+
+    def _refusals(self) -> Refusals:
+        allowed = f"ranks of {self.world_size} go from 0 to {self.world_size - 1}"
+        yield "rank", self.rank >= self.world_size, allowed
+        stages = STAGES[self.engine]
+        yield "stage", self.stage not in stages, f"engine {self.engine!r} has stage {' or '.join(map(str, stages))}"
+        offloads = self.engine in ("fsdp", "deepspeed")
+        yield "offload", self.offload and not offloads, "engines 'fsdp' and 'deepspeed' offload"
+        third = self.offload == "parameters" and self.stage < 3
+        yield "offload", third, "parameters can be offloaded at stage 3 only"
         for name, engine in (("schedule", "pipeline"), ("micro_batches", "pipeline"), ("wrap", "fsdp")):
-            if getattr(self, name) != getattr(type(self), name) and self.engine != engine:
-                raise RecipeError(f"sharding.{name}", getattr(self, name), f"only engine {engine!r} knows it")
+            changed = getattr(self, name) != getattr(type(self), name)
+            yield name, changed and self.engine != engine, f"only engine {engine!r} knows it"
 
     def words(self) -> str:
         offload = f" · {self.offload} offloaded" if self.offload else ""

@@ -16,15 +16,14 @@ from typing import Any
 
 from ..report.errors import RecipeError
 from ..report.report import encode
-from . import liger, parallel_limits, samples
+from . import liger, lora_modules, parallel_limits, samples
 from .configuration import MOST_LAYERS, plain, read_json
 from .families import TASKS
-from .knobs import check, documented, knob, knobs, rebuild
+from .knobs import Refusals, check, documented, knob, knobs, rebuild, refuse
 from .optimizers import ALIASES, OPTIMIZERS, REFUSED, optimizer_arguments
 from .options import ATTENTION, DTYPES, HALF, LOOPS, PACKING, PRECISIONS, TRL, Loop, LoRA, Quantization, Sharding
 from .shapes import Shape, read_shape
 
-LEAST_BATCH = {"kto": 2}  # samples
 MOST = 2**24  # samples or tokens
 MOST_MICRO_BATCHES = 2**16  # each of them is run
 MOST_BYTES = 2**62  # of one tensor: PyTorch counts bytes in signed 64 bits
@@ -102,12 +101,7 @@ class Recipe:
         labels = 1 if self.trainer == "reward" else None  # the score
         self._set("shape", read_shape(self.model, num_layers=self.num_layers, task=self.task, num_labels=labels))
         self._fit_to_shape()
-        self._check_together()
-        self._check_dtype()
-        samples.check(self)
-        self._check_trainer()
-        liger.check(self)
-        parallel_limits.check(self)
+        refuse(self, self._refusals())
 
     def _set(self, name: str, value: Any) -> None:
         object.__setattr__(self, name, value)
@@ -140,97 +134,79 @@ class Recipe:
         if self.lora:
             shape.check_lora(self.lora.target_modules, self.lora.r)
 
-    def _check_together(self) -> None:
-        """Raise RecipeError for values that exclude each other."""
-        quantization, loop = self.quantization, self.loop
-        if quantization and not self.lora:
-            rest = "quantized weights cannot be trained: add lora=LoRA(...)"
-            raise RecipeError("quantization", quantization.quant_type, rest)
-        if quantization and self.lora.use_dora:
-            rest = "DoRA needs the norm of each weight, which is modelled for weights that are not quantized only"
-            raise RecipeError("lora.use_dora", True, rest)
-        if quantization and self.precision.endswith("-mixed") and quantization.quant_type == "int8":
-            raise RecipeError("precision", self.precision, "int8 bases are trained with a '-true' precision or 'fp32'")
+    def _refusals(self) -> Refusals:
+        """Values that exclude each other, and what the trainer, Liger or the ranks do not train."""
+        quantization, loop, flash = self.quantization, self.loop, self.attn_implementation == "flash_attention_2"
+        allowed = "quantized weights cannot be trained: add lora=LoRA(...)"
+        yield "quantization", quantization and not self.lora, allowed
+        allowed = "DoRA needs the norm of each weight, which is modelled for weights that are not quantized only"
+        yield "lora.use_dora", quantization and self.lora.use_dora, allowed
+        int8 = quantization and self.precision.endswith("-mixed") and quantization.quant_type == "int8"
+        yield "precision", int8, "int8 bases are trained with a '-true' precision or 'fp32'"
         compute = (quantization and quantization.compute_dtype) or self.precision
-        if self.attn_implementation == "flash_attention_2" and compute in ("fp32", "tf32", "float32"):
-            rest = "flash_attention_2 computes in fp16 and bf16 only: take a half precision, or 'sdpa'"
-            raise RecipeError("precision", self.precision, rest)
-        if loop.optimizer_in_backward and self.gradient_accumulation_steps > 1:
-            rest = "with optimizer_in_backward no gradient survives to accumulate: use 1"
-            raise RecipeError("gradient_accumulation_steps", self.gradient_accumulation_steps, rest)
-        if loop.optimizer_in_backward and self.sharding and self.sharding.world_size > 1:
-            raise RecipeError("loop", loop.name, "optimizer_in_backward is modelled for one device only")
+        allowed = "flash_attention_2 computes in fp16 and bf16 only: take a half precision, or 'sdpa'"
+        yield "precision", flash and compute in ("fp32", "tf32", "float32"), allowed
+        allowed = "with optimizer_in_backward no gradient survives to accumulate: use 1"
+        accumulates = self.gradient_accumulation_steps > 1
+        yield "gradient_accumulation_steps", loop.optimizer_in_backward and accumulates, allowed
+        sharded = self.sharding and self.sharding.world_size > 1
+        allowed = "optimizer_in_backward is modelled for one device only"
+        yield "loop", loop.optimizer_in_backward and sharded, allowed
+        yield from self._dtype_refusals()
+        yield from samples.refusals(self)
+        yield from self._trl_refusals() if self.trainer != "transformers" else ()
+        allowed = "only trainer 'dpo' and 'kto' have a reference model"
+        yield "precompute_ref_log_probs", self.precompute_ref_log_probs and self.trainer not in ("dpo", "kto"), allowed
+        allowed = f"only trainers {', '.join(TRL)} offload activations, and on one device here"
+        yield (
+            "activation_offloading",
+            self.activation_offloading and (self.trainer not in TRL or self.sharding),
+            allowed,
+        )
+        yield from liger.refusals(self)
+        yield from parallel_limits.refusals(self)
 
-    def _check_trainer(self) -> None:
-        """Raise RecipeError for what the trainer does not train, and for what only TRL's have."""
-        if self.trainer != "transformers":
-            self._check_trl()
-        if self.precompute_ref_log_probs and self.trainer not in ("dpo", "kto"):
-            raise RecipeError("precompute_ref_log_probs", True, "only trainer 'dpo' and 'kto' have a reference model")
-        if self.activation_offloading and (self.trainer not in TRL or self.sharding):
-            rest = f"only trainers {', '.join(TRL)} offload activations, and on one device here"
-            raise RecipeError("activation_offloading", True, rest)
-
-    def _check_trl_sharding(self, name: str) -> None:
-        engine = self.sharding.engine if self.sharding else "ddp"
-        if engine not in ("ddp", "fsdp", "deepspeed"):
-            raise RecipeError("sharding.engine", engine, f"{name} is modelled on 'ddp', 'fsdp' and 'deepspeed'")
-        if engine != "ddp" and (self.has_reference or (engine == "deepspeed" and self.precompute_ref_log_probs)):
-            rest = f"{name}'s reference model is modelled whole: add lora, which needs none, or take engine 'ddp'"
-            raise RecipeError("sharding.engine", engine, rest)
-        if engine == "deepspeed" and self.sharding.stage == 3 and self.lora:
-            rest = f"there {name} casts and checkpoints under adapters otherwise: take stage 2, or engine 'fsdp'"
-            raise RecipeError("sharding.stage", 3, rest)
-
-    def _check_trl(self) -> None:
-        """Raise RecipeError for what TRL's trainers do not train."""
-        shape, loop, name = self.shape, self.loop, TRL[self.trainer]
-        usual = dataclasses.replace(loop, max_grad_norm=1.0, empty_cache_steps=None)
+    def _trl_refusals(self) -> Refusals:
+        """What TRL's trainers do not train."""
+        shape, lora, quantization, name = self.shape, self.lora, self.quantization, TRL[self.trainer]
+        usual = dataclasses.replace(self.loop, max_grad_norm=1.0, empty_cache_steps=None)
         task = "sequence-classification" if self.trainer == "reward" else "causal-lm"
-        if shape.task != task:
-            raise RecipeError("trainer", self.trainer, f"{name} trains models for {task}, not for {shape.task}")
-        if usual != LOOPS["trainer"]:
-            raise RecipeError("loop", loop.name, f"{name} has the Trainer's loop without a cache: use loop='trainer'")
-        self._check_trl_sharding(name)
-        if self.batch_size < LEAST_BATCH.get(self.trainer, 1):
-            raise RecipeError("batch_size", 1, "KTOTrainer compares samples of a micro-batch: take at least 2")
-        if self.lora and not (
-            self.lora.autocast_adapter_dtype or self.quantization or self.trainer in ("sft", "reward")
-        ):
-            rest = f"{name} keeps a copy of adapters that it does not make itself, which are in fp32: leave it True"
-            raise RecipeError("lora.autocast_adapter_dtype", False, rest)
-        if self.quantization and self.quantization.prepare:
-            rest = f"{name} does not call prepare_model_for_kbit_training: say Quantization(prepare=False)"
-            raise RecipeError("quantization.prepare", True, rest)
-        if self.quantization and self.precision == "fp16-mixed":  # pytorch/pytorch#127176
-            rest = f"{name} makes a quantized base's adapters bfloat16, whose gradients the loss scaler refuses: take "
-            raise RecipeError("precision", self.precision, rest + "'bf16-mixed', or trainer='transformers'")
-        if (
-            self.lora
-            and self.trainer != "reward"
-            and shape.head
-            in (name for name, *_ in shape.lora_targets(self.lora.target_modules, self.lora.modules_to_save))
-        ):
-            rest = f"{name} refuses an adapter on {shape.head}, whose weight its fused head reads: leave that out"
-            raise RecipeError("lora.target_modules", self.lora.target_modules, rest)
+        yield "trainer", shape.task != task, f"{name} trains models for {task}, not for {shape.task}"
+        allowed = f"{name} has the Trainer's loop without a cache: use loop='trainer'"
+        yield "loop", usual != LOOPS["trainer"], allowed
+        engine = self.sharding.engine if self.sharding else "ddp"
+        allowed = f"{name} is modelled on 'ddp', 'fsdp' and 'deepspeed'"
+        yield "sharding.engine", engine not in ("ddp", "fsdp", "deepspeed"), allowed
+        whole = self.has_reference or (engine == "deepspeed" and self.precompute_ref_log_probs)
+        allowed = f"{name}'s reference model is modelled whole: add lora, which needs none, or take engine 'ddp'"
+        yield "sharding.engine", engine != "ddp" and whole, allowed
+        allowed = f"there {name} casts and checkpoints under adapters otherwise: take stage 2, or engine 'fsdp'"
+        yield "sharding.stage", engine == "deepspeed" and self.sharding.stage == 3 and lora, allowed
+        allowed = "KTOTrainer compares samples of a micro-batch: take at least 2"
+        yield "batch_size", self.trainer == "kto" and self.batch_size < 2, allowed
+        keeps_copy = lora and not (quantization or self.trainer in ("sft", "reward"))
+        allowed = f"{name} keeps a copy of adapters that it does not make itself, which are in fp32: leave it True"
+        yield "lora.autocast_adapter_dtype", keeps_copy and not lora.autocast_adapter_dtype, allowed
+        allowed = f"{name} does not call prepare_model_for_kbit_training: say Quantization(prepare=False)"
+        yield "quantization.prepare", quantization and quantization.prepare, allowed
+        allowed = f"{name} makes a quantized base's adapters bfloat16, whose gradients the loss scaler refuses: take "
+        allowed += "'bf16-mixed', or trainer='transformers'"
+        yield "precision", quantization and self.precision == "fp16-mixed", allowed  # pytorch/pytorch#127176
+        fused = lora and self.trainer != "reward" and lora_modules.is_adapted(shape, lora, shape.head)
+        allowed = f"{name} refuses an adapter on {shape.head}, whose weight its fused head reads: leave that out"
+        yield "lora.target_modules", fused, allowed
 
-    def _check_dtype(self) -> None:
-        """Raise RecipeError for a `dtype` that the precision contradicts, and for trained weights that libraries refuse."""
+    def _dtype_refusals(self) -> Refusals:
+        """A `dtype` that the precision contradicts, and trained weights that libraries refuse."""
         dtype, (form, _, kind) = self.weights_dtype, self.precision.partition("-")
-        if kind == "true" and dtype not in (HALF[form], self.implied_dtype):
-            rest = f"precision {self.precision!r} keeps the weights in {HALF[form]}: '{form}-mixed' computes in it only"
-            raise RecipeError("dtype", dtype, rest)
-        if kind != "mixed" or not self._trains_half():
-            return
-        engine = self.sharding and self.sharding.engine
-        if engine == "fsdp" and dtype != self.implied_dtype:
-            rest = "accelerate casts what FSDP trains in mixed precision to fp32: take 'float32' or fp32 adapters"
-            raise RecipeError("dtype", dtype, rest)
-        if form == "fp16" and engine != "deepspeed":
-            rest = (
-                "the loss scaler of 'fp16-mixed' unscales no half-precision gradients: what is trained has to be fp32"
-            )
-            raise RecipeError("dtype", dtype, rest)
+        half, engine = HALF.get(form), self.sharding and self.sharding.engine
+        allowed = f"precision {self.precision!r} keeps the weights in {half}: '{form}-mixed' computes in it only"
+        yield "dtype", kind == "true" and dtype not in (half, self.implied_dtype), allowed
+        in_half = kind == "mixed" and self._trains_half()
+        allowed = "accelerate casts what FSDP trains in mixed precision to fp32: take 'float32' or fp32 adapters"
+        yield "dtype", in_half and engine == "fsdp" and dtype != self.implied_dtype, allowed
+        allowed = "the loss scaler of 'fp16-mixed' unscales no half-precision gradients: what is trained has to be fp32"
+        yield "dtype", in_half and form == "fp16" and engine != "deepspeed", allowed
 
     def _trains_half(self) -> bool:
         """Whether trained weights are in half precision; adapters are where PEFT does not cast them to fp32."""

@@ -4,6 +4,7 @@ from operator import gt
 from typing import Any
 
 from ..report.errors import RecipeError
+from .knobs import Refusals
 
 MOST = 2**24  # tokens of a sample
 
@@ -41,32 +42,25 @@ def shape_of(lengths: tuple[int, ...], joins: bool, multiple: int | None = None)
     return (1 if joins else len(lengths)), -(-width // multiple) * multiple
 
 
-def check(recipe: Any) -> None:
-    """Raise RecipeError for samples that no collator makes a batch of."""
+def refusals(recipe: Any) -> Refusals:
+    """Samples that no collator makes a batch of."""
     lengths, batch, longest, sharding = recipe.lengths or (), recipe.batch_size, recipe.seq_len, recipe.sharding
+    allowed = "it is for TRL's SFTTrainer only: say trainer='sft' or leave it out"
     for name in ("packing", "padding_free", "completion_lengths"):
-        if (value := getattr(recipe, name)) and recipe.trainer != "sft":
-            raise RecipeError(name, value, "it is for TRL's SFTTrainer only: say trainer='sft' or leave it out")
+        yield name, getattr(recipe, name) and recipe.trainer != "sft", allowed
     if not recipe.is_ragged:
         return
-    if recipe.trainer not in ("transformers", "sft"):
-        raise RecipeError("trainer", recipe.trainer, "it is modelled for samples of one length only")
-    if sharding and sharding.engine in ("tensor", "pipeline"):
-        raise RecipeError("sharding.engine", sharding.engine, "it is modelled for samples of one length only")
-    if recipe.shape.features:
-        name = "lengths" if lengths else "pad_to_multiple_of"
-        raise RecipeError(name, getattr(recipe, name), "images and sound are not padded: leave it out")
+    allowed = "it is modelled for samples of one length only"
+    yield "trainer", recipe.trainer not in ("transformers", "sft"), allowed
+    yield "sharding.engine", sharding and sharding.engine in ("tensor", "pipeline"), allowed
+    name = "lengths" if lengths else "pad_to_multiple_of"
+    yield name, recipe.shape.features, "images and sound are not padded: leave it out"
     if lengths and max(lengths) > longest:
         raise RecipeError("lengths", max(lengths), f"seq_len, the longest sample, is {longest}")
     if lengths and packs(recipe) and sum(lengths) > batch * longest:
         raise RecipeError("lengths", sum(lengths), f"{batch} × {longest} tokens are a micro-batch's most")
-    if lengths and not packs(recipe) and len(lengths) != batch:
-        raise RecipeError("batch_size", batch, f"lengths says {len(lengths)} samples")
-    _check_completions(recipe)
-
-
-def _check_completions(recipe: Any) -> None:
+    wrong = lengths and not packs(recipe) and len(lengths) != batch
+    yield "batch_size", wrong, f"lengths says {len(lengths)} samples"
     labelled, tokens = recipe.completion_lengths or (), recipe.samples
-    if labelled and (len(labelled) != len(tokens) or any(map(gt, labelled, tokens))):
-        allowed = f"say one for each sample ({len(tokens)}), and no more than it has"
-        raise RecipeError("completion_lengths", labelled, allowed)
+    wrong = labelled and (len(labelled) != len(tokens) or any(map(gt, labelled, tokens)))
+    yield "completion_lengths", wrong, f"say one for each sample ({len(tokens)}), and no more than it has"

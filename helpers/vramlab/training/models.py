@@ -10,6 +10,7 @@ import warnings
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 
+from ..recipe import lora_modules
 from ..recipe.configuration import reason
 from ..recipe.families import TASKS
 from ..recipe.liger import kernels
@@ -154,11 +155,10 @@ def _adapters(model: torch.nn.Module, recipe: Recipe) -> torch.nn.Module:
 
     values = dataclasses.asdict(recipe.lora)
     cast = values.pop("autocast_adapter_dtype")
-    save = values["modules_to_save"]
     for name in ("modules_to_save", "target_parameters"):
         values[name] = list(values[name]) if values[name] else None
     # by name, so that PEFT adapts what the shape says (its "all-linear" would take Mixtral's experts whole)
-    values["target_modules"] = [name for name, _, _ in recipe.shape.lora_targets(recipe.lora.target_modules, save)]
+    values["target_modules"] = [name for name, _, _ in lora_modules.adapted(recipe.shape, recipe.lora)]
     values["task_type"] = TASKS[recipe.shape.task].peft
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*fan_in_fan_out.*")  # GPT-2's Conv1D; PEFT sets it right itself
