@@ -5,7 +5,7 @@ trains the same in this process, on the whole global batch. A few steps give the
 the bytes.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,6 +23,7 @@ from vramlab.tracking.tracked import run_tracked
 from vramlab.tracking.tracker import Tracker
 from vramlab.training import process_group
 from vramlab.training.engine import Training
+from vramlab.training.engines.pipeline import Pipeline
 from vramlab.training.training import train_step
 from vramlab_course.collectives import Collectives, Traffic
 from vramlab_course.ranks import alone, build_on_rank
@@ -163,10 +164,20 @@ def losses_of_step(training: Training, on_phase: Callable[[str], None] = lambda 
 def whole_gradients(training: Training) -> dict[str, torch.Tensor]:
     """Gather the model's gradients: all of them on rank 0, and on another only those that no other rank has."""
     with torch.utils._python_dispatch._disable_current_modes():  # what is gathered here is no part of the step
-        found = {
-            name: t.detach().to("cpu", torch.float32, copy=True) for name, t in training.engine.gradients(training)
-        }
-    return found if process_group.rank() == 0 or training.engine.ranks_differ else {}
+        found = {name: t.detach().to("cpu", torch.float32, copy=True) for name, t in gradients(training)}
+    return found if process_group.rank() == 0 or isinstance(training.engine, Pipeline) else {}
+
+
+def gradients(training: Training) -> Iterator[tuple[str, torch.Tensor]]:
+    """(name as in the whole model, whole gradient) before the update. All ranks have to ask: shards are gathered."""
+    recipe, whole = training.engine.recipe, lambda parameter: parameter.grad
+    if recipe and recipe.sharding.engine == "deepspeed" and recipe.sharding.stage:
+        from deepspeed.utils import safe_get_full_grad as whole
+
+    for name, parameter in training.model.named_parameters():
+        if parameter.requires_grad and (gradient := whole(parameter)) is not None:
+            gradient = gradient.full_tensor() if hasattr(gradient, "full_tensor") else gradient
+            yield name.removeprefix("module."), gradient  # DDP's and DeepSpeed's
 
 
 def tracked_report(recipe: Recipe, device: str, steps: int) -> Report:

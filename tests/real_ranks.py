@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from compared_ranks import losses_of_step
+from compared_ranks import gradients, losses_of_step
 from quick import params
 from torch.utils._python_dispatch import _disable_current_modes
 from vramlab.measurement.launch import Launcher
@@ -174,7 +174,7 @@ def learned(recipe: Recipe, steps: int = 3) -> dict[str, Any]:
     def on_phase(name: str) -> None:
         if name == "step":
             with _disable_current_modes():  # what is gathered here is no part of the step
-                for parameter, gradient in training.engine.gradients(training):
+                for parameter, gradient in gradients(training):
                     tensors[f"gradient {len(losses)} {parameter}"] = gradient.detach().float().clone()
 
     for step in range(steps):

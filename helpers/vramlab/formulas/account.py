@@ -17,22 +17,13 @@ from ..recipe.options import LoRA
 from ..recipe.recipe import Recipe
 from ..recipe.shapes import Shape
 from ..report.report import CATEGORIES
+from . import model_states
 from .deepspeed import DeepSpeedModel, gradient_reduction
 from .fsdp import FsdpModel
 from .fused_head import reference_recipe
 from .ledger import Entry, Parameter, Tensor
 from .model import ROOT, Model
 from .model_parallel import PipelineStage, TensorParallelModel, is_model_parallel
-from .model_states import (
-    CacheKey,
-    cached_table,
-    compute_recipe,
-    first_layers,
-    is_sharded_by,
-    is_tied_head_copied,
-    is_trained_whole,
-    trained_whole,
-)
 from .nearest import nearest
 
 SHARED = ("zeros", "mask")  # operators whose result all layers share
@@ -44,20 +35,14 @@ Split = dict[str, int]  # category to bytes
 class Account:
     """The forward and backward pass of one micro-batch.
 
-    Args:
-        gradients_exist: new gradients are added to those of an earlier micro-batch, or zeroed in place.
-    Attributes:
-        m: the ledger, a `Model`. `kept`: tensors that the loop keeps alive after the step.
-        approximate: the architecture has no layout; activations are those of a decoder with its matrices (`nearest`).
-        live: bytes allocated after each event, of the layers that are run.
-        pieces: phase to (first event, last event, what layers that are not run add there).
-        autocast_end, forward_end, end: events at which these are over.
+    `gradients_exist`: new gradients are added to those of an earlier micro-batch, or zeroed in place. Attributes that end
+    in "end" are events.
     """
 
     def __init__(self, recipe: Recipe, chip: Chip = DEFAULT_CHIP, gradients_exist: bool = False):
-        asked, recipe = recipe, compute_recipe(recipe)
+        asked, recipe = recipe, model_states.compute_recipe(recipe)
         shape = recipe.shape
-        self.approximate = shape.layout is None
+        self.approximate = shape.layout is None  # activations are those of a decoder with its matrices (`nearest`)
         if self.approximate:
             shape = nearest(recipe)
         self.m = m = _model_class(recipe)(recipe, shape, _parameters(recipe, shape), chip)
@@ -75,12 +60,12 @@ class Account:
             m.leaves.clear()
         m.finish()
         self.end = len(m.events)
-        live = self.live = [0]
+        live = self.live = [0]  # bytes after each event
         for event, entry in enumerate(m.events):
             if entry.birth != event:
                 entry.death = event
             live.append(live[-1] + (entry.allocated if entry.birth == event else -entry.allocated))
-        self.pieces = self._pieces()
+        self.pieces = self._pieces()  # phase to (first event, last event, what layers that are not run add there)
         self.at_peaks: dict[str, list[tuple[int, Entry]]] = {}
 
     def _forward(self) -> Tensor:
@@ -217,34 +202,34 @@ def _model_class(recipe: Recipe) -> type[Model]:
 
 def kept_account(recipe: Recipe, chip: Chip, gradients_exist: bool) -> Account:
     """Return the account from a cache of the last few: recipes that differ only in optimizer or rank share one."""
-    r, part = recipe, (compute_recipe(recipe).precision,)
+    r, part = recipe, (model_states.compute_recipe(recipe).precision,)
     optim = (r.optim, r.optim_args) if r.loop.optimizer_in_backward else None
     if is_model_parallel(r):
         part = (*part, r.sharding)
-    elif is_sharded_by(r, "fsdp") or gradient_reduction(r):  # all ranks compute alike
+    elif model_states.is_sharded_by(r, "fsdp") or gradient_reduction(r):  # all ranks compute alike
         part = (*part, dataclasses.replace(r.sharding, rank=0))
     sizes = (r.shape, r.rows, r.samples, r.joins, r.gradient_checkpointing, r.attn_implementation, kernels(r))
     kind = (r.trainer, r.precompute_ref_log_probs, r.precision, r.dtype, r.lora, r.quantization, r.loop, optim)
     key = (*sizes, *kind, r.labelled, chip, gradients_exist, part)
-    return cached_account(CacheKey(key, recipe, chip, gradients_exist))
+    return cached_account(model_states.CacheKey(key, recipe, chip, gradients_exist))
 
 
 @lru_cache(maxsize=32)
-def cached_account(key: CacheKey) -> Account:
+def cached_account(key: model_states.CacheKey) -> Account:
     """Make the account of `key.arguments`."""
     return Account(*key.arguments)
 
 
 def _parameters(recipe: Recipe, shape: Shape) -> dict[str, Parameter]:
     """Make the parameters that the ledger needs, by name; a tied head is another name for the embedding."""
-    layers = 3 if is_sharded_by(recipe, "fsdp") else 2
+    layers = 3 if model_states.is_sharded_by(recipe, "fsdp") else 2
     rows = _parameter_settings(shape, recipe.weights_dtype, recipe.quantization, recipe.lora, layers)
     found, head = {row[0]: Parameter(*row) for row in rows}, shape.head
     words = next((name for name, weight in found.items() if weight.shape[0] == shape.vocab_size), None)
     if f"{head}.weight" not in found and words:  # a stage in the middle has neither
-        saved, table = trained_whole(shape, recipe.lora), found[words]
-        trained = is_tied_head_copied(shape, saved)
-        if trained or is_trained_whole(words, saved):  # a copy of one of them unties them
+        saved, table = model_states.trained_whole(shape, recipe.lora), found[words]
+        trained = model_states.is_tied_head_copied(shape, saved)
+        if trained or model_states.is_trained_whole(words, saved):  # a copy of one of them unties them
             table = Parameter(f"{head}.weight", table.shape, table.width, trained)
         found[f"{head}.weight"] = table
         if "cls.predictions.bias" in found:
@@ -255,10 +240,10 @@ def _parameters(recipe: Recipe, shape: Shape) -> dict[str, Parameter]:
 @lru_cache(maxsize=512)
 def _parameter_settings(shape: Shape, dtype: str, quantization, lora: LoRA | None, layers: int) -> list[tuple]:
     """List (name, shape, width, trained, quantized) of the weights outside the layers and in the first layers."""
-    table = cached_table(shape, (dtype, quantization, lora, "sgd", None, False))
-    rows, whole, found = {(row.name, row.shape): row for row in table}, trained_whole(shape, lora), []
-    for name, role, size in first_layers(shape, layers):
-        row, copied = rows[role, size], bool(whole) and is_trained_whole(name, whole)
+    table = model_states.cached_table(shape, (dtype, quantization, lora, "sgd", None, False))
+    rows, whole, found = {(row.name, row.shape): row for row in table}, model_states.trained_whole(shape, lora), []
+    for name, role, size in model_states.first_layers(shape, layers):
+        row, copied = rows[role, size], bool(whole) and model_states.is_trained_whole(name, whole)
         found.append((name, size, row.width, row.trained or copied, None if copied else row.quantized))
     names = {row[0] for row in found}
     for name, inside, out in lora_modules.adapted(shape, lora):

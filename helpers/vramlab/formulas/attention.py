@@ -5,30 +5,12 @@ of scores, batch × heads × tokens², exists only with single operators ("eager
 """
 
 from math import prod
-from typing import NamedTuple
 
 from ..hardware.kernels import efficient_scratch, sdp_backend
 from ..hardware.overhead import rounded
 from .ledger import Tensor
 from .model_states import FP32, HALF
 from .operators import BOOL, INT64, Operators
-
-
-class Eager(NamedTuple):
-    """What a family does between scores and values, in single operators.
-
-    Attributes:
-        softmax_fp32: see `probabilities`. `cap`: scores go through tanh (Gemma 2).
-        second_mask: added after the first, which has T5's positions.
-        in_place: scores are scaled in place, and one head of keys is broadcast over a single sequence (Falcon).
-        sinks: a column more, less the maximum, which is cut off after the softmax (GPT-OSS).
-    """
-
-    softmax_fp32: bool | None = True
-    cap: bool = False
-    second_mask: Tensor | None = None
-    in_place: bool = False
-    sinks: bool = False
 
 
 class Attention(Operators):
@@ -39,13 +21,14 @@ class Attention(Operators):
         causal: tokens see earlier ones only. `grouping`: fewer heads of keys go to sdpa as they are (`enable_gqa`).
         joined_samples: sequences that one row is joined of, 0 if rows are samples.
         padded: tokens of each sample, where rows are padded.
+        layout, setting: the family's layout, and the configuration's `get`.
         layer_holds: tensors that live to the end of the layer, because its modules return or name them.
     """
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, p: float, eager=None) -> Tensor:
-        """Attend with dropout `p`; return batch × tokens × (heads · channels)."""
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, p: float, *eager) -> Tensor:
+        """Attend with dropout `p`; return batch × tokens × (heads · channels). `eager`: more of `eager_attention`."""
         if self.implementation == "eager":
-            return self.eager_attention(q, k, v, mask, p, eager or Eager())
+            return self.eager_attention(q, k, v, mask, p, *eager)
         b, heads, n, d = q.shape
         if self.implementation == "flash_attention_2" and self.padded:
             return self.unpadded_attention(q, k, v, p)
@@ -86,9 +69,8 @@ class Attention(Operators):
 
         def taken(x: Tensor) -> Tensor:
             flat = self.copy(x) if x.packed and x.shape[1] > 1 else x
-            return self.op(
-                "index", [flat], (1, x.shape[1], rows, d), x.width, saves=[places], extra=prod(x.shape) * x.width
-            )
+            shape, extra = (1, x.shape[1], rows, d), prod(x.shape) * x.width
+            return self.op("index", [flat], shape, x.width, saves=[places], extra=extra)
 
         inputs = [taken(x) for x in (self.cast(q), self.cast(k), self.cast(v))]
         del q, k, v
@@ -122,16 +104,19 @@ class Attention(Operators):
         self.autocast = autocast
         return y
 
-    def eager_attention(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, p: float, eager: Eager) -> Tensor:
-        """Compute softmax(q kᵀ · scale + mask) v in single operators, as transformers' `eager_attention_forward`."""
-        softmax_fp32, cap, second_mask, in_place, sinks = eager
-        b, heads, n, _ = q.shape
+    def eager_attention(self, q, k, v, mask, p: float, second_mask: Tensor | None = None, sinks=False) -> Tensor:
+        """Compute softmax(q kᵀ · scale + mask) v in single operators, as transformers' `eager_attention_forward`.
+
+        `second_mask`: added too, where the first has T5's positions. `sinks`: a column more, less the maximum, which is cut
+        off after the softmax (GPT-OSS).
+        """
+        (b, heads, n, _), in_place = q.shape, self.layout.scores_in_place
         if not (in_place and b == 1):
             k, v = self.repeat(k, heads), self.repeat(v, heads)
         scores = self.matmul(self.copied(q), self.copied(k), b, heads, n, k.shape[2])
         if not in_place:
             scores = self.scale(scores)
-        if cap:
+        if self.setting("attn_logit_softcapping", None):  # Gemma 2
             scores = self.scale(self.unary("tanh", self.scale(scores)))
         unmasked = scores if in_place else None
         for added in (mask, second_mask):
@@ -139,7 +124,7 @@ class Attention(Operators):
                 scores = self.add(scores, added)
         if sinks:
             scores = self.scale(self.cat([scores], b, heads, n, k.shape[2] + 1), "add")
-        scores = self.softmax(scores) if sinks else self.probabilities(scores, softmax_fp32, q.width)
+        scores = self.softmax(scores) if sinks else self.probabilities(scores, self.layout.fp32_softmax, q.width)
         scores.packed = scores.packed or sinks  # heads lie in order, with one column to skip
         del unmasked
         scores = self.dropout(scores, p)

@@ -25,7 +25,7 @@ from .ledger import Parameter, Tensor
 from .model import Model
 from .model_states import FP32, HALF, ParameterRow, RankBytes, compute_recipe, parameter_table
 from .param_coordinator import gathered
-from .step import copies, has_copies
+from .step import copies
 
 ALL_REDUCED = 500_000_000  # elements that stage 0 reduces at a time (runtime/engine.py, MEMORY_OPT_ALLREDUCE_SIZE)
 SUB_GROUP = 1_000_000_000  # elements (`sub_group_size`, zero/config.py; zero/stage3.py, _create_fp16_sub_groups)
@@ -41,31 +41,24 @@ def deepspeed_bytes(recipe: Recipe) -> RankBytes:
 
 
 class _Rank:
-    """One rank's partitions of the recipe `asked`.
-
-    Attributes:
-        precision_set: DeepSpeed's configuration has the weights' precision, or it is fp32.
-        groups: trained tensors by parameter group; `parts`: elements that the rank has of each.
-        width: bytes of a weight. `bucket`: bytes of the buffer that gradients are reduced in.
-        foreach: how many temporaries the optimizer has, each as large as what it updates.
-    """
+    """One rank's partitions of the recipe `asked`."""
 
     def __init__(self, asked: Recipe):
         self.recipe, self.sharding = compute_recipe(asked), asked.sharding
         self.rows = [row for row in model_states.tensors_in_order(self.recipe) if row.trained]
-        self.width = max((row.width for row in self.rows), default=FP32)
+        self.width = max((row.width for row in self.rows), default=FP32)  # bytes of a weight
         self.mixed = asked.precision.endswith("-mixed")
-        self.precision_set = self.mixed or self.width == FP32
+        self.precision_set = self.mixed or self.width == FP32  # DeepSpeed's configuration has it, or it is fp32
         self.elements_of_bucket = HIDDEN["reduce_bucket_size"](self.recipe.shape.hidden_size)
-        self.bucket = self.elements_of_bucket * self.width
-        self.foreach = copies(self.recipe)[0] if has_copies(self.recipe) else 0
+        self.bucket = self.elements_of_bucket * self.width  # bytes of the buffer that gradients are reduced in
+        self.foreach = copies(self.recipe)[0]  # temporaries as large as the weights
         trainer = self.recipe.loop.name == "trainer"
         split = [[row for row in self.rows if row.decayed or not trainer]]
         split.append([row for row in self.rows if trainer and not row.decayed])
-        self.groups = [group for group in split if group]
+        self.groups = [group for group in split if group]  # trained tensors by parameter group
         if self.sharding.stage == 3:
             self.groups = [part for group in self.groups for part in self._sub_groups(group)]
-        self.parts = [self._part(group) for group in self.groups]
+        self.parts = [self._part(group) for group in self.groups]  # elements that the rank has of each
 
     def _part(self, rows: list[ParameterRow]) -> int:
         ranks = self.sharding.world_size
@@ -113,9 +106,7 @@ class _Rank:
     def stage_1_or_2(self) -> RankBytes:
         """Keep this rank's gradients to the step, whole where its partition begins or ends within one."""
         stage, precision_set, found = self.sharding.stage, self.precision_set, self._partitioned()
-        pieces = [
-            piece for rows, part in zip(self.groups, self.parts, strict=True) for piece in self._pieces(rows, part)
-        ]
+        pieces = [piece for group in zip(self.groups, self.parts, strict=True) for piece in self._pieces(*group)]
         width = self.width if precision_set else FP32
         if self.sharding.offload:
             gradients, temporaries = 0, 0
@@ -156,11 +147,8 @@ class _Rank:
             largest = max((ceil(prod(row.shape) / sharding.world_size) for row in self.rows), default=0)
             beside = max(FP32 * self.foreach, self.width)
             temporaries = max(FP64 * largest, (FP32 + beside) * max(self.parts))
-        return replace(
-            found,
-            always=(found.always if not sharding.offload else {}) | always,
-            temporaries=temporaries,
-        )
+        masters = found.always if not sharding.offload else {}
+        return replace(found, always=masters | always, temporaries=temporaries)
 
     def _pieces(self, rows: list[ParameterRow], part: int) -> list[tuple[int, int]]:
         """List (elements in the partition, elements) of each tensor of a group that the rank has some of."""
@@ -220,7 +208,7 @@ def _gathered_bytes(recipe: Recipe) -> dict[str, int]:
     if sharding.world_size == 1:
         return {}
     width = model_states.weight_width(recipe.weights_dtype, recipe.quantization)
-    sizes = {part: n * width for part, n in gathered(recipe.shape)._asdict().items()}
+    sizes = {part: n * width for part, n in gathered(recipe.shape).items()}
     if sharding.offload == "parameters":  # a rank's part is copied to the device, then gathered
         sizes["forward"] += width * max(ceil(prod(row.shape) / sharding.world_size) for row in parameter_table(recipe))
     return sizes

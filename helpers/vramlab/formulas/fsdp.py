@@ -30,20 +30,14 @@ from .nearest import nearest
 
 @dataclass(eq=False)
 class Unit:
-    """Weights that are gathered together (an `FSDPParamGroup`).
+    """Weights that are gathered together (an `FSDPParamGroup`)."""
 
-    Attributes:
-        sizes: (shape, width, how many, trained) of the weights. `written`: those that are in the ledger.
-        keep: stays gathered from the forward to the backward pass. `done`: its gradients are reduced.
-        flat, copied: the buffer it is gathered into, and the weights copied out of that.
-    """
-
-    sizes: list[tuple[tuple[int, ...], int, int, bool]] = field(default_factory=list)
-    written: list[Parameter] = field(default_factory=list)
-    keep: bool = False
-    flat: Block | None = None
-    copied: Block | None = None
-    done: bool = False
+    sizes: list[tuple[tuple[int, ...], int, int, bool]] = field(default_factory=list)  # shape, width, count, trained
+    written: list[Parameter] = field(default_factory=list)  # those that are in the ledger
+    keep: bool = False  # stays gathered from the forward to the backward pass
+    flat: Block | None = None  # the buffer it is gathered into
+    copied: Block | None = None  # the weights copied out of that
+    done: bool = False  # its gradients are reduced
 
 
 def padded(shape: tuple[int, ...], ranks: int) -> int:
@@ -65,10 +59,7 @@ def _stored(shape: tuple[int, ...], width: int, quantized: str | None) -> tuple[
 
 
 def unit_of(name: str, recipe: Recipe) -> str:
-    """Return the key of the unit of the weight `name` (* may be a layer's number): a layer's prefix, TAIL, ROOT or a module.
-
-    Plain loops leave what is in no layer to the root; accelerate gives units to the embedding and to the last norm and head.
-    """
+    """Return the key of the unit of a weight (* may be a layer's number): a layer's prefix, TAIL, ROOT or a module."""
     shape = recipe.shape
     if recipe.sharding.wrap == "model":
         return ROOT
@@ -76,7 +67,7 @@ def unit_of(name: str, recipe: Recipe) -> str:
     number = next((i for i, part in enumerate(parts) if part == "*" or part.isdigit()), None)
     if number is not None:
         return ".".join(parts[: number + 1])
-    if recipe.loop.name != "trainer":
+    if recipe.loop.name != "trainer":  # accelerate gives units to the embedding and to the last norm and head
         return ROOT
     layout = shape.layout or nearest(recipe).layout
     module, embedding = name.rpartition(".")[0], layout.modules[0][0]
@@ -87,20 +78,15 @@ def unit_of(name: str, recipe: Recipe) -> str:
 
 
 class FsdpModel(Model):
-    """The ledger of an FSDP rank: `Model` with the hooks of `fully_shard`.
-
-    Attributes:
-        first_unit: key of the input embedding's unit. `order`: units in the order of their forward passes.
-        flat: the buffer that the next all-gather frees. `reducing`: the input of the last reduce-scatter.
-    """
+    """The ledger of an FSDP rank: `Model` with the hooks of `fully_shard`."""
 
     def shard(self, asked: Recipe, gradients_exist: bool) -> None:
         sharding = asked.sharding
         self.asked, self.ranks, self.frees = asked, sharding.world_size, sharding.stage == 3
         self.mixed = asked.precision.endswith("-mixed")
-        self.flat = self.reducing = None
+        self.flat = self.reducing = None  # what the next all-gather frees, and the input of the last reduce-scatter
         self.shards: list[Block] = []
-        self.order: list[Unit] = []
+        self.order: list[Unit] = []  # in which forward passes come
         self.units: defaultdict[str, Unit] = defaultdict(Unit)
         for row in parameter_table(asked):
             if "*" not in (key := unit_of(row.name, asked)):

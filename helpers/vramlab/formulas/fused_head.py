@@ -27,9 +27,8 @@ def with_its_adapters(recipe: Recipe) -> Recipe:
     if recipe.trainer == "transformers":
         return recipe
     if recipe.shape.experts_per_token:
-        allowed = (
-            f"the formulas do not know the balancing loss that {TRL[recipe.trainer]} adds for a mixture: ask simulate"
-        )
+        name = TRL[recipe.trainer]
+        allowed = f"the formulas do not know the balancing loss that {name} adds for a mixture: ask simulate"
         raise RecipeError("trainer", recipe.trainer, allowed)
     if recipe.shape.family == "falcon" and recipe.attn_implementation == "eager" and recipe.passes_without_gradients:
         allowed = "the formulas do not know what Falcon's loop keeps of scores without gradients: ask simulate"

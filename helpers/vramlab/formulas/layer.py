@@ -11,7 +11,7 @@ from ..hardware.gpu import Chip
 from ..recipe.recipe import Recipe
 from ..recipe.shapes import Shape
 from . import liger
-from .attention import Attention, Eager
+from .attention import Attention
 from .ledger import Parameter, Tensor
 from .model_states import FP32, HALF, joined_samples, weight_width
 from .operators import BOOL, INT64
@@ -125,9 +125,7 @@ class Layer(Attention):
         mask, second = (*bias, None)[:2]
         if t5 and self.implementation != "eager":
             mask = self.bias_mask(mask)
-        cap = bool(self.setting("attn_logit_softcapping", None))
-        eager = Eager(layout.fp32_softmax, cap, second, layout.scores_in_place, "sinks" in at)
-        y = self.attend(q, k, v, mask, s.attention_dropout, eager)
+        y = self.attend(q, k, v, mask, s.attention_dropout, second, "sinks" in at)
         return self.linear(y, at[f"{cross}out"])
 
     def latent(self, at: dict[str, str], x: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -73,9 +73,8 @@ def _chunk(m: Operators, x: Tensor, weight: Parameter, chunk: int) -> None:
     in_place = x.width == weight.width == width  # products write where there is room (`out=`)
     tensor_cores = width == HALF and m.chip.capability >= (8, 0)
     for _ in range(2):
-        casts = [
-            m.tensor("to", s, width) for s, w in (((chunk, h), x.width), (weight.shape, weight.width)) if w != width
-        ]
+        given = ((chunk, h), x.width), (weight.shape, weight.width)
+        casts = [m.tensor("to", shape, width) for shape, own in given if own != width]
         logits = m.block("mm", (chunk, vocabulary), width)
         del casts
         if not in_place:

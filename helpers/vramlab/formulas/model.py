@@ -37,24 +37,18 @@ class Section:
 
 
 class Model(Layer):
-    """The ledger of one micro-batch; engines for many ranks override its first methods.
+    """The ledger of one micro-batch; engines for many ranks override its first methods."""
 
-    Attributes:
-        sections: the layers that stand for others.
-        gathers_layers: each layer gathers its own weights, and prefetches the next one's.
-        other_gradients: bytes of gradients that no entry has.
-        metrics: what TRL's trainers that learn from preferences make of the head's results.
-        inputs: the embedded tokens, which a decoder's forward pass has a name for until it returns; only where the
-            first layer is run apart (LoRA), as a layer that stands for others frees what it is given.
-    """
-
-    gathers_layers, other_gradients = False, 0
+    gathers_layers = False  # each layer gathers its own weights, and prefetches the next one's
+    other_gradients = 0  # bytes of gradients that no entry has
+    # The embedded tokens, which a decoder's forward pass has a name for until it returns; only where the first layer is run
+    # apart (LoRA), as a layer that stands for others frees what it is given.
     inputs: Tensor | None = None
-    metrics: list[Tensor] | None = None
+    metrics: list[Tensor] | None = None  # what TRL's trainers that learn from preferences make of the head's results
 
     def __init__(self, recipe: Recipe, shape: Shape, parameters: dict[str, Parameter], chip: Chip):
         super().__init__(recipe, shape, parameters, chip)
-        self.sections: list[Section] = []
+        self.sections: list[Section] = []  # the layers that stand for others
         self.leaves: list[Leaf] = []  # which the graph holds, and so the loss, as long as the loop keeps that
         self.embeddings = [name for name, kind in shape.layout.modules if kind == "embedding"]
 
@@ -135,11 +129,8 @@ class Model(Layer):
         """Run as few of `count` layers as say what all do: one that stands for the others, and those that differ.
 
         The first differs where its input requires no gradient (LoRA); in an encoder–decoder the last, which starts gradients
-        of what all share, and under checkpointing the first, which makes it.
-
-        Args:
-            first: a list with the input of the first layer, emptied so that the input is freed with that layer.
-            start: number of the first layer.
+        of what all share, and under checkpointing the first, which makes it. `first`: a list with the first layer's input,
+        emptied so that this is freed with the layer; `start`: its number.
         """
         x = first.pop()
         if x.node in self.leaves:
@@ -210,10 +201,7 @@ class Model(Layer):
         return self.to(cos, self.hidden_width), self.to(sin, self.hidden_width)
 
     def runs(self, stacks: list[Stack], masks: dict[str, Tensor | None]) -> list[tuple[Stack, str, int, int]]:
-        """List (stack, kind, first number, count) of equal layers. Raises RecipeError where an engine counts on equal ones.
-
-        Layers with and without a mask are put together by kind, those of the first and last layer at the ends.
-        """
+        """List (stack, kind, first number, count) of equal layers; those with a mask are put together, and those without."""
         kinds = self.layout.kinds or tuple(masks)
         if len(stacks) > 1 or len({mask is None for mask in masks.values()}) == 1:
             found = [(stack, kinds[0], stack.first, stack.count) for stack in stacks]

@@ -131,11 +131,8 @@ def beyond_the_slice(recipe: Recipe) -> int:
     DTensor computes that of the whole table and keeps a view of it; a tied head's sum is a new tensor, of the slice.
     """
     shape = recipe.shape
-    if (
-        shape.tied
-        or shape.family in WHOLE_EMBEDDING
-        or not (is_model_parallel(recipe) and is_sharded_by(recipe, "tensor"))
-    ):
+    is_slice = is_model_parallel(recipe) and is_sharded_by(recipe, "tensor")
+    if not is_slice or shape.tied or shape.family in WHOLE_EMBEDDING:
         return 0
     width = weight_width(recipe.weights_dtype)
     whole, part = shape.settings["vocab_size"] * shape.hidden_size, shape.vocab_size * shape.hidden_size

@@ -45,55 +45,35 @@ class CacheKey:
 
 @dataclass(frozen=True)
 class RankBytes:
-    """Bytes of model states that one rank holds, and what its engine (DDP, FSDP, DeepSpeed) adds to each phase.
+    """Bytes of model states that one rank holds, and what its engine (DDP, FSDP, DeepSpeed) adds to each phase."""
 
-    Attributes:
-        parameters, gradients, optimizer_states: rounded sizes of the tensors.
-        fragmentation: category to bytes that the allocator's blocks hold beyond those sizes.
-        temporaries: peak of the optimizer step's temporaries. `always`: added in every phase.
-        backward: added at its peak; `backward_end`: added at its end.
-        reducing: workspace at the end of backward, freed before the phase ends.
-        existing: gradients that earlier micro-batches left; None for `gradients`.
-    """
-
-    parameters: int
+    parameters: int  # rounded sizes of the tensors, as the next two
     gradients: int
     optimizer_states: int
-    fragmentation: Sizes
-    temporaries: int
-    always: Sizes = field(default_factory=dict)
-    backward: Sizes = field(default_factory=dict)
+    fragmentation: Sizes  # what the allocator's blocks hold beyond those sizes
+    temporaries: int  # peak of the optimizer step's
+    always: Sizes = field(default_factory=dict)  # added in every phase
+    backward: Sizes = field(default_factory=dict)  # added at its peak
     backward_end: Sizes = field(default_factory=dict)
-    reducing: int = 0
-    existing: int | None = None
+    reducing: int = 0  # workspace at the end of backward, freed before the phase ends
+    existing: int | None = None  # gradients that earlier micro-batches left; None for `gradients`
 
 
 @dataclass(frozen=True)
 class ParameterRow:
-    """`count` tensors of the model that have the same name but for the layer's number, and the same shape.
+    """`count` tensors of the model that have the same name but for the layer's number, and the same shape."""
 
-    Attributes:
-        name: with * for the layer's number. `shape`: before quantization packs it.
-        kind: as in `recipe.weights.Weight`, or "lora".
-        width: bytes a number; of a quantized tensor, of its scales.
-        quantized: "nf4", "fp4", "int8" or None.
-        decayed: in the Trainer's parameter group with weight decay (`Trainer.get_decay_parameter_names`).
-        blocks: bytes of each block that one tensor is stored in.
-        states: bytes of each block of one tensor's optimizer states; () where it is frozen.
-        size: bytes of one tensor's gradient, and of the tensor itself where it is not quantized.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    kind: str
+    name: str  # with * for the layer's number
+    shape: tuple[int, ...]  # before quantization packs it
+    kind: str  # as in `recipe.weights.Weight`, or "lora"
     count: int
-    width: int
+    width: int  # bytes a number; of a quantized tensor, of its scales
     trained: bool
-    quantized: str | None
-    decayed: bool
-    blocks: tuple[int, ...]
-    states: tuple[int, ...]
-    size: int
+    quantized: str | None  # "nf4", "fp4" or "int8"
+    decayed: bool  # in the Trainer's parameter group with weight decay (`Trainer.get_decay_parameter_names`)
+    blocks: tuple[int, ...]  # bytes of each block that one tensor is stored in
+    states: tuple[int, ...]  # bytes of each block of one tensor's optimizer states; () where it is frozen
+    size: int  # bytes of one tensor's gradient, and of the tensor itself where it is not quantized
 
 
 def weight_width(dtype: str, quantization: Quantization | None = None) -> int:
@@ -182,9 +162,8 @@ def cached_table(shape: Shape, form: tuple) -> tuple[ParameterRow, ...]:
         name, kind = starred_name(weight.name), weight.kind
         quantized = quantization.quant_type if quantization and _can_quantize(shape, weight) else None
         fp32 = dtype == "float16" and _stays_fp32(shape, weight.name)
-        trained = lora is None or (
-            kind == "bias" and (lora.bias == "all" or (lora.bias == "lora_only" and weight.name[:-5] in adapted))
-        )
+        biases = lora is None or lora.bias == "all" or (lora.bias == "lora_only" and weight.name[:-5] in adapted)
+        trained = lora is None or (kind == "bias" and biases)
         decayed = kind not in ("norm", "bias") and "bias" not in name and "norm" not in f".{name}".split(".")[-2]
         own = FP32 if fp32 else width
         rows[name, weight.shape, kind, own, trained, quantized, decayed] += 1

@@ -4,6 +4,7 @@ What has something else (state spaces, convolutions, a second stack, unlike laye
 """
 
 import dataclasses
+import json
 from collections import defaultdict
 from functools import lru_cache
 from math import prod
@@ -13,22 +14,13 @@ from ..recipe.from_transformers import describe_layout
 from ..recipe.recipe import Recipe
 from ..recipe.shapes import Shape
 from ..recipe.weights import Weight
+from ..report.data import data_path
 from ..report.errors import RecipeError
 from .operators import ACTIVATIONS
 
-# The last part of a module's name to its role in the layer (modeling files of transformers 5.23).
-NAMES = {
-    **{"q_proj": "q", "k_proj": "k", "v_proj": "v", "qkv_proj": "qkv", "query_key_value": "qkv", "c_attn": "qkv"},
-    **{"o_proj": "out", "out_proj": "out", "dense": "out", "gate_proj": "gate", "gate_up_proj": "gate_up"},
-    **{"up_proj": "up", "c_fc": "up", "fc1": "up", "fc_in": "up", "dense_h_to_4h": "up"},
-    **{"down_proj": "down", "fc2": "down", "fc_out": "down", "dense_4h_to_h": "down"},
-    **{"gate": "router", "router": "router", "experts.gate_up_proj": "experts_up", "experts.down_proj": "experts_down"},
-    **{"sinks": "sinks", "q_norm": "q_norm", "q_layernorm": "q_norm", "k_norm": "k_norm", "k_layernorm": "k_norm"},
-    **{"input_layernorm": "norm1", "ln_1": "norm1", "self_attn_layer_norm": "norm1"},
-    **{"post_attention_layernorm": "norm2", "pre_feedforward_layernorm": "norm2", "ln_2": "norm2"},
-    **{"final_layer_norm": "norm2", "post_self_attn_layernorm": "after1"},
-    **{"post_feedforward_layernorm": "after2", "post_mlp_layernorm": "after2"},
-}
+# Role in the layer to the last parts of modules' names (modeling files of transformers 5.23).
+_ROLES = json.loads(data_path("decoder_modules.json").read_text(encoding="utf-8"))
+NAMES = {name: role for role, names in _ROLES.items() for name in names}
 SPARSE = {"router", "experts_up", "experts_down"}
 ATTENTIONS = ({"q", "k", "v", "out"}, {"qkv", "out"})
 FEED_FORWARDS = ({"up", "down"}, {"gate", "up", "down"}, {"gate_up", "down"}, SPARSE)
@@ -62,19 +54,19 @@ def _decoder(s: Shape) -> Shape | str:
         for kind in ("embedding", "norm")
     )
     other = next((w.name for w in outside if w.kind not in ("embedding", "norm")), "")
-    if s.num_decoder_layers:
-        return "there is an encoder"
-    if s.task not in ("causal-lm", "sequence-classification") or s.head == "classifier":
-        return "attention is not causal"
-    if s.activation not in ACTIVATIONS:
-        return f"the activation is {s.activation}"
-    if s.norm not in KNOWN_NORMS:
-        return f"the norm is {s.norm}"
     unnumbered = {tuple((w.name.replace(f".{i}.", ".", 1), w.shape) for w in rows) for i, rows in layers.items()}
-    if len(layers) != s.num_layers or len(unnumbered) != 1:
-        return "the layers are shared or differ"
-    if other or len(norms) != 1 or not tables:
-        return f"{other or f'{len(norms)} norms with weights'} stands outside the layers"
+    stray = other or f"{len(norms)} norms with weights"
+    has_causal_head = s.task in ("causal-lm", "sequence-classification") and s.head != "classifier"
+    reasons = {
+        "there is an encoder": s.num_decoder_layers,
+        "attention is not causal": not has_causal_head,
+        f"the activation is {s.activation}": s.activation not in ACTIVATIONS,
+        f"the norm is {s.norm}": s.norm not in KNOWN_NORMS,
+        "the layers are shared or differ": len(layers) != s.num_layers or len(unnumbered) != 1,
+        f"{stray} stands outside the layers": other or len(norms) != 1 or not tables,
+    }
+    if reason := next((reason for reason, applies in reasons.items() if applies), ""):
+        return reason
     first = min(layers)
     roles = _roles(s, layers[first], f".{first}.")
     if isinstance(roles, str):

@@ -6,16 +6,14 @@ PyTorch's promotion, autocast's two lists (`aten/src/ATen/autocast_mode.h`) and 
 
 from math import ceil, prod
 
-from ..recipe.options import words
+from ..recipe.configuration import KEYS
 from ..report.errors import RecipeError
 from .ledger import BIAS, CAST, FULL, OWN, PART, PASS, Ledger, Parameter, Tensor
 from .model_states import BLOCK, FP32, HALF
 
 BOOL, INT64 = 1, 8
-ACTIVATIONS = words(  # names in transformers' `ACT2FN` that `Operators.activation` knows
-    """gelu gelu_10 gelu_accurate gelu_fast gelu_new gelu_python_tanh gelu_pytorch_tanh hardswish leaky_relu
-    linear mish quick_gelu relu relu2 relu6 sigmoid silu swish tanh"""
-)
+UNKNOWN = ("gelu_python", "laplace", "prelu", "sqrtsoftplus", "xielu")
+ACTIVATIONS = [name for name in KEYS["activations"] if name not in UNKNOWN]  # that `Operators.activation` knows
 
 
 class Operators(Ledger):

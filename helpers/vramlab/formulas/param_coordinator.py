@@ -11,7 +11,6 @@ from collections import deque
 from functools import lru_cache
 from itertools import accumulate
 from math import prod
-from typing import NamedTuple
 
 from ..recipe.deepspeed_config import HIDDEN
 from ..recipe.shapes import Shape
@@ -23,18 +22,9 @@ Weights = tuple[tuple[str, int], ...]  # names and elements
 PARTS = {"front": ("forward", "front"), "layers": ("forward", "backward"), "back": ("head", "head")}
 
 
-class Gathered(NamedTuple):
-    """Peaks of gathered elements: layers' forward, head's passes, layers' backward, embedding's backward."""
-
-    forward: int = 0
-    head: int = 0
-    backward: int = 0
-    front: int = 0
-
-
 @lru_cache(maxsize=64)
-def gathered(shape: Shape) -> Gathered:
-    """Return the peaks of a steady step, from the model's own weights."""
+def gathered(shape: Shape) -> dict[str, int]:
+    """Return the peak of gathered elements in each part of a steady step: see PARTS; "front" is the embedding's backward."""
     modules, bucket = _modules(shape), HIDDEN["stage3_prefetch_bucket_size"](shape.hidden_size)
     runs = [(PARTS[place][0], weights) for place, weights in modules]
     runs += [(PARTS[place][1], weights) for place, weights in reversed(modules)]
@@ -50,7 +40,7 @@ def gathered(shape: Shape) -> Gathered:
         soon = again < len(uses[weight]) and passed[uses[weight][again]] - passed[step] < MOST
         return soon or fetched[weight] > step
 
-    live, fetched, most, total = set(), {}, Gathered()._asdict(), 0
+    live, fetched, most, total = set(), {}, dict.fromkeys(("forward", "head", "backward", "front"), 0), 0
     for step, (part, weights) in enumerate(runs):
         new = {weight: None for weight in weights if weight not in live}
         for _ in [weight for weight in weights if fetched.get(weight, -1) < step]:
@@ -69,7 +59,7 @@ def gathered(shape: Shape) -> Gathered:
         gone = {weight for weight in weights if weight in live and not stays(weight, step + 1)}
         live -= gone
         total -= sum(n for _, n in gone)
-    return Gathered(**most)
+    return most
 
 
 def _modules(shape: Shape) -> list[tuple[str, Weights]]:

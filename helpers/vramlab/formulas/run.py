@@ -6,7 +6,8 @@ The longest samples decide the peak, and rows of many lengths leave gaps between
 import bisect
 from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
+from math import prod
 from typing import Any
 
 from ..hardware.gpu import Gpu
@@ -82,10 +83,11 @@ def predict_run(
     kept = [length if uncut else min(length, recipe.seq_len) for length in lengths]
     dealt = _dealt(recipe, kept, train_sampling_strategy, seed)
 
+    shape = partial(samples.shape_of, joins=recipe.joins, multiple=recipe.pad_to_multiple_of)
+
     def size(found: Samples) -> tuple[int, int]:
         """Return the tokens computed for a micro-batch, and those of its samples."""
-        count, width = samples.shape_of(found, recipe.joins, recipe.pad_to_multiple_of)
-        return count * width, sum(found)
+        return prod(shape(found)), sum(found)
 
     @cache
     def report(found: Samples) -> Report:
@@ -96,7 +98,7 @@ def predict_run(
         return report(found).peak.total
 
     def has_mask(found: Samples) -> bool:
-        count, width = samples.shape_of(found, recipe.joins, recipe.pad_to_multiple_of)
+        count, width = shape(found)
         return len(found) > count if recipe.joins else min(found) < width
 
     # their sizes order the peaks of micro-batches with a mask, and of those without

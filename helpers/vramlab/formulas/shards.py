@@ -38,13 +38,8 @@ def _cached_rank_bytes(key: CacheKey) -> RankBytes:
 
 
 def _whole(recipe: Recipe) -> RankBytes:
-    return RankBytes(
-        model_states.parameter_bytes(recipe),
-        model_states.gradient_bytes(recipe),
-        model_states.optimizer_state_bytes(recipe),
-        model_states.fragmentation_bytes(recipe),
-        step_temporaries(recipe),
-    )
+    sums = model_states.parameter_bytes, model_states.gradient_bytes, model_states.optimizer_state_bytes
+    return RankBytes(*(of(recipe) for of in (*sums, model_states.fragmentation_bytes, step_temporaries)))
 
 
 def _ddp(recipe: Recipe) -> RankBytes:
@@ -62,11 +57,8 @@ def _ddp(recipe: Recipe) -> RankBytes:
 
 
 def bucket_bytes(recipe: Recipe) -> list[int]:
-    """List the bytes of DDP's buckets, in the order of the backward pass: the first up to 1 MiB, others up to 25 MiB.
-
-    A bucket is full with the tensor that reaches its limit (reducer.cpp, `compute_bucket_assignment_by_size`).
-    """
-    sizes, current, limit = [], 0, 1 << 20
+    """List the bytes of DDP's buckets in backward's order (reducer.cpp, `compute_bucket_assignment_by_size`)."""
+    sizes, current, limit = [], 0, 1 << 20  # of the first; a bucket is full with the tensor that reaches its limit
     for row in reversed(tensors_in_order(recipe)):
         if row.trained:
             current += prod(row.shape) * row.width

@@ -28,7 +28,7 @@ def step_temporaries(recipe: Recipe, rows: tuple[ParameterRow, ...] | None = Non
         for row in sorted(rows, key=lambda row: trainer and not row.decayed):
             most = max(most, before + single_temporaries(recipe, row.shape, row.width))
             before = rounded(FP32 * prod(row.shape))
-    elif not has_copies(recipe):
+    elif not any(copies(recipe)):
         return most
     elif loop.foreach is False:
         most = max(most, (copies(recipe)[1] + remembers) * max((row.size for row in rows), default=0))
@@ -52,14 +52,9 @@ def _norms(rows: list[ParameterRow]) -> int:
     return tensors * rounded(FP32) + rounded(max(FP32 * tensors, scratch))
 
 
-def has_copies(recipe: Recipe) -> bool:
-    """Tell whether temporaries of the update are as large as what is updated together."""
-    return MODELLED[recipe.optim].copies is not None
-
-
 def copies(recipe: Recipe) -> tuple[int, int]:
     """Count the temporaries that are as large as what is updated: (foreach, one by one)."""
-    foreach, single = MODELLED[recipe.optim].copies
+    foreach, single = MODELLED[recipe.optim].copies or (0, 0)  # kernels that need none
     given = recipe.optimizer_arguments()
     if recipe.optim in ("sgd", "rmsprop", "adagrad") and given.get("weight_decay"):
         foreach, single = foreach + (recipe.optim != "adagrad"), single + 1
@@ -71,7 +66,5 @@ def single_temporaries(recipe: Recipe, shape: tuple[int, ...], width: int) -> in
     numbers = prod(shape)
     if recipe.optim == "adafactor":
         return (4 if width == HALF else 2) * rounded(FP32 * numbers)
-    if not has_copies(recipe):
-        return 0
     foreach, single = copies(recipe)
     return (single if recipe.loop.foreach is False else foreach) * numbers * width

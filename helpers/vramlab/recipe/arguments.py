@@ -228,10 +228,7 @@ def _check_loop(loop: Loop) -> None:
 
 
 def _optim_args(args: "TrainingArguments") -> str | None:
-    """Return the optimizer's arguments, with the weight decay that the Trainer sets for its parameter groups.
-
-    It moves memory where gradients are copied for it: AdamW and Lion multiply the weights where they are.
-    """
+    """Return the optimizer's arguments, with the Trainer's weight decay where gradients are copied for it."""
     optim, text = getattr(args.optim, "value", args.optim), args.optim_args or None
     if optim not in ("sgd", "adagrad", "rmsprop"):
         return text

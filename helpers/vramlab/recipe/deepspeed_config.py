@@ -56,10 +56,7 @@ def filled_in(recipe: Any, hidden: int) -> dict[str, Any]:
 
 
 def hidden_size(config: Any) -> int:
-    """Return the hidden size that "auto" goes by: of a model's configuration, the largest if there are several.
-
-    Raises RecipeError where the `Trainer` would not know either.
-    """
+    """Return the hidden size that "auto" goes by, the largest of several. Raises RecipeError if there is none."""
     for part in (config, getattr(config, "text_config", None)):
         if size := getattr(part, "hidden_size", None) or max(getattr(part, "hidden_sizes", None) or (0,)):
             return size

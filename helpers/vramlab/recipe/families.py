@@ -220,22 +220,13 @@ def _falcon(s: ShapeData, c: Mapping, **options: Any) -> Layout | None:
     return _dense(s, c, parts=parts, parallel=parallel, repeated_keys=new, **options)
 
 
-def _t5(s: ShapeData, c: Mapping, **options: Any) -> Layout:
-    def attention(prefix: str, module: str) -> str:
-        norm = f"{prefix or 'norm1'}{'norm' if prefix else ''}={module.rpartition('.')[0]}.layer_norm"
-        position = "" if prefix else f"position={module}.relative_attention_bias "
-        return " ".join(f"{prefix}{role}={module}.{role[0]}" for role in ("q", "k", "v", "out")) + f" {position}{norm}"
-
-    def mlp(sub: str) -> str:
-        up = f"gate={sub}.DenseReluDense.wi_0 up={sub}.DenseReluDense.wi_1"
-        up = up if (c.get("feed_forward_proj") or "").startswith("gated") else f"up={sub}.DenseReluDense.wi"
-        return f"{up} down={sub}.DenseReluDense.wo norm2={sub}.layer_norm"
-
-    own, cross = attention("", "layer.0.SelfAttention"), attention("cross_", "layer.1.EncDecAttention")
-    encoder = Stack.of("encoder.block", s.num_layers, f"{own} {mlp('layer.1')}")
-    decoder = Stack.of("decoder.block", s.num_decoder_layers, f"{own} {cross} {mlp('layer.2')}")
-    norms = [f"{side}.final_layer_norm norm h" for side in ("encoder", "decoder")]
-    items = ("shared embedding V h", encoder, norms[0], decoder, norms[1])
+def _t5(s: ShapeData, c: Mapping, encoder: str, decoder: str, up: str, gated_up: str, **options: Any) -> Layout:
+    up = gated_up if (c.get("feed_forward_proj") or "").startswith("gated") else up
+    items: tuple = ("shared embedding V h",)
+    sides = ("encoder", s.num_layers, encoder, 1), ("decoder", s.num_decoder_layers, decoder, 2)
+    for side, count, parts, last in sides:
+        parts = parts.format(up=up.format(sub=f"layer.{last}.DenseReluDense"))
+        items += Stack.of(f"{side}.block", count, parts), f"{side}.final_layer_norm norm h"
     return Layout(items, **options)
 
 

@@ -3,7 +3,7 @@
 import copy
 import re
 from functools import lru_cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ..report.errors import RecipeError
 from .configuration import reason
@@ -75,10 +75,7 @@ def _norm(model: "torch.nn.Module") -> str:
 
 
 def _saved_by_norm(model: "torch.nn.Module") -> tuple[list, list, str]:
-    """Return dtypes of what the first norm, in bf16, saves of the hidden states' shape, and of its weight's; and its class.
-
-    Nothing is asked of one with a bias.
-    """
+    """Return dtypes of what the first norm saves of bf16 hidden states and of its weight, [] with a bias; and its class."""
     import torch
 
     named = ((type(m).__name__, m) for m in model.modules() if getattr(m, "weight", None) is not None)
@@ -95,14 +92,23 @@ def _saved_by_norm(model: "torch.nn.Module") -> tuple[list, list, str]:
 
 @lru_cache(maxsize=4)
 def build(s: ShapeData) -> "torch.nn.Module":
-    """Return the transformers model of `s` in fp32 on the meta device. Raises RecipeError if transformers cannot build it."""
+    """Return the transformers model of `s` in fp32 on the meta device, for all who ask. Raises RecipeError as `make` does."""
+    import torch
+
+    return make(s, dtype=torch.float32)
+
+
+def make(s: ShapeData, **options: Any) -> "torch.nn.Module":
+    """Return a new transformers model of `s` on the meta device (`from_config`). Raises RecipeError if it fails."""
     import torch
     import transformers
 
     try:
         config = transformers.AutoConfig.for_model(**s.config)
+        if "seq2seq" in s.task and getattr(config, "decoder_start_token_id", None) is None:
+            config.decoder_start_token_id = config.pad_token_id or 0
         with torch.device("meta"):
-            return getattr(transformers, TASKS[s.task].auto_class).from_config(config, dtype=torch.float32)
+            return getattr(transformers, TASKS[s.task].auto_class).from_config(config, **options)
     except Exception as error:  # each model class has its own ways to refuse
         raise RecipeError("model", s.name, f"transformers cannot build it for {s.task}: {reason(error)}") from error
 

@@ -167,9 +167,8 @@ def _part(knob: Knob, value: Any) -> str:
 
 
 def _choice(knob: Knob, value: Any) -> str:
-    alike = (
-        one for one in knob.choices if isinstance(value, type(one)) and isinstance(value, bool) is (type(one) is bool)
-    )
+    switch = isinstance(value, bool)
+    alike = (one for one in knob.choices if isinstance(value, type(one)) and switch is isinstance(one, bool))
     return "" if value in alike else "allowed are " + ", ".join(map(repr, knob.choices))
 
 

@@ -1,7 +1,4 @@
-"""The optimizers of `transformers.training_args.OptimizerNames`: what each does to memory, or why it is refused.
-
-`optim_args` may say those of their arguments that the package models.
-"""
+"""The optimizers of `transformers.training_args.OptimizerNames`: what each does to memory, or why it is refused."""
 
 import json
 import math
@@ -13,24 +10,16 @@ from ..report.errors import RecipeError
 
 
 class Optimizer(NamedTuple):
-    """What an optimizer does to memory.
-
-    Attributes:
-        library: the package it comes from.
-        kind: its class there.
-        arguments: those of its signature that `optim_args` may say.
-        states: numbers in each block that it keeps for a trained number; AdEMAMix has two averages in one block.
-        width: bytes of one: 4 or 1 in bitsandbytes (Optimizer2State and Optimizer1State.init_state); None, the
-            parameter's own (`torch.zeros_like`).
-        copies: temporaries as large as the tensors updated together, (foreach, one by one): AdamW's `denom` is √v, and
-            √v / correction one by one; Adagrad's are `std` and `numerator`. None: kernels that need none.
-    """
+    """What an optimizer does to memory."""
 
     library: str
-    kind: str
-    arguments: tuple[str, ...]
-    states: tuple[int, ...] = ()
+    kind: str  # its class there
+    arguments: tuple[str, ...]  # those of its signature that `optim_args` may say
+    states: tuple[int, ...] = ()  # numbers in each block kept for a trained one; AdEMAMix has two averages in one block
+    # bytes of one: 4 or 1 in bitsandbytes (Optimizer2State and Optimizer1State.init_state); None: as `torch.zeros_like`
     width: int | None = None
+    # temporaries as large as the tensors updated together, (foreach, one by one): AdamW's `denom` is √v, and √v / correction
+    # one by one; Adagrad's are `std` and `numerator`; None: kernels that need none
     copies: tuple[int, int] | None = None
 
 

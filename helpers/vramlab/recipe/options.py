@@ -18,11 +18,6 @@ QUANT_TYPES = ("nf4", "fp4", "int8")
 STAGES = {"ddp": (0, 1), "fsdp": (2, 3), "deepspeed": (0, 1, 2, 3), "tensor": (0,), "pipeline": (0,)}
 
 
-def words(text: str) -> frozenset[str]:
-    """Return the words of `text`, for long lists of names."""
-    return frozenset(text.split())
-
-
 @documented
 @dataclass(frozen=True)
 class LoRA:

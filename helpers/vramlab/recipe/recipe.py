@@ -24,6 +24,7 @@ from .optimizers import ALIASES, OPTIMIZERS, REFUSED, optimizer_arguments
 from .options import ATTENTION, DTYPES, HALF, LOOPS, PACKING, PRECISIONS, TRL, Loop, LoRA, Quantization, Sharding
 from .shapes import Shape, read_shape
 
+LEAST_BATCH = {"kto": 2}  # samples
 MOST = 2**24  # samples or tokens
 MOST_MICRO_BATCHES = 2**16  # each of them is run
 MOST_BYTES = 2**62  # of one tensor: PyTorch counts bytes in signed 64 bits
@@ -158,11 +159,8 @@ class Recipe:
         allowed = "only trainer 'dpo' and 'kto' have a reference model"
         yield "precompute_ref_log_probs", self.precompute_ref_log_probs and self.trainer not in ("dpo", "kto"), allowed
         allowed = f"only trainers {', '.join(TRL)} offload activations, and on one device here"
-        yield (
-            "activation_offloading",
-            self.activation_offloading and (self.trainer not in TRL or self.sharding),
-            allowed,
-        )
+        offloaded = self.activation_offloading and (self.trainer not in TRL or self.sharding)
+        yield "activation_offloading", offloaded, allowed
         yield from liger.refusals(self)
         yield from parallel_limits.refusals(self)
 
@@ -183,7 +181,7 @@ class Recipe:
         allowed = f"there {name} casts and checkpoints under adapters otherwise: take stage 2, or engine 'fsdp'"
         yield "sharding.stage", engine == "deepspeed" and self.sharding.stage == 3 and lora, allowed
         allowed = "KTOTrainer compares samples of a micro-batch: take at least 2"
-        yield "batch_size", self.trainer == "kto" and self.batch_size < 2, allowed
+        yield "batch_size", self.batch_size < LEAST_BATCH.get(self.trainer, 1), allowed
         keeps_copy = lora and not (quantization or self.trainer in ("sft", "reward"))
         allowed = f"{name} keeps a copy of adapters that it does not make itself, which are in fp32: leave it True"
         yield "lora.autocast_adapter_dtype", keeps_copy and not lora.autocast_adapter_dtype, allowed

@@ -55,11 +55,6 @@ def _spellings() -> dict[str, Entry]:
     return found
 
 
-def find_entry(model: str) -> Entry | None:
-    """Return the entry that `model` names in any spelling, None if there is none."""
-    return _spellings().get(model.lower())
-
-
 def closest(model: str) -> str | None:
     """Return the spelling in the catalogue that is most like `model`, None if nothing is near."""
     texts = (model.lower(), model.lower().rpartition("/")[2])
@@ -126,8 +121,7 @@ def read_shape(
         return _shape(str(name), None, text, num_layers, task, num_labels)
     if not isinstance(model, str):
         raise RecipeError("model", model, "it must be a name, a path to a config.json or a configuration")
-    entry = find_entry(model)
-    if entry:
+    if entry := _spellings().get(model.lower()):
         return _shape(entry.name, entry.hub_id, entry.config, num_layers, task, num_labels)
     try:
         path = os.path.join(model, "config.json") if os.path.isdir(model) else model

@@ -53,16 +53,17 @@ def letter_sizes(s: ShapeData) -> dict[str, int]:
     expert = c.get("moe_intermediate_size") or s.intermediate_size
     rope, nope, values = (c.get(key) or 0 for key in ("qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim"))
     compressed = c.get("kv_lora_rank") or 0
-    return {
-        **dict(e=expert, s=expert * (c.get("n_shared_experts") or 0), ql=c.get("q_lora_rank"), kl=compressed),
-        **dict(qb=s.num_heads * (nope + rope), kva=compressed + rope, kvb=s.num_heads * (nope + values)),
-        **{"2e": 2 * expert, "vo": s.num_heads * values},
-        **dict(h=h, w=c.get("word_embed_proj_dim") or h, m=s.intermediate_size, q=q, k=k, qkv=q + 2 * k, d=s.head_dim),
-        **{"1": 1, "2m": 2 * s.intermediate_size, "P+2": (s.max_positions or 0) + 2, "p0": sides[0], "p1": sides[-1]},
-        **dict(a=s.num_heads, V=max(s.vocab_size, 1), P=s.max_positions, T=c.get("type_vocab_size", 2), L=s.num_labels),
-        **dict(E=s.num_experts, B=c.get("relative_attention_num_buckets", 32), I=s.image_tokens),
-        "C": c.get("num_channels", 3),
-    }
+    found = {"1": 1, "2e": 2 * expert, "2m": 2 * s.intermediate_size, "P+2": (s.max_positions or 0) + 2}
+    found |= dict(e=expert, s=expert * (c.get("n_shared_experts") or 0), ql=c.get("q_lora_rank"), kl=compressed)
+    found |= dict(qb=s.num_heads * (nope + rope), kva=compressed + rope, kvb=s.num_heads * (nope + values))
+    found |= dict(
+        h=h, w=c.get("word_embed_proj_dim") or h, m=s.intermediate_size, q=q, k=k, qkv=q + 2 * k, d=s.head_dim
+    )
+    found |= dict(
+        a=s.num_heads, V=max(s.vocab_size, 1), P=s.max_positions, T=c.get("type_vocab_size", 2), L=s.num_labels
+    )
+    found |= dict(E=s.num_experts, B=c.get("relative_attention_num_buckets", 32), I=s.image_tokens, p0=sides[0])
+    return found | dict(vo=s.num_heads * values, C=c.get("num_channels", 3), p1=sides[-1])
 
 
 @lru_cache(maxsize=512)
@@ -141,9 +142,8 @@ def unquantized(recipe: Any) -> list[str]:
     notes = []
     if recipe.sharding and recipe.sharding.engine == "fsdp" and recipe.quantization.quant_type != "int8":
         # accelerate 1.15, utils/fsdp_utils.py: fsdp2_prepare_model
-        notes = [
-            "accelerate's FSDP shards 4-bit weights if bnb_4bit_quant_storage is a floating dtype, as here, not uint8"
-        ]
+        stored = "if bnb_4bit_quant_storage is a floating dtype, as here, not uint8"
+        notes = [f"accelerate's FSDP shards 4-bit weights {stored}"]
     if not left:
         return notes
     what = "Falcon's own linear class is none" if own else "transformers 5 fuses experts in 3-D parameters"

@@ -1,7 +1,4 @@
-"""TRL's activation offloading on fake tensors: its own code, on a device that stands for a GPU, with streams that never wait.
-
-It copies what autograd saves to host memory, and back one node of the graph ahead (`trl/models/activation_offloading.py`).
-"""
+"""TRL's own activation offloading (`trl/models/activation_offloading.py`) on fake tensors, with streams that never wait."""
 
 import contextlib
 from collections.abc import Iterator

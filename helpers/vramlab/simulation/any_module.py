@@ -238,11 +238,8 @@ class _Optimizers:
         """The optimizers on those of the fake parameters `trained` that they are for."""
         made = []
         for given in _listed(self.given):
-            made += (
-                [self._refit(given, trained)]
-                if isinstance(given, torch.optim.Optimizer)
-                else self._call(given, trained)
-            )
+            is_built = isinstance(given, torch.optim.Optimizer)
+            made += [self._refit(given, trained)] if is_built else self._call(given, trained)
         for optimizer in made:
             self._choose_kernels(optimizer)
         return made

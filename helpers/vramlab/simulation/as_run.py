@@ -20,8 +20,7 @@ _MASKS = (
 )
 AS_RUN = {
     REPEATED: "keys and values that query heads share are repeated before sdpa, so that every kernel takes them",
-    "transformers 4.56": _MASKS,
-    "transformers 4.57": _MASKS,
+    **dict.fromkeys(("transformers 4.56", "transformers 4.57"), _MASKS),
 }
 
 
@@ -70,10 +69,9 @@ def _repeated_keys() -> contextlib.AbstractContextManager:
 
 
 def _masks() -> contextlib.AbstractContextManager:
-    """`masking_utils` of transformers 4.53 to 4.57, which looked for packed sequences in the position ids and did not
-    leave the mask out once it had looked.
+    """`masking_utils` of transformers 4.53 to 4.57, which kept the mask once it had looked for packed sequences.
 
-    With a mask, shared keys and values are repeated, and the kernel keeps mask and copies for its backward pass.
+    Shared keys and values are repeated then, and the kernel keeps mask and copies for its backward pass.
     """
     import torch
     from transformers import masking_utils

@@ -30,19 +30,13 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from ..hardware.kernels import sdp_backend
-from ..hardware.overhead import cublas_workspace, torch_release
+from ..hardware.overhead import torch_release
 from . import cuda_autocast
 from .recurrent import rnn_kernels
 
 FACTORIES = {torch.tensor, torch.arange, torch.zeros, torch.ones, torch.full, torch.empty, torch.linspace}
 HALF = (torch.float16, torch.bfloat16)
 aten = torch.ops.aten
-
-
-def cublas_workspaces(card=None) -> dict[str, int]:
-    """Phase to bytes of the workspace that the cuBLAS handle of its thread keeps from there on."""
-    size = card.cublas_workspace if card else cublas_workspace((8, 0))
-    return {"forward": size, "backward": size}
 
 
 def attention_kernel(
@@ -133,16 +127,9 @@ def _attention(capability, query, key, value, *options, scale=None, enable_gqa=F
     mask, p, causal = (*options, *(None, 0.0, False)[len(options) :])
     fewer = query.shape[-3] != key.shape[-3]
     # flash aligns a causal mask to the other corner where lengths differ
-    kernel = attention_kernel(
-        query.dtype,
-        query.shape[-1],
-        value.shape[-1],
-        capability,
-        masked=mask is not None or (causal and query.shape[-2] != key.shape[-2]),
-        grouped=fewer and enable_gqa,
-        broadcast=fewer and not enable_gqa,
-        dropout=p,
-    )
+    masked = mask is not None or (causal and query.shape[-2] != key.shape[-2])
+    given = {"masked": masked, "grouped": fewer and enable_gqa, "broadcast": fewer and not enable_gqa, "dropout": p}
+    kernel = attention_kernel(query.dtype, query.shape[-1], value.shape[-1], capability, **given)
     if mask is not None and mask.dtype == torch.bool:
         mask = torch.where(mask, 0.0, torch.scalar_tensor(-math.inf, dtype=query.dtype))
     if kernel == "math" or query.dim() != 4:

@@ -1,7 +1,4 @@
-"""What CUDA kernels allocate besides their results while they run: a function for each operator that does.
-
-Each takes the operator's arguments and the GPU's chip, and gives bytes by block.
-"""
+"""What CUDA kernels allocate besides their results while they run: bytes by block, of arguments and the GPU's chip."""
 
 import math
 from collections.abc import Callable, Sequence

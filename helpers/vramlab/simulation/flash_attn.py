@@ -1,7 +1,4 @@
-"""The package flash-attn on fake tensors: what its host code allocates (`flash_api.cpp`), without the package.
-
-torch's copy of the same host code, `aten::_flash_attention_forward`, runs in the package's place (`operators.py`).
-"""
+"""The package flash-attn on fake tensors: torch's copy of its host code (`flash_api.cpp`) runs in its place."""
 
 import contextlib
 import math

@@ -44,10 +44,7 @@ class FileSlice:
 
 
 def loading_peak(recipe: Recipe, target: str) -> Bytes | None:
-    """The split at the highest moment while the base of `recipe` is loaded, without adapters; None: never above its end.
-
-    Under DDP, FSDP and DeepSpeed too each rank loads the whole quantized base (in transformers 5).
-    """
+    """The split at the highest moment while the base is loaded, whole on every rank; None: never above its end."""
     if recipe.quantization is None:
         return None
     dtype, adapters = recipe.weights_dtype, {"target_modules": "all-linear"}

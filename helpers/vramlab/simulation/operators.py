@@ -1,7 +1,4 @@
-"""Fake operators that allocate what real ones do, where torch's own rules for fake tensors do not: one table.
-
-`tests/simulation/test_operators.py` sweeps ATen's operators on a CPU for others.
-"""
+"""Fake operators that allocate what real ones do, where torch's own rules for fake tensors do not: one table."""
 
 import contextlib
 import functools
@@ -151,10 +148,7 @@ def _onednn_backward(*args):
 
 @functools.lru_cache(maxsize=256)
 def onednn_workspace(steps: int, rows: int, width: int, shapes: tuple, dtype: torch.dtype, options: tuple) -> int:
-    """Bytes that oneDNN keeps of a layer: a real layer of zeros is asked, as they depend on this processor.
-
-    They are so many cache lines a step, rounded up to pages, so that 64 steps more always take the same.
-    """
+    """Bytes that oneDNN keeps of a layer, as a real one of zeros says: so many cache lines a step on this processor."""
     if steps >= 192:
         short = steps % 64 + 64
         sizes = [onednn_workspace(n, rows, width, shapes, dtype, options) for n in (short, short + 64)]

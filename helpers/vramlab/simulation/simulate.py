@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from ..hardware.gpu import DEFAULT_CHIP, Gpu, find_gpu
-from ..hardware.overhead import UNIT
+from ..hardware.overhead import UNIT, cublas_workspace
 from ..recipe import liger, lora_modules
 from ..recipe.evaluation import Evaluation
 from ..recipe.options import TRL
@@ -37,7 +37,7 @@ from .activation_offloading import DEVICE, fake_accelerator
 from .any_module import ModuleStep, loop_notes
 from .as_run import as_it_ran
 from .as_run import check as check_as_run
-from .cuda import CudaKernels, cublas_workspaces
+from .cuda import CudaKernels
 from .cuda_scratch import kernel_scratch
 from .deepen import deepen
 from .fakes import compiled_late, fake_world
@@ -267,10 +267,8 @@ def _run(
             import liger_kernel.transformers  # noqa: F401 — likewise
 
     engine = engine_of(recipe)
-    device = engine.fake_gpu if target == "cuda" else "cpu"
     offloads = recipe.activation_offloading and target == "cuda"
-    if offloads:
-        device = DEVICE
+    device = DEVICE if offloads else engine.fake_gpu if target == "cuda" else "cpu"
     with (
         one_rank_of(recipe.sharding),
         engine.without_peers(target),
@@ -311,7 +309,8 @@ def make_tracker(training: tr.Training, card: Gpu | None, kernels: CudaKernels |
         kernels.on_host, kernels.is_on_host = tracker.mark_on_host, tracker.is_on_host
         tracker.round_to = UNIT
         tracker.scratch = kernel_scratch(card.chip if card else DEFAULT_CHIP, kernels.note)
-        tracker.at_phase, tracker.notes = cublas_workspaces(card), kernels.notes
+        handle = card.cublas_workspace if card else cublas_workspace(DEFAULT_CHIP.capability)
+        tracker.at_phase, tracker.notes = dict.fromkeys(("forward", "backward"), handle), kernels.notes  # a thread each
     if training.scaler:
         training.scaler._maybe_opt_step = lambda optimizer, state, *args, **kwargs: optimizer.step(*args, **kwargs)
     return tracker

@@ -1,7 +1,6 @@
 """Libraries with Triton kernels on fake tensors as on a GPU: their own host code runs, and no kernel is launched.
 
-The kernels of TRL's head (`trl/kernels/chunked_logprob.py`), of Liger and of flash-linear-attention write into tensors
-that the host code has allocated, and allocate nothing.
+Those of TRL's head (`trl/kernels/chunked_logprob.py`), Liger and flash-linear-attention allocate nothing themselves.
 """
 
 import contextlib
@@ -82,12 +81,8 @@ def unlaunched(chip: Chip | None) -> Iterator[None]:
 def _liger(chip: Chip | None) -> Iterator[contextlib.AbstractContextManager]:
     from liger_kernel.ops import fused_linear_cross_entropy, rms_norm
 
-    homes = {
-        "fused_linear_cross_entropy_forward": fused_linear_cross_entropy,
-        "fused_linear_cross_entropy_backward": fused_linear_cross_entropy,
-        "rms_norm_backward": rms_norm,
-    }
-    for name, home in homes.items():
+    head = ((f"fused_linear_cross_entropy_{way}", fused_linear_cross_entropy) for way in ("forward", "backward"))
+    for name, home in (*head, ("rms_norm_backward", rms_norm)):
         theirs = SimpleNamespace(**vars(torch) | (_on_cuda(name, chip) if chip else {}))
         yield patch.object(home, name, partial(_hosted, getattr(home, name), home, theirs))
     if chip:

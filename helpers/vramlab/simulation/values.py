@@ -98,9 +98,8 @@ class Values:
         tensors = _tensors((args, kwargs))
         if sparse.concerns(func, tensors):
             return sparse.run(func, args, kwargs, self)
-        known = torch.Tag.nondeterministic_seeded not in func.tags and all(
-            self._argument(tensor, name) is not None for tensor in tensors
-        )
+        known = torch.Tag.nondeterministic_seeded not in func.tags
+        known = known and all(self._argument(tensor, name) is not None for tensor in tensors)
         real = bool(tensors) and not any(isinstance(tensor, FakeTensor) for tensor in tensors)
         if real and known and not func._schema.is_mutable and not name.startswith("lift"):
             with _disable_current_modes():  # of the user's own, or the host's

@@ -18,11 +18,7 @@ ASSUMED = {
 
 
 class FakeTracker(Tracker):
-    """A `Tracker` for fake tensors.
-
-    `values` knows the content of some (`simulation.values.Values`), None of none. `keep_storage` is called with each
-    operator, its arguments and its result (`simulation/operators.py`).
-    """
+    """A `Tracker` for fake tensors; `values` knows the content of some, `keep_storage` is given each operator's result."""
 
     def __init__(self, device: str = "cpu", keep_storage: Callable[..., None] | None = None):
         super().__init__(device)

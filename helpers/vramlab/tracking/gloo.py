@@ -6,11 +6,8 @@ import torch
 
 
 def gloo_scratch(name: str, args: tuple[Any, ...]) -> int:
-    """Bytes that gloo takes from torch's CPU allocator while the collective `name` runs.
-
-    Gathering receives into one flat tensor (`AsyncAllgatherWork::allgather`), a reduce-scatter reduces a copy of its input
-    (`ProcessGroupGloo::reduce_scatter_tensor_coalesced`); reducing and broadcasting work in place.
-    """
+    """Bytes of torch's CPU allocator that gloo takes for a collective: a flat result when it gathers
+    (`AsyncAllgatherWork::allgather`), a copy of what it reduces and scatters (`reduce_scatter_tensor_coalesced`)."""
     place = {"_allgather_base_": 0, "_reduce_scatter_base_": 1}.get(name)
     return 0 if place is None else args[place].nbytes
 

@@ -18,15 +18,11 @@ OWN = (__file__, str(Path(__file__).with_name("tracker.py")))
 
 
 class Recorder(Tracker):
-    """Follows what is made while it is entered, and no storage that was there before.
-
-    Attributes:
-        frames: the stack of each birth, innermost first, to the user's line, by `id` of its storage.
-    """
+    """Follows what is made while it is entered, and no storage that was there before."""
 
     def __init__(self, device: str = "cpu"):
         super().__init__(device)
-        self.frames: dict[int, list[dict[str, Any]]] = {}
+        self.frames: dict[int, list[dict[str, Any]]] = {}  # by `id` of a storage, from its birth's line to the user's
         self._older: dict[int, weakref.ref] = {}
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
@@ -45,10 +41,7 @@ class Recorder(Tracker):
         return storage
 
     def leaks(self, ends: Sequence[int], least: int) -> Groups:
-        """Return the lines of which every step but the last left at least `least` bytes, and what one step left.
-
-        `ends`: positions in the log where the first step begins and each one ends.
-        """
+        """Return the lines of which every step but the last left `least` bytes; `ends` are the steps' places in the log."""
         steps: list[dict[Line, Counter]] = [{} for _ in ends[2:]]
         for step, (start, end) in zip(steps, pairwise(ends), strict=False):
             for size, storage, _ in self.log[start:end]:

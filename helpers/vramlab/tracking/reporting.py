@@ -1,9 +1,11 @@
 """Makes the report of a replayed run."""
 
+import dataclasses
 from typing import Any
 
 from ..hardware.gpu import Gpu
 from ..hardware.overhead import CONTEXT
+from ..hardware.reserved import process
 from ..recipe.recipe import Recipe
 from ..report.report import Interval, MiB, Report, environment, format_bytes, unit_for
 from .history import History, largest
@@ -18,10 +20,7 @@ def to_report(
     since: int = 0,
     **more: Any,
 ) -> Report:
-    """The report of a replayed run; a simulated one on CUDA also says what the allocator's model reserves.
-
-    `since`: the position from which on the peak is looked for.
-    """
+    """The report of a replayed run, with its peak from position `since` on; of a simulated one also what is reserved."""
     at = history.highest(since)
     if source == "simulated" and history.replayed:
         replayed = history.replayed
@@ -69,9 +68,6 @@ def _reserved_and_process(
     segments back before it is full."""
     context = card.context_interval if card else CONTEXT
     high = reserved + max(reserved // 10, 64 * MiB)
-    high = min(high, room - context.low) if room else high
-    process = high + context.high
-    return (
-        Interval(allocated, reserved, high),
-        Interval(allocated + context.low, reserved + context.value, min(process, room) if room else process),
-    )
+    inside = Interval(allocated, reserved, min(high, room - context.low) if room else high)
+    around = process(inside, card)
+    return inside, dataclasses.replace(around, high=min(around.high, room)) if room else around

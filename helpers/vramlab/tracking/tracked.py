@@ -28,8 +28,7 @@ def run_tracked(
 ) -> Tracker:
     """Run `steps` optimizer steps of `training` under `tracker`, and return it.
 
-    `target` decides which of the optimizer's tensors are on the host; `at_phase` is called before a phase's first event,
-    `then` after the steps, as one more forward phase.
+    `at_phase` is called before a phase's first event, `then` after the steps, as one more forward phase.
     """
     claim_model(tracker, training.model)
     if training.reference is not None:
@@ -66,25 +65,22 @@ def run_tracked(
 @contextlib.contextmanager
 def gradients_named(tracker: Tracker, model: torch.nn.Module):
     """While entered, claim each gradient as soon as it is complete, and existing ones now."""
-    handles = []
 
     def claim(name: str, parameter: torch.Tensor) -> None:
         if parameter.grad is not None:
             tracker.claim([parameter.grad], "gradients", name)
 
-    for name, parameter in model.named_parameters():
-        claim(name, parameter)
-        if parameter.requires_grad:
-            hooks = parameter._post_accumulate_grad_hooks or {}
-            others = list(hooks)
-            handles.append(parameter.register_post_accumulate_grad_hook(functools.partial(claim, name)))
-            for other in others:  # the loop's own go last: they may step on the gradient and free it
-                hooks[other] = hooks.pop(other)
-    try:
+    with contextlib.ExitStack() as handles:
+        for name, parameter in model.named_parameters():
+            claim(name, parameter)
+            if parameter.requires_grad:
+                hooks = parameter._post_accumulate_grad_hooks or {}
+                others = list(hooks)
+                own = parameter.register_post_accumulate_grad_hook(functools.partial(claim, name))
+                handles.enter_context(own)
+                for other in others:  # the loop's own go last: they may step on the gradient and free it
+                    hooks[other] = hooks.pop(other)
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 @contextlib.contextmanager
@@ -142,11 +138,9 @@ def quantization_statistics(owner: torch.nn.Parameter | torch.nn.Module) -> list
     """What a bitsandbytes weight or its layer keeps besides the codes: scales, their own codes and scales, offset."""
     state = getattr(owner, "quant_state", None)
     if state is None:
-        return [t for t in (getattr(owner, "SCB", None),) if t is not None]
-    tensors = [state.absmax, state.code, state.offset]
-    if state.state2 is not None:
-        tensors += [state.state2.absmax, state.state2.code]
-    return [t for t in tensors if t is not None]
+        return tensors_in([getattr(owner, "SCB", None)])
+    nested = [state.state2.absmax, state.state2.code] if state.state2 is not None else []
+    return tensors_in([state.absmax, state.code, state.offset, *nested])
 
 
 def claim_states(tracker: Tracker, optimizers: list[Any], target: str) -> None:

@@ -45,10 +45,7 @@ ON_HOST = "on host"  # category of what is in host or unified memory: seen, and 
 
 
 class Storage:
-    """One block of memory: rounded `size` and `asked` bytes, category, and the operator and module that made it.
-
-    `stream`: index of the stream it was allocated on, 0 for the default one; other streams do not reuse its block.
-    """
+    """One block of memory: rounded `size` and `asked` bytes, category, what made it, the index of its `stream`."""
 
     __slots__ = ("alive", "asked", "category", "dtype", "op", "ref", "shape", "size", "stream", "where")
 
@@ -173,13 +170,9 @@ class Tracker(TorchDispatchMode):
                 self._modules.pop()
 
         # always_call: a checkpoint stops its recomputation early, by an exception that skips ordinary hooks
-        before = torch.nn.modules.module.register_module_forward_pre_hook(enter)
-        after = torch.nn.modules.module.register_module_forward_hook(leave, always_call=True)
-        try:
+        hooks = torch.nn.modules.module
+        with hooks.register_module_forward_pre_hook(enter), hooks.register_module_forward_hook(leave, always_call=True):
             yield
-        finally:
-            before.remove()
-            after.remove()
 
     def finish(self) -> "Tracker":
         """Close the log, without the host's storages. Consecutive frees, whose order may be a hash table's, are sorted

@@ -8,27 +8,17 @@ from unittest.mock import patch
 
 import torch
 
-
-def _afterwards(owner: Any, name: str, call: Callable[..., None]) -> AbstractContextManager:
-    """While entered, `owner`'s function of that name is followed by `call(result, *its arguments)`."""
-    plain = getattr(owner, name)
-
-    def function(*args: Any) -> Any:
-        result = plain(*args)
-        call(result, *args)
-        return result
-
-    return patch.object(owner, name, function)
+from ..training.patched import afterwards
 
 
 def resizes(seen: Callable[[torch.UntypedStorage], None]) -> AbstractContextManager:
     """While entered, call `seen` with each storage that Python resizes."""
-    return _afterwards(torch.UntypedStorage, "resize_", lambda result, storage, size: seen(storage))
+    return afterwards(torch.UntypedStorage, "resize_", lambda result, storage, size: seen(storage))
 
 
 def generator_states(seen: Callable[[torch.Tensor, str], None]) -> AbstractContextManager:
     """While entered, call `seen` with each copy of the CPU generator's state (a checkpoint keeps one, of 5,056 bytes)."""
-    return _afterwards(torch, "get_rng_state", lambda state: seen(state, "get_rng_state"))
+    return afterwards(torch, "get_rng_state", lambda state: seen(state, "get_rng_state"))
 
 
 def shape_propagation(tracker: Any) -> AbstractContextManager:

@@ -9,10 +9,7 @@ from .models import real_tensors
 
 
 def collated(recipe: Recipe, device: str = "cpu") -> dict[str, torch.Tensor]:
-    """One micro-batch of random samples with the recipe's lengths, by TRL's own collator for its trainer.
-
-    Real tensors; where others are fake they stay on the CPU.
-    """
+    """One micro-batch of random samples with the recipe's lengths: real tensors, on the CPU where others are fake."""
     fake = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
     with real_tensors():
         ids = [torch.randint(recipe.shape.vocab_size, (length,)) for length in recipe.samples]

@@ -1,7 +1,7 @@
 """What a step works on (`Training`), and who runs it (`Engine`): one process here, many ranks in `engines`."""
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -29,17 +29,10 @@ class Follower(Protocol):
 
 
 class Engine:
-    """A single process that holds everything; engines of many ranks override the rest.
+    """A single process that holds everything; engines of many ranks override the rest."""
 
-    Attributes:
-        autocasts: run a "-mixed" precision under `torch.autocast`; False where the engine casts by itself.
-        ranks_differ: each rank has its own parameters, as a pipeline's stages do.
-        fake_gpu: the device of fake tensors that stand for a GPU's; "cpu:0" keeps them apart from the host's "cpu".
-    """
-
-    autocasts = True
-    ranks_differ = False
-    fake_gpu = "cpu"
+    autocasts = True  # runs a "-mixed" precision under `torch.autocast`; False where the engine casts by itself
+    fake_gpu = "cpu"  # device of fake tensors that stand for a GPU's; "cpu:0" keeps them apart from the host's "cpu"
 
     def __init__(self, recipe: Recipe | None = None):
         self.recipe = recipe
@@ -94,14 +87,6 @@ class Engine:
     def zero_grad(self, training: "Training") -> None:
         training.optimizer.zero_grad(set_to_none=training.loop.set_to_none)
 
-    def gradients(self, training: "Training") -> "Iterator[tuple[str, torch.Tensor]]":
-        """(name as in the whole model, whole gradient) before the update, gathered from shards."""
-        for name, parameter in training.model.named_parameters():
-            if parameter.grad is not None:
-                gradient = parameter.grad
-                name = name.removeprefix("module.")  # DDP's
-                yield name, gradient.full_tensor() if hasattr(gradient, "full_tensor") else gradient
-
 
 def loss_of(outputs: Any, batch: Any) -> torch.Tensor:
     """The loss that a transformers model returns with its outputs."""
@@ -110,36 +95,26 @@ def loss_of(outputs: Any, batch: Any) -> torch.Tensor:
 
 @dataclass
 class Training:
-    """Everything one step needs.
-
-    Attributes:
-        multi_tensor: use the optimizer's and clipping's multi-tensor kernels.
-        accumulation: micro-batches in a step; an `abridged` one runs two of them in the first step, then one.
-        reference: a frozen model that the loss needs too.
-        compute_loss: of a trainer that computes it from the model and the batch itself, instead of `loss_of`.
-        per_parameter: parameter to its own optimizer, with optimizer_in_backward.
-        further: the step's other micro-batches, where the loop has all of them on the device at once.
-        outputs, loss: what the loop keeps alive between steps.
-    """
+    """Everything one step needs."""
 
     model: torch.nn.Module
     optimizer: Any
     batch: Any
     device: torch.device
-    multi_tensor: bool
+    multi_tensor: bool  # use the optimizer's and clipping's multi-tensor kernels
     loop: Loop = field(default_factory=Loop)
     precision: str = "fp32"
-    accumulation: int = 1
-    abridged: bool = False
+    accumulation: int = 1  # micro-batches in a step
+    abridged: bool = False  # run two of them in the first step, then one
     loss_of: Callable[[Any, Any], torch.Tensor] = loss_of
-    reference: torch.nn.Module | None = None
-    compute_loss: Callable[[Callable, Any], torch.Tensor] | None = None
+    reference: torch.nn.Module | None = None  # frozen, which the loss needs too
+    compute_loss: Callable[[Callable, Any], torch.Tensor] | None = None  # a trainer's own, instead of `loss_of`
     scaler: Any = None
     engine: Engine = field(default_factory=Engine)
-    per_parameter: dict = field(default_factory=dict)
-    further: list = field(default_factory=list)
+    per_parameter: dict = field(default_factory=dict)  # parameter to its own optimizer, with optimizer_in_backward
+    further: list = field(default_factory=list)  # other micro-batches, where the loop has all on the device at once
     around: contextlib.AbstractContextManager = field(default_factory=contextlib.nullcontext)  # each micro-batch
-    outputs: Any = None
+    outputs: Any = None  # what the loop keeps alive between steps, as `loss`
     loss: Any = None
     steps: int = 0
 

@@ -78,10 +78,8 @@ def _trainer(training: Training, evaluation: Evaluation) -> Iterator[Any]:
         stack.enter_context(patch.object(Trainer, "_move_model_to_device", lambda *args: None))
         stack.enter_context(patch.object(trainer_module, "validate_quantization_for_training", lambda model: None))
         folder = stack.enter_context(tempfile.TemporaryDirectory())
-        asked["use_cache"] = training.model.config.use_cache
-        args = TrainingArguments(
-            folder, use_cpu=training.device.type == "cpu", report_to="none", disable_tqdm=True, **asked
-        )
+        asked |= {"use_cache": training.model.config.use_cache, "report_to": "none", "disable_tqdm": True}
+        args = TrainingArguments(folder, use_cpu=training.device.type == "cpu", **asked)
         trainer = Trainer(training.model, args, preprocess_logits_for_metrics=preprocess)
         trainer.optimizer, trainer.is_in_train = training.optimizer, True
         trainer.num_examples = lambda loader: samples

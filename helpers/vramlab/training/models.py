@@ -13,6 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from ..recipe import lora_modules
 from ..recipe.configuration import reason
 from ..recipe.families import TASKS
+from ..recipe.from_transformers import make
 from ..recipe.liger import kernels
 from ..recipe.recipe import Recipe
 from ..report.errors import RecipeError
@@ -73,36 +74,16 @@ def _prepared(model: torch.nn.Module, recipe: Recipe) -> torch.nn.Module:
 
 
 def meta_model(recipe: Recipe) -> torch.nn.Module:
-    """The recipe's model on the meta device, in its weights' dtype, neither quantized nor adapted.
-
-    Raises:
-        RecipeError: transformers cannot build it.
-    """
-    import transformers
-
-    shape, dtype = recipe.shape, weight_dtype(recipe)
-    try:
-        config = transformers.AutoConfig.for_model(**shape.config)
-        if "seq2seq" in shape.task and getattr(config, "decoder_start_token_id", None) is None:
-            config.decoder_start_token_id = config.pad_token_id or 0
-        auto = getattr(transformers, TASKS[shape.task].auto_class)
-        with torch.device("meta"):
-            model = auto.from_config(config, dtype=dtype, attn_implementation=recipe.attn_implementation)
-    except Exception as error:  # each configuration and model class has its own ways to refuse
-        rest = f"transformers cannot build it for {shape.task}: {reason(error)}"
-        raise RecipeError("model", shape.name, rest) from error
+    """The recipe's model on the meta device, in its weights' dtype, neither quantized nor adapted."""
+    dtype = weight_dtype(recipe)
+    model = make(recipe.shape, dtype=dtype, attn_implementation=recipe.attn_implementation)
+    kept = set(getattr(model, "_keep_in_fp32_modules_strict", None) or ())
+    if dtype == torch.float16:  # T5's `wo`
+        kept |= set(getattr(model, "_keep_in_fp32_modules", None) or ())
     for name, parameter in model.named_parameters():
-        if _kept_in_fp32(model, dtype).intersection(name.split(".")):
+        if dtype != torch.float32 and kept.intersection(name.split(".")):
             parameter.data = parameter.data.float()
     return model
-
-
-def _kept_in_fp32(model: torch.nn.Module, dtype: torch.dtype) -> set[str]:
-    """Names of modules that `from_pretrained` leaves in fp32, such as T5's `wo` under fp16."""
-    names = set(getattr(model, "_keep_in_fp32_modules_strict", None) or ())
-    if dtype == torch.float16:
-        names |= set(getattr(model, "_keep_in_fp32_modules", None) or ())
-    return names if dtype != torch.float32 else set()
 
 
 def _pretrained(recipe: Recipe, device) -> torch.nn.Module:
@@ -111,9 +92,8 @@ def _pretrained(recipe: Recipe, device) -> torch.nn.Module:
     if recipe.shape.hub_id is None or recipe.num_layers is not None:
         raise RecipeError("model", recipe.name, "pretrained weights exist only for catalogue models at full depth")
     if recipe.quantization:
-        raise RecipeError(
-            "quantization", recipe.quantization.quant_type, "pretrained=True loads unquantized bases only"
-        )
+        rest = "pretrained=True loads unquantized bases only"
+        raise RecipeError("quantization", recipe.quantization.quant_type, rest)
     auto = getattr(transformers, TASKS[recipe.shape.task].auto_class)
     dtype, kernel = weight_dtype(recipe), recipe.attn_implementation
     return auto.from_pretrained(recipe.shape.hub_id, dtype=dtype, attn_implementation=kernel).to(device)
@@ -179,26 +159,19 @@ def _adapters(model: torch.nn.Module, recipe: Recipe) -> torch.nn.Module:
 
 
 def materialise(model: torch.nn.Module, device: torch.device) -> None:
-    """Give every meta parameter and buffer of `model` a storage on `device`, quantized in 4- and 8-bit layers.
-
-    Tied parameters stay tied. Real tensors get usable start values.
-    """
+    """Give every meta parameter and buffer of `model` a storage on `device`; tied ones stay tied, 4- and 8-bit are packed."""
     fake = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
     done: dict[int, torch.Tensor] = {}
     for module in model.modules():
-        for name, old in list(module._parameters.items()):
-            if old is None or not old.is_meta:
-                continue
-            if id(old) not in done:
-                done[id(old)] = _parameter(name, old, device, fake)
-            module._parameters[name] = done[id(old)]
-            if hasattr(done[id(old)], "quant_state"):
-                module.quant_state = done[id(old)].quant_state
-        for name, old in list(module._buffers.items()):
-            if old is not None and old.is_meta:
+        for held, made in ((module._parameters, _parameter), (module._buffers, _buffer)):
+            for name, old in held.items():
+                if old is None or not old.is_meta:
+                    continue
                 if id(old) not in done:
-                    done[id(old)] = torch.zeros_like(old, device=device)
-                module._buffers[name] = done[id(old)]
+                    done[id(old)] = made(name, old, device, fake)
+                held[name] = done[id(old)]
+                if hasattr(done[id(old)], "quant_state"):
+                    module.quant_state = done[id(old)].quant_state
     if not fake:
         _start_values(model)
 
@@ -213,11 +186,12 @@ def _parameter(name: str, old: torch.nn.Parameter, device: torch.device, fake: b
     return torch.nn.Parameter(data, requires_grad=old.requires_grad)
 
 
-def quantized_parameter(old: torch.nn.Parameter, data: torch.Tensor, fake: bool) -> torch.nn.Parameter:
-    """`data` quantized by bitsandbytes' kernels.
+def _buffer(name: str, old: torch.Tensor, device: torch.device, fake: bool) -> torch.Tensor:
+    return torch.zeros_like(old, device=device)
 
-    Its parameter classes cannot be fake: there a plain parameter carries the same storages and attributes.
-    """
+
+def quantized_parameter(old: torch.nn.Parameter, data: torch.Tensor, fake: bool) -> torch.nn.Parameter:
+    """`data` quantized by bitsandbytes; a fake one in a plain parameter with the same storages and attributes."""
     import bitsandbytes as bnb
 
     if type(old).__name__ == "Params4bit":

@@ -5,6 +5,7 @@ import gc
 import os
 import sys
 from collections.abc import Iterator
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -78,11 +79,8 @@ def one_gloo_thread() -> Iterator[None]:
             options._devices = [device]
             super().__init__(store, rank, size, options)
 
-    distributed_c10d.ProcessGroupGloo = OneThread
-    try:
+    with patch.object(distributed_c10d, "ProcessGroupGloo", OneThread):
         yield
-    finally:
-        distributed_c10d.ProcessGroupGloo = plain
 
 
 def rank() -> int:

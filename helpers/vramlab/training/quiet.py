@@ -1,32 +1,18 @@
 """Silence known, harmless messages of other packages by their text; any other is still shown."""
 
 import contextlib
+import json
 import logging
 import os
 import warnings
 from collections.abc import Iterator
 
-KNOWN_WARNINGS = (
-    # tqdm in a notebook without ipywidgets: it falls back to plain text, and widgets would not render on GitHub.
-    "IProgress not found",
-    # torch 2.13 about its own code, when fake tensors run it.
-    "`torch.jit.script_method` is deprecated",
-    # PEFT 0.21 asks transformers 5.23 by the older of two names.
-    "`is_gradient_checkpointing` is deprecated",
-)
-KNOWN_LOGS = (
-    # bitsandbytes on a CPU looks for a faster kernel on the hub; its own one gives the same bytes.
-    ("bitsandbytes.backends.cpu.ops", "Failed to load CPU gemm_4bit_forward"),
-    # A model class that names no loss takes the causal one, which is the one that is meant.
-    ("transformers.modeling_utils", "`loss_type=None` was set in the config"),
-    # The Trainer compiles on a CPU as well; that is slow, and the chapter says so.
-    ("transformers.training_args", "The speedups for torchdynamo mostly come with GPU"),
-    # Liger looks for kernels of other vendors, and asks transformers by an older name; it takes Triton's all the same.
-    ("liger_kernel.backends.registry", "Backend impl 'liger_kernel.ops.backends._"),
-    ("transformers.configuration_utils", "`use_return_dict` is deprecated"),
-    # accelerate asks DeepSpeed, where it is installed, whatever is trained.
-    ("DeepSpeed", "Setting accelerator to CPU. If you have GPU"),
-)
+from ..report.data import data_path
+
+# How each begins, and why it is harmless.
+_KNOWN = json.loads(data_path("known_messages.json").read_text(encoding="utf-8"))
+KNOWN_WARNINGS = tuple(row["begins"] for row in _KNOWN["warnings"])
+KNOWN_LOGS = tuple((row["logger"], row["begins"]) for row in _KNOWN["logs"])
 
 
 @contextlib.contextmanager

@@ -8,6 +8,7 @@ import inspect
 import math
 import weakref
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -51,13 +52,9 @@ def build(recipe: Recipe, device: str = "cpu", target: str | None = None, pretra
         trl_trainers.start(training, recipe, bare, build_model)
     if loop.name == "trainer":  # Trainer.get_batch_samples fetches the whole step's micro-batches first
         training.further = [make_batch(recipe, device) for _ in range(training.accumulation - 1)]
-
     if recipe.activation_offloading:
         training.around = trl_trainers.offloading(model, training.device)
-
-    def make(parameters: list) -> torch.optim.Optimizer:
-        return make_optimizer(recipe, parameters, training.multi_tensor)
-
+    make = partial(make_optimizer, recipe, multi_tensor=training.multi_tensor)
     if loop.optimizer_in_backward:
         step_in_backward(training, lambda p: make([p]), [p for p in model.parameters() if p.requires_grad])
     else:
@@ -74,10 +71,7 @@ def build(recipe: Recipe, device: str = "cpu", target: str | None = None, pretra
 
 
 def make_batch(recipe: Recipe, device: str = "cpu") -> dict[str, torch.Tensor]:
-    """One micro-batch of random inputs and labels with the shapes of `recipe`; without padding if not `is_ragged`.
-
-    Then only TRL's collator makes an attention mask. What is ragged has its values under a FakeTensorMode too.
-    """
+    """One micro-batch of random inputs and labels; what is ragged is real among fake tensors too."""
     if recipe.trainer not in ("transformers", "sft"):
         return trl_trainers.make_pairs(recipe, device)
     if recipe.is_ragged:
@@ -102,10 +96,7 @@ def make_batch(recipe: Recipe, device: str = "cpu") -> dict[str, torch.Tensor]:
 
 
 def _groups(recipe: Recipe, model: torch.nn.Module) -> list:
-    """The optimizer's parameters: two groups in the Trainer (with and without weight decay), one in plain loops.
-
-    Multi-tensor kernels run group by group, so the grouping moves the step's peak.
-    """
+    """The optimizer's parameters, in the Trainer in groups with and without weight decay, which are updated in turn."""
     if recipe.loop.name != "trainer":
         return [p for p in model.parameters() if p.requires_grad]
     from transformers.trainer_pt_utils import get_parameter_names
@@ -165,10 +156,9 @@ def _embeddings_in_32_bits(training: Training) -> None:
 
 
 def step_in_backward(training: Training, make: Callable[[torch.Tensor], Any], trained: list) -> None:
-    """Update each parameter as soon as its gradient is complete, and free the gradient (PyTorch's tutorial of 2023).
+    """Update each parameter as soon as its gradient is complete, and free that (PyTorch's tutorial of 2023).
 
-    Args:
-        make: the optimizer of a parameter; None where it shall not be updated.
+    `make` gives the optimizer of a parameter; None where it shall not be updated.
     """
     owner = weakref.ref(training)  # the garbage collector does not see through hooks: a reference would never be freed
 

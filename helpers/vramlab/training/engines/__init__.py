@@ -1,7 +1,4 @@
-"""How a rank takes part in a step: one engine for each way of dividing the work among processes.
-
-Each calls the library's own DDP, FSDP2, DeepSpeed, DTensor or torch.distributed.pipelining, as its users do.
-"""
+"""How a rank takes part in a step: engines for DDP, FSDP2, DeepSpeed, DTensor and torch.distributed.pipelining."""
 
 import importlib
 

@@ -4,6 +4,7 @@ import contextlib
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
@@ -53,19 +54,13 @@ class DDP(Engine):
                 if storage := tracker.live.get(handle._cdata):
                     storage.category, storage.where = "workspace", "buckets"
 
-        reducer = training.model.reducer
-        training.model.reducer = _Reducer(reducer, lambda: _Buckets(self._seen), rebuilt)
-        try:
+        model = training.model
+        with patch.object(model, "reducer", _Reducer(model.reducer, lambda: _Buckets(self._seen), rebuilt)):
             yield
-        finally:
-            training.model.reducer = reducer
 
     def _finds_unused(self) -> bool:
-        """The Trainer looks for parameters without gradients unless layers are recomputed, and always with PEFT.
-
-        `transformers.Trainer._build_accelerator_args`. It costs a copy of the outputs, and the buckets are not made
-        anew in the order of the first backward pass.
-        """
+        """The Trainer looks for parameters without gradients unless layers are recomputed, and always with PEFT
+        (`Trainer._build_accelerator_args`). It costs a copy of the outputs, and buckets are not made anew."""
         trainer, checkpointing = self.recipe.loop.name == "trainer", self.recipe.gradient_checkpointing
         return trainer and (not checkpointing or self.recipe.lora is not None)
 

@@ -87,16 +87,6 @@ class DeepSpeed(Engine):
     def zero_grad(self, training: Training) -> None:
         """`update` has done it."""
 
-    def gradients(self, training: Training) -> Iterator[tuple[str, torch.Tensor]]:
-        """(name, whole gradient) before the update. All ranks have to ask: shards are gathered."""
-        from deepspeed.utils import safe_get_full_grad
-
-        for name, parameter in training.model.module.named_parameters():
-            if parameter.requires_grad:
-                whole = safe_get_full_grad(parameter) if self.recipe.sharding.stage else parameter.grad
-                if whole is not None:
-                    yield name, whole
-
 
 @contextlib.contextmanager
 def _adapters_as_they_are() -> Iterator[None]:

@@ -17,6 +17,8 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from ..patched import afterwards
+
 
 @contextlib.contextmanager
 def without_peers(device: str) -> Iterator[None]:
@@ -31,27 +33,24 @@ def without_peers(device: str) -> Iterator[None]:
     from deepspeed.runtime.zero.partition_parameters import AllGatherCoalescedHandle
     from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
+    stays = {"dont_change_device": True}
     ours = (
         # `choose_accelerator` may replace it
         patch.object(real_accelerator, "ds_accelerator", get_accelerator()),
         # DeepSpeed requires it; torchrun sets it for real ranks
         patch.dict(os.environ, {"LOCAL_RANK": os.environ.get("LOCAL_RANK", "0")}),
         # no gradient overflowed, and every norm is 1
-        patch.object(DeepSpeedEngine, "_take_model_step", _healthy(DeepSpeedEngine._take_model_step)),
-        patch.object(
-            DeepSpeedZeroOptimizer,
-            "update_offload_overflow_tracker",
-            _healthy(DeepSpeedZeroOptimizer.update_offload_overflow_tracker),
-        ),
+        _healthy(DeepSpeedEngine, "_take_model_step"),
+        _healthy(DeepSpeedZeroOptimizer, "update_offload_overflow_tracker"),
         # every rank saw the modules in the same order
         patch.object(partitioned_param_coordinator, "assert_ints_same_as_other_ranks", _same_everywhere),
         # these put together as many pieces as there are ranks
-        patch.object(AllGatherCoalescedHandle, "wait", _if_fake(_gathered, AllGatherCoalescedHandle.wait)),
-        patch.object(stage3, "reduce_scatter_coalesced", _if_fake(_scattered, stage3.reduce_scatter_coalesced)),
+        _if_fake(AllGatherCoalescedHandle, "wait", _gathered),
+        _if_fake(stage3, "reduce_scatter_coalesced", _scattered),
         # stage 3 replaces it by its own
         patch.object(torch.nn.functional, "linear", torch.nn.functional.linear),
         # the model is on its device already, and a fake parameter that is referred to cannot be moved
-        patch.object(DeepSpeedEngine, "_set_client_model", _stays(DeepSpeedEngine._set_client_model)),
+        afterwards(DeepSpeedEngine, "_set_client_model", lambda _, engine, model: vars(engine).update(stays)),
     )
     with contextlib.ExitStack() as stack:
         for each in ours:
@@ -95,13 +94,14 @@ class Healthy(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def _healthy(method: Callable) -> Callable:
-    @functools.wraps(method)
+def _healthy(owner: Any, name: str) -> contextlib.AbstractContextManager:
+    method = getattr(owner, name)
+
     def inner(*args: Any, **options: Any) -> Any:
         with Healthy():
             return method(*args, **options)
 
-    return inner
+    return patch.object(owner, name, functools.wraps(method)(inner))
 
 
 def _same_everywhere(ints: list[int]) -> None:
@@ -113,24 +113,15 @@ def _same_everywhere(ints: list[int]) -> None:
     torch.tensor(ints, dtype=int, device=device)
 
 
-def _if_fake(short: Callable, method: Callable) -> Callable:
-    """`short` where the first argument is a list, or a handle, of fake tensors, else `method`."""
+def _if_fake(owner: Any, name: str, short: Callable) -> contextlib.AbstractContextManager:
+    """While entered, `owner`'s function of that name is `short` for a list, or a handle, of fake tensors."""
+    method = getattr(owner, name)
 
-    @functools.wraps(method)
     def inner(first: Any, *args: Any, **options: Any) -> Any:
         tensors = first if isinstance(first, list) else first.partitions
         return (short if isinstance(tensors[0], FakeTensor) else method)(first, *args, **options)
 
-    return inner
-
-
-def _stays(method: Callable) -> Callable:
-    @functools.wraps(method)
-    def inner(engine: Any, model: torch.nn.Module) -> None:
-        method(engine, model)
-        engine.dont_change_device = True
-
-    return inner
+    return patch.object(owner, name, functools.wraps(method)(inner))
 
 
 def _gathered(handle: Any, handle_dependency: bool = True) -> None:
@@ -168,10 +159,8 @@ def _scattered(tensors: list[torch.Tensor], group: Any = None) -> list[torch.Ten
     mine = flat.narrow(0, rank * sum(sizes), sum(sizes))
     comm.reduce_scatter_fn(mine, flat, group=group)
     starts = [sum(sizes[:i]) for i in range(len(sizes))]
-    return [
-        mine.narrow(0, start, _own(tensor, size, rank))
-        for tensor, size, start in zip(tensors, sizes, starts, strict=True)
-    ]
+    parts = zip(tensors, sizes, starts, strict=True)
+    return [mine.narrow(0, start, _own(tensor, size, rank)) for tensor, size, start in parts]
 
 
 def _own(tensor: torch.Tensor, size: int, rank: int) -> int:

@@ -1,17 +1,14 @@
-"""What a rank holds under DeepSpeed 0.19, for a tracker, as it comes and goes; `formulas/deepspeed.py` has the sizes.
-
-Held against real ranks, event by event (`tests/training/test_deepspeed.py`).
-"""
+"""What a rank holds under DeepSpeed 0.19 as it comes and goes, for a tracker; sizes are in `formulas/deepspeed.py`."""
 
 import contextlib
-import functools
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from typing import Any
-from unittest.mock import patch
 
 import torch
 
 from ..engine import Follower
+from ..patched import afterwards
 
 
 @contextlib.contextmanager
@@ -34,21 +31,14 @@ def follow(engine: Any, tracker: Follower) -> Iterator[None]:
         (AllGatherCoalescedHandle, "wait", lambda handle, *_, **__: [p.data for p in handle.params], for_gathered),
     )
     with contextlib.ExitStack() as stack:
-        for owner, name, tensors_of, claim in made:
-            stack.enter_context(patch.object(owner, name, _claiming(getattr(owner, name), tensors_of, tracker, claim)))
+        for owner, name, tensors_of, (category, where) in made:
+            claim = partial(_claim, tracker, tensors_of, category, where)
+            stack.enter_context(afterwards(owner, name, claim))
         yield
 
 
-def _claiming(method: Callable, tensors_of: Callable, tracker: Follower, claim: tuple[str, str]) -> Callable:
-    """`method`, which claims what it has made when it returns."""
-
-    @functools.wraps(method)
-    def inner(*args: Any, **options: Any) -> Any:
-        result = method(*args, **options)
-        tracker.claim(tensors_of(*args, **options), *claim)
-        return result
-
-    return inner
+def _claim(tracker: Follower, tensors_of: Callable, category: str, where: str, result: Any, *args, **options) -> None:
+    tracker.claim(tensors_of(*args, **options), category, where)
 
 
 def _buckets(optimizer: Any) -> list[torch.Tensor]:

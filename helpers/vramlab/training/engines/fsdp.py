@@ -3,9 +3,10 @@
 import contextlib
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
+from unittest.mock import patch
 
 import torch
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard import _fsdp_param
 
@@ -87,11 +88,8 @@ def units(model: torch.nn.Module, wrap: str = "layers", as_accelerate: bool = Tr
     if wrap == "model":
         return [Unit((model,))]
     kinds, shared = set(getattr(model, "_no_split_modules", None) or ()), _sharing(model)
-    found = [
-        Unit((module,))
-        for module in model.modules()
-        if type(module).__name__ in kinds and _has_all_or_none(module, shared)
-    ]
+    layers = [module for module in model.modules() if type(module).__name__ in kinds]
+    found = [Unit((layer,)) for layer in layers if _has_all_or_none(layer, shared)]
     if as_accelerate:
         taken = {id(inner) for unit in found for module in unit.modules for inner in module.modules()}
         embedding = model.get_input_embeddings() if hasattr(model, "get_input_embeddings") else None
@@ -136,7 +134,6 @@ def shard(
     reshard_after_forward: bool = True,
     half: str | None = None,
     offload: bool = False,
-    mesh: DeviceMesh | None = None,
 ) -> torch.nn.Module:
     """Divide the parameters of `model`, any module, among the ranks of the default process group, in place.
 
@@ -147,10 +144,9 @@ def shard(
         offload: keep shards, gradients and the optimizer on the host.
     """
     device = next(model.parameters()).device.type
-    if mesh is None:
-        with real_tensors():
-            mesh = init_device_mesh(device, (torch.distributed.get_world_size(),))
     dtype = getattr(torch, half) if half else None
+    with real_tensors():
+        mesh = init_device_mesh(device, (torch.distributed.get_world_size(),))
     options = {
         "mesh": mesh,
         "mp_policy": MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=dtype, output_dtype=dtype),
@@ -176,15 +172,8 @@ class _Chunks:
 
 @contextlib.contextmanager
 def _of_fake_tensors(model: torch.nn.Module) -> Iterator[None]:
-    """Shard fake tensors with the same allocations, but without a thousand fake chunks.
-
-    The first forward pass pads a shard again if it was replaced; it compares addresses, which fake storages lack, so tell
-    it that none was.
-    """
-    plain, _fsdp_param._chunk_with_empty = _fsdp_param._chunk_with_empty, _Chunks
-    try:
+    """Shard fake tensors with the same allocations, but without a thousand fake chunks."""
+    with patch.object(_fsdp_param, "_chunk_with_empty", _Chunks):
         yield
-    finally:
-        _fsdp_param._chunk_with_empty = plain
-    for group in groups(model):
+    for group in groups(model):  # it would pad shards again whose address is another, and fake storages have none
         group._reset_sharded_params = True

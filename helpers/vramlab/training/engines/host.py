@@ -17,10 +17,7 @@ from ..engine import Follower
 
 
 class Host(TorchFunctionMode):
-    """While entered, `.cpu()` and `.to(device)` copy: to the device in `unshard`, to the host everywhere else.
-
-    `on_host` gets the copies that are the host's from then on.
-    """
+    """While entered, `.cpu()` and `.to(device)` copy: to the device in `unshard`, else to the host (`on_host`)."""
 
     def __init__(self):
         super().__init__()

@@ -24,8 +24,6 @@ from .stages import force_static_shapes, keep_stage, make_stage, sends_held
 class Pipeline(Engine):
     """One stage on each rank."""
 
-    ranks_differ = True
-
     def __init__(self, recipe: Recipe):
         super().__init__(recipe)
         self.stages = recipe.sharding.world_size

@@ -2,6 +2,7 @@
 
 import contextlib
 from collections.abc import Callable, Iterator
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -71,10 +72,7 @@ class Stage(PipelineStage):
 
 
 def make_stage(training: Training, rank: int, stages: int, shape: tuple[int, int, int]) -> Stage:
-    """The stage of this rank, with `shape` (samples, tokens, channels) of a micro-batch's hidden states.
-
-    Shapes are given in advance, so that torch runs nothing to infer them.
-    """
+    """The stage of this rank; hidden states have `shape` (samples, tokens, channels), so that torch infers nothing."""
     weight = next(p for p in training.model.parameters() if p.dim() > 1)
     with real_tensors():
         ids = torch.empty(shape[:2], dtype=torch.int64, device="meta")
@@ -121,8 +119,5 @@ def sends_held(until_waited: bool) -> Iterator[None]:
         return _Sent(plain(tensor, *args, **kwargs), tensor, until_waited)
 
     # P2POp compares with the one, schedules with the other
-    dist.isend = dist.distributed_c10d.isend = isend
-    try:
+    with patch.object(dist, "isend", isend), patch.object(dist.distributed_c10d, "isend", isend):
         yield
-    finally:
-        dist.isend = dist.distributed_c10d.isend = plain

@@ -41,10 +41,7 @@ class Replicated(ParallelStyle):
 
 
 class HeadNorm(Replicated):
-    """A norm over the width of one head (Qwen3): whole weights, this rank's heads as input.
-
-    The weight's gradient is the sum over all heads, so over all ranks.
-    """
+    """A norm over one head's width (Qwen3), of this rank's heads; its weight's gradient is summed over all ranks."""
 
     placement = Shard(2)  # (batch, tokens, heads, width)
 
