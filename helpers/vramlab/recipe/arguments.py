@@ -103,7 +103,8 @@ def recipe_fields(kind: type, args: "TrainingArguments", model: Any, **fields: A
             example), arguments that move memory and that no recipe models, or `fields` that contradict `args`.
     """
     trainer = _trainer(args)
-    _check_values(args, fields.get("sharding"))
+    among_ranks = CLASSIFIED["refused_in_ddp"] if getattr(fields.get("sharding"), "engine", None) == "ddp" else {}
+    _check_table(args, CLASSIFIED["refused"] | among_ranks | CLASSIFIED["refused_in"].get(type(args).__name__, {}))
     if trainer != "transformers":
         fields = {"seq_len": args.max_length, "trainer": trainer, **fields}
         if fields["seq_len"] is None and not fields.get("lengths"):
@@ -159,14 +160,8 @@ def _trainer(args: Any) -> str:
     raise RecipeError("args", name, allowed)
 
 
-def _check_values(args: "TrainingArguments", sharding: Any) -> None:
-    """Raise RecipeError at the first argument that moves memory and that no recipe models."""
-    among_ranks = CLASSIFIED["refused_in_ddp"] if getattr(sharding, "engine", None) == "ddp" else {}
-    of_kind = CLASSIFIED["refused_in"].get(type(args).__name__, {})
-    _check_table(args, {**CLASSIFIED["refused"], **among_ranks, **of_kind})
-
-
 def _check_table(args: Any, table: dict[str, Any]) -> None:
+    """Raise RecipeError at the first of the arguments in `table` that moves memory and that no recipe models."""
     for name, allowed in table.items():
         value = getattr(args, name, None)
         if not isinstance(allowed, dict):

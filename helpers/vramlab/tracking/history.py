@@ -20,10 +20,6 @@ class History:
         allocator: also run the log through the model of CUDA's caching allocator (`replayed`). What its blocks hold
             beyond the requests is then workspace, and the total is what `torch.cuda.memory_allocated` says.
         limit: bytes of segments that the card can hold; None: no limit.
-
-    Attributes:
-        splits: array of shape (events + 1, categories): bytes alive at each position; `live` are their sums.
-        stretches: (phase, first position, last position), in order; the first is "load".
     """
 
     def __init__(self, log: list, marks: list, allocator: bool = False, limit: int | None = None, notes=()):
@@ -32,12 +28,13 @@ class History:
         deltas = np.zeros((len(self.log) + 1, len(ATTRIBUTED)), dtype=np.int64)
         for i, (size, storage, _) in enumerate(self.log, 1):
             deltas[i, INDEX[storage.category or "temporaries"]] = size
-        self.splits = deltas.cumsum(axis=0)
+        self.splits = deltas.cumsum(axis=0)  # (events + 1, categories): bytes alive at each position
         if self.replayed:
             self.splits[:, INDEX["workspace"]] += self.replayed.internal_fragmentation
         self.live = self.splits.sum(axis=1)
         starts = [(0, "load"), *marks]
         ends = [position for position, _ in marks] + [len(self.log)]
+        # (phase, first position, last position), in order; the first is "load"
         self.stretches = [(name, start, end) for (start, name), end in zip(starts, ends, strict=True)]
 
     def highest(self, start: int = 0, end: int | None = None) -> int:

@@ -26,12 +26,10 @@ class Batches(list):
 
 
 def evaluate(training: Training, evaluation: Evaluation, make: Callable[[int], Any], full: bool = False) -> None:
-    """Run `Trainer.evaluation_loop` up to where predictions first go to the host.
+    """Run `Trainer.evaluation_loop` up to where predictions first go to the host; `make` gives a batch of so many samples.
 
-    Args:
-        make: gives a batch of so many samples.
-        full: run the model on every batch. Else only on the first and the last two: what is kept grows from batch to
-            batch, what the model takes does not, so the others only make what is kept of the first.
+    Unless `full` the model runs on the first batch and the last two only: what is kept grows from batch to batch, what the
+    model takes does not, so the others only make what is kept of the first.
     """
     sizes, made = Batches(evaluation.sizes), []
     sizes.make = make

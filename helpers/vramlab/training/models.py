@@ -4,6 +4,7 @@ The model, its quantized layers and adapters are built on the meta device, which
 storage on the wanted device, one tensor at a time, as `from_pretrained` loads a checkpoint; fake under `FakeTensorMode`.
 """
 
+import dataclasses
 import math
 import warnings
 
@@ -129,8 +130,6 @@ def quantize_layers(model: torch.nn.Module, recipe: Recipe) -> None:
 
 
 def _adapters(model: torch.nn.Module, recipe: Recipe) -> torch.nn.Module:
-    import dataclasses
-
     from peft import LoraConfig, get_peft_model
 
     values = dataclasses.asdict(recipe.lora)

@@ -4,6 +4,7 @@
 """
 
 import contextlib
+import importlib
 import logging
 import os
 import warnings
@@ -126,8 +127,5 @@ def choose_accelerator(device: str) -> None:
 
     if get_accelerator().device_name() == device:
         return
-    if device == "cpu":
-        from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator as Accelerator
-    else:
-        from deepspeed.accelerator.cuda_accelerator import CUDA_Accelerator as Accelerator
-    set_accelerator(Accelerator())
+    home = importlib.import_module(f"deepspeed.accelerator.{device}_accelerator")
+    set_accelerator(getattr(home, f"{device.upper()}_Accelerator")())
