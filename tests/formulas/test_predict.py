@@ -645,7 +645,7 @@ def test_a_written_out_stack_equals_the_multiplied_one():
     short = account.Account(recipe)
     assert len(every(recipe.shape)) > len(model_states.first_layers(recipe.shape))
     account._parameter_settings.cache_clear()
-    with patch.object(model.Model, "stack", whole), patch.object(account, "first_layers", every):
+    with patch.object(model.Model, "stack", whole), patch.object(model_states, "first_layers", every):
         long = account.Account(recipe)
     account._parameter_settings.cache_clear()
     for phase in ("forward", "backward"):
