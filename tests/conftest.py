@@ -39,6 +39,11 @@ def pytest_collection() -> Generator:
         gc.enable()
 
 
+def pytest_unconfigure() -> None:
+    """Python collects at its end, or Triton's bindings print what they call leaks."""
+    gc.unfreeze()
+
+
 @pytest.fixture(scope="module", autouse=True)
 def quick_collections() -> None:
     """A simulation and a measurement collect first. What is loaded by now is set aside, so that this takes no time."""
