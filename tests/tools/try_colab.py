@@ -84,7 +84,7 @@ def try_notebook(path: Path, folder: Path, prefix: Path | None = None, gpu: Mapp
     hosted = {**os.environ, "COLAB_RELEASE_TAG": "release-colab-external", **gpu}
     hosted.pop("PYTHONPATH", None)  # it would show the package before the set-up cell has run
     hosted.pop("PYTHONSTARTUP", None)  # the gate's check of recipes would import the package
-    command = [python, "-c", RUN, copy, settings.TOOLS]
+    command = [python, "-W", "ignore::DeprecationWarning", "-c", RUN, copy, settings.TOOLS]
     run = subprocess.run(command, cwd=copy.parent, env=hosted, stdout=subprocess.PIPE, text=True, check=True)
     return json.loads(run.stdout.splitlines()[-1])
 
