@@ -1,5 +1,6 @@
 """What every test shares: the same surroundings on every machine, no network, no window, hypothesis without a clock."""
 
+import atexit
 import gc
 import os
 import signal
@@ -39,9 +40,18 @@ def pytest_collection() -> Generator:
         gc.enable()
 
 
-def pytest_unconfigure() -> None:
-    """Python collects at its end, or Triton's bindings print what they call leaks."""
-    gc.unfreeze()
+def end_without_collection() -> None:
+    """End a worker seconds sooner. Triton's bindings would call leaks, on standard error, what is not collected."""
+    gc.freeze()
+    with open(os.devnull, "w") as nowhere:
+        os.dup2(nowhere.fileno(), 2)
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    if hasattr(config, "workerinput"):
+        atexit.register(end_without_collection)
+    else:
+        gc.unfreeze()
 
 
 @pytest.fixture(scope="module", autouse=True)
