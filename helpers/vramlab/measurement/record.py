@@ -24,7 +24,7 @@ COURSE_LIST = data_path("wanted.json")  # what the notebooks look up, and what i
 STEPS = 7  # warm-up, repeats and tracked steps of one measurement
 START = 15.0  # seconds for a process to load its libraries and make CUDA's context
 EFFICIENCY = 0.3  # of the card's peak rate: cautious, small models stay under it
-SPARE_CORES = 4  # with fewer, loading would disturb the times
+SPARE_CORES = 4  # for each process that loads its libraries meanwhile, so that times are not disturbed
 UNKNOWN_FLOPS = 6e12  # of a card that the table does not know
 
 
@@ -169,8 +169,8 @@ def _measure_all(
             bar.update(task, description=str(recipe))
             try:
                 with launchers[number] as launcher:
-                    if cores() >= SPARE_CORES and number + 1 < len(todo):
-                        started.enter_context(launchers[number + 1])  # it loads its libraries meanwhile
+                    for follower in launchers[number + 1 :][: cores() // SPARE_CORES]:
+                        started.enter_context(follower)  # they load their libraries meanwhile
                     report = measure(recipe, recorded=False, timeout=deadline - begun, launcher=launcher)
             except (MeasurementError, RecipeError) as error:
                 result = str(error).strip().splitlines()[-1]
