@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from ..hardware.gpu import DEFAULT_CHIP, Gpu, find_gpu
-from ..hardware.overhead import UNIT, cublas_workspace
+from ..hardware.overhead import UNIT, cublas_workspace, torch_release
 from ..recipe import liger, lora_modules
 from ..recipe.evaluation import Evaluation
 from ..recipe.options import TRL
@@ -22,7 +22,7 @@ from ..recipe.recipe import Loop, Recipe, as_recipe
 from ..recipe.weights import unquantized
 from ..report.collector import no_collection
 from ..report.errors import RecipeError, VramLabError, needing
-from ..report.report import Report
+from ..report.report import MiB, Report
 from ..tracking.fake_tracker import FakeTracker
 from ..tracking.history import History
 from ..tracking.reporting import to_report
@@ -309,8 +309,14 @@ def make_tracker(training: tr.Training, card: Gpu | None, kernels: CudaKernels |
         kernels.on_host, kernels.is_on_host = tracker.mark_on_host, tracker.is_on_host
         tracker.round_to = UNIT
         tracker.scratch = kernel_scratch(card.chip if card else DEFAULT_CHIP, kernels.note)
-        handle = card.cublas_workspace if card else cublas_workspace(DEFAULT_CHIP.capability)
-        tracker.at_phase, tracker.notes = dict.fromkeys(("forward", "backward"), handle), kernels.notes  # a thread each
+        sizes = {"mm": card.cublas_workspace if card else cublas_workspace(DEFAULT_CHIP.capability)}
+        if torch_release() < (
+            2,
+            12,
+        ):  # with a bias cuBLASLt multiplies, which has its own until it shares (pull 168175)
+            sizes["addmm"] = 1 * MiB
+        tracker.workspaces = {phase: dict(sizes) for phase in ("forward", "backward")}  # a thread each
+        tracker.notes = kernels.notes
     if training.scaler:
         training.scaler._maybe_opt_step = lambda optimizer, state, *args, **kwargs: optimizer.step(*args, **kwargs)
     return tracker

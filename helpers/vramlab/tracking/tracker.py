@@ -81,7 +81,8 @@ class Tracker(TorchDispatchMode):
         self.marks: list[tuple[int, str]] = []  # position in the log, phase that begins there
         self.calls: list[tuple[int, str, str, int]] = []  # position in the log, operator, module, marks before it
         self.live: dict[int, Storage] = {}  # by the address of torch's own object
-        self.phase, self.at_phase = "load", {}  # phase to workspace bytes that stay from then on: `_log_workspace`
+        self.phase = "load"
+        self.workspaces: dict[str, dict[str, int]] = {}  # phase to operator to bytes that stay: `_log_workspace`
         self.only_device: torch.device | None = None  # the only one of its type to count; None counts all
         self.host_computes = False  # results of operators on host tensors alone are the host's too
         self.host_peak = 0  # after `finish`: of the bytes that were left out
@@ -123,8 +124,10 @@ class Tracker(TorchDispatchMode):
 
     def _log_workspace(self, operator: str) -> None:
         """Log cuBLAS's workspace: forward's as it begins, backward's with its first product, after gradients of logits."""
-        if operator in PRODUCTS and (size := self.at_phase.pop(self.phase, 0)):
-            self.log.append((size, Storage(size, size, "workspace", "cublas", None), "cublas"))
+        if operator in PRODUCTS:
+            sizes = self.workspaces.get(self.phase, {})
+            for size in [sizes.pop(of) for of in ("mm", operator) if of in sizes]:
+                self.log.append((size, Storage(size, size, "workspace", "cublas", None), "cublas"))
 
     def claim(self, tensors: Iterable[torch.Tensor], category: str, where: str = "") -> None:
         """Give the storages of `tensors` a category, from their birth on. Unknown ones are born now."""
