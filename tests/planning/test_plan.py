@@ -16,7 +16,7 @@ from vramlab.hardware.gpu import GpuError
 from vramlab.planning.question import Question, usable_memory
 from vramlab.planning.search import FASTER, NEAR, Search, order
 from vramlab.planning.search_space import families, held_bytes, method_of, micro_batches, with_micro_batch
-from vramlab.planning.step_time import calibration, estimate
+from vramlab.planning.step_time import _ratios, calibration, estimate
 from vramlab.report.errors import RecipeError
 from vramlab.report.report import TIERS, GiB, MiB, Report
 
@@ -311,7 +311,7 @@ def test_the_constants_are_what_the_fit_gives():
     fitted = bench.fit(bench.chosen())
     assert fitted == pytest.approx((UTILISATION, BANDWIDTH, LAUNCH), rel=0.01)
     least, most = (f(bench.held_out(bench.chosen())) for f in (min, max))
-    assert calibration("T4")[0][1:] == pytest.approx((least, most), abs=0.01)
+    assert calibration("T4", "matmuls")[0][1:] == pytest.approx((least, most), abs=0.01)
 
 
 def test_time_is_made_of_its_parts_and_says_what_it_rests_on():
@@ -345,7 +345,7 @@ def test_records_of_a_card_calibrate_it(tmp_path, monkeypatch):
     from vramlab.report.report import environment as stamp
 
     monkeypatch.setattr(sys.modules["vramlab.planning.step_time"], "measurements_folder", lambda: tmp_path)
-    calibration.cache_clear()
+    _ratios.cache_clear()
     try:
         card = find_gpu("A100")
         for i, factor in enumerate((1.8, 1.9, 2.0, 2.1, 2.2)):
@@ -364,7 +364,7 @@ def test_records_of_a_card_calibrate_it(tmp_path, monkeypatch):
         assert sum(time.parts.values()) == pytest.approx(time.seconds)
         assert "uncalibrated" in step_time(Recipe("gpt2", seq_len=32), "H100").basis
     finally:
-        calibration.cache_clear()
+        _ratios.cache_clear()
 
 
 def test_autocast_over_adapters_has_a_half_precision_base():

@@ -13,6 +13,7 @@ the peak on A100, H100 and TPUs (Narayanan et al. 2021, table 1; Chowdhery et al
 table 4).
 """
 
+import contextlib
 from dataclasses import dataclass
 from functools import lru_cache
 from statistics import median
@@ -25,6 +26,8 @@ from ..measurement.records import load, measurements_folder
 from ..recipe.options import FUSED, LoRA
 from ..recipe.recipe import LEAST_BATCH, Recipe
 from ..recipe.shapes import Shape
+from ..report.errors import RecipeError
+from ..report.report import Report
 from .step_traffic import optimizer_share, optimizer_traffic, waits
 
 TRANSFERS = 3  # of each byte that an operator writes: it reads about two to write one
@@ -77,8 +80,9 @@ def step_time(recipe: Recipe, gpu: str | Gpu, link: float | None = None) -> Step
     card = find_gpu(gpu)
     card.require(recipe.precision)
     parts, basis = [estimate(recipe, card, link, which) for which in range(3)], ASSUMED
-    if found := calibration(card.name):  # of the likely parts; it does not see links and host
-        (factors, basis), likely = found, parts[0]
+    largest = max(likely := parts[0], key=parts[0].get)
+    if found := calibration(card.name, largest):  # of the likely parts; it does not see links and host
+        factors, basis = found
         for i, factor in enumerate(factors):
             parts[i] = {name: parts[i][name] if name in WAITS else factor * n for name, n in likely.items()}
     if waiting := [name for name in WAITS if name in parts[0]]:
@@ -202,17 +206,22 @@ def _known(card: Gpu, what: str, rate: float | None) -> float:
     return rate
 
 
-@lru_cache(maxsize=64)
-def calibration(name: str) -> tuple[tuple[float, float, float], str] | None:
+def calibration(name: str, largest: str) -> tuple[tuple[float, float, float], str] | None:
     """((likely, least, most) measured over estimated seconds, what that rests on) for a card; None if nothing does.
 
-    Our own records of that card come first, then the published runs that the constants were fitted to.
+    Our own records of that card come first, those whose `largest` part is the same before all; then the published runs
+    that the constants were fitted to.
     """
-    reports = [report for path in sorted(measurements_folder().glob("*.json")) for report in load(path).values()]
-    ratios = [ratio for report in reports if report.speed and (ratio := _ratio(report, name))]
+    alike = [ratio for part, ratio in _ratios(name) if part == largest]
+    ratios = sorted(alike if len(alike) >= FEW else [ratio for _, ratio in _ratios(name)])
     if len(ratios) >= FEW:
-        said = f"calibrated by {len(ratios)} records of {name}: measured {min(ratios):.2f} to {max(ratios):.2f} times"
-        return (median(ratios), min(ratios), max(ratios)), f"{said} the estimate"
+        out = len(ratios) // 20  # on both sides
+        least, most = ratios[out], ratios[-1 - out]
+        of = f", where {largest} take longest" if len(alike) >= FEW else ""
+        said = (
+            f"calibrated by {len(ratios)} records of {name}{of}: measured {least:.2f} to {most:.2f} times the estimate"
+        )
+        return (median(ratios), least, most), said
     if name == FITTED_ON:
         least, most = FITTED[1:]
         said = f"fitted to 35 published runs on a {name}: measured {least:.2f} to {most:.2f} times the estimate there"
@@ -220,13 +229,23 @@ def calibration(name: str) -> tuple[tuple[float, float, float], str] | None:
     return None
 
 
-def _ratio(report, name: str) -> float | None:
-    """Measured over estimated seconds of a record; None if it ran on another card, on many, or compiled."""
+@lru_cache(maxsize=64)
+def _ratios(name: str) -> list[tuple[str, float]]:
+    """(largest part, measured over estimated seconds) of each record of a card that ran on one, not compiled."""
+    found, card = [], find_gpu(name)
+    for path in sorted(measurements_folder().glob("*.json")):
+        with contextlib.suppress(GpuError):  # of a card that the table does not know
+            reports = load(path).values() if find_gpu(path.stem.partition("-torch")[0]) == card else ()
+            found += [ratio for report in reports if (ratio := _ratio(report, card))]
+    return found
+
+
+def _ratio(report: Report, card: Gpu) -> tuple[str, float] | None:
     recipe = Recipe(**report.recipe)
+    if report.speed is None or ranks(recipe) > 1 or recipe.torch_compile:
+        return None
     try:
-        card = find_gpu(str(report.environment.get("gpu")))
-    except GpuError:
+        parts = estimate(recipe, card)
+    except RecipeError:  # predict does not know its model
         return None
-    if card.name != name or ranks(recipe) > 1 or recipe.torch_compile:
-        return None
-    return report.speed.median / sum(estimate(recipe, card).values())
+    return max(parts, key=parts.get), report.speed.median / sum(parts.values())
