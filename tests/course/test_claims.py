@@ -291,10 +291,12 @@ def test_a_record_on_the_card_outweighs_the_formula(monkeypatch, tmp_path):
     recipe = experiments.make_recipe({"of": "lecture", "batch_size": 8})
     env = {"gpu": "Tesla T4", "torch": "2.13.0", "transformers": "5.23.0", "date": "2026-01-01"}
     records.save(sample_reports.measured(recipe=recipe.to_dict(), title=str(recipe), environment=env, target="cuda"))
-    experiments.witness.cache_clear()
+    experiments.recorded_report.cache_clear()
     found = judge(CLAIMS["lecture-need"]).findings["batch 8, at the peak"]
-    experiments.witness.cache_clear()
-    assert found.witness == "recorded" and found.value * GiB == pytest.approx(sample_reports.measured().peak.total)
+    experiments.recorded_report.cache_clear()
+    assert found.witness == "recorded, Tesla T4" and found.value * GiB == pytest.approx(
+        sample_reports.measured().peak.total
+    )
 
 
 def test_quality_follows_the_record(monkeypatch, tmp_path):

@@ -12,12 +12,12 @@ CEILINGS = {
     "vramlab/training": 2230,
     "vramlab/tracking": 970,
     "vramlab/formulas": 3690,
-    "vramlab/simulation": 3020,
+    "vramlab/simulation": 3030,
     "vramlab/measurement": 1410,
-    "vramlab/planning": 1390,
+    "vramlab/planning": 1410,
     "vramlab/faces": 2780,
     "vramlab_course/claims": 1200,
-    "vramlab_course": 5740,
+    "vramlab_course": 5750,
 }
 LONGEST = 480
 

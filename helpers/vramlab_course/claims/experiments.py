@@ -112,14 +112,17 @@ def reports(
     target: str = "cuda",
     common: Mapping[str, Any] = {},
 ) -> Facts:
-    """Reports by name: a GPU's record where there is one, else `by` "predict" or "simulate"; `common` fields in each."""
+    """Reports by name: records where one GPU has all, else `by` "predict" or "simulate"; `common` fields in each."""
     made = {name: make_recipe({**common, **changes}) for name, changes in of.items()}
-    found = {name: witness(recipe, by, gpu, target) for name, recipe in made.items()}
+    found = {name: recorded_report(recipe, gpu, target) for name, recipe in made.items()}
+    if None in (cards := {report and report.environment["gpu"] for report in found.values()}) or len(cards) > 1:
+        found = {name: witness(recipe, by, gpu, target) for name, recipe in made.items()}
     names: dict[str, Any] = {"GiB": GiB, "MiB": MiB, "context": _ends(CONTEXT)}
     names.update({name: {**shape_facts(made[name]), **report_facts(report)} for name, report in found.items()})
     if gpu:
         names["card"] = card_facts(gpu)
     weakest = min((report.source for report in found.values()), key=("predicted", "simulated", "recorded").index)
+    weakest += f", {cards.pop().removeprefix('NVIDIA ')}" if weakest == "recorded" else ""
     said = "; ".join(f"{recipe}: {format_bytes(found[name].peak.total)}" for name, recipe in made.items())
     return Facts({**names, **_defined({**names, **names.get("run", {})})}, weakest, said)
 
@@ -153,12 +156,16 @@ def make_recipe(given: Mapping[str, Any]) -> Recipe:
 
 
 @cache
-def witness(recipe: Recipe, by: str = "predict", gpu: str | None = None, target: str = "cuda") -> Report:
-    """A record of `recipe` (on `gpu`), else its prediction or simulation; each once."""
+def recorded_report(recipe: Recipe, gpu: str | None = None, target: str = "cuda") -> Report | None:
+    """A record of `recipe` (on `gpu`), or None."""
     with suppress(RecordError):
         report = find_record(recipe, gpu)
-        if report.status == "ok" and report.target == target:
-            return report
+        return report if report.status == "ok" and report.target == target else None
+
+
+@cache
+def witness(recipe: Recipe, by: str = "predict", gpu: str | None = None, target: str = "cuda") -> Report:
+    """The prediction or simulation of `recipe`, each once."""
     return simulate(recipe, gpu=gpu, target=target) if by == "simulate" else predict(recipe, gpu=gpu)
 
 

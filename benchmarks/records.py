@@ -1,0 +1,54 @@
+"""simulate and predict against the records of real GPUs in `data/measurements/`.
+
+    python benchmarks/records.py [EVERY]
+
+With EVERY, one record in so many. A line for each figure: what the allocator counted on the card, and how far off the
+witnesses are. The installed torch decides what cuBLAS's workspaces take, so run it with the records' own version, which is
+printed. Compiled steps are apart: simulate describes the eager one.
+"""
+
+import contextlib
+import statistics
+import sys
+
+from vramlab import Recipe, RecipeError, predict, simulate
+from vramlab.faces.measure import card_of
+from vramlab.measurement.records import load, measurements_folder
+from vramlab.report.report import Report, environment
+
+
+def errors(report: Report) -> dict[str, float]:
+    """What is compared to the relative error; without those that a witness refuses."""
+    recipe, card = Recipe(**report.recipe), card_of(report.environment)
+    said = simulate(recipe, gpu=card)
+    figures = {
+        "simulate, asked for": (said.requested, report.requested),
+        "simulate, allocated": (said.allocated, report.allocated),
+        "simulate, reserved": (said.reserved.value, report.reserved),
+        "simulate, the whole process": (said.process.value, report.process),
+    }
+    with contextlib.suppress(RecipeError):
+        figures["predict, allocated"] = (predict(recipe, gpu=card).peak.total, report.allocated)
+    return {name: a / b - 1 for name, (a, b) in figures.items() if b}
+
+
+def main(every: int = 1) -> None:
+    for path in sorted(measurements_folder().glob("*.json")):
+        reports = list(load(path).values())
+        held = reports[0].environment
+        groups: dict[str, list[tuple[float, str]]] = {}
+        for report in [report for report in reports if report.status == "ok"][::every]:
+            kind = "compiled: " if report.recipe["torch_compile"] else ""
+            for name, error in errors(report).items():
+                groups.setdefault(kind + name, []).append((error, report.title))
+        print(f"{held['gpu']}, torch {held['torch']} ({environment()['torch']} here), driver {held['driver']}")
+        for name, found in groups.items():
+            sizes, (error, worst) = [abs(error) for error, _ in found], max(found, key=lambda row: abs(row[0]))
+            print(
+                f"  {name}: {len(sizes)} runs, mean {statistics.mean(sizes):.4%}, median {statistics.median(sizes):.5%}, "
+                f"{sum(size < 5e-7 for size in sizes)} equal to six digits, worst {error:+.2%} ({worst})"
+            )
+
+
+if __name__ == "__main__":
+    main(*map(int, sys.argv[1:2]))
