@@ -60,11 +60,13 @@ class Account:
             m.leaves.clear()
         m.finish()
         self.end = len(m.events)
-        live = self.live = [0]  # bytes after each event
+        live, self.live = 0, [0]  # bytes after each event
         for event, entry in enumerate(m.events):
-            if entry.birth != event:
-                entry.death = event
-            live.append(live[-1] + (entry.allocated if entry.birth == event else -entry.allocated))
+            if entry.birth == event:
+                live += entry.allocated
+            else:
+                entry.death, live = event, live - entry.allocated
+            self.live.append(live)
         self.pieces = self._pieces()  # phase to (first event, last event, what layers that are not run add there)
         self.at_peaks: dict[str, list[tuple[int, Entry]]] = {}
 

@@ -120,7 +120,7 @@ class Node:
             ledger.scratch(self.spike, self.op)
         made = self._gradients(ledger)[::-1]
         self.gradient = self.saved = self.kept = None
-        for receiver, *_ in self.edges:
+        for receiver, _, _, _ in self.edges:
             if receiver.receive(ledger, made.pop()):
                 ledger.complete(receiver)
 
@@ -281,11 +281,11 @@ class Ledger:
         if refilled is not None:
             return self._refill(out, inputs, saves, grads)
         edges = []
-        for x, how in zip(inputs, grads, strict=False):
+        for i, x in enumerate(inputs):
             if x.needs:
                 if type(x) is Parameter:
                     x.uses += 1
-                edges.append((x if type(x) is Parameter else x.node, x.shape, x.width, how))
+                edges.append((x if type(x) is Parameter else x.node, x.shape, x.width, grads[i]))
         if not edges:
             return out
         out.needs = True
@@ -304,7 +304,7 @@ class Ledger:
 
     def _refill(self, out: Tensor, inputs: list, saves: Sequence, grads: Sequence) -> Tensor:
         """Recompute an operator: it is known, only what it saved is missing."""
-        out.needs = any(x.needs for x, _ in zip(inputs, grads, strict=False))
+        out.needs = any(x.needs for x in inputs)
         if saves and out.needs:
             self.refilled.append([out.block if x is True else x.block for x in saves])
             if len(self.refilled) == self.replay.count:

@@ -15,7 +15,6 @@ from itertools import dropwhile
 from typing import Any
 
 from ..report.errors import RecipeError
-from ..report.report import encode
 from . import liger, lora_modules, parallel_limits, samples
 from .configuration import MOST_LAYERS, plain, read_json
 from .families import TASKS
@@ -300,7 +299,9 @@ class Recipe:
         for name in LATER:
             if values[name] == getattr(Recipe, name):
                 del values[name]
-        values = encode(values)
+        values = json.loads(
+            json.dumps(values, default=lambda part: vars(part) if dataclasses.is_dataclass(part) else str(part))
+        )
         for name in LATER_OF_LORA if self.lora else ():
             if not values["lora"][name]:
                 del values["lora"][name]
