@@ -10,7 +10,7 @@ CEILINGS = {
     "vramlab/hardware": 1240,
     "vramlab/recipe": 2590,
     "vramlab/training": 2230,
-    "vramlab/tracking": 970,
+    "vramlab/tracking": 980,
     "vramlab/formulas": 3690,
     "vramlab/simulation": 3030,
     "vramlab/measurement": 1410,

@@ -78,19 +78,22 @@ class Allocator:
     def malloc(self, size: int, stream: int = 0) -> Block:
         """Allocate a block from the stream's cached segments or a new one. Raises AllocatorError beyond `limit`."""
         size = max(UNIT, rounded(size))
-        pool = (size <= SMALL_BLOCK, stream)
+        pool = small, _ = size <= SMALL_BLOCK, stream
         free = self._pools[pool]
         index = self._best_fit(free, size)
         block = free.pop(index)[2] if index < len(free) else self._segment(size, pool)
         left = block.size - size
-        if self._splits(left, pool[0]):
+        if self._splits(left, small):
             rest = Block(block.address + size, left, pool)
-            link(block, rest, block.after)
-            block.size = size
+            rest.before, rest.after = block, block.after
+            if rest.after:
+                rest.after.before = rest
+            block.size, block.after = size, rest
             self._keep(rest)
         block.free = False
         self.allocated += block.size
-        self.peak_allocated = max(self.peak_allocated, self.allocated)
+        if self.allocated > self.peak_allocated:
+            self.peak_allocated = self.allocated
         return block
 
     def free(self, block: Block) -> None:
@@ -108,19 +111,18 @@ class Allocator:
 
     def _release(self, block: Block) -> Block:
         """Merge `block` with free neighbours and put the result into its pool."""
-        if block.before and block.before.free:
-            block = self._merge(block.before, block)
-        if block.after and block.after.free:
-            block = self._merge(block, block.after)
+        before, after = block.before, block.after
+        if before and before.free:
+            self._take(before)
+            block = self._merge(before, block)
+        if after and after.free:
+            self._take(after)
+            self._merge(block, after)
         block.free = True
         self._keep(block)
         return block
 
     def _merge(self, left: Block, right: Block) -> Block:
-        for block in (left, right):
-            if block.free:
-                self._take(block)
-                block.free = False
         left.size += right.size
         link(left, right.after)
         return left
@@ -201,20 +203,20 @@ def replay(log: list[tuple[int, Request, str]], limit: int | None = None) -> Rep
 
 def _replay(log: list[tuple[int, Request, str]], allocator: Allocator) -> Replayed:
     blocks: dict[int, Block] = {}
-    requested = most = alive = 0
-    beyond = [0]
+    malloc, free, requested, most, alive, beyond = allocator.malloc, allocator.free, 0, 0, 0, [0]
     for event, (size, storage, _) in enumerate(log):
         if size > 0:
             requested += storage.asked
-            most = max(most, requested)
+            if requested > most:
+                most = requested
             try:
-                blocks[id(storage)] = allocator.malloc(size, storage.stream)
+                blocks[id(storage)] = malloc(size, storage.stream)
             except AllocatorError as error:
                 error.event = event
                 raise
         else:
             requested -= storage.asked
-            allocator.free(blocks.pop(id(storage)))
+            free(blocks.pop(id(storage)))
         alive += size
         beyond.append(allocator.allocated - alive)
     return Replayed(most, allocator.peak_allocated, allocator.peak_reserved, beyond)

@@ -9,6 +9,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from .tracker import DEVICE_QUERY, Tracker, aten
 
+FAKE = torch._C._TorchDispatchModeKey.FAKE
 # Every mask is full, every count is one, and no gradient overflowed.
 ASSUMED = {
     torch.bool: True,
@@ -67,7 +68,13 @@ def _unmasked(func: torch._ops.OpOverload, args: tuple, kwargs: dict) -> Any:
         return x.new_empty(mask.numel(), *x.shape[mask.dim() :])
     if func is aten.masked_select.default:
         return args[0].new_empty(torch.broadcast_shapes(args[0].shape, args[1].shape).numel())
-    return func(*args, **kwargs)
+    mode = torch._C._unset_dispatch_mode(FAKE)
+    if mode is None:  # switched off, as in FSDP's hooks
+        return func(*args, **kwargs)
+    try:  # what that comes to, without the way through the dispatcher
+        return mode.__torch_dispatch__(func, (FakeTensor,), args, kwargs)
+    finally:
+        torch._C._set_dispatch_mode(mode)
 
 
 @cache

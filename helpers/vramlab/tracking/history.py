@@ -26,8 +26,8 @@ class History:
         self.log, self.notes = list(log), list(notes)
         self.replayed = replay(self.log, limit) if allocator else None
         deltas = np.zeros((len(self.log) + 1, len(ATTRIBUTED)), dtype=np.int64)
-        for i, (size, storage, _) in enumerate(self.log, 1):
-            deltas[i, INDEX[storage.category or "temporaries"]] = size
+        columns = [INDEX[storage.category or "temporaries"] for _, storage, _ in self.log]
+        deltas[range(1, len(deltas)), columns] = [size for size, _, _ in self.log]
         self.splits = deltas.cumsum(axis=0)  # (events + 1, categories): bytes alive at each position
         if self.replayed:
             self.splits[:, INDEX["workspace"]] += self.replayed.internal_fragmentation

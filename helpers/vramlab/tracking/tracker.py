@@ -59,8 +59,11 @@ class Storage:
 
     def copy(self, where: str) -> "Storage":
         """The same storage for another layer."""
-        twin = Storage(self.size, self.asked, self.category, self.op, None, where)
-        twin.shape, twin.dtype, twin.alive, twin.stream = self.shape, self.dtype, self.alive, self.stream
+        twin = Storage.__new__(Storage)
+        twin.size, twin.asked, twin.category = self.size, self.asked, self.category
+        twin.op, twin.shape, twin.dtype = self.op, self.shape, self.dtype
+        twin.alive, twin.stream = self.alive, self.stream
+        twin.where, twin.ref = where, None
         return twin
 
 
