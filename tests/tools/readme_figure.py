@@ -9,6 +9,7 @@ from pathlib import Path
 
 from PIL import Image
 from vramlab import Recipe, RecordError, find_record, plot, predict, simulate
+from vramlab.faces.measure import card_of
 from vramlab_course.chapters import cheat_sheet
 from vramlab_course.published import results, runs, scatter_error
 
@@ -17,12 +18,13 @@ RECIPE = Recipe("polyglot-ko-1.3b", batch_size=16, seq_len=256, precision="fp16-
 
 
 def witnesses(recipe: Recipe) -> list:
-    """Predicted, simulated and, where there is one, recorded."""
-    reports = [predict(recipe), simulate(recipe)]
+    """Predicted, simulated and recorded, for the card of the record; without one the first two."""
     try:
-        return [*reports, find_record(recipe)]
+        found = find_record(recipe)
     except RecordError:
-        return reports
+        return [predict(recipe), simulate(recipe)]
+    card = card_of(found.environment)
+    return [predict(recipe, gpu=card), simulate(recipe, gpu=card), found]
 
 
 def published() -> dict[str, list[tuple[int, int]]]:
