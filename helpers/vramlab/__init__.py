@@ -10,11 +10,10 @@ Everything is loaded when it is first used, so the import is quick.
 import importlib
 from typing import TYPE_CHECKING
 
+from .report import __version__ as __version__
 from .report.collector import no_collection
 from .report.errors import needing
 from .training.quiet import silence
-
-__version__ = "0.1.0"
 
 _HOME = {
     "Recipe": "recipe.recipe",

@@ -8,7 +8,6 @@ import json
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from importlib.metadata import metadata
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from vramlab.recipe.recipe import Quantization
 from vramlab.report.data import data_path
 from vramlab.report.errors import RecipeError, RecordError
+from vramlab.report.report import repository
 
 if TYPE_CHECKING:
     import torch
@@ -38,8 +38,7 @@ def base_model_folder() -> Path:
     """The model's folder for `from_pretrained` and `Recipe(folder)`. Raises RecordError if it is missing."""
     folder = base_model_path()
     if not folder.is_dir():
-        urls = metadata("vramlab").get_all("Project-URL") or ["ADDRESS"]
-        address = urls[0].rpartition(", ")[2]
+        address = repository() or "ADDRESS"
         raise RecordError(f"The base model is not installed: pip install 'git+{address}#subdirectory=data/base_model'.")
     if not (folder / "model.safetensors").exists():
         raise RecordError(f"The base model is missing: run {folder / 'train.py'}, which trains it in about an hour.")

@@ -83,10 +83,7 @@ def test_all_that_is_sent_is_shown(made_up, tmp_path, monkeypatch):
     for said in (path.name, str(RECIPE), "gpu Tesla T4", "driver 580.1", "nothing has been sent"):
         assert said in shown
     assert "a pull request that adds it to data/measurements/" in shown, "the project has no address yet"
-    text = {"Project-URL": ["Repository, https://github.com/somebody/vramlab"]}
-    monkeypatch.setattr(
-        sharing.metadata, "metadata", lambda name: type("", (), {"get_all": lambda self, key: text[key]})()
-    )
+    monkeypatch.setattr(sharing, "repository", lambda: "https://github.com/somebody/vramlab")
     page = "https://github.com/somebody/vramlab/{}/main/data/measurements"
     assert sharing.page_for("a.json", "{}").startswith(page.format("new") + "?filename=a.json&value=%7B%7D")
     assert sharing.page_for("a.json", "x" * 9000) == page.format("upload"), "longer addresses are cut"

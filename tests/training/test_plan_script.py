@@ -6,10 +6,12 @@ import json
 import runpy
 import subprocess
 import sys
+from importlib import metadata
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import vramlab
 from quick import params
 from settings import ROOT
 from test_trainer_loop import SCALARS, assert_same_but_for_scalars
@@ -127,6 +129,16 @@ def test_the_program_is_laid_out_and_says_the_recipe(name, tmp_path):
         assert done.returncode == 0, done.stdout
     assert f"default={'2e-4' if recipe.lora else '2e-5'}" in text or recipe.trainer in ("dpo", "kto", "reward")
     assert "expandable_segments:True" in text and "$" not in text
+
+
+def test_a_package_that_is_not_installed_is_not_pinned(tmp_path, monkeypatch):
+    def absent(name):
+        raise metadata.PackageNotFoundError(name)
+
+    assert "git+" in written("gpt2", tmp_path)[1][0].read_text()
+    monkeypatch.setattr(metadata, "metadata", absent)
+    text = written("gpt2", tmp_path)[1][0].read_text()
+    assert "git+" not in text and f"Written by vramlab {vramlab.__version__}." in text
 
 
 def test_the_program_stops_before_loading_where_it_does_not_fit(base, tmp_path, monkeypatch):

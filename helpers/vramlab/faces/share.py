@@ -5,7 +5,6 @@ import json
 import os
 import re
 from dataclasses import dataclass
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlencode
@@ -14,7 +13,7 @@ from ..measurement.records import file_name, load, measurements_folder, write_at
 from ..recipe.recipe import key_of
 from ..recipe.shapes import model_names
 from ..report.errors import RecordError
-from ..report.report import Report, format_bytes, text_table
+from ..report.report import Report, format_bytes, repository, text_table
 
 # All that is told of the machine: no name, no user, no path.
 VERSIONS = ("python", "system", "torch", "transformers", "peft", "bitsandbytes", "accelerate", "cuda", "driver")
@@ -119,13 +118,9 @@ def content_name(environment: dict[str, Any], text: str) -> str:
 
 def page_for(name: str, text: str) -> str | None:
     """Return the page on which a reader proposes the file, signed in there by themselves; None without a repository."""
-    try:
-        urls = metadata.metadata("vramlab").get_all("Project-URL") or []
-    except metadata.PackageNotFoundError:
-        urls = []
-    repository = next((url.split(", ")[1] for url in urls if url.startswith("Repository")), PLACEHOLDER)
-    if PLACEHOLDER in repository:
+    address = repository()
+    if not address or PLACEHOLDER in address:
         return None
     folder = "main/data/measurements"
-    filled = f"{repository}/new/{folder}?{urlencode({'filename': name, 'value': text})}"
-    return filled if len(filled) <= LONGEST_ADDRESS else f"{repository}/upload/{folder}"
+    filled = f"{address}/new/{folder}?{urlencode({'filename': name, 'value': text})}"
+    return filled if len(filled) <= LONGEST_ADDRESS else f"{address}/upload/{folder}"

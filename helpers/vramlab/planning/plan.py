@@ -14,13 +14,13 @@ import json
 import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 from ..hardware.gpu import Gpu
 from ..recipe.knobs import unchecked
 from ..recipe.recipe import Recipe
+from ..report import __version__
 from ..report.errors import RecipeError
 from ..report.report import encode, format_bytes, text_table
 from .changes import advise
@@ -87,7 +87,7 @@ class Plan:
         q, sizes = self.question, (choice.report.peak.total, choice.needs.value, self.usable)
         peak, process, usable = (format_bytes(size, digits=2) for size in sizes)
         cards = f"{q['gpus']} × {q['gpu']}" if q["gpus"] > 1 else q["gpu"]
-        said = dict(version=version("vramlab"), source=choice.report.source, tier=choice.tier, cards=cards)
+        said = dict(version=__version__, source=choice.report.source, tier=choice.tier, cards=cards)
         return said | dict(peak=peak, process=process, usable=usable)
 
     def table(self) -> str:

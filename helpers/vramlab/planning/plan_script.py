@@ -8,7 +8,6 @@ import dataclasses
 import json
 import re
 import textwrap
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ from ..recipe.knobs import knobs, python_arguments, unchecked
 from ..recipe.options import TRL, LoRA
 from ..recipe.recipe import Recipe
 from ..report.errors import RecipeError, needing
-from ..report.report import installed
+from ..report.report import installed, repository
 
 TEMPLATES = Path(__file__).parent / "templates"
 # By trainer: what its samples have, what becomes of longer ones, the learning rate of full training (TRL's own where
@@ -88,14 +87,14 @@ def _filled(name: str, said: dict[str, Any], **more: str) -> str:
 
 
 def _pins(recipe: Recipe) -> list[str]:
-    """What pip is to install, with the versions that are installed here."""
+    """What pip is to install, with the versions that are installed here; vramlab itself only where it is installed."""
     unused = {"peft": not recipe.lora, "trl": recipe.trainer == "transformers"}
     unused["bitsandbytes"] = not recipe.quantization and "bit" not in recipe.optim
     unused["deepspeed"] = not (recipe.sharding and recipe.sharding.engine == "deepspeed")
     versions = {name: installed(name) for name in TESTED if not unused.get(name)}
     pins = [f"{name}=={version.partition('+')[0]}" if version else name for name, version in versions.items()]
-    urls = metadata.metadata("vramlab").get_all("Project-URL") or []
-    return ["psutil", *pins, *(f"git+{url.split(', ')[1]}" for url in urls if url.startswith("Repository"))]
+    address = repository()
+    return ["psutil", *pins, *([f"git+{address}"] if address else [])]
 
 
 def words(recipe: Recipe) -> str:

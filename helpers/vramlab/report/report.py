@@ -252,6 +252,17 @@ def installed(package: str) -> str | None:
         return None
 
 
+def repository() -> str | None:
+    """Return the project's address from the metadata of the installed vramlab; None where it is not installed."""
+    from importlib import metadata
+
+    try:
+        urls = metadata.metadata("vramlab").get_all("Project-URL") or []
+    except metadata.PackageNotFoundError:  # imported from a path
+        return None
+    return next((url.split(", ")[1] for url in urls if url.startswith("Repository")), None)
+
+
 def _decode(kind: Any, value: Any, where: str) -> Any:
     """Return JSON's `value` as a `kind`, by the types of the dataclasses' fields. Raises ReportError."""
     origin, inner = get_origin(kind), get_args(kind)
