@@ -126,6 +126,18 @@ def test_cpu_build_beside_a_gpu(monkeypatch):
     assert check.status == "warn" and "CPU build" in check.value and "pytorch.org" in check.advice
 
 
+def test_a_hidden_gpu_is_no_missing_one(monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    machine_with(
+        monkeypatch, available=False, nvml=Sensors(False, reason="(CUDA_VISIBLE_DEVICES='' lets no GPU through)")
+    )
+    check = run(checks.gpus)["GPU"]
+    assert (
+        check.status == "warn" and check.value == "none (CUDA_VISIBLE_DEVICES='' hides it)" and "unset" in check.advice
+    )
+    assert "no GPU (CUDA_VISIBLE_DEVICES='' hides it)" in environment_stamp()
+
+
 def test_driver_too_old_for_the_build(monkeypatch):
     machine_with(monkeypatch, available=False, nvml=sensors(driver="470.42"))
     check = run(checks.gpus)["GPU"]

@@ -23,6 +23,7 @@ from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionError, CellTimeoutError, DeadKernelError
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from vramlab.hardware.nvml import nvml_snapshot
 
 CELL_TIMEOUT = 1800  # seconds; a GPU chapter may train for minutes in one cell
 ANSI = re.compile(r"\x1b\[[0-9;]*m")
@@ -148,6 +149,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("notebooks", nargs="*", type=settings.notebook_path, help="all when none is named")
     paths = parser.parse_args().notebooks or settings.all_notebooks()
+    if nvml_snapshot().available:
+        print("This machine's GPU is hidden, since stored outputs are those of a CPU. `make course` uses it.")
     settings.apply(deterministic=True)
     for path in paths:  # the set-up cell and the badge first, so that what runs is what is stored
         canonical.write(path)

@@ -95,7 +95,8 @@ def environment_stamp() -> str:
         ram = format_bytes(host.memory()[0], digits=1)
     except MissingExtra:
         ram = "unknown"
-    parts = [" + ".join(gpus) or "no GPU", f"{host.cores()} CPU cores", f"{ram} RAM", seen["system"], seen["date"]]
+    cards = " + ".join(gpus) or f"no GPU{_hidden()}"
+    parts = [cards, f"{host.cores()} CPU cores", f"{ram} RAM", seen["system"], seen["date"]]
     return f"{MARKER}{' · '.join(versions)}\n{MARKER}{' · '.join(parts)}"
 
 
@@ -177,8 +178,16 @@ def _no_gpu(cuda: str | None) -> Check:
     if seen.available:
         advice = f"driver {seen.driver} may be too old for CUDA {cuda}: update it, or take a torch for an older CUDA"
         return judged("GPU", f"{seen.name}, but torch cannot use it", advice)
+    if hidden := _hidden():
+        return judged("GPU", f"none{hidden}", "unset the variable, then start Python again")
     where = (menu for start, menu in HOSTED.items() if any(key.startswith(start) for key in os.environ))
     return Check("GPU", MISSING, "none", next(where, "") + WITHOUT_GPU)
+
+
+def _hidden() -> str:
+    """Say that the environment keeps this machine's GPUs from the process; "" where it does not."""
+    said = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return f" (CUDA_VISIBLE_DEVICES={said!r} hides it)" if "CUDA_VISIBLE_DEVICES" in nvml_snapshot().reason else ""
 
 
 def sensors() -> Iterator[Check]:
