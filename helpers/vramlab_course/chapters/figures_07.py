@@ -32,9 +32,7 @@ def labelled(profiler: "profile") -> Spans:
 def loops(runs: Mapping[str, Spans], title: str, subtitle: str):
     """Return a figure of the labels of each run over time, the first run on top, with its length and share of waiting."""
     rows = [("loop", "seconds", "waiting")]
-    alt = (
-        "Steps over time, one bar for each loop: the first waits before every step, the second mostly before its first."
-    )
+    alt = "Steps over time, one bar for each loop: the first waits before every step, the second for less of its time."
     with canvas(title, alt, subtitle, rows) as ax:
         for y, (name, spans) in enumerate(runs.items()):
             begin = min(start for found in spans.values() for start, _ in found)
