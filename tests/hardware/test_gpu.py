@@ -171,10 +171,10 @@ def test_workspace_of_the_torch_that_is_here():
 
 
 def test_context_is_an_interval_with_the_cards_own_figure():
-    t4, h100 = find_gpu("T4").context_interval, find_gpu("H100").context_interval
-    assert (t4.low, t4.high) == (h100.low, h100.high) == (133 * MiB, 1823 * MiB)
-    assert t4.value == 141 * MiB and h100.value == CONTEXT.value
-    assert all(i.low <= i.value <= i.high for i in (t4, h100))
+    t4, h100, a100 = found = [find_gpu(name).context_interval for name in ("T4", "H100", "A100")]
+    assert {(i.low, i.high) for i in found} == {(133 * MiB, 1823 * MiB)}
+    assert (t4.value, h100.value, a100.value) == (141 * MiB, 758 * MiB, CONTEXT.value)
+    assert all(i.low <= i.value <= i.high for i in found)
 
 
 def test_gpu_is_a_plain_value():

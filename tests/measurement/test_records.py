@@ -528,8 +528,8 @@ def test_dearer_recipes_are_expected_to_take_longer(gpu):
     assert seconds(LARGE, h200) < seconds(LARGE, t4) and seconds(LARGE) < seconds(LARGE, device="cpu")
 
 
-@pytest.mark.parametrize(("cores", "most"), [(2, 1), (16, 2)])
-def test_with_cores_to_spare_the_next_worker_loads_meanwhile(gpu, three, monkeypatch, cores, most):
+@pytest.mark.parametrize(("cores", "most"), [(2, 1), (4, 2), (16, 3)])
+def test_with_cores_to_spare_the_next_workers_load_meanwhile(gpu, three, monkeypatch, cores, most):
     monkeypatch.setattr(gpu.module, "cores", lambda: cores)
     gpu.module.record([three], progress=False)
     assert gpu.ran == [SMALL, OTHER, LARGE] and gpu.most == most
