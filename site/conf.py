@@ -19,7 +19,7 @@ DESCRIPTION = "How much GPU memory does training need, and why? Every byte predi
 PICTURE = "Does my training fit? Beside it simulated over measured peaks of 95 published runs, all on the diagonal."
 
 extensions = ["myst_nb", "mathml"]
-exclude_patterns = ["README.md", "generated"]
+exclude_patterns = ["README.md", "generated", "**/__pycache__"]
 html_math_renderer = "mathml"
 smartquotes = False
 
