@@ -8,9 +8,9 @@ printed. Compiled steps are apart: simulate describes the eager one.
 """
 
 import contextlib
-import statistics
 import sys
 
+from error_summary import summary
 from vramlab import Recipe, RecipeError, predict, simulate
 from vramlab.faces.measure import card_of
 from vramlab.measurement.records import load, measurements_folder
@@ -43,11 +43,7 @@ def main(every: int = 1) -> None:
                 groups.setdefault(kind + name, []).append((error, report.title))
         print(f"{held['gpu']}, torch {held['torch']} ({environment()['torch']} here), driver {held['driver']}")
         for name, found in groups.items():
-            sizes, (error, worst) = [abs(error) for error, _ in found], max(found, key=lambda row: abs(row[0]))
-            print(
-                f"  {name}: {len(sizes)} runs, mean {statistics.mean(sizes):.4%}, median {statistics.median(sizes):.5%}, "
-                f"{sum(size < 5e-7 for size in sizes)} equal to six digits, worst {error:+.2%} ({worst})"
-            )
+            print(f"  {name}: {summary(found)}")
 
 
 if __name__ == "__main__":

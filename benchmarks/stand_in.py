@@ -7,10 +7,10 @@ kernels were left out. With EVERY, one run in so many is simulated, and all of t
 """
 
 import json
-import statistics
 import sys
 from pathlib import Path
 
+from error_summary import summary
 from vramlab import Recipe, RecipeError, predict, simulate, simulate_evaluation
 from vramlab.recipe.evaluation import Evaluation
 
@@ -51,11 +51,7 @@ def main(every: int = 1) -> None:
         for i, what in enumerate(WHAT):
             if not (found := [(error[i], recipe) for error, recipe in rows if error[i] is not None]):
                 continue
-            sizes, (error, worst) = [abs(error) for error, _ in found], max(found, key=lambda row: abs(row[0]))
-            print(
-                f"  {what}: {len(sizes)} runs, mean {statistics.mean(sizes):.3%}, median {statistics.median(sizes):.4%}, "
-                f"{sum(size <= 0.01 for size in sizes) / len(sizes):.1%} within 1 %, worst {error:+.2%} ({worst})"
-            )
+            print(f"  {what}: {summary(found)}")
 
 
 if __name__ == "__main__":
