@@ -11,7 +11,7 @@ CEILINGS = {
     "vramlab/recipe": 2590,
     "vramlab/training": 2230,
     "vramlab/tracking": 980,
-    "vramlab/formulas": 3690,
+    "vramlab/formulas": 3480,
     "vramlab/simulation": 3030,
     "vramlab/measurement": 1410,
     "vramlab/planning": 1410,

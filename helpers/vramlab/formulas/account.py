@@ -23,7 +23,6 @@ from .fsdp import FsdpModel
 from .fused_head import reference_recipe
 from .ledger import Entry, Parameter, Tensor
 from .model import ROOT, Model
-from .model_parallel import PipelineStage, TensorParallelModel, is_model_parallel
 from .nearest import nearest
 
 SHARED = ("zeros", "mask")  # operators whose result all layers share
@@ -197,8 +196,6 @@ class Account:
 def _model_class(recipe: Recipe) -> type[Model]:
     """Return the kind of ledger for the recipe's engine."""
     classes = {"fsdp": FsdpModel, "deepspeed": DeepSpeedModel}
-    if is_model_parallel(recipe):
-        classes |= {"tensor": TensorParallelModel, "pipeline": PipelineStage}
     return classes.get(recipe.sharding.engine, Model) if recipe.sharding else Model
 
 
@@ -206,9 +203,7 @@ def kept_account(recipe: Recipe, chip: Chip, gradients_exist: bool) -> Account:
     """Return the account from a cache of the last few: recipes that differ only in optimizer or rank share one."""
     r, part = recipe, (model_states.compute_recipe(recipe).precision,)
     optim = (r.optim, r.optim_args) if r.loop.optimizer_in_backward else None
-    if is_model_parallel(r):
-        part = (*part, r.sharding)
-    elif model_states.is_sharded_by(r, "fsdp") or gradient_reduction(r):  # all ranks compute alike
+    if model_states.is_sharded_by(r, "fsdp") or gradient_reduction(r):  # all ranks compute alike
         part = (*part, dataclasses.replace(r.sharding, rank=0))
     sizes = (r.shape, r.rows, r.samples, r.joins, r.gradient_checkpointing, r.attn_implementation, kernels(r))
     kind = (r.trainer, r.precompute_ref_log_probs, r.precision, r.dtype, r.lora, r.quantization, r.loop, optim)
@@ -228,7 +223,7 @@ def _parameters(recipe: Recipe, shape: Shape) -> dict[str, Parameter]:
     rows = _parameter_settings(shape, recipe.weights_dtype, recipe.quantization, recipe.lora, layers)
     found, head = {row[0]: Parameter(*row) for row in rows}, shape.head
     words = next((name for name, weight in found.items() if weight.shape[0] == shape.vocab_size), None)
-    if f"{head}.weight" not in found and words:  # a stage in the middle has neither
+    if f"{head}.weight" not in found and words:
         saved, table = model_states.trained_whole(shape, recipe.lora), found[words]
         trained = model_states.is_tied_head_copied(shape, saved)
         if trained or model_states.is_trained_whole(words, saved):  # a copy of one of them unties them

@@ -21,7 +21,7 @@ from ..recipe.options import HALF
 from ..recipe.recipe import LATER_OF_LORA, Recipe, as_recipe
 from ..recipe.weights import unquantized
 from ..report.report import CATEGORIES, Bytes, Phase, Report, TensorGroup, format_bytes
-from . import model_parallel, model_states, shards
+from . import model_states, shards
 from .account import Account, kept_account
 from .fused_head import with_its_adapters
 from .ledger import Entry
@@ -51,13 +51,10 @@ def predict(recipe: Recipe | Any, gpu: str | Gpu | None = None) -> Report:
         card.require_attention(recipe.attn_implementation)
     refuse(recipe, _refusals(recipe))
     exist = recipe.gradient_accumulation_steps > 1 or not recipe.loop.set_to_none  # gradients, when backward begins
-    part, chip = model_parallel.rank_recipe(with_its_adapters(recipe)), card.chip if card else DEFAULT_CHIP
+    part, chip = with_its_adapters(recipe), card.chip if card else DEFAULT_CHIP
     account = kept_account(part, chip, exist)
     rank = shards.rank_bytes(part)
     phases = _phases(part, account, rank, card, exist)
-    if model_parallel.is_model_parallel(recipe) and recipe.sharding.engine == "pipeline":
-        later = _phases(part, kept_account(part, chip, True), rank, card, True)
-        phases = model_parallel.pipelined(recipe, phases, later, account.phases[2]["activations"])
     name = max(phases, key=lambda phase: phases[phase].peak.total)
     peak = phases[name].peak
     groups = _groups(part, account.alive_at_peak(name), peak)
@@ -81,6 +78,8 @@ def predict(recipe: Recipe | Any, gpu: str | Gpu | None = None) -> Report:
 def _refusals(recipe: Recipe) -> Refusals:
     """What the formulas do not know."""
     shape, lora, sharding = recipe.shape, recipe.lora, recipe.sharding
+    allowed = "the formulas know ddp, fsdp and deepspeed: ask simulate"
+    yield "sharding", sharding and sharding.engine not in shards.ENGINES, allowed
     allowed = "the formulas multiply one layer, so every layer has to get the same adapters: ask simulate"
     yield "lora.target_modules", lora_modules.differ_by_layer(shape, lora), allowed
     allowed = "the formulas do not know what is copied when: ask simulate"
@@ -139,8 +138,7 @@ def _phases(recipe: Recipe, account: Account, rank: RankBytes, card: Gpu | None,
     loaded = _sum(rank.always, sizes)
     always = _sum(loaded, states, {"workspace": 2 * handle})  # in forward's thread and in backward's
     if not loop.optimizer_in_backward:
-        whole = rank.gradients + model_parallel.beyond_the_slice(recipe)
-        gradients = {"gradients": whole, "workspace": rests.get("gradients", 0)}
+        gradients = {"gradients": rank.gradients, "workspace": rests.get("gradients", 0)}
     exist = exist and not (is_sharded_by(recipe, "fsdp") and loop.set_to_none)  # whole, in the account
     existing = gradients if rank.existing is None else {"gradients": rank.existing}
     during = existing if exist else {}

@@ -33,8 +33,7 @@ def rank_bytes(recipe: Recipe) -> RankBytes:
 @lru_cache(maxsize=512)
 def _cached_rank_bytes(key: CacheKey) -> RankBytes:
     (recipe,) = key.arguments
-    engines = {"ddp": _ddp, "fsdp": _fsdp, "deepspeed": deepspeed_bytes}
-    return engines.get(recipe.sharding and recipe.sharding.engine, _whole)(recipe)
+    return ENGINES[recipe.sharding.engine](recipe) if recipe.sharding else _whole(recipe)
 
 
 def _whole(recipe: Recipe) -> RankBytes:
@@ -102,3 +101,6 @@ def _fsdp(recipe: Recipe) -> RankBytes:
     }
     fragmentation = {name: pack(found) - sum(found) for name, found in sizes.items()}
     return RankBytes(*(sum(found) for found in sizes.values()), fragmentation, step_temporaries(recipe, tuple(rows)))
+
+
+ENGINES = {"ddp": _ddp, "fsdp": _fsdp, "deepspeed": deepspeed_bytes}
