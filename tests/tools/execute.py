@@ -4,6 +4,8 @@ As a script, re-runs notebooks in place (`make notebooks`): a notebook that fail
 """
 
 import argparse
+import atexit
+import os
 import re
 import sys
 import tempfile
@@ -171,7 +173,8 @@ def exit_with(program: Callable[[], int]) -> None:
         sys.exit(program())
     except KeyboardInterrupt:
         print("\nStopped.", file=sys.stderr)
-        sys.exit(130)
+        atexit._run_exitfuncs()
+        os._exit(130)  # nbclient ends the kernel twice under load, and asyncio would print that the second time failed
 
 
 if __name__ == "__main__":
