@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from vramlab.hardware.gpu import current_device
 from vramlab.measurement.launch import Launcher, opened
-from vramlab.measurement.measurement_passes import host_bytes
 from vramlab.measurement.worker import import_libraries, on_rank
 from vramlab.recipe.recipe import Recipe
 from vramlab.report.errors import MeasurementError, RecipeError
@@ -184,4 +183,4 @@ def tracked_report(recipe: Recipe, device: str, steps: int) -> Report:
     """Train some more steps under the tracker; return the report of the last."""
     tracker = run_tracked(build_on_rank(recipe, device), Tracker(device), max(steps, 2), device)
     history = History(tracker.log, tracker.marks)
-    return to_report(history, "measured", recipe, device, host=host_bytes(recipe, tracker))
+    return to_report(history, "measured", recipe, device)

@@ -12,7 +12,6 @@ from vramlab.formulas import shards
 from vramlab.formulas.predict import predict
 from vramlab.hardware.overhead import torch_release
 from vramlab.recipe.options import Sharding
-from vramlab.report.errors import RecipeError
 from vramlab.simulation.simulate import simulate
 
 # Of the simulated peak.
@@ -115,13 +114,11 @@ def test_a_whole_model_is_within_three_percent(changes):
     """Billions of parameters, where DeepSpeed's limits are reached, and quantized ones, which become half precision too."""
     if changes["sharding"].engine == "deepspeed":
         pytest.importorskip("deepspeed")
+    if changes["sharding"].engine == "fsdp" and "quantization" in changes and torch_release() < (2, 13):
+        pytest.skip("FSDP of torch before 2.13 shards no integers")
     options = {"seq_len": 2048, "precision": "bf16-mixed", "gradient_checkpointing": True} | changes
     recipe = Recipe("llama-3.2-1b", 1, **options)
-    try:
-        report, truth = predict(recipe), simulated(recipe)
-    except RecipeError as refusal:  # what is simulated is the installed torch
-        assert "FSDP shards no integers" in str(refusal) and torch_release() < (2, 13)
-        pytest.skip(str(refusal))
+    report, truth = predict(recipe), simulated(recipe)
     assert abs(error(report.peak.total, truth["peak"])) <= BOUND
     for name in ("forward", "backward", "step"):
         assert abs(error(report.phases[name].peak.total, sum(truth["phases"][name][0].values()))) <= PHASE_BOUND, name

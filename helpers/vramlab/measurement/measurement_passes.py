@@ -147,7 +147,7 @@ def tracked_pass(recipe: Recipe, device: str, truth: Truth) -> Report:
 
     run_tracked(training, tracker, TRACKED_STEPS, device, read if cuda else None)
     history = History(tracker.log, tracker.marks)
-    report = to_report(history, witness(device), recipe, device, host=host_bytes(recipe, tracker))
+    report = to_report(history, witness(device), recipe, device)
     report.speed, report.rss = truth.speed, truth.rss
     report.notes += truth.notes
     if recipe.torch_compile:
@@ -156,12 +156,6 @@ def tracked_pass(recipe: Recipe, device: str, truth: Truth) -> Report:
         read()  # the last stretch has no next one
         balance(report, history, readings, truth, clear_cublas_workspaces())
     return report
-
-
-def host_bytes(recipe: Recipe, tracker: Tracker) -> int | None:
-    """Return the peak of what `tracker` saw offloaded; None where nothing is, and on CUDA, where it sees no host."""
-    offloads = recipe.sharding is not None and recipe.sharding.offload is not None
-    return tracker.host_peak if offloads and tracker.host_computes else None
 
 
 def balance(report: Report, history: History, readings: list[Reading], truth: Truth, workspace: int) -> None:

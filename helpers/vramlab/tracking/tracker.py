@@ -87,8 +87,6 @@ class Tracker(TorchDispatchMode):
         self.phase = "load"
         self.workspaces: dict[str, dict[str, int]] = {}  # phase to operator to bytes that stay: `_log_workspace`
         self.only_device: torch.device | None = None  # the only one of its type to count; None counts all
-        self.host_computes = False  # results of operators on host tensors alone are the host's too
-        self.host_peak = 0  # after `finish`: of the bytes that were left out
         self.paused, self.notes = False, []
         self._streams = {id(torch.cpu.current_stream()): 0}
         self._recomputed: list[Storage] = []
@@ -198,7 +196,6 @@ class Tracker(TorchDispatchMode):
     def _leave_out_host(self) -> None:
         kept = [storage.category != ON_HOST for _, storage, _ in self.log]
         if not all(kept):
-            self.host_peak = max(accumulate(event[0] for event, keep in zip(self.log, kept, strict=True) if not keep))
             position = [0, *accumulate(kept)]  # by old position
             self.log = [event for event, keep in zip(self.log, kept, strict=True) if keep]
             self.marks = [(position[old], phase) for old, phase in self.marks]
@@ -229,8 +226,6 @@ class Tracker(TorchDispatchMode):
         self.calls.append((start, name, where, len(self.marks)))
         self._record(result, name, where, args)
         self._log_workspace(name)
-        if self.host_computes and self.is_on_host(_tensors((args, kwargs))):
-            self.mark_on_host(_tensors(result))
         if buffers:
             self._claim_buffers([args[place] if isinstance(place, int) else kwargs[place] for place in buffers])
         if block:

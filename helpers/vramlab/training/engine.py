@@ -1,9 +1,9 @@
 """What a step works on (`Training`), and who runs it (`Engine`): one process here, many ranks in `engines`."""
 
 import contextlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -11,21 +11,6 @@ from ..recipe.options import Loop
 from ..recipe.recipe import Recipe
 
 AUTOCAST = {"fp16-mixed": "float16", "bf16-mixed": "bfloat16"}
-
-
-class Follower(Protocol):
-    """What an engine may tell the tracker of its storages (`vramlab.tracking.tracker.Tracker`)."""
-
-    live: dict[int, Any]
-    device: str
-    round_to: int
-    host_computes: bool
-
-    def claim(self, tensors: Iterable, category: str, where: str = "") -> None:
-        """Put the storages of `tensors` into `category`."""
-
-    def mark_on_host(self, tensors: Iterable) -> None:
-        """Stop counting the storages of `tensors`: they are the host's."""
 
 
 class Engine:
@@ -52,8 +37,8 @@ class Engine:
         """While entered, the engine's library runs under a fake process group, whose other ranks never answer."""
         return contextlib.nullcontext()
 
-    def follow(self, training: "Training", tracker: Follower) -> contextlib.AbstractContextManager:
-        """Tell `tracker` what the engine holds besides model and optimizer and, while entered, what it allocates."""
+    def follow(self, training: "Training", tracker: Any) -> contextlib.AbstractContextManager:
+        """Tell a `tracking.tracker.Tracker` what the engine holds besides model and optimizer and, while entered, makes."""
         return contextlib.nullcontext()
 
     def micro_batch(self, training: "Training", last: bool) -> contextlib.AbstractContextManager:

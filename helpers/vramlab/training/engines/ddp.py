@@ -4,18 +4,16 @@ import contextlib
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from ...recipe.recipe import Recipe
-from ..engine import AUTOCAST, Engine, Follower, Training, autocast_inside
-from ..models import is_fake, real_tensors
+from ..engine import AUTOCAST, Engine, Training, autocast_inside
+from ..models import real_tensors
 from ..process_group import is_fake_group
-
-Seen = list[weakref.ref]  # storages
 
 
 class DDP(Engine):
@@ -23,15 +21,14 @@ class DDP(Engine):
 
     def __init__(self, recipe: Recipe):
         super().__init__(recipe)
-        self._seen: Seen = []
+        self._buckets: list[weakref.ref] = []  # their storages
 
     def wrap(self, model: torch.nn.Module) -> torch.nn.Module:
-        with _Buckets(self._seen):
+        with _Buckets(self._buckets):
             ddp = DistributedDataParallel(model, find_unused_parameters=self._finds_unused())
         if is_fake_group():
             ddp.register_comm_hook(None, _all_reduce)
-            if is_fake(model):
-                ddp.reducer = _Reducer(ddp.reducer, _Int32IsReal)
+        ddp.reducer = _Reducer(ddp.reducer, self._buckets)
         return ddp
 
     def start(self, training: Training) -> None:
@@ -43,20 +40,15 @@ class DDP(Engine):
 
     def buffers(self) -> list[torch.UntypedStorage]:
         """The reducer's buckets, which no attribute leads to."""
-        return [storage for storage in (seen() for seen in self._seen) if storage is not None]
+        return [storage for storage in (reference() for reference in self._buckets) if storage is not None]
 
     @contextlib.contextmanager
-    def follow(self, training: Training, tracker: Follower) -> Iterator[None]:
-        """The second step's forward pass makes the buckets anew: name them at once."""
-
-        def rebuilt() -> None:
-            for handle in self.buffers():
-                if storage := tracker.live.get(handle._cdata):
-                    storage.category, storage.where = "workspace", "buckets"
-
-        model = training.model
-        with patch.object(model, "reducer", _Reducer(model.reducer, lambda: _Buckets(self._seen), rebuilt)):
-            yield
+    def follow(self, training: Training, tracker: Any) -> Iterator[None]:
+        """Name the buckets that the second step's forward pass makes anew."""
+        yield
+        for handle in self.buffers():
+            if storage := tracker.live.get(handle._cdata):
+                storage.category, storage.where = "workspace", "buckets"
 
     def _finds_unused(self) -> bool:
         """The Trainer looks for parameters without gradients unless layers are recomputed, and always with PEFT
@@ -85,43 +77,32 @@ def _all_reduce(state, bucket):  # DDP refuses annotations that are not its own
 
 
 class _Buckets(TorchDispatchMode):
-    """Collects the storages that C++ makes with `at::empty`, floats only: those of buckets."""
+    """Collects the storages that C++ makes with `at::empty`, floats only: those of buckets. With `agreed`, int32 tensors are
+    real under a FakeTensorMode too: the reducer agrees on the order of new buckets by reading such."""
 
-    def __init__(self, seen: Seen):
+    def __init__(self, found: list[weakref.ref], agreed: bool = False):
         super().__init__()
-        self.seen = seen
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        if func is torch.ops.aten.empty.memory_format and result.is_floating_point():
-            self.seen.append(weakref.ref(result.untyped_storage()))
-        return result
-
-
-class _Int32IsReal(TorchDispatchMode):
-    """Makes int32 tensors real under a FakeTensorMode: the reducer agrees on the order of buckets by reading such."""
+        self.found, self.agreed = found, agreed
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        inputs = [t for t in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
-        if kwargs.get("dtype") is torch.int32 or any(t.dtype is torch.int32 for t in inputs):
-            with real_tensors():
-                return func(*args, **kwargs)
-        return func(*args, **kwargs)
+        dtypes = [kwargs.get("dtype"), *(getattr(t, "dtype", None) for t in tree_leaves((args, kwargs)))]
+        with real_tensors() if self.agreed and torch.int32 in dtypes else contextlib.nullcontext():
+            result = func(*args, **kwargs)
+        if func is torch.ops.aten.empty.memory_format and result.is_floating_point():
+            self.found.append(weakref.ref(result.untyped_storage()))
+        return result
 
 
 class _Reducer:
-    """DDP's reducer; it makes its buckets anew under a `mode`, and then calls `rebuilt`."""
+    """DDP's reducer, whose new buckets are collected too."""
 
-    def __init__(self, reducer: Any, mode: Callable[[], TorchDispatchMode], rebuilt: Callable[[], None] = lambda: None):
-        self._reducer, self._mode, self._rebuilt = reducer, mode, rebuilt
+    def __init__(self, reducer: Any, buckets: list[weakref.ref]):
+        self._reducer, self._buckets = reducer, buckets
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._reducer, name)
 
     def _rebuild_buckets(self) -> bool:
-        with self._mode():
-            done = self._reducer._rebuild_buckets()
-        if done:
-            self._rebuilt()
-        return done
+        with _Buckets(self._buckets, agreed=True):
+            return self._reducer._rebuild_buckets()

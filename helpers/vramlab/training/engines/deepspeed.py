@@ -17,8 +17,7 @@ import torch
 from ...recipe.deepspeed_config import filled_in, hidden_size
 from ...recipe.recipe import Recipe
 from ...report.errors import RecipeError, needing
-from ..engine import Engine, Follower, Training
-from ..quiet import compilers_silent
+from ..engine import Engine, Training
 
 
 class DeepSpeed(Engine):
@@ -67,7 +66,7 @@ class DeepSpeed(Engine):
 
         return without_peers({"cuda": self.fake_gpu, "cpu": "cpu"}[target])
 
-    def follow(self, training: Training, tracker: Follower) -> contextlib.AbstractContextManager:
+    def follow(self, training: Training, tracker: Any) -> contextlib.AbstractContextManager:
         from .deepspeed_storages import follow
 
         return follow(training.model, tracker)
@@ -115,9 +114,8 @@ def library() -> Any:
         import deepspeed
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
     warnings.filterwarnings("ignore", message=r"`torch\.distributed\.\w+_tensor` is deprecated")
-    # shared-memory collectives serve inference only, and would be compiled now
-    with compilers_silent():  # it tries which operators can be compiled
-        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    # it would compile its shared-memory collectives now, which serve inference only
+    deepspeed.ops.__compatible_ops__ = {}
     return deepspeed
 
 

@@ -7,12 +7,11 @@ from typing import Any
 
 import torch
 
-from ..engine import Follower
 from ..patched import afterwards
 
 
 @contextlib.contextmanager
-def follow(engine: Any, tracker: Follower) -> Iterator[None]:
+def follow(engine: Any, tracker: Any) -> Iterator[None]:
     """Tell `tracker` what DeepSpeed's `engine` holds and, while entered, what it allocates."""
     from deepspeed.runtime.zero.partition_parameters import AllGatherCoalescedHandle, AllGatherHandle
     from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3 as Stage3
@@ -37,7 +36,7 @@ def follow(engine: Any, tracker: Follower) -> Iterator[None]:
         yield
 
 
-def _claim(tracker: Follower, tensors_of: Callable, category: str, where: str, result: Any, *args, **options) -> None:
+def _claim(tracker: Any, tensors_of: Callable, category: str, where: str, result: Any, *args, **options) -> None:
     tracker.claim(tensors_of(*args, **options), category, where)
 
 

@@ -7,14 +7,13 @@ from unittest.mock import patch
 
 import torch
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from torch.distributed.fsdp._fully_shard import _fsdp_param
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp._fully_shard import _fsdp_param, _fully_shard
 
 from ...recipe.recipe import Recipe
 from ...report.errors import RecipeError
-from ..engine import AUTOCAST, Engine, Follower, Training
+from ..engine import AUTOCAST, Engine, Training
 from ..models import is_fake, real_tensors
-from .host import Host, groups
 
 
 class FSDP(Engine):
@@ -29,45 +28,24 @@ class FSDP(Engine):
 
     def __init__(self, recipe: Recipe):
         super().__init__(recipe)
-        self.host: Host | None = None
+        self.fake_gpu = "cpu:0" if recipe.sharding.offload else "cpu"
         if recipe.sharding.offload == "optimizer":
             allowed = "FSDP offloads parameters, gradients and optimizer together: 'parameters'"
             raise RecipeError("sharding.offload", "optimizer", allowed)
 
     def wrap(self, model: torch.nn.Module) -> torch.nn.Module:
         sharding = self.recipe.sharding
-        if sharding.offload and next(model.parameters()).device.type == "cpu":
-            self.host = Host()
-        with self.host or contextlib.nullcontext(), _integers_refused(self.recipe):
-            model = shard(
-                model,
-                units(model, sharding.wrap, as_accelerate=self.recipe.loop.name == "trainer"),
-                reshard_after_forward=sharding.stage == 3,
-                half=AUTOCAST.get(self.recipe.precision),
-                offload=sharding.offload is not None,
-            )
-        if self.host:
-            self.host.serve(model)
-        return model
-
-    def follow(self, training: Training, tracker: Follower) -> contextlib.AbstractContextManager:
-        return self.host.follow(training.model, tracker) if self.host else contextlib.nullcontext()
+        return shard(
+            model,
+            units(model, sharding.wrap, as_accelerate=self.recipe.loop.name == "trainer"),
+            reshard_after_forward=sharding.stage == 3,
+            half=AUTOCAST.get(self.recipe.precision),
+            offload=sharding.offload is not None,
+        )
 
     def micro_batch(self, training: Training, last: bool) -> contextlib.AbstractContextManager:
         training.model.set_requires_gradient_sync(last)
         return contextlib.nullcontext()
-
-
-@contextlib.contextmanager
-def _integers_refused(recipe: Recipe) -> Iterator[None]:
-    """Turn torch 2.11's refusal to shard quantized weights into a RecipeError."""
-    try:
-        yield
-    except RuntimeError as error:
-        if recipe.quantization is None or "floating point dtype can require gradients" not in str(error):
-            raise
-        allowed = "the installed torch's FSDP shards no integers, as 4- and 8-bit weights are; that of torch 2.13 does"
-        raise RecipeError("quantization", recipe.quantization.quant_type, allowed) from error
 
 
 class Unit(NamedTuple):
@@ -143,16 +121,16 @@ def shard(
         half: "float16" or "bfloat16": gather and reduce in it, and cast outputs to it.
         offload: keep shards, gradients and the optimizer on the host.
     """
-    device = next(model.parameters()).device.type
+    device = next(model.parameters()).device
     dtype = getattr(torch, half) if half else None
     with real_tensors():
-        mesh = init_device_mesh(device, (torch.distributed.get_world_size(),))
+        mesh = init_device_mesh(device.type, (torch.distributed.get_world_size(),))
     options = {
         "mesh": mesh,
         "mp_policy": MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=dtype, output_dtype=dtype),
-        "offload_policy": CPUOffloadPolicy(pin_memory=device == "cuda") if offload else OffloadPolicy(),
+        "offload_policy": CPUOffloadPolicy(pin_memory=device.type == "cuda") if offload else OffloadPolicy(),
     }
-    with _of_fake_tensors(model) if is_fake(model) else contextlib.nullcontext():
+    with _of_fake_tensors(model, device) if is_fake(model) else contextlib.nullcontext():
         for modules, keep in parts:
             reshard = reshard_after_forward and not keep
             fully_shard(modules[0] if len(modules) == 1 else [*modules], reshard_after_forward=reshard, **options)
@@ -171,9 +149,13 @@ class _Chunks:
 
 
 @contextlib.contextmanager
-def _of_fake_tensors(model: torch.nn.Module) -> Iterator[None]:
-    """Shard fake tensors with the same allocations, but without a thousand fake chunks."""
-    with patch.object(_fsdp_param, "_chunk_with_empty", _Chunks):
+def _of_fake_tensors(model: torch.nn.Module, device: torch.device) -> Iterator[None]:
+    """Shard fake tensors of `device` with the same allocations, but without a thousand fake chunks."""
+    with (
+        patch.object(_fsdp_param, "_chunk_with_empty", _Chunks),
+        patch.object(_fully_shard, "_get_device_from_mesh", lambda mesh: device),
+    ):
         yield
-    for group in groups(model):  # it would pad shards again whose address is another, and fake storages have none
-        group._reset_sharded_params = True
+    for module in model.modules():  # it would pad shards again whose address is another, and fake storages have none
+        if isinstance(module, FSDPModule) and (group := module._get_fsdp_state()._fsdp_param_group):
+            group._reset_sharded_params = True

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe
 
 from ...recipe.recipe import Recipe
-from ..engine import Engine, Follower, Training
+from ..engine import Engine, Training
 from ..models import real_tensors
 from ..process_group import is_fake_group
 from .stages import force_static_shapes, keep_stage, make_stage, sends_held
@@ -81,7 +81,7 @@ class Pipeline(Engine):
         return True
 
     @contextlib.contextmanager
-    def follow(self, training: Training, tracker: Follower) -> Iterator[None]:
+    def follow(self, training: Training, tracker: Any) -> Iterator[None]:
         """Claim the buffers that the stage receives into, which stay from step to step."""
         self.until_waited = tracker.round_to > 1 or tracker.device == "cuda"
         yield
