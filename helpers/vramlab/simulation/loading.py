@@ -143,7 +143,7 @@ def _quantizing(loader: Any, target: str) -> Iterator[None]:
                 value = value.T
             if type(old).__name__ == "Int8Params":  # by way of the host
                 value = value.to(torch.float16, copy=target == "cuda")
-            found[name] = models.quantized_parameter(old, value.contiguous(), fake=True)
+            found[name] = models.quantized_parameter(old, value.contiguous())
         return found
 
     def equal(first: torch.Tensor, second: torch.Tensor) -> bool:

@@ -5,16 +5,16 @@ import torch
 from ..recipe.recipe import Recipe
 from ..recipe.samples import packs
 from ..report.errors import needing
-from .models import real_tensors
+from .models import makes_fakes, real_tensors
 
 
 def collated(recipe: Recipe, device: str = "cpu") -> dict[str, torch.Tensor]:
     """One micro-batch of random samples with the recipe's lengths: real tensors, on the CPU where others are fake."""
-    fake = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
+    device = "cpu" if makes_fakes() else device
     with real_tensors():
         ids = [torch.randint(recipe.shape.vocab_size, (length,)) for length in recipe.samples]
         batch = _by_trl(recipe, ids) if recipe.trainer == "sft" else _padded(recipe, ids)
-        return batch if fake else {name: t.to(device) if hasattr(t, "to") else t for name, t in batch.items()}
+        return {name: t.to(device) if hasattr(t, "to") else t for name, t in batch.items()}
 
 
 @needing("trainer='sft'")

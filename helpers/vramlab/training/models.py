@@ -26,19 +26,15 @@ def weight_dtype(recipe: Recipe) -> torch.dtype:
     return getattr(torch, recipe.weights_dtype)
 
 
-def build_model(recipe: Recipe, device: str | torch.device = "cpu", pretrained: bool = False) -> torch.nn.Module:
+def build_model(recipe: Recipe, device: str | torch.device = "cpu") -> torch.nn.Module:
     """The model of `recipe` in training mode on `device`, with random weights; fake if a FakeTensorMode is active.
 
-    Args:
-        pretrained: load weights from the hub (the only thing here that uses a network); full fine-tuning and LoRA only.
-    Raises:
-        RecipeError: no such architecture in transformers, or it lacks the wanted attention.
+    Raises RecipeError if transformers has no such architecture, or it lacks the wanted attention.
     """
     liger.restore()
     with real_tensors():
-        model = _prepared(_pretrained(recipe, device) if pretrained else meta_model(recipe), recipe)
-    if not pretrained:
-        materialise(model, torch.device(device))
+        model = _prepared(meta_model(recipe), recipe)
+    materialise(model, torch.device(device))
     if kernels(recipe):
         liger.apply(model, recipe)
     return model.train()
@@ -50,6 +46,11 @@ real_tensors = unset_fake_temporarily  # leaves an active FakeTensorMode: adapte
 def is_fake(model: torch.nn.Module) -> bool:
     """Whether the parameters of `model` have sizes and no values."""
     return any(isinstance(parameter.data, FakeTensor) for parameter in model.parameters())
+
+
+def makes_fakes() -> bool:
+    """Whether a FakeTensorMode is active."""
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
 
 
 def _prepared(model: torch.nn.Module, recipe: Recipe) -> torch.nn.Module:
@@ -85,19 +86,6 @@ def meta_model(recipe: Recipe) -> torch.nn.Module:
         if dtype != torch.float32 and kept.intersection(name.split(".")):
             parameter.data = parameter.data.float()
     return model
-
-
-def _pretrained(recipe: Recipe, device) -> torch.nn.Module:
-    import transformers
-
-    if recipe.shape.hub_id is None or recipe.num_layers is not None:
-        raise RecipeError("model", recipe.name, "pretrained weights exist only for catalogue models at full depth")
-    if recipe.quantization:
-        rest = "pretrained=True loads unquantized bases only"
-        raise RecipeError("quantization", recipe.quantization.quant_type, rest)
-    auto = getattr(transformers, TASKS[recipe.shape.task].auto_class)
-    dtype, kernel = weight_dtype(recipe), recipe.attn_implementation
-    return auto.from_pretrained(recipe.shape.hub_id, dtype=dtype, attn_implementation=kernel).to(device)
 
 
 def quantize_layers(model: torch.nn.Module, recipe: Recipe) -> None:
@@ -159,40 +147,38 @@ def _adapters(model: torch.nn.Module, recipe: Recipe) -> torch.nn.Module:
 
 def materialise(model: torch.nn.Module, device: torch.device) -> None:
     """Give every meta parameter and buffer of `model` a storage on `device`; tied ones stay tied, 4- and 8-bit are packed."""
-    fake = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
     done: dict[int, torch.Tensor] = {}
     for module in model.modules():
-        for held, made in ((module._parameters, _parameter), (module._buffers, _buffer)):
+        for held in (module._parameters, module._buffers):
             for name, old in held.items():
                 if old is None or not old.is_meta:
                     continue
                 if id(old) not in done:
-                    done[id(old)] = made(name, old, device, fake)
+                    done[id(old)] = _made(name, old, device)
                 held[name] = done[id(old)]
-                if hasattr(done[id(old)], "quant_state"):
-                    module.quant_state = done[id(old)].quant_state
-    if not fake:
+                if hasattr(held[name], "quant_state"):
+                    module.quant_state = held[name].quant_state
+    if not makes_fakes():
         _start_values(model)
 
 
-def _parameter(name: str, old: torch.nn.Parameter, device: torch.device, fake: bool) -> torch.nn.Parameter:
-    """One parameter like the meta one `old` on `device`: matrices normal with deviation 0.02, biases 0, scales 1."""
+def _made(name: str, old: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Make the buffer or parameter `old` on `device`: matrices normal with deviation 0.02, biases 0, scales 1."""
+    if not isinstance(old, torch.nn.Parameter):
+        return torch.zeros_like(old, device=device)
     data = torch.empty(old.shape, dtype=old.dtype, device=device)  # fake modes of torch 2.11 take no subclass's .data
-    if not fake and data.is_floating_point():
+    if not makes_fakes() and data.is_floating_point():
         data.normal_(0, 0.02) if data.dim() > 1 else data.fill_(0.0 if "bias" in name else 1.0)
     if type(old).__name__ in ("Params4bit", "Int8Params"):
-        return quantized_parameter(old, data, fake)
+        return quantized_parameter(old, data)
     return torch.nn.Parameter(data, requires_grad=old.requires_grad)
 
 
-def _buffer(name: str, old: torch.Tensor, device: torch.device, fake: bool) -> torch.Tensor:
-    return torch.zeros_like(old, device=device)
-
-
-def quantized_parameter(old: torch.nn.Parameter, data: torch.Tensor, fake: bool) -> torch.nn.Parameter:
+def quantized_parameter(old: torch.nn.Parameter, data: torch.Tensor) -> torch.nn.Parameter:
     """`data` quantized by bitsandbytes; a fake one in a plain parameter with the same storages and attributes."""
     import bitsandbytes as bnb
 
+    fake = makes_fakes()
     if type(old).__name__ == "Params4bit":
         options = {k: getattr(old, k) for k in ("compress_statistics", "quant_type", "quant_storage")}
         if not fake:
@@ -223,16 +209,12 @@ def _start_values(model: torch.nn.Module) -> None:
     """Compute the values of buffers (rotary frequencies, position ids, scales) and the start values of adapters."""
     from transformers import PreTrainedModel
 
-    def visit(module: torch.nn.Module, owner: PreTrainedModel | None) -> None:
-        owner = module if isinstance(module, PreTrainedModel) else owner
-        # together with its weight: Gemma's embedding has its scale as a buffer
-        if owner is not None and any(b is not None for b in module._buffers.values()):
-            owner._init_weights(module)
-        for child in module.children():
-            visit(child, owner)
-
+    owner = next(module for module in model.modules() if isinstance(module, PreTrainedModel))
     with torch.no_grad():
-        visit(model, None)
+        for module in owner.modules():
+            # together with its weight: Gemma's embedding has its scale as a buffer
+            if any(buffer is not None for buffer in module._buffers.values()):
+                owner._init_weights(module)
         for name, parameter in model.named_parameters():
             if "lora_A" in name:
                 torch.nn.init.kaiming_uniform_(parameter, a=math.sqrt(5))

@@ -1,11 +1,8 @@
 """Silence known, harmless messages of other packages by their text; any other is still shown."""
 
-import contextlib
 import json
 import logging
-import os
 import warnings
-from collections.abc import Iterator
 
 from ..report.data import data_path
 
@@ -13,19 +10,6 @@ from ..report.data import data_path
 _KNOWN = json.loads(data_path("known_messages.json").read_text(encoding="utf-8"))
 KNOWN_WARNINGS = tuple(row["begins"] for row in _KNOWN["warnings"])
 KNOWN_LOGS = tuple((row["logger"], row["begins"]) for row in _KNOWN["logs"])
-
-
-@contextlib.contextmanager
-def compilers_silent() -> Iterator[None]:
-    """Drop what child processes write to file 2, which in a notebook is not the `sys.stderr` that libraries silence."""
-    kept = os.dup(2)
-    with open(os.devnull, "w") as nowhere:
-        os.dup2(nowhere.fileno(), 2)
-    try:
-        yield
-    finally:
-        os.dup2(kept, 2)
-        os.close(kept)
 
 
 def silence() -> None:

@@ -27,7 +27,7 @@ WITHOUT_DECAY = [r"bias", r"layernorm", r"rmsnorm", r"(?:^|\.)norm(?:$|\.)", r"_
 FIRST_STEPS = 10  # RAdam's approximated average is too short in the first five (Liu et al. 2020, section 4)
 
 
-def build(recipe: Recipe, device: str = "cpu", target: str | None = None, pretrained: bool = False) -> Training:
+def build(recipe: Recipe, device: str = "cpu", target: str | None = None) -> Training:
     """The model, optimizer and batch of `recipe` on `device`; fake under a FakeTensorMode.
 
     Args:
@@ -35,7 +35,7 @@ def build(recipe: Recipe, device: str = "cpu", target: str | None = None, pretra
             use the multi-tensor ("foreach") kernels (`torch.optim.optimizer._default_to_fused_or_foreach`).
     """
     target, engine, loop = target or torch.device(device).type, engine_of(recipe), recipe.loop
-    bare = build_model(recipe, device, pretrained)
+    bare = build_model(recipe, device)
     model = engine.wrap(bare)
     training = Training(
         model=model,
