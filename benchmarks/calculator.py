@@ -10,7 +10,7 @@ import statistics
 import sys
 import time
 
-from vramlab.faces.calculator import CONTROLS, Calculator
+from vramlab_course.calculator import CONTROLS, Calculator
 
 MOVES, LIMIT = 1000, 0.100  # seconds
 

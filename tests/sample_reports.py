@@ -92,9 +92,3 @@ def of_batch(batch: int, source: str = "simulated", **changes) -> Report:
     peak = split(activations=int(1.2 * batch * GiB))
     title = TITLE.replace("batch 4", f"batch {batch}")
     return report(source, **{"peak": peak, "title": title, "recipe": None, "reserved": None, **changes})
-
-
-def batches(count: int) -> list[tuple[str, list[Report]]]:
-    """Groups for `plot.compare_many`: three witnesses of each batch size."""
-    sizes = [2**i for i in range(count)]
-    return [(f"batch {b}", [of_batch(b, s) for s in ("predicted", "simulated", "measured")]) for b in sizes]

@@ -6,9 +6,8 @@ import matplotlib.pyplot as plt
 import numpy as np
 import pytest
 from matplotlib.colors import to_hex
-from sample_reports import batches, measured, of_batch, out_of_memory, report, split
+from sample_reports import measured, of_batch, out_of_memory, report, split
 from vramlab import plot
-from vramlab.faces.plot.curves import first_over, has_to_fit
 from vramlab.faces.plot.splits import amount, limit_of
 from vramlab.faces.plot.style import LOOK
 from vramlab.report.report import CATEGORIES, Bytes, GiB, Interval, MiB
@@ -22,13 +21,6 @@ pytestmark = pytest.mark.usefixtures("no_figure_stays")
 def heights(ax) -> dict[str, list[float]]:
     """Label of each container of bars to the heights of its bars; "_" would keep it from the legend."""
     return {container.get_label().lstrip("_"): [bar.get_height() for bar in container] for container in ax.containers}
-
-
-def area(ax, label: str) -> dict[float, tuple[float, float]]:
-    """x to (lowest, highest) of the stacked area called `label`; at a step the later value counts."""
-    (collection,) = [c for c in ax.collections if c.get_label().lstrip("_") == label]
-    x, y = collection.get_paths()[0].vertices.T
-    return {a: (y[x == a].min(), y[x == a].max()) for a in np.unique(x)}
 
 
 def texts(figure, gid: str) -> list[str]:
@@ -84,20 +76,7 @@ def test_out_of_memory_is_words_in_place_of_a_bar():
 def test_the_unit_scales_the_bars():
     figure = plot.compare(report(peak=Bytes(parameters=123_456)), unit="MiB")
     assert heights(figure.axes[0])["parameters"] == [pytest.approx(123_456 / MiB)]
-    assert figure.axes[0].get_ylabel() == "MiB"
-
-
-def test_groups_hold_the_bars_of_their_reports():
-    groups = batches(3)
-    ax = plot.compare_many(groups).axes[0]
-    flat = [r.peak.activations / GiB for _, reports in groups for r in reports]
-    assert heights(ax)["activations"] == pytest.approx(flat)
-    middles = [bar.get_x() + bar.get_width() / 2 for bar in ax.containers[0]]
-    gaps = [b - a for a, b in itertools.pairwise(middles)]
-    assert gaps[2] > gaps[0] and gaps[5] > gaps[3], "groups stand apart"
-    below = ax.child_axes[0].xaxis
-    assert [label.get_text() for label in below.get_ticklabels()] == ["batch 1", "batch 2", "batch 4"]
-    assert list(below.get_ticklocs()) == pytest.approx([sum(middles[i : i + 3]) / 3 for i in (0, 3, 6)])
+    assert figure.axes[0].get_ylabel() == "peak, MiB"
 
 
 def test_bars_take_any_numbers_and_keep_the_colours_of_categories():
@@ -135,7 +114,7 @@ def test_the_timeline_is_the_split_after_every_event():
 
 def test_the_timeline_marks_its_peak_and_phases_and_names_the_largest():
     r = report()
-    figure = plot.timeline(r, largest=2)
+    figure = plot.timeline(r)
     ax = figure.axes[0]
     (mark,) = [line for line in ax.lines if line.get_gid() == "peak"]
     assert mark.get_xdata()[0] == 40 and mark.get_ydata()[0] * GiB == pytest.approx(r.peak.total)
@@ -149,69 +128,16 @@ def test_the_timeline_marks_its_peak_and_phases_and_names_the_largest():
     assert "largest" not in plot.timeline(report(largest=[])).axes[0].get_xlabel()
 
 
-def test_a_sweep_is_the_peak_at_every_value():
-    x = [1, 2, 4, 8]
-    shown = [of_batch(b) for b in x]
-    ax = plot.sweep(x, shown, "batch size").axes[0]
-    floor = dict.fromkeys(x, 0.0)
-    for name in (n for n in CATEGORIES if getattr(shown[0].peak, n)):
-        drawn = area(ax, name.replace("_", " "))
-        for b, r in zip(x, shown, strict=True):
-            low, high = drawn[b]
-            assert low == pytest.approx(floor[b]) and (high - low) * GiB == pytest.approx(getattr(r.peak, name))
-            floor[b] = high
-    assert [floor[b] * GiB for b in x] == pytest.approx([r.peak.total for r in shown])
-
-
-def test_a_sweep_marks_the_first_that_does_not_fit():
-    x = [1, 2, 4, 8]
-    shown = [of_batch(b) for b in x]
-    limit = shown[1].peak.total  # exactly as much as batch 2 needs: it fits
-    figure = plot.sweep(x, shown, "batch size", limit=limit)
-    (mark,) = [line for line in figure.axes[0].lines if line.get_gid() == "first over" and line.get_marker() == "X"]
-    assert (mark.get_xdata()[0], mark.get_ydata()[0] * GiB) == (4, pytest.approx(limit))
-    assert texts(figure, "verdict") == ["batch size 4 is the first that does not fit"]
-    (line,) = [line for line in figure.axes[0].lines if line.get_label().startswith("limit")]
-    assert line.get_ydata()[0] * GiB == pytest.approx(limit)
-    figure = plot.sweep(x, shown, "batch size", limit=99 * GiB)
-    assert texts(figure, "verdict") == ["all fit"] and "all fit" in plot.alt_text(figure)
-
-
-def test_what_has_to_fit_is_the_process_where_it_is_known():
-    x = [1, 2]
-    wide = Interval(GiB, int(30 * GiB), int(40 * GiB))
-    shown = [of_batch(1, process=wide), of_batch(2, process=int(31 * GiB))]
-    assert has_to_fit(shown) == "process"
-    assert first_over(x, shown, int(30.5 * GiB), "process") == 2
-    figure = plot.sweep(x, shown, "batch size", limit=int(29 * GiB))
-    (line,) = [line for line in figure.axes[0].lines if line.get_label() == "process, which has to fit"]
-    assert list(line.get_ydata()) == pytest.approx([30, 31])
-    assert figure.axes[0].get_ylim()[1] > 31
-    assert texts(figure, "verdict") == ["batch size 1 is the first that does not fit"]
-    assert has_to_fit([*shown, of_batch(4)]) == "peak"
-    assert has_to_fit([of_batch(1, reserved=5), of_batch(2, reserved=6, process=7)]) == "reserved"
-
-
-def test_a_run_out_of_memory_does_not_fit_whatever_the_limit():
+def test_a_sweep_is_a_line_of_peaks_for_each_name():
     x = [1, 2, 4]
-    shown = [of_batch(1), of_batch(2), out_of_memory()]
-    figure = plot.sweep(x, shown, "batch size", limit=999 * GiB)
-    assert texts(figure, "verdict") == ["batch size 4 is the first that does not fit"]
-    assert max(area(figure.axes[0], "parameters")) == 2
-    assert plot.table(figure).splitlines()[-1].split()[-3:] == ["out", "of", "memory"]
-
-
-def test_lines_and_dots_are_totals():
-    x = [1, 2, 4]
-    lines = {"eager": [of_batch(b) for b in x], "sdpa": [report(scale=b) for b in x]}
-    figure = plot.sweep(x, lines, "batch size", dots=[measured(1), None, measured(3)])
+    lines = {"eager": [of_batch(b) for b in x], "sdpa": [report(), out_of_memory(), report(scale=3)]}
+    figure = plot.sweep(x, lines, "batch size")
     drawn = {line.get_label(): (list(line.get_xdata()), list(line.get_ydata())) for line in figure.axes[0].lines}
-    for name, shown in lines.items():
-        assert drawn[name] == (x, pytest.approx([r.peak.total / GiB for r in shown]))
-    assert drawn["measured"] == ([1, 4], pytest.approx([measured(b).peak.total / GiB for b in (1, 3)]))
+    assert drawn["eager"] == (x, pytest.approx([r.peak.total / GiB for r in lines["eager"]]))
+    assert np.isnan(drawn["sdpa"][1]).tolist() == [False, True, False]
     head, _, *rows = plot.table(figure).splitlines()
-    assert head.split()[-3:] == ["eager", "sdpa", "measured"]
-    assert [row.split()[-1] for row in rows] == ["13.691", "–", "41.051"]
+    assert head.split() == ["batch", "size,", "GiB", "eager", "sdpa"]
+    assert [row.split()[-1] for row in rows] == ["13.680", "–", "41.040"]
 
 
 def test_a_limit_is_bytes_or_a_card():
@@ -228,18 +154,12 @@ def test_a_limit_is_bytes_or_a_card():
         (lambda: plot.compare(report(), report(recipe={"batch_size": 9})), "differ in batch_size"),
         (lambda: plot.compare(report(), unit="GB"), "unit is 'GB', but allowed are GiB"),
         (lambda: plot.compare(report(), limit=-1), "limit is -1"),
-        (lambda: plot.compare(report(), limit=True), "limit is True"),
         (lambda: plot.compare(report(), limit="T5000"), "'T5000' is not in the table"),
-        (lambda: plot.compare_many([]), "pairs"),
-        (lambda: plot.compare_many([("batch 4", [])]), "at least one report"),
         (lambda: plot.bars([], []), "one label per value"),
         (lambda: plot.bars(["a"], [{}, {}]), "1 labels for 2 values"),
         (lambda: plot.timeline(report("predicted", timeline=[])), "a predicted one"),
         (lambda: plot.timeline(out_of_memory()), "out of memory"),
-        (lambda: plot.sweep([], [], "x"), "two or more ascending"),
-        (lambda: plot.sweep([2, 1], [report(), report()], "x"), "two or more ascending"),
-        (lambda: plot.sweep(["a", "b"], [report(), report()], "x"), "two or more ascending"),
-        (lambda: plot.sweep([1, 2], [report()], "x"), "one report for each of the 2 values, not 1"),
+        (lambda: plot.sweep([1, 2], {"": [report()]}, "x"), "same first dimension"),
         (lambda: plot.table(plt.figure()), "no figure of vramlab.plot"),
     ],
 )

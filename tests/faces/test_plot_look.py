@@ -10,7 +10,7 @@ import nbclient
 import nbformat
 import pytest
 from matplotlib.colors import to_hex
-from sample_reports import TITLE, batches, measured, of_batch, out_of_memory, report, split
+from sample_reports import TITLE, measured, of_batch, out_of_memory, report, split
 from vramlab import plot
 from vramlab.faces.plot.style import LOOK, RC
 from vramlab.report.report import CATEGORIES, Bytes, GiB, Moment
@@ -40,7 +40,7 @@ def sweeping(x: list[int]) -> list:
     return [of_batch(i + 1, process=i * GiB) for i in range(len(x))]
 
 
-BATCHES, LENGTHS = [1, 2, 4, 8, 16, 32, 64], [128, 256, 512, 1024, 4096]
+LENGTHS = [512, 1024, 2048, 3072, 4096]
 SHORT_PHASES = [("forward", 300), *[("backward", 1), ("step", 1), ("between_steps", 1)] * 4]
 NAMES = [f"optimizer number {i}" for i in range(11)]
 FIGURES = {
@@ -51,16 +51,11 @@ FIGURES = {
     "over-explained": lambda: plot.compare(report(), OVER_EXPLAINED),
     "one bar": lambda: plot.compare(report()),
     "many labels": lambda: plot.compare(*ranks(9), same_recipe=False),
-    "two groups": lambda: plot.compare_many(batches(2)),
-    "three groups": lambda: plot.compare_many(batches(3), limit="RTX 4090"),
-    "six groups": lambda: plot.compare_many(batches(6)),
     "eleven bars": lambda: plot.bars(NAMES, [{"parameters": i + 1} for i in range(11)], unit="B"),
-    "eleven tiny bars": lambda: plot.bars(NAMES, [{"parameters": 10**5 + i} for i in range(11)]),
     "timeline": lambda: plot.timeline(report()),
     "short phases": lambda: plot.timeline(report(timeline=moments(*SHORT_PHASES))),
     "one phase": lambda: plot.timeline(report(timeline=moments(("forward", 1)))),
-    "sweep": lambda: plot.sweep(BATCHES, sweeping(BATCHES), "batch size", limit="T4"),
-    "lines": lambda: plot.sweep(LENGTHS, dict.fromkeys(("eager", "sdpa"), sweeping(LENGTHS)), "tokens", limit=2 * GiB),
+    "lines": lambda: plot.sweep(LENGTHS, dict.fromkeys(("eager", "sdpa"), sweeping(LENGTHS)), "tokens"),
 }
 
 
@@ -109,27 +104,20 @@ def test_every_category_has_one_colour_and_one_hatch_of_its_own():
     for figure in (
         plot.compare(measured()),
         plot.bars(["x"], [peak]),
-        plot.compare_many([("g", [measured()])]),
     ):
         for c in figure.axes[0].containers:
             patches.setdefault(c.get_label().lstrip("_"), set()).add(
                 (to_hex(c[0].get_facecolor()), c[0].get_hatch() or "")
             )
-    for figure in (
-        plot.timeline(measured(timeline=[Moment(i, "step", peak) for i in (0, 1)])),
-        plot.sweep([1, 2], [measured(), measured()], "x"),
-    ):
-        for c in figure.axes[0].collections:
-            patches.setdefault(c.get_label().lstrip("_"), set()).add(
-                (to_hex(c.get_facecolor()[0]), c.get_hatch() or "")
-            )
+    for c in plot.timeline(measured(timeline=[Moment(i, "step", peak) for i in (0, 1)])).axes[0].collections:
+        patches.setdefault(c.get_label().lstrip("_"), set()).add((to_hex(c.get_facecolor()[0]), c.get_hatch() or ""))
     assert patches == {name.replace("_", " "): {(colour.lower(), hatch)} for name, (colour, hatch) in LOOK.items()}
 
 
 def test_the_recipe_stands_in_the_figure():
     ax = plot.compare(report(title=LONG)).axes[0]
     assert ax.get_title(loc="left").replace("\n", " ") == LONG
-    shared = plot.compare_many([(f"batch {b}", [of_batch(b)]) for b in (1, 2)]).axes[0].get_title(loc="left")
+    shared = plot.compare(of_batch(1), of_batch(2), same_recipe=False).axes[0].get_title(loc="left")
     assert shared == TITLE.replace(" · batch 4", "")
 
 

@@ -15,9 +15,9 @@ CEILINGS = {
     "vramlab/simulation": 3030,
     "vramlab/measurement": 1410,
     "vramlab/planning": 1410,
-    "vramlab/faces": 2780,
+    "vramlab/faces": 2420,
     "vramlab_course/claims": 1200,
-    "vramlab_course": 5750,
+    "vramlab_course": 6000,
 }
 LONGEST = 480
 

@@ -18,9 +18,9 @@ import pytest
 import web_calculator
 from typer.testing import CliRunner
 from vramlab import model_names, predict, read_shape
-from vramlab.faces.calculator import CONTROLS, START, UNSET, recipe_in
 from vramlab.faces.cli import app
 from vramlab.report.errors import VramLabError
+from vramlab_course.calculator import CONTROLS, START, UNSET, recipe_in
 
 ASK = """
 import json, sys

@@ -15,6 +15,7 @@ from vramlab_course.published import results, runs, scatter_error
 
 FOLDER = Path(__file__).resolve().parents[2] / "notebooks" / "figures"
 RECIPE = Recipe("polyglot-ko-1.3b", batch_size=16, seq_len=256, precision="fp16-true")
+SHORT = {"predicted": "pred.", "simulated": "sim.", "recorded": "rec."}
 
 
 def witnesses(recipe: Recipe) -> list:
@@ -45,8 +46,10 @@ def save(figure, name: str, dpi: int = 220, bbox_inches: str | None = "tight") -
 if __name__ == "__main__":
     FOLDER.mkdir(exist_ok=True)
     save(plot.timeline(simulate(RECIPE)), "timeline.png")
-    batches = [(f"batch {size}", witnesses(RECIPE.replace(batch_size=size))) for size in (4, 8, 16)]
-    save(plot.compare_many(batches), "peaks.png")
+    shown = [report for size in (4, 8, 16) for report in witnesses(RECIPE.replace(batch_size=size))]
+    labels = [f"{SHORT[report.source]} at\u00a0{report.recipe['batch_size']}" for report in shown]
+    title = "Memory at the peak by category, at batch 4, 8 and 16"
+    save(plot.compare(*shown, labels=labels, same_recipe=False, title=title), "peaks.png")
     look = dict(band=0.01, title="95 published runs, 42 of them simulated with as_run", names=("simulated", "measured"))
     save(scatter_error(published(), **look), "published.png")
     sheet = cheat_sheet.draw()

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from settings import ROOT
 from vramlab import GiB, LoRA, Quantization, Recipe, find_gpu, model_names, predict, read_shape
-from vramlab.faces.calculator import UNSET
+from vramlab_course.calculator import UNSET
 
 VERSION = "314.0.7"
 PACKAGE = f"https://registry.npmjs.org/pyodide/-/pyodide-{VERSION}.tgz"
@@ -60,7 +60,8 @@ def write_archive(path: Path) -> None:
     """
     models = [ROOT / "data" / "models" / f"{name}.json" for name in model_names() if read_shape(name).layout]
     with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED, compresslevel=9) as archive:
-        for file in sorted((ROOT / "helpers" / "vramlab").rglob("*.py")):
+        course = [ROOT / "helpers" / "vramlab_course" / name for name in ("__init__.py", "calculator.py")]
+        for file in [*sorted((ROOT / "helpers" / "vramlab").rglob("*.py")), *course]:
             archive.write(file, file.relative_to(ROOT))
         data = sorted(file for file in (ROOT / "data").glob("*.json") if file.name not in COURSE)
         for file in [*data, *models]:

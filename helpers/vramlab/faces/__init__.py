@@ -1,1 +1,1 @@
-"""What people touch: the command line, notebooks, figures, the calculator."""
+"""What people touch: the command line, notebooks, figures."""

@@ -7,12 +7,12 @@ import json
 from pathlib import Path
 
 from vramlab import Loop, predict
-from vramlab.faces.calculator import CONTROLS, LABELS, SIZES, START, SWITCHES, UNSET, code_of, idle, recipe_in
 from vramlab.faces.options import OPTIONS
 from vramlab.faces.plot.style import LOOK
 from vramlab.hardware.gpu import find_gpu
 from vramlab.recipe.shapes import read_shape
 from vramlab.report.errors import VramLabError
+from vramlab_course.calculator import CONTROLS, LABELS, SIZES, START, SWITCHES, UNSET, code_of, idle, recipe_in
 
 MORE = ("attn_implementation", "loop", "lora_target", "double_quant", "dtype", "gradient_accumulation_steps", "packing",
         "packing_strategy", "padding_free", "precompute_ref_log_probs", "task", "engine", *(

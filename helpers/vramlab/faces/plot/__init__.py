@@ -4,8 +4,8 @@
 picture. `unit` is "GiB", "MiB", "KiB" or "B" everywhere, and `limit` bytes, a `Gpu` or its name.
 """
 
-from .bars import bars, compare, compare_many, fits
+from .bars import bars, compare, fits
 from .curves import sweep, timeline
 from .style import alt_text, canvas, table
 
-__all__ = ["alt_text", "bars", "canvas", "compare", "compare_many", "fits", "sweep", "table", "timeline"]
+__all__ = ["alt_text", "bars", "canvas", "compare", "fits", "sweep", "table", "timeline"]

@@ -4,8 +4,9 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from ...hardware.gpu import Gpu, find_gpu
 from ...report.compare import check_unit
-from ...report.report import CATEGORIES, Bytes, Interval, Report, in_unit
+from ...report.report import CATEGORIES, Bytes, Report, in_unit
 from . import style
 
 Split = Mapping[str, float] | str  # bytes by category, or why there are none
@@ -18,14 +19,6 @@ def split_of(value: Report | Bytes | Mapping[str, float]) -> Split:
             return "out of memory" if value.status == "oom" else value.status
         value = value.peak
     return dict(value.items())
-
-
-def size_of(value: Report | Bytes | Interval | Mapping[str, float] | float) -> float:
-    """Return bytes: a report's peak, a split's total, an interval's likeliest value."""
-    if isinstance(value, Report | Bytes | Mapping):
-        split = split_of(value)
-        return 0 if isinstance(split, str) else sum(split.values())
-    return value.value if isinstance(value, Interval) else value
 
 
 def amount(n: float, unit: str = "GiB") -> str:
@@ -56,16 +49,6 @@ def layers(splits: Sequence[Split], unit: str) -> list[tuple[list[float], dict[s
     ]
 
 
-def areas(ax, x: Sequence[float], splits: Sequence[Split], unit: str, **more: Any) -> None:
-    """Draw stacked areas, one per category."""
-    base = [0.0] * len(x)
-    for heights, look in layers(splits, unit):
-        top = [low + height for low, height in zip(base, heights, strict=True)]
-        ax.fill_between(x, base, top, **look, **more)
-        base = top
-    ax.set_ylabel(unit)
-
-
 def split_rows(names: Sequence[str], splits: Sequence[Split], unit: str, corner: str) -> list[tuple[str, ...]]:
     """Return a table: a line per split, a column per key, and the total."""
     keys = used(splits)
@@ -74,23 +57,18 @@ def split_rows(names: Sequence[str], splits: Sequence[Split], unit: str, corner:
         if isinstance(split, str):
             rows.append((name, *["–"] * len(keys), split))
         else:
-            rows.append((name, *(in_unit(split.get(key, 0), unit) for key in keys), in_unit(size_of(split), unit)))
+            rows.append((name, *(in_unit(split.get(key, 0), unit) for key in keys), in_unit(sum(split.values()), unit)))
     return rows
 
 
-def limit_of(limit) -> tuple[float, str]:
-    """Return (bytes, name) of a limit in bytes, a `Gpu` or its name; None is infinite. Raises ValueError, GpuError."""
-    if limit is None:
-        return math.inf, ""
-    if isinstance(limit, str):
-        from ...hardware.gpu import find_gpu
-
-        limit = find_gpu(limit)
-    if hasattr(limit, "total"):
-        return limit.total, limit.name
-    if isinstance(limit, bool) or not isinstance(limit, int | float) or not limit > 0:
+def limit_of(limit: float | str | Gpu) -> tuple[float, str]:
+    """Return (bytes, name) of a limit in bytes, a `Gpu` or its name. Raises ValueError, GpuError."""
+    if not isinstance(limit, int | float):
+        card = find_gpu(limit)
+        return card.total, card.name
+    if limit <= 0:
         raise ValueError(f"limit is {limit!r}, but it must be bytes over 0, a Gpu or its name.")
-    return int(limit), "limit"
+    return limit, "limit"
 
 
 def draw_limit(line, limit, unit: str, dash: Any = (0, (6, 3))) -> None:
@@ -101,7 +79,7 @@ def draw_limit(line, limit, unit: str, dash: Any = (0, (6, 3))) -> None:
         line(size / check_unit(unit), label=f"{name}: {amount(size, unit)} {unit}", **look)
 
 
-def subtitle(reports: Sequence[Report]) -> str:
+def shared_title(reports: Sequence[Report]) -> str:
     """Return what the reports' titles share, in one line."""
     first, *others = (title.split(" · ") for title in dict.fromkeys(r.title for r in reports))
     return " · ".join(part for part in first if all(part in other for other in others))

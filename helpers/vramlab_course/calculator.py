@@ -1,28 +1,20 @@
-"""Controls for every labelled option of a recipe, and the predicted peak of what they say, as a bar and as text.
-
-from vramlab.faces.calculator import Calculator
-calculator = Calculator(model="gpt2", gpu="T4", batch_size=8)
-calculator             # last in a cell: the controls, where a page can draw them, else text
-calculator.recipe      # what they say now, for the other witnesses
-"""
+"""Controls for every labelled option of a recipe, and the predicted peak of what they say, as a bar and as text."""
 
 from collections.abc import Mapping
 from functools import cached_property
-from importlib.util import find_spec
 from typing import Any
 
-from ..formulas.predict import predict
-from ..hardware.gpu import find_gpu, gpu_names
-from ..recipe.knobs import python_arguments
-from ..recipe.recipe import Recipe
-from ..recipe.shapes import model_names, read_shape
-from ..report.errors import RecipeError
-from ..report.report import format_bytes, in_unit, text_table
-from .options import OPTIONS, fits_card, recipe_of
-from .plot.splits import label_of, split_of, used
+from vramlab.faces import plot
+from vramlab.faces.options import OPTIONS, fits_card, recipe_of
+from vramlab.faces.plot.splits import label_of, used
+from vramlab.formulas.predict import predict
+from vramlab.hardware.gpu import find_gpu, gpu_names
+from vramlab.recipe.knobs import python_arguments
+from vramlab.recipe.recipe import Recipe
+from vramlab.recipe.shapes import model_names, read_shape
+from vramlab.report.errors import RecipeError
+from vramlab.report.report import format_bytes, in_unit, text_table
 
-WIDGET = "application/vnd.jupyter.widget-view+json"
-NO_WIDGETS = "The controls need ipywidgets (pip install ipywidgets); Calculator(batch_size=…) works without them."
 UNSET = "–"  # leaves an option at its default, and a part of the recipe out
 SIZES = tuple(sorted({2**k for k in range(18)} | {3 * 2**k for k in range(9)}))
 LABELS = {"model": "Model", "gpu": "GPU"} | {option: knob.label for option, (_, knob) in OPTIONS.items() if knob.label}
@@ -65,29 +57,27 @@ def code_of(recipe: Recipe, gpu: str) -> str:
     """Return Python that predicts `recipe` on `gpu`; what is as usual for the model is left out."""
     always = ("batch_size", "precision", "optim", *(() if recipe.shape.image_tokens else ("seq_len",)))
     lines = [repr(recipe.model), *python_arguments(recipe, Recipe(recipe.model), always)]
-    body = "".join(f"    {line},\n" for line in lines)
-    names = [name for name in ("LoRA", "Loop", "Quantization", "Recipe", "Sharding") if f"{name}(" in f"Recipe({body}"]
-    imports = ", ".join([*names, "predict"])
-    return f"from vramlab import {imports}\n\nrecipe = Recipe(\n{body})\nprint(predict(recipe, gpu={gpu!r}))"
+    text = "recipe = Recipe(\n" + "".join(f"    {line},\n" for line in lines) + ")\n"
+    names = [name for name in ("LoRA", "Loop", "Quantization", "Recipe", "Sharding") if f"{name}(" in text]
+    return f"from vramlab import {', '.join(names)}, predict\n\n{text}print(predict(recipe, gpu={gpu!r}))"
 
 
 class Calculator:
-    """Controls, and below them the predicted peak of the recipe that they describe.
+    """Controls, and below them the predicted peak of the recipe that they describe; text where a page cannot draw them.
 
     Attributes:
         state: what each control says, by the names of CONTROLS.
         recipe, report, card: of the last state that could be trained: its recipe, prediction, and GPU.
-        error: why the present state cannot be trained, in one sentence; "" when it can.
+        error: why the present state cannot be trained, a RecipeError; None when it can.
     Raises:
         ValueError: no such control. RecipeError, GpuError: the first state cannot be trained, or no such GPU is known.
     """
 
     def __init__(self, **state: Any):
-        self.state = dict(START)
-        self._widgets: dict[str, Any] = {}
+        self.state, self._widgets = dict(START), {}
         self.change(**state)
         if self.error:
-            raise RecipeError(*self._wrong)
+            raise self.error
 
     def change(self, **state: Any) -> None:
         """Set controls by name; what cannot be trained leaves the last valid picture and says why in `error`."""
@@ -97,8 +87,8 @@ class Calculator:
             state["gpu"] = find_gpu(state["gpu"]).name
         if not self._widgets:
             self._take(state)
-        for name, value in state.items() if self._widgets else ():
-            widget = self._widgets[name]
+        for name in state.keys() & self._widgets.keys():
+            widget, value = self._widgets[name], state[name]
             if CONTROLS[name] and value not in widget.options:
                 widget.options = (*widget.options, value)
             widget.value = value  # which moves the picture
@@ -108,31 +98,25 @@ class Calculator:
         self.state |= state
         try:
             recipe, card = recipe_in(self.state), find_gpu(self.state["gpu"])
-            self.recipe, self.card, self.report, self.error = recipe, card, predict(recipe, gpu=card), ""
+            self.recipe, self.card, self.report, self.error = recipe, card, predict(recipe, gpu=card), None
         except RecipeError as error:
-            self.error, self._wrong = str(error), (error.field, error.value, error.allowed)
-
-    @property
-    def code(self) -> str:
-        """Python that makes and predicts `recipe`."""
-        return code_of(self.recipe, self.card.name)
+            self.error = error
 
     def figure(self):
         """Return the bar as one of the course's figures."""
-        from .plot import compare
-
-        return compare(self.report, limit=self.card)
+        return plot.compare(self.report, limit=self.card)
 
     def __str__(self) -> str:
         """The recipe or what is wrong, the peak, whether the card can hold it, notes, a table."""
-        report, has, (_, fits) = self.report, format_bytes(self.card.total), fits_card(self.report, self.card)
-        split, total = split_of(report), report.peak.total
+        report, split, total = self.report, dict(self.report.peak.items()), self.report.peak.total
         part, size = max(split.items(), key=lambda item: item[1])
+        _, fits = fits_card(report, self.card)
         lines = [
             f"{self.error} The picture is still that of: {self.recipe}." if self.error else str(self.recipe),
             f"Predicted peak {format_bytes(total)}, in phase {report.peak_phase}; "
             f"largest: {label_of(part)}, {format_bytes(size)} ({size / total:.0%}).",
-            f"The whole process is likely to take {report.process}; {self.card.name} has {has}: it {fits}.",
+            f"The whole process is likely to take {report.process}; {self.card.name} has "
+            f"{format_bytes(self.card.total)}: it {fits}.",
             *(f"Note: {note}." for note in report.notes),
         ]
         rows = [(label_of(key), in_unit(split[key]), f"{split[key] / total:.1%}") for key in used([split])]
@@ -140,11 +124,8 @@ class Calculator:
         return "\n".join([*lines, "", text_table(table)])
 
     def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, Any]:
-        # A page without controls shows the text, and a committed notebook keeps only that.
-        if find_spec("ipywidgets") is None:
-            return {"text/plain": f"{self}\n\n{NO_WIDGETS}"}
-        page = {"version_major": 2, "version_minor": 0, "model_id": self.widget.model_id}
-        return {"text/plain": str(self), WIDGET: page}
+        # a page without controls shows the text, and a committed notebook keeps only that
+        return self.widget._repr_mimebundle_() | {"text/plain": str(self)}
 
     @cached_property
     def widget(self):
