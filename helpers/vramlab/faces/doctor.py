@@ -4,13 +4,11 @@ import contextlib
 import ctypes
 import importlib.util
 import io
-import logging
 import os
 import platform
 import runpy
 import shutil
 import sys
-import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib import metadata
@@ -20,7 +18,6 @@ from typing import Any
 from ..hardware import host
 from ..hardware.gpu import current_device
 from ..hardware.nvml import all_sensors, nvml_snapshot
-from ..report.data import data_folder
 from ..report.errors import MissingExtra
 from ..report.report import GiB, encode, environment, format_bytes, installed
 
@@ -101,15 +98,10 @@ def environment_stamp() -> str:
 
 
 def requirements() -> list[tuple[str, str]]:
-    """Return (package, version specifier) of what the course needs, from the metadata or pyproject.toml."""
+    """Return (package, version specifier) of what the course needs, from the package's metadata."""
     from packaging.requirements import Requirement
 
-    try:
-        lines = metadata.requires("vramlab") or []
-    except metadata.PackageNotFoundError:
-        project = tomllib.loads((data_folder().parent / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-        lines = project["dependencies"] + project["optional-dependencies"]["course"]
-    found = [Requirement(line) for line in lines]
+    found = [Requirement(line) for line in metadata.requires("vramlab") or []]
     return [(r.name, str(r.specifier)) for r in found if r.marker is None or r.marker.evaluate({"extra": "course"})]
 
 
@@ -216,23 +208,22 @@ def sensors() -> Iterator[Check]:
 def bitsandbytes() -> Iterator[Check]:
     """Try its native library: where torch is not loaded the CPU's alone, because its own import takes seconds."""
     name, without = "bitsandbytes library", "without it no 4-bit, no int8 and no 8-bit optimizers"
+    trouble = ""
     try:
         if "torch" in sys.modules:
-            logging.disable()  # it complains about what is reported here
-            with contextlib.redirect_stderr(io.StringIO()):
+            with contextlib.redirect_stderr(io.StringIO()):  # it complains about what is reported here
                 from bitsandbytes import cextension
             if "Mock" in type(cextension.lib).__name__:
                 raise OSError
         else:
             ending = {"win32": "dll", "darwin": "dylib"}.get(sys.platform, "so")
             ctypes.CDLL(str(package_folder("bitsandbytes") / f"libbitsandbytes_cpu.{ending}"))
-        yield Check(name, OK, "loads")
     except ImportError as error:
         yield Check(name, MISSING, f"does not import ({error})", f"pip install bitsandbytes; {without}")
+        return
     except OSError:
-        yield judged(name, "its native library does not load", f"python -m bitsandbytes says why; {without}")
-    finally:
-        logging.disable(logging.NOTSET)
+        trouble = f"python -m bitsandbytes says why; {without}"
+    yield judged(name, "its native library does not load" if trouble else "loads", trouble)
 
 
 def machine() -> Iterator[Check]:

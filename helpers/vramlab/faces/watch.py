@@ -13,7 +13,6 @@ after the update count there. Without an update (another micro-batch follows, or
 """
 
 import contextlib
-import sys
 from collections.abc import Callable
 from typing import Any
 from unittest.mock import patch
@@ -70,8 +69,7 @@ class watch:
         self.tracker = Tracker(self._device, round_to=UNIT if self.target == "cuda" else 1)
         self.history = None
         self._parameters = {id(p) for p in self.model.parameters()}
-        self._backwards, self._stepped, self._inside = 0, False, False
-        self._compiled = is_compiled(self.model)
+        self._backwards, self._stepped = 0, False
         claim_model(self.tracker, self.model)
         claim_states(self.tracker, self._optimizers, self.target)
         self.tracker.claim(tensors_in(self.batch), "inputs")
@@ -102,9 +100,8 @@ class watch:
             raise VramLabError("watch has no report yet: ask after the with-block")
         report = to_report(self.history, witness(self.target), None, self.target, title=self.title)
         report.notes.append("storages of the watched code; the allocator's own peak needs measure()")
-        if self._compiled:
-            note = "torch.compile: while watched, the code ran as eager operators, and that is what is counted"
-            report.notes.append(note)
+        if is_compiled(self.model):
+            report.notes.append("torch.compile: a watched model runs as eager operators, and that is what is counted")
         return report
 
     def _hook(self) -> None:
@@ -113,17 +110,7 @@ class watch:
         add(register_optimizer_step_pre_hook(self._before_step).remove)
         add(register_optimizer_step_post_hook(self._after_step).remove)
         # Tensor.backward looks this name up at every call; hooks on the model's outputs would miss the loss's backward.
-        replaced = patch.object(torch.autograd, "backward", self._around(torch.autograd.backward))
-        self._stack.enter_context(replaced)
-        # Under a dispatch mode such as the tracker, torch.compile runs what it was given eagerly.
-        frames = sys.modules.get("torch._dynamo.eval_frame")
-        if enter := getattr(frames, "_maybe_set_eval_frame", None):
-
-            def seen(callback: Any) -> Any:
-                self._compiled = self._compiled or callable(callback)
-                return enter(callback)
-
-            self._stack.enter_context(patch.object(frames, "_maybe_set_eval_frame", seen))
+        self._stack.enter_context(patch.object(torch.autograd, "backward", self._around(torch.autograd.backward)))
 
     def _begin(self, phase: str) -> None:
         self._move_frees()
@@ -160,9 +147,7 @@ class watch:
 
     def _before_step(self, optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict) -> None:
         if self._ours(optimizer) and not self._backwards:
-            self._inside = True
-            closure = any(callable(value) for value in (*args[1:], kwargs.get("closure")))
-            if self.tracker.phase != "step" and not (closure and self.tracker.phase in ("load", "between_steps")):
+            if self.tracker.phase != "step":
                 self._begin("step")
             self._stepped = True
 
@@ -173,12 +158,11 @@ class watch:
             self._optimizers.append(optimizer)
         claim_states(self.tracker, [optimizer], self.target)
         if not self._backwards:
-            self._inside = False
             self._begin("between_steps")
 
     def _end_step(self) -> None:
-        """End a "step" without an optimizer (nor its closure): an update by hand frees gradients, else it is backward."""
-        if self.tracker.phase != "step" or self._stepped or self._inside:
+        """End a "step" without an optimizer: an update by hand frees gradients, else it is backward."""
+        if self.tracker.phase != "step" or self._stepped:
             return
         start = self.tracker.marks[-1][0]
         if any(size < 0 and storage.category == "gradients" for size, storage, _ in self.tracker.log[start:]):
