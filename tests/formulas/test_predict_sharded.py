@@ -12,6 +12,7 @@ from vramlab.formulas import shards
 from vramlab.formulas.predict import predict
 from vramlab.hardware.overhead import torch_release
 from vramlab.recipe.options import Sharding
+from vramlab.report.errors import RecipeError
 from vramlab.simulation.simulate import simulate
 
 # Of the simulated peak.
