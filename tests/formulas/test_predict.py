@@ -1,6 +1,5 @@
 """The formulas by themselves: what they say, that they need no torch, that nonsense is refused."""
 
-import re
 import subprocess
 import sys
 import time
@@ -9,17 +8,16 @@ from math import prod
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from quick import params
 from vramlab import Loop, LoRA, Quantization, Recipe, RecipeError, Report, Sharding
 from vramlab.formulas import account, model, model_states, operators
 from vramlab.formulas.model_states import bytes_per_parameter
-from vramlab.formulas.predict import largest_batch, predict
+from vramlab.formulas.predict import predict
 from vramlab.hardware.overhead import rounded
 from vramlab.recipe.configuration import KEYS
 from vramlab.recipe.options import QUANT_TYPES
 from vramlab.recipe.recipe import ATTENTION, OPTIMIZERS, PRECISIONS
 from vramlab.recipe.shapes import model_names, read_shape
-from vramlab.report.report import CATEGORIES, PHASES, GiB, Interval, MiB
+from vramlab.report.report import CATEGORIES, PHASES, Interval, MiB
 
 GPT2 = Recipe("gpt2", batch_size=4, seq_len=256)
 LLAMA = Recipe("llama-3.1-8b", batch_size=2, seq_len=512, precision="bf16-true")
@@ -137,7 +135,7 @@ def with_activation(name: str, precision: str) -> Recipe:
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16-mixed"])
-@pytest.mark.parametrize("name", ["gelu_10", "gelu_accurate", "gelu_fast", "linear", "relu2", "mish"])
+@pytest.mark.parametrize("name", ["gelu_accurate", "mish", "relu6"])
 def test_activations_are_counted_as_simulated(name, precision):
     from vramlab.simulation.simulate import simulate
 
@@ -145,10 +143,19 @@ def test_activations_are_counted_as_simulated(name, precision):
     assert predict(recipe).peak.total == pytest.approx(simulate(recipe).peak.total, rel=0.001)
 
 
-@pytest.mark.parametrize("name", sorted(set(KEYS["activations"]) - set(operators.ACTIVATIONS)))
+KNOWN = {*operators.OF_RESULT, *operators.OF_INPUT, *operators.WRITTEN_OUT}
+
+
+@pytest.mark.parametrize("name", sorted(set(KEYS["activations"]) - KNOWN))
 def test_activations_that_are_not_written_down_are_refused(name):
     with pytest.raises(RecipeError, match=r"model.activation.*ask simulate"):
         predict(with_activation(name, "fp32"))
+
+
+def test_a_base_in_8_bits_is_refused():
+    recipe = LLAMA.replace(lora=LoRA(), quantization=Quantization("int8"))
+    with pytest.raises(RecipeError, match=r"quant_type.*'nf4' and 'fp4': ask simulate"):
+        predict(recipe)
 
 
 def test_flash_attention_needs_ampere():
@@ -344,15 +351,6 @@ def test_logits():
 # --- what is asked of it ------------------------------------------------------------------------------------------
 
 
-def test_largest_batch_is_the_last_that_fits():
-    budget = 24 * GiB
-    batch = largest_batch(LLAMA.replace(lora=LoRA(), gradient_checkpointing=True), budget)
-    fits = LLAMA.replace(lora=LoRA(), gradient_checkpointing=True, batch_size=batch)
-    assert batch > 1
-    assert predict(fits).peak.total <= budget < predict(fits.replace(batch_size=batch + 1)).peak.total
-    assert largest_batch(LLAMA, 1 * GiB) == 0
-
-
 @given(
     st.sampled_from(["gpt2", "llama-3.2-1b", "bert-base", "t5-small", "pythia-70m", "gemma-2-2b", "mixtral-8x7b"]),
     st.sampled_from(PRECISIONS),
@@ -408,66 +406,13 @@ def test_torch_compile_is_noted():
 
 SIZES = dict(hidden_size=512, num_hidden_layers=2, vocab_size=8000)
 DENSE = dict(SIZES, num_attention_heads=8, num_key_value_heads=4, intermediate_size=1536, head_dim=64, pad_token_id=0)
-MIXED = dict(DENSE, num_experts_per_tok=2, num_local_experts=8, num_experts=8, moe_intermediate_size=256)
-EIGHT_HEADS = dict(SIZES, n_embd=512, n_head=8, n_layer=2, num_attention_heads=8)
-LIKE_A_DECODER = [
-    *({"model_type": name, **DENSE} for name in ("stablelm", "cohere2", "glm4")),
-    {"model_type": "olmoe", **MIXED},
-]
-MORE = [
-    *({"model_type": name, **DENSE} for name in ("starcoder2", "nemotron", "exaone4", "helium")),
-    {"model_type": "granitemoe", **MIXED},
-    *({"model_type": name, **EIGHT_HEADS} for name in ("gpt_bigcode", "gptj")),
-]
-WITHOUT_SDPA = ("gptj",)
 
 
-@pytest.mark.parametrize("lora", [None, LoRA(r=16, target_modules="all-linear")], ids=["full", "all-linear"])
-@pytest.mark.parametrize(
-    "config", params([*LIKE_A_DECODER, *MORE], LIKE_A_DECODER), ids=lambda config: config["model_type"]
-)
-def test_a_decoder_that_nobody_wrote_down_is_within_its_interval(config, lora):
-    attention = "eager" if config["model_type"] in WITHOUT_SDPA else "sdpa"
-    recipe = Recipe(config, 4, 256, "bf16-true", optim="sgd", attn_implementation=attention, lora=lora)
-    report, truth = predict(recipe), simulated(recipe)
-    note = report.notes[-1]
-    low, high = (float(text.replace(",", "")) * GiB for text in re.findall(r"([\d.,]+) GiB", note))
-    assert low < truth.peak.total < high and high / low < 1.12
-    assert report.phases["load"].peak.parameters == truth.phases["load"].peak.parameters
-    assert abs(report.peak.total / truth.peak.total - 1) < 0.03
-
-
-def test_fsdp_divides_a_decoder_that_nobody_wrote_down():
-    recipe = Recipe({"model_type": "stablelm", **DENSE}, 4, 256, "bf16-true", sharding=Sharding(3, 4))
-    assert predict(recipe).peak.total == pytest.approx(simulated(recipe).peak.total, rel=0.01)
-
-
-STATES = dict(SIZES, num_heads=16, head_dim=64, n_groups=1, num_attention_heads=8, attn_implementation="eager")
-UNLIKE = [
-    ({"model_type": "bart", "d_model": 512, "encoder_layers": 3, "decoder_layers": 3}, "there is an encoder"),
-    ({"model_type": "mt5", "d_model": 512, "num_layers": 3, "num_heads": 8}, "there is an encoder"),
-    ({"model_type": "roberta", **SIZES, "num_attention_heads": 8}, "attention is not causal"),
-    ({"model_type": "albert", **SIZES, "num_attention_heads": 8}, "attention is not causal"),
-    ({"model_type": "dinov2", "hidden_size": 384, "num_hidden_layers": 2, "num_attention_heads": 6}, "not causal"),
-    ({"model_type": "mamba2", **STATES}, "the layers have"),
-    ({"model_type": "bamba", **DENSE, "mamba_n_heads": 16, "mamba_d_head": 64, "attn_layer_indices": [1]}, "differ"),
-    ({"model_type": "lfm2", **DENSE}, "the layers have"),
-    ({"model_type": "deepseek_v2", **SIZES, "n_routed_experts": 16, "first_k_dense_replace": 1}, "differ"),
-    ({"model_type": "qwen3_moe", **MIXED, "mlp_only_layers": [0]}, "differ"),
-    ({"model_type": "qwen2_moe", **MIXED}, "shared_expert"),
-    ({"model_type": "apertus", **DENSE}, "the activation is xielu"),
-    ({"model_type": "olmo", **DENSE}, "0 norms with weights"),
-    ({"model_type": "cohere2", **DENSE, "sliding_window": 64, "sliding_window_pattern": 2}, "look back 64 tokens"),
-]
-
-
-@pytest.mark.parametrize("config,reason", UNLIKE, ids=[f"{c['model_type']}-{reason}" for c, reason in UNLIKE])
-def test_what_is_built_otherwise_is_refused_with_a_reason(config, reason):
-    config = dict(config)
-    attention = config.pop("attn_implementation", None)
-    with pytest.raises(RecipeError, match=re.escape(reason)) as caught:
-        predict(Recipe(config, 4, None if "dinov2" in config.values() else 256, attn_implementation=attention))
-    assert str(caught.value).endswith("ask simulate.") and "\n" not in str(caught.value)
+@pytest.mark.parametrize("family", ["stablelm", "lfm2", "roberta"])
+def test_what_nobody_wrote_out_is_refused(family):
+    recipe = Recipe({"model_type": family, **DENSE}, 4, 256, attn_implementation="eager")
+    with pytest.raises(RecipeError, match=f"does not know {family}: ask simulate"):
+        predict(recipe)
 
 
 def test_what_predict_refuses_is_measured_all_the_same():

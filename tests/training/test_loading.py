@@ -74,12 +74,12 @@ def test_the_device_holds_what_from_pretrained_has_at_once(name, tmp_path, monke
     assert loading_peak(recipe, "cpu").total == highest(loaded(recipe, tmp_path))
 
 
-FORMULA = [(m, kind) for m in ("llama-3.1-8b", "mixtral-8x7b", "gpt2", "qwen3-1.7b") for kind in ("nf4", "int8")]
+FORMULA = ["llama-3.1-8b", "mixtral-8x7b", "gpt2", "qwen3-1.7b"]
 
 
-@pytest.mark.parametrize(("model", "kind"), params(FORMULA, [("gpt2", "int8"), ("mixtral-8x7b", "nf4")]))
-def test_the_formula_sums_up_what_is_loaded(model, kind):
-    recipe = Recipe(model, seq_len=64, precision="bf16-true", lora=LoRA(), quantization=Quantization(kind))
+@pytest.mark.parametrize("model", params(FORMULA, ["gpt2", "mixtral-8x7b"]))
+def test_the_formula_sums_up_what_is_loaded(model):
+    recipe = Recipe(model, seq_len=64, precision="bf16-true", lora=LoRA(), quantization=Quantization("nf4"))
     found, said = loading_peak(recipe, "cuda"), predict(recipe).loading
     assert found.total - found.workspace == said.total
     assert said.total > predict(recipe).phases["load"].end.parameters

@@ -16,6 +16,7 @@ from ..recipe.liger import kernels
 from ..recipe.options import LoRA
 from ..recipe.recipe import Recipe
 from ..recipe.shapes import Shape
+from ..report.errors import RecipeError
 from ..report.report import CATEGORIES
 from . import model_states
 from .deepspeed import DeepSpeedModel, gradient_reduction
@@ -23,8 +24,8 @@ from .fsdp import FsdpModel
 from .fused_head import reference_recipe
 from .ledger import Entry, Parameter, Tensor
 from .model import ROOT, Model
-from .nearest import nearest
 
+ENGINES = {"fsdp": FsdpModel, "deepspeed": DeepSpeedModel}  # whose ledger is another; DDP's ranks have the plain one
 SHARED = ("zeros", "mask")  # operators whose result all layers share
 Extra = tuple[tuple[int, int, int], ...]  # what layers that are not run add: (how many, between event, and event)
 Moment = tuple[int, Extra]  # an event, and what is added there
@@ -40,15 +41,14 @@ class Account:
 
     def __init__(self, recipe: Recipe, chip: Chip = DEFAULT_CHIP, gradients_exist: bool = False):
         asked, recipe = recipe, model_states.compute_recipe(recipe)
-        shape = recipe.shape
-        self.approximate = shape.layout is None  # activations are those of a decoder with its matrices (`nearest`)
-        if self.approximate:
-            shape = nearest(recipe)
-        self.m = m = _model_class(recipe)(recipe, shape, _parameters(recipe, shape), chip)
+        if recipe.shape.layout is None:
+            raise RecipeError("model", recipe.name, f"predict does not know {recipe.shape.family}: ask simulate")
+        kind = ENGINES.get(recipe.sharding and recipe.sharding.engine, Model)
+        self.m = m = kind(recipe, _parameters(recipe), chip)
         m.shard(asked, gradients_exist)
         loss = self._forward()
-        self.passes = self._without_gradients(recipe, shape, chip) if recipe.passes_without_gradients else []
-        m.metrics = None
+        refers = recipe.trainer in ("dpo", "kto") and not recipe.precompute_ref_log_probs
+        self.passes = [self._without_gradients(recipe, chip)] if refers else []
         self.forward_end = len(m.events)
         for entry in m.events:
             if entry.category == "temporaries" and entry() is not None:
@@ -67,7 +67,6 @@ class Account:
                 entry.death, live = event, live - entry.allocated
             self.live.append(live)
         self.pieces = self._pieces()  # phase to (first event, last event, what layers that are not run add there)
-        self.at_peaks: dict[str, list[tuple[int, Entry]]] = {}
 
     def _forward(self) -> Tensor:
         m = self.m
@@ -77,26 +76,23 @@ class Account:
         m.casts.clear()
         self.autocast_end = len(m.events)
         logits = m.returned(logits)
-        logits = m.copied_by_ddp(logits)
         self.kept = [logits, *(m.caches or ())] if m.recipe.loop.keep_outputs else []
         m.caches = None
         m.leave(ROOT)
         return loss
 
-    def _without_gradients(self, recipe: Recipe, shape: Shape, chip: Chip) -> list[tuple[Model, int]]:
+    def _without_gradients(self, recipe: Recipe, chip: Chip) -> tuple[Model, int]:
         """Run the reference model while what the policy saved is there; return (model, event at which it is over)."""
-        if recipe.precompute_ref_log_probs:
-            return []
         frozen = reference_recipe(recipe)
-        model = Model(frozen, frozen.shape, _parameters(frozen, frozen.shape), chip)
+        model = Model(frozen, _parameters(frozen), chip)
         for parameter in model.parameters.values():
             parameter.needs = recipe.has_reference  # nobody freezes it: autocast keeps copies of its weights
         model.events, model.no_grad = self.m.events, True
         model.logits_and_loss(model.hidden_states())
         model.casts.clear()
         model.nodes.clear()  # which refer to the model
-        model.metrics = model.table = None
-        return [(model, len(model.events))]
+        model.table = None
+        return model, len(model.events)
 
     def _pieces(self) -> dict[str, list[tuple[int, int, Extra]]]:
         """Cut each phase where a layer that stands for others begins or ends; backward's pieces overlap in that layer."""
@@ -168,16 +164,11 @@ class Account:
             found.append(split)
         return found
 
-    def alive_at_peak(self, phase: str) -> list[tuple[int, Entry]] | None:
-        """List `alive` at the phase's highest moment; None outside forward and backward."""
-        if phase in self.moments and phase not in self.at_peaks:
-            self.at_peaks[phase] = self.alive(self.moments[phase])
-        return self.at_peaks.get(phase)
-
-    def alive(self, moment: Moment) -> list[tuple[int, Entry]]:
-        """List (how many, entry) of the blocks alive at `moment`, with all layers."""
-        event, extra = moment
-        events = self.m.events
+    def alive(self, phase: str) -> list[tuple[int, Entry]] | None:
+        """List (how many, entry) of the blocks alive at the phase's peak, with all layers; None but forward and backward."""
+        if phase not in self.moments:
+            return None
+        (event, extra), events = self.moments[phase], self.m.events
         times = {entry: 1 for entry in events[:event] if entry.death >= event}
         for n, a, b in extra:
             for i, entry in enumerate(events[a:b], a):
@@ -186,17 +177,10 @@ class Account:
 
     def births(self) -> Iterator[tuple[int, Entry]]:
         """List (how many, entry) of all blocks of the micro-batch, with all layers."""
-        for event, entry in enumerate(self.m.events):
-            if entry.birth == event:
-                sections = [s for model in (self.m, *(model for model, _ in self.passes)) for s in model.sections]
-                inside = (s for s in sections if s.begin <= event < s.end or s.top <= event < s.bottom)
-                yield 1 + sum(section.more for section in inside), entry
-
-
-def _model_class(recipe: Recipe) -> type[Model]:
-    """Return the kind of ledger for the recipe's engine."""
-    classes = {"fsdp": FsdpModel, "deepspeed": DeepSpeedModel}
-    return classes.get(recipe.sharding.engine, Model) if recipe.sharding else Model
+        sections = [s for model in (self.m, *(model for model, _ in self.passes)) for s in model.sections]
+        for e in dict.fromkeys(self.m.events):
+            inside = (s for s in sections if s.begin <= e.birth < s.end or s.top <= e.birth < s.bottom)
+            yield 1 + sum(section.more for section in inside), e
 
 
 def kept_account(recipe: Recipe, chip: Chip, gradients_exist: bool) -> Account:
@@ -217,9 +201,9 @@ def cached_account(key: model_states.CacheKey) -> Account:
     return Account(*key.arguments)
 
 
-def _parameters(recipe: Recipe, shape: Shape) -> dict[str, Parameter]:
+def _parameters(recipe: Recipe) -> dict[str, Parameter]:
     """Make the parameters that the ledger needs, by name; a tied head is another name for the embedding."""
-    layers = 3 if model_states.is_sharded_by(recipe, "fsdp") else 2
+    shape, layers = recipe.shape, 3 if model_states.is_sharded_by(recipe, "fsdp") else 2
     rows = _parameter_settings(shape, recipe.weights_dtype, recipe.quantization, recipe.lora, layers)
     found, head = {row[0]: Parameter(*row) for row in rows}, shape.head
     words = next((name for name, weight in found.items() if weight.shape[0] == shape.vocab_size), None)

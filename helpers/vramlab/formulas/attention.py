@@ -18,7 +18,6 @@ class Attention(Operators):
 
     Attributes:
         implementation: "sdpa", "flash_attention_2" or "eager". `bf16`: half precision is bf16.
-        causal: tokens see earlier ones only. `grouping`: fewer heads of keys go to sdpa as they are (`enable_gqa`).
         joined_samples: sequences that one row is joined of, 0 if rows are samples.
         padded: tokens of each sample, where rows are padded.
         layout, setting: the family's layout, and the configuration's `get`.
@@ -32,17 +31,17 @@ class Attention(Operators):
         b, heads, n, d = q.shape
         if self.implementation == "flash_attention_2" and self.padded:
             return self.unpadded_attention(q, k, v, p)
-        if mask is not None and self.grouping:  # then transformers repeats shared keys and values itself
+        grouping = self.layout.grouped_keys
+        if mask is not None and grouping:  # then transformers repeats shared keys and values itself
             k, v = self.repeat(k, heads), self.repeat(v, heads)
         head_by_head = q.packed and heads > 1 and n > 1
         q, k, v, mask = self.cast(q), self.cast(k), self.cast(v), self.cast(mask)
         m, fewer, values = k.shape[2], k.shape[1] != heads, v.shape[-1]
         if mask is not None and mask.width == BOOL:  # made a bias of the queries' dtype, with rows of a multiple of 16
             mask = self.tensor("where", (*mask.shape[:-1], -(-m // 16) * 16), q.width)
-        masked, grouped = mask is not None, fewer and self.grouping
-        broadcast = fewer and not self.grouping
-        options = (q.width, d, masked, grouped, self.bf16, self.chip.capability, p, values)
-        kernel = sdp_backend(*options, broadcast=broadcast)
+        masked = mask is not None
+        options = (q.width, d, masked, fewer and grouping, self.bf16, self.chip.capability, p, values)
+        kernel = sdp_backend(*options, broadcast=fewer and not grouping)
         if self.implementation == "flash_attention_2":
             kernel = "flash"
         if kernel == "math":
@@ -86,9 +85,9 @@ class Attention(Operators):
         autocast, self.autocast = self.autocast, None
         q, k, v = self.to(q, FP32), self.to(k, FP32), self.to(v, FP32)
         scaled = self.scale(q)
-        if mask is None and self.causal:
+        if mask is None and self.layout.causal:
             mask = self.tensor("where", (n, m), FP32)
-        if self.grouping:
+        if self.layout.grouped_keys:
             k, v = self.repeat(k, heads), self.repeat(v, heads)
         turned = self.scale(k)
         turned.packed, scaled.packed = k.packed, q.packed
@@ -160,20 +159,18 @@ class Attention(Operators):
             return self.to(self.softmax(x, FP32), width)
         return self.to(self.softmax(self.to(x, FP32)), width)
 
-    def rotary_halves(self, x: Tensor, table: tuple[Tensor, Tensor]) -> Tensor:
-        """Compute (x₁ · cos - x₂ · sin, x₂ · cos + x₁ · sin) of two halves of the channels, and join them."""
-        *rest, d = x.shape
-        halves = [self.slice(x, *rest, d // 2) for _ in range(2)]
-        turned = [self.add(self.mul(a, table[0]), self.mul(b, table[1])) for a, b in (halves, halves[::-1])]
-        del halves
-        return self.cat(turned, *rest, d)
-
-    def rotary(self, x: Tensor, table: tuple[Tensor, Tensor], dims: int, partial: bool) -> Tensor:
+    def rotary(self, x: Tensor, dims: int, partial: bool) -> Tensor:
         """Compute x · cos + rotate_half(x) · sin on the first `dims` channels (Su et al. 2021); saves cos and sin only.
 
-        `partial`: the family joins rotated and other channels, even if there are no others, so the result lies head by head.
+        Or join (x₁ · cos - x₂ · sin, x₂ · cos + x₁ · sin), of two halves of the channels (`halved_rotary`). `partial`: the
+        family joins rotated and other channels, even if there are no others, so the result lies head by head.
         """
-        *rest, d = x.shape
+        (*rest, d), table = x.shape, self.table
+        if self.layout.halved_rotary:
+            halves = [self.slice(x, *rest, d // 2) for _ in range(2)]
+            sums = [self.add(self.mul(a, table[0]), self.mul(b, table[1])) for a, b in (halves, halves[::-1])]
+            del halves
+            return self.cat(sums, *rest, d)
         turned = self.slice(x, *rest, dims) if dims < d else x
         passed = self.slice(x, *rest, d - dims) if dims < d else None
         first = self.mul(turned, table[0])

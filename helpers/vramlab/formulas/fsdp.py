@@ -25,7 +25,6 @@ from ..recipe.recipe import Recipe
 from .ledger import Block, Parameter
 from .model import EMBEDDING, ROOT, TAIL, Model
 from .model_states import FP32, HALF, parameter_table
-from .nearest import nearest
 
 
 @dataclass(eq=False)
@@ -69,7 +68,7 @@ def unit_of(name: str, recipe: Recipe) -> str:
         return ".".join(parts[: number + 1])
     if recipe.loop.name != "trainer":  # accelerate gives units to the embedding and to the last norm and head
         return ROOT
-    layout = shape.layout or nearest(recipe).layout
+    layout = shape.layout
     module, embedding = name.rpartition(".")[0], layout.modules[0][0]
     last = [other for other, kind in layout.modules if kind == "norm"][-1:]
     if module == shape.head or module in last or (module == embedding and shape.tied):

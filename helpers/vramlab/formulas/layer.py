@@ -9,7 +9,6 @@ from math import prod
 
 from ..hardware.gpu import Chip
 from ..recipe.recipe import Recipe
-from ..recipe.shapes import Shape
 from . import liger
 from .attention import Attention
 from .ledger import Parameter, Tensor
@@ -18,12 +17,12 @@ from .operators import BOOL, INT64
 
 
 class Layer(Attention):
-    """The ledger of a micro-batch; `shape` and `parameters` (of layers that are run, and outside) may be `nearest`'s."""
+    """The ledger of a micro-batch; `parameters`: of layers that are run, and outside."""
 
-    def __init__(self, recipe: Recipe, shape: Shape, parameters: dict[str, Parameter], chip: Chip):
+    def __init__(self, recipe: Recipe, parameters: dict[str, Parameter], chip: Chip):
         super().__init__()
-        layout, precision, quantization = shape.layout, recipe.precision, recipe.quantization
-        self.recipe, self.shape, self.layout, self.setting = recipe, shape, layout, shape.settings.get
+        shape, precision, quantization = recipe.shape, recipe.precision, recipe.quantization
+        self.recipe, self.shape, self.layout, self.setting = recipe, shape, shape.layout, shape.settings.get
         self.parameters, self.chip, self.cast_entries, self.layer_holds = parameters, chip, [], []
         (self.batch, self.tokens), self.checkpoints = recipe.rows, recipe.gradient_checkpointing
         self.autocast = HALF if precision.endswith("-mixed") else None
@@ -31,26 +30,22 @@ class Layer(Attention):
         self.nested = bool(quantization and quantization.double)
         self.lora_dropout = recipe.lora.lora_dropout if recipe.lora else 0.0
         self.implementation, self.bf16 = recipe.attn_implementation, not precision.startswith("fp16")
-        self.causal, self.grouping = layout.causal, layout.grouped_keys
         self.joined_samples = joined_samples(recipe)
         self.padded = recipe.samples if not recipe.joins and min(recipe.samples) < recipe.rows[1] else ()
         self.hidden_width = weight_width(recipe.weights_dtype, quantization)  # bytes an element of embedded tokens
         self.liger = liger.known(recipe)
-        self.liger_writes_over = (liger.FAMILIES.get(shape.family) or {}).get("in_place")
         self.table: tuple[Tensor, Tensor] | None = None  # cos and sin of rotary positions
         # the loop's setting does not reach the configuration of T5's decoder
         caching = None if shape.num_decoder_layers else recipe.loop.use_cache
         caching = self.setting("use_cache", True) if caching is None else caching
-        caching = caching and not self.checkpoints and shape.layout.causal
-        self.caches: list[Tensor] | None = [] if caching else None
+        self.caches: list[Tensor] | None = [] if caching and not self.checkpoints and shape.layout.causal else None
         self.decoding = False  # in T5's decoder
 
     def layer(self, name: str, parts: dict[str, str], x: Tensor, bias: tuple, source=None, cross: tuple = ()) -> Tensor:
         """Run the layer `name`, with the module name of each role in `parts`.
 
-        Args:
-            bias: what is added to the scores: a mask; for T5 positions and a mask. `cross`: to a cross-attention's.
-            source: T5's encoded input, which a decoder's cross-attention reads.
+        `bias` is added to the scores: a mask; for T5 positions and a mask. A T5 decoder's cross-attention reads `source`, the
+        encoded input, and adds `cross` to its scores.
         """
         s = self.shape
         at = {role: f"{name}.{part}" for role, part in parts.items()}
@@ -109,14 +104,10 @@ class Layer(Attention):
             k, v = self.repeat(k, s.num_heads), self.repeat(v, s.num_heads)
         if self.table and "rope" in self.liger:
             q, k = liger.turned(self, q, k, self.caches is not None)
-        elif self.table and layout.halved_rotary:
-            q_ = self.rotary_halves(q, self.table)
-            q, k = q_, self.rotary_halves(k, self.table)
-            del q_
         elif self.table:
             partial = s.rotary_dim < s.head_dim or layout.joined_rotary
-            q_ = self.rotary(q, self.table, s.rotary_dim, partial)
-            q, k = q_, self.rotary(k, self.table, s.rotary_dim, partial)
+            q_ = self.rotary(q, s.rotary_dim, partial)  # and keeps q until k is turned, as the model does
+            q, k = q_, self.rotary(k, s.rotary_dim, partial)
             del q_
         if self.caches is not None and (not t5 or self.decoding):
             # `use_cache` copies keys and values (`DynamicLayer.update`); the cache takes the keys' dtype
@@ -133,14 +124,13 @@ class Layer(Attention):
         s, (b, n, _) = self.shape, x.shape
         heads, rope = s.num_heads, s.head_dim
         nope, values, rank = (self.setting(key) for key in ("qk_nope_head_dim", "v_head_dim", "kv_lora_rank"))
-        turn = self.rotary_halves if self.layout.halved_rotary else lambda x, table: self.rotary(x, table, rope, False)
         narrow = x if "q" in at else self.norm(self.linear(x, at["q_a"]), at["q_a_norm"])
         q = self.linear(narrow, at["q" if "q" in at else "q_b"])
         del narrow
         q, turned = self.split(q, (b, heads, n, nope), (b, heads, n, rope))
         kv, key = self.split(self.linear(x, at["kv_a"]), (b, n, rank), (b, 1, n, rope))
         kv = self.norm(kv, at["kv_a_norm"])
-        turned, key = turn(turned, self.table), turn(key, self.table)
+        turned, key = self.rotary(turned, rope, False), self.rotary(key, rope, False)
         if self.caches is not None:
             kv, key = self.cat([kv], *kv.shape), self.cat([key], *key.shape, width=kv.width)
             self.caches += [kv, key]
@@ -169,9 +159,8 @@ class Layer(Attention):
             return self.experts(at, x)
         if "gate_up" in at:
             half = (*x.shape[:-1], s.intermediate_size)
-            gate, up = self.split(self.linear(x, at["gate_up"]), half, half)
-            z = self.mul(self.activation(gate, s.activation), up)
-            del gate, up
+            parts = self.split(self.linear(x, at["gate_up"]), half, half)
+            z = self.mul(self.activation(parts.pop(0), s.activation), parts.pop())
         elif "gate" in at and self.liger & {"swiglu", "geglu"}:
             z = liger.gated(self, self.linear(x, at["gate"]), self.linear(x, at["up"]))
         elif "gate" in at:
@@ -233,5 +222,5 @@ class Layer(Attention):
         if self.shape.norm == "layernorm":
             return self.layer_norm(x, name)
         if "rms_norm" in self.liger:
-            return liger.rms_norm(self, x, name, self.liger_writes_over)
+            return liger.rms_norm(self, x, name)
         return self.rms_norm(x, name, self.layout.rms_norm, self.shape.norm)

@@ -2,24 +2,15 @@
 
 A `Tensor` has a shape, a width (bytes an element) and a block of memory, but no content. An operator enters its result in
 the ledger and keeps what its backward formula needs. A block is freed when the last reference to it goes, by Python's own
-reference counting, as PyTorch frees memory. So a forward pass written with these operators allocates the bytes of the
-real one at every moment.
+reference counting, as PyTorch frees memory.
 
 The backward pass follows `torch/csrc/autograd/engine.cpp`: operators in reverse order; gradients for the inputs are
 computed while the incoming one and the saved tensors live, then summed or cast to the input's shape and dtype
 (`validate_outputs`), then those are freed; a second gradient is added in place; a parameter keeps its gradient.
-
-    >>> ledger = Ledger()
-    >>> weight, x = Parameter("w", (4096, 4096), 4), ledger.tensor("input", (512, 4096), 4)
-    >>> y = ledger.op("linear", [x, weight], (512, 4096), 4, saves=[x])
-    >>> sum(entry.size for entry in ledger.events) // 2**20  # MiB: the input and the result
-    16
-    >>> ledger.backward(y)
-    >>> weight.gradient.entry.size // 2**20
-    64
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import lru_cache
 from math import prod
 from weakref import ref
@@ -77,11 +68,12 @@ class Tensor:
 class Parameter:
     """A weight, whose own memory is counted elsewhere. `uses`: how many gradients it still waits for."""
 
-    __slots__ = ("block", "gradient", "name", "needs", "partial", "quantized", "shape", "uses", "width")
+    __slots__ = ("gradient", "name", "needs", "partial", "quantized", "shape", "uses", "width")
+    block = node = None
 
     def __init__(self, name: str, shape: tuple[int, ...], width: int, needs: bool = True, quantized: str | None = None):
         self.name, self.shape, self.width, self.needs, self.quantized = name, shape, width, needs, quantized
-        self.uses, self.block, self.partial, self.gradient = 0, None, None, None
+        self.uses, self.partial, self.gradient = 0, None, None
 
     def receive(self, ledger: "Ledger", gradient: Block) -> bool:
         """Add up the gradients of all uses; True with the last one.
@@ -101,10 +93,10 @@ class Node:
 
     Attributes:
         edges: for each input that requires a gradient (who receives it, shape, width, how it is made).
-        saved: blocks that backward needs; `kept`: a block that no checkpoint drops.
+        saved: blocks that backward needs, or the `Replay` that makes them.
     """
 
-    __slots__ = ("edges", "extra", "gradient", "kept", "op", "saved", "shape", "spike", "where")
+    __slots__ = ("edges", "extra", "gradient", "op", "saved", "shape", "spike", "where")
 
     def receive(self, ledger: "Ledger", gradient: Block) -> None:
         """Add up the gradients of all uses, in place; those of a split's pieces are joined."""
@@ -119,7 +111,7 @@ class Node:
         if self.spike:
             ledger.scratch(self.spike, self.op)
         made = self._gradients(ledger)[::-1]
-        self.gradient = self.saved = self.kept = None
+        self.gradient = self.saved = None
         for receiver, _, _, _ in self.edges:
             if receiver.receive(ledger, made.pop()):
                 ledger.complete(receiver)
@@ -175,15 +167,8 @@ class Replay:
     def give(self, ledger: "Ledger") -> list[Block]:
         """What the next operator saved, last one first."""
         if self.filled is None:
-            self.filled = ledger.recompute(self)[: self.count]
+            self.filled = ledger.recompute(self)
         return self.filled.pop()
-
-    def skip(self) -> None:
-        """Pass over the next operator, which got no gradient."""
-        if self.filled is None:
-            self.count -= 1
-        else:
-            self.filled.pop()
 
 
 @lru_cache(maxsize=4096)
@@ -244,11 +229,9 @@ class Ledger:
 
     def room(self, op: str, size: int | Sequence[int], category: str = "temporaries") -> Block:
         """One block of `size` bytes, or for blocks of several sizes that come and go together."""
-        return (
-            self.block(op, (size,), 1, category)
-            if type(size) is int
-            else self.group(op, [(n, 1) for n in size], category)
-        )
+        if type(size) is int:
+            return self.block(op, (size,), 1, category)
+        return self.group(op, [(n, 1) for n in size], category)
 
     def scratch(self, size: int | Sequence[int], op: str, category: str = "temporaries") -> None:
         """Allocate `size` bytes, or several sizes, and free them at once."""
@@ -279,20 +262,21 @@ class Ledger:
         if self.no_grad:
             return out
         if refilled is not None:
-            return self._refill(out, inputs, saves, grads)
+            return self._refill(out, inputs, saves)
         edges = []
-        for i, x in enumerate(inputs):
+        for x, how in zip(inputs, grads, strict=False):
             if x.needs:
-                if type(x) is Parameter:
-                    x.uses += 1
-                edges.append((x if type(x) is Parameter else x.node, x.shape, x.width, grads[i]))
+                receiver = x.node
+                if receiver is None:  # a parameter
+                    receiver, x.uses = x, x.uses + 1
+                edges.append((receiver, x.shape, x.width, how))
         if not edges:
             return out
         out.needs = True
         node = out.node = Node()
         node.op, node.where, node.shape = name, self.where, shape
         node.edges, node.extra, node.spike = edges, extra, spike
-        node.gradient = node.kept = node.saved = None
+        node.gradient = node.saved = None
         if saves:
             if self.replay is None:
                 node.saved = [out.block if x is True else x.block for x in saves]
@@ -302,7 +286,7 @@ class Ledger:
         self.nodes.append(node)
         return out
 
-    def _refill(self, out: Tensor, inputs: list, saves: Sequence, grads: Sequence) -> Tensor:
+    def _refill(self, out: Tensor, inputs: list, saves: Sequence) -> Tensor:
         """Recompute an operator: it is known, only what it saved is missing."""
         out.needs = any(x.needs for x in inputs)
         if saves and out.needs:
@@ -314,24 +298,19 @@ class Ledger:
     def checkpoint(self, function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
         """`function(x)` without keeping what its operators save; backward runs it again (Chen et al. 2016)."""
         self.replay = Replay(function, x)
-        try:
-            return function(x)
-        finally:
-            self.replay = None
+        out = function(x)
+        self.replay = None
+        return out
 
     def recompute(self, replay: Replay) -> list[list[Block]]:
         """Run `replay` again; return what its operators save. Autocast's weight copies are its own."""
         casts, self.casts, self.replay, self.refilled = self.casts, {}, replay, []
-        try:
+        with suppress(Stop):
             replay.function(replay.x)
-        except Stop:
-            pass
-        finally:
-            refilled = self.refilled
-            for block in (block for blocks in refilled for block in blocks if block is not None):
-                if block.entry.category == "temporaries":
-                    block.entry.category = "activations"
-            self.casts, self.replay, self.refilled = casts, None, None
+        refilled, self.casts, self.replay, self.refilled = self.refilled, casts, None, None
+        for block in (block for blocks in refilled for block in blocks if block is not None):
+            if block.entry.category == "temporaries":
+                block.entry.category = "activations"
         return refilled
 
     def complete(self, parameter: Parameter) -> None:
@@ -351,8 +330,8 @@ class Ledger:
             if type(node) is not Node:
                 node()
                 continue
-            if type(node.saved) is Replay:
-                node.saved = node.saved.skip() if node.gradient is None else node.saved.give(self)
             if node.gradient is not None:
+                if type(node.saved) is Replay:
+                    node.saved = node.saved.give(self)
                 node.run(self)
             node = None

@@ -27,11 +27,11 @@ def known(recipe: Recipe) -> frozenset[str]:
     return on
 
 
-def rms_norm(m: Operators, x: Tensor, name: str, in_place: bool) -> Tensor:
+def rms_norm(m: Operators, x: Tensor, name: str) -> Tensor:
     """Keep the input and one number a row; sum the weight's gradient up in a row for each multiprocessor."""
     weight, rows = m.parameters[f"{name}.weight"], m.tensor("empty", (prod(x.shape[:-1]),), FP32)
     sums = m.chip.multiprocessors * x.shape[-1] * FP32 if weight.needs else 0
-    ways = (PASS if in_place else OWN, OWN)
+    ways = (PASS if FAMILIES[m.shape.family].get("in_place") else OWN, OWN)
     return m.op("liger_rms_norm", [x, weight], x.shape, x.width, saves=[x, rows], grads=ways, extra=sums)
 
 

@@ -60,8 +60,6 @@ def _working(row: ParameterRow) -> int:
     n, result = prod(row.shape), sum(row.blocks)
     if row.quantized is None:
         return 2 * result if row.kind == "expert" else result
-    if row.quantized == "int8":  # copied to fp16, by way of the host
-        return row.size + rounded(n * HALF) + result
     scales = rounded(FP32 * ceil(n / BLOCK))
     double = len(row.blocks) > 3  # fp32 scales and their distances from the mean; else 16 magnitudes and their maximum
     transposed = row.size if row.kind == "conv1d" else 0

@@ -10,7 +10,6 @@ from ..hardware.gpu import Chip
 from ..recipe.families import Stack
 from ..recipe.options import FUSED
 from ..recipe.recipe import Recipe
-from ..recipe.shapes import Shape
 from ..report.errors import RecipeError
 from . import liger
 from .fused_head import log_probabilities
@@ -44,13 +43,12 @@ class Model(Layer):
     # The embedded tokens, which a decoder's forward pass has a name for until it returns; only where the first layer is run
     # apart (LoRA), as a layer that stands for others frees what it is given.
     inputs: Tensor | None = None
-    metrics: list[Tensor] | None = None  # what TRL's trainers that learn from preferences make of the head's results
 
-    def __init__(self, recipe: Recipe, shape: Shape, parameters: dict[str, Parameter], chip: Chip):
-        super().__init__(recipe, shape, parameters, chip)
+    def __init__(self, recipe: Recipe, parameters: dict[str, Parameter], chip: Chip):
+        super().__init__(recipe, parameters, chip)
         self.sections: list[Section] = []  # the layers that stand for others
         self.leaves: list[Leaf] = []  # which the graph holds, and so the loss, as long as the loop keeps that
-        self.embeddings = [name for name, kind in shape.layout.modules if kind == "embedding"]
+        self.embeddings = [name for name, kind in recipe.shape.layout.modules if kind == "embedding"]
 
     # --- for engines ----------------------------------------------------------------------------------------------
 
@@ -88,7 +86,7 @@ class Model(Layer):
         n, window = self.tokens, self.shape.sliding_window if kind == "sliding_attention" else None
         apart = self.joined_samples > 1 and self.shape.family != "opt"  # which gives itself a mask of ones
         apart = apart or bool(self.padded)
-        if self.implementation == "flash_attention_2" or not (self.causal or apart):
+        if self.implementation == "flash_attention_2" or not (self.layout.causal or apart):
             return None
         if self.implementation == "sdpa" and not apart and (window is None or n < window):
             return None
@@ -292,11 +290,7 @@ class Model(Layer):
             x = self.layer_norm(x, "cls.predictions.transform.LayerNorm")
         if self.recipe.trainer in FUSED:
             head = (self.parameters.get(f"{s.head}.{part}") for part in ("weight", "bias"))
-            log_probs = log_probabilities(self, x, *head)
-            if self.recipe.trainer != "sft":  # labels and metrics, which stay until the loss is there
-                self.metrics = [self.tensor("labels", (b, n), INT64), log_probs]
-                self.metrics += [self.tensor("where", (b, n), width) for width in (FP32, FP32, BOOL)]
-            loss = self.reduce(log_probs, (), "sum")
+            loss = self.reduce(log_probabilities(self, x, *head), (), "sum")
             self.leave(TAIL)
             return loss, loss
         if liger.HEAD in self.liger:
@@ -337,9 +331,3 @@ class Model(Layer):
         if self.autocast and self.recipe.loop.outputs_to_fp32 and logits.width != FP32:
             return self.op("to", [logits], logits.shape, FP32, grads=(CAST,))
         return logits
-
-    def copied_by_ddp(self, logits: Tensor) -> Tensor:
-        """Copy the logits where the Trainer has DDP look for unused parameters (`_DDPSink`), as in `training.engines.ddp`."""
-        recipe = self.recipe
-        looks = recipe.loop.name == "trainer" and (recipe.lora or not recipe.gradient_checkpointing)
-        return self.copy(logits) if looks and recipe.sharding and recipe.sharding.engine == "ddp" else logits

@@ -6,14 +6,14 @@ PyTorch's promotion, autocast's two lists (`aten/src/ATen/autocast_mode.h`) and 
 
 from math import ceil, prod
 
-from ..recipe.configuration import KEYS
 from ..report.errors import RecipeError
 from .ledger import BIAS, CAST, FULL, OWN, PART, PASS, Ledger, Parameter, Tensor
 from .model_states import BLOCK, FP32, HALF
 
 BOOL, INT64 = 1, 8
-UNKNOWN = ("gelu_python", "laplace", "prelu", "sqrtsoftplus", "xielu")
-ACTIVATIONS = [name for name in KEYS["activations"] if name not in UNKNOWN]  # that `Operators.activation` knows
+OF_RESULT = ("relu", "sigmoid", "tanh")  # activations whose backward needs their result
+OF_INPUT = ("gelu", "gelu_pytorch_tanh", "hardswish", "leaky_relu", "mish", "relu6", "silu", "swish")
+WRITTEN_OUT = ("gelu_accurate", "gelu_new", "gelu_python_tanh")  # 0.5 · x · (1 + tanh(√(2/π) · (x + 0.044715 · x³)))
 
 
 class Operators(Ledger):
@@ -88,26 +88,14 @@ class Operators(Ledger):
         return self.op("native_dropout", [x], x.shape, x.width, saves=[mask])
 
     def activation(self, x: Tensor, name: str) -> Tensor:
-        """Apply transformers' `ACT2FN[name]`; some consist of several operators. Raises RecipeError for others."""
-        if name not in ACTIVATIONS:
-            allowed = f"predict knows {', '.join(ACTIVATIONS)}: ask simulate"
-            raise RecipeError("model.activation", name, allowed)
-        if name == "linear":
-            return x
-        if name == "relu2":
-            return self.power(self.fp32(self.unary("relu", x)))
-        if name == "gelu_10":
-            return self.unary("clamp", self.unary("gelu", x, "input"), "input", extra=2 * prod(x.shape) * BOOL)
-        if name == "gelu_fast":  # 0.5 · x · (1 + tanh(x · √(2/π) · (1 + 0.044715 · x · x)))
-            half, inner = self.scale(x), self.scale(self.mul(self.scale(x), x), "add")
-            return self.mul(half, self.scale(self.unary("tanh", self.mul(self.scale(x), inner)), "add"))
-        # 0.5 · x · (1 + tanh(√(2/π) · (x + 0.044715 · x³)))
-        if name in ("gelu_new", "gelu_accurate", "gelu_python_tanh"):
+        """Apply transformers' `ACT2FN[name]`. Raises RecipeError for those that are not written down."""
+        if name in WRITTEN_OUT:
             half, inner = self.scale(x), [self.scale(self.add(x, self.scale(self.power(self.fp32(x)))))]
             return self.mul(half, self.scale(self.unary("tanh", inner.pop()), "add"))  # which nothing holds any more
-        if name == "quick_gelu":
-            return self.mul(x, self.unary("sigmoid", self.scale(x)))
-        return self.unary(name, x, "result" if name in ("relu", "tanh", "sigmoid") else "input")
+        if name not in OF_RESULT + OF_INPUT:
+            allowed = f"predict knows {', '.join(OF_RESULT + OF_INPUT + WRITTEN_OUT)}: ask simulate"
+            raise RecipeError("model.activation", name, allowed)
+        return self.unary(name, x, "result" if name in OF_RESULT else "input")
 
     def power(self, x: Tensor) -> Tensor:
         """Raise to a power: saves x; backward needs n · x ** (n - 1) besides its result."""
@@ -190,26 +178,25 @@ class Operators(Ledger):
         y = self.to(y, width)
         return self.mul(weight, y)
 
-    # --- linear layers: plain, with a LoRA adapter, with a base in 4 or 8 bits -------------------------------------
+    # --- linear layers: plain, with a LoRA adapter, with a base in 4 bits -----------------------------------------
 
     def linear(self, x: Tensor, name: str) -> Tensor:
         """Apply the linear layer `name` (`nn.Linear` or `Conv1D`) with the recipe's quantization and adapter."""
         outer, self.where = self.where, name
         weight, bias = self.parameters[f"{name}.weight"], self.parameters.get(f"{name}.bias")
-        kind = {None: self.product, "int8": self.in_8_bits}.get(weight.quantized, self.in_4_bits)
-        y = kind(x, weight, bias)
+        y = self.in_4_bits(x, weight, bias) if weight.quantized else self.product(x, weight, bias)
         if f"{name}.lora_A" in self.parameters:
             base = [y]
             del y
-            y = self.adapted(x, base, name, weight.quantized)
+            y = self.adapted(x, base, name, bool(weight.quantized))
         self.where = outer
         return y
 
-    def adapted(self, x: Tensor, base: list[Tensor], name: str, quantized: str | None) -> Tensor:
+    def adapted(self, x: Tensor, base: list[Tensor], name: str, quantized: bool) -> Tensor:
         """Add B(A(dropout(x))) · α/r, which saves x in the adapter's dtype, and r numbers a token (peft, lora.Linear)."""
         down, up, y = self.parameters[f"{name}.lora_A"], self.parameters[f"{name}.lora_B"], base.pop()
         width = y.width
-        if quantized in ("nf4", "fp4"):
+        if quantized:
             y = self.copy(y)
         if not (quantized and self.autocast):  # then PEFT leaves it to autocast
             x = self.to(x, down.width)
@@ -234,20 +221,6 @@ class Operators(Ledger):
         y = self.op("gemm_4bit", inputs, shape, self.compute, grads=(OWN, BIAS), extra=whole, spike=unpacked)
         del temporary
         return self.to(y, x.width)
-
-    def in_8_bits(self, x: Tensor, weight: Parameter, bias: Parameter | None) -> Tensor:
-        """Keep the input where no checkpoint can drop it (`ctx.tensors`), and unpack the weight to go back.
-
-        Forward it needs the input in 8 bits, and the product in 32 (`bitsandbytes.autograd.MatMul8bitLt`).
-        """
-        n, rows, inside = prod(weight.shape), prod(x.shape[:-1]), x.shape[-1]
-        temporary = self.block("int8_linear_matmul", (rows * (inside + FP32 * n // inside),), 1)
-        inputs, shape = [x] if bias is None else [x, bias], (*x.shape[:-1], n // inside)
-        y = self.op("matmul_8bit", inputs, shape, x.width, grads=(OWN, BIAS), extra=n * x.width)
-        if y.node:
-            y.node.kept = x.block
-        del temporary
-        return y
 
 
 def _factors(a: Tensor | Parameter, b: Tensor | Parameter) -> list[Tensor | Parameter]:

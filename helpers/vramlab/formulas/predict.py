@@ -8,8 +8,8 @@
 The peak is the highest of these moments.
 """
 
-import bisect
 from collections import Counter
+from collections.abc import Iterator
 from typing import Any
 
 from ..hardware import reserved
@@ -20,16 +20,15 @@ from ..recipe.knobs import Refusals, refuse
 from ..recipe.options import HALF
 from ..recipe.recipe import LATER_OF_LORA, Recipe, as_recipe
 from ..recipe.weights import unquantized
-from ..report.report import CATEGORIES, Bytes, Phase, Report, TensorGroup, format_bytes
+from ..report.report import CATEGORIES, Bytes, Phase, Report, TensorGroup
 from . import model_states, shards
 from .account import Account, kept_account
 from .fused_head import with_its_adapters
 from .ledger import Entry
 from .loading import loading_peak
-from .model_states import RankBytes, Sizes, is_sharded_by, is_trained_whole
+from .model_states import RankBytes, Sizes, is_sharded_by
 
 LISTED = 8  # of the largest tensors
-MOST_SAMPLES = 1 << 20  # that `largest_batch` tries
 DTYPES = {8: "int64", 4: "float32", 1: "uint8"}
 
 
@@ -57,8 +56,9 @@ def predict(recipe: Recipe | Any, gpu: str | Gpu | None = None) -> Report:
     phases = _phases(part, account, rank, card, exist)
     name = max(phases, key=lambda phase: phases[phase].peak.total)
     peak = phases[name].peak
-    groups = _groups(part, account.alive_at_peak(name), peak)
-    inside = reserved.reserved(_blocks(groups, peak), peak.total, account.approximate)
+    groups = _groups(part, account.alive(name), peak)
+    ranked = sorted(groups.items(), key=lambda item: -item[0][0] * item[1][0])
+    inside = reserved.reserved(_blocks(groups, peak), peak.total)
     return Report(
         source="predicted",
         recipe=recipe.to_dict(),
@@ -67,17 +67,17 @@ def predict(recipe: Recipe | Any, gpu: str | Gpu | None = None) -> Report:
         phases=phases,
         peak=peak,
         peak_phase=name,
-        largest=_largest(groups),
+        largest=[TensorGroup(*key, where, count) for key, (count, where, _) in ranked[:LISTED]],
         reserved=inside,
         process=reserved.process(inside, card),
         loading=loading_peak(recipe),
-        notes=_notes(recipe, account, card, peak.total),
+        notes=_notes(recipe, card),
     )
 
 
 def _refusals(recipe: Recipe) -> Refusals:
     """What the formulas do not know."""
-    shape, lora, sharding = recipe.shape, recipe.lora, recipe.sharding
+    shape, lora, sharding, quantization = recipe.shape, recipe.lora, recipe.sharding, recipe.quantization
     allowed = "the formulas know ddp, fsdp and deepspeed: ask simulate"
     yield "sharding", sharding and sharding.engine not in shards.ENGINES, allowed
     allowed = "the formulas multiply one layer, so every layer has to get the same adapters: ask simulate"
@@ -91,36 +91,16 @@ def _refusals(recipe: Recipe) -> Refusals:
         yield f"lora.{name}", getattr(lora, name), allowed
     allowed = "the formulas know TRL's trainers and Liger's kernels on one device only: ask simulate"
     yield "sharding", sharding and (recipe.trainer != "transformers" or liger.kernels(recipe)), allowed
-    where = _unknown_copies(recipe, lora.modules_to_save) if lora and lora.modules_to_save else ""
-    yield "lora.modules_to_save", where, f"the formulas do not know where copies are in {where}: ask simulate"
+    unplaced = shape.num_decoder_layers or (is_sharded_by(recipe, "deepspeed") and sharding.stage == 3)
+    allowed = "the formulas do not know where copies are in T5 or at DeepSpeed's stage 3: ask simulate"
+    yield "lora.modules_to_save", lora and lora.modules_to_save and unplaced, allowed
     allowed = "the formulas do not know T5's masks for padding: ask simulate"
     yield "lengths", recipe.is_ragged and shape.num_decoder_layers, allowed
+    eight_bits = quantization and quantization.quant_type == "int8"
+    yield "quantization.quant_type", eight_bits, "the formulas know 'nf4' and 'fp4': ask simulate"
     halves = {recipe.weights_dtype, recipe.implied_dtype, HALF.get(recipe.precision.partition("-")[0])}
     allowed = "the formulas know sizes, not which of two half-precision formats is cast to the other: ask simulate"
     yield "dtype", recipe.dtype and halves >= {*HALF.values()}, allowed
-
-
-def _unknown_copies(recipe: Recipe, saved: list[str]) -> str:
-    """Say where trained copies (`modules_to_save`) are whose place in the step is not written down, or ""."""
-    kinds = (weight.kind for weight in recipe.shape.weights() if is_trained_whole(weight.name, saved))
-    if recipe.shape.num_decoder_layers and "embedding" in kinds:
-        return "an embedding that encoder and decoder share"
-    return "DeepSpeed's stage 3" if is_sharded_by(recipe, "deepspeed") and recipe.sharding.stage == 3 else ""
-
-
-def largest_batch(recipe: Recipe, budget_bytes: int, gpu: str | Gpu | None = None) -> int:
-    """Return the most samples in a micro-batch whose predicted allocated peak is within `budget_bytes`; 0 if none is.
-
-    Leave room for the rest: `predict(…).process.high` less `peak.total` says how much.
-    """
-
-    def fits(size: int) -> bool:
-        return predict(recipe.replace(batch_size=size), gpu).peak.total <= budget_bytes
-
-    high = 1
-    while high <= MOST_SAMPLES and fits(high):
-        high *= 2
-    return bisect.bisect_left(range(high // 2 + 1, high), True, key=lambda size: not fits(size)) + high // 2
 
 
 def _phases(recipe: Recipe, account: Account, rank: RankBytes, card: Gpu | None, exist: bool) -> dict[str, Phase]:
@@ -182,37 +162,31 @@ def _bytes(*splits: Sizes) -> Bytes:
 def _groups(recipe: Recipe, alive: list[tuple[int, Entry]] | None, peak: Bytes) -> dict[tuple, list]:
     """Group blocks by (bytes, category, shape, dtype, operator) to [how many, where, sizes]; `alive`: those of the ledger."""
     half = "float16" if recipe.precision.startswith("fp16") else "bfloat16"
-    groups: dict[tuple, list] = {}
-    found = []
+    found, groups = [], {}
     for row in model_states.parameter_table(recipe):
         dtype = half if row.width == 2 else "float32"
-        as_loaded = "uint8" if row.quantized else dtype
-        count = row.count * (1 + recipe.has_reference)
+        as_loaded, count = "uint8" if row.quantized else dtype, row.count * (1 + recipe.has_reference)
         found.append((count, row.blocks, "parameters", row.shape, as_loaded, "loaded", row.name))
-        if row.states and peak.optimizer_states:
+        if row.states:
             found.append((row.count, row.states, "optimizer_states", row.shape, dtype, recipe.optim, row.name))
-        if row.trained and peak.gradients and alive is None:
+        if row.trained and alive is None:
             found.append((row.count, (row.size,), "gradients", row.shape, dtype, "backward", row.name))
     for times, e in alive or ():
         dtype = half if e.width == 2 else "bool" if e.op == "native_dropout" and e.width == 1 else DTYPES[e.width]
         found.append((times, (e.size,), e.category, e.shape, dtype, e.op, e.where))
-    if recipe.sharding:
-        found = _own(found, peak)
-    for count, sizes, category, shape, dtype, op, where in found:
+    for count, sizes, category, shape, dtype, op, where in _own(found, peak) if recipe.sharding else found:
         groups.setdefault((sum(sizes), category, shape, dtype, op), [0, where, sizes])[0] += count
     return groups
 
 
-def _own(found: list[tuple], peak: Bytes) -> list[tuple]:
+def _own(found: list[tuple], peak: Bytes) -> Iterator[tuple]:
     """Scale the whole model's blocks down to what the rank holds of their category."""
     whole: Counter = Counter()
     for count, sizes, category, *_ in found:
         whole[category] += count * sum(sizes)
-    share = {category: min(1.0, getattr(peak, category) / size) for category, size in whole.items() if size}
-    scaled = (
-        (c, tuple(int(n * share.get(category, 0)) for n in sizes), category, *x) for c, sizes, category, *x in found
-    )
-    return [row for row in scaled if sum(row[1])]
+    for count, sizes, category, *rest in found:
+        if share := whole[category] and min(1.0, getattr(peak, category) / whole[category]):
+            yield count, tuple(int(n * share) for n in sizes), category, *rest
 
 
 def _blocks(groups: dict[tuple, list], peak: Bytes) -> Counter:
@@ -227,25 +201,13 @@ def _blocks(groups: dict[tuple, list], peak: Bytes) -> Counter:
     return blocks
 
 
-def _largest(groups: dict[tuple, list]) -> list[TensorGroup]:
-    """Return the largest groups of equal tensors."""
-    ranked = sorted(groups.items(), key=lambda item: -item[0][0] * item[1][0])
-    return [TensorGroup(*key, where, count) for key, (count, where, _) in ranked[:LISTED]]
-
-
-def _notes(recipe: Recipe, account: Account, card: Gpu | None, peak: int) -> list[str]:
+def _notes(recipe: Recipe, card: Gpu | None) -> list[str]:
     sharding, notes = recipe.sharding, []
     if sharding and sharding.world_size > 1:
         notes.append(f"rank {sharding.rank} of {sharding.world_size}: buffers of NCCL are not counted")
     if sharding and sharding.offload:
         notes.append(f"{sharding.offload} offloaded to host memory, which needs them in full")
     notes += unquantized(recipe) + lora_modules.notes(recipe.shape, recipe.lora)
-    if account.approximate:
-        low, high = (format_bytes(peak * n) for n in (reserved.UNKNOWN, 1 / reserved.UNKNOWN))
-        notes.append(
-            f"{recipe.shape.family} is not written down: weights are exact, activations are those of a decoder of its "
-            f"matrices, so take the peak as {low} to {high}; simulate(recipe) runs the real one"
-        )
     if recipe.torch_compile:
         notes.append("torch_compile: activations and temporaries are those of the eager step")
     if card and (why := card.why_not(recipe.precision)):

@@ -19,7 +19,7 @@ TYPICAL, WORST = 1.05, 1.40
 # model (`benchmarks/expandable.py`): median of 114, and half as much again as the worst. Whole unused pages go back before
 # memory is full; what is left over is in pages that are partly used. No published run says so.
 PAGES, MOST_PAGES = 80 * MiB, 512 * MiB
-EXACT, UNKNOWN = 0.97, 0.95  # the peak is known to 3 %; to 5 % for an architecture without formulas of its own
+EXACT = 0.97  # a predicted peak is known to 3 %
 
 
 @lru_cache(maxsize=4096)
@@ -51,7 +51,7 @@ def pack(sizes: Iterable[int]) -> int:
     return total
 
 
-def reserved(blocks: Counter, peak: int, approximate: bool = False) -> Interval:
+def reserved(blocks: Counter, peak: int) -> Interval:
     """Estimate the peak of `torch.cuda.memory_reserved` from the blocks (size to count) of a peak of `peak` bytes.
 
     Blocks freed in other phases do not fit the requests of this one: see TYPICAL and WORST. Sequences of varying length
@@ -65,8 +65,7 @@ def reserved(blocks: Counter, peak: int, approximate: bool = False) -> Interval:
             shared = LARGE_SEGMENT // size if size < LARGE_REQUEST else 1
             total += -(-count // shared) * segment(size)
     low = max(peak, total + -(-small // SMALL_SEGMENT) * SMALL_SEGMENT)
-    sure, doubt = (UNKNOWN, 1 / UNKNOWN) if approximate else (EXACT, 1.0)
-    return Interval(int(peak * sure), int(low * TYPICAL), int(low * WORST * doubt) + LARGE_SEGMENT)
+    return Interval(int(peak * EXACT), int(low * TYPICAL), int(low * WORST) + LARGE_SEGMENT)
 
 
 def expandable(peak: int, known: float = 1.0) -> Interval:

@@ -1,6 +1,5 @@
 """Weights and buffers of any architecture, read off its transformers model on the meta device: shapes, no storage."""
 
-import copy
 import re
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
@@ -37,7 +36,7 @@ def describe(s: ShapeData) -> dict[str, object]:
     """Return the fields of `Shape` that only the model shows. Raises RecipeError as `read_off` does."""
     weights, _ = read_off(s)
     model = build(s)
-    found = {"norm": _norm(model), "attention": "sdpa" if getattr(model, "_supports_sdpa", True) else "eager"}
+    found = {"attention": "sdpa" if getattr(model, "_supports_sdpa", True) else "eager"}
     output = model.get_output_embeddings()
     heads = [name for name, module in model.named_modules() if output is not None and module is output]
     heads += [name for name in ("score", "classifier") if hasattr(model, name)]
@@ -50,44 +49,6 @@ def describe(s: ShapeData) -> dict[str, object]:
         tables = [shape[-2] for name, shape, _, _ in weights if "position_embedding" in name and len(shape) > 1]
         found["image_tokens"] = found["max_positions"] = tables[0] if tables else s.image_tokens
     return found
-
-
-def describe_layout(s: ShapeData) -> dict[str, object]:
-    """Return the fields of `Layout` that only the model shows. Raises RecipeError as `build` does."""
-    import torch
-
-    model = build(s)
-    _, weights, _ = _saved_by_norm(model)
-    return {
-        "rms_norm": "gemma" if s.norm.startswith("rmsnorm") and torch.float32 in weights else "llama",  # in fp32
-        "scaled_embedding": any(name.endswith("embed_scale") for name, _ in model.named_buffers()),
-    }
-
-
-def _norm(model: "torch.nn.Module") -> str:
-    """Return `Shape.norm` of `model`, by how many tensors its first norm keeps of bf16 hidden states, in fp32 and in bf16."""
-    import torch
-
-    hidden, weights, name = _saved_by_norm(model)
-    found = hidden.count(torch.float32), hidden.count(torch.bfloat16)
-    kinds = {(1, 1): "rmsnorm", (2, 0): "rmsnorm in fp32", (3, 0): "layernorm in fp32"}
-    return kinds.get(found, name) if weights else "layernorm"
-
-
-def _saved_by_norm(model: "torch.nn.Module") -> tuple[list, list, str]:
-    """Return dtypes of what the first norm saves of bf16 hidden states and of its weight, [] with a bias; and its class."""
-    import torch
-
-    named = ((type(m).__name__, m) for m in model.modules() if getattr(m, "weight", None) is not None)
-    norms = (m for name, m in named if "Norm" in name and "Gated" not in name)  # a gated one takes the gate too
-    if (norm := next(norms, None)) is None or getattr(norm, "bias", None) is not None:
-        return [], [], ""
-    kept, norm = {}, copy.deepcopy(norm).bfloat16()
-    hidden = torch.empty(2, 2, *norm.weight.shape, dtype=torch.bfloat16, device="meta", requires_grad=True)
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.update({t.untyped_storage()._cdata: t}), lambda t: t):
-        norm(hidden)
-    of_shape = ([t.dtype for t in kept.values() if t.shape == shape] for shape in (hidden.shape, norm.weight.shape))
-    return *of_shape, type(norm).__name__
 
 
 @lru_cache(maxsize=4)
