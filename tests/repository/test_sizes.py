@@ -11,7 +11,7 @@ CEILINGS = {
     "vramlab/recipe": 2590,
     "vramlab/training": 2075,
     "vramlab/tracking": 972,
-    "vramlab/formulas": 3230,
+    "vramlab/formulas": 3130,
     "vramlab/simulation": 3030,
     "vramlab/measurement": 1410,
     "vramlab/planning": 1410,

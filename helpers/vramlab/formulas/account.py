@@ -1,9 +1,8 @@
 """Bytes by category at the peak and end of forward and backward, from a ledger with one or two layers of each stack.
 
 One of the layers that are run stands for all others like it. With L layers, S bytes that one saves in the forward pass
-and D that one adds in the backward pass (its gradients, less what it frees), the bytes at a moment are those of the ledger
-plus (L - 2) · S from the second layer on, and plus (L - 2) · (S + D) below it on the way back. Backward's peak within a
-layer is in the top or the bottom layer of the stack, because between them it is affine.
+and D that one adds in the backward pass, the bytes at a moment are those of the ledger plus (L - 2) · S from the second
+layer on, and plus (L - 2) · (S + D) below it on the way back. Between top and bottom of a stack backward is affine.
 """
 
 import dataclasses
@@ -33,10 +32,9 @@ Split = dict[str, int]  # category to bytes
 
 
 class Account:
-    """The forward and backward pass of one micro-batch.
+    """The forward and backward pass of one micro-batch; attributes that end in "end" are events.
 
-    `gradients_exist`: new gradients are added to those of an earlier micro-batch, or zeroed in place. Attributes that end
-    in "end" are events.
+    `gradients_exist`: new gradients are added to those of an earlier micro-batch, or zeroed in place.
     """
 
     def __init__(self, recipe: Recipe, chip: Chip = DEFAULT_CHIP, gradients_exist: bool = False):
@@ -70,9 +68,7 @@ class Account:
 
     def _forward(self) -> Tensor:
         m = self.m
-        hidden = m.hidden_states()
-        logits, loss = m.logits_and_loss(hidden)
-        del hidden
+        logits, loss = m.logits_and_loss(m.hidden_states())
         m.casts.clear()
         self.autocast_end = len(m.events)
         logits = m.returned(logits)
@@ -121,22 +117,21 @@ class Account:
     @cached_property
     def moments(self) -> dict[str, Moment]:
         """Return each phase's highest moment."""
-        return {phase: self._highest(pieces) for phase, pieces in self.pieces.items()}
+        found = {}
+        for phase, pieces in self.pieces.items():
+            best = -1
+            for first, last, extra in pieces:
+                part = self.live[first : last + 1]
+                high = max(part)
+                total = high + sum(times * (self.live[b] - self.live[a]) for times, a, b in extra)
+                if total > best:
+                    best, found[phase] = total, (first + part.index(high), extra)
+        return found
 
     @cached_property
     def phases(self) -> list[Split]:
         """Return the splits at the peaks of forward and backward, then at their ends."""
         return self.splits([*self.moments.values(), *(pieces[-1][1:] for pieces in self.pieces.values())])
-
-    def _highest(self, pieces: list[tuple[int, int, Extra]]) -> Moment:
-        best, found = -1, (0, ())
-        for first, last, extra in pieces:
-            part = self.live[first : last + 1]
-            high = max(part)
-            total = high + sum(times * (self.live[b] - self.live[a]) for times, a, b in extra)
-            if total > best:
-                best, found = total, (first + part.index(high), extra)
-        return found
 
     def splits(self, moments: list[Moment]) -> list[Split]:
         """Return the split at each of `moments`, with all layers."""

@@ -16,12 +16,8 @@ from .operators import BOOL, INT64, Operators
 class Attention(Operators):
     """A ledger with operators of attention. q is batch × heads × tokens × channels; k and v may have fewer heads.
 
-    Attributes:
-        implementation: "sdpa", "flash_attention_2" or "eager". `bf16`: half precision is bf16.
-        joined_samples: sequences that one row is joined of, 0 if rows are samples.
-        padded: tokens of each sample, where rows are padded.
-        layout, setting: the family's layout, and the configuration's `get`.
-        layer_holds: tensors that live to the end of the layer, because its modules return or name them.
+    joined_samples: sequences that one row is joined of, 0 if rows are samples. `padded`: tokens of each sample, where rows
+    are padded. `bf16`: half precision is bf16. `layout`, `setting`: the family's layout, and the configuration's `get`.
     """
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, p: float, *eager) -> Tensor:
@@ -106,8 +102,7 @@ class Attention(Operators):
     def eager_attention(self, q, k, v, mask, p: float, second_mask: Tensor | None = None, sinks=False) -> Tensor:
         """Compute softmax(q kᵀ · scale + mask) v in single operators, as transformers' `eager_attention_forward`.
 
-        `second_mask`: added too, where the first has T5's positions. `sinks`: a column more, less the maximum, which is cut
-        off after the softmax (GPT-OSS).
+        `second_mask`: T5's, whose first has positions. `sinks`: a column more, cut off after the softmax (GPT-OSS).
         """
         (b, heads, n, _), in_place = q.shape, self.layout.scores_in_place
         if not (in_place and b == 1):
@@ -148,16 +143,12 @@ class Attention(Operators):
         return x if x.packed or x.shape[0] == 1 else self.copy(x)
 
     def probabilities(self, x: Tensor, fp32: bool | None, width: int) -> Tensor:
-        """Take a softmax; with `fp32` (or under autocast) its result is in fp32, and a copy in `width` goes on.
-
-        False asks for nothing, so autocast's dropout and product take what is in fp32; None only casts the result (GPT-2).
-        """
+        """Take a softmax, with `fp32` (or under autocast) in fp32, and cast it to `width`; with False nothing is cast."""
         if not fp32:
             y = self.softmax(self.fp32(x))
             return y if fp32 is False else self.to(y, width)
-        if x.width == HALF and not self.bf16:  # one kernel reads fp16 and writes fp32 (SoftMax.cpp, half_to_float)
-            return self.to(self.softmax(x, FP32), width)
-        return self.to(self.softmax(self.to(x, FP32)), width)
+        fused = x.width == HALF and not self.bf16  # one kernel reads fp16 and writes fp32 (SoftMax.cpp, half_to_float)
+        return self.to(self.softmax(x if fused else self.to(x, FP32), FP32), width)
 
     def rotary(self, x: Tensor, dims: int, partial: bool) -> Tensor:
         """Compute x · cos + rotate_half(x) · sin on the first `dims` channels (Su et al. 2021); saves cos and sin only.

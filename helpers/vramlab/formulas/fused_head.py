@@ -1,8 +1,8 @@
 """TRL's fused head in the ledger: no logits, but a tile of them, and gradients that are summed up in fp32.
 
-After `trl.trainer.utils.add_fused_lm_head` and `trl/kernels/chunked_logprob.py` of trl 1.16. With T tokens that have a
-label (not padding, nor a sample's last), hidden size h, vocabulary V and w bytes a number that is computed: kept are w·T·h;
-forward's peak adds a tile of w · min(T, 4,096) · 32,768, backward's also 4·T·h and, where the head is trained, 4·V·h.
+After `trl/kernels/chunked_logprob.py` of trl 1.16. With T tokens that have a label, hidden size h, vocabulary V and w bytes
+a number that is computed: kept are w·T·h; forward's peak adds a tile of w · min(T, 4,096) · 32,768, backward's also 4·T·h
+and, where the head is trained, 4·V·h.
 """
 
 import dataclasses

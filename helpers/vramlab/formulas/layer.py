@@ -8,12 +8,13 @@ What GPT-2's layer saves in fp32 with a fused kernel, in bytes a token: 4 · (2 
 from math import prod
 
 from ..hardware.gpu import Chip
+from ..recipe.liger import kernels
 from ..recipe.recipe import Recipe
 from . import liger
 from .attention import Attention
 from .ledger import Parameter, Tensor
 from .model_states import FP32, HALF, joined_samples, weight_width
-from .operators import BOOL, INT64
+from .operators import INT64
 
 
 class Layer(Attention):
@@ -23,7 +24,7 @@ class Layer(Attention):
         super().__init__()
         shape, precision, quantization = recipe.shape, recipe.precision, recipe.quantization
         self.recipe, self.shape, self.layout, self.setting = recipe, shape, shape.layout, shape.settings.get
-        self.parameters, self.chip, self.cast_entries, self.layer_holds = parameters, chip, [], []
+        self.parameters, self.chip, self.cast_entries = parameters, chip, []
         (self.batch, self.tokens), self.checkpoints = recipe.rows, recipe.gradient_checkpointing
         self.autocast = HALF if precision.endswith("-mixed") else None
         self.compute, self.loaded = weight_width(recipe.implied_dtype), weight_width(recipe.weights_dtype)
@@ -33,19 +34,17 @@ class Layer(Attention):
         self.joined_samples = joined_samples(recipe)
         self.padded = recipe.samples if not recipe.joins and min(recipe.samples) < recipe.rows[1] else ()
         self.hidden_width = weight_width(recipe.weights_dtype, quantization)  # bytes an element of embedded tokens
-        self.liger = liger.known(recipe)
+        self.liger = kernels(recipe)
         self.table: tuple[Tensor, Tensor] | None = None  # cos and sin of rotary positions
-        # the loop's setting does not reach the configuration of T5's decoder
-        caching = None if shape.num_decoder_layers else recipe.loop.use_cache
+        caching = None if shape.num_decoder_layers else recipe.loop.use_cache  # which does not reach T5's decoder
         caching = self.setting("use_cache", True) if caching is None else caching
         self.caches: list[Tensor] | None = [] if caching and not self.checkpoints and shape.layout.causal else None
         self.decoding = False  # in T5's decoder
 
     def layer(self, name: str, parts: dict[str, str], x: Tensor, bias: tuple, source=None, cross: tuple = ()) -> Tensor:
-        """Run the layer `name`, with the module name of each role in `parts`.
+        """Run the layer `name`, with the module name of each role in `parts`; `bias`: a mask, for T5 after positions.
 
-        `bias` is added to the scores: a mask; for T5 positions and a mask. A T5 decoder's cross-attention reads `source`, the
-        encoded input, and adds `cross` to its scores.
+        A T5 decoder's cross-attention reads `source`, the encoded input, and adds `cross` to its scores.
         """
         s = self.shape
         at = {role: f"{name}.{part}" for role, part in parts.items()}
@@ -71,20 +70,15 @@ class Layer(Attention):
         return self.joined(x, z, at["norm2"] if after else None)
 
     def joined(self, x: Tensor, y: Tensor, norm: str | None) -> Tensor:
-        """Add dropout(y) to x; apply `norm` in a model with norms after the sums; clamp in fp16 as T5 does."""
+        """Add dropout(y) to x; apply `norm` in a model with norms after the sums."""
         if self.setting("residual_multiplier", None):  # Granite
             y = self.scale(y)
         total = self.add(x, self.dropout(y, self.shape.hidden_dropout))
-        if norm:
-            return self.norm(total, norm)
-        if total.width == FP32 or self.bf16 or not self.shape.num_decoder_layers:
-            return total
-        return self.op("clamp", [total], total.shape, HALF, saves=[total], extra=2 * prod(total.shape) * BOOL)
+        return self.norm(total, norm) if norm else total
 
     def attention(self, at: dict[str, str], x: Tensor, bias: tuple, source: Tensor | None = None) -> Tensor:
         """Project to queries, keys and values, rotate and cache them where the model does, attend, and project back."""
-        s, cross = self.shape, "" if source is None else "cross_"
-        layout, t5 = self.layout, bool(s.num_decoder_layers)
+        s, layout, cross = self.shape, self.layout, "" if source is None else "cross_"
         if "kv_a" in at:
             q, k, v = self.latent(at, x)
             return self.linear(self.attend(q, k, v, bias[0], s.attention_dropout), at["out"])
@@ -109,24 +103,22 @@ class Layer(Attention):
             q_ = self.rotary(q, s.rotary_dim, partial)  # and keeps q until k is turned, as the model does
             q, k = q_, self.rotary(k, s.rotary_dim, partial)
             del q_
-        if self.caches is not None and (not t5 or self.decoding):
+        if self.caches is not None and (self.decoding or not s.num_decoder_layers):
             # `use_cache` copies keys and values (`DynamicLayer.update`); the cache takes the keys' dtype
             k, v = self.cat([k], *k.shape), self.cat([v], *v.shape, width=k.width)
             self.caches += [k, v]
         mask, second = (*bias, None)[:2]
-        if t5 and self.implementation != "eager":
+        if s.num_decoder_layers and self.implementation != "eager":
             mask = self.bias_mask(mask)
-        y = self.attend(q, k, v, mask, s.attention_dropout, second, "sinks" in at)
-        return self.linear(y, at[f"{cross}out"])
+        return self.linear(self.attend(q, k, v, mask, s.attention_dropout, second, "sinks" in at), at[f"{cross}out"])
 
     def latent(self, at: dict[str, str], x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Expand queries, keys and values from compressed ones (DeepSeek-V2, section 2.1), which are what is cached."""
         s, (b, n, _) = self.shape, x.shape
         heads, rope = s.num_heads, s.head_dim
         nope, values, rank = (self.setting(key) for key in ("qk_nope_head_dim", "v_head_dim", "kv_lora_rank"))
-        narrow = x if "q" in at else self.norm(self.linear(x, at["q_a"]), at["q_a_norm"])
-        q = self.linear(narrow, at["q" if "q" in at else "q_b"])
-        del narrow
+        narrow = [x if "q" in at else self.norm(self.linear(x, at["q_a"]), at["q_a_norm"])]
+        q = self.linear(narrow.pop(), at["q" if "q" in at else "q_b"])
         q, turned = self.split(q, (b, heads, n, nope), (b, heads, n, rope))
         kv, key = self.split(self.linear(x, at["kv_a"]), (b, n, rank), (b, 1, n, rope))
         kv = self.norm(kv, at["kv_a_norm"])
@@ -164,9 +156,7 @@ class Layer(Attention):
         elif "gate" in at and self.liger & {"swiglu", "geglu"}:
             z = liger.gated(self, self.linear(x, at["gate"]), self.linear(x, at["up"]))
         elif "gate" in at:
-            gate = self.activation(self.linear(x, at["gate"]), s.activation)
-            z = self.mul(gate, self.linear(x, at["up"]))
-            del gate
+            z = self.mul(self.activation(self.linear(x, at["gate"]), s.activation), self.linear(x, at["up"]))
         else:
             z = self.activation(self.linear(x, at["up"]), s.activation)
         if s.num_decoder_layers:
@@ -182,9 +172,7 @@ class Layer(Attention):
         rows, k = b * n, s.experts_per_token
         flat, router = x.view(rows, h), self.parameters[at["router"]]
         if self.layout.sigmoid_router:
-            flat32 = self.to(flat, FP32)
-            probabilities = self.unary("sigmoid", self.product(flat32, self.to(router, FP32)))
-            del flat32
+            probabilities = self.unary("sigmoid", self.product(self.to(flat, FP32), self.to(router, FP32)))
         else:
             probabilities = self.probabilities(self.product(flat, router), True, FP32)
         top = self.op("topk", [probabilities], (rows, k), FP32, saves=[self.tensor("topk", (rows, k), INT64)])
@@ -197,7 +185,7 @@ class Layer(Attention):
         def grouped(x: Tensor, role: str, out: int) -> Tensor:  # autocast leaves it alone, x takes the weight's dtype
             weight = self.parameters[at[role]]
             x = self.to(x, weight.width)
-            one_by_one = self.chip is not None and self.chip.capability < (8, 0)  # transformers' fallback
+            one_by_one = self.chip.capability < (8, 0)  # transformers' fallback
             saves = ([x] if weight.needs or one_by_one else []) + ([weight] if x.needs else [])
             unused = prod(weight.shape) * weight.width if one_by_one and not weight.needs else 0  # gradient
             return self.op("grouped_mm", [x, weight], (rows * k, out), weight.width, saves=saves, extra=unused)
@@ -214,8 +202,7 @@ class Layer(Attention):
         if "shared_up" not in at:
             return y
         del out, weighted, gate, up
-        parts = ("gate", "up", "down")
-        return self.add(y, self.feed_forward({part: at[f"shared_{part}"] for part in parts}, x))
+        return self.add(y, self.feed_forward({part: at[f"shared_{part}"] for part in ("gate", "up", "down")}, x))
 
     def norm(self, x: Tensor, name: str) -> Tensor:
         """Apply the family's norm."""

@@ -32,10 +32,8 @@ NEVER = 1 << 60  # death of a block that is still alive
 class Entry(ref):
     """What the ledger knows of one block: a weak reference to it, which joins the events again when the block is freed.
 
-    Attributes:
-        size: bytes, rounded up as the allocator does; `allocated`: with its internal fragmentation.
-        category: as in a report; a temporary that is alive when forward ends becomes an activation.
-        birth, death: numbers of the events. `op`, `where`: the operator and the module that made it.
+    size: bytes, rounded up as the allocator does; `allocated`: with its internal fragmentation. `birth`, `death`: numbers of
+    the events. `op`, `where`: the operator and the module that made it.
     """
 
     __slots__ = ("allocated", "birth", "category", "death", "op", "shape", "size", "where", "width")
@@ -61,7 +59,7 @@ class Tensor:
         self.node, self.needs, self.packed = node, needs, False
 
     def view(self, *shape: int) -> "Tensor":
-        """The same block under another shape."""
+        """Return the same block under another shape."""
         return Tensor(self.block, shape, self.width, self.node, self.needs)
 
 
@@ -76,10 +74,7 @@ class Parameter:
         self.uses, self.partial, self.gradient = 0, None, None
 
     def receive(self, ledger: "Ledger", gradient: Block) -> bool:
-        """Add up the gradients of all uses; True with the last one.
-
-        In place, except to a linear layer's transposed view; DeepSpeed's (`LinearFunctionForZeroStage3`) makes none.
-        """
+        """Add up the gradients of all uses, in place but to a linear layer's transposed view; True with the last one."""
         if self.partial is None:
             self.partial = gradient
         elif self.partial.entry.op == "linear" and not ledger.zero3_linear:
@@ -91,9 +86,8 @@ class Parameter:
 class Node:
     """An operator of the forward pass, as the backward pass sees it; `extra` and `spike` as in `Ledger.op`.
 
-    Attributes:
-        edges: for each input that requires a gradient (who receives it, shape, width, how it is made).
-        saved: blocks that backward needs, or the `Replay` that makes them.
+    edges: for each input that requires a gradient (who receives it, shape, width, how it is made). `saved`: blocks that
+    backward needs, or the `Replay` that makes them.
     """
 
     __slots__ = ("edges", "extra", "gradient", "op", "saved", "shape", "spike", "where")
@@ -108,8 +102,7 @@ class Node:
     def run(self, ledger: "Ledger") -> None:
         """Make the gradients for the inputs, free what that took, and hand them on."""
         ledger.where = self.where
-        if self.spike:
-            ledger.scratch(self.spike, self.op)
+        ledger.scratch(self.spike, self.op)
         made = self._gradients(ledger)[::-1]
         self.gradient = self.saved = None
         for receiver, _, _, _ in self.edges:
@@ -119,7 +112,7 @@ class Node:
     def _gradients(self, ledger: "Ledger") -> list[Block]:
         """Make a gradient for each edge; then cast or sum what is not like the input."""
         gradient, op, made, unlike = self.gradient, self.op, [], []
-        extra = ledger.room(op, self.extra) if self.extra else None
+        extra = ledger.scratch(self.extra, op)
         width = (gradient[0] if op == "split" else gradient).entry.width
         for _, shape, own_width, how in self.edges:
             if how is OWN and width == own_width:  # most are
@@ -182,17 +175,14 @@ class Stop(Exception):
 
 
 class Ledger:
-    """The events of one step.
+    """The events of one step: the entry of a block when it is allocated, and again when it is freed.
 
-    Attributes:
-        events: the entry of a block when it is allocated, and again when it is freed.
-        nodes: operators in order, and between them functions that backward calls.
-        where: the module that runs. `chip`: the GPU's; None counts no scratch memory of kernels.
-        casts: autocast's cache of half-precision weights. `no_grad`: nothing is kept for a backward pass.
-        zero3_linear: linear layers are those that DeepSpeed puts into the model at stage 3.
+    nodes: operators in order, and between them functions that backward calls. `where`: the module that runs. `casts`:
+    autocast's cache of half-precision weights. `no_grad`: nothing is kept for a backward pass. `zero3_linear`: linear layers
+    are those that DeepSpeed puts into the model at stage 3.
     """
 
-    chip: Chip | None = None
+    chip: Chip
     zero3_linear = no_grad = False
 
     def __init__(self):
@@ -200,6 +190,9 @@ class Ledger:
         self.nodes: list[Node | Callable[[], None]] = []
         self.where = ""
         self.casts: dict[str, Tensor] = {}
+        self.layer_holds: list[
+            Tensor
+        ] = []  # that live to the end of the layer, because its modules return or name them
         self.replay: Replay | None = None  # that of the checkpointed piece that runs
         self.refilled: list[list[Block]] | None = None  # what a recomputation has saved so far
 
@@ -227,29 +220,22 @@ class Ledger:
         """A new tensor that requires no gradient."""
         return Tensor(self.block(op, shape, width), shape, width)
 
-    def room(self, op: str, size: int | Sequence[int], category: str = "temporaries") -> Block:
-        """One block of `size` bytes, or for blocks of several sizes that come and go together."""
+    def scratch(self, size: int | Sequence[int], op: str, category: str = "temporaries") -> Block | None:
+        """Allocate `size` bytes, or several sizes that come and go together, while the result lives."""
         if type(size) is int:
-            return self.block(op, (size,), 1, category)
+            return self.block(op, (size,), 1, category) if size else None
         return self.group(op, [(n, 1) for n in size], category)
-
-    def scratch(self, size: int | Sequence[int], op: str, category: str = "temporaries") -> None:
-        """Allocate `size` bytes, or several sizes, and free them at once."""
-        if size:
-            self.room(op, size, category)
 
     def column_sum_scratch(self, whole: tuple[int, ...], shape: tuple[int, ...], width: int) -> None:
         """Scratch memory of the kernel that sums a gradient of shape `whole` down to `shape`, over first dimensions."""
         columns = prod(shape)
-        if self.chip and columns > 1:
+        if columns > 1:
             self.scratch(column_sums(prod(whole) // columns, columns, width, self.chip), "sum", "workspace")
 
     def op(self, name, inputs, shape, width, *, saves=(), grads=ALL_OWN, extra=0, spike=0, view=None) -> Tensor:
-        """Run one operator; return its result.
+        """Run one operator on `inputs`, tensors and parameters; return its result, a new block or a `view` of one's.
 
         Args:
-            inputs: tensors and parameters; those that require a gradient get one.
-            shape, width: of the result, a new block unless it is a `view` of a tensor or parameter.
             saves: tensors that the backward formula needs, and True for the result; a checkpoint drops them.
             grads: how each input's gradient is made, see OWN.
             extra: bytes that the backward formula needs besides the gradients it makes; `spike`: before it makes them.
@@ -307,6 +293,7 @@ class Ledger:
         casts, self.casts, self.replay, self.refilled = self.casts, {}, replay, []
         with suppress(Stop):
             replay.function(replay.x)
+        self.layer_holds.clear()
         refilled, self.casts, self.replay, self.refilled = self.refilled, casts, None, None
         for block in (block for blocks in refilled for block in blocks if block is not None):
             if block.entry.category == "temporaries":

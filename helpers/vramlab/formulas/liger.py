@@ -1,16 +1,13 @@
 """Liger's kernels in the ledger: gradients written over what is not needed any more, and a head that makes no logits.
 
-After `liger_kernel/ops` of liger-kernel 0.8.5 (rms_norm, rope, swiglu, geglu, fused_linear_cross_entropy). With T tokens,
-hidden size h, vocabulary V and w bytes a number that is computed, the head keeps w·T·h and, where it is trained, V·h
-numbers of its weight's format: its gradients, made going forward. Besides it takes w·C·V for C tokens at once, the power
-of two from T / ⌈V/h⌉ up: about w·T·h, or twice that.
+After `liger_kernel/ops` of liger-kernel 0.8.5. With T tokens, hidden size h, vocabulary V and w bytes a number that is
+computed, the head keeps its gradients, made going forward: w·T·h and, where it is trained, V·h numbers of its weight's
+format. Besides it takes w·C·V for C tokens at once, the power of two from T / ⌈V/h⌉ up.
 """
 
 from math import prod
 
-from ..recipe.liger import FAMILIES, HEAD, kernels  # noqa: F401 — HEAD is the model's
-from ..recipe.recipe import Recipe
-from ..report.errors import RecipeError
+from ..recipe.liger import FAMILIES
 from .ledger import OWN, PASS, Leaf, Parameter, Tensor
 from .model_states import FP32, HALF
 from .operators import BOOL, INT64, Operators
@@ -18,20 +15,11 @@ from .operators import BOOL, INT64, Operators
 HEADS_LAST = ("flash_attention", "efficient_attention")  # what makes a gradient in the order of the projections
 
 
-def known(recipe: Recipe) -> frozenset[str]:
-    """Return the switches that are on. Raises RecipeError for a family in which predict does not know what they do."""
-    on = kernels(recipe)
-    if on and FAMILIES[recipe.shape.family] is None:
-        allowed = f"the formulas do not know what Liger does in a {recipe.shape.family}: ask simulate"
-        raise RecipeError("use_liger_kernel", True, allowed)
-    return on
-
-
 def rms_norm(m: Operators, x: Tensor, name: str) -> Tensor:
     """Keep the input and one number a row; sum the weight's gradient up in a row for each multiprocessor."""
     weight, rows = m.parameters[f"{name}.weight"], m.tensor("empty", (prod(x.shape[:-1]),), FP32)
     sums = m.chip.multiprocessors * x.shape[-1] * FP32 if weight.needs else 0
-    ways = (PASS if FAMILIES[m.shape.family].get("in_place") else OWN, OWN)
+    ways = (PASS if (FAMILIES[m.shape.family] or {}).get("in_place") else OWN, OWN)
     return m.op("liger_rms_norm", [x, weight], x.shape, x.width, saves=[x, rows], grads=ways, extra=sums)
 
 
@@ -42,13 +30,12 @@ def gated(m: Operators, gate: Tensor, up: Tensor) -> Tensor:
 
 def turned(m: Operators, q: Tensor, k: Tensor, cached: bool) -> list[Tensor]:
     """Turn queries and keys where they lie; gradients that lie head by head are copied. `cached`: a cache copies keys."""
-    kept = (HEADS_LAST, HEADS_LAST[cached:])
-    found = [
-        m.op("liger_rope", [x], x.shape, x.width, grads=(ops,), view=x) for x, ops in zip((q, k), kept, strict=True)
-    ]
-    for x in found:
-        if not x.needs and (q.needs or k.needs):  # a result of one function, of which the other input needs a gradient
-            x.needs, x.node = True, Leaf(None)
+    found = []
+    for x, kept in ((q, HEADS_LAST), (k, HEADS_LAST[cached:])):
+        y = m.op("liger_rope", [x], x.shape, x.width, grads=(kept,), view=x)
+        if not y.needs and (q.needs or k.needs):  # a result of one function, of which the other input needs a gradient
+            y.needs, y.node = True, Leaf(None)
+        found.append(y)
     return found
 
 

@@ -8,6 +8,7 @@ from math import prod
 
 from ..hardware.gpu import Chip
 from ..recipe.families import Stack
+from ..recipe.liger import HEAD
 from ..recipe.options import FUSED
 from ..recipe.recipe import Recipe
 from ..report.errors import RecipeError
@@ -21,13 +22,13 @@ from .step import single_temporaries
 
 # Keys of `enter` and `leave` besides layers' names: the whole model, the input embedding, the last norm with the head.
 ROOT, EMBEDDING, TAIL = "", "embedding", "tail"
+RunLayer = Callable[[str, Tensor], Tensor]  # of its name and its input
 
 
 @dataclass
 class Section:
     """A layer that is run and stands for `more` others, with the events around its forward and its backward pass."""
 
-    name: str
     more: int
     begin: int
     end: int = 0
@@ -80,35 +81,31 @@ class Model(Layer):
     def mask(self, kind: str = "sliding_attention") -> Tensor | None:
         """Make the attention mask of a kind of layers, if there is one: a number for each pair of tokens and sequence.
 
-        Fused kernels need one for padding, joined samples (not flash-attn) and a sliding window within the sequence
-        (`masking_utils._ignore_causal_mask_sdpa`).
+        sdpa needs one for padding, joined samples and a sliding window (`masking_utils._ignore_causal_mask_sdpa`).
         """
         n, window = self.tokens, self.shape.sliding_window if kind == "sliding_attention" else None
-        apart = self.joined_samples > 1 and self.shape.family != "opt"  # which gives itself a mask of ones
-        apart = apart or bool(self.padded)
-        if self.implementation == "flash_attention_2" or not (self.layout.causal or apart):
-            return None
-        if self.implementation == "sdpa" and not apart and (window is None or n < window):
+        joined = self.joined_samples > 1 and self.shape.family != "opt"  # which gives itself a mask of ones
+        apart, kernel = joined or bool(self.padded), self.implementation
+        without = kernel == "sdpa" and not apart and (window is None or n < window)
+        if without or kernel == "flash_attention_2" or not (self.layout.causal or apart):
             return None
         one, two = (self.tensor("mask", (1, 1, n, n), BOOL) if apart else None for _ in range(2))
         seen = self.tensor("mask", (self.batch, 1, n, n), BOOL)
         del one, two
-        return seen if self.implementation == "sdpa" else self.tensor("mask", (self.batch, 1, n, n), self.hidden_width)
+        return seen if kernel == "sdpa" else self.tensor("mask", (self.batch, 1, n, n), self.hidden_width)
 
     def biases(self, stack: str) -> list[Tensor]:
         """Make the biases of T5's scores, one for a stack; a decoder's cross-attention has zeros, which need gradients."""
-        n, heads = self.tokens, self.shape.num_heads
-        distance, bucket = self.tensor("sub", (n, n), INT64), self.tensor("add", (n, n), INT64)
-        del distance
-        name = f"{stack}.0.layer.0.SelfAttention.relative_attention_bias"
-        found = [self.embedding(bucket, name).view(1, heads, n, n)]
-        if self.decoding:
-            empty = self.tensor("zeros", (1, heads, n, n), self.autocast or self.hidden_width)
-            empty.packed = True
-            if self.checkpoints:
-                empty.needs, empty.node = True, Leaf(empty.block)
-            found.append(empty)
-        return found
+        n, shape = self.tokens, (1, self.shape.num_heads, self.tokens, self.tokens)
+        bucket = self.tensor("add", (n, n), INT64)
+        found = self.embedding(bucket, f"{stack}.0.layer.0.SelfAttention.relative_attention_bias").view(*shape)
+        if not self.decoding:
+            return [found]
+        empty = self.tensor("zeros", shape, self.autocast or self.hidden_width)
+        empty.packed = True
+        if self.checkpoints:
+            empty.needs, empty.node = True, Leaf(empty.block)
+        return [found, empty]
 
     def bias_mask(self, bias: Tensor) -> Tensor:
         """Make a fused kernel's mask of T5's biases (`sdpa_attention.create_position_bias_mask`)."""
@@ -121,14 +118,11 @@ class Model(Layer):
 
     # --- stacks ---------------------------------------------------------------------------------------------------
 
-    def stack(
-        self, name: str, count: int, layer: Callable[[str, Tensor], Tensor], first: list[Tensor], start: int = 0
-    ) -> Tensor:
-        """Run as few of `count` layers as say what all do: one that stands for the others, and those that differ.
+    def stack(self, name: str, count: int, layer: RunLayer, first: list[Tensor], start: int = 0) -> Tensor:
+        """Run as few of `count` layers, from `start`, as say what all do: one that stands for others, and those that differ.
 
         The first differs where its input requires no gradient (LoRA); in an encoder–decoder the last, which starts gradients
-        of what all share, and under checkpointing the first, which makes it. `first`: a list with the first layer's input,
-        emptied so that this is freed with the layer; `start`: its number.
+        of what all share, and under checkpointing the first, which makes it. `first` has the input, freed with the layer.
         """
         x = first.pop()
         if x.node in self.leaves:
@@ -137,18 +131,17 @@ class Model(Layer):
         typical = int(self.gathers_layers or (both_ends and self.checkpoints) or not x.needs)
         written = min(count, typical + 1 + (both_ends or self.gathers_layers))
 
-        def run(name: str, x: Tensor) -> Tensor:
-            try:
-                return layer(name, x)
-            finally:
-                self.layer_holds.clear()
+        def run(x: Tensor, name: str) -> Tensor:
+            x = layer(name, x)
+            self.layer_holds.clear()
+            return x
 
         for i in range(written):
             inner = self.where = f"{name}.{start + i}"
-            section = Section(inner, count - written, len(self.events))
+            section = Section(count - written, len(self.events))
             self.nodes.append(lambda section=section: setattr(section, "bottom", len(self.events)))
             self.enter(inner, x.needs)
-            x = self.checkpoint(lambda y, inner=inner: run(inner, y), x) if self.checkpoints else run(inner, x)
+            x = self.checkpoint(partial(run, name=inner), x) if self.checkpoints else run(x, inner)
             self.leave(inner)
             if i == min(typical, written - 1):
                 section.end = len(self.events)
@@ -204,12 +197,9 @@ class Model(Layer):
         if len(stacks) > 1 or len({mask is None for mask in masks.values()}) == 1:
             found = [(stack, kinds[0], stack.first, stack.count) for stack in stacks]
         else:
-            rest = Counter(kinds[1:])
-            order = [(kinds[0], 1), *sorted(rest.items(), key=lambda row: row[0] == kinds[-1])]
-            found, start = [], 0
-            for kind, count in order:
-                found.append((stacks[0], kind, start, count))
-                start += min(count, 2)
+            rest, found = Counter(kinds[1:]), []
+            for kind, count in [(kinds[0], 1), *sorted(rest.items(), key=lambda row: row[0] == kinds[-1])]:
+                found.append((stacks[0], kind, sum(min(row[-1], 2) for row in found), count))
         if len(found) > 1 and self.recipe.sharding and self.recipe.sharding.engine != "ddp":
             allowed = f"the formulas shard equal layers, and those of {self.shape.name} differ here: ask simulate"
             raise RecipeError("sharding.engine", self.recipe.sharding.engine, allowed)
@@ -265,8 +255,8 @@ class Model(Layer):
         s, b, n, prefix = self.shape, self.batch, self.tokens, "vit.embeddings"
         width = HALF if self.recipe.precision.endswith("-true") else FP32
         pixels = self.to(Tensor(None, (b, *s.features[1]), width), self.hidden_width)
-        projection = [self.parameters[f"{prefix}.patch_embeddings.projection.{part}"] for part in ("weight", "bias")]
-        a, w, bias = self.cast(pixels), self.cast(projection[0]), self.cast(projection[1])
+        weight, bias = (self.parameters[f"{prefix}.patch_embeddings.projection.{part}"] for part in ("weight", "bias"))
+        a, w, bias = self.cast(pixels), self.cast(weight), self.cast(bias)
         patches = self.first(self.op("convolution", [a, w, bias], (b, s.hidden_size, n - 1), a.width, saves=[a, w]))
         token = self.parameters[f"{prefix}.cls_token"]
         token = self.op("expand", [token], (b, 1, s.hidden_size), token.width, view=token, grads=(FULL,))
@@ -278,8 +268,7 @@ class Model(Layer):
     def logits_and_loss(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Run the recipe's head; return (what the model returns besides the loss, the loss).
 
-        The cross entropy needs logits (tokens × vocabulary) in fp32 and saves their log-softmax; backward has two more such
-        tensors at once (gradients of `nll_loss` and `log_softmax`): with 128,256 words each is half a megabyte a token.
+        The cross entropy needs logits in fp32 and saves their log-softmax; backward has two more such tensors at once.
         """
         s, (b, n, _) = self.shape, x.shape
         self.where = s.head
@@ -288,14 +277,13 @@ class Model(Layer):
         if s.task == "masked-lm":
             x = self.activation(self.linear(x, "cls.predictions.transform.dense"), s.activation)
             x = self.layer_norm(x, "cls.predictions.transform.LayerNorm")
+        weight, bias = (self.parameters.get(f"{s.head}.{part}") for part in ("weight", "bias"))
         if self.recipe.trainer in FUSED:
-            head = (self.parameters.get(f"{s.head}.{part}") for part in ("weight", "bias"))
-            loss = self.reduce(log_probabilities(self, x, *head), (), "sum")
+            loss = self.reduce(log_probabilities(self, x, weight, bias), (), "sum")
             self.leave(TAIL)
             return loss, loss
-        if liger.HEAD in self.liger:
-            loss = liger.head_loss(self, x, self.parameters[f"{s.head}.weight"])
-            return loss, loss
+        if HEAD in self.liger:
+            return (liger.head_loss(self, x, weight),) * 2
         logits = self.linear(x, s.head)
         self.leave(TAIL)
         if self.setting("logits_scaling", None):  # Granite

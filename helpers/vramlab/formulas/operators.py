@@ -19,12 +19,8 @@ WRITTEN_OUT = ("gelu_accurate", "gelu_new", "gelu_python_tanh")  # 0.5 · x · (
 class Operators(Ledger):
     """A ledger with a method for each of PyTorch's operators.
 
-    Attributes:
-        parameters: the weights of the model by name.
-        autocast: the width that autocast computes matrix products in; None without autocast.
-        cast_entries: the copies of weights that it cached.
-        compute, loaded: the widths in which quantized layers compute and had been loaded.
-        nested: scales are quantized too.
+    autocast: the width that autocast computes matrix products in, or None; `cast_entries`: copies of weights that it cached.
+    compute, loaded: the widths in which quantized layers compute and had been loaded; `nested`: scales are quantized too.
     """
 
     # --- dtypes ---------------------------------------------------------------------------------------------------
@@ -157,16 +153,12 @@ class Operators(Ledger):
     def rms_norm(self, x: Tensor, name: str, family: str, kind: str = "") -> Tensor:
         """Compute x / √(mean x² + ε) · w in single operators on fp32 copies.
 
-        Args:
-            family: whose: "llama" (`LlamaRMSNorm`), "gemma" (`Gemma2RMSNorm`) or "t5" (`T5LayerNorm`).
-            kind: "… in fp32" casts back after the weight (`Olmo2RMSNorm`), "layernorm …" subtracts the mean (Cohere's).
+        As the `family` "llama" (`LlamaRMSNorm`), "gemma" (`Gemma2RMSNorm`) or "t5" (`T5LayerNorm`) does; of the kind
+        "rmsnorm in fp32" it is cast back after the weight (`Olmo2RMSNorm`).
         """
         weight, width, rows = self.parameters[f"{name}.weight"], x.width, (*x.shape[:-1], 1)
-        y = square = self.to(x, FP32)
-        if kind.startswith("layernorm"):
-            y, square = self.scale(y, "add"), self.scale(y, "add")
-        factor = self.unary("rsqrt", self.scale(self.reduce(self.power(square), rows), "add"))
-        del square
+        y = self.to(x, FP32)
+        factor = self.unary("rsqrt", self.scale(self.reduce(self.power(y), rows), "add"))
         if family == "t5":
             y = self.mul(x, factor)
             return self.mul(weight, self.to(y, weight.width) if weight.width == HALF else y)

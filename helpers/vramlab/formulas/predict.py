@@ -90,7 +90,10 @@ def _refusals(recipe: Recipe) -> Refusals:
         allowed = "the formulas know adapters of two matrices on modules: ask simulate"
         yield f"lora.{name}", getattr(lora, name), allowed
     allowed = "the formulas know TRL's trainers and Liger's kernels on one device only: ask simulate"
-    yield "sharding", sharding and (recipe.trainer != "transformers" or liger.kernels(recipe)), allowed
+    kernels = liger.kernels(recipe)
+    yield "sharding", sharding and (recipe.trainer != "transformers" or kernels), allowed
+    allowed = f"the formulas do not know what Liger does in a {shape.family}: ask simulate"
+    yield "use_liger_kernel", kernels and liger.FAMILIES[shape.family] is None, allowed
     unplaced = shape.num_decoder_layers or (is_sharded_by(recipe, "deepspeed") and sharding.stage == 3)
     allowed = "the formulas do not know where copies are in T5 or at DeepSpeed's stage 3: ask simulate"
     yield "lora.modules_to_save", lora and lora.modules_to_save and unplaced, allowed

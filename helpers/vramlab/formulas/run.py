@@ -1,7 +1,4 @@
-"""The peak of a whole run: the samples of a data set, dealt into micro-batches as the Trainer deals them.
-
-The longest samples decide the peak, and rows of many lengths leave gaps between what the allocator has cached.
-"""
+"""The peak of a whole run: the samples of a data set, dealt into micro-batches as the Trainer deals them."""
 
 import bisect
 from collections.abc import Iterable
@@ -117,19 +114,17 @@ def predict_run(
 def _dealt(recipe: Recipe, lengths: list[int], strategy: str, seed: int) -> list[Samples]:
     """Return the samples of each micro-batch of an epoch, in order."""
     import torch
-    from torch.utils.data import RandomSampler, SequentialSampler
+    from torch.utils.data import RandomSampler
     from transformers.trainer_pt_utils import LengthGroupedSampler
 
     rows = _packed(recipe, lengths) if recipe.packing else [(length,) for length in lengths]
     generator = torch.Generator().manual_seed(seed)
+    together, order = recipe.batch_size * recipe.gradient_accumulation_steps, range(len(rows))
     if strategy == "group_by_length":
-        together = recipe.batch_size * recipe.gradient_accumulation_steps
-        sampler = LengthGroupedSampler(together, lengths=[*map(sum, rows)], generator=generator)
+        order = LengthGroupedSampler(together, lengths=[*map(sum, rows)], generator=generator)
     elif strategy == "random":
-        sampler = RandomSampler(rows, generator=generator)  # as accelerate's SeedableRandomSampler in the first epoch
-    else:
-        sampler = SequentialSampler(rows)
-    order = [rows[i] for i in sampler]
+        order = RandomSampler(rows, generator=generator)  # as accelerate's SeedableRandomSampler in the first epoch
+    order = [rows[i] for i in order]
     batches = [order[i : i + recipe.batch_size] for i in range(0, len(order), recipe.batch_size)]
     return [tuple(length for row in batch for length in row) for batch in batches]
 

@@ -1,13 +1,8 @@
-"""Bytes of the optimizer step's temporaries.
-
-Multi-tensor ("foreach") kernels, PyTorch's default on CUDA, work on all tensors of a parameter group and dtype at once:
-the hidden peak of a step with AdamW is √v for every parameter.
-"""
+"""Bytes of the optimizer step's temporaries: multi-tensor ("foreach") kernels have √v of every parameter at once."""
 
 from collections import Counter
 from math import prod
 
-from ..hardware.kernels import norms_scratch
 from ..hardware.overhead import rounded
 from ..hardware.reserved import internal_fragmentation
 from ..recipe.optimizers import MODELLED
@@ -22,16 +17,12 @@ def step_temporaries(recipe: Recipe, rows: tuple[ParameterRow, ...] | None = Non
         return 0
     most, before, trainer = 0, 0, loop.name == "trainer"
     remembers = MODELLED[recipe.optim].library == "schedulefree"  # the last group's until the next one's are made
-    if loop.max_grad_norm is not None or trainer:  # the Trainer logs the norm even where it does not clip
-        most = _norms(rows)
     if recipe.optim == "adafactor":  # tensor by tensor, and the last one's update lives on beside the next
         for row in sorted(rows, key=lambda row: trainer and not row.decayed):
             most = max(most, before + single_temporaries(recipe, row.shape, row.width))
             before = rounded(FP32 * prod(row.shape))
-    elif not any(copies(recipe)):
-        return most
     elif loop.foreach is False:
-        most = max(most, (copies(recipe)[1] + remembers) * max((row.size for row in rows), default=0))
+        most = (copies(recipe)[1] + remembers) * max((row.size for row in rows), default=0)
     else:
         groups: dict[bool, Counter] = {}  # what is updated together: by dtype within the Trainer's two parameter groups
         for row in rows:
@@ -43,13 +34,6 @@ def step_temporaries(recipe: Recipe, rows: tuple[ParameterRow, ...] | None = Non
                 most = max(most, *((n - i) * before + (i + 1) * size for i in range(n)), 0)
                 before = size
     return most
-
-
-def _norms(rows: list[ParameterRow]) -> int:
-    """Return the bytes of the gradients' norms: one a tensor, each in a block of its own, and their stack."""
-    tensors = sum(row.count for row in rows)
-    scratch = norms_scratch(tensors, max((prod(row.shape) for row in rows), default=0))
-    return tensors * rounded(FP32) + rounded(max(FP32 * tensors, scratch))
 
 
 def copies(recipe: Recipe) -> tuple[int, int]:
