@@ -9,7 +9,7 @@ CEILINGS = {
     "vramlab/report": 730,
     "vramlab/hardware": 1240,
     "vramlab/recipe": 2590,
-    "vramlab/training": 2075,
+    "vramlab/training": 2033,
     "vramlab/tracking": 972,
     "vramlab/formulas": 3130,
     "vramlab/simulation": 3030,

@@ -9,16 +9,20 @@ its gradient before the update, as Megatron-LM does.
 import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
-from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
+from torch.distributed.pipelining.schedules import PipelineScheduleSingle
 
+from ...recipe.parallel_limits import stage_layers
 from ...recipe.recipe import Recipe
-from ..engine import Engine, Training
+from ..engine import Engine, Training, autocast
 from ..models import real_tensors
 from ..process_group import is_fake_group
-from .stages import force_static_shapes, keep_stage, make_stage, sends_held
+
+NORMS = ("norm", "final_layernorm", "final_layer_norm")  # names of the final norm
 
 
 class Pipeline(Engine):
@@ -32,17 +36,17 @@ class Pipeline(Engine):
 
     def wrap(self, model: torch.nn.Module) -> torch.nn.Module:
         self.rank = dist.get_rank()
+        self.is_first, self.is_last = self.rank == 0, self.rank == self.stages - 1
         first, last = model.get_input_embeddings(), model.get_output_embeddings()
         if first.weight is last.weight and self.stages > 1:
             with real_tensors():
                 self.ends = dist.new_group([0, self.stages - 1])
-            self.shared = first.weight if self.rank in (0, self.stages - 1) else None
+            self.shared = first.weight if self.is_first or self.is_last else None
         keep_stage(model, self.rank, self.stages)
         return model
 
     def start(self, training: Training) -> None:
         recipe, micro_batches = self.recipe, self.recipe.sharding.micro_batches
-        shape = (recipe.batch_size // micro_batches, recipe.seq_len, recipe.shape.hidden_size)
         loss_of, size = training.model.loss_function, training.model.config.vocab_size
         parts = micro_batches * training.accumulation
 
@@ -51,7 +55,15 @@ class Pipeline(Engine):
             return loss_of(logits=logits, labels=labels, vocab_size=size) / parts
 
         kind = ScheduleGPipe if recipe.sharding.schedule == "gpipe" else Schedule1F1B
-        self.stage = make_stage(training, self.rank, self.stages, shape)
+        # described, so that torch infers nothing; the last stage's outputs are sent nowhere: any description will do
+        shape = (recipe.batch_size // micro_batches, recipe.seq_len)
+        dtype = next(p for p in training.model.parameters() if p.dim() > 1).dtype
+        with real_tensors():
+            ids = torch.empty(shape, dtype=torch.int64, device="meta")
+            hidden = torch.empty(*shape, recipe.shape.hidden_size, dtype=dtype, device="meta", requires_grad=True)
+        sizes = {"input_args": ids if self.is_first else hidden, "output_args": hidden}
+        part = Part(training, self.is_first, self.is_last)
+        self.stage = Stage(part, self.rank, self.stages, training.device, **sizes)
         self.schedule = kind(self.stage, micro_batches, loss_fn=loss, scale_grads=False)
         self.until_waited = training.device.type == "cuda"
         if is_fake_group():
@@ -59,7 +71,6 @@ class Pipeline(Engine):
 
     def run_micro_batches(self, training: Training, on_phase: Callable[[str], None]) -> bool:
         """Run the schedule once for each accumulated batch. `training.loss` is None but on the last rank."""
-        first, last = self.rank == 0, self.rank == self.stages - 1
         batches, found = [training.batch, *training.further], []
         self.stage.on_phase = on_phase
         if training.loop.zero_grad == "before_backward":  # the first backward pass is somewhere in the schedule
@@ -68,8 +79,8 @@ class Pipeline(Engine):
             batch, losses = batches[step % len(batches)], []
             with sends_held(self.until_waited) if is_fake_group() else contextlib.nullcontext():
                 training.outputs = self.schedule.step(
-                    *((batch["input_ids"],) if first else ()),
-                    target=batch["labels"] if last else None,
+                    *((batch["input_ids"],) if self.is_first else ()),
+                    target=batch["labels"] if self.is_last else None,
                     losses=losses,
                     return_outputs=training.loop.keep_outputs in ("step", True),
                 )
@@ -92,7 +103,103 @@ class Pipeline(Engine):
     def clip(self, training: Training, norm: float) -> None:
         """Clip by the norm over all stages, in which the shared weight counts once."""
         parameters = list(training.model.parameters())
-        once = [p.grad for p in parameters if p.grad is not None and not (p is self.shared and self.rank)]
+        once = [p.grad for p in parameters if p.grad is not None and (self.is_first or p is not self.shared)]
         total = torch.nn.utils.get_total_norm(once, foreach=training.multi_tensor) ** 2
         dist.all_reduce(total)
         torch.nn.utils.clip_grads_with_norm_(parameters, norm, total**0.5, foreach=training.multi_tensor)
+
+
+def keep_stage(model: torch.nn.Module, rank: int, stages: int) -> None:
+    """Remove from `model` what is not of stage `rank` of `stages`. Names of parameters stay."""
+    decoder, embedding, head = model.get_decoder(), model.get_input_embeddings(), model.get_output_embeddings()
+    mine = stage_layers(len(decoder.layers), stages)[rank]
+    for i in range(len(decoder.layers)):
+        if i not in mine:
+            del decoder.layers._modules[str(i)]
+    if kinds := getattr(decoder.config, "layer_types", None):
+        decoder.config.layer_types = [kinds[i] for i in mine]
+    if rank > 0:
+        _take(decoder, embedding)
+    if rank < stages - 1:
+        _take(model, head)
+        norm = next(name for name in NORMS if hasattr(decoder, name))
+        setattr(decoder, norm, torch.nn.Identity())
+
+
+def _take(owner: torch.nn.Module, part: torch.nn.Module) -> None:
+    setattr(owner, next(name for name, module in owner.named_children() if module is part), None)
+
+
+class Part(torch.nn.Module):
+    """A stage's module: token ids (first) or hidden states to hidden states, or to logits (last)."""
+
+    def __init__(self, training: Training, first: bool, last: bool):
+        super().__init__()
+        self.model = training.model if last else training.model.get_decoder()
+        self.given = "input_ids" if first else "inputs_embeds"
+        self.gives = "logits" if last else "last_hidden_state"
+        self.device_type, self.precision = training.device.type, training.precision
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        with autocast(self.device_type, self.precision):
+            return self.model(**{self.given: inputs}, use_cache=False)[self.gives]
+
+
+class Stage(PipelineStage):
+    """A stage that calls `on_phase` when a chunk's forward or backward pass begins."""
+
+    on_phase: Callable[[str], None]
+
+    def forward_one_chunk(self, *args, **kwargs):
+        self.on_phase("forward")
+        return super().forward_one_chunk(*args, **kwargs)
+
+    def backward_one_chunk(self, *args, **kwargs):
+        self.on_phase("backward")
+        return super().backward_one_chunk(*args, **kwargs)
+
+    def _validate_fwd_outputs(self, outputs):
+        """Skip torch 2.11's check of the last stage's outputs, which are sent nowhere and have no description."""
+        if not self.is_last:
+            super()._validate_fwd_outputs(outputs)
+
+
+def force_static_shapes(schedule: PipelineScheduleSingle) -> None:
+    """Force static shape inference, on which real ranks vote; a fake group cannot vote. Torch 2.11 has no vote."""
+    if not hasattr(schedule, "_warmup_p2p"):
+        return
+    from torch.distributed.pipelining._utils import InferenceMode
+
+    vote = schedule._warmup_p2p
+
+    def warm_up(*args) -> None:
+        vote(*args)
+        schedule._stage._inference_mode = InferenceMode.STATIC
+
+    schedule._warmup_p2p = warm_up
+
+
+class _Sent:
+    """A transfer that holds what it sends: as long as it lives, as gloo's works do, or until waited for, as NCCL's."""
+
+    def __init__(self, work: dist.Work, tensor: torch.Tensor, until_waited: bool):
+        self.work, self.tensor, self.until_waited = work, tensor, until_waited
+
+    def wait(self) -> None:
+        if self.work is not None:
+            self.work.wait()
+        if self.until_waited:
+            self.tensor = None
+
+
+@contextlib.contextmanager
+def sends_held(until_waited: bool) -> Iterator[None]:
+    """Keep what is sent alive as real ranks do; a fake group's transfers hold nothing."""
+    plain = dist.isend
+
+    def isend(tensor, *args, **kwargs):
+        return _Sent(plain(tensor, *args, **kwargs), tensor, until_waited)
+
+    # P2POp compares with the one, schedules with the other
+    with patch.object(dist, "isend", isend), patch.object(dist.distributed_c10d, "isend", isend):
+        yield
