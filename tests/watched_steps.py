@@ -1,7 +1,7 @@
 """Two steps of a module for real on this CPU, watched."""
 
 from vramlab import watch
-from vramlab.training.training import call, needs_closure
+from vramlab.training.training import call
 
 
 def measured(model, batch, loss, optimizer):
@@ -19,9 +19,6 @@ def measured(model, batch, loss, optimizer):
 
     with watch(model, batch=batch) as seen:
         for _ in range(2):
-            if needs_closure(optimizer):
-                optimizer.step(evaluate)
-            else:
-                evaluate()
-                optimizer.step()
+            evaluate()
+            optimizer.step()
     return seen.report()

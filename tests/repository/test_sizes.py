@@ -12,7 +12,7 @@ CEILINGS = {
     "vramlab/training": 2033,
     "vramlab/tracking": 972,
     "vramlab/formulas": 3130,
-    "vramlab/simulation": 3030,
+    "vramlab/simulation": 2430,
     "vramlab/measurement": 1410,
     "vramlab/planning": 1410,
     "vramlab/faces": 2420,

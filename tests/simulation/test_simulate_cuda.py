@@ -1,6 +1,5 @@
 """What `target="cuda"` puts in place, held against PyTorch's own tables and rules."""
 
-import copy
 import re
 import threading
 from pathlib import Path
@@ -9,9 +8,7 @@ import pytest
 import torch
 from tiny_models import config
 from torch._subclasses import fake_impls
-from torch._subclasses.fake_tensor import FakeCopyMode
 from torch.nn import functional as F
-from torch.utils._pytree import tree_leaves
 from vramlab.hardware.gpu import find_gpu
 from vramlab.hardware.overhead import UNIT, torch_release
 from vramlab.recipe.recipe import Loop, LoRA, Quantization, Recipe
@@ -474,125 +471,6 @@ def test_cudnns_workspace_is_named_and_not_counted():
 
 def test_a_recipe_with_convolutions_says_so_too():
     assert simulate(Recipe("vit-base")).notes == [CONVOLUTIONS]
-
-
-# --- recurrent layers -------------------------------------------------------------------------------------------------
-
-RECURRENT = {
-    "LSTM": (torch.nn.LSTM, {}),
-    "GRU": (torch.nn.GRU, {"bias": False}),
-    "RNN": (torch.nn.RNN, {"nonlinearity": "relu"}),
-    "both ways": (torch.nn.LSTM, {"bidirectional": True, "num_layers": 2, "dropout": 0.1, "batch_first": True}),
-    "projected": (torch.nn.LSTM, {"proj_size": 4}),
-    "GRU both ways": (torch.nn.GRU, {"bidirectional": True, "num_layers": 2}),
-}
-
-
-class Recurrent(torch.nn.Module):
-    def __init__(self, kind, **options):
-        super().__init__()
-        self.rnn = kind(16, 32, **options)
-
-    def forward(self, x):
-        return self.rnn(x)[0]
-
-
-def simulated_rnn(model, precision="fp32", **options):
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    step = {"batch": torch.rand(5, 3, 16), "loss": lambda outputs, batch: outputs.sum(), "precision": precision}
-    return simulate(model=model, optimizer=optimizer, **step, **options)
-
-
-@pytest.mark.parametrize("precision", ["fp32", "fp16-mixed"])
-@pytest.mark.parametrize("case", RECURRENT)
-def test_recurrent_layers_run_in_cudas_kernels_and_say_so(case, precision):
-    kind, options = RECURRENT[case]
-    report = simulated_rnn(Recurrent(kind, **options), precision)
-    assert not [t for t in report.largest if "mkldnn" in t.op]
-    (note,) = report.notes
-    assert "cudnn.enabled=False" in note
-    assert not simulated_rnn(
-        Recurrent(kind, **options), target="cpu", precision=precision.replace("fp16", "bf16")
-    ).notes
-
-
-@pytest.mark.parametrize("case", RECURRENT)
-def test_recurrent_kernels_compute_shapes_as_torch_does(case):
-    kind, options = RECURRENT[case]
-    rnn = kind(16, 32, **options)
-    with fake_world("cuda") as (mode, _):
-        with FakeCopyMode(mode):
-            fake = copy.deepcopy(rnn)
-        made = tree_leaves(fake(mode.from_tensor(torch.rand(5, 3, 16))))
-    assert [t.shape for t in made] == [t.shape for t in tree_leaves(rnn(torch.rand(5, 3, 16)))]
-
-
-@pytest.mark.parametrize("case", RECURRENT)
-def test_packed_sequences_run_in_cudas_kernels_and_say_so(case):
-    kind, options = RECURRENT[case]
-    rnn, rows = kind(16, 32, **options), [torch.rand(length, 16) for length in (5, 3, 3)]
-    batch = torch.nn.utils.rnn.pack_sequence(rows)
-    shapes = [tuple(t.shape) for t in tree_leaves(rnn(batch)) if isinstance(t, torch.Tensor)]
-
-    def loss(outputs, batch):
-        assert [tuple(t.shape) for t in tree_leaves(outputs) if isinstance(t, torch.Tensor)] == shapes
-        return outputs[0].data.sum()
-
-    (note,) = simulate(model=rnn, batch=batch, loss=loss, optimizer=torch.optim.SGD).notes
-    assert "cudnn.enabled=False" in note
-
-
-def test_a_packed_step_has_the_rows_that_are_left():
-    """By hand: a fourth step of one row, beside three of three, keeps its own gates (as below) and cuts the states."""
-
-    def block(numbers):
-        return up(4 * 32 * numbers)
-
-    ends = []
-    for lengths in ((3, 3, 3), (4, 3, 3)):
-        model = torch.nn.LSTM(16, 32)
-        batch = torch.nn.utils.rnn.pack_sequence([torch.rand(length, 16) for length in lengths])
-        report = simulate(
-            model=model, batch=batch, optimizer=torch.optim.SGD, loss=lambda outputs, batch: outputs[0].data.sum()
-        )
-        end = report.phases["forward"].end
-        ends.append(end.activations - up(4 * sum(lengths) * 32))
-    assert ends[1] - ends[0] == block(1) + block(4) + 2 * block(4) + block(1)
-
-
-def test_a_fused_lstm_step_keeps_its_gates():
-    """By hand, for one step more of 3 rows and 32 units, in blocks of 512 bytes: hy, cy and a workspace of 4 gates
-    (`RNN.cu`), and both products, which autograd saves for a double backward pass (`derivatives.yaml`). A GRU has no
-    cell, products of 3 gates and a workspace of five numbers a unit."""
-
-    def block(numbers):
-        return up(4 * 3 * 32 * numbers)
-
-    of_lstm, of_gru = block(1) + block(4) + 2 * block(4), block(5) + 2 * block(3)
-    for kind, kept in ((torch.nn.LSTM, of_lstm), (torch.nn.GRU, of_gru)):
-        ends = {}
-        for steps in (5, 6):
-            model = Recurrent(kind)
-            report = simulate(
-                model=model,
-                batch=torch.rand(steps, 3, 16),
-                loss=lambda outputs, batch: outputs.sum(),
-                optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
-            )
-            end = report.phases["forward"].end
-            ends[steps] = end.activations - up(4 * steps * 3 * 32)  # the stacked output
-        assert ends[6] - ends[5] == kept + block(1)
-
-
-def test_a_cell_by_itself_is_fused_too():
-    cell = torch.nn.GRUCell(16, 32)
-    report = simulate(
-        model=cell,
-        batch=torch.rand(3, 16),
-        loss=lambda outputs, batch: outputs.sum(),
-        optimizer=torch.optim.SGD(cell.parameters(), lr=0.1),
-    )
-    assert "_thnn_fused_gru_cell_backward" in {t.op for t in report.largest} and report.notes == []
 
 
 # --- the package flash-attn -------------------------------------------------------------------------------------------

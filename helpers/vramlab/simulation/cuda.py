@@ -7,7 +7,6 @@ dispatcher finds here what would be different on a GPU:
 - dropout is the fused `native_dropout`, which saves a mask of one byte an element (CPU saves the scaled noise);
 - softmax of fp16 with an fp32 result converts on the way (`SoftMax.cpp`, half_to_float); CPU makes an fp32 copy first;
 - `rms_norm` is one kernel that keeps its input and one number a row (`_fused_rms_norm`), CPU's is made of pieces;
-- recurrent layers run in torch's fused CUDA kernels (`recurrent.py`), on CPU in oneDNN or step by step;
 - autocast has CUDA's lists of operators (`cuda_autocast.py`);
 - 8-bit layers multiply in int8 (bitsandbytes, MatMul8bitLt), on CPU in floating point;
 - tensors made without a device, or on "cpu" by name, are the host's (optimizers' step counters);
@@ -32,7 +31,6 @@ from torch.overrides import TorchFunctionMode
 from ..hardware.kernels import sdp_backend
 from ..hardware.overhead import torch_release
 from . import cuda_autocast
-from .recurrent import rnn_kernels
 
 FACTORIES = {torch.tensor, torch.arange, torch.zeros, torch.ones, torch.full, torch.empty, torch.linspace}
 HALF = (torch.float16, torch.bfloat16)
@@ -111,7 +109,7 @@ def cuda_kernels(compute_capability: tuple[int, int] = (8, 0)) -> Iterator[CudaK
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="Warning only once for all operators")
-            for name, kernel in {**kernels, **rnn_kernels(mode.note)}.items():
+            for name, kernel in kernels.items():
                 library.impl(name, kernel, "AutogradCPU")
             cuda_autocast.install(library)
         # without a device it is asked for CUDA (PEFT's 4-bit layers, Liger)

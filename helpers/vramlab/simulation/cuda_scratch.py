@@ -107,8 +107,6 @@ BLOCKS: dict[str, Callable[[Sequence, Chip], list[int]]] = {
     "_scaled_dot_product_efficient_attention_backward": _efficient_backward,
     # gradient times result, as large as the scores where attention is written out (`SoftMax.cu`)
     "_softmax_backward_data": lambda args, chip: [args[0].numel() * args[0].element_size()],
-    # where each row was, and where each that differs begins (`SparseCUDATensor.cu`); not what thrust sorts with
-    "_coalesce": lambda args, chip: [8 * args[0]._nnz()] * 2,
     "embedding_dense_backward": _embedding_backward,
     # int8 products are int32 before they are scaled (bitsandbytes, int8_linear_matmul)
     "int8_scaled_mm": lambda args, chip: [4 * args[0].numel() // args[0].shape[-1] * args[1].shape[0]],

@@ -1,17 +1,15 @@
 """Fake operators that allocate what real ones do, where torch's own rules for fake tensors do not: one table."""
 
 import contextlib
-import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 from unittest.mock import patch
 
 import torch
-from torch._decomp import decomposition_table, meta_table
+from torch._decomp import decomposition_table
 from torch._prims_common import suggest_memory_format
 from torch._subclasses import fake_impls
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import _disable_current_modes
 
 aten = torch.ops.aten
 CONTIGUOUS = torch.contiguous_format
@@ -21,7 +19,7 @@ _target = ["cpu"]  # target device of the simulation that runs, or ran last, in 
 @contextlib.contextmanager
 def fake_operators(target: str) -> Iterator[None]:
     """While entered, fake tensors follow the rules for `target`."""
-    rules = {name: _in_mode(rule) for name, rule in {**RULES, **(CUDA if target == "cuda" else CPU)}.items()}
+    rules = {name: _in_mode(rule) for name, rule in {**RULES, **(CUDA if target == "cuda" else {})}.items()}
     if _target[0] != target:  # results are cached by operator and shapes
         FakeTensorMode.cache_clear()
         _target[0] = target
@@ -101,63 +99,12 @@ def _grouped_mm(a, b, offs=None, bias=None, out_dtype=None):
     return torch.empty(size, dtype=out_dtype or a.dtype, device=a.device)
 
 
-def _embedding_bag(weight, indices, offsets, *options):
-    """CUDA keeps the bag of every index and, for maxima, where they were (`EmbeddingBag.cu`, _embedding_bag_cuda)."""
-    _, kind, _, _, include_last_offset = (*options, *(False, 0, False, None, False)[len(options) :])[:5]
-    bags, width = offsets.shape[0] - include_last_offset, weight.shape[1]
-    found = indices.new_empty((bags, width) if kind == 2 else 0)
-    return weight.new_empty(bags, width), indices.new_empty(indices.shape), indices.new_empty(offsets.shape), found
-
-
 def _flash_forward(query, *args, **kwargs):
     """What the package flash-attn returns as well: one fp32 number a row and the generator's state on the GPU."""
     *batch, length, heads, _ = query.shape  # no batch where sequences are joined
     rows = query.new_empty((*batch, heads, length), dtype=torch.float32)
     rng_state, unused = (query.new_empty(n, dtype=torch.uint64) for n in (2, 0))
     return torch.empty_like(query), rows, rng_state, unused, query.new_empty(0)
-
-
-def _fused_gru(input_gates, hidden_gates, hx, input_bias=None, hidden_bias=None):
-    """The new state, and a workspace of five numbers a unit (`RNN.cu`, GRU_WORKSPACE_MULTIPLIER)."""
-    return torch.empty_like(hx, memory_format=CONTIGUOUS), hx.new_empty(hx.shape[0], 5 * hx.shape[1])
-
-
-def _fused_gru_backward(gradient, workspace, has_bias):
-    rows, units = workspace.shape[0], workspace.shape[1] // 5
-    gates = [workspace.new_empty(rows, 3 * units) for _ in range(2)]
-    biases = [workspace.new_empty(3 * units) if has_bias else None for _ in range(2)]
-    return *gates, torch.empty_like(gradient, memory_format=CONTIGUOUS), *biases
-
-
-def _onednn(input, *args):
-    """An LSTM on a CPU (`mkldnn/RNN.cpp`); torch's own rule leaves out the workspace."""
-    output, hy, cy, workspace = meta_table[aten.mkldnn_rnn_layer.default](input, *args)
-    if args[-1] and torch.is_grad_enabled():  # train
-        shapes = tuple(tuple(t.shape) for t in args[:5])  # weights and hidden state
-        size = onednn_workspace(*input.shape, shapes, input.dtype, (args[8], *args[-6:-2]))
-        workspace = input.new_empty(size, dtype=torch.uint8)
-    return output, hy, cy, workspace
-
-
-def _onednn_backward(*args):
-    """Both biases have a gradient of their own."""
-    made = list(meta_table[aten.mkldnn_rnn_layer_backward.default](*args))
-    made[4] = torch.empty_like(made[4])
-    return tuple(made)
-
-
-@functools.lru_cache(maxsize=256)
-def onednn_workspace(steps: int, rows: int, width: int, shapes: tuple, dtype: torch.dtype, options: tuple) -> int:
-    """Bytes that oneDNN keeps of a layer, as a real one of zeros says: so many cache lines a step on this processor."""
-    if steps >= 192:
-        short = steps % 64 + 64
-        sizes = [onednn_workspace(n, rows, width, shapes, dtype, options) for n in (short, short + 64)]
-        return sizes[0] + (steps - short) // 64 * (sizes[1] - sizes[0])
-    with _disable_current_modes(), torch.enable_grad():  # without, nothing is kept
-        *weights, state = (torch.zeros(shape, dtype=dtype) for shape in shapes)
-        input = torch.zeros(steps, rows, width, dtype=dtype)
-        made = aten.mkldnn_rnn_layer(input, *weights, state, state, False, [], *options, False, True)
-    return made[3].untyped_storage().nbytes()
 
 
 RULES = {
@@ -175,13 +122,7 @@ RULES = {
 }
 if hasattr(torch.ops._c10d_functional, "wait_tensor"):  # gives the tensor itself; torch's own rule gives another one
     RULES[torch.ops._c10d_functional.wait_tensor.default] = lambda tensor: tensor
-CUDA = {
-    aten._embedding_bag.default: _embedding_bag,
-    aten._flash_attention_forward.default: _flash_forward,
-    aten._thnn_fused_gru_cell.default: _fused_gru,
-    aten._thnn_fused_gru_cell_backward.default: _fused_gru_backward,
-}
-CPU = {aten.mkldnn_rnn_layer.default: _onednn, aten.mkldnn_rnn_layer_backward.default: _onednn_backward}
+CUDA = {aten._flash_attention_forward.default: _flash_forward}
 
 # --- results that keep a larger storage than their elements fill ------------------------------------------------------
 
@@ -211,14 +152,6 @@ def _begins_like_input(result: torch.Tensor, named: dict) -> Storages:
     return [(result, named["self"].numel())]
 
 
-def _bags(result: tuple[torch.Tensor, ...], named: dict) -> Storages:
-    """On CPU the bag of each index is found with one element more, and offsets may end with the number of indices; both
-    are resized to one element less (`EmbeddingBag.cpp`)."""
-    _, bag_of_index, bag_sizes, _ = result
-    rooms = (bag_of_index, bag_of_index.numel() + 1), (bag_sizes, named["offsets"].numel())
-    return [] if is_cuda() else [room for room in rooms if room[0].numel()]
-
-
 LARGER: dict[Any, Callable[[Any, dict], Storages]] = {
     aten.mse_loss.default: _loss,
     aten.smooth_l1_loss.default: _loss,
@@ -226,6 +159,4 @@ LARGER: dict[Any, Callable[[Any, dict], Storages]] = {
     aten.binary_cross_entropy.default: _loss,
     aten.im2col.default: _begins_like_input,
     aten.col2im.default: _begins_like_input,
-    aten._embedding_bag.default: _bags,
-    aten._embedding_bag_forward_only.default: _bags,
 }

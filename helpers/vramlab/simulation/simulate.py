@@ -111,19 +111,19 @@ def _of_recipe(recipe: Recipe, target: str, card: Gpu | None, steps: int, full: 
 
 
 def _of_module(step: ModuleStep, target: str, card: Gpu | None, steps: int) -> Report:
-    """The same for any module: parameters, buffers and batch are copied as fake tensors, the original is untouched."""
+    """The same for any module, which holds fake tensors while it runs."""
     step.check()
-    phase = "load"
-    with fake_world(target, card) as (mode, kernels), step.untouched(), readable_values():
+    tracker = None
+    with fake_world(target, card) as (mode, kernels):
         try:
-            training, values = step.prepare(target, mode)
-            tracker = make_tracker(training, card, kernels)
-            tracker.values, phase = values, ""
-            run_tracked(training, tracker, steps, target)
+            with readable_values(), step.prepared(target, mode) as (training, values):
+                tracker = make_tracker(training, card, kernels)
+                tracker.values = values
+                run_tracked(training, tracker, steps, target)
         except RecipeError:
             raise
         except Exception as error:  # a module has its own ways to refuse a batch
-            raise step.failed(phase or tracker.phase, error) from error
+            raise step.failed(tracker.phase if tracker else "load", error) from error
     history = _history(tracker.log, tracker.marks, target, card, tracker.notes)
     notes = step.notes() + values.notes + history.notes
     return to_report(history, "simulated", None, target, card=card, title=type(step.model).__name__, notes=notes)

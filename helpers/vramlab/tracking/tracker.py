@@ -275,8 +275,6 @@ class Tracker(TorchDispatchMode):
             operands = args[0] if args and isinstance(args[0], list | tuple) and len(args[0]) == len(result) else None
             for i, item in enumerate(result):
                 self._record(item, op, self.owner(operands[i]) if operands else where)
-            if op == "_pack_padded_sequence" and self.round_to > 1:
-                self.mark_on_host([result[1]])  # the batch sizes
 
     def _claim_buffers(self, arguments: list) -> None:
         for tensor in _tensors(arguments):

@@ -4,7 +4,6 @@
 the textbook (clipping, loss scaling, where gradients are cleared, which outputs stay alive) comes from `recipe.loop` only.
 """
 
-import inspect
 import math
 import weakref
 from collections.abc import Callable, Mapping
@@ -173,20 +172,12 @@ def step_in_backward(training: Training, make: Callable[[torch.Tensor], Any], tr
             parameter.register_post_accumulate_grad_hook(update)
 
 
-def needs_closure(optimizer: Any) -> bool:
-    """Whether `optimizer.step` requires a closure that evaluates the loss again, as LBFGS does."""
-    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
-    return closure is not None and closure.default is inspect.Parameter.empty
-
-
 def train_step(training: Training, on_phase: Callable[[str], None] = lambda name: None) -> torch.Tensor:
     """One optimizer step, with all its micro-batches. Calls `on_phase` as each phase begins.
 
     Phases: "forward", "backward" (once per micro-batch), "step", "between_steps". Returns the last micro-batch's loss.
     """
     loop, optimizer, engine = training.loop, training.optimizer, training.engine
-    if optimizer and needs_closure(optimizer):
-        return _step_with_closure(training, on_phase)
     if loop.zero_grad == "start" and optimizer:
         engine.zero_grad(training)
     if not engine.run_micro_batches(training, on_phase):
@@ -198,28 +189,9 @@ def train_step(training: Training, on_phase: Callable[[str], None] = lambda name
     if optimizer:
         _clip(training)
         engine.update(training)
-    return _end_step(training, on_phase)
-
-
-def _step_with_closure(training: Training, on_phase: Callable[[str], None]) -> torch.Tensor:
-    """A step whose optimizer asks for forward and backward passes itself, each over the whole batch."""
-
-    def closure() -> torch.Tensor:
-        if training.loop.zero_grad != "before_backward":
-            training.engine.zero_grad(training)
-        _micro_batch(training, training.batch, on_phase, first=True)
-        on_phase("step")
-        _clip(training)
-        return training.loss
-
-    training.optimizer.step(closure)
-    return _end_step(training, on_phase)
-
-
-def _end_step(training: Training, on_phase: Callable[[str], None]) -> torch.Tensor:
-    if training.loop.zero_grad == "end" and training.optimizer:
-        training.engine.zero_grad(training)
-    if training.loop.keep_outputs == "step":
+    if loop.zero_grad == "end" and optimizer:
+        engine.zero_grad(training)
+    if loop.keep_outputs == "step":
         training.outputs = None
     training.steps += 1
     on_phase("between_steps")
@@ -267,12 +239,9 @@ def forward(training: Training, batch: Any) -> Any:
 
 def call(model: torch.nn.Module, batch: Any) -> Any:
     """`model` on a batch: a mapping gives keyword arguments, a tuple or list positional ones, anything else is one."""
-    from torch.nn.utils.rnn import PackedSequence
-
     if isinstance(batch, Mapping):
         return model(**batch)
-    several = isinstance(batch, tuple | list) and not isinstance(batch, PackedSequence)
-    return model(*batch) if several else model(batch)
+    return model(*batch) if isinstance(batch, tuple | list) else model(batch)
 
 
 def _clip(training: Training) -> None:
