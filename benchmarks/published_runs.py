@@ -16,6 +16,7 @@ from importlib.metadata import version
 from vramlab import predict, simulate
 from vramlab.report.data import data_path
 from vramlab.report.report import GiB, text_table
+from vramlab_course.as_run import simulate_as_run
 from vramlab_course.published import runs
 
 
@@ -25,7 +26,7 @@ def main(plainly: bool) -> None:
     found = runs()
     for run in found:
         as_run = None if plainly else run.as_run
-        simulated = simulate(run.recipe, gpu=run.gpu, as_run=as_run)
+        simulated = simulate_as_run(run.recipe, as_run, gpu=run.gpu)
         row = [f"{run.gpu}: {run.recipe}" + (f" · {as_run}" if as_run else ""), f"{run.allocated / GiB:.3f} GiB"]
         row.append(note(errors["simulate, allocated"], simulated.peak.total / run.allocated - 1))
         plain = predict(run.recipe, gpu=run.gpu).peak.total / run.allocated - 1
@@ -53,7 +54,7 @@ def write() -> None:
     """Store every run's bytes by each witness in `data/published_results.json`, with the versions that said them."""
     found = []
     for run in runs():
-        simulated = simulate(run.recipe, gpu=run.gpu, as_run=run.as_run)
+        simulated = simulate_as_run(run.recipe, run.as_run, gpu=run.gpu)
         plain = simulate(run.recipe, gpu=run.gpu) if run.as_run else simulated
         found.append(
             {

@@ -1,6 +1,6 @@
 """Training runs on real GPUs that other projects measured and published, from `data/published_runs.json`.
 
-`simulate(run.recipe, gpu=run.gpu, as_run=run.as_run)` simulates one. Nothing in the package is fitted to them: where a
+`as_run.simulate_as_run(run.recipe, run.as_run, gpu=run.gpu)` simulates one. Nothing in the package is fitted to them: where a
 prediction was off, the missing mechanism was found in the library's source and added.
 """
 

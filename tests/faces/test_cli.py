@@ -129,11 +129,11 @@ def test_model_by_path(asked, tmp_path):
 
 def test_witnesses_get_their_options(asked):
     run("predict", "gpt2", "--gpu", "tesla t4")
-    run("simulate", "gpt2", "--target", "cpu", "--gpu", "L4", "--as-run", "repeated keys")
+    run("simulate", "gpt2", "--target", "cpu", "--gpu", "L4")
     run("measure", "gpt2", "--repeats", "2")
     assert asked.options == [
         ("predicted", {"gpu": find_gpu("T4")}),
-        ("simulated", {"target": "cpu", "gpu": find_gpu("L4"), "as_run": "repeated keys"}),
+        ("simulated", {"target": "cpu", "gpu": find_gpu("L4")}),
         ("measured", {"repeats": 2}),
     ]
 

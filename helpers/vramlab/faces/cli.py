@@ -158,7 +158,6 @@ def simulate(
     recipe: Recipe,
     target: Target = "cuda",
     gpu: GpuName = None,
-    as_run: option(str | None, "As an older library ran it, such as 'transformers 4.57'.") = None,
     as_json: Json = False,
 ) -> None:
     """Memory of the real training step on fake tensors: seconds, no GPU."""
@@ -166,7 +165,7 @@ def simulate(
         from ..simulation.simulate import simulate
 
     card = _card(gpu, recipe)
-    _finish(simulate(recipe, target=target, gpu=card, as_run=as_run), card, as_json)
+    _finish(simulate(recipe, target=target, gpu=card), card, as_json)
 
 
 @app.command()

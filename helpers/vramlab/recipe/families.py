@@ -127,7 +127,6 @@ class Family:
     lora: tuple[str, ...] = ("q_proj", "v_proj")  # PEFT's default targets
     divisible: bool = False  # among tensor and pipeline ranks: matrices are `nn.Linear`, transformers has a `tp_plan`
     whole_embedding: bool = False  # which that plan leaves out
-    as_run: tuple[str, ...] = ()  # older versions whose real steps were compared with `simulate(as_run=…)`
 
     @property
     def tasks(self) -> tuple[str, ...]:

@@ -35,8 +35,6 @@ from ..training.process_group import one_rank_of
 from ..training.trl_trainers import trl_class
 from .activation_offloading import DEVICE, fake_accelerator
 from .any_module import ModuleStep, loop_notes
-from .as_run import as_it_ran
-from .as_run import check as check_as_run
 from .cuda import CudaKernels
 from .cuda_scratch import kernel_scratch
 from .deepen import deepen
@@ -63,7 +61,6 @@ def simulate(
     precision: str = "fp32",
     steps: int = 2,
     full: bool = False,
-    as_run: str | None = None,
 ) -> Report:
     """Where every byte of a training step would be, without a GPU and without the memory.
 
@@ -71,6 +68,7 @@ def simulate(
         recipe: a `Recipe` or a model's name; or leave it out and give any module by `model`, `batch` and `optimizer`.
         target: "cuda" describes a GPU's kernels and rounding, "cpu" this machine's.
         gpu: a name of the GPU table, for what depends on the card (attention kernel, cuBLAS workspace).
+        model: it is as it was afterwards; what your own hooks or loss keep elsewhere, such as a list of outputs, is fake.
         batch: keyword arguments (mapping), positional ones (tuple) or the only one (tensor) of the model's forward.
             Small tensors of it keep their values; an unknown value that is read becomes a note.
         optimizer: one built on the model's parameters, a list of them, or a function of parameters to one.
@@ -78,7 +76,6 @@ def simulate(
         loss: a function of (outputs, batch) to a scalar; None takes `outputs["loss"]`.
         steps: optimizer steps to run; the phases of the last are reported, the peak is that of all.
         full: run all layers and micro-batches instead of repeating some in the log (equal, and slower).
-        as_run: a name of `as_run.AS_RUN`, such as "transformers 4.57": what that version, or a script, does in attention.
     Returns:
         A report with source "simulated"; sizes in bytes.
     Raises:
@@ -90,22 +87,19 @@ def simulate(
         raise RecipeError("steps", steps, "it must be a whole number of at least 1")
     card = find_gpu(gpu) if gpu else None
     if recipe is not None:
-        return _of_recipe(as_recipe(recipe), target, card, steps, full, as_run)
-    check_as_run(as_run, None)
+        return _of_recipe(as_recipe(recipe), target, card, steps, full)
     loop = Loop.named(loop) if isinstance(loop, str) else loop
     return _of_module(ModuleStep(model, batch, optimizer, loss, loop, precision), target, card, steps)
 
 
-def _of_recipe(recipe: Recipe, target: str, card: Gpu | None, steps: int, full: bool, as_run: str | None) -> Report:
-    notes = check_as_run(as_run, recipe)
-    notes += ["torch_compile: the eager step is simulated"] if recipe.torch_compile else []
+def _of_recipe(recipe: Recipe, target: str, card: Gpu | None, steps: int, full: bool) -> Report:
+    notes = ["torch_compile: the eager step is simulated"] if recipe.torch_compile else []
     note = "activation_offloading: reserved is that of one stream, where the copies use a second one"
     notes += [note] if recipe.activation_offloading else []
     notes += loop_notes(recipe.loop) + unquantized(recipe) + lora_modules.notes(recipe.shape, recipe.lora)
     if card and (why := card.why_not(recipe.precision)):
         notes.append(why)
-    with as_it_ran(as_run):
-        history = trace(recipe, target, card, steps, full)
+    history = trace(recipe, target, card, steps, full)
     notes += history.notes
     return to_report(history, "simulated", recipe, target, card=card, notes=notes, loading=loading_peak(recipe, target))
 
