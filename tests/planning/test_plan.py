@@ -64,7 +64,7 @@ def test_nothing_faster_in_the_space_fits(memory, gpus, parts, method, card, tie
     assert rank(question, found.recipe) == min(rank(question, recipe) for recipe in fitting)
     mine = rank(question, found.recipe)[0]
     near = [over for recipe, over in needs if 0 < over <= NEAR and rank(question, recipe)[0] < FASTER * mine]
-    better = search.better(found, tier)
+    better = search.better(method, tier, found)
     assert (better.over(tier) if better else None) == min(near, default=None)
 
 
@@ -211,7 +211,7 @@ def test_nothing_fits_and_each_piece_of_advice_is_true():
     assert not found.choices and "Nothing fits" in str(found)
     text = "\n".join(found.advice)
     assert "method='qlora' fits" in text or "method='lora' fits" in text
-    (card,) = [line.split(" (")[0].removeprefix("one ") for line in found.advice if line.startswith("one ")]
+    (card,) = [line.split("'")[1] for line in found.advice if line.startswith("gpu=")]
     assert plan("llama-3.1-8b", card, **again).best.tier == "safe"
     smaller = find_gpu("RTX A6000")
     assert smaller.total < find_gpu(card).total and not plan("llama-3.1-8b", smaller, **again).choices
@@ -219,10 +219,12 @@ def test_nothing_fits_and_each_piece_of_advice_is_true():
         found.best  # noqa: B018
 
 
-def test_the_lightest_is_the_lightest():
+def test_what_lacks_least_is_named_where_nothing_fits():
     question = Question("gpt2", "T4", method="full", global_batch=4, memory=100 * MiB, offload=False, **SMALL)
-    lightest = Search(question).lightest()
-    assert lightest.over("tight") == min(c.over("tight") for c in Search(question).candidates)
+    search = Search(question)
+    assert search.answer("full") == (None, "tight")
+    nearest = search.better("full", "tight", None)
+    assert nearest.over("tight") == min(c.over("tight") for c in Search(question).candidates) <= NEAR
 
 
 def test_a_plan_is_the_same_each_time_and_its_recipes_are_read_from_json():

@@ -14,7 +14,6 @@ from ..report.errors import RecipeError
 from ..report.report import Report, format_bytes, unit_for
 from .question import RANK, Question
 from .search import Search
-from .search_space import method_of
 from .step_time import estimate
 
 USUAL_CARD = "A100 80GB"  # for relative times where no card is named
@@ -93,45 +92,34 @@ def _changes(recipe: Recipe) -> Iterator[tuple[dict[str, Any], bool]]:
 def advise(question: Question) -> Iterator[str]:
     """The least change of each kind that makes something fit: method, offload, sequences, GPUs, card."""
     for changes in _wider(question):
-        for said, change in changes:
-            if recipe := lightest_fit(question, **change):
-                yield f"{said} fits: {_described(recipe, question)}"
+        for change in changes:
+            if recipe := lightest_fit(question, change):
+                said = ", ".join(f"{name}={value!r}" for name, value in change.items())
+                yield f"{said} fits: {recipe}"
                 break
 
 
-def lightest_fit(question: Question, **changes) -> Recipe | None:
-    """A light recipe that fits once `changes` are made to the question; None if none does. Of two that differ in
-    checkpointing or the kernel of attention alone, only the lighter is tried."""
+def lightest_fit(question: Question, change: dict[str, Any]) -> Recipe | None:
+    """A light recipe that fits once the question is changed; None if none does. Of two that differ in checkpointing or
+    the kernel of attention alone, only the lighter is tried."""
     lighter = {"checkpointing": (max(question.checkpointing),)}
     lighter |= {"attention": ("sdpa",)} if "sdpa" in question.attention else {}
     try:
-        return Search(dataclasses.replace(question, **lighter, **changes)).any_fit()
+        return Search(dataclasses.replace(question, **lighter, **change)).any_fit()
     except RecipeError:
         return None
 
 
-def _wider(question: Question) -> Iterator[list[tuple[str, dict]]]:
-    """For each kind of change: what it is called and the fields that it changes, the least change first."""
-    methods = () if question.method == "any" else ("lora", "qlora")
-    yield [(f"method={method!r}", {"method": method}) for method in methods if method != question.method]
-    yield [] if question.offload else [("offload=True", {"offload": True})]
+def _wider(question: Question) -> Iterator[list[dict[str, Any]]]:
+    """For each kind of change the fields that it changes, the least change first."""
+    yield [{"method": method} for method in ("lora", "qlora") if question.method not in ("any", method)]
+    yield [] if question.offload else [{"offload": True}]
     if question.plain.shape.task != "image-classification":
         lengths = (question.plain.seq_len >> i for i in range(1, 32))
-        yield [(f"seq_len={n}", {"seq_len": n}) for n in lengths if n >= SHORTEST]
-    counts = [question.gpus << i for i in range(1, 11) if question.gpus << i <= MOST_GPUS]
-    batches = [n * max(1, question.global_batch // n) for n in counts]
-    yield [
-        (f"gpus={n} (global batch {batch})", {"gpus": n, "global_batch": batch})
-        for n, batch in zip(counts, batches, strict=True)
-    ]
+        yield [{"seq_len": n} for n in lengths if n >= SHORTEST]
+    counts = (question.gpus << i for i in range(1, 11) if question.gpus << i <= MOST_GPUS)
+    yield [{"gpus": n, "global_batch": n * max(1, question.global_batch // n)} for n in counts]
     if question.memory is None:
-        yield [
-            (f"one {card.name} ({format_bytes(card.total, digits=1)}) in place of each", {"gpu": card})
-            for card in sorted(map(find_gpu, gpu_names()), key=lambda card: (card.total, card.name))
-            if card.total > question.gpu.total and all(map(card.supports, question.precisions or ()))
-        ]
-
-
-def _described(recipe: Recipe, question: Question) -> str:
-    said = str(recipe)
-    return said if method_of(recipe) in said.lower() or question.method != "any" else f"{said} ({method_of(recipe)})"
+        cards = sorted(map(find_gpu, gpu_names()), key=lambda card: (card.total, card.name))
+        larger = [card for card in cards if card.total > question.gpu.total]
+        yield [{"gpu": card.name} for card in larger if all(map(card.supports, question.precisions or ()))]

@@ -26,7 +26,7 @@ from ..report.report import encode, format_bytes, text_table
 from .changes import advise
 from .plan_script import scripts, words
 from .question import Question
-from .search import NEAR, Choice, Search
+from .search import Choice, Search
 from .step_time import walk
 
 WIDTH = 80  # characters of a line in a terminal
@@ -57,11 +57,11 @@ class Plan:
 
     @property
     def best(self) -> Choice:
-        """The first choice. Raises RecipeError, with the first advice, when none does."""
-        if self.choices:
-            return self.choices[0]
-        why = self.advice[0] if self.advice else "nothing in the space fits"
-        raise RecipeError("gpu", self.question["gpu"], f"no recipe fits {self.question['model']} there; {why}")
+        """The first choice. Raises RecipeError, with what would fit, when none does."""
+        if not self.choices:
+            why = "; ".join([f"no recipe fits {self.question['model']} there", *self.advice[:1]])
+            raise RecipeError("gpu", self.question["gpu"], why)
+        return self.choices[0]
 
     def to_dict(self) -> dict[str, Any]:
         """A JSON-ready dictionary; sizes in bytes, times in seconds."""
@@ -77,18 +77,18 @@ class Plan:
         For several GPUs that is a configuration and a Slurm script. Raises RecipeError where there is no such program.
         """
         path, choice, q = Path(path), choice or self.best, self.question
-        texts = scripts(choice.recipe, path.name, self._head(choice), q["packing"], q["expandable_segments"])
+        sizes = {"peak": choice.report.peak.total, "process": choice.needs.value, "usable": self.usable}
+        said = {name: format_bytes(size, digits=2) for name, size in sizes.items()}  # in the program's head
+        said |= {"version": __version__, "source": choice.report.source, "tier": choice.tier, "cards": self._cards}
+        texts = scripts(choice.recipe, path.name, said | {name: q[name] for name in ("packing", "expandable_segments")})
         for name, text in texts.items():
             path.with_name(name).write_text(text, encoding="utf-8")
         return [path.with_name(name) for name in texts]
 
-    def _head(self, choice: Choice) -> dict[str, str]:
-        """What the program says of the plan."""
-        q, sizes = self.question, (choice.report.peak.total, choice.needs.value, self.usable)
-        peak, process, usable = (format_bytes(size, digits=2) for size in sizes)
-        cards = f"{q['gpus']} × {q['gpu']}" if q["gpus"] > 1 else q["gpu"]
-        said = dict(version=__version__, source=choice.report.source, tier=choice.tier, cards=cards)
-        return said | dict(peak=peak, process=process, usable=usable)
+    @property
+    def _cards(self) -> str:
+        count, name = self.question["gpus"], self.question["gpu"]
+        return f"{count} × {name}" if count > 1 else name
 
     def table(self) -> str:
         """A line of figures for each choice, and its recipe under it."""
@@ -106,8 +106,8 @@ class Plan:
 
     def __str__(self) -> str:
         q, room = self.question, format_bytes(self.usable, digits=2)
-        cards = f"{q['gpus']} × {q['gpu']}, {room} each" if q["gpus"] > 1 else f"{q['gpu']}, {room}"
-        lines = [f"{q['model']}, {q['seq_len']:,} tokens, global batch {q['global_batch']}, on {cards}"]
+        room += " each" if q["gpus"] > 1 else ""
+        lines = [f"{q['model']}, {q['seq_len']:,} tokens, global batch {q['global_batch']}, on {self._cards}, {room}"]
         lines += ["", self.table(), ""] if self.choices else [f"Nothing {q['tier'] or ''} fits.".replace("  ", " ")]
         lines += [self._lacking(better) for better in self.better]
         lines += [f"- {advice}" for advice in self.advice]
@@ -130,8 +130,7 @@ class Plan:
 
     def _lacking(self, better: Choice) -> str:
         now = next((choice for choice in self.choices if choice.method == better.method), None)
-        said = f" to be {now.tier}" if now else ""
-        said += f" ({better.tier} as it is)" if better.tier else ""
+        said = (f" to be {now.tier}" if now else "") + (f" ({better.tier} as it is)" if better.tier else "")
         rate, lacks = f"{better.time.tokens_per_second:,.0f} tokens/s", format_bytes(better.over, digits=2)
         return f"{better.method} at {rate} lacks {lacks}{said}: {_short(better.recipe)}"
 
@@ -155,16 +154,14 @@ def plan(model: object, gpu: str | Gpu | None = None, gpus: int = 1, *, confirm:
     choices, better = [], []
     for method in question.methods:
         found, tier = search.answer(method, confirm)
-        if found:
-            choices.append(_with_epoch(found.choice(), question))
-            more = search.better(found, tier)
-        else:
-            more = search.lightest(method)
-            more = more if more and more.over(tier) <= NEAR else None
+        choices += [_with_epoch(found.choice(), question)] if found else []
+        more = search.better(method, tier, found)
         better += [more.choice(tier)] if more else []
     choices.sort(key=lambda choice: choice.order)
+    asked = {"model": question.plain.name, "gpu": question.gpu.name, "seq_len": question.plain.seq_len}
+    same = ("gpus", "global_batch", "method", "tier", "expandable_segments", "packing")
     return Plan(
-        question=_asked(question),
+        question=asked | {name: getattr(question, name) for name in same},
         usable=question.usable,
         choices=tuple(choices),
         better=tuple(better),
@@ -187,12 +184,6 @@ def _with_epoch(choice: Choice, question: Question) -> Choice:
         width = sum(n * (((i + 1) / count) ** drawn - (i / count) ** drawn) for i, n in enumerate(kept))
     steps = count / question.global_batch
     return dataclasses.replace(choice, epoch=choice.time.seconds * steps * width / longest)
-
-
-def _asked(question: Question) -> dict[str, Any]:
-    names = ("gpus", "global_batch", "method", "tier", "expandable_segments", "packing")
-    said = {"model": question.plain.name, "gpu": question.gpu.name, "seq_len": question.plain.seq_len}
-    return said | {name: getattr(question, name) for name in names}
 
 
 def _notes(question: Question, choices: list[Choice]) -> Iterator[str]:

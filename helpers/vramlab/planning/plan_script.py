@@ -29,30 +29,28 @@ PER_NODE = 8  # GPUs
 
 
 @needing("--write")
-def scripts(recipe: Recipe, name: str, head: dict[str, str], packing: bool, expandable: bool) -> dict[str, str]:
+def scripts(recipe: Recipe, name: str, planned: dict[str, Any]) -> dict[str, str]:
     """File name to text of the program `name` and of what it takes along.
 
-    `head`: what its docstring says of the plan: version, cards, peak, source, process, tier, usable. Raises RecipeError
-    where there is no template or the `Trainer` cannot train like this.
+    `planned`: of the plan version, cards, peak, source, process, tier, usable, packing, expandable_segments. Raises
+    RecipeError where there is no template or the `Trainer` cannot train like this.
     """
     if recipe.shape.task != "causal-lm" and recipe.trainer != "reward":
         raise RecipeError("task", recipe.shape.task, "programs are written for causal-lm")
-    sharding, stem = recipe.sharding, Path(name).stem
+    sharding, lora, stem = recipe.sharding, recipe.lora, Path(name).stem
     beside = f"{stem}.{sharding.engine}.json" if sharding and sharding.engine != "ddp" else ""
     ranks = sharding.world_size if sharding else 1
     launch = f"torchrun --nproc-per-node {ranks} {name}" if ranks > 1 or beside else f"python {name}"
     arguments, config = _arguments(recipe)
     own = PROGRAMS["trainers"][recipe.trainer]
-    rate = own["learning_rate"] * (ADAPTERS_TIMES if recipe.lora else 1)
-    said = head | dict(
+    rate = own["learning_rate"] * (ADAPTERS_TIMES if lora else 1)
+    said = planned | dict(
         recipe=recipe,
-        lora=recipe.lora,
+        lora=lora,
         base=recipe.quantization,
         sharding=sharding,
         own=own,
         trl=TRL.get(recipe.trainer),
-        packing=packing,
-        expandable=expandable,
         beside=beside,
         launch=f"sbatch {stem}.sbatch" if ranks > PER_NODE else launch,
         words=words(recipe),
@@ -63,8 +61,9 @@ def scripts(recipe: Recipe, name: str, head: dict[str, str], packing: bool, expa
         arguments_class=arguments_class(recipe).__name__,
         arguments=arguments,
         unseen=_unseen(recipe),
-        adapters=_adapters(recipe) if recipe.lora else {},
-        gives_adapters=_gives_adapters(recipe),
+        adapters=_adapters(recipe) if lora else {},
+        # TRL's trainers give the model its adapters themselves, in PEFT's default dtype
+        gives_adapters=recipe.trainer in TRL and lora and (lora.autocast_adapter_dtype or recipe.quantization),
     )
     found = {name: _filled("train.py", said, imports=_imports(_filled("train.py", said, imports="")))}
     if beside:
@@ -88,13 +87,15 @@ def _filled(name: str, said: dict[str, Any], **more: str) -> str:
 
 def _pins(recipe: Recipe) -> list[str]:
     """What pip is to install, with the versions that are installed here; vramlab itself only where it is installed."""
-    unused = {"peft": not recipe.lora, "trl": recipe.trainer == "transformers"}
-    unused["bitsandbytes"] = not recipe.quantization and "bit" not in recipe.optim
-    unused["deepspeed"] = not (recipe.sharding and recipe.sharding.engine == "deepspeed")
-    versions = {name: installed(name) for name in TESTED if not unused.get(name)}
+    used = {
+        "peft": recipe.lora,
+        "trl": recipe.trainer in TRL,
+        "bitsandbytes": recipe.quantization or "bit" in recipe.optim,
+    }
+    used["deepspeed"] = recipe.sharding and recipe.sharding.engine == "deepspeed"
+    versions = {name: installed(name) for name in TESTED if used.get(name, True)}
     pins = [f"{name}=={version.partition('+')[0]}" if version else name for name, version in versions.items()]
-    address = repository()
-    return ["psutil", *pins, *([f"git+{address}"] if address else [])]
+    return ["psutil", *pins, *(f"git+{address}" for address in [repository()] if address)]
 
 
 def words(recipe: Recipe) -> str:
@@ -144,12 +145,6 @@ def _unseen(recipe: Recipe) -> dict[str, str]:
         found["lengths"] = f"(TOKENS,) * {recipe.batch_size - 1} + ({recipe.lengths[-1]},)"
     said = dict(line.split("=", 1) for line in python_arguments(recipe, usual))
     return found | {name: said[name].replace("'", '"') for name in names if name in said}
-
-
-def _gives_adapters(recipe: Recipe) -> bool:
-    """Whether the trainer itself gives the model its adapters, as TRL's do in PEFT's default dtype."""
-    lora = recipe.trainer in TRL and recipe.lora
-    return bool(lora and (lora.autocast_adapter_dtype or recipe.quantization))
 
 
 def _adapters(recipe: Recipe) -> dict[str, object]:

@@ -56,7 +56,9 @@ class Question:
     link: float | None = knob(None, bounds="of bytes a second, over 0")
 
     def __post_init__(self):
-        self.memory, self.host_memory = (size_of(name, getattr(self, name)) for name in ("memory", "host_memory"))
+        for name in ("memory", "host_memory"):
+            if getattr(self, name) is not None:
+                setattr(self, name, size_of(name, getattr(self, name)))
         self.assumed = self.memory is not None and self.gpu is None
         self.gpu = find_gpu(self.gpu) if self.gpu is not None else self._card()
         if isinstance(self.lora, Mapping):  # of what differs from RANK
@@ -124,15 +126,15 @@ class Question:
         return (plain.seq_len,) * (size - 1) + (shortest,) if pads and 0 < shortest < plain.seq_len else None
 
 
-def size_of(name: str, value: Any) -> int | None:
+def size_of(name: str, value: str | int) -> int:
     """Bytes of "24GiB", "64 GB" or a number of bytes. Raises RecipeError, which calls it `name`."""
     found = re.fullmatch(r"([0-9.]+)\s*([A-Za-z]*)", str(value).strip())
     units = {unit.lower(): size for unit, size in UNITS.items()}
     try:
-        size = None if value is None else int(float(found[1]) * units[found[2].lower()])
+        size = int(float(found[1]) * units[found[2].lower()])
     except (TypeError, ValueError, KeyError):
         size = 0
-    if isinstance(value, bool) or (size is not None and size < UNITS["MiB"]):
+    if size < UNITS["MiB"]:
         raise RecipeError(name, value, "it must be a size such as '24GiB', or bytes, a MiB at least")
     return size
 

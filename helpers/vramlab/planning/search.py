@@ -79,17 +79,13 @@ class Candidate:
 
     @cached_property
     def report(self) -> Report | None:
-        """The prediction; None where the formulas refuse the recipe, or do not see what its offload saves.
+        """The prediction; None where the formulas refuse the recipe.
 
         Of rows of one length and padded ones, which need a mask, those that take more; `recipe` says which.
         """
-        card, sharding = self.question.gpu, self.recipe.sharding
+        card = self.question.gpu
         try:
             report = predict(self.recipe, card)
-            if sharding and sharding.world_size == 1:
-                plain = predict(self.recipe.replace(sharding=None), card)
-                if plain.peak.total <= report.peak.total:
-                    return None
             if lengths := self.question.lengths_of(self.recipe.batch_size):
                 padded = unchecked(self.recipe, lengths=lengths)
                 found = predict(padded, card)
@@ -165,11 +161,14 @@ class Search:
                     found.simulate()
         return None, self.question.tiers[-1]
 
-    def better(self, answer: Candidate, tier: str) -> Candidate | None:
-        """What is faster than `answer` and lacks the least in `tier`, at most NEAR."""
-        mine, offload = answer.rank[0] * FASTER, _offloads(answer.recipe)
-        faster = [c for c in self._ordered(answer.method, offload) if c.rank[0] < mine]
-        near = [c for c in faster if c.bound(tier) <= self.question.usable + NEAR and 0 < c.over(tier) <= NEAR]
+    def better(self, method: str, tier: str, answer: Candidate | None) -> Candidate | None:
+        """What is faster than `answer`, or without one any recipe, and lacks the least in `tier`, at most NEAR."""
+        if answer:
+            ordered = self._ordered(method, _offloads(answer.recipe))
+            chosen = [c for c in ordered if c.rank[0] < answer.rank[0] * FASTER]
+        else:
+            chosen = [c for c in self.ends if c.method == method]
+        near = [c for c in chosen if c.bound(tier) <= self.question.usable + NEAR and 0 < c.over(tier) <= NEAR]
         return min(near, key=lambda c: (c.over(tier), c.rank), default=None)
 
     def _ordered(self, method: str, offload: bool) -> list[Candidate]:
@@ -182,20 +181,9 @@ class Search:
     def any_fit(self) -> Recipe | None:
         """One of the lightest recipes that fit, without offload if there is one; None if none fits."""
         tier, usable = self.question.tiers[0], self.question.usable
-        ends = [c for c in self.ends if least_bytes(c.recipe) <= usable and c.bound(tier) <= usable]
+        ends = [c for c in self.ends if least_bytes(c.recipe) <= usable]
         ends.sort(key=lambda c: (_offloads(c.recipe), c.bound(tier)))
         return next((candidate.recipe for candidate in ends if candidate.fits(tier)), None)
-
-    def lightest(self, method: str | None = None) -> Candidate | None:
-        """The candidate that needs least; None if nothing can be predicted. In the order of their bounds, so that not all
-        have to be predicted."""
-        tier, best = self.question.tiers[-1], None
-        for candidate in sorted((c for c in self.ends if method in (None, c.method)), key=lambda c: c.bound(tier)):
-            if best and candidate.bound(tier) - self.question.usable >= best.over(tier):
-                break
-            if candidate.over(tier) < (best.over(tier) if best else math.inf):
-                best = candidate
-        return best
 
 
 def _offloads(recipe: Recipe) -> bool:

@@ -47,12 +47,15 @@ def micro_batches(question: Question) -> tuple[int, ...]:
 
 def families(question: Question, method: str) -> Iterator[Recipe]:
     """Every way to train by `method`, with the largest micro-batch."""
+    flash = "sdpa" not in question.attention and question.gpu.compute_capability >= (8, 0)  # sdpa takes it by itself
+    prepares = (True, False) if question.gpus == 1 else (False,)  # prepared shards would have two dtypes in one unit
+    bases = [Quantization("nf4", double, prepare=prepare) for prepare in prepares for double in (False, True)]
     options = {
         "precision": question.precisions or _precisions(question.gpu, method),
         "optim": question.optims,
         "gradient_checkpointing": question.checkpointing,
-        "attn_implementation": _kernels(question),
-        "quantization": _bases(question) if method == "qlora" else (None,),
+        "attn_implementation": [name for name in question.attention if name != "flash_attention_2" or flash],
+        "quantization": bases if method == "qlora" else (None,),
         "sharding": tuple(_shardings(question)),
     }
     fixed = {"batch_size": question.samples_per_gpu, "lora": None if method == "full" else question.lora}
@@ -129,18 +132,6 @@ def _precisions(card: Gpu, method: str) -> list[str]:
     half = "bf16" if card.supports("bf16") else "fp16"
     names = [name.replace("half", half) for name in PRECISIONS_OF[method]]
     return [name for name in names if card.supports(name) and not (method == "full" and name == "fp16-true")]
-
-
-def _kernels(question: Question) -> list[str]:
-    """Attention to try: sdpa takes the kernel of flash_attention_2 by itself, without the package."""
-    flash = "sdpa" not in question.attention and question.gpu.compute_capability >= (8, 0)
-    return [name for name in question.attention if name != "flash_attention_2" or flash]
-
-
-def _bases(question: Question) -> list[Quantization]:
-    """4-bit bases. Shards are not prepared for k-bit training, which would put two dtypes into one unit."""
-    prepares = (True, False) if question.gpus == 1 else (False,)
-    return [Quantization("nf4", double, prepare=prepare) for prepare in prepares for double in (False, True)]
 
 
 def _shardings(question: Question) -> Iterator[Sharding | None]:

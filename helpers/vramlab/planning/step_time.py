@@ -28,7 +28,7 @@ from ..recipe.recipe import LEAST_BATCH, Recipe
 from ..recipe.shapes import Shape
 from ..report.errors import RecipeError
 from ..report.report import Report
-from .step_traffic import optimizer_share, optimizer_traffic, waits
+from .step_traffic import optimizer_traffic, waits
 
 TRANSFERS = 3  # of each byte that an operator writes: it reads about two to write one
 UTILISATION, BANDWIDTH, LAUNCH = 0.425, 0.922, 13.35e-6  # of the peak, of the bandwidth, seconds a kernel
@@ -62,11 +62,6 @@ class StepTime:
         """At the likely time, over all ranks."""
         return self.tokens / self.seconds
 
-    def __str__(self) -> str:
-        least, most = self.tokens / self.high, self.tokens / self.low
-        rate = f"{self.tokens_per_second:,.0f} tokens/s ({least:,.0f} to {most:,.0f})"
-        return f"{self.seconds:.3g} s a step, {rate}"
-
 
 def step_time(recipe: Recipe, gpu: str | Gpu, link: float | None = None) -> StepTime:
     """How long one optimizer step of `recipe` takes on `gpu`, accumulation included.
@@ -88,12 +83,8 @@ def step_time(recipe: Recipe, gpu: str | Gpu, link: float | None = None) -> Step
     if waiting := [name for name in WAITS if name in parts[0]]:
         basis += f"; {' and '.join(waiting)}: assumed, 30 to 90 % of the datasheet's rates"
     seconds = (sum(each.values()) for each in parts)
-    return StepTime(*seconds, parts[0], recipe.tokens * ranks(recipe), basis)
-
-
-def ranks(recipe: Recipe) -> int:
-    """How many GPUs train."""
-    return recipe.sharding.world_size if recipe.sharding else 1
+    ranks = recipe.sharding.world_size if recipe.sharding else 1
+    return StepTime(*seconds, parts[0], recipe.tokens * ranks, basis)
 
 
 def estimate(recipe: Recipe, card: Gpu, link: float | None = None, which: int = 0) -> dict[str, float]:
@@ -108,7 +99,7 @@ def estimate(recipe: Recipe, card: Gpu, link: float | None = None, which: int = 
         "launches": times * walked.kernels * launch,
     }
     computing = sum(parts.values())
-    parts["optimizer"] = optimizer_traffic(recipe) * optimizer_share(recipe) / bandwidth
+    parts["optimizer"] = optimizer_traffic(recipe) / bandwidth
     for name, seconds in waits(recipe, card, link).items():
         hidden = min(seconds[which], computing) * HIDDEN[which] if name == "links" else 0.0
         parts[name] = seconds[which] - hidden
@@ -212,21 +203,20 @@ def calibration(name: str, largest: str) -> tuple[tuple[float, float, float], st
     Our own records of that card come first, those whose `largest` part is the same before all; then the published runs
     that the constants were fitted to.
     """
-    alike = [ratio for part, ratio in _ratios(name) if part == largest]
-    ratios = sorted(alike if len(alike) >= FEW else [ratio for _, ratio in _ratios(name)])
+    ratios, by = sorted(ratio for part, ratio in _ratios(name) if part == largest), f", where {largest} take longest"
+    if len(ratios) < FEW:
+        ratios, by = sorted(ratio for _, ratio in _ratios(name)), ""
     if len(ratios) >= FEW:
         out = len(ratios) // 20  # on both sides
-        least, most = ratios[out], ratios[-1 - out]
-        of = f", where {largest} take longest" if len(alike) >= FEW else ""
-        said = (
-            f"calibrated by {len(ratios)} records of {name}{of}: measured {least:.2f} to {most:.2f} times the estimate"
+        factors, by = (
+            (median(ratios), ratios[out], ratios[-1 - out]),
+            f"calibrated by {len(ratios)} records of {name}{by}",
         )
-        return (median(ratios), least, most), said
-    if name == FITTED_ON:
-        least, most = FITTED[1:]
-        said = f"fitted to 35 published runs on a {name}: measured {least:.2f} to {most:.2f} times the estimate there"
-        return FITTED, said
-    return None
+    elif name == FITTED_ON:
+        factors, by = FITTED, f"fitted to 35 published runs on a {name}"
+    else:
+        return None
+    return factors, f"{by}: measured {factors[1]:.2f} to {factors[2]:.2f} times the estimate"
 
 
 @lru_cache(maxsize=64)
@@ -242,7 +232,7 @@ def _ratios(name: str) -> list[tuple[str, float]]:
 
 def _ratio(report: Report, card: Gpu) -> tuple[str, float] | None:
     recipe = Recipe(**report.recipe)
-    if report.speed is None or ranks(recipe) > 1 or recipe.torch_compile:
+    if report.speed is None or (recipe.sharding and recipe.sharding.world_size > 1) or recipe.torch_compile:
         return None
     try:
         parts = estimate(recipe, card)

@@ -27,22 +27,17 @@ HOST_BANDWIDTH, HOST_RANGE = 40e9, (200e9, 15e9)  # of the host's memory: two ch
 CPU_ADAM = 28  # bytes a number that DeepSpeed's CPU Adam reads and writes: fp32 weight, two states, gradient
 
 
-def optimizer_traffic(recipe: Recipe) -> int:
-    """Bytes that clipping and the update read and write on GPUs in a step, of all ranks together."""
+def optimizer_traffic(recipe: Recipe) -> float:
+    """Bytes that clipping and the update read and write on one rank's GPU in a step."""
+    sharding = recipe.sharding
+    if sharding and sharding.offload:
+        return 0
     rows = [row for row in parameter_table(recipe) if row.trained]
     weights = sum(row.count * row.size for row in rows)
     passes = FOREACH.get(recipe.optim, FUSED) + (CLIPPING if recipe.loop.max_grad_norm is not None else 0)
     states = sum(row.count * sum(row.states) for row in rows)
-    foreach = recipe.optim in FOREACH  # reads and writes its states several times
-    return passes * weights + (4 if foreach else 2) * states
-
-
-def optimizer_share(recipe: Recipe) -> float:
-    """The part of the update that one rank does on its GPU."""
-    sharding = recipe.sharding
-    if sharding is None:
-        return 1.0
-    return 0.0 if sharding.offload else 1 / sharding.world_size if sharding.stage else 1.0
+    again = 4 if recipe.optim in FOREACH else 2  # a foreach update reads and writes its states several times
+    return (passes * weights + again * states) * (1 / sharding.world_size if sharding and sharding.stage else 1)
 
 
 def sent(recipe: Recipe) -> float:
@@ -50,14 +45,14 @@ def sent(recipe: Recipe) -> float:
     sharding = recipe.sharding
     if sharding is None or sharding.world_size == 1:
         return 0.0
+    # the trained weights, gathered after the update, have their gradients' size
     weights, gradients = model_states.parameter_bytes(recipe), model_states.gradient_bytes(recipe)
-    updated = gradients  # the trained weights, gathered after the update, have their gradients' size
     times, f = recipe.gradient_accumulation_steps, 1 - 1 / sharding.world_size
     if sharding.stage == 3:
         return times * f * (2 * weights + gradients)
     if sharding.engine == "fsdp":
         return times * f * (weights + gradients)
-    return f * {0: 2 * gradients, 1: gradients + updated, 2: times * gradients + updated}[sharding.stage]
+    return f * {0: 2 * gradients, 1: 2 * gradients, 2: (times + 1) * gradients}[sharding.stage]
 
 
 def to_host(recipe: Recipe) -> tuple[float, float]:
@@ -66,19 +61,15 @@ def to_host(recipe: Recipe) -> tuple[float, float]:
     Paged states move in and out in each step, as they do when the card is full. With an offloaded optimizer gradients
     go down, the CPU updates, weights come back. Offloaded parameters also come up twice a micro-batch.
     """
-    crossing = host = 0.0
-    if recipe.optim.startswith("paged"):
-        crossing += 2 * paged_bytes(recipe)
-    sharding = recipe.sharding
-    if sharding and sharding.offload:
-        gradients = model_states.gradient_bytes(recipe)
-        numbers = sum(row.count * prod(row.shape) for row in parameter_table(recipe) if row.trained)
-        crossing += 2 * gradients / sharding.world_size
-        host += CPU_ADAM * numbers
-        if sharding.offload == "parameters":
-            times = 2 * recipe.gradient_accumulation_steps
-            crossing += times * model_states.parameter_bytes(recipe) / sharding.world_size
-    return crossing, host
+    sharding, crossing = recipe.sharding, 2 * paged_bytes(recipe)
+    if not (sharding and sharding.offload):
+        return crossing, 0.0
+    numbers = sum(row.count * prod(row.shape) for row in parameter_table(recipe) if row.trained)
+    crossing += 2 * model_states.gradient_bytes(recipe) / sharding.world_size
+    if sharding.offload == "parameters":
+        times = 2 * recipe.gradient_accumulation_steps
+        crossing += times * model_states.parameter_bytes(recipe) / sharding.world_size
+    return crossing, CPU_ADAM * numbers
 
 
 def paged_bytes(recipe: Recipe) -> int:
