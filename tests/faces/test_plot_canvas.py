@@ -24,11 +24,6 @@ def test_it_has_the_style_the_legend_and_the_words():
     assert ax.get_title(loc="left") == "about it" and repr(ax.figure) == "<Figure: A title>"
 
 
-def test_more_panels_are_a_list():
-    with plot.canvas("Two", "Two panels.", panels=2, sharex=True) as axes:
-        assert len(axes) == 2
-
-
 def test_a_failing_cell_leaves_no_half_figure_and_the_readers_settings():
     before = dict(plt.rcParams)
     with pytest.raises(ZeroDivisionError), plot.canvas("A title", "Words."):

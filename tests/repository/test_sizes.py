@@ -14,8 +14,8 @@ CEILINGS = {
     "vramlab/formulas": 3130,
     "vramlab/simulation": 2430,
     "vramlab/measurement": 1410,
-    "vramlab/planning": 1410,
-    "vramlab/faces": 2420,
+    "vramlab/planning": 1350,
+    "vramlab/faces": 2375,
     "vramlab_course/claims": 1200,
     "vramlab_course": 6000,
 }

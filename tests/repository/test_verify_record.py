@@ -73,7 +73,7 @@ def test_what_is_not_for_others_stays(made_up, tmp_path, simulated):
         made_up(recipe=own)
     with pytest.raises(RecordError, match="it was measured on a CPU"):
         made_up(target="cpu", card={"gpu": None})
-    with pytest.raises(RecordError, match="there is no record of a GPU in"):
+    with pytest.raises(RecordError, match="can be shared: there is no record of a GPU in it"):
         share(tmp_path / "nothing")
 
 

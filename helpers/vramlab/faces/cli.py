@@ -325,9 +325,8 @@ def diff(
 def _said(words: list[str]) -> Recipe | Report:
     """Return what words say: the JSON file of a report or a recipe, or MODEL and options as of `predict`, among them the
     JSON file of a TrainingArguments or a Python script, which may name the model."""
-    paths = {word: Path(word) for word in words if word.endswith(".json") and Path(word).is_file()}
-    read = {word: read_json("file", path.read_text(encoding="utf-8"), word) for word, path in paths.items()}
-    files = {word: found for word, found in read.items() if isinstance(found, dict)}
+    named = [word for word in words if word.endswith((".json", ".py")) and Path(word).is_file()]
+    files = {word: read_json("file", Path(word).read_text("utf-8"), word) for word in named if word.endswith(".json")}
     for found in files.values() if len(words) == 1 else ():
         if "phases" in found:
             return Report.from_dict(found)
@@ -335,7 +334,7 @@ def _said(words: list[str]) -> Recipe | Report:
             return Recipe.from_json(json.dumps(found))
     arguments = [word for word, found in files.items() if "per_device_train_batch_size" in found]
     command = typer.main.get_command(app).commands["predict"]
-    scripts = [word for word in words if word.endswith(".py") and Path(word).is_file()]
+    scripts = [word for word in named if word.endswith(".py")]
     rest, fields = [word for word in words if word not in (*arguments, *scripts)], {}
     if scripts:
         model, files[scripts[0]], fields, unread = read_script(Path(scripts[0]))

@@ -1,8 +1,6 @@
 """What this machine and environment can do, and what to do about what they cannot. Nothing here raises."""
 
 import contextlib
-import ctypes
-import importlib.util
 import io
 import os
 import platform
@@ -12,7 +10,6 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib import metadata
-from pathlib import Path
 from typing import Any
 
 from ..hardware import host
@@ -130,14 +127,6 @@ def may_have_gpu() -> bool:
     return nvml_snapshot().available or any(map(os.path.exists, ("/dev/nvidiactl", "/dev/kfd")))
 
 
-def package_folder(name: str) -> Path:
-    """Return where a package lies, without loading it. Raises ImportError."""
-    spec = importlib.util.find_spec(name)
-    if spec is None or spec.origin is None:
-        raise ImportError(f"No module named {name!r}")
-    return Path(spec.origin).parent
-
-
 def gpus() -> Iterator[Check]:
     try:
         if loaded := "torch" in sys.modules or may_have_gpu():
@@ -145,7 +134,7 @@ def gpus() -> Iterator[Check]:
 
             cuda = torch.version.cuda
         else:
-            cuda = runpy.run_path(str(package_folder("torch") / "version.py")).get("cuda")
+            cuda = runpy.run_path(str(metadata.distribution("torch").locate_file("torch/version.py")))["cuda"]
     except (ImportError, OSError) as error:
         yield Check("torch build", MISSING, "does not load", f"{error}: install torch again", required=True)
         return
@@ -206,24 +195,19 @@ def sensors() -> Iterator[Check]:
 
 
 def bitsandbytes() -> Iterator[Check]:
-    """Try its native library: where torch is not loaded the CPU's alone, because its own import takes seconds."""
+    """Look at its native library; not where torch is not loaded, because its import takes seconds."""
+    if "torch" not in sys.modules:
+        return
     name, without = "bitsandbytes library", "without it no 4-bit, no int8 and no 8-bit optimizers"
-    trouble = ""
     try:
-        if "torch" in sys.modules:
-            with contextlib.redirect_stderr(io.StringIO()):  # it complains about what is reported here
-                from bitsandbytes import cextension
-            if "Mock" in type(cextension.lib).__name__:
-                raise OSError
-        else:
-            ending = {"win32": "dll", "darwin": "dylib"}.get(sys.platform, "so")
-            ctypes.CDLL(str(package_folder("bitsandbytes") / f"libbitsandbytes_cpu.{ending}"))
+        with contextlib.redirect_stderr(io.StringIO()):  # it complains about what is reported here
+            from bitsandbytes import cextension
     except ImportError as error:
         yield Check(name, MISSING, f"does not import ({error})", f"pip install bitsandbytes; {without}")
         return
-    except OSError:
-        trouble = f"python -m bitsandbytes says why; {without}"
-    yield judged(name, "its native library does not load" if trouble else "loads", trouble)
+    broken = "Mock" in type(cextension.lib).__name__
+    advice = f"python -m bitsandbytes says why; {without}" if broken else ""
+    yield judged(name, "its native library does not load" if broken else "loads", advice)
 
 
 def machine() -> Iterator[Check]:

@@ -45,18 +45,9 @@ class AfterImport:
 
 
 def install() -> None:
-    """Wait for the script to load torch and transformers, and run the `sitecustomize` that ours hides."""
+    """Wait for the script to load torch and transformers."""
     zero = {f"deepspeed.runtime.zero.{name}": step_always for name in ("stage_1_and_2", "stage3")}
     sys.meta_path.insert(0, AfterImport({"torch": follow, "transformers.trainer": watch_trainers, **zero}))
-    here = sys.modules.pop("sitecustomize")
-    hidden = [folder for folder in sys.path if folder != os.path.dirname(here.__file__)]
-    ours, sys.path[:] = sys.path[:], hidden
-    try:
-        import sitecustomize  # noqa: F401
-    except ImportError:
-        sys.modules["sitecustomize"] = here
-    finally:
-        sys.path[:] = ours
 
 
 def follow(torch: ModuleType) -> None:

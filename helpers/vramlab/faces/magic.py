@@ -5,7 +5,6 @@ from unittest import mock
 from IPython.core.magic import Magics, cell_magic, magics_class
 from IPython.core.magic_arguments import argument, magic_arguments, parse_argstring
 
-from ..report.errors import VramLabError
 from .watch import watch
 
 # `run_cell` would show the error of the cell inside, and `raise_error` shows it for the cell outside.
@@ -27,7 +26,7 @@ class WatchMagic(Magics):
         An error in the cell is raised as always, after the report of what ran until then.
         """
         options = parse_argstring(self.watch, line)
-        watcher = watch(*(self._value(text) for text in (options.model, options.optimizer) if text))
+        watcher = watch(*(self.shell.ev(text) for text in (options.model, options.optimizer) if text))
         with watcher, mock.patch.multiple(self.shell, **dict.fromkeys(MUTED, lambda *args, **kwargs: None)):
             result = self.shell.run_cell(cell)
         if options.output:
@@ -35,9 +34,3 @@ class WatchMagic(Magics):
         else:
             print(watcher.report())
         result.raise_error()
-
-    def _value(self, text: str):
-        try:
-            return self.shell.ev(text)
-        except Exception as error:
-            raise VramLabError(f"%%watch: {text!r} has no value here ({error})") from None

@@ -66,10 +66,6 @@ class _Script:
             return tuple(map(self.value, node.elts))
         return ast.literal_eval(node)
 
-    def value_or_none(self, node: ast.AST) -> Any:
-        with contextlib.suppress(ValueError, TypeError):
-            return self.value(node)
-
     def said(self, *names: str) -> dict[str, Any]:
         """The keywords of the calls of `names`, of the first that says each."""
         found: dict[str, Any] = {}
@@ -102,7 +98,10 @@ def read_script(path: Path) -> tuple[str | None, dict[str, Any], dict[str, Any],
     fields |= {name: given.get(name) for name in ("precision", "seq_len", "lengths")}
     if trainer == "transformers" and not fields["seq_len"]:
         fields["seq_len"] = script.said("tokenizer", "tokenize").get("max_length")
-    models = (script.value_or_none(call.args[0]) for call in script.calls.get("from_pretrained", ()) if call.args)
+    models = []
+    for call in script.calls.get("from_pretrained", ()):
+        with contextlib.suppress(ValueError, TypeError, IndexError):
+            models.append(script.value(call.args[0]))
     model = loaded.get("pretrained_model_name_or_path") or next(filter(None, models), None)
     quiet = {*CLASSIFIED["neutral"], "use_cpu", "fsdp_config", "deepspeed", "quantization_config", "task_type"}
     calls = (kind, "LoraConfig", "BitsAndBytesConfig", "from_pretrained")

@@ -63,19 +63,15 @@ def share(source: str | os.PathLike | None = None, folder: str | os.PathLike = "
         RecordError: there is no record that can be shared, or a file cannot be read or written.
     """
     source, made = Path(source or measurements_folder()), []
-    single = source.suffix == ".json"
-    for path in [source] if single else sorted(source.glob("*.json")):
-        reports, left_out = [], []
-        for report in load(path).values():
-            reason = _private(report)
-            left_out += [f"{report.title}: {reason}"] if reason else []
-            reports += [] if reason else [report]
-        if reports:
+    why = "there is no record of a GPU in it, and `vramlab record` on a GPU makes one"
+    for path in [source] if source.suffix == ".json" else sorted(source.glob("*.json")):
+        reasons = [(report, _private(report)) for report in load(path).values()]
+        left_out = [f"{report.title}: {reason}" for report, reason in reasons if reason]
+        why = "; ".join(left_out) or why
+        if reports := [report for report, reason in reasons if not reason]:
             made.append(_written(reports, left_out, Path(folder)))
-        elif single:
-            raise RecordError(f"nothing in {path.name} can be shared: {'; '.join(left_out) or 'it is empty'}.")
     if not made:
-        raise RecordError(f"there is no record of a GPU in {source}: `vramlab record` on a GPU makes one.")
+        raise RecordError(f"nothing in {source} can be shared: {why}.")
     return made
 
 

@@ -106,41 +106,32 @@ def _in_words(rows: Sequence[tuple[str, ...]]) -> str:
 
 
 @contextmanager
-def canvas(
-    heading: str, alt: str, subtitle: str = "", rows: Sequence[tuple[str, ...]] = (), panels: int = 1, **options: Any
-) -> Iterator[Any]:
-    """Give axes to draw on with matplotlib in this style; a list of them, one below the other, for more `panels`.
+def canvas(heading: str, alt: str, subtitle: str = "", rows: Sequence[tuple[str, ...]] = ()) -> Iterator[Any]:
+    """Give axes to draw on with matplotlib in this style.
 
         with plot.canvas("Half of it", alt="A line that falls from 4 to 2.", rows=[("x", "y"), ("0", "4")]) as ax:
             ax.plot([0, 1], [4, 2], label="a line")
         plt.show()
 
-    `plot.table(ax.figure)` prints `rows`; `options` go to `Figure.subplots`. Raises ValueError without alt text.
+    `plot.table(ax.figure)` prints `rows`. Raises ValueError without alt text.
     """
     if not alt.strip():
         raise ValueError("canvas needs alt, a sentence or two for readers who do not see the figure.")
     with styled():
-        figure, axes = start(heading, subtitle, panels, **options)
-        for ax in figure.axes:
-            ax.set_prop_cycle(color=[colour for colour, *_ in LINES] + [INK])
-        yield axes
+        figure, ax = start(heading, subtitle)
+        ax.set_prop_cycle(color=[colour for colour, *_ in LINES] + [INK])
+        yield ax
         finish(figure, rows, alt)
 
 
 def table(figure) -> str:
     """Return the data of a figure of this package as a text table."""
-    return text_table(_own(figure).rows)
+    return text_table(figure.rows)
 
 
 def alt_text(figure) -> str:
     """Return the figure in words, for readers who do not see it."""
-    return _own(figure).alt
-
-
-def _own(figure):
-    if type(figure).__name__ != "LabFigure":
-        raise ValueError(f"this is no figure of vramlab.plot but a {type(figure).__name__}.")
-    return figure
+    return figure.alt
 
 
 def look(keys: Sequence[str]) -> dict[str, dict[str, Any]]:
