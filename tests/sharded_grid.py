@@ -1,13 +1,14 @@
 """The sharded recipes on which `predict` is held against `simulate`: engines, stages, worlds, precisions, spread out.
 
-Drawn once with a fixed seed and not chosen by how well they fit. Run as a script it simulates them all, which takes many
-minutes, and writes `formulas/sharded_grid.jsonl`.
+Drawn once with a fixed seed and not chosen by how well they fit; those that `predict` refuses are left out. Run as a
+script it simulates them all, which takes many minutes, and writes `formulas/sharded_grid.jsonl`.
 """
 
 import random
 
 from predict_grid import Deck, store
 from vramlab import Recipe
+from vramlab.formulas.shards import is_known
 from vramlab.recipe.options import Sharding
 
 DRAWN = 84
@@ -40,7 +41,7 @@ def grid() -> list[Recipe]:
     }
     decks = {key: Deck(options, draw) for key, options in values.items()}
     drawn = [_recipe(**{key: deck.deal() for key, deck in decks.items()}) for _ in range(DRAWN)]
-    return [*{recipe.key: recipe for recipe in drawn}.values()]
+    return [*{recipe.key: recipe for recipe in drawn if is_known(recipe.sharding)}.values()]
 
 
 def _recipe(engine, model, size, world_size, rank, **settings) -> Recipe:

@@ -8,7 +8,6 @@ from quick import params
 from sharded_grid import grid, simulated
 from vramlab import LoRA, Quantization, Recipe
 from vramlab.formulas import fsdp as units
-from vramlab.formulas import shards
 from vramlab.formulas.predict import predict
 from vramlab.hardware.overhead import torch_release
 from vramlab.recipe.options import Sharding
@@ -67,7 +66,7 @@ def error(predicted: int, truth: int) -> float:
 def test_the_grid_has_sixty_recipes_of_every_engine_and_stage():
     assert len(GRID) >= 60
     kinds = {(r.sharding.engine, r.sharding.stage) for r in GRID}
-    assert kinds == {("ddp", 0), ("ddp", 1), ("fsdp", 2), ("fsdp", 3), *(("deepspeed", stage) for stage in range(4))}
+    assert kinds == {("ddp", 0), ("fsdp", 2), ("fsdp", 3), *(("deepspeed", stage) for stage in (1, 2, 3))}
     assert {r.sharding.world_size for r in GRID} == {2, 8, 64, 1024}
 
 
@@ -125,22 +124,41 @@ def test_a_whole_model_is_within_three_percent(changes):
         assert abs(error(report.phases[name].peak.total, sum(truth["phases"][name][0].values()))) <= PHASE_BOUND, name
 
 
-@pytest.mark.parametrize("layers,ranks", [(1, 2), (3, 2), (2, 1)])
-def test_stage_3_lets_go_of_the_layers_before_the_embeddings_gradient(layers, ranks):
+@pytest.mark.parametrize("layers", [1, 3])
+def test_stage_3_lets_go_of_the_layers_before_the_embeddings_gradient(layers):
     pytest.importorskip("deepspeed")
-    sharding = Sharding(engine="deepspeed", stage=3, world_size=ranks)
+    sharding = Sharding(engine="deepspeed", stage=3, world_size=2)
     recipe = Recipe("gpt2", batch_size=1, seq_len=32, num_layers=layers, sharding=sharding)
     report, truth = predict(recipe), simulated(recipe)
     for name in ("forward", "backward", "step"):
         assert abs(error(report.phases[name].peak.total, sum(truth["phases"][name][0].values()))) < 0.005, name
 
 
-@pytest.mark.parametrize(("engine", "schedule"), [("tensor", "1f1b"), ("pipeline", "gpipe")])
-def test_engines_that_cut_the_model_are_refused(engine, schedule):
-    sharding = Sharding(engine=engine, stage=0, world_size=2, schedule=schedule)
+REFUSED = [
+    Sharding(0, 2, "tensor"),
+    Sharding(0, 2, "pipeline", schedule="gpipe"),
+    Sharding(1, 2, "ddp"),
+    Sharding(3, 2, wrap="model"),
+    Sharding(0, 2, "deepspeed"),
+    Sharding(1, 2, "deepspeed", "optimizer"),
+    Sharding(3, 1, "deepspeed"),
+]
+
+
+@pytest.mark.parametrize("sharding", REFUSED, ids=str)
+def test_what_no_plan_tries_is_refused(sharding):
     recipe = Recipe("llama-3.2-1b", num_layers=2, sharding=sharding)
-    with pytest.raises(RecipeError, match=f"'sharding' is '{engine}', but .*ask simulate"):
+    with pytest.raises(RecipeError, match=f"'sharding' is '{sharding.engine}', but .*ask simulate"):
         predict(recipe)
+
+
+@pytest.mark.parametrize(("stage", "offload"), [(2, "optimizer"), (3, "parameters")])
+def test_offload_on_one_gpu(stage, offload):
+    """Without weights that are gathered, and the tied table's gradient in fp64, these were 15 and 26 % too low."""
+    pytest.importorskip("deepspeed")
+    sharding = Sharding(stage, 1, "deepspeed", offload)
+    recipe = Recipe("llama-3.2-1b", 1, 128, "bf16-mixed", num_layers=3, sharding=sharding)
+    assert abs(error(predict(recipe).peak.total, simulated(recipe)["peak"])) <= 0.01
 
 
 def test_shards_of_all_ranks_are_the_model():
@@ -149,22 +167,6 @@ def test_shards_of_all_ranks_are_the_model():
             own = [units.own((rows, 7), ranks, rank) for rank in range(ranks)]
             assert sum(first for first, _ in own) == rows
             assert units.padded((rows, 7), ranks) == 7 * max(first for first, _ in own)
-
-
-def test_zero_redundancy_optimizer_deals_as_the_formula():
-    torch = pytest.importorskip("torch")
-    from torch.distributed.optim import ZeroRedundancyOptimizer
-    from vramlab.training.models import build_model
-    from vramlab.training.process_group import one_rank_of
-
-    recipe = Recipe("gpt2", num_layers=3, loop="plain", sharding=Sharding(1, 5, "ddp", rank=3))
-    with torch.device("meta"), one_rank_of(recipe.sharding):
-        parameters = [*build_model(recipe, "meta").parameters()]
-        optimizer = ZeroRedundancyOptimizer(parameters, optimizer_class=torch.optim.AdamW)
-        parts = optimizer._partition_parameters()
-    for rank, groups in enumerate(parts):
-        real = sorted(tuple(p.shape) for group in groups for p in group["params"])
-        assert sorted(row.shape for row in shards.zero_redundancy_tensors(recipe, rank)) == real
 
 
 def test_a_sharded_prediction_is_quick():

@@ -18,7 +18,7 @@ from ..recipe.shapes import Shape
 from ..report.errors import RecipeError
 from ..report.report import CATEGORIES
 from . import model_states
-from .deepspeed import DeepSpeedModel, gradient_reduction
+from .deepspeed import DeepSpeedModel
 from .fsdp import FsdpModel
 from .fused_head import reference_recipe
 from .ledger import Entry, Parameter, Tensor
@@ -182,7 +182,7 @@ def kept_account(recipe: Recipe, chip: Chip, gradients_exist: bool) -> Account:
     """Return the account from a cache of the last few: recipes that differ only in optimizer or rank share one."""
     r, part = recipe, (model_states.compute_recipe(recipe).precision,)
     optim = (r.optim, r.optim_args) if r.loop.optimizer_in_backward else None
-    if model_states.is_sharded_by(r, "fsdp") or gradient_reduction(r):  # all ranks compute alike
+    if r.sharding and r.sharding.engine != "ddp":  # all ranks compute alike
         part = (*part, dataclasses.replace(r.sharding, rank=0))
     sizes = (r.shape, r.rows, r.samples, r.joins, r.gradient_checkpointing, r.attn_implementation, kernels(r))
     kind = (r.trainer, r.precompute_ref_log_probs, r.precision, r.dtype, r.lora, r.quantization, r.loop, optim)

@@ -1,20 +1,19 @@
 """What a rank holds under DeepSpeed: flat partitions, gradients reduced in a bucket, a step in fp32.
 
-Ψ: trained parameters, N: ranks, w: bytes of a weight, "part": what a rank has of each parameter group, ⌈Ψ/2N⌉ · 2
-elements at stages 1 and 2, the sum of ⌈p/N⌉ at stage 3.
+Ψ: trained parameters, N: ranks, w: bytes of a weight, "part": what a rank has of each parameter group, ⌈Ψ/N⌉ elements at
+stages 1 and 2, the sum of ⌈p/N⌉ at stage 3.
 
-    weights      stage 0 as they are; 1, 2 in one flat tensor a group, w · N part; 3 w · part
-    states       fp32 weights (4 part; 4Ψ at stage 0 in a "-mixed" precision) and the optimizer's states of those
-    gradients    0, 1 all to the end of backward; 2, 3 one after the other, and 3 always w · part
-    reducing     0 a flat copy at the end, over 500 million elements at a time (`allreduce_bucket`)
+    weights      stages 1, 2 in one flat tensor a group, w · N part; 3 w · part
+    states       fp32 weights (4 part) and the optimizer's states of those
+    gradients    1 all to the end of backward; 2, 3 one after the other, and 3 always w · part
     gathered     3: see `param_coordinator`; too much in the lower layers
     step         an fp64 copy of the largest gradient for the norm, then fp32 gradients and the optimizer's temporaries
 
-Underestimates world_size=1 at stage 2 in fp32, by 14 % with a large tied embedding.
+Underestimates world_size=1 at stage 2, by half with a large tied embedding.
 """
 
-from dataclasses import replace
 from math import ceil, prod
+from typing import Any
 
 from ..hardware.overhead import rounded
 from ..hardware.reserved import internal_fragmentation
@@ -23,195 +22,117 @@ from ..recipe.recipe import Recipe
 from . import model_states
 from .ledger import Parameter, Tensor
 from .model import Model
-from .model_states import FP32, HALF, ParameterRow, RankBytes, compute_recipe, parameter_table
+from .model_states import FP32, RankBytes, compute_recipe, parameter_table, weight_width
 from .param_coordinator import gathered
 from .step import copies
 
-ALL_REDUCED = 500_000_000  # elements that stage 0 reduces at a time (runtime/engine.py, MEMORY_OPT_ALLREDUCE_SIZE)
 SUB_GROUP = 1_000_000_000  # elements (`sub_group_size`, zero/config.py; zero/stage3.py, _create_fp16_sub_groups)
 FP64, AT_ONCE = 8, 250_000_000  # elements of a norm that is computed at a time
 
 
-def deepspeed_bytes(recipe: Recipe) -> RankBytes:
-    """Return the bytes that `recipe`'s rank holds."""
-    rank = _Rank(recipe)
-    if recipe.sharding.stage == 0:
-        return rank.replica()
-    return rank.stage_3() if recipe.sharding.stage == 3 else rank.stage_1_or_2()
+def deepspeed_bytes(asked: Recipe) -> RankBytes:
+    """Return the bytes that `asked`'s rank holds."""
+    rank, third, offload = _Rank(asked), asked.sharding.stage == 3, asked.sharding.offload
+    frozen = sum(row.count * sum(row.blocks) for row in parameter_table(rank.recipe) if not row.trained)
+    weights = [part * rank.width * rank.ranks for part in rank.parts]
+    if third:
+        frozen, weights = ceil(frozen / rank.ranks), [sum(rank.parts) * rank.width]
+    updated = [] if offload else rank.parts
+    optim = rank.recipe.optim, rank.recipe.optim_args
+    states = [n for part in updated for n in model_states.state_sizes((part,), "linear", FP32, *optim, False)]
+    # of fp32 weights too: stage 3 would do without, but compares a device with its name (zero/stage3.py,
+    # _create_fp32_partitions; DeepSpeed 0.19.8)
+    masters = [rounded(FP32 * part) for part in updated]
+    rests = sum(internal_fragmentation(rounded(size)) for size in (*weights, *states, *masters))
+    always, rest = rank.stage_3() if third else rank.stage_1_or_2()
+    return RankBytes(
+        parameters=0 if offload == "parameters" else frozen + sum(map(rounded, weights)),
+        gradients=0,
+        optimizer_states=sum(states),
+        always={"optimizer_states": sum(masters)} | always | {"workspace": always["workspace"] + rests},
+        **rest,
+    )
 
 
 class _Rank:
-    """One rank's partitions of the recipe `asked`."""
+    """One rank's partitions of the recipe `asked`; sizes are numbers of elements."""
 
     def __init__(self, asked: Recipe):
-        self.recipe, self.sharding = compute_recipe(asked), asked.sharding
-        self.rows = [row for row in model_states.tensors_in_order(self.recipe) if row.trained]
-        self.width = max((row.width for row in self.rows), default=FP32)  # bytes of a weight
-        self.mixed = asked.precision.endswith("-mixed")
-        self.precision_set = self.mixed or self.width == FP32  # DeepSpeed's configuration has it, or it is fp32
-        self.elements_of_bucket = HIDDEN["reduce_bucket_size"](self.recipe.shape.hidden_size)
-        self.bucket = self.elements_of_bucket * self.width  # bytes of the buffer that gradients are reduced in
-        self.foreach = copies(self.recipe)[0]  # temporaries as large as the weights
-        trainer = self.recipe.loop.name == "trainer"
-        split = [[row for row in self.rows if row.decayed or not trainer]]
-        split.append([row for row in self.rows if trainer and not row.decayed])
-        self.groups = [group for group in split if group]  # trained tensors by parameter group
-        if self.sharding.stage == 3:
-            self.groups = [part for group in self.groups for part in self._sub_groups(group)]
-        self.parts = [self._part(group) for group in self.groups]  # elements that the rank has of each
+        self.recipe, self.sharding = recipe, sharding = compute_recipe(asked), asked.sharding
+        self.ranks, hidden = sharding.world_size, recipe.shape.hidden_size
+        rows = [row for row in model_states.tensors_in_order(recipe) if row.trained]
+        self.sizes = [prod(row.shape) for row in rows]
+        self.largest = max(self.sizes)
+        self.width = max(row.width for row in rows)  # bytes of a weight
+        # DeepSpeed's configuration has the precision, or it is fp32
+        self.precision_set = asked.precision.endswith("-mixed") or self.width == FP32
+        self.bucket = HIDDEN["reduce_bucket_size"](hidden)  # where gradients are reduced
+        self.foreach = copies(recipe)[0]  # temporaries as large as the weights
+        trainer = recipe.loop.name == "trainer"
+        decayed = {True: [], False: []}  # trained tensors by parameter group
+        for row, size in zip(rows, self.sizes, strict=True):
+            decayed[row.decayed or not trainer].append(size)
+        self.groups = [group for group in decayed.values() if group]
+        # what the rank has of each group
+        self.parts = self._sub_groups() if sharding.stage == 3 else [ceil(sum(n) / self.ranks) for n in self.groups]
 
-    def _part(self, rows: list[ParameterRow]) -> int:
-        ranks = self.sharding.world_size
-        if self.sharding.stage == 3:
-            return sum(ceil(prod(row.shape) / ranks) for row in rows)
-        return 2 * ceil(sum(prod(row.shape) for row in rows) / (2 * ranks))
+    def _sub_groups(self) -> list[int]:
+        """List the rank's parts at stage 3, which updates `sub_group_size` elements of a group after the other."""
+        parts = []
+        for group in self.groups:
+            parts.append(0)
+            for size in group:
+                if parts[-1] >= SUB_GROUP:
+                    parts.append(0)
+                parts[-1] += ceil(size / self.ranks)
+        return parts
 
-    def _sub_groups(self, rows: list[ParameterRow]) -> list[list[ParameterRow]]:
-        """Split a group where the rank's part of it reaches `sub_group_size`: stage 3 updates one after the other."""
-        found, elements = [[]], 0
-        for row in rows:
-            if elements >= SUB_GROUP:
-                found, elements = [*found, []], 0
-            found[-1].append(row)
-            elements += ceil(prod(row.shape) / self.sharding.world_size)
-        return found
-
-    def _states(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Return the bytes of each state of an fp32 tensor."""
-        return model_states.state_sizes(shape, "linear", FP32, self.recipe.optim, self.recipe.optim_args, False)
-
-    def _partitioned(self) -> RankBytes:
-        """Return weights, fp32 weights and states of stages 1 to 3."""
-        third, offload, ranks = self.sharding.stage == 3, self.sharding.offload, self.sharding.world_size
-        frozen = sum(row.count * sum(row.blocks) for row in parameter_table(self.recipe) if not row.trained)
-        weights = [part * self.width * (1 if third else ranks) for part in self.parts]
-        if third:
-            frozen, weights = ceil(frozen / ranks), [sum(weights)]
-        states = [size for part in self.parts for size in self._states((part,))] if not offload else []
-        # of fp32 weights too: stage 3 would do without, but compares a device with its name (zero/stage3.py,
-        # _create_fp32_partitions; DeepSpeed 0.19.8)
-        masters = [rounded(FP32 * part) for part in self.parts] if not offload else []
-        return RankBytes(
-            parameters=0 if offload == "parameters" else frozen + sum(map(rounded, weights)),
-            gradients=0,
-            optimizer_states=sum(states),
-            fragmentation={
-                "parameters": sum(internal_fragmentation(rounded(size)) for size in weights),
-                "optimizer_states": sum(map(internal_fragmentation, (*states, *masters))),
-            },
-            temporaries=0,
-            always={"optimizer_states": sum(masters)},
-        )
-
-    def stage_1_or_2(self) -> RankBytes:
+    def stage_1_or_2(self) -> tuple[dict[str, int], dict[str, Any]]:
         """Keep this rank's gradients to the step, whole where its partition begins or ends within one."""
-        stage, precision_set, found = self.sharding.stage, self.precision_set, self._partitioned()
-        pieces = [piece for group in zip(self.groups, self.parts, strict=True) for piece in self._pieces(*group)]
-        width = self.width if precision_set else FP32
+        second, precision_set, pieces = self.sharding.stage == 2, self.precision_set, self._pieces()
+        width, whole, kept = self.width if precision_set else FP32, sum(size for _, size in pieces), 0
         if self.sharding.offload:
-            gradients, temporaries = 0, 0
-            buffer = {"workspace": max((prod(row.shape) * row.width for row in self.rows), default=0)}
-            found = replace(found, always=found.always | buffer)
+            gradients, temporaries, norm = 0, 0, FP64
         else:
-            gradients = (sum(whole for _, whole in pieces) if precision_set else sum(self.parts)) * width
+            norm = 0  # later, in the step
+            gradients = (whole if precision_set else sum(self.parts)) * width
             flat = max(self.parts) * FP32 * (precision_set + self.foreach)
-            fp64 = max((piece for piece, _ in pieces), default=0) * FP64
+            fp64 = max((inside for inside, _ in pieces), default=0) * FP64
             # one buffer has the gradients of all groups, and goes when the last group's are flat
-            soon = stage == 2 and precision_set and len(self.parts) == 1
+            soon = second and precision_set and len(self.parts) == 1
             temporaries = max(gradients + fp64, flat) if soon else gradients + max(fp64, flat)
-        kept, reducing, existing = 0, gradients + max((whole for _, whole in pieces), default=0) * width, gradients
-        if stage == 1:
-            kept = 0 if precision_set else self._kept_whole(pieces) * FP32
-            reducing = 0 if precision_set else gradients
-            existing = sum(prod(row.shape) for row in self.rows) * width
-        return replace(
-            found,
-            temporaries=temporaries + kept,
-            backward={"workspace": self.bucket},
-            backward_end={"gradients": gradients + kept},
-            reducing=reducing,
-            existing=existing,
-        )
+        reducing = gradients
+        if second:
+            reducing += max((size * width + norm * inside for inside, size in pieces), default=0)
+        elif not precision_set:  # gradients over the bucket's size of which this rank has nothing stay too
+            kept = FP32 * max(0, sum(size for size in self.sizes if size > self.bucket) - whole)
+        return {"workspace": self.largest * self.width if self.sharding.offload else 0}, {
+            "temporaries": temporaries + kept,
+            "backward": {"workspace": self.bucket * self.width},
+            "backward_end": {"gradients": gradients + kept},
+            "reducing": reducing,
+            "existing": gradients if second else sum(self.sizes) * width,
+        }
 
-    def stage_3(self) -> RankBytes:
+    def stage_3(self) -> tuple[dict[str, int], dict[str, Any]]:
         """Keep the partition's gradients at all times, and gather weights while the step needs them."""
-        recipe, sharding, found = self.recipe, self.sharding, self._partitioned()
-        small = HIDDEN["stage3_param_persistence_threshold"](recipe.shape.hidden_size)
-        persistent = sum(rounded(prod(row.shape) * row.width) for row in self.rows if prod(row.shape) <= small)
-        if sharding.world_size == 1:  # the part is the whole, and is taken as it is
-            persistent = 0
         gradients = rounded(sum(self.parts) * (self.width if self.precision_set else FP32))
-        always = {"workspace": self.bucket + persistent, "gradients": 0 if sharding.offload else gradients}
-        temporaries = 0
-        if not sharding.offload:
-            largest = max((ceil(prod(row.shape) / sharding.world_size) for row in self.rows), default=0)
-            beside = max(FP32 * self.foreach, self.width)
-            temporaries = max(FP64 * largest, (FP32 + beside) * max(self.parts))
-        masters = found.always if not sharding.offload else {}
-        return replace(found, always=masters | always, temporaries=temporaries)
+        temporaries = (FP32 + max(FP32 * self.foreach, self.width)) * max(self.parts)
+        always = {"workspace": self.bucket * self.width}
+        if self.sharding.offload:
+            return always, {"temporaries": 0}
+        return always | {"gradients": gradients}, {"temporaries": temporaries}
 
-    def _pieces(self, rows: list[ParameterRow], part: int) -> list[tuple[int, int]]:
-        """List (elements in the partition, elements) of each tensor of a group that the rank has some of."""
-        rank, begin, found = self.sharding.rank, 0, []
-        for row in rows:
-            size = prod(row.shape)
-            inside = min((rank + 1) * part, begin + size) - max(rank * part, begin)
-            if inside > 0:
-                found.append((inside, size))
-            begin += size
+    def _pieces(self) -> list[tuple[int, int]]:
+        """List (elements in the partition, elements) of each tensor that the rank has some of."""
+        found = []
+        for group, part in zip(self.groups, self.parts, strict=True):
+            end, low, high = 0, self.sharding.rank * part, (self.sharding.rank + 1) * part
+            for size in group:
+                begin, end = end, end + size
+                if (inside := min(high, end) - max(low, begin)) > 0:
+                    found.append((inside, size))
         return found
-
-    def _kept_whole(self, pieces: list[tuple[int, int]]) -> int:
-        """Count elements of gradients over the bucket's size of which this rank has nothing: they stay to the step."""
-        sizes = [prod(row.shape) for row in self.rows]
-        return max(0, sum(size for size in sizes if size > self.elements_of_bucket) - sum(size for _, size in pieces))
-
-    def replica(self) -> RankBytes:
-        """Hold everything at stage 0, and in "-mixed" precisions an fp32 copy of every weight, which is updated."""
-        recipe, mixed, width, chunks = self.recipe, self.mixed, self.width, [0]
-        sizes, masters = [prod(row.shape) for row in self.rows], []
-        states = [size for row in self.rows for size in row.states]
-        if mixed:
-            masters = [rounded(FP32 * size) for size in sizes]
-            states = [size for row in self.rows for size in self._states(row.shape)]
-        for size in sizes:
-            chunks[-1] += size
-            if chunks[-1] > ALL_REDUCED:
-                chunks.append(0)
-        updated = [rounded((FP32 if mixed else width) * size) for size in sizes]
-        whole = sum(size + internal_fragmentation(size) for size in updated)
-        rests = {"optimizer_states": sum(map(internal_fragmentation, (*masters, *states)))}
-        norm = FP32 * max(sizes, default=0) if not self.precision_set and recipe.loop.max_grad_norm else 0
-        return RankBytes(
-            parameters=model_states.parameter_bytes(recipe),
-            gradients=model_states.gradient_bytes(recipe),
-            optimizer_states=sum(states),
-            fragmentation=model_states.fragmentation_bytes(recipe) | rests,
-            temporaries=max(whole * (self.foreach + mixed), norm),
-            always={"optimizer_states": sum(masters)},
-            reducing=max(chunks) * (width + (FP32 if width == HALF and not mixed else 0)),
-        )
-
-
-def gradient_reduction(recipe: Recipe) -> bool | str:
-    """Tell whether a complete gradient is reduced and freed with the next one; "fp32": it stays, in fp32."""
-    if not model_states.is_sharded_by(recipe, "deepspeed") or recipe.sharding.stage == 0:
-        return False
-    if recipe.sharding.stage == 1:
-        return "fp32" if recipe.precision.endswith("-true") else False
-    return True
-
-
-def _gathered_bytes(recipe: Recipe) -> dict[str, int]:
-    """Return the bytes that stage 3 has gathered in each part of the step."""
-    sharding, recipe = recipe.sharding, compute_recipe(recipe)
-    if sharding.world_size == 1:
-        return {}
-    width = model_states.weight_width(recipe.weights_dtype, recipe.quantization)
-    sizes = {part: n * width for part, n in gathered(recipe.shape).items()}
-    if sharding.offload == "parameters":  # a rank's part is copied to the device, then gathered
-        sizes["forward"] += width * max(ceil(prod(row.shape) / sharding.world_size) for row in parameter_table(recipe))
-    return sizes
 
 
 class DeepSpeedModel(Model):
@@ -223,12 +144,16 @@ class DeepSpeedModel(Model):
 
     def shard(self, asked: Recipe, gradients_exist: bool) -> None:
         super().shard(asked, gradients_exist)
-        self.sharding, self.reduction = asked.sharding, gradient_reduction(asked)
+        self.sharding, self.gathered, self.sizes = asked.sharding, None, {}
         self.zero3_linear = asked.sharding.stage == 3  # `zero.Init`, memory_efficient_linear
         self.in_fp32, self.kept = asked.precision.endswith("-true"), []
-        trained = sum(prod(row.shape) * row.count for row in parameter_table(asked) if row.trained)
-        self.part = ceil(trained / asked.sharding.world_size)
-        self.gathered, self.sizes = None, _gathered_bytes(asked) if self.zero3_linear else ()
+        table, ranks = parameter_table(asked), asked.sharding.world_size
+        self.part = ceil(sum(prod(row.shape) * row.count for row in table if row.trained) / ranks)
+        if self.zero3_linear:
+            width = weight_width(self.recipe.weights_dtype, self.recipe.quantization)
+            self.sizes = {part: n * width for part, n in gathered(self.recipe.shape).items()}
+            if asked.sharding.offload == "parameters":  # a rank's part is copied to the device, then gathered
+                self.sizes["forward"] += width * max(ceil(prod(row.shape) / ranks) for row in table)
 
     def hidden_states(self) -> Tensor:
         self._gather("forward")
@@ -253,22 +178,23 @@ class DeepSpeedModel(Model):
         self.gathered = None
 
     def complete(self, parameter: Parameter) -> None:
-        if not self.reduction:
+        if self.sharding.stage == 1 and not self.in_fp32:
             super().complete(parameter)
             return
         parameter.partial.entry.category = "gradients"
         elements, width = prod(parameter.shape), FP32 if self.in_fp32 else parameter.width
-        if self.reduction == "fp32":
+        if self.sharding.stage == 1:  # it stays, in fp32
             self.kept.append(self.group("to", [(elements * FP32, 1)], "gradients", FP32))
-            parameter.partial = None
-            return
-        size = (min(elements, self.part) if self.in_fp32 else elements) * width
-        if self.sharding.stage == 3:
-            part = ceil(elements / self.sharding.world_size)
-            back = part * width + min(part, AT_ONCE) * FP64 if self.sharding.offload else 0
-            cast = elements * width if width > parameter.width else 0
-            embedding = parameter.name == f"{self.embeddings[0]}.weight" if self.embeddings else False
-            size = max(0, cast + back - (0 if embedding else elements * parameter.width))
-        if size:
+        elif size := self._reduced(parameter, elements, width):
             self.group("reduced", [(size, 1)], "workspace", width)
         parameter.partial = None
+
+    def _reduced(self, parameter: Parameter, elements: int, width: int) -> int:
+        """Return the bytes beside a complete gradient while it is reduced, in numbers of `width` bytes."""
+        if self.sharding.stage == 2:
+            return (min(elements, self.part) if self.in_fp32 else elements) * width
+        part = ceil(elements / self.sharding.world_size)
+        back = part * width + min(part, AT_ONCE) * FP64 if self.sharding.offload else 0
+        cast = elements * width if width > parameter.width else 0
+        embedding = parameter.name == f"{self.embeddings[0]}.weight" if self.embeddings else False
+        return max(0, cast + back - (0 if embedding else elements * parameter.width))

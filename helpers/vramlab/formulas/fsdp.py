@@ -60,8 +60,6 @@ def _stored(shape: tuple[int, ...], width: int, quantized: str | None) -> tuple[
 def unit_of(name: str, recipe: Recipe) -> str:
     """Return the key of the unit of a weight (* may be a layer's number): a layer's prefix, TAIL, ROOT or a module."""
     shape = recipe.shape
-    if recipe.sharding.wrap == "model":
-        return ROOT
     parts = name.split(".")
     number = next((i for i, part in enumerate(parts) if part == "*" or part.isdigit()), None)
     if number is not None:
@@ -78,6 +76,8 @@ def unit_of(name: str, recipe: Recipe) -> str:
 
 class FsdpModel(Model):
     """The ledger of an FSDP rank: `Model` with the hooks of `fully_shard`."""
+
+    gathers_layers = True
 
     def shard(self, asked: Recipe, gradients_exist: bool) -> None:
         sharding = asked.sharding
@@ -100,16 +100,13 @@ class FsdpModel(Model):
                 if key and key[-1].isdigit():
                     size = _stored(parameter.shape, parameter.width, parameter.quantized)
                     unit.sizes.append((*size, 1, parameter.needs))
-        self.units[TAIL].keep, self.units[ROOT].keep = True, sharding.wrap != "model"
+        self.units[TAIL].keep = self.units[ROOT].keep = True
         self.first_unit = names.get(f"{self.embeddings[0]}.weight", ROOT) if self.embeddings else ROOT
-        self.gathers_layers = sharding.wrap == "layers"
-        self.rest = self._enter_whole_gradients(gradients_exist)
+        if gradients_exist and asked.gradient_accumulation_steps > 1:
+            self._enter_whole_gradients()
 
-    def _enter_whole_gradients(self, exist: bool) -> Block | None:
-        """Enter gradients left whole; return those of layers not written out, where the model is one unit."""
-        accumulates, one_unit = exist and self.asked.gradient_accumulation_steps > 1, not self.gathers_layers
-        if not accumulates and not one_unit:
-            return None
+    def _enter_whole_gradients(self) -> None:
+        """Enter gradients that earlier micro-batches left whole."""
         widths = ((row, HALF if self.mixed else row.width) for row in parameter_table(self.asked) if row.trained)
         rest = _allocated((prod(row.shape) * width, row.count) for row, width in widths)
         for unit in self.units.values():
@@ -117,13 +114,8 @@ class FsdpModel(Model):
                 if parameter.needs:
                     size = prod(parameter.shape) * parameter.width
                     rest -= _allocated([(size, 1)])
-                    if accumulates:
-                        parameter.gradient = self.group("backward", [(size, 1)], "gradients", parameter.width)
-        if not one_unit:
-            self.other_gradients = rest
-            return None
-        self.other_gradients = 0 if accumulates else -rest  # entered ahead, to be freed at the end
-        return self.group("backward", [(rest, 1)], "gradients")
+                    parameter.gradient = self.group("backward", [(size, 1)], "gradients", parameter.width)
+        self.other_gradients = rest
 
     # --- forward --------------------------------------------------------------------------------------------------
 
@@ -191,8 +183,6 @@ class FsdpModel(Model):
         self.reducing = self.group("reduce_scatter", [(shard * width * self.ranks, 1)], "workspace", width)
         for parameter in unit.written:
             parameter.gradient = None
-        if unit is self.units.get(ROOT):
-            self.rest = None
         result = self.group("reduce_scatter", [(shard * width, 1)], "gradients", width)
         if self.mixed:
             result = self.group("to", [(shard * FP32, 1)], "gradients", FP32)

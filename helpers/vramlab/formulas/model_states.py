@@ -50,8 +50,8 @@ class RankBytes:
     parameters: int  # rounded sizes of the tensors, as the next two
     gradients: int
     optimizer_states: int
-    fragmentation: Sizes  # what the allocator's blocks hold beyond those sizes
     temporaries: int  # peak of the optimizer step's
+    fragmentation: Sizes = field(default_factory=dict)  # what the allocator's blocks hold beyond those sizes
     always: Sizes = field(default_factory=dict)  # added in every phase
     backward: Sizes = field(default_factory=dict)  # added at its peak
     backward_end: Sizes = field(default_factory=dict)

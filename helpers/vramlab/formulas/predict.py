@@ -78,8 +78,8 @@ def predict(recipe: Recipe | Any, gpu: str | Gpu | None = None) -> Report:
 def _refusals(recipe: Recipe) -> Refusals:
     """What the formulas do not know."""
     shape, lora, sharding, quantization = recipe.shape, recipe.lora, recipe.sharding, recipe.quantization
-    allowed = "the formulas know ddp, fsdp and deepspeed: ask simulate"
-    yield "sharding", sharding and sharding.engine not in shards.ENGINES, allowed
+    allowed = "the formulas know of ddp, fsdp and deepspeed the ways that plan tries: ask simulate"
+    yield "sharding", sharding and not shards.is_known(sharding), allowed
     allowed = "the formulas multiply one layer, so every layer has to get the same adapters: ask simulate"
     yield "lora.target_modules", lora_modules.differ_by_layer(shape, lora), allowed
     allowed = "the formulas do not know what is copied when: ask simulate"

@@ -8,19 +8,32 @@
 FSDP2 divides rows of every tensor (`fsdp`), DeepSpeed flat partitions (`deepspeed`). NCCL's buffers are not counted.
 """
 
-import heapq
-from collections import Counter
 from dataclasses import replace
 from functools import lru_cache
 from math import prod
 
 from ..hardware.overhead import rounded
 from ..hardware.reserved import internal_fragmentation, pack
+from ..recipe.options import Sharding
 from ..recipe.recipe import Recipe
 from . import fsdp, model_states
 from .deepspeed import deepspeed_bytes
-from .model_states import CacheKey, ParameterRow, RankBytes, tensors_in_order
+from .model_states import CacheKey, RankBytes, tensors_in_order
 from .step import step_temporaries
+
+# (stage, offload) that the formulas know, and plan tries, by engine; on one GPU only what takes bytes off it.
+ON_ONE_GPU = {"deepspeed": ((2, "optimizer"), (3, "parameters"))}
+ON_SEVERAL = {
+    "ddp": ((0, None),),
+    "fsdp": ((2, None), (3, None), (3, "parameters")),
+    "deepspeed": ((1, None), (2, None), (3, None), (2, "optimizer"), (3, "optimizer"), (3, "parameters")),
+}
+
+
+def is_known(sharding: Sharding) -> bool:
+    """Tell whether the formulas know what a rank holds."""
+    ways = ON_SEVERAL | (ON_ONE_GPU if sharding.world_size == 1 else {})
+    return (sharding.stage, sharding.offload) in ways.get(sharding.engine, ()) and sharding.wrap == "layers"
 
 
 def rank_bytes(recipe: Recipe) -> RankBytes:
@@ -38,25 +51,11 @@ def _cached_rank_bytes(key: CacheKey) -> RankBytes:
 
 def _whole(recipe: Recipe) -> RankBytes:
     sums = model_states.parameter_bytes, model_states.gradient_bytes, model_states.optimizer_state_bytes
-    return RankBytes(*(of(recipe) for of in (*sums, model_states.fragmentation_bytes, step_temporaries)))
+    return RankBytes(*(of(recipe) for of in (*sums, step_temporaries, model_states.fragmentation_bytes)))
 
 
 def _ddp(recipe: Recipe) -> RankBytes:
-    """Hold a replica and a copy of its gradients in buckets; at stage 1 (`ZeroRedundancyOptimizer`) some tensors' states."""
-    whole = _whole(recipe)
-    found = replace(whole, always={"workspace": sum(bucket_bytes(recipe))})
-    if recipe.sharding.stage == 0:
-        return found
-    mine = zero_redundancy_tensors(recipe, recipe.sharding.rank)
-    states = [size for row in mine for size in row.states]
-    fragmentation = whole.fragmentation | {"optimizer_states": pack(states) - sum(states)}
-    rows = tuple(replace(row, count=count) for row, count in Counter(mine).items())
-    temporaries = step_temporaries(recipe, rows)
-    return replace(found, optimizer_states=sum(states), fragmentation=fragmentation, temporaries=temporaries)
-
-
-def bucket_bytes(recipe: Recipe) -> list[int]:
-    """List the bytes of DDP's buckets in backward's order (reducer.cpp, `compute_bucket_assignment_by_size`)."""
+    """Hold a replica and a copy of its gradients in buckets (reducer.cpp, `compute_bucket_assignment_by_size`)."""
     sizes, current, limit = [], 0, 1 << 20  # of the first; a bucket is full with the tensor that reaches its limit
     for row in reversed(tensors_in_order(recipe)):
         if row.trained:
@@ -64,26 +63,15 @@ def bucket_bytes(recipe: Recipe) -> list[int]:
             if current >= limit:
                 sizes.append(current)
                 current, limit = 0, 25 << 20
-    sizes += [current] if current else []
-    return [rounded(size) + internal_fragmentation(rounded(size)) for size in sizes]
-
-
-def zero_redundancy_tensors(recipe: Recipe, rank: int) -> list[ParameterRow]:
-    """List the tensors whose states `rank` holds: largest first, to the rank with fewest numbers so far."""
-    mine, loads = [], [(0, i) for i in range(recipe.sharding.world_size)]
-    for row in sorted((row for row in tensors_in_order(recipe) if row.trained), key=lambda row: -prod(row.shape)):
-        load, i = loads[0]
-        heapq.heapreplace(loads, (load + prod(row.shape), i))
-        if i == rank:
-            mine.append(row)
-    return mine
+    buckets = (rounded(size) + internal_fragmentation(rounded(size)) for size in (*sizes, current))
+    return replace(_whole(recipe), always={"workspace": sum(buckets)})
 
 
 def _fsdp(recipe: Recipe) -> RankBytes:
     """Hold padded shards of the weights, states of this rank's rows, and a flat shard of each unit's gradients."""
     sharding, trainer = recipe.sharding, recipe.loop.name == "trainer"
     if sharding.offload:
-        return RankBytes(0, 0, 0, {}, 0)
+        return RankBytes(0, 0, 0, 0)
     ranks, rows, units = sharding.world_size, [], {}
     for row in model_states.parameter_table(recipe):
         shape, states, shard = fsdp.own(row.shape, ranks, sharding.rank), (), fsdp.padded(row.shape, ranks) * row.width
@@ -100,7 +88,7 @@ def _fsdp(recipe: Recipe) -> RankBytes:
         "optimizer_states": [size for row in rows for size in row.states for _ in range(row.count)],
     }
     fragmentation = {name: pack(found) - sum(found) for name, found in sizes.items()}
-    return RankBytes(*(sum(found) for found in sizes.values()), fragmentation, step_temporaries(recipe, tuple(rows)))
+    return RankBytes(*(sum(found) for found in sizes.values()), step_temporaries(recipe, tuple(rows)), fragmentation)
 
 
 ENGINES = {"ddp": _ddp, "fsdp": _fsdp, "deepspeed": deepspeed_bytes}

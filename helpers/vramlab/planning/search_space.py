@@ -28,13 +28,6 @@ PRECISIONS_OF = {
     "lora": ("half-true", "half-mixed", "fp32"),
     "qlora": ("half-true", "half-mixed"),
 }
-# (stage, offload) by engine: on one GPU only what takes bytes off it.
-ON_ONE_GPU = {"deepspeed": ((2, "optimizer"), (3, "parameters"))}
-ON_SEVERAL = {
-    "ddp": ((0, None),),
-    "fsdp": ((2, None), (3, None), (3, "parameters")),
-    "deepspeed": ((1, None), (2, None), (3, None), (2, "optimizer"), (3, "optimizer"), (3, "parameters")),
-}
 SURE = 0.98  # of the saved activations interpolated from two micro-batches: rounding of blocks is not affine
 ROUNDING = {"bf16-true": "1/256", "fp16-true": "1/2048"}  # half the least relative step of the format: 2^-8, 2^-11
 
@@ -137,7 +130,7 @@ def _precisions(card: Gpu, method: str) -> list[str]:
 def _shardings(question: Question) -> Iterator[Sharding | None]:
     if question.gpus == 1:
         yield None
-    for engine, ways in (ON_ONE_GPU if question.gpus == 1 else ON_SEVERAL).items():
+    for engine, ways in (shards.ON_ONE_GPU if question.gpus == 1 else shards.ON_SEVERAL).items():
         for stage, offload in ways:
             if engine in question.engines and (question.offload or not offload):
                 yield Sharding(stage, question.gpus, engine, offload)

@@ -32,6 +32,8 @@ def refusals(recipe: Any) -> Refusals:
     allowed = "it is modelled where weights are whole: one device, or 'ddp'"
     for name in ("use_dora", "target_parameters") if lora else ():  # read the base's weights outside their layers
         yield f"lora.{name}", engine in ("fsdp", "deepspeed") and getattr(lora, name), allowed
+    allowed = "DeepSpeed's stage 3 does not divide quantized weights: use stage 2 or engine 'fsdp'"
+    yield "sharding.stage", engine == "deepspeed" and sharding.stage == 3 and recipe.quantization, allowed
     if engine not in ("tensor", "pipeline"):
         return
     divisible = [name for name, family in FAMILIES.items() if family.divisible]

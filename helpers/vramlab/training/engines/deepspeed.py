@@ -34,9 +34,6 @@ class DeepSpeed(Engine):
         super().__init__(recipe)
         if not recipe.loop.set_to_none:
             raise RecipeError("loop.set_to_none", False, "engine 'deepspeed' frees gradients by itself: leave it True")
-        if recipe.quantization and recipe.sharding.stage == 3:
-            rest = "DeepSpeed's stage 3 does not divide quantized weights: use stage 2 or engine 'fsdp'"
-            raise RecipeError("sharding.stage", 3, rest)
 
     def start(self, training: Training) -> None:
         deepspeed = library()
