@@ -11,7 +11,7 @@ CEILINGS = {
     "vramlab/recipe": 2590,
     "vramlab/training": 2033,
     "vramlab/tracking": 972,
-    "vramlab/formulas": 3130,
+    "vramlab/formulas": 3020,
     "vramlab/simulation": 2430,
     "vramlab/measurement": 1410,
     "vramlab/planning": 1350,
