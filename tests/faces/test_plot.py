@@ -1,5 +1,6 @@
 """The figures: the data they draw, and what they refuse."""
 
+import dataclasses
 import itertools
 
 import matplotlib.pyplot as plt
@@ -7,11 +8,12 @@ import numpy as np
 import pytest
 from matplotlib.colors import to_hex
 from sample_reports import measured, of_batch, out_of_memory, report, split
-from vramlab import plot
-from vramlab.faces.plot.splits import amount, limit_of
+from vramlab import find_gpu, plot
+from vramlab.faces.plot.splits import amount
 from vramlab.faces.plot.style import LOOK
 from vramlab.report.report import CATEGORIES, Bytes, GiB, Interval, MiB
 
+CARD = dataclasses.replace(find_gpu("T4"), name="a card", total=13 * GiB)
 OVER_EXPLAINED = measured(unexplained=-900_000_000)
 
 
@@ -140,20 +142,12 @@ def test_a_sweep_is_a_line_of_peaks_for_each_name():
     assert [row.split()[-1] for row in rows] == ["13.680", "–", "41.040"]
 
 
-def test_a_limit_is_bytes_or_a_card():
-    from vramlab.hardware.gpu import find_gpu
-
-    assert limit_of(5 * GiB) == (5 * GiB, "limit")
-    assert limit_of("T4") == limit_of(find_gpu("T4")) == (find_gpu("T4").total, "T4")
-
-
 @pytest.mark.parametrize(
     ("call", "words"),
     [
         (lambda: plot.compare(), "at least one report"),
         (lambda: plot.compare(report(), report(recipe={"batch_size": 9})), "differ in batch_size"),
         (lambda: plot.compare(report(), unit="GB"), "unit is 'GB', but allowed are GiB"),
-        (lambda: plot.compare(report(), limit=-1), "limit is -1"),
         (lambda: plot.compare(report(), limit="T5000"), "'T5000' is not in the table"),
         (lambda: plot.bars([], []), "one label per value"),
         (lambda: plot.bars(["a"], [{}, {}]), "1 labels for 2 values"),
@@ -177,12 +171,12 @@ def test_amounts_have_three_significant_figures():
 
 def test_needs_are_intervals_against_the_line_of_their_card():
     needs = {"a": Interval(8 * GiB, 10 * GiB, 12 * GiB), "b\nc": Interval(14 * GiB, 15 * GiB, 20 * GiB)}
-    figure = plot.fits(needs, 13 * GiB, "One is safe", "simulated")
+    figure = plot.fits(needs, CARD, "One is safe", "simulated")
     ax = figure.axes[0]
     bars = [(bar.get_x(), bar.get_width()) for container in ax.containers for bar in container]
     assert bars == [(8, 4), (14, 6)] and texts(figure, "tier") == ["safe", "too much"]
-    assert figure.rows[2] == ("b c", "14.00", "15.00", "20.00", "limit: 13.00", "too much")
-    assert [text.get_text() for text in figure.legends[0].get_texts()] == ["limit: 13.0 GiB"]
+    assert figure.rows[2] == ("b c", "14.00", "15.00", "20.00", "a card: 13.00", "too much")
+    assert [text.get_text() for text in figure.legends[0].get_texts()] == ["a card: 13.0 GiB"]
     both = plot.fits(needs, ["T4", "RTX 4090"], "Both are safe")
     assert texts(both, "tier") == ["safe\non T4", "safe\non RTX 4090"] and len(both.legends[0].get_texts()) == 2
     assert [row[-1] for row in both.rows] == ["fits", "safe", "safe"]
@@ -192,7 +186,7 @@ def test_needs_are_intervals_against_the_line_of_their_card():
 
 def test_the_label_of_a_tier_stands_clear_of_the_line_of_its_card():
     needs = {str(high): Interval(8 * GiB, 9 * GiB, int(high * GiB)) for high in (10, 12, 12.9, 13, 13.1, 60)}
-    for limit in (13 * GiB, [13 * GiB] * 5 + ["T4"]):
+    for limit in (CARD, [CARD] * 5 + ["T4"]):
         figure = plot.fits(needs, limit, "A card of 13 GiB")
         ax, right = figure.axes[0], figure.axes[0].get_window_extent().x1
         lines = [ax.transData.transform((line.get_xdata()[0], 0))[0] for line in ax.lines if len(line.get_xdata()) == 2]

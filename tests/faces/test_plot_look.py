@@ -45,7 +45,7 @@ SHORT_PHASES = [("forward", 300), *[("backward", 1), ("step", 1), ("between_step
 NAMES = [f"optimizer number {i}" for i in range(11)]
 FIGURES = {
     "two bars": lambda: plot.compare(report("predicted", peak=TINY), report(peak=TINY)),
-    "nine categories": lambda: plot.compare(report("predicted"), report(), measured(), limit=14 * GiB),
+    "nine categories": lambda: plot.compare(report("predicted"), report(), measured(), limit="T4"),
     "long title": lambda: plot.compare(report(title=LONG), out_of_memory(title=LONG), limit="T4"),
     "huge": lambda: plot.compare(report(scale=300), measured(300), limit="H200"),
     "over-explained": lambda: plot.compare(report(), OVER_EXPLAINED),

@@ -185,13 +185,11 @@ def sensors() -> Iterator[Check]:
             advice = "other processes hold memory (nvidia-smi lists them): stop them before measuring" if busy else ""
             free, total = (format_bytes(n, digits=2) for n in (s.free, s.total))
             yield judged(f"GPU {s.index} memory", f"{free} free of {total}", advice)
-        shown = {"temperature": "°C", "power": "W", "clock": "MHz"}
-        values = [f"{getattr(s, name):.0f} {unit}" for name, unit in shown.items() if getattr(s, name) is not None]
-        lost = [f"no {name} ({s.missing[name]})" for name in shown if name in s.missing]
+        shown = (("°C", s.temperature), ("W", s.power), ("MHz", s.clock))
+        values = [f"{value:.0f} {unit}" for unit, value in shown if value is not None]
         trouble = ", ".join([*s.slowed, *([f"{s.temperature} °C"] if (s.temperature or 0) >= HOT else [])])
         advice = f"the card slows itself down ({trouble}): timings will not hold, see to cooling and power"
-        value = ", ".join(values + lost) or "no sensors"
-        yield Check(f"GPU {s.index} sensors", WARN if trouble or lost else OK, value, advice if trouble else "")
+        yield judged(f"GPU {s.index} sensors", ", ".join(values) or "no sensors", advice if trouble else "")
 
 
 def bitsandbytes() -> Iterator[Check]:

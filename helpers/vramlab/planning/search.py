@@ -96,11 +96,9 @@ class Candidate:
             return None
 
     @property
-    def interval(self) -> Interval | None:
+    def interval(self) -> Interval:
         """Bytes of the process, simulated if it was, else predicted; where loading takes more, by so much more."""
         report = self.simulated or self.report
-        if report is None:
-            return None
         needs = report.process
         if self.question.expandable_segments:
             peak = max(report.allocated or 0, report.peak.total)

@@ -93,12 +93,8 @@ def notes_on(recipe: Recipe) -> Iterator[str]:
         yield f"{precision}: an update below about {ROUNDING[precision]} of a weight is rounded away (chapter 01)"
     if precision == "fp16-true":
         yield "fp16-true: nothing scales the loss, so gradients under 6e-8 become zero (chapter 01)"
-    if recipe.optim == "adafactor":
-        yield "adafactor is another optimizer: compare the loss before trusting it"
     if recipe.optim.startswith("paged"):
         yield f"paged states: {format_bytes(host_bytes(recipe), digits=2)} of host memory when the card is full"
-    if recipe.attn_implementation == "flash_attention_2":
-        yield "flash_attention_2 needs the package flash-attn"
     yield from unquantized(recipe)
     sharding = recipe.sharding
     if sharding and sharding.offload:

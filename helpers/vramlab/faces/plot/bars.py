@@ -4,10 +4,11 @@ import itertools
 import textwrap
 from collections.abc import Mapping, Sequence
 
+from ...hardware.gpu import find_gpu
 from ...report.compare import check_unit, column_labels
-from ...report.report import Bytes, Interval, Report
+from ...report.report import TIERS, Bytes, Interval, Report
 from . import style
-from .splits import Split, amount, draw_limit, layers, limit_of, shared_title, split_of, split_rows
+from .splits import Split, amount, draw_limit, layers, shared_title, split_of, split_rows
 
 
 def compare(
@@ -99,22 +100,23 @@ def fits(needs: Mapping[str, Interval], limit, title: str, subtitle: str = "", u
     size, each = check_unit(unit), limit if isinstance(limit, list | tuple) else [limit] * len(needs)
     if not needs or len(each) != len(needs):
         raise ValueError(f"fits needs a limit for all or each of its needs, not {len(each)} for {len(needs)}.")
+    cards = [find_gpu(card) for card in each]
     figure, ax = style.start(title, subtitle)
     rows = [(unit, "at least", "likely", "at most", "card", "fits")]
-    dashes = dict(zip(dict.fromkeys(each), itertools.cycle(["--", ":", "-."]), strict=False))
-    pairs = list(zip(needs.values(), map(limit_of, each), strict=True))
-    said = [(need.tier(most) or "too much") + f"\non {card}" * (len(dashes) > 1) for need, (most, card) in pairs]
+    dashes = dict(zip(dict.fromkeys(card.name for card in cards), itertools.cycle(["--", ":", "-."]), strict=False))
+    tiers = [need.tier(card.total) or "too much" for need, card in zip(needs.values(), cards, strict=True)]
+    said = [tier + f"\non {card.name}" * (len(dashes) > 1) for tier, card in zip(tiers, cards, strict=True)]
     widths = [0.02 * (1 + max(map(len, words.split("\n")))) for words in said]  # a letter is 1/50 of the axes, about
-    right = max(n for need, (most, _) in pairs for n in (need.high, most)) / (1 - max(widths))
-    for y, (name, one, (need, (most, card))) in enumerate(zip(needs, each, pairs, strict=True)):
+    right = max(*(need.high for need in needs.values()), *(card.total for card in cards)) / (1 - max(widths))
+    for y, ((name, need), card, tier) in enumerate(zip(needs.items(), cards, tiers, strict=True)):
         ax.barh(y, (need.high - need.low) / size, 0.45, need.low / size, color=style.PROCESS)
         ax.plot(need.value / size, y, "o", color=style.INK, markersize=5)
-        draw_limit(lambda x, y=y, **look: ax.plot([x, x], [y - 0.5, y + 0.5], **look), one, unit, dashes[one])
-        clear = most if need.high <= most <= need.high + widths[y] * right else need.high
-        look = {"color": style.INK if need.tier(most) else style.ALARM, "va": "center", "bbox": style.PATCH}
+        draw_limit(lambda x, y=y, **look: ax.plot([x, x], [y - 0.5, y + 0.5], **look), card, unit, dashes[card.name])
+        clear = card.total if need.high <= card.total <= need.high + widths[y] * right else need.high
+        look = {"color": style.INK if tier in TIERS else style.ALARM, "va": "center", "bbox": style.PATCH}
         ax.annotate(said[y], (clear / size, y), (5, 0), textcoords="offset points", gid="tier", **look)
-        bounds = [f"{n / size:,.2f}" for n in (need.low, need.value, need.high, most)]
-        rows.append((" ".join(name.split()), *bounds[:3], f"{card}: {bounds[3]}", said[y].split("\n")[0]))
+        bounds = [f"{n / size:,.2f}" for n in (need.low, need.value, need.high, card.total)]
+        rows.append((" ".join(name.split()), *bounds[:3], f"{card.name}: {bounds[3]}", tier))
     ax.set_yticks(range(len(needs)), needs)
     words = f"{unit} that the process takes; the dot is the likely figure"
     ax.set(xlim=(0, right / size), ylim=(len(needs) - 0.5, -0.5), xlabel=words)

@@ -1,4 +1,4 @@
-"""The numbers of figures: bytes by category, their labels and table rows, and the limit of a card."""
+"""The numbers of figures: bytes by category, their labels and table rows, and the line of a card."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -61,22 +61,11 @@ def split_rows(names: Sequence[str], splits: Sequence[Split], unit: str, corner:
     return rows
 
 
-def limit_of(limit: float | str | Gpu) -> tuple[float, str]:
-    """Return (bytes, name) of a limit in bytes, a `Gpu` or its name. Raises ValueError, GpuError."""
-    if not isinstance(limit, int | float):
-        card = find_gpu(limit)
-        return card.total, card.name
-    if limit <= 0:
-        raise ValueError(f"limit is {limit!r}, but it must be bytes over 0, a Gpu or its name.")
-    return limit, "limit"
-
-
-def draw_limit(line, limit, unit: str, dash: Any = (0, (6, 3))) -> None:
-    """Draw a line at `limit` with `ax.axhline` or `ax.axvline`, named in the legend; none without a limit."""
-    if limit is not None:
-        size, name = limit_of(limit)
-        look = {"color": style.ALARM, "linewidth": 1.4, "linestyle": dash}
-        line(size / check_unit(unit), label=f"{name}: {amount(size, unit)} {unit}", **look)
+def draw_limit(line, card: Gpu | str | None, unit: str, dash: Any = (0, (6, 3))) -> None:
+    """Draw a line where a card is full with `ax.axhline` or another, named in the legend; none without a card."""
+    if card is not None:
+        card, look = find_gpu(card), {"color": style.ALARM, "linewidth": 1.4, "linestyle": dash}
+        line(card.total / check_unit(unit), label=f"{card.name}: {amount(card.total, unit)} {unit}", **look)
 
 
 def shared_title(reports: Sequence[Report]) -> str:
