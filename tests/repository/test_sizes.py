@@ -14,8 +14,8 @@ CEILINGS = {
     "vramlab/formulas": 3020,
     "vramlab/simulation": 2430,
     "vramlab/measurement": 1410,
-    "vramlab/planning": 1350,
-    "vramlab/faces": 2375,
+    "vramlab/planning": 1340,
+    "vramlab/faces": 2365,
     "vramlab_course/claims": 1200,
     "vramlab_course": 6000,
 }
