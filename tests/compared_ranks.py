@@ -164,7 +164,8 @@ def whole_gradients(training: Training) -> dict[str, torch.Tensor]:
     """Gather the model's gradients: all of them on rank 0, and on another only those that no other rank has."""
     with torch.utils._python_dispatch._disable_current_modes():  # what is gathered here is no part of the step
         found = {name: t.detach().to("cpu", torch.float32, copy=True) for name, t in gradients(training)}
-    return found if process_group.rank() == 0 or isinstance(training.engine, Pipeline) else {}
+    first = not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0
+    return found if first or isinstance(training.engine, Pipeline) else {}
 
 
 def gradients(training: Training) -> Iterator[tuple[str, torch.Tensor]]:

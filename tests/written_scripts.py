@@ -8,6 +8,7 @@ import runpy
 import sys
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -50,9 +51,10 @@ def _watch(step: int) -> Any:
                 return
             wrapped = _trainer().model_wrapped
             if hasattr(wrapped, "zero_optimization"):
-                from vramlab.training.engines.deepspeed_storages import follow
+                from vramlab.training.engines.deepspeed import DeepSpeed
 
-                watched._stack.enter_context(follow(wrapped, watched.tracker))
+                follows = DeepSpeed.follow(None, SimpleNamespace(model=wrapped), watched.tracker)
+                watched._stack.enter_context(follows)
             storages = [storage for seen in getattr(wrapped, "seen_buckets", ()) if (storage := seen())]
             watched.tracker.claim_storages(storages, "workspace", "buckets")
 

@@ -134,7 +134,7 @@ def log_of(*sizes: int) -> list:
     made, log = [], []
     for size in sizes:
         if size > 0:
-            made.append(Storage(-(-size // 512) * 512, size, None, "empty", None))
+            made.append(Storage(-(-size // 512) * 512, size, None, "empty"))
             log.append((made[-1].size, made[-1], "empty"))
         else:
             log.append((-made[-size - 1].size, made[-size - 1], "free"))

@@ -2,14 +2,12 @@
 
 import pytest
 from vramlab.report.report import Bytes, MiB, Phase
-from vramlab.tracking.history import History, largest, merge
+from vramlab.tracking.history import History, merge
 from vramlab.tracking.tracker import Storage
 
 
 def storage(size: int, category: str | None, op: str = "mm", shape: tuple = (), where: str = "") -> Storage:
-    made = Storage(size, size, category, op, None, where)
-    made.shape, made.dtype = shape, "float32"
-    return made
+    return Storage(size, size, category, op, where, shape, "float32")
 
 
 WEIGHT = storage(1000, "parameters", "given")
@@ -65,11 +63,11 @@ def test_the_peak_is_the_first_highest_moment_of_the_whole_run():
     assert history.phase_at(0) == "load" and history.phase_at(1) == "load" and history.phase_at(2) == "forward"
 
 
-def test_groups_hold_what_is_alive_there():
+def test_largest_are_what_is_alive_there():
     history = two_steps()
-    alive = history.groups(12)
-    assert sum(key[0] * len(found) for key, found in alive.items()) == history.live[12]
-    assert {key[1] for key in alive} == {"parameters", "optimizer_states", "activations", "gradients"}
+    alive = history.largest(12)
+    assert sum(group.size * group.count for group in alive) == history.live[12]
+    assert {group.category for group in alive} == {"parameters", "optimizer_states", "activations", "gradients"}
 
 
 def test_a_micro_batch_has_its_phases_merged():
@@ -79,14 +77,13 @@ def test_a_micro_batch_has_its_phases_merged():
 
 
 def test_largest_counts_equal_tensors_together_and_ranks_by_their_sum():
-    groups = {
-        (10, "activations", (10,), "int8", "mm"): (5, "a"),
-        (40, "parameters", (40,), "int8", "given"): (1, "b"),
-        (1, "inputs", (1,), "int8", "given"): (0, ""),
-    }
-    ranked = largest(groups)
+    made = [storage(10, "activations", where=where) for where in "axyzw"] + [
+        storage(40, "parameters", "given", where="b")
+    ]
+    ranked = History([(s.size, s, s.op) for s in made], []).largest(6)
     assert [(t.size, t.count, t.where) for t in ranked] == [(10, 5, "a"), (40, 1, "b")]
-    assert len(largest({(i, "inputs", (i,), "int8", "x"): (1, "") for i in range(1, 30)})) == 24
+    many = [storage(i, "inputs") for i in range(1, 30)]
+    assert len(History([(s.size, s, s.op) for s in many], []).largest(29)) == 24
 
 
 @pytest.mark.parametrize("points", [4, 40, 400])

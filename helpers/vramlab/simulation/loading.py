@@ -67,7 +67,7 @@ def _highest(base: Recipe, target: str, stores_tied_head: bool) -> Bytes:
         log = tracker.log
     if target == "cuda":  # `caching_allocator_warmup` takes one segment for all of it, and frees it to the allocator
         asked = int(room + sum(pool.values()))
-        segment = Storage(rounded(asked), asked, None, "empty", None)
+        segment = Storage(rounded(asked), asked, None, "empty")
         log = [(segment.size, segment, "empty"), (-segment.size, segment, "free"), *log]
     history = History(log, [], allocator=target == "cuda")
     return history.split(history.highest())

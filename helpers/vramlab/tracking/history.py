@@ -70,8 +70,8 @@ class History:
     def _bytes(self, stretches: list[tuple[str, int, int]]) -> list[tuple[str, Bytes, Bytes]]:
         return [(name, self.split(self.highest(a, b)), self.split(b)) for name, a, b in stretches]
 
-    def groups(self, position: int) -> dict[tuple, list[Storage]]:
-        """The storages alive at `position` by (size, category, shape, dtype, operator)."""
+    def largest(self, position: int, count: int = 24) -> list[TensorGroup]:
+        """The largest groups of equal storages alive at `position`."""
         alive: dict[int, Storage] = {}
         for size, storage, _ in self.log[:position]:
             if size > 0:
@@ -81,7 +81,8 @@ class History:
         groups: dict[tuple, list[Storage]] = {}
         for s in alive.values():
             groups.setdefault((s.size, s.category or "temporaries", s.shape, s.dtype, s.op), []).append(s)
-        return groups
+        ranked = sorted(groups.items(), key=lambda item: (-item[0][0] * len(item[1]), str(item[0])))
+        return [TensorGroup(*key, where=found[0].where, count=len(found)) for key, found in ranked[:count]]
 
     def timeline(self, points: int = 400) -> list[Moment]:
         """The last step in about `points` moments: every high and low that shows at that resolution."""
@@ -107,9 +108,3 @@ def merge(stretches: Iterable[tuple[str, Bytes, Bytes]]) -> dict[str, Phase]:
             peak = phases[name].peak
         phases[name] = Phase(peak, end)
     return phases
-
-
-def largest(groups: dict[tuple, tuple[int, str]], count: int = 24) -> list[TensorGroup]:
-    """The largest groups, from (size, category, shape, dtype, operator) to (how many, where the first was made)."""
-    ranked = sorted(groups.items(), key=lambda item: (-item[0][0] * item[1][0], str(item[0])))
-    return [TensorGroup(*key, where=where, count=number) for key, (number, where) in ranked[:count] if number > 0]

@@ -1,7 +1,6 @@
 """A tracker that keeps the stack of every birth, and so names the lines of code whose storages are never freed."""
 
 import sys
-import weakref
 from collections import Counter
 from collections.abc import Sequence
 from itertools import pairwise
@@ -10,6 +9,7 @@ from types import FrameType
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_leaves
 
 from ..hardware.snapshot import Group, Groups, Line, is_users, user_line
 from .tracker import Storage, Tracker
@@ -23,19 +23,17 @@ class Recorder(Tracker):
     def __init__(self, device: str = "cpu"):
         super().__init__(device)
         self.frames: dict[int, list[dict[str, Any]]] = {}  # by `id` of a storage, from its birth's line to the user's
-        self._older: dict[int, weakref.ref] = {}
+        self._given: set[int] = set()  # storages of the arguments of the operator that runs
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        for tensor in torch.utils._pytree.tree_leaves((args, kwargs)):
-            if isinstance(tensor, torch.Tensor):
-                handle = tensor.untyped_storage()
-                key = handle._cdata
-                if key not in self.live and key not in self._older:
-                    self._older[key] = weakref.ref(handle, lambda _, key=key: self._older.pop(key, None))
-        return super().__torch_dispatch__(func, types, args, kwargs)
+    def dispatch(self, func: Any, types: tuple, args: tuple, kwargs: dict) -> Any:
+        """Run an operator and log what it makes; what it was given and is not followed was there before."""
+        self._given = {t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)}
+        result = super().dispatch(func, types, args, kwargs)
+        self._given.clear()
+        return result
 
     def log_birth(self, tensor: torch.Tensor, op: str, where: str = "") -> Storage | None:
-        storage = None if tensor.untyped_storage()._cdata in self._older else super().log_birth(tensor, op, where)
+        storage = None if tensor.untyped_storage()._cdata in self._given else super().log_birth(tensor, op, where)
         if storage:
             self.frames[id(storage)] = _stack(sys._getframe(1))
         return storage

@@ -8,7 +8,7 @@ from ..hardware.overhead import CONTEXT
 from ..hardware.reserved import process
 from ..recipe.recipe import Recipe
 from ..report.report import Interval, MiB, Report, environment, format_bytes, unit_for
-from .history import History, largest
+from .history import History
 
 
 def to_report(
@@ -29,7 +29,6 @@ def to_report(
         more["reserved"], more["process"] = _reserved_and_process(replayed.reserved, replayed.allocated, card, room)
         if card and replayed.failed:
             more["notes"] = [*more.get("notes", ()), f"does not fit {card.name}: {_failure(history)}"]
-    counted = {key: (len(found), found[0].where) for key, found in history.groups(at).items()}
     return Report(
         source=source,
         recipe=recipe.to_dict() if recipe else None,
@@ -38,7 +37,7 @@ def to_report(
         phases=history.phases(),
         peak=history.split(at),
         peak_phase=history.phase_at(at),
-        largest=largest(counted),
+        largest=history.largest(at),
         timeline=history.timeline(),
         environment=environment(gpu=card.name if card else None),
         **more,

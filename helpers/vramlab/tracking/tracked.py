@@ -14,6 +14,7 @@ import torch
 from ..report.collector import no_collection
 from ..training.engine import Training
 from ..training.models import is_fake
+from ..training.patched import afterwards
 from ..training.training import train_step
 from .tracker import REFERENCE, Tracker
 
@@ -92,11 +93,10 @@ def fsdp_units_named(tracker: Tracker):
     from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
     from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
-    gather, divide = FSDPParam.init_unsharded_param, FSDPParamGroup.post_backward
+    divide = FSDPParamGroup.post_backward
 
-    def init_unsharded_param(part: FSDPParam) -> None:
+    def gathered(result: None, part: FSDPParam) -> None:
         tracker.claim(part.all_gather_outputs, "workspace", part._param_fqn or "")
-        gather(part)
 
     def post_backward(group: FSDPParamGroup, *unused: Any) -> None:
         for part in group.fsdp_params:
@@ -106,7 +106,7 @@ def fsdp_units_named(tracker: Tracker):
         divide(group, *unused)
 
     with (
-        patch.object(FSDPParam, "init_unsharded_param", init_unsharded_param),
+        afterwards(FSDPParam, "init_unsharded_param", gathered),
         patch.object(FSDPParamGroup, "post_backward", post_backward),
     ):
         yield

@@ -5,19 +5,22 @@ it is freed. The log is replayed afterwards (`history.py`), because the purpose 
 a gradient is an anonymous result until autograd gives it to its parameter.
 """
 
+import sys
 import weakref
 from collections.abc import Callable, Iterable
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass
 from functools import cache
 from itertools import accumulate, pairwise
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch._C import _storage_Use_Count
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 
-from . import undispatched
+from ..training.patched import afterwards
 from .gloo import gloo_scratch, group_of
 
 aten = torch.ops.aten
@@ -44,27 +47,25 @@ REFERENCE = "reference"  # before the names of its modules and parameters
 ON_HOST = "on host"  # category of what is in host or unified memory: seen, and left out of the finished log
 
 
+@dataclass(slots=True, eq=False)
 class Storage:
     """One block of memory: rounded `size` and `asked` bytes, category, what made it, the index of its `stream`."""
 
-    __slots__ = ("alive", "asked", "category", "dtype", "op", "ref", "shape", "size", "stream", "where")
-
-    def __init__(
-        self, size: int, asked: int, category: str | None, op: str, tensor: torch.Tensor | None, where: str = ""
-    ):
-        self.size, self.asked, self.category, self.op, self.where, self.alive = size, asked, category, op, where, True
-        self.shape = tuple(tensor.shape) if tensor is not None else ()
-        self.dtype = str(tensor.dtype).removeprefix("torch.") if tensor is not None else ""
-        self.ref, self.stream = None, 0
+    size: int
+    asked: int
+    category: str | None
+    op: str
+    where: str = ""
+    shape: tuple[int, ...] = ()
+    dtype: str = ""
+    stream: int = 0
+    alive: bool = True
+    ref: weakref.ref | None = None
 
     def copy(self, where: str) -> "Storage":
         """The same storage for another layer."""
-        twin = Storage.__new__(Storage)
-        twin.size, twin.asked, twin.category = self.size, self.asked, self.category
-        twin.op, twin.shape, twin.dtype = self.op, self.shape, self.dtype
-        twin.alive, twin.stream = self.alive, self.stream
-        twin.where, twin.ref = where, None
-        return twin
+        given = (self.size, self.asked, self.category, self.op, where, self.shape, self.dtype, self.stream, self.alive)
+        return Storage(*given)
 
 
 class Tracker(TorchDispatchMode):
@@ -91,7 +92,6 @@ class Tracker(TorchDispatchMode):
         self._streams = {id(torch.cpu.current_stream()): 0}
         self._recomputed: list[Storage] = []
         self._over_gloo, self._group = False, None  # group: that of a collective which was the last operator
-        self._names: dict[int, str] = {}
         self._modules: list[str] = []  # that are running, innermost last
         self._made_in: dict[int, str] = {}  # autograd's number of an operator to the module that called it
         self._entered = ExitStack()
@@ -99,11 +99,26 @@ class Tracker(TorchDispatchMode):
     def __enter__(self) -> "Tracker":
         grouped = torch.distributed.is_available() and torch.distributed.is_initialized()
         self._over_gloo = grouped and torch.distributed.get_backend() == "gloo"
-        self._entered.enter_context(undispatched.resizes(self._resized))
-        self._entered.enter_context(undispatched.shape_propagation(self))
-        if self.device == "cpu" and self.round_to == 1:
-            self._entered.enter_context(undispatched.generator_states(self._made))
+        enter = self._entered.enter_context
+        enter(afterwards(torch.UntypedStorage, "resize_", lambda result, handle, size: self._resized(handle)))
+        if propagation := sys.modules.get("torch.distributed.tensor._sharding_prop"):
+            enter(self._unseen(propagation.ShardingPropagator, "_propagate_tensor_meta_non_cached"))
+        if self.device == "cpu" and self.round_to == 1:  # a checkpoint keeps one, of 5,056 bytes
+            enter(afterwards(torch, "get_rng_state", self._generator_state))
         return super().__enter__()
+
+    def _unseen(self, owner: type, name: str) -> AbstractContextManager:
+        """While entered, `owner`'s method logs nothing: by it DTensor finds a result's shape, on fake tensors."""
+        plain = getattr(owner, name)
+
+        def method(*args: Any) -> Any:
+            self.paused = True
+            try:
+                return plain(*args)
+            finally:
+                self.paused = False
+
+        return patch.object(owner, name, method)
 
     def __exit__(self, *error: Any) -> None:
         self._group = None
@@ -128,7 +143,7 @@ class Tracker(TorchDispatchMode):
         if operator in PRODUCTS:
             sizes = self.workspaces.get(self.phase, {})
             for size in [sizes.pop(of) for of in ("mm", operator) if of in sizes]:
-                self.log.append((size, Storage(size, size, "workspace", "cublas", None), "cublas"))
+                self.log.append((size, Storage(size, size, "workspace", "cublas"), "cublas"))
 
     def claim(self, tensors: Iterable[torch.Tensor], category: str, where: str = "") -> None:
         """Give the storages of `tensors` a category, from their birth on. Unknown ones are born now."""
@@ -142,7 +157,7 @@ class Tracker(TorchDispatchMode):
         """Log storages that no tensor is known of."""
         for handle in storages:
             size = handle.nbytes()
-            self._log_birth(handle, Storage(self._round(size), size, category, "given", None, where))
+            self._log_birth(handle, Storage(self._round(size), size, category, "given", where))
 
     def mark_on_host(self, tensors: Iterable[torch.Tensor]) -> None:
         """Leave out `tensors`, which are the host's on the machine described (an optimizer's step counters)."""
@@ -164,10 +179,10 @@ class Tracker(TorchDispatchMode):
     def modules(self, model: torch.nn.Module, reference: torch.nn.Module | None = None):
         """While entered, storages get the name of the module that made them; of a `reference` model with REFERENCE first."""
         also = reference.named_modules(prefix=REFERENCE) if reference is not None else ()
-        self._names = {id(m): name for name, m in (*model.named_modules(), *also)}
+        names = {id(m): name for name, m in (*model.named_modules(), *also)}
 
         def enter(module, args):
-            self._modules.append(self._names.get(id(module), self._modules[-1] if self._modules else ""))
+            self._modules.append(names.get(id(module), self._modules[-1] if self._modules else ""))
 
         def leave(module, args, output):
             if self._modules:
@@ -285,23 +300,24 @@ class Tracker(TorchDispatchMode):
         size = self.scratch(name, args) if self.scratch else 0
         if not size:
             return None
-        block = Storage(self._round(size), size, "workspace", name, None, where)
+        block = Storage(self._round(size), size, "workspace", name, where)
         block.stream = self._stream()
         self.log.append((block.size, block, name))
         return block
 
-    def _made(self, tensor: torch.Tensor, op: str) -> None:
-        """Log a tensor that was made without the dispatcher."""
+    def _generator_state(self, state: torch.Tensor) -> None:
+        """Log a copy of the CPU generator's state, which is made without the dispatcher."""
         self._wait_for_gloo()
         where = self._where(())
-        self.calls.append((len(self.log), op, where, len(self.marks)))
-        self._record(tensor, op, where)
+        self.calls.append((len(self.log), "get_rng_state", where, len(self.marks)))
+        self._record(state, "get_rng_state", where)
 
     def log_birth(self, tensor: torch.Tensor, op: str, where: str = "") -> Storage | None:
         """Log the storage of `tensor`, made by operator `op`; None if it has no memory."""
         handle = tensor.untyped_storage()
         asked = handle.nbytes()
-        storage = self._log_birth(handle, Storage(self._round(asked), asked, None, op, tensor, where))
+        about = where, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")
+        storage = self._log_birth(handle, Storage(self._round(asked), asked, None, op, *about))
         if storage and self.phase == "backward" and torch.is_grad_enabled():
             self._recomputed.append(storage)
         return storage

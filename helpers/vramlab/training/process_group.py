@@ -83,11 +83,6 @@ def one_gloo_thread() -> Iterator[None]:
         yield
 
 
-def rank() -> int:
-    """This process's rank, 0 where there is no process group."""
-    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
-
-
 def is_fake_group() -> bool:
     """Whether the process group is a fake one, whose collectives move nothing."""
     return dist.is_available() and dist.is_initialized() and dist.get_backend() == "fake"

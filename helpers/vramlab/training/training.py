@@ -58,8 +58,9 @@ def build(recipe: Recipe, device: str = "cpu", target: str | None = None) -> Tra
         step_in_backward(training, lambda p: make([p]), [p for p in model.parameters() if p.requires_grad])
     else:
         training.optimizer = engine.optimizer(_groups(recipe, model), make)
-        if "8bit" in recipe.optim and loop.name == "trainer":
-            _embeddings_in_32_bits(training)
+        if "8bit" in recipe.optim and loop.name == "trainer":  # Trainer.create_optimizer: fp32 states of embeddings
+            for module in filter(lambda module: isinstance(module, torch.nn.Embedding), model.modules()):
+                training.optimizer.mng.register_module_override(module, "weight", {"optim_bits": 32})
     if recipe.precision == "fp16-mixed":
         # the default of 65,536 overflows at once with random weights, and a skipped step makes no optimizer states
         training.scaler = torch.amp.GradScaler(training.device.type, init_scale=1.0)
@@ -76,19 +77,15 @@ def make_batch(recipe: Recipe, device: str = "cpu") -> dict[str, torch.Tensor]:
     if recipe.is_ragged:
         return collated(recipe, device)
     shape, size = recipe.shape, (recipe.batch_size, recipe.seq_len)
-
-    def ids(high: int, *size: int) -> torch.Tensor:
-        return torch.randint(0, high, size, device=device)
-
-    name, inputs = "input_ids", None
     if shape.features:
         name, sizes = shape.features
-        inputs = torch.rand(recipe.batch_size, *sizes, device=device)
+        batch = {name: torch.rand(recipe.batch_size, *sizes, device=device)}
         if recipe.precision.endswith("-true"):
-            inputs = inputs.to(torch.float16 if recipe.precision == "fp16-true" else torch.bfloat16)
-    labels = ids(shape.num_labels, recipe.batch_size) if "classification" in shape.task else None
-    inputs = ids(shape.vocab_size, *size) if inputs is None else inputs
-    batch = {name: inputs, "labels": ids(shape.vocab_size, *size) if labels is None else labels}
+            batch[name] = batch[name].to(torch.float16 if recipe.precision == "fp16-true" else torch.bfloat16)
+    else:
+        batch = {"input_ids": torch.randint(0, shape.vocab_size, size, device=device)}
+    highest, of = (shape.num_labels, size[:1]) if "classification" in shape.task else (shape.vocab_size, size)
+    batch["labels"] = torch.randint(0, highest, of, device=device)
     if recipe.trainer == "sft":  # trl's DataCollatorForLanguageModeling
         batch["attention_mask"] = torch.ones(size, dtype=torch.int64, device=device)
     return batch
@@ -143,15 +140,6 @@ def _schedule_free(recipe: Recipe, kind: str, parameters: list, options: dict) -
     for group in optimizer.param_groups:
         group["k"] = FIRST_STEPS
     return optimizer
-
-
-def _embeddings_in_32_bits(training: Training) -> None:
-    """Keep fp32 states for embeddings under an 8-bit optimizer, as `Trainer.create_optimizer` does."""
-    from torch.nn import Embedding
-
-    for module in training.model.modules():
-        if isinstance(module, Embedding):
-            training.optimizer.mng.register_module_override(module, "weight", {"optim_bits": 32})
 
 
 def step_in_backward(training: Training, make: Callable[[torch.Tensor], Any], trained: list) -> None:

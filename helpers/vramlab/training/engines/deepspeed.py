@@ -1,6 +1,6 @@
 """ZeRO stages 0 to 3 by DeepSpeed (`deepspeed.initialize`; Rajbhandari et al. 2020, 2021), an optional extra.
 
-`deepspeed_storages.py` finds what a rank holds; `deepspeed_fake_group.py` answers for ranks that do not exist.
+`deepspeed_fake_group.py` answers for ranks that do not exist. Sizes of what a rank holds are in `formulas/deepspeed.py`.
 """
 
 import contextlib
@@ -8,7 +8,7 @@ import importlib
 import logging
 import os
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 from unittest.mock import patch
 
@@ -18,6 +18,7 @@ from ...recipe.deepspeed_config import filled_in, hidden_size
 from ...recipe.recipe import Recipe
 from ...report.errors import RecipeError, needing
 from ..engine import Engine, Training
+from ..patched import afterwards
 
 
 class DeepSpeed(Engine):
@@ -63,10 +64,33 @@ class DeepSpeed(Engine):
 
         return without_peers({"cuda": self.fake_gpu, "cpu": "cpu"}[target])
 
-    def follow(self, training: Training, tracker: Any) -> contextlib.AbstractContextManager:
-        from .deepspeed_storages import follow
+    @contextlib.contextmanager
+    def follow(self, training: Training, tracker: Any) -> Iterator[None]:
+        from deepspeed.runtime.zero.partition_parameters import AllGatherCoalescedHandle, AllGatherHandle
+        from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3 as Stage3
+        from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer as Stage12
 
-        return follow(training.model, tracker)
+        for category, where, tensors in held(training.model):
+            tracker.claim(tensors, category, where)
+
+        def made(owner: type, name: str, category: str, where: str, tensors_of: Callable) -> None:
+            """Claim what `owner`'s method has made when it returns: `tensors_of` its arguments."""
+            stack.enter_context(
+                afterwards(owner, name, lambda _, *args, **options: tracker.claim(tensors_of(*args), category, where))
+            )
+
+        gathered, flat = ("workspace", "gathered weights"), ("gradients", "flat gradients")
+        with contextlib.ExitStack() as stack:
+            made(Stage12, "setup_buckets", "workspace", "reduce bucket", _buckets)
+            part = ("gradients", "gradients in the part")
+            made(
+                Stage12, "copy_grads_in_partition", *part, lambda optimizer, *_: _held(optimizer, "grads_in_partition")
+            )
+            made(Stage12, "unscale_and_clip_grads", *flat, lambda optimizer, grads, *_: grads)
+            made(Stage3, "_prepare_fp32_grad_for_sub_group", *flat, _flat_gradient)
+            made(AllGatherHandle, "wait", *gathered, lambda handle, *_: [handle._AllGatherHandle__param.data])
+            made(AllGatherCoalescedHandle, "wait", *gathered, lambda handle, *_: [p.data for p in handle.params])
+            yield
 
     def micro_batch(self, training: Training, last: bool) -> contextlib.AbstractContextManager:
         training.model.set_gradient_accumulation_boundary(last)
@@ -83,6 +107,40 @@ class DeepSpeed(Engine):
 
     def zero_grad(self, training: Training) -> None:
         """`update` has done it."""
+
+
+def held(engine: Any) -> Iterator[tuple[str, str, list[torch.Tensor]]]:
+    """(category, name, tensors) before the first step. fp32 weights count as optimizer states, as in ZeRO."""
+    optimizer = engine.optimizer
+    weights = _held(optimizer, "single_partition_of_fp32_groups") + _held(optimizer, "fp32_partitioned_groups_flat")
+    weights += [p for group in _held(optimizer, "fp32_groups") for p in group]
+    yield "optimizer_states", "fp32 weights", weights
+    yield "gradients", "flat gradients", [p.grad for p in weights if p.grad is not None]
+    yield "gradients", "gradients in the part", _held(optimizer, "grad_partitions_flat_buffer")
+    shards = [p.ds_tensor for p in engine.module.parameters() if hasattr(p, "ds_tensor")]
+    yield "parameters", "flat weights", shards + _held(optimizer, "param_groups_fp16_flat_cpu_memory")
+    buckets = getattr(optimizer, "ipg_buckets", {}).values()
+    yield "workspace", "reduce bucket", [b.buffer for b in buckets if hasattr(b.buffer, "untyped_storage")]
+    yield "workspace", "overflow flag", _held(optimizer, "inf_or_nan_tracker")
+    offload = ("param_buffer_of_bit16_for_cpu_offload_groups", "temp_grad_buffer_for_cpu_offload")
+    for name in (*offload, "temp_grad_buffer_for_gpu_offload"):
+        yield "workspace", name, _held(optimizer, name)
+
+
+def _held(optimizer: Any, name: str) -> list[Any]:
+    """What `optimizer` holds by that name, as a list."""
+    value = getattr(optimizer, name, None)
+    if value is None:
+        return []
+    return list(value) if isinstance(value, list | tuple) else [value]
+
+
+def _buckets(optimizer: Any) -> list[torch.Tensor]:
+    return [tensor for bucket in optimizer.ipg_buckets.values() for tensor in bucket.buffer]
+
+
+def _flat_gradient(optimizer: Any, group: int) -> list[torch.Tensor]:
+    return [optimizer.fp32_partitioned_groups_flat[group].grad]
 
 
 @contextlib.contextmanager

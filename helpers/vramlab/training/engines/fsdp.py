@@ -70,8 +70,7 @@ def units(model: torch.nn.Module, wrap: str = "layers", as_accelerate: bool = Tr
     found = [Unit((layer,)) for layer in layers if _has_all_or_none(layer, shared)]
     if as_accelerate:
         taken = {id(inner) for unit in found for module in unit.modules for inner in module.modules()}
-        embedding = model.get_input_embeddings() if hasattr(model, "get_input_embeddings") else None
-        head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+        embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
         tied = [module for module in shared if module not in (embedding, head)]
         if embedding in shared:
             tied.insert(0, embedding)
