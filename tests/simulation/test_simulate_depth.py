@@ -311,13 +311,10 @@ def test_one_group_more_than_needed_is_checked(monkeypatch):
     assert report.phases == expected.phases and "take something else" in report.notes[0]
 
 
-def test_parameters_are_held_against_the_models_own_count(monkeypatch):
-    import dataclasses
-    import importlib
-
-    module = importlib.import_module("vramlab.simulation.simulate")
-    monkeypatch.setattr(module, "find", lambda shape: dataclasses.replace(find(shape), parameters=17))
-    assert "and the model 17" in simulate(tiny("gpt2")).notes[0]
+def test_parameters_outside_the_layers_must_not_depend_on_their_number():
+    """Gemma 4 E2B has an embedding with a part for each layer."""
+    with pytest.raises(NotRegular, match="outside the layers"):
+        find(read_shape("gemma-4-e2b"))
 
 
 @settings(max_examples=500)

@@ -1,12 +1,12 @@
-"""Deepen a shallow model's log to the byte: repeat its middle group of layers once for each group that is missing.
+"""Make a tracker's log longer to the byte: of a shallow model for a deep one, of few micro-batches for many.
 
-Wherever the log walks over the five groups (`repetition.py`), upwards or downwards, the events of the middle one are
-written again for every further group, with storages of their own: what they free of the group below becomes, in the copy
-that stands for group 7, what group 6 made. `NotRegular` is raised where a log does not have this form.
+A stretch of the log, the middle group of layers (`repetition.py`) or a step's second micro-batch, is written again as
+often as it is missing, with storages of its own: what it frees of the stretch before becomes, in the copy that stands for
+number 7, what number 6 made. `NotRegular` is raised where a log does not have this form.
 """
 
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+import re
+from collections.abc import Callable, Iterable, Iterator
 from functools import cache
 from itertools import groupby, pairwise
 from typing import NamedTuple
@@ -14,28 +14,11 @@ from typing import NamedTuple
 from ..tracking.tracker import Storage, Tracker
 from .repetition import GROUPS, MIDDLE, NotRegular, Repetition
 
-REPEATED = (MIDDLE - 1, MIDDLE, MIDDLE + 1)  # the groups that are alike
-Event = tuple[int, Storage, str]
+Events = list[tuple[int, Storage, str]]
 Marks = list[tuple[int, str]]
-
-
-@dataclass(frozen=True)
-class Walk:
-    """One walk over the groups: where the events of each group begin in the log, in its order, and where it ends."""
-
-    starts: dict[int, int]  # by group; the first and last have a part in it or not
-    end: int
-
-    @property
-    def upwards(self) -> bool:
-        """Whether it goes from the first layers to the last."""
-        return self.starts[MIDDLE - 1] < self.starts[MIDDLE]
-
-    @property
-    def blocks(self) -> list[tuple[int, int, int]]:
-        """(group, first event, one past the last), in the log's order."""
-        cuts = [*self.starts.values(), self.end]
-        return [(group, *cut) for group, cut in zip(self.starts, pairwise(cuts), strict=True)]
+Walk = list[tuple[int, int, int]]  # (group, first event, one past the last), in the log's order
+# Up or down over the groups. A group's events begin where it first occurs; later ones are its neighbours' business.
+WALK = re.compile("(0*)(1+)(2[12]*)(3[23]*)(4[34]*)?|(4*)(3+)(2[23]*)(1[12]*)(0[01]*)?")
 
 
 class Place(NamedTuple):
@@ -45,165 +28,164 @@ class Place(NamedTuple):
     alive: dict[int, Storage]
 
 
-def deepen(tracker: Tracker, repetition: Repetition, more: int) -> tuple[list[Event], Marks]:
-    """The log and marks of a model whose middle group comes `more` times more than in `tracker`. Raises NotRegular."""
-    return _Deepener(tracker, repetition, more).write()
+class Writer:
+    """Writes events into a longer `log`, in which the group MIDDLE comes `more` times more."""
 
+    def __init__(self, events: Events, more: int):
+        self.events, self.more = events, more
+        self.places: dict[int, Place] = {}  # by a storage's id
+        self.longer: dict[int, Storage] = {}  # of no group, and larger in the longer log
+        self.renamed: Callable[[str, int], str] = lambda name, groups: name  # so many groups further up
+        self.log: Events = []
 
-def find_walks(items: Iterable[tuple[int, int, int | None]]) -> Iterator[Walk]:
-    """The complete walks in a sequence of (first event, one past the last, group).
-
-    A group's events begin where it first occurs; later occurrences are neighbours' business and belong to their block.
-    """
-    starts: dict[int, int] = {}
-    previous = last = end = 0
-
-    def is_complete() -> bool:
-        return all(group in starts for group in REPEATED)
-
-    for first, stop, group in items:
-        if group is None:
-            continue
-        far = is_complete() and abs(group - last) >= MIDDLE
-        if group not in starts:
-            turned = len(starts) > 1 and group - last != last - previous
-            outwards = len(starts) == 1 and last in REPEATED and abs(group - MIDDLE) > 1
-            far = far or (bool(starts) and (abs(group - last) != 1 or turned or outwards))
-        if far:
-            if is_complete():
-                yield Walk(starts, end)
-            starts = {}
-        if group not in starts:
-            if not starts and group == MIDDLE:
+    def write(self, first: int, end: int, at: int | None = None, shift: int = 0) -> None:
+        """Write the events first…end for the group `shift` above group `at`; with None each group is itself."""
+        for size, storage, op in self.events[first:end]:
+            place = self.places.get(id(storage))
+            if place is None:
+                if at == MIDDLE:
+                    raise NotRegular("a layer frees what no layer made")
+                storage = self.longer.get(id(storage), storage)
+                self.log.append((storage.size if size > 0 else -storage.size, storage, op))
                 continue
-            starts[group] = first
-            previous, last = last, group
-        end = stop
-    if is_complete():
-        yield Walk(starts, end)
+            group, alive = place
+            own = group + self.more if group > MIDDLE else group
+            # what is no neighbour's is the first or last layer's
+            target = own if at is None or abs(group - at) > 1 else group + shift
+            if size > 0:
+                copy = alive[target] = storage.copy(self.renamed(storage.where, target - group))
+            else:
+                copy = alive.pop(target, None) or alive.pop(own, None)  # or left by the last layer of an earlier walk
+                if copy is None or copy.size != -size:
+                    raise NotRegular(f"{storage.op} of {storage.where} has no counterpart further up")
+            self.log.append((size, copy, op))
 
 
-class _Deepener:
+def deepen(tracker: Tracker, repetition: Repetition, more: int) -> tuple[Events, Marks]:
+    """The log and marks of a model whose middle group comes `more` times more than in `tracker`. Raises NotRegular."""
+    return _Deepener(tracker, repetition, more).deepened()
+
+
+def find_walks(slots: Iterable[tuple[int, int, int | None]]) -> Iterator[Walk]:
+    """The complete walks in a sequence of (first event, one past the last, group)."""
+    slots = [slot for slot in slots if slot[2] is not None]
+    for found in WALK.finditer("".join(str(group) for *_, group in slots)):
+        starts = [found.start(part) for part in range(1, 11) if found[part]]
+        cuts = pairwise([*(slots[start][0] for start in starts), slots[found.end() - 1][1]])
+        yield [(slots[start][2], *cut) for start, cut in zip(starts, cuts, strict=True)]
+
+
+class _Deepener(Writer):
     def __init__(self, tracker: Tracker, repetition: Repetition, more: int):
-        self.events: list[Event] = tracker.log
-        self.marks, self.more, self.unit = tracker.marks, more, tracker.round_to
-        self.period, self._group, self._numbered = repetition.period, cache(repetition.group), cache(repetition.split)
-        self.places: dict[int, Place] = {}
+        super().__init__(tracker.log, more)
+        self.marks, self.unit = tracker.marks, tracker.round_to
+        self.group, self.renamed = cache(repetition.group), cache(repetition.renumbered)
         self.walks: list[Walk] = []
         phases = [(0, "load"), *self.marks, (len(self.events), "")]
-        calls: list[list[tuple[int, str]]] = [[] for _ in phases[1:]]
-        for position, _, where, phase in tracker.calls:
-            calls[phase].append((position, where))
-        for made_by, ((start, _), (end, _)) in zip(calls, pairwise(phases), strict=True):
-            self._find_walks(start, end, made_by)
-        self.walks.sort(key=lambda walk: walk.blocks[0][1])
-        self.longer = self._longer_vectors([(a, b) for (a, name), (b, _) in pairwise(phases) if name == "step"])
+        calls = groupby(tracker.calls, key=lambda call: call[3])
+        calls = {phase: [(position, where) for position, _, where, _ in made] for phase, made in calls}
+        for phase, ((start, _), (end, _)) in enumerate(pairwise(phases)):
+            self._find_walks(start, end, calls.get(phase, []))
+        self.walks.sort(key=lambda walk: walk[0][1])
+        self._lengthen_vectors([(a, b) for (a, name), (b, _) in pairwise(phases) if name == "step"])
 
     def _find_walks(self, start: int, end: int, calls: list[tuple[int, str]]) -> None:
         """The walks of one phase: over calls made in layers, and over what other calls make or free of layers."""
-        cuts = [start, *(position for position, _ in calls), end]
-        groups = [None, *(self._group(where) for _, where in calls)]
-        slots = [(*cut, group) for cut, group in zip(pairwise(cuts), groups, strict=True)]
+        cuts = pairwise([start, *(position for position, _ in calls), end])
+        groups = [None, *(self.group(where) for _, where in calls)]
+        slots = [(*cut, group) for cut, group in zip(cuts, groups, strict=True)]
         walks = list(find_walks(slots))
         for walk in walks:
             self._add(walk)
-        covered = [(walk.blocks[0][1], walk.end) for walk in walks]
         for first, stop, _ in slots:
-            if not any(a <= first and stop <= b for a, b in covered):
+            if not any(walk[0][1] <= first and stop <= walk[-1][2] for walk in walks):
                 for _, run in groupby(range(first, stop), key=lambda i: self.events[i][0] > 0):
-                    for walk in find_walks((i, i + 1, self._group_of(self.events[i][1])) for i in list(run)):
+                    for walk in find_walks((i, i + 1, self._group_of(self.events[i][1])) for i in run):
                         self._add(walk)
 
     def _group_of(self, storage: Storage) -> int | None:
         place = self.places.get(id(storage))
-        return place.group if place else self._group(storage.where)
+        return place.group if place else self.group(storage.where)
 
     def _add(self, walk: Walk) -> None:
         """Note the places of what is born in `walk`: counterparts have one index within their groups."""
         self.walks.append(walk)
-        alive: list[dict[int, Storage]] = []
-        sizes: list[list[int]] = [[] for _ in range(GROUPS)]
-        for group, first, stop in walk.blocks:
-            born = [storage for size, storage, _ in self.events[first:stop] if size > 0]
-            sizes[group] = [storage.asked for storage in born]
-            alive += [{} for _ in born[len(alive) :]]
-            self.places |= {id(s): Place(group, dictionary) for s, dictionary in zip(born, alive, strict=False)}
-        if not sizes[MIDDLE - 1] == sizes[MIDDLE] == sizes[MIDDLE + 1]:
+        born = {group: [s for size, s, _ in self.events[a:b] if size > 0] for group, a, b in walk}
+        sizes = [[storage.asked for storage in born[group]] for group in range(1, GROUPS - 1)]
+        if not sizes[0] == sizes[1] == sizes[2]:
             raise NotRegular("layers of one kind do not all make the same")
+        alive: list[dict[int, Storage]] = [{} for _ in range(max(map(len, born.values())))]
+        for group, storages in born.items():
+            self.places |= {id(s): Place(group, counterparts) for s, counterparts in zip(storages, alive, strict=False)}
 
-    def _longer_vectors(self, steps: list[tuple[int, int]]) -> dict[int, Storage]:
-        """By id, the vectors of clipping with an entry for each gradient, for the deep model's gradients.
-
-        Norms are stacked, sharded ones also squared and added up over ranks; the kernel's scratch (`norms_scratch`) has
-        several entries a gradient.
-        """
+    def _lengthen_vectors(self, steps: list[tuple[int, int]]) -> None:
+        """Note the vectors of clipping, which have entries for each gradient: norms are stacked, sharded ones also
+        squared and added up over ranks, and the kernel has scratch (`norms_scratch`)."""
         gradients = {s.where for _, s, _ in self.events if s.category == "gradients"}
-        clipped = self.more * sum(self._group(where) == MIDDLE for where in gradients)
+        clipped = self.more * sum(self.group(where) == MIDDLE for where in gradients)
         events = (event for start, end in steps for event in self.events[start:end])
-        made = [s for size, s, _ in events if size > 0 and id(s) not in self.places]
-        entries = {s.asked: 2 if "16" in s.dtype else 4 for s in made if s.op in ("stack", "cat")}
-        count = max((asked // entry for asked, entry in entries.items()), default=0)
-        longer = {}
-        for s in made:
-            entry = entries.get(s.asked, 0) if s.op in ("stack", "cat", "pow", "all_reduce") else 0
-            if s.op == "_foreach_norm" and count and s.asked % count == 0:
-                entry = s.asked // count
-            if entry:
-                vector = longer[id(s)] = s.copy(s.where)
-                vector.asked += entry * clipped
+        for s in [s for size, s, _ in events if size > 0 and id(s) not in self.places]:
+            if s.op in ("stack", "cat", "pow", "all_reduce", "_foreach_norm") and s.asked % len(gradients) == 0:
+                vector = self.longer[id(s)] = s.copy(s.where)
+                vector.asked += s.asked // len(gradients) * clipped
                 vector.size = -(-vector.asked // self.unit) * self.unit
                 vector.shape = (s.shape[0] + clipped,) if len(s.shape) == 1 else s.shape
-        return longer
 
-    def write(self) -> tuple[list[Event], Marks]:
-        self.log: list[Event] = []
+    def deepened(self) -> tuple[Events, Marks]:
         marks, position = [], 0
         for walk in [*self.walks, None]:
-            start = walk.blocks[0][1] if walk else len(self.events)
+            start = walk[0][1] if walk else len(self.events)
             marks += [(len(self.log) + at - position, name) for at, name in self.marks[len(marks) :] if at <= start]
-            self._write(position, start)
-            if walk is None:
-                break
-            for group, first, end in walk.blocks:
+            self.write(position, start)
+            for group, first, position in walk or ():
                 shifts = range(self.more + 1) if group == MIDDLE else [0 if group < MIDDLE else self.more]
-                self._write(first, end, group, shifts if walk.upwards else reversed(shifts))
-            position = walk.end
+                for shift in shifts if walk[0][0] < MIDDLE else reversed(shifts):
+                    self.write(first, position, group, shift)
         for alive in {id(place.alive): place.alive for place in self.places.values()}.values():
             if len({group in alive for group in range(MIDDLE, MIDDLE + self.more + 1)}) > 1:
                 storage = next(iter(alive.values()))
                 raise NotRegular(f"{storage.op} of {storage.where} has another fate than in other layers")
         return self.log, marks
 
-    def _write(self, first: int, end: int, at: int | None = None, shifts: Iterable[int] = (0,)) -> None:
-        """Write the events first…end for the groups `shifts` above group `at`; outside the walks each group is itself."""
-        rows = []
-        for size, storage, op in self.events[first:end]:
-            place = self.places.get(id(storage))
-            if place is None and at == MIDDLE:
-                raise NotRegular("a layer frees what no layer made")
-            if place is None:
-                storage = self.longer.get(id(storage), storage)
-                rows.append((storage.size if size > 0 else -storage.size, storage, op, None, 0, 0, False, None))
-                continue
-            own = place.group if place.group <= MIDDLE else place.group + self.more
-            far = at is not None and abs(place.group - at) > 1  # not a neighbour's but the first or last layer's
-            rows.append((size, storage, op, place.alive, place.group, own, far, self._numbered(storage.where)))
-        log = self.log.append
-        for shift in shifts:
-            for size, storage, op, alive, group, own, far, name in rows:
-                if alive is None:
-                    log((size, storage, op))
-                    continue
-                target = own if at is None or far else group + shift
-                if size > 0:
-                    before, number, after = name
-                    if number is not None:
-                        before = f"{before}{number + (target - group) * self.period}{after}"
-                    copy = alive[target] = storage.copy(before)
-                else:
-                    copy = alive.pop(target, None) or alive.pop(
-                        own, None
-                    )  # or left by the last layer of an earlier walk
-                    if copy is None or copy.size != -size:
-                        raise NotRegular(f"{storage.op} of {storage.where} has no counterpart further up")
-                log((size, copy, op))
+
+def repeat(log: Events, marks: Marks, count: int) -> tuple[Events, Marks]:
+    """The log and marks of steps of `count` micro-batches, from those of a first step of two and further steps of one.
+
+    Raises NotRegular where the second frees or leaves other things than a third would.
+    """
+    writer, marked = Writer(log, count - 2), []
+    names, cuts = ["load", *(name for _, name in marks)], [0, *(at for at, _ in marks), len(log)]
+    first, second, *others = (i for i, name in enumerate(names) if name == "forward")
+    left = _left(log[cuts[second] : cuts[second + 2]])
+    born = [storage for size, storage, _ in log[cuts[second] : cuts[second + 2]] if size > 0]
+    writer.places = {id(storage): Place(MIDDLE, {}) for storage in born}
+    kinds = [_kind(storage) for storage in left]
+    for batch in (first, *others):
+        same = [storage for storage in _left(log[cuts[batch] : cuts[batch + 2]]) if _kind(storage) in kinds]
+        if [*map(_kind, same)] != kinds:
+            raise NotRegular("a micro-batch leaves other tensors than the next one frees")
+        counterparts = [writer.places[id(storage)].alive for storage in left]
+        writer.places |= {id(s): Place(MIDDLE - 1, alive) for s, alive in zip(same, counterparts, strict=True)}
+
+    def write(phase: int, at: int, shift: int) -> None:
+        marked.append((len(writer.log), names[phase]))
+        writer.write(cuts[phase], cuts[phase + 1], at, shift)
+
+    for phase in range(len(names)):
+        if phase not in (second, second + 1):
+            write(phase, MIDDLE + 1, writer.more)
+        if phase - 1 in (first, *others):
+            for shift in range(count - 1):
+                write(second, MIDDLE, shift)
+                write(second + 1, MIDDLE, shift)
+    return writer.log, marked[1:]
+
+
+def _left(events: Events) -> list[Storage]:
+    """The storages that `events` make and do not free."""
+    freed = {id(storage) for size, storage, _ in events if size < 0}
+    return [storage for size, storage, _ in events if size > 0 and id(storage) not in freed]
+
+
+def _kind(storage: Storage) -> tuple:
+    return storage.asked, storage.op, storage.where, storage.shape, storage.dtype, storage.stream

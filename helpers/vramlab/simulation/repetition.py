@@ -34,7 +34,6 @@ class Repetition:
     first: int
     period: int
     last: int
-    parameters: int = 0  # elements of the whole model's
 
     @property
     def shallow(self) -> int:
@@ -55,19 +54,20 @@ class Repetition:
     def _numbered(self) -> re.Pattern:
         return re.compile(rf"((?:.*?\.)?(?:{'|'.join(map(re.escape, self.lists))})\.)(\d+)((?:\..*)?)")
 
-    def split(self, name: str) -> tuple[str, int | None, str]:
-        """A module's or parameter's `name` before, in and after its layer's number; (name, None, "") without one."""
-        found = self._numbered.fullmatch(name)
-        return (found[1], int(found[2]), found[3]) if found else (name, None, "")
-
     def group(self, name: str) -> int | None:
         """The shallow model's group to which the module or parameter `name` belongs, None outside the layers."""
-        number = self.split(name)[1]
-        if number is None:
+        found = self._numbered.fullmatch(name)
+        if not found:
             return None
+        number = int(found[2])
         if number < self.first:
             return 0
         return GROUPS - 1 if number >= self.shallow - self.last else 1 + (number - self.first) // self.period
+
+    def renumbered(self, name: str, groups: int) -> str:
+        """The module's or parameter's `name` so many groups further up."""
+        found = self._numbered.fullmatch(name)
+        return f"{found[1]}{int(found[2]) + groups * self.period}{found[3]}" if found else name
 
 
 @lru_cache(maxsize=64)
@@ -77,21 +77,22 @@ def find(shape: "Shape") -> Repetition:
     if shape.num_decoder_layers not in (0, depth):
         raise NotRegular("encoder and decoder are not of one depth")
     model = build(shape)
-    lists, layers, rest = structure(model, depth)
+    lists, layers = _layers(model, depth)
     said = [value for value in vars(model.config).values() if isinstance(value, list) and len(value) == depth]
     known = [(layer, [of[i] for of in said]) for i, layer in enumerate(layers)]
     found = longest_pattern([known.index(each) for each in known])  # a kind is the number of its first layer
     if found is None:
         raise NotRegular("the kinds of layers have no pattern that repeats often enough")
-    repetition = Repetition(tuple(lists), depth, *found, sum(p.numel() for p in model.parameters()))
-    shallow_lists, shallow_layers, shallow_rest = structure(build(cut(shape, repetition.kept())), repetition.shallow)
-    if (shallow_lists, shallow_rest) != (lists, rest):
+    repetition = Repetition(tuple(lists), depth, *found)
+    shallow = build(cut(shape, repetition.kept()))
+    for kept, layer in zip(repetition.kept(), _layers(shallow, repetition.shallow)[1], strict=True):
+        pairs = [(value, layer.get(key)) for key, value in layers[kept].items()]
+        if len(pairs) != len(layer) or any(a != b and (a, b) != (depth, repetition.shallow) for a, b in pairs):
+            raise NotRegular(f"a model of {repetition.shallow} layers has others")
+    sizes = {name: parameter.numel() for name, parameter in shallow.named_parameters()}
+    missing = repetition.more * sum(size for name, size in sizes.items() if repetition.group(name) == MIDDLE)
+    if sum(p.numel() for p in model.parameters()) != sum(sizes.values()) + missing:
         raise NotRegular("what stands outside the layers depends on their number")
-    for i, kept in enumerate(repetition.kept()):
-        deep, shallow = layers[kept], shallow_layers[i]
-        same = all(v == shallow.get(k) or (v, shallow.get(k)) == (depth, repetition.shallow) for k, v in deep.items())
-        if deep.keys() != shallow.keys() or not same:
-            raise NotRegular(f"a model of {repetition.shallow} layers has another layer {i}")
     return repetition
 
 
@@ -121,48 +122,33 @@ def longest_pattern(kinds: list[int]) -> tuple[int, int, int] | None:
     return best and best[1]
 
 
-def structure(model: "torch.nn.Module", depth: int) -> tuple[list[str], list[dict[tuple, Any]], list[tuple]]:
-    """What `model` is made of: the names of the lists that hold its layers, each layer's settings and tensors (module in
-    the layer and attribute to value), and the modules outside. Raises NotRegular where layers share weights.
-    """
+def _layers(model: "torch.nn.Module", depth: int) -> tuple[list[str], list[dict[tuple, Any]]]:
+    """The names of the lists that hold the layers of `model`, and each layer's settings and tensors."""
     from torch import nn
 
-    lists, layers, rest = [], [{} for _ in range(depth)], []
-    bare, holders, configs = set(vars(nn.Module())), {}, {}
-    for name, module in model.named_modules(remove_duplicate=False):
-        parent = next((each for each in lists if name.startswith(f"{each}.")), None)
-        if parent is None and isinstance(module, nn.ModuleList | nn.Sequential) and len(module) == depth:
-            lists.append(name)
+    lists, layers = [], [{} for _ in range(depth)]
+    bare = {*vars(nn.Module()), "layer_idx"}
+    for name, module in model.named_modules():
+        is_list = isinstance(module, nn.ModuleList | nn.Sequential) and len(module) == depth
+        if not is_list or name.startswith(tuple(f"{outer}." for outer in lists)):
             continue
-        number, _, inside = name[len(parent) + 1 :].partition(".") if parent is not None else (None, "", "")
-        if any(holders.setdefault(id(p), number) != number for p in module._parameters.values() if p is not None):
-            raise NotRegular("layers share weights")
-        tensors = [
-            (key, t if t is None else (tuple(t.shape), str(t.dtype)))
-            for key, t in (*module._parameters.items(), *module._buffers.items())
-        ]
-        if parent is None:
-            rest.append((name, type(module).__qualname__, tensors))
-            continue
-        held = layers[int(number)]
-        held[parent, inside, ""] = type(module).__qualname__, tensors
-        held |= {(parent, inside, k): _setting(v, configs) for k, v in vars(module).items() if k not in bare}
+        lists.append(name)
+        for layer, (inside, part) in (
+            (layers[i], each) for i, top in enumerate(module) for each in top.named_modules()
+        ):
+            tensors = (*part._parameters.items(), *part._buffers.items())
+            sizes = [(key, t if t is None else (t.shape, t.dtype)) for key, t in tensors]
+            layer[name, inside, ""] = type(part).__qualname__, sizes
+            layer |= {(name, inside, key): _setting(value) for key, value in vars(part).items() if key not in bare}
     if not lists:
         raise NotRegular("the model has no list with a module for each layer")
-    for key in set().union(*layers):  # a layer's own number, counted from wherever, is no setting
-        numbers = {layer[key] - i for i, layer in enumerate(layers) if type(layer.get(key)) is int}
-        for layer in layers:
-            if len(numbers) == 1 and type(layer.get(key)) is int:
-                layer[key] = "number"
-    return lists, layers, rest
+    return lists, layers
 
 
-def _setting(value: Any, configs: dict[int, int]) -> Any:
+def _setting(value: Any) -> Any:
     """What a module's attribute says of its kind; of a rate or scale only whether it is zero."""
     if isinstance(value, float):
         return bool(value)
     if isinstance(value, list | tuple):
         return repr(value)
-    if hasattr(value, "to_dict"):
-        return "configuration", configs.setdefault(id(value), len(configs))
     return value if isinstance(value, int | str | None) else getattr(value, "__qualname__", type(value).__qualname__)

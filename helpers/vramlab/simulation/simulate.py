@@ -1,8 +1,8 @@
 """The real training step on fake tensors: no GPU, no memory, seconds.
 
 `training.train_step` runs twice on storages that have a size and no content, and what the tracker saw is replayed. Deep
-models are run shallow and steps of many micro-batches with few, and their log is made longer (`deepen.py`,
-`micro_batches.py`). With `recipe.sharding` it is the step of one rank.
+models are run shallow and steps of many micro-batches with few, and their log is made longer (`deepen.py`). With
+`recipe.sharding` it is the step of one rank.
 """
 
 import math
@@ -27,7 +27,7 @@ from ..tracking.fake_tracker import FakeTracker
 from ..tracking.history import History
 from ..tracking.reporting import to_report
 from ..tracking.tracked import run_tracked
-from ..tracking.tracker import REFERENCE, Storage, Tracker
+from ..tracking.tracker import Tracker
 from ..training import training as tr
 from ..training.engines import engine_of
 from ..training.evaluation import evaluate
@@ -37,10 +37,9 @@ from .activation_offloading import DEVICE, fake_accelerator
 from .any_module import ModuleStep, loop_notes
 from .cuda import CudaKernels
 from .cuda_scratch import kernel_scratch
-from .deepen import deepen
+from .deepen import deepen, repeat
 from .fakes import compiled_late, fake_world
 from .loading import loading_peak
-from .micro_batches import repeat
 from .operators import keep_storage
 from .repetition import GROUPS, NotRegular, cut, find
 from .values import Values, readable_values, reason_at
@@ -135,10 +134,7 @@ def trace(recipe: Recipe, target: str = "cuda", card: Gpu | None = None, steps: 
     notes = []
     if not full:
         try:
-            if may_be_deepened(recipe, target) and (history := _deepened(recipe, target, card, steps)):
-                return history
-            tracker = _run(recipe, target, card, steps)
-            return _history(*_repeated(recipe, tracker.log, tracker.marks), target, card, tracker.notes)
+            return _lengthened(recipe, target, card, steps)
         except NotRegular as error:
             notes.append(f"all {recipe.shape.num_layers} layers were run, none repeated: {error}")
     tracker = _run(recipe, target, card, steps, full=True)
@@ -148,10 +144,6 @@ def trace(recipe: Recipe, target: str = "cuda", card: Gpu | None = None, steps: 
 def _is_abridged(recipe: Recipe) -> bool:
     """Whether two micro-batches are run for all of a step's: an engine of many ranks does something else in the last."""
     return recipe.gradient_accumulation_steps > 1 and not (recipe.sharding or recipe.activation_offloading)
-
-
-def _repeated(recipe: Recipe, log: list, marks: list) -> tuple[list, list]:
-    return repeat(log, marks, recipe.gradient_accumulation_steps) if _is_abridged(recipe) else (log, marks)
 
 
 def may_be_deepened(recipe: Recipe, target: str) -> bool:
@@ -169,7 +161,7 @@ def may_be_deepened(recipe: Recipe, target: str) -> bool:
     return recipe.shape.num_layers > _layers_run(recipe, GROUPS, 1)
 
 
-def is_written_down(recipe: Recipe) -> bool:
+def _is_written_down(recipe: Recipe) -> bool:
     """Whether the architecture is one whose deepened log the tests hold against the whole run, and returns no more."""
     shape = recipe.shape
     more = ("output_hidden_states", "output_attentions", "output_router_logits")
@@ -179,38 +171,34 @@ def is_written_down(recipe: Recipe) -> bool:
 
 def _layers_run(recipe: Recipe, shallow: int, period: int) -> float:
     """Layers to run, over two steps, for a deepened log; others than those written down are checked by one more step."""
-    return shallow if is_written_down(recipe) else shallow + (shallow + period) / 2
+    return shallow if _is_written_down(recipe) else shallow + (shallow + period) / 2
 
 
-def _deepened(recipe: Recipe, target: str, card: Gpu | None, steps: int) -> History | None:
-    """The deepened history of `recipe`; None if running it whole is no more work. Raises NotRegular."""
-    shape = recipe.shape
-    layers = find(shape)
-    if _layers_run(recipe, layers.shallow, layers.period) >= layers.depth:
-        return None
+def _lengthened(recipe: Recipe, target: str, card: Gpu | None, steps: int) -> History:
+    """The history of a run of few layers and micro-batches, made longer where that is the lesser work. Raises NotRegular."""
+    shape, layers = recipe.shape, None
+    if may_be_deepened(recipe, target):
+        layers = find(shape)
+    if layers is None or _layers_run(recipe, layers.shallow, layers.period) >= layers.depth:
+        tracker = _run(recipe, target, card, steps)
+        log, marks = tracker.log, tracker.marks
+    else:
 
-    def run(extra: int, steps: int) -> Tracker:
-        config = cut(shape, layers.kept(extra)).config
-        return _run(recipe.replace(model=config, num_layers=None, task=shape.task), target, card, steps)
+        def run(extra: int, steps: int) -> Tracker:
+            config = cut(shape, layers.kept(extra)).config
+            return _run(recipe.replace(model=config, num_layers=None, task=shape.task), target, card, steps)
 
-    tracker = run(0, steps)
-    if not is_written_down(recipe):  # one group more than needed, deepened and run
-        tried, ran = History(*deepen(tracker, layers, 1)), run(1, 1)
-        if tried.first_step() != History(ran.log, ran.marks).first_step():
-            raise NotRegular(f"{layers.shallow + layers.period} layers take something else than their repetition says")
-    history = _history(*_repeated(recipe, *deepen(tracker, layers, layers.more)), target, card, tracker.notes)
-    if recipe.sharding is None and recipe.quantization is None:
-        loaded = history.log[: history.stretches[0][2]]
-        found = sum(math.prod(s.shape) for size, s, _ in loaded if size > 0 and _is_base_weight(s))
-        if found != layers.parameters:
-            raise NotRegular(f"its repetition has {found:,} parameters, and the model {layers.parameters:,}")
-    return history
-
-
-def _is_base_weight(storage: Storage) -> bool:
-    """Whether `storage` is a parameter of the model itself, not of an adapter or the reference model."""
-    others = ("lora_", "modules_to_save", REFERENCE)
-    return storage.category == "parameters" and not any(s in storage.where for s in others)
+        tracker = run(0, steps)
+        log, marks = deepen(tracker, layers, layers.more)
+        if not _is_written_down(recipe):  # one group more than needed, deepened and run
+            tried, ran = History(*deepen(tracker, layers, 1)), run(1, 1)
+            if tried.first_step() != History(ran.log, ran.marks).first_step():
+                raise NotRegular(
+                    f"{layers.shallow + layers.period} layers take something else than their repetition says"
+                )
+    if _is_abridged(recipe):
+        log, marks = repeat(log, marks, recipe.gradient_accumulation_steps)
+    return _history(log, marks, target, card, tracker.notes)
 
 
 @needing("simulate_evaluation")
