@@ -22,11 +22,10 @@ def flash_attention(capability: tuple[int, int]) -> Iterator[None]:
     """While entered, transformers finds flash-attn; `capability` is the GPU's."""
     from transformers import PreTrainedModel
     from transformers import modeling_flash_attention_utils as utils
-    from transformers.integrations import flash_attention as integration
 
     try:
         check, imports = PreTrainedModel._flash_attn_can_dispatch, utils._lazy_imports
-        target, matrix = integration.get_target_dtype, utils.FLASH_ATTENTION_COMPATIBILITY_MATRIX
+        matrix = utils.FLASH_ATTENTION_COMPATIBILITY_MATRIX
     except AttributeError:  # a release that is put together otherwise refuses by itself
         yield
         return
@@ -43,16 +42,9 @@ def flash_attention(capability: tuple[int, int]) -> Iterator[None]:
             return imports(implementation, *args, **kwargs)
         return flash_attn_func, flash_attn_varlen_func, None, utils._pad_input, utils._unpad_input
 
-    def target_dtype(query, module):
-        try:
-            return target(query, module)
-        except StopIteration:  # no linear layer to take it from
-            return query.dtype
-
     loaded = dict.fromkeys(name for name in LOADED if hasattr(utils, name))
     with (
         patch.object(PreTrainedModel, "_flash_attn_can_dispatch", can_dispatch),
-        patch.object(integration, "get_target_dtype", target_dtype),
         patch.dict(matrix[2], general_availability_check=lambda: True),
         patch.multiple(utils, _lazy_imports=lazy_imports, **loaded),
     ):

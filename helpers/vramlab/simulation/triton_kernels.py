@@ -6,23 +6,14 @@ Those of TRL's head (`trl/kernels/chunked_logprob.py`), Liger and flash-linear-a
 import contextlib
 import sys
 from collections.abc import Callable, Iterator
-from functools import partial
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
 import torch
-from torch._subclasses import fake_impls
 
 from ..hardware.gpu import Chip
 from ..training.liger import restore
-
-aten = torch.ops.aten
-# Liger counts labels for its kernel, and multiplies in place unless a gradient is one: no size depends on either.
-READ = {
-    aten._local_scalar_dense.default: lambda mode, func, *args, **kwargs: 1,
-    aten.equal.default: lambda mode, func, *args, **kwargs: False,
-}
 
 
 class NotLaunched:
@@ -79,14 +70,31 @@ def unlaunched(chip: Chip | None) -> Iterator[None]:
 
 
 def _liger(chip: Chip | None) -> Iterator[contextlib.AbstractContextManager]:
+    """Liger's modules get a torch of their own, which answers as on CUDA where they take another branch there."""
     from liger_kernel.ops import fused_linear_cross_entropy, rms_norm
 
-    head = ((f"fused_linear_cross_entropy_{way}", fused_linear_cross_entropy) for way in ("forward", "backward"))
-    for name, home in (*head, ("rms_norm_backward", rms_norm)):
-        theirs = SimpleNamespace(**vars(torch) | (_on_cuda(name, chip) if chip else {}))
-        yield patch.object(home, name, partial(_hosted, getattr(home, name), home, theirs))
+    def empty(size: Any, **kwargs: Any) -> torch.Tensor:
+        if isinstance(size, tuple) and size[0] == 1:  # of the rows each multiprocessor sums up one of the gradient
+            size = chip.multiprocessors, *size[1:]
+        return torch.empty(size, **kwargs)
+
+    def mm(a: torch.Tensor, b: torch.Tensor, **kwargs: Any) -> Any:
+        if kwargs or a.itemsize != 2 or chip.capability < (8, 0):
+            return torch.mm(a, b, **kwargs)
+        b.to(a.dtype)
+        return SimpleNamespace(float=lambda: 0)  # added where the sum is (`addmm(out=…)`)
+
+    def can_use_mm_out(hidden: torch.Tensor, weight: torch.Tensor) -> bool:
+        """Liger's own question, with CPU's autocast, which stands for CUDA's, in the place of that."""
+        wanted = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else weight.dtype
+        return hidden.dtype == weight.dtype == wanted and not torch.is_grad_enabled()
+
+    head = {"equal": lambda a, b: False}  # it multiplies in place unless a gradient is one: no size depends on that
     if chip:
-        yield patch.object(fused_linear_cross_entropy, "_can_use_mm_out", _can_use_mm_out)
+        head["mm"] = mm
+        yield patch.object(rms_norm, "torch", SimpleNamespace(**vars(torch) | {"empty": empty}))
+        yield patch.object(fused_linear_cross_entropy, "_can_use_mm_out", can_use_mm_out)
+    yield patch.object(fused_linear_cross_entropy, "torch", SimpleNamespace(**vars(torch) | head))
 
 
 def _linear_attention(chip: Chip | None) -> Iterator[contextlib.AbstractContextManager]:
@@ -98,30 +106,3 @@ def _linear_attention(chip: Chip | None) -> Iterator[contextlib.AbstractContextM
         size = 1024 * chip.shared_memory
         asked = {"check_shared_mem": lambda arch="none", index=0: size >= Backend.get_shared_memory(arch)}
         yield patch.multiple(chunk_o, **asked)
-
-
-def _hosted(function: Callable, home: Any, theirs: SimpleNamespace, *args: Any, **kwargs: Any) -> Any:
-    """`function` of Liger's module `home`, which reads values, with `theirs` as its torch."""
-    with patch.dict(fake_impls.op_implementations_dict, READ), patch.object(home, "torch", theirs):
-        return function(*args, **kwargs)
-
-
-def _can_use_mm_out(hidden: torch.Tensor, weight: torch.Tensor) -> bool:
-    """Liger's own question, with CPU's autocast, which stands for CUDA's, in the place of that."""
-    wanted = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else weight.dtype
-    return hidden.dtype == weight.dtype == wanted and not torch.is_grad_enabled()
-
-
-def _on_cuda(name: str, chip: Chip) -> dict[str, Callable]:
-    """What torch's functions give there where Liger's `name` takes another branch on CUDA."""
-
-    def empty(size: tuple[int, ...], **kwargs: Any) -> torch.Tensor:
-        return torch.empty((chip.multiprocessors, *size[1:]), **kwargs)  # of which each sums up a row of the gradient
-
-    def mm(a: torch.Tensor, b: torch.Tensor, **kwargs: Any) -> Any:
-        if kwargs or a.itemsize != 2 or chip.capability < (8, 0):
-            return torch.mm(a, b, **kwargs)
-        b.to(a.dtype)
-        return SimpleNamespace(float=lambda: 0)  # added where the sum is (`addmm(out=…)`)
-
-    return {"empty": empty} if name == "rms_norm_backward" else {"mm": mm}
