@@ -430,15 +430,6 @@ def test_several_optimizers():
     assert not members[0].state and not members[1].state
 
 
-def test_capturable_counters_are_on_the_card():
-    plain, capturable = (
-        of_mlp(target="cuda", optimizer=lambda parameters, c=c: torch.optim.AdamW(parameters, capturable=c))
-        for c in (False, True)
-    )
-    states = [report.phases["step"].end.optimizer_states for report in (plain, capturable)]
-    assert states[1] - states[0] == 4 * 512
-
-
 def test_inputs_of_nested_batches_are_counted():
     class Nested(nn.Module):
         def __init__(self):

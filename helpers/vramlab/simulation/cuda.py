@@ -38,25 +38,18 @@ aten = torch.ops.aten
 
 
 def attention_kernel(
-    dtype: torch.dtype,
-    head_dim: int,
-    value_dim: int,
-    compute_capability: tuple[int, int] = (8, 0),
-    grouped: bool = False,
-    release: tuple[int, int] | None = None,
-    **options,
+    dtype: torch.dtype, head_dim: int, value_dim: int, capability: tuple[int, int] = (8, 0), **options
 ) -> str:
     """ "flash", "efficient" or "math": what `scaled_dot_product_attention` runs (`sdp_utils.cpp`, select_sdp_backend).
 
-    cuDNN's kernel of Hopper and Blackwell saves what flash saves, and is counted as flash. `grouped`: `enable_gqa`, which
-    before torch 2.14 only flash takes (pull 191085). `options`: masked, dropout and broadcast of `sdp_backend`.
+    cuDNN's kernel of Hopper and Blackwell saves what flash saves, and is counted as flash. `options`: masked, grouped,
+    dropout and broadcast of `sdp_backend`; before torch 2.14 only flash takes grouped queries (pull 191085).
     """
     if dtype not in (*HALF, torch.float32):
         return "math"
-    grouped = grouped and (release or torch_release()) < (2, 14)
     options = {"masked": False, "value_dim": value_dim, **options}
-    bf16 = dtype == torch.bfloat16
-    return sdp_backend(dtype.itemsize, head_dim, grouped=grouped, bf16=bf16, capability=compute_capability, **options)
+    options["grouped"] = options.get("grouped", False) and torch_release() < (2, 14)
+    return sdp_backend(dtype.itemsize, head_dim, bf16=dtype == torch.bfloat16, capability=capability, **options)
 
 
 class CudaKernels(TorchFunctionMode):
@@ -115,7 +108,7 @@ def cuda_kernels(compute_capability: tuple[int, int] = (8, 0)) -> Iterator[CudaK
         # without a device it is asked for CUDA (PEFT's 4-bit layers, Liger)
         enabled = torch.is_autocast_enabled
         asked = patch.object(torch, "is_autocast_enabled", lambda device="cpu": enabled(device))
-        with _eight_bit_products(), _capturable_anywhere(), asked, mode:
+        with _eight_bit_products(), asked, mode:
             yield mode
     finally:
         library._destroy()
@@ -188,19 +181,6 @@ def _rms_norm(input, normalized_shape, weight=None, eps=None):
         rows = upcast.pow(2).mean(tuple(range(-len(normalized_shape), 0)), keepdim=True)
         return (upcast * torch.rsqrt(rows + (eps or 1e-6))).to(input.dtype) * weight
     return FusedRMSNorm.apply(input, normalized_shape, weight)
-
-
-def _devices_with_graphs(supports_xla: bool = True) -> list[str]:
-    return ["cpu", "cuda"]  # a function of its own: torch.jit reads the source of what optimizers call
-
-
-def _capturable_anywhere() -> contextlib.ExitStack:
-    """Let optimizers take `capturable=True`, for which torch asks for a device that has graphs."""
-    stack, name = contextlib.ExitStack(), "_get_capturable_supported_devices"
-    for home, module in list(sys.modules.items()):
-        if home.startswith("torch.optim.") and hasattr(module, name):
-            stack.enter_context(patch.object(module, name, _devices_with_graphs))
-    return stack
 
 
 def _eight_bit_products() -> contextlib.AbstractContextManager:

@@ -162,7 +162,7 @@ def attention(dtype: str = "", gpu: str = "A100", masked: bool = False) -> Facts
     """
     if dtype:
         capability = find_gpu(gpu).compute_capability
-        kernel = attention_kernel(getattr(torch, dtype), 64, 64, masked=masked, compute_capability=capability)
+        kernel = attention_kernel(getattr(torch, dtype), 64, 64, masked=masked, capability=capability)
         return Facts({"kernel": kernel}, "derived", f"{dtype} on {gpu}{', padded' if masked else ''}: {kernel}")
     q = torch.zeros(1, 4, 512, 32)
     chosen = SDPBackend(torch._fused_sdp_choice(q, q, q, None, 0.0, True))
