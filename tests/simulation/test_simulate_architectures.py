@@ -149,7 +149,7 @@ def test_a_kernel_whose_package_is_missing_is_noted():
     config = {"model_type": "qwen3_5_text", "hidden_size": 32, "num_attention_heads": 2, "num_key_value_heads": 1}
     config |= {"head_dim": 16, "vocab_size": 64, "intermediate_size": 32, "num_hidden_layers": 2, **sizes}
     notes = simulate(Recipe({**config, "layer_types": ["linear_attention", "full_attention"]}, 1, 16)).notes
-    found = [note.split(":")[0] for note in notes if "not installed" in note]
+    found = [note.split("`")[1] for note in notes if "not installed" in note]
     assert found == ["causal_conv1d_fn", "chunk_gated_delta_rule"][: 2 - bool(importlib.util.find_spec("fla"))]
 
 

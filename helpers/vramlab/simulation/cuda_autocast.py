@@ -40,15 +40,11 @@ def cpu_only() -> tuple[str, ...]:
     """Operators that autocast casts on CPU and leaves alone on CUDA."""
     names = torch._C._dispatch_get_all_op_names()
     ours = (name.removeprefix("aten::") for name in names if name.startswith("aten::"))
-    return tuple(name for name in ours if _has_rule(name, "AutocastCPU") and not on_cuda(name))
+    return tuple(name for name in ours if on_cuda(name, "AutocastCPU") and not on_cuda(name))
 
 
-def on_cuda(name: str) -> bool:
+def on_cuda(name: str, key: str = "AutocastCUDA") -> bool:
     """Whether the installed torch has a rule for this operator under CUDA's autocast; its CPU builds know too."""
-    return _has_rule(name, "AutocastCUDA")
-
-
-def _has_rule(name: str, key: str) -> bool:
     return torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", key)
 
 

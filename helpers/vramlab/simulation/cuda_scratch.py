@@ -4,7 +4,6 @@ import math
 from collections.abc import Callable, Sequence
 
 import torch
-from torch._prims_common import suggest_memory_format
 
 from ..hardware.gpu import DEFAULT_CHIP, Chip
 from ..hardware.kernels import efficient_scratch, norms_scratch, reduction_scratch
@@ -28,12 +27,9 @@ def kernel_scratch(chip: Chip = DEFAULT_CHIP, note: Callable[[str], None] = str)
 
 
 def _runs_in_cudnn(args: Sequence) -> bool:
-    """Whether a convolution goes to cuDNN, whose plans ask for workspace of their own (`cudnn/Conv_v8.cpp`). torch has
-    kernels without for depthwise ones (`Convolution.cpp`, use_cudnn_depthwise)."""
+    """Whether a convolution goes to cuDNN, whose plans have workspace (`Conv_v8.cpp`): torch runs depthwise ones itself."""
     input, transposed, groups = args[0], args[6], args[8]
-    depthwise = groups > 1 and groups == input.shape[1] and not transposed
-    contiguous = suggest_memory_format(input) == torch.contiguous_format
-    return not depthwise or input.dtype == torch.float16 or not contiguous
+    return transposed or groups == 1 or groups != input.shape[1]
 
 
 def _argument(args: Sequence, place: int, default=None):

@@ -4,7 +4,6 @@ import contextlib
 import functools
 import inspect
 import logging
-import re
 import sys
 import threading
 import warnings
@@ -108,11 +107,7 @@ def _replaced_kernels(kernels: CudaKernels) -> contextlib.AbstractContextManager
 
     def warn(text: str, *args) -> None:
         if "falling back" in text:
-            name, package = re.findall("`(.+?)`", text)[:2]
-            kernels.note(
-                f"{name}: transformers' PyTorch code is simulated, as where {package} is not installed; its kernel "
-                "needs other memory"
-            )
+            kernels.note(text)
 
     return patch.object(hub_kernels.logger, "warning_once", warn)
 
