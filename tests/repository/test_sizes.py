@@ -12,7 +12,7 @@ CEILINGS = {
     "vramlab/training": 1964,
     "vramlab/tracking": 939,
     "vramlab/formulas": 3020,
-    "vramlab/simulation": 2430,
+    "vramlab/simulation": 2270,
     "vramlab/measurement": 1410,
     "vramlab/planning": 1340,
     "vramlab/faces": 2365,
