@@ -15,24 +15,21 @@ is divided when the whole backward pass is over. Sources: torch/distributed/fsdp
 """
 
 from collections import defaultdict
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from math import ceil, prod
 
-from ..hardware.overhead import rounded
 from ..hardware.reserved import internal_fragmentation
 from ..recipe.recipe import Recipe
 from .ledger import Block, Parameter
 from .model import EMBEDDING, ROOT, TAIL, Model
-from .model_states import FP32, HALF, parameter_table
+from .model_states import FP32, parameter_table
 
 
-@dataclass(eq=False)
+@dataclass
 class Unit:
     """Weights that are gathered together (an `FSDPParamGroup`)."""
 
-    sizes: list[tuple[tuple[int, ...], int, int, bool]] = field(default_factory=list)  # shape, width, count, trained
-    written: list[Parameter] = field(default_factory=list)  # those that are in the ledger
+    weights: list[Parameter] = field(default_factory=list)  # those that are in the ledger
     keep: bool = False  # stays gathered from the forward to the backward pass
     flat: Block | None = None  # the buffer it is gathered into
     copied: Block | None = None  # the weights copied out of that
@@ -48,13 +45,6 @@ def own(shape: tuple[int, ...], ranks: int, rank: int) -> tuple[int, ...]:
     """Return the shape of `rank`'s shard of a weight: the last ranks may have fewer rows, or none."""
     chunk = ceil(shape[0] / ranks)
     return (min(chunk, max(0, shape[0] - rank * chunk)), *shape[1:])
-
-
-def _stored(shape: tuple[int, ...], width: int, quantized: str | None) -> tuple[tuple[int, ...], int]:
-    """Return (shape, bytes a number) of a weight in memory: 4 bits are a column of bytes (`Params4bit`)."""
-    if quantized in (None, "int8"):
-        return shape, 1 if quantized else width
-    return (ceil(prod(shape) / 2), 1), 1
 
 
 def unit_of(name: str, recipe: Recipe) -> str:
@@ -80,61 +70,47 @@ class FsdpModel(Model):
     gathers_layers = True
 
     def shard(self, asked: Recipe, gradients_exist: bool) -> None:
-        sharding = asked.sharding
-        self.asked, self.ranks, self.frees = asked, sharding.world_size, sharding.stage == 3
-        self.mixed = asked.precision.endswith("-mixed")
+        self.asked, self.ranks, self.mixed = asked, asked.sharding.world_size, asked.precision.endswith("-mixed")
         self.flat = self.reducing = None  # what the next all-gather frees, and the input of the last reduce-scatter
         self.shards: list[Block] = []
         self.order: list[Unit] = []  # in which forward passes come
         self.units: defaultdict[str, Unit] = defaultdict(Unit)
-        for row in parameter_table(asked):
-            if "*" not in (key := unit_of(row.name, asked)):
-                size = _stored(row.shape, HALF if self.mixed else row.width, row.quantized)
-                self.units[key].sizes.append((*size, row.count, row.trained))
-        names = {}
-        for name, parameter in self.parameters.items():
-            names[name] = key = unit_of(name, asked)
-            unit = self.units[key]
-            if not any(parameter is other for other in unit.written):
-                unit.written.append(parameter)
-                if key and key[-1].isdigit():
-                    size = _stored(parameter.shape, parameter.width, parameter.quantized)
-                    unit.sizes.append((*size, 1, parameter.needs))
+        for name, weight in self.parameters.items():
+            unit = self.units[unit_of(name, asked)]
+            if weight not in unit.weights:  # a tied head is the embedding
+                unit.weights.append(weight)
         self.units[TAIL].keep = self.units[ROOT].keep = True
-        self.first_unit = names.get(f"{self.embeddings[0]}.weight", ROOT) if self.embeddings else ROOT
+        self.first_unit = unit_of(f"{self.embeddings[0]}.weight", asked) if self.embeddings else ROOT
         if gradients_exist and asked.gradient_accumulation_steps > 1:
             self._enter_whole_gradients()
 
     def _enter_whole_gradients(self) -> None:
         """Enter gradients that earlier micro-batches left whole."""
-        widths = ((row, HALF if self.mixed else row.width) for row in parameter_table(self.asked) if row.trained)
-        rest = _allocated((prod(row.shape) * width, row.count) for row, width in widths)
-        for unit in self.units.values():
-            for parameter in unit.written:
-                if parameter.needs:
-                    size = prod(parameter.shape) * parameter.width
-                    rest -= _allocated([(size, 1)])
-                    parameter.gradient = self.group("backward", [(size, 1)], "gradients", parameter.width)
-        self.other_gradients = rest
+        trained = (row for row in parameter_table(self.recipe) if row.trained)
+        self.other_gradients = sum((row.size + internal_fragmentation(row.size)) * row.count for row in trained)
+        for weight in (weight for unit in self.units.values() for weight in unit.weights if weight.needs):
+            weight.gradient = self.block("backward", weight.shape, weight.width, "gradients")
+            self.other_gradients -= weight.gradient.entry.allocated
 
     # --- forward --------------------------------------------------------------------------------------------------
 
     def _gather(self, unit: Unit) -> None:
         """All-gather `unit` into its flat buffer."""
-        shard = sum(padded(shape, self.ranks) * width * count for shape, width, count, _ in unit.sizes)
-        if shard:
-            unit.flat = self.group("all_gather", [(shard * self.ranks, 1)], "workspace")
+        unit.flat = self.group("all_gather", [(sum(map(self._whole, unit.weights)), 1)], "workspace")
 
     def _copy_out(self, unit: Unit) -> None:
-        sizes = [(self.ranks * padded(shape, self.ranks) * width, count) for shape, width, count, _ in unit.sizes]
-        if sizes:
-            unit.copied = self.group("gathered", sizes, "workspace")
+        unit.copied = self.group("gathered", [(self._whole(weight), 1) for weight in unit.weights], "workspace")
+
+    def _whole(self, weight: Parameter) -> int:
+        """Return the bytes of a gathered weight with padding; 4 bits are a column of bytes (`Params4bit`)."""
+        shape, width = ((ceil(prod(weight.shape) / 2), 1), 1) if weight.quantized else (weight.shape, weight.width)
+        return self.ranks * padded(shape, self.ranks) * width
 
     def enter(self, key: str, needs: bool = False) -> None:
         if needs and not (key == TAIL and self.first_unit == TAIL):
             self.nodes.append(lambda: self._reduce(key))
         unit = self.units.get(self.first_unit if key == EMBEDDING else key)
-        if unit and unit.copied is None and unit.sizes:
+        if unit and unit.copied is None and unit.weights:
             self._gather(unit)
             self._copy_out(unit)
             self.flat, unit.flat = unit.flat, None
@@ -145,8 +121,8 @@ class FsdpModel(Model):
                 return
             key = self.first_unit
         unit = self.units.get(key)
-        if unit and unit.sizes:
-            if self.frees and not unit.keep:
+        if unit and unit.weights:
+            if self.asked.sharding.stage == 3 and not unit.keep:
                 unit.copied = None
             self.order.append(unit)
         if key == ROOT:
@@ -175,14 +151,13 @@ class FsdpModel(Model):
         if unit is None or unit.done:
             return
         unit.done, unit.copied, self.reducing = True, None, None
-        trained = [(shape, width, count) for shape, width, count, trained in unit.sizes if trained]
-        shard = sum(padded(shape, self.ranks) * count for shape, _, count in trained)
-        if not shard:
+        trained = [weight for weight in unit.weights if weight.needs]
+        if not trained:
             return
-        width = max(width for _, width, _ in trained)
+        shard, width = sum(padded(weight.shape, self.ranks) for weight in trained), trained[0].width
         self.reducing = self.group("reduce_scatter", [(shard * width * self.ranks, 1)], "workspace", width)
-        for parameter in unit.written:
-            parameter.gradient = None
+        for weight in trained:
+            weight.gradient = None
         result = self.group("reduce_scatter", [(shard * width, 1)], "gradients", width)
         if self.mixed:
             result = self.group("to", [(shard * FP32, 1)], "gradients", FP32)
@@ -195,8 +170,3 @@ class FsdpModel(Model):
         self.reducing = None
         for unit in self.units.values():
             unit.flat = unit.copied = None
-
-
-def _allocated(sizes: Iterable[tuple[int, int]]) -> int:
-    """Sum what the allocator gives for `sizes`, pairs of (bytes of one, how many)."""
-    return sum((rounded(size) + internal_fragmentation(rounded(size))) * count for size, count in sizes)
