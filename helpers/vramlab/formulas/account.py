@@ -187,7 +187,7 @@ def kept_account(recipe: Recipe, chip: Chip, gradients_exist: bool) -> Account:
     sizes = (r.shape, r.rows, r.samples, r.joins, r.gradient_checkpointing, r.attn_implementation, kernels(r))
     kind = (r.trainer, r.precompute_ref_log_probs, r.precision, r.dtype, r.lora, r.quantization, r.loop, optim)
     key = (*sizes, *kind, r.labelled, chip, gradients_exist, part)
-    return cached_account(model_states.CacheKey(key, recipe, chip, gradients_exist))
+    return cached_account(model_states.CacheKey(key, (recipe, chip, gradients_exist)))
 
 
 @lru_cache(maxsize=32)

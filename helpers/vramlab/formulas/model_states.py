@@ -30,17 +30,12 @@ COPY = " (trained copy)"  # ends the name of what PEFT trains whole
 Sizes = dict[str, int]  # category to bytes
 
 
+@dataclass(frozen=True)
 class CacheKey:
-    """`arguments` of a cached function, equal to others by `key`: the settings that its result depends on."""
+    """Arguments of a cached function, equal to others by `key`: the settings that its result depends on."""
 
-    def __init__(self, key: tuple, *arguments):
-        self.key, self.arguments = key, arguments
-
-    def __hash__(self) -> int:
-        return hash(self.key)
-
-    def __eq__(self, other) -> bool:
-        return self.key == other.key
+    key: tuple
+    arguments: tuple = field(compare=False)
 
 
 @dataclass(frozen=True)
@@ -125,10 +120,10 @@ def is_sharded_by(recipe: Recipe, engine: str) -> bool:
 
 def compute_recipe(recipe: Recipe) -> Recipe:
     """Return `recipe` as its forward pass computes: "-mixed" is a half-precision model under FSDP and DeepSpeed."""
-    engines = is_sharded_by(recipe, "fsdp") or is_sharded_by(recipe, "deepspeed")
-    if not recipe.precision.endswith("-mixed") or not engines:
+    sharding = recipe.sharding
+    if not recipe.precision.endswith("-mixed") or not sharding or sharding.engine == "ddp":
         return recipe
-    third = is_sharded_by(recipe, "deepspeed") and recipe.sharding.stage == 3
+    third = (sharding.engine, sharding.stage) == ("deepspeed", 3)
     return unchecked(
         recipe,
         precision=recipe.precision.replace("-mixed", "-true"),
@@ -277,12 +272,7 @@ def joined_samples(recipe: Recipe) -> int:
 
 def fragmentation_bytes(recipe: Recipe) -> dict[str, int]:
     """Return by category what the allocator holds beyond the sizes of model states: rests that it does not split off."""
-    return _fragmentation(recipe.shape, *_format(recipe))
-
-
-@lru_cache(maxsize=512)
-def _fragmentation(shape: Shape, *form) -> dict[str, int]:
-    order = _in_order(shape, *form)
+    order = tensors_in_order(recipe)
     sizes = {
         "parameters": [size for row in order for size in row.blocks],
         "gradients": [row.size for row in reversed(order) if row.trained],
@@ -303,18 +293,3 @@ def _in_order(shape: Shape, *form) -> list[ParameterRow]:
     order = [rows[starred_name(weight.name), weight.shape] for weight in shape.weights()]
     added = [row for row in table if row.name.endswith((".lora_A", ".lora_B", COPY))]
     return order + [row for row in added for _ in range(row.count)]
-
-
-def bytes_per_parameter(precision: str, optim: str) -> dict[str, float]:
-    """Return the bytes of each trained parameter in a full fine-tune: weights, gradients, states, step temporaries, sums.
-
-    Published figures add up different rows: 16 is fp32 (or autocast) with AdamW, 18 with autocast's copy of the weights, 20
-    with the foreach step's copy, 8 is "-true" with AdamW. ZeRO's 16 = 2 + 2 + 12 has fp32 weights among the states.
-    """
-    width = HALF if precision.endswith("-true") else FP32
-    state = MODELLED[optim].width
-    states = sum(MODELLED[optim].states) * (width if state is None else state + (4 / STATE_BLOCK if state == 1 else 0))
-    temporary = {"adamw_torch": 1, "rmsprop": 1, "adagrad": 2}.get(optim, 0) * width
-    copy = HALF if precision.endswith("-mixed") else 0
-    parts = {"weights": width, "gradients": width, "states": states, "autocast copy": copy, "foreach": temporary}
-    return {**parts, "kept": width + width + states, "most": sum(parts.values())}

@@ -40,7 +40,7 @@ def rank_bytes(recipe: Recipe) -> RankBytes:
     """Return the bytes that `recipe`'s rank holds; everything without sharding."""
     r = recipe
     key = (r.shape, r.precision, r.dtype, r.quantization, r.lora, r.optim, r.optim_args, r.loop, r.sharding)
-    return _cached_rank_bytes(CacheKey((*key, r.gradient_accumulation_steps > 1), recipe))
+    return _cached_rank_bytes(CacheKey((*key, r.gradient_accumulation_steps > 1), (recipe,)))
 
 
 @lru_cache(maxsize=512)

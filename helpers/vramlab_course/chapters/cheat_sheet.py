@@ -11,7 +11,7 @@ from functools import cache
 from importlib.metadata import version
 
 from vramlab.faces.plot import style
-from vramlab.formulas.model_states import bytes_per_parameter, parameter_table
+from vramlab.formulas.model_states import parameter_table
 from vramlab.formulas.predict import predict
 from vramlab.hardware.gpu import find_gpu
 from vramlab.planning.question import RANK, Question, usable_memory
@@ -57,20 +57,14 @@ LETTERS = (
 
 def bytes_rows() -> list[tuple[str, dict[str, float]]]:
     """Bytes kept for each parameter by weights, gradients and states, for each way to train LADDER_MODEL."""
-    rows = []
-    for label, precision, optim in (
-        ("fp32 or mixed, AdamW", "bf16-mixed", "adamw_torch"),
-        ("mixed, 8-bit AdamW", "bf16-mixed", "adamw_bnb_8bit"),
-        ("16 bits, AdamW", "bf16-true", "adamw_torch"),
-        ("16 bits, 8-bit AdamW", "bf16-true", "adamw_bnb_8bit"),
+    rows, eight_bits = [], 2 * (1 + 4 / 256)  # two states of a byte, and an fp32 scale for 256 of them
+    for label, width, states in (
+        ("fp32 or mixed, AdamW", 4, 8),
+        ("mixed, 8-bit AdamW", 4, eight_bits),
+        ("16 bits, AdamW", 2, 4),
+        ("16 bits, 8-bit AdamW", 2, eight_bits),
     ):
-        parts = bytes_per_parameter(precision, optim)
-        rows.append(
-            (
-                label,
-                {"parameters": parts["weights"], "gradients": parts["gradients"], "optimizer_states": parts["states"]},
-            )
-        )
+        rows.append((label, {"parameters": width, "gradients": width, "optimizer_states": states}))
     for label, base in (("LoRA r = 16", None), ("QLoRA r = 16", NF4)):
         recipe = Recipe(LADDER_MODEL, precision="bf16-true", lora=RANK, quantization=base)
         n, found = recipe.shape.num_parameters, parameter_table(recipe)
