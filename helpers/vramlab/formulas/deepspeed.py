@@ -1,17 +1,18 @@
 """What a rank holds under DeepSpeed: flat partitions, gradients reduced in a bucket, a step in fp32.
 
-Ψ: trained parameters, N: ranks, w: bytes of a weight, "part": what a rank has of each parameter group, ⌈Ψ/N⌉ elements at
-stages 1 and 2, the sum of ⌈p/N⌉ at stage 3.
+Ψ: trained parameters, N: ranks, w: bytes of a weight, "part": what a rank has, ⌈Ψ/N⌉ elements at stages 1 and 2, the sum
+of ⌈p/N⌉ at stage 3. The Trainer's two parameter groups are counted as one.
 
-    weights      stages 1, 2 in one flat tensor a group, w · N part; 3 w · part
+    weights      stages 1, 2 in one flat tensor, w · N part; 3 w · part
     states       fp32 weights (4 part) and the optimizer's states of those
     gradients    1 all to the end of backward; 2, 3 one after the other, and 3 always w · part
     gathered     3: see `param_coordinator`; too much in the lower layers
     step         an fp64 copy of the largest gradient for the norm, then fp32 gradients and the optimizer's temporaries
 
-Underestimates world_size=1 at stage 2, by half with a large tied embedding.
+Underestimates a large tied embedding: at stage 2 in fp32 by 13 %, offloaded with accumulation by 22 %.
 """
 
+from itertools import accumulate
 from math import ceil, prod
 from typing import Any
 
@@ -59,32 +60,26 @@ class _Rank:
 
     def __init__(self, asked: Recipe):
         self.recipe, self.sharding = recipe, sharding = compute_recipe(asked), asked.sharding
-        self.ranks, hidden = sharding.world_size, recipe.shape.hidden_size
+        self.ranks = sharding.world_size
         rows = [row for row in model_states.tensors_in_order(recipe) if row.trained]
         self.sizes = [prod(row.shape) for row in rows]
-        self.largest = max(self.sizes)
         self.width = max(row.width for row in rows)  # bytes of a weight
         # DeepSpeed's configuration has the precision, or it is fp32
         self.precision_set = asked.precision.endswith("-mixed") or self.width == FP32
-        self.bucket = HIDDEN["reduce_bucket_size"](hidden)  # where gradients are reduced
+        self.bucket = HIDDEN["reduce_bucket_size"](recipe.shape.hidden_size)  # where gradients are reduced
         self.foreach = copies(recipe)[0]  # temporaries as large as the weights
-        trainer = recipe.loop.name == "trainer"
-        decayed = {True: [], False: []}  # trained tensors by parameter group
-        for row, size in zip(rows, self.sizes, strict=True):
-            decayed[row.decayed or not trainer].append(size)
-        self.groups = [group for group in decayed.values() if group]
-        # what the rank has of each group
-        self.parts = self._sub_groups() if sharding.stage == 3 else [ceil(sum(n) / self.ranks) for n in self.groups]
+        self.one_group = recipe.loop.name != "trainer" or all(
+            row.decayed for row in rows
+        )  # else norms and biases apart
+        self.parts = self._sub_groups() if sharding.stage == 3 else [ceil(sum(self.sizes) / self.ranks)]
 
     def _sub_groups(self) -> list[int]:
-        """List the rank's parts at stage 3, which updates `sub_group_size` elements of a group after the other."""
-        parts = []
-        for group in self.groups:
-            parts.append(0)
-            for size in group:
-                if parts[-1] >= SUB_GROUP:
-                    parts.append(0)
-                parts[-1] += ceil(size / self.ranks)
+        """List the rank's parts at stage 3, which updates `sub_group_size` elements after the other."""
+        parts = [0]
+        for size in self.sizes:
+            if parts[-1] >= SUB_GROUP:
+                parts.append(0)
+            parts[-1] += ceil(size / self.ranks)
         return parts
 
     def stage_1_or_2(self) -> tuple[dict[str, int], dict[str, Any]]:
@@ -99,14 +94,14 @@ class _Rank:
             flat = max(self.parts) * FP32 * (precision_set + self.foreach)
             fp64 = max((inside for inside, _ in pieces), default=0) * FP64
             # one buffer has the gradients of all groups, and goes when the last group's are flat
-            soon = second and precision_set and len(self.parts) == 1
+            soon = second and precision_set and self.one_group
             temporaries = max(gradients + fp64, flat) if soon else gradients + max(fp64, flat)
         reducing = gradients
         if second:
             reducing += max((size * width + norm * inside for inside, size in pieces), default=0)
         elif not precision_set:  # gradients over the bucket's size of which this rank has nothing stay too
             kept = FP32 * max(0, sum(size for size in self.sizes if size > self.bucket) - whole)
-        return {"workspace": self.largest * self.width if self.sharding.offload else 0}, {
+        return {"workspace": max(self.sizes) * self.width if self.sharding.offload else 0}, {
             "temporaries": temporaries + kept,
             "backward": {"workspace": self.bucket * self.width},
             "backward_end": {"gradients": gradients + kept},
@@ -125,14 +120,10 @@ class _Rank:
 
     def _pieces(self) -> list[tuple[int, int]]:
         """List (elements in the partition, elements) of each tensor that the rank has some of."""
-        found = []
-        for group, part in zip(self.groups, self.parts, strict=True):
-            end, low, high = 0, self.sharding.rank * part, (self.sharding.rank + 1) * part
-            for size in group:
-                begin, end = end, end + size
-                if (inside := min(high, end) - max(low, begin)) > 0:
-                    found.append((inside, size))
-        return found
+        (part,), ends = self.parts, zip(self.sizes, accumulate(self.sizes), strict=True)
+        low = self.sharding.rank * part
+        found = ((min(low + part, end) - max(low, end - size), size) for size, end in ends)
+        return [(inside, size) for inside, size in found if inside > 0]
 
 
 class DeepSpeedModel(Model):
