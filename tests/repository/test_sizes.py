@@ -11,7 +11,7 @@ CEILINGS = {
     "vramlab/recipe": 2590,
     "vramlab/training": 1964,
     "vramlab/tracking": 939,
-    "vramlab/formulas": 3020,
+    "vramlab/formulas": 2943,
     "vramlab/simulation": 2270,
     "vramlab/measurement": 1410,
     "vramlab/planning": 1340,

@@ -198,7 +198,7 @@ def cached_account(key: model_states.CacheKey) -> Account:
 
 def _parameters(recipe: Recipe) -> dict[str, Parameter]:
     """Make the parameters that the ledger needs, by name; a tied head is another name for the embedding."""
-    shape, layers = recipe.shape, 3 if model_states.is_sharded_by(recipe, "fsdp") else 2
+    shape, layers = recipe.shape, 3 if recipe.sharding and recipe.sharding.engine == "fsdp" else 2
     rows = _parameter_settings(shape, recipe.weights_dtype, recipe.quantization, recipe.lora, layers)
     found, head = {row[0]: Parameter(*row) for row in rows}, shape.head
     words = next((name for name, weight in found.items() if weight.shape[0] == shape.vocab_size), None)

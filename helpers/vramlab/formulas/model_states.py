@@ -24,8 +24,6 @@ NESTED_BLOCK = 256  # scales that share a scale with double quantization (bitsan
 SMALLEST_IN_8_BITS = 4096  # bitsandbytes: tensors under `min_8bit_size` keep fp32 states
 STATE_BLOCK = 256  # and 8-bit states have one fp32 scale for so many numbers
 SMALLEST_PAGED = 100_000  # `Optimizer8bit.get_state_buffer`: larger states go to unified memory
-
-
 COPY = " (trained copy)"  # ends the name of what PEFT trains whole
 Sizes = dict[str, int]  # category to bytes
 
@@ -111,11 +109,6 @@ def state_sizes(shape, kind: str, width: int, optim: str, optim_args: str | None
     paged = optim.startswith("paged") and n >= SMALLEST_PAGED
     scales = FP32 * ceil(n / STATE_BLOCK) if state == 1 else 0
     return tuple(rounded(times * size) for times in blocks for size in (0 if paged else n * state, scales) if size)
-
-
-def is_sharded_by(recipe: Recipe, engine: str) -> bool:
-    """Tell whether `recipe` is sharded by `engine`."""
-    return recipe.sharding is not None and recipe.sharding.engine == engine
 
 
 def compute_recipe(recipe: Recipe) -> Recipe:

@@ -26,7 +26,7 @@ from .account import Account, kept_account
 from .fused_head import with_its_adapters
 from .ledger import Entry
 from .loading import loading_peak
-from .model_states import RankBytes, Sizes, is_sharded_by
+from .model_states import RankBytes, Sizes
 
 LISTED = 8  # of the largest tensors
 DTYPES = {8: "int64", 4: "float32", 1: "uint8"}
@@ -122,7 +122,7 @@ def _phases(recipe: Recipe, account: Account, rank: RankBytes, card: Gpu | None,
     always = _sum(loaded, states, {"workspace": 2 * handle})  # in forward's thread and in backward's
     if not loop.optimizer_in_backward:
         gradients = {"gradients": rank.gradients, "workspace": rests.get("gradients", 0)}
-    exist = exist and not (is_sharded_by(recipe, "fsdp") and loop.set_to_none)  # whole, in the account
+    exist = exist and not (account.m.gathers_layers and loop.set_to_none)  # whole, in the account
     existing = gradients if rank.existing is None else {"gradients": rank.existing}
     during = existing if exist else {}
     before = existing if exist or loop.zero_grad == "before_backward" else {}
