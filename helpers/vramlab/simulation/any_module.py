@@ -4,7 +4,7 @@ import contextlib
 import copy
 import inspect
 import types
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 from unittest.mock import patch
@@ -70,11 +70,11 @@ class ModuleStep:
         loop, before = self.loop, [(module, dict(vars(module))) for module in _modules(model, self.loss)]
         caches = loop.use_cache is not None and hasattr(getattr(model, "config", None), "use_cache")
         try:
-            for module, _ in before:
-                fakes.cast((*module.parameters(recurse=False), *module.buffers(recurse=False)))
+            own = [t for m, _ in before for t in (*m.parameters(recurse=False), *m.buffers(recurse=False))]
+            for tensor in (*own, *tensors_in(self.batch)):
+                fakes.of(tensor, fakes.dtype)
             for module, held in before:
                 vars(module).update(tree_map_only(torch.Tensor, fakes.of, held))
-            fakes.cast(tensors_in(self.batch))
             training = tr.Training(
                 model=model,
                 optimizer=None,
@@ -166,11 +166,6 @@ class _Fakes:
     def __init__(self, mode: FakeTensorMode, dtype: torch.dtype | None):
         self.mode, self.dtype, self.values = mode, dtype, Values(mode)
         self.made: dict[int, torch.Tensor] = {}  # by the real one's id: a memo for copy.deepcopy
-
-    def cast(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Make those of `tensors`, floating ones of the precision's dtype."""
-        for tensor in tensors:
-            self.of(tensor, self.dtype)
 
     def of(self, real: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
         """The fake one of `real`, with its hooks; of `dtype` if it is floating and was not made before."""

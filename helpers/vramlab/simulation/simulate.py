@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_map_only
 
 from ..hardware.gpu import DEFAULT_CHIP, Gpu, find_gpu
 from ..hardware.overhead import UNIT, cublas_workspace, torch_release
@@ -263,8 +264,8 @@ def _run(
             tracker = make_tracker(training, card, kernels)
             if recipe.is_ragged:
                 tracker.values = values = Values(mode, 8 * math.prod(recipe.rows))
-                batches = [values.faked(batch, device) for batch in (training.batch, *training.further)]
-                training.batch, *training.further = batches
+                batches, fake = [training.batch, *training.further], partial(values.faked, device)
+                training.batch, *training.further = tree_map_only(torch.Tensor, fake, batches)
 
             def batch(samples: int) -> dict[str, torch.Tensor]:
                 made = tr.make_batch(recipe.replace(batch_size=samples), device)

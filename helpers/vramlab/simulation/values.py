@@ -54,17 +54,13 @@ class Values:
             with _disable_current_modes():
                 fake._content = real.detach().to(fake.dtype, copy=True)
 
-    def faked(self, batch: dict[str, Any], device: str) -> dict[str, Any]:
-        """The real CPU tensors of `batch` as fake ones on `device`, where each has a storage of its own unless that is the
-        CPU they are on, with their content."""
-        fakes = {}
-        for name, real in batch.items():
-            if isinstance(fakes.setdefault(name, real), torch.Tensor):
-                with _disable_current_modes():
-                    moved = real.clone() if is_cuda() else real
-                fakes[name] = self.mode.from_tensor(moved, static_shapes=True).to(device)
-                self.know(fakes[name], real)
-        return fakes
+    def faked(self, device: str, real: torch.Tensor) -> torch.Tensor:
+        """A real CPU tensor as a fake one on `device`, with its content; on a GPU it has a storage of its own."""
+        with _disable_current_modes():
+            moved = real.clone() if is_cuda() else real
+        fake = self.mode.from_tensor(moved, static_shapes=True).to(device)
+        self.know(fake, real)
+        return fake
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """The content of `tensor` if it is known, as a real tensor to be left alone."""
@@ -87,8 +83,7 @@ class Values:
     def run(self, func: Any, args: tuple, kwargs: dict, where: str) -> Any:
         """The fake result of `func`; with its content, where that of all arguments is known."""
         name, tensors = func.overloadpacket.__name__, _tensors((args, kwargs))
-        known = torch.Tag.nondeterministic_seeded not in func.tags
-        known = known and all(self.of(tensor) is not None for tensor in tensors)
+        known = torch.Tag.nondeterministic_seeded not in func.tags and all(self.of(t) is not None for t in tensors)
         try:
             result = self._faked(func, name, args, kwargs)
         except UNFAKED:
@@ -198,9 +193,8 @@ def user_line(frames: Iterable[tuple[Any, int]]) -> str:
         if file.startswith(HERE + "training"):  # which calls the module: outside is the call of `simulate`
             return ""
         if not file.startswith((TORCH, HERE, "<")) and not file.endswith("contextlib.py"):
-            text = linecache.getline(file, number).strip()
             name = "a cell" if "ipykernel" in file else os.path.basename(file)
-            return f"{name}, line {number}" + (f": {text}" if text else "")
+            return f"{name}, line {number}: {linecache.getline(file, number).strip()}"
     return ""
 
 
