@@ -226,13 +226,11 @@ class NVMLError(Exception):
 class FakeNvml:
     """As much of pynvml as is asked for; `without` names calls that answer "Not Supported"."""
 
-    NVML_TEMPERATURE_GPU, NVML_CLOCK_SM, NVML_CLOCK_MEM = 0, 1, 2
-    NVML_TEMPERATURE_THRESHOLD_SHUTDOWN, NVML_TEMPERATURE_THRESHOLD_SLOWDOWN = 0, 1
-    nvmlMemory_v2 = 0x02000028
+    NVML_TEMPERATURE_GPU, NVML_CLOCK_SM = 0, 1
     NVMLError = NVMLError
 
-    def __init__(self, without=(), init_error=None, pid=None, throttle=0, old_memory=False):
-        self.without, self.init_error, self.throttle, self.old_memory = set(without), init_error, throttle, old_memory
+    def __init__(self, without=(), init_error=None, pid=None, throttle=0):
+        self.without, self.init_error, self.throttle = set(without), init_error, throttle
         self.pid = pid
         self.open = 0
         self.asked = None
@@ -267,24 +265,15 @@ class FakeNvml:
     nvmlDeviceGetName = staticmethod(lambda handle: "Tesla T4")
     nvmlSystemGetDriverVersion = staticmethod(lambda: "580.65.06")
     nvmlDeviceGetTemperature = staticmethod(lambda handle, sensor: 71)
-    nvmlDeviceGetTemperatureThreshold = staticmethod(lambda handle, threshold: 93)
     nvmlDeviceGetPowerUsage = staticmethod(lambda handle: 68_500)
     nvmlDeviceGetEnforcedPowerLimit = staticmethod(lambda handle: 70_000)
-    nvmlDeviceGetClockInfo = staticmethod(lambda handle, clock: {1: 1590, 2: 5000}[clock])
+    nvmlDeviceGetClockInfo = staticmethod(lambda handle, clock: 1590)
     nvmlDeviceGetMaxClockInfo = staticmethod(lambda handle, clock: 1590)
-    nvmlDeviceGetUtilizationRates = staticmethod(lambda handle: SimpleNamespace(gpu=97, memory=40))
     nvmlDeviceGetCurrPcieLinkGeneration = staticmethod(lambda handle: 3)
-    nvmlDeviceGetMaxPcieLinkGeneration = staticmethod(lambda handle: 3)
     nvmlDeviceGetCurrPcieLinkWidth = staticmethod(lambda handle: 8)
-    nvmlDeviceGetMaxPcieLinkWidth = staticmethod(lambda handle: 16)
-    nvmlDeviceGetEccMode = staticmethod(lambda handle: [1, 1])
 
-    def nvmlDeviceGetMemoryInfo(self, handle, version=None):
-        if version is None:
-            return SimpleNamespace(total=15360 * MiB, used=2000 * MiB, free=13360 * MiB)
-        if self.old_memory:
-            raise NVMLError("Function Not Found")
-        return SimpleNamespace(total=15360 * MiB, used=1552 * MiB, free=13360 * MiB, reserved=448 * MiB)
+    def nvmlDeviceGetMemoryInfo(self, handle):
+        return SimpleNamespace(total=15360 * MiB, used=2000 * MiB, free=13360 * MiB)
 
     def nvmlDeviceGetComputeRunningProcesses(self, handle):
         return [SimpleNamespace(pid=self.pid, usedGpuMemory=1500 * MiB)] if self.pid else []
@@ -309,17 +298,10 @@ def test_every_sensor_is_read(nvml):
     fake = nvml(pid=os.getpid(), throttle=0x4 | 0x20)
     seen = nvml_snapshot()
     assert seen.available and not seen.missing and fake.open == 0
-    assert (seen.name, seen.driver, seen.temperature, seen.slowdown_temperature) == ("Tesla T4", "580.65.06", 71, 93)
-    assert (seen.power, seen.power_limit, seen.clock, seen.memory_clock, seen.utilization) == (
-        68.5,
-        70.0,
-        1590,
-        5000,
-        97,
-    )
-    assert (seen.pcie_generation, seen.pcie_width, seen.pcie_width_max, seen.ecc) == (3, 8, 16, True)
-    assert (seen.total, seen.used, seen.reserved, seen.process) == (15360 * MiB, 1552 * MiB, 448 * MiB, 1500 * MiB)
-    assert seen.used + seen.free + seen.reserved == seen.total
+    assert (seen.name, seen.driver, seen.temperature) == ("Tesla T4", "580.65.06", 71)
+    assert (seen.power, seen.power_limit, seen.clock, seen.clock_max) == (68.5, 70.0, 1590, 1590)
+    assert (seen.pcie_generation, seen.pcie_width) == (3, 8)
+    assert (seen.total, seen.used, seen.process) == (15360 * MiB, 2000 * MiB, 1500 * MiB)
     assert seen.throttle == ("software power cap", "software thermal slowdown")
     assert seen.slowed == ("software thermal slowdown",)
     assert "68.5 W" in str(seen) and "15.000 GiB" in str(seen)
@@ -332,16 +314,13 @@ def test_no_throttling_is_an_empty_answer_not_a_missing_one(nvml):
 
 SENSORS = {
     "nvmlDeviceGetName": ["name"],
-    "nvmlDeviceGetMemoryInfo": ["total", "used", "free", "reserved"],
+    "nvmlDeviceGetMemoryInfo": ["total", "used", "free"],
     "nvmlDeviceGetTemperature": ["temperature"],
-    "nvmlDeviceGetTemperatureThreshold": ["slowdown_temperature", "shutdown_temperature"],
     "nvmlDeviceGetPowerUsage": ["power"],
     "nvmlDeviceGetEnforcedPowerLimit": ["power_limit"],
-    "nvmlDeviceGetClockInfo": ["clock", "memory_clock"],
-    "nvmlDeviceGetUtilizationRates": ["utilization"],
+    "nvmlDeviceGetClockInfo": ["clock"],
     "nvmlDeviceGetCurrentClocksEventReasons": ["throttle"],
     "nvmlDeviceGetCurrPcieLinkWidth": ["pcie_width"],
-    "nvmlDeviceGetEccMode": ["ecc"],
 }
 
 
@@ -354,12 +333,6 @@ def test_missing_sensor_is_none_with_its_reason_and_the_rest_is_there(nvml, call
     assert all(getattr(seen, name) is None for name in fields)
     assert "none: Not Supported" in str(seen)
     assert seen.driver == "580.65.06"
-
-
-def test_older_driver_gives_memory_without_the_reserved_part(nvml):
-    nvml(old_memory=True)
-    seen = nvml_snapshot()
-    assert seen.used == 2000 * MiB and seen.reserved is None and seen.missing["reserved"] == "not reported"
 
 
 @pytest.mark.parametrize("pid", [None, 1])

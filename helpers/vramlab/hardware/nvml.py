@@ -4,6 +4,7 @@ A sensor that a card, driver or container does not have is None, with the reason
 """
 
 import contextlib
+import itertools
 import os
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -11,49 +12,35 @@ from typing import Any
 
 from ..report.report import format_bytes, text_table
 
-# Reasons for clocks below what was asked for: bits of nvml.h's nvmlClocksEventReason*. Those of settings (application
-# clocks, sync boost, idle) are no distress, but explain a slow benchmark all the same.
+# Reasons for clocks below what was asked for, bits of nvml.h's nvmlClocksEventReason*, without those of settings. The
+# power cap is normal under load, the others are DISTRESS.
 REASONS = {
-    0x1: "idle",
-    0x2: "application clocks set",
     0x4: "software power cap",
     0x8: "hardware slowdown",
-    0x10: "sync boost",
     0x20: "software thermal slowdown",
     0x40: "hardware thermal slowdown",
     0x80: "power brake",
-    0x100: "display clocks set",
 }
-DISTRESS = ("hardware slowdown", "software thermal slowdown", "hardware thermal slowdown", "power brake")
+DISTRESS = tuple(REASONS.values())[1:]
 
-
-# Each sensor: its unit, and how NVML `n` is asked for that of the card `h`. `reserved` is the driver's own part, which
-# `used` leaves out where NVML tells them apart and contains where it does not; `process` is this process's memory;
-# `clock` that of the multiprocessors; `utilization` the share of the last sample period in which a kernel ran;
-# `throttle` why the clocks are held back, () when they are not; an idle card may lower its link's generation.
+# Each sensor: its unit, and how NVML `n` is asked for that of the card `h`. `used` contains the driver's own part;
+# `process` is this process's memory; `clock` that of the multiprocessors; `throttle` why the clocks are held back, () when
+# they are not; an idle card may lower its link's generation.
 SENSORS = {
     "name": ("", lambda n, h: n.nvmlDeviceGetName(h)),
     "driver": ("", lambda n, h: n.nvmlSystemGetDriverVersion()),
-    "total": ("bytes", lambda n, h: _memory(n, h).total),
-    "used": ("bytes", lambda n, h: _memory(n, h).used),
-    "free": ("bytes", lambda n, h: _memory(n, h).free),
-    "reserved": ("bytes", lambda n, h: getattr(_memory(n, h), "reserved", None)),
+    "total": ("bytes", lambda n, h: n.nvmlDeviceGetMemoryInfo(h).total),
+    "used": ("bytes", lambda n, h: n.nvmlDeviceGetMemoryInfo(h).used),
+    "free": ("bytes", lambda n, h: n.nvmlDeviceGetMemoryInfo(h).free),
     "process": ("bytes", lambda n, h: _process(n, h)),
     "temperature": ("°C", lambda n, h: n.nvmlDeviceGetTemperature(h, n.NVML_TEMPERATURE_GPU)),
-    "slowdown_temperature": ("°C", lambda n, h: _threshold(n, h, "SLOWDOWN")),
-    "shutdown_temperature": ("°C", lambda n, h: _threshold(n, h, "SHUTDOWN")),
     "power": ("W", lambda n, h: n.nvmlDeviceGetPowerUsage(h) / 1000),
     "power_limit": ("W", lambda n, h: n.nvmlDeviceGetEnforcedPowerLimit(h) / 1000),
     "clock": ("MHz", lambda n, h: n.nvmlDeviceGetClockInfo(h, n.NVML_CLOCK_SM)),
     "clock_max": ("MHz", lambda n, h: n.nvmlDeviceGetMaxClockInfo(h, n.NVML_CLOCK_SM)),
-    "memory_clock": ("MHz", lambda n, h: n.nvmlDeviceGetClockInfo(h, n.NVML_CLOCK_MEM)),
-    "utilization": ("%", lambda n, h: n.nvmlDeviceGetUtilizationRates(h).gpu),
     "throttle": ("", lambda n, h: _reasons(n.nvmlDeviceGetCurrentClocksEventReasons(h))),
     "pcie_generation": ("", lambda n, h: n.nvmlDeviceGetCurrPcieLinkGeneration(h)),
-    "pcie_generation_max": ("", lambda n, h: n.nvmlDeviceGetMaxPcieLinkGeneration(h)),
     "pcie_width": ("", lambda n, h: n.nvmlDeviceGetCurrPcieLinkWidth(h)),
-    "pcie_width_max": ("", lambda n, h: n.nvmlDeviceGetMaxPcieLinkWidth(h)),
-    "ecc": ("", lambda n, h: bool(n.nvmlDeviceGetEccMode(h)[0])),
 }
 
 
@@ -131,24 +118,12 @@ def _handle(nvml: Any, index: int) -> Any:
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is None:
         return nvml.nvmlDeviceGetHandleByIndex(index)
-    names = [name.strip() for name in visible.split(",") if name.strip()]
     # CUDA reads the list up to the first entry that is no device, such as -1.
-    stop = next((i for i, name in enumerate(names) if name.startswith("-")), len(names))
-    if index >= stop:
-        raise LookupError(f"CUDA_VISIBLE_DEVICES={visible!r} lets {stop or 'no'} GPU{'s' * (stop > 1)} through")
+    names = list(itertools.takewhile(lambda name: name and name[0] != "-", map(str.strip, visible.split(","))))
+    if index >= len(names):
+        raise LookupError(f"CUDA_VISIBLE_DEVICES={visible!r} lets {len(names) or 'no'} GPU through")
     name = names[index]
     return nvml.nvmlDeviceGetHandleByIndex(int(name)) if name.isdigit() else nvml.nvmlDeviceGetHandleByUUID(name)
-
-
-def _memory(nvml: Any, handle: Any) -> Any:
-    try:
-        return nvml.nvmlDeviceGetMemoryInfo(handle, version=nvml.nvmlMemory_v2)
-    except Exception:  # older drivers know the first version only
-        return nvml.nvmlDeviceGetMemoryInfo(handle)
-
-
-def _threshold(nvml: Any, handle: Any, kind: str) -> int:
-    return nvml.nvmlDeviceGetTemperatureThreshold(handle, getattr(nvml, f"NVML_TEMPERATURE_THRESHOLD_{kind}"))
 
 
 def _process(nvml: Any, handle: Any) -> int | None:
