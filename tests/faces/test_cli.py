@@ -386,18 +386,23 @@ def test_record_hands_everything_on(monkeypatch):
 
     from vramlab.faces import measure
 
-    monkeypatch.setattr(measure, "_record", lambda paths, **options: asked.append((paths, options)) or Done())
+    def recorded(*given, **options):
+        options.pop("progress")("12.0 s  gpt2")
+        asked.append((given, options))
+        return Done()
+
+    monkeypatch.setattr(measure, "_record", recorded)
     result = run("record")
-    assert (result.exit_code, result.stdout) == (0, "1 recipe missing\n")
+    assert (result.exit_code, result.stdout) == (0, "12.0 s  gpt2\n1 recipe missing\n")
     words = ["a.json", "b.json", "--minutes", "2.5", "--dry-run", "--folder", "x", "--json"]
     shown = json.loads(run("record", *words).stdout)
     assert [Recipe(**fields) for fields in shown] == [Recipe("gpt2")]
     given = {"estimate": measure.peak_bytes, "beside": measure.simulated_beside}
     assert asked == [
-        (None, {"minutes": 8, "folder": None, "dry_run": False, "progress": True, **given}),
+        ((None,), {"minutes": 8, "folder": None, "dry_run": False, **given}),
         (
-            [Path("a.json"), Path("b.json")],
-            {"minutes": 2.5, "folder": Path("x"), "dry_run": True, "progress": False, **given},
+            ([Path("a.json"), Path("b.json")],),
+            {"minutes": 2.5, "folder": Path("x"), "dry_run": True, **given},
         ),
     ]
 

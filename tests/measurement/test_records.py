@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 
+import filelock
 import psutil
 import pytest
 import sample_reports
@@ -98,10 +99,9 @@ def test_a_file_can_be_read_by_all_and_its_timelines_are_short(folder):
         (measured(source="predicted"), "only measured reports of a recipe are recorded, and this one is predicted"),
         (measured(source="recorded"), "this one is recorded"),
         (dataclasses.replace(measured(), recipe=None), "only measured reports of a recipe"),
-        (measured(environment={**H200, "memory_limit": 5}), "under memory_limit says nothing of the machine"),
     ],
 )
-def test_only_measurements_of_the_machine_as_it_is_are_kept(folder, report, why):
+def test_only_measurements_are_kept(folder, report, why):
     with pytest.raises(RecordError, match=why):
         save(report)
     assert contents(folder) == {}
@@ -146,9 +146,10 @@ def test_four_writers_lose_nothing(folder, saves):
 
 def test_a_lock_that_is_never_given_back_is_a_sentence(folder, monkeypatch):
     monkeypatch.setattr(records, "LOCK_SECONDS", 0.1)
+    folder.mkdir()
     with (
-        records.locked(folder / H200_FILE),
-        pytest.raises(RecordError, match=rf"{H200_FILE} is being written by others for over 0\.1 s"),
+        filelock.FileLock(folder / f".{H200_FILE}.lock"),
+        pytest.raises(RecordError, match=rf"{H200_FILE} could not be written \(The file lock"),
     ):
         save(measured())
     assert save(measured()).exists(), "it was given back"
@@ -156,25 +157,22 @@ def test_a_lock_that_is_never_given_back_is_a_sentence(folder, monkeypatch):
 
 def test_a_folder_that_cannot_be_written_is_a_sentence(folder):
     folder.write_text("a file")
-    with pytest.raises(RecordError, match=rf"{H200_FILE} could not be locked \(.*\); it is as it was before"):
+    with pytest.raises(RecordError, match=rf"{H200_FILE} could not be written \(.*\); it is as it was before"):
         save(measured())
 
 
 # --- faults -----------------------------------------------------------------------------------------------------------
 
 
-def full(*_):
+def full(*_, **__):
     raise OSError(errno.ENOSPC, "No space left on device")
 
 
-@pytest.mark.parametrize("where", ["fsync", "replace"])
+@pytest.mark.parametrize("where", ["write_text", "replace"])
 def test_a_full_disk_leaves_the_old_file_and_one_message(folder, monkeypatch, where):
     save(measured(SMALL))
     before = contents(folder)
-    if where == "fsync":
-        monkeypatch.setattr(os, "fsync", full)
-    else:
-        monkeypatch.setattr(Path, where, full)
+    monkeypatch.setattr(Path, where, full)
     with pytest.raises(RecordError) as caught:
         save(measured(OTHER))
     monkeypatch.undo()
@@ -204,7 +202,7 @@ def test_an_interrupt_while_writing_loses_nothing(folder, monkeypatch):
 
     save(measured(SMALL))
     before = contents(folder)
-    monkeypatch.setattr(os, "fsync", interrupt)
+    monkeypatch.setattr(Path, "replace", interrupt)
     with pytest.raises(KeyboardInterrupt):
         save(measured(OTHER))
     assert contents(folder) == before
@@ -280,6 +278,10 @@ def test_a_file_that_is_not_there(folder):
 
 
 # --- lists ------------------------------------------------------------------------------------------------------------
+
+
+def quiet(line: str) -> None:
+    """Where lines of progress may go."""
 
 
 def recipe_list(path: Path, entries) -> Path:
@@ -382,7 +384,7 @@ def three(tmp_path) -> Path:
 
 
 def test_the_cheapest_come_first_and_each_is_saved_at_once(gpu, three, folder):
-    done = gpu.module.record([three], progress=False)
+    done = gpu.module.record([three], progress=quiet)
     assert gpu.ran == [SMALL, OTHER, LARGE] and [r.title for r in done.measured] == list(map(str, gpu.ran))
     assert keys(folder) == {SMALL.key, OTHER.key, LARGE.key} and done.file == folder / H200_FILE
     assert str(done).startswith("3 recipes wanted, 0 recorded before, 3 measured now\nin ")
@@ -392,19 +394,19 @@ def test_what_is_recorded_for_this_card_and_these_versions_is_not_run_again(gpu,
     save(measured(SMALL))
     save(measured(OTHER, environment={**H200, "torch": "2.13.0"}))
     save(measured(LARGE, environment={**H200, "gpu": "Tesla T4"}))
-    done = gpu.module.record([three], progress=False)
+    done = gpu.module.record([three], progress=quiet)
     assert gpu.ran == [OTHER, LARGE] and done.recorded == 1
     gpu.ran.clear()
-    assert gpu.module.record([three], progress=False).recorded == 3 and gpu.ran == []
+    assert gpu.module.record([three], progress=quiet).recorded == 3 and gpu.ran == []
 
 
 def test_the_time_is_kept(gpu, three, folder):
     gpu.take = 50.0
-    done = gpu.module.record([three], minutes=1.5, progress=False)
+    done = gpu.module.record([three], minutes=1.5, progress=quiet)
     assert gpu.ran == [SMALL, OTHER] and gpu.timeouts == [90, 40], "no child goes on past the end"
     assert [recipe for recipe, _ in done.missing] == [LARGE] and "still missing, about" in str(done)
     gpu.take = 0
-    gpu.module.record([three], minutes=1.5, progress=False)
+    gpu.module.record([three], minutes=1.5, progress=quiet)
     assert gpu.ran == [SMALL, OTHER, LARGE], "it resumes where it stopped"
 
 
@@ -416,7 +418,7 @@ def test_the_clock_starts_with_the_first_run(gpu, three, monkeypatch):
     card = find_gpu("H200")
     monkeypatch.setattr(gpu.module, "current_device", slow_start)
     gpu.take = 20.0
-    gpu.module.record([three], minutes=1, progress=False)
+    gpu.module.record([three], minutes=1, progress=quiet)
     assert gpu.ran == [SMALL, OTHER, LARGE] and gpu.timeouts == [60, 40, 20]
 
 
@@ -426,25 +428,11 @@ def test_a_folder_that_is_none_is_refused_before_anything_is_measured(gpu, three
     assert gpu.ran == []
 
 
-@pytest.mark.parametrize("minutes", [-1, float("nan")])
-def test_what_is_no_time_is_refused(gpu, three, minutes):
-    with pytest.raises(RecordError, match="it must be a number of at least 0"):
-        gpu.module.record([three], minutes=minutes)
-    assert gpu.ran == []
-
-
-def test_there_is_a_bar_where_somebody_watches(gpu, three, monkeypatch, capsys):
-    monkeypatch.setenv("FORCE_COLOR", "1")
-    monkeypatch.setenv("COLUMNS", "120")
-    gpu.module.record([three])
-    assert "3/3" in capsys.readouterr().out
-
-
 def test_out_of_memory_is_a_result(gpu, three, folder):
     oom = Report.failed("measured", OTHER, "cuda", "oom", "CUDA out of memory. Tried to allocate 2 GiB.")
     oom.environment = dict(H200)
     gpu.answers[OTHER] = oom
-    gpu.module.record([three], progress=False)
+    gpu.module.record([three], progress=quiet)
     assert gpu.ran == [SMALL, OTHER, LARGE]
     assert find_record(OTHER).status == "oom" and "Tried to allocate" in find_record(OTHER).message
 
@@ -452,7 +440,7 @@ def test_out_of_memory_is_a_result(gpu, three, folder):
 @pytest.mark.parametrize("error", [MeasurementError("The child\ncrashed."), RecipeError("precision", "x", "no")])
 def test_one_that_fails_does_not_stop_the_others(gpu, three, folder, error):
     gpu.answers[SMALL] = error
-    done = gpu.module.record([three], progress=False)
+    done = gpu.module.record([three], progress=quiet)
     assert gpu.ran == [SMALL, OTHER, LARGE] and keys(folder) == {OTHER.key, LARGE.key}
     assert done.skipped == [(SMALL, str(error))] and done.missing == []
 
@@ -460,20 +448,20 @@ def test_one_that_fails_does_not_stop_the_others(gpu, three, folder, error):
 def test_ctrl_c_keeps_what_was_measured(gpu, three, folder):
     gpu.answers[OTHER] = KeyboardInterrupt()
     with pytest.raises(KeyboardInterrupt):
-        gpu.module.record([three], progress=False)
+        gpu.module.record([three], progress=quiet)
     assert keys(folder) == {SMALL.key}
 
 
 def test_a_full_disk_stops_with_what_was_saved(gpu, three, folder, monkeypatch):
-    real, calls = os.fsync, []
+    real, calls = Path.replace, []
 
-    def fills(descriptor):
-        calls.append(descriptor)
-        return real(descriptor) if len(calls) == 1 else full()
+    def fills(path, target):
+        calls.append(path)
+        return real(path, target) if len(calls) == 1 else full()
 
-    monkeypatch.setattr(os, "fsync", fills)
+    monkeypatch.setattr(Path, "replace", fills)
     with pytest.raises(RecordError, match="No space left on device"):
-        gpu.module.record([three], progress=False)
+        gpu.module.record([three], progress=quiet)
     assert gpu.ran == [SMALL, OTHER] and keys(folder) == {SMALL.key}
 
 
@@ -485,7 +473,7 @@ def test_what_the_card_cannot_do_is_skipped_with_the_reason(gpu, tmp_path, monke
     ]
     t4 = find_gpu("T4")
     monkeypatch.setattr(gpu.module, "current_device", lambda: Device("cuda", "Tesla T4", t4.total, gpu=t4))
-    done = gpu.module.record([recipe_list(tmp_path / "list.json", entries)], progress=False)
+    done = gpu.module.record([recipe_list(tmp_path / "list.json", entries)], progress=quiet)
     assert sorted(recipe.precision for recipe in gpu.ran) == ["fp16-mixed", "fp32"]
     reasons = [reason for _, reason in done.skipped]
     assert len(reasons) == 2 and all("compute capability 7.5" in reason for reason in reasons)
@@ -495,7 +483,7 @@ def test_what_the_card_cannot_do_is_skipped_with_the_reason(gpu, tmp_path, monke
 def test_one_gpu_records_its_own_rank_of_many(gpu, tmp_path, folder):
     ranks = [{"stage": 3, "world_size": size, "rank": 5} for size in (8, 1024)]
     path = recipe_list(tmp_path / "list.json", [{"model": "gpt2", "sharding": ranks}])
-    gpu.module.record([path], progress=False)
+    gpu.module.record([path], progress=quiet)
     assert [(r.sharding.world_size, r.sharding.rank) for r in gpu.ran] == [(8, 5), (1024, 5)]
     assert keys(folder) == {recipe.key for recipe in gpu.ran} and len(keys(folder)) == 2
 
@@ -505,7 +493,7 @@ def test_a_cpu_records_what_four_processes_can_do(gpu, tmp_path, monkeypatch):
     monkeypatch.setattr(gpu.module, "too_much", lambda recipe, estimate: "")
     worlds = [{"stage": 3, "world_size": size} for size in (4, 8)]
     path = recipe_list(tmp_path / "list.json", [{"model": "gpt2", "sharding": worlds}])
-    done = gpu.module.record([path], folder=tmp_path / "kept", progress=False)
+    done = gpu.module.record([path], folder=tmp_path / "kept", progress=quiet)
     assert [recipe.sharding.world_size for recipe in gpu.ran] == [4]
     assert [reason for _, reason in done.skipped] == ["it needs 8 processes and measure() starts 4 at most on a CPU"]
 
@@ -518,7 +506,7 @@ def test_a_dry_run_lists_and_measures_nothing(gpu, three, folder, capsys):
     assert [recipe for recipe, _ in done.missing] == [SMALL, LARGE]
     assert all(gpu.module.START < seconds < 60 for _, seconds in done.missing)
     text = str(done)
-    assert "3 recipes wanted, 1 recorded before, 0 measured now" in text and str(LARGE) in text and "seconds" in text
+    assert "3 recipes wanted, 1 recorded before, 0 measured now" in text and f" s  {LARGE}" in text
 
 
 def test_dearer_recipes_are_expected_to_take_longer(gpu):
@@ -531,11 +519,11 @@ def test_dearer_recipes_are_expected_to_take_longer(gpu):
 @pytest.mark.parametrize(("cores", "most"), [(2, 1), (4, 2), (16, 3)])
 def test_with_cores_to_spare_the_next_workers_load_meanwhile(gpu, three, monkeypatch, cores, most):
     monkeypatch.setattr(gpu.module, "cores", lambda: cores)
-    gpu.module.record([three], progress=False)
+    gpu.module.record([three], progress=quiet)
     assert gpu.ran == [SMALL, OTHER, LARGE] and gpu.most == most
 
 
-def test_nobody_watching_there_is_a_line_each_and_no_bar(gpu, three, capsys):
+def test_there_is_a_line_each(gpu, three, capsys):
     gpu.module.record([three])
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 3 and str(SMALL) in lines[0] and "GiB" in lines[0] and "\x1b" not in "".join(lines)
@@ -570,21 +558,21 @@ def test_a_real_record_on_a_cpu_and_its_resumption(tmp_path, monkeypatch):
     tiny = {"model": config("gpt2"), "batch_size": 2, "seq_len": 32, "num_layers": 2}
     entries = [tiny, {**tiny, "optim": "sgd"}, {"model": "llama-3.1-405b"}]
     paths = [recipe_list(tmp_path / "tiny.json", entries)]
-    first = record(paths, minutes=10, folder=tmp_path / "mine", progress=False, estimate=peak_bytes)
+    first = record(paths, minutes=10, folder=tmp_path / "mine", progress=quiet, estimate=peak_bytes)
     assert psutil.Process().children() == []
     assert [report.status for report in first.measured] == ["ok", "ok"] and first.file.name.startswith("cpu-torch")
     assert [recipe.name for recipe, reason in first.skipped if "of RAM are free" in reason] == ["llama-3.1-405b"]
     kept = load(first.file)[Recipe(**tiny).key]
     assert kept.peak == first.measured[0].peak and kept.speed == first.measured[0].speed
     begun = time.monotonic()
-    again = record(paths, minutes=10, folder=tmp_path / "mine", progress=False, estimate=peak_bytes)
+    again = record(paths, minutes=10, folder=tmp_path / "mine", progress=quiet, estimate=peak_bytes)
     assert (again.recorded, again.measured) == (2, []) and time.monotonic() - begun < 10
 
 
 KILLED = """
 import os, re, signal, sys
 if {oom}:
-    open({counter!r}, "w").write("low 0\\noom_kill 1\\noom_group_kill 0\\n")
+    open({counter!r}, "w").write("pgfault 0\\noom_kill 1\\nnuma_hit 0\\n")
 os.kill(os.getpid(), signal.SIGKILL)
 """
 
@@ -596,13 +584,13 @@ def test_only_the_kernels_own_kill_is_recorded_as_out_of_memory(tmp_path, monkey
     from vramlab.measurement import host_memory, launch
     from vramlab.measurement.record import record
 
-    counter = tmp_path / "memory.events"
-    counter.write_text("low 0\noom_kill 0\noom_group_kill 0\n")
-    monkeypatch.setattr(host_memory, "oom_counters", lambda: [counter])
+    counter = tmp_path / "vmstat"
+    counter.write_text("pgfault 0\noom_kill 0\nnuma_hit 0\n")
+    monkeypatch.setattr(host_memory, "VMSTAT", counter)
     code = KILLED.format(oom=oom, counter=str(counter))
     monkeypatch.setattr(launch, "COMMAND", [sys.executable, "-c", code])
     tiny = {"model": config("gpt2"), "batch_size": 2, "seq_len": 32, "num_layers": 2}
-    done = record([recipe_list(tmp_path / "tiny.json", [tiny])], folder=tmp_path / "mine", progress=False)
+    done = record([recipe_list(tmp_path / "tiny.json", [tiny])], folder=tmp_path / "mine", progress=quiet)
     if oom:
         assert load(done.file)[Recipe(**tiny).key].status == "oom"
     else:

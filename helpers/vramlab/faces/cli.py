@@ -236,7 +236,8 @@ def record(
     """Measure every recipe on the list, beside what simulate says, and keep the reports for readers without this GPU."""
     from .measure import record
 
-    outcome = record(paths or None, minutes=minutes, folder=folder, dry_run=dry_run, progress=not as_json)
+    progress = functools.partial(typer.echo, err=as_json)
+    outcome = record(paths or None, minutes=minutes, folder=folder, dry_run=dry_run, progress=progress)
     typer.echo(json.dumps([recipe.to_dict() for recipe, _ in outcome.missing], indent=1) if as_json else str(outcome))
 
 

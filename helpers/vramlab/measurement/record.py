@@ -15,7 +15,7 @@ from ..recipe.knobs import rebuild
 from ..recipe.recipe import Recipe
 from ..report.data import data_path
 from ..report.errors import MeasurementError, RecipeError, RecordError
-from ..report.report import Report, environment, format_bytes, text_table
+from ..report.report import Report, environment, format_bytes
 from .launch import Launcher
 from .measure import CPU_FLOPS, cannot, measure, operations, too_much
 from .records import file_name, load, measurements_folder, save
@@ -44,10 +44,9 @@ class Outcome:
         if self.file and self.measured:
             lines.append(f"in {self.file}")
         if self.missing:
-            rows = [(str(recipe), f"{seconds:,.0f}") for recipe, seconds in self.missing]
             total = sum(seconds for _, seconds in self.missing)
             lines.append(f"still missing, about {total / 60:,.0f} minutes:")
-            lines.append(text_table([("recipe", "seconds"), *rows]))
+            lines += [f"{seconds:6,.0f} s  {recipe}" for recipe, seconds in self.missing]
         lines += [f"skipped: {recipe}: {reason}" for recipe, reason in self.skipped]
         return "\n".join(lines)
 
@@ -57,7 +56,7 @@ def record(
     minutes: float = 8,
     folder: str | os.PathLike | None = None,
     dry_run: bool = False,
-    progress: bool | Callable[[str], None] = True,
+    progress: Callable[[str], None] = print,
     estimate: Callable[[Recipe], int] | None = None,
     beside: Callable[[Report], str] | None = None,
 ) -> Outcome:
@@ -69,16 +68,14 @@ def record(
             goes on after it.
         folder: where the record files are; None is the course's own, which needs a GPU.
         dry_run: measure nothing, only list what is missing.
-        progress: show a bar on a terminal, and a line for each recipe; or what takes these lines instead.
+        progress: takes a line for each recipe.
         estimate: gives the bytes that one process needs; on a CPU, what needs more than is free is skipped.
         beside: gives what to print after each report that has figures.
     Returns:
         What was measured and what is still missing. Running out of memory is a result. What is saved stays after Ctrl-C.
     Raises:
-        RecordError: a file cannot be read or written, or there is no GPU and no `folder`, or `minutes` is no time.
+        RecordError: a file cannot be read or written, or there is no GPU and no `folder`.
     """
-    if not minutes >= 0:
-        raise RecordError(f"minutes is {minutes}, but it must be a number of at least 0.")
     here = current_device()
     if here.kind != "cuda" and not (dry_run or folder):
         raise RecordError("there is no CUDA device here, and the course keeps no CPU figures: name a folder for them.")
@@ -150,23 +147,20 @@ def _plan(
 
 
 def _measure_all(
-    outcome: Outcome, folder: Path, seconds_left: float, progress: bool | Callable, beside: Callable[[Report], str]
+    outcome: Outcome,
+    folder: Path,
+    seconds_left: float,
+    progress: Callable[[str], None],
+    beside: Callable[[Report], str],
 ) -> None:
     """Measure `outcome.missing` in its order until the time is nearly over."""
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
-    console = Console(quiet=progress is not True)
-    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
-    hidden, todo = not console.is_terminal, list(outcome.missing)
+    todo, deadline = list(outcome.missing), time.monotonic() + seconds_left
     launchers = [Launcher(single=True) for _ in todo]
-    with Progress(*columns, console=console, transient=True, disable=hidden) as bar, contextlib.ExitStack() as started:
-        task, deadline = bar.add_task("measuring", total=len(todo)), time.monotonic() + seconds_left
+    with contextlib.ExitStack() as started:
         for number, (recipe, seconds) in enumerate(todo):
             begun = time.monotonic()
             if seconds > deadline - begun:
                 break  # and all that follow take longer
-            bar.update(task, description=str(recipe))
             try:
                 with launchers[number] as launcher:
                     for follower in launchers[number + 1 :][: cores() // SPARE_CORES]:
@@ -180,13 +174,7 @@ def _measure_all(
                 outcome.measured.append(report)
                 result = format_bytes(report.allocated) + beside(report) if report.status == "ok" else report.status
             outcome.missing.remove((recipe, seconds))
-            bar.advance(task)
-            took = time.monotonic() - begun
-            line = f"{took:6.1f} s  {result}  {recipe}"
-            if callable(progress):
-                progress(line)
-            else:
-                bar.console.print(line, highlight=False, markup=False, soft_wrap=True)
+            progress(f"{time.monotonic() - begun:6.1f} s  {result}  {recipe}")
 
 
 def seconds_for(recipe: Recipe, card: Gpu | None = None, device: str = "cuda") -> float:

@@ -43,26 +43,20 @@ def load(path: str | os.PathLike, missing_ok: bool = False) -> dict[str, Report]
     if missing_ok and not path.exists():
         return {}
     try:
-        entries = json.loads(path.read_text(encoding="utf-8"))["reports"]
-        return {key: _entry(key, entry) for key, entry in entries.items()}
+        reports = json.loads(path.read_text(encoding="utf-8"))["reports"]
+        for key, entry in reports.items():
+            reports[key] = report = Report.from_dict(entry)
+            if report.recipe is None or key_of(report.recipe) != key:
+                raise ReportError(f"it is the report of another recipe: {report.title}")
+            if report.source != "measured":
+                raise ReportError(f"it is a {report.source} report, but records are measured")
     except FileNotFoundError:
         raise RecordError(f"the record file {path.name} does not exist.") from None
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        why = f"({type(error).__name__}: {str(error).rstrip('.')}): mend or remove it"
+        where = f"entry {key}: " if isinstance(error, ReportError) else ""
+        why = f"({type(error).__name__}: {where}{str(error).rstrip('.')}): mend or remove it"
         raise RecordError(f"the record file {path.name} cannot be read {why}.") from error
-
-
-def _entry(key: str, entry: Any) -> Report:
-    """Return the report of one entry, or raise ValueError."""
-    try:
-        report = Report.from_dict(entry)
-    except ReportError as error:
-        raise ValueError(f"entry {key}: {error}") from error
-    if report.recipe is None or key_of(report.recipe) != key:
-        raise ValueError(f"entry {key} is the report of another recipe: {report.title}")
-    if report.source != "measured":
-        raise ValueError(f"entry {key} is a {report.source} report, but records are measured")
-    return report
+    return reports
 
 
 def save(report: Report, folder: str | os.PathLike | None = None) -> Path:
@@ -78,8 +72,8 @@ def save(report: Report, folder: str | os.PathLike | None = None) -> Path:
         raise RecordError(f"only measured reports of a recipe are recorded, and this one is {report.source}.")
     if report.status not in ("ok", "oom"):
         raise RecordError(f"a run that failed is not recorded: {report.message}")
-    if report.environment.get("memory_limit"):
-        raise RecordError("a run under memory_limit says nothing of the machine, so it is not recorded.")
+    import filelock
+
     folder = Path(folder or measurements_folder())
     if report.target != "cuda" and folder.resolve() == data_path("measurements").resolve():
         raise RecordError("the course's records are a GPU's, and this was measured on a CPU: name another folder.")
@@ -87,7 +81,8 @@ def save(report: Report, folder: str | os.PathLike | None = None) -> Path:
     recipe = rebuild(Recipe, "recipe", report.recipe)
     timeline = report.timeline[:: max(1, len(report.timeline) // MOMENTS)]
     short = dataclasses.replace(report, recipe=recipe.to_dict(), timeline=timeline)
-    with locked(path):
+    lock = filelock.FileLock(path.with_name(f".{path.name}.lock"), timeout=LOCK_SECONDS, mode=0o666)
+    with writing(path), lock:
         reports = {**load(path, missing_ok=True), recipe.key: short}
         entries = {key: reports[key].to_dict() for key in sorted(reports)}
         write_atomically(path, json.dumps({"reports": entries}, indent=1) + "\n")
@@ -96,40 +91,25 @@ def save(report: Report, folder: str | os.PathLike | None = None) -> Path:
 
 
 @contextlib.contextmanager
-def locked(path: Path) -> Iterator[None]:
-    """Hold the lock on `path` while it is read and written again; RecordError after LOCK_SECONDS or in a bad folder."""
-    import filelock
-
-    lock = filelock.FileLock(path.with_name(f".{path.name}.lock"), timeout=LOCK_SECONDS, mode=0o666)
+def writing(path: Path) -> Iterator[None]:
+    """Make the folder of `path`; raise RecordError where it cannot be written, or others lock it over LOCK_SECONDS."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        lock.acquire(poll_interval=0.01)
-    except filelock.Timeout:
-        raise RecordError(f"{path.name} is being written by others for over {LOCK_SECONDS} s.") from None
-    except (OSError, NotImplementedError) as error:
-        why = getattr(error, "strerror", None) or error
-        raise RecordError(f"{path.name} could not be locked ({why}); it is as it was before.") from error
-    try:
         yield
-    finally:
-        lock.release()
+    except (OSError, NotImplementedError) as error:  # filelock.Timeout is an OSError
+        why = getattr(error, "strerror", None) or error
+        raise RecordError(f"{path.name} could not be written ({why}); it is as it was before.") from error
 
 
 def write_atomically(path: Path, text: str) -> None:
     """Write `text` to `path` so that a reader sees the old content or the new, never a part. Raises RecordError."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.part")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with temporary.open("w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    except OSError as error:
-        raise RecordError(f"{path.name} could not be written ({error.strerror}); it is as it was before.") from error
-    finally:
-        with contextlib.suppress(OSError):
-            temporary.unlink()
+    with writing(path):
+        try:
+            temporary.write_text(text, encoding="utf-8")
+            temporary.replace(path)
+        finally:
+            temporary.unlink(missing_ok=True)
 
 
 @lru_cache
