@@ -5,13 +5,14 @@ trains the same in this process, on the whole global batch. A few steps give the
 the bytes.
 """
 
+import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from vramlab.hardware.gpu import current_device
-from vramlab.measurement.launch import Launcher, opened
+from vramlab.measurement.launch import Launcher
 from vramlab.measurement.worker import import_libraries, on_rank
 from vramlab.recipe.recipe import Recipe
 from vramlab.report.errors import MeasurementError, RecipeError
@@ -81,7 +82,7 @@ def run_ranks(
         raise RecipeError("steps", steps, "it must be a whole number of at least 1")
     world, device = recipe.sharding.world_size, _device(recipe, device)
     arguments = {"recipe": recipe, "steps": steps, "device": device}
-    with opened(launcher) as used:
+    with contextlib.nullcontext(launcher) if launcher else Launcher() as used:
         ranks = used.run(f"{__name__}:train", arguments, world, device, timeout, "vramlab.measurement.worker:preload")
     losses = [[loss for loss in step if loss is not None] for step in zip(*(r.losses for r in ranks), strict=True)]
     return Ranks(

@@ -78,6 +78,16 @@ def launcher():
         yield launcher
 
 
+@pytest.fixture
+def small_machine():
+    """Child processes get 32 GiB at most, also of a kernel that promises everything: asking for more harms nobody."""
+    resource = pytest.importorskip("resource")
+    soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    resource.setrlimit(resource.RLIMIT_DATA, (2**35, hard))
+    yield
+    resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
+
+
 @pytest.fixture(scope="session")
 def good(tmp_path_factory) -> str:
     """The text of a small notebook that really ran and that the notebook gate lets pass."""

@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from vramlab.measurement.launch import Launcher, launch
+from vramlab.measurement.launch import Launcher
 from vramlab.report.data import data_folder
 from vramlab_course import train_anywhere
 
@@ -48,7 +48,7 @@ def lines(done: subprocess.CompletedProcess) -> list[dict]:
 def train(text: Path, *arguments: str, launcher: Launcher | None = None) -> list[dict]:
     """Rank 0's lines of two ranks, or of this process alone."""
     words = [f"--text={text}", *COMMON, *arguments]
-    return launch("test_train_anywhere:script", {"words": words}, launcher=launcher)[0] if launcher else script(words)
+    return launcher.run("test_train_anywhere:script", {"words": words})[0] if launcher else script(words)
 
 
 def script(words: list[str]) -> list[dict]:

@@ -6,7 +6,6 @@ import json
 import sys
 
 import pytest
-from vramlab.measurement.launch import launch
 from vramlab_course.chapters import two_ranks
 
 
@@ -22,7 +21,7 @@ def said() -> str:
 @pytest.fixture(scope="module")
 def found(launcher) -> dict:
     """The ranks have torchrun's environment."""
-    first, second = launch("test_two_ranks:said", launcher=launcher)
+    first, second = launcher.run("test_two_ranks:said")
     assert second == ""
     (line,) = first.splitlines()
     return json.loads(line)

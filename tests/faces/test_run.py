@@ -35,8 +35,8 @@ def installed(folder, cuda="'13.0'", headers=True):
 @pytest.mark.parametrize(
     ("parts", "why"),
     [
-        ({"cuda": "None"}, "torch 2.13.0 is a build without CUDA: pip install"),
-        ({"cuda": "'12.8'"}, "torch 2.13.0 is built for CUDA 12.8: pip install"),
+        ({"cuda": "None"}, "needs PyTorch's build for CUDA 13, and none is in"),
+        ({"cuda": "'12.8'"}, "needs PyTorch's build for CUDA 13, and none is in"),
         ({"headers": False}, "headers of NVIDIA's compiler: pip install 'nvidia-cuda-crt==13.0.*'"),
     ],
 )
@@ -49,7 +49,7 @@ def test_a_missing_part_is_a_sentence(tmp_path, parts, why):
 def test_nothing_but_linux_and_no_torch_and_no_compiler(tmp_path, monkeypatch):
     with pytest.raises(StandInError, match="needs Linux, whose LD_PRELOAD puts libraries in place, and this is darwin"):
         require("darwin", tmp_path)
-    with pytest.raises(StandInError, match="there is no torch in"):
+    with pytest.raises(StandInError, match="needs PyTorch's build for CUDA 13"):
         require("linux", tmp_path)
     monkeypatch.setattr(stand_in.shutil, "which", lambda name: None if name == "g++" else f"/usr/bin/{name}")
     with pytest.raises(StandInError, match=r"needs g\+\+ to build: apt install"):

@@ -99,10 +99,10 @@ def peaks(recipe: Recipe, each: dict) -> dict:
         import_libraries(recipe)
         try:
             with one_rank_of(recipe.sharding), engine_of(recipe).without_peers("cpu"):
-                truth = clean_pass(recipe, 1, 2, "cuda")
+                stats = clean_pass(recipe, 1, 2, "cuda").stats
         except torch.OutOfMemoryError as error:
             return dict.fromkeys(PEAKS) | {"out_of_memory": str(error).split(". ")[0]}
-        return {name: getattr(truth, name) for name in PEAKS}
+        return {name: stats[f"{name}_bytes.all.peak"] for name in PEAKS}
     stats = torch.cuda.memory_stats()
     return {name: stats[f"{name}_bytes.all.peak"] for name in PEAKS}
 

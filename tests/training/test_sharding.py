@@ -9,7 +9,6 @@ from compared_ranks import Ranks, run_alone, run_ranks
 from tiny_models import config
 from vramlab import Recipe, Sharding, measure, simulate
 from vramlab.measurement import worker
-from vramlab.measurement.launch import launch
 from vramlab_course.collectives import ring_share
 
 SMALL = {"batch_size": 2, "seq_len": 16, "num_layers": 2, "loop": "plain"}
@@ -124,7 +123,7 @@ def counted_twice(recipe: dict[str, Any]) -> dict[str, Any]:
 def test_gloo_itself_says_the_same(launcher, name):
     recipe = LLAMA.replace(sharding=SHARDINGS[name])
     gloos = {"reduce_scatter": "all_reduce"}  # gloo's is an all-reduce of which the rank's part is kept
-    for found in launch("test_sharding:counted_twice", {"recipe": recipe.to_dict()}, launcher=launcher):
+    for found in launcher.run("test_sharding:counted_twice", {"recipe": recipe.to_dict()}):
         expected = [f"gloo:{gloos.get(kind, kind)}" for kind, calls in found["counter"].items() for _ in range(calls)]
         assert sorted(found["gloo"]) == sorted(expected) and len(expected) >= 3
 

@@ -14,7 +14,6 @@ from allocator_events import LITERALS
 from quick import params
 from real_ranks import assert_learned_alike, births, cases, differing, learned, when_asked
 from tiny_models import config
-from vramlab.measurement.launch import launch
 from vramlab.recipe.recipe import Loop, LoRA, Recipe, Sharding
 from vramlab.report.errors import RecipeError
 from vramlab.simulation.simulate import simulate, trace
@@ -349,10 +348,7 @@ def test_units_are_accelerates(family):
 
 def test_wrapping_a_plain_module(launcher):
     """A hundred linear layers: in one unit everything is gathered at once; in units of one, a layer or two."""
-    found = [
-        launch("vramlab_course.chapters.units_04:hundred", {"wrapping": wrapping}, launcher=launcher)
-        for wrapping in WRAPPINGS
-    ]
+    found = [launcher.run("vramlab_course.chapters.units_04:hundred", {"wrapping": wrapping}) for wrapping in WRAPPINGS]
     for plain, one, each in zip(*found, strict=True):
         whole = 100 * 256 * 256 * 4
         assert one["gathered"] == 2 * whole  # full weights, and the flat tensor that they arrive in

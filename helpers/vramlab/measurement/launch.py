@@ -1,7 +1,7 @@
 """Run a function on several ranks of this machine, from a notebook, and leave no process behind.
 
-`launch("package.module:function", {...}, world_size=4)` does what `torchrun --standalone --nproc_per_node 4` does and
-returns what each rank returned. A child process (`ranks.py`) loads the libraries once; on a CPU under Linux the ranks
+`launcher.run("package.module:function", {...}, world_size=4)` does what `torchrun --standalone --nproc_per_node 4` does
+and returns what each rank returned. A child process (`ranks.py`) loads the libraries once; on a CPU under Linux the ranks
 are forked from it (`torch.multiprocessing.start_processes`) and start in a fraction of a second.
 """
 
@@ -17,11 +17,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ..report.errors import MeasurementError, RankError, RecipeError
+from ..report.errors import MeasurementError, RankError
 from .host_memory import oom_kills
 
 COMMAND = [sys.executable, "-P", "-m", "vramlab.measurement.ranks"]  # -P: ignore a torch.py in the current folder
-RAM_RAN_OUT = " by the kernel because RAM ran out"
 SIGABRT, SIGKILL = -getattr(signal, "SIGABRT", 6), -getattr(signal, "SIGKILL", 9)  # as exit codes
 
 
@@ -73,73 +72,74 @@ class Launcher:
     def run(
         self,
         function: str,
-        arguments: Mapping[str, Any],
-        world_size: int = 1,
+        arguments: Mapping[str, Any] | None = None,
+        world_size: int = 2,
         device: str = "cpu",
         timeout: float = 300,
         preload: str = "",
     ) -> list[Any]:
-        """Return what `function(**arguments)` returns on each rank. Arguments and raised errors are those of `launch`.
+        """Return what `function(**arguments)` returns on each of `world_size` ranks, in their order.
 
+        The function has torchrun's environment (RANK, WORLD_SIZE, MASTER_ADDR, …) and makes its own process group
+        (`process_group.real_rank`). What it takes and returns is pickled. On "cuda" each rank is a fresh process with a
+        GPU of its own, on "cpu" they are forked where that is sound; after `timeout` seconds all are ended.
         `preload(**arguments)` imports what forked ranks need before they are forked; it must not start a thread.
+
+        Raises RankError with the traceback of the rank that failed first, the package's own errors as they are, and
+        MeasurementError if they took too long or did not start.
         """
         self.start()
+        kills = oom_kills()
         with tempfile.TemporaryDirectory(prefix="vramlab-") as name:
             folder = Path(name)
-            order = {"call": pickle.dumps((function, dict(arguments))), "preload": preload, "single": self.single}
+            order = {"call": pickle.dumps((function, dict(arguments or {}))), "preload": preload, "single": self.single}
             order |= {"world_size": world_size, "device": device, "folder": name, "path": sys.path}
             (folder / "order.pickle").write_bytes(pickle.dumps(order))
-            kills = oom_kills()
             try:
                 with contextlib.suppress(BrokenPipeError):  # `_wait` notices that the child has ended
                     self._child.stdin.write(f"{name}\n")
                     self._child.stdin.flush()
-                outcome = self._wait(folder, world_size, timeout)
+                failed, code = self._wait(folder, world_size, timeout)
             except BaseException:  # Ctrl-C too
                 self.end()
                 raise
             found = {rank: read for rank in range(world_size) if (read := _read(folder / f"{rank}.pickle"))}
-            if outcome == {"failed": None} and all("answer" in found.get(rank, {}) for rank in range(world_size)):
-                return [found[rank]["answer"] for rank in range(world_size)]
-            raise self._error(found, outcome, world_size, RAM_RAN_OUT if oom_kills() > kills else "", device)
+        missing = [rank for rank in range(world_size) if "answer" not in found.get(rank, {})]
+        if failed is None and not missing:
+            return [found[rank]["answer"] for rank in range(world_size)]
+        failed = missing[0] if failed is None else failed
+        errors = {rank: read for rank, read in found.items() if "error" in read}
+        if errors and (failed in errors or code == SIGABRT):  # who aborts may have lost a neighbour
+            raise min(errors.values(), key=lambda read: read["time"])["error"]
+        raise self._ended(failed, code, world_size, device, killed_for_ram=code == SIGKILL and oom_kills() > kills)
 
-    def _wait(self, folder: Path, world_size: int, timeout: float) -> dict[str, Any]:
-        """Return the outcome that the child wrote. Raise MeasurementError after `timeout` seconds or if it ended."""
+    def _wait(self, folder: Path, world_size: int, timeout: float) -> tuple[int | None, int]:
+        """Return the rank that failed first, None for none, and its exit code.
+
+        Raise MeasurementError after `timeout` seconds, or if the process that starts the ranks ended.
+        """
         until = time.monotonic() + timeout
         while not (outcome := _read(folder / "done.pickle")):
             if (code := self._child.poll()) is not None:
                 if self.single:
-                    return {"failed": 0, "code": code}
+                    return 0, code
                 raise MeasurementError(f"the process that starts the ranks ended with code {code}{self._last_words()}")
             if time.monotonic() > until:
                 late = [rank for rank in range(world_size) if not (folder / f"{rank}.pickle").exists()]
-                who = self._name(world_size, *(late or range(world_size)))
+                who = rank_name(self.single, world_size, *(late or range(world_size)))
                 raise MeasurementError(f"{who} took over {timeout:g} s, so all was ended: raise timeout=.")
             time.sleep(0.02)
         return outcome
 
-    def _error(self, found: dict[int, dict], outcome: dict, world_size: int, starved: str, device: str) -> Exception:
-        """Build the exception of the rank that failed first; `starved` says so if the kernel has killed for memory."""
-        if "message" in outcome:
-            return MeasurementError(outcome["message"])
-        failed, code = outcome["failed"], outcome.get("code", 0)
-        errors = {rank: read for rank, read in found.items() if "answer" not in read}
-        if failed is None:  # nothing was noticed, but a rank's answer is missing
-            failed = min(errors or set(range(world_size)) - set(found))
-        if failed not in errors and (code != SIGABRT or not errors):  # who aborts may have lost a neighbour
-            why = starved if code == SIGKILL else ""
-            oom = f"It was killed{why}." if why and device == "cpu" else ""
-            words = self._last_words() if self.single and code != SIGKILL else "."
-            killed = f"was killed by {signal.Signals(-code).name}{why}" if code < 0 else ""
-            ending = killed or f"ended in the middle with exit status {code}, without an exception"
-            return RankError(f"{self._name(world_size, failed)} {ending}{words}", failed, code, oom=oom)
-        rank = min(errors, key=lambda r: (errors[r]["consequence"], errors[r]["time"]))
-        error = errors[rank]
-        message = f"{self._name(world_size, rank)} failed: {error['message']}"
-        return error["error"] or RankError(message, rank, None, error["traceback"], error["oom"])
-
-    def _name(self, world_size: int, *ranks: int) -> str:
-        return "its process" if self.single else f"Rank {', '.join(map(str, ranks))} of {world_size}"
+    def _ended(self, rank: int, code: int, world_size: int, device: str, killed_for_ram: bool) -> RankError:
+        """Build the error of a rank that ended without an exception."""
+        why = " by the kernel because RAM ran out" if killed_for_ram else ""
+        ending = f"ended in the middle with exit status {code}, without an exception"
+        if code < 0:
+            ending = f"was killed by {signal.Signals(-code).name}{why}"
+        words = self._last_words() if self.single and code != SIGKILL else "."
+        oom = f"It was killed{why}." if killed_for_ram and device == "cpu" else ""
+        return RankError(f"{rank_name(self.single, world_size, rank)} {ending}{words}", rank, code, oom=oom)
 
     def _last_words(self) -> str:
         self._output.seek(0)
@@ -147,34 +147,10 @@ class Launcher:
         return "; its last output:\n" + ("\n".join(lines) or "none")
 
 
-def _read(file: Path) -> dict[str, Any] | None:
+def rank_name(single: bool, world_size: int, *ranks: int) -> str:
+    """Name ranks in a message."""
+    return "its process" if single else f"Rank {', '.join(map(str, ranks))} of {world_size}"
+
+
+def _read(file: Path) -> Any:
     return pickle.loads(file.read_bytes()) if file.exists() else None
-
-
-def launch(
-    function: str,
-    arguments: Mapping[str, Any] | None = None,
-    world_size: int = 2,
-    *,
-    device: str = "cpu",
-    timeout: float = 300,
-    launcher: Launcher | None = None,
-) -> list[Any]:
-    """Return what `function(**arguments)` returns on each of `world_size` ranks, in their order.
-
-    `function` is "package.module:function"; it has torchrun's environment (RANK, WORLD_SIZE, MASTER_ADDR, …) and makes its
-    own process group (`process_group.real_rank`). What it takes and returns is pickled. On "cuda" each rank is a fresh
-    process with a GPU of its own, on "cpu" they are forked where that is sound; after `timeout` seconds all are ended.
-    `launcher`: one that was started before, so that the libraries are loaded by now; the caller ends it.
-
-    Raises RankError with the traceback of a rank that failed, MeasurementError if they took too long or did not start.
-    """
-    if ":" not in function:
-        raise RecipeError("function", function, "it must be written 'package.module:function'")
-    with opened(launcher) as used:
-        return used.run(function, arguments or {}, world_size, device, timeout)
-
-
-def opened(launcher: Launcher | None) -> contextlib.AbstractContextManager[Launcher]:
-    """Enter `launcher`, which the caller ends, or a new one."""
-    return contextlib.nullcontext(launcher) if launcher else Launcher()

@@ -10,7 +10,6 @@ from typing import Any
 
 from ..hardware import host
 from ..hardware.gpu import current_device, witness
-from ..hardware.nvml import nvml_snapshot
 from ..recipe.recipe import Recipe, as_recipe
 from ..report.errors import MeasurementError, RankError, RecipeError, RecordError
 from ..report.report import Report, format_bytes
@@ -30,7 +29,6 @@ def measure(
     *,
     device: str | None = None,
     recorded: bool | None = None,
-    memory_limit: int | None = None,
     timeout: float = 1800,
     launcher: Launcher | None = None,
     estimate: Callable[[Recipe], int] | None = None,
@@ -46,7 +44,6 @@ def measure(
         repeats, warmup: timed optimizer steps, and steps before them (two at least, so that all states exist).
         device: "cuda" or "cpu"; None takes CUDA where there is one.
         recorded: True only looks the recipe up in the records, False only runs it here, None runs it if it fits here.
-        memory_limit: bytes that training may take, as if the machine had no more: to run out of memory without harm.
         timeout: seconds after which the processes are ended.
         launcher: `Launcher(single=True)`, started before and ended here: its libraries are loaded by now.
         estimate: gives the bytes that one process needs, to skip on a CPU what needs more than is free.
@@ -55,8 +52,8 @@ def measure(
         RecipeError: the device cannot compute in the recipe's precision, or an argument is out of range.
     """
     recipe = as_recipe(recipe)
-    for name, value, least in (("repeats", repeats, 1), ("warmup", warmup, 2), ("memory_limit", memory_limit, 1)):
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < least):
+    for name, value, least in (("repeats", repeats, 1), ("warmup", warmup, 2)):
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
             raise RecipeError(name, value, f"measure needs a whole number of at least {least}")
     if device not in (None, "cuda", "cpu"):
         raise RecipeError("device", device, "allowed are 'cuda', 'cpu' and None")
@@ -66,12 +63,12 @@ def measure(
     device = device or here.kind
     reason = "torch sees no CUDA device here" if device == "cuda" != here.kind else cannot(recipe, device)
     if not reason and recorded is None and device == "cpu":
-        reason = too_much(recipe, None if memory_limit else estimate)
+        reason = too_much(recipe, estimate)
     if reason:
         return _record_of(recipe, reason, look=recorded is None)
     if device == "cuda" and here.gpu:
         here.gpu.require(recipe.precision)
-    order = {"recipe": recipe, "repeats": repeats, "warmup": warmup, "device": device, "memory_limit": memory_limit}
+    order = {"recipe": recipe, "repeats": repeats, "warmup": warmup, "device": device}
     return run_here(order, timeout, launcher)
 
 
@@ -117,19 +114,23 @@ def operations(recipe: Recipe) -> int:
 def run_here(order: dict[str, Any], timeout: float = 1800, launcher: Launcher | None = None) -> Report:
     """Have fresh processes measure `order`, the arguments of `worker.run`; return the report of the recipe's rank.
 
-    Memory that runs out, on any rank, gives a report with status "oom".
+    All ranks run if each gets a processor of its own, else one. Memory that runs out on any gives status "oom".
     """
+    import torch
+
     recipe, device = order["recipe"], order["device"]
-    ranks = real_ranks(recipe, device)
-    child = Launcher() if ranks > 1 else launcher or Launcher(single=True)
-    with child:
+    ranks = recipe.sharding.world_size if recipe.sharding else 1
+    if device == "cuda" and ranks > torch.cuda.device_count():
+        ranks = 1
+    with Launcher() if ranks > 1 else launcher or Launcher(single=True) as child:
         try:
             function = f"{WORKER}:run_rank" if ranks > 1 else f"{WORKER}:run"
             reports = child.run(function, order, ranks, device, timeout, f"{WORKER}:preload")
         except MeasurementError as error:
             if isinstance(error, RankError) and error.oom:
                 text = f"Rank {error.rank} of {ranks}: {error.oom}" if ranks > 1 else error.oom
-                return _out_of_memory(order, text)
+                card = {"gpu": current_device().name} if device == "cuda" else {}
+                return Report.failed(witness(device), recipe, device, "oom", text, **card)
             raise MeasurementError(f"{recipe} could not be measured: {error}") from error
     if ranks == 1:
         return reports[0]
@@ -137,23 +138,3 @@ def run_here(order: dict[str, Any], timeout: float = 1800, launcher: Launcher | 
     peaks = ", ".join(format_bytes(r.allocated) for r in reports)
     report.notes.append(f"{ranks} processes on this machine; their peaks by rank: {peaks}")
     return report
-
-
-def real_ranks(recipe: Recipe, device: str) -> int:
-    """Return how many processes measure `recipe` here: all its ranks if each gets a processor of its own, else one."""
-    ranks = recipe.sharding.world_size if recipe.sharding else 1
-    if ranks > 1 and device == "cuda":
-        import torch
-
-        return ranks if torch.cuda.device_count() >= ranks else 1
-    return ranks
-
-
-def _out_of_memory(order: dict[str, Any], message: str) -> Report:
-    """Make the report of a run that ran out of memory and could not report it itself."""
-    device, limit = order["device"], order["memory_limit"]
-    about = {"memory_limit": limit} if limit is not None else {}
-    if device == "cuda":
-        sensors = nvml_snapshot()
-        about |= {"gpu": sensors.name, "driver": sensors.driver}
-    return Report.failed(witness(device), order["recipe"], device, "oom", message, **about)

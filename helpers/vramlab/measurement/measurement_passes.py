@@ -12,7 +12,7 @@ import gc
 import statistics
 import time
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -39,10 +39,8 @@ class Truth:
     """The results of undisturbed steps: bytes, and seconds a step."""
 
     speed: Speed
-    allocated: int | None = None  # the caching allocator's peak, as are the next two; None on a CPU
-    requested: int | None = None
-    reserved: int | None = None
-    workspace: int = 0  # the part of `allocated` that cuBLAS held
+    stats: dict[str, Any] | None = None  # the caching allocator's (`torch.cuda.memory_stats`); None on a CPU
+    workspace: int = 0  # the part of what is allocated that cuBLAS held
     process: int | None = None  # on the device by NVML, while all segments are still reserved; None if unknown
     rss: int | None = None  # on a CPU, the process's peak resident set
     notes: tuple[str, ...] = ()
@@ -71,13 +69,12 @@ def clean_pass(recipe: Recipe, repeats: int, warmup: int, device: str, before: S
     if not cuda:
         return Truth(speed, rss=peak_rss())
     stats = torch.cuda.memory_stats()
-    peaks = {kind: stats[f"{kind}_bytes.all.peak"] for kind in ("allocated", "requested", "reserved")}
     process, notes = process_bytes(nvml_snapshot(torch.cuda.current_device()), before)
     workspace = clear_cublas_workspaces()
     del training
     gc.collect()
     torch.cuda.empty_cache()
-    return Truth(speed, **peaks, workspace=workspace, process=process, notes=notes)
+    return Truth(speed, stats, workspace, process, notes=notes)
 
 
 def build_for_steps(recipe: Recipe, device: str) -> Training:
@@ -117,33 +114,17 @@ def process_bytes(now: Sensors, before: Sensors | None) -> tuple[int | None, tup
     return now.used - before.used, ("process: the device's memory in use, less what was in use before",)
 
 
-class Reading(NamedTuple):
-    """The allocator over one stretch, in bytes: its peak and its end, allocated and requested."""
-
-    peak: int
-    end: int
-    asked_peak: int
-    asked_end: int
-
-
-def read_allocator() -> Reading:
-    """Read the stretch that ends here and start the next."""
-    torch.cuda.synchronize()
-    now = torch.cuda.memory_stats()
-    torch.cuda.reset_peak_memory_stats()
-    kinds = ("allocated", "requested")
-    return Reading(*(now[f"{kind}_bytes.all.{moment}"] for kind in kinds for moment in ("peak", "current")))
-
-
 def tracked_pass(recipe: Recipe, device: str, truth: Truth) -> Report:
     """Run two steps under the tracker to split `truth`. On CUDA every phase is balanced against the allocator."""
     cuda = device == "cuda"
     training = build_for_steps(recipe, device)  # alive until the last reading
     tracker = Tracker(device, round_to=UNIT if cuda else 1)
-    readings: list[Reading] = []  # one at the start of each phase, of the stretch before it
+    readings: list[dict[str, Any]] = []  # one at the start of each phase, of the stretch before it
 
     def read() -> None:
-        readings.append(read_allocator())
+        torch.cuda.synchronize()
+        readings.append(torch.cuda.memory_stats())
+        torch.cuda.reset_peak_memory_stats()
 
     run_tracked(training, tracker, TRACKED_STEPS, device, read if cuda else None)
     history = History(tracker.log, tracker.marks)
@@ -158,7 +139,7 @@ def tracked_pass(recipe: Recipe, device: str, truth: Truth) -> Report:
     return report
 
 
-def balance(report: Report, history: History, readings: list[Reading], truth: Truth, workspace: int) -> None:
+def balance(report: Report, history: History, readings: list[dict[str, Any]], truth: Truth, workspace: int) -> None:
     """Close the balance of `report`: of every phase with the tracked pass's allocator, of the peak with the clean one's.
 
     `readings`: one for each of the history's stretches, of which the first is loading. `workspace`: what cuBLAS held at
@@ -166,8 +147,9 @@ def balance(report: Report, history: History, readings: list[Reading], truth: Tr
     """
     rounding = np.cumsum([0, *(n - (s.asked if n > 0 else -s.asked) for n, s, _ in history.log)])
 
-    def close(position: int, allocated: int, asked: int, cublas: int) -> Bytes:
-        """Return the split at `position` with its workspace, and what is missing to `allocated` as unexplained."""
+    def close(position: int, stats: dict[str, Any], moment: str, cublas: int) -> Bytes:
+        """Return the split at `position` with its workspace, and what the allocator has beyond it as unexplained."""
+        allocated, asked = (stats[f"{kind}_bytes.all.{moment}"] for kind in ("allocated", "requested"))
         split = history.split(position)
         fragmentation = max(0, allocated - asked - int(rounding[position])) if asked else 0  # not all count requests
         split = replace(split, workspace=split.workspace + cublas + fragmentation)
@@ -176,14 +158,17 @@ def balance(report: Report, history: History, readings: list[Reading], truth: Tr
     phases = []
     pairs = list(zip(history.stretches, readings, strict=True))
     for (name, start, end), seen in pairs[len(pairs) - len(history.last_step) :]:
-        peak = close(history.highest(start, end), seen.peak, seen.asked_peak, workspace)
-        phases.append((name, peak, close(end, seen.end, seen.asked_end, workspace)))
-    loaded = close(history.stretches[0][2], readings[0].end, readings[0].asked_end, 0)
+        peak = close(history.highest(start, end), seen, "peak", workspace)
+        phases.append((name, peak, close(end, seen, "current", workspace)))
+    loaded = close(history.stretches[0][2], readings[0], "current", 0)
     report.phases = {"load": Phase(loaded, loaded), **merge(phases)}
-    report.peak = close(history.highest(), truth.allocated, truth.requested, truth.workspace)
+    report.peak = close(history.highest(), truth.stats, "peak", truth.workspace)
     report.timeline = [replace(m, bytes=replace(m.bytes, workspace=workspace)) for m in report.timeline]
-    report.allocated, report.requested = truth.allocated, truth.requested
-    report.reserved, report.process = truth.reserved, truth.process
-    tracked = max(seen.peak for seen in readings[1:])
-    if tracked != truth.allocated:
-        report.notes.append(f"the tracked pass peaked at {tracked:,} bytes, the undisturbed one at {truth.allocated:,}")
+    for kind in ("allocated", "requested", "reserved"):
+        setattr(report, kind, truth.stats[f"{kind}_bytes.all.peak"])
+    report.process = truth.process
+    tracked = max(seen["allocated_bytes.all.peak"] for seen in readings[1:])
+    if tracked != report.allocated:
+        report.notes.append(
+            f"the tracked pass peaked at {tracked:,} bytes, the undisturbed one at {report.allocated:,}"
+        )

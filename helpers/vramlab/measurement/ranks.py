@@ -1,7 +1,8 @@
 """The child process behind `launch.Launcher`: load the libraries once, then start the ranks of every order.
 
-An order is a folder with ORDER in it, whose path comes as a line on the standard input. Each rank leaves its answer or
-its error there, and the end of all of them is DONE. When the standard input ends, so does everything here.
+An order is a folder with `order.pickle` in it, whose path comes as a line on the standard input. Each rank leaves its
+answer or its error there, and the end of all of them is `done.pickle`. When the standard input ends, so does everything
+here.
 """
 
 import contextlib
@@ -20,10 +21,12 @@ import time
 import traceback
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 from ..report.collector import no_collection
 from ..report.errors import RankError, VramLabError
 from ..training.quiet import silence
+from .launch import rank_name
 
 with no_collection(before=False):
     import psutil
@@ -33,10 +36,7 @@ with no_collection(before=False):
     from torch.multiprocessing import _prctl_pr_set_pdeathsig as set_parent_death_signal
     from torch.multiprocessing.spawn import ProcessExitedException, start_processes
 
-ORDER, DONE = "order.pickle", "done.pickle"
 LOCALHOST = "127.0.0.1"
-VISIBLE = "CUDA_VISIBLE_DEVICES"
-GPUS = os.environ.get(VISIBLE)  # what this process may see; None for all
 # Messages of gloo, NCCL and the store on a rank whose neighbour is gone.
 CONSEQUENCES = re.compile("Connection closed|Connection reset|Broken pipe|connection was closed|remote process exited")
 
@@ -50,16 +50,16 @@ def main() -> None:
     folders: queue.SimpleQueue[str] = queue.SimpleQueue()
     threading.Thread(target=_read_orders, args=(folders,), daemon=True).start()
     while True:
-        folder = folders.get()
-        order = pickle.loads(Path(folder, ORDER).read_bytes())
-        _extend_path(order)
+        folder = Path(folders.get())
+        order = pickle.loads((folder / "order.pickle").read_bytes())
+        sys.path += [path for path in order["path"] if path not in sys.path]
+        outcome: tuple[int | None, int] = (None, 0)
         if order["single"]:
             with contextlib.suppress(SystemExit):
                 run_function(0, order)
-            outcome = {"failed": None}
         else:
             outcome = start_ranks(order)
-        _write(Path(folder, DONE), outcome)
+        _write(folder / "done.pickle", outcome)
 
 
 def _read_orders(folders: "queue.SimpleQueue[str]") -> None:
@@ -78,38 +78,30 @@ def _read_orders(folders: "queue.SimpleQueue[str]") -> None:
     os.killpg(0, signal.SIGKILL) if hasattr(os, "killpg") else os._exit(1)
 
 
-def start_ranks(order: dict[str, Any]) -> dict[str, Any]:
+def start_ranks(order: dict[str, Any]) -> tuple[int | None, int]:
     """Run the order's function on all ranks; return which rank failed first (None: no one) and its exit code.
 
     On a CPU under Linux ranks are forked from this process. CUDA does not survive a fork, nor do the system libraries'
-    threads elsewhere: there each rank is a fresh process.
+    threads elsewhere: there each rank is a fresh process. Ranks on a CPU see no GPU: a library that looks for one would
+    start CUDA here.
     """
-    forks = order["device"] == "cpu" and sys.platform == "linux"
-    _show_gpus(order["device"])
-    if forks:
-        _preload(order)
-    try:
-        with socket.socket() as reserved:  # rank 0's store may bind to it too, as nobody listens here
-            reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            reserved.bind((LOCALHOST, 0))
-            arguments = ({**order, "port": reserved.getsockname()[1]},)
-            method = "fork" if forks else "spawn"
-            ranks = start_processes(rank_process, arguments, order["world_size"], join=False, start_method=method)
+    cpu = order["device"] == "cpu"
+    forks = cpu and sys.platform == "linux"
+    surroundings = {"MASTER_ADDR": LOCALHOST} | ({"CUDA_VISIBLE_DEVICES": ""} if cpu else {})
+    with patch.dict(os.environ, surroundings), socket.socket() as reserved:
+        if forks:
+            _preload(order)
+        reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        reserved.bind((LOCALHOST, 0))  # rank 0's store may bind to it too, as nobody listens here
+        os.environ["MASTER_PORT"] = str(reserved.getsockname()[1])
+        method = "fork" if forks else "spawn"
+        try:
+            ranks = start_processes(rank_process, (order,), order["world_size"], join=False, start_method=method)
             while not ranks.join(grace_period=0.5):
                 pass
-    except ProcessExitedException as error:
-        return {"failed": error.error_index, "code": error.exit_code}
-    except OSError as error:
-        return {"failed": None, "message": f"the ranks could not be started: {error}"}
-    return {"failed": None}
-
-
-def _show_gpus(device: str) -> None:
-    """Hide all GPUs from ranks on the CPU: libraries that look for one would start CUDA here, which no fork survives."""
-    if device == "cpu" or GPUS is not None:
-        os.environ[VISIBLE] = "" if device == "cpu" else GPUS
-    else:
-        os.environ.pop(VISIBLE, None)
+        except ProcessExitedException as error:
+            return error.error_index, error.exit_code
+    return None, 0
 
 
 def _preload(order: dict[str, Any]) -> None:
@@ -129,11 +121,9 @@ def rank_process(rank: int, order: dict[str, Any]) -> None:
         signal.signal(caught, signal.SIG_DFL)
     set_parent_death_signal(signal.SIGKILL)
     silence()
-    _extend_path(order)
     world = order["world_size"]
     numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
-    numbers["MASTER_PORT"] = order["port"]
-    os.environ.update({"MASTER_ADDR": LOCALHOST, **{name: str(number) for name, number in numbers.items()}})
+    os.environ.update({name: str(number) for name, number in numbers.items()})
     # A fork replaces torch's thread pool at the first call that asks for it. Two of autograd's threads may ask at once, of
     # which one finds none and aborts ("Invalid thread pool!", pthreadpool-cpp.cc); so ask here, before they exist.
     torch.set_num_threads(torch.get_num_threads())
@@ -147,30 +137,19 @@ def run_function(rank: int, order: dict[str, Any]) -> None:
         function, arguments = pickle.loads(order["call"])
         _write(file, {"answer": pkgutil.resolve_name(function)(**arguments)})
     except Exception as error:
-        _write(file, describe(error))
+        own, name = isinstance(error, VramLabError), rank_name(order["single"], order["world_size"], rank)
+        _write(file, {"error": error if own else described(error, name, rank), "time": time.time()})
         if CONSEQUENCES.search(str(error)):
             time.sleep(2)  # so that the rank that caused it ends first
         sys.exit(1)
 
 
-def describe(error: Exception) -> dict[str, Any]:
-    """Describe `error` for the parent, in builtin types but for the package's own errors."""
+def described(error: Exception, name: str, rank: int) -> RankError:
+    """Describe `error` for the parent, where its class may not exist."""
     steps = traceback.extract_tb(error.__traceback__)[1:]  # without this module's own
     lines = ["Traceback (most recent call last):\n", *traceback.format_list(steps)]
     lines += traceback.format_exception_only(error)
-    own = isinstance(error, VramLabError) and not isinstance(error, RankError)
-    return {
-        "error": error if own else None,
-        "message": f"{type(error).__name__}: {error}",
-        "traceback": "".join(lines),
-        "oom": getattr(error, "oom", ""),
-        "time": time.time(),
-        "consequence": bool(CONSEQUENCES.search(str(error))),
-    }
-
-
-def _extend_path(order: dict[str, Any]) -> None:
-    sys.path += [path for path in order["path"] if path not in sys.path]
+    return RankError(f"{name} failed: {type(error).__name__}: {error}", rank, None, "".join(lines))
 
 
 def _write(file: Path, content: Any) -> None:

@@ -45,23 +45,18 @@ def require(system: str = sys.platform, packages: Path = WHEELS) -> None:
     if system != "linux":
         raise StandInError(f"vramlab run needs Linux, whose LD_PRELOAD puts libraries in place, and this is {system}.")
     version = packages / "torch" / "version.py"
-    if not version.exists():
-        raise StandInError(f"vramlab run needs PyTorch's CUDA build, and there is no torch in {packages}: {_torch()}.")
-    said = dict(re.findall(r"^(\w+)\b[^=\n]*= '([^']*)'", version.read_text(), re.MULTILINE))
-    if not said.get("cuda", "").startswith("13."):
-        what = f"is built for CUDA {said['cuda']}" if "cuda" in said else "is a build without CUDA"
+    cuda = version.exists() and re.search(r"^cuda\b[^=\n]*= '(13\.[^']*)'", version.read_text(), re.MULTILINE)
+    if not cuda:
         raise StandInError(
-            f"vramlab run needs PyTorch's build for CUDA 13, and torch {said['__version__']} {what}: {_torch()}."
+            f"vramlab run needs PyTorch's build for CUDA 13, and none is in {packages}: pip install --force-reinstall "
+            "torch==2.13.0 from PyPI has it (3 GB; no GPU or driver is needed)."
         )
     if not (packages / "nvidia" / "cu13" / "include" / "crt" / "host_config.h").exists():
-        want = f"nvidia-cuda-crt=={said['cuda']}.*"
-        raise StandInError(f"vramlab run needs the headers of NVIDIA's compiler: pip install '{want}'.")
+        raise StandInError(
+            f"vramlab run needs the headers of NVIDIA's compiler: pip install 'nvidia-cuda-crt=={cuda[1]}.*'."
+        )
     if lacking := [program for program in ("gcc", "g++", "nm") if not shutil.which(program)]:
         raise StandInError(f"vramlab run needs {' and '.join(lacking)} to build: apt install g++ binutils.")
-
-
-def _torch() -> str:
-    return "pip install --force-reinstall torch==2.13.0 from PyPI has it (3 GB; no GPU or driver is needed)"
 
 
 def libraries() -> list[Path]:

@@ -18,18 +18,18 @@ from ..report.report import Report, environment, format_bytes
 from ..training.engines import engine_of
 from ..training.models import build_model
 from ..training.process_group import one_rank_of, real_rank
-from .host_memory import limited, rss
+from .host_memory import rss
 from .measurement_passes import clean_pass, tracked_pass
 
 
-def run(recipe: Recipe, repeats: int, warmup: int, device: str, memory_limit: int | None = None) -> Report:
+def run(recipe: Recipe, repeats: int, warmup: int, device: str) -> Report:
     """Measure `recipe` in this process; with sharding as its one rank, in a process group that has no other.
 
     Running out of memory gives a report with status "oom".
     """
     before = nvml_snapshot() if device == "cuda" else None  # torch has not touched the device yet
     with one_rank_of(recipe.sharding), engine_of(recipe).without_peers("cpu"):
-        report = _both_passes(recipe, repeats, warmup, device, memory_limit, before)
+        report = _both_passes(recipe, repeats, warmup, device, before)
     if recipe.sharding and recipe.sharding.world_size > 1:
         report.notes.append(
             f"rank {recipe.sharding.rank} of {recipe.sharding.world_size} alone, in a process group whose collectives "
@@ -38,11 +38,11 @@ def run(recipe: Recipe, repeats: int, warmup: int, device: str, memory_limit: in
     return report
 
 
-def run_rank(recipe: Recipe, repeats: int, warmup: int, device: str, memory_limit: int | None = None) -> Report:
+def run_rank(recipe: Recipe, repeats: int, warmup: int, device: str) -> Report:
     """Measure `recipe` as one of real ranks. Running out of memory raises RankError, so that the others are ended."""
     before = nvml_snapshot(int(os.environ["LOCAL_RANK"])) if device == "cuda" else None
     with real_rank(device) as rank:
-        report = _both_passes(on_rank(recipe, rank), repeats, warmup, device, memory_limit, before)
+        report = _both_passes(on_rank(recipe, rank), repeats, warmup, device, before)
         if report.status == "oom":
             raise RankError(report.message, rank, oom=report.message)
     return report
@@ -64,23 +64,20 @@ def on_rank(recipe: Recipe, rank: int) -> Recipe:
     return recipe.replace(sharding=dataclasses.replace(recipe.sharding, rank=rank))
 
 
-def _both_passes(
-    recipe: Recipe, repeats: int, warmup: int, device: str, limit: int | None, before: Sensors | None
-) -> Report:
+def _both_passes(recipe: Recipe, repeats: int, warmup: int, device: str, before: Sensors | None) -> Report:
     torch.manual_seed(0)
     import_libraries(recipe)
     held = rss()
     try:
-        with limited(limit, device):
-            report = tracked_pass(recipe, device, clean_pass(recipe, repeats, warmup, device, before))
+        report = tracked_pass(recipe, device, clean_pass(recipe, repeats, warmup, device, before))
     except (MemoryError, RuntimeError) as error:  # torch.OutOfMemoryError is a RuntimeError
-        message = out_of_memory(error, device, limit)
+        message = out_of_memory(error, device)
         if not message:
             raise
         report = Report.failed(witness(device), recipe, device, "oom", message)
         if device == "cuda":
             report.allocated, report.reserved = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
-    report.environment = machine(device, before, limit)
+    report.environment = machine(device, before)
     if device == "cpu":
         report.notes.append(f"the process held {format_bytes(held)} before the model was built")
     return report
@@ -100,7 +97,7 @@ OUT_OF_MEMORY = re.compile(
 )
 
 
-def out_of_memory(error: Exception, device: str, limit: int | None = None) -> str:
+def out_of_memory(error: Exception, device: str) -> str:
     """Say what was asked for and what was free, in a sentence, if `error` says that memory ran out; else ''."""
     text = str(error)
     if not isinstance(error, MemoryError | torch.OutOfMemoryError) and not OUT_OF_MEMORY.search(text):
@@ -116,21 +113,19 @@ def out_of_memory(error: Exception, device: str, limit: int | None = None) -> st
         return f"{text}. The device has {free} free of {total}."
     asked = re.search(r"tried to allocate (\d+) bytes", text)
     what = f"it asked for {format_bytes(int(asked[1]))} more" if asked else "an allocation failed"
-    left = f"the limit was {format_bytes(limit)}" if limit is not None else f"{format_bytes(memory()[1])} were free"
-    return f"RAM ran out: {what}, and {left}."
+    return f"RAM ran out: {what}, and {format_bytes(memory()[1])} were free."
 
 
-def machine(device: str, sensors: Sensors | None, memory_limit: int | None = None) -> dict[str, Any]:
+def machine(device: str, sensors: Sensors | None) -> dict[str, Any]:
     """Return the versions, the date and, on CUDA, the card and its driver."""
-    more: dict[str, Any] = {"memory_limit": memory_limit} if memory_limit is not None else {}
-    if device == "cuda":
-        properties = torch.cuda.get_device_properties(0)
-        more |= {
-            "gpu": properties.name,
-            "compute_capability": f"{properties.major}.{properties.minor}",
-            "multiprocessors": properties.multi_processor_count,
-            "total_memory": properties.total_memory,
-            "driver": sensors.driver if sensors else None,
-            "cuda": torch.version.cuda,
-        }
-    return environment(**more)
+    if device != "cuda":
+        return environment()
+    properties = torch.cuda.get_device_properties(0)
+    return environment(
+        gpu=properties.name,
+        compute_capability=f"{properties.major}.{properties.minor}",
+        multiprocessors=properties.multi_processor_count,
+        total_memory=properties.total_memory,
+        driver=sensors.driver if sensors else None,
+        cuda=torch.version.cuda,
+    )

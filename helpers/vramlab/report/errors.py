@@ -43,7 +43,7 @@ class ReportError(VramLabError, ValueError):
 class RankError(MeasurementError):
     """A rank that failed: its exit `code` (negative for a signal), `traceback`, and `oom`, what it asked for in vain."""
 
-    def __init__(self, message: str, rank: int, code: int | None = None, traceback: str = "", oom: str = ""):
+    def __init__(self, message: str, rank: int = 0, code: int | None = None, traceback: str = "", oom: str = ""):
         self.rank, self.code, self.traceback, self.oom = rank, code, traceback, oom
         super().__init__(message + (f"\n\n{traceback.rstrip()}" if traceback else ""))
 

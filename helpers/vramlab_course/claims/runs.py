@@ -17,7 +17,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from vramlab.hardware.gpu import find_gpu
-from vramlab.measurement.launch import Launcher, launch
+from vramlab.measurement.launch import Launcher
 from vramlab.recipe.recipe import Recipe
 from vramlab.simulation.cuda import attention_kernel
 
@@ -230,7 +230,7 @@ def _launcher() -> Launcher:
 def sent(recipe: Recipe) -> dict[str, Any]:
     """What one of two real ranks sends in a step, in units of the parameters' bytes: phase to kind, and `ring`, what a
     ring carries of it (an all-reduce is a reduce-scatter and an all-gather); `ring` and `all` of the whole step."""
-    phases = launch(f"{UNITS}:by_phase", {"recipe": recipe.to_dict()}, 2, launcher=_launcher())[0]
+    phases = _launcher().run(f"{UNITS}:by_phase", {"recipe": recipe.to_dict()})[0]
     psi = 4 * recipe.shape.num_parameters
     kinds = ("all_reduce", "reduce_scatter", "all_gather", "broadcast")
     names = ("forward", "backward", "step", *phases)
@@ -246,6 +246,6 @@ def sent(recipe: Recipe) -> dict[str, Any]:
 def wrapped(wrapping: str) -> dict[str, Any]:
     """A hundred linear layers under FSDP on two ranks: what is gathered at a time, in units of the parameters' bytes, and
     the peak in units of all that an unsharded step holds of weights, gradients and AdamW's states."""
-    found = launch(f"{UNITS}:hundred", {"wrapping": wrapping}, 2, launcher=_launcher())[0]
+    found = _launcher().run(f"{UNITS}:hundred", {"wrapping": wrapping})[0]
     whole = units_04.LAYERS * units_04.WIDTH**2 * 4
     return {"gathered": found["gathered"] / whole, "peak": found["peak"] / (4 * whole)}
