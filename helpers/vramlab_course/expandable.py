@@ -21,8 +21,7 @@ class Hole(Block):
     __slots__ = ()
 
     def __init__(self, address: int, size: int, pool: Pool):
-        super().__init__(address, size, pool)
-        self.free = False
+        super().__init__(address, size, pool, free=False)
 
 
 @dataclass

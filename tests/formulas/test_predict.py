@@ -160,7 +160,7 @@ def test_a_base_in_8_bits_is_refused():
 def test_flash_attention_needs_ampere():
     recipe = Recipe("gpt2", precision="fp16-true", attn_implementation="flash_attention_2")
     for gpu in ("T4", "V100"):
-        with pytest.raises(RecipeError, match="FlashAttention starts at 8"):
+        with pytest.raises(RecipeError, match="flash_attention_2 starts at 8"):
             predict(recipe, gpu)
     assert predict(recipe, "A100").peak.total == predict(recipe).peak.total
 

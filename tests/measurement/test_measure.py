@@ -285,13 +285,13 @@ def test_a_broken_record_is_named(records):
 def test_a_gpu_that_lacks_the_precision_is_refused_before_anything_runs(monkeypatch, precision):
     monkeypatch.setattr(measure, "run_here", lambda *args: pytest.fail("it ran"))
     t4 = find_gpu("T4")
-    monkeypatch.setattr(measure, "current_device", lambda: Device("cuda", t4.name, t4.total, gpu=t4))
+    monkeypatch.setattr(measure, "current_device", lambda: Device("cuda", t4.name, t4))
     with pytest.raises(RecipeError, match=r"T4 has compute capability 7\.5 and .* starts at 8\.0"):
         measure_here(TINY.replace(precision=precision))
 
 
 def test_without_cuda_it_cannot_be_asked_for(records, monkeypatch):
-    monkeypatch.setattr(measure, "current_device", lambda: Device("cpu", "CPU", 2**34))
+    monkeypatch.setattr(measure, "current_device", lambda: Device("cpu", "CPU"))
     with pytest.raises(MeasurementError, match="torch sees no CUDA device here"):
         measure_here(TINY, device="cuda")
 

@@ -243,7 +243,8 @@ SPOILT = [
     (("peak", "gradients"), -5, "'peak.gradients' is -5"),
     (("peak", "total"), 5, "'peak.total' is 5, but it must be the sum of the categories"),
     (("phases", "step", "end"), None, "'phases.step.end' is None"),
-    (("phases",), {"stpe": None}, "'phases.stpe' is unknown; known are load, forward"),
+    (("phases",), {"step": None}, "'phases.step' is None, but it must be an object"),
+    (("peak", "tensors"), 5, "peak has other fields than it must have: Bytes.__init__() got an unexpected"),
     (("environment",), None, "'environment' is None"),
     (("speed",), {"median": float("nan"), "low": 1, "high": 1, "repeats": 1, "tokens_per_second": 1}, "speed.median"),
     (("status",), "fine", "'status' is 'fine', but it must be one of ok, oom, error"),
@@ -371,7 +372,7 @@ def gpu(monkeypatch):
     monkeypatch.setattr(module, "Launcher", Launcher)
     monkeypatch.setattr(module, "environment", lambda **more: {**versions, **more})
     card = find_gpu("H200")
-    monkeypatch.setattr(module, "current_device", lambda: Device("cuda", "NVIDIA H200", card.total, gpu=card))
+    monkeypatch.setattr(module, "current_device", lambda: Device("cuda", "NVIDIA H200", card))
     monkeypatch.setattr(module, "measurements_folder", lambda: records.measurements_folder())
     monkeypatch.setattr(module.time, "monotonic", lambda: seen.now)
     yield seen
@@ -413,7 +414,7 @@ def test_the_time_is_kept(gpu, three, folder):
 def test_the_clock_starts_with_the_first_run(gpu, three, monkeypatch):
     def slow_start():
         gpu.now += 600
-        return Device("cuda", "NVIDIA H200", card.total, gpu=card)
+        return Device("cuda", "NVIDIA H200", card)
 
     card = find_gpu("H200")
     monkeypatch.setattr(gpu.module, "current_device", slow_start)
@@ -472,7 +473,7 @@ def test_what_the_card_cannot_do_is_skipped_with_the_reason(gpu, tmp_path, monke
         {"model": "gpt2", "sharding": {"stage": 3, "world_size": 8, "rank": 5}},
     ]
     t4 = find_gpu("T4")
-    monkeypatch.setattr(gpu.module, "current_device", lambda: Device("cuda", "Tesla T4", t4.total, gpu=t4))
+    monkeypatch.setattr(gpu.module, "current_device", lambda: Device("cuda", "Tesla T4", t4))
     done = gpu.module.record([recipe_list(tmp_path / "list.json", entries)], progress=quiet)
     assert sorted(recipe.precision for recipe in gpu.ran) == ["fp16-mixed", "fp32"]
     reasons = [reason for _, reason in done.skipped]
@@ -489,7 +490,7 @@ def test_one_gpu_records_its_own_rank_of_many(gpu, tmp_path, folder):
 
 
 def test_a_cpu_records_what_four_processes_can_do(gpu, tmp_path, monkeypatch):
-    monkeypatch.setattr(gpu.module, "current_device", lambda: Device("cpu", "CPU", 2**34))
+    monkeypatch.setattr(gpu.module, "current_device", lambda: Device("cpu", "CPU"))
     monkeypatch.setattr(gpu.module, "too_much", lambda recipe, estimate: "")
     worlds = [{"stage": 3, "world_size": size} for size in (4, 8)]
     path = recipe_list(tmp_path / "list.json", [{"model": "gpt2", "sharding": worlds}])
@@ -539,7 +540,7 @@ def test_on_a_stand_in_for_a_gpu_nothing_is_recorded(gpu, three, monkeypatch, fo
 
 
 def test_without_a_gpu_the_courses_records_are_out_of_reach(gpu, three, monkeypatch, tmp_path):
-    monkeypatch.setattr(gpu.module, "current_device", lambda: Device("cpu", "CPU", 2**34))
+    monkeypatch.setattr(gpu.module, "current_device", lambda: Device("cpu", "CPU"))
     with pytest.raises(RecordError, match="no CUDA device here, and the course keeps no CPU figures: name a folder"):
         gpu.module.record([three])
     assert gpu.ran == []

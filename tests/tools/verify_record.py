@@ -95,7 +95,7 @@ def _form(name: str, text: str, reports: list[Report]) -> Iterator[str]:
 def _physics(report: Report) -> Iterator[str]:
     """Say what no GPU can have measured."""
     total, card = report.environment["total_memory"], card_of(report.environment)
-    if card.rates and abs(total / (listed := find_gpu(card.name).total) - 1) > DRIVER_SHARE:
+    if card.peak and abs(total / (listed := find_gpu(card.name).total) - 1) > DRIVER_SHARE:
         yield f"{card.name} has {format_bytes(listed)}, and it says {format_bytes(total)}"
     if report.status != "ok":
         return

@@ -46,8 +46,8 @@ def predict(recipe: Recipe | Any, gpu: str | Gpu | None = None) -> Report:
     """
     recipe = as_recipe(recipe)
     card = find_gpu(gpu) if gpu else None
-    if card:
-        card.require_attention(recipe.attn_implementation)
+    if card and recipe.attn_implementation == "flash_attention_2":
+        card.require("flash_attention_2", "attn_implementation")
     refuse(recipe, _refusals(recipe))
     exist = recipe.gradient_accumulation_steps > 1 or not recipe.loop.set_to_none  # gradients, when backward begins
     part, chip = with_its_adapters(recipe), card.chip if card else DEFAULT_CHIP
@@ -117,7 +117,7 @@ def _phases(recipe: Recipe, account: Account, rank: RankBytes, card: Gpu | None,
     if recipe.has_reference:
         sizes |= {name: 2 * sizes[name] for name in ("parameters", "buffers", "workspace")}
     states = {"optimizer_states": rank.optimizer_states, "workspace": rests.get("optimizer_states", 0)}
-    handle = card.cublas_workspace if card else cublas_workspace(DEFAULT_CHIP.capability)
+    handle = cublas_workspace((card.chip if card else DEFAULT_CHIP).capability)
     loaded = _sum(rank.always, sizes)
     always = _sum(loaded, states, {"workspace": 2 * handle})  # in forward's thread and in backward's
     if not loop.optimizer_in_backward:

@@ -14,7 +14,7 @@ import bisect
 from collections import defaultdict
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
-from typing import Protocol
+from typing import Any
 
 from ..report.errors import VramLabError
 from ..report.report import format_bytes
@@ -36,16 +36,16 @@ class AllocatorError(VramLabError, MemoryError):
 Pool = tuple[bool, int]  # (holds small blocks, stream)
 
 
+@dataclass(slots=True, eq=False)
 class Block:
-    """A piece of a segment: address, size, pool, neighbours and whether it is free."""
+    """A piece of a segment, between its neighbours there."""
 
-    __slots__ = ("address", "after", "before", "free", "pool", "size")
-
-    def __init__(self, address: int, size: int, pool: Pool):
-        self.address, self.size, self.pool = address, size, pool
-        self.before: Block | None = None
-        self.after: Block | None = None
-        self.free = True
+    address: int
+    size: int
+    pool: Pool
+    before: "Block | None" = None
+    after: "Block | None" = None
+    free: bool = True
 
 
 def link(*blocks: Block | None) -> None:
@@ -78,17 +78,14 @@ class Allocator:
     def malloc(self, size: int, stream: int = 0) -> Block:
         """Allocate a block from the stream's cached segments or a new one. Raises AllocatorError beyond `limit`."""
         size = max(UNIT, rounded(size))
-        pool = small, _ = size <= SMALL_BLOCK, stream
+        pool = size <= SMALL_BLOCK, stream
         free = self._pools[pool]
         index = self._best_fit(free, size)
         block = free.pop(index)[2] if index < len(free) else self._segment(size, pool)
-        left = block.size - size
-        if self._splits(left, small):
-            rest = Block(block.address + size, left, pool)
-            rest.before, rest.after = block, block.after
-            if rest.after:
-                rest.after.before = rest
-            block.size, block.after = size, rest
+        if self._splits(block.size - size, pool[0]):
+            rest = Block(block.address + size, block.size - size, pool)
+            block.size = size
+            link(block, rest, block.after)
             self._keep(rest)
         block.free = False
         self.allocated += block.size
@@ -111,21 +108,15 @@ class Allocator:
 
     def _release(self, block: Block) -> Block:
         """Merge `block` with free neighbours and put the result into its pool."""
-        before, after = block.before, block.after
-        if before and before.free:
-            self._take(before)
-            block = self._merge(before, block)
-        if after and after.free:
-            self._take(after)
-            self._merge(block, after)
+        for side in (block.before, block.after):
+            if side and side.free:
+                self._take(side)
+                block, gone = (side, block) if side is block.before else (block, side)
+                block.size += gone.size
+                link(block, gone.after)
         block.free = True
         self._keep(block)
         return block
-
-    def _merge(self, left: Block, right: Block) -> Block:
-        left.size += right.size
-        link(left, right.after)
-        return left
 
     def _keep(self, block: Block) -> None:
         bisect.insort(self._pools[block.pool], (block.size, block.address, block))
@@ -144,10 +135,9 @@ class Allocator:
 
     def _segment(self, size: int, pool: Pool) -> Block:
         """Reserve a segment; return its only block, which is in no pool."""
-        total = SMALL_SEGMENT if pool[0] else segment(size)
-        self._reserve(total)
-        block = Block(self._next, total, pool)
-        self._next += total
+        block = Block(self._next, SMALL_SEGMENT if pool[0] else segment(size), pool)
+        self._reserve(block.size)
+        self._next += block.size
         return block
 
     def _reserve(self, total: int) -> None:
@@ -166,13 +156,6 @@ class Allocator:
             raise AllocatorError(total, self.allocated, self.reserved, self.limit)
 
 
-class Request(Protocol):
-    """A storage of a log (`tracking.tracker.Storage`): bytes asked for, and its stream."""
-
-    asked: int
-    stream: int
-
-
 @dataclass(frozen=True)
 class Replayed:
     """Peaks of the allocator over a log, in bytes.
@@ -188,8 +171,8 @@ class Replayed:
     failed: AllocatorError | None = None
 
 
-def replay(log: list[tuple[int, Request, str]], limit: int | None = None) -> Replayed:
-    """Run a tracker's log, (+size or -size, storage, operator), through the allocator.
+def replay(log: list[tuple[int, Any, str]], limit: int | None = None) -> Replayed:
+    """Run a log, (+size or -size, `tracking.tracker.Storage`, operator), through the allocator.
 
     Args:
         limit: bytes of segments that the card can hold. If they do not suffice, the replay is that without a limit, and
@@ -201,7 +184,7 @@ def replay(log: list[tuple[int, Request, str]], limit: int | None = None) -> Rep
         return replace(_replay(log, Allocator()), failed=error)
 
 
-def _replay(log: list[tuple[int, Request, str]], allocator: Allocator) -> Replayed:
+def _replay(log: list[tuple[int, Any, str]], allocator: Allocator) -> Replayed:
     blocks: dict[int, Block] = {}
     malloc, free, requested, most, alive, beyond = allocator.malloc, allocator.free, 0, 0, 0, [0]
     for event, (size, storage, _) in enumerate(log):

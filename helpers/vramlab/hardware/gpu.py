@@ -5,21 +5,23 @@ import difflib
 import json
 import os
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, NamedTuple
 
 from ..report.data import data_path
 from ..report.errors import RecipeError, VramLabError
 from ..report.report import GiB, Interval, MiB, format_bytes
-from .overhead import CONTEXT, cublas_workspace
+from .overhead import CONTEXT
 
 # Lowest compute capability for each format: tensor-core data types in NVIDIA's CUDA C++ Programming Guide (compute
-# capabilities), fp16 arithmetic in its table of arithmetic instructions; int8 as bitsandbytes' int8 matmul needs.
+# capabilities), fp16 arithmetic in its table of arithmetic instructions; int8 as bitsandbytes' int8 matmul needs. And
+# FlashAttention-2's (`flash_api.cpp`: "FlashAttention only supports Ampere GPUs or newer").
 NEEDS = {"fp32": (0, 0), "tf32": (8, 0), "fp16": (5, 3), "bf16": (8, 0), "fp8": (8, 9), "int8": (7, 5)}
-FLASH_ATTENTION = (8, 0)
+NEEDS["flash_attention_2"] = (8, 0)
 SINCE = {(8, 0): "Ampere", (8, 9): "Ada", (7, 5): "Turing", (5, 3): "Maxwell"}
 INSTEAD = {"bf16": "fp16", "tf32": "fp32", "fp8": "bf16 or fp16", "int8": "nf4", "fp16": "fp32"}
+INSTEAD["flash_attention_2"] = "sdpa or eager"
 
 
 class GpuError(VramLabError, LookupError):
@@ -57,22 +59,16 @@ class Gpu:
     total: int  # bytes that torch reports as `total_memory`
     total_known: bool = True  # False: `total` is `memory_gb` taken as GiB, which is up to a tenth too much
     bandwidth: float | None = None  # bytes per second between the chip and its memory
-    rates: tuple[tuple[str, float], ...] = ()  # (format, operations per second): dense, with fp32 accumulation
+    peak: dict[str, float] = field(
+        default_factory=dict, hash=False
+    )  # by format: dense operations per second, fp32 sums
     nvlink: float | None = None  # bytes per second over all links, both directions added; None without NVLink
     pcie: str = ""
     tdp: int | None = None  # watts
     context: int | None = None  # published bytes of a bare CUDA context on this card
     multiprocessors: int = DEFAULT_CHIP.multiprocessors
-    architecture: str = ""
     source: str = ""  # where the figures are from
-    total_source: str = ""
-    note: str = ""
     aliases: tuple[str, ...] = ()
-
-    @property
-    def peak(self) -> dict[str, float]:
-        """Map format ("fp32", "tf32", "fp16", "bf16", "fp8", "int8") to peak dense operations per second."""
-        return dict(self.rates)
 
     def flops(self, precision: str) -> float | None:
         """Return peak operations per second of matmuls at `precision`; None when the card or the table has none."""
@@ -97,31 +93,16 @@ class Gpu:
             return ""
         form = _format(precision)
         need = NEEDS[form]
-        text = f"{self._says_capability} and {form} starts at {_dotted(need)} ({SINCE[need]})"
+        has, since = (".".join(map(str, each)) for each in (self.compute_capability, need))
+        text = f"{self.name} has compute capability {has} and {form} starts at {since} ({SINCE[need]})"
         if form == "bf16":
             text += ", below which torch only emulates it, slowly"
         return f"{text}: take {INSTEAD[form]}"
 
-    def require(self, precision: str) -> None:
-        """Raise RecipeError when the card lacks `precision`."""
-        if why := self.why_not(precision):
-            raise RecipeError("precision", precision, why)
-
-    def require_attention(self, implementation: str) -> None:
-        """Raise RecipeError for FlashAttention-2 before Ampere (flash-attn, `flash_api.cpp`: "FlashAttention only
-        supports Ampere GPUs or newer")."""
-        if implementation == "flash_attention_2" and self.compute_capability < FLASH_ATTENTION:
-            why = f"{self._says_capability} and FlashAttention starts at {_dotted(FLASH_ATTENTION)}: take sdpa or eager"
-            raise RecipeError("attn_implementation", implementation, why)
-
-    @property
-    def _says_capability(self) -> str:
-        return f"{self.name} has compute capability {_dotted(self.compute_capability)}"
-
-    @property
-    def cublas_workspace(self) -> int:
-        """Return the bytes of one cuBLAS workspace with the installed torch; see `overhead.cublas_workspace`."""
-        return cublas_workspace(self.compute_capability)
+    def require(self, need: str, field: str = "precision") -> None:
+        """Raise RecipeError, which names the recipe's `field`, when the card lacks a precision or "flash_attention_2"."""
+        if why := self.why_not(need):
+            raise RecipeError(field, need, why)
 
     @property
     def chip(self) -> Chip:
@@ -136,16 +117,13 @@ class Gpu:
     def __str__(self) -> str:
         """One line: name, memory, bandwidth, bf16 or fp16 rate, compute capability."""
         best = next((f for f in ("bf16", "fp16", "fp32") if f in self.peak), None)
+        capability = ".".join(map(str, self.compute_capability))
         parts = [self.name, format_bytes(self.total, digits=2) + ("" if self.total_known else " (nominal)")]
         if self.bandwidth:
             parts.append(f"{self.bandwidth / 1e9:,.0f} GB/s")
         if best:
             parts.append(f"{self.peak[best] / 1e12:,.0f} TFLOP/s {best}")
-        return " · ".join([*parts, f"compute capability {_dotted(self.compute_capability)}"])
-
-
-def _dotted(capability: tuple[int, int]) -> str:
-    return ".".join(map(str, capability))
+        return " · ".join([*parts, f"compute capability {capability}"])
 
 
 def _format(precision: str) -> str:
@@ -164,14 +142,14 @@ def _table() -> tuple[Gpu, ...]:
 
 def _read(entry: dict[str, Any]) -> Gpu:
     total, nvlink, context = entry["total_mib"], entry["nvlink_gb_s"], entry.get("context_mib")
-    same = ("name", "memory_gb", "multiprocessors", "pcie", "architecture", "source", "total_source", "note")
+    same = ("name", "memory_gb", "multiprocessors", "pcie", "source")
     return Gpu(
         **{field: entry[field] for field in same if field in entry},
         compute_capability=tuple(int(n) for n in entry["compute_capability"].split(".")),
         total=total * MiB if total else entry["memory_gb"] * GiB,
         total_known=total is not None,
         bandwidth=entry["bandwidth_gb_s"] * 1e9,
-        rates=tuple((form, rate * 1e12) for form, rate in entry["peak_tflops"].items()),
+        peak={form: rate * 1e12 for form, rate in entry["peak_tflops"].items()},
         nvlink=nvlink * 1e9 if nvlink else None,
         tdp=entry["tdp_w"],
         context=int(context * MiB) if context else None,
@@ -207,21 +185,17 @@ def find_gpu(name: "str | Gpu") -> Gpu:
     key = _key(name) if isinstance(name, str) else ""
     if gpu := _index().get(key):
         return gpu
-    near = [g.name for k, g in _index().items() if len(key) > 1 and (key in k or k in key)]
-    near += [_index()[k].name for k in difflib.get_close_matches(key, _index(), n=3, cutoff=0.5)]
-    near = list(dict.fromkeys(near))[:3]
+    near = dict.fromkeys(_index()[k].name for k in difflib.get_close_matches(key, _index(), n=3, cutoff=0.5))
     hint = "did you mean " + " or ".join(map(repr, near)) if near else "known are " + ", ".join(gpu_names())
     raise GpuError(f"GPU {name!r} is not in the table: {hint}.")
 
 
 @dataclass(frozen=True)
 class Device:
-    """What this process trains on: `kind` ("cuda" or "cpu"), name, memory in bytes and, on CUDA, its `Gpu`."""
+    """What this process trains on: `kind` ("cuda" or "cpu"), name and, on CUDA, its `Gpu`."""
 
     kind: str
     name: str
-    total: int
-    index: int = 0
     gpu: Gpu | None = None
 
 
@@ -238,19 +212,15 @@ def current_device() -> Device:
     import torch
 
     if not torch.cuda.is_available():
-        import psutil
-
-        return Device("cpu", "CPU", psutil.virtual_memory().total)
-    index = torch.cuda.current_device()
-    seen = torch.cuda.get_device_properties(index)
+        return Device("cpu", "CPU")
+    seen = torch.cuda.get_device_properties(torch.cuda.current_device())
     gpu = seen_gpu(seen.name, seen.total_memory, (seen.major, seen.minor), seen.multi_processor_count)
-    return Device("cuda", seen.name, seen.total_memory, index, gpu)
+    return Device("cuda", seen.name, gpu)
 
 
 def seen_gpu(name: str, total: int, compute_capability: tuple[int, int], multiprocessors: int) -> Gpu:
     """Return the table's entry of `name` with what a device says of itself; a card that the table lacks has no rates."""
     said = dict(total=total, compute_capability=compute_capability, multiprocessors=multiprocessors)
-    said["total_source"] = "this device"
     if known := _index().get(_key(name)):
         return dataclasses.replace(known, **said, total_known=True)
     return Gpu(name=name, memory_gb=round(total / GiB), source="this device", **said)

@@ -5,12 +5,11 @@ torch.cuda.memory._dump_snapshot("memory.pickle")    # after it, or when memory 
 print(read_snapshot("memory.pickle"))
 """
 
-import json
 import linecache
 import os
 import pickle
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
 from pathlib import Path
@@ -80,7 +79,7 @@ class Snapshot:
     after each.
 
     Args:
-        content: what `torch.cuda.memory._snapshot()` returns, or the same read from JSON.
+        content: what `torch.cuda.memory._snapshot()` returns.
         device: which of its devices; None: the one with the longest history.
     Raises:
         SnapshotError: it is none, or its history is empty.
@@ -103,23 +102,21 @@ class Snapshot:
     @cached_property
     def blocks(self) -> list[Block]:
         """All blocks that were asked for in the history, and those of the segments that are older, in order of birth."""
-        made: dict[int, tuple[int, int, Line]] = {}
+        made: dict[int, Block] = {}  # those alive, by address
         blocks = []
         for i, event in enumerate(self.events, 1):
             if event["action"] == "alloc":
-                made[event["addr"]] = (event["size"], i, user_line(event.get("frames") or ()))
+                made[event["addr"]] = Block(event["size"], i, None, user_line(event.get("frames") or ()))
             elif event["action"] == "free_completed" and event["addr"] in made:
-                size, born, line = made.pop(event["addr"])
-                blocks.append(Block(size, born, i, line))
+                blocks.append(replace(made.pop(event["addr"]), freed=i))
         for segment in self.segments:
             address = segment.get("address", 0)
             for block in segment.get("blocks") or ():
                 at, frames = block.get("address", address), block.get("frames")
                 if block["state"] == "active_allocated" and at not in made:
-                    made[at] = (block["size"], 0, user_line(frames) if frames else BEFORE)
+                    made[at] = Block(block["size"], 0, None, user_line(frames) if frames else BEFORE)
                 address += block["size"]
-        blocks += [Block(size, born, None, line) for size, born, line in made.values()]
-        return sorted(blocks, key=lambda block: block.born)
+        return sorted([*blocks, *made.values()], key=lambda block: block.born)
 
     def _over_time(self, signs: Mapping[str, int], at_the_end: str) -> list[int]:
         """Bytes before the first event and after each; with what was there before, if segments show it."""
@@ -199,13 +196,11 @@ class PlainUnpickler(pickle.Unpickler):
         raise SnapshotError(f"the file names {module}.{name}, and a memory snapshot names no code: it was not read.")
 
 
-def read_snapshot(path: str | os.PathLike, device: int | None = None) -> Snapshot:
-    """Return the snapshot in a `.pickle` of `_dump_snapshot`, or in JSON; raise SnapshotError for anything else."""
+def read_snapshot(path: str | os.PathLike) -> Snapshot:
+    """Return the snapshot in a `.pickle` of `_dump_snapshot`; raise SnapshotError for anything else."""
     try:
         with open(path, "rb") as file:
-            is_json = file.read(1) == b"{"
-            file.seek(0)
-            return Snapshot(json.load(file) if is_json else PlainUnpickler(file).load(), device)
+            return Snapshot(PlainUnpickler(file).load())
     except SnapshotError:
         raise
     except Exception as error:  # whatever broken bytes make of it

@@ -4,7 +4,7 @@ import dataclasses
 import json
 import reprlib
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from types import NoneType, UnionType
 from typing import Any, get_args, get_origin
@@ -272,47 +272,36 @@ def _decode(kind: Any, value: Any, where: str) -> Any:
         part = (each for each in inner if dataclasses.is_dataclass(each) and isinstance(value, dict))
         return _decode(next(part, inner[0]), value, where)
     if dataclasses.is_dataclass(kind):
-        return _decode_dataclass(kind, value, where)
+        return _decode_dataclass(kind, _typed(value, dict, where), where)
     if origin is dict:
-        names = PHASES if inner[1] is Phase else None
-        return {k: _decode(inner[1], v, _path(where, k)) for k, v in _object(value, where, names).items()}
+        return {name: _decode(inner[1], v, f"{where}.{name}") for name, v in _typed(value, dict, where).items()}
     if origin in (list, tuple):
-        if not isinstance(value, list | tuple):
-            raise _field_error(where, value, "a list")
-        return origin(_decode(inner[0], each, f"{where}[{i}]") for i, each in enumerate(value))
-    if type(value) is not kind and (kind, type(value)) != (float, int):
-        raise _field_error(where, value, {str: "text", int: "a whole number", float: "a number"}[kind])
-    if kind is not str and not where.endswith("unexplained") and not 0 <= value < float("inf"):
+        return origin(_decode(inner[0], v, f"{where}[{i}]") for i, v in enumerate(_typed(value, list, where)))
+    if kind is not str and not where.endswith("unexplained") and not 0 <= _typed(value, kind, where) < float("inf"):
         raise _field_error(where, value, "at least 0, and finite")
-    return value
+    return _typed(value, kind, where)
 
 
-def _decode_dataclass(kind: Any, value: Any, where: str) -> Any:
+def _decode_dataclass(kind: Any, fields: dict[str, Any], where: str) -> Any:
     """Return a dataclass from an object with its fields; `Bytes` also have a total, which must be their sum."""
-    fields = {f.name: f for f in dataclasses.fields(kind)}
-    values = dict(_object(value, where, [*fields, *(["total"] if kind is Bytes else [])]))
-    total = values.pop("total", None)
-    for name, f in fields.items():
-        if name not in values and f.default is f.default_factory is dataclasses.MISSING:
-            raise ReportError(f"Report field '{_path(where, name)}' is missing.")
-    made = kind(**{name: _decode(fields[name].type, each, _path(where, name)) for name, each in values.items()})
+    types = {field.name: field.type for field in dataclasses.fields(kind)}
+    values = {name: _decode(types.get(name, Any), v, f"{where}.{name}".lstrip(".")) for name, v in fields.items()}
+    total = values.pop("total", None) if kind is Bytes else None
+    try:
+        made = kind(**values)
+    except TypeError as error:  # names fields that are missing or unknown
+        raise ReportError(f"{where or 'A report'} has other fields than it must have: {error}.") from None
     if total is not None and total != made.total:
-        raise _field_error(_path(where, "total"), total, f"the sum of the categories, {made.total}")
+        raise _field_error(f"{where}.total", total, f"the sum of the categories, {made.total}")
     return made
 
 
-def _object(value: Any, where: str, names: Collection[str] | None) -> dict[str, Any]:
-    """Return `value` if it is an object with no other names than `names`; None allows any."""
-    if not isinstance(value, dict):
-        raise _field_error(where, value, "an object with names and values")
-    for name in value if names is not None else ():
-        if name not in names:
-            raise ReportError(f"Report field '{_path(where, name)}' is unknown; known are {', '.join(names)}.")
+def _typed(value: Any, kind: type, where: str) -> Any:
+    """Return `value` if it is a `kind`; a float may be a whole number."""
+    if type(value) is not kind and (kind, type(value)) != (float, int):
+        words = {dict: "an object with names and values", list: "a list", str: "text", int: "a whole number"}
+        raise _field_error(where, value, words.get(kind, "a number"))
     return value
-
-
-def _path(where: str, name: str) -> str:
-    return f"{where}.{name}".removeprefix(".")
 
 
 def _field_error(where: str, value: Any, allowed: str) -> ReportError:

@@ -292,7 +292,7 @@ def make_tracker(training: tr.Training, card: Gpu | None, kernels: CudaKernels |
         kernels.on_host, kernels.is_on_host = tracker.mark_on_host, tracker.is_on_host
         tracker.round_to = UNIT
         tracker.scratch = kernel_scratch(card.chip if card else DEFAULT_CHIP, kernels.note)
-        sizes = {"mm": card.cublas_workspace if card else cublas_workspace(DEFAULT_CHIP.capability)}
+        sizes = {"mm": cublas_workspace((card.chip if card else DEFAULT_CHIP).capability)}
         if torch_release() < (2, 12):  # with a bias cuBLASLt multiplies, whose own is shared later (pull 168175)
             sizes["addmm"] = 1 * MiB
         tracker.workspaces = {phase: dict(sizes) for phase in ("forward", "backward")}  # a thread each
