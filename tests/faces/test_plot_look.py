@@ -32,10 +32,6 @@ def moments(*runs: tuple[str, int]) -> list[Moment]:
     return [Moment(i, phase, split()) for i, phase in enumerate(phases)]
 
 
-def ranks(count: int) -> list:
-    return [report(title=f"{TITLE} · LoRA r={i}", recipe=None) for i in range(count)]
-
-
 def sweeping(x: list[int]) -> list:
     return [of_batch(i + 1, process=i * GiB) for i in range(len(x))]
 
@@ -50,7 +46,7 @@ FIGURES = {
     "huge": lambda: plot.compare(report(scale=300), measured(300), limit="H200"),
     "over-explained": lambda: plot.compare(report(), OVER_EXPLAINED),
     "one bar": lambda: plot.compare(report()),
-    "many labels": lambda: plot.compare(*ranks(9), same_recipe=False),
+    "many labels": lambda: plot.compare(*[report()] * 9, labels=[f"LoRA r={i}" for i in range(9)]),
     "eleven bars": lambda: plot.bars(NAMES, [{"parameters": i + 1} for i in range(11)], unit="B"),
     "timeline": lambda: plot.timeline(report()),
     "short phases": lambda: plot.timeline(report(timeline=moments(*SHORT_PHASES))),

@@ -1,5 +1,6 @@
 """`compare`: reports of one recipe in a table, with each one's difference from the strongest witness; `diff` of any two."""
 
+import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -11,7 +12,6 @@ from .report import CATEGORIES, PHASES, UNITS, Bytes, Interval, Report, format_b
 # Differences are taken against the strongest witness.
 STRENGTH = {"predicted": 0, "simulated": 1, "emulated": 2, "recorded": 3, "measured": 3}
 DEVICE_ROWS = ("allocated", "requested", "reserved", "process", "rss")
-INFINITE = (float("inf"), float("-inf"))  # differences relative to 0
 Value = int | Interval | str | None
 
 
@@ -37,11 +37,8 @@ class Comparison:
     notes: tuple[str, ...] = ()  # sentences that qualify the differences
 
     def row(self, name: str) -> ComparisonRow:
-        """Return the row of that name, for example "peak total". Raises ValueError when there is none."""
-        for row in self.rows:
-            if row.name == name:
-                return row
-        raise ValueError(f"this comparison has no row {name!r}: it has {', '.join(row.name for row in self.rows)}.")
+        """Return the row of that name, for example "peak total". Raises KeyError when there is none."""
+        return {row.name: row for row in self.rows}[name]
 
     def differences(self, name: str) -> dict[str, tuple[int, float]]:
         """Return differences in the row of that name by label: in bytes, and as a fraction (0.03 is 3 %)."""
@@ -76,57 +73,51 @@ class Comparison:
         return lines
 
 
-def compare(
-    *reports: Report,
-    labels: Sequence[str] | None = None,
-    same_recipe: bool = True,
-    unit: str | None = None,
-    against: str | None = None,
-) -> Comparison:
-    """Return a table of reports and of their differences from the strongest witness.
+def compare(*reports: Report, labels: Sequence[str] | None = None, unit: str | None = None) -> Comparison:
+    """Return a table of one recipe's reports and of their differences from the strongest witness.
 
     Args:
         reports: shown predicted, simulated, then recorded and measured; differences are taken against the last.
-            Different recipes keep their order; differences are taken against the first.
-        labels: names for the columns, in the order of `reports`. `same_recipe`: False allows different recipes.
+        labels: names for the columns, in the order of `reports`.
         unit: "GiB", "MiB", "KiB" or "B", on screen; None takes one by the highest peak.
-        against: one of the labels; the order is then that of `reports`.
     Raises:
-        ValueError: no reports, something that is no report, or different recipes.
+        ValueError: no reports, something that is no report, or different recipes, which `diff` compares.
     """
-    pairs = list(zip(column_labels(reports, labels, same_recipe), reports, strict=True))
-    highest = max((report.peak.total for report in reports if report.status == "ok"), default=UNITS["GiB"])
-    unit = unit or unit_for(highest)
-    check_unit(unit)
-    different = _recipe_difference(reports)
-    if not different and against is None:
-        pairs.sort(key=lambda pair: STRENGTH[pair[1].source])
-    good = [(label, r) for label, r in pairs if r.status == "ok"]
-    failed = tuple(f"{label}: {failure(r)}" for label, r in pairs if r.status != "ok")
-    notes = [f"{label} is {r.title}." for label, r in pairs if len({r.title for r in reports}) > 1]
-    notes += _moment_notes(good)
-    names = tuple(label for label, _ in good)
-    rows = tuple(_rows([r for _, r in good])) if good else ()
-    if not different:
-        notes += _interval_notes(rows, names, unit)
-    against = against or (good[0 if different else -1][0] if good else None)
-    title = "different recipes, named in the notes" if different else pairs[-1][1].title
-    return Comparison(title, unit, names, against, rows, failed, tuple(notes))
+    pairs = list(zip(column_labels(reports, labels), reports, strict=True))
+    pairs.sort(key=lambda pair: STRENGTH[pair[1].source])
+    found = _compared(pairs, pairs[-1][1].title, unit, last=True)
+    return replace(found, notes=(*found.notes, *_interval_notes(found)))
 
 
 def diff(a: Report, b: Report) -> Comparison:
-    """Return `compare` of any two reports, differences being B − A, with notes of the tensors that came, went or changed
+    """Return a table of any two reports, differences being B − A, with notes of the tensors that came, went or changed
     (of those in `Report.largest`, by category, operator, module and dtype) and of libraries of other versions.
 
     Raises ReportError for a report without figures.
     """
     for report in (a, b):
         _number(report)
-    found = compare(a, b, labels=("A", "B"), same_recipe=False, against="A")
+    title = "different recipes, named in the notes" if _recipe_difference((a, b)) else b.title
+    found = _compared([("A", a), ("B", b)], title)
     old, new = a.environment, b.environment
     unlike = sorted(name for name in old.keys() & new.keys() - {"date", "fits"} if old[name] != new[name])
     libraries = (f"{name}: {old[name]} → {new[name]}" for name in unlike)
     return replace(found, notes=(*found.notes, *_tensor_notes(a, b), *libraries))
+
+
+def _compared(
+    pairs: Sequence[tuple[str, Report]], title: str, unit: str | None = None, last: bool = False
+) -> Comparison:
+    """Return the table of (label, report), with differences taken against the first with figures, or the `last`."""
+    good = [(label, report) for label, report in pairs if report.status == "ok"]
+    unit = unit or unit_for(max((report.peak.total for _, report in good), default=UNITS["GiB"]))
+    check_unit(unit)
+    failed = tuple(f"{label}: {failure(report)}" for label, report in pairs if report.status != "ok")
+    unlike = len({report.title for _, report in pairs}) > 1
+    notes = (*(f"{label} is {report.title}." for label, report in pairs if unlike), *_moment_notes(good))
+    names = tuple(label for label, _ in good)
+    rows = tuple(_rows([report for _, report in good])) if good else ()
+    return Comparison(title, unit, names, names[-1 if last else 0] if names else None, rows, failed, notes)
 
 
 def _tensor_notes(a: Report, b: Report) -> Iterator[str]:
@@ -161,7 +152,7 @@ def difference(a: Report | Bytes | Interval | int, b: Report | Bytes | Interval 
     value, reference = _number(a), _number(b)
     if value == reference:
         return 0.0
-    return (value - reference) / reference if reference else INFINITE[value < 0]
+    return (value - reference) / reference if reference else math.copysign(math.inf, value)
 
 
 def check_unit(unit: str) -> int:
@@ -177,27 +168,20 @@ def failure(report: Report) -> str:
     return f"{kind}: {' '.join(report.message.split())}" if report.message else kind
 
 
-def column_labels(
-    reports: Sequence[Report], labels: Sequence[str] | None = None, same_recipe: bool = True
-) -> list[str]:
+def column_labels(reports: Sequence[Report], labels: Sequence[str] | None = None) -> list[str]:
     """Return a short and unique name for each report, in the order given. Raises ValueError as `compare`."""
     if not reports:
         raise ValueError("compare needs at least one report, for example compare(predict(recipe), simulate(recipe)).")
     for report in reports:
         if not isinstance(report, Report):
             raise ValueError(f"compare takes reports, one argument each, not {type(report).__name__}.")
-    if same_recipe and (different := _recipe_difference(reports)):
-        raise ValueError(f"these reports differ in {different}: pass same_recipe=False to compare them anyway.")
+    if different := _recipe_difference(reports):
+        raise ValueError(f"these reports differ in {different}: diff compares two of different recipes.")
     if labels is not None:
         if len(labels) != len(reports) or len(set(labels)) != len(labels):
             raise ValueError(f"labels must be {len(reports)} different names, one per report, not {list(labels)!r}.")
         return [str(label) for label in labels]
     names = [r.source for r in reports]
-    if len({r.title for r in reports}) > 1:
-        split = [r.title.split(" · ") for r in reports]
-        shared = set(split[0]).intersection(*split[1:])
-        own = [", ".join(part for part in parts if part not in shared) or "baseline" for parts in split]
-        names = own if len(set(names)) == 1 else [f"{name} {mine}" for name, mine in zip(names, own, strict=True)]
     if len(set(names)) < len(names) and len({r.target for r in reports}) > 1:
         names = [f"{name} ({r.target})" for name, r in zip(names, reports, strict=True)]
     counted = [f"{name} {names[: i + 1].count(name)}" for i, name in enumerate(names)]
@@ -210,8 +194,7 @@ def _recipe_difference(reports: Sequence[Report]) -> str:
     for recipe in recipes[1:]:
         fields = [name for name in recipes[0] if name in recipe and recipe[name] != recipes[0][name]]
         if fields:
-            pairs = [(name, f"{recipes[0][name]!r} against {recipe[name]!r}") for name in fields]
-            return " and ".join(f"{name} ({shown})" if len(shown) < 80 else name for name, shown in pairs)
+            return " and ".join(f"{name} ({recipes[0][name]!r} against {recipe[name]!r})" for name in fields)
     titles = dict.fromkeys(r.title for r in reports)
     return "title (" + " against ".join(map(repr, titles)) + ")" if not recipes and len(titles) > 1 else ""
 
@@ -238,15 +221,15 @@ def _rows(reports: Sequence[Report]) -> Iterator[ComparisonRow]:
             yield ComparisonRow("allocator and device", name, values)
 
 
-def _interval_notes(rows: Sequence[ComparisonRow], labels: Sequence[str], unit: str) -> Iterator[str]:
+def _interval_notes(found: Comparison) -> Iterator[str]:
     """Return a sentence for each interval that does not contain the measured figure."""
-    for row in rows:
+    for row in found.rows:
         truth = row.values[-1]
-        for label, value in zip(labels, row.values, strict=True):
+        for label, value in zip(found.labels, row.values, strict=True):
             if isinstance(value, Interval) and isinstance(truth, int) and not value.low <= truth <= value.high:
                 side = "above" if truth > value.high else "below"
-                low, true, high = (format_bytes(n, unit) for n in (value.low, truth, value.high))
-                yield f"{row.name}: {labels[-1]} {true} is {side} the interval of {label}, {low} to {high}."
+                low, true, high = (format_bytes(n, found.unit) for n in (value.low, truth, value.high))
+                yield f"{row.name}: {found.against} {true} is {side} the interval of {label}, {low} to {high}."
 
 
 def _number(value: Report | Bytes | Value) -> int | None:
@@ -273,6 +256,6 @@ def _change(change: int, relative: float, unit: str) -> list[str]:
     sign, size = "+" if change > 0 else "−", in_unit(abs(change), unit)
     if not change:
         return ["0", "0"]
-    if relative in INFINITE:
+    if math.isinf(relative):
         return [sign + size, "–"]
     return [sign + size, f"×{relative + 1:,.0f}" if abs(relative) >= 10 else f"{sign}{abs(relative):.2%}"]

@@ -14,13 +14,12 @@ from .splits import Split, amount, draw_limit, layers, shared_title, split_of, s
 def compare(
     *reports: Report,
     labels: Sequence[str] | None = None,
-    same_recipe: bool = True,
     limit=None,
     unit: str = "GiB",
     title: str = "Memory at the peak, by category",
 ):
-    """Return a figure of each report's peak by category; `labels`, `same_recipe` and errors as in `vramlab.compare`."""
-    names = column_labels(reports, labels, same_recipe)
+    """Return a figure of each report's peak by category; `labels` and errors as in `vramlab.compare`."""
+    names = column_labels(reports, labels)
     return bars(names, reports, f"peak, {unit}", unit, title, shared_title(reports), limit)
 
 
