@@ -80,10 +80,10 @@ def nvml_snapshot(index: int = 0) -> Sensors:
     """
     try:
         import pynvml
+
+        pynvml.nvmlInit()
     except ImportError:
         return Sensors(False, index, "the package nvidia-ml-py is not installed: pip install nvidia-ml-py")
-    try:
-        pynvml.nvmlInit()
     except Exception as error:
         return Sensors(False, index, f"no NVIDIA driver answers on this machine ({error})")
     values, missing = {}, {}

@@ -18,7 +18,6 @@ from ..report.report import Report, environment, format_bytes
 from ..training.engines import engine_of
 from ..training.models import build_model
 from ..training.process_group import one_rank_of, real_rank
-from .host_memory import rss
 from .measurement_passes import clean_pass, tracked_pass
 
 
@@ -67,7 +66,6 @@ def on_rank(recipe: Recipe, rank: int) -> Recipe:
 def _both_passes(recipe: Recipe, repeats: int, warmup: int, device: str, before: Sensors | None) -> Report:
     torch.manual_seed(0)
     import_libraries(recipe)
-    held = rss()
     try:
         report = tracked_pass(recipe, device, clean_pass(recipe, repeats, warmup, device, before))
     except (MemoryError, RuntimeError) as error:  # torch.OutOfMemoryError is a RuntimeError
@@ -78,8 +76,6 @@ def _both_passes(recipe: Recipe, repeats: int, warmup: int, device: str, before:
         if device == "cuda":
             report.allocated, report.reserved = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
     report.environment = machine(device, before)
-    if device == "cpu":
-        report.notes.append(f"the process held {format_bytes(held)} before the model was built")
     return report
 
 
