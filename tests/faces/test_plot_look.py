@@ -12,6 +12,7 @@ import pytest
 from matplotlib.colors import to_hex
 from sample_reports import TITLE, measured, of_batch, out_of_memory, report, split
 from vramlab import plot
+from vramlab.faces.plot.splits import shared_title
 from vramlab.faces.plot.style import LOOK, RC
 from vramlab.report.report import CATEGORIES, Bytes, GiB, Moment
 
@@ -113,8 +114,7 @@ def test_every_category_has_one_colour_and_one_hatch_of_its_own():
 def test_the_recipe_stands_in_the_figure():
     ax = plot.compare(report(title=LONG)).axes[0]
     assert ax.get_title(loc="left").replace("\n", " ") == LONG
-    shared = plot.compare(of_batch(1), of_batch(2), same_recipe=False).axes[0].get_title(loc="left")
-    assert shared == TITLE.replace(" · batch 4", "")
+    assert shared_title([of_batch(1), of_batch(2)]) == TITLE.replace(" · batch 4", "")
 
 
 def test_the_readers_own_settings_are_left_alone():

@@ -10,6 +10,7 @@ from pathlib import Path
 from PIL import Image
 from vramlab import Recipe, RecordError, find_record, plot, predict, simulate
 from vramlab.faces.measure import card_of
+from vramlab.faces.plot.splits import shared_title
 from vramlab_course.chapters import cheat_sheet
 from vramlab_course.published import results, runs, scatter_error
 
@@ -49,7 +50,7 @@ if __name__ == "__main__":
     shown = [report for size in (4, 8, 16) for report in witnesses(RECIPE.replace(batch_size=size))]
     labels = [f"{SHORT[report.source]} at\u00a0{report.recipe['batch_size']}" for report in shown]
     title = "Memory at the peak by category, at batch 4, 8 and 16"
-    save(plot.compare(*shown, labels=labels, same_recipe=False, title=title), "peaks.png")
+    save(plot.bars(labels, shown, "peak, GiB", title=title, subtitle=shared_title(shown)), "peaks.png")
     look = dict(band=0.01, title="95 published runs, 42 of them simulated with as_run", names=("simulated", "measured"))
     save(scatter_error(published(), **look), "published.png")
     sheet = cheat_sheet.draw()

@@ -18,7 +18,8 @@ def compare(
     unit: str = "GiB",
     title: str = "Memory at the peak, by category",
 ):
-    """Return a figure of each report's peak by category; `labels` and errors as in `vramlab.compare`."""
+    """Return a figure of each report's peak by category; `labels` and errors as in `vramlab.compare`. `bars` draws
+    reports of different recipes."""
     names = column_labels(reports, labels)
     return bars(names, reports, f"peak, {unit}", unit, title, shared_title(reports), limit)
 
