@@ -13,7 +13,7 @@ from unittest.mock import patch
 import torch
 
 from ..hardware.gpu import Chip
-from ..training.liger import restore
+from ..training.models import restore_after_liger
 
 
 class NotLaunched:
@@ -65,7 +65,7 @@ def unlaunched(chip: Chip | None) -> Iterator[None]:
                 for context in contexts(chip):
                     stack.enter_context(context)
         if "liger_kernel.ops" in sys.modules:
-            stack.callback(restore)
+            stack.callback(restore_after_liger)
         yield
 
 

@@ -66,8 +66,6 @@ def _unmasked(func: torch._ops.OpOverload, args: tuple, kwargs: dict) -> Any:
     if func is aten.index.Tensor and any(place is not None and place.dtype == torch.bool for place in args[1]):
         (mask,), x = args[1], args[0]
         return x.new_empty(mask.numel(), *x.shape[mask.dim() :])
-    if func is aten.masked_select.default:
-        return args[0].new_empty(torch.broadcast_shapes(args[0].shape, args[1].shape).numel())
     mode = torch._C._unset_dispatch_mode(FAKE)
     if mode is None:  # switched off, as in FSDP's hooks
         return func(*args, **kwargs)

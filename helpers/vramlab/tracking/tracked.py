@@ -117,11 +117,12 @@ def tensors_in(values: Any) -> list[torch.Tensor]:
     if isinstance(values, torch.Tensor):
         return [values]
     if isinstance(values, Mapping):
-        values = list(values.values())
+        values = values.values()
     elif dataclasses.is_dataclass(values) and not isinstance(values, type):
-        values = list(vars(values).values())
-    nested = isinstance(values, list | tuple | set | frozenset | deque)
-    return [tensor for value in values for tensor in tensors_in(value)] if nested else []
+        values = vars(values).values()
+    elif not isinstance(values, list | tuple | set | frozenset | deque):
+        return []
+    return [tensor for value in values for tensor in tensors_in(value)]
 
 
 def claim_model(tracker: Tracker, model: torch.nn.Module, prefix: str = "") -> None:
@@ -149,10 +150,8 @@ def claim_states(tracker: Tracker, optimizers: list[Any], target: str) -> None:
     for optimizer in optimizers:
         paged = target == "cuda" and getattr(optimizer, "is_paged", False)
         for parameter, state in optimizer.state.items():
-            offloaded = tracker.is_on_host([parameter])
             for name, value in state.items():
-                for tensor in tensors_in(value):
-                    if offloaded or (paged and name in ("state1", "state2") and parameter.numel() >= 1e5):
-                        tracker.mark_on_host([tensor])
-                    else:
-                        tracker.claim([tensor], "optimizer_states", tracker.owner(parameter))
+                if paged and name in ("state1", "state2") and parameter.numel() >= 1e5:
+                    tracker.mark_on_host(tensors_in(value))
+                else:
+                    tracker.claim(tensors_in(value), "optimizer_states", tracker.owner(parameter))

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cache
-from itertools import accumulate, pairwise
+from itertools import accumulate, chain, groupby, pairwise
 from typing import Any
 from unittest.mock import patch
 
@@ -201,11 +201,9 @@ class Tracker(TorchDispatchMode):
         cuts = sorted({0, len(self.log), *(call[0] for call in self.calls), *(position for position, _ in self.marks)})
         born = {id(storage): i for i, (size, storage, _) in enumerate(self.log) if size > 0}
         for first, last in pairwise(cuts):
-            start = first
-            for i in range(first, last + 1):
-                if i == last or self.log[i][0] > 0:
-                    self.log[start:i] = sorted(self.log[start:i], key=lambda event: born[id(event[1])])
-                    start = i + 1
+            runs = groupby(self.log[first:last], key=lambda event: event[0] > 0)
+            in_order = [list(run) if births else sorted(run, key=lambda e: born[id(e[1])]) for births, run in runs]
+            self.log[first:last] = chain.from_iterable(in_order)
         return self
 
     def _leave_out_host(self) -> None:
@@ -221,7 +219,7 @@ class Tracker(TorchDispatchMode):
 
     def dispatch(self, func: torch._ops.OpOverload, types: tuple, args: tuple, kwargs: dict) -> Any:
         """Run an operator and log what it makes."""
-        if any(map(_is_wrapper, types)):
+        if any(hasattr(kind, "__tensor_flatten__") for kind in types):
             return NotImplemented  # such as DTensor: the operators that it is made of come here next
         if self.paused or func is DEVICE_QUERY:
             return func(*args, **kwargs)
@@ -241,8 +239,9 @@ class Tracker(TorchDispatchMode):
         self.calls.append((start, name, where, len(self.marks)))
         self._record(result, name, where, args)
         self._log_workspace(name)
-        if buffers:
-            self._claim_buffers([args[place] if isinstance(place, int) else kwargs[place] for place in buffers])
+        for tensor in _tensors([args[place] if isinstance(place, int) else kwargs[place] for place in buffers]):
+            if storage := self._storage(tensor):
+                storage.category = storage.category or "workspace"
         if block:
             self.log.append((-block.size, block, name))
         return result
@@ -290,11 +289,6 @@ class Tracker(TorchDispatchMode):
             operands = args[0] if args and isinstance(args[0], list | tuple) and len(args[0]) == len(result) else None
             for i, item in enumerate(result):
                 self._record(item, op, self.owner(operands[i]) if operands else where)
-
-    def _claim_buffers(self, arguments: list) -> None:
-        for tensor in _tensors(arguments):
-            if storage := self._storage(tensor):
-                storage.category = storage.category or "workspace"
 
     def _log_scratch(self, name: str, args: tuple, where: str) -> Storage | None:
         size = self.scratch(name, args) if self.scratch else 0
@@ -399,11 +393,6 @@ def _about(func: torch._ops.OpOverload) -> tuple[str, bool, tuple[int | str, ...
     """Name of an operator, whether all ranks enter it, and the places of its arguments that are buffers."""
     qualified = func.overloadpacket._qualified_op_name
     return qualified.rpartition("::")[2], qualified in COLLECTIVES, BUFFERS.get(qualified, ())
-
-
-@cache
-def _is_wrapper(kind: type) -> bool:
-    return hasattr(kind, "__tensor_flatten__")
 
 
 def _tensors(values: Any) -> list[torch.Tensor]:

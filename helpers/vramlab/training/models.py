@@ -6,7 +6,9 @@ storage on the wanted device, one tensor at a time, as `from_pretrained` loads a
 
 import dataclasses
 import math
+import sys
 import warnings
+from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
@@ -17,8 +19,8 @@ from ..recipe.families import TASKS
 from ..recipe.from_transformers import make
 from ..recipe.liger import kernels
 from ..recipe.recipe import Recipe
-from ..report.errors import RecipeError
-from . import liger, trl_trainers
+from ..report.errors import RecipeError, needing
+from . import trl_trainers
 
 
 def weight_dtype(recipe: Recipe) -> torch.dtype:
@@ -31,12 +33,12 @@ def build_model(recipe: Recipe, device: str | torch.device = "cpu") -> torch.nn.
 
     Raises RecipeError if transformers has no such architecture, or it lacks the wanted attention.
     """
-    liger.restore()
+    restore_after_liger()
     with real_tensors():
         model = _prepared(meta_model(recipe), recipe)
     materialise(model, torch.device(device))
     if kernels(recipe):
-        liger.apply(model, recipe)
+        apply_liger(model, recipe)
     return model.train()
 
 
@@ -220,3 +222,33 @@ def _start_values(model: torch.nn.Module) -> None:
                 torch.nn.init.kaiming_uniform_(parameter, a=math.sqrt(5))
             elif "lora_B" in name:
                 parameter.zero_()
+
+
+_replaced: dict[tuple[Any, str], Any] = {}  # (module, name) to what was there before Liger
+
+
+@needing("use_liger_kernel")
+def apply_liger(model: torch.nn.Module, recipe: Recipe) -> None:
+    """Do what `Trainer.train` does to `model`; under SFTTrainer Liger leaves the head alone."""
+    from transformers.integrations.liger import apply_liger_kernel
+    from transformers.trainer_utils import unwrap_peft_model
+
+    home = sys.modules[type(unwrap_peft_model(model)).__module__]
+    before = [(home, dict(vars(home))), (torch.nn.functional, {"cross_entropy": torch.nn.functional.cross_entropy})]
+    config = dict(recipe.liger_kernel_config or {})
+    if recipe.trainer == "sft":
+        config["fused_linear_cross_entropy"] = False
+    import liger_kernel.transformers  # noqa: F401 — transformers says in other words that it is missing
+
+    apply_liger_kernel(model, config)
+    for module, names in before:
+        for name, value in names.items():
+            if getattr(module, name) is not value:
+                _replaced.setdefault((module, name), value)
+
+
+def restore_after_liger() -> None:
+    """Undo what Liger replaced in modules for every model of the process: classes, rotary positions, the loss."""
+    while _replaced:
+        (module, name), value = _replaced.popitem()
+        setattr(module, name, value)
