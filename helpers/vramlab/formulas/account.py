@@ -208,8 +208,8 @@ def _parameters(recipe: Recipe) -> dict[str, Parameter]:
         if trained or model_states.is_trained_whole(words, saved):  # a copy of one of them unties them
             table = Parameter(f"{head}.weight", table.shape, table.width, trained)
         found[f"{head}.weight"] = table
-        if "cls.predictions.bias" in found:
-            found[f"{head}.bias"] = found["cls.predictions.bias"]
+        if bias := found.get("cls.predictions.bias"):
+            found[f"{head}.bias"] = bias
     return found
 
 
@@ -222,9 +222,9 @@ def _parameter_settings(shape: Shape, dtype: str, quantization, lora: LoRA | Non
         row, copied = rows[role, size], bool(whole) and model_states.is_trained_whole(name, whole)
         found.append((name, size, row.width, row.trained or copied, None if copied else row.quantized))
     names = {row[0] for row in found}
+    width = next((row.width for row in table if row.kind == "lora"), 0)
     for name, inside, out in lora_modules.adapted(shape, lora):
         if f"{name}.weight" in names or name == shape.head:
-            width = next(row.width for row in table if row.kind == "lora")
-            found.append((f"{name}.lora_A", (lora.r, inside), width, True, None))
-            found.append((f"{name}.lora_B", (out, lora.r), width, True, None))
+            for part, size in (("A", (lora.r, inside)), ("B", (out, lora.r))):
+                found.append((f"{name}.lora_{part}", size, width, True, None))
     return found

@@ -1,7 +1,7 @@
 """Attention in the ledger: what each kernel saves for the backward pass and needs while it runs.
 
-Fused kernels (Dao 2023; Rabe and Staats 2021) save queries, keys, values, their output and one number a row; the matrix
-of scores, batch × heads × tokens², exists only with single operators ("eager", and sdpa's "math").
+Fused kernels save queries, keys, values, their output and one number a row; single operators ("eager", and sdpa's "math")
+the matrix of scores, batch × heads × tokens².
 """
 
 from math import prod
@@ -91,8 +91,7 @@ class Attention(Operators):
             turned, v = self.repeat(turned, heads), self.repeat(v, heads)  # a product copies what is broadcast
         scores = self.matmul(self.copied(scaled), self.copied(turned), b, heads, n, m)
         del turned
-        if mask is not None:
-            scores = self.add(scores, mask)
+        scores = scores if mask is None else self.add(scores, mask)
         scores = self.dropout(self.softmax(scores), p)
         y = self.matmul(scores, self.copied(v), b, heads, n, v.shape[-1])
         y = self.to(self.copy(y, shape=(b, n, heads * v.shape[-1])), width)

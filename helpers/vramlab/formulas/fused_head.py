@@ -82,6 +82,5 @@ def log_probabilities(m: Operators, x: Tensor, weight: Parameter, bias: Paramete
     sums = [FP32 * prod(t.shape) for t in trained]  # of gradients
     most = max([parts[0], *columns[:2]], [*parts[:2], columns[-1]], key=sum)
     kept = [size for size, t in zip(sums, trained, strict=True) if t.width != FP32]
-    kept += [tile, parts[-1], columns[-1]]
-    ways = (CAST,) * 3
-    return m.op("fused_head", inputs, rows, FP32, saves=saved, grads=ways, spike=(*sums, tile, *most), extra=kept)
+    spike, kept = (*sums, tile, *most), [*kept, tile]
+    return m.op("fused_head", inputs, rows, FP32, saves=saved, grads=(CAST,) * 3, spike=spike, extra=kept)

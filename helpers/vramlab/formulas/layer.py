@@ -97,7 +97,7 @@ class Layer(Attention):
         if layout.repeated_keys:
             k, v = self.repeat(k, s.num_heads), self.repeat(v, s.num_heads)
         if self.table and "rope" in self.liger:
-            q, k = liger.turned(self, q, k, self.caches is not None)
+            q, k = liger.turned(self, q, k)
         elif self.table:
             partial = s.rotary_dim < s.head_dim or layout.joined_rotary
             q_ = self.rotary(q, s.rotary_dim, partial)  # and keeps q until k is turned, as the model does

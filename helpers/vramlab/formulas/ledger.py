@@ -23,7 +23,7 @@ from ..hardware.reserved import internal_fragmentation
 # How an operator's backward formula makes the gradient for an input: a new block of the input's shape (OWN; BIAS: by
 # summing rows) or of the result's shape (FULL), then summed over what was broadcast; the incoming gradient itself, summed
 # likewise (PASS), or a view of a part of it (PART); or a copy in the input's dtype (CAST); or, by its number, a saved
-# tensor, which is written over; or the incoming one if it is of one of these operators (a tuple), else its copy.
+# tensor, which is written over.
 OWN, BIAS, FULL, PASS, PART, CAST = "own", "bias", "full", "pass", "part", "cast"
 ALL_OWN = (OWN,) * 8
 NEVER = 1 << 60  # death of a block that is still alive
@@ -102,7 +102,8 @@ class Node:
     def run(self, ledger: "Ledger") -> None:
         """Make the gradients for the inputs, free what that took, and hand them on."""
         ledger.where = self.where
-        ledger.scratch(self.spike, self.op)
+        if self.spike:
+            ledger.scratch(self.spike, self.op)
         made = self._gradients(ledger)[::-1]
         self.gradient = self.saved = None
         for receiver, _, _, _ in self.edges:
@@ -112,7 +113,7 @@ class Node:
     def _gradients(self, ledger: "Ledger") -> list[Block]:
         """Make a gradient for each edge; then cast or sum what is not like the input."""
         gradient, op, made, unlike = self.gradient, self.op, [], []
-        extra = ledger.scratch(self.extra, op)
+        extra = ledger.scratch(self.extra, op) if self.extra else None
         width = (gradient[0] if op == "split" else gradient).entry.width
         for _, shape, own_width, how in self.edges:
             if how is OWN and width == own_width:  # most are
@@ -123,7 +124,7 @@ class Node:
                 continue
             if width != own_width or how is BIAS or shape != self.shape:
                 unlike.append((len(made), shape, own_width, how))
-            if how is OWN or how is BIAS or (type(how) is tuple and gradient.entry.op not in how):
+            if how is OWN or how is BIAS:
                 made.append(ledger.block(op, shape, width))
             else:
                 made.append(ledger.block(op, self.shape, width) if how is FULL else gradient)
@@ -164,10 +165,11 @@ class Replay:
         return self.filled.pop()
 
 
-@lru_cache(maxsize=4096)
-def _block_sizes(size: int) -> tuple[int, int]:
-    """Return `Entry.size` and `Entry.allocated` of a block for `size` bytes."""
-    return rounded(size), rounded(size) + internal_fragmentation(rounded(size))
+@lru_cache(maxsize=1 << 14)
+def _block_sizes(shape: tuple[int, ...], width: int) -> tuple[int, int]:
+    """Return `Entry.size` and `Entry.allocated` of a block."""
+    size = rounded(prod(shape) * width)
+    return size, size + internal_fragmentation(size)
 
 
 class Stop(Exception):
@@ -200,7 +202,7 @@ class Ledger:
         """A new block of prod(shape) × width bytes, rounded up as the allocator does."""
         block, events = Block(), self.events
         block.entry = entry = Entry(block, events.append)
-        entry.size, entry.allocated = _block_sizes(prod(shape) * width)
+        entry.size, entry.allocated = _block_sizes(shape, width)
         entry.op, entry.where, entry.category = op, self.where, category
         entry.shape, entry.width = shape, width
         entry.birth, entry.death = len(events), NEVER

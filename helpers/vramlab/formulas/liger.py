@@ -12,8 +12,6 @@ from .ledger import OWN, PASS, Leaf, Parameter, Tensor
 from .model_states import FP32, HALF
 from .operators import BOOL, INT64, Operators
 
-HEADS_LAST = ("flash_attention", "efficient_attention")  # what makes a gradient in the order of the projections
-
 
 def rms_norm(m: Operators, x: Tensor, name: str) -> Tensor:
     """Keep the input and one number a row; sum the weight's gradient up in a row for each multiprocessor."""
@@ -28,11 +26,11 @@ def gated(m: Operators, gate: Tensor, up: Tensor) -> Tensor:
     return m.op("liger_glu", [gate, up], gate.shape, gate.width, saves=[gate, up], grads=(0, 1))
 
 
-def turned(m: Operators, q: Tensor, k: Tensor, cached: bool) -> list[Tensor]:
-    """Turn queries and keys where they lie; gradients that lie head by head are copied. `cached`: a cache copies keys."""
+def turned(m: Operators, q: Tensor, k: Tensor) -> list[Tensor]:
+    """Turn queries and keys where they lie; their gradients are copied."""
     found = []
-    for x, kept in ((q, HEADS_LAST), (k, HEADS_LAST[cached:])):
-        y = m.op("liger_rope", [x], x.shape, x.width, grads=(kept,), view=x)
+    for x in (q, k):
+        y = m.op("liger_rope", [x], x.shape, x.width, view=x)
         if not y.needs and (q.needs or k.needs):  # a result of one function, of which the other input needs a gradient
             y.needs, y.node = True, Leaf(None)
         found.append(y)
@@ -57,23 +55,14 @@ def head_loss(m: Operators, x: Tensor, weight: Parameter) -> Tensor:
 def _chunk(m: Operators, x: Tensor, weight: Parameter, chunk: int) -> None:
     """Make the logits of `chunk` tokens and, in their place, the gradients; all chunks are like the second."""
     h, vocabulary, width = x.shape[-1], weight.shape[0], m.autocast or x.width
-    in_place = x.width == weight.width == width  # products write where there is room (`out=`)
-    tensor_cores = width == HALF and m.chip.capability >= (8, 0)
+    tensor_cores = width == HALF and m.chip.capability >= (8, 0)  # then the product is added where the gradient is
     for _ in range(2):
         given = ((chunk, h), x.width), (weight.shape, weight.width)
         casts = [m.tensor("to", shape, width) for shape, own in given if own != width]
         logits = m.block("mm", (chunk, vocabulary), width)
         del casts
-        if not in_place:
-            if weight.needs and weight.width != width and weight.name not in m.casts:  # which autocast keeps
-                m.casts[weight.name] = m.tensor("to", weight.shape, width)
-            cast = None if weight.needs or weight.width == width else m.tensor("to", weight.shape, width)
-            m.scratch(chunk * h * width, "mm")
-            del cast
-        if weight.needs and tensor_cores:
-            m.scratch(chunk * h * width if x.width != width else 0, "to")
-        elif weight.needs:
-            product = m.block("mm", weight.shape, width)
-            m.scratch(prod(weight.shape) * FP32 if width != FP32 else 0, "to")
-            del product
+        if weight.needs and weight.width != width and weight.name not in m.casts:  # which autocast keeps
+            m.casts[weight.name] = m.tensor("to", weight.shape, width)
+        if weight.needs and not tensor_cores:
+            m.block("mm", weight.shape, width)
         del logits

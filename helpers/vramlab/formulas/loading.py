@@ -1,9 +1,8 @@
 """The highest moment while a quantized base is loaded: a sum over its tensors in the order in which they come.
 
-Loading takes a tensor in 16 or 32 bits, its codes, and its scales while they are computed; preparing, the fp32 copy of
-what stays in 16 bits. `transformers.core_model_loading` quantizes one tensor at a time, in the natural order of their
-names, and has a layer's experts twice while it merges them (`MergeModulelist`, `Concatenate`). A tied head that the file
-has too comes first, and goes when a mask of its size says that it equals the embedding (`tie_weights`).
+`transformers.core_model_loading` quantizes one tensor at a time, in the natural order of their names, and has a layer's
+experts twice while it merges them. Preparing makes fp32 copies of what stays in 16 bits. A tied head that the file has too
+comes first, and goes when a mask of its size says that it equals the embedding (`tie_weights`).
 """
 
 from functools import lru_cache

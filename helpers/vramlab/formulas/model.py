@@ -2,9 +2,9 @@
 
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from math import prod
+from types import SimpleNamespace
 
 from ..hardware.gpu import Chip
 from ..recipe.families import Stack
@@ -25,29 +25,17 @@ ROOT, EMBEDDING, TAIL = "", "embedding", "tail"
 RunLayer = Callable[[str, Tensor], Tensor]  # of its name and its input
 
 
-@dataclass
-class Section:
-    """A layer that is run and stands for `more` others, with the events around its forward and its backward pass."""
-
-    more: int
-    begin: int
-    end: int = 0
-    top: int = 0
-    bottom: int = 0
-
-
 class Model(Layer):
     """The ledger of one micro-batch; engines for many ranks override its first methods."""
 
     gathers_layers = False  # each layer gathers its own weights, and prefetches the next one's
     other_gradients = 0  # bytes of gradients that no entry has
-    # The embedded tokens, which a decoder's forward pass has a name for until it returns; only where the first layer is run
-    # apart (LoRA), as a layer that stands for others frees what it is given.
-    inputs: Tensor | None = None
+    inputs: Tensor | None = None  # a decoder's embedded tokens, named until it returns, where the first layer is apart
 
     def __init__(self, recipe: Recipe, parameters: dict[str, Parameter], chip: Chip):
         super().__init__(recipe, parameters, chip)
-        self.sections: list[Section] = []  # the layers that stand for others
+        # of layers that stand for `more` others: events that `begin` and `end` forward, and at `top` and `bottom` of backward
+        self.sections: list[SimpleNamespace] = []
         self.leaves: list[Leaf] = []  # which the graph holds, and so the loss, as long as the loop keeps that
         self.embeddings = [name for name, kind in recipe.shape.layout.modules if kind == "embedding"]
 
@@ -138,7 +126,7 @@ class Model(Layer):
 
         for i in range(written):
             inner = self.where = f"{name}.{start + i}"
-            section = Section(count - written, len(self.events))
+            section = SimpleNamespace(more=count - written, begin=len(self.events))
             self.nodes.append(lambda section=section: setattr(section, "bottom", len(self.events)))
             self.enter(inner, x.needs)
             x = self.checkpoint(partial(run, name=inner), x) if self.checkpoints else run(x, inner)
@@ -159,7 +147,7 @@ class Model(Layer):
 
     def hidden_states(self) -> Tensor:
         """Run everything before the output head."""
-        s, (stack, *more) = self.shape, self.shape.layout.stacks
+        s, (stack, *more) = self.shape, self.layout.stacks
         if s.num_decoder_layers:
             hidden = self.t5_stack(more[0], self.t5_stack(stack, None))
             scaled = self.setting("scale_decoder_outputs", self.setting("tie_word_embeddings", True))
@@ -211,7 +199,7 @@ class Model(Layer):
         self.where, self.decoding = side, source is not None
         first = [self.dropout(self.first(self.embedding(Tensor(None, (self.batch, self.tokens), INT64), "shared")), p)]
         mask = self.mask() if self.decoding else None
-        shared: list[Tensor] = [] if self.checkpoints else self.biases(stack.prefix)
+        shared = [] if self.checkpoints else self.biases(stack.prefix)
 
         def layer(inner: str, x: Tensor) -> Tensor:
             self.decoding, own = source is not None, shared

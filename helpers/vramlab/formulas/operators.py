@@ -1,7 +1,7 @@
 """PyTorch's operators in the ledger: the memory that each allocates, saves for the backward pass and needs there.
 
-A method is one operator, or a module of transformers. It saves what `tools/autograd/derivatives.yaml` names; dtypes follow
-PyTorch's promotion, autocast's two lists (`aten/src/ATen/autocast_mode.h`) and the modules' own casts.
+A method saves what `tools/autograd/derivatives.yaml` names; dtypes follow PyTorch's promotion, autocast's two lists
+(`aten/src/ATen/autocast_mode.h`) and the modules' own casts.
 """
 
 from math import ceil, prod
@@ -62,9 +62,9 @@ class Operators(Ledger):
         """Multiply by, divide by or ("add") add a number: saves nothing, makes a new tensor; "add" passes its gradient on."""
         return self.op(op, [x], x.shape, x.width, grads=(PASS if op == "add" else OWN,))
 
-    def unary(self, name: str, x: Tensor, keeps: str = "result", extra: int = 0) -> Tensor:
-        """Apply a function to each element; save its result (tanh) or input (silu); backward takes `extra` bytes besides."""
-        return self.op(name, [x], x.shape, x.width, saves=(x if keeps == "input" else True,), extra=extra)
+    def unary(self, name: str, x: Tensor) -> Tensor:
+        """Apply a function to each element; save its input (silu) or its result (tanh)."""
+        return self.op(name, [x], x.shape, x.width, saves=(x if name in OF_INPUT else True,))
 
     def softmax(self, x: Tensor, width: int | None = None) -> Tensor:
         """Save the result, in `width`; backward first multiplies it with the gradient (`SoftMax.cu`), as large again."""
@@ -91,7 +91,7 @@ class Operators(Ledger):
         if name not in OF_RESULT + OF_INPUT:
             allowed = f"predict knows {', '.join(OF_RESULT + OF_INPUT + WRITTEN_OUT)}: ask simulate"
             raise RecipeError("model.activation", name, allowed)
-        return self.unary(name, x, "result" if name in OF_RESULT else "input")
+        return self.unary(name, x)
 
     def power(self, x: Tensor) -> Tensor:
         """Raise to a power: saves x; backward needs n · x ** (n - 1) besides its result."""
@@ -99,9 +99,9 @@ class Operators(Ledger):
 
     # --- shapes ---------------------------------------------------------------------------------------------------
 
-    def copy(self, x: Tensor, name: str = "clone", shape: tuple[int, ...] | None = None) -> Tensor:
+    def copy(self, x: Tensor, shape: tuple[int, ...] | None = None) -> Tensor:
         """Copy with `contiguous` or `clone`: a new block forward, the incoming gradient itself backward."""
-        out = self.op(name, [x], shape or x.shape, x.width, grads=(PASS,))
+        out = self.op("clone", [x], shape or x.shape, x.width, grads=(PASS,))
         out.packed = True
         return out
 
@@ -151,11 +151,8 @@ class Operators(Ledger):
         return self.op("native_layer_norm", inputs, x.shape, x.width, saves=saves)
 
     def rms_norm(self, x: Tensor, name: str, family: str, kind: str = "") -> Tensor:
-        """Compute x / √(mean x² + ε) · w in single operators on fp32 copies.
-
-        As the `family` "llama" (`LlamaRMSNorm`), "gemma" (`Gemma2RMSNorm`) or "t5" (`T5LayerNorm`) does; of the kind
-        "rmsnorm in fp32" it is cast back after the weight (`Olmo2RMSNorm`).
-        """
+        """Compute x / √(mean x² + ε) · w in single operators on fp32 copies, as `LlamaRMSNorm`, `Gemma2RMSNorm`,
+        `T5LayerNorm` or (of the kind "rmsnorm in fp32", cast back after the weight) `Olmo2RMSNorm` does."""
         weight, width, rows = self.parameters[f"{name}.weight"], x.width, (*x.shape[:-1], 1)
         y = self.to(x, FP32)
         factor = self.unary("rsqrt", self.scale(self.reduce(self.power(y), rows), "add"))
@@ -176,11 +173,8 @@ class Operators(Ledger):
         """Apply the linear layer `name` (`nn.Linear` or `Conv1D`) with the recipe's quantization and adapter."""
         outer, self.where = self.where, name
         weight, bias = self.parameters[f"{name}.weight"], self.parameters.get(f"{name}.bias")
-        y = self.in_4_bits(x, weight, bias) if weight.quantized else self.product(x, weight, bias)
-        if f"{name}.lora_A" in self.parameters:
-            base = [y]
-            del y
-            y = self.adapted(x, base, name, bool(weight.quantized))
+        base = [self.in_4_bits(x, weight, bias) if weight.quantized else self.product(x, weight, bias)]
+        y = self.adapted(x, base, name, bool(weight.quantized)) if f"{name}.lora_A" in self.parameters else base.pop()
         self.where = outer
         return y
 
@@ -202,8 +196,7 @@ class Operators(Ledger):
     def in_4_bits(self, x: Tensor, weight: Parameter, bias: Parameter | None) -> Tensor:
         """Unpack the weight whole for each product, forward and backward (`bitsandbytes.autograd.MatMul4Bit`).
 
-        Backward unpacks into the dtype that the weight was loaded in (`QuantState.dtype`), and casts that. Scales that are
-        quantized too are unpacked into two fp32 temporaries (`bitsandbytes.functional.dequantize_4bit`).
+        Backward unpacks into the dtype that it was loaded in, and casts that; nested scales into two fp32 temporaries.
         """
         a, n = self.to(x, self.compute), prod(weight.shape)
         whole, scales = n * self.compute, 2 * FP32 * ceil(n / BLOCK) if self.nested else 0

@@ -82,13 +82,11 @@ def _refusals(recipe: Recipe) -> Refusals:
     yield "sharding", sharding and not shards.is_known(sharding), allowed
     allowed = "the formulas multiply one layer, so every layer has to get the same adapters: ask simulate"
     yield "lora.target_modules", lora_modules.differ_by_layer(shape, lora), allowed
-    allowed = "the formulas do not know what is copied when: ask simulate"
-    yield "activation_offloading", recipe.activation_offloading, allowed
+    yield "activation_offloading", recipe.activation_offloading, "the formulas do not know it: ask simulate"
     allowed = "PEFT takes these names to mean fused experts too, whose adapters no formula knows: ask simulate"
     yield "lora.target_modules", lora_modules.adapts_experts(shape, lora), allowed
     for name in LATER_OF_LORA if lora else ():
-        allowed = "the formulas know adapters of two matrices on modules: ask simulate"
-        yield f"lora.{name}", getattr(lora, name), allowed
+        yield f"lora.{name}", getattr(lora, name), "the formulas know adapters of two matrices on modules: ask simulate"
     allowed = "the formulas know TRL's trainers and Liger's kernels on one device only: ask simulate"
     kernels = liger.kernels(recipe)
     yield "sharding", sharding and (recipe.trainer != "transformers" or kernels), allowed
@@ -99,8 +97,8 @@ def _refusals(recipe: Recipe) -> Refusals:
     yield "lora.modules_to_save", lora and lora.modules_to_save and unplaced, allowed
     allowed = "the formulas do not know T5's masks for padding: ask simulate"
     yield "lengths", recipe.is_ragged and shape.num_decoder_layers, allowed
-    eight_bits = quantization and quantization.quant_type == "int8"
-    yield "quantization.quant_type", eight_bits, "the formulas know 'nf4' and 'fp4': ask simulate"
+    int8 = quantization and quantization.quant_type == "int8"
+    yield "quantization.quant_type", int8, "the formulas know 'nf4' and 'fp4': ask simulate"
     halves = {recipe.weights_dtype, recipe.implied_dtype, HALF.get(recipe.precision.partition("-")[0])}
     allowed = "the formulas know sizes, not which of two half-precision formats is cast to the other: ask simulate"
     yield "dtype", recipe.dtype and halves >= {*HALF.values()}, allowed
@@ -118,8 +116,7 @@ def _phases(recipe: Recipe, account: Account, rank: RankBytes, card: Gpu | None,
         sizes |= {name: 2 * sizes[name] for name in ("parameters", "buffers", "workspace")}
     states = {"optimizer_states": rank.optimizer_states, "workspace": rests.get("optimizer_states", 0)}
     handle = cublas_workspace((card.chip if card else DEFAULT_CHIP).capability)
-    loaded = _sum(rank.always, sizes)
-    always = _sum(loaded, states, {"workspace": 2 * handle})  # in forward's thread and in backward's
+    always = (rank.always, sizes, states, {"workspace": 2 * handle})  # in forward's thread and in backward's
     if not loop.optimizer_in_backward:
         gradients = {"gradients": rank.gradients, "workspace": rests.get("gradients", 0)}
     exist = exist and not (account.m.gathers_layers and loop.set_to_none)  # whole, in the account
@@ -133,33 +130,31 @@ def _phases(recipe: Recipe, account: Account, rank: RankBytes, card: Gpu | None,
     in_step = outputs if loop.keep_outputs in ("step", True) else {}
     if loop.keep_outputs == "backward":
         end = {"gradients": end["gradients"]}
-    peaks = [_bytes(always, during, backward, rank.backward)]
+    peaks = [_bytes(*always, during, backward, rank.backward)]
     if rank.reducing:
-        peaks.append(_bytes(always, during, end, {"workspace": rank.reducing}))
+        peaks.append(_bytes(*always, during, end, {"workspace": rank.reducing}))
     if rank.backward_end:  # gradients are divided by then
         during, end = {}, end | {"gradients": 0}
-    load = _bytes(loaded, states if recipe.optim == "adagrad" else {})  # which makes its states when it is made
-    rest = _bytes(always, kept, gradients if loop.zero_grad != "end" or not loop.set_to_none else {})
+    load = _bytes(*always[: 2 + (recipe.optim == "adagrad")])  # which makes its states when it is made
+    rest = _bytes(*always, kept, gradients if loop.zero_grad != "end" or not loop.set_to_none else {})
     return {
         "load": Phase(load, load),
-        "forward": Phase(_bytes(always, before, kept, forward), _bytes(always, existing if exist else {}, forward_end)),
-        "backward": Phase(max(peaks, key=lambda split: split.total), _bytes(always, during, end, rank.backward_end)),
-        "step": Phase(_bytes(always, in_step, gradients, {"temporaries": rank.temporaries}), rest),
+        "forward": Phase(
+            _bytes(*always, before, kept, forward), _bytes(*always, existing if exist else {}, forward_end)
+        ),
+        "backward": Phase(max(peaks, key=lambda split: split.total), _bytes(*always, during, end, rank.backward_end)),
+        "step": Phase(_bytes(*always, in_step, gradients, {"temporaries": rank.temporaries}), rest),
         "between_steps": Phase(rest, rest),
     }
 
 
-def _sum(*splits: Sizes) -> Sizes:
+def _bytes(*splits: Sizes) -> Bytes:
     split = dict.fromkeys(CATEGORIES, 0)
     for part in splits:
         for category, n in part.items():
             if n:
                 split[category] = max(split[category] + n, 0)  # rests, times layers, may be freed more often than held
-    return split
-
-
-def _bytes(*splits: Sizes) -> Bytes:
-    return Bytes(**_sum(*splits))
+    return Bytes(**split)
 
 
 def _groups(recipe: Recipe, alive: list[tuple[int, Entry]] | None, peak: Bytes) -> dict[tuple, list]:

@@ -82,10 +82,6 @@ def predict_run(
 
     shape = partial(samples.shape_of, joins=recipe.joins, multiple=recipe.pad_to_multiple_of)
 
-    def size(found: Samples) -> tuple[int, int]:
-        """Return the tokens computed for a micro-batch, and those of its samples."""
-        return prod(shape(found)), sum(found)
-
     @cache
     def report(found: Samples) -> Report:
         count = recipe.batch_size if samples.packs(recipe) else len(found)
@@ -99,12 +95,12 @@ def predict_run(
         return len(found) > count if recipe.joins else min(found) < width
 
     # their sizes order the peaks of micro-batches with a mask, and of those without
-    ranked = sorted(dealt, key=size)
+    ranked = sorted(dealt, key=lambda found: (prod(shape(found)), sum(found)))
     kinds = [kind for masked in (False, True) if (kind := [found for found in ranked if has_mask(found) is masked])]
     largest = report(max((kind[-1] for kind in kinds), key=peak))
     enough = NEAR * largest.peak.total
     near = sum(len(kind) - bisect.bisect_left(kind, True, key=lambda found: peak(found) >= enough) for kind in kinds)
-    tokens, grown = [size(found)[0] for found in dealt], largest.reserved
+    tokens, grown = [prod(shape(found)) for found in dealt], largest.reserved
     if len({*tokens}) > 1:
         grown = Interval(grown.low, int(grown.value * TYPICAL), int(grown.value * WORST))
     trained, typical = sum(map(sum, dealt)), peak(ranked[len(ranked) // 2])

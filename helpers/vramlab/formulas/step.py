@@ -3,6 +3,7 @@
 from collections import Counter
 from math import prod
 
+from ..hardware.kernels import norms_scratch
 from ..hardware.overhead import rounded
 from ..hardware.reserved import internal_fragmentation
 from ..recipe.optimizers import MODELLED
@@ -17,12 +18,16 @@ def step_temporaries(recipe: Recipe, rows: tuple[ParameterRow, ...] | None = Non
         return 0
     most, before, trainer = 0, 0, loop.name == "trainer"
     remembers = MODELLED[recipe.optim].library == "schedulefree"  # the last group's until the next one's are made
+    if loop.max_grad_norm is not None or trainer:  # the Trainer logs the norm even where it does not clip
+        count, largest = sum(row.count for row in rows), max((prod(row.shape) for row in rows), default=0)
+        # each gradient's norm has a block of its own, and there is their stack
+        most = count * rounded(FP32) + rounded(max(FP32 * count, norms_scratch(count, largest)))
     if recipe.optim == "adafactor":  # tensor by tensor, and the last one's update lives on beside the next
         for row in sorted(rows, key=lambda row: trainer and not row.decayed):
             most = max(most, before + single_temporaries(recipe, row.shape, row.width))
             before = rounded(FP32 * prod(row.shape))
     elif loop.foreach is False:
-        most = (copies(recipe)[1] + remembers) * max((row.size for row in rows), default=0)
+        most = max(most, (copies(recipe)[1] + remembers) * max((row.size for row in rows), default=0))
     else:
         groups: dict[bool, Counter] = {}  # what is updated together: by dtype within the Trainer's two parameter groups
         for row in rows:
