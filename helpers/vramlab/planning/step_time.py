@@ -62,6 +62,11 @@ class StepTime:
         """At the likely time, over all ranks."""
         return self.tokens / self.seconds
 
+    def __str__(self) -> str:
+        least, most = self.tokens / self.high, self.tokens / self.low
+        rate = f"{self.tokens_per_second:,.0f} tokens/s ({least:,.0f} to {most:,.0f})"
+        return f"{self.seconds:.3g} s a step, {rate}"
+
 
 def step_time(recipe: Recipe, gpu: str | Gpu, link: float | None = None) -> StepTime:
     """How long one optimizer step of `recipe` takes on `gpu`, accumulation included.
