@@ -104,7 +104,7 @@ def test_options_make_the_recipe(asked, words, fields):
 
 def test_every_field_of_a_recipe_can_be_set():
     # predict takes the lengths of a whole data set
-    in_python_only = {"model", "lengths", "completion_lengths", "liger_kernel_config"}
+    in_python_only = {"model", "lengths", "completion_lengths"}
     fields = set(inspect.signature(Recipe).parameters) - in_python_only
     assert {path[0] for path, _ in OPTIONS.values()} == fields
 

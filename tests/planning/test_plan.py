@@ -261,7 +261,7 @@ def test_a_plan_is_the_same_each_time_and_its_recipes_are_read_from_json():
         (dict(lengths=[]), "'lengths'"),
         (dict(trainer="kto", global_batch=1), "KTOTrainer compares"),
         (dict(tier="vram"), "'safe', 'likely', 'tight'"),
-        (dict(link=-1.0), "bytes a second"),
+        (dict(link=-1.0), "a number over 0"),
         (dict(task="translation"), "'task'"),
     ],
 )

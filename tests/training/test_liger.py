@@ -28,7 +28,6 @@ CASES = {
     "mistral eager": ("mistral", {"attn_implementation": "eager", **MIXED}),
     "qwen2 accumulation": ("qwen2", {"gradient_accumulation_steps": 2}),
     "qwen3 tied LoRA bf16-true": ("qwen3", {"lora": LoRA(r=4), "precision": "bf16-true"}),
-    "qwen3 with logits": ("qwen3", {"liger_kernel_config": {liger.HEAD: False}, **MIXED}),
     "gemma checkpointing bf16-mixed": ("gemma", {"gradient_checkpointing": True, **MIXED}),
     "gemma2": ("gemma2", {"optim": "sgd"}),
     "gpt2, which Liger leaves as it is": ("gpt2", {}),
@@ -55,7 +54,7 @@ def kernels(monkeypatch):
 @pytest.mark.parametrize("name", params(CASES, QUICK))
 def test_a_real_step_is_what_simulate_says(name, kernels, tmp_path):
     recipe, seen = make(name), WatchCallback()
-    plain = recipe.replace(use_liger_kernel=False, liger_kernel_config=None)
+    plain = recipe.replace(use_liger_kernel=False)
     if recipe.trainer == "sft":
         made = sft_trainer(recipe, tmp_path, seen)
     else:
@@ -97,9 +96,6 @@ def test_deepened_is_the_whole_depth(family):
 @pytest.mark.parametrize(
     "family, fields, field",
     [
-        ("llama", {"liger_kernel_config": {"rms_norms": False}}, "liger_kernel_config"),
-        ("llama", {"liger_kernel_config": {"rope": False}, "use_liger_kernel": False}, "liger_kernel_config"),
-        ("llama", {"trainer": "sft", "liger_kernel_config": {liger.HEAD: True}}, "liger_kernel_config"),
         ("llama", {"task": "sequence-classification"}, "use_liger_kernel"),
         ("mixtral", {}, "use_liger_kernel"),  # what its fused experts allocate depends on the router
         ("llama", {"sharding": Sharding(2, 2, "deepspeed")}, "use_liger_kernel"),
@@ -114,10 +110,13 @@ def test_what_it_does_not_train_is_refused(family, fields, field):
 
 
 def test_it_is_said_both_ways():
-    recipe = Recipe(config("qwen3"), **SIZES, liger_kernel_config={"rope": False})
+    recipe = Recipe(config("qwen3"), **SIZES)
     arguments = recipe.training_arguments()
-    assert arguments.use_liger_kernel and arguments.liger_kernel_config == {"rope": False}
+    assert arguments.use_liger_kernel and not arguments.liger_kernel_config
     assert Recipe.from_training_arguments(arguments, recipe.model, seq_len=32, num_layers=2) == recipe
-    assert Recipe.from_json(recipe.to_json()) == recipe and "Liger kernels · without rope" in str(recipe)
+    assert Recipe.from_json(recipe.to_json()) == recipe and "Liger kernels" in str(recipe)
+    with pytest.raises(RecipeError, match=r"liger_kernel_config.*modelled together"):
+        changed = recipe.training_arguments(liger_kernel_config={"rope": False})
+        Recipe.from_training_arguments(changed, recipe.model, seq_len=32)
     plain = Recipe("gpt2")
     assert "use_liger_kernel" not in plain.to_dict() and plain.replace(use_liger_kernel=True).key != plain.key

@@ -8,6 +8,7 @@ from typing import Any
 
 from ..formulas.fused_head import with_its_adapters
 from ..hardware.gpu import Gpu, current_device, find_gpu, gpu_names
+from ..recipe import lora_modules
 from ..recipe.knobs import documented, knob, knobs, same_knob
 from ..recipe.options import LoRA
 from ..recipe.recipe import ATTENTION, LEAST_BATCH, OPTIMIZERS, PRECISIONS, Recipe
@@ -53,7 +54,7 @@ class Question:
     expandable_segments: bool = knob(True)
     lengths: tuple[int, ...] | None = knob(None)
     packing: bool = knob(False)
-    link: float | None = knob(None, bounds="of bytes a second, over 0")
+    link: float | None = knob(None)
 
     def __post_init__(self):
         for name in ("memory", "host_memory"):
@@ -80,7 +81,7 @@ class Question:
         if self.trainer != "transformers" and self.gpus > 1:
             raise RecipeError("gpus", self.gpus, f"with trainer={self.trainer!r} one device is modelled so far")
         if self.method != "full":
-            self.plain.shape.check_lora(self.lora.target_modules, self.lora.r)
+            lora_modules.check(self.plain.shape, self.lora.target_modules)
         for precision in self.precisions or ():
             self.gpu.require(precision)
 

@@ -20,10 +20,7 @@ def deepspeed_config(sharding: Sharding) -> dict[str, Any]:
     own CPU Adam, which has to be compiled and holds the same bytes.
     """
     zero: dict[str, Any] = {"stage": sharding.stage}
-    if sharding.stage:
-        zero["reduce_bucket_size"] = "auto"
-    if sharding.stage == 3:
-        zero |= {"stage3_prefetch_bucket_size": "auto", "stage3_param_persistence_threshold": "auto"}
+    zero |= {name: "auto" for name in HIDDEN if sharding.stage >= (3 if name.startswith("stage3") else 1)}
     if sharding.offload:
         zero["offload_optimizer"] = {"device": "cpu"}
     if sharding.offload == "parameters":
@@ -56,9 +53,8 @@ def filled_in(recipe: Any, hidden: int) -> dict[str, Any]:
 
 
 def hidden_size(config: Any) -> int:
-    """Return the hidden size that "auto" goes by, the largest of several. Raises RecipeError if there is none."""
-    for part in (config, getattr(config, "text_config", None)):
-        if size := getattr(part, "hidden_size", None) or max(getattr(part, "hidden_sizes", None) or (0,)):
-            return size
+    """Return the hidden size that "auto" goes by. Raises RecipeError if there is none."""
+    if size := getattr(config, "hidden_size", None):
+        return size
     rest = "DeepSpeed's buckets are sized by the model's hidden_size, and its configuration has none"
     raise RecipeError("sharding.engine", "deepspeed", rest)

@@ -3,10 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from ..report.errors import RecipeError
 from .knobs import check, documented, knob
-
-MOST = 2**40
 
 
 @documented
@@ -14,21 +11,17 @@ MOST = 2**40
 class Evaluation:
     """What `Trainer.evaluate` does during training; names and defaults are those of `TrainingArguments` and `Trainer`."""
 
-    samples: int = knob(8, most=MOST)
-    per_device_eval_batch_size: int = knob(8, most=2**24)
+    samples: int = knob(8)
+    per_device_eval_batch_size: int = knob(8)
     compute_metrics: bool = knob(False)
-    eval_accumulation_steps: int | None = knob(None, most=MOST)
+    eval_accumulation_steps: int | None = knob(None)
     eval_do_concat_batches: bool = knob(True)
     batch_eval_metrics: bool = knob(False)
     include_for_metrics: tuple[str, ...] = knob((), choices=("inputs", "loss"), many=True)
     preprocess_logits_for_metrics: Callable | None = knob(None)
-    predict_with_generate: bool = knob(False)
 
     def __post_init__(self):
         check(self, "evaluation.")
-        if self.predict_with_generate:
-            allowed = "its cache depends on the weights, up to generation_max_length tokens: watch(model) measures it"
-            raise RecipeError("evaluation.predict_with_generate", True, allowed)
 
     @property
     def sizes(self) -> list[int]:

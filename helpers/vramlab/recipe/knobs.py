@@ -20,10 +20,6 @@ from ..report.errors import RecipeError
 
 WORDS = json.loads(data_path("knobs.json").read_text(encoding="utf-8"))  # by dataclass and field
 Refusals = Iterator[tuple[str, Any, str]]  # (field, whether its value is refused, what is allowed)
-# Fields that an error shows by an attribute.
-SHOWN = {"loop": "loop.name", "quantization": "quantization.quant_type", "sharding": "sharding.engine"}
-SHOWN |= {"dtype": "weights_dtype"}
-MAX_NUMBER = 1e300  # so that it is a finite number for torch too
 
 
 @dataclass(frozen=True)
@@ -32,8 +28,8 @@ class Knob:
 
     choices: tuple = ()  # the values allowed; () where a number, a switch or free text is asked for
     least: int = 1  # of a whole number, as is `most`
-    most: int | None = None
-    bounds: str = ""  # of any other number, of BOUNDS
+    most: int = 2**24
+    share: bool = False  # another number is a share, and not just over 0
     shown: str | Callable[[Any], Any] = ""  # its words in `str(recipe)`, with {} for the value, or what gives them
     quiet: tuple | list = ()  # values that it has no words for
     help: str = ""  # one sentence
@@ -49,11 +45,21 @@ class Knob:
         """Raise RecipeError, which calls the field `name`, unless `value` is allowed. Parts check themselves."""
         if value is None and self.optional:
             return
-        part = dataclasses.is_dataclass(self.kind)
-        rule = _part if part else _choice if self.choices else RULES.get(self.kind)
         for one in value if self.many and isinstance(value, list | tuple) else (value,):
-            if rule and (allowed := rule(self, one)):
-                raise RecipeError(name, one, allowed)
+            if allowed := self._wrong(one):
+                raise RecipeError(name, one, allowed + " or None" * self.optional)
+
+    def _wrong(self, value: Any) -> str:
+        """Return what would be allowed in place of `value`, "" if it is."""
+        switch = isinstance(value, bool)
+        if dataclasses.is_dataclass(self.kind):
+            return "" if isinstance(value, self.kind) else f"it must be a {self.kind.__name__}"
+        if self.choices:
+            alike = (one for one in self.choices if isinstance(value, type(one)) and switch is isinstance(one, bool))
+            return "" if value in alike else "allowed are " + ", ".join(map(repr, self.choices))
+        right, allowed = RULES.get("share" if self.share else self.kind, (None, ""))
+        good = right is None or ((self.kind is bool or not switch) and right(self, value))
+        return "" if good else f"it must be {allowed.format(self)}"
 
     def words(self, value: Any) -> str:
         """Return what `str(recipe)` says of the value, "" for nothing."""
@@ -62,6 +68,24 @@ class Knob:
         if dataclasses.is_dataclass(value):
             return value.words()
         return self.shown.format(value) if isinstance(self.shown, str) else self.shown(value)
+
+
+RULES = {  # by a field's type: whether a value is allowed, and what would be
+    bool: (lambda knob, value: isinstance(value, bool), "True or False"),
+    int: (
+        lambda knob, value: isinstance(value, int) and knob.least <= value <= knob.most,
+        "a whole number from {0.least} to {0.most:,}",
+    ),
+    # 1e300 so that it is a finite number for torch too
+    float: (lambda knob, value: isinstance(value, int | float) and 0 < value < 1e300, "a number over 0"),
+    "share": (lambda knob, value: isinstance(value, int | float) and 0 <= value < 1, "a number from 0 to under 1"),
+    str: (lambda knob, value: isinstance(value, str), "text"),
+    tuple[str, ...]: (
+        lambda knob, value: isinstance(value, tuple | str) and all(isinstance(name, str) for name in value),
+        "a name or a list of names",
+    ),
+    Callable: (lambda knob, value: callable(value), "a function, which only Python can give"),
+}
 
 
 def knob(default: Any, **rules: Any) -> Any:
@@ -81,8 +105,8 @@ def knobs(part: type) -> dict[str, Knob]:
     for name, said in found.items():
         if said.kind is None:  # not another part's
             words, kind = WORDS[part.__name__][name], part.__dataclass_fields__[name].type
-            own = {key: name for key in ("option", "elsewhere") if words.get(key) is True}
-            words = {**words, **own, "elsewhere": tuple((words | own).get("elsewhere", "").split())}
+            words = words | {key: name for key in ("option", "elsewhere") if words.get(key) is True}
+            words["elsewhere"] = tuple(words.get("elsewhere", "").split())
             kinds = typing.get_args(kind) or (kind,)
             kind, optional = next(filter(dataclasses.is_dataclass, kinds), kinds[0]), NoneType in kinds
             found[name] = dataclasses.replace(said, kind=kind, optional=optional, **words)
@@ -117,7 +141,7 @@ def refuse(part: Any, refusals: Refusals, prefix: str = "") -> None:
     """Raise RecipeError at the first refusal of a value of `part`; those after it are not evaluated."""
     for field, refused, allowed in refusals:
         if refused:
-            raise RecipeError(prefix + field, attrgetter(SHOWN.get(field, field))(part), allowed)
+            raise RecipeError(prefix + field, attrgetter(field)(part), allowed)
 
 
 def unchecked(part: Any, **changes: Any) -> Any:
@@ -154,47 +178,3 @@ def rebuild(kind: type, name: str, values: Mapping) -> Any:
         if key not in known:
             raise RecipeError(f"{name}.{key}", values[key], "no such field exists; known are " + ", ".join(known))
     return kind(**values)
-
-
-# Each rule says what would be allowed in place of `value`, "" if it is.
-
-
-def _part(knob: Knob, value: Any) -> str:
-    if isinstance(value, knob.kind):
-        return ""
-    others = [*map(repr, knob.choices), *(["None"] if knob.optional else [])]
-    return " or ".join([f"it must be a {knob.kind.__name__}", *others])
-
-
-def _choice(knob: Knob, value: Any) -> str:
-    switch = isinstance(value, bool)
-    alike = (one for one in knob.choices if isinstance(value, type(one)) and switch is isinstance(one, bool))
-    return "" if value in alike else "allowed are " + ", ".join(map(repr, knob.choices))
-
-
-def _whole(knob: Knob, value: Any) -> str:
-    if isinstance(value, bool) or not isinstance(value, int) or value < knob.least:
-        return f"it must be a whole number of at least {knob.least}"
-    return "" if knob.most is None or value <= knob.most else f"it must be {knob.most:,} at most"
-
-
-def _number(knob: Knob, value: Any) -> str:
-    right = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < MAX_NUMBER
-    return "" if right and BOUNDS[knob.bounds](value) else f"it must be a number {knob.bounds}"
-
-
-BOUNDS = {
-    "over 0": lambda value: value > 0,
-    "over 0, or None for no clipping": lambda value: value > 0,
-    "of bytes a second, over 0": lambda value: value > 0,
-    "of at least 0 and under 1": lambda value: 0 <= value < 1,
-}
-RULES = {
-    bool: lambda knob, value: (
-        "" if isinstance(value, bool) else "it must be True or False" + " or None" * knob.optional
-    ),
-    int: _whole,
-    float: _number,
-    str: lambda knob, value: "" if isinstance(value, str) else "it must be text",
-    Callable: lambda knob, value: "" if callable(value) else "it must be a function, which only Python can give",
-}

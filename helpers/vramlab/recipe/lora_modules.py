@@ -50,7 +50,7 @@ def find(shape: ShapeData, target_modules: Targets, modules_to_save: tuple[str, 
     candidates = modules(shape)
     if target_modules is None:
         target_modules = _default(shape)
-    if isinstance(target_modules, str) and target_modules.lower() == "all-linear":
+    if _is_everywhere(target_modules):
         names = {name for name, (kind, _, _) in candidates.items() if kind in ("linear", "conv1d")}
         if shape.task != "image-classification":  # for PEFT an image classifier's head is a layer like any other
             names.discard(shape.head)
@@ -68,6 +68,10 @@ def find(shape: ShapeData, target_modules: Targets, modules_to_save: tuple[str, 
     return [(name, inside, out) for name, (_, inside, out) in candidates.items() if name in names]
 
 
+def _is_everywhere(target_modules: Targets) -> bool:
+    return isinstance(target_modules, str) and target_modules.lower() == "all-linear"
+
+
 def trained_whole(shape: ShapeData, modules_to_save: Iterable[str] | None) -> tuple[str, ...]:
     """Return the names of modules that PEFT trains whole, in a copy: those to save, and a sequence classifier's head."""
     heads = ("classifier", "score") if shape.task == "sequence-classification" else ()
@@ -76,8 +80,9 @@ def trained_whole(shape: ShapeData, modules_to_save: Iterable[str] | None) -> tu
 
 def notes(shape: ShapeData, lora: LoRA | None) -> list[str]:
     """Return what a report has to say of adapters that PEFT places otherwise."""
-    everywhere = lora and isinstance(lora.target_modules, str) and lora.target_modules.lower() == "all-linear"
-    if not everywhere or not any(weight.kind == "expert" for weight in shape.weights()):
+    if not (
+        lora and _is_everywhere(lora.target_modules) and any(weight.kind == "expert" for weight in shape.weights())
+    ):
         return []
     return ["all-linear adapts attention here; PEFT 0.21's own also adapts routers and fused experts, and needs more"]
 
@@ -102,32 +107,26 @@ def adapts_experts(shape: ShapeData, lora: LoRA | None) -> bool:
 @lru_cache(maxsize=512)
 def differ_by_layer(shape: ShapeData, lora: LoRA | None) -> bool:
     """Return whether some layers get other adapters than the rest, as a pattern with a layer's number asks for."""
-    if lora is None:
-        return False
     found = {name for name, _, _ in adapted(shape, lora)}
     roles = {_role(name) for name in found}
-    return any(_role(name) in roles and name not in found for name in modules(shape))
+    return bool(found) and any(_role(name) in roles and name not in found for name in modules(shape))
 
 
 def _role(name: str) -> str:
     return re.sub(r"\.\d+\.", ".*.", name)
 
 
-def check(shape: ShapeData, target_modules: Targets, r: int) -> None:
-    """Raise RecipeError unless rank `r` adapters fit something of `shape`."""
+def check(shape: ShapeData, target_modules: Targets) -> None:
+    """Raise RecipeError unless adapters fit something of `shape`."""
     targets = find(shape, target_modules)
-    if not isinstance(target_modules, str | None) and any(w.kind == "expert" for w in shape.weights()):
-        names = {target.rpartition(".")[2] for target in target_modules}
-        if lost := sorted(names & FUSED - {name.rpartition(".")[2] for name, _, _ in targets}):
-            allowed = f"the experts of {shape.name} are fused parameters, which no adapter takes here: leave out "
-            raise RecipeError("lora.target_modules", target_modules, allowed + ", ".join(lost))
+    names = FUSED.intersection(() if isinstance(target_modules, str | None) else target_modules)
+    lost = names - {name.rpartition(".")[2] for name, _, _ in targets}
+    if lost and any(weight.kind == "expert" for weight in shape.weights()):
+        allowed = f"{', '.join(sorted(lost))} are fused experts of {shape.name}, which no adapter takes here"
+        raise RecipeError("lora.target_modules", target_modules, allowed)
     if not targets:
         rest = f"nothing in {shape.name} matches; it has {_endings(shape)}"
         raise RecipeError("lora.target_modules", target_modules, rest)
-    name, inside, out = min(targets, key=lambda target: min(target[1:]))
-    if r > min(inside, out):
-        message = f"{name} is {inside} × {out}: a rank over {min(inside, out)} adds parameters and no freedom"
-        raise RecipeError("lora.r", r, message)
 
 
 def _default(shape: ShapeData) -> Targets:

@@ -24,8 +24,8 @@ class LoRA:
     """Low-rank adapters (Hu et al. 2021). Fields and defaults are those of `peft.LoraConfig`."""
 
     r: int = knob(8)
-    lora_alpha: float = knob(8, bounds="over 0")
-    lora_dropout: float = knob(0.0, bounds="of at least 0 and under 1")
+    lora_alpha: float = knob(8)
+    lora_dropout: float = knob(0.0, share=True)
     target_modules: tuple[str, ...] | str | None = knob(None)
     bias: str = knob("none", choices=("none", "all", "lora_only"))
     use_rslora: bool = knob(False)
@@ -37,12 +37,8 @@ class LoRA:
 
     def __post_init__(self):
         for name in ("target_modules", "modules_to_save", "target_parameters"):
-            value = getattr(self, name)
-            if value is None or isinstance(value, str):
-                continue
-            if not isinstance(value, list | tuple | set | frozenset) or not all(isinstance(n, str) for n in value):
-                raise RecipeError(f"lora.{name}", value, "it must be None, a name or a list of module names")
-            object.__setattr__(self, name, tuple(sorted(value) if isinstance(value, set | frozenset) else value))
+            if isinstance(value := getattr(self, name), list | set | frozenset):
+                object.__setattr__(self, name, tuple(value if isinstance(value, list) else sorted(value)))
         check(self, "lora.")
         for name in ("lora_alpha", "lora_dropout"):  # 8 and 8.0 are one recipe, with one key
             object.__setattr__(self, name, float(getattr(self, name)))
@@ -126,7 +122,7 @@ class Loop:
     keep_outputs: bool | str = knob(False, choices=(False, "backward", "step", True))
     outputs_to_fp32: bool = knob(True)
     use_cache: bool | None = knob(False)
-    max_grad_norm: float | None = knob(1.0, bounds="over 0, or None for no clipping")
+    max_grad_norm: float | None = knob(1.0)
     foreach: bool | None = knob(None)
     optimizer_in_backward: bool = knob(False)
     empty_cache_steps: int | None = knob(None)

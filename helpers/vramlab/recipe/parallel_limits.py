@@ -20,7 +20,7 @@ def stage_layers(layers: int, stages: int) -> list[range]:
 
 def refusals(recipe: Any) -> Refusals:
     """What cannot be cut as its sharding says."""
-    sharding, shape, lora = recipe.sharding, recipe.shape, recipe.lora
+    sharding, lora = recipe.sharding, recipe.lora
     if not sharding:
         return
     engine = sharding.engine
@@ -34,35 +34,28 @@ def refusals(recipe: Any) -> Refusals:
         yield f"lora.{name}", engine in ("fsdp", "deepspeed") and getattr(lora, name), allowed
     allowed = "DeepSpeed's stage 3 does not divide quantized weights: use stage 2 or engine 'fsdp'"
     yield "sharding.stage", engine == "deepspeed" and sharding.stage == 3 and recipe.quantization, allowed
-    if engine not in ("tensor", "pipeline"):
-        return
+    if engine in ("tensor", "pipeline"):
+        yield from _divided(recipe, sharding.world_size, sharding.micro_batches)
+
+
+def _divided(recipe: Any, ranks: int, parts: int) -> Refusals:
+    """What engines "tensor" and "pipeline" do not divide."""
+    shape, sharding = recipe.shape, recipe.sharding
     divisible = [name for name, family in FAMILIES.items() if family.divisible]
-    what = "its matrices" if engine == "tensor" else "its layers"
-    why = " (GPT-2's matrices are Conv1D, which DTensor cannot slice)" if shape.family == "gpt2" else ""
-    allowed = f"{what} cannot be divided{why}; causal models of these families can: {', '.join(divisible)}"
-    allowed = f"{shape.name} is a {shape.family} for {shape.task}: {allowed}"
-    yield "sharding.engine", shape.family not in divisible or shape.task != "causal-lm", allowed
+    allowed = f"it divides causal models of {', '.join(divisible)}, and {shape.name} is a {shape.family}"
+    yield "sharding.engine", shape.family not in divisible or shape.task != "causal-lm", f"{allowed} for {shape.task}"
     for name in ("lora", "quantization"):
         yield "sharding.engine", getattr(recipe, name), f"it is for full fine-tuning: leave {name} out"
-    yield from (_tensor_refusals if engine == "tensor" else _pipeline_refusals)(recipe)
-
-
-def _tensor_refusals(recipe: Any) -> Refusals:
-    shape, n = recipe.shape, recipe.sharding.world_size
-    sizes = {"heads": shape.num_heads, "key/value heads": shape.num_kv_heads, "MLP channels": shape.intermediate_size}
-    fitting = [str(k) for k in range(1, shape.num_kv_heads + 1) if not any(s % k for s in sizes.values())]
-    for what, size in sizes.items():
-        allowed = f"{shape.name} has {size:,} {what}, which {n} ranks cannot share equally; these can: "
-        yield "sharding.world_size", size % n, allowed + ", ".join(fitting)
-
-
-def _pipeline_refusals(recipe: Any) -> Refusals:
-    shape, n, parts = recipe.shape, recipe.sharding.world_size, recipe.sharding.micro_batches
+    if sharding.engine == "tensor":
+        sizes = {"heads": shape.num_heads, "key/value heads": shape.num_kv_heads, "channels": shape.intermediate_size}
+        for what, size in sizes.items():
+            yield "sharding.world_size", size % ranks, f"it must divide the {size:,} {what} of {shape.name}"
+        return
     allowed = f"{shape.name} has {shape.num_layers} layers, and each stage needs one at least"
-    yield "sharding.world_size", n > shape.num_layers, allowed
+    yield "sharding.world_size", ranks > shape.num_layers, allowed
     allowed = f"a batch of {recipe.batch_size} samples does not divide into {parts} equal parts"
     yield "sharding.micro_batches", recipe.batch_size % parts, allowed
-    allowed = f"1f1b needs a micro-batch for each of the {n} stages at least; schedule='gpipe' takes fewer"
-    yield "sharding.micro_batches", recipe.sharding.schedule == "1f1b" and parts < n, allowed
+    allowed = f"1f1b needs a micro-batch for each of the {ranks} stages at least; schedule='gpipe' takes fewer"
+    yield "sharding.micro_batches", sharding.schedule == "1f1b" and parts < ranks, allowed
     allowed = "each stage would scale its own loss: use 'bf16-mixed', or a precision without a loss scale"
     yield "precision", recipe.precision == "fp16-mixed", allowed

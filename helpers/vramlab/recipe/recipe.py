@@ -24,9 +24,7 @@ from .options import ATTENTION, DTYPES, HALF, LOOPS, PACKING, PRECISIONS, TRL, L
 from .shapes import Shape, read_shape
 
 LEAST_BATCH = {"kto": 2}  # samples
-MOST = 2**24  # samples or tokens
 MOST_MICRO_BATCHES = 2**16  # each of them is run
-MOST_BYTES = 2**62  # of one tensor: PyTorch counts bytes in signed 64 bits
 PARTS = {"lora": LoRA, "quantization": Quantization, "sharding": Sharding, "loop": Loop}
 # Fields that stored keys of recipes do not know, and LATER, are left out at their defaults.
 LATER_OF_LORA = ("use_dora", "lora_bias", "target_parameters")
@@ -46,8 +44,8 @@ class Recipe:
     """
 
     model: Any
-    batch_size: int = knob(1, most=MOST)
-    seq_len: int | None = knob(None, most=MOST)
+    batch_size: int = knob(1)
+    seq_len: int | None = knob(None)
     precision: str = knob("fp32", choices=PRECISIONS)
     optim: str = knob("adamw_torch", choices=OPTIMIZERS)
     optim_args: str | None = knob(None)
@@ -62,21 +60,16 @@ class Recipe:
     dtype: str | None = knob(None, choices=DTYPES)
     torch_compile: bool = knob(False)
     loop: Loop | str = knob("trainer", choices=tuple(LOOPS))
-    trainer: str = knob("transformers", choices=("transformers", *TRL), shown=TRL.get, quiet=("transformers",))
+    trainer: str = knob("transformers", choices=("transformers", *TRL), shown=TRL.get)
     precompute_ref_log_probs: bool = knob(False)
     activation_offloading: bool = knob(False)
     packing: bool = knob(False)
     packing_strategy: str = knob("bfd", choices=PACKING)
     padding_free: bool = knob(False)
-    pad_to_multiple_of: int | None = knob(None, most=MOST)
-    lengths: tuple[int, ...] | None = knob(
-        None, shown=lambda lengths: f"{len(lengths)} samples of {min(lengths):,} to {max(lengths):,}"
-    )
-    completion_lengths: tuple[int, ...] | None = knob(
-        None, shown=lambda lengths: f"{sum(lengths):,} tokens with a label"
-    )
+    pad_to_multiple_of: int | None = knob(None)
+    lengths: tuple[int, ...] | None = knob(None, shown=lambda n: f"{len(n)} samples of {min(n):,} to {max(n):,}")
+    completion_lengths: tuple[int, ...] | None = knob(None, shown=lambda n: f"{sum(n):,} tokens with a label")
     use_liger_kernel: bool = knob(False)
-    liger_kernel_config: dict | None = knob(None, shown=liger.words)
     shape: Shape = field(init=False, repr=False, compare=False)
 
     def __post_init__(self):
@@ -87,7 +80,10 @@ class Recipe:
         if isinstance(self.loop, str):
             self._set("loop", Loop.named(self.loop))
         if isinstance(self.optim, str):
-            self._set_optimizer(self.optim)
+            self._set("optim", ALIASES.get(self.optim, self.optim))
+            if self.optim in REFUSED:
+                rest = f"no recipe models it ({REFUSED[self.optim]}); WatchCallback measures a Trainer that has it"
+                raise RecipeError("optim", self.optim, rest)
         if type(self.dtype).__name__ == "dtype":  # torch's
             self._set("dtype", str(self.dtype).removeprefix("torch."))
         check(self)
@@ -99,86 +95,69 @@ class Recipe:
         if self.trainer == "reward":
             self._set("task", self.task or "sequence-classification")
         labels = 1 if self.trainer == "reward" else None  # the score
-        self._set("shape", read_shape(self.model, num_layers=self.num_layers, task=self.task, num_labels=labels))
+        self._set("shape", read_shape(self.model, self.num_layers, self.task, labels))
         self._fit_to_shape()
         refuse(self, self._refusals())
 
     def _set(self, name: str, value: Any) -> None:
         object.__setattr__(self, name, value)
 
-    def _set_optimizer(self, name: str) -> None:
-        self._set("optim", ALIASES.get(name, name))
-        if self.optim in REFUSED:
-            rest = f"no recipe models it ({REFUSED[self.optim]}); WatchCallback measures a Trainer that has it"
-            raise RecipeError("optim", self.optim, rest)
-
     def _fit_to_shape(self) -> None:
         """Fill in what the model decides, and check the sizes against it."""
-        shape, longest = self.shape, self.shape.max_positions or MOST
+        shape, longest = self.shape, self.shape.max_positions or math.inf
         if shape.image_tokens and self.seq_len not in (None, shape.image_tokens):
-            rest = f"an image is always {shape.image_tokens} tokens to {shape.name}: leave it out"
-            raise RecipeError("seq_len", self.seq_len, rest)
+            raise RecipeError("seq_len", self.seq_len, f"an image is {shape.image_tokens} tokens to {shape.name}")
         if self.seq_len is None:
             self._set("seq_len", shape.image_tokens or min(512, longest))
         if self.seq_len > longest:
             raise RecipeError("seq_len", self.seq_len, f"{shape.name} has {longest} positions")
-        widest = max(shape.vocab_size, shape.intermediate_size, shape.hidden_size, shape.num_heads * self.seq_len)
-        if (numbers := self.batch_size * self.seq_len * widest) * 8 > MOST_BYTES:
-            rest = f"with {self.seq_len:,} tokens a sample one tensor would have {numbers:.1e} numbers: too many"
-            raise RecipeError("batch_size", self.batch_size, rest)
         if self.attn_implementation is None:
             self._set("attn_implementation", shape.attention)
         elif self.attn_implementation == "sdpa" and shape.attention == "eager":
-            rest = f"transformers has no sdpa for a {shape.family}: use 'eager'"
-            raise RecipeError("attn_implementation", "sdpa", rest)
+            raise RecipeError("attn_implementation", "sdpa", f"transformers has none for a {shape.family}: use 'eager'")
         if self.lora:
-            shape.check_lora(self.lora.target_modules, self.lora.r)
+            lora_modules.check(shape, self.lora.target_modules)
 
     def _refusals(self) -> Refusals:
         """Values that exclude each other, and what the trainer, Liger or the ranks do not train."""
-        quantization, loop, flash = self.quantization, self.loop, self.attn_implementation == "flash_attention_2"
-        allowed = "quantized weights cannot be trained: add lora=LoRA(...)"
-        yield "quantization", quantization and not self.lora, allowed
-        allowed = "DoRA needs the norm of each weight, which is modelled for weights that are not quantized only"
-        yield "lora.use_dora", quantization and self.lora.use_dora, allowed
+        lora, quantization, trainer = self.lora, self.quantization, self.trainer
+        yield "quantization", quantization and not lora, "quantized weights cannot be trained: add lora=LoRA(...)"
+        yield "lora.use_dora", quantization and lora.use_dora, "it is modelled for weights that are not quantized only"
         int8 = quantization and self.precision.endswith("-mixed") and quantization.quant_type == "int8"
         yield "precision", int8, "int8 bases are trained with a '-true' precision or 'fp32'"
         compute = (quantization and quantization.compute_dtype) or self.precision
-        allowed = "flash_attention_2 computes in fp16 and bf16 only: take a half precision, or 'sdpa'"
-        yield "precision", flash and compute in ("fp32", "tf32", "float32"), allowed
-        allowed = "with optimizer_in_backward no gradient survives to accumulate: use 1"
-        accumulates = self.gradient_accumulation_steps > 1
-        yield "gradient_accumulation_steps", loop.optimizer_in_backward and accumulates, allowed
-        sharded = self.sharding and self.sharding.world_size > 1
-        allowed = "optimizer_in_backward is modelled for one device only"
-        yield "loop", loop.optimizer_in_backward and sharded, allowed
+        flash = self.attn_implementation == "flash_attention_2" and compute in ("fp32", "tf32", "float32")
+        yield "precision", flash, "flash_attention_2 computes in fp16 and bf16 only"
+        if self.loop.optimizer_in_backward:
+            allowed = "with optimizer_in_backward no gradient survives to accumulate: use 1"
+            yield "gradient_accumulation_steps", self.gradient_accumulation_steps > 1, allowed
+            sharded = self.sharding and self.sharding.world_size > 1
+            yield "loop", sharded, "optimizer_in_backward is modelled for one device only"
         yield from self._dtype_refusals()
         yield from samples.refusals(self)
-        yield from self._trl_refusals() if self.trainer != "transformers" else ()
-        allowed = "only trainer 'dpo' and 'kto' have a reference model"
-        yield "precompute_ref_log_probs", self.precompute_ref_log_probs and self.trainer not in ("dpo", "kto"), allowed
+        yield from self._trl_refusals() if trainer != "transformers" else ()
+        asks = self.precompute_ref_log_probs and trainer not in ("dpo", "kto")
+        yield "precompute_ref_log_probs", asks, "only trainer 'dpo' and 'kto' have a reference model"
         allowed = f"only trainers {', '.join(TRL)} offload activations, and on one device here"
-        offloaded = self.activation_offloading and (self.trainer not in TRL or self.sharding)
-        yield "activation_offloading", offloaded, allowed
+        yield "activation_offloading", self.activation_offloading and (trainer not in TRL or self.sharding), allowed
         yield from liger.refusals(self)
         yield from parallel_limits.refusals(self)
 
     def _trl_refusals(self) -> Refusals:
         """What TRL's trainers do not train."""
         shape, lora, quantization, name = self.shape, self.lora, self.quantization, TRL[self.trainer]
-        usual = dataclasses.replace(self.loop, max_grad_norm=1.0, empty_cache_steps=None)
         task = "sequence-classification" if self.trainer == "reward" else "causal-lm"
         yield "trainer", shape.task != task, f"{name} trains models for {task}, not for {shape.task}"
-        allowed = f"{name} has the Trainer's loop without a cache: use loop='trainer'"
-        yield "loop", usual != LOOPS["trainer"], allowed
+        usual = dataclasses.replace(self.loop, max_grad_norm=1.0, empty_cache_steps=None)
+        yield "loop", usual != LOOPS["trainer"], f"{name} has the Trainer's loop without a cache: use loop='trainer'"
         engine = self.sharding.engine if self.sharding else "ddp"
         allowed = f"{name} is modelled on 'ddp', 'fsdp' and 'deepspeed'"
         yield "sharding.engine", engine not in ("ddp", "fsdp", "deepspeed"), allowed
         whole = self.has_reference or (engine == "deepspeed" and self.precompute_ref_log_probs)
         allowed = f"{name}'s reference model is modelled whole: add lora, which needs none, or take engine 'ddp'"
         yield "sharding.engine", engine != "ddp" and whole, allowed
-        allowed = f"there {name} casts and checkpoints under adapters otherwise: take stage 2, or engine 'fsdp'"
-        yield "sharding.stage", engine == "deepspeed" and self.sharding.stage == 3 and lora, allowed
+        third = engine == "deepspeed" and self.sharding.stage == 3 and lora
+        yield "sharding.stage", third, f"{name} trains adapters otherwise there: take stage 2, or engine 'fsdp'"
         allowed = "KTOTrainer compares samples of a micro-batch: take at least 2"
         yield "batch_size", self.batch_size < LEAST_BATCH.get(self.trainer, 1), allowed
         keeps_copy = lora and not (quantization or self.trainer in ("sft", "reward"))
@@ -186,8 +165,7 @@ class Recipe:
         yield "lora.autocast_adapter_dtype", keeps_copy and not lora.autocast_adapter_dtype, allowed
         allowed = f"{name} does not call prepare_model_for_kbit_training: say Quantization(prepare=False)"
         yield "quantization.prepare", quantization and quantization.prepare, allowed
-        allowed = f"{name} makes a quantized base's adapters bfloat16, whose gradients the loss scaler refuses: take "
-        allowed += "'bf16-mixed', or trainer='transformers'"
+        allowed = f"the loss scaler refuses the bfloat16 adapters that {name} makes: take 'bf16-mixed'"
         yield "precision", quantization and self.precision == "fp16-mixed", allowed  # pytorch/pytorch#127176
         fused = lora and self.trainer != "reward" and lora_modules.is_adapted(shape, lora, shape.head)
         allowed = f"{name} refuses an adapter on {shape.head}, whose weight its fused head reads: leave that out"
@@ -286,10 +264,7 @@ class Recipe:
 
     def replace(self, **changes) -> "Recipe":
         """A copy with `changes`, validated again."""
-        values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.init}
-        if ("model" in changes or "task" in changes) and self.shape.task == "image-classification":
-            values["seq_len"] = None
-        return Recipe(**{**values, **changes})
+        return dataclasses.replace(self, **changes)
 
     def to_dict(self) -> dict[str, Any]:
         """A JSON-ready dictionary; `Recipe(**d)` gives the recipe back."""
@@ -299,9 +274,7 @@ class Recipe:
         for name in LATER:
             if values[name] == getattr(Recipe, name):
                 del values[name]
-        values = json.loads(
-            json.dumps(values, default=lambda part: vars(part) if dataclasses.is_dataclass(part) else str(part))
-        )
+        values = json.loads(json.dumps(values, default=vars))
         for name in LATER_OF_LORA if self.lora else ():
             if not values["lora"][name]:
                 del values["lora"][name]
@@ -349,12 +322,9 @@ class Recipe:
 
         `fields` adds what the arguments do not say. A `max_length` is taken for the length of every sample.
         """
-        from .arguments import check_built, recipe_fields
+        from .arguments import to_recipe
 
-        recipe = cls(**recipe_fields(cls, args, model, **fields))
-        if hasattr(model, "named_parameters"):
-            check_built(recipe, model)
-        return recipe
+        return to_recipe(cls, args, model, **fields)
 
 
 LATER = tuple(dropwhile("trainer".__ne__, knobs(Recipe)))  # fields that stored keys of recipes do not know
@@ -365,18 +335,13 @@ def as_recipe(value: Any) -> Recipe:
     return value if isinstance(value, Recipe) else Recipe(value)
 
 
-def _described(model: Any) -> str | dict[str, Any]:
+def _described(model: Any) -> Any:
     """The text or the dictionary that says which `model` it is."""
-    if isinstance(model, str | os.PathLike):
+    if isinstance(model, os.PathLike):
         return os.fspath(model)
-    if hasattr(model, "to_dict") and not isinstance(model, Mapping | Recipe):
+    if hasattr(model, "to_dict") and not isinstance(model, Recipe):
         model = model.to_dict()
-    if isinstance(model, Mapping):
-        return plain(model)
-    rest = "it must be a name, a path to a config.json or a transformers config object"
-    if hasattr(model, "named_parameters"):
-        rest += "; a module goes to simulate(model=...)"
-    raise RecipeError("model", model, rest)
+    return plain(model) if isinstance(model, Mapping) else model
 
 
 def key_of(values: Mapping[str, Any]) -> str:

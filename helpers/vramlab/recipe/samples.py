@@ -4,9 +4,7 @@ from operator import gt
 from typing import Any
 
 from ..report.errors import RecipeError
-from .knobs import Refusals
-
-MOST = 2**24  # tokens of a sample
+from .knobs import Knob, Refusals
 
 
 def check_lengths(name: str, lengths: Any) -> tuple[int, ...]:
@@ -14,8 +12,7 @@ def check_lengths(name: str, lengths: Any) -> tuple[int, ...]:
     if not isinstance(lengths, list | tuple) or not lengths:
         raise RecipeError(name, lengths, "it must be a list of whole numbers, the tokens of each sample")
     for length in lengths:
-        if isinstance(length, bool) or not isinstance(length, int) or not 1 <= length <= MOST:
-            raise RecipeError(name, length, f"a sample has 1 to {MOST:,} tokens")
+        Knob(kind=int).check(name, length)
     return tuple(lengths)
 
 
@@ -44,21 +41,19 @@ def shape_of(lengths: tuple[int, ...], joins: bool, multiple: int | None = None)
 
 def refusals(recipe: Any) -> Refusals:
     """Samples that no collator makes a batch of."""
-    lengths, batch, longest, sharding = recipe.lengths or (), recipe.batch_size, recipe.seq_len, recipe.sharding
-    allowed = "it is for TRL's SFTTrainer only: say trainer='sft' or leave it out"
     for name in ("packing", "padding_free", "completion_lengths"):
-        yield name, getattr(recipe, name) and recipe.trainer != "sft", allowed
+        yield name, getattr(recipe, name) and recipe.trainer != "sft", "it is for TRL's SFTTrainer: say trainer='sft'"
     if not recipe.is_ragged:
         return
+    lengths, batch, longest, sharding = recipe.lengths or (), recipe.batch_size, recipe.seq_len, recipe.sharding
     allowed = "it is modelled for samples of one length only"
     yield "trainer", recipe.trainer not in ("transformers", "sft"), allowed
     yield "sharding.engine", sharding and sharding.engine in ("tensor", "pipeline"), allowed
     name = "lengths" if lengths else "pad_to_multiple_of"
     yield name, recipe.shape.features, "images and sound are not padded: leave it out"
-    if lengths and max(lengths) > longest:
-        raise RecipeError("lengths", max(lengths), f"seq_len, the longest sample, is {longest}")
-    if lengths and packs(recipe) and sum(lengths) > batch * longest:
-        raise RecipeError("lengths", sum(lengths), f"{batch} × {longest} tokens are a micro-batch's most")
+    yield "lengths", max(lengths, default=0) > longest, f"seq_len, the longest sample, is {longest}"
+    most = batch * longest
+    yield "lengths", packs(recipe) and sum(lengths) > most, f"{batch} × {longest} tokens are a micro-batch's most"
     wrong = lengths and not packs(recipe) and len(lengths) != batch
     yield "batch_size", wrong, f"lengths says {len(lengths)} samples"
     labelled, tokens = recipe.completion_lengths or (), recipe.samples

@@ -67,7 +67,7 @@ def _trainer(training: Training, evaluation: Evaluation) -> Iterator[Any]:
     from transformers import trainer as trainer_module
 
     asked = {f.name: getattr(evaluation, f.name) for f in dataclasses.fields(evaluation)}
-    others = ("samples", "compute_metrics", "preprocess_logits_for_metrics", "predict_with_generate")
+    others = ("samples", "compute_metrics", "preprocess_logits_for_metrics")
     samples, _, preprocess, _ = map(asked.pop, others)
     with contextlib.ExitStack() as stack:
         for state in (PartialState, AcceleratorState, GradientState):

@@ -235,9 +235,7 @@ def apply_liger(model: torch.nn.Module, recipe: Recipe) -> None:
 
     home = sys.modules[type(unwrap_peft_model(model)).__module__]
     before = [(home, dict(vars(home))), (torch.nn.functional, {"cross_entropy": torch.nn.functional.cross_entropy})]
-    config = dict(recipe.liger_kernel_config or {})
-    if recipe.trainer == "sft":
-        config["fused_linear_cross_entropy"] = False
+    config = {"fused_linear_cross_entropy": False} if recipe.trainer == "sft" else {}
     import liger_kernel.transformers  # noqa: F401 — transformers says in other words that it is missing
 
     apply_liger_kernel(model, config)
