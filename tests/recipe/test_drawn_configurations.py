@@ -53,7 +53,7 @@ KINDS = {
 }
 JUNK = [None, "x", "", -1, 0, 3, 7.5, True, [], [1], {}, {"a": 1}, 10**30, float("nan"), float("inf"), "float32"]
 OTHER_FIELDS = ["rope_scaling", "rope_parameters", "layer_types", "dtype", "num_labels", "id2label", "architectures"]
-READS = {"type_vocab_size": "bert-base", "num_channels": "vit-base", "word_embed_proj_dim": "opt-1.3b"}
+READS = {"type_vocab_size": "bert-base", "num_channels": "vit-base"}
 READS |= {"relative_attention_num_buckets": "t5-small"}
 OTHER_FIELDS += ["model_type", "initializer_range", "quantization_config", "text_config", "use_cache", "is_decoder"]
 RECIPES = st.fixed_dictionaries(

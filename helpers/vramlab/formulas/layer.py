@@ -94,8 +94,6 @@ class Layer(Attention):
             k = self.head_norm(self.linear(source, at[f"{cross}k"]), at, "k_norm")
             k = self.heads(k, k.shape[-1] // s.head_dim if len(k.shape) == 3 else k.shape[2])
             v = self.heads(self.linear(source, at[f"{cross}v"]), k.shape[1])
-        if layout.repeated_keys:
-            k, v = self.repeat(k, s.num_heads), self.repeat(v, s.num_heads)
         if self.table and "rope" in self.liger:
             q, k = liger.turned(self, q, k)
         elif self.table:

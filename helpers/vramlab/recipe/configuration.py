@@ -16,15 +16,13 @@ from .families import FAMILIES, REQUIRED, TASKS, Family
 
 FEW = 4  # a configuration's other lists are as short as this: image sizes, colours
 MOST_LAYERS = 1000  # every weight is listed by name; the deepest model of the catalogue has 126 layers
-MOST_SIZE, MOST_POSITIONS = 2**23, 2**31  # so that PyTorch can count the bytes of every tensor in signed 64 bits
 KEYS = json.loads(data_path("config_keys.json").read_text(encoding="utf-8"))
 SIZES = KEYS["sizes"]  # configurations name the same size differently; the first name found counts
-MOST = dict.fromkeys((name for names in SIZES.values() for name in names), MOST_SIZE)
-MOST |= dict.fromkeys((*SIZES["max_positions"], *SIZES["sliding_window"]), MOST_POSITIONS)
-MOST |= dict.fromkeys((*SIZES["num_layers"], *SIZES["num_decoder_layers"]), MOST_LAYERS)
-MOST |= dict.fromkeys(SIZES["num_experts"], 2**12) | {"image_size": 2**16, "patch_size": 2**16, "num_channels": 2**16}
-DTYPES = ("float32", "float16", "bfloat16", "float64", "auto")
 KINDS = {key: kind for kind, keys in KEYS["kinds"].items() for key in keys}
+MOST_SIZE = 2**23  # so that PyTorch can count the bytes of every tensor in signed 64 bits
+MOST = {"num_layers": MOST_LAYERS, "num_decoder_layers": MOST_LAYERS, "num_experts": 2**12, "image_size": 2**16}
+MOST |= {"max_positions": 2**31, "sliding_window": 2**31}
+DTYPES = ("float32", "float16", "bfloat16", "float64", "auto")
 BUILT = "build it yourself and ask simulate(model=..., batch=..., optimizer=...)"
 
 
@@ -61,7 +59,7 @@ def family_of(name: str, config: dict[str, Any]) -> Family:
     tied, rotary = bool(getattr(full, "tie_word_embeddings", False)), 1.0 if config.get("rope_parameters") else 0.0
     required = REQUIRED[:3] if "image-classification" in classes else REQUIRED[:4]
     switched = hasattr(type(full), "use_sliding_window")  # others ignore it
-    return Family(classes, tied=tied, rotary=rotary, mlp=None, required=required, window=not switched)
+    return Family(classes, tied=tied, rotary=rotary, required=required, window=not switched)
 
 
 def reason(error: Exception) -> str:
@@ -91,53 +89,43 @@ def plain(config: Mapping) -> dict[str, Any]:
 def parse(name: str, text: str) -> dict[str, Any]:
     """Return the configuration in `text`. Raises RecipeError if it is none, or not of one language or image model."""
     config = read_json("model", text, name)
-    for key, value in config.items() if isinstance(config, dict) else ():
-        if (value is not None or key in KEYS["never_null"]) and (allowed := _wrong(key, value)):
-            raise RecipeError(f"model.{key}", value, f"it must be {allowed}")
     if not isinstance(config, dict) or not config.get("model_type"):
         raise RecipeError("model", name, "its configuration must say a 'model_type', as every config.json does")
+    _check_values(config, "model")
     if isinstance(config.get("text_config"), dict) and "hidden_size" not in config:
         rest = f"it reads more than text: give its 'text_config' for the language part, or {BUILT}"
         raise RecipeError("model", name, rest)
-    if stored := config.get("quantization_config") or config.get("compression_config"):
-        method = stored.get("quant_method") if isinstance(stored, dict) else None
-        rest = "weights stored so are not described: leave it out for weights in the recipe's precision, or say "
-        rest += "quantization=Quantization('nf4') for a base in 4 bits"
-        raise RecipeError("model.quantization_config", method or "of an unknown method", rest)
+    for key in ("quantization_config", "compression_config"):
+        if config.get(key):
+            rest = (
+                "weights stored so are not described: leave it out, and say quantization=Quantization('nf4') for 4 bits"
+            )
+            raise RecipeError(f"model.{key}", config[key], rest)
     return config
 
 
-def _wrong(key: str, value: Any) -> str:
-    """Return what `value` would have to be where a configuration has `key`, "" if it is that, or if any value may be."""
-    if (most := MOST.get(key)) and _is_number(value) and value > most:
-        return f"{most:,} at most"
-    kind = KINDS.get(key, "")
-    if not kind and ("dropout" in key or key.endswith("pdrop")) and not isinstance(value, bool | list | dict):
-        kind = "a probability from 0 to 1"  # else a switch, or several
-    elif not kind and key.endswith(("_eps", "_epsilon")):
-        kind = "a number over 0"
-    if kind and not CHECKS[kind](value):
-        return kind
-    inside = value if key in ("rope_scaling", "rope_parameters") else {}
-    wrong = ((inner, _wrong(inner, v)) for inner, v in inside.items() if v is not None)
-    return next((f"a mapping in which {inner} is {allowed}" for inner, allowed in wrong if allowed), "")
+def _check_values(config: dict[str, Any], field: str) -> None:
+    """Raise RecipeError at the first value that is of another kind than its key's; null is no value."""
+    for key, value in config.items():
+        kind = KINDS.get(key)
+        if kind and (value is not None or key in KEYS["never_null"]) and not CHECKS[kind](value):
+            raise RecipeError(f"{field}.{key}", value, f"it must be {kind}")
+        if key in ("rope_scaling", "rope_parameters") and value:
+            _check_values(value, f"{field}.{key}")
 
 
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
+def _number(value: Any) -> float:
+    return value if isinstance(value, int | float) and not isinstance(value, bool) else math.nan
 
 
 CHECKS: dict[str, Callable[[Any], bool]] = {
     "true or false": lambda v: isinstance(v, bool),
     "text": lambda v: isinstance(v, str),
-    "a number over 0": lambda v: _is_number(v) and 0 < v < math.inf,
-    "a number over 0 and up to 1": lambda v: _is_number(v) and 0 < v <= 1,
-    "a probability from 0 to 1": lambda v: _is_number(v) and 0 <= v <= 1,
+    "a number over 0": lambda v: 0 < _number(v) < math.inf,
+    "a number from 0 to 1": lambda v: 0 <= _number(v) <= 1,
     "a list of names": lambda v: isinstance(v, list) and all(isinstance(name, str) for name in v),
     "a mapping": lambda v: isinstance(v, dict),
-    "a mapping of layer numbers": lambda v: isinstance(v, dict) and all(str(i).isdecimal() for i in v),
-    "a whole number of at least 1": lambda v: _is_number(v) and isinstance(v, int) and 0 < v <= MOST_SIZE,
-    "a whole number of at least 0": lambda v: _is_number(v) and isinstance(v, int) and 0 <= v <= MOST_SIZE,
+    "a whole number of at least 0": lambda v: isinstance(v, int) and 0 <= _number(v) <= MOST_SIZE,
     f"one of {', '.join(DTYPES)}": lambda v: isinstance(v, str) and v.removeprefix("torch.") in DTYPES,
 }
 
@@ -163,22 +151,15 @@ def keep_layers(config: dict[str, Any], kept: list[int] | int) -> None:
         config.pop(key, None)
 
 
-def choose_task(name: str, family: Family, config: dict[str, Any], task: str | None) -> str:
-    """Return `task` if the family has such a head, else the configuration's, else the usual one. Raises RecipeError."""
-    if task is None:
-        named = (config.get("architectures") or [None])[0]
-        return next((t for t, class_name in family.classes.items() if class_name == named), family.tasks[0])
-    if task not in family.tasks:
-        raise RecipeError("task", task, f"{name} can be trained for " + " or ".join(map(repr, family.tasks)))
-    return task
-
-
 def read(name: str, config: dict[str, Any], family: Family, task: str) -> dict[str, Any]:
     """Return the fields of `Shape` that the configuration says or implies. Raises RecipeError on impossible sizes."""
     sizes = _sizes(name, config, family)
-    others = {key: _first(config, names, family.defaults.get(key)) for key, names in KEYS["settings"].items()}
-    if family.embedding_dropout:
-        others["embedding_dropout"] = others["hidden_dropout"]
+    others = {
+        key: next(
+            (config[n] for n in family.keys.get(key, names) if config.get(n) is not None), family.defaults.get(key)
+        )
+        for key, names in KEYS["settings"].items()
+    }
     activation, packed = others.pop("activation") or "gelu", config.get("feed_forward_proj") or ""
     if packed:  # T5 packs it, with the gate; "gated-gelu" is GPT-2's GELU
         activation = "gelu_new" if packed == "gated-gelu" else packed.rpartition("-")[2]
@@ -201,21 +182,18 @@ def read(name: str, config: dict[str, Any], family: Family, task: str) -> dict[s
     }
 
 
-def _first(config: Mapping, keys: list[str], default: Any = None) -> Any:
-    return next((config[key] for key in keys if config.get(key) is not None), default)
-
-
 def _size(name: str, config: Mapping, size: str, family: Family) -> int | None:
     """Return one size of `config`, None when it may be absent and is."""
-    keys = (family.mlp,) if size == "intermediate_size" and family.mlp else SIZES[size]
+    keys = family.keys.get(size, SIZES[size]) or [""]
     key = next((key for key in keys if config.get(key) is not None), keys[0])
-    value, otherwise = config.get(key), "" if family.layout else f"; or {BUILT}"
+    value = config.get(key)
     if value is None and size in family.required:
-        raise RecipeError(f"model.{key}", None, f"the configuration of {name} must say it{otherwise}")
+        raise RecipeError(f"model.{key}", None, f"the configuration of {name} must say it")
     if value is None or (size == "sliding_window" and not value):
         return None if key in config else family.defaults.get(size)
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise RecipeError(f"model.{key}", value, f"it must be a whole number of at least 1{otherwise}")
+    most = MOST.get(size, MOST_SIZE)
+    if not isinstance(value, int) or not 1 <= _number(value) <= most:
+        raise RecipeError(f"model.{key}", value, f"it must be a whole number from 1 to {most:,}")
     return value
 
 
@@ -223,7 +201,7 @@ def _sizes(name: str, config: Mapping, family: Family) -> dict[str, int | None]:
     """Return the sizes that a configuration says, and those that follow as in transformers; checks that the heads fit."""
     sizes = {size: _size(name, config, size, family) for size in SIZES}
     h, heads = sizes["hidden_size"], sizes["num_heads"]
-    if h % heads and (family.whole_heads or (family.layout and not sizes["head_dim"])):
+    if h % heads and family.layout and not sizes["head_dim"]:
         raise RecipeError("model.hidden_size", h, f"it must be a multiple of the {heads} heads")
     sizes["head_dim"] = d = sizes["head_dim"] or h // heads
     if family.multi_query and not config.get("new_decoder_architecture"):
@@ -236,27 +214,16 @@ def _sizes(name: str, config: Mapping, family: Family) -> dict[str, int | None]:
     sizes["intermediate_size"] = sizes["intermediate_size"] or 4 * h
     if not family.window and not config.get("use_sliding_window"):
         sizes["sliding_window"] = None
-    if family.relative_positions:
-        sizes["max_positions"] = None
     if "seq2seq-lm" in family.classes:
         sizes["num_decoder_layers"] = sizes["num_decoder_layers"] or sizes["num_layers"]
     if "image-classification" in family.classes or (config.get("image_size") and config.get("patch_size")):
-        sizes["max_positions"] = _image_tokens(config)
+        # the patches of one image and the class token (Dosovitskiy et al. 2021, section 3.1)
+        side, patch = (config.get(key, usual) for key, usual in (("image_size", 224), ("patch_size", 16)))
+        if not isinstance(side, int) or not isinstance(patch, int) or not 0 < patch <= side <= MOST["image_size"]:
+            raise RecipeError(
+                "model.patch_size", patch, f"image_size, {side!r}, and it must be whole and fit each other"
+            )
+        sizes["max_positions"] = (side // patch) ** 2 + 1
     for size in ("num_decoder_layers", "num_experts", "experts_per_token", "vocab_size"):
         sizes[size] = sizes[size] or 0
     return sizes
-
-
-def _image_tokens(config: dict[str, Any]) -> int:
-    """Count the patches of one image and the class token (Dosovitskiy et al. 2021, section 3.1)."""
-    pairs = []
-    for key, default in (("image_size", 224), ("patch_size", 16)):
-        value = config.get(key, default)
-        pair = value if isinstance(value, list) else [value, value]
-        if len(pair) != 2 or not all(isinstance(n, int) and n > 0 for n in pair):
-            raise RecipeError(f"model.{key}", value, "it must be a whole number of at least 1, or two of them")
-        pairs.append(pair)
-    (height, width), (down, across) = pairs
-    if height < down or width < across:
-        raise RecipeError("model.patch_size", config.get("patch_size", 16), "a patch cannot exceed the image")
-    return (height // down) * (width // across) + 1

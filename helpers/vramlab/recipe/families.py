@@ -16,27 +16,23 @@ from .shape import ShapeData
 
 
 class Task(NamedTuple):
-    """A head: the end of transformers' auto class, its table in `modeling_auto`, the usual name of the output module, and
-    what PEFT calls the task."""
+    """A head."""
 
-    auto: str
-    table: str
-    head: str
-    peft: str | None = None
-
-    @property
-    def auto_class(self) -> str:
-        """The class of transformers that builds any family with this head."""
-        return f"AutoModelFor{self.auto}"
+    auto_class: str  # of transformers, which builds any family with it
+    table: str  # in `transformers.models.auto.modeling_auto`
+    head: str  # usual name of the output module
+    peft: str | None = None  # what PEFT calls the task
 
 
 TASKS = {
-    "causal-lm": Task("CausalLM", "CAUSAL_LM", "lm_head", "CAUSAL_LM"),
-    "seq2seq-lm": Task("Seq2SeqLM", "SEQ_TO_SEQ_CAUSAL_LM", "lm_head", "SEQ_2_SEQ_LM"),
-    "speech-seq2seq": Task("SpeechSeq2Seq", "SPEECH_SEQ_2_SEQ", "proj_out"),
-    "image-classification": Task("ImageClassification", "IMAGE_CLASSIFICATION", "classifier"),
-    "sequence-classification": Task("SequenceClassification", "SEQUENCE_CLASSIFICATION", "score", "SEQ_CLS"),
-    "masked-lm": Task("MaskedLM", "MASKED_LM", "cls.predictions.decoder"),
+    "causal-lm": Task("AutoModelForCausalLM", "CAUSAL_LM", "lm_head", "CAUSAL_LM"),
+    "seq2seq-lm": Task("AutoModelForSeq2SeqLM", "SEQ_TO_SEQ_CAUSAL_LM", "lm_head", "SEQ_2_SEQ_LM"),
+    "speech-seq2seq": Task("AutoModelForSpeechSeq2Seq", "SPEECH_SEQ_2_SEQ", "proj_out"),
+    "image-classification": Task("AutoModelForImageClassification", "IMAGE_CLASSIFICATION", "classifier"),
+    "sequence-classification": Task(
+        "AutoModelForSequenceClassification", "SEQUENCE_CLASSIFICATION", "score", "SEQ_CLS"
+    ),
+    "masked-lm": Task("AutoModelForMaskedLM", "MASKED_LM", "cls.predictions.decoder"),
 }
 REQUIRED = ("hidden_size", "num_layers", "num_heads", "vocab_size", "intermediate_size")
 
@@ -79,7 +75,6 @@ class Layout:
     rms_norm: str = "llama"  # whose: "gemma" is times 1 + weight, in fp32; "t5" casts to its weight's dtype
     fp32_softmax: bool | None = True  # written-out attention asks for an fp32 softmax, casts it back; None: casts only
     grouped_keys: bool = True  # shared keys go to the kernel as they are (`enable_gqa`)
-    repeated_keys: bool = False  # they are copied before positions are applied
     scores_in_place: bool = False  # written-out scores are scaled in place; one head of keys is broadcast
     scaled_queries: bool = False  # before the kernel
     joined_rotary: bool = False  # turned and other channels are joined even where all are turned
@@ -114,24 +109,16 @@ class Family:
     layout: Callable[[ShapeData, Mapping], Layout | None] | None = None  # of a shape; None for an unknown variant
     defaults: Mapping[str, Any] = field(default_factory=dict)  # of `Shape` fields
     required: tuple[str, ...] = REQUIRED  # sizes that a configuration must say
-    mlp: str | None = "intermediate_size"  # how a configuration calls the feed-forward width; None: by any known name
+    keys: Mapping[str, list[str]] = field(default_factory=dict)  # how a configuration calls sizes, other than usual
     tied: bool | str = False  # default of `tie_word_embeddings`; "always": a configuration cannot change it
     norm: str = "layernorm"  # or "rmsnorm"
     rotary: float = 0.0  # default share of a head that is rotated; 0 for learned or relative positions
-    relative_positions: bool = False  # of any number, whatever the configuration says
-    whole_heads: bool = False  # the hidden size must be a multiple of the heads even where `head_dim` is given
     multi_query: bool = False  # one head of keys unless the configuration says otherwise, in Falcon's way
     window: bool = True  # `sliding_window` always counts; else only where `use_sliding_window` is true
-    embedding_dropout: bool = False  # `hidden_dropout` follows the embedding too
     sdpa: bool = True  # transformers has it (`Gemma2PreTrainedModel._supports_sdpa` is False)
     lora: tuple[str, ...] = ("q_proj", "v_proj")  # PEFT's default targets
     divisible: bool = False  # among tensor and pipeline ranks: matrices are `nn.Linear`, transformers has a `tp_plan`
     whole_embedding: bool = False  # which that plan leaves out
-
-    @property
-    def tasks(self) -> tuple[str, ...]:
-        """The heads that can be trained, the usual one first."""
-        return tuple(self.classes)
 
     def head(self, task: str) -> str:
         """Return the module name of the output head."""
@@ -156,14 +143,15 @@ LLAMA = {
     "says": (),  # keys whose defaults are not written down
     "sparse": None,  # parts of layers with experts, and the key that counts the dense ones before them
     "full_every": 0,  # each so many layers one that sees all tokens, unless the configuration says "layer_types"
-    "unknown": {},  # keys of the configuration, with the value that leaves the architecture as it is
+    "unknown": {},  # keys of the configuration, with the value (or size) that leaves the architecture as it is
 }
 
 
 def _dense(s: ShapeData, c: Mapping, **options: Any) -> Layout | None:
     """Return the usual model: embeddings, equal layers, a norm and a head."""
     said = {name: options.pop(name, usual) for name, usual in LLAMA.items()}
-    if any((c.get(key) or usual) != usual for key, usual in said["unknown"].items()) or not c.keys() >= {*said["says"]}:
+    unknown = {key: getattr(s, usual) if isinstance(usual, str) else usual for key, usual in said["unknown"].items()}
+    if any(c.get(key) not in (None, usual) for key, usual in unknown.items()) or not c.keys() >= {*said["says"]}:
         return None
     found = (roles for key, (default, roles) in said["biased_if"].items() if c.get(key, default))
     biased = frozenset(" ".join([said["biased"], *found]).split())
@@ -179,44 +167,18 @@ def _dense(s: ShapeData, c: Mapping, **options: Any) -> Layout | None:
     dense = min(c.get(key) or 0, s.num_layers) if key else s.num_layers
     stacks = [Stack.of(said["prefix"], dense, said["parts"].format(more=more))]
     stacks += [Stack.of(said["prefix"], s.num_layers - dense, parts.format(more=more), dense)]
-    after = said["after"].format(head=_head(s, said["head"]))
+    after = said["after"] if isinstance(said["after"], str) else said["after"][s.task]
+    after = after.format(head=_head(s, said["head"]))
     return Layout((said["before"], *(stack for stack in stacks if stack.count), after), biased, **options)
 
 
-def _head(s: ShapeData, kind: str = "linear") -> str:
+def _head(s: ShapeData, kind: str) -> str:
     """Return the decoder families' output head: a classifier's `score`, or `lm_head` unless the embedding serves as it."""
     if "classification" in s.task:
-        return "score linear L w"
+        return "score linear L h"
     if s.tied:
         return "lm_head.bias bias V" if kind.endswith("+") else ""
-    return f"lm_head {kind} V w"
-
-
-def _bert(s: ShapeData, c: Mapping, after: Mapping[str, str], **options: Any) -> Layout | None:
-    return _dense(s, c, after=after[s.task], **options) if s.tied or s.task != "masked-lm" else None
-
-
-def _opt(s: ShapeData, c: Mapping, **options: Any) -> Layout | None:
-    if not (c.get("enable_bias", True) and c.get("layer_norm_elementwise_affine", True)):
-        return None
-    # two rows more than positions: OPT counts from 2, as the code it was converted from does
-    before = "model.decoder.embed_tokens embedding V w; model.decoder.embed_positions embedding P+2 h"
-    if (c.get("word_embed_proj_dim") or s.hidden_size) != s.hidden_size:
-        before += "; model.decoder.project_out linear w h; model.decoder.project_in linear h w"
-    first = c.get("do_layer_norm_before", True)
-    if first and not c.get("_remove_final_layer_norm"):
-        before += "; model.decoder.final_layer_norm norm h"
-    return _dense(s, c, before=before, after="{head}", post_norm=not first, **options)
-
-
-def _falcon(s: ShapeData, c: Mapping, **options: Any) -> Layout | None:
-    new, norms = c.get("new_decoder_architecture", False), "norm1=input_layernorm"
-    if not c.get("parallel_attn", True):
-        norms = "norm2=post_attention_layernorm norm1=input_layernorm"
-    elif c.get("num_ln_in_parallel_attn", 2 if new else 1) == 2:
-        norms = "norm1=ln_attn norm2=ln_mlp"
-    parallel, parts = new or c.get("parallel_attn", True), f"{options.pop('parts')} {norms}"
-    return _dense(s, c, parts=parts, parallel=parallel, repeated_keys=new, **options)
+    return f"lm_head {kind} V h"
 
 
 def _t5(s: ShapeData, c: Mapping, encoder: str, decoder: str, up: str, gated_up: str, **options: Any) -> Layout:
@@ -229,15 +191,8 @@ def _t5(s: ShapeData, c: Mapping, encoder: str, decoder: str, up: str, gated_up:
     return Layout(items, **options)
 
 
-LAYOUTS = {"dense": _dense, "bert": _bert, "falcon": _falcon, "opt": _opt, "t5": _t5}
-
-
-def _tuples(values: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
-
-
 def _family(layout: str = "dense", layout_options: Mapping[str, Any] | None = None, **record: Any) -> Family:
-    return Family(layout=partial(LAYOUTS[layout], **_tuples(layout_options or {})), **_tuples(record))
+    return Family(layout=partial({"dense": _dense, "t5": _t5}[layout], **(layout_options or {})), **record)
 
 
 _RECORDS = json.loads(data_path("families.json").read_text(encoding="utf-8"))

@@ -43,10 +43,10 @@ class ShapeData:
     @property
     def features(self) -> tuple[str, tuple[int, ...]] | None:
         """Name and sizes of what one sample is to a model that sees or hears; None where it is tokens."""
-        said, side = self.settings, self.settings.get("image_size", 224)
+        said = self.settings
         if self.task == "speech-seq2seq":  # a convolution halves the frames
             return "input_features", (said["num_mel_bins"], 2 * said["max_source_positions"])
-        sides = side if isinstance(side, list) else (side, side)
+        sides = 2 * (said.get("image_size", 224),)
         return ("pixel_values", (said.get("num_channels", 3), *sides)) if self.image_tokens else None
 
     @property

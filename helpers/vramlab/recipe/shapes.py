@@ -3,10 +3,10 @@
 import dataclasses
 import difflib
 import json
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache, cached_property, lru_cache
+from pathlib import Path
 
 from ..report.data import data_path
 from ..report.errors import RecipeError
@@ -55,12 +55,6 @@ def _spellings() -> dict[str, Entry]:
     return found
 
 
-def closest(model: str) -> str | None:
-    """Return the spelling in the catalogue that is most like `model`, None if nothing is near."""
-    texts = (model.lower(), model.lower().rpartition("/")[2])
-    return next((near for text in texts for near in difflib.get_close_matches(text, _spellings(), n=1)), None)
-
-
 class Shape(ShapeData):
     """A model's sizes, and what follows from them."""
 
@@ -91,15 +85,9 @@ class Shape(ShapeData):
         published = (self.name, self.hub_id, self.task)
         return any((e.name, e.hub_id, e.task) == published and e.stored_parameters for e in catalogue().values())
 
-    def lora_targets(
-        self, target_modules: lora_modules.Targets = None, modules_to_save: tuple[str, ...] | None = None
-    ) -> list[lora_modules.Module]:
+    def lora_targets(self, target_modules: lora_modules.Targets = None) -> list[lora_modules.Module]:
         """Return what PEFT would adapt, as (module name, inputs, outputs); see `vramlab.recipe.lora_modules.find`."""
-        return lora_modules.find(self, target_modules, modules_to_save)
-
-    def check_lora(self, target_modules: lora_modules.Targets, r: int) -> None:
-        """Raise RecipeError when nothing matches `target_modules`, or `r` exceeds a target's smaller side."""
-        lora_modules.check(self, target_modules, r)
+        return lora_modules.find(self, target_modules)
 
 
 def read_shape(
@@ -120,22 +108,20 @@ def read_shape(
         name = model.get("_name_or_path") or model.get("model_type") or "config"
         return _shape(str(name), None, text, num_layers, task, num_labels)
     if not isinstance(model, str):
-        raise RecipeError("model", model, "it must be a name, a path to a config.json or a configuration")
+        rest = "it must be a name, a path to a config.json or a configuration; a module goes to simulate(model=...)"
+        raise RecipeError("model", model, rest)
     if entry := _spellings().get(model.lower()):
         return _shape(entry.name, entry.hub_id, entry.config, num_layers, task, num_labels)
+    path = Path(model)
     try:
-        path = os.path.join(model, "config.json") if os.path.isdir(model) else model
-        with open(path, encoding="utf-8") as file:
-            text = file.read()
-    except UnicodeDecodeError:
-        rest = "this file is not text: give the config.json of the model, or the folder that holds it"
-        raise RecipeError("model", model, rest) from None
-    except (OSError, ValueError):  # a name with a zero byte is no path
-        hint = f"did you mean {closest(model)!r}? " if closest(model) else ""
+        path = path / "config.json" if path.is_dir() else path
+        text = path.read_text(encoding="utf-8")
+    except (OSError, ValueError):  # no text, or a zero byte in a name
+        near = difflib.get_close_matches(model.lower().rpartition("/")[2], _spellings(), n=1)
+        hint = f"did you mean {near[0]!r}? " if near else ""
         rest = "vramlab.model_names() lists the names, and the path of any config.json works too"
         raise RecipeError("model", model, f"no model and no readable file is called so; {hint}{rest}") from None
-    folder, file_name = os.path.split(os.path.abspath(path))
-    name = os.path.basename(folder) if file_name == "config.json" else file_name.removesuffix(".json")
+    name = path.resolve().parent.name if path.name == "config.json" else path.name.removesuffix(".json")
     return _shape(name, None, text, num_layers, task, num_labels)
 
 
@@ -149,15 +135,17 @@ def _shape(
     if num_layers is not None:
         configuration.keep_layers(config, num_layers)
     family = configuration.family_of(name, config)
-    task = configuration.choose_task(name, family, config, task)
+    if task is None:
+        (usual, *_), (named, *_) = family.classes, config.get("architectures") or [None]
+        task = next((task for task, class_name in family.classes.items() if class_name == named), usual)
+    elif task not in family.classes:
+        raise RecipeError("task", task, f"{name} can be trained for " + " or ".join(map(repr, family.classes)))
     config["architectures"] = [family.classes[task]]
     fields = configuration.read(name, config, family, task)
     shape = Shape(name, config["model_type"], task, hub_id, json.dumps(config), family.head(task), **fields)
     if family.layout:
-        for weight in shape.weights():
-            if not all(weight.shape):
-                rest = f"a size that its configuration sets to 0 or null would make {weight.name} {list(weight.shape)}"
-                raise RecipeError("model", name, rest)
+        if empty := [weight.name for weight in shape.weights() if not all(weight.shape)]:
+            raise RecipeError("model", name, f"a size that its configuration sets to 0 or null would empty {empty[0]}")
         return shape
     from .from_transformers import describe  # what no configuration says is taken from the model itself
 

@@ -43,27 +43,25 @@ ROLES = json.loads(data_path("layer_roles.json").read_text(encoding="utf-8"))
 def letter_sizes(s: ShapeData) -> dict[str, int]:
     """Return the sizes that a layout's letters mean.
 
-    h hidden, w output head's input, m feed-forward, q and k all heads, d one head, a heads, V vocabulary, P positions,
+    h hidden, m feed-forward, q and k all heads, d one head, a heads, V vocabulary, P positions,
     T token types, L labels, E experts, e and s the width of one and of the shared ones, B position buckets, I image tokens,
-    C and p patches; ql, qb, kl, kva, kvb and vo compressed queries, keys and values, and what they are expanded to.
+    C channels, p a side of a patch; ql, qb, kl, kva, kvb and vo compressed queries, keys and values, and what these become.
     """
     c, h, q, k = s.config, s.hidden_size, s.num_heads * s.head_dim, s.num_kv_heads * s.head_dim
-    patch = c.get("patch_size", 16)
-    sides = patch if isinstance(patch, list) else (patch, patch)
     expert = c.get("moe_intermediate_size") or s.intermediate_size
     rope, nope, values = (c.get(key) or 0 for key in ("qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim"))
     compressed = c.get("kv_lora_rank") or 0
     found = {"1": 1, "2e": 2 * expert, "2m": 2 * s.intermediate_size, "P+2": (s.max_positions or 0) + 2}
     found |= dict(e=expert, s=expert * (c.get("n_shared_experts") or 0), ql=c.get("q_lora_rank"), kl=compressed)
     found |= dict(qb=s.num_heads * (nope + rope), kva=compressed + rope, kvb=s.num_heads * (nope + values))
-    found |= dict(
-        h=h, w=c.get("word_embed_proj_dim") or h, m=s.intermediate_size, q=q, k=k, qkv=q + 2 * k, d=s.head_dim
-    )
+    found |= dict(h=h, m=s.intermediate_size, q=q, k=k, qkv=q + 2 * k, d=s.head_dim)
     found |= dict(
         a=s.num_heads, V=max(s.vocab_size, 1), P=s.max_positions, T=c.get("type_vocab_size", 2), L=s.num_labels
     )
-    found |= dict(E=s.num_experts, B=c.get("relative_attention_num_buckets", 32), I=s.image_tokens, p0=sides[0])
-    return found | dict(vo=s.num_heads * values, C=c.get("num_channels", 3), p1=sides[-1])
+    found |= dict(
+        E=s.num_experts, B=c.get("relative_attention_num_buckets", 32), I=s.image_tokens, p=c.get("patch_size", 16)
+    )
+    return found | dict(vo=s.num_heads * values, C=c.get("num_channels", 3))
 
 
 @lru_cache(maxsize=512)
