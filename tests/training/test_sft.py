@@ -9,7 +9,6 @@ from test_trainer_loop import SCALARS, assert_same_but_for_scalars
 from tiny_models import config
 from vramlab import Loop, LoRA, Quantization, Recipe, RecipeError, Sharding, WatchCallback, simulate
 from vramlab.recipe.families import TASKS
-from vramlab.recipe.samples import packs
 from vramlab.report.data import data_path
 from vramlab.training.models import build_model
 
@@ -84,7 +83,7 @@ def real(recipe: Recipe, out, *callbacks, **more):
     if recipe.completion_lengths:
         for row, count in zip(rows, recipe.completion_lengths, strict=True):
             row["labels"] = [-100] * (len(row["input_ids"]) - count) + row["input_ids"][-count:]
-    if packs(recipe):  # the dataset as `pack_dataset` returns it
+    if recipe.packs:  # the dataset as `pack_dataset` returns it
         rows = [
             {
                 "input_ids": torch.cat([torch.tensor(sample) for sample in samples]).tolist(),

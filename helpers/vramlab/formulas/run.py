@@ -84,7 +84,7 @@ def predict_run(
 
     @cache
     def report(found: Samples) -> Report:
-        count = recipe.batch_size if samples.packs(recipe) else len(found)
+        count = recipe.batch_size if recipe.packs else len(found)
         return predict(recipe.replace(lengths=found, batch_size=count), gpu)
 
     def peak(found: Samples) -> int:
@@ -137,6 +137,6 @@ def _packed(recipe: Recipe, lengths: list[int]) -> list[Samples]:
     packed = pack_dataset(data, recipe.seq_len, recipe.packing_strategy)
     if shown:
         enable_progress_bars()
-    if samples.packs(recipe):
+    if recipe.packs:
         return [tuple(row) for row in packed["seq_lengths"]]
     return [(len(row),) for row in packed["input_ids"]]

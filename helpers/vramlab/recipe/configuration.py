@@ -131,10 +131,8 @@ CHECKS: dict[str, Callable[[Any], bool]] = {
 
 
 def keep_layers(config: dict[str, Any], kept: list[int] | int) -> None:
-    """Leave the layers `kept` (as many as a number says, from the first) in every place of `config` that counts them.
-
-    Lists and mappings with an entry a layer lose those of the others; a number beyond the depth goes through them again.
-    """
+    """Leave the layers `kept`, or the first so many, in every place of `config` that counts or lists them; a number
+    beyond the depth goes through them again."""
     keys = [key for key in (*SIZES["num_layers"], *SIZES["num_decoder_layers"]) if config.get(key) is not None]
     depth = len(config.get("layer_types") or ()) or next((config[key] for key in keys), None)
     kept = range(kept) if isinstance(kept, int) else kept
@@ -154,12 +152,10 @@ def keep_layers(config: dict[str, Any], kept: list[int] | int) -> None:
 def read(name: str, config: dict[str, Any], family: Family, task: str) -> dict[str, Any]:
     """Return the fields of `Shape` that the configuration says or implies. Raises RecipeError on impossible sizes."""
     sizes = _sizes(name, config, family)
-    others = {
-        key: next(
-            (config[n] for n in family.keys.get(key, names) if config.get(n) is not None), family.defaults.get(key)
-        )
-        for key, names in KEYS["settings"].items()
-    }
+    others = {}
+    for name, keys in KEYS["settings"].items():
+        found = (config[key] for key in family.keys.get(name, keys) if config.get(key) is not None)
+        others[name] = next(found, family.defaults.get(name))
     activation, packed = others.pop("activation") or "gelu", config.get("feed_forward_proj") or ""
     if packed:  # T5 packs it, with the gate; "gated-gelu" is GPT-2's GELU
         activation = "gelu_new" if packed == "gated-gelu" else packed.rpartition("-")[2]
@@ -221,7 +217,7 @@ def _sizes(name: str, config: Mapping, family: Family) -> dict[str, int | None]:
         side, patch = (config.get(key, usual) for key, usual in (("image_size", 224), ("patch_size", 16)))
         if not isinstance(side, int) or not isinstance(patch, int) or not 0 < patch <= side <= MOST["image_size"]:
             raise RecipeError(
-                "model.patch_size", patch, f"image_size, {side!r}, and it must be whole and fit each other"
+                "model.patch_size", patch, f"it and image_size, {side!r}, must be whole and fit each other"
             )
         sizes["max_positions"] = (side // patch) ** 2 + 1
     for size in ("num_decoder_layers", "num_experts", "experts_per_token", "vocab_size"):

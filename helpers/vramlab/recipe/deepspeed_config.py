@@ -15,9 +15,8 @@ HIDDEN = {  # what `HfTrainerDeepSpeedConfig.trainer_config_finalize` gives for 
 def deepspeed_config(sharding: Sharding) -> dict[str, Any]:
     """Return what goes into `TrainingArguments.deepspeed`; "auto" is filled in by the `Trainer`, and by `filled_in`.
 
-    Bucket sizes are "auto", numbers of elements that follow the hidden size; DeepSpeed's own default is 500 million,
-    which alone would be 1 GB of bf16. Offloaded states are updated by the recipe's optimizer instead of DeepSpeed's
-    own CPU Adam, which has to be compiled and holds the same bytes.
+    Bucket sizes follow the hidden size: DeepSpeed's default of 500 million elements alone would be 1 GB of bf16. Offloaded
+    states are updated by the recipe's optimizer: DeepSpeed's CPU Adam has to be compiled and holds the same bytes.
     """
     zero: dict[str, Any] = {"stage": sharding.stage}
     zero |= {name: "auto" for name in HIDDEN if sharding.stage >= (3 if name.startswith("stage3") else 1)}

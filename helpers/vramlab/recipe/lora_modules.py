@@ -17,10 +17,10 @@ FUSED = {"gate_proj", "up_proj", "down_proj", "gate_up_proj", "w1", "w2", "w3"}
 
 
 def modules(shape: ShapeData) -> dict[str, tuple[str, int, int]]:
-    """Return every module that PEFT can adapt: its name to (kind, inputs, outputs); a shared output head counts as a module.
+    """Return every module that PEFT can adapt, a shared output head too: its name to (kind, inputs, outputs).
 
-    An embedding's inputs are its rows; a convolution's are channels × kernel: r × (inputs + outputs) is then the
-    size of a rank-r adapter for every kind.
+    A rank-r adapter has r × (inputs + outputs) numbers; an embedding's inputs are its rows, a convolution's are channels ×
+    kernel.
     """
     found = {}
     for weight in shape.weights():
@@ -38,18 +38,12 @@ def modules(shape: ShapeData) -> dict[str, tuple[str, int, int]]:
 def find(shape: ShapeData, target_modules: Targets, modules_to_save: tuple[str, ...] | None = None) -> list[Module]:
     """Return the (name, inputs, outputs) of what `peft.get_peft_model` adapts; empty when nothing matches.
 
-    Args:
-        target_modules: None takes PEFT's default for the architecture; "all-linear" every linear layer but the output
-            head; other text is a regular expression for the whole name; a list holds names or their last parts.
-            A router and fused experts are no linear layers and stay as they are (for Mixtral, PEFT 0.21 has no
-            working default and takes "all-linear" to mean whole parameters too: give it the names found here).
-        modules_to_save: trained whole, so never adapted; a sequence classifier's head always is (task type SEQ_CLS).
-    Raises:
-        RecipeError: PEFT has no default for this architecture, or the regular expression is not one.
+    `target_modules`: None takes PEFT's default for the architecture; "all-linear" every linear layer but the output head,
+    and no routers and fused experts; other text is a regular expression for the whole name; a list holds names or their
+    last parts. `modules_to_save` are trained whole, as a sequence classifier's head always is (task type SEQ_CLS).
+    Raises RecipeError where PEFT has no default for this architecture, or the regular expression is not one.
     """
-    candidates = modules(shape)
-    if target_modules is None:
-        target_modules = _default(shape)
+    candidates, target_modules = modules(shape), _default(shape) if target_modules is None else target_modules
     if _is_everywhere(target_modules):
         names = {name for name, (kind, _, _) in candidates.items() if kind in ("linear", "conv1d")}
         if shape.task != "image-classification":  # for PEFT an image classifier's head is a layer like any other
@@ -58,8 +52,9 @@ def find(shape: ShapeData, target_modules: Targets, modules_to_save: tuple[str, 
         try:
             names = {name for name in candidates if re.fullmatch(target_modules, name)}
         except re.error as error:
-            rest = f"it is not a regular expression: {error}"
-            raise RecipeError("lora.target_modules", target_modules, rest) from None
+            raise RecipeError(
+                "lora.target_modules", target_modules, f"it is not a regular expression: {error}"
+            ) from None
     else:
         endings = tuple(f".{target}" for target in target_modules)
         names = {name for name in candidates if name in target_modules or name.endswith(endings)}

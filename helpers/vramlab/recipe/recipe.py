@@ -216,15 +216,20 @@ class Recipe:
         return bool(self.lengths or self.joins or self.pad_to_multiple_of or self.completion_lengths)
 
     @property
+    def packs(self) -> bool:
+        """Whether rows are packed of whole samples."""
+        return self.packing and self.packing_strategy != "wrapped"
+
+    @property
     def joins(self) -> bool:
         """Whether a micro-batch is one row, of samples put together whole."""
-        return self.padding_free or (self.packing and self.packing_strategy != "wrapped")
+        return self.padding_free or self.packs
 
     @property
     def samples(self) -> tuple[int, ...]:
         """Tokens of each sample of a micro-batch; without `lengths` packed rows are full, of two samples each."""
         n = self.seq_len
-        return self.lengths or ((n - n // 2, n // 2) if samples.packs(self) and n > 1 else (n,)) * self.batch_size
+        return self.lengths or ((n - n // 2, n // 2) if self.packs and n > 1 else (n,)) * self.batch_size
 
     @property
     def labelled(self) -> int:

@@ -131,7 +131,6 @@ def unquantized(recipe: Any) -> list[str]:
     """Return notes on matrices that a 4- or 8-bit base keeps in 16 or 32 bits, and on sharding it; [] where none are due.
 
     `transformers.integrations.bitsandbytes.replace_with_bnb_linear` takes modules whose type is `nn.Linear` or `Conv1D`.
-    transformers 5 has the experts of a layer in 3-D parameters of no such module; Falcon has a linear class of its own.
     """
     if not recipe.quantization:
         return []
