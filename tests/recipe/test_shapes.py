@@ -159,16 +159,16 @@ def assert_same_tensors(shape):
 
 
 def test_every_architecture_is_in_the_catalogue():
-    families = {json.loads(entry.config)["model_type"] for entry in catalogue().values()}
+    families = {json.loads(entry["config"])["model_type"] for entry in catalogue().values()}
     assert SMALL.keys() == FAMILIES.keys() - {"gemma"} and families > SMALL.keys()
 
 
 @pytest.mark.parametrize("name", model_names())
 def test_tensors_of_published_models(name):
     entry, full = catalogue()[name], read_shape(name)
-    assert full.task == entry.task
-    assert full.num_parameters == entry.parameters
-    assert entry.source.strip() and entry.hub_id.count("/") == 1
+    assert full.task == entry["task"]
+    assert full.num_parameters == entry["parameters"]
+    assert entry["source"].strip() and entry["hub_id"].count("/") == 1
     for depth in (1, 3):
         shape = read_shape(name, num_layers=depth)
         assert_same_tensors(shape)
@@ -306,7 +306,7 @@ def test_a_switched_off_window_is_none_in_every_configuration_that_has_the_switc
     assert {name for name, family in FAMILIES.items() if not family.window} <= set(switches)
 
 
-@pytest.mark.parametrize("model_type, window", [("mistral", 8), ("starcoder2", 8), ("qwen2", None), ("smollm3", None)])
+@pytest.mark.parametrize("model_type, window", [("mistral", 8), ("qwen2", None), ("smollm3", None)])
 def test_a_windows_switch_counts_where_the_model_has_it(model_type, window):
     config = {
         "model_type": model_type,
@@ -342,7 +342,7 @@ def test_names_are_unique_and_ordered():
     names = model_names()
     assert len(names) == len(set(names)) >= 50
     assert names.index("gpt2") < names.index("gpt2-medium") < names.index("gpt2-xl")
-    claimed = [s.lower() for e in catalogue().values() for s in {e.name, e.hub_id, *e.aliases}]
+    claimed = [s.lower() for e in catalogue().values() for s in {e["name"], e["hub_id"], *e.get("aliases", ())}]
     assert len(claimed) == len(set(claimed))
 
 

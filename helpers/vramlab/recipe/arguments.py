@@ -142,12 +142,11 @@ def _trainer(args: Any) -> str:
     """Return whose `args` they are, as a recipe's trainer. Raise RecipeError for those of others."""
     from transformers import TrainingArguments
 
-    kind = type(args)
-    if not isinstance(args, TrainingArguments):
-        raise RecipeError("args", args, "it must be a transformers.TrainingArguments")
+    kind, known = type(args), {("trl", config): trainer for trainer, config in CONFIGS.items()}
     package = kind.__module__.partition(".")[0]
-    known = {("trl", config): trainer for trainer, config in CONFIGS.items()}
-    if trainer := "transformers" if package == "transformers" else known.get((package, kind.__name__)):
+    if package == "transformers" and isinstance(args, TrainingArguments):
+        return package
+    if trainer := known.get((package, kind.__name__)):
         return trainer
     allowed = f"only transformers' own TrainingArguments and TRL's {', '.join(CONFIGS.values())} are modelled: another "
     allowed += "Trainer's loss, second model or batch moves the peak, so measure that Trainer with WatchCallback"
@@ -157,13 +156,13 @@ def _trainer(args: Any) -> str:
 def _of_trl(args: Any, trainer: str, fields: dict[str, Any]) -> dict[str, Any]:
     """Return `fields` and those that TRL's `args` say. Raise RecipeError where lengths are left to the data."""
     fields = {"seq_len": args.max_length, "trainer": trainer, **fields}
+    if fields["trainer"] != trainer:
+        raise RecipeError("trainer", fields["trainer"], f"the arguments are {TRL[trainer]}'s: leave it out")
     if fields["seq_len"] is None and not fields.get("lengths"):
         raise RecipeError("max_length", None, "samples are not cut: say seq_len, the longest one's")
     for name in ("completion_only_loss", "assistant_only_loss"):
         if getattr(args, name, None) and not fields.get("completion_lengths"):
             raise RecipeError(name, True, "say completion_lengths, the tokens of each sample that have a label")
-    if fields["trainer"] != trainer:
-        raise RecipeError("trainer", fields["trainer"], f"the arguments are {TRL[trainer]}'s: leave it out")
     return fields
 
 

@@ -56,10 +56,8 @@ def family_of(name: str, config: dict[str, Any]) -> Family:
         with contextlib.suppress(Exception):  # Gemma 4 refuses to name one value of what differs by layer
             if isinstance(value := getattr(full, key, None), int):
                 config.setdefault(key, value)
-    tied, rotary = bool(getattr(full, "tie_word_embeddings", False)), 1.0 if config.get("rope_parameters") else 0.0
     required = REQUIRED[:3] if "image-classification" in classes else REQUIRED[:4]
-    switched = hasattr(type(full), "use_sliding_window")  # others ignore it
-    return Family(classes, tied=tied, rotary=rotary, required=required, window=not switched)
+    return Family(classes, tied=bool(getattr(full, "tie_word_embeddings", False)), required=required)
 
 
 def reason(error: Exception) -> str:

@@ -2,7 +2,6 @@
 
 from typing import Any
 
-from ..report.errors import RecipeError
 from .options import Sharding
 
 HIDDEN = {  # what `HfTrainerDeepSpeedConfig.trainer_config_finalize` gives for "auto", of a model's hidden size
@@ -30,8 +29,8 @@ def deepspeed_config(sharding: Sharding) -> dict[str, Any]:
     return config | ({"zero_force_ds_cpu_optimizer": False} if sharding.offload else {})
 
 
-def filled_in(recipe: Any, hidden: int) -> dict[str, Any]:
-    """Return the configuration of `recipe` as `Trainer` and accelerate complete it for a model of `hidden` channels.
+def filled_in(recipe: Any) -> dict[str, Any]:
+    """Return the configuration of `recipe` as `Trainer` and accelerate complete it.
 
     Sources: `HfTrainerDeepSpeedConfig.trainer_config_process` and `.trainer_config_finalize`
     (transformers/integrations/deepspeed.py), `DeepSpeedPlugin.__post_init__` and `Accelerator._prepare_deepspeed`.
@@ -39,7 +38,7 @@ def filled_in(recipe: Any, hidden: int) -> dict[str, Any]:
     """
     config = deepspeed_config(recipe.sharding)
     zero = config["zero_optimization"]
-    zero |= {name: HIDDEN[name](hidden) for name, value in zero.items() if value == "auto"}
+    zero |= {name: HIDDEN[name](recipe.shape.hidden_size) for name, value in zero.items() if value == "auto"}
     return config | {
         "train_micro_batch_size_per_gpu": recipe.batch_size,
         "gradient_accumulation_steps": recipe.gradient_accumulation_steps,
@@ -49,11 +48,3 @@ def filled_in(recipe: Any, hidden: int) -> dict[str, Any]:
         "zero_allow_untested_optimizer": True,
         "steps_per_print": float("inf"),
     }
-
-
-def hidden_size(config: Any) -> int:
-    """Return the hidden size that "auto" goes by. Raises RecipeError if there is none."""
-    if size := getattr(config, "hidden_size", None):
-        return size
-    rest = "DeepSpeed's buckets are sized by the model's hidden_size, and its configuration has none"
-    raise RecipeError("sharding.engine", "deepspeed", rest)

@@ -120,10 +120,6 @@ class Family:
     divisible: bool = False  # among tensor and pipeline ranks: matrices are `nn.Linear`, transformers has a `tp_plan`
     whole_embedding: bool = False  # which that plan leaves out
 
-    def head(self, task: str) -> str:
-        """Return the module name of the output head."""
-        return self.heads.get(task, TASKS[task].head)
-
 
 SEPARATE = "q=self_attn.q_proj k=self_attn.k_proj v=self_attn.v_proj out=self_attn.o_proj"
 GATED = "gate=mlp.gate_proj up=mlp.up_proj down=mlp.down_proj"

@@ -38,9 +38,8 @@ def describe(s: ShapeData) -> dict[str, object]:
     model = build(s)
     found = {"attention": "sdpa" if getattr(model, "_supports_sdpa", True) else "eager"}
     output = model.get_output_embeddings()
-    heads = [name for name, module in model.named_modules() if output is not None and module is output]
-    heads += [name for name in ("score", "classifier") if hasattr(model, name)]
-    found["head"] = heads[0] if heads else s.head
+    heads = (name for name, module in model.named_modules() if module is output or name in ("score", "classifier"))
+    found["head"] = next(heads, s.head)
     for name, module in model.named_modules():
         if "position_embedding" in name and getattr(module, "padding_idx", None) is not None:
             # RoBERTa counts positions from the one after the padding's

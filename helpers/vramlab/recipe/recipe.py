@@ -273,16 +273,14 @@ class Recipe:
 
     def to_dict(self) -> dict[str, Any]:
         """A JSON-ready dictionary; `Recipe(**d)` gives the recipe back."""
-        values = {name: value for name, value in vars(self).items() if name != "shape"}
-        if self.weights_dtype == self.implied_dtype:
-            del values["dtype"]  # one recipe with one key, whether said or not
-        for name in LATER:
-            if values[name] == getattr(Recipe, name):
-                del values[name]
+        left_out = ["shape", *(name for name in LATER if getattr(self, name) == getattr(Recipe, name))]
+        left_out += ["dtype"] * (
+            self.weights_dtype == self.implied_dtype
+        )  # one recipe with one key, whether said or not
+        values = {name: value for name, value in vars(self).items() if name not in left_out}
         values = json.loads(json.dumps(values, default=vars))
-        for name in LATER_OF_LORA if self.lora else ():
-            if not values["lora"][name]:
-                del values["lora"][name]
+        if self.lora:
+            values["lora"] = {name: v for name, v in values["lora"].items() if v or name not in LATER_OF_LORA}
         return values
 
     def to_json(self) -> str:

@@ -4,40 +4,29 @@ import dataclasses
 import difflib
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import cache, cached_property, lru_cache
 from pathlib import Path
+from typing import Any
 
 from ..report.data import data_path
 from ..report.errors import RecipeError
 from . import configuration, lora_modules
 from .configuration import plain
-from .families import FAMILIES, Layout
+from .families import FAMILIES, TASKS, Layout
 from .shape import ShapeData
 from .weights import Weight, list_buffers, list_weights
 
 
-@dataclass(frozen=True)
-class Entry:
-    """Published facts of one model."""
-
-    name: str
-    hub_id: str  # its name on the Hugging Face hub, for those who want the published weights
-    task: str  # the head that `parameters` counts
-    parameters: int  # shared ones once
-    source: str  # where the facts are from
-    config: str  # the configuration as JSON text
-    aliases: tuple[str, ...] = ()  # hub ids of the same shape, such as the instruction-tuned variant
-    stored_parameters: int | None = None  # in the published file, where it has a tied head once more
-
-
 @cache
-def catalogue() -> dict[str, Entry]:
-    """Return the published models by name, families together, small ones first."""
+def catalogue() -> dict[str, dict[str, Any]]:
+    """Return the published models by name, families together, small ones first; their configurations as JSON text.
+
+    `parameters` counts shared ones once, `stored_parameters` a tied head that the published file has too; `aliases` are hub
+    ids of the same shape, such as the instruction-tuned variant; `source` says where the facts are from.
+    """
     found = [json.loads(path.read_text(encoding="utf-8")) for path in data_path("models").glob("*.json")]
-    found.sort(key=lambda d: (d["config"]["model_type"], d["parameters"]))
-    entries = [Entry(**d | {"config": json.dumps(d["config"]), "aliases": tuple(d.get("aliases", ()))}) for d in found]
-    return {entry.name: entry for entry in entries}
+    found.sort(key=lambda entry: (entry["config"]["model_type"], entry["parameters"]))
+    return {entry["name"]: entry | {"config": json.dumps(entry["config"])} for entry in found}
 
 
 def model_names() -> list[str]:
@@ -46,11 +35,11 @@ def model_names() -> list[str]:
 
 
 @cache
-def _spellings() -> dict[str, Entry]:
+def _spellings() -> dict[str, dict[str, Any]]:
     """Return every spelling that finds an entry, in lower case: name, hub id and aliases, with and without organisation."""
     found = {}
     for entry in catalogue().values():
-        for spelling in (*entry.aliases, entry.hub_id, entry.name):
+        for spelling in (*entry.get("aliases", ()), entry["hub_id"], entry["name"]):
             found[spelling.lower()] = found[spelling.lower().rpartition("/")[2]] = entry
     return found
 
@@ -60,7 +49,7 @@ class Shape(ShapeData):
 
     def weights(self) -> tuple[Weight, ...]:
         """Return every parameter tensor, named and ordered as transformers' `named_parameters()`; shared ones once."""
-        return self.__dict__.get("_weights") or list_weights(self)  # a slice and a stage have been given their own
+        return list_weights(self)
 
     def buffers(self) -> tuple[tuple[str, tuple[int, ...], str], ...]:
         """Return every buffer as (name, shape, dtype). Gemma's `embed_scale` follows the weights' dtype; fp32 is given."""
@@ -82,8 +71,9 @@ class Shape(ShapeData):
     @property
     def stores_tied_head(self) -> bool:
         """Whether the published checkpoint has the head's matrix too, though it is the embedding's."""
-        published = (self.name, self.hub_id, self.task)
-        return any((e.name, e.hub_id, e.task) == published and e.stored_parameters for e in catalogue().values())
+        entry = catalogue().get(self.name, {})
+        same = (entry.get("hub_id"), entry.get("task")) == (self.hub_id, self.task)
+        return same and "stored_parameters" in entry
 
     def lora_targets(self, target_modules: lora_modules.Targets = None) -> list[lora_modules.Module]:
         """Return what PEFT would adapt, as (module name, inputs, outputs); see `vramlab.recipe.lora_modules.find`."""
@@ -111,7 +101,7 @@ def read_shape(
         rest = "it must be a name, a path to a config.json or a configuration; a module goes to simulate(model=...)"
         raise RecipeError("model", model, rest)
     if entry := _spellings().get(model.lower()):
-        return _shape(entry.name, entry.hub_id, entry.config, num_layers, task, num_labels)
+        return _shape(entry["name"], entry["hub_id"], entry["config"], num_layers, task, num_labels)
     path = Path(model)
     try:
         path = path / "config.json" if path.is_dir() else path
@@ -142,7 +132,9 @@ def _shape(
         raise RecipeError("task", task, f"{name} can be trained for " + " or ".join(map(repr, family.classes)))
     config["architectures"] = [family.classes[task]]
     fields = configuration.read(name, config, family, task)
-    shape = Shape(name, config["model_type"], task, hub_id, json.dumps(config), family.head(task), **fields)
+    shape = Shape(
+        name, config["model_type"], task, hub_id, json.dumps(config), family.heads.get(task, TASKS[task].head), **fields
+    )
     if family.layout:
         if empty := [weight.name for weight in shape.weights() if not all(weight.shape)]:
             raise RecipeError("model", name, f"a size that its configuration sets to 0 or null would empty {empty[0]}")

@@ -14,7 +14,7 @@ from unittest.mock import patch
 
 import torch
 
-from ...recipe.deepspeed_config import filled_in, hidden_size
+from ...recipe.deepspeed_config import filled_in
 from ...recipe.recipe import Recipe
 from ...report.errors import RecipeError, needing
 from ..engine import Engine, Training
@@ -40,7 +40,7 @@ class DeepSpeed(Engine):
         deepspeed = library()
         choose_accelerator(training.device.type)
         model = training.model
-        config = filled_in(self.recipe, hidden_size(model.config))
+        config = filled_in(self.recipe)
         # the default of 65,536 overflows at once with random weights, and a skipped step makes no states
         config["fp16"]["initial_scale_power"] = 0
         if self.recipe.precision == "fp16-mixed" and not deepspeed.accelerator.get_accelerator().is_fp16_supported():
