@@ -14,6 +14,7 @@ A "-mixed" precision gathers and reduces in half precision, from and to fp32 sha
 is divided when the whole backward pass is over. Sources: torch/distributed/fsdp/_fully_shard/.
 """
 
+import re
 from collections import defaultdict
 from dataclasses import dataclass, field
 from math import ceil, prod
@@ -49,17 +50,13 @@ def own(shape: tuple[int, ...], ranks: int, rank: int) -> tuple[int, ...]:
 
 def unit_of(name: str, recipe: Recipe) -> str:
     """Return the key of the unit of a weight (* may be a layer's number): a layer's prefix, TAIL, ROOT or a module."""
-    shape = recipe.shape
-    parts = name.split(".")
-    number = next((i for i, part in enumerate(parts) if part == "*" or part.isdigit()), None)
-    if number is not None:
-        return ".".join(parts[: number + 1])
+    if layer := re.match(r".*?\.(\d+|\*)(?=\.)", name):
+        return layer[0]
     if recipe.loop.name != "trainer":  # accelerate gives units to the embedding and to the last norm and head
         return ROOT
-    layout = shape.layout
-    module, embedding = name.rpartition(".")[0], layout.modules[0][0]
-    last = [other for other, kind in layout.modules if kind == "norm"][-1:]
-    if module == shape.head or module in last or (module == embedding and shape.tied):
+    shape, module = recipe.shape, name.rpartition(".")[0]
+    embedding, last = shape.layout.modules[0][0], [m for m, kind in shape.layout.modules if kind == "norm"][-1:]
+    if module in (shape.head, *last) or (module == embedding and shape.tied):
         return TAIL
     return embedding if module == embedding else ROOT
 

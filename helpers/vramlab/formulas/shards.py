@@ -8,6 +8,7 @@
 FSDP2 divides rows of every tensor (`fsdp`), DeepSpeed flat partitions (`deepspeed`). NCCL's buffers are not counted.
 """
 
+from collections import Counter
 from dataclasses import replace
 from functools import lru_cache
 from math import prod
@@ -72,19 +73,18 @@ def _fsdp(recipe: Recipe) -> RankBytes:
     sharding, trainer = recipe.sharding, recipe.loop.name == "trainer"
     if sharding.offload:
         return RankBytes(0, 0, 0, 0)
-    ranks, rows, units = sharding.world_size, [], {}
+    ranks, rows, units = sharding.world_size, [], Counter()  # bytes of the rank's gradients by unit, * for all layers
     for row in model_states.parameter_table(recipe):
         shape, states, shard = fsdp.own(row.shape, ranks, sharding.rank), (), fsdp.padded(row.shape, ranks) * row.width
         blocks = (rounded(-(-row.blocks[0] // ranks)), *row.blocks[1:]) if row.quantized else (rounded(shard),)
         if row.trained:
             states = model_states.state_sizes(shape, row.kind, row.width, recipe.optim, recipe.optim_args, trainer)
-            key = fsdp.unit_of(row.name, recipe)
-            layers = recipe.shape.num_layers if "*" in key else 1
-            units[key] = units.get(key, (0, 1))[0] + shard * row.count // layers, layers
+            units[fsdp.unit_of(row.name, recipe)] += shard * row.count
         rows.append(replace(row, shape=shape, blocks=blocks, states=states, size=rounded(prod(shape) * row.width)))
+    layers = {key: recipe.shape.num_layers if "*" in key else 1 for key in units}
     sizes = {
         "parameters": [size for row in rows for size in row.blocks for _ in range(row.count)],
-        "gradients": [rounded(size) for size, count in units.values() for _ in range(count)],
+        "gradients": [rounded(size // layers[key]) for key, size in units.items() for _ in range(layers[key])],
         "optimizer_states": [size for row in rows for size in row.states for _ in range(row.count)],
     }
     fragmentation = {name: pack(found) - sum(found) for name, found in sizes.items()}
