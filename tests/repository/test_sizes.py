@@ -11,7 +11,7 @@ CEILINGS = {
     "vramlab/recipe": 2590,
     "vramlab/training": 1950,
     "vramlab/tracking": 925,
-    "vramlab/formulas": 2908,
+    "vramlab/formulas": 2905,
     "vramlab/simulation": 2270,
     "vramlab/measurement": 1235,
     "vramlab/planning": 1340,
