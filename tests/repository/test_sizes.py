@@ -8,7 +8,7 @@ HELPERS = ROOT / "helpers"
 CEILINGS = {
     "vramlab/report": 701,
     "vramlab/hardware": 1161,
-    "vramlab/recipe": 2590,
+    "vramlab/recipe": 2285,
     "vramlab/training": 1950,
     "vramlab/tracking": 925,
     "vramlab/formulas": 2905,
