@@ -126,37 +126,33 @@ CUDA = {aten._flash_attention_forward.default: _flash_forward}
 
 # --- results that keep a larger storage than their elements fill ------------------------------------------------------
 
-Storages = list[tuple[torch.Tensor, int]]  # tensors and how many elements the storage of each has room for
-
 
 def keep_storage(func: torch._ops.OpOverload, args: Sequence, kwargs: Mapping, result: Any) -> None:
     """Give the fake `result` of `func` the storage that a real one keeps."""
-    if rule := LARGER.get(func):
+    if elements := LARGER.get(func):
         named = {a.name: a.default_value for a in func._schema.arguments}
         named |= dict(zip(named, args, strict=False)) | dict(kwargs)
-        for tensor, elements in rule(result, named):
-            storage, size = tensor.untyped_storage(), elements * tensor.element_size()
-            if size > storage.nbytes():
-                storage.resize_(size)
+        storage, size = result.untyped_storage(), elements(named) * result.element_size()
+        if size > storage.nbytes():
+            storage.resize_(size)
 
 
-def _loss(result: torch.Tensor, named: dict) -> Storages:
+def _losses(named: dict) -> int:
     """The elements' losses are written into the result, which is then resized to one number; `resize_` never gives memory
     back (`Loss.cpp`, also soft_margin_loss_out and binary_cross_entropy_out_cpu; `Loss.cu`)."""
-    whole = torch.broadcast_shapes(named["self"].shape, named["target"].shape).numel()
-    return [(result, whole)] if named["reduction"] else []
+    return torch.broadcast_shapes(named["self"].shape, named["target"].shape).numel() if named["reduction"] else 0
 
 
-def _begins_like_input(result: torch.Tensor, named: dict) -> Storages:
+def _input(named: dict) -> int:
     """`Im2Col.cpp`, `Col2Im.cpp` and their `.cu` files begin with `empty_like(input)`."""
-    return [(result, named["self"].numel())]
+    return named["self"].numel()
 
 
-LARGER: dict[Any, Callable[[Any, dict], Storages]] = {
-    aten.mse_loss.default: _loss,
-    aten.smooth_l1_loss.default: _loss,
-    aten.soft_margin_loss.default: _loss,
-    aten.binary_cross_entropy.default: _loss,
-    aten.im2col.default: _begins_like_input,
-    aten.col2im.default: _begins_like_input,
+LARGER: dict[Any, Callable[[dict], int]] = {  # operator to the elements that its result has room for, of its arguments
+    aten.mse_loss.default: _losses,
+    aten.smooth_l1_loss.default: _losses,
+    aten.soft_margin_loss.default: _losses,
+    aten.binary_cross_entropy.default: _losses,
+    aten.im2col.default: _input,
+    aten.col2im.default: _input,
 }
