@@ -23,12 +23,7 @@ def flash_attention(capability: tuple[int, int]) -> Iterator[None]:
     from transformers import PreTrainedModel
     from transformers import modeling_flash_attention_utils as utils
 
-    try:
-        check, imports = PreTrainedModel._flash_attn_can_dispatch, utils._lazy_imports
-        matrix = utils.FLASH_ATTENTION_COMPATIBILITY_MATRIX
-    except AttributeError:  # a release that is put together otherwise refuses by itself
-        yield
-        return
+    check, imports = PreTrainedModel._flash_attn_can_dispatch, utils._lazy_imports
 
     def can_dispatch(model, flash_attn_version, is_init_check=False):
         if flash_attn_version != 2 or not model._supports_flash_attn:
@@ -45,7 +40,7 @@ def flash_attention(capability: tuple[int, int]) -> Iterator[None]:
     loaded = dict.fromkeys(name for name in LOADED if hasattr(utils, name))
     with (
         patch.object(PreTrainedModel, "_flash_attn_can_dispatch", can_dispatch),
-        patch.dict(matrix[2], general_availability_check=lambda: True),
+        patch.dict(utils.FLASH_ATTENTION_COMPATIBILITY_MATRIX[2], general_availability_check=lambda: True),
         patch.multiple(utils, _lazy_imports=lazy_imports, **loaded),
     ):
         yield

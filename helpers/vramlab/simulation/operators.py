@@ -9,7 +9,6 @@ import torch
 from torch._decomp import decomposition_table
 from torch._prims_common import suggest_memory_format
 from torch._subclasses import fake_impls
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 aten = torch.ops.aten
 CONTIGUOUS = torch.contiguous_format
@@ -20,9 +19,7 @@ _target = ["cpu"]  # target device of the simulation that runs, or ran last, in 
 def fake_operators(target: str) -> Iterator[None]:
     """While entered, fake tensors follow the rules for `target`."""
     rules = {name: _in_mode(rule) for name, rule in {**RULES, **(CUDA if target == "cuda" else {})}.items()}
-    if _target[0] != target:  # results are cached by operator and shapes
-        FakeTensorMode.cache_clear()
-        _target[0] = target
+    _target[0] = target
     with patch.dict(fake_impls.op_implementations_dict, rules), patch.dict(decomposition_table):
         for operator in rules:
             decomposition_table.pop(operator, None)  # which would be preferred
