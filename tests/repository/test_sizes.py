@@ -12,7 +12,7 @@ CEILINGS = {
     "vramlab/training": 1950,
     "vramlab/tracking": 925,
     "vramlab/formulas": 2905,
-    "vramlab/simulation": 2247,
+    "vramlab/simulation": 2240,
     "vramlab/measurement": 1235,
     "vramlab/planning": 1340,
     "vramlab/faces": 2365,
