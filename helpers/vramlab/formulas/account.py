@@ -64,6 +64,7 @@ class Account:
             else:
                 entry.death, live = event, live - entry.allocated
             self.live.append(live)
+        self.at_peaks: dict[str, list[tuple[int, Entry]]] = {}
         self.pieces = self._pieces()  # phase to (first event, last event, what layers that are not run add there)
 
     def _forward(self) -> Tensor:
@@ -161,14 +162,15 @@ class Account:
 
     def alive(self, phase: str) -> list[tuple[int, Entry]] | None:
         """List (how many, entry) of the blocks alive at the phase's peak, with all layers; None but forward and backward."""
-        if phase not in self.moments:
-            return None
+        if phase not in self.moments or phase in self.at_peaks:
+            return self.at_peaks.get(phase)
         (event, extra), events = self.moments[phase], self.m.events
         times = {entry: 1 for entry in events[:event] if entry.death >= event}
         for n, a, b in extra:
             for i, entry in enumerate(events[a:b], a):
                 times[entry] = times.get(entry, 0) + (n if entry.birth == i else -n)
-        return sorted(((n, entry) for entry, n in times.items() if n > 0), key=lambda pair: pair[1].birth)
+        pairs = ((n, entry) for entry, n in times.items() if n > 0)
+        return self.at_peaks.setdefault(phase, sorted(pairs, key=lambda pair: pair[1].birth))
 
     def births(self) -> Iterator[tuple[int, Entry]]:
         """List (how many, entry) of all blocks of the micro-batch, with all layers."""
