@@ -124,6 +124,12 @@ def test_formulas_refuse_one_half_precision_format_under_the_other():
     assert error.field == "dtype" and "ask simulate" in str(error)
 
 
+@pytest.mark.parametrize("field", ["modules_to_save", "target_parameters"])
+def test_one_name_where_peft_takes_several(field):
+    error = refused(LoRA, **{field: "lm_head"})
+    assert error.field == f"lora.{field}" and "['lm_head']" in str(error)
+
+
 @pytest.mark.parametrize("fields", [{"use_dora": True}, {"lora_bias": True}, {"target_parameters": ("norm.weight",)}])
 def test_formulas_refuse_adapters_of_more_than_two_matrices(fields):
     recipe = Recipe(LLAMA, lora=LoRA(**fields))

@@ -39,6 +39,8 @@ class LoRA:
         for name in ("target_modules", "modules_to_save", "target_parameters"):
             if isinstance(value := getattr(self, name), list | set | frozenset):
                 object.__setattr__(self, name, tuple(value if isinstance(value, list) else sorted(value)))
+            if isinstance(value, str) and name != "target_modules":
+                raise RecipeError(f"lora.{name}", value, f"it must be a list of names, such as [{value!r}]")
         check(self, "lora.")
         for name in ("lora_alpha", "lora_dropout"):  # 8 and 8.0 are one recipe, with one key
             object.__setattr__(self, name, float(getattr(self, name)))
