@@ -6,7 +6,7 @@ from settings import ROOT
 HELPERS = ROOT / "helpers"
 # Lines of Python. They may fall, and a ceiling falls with them.
 CEILINGS = {
-    "vramlab/report": 701,
+    "vramlab/report": 700,
     "vramlab/hardware": 1161,
     "vramlab/recipe": 2285,
     "vramlab/training": 1950,

@@ -161,7 +161,6 @@ class Report:
     reserved: int | Interval | None = None  # the allocator's segments
     process: int | Interval | None = None  # NVML's figure
     rss: int | None = None  # on a CPU run, the process's peak resident set
-    host: int | None = None  # the peak of what is offloaded to RAM, not in `peak`
     loading: Bytes | None = None  # the highest moment of loading a quantized base; None: not above phase "load"
     speed: Speed | None = None
     timeline: list[Moment] = field(default_factory=list, repr=False)
@@ -215,7 +214,7 @@ class Report:
             rows.append((name + mark, *(in_unit(n, unit) for n in (*(getattr(split, c) for c in used), split.total))))
         lines = [f"{self.source} ({self.target}), {unit}: {self.title}", text_table(rows)]
         lines.append(f"peak {format_bytes(self.peak.total, unit)} in {self.peak_phase}")
-        for name in ("reserved", "process", "rss", "host"):
+        for name in ("reserved", "process", "rss"):
             if (value := getattr(self, name)) is not None:
                 own = max(unit, unit_for(int(value)), key=UNITS.get)  # a context is larger than a tiny module
                 lines.append(f"{name} {Interval.of(value).text(own)}")
