@@ -404,12 +404,6 @@ def test_what_predict_refuses_is_measured_all_the_same():
     assert too_much(Recipe({"model_type": "lfm2", **DENSE}, 1, 16)) == ""
 
 
-def test_images_need_not_be_square():
-    config = dict(model_type="vit", hidden_size=64, num_hidden_layers=2, num_attention_heads=4, intermediate_size=80)
-    report = predict(Recipe({**config, "image_size": [64, 32], "patch_size": [16, 8]}, batch_size=4))
-    assert report.peak.inputs == 4 * 3 * 64 * 32 * 4 + 512
-
-
 # --- nonsense -----------------------------------------------------------------------------------------------------
 
 NONSENSE = [-1, 0, 1, 3, 7, 64, 10**7, 2.5, "4", None, True]

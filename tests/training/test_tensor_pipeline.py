@@ -11,7 +11,6 @@ import pytest
 from quick import params
 from real_ranks import births, cases, differing, learned, when_asked
 from tiny_models import config
-from vramlab.formulas.predict import predict
 from vramlab.measurement.worker import on_rank
 from vramlab.recipe.parallel_limits import stage_layers
 from vramlab.recipe.recipe import Recipe, Sharding
@@ -197,10 +196,15 @@ def test_stages_have_every_layer_once(layers, stages):
 @pytest.mark.parametrize(
     ("model", "sharding", "rest", "words"),
     [
-        ("llama-3.1-8b", {"engine": "tensor", "world_size": 16}, {}, "8 key/value heads.*1, 2, 4, 8"),
-        ("qwen2.5-0.5b", {"engine": "tensor", "world_size": 4}, {}, "14 heads.*4 ranks.*1, 2"),
+        ("llama-3.1-8b", {"engine": "tensor", "world_size": 16}, {}, "16.*divide the 8 key/value heads"),
+        ("qwen2.5-0.5b", {"engine": "tensor", "world_size": 4}, {}, "4.*divide the 14 heads"),
         ("gpt2", {"engine": "tensor", "world_size": 2}, {}, "llama.*gpt2"),
-        ("bert-base", {"engine": "pipeline", "world_size": 2}, {}, "bert for sequence-classification.*layers cannot"),
+        (
+            "bert-base",
+            {"engine": "pipeline", "world_size": 2},
+            {},
+            "divides causal models.*bert for sequence-classification",
+        ),
         ("llama-3.1-8b", {"engine": "pipeline", "world_size": 33}, {}, "32 layers"),
         (
             "llama-3.1-8b",
@@ -222,44 +226,6 @@ def test_stages_have_every_layer_once(layers, stages):
 def test_what_does_not_divide_is_refused_with_its_numbers(model, sharding, rest, words):
     with pytest.raises(RecipeError, match=words):
         Recipe(model, sharding=Sharding(stage=0, **sharding), **rest)
-
-
-MIDDLE = {"engine": "pipeline", "world_size": 4, "rank": 1}
-PREDICTED = {
-    "slices": ("llama-3.1-8b", {"num_layers": 2}, {"engine": "tensor", "world_size": 4}),
-    "slices, tied, fp32": (
-        "qwen2.5-0.5b",
-        {"num_layers": 2, "precision": "fp32"},
-        {"engine": "tensor", "world_size": 2},
-    ),
-    "slices, embedding whole": ("polyglot-ko-1.3b", {"num_layers": 3}, {"engine": "tensor", "world_size": 8}),
-    "1F1B, first": ("llama-3.1-8b", {}, {**MIDDLE, "rank": 0, "micro_batches": 8}),
-    "1F1B, middle": ("llama-3.1-8b", {}, {**MIDDLE, "micro_batches": 8}),
-    "1F1B, last": ("llama-3.1-8b", {}, {**MIDDLE, "rank": 3, "micro_batches": 8}),
-    "GPipe, autocast": (
-        "polyglot-ko-1.3b",
-        {"precision": "bf16-mixed"},
-        {**MIDDLE, "micro_batches": 4, "schedule": "gpipe"},
-    ),
-    "GPipe, tied, last": ("qwen2.5-0.5b", {}, {**MIDDLE, "rank": 3, "micro_batches": 8, "schedule": "gpipe"}),
-}
-
-
-@pytest.mark.parametrize(
-    "name", params(PREDICTED, ["slices, tied, fp32", "1F1B, middle", "1F1B, last", "GPipe, tied, last"])
-)
-def test_formulas_say_what_a_rank_holds(name):
-    """Parameters, gradients and states to the byte; every phase's peak within 1.5 %."""
-    model, rest, sharding = PREDICTED[name]
-    given = {"batch_size": 8, "seq_len": 256, "num_layers": 5, "precision": "bf16-true", **rest}
-    recipe = Recipe(model, sharding=Sharding(stage=0, **sharding), **given)
-    predicted, simulated = predict(recipe), simulate(recipe)
-    for category in ("parameters", "optimizer_states", "inputs"):
-        ends = [getattr(report.phases["between_steps"].end, category) for report in (predicted, simulated)]
-        assert ends[0] == ends[1] > 0
-    assert predicted.phases["step"].peak.gradients == simulated.phases["step"].peak.gradients > 0
-    for phase, found in simulated.phases.items():
-        assert predicted.phases[phase].peak.total == pytest.approx(found.peak.total, rel=0.015), phase
 
 
 def test_tables_cover_the_families():

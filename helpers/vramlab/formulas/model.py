@@ -126,7 +126,7 @@ class Model(Layer):
 
         for i in range(written):
             inner = self.where = f"{name}.{start + i}"
-            section = SimpleNamespace(more=count - written, begin=len(self.events))
+            section = SimpleNamespace(more=count - written, begin=len(self.events), top=0, bottom=0)  # no backward yet
             self.nodes.append(lambda section=section: setattr(section, "bottom", len(self.events)))
             self.enter(inner, x.needs)
             x = self.checkpoint(partial(run, name=inner), x) if self.checkpoints else run(x, inner)

@@ -180,14 +180,14 @@ def _size(name: str, config: Mapping, size: str, family: Family) -> int | None:
     """Return one size of `config`, None when it may be absent and is."""
     keys = family.keys.get(size, SIZES[size]) or [""]
     key = next((key for key in keys if config.get(key) is not None), keys[0])
-    value = config.get(key)
+    value, otherwise = config.get(key), "" if family.layout else f"; or {BUILT}"
     if value is None and size in family.required:
-        raise RecipeError(f"model.{key}", None, f"the configuration of {name} must say it")
+        raise RecipeError(f"model.{key}", None, f"the configuration of {name} must say it{otherwise}")
     if value is None or (size == "sliding_window" and not value):
         return None if key in config else family.defaults.get(size)
     most = MOST.get(size, MOST_SIZE)
     if not isinstance(value, int) or not 1 <= _number(value) <= most:
-        raise RecipeError(f"model.{key}", value, f"it must be a whole number from 1 to {most:,}")
+        raise RecipeError(f"model.{key}", value, f"it must be a whole number from 1 to {most:,}{otherwise}")
     return value
 
 

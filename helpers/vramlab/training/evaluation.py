@@ -68,7 +68,7 @@ def _trainer(training: Training, evaluation: Evaluation) -> Iterator[Any]:
 
     asked = {f.name: getattr(evaluation, f.name) for f in dataclasses.fields(evaluation)}
     others = ("samples", "compute_metrics", "preprocess_logits_for_metrics")
-    samples, _, preprocess, _ = map(asked.pop, others)
+    samples, _, preprocess = map(asked.pop, others)
     with contextlib.ExitStack() as stack:
         for state in (PartialState, AcceleratorState, GradientState):
             stack.enter_context(patch.dict(state._shared_state, clear=True))
