@@ -4,20 +4,26 @@ import atexit
 import contextlib
 import os
 import sys
+from typing import NoReturn
 
 
 def main() -> None:
-    """Load and run the command line, then end the process at once: taking torch's modules apart takes a second or two."""
+    """Load and run the command line."""
     status = 0
     try:
         from .faces.cli import app
 
         app(prog_name="vramlab")
-    except SystemExit as end:
-        status = int(end.code or 0)
+    except SystemExit as exiting:
+        status = int(exiting.code or 0)
     except KeyboardInterrupt:
         print("Stopped.", file=sys.stderr)
         status = 130
+    end(status)
+
+
+def end(status: int) -> NoReturn:
+    """End the process without taking torch's modules apart, which takes a second or two."""
     atexit._run_exitfuncs()
     with contextlib.suppress(BrokenPipeError):
         sys.stdout.flush()

@@ -4,8 +4,6 @@ As a script, re-runs notebooks in place (`make notebooks`): a notebook that fail
 """
 
 import argparse
-import atexit
-import os
 import re
 import sys
 import tempfile
@@ -25,6 +23,7 @@ from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionError, CellTimeoutError, DeadKernelError
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from vramlab.__main__ import end
 from vramlab.hardware.nvml import nvml_snapshot
 
 CELL_TIMEOUT = 1800  # seconds; a GPU chapter may train for minutes in one cell
@@ -173,8 +172,7 @@ def exit_with(program: Callable[[], int]) -> None:
         sys.exit(program())
     except KeyboardInterrupt:
         print("\nStopped.", file=sys.stderr)
-        atexit._run_exitfuncs()
-        os._exit(130)  # nbclient ends the kernel twice under load, and asyncio would print that the second time failed
+        end(130)  # nbclient ends the kernel twice under load, and asyncio would print that the second time failed
 
 
 if __name__ == "__main__":
