@@ -4,6 +4,8 @@ import dataclasses
 import itertools
 import json
 import math
+import os
+import subprocess
 import sys
 
 import pytest
@@ -133,11 +135,28 @@ def test_an_answer_is_simulated_and_gives_way_where_it_does_not_fit(monkeypatch)
     from vramlab.planning.search import Candidate
 
     def too_much(candidate):
-        candidate.tried = True
-        candidate.simulated = dataclasses.replace(candidate.report, allocated=8 * GiB)
+        return dataclasses.replace(candidate.report, allocated=8 * GiB)
 
-    monkeypatch.setattr(Candidate, "simulate", too_much)
+    monkeypatch.setattr(Candidate, "simulation", too_much)
     assert not plan("gpt2", "T4", **asked).choices
+
+
+SIDE_BY_SIDE = """
+import multiprocessing, sys
+from vramlab import plan
+real = multiprocessing.get_context
+multiprocessing.get_context = lambda name: print(name, file=sys.stderr) or real(name)
+print(plan("gpt2", "T4", seq_len=64, num_layers=2, offload=False, global_batch=2).to_json())
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux" or os.cpu_count() == 1, reason="nothing runs beside it")
+def test_answers_simulated_side_by_side_are_the_same():
+    done = subprocess.run([sys.executable, "-c", SIDE_BY_SIDE], capture_output=True, text=True, check=True)
+    alone = plan("gpt2", "T4", seq_len=64, num_layers=2, offload=False, global_batch=2)
+    assert done.stderr == "fork\n"
+    assert json.loads(done.stdout) == json.loads(alone.to_json())
+    assert {choice.report.source for choice in alone.choices} == {"simulated"}
 
 
 def test_what_is_faster_is_explained_in_bytes():

@@ -14,7 +14,7 @@ CEILINGS = {
     "vramlab/formulas": 2905,
     "vramlab/simulation": 2240,
     "vramlab/measurement": 1235,
-    "vramlab/planning": 1340,
+    "vramlab/planning": 1370,
     "vramlab/faces": 2365,
     "vramlab_course/claims": 1200,
     "vramlab_course": 6000,

@@ -152,8 +152,7 @@ def plan(model: object, gpu: str | Gpu | None = None, gpus: int = 1, *, confirm:
     question = Question(model, gpu, gpus, **asked)
     search = Search(question)
     choices, better = [], []
-    for method in question.methods:
-        found, tier = search.answer(method, confirm)
+    for method, (found, tier) in search.answers(confirm).items():
         choices += [_with_epoch(found.choice(), question)] if found else []
         more = search.better(method, tier, found)
         better += [more.choice(tier)] if more else []

@@ -6,14 +6,22 @@ activations alone are too large is dropped without a prediction.
 
 import contextlib
 import math
+import multiprocessing
+import os
+import signal
+import sys
+import threading
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 
 from ..formulas.predict import predict
 from ..hardware import reserved
+from ..recipe.from_transformers import build
 from ..recipe.knobs import unchecked
 from ..recipe.recipe import Recipe
+from ..report.collector import no_collection
 from ..report.errors import RecipeError, VramLabError
 from ..report.report import TIERS, GiB, Interval, Report
 from .question import ENGINES, METHODS, OPTIMS, Question
@@ -114,15 +122,16 @@ class Candidate:
     def fits(self, tier: str) -> bool:
         return self.bound(tier) <= self.question.usable and self.over(tier) <= 0
 
-    def simulate(self) -> None:
-        """Simulate the recipe: two micro-batches stand for any more. What has no simulation here stays predicted."""
-        self.tried, recipe = True, self.recipe
+    def simulation(self) -> Report | None:
+        """The simulation, in which two micro-batches stand for any more; None for what has none here."""
+        recipe = self.recipe
         with contextlib.suppress(VramLabError, ImportError):
             from ..simulation.simulate import may_be_deepened, simulate
 
             if may_be_deepened(recipe, "cuda") or recipe.shape.num_layers <= DEEPEST:
                 steps = min(2, recipe.gradient_accumulation_steps)
-                self.simulated = simulate(recipe.replace(gradient_accumulation_steps=steps), gpu=self.question.gpu)
+                return simulate(recipe.replace(gradient_accumulation_steps=steps), gpu=self.question.gpu)
+        return None
 
     def choice(self, tier: str | None = None) -> Choice:
         """It as an answer; `tier`: the one in which bytes are missing, if any are."""
@@ -148,15 +157,23 @@ class Search:
         """How many candidates have been predicted so far."""
         return sum("report" in vars(candidate) for candidate in self.candidates)
 
-    def answer(self, method: str, confirm: bool = False) -> tuple[Candidate | None, str]:
-        """The fastest recipe that fits and the tier it does in: of the first of `WAYS` asked for that has one. With
-        `confirm` it is simulated, and must fit then too."""
+    def answers(self, confirmed: bool) -> dict[str, tuple[Candidate | None, str]]:
+        """By method its answer; if `confirmed` each is simulated, and must fit then too."""
+        found = {method: self.answer(method) for method in self.question.methods}
+        candidates = [candidate for candidate, _ in found.values() if candidate]
+        if not (confirmed and candidates):
+            return found
+        confirm(candidates)
+        return {method: self.answer(method, confirmed) for method in found}
+
+    def answer(self, method: str, confirmed: bool = False) -> tuple[Candidate | None, str]:
+        """The fastest recipe that fits and the tier it does in: of the first of `WAYS` asked for that has one."""
         for offload, tier in WAYS:
             if tier in self.question.tiers:
                 while found := next((c for c in self._ordered(method, offload) if c.fits(tier)), None):
-                    if found.tried or not confirm:
+                    if found.tried or not confirmed:
                         return found, tier
-                    found.simulate()
+                    confirm([found])
         return None, self.question.tiers[-1]
 
     def better(self, method: str, tier: str, answer: Candidate | None) -> Candidate | None:
@@ -182,6 +199,24 @@ class Search:
         ends = [c for c in self.ends if least_bytes(c.recipe) <= usable]
         ends.sort(key=lambda c: (_offloads(c.recipe), c.bound(tier)))
         return next((candidate.recipe for candidate in ends if candidate.fits(tier)), None)
+
+
+@no_collection(before=False)
+def confirm(candidates: list[Candidate]) -> None:
+    """Simulate the candidates: several at once, in processes of their own, where this one may be forked."""
+    forks = sys.platform == "linux" and "torch" not in sys.modules and threading.active_count() == 1
+    workers = min(len(candidates), os.cpu_count() or 1)
+    reports: Iterable[Report | None] = [None] * len(candidates)
+    with contextlib.suppress(VramLabError, ImportError):
+        build(candidates[0].recipe.shape)  # loads the libraries once for all
+        if forks and workers > 1:  # had torch been used, a forked process could wait for its threads
+            fork, quiet = multiprocessing.get_context("fork"), (signal.SIGINT, signal.SIG_IGN)
+            with fork.Pool(workers, signal.signal, quiet) as pool:
+                reports = pool.map(Candidate.simulation, candidates, chunksize=1)
+        else:
+            reports = map(Candidate.simulation, candidates)
+    for candidate, report in zip(candidates, reports, strict=True):
+        candidate.simulated, candidate.tried = report, True
 
 
 def _offloads(recipe: Recipe) -> bool:
