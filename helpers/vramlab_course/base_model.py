@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 
 CONTEXT = 256  # tokens that the model was trained on at a time
 DTYPES = ("float32", "float16", "bfloat16")
-QUANT_TYPES = ("nf4", "fp4")
 
 
 def base_model_path(*parts: str) -> Path:
@@ -70,8 +69,6 @@ def load_base_model(
     if isinstance(quantization, str):
         quantization = Quantization(quantization)
     if quantization is not None:
-        if quantization.quant_type not in QUANT_TYPES:
-            raise RecipeError("quantization", quantization.quant_type, "the base model loads in 'nf4' or 'fp4'")
         options["quantization_config"] = BitsAndBytesConfig(
             load_in_4bit=True,
             bnb_4bit_quant_type=quantization.quant_type,

@@ -85,8 +85,6 @@ WORDS = [
     ("--lora-r 8 --quantization fp4 --double-quant",
      {"lora": LoRA(), "quantization": Quantization("fp4", double=True)}),
     ("--lora-r 8 --double-quant", {"lora": LoRA(), "quantization": Quantization("nf4", double=True)}),
-    ("--lora-r 8 --quantization int8 --precision bf16-true",
-     {"lora": LoRA(), "quantization": Quantization("int8"), "precision": "bf16-true"}),
     ("--trainer sft --lora-r 8 --quantization nf4 --precision bf16-mixed",  # TRL does not prepare the base
      {"lora": LoRA(), "quantization": Quantization("nf4", prepare=False), "precision": "bf16-mixed", "trainer": "sft"}),
     ("--stage 2 --world-size 4", {"sharding": Sharding(2, 4)}),
@@ -216,7 +214,7 @@ WRONG = [
     ("gpt2", "--lora-r 0", "lora.r"),
     ("gpt2", "--lora-target nothing", "nothing"),
     ("gpt2", "--quantization nf4", "lora=LoRA"),
-    ("gpt2", "--quantization int8 --double-quant --lora-r 8", "double"),
+    ("gpt2", "--quantization int8 --lora-r 8", "'nf4', 'fp4'"),
     ("gpt2", "--stage 4", "sharding.stage"),
     ("gpt2", "--stage 1 --engine fsdp", "has stage 2 or 3"),
     ("gpt2", "--world-size 2 --engine horovod", "'ddp'"),

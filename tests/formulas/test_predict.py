@@ -151,12 +151,6 @@ def test_activations_that_are_not_written_down_are_refused(name):
         predict(with_activation(name, "fp32"))
 
 
-def test_a_base_in_8_bits_is_refused():
-    recipe = LLAMA.replace(lora=LoRA(), quantization=Quantization("int8"))
-    with pytest.raises(RecipeError, match=r"quant_type.*'nf4' and 'fp4': ask simulate"):
-        predict(recipe)
-
-
 def test_flash_attention_needs_ampere():
     recipe = Recipe("gpt2", precision="fp16-true", attn_implementation="flash_attention_2")
     for gpu in ("T4", "V100"):

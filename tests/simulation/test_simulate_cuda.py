@@ -11,7 +11,7 @@ from torch._subclasses import fake_impls
 from torch.nn import functional as F
 from vramlab.hardware.gpu import find_gpu
 from vramlab.hardware.overhead import UNIT, torch_release
-from vramlab.recipe.recipe import Loop, LoRA, Quantization, Recipe
+from vramlab.recipe.recipe import Loop, Recipe
 from vramlab.report.errors import RecipeError
 from vramlab.report.report import MiB
 from vramlab.simulation.cuda import attention_kernel, cuda_kernels
@@ -384,13 +384,6 @@ def test_scratch_shows_as_workspace_only_while_the_kernel_runs():
 
 def cublas() -> int:
     return 4096 * 1024 * 2 + 16 * 1024 * 8
-
-
-def test_eight_bit_layers_multiply_in_int8():
-    recipe = {"precision": "fp16-true", "lora": LoRA(r=4), "quantization": Quantization("int8")}
-    assert births(ran("llama", **recipe), "int8_scaled_mm")
-    on_cpu = trace(tiny("llama", **recipe), "cpu", full=True)
-    assert not births(on_cpu, "int8_scaled_mm")
 
 
 # --- nothing stays behind ---------------------------------------------------------------------------------------------

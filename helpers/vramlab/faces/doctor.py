@@ -196,7 +196,7 @@ def bitsandbytes() -> Iterator[Check]:
     """Look at its native library; not where torch is not loaded, because its import takes seconds."""
     if "torch" not in sys.modules:
         return
-    name, without = "bitsandbytes library", "without it no 4-bit, no int8 and no 8-bit optimizers"
+    name, without = "bitsandbytes library", "without it no 4-bit bases and no 8-bit optimizers"
     try:
         with contextlib.redirect_stderr(io.StringIO()):  # it complains about what is reported here
             from bitsandbytes import cextension

@@ -62,7 +62,7 @@ class ParameterRow:
     count: int
     width: int  # bytes a number; of a quantized tensor, of its scales
     trained: bool
-    quantized: str | None  # "nf4", "fp4" or "int8"
+    quantized: str | None  # "nf4" or "fp4"
     decayed: bool  # in the Trainer's parameter group with weight decay (`Trainer.get_decay_parameter_names`)
     blocks: tuple[int, ...]  # bytes of each block that one tensor is stored in
     states: tuple[int, ...]  # bytes of each block of one tensor's optimizer states; () where it is frozen
@@ -79,13 +79,10 @@ def stored_sizes(shape: tuple[int, ...], width: int, quantized: str | None, doub
 
     4 bits (Dettmers et al. 2023, section 3): half a byte a number, an fp32 scale for 64 of them, or 8 bits and an fp32 scale
     for 256 of those (`double`: 4.5 and 4.127 bits a number), the format's 16 values, and for double 256 codes and an offset.
-    8 bits: one byte, and an fp32 scale for each row (Dettmers et al. 2022, section 2.2).
     """
     n = prod(shape)
     if quantized is None:
         return (rounded(n * width),)
-    if quantized == "int8":
-        return rounded(n), rounded(FP32 * shape[0])
     blocks = ceil(n / BLOCK)
     scales = [blocks, FP32 * ceil(blocks / NESTED_BLOCK), 256 * FP32, FP32] if double else [FP32 * blocks]
     return tuple(rounded(size) for size in (ceil(n / 2), *scales, 16 * FP32))

@@ -77,7 +77,7 @@ def predict(recipe: Recipe | Any, gpu: str | Gpu | None = None) -> Report:
 
 def _refusals(recipe: Recipe) -> Refusals:
     """What the formulas do not know."""
-    shape, lora, sharding, quantization = recipe.shape, recipe.lora, recipe.sharding, recipe.quantization
+    shape, lora, sharding, _quantization = recipe.shape, recipe.lora, recipe.sharding, recipe.quantization
     allowed = "the formulas know of ddp, fsdp and deepspeed the ways that plan tries: ask simulate"
     yield "sharding", sharding and not shards.is_known(sharding), allowed
     allowed = "the formulas multiply one layer, so every layer has to get the same adapters: ask simulate"
@@ -97,8 +97,6 @@ def _refusals(recipe: Recipe) -> Refusals:
     yield "lora.modules_to_save", lora and lora.modules_to_save and unplaced, allowed
     allowed = "the formulas do not know T5's masks for padding: ask simulate"
     yield "lengths", recipe.is_ragged and shape.num_decoder_layers, allowed
-    int8 = quantization and quantization.quant_type == "int8"
-    yield "quantization.quant_type", int8, "the formulas know 'nf4' and 'fp4': ask simulate"
     halves = {recipe.weights_dtype, recipe.implied_dtype, HALF.get(recipe.precision.partition("-")[0])}
     allowed = "the formulas know sizes, not which of two half-precision formats is cast to the other: ask simulate"
     yield "dtype", recipe.dtype and halves >= {*HALF.values()}, allowed

@@ -14,7 +14,7 @@ FUSED = ("sft", "dpo", "kto")  # whose head makes no logits
 PACKING = ("bfd", "bfd_split", "wrapped")
 HALF = {"fp16": "float16", "bf16": "bfloat16"}  # of a precision's name before "-true" or "-mixed"
 DTYPES = ("float32", "float16", "bfloat16")
-QUANT_TYPES = ("nf4", "fp4", "int8")
+QUANT_TYPES = ("nf4", "fp4")
 STAGES = {"ddp": (0, 1), "fsdp": (2, 3), "deepspeed": (0, 1, 2, 3), "tensor": (0,), "pipeline": (0,)}
 
 
@@ -62,8 +62,6 @@ class Quantization:
 
     def __post_init__(self):
         check(self, "quantization.")
-        if self.quant_type == "int8" and self.double:
-            raise RecipeError("quantization.double", True, "double quantization exists for 'nf4' and 'fp4' only")
 
     def words(self) -> str:
         return self.quant_type + (" double" if self.double else "")

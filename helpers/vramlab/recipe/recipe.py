@@ -123,8 +123,6 @@ class Recipe:
         lora, quantization, trainer = self.lora, self.quantization, self.trainer
         yield "quantization", quantization and not lora, "quantized weights cannot be trained: add lora=LoRA(...)"
         yield "lora.use_dora", quantization and lora.use_dora, "it is modelled for weights that are not quantized only"
-        int8 = quantization and self.precision.endswith("-mixed") and quantization.quant_type == "int8"
-        yield "precision", int8, "int8 bases are trained with a '-true' precision or 'fp32'"
         compute = (quantization and quantization.compute_dtype) or self.precision
         flash = self.attn_implementation == "flash_attention_2" and compute in ("fp32", "tf32", "float32")
         yield "precision", flash, "flash_attention_2 computes in fp16 and bf16 only"

@@ -128,7 +128,7 @@ def list_buffers(s: ShapeData) -> tuple[tuple[str, tuple[int, ...], str], ...]:
 
 
 def unquantized(recipe: Any) -> list[str]:
-    """Return notes on matrices that a 4- or 8-bit base keeps in 16 or 32 bits, and on sharding it; [] where none are due.
+    """Return notes on matrices that a 4-bit base keeps in 16 or 32 bits, and on sharding it; [] where none are due.
 
     `transformers.integrations.bitsandbytes.replace_with_bnb_linear` takes modules whose type is `nn.Linear` or `Conv1D`.
     """
@@ -137,7 +137,7 @@ def unquantized(recipe: Any) -> list[str]:
     shape, own = recipe.shape, bool(recipe.shape.layout) and not recipe.shape.layout.quantizable
     left = [w for w in shape.weights() if w.kind == "expert" or (own and w.kind == "linear" and w.layer is not None)]
     notes = []
-    if recipe.sharding and recipe.sharding.engine == "fsdp" and recipe.quantization.quant_type != "int8":
+    if recipe.sharding and recipe.sharding.engine == "fsdp":
         # accelerate 1.15, utils/fsdp_utils.py: fsdp2_prepare_model
         stored = "if bnb_4bit_quant_storage is a floating dtype, as here, not uint8"
         notes = [f"accelerate's FSDP shards 4-bit weights {stored}"]

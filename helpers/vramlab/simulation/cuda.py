@@ -8,7 +8,6 @@ dispatcher finds here what would be different on a GPU:
 - softmax of fp16 with an fp32 result converts on the way (`SoftMax.cpp`, half_to_float); CPU makes an fp32 copy first;
 - `rms_norm` is one kernel that keeps its input and one number a row (`_fused_rms_norm`), CPU's is made of pieces;
 - autocast has CUDA's lists of operators (`cuda_autocast.py`);
-- 8-bit layers multiply in int8 (bitsandbytes, MatMul8bitLt), on CPU in floating point;
 - tensors made without a device, or on "cpu" by name, are the host's (optimizers' step counters);
 - kernels allocate scratch memory while they run (`cuda_scratch.py`), and cuBLAS keeps a workspace per handle;
 - results of other sizes are in `operators.py`, and the tracker rounds as the caching allocator does.
@@ -16,7 +15,6 @@ dispatcher finds here what would be different on a GPU:
 
 import contextlib
 import math
-import sys
 import warnings
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -108,7 +106,7 @@ def cuda_kernels(compute_capability: tuple[int, int] = (8, 0)) -> Iterator[CudaK
         # without a device it is asked for CUDA (PEFT's 4-bit layers, Liger)
         enabled = torch.is_autocast_enabled
         asked = patch.object(torch, "is_autocast_enabled", lambda device="cpu": enabled(device))
-        with _eight_bit_products(), asked, mode:
+        with asked, mode:
             yield mode
     finally:
         library._destroy()
@@ -181,17 +179,3 @@ def _rms_norm(input, normalized_shape, weight=None, eps=None):
         rows = upcast.pow(2).mean(tuple(range(-len(normalized_shape), 0)), keepdim=True)
         return (upcast * torch.rsqrt(rows + (eps or 1e-6))).to(input.dtype) * weight
     return FusedRMSNorm.apply(input, normalized_shape, weight)
-
-
-def _eight_bit_products() -> contextlib.AbstractContextManager:
-    """Let bitsandbytes multiply in int8, as on GPUs. Without outlying columns: those depend on values."""
-    if not sys.modules.get("bitsandbytes"):
-        return contextlib.nullcontext()
-    import bitsandbytes
-    from bitsandbytes.autograd import _functions
-
-    def matmul(A, B, out=None, state=None, threshold=0.0, bias=None):
-        state.threshold = 0.0
-        return _functions.MatMul8bitLt.apply(A, B, out, bias, state)
-
-    return patch.object(bitsandbytes, "matmul", matmul)

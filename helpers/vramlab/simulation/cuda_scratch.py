@@ -104,7 +104,5 @@ BLOCKS: dict[str, Callable[[Sequence, Chip], list[int]]] = {
     # gradient times result, as large as the scores where attention is written out (`SoftMax.cu`)
     "_softmax_backward_data": lambda args, chip: [args[0].numel() * args[0].element_size()],
     "embedding_dense_backward": _embedding_backward,
-    # int8 products are int32 before they are scaled (bitsandbytes, int8_linear_matmul)
-    "int8_scaled_mm": lambda args, chip: [4 * args[0].numel() // args[0].shape[-1] * args[1].shape[0]],
     **dict.fromkeys(("gemm_4bit", "bitsandbytes::gemm_4bit"), _dequantized),
 }

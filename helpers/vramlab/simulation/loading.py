@@ -141,8 +141,6 @@ def _quantizing(loader: Any, target: str) -> Iterator[None]:
             old = model.get_parameter_or_buffer(name)
             if issubclass(model.get_submodule(name.rpartition(".")[0]).source_cls, Conv1D):
                 value = value.T
-            if type(old).__name__ == "Int8Params":  # by way of the host
-                value = value.to(torch.float16, copy=target == "cuda")
             found[name] = models.quantized_parameter(old, value.contiguous())
         return found
 
@@ -154,7 +152,6 @@ def _quantizing(loader: Any, target: str) -> Iterator[None]:
     with (
         patch.object(torch, "equal", equal),
         patch.object(bnb.Bnb4bitQuantize, "convert", convert),
-        patch.object(bnb.Bnb8bitQuantize, "convert", convert),
         patch.object(loader, "tqdm", lambda items, **_: items),
     ):
         yield

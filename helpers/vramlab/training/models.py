@@ -98,11 +98,9 @@ def quantize_layers(model: torch.nn.Module, recipe: Recipe) -> None:
     from transformers.quantizers.base import get_keys_to_not_convert
 
     quantization, dtype = recipe.quantization, weight_dtype(recipe)
-    four_bit = quantization.quant_type != "int8"
     config = BitsAndBytesConfig(
-        load_in_4bit=four_bit,
-        load_in_8bit=not four_bit,
-        bnb_4bit_quant_type=quantization.quant_type if four_bit else "nf4",
+        load_in_4bit=True,
+        bnb_4bit_quant_type=quantization.quant_type,
         bnb_4bit_use_double_quant=quantization.double,
         bnb_4bit_compute_dtype=recipe.implied_dtype,
     )
@@ -114,8 +112,8 @@ def quantize_layers(model: torch.nn.Module, recipe: Recipe) -> None:
         replace_with_bnb_linear(model, modules_to_not_convert=keep, quantization_config=config)
     for parameter in model.parameters():
         parameter.requires_grad_(False)
-    model.is_loaded_in_4bit, model.is_loaded_in_8bit = four_bit, not four_bit
-    model.quantization_method, model.is_quantized = "bitsandbytes", True
+    model.is_loaded_in_4bit = model.is_quantized = True
+    model.quantization_method = "bitsandbytes"
     model.config.quantization_config = config
 
 
@@ -148,7 +146,7 @@ def _adapters(model: torch.nn.Module, recipe: Recipe) -> torch.nn.Module:
 
 
 def materialise(model: torch.nn.Module, device: torch.device) -> None:
-    """Give every meta parameter and buffer of `model` a storage on `device`; tied ones stay tied, 4- and 8-bit are packed."""
+    """Give every meta parameter and buffer of `model` a storage on `device`; tied ones stay tied, 4-bit ones are packed."""
     done: dict[int, torch.Tensor] = {}
     for module in model.modules():
         for held in (module._parameters, module._buffers):
@@ -171,7 +169,7 @@ def _made(name: str, old: torch.Tensor, device: torch.device) -> torch.Tensor:
     data = torch.empty(old.shape, dtype=old.dtype, device=device)  # fake modes of torch 2.11 take no subclass's .data
     if not makes_fakes() and data.is_floating_point():
         data.normal_(0, 0.02) if data.dim() > 1 else data.fill_(0.0 if "bias" in name else 1.0)
-    if type(old).__name__ in ("Params4bit", "Int8Params"):
+    if type(old).__name__ == "Params4bit":
         return quantized_parameter(old, data)
     return torch.nn.Parameter(data, requires_grad=old.requires_grad)
 
@@ -180,21 +178,13 @@ def quantized_parameter(old: torch.nn.Parameter, data: torch.Tensor) -> torch.nn
     """`data` quantized by bitsandbytes; a fake one in a plain parameter with the same storages and attributes."""
     import bitsandbytes as bnb
 
-    fake = makes_fakes()
-    if type(old).__name__ == "Params4bit":
-        options = {k: getattr(old, k) for k in ("compress_statistics", "quant_type", "quant_storage")}
-        if not fake:
-            return bnb.nn.Params4bit(data, requires_grad=False, **options)._quantize(data.device)
-        make_code_table()
-        packed, state = bnb.functional.quantize_4bit(data, blocksize=old.blocksize, **options)
-        new = torch.nn.Parameter(packed, requires_grad=False)
-        new.quant_state, new.bnb_quantized, new.module = state, True, None
-        return new
-    if not fake:  # one byte a weight and one fp32 scale a row (Dettmers et al. 2022, section 2)
-        return bnb.nn.Int8Params(data, requires_grad=False, has_fp16_weights=False)._quantize(data.device)
-    codes, scales, _ = bnb.functional.int8_vectorwise_quant(data.to(torch.float16))
-    new = torch.nn.Parameter(codes, requires_grad=False)
-    new.CB, new.SCB, new.has_fp16_weights = new.data, scales, False
+    options = {k: getattr(old, k) for k in ("compress_statistics", "quant_type", "quant_storage")}
+    if not makes_fakes():
+        return bnb.nn.Params4bit(data, requires_grad=False, **options)._quantize(data.device)
+    make_code_table()
+    packed, state = bnb.functional.quantize_4bit(data, blocksize=old.blocksize, **options)
+    new = torch.nn.Parameter(packed, requires_grad=False)
+    new.quant_state, new.bnb_quantized, new.module = state, True, None
     return new
 
 

@@ -120,10 +120,8 @@ def _arguments(recipe) -> str:
     if recipe.lora:
         text += "\n\n" + _call("LoraConfig", said(recipe.lora, ("r",)))
     if recipe.quantization:
-        four = recipe.quantization.quant_type != "int8"
-        bits = ["load_in_4bit=True" if four else "load_in_8bit=True"]
-        bits += said(recipe.quantization, ("quant_type", "double")) if four else ()
-        text += "\n\n" + _call("BitsAndBytesConfig", bits)
+        bits = said(recipe.quantization, ("quant_type", "double"))
+        text += "\n\n" + _call("BitsAndBytesConfig", ["load_in_4bit=True", *bits])
     return text
 
 
