@@ -107,10 +107,7 @@ def _tensors(s: ShapeData, sizes: dict[str, int], name: str, kind: str, letters:
 @lru_cache(maxsize=512)
 def list_buffers(s: ShapeData) -> tuple[tuple[str, tuple[int, ...], str], ...]:
     """Return every buffer of `s`: name, shape and dtype, whether or not it is saved with the weights."""
-    rope = s.config.get("rope_parameters") or s.config.get("rope_scaling") or {}
-    each = [table for table in rope.values() if isinstance(table, dict)] or [rope]  # one for each kind of layer
-    kinds = {table.get("rope_type", table.get("type", "default")) for table in each}
-    if s.layout is None or not kinds <= {"default", "linear", "dynamic", "llama3", "yarn"}:
+    if s.layout is None:
         return read_off(s)[1]
     rows = [(name, (1, s.max_positions), "int64") for name in s.layout.buffers]
     if s.layout.scaled_embedding is True:
