@@ -162,6 +162,12 @@ def test_a_script_is_read_without_running_it(tmp_path):
     assert f"predicted: {recipe}" in found.output
     assert "only running finetune.py would tell: TrainingArguments(optim=…)\n" in found.output
     assert "batch 8 · 16 tokens" in run("gpt2", str(path), "--batch-size", "8", "--seq-len", "16").output
+    for said, other, field in (
+        ("r=32", "init_lora_weights='pissa'", "init_lora_weights"),
+        ("4bit", "8bit", "load_in_8bit"),
+    ):
+        path.write_text(SCRIPT.replace(said, other, 1))
+        assert field in run(str(path)).output and "no recipe models" in run(str(path)).output
     path.write_text("print(1")
     assert "must be a Python file" in run(str(path)).output
     path.write_text("print(1)")

@@ -6,7 +6,7 @@ import operator
 from pathlib import Path
 from typing import Any
 
-from ..recipe.arguments import CLASSIFIED, CONFIGS
+from ..recipe.arguments import CLASSIFIED, CONFIGS, check_table
 from ..recipe.knobs import knobs
 from ..recipe.options import LoRA
 from ..report.errors import RecipeError
@@ -89,7 +89,9 @@ def read_script(path: Path) -> tuple[str | None, dict[str, Any], dict[str, Any],
         raise RecipeError("script", str(path), f"none of {', '.join(ARGUMENTS)} is called in it")
     trainer = ARGUMENTS[kind]
     arguments, loaded = script.said(kind), script.said("from_pretrained")
-    adapters = script.said("LoRA") or {n: v for n, v in script.said("LoraConfig").items() if n in knobs(LoRA)}
+    config = script.said("LoraConfig")
+    check_table(config, CLASSIFIED["refused_in"]["LoraConfig"])
+    adapters = script.said("LoRA") or {name: value for name, value in config.items() if name in knobs(LoRA)}
     fields = {"lora": adapters or None, "quantization": _quantization(script)}
     fields |= {"sharding": script.said("Sharding") or None, "trainer": None if trainer == "transformers" else trainer}
     fields["dtype"] = next((loaded[name] for name in DTYPES if loaded.get(name, "auto") != "auto"), None)
@@ -116,8 +118,7 @@ def _quantization(script: _Script) -> dict[str, Any] | None:
     if own := script.said("Quantization"):
         return own
     said = script.said("BitsAndBytesConfig")
-    if said.get("load_in_8bit"):
-        return {"quant_type": "int8"}
+    check_table(said, CLASSIFIED["refused_in"]["BitsAndBytesConfig"])
     if not said.get("load_in_4bit"):
         return None
     compute = said.get("bnb_4bit_compute_dtype", "float32")

@@ -6,20 +6,17 @@ length, adapters, quantization, attention kernel and the number of ranks are sai
 
 import dataclasses
 import json
-import reprlib
-from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..report.data import data_path
 from ..report.errors import RecipeError, needing
-from . import lora_modules
 from .configuration import read_json
 from .deepspeed_config import deepspeed_config
 from .knobs import knobs
 from .optimizers import DROPPED, MODELLED, OWN, optimizer_arguments
-from .options import ATTENTION, HALF, TRL, Loop, Sharding
+from .options import TRL, Loop, Sharding
 
 if TYPE_CHECKING:
     from transformers import TrainingArguments
@@ -99,13 +96,12 @@ def settings(recipe: Any) -> dict[str, Any]:
 def to_recipe(kind: type, args: "TrainingArguments", model: Any, **fields: Any) -> Any:
     """Return the recipe, of the class `kind`, of a `Trainer` with `args` that trains `model`.
 
-    `model` is what `Recipe` takes, or the model itself, of which dtype and attention kernel are read off; `fields` go
-    before that. Raises RecipeError for another Trainer's `args`, for what moves memory and no recipe models, and where
-    `args`, `fields` and a built model contradict each other.
+    Raises RecipeError for another Trainer's `args`, for what moves memory and no recipe models, and where `args` and
+    `fields` contradict each other.
     """
     trainer = _trainer(args)
     among_ranks = CLASSIFIED["refused_in_ddp"] if getattr(fields.get("sharding"), "engine", None) == "ddp" else {}
-    _check_table(args, CLASSIFIED["refused"] | among_ranks | CLASSIFIED["refused_in"].get(type(args).__name__, {}))
+    check_table(args, CLASSIFIED["refused"] | among_ranks | CLASSIFIED["refused_in"].get(type(args).__name__, {}))
     loop = {name: getattr(args, argument) for name, argument in _same_names(Loop).items()}
     loop["max_grad_norm"] = args.max_grad_norm or None
     if trainer != "transformers":
@@ -120,16 +116,9 @@ def to_recipe(kind: type, args: "TrainingArguments", model: Any, **fields: Any) 
         "optim_args": _optim_args(args),
         "loop": Loop(**loop),
     }
-    built = hasattr(model, "named_parameters")
-    if built:
-        said |= _of_model(model, fields)
     if args.fsdp or args.deepspeed:
         _check_sharding(args, fields.get("sharding"))
-    recipe = kind(**said | fields | {"precision": _precision(args, fields.get("precision"))})
-    for field, wanted, has in _compared(recipe, model) if built else ():
-        if wanted != has:
-            raise RecipeError(field, wanted, f"the model has {reprlib.repr(has)}")
-    return recipe
+    return kind(**said | fields | {"precision": _precision(args, fields.get("precision"))})
 
 
 def _same_names(part: type, known: Iterable[str] | None = None) -> dict[str, str]:
@@ -166,13 +155,13 @@ def _of_trl(args: Any, trainer: str, fields: dict[str, Any]) -> dict[str, Any]:
     return fields
 
 
-def _check_table(args: Any, table: dict[str, Any], prefix: str = "") -> None:
+def check_table(args: Any, table: dict[str, Any], prefix: str = "") -> None:
     """Raise RecipeError at the first of the arguments in `table` that moves memory and that no recipe models."""
     for name, allowed in table.items():
         value = args.get(name) if isinstance(args, dict) else getattr(args, name, None)
         if value is not None and isinstance(allowed, dict):
             others = {key: [None] for key in value} if isinstance(value, dict) else {}
-            _check_table(value, others | allowed, f"{name}.")
+            check_table(value, others | allowed, f"{name}.")
         elif value is not None and value not in allowed:
             why = f" ({CLASSIFIED['reasons'][name]})" if name in CLASSIFIED["reasons"] else ""
             rest = f"no recipe models what it does to memory{why}: leave it at its default, {allowed[0]!r}"
@@ -235,66 +224,3 @@ def _precision(args: "TrainingArguments", wanted: str | None) -> str:
         return wanted or said
     rest = ", which is autocast: unset fp16 and bf16, or say dtype for weights in half precision under it" * true
     raise RecipeError("precision", wanted, f"the arguments say {said}{rest}")
-
-
-def _of_model(model: Any, fields: dict[str, Any]) -> dict[str, Any]:
-    """Return recipe fields that show on a built model."""
-    base = model.get_base_model() if hasattr(model, "peft_config") else model
-    config = {**base.config.to_dict(), "architectures": [type(base).__name__]}
-    config.pop("quantization_config", None)
-    found: dict[str, Any] = {"model": config}
-    kernel = getattr(model.config, "_attn_implementation", None)
-    if kernel in ATTENTION:
-        found["attn_implementation"] = kernel
-    quantization, dtypes = fields.get("quantization"), Counter()
-    for name, parameter in model.named_parameters():
-        if "lora_" not in name and type(parameter).__name__ not in ("Params4bit", "Int8Params"):
-            dtypes[str(parameter.dtype).removeprefix("torch.")] += parameter.numel()
-    dtype = dtypes.most_common(1)[0][0]  # a few modules, such as T5's, stay in fp32
-    if dtype in HALF.values() or (dtype == "float32" and quantization and not quantization.prepare):
-        found["dtype"] = dtype
-    return found
-
-
-def _compared(recipe: Any, model: Any) -> Iterator[tuple[str, Any, Any]]:
-    """Go over what `recipe` says of adapters and quantization: (field, that, what the built `model` has).
-
-    Raises RecipeError where the model has what no recipe says.
-    """
-    lora, quantization, shape = recipe.lora, recipe.quantization, recipe.shape
-    adapters = [*(getattr(model, "peft_config", None) or {}).values()]
-    quantized = getattr(model.config, "quantization_config", None)
-    for config in adapters:
-        yield from _compared_part("lora", lora, config)
-    if quantized:
-        yield from _compared_part("quantization", quantization, quantized)
-        kind = "int8" if quantized.load_in_8bit else quantized.bnb_4bit_quant_type
-        yield "quantization.quant_type", quantization.quant_type, kind
-        compute = str(quantized.bnb_4bit_compute_dtype).removeprefix("torch.")
-        yield "quantization.compute_dtype", recipe.implied_dtype, compute if kind != "int8" else recipe.implied_dtype
-    frozen = [name for name, p in model.named_parameters() if not p.requires_grad and "positions" not in name]
-    if frozen and not lora:
-        raise RecipeError("model", frozen[0], "every weight is trained where there is no LoRA, and this one is frozen")
-    if len(adapters) > 1:
-        raise RecipeError("lora", len(adapters), "a model with one adapter is modelled")
-    names, weights = [name for name, _ in model.named_modules()], [weight.name for weight in shape.weights()]
-    for config in adapters:
-        if not lora.target_parameters:
-            ends = (name.removesuffix(".lora_A") for name in names if name.endswith(".lora_A"))
-            has = sorted(name.removeprefix("base_model.model.") for name in ends)
-            yield "lora.target_modules", sorted(name for name, *_ in lora_modules.adapted(shape, lora)), has
-        both = lora_modules.trained_whole(shape, lora.modules_to_save), config.modules_to_save or ()
-        yield "lora.modules_to_save", *([w for w in weights if any(name in w for name in whole)] for whole in both)
-
-
-def _compared_part(name: str, part: Any, config: Any) -> Iterator[tuple[str, Any, Any]]:
-    """Go over the fields of `part` that PEFT's or bitsandbytes' `config` has too; see `_compared`."""
-    if part is None:
-        raise RecipeError(name, None, f"the model has it: say {name}=...")
-    if (kind := type(config).__name__) not in CLASSIFIED["refused_in"]:
-        raise RecipeError(name, kind, "no recipe models it, only LoraConfig and BitsAndBytesConfig: use WatchCallback")
-    _check_table(config, CLASSIFIED["refused_in"][kind])
-    for field, argument in _same_names(type(part), dir(config)).items():
-        has = getattr(config, argument)
-        if field == "bias" or isinstance(has, bool | int | float):  # other names may be said in several ways
-            yield f"{name}.{field}", getattr(part, field), has

@@ -98,7 +98,8 @@ def read_shape(
         name = model.get("_name_or_path") or model.get("model_type") or "config"
         return _shape(str(name), None, text, num_layers, task, num_labels)
     if not isinstance(model, str):
-        rest = "it must be a name, a path to a config.json or a configuration; a module goes to simulate(model=...)"
+        rest = "it must be a name, a path to a config.json or a configuration, such as a model's own `config`; "
+        rest += "a module goes to simulate(model=...)"
         raise RecipeError("model", model, rest)
     if entry := _spellings().get(model.lower()):
         return _shape(entry["name"], entry["hub_id"], entry["config"], num_layers, task, num_labels)
