@@ -20,13 +20,12 @@ JOINED = {"trainer": "sft", "attn_implementation": "flash_attention_2"}
         (BASE.replace(trainer="sft", gradient_checkpointing=True), "group_by_length"),
         (BASE.replace(padding_free=True, **JOINED), "random"),
         (BASE.replace(packing=True, trainer="sft"), "random"),
-        (BASE.replace(packing=True, packing_strategy="wrapped", trainer="sft"), "random"),
     ],
     ids=str,
 )
 def test_the_highest_peak_is_that_of_all_micro_batches(recipe, sampling):
     run = predict_run(recipe, LENGTHS, sampling)
-    size = {} if recipe.packing and recipe.packing_strategy != "wrapped" else {"batch_size": 1}
+    size = {} if recipe.packing else {"batch_size": 1}
     recipes = [recipe.replace(lengths=found, **size) for found in _dealt(recipe, LENGTHS, sampling, 42)]
     peaks = [predict(one).peak.total for one in recipes]
     assert run.largest.peak.total == max(peaks) and run.micro_batches == len(peaks)

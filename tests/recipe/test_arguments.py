@@ -281,7 +281,7 @@ def test_trl_config(trainer):
     assert said == (trainer, "bf16-mixed", True, 1024, 8)
     reference = {"precompute_ref_log_probs": True} if trainer in ("dpo", "kto") else {}
     changes = {"gradient_checkpointing": False, "precision": "fp32", "seq_len": 64, "batch_size": 3}
-    packed = {"packing": True, "packing_strategy": "wrapped", "pad_to_multiple_of": 8} if trainer == "sft" else {}
+    packed = {"packing": True, "pad_to_multiple_of": 8} if trainer == "sft" else {}
     for again in (recipe, recipe.replace(**changes, **reference, **packed)):
         args = again.training_arguments("unused")
         assert type(args) is SFTConfig and args.max_length == again.seq_len
@@ -301,6 +301,7 @@ def test_trl_config(trainer):
         ({"completion_only_loss": True}, {}, "completion_only_loss"),
         ({"assistant_only_loss": True}, {"completion_lengths": (9,)}, "completion_lengths"),
         ({"router_aux_loss_coef": 0.0}, {}, "router_aux_loss_coef"),
+        ({"packing": True, "packing_strategy": "wrapped"}, {}, "packing_strategy"),
         ({"model_init_kwargs": {"dtype": "bfloat16"}}, {}, "model_init_kwargs"),
         ({"max_length": None}, {}, "max_length"),
         ({}, {"trainer": "transformers"}, "trainer"),

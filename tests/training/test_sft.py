@@ -44,14 +44,12 @@ CASES = {
         "gemma2",
         {"packing": True, "batch_size": 1, "lengths": (9, 9, 3), "gradient_accumulation_steps": 2},
     ),
-    "phi wrapped": ("phi", {"packing": True, "packing_strategy": "wrapped"}),
     "opt packed": ("opt", {"packing": True}),
 }
 COMBINED = (
     "llama packed",
     "gpt2 packed, eager, checkpointing",
     "gemma2 packed accumulation",
-    "phi wrapped",
     "opt packed",
 )
 
@@ -77,13 +75,13 @@ def real(recipe: Recipe, out, *callbacks, **more):
         model = model.unload()
         model.is_quantized = False  # by `from_pretrained`, whose quantizer the Trainer asks
     said, names = recipe.training_arguments(str(out)).to_dict(), NAMES
-    names += ("packing", "packing_strategy", "padding_free", "pad_to_multiple_of", "max_length")
+    names += ("packing", "padding_free", "pad_to_multiple_of", "max_length")
     samples = [torch.randint(0, 1000, (length,)).tolist() for length in recipe.samples]
     rows = [{"input_ids": sample} for sample in samples]
     if recipe.completion_lengths:
         for row, count in zip(rows, recipe.completion_lengths, strict=True):
             row["labels"] = [-100] * (len(row["input_ids"]) - count) + row["input_ids"][-count:]
-    if recipe.packs:  # the dataset as `pack_dataset` returns it
+    if recipe.packing:  # the dataset as `pack_dataset` returns it
         rows = [
             {
                 "input_ids": torch.cat([torch.tensor(sample) for sample in samples]).tolist(),
@@ -145,7 +143,6 @@ def test_dft_moves_no_peak(tmp_path):
         ("llama", {"lora": LoRA(target_modules=("q_proj", "lm_head"))}, "lora.target_modules"),
         ("llama", {"trainer": "transformers", "packing": True}, "packing"),
         ("llama", {"trainer": "transformers", "padding_free": True}, "padding_free"),
-        ("llama", {"packing": True, "packing_strategy": "ffd"}, "packing_strategy"),
         ("llama", {"pad_to_multiple_of": 0}, "pad_to_multiple_of"),
         ("llama", {"lengths": ()}, "lengths"),
         ("llama", {"lengths": (4, 0)}, "lengths"),

@@ -84,7 +84,7 @@ def predict_run(
 
     @cache
     def report(found: Samples) -> Report:
-        count = recipe.batch_size if recipe.packs else len(found)
+        count = recipe.batch_size if recipe.packing else len(found)
         return predict(recipe.replace(lengths=found, batch_size=count), gpu)
 
     def peak(found: Samples) -> int:
@@ -134,9 +134,7 @@ def _packed(recipe: Recipe, lengths: list[int]) -> list[Samples]:
     data = Dataset.from_dict({"input_ids": [np.zeros(length, np.int8) for length in lengths]})
     shown = not are_progress_bars_disabled()
     disable_progress_bars()
-    packed = pack_dataset(data, recipe.seq_len, recipe.packing_strategy)
+    packed = pack_dataset(data, recipe.seq_len, "bfd")
     if shown:
         enable_progress_bars()
-    if recipe.packs:
-        return [tuple(row) for row in packed["seq_lengths"]]
-    return [(len(row),) for row in packed["input_ids"]]
+    return [tuple(row) for row in packed["seq_lengths"]]

@@ -11,7 +11,6 @@ ATTENTION = ("eager", "sdpa", "flash_attention_2")
 # TRL's, by the name of their Recipe; of dpo and reward a sample is a pair of sequences
 TRL = {"sft": "SFTTrainer", "dpo": "DPOTrainer", "kto": "KTOTrainer", "reward": "RewardTrainer"}
 FUSED = ("sft", "dpo", "kto")  # whose head makes no logits
-PACKING = ("bfd", "bfd_split", "wrapped")
 HALF = {"fp16": "float16", "bf16": "bfloat16"}  # of a precision's name before "-true" or "-mixed"
 DTYPES = ("float32", "float16", "bfloat16")
 QUANT_TYPES = ("nf4", "fp4")

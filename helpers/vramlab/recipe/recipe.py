@@ -20,7 +20,7 @@ from .configuration import MOST_LAYERS, plain, read_json
 from .families import TASKS
 from .knobs import Refusals, check, documented, knob, knobs, rebuild, refuse
 from .optimizers import ALIASES, OPTIMIZERS, REFUSED, optimizer_arguments
-from .options import ATTENTION, DTYPES, HALF, LOOPS, PACKING, PRECISIONS, TRL, Loop, LoRA, Quantization, Sharding
+from .options import ATTENTION, DTYPES, HALF, LOOPS, PRECISIONS, TRL, Loop, LoRA, Quantization, Sharding
 from .shapes import Shape, read_shape
 
 LEAST_BATCH = {"kto": 2}  # samples
@@ -64,7 +64,6 @@ class Recipe:
     precompute_ref_log_probs: bool = knob(False)
     activation_offloading: bool = knob(False)
     packing: bool = knob(False)
-    packing_strategy: str = knob("bfd", choices=PACKING)
     padding_free: bool = knob(False)
     pad_to_multiple_of: int | None = knob(None)
     lengths: tuple[int, ...] | None = knob(None, shown=lambda n: f"{len(n)} samples of {min(n):,} to {max(n):,}")
@@ -214,20 +213,15 @@ class Recipe:
         return bool(self.lengths or self.joins or self.pad_to_multiple_of or self.completion_lengths)
 
     @property
-    def packs(self) -> bool:
-        """Whether rows are packed of whole samples."""
-        return self.packing and self.packing_strategy != "wrapped"
-
-    @property
     def joins(self) -> bool:
         """Whether a micro-batch is one row, of samples put together whole."""
-        return self.padding_free or self.packs
+        return self.padding_free or self.packing
 
     @property
     def samples(self) -> tuple[int, ...]:
         """Tokens of each sample of a micro-batch; without `lengths` packed rows are full, of two samples each."""
         n = self.seq_len
-        return self.lengths or ((n - n // 2, n // 2) if self.packs and n > 1 else (n,)) * self.batch_size
+        return self.lengths or ((n - n // 2, n // 2) if self.packing and n > 1 else (n,)) * self.batch_size
 
     @property
     def labelled(self) -> int:

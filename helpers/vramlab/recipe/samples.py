@@ -20,7 +20,7 @@ def filled_in(recipe: Any) -> dict[str, Any]:
     """Return the fields that the samples' lengths say, where they are left out. Raises RecipeError."""
     said = {name: getattr(recipe, name) for name in ("lengths", "completion_lengths")}
     found = {name: check_lengths(name, value) for name, value in said.items() if value is not None}
-    if found and not recipe.packs:
+    if found and not recipe.packing:
         first, *_ = found.values()
         found["batch_size"] = len(first) if recipe.batch_size == 1 else recipe.batch_size
         if "lengths" in found:
@@ -48,8 +48,8 @@ def refusals(recipe: Any) -> Refusals:
     yield name, recipe.shape.features, "images and sound are not padded: leave it out"
     yield "lengths", max(lengths, default=0) > longest, f"seq_len, the longest sample, is {longest}"
     most = batch * longest
-    yield "lengths", recipe.packs and sum(lengths) > most, f"{batch} × {longest} tokens are a micro-batch's most"
-    wrong = lengths and not recipe.packs and len(lengths) != batch
+    yield "lengths", recipe.packing and sum(lengths) > most, f"{batch} × {longest} tokens are a micro-batch's most"
+    wrong = lengths and not recipe.packing and len(lengths) != batch
     yield "batch_size", wrong, f"lengths says {len(lengths)} samples"
     labelled, tokens = recipe.completion_lengths or (), recipe.samples
     wrong = labelled and (len(labelled) != len(tokens) or any(map(gt, labelled, tokens)))

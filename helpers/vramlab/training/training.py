@@ -109,7 +109,7 @@ def _by_trl(recipe: Recipe, ids: list[torch.Tensor]) -> dict[str, torch.Tensor]:
     labels = [sample.clone() for sample in ids]
     for sample, count in zip(labels, recipe.completion_lengths or recipe.samples, strict=True):
         sample[: len(sample) - count] = -100
-    if recipe.packs:
+    if recipe.packing:
         row = {"input_ids": torch.cat(ids).tolist(), "labels": torch.cat(labels).tolist()}
         return collator([row | {"seq_lengths": list(recipe.samples)}])
     return collator([{"input_ids": i.tolist(), "labels": label.tolist()} for i, label in zip(ids, labels, strict=True)])

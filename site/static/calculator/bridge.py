@@ -15,7 +15,7 @@ from vramlab.report.errors import VramLabError
 from vramlab_course.calculator import CONTROLS, LABELS, SIZES, START, SWITCHES, UNSET, code_of, idle, recipe_in
 
 MORE = ("attn_implementation", "loop", "lora_target", "double_quant", "dtype", "gradient_accumulation_steps", "packing",
-        "packing_strategy", "padding_free", "precompute_ref_log_probs", "task", "engine", *(
+        "padding_free", "precompute_ref_log_probs", "task", "engine", *(
     name for name in LABELS if SWITCHES.get(OPTIONS[name][0][0] if name in OPTIONS else "") == "stage"
 ))  # fmt: skip
 # Where the page begins: the course's example, an 8B fine-tuned on one card.
