@@ -1,4 +1,4 @@
-"""The recipes on which `predict` is held against `simulate`: every model of the catalogue, every setting, spread out.
+"""The recipes on which `predict` is held against `simulate`: every model that it knows, every setting, spread out.
 
 Drawn once with a fixed seed and not chosen by how well they fit. Each model gets six recipes, and two more whose weights
 have a format of their own under autocast; for every setting the draws go through a shuffled deck of its values, so that
@@ -24,7 +24,8 @@ RECIPES_A_MODEL, OVER_A_MODEL = 6, 2
 LATER = (
     *("deepseek_v3", "gemma3_text", "glm4_moe", "gpt_oss", "granite", "olmo2", "olmo3", "phi3", "qwen3_moe", "smollm3"),
 )
-# Over which the rows were dealt. A model that came after has rows of its own at the end, so that no stored row changes.
+# Over which the rows were dealt; T5's are left out. A model that came after has rows of its own at the end, so that no
+# stored row changes.
 DEALT = (
     "bert-base", "bert-large", "deepseek-v3", "falcon-7b", "gemma-2-2b", "gemma-2-9b", "gemma-2-27b",
     "gemma-3-270m", "gemma-3-1b", "gemma-3-4b", "gemma-3-27b", "glm-4.5-air", "gpt2", "gpt2-medium", "gpt2-large",
@@ -88,7 +89,7 @@ def grid() -> list[Recipe]:
     """The recipes, in the catalogue's order; those with a dtype; those of families, then of models, that came later."""
     first = families(None)
     dealt = [*_dealt(20260806, PRECISIONS, RECIPES_A_MODEL, first), *_dealt(20261122, OVER, OVER_A_MODEL, first)]
-    return [*dealt, *later_grid(), *newer_grid()]
+    return [r for r in (*dealt, *later_grid(), *newer_grid()) if not r.shape.num_decoder_layers]
 
 
 def later_grid() -> list[Recipe]:

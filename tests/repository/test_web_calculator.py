@@ -17,7 +17,7 @@ from urllib.parse import urlencode
 import pytest
 import web_calculator
 from typer.testing import CliRunner
-from vramlab import model_names, predict, read_shape
+from vramlab import model_names, predict
 from vramlab.faces.cli import app
 from vramlab.report.errors import VramLabError
 from vramlab_course.calculator import CONTROLS, START, UNSET, recipe_in
@@ -33,7 +33,7 @@ config = json.loads(bridge.add_config("a b/c", '{"model_type": "qwen3", "hidden_
 print(json.dumps([page, answers, config, sorted({name.partition(".")[0] for name in sys.modules})]))
 """
 
-MODELS = [name for name in model_names() if read_shape(name).layout]
+MODELS = web_calculator.known_models()
 VALUES = CONTROLS | {"model": MODELS}
 
 

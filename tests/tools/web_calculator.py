@@ -53,12 +53,18 @@ def fetch_pyodide(folder: Path) -> Path:
     return place
 
 
+def known_models() -> list[str]:
+    """The models of the catalogue that predict knows: those whose weights are written down, but no encoder–decoder."""
+    shapes = {name: read_shape(name) for name in model_names()}
+    return [name for name, shape in shapes.items() if shape.layout and not shape.num_decoder_layers]
+
+
 def write_archive(path: Path) -> None:
     """Write what the page's Python imports: vramlab, the data it reads, and the page's bridge to it.
 
-    Models whose weights are read from transformers, which the page has not, stay out.
+    Models that predict does not know stay out.
     """
-    models = [ROOT / "data" / "models" / f"{name}.json" for name in model_names() if read_shape(name).layout]
+    models = [ROOT / "data" / "models" / f"{name}.json" for name in known_models()]
     with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED, compresslevel=9) as archive:
         course = [ROOT / "helpers" / "vramlab_course" / name for name in ("__init__.py", "calculator.py")]
         for file in [*sorted((ROOT / "helpers" / "vramlab").rglob("*.py")), *course]:

@@ -25,7 +25,6 @@ from .ledger import Entry, Parameter, Tensor
 from .model import ROOT, Model
 
 ENGINES = {"fsdp": FsdpModel, "deepspeed": DeepSpeedModel}  # whose ledger is another; DDP's ranks have the plain one
-SHARED = ("zeros", "mask")  # operators whose result all layers share
 Extra = tuple[tuple[int, int, int], ...]  # what layers that are not run add: (how many, between event, and event)
 Moment = tuple[int, Extra]  # an event, and what is added there
 Split = dict[str, int]  # category to bytes
@@ -39,7 +38,7 @@ class Account:
 
     def __init__(self, recipe: Recipe, chip: Chip = DEFAULT_CHIP, gradients_exist: bool = False):
         asked, recipe = recipe, model_states.compute_recipe(recipe)
-        if recipe.shape.layout is None:
+        if recipe.shape.layout is None or recipe.shape.num_decoder_layers:
             raise RecipeError("model", recipe.name, f"predict does not know {recipe.shape.family}: ask simulate")
         kind = ENGINES.get(recipe.sharding and recipe.sharding.engine, Model)
         self.m = m = kind(recipe, _parameters(recipe), chip)
@@ -111,7 +110,7 @@ class Account:
             backward.append((first, bottom, extra))
             first, extra = top, (*extra, (section.more, top, bottom))
             for e in m.events[: section.begin]:  # the first layer lets go of what all of them shared
-                if e.op in SHARED and top <= e.death < bottom:
+                if e.op == "mask" and top <= e.death < bottom:
                     extra += ((-section.more, e.death, e.death + 1),)
         return {"forward": forward, "backward": [*backward, (first, self.end, extra)]}
 

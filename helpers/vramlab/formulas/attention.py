@@ -20,10 +20,10 @@ class Attention(Operators):
     are padded. `bf16`: half precision is bf16. `layout`, `setting`: the family's layout, and the configuration's `get`.
     """
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, p: float, *eager) -> Tensor:
-        """Attend with dropout `p`; return batch × tokens × (heads · channels). `eager`: more of `eager_attention`."""
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, p: float, sinks: bool = False) -> Tensor:
+        """Attend with dropout `p`; return batch × tokens × (heads · channels). `sinks`: see `eager_attention`."""
         if self.implementation == "eager":
-            return self.eager_attention(q, k, v, mask, p, *eager)
+            return self.eager_attention(q, k, v, mask, p, sinks)
         b, heads, n, d = q.shape
         if self.implementation == "flash_attention_2" and self.padded:
             return self.unpadded_attention(q, k, v, p)
@@ -98,10 +98,10 @@ class Attention(Operators):
         self.autocast = autocast
         return y
 
-    def eager_attention(self, q, k, v, mask, p: float, second_mask: Tensor | None = None, sinks=False) -> Tensor:
+    def eager_attention(self, q, k, v, mask, p: float, sinks: bool) -> Tensor:
         """Compute softmax(q kᵀ · scale + mask) v in single operators, as transformers' `eager_attention_forward`.
 
-        `second_mask`: T5's, whose first has positions. `sinks`: a column more, cut off after the softmax (GPT-OSS).
+        `sinks`: a column more, cut off after the softmax (GPT-OSS).
         """
         (b, heads, n, _), in_place = q.shape, self.layout.scores_in_place
         if not (in_place and b == 1):
@@ -112,9 +112,8 @@ class Attention(Operators):
         if self.setting("attn_logit_softcapping", None):  # Gemma 2
             scores = self.scale(self.unary("tanh", self.scale(scores)))
         unmasked = scores if in_place else None
-        for added in (mask, second_mask):
-            if added is not None:
-                scores = self.add(scores, added)
+        if mask is not None:
+            scores = self.add(scores, mask)
         if sinks:
             scores = self.scale(self.cat([scores], b, heads, n, k.shape[2] + 1), "add")
         scores = self.softmax(scores) if sinks else self.probabilities(scores, self.layout.fp32_softmax, q.width)

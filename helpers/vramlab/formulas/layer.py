@@ -1,6 +1,6 @@
 """One layer of a recipe's model in the ledger: attention, feed-forward part or experts, norms and residual sums.
 
-One code serves decoders, encoders and T5: the family's layout (`vramlab.recipe.families`) names the module for each role.
+One code serves decoders and encoders: the family's layout (`vramlab.recipe.families`) names the module for each role.
 What GPT-2's layer saves in fp32 with a fused kernel, in bytes a token: 4 · (2 norms · h + 3h queries, keys, values
 + h attention + 2h inputs of norms + 4 · 4h gelu_new + 4h its result) + 2h dropout masks: about 109 h.
 """
@@ -36,34 +36,26 @@ class Layer(Attention):
         self.hidden_width = weight_width(recipe.weights_dtype, quantization)  # bytes an element of embedded tokens
         self.liger = kernels(recipe)
         self.table: tuple[Tensor, Tensor] | None = None  # cos and sin of rotary positions
-        caching = None if shape.num_decoder_layers else recipe.loop.use_cache  # which does not reach T5's decoder
-        caching = self.setting("use_cache", True) if caching is None else caching
+        caching = self.setting("use_cache", True) if recipe.loop.use_cache is None else recipe.loop.use_cache
         self.caches: list[Tensor] | None = [] if caching and not self.checkpoints and shape.layout.causal else None
-        self.decoding = False  # in T5's decoder
 
-    def layer(self, name: str, parts: dict[str, str], x: Tensor, bias: tuple, source=None, cross: tuple = ()) -> Tensor:
-        """Run the layer `name`, with the module name of each role in `parts`; `bias`: a mask, for T5 after positions.
-
-        A T5 decoder's cross-attention reads `source`, the encoded input, and adds `cross` to its scores.
-        """
+    def layer(self, name: str, parts: dict[str, str], x: Tensor, mask: Tensor | None) -> Tensor:
+        """Run the layer `name`, with the module name of each role in `parts`."""
         s = self.shape
         at = {role: f"{name}.{part}" for role, part in parts.items()}
         if self.layout.parallel or not at.keys() & {"norm2", "after2"}:
             p, normed = s.hidden_dropout, self.norm(x, at["norm1"])
-            y = self.dropout(self.attention(at, normed, bias), p)
+            y = self.dropout(self.attention(at, normed, mask), p)
             if "norm2" in at:
                 normed = self.norm(x, at["norm2"])
             z = self.feed_forward(at, normed)
             return self.add(self.add(self.dropout(z, p), y), x)
         after = self.layout.post_norm
-        y = self.attention(at, x if after or "norm1" not in at else self.norm(x, at["norm1"]), bias)
+        y = self.attention(at, x if after or "norm1" not in at else self.norm(x, at["norm1"]), mask)
         if "after1" in at:  # Gemma 2 also norms what each branch returns, OLMo 2 that alone
             y = self.norm(y, at["after1"])
         x = self.joined(x, y, at["norm1"] if after else None)
         del y
-        if source is not None:
-            x = self.joined(x, self.attention(at, self.norm(x, at["cross_norm"]), cross, source), None)
-            del self.layer_holds[:-1]  # `T5Block.forward` calls both attentions' probabilities `_`
         z = self.feed_forward(at, x if after or "norm2" not in at else self.norm(x, at["norm2"]))
         if "after2" in at:
             z = self.norm(z, at["after2"])
@@ -76,24 +68,23 @@ class Layer(Attention):
         total = self.add(x, self.dropout(y, self.shape.hidden_dropout))
         return self.norm(total, norm) if norm else total
 
-    def attention(self, at: dict[str, str], x: Tensor, bias: tuple, source: Tensor | None = None) -> Tensor:
+    def attention(self, at: dict[str, str], x: Tensor, mask: Tensor | None) -> Tensor:
         """Project to queries, keys and values, rotate and cache them where the model does, attend, and project back."""
-        s, layout, cross = self.shape, self.layout, "" if source is None else "cross_"
+        s, layout = self.shape, self.layout
         if "kv_a" in at:
             q, k, v = self.latent(at, x)
-            return self.linear(self.attend(q, k, v, bias[0], s.attention_dropout), at["out"])
+            return self.linear(self.attend(q, k, v, mask, s.attention_dropout), at["out"])
         if "qkv" in at:
             qkv = self.linear(x, at["qkv"])
             kv = qkv.shape[-1] // s.head_dim - s.num_heads
             q, k, v = self.split(qkv, *(self.heads(qkv, n).shape for n in (s.num_heads, kv // 2, kv // 2)))
             del qkv
         else:
-            q = self.linear(x, at[f"{cross}q"])
+            q = self.linear(x, at["q"])
             q = self.heads(self.scale(q) if layout.scaled_queries else self.head_norm(q, at, "q_norm"), s.num_heads)
-            source = x if source is None else source
-            k = self.head_norm(self.linear(source, at[f"{cross}k"]), at, "k_norm")
+            k = self.head_norm(self.linear(x, at["k"]), at, "k_norm")
             k = self.heads(k, k.shape[-1] // s.head_dim if len(k.shape) == 3 else k.shape[2])
-            v = self.heads(self.linear(source, at[f"{cross}v"]), k.shape[1])
+            v = self.heads(self.linear(x, at["v"]), k.shape[1])
         if self.table and "rope" in self.liger:
             q, k = liger.turned(self, q, k)
         elif self.table:
@@ -101,14 +92,11 @@ class Layer(Attention):
             q_ = self.rotary(q, s.rotary_dim, partial)  # and keeps q until k is turned, as the model does
             q, k = q_, self.rotary(k, s.rotary_dim, partial)
             del q_
-        if self.caches is not None and (self.decoding or not s.num_decoder_layers):
+        if self.caches is not None:
             # `use_cache` copies keys and values (`DynamicLayer.update`); the cache takes the keys' dtype
             k, v = self.cat([k], *k.shape), self.cat([v], *v.shape, width=k.width)
             self.caches += [k, v]
-        mask, second = (*bias, None)[:2]
-        if s.num_decoder_layers and self.implementation != "eager":
-            mask = self.bias_mask(mask)
-        return self.linear(self.attend(q, k, v, mask, s.attention_dropout, second, "sinks" in at), at[f"{cross}out"])
+        return self.linear(self.attend(q, k, v, mask, s.attention_dropout, "sinks" in at), at["out"])
 
     def latent(self, at: dict[str, str], x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Expand queries, keys and values from compressed ones (DeepSeek-V2, section 2.1), which are what is cached."""
@@ -157,8 +145,6 @@ class Layer(Attention):
             z = self.mul(self.activation(self.linear(x, at["gate"]), s.activation), self.linear(x, at["up"]))
         else:
             z = self.activation(self.linear(x, at["up"]), s.activation)
-        if s.num_decoder_layers:
-            z = self.to(self.dropout(z, s.hidden_dropout), self.parameters[f"{at['down']}.weight"].width)
         if self.layout.held_feed_forward:
             self.layer_holds.append(z)
         return self.linear(z, at["down"])

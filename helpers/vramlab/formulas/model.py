@@ -82,42 +82,18 @@ class Model(Layer):
         del one, two
         return seen if kernel == "sdpa" else self.tensor("mask", (self.batch, 1, n, n), self.hidden_width)
 
-    def biases(self, stack: str) -> list[Tensor]:
-        """Make the biases of T5's scores, one for a stack; a decoder's cross-attention has zeros, which need gradients."""
-        n, shape = self.tokens, (1, self.shape.num_heads, self.tokens, self.tokens)
-        bucket = self.tensor("add", (n, n), INT64)
-        found = self.embedding(bucket, f"{stack}.0.layer.0.SelfAttention.relative_attention_bias").view(*shape)
-        if not self.decoding:
-            return [found]
-        empty = self.tensor("zeros", shape, self.autocast or self.hidden_width)
-        empty.packed = True
-        if self.checkpoints:
-            empty.needs, empty.node = True, Leaf(empty.block)
-        return [found, empty]
-
-    def bias_mask(self, bias: Tensor) -> Tensor:
-        """Make a fused kernel's mask of T5's biases (`sdpa_attention.create_position_bias_mask`)."""
-        if bias.packed:
-            return bias
-        if self.decoding:
-            allowed = self.tensor("ge", bias.shape[2:], BOOL)
-            bias = self.op("where", [bias], bias.shape, bias.width, saves=[allowed])
-        return self.copy(bias)
-
     # --- stacks ---------------------------------------------------------------------------------------------------
 
     def stack(self, name: str, count: int, layer: RunLayer, first: list[Tensor], start: int = 0) -> Tensor:
         """Run as few of `count` layers, from `start`, as say what all do: one that stands for others, and those that differ.
 
-        The first differs where its input requires no gradient (LoRA); in an encoder–decoder the last, which starts gradients
-        of what all share, and under checkpointing the first, which makes it. `first` has the input, freed with the layer.
+        The first differs where its input requires no gradient (LoRA). `first` has the input, freed with the layer.
         """
         x = first.pop()
         if x.node in self.leaves:
             self._comes_back(x)
-        both_ends = bool(self.shape.num_decoder_layers)
-        typical = int(self.gathers_layers or (both_ends and self.checkpoints) or not x.needs)
-        written = min(count, typical + 1 + (both_ends or self.gathers_layers))
+        typical = int(self.gathers_layers or not x.needs)
+        written = min(count, typical + 1 + self.gathers_layers)
 
         def run(x: Tensor, name: str) -> Tensor:
             x = layer(name, x)
@@ -147,12 +123,8 @@ class Model(Layer):
 
     def hidden_states(self) -> Tensor:
         """Run everything before the output head."""
-        s, (stack, *more) = self.shape, self.layout.stacks
-        if s.num_decoder_layers:
-            hidden = self.t5_stack(more[0], self.t5_stack(stack, None))
-            scaled = self.setting("scale_decoder_outputs", self.setting("tie_word_embeddings", True))
-            return self.scale(hidden) if scaled else hidden
-        self.where = stack.prefix
+        s, stacks = self.shape, self.layout.stacks
+        self.where = stacks[0].prefix
         self.enter(ROOT)
         self.enter(EMBEDDING)
         first = [self.embed_image() if s.image_tokens else self.embed()]
@@ -160,12 +132,12 @@ class Model(Layer):
         kinds = s.layout.kinds or ("sliding_attention",)
         masks = {kind: self.mask(kind) for kind in dict.fromkeys(kinds)}
         tables = {kind: self.rotary_table() for kind in (masks if s.layout.kinds_tables else [""]) if s.rotary_dim}
-        for run, kind, start, count in self.runs([stack, *more], masks):
-            self.table, bias = tables.get(kind, tables.get("")), (masks[kind],)
-            layer = partial(self.layer, parts=run.parts, bias=bias)
+        for run, kind, start, count in self.runs(stacks, masks):
+            self.table = tables.get(kind, tables.get(""))
+            layer = partial(self.layer, parts=run.parts, mask=masks[kind])
             first.append(self.stack(run.prefix, count, lambda name, y, layer=layer: layer(name, x=y), first, start))
         x = first.pop()
-        self.where = stack.prefix
+        self.where = stacks[0].prefix
         self.enter(TAIL, x.needs)
         if not s.layout.post_norm:
             x = self.norm(x, [name for name, kind in s.layout.modules if kind == "norm"][-1])
@@ -192,25 +164,6 @@ class Model(Layer):
             allowed = f"the formulas shard equal layers, and those of {self.shape.name} differ here: ask simulate"
             raise RecipeError("sharding.engine", self.recipe.sharding.engine, allowed)
         return found
-
-    def t5_stack(self, stack, source: Tensor | None) -> Tensor:
-        """Run one `T5Stack`: the encoder, or with `source` the decoder. The first layer makes the biases for all."""
-        p, side = self.shape.hidden_dropout, stack.prefix.partition(".")[0]
-        self.where, self.decoding = side, source is not None
-        first = [self.dropout(self.first(self.embedding(Tensor(None, (self.batch, self.tokens), INT64), "shared")), p)]
-        mask = self.mask() if self.decoding else None
-        shared = [] if self.checkpoints else self.biases(stack.prefix)
-
-        def layer(inner: str, x: Tensor) -> Tensor:
-            self.decoding, own = source is not None, shared
-            if inner.endswith(".0") and self.checkpoints:
-                own = self.biases(stack.prefix)
-                shared[:] = (shared or own) if stack.count > 1 else ()
-            return self.layer(inner, stack.parts, x, (own[0], mask), source, (own[-1],))
-
-        x = self.stack(stack.prefix, stack.count, layer, first)
-        self.where = side
-        return self.dropout(self.norm(x, f"{side}.final_layer_norm"), p)
 
     # --- embeddings -----------------------------------------------------------------------------------------------
 
@@ -279,7 +232,7 @@ class Model(Layer):
         if self.setting("final_logit_softcapping", None):
             logits = self.scale(self.unary("tanh", self.scale(logits, "div")))
         self.where = "loss"
-        rows = self.to(logits, FP32) if s.task == "causal-lm" else logits  # T5 and BERT do without
+        rows = self.to(logits, FP32) if s.task == "causal-lm" else logits  # BERT does without
         return logits, self.cross_entropy(rows.view(b * n, rows.shape[-1]))
 
     def _classified(self, x: Tensor) -> tuple[Tensor, Tensor]:

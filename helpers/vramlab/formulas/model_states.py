@@ -146,16 +146,14 @@ def cached_table(shape: Shape, form: tuple) -> tuple[ParameterRow, ...]:
     for weight in shape.weights():
         name, kind = starred_name(weight.name), weight.kind
         quantized = quantization.quant_type if quantization and _can_quantize(shape, weight) else None
-        fp32 = dtype == "float16" and _stays_fp32(shape, weight.name)
         biases = lora is None or lora.bias == "all" or (lora.bias == "lora_only" and weight.name[:-5] in adapted)
         trained = lora is None or (kind == "bias" and biases)
         decayed = kind not in ("norm", "bias") and "bias" not in name and "norm" not in f".{name}".split(".")[-2]
-        own = FP32 if fp32 else width
-        rows[name, weight.shape, kind, own, trained, quantized, decayed] += 1
+        rows[name, weight.shape, kind, width, trained, quantized, decayed] += 1
         if is_trained_whole(weight.name, saved):
-            copies[name + COPY, weight.shape, kind, own, True, None, decayed] += 1
+            copies[name + COPY, weight.shape, kind, width, True, None, decayed] += 1
         if kind == "embedding" and weight.shape[0] == shape.vocab_size and is_tied_head_copied(shape, saved):
-            copies[f"{shape.head}.weight{COPY}", weight.shape, "linear", own, True, None, True] += 1
+            copies[f"{shape.head}.weight{COPY}", weight.shape, "linear", width, True, None, True] += 1
     cast = lora and lora.autocast_adapter_dtype  # None: adapters are as wide as everything else (`compute_recipe`)
     adapter = FP32 if cast or (quantization and cast is not None) else width
     for name, inside, out in targets:
@@ -196,20 +194,14 @@ def _can_quantize(shape: Shape, weight) -> bool:
     module, _, part = weight.name.rpartition(".")
     if weight.kind not in ("linear", "conv1d") or part != "weight" or module == shape.head:
         return False
-    return not shape.layout or (shape.layout.quantizable and not _stays_fp32(shape, weight.name))
-
-
-def _stays_fp32(shape: Shape, name: str) -> bool:
-    """Tell whether fp16 leaves it in fp32 (T5's `_keep_in_fp32_modules`)."""
-    modules = shape.layout.fp32_modules if shape.layout else ()
-    return bool(modules) and name.endswith(".weight") and name.split(".")[-2] in modules
+    return not shape.layout or shape.layout.quantizable
 
 
 @lru_cache(maxsize=512)
 def first_layers(shape: Shape, layers: int = 2) -> tuple[tuple[str, str, tuple[int, ...]], ...]:
     """List (name, starred name, shape) of the weights outside the layers and of each stack's first layers."""
     stacks = shape.layout.stacks
-    each = 3 if shape.num_decoder_layers else 2 * layers if len(set(shape.layout.kinds)) > 1 else layers
+    each = 2 * layers if len(set(shape.layout.kinds)) > 1 else layers
     starts = accumulate((stack.count for stack in stacks[:-1]), initial=0)
     kept = {None, *(start + i for start in starts for i in range(each))}
     return tuple((w.name, starred_name(w.name), w.shape) for w in shape.weights() if w.layer in kept)

@@ -8,7 +8,7 @@ from math import ceil, prod
 
 from ..report.errors import RecipeError
 from .ledger import BIAS, CAST, FULL, OWN, PART, PASS, Ledger, Parameter, Tensor
-from .model_states import BLOCK, FP32, HALF
+from .model_states import BLOCK, FP32
 
 BOOL, INT64 = 1, 8
 OF_RESULT = ("relu", "sigmoid", "tanh")  # activations whose backward needs their result
@@ -151,14 +151,11 @@ class Operators(Ledger):
         return self.op("native_layer_norm", inputs, x.shape, x.width, saves=saves)
 
     def rms_norm(self, x: Tensor, name: str, family: str, kind: str = "") -> Tensor:
-        """Compute x / √(mean x² + ε) · w in single operators on fp32 copies, as `LlamaRMSNorm`, `Gemma2RMSNorm`,
-        `T5LayerNorm` or (of the kind "rmsnorm in fp32", cast back after the weight) `Olmo2RMSNorm` does."""
+        """Compute x / √(mean x² + ε) · w in single operators on fp32 copies, as `LlamaRMSNorm`, `Gemma2RMSNorm`
+        or (of the kind "rmsnorm in fp32", cast back after the weight) `Olmo2RMSNorm` does."""
         weight, width, rows = self.parameters[f"{name}.weight"], x.width, (*x.shape[:-1], 1)
         y = self.to(x, FP32)
         factor = self.unary("rsqrt", self.scale(self.reduce(self.power(y), rows), "add"))
-        if family == "t5":
-            y = self.mul(x, factor)
-            return self.mul(weight, self.to(y, weight.width) if weight.width == HALF else y)
         y = self.mul(y, factor)
         if family == "gemma":
             return self.to(self.mul(y, self.scale(self.to(weight, FP32), "add")), width)

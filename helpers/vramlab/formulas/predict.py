@@ -92,11 +92,9 @@ def _refusals(recipe: Recipe) -> Refusals:
     yield "sharding", sharding and (recipe.trainer != "transformers" or kernels), allowed
     allowed = f"the formulas do not know what Liger does in a {shape.family}: ask simulate"
     yield "use_liger_kernel", kernels and liger.FAMILIES[shape.family] is None, allowed
-    unplaced = shape.num_decoder_layers or (sharding and (sharding.stage == 3 or sharding.engine == "fsdp"))
-    allowed = "the formulas do not know where copies are in T5 or among shards: ask simulate"
+    unplaced = sharding and (sharding.stage == 3 or sharding.engine == "fsdp")
+    allowed = "the formulas do not know where copies are among shards: ask simulate"
     yield "lora.modules_to_save", lora and lora.modules_to_save and unplaced, allowed
-    allowed = "the formulas do not know T5's masks for padding: ask simulate"
-    yield "lengths", recipe.is_ragged and shape.num_decoder_layers, allowed
     halves = {recipe.weights_dtype, recipe.implied_dtype, HALF.get(recipe.precision.partition("-")[0])}
     allowed = "the formulas know sizes, not which of two half-precision formats is cast to the other: ask simulate"
     yield "dtype", recipe.dtype and halves >= {*HALF.values()}, allowed

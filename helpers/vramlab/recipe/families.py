@@ -72,7 +72,7 @@ class Layout:
     causal: bool = True  # a token sees earlier ones only, and keys and values are cached
     parallel: bool = False  # attention and feed-forward part read the same input
     post_norm: bool = False  # norms come after the residual sums; there is none after the last layer
-    rms_norm: str = "llama"  # whose: "gemma" is times 1 + weight, in fp32; "t5" casts to its weight's dtype
+    rms_norm: str = "llama"  # whose: "gemma" is times 1 + weight, in fp32
     fp32_softmax: bool | None = True  # written-out attention asks for an fp32 softmax, casts it back; None: casts only
     grouped_keys: bool = True  # shared keys go to the kernel as they are (`enable_gqa`)
     scores_in_place: bool = False  # written-out scores are scaled in place; one head of keys is broadcast
@@ -86,7 +86,6 @@ class Layout:
     shared_positions: bool = False  # one row of positions serves the whole batch
     held_feed_forward: bool = False  # the wide feed-forward tensor lives to the end of the layer
     quantizable: bool = True  # linear layers are `nn.Linear` or `Conv1D`, which bitsandbytes replaces
-    fp32_modules: tuple[str, ...] = ()  # stay in fp32 in an fp16 model and are never quantized
 
     @property
     def stacks(self) -> list[Stack]:
