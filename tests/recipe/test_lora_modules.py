@@ -126,7 +126,7 @@ def test_published_adapter_size():
 )
 def test_bad_adapters(name, target_modules, words):
     with pytest.raises(RecipeError) as caught:
-        lora_modules.check(read_shape(name), target_modules)
+        lora_modules.adapted(read_shape(name), LoRA(target_modules=target_modules))
     assert caught.value.field == "lora.target_modules" and words in str(caught.value)
 
 

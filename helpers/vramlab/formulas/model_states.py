@@ -58,7 +58,7 @@ class ParameterRow:
 
     name: str  # with * for the layer's number
     shape: tuple[int, ...]  # before quantization packs it
-    kind: str  # as in `recipe.weights.Weight`, or "lora"
+    kind: str  # as in `recipe.shapes.Weight`, or "lora"
     count: int
     width: int  # bytes a number; of a quantized tensor, of its scales
     trained: bool

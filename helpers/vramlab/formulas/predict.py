@@ -19,7 +19,6 @@ from ..recipe import liger, lora_modules
 from ..recipe.knobs import Refusals, refuse
 from ..recipe.options import HALF
 from ..recipe.recipe import LATER_OF_LORA, Recipe, as_recipe
-from ..recipe.weights import unquantized
 from ..report.report import CATEGORIES, Bytes, Phase, Report, TensorGroup
 from . import model_states, shards
 from .account import Account, kept_account
@@ -201,7 +200,7 @@ def _notes(recipe: Recipe, card: Gpu | None) -> list[str]:
         notes.append(f"rank {sharding.rank} of {sharding.world_size}: buffers of NCCL are not counted")
     if sharding and sharding.offload:
         notes.append(f"{sharding.offload} offloaded to host memory, which needs them in full")
-    notes += unquantized(recipe) + lora_modules.notes(recipe.shape, recipe.lora)
+    notes += lora_modules.notes(recipe)
     if recipe.torch_compile:
         notes.append("torch_compile: activations and temporaries are those of the eager step")
     if card and (why := card.why_not(recipe.precision)):

@@ -81,7 +81,7 @@ class Question:
         if self.trainer != "transformers" and self.gpus > 1:
             raise RecipeError("gpus", self.gpus, f"with trainer={self.trainer!r} one device is modelled so far")
         if self.method != "full":
-            lora_modules.check(self.plain.shape, self.lora.target_modules)
+            lora_modules.adapted(self.plain.shape, self.lora)
         for precision in self.precisions or ():
             self.gpu.require(precision)
 

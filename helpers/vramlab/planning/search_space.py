@@ -11,9 +11,9 @@ from ..formulas import model_states, shards
 from ..formulas.fused_head import with_its_adapters
 from ..hardware.gpu import Chip, Gpu
 from ..recipe.knobs import unchecked
+from ..recipe.lora_modules import unquantized
 from ..recipe.options import HALF, Quantization, Sharding
 from ..recipe.recipe import Recipe
-from ..recipe.weights import unquantized
 from ..report.errors import RecipeError
 from ..report.report import format_bytes
 from .question import Question

@@ -12,7 +12,6 @@ from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 from ..report.data import data_path
-from .shape import ShapeData
 
 
 class Task(NamedTuple):
@@ -62,7 +61,7 @@ class Stack:
 class Layout:
     """What a model is made of, in order: "module kind size …; …" outside the layers, and stacks of layers.
 
-    Sizes are the letters of `weights.letter_sizes`. The other fields say how a layer differs from Llama's.
+    Sizes are the letters of `shapes._letter_sizes`. The other fields say how a layer differs from Llama's.
     """
 
     items: tuple[str | Stack, ...]
@@ -105,7 +104,7 @@ class Family:
 
     classes: Mapping[str, str]  # for each head that can be trained, the usual one first
     heads: Mapping[str, str] = field(default_factory=dict)  # module names of heads that have not the usual one
-    layout: Callable[[ShapeData, Mapping], Layout | None] | None = None  # of a shape; None for an unknown variant
+    layout: Callable[[Any, Mapping], Layout | None] | None = None  # of a shape; None for an unknown variant
     defaults: Mapping[str, Any] = field(default_factory=dict)  # of `Shape` fields
     required: tuple[str, ...] = REQUIRED  # sizes that a configuration must say
     keys: Mapping[str, list[str]] = field(default_factory=dict)  # how a configuration calls sizes, other than usual
@@ -142,7 +141,7 @@ LLAMA = {
 }
 
 
-def _dense(s: ShapeData, c: Mapping, **options: Any) -> Layout | None:
+def _dense(s: Any, c: Mapping, **options: Any) -> Layout | None:
     """Return the usual model: embeddings, equal layers, a norm and a head."""
     said = {name: options.pop(name, usual) for name, usual in LLAMA.items()}
     unknown = {key: getattr(s, usual) if isinstance(usual, str) else usual for key, usual in said["unknown"].items()}
@@ -167,7 +166,7 @@ def _dense(s: ShapeData, c: Mapping, **options: Any) -> Layout | None:
     return Layout((said["before"], *(stack for stack in stacks if stack.count), after), biased, **options)
 
 
-def _head(s: ShapeData, kind: str) -> str:
+def _head(s: Any, kind: str) -> str:
     """Return the decoder families' output head: a classifier's `score`, or `lm_head` unless the embedding serves as it."""
     if "classification" in s.task:
         return "score linear L h"
@@ -176,7 +175,7 @@ def _head(s: ShapeData, kind: str) -> str:
     return f"lm_head {kind} V h"
 
 
-def _t5(s: ShapeData, c: Mapping, encoder: str, decoder: str, up: str, gated_up: str, **options: Any) -> Layout:
+def _t5(s: Any, c: Mapping, encoder: str, decoder: str, up: str, gated_up: str, **options: Any) -> Layout:
     up = gated_up if (c.get("feed_forward_proj") or "").startswith("gated") else up
     items: tuple = ("shared embedding V h",)
     sides = ("encoder", s.num_layers, encoder, 1), ("decoder", s.num_decoder_layers, decoder, 2)

@@ -7,14 +7,13 @@ from typing import TYPE_CHECKING, Any
 from ..report.errors import RecipeError
 from .configuration import reason
 from .families import TASKS
-from .shape import ShapeData
 
 if TYPE_CHECKING:
     import torch
 
 
 @lru_cache(maxsize=32)
-def read_off(s: ShapeData) -> tuple[tuple, tuple]:
+def read_off(s: Any) -> tuple[tuple, tuple]:
     """Return the fields of every `Weight`, and every buffer as (name, shape, dtype). Raises RecipeError as `build` does."""
     import torch
 
@@ -32,7 +31,7 @@ def read_off(s: ShapeData) -> tuple[tuple, tuple]:
     return tuple(weights), tuple(buffers)
 
 
-def describe(s: ShapeData) -> dict[str, object]:
+def describe(s: Any) -> dict[str, object]:
     """Return the fields of `Shape` that only the model shows. Raises RecipeError as `read_off` does."""
     weights, _ = read_off(s)
     model = build(s)
@@ -51,14 +50,14 @@ def describe(s: ShapeData) -> dict[str, object]:
 
 
 @lru_cache(maxsize=4)
-def build(s: ShapeData) -> "torch.nn.Module":
+def build(s: Any) -> "torch.nn.Module":
     """Return the transformers model of `s` in fp32 on the meta device, for all who ask. Raises RecipeError as `make` does."""
     import torch
 
     return make(s, dtype=torch.float32)
 
 
-def make(s: ShapeData, **options: Any) -> "torch.nn.Module":
+def make(s: Any, **options: Any) -> "torch.nn.Module":
     """Return a new transformers model of `s` on the meta device (`from_config`). Raises RecipeError if it fails."""
     import torch
     import transformers

@@ -1,13 +1,14 @@
-"""Which modules LoRA adapts, by the rules of PEFT 0.21, without PEFT or a model."""
+"""Which modules LoRA adapts, by the rules of PEFT 0.21, and which a 4-bit base leaves; without PEFT or a model."""
 
 import re
+from collections import Counter
 from collections.abc import Iterable
 from functools import lru_cache
+from typing import Any
 
 from ..report.errors import RecipeError, needing
 from .families import FAMILIES
 from .options import LoRA
-from .shape import ShapeData
 
 Module = tuple[str, int, int]
 Targets = tuple[str, ...] | list[str] | set[str] | str | None
@@ -16,7 +17,8 @@ Targets = tuple[str, ...] | list[str] | set[str] | str | None
 FUSED = {"gate_proj", "up_proj", "down_proj", "gate_up_proj", "w1", "w2", "w3"}
 
 
-def modules(shape: ShapeData) -> dict[str, tuple[str, int, int]]:
+@lru_cache(maxsize=512)
+def modules(shape: Any) -> dict[str, tuple[str, int, int]]:
     """Return every module that PEFT can adapt, a shared output head too: its name to (kind, inputs, outputs).
 
     A rank-r adapter has r × (inputs + outputs) numbers; an embedding's inputs are its rows, a convolution's are channels ×
@@ -35,7 +37,7 @@ def modules(shape: ShapeData) -> dict[str, tuple[str, int, int]]:
     return found
 
 
-def find(shape: ShapeData, target_modules: Targets, modules_to_save: tuple[str, ...] | None = None) -> list[Module]:
+def find(shape: Any, target_modules: Targets, modules_to_save: tuple[str, ...] | None = None) -> list[Module]:
     """Return the (name, inputs, outputs) of what `peft.get_peft_model` adapts; empty when nothing matches.
 
     `target_modules`: None takes PEFT's default for the architecture; "all-linear" every linear layer but the output head,
@@ -52,9 +54,8 @@ def find(shape: ShapeData, target_modules: Targets, modules_to_save: tuple[str, 
         try:
             names = {name for name in candidates if re.fullmatch(target_modules, name)}
         except re.error as error:
-            raise RecipeError(
-                "lora.target_modules", target_modules, f"it is not a regular expression: {error}"
-            ) from None
+            rest = f"it is not a regular expression: {error}"
+            raise RecipeError("lora.target_modules", target_modules, rest) from None
     else:
         endings = tuple(f".{target}" for target in target_modules)
         names = {name for name in candidates if name in target_modules or name.endswith(endings)}
@@ -64,67 +65,84 @@ def find(shape: ShapeData, target_modules: Targets, modules_to_save: tuple[str, 
 
 
 def _is_everywhere(target_modules: Targets) -> bool:
-    return isinstance(target_modules, str) and target_modules.lower() == "all-linear"
+    return str(target_modules).lower() == "all-linear"
 
 
-def trained_whole(shape: ShapeData, modules_to_save: Iterable[str] | None) -> tuple[str, ...]:
+def trained_whole(shape: Any, modules_to_save: Iterable[str] | None) -> tuple[str, ...]:
     """Return the names of modules that PEFT trains whole, in a copy: those to save, and a sequence classifier's head."""
     heads = ("classifier", "score") if shape.task == "sequence-classification" else ()
     return (*(modules_to_save or ()), *heads)
 
 
-def notes(shape: ShapeData, lora: LoRA | None) -> list[str]:
-    """Return what a report has to say of adapters that PEFT places otherwise."""
-    if not (
-        lora and _is_everywhere(lora.target_modules) and any(weight.kind == "expert" for weight in shape.weights())
-    ):
-        return []
-    return ["all-linear adapts attention here; PEFT 0.21's own also adapts routers and fused experts, and needs more"]
+def notes(recipe: Any) -> list[str]:
+    """Return what a report has to say of matrices that stay whole, and of adapters that PEFT places otherwise."""
+    if not (recipe.lora and _is_everywhere(recipe.lora.target_modules) and _has_experts(recipe.shape)):
+        return unquantized(recipe)
+    note = "all-linear adapts attention here; PEFT 0.21's own also adapts routers and fused experts, and needs more"
+    return [*unquantized(recipe), note]
+
+
+def _has_experts(shape: Any) -> bool:
+    return any(weight.kind == "expert" for weight in shape.weights())
 
 
 @lru_cache(maxsize=512)
-def adapted(shape: ShapeData, lora: LoRA | None) -> tuple[Module, ...]:
-    """Return what `lora` adapts, as `find` does; () without one."""
-    return tuple(find(shape, lora.target_modules, lora.modules_to_save)) if lora else ()
+def adapted(shape: Any, lora: LoRA | None) -> tuple[Module, ...]:
+    """Return what `lora` adapts, as `find` does; () without one. Raises RecipeError unless it fits something of `shape`."""
+    if not lora:
+        return ()
+    wanted, targets = lora.target_modules, find(shape, lora.target_modules, lora.modules_to_save)
+    names = FUSED.intersection(() if isinstance(wanted, str | None) else wanted)
+    if _has_experts(shape) and (lost := names - {name.rpartition(".")[2] for name, _, _ in targets}):
+        rest = f"{', '.join(sorted(lost))} are fused experts of {shape.name}, which no adapter takes here"
+        raise RecipeError("lora.target_modules", wanted, rest)
+    if not targets:
+        raise RecipeError("lora.target_modules", wanted, f"nothing in {shape.name} matches; it has {_endings(shape)}")
+    return tuple(targets)
 
 
-def is_adapted(shape: ShapeData, lora: LoRA | None, module: str) -> bool:
+def is_adapted(shape: Any, lora: LoRA | None, module: str) -> bool:
     """Return whether the module of that name gets an adapter."""
     return any(name == module for name, _, _ in adapted(shape, lora))
 
 
-@lru_cache(maxsize=512)
-def adapts_experts(shape: ShapeData, lora: LoRA | None) -> bool:
+def adapts_experts(shape: Any, lora: LoRA | None) -> bool:
     """Return whether a linear layer beside fused experts is adapted under a name that PEFT gives to these too."""
     return bool(shape.num_experts) and any(name.rpartition(".")[2] in FUSED for name, _, _ in adapted(shape, lora))
 
 
 @lru_cache(maxsize=512)
-def differ_by_layer(shape: ShapeData, lora: LoRA | None) -> bool:
+def differ_by_layer(shape: Any, lora: LoRA | None) -> bool:
     """Return whether some layers get other adapters than the rest, as a pattern with a layer's number asks for."""
-    found = {name for name, _, _ in adapted(shape, lora)}
-    roles = {_role(name) for name in found}
-    return bool(found) and any(_role(name) in roles and name not in found for name in modules(shape))
+    found = [name for name, _, _ in adapted(shape, lora)]
+    some, every = (Counter(re.sub(r"\.\d+\.", ".*.", name) for name in names) for names in (found, modules(shape)))
+    return any(count < every[role] for role, count in some.items())
 
 
-def _role(name: str) -> str:
-    return re.sub(r"\.\d+\.", ".*.", name)
+def unquantized(recipe: Any) -> list[str]:
+    """Return notes on matrices that a 4-bit base keeps in 16 or 32 bits, and on sharding it.
+
+    `transformers.integrations.bitsandbytes.replace_with_bnb_linear` takes modules whose type is `nn.Linear` or `Conv1D`.
+    """
+    if not recipe.quantization:
+        return []
+    shape, own = recipe.shape, bool(recipe.shape.layout) and not recipe.shape.layout.quantizable
+    left = [w for w in shape.weights() if w.kind == "expert" or (own and w.kind == "linear" and w.layer is not None)]
+    notes = []
+    if recipe.sharding and recipe.sharding.engine == "fsdp":
+        # accelerate 1.15, utils/fsdp_utils.py: fsdp2_prepare_model
+        stored = "if bnb_4bit_quant_storage is a floating dtype, as here, not uint8"
+        notes = [f"accelerate's FSDP shards 4-bit weights {stored}"]
+    if not left:
+        return notes
+    what = "Falcon's own linear class is none" if own else "transformers 5 fuses experts in 3-D parameters"
+    cast = ", and prepare_model_for_kbit_training casts them to fp32" if recipe.quantization.prepare else ""
+    kept, total = sum(w.size for w in left), shape.num_parameters
+    sizes = f"{kept / 1e9:,.1f} of {total / 1e9:,.1f} billion" if total >= 1e9 else f"{kept:,} of {total:,}"
+    return [*notes, f"{sizes} weights are not quantized: bitsandbytes takes nn.Linear layers, {what}{cast}"]
 
 
-def check(shape: ShapeData, target_modules: Targets) -> None:
-    """Raise RecipeError unless adapters fit something of `shape`."""
-    targets = find(shape, target_modules)
-    names = FUSED.intersection(() if isinstance(target_modules, str | None) else target_modules)
-    lost = names - {name.rpartition(".")[2] for name, _, _ in targets}
-    if lost and any(weight.kind == "expert" for weight in shape.weights()):
-        allowed = f"{', '.join(sorted(lost))} are fused experts of {shape.name}, which no adapter takes here"
-        raise RecipeError("lora.target_modules", target_modules, allowed)
-    if not targets:
-        rest = f"nothing in {shape.name} matches; it has {_endings(shape)}"
-        raise RecipeError("lora.target_modules", target_modules, rest)
-
-
-def _default(shape: ShapeData) -> Targets:
+def _default(shape: Any) -> Targets:
     """Return PEFT's choice for the architecture."""
     if shape.family in FAMILIES:
         found = FAMILIES[shape.family].lora
@@ -139,6 +157,6 @@ def _default(shape: ShapeData) -> Targets:
     return found
 
 
-def _endings(shape: ShapeData) -> str:
+def _endings(shape: Any) -> str:
     """Return the last parts of the names that can be adapted."""
     return ", ".join(dict.fromkeys(name.rpartition(".")[2] for name in modules(shape)))

@@ -114,8 +114,7 @@ class Recipe:
             self._set("attn_implementation", shape.attention)
         elif self.attn_implementation == "sdpa" and shape.attention == "eager":
             raise RecipeError("attn_implementation", "sdpa", f"transformers has none for a {shape.family}: use 'eager'")
-        if self.lora:
-            lora_modules.check(shape, self.lora.target_modules)
+        lora_modules.adapted(shape, self.lora)
 
     def _refusals(self) -> Refusals:
         """Values that exclude each other, and what the trainer, Liger or the ranks do not train."""

@@ -1,10 +1,16 @@
-"""The shapes of models: sizes, heads and layers read from a published configuration, without torch or transformers."""
+"""The shapes of models: sizes, heads, layers and every tensor, from a published configuration, without torch.
+
+Names, shapes and order of parameters follow from the architecture's layout (`families.py`); the tests hold every list
+against the model of `transformers` 5.23 on the meta device. What no layout covers is read off that model.
+"""
 
 import dataclasses
 import difflib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from functools import cache, cached_property, lru_cache
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +19,197 @@ from ..report.errors import RecipeError
 from . import configuration, lora_modules
 from .configuration import plain
 from .families import FAMILIES, TASKS, Layout
-from .shape import ShapeData
-from .weights import Weight, list_buffers, list_weights
+from .from_transformers import describe, read_off
+
+
+@dataclass(frozen=True)
+class Weight:
+    """One parameter tensor.
+
+    Kinds: "linear" (out × in), "conv1d" (GPT-2's in × out), "embedding" (a shared output head is one too), "norm", "bias",
+    "conv", "expert" (experts × out × in) and "other".
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    kind: str
+    layer: int | None = None  # its block; a decoder's count on after its encoder's
+
+    @property
+    def size(self) -> int:
+        """How many numbers it holds."""
+        return prod(self.shape)
+
+
+# Kind and sizes of what plays a role in a layer. A cross-attention's roles begin with "cross_"; "position" is in a
+# stack's first layer only.
+ROLES = json.loads(data_path("layer_roles.json").read_text(encoding="utf-8"))
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The sizes of one model with one head, as its configuration gives them, all counts; and what follows from them."""
+
+    name: str  # short, for people
+    family: str  # the configuration's `model_type`
+    task: str  # which head is trained
+    hub_id: str | None  # where the published weights are; None outside the catalogue
+    config_json: str = field(repr=False)  # the configuration, at this depth and for this head
+    head: str  # module name of the head
+    num_layers: int  # blocks, of the encoder where there is a decoder too
+    num_decoder_layers: int  # 0 unless the model is an encoder–decoder
+    hidden_size: int
+    num_heads: int
+    num_kv_heads: int  # heads of keys and values, which groups of query heads share
+    head_dim: int
+    intermediate_size: int
+    vocab_size: int
+    max_positions: int | None  # the longest sequence; None if the architecture sets no limit
+    num_labels: int  # classes of a classification head
+    tied: bool  # one matrix serves as embedding and output head
+    activation: str
+    norm: str  # "layernorm" or "rmsnorm"; either "in fp32" casts back after its weight
+    rotary_dim: int  # channels of a head that are rotated; 0 without rotary positions
+    sliding_window: int | None  # how far back a token sees (Gemma 2: in every second layer)
+    hidden_dropout: float  # probabilities while training
+    attention_dropout: float
+    embedding_dropout: float
+    num_experts: int
+    experts_per_token: int
+    image_tokens: int  # patches of an image and the class token; 0 for text
+    dtype: str | None  # in which the weights were published; None if unknown
+    attention: str  # the kernel that transformers takes by itself: "eager" for an architecture without sdpa
+
+    def __hash__(self) -> int:
+        return hash(self.config_json)  # a text's hash is kept, that of thirty fields is not
+
+    @property
+    def features(self) -> tuple[str, tuple[int, ...]] | None:
+        """Name and sizes of what one sample is to a model that sees or hears; None where it is tokens."""
+        said = self.settings
+        if self.task == "speech-seq2seq":  # a convolution halves the frames
+            return "input_features", (said["num_mel_bins"], 2 * said["max_source_positions"])
+        sides = 2 * (said.get("image_size", 224),)
+        return ("pixel_values", (said.get("num_channels", 3), *sides)) if self.image_tokens else None
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """What `transformers.AutoConfig.for_model(**config)` takes: a fresh copy, for transformers writes into it."""
+        return json.loads(self.config_json)
+
+    @cached_property
+    def settings(self) -> dict[str, Any]:
+        """`config`, parsed once; not to be written to."""
+        return self.config
+
+    @cached_property
+    def layout(self) -> Layout | None:
+        """The modules by the roles they play; None for a family, or a variant of one, that is not written down."""
+        return FAMILIES[self.family].layout(self, self.settings) if self.family in FAMILIES else None
+
+    @lru_cache(maxsize=512)  # noqa: B019 — shapes are kept anyway
+    def weights(self) -> tuple[Weight, ...]:
+        """Return every parameter tensor, named and ordered as transformers' `named_parameters()`; shared ones once."""
+        if self.layout is None:
+            return tuple(Weight(*row) for row in read_off(self)[0])
+        found, sizes, first = [], _letter_sizes(self), 0
+        for item in self.layout.items:
+            if isinstance(item, str):
+                for name, kind, *letters in filter(None, map(str.split, item.split(";"))):
+                    found += (Weight(*row) for row in _tensors(self, sizes, name, kind, letters))
+                continue
+            rows = []
+            for role, name in item.parts.items():
+                kind, letters = ROLES[role]
+                letters = item.sizes.get(role, letters).replace(".", " ")
+                if kind == "linear":
+                    kind = self.layout.linear + ("+" if role in self.layout.biased else "")
+                rows += ((role, *row) for row in _tensors(self, sizes, name, kind, letters.split()))
+            for i in range(item.count):
+                found += (
+                    Weight(f"{item.prefix}.{item.first + i}.{name}", shape, kind, first + i)
+                    for role, name, shape, kind in rows
+                    if role != "position" or i == 0
+                )
+            first += item.count
+        return tuple(found)
+
+    @lru_cache(maxsize=512)  # noqa: B019
+    def buffers(self) -> tuple[tuple[str, tuple[int, ...], str], ...]:
+        """Return every buffer as (name, shape, dtype), whether or not it is saved with the weights.
+
+        Gemma's `embed_scale` follows the weights' dtype; fp32 is given.
+        """
+        if self.layout is None:
+            return read_off(self)[1]
+        rows = [(name, (1, self.max_positions), "int64") for name in self.layout.buffers]
+        if self.layout.scaled_embedding is True:
+            rows.append((f"{self.layout.modules[0][0]}.embed_scale", (), "float32"))
+        for stack in self.layout.stacks if self.layout.sigmoid_router else ():
+            numbers = range(stack.first, stack.first + stack.count if "router" in stack.parts else 0)
+            rows += [
+                (f"{stack.prefix}.{i}.mlp.gate.e_score_correction_bias", (self.num_experts,), "float32")
+                for i in numbers
+            ]
+        if self.rotary_dim:
+            module = self.layout.stacks[0].prefix.rpartition(".")[0] + ".rotary_emb"
+            # one frequency per pair of channels, and a second copy that transformers keeps to undo dynamic scaling
+            kinds = [f"{kind}_" for kind in sorted(set(self.layout.kinds))] if self.layout.kinds_tables else [""]
+            names = (f"{module}.{kind}{name}" for kind in kinds for name in ("inv_freq", "original_inv_freq"))
+            rows += [(name, ((self.rotary_dim + 1) // 2,), "float32") for name in names]
+        return tuple(rows)
+
+    @cached_property
+    def num_parameters(self) -> int:
+        """How many parameters the model has, shared ones once."""
+        return sum(weight.size for weight in self.weights())
+
+    @property
+    def stores_tied_head(self) -> bool:
+        """Whether the published checkpoint has the head's matrix too, though it is the embedding's."""
+        entry = catalogue().get(self.name, {})
+        same = (entry.get("hub_id"), entry.get("task")) == (self.hub_id, self.task)
+        return same and "stored_parameters" in entry
+
+    def lora_targets(self, target_modules: lora_modules.Targets = None) -> list[lora_modules.Module]:
+        """Return what PEFT would adapt, as (module name, inputs, outputs); see `vramlab.recipe.lora_modules.find`."""
+        return lora_modules.find(self, target_modules)
+
+
+def _letter_sizes(s: Shape) -> dict[str, int]:
+    """Return the sizes that a layout's letters mean.
+
+    h hidden, m feed-forward, q and k all heads, d one head, a heads, V vocabulary, P positions,
+    T token types, L labels, E experts, e and s the width of one and of the shared ones, B position buckets, I image tokens,
+    C channels, p a side of a patch; ql, qb, kl, kva, kvb and vo compressed queries, keys and values, and what these become.
+    """
+    c, h, q, k = s.config, s.hidden_size, s.num_heads * s.head_dim, s.num_kv_heads * s.head_dim
+    expert = c.get("moe_intermediate_size") or s.intermediate_size
+    rope, nope, values = (c.get(key) or 0 for key in ("qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim"))
+    compressed = c.get("kv_lora_rank") or 0
+    found = {"1": 1, "2e": 2 * expert, "2m": 2 * s.intermediate_size, "P+2": (s.max_positions or 0) + 2}
+    found |= dict(e=expert, s=expert * (c.get("n_shared_experts") or 0), ql=c.get("q_lora_rank"), kl=compressed)
+    found |= dict(qb=s.num_heads * (nope + rope), kva=compressed + rope, kvb=s.num_heads * (nope + values))
+    found |= dict(h=h, m=s.intermediate_size, q=q, k=k, qkv=q + 2 * k, d=s.head_dim)
+    found |= dict(
+        a=s.num_heads, V=max(s.vocab_size, 1), P=s.max_positions, T=c.get("type_vocab_size", 2), L=s.num_labels
+    )
+    found |= dict(
+        E=s.num_experts, B=c.get("relative_attention_num_buckets", 32), I=s.image_tokens, p=c.get("patch_size", 16)
+    )
+    return found | dict(vo=s.num_heads * values, C=c.get("num_channels", 3))
+
+
+def _tensors(s: Shape, sizes: dict[str, int], name: str, kind: str, letters: list[str]) -> Iterator[tuple]:
+    """Return (name, shape, kind) of a module's tensors; kinds that are no module are the tensor itself."""
+    shape, bias = tuple(sizes[letter] for letter in letters), kind.endswith("+")
+    kind = kind.removesuffix("+")
+    if kind not in ("linear", "conv1d", "embedding", "norm"):
+        yield name, shape, kind
+        return
+    yield f"{name}.weight", shape[::-1] if kind == "conv1d" else shape, kind  # Conv1D is stored transposed
+    if bias or (kind == "norm" and s.norm == "layernorm"):
+        yield f"{name}.bias", shape[:1], "norm" if kind == "norm" else "bias"
 
 
 @cache
@@ -42,42 +237,6 @@ def _spellings() -> dict[str, dict[str, Any]]:
         for spelling in (*entry.get("aliases", ()), entry["hub_id"], entry["name"]):
             found[spelling.lower()] = found[spelling.lower().rpartition("/")[2]] = entry
     return found
-
-
-class Shape(ShapeData):
-    """A model's sizes, and what follows from them."""
-
-    def weights(self) -> tuple[Weight, ...]:
-        """Return every parameter tensor, named and ordered as transformers' `named_parameters()`; shared ones once."""
-        return list_weights(self)
-
-    def buffers(self) -> tuple[tuple[str, tuple[int, ...], str], ...]:
-        """Return every buffer as (name, shape, dtype). Gemma's `embed_scale` follows the weights' dtype; fp32 is given."""
-        return list_buffers(self)
-
-    def __hash__(self) -> int:
-        return hash(self.config_json)  # a text's hash is kept, that of thirty fields is not
-
-    @cached_property
-    def layout(self) -> Layout | None:
-        """The modules by the roles they play; None for a family, or a variant of one, that is not written down."""
-        return FAMILIES[self.family].layout(self, self.settings) if self.family in FAMILIES else None
-
-    @cached_property
-    def num_parameters(self) -> int:
-        """How many parameters the model has, shared ones once."""
-        return sum(weight.size for weight in self.weights())
-
-    @property
-    def stores_tied_head(self) -> bool:
-        """Whether the published checkpoint has the head's matrix too, though it is the embedding's."""
-        entry = catalogue().get(self.name, {})
-        same = (entry.get("hub_id"), entry.get("task")) == (self.hub_id, self.task)
-        return same and "stored_parameters" in entry
-
-    def lora_targets(self, target_modules: lora_modules.Targets = None) -> list[lora_modules.Module]:
-        """Return what PEFT would adapt, as (module name, inputs, outputs); see `vramlab.recipe.lora_modules.find`."""
-        return lora_modules.find(self, target_modules)
 
 
 def read_shape(
@@ -140,6 +299,4 @@ def _shape(
         if empty := [weight.name for weight in shape.weights() if not all(weight.shape)]:
             raise RecipeError("model", name, f"a size that its configuration sets to 0 or null would empty {empty[0]}")
         return shape
-    from .from_transformers import describe  # what no configuration says is taken from the model itself
-
     return dataclasses.replace(shape, **describe(shape))

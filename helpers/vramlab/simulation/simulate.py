@@ -20,7 +20,6 @@ from ..recipe import liger, lora_modules
 from ..recipe.evaluation import Evaluation
 from ..recipe.options import TRL
 from ..recipe.recipe import Loop, Recipe, as_recipe
-from ..recipe.weights import unquantized
 from ..report.collector import no_collection
 from ..report.errors import RecipeError, VramLabError, needing
 from ..report.report import MiB, Report
@@ -96,7 +95,7 @@ def _of_recipe(recipe: Recipe, target: str, card: Gpu | None, steps: int, full: 
     notes = ["torch_compile: the eager step is simulated"] if recipe.torch_compile else []
     note = "activation_offloading: reserved is that of one stream, where the copies use a second one"
     notes += [note] if recipe.activation_offloading else []
-    notes += loop_notes(recipe.loop) + unquantized(recipe) + lora_modules.notes(recipe.shape, recipe.lora)
+    notes += loop_notes(recipe.loop) + lora_modules.notes(recipe)
     if card and (why := card.why_not(recipe.precision)):
         notes.append(why)
     history = trace(recipe, target, card, steps, full)
