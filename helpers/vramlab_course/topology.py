@@ -11,7 +11,7 @@ import subprocess
 from dataclasses import dataclass
 from itertools import combinations
 
-from vramlab.hardware.links import TopologyError
+from vramlab.report.errors import VramLabError
 from vramlab.report.report import text_table
 
 # Paths by nvidia-smi's codes, best first.
@@ -40,6 +40,10 @@ NVLINK = {
 # Rounds of a ring in a step; each sends (N − 1)/N of the gradients' bytes. An all-reduce is a reduce-scatter and an
 # all-gather; stage 3 also gathers parameters, for forward and for backward (Rajbhandari et al. 2020, section 7).
 ROUNDS = {"DDP": 2, "ZeRO-1": 2, "ZeRO-2": 2, "ZeRO-3": 3}
+
+
+class TopologyError(VramLabError, ValueError):
+    """A matrix that cannot be read, or a machine that has none."""
 
 
 def kind(code: str) -> str:

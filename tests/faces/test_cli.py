@@ -222,7 +222,7 @@ WRONG = [
     ("gpt2", "--task knitting", "'causal-lm'"),
     ("gpt2", "--precision bf16-mixed --gpu T4", "7.5"),
     ("gpt2", "--precision tf32 --gpu V100", "7.0"),
-    ("gpt2", "--gpu T5", "did you mean 'T4'"),
+    ("gpt2", "--gpu T5", "not in the table"),
 ]
 
 

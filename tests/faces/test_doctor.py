@@ -175,7 +175,7 @@ def test_memory_held_by_others(monkeypatch):
     [
         ({"temperature": 88}, "88 °C"),
         ({"throttle": ("hardware thermal slowdown",)}, "hardware thermal slowdown"),
-        ({"throttle": ("software power cap", "power brake")}, "power brake"),
+        ({"throttle": ("software thermal slowdown", "power brake")}, "power brake"),
     ],
 )
 def test_card_that_slows_itself_down(monkeypatch, changes, word):
@@ -184,8 +184,8 @@ def test_card_that_slows_itself_down(monkeypatch, changes, word):
     assert check.status == "warn" and word in check.advice and "timings" in check.advice
 
 
-def test_ordinary_power_cap_is_no_alarm(monkeypatch):
-    machine_with(monkeypatch, nvml=sensors(throttle=("software power cap",), temperature=83))
+def test_a_warm_card_is_no_alarm(monkeypatch):
+    machine_with(monkeypatch, nvml=sensors(temperature=83))
     assert run(checks.sensors)["GPU 0 sensors"].status == "ok"
 
 

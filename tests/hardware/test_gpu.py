@@ -8,9 +8,10 @@ from types import SimpleNamespace
 
 import pytest
 from vramlab.hardware import gpu as gpu_module
+from vramlab.hardware import overhead
 from vramlab.hardware.gpu import Gpu, GpuError, current_device, find_gpu, gpu_names
 from vramlab.hardware.nvml import nvml_snapshot
-from vramlab.hardware.overhead import CONTEXT, cublas_workspace
+from vramlab.hardware.overhead import CONTEXT, cublas_workspace, torch_release
 from vramlab.recipe.recipe import PRECISIONS
 from vramlab.report.data import data_path
 from vramlab.report.errors import RecipeError
@@ -53,7 +54,7 @@ def test_no_two_cards_share_a_name_and_a_total_says_its_source():
         for name in (entry["name"], *entry["aliases"]):
             assert owners.setdefault(gpu_module._key(name), entry["name"]) == entry["name"]
             assert find_gpu(name).name == entry["name"]
-        assert entry["total_mib"] is None or entry["total_source"]
+        assert entry["source"] and (entry["total_mib"] is None or entry["total_source"])
 
 
 def test_bare_family_name_means_the_smaller_card():
@@ -61,17 +62,8 @@ def test_bare_family_name_means_the_smaller_card():
     assert find_gpu("V100").total < find_gpu("V100 32GB").total
 
 
-@pytest.mark.parametrize(
-    ("wrong", "near"), [("RTX 4080 Ti", "RTX 4080"), ("H10O", "H100"), ("T44", "T4"), ("L40", "L40S")]
-)
-def test_unknown_name_suggests_the_nearest(wrong, near):
-    with pytest.raises(GpuError, match="did you mean") as error:
-        find_gpu(wrong)
-    assert near in str(error.value)
-
-
-@pytest.mark.parametrize("wrong", ["", None, 5, "zzzzzz", "NVIDIA"])
-def test_hopeless_name_lists_what_there_is(wrong):
+@pytest.mark.parametrize("wrong", ["", None, 5, "zzzzzz", "NVIDIA", "RTX 4080 Ti"])
+def test_an_unknown_name_lists_what_there_is(wrong):
     with pytest.raises(GpuError, match=r"known are .*T4"):
         find_gpu(wrong)
 
@@ -84,7 +76,6 @@ def test_gpu_passes_through():
 @pytest.mark.parametrize("name", gpu_names())
 def test_figures_are_consistent(name):
     gpu = find_gpu(name)
-    assert gpu.source
     # A reading is under the box's figure in GiB (driver and ECC take a part), and never far under the same in GB.
     assert 0.9 * gpu.memory_gb * 1e9 < gpu.total <= gpu.memory_gb * GiB
     assert 5e12 < gpu.peak["fp32"] < 2e14 and 2e11 < gpu.bandwidth < 1e13 and 50 <= gpu.tdp <= 1200
@@ -151,24 +142,25 @@ def test_unknown_precision_is_refused(wrong):
 
 
 @pytest.mark.parametrize(
-    ("capability", "version", "size"),
+    ("capability", "release", "size"),
     [
-        ((7, 5), "2.13.0+cu130", 8_519_680),  # as seen in memory snapshots of matmuls: discuss.pytorch.org/t/178671
-        ((8, 0), "2.11.0", 8_519_680),
-        ((9, 0), "2.11.0", 32 * MiB),
-        ((9, 0), "2.13.0", 32 * MiB),
-        ((10, 0), "2.11.0", 8_519_680),
-        ((10, 0), "2.12.1+cu130", 32 * MiB),
-        ((12, 0), "2.13.0", 32 * MiB),
+        ((7, 5), (2, 13), 8_519_680),  # as seen in memory snapshots of matmuls: discuss.pytorch.org/t/178671
+        ((8, 0), (2, 11), 8_519_680),
+        ((9, 0), (2, 11), 32 * MiB),
+        ((9, 0), (2, 13), 32 * MiB),
+        ((10, 0), (2, 11), 8_519_680),
+        ((10, 0), (2, 12), 32 * MiB),
+        ((12, 0), (2, 13), 32 * MiB),
     ],
 )
-def test_cublas_workspace(capability, version, size):
-    assert cublas_workspace(capability, version) == size
+def test_cublas_workspace(monkeypatch, capability, release, size):
+    monkeypatch.setattr(overhead, "torch_release", lambda: release)
+    assert cublas_workspace(capability) == size
 
 
-def test_workspace_of_the_torch_that_is_here():
-    pytest.importorskip("torch")
-    assert (cublas_workspace((7, 5)), cublas_workspace((9, 0))) == (8_519_680, 32 * MiB)
+def test_the_release_is_that_of_the_torch_that_is_here():
+    torch = pytest.importorskip("torch")
+    assert list(torch_release()) == [int(part) for part in torch.__version__.split(".")[:2]]
 
 
 def test_context_is_an_interval_with_the_cards_own_figure():
@@ -233,7 +225,6 @@ class FakeNvml:
     def __init__(self, without=(), init_error=None, pid=None, throttle=0):
         self.without, self.init_error, self.throttle = set(without), init_error, throttle
         self.pid = pid
-        self.open = 0
         self.asked = None
 
     def __getattribute__(self, name):
@@ -248,10 +239,6 @@ class FakeNvml:
     def nvmlInit(self):
         if self.init_error:
             raise NVMLError(self.init_error)
-        self.open += 1
-
-    def nvmlShutdown(self):
-        self.open -= 1
 
     def nvmlDeviceGetHandleByIndex(self, index):
         if index > 1:
@@ -269,9 +256,6 @@ class FakeNvml:
     nvmlDeviceGetPowerUsage = staticmethod(lambda handle: 68_500)
     nvmlDeviceGetEnforcedPowerLimit = staticmethod(lambda handle: 70_000)
     nvmlDeviceGetClockInfo = staticmethod(lambda handle, clock: 1590)
-    nvmlDeviceGetMaxClockInfo = staticmethod(lambda handle, clock: 1590)
-    nvmlDeviceGetCurrPcieLinkGeneration = staticmethod(lambda handle: 3)
-    nvmlDeviceGetCurrPcieLinkWidth = staticmethod(lambda handle: 8)
 
     def nvmlDeviceGetMemoryInfo(self, handle):
         return SimpleNamespace(total=15360 * MiB, used=2000 * MiB, free=13360 * MiB)
@@ -296,21 +280,19 @@ def nvml(monkeypatch):
 
 
 def test_every_sensor_is_read(nvml):
-    fake = nvml(pid=os.getpid(), throttle=0x4 | 0x20)
+    nvml(pid=os.getpid(), throttle=0x4 | 0x20)  # a power cap is normal under load
     seen = nvml_snapshot()
-    assert seen.available and not seen.missing and fake.open == 0
+    assert seen.available and not seen.missing
     assert (seen.name, seen.driver, seen.temperature) == ("Tesla T4", "580.65.06", 71)
-    assert (seen.power, seen.power_limit, seen.clock, seen.clock_max) == (68.5, 70.0, 1590, 1590)
-    assert (seen.pcie_generation, seen.pcie_width) == (3, 8)
+    assert (seen.power, seen.power_limit, seen.clock) == (68.5, 70.0, 1590)
     assert (seen.total, seen.used, seen.process) == (15360 * MiB, 2000 * MiB, 1500 * MiB)
-    assert seen.throttle == ("software power cap", "software thermal slowdown")
-    assert seen.slowed == ("software thermal slowdown",)
+    assert seen.throttle == ("software thermal slowdown",)
     assert "68.5 W" in str(seen) and "15.000 GiB" in str(seen)
 
 
 def test_no_throttling_is_an_empty_answer_not_a_missing_one(nvml):
     nvml(throttle=0)
-    assert nvml_snapshot().throttle == () and nvml_snapshot().slowed == ()
+    assert nvml_snapshot().throttle == ()
 
 
 SENSORS = {
@@ -321,15 +303,14 @@ SENSORS = {
     "nvmlDeviceGetEnforcedPowerLimit": ["power_limit"],
     "nvmlDeviceGetClockInfo": ["clock"],
     "nvmlDeviceGetCurrentClocksEventReasons": ["throttle"],
-    "nvmlDeviceGetCurrPcieLinkWidth": ["pcie_width"],
 }
 
 
 @pytest.mark.parametrize(("call", "fields"), SENSORS.items())
 def test_missing_sensor_is_none_with_its_reason_and_the_rest_is_there(nvml, call, fields):
-    fake = nvml(without=[call], pid=os.getpid())
+    nvml(without=[call], pid=os.getpid())
     seen = nvml_snapshot()
-    assert seen.available and fake.open == 0
+    assert seen.available
     assert seen.missing == dict.fromkeys(fields, "Not Supported")
     assert all(getattr(seen, name) is None for name in fields)
     assert "none: Not Supported" in str(seen)
@@ -358,9 +339,9 @@ def test_machine_without_the_package(monkeypatch):
 
 
 def test_gpu_that_is_not_there(nvml):
-    fake = nvml()
+    nvml()
     seen = nvml_snapshot(7)
-    assert not seen.available and seen.reason == "GPU 7 does not answer (Invalid Argument)" and fake.open == 0
+    assert not seen.available and seen.reason == "GPU 7 does not answer (Invalid Argument)"
 
 
 @pytest.mark.parametrize(

@@ -187,7 +187,7 @@ def sensors() -> Iterator[Check]:
             yield judged(f"GPU {s.index} memory", f"{free} free of {total}", advice)
         shown = (("°C", s.temperature), ("W", s.power), ("MHz", s.clock))
         values = [f"{value:.0f} {unit}" for unit, value in shown if value is not None]
-        trouble = ", ".join([*s.slowed, *([f"{s.temperature} °C"] if (s.temperature or 0) >= HOT else [])])
+        trouble = ", ".join([*(s.throttle or ()), *([f"{s.temperature} °C"] if (s.temperature or 0) >= HOT else [])])
         advice = f"the card slows itself down ({trouble}): timings will not hold, see to cooling and power"
         yield judged(f"GPU {s.index} sensors", ", ".join(values) or "no sensors", advice if trouble else "")
 

@@ -1,13 +1,12 @@
 """GPUs of `data/gpus.json`: memory, bandwidth, rates (bytes, operations per second), and formats they compute in."""
 
 import dataclasses
-import difflib
 import json
 import os
 import re
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from ..report.data import data_path
 from ..report.errors import RecipeError, VramLabError
@@ -15,13 +14,11 @@ from ..report.report import GiB, Interval, MiB, format_bytes
 from .overhead import CONTEXT
 
 # Lowest compute capability for each format: tensor-core data types in NVIDIA's CUDA C++ Programming Guide (compute
-# capabilities), fp16 arithmetic in its table of arithmetic instructions; int8 as bitsandbytes' int8 matmul needs. And
-# FlashAttention-2's (`flash_api.cpp`: "FlashAttention only supports Ampere GPUs or newer").
-NEEDS = {"fp32": (0, 0), "tf32": (8, 0), "fp16": (5, 3), "bf16": (8, 0), "fp8": (8, 9), "int8": (7, 5)}
-NEEDS["flash_attention_2"] = (8, 0)
-SINCE = {(8, 0): "Ampere", (8, 9): "Ada", (7, 5): "Turing", (5, 3): "Maxwell"}
-INSTEAD = {"bf16": "fp16", "tf32": "fp32", "fp8": "bf16 or fp16", "int8": "nf4", "fp16": "fp32"}
-INSTEAD["flash_attention_2"] = "sdpa or eager"
+# capabilities), fp16 arithmetic in its table of arithmetic instructions. And FlashAttention-2's (`flash_api.cpp`:
+# "FlashAttention only supports Ampere GPUs or newer").
+NEEDS = {"fp32": (0, 0), "tf32": (8, 0), "fp16": (5, 3), "bf16": (8, 0), "fp8": (8, 9), "flash_attention_2": (8, 0)}
+SINCE = {(8, 0): "Ampere", (8, 9): "Ada", (5, 3): "Maxwell"}
+INSTEAD = {"bf16": "fp16", "tf32": "fp32", "fp8": "bf16 or fp16", "fp16": "fp32", "flash_attention_2": "sdpa or eager"}
 
 
 class GpuError(VramLabError, LookupError):
@@ -59,16 +56,12 @@ class Gpu:
     total: int  # bytes that torch reports as `total_memory`
     total_known: bool = True  # False: `total` is `memory_gb` taken as GiB, which is up to a tenth too much
     bandwidth: float | None = None  # bytes per second between the chip and its memory
-    peak: dict[str, float] = field(
-        default_factory=dict, hash=False
-    )  # by format: dense operations per second, fp32 sums
+    peak: dict[str, float] = field(default_factory=dict, hash=False)  # by format: dense operations per second
     nvlink: float | None = None  # bytes per second over all links, both directions added; None without NVLink
     pcie: str = ""
     tdp: int | None = None  # watts
     context: int | None = None  # published bytes of a bare CUDA context on this card
     multiprocessors: int = DEFAULT_CHIP.multiprocessors
-    source: str = ""  # where the figures are from
-    aliases: tuple[str, ...] = ()
 
     def flops(self, precision: str) -> float | None:
         """Return peak operations per second of matmuls at `precision`; None when the card or the table has none."""
@@ -84,20 +77,15 @@ class Gpu:
         return self.compute_capability >= NEEDS[_format(precision)]
 
     def why_not(self, precision: str) -> str:
-        """Say in one sentence why the card lacks `precision` and what to take; "" when it has it.
-
-        On a T4 (compute capability 7.5) torch emulates bf16, and `torch.cuda.is_bf16_supported()` says True unless
-        called with `including_emulation=False`.
-        """
+        """Say in one sentence why the card lacks `precision` and what to take; "" when it has it."""
         if self.supports(precision):
             return ""
         form = _format(precision)
         need = NEEDS[form]
         has, since = (".".join(map(str, each)) for each in (self.compute_capability, need))
-        text = f"{self.name} has compute capability {has} and {form} starts at {since} ({SINCE[need]})"
-        if form == "bf16":
-            text += ", below which torch only emulates it, slowly"
-        return f"{text}: take {INSTEAD[form]}"
+        slow = ", below which torch only emulates it, slowly" if form == "bf16" else ""
+        starts = f"{form} starts at {since} ({SINCE[need]}){slow}: take {INSTEAD[form]}"
+        return f"{self.name} has compute capability {has} and {starts}"
 
     def require(self, need: str, field: str = "precision") -> None:
         """Raise RecipeError, which names the recipe's `field`, when the card lacks a precision or "flash_attention_2"."""
@@ -134,29 +122,6 @@ def _format(precision: str) -> str:
     return form
 
 
-@cache
-def _table() -> tuple[Gpu, ...]:
-    entries = json.loads(data_path("gpus.json").read_text(encoding="utf-8"))["gpus"]
-    return tuple(_read(entry) for entry in entries)
-
-
-def _read(entry: dict[str, Any]) -> Gpu:
-    total, nvlink, context = entry["total_mib"], entry["nvlink_gb_s"], entry.get("context_mib")
-    same = ("name", "memory_gb", "multiprocessors", "pcie", "source")
-    return Gpu(
-        **{field: entry[field] for field in same if field in entry},
-        compute_capability=tuple(int(n) for n in entry["compute_capability"].split(".")),
-        total=total * MiB if total else entry["memory_gb"] * GiB,
-        total_known=total is not None,
-        bandwidth=entry["bandwidth_gb_s"] * 1e9,
-        peak={form: rate * 1e12 for form, rate in entry["peak_tflops"].items()},
-        nvlink=nvlink * 1e9 if nvlink else None,
-        tdp=entry["tdp_w"],
-        context=int(context * MiB) if context else None,
-        aliases=tuple(entry["aliases"]),
-    )
-
-
 def _key(name: str) -> str:
     """Strip case, signs and brand off a name, so that "NVIDIA GeForce RTX 3060 12GB" equals "rtx-3060 12gb"."""
     key = re.sub(r"[^a-z0-9]", "", name.lower())
@@ -167,31 +132,35 @@ def _key(name: str) -> str:
 
 @cache
 def _index() -> dict[str, Gpu]:
-    return {_key(name): gpu for gpu in _table() for name in (gpu.name, *gpu.aliases)}
+    """Key of each name to its GPU, oldest architecture first."""
+    found: dict[str, Gpu] = {}
+    for entry in json.loads(data_path("gpus.json").read_text(encoding="utf-8"))["gpus"]:
+        total, context = entry["total_mib"], entry.get("context_mib")
+        values = {field.name: entry[field.name] for field in dataclasses.fields(Gpu) if field.name in entry}
+        values |= {"total": total * MiB if total else entry["memory_gb"] * GiB, "total_known": total is not None}
+        values |= {"compute_capability": tuple(entry["compute_capability"]), "context": context and int(context * MiB)}
+        found |= dict.fromkeys(map(_key, (entry["name"], *entry["aliases"])), Gpu(**values))
+    return found
 
 
 def gpu_names() -> list[str]:
     """List the names of the GPUs in the table, oldest architecture first."""
-    return [gpu.name for gpu in _table()]
+    return list(dict.fromkeys(gpu.name for gpu in _index().values()))
 
 
 def find_gpu(name: "str | Gpu") -> Gpu:
     """Find the GPU called `name`, whatever its case, spaces and brand; a `Gpu` is returned as it is.
 
-    A family's name means its smallest member ("A100" is the 40 GB one). Raises GpuError, which names the nearest.
+    A family's name means its smallest member ("A100" is the 40 GB one). Raises GpuError, which names those it knows.
     """
     if isinstance(name, Gpu):
         return name
-    key = _key(name) if isinstance(name, str) else ""
-    if gpu := _index().get(key):
+    if gpu := _index().get(_key(name) if isinstance(name, str) else ""):
         return gpu
-    near = dict.fromkeys(_index()[k].name for k in difflib.get_close_matches(key, _index(), n=3, cutoff=0.5))
-    hint = "did you mean " + " or ".join(map(repr, near)) if near else "known are " + ", ".join(gpu_names())
-    raise GpuError(f"GPU {name!r} is not in the table: {hint}.")
+    raise GpuError(f"GPU {name!r} is not in the table: known are {', '.join(gpu_names())}.")
 
 
-@dataclass(frozen=True)
-class Device:
+class Device(NamedTuple):
     """What this process trains on: `kind` ("cuda" or "cpu"), name and, on CUDA, its `Gpu`."""
 
     kind: str
@@ -223,4 +192,4 @@ def seen_gpu(name: str, total: int, compute_capability: tuple[int, int], multipr
     said = dict(total=total, compute_capability=compute_capability, multiprocessors=multiprocessors)
     if known := _index().get(_key(name)):
         return dataclasses.replace(known, **said, total_known=True)
-    return Gpu(name=name, memory_gb=round(total / GiB), source="this device", **said)
+    return Gpu(name=name, memory_gb=round(total / GiB), **said)

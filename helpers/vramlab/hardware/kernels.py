@@ -38,7 +38,9 @@ def reduction_scratch(
     if _extent(inner + outer, itemsize) > INT32 and itemsize < 4:  # partial sums of halves (AccumulationBuffer)
         accumulator = [4 * _count(outer)]
     while _extent(inner + outer, itemsize) > INT32:  # TensorIterator::with_32bit_indexing halves the longest stretch
-        _halve(max(inner, outer, key=lambda dims: max(map(_stretch, dims), default=0)))
+        dims = max(inner, outer, key=lambda dims: max(map(_stretch, dims), default=0))
+        longest = max(range(len(dims)), key=lambda i: _stretch(dims[i]))
+        dims[longest] = (-(-dims[longest][0] // 2), dims[longest][1])
     inputs, outputs = _count(inner), _count(outer)
     along = not outer or inner[0][1] < outer[0][1]  # neighbours in memory are summed
     vector, block_width, block_height = _block(inner, outer, along)
@@ -93,11 +95,6 @@ def _stretch(dim: tuple[int, int]) -> int:
 def _extent(dims: Dims, itemsize: int) -> int:
     """Return the offset of the last value in bytes, plus one (can_use_32bit_indexing)."""
     return 1 + itemsize * sum(map(_stretch, dims))
-
-
-def _halve(dims: Dims) -> None:
-    longest = max(range(len(dims)), key=lambda i: _stretch(dims[i]))
-    dims[longest] = (-(-dims[longest][0] // 2), dims[longest][1])
 
 
 def _block(inner: Dims, outer: Dims, along: bool) -> tuple[int, int, int]:

@@ -3,7 +3,6 @@
 A sensor that a card, driver or container does not have is None, with the reason in `missing`. Nothing here raises.
 """
 
-import contextlib
 import itertools
 import os
 from collections.abc import Iterator
@@ -12,20 +11,17 @@ from typing import Any
 
 from ..report.report import format_bytes, text_table
 
-# Reasons for clocks below what was asked for, bits of nvml.h's nvmlClocksEventReason*, without those of settings. The
-# power cap is normal under load, the others are DISTRESS.
+# Reasons for clocks below what was asked for: the bits of nvml.h's nvmlClocksEventReason* that mean trouble.
 REASONS = {
-    0x4: "software power cap",
     0x8: "hardware slowdown",
     0x20: "software thermal slowdown",
     0x40: "hardware thermal slowdown",
     0x80: "power brake",
 }
-DISTRESS = tuple(REASONS.values())[1:]
 
 # Each sensor: its unit, and how NVML `n` is asked for that of the card `h`. `used` contains the driver's own part;
-# `process` is this process's memory; `clock` that of the multiprocessors; `throttle` why the clocks are held back, () when
-# they are not; an idle card may lower its link's generation.
+# `process` is this process's memory; `clock` that of the multiprocessors; `throttle` why heat or power holds the clocks
+# back, () when they do not.
 SENSORS = {
     "name": ("", lambda n, h: n.nvmlDeviceGetName(h)),
     "driver": ("", lambda n, h: n.nvmlSystemGetDriverVersion()),
@@ -37,10 +33,7 @@ SENSORS = {
     "power": ("W", lambda n, h: n.nvmlDeviceGetPowerUsage(h) / 1000),
     "power_limit": ("W", lambda n, h: n.nvmlDeviceGetEnforcedPowerLimit(h) / 1000),
     "clock": ("MHz", lambda n, h: n.nvmlDeviceGetClockInfo(h, n.NVML_CLOCK_SM)),
-    "clock_max": ("MHz", lambda n, h: n.nvmlDeviceGetMaxClockInfo(h, n.NVML_CLOCK_SM)),
-    "throttle": ("", lambda n, h: _reasons(n.nvmlDeviceGetCurrentClocksEventReasons(h))),
-    "pcie_generation": ("", lambda n, h: n.nvmlDeviceGetCurrPcieLinkGeneration(h)),
-    "pcie_width": ("", lambda n, h: n.nvmlDeviceGetCurrPcieLinkWidth(h)),
+    "throttle": ("", lambda n, h: _throttle(n.nvmlDeviceGetCurrentClocksEventReasons(h))),
 }
 
 
@@ -54,17 +47,12 @@ class Sensors(SimpleNamespace):
         super().__init__(available=available, index=index, reason=reason, missing=missing or {})
         vars(self).update({**dict.fromkeys(SENSORS), **values})
 
-    @property
-    def slowed(self) -> tuple[str, ...]:
-        """The throttle reasons that mean heat or power trouble."""
-        return tuple(r for r in self.throttle or () if r in DISTRESS)
-
     def __str__(self) -> str:
         rows = [("sensor", "value")]
         for name, (unit, _) in SENSORS.items():
             value = getattr(self, name)
             if value is None:
-                text = f"none: {self.missing.get(name, 'not asked')}"
+                text = f"none: {self.missing.get(name, 'not reported')}"
             elif name == "throttle":
                 text = ", ".join(value) or "no"
             else:
@@ -78,29 +66,23 @@ def nvml_snapshot(index: int = 0) -> Sensors:
 
     NVML numbers GPUs by PCI bus and CUDA by speed: on a machine with unlike GPUs set CUDA_DEVICE_ORDER=PCI_BUS_ID.
     """
+    why = "no NVIDIA driver answers on this machine"
     try:
         import pynvml
 
         pynvml.nvmlInit()
+        why = f"GPU {index} does not answer"
+        handle = _handle(pynvml, index)
     except ImportError:
         return Sensors(False, index, "the package nvidia-ml-py is not installed: pip install nvidia-ml-py")
     except Exception as error:
-        return Sensors(False, index, f"no NVIDIA driver answers on this machine ({error})")
+        return Sensors(False, index, f"{why} ({error})")
     values, missing = {}, {}
-    try:
-        handle = _handle(pynvml, index)
-        for name, (_, ask) in SENSORS.items():
-            try:
-                values[name] = ask(pynvml, handle)
-                if values[name] is None:
-                    missing[name] = "not reported"
-            except Exception as error:
-                missing[name] = str(error) or type(error).__name__
-    except Exception as error:
-        return Sensors(False, index, f"GPU {index} does not answer ({error})")
-    finally:
-        with contextlib.suppress(Exception):
-            pynvml.nvmlShutdown()
+    for name, (_, ask) in SENSORS.items():
+        try:
+            values[name] = ask(pynvml, handle)
+        except Exception as error:
+            missing[name] = str(error) or type(error).__name__
     return Sensors(True, index, missing=missing, **values)
 
 
@@ -127,11 +109,11 @@ def _handle(nvml: Any, index: int) -> Any:
 
 
 def _process(nvml: Any, handle: Any) -> int | None:
-    processes = {p.pid: p.usedGpuMemory for p in nvml.nvmlDeviceGetComputeRunningProcesses(handle)}
-    if os.getpid() not in processes:
-        raise LookupError("this process is not among those on the GPU (a container hides or renumbers them)")
-    return processes[os.getpid()]
+    for process in nvml.nvmlDeviceGetComputeRunningProcesses(handle):
+        if process.pid == os.getpid():
+            return process.usedGpuMemory
+    raise LookupError("this process is not among those on the GPU (a container hides or renumbers them)")
 
 
-def _reasons(mask: int) -> tuple[str, ...]:
+def _throttle(mask: int) -> tuple[str, ...]:
     return tuple(reason for bit, reason in REASONS.items() if mask & bit)

@@ -31,7 +31,7 @@ def segment(size: int) -> int:
     return LARGE_SEGMENT if size < LARGE_REQUEST else -(-size // ROUND_LARGE) * ROUND_LARGE
 
 
-def cublas_workspace(compute_capability: tuple[int, int], torch_version: str | None = None) -> int:
+def cublas_workspace(compute_capability: tuple[int, int]) -> int:
     """Return the bytes of the workspace that torch's allocator gives to each cuBLAS handle on each stream.
 
     ATen/cuda/CublasHandlePool.cpp, `parseChosenWorkspaceSize`: 32 MiB on Hopper and 8,519,680 bytes (":4096:2:16:8")
@@ -40,16 +40,12 @@ def cublas_workspace(compute_capability: tuple[int, int], torch_version: str | N
     A handle belongs to a thread (`DeviceThreadHandlePool`), and backward runs on autograd's own: a training step on
     one stream holds two workspaces, from the first matmul of forward and of backward on, to the end of the process.
     After 2.14 (PyTorch pull request 194311) they are allocated for each call.
-
-    Args:
-        torch_version: like "2.13.0+cu130"; None takes the installed torch without loading it.
     """
-    large = (9, 10, 12) if torch_release(torch_version) >= (2, 12) else (9,)
+    large = (9, 10, 12) if torch_release() >= (2, 12) else (9,)
     return 4096 * 8 * 1024 if compute_capability[0] in large else 4096 * 1024 * 2 + 16 * 1024 * 8
 
 
 @cache
-def torch_release(torch_version: str | None = None) -> tuple[int, int]:
-    """Return (2, 13) for "2.13.0+cu130"; for None the installed torch's, or without one the newest known here."""
-    version = torch_version or installed("torch") or "2.13"
-    return tuple(int(part) for part in re.findall(r"\d+", version)[:2])
+def torch_release() -> tuple[int, int]:
+    """Return (2, 13) where torch 2.13.0+cu130 is installed; without a torch the newest known here."""
+    return tuple(int(part) for part in re.findall(r"\d+", installed("torch") or "2.13")[:2])

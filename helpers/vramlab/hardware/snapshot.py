@@ -82,19 +82,15 @@ class Snapshot:
         content: what `torch.cuda.memory._snapshot()` returns.
         device: which of its devices; None: the one with the longest history.
     Raises:
-        SnapshotError: it is none, or its history is empty.
+        SnapshotError: its history is empty.
     """
 
     def __init__(self, content: Mapping[str, Any], device: int | None = None):
-        try:
-            traces = content["device_traces"]
-            device = max(range(len(traces)), key=lambda i: len(traces[i])) if device is None else device
-            self.events = list(traces[device])
-            self.segments = [one for one in content.get("segments") or [] if one.get("device", device) == device]
-            allocations = any(event["action"] == "alloc" for event in self.events)
-        except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
-            raise SnapshotError(f"this is no memory snapshot ({type(error).__name__}: {error}).") from error
-        if not allocations:
+        traces = content["device_traces"]
+        device = max(range(len(traces)), key=lambda i: len(traces[i])) if device is None else device
+        self.events = list(traces[device])
+        self.segments = [segment for segment in content.get("segments", ()) if segment["device"] == device]
+        if not any(event["action"] == "alloc" for event in self.events):
             raise SnapshotError("the snapshot has no history: record before what you want to see (record_history).")
         self.allocated: Sequence[int] = self._over_time(BLOCKS, "allocated_size")
         self.reserved: Sequence[int] = self._over_time(SEGMENTS, "total_size")
@@ -110,19 +106,17 @@ class Snapshot:
             elif event["action"] == "free_completed" and event["addr"] in made:
                 blocks.append(replace(made.pop(event["addr"]), freed=i))
         for segment in self.segments:
-            address = segment.get("address", 0)
-            for block in segment.get("blocks") or ():
-                at, frames = block.get("address", address), block.get("frames")
-                if block["state"] == "active_allocated" and at not in made:
-                    made[at] = Block(block["size"], 0, None, user_line(frames) if frames else BEFORE)
-                address += block["size"]
+            for block in segment["blocks"]:
+                if block["state"] == "active_allocated" and block["address"] not in made:
+                    line = user_line(block["frames"]) if block.get("frames") else BEFORE
+                    made[block["address"]] = Block(block["size"], 0, None, line)
         return sorted([*blocks, *made.values()], key=lambda block: block.born)
 
     def _over_time(self, signs: Mapping[str, int], at_the_end: str) -> list[int]:
         """Bytes before the first event and after each; with what was there before, if segments show it."""
         changes = (signs.get(event["action"], 0) * event.get("size", 0) for event in self.events)
         sums = list(accumulate(changes, initial=0))
-        before = max(sum(segment.get(at_the_end, 0) for segment in self.segments) - sums[-1], 0)
+        before = max(sum(segment[at_the_end] for segment in self.segments) - sums[-1], 0)
         return [size + before for size in sums]
 
     @cached_property
@@ -133,7 +127,7 @@ class Snapshot:
     @property
     def scattered(self) -> int:
         """Bytes of free blocks, at the end, in segments that also hold living ones."""
-        used = (segment for segment in self.segments if segment.get("allocated_size"))
+        used = (segment for segment in self.segments if segment["allocated_size"])
         return sum(segment["total_size"] - segment["allocated_size"] for segment in used)
 
     def alive(self, event: int | None = None) -> list[Block]:

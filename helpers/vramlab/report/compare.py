@@ -7,11 +7,8 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 
 from .errors import ReportError
-from .report import CATEGORIES, PHASES, UNITS, Bytes, Interval, Report, format_bytes, in_unit, text_table, unit_for
+from .report import CATEGORIES, PHASES, SOURCES, UNITS, Interval, Report, format_bytes, in_unit, text_table, unit_for
 
-# Differences are taken against the strongest witness.
-STRENGTH = {"predicted": 0, "simulated": 1, "emulated": 2, "recorded": 3, "measured": 3}
-DEVICE_ROWS = ("allocated", "requested", "reserved", "process", "rss")
 Value = int | Interval | str | None
 
 
@@ -42,10 +39,12 @@ class Comparison:
 
     def differences(self, name: str) -> dict[str, tuple[int, float]]:
         """Return differences in the row of that name by label: in bytes, and as a fraction (0.03 is 3 %)."""
-        sizes = {label: _number(value) for label, value in zip(self.labels, self.row(name).values, strict=True)}
+        values = zip(self.labels, self.row(name).values, strict=True)
+        sizes = {label: int(value) for label, value in values if isinstance(value, int | Interval)}
+        if self.against not in sizes:
+            return {}
         reference = sizes.pop(self.against)
-        known = {label: size for label, size in sizes.items() if size is not None and reference is not None}
-        return {label: (size - reference, difference(size, reference)) for label, size in known.items()}
+        return {label: (size - reference, _share(size - reference, reference)) for label, size in sizes.items()}
 
     def __str__(self) -> str:
         lines = [self.title, text_table(self._table())] if self.rows else [self.title]
@@ -73,19 +72,14 @@ class Comparison:
         return lines
 
 
-def compare(*reports: Report, labels: Sequence[str] | None = None, unit: str | None = None) -> Comparison:
-    """Return a table of one recipe's reports and of their differences from the strongest witness.
+def compare(*reports: Report) -> Comparison:
+    """Return a table of one recipe's reports, weakest witness first, and of their differences from the last.
 
-    Args:
-        reports: shown predicted, simulated, then recorded and measured; differences are taken against the last.
-        labels: names for the columns, in the order of `reports`.
-        unit: "GiB", "MiB", "KiB" or "B", on screen; None takes one by the highest peak.
-    Raises:
-        ValueError: no reports, something that is no report, or different recipes, which `diff` compares.
+    Raises ValueError: no reports, something that is no report, or different recipes, which `diff` compares.
     """
-    pairs = list(zip(column_labels(reports, labels), reports, strict=True))
-    pairs.sort(key=lambda pair: STRENGTH[pair[1].source])
-    found = _compared(pairs, pairs[-1][1].title, unit, last=True)
+    pairs = list(zip(column_labels(reports), reports, strict=True))
+    pairs.sort(key=lambda pair: SOURCES.index(pair[1].source))
+    found = _compared(pairs, pairs[-1][1].title, -1)
     return replace(found, notes=(*found.notes, *_interval_notes(found)))
 
 
@@ -96,28 +90,27 @@ def diff(a: Report, b: Report) -> Comparison:
     Raises ReportError for a report without figures.
     """
     for report in (a, b):
-        _number(report)
+        if report.status != "ok":
+            raise ReportError(f"a report without figures cannot be compared ({report.title}: {failure(report)}).")
     title = "different recipes, named in the notes" if _recipe_difference((a, b)) else b.title
-    found = _compared([("A", a), ("B", b)], title)
+    found = _compared([("A", a), ("B", b)], title, 0)
     old, new = a.environment, b.environment
     unlike = sorted(name for name in old.keys() & new.keys() - {"date", "fits"} if old[name] != new[name])
     libraries = (f"{name}: {old[name]} → {new[name]}" for name in unlike)
     return replace(found, notes=(*found.notes, *_tensor_notes(a, b), *libraries))
 
 
-def _compared(
-    pairs: Sequence[tuple[str, Report]], title: str, unit: str | None = None, last: bool = False
-) -> Comparison:
-    """Return the table of (label, report), with differences taken against the first with figures, or the `last`."""
+def _compared(pairs: Sequence[tuple[str, Report]], title: str, against: int) -> Comparison:
+    """Return the table of (label, report), with differences taken against that index of those with figures."""
     good = [(label, report) for label, report in pairs if report.status == "ok"]
-    unit = unit or unit_for(max((report.peak.total for _, report in good), default=UNITS["GiB"]))
-    check_unit(unit)
     failed = tuple(f"{label}: {failure(report)}" for label, report in pairs if report.status != "ok")
     unlike = len({report.title for _, report in pairs}) > 1
     notes = (*(f"{label} is {report.title}." for label, report in pairs if unlike), *_moment_notes(good))
-    names = tuple(label for label, _ in good)
-    rows = tuple(_rows([report for _, report in good])) if good else ()
-    return Comparison(title, unit, names, names[-1 if last else 0] if names else None, rows, failed, notes)
+    if not good:
+        return Comparison(title, "GiB", (), None, (), failed, notes)
+    names, reports = zip(*good, strict=True)
+    unit = unit_for(max(report.peak.total for report in reports))
+    return Comparison(title, unit, names, names[against], tuple(_rows(reports)), failed, notes)
 
 
 def _tensor_notes(a: Report, b: Report) -> Iterator[str]:
@@ -147,12 +140,11 @@ def _moment_notes(good: Sequence[tuple[str, Report]]) -> Iterator[str]:
         yield f"the peaks stand in different phases ({where}), so their categories are not of the same moment."
 
 
-def difference(a: Report | Bytes | Interval | int, b: Report | Bytes | Interval | int) -> float:
-    """Return (a − b) / b in bytes, infinite where only `b` is 0. Raises ValueError for a report without figures."""
-    value, reference = _number(a), _number(b)
-    if value == reference:
-        return 0.0
-    return (value - reference) / reference if reference else math.copysign(math.inf, value)
+def _share(change: int, reference: int) -> float:
+    """Return the change as a fraction of the reference, infinite where that is 0."""
+    if not reference:
+        return math.inf if change else 0.0
+    return change / reference
 
 
 def check_unit(unit: str) -> int:
@@ -168,7 +160,7 @@ def failure(report: Report) -> str:
     return f"{kind}: {' '.join(report.message.split())}" if report.message else kind
 
 
-def column_labels(reports: Sequence[Report], labels: Sequence[str] | None = None) -> list[str]:
+def column_labels(reports: Sequence[Report]) -> list[str]:
     """Return a short and unique name for each report, in the order given. Raises ValueError as `compare`."""
     if not reports:
         raise ValueError("compare needs at least one report, for example compare(predict(recipe), simulate(recipe)).")
@@ -177,10 +169,6 @@ def column_labels(reports: Sequence[Report], labels: Sequence[str] | None = None
             raise ValueError(f"compare takes reports, one argument each, not {type(report).__name__}.")
     if different := _recipe_difference(reports):
         raise ValueError(f"these reports differ in {different}: diff compares two of different recipes.")
-    if labels is not None:
-        if len(labels) != len(reports) or len(set(labels)) != len(labels):
-            raise ValueError(f"labels must be {len(reports)} different names, one per report, not {list(labels)!r}.")
-        return [str(label) for label in labels]
     names = [r.source for r in reports]
     if len(set(names)) < len(names) and len({r.target for r in reports}) > 1:
         names = [f"{name} ({r.target})" for name, r in zip(names, reports, strict=True)]
@@ -207,7 +195,7 @@ def _rows(reports: Sequence[Report]) -> Iterator[ComparisonRow]:
         if any(values):
             yield ComparisonRow(section, name.replace("_", " "), values)
     # Only a run has an allocator whose truth can exceed what was accounted for.
-    known = tuple(r.peak.unexplained if STRENGTH[r.source] >= 2 or r.peak.unexplained else None for r in reports)
+    known = tuple(r.peak.unexplained if r.source not in SOURCES[:2] or r.peak.unexplained else None for r in reports)
     yield ComparisonRow(section, "unexplained", known)
     yield ComparisonRow(section, "peak total", tuple(r.peak.total for r in reports))
     for phase in PHASES:
@@ -215,7 +203,7 @@ def _rows(reports: Sequence[Report]) -> Iterator[ComparisonRow]:
         for moment in ("peak", "end") if any(found) else ():
             values = tuple(p and getattr(p, moment).total for p in found)
             yield ComparisonRow("each phase", f"{phase.replace('_', ' ')} {moment}", values)
-    for name in DEVICE_ROWS:
+    for name in ("allocated", "requested", "reserved", "process", "rss"):
         values = tuple(getattr(r, name) for r in reports)
         if any(value is not None for value in values):
             yield ComparisonRow("allocator and device", name, values)
@@ -232,19 +220,8 @@ def _interval_notes(found: Comparison) -> Iterator[str]:
                 yield f"{row.name}: {found.against} {true} is {side} the interval of {label}, {low} to {high}."
 
 
-def _number(value: Report | Bytes | Value) -> int | None:
-    """Return bytes of a value: a report's peak, an interval's most likely one; None for text."""
-    if isinstance(value, Report):
-        if value.status != "ok":
-            raise ReportError(f"a report without figures cannot be compared ({value.title}: {failure(value)}).")
-        value = value.peak
-    if isinstance(value, Bytes):
-        return value.total
-    return None if value is None or isinstance(value, str) else int(value)
-
-
 def _cell(value: Value, unit: str) -> str:
-    return "–" if value is None else value if isinstance(value, str) else in_unit(int(value), unit)
+    return in_unit(int(value), unit) if isinstance(value, int | Interval) else value or "–"
 
 
 def _range(value: Value, unit: str) -> str:
@@ -256,6 +233,4 @@ def _change(change: int, relative: float, unit: str) -> list[str]:
     sign, size = "+" if change > 0 else "−", in_unit(abs(change), unit)
     if not change:
         return ["0", "0"]
-    if math.isinf(relative):
-        return [sign + size, "–"]
     return [sign + size, f"×{relative + 1:,.0f}" if abs(relative) >= 10 else f"{sign}{abs(relative):.2%}"]

@@ -12,7 +12,7 @@ from typing import Any, get_args, get_origin
 from .errors import ReportError
 
 PHASES = ("load", "forward", "backward", "step", "between_steps")
-SOURCES = ("predicted", "simulated", "emulated", "measured", "recorded")
+SOURCES = ("predicted", "simulated", "emulated", "recorded", "measured")  # the weakest witness first
 STATUSES = ("ok", "oom", "error")
 KiB, MiB, GiB = 1024, 1024**2, 1024**3
 UNITS = {"GiB": GiB, "MiB": MiB, "KiB": KiB, "B": 1}

@@ -13,14 +13,13 @@ from .splits import Split, amount, draw_limit, layers, shared_title, split_of, s
 
 def compare(
     *reports: Report,
-    labels: Sequence[str] | None = None,
     limit=None,
     unit: str = "GiB",
     title: str = "Memory at the peak, by category",
 ):
-    """Return a figure of each report's peak by category; `labels` and errors as in `vramlab.compare`. `bars` draws
+    """Return a figure of each report's peak by category; errors as in `vramlab.compare`. `bars` draws
     reports of different recipes."""
-    names = column_labels(reports, labels)
+    names = column_labels(reports)
     return bars(names, reports, f"peak, {unit}", unit, title, shared_title(reports), limit)
 
 
