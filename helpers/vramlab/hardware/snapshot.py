@@ -9,11 +9,10 @@ import linecache
 import os
 import pickle
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..report.errors import VramLabError
 from ..report.report import format_bytes, unit_for
@@ -28,8 +27,7 @@ class SnapshotError(VramLabError, ValueError):
     """Something that is no memory snapshot, or one without a history."""
 
 
-@dataclass(frozen=True, order=True)
-class Line:
+class Line(NamedTuple):
     """A line of code: file name without folder ("cell" in a notebook), number, function, and text where known."""
 
     file: str
@@ -45,8 +43,7 @@ BEFORE = Line("before the history began", 0, "")
 UNKNOWN = Line("no line of Python, as in autograd's own thread", 0, "")
 
 
-@dataclass(frozen=True)
-class Block:
+class Block(NamedTuple):
     """One allocation: bytes, the index of the event that made it and of the one that freed it (or None), and its line."""
 
     size: int
@@ -55,8 +52,7 @@ class Block:
     line: Line
 
 
-@dataclass(frozen=True)
-class Group:
+class Group(NamedTuple):
     """The blocks that one line asked for: their bytes and their number."""
 
     line: Line
@@ -104,7 +100,7 @@ class Snapshot:
             if event["action"] == "alloc":
                 made[event["addr"]] = Block(event["size"], i, None, user_line(event.get("frames") or ()))
             elif event["action"] == "free_completed" and event["addr"] in made:
-                blocks.append(replace(made.pop(event["addr"]), freed=i))
+                blocks.append(made.pop(event["addr"])._replace(freed=i))
         for segment in self.segments:
             for block in segment["blocks"]:
                 if block["state"] == "active_allocated" and block["address"] not in made:

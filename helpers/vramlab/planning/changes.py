@@ -1,5 +1,6 @@
 """What to change: the cheapest single changes of a recipe, and what would fit where a plan has no answer."""
 
+import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -90,24 +91,15 @@ def _changes(recipe: Recipe) -> Iterator[tuple[dict[str, Any], bool]]:
 
 
 def advise(question: Question) -> Iterator[str]:
-    """The least change of each kind that makes something fit: method, offload, sequences, GPUs, card."""
+    """The least change of each kind that makes something fit: method, offload, sequences, GPUs, card. Of recipes that
+    differ in checkpointing alone, only the lighter is tried."""
+    question = dataclasses.replace(question, checkpointing=max(question.checkpointing))
     for changes in _wider(question):
         for change in changes:
-            if recipe := lightest_fit(question, change):
-                said = ", ".join(f"{name}={value!r}" for name, value in change.items())
-                yield f"{said} fits: {recipe}"
-                break
-
-
-def lightest_fit(question: Question, change: dict[str, Any]) -> Recipe | None:
-    """A light recipe that fits once the question is changed; None if none does. Of two that differ in checkpointing or
-    the kernel of attention alone, only the lighter is tried."""
-    lighter = {"checkpointing": (max(question.checkpointing),)}
-    lighter |= {"attention": ("sdpa",)} if "sdpa" in question.attention else {}
-    try:
-        return Search(dataclasses.replace(question, **lighter, **change)).any_fit()
-    except RecipeError:
-        return None
+            with contextlib.suppress(RecipeError):
+                if recipe := Search(dataclasses.replace(question, **change)).any_fit():
+                    yield f"{', '.join(f'{name}={value!r}' for name, value in change.items())} fits: {recipe}"
+                    break
 
 
 def _wider(question: Question) -> Iterator[list[dict[str, Any]]]:
@@ -115,8 +107,7 @@ def _wider(question: Question) -> Iterator[list[dict[str, Any]]]:
     yield [{"method": method} for method in ("lora", "qlora") if question.method not in ("any", method)]
     yield [] if question.offload else [{"offload": True}]
     if question.plain.shape.task != "image-classification":
-        lengths = (question.plain.seq_len >> i for i in range(1, 32))
-        yield [{"seq_len": n} for n in lengths if n >= SHORTEST]
+        yield [{"seq_len": n} for i in range(1, 32) if (n := question.plain.seq_len >> i) >= SHORTEST]
     counts = (question.gpus << i for i in range(1, 11) if question.gpus << i <= MOST_GPUS)
     yield [{"gpus": n, "global_batch": n * max(1, question.global_batch // n)} for n in counts]
     if question.memory is None:

@@ -87,11 +87,8 @@ def _filled(name: str, said: dict[str, Any], **more: str) -> str:
 
 def _pins(recipe: Recipe) -> list[str]:
     """What pip is to install, with the versions that are installed here; vramlab itself only where it is installed."""
-    used = {
-        "peft": recipe.lora,
-        "trl": recipe.trainer in TRL,
-        "bitsandbytes": recipe.quantization or "bit" in recipe.optim,
-    }
+    used: dict[str, Any] = {"peft": recipe.lora, "trl": recipe.trainer in TRL}
+    used["bitsandbytes"] = recipe.quantization or "bit" in recipe.optim
     used["deepspeed"] = recipe.sharding and recipe.sharding.engine == "deepspeed"
     versions = {name: installed(name) for name in TESTED if used.get(name, True)}
     pins = [f"{name}=={version.partition('+')[0]}" if version else name for name, version in versions.items()]

@@ -17,7 +17,7 @@ from ..report.errors import RecipeError, needing
 from ..report.report import TIERS
 
 METHODS = ("full", "lora", "qlora")
-UNITS = {"": 1, "MB": 10**6, "GB": 10**9, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
+UNITS = {"": 1, "mb": 10**6, "gb": 10**9, "mib": 1 << 20, "gib": 1 << 30, "tib": 1 << 40}
 OPTIMS = ("adamw_torch_fused", "adamw_torch", "adamw_bnb_8bit", "paged_adamw_8bit")  # AdamW in four implementations
 ENGINES = ("ddp", "fsdp", "deepspeed")
 RANK = LoRA(r=16, lora_alpha=32, target_modules="all-linear")  # all linear layers: Dettmers et al. 2023, section 4
@@ -129,13 +129,9 @@ class Question:
 
 def size_of(name: str, value: str | int) -> int:
     """Bytes of "24GiB", "64 GB" or a number of bytes. Raises RecipeError, which calls it `name`."""
-    found = re.fullmatch(r"([0-9.]+)\s*([A-Za-z]*)", str(value).strip())
-    units = {unit.lower(): size for unit, size in UNITS.items()}
-    try:
-        size = int(float(found[1]) * units[found[2].lower()])
-    except (TypeError, ValueError, KeyError):
-        size = 0
-    if size < UNITS["MiB"]:
+    found = re.fullmatch(r"(\d+\.?\d*) *([a-z]*)", str(value).strip().lower())
+    size = int(float(found[1]) * UNITS.get(found[2], 0)) if found else 0
+    if size < UNITS["mib"]:
         raise RecipeError(name, value, "it must be a size such as '24GiB', or bytes, a MiB at least")
     return size
 

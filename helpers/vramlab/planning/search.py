@@ -148,7 +148,6 @@ class Search:
         self.question, batches = question, micro_batches(question)
         found = enumerate(family for method in question.methods for family in families(question, method))
         self.candidates = [Candidate(question, with_micro_batch(family, n), i) for i, family in found for n in batches]
-        self._sorted: dict[tuple[str, bool], list[Candidate]] = {}
         # Memory is least at either end: the whole batch at once accumulates no gradients.
         self.ends = [one for one in self.candidates if one.recipe.batch_size in (batches[0], batches[-1])]
 
@@ -169,11 +168,11 @@ class Search:
     def answer(self, method: str, confirmed: bool = False) -> tuple[Candidate | None, str]:
         """The fastest recipe that fits and the tier it does in: of the first of `WAYS` asked for that has one."""
         for offload, tier in WAYS:
-            if tier in self.question.tiers:
-                while found := next((c for c in self._ordered(method, offload) if c.fits(tier)), None):
-                    if found.tried or not confirmed:
-                        return found, tier
+            for found in self._ordered(method, offload) if tier in self.question.tiers else ():
+                if found.fits(tier) and confirmed and not found.tried:
                     confirm([found])
+                if found.fits(tier):
+                    return found, tier
         return None, self.question.tiers[-1]
 
     def better(self, method: str, tier: str, answer: Candidate | None) -> Candidate | None:
@@ -188,10 +187,8 @@ class Search:
 
     def _ordered(self, method: str, offload: bool) -> list[Candidate]:
         """The candidates of `method`, with or without offload, fastest first."""
-        if (method, offload) not in self._sorted:
-            chosen = [c for c in self.candidates if c.method == method and _offloads(c.recipe) is offload]
-            self._sorted[method, offload] = sorted(chosen, key=lambda c: c.rank)
-        return self._sorted[method, offload]
+        chosen = (c for c in self.candidates if c.method == method and _offloads(c.recipe) is offload)
+        return sorted(chosen, key=lambda c: c.rank)
 
     def any_fit(self) -> Recipe | None:
         """One of the lightest recipes that fit, without offload if there is one; None if none fits."""

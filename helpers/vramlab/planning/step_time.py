@@ -27,7 +27,6 @@ from ..recipe.options import FUSED, LoRA
 from ..recipe.recipe import LEAST_BATCH, Recipe
 from ..recipe.shapes import Shape
 from ..report.errors import RecipeError
-from ..report.report import Report
 from .step_traffic import optimizer_traffic, waits
 
 TRANSFERS = 3  # of each byte that an operator writes: it reads about two to write one
@@ -63,9 +62,8 @@ class StepTime:
         return self.tokens / self.seconds
 
     def __str__(self) -> str:
-        least, most = self.tokens / self.high, self.tokens / self.low
-        rate = f"{self.tokens_per_second:,.0f} tokens/s ({least:,.0f} to {most:,.0f})"
-        return f"{self.seconds:.3g} s a step, {rate}"
+        rate, least, most = (self.tokens / seconds for seconds in (self.seconds, self.high, self.low))
+        return f"{self.seconds:.3g} s a step, {rate:,.0f} tokens/s ({least:,.0f} to {most:,.0f})"
 
 
 def step_time(recipe: Recipe, gpu: str | Gpu, link: float | None = None) -> StepTime:
@@ -165,8 +163,8 @@ class Walk(NamedTuple):
     """One micro-batch in `predict`'s ledger."""
 
     written: int  # bytes that its operators write
-    kernels: int  # how many operators there are
     kept: int  # bytes of activations at the end of forward
+    kernels: int  # how many operators there are
     fused: bool  # attention is one kernel
 
 
@@ -178,9 +176,8 @@ def walk(recipe: Recipe, chip: Chip) -> Walk:
     options = tuple((name, getattr(recipe, name)) for name in WALKED.split())
     least = LEAST_BATCH.get(recipe.trainer, 1)
     one, two = (_walk(recipe.shape, size, options, chip) for size in (least, least + 1))
-    more = recipe.batch_size - least
-    written, kept = (a + (b - a) * more for a, b in ((one.written, two.written), (one.kept, two.kept)))
-    return Walk(written, one.kernels, kept, one.fused)
+    bytes_ = (a + (b - a) * (recipe.batch_size - least) for a, b in zip(one[:2], two[:2], strict=True))
+    return Walk(*bytes_, one.kernels, one.fused)
 
 
 @lru_cache(maxsize=4096)
@@ -193,7 +190,7 @@ def _walk(shape: Shape, batch_size: int, options: tuple[tuple[str, object], ...]
     rows = [row for row in account.births() if (row[1].op, row[1].category) != ("sum", "workspace")]  # far too large
     size, count = sum(times * entry.size for times, entry in rows), sum(times for times, _ in rows)
     fused = any(entry.op.endswith("_attention") for _, entry in rows)
-    return Walk(size, count, account.phases[2]["activations"], fused)
+    return Walk(size, account.phases[2]["activations"], count, fused)
 
 
 def _known(card: Gpu, what: str, rate: float | None) -> float:
@@ -208,20 +205,14 @@ def calibration(name: str, largest: str) -> tuple[tuple[float, float, float], st
     Our own records of that card come first, those whose `largest` part is the same before all; then the published runs
     that the constants were fitted to.
     """
-    ratios, by = sorted(ratio for part, ratio in _ratios(name) if part == largest), f", where {largest} take longest"
-    if len(ratios) < FEW:
-        ratios, by = sorted(ratio for _, ratio in _ratios(name)), ""
+    factors, by = (FITTED, f"fitted to 35 published runs on a {name}") if name == FITTED_ON else (None, "")
+    alike = [ratio for part, ratio in _ratios(name) if part == largest]
+    ratios = sorted(alike if len(alike) >= FEW else [ratio for _, ratio in _ratios(name)])
     if len(ratios) >= FEW:
         out = len(ratios) // 20  # on both sides
-        factors, by = (
-            (median(ratios), ratios[out], ratios[-1 - out]),
-            f"calibrated by {len(ratios)} records of {name}{by}",
-        )
-    elif name == FITTED_ON:
-        factors, by = FITTED, f"fitted to 35 published runs on a {name}"
-    else:
-        return None
-    return factors, f"{by}: measured {factors[1]:.2f} to {factors[2]:.2f} times the estimate"
+        factors, by = (median(ratios), ratios[out], ratios[-1 - out]), f"calibrated by {len(ratios)} records of {name}"
+        by += f", where {largest} take longest" if len(alike) >= FEW else ""
+    return factors and (factors, f"{by}: measured {factors[1]:.2f} to {factors[2]:.2f} times the estimate")
 
 
 @lru_cache(maxsize=64)
@@ -231,16 +222,10 @@ def _ratios(name: str) -> list[tuple[str, float]]:
     for path in sorted(measurements_folder().glob("*.json")):
         with contextlib.suppress(GpuError):  # of a card that the table does not know
             reports = load(path).values() if find_gpu(path.stem.partition("-torch")[0]) == card else ()
-            found += [ratio for report in reports if (ratio := _ratio(report, card))]
+            timed = [(Recipe(**report.recipe), report.speed.median) for report in reports if report.speed]
+            for recipe, seconds in timed:
+                if not recipe.torch_compile and (recipe.sharding is None or recipe.sharding.world_size == 1):
+                    with contextlib.suppress(RecipeError):  # predict does not know its model
+                        parts = estimate(recipe, card)
+                        found.append((max(parts, key=parts.get), seconds / sum(parts.values())))
     return found
-
-
-def _ratio(report: Report, card: Gpu) -> tuple[str, float] | None:
-    recipe = Recipe(**report.recipe)
-    if report.speed is None or (recipe.sharding and recipe.sharding.world_size > 1) or recipe.torch_compile:
-        return None
-    try:
-        parts = estimate(recipe, card)
-    except RecipeError:  # predict does not know its model
-        return None
-    return max(parts, key=parts.get), report.speed.median / sum(parts.values())
