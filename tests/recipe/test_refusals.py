@@ -206,25 +206,13 @@ def test_parts():
 @pytest.mark.parametrize(
     "changes, field",
     [
-        ({"attention_dropout": 5}, "model.attention_dropout"),
-        ({"attention_dropout": "x"}, "model.attention_dropout"),
-        ({"attention_dropout": True}, "model.attention_dropout"),
-        ({"rms_norm_eps": "x"}, "model.rms_norm_eps"),
-        ({"rope_scaling": "yes"}, "model.rope_scaling"),
-        ({"rope_scaling": {"rope_type": "linear", "factor": "x"}}, "model.rope_scaling.factor"),
-        ({"rope_theta": "x"}, "model.rope_theta"),
-        ({"partial_rotary_factor": 3}, "model.partial_rotary_factor"),
+        ({"attention_dropout": "x"}, "model"),
+        ({"partial_rotary_factor": "x"}, "model"),
         ({"head_dim": 15}, "model.head_dim"),
         ({"hidden_size": 60}, "model.head_dim"),
-        ({"tie_word_embeddings": "x"}, "model.tie_word_embeddings"),
-        ({"hidden_act": "zzz"}, "model.activation"),
-        ({"hidden_act": 3}, "model.hidden_act"),
         ({"num_labels": "x"}, "model.num_labels"),
-        ({"id2label": [1]}, "model.id2label"),
-        ({"dtype": "foo"}, "model.dtype"),
-        ({"layer_types": "x"}, "model.layer_types"),
-        ({"architectures": [3]}, "model.architectures"),
-        ({"model_type": ["a"]}, "model.model_type"),
+        ({"rope_parameters": "x"}, "model"),
+        ({"model_type": ["a"]}, "model"),
         ({"hidden_size": 10**30}, "model.hidden_size"),
         ({"num_hidden_layers": 10**9}, "model.num_hidden_layers"),
         ({"vocab_size": float("nan")}, "model.vocab_size"),
@@ -233,6 +221,19 @@ def test_parts():
 )
 def test_configurations(changes, field):
     assert refused(Recipe, {**LLAMA, **changes}).field == field
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"hidden_act": "zzz"},
+        {"layer_types": "x"},
+        {"tie_word_embeddings": "x"},
+        {"rope_theta": "x"},
+    ],
+)
+def test_what_formulas_do_not_read_is_refused_where_the_model_is_built(changes):
+    assert refused(simulate, Recipe({**LLAMA, **changes}, seq_len=8)).field == "model"
 
 
 def test_a_configuration_within_itself():

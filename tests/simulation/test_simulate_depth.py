@@ -196,7 +196,7 @@ def test_every_family_of_the_catalogue_is_among_the_tested(family):
 )
 def test_deep_catalogue_models_take_the_shortcut(name, taken):
     simulate(Recipe(name, seq_len=None if "vit" in name else 32, precision="bf16-true", optim="sgd"))
-    assert taken == ["deepened"]
+    assert taken == ["deepened"] * (1 + (name == "t5-3b"))  # which is not written down, so it is checked
 
 
 SHARDINGS = {

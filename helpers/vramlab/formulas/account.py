@@ -38,7 +38,7 @@ class Account:
 
     def __init__(self, recipe: Recipe, chip: Chip = DEFAULT_CHIP, gradients_exist: bool = False):
         asked, recipe = recipe, model_states.compute_recipe(recipe)
-        if recipe.shape.layout is None or recipe.shape.num_decoder_layers:
+        if recipe.shape.layout is None:
             raise RecipeError("model", recipe.name, f"predict does not know {recipe.shape.family}: ask simulate")
         kind = ENGINES.get(recipe.sharding and recipe.sharding.engine, Model)
         self.m = m = kind(recipe, _parameters(recipe), chip)

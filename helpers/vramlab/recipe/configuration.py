@@ -5,9 +5,8 @@ What it leaves unsaid is in the family's record (`families`). transformers itsel
 
 import contextlib
 import json
-import math
 import textwrap
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from ..report.data import data_path
@@ -18,11 +17,9 @@ FEW = 4  # a configuration's other lists are as short as this: image sizes, colo
 MOST_LAYERS = 1000  # every weight is listed by name; the deepest model of the catalogue has 126 layers
 KEYS = json.loads(data_path("config_keys.json").read_text(encoding="utf-8"))
 SIZES = KEYS["sizes"]  # configurations name the same size differently; the first name found counts
-KINDS = {key: kind for kind, keys in KEYS["kinds"].items() for key in keys}
 MOST_SIZE = 2**23  # so that PyTorch can count the bytes of every tensor in signed 64 bits
 MOST = {"num_layers": MOST_LAYERS, "num_decoder_layers": MOST_LAYERS, "num_experts": 2**12, "image_size": 2**16}
 MOST |= {"max_positions": 2**31, "sliding_window": 2**31}
-DTYPES = ("float32", "float16", "bfloat16", "float64", "auto")
 BUILT = "build it yourself and ask simulate(model=..., batch=..., optimizer=...)"
 
 
@@ -89,43 +86,22 @@ def parse(name: str, text: str) -> dict[str, Any]:
     config = read_json("model", text, name)
     if not isinstance(config, dict) or not config.get("model_type"):
         raise RecipeError("model", name, "its configuration must say a 'model_type', as every config.json does")
-    _check_values(config, "model")
+    for key in KEYS["counts"]:
+        value = config.get(key)
+        if (value is not None or (key in config and key in KEYS["never_null"])) and not _is_size(value, 0):
+            raise RecipeError(f"model.{key}", value, f"it must be a whole number from 0 to {MOST_SIZE:,}")
     if isinstance(config.get("text_config"), dict) and "hidden_size" not in config:
         rest = f"it reads more than text: give its 'text_config' for the language part, or {BUILT}"
         raise RecipeError("model", name, rest)
     for key in ("quantization_config", "compression_config"):
         if config.get(key):
-            rest = (
-                "weights stored so are not described: leave it out, and say quantization=Quantization('nf4') for 4 bits"
-            )
+            rest = "weights stored so are not described: leave it out, and say Quantization('nf4') for 4 bits"
             raise RecipeError(f"model.{key}", config[key], rest)
     return config
 
 
-def _check_values(config: dict[str, Any], field: str) -> None:
-    """Raise RecipeError at the first value that is of another kind than its key's; null is no value."""
-    for key, value in config.items():
-        kind = KINDS.get(key)
-        if kind and (value is not None or key in KEYS["never_null"]) and not CHECKS[kind](value):
-            raise RecipeError(f"{field}.{key}", value, f"it must be {kind}")
-        if key in ("rope_scaling", "rope_parameters") and value:
-            _check_values(value, f"{field}.{key}")
-
-
-def _number(value: Any) -> float:
-    return value if isinstance(value, int | float) and not isinstance(value, bool) else math.nan
-
-
-CHECKS: dict[str, Callable[[Any], bool]] = {
-    "true or false": lambda v: isinstance(v, bool),
-    "text": lambda v: isinstance(v, str),
-    "a number over 0": lambda v: 0 < _number(v) < math.inf,
-    "a number from 0 to 1": lambda v: 0 <= _number(v) <= 1,
-    "a list of names": lambda v: isinstance(v, list) and all(isinstance(name, str) for name in v),
-    "a mapping": lambda v: isinstance(v, dict),
-    "a whole number of at least 0": lambda v: isinstance(v, int) and 0 <= _number(v) <= MOST_SIZE,
-    f"one of {', '.join(DTYPES)}": lambda v: isinstance(v, str) and v.removeprefix("torch.") in DTYPES,
-}
+def _is_size(value: Any, least: int = 1, most: int = MOST_SIZE) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and least <= value <= most
 
 
 def keep_layers(config: dict[str, Any], kept: list[int] | int) -> None:
@@ -154,24 +130,17 @@ def read(name: str, config: dict[str, Any], family: Family, task: str) -> dict[s
     for name, keys in KEYS["settings"].items():
         found = (config[key] for key in family.keys.get(name, keys) if config.get(key) is not None)
         others[name] = next(found, family.defaults.get(name))
-    activation, packed = others.pop("activation") or "gelu", config.get("feed_forward_proj") or ""
-    if packed:  # T5 packs it, with the gate; "gated-gelu" is GPT-2's GELU
-        activation = "gelu_new" if packed == "gated-gelu" else packed.rpartition("-")[2]
-    if family.layout and activation not in KEYS["activations"]:
-        raise RecipeError("model.activation", activation, "allowed are " + ", ".join(KEYS["activations"]))
     rope = config.get("rope_parameters") or {}  # the rotated share of a head, under the names of all ages
     share = rope.get("partial_rotary_factor", config.get("partial_rotary_factor", config.get("rotary_pct")))
-    tied = family.tied == "always" or bool(config.get("tie_word_embeddings", family.tied))
     return {
         **sizes,
         "num_labels": len(config["id2label"]) if config.get("id2label") else config.get("num_labels") or 2,
-        "tied": tied and "classification" not in task,
-        "activation": activation,
+        "tied": bool(config.get("tie_word_embeddings", family.tied)) and "classification" not in task,
+        "activation": others.pop("activation") or "gelu",
         "norm": family.norm,
         "rotary_dim": int(sizes["head_dim"] * (family.rotary if share is None else share)) if family.rotary else 0,
         **{key: float(value or 0) for key, value in others.items()},
         "image_tokens": sizes["max_positions"] if task == "image-classification" else 0,
-        "dtype": config.get("dtype") or config.get("torch_dtype"),
         "attention": "sdpa" if family.sdpa else "eager",
     }
 
@@ -180,14 +149,13 @@ def _size(name: str, config: Mapping, size: str, family: Family) -> int | None:
     """Return one size of `config`, None when it may be absent and is."""
     keys = family.keys.get(size, SIZES[size]) or [""]
     key = next((key for key in keys if config.get(key) is not None), keys[0])
-    value, otherwise = config.get(key), "" if family.layout else f"; or {BUILT}"
+    value, most = config.get(key), MOST.get(size, MOST_SIZE)
     if value is None and size in family.required:
-        raise RecipeError(f"model.{key}", None, f"the configuration of {name} must say it{otherwise}")
+        raise RecipeError(f"model.{key}", None, f"the configuration of {name} must say it")
     if value is None or (size == "sliding_window" and not value):
         return None if key in config else family.defaults.get(size)
-    most = MOST.get(size, MOST_SIZE)
-    if not isinstance(value, int) or not 1 <= _number(value) <= most:
-        raise RecipeError(f"model.{key}", value, f"it must be a whole number from 1 to {most:,}{otherwise}")
+    if not _is_size(value, 1, most):
+        raise RecipeError(f"model.{key}", value, f"it must be a whole number from 1 to {most:,}")
     return value
 
 
@@ -195,13 +163,14 @@ def _sizes(name: str, config: Mapping, family: Family) -> dict[str, int | None]:
     """Return the sizes that a configuration says, and those that follow as in transformers; checks that the heads fit."""
     sizes = {size: _size(name, config, size, family) for size in SIZES}
     h, heads = sizes["hidden_size"], sizes["num_heads"]
-    if h % heads and family.layout and not sizes["head_dim"]:
+    written = family.layout_options is not None
+    if h % heads and written and not sizes["head_dim"]:
         raise RecipeError("model.hidden_size", h, f"it must be a multiple of the {heads} heads")
     sizes["head_dim"] = d = sizes["head_dim"] or h // heads
     if family.multi_query and not config.get("new_decoder_architecture"):
         sizes["num_kv_heads"] = 1 if config.get("multi_query", True) else heads
     sizes["num_kv_heads"] = kv = sizes["num_kv_heads"] or heads
-    if family.rotary == 1 and family.layout and d % 2 and d > 4:
+    if family.rotary == 1 and written and d % 2 and d > 4:
         raise RecipeError("model.head_dim", d, "rotary positions turn pairs of channels: it must be even")
     if heads % kv:
         raise RecipeError("model.num_key_value_heads", kv, f"it must divide the {heads} heads")
@@ -214,9 +183,8 @@ def _sizes(name: str, config: Mapping, family: Family) -> dict[str, int | None]:
         # the patches of one image and the class token (Dosovitskiy et al. 2021, section 3.1)
         side, patch = (config.get(key, usual) for key, usual in (("image_size", 224), ("patch_size", 16)))
         if not isinstance(side, int) or not isinstance(patch, int) or not 0 < patch <= side <= MOST["image_size"]:
-            raise RecipeError(
-                "model.patch_size", patch, f"it and image_size, {side!r}, must be whole and fit each other"
-            )
+            rest = f"it and image_size, {side!r}, must be whole and fit each other"
+            raise RecipeError("model.patch_size", patch, rest)
         sizes["max_positions"] = (side // patch) ** 2 + 1
     for size in ("num_decoder_layers", "num_experts", "experts_per_token", "vocab_size"):
         sizes[size] = sizes[size] or 0

@@ -6,9 +6,9 @@ of transformers 5.23: the class defaults of `configuration_*.py`, the `__init__`
 """
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any, NamedTuple
 
 from ..report.data import data_path
@@ -88,7 +88,7 @@ class Layout:
 
     @property
     def stacks(self) -> list[Stack]:
-        """The stacks alone: one, or an encoder's and a decoder's."""
+        """The stacks alone: one, or those of dense and of sparse layers."""
         return [item for item in self.items if isinstance(item, Stack)]
 
     @cached_property
@@ -100,15 +100,15 @@ class Layout:
 
 @dataclass(frozen=True)
 class Family:
-    """One `model_type`. One without a layout is not written down, and transformers is asked about it."""
+    """One `model_type`."""
 
     classes: Mapping[str, str]  # for each head that can be trained, the usual one first
     heads: Mapping[str, str] = field(default_factory=dict)  # module names of heads that have not the usual one
-    layout: Callable[[Any, Mapping], Layout | None] | None = None  # of a shape; None for an unknown variant
+    layout_options: Mapping[str, Any] | None = None  # what differs from LLAMA; None: transformers is asked for layers
     defaults: Mapping[str, Any] = field(default_factory=dict)  # of `Shape` fields
     required: tuple[str, ...] = REQUIRED  # sizes that a configuration must say
     keys: Mapping[str, list[str]] = field(default_factory=dict)  # how a configuration calls sizes, other than usual
-    tied: bool | str = False  # default of `tie_word_embeddings`; "always": a configuration cannot change it
+    tied: bool = False  # default of `tie_word_embeddings`
     norm: str = "layernorm"  # or "rmsnorm"
     rotary: float = 0.0  # default share of a head that is rotated; 0 for learned or relative positions
     multi_query: bool = False  # one head of keys unless the configuration says otherwise, in Falcon's way
@@ -141,8 +141,15 @@ LLAMA = {
 }
 
 
-def _dense(s: Any, c: Mapping, **options: Any) -> Layout | None:
-    """Return the usual model: embeddings, equal layers, a norm and a head."""
+def layout_of(s: Any, c: Mapping) -> Layout | None:
+    """Return the layout of a shape with the configuration `c`: embeddings, equal layers, a norm and a head.
+
+    None for a family, or a variant of one, that is not written down.
+    """
+    family = FAMILIES.get(s.family)
+    if family is None or family.layout_options is None:
+        return None
+    options = dict(family.layout_options)
     said = {name: options.pop(name, usual) for name, usual in LLAMA.items()}
     unknown = {key: getattr(s, usual) if isinstance(usual, str) else usual for key, usual in said["unknown"].items()}
     if any(c.get(key) not in (None, usual) for key, usual in unknown.items()) or not c.keys() >= {*said["says"]}:
@@ -175,19 +182,5 @@ def _head(s: Any, kind: str) -> str:
     return f"lm_head {kind} V h"
 
 
-def _t5(s: Any, c: Mapping, encoder: str, decoder: str, up: str, gated_up: str, **options: Any) -> Layout:
-    up = gated_up if (c.get("feed_forward_proj") or "").startswith("gated") else up
-    items: tuple = ("shared embedding V h",)
-    sides = ("encoder", s.num_layers, encoder, 1), ("decoder", s.num_decoder_layers, decoder, 2)
-    for side, count, parts, last in sides:
-        parts = parts.format(up=up.format(sub=f"layer.{last}.DenseReluDense"))
-        items += Stack.of(f"{side}.block", count, parts), f"{side}.final_layer_norm norm h"
-    return Layout(items, **options)
-
-
-def _family(layout: str = "dense", layout_options: Mapping[str, Any] | None = None, **record: Any) -> Family:
-    return Family(layout=partial({"dense": _dense, "t5": _t5}[layout], **(layout_options or {})), **record)
-
-
 _RECORDS = json.loads(data_path("families.json").read_text(encoding="utf-8"))
-FAMILIES = {name: _family(**record) for name, record in _RECORDS.items()}
+FAMILIES = {name: Family(**record) for name, record in _RECORDS.items()}

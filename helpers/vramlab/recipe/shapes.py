@@ -18,7 +18,7 @@ from ..report.data import data_path
 from ..report.errors import RecipeError
 from . import configuration, lora_modules
 from .configuration import plain
-from .families import FAMILIES, TASKS, Layout
+from .families import TASKS, Layout, layout_of
 from .from_transformers import describe, read_off
 
 
@@ -33,7 +33,7 @@ class Weight:
     name: str
     shape: tuple[int, ...]
     kind: str
-    layer: int | None = None  # its block; a decoder's count on after its encoder's
+    layer: int | None = None  # its block
 
     @property
     def size(self) -> int:
@@ -77,7 +77,6 @@ class Shape:
     num_experts: int
     experts_per_token: int
     image_tokens: int  # patches of an image and the class token; 0 for text
-    dtype: str | None  # in which the weights were published; None if unknown
     attention: str  # the kernel that transformers takes by itself: "eager" for an architecture without sdpa
 
     def __hash__(self) -> int:
@@ -105,14 +104,14 @@ class Shape:
     @cached_property
     def layout(self) -> Layout | None:
         """The modules by the roles they play; None for a family, or a variant of one, that is not written down."""
-        return FAMILIES[self.family].layout(self, self.settings) if self.family in FAMILIES else None
+        return layout_of(self, self.settings)
 
     @lru_cache(maxsize=512)  # noqa: B019 — shapes are kept anyway
     def weights(self) -> tuple[Weight, ...]:
         """Return every parameter tensor, named and ordered as transformers' `named_parameters()`; shared ones once."""
         if self.layout is None:
             return tuple(Weight(*row) for row in read_off(self)[0])
-        found, sizes, first = [], _letter_sizes(self), 0
+        found, sizes = [], _letter_sizes(self)
         for item in self.layout.items:
             if isinstance(item, str):
                 for name, kind, *letters in filter(None, map(str.split, item.split(";"))):
@@ -124,14 +123,9 @@ class Shape:
                 letters = item.sizes.get(role, letters).replace(".", " ")
                 if kind == "linear":
                     kind = self.layout.linear + ("+" if role in self.layout.biased else "")
-                rows += ((role, *row) for row in _tensors(self, sizes, name, kind, letters.split()))
-            for i in range(item.count):
-                found += (
-                    Weight(f"{item.prefix}.{item.first + i}.{name}", shape, kind, first + i)
-                    for role, name, shape, kind in rows
-                    if role != "position" or i == 0
-                )
-            first += item.count
+                rows += _tensors(self, sizes, name, kind, letters.split())
+            for i in range(item.first, item.first + item.count):
+                found += (Weight(f"{item.prefix}.{i}.{name}", shape, kind, i) for name, shape, kind in rows)
         return tuple(found)
 
     @lru_cache(maxsize=512)  # noqa: B019
@@ -180,7 +174,7 @@ def _letter_sizes(s: Shape) -> dict[str, int]:
     """Return the sizes that a layout's letters mean.
 
     h hidden, m feed-forward, q and k all heads, d one head, a heads, V vocabulary, P positions,
-    T token types, L labels, E experts, e and s the width of one and of the shared ones, B position buckets, I image tokens,
+    T token types, L labels, E experts, e and s the width of one and of the shared ones, I image tokens,
     C channels, p a side of a patch; ql, qb, kl, kva, kvb and vo compressed queries, keys and values, and what these become.
     """
     c, h, q, k = s.config, s.hidden_size, s.num_heads * s.head_dim, s.num_kv_heads * s.head_dim
@@ -194,10 +188,8 @@ def _letter_sizes(s: Shape) -> dict[str, int]:
     found |= dict(
         a=s.num_heads, V=max(s.vocab_size, 1), P=s.max_positions, T=c.get("type_vocab_size", 2), L=s.num_labels
     )
-    found |= dict(
-        E=s.num_experts, B=c.get("relative_attention_num_buckets", 32), I=s.image_tokens, p=c.get("patch_size", 16)
-    )
-    return found | dict(vo=s.num_heads * values, C=c.get("num_channels", 3))
+    found |= dict(E=s.num_experts, I=s.image_tokens, p=c.get("patch_size", 16), C=c.get("num_channels", 3))
+    return found | dict(vo=s.num_heads * values)
 
 
 def _tensors(s: Shape, sizes: dict[str, int], name: str, kind: str, letters: list[str]) -> Iterator[tuple]:
@@ -276,7 +268,17 @@ def read_shape(
 
 
 @lru_cache(maxsize=512)
-def _shape(
+def _shape(name: str, *said: Any) -> Shape:
+    try:
+        return _described(name, *said)
+    except RecipeError:
+        raise
+    except (ArithmeticError, AttributeError, TypeError, ValueError) as error:  # a value of another kind than its key's
+        rest = f"its configuration cannot be read: {configuration.reason(error)}"
+        raise RecipeError("model", name, rest) from error
+
+
+def _described(
     name: str, hub_id: str | None, text: str, num_layers: int | None, task: str | None, num_labels: int | None
 ) -> Shape:
     config = configuration.parse(name, text)
@@ -295,8 +297,8 @@ def _shape(
     shape = Shape(
         name, config["model_type"], task, hub_id, json.dumps(config), family.heads.get(task, TASKS[task].head), **fields
     )
-    if family.layout:
-        if empty := [weight.name for weight in shape.weights() if not all(weight.shape)]:
+    if family.layout_options is not None:
+        if empty := [weight.name for weight in shape.weights() if not weight.size]:
             raise RecipeError("model", name, f"a size that its configuration sets to 0 or null would empty {empty[0]}")
         return shape
     return dataclasses.replace(shape, **describe(shape))
