@@ -503,8 +503,7 @@ CHANGES = [
 @pytest.mark.parametrize("base,change", CHANGES, ids=[str(change) for _, change in CHANGES])
 def test_a_cached_account_serves_no_other_recipe(base, change):
     changed = base.replace(**change)
-    exist = changed.gradient_accumulation_steps > 1
-    one, other = account.Account(base), account.Account(changed, gradients_exist=exist)
+    one, other = account.Account(base), account.Account(changed)
     assert (one.live, one.pieces) != (other.live, other.pieces)
     account.cached_account.cache_clear()
     predict(base)

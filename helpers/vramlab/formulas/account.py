@@ -5,13 +5,13 @@ and D that one adds in the backward pass, the bytes at a moment are those of the
 layer on, and plus (L - 2) · (S + D) below it on the way back. Between top and bottom of a stack backward is affine.
 """
 
-import dataclasses
 from collections.abc import Iterator
 from functools import cached_property, lru_cache
+from operator import attrgetter
 
 from ..hardware.gpu import DEFAULT_CHIP, Chip
 from ..recipe import lora_modules
-from ..recipe.liger import kernels
+from ..recipe.knobs import unchecked
 from ..recipe.options import LoRA
 from ..recipe.recipe import Recipe
 from ..recipe.shapes import Shape
@@ -23,26 +23,29 @@ from .fsdp import FsdpModel
 from .fused_head import reference_recipe
 from .ledger import Entry, Parameter, Tensor
 from .model import ROOT, Model
+from .model_states import Settings
 
 ENGINES = {"fsdp": FsdpModel, "deepspeed": DeepSpeedModel}  # whose ledger is another; DDP's ranks have the plain one
 Extra = tuple[tuple[int, int, int], ...]  # what layers that are not run add: (how many, between event, and event)
 Moment = tuple[int, Extra]  # an event, and what is added there
 Split = dict[str, int]  # category to bytes
+Groups = dict[tuple, list]  # equal blocks: (bytes, category, shape, width, operator) to [how many, where the first is]
 
 
 class Account:
     """The forward and backward pass of one micro-batch; attributes that end in "end" are events.
 
-    `gradients_exist`: new gradients are added to those of an earlier micro-batch, or zeroed in place.
+    gradients_exist: new gradients are added to those of an earlier micro-batch, or zeroed in place.
     """
 
-    def __init__(self, recipe: Recipe, chip: Chip = DEFAULT_CHIP, gradients_exist: bool = False):
+    def __init__(self, recipe: Recipe, chip: Chip = DEFAULT_CHIP):
+        self.gradients_exist = recipe.gradient_accumulation_steps > 1 or not recipe.loop.set_to_none
         asked, recipe = recipe, model_states.compute_recipe(recipe)
         if recipe.shape.layout is None:
             raise RecipeError("model", recipe.name, f"predict does not know {recipe.shape.family}: ask simulate")
         kind = ENGINES.get(recipe.sharding and recipe.sharding.engine, Model)
         self.m = m = kind(recipe, _parameters(recipe), chip)
-        m.shard(asked, gradients_exist)
+        m.shard(asked, self.gradients_exist)
         loss = self._forward()
         refers = recipe.trainer in ("dpo", "kto") and not recipe.precompute_ref_log_probs
         self.passes = [self._without_gradients(recipe, chip)] if refers else []
@@ -56,14 +59,16 @@ class Account:
             m.leaves.clear()
         m.finish()
         self.end = len(m.events)
-        live, self.live = 0, [0]  # bytes after each event
+        live, after = 0, [0]
         for event, entry in enumerate(m.events):
             if entry.birth == event:
                 live += entry.allocated
             else:
-                entry.death, live = event, live - entry.allocated
-            self.live.append(live)
-        self.at_peaks: dict[str, list[tuple[int, Entry]]] = {}
+                entry.death = event
+                live -= entry.allocated
+            after.append(live)
+        self.live = after  # bytes before the first event, and after each
+        self.at_peaks: dict[str, Groups] = {}
         self.pieces = self._pieces()  # phase to (first event, last event, what layers that are not run add there)
 
     def _forward(self) -> Tensor:
@@ -159,8 +164,8 @@ class Account:
             found.append(split)
         return found
 
-    def alive(self, phase: str) -> list[tuple[int, Entry]] | None:
-        """List (how many, entry) of the blocks alive at the phase's peak, with all layers; None but forward and backward."""
+    def alive(self, phase: str) -> Groups | None:
+        """Group the blocks alive at the phase's peak, with all layers; None but for forward and backward."""
         if phase not in self.moments or phase in self.at_peaks:
             return self.at_peaks.get(phase)
         (event, extra), events = self.moments[phase], self.m.events
@@ -168,8 +173,10 @@ class Account:
         for n, a, b in extra:
             for i, entry in enumerate(events[a:b], a):
                 times[entry] = times.get(entry, 0) + (n if entry.birth == i else -n)
-        pairs = ((n, entry) for entry, n in times.items() if n > 0)
-        return self.at_peaks.setdefault(phase, sorted(pairs, key=lambda pair: pair[1].birth))
+        found = self.at_peaks[phase] = {}
+        for e in sorted((entry for entry, n in times.items() if n > 0), key=attrgetter("birth")):
+            found.setdefault((e.size, e.category, e.shape, e.width, e.op), [0, e.where])[0] += times[e]
+        return found
 
     def births(self) -> Iterator[tuple[int, Entry]]:
         """List (how many, entry) of all blocks of the micro-batch, with all layers."""
@@ -179,22 +186,20 @@ class Account:
             yield 1 + sum(section.more for section in inside), e
 
 
-def kept_account(recipe: Recipe, chip: Chip, gradients_exist: bool) -> Account:
+def kept_account(recipe: Recipe, chip: Chip) -> Account:
     """Return the account from a cache of the last few: recipes that differ only in optimizer or rank share one."""
-    r, part = recipe, (model_states.compute_recipe(recipe).precision,)
-    optim = (r.optim, r.optim_args) if r.loop.optimizer_in_backward else None
-    if r.sharding and r.sharding.engine != "ddp":  # all ranks compute alike
-        part = (*part, dataclasses.replace(r.sharding, rank=0))
-    sizes = (r.shape, r.rows, r.samples, r.joins, r.gradient_checkpointing, r.attn_implementation, kernels(r))
-    kind = (r.trainer, r.precompute_ref_log_probs, r.precision, r.dtype, r.lora, r.quantization, r.loop, optim)
-    key = (*sizes, *kind, r.labelled, chip, gradients_exist, part)
-    return cached_account(model_states.CacheKey(key, (recipe, chip, gradients_exist)))
+    sharding = recipe.sharding if recipe.sharding and recipe.sharding.engine != "ddp" else None
+    changes = {"sharding": sharding and unchecked(sharding, rank=0)}  # all ranks compute alike
+    if not recipe.loop.optimizer_in_backward:
+        changes |= {"optim": "sgd", "optim_args": None}
+    steps = min(recipe.gradient_accumulation_steps, 2)
+    return cached_account(Settings(recipe, gradient_accumulation_steps=steps, **changes), chip)
 
 
 @lru_cache(maxsize=32)
-def cached_account(key: model_states.CacheKey) -> Account:
-    """Make the account of `key.arguments`."""
-    return Account(*key.arguments)
+def cached_account(settings: Settings, chip: Chip) -> Account:
+    """Make the account of `settings.recipe`."""
+    return Account(settings.recipe, chip)
 
 
 def _parameters(recipe: Recipe) -> dict[str, Parameter]:

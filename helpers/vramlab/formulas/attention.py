@@ -117,7 +117,6 @@ class Attention(Operators):
         if sinks:
             scores = self.scale(self.cat([scores], b, heads, n, k.shape[2] + 1), "add")
         scores = self.softmax(scores) if sinks else self.probabilities(scores, self.layout.fp32_softmax, q.width)
-        scores.packed = scores.packed or sinks  # heads lie in order, with one column to skip
         del unmasked
         scores = self.dropout(scores, p)
         self.layer_holds.append(scores)  # returned beside the output
@@ -151,15 +150,9 @@ class Attention(Operators):
     def rotary(self, x: Tensor, dims: int, partial: bool) -> Tensor:
         """Compute x · cos + rotate_half(x) · sin on the first `dims` channels (Su et al. 2021); saves cos and sin only.
 
-        Or join (x₁ · cos - x₂ · sin, x₂ · cos + x₁ · sin), of two halves of the channels (`halved_rotary`). `partial`: the
-        family joins rotated and other channels, even if there are no others, so the result lies head by head.
+        `partial`: the family joins rotated and other channels, even if there are no others, so the result lies head by head.
         """
         (*rest, d), table = x.shape, self.table
-        if self.layout.halved_rotary:
-            halves = [self.slice(x, *rest, d // 2) for _ in range(2)]
-            sums = [self.add(self.mul(a, table[0]), self.mul(b, table[1])) for a, b in (halves, halves[::-1])]
-            del halves
-            return self.cat(sums, *rest, d)
         turned = self.slice(x, *rest, dims) if dims < d else x
         passed = self.slice(x, *rest, d - dims) if dims < d else None
         first = self.mul(turned, table[0])

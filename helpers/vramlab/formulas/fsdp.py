@@ -89,8 +89,6 @@ class FsdpModel(Model):
             weight.gradient = self.block("backward", weight.shape, weight.width, "gradients")
             self.other_gradients -= weight.gradient.entry.allocated
 
-    # --- forward --------------------------------------------------------------------------------------------------
-
     def _gather(self, unit: Unit) -> None:
         """All-gather `unit` into its flat buffer."""
         unit.flat = self.group("all_gather", [(sum(map(self._whole, unit.weights)), 1)], "workspace")
@@ -125,8 +123,6 @@ class FsdpModel(Model):
         if key == ROOT:
             self.flat = None
         self.nodes.append(lambda: self._gather_again(key))
-
-    # --- backward -------------------------------------------------------------------------------------------------
 
     def _gather_again(self, key: str) -> None:
         """Gather `key` where it was freed, and begin to gather the unit before it."""

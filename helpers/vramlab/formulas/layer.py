@@ -89,9 +89,7 @@ class Layer(Attention):
             q, k = liger.turned(self, q, k)
         elif self.table:
             partial = s.rotary_dim < s.head_dim or layout.joined_rotary
-            q_ = self.rotary(q, s.rotary_dim, partial)  # and keeps q until k is turned, as the model does
-            q, k = q_, self.rotary(k, s.rotary_dim, partial)
-            del q_
+            q, k = self.rotary(q, s.rotary_dim, partial), self.rotary(k, s.rotary_dim, partial)
         if self.caches is not None:
             # `use_cache` copies keys and values (`DynamicLayer.update`); the cache takes the keys' dtype
             k, v = self.cat([k], *k.shape), self.cat([v], *v.shape, width=k.width)

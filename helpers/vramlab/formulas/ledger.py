@@ -73,6 +73,11 @@ class Parameter:
         self.name, self.shape, self.width, self.needs, self.quantized = name, shape, width, needs, quantized
         self.uses, self.partial, self.gradient = 0, None, None
 
+    def used(self) -> "Parameter":
+        """Wait for one gradient more."""
+        self.uses += 1
+        return self
+
     def receive(self, ledger: "Ledger", gradient: Block) -> bool:
         """Add up the gradients of all uses, in place but to a linear layer's transposed view; True with the last one."""
         if self.partial is None:
@@ -201,12 +206,17 @@ class Ledger:
     def block(self, op: str, shape: tuple[int, ...], width: int, category: str = "temporaries") -> Block:
         """A new block of prod(shape) × width bytes, rounded up as the allocator does."""
         block, events = Block(), self.events
-        block.entry = entry = Entry(block, events.append)
+        happens = events.append
+        block.entry = entry = Entry(block, happens)
         entry.size, entry.allocated = _block_sizes(shape, width)
-        entry.op, entry.where, entry.category = op, self.where, category
-        entry.shape, entry.width = shape, width
-        entry.birth, entry.death = len(events), NEVER
-        events.append(entry)
+        entry.op = op
+        entry.where = self.where
+        entry.category = category
+        entry.shape = shape
+        entry.width = width
+        entry.birth = len(events)
+        entry.death = NEVER
+        happens(entry)
         return block
 
     def group(self, op: str, sizes: list[tuple[int, int]], category: str, width: int = 1) -> Block:
@@ -251,19 +261,17 @@ class Ledger:
             return out
         if refilled is not None:
             return self._refill(out, inputs, saves)
-        edges = []
-        for x, how in zip(inputs, grads, strict=False):
-            if x.needs:
-                receiver = x.node
-                if receiver is None:  # a parameter
-                    receiver, x.uses = x, x.uses + 1
-                edges.append((receiver, x.shape, x.width, how))
+        edges = [(x.node or x.used(), x.shape, x.width, how) for x, how in zip(inputs, grads, strict=False) if x.needs]
         if not edges:
             return out
         out.needs = True
         node = out.node = Node()
-        node.op, node.where, node.shape = name, self.where, shape
-        node.edges, node.extra, node.spike = edges, extra, spike
+        node.op = name
+        node.where = self.where
+        node.shape = shape
+        node.edges = edges
+        node.extra = extra
+        node.spike = spike
         node.gradient = node.saved = None
         if saves:
             if self.replay is None:
@@ -323,4 +331,3 @@ class Ledger:
                 if type(node.saved) is Replay:
                     node.saved = node.saved.give(self)
                 node.run(self)
-            node = None

@@ -39,8 +39,6 @@ class Model(Layer):
         self.leaves: list[Leaf] = []  # which the graph holds, and so the loss, as long as the loop keeps that
         self.embeddings = [name for name, kind in recipe.shape.layout.modules if kind == "embedding"]
 
-    # --- for engines ----------------------------------------------------------------------------------------------
-
     def shard(self, asked: Recipe, gradients_exist: bool) -> None:
         """Prepare for the engine of `asked`; enter gradients that exist, to which new ones are added."""
         if gradients_exist:
@@ -64,8 +62,6 @@ class Model(Layer):
         self.scratch(single_temporaries(self.recipe, parameter.shape, parameter.width), "optimizer")
         parameter.partial = None
 
-    # --- what all layers share ------------------------------------------------------------------------------------
-
     def mask(self, kind: str = "sliding_attention") -> Tensor | None:
         """Make the attention mask of a kind of layers, if there is one: a number for each pair of tokens and sequence.
 
@@ -77,12 +73,8 @@ class Model(Layer):
         without = kernel == "sdpa" and not apart and (window is None or n < window)
         if without or kernel == "flash_attention_2" or not (self.layout.causal or apart):
             return None
-        one, two = (self.tensor("mask", (1, 1, n, n), BOOL) if apart else None for _ in range(2))
         seen = self.tensor("mask", (self.batch, 1, n, n), BOOL)
-        del one, two
         return seen if kernel == "sdpa" else self.tensor("mask", (self.batch, 1, n, n), self.hidden_width)
-
-    # --- stacks ---------------------------------------------------------------------------------------------------
 
     def stack(self, name: str, count: int, layer: RunLayer, first: list[Tensor], start: int = 0) -> Tensor:
         """Run as few of `count` layers, from `start`, as say what all do: one that stands for others, and those that differ.
@@ -165,8 +157,6 @@ class Model(Layer):
             raise RecipeError("sharding.engine", self.recipe.sharding.engine, allowed)
         return found
 
-    # --- embeddings -----------------------------------------------------------------------------------------------
-
     def first(self, x: Tensor) -> Tensor:
         """Make the embedding require a gradient with LoRA and checkpointing (`enable_input_require_grads`)."""
         if self.recipe.lora and self.checkpoints and not x.needs:
@@ -203,8 +193,6 @@ class Model(Layer):
         token = self.op("expand", [token], (b, 1, s.hidden_size), token.width, view=token, grads=(FULL,))
         x = self.cat([token, patches], b, n, s.hidden_size)
         return self.dropout(self.add(x, self.parameters[f"{prefix}.position_embeddings"]), s.hidden_dropout)
-
-    # --- head and loss --------------------------------------------------------------------------------------------
 
     def logits_and_loss(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Run the recipe's head; return (what the model returns besides the loss, the loss).

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import accumulate
 from math import ceil, prod
+from typing import Any
 
 from ..hardware.overhead import rounded
 from ..hardware.reserved import pack
@@ -28,12 +29,18 @@ COPY = " (trained copy)"  # ends the name of what PEFT trains whole
 Sizes = dict[str, int]  # category to bytes
 
 
-@dataclass(frozen=True)
-class CacheKey:
-    """Arguments of a cached function, equal to others by `key`: the settings that its result depends on."""
+class Settings:
+    """A recipe with `changes` as the key of a cache, equal to others with the same settings; its own hash is slow."""
 
-    key: tuple
-    arguments: tuple = field(compare=False)
+    def __init__(self, recipe: Recipe, **changes: Any):
+        self.recipe = unchecked(recipe, model=None, **changes)
+        self.key = tuple(vars(self.recipe).values())
+
+    def __hash__(self) -> int:
+        return hash(self.key)
+
+    def __eq__(self, other: "Settings") -> bool:
+        return self.key == other.key
 
 
 @dataclass(frozen=True)

@@ -23,8 +23,6 @@ class Operators(Ledger):
     compute, loaded: the widths in which quantized layers compute and had been loaded; `nested`: scales are quantized too.
     """
 
-    # --- dtypes ---------------------------------------------------------------------------------------------------
-
     def to(self, x: Tensor, width: int) -> Tensor:
         """Cast with `x.to(dtype)`: saves nothing; the gradient is cast back."""
         if x.width == width:
@@ -45,8 +43,6 @@ class Operators(Ledger):
     def fp32(self, x: Tensor) -> Tensor:
         """Cast an argument of an operator on autocast's fp32 list."""
         return self.to(x, FP32) if self.autocast else x
-
-    # --- elementwise ----------------------------------------------------------------------------------------------
 
     def add(self, a: Tensor, b: Tensor | Parameter) -> Tensor:
         """Add: saves nothing; both get the incoming gradient itself, summed where they were broadcast."""
@@ -97,8 +93,6 @@ class Operators(Ledger):
         """Raise to a power: saves x; backward needs n · x ** (n - 1) besides its result."""
         return self.op("pow", [x], x.shape, x.width, saves=[x], extra=2 * prod(x.shape) * x.width)
 
-    # --- shapes ---------------------------------------------------------------------------------------------------
-
     def copy(self, x: Tensor, shape: tuple[int, ...] | None = None) -> Tensor:
         """Copy with `contiguous` or `clone`: a new block forward, the incoming gradient itself backward."""
         out = self.op("clone", [x], shape or x.shape, x.width, grads=(PASS,))
@@ -120,8 +114,6 @@ class Operators(Ledger):
         out = self.op("cat", tensors, shape, width, grads=(PART,) * len(tensors))
         out.packed = True
         return out
-
-    # --- lookups, products, norms ---------------------------------------------------------------------------------
 
     def embedding(self, ids: Tensor, name: str) -> Tensor:
         """Look up a row for each id; the gradient is as large as the table."""
@@ -163,8 +155,6 @@ class Operators(Ledger):
             return self.to(self.mul(weight, y), width)
         y = self.to(y, width)
         return self.mul(weight, y)
-
-    # --- linear layers: plain, with a LoRA adapter, with a base in 4 bits -----------------------------------------
 
     def linear(self, x: Tensor, name: str) -> Tensor:
         """Apply the linear layer `name` (`nn.Linear` or `Conv1D`) with the recipe's quantization and adapter."""

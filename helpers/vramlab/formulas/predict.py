@@ -8,8 +8,7 @@
 The peak is the highest of these moments.
 """
 
-from collections import Counter
-from collections.abc import Iterator
+from collections import Counter, defaultdict
 from typing import Any
 
 from ..hardware import reserved
@@ -21,9 +20,8 @@ from ..recipe.options import HALF
 from ..recipe.recipe import LATER_OF_LORA, Recipe, as_recipe
 from ..report.report import CATEGORIES, Bytes, Phase, Report, TensorGroup
 from . import model_states, shards
-from .account import Account, kept_account
+from .account import Account, Groups, kept_account
 from .fused_head import with_its_adapters
-from .ledger import Entry
 from .loading import loading_peak
 from .model_states import RankBytes, Sizes
 
@@ -48,15 +46,13 @@ def predict(recipe: Recipe | Any, gpu: str | Gpu | None = None) -> Report:
     if card and recipe.attn_implementation == "flash_attention_2":
         card.require("flash_attention_2", "attn_implementation")
     refuse(recipe, _refusals(recipe))
-    exist = recipe.gradient_accumulation_steps > 1 or not recipe.loop.set_to_none  # gradients, when backward begins
-    part, chip = with_its_adapters(recipe), card.chip if card else DEFAULT_CHIP
-    account = kept_account(part, chip, exist)
-    rank = shards.rank_bytes(part)
-    phases = _phases(part, account, rank, card, exist)
+    part = with_its_adapters(recipe)
+    account = kept_account(part, card.chip if card else DEFAULT_CHIP)
+    phases = _phases(part, account, shards.rank_bytes(part))
     name = max(phases, key=lambda phase: phases[phase].peak.total)
     peak = phases[name].peak
     groups = _groups(part, account.alive(name), peak)
-    ranked = sorted(groups.items(), key=lambda item: -item[0][0] * item[1][0])
+    largest = sorted(groups.items(), key=lambda item: -item[0][0] * item[1][0])[:LISTED]
     inside = reserved.reserved(_blocks(groups, peak), peak.total)
     return Report(
         source="predicted",
@@ -66,7 +62,7 @@ def predict(recipe: Recipe | Any, gpu: str | Gpu | None = None) -> Report:
         phases=phases,
         peak=peak,
         peak_phase=name,
-        largest=[TensorGroup(*key, where, count) for key, (count, where, _) in ranked[:LISTED]],
+        largest=[TensorGroup(*key, where, count) for key, (count, where, _) in largest],
         reserved=inside,
         process=reserved.process(inside, card),
         loading=loading_peak(recipe),
@@ -76,7 +72,7 @@ def predict(recipe: Recipe | Any, gpu: str | Gpu | None = None) -> Report:
 
 def _refusals(recipe: Recipe) -> Refusals:
     """What the formulas do not know."""
-    shape, lora, sharding, _quantization = recipe.shape, recipe.lora, recipe.sharding, recipe.quantization
+    shape, lora, sharding = recipe.shape, recipe.lora, recipe.sharding
     allowed = "the formulas know of ddp, fsdp and deepspeed the ways that plan tries: ask simulate"
     yield "sharding", sharding and not shards.is_known(sharding), allowed
     allowed = "the formulas multiply one layer, so every layer has to get the same adapters: ask simulate"
@@ -99,22 +95,20 @@ def _refusals(recipe: Recipe) -> Refusals:
     yield "dtype", recipe.dtype and halves >= {*HALF.values()}, allowed
 
 
-def _phases(recipe: Recipe, account: Account, rank: RankBytes, card: Gpu | None, exist: bool) -> dict[str, Phase]:
-    """Return each phase of a rank's steady step, from the bytes it holds and the account of a micro-batch.
-
-    `exist`: gradients exist when backward begins.
-    """
+def _phases(recipe: Recipe, account: Account, rank: RankBytes) -> dict[str, Phase]:
+    """Return each phase of a rank's steady step, from the bytes it holds and the account of a micro-batch."""
     loop, rests, gradients = recipe.loop, rank.fragmentation, {}
     sizes = {"parameters": rank.parameters, "buffers": model_states.buffer_bytes(recipe.shape)}
     sizes |= {"inputs": model_states.input_bytes(recipe), "workspace": rests.get("parameters", 0)}
     if recipe.has_reference:
         sizes |= {name: 2 * sizes[name] for name in ("parameters", "buffers", "workspace")}
     states = {"optimizer_states": rank.optimizer_states, "workspace": rests.get("optimizer_states", 0)}
-    handle = cublas_workspace((card.chip if card else DEFAULT_CHIP).capability)
+    handle = cublas_workspace(account.m.chip.capability)
     always = (rank.always, sizes, states, {"workspace": 2 * handle})  # in forward's thread and in backward's
     if not loop.optimizer_in_backward:
         gradients = {"gradients": rank.gradients, "workspace": rests.get("gradients", 0)}
-    exist = exist and not (account.m.gathers_layers and loop.set_to_none)  # whole, in the account
+    # FSDP's are whole, in the account
+    exist = account.gradients_exist and not (account.m.gathers_layers and loop.set_to_none)
     existing = gradients if rank.existing is None else {"gradients": rank.existing}
     during = existing if exist else {}
     before = existing if exist or loop.zero_grad == "before_backward" else {}
@@ -152,39 +146,43 @@ def _bytes(*splits: Sizes) -> Bytes:
     return Bytes(**split)
 
 
-def _groups(recipe: Recipe, alive: list[tuple[int, Entry]] | None, peak: Bytes) -> dict[tuple, list]:
+def _groups(recipe: Recipe, alive: Groups | None, peak: Bytes) -> dict[tuple, list]:
     """Group blocks by (bytes, category, shape, dtype, operator) to [how many, where, sizes]; `alive`: those of the ledger."""
     half = "float16" if recipe.precision.startswith("fp16") else "bfloat16"
-    found, groups = [], {}
+    groups: dict[tuple, list] = {}
+
+    def add(sizes: tuple[int, ...], category: str, shape: tuple, dtype: str, op: str, where: str, count: int) -> None:
+        groups.setdefault((sum(sizes), category, shape, dtype, op), [0, where, sizes])[0] += count
+
     for row in model_states.parameter_table(recipe):
         dtype = half if row.width == 2 else "float32"
         as_loaded, count = "uint8" if row.quantized else dtype, row.count * (1 + recipe.has_reference)
-        found.append((count, row.blocks, "parameters", row.shape, as_loaded, "loaded", row.name))
+        add(row.blocks, "parameters", row.shape, as_loaded, "loaded", row.name, count)
         if row.states:
-            found.append((row.count, row.states, "optimizer_states", row.shape, dtype, recipe.optim, row.name))
+            add(row.states, "optimizer_states", row.shape, dtype, recipe.optim, row.name, row.count)
         if row.trained and alive is None:
-            found.append((row.count, (row.size,), "gradients", row.shape, dtype, "backward", row.name))
-    for times, e in alive or ():
-        dtype = half if e.width == 2 else "bool" if e.op == "native_dropout" and e.width == 1 else DTYPES[e.width]
-        found.append((times, (e.size,), e.category, e.shape, dtype, e.op, e.where))
-    for count, sizes, category, shape, dtype, op, where in _own(found, peak) if recipe.sharding else found:
-        groups.setdefault((sum(sizes), category, shape, dtype, op), [0, where, sizes])[0] += count
-    return groups
+            add((row.size,), "gradients", row.shape, dtype, "backward", row.name, row.count)
+    for (size, category, shape, width, op), (count, where) in (alive or {}).items():
+        dtype = half if width == 2 else "bool" if op == "native_dropout" and width == 1 else DTYPES[width]
+        add((size,), category, shape, dtype, op, where, count)
+    return _own(groups, peak) if recipe.sharding else groups
 
 
-def _own(found: list[tuple], peak: Bytes) -> Iterator[tuple]:
+def _own(groups: dict[tuple, list], peak: Bytes) -> dict[tuple, list]:
     """Scale the whole model's blocks down to what the rank holds of their category."""
-    whole: Counter = Counter()
-    for count, sizes, category, *_ in found:
-        whole[category] += count * sum(sizes)
-    for count, sizes, category, *rest in found:
+    whole, found = Counter(), {}
+    for (size, category, *_), (count, *_) in groups.items():
+        whole[category] += count * size
+    for (_, category, *about), (count, where, sizes) in groups.items():
         if share := whole[category] and min(1.0, getattr(peak, category) / whole[category]):
-            yield count, tuple(int(n * share) for n in sizes), category, *rest
+            sizes = tuple(int(n * share) for n in sizes)
+            found.setdefault((sum(sizes), category, *about), [0, where, sizes])[0] += count
+    return found
 
 
-def _blocks(groups: dict[tuple, list], peak: Bytes) -> Counter:
+def _blocks(groups: dict[tuple, list], peak: Bytes) -> dict[int, int]:
     """Count the blocks alive at the peak by size."""
-    blocks: Counter = Counter()
+    blocks: defaultdict[int, int] = defaultdict(int)
     for count, _, sizes in groups.values():
         for size in sizes:
             blocks[size] += count

@@ -19,7 +19,7 @@ from ..recipe.options import Sharding
 from ..recipe.recipe import Recipe
 from . import fsdp, model_states
 from .deepspeed import deepspeed_bytes
-from .model_states import CacheKey, RankBytes, tensors_in_order
+from .model_states import RankBytes, Settings, tensors_in_order
 from .step import step_temporaries
 
 # (stage, offload) that the formulas know, and plan tries, by engine; on one GPU only what takes bytes off it.
@@ -38,15 +38,20 @@ def is_known(sharding: Sharding) -> bool:
 
 
 def rank_bytes(recipe: Recipe) -> RankBytes:
-    """Return the bytes that `recipe`'s rank holds; everything without sharding."""
-    r = recipe
-    key = (r.shape, r.precision, r.dtype, r.quantization, r.lora, r.optim, r.optim_args, r.loop, r.sharding)
-    return _cached_rank_bytes(CacheKey((*key, r.gradient_accumulation_steps > 1), (recipe,)))
+    """Return the bytes that `recipe`'s rank holds, everything without sharding, from a cache for batches of any kind."""
+    batch = {
+        "batch_size": 1,
+        "seq_len": 1,
+        "lengths": None,
+        "completion_lengths": None,
+        "gradient_checkpointing": False,
+    }
+    return _cached_rank_bytes(Settings(recipe, gradient_accumulation_steps=1, attn_implementation=None, **batch))
 
 
 @lru_cache(maxsize=512)
-def _cached_rank_bytes(key: CacheKey) -> RankBytes:
-    (recipe,) = key.arguments
+def _cached_rank_bytes(settings: Settings) -> RankBytes:
+    recipe = settings.recipe
     return ENGINES[recipe.sharding.engine](recipe) if recipe.sharding else _whole(recipe)
 
 
