@@ -10,11 +10,11 @@ import nbclient
 import nbformat
 import pytest
 from matplotlib.colors import to_hex
-from sample_reports import TITLE, measured, of_batch, out_of_memory, report, split
+from sample_reports import TITLE, measured, of_batch, report, split
 from vramlab import plot
 from vramlab.faces.plot.splits import shared_title
 from vramlab.faces.plot.style import LOOK, RC
-from vramlab.report.report import CATEGORIES, Bytes, GiB, Moment
+from vramlab.report.report import CATEGORIES, Bytes, Moment
 
 LONG = (
     TITLE
@@ -33,17 +33,12 @@ def moments(*runs: tuple[str, int]) -> list[Moment]:
     return [Moment(i, phase, split()) for i, phase in enumerate(phases)]
 
 
-def sweeping(x: list[int]) -> list:
-    return [of_batch(i + 1, process=i * GiB) for i in range(len(x))]
-
-
-LENGTHS = [512, 1024, 2048, 3072, 4096]
 SHORT_PHASES = [("forward", 300), *[("backward", 1), ("step", 1), ("between_steps", 1)] * 4]
 NAMES = [f"optimizer number {i}" for i in range(11)]
 FIGURES = {
     "two bars": lambda: plot.compare(report("predicted", peak=TINY), report(peak=TINY)),
     "nine categories": lambda: plot.compare(report("predicted"), report(), measured(), limit="T4"),
-    "long title": lambda: plot.compare(report(title=LONG), out_of_memory(title=LONG), limit="T4"),
+    "long title": lambda: plot.compare(report(title=LONG), measured(title=LONG), limit="T4"),
     "huge": lambda: plot.compare(report(scale=300), measured(300), limit="H200"),
     "over-explained": lambda: plot.compare(report(), OVER_EXPLAINED),
     "one bar": lambda: plot.compare(report()),
@@ -52,7 +47,6 @@ FIGURES = {
     "timeline": lambda: plot.timeline(report()),
     "short phases": lambda: plot.timeline(report(timeline=moments(*SHORT_PHASES))),
     "one phase": lambda: plot.timeline(report(timeline=moments(("forward", 1)))),
-    "lines": lambda: plot.sweep(LENGTHS, dict.fromkeys(("eager", "sdpa"), sweeping(LENGTHS)), "tokens"),
 }
 
 
@@ -78,7 +72,7 @@ def boxes(figure) -> dict[str, object]:
 @pytest.mark.parametrize("name", FIGURES)
 def test_no_words_touch_none_leave_the_page_and_the_figure_says_itself(name):
     figure = FIGURES[name]()
-    assert len(plot.alt_text(figure)) > 60 and "\n" not in plot.alt_text(figure)
+    assert len(figure.alt) > 60 and "\n" not in figure.alt
     assert len(plot.table(figure).splitlines()) > 2 and figure._suptitle.get_text() in repr(figure)
     found = boxes(figure)
     assert len(found) > 6
@@ -154,7 +148,7 @@ def test_a_notebook_shows_each_figure_once_with_its_alt_text(tmp_path, monkeypat
     pictures = [[o for o in cell.outputs if "image/png" in o.get("data", {})] for cell in notebook.cells]
     assert [len(found) for found in pictures] == [0, 1, 1, 1, 2]
     assert all(len(cell.outputs) == len(found) for cell, found in zip(notebook.cells, pictures, strict=True))
-    assert pictures[1][0].metadata["image/png"]["alt"] == plot.alt_text(plot.compare(report(), measured()))
+    assert pictures[1][0].metadata["image/png"]["alt"] == plot.compare(report(), measured()).alt
     for output in itertools.chain(*pictures):
         assert output.metadata["image/png"]["alt"]
         assert output.data["text/plain"].startswith("<Figure: Memory ") and "13" not in output.data["text/plain"]

@@ -5,18 +5,18 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ...hardware.gpu import Gpu, find_gpu
-from ...report.compare import check_unit
+from ...report.compare import check_unit, failure
 from ...report.report import CATEGORIES, Bytes, Report, in_unit
 from . import style
 
-Split = Mapping[str, float] | str  # bytes by category, or why there are none
+Split = Mapping[str, float]  # bytes by category
 
 
-def split_of(value: Report | Bytes | Mapping[str, float]) -> Split:
-    """Return the bytes by category of a report's peak or of a split; of a failed run, in words what failed."""
+def split_of(value: Report | Bytes | Split) -> Split:
+    """Return the bytes by category of a report's peak or of a split. Raises ValueError for a run that failed."""
     if isinstance(value, Report):
         if value.status != "ok":
-            return "out of memory" if value.status == "oom" else value.status
+            raise ValueError(f"a run that failed has no bytes to draw: {failure(value)}.")
         value = value.peak
     return dict(value.items())
 
@@ -34,31 +34,28 @@ def label_of(category: str) -> str:
 
 def used(splits: Sequence[Split]) -> list[str]:
     """Return the keys that are not 0 everywhere: CATEGORIES in their order, then others as they appear."""
-    keys = dict.fromkeys(key for split in splits if not isinstance(split, str) for key, n in split.items() if n)
+    keys = dict.fromkeys(key for split in splits for key, n in split.items() if n)
     return [c for c in CATEGORIES if c in keys] + [key for key in keys if key not in CATEGORIES]
 
 
 def layers(splits: Sequence[Split], unit: str) -> list[tuple[list[float], dict[str, Any]]]:
     """Return each key's heights in `unit`, one per split, and how it is drawn; "_" keeps the inkless from the legend."""
-    size, found = check_unit(unit), [{} if isinstance(split, str) else split for split in splits]
-    ink = 0.005 * max((sum(map(abs, split.values())) for split in found), default=0)
-    return [
-        ([split.get(key, 0) / size for split in found], {"label": "_" * (not seen) + label_of(key), **look})
-        for key, look in style.look(used(splits)).items()
-        for seen in [any(abs(split.get(key, 0)) > ink for split in found)]
-    ]
+    size, found = check_unit(unit), []
+    ink = 0.005 * max((sum(map(abs, split.values())) for split in splits), default=0)
+    for key, look in style.look(used(splits)).items():
+        heights = [split.get(key, 0) / size for split in splits]
+        seen = max(map(abs, heights)) * size > ink
+        found.append((heights, {"label": "_" * (not seen) + label_of(key), **look}))
+    return found
 
 
 def split_rows(names: Sequence[str], splits: Sequence[Split], unit: str, corner: str) -> list[tuple[str, ...]]:
     """Return a table: a line per split, a column per key, and the total."""
-    keys = used(splits)
-    rows = [(corner, *map(label_of, keys), "total")]
+    keys, rows = used(splits), []
     for name, split in zip(names, splits, strict=True):
-        if isinstance(split, str):
-            rows.append((name, *["–"] * len(keys), split))
-        else:
-            rows.append((name, *(in_unit(split.get(key, 0), unit) for key in keys), in_unit(sum(split.values()), unit)))
-    return rows
+        sizes = [*(split.get(key, 0) for key in keys), sum(split.values())]
+        rows.append((name, *(in_unit(n, unit) for n in sizes)))
+    return [(corner, *map(label_of, keys), "total"), *rows]
 
 
 def draw_limit(line, card: Gpu | str | None, unit: str, dash: Any = (0, (6, 3))) -> None:

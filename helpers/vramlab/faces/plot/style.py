@@ -5,6 +5,7 @@ import textwrap
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
+from itertools import cycle
 from typing import Any
 
 from ...report.data import data_path
@@ -48,19 +49,15 @@ def figure_class() -> type:
 
 @contextmanager
 def styled() -> Iterator[None]:
-    """Draw in this style and restore the reader's settings; close the figures of a block that fails. Decorates too."""
+    """Draw in this style and restore the reader's settings. Decorates too."""
     with needing("plot"):
         import matplotlib.pyplot as plt
 
     # Not `rc_context`: it would undo what a notebook's backend sets when the first figure loads it.
-    own, before = {key: plt.rcParams[key] for key in RC}, plt.get_fignums()
+    own = {key: plt.rcParams[key] for key in RC}
     plt.rcParams.update(RC)
     try:
         yield
-    except BaseException:
-        for number in set(plt.get_fignums()).difference(before):
-            plt.close(number)
-        raise
     finally:
         plt.rcParams.update(own)
 
@@ -98,25 +95,16 @@ def _in_words(rows: Sequence[tuple[str, ...]]) -> str:
     """A table as a sentence; only totals and what follows where it has many lines."""
     head, *lines = rows
     first = head.index("total") if len(lines) > 5 and "total" in head else 1
-    cells = [(line[0], zip(head[first:], line[first:], strict=True)) for line in lines]
-    said = (
-        f"{name}: {', '.join(f'{column} {cell}' for column, cell in pairs if cell != '–')}" for name, pairs in cells
-    )
+    said = (f"{line[0]}: {', '.join(map(' '.join, zip(head[first:], line[first:], strict=True)))}" for line in lines)
     return f" {head[0]}: {'; '.join(said)}."
 
 
 @contextmanager
 def canvas(heading: str, alt: str, subtitle: str = "", rows: Sequence[tuple[str, ...]] = ()) -> Iterator[Any]:
-    """Give axes to draw on with matplotlib in this style.
+    """Give axes to draw on with matplotlib in this style: `with plot.canvas("A title", alt="A falling line.") as ax: …`.
 
-        with plot.canvas("Half of it", alt="A line that falls from 4 to 2.", rows=[("x", "y"), ("0", "4")]) as ax:
-            ax.plot([0, 1], [4, 2], label="a line")
-        plt.show()
-
-    `plot.table(ax.figure)` prints `rows`. Raises ValueError without alt text.
+    `plot.table(ax.figure)` prints `rows`; `alt` says it in words to readers who do not see the figure.
     """
-    if not alt.strip():
-        raise ValueError("canvas needs alt, a sentence or two for readers who do not see the figure.")
     with styled():
         figure, ax = start(heading, subtitle)
         ax.set_prop_cycle(color=[colour for colour, *_ in LINES] + [INK])
@@ -129,13 +117,8 @@ def table(figure) -> str:
     return text_table(figure.rows)
 
 
-def alt_text(figure) -> str:
-    """Return the figure in words, for readers who do not see it."""
-    return figure.alt
-
-
 def look(keys: Sequence[str]) -> dict[str, dict[str, Any]]:
     """Return face, hatch and edge of each key: a category's own, the palette in order for other keys."""
-    spare = iter([*LOOK.values()] * (1 + len(keys) // len(LOOK)))
+    spare = cycle(LOOK.values())
     chosen = {key: LOOK.get(key) or next(spare) for key in keys}
     return {key: {"facecolor": c, "hatch": h, "edgecolor": INK, "linewidth": 0.5} for key, (c, h) in chosen.items()}
