@@ -2,7 +2,6 @@
 
 import json
 import platform
-import shutil
 import sys
 from importlib import metadata
 from types import SimpleNamespace
@@ -25,7 +24,6 @@ def run(look):
 
 def sensors(**changes):
     values = dict(name="Tesla T4", driver="580.65.06", total=15 * GiB, used=GiB, free=14 * GiB, process=GiB)
-    values |= dict(temperature=60, power=50.0, clock=1590, throttle=())
     return Sensors(True, **{**values, **changes})
 
 
@@ -49,10 +47,11 @@ def machine_with(monkeypatch, cuda="13.0", available=True, nvml=NO_NVML, card=("
 
 def test_doctor_runs_here_and_agrees_with_the_installed_versions():
     report = doctor()
-    assert report["torch"].value == metadata.version("torch")
-    assert report["python"].value == platform.python_version() and report["python"].status == "ok"
-    assert report["torch build"].value == (f"CUDA {torch.version.cuda}" if torch.version.cuda else "CPU only")
-    assert {"RAM", "CPU cores", "disk", "C++ compiler", "bitsandbytes library"} <= {c.name for c in report.checks}
+    found = {check.name: check for check in report.checks}
+    assert found["torch"].value == metadata.version("torch")
+    assert found["python"].value == platform.python_version() and found["python"].status == "ok"
+    assert found["torch build"].value == (f"CUDA {torch.version.cuda}" if torch.version.cuda else "CPU only")
+    assert {"RAM", "CPU cores"} <= found.keys()
     assert all(c.status in ("ok", "warn", "missing") and c.value for c in report.checks)
     assert json.loads(json.dumps(report.to_dict()))["ok"] == report.ok
     assert all(line == line.rstrip() for line in str(report).splitlines())
@@ -115,7 +114,7 @@ def test_h100_has_all_precisions(monkeypatch):
 def test_cpu_build_beside_a_gpu(monkeypatch):
     machine_with(monkeypatch, cuda=None, available=False, nvml=sensors())
     check = run(checks.gpus)["GPU"]
-    assert check.status == "warn" and "CPU build" in check.value and "pytorch.org" in check.advice
+    assert check.status == "warn" and "CPU build" in check.advice and "pytorch.org" in check.advice
 
 
 def test_a_hidden_gpu_is_no_missing_one(monkeypatch):
@@ -158,74 +157,25 @@ def test_torch_that_does_not_load(monkeypatch):
 
 def test_quiet_card(monkeypatch):
     machine_with(monkeypatch, nvml=sensors())
-    found = run(checks.sensors)
-    assert found["driver"].value == "580.65.06"
-    assert found["GPU 0 memory"].status == found["GPU 0 sensors"].status == "ok"
-    assert found["GPU 0 sensors"].value == "60 °C, 50 W, 1590 MHz"
+    found = run(checks.nvml)
+    assert found["driver"].value == "580.65.06" and found["GPU 0 memory"].status == "ok"
 
 
 def test_memory_held_by_others(monkeypatch):
     machine_with(monkeypatch, nvml=sensors(used=6 * GiB, free=9 * GiB, process=500 * MiB))
-    check = run(checks.sensors)["GPU 0 memory"]
+    check = run(checks.nvml)["GPU 0 memory"]
     assert check.status == "warn" and "nvidia-smi" in check.advice and check.value == "9.00 GiB free of 15.00 GiB"
-
-
-@pytest.mark.parametrize(
-    ("changes", "word"),
-    [
-        ({"temperature": 88}, "88 °C"),
-        ({"throttle": ("hardware thermal slowdown",)}, "hardware thermal slowdown"),
-        ({"throttle": ("software thermal slowdown", "power brake")}, "power brake"),
-    ],
-)
-def test_card_that_slows_itself_down(monkeypatch, changes, word):
-    machine_with(monkeypatch, nvml=sensors(**changes))
-    check = run(checks.sensors)["GPU 0 sensors"]
-    assert check.status == "warn" and word in check.advice and "timings" in check.advice
-
-
-def test_a_warm_card_is_no_alarm(monkeypatch):
-    machine_with(monkeypatch, nvml=sensors(temperature=83))
-    assert run(checks.sensors)["GPU 0 sensors"].status == "ok"
-
-
-def test_lost_sensor_is_left_out(monkeypatch):
-    machine_with(monkeypatch, nvml=sensors(temperature=None, missing={"temperature": "Not Supported"}))
-    assert run(checks.sensors)["GPU 0 sensors"].value == "50 W, 1590 MHz"
 
 
 def test_without_nvml(monkeypatch):
     machine_with(monkeypatch, available=False, cuda=None)
-    assert run(checks.sensors)["NVML"].status == "missing"
-    machine_with(monkeypatch, available=True)  # a GPU that torch sees and NVML does not: some containers
-    assert run(checks.sensors)["NVML"].status == "warn"
-
-
-def test_bitsandbytes_without_its_library(monkeypatch):
-    cextension = pytest.importorskip("bitsandbytes.cextension")
-    monkeypatch.setattr(cextension, "lib", cextension.ErrorHandlerMockBNBNativeLibrary("no such file"))
-    check = run(checks.bitsandbytes)["bitsandbytes library"]
-    assert check.status == "warn" and "4-bit" in check.advice
-
-
-def test_bitsandbytes_absent(monkeypatch):
-    monkeypatch.setitem(sys.modules, "bitsandbytes", None)
-    assert run(checks.bitsandbytes)["bitsandbytes library"].status == "missing"
-
-
-def test_bitsandbytes_loads_silently_here(capfd):
-    pytest.importorskip("bitsandbytes")
-    assert run(checks.bitsandbytes)["bitsandbytes library"].status == "ok"
-    assert capfd.readouterr().err == ""
+    assert run(checks.nvml)["NVML"].status == "missing"
 
 
 def test_tight_machine(monkeypatch):
     monkeypatch.setattr(host, "memory", lambda: (8 * GiB, GiB))
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(total=99 * GiB, used=98 * GiB, free=GiB))
-    monkeypatch.setattr(shutil, "which", lambda name: None)
     found = run(checks.machine)
-    assert [found[n].status for n in ("RAM", "disk", "C++ compiler")] == ["warn", "warn", "warn"]
-    assert "torch.compile" in found["C++ compiler"].advice and all(found[n].advice for n in ("RAM", "disk"))
+    assert found["RAM"].status == "warn" and found["RAM"].advice
 
 
 def test_memory_is_at_most_the_machines():
@@ -254,13 +204,11 @@ def test_doctor_survives_every_look_that_breaks(monkeypatch):
         yield Check("half", "ok", "seen before it broke")
         raise OSError("sensor bus on fire")
 
-    monkeypatch.setattr(checks, "LOOKS", {"bus": broken, "disk": checks.machine})
+    monkeypatch.setattr(checks, "LOOKS", {"bus": broken, "host": checks.machine})
     report = doctor()
-    assert [c.name for c in report.checks][:3] == ["half", "bus", "RAM"]
-    assert report["bus"].status == "warn" and "OSError: sensor bus on fire" in report["bus"].advice
+    assert [c.name for c in report.checks][:3] == ["half", "bus", "CPU cores"]
+    assert report.checks[1].status == "warn" and "OSError: sensor bus on fire" in report.checks[1].advice
     assert "sensor bus on fire" in str(report) and report.ok
-    with pytest.raises(KeyError):
-        report["nothing"]
 
 
 def test_advice_stands_under_its_check():

@@ -1,11 +1,8 @@
 """What this machine and environment can do, and what to do about what they cannot. Nothing here raises."""
 
-import contextlib
-import io
 import os
 import platform
 import runpy
-import shutil
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -20,8 +17,7 @@ from ..report.report import GiB, encode, environment, format_bytes, installed
 
 MARKER = "machine: "
 OK, WARN, MISSING = "ok", "warn", "missing"
-HOT = 84  # °C from which cards lower their clocks (Transformers' "Custom hardware for training": 84 to 90, by card)
-DISK_NEEDED, RAM_NEEDED = 5 * GiB, 4 * GiB
+RAM_NEEDED = 4 * GiB
 HOSTED = {  # by the start of a variable of the environment
     "COLAB_": "Runtime > Change runtime type > T4 GPU, then run again from the top; ",
     "KAGGLE_KERNEL_RUN": "Settings > Accelerator > GPU T4 x2, then run again from the top; ",
@@ -51,9 +47,6 @@ class Doctor:
         """Whether nothing that the course requires is missing."""
         return not any(c.required and c.status == MISSING for c in self.checks)
 
-    def __getitem__(self, name: str) -> Check:
-        return {check.name: check for check in self.checks}[name]
-
     def to_dict(self) -> dict[str, Any]:
         return {"ok": self.ok, **encode(vars(self))}
 
@@ -67,10 +60,7 @@ class Doctor:
 
 
 def doctor() -> Doctor:
-    """Look at Python, libraries, GPU, driver, sensors, memory, cores and disk.
-
-    Loads torch and bitsandbytes only where a GPU may be.
-    """
+    """Look at Python, libraries, GPU, driver, memory and cores. Loads torch only where a GPU may be."""
     found: list[Check] = []
     for name, look in LOOKS.items():
         try:
@@ -84,12 +74,11 @@ def environment_stamp() -> str:
     """Return where a notebook ran: two lines that start with "machine: ". Loads neither torch nor transformers."""
     seen = environment()
     versions = [f"{name} {version or 'missing'}" for name, version in seen.items() if name not in ("system", "date")]
-    gpus = [s.name or "a GPU without a name" for s in all_sensors()]
+    cards = " + ".join(s.name or "a GPU without a name" for s in all_sensors()) or f"no GPU{_hidden()}"
     try:
         ram = format_bytes(host.memory()[0], digits=1)
     except MissingExtra:
         ram = "unknown"
-    cards = " + ".join(gpus) or f"no GPU{_hidden()}"
     parts = [cards, f"{host.cores()} CPU cores", f"{ram} RAM", seen["system"], seen["date"]]
     return f"{MARKER}{' · '.join(versions)}\n{MARKER}{' · '.join(parts)}"
 
@@ -154,10 +143,9 @@ def gpus() -> Iterator[Check]:
 def _no_gpu(cuda: str | None) -> Check:
     """Say why torch sees no GPU."""
     seen = nvml_snapshot()
-    if seen.available and not cuda:
-        return judged("GPU", f"{seen.name}, but torch is a CPU build", "install a CUDA build: pytorch.org/get-started")
     if seen.available:
         advice = f"driver {seen.driver} may be too old for CUDA {cuda}: update it, or take a torch for an older CUDA"
+        advice = advice if cuda else "torch is a CPU build: install one for CUDA (pytorch.org/get-started)"
         return judged("GPU", f"{seen.name}, but torch cannot use it", advice)
     if hidden := _hidden():
         return judged("GPU", f"none{hidden}", "unset the variable, then start Python again")
@@ -171,12 +159,10 @@ def _hidden() -> str:
     return f" (CUDA_VISIBLE_DEVICES={said!r} hides it)" if "CUDA_VISIBLE_DEVICES" in nvml_snapshot().reason else ""
 
 
-def sensors() -> Iterator[Check]:
+def nvml() -> Iterator[Check]:
     first = nvml_snapshot()
     if not first.available:
-        torch, lost = sys.modules.get("torch"), "device-wide memory, heat and power cannot be shown"
-        seen = torch and torch.cuda.is_available()
-        yield judged("NVML", first.reason, lost) if seen else Check("NVML", MISSING, first.reason)
+        yield Check("NVML", MISSING, first.reason)
         return
     yield Check("driver", OK, first.driver or first.missing["driver"])
     for s in all_sensors():
@@ -185,43 +171,13 @@ def sensors() -> Iterator[Check]:
             advice = "other processes hold memory (nvidia-smi lists them): stop them before measuring" if busy else ""
             free, total = (format_bytes(n, digits=2) for n in (s.free, s.total))
             yield judged(f"GPU {s.index} memory", f"{free} free of {total}", advice)
-        shown = (("°C", s.temperature), ("W", s.power), ("MHz", s.clock))
-        values = [f"{value:.0f} {unit}" for unit, value in shown if value is not None]
-        trouble = ", ".join([*(s.throttle or ()), *([f"{s.temperature} °C"] if (s.temperature or 0) >= HOT else [])])
-        advice = f"the card slows itself down ({trouble}): timings will not hold, see to cooling and power"
-        yield judged(f"GPU {s.index} sensors", ", ".join(values) or "no sensors", advice if trouble else "")
-
-
-def bitsandbytes() -> Iterator[Check]:
-    """Look at its native library; not where torch is not loaded, because its import takes seconds."""
-    if "torch" not in sys.modules:
-        return
-    name, without = "bitsandbytes library", "without it no 4-bit bases and no 8-bit optimizers"
-    try:
-        with contextlib.redirect_stderr(io.StringIO()):  # it complains about what is reported here
-            from bitsandbytes import cextension
-    except ImportError as error:
-        yield Check(name, MISSING, f"does not import ({error})", f"pip install bitsandbytes; {without}")
-        return
-    broken = "Mock" in type(cextension.lib).__name__
-    advice = f"python -m bitsandbytes says why; {without}" if broken else ""
-    yield judged(name, "its native library does not load" if broken else "loads", advice)
 
 
 def machine() -> Iterator[Check]:
-    try:
-        total, free = host.memory()
-        advice = "close other programs: notebooks that train on the CPU take a few GiB" if free < RAM_NEEDED else ""
-        yield judged("RAM", f"{format_bytes(free, digits=1)} free of {format_bytes(total, digits=1)}", advice)
-    except MissingExtra as error:
-        yield Check("RAM", MISSING, "not seen", str(error))
     yield Check("CPU cores", OK, str(host.cores()))
-    free = shutil.disk_usage(os.getcwd()).free
-    advice = "recorded measurements and checkpoints need room: free some" if free < DISK_NEEDED else ""
-    yield judged("disk", f"{format_bytes(free, digits=1)} free here", advice)
-    found = next((c for c in (os.environ.get("CXX"), "g++", "clang++", "cl") if c and shutil.which(c)), "")
-    advice = "torch.compile needs one: install g++ (apt install g++); its sections are shown without"
-    yield judged("C++ compiler", found or "none", "" if found else advice)
+    total, free = host.memory()
+    advice = "close other programs: notebooks that train on the CPU take a few GiB" if free < RAM_NEEDED else ""
+    yield judged("RAM", f"{format_bytes(free, digits=1)} free of {format_bytes(total, digits=1)}", advice)
 
 
-LOOKS = {"packages": packages, "GPU": gpus, "NVML": sensors, "bitsandbytes library": bitsandbytes, "machine": machine}
+LOOKS = {"packages": packages, "GPU": gpus, "NVML": nvml, "machine": machine}
