@@ -20,7 +20,7 @@ def test_the_tier_says_which_end_has_to_fit(tier, fits):
     if fits:
         assert assert_fits(report, "T4", tier) is report
     else:
-        with pytest.raises(AssertionError, match=rf"does not fit T4 \({tier}\): the process needs .*too much"):
+        with pytest.raises(AssertionError, match=rf"does not fit T4 \({tier}\): it needs .*too much"):
             assert_fits(report, "T4", tier)
 
 

@@ -81,7 +81,7 @@ def test_commands_name_their_extra(name):
         ("vramlab.simulate(recipe)", "simulate needs torch: pip install 'vramlab[simulate]'"),
         ("vramlab.measure(recipe)", "measure needs torch: pip install 'vramlab[simulate]'"),
         (
-            "vramlab.explain('Tried to allocate 2.00 MiB', recipe)",
+            "vramlab.explain(vramlab.Recipe('t5-base'))",
             "explain needs torch: pip install 'vramlab[simulate]'",
         ),
         ("vramlab.assert_fits(recipe)", "assert_fits needs torch: pip install 'vramlab[simulate]'"),

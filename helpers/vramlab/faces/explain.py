@@ -1,30 +1,24 @@
-"""What filled the card: an out-of-memory message, a memory snapshot or a recipe, explained in a few plain lines.
-
-try: train()
-except torch.OutOfMemoryError as error: print(explain(error, Recipe("gpt2", batch_size=64)))
-"""
+"""What filled the card: an out-of-memory message, a memory snapshot or a recipe, explained in a few plain lines."""
 
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from ..formulas.predict import predict
 from ..hardware.gpu import Gpu, find_gpu
-from ..hardware.overhead import SMALL_BLOCK, SMALL_SEGMENT, rounded, segment
 from ..hardware.snapshot import read_snapshot
 from ..planning.changes import cheapest
 from ..recipe.recipe import Recipe
 from ..report.data import data_path
 from ..report.errors import RecipeError, VramLabError, needing
-from ..report.report import TIERS, UNITS, Interval, Report, TensorGroup, format_bytes, unit_for
+from ..report.report import TIERS, UNITS, Interval, Report, format_bytes, unit_for
 
 # torch's, and those of a line for each size
 WORDS = json.loads(data_path("out_of_memory.json").read_text(encoding="utf-8"))
 FRAGMENTED = 0.05  # of what is reserved: less is no fragmentation to cure
-EXPANDABLE = "PYTORCH_ALLOC_CONF=expandable_segments:True"
 
 
 class MessageError(VramLabError, ValueError):
@@ -48,7 +42,7 @@ def explain(what: Any, recipe: Recipe | None = None, gpu: str | Gpu | None = Non
 
     Args:
         what: an exception or its text, the `Path` of a memory snapshot, or a recipe.
-        recipe: what ran when the message came: the request is then looked up among its simulated allocations.
+        recipe: what ran when the message came.
         gpu: the card that it ran or is to run on.
     Raises:
         MessageError, SnapshotError: `what` is no such message or snapshot.
@@ -57,12 +51,10 @@ def explain(what: Any, recipe: Recipe | None = None, gpu: str | Gpu | None = Non
     if isinstance(what, Path):
         return Explanation(str(read_snapshot(what)).split("\n"))
     if isinstance(what, Recipe):
-        return _of_recipe(what, card)
-    text = str(what)
-    found = read_message(text)
-    # in which the traceback above the message ends; a checkpoint's forward is backward
-    phase = next((phase for phase, frame in WORDS["frames"].items() if re.search(frame, text)), None)
-    return Explanation([*_of_message(found), *(_of_request(found, recipe, card, phase) if recipe else [])], found)
+        return _of_recipe(what, card, {})
+    found = read_message(str(what))
+    rest = _of_recipe(recipe, card, found).lines if recipe else []
+    return Explanation([*_of_message(found), *rest], found)
 
 
 def read_message(text: str) -> dict[str, int]:
@@ -74,15 +66,12 @@ def read_message(text: str) -> dict[str, int]:
     text = " ".join(text.split())
     starts = [match.start() for match in re.finditer(WORDS["patterns"]["asked"], text, re.IGNORECASE)]
     if not starts:
-        rest = "PyTorch's says 'Tried to allocate …', what the GPU has and what is free"
-        raise MessageError(f"this is no out-of-memory message: {rest}.")
+        raise MessageError("this is no out-of-memory message: PyTorch's says 'Tried to allocate …' and what is free.")
     found = {}
     for name, pattern in WORDS["patterns"].items():
         if match := re.search(pattern, text[starts[-1] :], re.IGNORECASE):
-            number, unit = [group for group in match.groups() if group]
+            number, unit = match.groups()
             found[name] = int(float(number) * (UNITS | {"bytes": 1, "TiB": 1 << 40})[unit])
-    if "reserved" in found and "allocated" in found:
-        found["unallocated"] = max(found["reserved"] - found["allocated"], 0)
     held = found.get("allocated", 0) + found.get("unallocated", 0)
     if found.keys() >= {"process", "total", "free"}:
         found["context"] = max(found["process"] - held, 0)
@@ -110,66 +99,40 @@ def _of_message(found: dict[str, int]) -> Iterator[str]:
     elif scattered < FRAGMENTED * (scattered + found.get("allocated", 0)):
         yield f"a real lack: the tensors fill the card; of it all, only {sizes['unallocated']} are fragments"
     else:
-        yield f"fragmentation: {sizes['unallocated']} would do, but not in one piece; set {EXPANDABLE}"
+        advice = "set PYTORCH_ALLOC_CONF=expandable_segments:True"
+        yield f"fragmentation: {sizes['unallocated']} would do, but not in one piece; {advice}"
 
 
-def _of_request(found: dict[str, int], recipe: Recipe, card: Gpu | None, phase: str | None) -> list[str]:
-    """Which of the recipe's simulated allocations the request was: of its size, in the `phase` if known, nearest to what
-    was allocated then. Two micro-batches stand for any more."""
-    from ..simulation.simulate import trace
-
-    steps = min(2, recipe.gradient_accumulation_steps)
-    history, asked = trace(recipe.replace(gradient_accumulation_steps=steps), "cuda", card), found["asked"]
-    peak, near = int(history.live.max()), 0.005 * UNITS[unit_for(asked)]  # two digits are printed
-    held, births = found.get("allocated", peak), []
-    for i, (size, storage, _) in enumerate(history.log):
-        whole = SMALL_SEGMENT if rounded(storage.asked) <= SMALL_BLOCK else segment(rounded(storage.asked))
-        if size > 0 and any(abs(n - asked) <= near for n in (storage.asked, whole)):  # torch says the segment's size
-            elsewhere = phase is not None and history.phase_at(i + 1) != phase
-            births.append((elsewhere, abs(int(history.live[i]) - held), i, storage))
-    line = f"none of the recipe's requests has that size (its peak is {format_bytes(peak)}): is it another recipe?"
-    if births:
-        *_, at, s = min(births, key=lambda birth: birth[:3])
-        what = TensorGroup(s.asked, s.category or "temporaries", s.shape, s.dtype, s.op, s.where)
-        alike = len({(s.op, s.where) for *_, s in births}) - 1
-        line = f"the request: {what}, in {history.phase_at(at + 1)}, at {format_bytes(int(history.live[at]))} of a peak of "
-        line += format_bytes(peak) + (f"; {alike} others have this size" if alike else "")
-    return [line, *_changes(recipe, card, max(found.get("lack", asked), peak - held - found.get("free", 0)))]
-
-
-def _of_recipe(recipe: Recipe, card: Gpu | None) -> Explanation:
-    report = _witness(recipe)(recipe, gpu=card)
-    lines, need = [f"{report.source}: {recipe}", *parts(report)], 0
-    if card:
-        need = int(report.process) - card.total
-        lines.append(f"{card.name} has {format_bytes(card.total)}; the process needs {report.process}")
-    return Explanation(lines + _changes(recipe, card, need), {"peak": report.peak.total, **dict(report.peak.items())})
-
-
-def _witness(recipe: Recipe) -> Callable[..., Report]:
-    """Return `predict`, or `simulate` where that refuses the recipe."""
+def _of_recipe(recipe: Recipe, card: Gpu | None, found: dict[str, int]) -> Explanation:
+    """Say what fills the recipe's peak, and what would make room for what it, or the request `found`, lacks."""
+    witness = predict
     try:
-        predict(recipe)
-        return predict
+        report = predict(recipe, gpu=card)
     except RecipeError:
-        from ..simulation.simulate import simulate
+        from ..simulation.simulate import simulate as witness
 
-        return simulate
+        report = witness(recipe, gpu=card)
+    peak, lines = report.peak, [f"{report.source}: {recipe}", *parts(report)]
+    needs = [found.get("lack", found.get("asked", 0))]
+    if "allocated" in found:
+        needs.append(peak.total - found["allocated"] - found.get("free", 0))
+    if card:
+        needs.append(int(report.process) - card.total)
+        lines.append(f"{card.name} has {format_bytes(card.total)}; the process needs {report.process}")
+    need = max(needs)
+    lack = f", {format_bytes(need, unit_for(need), 2)} being missing" if need > 0 else ""
+    changes = cheapest(recipe, card, need, witness=witness) or ["none takes much off the peak"]
+    lines += [f"the cheapest changes{lack}:", *(f"  {change}" for change in changes)]
+    return Explanation(lines, {"peak": peak.total, **dict(peak.items())})
 
 
-def parts(report: Report, count: int = 4) -> list[str]:
+def parts(report: Report) -> list[str]:
     """Return what fills the peak: its categories, largest first, and the largest tensors."""
     peak, unit = report.peak, unit_for(report.peak.total)
     sizes = sorted(((n, name.replace("_", " ")) for name, n in peak.items() if n > 0.01 * peak.total), reverse=True)
     split = ", ".join(f"{name} {format_bytes(n, unit)}" for n, name in sizes)
     head = f"peak in {report.peak_phase}: {format_bytes(peak.total, unit)}; {split}"
-    return [head, *(f"  {group}" for group in report.largest[:count])]
-
-
-def _changes(recipe: Recipe, card: Gpu | None, need: int) -> list[str]:
-    found = cheapest(recipe, card, need, witness=_witness(recipe))
-    lack = f", {format_bytes(need, unit_for(need), 2)} being missing" if need > 0 else ""
-    return [f"the cheapest changes{lack}:", *(f"  {change}" for change in found or ["none takes much off the peak"])]
+    return [head, *(f"  {group}" for group in report.largest[:4])]
 
 
 def assert_fits(what: Any, gpu: str | Gpu = "T4", tier: str = "likely", **given: Any) -> Report:
@@ -177,8 +140,7 @@ def assert_fits(what: Any, gpu: str | Gpu = "T4", tier: str = "likely", **given:
 
     Args:
         what: a recipe, a module, a mapping of what `simulate` takes, or a report; `given`: what else `simulate` takes.
-        tier: "safe", "likely" or "tight": the upper end, the likely figure or the lower end of the interval of what the
-            process holds is within the card's memory.
+        tier: "safe", "likely" or "tight": which end of the interval of what the process holds is within the card's memory.
     Raises:
         RecipeError, GpuError: an unknown tier or card, or something that cannot be simulated.
     """
@@ -189,8 +151,8 @@ def assert_fits(what: Any, gpu: str | Gpu = "T4", tier: str = "likely", **given:
     needs = Interval.of(report.peak.total if report.process is None else report.process)
     over = getattr(needs, TIERS[tier]) - card.total
     if report.status != "ok" or over > 0:
-        who, has = "it" if report.process is None else "the process", format_bytes(card.total)
-        why = report.message or f"{who} needs {needs}, {card.name} has {has}: {format_bytes(over)} too much"
+        has = format_bytes(card.total)
+        why = report.message or f"it needs {needs}, {card.name} has {has}: {format_bytes(over)} too much"
         raise AssertionError("\n".join([f"{report.title} does not fit {card.name} ({tier}): {why}", *parts(report)]))
     return report
 
