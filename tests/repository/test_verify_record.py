@@ -84,9 +84,8 @@ def test_all_that_is_sent_is_shown(made_up, tmp_path, monkeypatch):
         assert said in shown
     assert "a pull request that adds it to data/measurements/" in shown, "the project has no address yet"
     monkeypatch.setattr(sharing, "repository", lambda: "https://github.com/somebody/vramlab")
-    page = "https://github.com/somebody/vramlab/{}/main/data/measurements"
-    assert sharing.page_for("a.json", "{}").startswith(page.format("new") + "?filename=a.json&value=%7B%7D")
-    assert sharing.page_for("a.json", "x" * 9000) == page.format("upload"), "longer addresses are cut"
+    page = share(tmp_path / "records", tmp_path)[0].page
+    assert page == "https://github.com/somebody/vramlab/upload/main/data/measurements"
 
 
 def test_a_good_one_is_accepted(made_up):

@@ -7,7 +7,6 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlencode
 
 from ..measurement.records import file_name, load, measurements_folder, write_atomically
 from ..recipe.recipe import key_of
@@ -19,24 +18,28 @@ from ..report.report import Report, format_bytes, repository, text_table
 VERSIONS = ("python", "system", "torch", "transformers", "peft", "bitsandbytes", "accelerate", "cuda", "driver")
 CARD = ("gpu", "compute_capability", "multiprocessors", "total_memory")
 PATH = re.compile(r"(?<![\w./\\])(?:~|[A-Za-z]:)?[\\/](?:[^\s\\/'\",:;]+[\\/])*[^\s\\/'\",:;]+")
-LONGEST_ADDRESS = 8000  # of a page, in characters, that GitHub opens
 PLACEHOLDER = "your--account"
 
 
 @dataclass(frozen=True)
 class Submission:
-    """A file that may be sent: where it lies, its reports, what was left out and why, and the page that takes it."""
+    """A file that may be sent: where it lies, its reports, and what was left out and why."""
 
     file: Path
     reports: tuple[Report, ...]
     left_out: tuple[str, ...] = ()
-    page: str | None = None  # None while the project has no address
+
+    @property
+    def page(self) -> str | None:
+        """The page that takes the file from a reader who is signed in there; None while the project has no address."""
+        address = repository()
+        return f"{address}/upload/main/data/measurements" if address and PLACEHOLDER not in address else None
 
     def __str__(self) -> str:
         seen = self.reports[0].environment
         rows = [("recipe", "allocated", "reserved")]
         for report in self.reports:
-            sizes = [format_bytes(n) if n else report.status for n in (report.allocated, report.reserved)]
+            sizes = (format_bytes(n) if n else report.status for n in (report.allocated, report.reserved))
             rows.append((report.title, *sizes))
         told = " · ".join(f"{name} {seen[name]}" for name in (*CARD, *VERSIONS, "date") if seen.get(name))
         where = self.page or "a pull request that adds it to data/measurements/ of the project's repository"
@@ -94,7 +97,7 @@ def _written(reports: list[Report], left_out: list[str], folder: Path) -> Submis
     text = json.dumps({"reports": dict(sorted(entries.items()))}, indent=1) + "\n"
     path = folder / content_name(reports[0].environment, text)
     write_atomically(path, text)
-    return Submission(path, tuple(load(path).values()), tuple(left_out), page_for(path.name, text))
+    return Submission(path, tuple(load(path).values()), tuple(left_out))
 
 
 def _cleaned(value: Any) -> Any:
@@ -110,13 +113,3 @@ def content_name(environment: dict[str, Any], text: str) -> str:
     """Name a submission by its card, versions and content: "tesla-t4-torch2.13-transformers5.23-0123456789ab.json"."""
     digest = hashlib.sha256(text.encode()).hexdigest()[:12]
     return f"{file_name(environment).removesuffix('.json')}-{digest}.json"
-
-
-def page_for(name: str, text: str) -> str | None:
-    """Return the page on which a reader proposes the file, signed in there by themselves; None without a repository."""
-    address = repository()
-    if not address or PLACEHOLDER in address:
-        return None
-    folder = "main/data/measurements"
-    filled = f"{address}/new/{folder}?{urlencode({'filename': name, 'value': text})}"
-    return filled if len(filled) <= LONGEST_ADDRESS else f"{address}/upload/{folder}"
