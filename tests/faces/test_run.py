@@ -58,7 +58,7 @@ def test_nothing_but_linux_and_no_torch_and_no_compiler(tmp_path, monkeypatch):
 
 def test_wrong_requests_are_sentences():
     for words, why in (
-        (["--gpu", "T4"], "needs a command: vramlab run --gpu T4 -- python train.py"),
+        (["--gpu", "T4"], "Missing argument"),
         (["--gpu", "T4", "--", "no-such-program"], "finds no program 'no-such-program'"),
         (["--gpu", "T44", "python"], "GPU 'T44' is not in the table"),
     ):

@@ -439,14 +439,6 @@ def test_the_magic_prints_the_report_of_its_cell(shell, line):
     assert _get_current_dispatch_mode() is None
 
 
-def test_the_magic_keeps_the_report(shell):
-    result, text = run(shell, f"%%watch model -o seen\n{CELL}")
-    assert result.success and text == ""
-    assert shell.user_ns["seen"].phases["step"].peak.gradients == 4 * sum(
-        p.numel() for p in shell.user_ns["model"].parameters()
-    )
-
-
 @pytest.mark.parametrize(("cell", "kind"), [("1 / 0", ZeroDivisionError), ("for", SyntaxError)])
 def test_the_magic_shows_an_error_once_and_the_report_before_it(shell, cell, kind):
     result, text = run(shell, f"%%watch model\nentropy(model(x)).backward()\n{cell}")

@@ -15,7 +15,7 @@ CEILINGS = {
     "vramlab/simulation": 2240,
     "vramlab/measurement": 1235,
     "vramlab/planning": 1336,
-    "vramlab/faces": 2365,
+    "vramlab/faces": 2130,
     "vramlab_course/claims": 1200,
     "vramlab_course": 6000,
 }

@@ -11,7 +11,6 @@ from transformers.trainer_callback import CallbackHandler
 
 from ..hardware.snapshot import Groups
 from ..measurement.host_memory import peak_rss, rss
-from ..report.errors import VramLabError
 from ..report.report import GiB, KiB, Report
 from ..tracking.recorder import Recorder
 from .watch import watch
@@ -32,10 +31,6 @@ class WatchCallback(TrainerCallback):
     """Watch one optimizer step of a `Trainer`, all its micro-batches, and leave the report in `.report`; over the whole
     run log what is held as `memory_gib` and `memory_peak_gib`, and warn of a leak with the line that makes it.
 
-        seen = WatchCallback()
-        Trainer(model, args, train_dataset=data, callbacks=[seen]).train()
-        print(seen.report)
-
     Args:
         step: which optimizer step to watch, from 1; the second is the first in which all states exist.
     Attributes:
@@ -47,8 +42,6 @@ class WatchCallback(TrainerCallback):
     """
 
     def __init__(self, step: int = 2):
-        if isinstance(step, bool) or not isinstance(step, int) or step < 1:
-            raise VramLabError(f"WatchCallback counts optimizer steps from 1, and this step is {step!r}")
         self.step = step
         self._entered: watch | Recorder | None = None
         self._stack = contextlib.ExitStack()
@@ -83,7 +76,7 @@ class WatchCallback(TrainerCallback):
         if isinstance(watched := self._entered, watch):
             self.close()
             self.report = watched.report()
-        self._hold(state, "step")
+        self.held.append((state.global_step, "step", *held_bytes()))
         if isinstance(recorder := self._entered, Recorder):
             self._ends.append(len(recorder.log))
             if len(self._ends) > FOLLOWED:
@@ -93,10 +86,10 @@ class WatchCallback(TrainerCallback):
             self._enter(Recorder("cuda" if torch.cuda.is_available() else "cpu"))
 
     def on_evaluate(self, args, state, control, **kwargs):
-        self._hold(state, "evaluation")
+        self.held.append((state.global_step, "evaluation", *held_bytes()))
 
     def on_save(self, args, state, control, **kwargs):
-        self._hold(state, "checkpoint")
+        self.held.append((state.global_step, "checkpoint", *held_bytes()))
 
     def on_log(self, args, state, control, logs=None, **kwargs):
         names = ("memory_gib", "memory_peak_gib")
@@ -111,8 +104,8 @@ class WatchCallback(TrainerCallback):
             why = f"it waits for step {self.step}, and training ended in step {self._steps}"
             warnings.warn(f"WatchCallback has no report: {why}", stacklevel=2)
 
-    def close(self) -> None:
-        """End the watch that runs, without a report."""
+    def close(self, *cell: Any) -> None:
+        """End the watch that runs, without a report; after a notebook's `cell` too."""
         self._entered = None
         self._stack.close()
 
@@ -120,11 +113,8 @@ class WatchCallback(TrainerCallback):
         self._entered = watched
         self._stack.enter_context(watched)
         if "IPython" in sys.modules and (shell := sys.modules["IPython"].get_ipython()):
-            shell.events.register("post_run_cell", self._after_cell)
-            self._stack.callback(shell.events.unregister, "post_run_cell", self._after_cell)
-
-    def _hold(self, state: Any, after: str) -> None:
-        self.held.append((state.global_step, after, *held_bytes()))
+            shell.events.register("post_run_cell", self.close)
+            self._stack.callback(shell.events.unregister, "post_run_cell", self.close)
 
     def _grows(self) -> bool:
         steps = [now for _, after, now, _ in self.held[self._since :] if after == "step"]
@@ -138,6 +128,3 @@ class WatchCallback(TrainerCallback):
             self.leaks = found
             why = "memory grows with every step; what one step leaves, by the line that made it:"
             warnings.warn(f"{why}\n{found}", stacklevel=2)
-
-    def _after_cell(self, result: Any) -> None:
-        self.close()

@@ -31,7 +31,6 @@ from .options import OPTIONS, Options, fields_of, fits_card, read_lengths, recip
 from .script import instead, read_script
 
 FAILED, WRONG, OUT_OF_MEMORY, STOPPED = 1, 2, 3, 130
-ALSO = {"seq_len": ("--seq-len", "--tokens")}  # names of options that have two
 
 
 class Commands(TyperGroup):
@@ -70,10 +69,8 @@ def option(kind: Any, text: str, *names: str, **rules: Any) -> Any:
 
 Json = option(bool, "Print JSON; sizes are bytes, times seconds.", "--json")
 DIFFERING = "A recipe's or report's JSON file, or in quotes what predict takes: 'gpt2 --batch-size 8'."
-EXPLAINED = (
-    "An out-of-memory message (a file, or - for standard input) or a memory snapshot's .pickle; then or alone MODEL with "
-    "the options of predict, and a TrainingArguments' JSON file if there is one; or a recipe's; or the script that trains."
-)
+EXPLAINED = "An out-of-memory message (a file, or -) or a memory snapshot's .pickle; then or alone MODEL with options, "
+EXPLAINED += "the JSON file of a recipe or of a TrainingArguments, or the script that trains."
 GpuName = option(str | None, "A card by name, such as T4. Exit status 1: does not fit.", "--gpu")
 Target = option(str, "Whose kernels and rounding: cuda or cpu.", "--target")
 
@@ -109,7 +106,8 @@ def _parameter(name: str, path: tuple[str, ...], knob: Knob) -> Parameter:
         default = None if len(path) > 1 or knob.many else knob.default
         kind = list[str] if knob.many else knob.kind if knob.kind in (int, float) else str
         text += ". May be repeated" if knob.many else ""
-        kind = option(kind if default is not None else kind | None, text, *ALSO.get(name, ()))
+        names = ("--seq-len", "--tokens") if name == "seq_len" else ()
+        kind = option(kind if default is not None else kind | None, text, *names)
     return Parameter(name, Parameter.KEYWORD_ONLY, annotation=kind, default=default)
 
 
@@ -136,7 +134,6 @@ def predict(
     recipe: Recipe,
     lengths: option(Path | None, "JSONL with each sample's length or input_ids: a whole run.") = None,
     train_sampling_strategy: option(str, "With --lengths, as in TrainingArguments.") = "random",
-    seed: option(int, "With --lengths, of the order of samples.") = 42,
     gpu: GpuName = None,
     as_json: Json = False,
 ) -> None:
@@ -148,18 +145,13 @@ def predict(
     if lengths is None:
         _finish(predict(recipe, gpu=card), card, as_json)
         return
-    run = predict_run(recipe, read_lengths(lengths), train_sampling_strategy, seed, gpu=card)
+    run = predict_run(recipe, read_lengths(lengths), train_sampling_strategy, gpu=card)
     _finish(run.largest, card, as_json, run)
 
 
 @app.command()
 @takes_recipe
-def simulate(
-    recipe: Recipe,
-    target: Target = "cuda",
-    gpu: GpuName = None,
-    as_json: Json = False,
-) -> None:
+def simulate(recipe: Recipe, target: Target = "cuda", gpu: GpuName = None, as_json: Json = False) -> None:
     """Memory of the real training step on fake tensors: seconds, no GPU."""
     with no_collection(before=False):
         from ..simulation.simulate import simulate
@@ -171,10 +163,7 @@ def simulate(
 @app.command()
 @takes(EVALUATION | OPTIONS, _recipe_and_evaluation)
 def evaluate(
-    asked: tuple[Recipe, Evaluation],
-    target: Target = "cuda",
-    gpu: GpuName = None,
-    as_json: Json = False,
+    asked: tuple[Recipe, Evaluation], target: Target = "cuda", gpu: GpuName = None, as_json: Json = False
 ) -> None:
     """Memory of the Trainer's evaluation between two steps of training, on fake tensors."""
     with no_collection(before=False):
@@ -187,9 +176,7 @@ def evaluate(
 @app.command()
 @takes_recipe
 def measure(
-    recipe: Recipe,
-    repeats: option(int, "Timed steps after warm-up.", min=1) = 5,
-    as_json: Json = False,
+    recipe: Recipe, repeats: option(int, "Timed steps after warm-up.", min=1) = 5, as_json: Json = False
 ) -> None:
     """Memory and time of the real training step on this machine, in a fresh process."""
     from .measure import measure
@@ -292,7 +279,7 @@ def explain(
 @app.command("run", context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
 def run_script(
     gpu: option(str, "The card to be, by name, such as T4.", "--gpu"),
-    command: Annotated[list[str] | None, typer.Argument(metavar="-- COMMAND…", help="Such as python train.py.")] = None,
+    command: Annotated[list[str], typer.Argument(metavar="-- COMMAND…", help="Such as python train.py.")],
     gpus: option(int, "How many such cards there are.", min=1) = 1,
     report: option(Path | None, "Write the report of the process that held most, as JSON.") = None,
     snapshot: option(Path | None, "Write its memory history, for pytorch.org/memory_viz.") = None,
@@ -300,7 +287,7 @@ def run_script(
     """Any script on any GPU without the GPU: what it holds there (Linux, experimental). Exit status: the script's."""
     from .run import run
 
-    found = run(command or [], find_gpu(gpu), gpus, snapshot)
+    found = run(command, find_gpu(gpu), gpus, snapshot)
     typer.echo(str(found))
     if report and found.reports:
         report.write_text(max(found.reports, key=lambda one: one.allocated).to_json(indent=2), encoding="utf-8")
@@ -326,26 +313,28 @@ def diff(
 def _said(words: list[str]) -> Recipe | Report:
     """Return what words say: the JSON file of a report or a recipe, or MODEL and options as of `predict`, among them the
     JSON file of a TrainingArguments or a Python script, which may name the model."""
-    named = [word for word in words if word.endswith((".json", ".py")) and Path(word).is_file()]
-    files = {word: read_json("file", Path(word).read_text("utf-8"), word) for word in named if word.endswith(".json")}
-    for found in files.values() if len(words) == 1 else ():
-        if "phases" in found:
-            return Report.from_dict(found)
-        if "model" in found:
-            return Recipe.from_json(json.dumps(found))
-    arguments = [word for word, found in files.items() if "per_device_train_batch_size" in found]
-    command = typer.main.get_command(app).commands["predict"]
-    scripts = [word for word in named if word.endswith(".py")]
-    rest, fields = [word for word in words if word not in (*arguments, *scripts)], {}
-    if scripts:
-        model, files[scripts[0]], fields, unread = read_script(Path(scripts[0]))
-        arguments, rest = scripts, rest if rest and not rest[0].startswith("-") else [model or "", *rest]
-        typer.echo(unread, err=True) if unread else None
-    given = command.make_context("RECIPE", rest).params
+    rest, arguments, fields = list(words), None, {}
+    for word in (word for word in words if Path(word).is_file()):
+        if word.endswith(".py"):
+            model, arguments, fields, unread = read_script(Path(word))
+            rest.remove(word)
+            rest[:0] = [] if rest and not rest[0].startswith("-") else [model or ""]
+            typer.echo(unread, err=True) if unread else None
+        elif word.endswith(".json"):
+            text = Path(word).read_text("utf-8")
+            found = read_json("file", text, word)
+            if len(words) == 1 and "phases" in found:
+                return Report.from_dict(found)
+            if len(words) == 1 and "model" in found:
+                return Recipe.from_json(text)
+            if "per_device_train_batch_size" in found:
+                rest.remove(word)
+                arguments = found
+    given = typer.main.get_command(app).commands["predict"].make_context("RECIPE", rest).params
     known = {name: given[name] for name in OPTIONS}
-    if arguments:
-        return recipe_of_arguments(given["model"], known, files[arguments[0]], **fields)
-    return recipe_of(given["model"], known)
+    if arguments is None:
+        return recipe_of(given["model"], known)
+    return recipe_of_arguments(given["model"], known, arguments, **fields)
 
 
 def _card(name: str | None, recipe: Recipe) -> Gpu | None:

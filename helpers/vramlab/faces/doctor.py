@@ -22,7 +22,6 @@ HOSTED = {  # by the start of a variable of the environment
     "COLAB_": "Runtime > Change runtime type > T4 GPU, then run again from the top; ",
     "KAGGLE_KERNEL_RUN": "Settings > Accelerator > GPU T4 x2, then run again from the top; ",
 }
-WITHOUT_GPU = "predict and simulate need none; what fits runs on the CPU, the rest shows recorded measurements"
 
 
 @dataclass(frozen=True)
@@ -150,7 +149,8 @@ def _no_gpu(cuda: str | None) -> Check:
     if hidden := _hidden():
         return judged("GPU", f"none{hidden}", "unset the variable, then start Python again")
     where = (menu for start, menu in HOSTED.items() if any(key.startswith(start) for key in os.environ))
-    return Check("GPU", MISSING, "none", next(where, "") + WITHOUT_GPU)
+    without = "predict and simulate need none; what fits runs on the CPU, the rest shows recorded measurements"
+    return Check("GPU", MISSING, "none", next(where, "") + without)
 
 
 def _hidden() -> str:

@@ -18,7 +18,6 @@ from ..report.report import TIERS, UNITS, Interval, Report, format_bytes, unit_f
 
 # torch's, and those of a line for each size
 WORDS = json.loads(data_path("out_of_memory.json").read_text(encoding="utf-8"))
-FRAGMENTED = 0.05  # of what is reserved: less is no fragmentation to cure
 
 
 class MessageError(VramLabError, ValueError):
@@ -96,7 +95,7 @@ def _of_message(found: dict[str, int]) -> Iterator[str]:
     elif scattered < lack:
         missing = format_bytes(lack - scattered, unit_for(lack - scattered), 2)
         yield f"a real lack: at least {missing} are missing, even if what is unallocated were in one piece"
-    elif scattered < FRAGMENTED * (scattered + found.get("allocated", 0)):
+    elif scattered < 0.05 * (scattered + found.get("allocated", 0)):  # too little to cure
         yield f"a real lack: the tensors fill the card; of it all, only {sizes['unallocated']} are fragments"
     else:
         advice = "set PYTORCH_ALLOC_CONF=expandable_segments:True"

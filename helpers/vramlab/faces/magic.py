@@ -18,10 +18,9 @@ class WatchMagic(Magics):
     @magic_arguments()
     @argument("model", help="the module to watch: a variable, or an expression without spaces such as trainer.model")
     @argument("optimizer", nargs="?", help="its optimizer, when that has states already")
-    @argument("-o", "--output", help="name of a variable for the report; without it the report is printed")
     @cell_magic
     def watch(self, line: str, cell: str) -> None:
-        """Run the cell, follow every storage it makes, and print the report (or keep it with -o).
+        """Run the cell, follow every storage it makes, and print the report.
 
         An error in the cell is raised as always, after the report of what ran until then.
         """
@@ -29,8 +28,5 @@ class WatchMagic(Magics):
         watcher = watch(*(self.shell.ev(text) for text in (options.model, options.optimizer) if text))
         with watcher, mock.patch.multiple(self.shell, **dict.fromkeys(MUTED, lambda *args, **kwargs: None)):
             result = self.shell.run_cell(cell)
-        if options.output:
-            self.shell.user_ns[options.output] = watcher.report()
-        else:
-            print(watcher.report())
+        print(watcher.report())
         result.raise_error()

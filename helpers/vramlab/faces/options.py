@@ -49,8 +49,7 @@ def recipe_of(model: str, given: Mapping[str, Any]) -> Recipe:
 
 def recipe_of_arguments(model: str, given: Mapping[str, Any], values: Mapping[str, Any], **fields: Any) -> Recipe:
     """Return the recipe of `TrainingArguments` that were written as JSON, with `fields` of the recipe, and the `given`
-    options where they are no default. Raises RecipeError."""
-    # a part's option is None where it is not given
+    options where they are no default (a part's: not None). Raises RecipeError."""
     own = {name: n for name, n in given.items() if len(OPTIONS[name][0]) > 1 or n != OPTIONS[name][1].default}
     fields |= fields_of(OPTIONS, own)
     with needing("TrainingArguments"):
@@ -68,24 +67,20 @@ def recipe_of_arguments(model: str, given: Mapping[str, Any], values: Mapping[st
 
 def read_lengths(path: Path, tokens: Callable[[list[dict]], list[int]] | None = None) -> list[int]:
     """Return the tokens of each sample of a JSONL file: a number, a list of ids, or an object with one of LENGTHS a line;
-    of other objects what `tokens` says of them.
-
-    Raises RecipeError for a file that does not say them.
-    """
-    found: list[Any] = []
+    of other objects what `tokens` says of them. Raises RecipeError for a file that does not say them."""
     try:
-        for line in path.read_text(encoding="utf-8").splitlines():
-            value = json.loads(line) if line.strip() else None
-            if isinstance(value, dict):
-                value = next((value[name] for name in LENGTHS if name in value), value)
-            found += [] if value is None else [len(value) if isinstance(value, list) else value]
+        rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
     except (OSError, ValueError) as error:
         raise RecipeError("lengths", str(path), f"it must be a JSONL file ({error})") from error
-    texts = [value for value in found if isinstance(value, dict)]
+    values = [
+        next((row[name] for name in LENGTHS if name in row), row) if isinstance(row, dict) else row for row in rows
+    ]
+    texts = [value for value in values if isinstance(value, dict)]
     if texts and tokens is None:
         raise RecipeError("lengths", ", ".join(texts[0]), "each sample must say its " + " or ".join(LENGTHS))
     counted = iter(tokens(texts) if texts else ())
-    return [next(counted) if isinstance(value, dict) else value for value in found]
+    values = [next(counted) if isinstance(value, dict) else value for value in values]
+    return [len(value) if isinstance(value, list) else value for value in values]
 
 
 def tokens_of(model: str, pretrained: bool, rows: list[dict]) -> list[int]:
@@ -93,9 +88,8 @@ def tokens_of(model: str, pretrained: bool, rows: list[dict]) -> list[int]:
     hub's local cache, from the hub if `pretrained`. A pair of answers has its longer one. Raises RecipeError."""
     with needing("text in --dataset"):
         from transformers import AutoTokenizer
-    shape = read_shape(model)
+    name = read_shape(model).hub_id or model
     try:
-        name = shape.hub_id or model
         tokenizer = AutoTokenizer.from_pretrained(name, local_files_only=not pretrained)
     except (OSError, ValueError) as error:
         rest = f"no tokenizer of {model} is here to count it: take a folder that has one as MODEL, "

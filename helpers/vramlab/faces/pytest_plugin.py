@@ -48,8 +48,7 @@ def memory_budget(request: pytest.FixtureRequest) -> Callable[..., None]:
             budgets[name] = {"total": peak.total, **{part: n for part, n in peak.items() if n}}
             path.write_text(json.dumps(budgets, indent=1, sort_keys=True) + "\n", encoding="utf-8")
             return
-        if name not in budgets:
-            raise AssertionError(f"{path.name} has no memory budget for {name}: run pytest {UPDATE}, and commit it")
+        assert name in budgets, f"{path.name} has no memory budget for {name}: run pytest {UPDATE}, and commit it"
         over = peak.total - budgets[name]["total"]
         grown = (f"{part} {n - budgets[name].get(part, 0):+,} B" for part, n in peak.items())
         assert over <= 0, f"the peak is {over:,} B above its budget: {', '.join(t for t in grown if ' +0 ' not in t)}"

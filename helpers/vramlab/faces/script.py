@@ -1,7 +1,6 @@
 """What a script says, read off its literals as a recipe; what the command line says of a Trainer's arguments."""
 
 import ast
-import contextlib
 import operator
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ from .options import OPTIONS
 
 ARGUMENTS = {"TrainingArguments": "transformers", "Seq2SeqTrainingArguments": "transformers"}
 ARGUMENTS |= {config: trainer for trainer, config in CONFIGS.items()}
-DTYPES = ("dtype", "torch_dtype")
+MODEL, DTYPES = "pretrained_model_name_or_path", ("dtype", "torch_dtype")
 # What the command line says of a Trainer's argument that is no option.
 WHY_NOT = dict.fromkeys(CLASSIFIED["neutral"], "what {} answers does not depend on it, so leave it out")
 WHY_NOT |= {name: f"no recipe models it: {CLASSIFIED['reasons'][name]}" for name in CLASSIFIED["refused"]}
@@ -32,8 +31,7 @@ OPERATORS = {ast.Add: operator.add, ast.Mult: operator.mul}
 
 
 class _Script:
-    """What the script's calls say. `unread`: (call, argument) whose value is no literal, nor
-    a name or an option that has one."""
+    """What the script's calls say. `unread`: (call, argument) whose value is no literal, nor a name or option with one."""
 
     def __init__(self, path: Path):
         try:
@@ -45,7 +43,10 @@ class _Script:
         self.calls: dict[str, list[ast.Call]] = {}
         for node in ast.walk(tree):
             if isinstance(node, ast.Call):
-                self.calls.setdefault(getattr(node.func, "attr", getattr(node.func, "id", "")), []).append(node)
+                name = getattr(node.func, "attr", getattr(node.func, "id", ""))
+                self.calls.setdefault(name, []).append(node)
+                if name == "from_pretrained" and node.args:
+                    node.keywords.insert(0, ast.keyword(MODEL, node.args[0]))
             elif isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
                 self.known.setdefault(node.targets[0].id, node.value)
         for call in self.calls.get("add_argument", ()):  # asked.model is the default of --model
@@ -79,39 +80,31 @@ class _Script:
 
 
 def read_script(path: Path) -> tuple[str | None, dict[str, Any], dict[str, Any], str]:
-    """Return (model, arguments, other fields of the recipe, a sentence on what could not be read or "").
-
-    Raises RecipeError for what is no Python file, or one that makes no arguments of a Trainer's.
-    """
+    """Return (model, arguments, other fields of the recipe, a sentence on what could not be read or ""). Raises RecipeError
+    for what is no Python file, or one that makes no arguments of a Trainer's."""
     script = _Script(path)
     kind = next((name for name in ARGUMENTS if name in script.calls), None)
     if kind is None:
         raise RecipeError("script", str(path), f"none of {', '.join(ARGUMENTS)} is called in it")
-    trainer = ARGUMENTS[kind]
     arguments, loaded = script.said(kind), script.said("from_pretrained")
     config = script.said("LoraConfig")
     check_table(config, CLASSIFIED["refused_in"]["LoraConfig"])
     adapters = script.said("LoRA") or {name: value for name, value in config.items() if name in knobs(LoRA)}
     fields = {"lora": adapters or None, "quantization": _quantization(script)}
-    fields |= {"sharding": script.said("Sharding") or None, "trainer": None if trainer == "transformers" else trainer}
+    fields |= {"sharding": script.said("Sharding") or None, "trainer": ARGUMENTS[kind]}
     fields["dtype"] = next((loaded[name] for name in DTYPES if loaded.get(name, "auto") != "auto"), None)
     fields["attn_implementation"], fields["num_layers"] = map(loaded.get, ("attn_implementation", "num_hidden_layers"))
     given = script.said("from_training_arguments")
     fields |= {name: given.get(name) for name in ("precision", "seq_len", "lengths")}
-    if trainer == "transformers" and not fields["seq_len"]:
+    if fields["trainer"] == "transformers" and not fields["seq_len"]:
         fields["seq_len"] = script.said("tokenizer", "tokenize").get("max_length")
-    models = []
-    for call in script.calls.get("from_pretrained", ()):
-        with contextlib.suppress(ValueError, TypeError, IndexError):
-            models.append(script.value(call.args[0]))
-    model = loaded.get("pretrained_model_name_or_path") or next(filter(None, models), None)
-    quiet = {*CLASSIFIED["neutral"], "use_cpu", "fsdp_config", "deepspeed", "quantization_config", "task_type"}
+    quiet = {*CLASSIFIED["neutral"], MODEL, "use_cpu", "fsdp_config", "deepspeed", "quantization_config", "task_type"}
     calls = (kind, "LoraConfig", "BitsAndBytesConfig", "from_pretrained")
     unread = [f"{call}({name}=…)" for call, name in dict.fromkeys(script.unread) if call in calls and name not in quiet]
     said = f"not read, since only running {path.name} would tell: {', '.join(unread)}" if unread else ""
     if fields["sharding"]:  # the configuration is in a file of its own
         arguments = {name: n for name, n in arguments.items() if name not in ("fsdp", "fsdp_config", "deepspeed")}
-    return model, arguments, {name: n for name, n in fields.items() if n is not None}, said
+    return loaded.get(MODEL), arguments, {name: n for name, n in fields.items() if n is not None}, said
 
 
 def _quantization(script: _Script) -> dict[str, Any] | None:

@@ -18,7 +18,6 @@ from ..report.report import Report, format_bytes, repository, text_table
 VERSIONS = ("python", "system", "torch", "transformers", "peft", "bitsandbytes", "accelerate", "cuda", "driver")
 CARD = ("gpu", "compute_capability", "multiprocessors", "total_memory")
 PATH = re.compile(r"(?<![\w./\\])(?:~|[A-Za-z]:)?[\\/](?:[^\s\\/'\",:;]+[\\/])*[^\s\\/'\",:;]+")
-PLACEHOLDER = "your--account"
 
 
 @dataclass(frozen=True)
@@ -33,7 +32,7 @@ class Submission:
     def page(self) -> str | None:
         """The page that takes the file from a reader who is signed in there; None while the project has no address."""
         address = repository()
-        return f"{address}/upload/main/data/measurements" if address and PLACEHOLDER not in address else None
+        return f"{address}/upload/main/data/measurements" if address and "your--account" not in address else None
 
     def __str__(self) -> str:
         seen = self.reports[0].environment
@@ -56,12 +55,11 @@ class Submission:
 
 
 def share(source: str | os.PathLike | None = None, folder: str | os.PathLike = ".") -> list[Submission]:
-    """Write a file for each card and versions among some records into `folder`, to be sent by whoever wants to.
+    """Write a file for each card and versions among some records into `folder`, to be sent by whoever wants to. Each is
+    named by its content, so that a changed one is seen, and an equal one is not sent twice.
 
     Args:
         source: a record file or a folder of them, as `record` makes them; None takes the course's.
-    Returns:
-        What was made. Each file is named by its content, so that a changed one is seen, and an equal one is not sent twice.
     Raises:
         RecordError: there is no record that can be shared, or a file cannot be read or written.
     """

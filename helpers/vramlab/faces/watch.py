@@ -1,11 +1,4 @@
-"""See where the memory of your own code goes.
-
-    with watch(model) as w:
-        for batch in two_batches:
-            model(**batch).loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-    print(w.report())
+"""See where the memory of your own code goes: `with watch(model) as w: …`, then `print(w.report())`.
 
 Every storage made inside is followed, on the device the model is on. A forward pass of the model begins the phase
 "forward", `backward()` "backward", and its end "step", so that clipping, unscaling and the freeing of gradients directly
@@ -52,8 +45,7 @@ class watch:
         if not isinstance(model, torch.nn.Module):
             raise VramLabError(f"watch follows a torch.nn.Module, and this is a {type(model).__name__}")
         if (lazy := lazy_parameter(model)) is not None:
-            why = f"the parameter {lazy!r} is lazy: call the module once before"
-            raise VramLabError(f"watch needs every size, and {why}")
+            raise VramLabError(f"watch needs every size, and {lazy!r} is lazy: call the module once before")
         self.model, self.batch, self.title = model, batch, title or type(model).__name__
         self._device = next((p.device.type for p in model.parameters()), "cpu")
         self.target = "cuda" if self._device == "cuda" else "cpu"
@@ -73,7 +65,12 @@ class watch:
         claim_model(self.tracker, self.model)
         claim_states(self.tracker, self._optimizers, self.target)
         self.tracker.claim(tensors_in(self.batch), "inputs")
-        self._hook()
+        add = self._stack.callback
+        add(self.model.register_forward_pre_hook(self._before_forward, with_kwargs=True).remove)
+        add(register_optimizer_step_pre_hook(self._before_step).remove)
+        add(register_optimizer_step_post_hook(self._after_step).remove)
+        # Tensor.backward looks this name up at every call; hooks on the model's outputs would miss the loss's backward.
+        self._stack.enter_context(patch.object(torch.autograd, "backward", self._around(torch.autograd.backward)))
         named = gradients_named(self.tracker, self.model), fsdp_units_named(self.tracker)
         for follows in (*named, self.tracker.modules(self.model), self.tracker):
             self._stack.enter_context(follows)
@@ -92,10 +89,8 @@ class watch:
         self.history = History(self.tracker.log, self.tracker.marks)
 
     def report(self) -> Report:
-        """Return a measured report of the last step, without the allocator's and the process's own bytes.
-
-        After an exception in the block it is of what ran until then. Raises VramLabError before the block has ended.
-        """
+        """Return a measured report of the last step, after an exception of what ran until then, without the allocator's
+        and the process's own bytes. Raises VramLabError before the block has ended."""
         if self.history is None:
             raise VramLabError("watch has no report yet: ask after the with-block")
         report = to_report(self.history, witness(self.target), None, self.target, title=self.title)
@@ -103,14 +98,6 @@ class watch:
         if is_compiled(self.model):
             report.notes.append("torch.compile: a watched model runs as eager operators, and that is what is counted")
         return report
-
-    def _hook(self) -> None:
-        add = self._stack.callback
-        add(self.model.register_forward_pre_hook(self._before_forward, with_kwargs=True).remove)
-        add(register_optimizer_step_pre_hook(self._before_step).remove)
-        add(register_optimizer_step_post_hook(self._after_step).remove)
-        # Tensor.backward looks this name up at every call; hooks on the model's outputs would miss the loss's backward.
-        self._stack.enter_context(patch.object(torch.autograd, "backward", self._around(torch.autograd.backward)))
 
     def _begin(self, phase: str) -> None:
         self._move_frees()
