@@ -11,10 +11,6 @@ from ..report.errors import RecipeError
 from .cuda import HALF, pad_head
 
 NAME = "flash_attention_2"
-LOADED = (  # what transformers keeps of an implementation that it has loaded
-    *("_flash_fn", "_flash_varlen_fn", "_flash_with_kvcache_fn", "_pad_fn", "_unpad_fn"),
-    *("_process_flash_kwargs_fn", "_process_with_kvcache_kwargs_fn", "_loaded_implementation"),
-)
 
 
 @contextlib.contextmanager
@@ -25,32 +21,39 @@ def flash_attention(capability: tuple[int, int]) -> Iterator[None]:
 
     check, imports = PreTrainedModel._flash_attn_can_dispatch, utils._lazy_imports
 
-    def can_dispatch(model, flash_attn_version, is_init_check=False):
-        if flash_attn_version != 2 or not model._supports_flash_attn:
-            return check(model, flash_attn_version, is_init_check)
-        if capability < (8, 0):
-            raise RecipeError("attn_implementation", NAME, "flash-attn 2 needs a GPU of Ampere or newer: take 'sdpa'")
-        return True
+    def can_dispatch(model, flash_attn_version, **kwargs):
+        return (flash_attn_version == 2 and model._supports_flash_attn) or check(model, flash_attn_version, **kwargs)
 
     def lazy_imports(implementation, *args, **kwargs):
         if implementation != NAME:
             return imports(implementation, *args, **kwargs)
+        if capability < (8, 0):
+            raise RecipeError("attn_implementation", NAME, "flash-attn 2 needs a GPU of Ampere or newer: take 'sdpa'")
         return flash_attn_func, flash_attn_varlen_func, None, utils._pad_input, utils._unpad_input
 
-    loaded = dict.fromkeys(name for name in LOADED if hasattr(utils, name))
-    with (
-        patch.object(PreTrainedModel, "_flash_attn_can_dispatch", can_dispatch),
-        patch.dict(utils.FLASH_ATTENTION_COMPATIBILITY_MATRIX[2], general_availability_check=lambda: True),
-        patch.multiple(utils, _lazy_imports=lazy_imports, **loaded),
-    ):
-        yield
+    utils._loaded_implementation = None  # transformers keeps the one that it loaded last
+    try:
+        with (
+            patch.object(PreTrainedModel, "_flash_attn_can_dispatch", can_dispatch),
+            patch.dict(utils.FLASH_ATTENTION_COMPATIBILITY_MATRIX[2], general_availability_check=lambda: True),
+            patch.object(utils, "_lazy_imports", lazy_imports),
+        ):
+            yield
+    finally:
+        utils._loaded_implementation = None
+
+
+def flash_attn_func(q, k, v, dropout_p=0.0, softmax_scale=None, causal=False, **unused):
+    """The package's function: batch × tokens × heads × channels."""
+    return _forward((q, k, v), None, (q.shape[1], k.shape[1]), dropout_p, causal, softmax_scale)
 
 
 # transformers reads from the signature what it can pass
-def flash_attn_func(q, k, v, dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0,
-                    alibi_slopes=None, deterministic=False):  # fmt: skip
-    """The package's function: batch × tokens × heads × channels."""
-    return _forward((q, k, v), None, (q.shape[1], k.shape[1]), dropout_p, causal, softmax_scale)
+def flash_attn_varlen_func(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p=0.0,
+                           softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0,
+                           deterministic=False):  # fmt: skip
+    """The package's function for sequences that are joined to one row: tokens × heads × channels."""
+    return _forward((q, k, v), cu_seqlens_q, (int(max_seqlen_q), int(max_seqlen_k)), dropout_p, causal, softmax_scale)
 
 
 def _forward(tensors, ends, lengths, dropout_p, causal, scale):
@@ -63,10 +66,3 @@ def _forward(tensors, ends, lengths, dropout_p, causal, scale):
     options = *lengths, dropout_p, causal, False
     out = torch.ops.aten._flash_attention_forward(q, k, v, ends, ends, *options, scale=scale)[0]
     return out[..., :width]
-
-
-def flash_attn_varlen_func(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p=0.0,
-                           softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0, alibi_slopes=None,
-                           deterministic=False):  # fmt: skip
-    """The package's function for sequences that are joined to one row: tokens × heads × channels."""
-    return _forward((q, k, v), cu_seqlens_q, (int(max_seqlen_q), int(max_seqlen_k)), dropout_p, causal, softmax_scale)
