@@ -1,9 +1,7 @@
 """The training step of any nn.Module made ready for simulation: fake tensors in place of its own, and its optimizer again."""
 
 import contextlib
-import copy
 import inspect
-import types
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -11,15 +9,16 @@ from unittest.mock import patch
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.parameter import UninitializedTensorMixin
-from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
+from torch.utils._pytree import tree_map_only
 
+from ..recipe.knobs import Refusals, refuse
 from ..recipe.recipe import PRECISIONS, Loop
 from ..report.errors import RecipeError
 from ..tracking.tracked import tensors_in
 from ..training import training as tr
-from .values import UNFAKED, Values, reason_at
+from .values import Values, reason_at
 
 WATCH = "`watch` measures a step that really runs"
 
@@ -37,58 +36,56 @@ class ModuleStep:
 
     def check(self) -> None:
         """Raise RecipeError for what cannot be simulated, before anything is made."""
-        for is_met, field, value, allowed in self._demands():
-            if not is_met:
-                raise RecipeError(field, value, allowed)
+        refuse(self, self._refusals())
 
-    def _demands(self) -> Iterator[tuple[Any, str, Any, str]]:
-        """(whether it is met, field, its value, what is allowed); what comes later may need what came before."""
-        model, name, makers = self.model, _name(self.model), _listed(self.optimizer)
-        yield isinstance(model, nn.Module), "model", name, "it must be a torch.nn.Module, if there is no recipe"
+    def _refusals(self) -> Refusals:
+        """What comes later may need what came before."""
+        model, optimizers = self.model, _listed(self.optimizer)
+        yield "model", not isinstance(model, nn.Module), "it must be a torch.nn.Module, if there is no recipe"
         lazy = lazy_parameter(model)
-        allowed = f"its parameter {lazy!r} is lazy and has no shape yet: call the module once on a batch before"
-        yield lazy is None, "model", name, allowed
-        allowed = "it has no parameter that requires a gradient, so nothing is trained"
-        yield any(parameter.requires_grad for parameter in model.parameters()), "model", name, allowed
-        recurrent = any(isinstance(module, nn.RNNBase | nn.RNNCellBase) for module in model.modules())
-        yield not recurrent, "model", name, f"the kernels of recurrent layers are not simulated: {WATCH}"
-        allowed = "a module needs what its forward takes: a mapping, a tuple or a tensor"
-        yield self.batch is not None, "batch", None, allowed
-        made = makers and all(isinstance(o, torch.optim.Optimizer) or callable(o) for o in makers)
-        allowed = "it must be a torch.optim.Optimizer on the module's parameters, a list of them, or a function that "
-        yield made, "optimizer", _name(self.optimizer), allowed + "makes one from parameters"
-        yield isinstance(self.loop, Loop), "loop", self.loop, "it must be a Loop, or the name of one such as 'plain'"
-        allowed = "allowed are " + ", ".join(map(repr, PRECISIONS))
-        yield self.precision in PRECISIONS, "precision", self.precision, allowed
+        yield "model", lazy, f"its parameter {lazy!r} is lazy and has no shape: call the module once on a batch before"
+        yield "model", not any(p.requires_grad for p in model.parameters()), "no parameter of it requires a gradient"
+        kinds = nn.RNNBase | nn.RNNCellBase | nn.EmbeddingBag
+        others = any(isinstance(module, kinds) or getattr(module, "sparse", False) for module in model.modules())
+        allowed = f"neither recurrent layers nor embedding bags nor sparse tensors are simulated: {WATCH}"
+        yield "model", others, allowed
+        yield "batch", any(tensor.layout != torch.strided for tensor in tensors_in(self.batch)), allowed
+        yield "batch", self.batch is None, "a module needs what its forward takes: a mapping, a tuple or a tensor"
+        allowed = "it must be a torch.optim.Optimizer, a list of them, or a function that makes one from parameters"
+        made = optimizers and all(isinstance(o, torch.optim.Optimizer) or callable(o) for o in optimizers)
+        yield "optimizer", not made, allowed
+        yield "loop", not isinstance(self.loop, Loop), "it must be a Loop, or the name of one such as 'plain'"
+        yield "loop.foreach", self.loop.foreach is not None, "say it to the module's optimizer"
+        yield "precision", self.precision not in PRECISIONS, "allowed are " + ", ".join(map(repr, PRECISIONS))
 
     @contextlib.contextmanager
     def prepared(self, target: str, mode: FakeTensorMode) -> Iterator[tuple[tr.Training, Values]]:
         """The training and what is known of values. While entered the model holds fake tensors, of the dtype of a "-true"
         precision; afterwards each of its modules has the attributes that it had before."""
         model = getattr(self.model, "_orig_mod", self.model)  # of torch.compile
-        fakes = _Fakes(mode, {"fp16-true": torch.float16, "bf16-true": torch.bfloat16}.get(self.precision))
-        loop, before = self.loop, [(module, dict(vars(module))) for module in _modules(model, self.loss)]
+        dtype = {"fp16-true": torch.float16, "bf16-true": torch.bfloat16}.get(self.precision)
+        values, loop, before = Values(mode), self.loop, [(m, dict(vars(m))) for m in _modules(model, self.loss)]
         caches = loop.use_cache is not None and hasattr(getattr(model, "config", None), "use_cache")
         try:
             own = [t for m, _ in before for t in (*m.parameters(recurse=False), *m.buffers(recurse=False))]
             for tensor in (*own, *tensors_in(self.batch)):
-                fakes.of(tensor, fakes.dtype)
+                values.stand_in(tensor, dtype)
             for module, held in before:
-                vars(module).update(tree_map_only(torch.Tensor, fakes.of, held))
+                vars(module).update(tree_map_only(torch.Tensor, values.stand_in, held))
             training = tr.Training(
                 model=model,
                 optimizer=None,
-                batch=fakes.copied(self.batch),
+                batch=values.copied(self.batch),
                 device=torch.device("cpu"),
-                multi_tensor=target == "cuda" if loop.foreach is None else loop.foreach,
+                multi_tensor=target == "cuda",
                 loop=loop,
                 precision=self.precision,
                 loss_of=self._scalar,
                 scaler=torch.amp.GradScaler("cpu", init_scale=1.0) if self.precision == "fp16-mixed" else None,
             )
-            self._attach_optimizers(training, fakes)
+            self._attach_optimizers(training, values)
             with patch.object(model.config, "use_cache", loop.use_cache) if caches else contextlib.nullcontext():
-                yield training, fakes.values
+                yield training, values
         finally:
             for module, held in before:
                 vars(module).clear()
@@ -97,125 +94,77 @@ class ModuleStep:
     def _scalar(self, outputs: Any, batch: Any) -> torch.Tensor:
         """The loss, held to be one number."""
         if self.loss is None and not (isinstance(outputs, Mapping) and "loss" in outputs):
-            raise RecipeError("loss", None, f"the module returns a {_name(outputs)} without a 'loss': give a function")
-        try:
-            value = outputs["loss"] if self.loss is None else self.loss(outputs, batch)
-        except UNFAKED:
-            raise
-        except Exception as error:
-            raise RecipeError("loss", _name(self.loss), f"it fails on the outputs: {reason_at(error)}") from error
-        if not isinstance(value, torch.Tensor) or value.numel() != 1:
-            raise RecipeError("loss", _shape(value), "it must give one number to go backward from")
+            raise RecipeError("loss", None, "the module returns no mapping with a 'loss': give a function")
+        value = outputs["loss"] if self.loss is None else self.loss(outputs, batch)
+        if not isinstance(value, torch.Tensor) or value.numel() != 1 or not value.requires_grad:
+            raise RecipeError("loss", self.loss, "it must give one number to go backward from")
         return value
 
-    def _attach_optimizers(self, training: tr.Training, fakes: "_Fakes") -> None:
+    def _attach_optimizers(self, training: tr.Training, values: Values) -> None:
         """Give `training` its optimizer, or one for each parameter where the loop steps in the backward pass."""
 
-        def made(parameters: list) -> torch.optim.Optimizer | Together | None:
-            members = []
-            for given in _listed(self.optimizer):
-                is_built = isinstance(given, torch.optim.Optimizer)
-                members += [fakes.refit(given, parameters)] if is_built else _call(given, parameters)
-            for member in members:
-                _check(member, training)
-            members = [member for member in members if member.param_groups]
-            return Together(members) if len(members) > 1 else next(iter(members), None)
+        def made(parameters: list) -> Any:
+            found = [self._fitted(given, parameters, values) for given in _listed(self.optimizer)]
+            found = [optimizer for optimizer in found if optimizer.param_groups]
+            for group in (group for optimizer in found for group in optimizer.param_groups):
+                if any(id(parameter) not in own for parameter in group["params"]):
+                    raise RecipeError("optimizer", self.optimizer, "it must hold the module's parameters and no others")
+                if group.get("foreach", False) is None and not group.get("fused"):
+                    group["foreach"] = training.multi_tensor
+            return Together(found) if len(found) > 1 else next(iter(found), None)
 
-        trained = [p for p in training.model.parameters() if p.requires_grad]
+        own = set(map(id, training.model.parameters()))
+        trained = [parameter for parameter in training.model.parameters() if parameter.requires_grad]
         if training.loop.optimizer_in_backward:
             tr.step_in_backward(training, lambda parameter: made([parameter]), trained)
         else:
             training.optimizer = made(trained)
 
+    def _fitted(self, given: Any, parameters: list, values: Values) -> torch.optim.Optimizer:
+        """What the function `given` makes of fake `parameters`; or the optimizer `given` again, without its states, on
+        those of its parameters whose fake ones they are."""
+        if not isinstance(given, torch.optim.Optimizer):
+            with tr.real_tensors():
+                return given(parameters)
+        new = object.__new__(type(given))
+        held = {name: value for name, value in vars(given).items() if name not in ("state", "step")}
+        vars(new).update(values.copied(held), state=type(given.state)(dict))
+        left_out = {id(p) for p in self.model.parameters() if p.requires_grad} - set(map(id, parameters))
+        for group in new.param_groups:
+            group["params"] = [p for p in group["params"] if id(p) not in left_out]
+        new.param_groups = [group for group in new.param_groups if group["params"]]
+        if type(given) is torch.optim.Adagrad and new.param_groups:  # which has its states from the start
+            with tr.real_tensors():
+                return torch.optim.Adagrad(new.param_groups, **given.defaults)
+        return new
+
     def failed(self, phase: str, error: Exception) -> RecipeError:
-        """The error of a step that does not run on fake tensors, with what was at fault and the line."""
-        name, reason = _name(getattr(self.model, "_orig_mod", self.model)), reason_at(error)
-        if isinstance(error, UNFAKED):
-            return RecipeError("model", name, f"its step does not run on fake tensors: {reason}; {WATCH}")
-        if phase in ("step", "between_steps"):
-            return RecipeError("optimizer", _name(self.optimizer), f"its step fails: {reason}")
-        if phase == "backward":
-            return RecipeError("loss", "its value", f"the backward pass from it fails: {reason}")
-        if isinstance(error, RuntimeError | TypeError | IndexError):  # torch's own, of shapes, dtypes and arguments
-            return RecipeError("batch", tree_map(_shape, self.batch), f"a forward pass of {name} fails on it: {reason}")
-        return RecipeError("model", name, f"its forward pass fails: {type(error).__name__}: {reason}")
+        """The error of a step that does not run on fake tensors, with its phase and the user's line."""
+        field = "model" if phase in ("forward", "backward") else "optimizer"
+        said = f"its {phase} fails on fake tensors: {type(error).__name__}: {reason_at(error)}; {WATCH}"
+        return RecipeError(field, getattr(self, field), said)
 
     def notes(self) -> list[str]:
         """What the simulation leaves out."""
         return ["torch.compile: the eager step is simulated"] * is_compiled(self.model) + loop_notes(self.loop)
 
 
-def _modules(*values: Any) -> list[nn.Module]:
-    """The modules in `values`, in their attributes, and those that functions there refer to (a teacher in the loss)."""
-    found, rest = {}, list(values)
-    while rest:
-        value = rest.pop()
-        if isinstance(value, types.FunctionType):
-            names = inspect.getclosurevars(value)
-            named = (*names.nonlocals.values(), *names.globals.values())
-            rest += [module for module in named if isinstance(module, nn.Module)]
-        elif isinstance(value, nn.Module) and id(value) not in found:
-            found[id(value)] = value
-            rest += tree_leaves(vars(value))
-    return list(found.values())
+def _modules(model: nn.Module, loss: Any) -> list[nn.Module]:
+    """The modules in `model`, and in `loss` and the variables that it refers to (a teacher)."""
+    roots = [model, loss]
+    if inspect.isfunction(loss):
+        names = inspect.getclosurevars(loss)
+        roots += [*names.nonlocals.values(), *names.globals.values()]
+    found = (module for root in roots if isinstance(root, nn.Module) for module in root.modules())
+    return list(dict.fromkeys(found))
 
 
-class _Fakes:
-    """Fake CPU tensors of `mode` for real ones, each made once; `values` is what is known of them."""
-
-    def __init__(self, mode: FakeTensorMode, dtype: torch.dtype | None):
-        self.mode, self.dtype, self.values = mode, dtype, Values(mode)
-        self.made: dict[int, torch.Tensor] = {}  # by the real one's id: a memo for copy.deepcopy
-
-    def of(self, real: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """The fake one of `real`, with its hooks; of `dtype` if it is floating and was not made before."""
-        if id(real) in self.made:
-            return self.made[id(real)]
-        with FakeCopyMode(self.mode):
-            fake = copy.deepcopy(real)
-        dtype = dtype if dtype and real.is_floating_point() else real.dtype
-        if (fake.device.type, fake.dtype) != ("cpu", dtype):
-            moved = torch.empty_like(fake, device="cpu", dtype=dtype)
-            fake = nn.Parameter(moved, fake.requires_grad) if isinstance(fake, nn.Parameter) else moved
-        for hook in (real._backward_hooks or {}).values():
-            fake.register_hook(hook)
-        for hook in (real._post_accumulate_grad_hooks or {}).values():
-            fake.register_post_accumulate_grad_hook(hook)
-        self.values.know(fake, real)
-        self.made[id(real)] = fake
-        return fake
-
-    def copied(self, value: Any) -> Any:
-        """A copy of `value` with fake tensors."""
-        with FakeCopyMode(self.mode):
-            return copy.deepcopy(value, dict(self.made))
-
-    def refit(self, optimizer: torch.optim.Optimizer, chosen: list) -> torch.optim.Optimizer:
-        """`optimizer` again, without its states, on those of its parameters whose fake ones are in `chosen`."""
-        if any(id(p) not in self.made for group in optimizer.param_groups for p in group["params"]):
-            raise RecipeError("optimizer", _name(optimizer), "it holds parameters that are not the module's")
-        new = object.__new__(type(optimizer))
-        held = {name: value for name, value in vars(optimizer).items() if name not in ("state", "step")}
-        vars(new).update(self.copied(held), state=type(optimizer.state)(dict))
-        ids = set(map(id, chosen))
-        for group in new.param_groups:
-            group["params"] = [p for p in group["params"] if id(p) in ids or not p.requires_grad]
-        new.param_groups = [group for group in new.param_groups if group["params"]]
-        if type(optimizer) is torch.optim.Adagrad and new.param_groups:  # which has its states from the start
-            with tr.real_tensors():
-                return torch.optim.Adagrad(new.param_groups, **optimizer.defaults)
-        return new
-
-
-@dataclass
 class Together:
     """Several optimizers as one."""
 
-    members: list[torch.optim.Optimizer]
-
-    @property
-    def param_groups(self) -> list[dict]:
-        return [group for member in self.members for group in member.param_groups]
+    def __init__(self, members: list[torch.optim.Optimizer]):
+        self.members = members
+        self.param_groups = [group for member in members for group in member.param_groups]
 
     def step(self) -> None:
         for member in self.members:
@@ -224,36 +173,6 @@ class Together:
     def zero_grad(self, set_to_none: bool = True) -> None:
         for member in self.members:
             member.zero_grad(set_to_none)
-
-
-def _call(make: Any, parameters: list) -> list[torch.optim.Optimizer]:
-    """The optimizers that the user's function makes from fake `parameters`."""
-    try:
-        with tr.real_tensors():
-            made = _listed(make(parameters))
-    except Exception as error:
-        raise RecipeError("optimizer", _name(make), f"making it fails: {reason_at(error)}") from error
-    if not made or not all(isinstance(each, torch.optim.Optimizer) for each in made):
-        raise RecipeError("optimizer", _name(made[0] if made else made), "the function must return an Optimizer")
-    if not all(isinstance(p, FakeTensor) for each in made for group in each.param_groups for p in group["params"]):
-        raise RecipeError("optimizer", _name(make), "the function must take the parameters that it is given")
-    return made
-
-
-def _check(optimizer: torch.optim.Optimizer, training: tr.Training) -> None:
-    """Refuse an optimizer that needs a closure, and take the multi-tensor kernels where the loop, or else the target's
-    default, does."""
-    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
-    if closure is not None and closure.default is inspect.Parameter.empty:
-        raise RecipeError("optimizer", _name(optimizer), f"a step that needs a closure is not simulated: {WATCH}")
-    wanted = training.loop.foreach
-    for group in optimizer.param_groups:
-        chosen = "fused" if group.get("fused") else group.get("foreach", False)
-        if wanted is not None and chosen not in (None, wanted):
-            allowed = f"the optimizer {_name(optimizer)} says {chosen!r} for its own kernels: leave the loop's at None"
-            raise RecipeError("loop.foreach", wanted, allowed)
-        if chosen is None:
-            group["foreach"] = training.multi_tensor
 
 
 def loop_notes(loop: Loop) -> list[str]:
@@ -271,14 +190,6 @@ def lazy_parameter(model: nn.Module) -> str | None:
 def is_compiled(model: nn.Module) -> bool:
     """Whether `model` or a part of it is run by torch.compile."""
     return any(hasattr(module, "_orig_mod") or module._compiled_call_impl for module in model.modules())
-
-
-def _shape(value: Any) -> str:
-    return f"tensor {tuple(value.shape)}" if isinstance(value, torch.Tensor) else _name(value)
-
-
-def _name(value: Any) -> str:
-    return value if isinstance(value, str) else getattr(value, "__name__", type(value).__name__)
 
 
 def _listed(value: Any) -> list:
