@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
@@ -9,7 +10,6 @@ from ..hardware.gpu import DEFAULT_CHIP, Chip
 from ..hardware.kernels import efficient_scratch, norms_scratch, reduction_scratch
 from ..hardware.overhead import rounded
 
-# CUDNN_CONV_WSCAP_DBG caps it, in MiB
 CONVOLUTIONS = "convolutions: the workspace that cuDNN's heuristics choose at run time is not counted"
 
 
@@ -18,21 +18,15 @@ def kernel_scratch(chip: Chip = DEFAULT_CHIP, note: Callable[[str], None] = str)
     rounded up as the caching allocator does (the tracker rounds the sum). `note` is called with what it leaves out."""
 
     def scratch(name: str, args: Sequence) -> int:
-        if name == "convolution" and _runs_in_cudnn(args):
-            note(CONVOLUTIONS)
+        if name == "convolution" and (args[6] or args[8] == 1 or args[8] != args[0].shape[1]):
+            note(CONVOLUTIONS)  # torch runs depthwise ones itself (`Conv_v8.cpp`)
         blocks = BLOCKS[name](args, chip) if name in BLOCKS else []
         return sum(map(rounded, blocks[:-1])) + sum(blocks[-1:])
 
     return scratch
 
 
-def _runs_in_cudnn(args: Sequence) -> bool:
-    """Whether a convolution goes to cuDNN, whose plans have workspace (`Conv_v8.cpp`): torch runs depthwise ones itself."""
-    input, transposed, groups = args[0], args[6], args[8]
-    return transposed or groups == 1 or groups != input.shape[1]
-
-
-def _argument(args: Sequence, place: int, default=None):
+def _argument(args: Sequence, place: int, default: Any = None) -> Any:
     return args[place] if len(args) > place else default
 
 
@@ -45,14 +39,13 @@ def _reduction(args: Sequence, chip: Chip, place: int = 1) -> list[int]:
     return reduction_scratch(tensor.shape, tensor.stride(), dims, tensor.element_size(), chip)
 
 
-def _loss(args: Sequence, chip: Chip, place: int = 2, apart: bool = True) -> list[int]:
-    """Every element's loss is computed before they are reduced (`Loss.cpp`, `Loss.cu`): into a tensor of its own if
-    `apart`. `place` is that of the argument `reduction`, by default the mean."""
-    if _argument(args, place, 1) == 0:
+def _loss(args: Sequence, chip: Chip) -> list[int]:
+    """Every element's loss is computed into a tensor of its own before they are reduced (`Loss.cpp`, `Loss.cu`)."""
+    if _argument(args, 2, 1) == 0:
         return []
     size, itemsize = torch.broadcast_shapes(args[0].shape, args[1].shape), args[0].element_size()
     adding_up = reduction_scratch(size, torch.empty(size, device="meta").stride(), (), itemsize, chip)
-    return [math.prod(size) * itemsize if apart else itemsize, *adding_up]
+    return [math.prod(size) * itemsize, *adding_up]
 
 
 def _flash_backward(args: Sequence, chip: Chip, heads_first: bool = True) -> list[int]:
@@ -96,8 +89,6 @@ BLOCKS: dict[str, Callable[[Sequence, Chip], list[int]]] = {
     "linalg_vector_norm": lambda args, chip: _reduction(args, chip, 2),  # after the order of the norm
     "_foreach_norm": lambda args, chip: [norms_scratch(len(args[0]), max(tensor.numel() for tensor in args[0]))],
     **dict.fromkeys(("mse_loss", "smooth_l1_loss", "huber_loss"), _loss),
-    "soft_margin_loss": lambda args, chip: _loss(args, chip, apart=False),
-    "binary_cross_entropy": lambda args, chip: _loss(args, chip, 3, apart=False),
     "_scaled_dot_product_flash_attention_backward": _flash_backward,
     "_flash_attention_backward": lambda args, chip: _flash_backward(args, chip, heads_first=False),
     "_scaled_dot_product_efficient_attention_backward": _efficient_backward,

@@ -2,13 +2,14 @@
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
 import torch
 from torch._decomp import decomposition_table
 from torch._prims_common import suggest_memory_format
-from torch._subclasses import fake_impls
+from torch._subclasses import FakeTensorMode, fake_impls
 
 aten = torch.ops.aten
 CONTIGUOUS = torch.contiguous_format
@@ -18,7 +19,7 @@ _target = ["cpu"]  # target device of the simulation that runs, or ran last, in 
 @contextlib.contextmanager
 def fake_operators(target: str) -> Iterator[None]:
     """While entered, fake tensors follow the rules for `target`."""
-    rules = {name: _in_mode(rule) for name, rule in {**RULES, **(CUDA if target == "cuda" else {})}.items()}
+    rules = {name: partial(_in_mode, rule) for name, rule in (RULES | (CUDA if target == "cuda" else {})).items()}
     _target[0] = target
     with patch.dict(fake_impls.op_implementations_dict, rules), patch.dict(decomposition_table):
         for operator in rules:
@@ -31,19 +32,15 @@ def is_cuda() -> bool:
     return _target[0] == "cuda"
 
 
-def _in_mode(rule: Callable) -> Callable:
-    def run(mode, func, *args, **kwargs):
-        with mode:
-            return rule(*args, **kwargs)
-
-    return run
+def _in_mode(rule: Callable, mode: FakeTensorMode, func: Any, *args: Any, **kwargs: Any) -> Any:
+    with mode:
+        return rule(*args, **kwargs)
 
 
-def _statistics(input, shape, parameters, fused) -> tuple[torch.Tensor, torch.Tensor]:
+def _statistics(input, shape, parameters) -> tuple[torch.Tensor, torch.Tensor]:
     """Mean and inverse deviation that a norm keeps, in the input's dtype; fp32 if that is half precision and a parameter is
-    not (`mixed_data_type.h`, param_scalar_type), or on CUDA, where `fused` (`layer_norm_kernel.cu`, `Normalization.cu`).
-    """
-    fp32 = (fused and is_cuda()) or any(p is not None and p.dtype == torch.float32 for p in parameters)
+    not (`mixed_data_type.h`, param_scalar_type), or on CUDA (`layer_norm_kernel.cu`, `Normalization.cu`)."""
+    fp32 = is_cuda() or any(p is not None and p.dtype == torch.float32 for p in parameters)
     dtype = torch.float32 if fp32 and input.itemsize == 2 else input.dtype
     return input.new_empty(shape, dtype=dtype), input.new_empty(shape, dtype=dtype)
 
@@ -54,7 +51,7 @@ def _like(input: torch.Tensor) -> torch.Tensor:
 
 def _layer_norm(input, shape, weight, bias, eps):
     rows = (*input.shape[: input.dim() - len(shape)], *(1 for _ in shape))
-    return torch.empty_like(input, memory_format=CONTIGUOUS), *_statistics(input, rows, (weight, bias), True)
+    return torch.empty_like(input, memory_format=CONTIGUOUS), *_statistics(input, rows, (weight, bias))
 
 
 def _layer_norm_backward(gradient, input, *others):
@@ -64,9 +61,10 @@ def _layer_norm_backward(gradient, input, *others):
     return tuple(torch.empty_like(t, memory_format=CONTIGUOUS) if w and t is not None else None for t, w in wanted)
 
 
-def _batch_norm(input, weight, bias, mean, var, training, *others):
+def _batch_norm(input, weight, bias, *others):
+    *running, training, _, _ = others
     columns = (input.shape[1] if training else 0,)
-    return _like(input), *_statistics(input, columns, (weight, bias, mean, var), True)
+    return _like(input), *_statistics(input, columns, (weight, bias, *running))
 
 
 def _batch_norm_backward(gradient, input, weight, *others):
@@ -75,24 +73,10 @@ def _batch_norm_backward(gradient, input, weight, *others):
     return tuple(tensor if wanted else None for tensor, wanted in zip(made, others[-1], strict=True))
 
 
-def _group_norm(input, weight, bias, n, *sizes):
-    _, _, groups, _ = sizes
-    return _like(input), *_statistics(input, (n, groups), (weight, bias), False)
-
-
-def _group_norm_backward(gradient, input, mean, rstd, weight, *sizes):
-    return _batch_norm_backward(gradient, input, mean if weight is None else weight, *sizes)
-
-
 def _grouped_mm(a, b, offs=None, bias=None, out_dtype=None):
-    """Of any dtype, where torch's own rule takes bf16. Groups run along the rows of a, along both matrices' shared dimension
-    (weight gradients), along the columns of b, or there is a plain batch (`GroupedMMUtils.h`)."""
-    if any(max(matrix.stride()[-2:]) * matrix.element_size() % 16 for matrix in (a, b)):
-        raise RuntimeError("strides should be multiple of 16 bytes")  # as the real one (check_valid_strides)
-    if a.dim() == 2:
-        size = (offs.shape[0], a.shape[0], b.shape[1]) if b.dim() == 2 else (a.shape[0], b.shape[-1])
-    else:
-        size = (a.shape[1], b.shape[1]) if b.dim() == 2 else (a.shape[0], a.shape[1], b.shape[-1])
+    """Of any dtype, where torch's own rule takes bf16. Groups run along the rows of a, or along both matrices' shared
+    dimension (weight gradients; `GroupedMMUtils.h`)."""
+    size = (offs.shape[0], a.shape[0], b.shape[1]) if b.dim() == 2 else (a.shape[0], b.shape[-1])
     return torch.empty(size, dtype=out_dtype or a.dtype, device=a.device)
 
 
@@ -100,8 +84,8 @@ def _flash_forward(query, *args, **kwargs):
     """What the package flash-attn returns as well: one fp32 number a row and the generator's state on the GPU."""
     *batch, length, heads, _ = query.shape  # no batch where sequences are joined
     rows = query.new_empty((*batch, heads, length), dtype=torch.float32)
-    rng_state, unused = (query.new_empty(n, dtype=torch.uint64) for n in (2, 0))
-    return torch.empty_like(query), rows, rng_state, unused, query.new_empty(0)
+    rng_state = query.new_empty(2, dtype=torch.uint64)
+    return torch.empty_like(query), rows, rng_state, rng_state.new_empty(0), query.new_empty(0)
 
 
 RULES = {
@@ -111,45 +95,18 @@ RULES = {
     aten.native_batch_norm.default: _batch_norm,
     aten.native_batch_norm_backward.default: _batch_norm_backward,
     aten._native_batch_norm_legit.default: _batch_norm,  # of which torch may make it
-    aten._native_batch_norm_legit.no_stats: lambda input, weight, bias, *others: _batch_norm(
-        input, weight, bias, None, None, *others
-    ),
-    aten.native_group_norm.default: _group_norm,
-    aten.native_group_norm_backward.default: _group_norm_backward,
+    aten._native_batch_norm_legit.no_stats: _batch_norm,
+    # gives the tensor itself; torch's own rule gives another one
+    torch.ops._c10d_functional.wait_tensor.default: lambda tensor: tensor,
 }
-if hasattr(torch.ops._c10d_functional, "wait_tensor"):  # gives the tensor itself; torch's own rule gives another one
-    RULES[torch.ops._c10d_functional.wait_tensor.default] = lambda tensor: tensor
 CUDA = {aten._flash_attention_forward.default: _flash_forward}
-
-# --- results that keep a larger storage than their elements fill ------------------------------------------------------
+LOSSES = (aten.mse_loss.default, aten.smooth_l1_loss.default, aten.binary_cross_entropy.default)
 
 
 def keep_storage(func: torch._ops.OpOverload, args: Sequence, kwargs: Mapping, result: Any) -> None:
-    """Give the fake `result` of `func` the storage that a real one keeps."""
-    if elements := LARGER.get(func):
-        named = {a.name: a.default_value for a in func._schema.arguments}
-        named |= dict(zip(named, args, strict=False)) | dict(kwargs)
-        storage, size = result.untyped_storage(), elements(named) * result.element_size()
-        if size > storage.nbytes():
-            storage.resize_(size)
-
-
-def _losses(named: dict) -> int:
-    """The elements' losses are written into the result, which is then resized to one number; `resize_` never gives memory
-    back (`Loss.cpp`, also soft_margin_loss_out and binary_cross_entropy_out_cpu; `Loss.cu`)."""
-    return torch.broadcast_shapes(named["self"].shape, named["target"].shape).numel() if named["reduction"] else 0
-
-
-def _input(named: dict) -> int:
-    """`Im2Col.cpp`, `Col2Im.cpp` and their `.cu` files begin with `empty_like(input)`."""
-    return named["self"].numel()
-
-
-LARGER: dict[Any, Callable[[dict], int]] = {  # operator to the elements that its result has room for, of its arguments
-    aten.mse_loss.default: _losses,
-    aten.smooth_l1_loss.default: _losses,
-    aten.soft_margin_loss.default: _losses,
-    aten.binary_cross_entropy.default: _losses,
-    aten.im2col.default: _input,
-    aten.col2im.default: _input,
-}
+    """Give the fake `result` of `func` the storage that a real one keeps: the elements' losses are written into it before
+    it is resized to one number, and `resize_` never gives memory back (`Loss.cpp`, `Loss.cu`)."""
+    if func in LOSSES:
+        size = torch.broadcast_shapes(args[0].shape, args[1].shape).numel() * result.element_size()
+        if size > result.untyped_storage().nbytes():
+            result.untyped_storage().resize_(size)
