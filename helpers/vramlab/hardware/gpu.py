@@ -36,12 +36,6 @@ class Chip(NamedTuple):
         """Return the most resident threads per multiprocessor (CUDA C++ Programming Guide, technical specifications)."""
         return {(7, 5): 1024, (8, 6): 1536, (8, 7): 1536, (8, 9): 1536, (12, 0): 1536}.get(self.capability, 2048)
 
-    @property
-    def shared_memory(self) -> int:
-        """Return the most KiB of shared memory that a block may ask for (the same table)."""
-        small = {(7, 0): 96, (7, 5): 64, (8, 0): 163, (8, 7): 163}
-        return small.get(self.capability, 227 if (9, 0) <= self.capability < (12, 0) else 99)
-
 
 DEFAULT_CHIP = Chip((8, 0), 108)  # an A100, when no card is named
 

@@ -1,16 +1,8 @@
 """Where CUDA differs from CPU: how `target="cuda"` is simulated on fake CPU tensors.
 
 Fake tensors of device "cuda" need a CUDA build of PyTorch, so the step runs on fake CPU tensors, and PyTorch's
-dispatcher finds here what would be different on a GPU:
-
-- attention goes to the kernel that `sdp_utils.cpp` would choose, which decides what is saved for the backward pass;
-- dropout is the fused `native_dropout`, which saves a mask of one byte an element (CPU saves the scaled noise);
-- softmax of fp16 with an fp32 result converts on the way (`SoftMax.cpp`, half_to_float); CPU makes an fp32 copy first;
-- `rms_norm` is one kernel that keeps its input and one number a row (`_fused_rms_norm`), CPU's is made of pieces;
-- autocast has CUDA's lists of operators (`cuda_autocast.py`);
-- tensors made without a device, or on "cpu" by name, are the host's (optimizers' step counters);
-- kernels allocate scratch memory while they run (`cuda_scratch.py`), and cuBLAS keeps a workspace per handle;
-- results of other sizes are in `operators.py`, and the tracker rounds as the caching allocator does.
+dispatcher finds here the kernels that differ: attention, dropout, softmax, RMS norm and autocast's casts
+(`cuda_autocast.py`). What kernels allocate while they run is in `cuda_scratch.py`, results of other sizes in `operators.py`.
 """
 
 import contextlib
@@ -45,9 +37,9 @@ def attention_kernel(
     """
     if dtype not in (*HALF, torch.float32):
         return "math"
-    options = {"masked": False, "value_dim": value_dim, **options}
+    options = {"masked": False, "value_dim": value_dim, "capability": capability, **options}
     options["grouped"] = options.get("grouped", False) and torch_release() < (2, 14)
-    return sdp_backend(dtype.itemsize, head_dim, bf16=dtype == torch.bfloat16, capability=capability, **options)
+    return sdp_backend(dtype.itemsize, head_dim, bf16=dtype == torch.bfloat16, **options)
 
 
 class CudaKernels(TorchFunctionMode):
@@ -131,11 +123,8 @@ def _attention(capability, query, key, value, *options, scale=None, enable_gqa=F
         return out[..., : value.shape[-1]]
     with_rows = torch.is_grad_enabled() and any(t.requires_grad for t in (query, key, value))
     if mask is not None:  # its last dimension is padded to 16 in memory, and every head sees it (pad_bias)
-        padded = pad_head(mask, 16)
-        mask = mask if padded is mask else padded[..., : mask.shape[-1]]
-        mask = mask.expand(*query.shape[:-1], key.shape[-2])
-    options = mask, with_rows, p, causal
-    return aten._scaled_dot_product_efficient_attention(query, key, value, *options, scale=scale)[0]
+        mask = pad_head(mask, 16)[..., : mask.shape[-1]].expand(*query.shape[:-1], key.shape[-2])
+    return aten._scaled_dot_product_efficient_attention(query, key, value, mask, with_rows, p, causal, scale=scale)[0]
 
 
 def pad_head(tensor: torch.Tensor, multiple: int) -> torch.Tensor:
@@ -146,15 +135,13 @@ def pad_head(tensor: torch.Tensor, multiple: int) -> torch.Tensor:
 
 def _dropout(input: torch.Tensor, p: float, train: bool) -> torch.Tensor:
     """One fused kernel that returns the result and a mask of booleans (`Dropout.cpp`, is_fused_kernel_acceptable)."""
-    if not train or p == 0:
-        return input
-    return torch.native_dropout(input, p, True)[0] if p < 1 else input * torch.zeros_like(input)
+    return torch.native_dropout(input, p, True)[0] if train and p else input
 
 
 def _softmax(operator, input: torch.Tensor, dim: int, dtype: torch.dtype | None = None) -> torch.Tensor:
-    if input.dtype == torch.float16 and dtype == torch.float32:
-        return operator(input, dim, True)
-    return operator(input if dtype is None else input.to(dtype), dim, False)
+    """Of fp16 with an fp32 result in one kernel (`SoftMax.cpp`, half_to_float)."""
+    converts = input.dtype == torch.float16 and dtype == torch.float32
+    return operator(input if converts or dtype is None else input.to(dtype), dim, converts)
 
 
 class FusedRMSNorm(torch.autograd.Function):
@@ -169,13 +156,8 @@ class FusedRMSNorm(torch.autograd.Function):
     @staticmethod
     def backward(ctx, gradient):
         input, _, weight = ctx.saved_tensors
-        of_weight = torch.empty_like(weight) if ctx.needs_input_grad[2] else None
-        return torch.empty_like(input), None, of_weight
+        return torch.empty_like(input), None, torch.empty_like(weight) if ctx.needs_input_grad[2] else None
 
 
 def _rms_norm(input, normalized_shape, weight=None, eps=None):
-    if weight is not None and weight.dtype != input.dtype:  # the fused kernel takes one dtype (layer_norm.cpp)
-        upcast = input.float()
-        rows = upcast.pow(2).mean(tuple(range(-len(normalized_shape), 0)), keepdim=True)
-        return (upcast * torch.rsqrt(rows + (eps or 1e-6))).to(input.dtype) * weight
     return FusedRMSNorm.apply(input, normalized_shape, weight)

@@ -14,13 +14,9 @@ from ..report.data import data_path
 
 AUTOCAST = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
 LISTS = json.loads(data_path("cuda_autocast.json").read_text())
-FP32 = frozenset(LISTS["fp32"])  # AT_FORALL_FP32: half-precision arguments are cast up
-# …_SET_OPT_DTYPE: the result is fp32 unless the caller asks for a dtype
-FP32_BY_DTYPE = frozenset(LISTS["fp32_by_dtype"])
-# AT_FORALL_DIFFERENT_REDISPATCH_SIGNATURE: the same, by the overload that takes a dtype
+FP32, FP32_BY_DTYPE, LOWER, PROMOTE = (frozenset(LISTS[key]) for key in ("fp32", "fp32_by_dtype", "lower", "promote"))
+# AT_FORALL_DIFFERENT_REDISPATCH_SIGNATURE: fp32 by the overload that takes a dtype
 WITH_DTYPE = {"norm.Scalar": "norm.ScalarOpt_dtype", "norm.ScalarOpt_dim": "norm.ScalarOpt_dim_dtype"}
-LOWER = frozenset(LISTS["lower"])  # AT_FORALL_LOWER_PRECISION_FP: what CPU's list lacks of it and models call
-PROMOTE = frozenset(LISTS["promote"])  # AT_FORALL_PROMOTE: mixed arguments are cast to the widest dtype among them
 
 
 def install(library: Library) -> None:
@@ -28,8 +24,7 @@ def install(library: Library) -> None:
     rules = {name: _cast(_operator(name), torch.float32) for name in filter(on_cuda, FP32)}  # torch 2.11: no rms_norm
     rules |= {name: _cast(_operator(name), None) for name in LOWER}
     rules |= {name: _cast(_operator(name), torch.float32, only_mixed=True) for name in PROMOTE}
-    rules |= {name: _ask_for_fp32(name, name) for name in FP32_BY_DTYPE}
-    rules |= {name: _ask_for_fp32(name, overload) for name, overload in WITH_DTYPE.items()}
+    rules |= {name: _ask_for_fp32(name, WITH_DTYPE.get(name, name)) for name in (*FP32_BY_DTYPE, *WITH_DTYPE)}
     rules |= dict.fromkeys(cpu_only(), fallthrough_kernel)
     for name, rule in rules.items():
         library.impl(name, rule, "AutocastCPU")
@@ -38,9 +33,8 @@ def install(library: Library) -> None:
 @cache
 def cpu_only() -> tuple[str, ...]:
     """Operators that autocast casts on CPU and leaves alone on CUDA."""
-    names = torch._C._dispatch_get_all_op_names()
-    ours = (name.removeprefix("aten::") for name in names if name.startswith("aten::"))
-    return tuple(name for name in ours if on_cuda(name, "AutocastCPU") and not on_cuda(name))
+    names = (n.removeprefix("aten::") for n in torch._C._dispatch_get_all_op_names() if n.startswith("aten::"))
+    return tuple(name for name in names if on_cuda(name, "AutocastCPU") and not on_cuda(name))
 
 
 def on_cuda(name: str, key: str = "AutocastCUDA") -> bool:

@@ -16,6 +16,7 @@ from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from ..hardware.gpu import DEFAULT_CHIP, Gpu
+from ..training.models import restore_after_liger
 from .cuda import CudaKernels, cuda_kernels
 from .flash_attn import flash_attention
 from .operators import fake_operators
@@ -84,54 +85,46 @@ def fake_world(target: str, card: Gpu | None = None) -> Iterator[tuple[FakeTenso
     Libraries that are slow to load (bitsandbytes, TRL, Liger, …) are changed only if they were imported before.
     """
     with lock, contextlib.ExitStack() as stack:
+        stack.callback(restore_after_liger)
         for context in (*_real_branches(), fake_operators(target)):
             stack.enter_context(context)
-        mode, kernels = stack.enter_context(QuickFakeMode(target)), None
+        mode, kernels, chip = stack.enter_context(QuickFakeMode(target)), None, None
         if target == "cuda":
-            capability = card.compute_capability if card else (8, 0)
+            capability, chip = (card.compute_capability, card.chip) if card else ((8, 0), DEFAULT_CHIP)
             kernels = stack.enter_context(cuda_kernels(capability))
-            stack.enter_context(flash_attention(capability))
-            stack.enter_context(fused_head())
-            stack.enter_context(_replaced_kernels(kernels))
-            stack.enter_context(_grouped_products(capability))
-        chip = card.chip if card else DEFAULT_CHIP
-        stack.enter_context(unlaunched(chip if target == "cuda" else None))
+            for context in _cuda_branches(capability, kernels):
+                stack.enter_context(context)
+        for context in unlaunched(chip):
+            stack.enter_context(context)
         stack.enter_context(warnings.catch_warnings())
         warnings.filterwarnings("ignore", message="Paged optimizers are not supported on CPU")
         warnings.filterwarnings("ignore", "`gradient_checkpointing_", FutureWarning)  # TRL calls it by its old name
         yield mode, kernels
 
 
-def _replaced_kernels(kernels: CudaKernels) -> contextlib.AbstractContextManager:
-    """Note where transformers runs its own PyTorch code because a kernel's package is missing (Gated DeltaNet, Mamba)."""
-    from transformers.integrations import hub_kernels
+def _cuda_branches(capability: tuple[int, int], kernels: CudaKernels) -> Iterator[contextlib.AbstractContextManager]:
+    """Contexts in which libraries do what they do on a GPU of `capability`."""
+    from transformers.integrations import hub_kernels, moe
 
-    def warn(text: str, *args) -> None:
+    def warn(text: str, *args: Any) -> None:  # where a kernel's package is missing (Gated DeltaNet, Mamba)
         if "falling back" in text:
             kernels.note(text)
 
-    return patch.object(hub_kernels.logger, "warning_once", warn)
-
-
-def _grouped_products(capability: tuple[int, int]) -> contextlib.AbstractContextManager:
-    """Below compute capability 8.0 transformers multiplies experts one by one, with a gradient for frozen weights too."""
-    from transformers.integrations import moe
-
-    if capability >= (8, 0):
-        return contextlib.nullcontext()
-    return patch.object(moe, "_can_use_grouped_mm", lambda *args: False)
+    yield flash_attention(capability)
+    yield from fused_head()
+    yield patch.object(hub_kernels.logger, "warning_once", warn)
+    if capability < (8, 0):  # experts are multiplied one by one, with a gradient for frozen weights too
+        yield patch.object(moe, "_can_use_grouped_mm", lambda *args: False)
 
 
 def _real_branches() -> Iterator[contextlib.AbstractContextManager]:
     """Contexts in which libraries do with fake tensors what they do with real ones."""
     from torch.nn.parallel import distributed
-    from transformers.utils import generic, import_utils
+    from transformers.utils import import_utils
 
     # transformers takes a fake tensor for a sign of tracing and then builds causal masks that it skips otherwise
     # (`masking_utils._ignore_causal_mask_sdpa`), which changes the attention kernel too
-    for module in (generic, import_utils):
-        if hasattr(module, "is_fake_tensor"):
-            yield patch.object(module, "is_fake_tensor", lambda tensor: False)
+    yield patch.object(import_utils, "is_fake_tensor", lambda tensor: False)
     # DistributedDataParallel sends shapes and values of the parameters around, and leaves no storage behind
     for name in ("_verify_param_shape_across_processes", "_sync_module_states"):
         yield patch.object(distributed, name, lambda *args, **kwargs: None)
@@ -151,8 +144,7 @@ def _give_statistics_back(module: torch.nn.Module) -> None:
         module.weight.quant_state = module.quant_state
 
 
-@contextlib.contextmanager
-def compiled_late() -> Iterator[None]:
+def compiled_late() -> contextlib.AbstractContextManager:
     """While entered, a compiled function loads Inductor, half a second, when it is first called: bitsandbytes has some."""
 
     def late(function: Callable | None = None, **options: Any) -> Callable:
@@ -162,5 +154,4 @@ def compiled_late() -> Iterator[None]:
         return functools.wraps(function)(lambda *args, **kwargs: made()(*args, **kwargs))
 
     compiled = torch.compile
-    with patch.object(torch, "compile", late):
-        yield
+    return patch.object(torch, "compile", late)

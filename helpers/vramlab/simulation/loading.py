@@ -90,18 +90,12 @@ def _load(base: Recipe, target: str, stores_tied_head: bool) -> tuple[FakeTracke
 
     tied = model.all_tied_weights_keys
     absent = () if stores_tied_head else tied
-    files = {
-        name: FileSlice(like, partial(tracker.name_module, name)) for name, like in stored.items() if name not in absent
-    }
+    files = {n: FileSlice(like, partial(tracker.name_module, n)) for n, like in stored.items() if n not in absent}
     mapping = get_model_conversion_mapping(model)
     models.quantize_layers(model, base)
     quantizer = AutoHfQuantizer.from_config(model.config.quantization_config, pre_quantized=False)
     state = model.state_dict()  # which torch 2.11 refuses among fake tensors
-    pool = {
-        name: tensor.numel() * quantizer.param_element_size(model, name, tensor)
-        for name, tensor in state.items()
-        if name not in tied
-    }
+    pool = {n: t.numel() * quantizer.param_element_size(model, n, t) for n, t in state.items() if n not in tied}
     options = LoadStateDictConfig(device_map={"": "cpu"}, dtype=dtype, hf_quantizer=quantizer, weight_mapping=mapping)
     kept = patch.object(model, "state_dict", lambda: state)
     with kept, fake_world(target), _quantizing(loader, target), tracker:

@@ -13,7 +13,6 @@ from unittest.mock import patch
 import torch
 
 from ..hardware.gpu import Chip
-from ..training.models import restore_after_liger
 
 
 class NotLaunched:
@@ -23,11 +22,9 @@ class NotLaunched:
         return lambda *args, **kwargs: None
 
 
-@contextlib.contextmanager
-def fused_head() -> Iterator[None]:
-    """While entered, TRL's head takes the path that it takes on CUDA; TRL has to be loaded before."""
+def fused_head() -> Iterator[contextlib.AbstractContextManager]:
+    """Contexts in which TRL's head, if loaded before, takes the path that it takes on CUDA."""
     if "trl.trainer.utils" not in sys.modules:
-        yield
         return
     from trl.kernels import chunked_logprob
     from trl.trainer import utils
@@ -40,33 +37,20 @@ def fused_head() -> Iterator[None]:
 
     on_gpu = {"_use_triton": lambda device: True}
     kernels = {"_forward_kernel": NotLaunched(), "_backward_kernel": NotLaunched(), "_addmm_fp32": addmm_fp32}
-    grids = SimpleNamespace(cdiv=lambda a, b: -(-a // b))  # triton may not be installed
-    with (
-        patch.multiple(utils, **on_gpu),
-        patch.multiple(chunked_logprob, **on_gpu, **kernels),
-        patch.object(chunked_logprob, "triton", grids, create=True),
-    ):
-        yield
+    kernels["triton"] = SimpleNamespace(cdiv=lambda a, b: -(-a // b))  # which may not be installed
+    yield patch.multiple(utils, **on_gpu)
+    yield patch.multiple(chunked_logprob, create=True, **on_gpu, **kernels)
 
 
-@contextlib.contextmanager
-def unlaunched(chip: Chip | None) -> Iterator[None]:
-    """While entered, Triton's kernels do nothing; Liger and flash-linear-attention, if loaded before, take the branches of
-    CUDA on `chip`. Afterwards the modules that Liger changed are as before."""
+def unlaunched(chip: Chip | None) -> Iterator[contextlib.AbstractContextManager]:
+    """Contexts in which Triton's kernels do nothing, and Liger, if loaded before, takes the branches of CUDA on `chip`."""
     if "triton" not in sys.modules:
-        yield
         return
     from triton.runtime.jit import KernelInterface
 
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(patch.object(KernelInterface, "__getitem__", NotLaunched.__getitem__))
-        for package, contexts in (("liger_kernel.ops", _liger), ("fla.ops.common.chunk_o", _linear_attention)):
-            if package in sys.modules:
-                for context in contexts(chip):
-                    stack.enter_context(context)
-        if "liger_kernel.ops" in sys.modules:
-            stack.callback(restore_after_liger)
-        yield
+    yield patch.object(KernelInterface, "__getitem__", NotLaunched.__getitem__)
+    if "liger_kernel.ops" in sys.modules:
+        yield from _liger(chip)
 
 
 def _liger(chip: Chip | None) -> Iterator[contextlib.AbstractContextManager]:
@@ -95,14 +79,3 @@ def _liger(chip: Chip | None) -> Iterator[contextlib.AbstractContextManager]:
         yield patch.object(rms_norm, "torch", SimpleNamespace(**vars(torch) | {"empty": empty}))
         yield patch.object(fused_linear_cross_entropy, "_can_use_mm_out", can_use_mm_out)
     yield patch.object(fused_linear_cross_entropy, "torch", SimpleNamespace(**vars(torch) | head))
-
-
-def _linear_attention(chip: Chip | None) -> Iterator[contextlib.AbstractContextManager]:
-    """Its tiles, and with them how many partial sums of a gradient there are, depend on a block's shared memory."""
-    if chip:
-        from fla.ops.common import chunk_o
-        from fla.utils.hardware import Backend
-
-        size = 1024 * chip.shared_memory
-        asked = {"check_shared_mem": lambda arch="none", index=0: size >= Backend.get_shared_memory(arch)}
-        yield patch.multiple(chunk_o, **asked)
