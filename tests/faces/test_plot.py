@@ -122,7 +122,7 @@ def test_the_timeline_marks_its_peak_and_phases_and_names_the_largest():
 @pytest.mark.parametrize(
     ("call", "words"),
     [
-        (lambda: plot.compare(), "at least one report"),
+        (lambda: plot.compare(), "compare takes reports"),
         (lambda: plot.compare(report(), report(recipe={"batch_size": 9})), "differ in batch_size"),
         (lambda: plot.compare(report(), unit="GB"), "unit is 'GB', but allowed are GiB"),
         (lambda: plot.compare(report(), limit="T5000"), "'T5000' is not in the table"),

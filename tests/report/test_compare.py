@@ -146,10 +146,8 @@ def test_a_difference_from_nothing_is_no_per_cent():
     assert table.differences("unexplained") == {} and "×inf" in str(table)
 
 
-@pytest.mark.parametrize(
-    ("reports", "words"), [([], "at least one report"), ([[report()]], "one argument each, not list")]
-)
-def test_bad_input_is_one_sentence(reports, words):
-    with pytest.raises(ValueError, match=words) as caught:
+@pytest.mark.parametrize("reports", [[], [[report()]]])
+def test_bad_input_is_one_sentence(reports):
+    with pytest.raises(ValueError, match="takes reports, one argument each") as caught:
         compare(*reports)
     assert "\n" not in str(caught.value)

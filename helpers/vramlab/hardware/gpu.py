@@ -98,14 +98,11 @@ class Gpu:
 
     def __str__(self) -> str:
         """One line: name, memory, bandwidth, bf16 or fp16 rate, compute capability."""
-        best = next((f for f in ("bf16", "fp16", "fp32") if f in self.peak), None)
-        capability = ".".join(map(str, self.compute_capability))
         parts = [self.name, format_bytes(self.total, digits=2) + ("" if self.total_known else " (nominal)")]
-        if self.bandwidth:
-            parts.append(f"{self.bandwidth / 1e9:,.0f} GB/s")
-        if best:
-            parts.append(f"{self.peak[best] / 1e12:,.0f} TFLOP/s {best}")
-        return " · ".join([*parts, f"compute capability {capability}"])
+        parts += [f"{self.bandwidth / 1e9:,.0f} GB/s"] if self.bandwidth else []
+        best = [form for form in ("bf16", "fp16", "fp32") if form in self.peak][:1]
+        parts += [f"{self.peak[form] / 1e12:,.0f} TFLOP/s {form}" for form in best]
+        return " · ".join([*parts, f"compute capability {'.'.join(map(str, self.compute_capability))}"])
 
 
 def _format(precision: str) -> str:

@@ -46,9 +46,6 @@ def scripts(recipe: Recipe, name: str, planned: dict[str, Any]) -> dict[str, str
     rate = own["learning_rate"] * (ADAPTERS_TIMES if lora else 1)
     said = planned | dict(
         recipe=recipe,
-        lora=lora,
-        base=recipe.quantization,
-        sharding=sharding,
         own=own,
         trl=TRL.get(recipe.trainer),
         beside=beside,
@@ -151,8 +148,6 @@ def _adapters(recipe: Recipe) -> dict[str, object]:
         value = getattr(recipe.lora, name)
         if name in ("r", "lora_alpha") or (knob.elsewhere and value != knob.default):
             found[name] = list(value) if isinstance(value, tuple) else value
-    if any(weight.kind == "conv1d" for weight in recipe.shape.weights()):
-        found["fan_in_fan_out"] = True  # its Conv1D is stored transposed
     return found | {"task_type": TASKS[recipe.shape.task].peft}
 
 

@@ -57,9 +57,7 @@ class Question:
     link: float | None = knob(None)
 
     def __post_init__(self):
-        for name in ("memory", "host_memory"):
-            if getattr(self, name) is not None:
-                setattr(self, name, size_of(name, getattr(self, name)))
+        self.memory, self.host_memory = size_of("memory", self.memory), size_of("host_memory", self.host_memory)
         self.assumed = self.memory is not None and self.gpu is None
         self.gpu = find_gpu(self.gpu) if self.gpu is not None else self._card()
         if isinstance(self.lora, Mapping):  # of what differs from RANK
@@ -69,9 +67,7 @@ class Question:
         for name in knobs(Question).keys() - {"memory", "host_memory", "lengths"}:
             self._check_knob(name)
         if self.global_batch % self.gpus:
-            near = max(1, round(self.global_batch / self.gpus)) * self.gpus
-            rest = f"{self.gpus} GPUs share it equally: take a multiple, such as {near}"
-            raise RecipeError("global_batch", self.global_batch, rest)
+            raise RecipeError("global_batch", self.global_batch, f"{self.gpus} GPUs share it: take a multiple")
         self.samples_per_gpu = self.global_batch // self.gpus
         self.methods = METHODS if self.method == "any" else (self.method,)
         self.tiers = (self.tier,) if self.tier else tuple(TIERS)  # in which an answer is looked for, in this order
@@ -127,8 +123,10 @@ class Question:
         return (plain.seq_len,) * (size - 1) + (shortest,) if pads and 0 < shortest < plain.seq_len else None
 
 
-def size_of(name: str, value: str | int) -> int:
-    """Bytes of "24GiB", "64 GB" or a number of bytes. Raises RecipeError, which calls it `name`."""
+def size_of(name: str, value: str | int | None) -> int | None:
+    """Bytes of "24GiB", "64 GB" or a number of bytes; None of None. Raises RecipeError, which calls it `name`."""
+    if value is None:
+        return None
     found = re.fullmatch(r"(\d+\.?\d*) *([a-z]*)", str(value).strip().lower())
     size = int(float(found[1]) * UNITS.get(found[2], 0)) if found else 0
     if size < UNITS["mib"]:

@@ -24,7 +24,7 @@ from ..recipe.recipe import Recipe
 from ..report.collector import no_collection
 from ..report.errors import RecipeError, VramLabError
 from ..report.report import TIERS, GiB, Interval, Report
-from .question import ENGINES, METHODS, OPTIMS, Question
+from .question import Question
 from .search_space import families, held_bytes, least_bytes, method_of, micro_batches, notes_on, with_micro_batch
 from .step_time import StepTime, estimate, step_time
 
@@ -69,9 +69,10 @@ class Candidate:
 
     @cached_property
     def rank(self) -> tuple:
-        """Sort key, smallest for the fastest; the larger micro-batch where two take equally long."""
+        """Sort key, smallest for the fastest to three digits (the rest is noise), then for the simplest family and the
+        larger micro-batch."""
         seconds = sum(estimate(self.recipe, self.question.gpu, self.question.link).values())
-        return *order(seconds, self.recipe), self.family, -self.recipe.batch_size
+        return float(f"{seconds:.3g}"), self.family, -self.recipe.batch_size
 
     def bound(self, tier: str) -> int:
         """A lower bound of the upper end of `interval` for `tier`."""
@@ -218,17 +219,3 @@ def confirm(candidates: list[Candidate]) -> None:
 
 def _offloads(recipe: Recipe) -> bool:
     return bool(recipe.sharding and recipe.sharding.offload)
-
-
-def order(seconds: float, recipe: Recipe) -> tuple:
-    """Rank by time to three digits (the rest is noise), then by what is simpler."""
-    sharding = recipe.sharding
-    simpler = (
-        METHODS.index(method_of(recipe)),
-        ENGINES.index(sharding.engine) + 1 if sharding else 0,
-        bool(sharding and sharding.offload),
-        recipe.gradient_checkpointing,
-        OPTIMS.index(recipe.optim) if recipe.optim in OPTIMS else len(OPTIMS),
-        recipe.attn_implementation != "sdpa",
-    )
-    return float(f"{seconds:.3g}"), simpler

@@ -39,17 +39,18 @@ def micro_batches(question: Question) -> tuple[int, ...]:
 
 
 def families(question: Question, method: str) -> Iterator[Recipe]:
-    """Every way to train by `method`, with the largest micro-batch."""
+    """Every way to train by `method`, the simpler ones first, with the largest micro-batch."""
     flash = "sdpa" not in question.attention and question.gpu.compute_capability >= (8, 0)  # sdpa takes it by itself
+    kernels = (name for name in question.attention if name != "flash_attention_2" or flash)
     prepares = (True, False) if question.gpus == 1 else (False,)  # prepared shards would have two dtypes in one unit
     bases = [Quantization("nf4", double, prepare=prepare) for prepare in prepares for double in (False, True)]
     options = {
-        "precision": question.precisions or _precisions(question.gpu, method),
-        "optim": question.optims,
-        "gradient_checkpointing": question.checkpointing,
-        "attn_implementation": [name for name in question.attention if name != "flash_attention_2" or flash],
-        "quantization": bases if method == "qlora" else (None,),
         "sharding": tuple(_shardings(question)),
+        "gradient_checkpointing": question.checkpointing,
+        "optim": question.optims,
+        "attn_implementation": sorted(kernels, key=lambda name: name != "sdpa"),
+        "precision": question.precisions or _precisions(question.gpu, method),
+        "quantization": bases if method == "qlora" else (None,),
     }
     fixed = {"batch_size": question.samples_per_gpu, "lora": None if method == "full" else question.lora}
     for values in itertools.product(*options.values()):

@@ -44,7 +44,8 @@ class Comparison:
         if self.against not in sizes:
             return {}
         reference = sizes.pop(self.against)
-        return {label: (size - reference, _share(size - reference, reference)) for label, size in sizes.items()}
+        divisor = reference or math.ulp(0)  # what grows from nothing grows infinitely
+        return {label: (size - reference, (size - reference) / divisor) for label, size in sizes.items()}
 
     def __str__(self) -> str:
         lines = [self.title, text_table(self._table())] if self.rows else [self.title]
@@ -140,13 +141,6 @@ def _moment_notes(good: Sequence[tuple[str, Report]]) -> Iterator[str]:
         yield f"the peaks stand in different phases ({where}), so their categories are not of the same moment."
 
 
-def _share(change: int, reference: int) -> float:
-    """Return the change as a fraction of the reference, infinite where that is 0."""
-    if not reference:
-        return math.inf if change else 0.0
-    return change / reference
-
-
 def check_unit(unit: str) -> int:
     """Return the bytes of a unit. Raises ValueError for an unknown one."""
     if unit not in UNITS:
@@ -162,11 +156,8 @@ def failure(report: Report) -> str:
 
 def column_labels(reports: Sequence[Report]) -> list[str]:
     """Return a short and unique name for each report, in the order given. Raises ValueError as `compare`."""
-    if not reports:
-        raise ValueError("compare needs at least one report, for example compare(predict(recipe), simulate(recipe)).")
-    for report in reports:
-        if not isinstance(report, Report):
-            raise ValueError(f"compare takes reports, one argument each, not {type(report).__name__}.")
+    if not reports or not all(isinstance(report, Report) for report in reports):
+        raise ValueError("compare takes reports, one argument each: compare(predict(recipe), simulate(recipe)).")
     if different := _recipe_difference(reports):
         raise ValueError(f"these reports differ in {different}: diff compares two of different recipes.")
     names = [r.source for r in reports]

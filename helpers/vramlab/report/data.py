@@ -6,12 +6,10 @@ from pathlib import Path
 
 @cache
 def data_folder() -> Path:
-    """Return the data folder of an installed wheel or of a checkout. Raises FileNotFoundError if there is neither."""
+    """Return the data folder of an installed wheel or of a checkout."""
     here = Path(__file__).resolve()
-    for folder in (here.parents[1] / "data_files", here.parents[3] / "data"):
-        if (folder / "models").is_dir():
-            return folder
-    raise FileNotFoundError("vramlab's data folder is missing: install the package again, or run from its repository")
+    installed = here.parents[1] / "data_files"
+    return installed if installed.is_dir() else here.parents[3] / "data"
 
 
 def data_path(*parts: str) -> Path:
