@@ -216,8 +216,7 @@ class Report:
         lines.append(f"peak {format_bytes(self.peak.total, unit)} in {self.peak_phase}")
         for name in ("reserved", "process", "rss"):
             if (value := getattr(self, name)) is not None:
-                own = max(unit, unit_for(int(value)), key=UNITS.get)  # a context is larger than a tiny module
-                lines.append(f"{name} {Interval.of(value).text(own)}")
+                lines.append(f"{name} {Interval.of(value).text(unit_for(int(value)))}")
         if self.loading and self.loading.total > self.peak.total:
             lines.append(f"loading peaks at {format_bytes(self.loading.total, unit)}, above all of training")
         if self.speed:
