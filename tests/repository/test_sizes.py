@@ -11,7 +11,7 @@ CEILINGS = {
     "vramlab/recipe": 2285,
     "vramlab/training": 1950,
     "vramlab/tracking": 925,
-    "vramlab/formulas": 2809,
+    "vramlab/formulas": 2787,
     "vramlab/simulation": 2240,
     "vramlab/measurement": 1235,
     "vramlab/planning": 1317,

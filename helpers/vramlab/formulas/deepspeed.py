@@ -68,9 +68,7 @@ class _Rank:
         self.precision_set = asked.precision.endswith("-mixed") or self.width == FP32
         self.bucket = HIDDEN["reduce_bucket_size"](recipe.shape.hidden_size)  # where gradients are reduced
         self.foreach = copies(recipe)[0]  # temporaries as large as the weights
-        self.one_group = recipe.loop.name != "trainer" or all(
-            row.decayed for row in rows
-        )  # else norms and biases apart
+        self.one_group = recipe.loop.name != "trainer" or all(row.decayed for row in rows)  # else norms are apart
         self.parts = self._sub_groups() if sharding.stage == 3 else [ceil(sum(self.sizes) / self.ranks)]
 
     def _sub_groups(self) -> list[int]:

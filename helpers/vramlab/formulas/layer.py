@@ -39,7 +39,7 @@ class Layer(Attention):
         caching = self.setting("use_cache", True) if recipe.loop.use_cache is None else recipe.loop.use_cache
         self.caches: list[Tensor] | None = [] if caching and not self.checkpoints and shape.layout.causal else None
 
-    def layer(self, name: str, parts: dict[str, str], x: Tensor, mask: Tensor | None) -> Tensor:
+    def layer(self, parts: dict[str, str], mask: Tensor | None, name: str, x: Tensor) -> Tensor:
         """Run the layer `name`, with the module name of each role in `parts`."""
         s = self.shape
         at = {role: f"{name}.{part}" for role, part in parts.items()}

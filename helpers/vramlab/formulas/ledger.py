@@ -197,9 +197,7 @@ class Ledger:
         self.nodes: list[Node | Callable[[], None]] = []
         self.where = ""
         self.casts: dict[str, Tensor] = {}
-        self.layer_holds: list[
-            Tensor
-        ] = []  # that live to the end of the layer, because its modules return or name them
+        self.layer_holds: list[Tensor] = []  # what modules return or name: it lives to the end of the layer
         self.replay: Replay | None = None  # that of the checkpointed piece that runs
         self.refilled: list[list[Block]] | None = None  # what a recomputation has saved so far
 
@@ -209,13 +207,9 @@ class Ledger:
         happens = events.append
         block.entry = entry = Entry(block, happens)
         entry.size, entry.allocated = _block_sizes(shape, width)
-        entry.op = op
-        entry.where = self.where
-        entry.category = category
-        entry.shape = shape
-        entry.width = width
-        entry.birth = len(events)
-        entry.death = NEVER
+        entry.op, entry.where, entry.category = op, self.where, category
+        entry.shape, entry.width = shape, width
+        entry.birth, entry.death = len(events), NEVER
         happens(entry)
         return block
 
@@ -266,12 +260,8 @@ class Ledger:
             return out
         out.needs = True
         node = out.node = Node()
-        node.op = name
-        node.where = self.where
-        node.shape = shape
-        node.edges = edges
-        node.extra = extra
-        node.spike = spike
+        node.op, node.where, node.shape = name, self.where, shape
+        node.edges, node.extra, node.spike = edges, extra, spike
         node.gradient = node.saved = None
         if saves:
             if self.replay is None:

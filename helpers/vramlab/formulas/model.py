@@ -22,7 +22,6 @@ from .step import single_temporaries
 
 # Keys of `enter` and `leave` besides layers' names: the whole model, the input embedding, the last norm with the head.
 ROOT, EMBEDDING, TAIL = "", "embedding", "tail"
-RunLayer = Callable[[str, Tensor], Tensor]  # of its name and its input
 
 
 class Model(Layer):
@@ -76,7 +75,9 @@ class Model(Layer):
         seen = self.tensor("mask", (self.batch, 1, n, n), BOOL)
         return seen if kernel == "sdpa" else self.tensor("mask", (self.batch, 1, n, n), self.hidden_width)
 
-    def stack(self, name: str, count: int, layer: RunLayer, first: list[Tensor], start: int = 0) -> Tensor:
+    def stack(
+        self, name: str, count: int, layer: Callable[[str, Tensor], Tensor], first: list[Tensor], start: int = 0
+    ) -> Tensor:
         """Run as few of `count` layers, from `start`, as say what all do: one that stands for others, and those that differ.
 
         The first differs where its input requires no gradient (LoRA). `first` has the input, freed with the layer.
@@ -126,8 +127,8 @@ class Model(Layer):
         tables = {kind: self.rotary_table() for kind in (masks if s.layout.kinds_tables else [""]) if s.rotary_dim}
         for run, kind, start, count in self.runs(stacks, masks):
             self.table = tables.get(kind, tables.get(""))
-            layer = partial(self.layer, parts=run.parts, mask=masks[kind])
-            first.append(self.stack(run.prefix, count, lambda name, y, layer=layer: layer(name, x=y), first, start))
+            layer = partial(self.layer, run.parts, masks[kind])
+            first.append(self.stack(run.prefix, count, layer, first, start))
         x = first.pop()
         self.where = stacks[0].prefix
         self.enter(TAIL, x.needs)
@@ -138,8 +139,7 @@ class Model(Layer):
 
     def rotary_table(self) -> tuple[Tensor, Tensor]:
         """Make cos and sin of every position, computed in fp32 and kept in the hidden states' dtype."""
-        half = self.layout.halved_rotary and "kv_a" not in self.layout.stacks[0].parts
-        rows = (1, self.tokens, self.shape.rotary_dim // (2 if half else 1))
+        rows = (1, self.tokens, self.shape.rotary_dim // (2 if self.layout.halved_rotary else 1))
         cos, sin = self.tensor("cos", rows, FP32), self.tensor("sin", rows, FP32)
         return self.to(cos, self.hidden_width), self.to(sin, self.hidden_width)
 

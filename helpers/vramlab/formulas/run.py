@@ -1,9 +1,8 @@
 """The peak of a whole run: the samples of a data set, dealt into micro-batches as the Trainer deals them."""
 
-import bisect
 from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import partial
 from math import prod
 from typing import Any
 
@@ -15,7 +14,6 @@ from ..report.report import Interval, Report, format_bytes
 from .predict import predict
 
 SAMPLING = ("random", "sequential", "group_by_length")
-NEAR = 0.9  # of the highest peak
 # Reserved after 30 to 60 steps of eight lengths over the longest batch's own, in eight runs replayed through the
 # allocator's model without a limit: 1.1 to 2.2. With a limit each of them ran in at most 1.03 of it.
 TYPICAL, WORST = 1.6, 2.2
@@ -31,7 +29,7 @@ class Run:
         largest: the prediction of the micro-batch with the highest peak, whose lengths are in `largest.recipe`.
         reserved: what the allocator grows to over batches of many lengths where the card has room for it.
         typical: bytes of the median micro-batch's peak.
-        micro_batches: how many there are; `near`: of them those within 10 % of the highest peak.
+        micro_batches: how many there are.
         tokens: that are trained on; `padding`: computed for nothing; `cut`: left out as samples are over seq_len.
     """
 
@@ -39,7 +37,6 @@ class Run:
     reserved: Interval
     typical: int
     micro_batches: int
-    near: int
     tokens: int
     padding: int
     cut: int
@@ -51,9 +48,9 @@ class Run:
     def __str__(self) -> str:
         waste = self.padding / (self.tokens + self.padding)
         return (
-            f"{self.largest}\nover the run: {self.micro_batches:,} micro-batches, {self.near:,} of them within 10 % of this "
-            f"peak, the median's is {format_bytes(self.typical)}; {waste:.0%} of the tokens computed are padding, "
-            f"{self.cut:,} are cut\nreserved over the run, where the card has room: {self.reserved}"
+            f"{self.largest}\nover the run: {self.micro_batches:,} micro-batches, the median's peak is "
+            f"{format_bytes(self.typical)}; {waste:.0%} of the tokens computed are padding, {self.cut:,} are cut\n"
+            f"reserved over the run, where the card has room: {self.reserved}"
         )
 
 
@@ -65,7 +62,7 @@ def predict_run(
     seed: int = 42,
     gpu: str | Gpu | None = None,
 ) -> Run:
-    """Predict the highest peak of an epoch over samples of `lengths` tokens, and how often micro-batches come near it.
+    """Predict the highest peak of an epoch over samples of `lengths` tokens, and the median's.
 
     Args:
         recipe: makes the micro-batches; seq_len is the longest sample kept whole.
@@ -82,13 +79,9 @@ def predict_run(
 
     shape = partial(samples.shape_of, joins=recipe.joins, multiple=recipe.pad_to_multiple_of)
 
-    @cache
     def report(found: Samples) -> Report:
         count = recipe.batch_size if recipe.packing else len(found)
         return predict(recipe.replace(lengths=found, batch_size=count), gpu)
-
-    def peak(found: Samples) -> int:
-        return report(found).peak.total
 
     def has_mask(found: Samples) -> bool:
         count, width = shape(found)
@@ -96,15 +89,13 @@ def predict_run(
 
     # their sizes order the peaks of micro-batches with a mask, and of those without
     ranked = sorted(dealt, key=lambda found: (prod(shape(found)), sum(found)))
-    kinds = [kind for masked in (False, True) if (kind := [found for found in ranked if has_mask(found) is masked])]
-    largest = report(max((kind[-1] for kind in kinds), key=peak))
-    enough = NEAR * largest.peak.total
-    near = sum(len(kind) - bisect.bisect_left(kind, True, key=lambda found: peak(found) >= enough) for kind in kinds)
+    last = {has_mask(found): found for found in ranked}
+    largest = max(map(report, last.values()), key=lambda report: report.peak.total)
     tokens, grown = [prod(shape(found)) for found in dealt], largest.reserved
     if len({*tokens}) > 1:
         grown = Interval(grown.low, int(grown.value * TYPICAL), int(grown.value * WORST))
-    trained, typical = sum(map(sum, dealt)), peak(ranked[len(ranked) // 2])
-    return Run(largest, grown, typical, len(dealt), near, trained, sum(tokens) - trained, sum(lengths) - trained)
+    trained, typical = sum(map(sum, dealt)), report(ranked[len(ranked) // 2]).peak.total
+    return Run(largest, grown, typical, len(dealt), trained, sum(tokens) - trained, sum(lengths) - trained)
 
 
 def _dealt(recipe: Recipe, lengths: list[int], strategy: str, seed: int) -> list[Samples]:

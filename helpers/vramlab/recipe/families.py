@@ -80,7 +80,7 @@ class Layout:
     scaled_embedding: bool | float = False  # the embedding is multiplied by a number, which True keeps in a buffer
     kinds: tuple[str, ...] = ()  # of attention, layer by layer, where some look back `sliding_window` tokens only
     kinds_tables: bool = False  # each kind has rotary frequencies of its own
-    halved_rotary: bool = False  # two halves of a head are turned, and joined
+    halved_rotary: bool = False  # cos and sin are half as wide as what they turn
     sigmoid_router: bool = False  # scores are computed in fp32, with a correction for each expert in a buffer
     shared_positions: bool = False  # one row of positions serves the whole batch
     held_feed_forward: bool = False  # the wide feed-forward tensor lives to the end of the layer
