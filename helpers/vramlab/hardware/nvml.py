@@ -11,8 +11,9 @@ from typing import Any
 
 from ..report.report import format_bytes, text_table
 
-# Reasons for clocks below what was asked for: the bits of nvml.h's nvmlClocksEventReason* that mean trouble.
+# Reasons for clocks below what was asked for: bits of nvml.h's nvmlClocksEventReason*, without those of settings.
 REASONS = {
+    0x4: "software power cap",  # normal under load
     0x8: "hardware slowdown",
     0x20: "software thermal slowdown",
     0x40: "hardware thermal slowdown",
@@ -20,8 +21,7 @@ REASONS = {
 }
 
 # Each sensor: its unit, and how NVML `n` is asked for that of the card `h`. `used` contains the driver's own part;
-# `process` is this process's memory; `clock` that of the multiprocessors; `throttle` why heat or power holds the clocks
-# back, () when they do not.
+# `process` is this process's memory; `throttle` why the clocks are held back, () when they are not.
 SENSORS = {
     "name": ("", lambda n, h: n.nvmlDeviceGetName(h)),
     "driver": ("", lambda n, h: n.nvmlSystemGetDriverVersion()),
