@@ -73,11 +73,6 @@ class Parameter:
         self.name, self.shape, self.width, self.needs, self.quantized = name, shape, width, needs, quantized
         self.uses, self.partial, self.gradient = 0, None, None
 
-    def used(self) -> "Parameter":
-        """Wait for one gradient more."""
-        self.uses += 1
-        return self
-
     def receive(self, ledger: "Ledger", gradient: Block) -> bool:
         """Add up the gradients of all uses, in place but to a linear layer's transposed view; True with the last one."""
         if self.partial is None:
@@ -255,7 +250,13 @@ class Ledger:
             return out
         if refilled is not None:
             return self._refill(out, inputs, saves)
-        edges = [(x.node or x.used(), x.shape, x.width, how) for x, how in zip(inputs, grads, strict=False) if x.needs]
+        edges = []
+        for x, how in zip(inputs, grads, strict=False):
+            if x.needs:
+                receiver = x.node
+                if receiver is None:  # a parameter
+                    receiver, x.uses = x, x.uses + 1
+                edges.append((receiver, x.shape, x.width, how))
         if not edges:
             return out
         out.needs = True

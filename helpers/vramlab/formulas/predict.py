@@ -103,8 +103,8 @@ def _phases(recipe: Recipe, account: Account, rank: RankBytes) -> dict[str, Phas
     if recipe.has_reference:
         sizes |= {name: 2 * sizes[name] for name in ("parameters", "buffers", "workspace")}
     states = {"optimizer_states": rank.optimizer_states, "workspace": rests.get("optimizer_states", 0)}
-    handle = cublas_workspace(account.m.chip.capability)
-    always = (rank.always, sizes, states, {"workspace": 2 * handle})  # in forward's thread and in backward's
+    handles = {"workspace": 2 * cublas_workspace(account.m.chip.capability)}  # in forward's thread and in backward's
+    always = vars(_bytes(rank.always, sizes, states, handles))
     if not loop.optimizer_in_backward:
         gradients = {"gradients": rank.gradients, "workspace": rests.get("gradients", 0)}
     # FSDP's are whole, in the account
@@ -119,20 +119,18 @@ def _phases(recipe: Recipe, account: Account, rank: RankBytes) -> dict[str, Phas
     in_step = outputs if loop.keep_outputs in ("step", True) else {}
     if loop.keep_outputs == "backward":
         end = {"gradients": end["gradients"]}
-    peaks = [_bytes(*always, during, backward, rank.backward)]
+    peaks = [_bytes(always, during, backward, rank.backward)]
     if rank.reducing:
-        peaks.append(_bytes(*always, during, end, {"workspace": rank.reducing}))
+        peaks.append(_bytes(always, during, end, {"workspace": rank.reducing}))
     if rank.backward_end:  # gradients are divided by then
         during, end = {}, end | {"gradients": 0}
-    load = _bytes(*always[: 2 + (recipe.optim == "adagrad")])  # which makes its states when it is made
-    rest = _bytes(*always, kept, gradients if loop.zero_grad != "end" or not loop.set_to_none else {})
+    load = _bytes(rank.always, sizes, states if recipe.optim == "adagrad" else {})  # which makes them when it is made
+    rest = _bytes(always, kept, gradients if loop.zero_grad != "end" or not loop.set_to_none else {})
     return {
         "load": Phase(load, load),
-        "forward": Phase(
-            _bytes(*always, before, kept, forward), _bytes(*always, existing if exist else {}, forward_end)
-        ),
-        "backward": Phase(max(peaks, key=lambda split: split.total), _bytes(*always, during, end, rank.backward_end)),
-        "step": Phase(_bytes(*always, in_step, gradients, {"temporaries": rank.temporaries}), rest),
+        "forward": Phase(_bytes(always, before, kept, forward), _bytes(always, existing if exist else {}, forward_end)),
+        "backward": Phase(max(peaks, key=lambda split: split.total), _bytes(always, during, end, rank.backward_end)),
+        "step": Phase(_bytes(always, in_step, gradients, {"temporaries": rank.temporaries}), rest),
         "between_steps": Phase(rest, rest),
     }
 
