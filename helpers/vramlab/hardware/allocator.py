@@ -18,7 +18,7 @@ from typing import Any
 
 from ..report.errors import VramLabError
 from ..report.report import format_bytes
-from .overhead import SMALL_BLOCK, SMALL_SEGMENT, UNIT, rounded, segment
+from .overhead import SMALL_BLOCK, SMALL_SEGMENT, UNIT, segment
 
 
 class AllocatorError(VramLabError, MemoryError):
@@ -77,16 +77,18 @@ class Allocator:
 
     def malloc(self, size: int, stream: int = 0) -> Block:
         """Allocate a block from the stream's cached segments or a new one. Raises AllocatorError beyond `limit`."""
-        size = max(UNIT, rounded(size))
+        size = -(-size // UNIT) * UNIT or UNIT
         pool = size <= SMALL_BLOCK, stream
         free = self._pools[pool]
         index = self._best_fit(free, size)
         block = free.pop(index)[2] if index < len(free) else self._segment(size, pool)
-        if self._splits(block.size - size, pool[0]):
-            rest = Block(block.address + size, block.size - size, pool)
-            block.size = size
-            link(block, rest, block.after)
-            self._keep(rest)
+        left = block.size - size
+        if self._splits(left, pool[0]):
+            rest = Block(block.address + size, left, pool, block, block.after)
+            if block.after:
+                block.after.before = rest
+            block.size, block.after = size, rest
+            bisect.insort(free, (left, rest.address, rest))
         block.free = False
         self.allocated += block.size
         if self.allocated > self.peak_allocated:
@@ -112,8 +114,9 @@ class Allocator:
             if side and side.free:
                 self._take(side)
                 block, gone = (side, block) if side is block.before else (block, side)
-                block.size += gone.size
-                link(block, gone.after)
+                block.size, block.after = block.size + gone.size, gone.after
+                if gone.after:
+                    gone.after.before = block
         block.free = True
         self._keep(block)
         return block
@@ -185,21 +188,21 @@ def replay(log: list[tuple[int, Any, str]], limit: int | None = None) -> Replaye
 
 
 def _replay(log: list[tuple[int, Any, str]], allocator: Allocator) -> Replayed:
-    blocks: dict[int, Block] = {}
+    blocks: dict[Any, Block] = {}
     malloc, free, requested, most, alive, beyond = allocator.malloc, allocator.free, 0, 0, 0, [0]
-    for event, (size, storage, _) in enumerate(log):
-        if size > 0:
-            requested += storage.asked
-            if requested > most:
-                most = requested
-            try:
-                blocks[id(storage)] = malloc(size, storage.stream)
-            except AllocatorError as error:
-                error.event = event
-                raise
-        else:
-            requested -= storage.asked
-            free(blocks.pop(id(storage)))
-        alive += size
-        beyond.append(allocator.allocated - alive)
+    try:
+        for size, storage, _ in log:
+            if size > 0:
+                requested += storage.asked
+                if requested > most:
+                    most = requested
+                blocks[storage] = malloc(size, storage.stream)
+            else:
+                requested -= storage.asked
+                free(blocks.pop(storage))
+            alive += size
+            beyond.append(allocator.allocated - alive)
+    except AllocatorError as error:
+        error.event = len(beyond) - 1
+        raise
     return Replayed(most, allocator.peak_allocated, allocator.peak_reserved, beyond)
