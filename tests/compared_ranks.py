@@ -17,8 +17,7 @@ from vramlab.measurement.worker import import_libraries, on_rank
 from vramlab.recipe.recipe import Recipe
 from vramlab.report.errors import MeasurementError, RecipeError
 from vramlab.report.report import Report
-from vramlab.tracking.history import History
-from vramlab.tracking.reporting import to_report
+from vramlab.tracking.history import History, to_report
 from vramlab.tracking.tracked import run_tracked
 from vramlab.tracking.tracker import Tracker
 from vramlab.training import process_group

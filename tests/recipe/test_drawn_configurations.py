@@ -12,8 +12,7 @@ from vramlab.recipe.recipe import PRECISIONS
 from vramlab.recipe.shapes import catalogue
 from vramlab.report.data import data_path
 from vramlab.report.errors import RecipeError
-from vramlab.tracking.history import History
-from vramlab.tracking.reporting import to_report
+from vramlab.tracking.history import History, to_report
 from vramlab.tracking.tracked import run_tracked
 from vramlab.tracking.tracker import Tracker
 from vramlab.training.training import build

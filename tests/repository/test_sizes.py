@@ -10,7 +10,7 @@ CEILINGS = {
     "vramlab/hardware": 1074,
     "vramlab/recipe": 2285,
     "vramlab/training": 1950,
-    "vramlab/tracking": 925,
+    "vramlab/tracking": 864,
     "vramlab/formulas": 2787,
     "vramlab/simulation": 1977,
     "vramlab/measurement": 1235,

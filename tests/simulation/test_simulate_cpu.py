@@ -17,8 +17,7 @@ from vramlab.recipe.recipe import OPTIMIZERS, PRECISIONS, Loop, LoRA, Quantizati
 from vramlab.recipe.shapes import read_shape
 from vramlab.report.errors import RecipeError
 from vramlab.simulation.simulate import trace
-from vramlab.tracking.history import History
-from vramlab.tracking.reporting import to_report
+from vramlab.tracking.history import History, to_report
 from vramlab.tracking.tracked import run_tracked
 from vramlab.tracking.tracker import Tracker
 from vramlab.training.training import build

@@ -273,7 +273,7 @@ UNLIKE = {
 }
 NOT_REPEATED = {
     "shared": (unlike("AlbertConfig"), "no list with a module for each layer"),
-    "irregular": (unlike("Qwen3MoeConfig", mlp_only_layers=[2, 3, 5, 9]), "no pattern that repeats often enough"),
+    "irregular": (unlike("Qwen3MoeConfig", mlp_only_layers=[0, 1, 4, 8]), "no pattern that repeats often enough"),
     "what all layers return": (unlike("MixtralConfig", output_router_logits=True), ""),
 }
 

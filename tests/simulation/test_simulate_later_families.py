@@ -11,8 +11,7 @@ import transformers
 from quick import params
 from vramlab import LoRA, Recipe, RecipeError, simulate
 from vramlab.recipe.recipe import Loop
-from vramlab.tracking.history import History
-from vramlab.tracking.reporting import to_report
+from vramlab.tracking.history import History, to_report
 from vramlab.tracking.tracked import run_tracked
 from vramlab.tracking.tracker import Tracker
 from vramlab.training.engine import Training, loss_of

@@ -18,8 +18,7 @@ from ..hardware.overhead import UNIT
 from ..report.errors import VramLabError
 from ..report.report import Report
 from ..simulation.any_module import is_compiled, lazy_parameter
-from ..tracking.history import History
-from ..tracking.reporting import to_report
+from ..tracking.history import History, to_report
 from ..tracking.tracked import claim_model, claim_states, fsdp_units_named, gradients_named, tensors_in
 from ..tracking.tracker import Tracker, plain_tensors
 

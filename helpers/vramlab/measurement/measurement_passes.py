@@ -22,8 +22,7 @@ from ..hardware.nvml import Sensors, nvml_snapshot
 from ..hardware.overhead import UNIT
 from ..recipe.recipe import Recipe
 from ..report.report import Bytes, Phase, Report, Speed
-from ..tracking.history import History, merge
-from ..tracking.reporting import to_report
+from ..tracking.history import History, merge, to_report
 from ..tracking.tracked import run_tracked
 from ..tracking.tracker import Tracker
 from ..training.engine import Training

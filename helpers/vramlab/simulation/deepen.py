@@ -12,13 +12,16 @@ from itertools import groupby, pairwise
 from typing import NamedTuple
 
 from ..tracking.tracker import Storage, Tracker
-from .repetition import GROUPS, MIDDLE, NotRegular, Repetition
+from .repetition import MIDDLE, NotRegular, Repetition
 
 Events = list[tuple[int, Storage, str]]
 Marks = list[tuple[int, str]]
 Walk = list[tuple[int, int, int]]  # (group, first event, one past the last), in the log's order
 # Up or down over the groups. A group's events begin where it first occurs; later ones are its neighbours' business.
-WALK = re.compile("(0*)(1+)(2[12]*)(3[23]*)(4[34]*)?|(4*)(3+)(2[23]*)(1[12]*)(0[01]*)?")
+WALKS = {
+    4: re.compile("(0*)(1+)(2[12]*)(3[23]*)?|(3*)(2+)(1[12]*)(0[01]*)?"),
+    5: re.compile("(0*)(1+)(2[12]*)(3[23]*)(4[34]*)?|(4*)(3+)(2[23]*)(1[12]*)(0[01]*)?"),
+}
 
 
 class Place(NamedTuple):
@@ -33,19 +36,19 @@ class Writer:
 
     def __init__(self, events: Events, more: int):
         self.events, self.more = events, more
-        self.places: dict[int, Place] = {}  # by a storage's id
-        self.longer: dict[int, Storage] = {}  # of no group, and larger in the longer log
+        self.places: dict[Storage, Place] = {}
+        self.longer: dict[Storage, Storage] = {}  # of no group, and larger in the longer log
         self.renamed: Callable[[str, int], str] = lambda name, groups: name  # so many groups further up
         self.log: Events = []
 
     def write(self, first: int, end: int, at: int | None = None, shift: int = 0) -> None:
         """Write the events first…end for the group `shift` above group `at`; with None each group is itself."""
         for size, storage, op in self.events[first:end]:
-            place = self.places.get(id(storage))
+            place = self.places.get(storage)
             if place is None:
                 if at == MIDDLE:
                     raise NotRegular("a layer frees what no layer made")
-                storage = self.longer.get(id(storage), storage)
+                storage = self.longer.get(storage, storage)
                 self.log.append((storage.size if size > 0 else -storage.size, storage, op))
                 continue
             group, alive = place
@@ -66,11 +69,11 @@ def deepen(tracker: Tracker, repetition: Repetition, more: int) -> tuple[Events,
     return _Deepener(tracker, repetition, more).deepened()
 
 
-def find_walks(slots: Iterable[tuple[int, int, int | None]]) -> Iterator[Walk]:
-    """The complete walks in a sequence of (first event, one past the last, group)."""
+def find_walks(slots: Iterable[tuple[int, int, int | None]], groups: int) -> Iterator[Walk]:
+    """The complete walks over `groups` in a sequence of (first event, one past the last, group)."""
     slots = [slot for slot in slots if slot[2] is not None]
-    for found in WALK.finditer("".join(str(group) for *_, group in slots)):
-        starts = [found.start(part) for part in range(1, 11) if found[part]]
+    for found in WALKS[groups].finditer("".join(str(group) for *_, group in slots)):
+        starts = [found.start(part) for part in range(1, 2 * groups + 1) if found[part]]
         cuts = pairwise([*(slots[start][0] for start in starts), slots[found.end() - 1][1]])
         yield [(slots[start][2], *cut) for start, cut in zip(starts, cuts, strict=True)]
 
@@ -78,7 +81,7 @@ def find_walks(slots: Iterable[tuple[int, int, int | None]]) -> Iterator[Walk]:
 class _Deepener(Writer):
     def __init__(self, tracker: Tracker, repetition: Repetition, more: int):
         super().__init__(tracker.log, more)
-        self.marks, self.unit = tracker.marks, tracker.round_to
+        self.marks, self.unit, self.groups = tracker.marks, tracker.round_to, repetition.groups
         self.group, self.renamed = cache(repetition.group), cache(repetition.renumbered)
         self.walks: list[Walk] = []
         phases = [(0, "load"), *self.marks, (len(self.events), "")]
@@ -94,29 +97,29 @@ class _Deepener(Writer):
         cuts = pairwise([start, *(position for position, _ in calls), end])
         groups = [None, *(self.group(where) for _, where in calls)]
         slots = [(*cut, group) for cut, group in zip(cuts, groups, strict=True)]
-        walks = list(find_walks(slots))
+        walks = list(find_walks(slots, self.groups))
         for walk in walks:
             self._add(walk)
         for first, stop, _ in slots:
             if not any(walk[0][1] <= first and stop <= walk[-1][2] for walk in walks):
                 for _, run in groupby(range(first, stop), key=lambda i: self.events[i][0] > 0):
-                    for walk in find_walks((i, i + 1, self._group_of(self.events[i][1])) for i in run):
+                    for walk in find_walks(((i, i + 1, self._group_of(self.events[i][1])) for i in run), self.groups):
                         self._add(walk)
 
     def _group_of(self, storage: Storage) -> int | None:
-        place = self.places.get(id(storage))
+        place = self.places.get(storage)
         return place.group if place else self.group(storage.where)
 
     def _add(self, walk: Walk) -> None:
         """Note the places of what is born in `walk`: counterparts have one index within their groups."""
         self.walks.append(walk)
         born = {group: [s for size, s, _ in self.events[a:b] if size > 0] for group, a, b in walk}
-        sizes = [[storage.asked for storage in born[group]] for group in range(1, GROUPS - 1)]
-        if not sizes[0] == sizes[1] == sizes[2]:
+        sizes = [[storage.asked for storage in born[group]] for group in range(1, self.groups - 1)]
+        if any(size != sizes[0] for size in sizes):
             raise NotRegular("layers of one kind do not all make the same")
         alive: list[dict[int, Storage]] = [{} for _ in range(max(map(len, born.values())))]
         for group, storages in born.items():
-            self.places |= {id(s): Place(group, counterparts) for s, counterparts in zip(storages, alive, strict=False)}
+            self.places |= {s: Place(group, counterparts) for s, counterparts in zip(storages, alive, strict=False)}
 
     def _lengthen_vectors(self, steps: list[tuple[int, int]]) -> None:
         """Note the vectors of clipping, which have entries for each gradient: norms are stacked, sharded ones also
@@ -124,12 +127,13 @@ class _Deepener(Writer):
         gradients = {s.where for _, s, _ in self.events if s.category == "gradients"}
         clipped = self.more * sum(self.group(where) == MIDDLE for where in gradients)
         events = (event for start, end in steps for event in self.events[start:end])
-        for s in [s for size, s, _ in events if size > 0 and id(s) not in self.places]:
-            if s.op in ("stack", "cat", "pow", "all_reduce", "_foreach_norm") and s.asked % len(gradients) == 0:
-                vector = self.longer[id(s)] = s.copy(s.where)
+        for s in [s for size, s, _ in events if size > 0 and s not in self.places]:
+            of_vectors = s.op in ("stack", "cat", "pow", "all_reduce", "_foreach_norm") and len(s.shape) < 2
+            if of_vectors and s.asked % len(gradients) == 0:
+                vector = self.longer[s] = s.copy(s.where)
                 vector.asked += s.asked // len(gradients) * clipped
                 vector.size = -(-vector.asked // self.unit) * self.unit
-                vector.shape = (s.shape[0] + clipped,) if len(s.shape) == 1 else s.shape
+                vector.shape = tuple(n + clipped for n in s.shape)
 
     def deepened(self) -> tuple[Events, Marks]:
         marks, position = [], 0
@@ -158,14 +162,14 @@ def repeat(log: Events, marks: Marks, count: int) -> tuple[Events, Marks]:
     first, second, *others = (i for i, name in enumerate(names) if name == "forward")
     left = _left(log[cuts[second] : cuts[second + 2]])
     born = [storage for size, storage, _ in log[cuts[second] : cuts[second + 2]] if size > 0]
-    writer.places = {id(storage): Place(MIDDLE, {}) for storage in born}
+    writer.places = {storage: Place(MIDDLE, {}) for storage in born}
     kinds = [_kind(storage) for storage in left]
     for batch in (first, *others):
         same = [storage for storage in _left(log[cuts[batch] : cuts[batch + 2]]) if _kind(storage) in kinds]
         if [*map(_kind, same)] != kinds:
             raise NotRegular("a micro-batch leaves other tensors than the next one frees")
-        counterparts = [writer.places[id(storage)].alive for storage in left]
-        writer.places |= {id(s): Place(MIDDLE - 1, alive) for s, alive in zip(same, counterparts, strict=True)}
+        counterparts = [writer.places[storage].alive for storage in left]
+        writer.places |= {s: Place(MIDDLE - 1, alive) for s, alive in zip(same, counterparts, strict=True)}
 
     def write(phase: int, at: int, shift: int) -> None:
         marked.append((len(writer.log), names[phase]))
@@ -183,8 +187,8 @@ def repeat(log: Events, marks: Marks, count: int) -> tuple[Events, Marks]:
 
 def _left(events: Events) -> list[Storage]:
     """The storages that `events` make and do not free."""
-    freed = {id(storage) for size, storage, _ in events if size < 0}
-    return [storage for size, storage, _ in events if size > 0 and id(storage) not in freed]
+    freed = {storage for size, storage, _ in events if size < 0}
+    return [storage for size, storage, _ in events if size > 0 and storage not in freed]
 
 
 def _kind(storage: Storage) -> tuple:

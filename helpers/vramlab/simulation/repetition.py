@@ -18,7 +18,9 @@ if TYPE_CHECKING:
 
     from ..recipe.shapes import Shape
 
-GROUPS, MIDDLE = 5, 2  # groups of layers in a shallow model, and the one that is repeated (`deepen.py`)
+# Groups of layers in a shallow model, and the one that is repeated (`deepen.py`). Where FSDP frees late, a fifth keeps
+# the last layer's events apart.
+GROUPS, MIDDLE = 4, 2
 
 
 class NotRegular(Exception):
@@ -27,18 +29,19 @@ class NotRegular(Exception):
 
 @dataclass(frozen=True)
 class Repetition:
-    """A model's layers as five groups: the `first` layers, three periods of which the middle one repeats, the `last`."""
+    """A model's layers as `groups`: the `first` layers, periods of which the second repeats, the `last` layers."""
 
     lists: tuple[str, ...]  # names of the module lists that hold the layers
     depth: int
     first: int
     period: int
     last: int
+    groups: int = GROUPS
 
     @property
     def shallow(self) -> int:
         """Layers of the shallow model."""
-        return self.first + (GROUPS - 2) * self.period + self.last
+        return self.first + (self.groups - 2) * self.period + self.last
 
     @property
     def more(self) -> int:
@@ -62,7 +65,7 @@ class Repetition:
         number = int(found[2])
         if number < self.first:
             return 0
-        return GROUPS - 1 if number >= self.shallow - self.last else 1 + (number - self.first) // self.period
+        return self.groups - 1 if number >= self.shallow - self.last else 1 + (number - self.first) // self.period
 
     def renumbered(self, name: str, groups: int) -> str:
         """The module's or parameter's `name` so many groups further up."""
@@ -71,7 +74,7 @@ class Repetition:
 
 
 @lru_cache(maxsize=64)
-def find(shape: "Shape") -> Repetition:
+def find(shape: "Shape", groups: int = GROUPS) -> Repetition:
     """How the layers of `shape` repeat. Raises NotRegular where no shallow model can stand for the deep one."""
     depth = shape.num_layers
     if shape.num_decoder_layers not in (0, depth):
@@ -80,10 +83,10 @@ def find(shape: "Shape") -> Repetition:
     lists, layers = _layers(model, depth)
     said = [value for value in vars(model.config).values() if isinstance(value, list) and len(value) == depth]
     known = [(layer, [of[i] for of in said]) for i, layer in enumerate(layers)]
-    found = longest_pattern([known.index(each) for each in known])  # a kind is the number of its first layer
+    found = longest_pattern([known.index(each) for each in known], groups)  # a kind is the number of its first layer
     if found is None:
         raise NotRegular("the kinds of layers have no pattern that repeats often enough")
-    repetition = Repetition(tuple(lists), depth, *found)
+    repetition = Repetition(tuple(lists), depth, *found, groups)
     shallow = build(cut(shape, repetition.kept()))
     for kept, layer in zip(repetition.kept(), _layers(shallow, repetition.shallow)[1], strict=True):
         pairs = [(value, layer.get(key)) for key, value in layers[kept].items()]
@@ -105,10 +108,10 @@ def cut(shape: "Shape", kept: list[int]) -> "Shape":
     return read_shape(config, task=shape.task)
 
 
-def longest_pattern(kinds: list[int]) -> tuple[int, int, int] | None:
-    """(first, period, last) of the shallowest model with five groups that can stand for layers of these kinds."""
+def longest_pattern(kinds: list[int], groups: int = GROUPS) -> tuple[int, int, int] | None:
+    """(first, period, last) of the shallowest model with so many groups that can stand for layers of these kinds."""
     depth, best = len(kinds), None
-    for period in range(1, (depth - 2) // (GROUPS - 1) + 1):
+    for period in range(1, (depth - 2) // (groups - 1) + 1):
         # how many layers before i, and i, are like the one a period later
         like_next = (kinds[i] == kinds[i + period] for i in range(depth - period))
         runs = accumulate(like_next, lambda n, same: n + 1 if same else 0)
@@ -116,8 +119,8 @@ def longest_pattern(kinds: list[int]) -> tuple[int, int, int] | None:
         first = max(end - length, 1)
         times = (min(end + period, depth - 1) - first) // period
         last = depth - first - times * period
-        shallow = first + (GROUPS - 2) * period + last
-        if times >= GROUPS - 1 and (best is None or shallow < best[0]):
+        shallow = first + (groups - 2) * period + last
+        if times >= groups - 1 and (best is None or shallow < best[0]):
             best = shallow, (first, period, last)
     return best and best[1]
 

@@ -24,10 +24,9 @@ from ..report.collector import no_collection
 from ..report.errors import RecipeError, VramLabError, needing
 from ..report.report import MiB, Report
 from ..tracking.fake_tracker import FakeTracker
-from ..tracking.history import History
-from ..tracking.reporting import to_report
+from ..tracking.history import History, to_report
 from ..tracking.tracked import run_tracked
-from ..tracking.tracker import Tracker
+from ..tracking.tracker import ON_HOST, Tracker
 from ..training import training as tr
 from ..training.engines import engine_of
 from ..training.evaluation import evaluate
@@ -93,14 +92,14 @@ def simulate(
 
 def _of_recipe(recipe: Recipe, target: str, card: Gpu | None, steps: int, full: bool) -> Report:
     notes = ["torch_compile: the eager step is simulated"] if recipe.torch_compile else []
-    note = "activation_offloading: reserved is that of one stream, where the copies use a second one"
-    notes += [note] if recipe.activation_offloading else []
+    if recipe.activation_offloading:
+        notes.append("activation_offloading: reserved is that of one stream, where the copies use a second one")
     notes += loop_notes(recipe.loop) + lora_modules.notes(recipe)
     if card and (why := card.why_not(recipe.precision)):
         notes.append(why)
     history = trace(recipe, target, card, steps, full)
-    notes += history.notes
-    return to_report(history, "simulated", recipe, target, card=card, notes=notes, loading=loading_peak(recipe, target))
+    more = {"notes": notes + history.notes, "loading": loading_peak(recipe, target)}
+    return to_report(history, "simulated", recipe, target, card=card, **more)
 
 
 def _of_module(step: ModuleStep, target: str, card: Gpu | None, steps: int) -> Report:
@@ -117,15 +116,9 @@ def _of_module(step: ModuleStep, target: str, card: Gpu | None, steps: int) -> R
             raise
         except Exception as error:  # a module has its own ways to refuse a batch
             raise step.failed(tracker.phase if tracker else "load", error) from error
-    history = _history(tracker.log, tracker.marks, target, card, tracker.notes)
-    notes = step.notes() + values.notes + history.notes
-    return to_report(history, "simulated", None, target, card=card, title=type(step.model).__name__, notes=notes)
-
-
-def _history(log: list, marks: list, target: str, card: Gpu | None, notes: list[str]) -> History:
-    """On CUDA also what the allocator makes of it, in the memory that the card has besides CUDA's context."""
-    room = card.total - card.context_interval.value if card else None
-    return History(log, marks, allocator=target == "cuda", limit=room, notes=notes)
+    history = History(tracker.log, tracker.marks, target == "cuda", card)
+    more = {"title": type(step.model).__name__, "notes": step.notes() + values.notes + tracker.notes}
+    return to_report(history, "simulated", None, target, card=card, **more)
 
 
 def trace(recipe: Recipe, target: str = "cuda", card: Gpu | None = None, steps: int = 2, full: bool = False) -> History:
@@ -138,7 +131,7 @@ def trace(recipe: Recipe, target: str = "cuda", card: Gpu | None = None, steps: 
         except NotRegular as error:
             notes.append(f"all {recipe.shape.num_layers} layers were run, none repeated: {error}")
     tracker = _run(recipe, target, card, steps, full=True)
-    return _history(tracker.log, tracker.marks, target, card, notes + tracker.notes)
+    return History(tracker.log, tracker.marks, target == "cuda", card, notes + tracker.notes)
 
 
 def _is_abridged(recipe: Recipe) -> bool:
@@ -158,7 +151,7 @@ def may_be_deepened(recipe: Recipe, target: str) -> bool:
         return False
     if lora_modules.differ_by_layer(recipe.shape, recipe.lora):
         return False
-    return recipe.shape.num_layers > _layers_run(recipe, GROUPS, 1)
+    return recipe.shape.num_layers > GROUPS
 
 
 def _is_written_down(recipe: Recipe) -> bool:
@@ -169,17 +162,11 @@ def _is_written_down(recipe: Recipe) -> bool:
     return shape.layout is not None and not routed and not any(shape.settings.get(name) for name in more)
 
 
-def _layers_run(recipe: Recipe, shallow: int, period: int) -> float:
-    """Layers to run, over two steps, for a deepened log; others than those written down are checked by one more step."""
-    return shallow if _is_written_down(recipe) else shallow + (shallow + period) / 2
-
-
 def _lengthened(recipe: Recipe, target: str, card: Gpu | None, steps: int) -> History:
     """The history of a run of few layers and micro-batches, made longer where that is the lesser work. Raises NotRegular."""
-    shape, layers = recipe.shape, None
-    if may_be_deepened(recipe, target):
-        layers = find(shape)
-    if layers is None or _layers_run(recipe, layers.shallow, layers.period) >= layers.depth:
+    shape, is_checked = recipe.shape, not _is_written_down(recipe)
+    layers = find(shape, GROUPS + bool(recipe.sharding)) if may_be_deepened(recipe, target) else None
+    if layers is None or layers.depth <= layers.shallow * (1 + is_checked):
         tracker = _run(recipe, target, card, steps)
         log, marks = tracker.log, tracker.marks
     else:
@@ -190,15 +177,16 @@ def _lengthened(recipe: Recipe, target: str, card: Gpu | None, steps: int) -> Hi
 
         tracker = run(0, steps)
         log, marks = deepen(tracker, layers, layers.more)
-        if not _is_written_down(recipe):  # one group more than needed, deepened and run
-            tried, ran = History(*deepen(tracker, layers, 1)), run(1, 1)
-            if tried.first_step() != History(ran.log, ran.marks).first_step():
+        if is_checked:  # one group more than needed, deepened and run
+            ran = run(1, 1)
+            tried, ran = (h.moments() for h in (History(*deepen(tracker, layers, 1)), History(ran.log, ran.marks)))
+            if tried[: len(ran) - 1] != ran[:-1]:  # all of a step but what follows it
                 raise NotRegular(
                     f"{layers.shallow + layers.period} layers take something else than their repetition says"
                 )
     if _is_abridged(recipe):
         log, marks = repeat(log, marks, recipe.gradient_accumulation_steps)
-    return _history(log, marks, target, card, tracker.notes)
+    return History(log, marks, target == "cuda", card, tracker.notes)
 
 
 @needing("simulate_evaluation")
@@ -223,10 +211,9 @@ def simulate_evaluation(
             rest = f"the evaluation of transformers' own Trainer is simulated with {getattr(Recipe, field)!r} only"
             raise RecipeError(field, value, rest)
     tracker = _run(recipe, target, card, 1, evaluation, full)
-    history = _history(tracker.log, tracker.marks, target, card, tracker.notes)
-    title = f"{recipe} · evaluation"
-    since = history.last_step[0][1]
-    return to_report(history, "simulated", recipe, target, card=card, since=since, title=title, notes=history.notes)
+    history = History(tracker.log, tracker.marks, target == "cuda", card)
+    more = {"since": history.last_step[0][1], "title": f"{recipe} · evaluation", "notes": tracker.notes}
+    return to_report(history, "simulated", recipe, target, card=card, **more)
 
 
 def _run(
@@ -276,10 +263,8 @@ def _run(
         except VramLabError:
             raise
         except Exception as error:  # each model class has its own ways to fail, and to read values that a fake lacks
-            why = (
-                f"its training step does not run on fake tensors: {reason_at(error)}; measure(recipe) runs it for real"
-            )
-            raise RecipeError("model", recipe.name, why) from error
+            why = f"its training step does not run on fake tensors: {reason_at(error)}"
+            raise RecipeError("model", recipe.name, f"{why}; measure(recipe) runs it for real") from error
 
 
 def make_tracker(training: tr.Training, card: Gpu | None, kernels: CudaKernels | None) -> FakeTracker:
@@ -288,7 +273,7 @@ def make_tracker(training: tr.Training, card: Gpu | None, kernels: CudaKernels |
     if training.device.index is not None:  # another is the host's
         tracker.only_device = training.device
     if kernels:
-        kernels.on_host, kernels.is_on_host = tracker.mark_on_host, tracker.is_on_host
+        kernels.on_host, kernels.is_on_host = partial(tracker.claim, category=ON_HOST), tracker.is_on_host
         tracker.round_to = UNIT
         tracker.scratch = kernel_scratch(card.chip if card else DEFAULT_CHIP, kernels.note)
         sizes = {"mm": cublas_workspace((card.chip if card else DEFAULT_CHIP).capability)}

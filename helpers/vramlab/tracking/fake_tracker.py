@@ -21,14 +21,11 @@ ASSUMED = {
 class FakeTracker(Tracker):
     """A `Tracker` for fake tensors; `values` knows the content of some, `keep_storage` is given each operator's result."""
 
+    _should_skip_dynamo = staticmethod(lambda: False)  # no guard against torch.compile around each operator
+
     def __init__(self, device: str = "cpu", keep_storage: Callable[..., None] | None = None):
         super().__init__(device)
         self.keep_storage, self.values = keep_storage, None
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        """No guard against torch.compile around each operator: the simulated step is eager."""
-        return False
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func is DEVICE_QUERY and isinstance(args[0], FakeTensor):  # most calls are this, from autograd's engine

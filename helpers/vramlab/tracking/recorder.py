@@ -5,14 +5,12 @@ from collections import Counter
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_leaves
 
 from ..hardware.snapshot import Group, Groups, Line, is_users, user_line
-from .tracker import Storage, Tracker
+from .tracker import Storage, Tracker, tensors_in
 
 OWN = (__file__, str(Path(__file__).with_name("tracker.py")))
 
@@ -22,12 +20,13 @@ class Recorder(Tracker):
 
     def __init__(self, device: str = "cpu"):
         super().__init__(device)
-        self.frames: dict[int, list[dict[str, Any]]] = {}  # by `id` of a storage, from its birth's line to the user's
+        # by `id` of a storage: from its birth's line, without the tracker's own, to the user's
+        self.frames: dict[int, list[dict[str, Any]]] = {}
         self._given: set[int] = set()  # storages of the arguments of the operator that runs
 
     def dispatch(self, func: Any, types: tuple, args: tuple, kwargs: dict) -> Any:
         """Run an operator and log what it makes; what it was given and is not followed was there before."""
-        self._given = {t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)}
+        self._given = {tensor.untyped_storage()._cdata for tensor in tensors_in((args, kwargs))}
         result = super().dispatch(func, types, args, kwargs)
         self._given.clear()
         return result
@@ -35,7 +34,13 @@ class Recorder(Tracker):
     def log_birth(self, tensor: torch.Tensor, op: str, where: str = "") -> Storage | None:
         storage = None if tensor.untyped_storage()._cdata in self._given else super().log_birth(tensor, op, where)
         if storage:
-            self.frames[id(storage)] = _stack(sys._getframe(1))
+            self.frames[id(storage)] = frames = []
+            frame = sys._getframe(1)
+            while frame is not None and not (frames and is_users(frames[-1]["filename"])):
+                code = frame.f_code
+                if code.co_filename not in OWN:
+                    frames.append({"filename": code.co_filename, "line": frame.f_lineno, "name": code.co_name})
+                frame = frame.f_back
         return storage
 
     def leaks(self, ends: Sequence[int], least: int) -> Groups:
@@ -51,14 +56,3 @@ class Recorder(Tracker):
             for line in set.intersection(*map(set, steps))
         ]
         return Groups(sorted((g for g in found if g.size >= least), key=lambda group: (-group.size, group.line)))
-
-
-def _stack(frame: FrameType | None) -> list[dict[str, Any]]:
-    """The frames of the running code, without the tracker's own, to the innermost that is neither torch's nor Python's."""
-    frames = []
-    while frame is not None and not (frames and is_users(frames[-1]["filename"])):
-        code = frame.f_code
-        if code.co_filename not in OWN:
-            frames.append({"filename": code.co_filename, "line": frame.f_lineno, "name": code.co_name})
-        frame = frame.f_back
-    return frames

@@ -1,11 +1,9 @@
 """Runs the training step under a tracker and claims the storages whose purpose is known."""
 
 import contextlib
-import dataclasses
 import functools
 import sys
-from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 from unittest.mock import patch
 
@@ -16,7 +14,7 @@ from ..training.engine import Training
 from ..training.models import is_fake
 from ..training.patched import afterwards
 from ..training.training import train_step
-from .tracker import REFERENCE, Tracker
+from .tracker import ON_HOST, REFERENCE, Tracker, tensors_in
 
 
 def run_tracked(
@@ -112,19 +110,6 @@ def fsdp_units_named(tracker: Tracker):
         yield
 
 
-def tensors_in(values: Any) -> list[torch.Tensor]:
-    """The tensors in nested mappings, sequences and dataclasses."""
-    if isinstance(values, torch.Tensor):
-        return [values]
-    if isinstance(values, Mapping):
-        values = values.values()
-    elif dataclasses.is_dataclass(values) and not isinstance(values, type):
-        values = vars(values).values()
-    elif not isinstance(values, list | tuple | set | frozenset | deque):
-        return []
-    return [tensor for value in values for tensor in tensors_in(value)]
-
-
 def claim_model(tracker: Tracker, model: torch.nn.Module, prefix: str = "") -> None:
     """Claim the model's parameters (with the statistics of quantized ones) and buffers; names begin with `prefix`."""
     for name, parameter in model.named_parameters(prefix):
@@ -152,6 +137,6 @@ def claim_states(tracker: Tracker, optimizers: list[Any], target: str) -> None:
         for parameter, state in optimizer.state.items():
             for name, value in state.items():
                 if paged and name in ("state1", "state2") and parameter.numel() >= 1e5:
-                    tracker.mark_on_host(tensors_in(value))
+                    tracker.claim(tensors_in(value), ON_HOST)
                 else:
                     tracker.claim(tensors_in(value), "optimizer_states", tracker.owner(parameter))

@@ -7,9 +7,10 @@ a gradient is an anonymous result until autograd gives it to its parameter.
 
 import sys
 import weakref
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, is_dataclass
 from functools import cache
 from itertools import accumulate, chain, groupby, pairwise
 from typing import Any
@@ -18,10 +19,9 @@ from unittest.mock import patch
 import torch
 from torch._C import _storage_Use_Count
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, is_traceable_wrapper_subclass
-from torch.utils._pytree import tree_leaves
 
+from ..report.errors import VramLabError
 from ..training.patched import afterwards
-from .gloo import gloo_scratch, group_of
 
 aten = torch.ops.aten
 DEVICE_QUERY, READ_SCALAR = torch.ops.prim.device.default, aten._local_scalar_dense.default
@@ -38,12 +38,8 @@ COLLECTIVES = {  # that all ranks of a group enter
     *(f"_c10d_functional::{name}" for name in ("all_reduce", "all_gather_into_tensor", "wait_tensor")),
 }
 PRODUCTS = {"mm", "addmm", "bmm", "baddbmm", "mv", "addmv", "dot", "_scaled_mm"}  # cuBLAS's
-SPARSE = {  # layout to the methods that give the tensors it is made of
-    torch.sparse_coo: ("_indices", "_values"),
-    **dict.fromkeys((torch.sparse_csr, torch.sparse_bsr), ("crow_indices", "col_indices", "values")),
-    **dict.fromkeys((torch.sparse_csc, torch.sparse_bsc), ("ccol_indices", "row_indices", "values")),
-}
 REFERENCE = "reference"  # before the names of its modules and parameters
+_is_wrapper = cache(lambda kind: hasattr(kind, "__tensor_flatten__"))
 ON_HOST = "on host"  # category of what is in host or unified memory: seen, and left out of the finished log
 
 
@@ -64,17 +60,14 @@ class Storage:
 
     def copy(self, where: str) -> "Storage":
         """The same storage for another layer."""
-        given = (self.size, self.asked, self.category, self.op, where, self.shape, self.dtype, self.stream, self.alive)
-        return Storage(*given)
+        return Storage(self.size, self.asked, self.category, self.op, where, self.shape, self.dtype, self.stream)
 
 
 class Tracker(TorchDispatchMode):
     """Logs births and frees of storages on `device` while entered. Enter it inside a FakeTensorMode, not around it.
 
-    Args:
-        round_to: sizes are rounded up to a multiple of this many bytes, as the target's allocator does.
-        scratch: function of an operator's name and arguments to the bytes that its kernel needs besides its results
-            while it runs. None: gloo's on a CPU, nothing otherwise.
+    Sizes are rounded up to a multiple of `round_to` bytes. `scratch` gives, of an operator's name and arguments, the
+    bytes that its kernel needs besides its results while it runs; None: gloo's on a CPU, nothing otherwise.
     """
 
     def __init__(self, device: str = "cpu", round_to: int = 1, scratch: Callable[..., int] | None = None):
@@ -88,7 +81,7 @@ class Tracker(TorchDispatchMode):
         self.phase = "load"
         self.workspaces: dict[str, dict[str, int]] = {}  # phase to operator to bytes that stay: `_log_workspace`
         self.only_device: torch.device | None = None  # the only one of its type to count; None counts all
-        self.paused, self.notes = False, []
+        self.notes: list[str] = []
         self._streams = {id(torch.cpu.current_stream()): 0}
         self._recomputed: list[Storage] = []
         self._over_gloo, self._group = False, None  # group: that of a collective which was the last operator
@@ -101,24 +94,12 @@ class Tracker(TorchDispatchMode):
         self._over_gloo = grouped and torch.distributed.get_backend() == "gloo"
         enter = self._entered.enter_context
         enter(afterwards(torch.UntypedStorage, "resize_", lambda result, handle, size: self._resized(handle)))
-        if propagation := sys.modules.get("torch.distributed.tensor._sharding_prop"):
-            enter(self._unseen(propagation.ShardingPropagator, "_propagate_tensor_meta_non_cached"))
+        if propagation := sys.modules.get("torch.distributed.tensor._sharding_prop"):  # of shapes, on fake tensors
+            owner, name = propagation.ShardingPropagator, "_propagate_tensor_meta_non_cached"
+            enter(patch.object(owner, name, _disable_current_modes()(getattr(owner, name))))
         if self.device == "cpu" and self.round_to == 1:  # a checkpoint keeps one, of 5,056 bytes
             enter(afterwards(torch, "get_rng_state", self._generator_state))
         return super().__enter__()
-
-    def _unseen(self, owner: type, name: str) -> AbstractContextManager:
-        """While entered, `owner`'s method logs nothing: by it DTensor finds a result's shape, on fake tensors."""
-        plain = getattr(owner, name)
-
-        def method(*args: Any) -> Any:
-            self.paused = True
-            try:
-                return plain(*args)
-            finally:
-                self.paused = False
-
-        return patch.object(owner, name, method)
 
     def __exit__(self, *error: Any) -> None:
         self._group = None
@@ -146,7 +127,8 @@ class Tracker(TorchDispatchMode):
                 self.log.append((size, Storage(size, size, "workspace", "cublas"), "cublas"))
 
     def claim(self, tensors: Iterable[torch.Tensor], category: str, where: str = "") -> None:
-        """Give the storages of `tensors` a category, from their birth on. Unknown ones are born now."""
+        """Give the storages of `tensors` a category, from their birth on; with ON_HOST they are left out. Unknown ones
+        are born now."""
         for tensor in plain_tensors(tensors):
             if self._counts(tensor):
                 storage = self._storage(tensor) or self.log_birth(tensor, "given", where)
@@ -158,12 +140,6 @@ class Tracker(TorchDispatchMode):
         for handle in storages:
             size = handle.nbytes()
             self._log_birth(handle, Storage(self._round(size), size, category, "given", where))
-
-    def mark_on_host(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Leave out `tensors`, which are the host's on the machine described (an optimizer's step counters)."""
-        for tensor in plain_tensors(tensors):
-            if storage := self._storage(tensor):
-                storage.category = ON_HOST
 
     def is_on_host(self, tensors: Iterable[torch.Tensor]) -> bool:
         """Whether there are any `tensors`, and all are marked as the host's."""
@@ -197,31 +173,26 @@ class Tracker(TorchDispatchMode):
         """Close the log, without the host's storages. Consecutive frees, whose order may be a hash table's, are sorted
         by birth. Returns self."""
         self.live.clear()
-        self._leave_out_host()
+        position = [0, *accumulate(storage.category != ON_HOST for _, storage, _ in self.log)]  # by the old one
+        self.log = [event for event in self.log if event[1].category != ON_HOST]
+        self.marks = [(position[old], phase) for old, phase in self.marks]
+        self.calls = [(position[old], *call) for old, *call in self.calls]
         cuts = sorted({0, len(self.log), *(call[0] for call in self.calls), *(position for position, _ in self.marks)})
-        born = {id(storage): i for i, (size, storage, _) in enumerate(self.log) if size > 0}
+        born = {storage: i for i, (size, storage, _) in enumerate(self.log) if size > 0}
         for first, last in pairwise(cuts):
             runs = groupby(self.log[first:last], key=lambda event: event[0] > 0)
-            in_order = [list(run) if births else sorted(run, key=lambda e: born[id(e[1])]) for births, run in runs]
+            in_order = [list(run) if births else sorted(run, key=lambda e: born[e[1]]) for births, run in runs]
             self.log[first:last] = chain.from_iterable(in_order)
         return self
-
-    def _leave_out_host(self) -> None:
-        kept = [storage.category != ON_HOST for _, storage, _ in self.log]
-        if not all(kept):
-            position = [0, *accumulate(kept)]  # by old position
-            self.log = [event for event, keep in zip(self.log, kept, strict=True) if keep]
-            self.marks = [(position[old], phase) for old, phase in self.marks]
-            self.calls = [(position[old], *call) for old, *call in self.calls]
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         return self.dispatch(func, types, args, kwargs or {})
 
     def dispatch(self, func: torch._ops.OpOverload, types: tuple, args: tuple, kwargs: dict) -> Any:
         """Run an operator and log what it makes."""
-        if any(hasattr(kind, "__tensor_flatten__") for kind in types):
+        if any(map(_is_wrapper, types)):
             return NotImplemented  # such as DTensor: the operators that it is made of come here next
-        if self.paused or func is DEVICE_QUERY:
+        if func is DEVICE_QUERY:
             return func(*args, **kwargs)
         if func is READ_SCALAR and (value := self.scalar(args[0])) is not None:
             return value
@@ -239,7 +210,7 @@ class Tracker(TorchDispatchMode):
         self.calls.append((start, name, where, len(self.marks)))
         self._record(result, name, where, args)
         self._log_workspace(name)
-        for tensor in _tensors([args[place] if isinstance(place, int) else kwargs[place] for place in buffers]):
+        for tensor in tensors_in([args[place] if isinstance(place, int) else kwargs[place] for place in buffers]):
             if storage := self._storage(tensor):
                 storage.category = storage.category or "workspace"
         if block:
@@ -368,19 +339,19 @@ class Tracker(TorchDispatchMode):
         return device.type == self.device and self.only_device in (None, device)
 
     def _storage(self, tensor: torch.Tensor) -> Storage | None:
-        return None if tensor.layout in SPARSE else self.live.get(tensor.untyped_storage()._cdata)
+        return self.live.get(tensor.untyped_storage()._cdata)
 
     def _round(self, size: int) -> int:
         return -(-size // self.round_to) * self.round_to
 
 
 def plain_tensors(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    """`tensors`, with what a wrapper such as DTensor wraps and the parts of a sparse one in their place."""
+    """`tensors`, with what a wrapper such as DTensor wraps in its place."""
     found = []
     for tensor in tensors:
         if tensor.layout not in (torch.strided, torch.jagged):
-            found += [getattr(tensor, part)() for part in SPARSE.get(tensor.layout, ())]
-        elif is_traceable_wrapper_subclass(tensor):
+            raise VramLabError(f"neither simulate nor watch follows {tensor.layout} tensors")
+        if is_traceable_wrapper_subclass(tensor):
             inner = (getattr(tensor, name) for name in tensor.__tensor_flatten__()[0])  # a mesh is no tensor
             found += plain_tensors(part for part in inner if isinstance(part, torch.Tensor))
         else:
@@ -395,15 +366,46 @@ def _about(func: torch._ops.OpOverload) -> tuple[str, bool, tuple[int | str, ...
     return qualified.rpartition("::")[2], qualified in COLLECTIVES, BUFFERS.get(qualified, ())
 
 
-def _tensors(values: Any) -> list[torch.Tensor]:
-    return [value for value in tree_leaves(values) if isinstance(value, torch.Tensor)]
+def tensors_in(values: Any) -> list[torch.Tensor]:
+    """The tensors in nested mappings, sequences and dataclasses."""
+    if isinstance(values, torch.Tensor):
+        return [values]
+    if isinstance(values, Mapping):
+        values = values.values()
+    elif is_dataclass(values) and not isinstance(values, type):
+        values = vars(values).values()
+    elif not isinstance(values, list | tuple | set | frozenset | deque):
+        return []
+    return [tensor for value in values for tensor in tensors_in(value)]
+
+
+def gloo_scratch(name: str, args: tuple[Any, ...]) -> int:
+    """Bytes of torch's CPU allocator that gloo takes for a collective: a flat result when it gathers
+    (`AsyncAllgatherWork::allgather`), a copy of what it reduces and scatters (`reduce_scatter_tensor_coalesced`)."""
+    place = {"_allgather_base_": 0, "_reduce_scatter_base_": 1}.get(name)
+    return 0 if place is None else args[place].nbytes
+
+
+def group_of(args: tuple) -> "torch.distributed.ProcessGroup":
+    """The process group among an operator's arguments, given as an object or by name; else the default group."""
+    import torch.distributed as dist
+    from torch.distributed.distributed_c10d import _resolve_process_group
+
+    for value in reversed(args):
+        if isinstance(value, dist.ProcessGroup):
+            return value
+        if isinstance(value, torch.ScriptObject) and "ProcessGroup" in str(value._type()):
+            return dist.ProcessGroup.unbox(value)
+        if isinstance(value, str) and value not in ("sum", "avg", "min", "max", "product"):
+            return _resolve_process_group(value)
+    return dist.group.WORLD
 
 
 def _accumulates(held: Any, new: Any, **options: Any) -> bool:
     """Whether autograd would add `new` in place to a gradient that only its own buffer holds, were no dispatch mode active
     (`can_accumulate_inplace` in input_buffer.cpp). Two hold the storage here: the tensor, and the handle that is asked.
     """
-    if torch.is_grad_enabled() or options or not isinstance(new, torch.Tensor) or held.layout in SPARSE:
+    if torch.is_grad_enabled() or options or not isinstance(new, torch.Tensor):
         return False
     storage = held.untyped_storage()
     dense = held.nbytes == storage.nbytes()
