@@ -8,11 +8,21 @@ on. `empty_cache` unmaps every page that lies wholly in a free block.
 
 import bisect
 from dataclasses import dataclass, field
+from itertools import pairwise
 
-from vramlab.hardware.allocator import Allocator, Block, Pool, link
+from vramlab.hardware.allocator import Allocator, Block, Pool
 from vramlab.hardware.overhead import LARGE_SEGMENT, SMALL_SEGMENT, UNIT
 
 START, LENGTH = LARGE_SEGMENT << 30, LARGE_SEGMENT << 20  # of a range, in whole pages of both kinds
+
+
+def link(*blocks: Block | None) -> None:
+    """Make each of `blocks` the neighbour of the next; None is the end of a segment."""
+    for left, right in pairwise(blocks):
+        if left:
+            left.after = right
+        if right:
+            right.before = left
 
 
 class Hole(Block):

@@ -13,7 +13,6 @@ Where the card has no room for a segment, every segment without a living block i
 import bisect
 from collections import defaultdict
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
 from typing import Any
 
 from ..report.errors import VramLabError
@@ -46,15 +45,6 @@ class Block:
     before: "Block | None" = None
     after: "Block | None" = None
     free: bool = True
-
-
-def link(*blocks: Block | None) -> None:
-    """Make each of `blocks` the neighbour of the next; None is the end of a segment."""
-    for left, right in pairwise(blocks):
-        if left:
-            left.after = right
-        if right:
-            right.before = left
 
 
 @dataclass
