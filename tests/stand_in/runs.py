@@ -20,7 +20,8 @@ from pathlib import Path
 
 import torch
 from vramlab import Recipe
-from vramlab.measurement.measurement_passes import build_for_steps, clean_pass
+from vramlab.hardware.nvml import nvml_snapshot
+from vramlab.measurement.measurement_passes import clean_pass
 from vramlab.measurement.records import write_atomically
 from vramlab.measurement.worker import import_libraries
 from vramlab.recipe.evaluation import Evaluation
@@ -28,7 +29,7 @@ from vramlab.training.engines import engine_of
 from vramlab.training.evaluation import evaluate
 from vramlab.training.models import build_model, weight_dtype
 from vramlab.training.process_group import one_rank_of
-from vramlab.training.training import make_batch, train_step
+from vramlab.training.training import build, make_batch, train_step
 
 MINUTES = 5
 LIBRARIES = ("torch", "transformers", "bitsandbytes", "deepspeed")
@@ -90,7 +91,7 @@ def peaks(recipe: Recipe, each: dict) -> dict:
     if "loading" in each:
         load(recipe)
     elif "evaluation" in each:
-        training = build_for_steps(recipe, "cuda")
+        training = build(recipe, "cuda")
         train_step(training)
         torch.cuda.reset_peak_memory_stats()
         evaluation = Evaluation(**each["evaluation"])
@@ -99,7 +100,7 @@ def peaks(recipe: Recipe, each: dict) -> dict:
         import_libraries(recipe)
         try:
             with one_rank_of(recipe.sharding), engine_of(recipe).without_peers("cpu"):
-                stats = clean_pass(recipe, 1, 2, "cuda").stats
+                stats = clean_pass(recipe, 1, 2, "cuda", nvml_snapshot()).stats
         except torch.OutOfMemoryError as error:
             return dict.fromkeys(PEAKS) | {"out_of_memory": str(error).split(". ")[0]}
         return {name: stats[f"{name}_bytes.all.peak"] for name in PEAKS}

@@ -201,7 +201,7 @@ BLIND = Sensors(False, reason="no NVIDIA driver answers")
 )
 def test_process_memory_is_nvmls_or_what_the_device_gained(now, process, notes):
     assert passes.process_bytes(now, Sensors(True, used=MiB)) == (process, notes)
-    assert notes == () or passes.process_bytes(now, None)[0] is None
+    assert notes == () or passes.process_bytes(now, BLIND)[0] is None
 
 
 # --- out of memory on CUDA -------------------------------------------------------------------------------------------

@@ -15,7 +15,6 @@ from quick import params
 from rank_faults import gone
 from tiny_models import config
 from vramlab import MeasurementError, Recipe, RecipeError, Sharding, measure
-from vramlab.measurement import launch as launch_module
 from vramlab.measurement.launch import Launcher
 from vramlab.report.errors import MissingExtra, RankError
 
@@ -59,7 +58,7 @@ def pids(folder: Path, count: int = 0) -> list[int]:
 # --- what works ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("world_size", params([1, 3, 5], [1, 5]))
+@pytest.mark.parametrize("world_size", params([2, 3, 5], [5]))
 def test_every_rank_answers_in_order(launcher, world_size):
     """Any number, more than there are cores included."""
     answers = launcher.run("rank_faults:greet", {"word": "안녕"}, world_size)
@@ -89,7 +88,7 @@ FAILURES = {
     "raise": (None, "failed: ValueError: a bad value"),
     "exit": (7, "ended in the middle with exit status 7, without an exception."),
     "leave": (1, "ended in the middle with exit status 1, without an exception."),
-    "kill": (-9, "was killed by SIGKILL."),
+    "kill": (-9, "was killed by SIGKILL, as the kernel does when RAM runs out."),
 }
 
 
@@ -106,16 +105,6 @@ def test_the_rank_that_failed_is_named_and_the_others_do_not_wait(launcher, tmp_
     assert (caught.value.rank, caught.value.code) == (who, code)
     assert str(caught.value).startswith(f"Rank {who} of 3 {words}")
     assert len(pids(tmp_path)) == 3 and gone(pids(tmp_path))
-
-
-@pytest.mark.parametrize("oom", [True, False])
-def test_a_rank_that_is_killed_ran_out_of_memory_only_if_the_kernel_says_so(launcher, tmp_path, monkeypatch, oom):
-    counts = iter([0, int(oom)])
-    monkeypatch.setattr(launch_module, "oom_kills", lambda: next(counts))
-    with pytest.raises(RankError) as caught:
-        launcher.run("rank_faults:fail", {"how": "kill", "folder": str(tmp_path)}, 2)
-    assert caught.value.oom == ("It was killed by the kernel because RAM ran out." if oom else "")
-    assert str(caught.value).endswith("SIGKILL by the kernel because RAM ran out." if oom else "SIGKILL.")
 
 
 def test_the_traceback_is_the_ranks_own_in_one_piece(launcher, tmp_path):
@@ -188,7 +177,7 @@ def test_wrong_arguments_are_sentences(arguments, why):
 def test_a_timeout_ends_ranks_that_ignore_everything(launcher, tmp_path):
     launcher.run("rank_faults:greet")  # so that its libraries are loaded
     begun = time.monotonic()
-    with pytest.raises(MeasurementError, match="Rank 0, 1 of 2 took over 5 s, so all was ended: raise timeout="):
+    with pytest.raises(MeasurementError, match="it took over 5 s, so all was ended: raise timeout="):
         launcher.run("rank_faults:hang", {"folder": str(tmp_path)}, timeout=5)
     assert time.monotonic() - begun < 20
     assert len(pids(tmp_path)) == 2 and gone(pids(tmp_path)) and started() == []
@@ -201,7 +190,7 @@ sys.path.insert(0, {tests!r})
 import psutil
 from vramlab.measurement.launch import Launcher
 try:
-    with Launcher(single={single}) as launcher:
+    with Launcher() as launcher:
         launcher.run("rank_faults:hang", {{"folder": {folder!r}}}, {ranks})
 except KeyboardInterrupt:
     print("interrupted", len(psutil.Process().children(recursive=True)), flush=True)
@@ -217,7 +206,7 @@ def test_nothing_outlives_the_one_who_asked(how, ranks, tmp_path):
     files = tmp_path / "files"
     files.mkdir()
     tests = os.path.dirname(os.path.dirname(__file__))
-    code = ASKING.format(tests=tests, folder=str(tmp_path), ranks=ranks, single=ranks == 1)
+    code = ASKING.format(tests=tests, folder=str(tmp_path), ranks=ranks)
     surroundings = {**os.environ, "TMPDIR": str(files)}
     parent = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, env=surroundings)
     try:

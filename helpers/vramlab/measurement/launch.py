@@ -18,22 +18,18 @@ from pathlib import Path
 from typing import Any
 
 from ..report.errors import MeasurementError, RankError
-from .host_memory import oom_kills
 
 COMMAND = [sys.executable, "-P", "-m", "vramlab.measurement.ranks"]  # -P: ignore a torch.py in the current folder
-SIGABRT, SIGKILL = -getattr(signal, "SIGABRT", 6), -getattr(signal, "SIGKILL", 9)  # as exit codes
+SIGKILL = -9  # as an exit code
 
 
 class Launcher:
     """A child process that has loaded its libraries and runs functions on request; leave its with-block to end it.
 
-    It is always killed together with its process group. Should this process be killed, it ends by itself. `single`: run
-    the function in the child itself, in place of ranks; for a measurement, which has a fresh process.
+    It is always killed together with its process group. Should this process be killed, it ends by itself.
     """
 
-    def __init__(self, single: bool = False):
-        self.single = single
-        self._child: subprocess.Popen | None = None
+    _child: subprocess.Popen | None = None
 
     def start(self) -> "Launcher":
         """Start to load the libraries, unless that has been done."""
@@ -41,9 +37,6 @@ class Launcher:
             self.end()
             paths = [str(Path(__file__).resolve().parents[2]), os.environ.get("PYTHONPATH")]
             own = {"TOKENIZERS_PARALLELISM": "false", "PYTHONPATH": os.pathsep.join(filter(None, paths))}
-            usual = {} if self.single else {"OMP_NUM_THREADS": "1"}  # torchrun's default
-            if sys.platform == "linux" and not self.single:
-                usual["GLOO_SOCKET_IFNAME"] = "lo"  # all ranks are here
             self._output = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115 (closed in `end`)
             self._child = subprocess.Popen(
                 COMMAND,
@@ -51,7 +44,7 @@ class Launcher:
                 stdout=self._output,
                 stderr=self._output,
                 start_new_session=True,
-                env={**usual, **os.environ, **own},
+                env={**os.environ, **own},
                 text=True,
             )
         return self
@@ -80,66 +73,54 @@ class Launcher:
     ) -> list[Any]:
         """Return what `function(**arguments)` returns on each of `world_size` ranks, in their order.
 
-        The function has torchrun's environment (RANK, WORLD_SIZE, MASTER_ADDR, …) and makes its own process group
-        (`process_group.real_rank`). What it takes and returns is pickled. On "cuda" each rank is a fresh process with a
-        GPU of its own, on "cpu" they are forked where that is sound; after `timeout` seconds all are ended.
-        `preload(**arguments)` imports what forked ranks need before they are forked; it must not start a thread.
+        A single one is the child itself, which has no ranks then. Several have torchrun's environment (RANK, WORLD_SIZE,
+        MASTER_ADDR, …) and make their own process group (`process_group.real_rank`). What the function takes and returns
+        is pickled. On "cuda" each rank is a fresh process with a GPU of its own, on "cpu" they are forked where that is
+        sound; after `timeout` seconds all are ended. `preload(**arguments)` imports what forked ranks need before they
+        are forked; it must not start a thread.
 
         Raises RankError with the traceback of the rank that failed first, the package's own errors as they are, and
         MeasurementError if they took too long or did not start.
         """
         self.start()
-        kills = oom_kills()
-        with tempfile.TemporaryDirectory(prefix="vramlab-") as name:
-            folder = Path(name)
-            order = {"call": pickle.dumps((function, dict(arguments or {}))), "preload": preload, "single": self.single}
-            order |= {"world_size": world_size, "device": device, "folder": name, "path": sys.path}
-            (folder / "order.pickle").write_bytes(pickle.dumps(order))
+        order = {"call": pickle.dumps((function, dict(arguments or {}))), "preload": preload, "path": sys.path}
+        order |= {"world_size": world_size, "device": device}
+        with tempfile.TemporaryDirectory(prefix="vramlab-") as folder:
+            Path(folder, "order.pickle").write_bytes(pickle.dumps(order))
             try:
-                with contextlib.suppress(BrokenPipeError):  # `_wait` notices that the child has ended
-                    self._child.stdin.write(f"{name}\n")
+                with contextlib.suppress(BrokenPipeError):  # `_outcome` notices that the child has ended
+                    self._child.stdin.write(f"{folder}\n")
                     self._child.stdin.flush()
-                failed, code = self._wait(folder, world_size, timeout)
+                outcome = self._outcome(Path(folder, "outcome.pickle"), world_size, timeout)
             except BaseException:  # Ctrl-C too
                 self.end()
                 raise
-            found = {rank: read for rank in range(world_size) if (read := _read(folder / f"{rank}.pickle"))}
-        missing = [rank for rank in range(world_size) if "answer" not in found.get(rank, {})]
-        if failed is None and not missing:
-            return [found[rank]["answer"] for rank in range(world_size)]
-        failed = missing[0] if failed is None else failed
-        errors = {rank: read for rank, read in found.items() if "error" in read}
-        if errors and (failed in errors or code == SIGABRT):  # who aborts may have lost a neighbour
-            raise min(errors.values(), key=lambda read: read["time"])["error"]
-        raise self._ended(failed, code, world_size, device, killed_for_ram=code == SIGKILL and oom_kills() > kills)
+        if "answers" in outcome:
+            return [pickle.loads(answer) for answer in outcome["answers"]]
+        raise outcome.get("error") or self._ended(*outcome["ended"], world_size)
 
-    def _wait(self, folder: Path, world_size: int, timeout: float) -> tuple[int | None, int]:
-        """Return the rank that failed first, None for none, and its exit code.
-
-        Raise MeasurementError after `timeout` seconds, or if the process that starts the ranks ended.
-        """
+    def _outcome(self, file: Path, world_size: int, timeout: float) -> dict[str, Any]:
+        """Wait for what the child leaves in `file`, or for its end. MeasurementError if it takes over `timeout` seconds."""
         until = time.monotonic() + timeout
-        while not (outcome := _read(folder / "done.pickle")):
+        while not file.exists():
             if (code := self._child.poll()) is not None:
-                if self.single:
-                    return 0, code
+                if world_size == 1:
+                    return {"ended": (0, code)}
                 raise MeasurementError(f"the process that starts the ranks ended with code {code}{self._last_words()}")
             if time.monotonic() > until:
-                late = [rank for rank in range(world_size) if not (folder / f"{rank}.pickle").exists()]
-                who = rank_name(self.single, world_size, *(late or range(world_size)))
-                raise MeasurementError(f"{who} took over {timeout:g} s, so all was ended: raise timeout=.")
+                raise MeasurementError(f"it took over {timeout:g} s, so all was ended: raise timeout=.")
             time.sleep(0.02)
-        return outcome
+        return pickle.loads(file.read_bytes())
 
-    def _ended(self, rank: int, code: int, world_size: int, device: str, killed_for_ram: bool) -> RankError:
+    def _ended(self, rank: int, code: int, world_size: int) -> RankError:
         """Build the error of a rank that ended without an exception."""
-        why = " by the kernel because RAM ran out" if killed_for_ram else ""
         ending = f"ended in the middle with exit status {code}, without an exception"
         if code < 0:
-            ending = f"was killed by {signal.Signals(-code).name}{why}"
-        words = self._last_words() if self.single and code != SIGKILL else "."
-        oom = f"It was killed{why}." if killed_for_ram and device == "cpu" else ""
-        return RankError(f"{rank_name(self.single, world_size, rank)} {ending}{words}", rank, code, oom=oom)
+            ending = f"was killed by {signal.Signals(-code).name}"
+        words = self._last_words() if world_size == 1 else "."
+        if code == SIGKILL:
+            words = ", as the kernel does when RAM runs out."
+        return RankError(f"{rank_name(rank, world_size)} {ending}{words}", rank, code)
 
     def _last_words(self) -> str:
         self._output.seek(0)
@@ -147,10 +128,6 @@ class Launcher:
         return "; its last output:\n" + ("\n".join(lines) or "none")
 
 
-def rank_name(single: bool, world_size: int, *ranks: int) -> str:
-    """Name ranks in a message."""
-    return "its process" if single else f"Rank {', '.join(map(str, ranks))} of {world_size}"
-
-
-def _read(file: Path) -> Any:
-    return pickle.loads(file.read_bytes()) if file.exists() else None
+def rank_name(rank: int, world_size: int) -> str:
+    """Name a rank in a message."""
+    return f"Rank {rank} of {world_size}" if world_size > 1 else "its process"

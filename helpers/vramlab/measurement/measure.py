@@ -30,7 +30,6 @@ def measure(
     device: str | None = None,
     recorded: bool | None = None,
     timeout: float = 1800,
-    launcher: Launcher | None = None,
     estimate: Callable[[Recipe], int] | None = None,
 ) -> Report:
     """Measure the memory and speed of `recipe` here; or, where it does not fit this machine, return a GPU's record.
@@ -45,7 +44,6 @@ def measure(
         device: "cuda" or "cpu"; None takes CUDA where there is one.
         recorded: True only looks the recipe up in the records, False only runs it here, None runs it if it fits here.
         timeout: seconds after which the processes are ended.
-        launcher: `Launcher(single=True)`, started before and ended here: its libraries are loaded by now.
         estimate: gives the bytes that one process needs, to skip on a CPU what needs more than is free.
     Raises:
         MeasurementError: neither can be had; the message says why and what would do.
@@ -69,7 +67,7 @@ def measure(
     if device == "cuda" and here.gpu:
         here.gpu.require(recipe.precision)
     order = {"recipe": recipe, "repeats": repeats, "warmup": warmup, "device": device}
-    return run_here(order, timeout, launcher)
+    return run_here(order, timeout)
 
 
 def _record_of(recipe: Recipe, reason: str, look: bool = True) -> Report:
@@ -111,7 +109,7 @@ def operations(recipe: Recipe) -> int:
     return (8 if recipe.gradient_checkpointing else 6) * recipe.shape.num_parameters * recipe.tokens
 
 
-def run_here(order: dict[str, Any], timeout: float = 1800, launcher: Launcher | None = None) -> Report:
+def run_here(order: dict[str, Any], timeout: float = 1800) -> Report:
     """Have fresh processes measure `order`, the arguments of `worker.run`; return the report of the recipe's rank.
 
     All ranks run if each gets a processor of its own, else one. Memory that runs out on any gives status "oom".
@@ -122,16 +120,16 @@ def run_here(order: dict[str, Any], timeout: float = 1800, launcher: Launcher | 
     ranks = recipe.sharding.world_size if recipe.sharding else 1
     if device == "cuda" and ranks > torch.cuda.device_count():
         ranks = 1
-    with Launcher() if ranks > 1 else launcher or Launcher(single=True) as child:
-        try:
-            function = f"{WORKER}:run_rank" if ranks > 1 else f"{WORKER}:run"
-            reports = child.run(function, order, ranks, device, timeout, f"{WORKER}:preload")
-        except MeasurementError as error:
-            if isinstance(error, RankError) and error.oom:
-                text = f"Rank {error.rank} of {ranks}: {error.oom}" if ranks > 1 else error.oom
-                card = {"gpu": current_device().name} if device == "cuda" else {}
-                return Report.failed(witness(device), recipe, device, "oom", text, **card)
-            raise MeasurementError(f"{recipe} could not be measured: {error}") from error
+    function = "run_rank" if ranks > 1 else "run"
+    try:
+        with Launcher() as child:
+            reports = child.run(f"{WORKER}:{function}", order, ranks, device, timeout, f"{WORKER}:preload")
+    except MeasurementError as error:
+        if isinstance(error, RankError) and error.oom:
+            text = f"Rank {error.rank} of {ranks}: {error.oom}" if ranks > 1 else error.oom
+            card = {"gpu": current_device().name} if device == "cuda" else {}
+            return Report.failed(witness(device), recipe, device, "oom", text, **card)
+        raise MeasurementError(f"{recipe} could not be measured: {error}") from error
     if ranks == 1:
         return reports[0]
     report = reports[recipe.sharding.rank]

@@ -25,8 +25,6 @@ from ..report.report import Bytes, Phase, Report, Speed
 from ..tracking.history import History, merge, to_report
 from ..tracking.tracked import run_tracked
 from ..tracking.tracker import Tracker
-from ..training.engine import Training
-from ..training.process_group import is_fake_group
 from ..training.training import build, train_step
 from .host_memory import peak_rss
 
@@ -45,10 +43,10 @@ class Truth:
     notes: tuple[str, ...] = ()
 
 
-def clean_pass(recipe: Recipe, repeats: int, warmup: int, device: str, before: Sensors | None = None) -> Truth:
+def clean_pass(recipe: Recipe, repeats: int, warmup: int, device: str, before: Sensors) -> Truth:
     """Train `warmup + repeats` steps undisturbed, then free everything. `before`: the sensors before CUDA started."""
     cuda = device == "cuda"
-    training = build_for_steps(recipe, device)
+    training = build(recipe, device)
     if recipe.torch_compile:
         training.model.compile()
     if cuda:
@@ -76,16 +74,6 @@ def clean_pass(recipe: Recipe, repeats: int, warmup: int, device: str, before: S
     return Truth(speed, stats, workspace, process, notes=notes)
 
 
-def build_for_steps(recipe: Recipe, device: str) -> Training:
-    """Build the training with a loss scale of 1: the default one overflows, and the first steps would be skipped."""
-    training = build(recipe, device)
-    if training.scaler:
-        training.scaler = torch.amp.GradScaler(training.device.type, init_scale=1.0)
-        if is_fake_group():  # other ranks' part of a gradient is missing, and its bytes may look like an overflow
-            training.scaler._maybe_opt_step = lambda optimizer, state, *args, **kwargs: optimizer.step(*args, **kwargs)
-    return training
-
-
 def clear_cublas_workspaces() -> int:
     """Free cuBLAS's workspaces until the next matmul; return their bytes.
 
@@ -100,14 +88,11 @@ def clear_cublas_workspaces() -> int:
     return before - torch.cuda.memory_allocated()
 
 
-def process_bytes(now: Sensors, before: Sensors | None) -> tuple[int | None, tuple[str, ...]]:
-    """Return this process's bytes on the device, and a note if that is not NVML's own figure.
-
-    In a container NVML may know no process ids, or no memory per process; then it is the growth of the device's use.
-    """
+def process_bytes(now: Sensors, before: Sensors) -> tuple[int | None, tuple[str, ...]]:
+    """Return this process's bytes on the device and, where NVML knows no processes, as in a container, a note."""
     if now.process:
         return now.process, ()
-    if before is None or now.used is None or before.used is None:
+    if now.used is None or before.used is None:
         why = now.reason or now.missing.get("process", "NVML does not tell")
         return None, (f"process: not known, {why}",)
     return now.used - before.used, ("process: the device's memory in use, less what was in use before",)
@@ -116,7 +101,7 @@ def process_bytes(now: Sensors, before: Sensors | None) -> tuple[int | None, tup
 def tracked_pass(recipe: Recipe, device: str, truth: Truth) -> Report:
     """Run two steps under the tracker to split `truth`. On CUDA every phase is balanced against the allocator."""
     cuda = device == "cuda"
-    training = build_for_steps(recipe, device)  # alive until the last reading
+    training = build(recipe, device)  # alive until the last reading
     tracker = Tracker(device, round_to=UNIT if cuda else 1)
     readings: list[dict[str, Any]] = []  # one at the start of each phase, of the stretch before it
 

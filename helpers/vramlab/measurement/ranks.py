@@ -1,8 +1,7 @@
-"""The child process behind `launch.Launcher`: load the libraries once, then start the ranks of every order.
+"""The child process behind `launch.Launcher`: load the libraries once, then run every order, on ranks or here.
 
-An order is a folder with `order.pickle` in it, whose path comes as a line on the standard input. Each rank leaves its
-answer or its error there, and the end of all of them is `done.pickle`. When the standard input ends, so does everything
-here.
+An order is a folder with `order.pickle` in it, whose path comes as a line on the standard input; what becomes of it is left
+there in `outcome.pickle`. When the standard input ends, so does everything here.
 """
 
 import contextlib
@@ -11,7 +10,6 @@ import os
 import pickle
 import pkgutil
 import queue
-import re
 import shutil
 import signal
 import socket
@@ -29,7 +27,6 @@ from ..training.quiet import silence
 from .launch import rank_name
 
 with no_collection(before=False):
-    import psutil
     import torch
     import transformers.modeling_utils
     import transformers.trainer_pt_utils  # noqa: F401 (loaded here, once for all ranks)
@@ -37,58 +34,52 @@ with no_collection(before=False):
     from torch.multiprocessing.spawn import ProcessExitedException, start_processes
 
 LOCALHOST = "127.0.0.1"
-# Messages of gloo, NCCL and the store on a rank whose neighbour is gone.
-CONSEQUENCES = re.compile("Connection closed|Connection reset|Broken pipe|connection was closed|remote process exited")
+SIGABRT = -6  # as an exit code
 
 
 def main() -> None:
-    """Run orders until the standard input ends; a single one in this process itself."""
+    """Run orders until the standard input ends."""
     silence()
     with contextlib.suppress(OSError):  # Linux: when RAM runs out, kill this process and its ranks first
         Path("/proc/self/oom_score_adj").write_text("1000")
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a job's SIGTERM also ends the parent, and with it this process
-    folders: queue.SimpleQueue[str] = queue.SimpleQueue()
+    folders: queue.SimpleQueue[Path] = queue.SimpleQueue()
     threading.Thread(target=_read_orders, args=(folders,), daemon=True).start()
     while True:
-        folder = Path(folders.get())
+        folder = folders.get()
         order = pickle.loads((folder / "order.pickle").read_bytes())
         sys.path += [path for path in order["path"] if path not in sys.path]
-        outcome: tuple[int | None, int] = (None, 0)
-        if order["single"]:
-            with contextlib.suppress(SystemExit):
-                run_function(0, order)
-        else:
-            outcome = start_ranks(order)
-        _write(folder / "done.pickle", outcome)
+        outcome = called(order, 0) if order["world_size"] == 1 else of_ranks(order, folder)
+        part = folder / "outcome.part"
+        part.write_bytes(pickle.dumps(outcome))
+        part.replace(folder / "outcome.pickle")  # at once, so that nobody reads a part of it
 
 
-def _read_orders(folders: "queue.SimpleQueue[str]") -> None:
+def _read_orders(folders: "queue.SimpleQueue[Path]") -> None:
     """Pass on the folders that the parent names. When it is gone, remove the last one and end all processes here."""
-    folder = ""
+    folder = Path("nowhere")
     while line := os.read(0, 4096):
-        folder = line.decode().rstrip("\n")
+        folder = Path(line.decode().rstrip("\n"))
         folders.put(folder)
-    others = psutil.Process().children(recursive=True)
-    for process in others:
-        with contextlib.suppress(psutil.Error):
-            process.kill()
-    psutil.wait_procs(others, timeout=5)
-    if folder:
-        shutil.rmtree(folder, ignore_errors=True)
+    shutil.rmtree(folder, ignore_errors=True)
     os.killpg(0, signal.SIGKILL) if hasattr(os, "killpg") else os._exit(1)
 
 
-def start_ranks(order: dict[str, Any]) -> tuple[int | None, int]:
-    """Run the order's function on all ranks; return which rank failed first (None: no one) and its exit code.
+def of_ranks(order: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """Run the order's function on all ranks: their "answers", or the "error" of the one that failed first, or, if it ended
+    without an exception, as whom and with which exit code it "ended".
 
     On a CPU under Linux ranks are forked from this process. CUDA does not survive a fork, nor do the system libraries'
     threads elsewhere: there each rank is a fresh process. Ranks on a CPU see no GPU: a library that looks for one would
     start CUDA here.
     """
-    cpu = order["device"] == "cpu"
+    world, cpu = order["world_size"], order["device"] == "cpu"
     forks = cpu and sys.platform == "linux"
-    surroundings = {"MASTER_ADDR": LOCALHOST} | ({"CUDA_VISIBLE_DEVICES": ""} if cpu else {})
-    with patch.dict(os.environ, surroundings), socket.socket() as reserved:
+    own = {"MASTER_ADDR": LOCALHOST} | ({"CUDA_VISIBLE_DEVICES": ""} if cpu else {})
+    usual = {"OMP_NUM_THREADS": "1"} | ({"GLOO_SOCKET_IFNAME": "lo"} if sys.platform == "linux" else {})
+    ended = None
+    with patch.dict(os.environ, usual | dict(os.environ) | own), socket.socket() as reserved:
+        torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
         if forks:
             _preload(order)
         reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -96,12 +87,19 @@ def start_ranks(order: dict[str, Any]) -> tuple[int | None, int]:
         os.environ["MASTER_PORT"] = str(reserved.getsockname()[1])
         method = "fork" if forks else "spawn"
         try:
-            ranks = start_processes(rank_process, (order,), order["world_size"], join=False, start_method=method)
+            ranks = start_processes(rank_process, (order, folder), world, join=False, start_method=method)
             while not ranks.join(grace_period=0.5):
                 pass
         except ProcessExitedException as error:
-            return error.error_index, error.exit_code
-    return None, 0
+            ended = error.error_index, error.exit_code
+    found = {rank: pickle.loads(file.read_bytes()) for rank in range(world) if (file := folder / str(rank)).exists()}
+    if ended is None and len(found) == world:
+        return {"answers": [found[rank]["answers"][0] for rank in range(world)]}
+    errors = [each for each in found.values() if "error" in each]
+    rank, code = ended or (min({*range(world)} - {*found}), 0)
+    if errors and ("error" in found.get(rank, {}) or code == SIGABRT):  # who aborts may have lost a neighbour
+        return min(errors, key=lambda each: each["time"])
+    return {"ended": (rank, code)}
 
 
 def _preload(order: dict[str, Any]) -> None:
@@ -115,8 +113,8 @@ def _preload(order: dict[str, Any]) -> None:
     gc.freeze()  # a collection in a rank would visit all of it, and copy its pages
 
 
-def rank_process(rank: int, order: dict[str, Any]) -> None:
-    """Set up one rank's process as torchrun does, then run the function."""
+def rank_process(rank: int, order: dict[str, Any], folder: Path) -> None:
+    """Set up one rank's process as torchrun does, call the function and leave what becomes of it in a file."""
     for caught in (signal.SIGTERM, signal.SIGINT):
         signal.signal(caught, signal.SIG_DFL)
     set_parent_death_signal(signal.SIGKILL)
@@ -127,38 +125,28 @@ def rank_process(rank: int, order: dict[str, Any]) -> None:
     # A fork replaces torch's thread pool at the first call that asks for it. Two of autograd's threads may ask at once, of
     # which one finds none and aborts ("Invalid thread pool!", pthreadpool-cpp.cc); so ask here, before they exist.
     torch.set_num_threads(torch.get_num_threads())
-    run_function(rank, order)
-
-
-def run_function(rank: int, order: dict[str, Any]) -> None:
-    """Call the order's function and leave its answer in a file; after an exception leave that, and exit with status 1."""
-    file = Path(order["folder"], f"{rank}.pickle")
-    try:
-        function, arguments = pickle.loads(order["call"])
-        _write(file, {"answer": pkgutil.resolve_name(function)(**arguments)})
-    except Exception as error:
-        own, name = isinstance(error, VramLabError), rank_name(order["single"], order["world_size"], rank)
-        _write(file, {"error": error if own else described(error, name, rank), "time": time.time()})
-        if CONSEQUENCES.search(str(error)):
-            time.sleep(2)  # so that the rank that caused it ends first
+    outcome = called(order, rank)
+    (folder / str(rank)).write_bytes(pickle.dumps(outcome))
+    if "error" in outcome:
+        if isinstance(outcome["error"], RankError):
+            time.sleep(2)  # it may have lost the rank that fails, which ends first then
         sys.exit(1)
 
 
-def described(error: Exception, name: str, rank: int) -> RankError:
-    """Describe `error` for the parent, where its class may not exist."""
-    steps = traceback.extract_tb(error.__traceback__)[1:]  # without this module's own
-    lines = ["Traceback (most recent call last):\n", *traceback.format_list(steps)]
-    lines += traceback.format_exception_only(error)
-    return RankError(f"{name} failed: {type(error).__name__}: {error}", rank, None, "".join(lines))
-
-
-def _write(file: Path, content: Any) -> None:
-    """Write a whole file at once, so that nobody reads a part of it."""
-    part = file.with_suffix(".part")
-    part.write_bytes(pickle.dumps(content))
-    part.replace(file)
+def called(order: dict[str, Any], rank: int) -> dict[str, Any]:
+    """Call the order's function: its pickled answer in a list, or its error and when it was raised."""
+    try:
+        function, arguments = pickle.loads(order["call"])
+        return {"answers": [pickle.dumps(pkgutil.resolve_name(function)(**arguments))]}
+    except VramLabError as error:
+        return {"error": error, "time": time.time()}
+    except Exception as error:  # described, as its class may not exist in the parent
+        steps = traceback.extract_tb(error.__traceback__)[1:]  # without this module's own
+        lines = ["Traceback (most recent call last):\n", *traceback.format_list(steps)]
+        text = "".join(lines + traceback.format_exception_only(error))
+        message = f"{rank_name(rank, order['world_size'])} failed: {type(error).__name__}: {error}"
+        return {"error": RankError(message, rank, None, text), "time": time.time()}
 
 
 if __name__ == "__main__":
-    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", torch.get_num_threads())))
     main()

@@ -1,6 +1,5 @@
 """Measure every recipe of a list, cheapest first, and keep the reports for readers without this GPU."""
 
-import contextlib
 import json
 import os
 import time
@@ -10,13 +9,11 @@ from itertools import product
 from pathlib import Path
 
 from ..hardware.gpu import Device, Gpu, current_device, witness
-from ..hardware.host import cores
 from ..recipe.knobs import rebuild
 from ..recipe.recipe import Recipe
 from ..report.data import data_path
 from ..report.errors import MeasurementError, RecipeError, RecordError
 from ..report.report import Report, environment, format_bytes
-from .launch import Launcher
 from .measure import CPU_FLOPS, cannot, measure, operations, too_much
 from .records import file_name, load, measurements_folder, save
 
@@ -24,7 +21,6 @@ COURSE_LIST = data_path("wanted.json")  # what the notebooks look up, and what i
 STEPS = 7  # warm-up, repeats and tracked steps of one measurement
 START = 15.0  # seconds for a process to load its libraries and make CUDA's context
 EFFICIENCY = 0.3  # of the card's peak rate: cautious, small models stay under it
-SPARE_CORES = 4  # for each process that loads its libraries meanwhile, so that times are not disturbed
 UNKNOWN_FLOPS = 6e12  # of a card that the table does not know
 
 
@@ -155,26 +151,21 @@ def _measure_all(
 ) -> None:
     """Measure `outcome.missing` in its order until the time is nearly over."""
     todo, deadline = list(outcome.missing), time.monotonic() + seconds_left
-    launchers = [Launcher(single=True) for _ in todo]
-    with contextlib.ExitStack() as started:
-        for number, (recipe, seconds) in enumerate(todo):
-            begun = time.monotonic()
-            if seconds > deadline - begun:
-                break  # and all that follow take longer
-            try:
-                with launchers[number] as launcher:
-                    for follower in launchers[number + 1 :][: cores() // SPARE_CORES]:
-                        started.enter_context(follower)  # they load their libraries meanwhile
-                    report = measure(recipe, recorded=False, timeout=deadline - begun, launcher=launcher)
-            except (MeasurementError, RecipeError) as error:
-                result = str(error).strip().splitlines()[-1]
-                outcome.skipped.append((recipe, str(error)))
-            else:
-                outcome.file = save(report, folder)
-                outcome.measured.append(report)
-                result = format_bytes(report.allocated) + beside(report) if report.status == "ok" else report.status
-            outcome.missing.remove((recipe, seconds))
-            progress(f"{time.monotonic() - begun:6.1f} s  {result}  {recipe}")
+    for recipe, seconds in todo:
+        begun = time.monotonic()
+        if seconds > deadline - begun:
+            break  # and all that follow take longer
+        try:
+            report = measure(recipe, recorded=False, timeout=deadline - begun)
+        except (MeasurementError, RecipeError) as error:
+            result = str(error).strip().splitlines()[-1]
+            outcome.skipped.append((recipe, str(error)))
+        else:
+            outcome.file = save(report, folder)
+            outcome.measured.append(report)
+            result = format_bytes(report.allocated) + beside(report) if report.status == "ok" else report.status
+        outcome.missing.remove((recipe, seconds))
+        progress(f"{time.monotonic() - begun:6.1f} s  {result}  {recipe}")
 
 
 def seconds_for(recipe: Recipe, card: Gpu | None = None, device: str = "cuda") -> float:

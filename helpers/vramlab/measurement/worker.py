@@ -26,7 +26,7 @@ def run(recipe: Recipe, repeats: int, warmup: int, device: str) -> Report:
 
     Running out of memory gives a report with status "oom".
     """
-    before = nvml_snapshot() if device == "cuda" else None  # torch has not touched the device yet
+    before = nvml_snapshot()  # torch has not touched the device yet
     with one_rank_of(recipe.sharding), engine_of(recipe).without_peers("cpu"):
         report = _both_passes(recipe, repeats, warmup, device, before)
     if recipe.sharding and recipe.sharding.world_size > 1:
@@ -39,7 +39,7 @@ def run(recipe: Recipe, repeats: int, warmup: int, device: str) -> Report:
 
 def run_rank(recipe: Recipe, repeats: int, warmup: int, device: str) -> Report:
     """Measure `recipe` as one of real ranks. Running out of memory raises RankError, so that the others are ended."""
-    before = nvml_snapshot(int(os.environ["LOCAL_RANK"])) if device == "cuda" else None
+    before = nvml_snapshot(int(os.environ["LOCAL_RANK"]))
     with real_rank(device) as rank:
         report = _both_passes(on_rank(recipe, rank), repeats, warmup, device, before)
         if report.status == "oom":
@@ -63,7 +63,7 @@ def on_rank(recipe: Recipe, rank: int) -> Recipe:
     return recipe.replace(sharding=dataclasses.replace(recipe.sharding, rank=rank))
 
 
-def _both_passes(recipe: Recipe, repeats: int, warmup: int, device: str, before: Sensors | None) -> Report:
+def _both_passes(recipe: Recipe, repeats: int, warmup: int, device: str, before: Sensors) -> Report:
     torch.manual_seed(0)
     import_libraries(recipe)
     try:
@@ -75,7 +75,17 @@ def _both_passes(recipe: Recipe, repeats: int, warmup: int, device: str, before:
         report = Report.failed(witness(device), recipe, device, "oom", message)
         if device == "cuda":
             report.allocated, report.reserved = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
-    report.environment = machine(device, before)
+    report.environment = environment()
+    if device == "cuda":
+        properties = torch.cuda.get_device_properties(0)
+        report.environment |= {
+            "gpu": properties.name,
+            "compute_capability": f"{properties.major}.{properties.minor}",
+            "multiprocessors": properties.multi_processor_count,
+            "total_memory": properties.total_memory,
+            "driver": before.driver,
+            "cuda": torch.version.cuda,
+        }
     return report
 
 
@@ -110,18 +120,3 @@ def out_of_memory(error: Exception, device: str) -> str:
     asked = re.search(r"tried to allocate (\d+) bytes", text)
     what = f"it asked for {format_bytes(int(asked[1]))} more" if asked else "an allocation failed"
     return f"RAM ran out: {what}, and {format_bytes(memory()[1])} were free."
-
-
-def machine(device: str, sensors: Sensors | None) -> dict[str, Any]:
-    """Return the versions, the date and, on CUDA, the card and its driver."""
-    if device != "cuda":
-        return environment()
-    properties = torch.cuda.get_device_properties(0)
-    return environment(
-        gpu=properties.name,
-        compute_capability=f"{properties.major}.{properties.minor}",
-        multiprocessors=properties.multi_processor_count,
-        total_memory=properties.total_memory,
-        driver=sensors.driver if sensors else None,
-        cuda=torch.version.cuda,
-    )

@@ -281,6 +281,4 @@ def make_tracker(training: tr.Training, card: Gpu | None, kernels: CudaKernels |
             sizes["addmm"] = 1 * MiB
         tracker.workspaces = {phase: dict(sizes) for phase in ("forward", "backward")}  # a thread each
         tracker.notes = kernels.notes
-    if training.scaler:
-        training.scaler._maybe_opt_step = lambda optimizer, state, *args, **kwargs: optimizer.step(*args, **kwargs)
     return tracker

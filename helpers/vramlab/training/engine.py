@@ -9,6 +9,7 @@ import torch
 
 from ..recipe.options import Loop
 from ..recipe.recipe import Recipe
+from .process_group import is_fake_group
 
 AUTOCAST = {"fp16-mixed": "float16", "bf16-mixed": "bfloat16"}
 
@@ -63,14 +64,21 @@ class Engine:
 
     def update(self, training: "Training") -> None:
         """Step the optimizer, through the loss scaler where there is one."""
-        if training.scaler:
-            training.scaler.step(training.optimizer)
-            training.scaler.update()
+        if scaler := training.scaler:
+            if makes_fakes() or is_fake_group():  # values are missing: it may look like an overflow
+                scaler._maybe_opt_step = lambda optimizer, state, *args, **kwargs: optimizer.step(*args, **kwargs)
+            scaler.step(training.optimizer)
+            scaler.update()
         else:
             training.optimizer.step()
 
     def zero_grad(self, training: "Training") -> None:
         training.optimizer.zero_grad(set_to_none=training.loop.set_to_none)
+
+
+def makes_fakes() -> bool:
+    """Whether a FakeTensorMode is active."""
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
 
 
 def loss_of(outputs: Any, batch: Any) -> torch.Tensor:

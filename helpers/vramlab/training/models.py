@@ -21,6 +21,7 @@ from ..recipe.liger import kernels
 from ..recipe.recipe import Recipe
 from ..report.errors import RecipeError, needing
 from . import trl_trainers
+from .engine import makes_fakes
 
 
 def weight_dtype(recipe: Recipe) -> torch.dtype:
@@ -48,11 +49,6 @@ real_tensors = unset_fake_temporarily  # leaves an active FakeTensorMode: adapte
 def is_fake(model: torch.nn.Module) -> bool:
     """Whether the parameters of `model` have sizes and no values."""
     return any(isinstance(parameter.data, FakeTensor) for parameter in model.parameters())
-
-
-def makes_fakes() -> bool:
-    """Whether a FakeTensorMode is active."""
-    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
 
 
 def _prepared(model: torch.nn.Module, recipe: Recipe) -> torch.nn.Module:

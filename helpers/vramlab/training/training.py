@@ -16,9 +16,9 @@ from ..recipe.optimizers import MODELLED
 from ..recipe.recipe import Recipe
 from ..report.errors import needing
 from . import trl_trainers
-from .engine import AUTOCAST, Training, autocast
+from .engine import AUTOCAST, Training, autocast, makes_fakes
 from .engines import engine_of
-from .models import build_model, makes_fakes, real_tensors
+from .models import build_model, real_tensors
 
 # transformers.Trainer.get_decay_parameter_names; importing the Trainer only to ask it takes seconds
 WITHOUT_DECAY = [r"bias", r"layernorm", r"rmsnorm", r"(?:^|\.)norm(?:$|\.)", r"_norm(?:$|\.)"]

@@ -8,13 +8,13 @@ its gradient before the update, as Megatron-LM does.
 
 import contextlib
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
-from torch.distributed.pipelining.schedules import PipelineScheduleSingle
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, _utils
 
 from ...recipe.parallel_limits import stage_layers
 from ...recipe.recipe import Recipe
@@ -66,8 +66,6 @@ class Pipeline(Engine):
         self.stage = Stage(part, self.rank, self.stages, training.device, **sizes)
         self.schedule = kind(self.stage, micro_batches, loss_fn=loss, scale_grads=False)
         self.until_waited = training.device.type == "cuda"
-        if is_fake_group():
-            force_static_shapes(self.schedule)
 
     def run_micro_batches(self, training: Training, on_phase: Callable[[str], None]) -> bool:
         """Run the schedule once for each accumulated batch. `training.loss` is None but on the last rank."""
@@ -149,6 +147,8 @@ class Stage(PipelineStage):
     """A stage that calls `on_phase` when a chunk's forward or backward pass begins."""
 
     on_phase: Callable[[str], None]
+    # every rank describes what it takes and gives, and so votes for it; in a fake group no vote comes (torch 2.11 has none)
+    _inference_mode = property(lambda stage: _utils.InferenceMode.STATIC, lambda stage, voted: None)
 
     def forward_one_chunk(self, *args, **kwargs):
         self.on_phase("forward")
@@ -164,41 +164,21 @@ class Stage(PipelineStage):
             super()._validate_fwd_outputs(outputs)
 
 
-def force_static_shapes(schedule: PipelineScheduleSingle) -> None:
-    """Force static shape inference, on which real ranks vote; a fake group cannot vote. Torch 2.11 has no vote."""
-    if not hasattr(schedule, "_warmup_p2p"):
-        return
-    from torch.distributed.pipelining._utils import InferenceMode
-
-    vote = schedule._warmup_p2p
-
-    def warm_up(*args) -> None:
-        vote(*args)
-        schedule._stage._inference_mode = InferenceMode.STATIC
-
-    schedule._warmup_p2p = warm_up
-
-
-class _Sent:
-    """A transfer that holds what it sends: as long as it lives, as gloo's works do, or until waited for, as NCCL's."""
-
-    def __init__(self, work: dist.Work, tensor: torch.Tensor, until_waited: bool):
-        self.work, self.tensor, self.until_waited = work, tensor, until_waited
-
-    def wait(self) -> None:
-        if self.work is not None:
-            self.work.wait()
-        if self.until_waited:
-            self.tensor = None
-
-
 @contextlib.contextmanager
 def sends_held(until_waited: bool) -> Iterator[None]:
-    """Keep what is sent alive as real ranks do; a fake group's transfers hold nothing."""
+    """Keep what is sent alive as real ranks do: as long as the transfer lives, as gloo's works do, or until it is waited
+    for, as NCCL's; a fake group's transfers hold nothing."""
     plain = dist.isend
 
     def isend(tensor, *args, **kwargs):
-        return _Sent(plain(tensor, *args, **kwargs), tensor, until_waited)
+        work, held = plain(tensor, *args, **kwargs), [tensor]
+
+        def wait() -> None:
+            work.wait()
+            if until_waited:
+                held.clear()
+
+        return SimpleNamespace(wait=wait, held=held)
 
     # P2POp compares with the one, schedules with the other
     with patch.object(dist, "isend", isend), patch.object(dist.distributed_c10d, "isend", isend):
