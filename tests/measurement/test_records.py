@@ -274,7 +274,7 @@ def test_a_run_that_failed_is_no_record(folder):
 
 
 def test_a_file_that_is_not_there(folder):
-    with pytest.raises(RecordError, match=r"nothing\.json does not exist"):
+    with pytest.raises(RecordError, match=r"nothing\.json cannot be read \(FileNotFoundError"):
         load(folder / "nothing.json")
 
 
@@ -291,13 +291,12 @@ def recipe_list(path: Path, entries) -> Path:
 
 
 def test_a_list_takes_each_value_of_a_field(tmp_path):
-    from vramlab.measurement.record import read_list, wanted
+    from vramlab.measurement.record import read_list
 
     entries = [{"model": "gpt2", "batch_size": [1, 2], "lora": [None, {"r": 4}]}, {"model": "gpt2"}]
     recipes = read_list(recipe_list(tmp_path / "list.json", entries))
     assert len(recipes) == 5
     assert {(r.batch_size, r.lora and r.lora.r) for r in recipes} == {(1, None), (2, None), (1, 4), (2, 4)}
-    assert wanted([tmp_path / "list.json"] * 2) == recipes[:4], "each once"
     again = recipe_list(tmp_path / "again.json", [recipe.to_dict() for recipe in recipes])
     assert read_list(again) == recipes, "what `record --json` prints is such a list"
 
@@ -369,7 +368,7 @@ def three(tmp_path) -> Path:
 
 
 def test_the_cheapest_come_first_and_each_is_saved_at_once(gpu, three, folder):
-    done = gpu.module.record([three], progress=quiet)
+    done = gpu.module.record([three, three], progress=quiet)
     assert gpu.ran == [SMALL, OTHER, LARGE] and [r.title for r in done.measured] == list(map(str, gpu.ran))
     assert keys(folder) == {SMALL.key, OTHER.key, LARGE.key} and done.file == folder / H200_FILE
     assert str(done).startswith("3 recipes wanted, 0 recorded before, 3 measured now\nin ")

@@ -8,9 +8,9 @@ def hold_to_the_list() -> None:
 
     @functools.cache
     def listed() -> set:
-        from vramlab.measurement.record import COURSE_LIST, wanted
+        from vramlab.measurement.record import COURSE_LIST, read_list
 
-        return set(wanted([COURSE_LIST]))
+        return set(read_list(COURSE_LIST))
 
     def checked(function):
         @functools.wraps(function)

@@ -9,11 +9,8 @@ def rss() -> int:
 
 
 def peak_rss() -> int:
-    """Return the largest resident set that this process has had, in bytes.
-
-    Linux reports it in /proc. `getrusage` is wrong there: a process started from a large one inherits the large one's
-    peak (fs/exec.c, exec_mmap).
-    """
+    """Return the largest resident set that this process has had, in bytes. On Linux `getrusage` is wrong: a process that a
+    large one started inherits its peak (fs/exec.c, exec_mmap)."""
     try:
         with open("/proc/self/status") as status:
             return next(int(line.split()[1]) * 1024 for line in status if line.startswith("VmHWM"))

@@ -73,11 +73,10 @@ class Launcher:
     ) -> list[Any]:
         """Return what `function(**arguments)` returns on each of `world_size` ranks, in their order.
 
-        A single one is the child itself, which has no ranks then. Several have torchrun's environment (RANK, WORLD_SIZE,
-        MASTER_ADDR, …) and make their own process group (`process_group.real_rank`). What the function takes and returns
-        is pickled. On "cuda" each rank is a fresh process with a GPU of its own, on "cpu" they are forked where that is
-        sound; after `timeout` seconds all are ended. `preload(**arguments)` imports what forked ranks need before they
-        are forked; it must not start a thread.
+        A single one is the child itself. Several have torchrun's environment (RANK, WORLD_SIZE, MASTER_ADDR, …) and make
+        their own process group (`process_group.real_rank`). What the function takes and returns is pickled. After
+        `timeout` seconds all are ended. `preload(**arguments)` imports what ranks need before they are forked; it must
+        not start a thread.
 
         Raises RankError with the traceback of the rank that failed first, the package's own errors as they are, and
         MeasurementError if they took too long or did not start.

@@ -1,8 +1,7 @@
 """`measure`: run the real training step on this machine, in fresh processes, or look the recipe up in the records.
 
-Each experiment has processes of its own, so nothing leaks from one to the next, and running out of memory gives a report
-and kills no notebook. Each makes two passes (`measurement_passes.py`): a clean one for the truth (allocator peaks, NVML,
-time) and one under the tracker for the split.
+Nothing leaks from one experiment to the next, and running out of memory gives a report and kills no notebook. Each makes
+two passes (`measurement_passes.py`), a clean one and one under the tracker.
 """
 
 from collections.abc import Callable
@@ -110,10 +109,8 @@ def operations(recipe: Recipe) -> int:
 
 
 def run_here(order: dict[str, Any], timeout: float = 1800) -> Report:
-    """Have fresh processes measure `order`, the arguments of `worker.run`; return the report of the recipe's rank.
-
-    All ranks run if each gets a processor of its own, else one. Memory that runs out on any gives status "oom".
-    """
+    """Have fresh processes measure `order`, the arguments of `worker.run`: all ranks, or one where there are fewer GPUs.
+    Return the report of the recipe's rank; memory that runs out on any gives status "oom"."""
     import torch
 
     recipe, device = order["recipe"], order["device"]
@@ -126,13 +123,11 @@ def run_here(order: dict[str, Any], timeout: float = 1800) -> Report:
             reports = child.run(f"{WORKER}:{function}", order, ranks, device, timeout, f"{WORKER}:preload")
     except MeasurementError as error:
         if isinstance(error, RankError) and error.oom:
-            text = f"Rank {error.rank} of {ranks}: {error.oom}" if ranks > 1 else error.oom
-            card = {"gpu": current_device().name} if device == "cuda" else {}
-            return Report.failed(witness(device), recipe, device, "oom", text, **card)
+            card, text = current_device().name, f"Rank {error.rank} of {ranks}: {error.oom}"
+            return Report.failed(witness(device), recipe, device, "oom", text, gpu=card if device == "cuda" else None)
         raise MeasurementError(f"{recipe} could not be measured: {error}") from error
-    if ranks == 1:
-        return reports[0]
-    report = reports[recipe.sharding.rank]
-    peaks = ", ".join(format_bytes(r.allocated) for r in reports)
-    report.notes.append(f"{ranks} processes on this machine; their peaks by rank: {peaks}")
+    report = reports[recipe.sharding.rank if ranks > 1 else 0]
+    if ranks > 1:
+        peaks = ", ".join(format_bytes(r.allocated) for r in reports)
+        report.notes.append(f"{ranks} processes on this machine; their peaks by rank: {peaks}")
     return report

@@ -1,9 +1,6 @@
 """The two passes of a measurement: an undisturbed one for the truth, and one under the tracker for the split.
 
-On CUDA the second is compared with the allocator at the end of each phase, and `unexplained` is what is missing:
-
-    categories + workspace + unexplained = the allocator's own peak, in every phase and over the whole run
-
+On CUDA, in every phase and over the whole run: categories + workspace + unexplained = the allocator's own peak.
 `workspace` is what cuBLAS holds (allocated falls by it when its workspaces are cleared) and internal fragmentation (the
 allocator counts allocated and requested). `unexplained` is what the tracker did not see: scratch that kernels allocate.
 """
@@ -153,6 +150,4 @@ def balance(report: Report, history: History, readings: list[dict[str, Any]], tr
     report.process = truth.process
     tracked = max(seen["allocated_bytes.all.peak"] for seen in readings[1:])
     if tracked != report.allocated:
-        report.notes.append(
-            f"the tracked pass peaked at {tracked:,} bytes, the undisturbed one at {report.allocated:,}"
-        )
+        report.notes.append(f"the tracked pass peaked at {tracked:,} bytes, the clean one at {report.allocated:,}")

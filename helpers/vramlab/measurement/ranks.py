@@ -42,7 +42,6 @@ def main() -> None:
     silence()
     with contextlib.suppress(OSError):  # Linux: when RAM runs out, kill this process and its ranks first
         Path("/proc/self/oom_score_adj").write_text("1000")
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a job's SIGTERM also ends the parent, and with it this process
     folders: queue.SimpleQueue[Path] = queue.SimpleQueue()
     threading.Thread(target=_read_orders, args=(folders,), daemon=True).start()
     while True:
@@ -66,8 +65,8 @@ def _read_orders(folders: "queue.SimpleQueue[Path]") -> None:
 
 
 def of_ranks(order: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """Run the order's function on all ranks: their "answers", or the "error" of the one that failed first, or, if it ended
-    without an exception, as whom and with which exit code it "ended".
+    """Run the order's function on all ranks: their "answers", or of the one that failed first its "error" or, without an
+    exception, its number and exit code ("ended").
 
     On a CPU under Linux ranks are forked from this process. CUDA does not survive a fork, nor do the system libraries'
     threads elsewhere: there each rank is a fresh process. Ranks on a CPU see no GPU: a library that looks for one would
@@ -75,10 +74,10 @@ def of_ranks(order: dict[str, Any], folder: Path) -> dict[str, Any]:
     """
     world, cpu = order["world_size"], order["device"] == "cpu"
     forks = cpu and sys.platform == "linux"
-    own = {"MASTER_ADDR": LOCALHOST} | ({"CUDA_VISIBLE_DEVICES": ""} if cpu else {})
-    usual = {"OMP_NUM_THREADS": "1"} | ({"GLOO_SOCKET_IFNAME": "lo"} if sys.platform == "linux" else {})
+    own = {"MASTER_ADDR": LOCALHOST, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
+    own |= {"CUDA_VISIBLE_DEVICES": ""} if cpu else {}
     ended = None
-    with patch.dict(os.environ, usual | dict(os.environ) | own), socket.socket() as reserved:
+    with patch.dict(os.environ, own), socket.socket() as reserved:
         torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
         if forks:
             _preload(order)
@@ -104,7 +103,7 @@ def of_ranks(order: dict[str, Any], folder: Path) -> dict[str, Any]:
 
 def _preload(order: dict[str, Any]) -> None:
     """Import here, once, what ranks of this and of later orders need; an error is for the ranks to report."""
-    with contextlib.suppress(Exception), open(os.devnull, "w") as nowhere, contextlib.redirect_stderr(nowhere):
+    with contextlib.suppress(Exception):
         function, arguments = pickle.loads(order["call"])
         pkgutil.resolve_name(function)
         if order["preload"]:
@@ -115,8 +114,6 @@ def _preload(order: dict[str, Any]) -> None:
 
 def rank_process(rank: int, order: dict[str, Any], folder: Path) -> None:
     """Set up one rank's process as torchrun does, call the function and leave what becomes of it in a file."""
-    for caught in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(caught, signal.SIG_DFL)
     set_parent_death_signal(signal.SIGKILL)
     silence()
     world = order["world_size"]

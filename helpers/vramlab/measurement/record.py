@@ -60,8 +60,7 @@ def record(
 
     Args:
         paths: lists of recipes (`read_list`); None takes COURSE_LIST.
-        minutes: from the start of the first run; nothing starts that is not expected to end in this time, and nothing
-            goes on after it.
+        minutes: from the start of the first run; what is not expected to end in this time is not started.
         folder: where the record files are; None is the course's own, which needs a GPU.
         dry_run: measure nothing, only list what is missing.
         progress: takes a line for each recipe.
@@ -80,25 +79,16 @@ def record(
     folder = Path(folder or measurements_folder())
     if folder.exists() and not folder.is_dir():
         raise RecordError(f"{folder} is no folder, so no record can be kept there.")
-    recipes = wanted([COURSE_LIST] if paths is None else map(Path, paths))
-    outcome = _plan(recipes, folder, here, dry_run, estimate)
+    recipes = dict.fromkeys(recipe for path in paths or [COURSE_LIST] for recipe in read_list(Path(path)))
+    outcome = _plan([*recipes], folder, here, dry_run, estimate)
     if not dry_run:
-        _measure_all(outcome, folder, 60 * minutes, progress, beside or (lambda report: ""))
+        _measure_all(outcome, folder, minutes, progress, beside or (lambda report: ""))
     return outcome
 
 
-def wanted(paths: Iterable[Path]) -> list[Recipe]:
-    """Return the recipes of some lists, each once. Raises RecordError for what cannot be read."""
-    return list(dict.fromkeys(recipe for path in paths for recipe in read_list(path)))
-
-
 def read_list(path: Path) -> list[Recipe]:
-    """Return the recipes of a JSON list of objects with the fields of `Recipe`; a list as a field takes each of its values.
-
-    `{"model": "gpt2", "batch_size": [4, 8], "optim": ["sgd", "adafactor"]}` stands for four recipes.
-
-    Raises RecordError, which names the entry, if it is no such list.
-    """
+    """Return the recipes of a JSON list of objects with the fields of `Recipe`; RecordError, which names the entry, if it is
+    none. A list as a field takes each of its values: `{"model": "gpt2", "batch_size": [4, 8]}` stands for two recipes."""
     try:
         entries = json.loads(path.read_text(encoding="utf-8"))
         if not isinstance(entries, list):
@@ -119,9 +109,7 @@ def read_list(path: Path) -> list[Recipe]:
     return recipes
 
 
-def _plan(
-    recipes: list[Recipe], folder: Path, here: Device, dry_run: bool, estimate: Callable[[Recipe], int] | None
-) -> Outcome:
+def _plan(recipes: list[Recipe], folder: Path, here: Device, dry_run: bool, estimate: Callable | None) -> Outcome:
     """Sort `recipes` into recorded, skipped with a reason, and missing, cheapest first."""
     cuda = here.kind == "cuda"
     files = [folder / file_name(environment(gpu=here.name if cuda else None))]
@@ -142,16 +130,10 @@ def _plan(
     return outcome
 
 
-def _measure_all(
-    outcome: Outcome,
-    folder: Path,
-    seconds_left: float,
-    progress: Callable[[str], None],
-    beside: Callable[[Report], str],
-) -> None:
+def _measure_all(outcome: Outcome, folder: Path, minutes: float, progress: Callable, beside: Callable) -> None:
     """Measure `outcome.missing` in its order until the time is nearly over."""
-    todo, deadline = list(outcome.missing), time.monotonic() + seconds_left
-    for recipe, seconds in todo:
+    deadline = time.monotonic() + 60 * minutes
+    for recipe, seconds in list(outcome.missing):
         begun = time.monotonic()
         if seconds > deadline - begun:
             break  # and all that follow take longer

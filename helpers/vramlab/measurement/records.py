@@ -50,8 +50,6 @@ def load(path: str | os.PathLike, missing_ok: bool = False) -> dict[str, Report]
                 raise ReportError(f"it is the report of another recipe: {report.title}")
             if report.source != "measured":
                 raise ReportError(f"it is a {report.source} report, but records are measured")
-    except FileNotFoundError:
-        raise RecordError(f"the record file {path.name} does not exist.") from None
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         where = f"entry {key}: " if isinstance(error, ReportError) else ""
         why = f"({type(error).__name__}: {where}{str(error).rstrip('.')}): mend or remove it"
@@ -62,11 +60,8 @@ def load(path: str | os.PathLike, missing_ok: bool = False) -> dict[str, Report]
 def save(report: Report, folder: str | os.PathLike | None = None) -> Path:
     """Add a measured report to its file, in place of an older one of the same recipe. Return the file.
 
-    The file is replaced as a whole, so a full disk or a kill loses nothing; a lock makes other processes wait.
-
-    Raises:
-        RecordError: the report is no measurement of a recipe on a machine as it is, or failed; or a CPU's, and `folder`
-            is the course's own; or the file cannot be read or written.
+    The file is replaced as a whole, so a full disk or a kill loses nothing; a lock makes other processes wait. Raises
+    RecordError for what is no measurement or failed, for a CPU's in the course's own folder, and where it cannot write.
     """
     if report.source != "measured" or not report.recipe:
         raise RecordError(f"only measured reports of a recipe are recorded, and this one is {report.source}.")

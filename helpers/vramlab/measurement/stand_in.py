@@ -97,12 +97,11 @@ def functions(library: Path, which: str) -> set[str]:
 def build(folder: Path) -> list[Path]:
     """The libraries, in `folder`. Needs g++, nm and the wheels nvidia-cuda-runtime and nvidia-cuda-crt."""
     folder.mkdir(parents=True, exist_ok=True)
-    wanted = {source: functions(NVIDIA / library, "--defined-only") for source, library in SOURCES.items()}
-    made = [compiled(folder, source, Path(SOURCES[source]).name, names) for source, names in wanted.items()]
-    driver = functions(WHEELS / "torch" / "lib" / "libcaffe2_nvrtc.so", "--undefined-only")
-    driver = {name for name in driver if re.match(r"cu[A-Z]", name)}
-    made.append(compiled(folder, "cuda.c", "libcuda.so.1", driver))
-    return [*made, compiled(folder, "nvml.c", "libnvidia-ml.so.1", set())]
+    wanted = {(s, Path(library).name): functions(NVIDIA / library, "--defined-only") for s, library in SOURCES.items()}
+    needed = functions(WHEELS / "torch" / "lib" / "libcaffe2_nvrtc.so", "--undefined-only")
+    wanted["cuda.c", "libcuda.so.1"] = {name for name in needed if re.match(r"cu[A-Z]", name)}
+    wanted["nvml.c", "libnvidia-ml.so.1"] = set()
+    return [compiled(folder, *which, names) for which, names in wanted.items()]
 
 
 def compiled(folder: Path, source: str, name: str, wanted: set[str]) -> Path:

@@ -104,19 +104,14 @@ OUT_OF_MEMORY = re.compile(
 
 
 def out_of_memory(error: Exception, device: str) -> str:
-    """Say what was asked for and what was free, in a sentence, if `error` says that memory ran out; else ''."""
+    """Say in a sentence that memory ran out and, where `error` does, what was asked for and what was free; else ''."""
     text = str(error)
     if not isinstance(error, MemoryError | torch.OutOfMemoryError) and not OUT_OF_MEMORY.search(text):
         return ""
     if device == "cuda":
         if isinstance(error, MemoryError) or "DefaultCPUAllocator" in text:
             return ""  # this machine's RAM, not the card's memory
-        text = re.split(r"\s*(?:See documentation|CUDA kernel errors|If reserved but)", text)[0].strip().rstrip(".")
-        try:
-            free, total = map(format_bytes, torch.cuda.mem_get_info())
-        except RuntimeError:  # not even CUDA's context could be made
-            return f"{text}."
-        return f"{text}. The device has {free} free of {total}."
+        return re.split(r"\s*(?:See documentation|CUDA kernel errors|If reserved but)", text)[0].strip()
     asked = re.search(r"tried to allocate (\d+) bytes", text)
     what = f"it asked for {format_bytes(int(asked[1]))} more" if asked else "an allocation failed"
     return f"RAM ran out: {what}, and {format_bytes(memory()[1])} were free."
