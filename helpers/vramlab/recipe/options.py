@@ -94,8 +94,9 @@ class Sharding:
         yield "rank", self.rank >= self.world_size, allowed
         stages = STAGES[self.engine]
         yield "stage", self.stage not in stages, f"engine {self.engine!r} has stage {' or '.join(map(str, stages))}"
-        offloads = self.engine in ("fsdp", "deepspeed")
-        yield "offload", self.offload and not offloads, "engines 'fsdp' and 'deepspeed' offload"
+        offloads = {"fsdp": ("parameters",), "deepspeed": ("optimizer", "parameters")}.get(self.engine, ())
+        allowed = f"engine {self.engine!r} offloads {' or '.join(offloads) or 'nothing'}"
+        yield "offload", self.offload and self.offload not in offloads, allowed
         third = self.offload == "parameters" and self.stage < 3
         yield "offload", third, "parameters can be offloaded at stage 3 only"
         for name, engine in (("schedule", "pipeline"), ("micro_batches", "pipeline"), ("wrap", "fsdp")):

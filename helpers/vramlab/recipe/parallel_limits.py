@@ -26,6 +26,8 @@ def refusals(recipe: Any) -> Refusals:
     engine = sharding.engine
     allowed = f"{engine} cuts weights into DTensors, which are trained with {', '.join(OPTIMIZERS)}"
     yield "optim", engine in ("fsdp", "tensor") and recipe.optim not in OPTIMIZERS, allowed
+    allowed = "engine 'deepspeed' frees gradients by itself: leave it True"
+    yield "loop.set_to_none", engine == "deepspeed" and not recipe.loop.set_to_none, allowed
     schedule_free = MODELLED[recipe.optim].library == "schedulefree"
     allowed = "schedule-free optimizers are modelled for one device only"
     yield "optim", sharding.world_size > 1 and schedule_free, allowed

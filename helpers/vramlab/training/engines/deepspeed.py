@@ -15,8 +15,7 @@ from unittest.mock import patch
 import torch
 
 from ...recipe.deepspeed_config import filled_in
-from ...recipe.recipe import Recipe
-from ...report.errors import RecipeError, needing
+from ...report.errors import needing
 from ..engine import Engine, Training
 from ..patched import afterwards
 
@@ -31,20 +30,12 @@ class DeepSpeed(Engine):
     autocasts = False
     fake_gpu = "cpu:0"
 
-    def __init__(self, recipe: Recipe):
-        super().__init__(recipe)
-        if not recipe.loop.set_to_none:
-            raise RecipeError("loop.set_to_none", False, "engine 'deepspeed' frees gradients by itself: leave it True")
-
     def start(self, training: Training) -> None:
         deepspeed = library()
         choose_accelerator(training.device.type)
-        model = training.model
-        config = filled_in(self.recipe)
+        model, config = training.model, filled_in(self.recipe)
         # the default of 65,536 overflows at once with random weights, and a skipped step makes no states
         config["fp16"]["initial_scale_power"] = 0
-        if self.recipe.precision == "fp16-mixed" and not deepspeed.accelerator.get_accelerator().is_fp16_supported():
-            raise RecipeError("precision", "fp16-mixed", "DeepSpeed does not train in fp16 on this CPU: use bf16-mixed")
         from .deepspeed_fake_group import forget
 
         forget()
@@ -73,23 +64,21 @@ class DeepSpeed(Engine):
         for category, where, tensors in held(training.model):
             tracker.claim(tensors, category, where)
 
-        def made(owner: type, name: str, category: str, where: str, tensors_of: Callable) -> None:
-            """Claim what `owner`'s method has made when it returns: `tensors_of` its arguments."""
-            stack.enter_context(
-                afterwards(owner, name, lambda _, *args, **options: tracker.claim(tensors_of(*args), category, where))
-            )
+        def claims(category: str, where: str, tensors_of: Callable) -> Callable:
+            return lambda _, *args, **options: tracker.claim(tensors_of(*args), category, where)
 
         gathered, flat = ("workspace", "gathered weights"), ("gradients", "flat gradients")
-        with contextlib.ExitStack() as stack:
-            made(Stage12, "setup_buckets", "workspace", "reduce bucket", _buckets)
-            part = ("gradients", "gradients in the part")
-            made(
-                Stage12, "copy_grads_in_partition", *part, lambda optimizer, *_: _held(optimizer, "grads_in_partition")
-            )
-            made(Stage12, "unscale_and_clip_grads", *flat, lambda optimizer, grads, *_: grads)
-            made(Stage3, "_prepare_fp32_grad_for_sub_group", *flat, _flat_gradient)
-            made(AllGatherHandle, "wait", *gathered, lambda handle, *_: [handle._AllGatherHandle__param.data])
-            made(AllGatherCoalescedHandle, "wait", *gathered, lambda handle, *_: [p.data for p in handle.params])
+        reduced = claims("workspace", "reduce bucket", lambda o: [t for b in o.ipg_buckets.values() for t in b.buffer])
+        part = claims("gradients", "gradients in the part", lambda o, *_: _held(o, "grads_in_partition"))
+        of_group = claims(*flat, lambda optimizer, group: [optimizer.fp32_partitioned_groups_flat[group].grad])
+        with (
+            afterwards(Stage12, "setup_buckets", reduced),
+            afterwards(Stage12, "copy_grads_in_partition", part),
+            afterwards(Stage12, "unscale_and_clip_grads", claims(*flat, lambda optimizer, grads, *_: grads)),
+            afterwards(Stage3, "_prepare_fp32_grad_for_sub_group", of_group),
+            afterwards(AllGatherHandle, "wait", claims(*gathered, lambda h, *_: [h._AllGatherHandle__param.data])),
+            afterwards(AllGatherCoalescedHandle, "wait", claims(*gathered, lambda h, *_: [p.data for p in h.params])),
+        ):
             yield
 
     def micro_batch(self, training: Training, last: bool) -> contextlib.AbstractContextManager:
@@ -135,14 +124,6 @@ def _held(optimizer: Any, name: str) -> list[Any]:
     return list(value) if isinstance(value, list | tuple) else [value]
 
 
-def _buckets(optimizer: Any) -> list[torch.Tensor]:
-    return [tensor for bucket in optimizer.ipg_buckets.values() for tensor in bucket.buffer]
-
-
-def _flat_gradient(optimizer: Any, group: int) -> list[torch.Tensor]:
-    return [optimizer.fp32_partitioned_groups_flat[group].grad]
-
-
 @contextlib.contextmanager
 def _adapters_as_they_are() -> Iterator[None]:
     """While entered, adapters are not cast. At stage 3 `from_pretrained` divides the base (`deepspeed.zero.Init`), and
@@ -178,7 +159,6 @@ def choose_accelerator(device: str) -> None:
     """Replace DeepSpeed's accelerator, which it chooses once, by that of the model's device; fake tensors are on CPU."""
     from deepspeed.accelerator import get_accelerator, set_accelerator
 
-    if get_accelerator().device_name() == device:
-        return
-    home = importlib.import_module(f"deepspeed.accelerator.{device}_accelerator")
-    set_accelerator(getattr(home, f"{device.upper()}_Accelerator")())
+    if get_accelerator().device_name() != device:
+        home = importlib.import_module(f"deepspeed.accelerator.{device}_accelerator")
+        set_accelerator(getattr(home, f"{device.upper()}_Accelerator")())

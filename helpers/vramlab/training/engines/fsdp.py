@@ -1,6 +1,7 @@
 """ZeRO stages 2 and 3 by FSDP2 (`torch.distributed.fsdp.fully_shard`; Zhao et al. 2023)."""
 
 import contextlib
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 from unittest.mock import patch
@@ -8,12 +9,11 @@ from unittest.mock import patch
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from torch.distributed.fsdp._fully_shard import _fsdp_param, _fully_shard
+from torch.distributed.fsdp._fully_shard import _fully_shard
 
 from ...recipe.recipe import Recipe
-from ...report.errors import RecipeError
-from ..engine import AUTOCAST, Engine, Training
-from ..models import is_fake, real_tensors
+from ..engine import AUTOCAST, Engine, Training, makes_fakes
+from ..models import real_tensors
 
 
 class FSDP(Engine):
@@ -29,9 +29,6 @@ class FSDP(Engine):
     def __init__(self, recipe: Recipe):
         super().__init__(recipe)
         self.fake_gpu = "cpu:0" if recipe.sharding.offload else "cpu"
-        if recipe.sharding.offload == "optimizer":
-            allowed = "FSDP offloads parameters, gradients and optimizer together: 'parameters'"
-            raise RecipeError("sharding.offload", "optimizer", allowed)
 
     def wrap(self, model: torch.nn.Module) -> torch.nn.Module:
         sharding = self.recipe.sharding
@@ -58,51 +55,35 @@ class Unit(NamedTuple):
 def units(model: torch.nn.Module, wrap: str = "layers", as_accelerate: bool = True) -> list[Unit]:
     """The units of a transformer, in the order in which to make them; the last is the root and has the rest.
 
-    "layers": each transformer layer (`_no_split_modules`) is a unit; `as_accelerate` also makes one of the input embedding,
-    and one of the last norm and the head, with the embedding if tied (`accelerate.utils.fsdp_utils.fsdp2_prepare_model`).
-    The head's and the root are kept, as in accelerate and by `fully_shard`'s default for a root: their backward pass
-    begins where their forward pass ended. "model": one unit, the root.
+    Each transformer layer (`_no_split_modules`) is a unit, with `wrap="model"` none; `as_accelerate` also makes one of the
+    input embedding, and one of the last norm and the head, with the embedding if tied, and keeps this
+    (`accelerate.utils.fsdp_utils.fsdp2_prepare_model`). The root is kept, as by `fully_shard`'s default.
     """
     if wrap == "model":
         return [Unit((model,))]
-    kinds, shared = set(getattr(model, "_no_split_modules", None) or ()), _sharing(model)
+    owners = [(id(p), module) for module in model.modules() for p in module._parameters.values() if p is not None]
+    times = Counter(parameter for parameter, _ in owners)
+    shared = {module: None for parameter, module in owners if times[parameter] > 1}  # such have to be in one unit
+    kinds = getattr(model, "_no_split_modules", None) or ()
     layers = [module for module in model.modules() if type(module).__name__ in kinds]
-    found = [Unit((layer,)) for layer in layers if _has_all_or_none(layer, shared)]
+    layers = [layer for layer in layers if len({module in set(layer.modules()) for module in shared}) < 2]
+    found = [Unit((layer,)) for layer in layers]
     if as_accelerate:
-        taken = {id(inner) for unit in found for module in unit.modules for inner in module.modules()}
+        taken = {inner for layer in layers for inner in layer.modules()}
         embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
-        tied = [module for module in shared if module not in (embedding, head)]
-        if embedding in shared:
-            tied.insert(0, embedding)
-        elif embedding is not None and id(embedding) not in taken:  # BERT's is in a unit already
+        if embedding is not None and embedding not in {*shared, *taken}:  # BERT's is in a unit already
             found.append(Unit((embedding,)))
-        tail = (_last_norm(model), *tied, head)
-        if tail := tuple(module for module in tail if module is not None and id(module) not in taken):
-            found.append(Unit(tail, keep=True))
+        tied = sorted((m for m in shared if m is not head), key=lambda module: module is not embedding)
+        tail = tuple(m for m in (_last_norm(model), *tied, head) if m is not None and m not in taken)
+        found += [Unit(tail, keep=True)] if tail else []
     return [*found, Unit((model,), keep=True)]
-
-
-def _sharing(model: torch.nn.Module) -> list[torch.nn.Module]:
-    """The modules that share a parameter with another one: they have to be in one unit."""
-    holders: dict[int, list] = {}
-    for module in model.modules():
-        for parameter in module._parameters.values():
-            if parameter is not None:
-                holders.setdefault(id(parameter), []).append(module)
-    return [*dict.fromkeys(module for group in holders.values() if len(group) > 1 for module in group)]
-
-
-def _has_all_or_none(module: torch.nn.Module, shared: list[torch.nn.Module]) -> bool:
-    inside = {id(m) for m in module.modules()}
-    return len({id(m) in inside for m in shared}) < 2
 
 
 def _last_norm(model: torch.nn.Module) -> torch.nn.Module | None:
     """The last norm among the base model's own modules, as `accelerate.utils.fsdp_utils._find_final_norm` finds it."""
-    prefix = getattr(model, "base_model_prefix", "")
-    base = getattr(model, prefix, None) if prefix else model
-    children = base.children() if hasattr(base, "children") else ()
-    return next((m for m in reversed([*children]) if "Norm" in type(m).__name__), None)
+    base = getattr(model, model.base_model_prefix, None) if model.base_model_prefix else model
+    norms = [m for m in base.children() if "Norm" in type(m).__name__] if base is not None else []
+    return norms[-1] if norms else None
 
 
 def shard(
@@ -129,31 +110,17 @@ def shard(
         "mp_policy": MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=dtype, output_dtype=dtype),
         "offload_policy": CPUOffloadPolicy(pin_memory=device.type == "cuda") if offload else OffloadPolicy(),
     }
-    with _of_fake_tensors(model, device) if is_fake(model) else contextlib.nullcontext():
+    with _of_fake_tensors(model, device) if makes_fakes() else contextlib.nullcontext():
         for modules, keep in parts:
             reshard = reshard_after_forward and not keep
             fully_shard(modules[0] if len(modules) == 1 else [*modules], reshard_after_forward=reshard, **options)
     return model
 
 
-class _Chunks:
-    """The chunks of a parameter, each made when it is asked for; FSDP makes all, but uses the first and this rank's."""
-
-    def __init__(self, tensor: torch.Tensor, parts: int, dim: int):
-        self.tensor, self.dim, self.length = tensor, dim, -(-tensor.size(dim) // parts)
-
-    def __getitem__(self, rank: int) -> torch.Tensor:
-        start = min(rank * self.length, self.tensor.size(self.dim))
-        return self.tensor.narrow(self.dim, start, min(self.length, self.tensor.size(self.dim) - start))
-
-
 @contextlib.contextmanager
 def _of_fake_tensors(model: torch.nn.Module, device: torch.device) -> Iterator[None]:
-    """Shard fake tensors of `device` with the same allocations, but without a thousand fake chunks."""
-    with (
-        patch.object(_fsdp_param, "_chunk_with_empty", _Chunks),
-        patch.object(_fully_shard, "_get_device_from_mesh", lambda mesh: device),
-    ):
+    """Shard fake tensors of `device` with the same allocations."""
+    with patch.object(_fully_shard, "_get_device_from_mesh", lambda mesh: device):
         yield
     for module in model.modules():  # it would pad shards again whose address is another, and fake storages have none
         if isinstance(module, FSDPModule) and (group := module._get_fsdp_state()._fsdp_param_group):
