@@ -14,7 +14,7 @@ from vramlab.recipe.recipe import Loop
 from vramlab.tracking.history import History, to_report
 from vramlab.tracking.tracked import run_tracked
 from vramlab.tracking.tracker import Tracker
-from vramlab.training.engine import Training, loss_of
+from vramlab.training.engine import Training
 from vramlab.training.training import build
 
 SIZES = dict(
@@ -120,7 +120,6 @@ def test_a_model_with_images_is_simulated_as_the_sentence_says(name):
         multi_tensor=False,
         loop=Loop.named("plain"),
         precision="fp32",
-        loss_of=loss_of,
     )
     tracker = run_tracked(training, Tracker("cpu"), 2, "cpu")
     assert simulated.phases == History(tracker.log, tracker.marks).phases() and not simulated.notes

@@ -18,7 +18,6 @@ from vramlab.simulation.simulate import simulate
 from vramlab.tracking.history import History
 from vramlab.tracking.tracked import run_tracked
 from vramlab.tracking.tracker import Tracker
-from vramlab.training import engine
 from vramlab.training.engine import Training
 
 
@@ -118,7 +117,7 @@ def really(make, batch, loss, optimizer, precision="fp32", loop="plain") -> dict
         multi_tensor=False,
         loop=Loop.named(loop),
         precision=precision,
-        loss_of=loss or engine.loss_of,
+        **({"loss_of": loss} if loss else {}),
     )
     tracker = run_tracked(training, Tracker("cpu"), 2, "cpu")
     return History(tracker.log, tracker.marks).phases()

@@ -10,8 +10,7 @@ from unittest.mock import patch
 import torch
 
 from ..report.collector import no_collection
-from ..training.engine import Training
-from ..training.models import is_fake
+from ..training.engine import Training, makes_fakes
 from ..training.patched import afterwards
 from ..training.training import train_step
 from .tracker import ON_HOST, REFERENCE, Tracker, tensors_in
@@ -32,7 +31,6 @@ def run_tracked(
     claim_model(tracker, training.model)
     if training.reference is not None:
         claim_model(tracker, training.reference, REFERENCE)
-    tracker.claim_storages(training.engine.buffers(), "workspace", "buckets")
     for batch in (training.batch, *training.further):
         tracker.claim(tensors_in(batch), "inputs")
     claim_states(tracker, training.optimizers, target)  # Adagrad makes its own before the first step
@@ -45,7 +43,7 @@ def run_tracked(
         tracker.begin(name)
 
     with (
-        no_collection(before=not is_fake(training.model)),
+        no_collection(before=not makes_fakes()),
         gradients_named(tracker, training.model),
         fsdp_units_named(tracker),
         training.engine.follow(training, tracker),

@@ -50,10 +50,6 @@ class Engine:
         """Run all micro-batches by the engine's own schedule and return True; False leaves it to the plain loop."""
         return False
 
-    def buffers(self) -> list[torch.UntypedStorage]:
-        """Storages that the engine itself has allocated so far, such as buckets."""
-        return []
-
     def backward(self, training: "Training", loss: torch.Tensor) -> None:
         loss.backward()
 
@@ -81,11 +77,6 @@ def makes_fakes() -> bool:
     return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
 
 
-def loss_of(outputs: Any, batch: Any) -> torch.Tensor:
-    """The loss that a transformers model returns with its outputs."""
-    return outputs["loss"]
-
-
 @dataclass
 class Training:
     """Everything one step needs."""
@@ -99,7 +90,7 @@ class Training:
     precision: str = "fp32"
     accumulation: int = 1  # micro-batches in a step
     abridged: bool = False  # run two of them in the first step, then one
-    loss_of: Callable[[Any, Any], torch.Tensor] = loss_of
+    loss_of: Callable[[Any, Any], torch.Tensor] = lambda outputs, batch: outputs["loss"]
     reference: torch.nn.Module | None = None  # frozen, which the loss needs too
     compute_loss: Callable[[Callable, Any], torch.Tensor] | None = None  # a trainer's own, instead of `loss_of`
     scaler: Any = None

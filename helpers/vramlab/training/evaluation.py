@@ -33,6 +33,12 @@ def evaluate(training: Training, evaluation: Evaluation, make: Callable[[int], A
     """
     sizes, made = Batches(evaluation.sizes), []
     sizes.make = make
+
+    def maker(tensor: torch.Tensor | None) -> Callable[[], torch.Tensor] | None:
+        """What makes a tensor like `tensor` without keeping that."""
+        if tensor is not None:
+            return functools.partial(torch.empty, tuple(tensor.shape), dtype=tensor.dtype, device=tensor.device)
+
     with _trainer(training, evaluation) as trainer:
         step = trainer.prediction_step
 
@@ -41,7 +47,7 @@ def evaluate(training: Training, evaluation: Evaluation, make: Callable[[int], A
             if not full and 1 < len(made) < len(sizes) - 1:
                 return *tree_map(lambda make: make and make(), made[0]), inputs["labels"] if made[0][1] else None
             loss, logits, labels = step(model, inputs, *args, **kwargs)
-            made[0] = made[0] or tree_map(_maker, (loss, logits))
+            made[0] = made[0] or tree_map(maker, (loss, logits))
             return loss, logits, labels
 
         trainer.prediction_step = prediction_step
@@ -51,12 +57,6 @@ def evaluate(training: Training, evaluation: Evaluation, make: Callable[[int], A
                 module.support_avx512bf16_for_cpu = False
         trainer.evaluation_loop(sizes, "Evaluation", None if evaluation.compute_metrics else True)
         training.model.train()
-
-
-def _maker(tensor: torch.Tensor | None) -> Callable[[], torch.Tensor] | None:
-    """What makes a tensor like `tensor` without keeping that."""
-    if tensor is not None:
-        return functools.partial(torch.empty, tuple(tensor.shape), dtype=tensor.dtype, device=tensor.device)
 
 
 @contextlib.contextmanager

@@ -11,7 +11,7 @@ import warnings
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from ..recipe import lora_modules
 from ..recipe.configuration import reason
@@ -44,11 +44,6 @@ def build_model(recipe: Recipe, device: str | torch.device = "cpu") -> torch.nn.
 
 
 real_tensors = unset_fake_temporarily  # leaves an active FakeTensorMode: adapters and code tables cannot be fake
-
-
-def is_fake(model: torch.nn.Module) -> bool:
-    """Whether the parameters of `model` have sizes and no values."""
-    return any(isinstance(parameter.data, FakeTensor) for parameter in model.parameters())
 
 
 def _prepared(model: torch.nn.Module, recipe: Recipe) -> torch.nn.Module:

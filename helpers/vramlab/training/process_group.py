@@ -25,22 +25,16 @@ def one_rank_of(sharding: Sharding | None) -> Iterator[None]:
         return
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    _clear_sharding_cache()
+    if "torch.distributed.tensor" in sys.modules:  # DTensor's caches assume that a process has one rank all its life
+        from torch.distributed.tensor import DTensor
+
+        DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache_clear()
+        getattr(torch._C, "_clear_DTensor_sharding_propagator_cache", lambda: None)()  # in newer releases
     dist.init_process_group("fake", rank=sharding.rank, world_size=sharding.world_size, store=FakeStore())
     try:
         yield
     finally:
         dist.destroy_process_group()
-
-
-def _clear_sharding_cache() -> None:
-    """Clear DTensor's cache of shapes by operator, which assumes that a process has one rank all its life."""
-    if "torch.distributed.tensor" in sys.modules:
-        from torch.distributed.tensor import DTensor
-
-        DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache_clear()
-        if clear := getattr(torch._C, "_clear_DTensor_sharding_propagator_cache", None):  # in newer releases
-            clear()
 
 
 @contextlib.contextmanager
@@ -61,11 +55,8 @@ def real_rank(device: str) -> Iterator[int]:
 
 @contextlib.contextmanager
 def one_gloo_thread() -> Iterator[None]:
-    """Give gloo's groups one thread instead of two, so that what is held, and when, is deterministic.
-
-    A thread frees what it has sent when it begins the next transfer. `init_process_group` ignores options for gloo (torch
-    2.13).
-    """
+    """Give gloo's groups one thread instead of two, so that what is held, and when, is deterministic: a thread frees what it
+    has sent when it begins the next transfer. `init_process_group` ignores options for gloo (torch 2.13)."""
     from torch.distributed import distributed_c10d
 
     plain = distributed_c10d.ProcessGroupGloo
@@ -74,9 +65,7 @@ def one_gloo_thread() -> Iterator[None]:
         def __init__(self, store, rank, size, timeout):
             options = plain._Options()
             options._threads, options._timeout = 1, timeout
-            interface = os.environ.get("GLOO_SOCKET_IFNAME", "")
-            device = plain.create_device(interface=interface) if interface else plain.create_default_device()
-            options._devices = [device]
+            options._devices = [plain.create_device(hostname="127.0.0.1")]  # all ranks are here
             super().__init__(store, rank, size, options)
 
     with patch.object(distributed_c10d, "ProcessGroupGloo", OneThread):

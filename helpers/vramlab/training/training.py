@@ -22,7 +22,6 @@ from .models import build_model, real_tensors
 
 # transformers.Trainer.get_decay_parameter_names; importing the Trainer only to ask it takes seconds
 WITHOUT_DECAY = [r"bias", r"layernorm", r"rmsnorm", r"(?:^|\.)norm(?:$|\.)", r"_norm(?:$|\.)"]
-FIRST_STEPS = 10  # RAdam's approximated average is too short in the first five (Liu et al. 2020, section 4)
 
 
 def build(recipe: Recipe, device: str = "cpu", target: str | None = None) -> Training:
@@ -94,18 +93,18 @@ def collated(recipe: Recipe, device: str = "cpu") -> dict[str, torch.Tensor]:
     """One micro-batch of random samples with the recipe's lengths: real tensors, on the CPU where others are fake."""
     device = "cpu" if makes_fakes() else device
     with real_tensors():
-        ids = [torch.randint(recipe.shape.vocab_size, (length,)) for length in recipe.samples]
-        batch = _by_trl(recipe, ids) if recipe.trainer == "sft" else _padded(recipe, ids)
+        batch = _by_trl(recipe) if recipe.trainer == "sft" else _padded(recipe)
         return {name: t.to(device) if hasattr(t, "to") else t for name, t in batch.items()}
 
 
 @needing("trainer='sft'")
-def _by_trl(recipe: Recipe, ids: list[torch.Tensor]) -> dict[str, torch.Tensor]:
+def _by_trl(recipe: Recipe) -> dict[str, torch.Tensor]:
     """What `SFTTrainer.__init__` makes for its arguments (trl 1.16), on packed rows joined to one."""
     from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
     multiple = recipe.pad_to_multiple_of
     collator = DataCollatorForLanguageModeling(0, padding_free=recipe.joins, pad_to_multiple_of=multiple)
+    ids = [torch.randint(recipe.shape.vocab_size, (length,)) for length in recipe.samples]
     labels = [sample.clone() for sample in ids]
     for sample, count in zip(labels, recipe.completion_lengths or recipe.samples, strict=True):
         sample[: len(sample) - count] = -100
@@ -115,16 +114,15 @@ def _by_trl(recipe: Recipe, ids: list[torch.Tensor]) -> dict[str, torch.Tensor]:
     return collator([{"input_ids": i.tolist(), "labels": label.tolist()} for i, label in zip(ids, labels, strict=True)])
 
 
-def _padded(recipe: Recipe, ids: list[torch.Tensor]) -> dict[str, torch.Tensor]:
+def _padded(recipe: Recipe) -> dict[str, torch.Tensor]:
     """Ids, mask and labels as `transformers.DataCollatorForLanguageModeling` pads them; or a label for each sample."""
     size, shape = recipe.rows, recipe.shape
-    inputs, labels = torch.zeros(size, dtype=torch.int64), torch.full(size, -100)
-    for row, sample in enumerate(ids):
-        inputs[row, : len(sample)] = labels[row, : len(sample)] = sample
+    mask = torch.arange(size[1]) < torch.tensor(recipe.samples)[:, None]
+    inputs = torch.randint(shape.vocab_size, size) * mask
+    labels = inputs.masked_fill(~mask, -100)
     if shape.task == "sequence-classification":
-        labels = torch.randint(shape.num_labels, (len(ids),))
-    lengths = torch.tensor(recipe.samples)
-    return {"input_ids": inputs, "attention_mask": (torch.arange(size[1]) < lengths[:, None]).long(), "labels": labels}
+        labels = torch.randint(shape.num_labels, size[:1])
+    return {"input_ids": inputs, "attention_mask": mask.long(), "labels": labels}
 
 
 def _groups(recipe: Recipe, model: torch.nn.Module) -> list:
@@ -174,7 +172,7 @@ def _schedule_free(recipe: Recipe, kind: str, parameters: list, options: dict) -
     optimizer = getattr(schedulefree, kind)(parameters, foreach=recipe.loop.foreach is not False, **options)
     optimizer.train()
     for group in optimizer.param_groups:
-        group["k"] = FIRST_STEPS
+        group["k"] = 10  # its average is too short in the first five (Liu et al. 2020, section 4)
     return optimizer
 
 

@@ -60,6 +60,8 @@ def offloading(model: torch.nn.Module, device: torch.device) -> contextlib.Abstr
 def start(training: Training, recipe: Recipe, model: torch.nn.Module, build_model: Callable) -> None:
     """Make the frozen reference model, if there is one, and let TRL's trainer of `model` compute the loss of `training`."""
     trainer = object.__new__(trl_class(TRL[recipe.trainer]))
+    from trl.trainer.utils import add_fused_lm_head, disable_dropout_in_model
+
     if recipe.trainer == "sft":
         training.compute_loss = lambda forward, batch: trainer.compute_loss(forward, dict(batch))
     else:
@@ -67,20 +69,12 @@ def start(training: Training, recipe: Recipe, model: torch.nn.Module, build_mode
         if recipe.has_reference:
             plain = recipe.replace(trainer="transformers", gradient_checkpointing=False, activation_offloading=False)
             training.reference = build_model(plain, training.device).eval()
-        _prepare_models(training, model)
+            add_fused_lm_head(training.reference)
+        for each in filter(None, (training.reference, model)):
+            disable_dropout_in_model(each)
+            if training.precision in AUTOCAST and training.engine.autocasts:
+                autocast_inside(each, training.device.type, training.precision)
     vars(trainer).update(_fields(training, recipe, model))
-
-
-def _prepare_models(training: Training, model: torch.nn.Module) -> None:
-    """Switch dropout off, and autocast forward passes where the engine does not cast by itself."""
-    from trl.trainer.utils import add_fused_lm_head, disable_dropout_in_model
-
-    if training.reference is not None:
-        add_fused_lm_head(training.reference)
-    for each in filter(None, (training.reference, model)):
-        disable_dropout_in_model(each)
-        if training.precision in AUTOCAST and training.engine.autocasts:
-            autocast_inside(each, training.device.type, training.precision)
 
 
 def _fields(training: Training, recipe: Recipe, model: torch.nn.Module) -> dict[str, Any]:

@@ -24,8 +24,12 @@ class DDP(Engine):
         self._buckets: list[weakref.ref] = []  # their storages
 
     def wrap(self, model: torch.nn.Module) -> torch.nn.Module:
+        # the Trainer looks for parameters without gradients unless layers are recomputed, and always with PEFT
+        # (`Trainer._build_accelerator_args`): it costs a copy of the outputs, and buckets are not made anew
+        recomputed = self.recipe.gradient_checkpointing and not self.recipe.lora
+        unused = self.recipe.loop.name == "trainer" and not recomputed
         with _Buckets(self._buckets):
-            ddp = DistributedDataParallel(model, find_unused_parameters=self._finds_unused())
+            ddp = DistributedDataParallel(model, find_unused_parameters=unused)
         if is_fake_group():
             ddp.register_comm_hook(None, _all_reduce)
         ddp.reducer = _Reducer(ddp.reducer, self._buckets)
@@ -38,23 +42,18 @@ class DDP(Engine):
             autocast_inside(training.model.module, training.device.type, training.precision)
             self.autocasts = False
 
-    def buffers(self) -> list[torch.UntypedStorage]:
+    def _live_buckets(self) -> list[torch.UntypedStorage]:
         """The reducer's buckets, which no attribute leads to."""
         return [storage for storage in (reference() for reference in self._buckets) if storage is not None]
 
     @contextlib.contextmanager
     def follow(self, training: Training, tracker: Any) -> Iterator[None]:
-        """Name the buckets that the second step's forward pass makes anew."""
+        """Name the buckets, and those that the second step's forward pass makes anew."""
+        tracker.claim_storages(self._live_buckets(), "workspace", "buckets")
         yield
-        for handle in self.buffers():
+        for handle in self._live_buckets():
             if storage := tracker.live.get(handle._cdata):
                 storage.category, storage.where = "workspace", "buckets"
-
-    def _finds_unused(self) -> bool:
-        """The Trainer looks for parameters without gradients unless layers are recomputed, and always with PEFT
-        (`Trainer._build_accelerator_args`). It costs a copy of the outputs, and buckets are not made anew."""
-        trainer, checkpointing = self.recipe.loop.name == "trainer", self.recipe.gradient_checkpointing
-        return trainer and (not checkpointing or self.recipe.lora is not None)
 
     def optimizer(self, parameters: list, make: Callable[[list], Any]) -> Any:
         if self.recipe.sharding.stage == 0:

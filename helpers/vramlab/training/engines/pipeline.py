@@ -30,19 +30,17 @@ class Pipeline(Engine):
 
     def __init__(self, recipe: Recipe):
         super().__init__(recipe)
-        self.stages = recipe.sharding.world_size
         self.shared: Any = None  # the weight that the first and the last stage both hold
-        self.ends: Any = None  # the group of these two
 
     def wrap(self, model: torch.nn.Module) -> torch.nn.Module:
-        self.rank = dist.get_rank()
-        self.is_first, self.is_last = self.rank == 0, self.rank == self.stages - 1
+        rank, stages = dist.get_rank(), dist.get_world_size()
+        self.is_first, self.is_last = rank == 0, rank == stages - 1
         first, last = model.get_input_embeddings(), model.get_output_embeddings()
-        if first.weight is last.weight and self.stages > 1:
+        if first.weight is last.weight and stages > 1:
             with real_tensors():
-                self.ends = dist.new_group([0, self.stages - 1])
+                self.ends = dist.new_group([0, stages - 1])  # the group of these two
             self.shared = first.weight if self.is_first or self.is_last else None
-        keep_stage(model, self.rank, self.stages)
+        keep_stage(model, rank, stages)
         return model
 
     def start(self, training: Training) -> None:
@@ -63,7 +61,7 @@ class Pipeline(Engine):
             hidden = torch.empty(*shape, recipe.shape.hidden_size, dtype=dtype, device="meta", requires_grad=True)
         sizes = {"input_args": ids if self.is_first else hidden, "output_args": hidden}
         part = Part(training, self.is_first, self.is_last)
-        self.stage = Stage(part, self.rank, self.stages, training.device, **sizes)
+        self.stage = Stage(part, dist.get_rank(), dist.get_world_size(), training.device, **sizes)
         self.schedule = kind(self.stage, micro_batches, loss_fn=loss, scale_grads=False)
         self.until_waited = training.device.type == "cuda"
 
@@ -95,8 +93,8 @@ class Pipeline(Engine):
         self.until_waited = tracker.round_to > 1 or tracker.device == "cuda"
         yield
         received = [*self.stage.args_recv_info.values(), *self.stage.grad_recv_info.values()]
-        buffers = [getattr(info, "buffer", None) for infos in received for info in infos]  # the first stage's has none
-        tracker.claim([buffer for buffer in buffers if buffer is not None], "workspace")
+        buffers = [getattr(info, "buffer", None) for infos in received for info in infos]
+        tracker.claim(filter(torch.is_tensor, buffers), "workspace")  # the first stage's has none
 
     def clip(self, training: Training, norm: float) -> None:
         """Clip by the norm over all stages, in which the shared weight counts once."""
@@ -109,7 +107,7 @@ class Pipeline(Engine):
 
 def keep_stage(model: torch.nn.Module, rank: int, stages: int) -> None:
     """Remove from `model` what is not of stage `rank` of `stages`. Names of parameters stay."""
-    decoder, embedding, head = model.get_decoder(), model.get_input_embeddings(), model.get_output_embeddings()
+    decoder = model.get_decoder()
     mine = stage_layers(len(decoder.layers), stages)[rank]
     for i in range(len(decoder.layers)):
         if i not in mine:
@@ -117,15 +115,11 @@ def keep_stage(model: torch.nn.Module, rank: int, stages: int) -> None:
     if kinds := getattr(decoder.config, "layer_types", None):
         decoder.config.layer_types = [kinds[i] for i in mine]
     if rank > 0:
-        _take(decoder, embedding)
+        decoder.set_input_embeddings(None)
     if rank < stages - 1:
-        _take(model, head)
+        model.set_output_embeddings(None)
         norm = next(name for name in NORMS if hasattr(decoder, name))
         setattr(decoder, norm, torch.nn.Identity())
-
-
-def _take(owner: torch.nn.Module, part: torch.nn.Module) -> None:
-    setattr(owner, next(name for name, module in owner.named_children() if module is part), None)
 
 
 class Part(torch.nn.Module):
