@@ -18,10 +18,8 @@ def read_off(s: Any) -> tuple[tuple, tuple]:
     import torch
 
     model = build(s)
-    owner = {id(p): module for module in model.modules() for p in module.parameters(recurse=False)}
-    for module in model.modules():  # a shared matrix belongs to the embedding
-        if isinstance(module, torch.nn.Embedding):
-            owner[id(module.weight)] = module
+    modules = sorted(model.modules(), key=lambda module: isinstance(module, torch.nn.Embedding))
+    owner = {id(p): module for module in modules for p in module.parameters(recurse=False)}  # if shared, the embedding
     weights = []
     for name, parameter in model.named_parameters():
         layer = re.search(r"\.(\d+)\.", name)
@@ -72,17 +70,13 @@ def make(s: Any, **options: Any) -> "torch.nn.Module":
         raise RecipeError("model", s.name, f"transformers cannot build it for {s.task}: {reason(error)}") from error
 
 
-def _kind(name: str, parameter: "torch.nn.Parameter", module: "torch.nn.Module") -> str:
-    from torch import nn
+KINDS = {"Embedding": "embedding", "Linear": "linear", "_ConvNd": "conv", "Conv1D": "conv1d"}  # by a base's name
 
+
+def _kind(name: str, parameter: "torch.nn.Parameter", module: "torch.nn.Module") -> str:
     if "Norm" in type(module).__name__:
         return "norm"
     if name.endswith("bias"):
         return "bias"
-    convolutions = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
-    for kind, classes in (("embedding", nn.Embedding), ("linear", nn.Linear), ("conv", convolutions)):
-        if isinstance(module, classes):
-            return kind
-    if type(module).__name__ == "Conv1D":
-        return "conv1d"
-    return "expert" if parameter.dim() == 3 and "expert" in name else "other"
+    known = (KINDS[base.__name__] for base in type(module).__mro__ if base.__name__ in KINDS)
+    return next(known, "expert" if parameter.dim() == 3 and "expert" in name else "other")

@@ -34,9 +34,10 @@ OWN = {"lr": "learning_rate", "weight_decay": "weight_decay", "eps": "adam_epsil
 
 
 @lru_cache(maxsize=512)
-def _parse(optim: str, text: str) -> tuple[tuple[str, float], ...]:
+def optimizer_arguments(optim: str, text: str | None) -> dict[str, float]:
+    """Return `optim_args` by name, not to be written to. Raises RecipeError where they are not that optimizer's."""
     found: dict[str, float] = {}
-    for pair in text.split(","):
+    for pair in text.split(",") if text else ():
         name, _, value = (part.strip() for part in pair.partition("="))
         try:
             found[name] = float({"true": 1, "false": 0}.get(value.lower(), value))
@@ -45,9 +46,4 @@ def _parse(optim: str, text: str) -> tuple[tuple[str, float], ...]:
         if name not in MODELLED[optim].arguments:
             allowed = ", ".join(MODELLED[optim].arguments)
             raise RecipeError("optim_args", text, f"{optim} has no {name!r} here; it takes {allowed}")
-    return tuple(found.items())
-
-
-def optimizer_arguments(optim: str, text: str | None) -> dict[str, float]:
-    """Return `optim_args` as a dictionary. Raises RecipeError where it is of another form, or not for that optimizer."""
-    return dict(_parse(optim, text)) if text else {}
+    return found

@@ -265,14 +265,9 @@ class Recipe:
     def to_dict(self) -> dict[str, Any]:
         """A JSON-ready dictionary; `Recipe(**d)` gives the recipe back."""
         left_out = ["shape", *(name for name in LATER if getattr(self, name) == getattr(Recipe, name))]
-        left_out += ["dtype"] * (
-            self.weights_dtype == self.implied_dtype
-        )  # one recipe with one key, whether said or not
-        values = {name: value for name, value in vars(self).items() if name not in left_out}
-        values = json.loads(json.dumps(values, default=vars))
-        if self.lora:
-            values["lora"] = {name: v for name, v in values["lora"].items() if v or name not in LATER_OF_LORA}
-        return values
+        # one recipe with one key, whether its dtype is said or not
+        left_out += ["dtype"] * (self.weights_dtype == self.implied_dtype)
+        return {name: _as_json(value) for name, value in vars(self).items() if name not in left_out}
 
     def to_json(self) -> str:
         return json.dumps(self.to_dict(), sort_keys=True)
@@ -327,6 +322,12 @@ LATER = tuple(dropwhile("trainer".__ne__, knobs(Recipe)))  # fields that stored 
 def as_recipe(value: Any) -> Recipe:
     """`value` if it is a recipe; else the recipe of the model it names, with every other field at its default."""
     return value if isinstance(value, Recipe) else Recipe(value)
+
+
+def _as_json(value: Any) -> Any:
+    if type(value) in PARTS.values():
+        return {name: _as_json(one) for name, one in vars(value).items() if one or name not in LATER_OF_LORA}
+    return list(value) if isinstance(value, tuple) else value
 
 
 def _described(model: Any) -> Any:
