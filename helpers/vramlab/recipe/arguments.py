@@ -8,7 +8,7 @@ import dataclasses
 import json
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ..report.data import data_path
 from ..report.errors import RecipeError, needing
@@ -18,15 +18,12 @@ from .knobs import knobs
 from .optimizers import DROPPED, MODELLED, OWN, optimizer_arguments
 from .options import TRL, Loop, Sharding
 
-if TYPE_CHECKING:
-    from transformers import TrainingArguments
-
 # What moves memory and no recipe says, and what moves none; every field is in one of these or in a recipe's own.
 CONFIGS = {trainer: name.replace("Trainer", "Config") for trainer, name in TRL.items()}
 CLASSIFIED = json.loads(data_path("training_arguments.json").read_text(encoding="utf-8"))
 
 
-def to_training_arguments(recipe: Any, output_dir: str = "out", **changes: Any) -> "TrainingArguments":
+def to_training_arguments(recipe: Any, output_dir: str = "out", **changes: Any) -> Any:
     """Return the `TrainingArguments` (`DPOConfig`, …) that train as `recipe` says, `changes` set on top.
 
     Nothing is reported or saved unless `changes` ask for it. Without a GPU the arguments say `use_cpu`: bf16 then trains
@@ -93,7 +90,7 @@ def settings(recipe: Any) -> dict[str, Any]:
     return values
 
 
-def to_recipe(kind: type, args: "TrainingArguments", model: Any, **fields: Any) -> Any:
+def to_recipe(kind: type, args: Any, model: Any, **fields: Any) -> Any:
     """Return the recipe, of the class `kind`, of a `Trainer` with `args` that trains `model`.
 
     Raises RecipeError for another Trainer's `args`, for what moves memory and no recipe models, and where `args` and
@@ -168,7 +165,7 @@ def check_table(args: Any, table: dict[str, Any], prefix: str = "") -> None:
             raise RecipeError(prefix + name, value, rest)
 
 
-def _check_sharding(args: "TrainingArguments", sharding: Sharding | None) -> None:
+def _check_sharding(args: Any, sharding: Sharding | None) -> None:
     """Raise RecipeError unless `sharding` is what the arguments' FSDP or DeepSpeed configuration says."""
     engine = "fsdp" if args.fsdp else "deepspeed"
     if getattr(sharding, "engine", None) != engine:
@@ -196,7 +193,7 @@ def _check_entries(name: str, found: dict[str, Any], wanted: dict[str, Any]) -> 
             raise RecipeError(f"{name}.{key}", value, rest)
 
 
-def _optim_args(args: "TrainingArguments") -> str | None:
+def _optim_args(args: Any) -> str | None:
     """Return the optimizer's arguments, with the Trainer's weight decay where gradients are copied for it."""
     optim, text = getattr(args.optim, "value", args.optim), args.optim_args or None
     copies = optim in ("sgd", "adagrad", "rmsprop")
@@ -216,7 +213,7 @@ def _sharding_arguments(sharding: Sharding | None) -> dict[str, Any]:
     return {"deepspeed": deepspeed_config(sharding)}
 
 
-def _precision(args: "TrainingArguments", wanted: str | None) -> str:
+def _precision(args: Any, wanted: str | None) -> str:
     """Return the precision that `args` say, or `wanted` if it does not contradict them."""
     said = "fp16-mixed" if args.fp16 else "bf16-mixed" if args.bf16 else "tf32" if args.tf32 else "fp32"
     true = bool(wanted) and wanted.endswith("-true")

@@ -40,8 +40,8 @@ def family_of(name: str, config: dict[str, Any]) -> Family:
     except Exception as error:  # each configuration class has its own ways to refuse
         raise RecipeError("model", name, f"transformers cannot read its configuration: {reason(error)}") from error
     tables = {task: getattr(modeling_auto, f"MODEL_FOR_{t.table}_MAPPING_NAMES", {}) for task, t in TASKS.items()}
-    classes = {task: table[full.model_type] for task, table in tables.items() if full.model_type in table}
-    classes = {task: c if isinstance(c, str) else c[0] for task, c in classes.items()}
+    found = {task: table[full.model_type] for task, table in tables.items() if full.model_type in table}
+    classes = {task: c if isinstance(c, str) else c[0] for task, c in found.items()}
     if getattr(full, "is_encoder_decoder", False) or "masked-lm" in classes:
         classes.pop("causal-lm", None)  # half of the model, or an encoder made to look back only
     if not completed.keys() >= {"num_mel_bins", "max_source_positions"}:

@@ -129,9 +129,7 @@ LLAMA = {
     "after": "model.norm norm h; {head}",
     "head": "linear",  # kind of the language model's head
     "biased": "",  # roles of linear layers with a bias
-    "biased_if": {
-        "attention_bias": (False, "q k v qkv out")
-    },  # a key of the configuration: its default, and such roles
+    "biased_if": {"attention_bias": (False, "q k v qkv out")},  # a key of the configuration: its default, such roles
     "set_by": {},  # a field of `Layout`: the key of the configuration that says it, and its default
     "parts_if": {},  # a key of the configuration: parts where it is true, and where it is not
     "says": (),  # keys whose defaults are not written down

@@ -65,8 +65,6 @@ class Knob:
         """Return what `str(recipe)` says of the value, "" for nothing."""
         if value is None or value is False or value in self.quiet:
             return ""
-        if dataclasses.is_dataclass(value):
-            return value.words()
         return self.shown.format(value) if isinstance(self.shown, str) else self.shown(value)
 
 

@@ -54,12 +54,12 @@ class Recipe:
     gradient_accumulation_steps: int = knob(1, most=MOST_MICRO_BATCHES)
     gradient_checkpointing: bool = knob(False)
     attn_implementation: str | None = knob(None, choices=ATTENTION)
-    lora: LoRA | None = knob(None)
-    quantization: Quantization | None = knob(None)
-    sharding: Sharding | None = knob(None)
+    lora: LoRA | None = knob(None, shown=LoRA.words)
+    quantization: Quantization | None = knob(None, shown=Quantization.words)
+    sharding: Sharding | None = knob(None, shown=Sharding.words)
     dtype: str | None = knob(None, choices=DTYPES)
     torch_compile: bool = knob(False)
-    loop: Loop | str = knob("trainer", choices=tuple(LOOPS))
+    loop: Loop | str = knob("trainer", choices=tuple(LOOPS), shown=Loop.words)
     trainer: str = knob("transformers", choices=("transformers", *TRL), shown=TRL.get)
     precompute_ref_log_probs: bool = knob(False)
     activation_offloading: bool = knob(False)
@@ -264,10 +264,10 @@ class Recipe:
 
     def to_dict(self) -> dict[str, Any]:
         """A JSON-ready dictionary; `Recipe(**d)` gives the recipe back."""
-        left_out = ["shape", *(name for name in LATER if getattr(self, name) == getattr(Recipe, name))]
         # one recipe with one key, whether its dtype is said or not
-        left_out += ["dtype"] * (self.weights_dtype == self.implied_dtype)
-        return {name: _as_json(value) for name, value in vars(self).items() if name not in left_out}
+        left_out = ("shape", "dtype") if self.weights_dtype == self.implied_dtype else ("shape",)
+        said = ((name, value) for name, value in vars(self).items() if name not in left_out)
+        return {name: _as_json(value) for name, value in said if name not in LATER or value != LATER[name]}
 
     def to_json(self) -> str:
         return json.dumps(self.to_dict(), sort_keys=True)
@@ -316,7 +316,8 @@ class Recipe:
         return to_recipe(cls, args, model, **fields)
 
 
-LATER = tuple(dropwhile("trainer".__ne__, knobs(Recipe)))  # fields that stored keys of recipes do not know
+# Fields that stored keys of recipes do not know, and their defaults.
+LATER = {name: knobs(Recipe)[name].default for name in dropwhile("trainer".__ne__, knobs(Recipe))}
 
 
 def as_recipe(value: Any) -> Recipe:
