@@ -80,12 +80,11 @@ def launcher():
 
 @pytest.fixture
 def small_machine():
-    """Child processes get 32 GiB at most, also of a kernel that promises everything: asking for more harms nobody."""
-    resource = pytest.importorskip("resource")
-    soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
-    resource.setrlimit(resource.RLIMIT_DATA, (2**35, hard))
-    yield
-    resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
+    """See `small_children`."""
+    from rank_faults import small_children
+
+    with small_children():
+        yield
 
 
 @pytest.fixture(scope="session")

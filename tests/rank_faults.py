@@ -1,9 +1,11 @@
 """What ranks do in test_sharding_faults.py: fail, each in its own way, while the others wait for them."""
 
+import contextlib
 import os
 import signal
 import sys
 import time
+from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +75,21 @@ def without_deepspeed(**arguments: Any) -> Any:
 
 def unanswerable() -> Any:
     return lambda: None
+
+
+@contextlib.contextmanager
+def small_children() -> Generator[None]:
+    """Processes that are started get 32 GiB at most, also of a kernel that promises everything: asking for more harms
+    nobody."""
+    import pytest
+
+    resource = pytest.importorskip("resource")
+    soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    resource.setrlimit(resource.RLIMIT_DATA, (2**35, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
 
 
 def gone(pids: list[int], seconds: float = 10) -> bool:

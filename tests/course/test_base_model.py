@@ -186,28 +186,31 @@ def _arguments(source, folder, *more):
     return ["--source", str(source), "--folder", str(folder), "--steps", "3", *sizes, *more]
 
 
-def test_the_script_trains_end_to_end(script, tmp_path):
-    source = tmp_path / "source"
-    source.mkdir()
-    held = _tiny_source(script, source)
-    script.main(_arguments(source, tmp_path / "model"))
-    assert list(json.loads((tmp_path / "model" / "held_out.json").read_text())) == [held]
-    card = json.loads((tmp_path / "model" / "card.json").read_text())
+@pytest.fixture(scope="module")
+def trained(script, tmp_path_factory):
+    """A folder with a source and the model that the script has trained on it, and the program that it held out."""
+    folder = tmp_path_factory.mktemp("trained")
+    (folder / "source").mkdir()
+    held = _tiny_source(script, folder / "source")
+    script.main(_arguments(folder / "source", folder / "model"))
+    return folder, held
+
+
+def test_the_script_trains_end_to_end(trained):
+    folder, held = trained
+    assert list(json.loads((folder / "model" / "held_out.json").read_text())) == [held]
+    card = json.loads((folder / "model" / "card.json").read_text())
     assert card["files"] == 9 and card["training"]["steps"] == 3
     assert card["training"]["tokens read"] == 3 * 32
     assert 0 < card["bits per byte"]["this model, file by file"] < 16
-    assert "| tokenizer |" in (tmp_path / "model" / "README.md").read_text()
+    assert "| tokenizer |" in (folder / "model" / "README.md").read_text()
 
 
-def test_stopped_and_continued_is_the_same_training(script, tmp_path):
-    source = tmp_path / "source"
-    source.mkdir()
-    _tiny_source(script, source)
-    script.main(_arguments(source, tmp_path / "once"))
-    saved = str(tmp_path / "checkpoint")
+def test_stopped_and_continued_is_the_same_training(script, trained, tmp_path):
+    source, saved = trained[0] / "source", str(tmp_path / "checkpoint")
     script.main(_arguments(source, tmp_path / "half", "--checkpoint", saved, "--stop-at", "2"))
     script.main(_arguments(source, tmp_path / "whole", "--checkpoint", saved))
-    once, whole = ((tmp_path / name / "model.safetensors").read_bytes() for name in ("once", "whole"))
+    once, whole = ((folder / "model.safetensors").read_bytes() for folder in (trained[0] / "model", tmp_path / "whole"))
     assert once == whole
 
 

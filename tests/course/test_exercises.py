@@ -485,9 +485,9 @@ def test_every_exercise_of_the_course_is_sound(number):
 
 
 @pytest.mark.parametrize("name", EVERY)
-@pytest.mark.parametrize("answer", [..., None, "", "nonsense", -1, float("nan"), [], {}, object(), lambda: 1])
-def test_nonsense_is_wrong_and_never_raises(name, answer):
-    assert not exercises.judge(EVERY[name], answer).right
+def test_nonsense_is_wrong_and_never_raises(name):
+    for answer in (..., None, "", "nonsense", -1, float("nan"), [], {}, object(), lambda: 1):
+        assert not exercises.judge(EVERY[name], answer).right, answer
 
 
 @pytest.mark.parametrize("number", CHAPTERS)

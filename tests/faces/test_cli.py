@@ -483,7 +483,11 @@ def test_real_prediction_equals_the_function():
     assert too_much.exit_code == 1 and too_much.stdout.splitlines()[-1].startswith("does not fit: T4")
 
 
-def test_real_measurement_on_this_machine(tmp_path):
+def test_real_measurement_on_this_machine(tmp_path, monkeypatch):
+    """In this process: tests/measurement/test_measure.py has the one of its own."""
+    from vramlab.measurement import worker
+
+    monkeypatch.setattr("vramlab.measurement.measure.run_here", lambda order, *_: worker.run(**order))
     model = tmp_path / "config.json"
     model.write_text(json.dumps(config("gpt2")))
     result = run("measure", str(model), *SMALL[1:], "--repeats", "1", "--json")

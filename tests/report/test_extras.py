@@ -1,5 +1,6 @@
 """A plain install predicts, plans and has the command line; what needs more names the extra in one sentence."""
 
+import functools
 import subprocess
 import sys
 import tomllib
@@ -8,6 +9,7 @@ from importlib.metadata import packages_distributions
 import pytest
 from packaging.requirements import Requirement
 from settings import ROOT
+from vramlab import LoRA, Quantization, Recipe, Sharding, simulate
 from vramlab.report.errors import EXTRAS, MissingExtra, needing
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -81,10 +83,9 @@ def test_commands_name_their_extra(name):
         ("vramlab.simulate(recipe)", "simulate needs torch: pip install 'vramlab[simulate]'"),
         ("vramlab.measure(recipe)", "measure needs torch: pip install 'vramlab[simulate]'"),
         (
-            "vramlab.explain(vramlab.Recipe('llama-3.2-1b', sharding=vramlab.Sharding(0, 2, 'tensor')))",
+            "vramlab.explain(vramlab.Recipe('t5-base'))",
             "explain needs torch: pip install 'vramlab[simulate]'",
         ),
-        ("vramlab.Recipe('t5-base')", "t5-base needs torch: pip install 'vramlab[simulate]'"),
         ("vramlab.assert_fits(recipe)", "assert_fits needs torch: pip install 'vramlab[simulate]'"),
         ("vramlab.watch", "watch needs torch: pip install 'vramlab[simulate]'"),
         ("vramlab.WatchCallback", "WatchCallback needs torch: pip install 'vramlab[simulate]'"),
@@ -112,18 +113,18 @@ def test_functions_name_their_extra(code, said):
 @pytest.mark.parametrize(
     ("fields", "what", "module", "extra"),
     [
-        ("quantization=vramlab.Quantization('nf4'), lora=vramlab.LoRA()", "simulate", "bitsandbytes", "quantization"),
-        ("trainer='sft'", "A trainer of TRL", "trl", "trl"),
-        ("sharding=vramlab.Sharding(2, 2, 'deepspeed')", "sharding.engine='deepspeed'", "deepspeed", "deepspeed"),
+        ({"quantization": Quantization("nf4"), "lora": LoRA()}, "simulate", "bitsandbytes", "quantization"),
+        ({"trainer": "sft"}, "A trainer of TRL", "trl", "trl"),
+        ({"sharding": Sharding(2, 2, "deepspeed")}, "sharding.engine='deepspeed'", "deepspeed", "deepspeed"),
     ],
 )
-def test_a_simulation_names_its_extra(fields, what, module, extra):
+def test_a_simulation_names_its_extra(fields, what, module, extra, monkeypatch):
     pytest.importorskip("torch")
-    code = f"""try:
-    vramlab.simulate(vramlab.Recipe("gpt2", num_layers=1, {fields}))
-except vramlab.VramLabError as error:
-    print(error)"""
-    assert plainly(code, (module,)).stdout == f"{what} needs {module}: pip install 'vramlab[{extra}]'\n"
+    for name in {module, *(name for name in sys.modules if name.startswith(f"{module}."))}:
+        monkeypatch.setitem(sys.modules, name, None)
+    with pytest.raises(MissingExtra) as caught:
+        simulate(Recipe("gpt2", num_layers=1, **fields))
+    assert str(caught.value) == f"{what} needs {module}: pip install 'vramlab[{extra}]'"
 
 
 def test_other_missing_modules_are_left_alone():
@@ -132,9 +133,12 @@ def test_other_missing_modules_are_left_alone():
     assert not isinstance(caught.value, MissingExtra)
 
 
+owners_of = functools.cache(packages_distributions)
+
+
 @pytest.mark.parametrize(("module", "extra"), EXTRAS.items())
 def test_each_extra_brings_its_modules(module, extra):
-    owners = packages_distributions().get(module) or pytest.skip(f"{module} is not installed here")
+    owners = owners_of().get(module) or pytest.skip(f"{module} is not installed here")
     assert {BROUGHT.get(module), *(name.replace("_", "-") for name in owners)} & EXTRA[extra]
 
 

@@ -1,5 +1,6 @@
 """What ranks send each other, counted in real runs and held against formulas; and one rank of many that are not there."""
 
+import contextlib
 import dataclasses
 from typing import Any
 
@@ -152,7 +153,8 @@ def test_a_rank_alone_of_a_large_world_is_as_simulated():
     assert one.phases["load"].end.parameters == sum(4 * -(-count // 64) * width for count, width in rows), "padded"
 
 
-def test_measure_runs_all_ranks_and_reports_the_one_asked_for():
+def test_measure_runs_all_ranks_and_reports_the_one_asked_for(launcher, monkeypatch):
+    monkeypatch.setattr("vramlab.measurement.measure.Launcher", lambda: contextlib.nullcontext(launcher))
     recipe = LLAMA.replace(sharding=Sharding(0, 2, "ddp", rank=1))
     report = measure(recipe, repeats=1, device="cpu", recorded=False)
     assert (report.source, report.status, report.recipe) == ("measured", "ok", recipe.to_dict())
