@@ -10,7 +10,7 @@ BOUND, MEAN = 0.03, 0.002  # of the simulated peak: for each recipe, and on aver
 PHASE_BOUND = 0.05  # for each phase of each recipe
 UNSPLIT = 5 << 20  # bytes of blocks that the allocator does not split, which may be more than BOUND of a small model
 GRID = grid()
-SAMPLE = 50  # the quick suite simulates one recipe in 50
+SAMPLE = 100  # the quick suite simulates one recipe in 100
 FULL_DEPTH = [
     Recipe("gpt2", batch_size=8, seq_len=512),
     Recipe("polyglot-ko-1.3b", batch_size=4, seq_len=256, precision="fp16-true"),

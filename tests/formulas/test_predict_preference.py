@@ -9,7 +9,7 @@ from vramlab import LoRA, Recipe, RecipeError, predict, simulate
 from vramlab.formulas.account import cached_account
 
 GRID = [r for r in preference_grid() if (r.name, r.attn_implementation) != ("falcon-7b", "eager")]
-SAMPLE = 10
+SAMPLE = 20
 LORA = {"lora": LoRA(r=16, target_modules="all-linear"), "dtype": "bfloat16"}
 
 

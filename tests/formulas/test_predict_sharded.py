@@ -124,7 +124,7 @@ def test_a_whole_model_is_within_three_percent(changes):
         assert abs(error(report.phases[name].peak.total, sum(truth["phases"][name][0].values()))) <= PHASE_BOUND, name
 
 
-@pytest.mark.parametrize("layers", [1, 3])
+@pytest.mark.parametrize("layers", params([1, 3], [3]))
 def test_stage_3_lets_go_of_the_layers_before_the_embeddings_gradient(layers):
     pytest.importorskip("deepspeed")
     sharding = Sharding(engine="deepspeed", stage=3, world_size=2)

@@ -162,6 +162,7 @@ def test_the_text_of_another_modules_exception_comes(monkeypatch):
         child(monkeypatch, RAISING.format(error="ZeroDivisionError('by zero')"))
 
 
+@pytest.mark.slow  # so does theirs: tests/training/test_sharding_faults.py
 def test_the_packages_own_exception_in_the_child_is_one_here(monkeypatch):
     error = "RecipeError('optim_args', 'beta=1', 'sgd does not take it')"
     with pytest.raises(RecipeError, match="'optim_args' is 'beta=1', but sgd does not take it") as caught:

@@ -111,13 +111,13 @@ def hold(config: dict, fields: dict) -> None:
 
 
 @given(configurations(broken=False), RECIPES)
-@settings(max_examples=12)
+@settings(max_examples=8)
 def test_sound_configurations(config, fields):
     hold(config, fields)
 
 
 @given(configurations(broken=True), RECIPES)
-@settings(max_examples=20)
+@settings(max_examples=10)
 def test_broken_configurations(config, fields):
     hold(config, fields)
 

@@ -223,7 +223,7 @@ def test_gradients_of_batch_norm_are_laid_out_as_real_ones():
 
 
 @pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight")
-@hypothesis.settings(max_examples=60, phases=[hypothesis.Phase.generate])
+@hypothesis.settings(max_examples=30, phases=[hypothesis.Phase.generate])
 @hypothesis.given(graphs)
 def test_graphs(graph):
     assert not differences(**graph)

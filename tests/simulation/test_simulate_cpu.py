@@ -187,11 +187,9 @@ def test_equals_real_tensors(row):
 
 
 SLOW = (
-    "gpt2 as published",
-    "pythia-70m, all of it",
-    "t5-small as published",
-    "bert-base, checkpointing",
-    "Whisper in 4 bits",
+    *("gpt2 as published", "pythia-70m, all of it", "t5-small as published", "bert-base, checkpointing"),
+    *("vit-base as published", "Qwen's widths in 4 bits", "Whisper in 4 bits", "TRL's head, frozen"),
+    *("a causal model that classifies", "DoRA on Conv1D", "saved modules", "4 bits computed in fp32"),
 )
 
 

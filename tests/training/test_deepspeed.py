@@ -64,7 +64,6 @@ QUICK = {  # what `make test` runs: each stage, each knob
         "stage 1, odd sizes, plain loop",
         "stage 1, bf16-mixed, offloaded",
         "stage 2",
-        "stage 2, LoRA, checkpointing",
         "stage 3",
         "stage 3, accumulating, offloaded",
     ),
@@ -111,7 +110,7 @@ def test_stages_of_half_precision_learn_the_same(real):
     Stage 0 is left out: DeepSpeed's wrapper takes a step with empty gradients when it is made, which Adam counts.
     """
     for (expected,), *losses in zip(
-        learned(alone(recipe_of(HALVED)))["losses"], *(left["losses"] for left in real(2, HALVED)), strict=True
+        learned(alone(recipe_of(HALVED)), 3)["losses"], *(left["losses"] for left in real(2, HALVED)), strict=True
     ):
         loss = sum(loss for (loss,) in losses) / 2
         assert loss == pytest.approx(expected, rel=2e-2) and loss != expected
@@ -195,9 +194,7 @@ def test_what_it_does_not_do(stage, changes, field):
 @installed
 @pytest.mark.parametrize(
     ("stage", "offload"),
-    params(
-        [(1, "optimizer"), (2, "optimizer"), (3, "optimizer"), (3, "parameters")], [(2, "optimizer"), (3, "parameters")]
-    ),
+    params([(1, "optimizer"), (2, "optimizer"), (3, "optimizer"), (3, "parameters")], [(3, "parameters")]),
 )
 def test_what_is_offloaded_is_not_on_the_gpu(stage, offload):
     """Of fp32 weights, states and the part's gradients nothing is left; weights that are not offloaded are all there."""

@@ -37,7 +37,7 @@ CASES |= {
     "packed qlora": dict(MIXED, method="qlora", packing=True),
     "packed sft lora": dict(MIXED, method="lora", trainer="sft", packing=True),
 }
-QUICK = ("packed full", "packed lora", "packed qlora", "kto lora")
+QUICK = ("packed lora", "packed qlora", "kto lora")
 SHARDINGS = {  # FSDP offloads to pinned memory, which takes a GPU
     "ddp": Sharding(0, 2, "ddp"),
     "fsdp stage 2": Sharding(2, 2, "fsdp"),
