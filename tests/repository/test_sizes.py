@@ -8,7 +8,7 @@ HELPERS = ROOT / "helpers"
 CEILINGS = {
     "vramlab/report": 663,
     "vramlab/hardware": 1067,
-    "vramlab/recipe": 2285,
+    "vramlab/recipe": 2110,
     "vramlab/training": 1780,
     "vramlab/tracking": 864,
     "vramlab/formulas": 2787,
