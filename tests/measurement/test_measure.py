@@ -25,7 +25,7 @@ from vramlab import (
 from vramlab import measure as measure_here
 from vramlab.hardware.gpu import Device, find_gpu
 from vramlab.hardware.nvml import nvml_snapshot
-from vramlab.measurement import launch, worker
+from vramlab.measurement import host_memory, launch, worker
 from vramlab.measurement.measure import run_here
 
 # The package's attribute `measure` is the function; the module is what is patched here.
@@ -109,21 +109,41 @@ def test_out_of_memory_is_a_report_that_says_what_was_asked_for(small_machine):
     assert report.environment["torch"] and "oom" in str(report) and asked in str(report)
 
 
-def child(monkeypatch, code: str, timeout: float = 300) -> Report:
+def child(monkeypatch, code: str, timeout: float = 300, device: str = "cpu") -> Report:
     """What `measure` makes of a child process that runs `code`."""
     monkeypatch.setattr(launch, "COMMAND", [sys.executable, "-c", code])
-    order = {"recipe": TINY, "repeats": 1, "warmup": 2, "device": "cpu"}
+    order = {"recipe": TINY, "repeats": 1, "warmup": 2, "device": device}
     return run_here(order, timeout)
 
 
 KILL = "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"
 
 
-def test_a_child_that_is_killed_is_an_error_and_no_report(monkeypatch):
-    """Who killed it is not known: the kernel, or somebody by hand."""
+@pytest.fixture
+def counter(monkeypatch, tmp_path):
+    """A kernel's count of out-of-memory kills, in a file."""
+    file = tmp_path / "vmstat"
+    file.write_text("pgfault 7\noom_kill 3\nnuma_hit 3\n")
+    monkeypatch.setattr(host_memory, "VMSTAT", file)
+    return file
+
+
+def oom_kill(counter) -> str:
+    return f"open({str(counter)!r}, 'w').write('oom_kill 4\\n'); {KILL}"
+
+
+def test_a_child_that_the_kernel_kills_for_its_memory_ran_out_of_memory(monkeypatch, counter):
+    report = child(monkeypatch, oom_kill(counter))
+    assert (report.status, report.source, report.title) == ("oom", "measured", str(TINY))
+    assert report.message == "its process: killed by the kernel because RAM ran out."
+
+
+def test_a_child_that_somebody_kills_is_an_error_and_no_report(monkeypatch, counter):
+    """Nor is one on a GPU that ran out of RAM: it says nothing of the GPU."""
     why = r"could not be measured: its process was killed by SIGKILL, as the kernel does when RAM runs out\.$"
-    with pytest.raises(MeasurementError, match=why):
-        child(monkeypatch, KILL)
+    for code, device in ((KILL, "cpu"), (oom_kill(counter), "cuda")):
+        with pytest.raises(MeasurementError, match=why):
+            child(monkeypatch, code, device=device)
 
 
 def test_ram_that_runs_out_says_nothing_of_a_gpu():

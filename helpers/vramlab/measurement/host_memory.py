@@ -1,4 +1,10 @@
-"""This process's RAM."""
+"""This process's RAM, and processes that the kernel killed for lack of it."""
+
+import contextlib
+import re
+from pathlib import Path
+
+VMSTAT = Path("/proc/vmstat")  # proc(5)
 
 
 def rss() -> int:
@@ -18,3 +24,11 @@ def peak_rss() -> int:
         import psutil
 
         return getattr(psutil.Process().memory_info(), "peak_wset", rss())  # Windows has a peak, macOS has not
+
+
+def oom_kills() -> int:
+    """Return how many processes the kernel has killed for their memory; 0 where it does not count them."""
+    with contextlib.suppress(OSError):
+        if found := re.search(r"^oom_kill (\d+)$", VMSTAT.read_text(), re.MULTILINE):
+            return int(found[1])
+    return 0

@@ -12,7 +12,8 @@ from ..hardware.gpu import current_device, witness
 from ..recipe.recipe import Recipe, as_recipe
 from ..report.errors import MeasurementError, RankError, RecipeError, RecordError
 from ..report.report import Report, format_bytes
-from .launch import Launcher
+from .host_memory import oom_kills
+from .launch import SIGKILL, Launcher, rank_name
 from .records import find_record
 
 SECONDS_ON_CPU = 120
@@ -117,13 +118,15 @@ def run_here(order: dict[str, Any], timeout: float = 1800) -> Report:
     ranks = recipe.sharding.world_size if recipe.sharding else 1
     if device == "cuda" and ranks > torch.cuda.device_count():
         ranks = 1
-    function = "run_rank" if ranks > 1 else "run"
+    function, kills = "run_rank" if ranks > 1 else "run", oom_kills()
     try:
         with Launcher() as child:
             reports = child.run(f"{WORKER}:{function}", order, ranks, device, timeout, f"{WORKER}:preload")
     except MeasurementError as error:
+        if device == "cpu" and getattr(error, "code", None) == SIGKILL and oom_kills() > kills:
+            error.oom = "killed by the kernel because RAM ran out."
         if isinstance(error, RankError) and error.oom:
-            card, text = current_device().name, f"Rank {error.rank} of {ranks}: {error.oom}"
+            card, text = current_device().name, f"{rank_name(error.rank, ranks)}: {error.oom}"
             return Report.failed(witness(device), recipe, device, "oom", text, gpu=card if device == "cuda" else None)
         raise MeasurementError(f"{recipe} could not be measured: {error}") from error
     report = reports[recipe.sharding.rank if ranks > 1 else 0]

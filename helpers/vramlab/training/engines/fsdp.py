@@ -9,7 +9,7 @@ from unittest.mock import patch
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from torch.distributed.fsdp._fully_shard import _fully_shard
+from torch.distributed.fsdp._fully_shard import _fsdp_param, _fully_shard
 
 from ...recipe.recipe import Recipe
 from ..engine import AUTOCAST, Engine, Training, makes_fakes
@@ -117,10 +117,24 @@ def shard(
     return model
 
 
+class _Chunks:
+    """The chunks of a parameter, each made when it is asked for; FSDP makes all, but uses the first and this rank's."""
+
+    def __init__(self, tensor: torch.Tensor, parts: int, dim: int):
+        self.tensor, self.dim, self.length = tensor, dim, -(-tensor.size(dim) // parts)
+
+    def __getitem__(self, rank: int) -> torch.Tensor:
+        start = min(rank * self.length, self.tensor.size(self.dim))
+        return self.tensor.narrow(self.dim, start, min(self.length, self.tensor.size(self.dim) - start))
+
+
 @contextlib.contextmanager
 def _of_fake_tensors(model: torch.nn.Module, device: torch.device) -> Iterator[None]:
-    """Shard fake tensors of `device` with the same allocations."""
-    with patch.object(_fully_shard, "_get_device_from_mesh", lambda mesh: device):
+    """Shard fake tensors of `device` with the same allocations, but without a thousand fake chunks."""
+    with (
+        patch.object(_fsdp_param, "_chunk_with_empty", _Chunks),
+        patch.object(_fully_shard, "_get_device_from_mesh", lambda mesh: device),
+    ):
         yield
     for module in model.modules():  # it would pad shards again whose address is another, and fake storages have none
         if isinstance(module, FSDPModule) and (group := module._get_fsdp_state()._fsdp_param_group):
