@@ -100,6 +100,7 @@ def test_the_command_takes_text_files_snapshots_and_recipes(tmp_path):
     snapshot.write_bytes(pickle.dumps({"device_traces": [[{"action": "alloc", "addr": 1, "size": MiB}]]}))
     recipe.write_text(RECIPE.to_json())
     assert run(text=message()).output == run("-", text=message()).output == str(explain(message())) + "\n"
+    assert run(message()).output == run(text=message()).output, "longer than a file's name may be"
     words = ("gpt2", "--batch-size", "2", "--seq-len", "128", "--num-layers", "2")
     assert run(str(file), *words).output == run(str(file), str(recipe)).output
     assert "T4 has 14.562 GiB" in run(str(file), *words, "--gpu", "T4").output

@@ -16,7 +16,7 @@ CEILINGS = {
     "vramlab/simulation": 1987,
     "vramlab/measurement": 1125,
     "vramlab/planning": 1317,
-    "vramlab/faces": 2130,
+    "vramlab/faces": 2132,
     "vramlab_course/claims": 1200,
     "vramlab_course": 6000,
 }

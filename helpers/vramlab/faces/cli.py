@@ -7,6 +7,7 @@ request (one sentence on stderr), 3 out of memory (the report says how much, or 
 import functools
 import inspect
 import json
+import os
 import shlex
 from collections.abc import Callable
 from dataclasses import asdict
@@ -69,8 +70,8 @@ def option(kind: Any, text: str, *names: str, **rules: Any) -> Any:
 
 Json = option(bool, "Print JSON; sizes are bytes, times seconds.", "--json")
 DIFFERING = "A recipe's or report's JSON file, or in quotes what predict takes: 'gpt2 --batch-size 8'."
-EXPLAINED = "An out-of-memory message (a file, or -) or a memory snapshot's .pickle; then or alone MODEL with options, "
-EXPLAINED += "the JSON file of a recipe or of a TrainingArguments, or the script that trains."
+EXPLAINED = "An out-of-memory message (its words, a file, or -) or a memory snapshot's .pickle; then or alone MODEL "
+EXPLAINED += "with options, the JSON file of a recipe or of a TrainingArguments, or the script that trains."
 GpuName = option(str | None, "A card by name, such as T4. Exit status 1: does not fit.", "--gpu")
 Target = option(str, "Whose kernels and rounding: cuda or cpu.", "--target")
 
@@ -263,13 +264,15 @@ def explain(
     """What filled, or would fill, the card, and the three cheapest changes."""
     from .explain import explain
 
-    first, rest = Path((words or ["-"])[0]), (words or [])[1:]
-    if str(first) == "-":
+    first, *rest = words or ["-"]
+    if first == "-":
         what = typer.get_text_stream("stdin").read()
-    elif first.suffix in (".pickle", ".pkl"):
+    elif first.endswith((".pickle", ".pkl")):
+        what = Path(first)
+    elif "out of memory" in first:
         what = first
-    elif first.is_file() and first.suffix not in (".json", ".py"):
-        what = first.read_text(encoding="utf-8", errors="replace")
+    elif os.path.isfile(first) and not first.endswith((".json", ".py")):
+        what = Path(first).read_text(encoding="utf-8", errors="replace")
     else:
         what, rest = _said(words), []
     found = explain(what, _said(rest) if rest else None, gpu)
