@@ -477,7 +477,7 @@ RECIPES = st.builds(
 
 
 @given(RECIPES, st.sampled_from([None, "T4", "H100"]))
-@settings(max_examples=1000)
+@settings(max_examples=500)
 def test_any_recipe_is_a_report_or_a_recipe_error(fields, gpu):
     try:
         report = predict(Recipe(**fields), gpu)

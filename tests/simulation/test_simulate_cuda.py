@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from quick import params
 from tiny_models import config
 from torch._subclasses import fake_impls
 from torch.nn import functional as F
@@ -468,11 +469,10 @@ def test_a_recipe_with_convolutions_says_so_too():
 # --- the package flash-attn -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("family", "changes"),
-    [("gpt2", {}), ("llama", {"gradient_checkpointing": True}), ("bert", {}), ("mixtral", {})],
-    ids=["gpt2", "llama, checkpointing", "bert", "mixtral"],
-)
+FLASH_ATTN = [("gpt2", {}), ("llama", {"gradient_checkpointing": True}), ("bert", {}), ("mixtral", {})]
+
+
+@pytest.mark.parametrize(("family", "changes"), params(FLASH_ATTN, FLASH_ATTN[1:3]))
 def test_flash_attn_is_simulated_without_the_package(family, changes):
     """`flash_api.cpp`, which torch's own flash kernel has too: output, a number a row and the generator's state are
     kept, and dQ is summed up in fp32 in the backward pass."""
