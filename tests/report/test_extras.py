@@ -83,9 +83,10 @@ def test_commands_name_their_extra(name):
         ("vramlab.simulate(recipe)", "simulate needs torch: pip install 'vramlab[simulate]'"),
         ("vramlab.measure(recipe)", "measure needs torch: pip install 'vramlab[simulate]'"),
         (
-            "vramlab.explain(vramlab.Recipe('t5-base'))",
+            "vramlab.explain(vramlab.Recipe('llama-3.2-1b', sharding=vramlab.Sharding(0, 2, 'tensor')))",
             "explain needs torch: pip install 'vramlab[simulate]'",
         ),
+        ("vramlab.Recipe('t5-base')", "t5-base needs torch: pip install 'vramlab[simulate]'"),
         ("vramlab.assert_fits(recipe)", "assert_fits needs torch: pip install 'vramlab[simulate]'"),
         ("vramlab.watch", "watch needs torch: pip install 'vramlab[simulate]'"),
         ("vramlab.WatchCallback", "WatchCallback needs torch: pip install 'vramlab[simulate]'"),

@@ -71,7 +71,7 @@ def test_every_rank_answers_in_order(launcher, world_size):
 
 def test_for_gpus_each_rank_is_a_fresh_process(launcher):
     """CUDA does not survive a fork, so they are spawned; the ranks themselves may as well be a CPU's."""
-    assert [answer["rank"] for answer in launcher.run("rank_faults:greet", world_size=1, device="cuda")] == [0]
+    assert [answer["rank"] for answer in launcher.run("rank_faults:greet", world_size=2, device="cuda")] == [0, 1]
 
 
 def test_three_ranks_compute_what_one_does(launcher):

@@ -150,12 +150,13 @@ def _size(name: str, config: Mapping, size: str, family: Family) -> int | None:
     keys = family.keys.get(size, SIZES[size]) or [""]
     key = next((key for key in keys if config.get(key) is not None), keys[0])
     value, most = config.get(key), MOST.get(size, MOST_SIZE)
+    otherwise = "" if family.layout_options is not None else f"; or {BUILT}"
     if value is None and size in family.required:
-        raise RecipeError(f"model.{key}", None, f"the configuration of {name} must say it")
+        raise RecipeError(f"model.{key}", None, f"the configuration of {name} must say it{otherwise}")
     if value is None or (size == "sliding_window" and not value):
         return None if key in config else family.defaults.get(size)
     if not _is_size(value, 1, most):
-        raise RecipeError(f"model.{key}", value, f"it must be a whole number from 1 to {most:,}")
+        raise RecipeError(f"model.{key}", value, f"it must be a whole number from 1 to {most:,}{otherwise}")
     return value
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from ..report.data import data_path
-from ..report.errors import RecipeError
+from ..report.errors import RecipeError, needing
 from . import configuration, lora_modules
 from .configuration import plain
 from .families import TASKS, Layout, layout_of
@@ -301,4 +301,5 @@ def _described(
         if empty := [weight.name for weight in shape.weights() if not weight.size]:
             raise RecipeError("model", name, f"a size that its configuration sets to 0 or null would empty {empty[0]}")
         return shape
-    return dataclasses.replace(shape, **describe(shape))
+    with needing(name):
+        return dataclasses.replace(shape, **describe(shape))
