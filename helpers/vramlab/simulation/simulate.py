@@ -151,7 +151,7 @@ def may_be_deepened(recipe: Recipe, target: str) -> bool:
         return False
     if lora_modules.differ_by_layer(recipe.shape, recipe.lora):
         return False
-    return recipe.shape.num_layers > GROUPS
+    return recipe.shape.num_layers > GROUPS + bool(sharding)
 
 
 def _is_written_down(recipe: Recipe) -> bool:
