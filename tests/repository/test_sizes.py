@@ -7,7 +7,7 @@ HELPERS = ROOT / "helpers"
 # Lines of Python. They may fall, and a ceiling falls with them.
 CEILINGS = {
     "vramlab": 16000,
-    "vramlab/report": 663,
+    "vramlab/report": 665,
     "vramlab/hardware": 1067,
     "vramlab/recipe": 2112,
     "vramlab/training": 1795,

@@ -224,4 +224,6 @@ def _change(change: int, relative: float, unit: str) -> list[str]:
     sign, size = "+" if change > 0 else "−", in_unit(abs(change), unit)
     if not change:
         return ["0", "0"]
+    if math.isinf(relative):
+        return [sign + size, "–"]
     return [sign + size, f"×{relative + 1:,.0f}" if abs(relative) >= 10 else f"{sign}{abs(relative):.2%}"]
