@@ -36,7 +36,7 @@ help:
 	@echo 'make constraints write constraints.txt from what .venv holds'
 	@echo 'make clean       remove .venv, build/ and caches'
 	@echo
-	@echo 'NOTEBOOKS=…      for course, notebooks, try-colab and try-cuda: only these, like NOTEBOOKS=notebooks/02_memory.ipynb'
+	@echo 'NOTEBOOKS=…      for course, notebooks, try-colab and try-cuda: only these, like NOTEBOOKS=notebooks/05_lora.ipynb'
 	@echo 'PYTHON=…         the interpreter that .venv is made with (found by itself: 3.11 or newer)'
 	@echo 'PIP_FLAGS=…      more flags for pip. On Linux without an NVIDIA GPU, save gigabytes with'
 	@echo '                 PIP_FLAGS="--extra-index-url ADDRESS", the address being that of the CPU wheel index of PyTorch'
