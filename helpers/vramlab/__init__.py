@@ -28,6 +28,7 @@ _PUBLIC = {
     "formulas.run": "predict_run",
     "simulation.simulate": "simulate simulate_evaluation",
     "measurement.records": "find_record",
+    "measurement.share": "share",
     "planning.plan": "Plan plan",
     "planning.step_time": "step_time",
     "hardware.gpu": "find_gpu gpu_names",
@@ -36,7 +37,6 @@ _PUBLIC = {
     "faces.doctor": "doctor environment_stamp",
     "faces.explain": "assert_fits explain",
     "faces.measure": "measure record",
-    "faces.share": "share",
     "faces.watch": "watch",
 }
 _HOME = {name: module for module, names in _PUBLIC.items() for name in names.split()}
@@ -48,12 +48,12 @@ if TYPE_CHECKING:
     from .faces.doctor import doctor, environment_stamp
     from .faces.explain import assert_fits, explain
     from .faces.measure import measure, record
-    from .faces.share import share
     from .faces.watch import watch
     from .formulas.predict import predict
     from .formulas.run import predict_run
     from .hardware.gpu import find_gpu, gpu_names
     from .measurement.records import find_record
+    from .measurement.share import share
     from .planning.plan import Plan, plan
     from .planning.step_time import step_time
     from .recipe.evaluation import Evaluation

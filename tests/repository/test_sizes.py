@@ -14,9 +14,9 @@ CEILINGS = {
     "vramlab/tracking": 864,
     "vramlab/formulas": 2787,
     "vramlab/simulation": 1987,
-    "vramlab/measurement": 1125,
+    "vramlab/measurement": 1238,
     "vramlab/planning": 1317,
-    "vramlab/faces": 2132,
+    "vramlab/faces": 2019,
     "vramlab_course/claims": 1200,
     "vramlab_course": 6000,
 }

@@ -12,10 +12,10 @@ import verify_record
 from settings import ROOT
 from tiny_models import config
 from vramlab import MiB, Recipe, RecordError, find_gpu, share, simulate
-from vramlab.faces import share as sharing
 from vramlab.faces.measure import simulated_beside
-from vramlab.faces.share import CARD, VERSIONS
+from vramlab.measurement import share as sharing
 from vramlab.measurement.records import save
+from vramlab.measurement.share import CARD, VERSIONS
 from vramlab.report.report import Speed, environment
 
 RECIPE = Recipe("gpt2", batch_size=2, seq_len=128, num_layers=2)

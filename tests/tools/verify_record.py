@@ -15,10 +15,10 @@ from typing import Any
 
 from vramlab import GiB, MiB, Recipe, RecipeError, RecordError, Report, diff, format_bytes, model_names, simulate
 from vramlab.faces.measure import card_of
-from vramlab.faces.share import CARD, VERSIONS, content_name
 from vramlab.hardware.gpu import find_gpu
 from vramlab.measurement.measure import operations
 from vramlab.measurement.records import load
+from vramlab.measurement.share import CARD, VERSIONS, content_name
 from vramlab.recipe.knobs import rebuild
 from vramlab.report.report import environment
 

@@ -236,7 +236,7 @@ def share(
     browse: option(bool, "Open the page that takes it. Nothing is sent before you say so there.") = True,
 ) -> None:
     """Show exactly what your records would tell others, without your name, your machine's or a path, and where to send it."""
-    from .share import share
+    from ..measurement.share import share
 
     for made in share(source, folder):
         typer.echo(str(made))

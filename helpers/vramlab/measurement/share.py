@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..measurement.records import file_name, load, measurements_folder, write_atomically
 from ..recipe.recipe import key_of
 from ..recipe.shapes import model_names
 from ..report.errors import RecordError
 from ..report.report import Report, format_bytes, repository, text_table
+from .records import file_name, load, measurements_folder, write_atomically
 
 # All that is told of the machine: no name, no user, no path.
 VERSIONS = ("python", "system", "torch", "transformers", "peft", "bitsandbytes", "accelerate", "cuda", "driver")
