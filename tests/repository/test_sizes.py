@@ -9,7 +9,7 @@ CEILINGS = {
     "vramlab": 16000,
     "vramlab/report": 665,
     "vramlab/hardware": 1067,
-    "vramlab/recipe": 2112,
+    "vramlab/recipe": 2099,
     "vramlab/training": 1795,
     "vramlab/tracking": 864,
     "vramlab/formulas": 2787,

@@ -2,14 +2,11 @@
 
 import re
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ..report.errors import RecipeError
 from .configuration import reason
 from .families import TASKS
-
-if TYPE_CHECKING:
-    import torch
 
 
 @lru_cache(maxsize=32)
@@ -48,14 +45,14 @@ def describe(s: Any) -> dict[str, object]:
 
 
 @lru_cache(maxsize=4)
-def build(s: Any) -> "torch.nn.Module":
+def build(s: Any) -> Any:
     """Return the transformers model of `s` in fp32 on the meta device, for all who ask. Raises RecipeError as `make` does."""
     import torch
 
     return make(s, dtype=torch.float32)
 
 
-def make(s: Any, **options: Any) -> "torch.nn.Module":
+def make(s: Any, **options: Any) -> Any:
     """Return a new transformers model of `s` on the meta device (`from_config`). Raises RecipeError if it fails."""
     import torch
     import transformers
@@ -73,7 +70,7 @@ def make(s: Any, **options: Any) -> "torch.nn.Module":
 KINDS = {"Embedding": "embedding", "Linear": "linear", "_ConvNd": "conv", "Conv1D": "conv1d"}  # by a base's name
 
 
-def _kind(name: str, parameter: "torch.nn.Parameter", module: "torch.nn.Module") -> str:
+def _kind(name: str, parameter: Any, module: Any) -> str:
     if "Norm" in type(module).__name__:
         return "norm"
     if name.endswith("bias"):

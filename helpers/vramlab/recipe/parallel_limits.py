@@ -1,21 +1,12 @@
-"""What can be cut by tensors or by layers, into how many parts, which layers each part has, and what trains shards."""
+"""What can be cut by tensors or by layers, into how many parts, and what trains shards."""
 
-from itertools import pairwise
 from typing import Any
 
 from .families import FAMILIES
 from .knobs import Refusals
 from .optimizers import MODELLED
 
-WHOLE_EMBEDDING = tuple(name for name, family in FAMILIES.items() if family.whole_embedding)
 OPTIMIZERS = ("adamw_torch", "adamw_torch_fused", "sgd", "rmsprop", "adagrad")  # those that work on DTensors
-
-
-def stage_layers(layers: int, stages: int) -> list[range]:
-    """Return the layers of each stage, as even as they go: the first stages have one more where it does not divide."""
-    least, more = divmod(layers, stages)
-    starts = [rank * least + min(rank, more) for rank in range(stages + 1)]
-    return [range(first, end) for first, end in pairwise(starts)]
 
 
 def refusals(recipe: Any) -> Refusals:

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_module
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 
-from ...recipe.parallel_limits import WHOLE_EMBEDDING
+from ...recipe.families import FAMILIES
 from ..engine import Engine
 from ..models import real_tensors
 
@@ -23,7 +23,7 @@ class TensorParallel(Engine):
 
     def wrap(self, model: torch.nn.Module) -> torch.nn.Module:
         embedding, plan = model.get_input_embeddings(), dict(model.tp_plan)
-        if model.config.model_type not in WHOLE_EMBEDDING:
+        if not FAMILIES[model.config.model_type].whole_embedding:
             plan[next(name for name, module in model.named_modules() if module is embedding)] = "embedding_rowwise"
         tied = model.get_output_embeddings().weight is embedding.weight
         with real_tensors():
