@@ -206,7 +206,7 @@ def test_parts():
 @pytest.mark.parametrize(
     "changes, field",
     [
-        ({"attention_dropout": "x"}, "model"),
+        ({"attention_dropout": "x"}, "model.attention_dropout"),
         ({"partial_rotary_factor": "x"}, "model"),
         ({"head_dim": 15}, "model.head_dim"),
         ({"hidden_size": 60}, "model.head_dim"),

@@ -371,6 +371,13 @@ GOOD = {"model_type": "llama", **TEXT}
         ({**GOOD, "hidden_size": "64"}, {}, "model.hidden_size", "whole number"),
         ({**GOOD, "num_attention_heads": 5}, {}, "model.hidden_size", "multiple of the 5 heads"),
         ({**GOOD, "num_key_value_heads": 3}, {}, "model.num_key_value_heads", "divide the 4 heads"),
+        ({**GOOD, "attention_dropout": 5}, {}, "model.attention_dropout", "from 0 to under 1"),
+        (
+            {"model_type": "gpt2", **TEXT, "n_positions": 64, "attn_pdrop": "0.1"},
+            {},
+            "model.attn_pdrop",
+            "from 0 to under 1",
+        ),
         *[
             ({**GOOD, "quantization_config": stored}, {}, "model.quantization_config", "leave it out")
             for stored in ({"quant_method": "gptq", "bits": 4}, {"quant_method": "fp8"}, {"load_in_4bit": True})

@@ -12,6 +12,7 @@ from typing import Any
 from ..report.data import data_path
 from ..report.errors import RecipeError, needing
 from .families import FAMILIES, REQUIRED, TASKS, Family
+from .knobs import Knob
 
 FEW = 4  # a configuration's other lists are as short as this: image sizes, colours
 MOST_LAYERS = 1000  # every weight is listed by name; the deepest model of the catalogue has 126 layers
@@ -128,8 +129,10 @@ def read(name: str, config: dict[str, Any], family: Family, task: str) -> dict[s
     sizes = _sizes(name, config, family)
     others = {}
     for name, keys in KEYS["settings"].items():
-        found = (config[key] for key in family.keys.get(name, keys) if config.get(key) is not None)
-        others[name] = next(found, family.defaults.get(name))
+        found = ((key, config[key]) for key in family.keys.get(name, keys) if config.get(key) is not None)
+        key, others[name] = next(found, (name, family.defaults.get(name)))
+        if name != "activation":
+            Knob(share=True).check(f"model.{key}", others[name] or 0)
     rope = config.get("rope_parameters") or {}  # the rotated share of a head, under the names of all ages
     share = rope.get("partial_rotary_factor", config.get("partial_rotary_factor", config.get("rotary_pct")))
     return {
