@@ -47,7 +47,7 @@ class ModuleStep:
         yield "model", not any(p.requires_grad for p in model.parameters()), "no parameter of it requires a gradient"
         kinds = nn.RNNBase | nn.RNNCellBase | nn.EmbeddingBag
         others = any(isinstance(module, kinds) or getattr(module, "sparse", False) for module in model.modules())
-        allowed = f"neither recurrent layers nor embedding bags nor sparse tensors are simulated: {WATCH}"
+        allowed = f"no recurrent layers, embedding bags or sparse tensors are simulated: {WATCH}, if none is sparse"
         yield "model", others, allowed
         yield "batch", any(tensor.layout != torch.strided for tensor in tensors_in(self.batch)), allowed
         yield "batch", self.batch is None, "a module needs what its forward takes: a mapping, a tuple or a tensor"

@@ -205,6 +205,8 @@ def simulate_evaluation(
     Raises:
         RecipeError: another trainer's evaluation, one among ranks, or a model that does not run on fake tensors.
     """
+    if target not in ("cuda", "cpu"):
+        raise RecipeError("target", target, "allowed are 'cuda' and 'cpu'")
     recipe, card = as_recipe(recipe), find_gpu(gpu) if gpu else None
     for field in ("trainer", "sharding", "lengths", "pad_to_multiple_of"):
         if (value := getattr(recipe, field)) != getattr(Recipe, field):
