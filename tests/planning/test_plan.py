@@ -425,11 +425,14 @@ def test_the_command_prints_the_plan_and_says_when_nothing_fits(tmp_path):
     as_json = run("gpt2", "--gpu", "T4", "--seq-len", "128", "--no-confirm", "--json")
     assert json.loads(as_json.output) == json.loads(plan("gpt2", "T4", seq_len=128, confirm=False).to_json())
     script = tmp_path / "train.py"
-    assert (
-        "train.py: lora\n"
-        in run("gpt2", "--gpu", "T4", "--method", "lora", "--no-confirm", "--write", str(script)).output
-    )
-    assert "LoraConfig(" in script.read_text()
+    for model, method, transposed in (
+        ("gpt2", "lora", True),
+        ("gpt2", "qlora", False),
+        ("llama-3.2-1b", "lora", False),
+    ):
+        written = run(model, "--gpu", "RTX 4090", "--method", method, "--no-confirm", "--write", str(script))
+        assert f"train.py: {method}\n" in written.output and "LoraConfig(" in script.read_text()
+        assert ("fan_in_fan_out=True" in script.read_text()) == transposed, "PEFT would set it and warn"
     none = run("llama-3.1-8b", "--memory", "16GiB", "--method", "full", "--optim", "adamw_torch", "--no-offload")
     assert none.exit_code == 3 and "Nothing fits" in none.output
     (tmp_path / "data.jsonl").write_text("\n".join(["40", "90", "20", "70"]))
