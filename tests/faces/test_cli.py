@@ -207,6 +207,8 @@ WRONG = [
     ("no/such/config.json", "", "model"),
     ("gpt2", "--batch-size 0", "batch_size"),
     ("gpt2", "--batch-size -3", "batch_size"),
+    ("gpt2", "--batch-size 1.5", "'batch_size' is '1.5', but it must be a whole number"),
+    ("gpt2", "--lora-alpha much", "'lora.lora_alpha' is 'much', but it must be a number"),
     ("gpt2", "--seq-len 2048", "1024 positions"),
     ("gpt2", "--precision bf17", "'bf16-mixed'"),
     ("gpt2", "--optim adamw_nice", "'adamw_torch'"),
@@ -250,6 +252,36 @@ def test_a_trainers_argument_that_is_no_option_is_one_sentence(command, words, w
     result = run(command, "gpt2", *words.split())
     assert result.exit_code == 2 and result.stdout == ""
     assert why in result.stderr and result.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [
+        ("plan gpt2 --gpu T4 --fp16", "say --precision"),
+        ("plan gpt2 --gpu T4 --gpus two", "'gpus' is 'two', but it must be a whole number"),
+        ("plan gpt2 --gpu T4 --write .", "the name of a file in a folder that is there"),
+        ("evaluate gpt2 --samples few", "'evaluation.samples' is 'few'"),
+        ("evaluate gpt2 --target gpu", "allowed are 'cuda' and 'cpu'"),
+        ("measure gpt2 --repeats 0", "'repeats' is 0"),
+        ("explain gpt2 --fp16", "say --precision"),
+        ("explain alone.json", "'model' is ''"),
+        ("explain gpt2 arguments.json", "'training_arguments' is {'per_device_train_batch_size': 4, 'optim': 'best'}"),
+        ("explain none.py gpt2", "'script' is 'none.py'"),
+    ],
+)
+def test_each_command_names_the_field_and_its_value(words, why, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "arguments.json").write_text('{"per_device_train_batch_size": 4, "optim": "best"}')
+    (tmp_path / "alone.json").write_text('{"per_device_train_batch_size": 4}')
+    result = run(*words.split())
+    assert result.exit_code == 2 and result.stdout == ""
+    assert why in result.stderr and result.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("words", ["doctor --fp16", "share --optim sgd", "plan gpt2 --per-device-train-batch-size 4"])
+def test_an_option_of_other_commands_is_not_advised(words):
+    result = run(*words.split())
+    assert result.exit_code == 2 and "No such option" in result.stderr and " say " not in result.stderr
 
 
 def test_an_empty_quantization_is_no_quantization_that_is_left_out(asked):

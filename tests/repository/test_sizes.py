@@ -16,7 +16,7 @@ CEILINGS = {
     "vramlab/simulation": 1987,
     "vramlab/measurement": 1238,
     "vramlab/planning": 1317,
-    "vramlab/faces": 2019,
+    "vramlab/faces": 2033,
     "vramlab_course/claims": 1200,
     "vramlab_course": 6000,
 }

@@ -4,6 +4,7 @@ Exit status: 0 done, 1 the run failed, the recipe does not fit --gpu, or doctor 
 request (one sentence on stderr), 3 out of memory (the report says how much, or that no plan fits), 130 stopped with Ctrl-C.
 """
 
+import contextlib
 import functools
 import inspect
 import json
@@ -45,8 +46,7 @@ class Commands(TyperGroup):
             typer.echo("Stopped.", err=True)
             raise typer.Exit(STOPPED) from None
         except Exception as error:
-            option = getattr(error, "option_name", "")  # of click's NoSuchOption, or of typer's own copy
-            why = str(error) if isinstance(error, VramLabError) else instead(option, ctx.invoked_subcommand)
+            why = str(error) if isinstance(error, VramLabError) else instead(error, ctx.invoked_subcommand)
             if not why:
                 raise
             typer.echo(why, err=True)
@@ -66,6 +66,14 @@ app = typer.Typer(
 def option(kind: Any, text: str, *names: str, **rules: Any) -> Any:
     """Return the annotation of an option of a command, named as its parameter unless there are `names`."""
     return Annotated[kind, typer.Option(*names, help=text, **rules)]
+
+
+def number(text: str) -> int | float | str:
+    """Return the number that `text` says, or `text` itself for the check that says what is allowed."""
+    for kind in (int, float):
+        with contextlib.suppress(ValueError):
+            return kind(text)
+    return text
 
 
 Json = option(bool, "Print JSON; sizes are bytes, times seconds.", "--json")
@@ -108,7 +116,8 @@ def _parameter(name: str, path: tuple[str, ...], knob: Knob) -> Parameter:
         kind = list[str] if knob.many else knob.kind if knob.kind in (int, float) else str
         text += ". May be repeated" if knob.many else ""
         names = ("--seq-len", "--tokens") if name == "seq_len" else ()
-        kind = option(kind if default is not None else kind | None, text, *names)
+        rules = {"parser": number} if kind in (int, float) else {}
+        kind = option(kind if default is not None else kind | None, text, *names, **rules)
     return Parameter(name, Parameter.KEYWORD_ONLY, annotation=kind, default=default)
 
 
@@ -177,7 +186,7 @@ def evaluate(
 @app.command()
 @takes_recipe
 def measure(
-    recipe: Recipe, repeats: option(int, "Timed steps after warm-up.", min=1) = 5, as_json: Json = False
+    recipe: Recipe, repeats: option(int, "Timed steps after warm-up.", parser=number) = 5, as_json: Json = False
 ) -> None:
     """Memory and time of the real training step on this machine, in a fresh process."""
     from .measure import measure
@@ -199,8 +208,8 @@ def plan(
     """The best full, LoRA and QLoRA recipe for a GPU, and how sure it is that each fits. Exit status 3: none does."""
     from ..planning.plan import plan
 
-    if write and not write.parent.is_dir():
-        raise RecipeError("write", str(write), "there is no such folder")
+    if write and (write.is_dir() or not write.parent.is_dir()):
+        raise RecipeError("write", str(write), "it must be the name of a file in a folder that is there")
     if dataset:
         asked["lengths"] = read_lengths(dataset, functools.partial(tokens_of, asked["model"], pretrained))
     found = plan(gpu=gpu, confirm=confirm, **asked)
@@ -258,7 +267,7 @@ def doctor(as_json: Json = False) -> None:
 @app.command(context_settings={"ignore_unknown_options": True})
 def explain(
     words: Annotated[list[str] | None, typer.Argument(metavar="[MESSAGE|SNAPSHOT] [RECIPE]", help=EXPLAINED)] = None,
-    gpu: GpuName = None,
+    gpu: option(str | None, "A card by name, such as T4.", "--gpu") = None,
     as_json: Json = False,
 ) -> None:
     """What filled, or would fill, the card, and the three cheapest changes."""
@@ -316,12 +325,11 @@ def diff(
 def _said(words: list[str]) -> Recipe | Report:
     """Return what words say: the JSON file of a report or a recipe, or MODEL and options as of `predict`, among them the
     JSON file of a TrainingArguments or a Python script, which may name the model."""
-    rest, arguments, fields = list(words), None, {}
-    for word in (word for word in words if Path(word).is_file()):
+    rest, model, arguments, fields = list(words), None, None, {}
+    for word in (word for word in words if word.endswith(".py") or Path(word).is_file()):
         if word.endswith(".py"):
             model, arguments, fields, unread = read_script(Path(word))
             rest.remove(word)
-            rest[:0] = [] if rest and not rest[0].startswith("-") else [model or ""]
             typer.echo(unread, err=True) if unread else None
         elif word.endswith(".json"):
             text = Path(word).read_text("utf-8")
@@ -333,7 +341,9 @@ def _said(words: list[str]) -> Recipe | Report:
             if "per_device_train_batch_size" in found:
                 rest.remove(word)
                 arguments = found
-    given = typer.main.get_command(app).commands["predict"].make_context("RECIPE", rest).params
+    if arguments is not None and (not rest or rest[0].startswith("-")):
+        rest.insert(0, model or "")
+    given = typer.main.get_command(app).commands["predict"].make_context("vramlab predict", rest).params
     known = {name: given[name] for name in OPTIONS}
     if arguments is None:
         return recipe_of(given["model"], known)

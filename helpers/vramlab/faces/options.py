@@ -61,7 +61,7 @@ def recipe_of_arguments(model: str, given: Mapping[str, Any], values: Mapping[st
     try:
         arguments = kind(**said | {"use_cpu": not torch.accelerator.is_available()})
     except (ValueError, TypeError) as error:
-        raise RecipeError("training_arguments", type(error).__name__, f"{kind.__name__} refuses it: {error}") from error
+        raise RecipeError("training_arguments", said, f"{kind.__name__} refuses it: {error}") from error
     return Recipe.from_training_arguments(arguments, model, **fields)
 
 

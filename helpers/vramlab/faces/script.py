@@ -17,13 +17,17 @@ MODEL, DTYPES = "pretrained_model_name_or_path", ("dtype", "torch_dtype")
 # What the command line says of a Trainer's argument that is no option.
 WHY_NOT = dict.fromkeys(CLASSIFIED["neutral"], "what {} answers does not depend on it, so leave it out")
 WHY_NOT |= {name: f"no recipe models it: {CLASSIFIED['reasons'][name]}" for name in CLASSIFIED["refused"]}
-WHY_NOT |= {name: f"say --{o.replace('_', '-')}" for o, (_, knob) in OPTIONS.items() for name in knob.elsewhere}
+SAY = {name: f"--{o.replace('_', '-')}" for o, (_, knob) in OPTIONS.items() for name in knob.elsewhere}
 
 
-def instead(option: str, command: str | None) -> str:
-    """Return a sentence on an `option` that only a Trainer's arguments have, "" where they do not have it either."""
-    name = option.lstrip("-").replace("-", "_")
+def instead(error: Exception, command: str | None) -> str:
+    """Return a sentence on the option that an `error` (click's NoSuchOption, or typer's own copy) does not find, where a
+    Trainer's arguments have it; "" where they do not have it either."""
+    if not (option := getattr(error, "option_name", "")):
+        return ""
+    name, known = option.lstrip("-").replace("-", "_"), {o for each in error.ctx.command.params for o in each.opts}
     why = (command == "evaluate" and CLASSIFIED["evaluation"].get(name)) or WHY_NOT.get(name, "").format(command)
+    why = f"say {SAY[name]}" if SAY.get(name) in known else why
     return f"There is no option {option}: {why}." if why and command else ""
 
 
