@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from vramlab.tracking.tracker import group_of
+from vramlab.training.process_group import group_of
 
 
 class Traffic(NamedTuple):

@@ -28,11 +28,11 @@ from ..tracking.history import History, to_report
 from ..tracking.tracked import run_tracked
 from ..tracking.tracker import ON_HOST, Tracker
 from ..training import training as tr
+from ..training.activation_offloading import DEVICE, fake_accelerator
 from ..training.engines import engine_of
 from ..training.evaluation import evaluate
 from ..training.process_group import one_rank_of
 from ..training.trl_trainers import trl_class
-from .activation_offloading import DEVICE, fake_accelerator
 from .any_module import ModuleStep, loop_notes
 from .cuda import CudaKernels
 from .cuda_scratch import kernel_scratch

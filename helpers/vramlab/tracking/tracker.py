@@ -22,6 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 from ..report.errors import VramLabError
 from ..training.patched import afterwards
+from ..training.process_group import group_of
 
 aten = torch.ops.aten
 DEVICE_QUERY, READ_SCALAR = torch.ops.prim.device.default, aten._local_scalar_dense.default
@@ -384,21 +385,6 @@ def gloo_scratch(name: str, args: tuple[Any, ...]) -> int:
     (`AsyncAllgatherWork::allgather`), a copy of what it reduces and scatters (`reduce_scatter_tensor_coalesced`)."""
     place = {"_allgather_base_": 0, "_reduce_scatter_base_": 1}.get(name)
     return 0 if place is None else args[place].nbytes
-
-
-def group_of(args: tuple) -> "torch.distributed.ProcessGroup":
-    """The process group among an operator's arguments, given as an object or by name; else the default group."""
-    import torch.distributed as dist
-    from torch.distributed.distributed_c10d import _resolve_process_group
-
-    for value in reversed(args):
-        if isinstance(value, dist.ProcessGroup):
-            return value
-        if isinstance(value, torch.ScriptObject) and "ProcessGroup" in str(value._type()):
-            return dist.ProcessGroup.unbox(value)
-        if isinstance(value, str) and value not in ("sum", "avg", "min", "max", "product"):
-            return _resolve_process_group(value)
-    return dist.group.WORLD
 
 
 def _accumulates(held: Any, new: Any, **options: Any) -> bool:

@@ -75,3 +75,17 @@ def one_gloo_thread() -> Iterator[None]:
 def is_fake_group() -> bool:
     """Whether the process group is a fake one, whose collectives move nothing."""
     return dist.is_available() and dist.is_initialized() and dist.get_backend() == "fake"
+
+
+def group_of(args: tuple) -> "dist.ProcessGroup":
+    """The process group among an operator's arguments, given as an object or by name; else the default group."""
+    from torch.distributed.distributed_c10d import _resolve_process_group
+
+    for value in reversed(args):
+        if isinstance(value, dist.ProcessGroup):
+            return value
+        if isinstance(value, torch.ScriptObject) and "ProcessGroup" in str(value._type()):
+            return dist.ProcessGroup.unbox(value)
+        if isinstance(value, str) and value not in ("sum", "avg", "min", "max", "product"):
+            return _resolve_process_group(value)
+    return dist.group.WORLD
