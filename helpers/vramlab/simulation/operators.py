@@ -96,6 +96,9 @@ RULES = {
     aten.native_batch_norm_backward.default: _batch_norm_backward,
     aten._native_batch_norm_legit.default: _batch_norm,  # of which torch may make it
     aten._native_batch_norm_legit.no_stats: _batch_norm,
+    # of an optimizer's parameters, for each of which torch would run a decomposition
+    aten._foreach_sqrt.default: lambda tensors: [torch.empty_like(tensor) for tensor in tensors],
+    aten._foreach_norm.Scalar: lambda tensors, ord=2, dtype=None: [t.new_empty((), dtype=dtype) for t in tensors],
     # gives the tensor itself; torch's own rule gives another one
     torch.ops._c10d_functional.wait_tensor.default: lambda tensor: tensor,
 }

@@ -39,6 +39,8 @@ class FakeTracker(Tracker):
             result = self.values.run(func, args, kwargs, self.running_module())
         elif _only_writes(func):
             return None  # nothing is made; torch would look at every tensor of the model
+        elif func is aten.lift_fresh.default and not args[0].dim() and args[0].dtype in ASSUMED:
+            result = torch.empty((), dtype=args[0].dtype, device=args[0].device)  # torch would keep the number too
         elif func is aten.nonzero.default:  # half of a batch's labels (KTO's), rounded up; of their negation the rest
             n, given = args[0].numel(), self._storage(args[0]).category == "inputs"
             result = args[0].new_empty((n - n // 2 if given else n // 2, args[0].dim()), dtype=torch.int64)
