@@ -207,7 +207,7 @@ WRONG = [
     ("no/such/config.json", "", "model"),
     ("gpt2", "--batch-size 0", "batch_size"),
     ("gpt2", "--batch-size -3", "batch_size"),
-    ("gpt2", "--batch-size 1.5", "'batch_size' is '1.5', but it must be a whole number"),
+    ("gpt2", "--batch-size 1.5", "'batch_size' is 1.5, but it must be a whole number"),
     ("gpt2", "--lora-alpha much", "'lora.lora_alpha' is 'much', but it must be a number"),
     ("gpt2", "--seq-len 2048", "1024 positions"),
     ("gpt2", "--precision bf17", "'bf16-mixed'"),
