@@ -259,7 +259,9 @@ def test_a_trainers_argument_that_is_no_option_is_one_sentence(command, words, w
     [
         ("plan gpt2 --gpu T4 --fp16", "say --precision"),
         ("plan gpt2 --gpu T4 --gpus two", "'gpus' is 'two', but it must be a whole number"),
-        ("plan gpt2 --gpu T4 --write .", "the name of a file in a folder that is there"),
+        ("plan gpt2 --gpu T4 --write .", "'write' is '.', but it must be the name of a file"),
+        ("plan gpt2 --gpu T4 --write none/train.py", "in a folder that can be written to"),
+        ("run --gpu T4 --report none/report.json -- python train.py", "'report' is 'none/report.json'"),
         ("evaluate gpt2 --samples few", "'evaluation.samples' is 'few'"),
         ("evaluate gpt2 --target gpu", "allowed are 'cuda' and 'cpu'"),
         ("measure gpt2 --repeats 0", "'repeats' is 0"),

@@ -16,7 +16,7 @@ CEILINGS = {
     "vramlab/simulation": 1950,
     "vramlab/measurement": 1238,
     "vramlab/planning": 1317,
-    "vramlab/faces": 2033,
+    "vramlab/faces": 2037,
     "vramlab_course/claims": 1200,
     "vramlab_course": 6000,
 }

@@ -208,8 +208,7 @@ def plan(
     """The best full, LoRA and QLoRA recipe for a GPU, and how sure it is that each fits. Exit status 3: none does."""
     from ..planning.plan import plan
 
-    if write and (write.is_dir() or not write.parent.is_dir()):
-        raise RecipeError("write", str(write), "it must be the name of a file in a folder that is there")
+    _check_written(write=write)
     if dataset:
         asked["lengths"] = read_lengths(dataset, functools.partial(tokens_of, asked["model"], pretrained))
     found = plan(gpu=gpu, confirm=confirm, **asked)
@@ -299,6 +298,7 @@ def run_script(
     """Any script on any GPU without the GPU: what it holds there (Linux, experimental). Exit status: the script's."""
     from .run import run
 
+    _check_written(report=report, snapshot=snapshot)
     found = run(command, find_gpu(gpu), gpus, snapshot)
     typer.echo(str(found))
     if report and found.reports:
@@ -348,6 +348,13 @@ def _said(words: list[str]) -> Recipe | Report:
     if arguments is None:
         return recipe_of(given["model"], known)
     return recipe_of_arguments(given["model"], known, arguments, **fields)
+
+
+def _check_written(**files: Path | None) -> None:
+    """Raise RecipeError, before anything is computed, at the first of the options `files` that cannot be written."""
+    for name, path in files.items():
+        if path and (path.is_dir() or not os.access(path.parent, os.W_OK)):
+            raise RecipeError(name, str(path), "it must be the name of a file in a folder that can be written to")
 
 
 def _card(name: str | None, recipe: Recipe) -> Gpu | None:

@@ -52,10 +52,9 @@ class watch:
         self.history: History | None = None
         self._optimizers = [optimizer] if optimizer else []
         self._stack = contextlib.ExitStack()
-        self._running = False
 
     def __enter__(self) -> "watch":
-        if self._running:
+        if self.tracker is not None and self.history is None:
             raise VramLabError("this watch is running: take another one for a block inside its block")
         self.tracker = Tracker(self._device, round_to=UNIT if self.target == "cuda" else 1)
         self.history = None
@@ -73,12 +72,10 @@ class watch:
         named = gradients_named(self.tracker, self.model), fsdp_units_named(self.tracker)
         for follows in (*named, self.tracker.modules(self.model), self.tracker):
             self._stack.enter_context(follows)
-        self._running = True
         return self
 
     def __exit__(self, *error: Any) -> None:
         self._stack.__exit__(*error)
-        self._running = False
         claim_states(self.tracker, self._optimizers, self.target)
         self._end_step()
         self._move_frees()
