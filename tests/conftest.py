@@ -18,6 +18,9 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 # Before anything imports torch. Kernels and child processes inherit it.
 settings.apply(deterministic=True)
 
+# What a test collects, it asks for; a simulation makes objects by the hundred thousand, and lets go of most at once.
+gc.set_threshold(20_000)
+
 hypothesis.settings.register_profile("ci", deadline=None, derandomize=True, print_blob=True)
 hypothesis.settings.register_profile("explore", deadline=None, max_examples=1000)
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))

@@ -130,7 +130,7 @@ def test_every_token_is_predicted_once_whatever_the_stride(model, stride):
 
 
 def test_less_context_predicts_worse(model):
-    texts = held_out(10 * KB)
+    texts = held_out(4 * KB)
     assert bits_per_byte(model, texts, context=16) > 1.02 * bits_per_byte(model, texts)
 
 

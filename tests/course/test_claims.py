@@ -2,6 +2,7 @@
 cannot be tested."""
 
 import dataclasses
+import functools
 import json
 import re
 from collections import Counter
@@ -170,12 +171,15 @@ EXPECTED = {
 
 
 # Dear ones that stand on their chapter's own page, whose outputs `make test` compares.
-IN_A_CHAPTER = ("guide-fp16-scaled", "guide-bf16-unscaled", "guide-tf32-default", "lecture-zero-part")
+IN_A_CHAPTER = (
+    *("guide-fp16-scaled", "guide-bf16-unscaled", "guide-tf32-default"),
+    *("lecture-bf16-quality", "lecture-zero-part", "notebook-trained"),
+)
 
 
 @pytest.fixture(scope="module", autouse=True)
 def small(no_records):
-    """Without records, and with the allocator's runs on smaller models, whose lengths fill a smaller card."""
+    """Without records, with the allocator's runs on smaller models, whose lengths fill a smaller card."""
     with pytest.MonkeyPatch.context() as patch:
         recipe = Recipe("pythia-70m", batch_size=8, seq_len=1024, num_layers=1)
         lengths = [256, 512, 768, 1024, 128, 1024]
@@ -188,6 +192,7 @@ def small(no_records):
         patch.setattr(chapter_03, "LENGTHS", (320, 832, 128, 448))
         other = requests_of(Recipe("pythia-70m", batch_size=8, seq_len=1024, num_layers=1), chapter_03.LENGTHS)
         patch.setattr(chapter_03, "requests", lambda: other)
+        patch.setitem(experiments.EXPERIMENTS, "compiled", functools.cache(experiments.EXPERIMENTS["compiled"]))
         for cached in (chapter_03.replayed, experiments.witness):
             cached.cache_clear()
         yield

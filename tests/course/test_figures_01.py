@@ -1,17 +1,12 @@
 """The drawings of chapter 01 show the data that they are given, and say it in words."""
 
-import matplotlib.pyplot as plt
 import pytest
 from vramlab import plot
 from vramlab_course.chapters import figures_01
 from vramlab_course.numerics import FORMATS, FP16
 from vramlab_course.quantizers import NF4
 
-
-@pytest.fixture(autouse=True)
-def closed():
-    yield
-    plt.close("all")
+pytestmark = pytest.mark.usefixtures("no_figure_stays")
 
 
 @pytest.mark.parametrize("number", [0.1, -6.5])

@@ -1,15 +1,10 @@
 """The drawings of chapter 05 show the numbers that they are given."""
 
-import matplotlib.pyplot as plt
 import pytest
 from vramlab_course.chapters import figures_05
 from vramlab_course.finetuning import recorded_sweep
 
-
-@pytest.fixture(autouse=True)
-def closed():
-    yield
-    plt.close("all")
+pytestmark = pytest.mark.usefixtures("no_figure_stays")
 
 
 def test_the_layer_is_drawn_to_scale():

@@ -2,7 +2,6 @@
 
 from types import SimpleNamespace
 
-import matplotlib.pyplot as plt
 import pytest
 from vramlab import GiB
 from vramlab.report.report import Bytes
@@ -17,11 +16,7 @@ GPU2  SYS   NV1   X     NV2
 GPU3  NV1   SYS   NV2   X
 """
 
-
-@pytest.fixture(autouse=True)
-def closed():
-    yield
-    plt.close("all")
+pytestmark = pytest.mark.usefixtures("no_figure_stays")
 
 
 def run(*moments: Bytes):

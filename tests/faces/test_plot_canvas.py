@@ -5,11 +5,7 @@ import pytest
 from vramlab import plot
 from vramlab.faces.plot import style
 
-
-@pytest.fixture(autouse=True)
-def closed():
-    yield
-    plt.close("all")
+pytestmark = pytest.mark.usefixtures("no_figure_stays")
 
 
 def test_it_has_the_style_the_legend_and_the_words():

@@ -39,11 +39,7 @@ def pairs():
     return [(recipe, predict(recipe), truths[recipe.key]) for recipe in GRID]
 
 
-@pytest.mark.parametrize(
-    "recipe",
-    params(GRID, GRID[::SAMPLE]),
-    ids=str,
-)
+@pytest.mark.parametrize("recipe", params(GRID, GRID[::SAMPLE]), ids=str)
 def test_simulate_still_says_what_is_stored(recipe):
     assert_still_said("grid.jsonl", recipe, simulated)
 

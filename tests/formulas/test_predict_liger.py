@@ -2,6 +2,7 @@
 
 import pytest
 from predict_grid import assert_still_said, liger_grid, simulated, stored
+from quick import params
 from test_predict_grid import error, worst
 from vramlab import Recipe, RecipeError, predict
 
@@ -9,11 +10,7 @@ GRID = liger_grid()
 SAMPLE = 12
 
 
-@pytest.mark.parametrize(
-    "recipe",
-    [pytest.param(r, marks=[] if i % SAMPLE == 0 else pytest.mark.slow) for i, r in enumerate(GRID)],
-    ids=str,
-)
+@pytest.mark.parametrize("recipe", params(GRID, GRID[::SAMPLE]), ids=str)
 def test_simulate_still_says_what_is_stored(recipe):
     pytest.importorskip("liger_kernel", reason="Triton, which Liger needs, is for Linux")
     assert_still_said("liger_grid.jsonl", recipe, simulated)

@@ -4,6 +4,7 @@ import gc
 
 import pytest
 from predict_grid import assert_still_said, preference_grid, simulated, stored
+from quick import params
 from test_predict_grid import error, worst
 from vramlab import LoRA, Recipe, RecipeError, predict, simulate
 from vramlab.formulas.account import cached_account
@@ -13,11 +14,7 @@ SAMPLE = 20
 LORA = {"lora": LoRA(r=16, target_modules="all-linear"), "dtype": "bfloat16"}
 
 
-@pytest.mark.parametrize(
-    "recipe",
-    [pytest.param(r, marks=[] if i % SAMPLE == 0 else pytest.mark.slow) for i, r in enumerate(GRID)],
-    ids=str,
-)
+@pytest.mark.parametrize("recipe", params(GRID, GRID[::SAMPLE]), ids=str)
 def test_simulate_still_says_what_is_stored(recipe):
     assert_still_said("preference_grid.jsonl", recipe, simulated)
 

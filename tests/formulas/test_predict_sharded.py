@@ -6,6 +6,7 @@ import pytest
 from predict_grid import assert_still_said, stored
 from quick import params
 from sharded_grid import grid, simulated
+from test_predict_grid import error
 from vramlab import LoRA, Quantization, Recipe
 from vramlab.formulas import fsdp as units
 from vramlab.formulas.predict import predict
@@ -56,11 +57,6 @@ def test_stage_3_updates_a_billion_elements_at_a_time():
     predicted, truth = predict(recipe), simulate(recipe)
     assert recipe.shape.num_parameters > 2.2e9
     assert predicted.phases["step"].peak.total == pytest.approx(truth.phases["step"].peak.total, rel=0.002)
-
-
-def error(predicted: int, truth: int) -> float:
-    """Relative, over-estimates positive."""
-    return predicted / truth - 1
 
 
 def test_the_grid_has_sixty_recipes_of_every_engine_and_stage():

@@ -100,7 +100,9 @@ def test_other_recipes_agree_too(family, fields):
 # --- out of memory ---------------------------------------------------------------------------------------------------
 
 
-def test_out_of_memory_is_a_report_that_says_what_was_asked_for(small_machine):
+def test_out_of_memory_is_a_report_that_says_what_was_asked_for(small_machine, monkeypatch):
+    """Run here; that of a rank in another process is in tests/training/test_sharding_faults.py."""
+    monkeypatch.setattr(measure, "run_here", lambda order, *_: worker.run(**order))
     recipe = Recipe(config("llama"), batch_size=2**24, seq_len=2**12, num_layers=1)
     report = measure_here(recipe, device="cpu", recorded=False)
     assert (report.source, report.status, report.recipe) == ("measured", "oom", recipe.to_dict())

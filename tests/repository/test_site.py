@@ -24,6 +24,7 @@ from vramlab_course.claims import Finding, Verdict, load_claims
 # What the theme and the parser still do in the manner of an earlier Sphinx.
 pytestmark = pytest.mark.filterwarnings("ignore:.*is deprecated. Check CHANGES for Sphinx")
 
+make_site.JOBS = "1"  # the other core is another test's
 SITE = ROOT / "site"
 CHAPTERS = {path.name[:2] for path in settings.chapters()}
 

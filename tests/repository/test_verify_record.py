@@ -167,7 +167,7 @@ def test_record_prints_what_simulate_says_beside(made_up, simulated):
 
 def test_only_the_one_new_file_is_taken_from_a_pull_request(made_up, tmp_path):
     """Of somebody's branch nothing else is read: a second file, another place or an existing name is answered with no."""
-    clone, path = tmp_path / "clone", made_up()
+    clone, path = tmp_path / "clone", made_up(RECIPE.replace(torch_compile=True))  # of which nothing is simulated
     (clone / "data/measurements").mkdir(parents=True)
     (clone / "tests").symlink_to(ROOT / "tests")
     name = f"data/measurements/{path.name}"

@@ -5,6 +5,7 @@ import importlib.util
 import pytest
 import torch
 import transformers
+from quick import params
 from vramlab import LoRA, Recipe, RecipeError, predict, simulate
 from watched_steps import measured
 
@@ -133,9 +134,11 @@ def outputs_loss(outputs, batch):
     return outputs["loss"] if "loss" in outputs else outputs["pred_masks"].sum() + outputs["iou_scores"].sum()
 
 
-@pytest.mark.parametrize(
-    "make", [whisper, sam, wav2vec2, swin, convnext, mamba, rwkv, gemma3n], ids=lambda f: f.__name__
-)
+ARCHITECTURES = [whisper, sam, wav2vec2, swin, convnext, mamba, rwkv, gemma3n]
+
+
+# Two models in one, windows over an image, convolutions, recurrence.
+@pytest.mark.parametrize("make", params(ARCHITECTURES, [whisper, swin, convnext, mamba]), ids=lambda f: f.__name__)
 def test_an_architecture_is_what_watch_sees(make):
     torch.manual_seed(0)
     model, batch = make()

@@ -177,11 +177,7 @@ def assert_equal(recipe: Recipe) -> None:
     assert (recipe.optim == "sgd" and not recipe.optim_args) or a.phases["between_steps"].end.optimizer_states > 0
 
 
-@pytest.mark.parametrize(
-    "row",
-    params(ROWS, QUICK),
-    ids=lambda row: "-".join(str(value) for value in row.values()),
-)
+@pytest.mark.parametrize("row", params(ROWS, QUICK), ids=lambda row: "-".join(str(value) for value in row.values()))
 def test_equals_real_tensors(row):
     assert_equal(recipe_of(row))
 

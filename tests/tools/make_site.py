@@ -27,6 +27,7 @@ from vramlab_course.claims import Verdict, judge, load_claims
 
 SITE = settings.ROOT / "site"
 BUILD = settings.ROOT / "build"
+JOBS = "auto"  # processes of Sphinx
 
 
 def notebooks() -> list[Path]:
@@ -101,7 +102,7 @@ def render(source: Path, out: Path) -> int:
     from sphinx.cmd.build import build_main
 
     return build_main(
-        ["-n", "-W", "--keep-going", "-q", "-j", "auto", "-b", "html", "-d", f"{out}.doctrees", str(source), str(out)]
+        ["-n", "-W", "--keep-going", "-q", "-j", JOBS, "-b", "html", "-d", f"{out}.doctrees", str(source), str(out)]
     )
 
 

@@ -10,7 +10,9 @@ import zipfile
 from pathlib import Path
 
 from settings import ROOT
-from vramlab import GiB, LoRA, Quantization, Recipe, find_gpu, model_names, predict, read_shape
+from vramlab import GiB, LoRA, Quantization, Recipe, find_gpu, predict, read_shape
+from vramlab.recipe.families import FAMILIES
+from vramlab.recipe.shapes import catalogue
 from vramlab_course.calculator import UNSET
 
 VERSION = "314.0.7"
@@ -55,8 +57,9 @@ def fetch_pyodide(folder: Path) -> Path:
 
 def known_models() -> list[str]:
     """The models of the catalogue that predict knows: those whose weights are written down, but no encoder–decoder."""
-    shapes = {name: read_shape(name) for name in model_names()}
-    return [name for name, shape in shapes.items() if shape.layout and not shape.num_decoder_layers]
+    families = {name: FAMILIES.get(json.loads(entry["config"])["model_type"]) for name, entry in catalogue().items()}
+    written = [name for name, family in families.items() if family and family.layout_options is not None]
+    return [name for name in written if not read_shape(name).num_decoder_layers]
 
 
 def write_archive(path: Path) -> None:

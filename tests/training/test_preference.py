@@ -40,8 +40,9 @@ CASES = {
     ),
 }
 
-# Each trainer; a reference that is a model of its own, none, and the adapters' base.
+# Each trainer; a reference that is a model of its own, none, and the adapters' base; a mixture's balancing loss.
 QUICK = (
+    "dpo mixtral",
     "dpo gpt2 LoRA checkpointing",
     "dpo llama accumulation",
     "dpo llama precomputed",

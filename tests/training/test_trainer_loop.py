@@ -94,7 +94,7 @@ def assert_same_but_for_scalars(ran, simulated):
 
 COMBINED = (
     *("bert", "gpt2 bf16-mixed", "gpt2 accumulation", "gpt2 checkpointing", "vit accumulation"),
-    *("gpt2 momentum", "gpt2 lion", "gpt2 schedule-free", "gpt2 AdEMAMix in 8 bits", "gpt2 LoRA"),
+    *("gpt2 momentum", "gpt2 lion", "gpt2 AdEMAMix in 8 bits", "gpt2 LoRA"),
     *("gpt2 bf16 under bf16-mixed", "llama bf16 under bf16-mixed, LoRA", "llama 4 bits", "llama padded"),
 )
 
