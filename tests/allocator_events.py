@@ -7,10 +7,10 @@ import torch
 from torch._C._profiler import _EventType
 from torch.profiler import ProfilerActivity, profile, record_function
 from vramlab.recipe.recipe import Recipe
-from vramlab.report.collector import no_collection
 from vramlab.tracking.history import History
 from vramlab.tracking.tracked import run_tracked
 from vramlab.tracking.tracker import Tracker
+from vramlab.training.quiet import no_collection
 from vramlab.training.training import build, train_step
 
 # Bytes that only the profiler sees: numbers that Python wrote as literals, sixteen at most in the tests' models.

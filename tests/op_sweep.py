@@ -17,11 +17,11 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeCopyMode
 from torch.utils._pytree import tree_leaves, tree_map
-from vramlab.report.collector import no_collection
 from vramlab.simulation.fakes import fake_world
 from vramlab.simulation.operators import keep_storage
 from vramlab.tracking.fake_tracker import FakeTracker
 from vramlab.tracking.tracker import Tracker
+from vramlab.training.quiet import no_collection
 
 
 def allocations(function: Callable, args: tuple, fake: bool, kwargs: dict | None = None) -> list[tuple[int, str, int]]:

@@ -11,9 +11,8 @@ import importlib
 from typing import TYPE_CHECKING
 
 from .report import __version__ as __version__
-from .report.collector import no_collection
 from .report.errors import needing
-from .training.quiet import silence
+from .training.quiet import no_collection, silence
 
 # Module to the names that come from it.
 _PUBLIC = {

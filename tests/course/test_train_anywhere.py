@@ -15,11 +15,11 @@ from pathlib import Path
 
 import pytest
 from vramlab.measurement.launch import Launcher
-from vramlab.report.data import data_folder
+from vramlab.report.data import DATA
 from vramlab_course import train_anywhere
 
 SCRIPT = Path(train_anywhere.__file__)
-REPOSITORY = data_folder().parent
+REPOSITORY = DATA.parent
 SBATCH = REPOSITORY / "notebooks" / "slurm" / "train.sbatch"
 BIN = Path(sys.executable).parent
 TEXT = "def add(a, b):\n    return a + b\n\n" * 200

@@ -136,7 +136,7 @@ def test_a_package_that_is_not_installed_is_not_pinned(tmp_path, monkeypatch):
         raise metadata.PackageNotFoundError(name)
 
     assert "git+" in written("gpt2", tmp_path)[1][0].read_text()
-    monkeypatch.setattr(metadata, "metadata", absent)
+    monkeypatch.setattr(metadata, "version", absent)
     text = written("gpt2", tmp_path)[1][0].read_text()
     assert "git+" not in text and f"Written by vramlab {vramlab.__version__}." in text
 

@@ -26,9 +26,9 @@ from ..recipe.configuration import read_json
 from ..recipe.evaluation import Evaluation
 from ..recipe.knobs import Knob, options
 from ..recipe.recipe import Recipe
-from ..report.collector import no_collection
 from ..report.errors import RecipeError, VramLabError, needing
 from ..report.report import Interval, Report, format_bytes
+from ..training.quiet import no_collection
 from .options import OPTIONS, Options, fields_of, fits_card, read_lengths, recipe_of, recipe_of_arguments, tokens_of
 from .script import instead, read_script
 

@@ -17,10 +17,18 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ..report.errors import MeasurementError, RankError
+from ..report.errors import MeasurementError
 
 COMMAND = [sys.executable, "-P", "-m", "vramlab.measurement.ranks"]  # -P: ignore a torch.py in the current folder
 SIGKILL = -9  # as an exit code
+
+
+class RankError(MeasurementError):
+    """A rank that failed: its exit `code` (negative for a signal), `traceback`, and `oom`, what it asked for in vain."""
+
+    def __init__(self, message: str, rank: int = 0, code: int | None = None, traceback: str = "", oom: str = ""):
+        self.rank, self.code, self.traceback, self.oom = rank, code, traceback, oom
+        super().__init__(message + (f"\n\n{traceback.rstrip()}" if traceback else ""))
 
 
 class Launcher:

@@ -10,10 +10,10 @@ from typing import Any
 from ..hardware import host
 from ..hardware.gpu import current_device, witness
 from ..recipe.recipe import Recipe, as_recipe
-from ..report.errors import MeasurementError, RankError, RecipeError, RecordError
+from ..report.errors import MeasurementError, RecipeError, RecordError
 from ..report.report import Report, format_bytes
 from .host_memory import oom_kills
-from .launch import SIGKILL, Launcher, rank_name
+from .launch import SIGKILL, Launcher, RankError, rank_name
 from .records import find_record
 
 SECONDS_ON_CPU = 120

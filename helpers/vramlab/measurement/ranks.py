@@ -21,10 +21,9 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-from ..report.collector import no_collection
-from ..report.errors import RankError, VramLabError
-from ..training.quiet import silence
-from .launch import rank_name
+from ..report.errors import VramLabError
+from ..training.quiet import no_collection, silence
+from .launch import RankError, rank_name
 
 with no_collection(before=False):
     import torch

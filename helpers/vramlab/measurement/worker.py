@@ -13,11 +13,11 @@ from ..hardware.host import memory
 from ..hardware.nvml import Sensors, nvml_snapshot
 from ..recipe.optimizers import MODELLED
 from ..recipe.recipe import Recipe
-from ..report.errors import RankError
 from ..report.report import Report, environment, format_bytes
 from ..training.engines import engine_of
 from ..training.models import build_model
 from ..training.process_group import one_rank_of, real_rank
+from .launch import RankError
 from .measurement_passes import clean_pass, tracked_pass
 
 

@@ -21,9 +21,9 @@ from ..hardware import reserved
 from ..recipe.from_transformers import build
 from ..recipe.knobs import unchecked
 from ..recipe.recipe import Recipe
-from ..report.collector import no_collection
 from ..report.errors import RecipeError, VramLabError
 from ..report.report import TIERS, GiB, Interval, Report
+from ..training.quiet import no_collection
 from .question import Question
 from .search_space import families, held_bytes, least_bytes, method_of, micro_batches, notes_on, with_micro_batch
 from .step_time import StepTime, estimate, step_time

@@ -9,8 +9,6 @@ from itertools import groupby
 from .errors import ReportError
 from .report import CATEGORIES, PHASES, SOURCES, UNITS, Interval, Report, format_bytes, in_unit, text_table, unit_for
 
-Value = int | Interval | str | None
-
 
 @dataclass(frozen=True)
 class ComparisonRow:
@@ -18,7 +16,7 @@ class ComparisonRow:
 
     section: str
     name: str
-    values: tuple[Value, ...]
+    values: tuple[int | Interval | str | None, ...]
 
 
 @dataclass(frozen=True)
@@ -63,12 +61,14 @@ class Comparison:
         for section, rows in groupby(self.rows, key=lambda row: row.section):
             lines.append((section, *[""] * (len(lines[0]) - 1)))
             for row in rows:
-                cells, found = [_cell(value, self.unit) for value in row.values], self.differences(row.name)
+                cells = [v or "–" if isinstance(v, str | None) else in_unit(int(v), self.unit) for v in row.values]
+                found = self.differences(row.name)
                 for label in others:
                     cells += _change(*found[label], self.unit) if label in found else ["", ""]
                 lines.append((f"  {row.name}", *cells))
                 if any(isinstance(value, Interval) for value in row.values):
-                    ranges = [_range(value, self.unit) for value in row.values]
+                    ends = [(v.low, v.high) if isinstance(v, Interval) else () for v in row.values]
+                    ranges = ["–".join(in_unit(n, self.unit) for n in pair) for pair in ends]
                     lines.append((f"  {row.name}, low–high", *ranges, *[""] * len(changes)))
         return lines
 
@@ -78,8 +78,7 @@ def compare(*reports: Report) -> Comparison:
 
     Raises ValueError: no reports, something that is no report, or different recipes, which `diff` compares.
     """
-    pairs = list(zip(column_labels(reports), reports, strict=True))
-    pairs.sort(key=lambda pair: SOURCES.index(pair[1].source))
+    pairs = sorted(zip(column_labels(reports), reports, strict=True), key=lambda pair: SOURCES.index(pair[1].source))
     found = _compared(pairs, pairs[-1][1].title, -1)
     return replace(found, notes=(*found.notes, *_interval_notes(found)))
 
@@ -90,11 +89,10 @@ def diff(a: Report, b: Report) -> Comparison:
 
     Raises ReportError for a report without figures.
     """
-    for report in (a, b):
-        if report.status != "ok":
-            raise ReportError(f"a report without figures cannot be compared ({report.title}: {failure(report)}).")
     title = "different recipes, named in the notes" if _recipe_difference((a, b)) else b.title
     found = _compared([("A", a), ("B", b)], title, 0)
+    if found.failed:
+        raise ReportError(f"a report without figures cannot be compared ({found.failed[0]}).")
     old, new = a.environment, b.environment
     unlike = sorted(name for name in old.keys() & new.keys() - {"date", "fits"} if old[name] != new[name])
     libraries = (f"{name}: {old[name]} → {new[name]}" for name in unlike)
@@ -116,19 +114,17 @@ def _compared(pairs: Sequence[tuple[str, Report]], title: str, against: int) -> 
 
 def _tensor_notes(a: Report, b: Report) -> Iterator[str]:
     """Say which tensors differ, the largest difference first."""
-    sizes, groups, changes = (Counter(), Counter()), {}, []
+    sizes, groups = (Counter(), Counter()), {}
     for report, known in zip((a, b), sizes, strict=True):
         for group in report.largest:
             key = group.category, group.op, group.where, group.dtype
             known[key], groups[key] = known[key] + group.size * group.count, group
-    for key, group in groups.items():
+    for key in sorted(groups, key=lambda key: -abs(sizes[1][key] - sizes[0][key])):
         old, new = (known[key] for known in sizes)
         other = sizes[old > 0].values()  # what one report does not list may be smaller than all that it lists
         if old != new and ((old and new) or max(old, new) > min(other, default=0)):
-            changes.append((new - old, "changed" if old and new else "new" if new else "gone", group))
-    for change, kind, group in sorted(changes, key=lambda each: -abs(each[0])):
-        size = format_bytes(abs(change), unit_for(abs(change)))
-        yield f"{'+' if change > 0 else '−'}{size} {kind}: {group}"
+            kind, change = "changed" if old and new else "new" if new else "gone", abs(new - old)
+            yield f"{'+' if new > old else '−'}{format_bytes(change, unit_for(change))} {kind}: {groups[key]}"
 
 
 def _moment_notes(good: Sequence[tuple[str, Report]]) -> Iterator[str]:
@@ -163,19 +159,17 @@ def column_labels(reports: Sequence[Report]) -> list[str]:
     names = [r.source for r in reports]
     if len(set(names)) < len(names) and len({r.target for r in reports}) > 1:
         names = [f"{name} ({r.target})" for name, r in zip(names, reports, strict=True)]
-    counted = [f"{name} {names[: i + 1].count(name)}" for i, name in enumerate(names)]
-    return [one if names.count(name) > 1 else name for name, one in zip(names, counted, strict=True)]
+    return [f"{name} {names[: i + 1].count(name)}" if names.count(name) > 1 else name for i, name in enumerate(names)]
 
 
 def _recipe_difference(reports: Sequence[Report]) -> str:
-    """Return in words the fields in which the recipes differ; skip those that an older record lacks."""
+    """Return in words the fields in which the recipes differ, skipping those that an older record lacks."""
     recipes = [r.recipe for r in reports if r.recipe is not None]
     for recipe in recipes[1:]:
         fields = [name for name in recipes[0] if name in recipe and recipe[name] != recipes[0][name]]
         if fields:
             return " and ".join(f"{name} ({recipes[0][name]!r} against {recipe[name]!r})" for name in fields)
-    titles = dict.fromkeys(r.title for r in reports)
-    return "title (" + " against ".join(map(repr, titles)) + ")" if not recipes and len(titles) > 1 else ""
+    return ""
 
 
 def _rows(reports: Sequence[Report]) -> Iterator[ComparisonRow]:
@@ -209,14 +203,6 @@ def _interval_notes(found: Comparison) -> Iterator[str]:
                 side = "above" if truth > value.high else "below"
                 low, true, high = (format_bytes(n, found.unit) for n in (value.low, truth, value.high))
                 yield f"{row.name}: {found.against} {true} is {side} the interval of {label}, {low} to {high}."
-
-
-def _cell(value: Value, unit: str) -> str:
-    return in_unit(int(value), unit) if isinstance(value, int | Interval) else value or "–"
-
-
-def _range(value: Value, unit: str) -> str:
-    return f"{in_unit(value.low, unit)}–{in_unit(value.high, unit)}" if isinstance(value, Interval) else ""
 
 
 def _change(change: int, relative: float, unit: str) -> list[str]:

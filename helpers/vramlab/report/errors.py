@@ -13,19 +13,15 @@ class RecipeError(VramLabError, ValueError):
 
     def __init__(self, field: str, value: object, allowed: str):
         self.field, self.value, self.allowed = field, value, allowed
-        super().__init__(f"Recipe field '{field}' is {_shown(value)}, but {allowed}.")
+        try:
+            shown = " ".join(repr(value).split())
+        except Exception:  # Python prints no integer of over 4,300 digits, and a repr can fail
+            shown = f"a value of {type(value).__name__}"
+        shown = shown if len(shown) <= 120 else shown[:117] + "..."
+        super().__init__(f"Recipe field '{field}' is {shown}, but {allowed}.")
 
     def __reduce__(self):
         return type(self), (self.field, self.value, self.allowed)
-
-
-def _shown(value: object) -> str:
-    """Return `repr(value)` in one line of at most 120 characters."""
-    try:
-        text = " ".join(repr(value).split())
-    except Exception:  # Python prints no integer of over 4,300 digits, and a repr can fail
-        text = f"a value of {type(value).__name__}"
-    return text if len(text) <= 120 else text[:117] + "..."
 
 
 class MeasurementError(VramLabError, RuntimeError):
@@ -40,22 +36,12 @@ class ReportError(VramLabError, ValueError):
     """A report with a field that is missing, unknown or has an impossible value."""
 
 
-class RankError(MeasurementError):
-    """A rank that failed: its exit `code` (negative for a signal), `traceback`, and `oom`, what it asked for in vain."""
-
-    def __init__(self, message: str, rank: int = 0, code: int | None = None, traceback: str = "", oom: str = ""):
-        self.rank, self.code, self.traceback, self.oom = rank, code, traceback, oom
-        super().__init__(message + (f"\n\n{traceback.rstrip()}" if traceback else ""))
-
-
 # Module that a plain install lacks, to the extra of pyproject.toml that installs it.
 EXTRAS = {
     **dict.fromkeys(("torch", "transformers", "peft", "accelerate", "numpy", "safetensors", "psutil"), "simulate"),
     **dict.fromkeys(("filelock", "jinja2", "pynvml"), "simulate"),
     "bitsandbytes": "quantization",
-    "deepspeed": "deepspeed",
-    "trl": "trl",
-    "schedulefree": "schedulefree",
+    **{name: name for name in ("deepspeed", "trl", "schedulefree")},
     **dict.fromkeys(("liger_kernel", "triton"), "liger"),
     "matplotlib": "plot",
     **dict.fromkeys(("IPython", "ipywidgets", "latex2mathml"), "lab"),

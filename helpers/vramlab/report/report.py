@@ -6,6 +6,7 @@ import reprlib
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from importlib import metadata
 from types import NoneType, UnionType
 from typing import Any, get_args, get_origin
 
@@ -13,7 +14,6 @@ from .errors import ReportError
 
 PHASES = ("load", "forward", "backward", "step", "between_steps")
 SOURCES = ("predicted", "simulated", "emulated", "recorded", "measured")  # the weakest witness first
-STATUSES = ("ok", "oom", "error")
 KiB, MiB, GiB = 1024, 1024**2, 1024**3
 UNITS = {"GiB": GiB, "MiB": MiB, "KiB": KiB, "B": 1}
 TIERS = {"safe": "high", "likely": "value", "tight": "low"}  # which end of a process's interval has to fit the card
@@ -168,7 +168,7 @@ class Report:
     notes: list[str] = field(default_factory=list)
 
     def __post_init__(self):
-        for name, allowed in (("source", SOURCES), ("status", STATUSES)):
+        for name, allowed in (("source", SOURCES), ("status", ("ok", "oom", "error"))):
             if getattr(self, name) not in allowed:
                 raise _field_error(name, getattr(self, name), f"one of {', '.join(allowed)}")
         if self.allocated is None and self.status == "ok":
@@ -242,8 +242,6 @@ def environment(**more: Any) -> dict[str, Any]:
 
 def installed(package: str) -> str | None:
     """Return the version of a package without importing it; None where it is not installed."""
-    from importlib import metadata
-
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
@@ -252,12 +250,7 @@ def installed(package: str) -> str | None:
 
 def repository() -> str | None:
     """Return the project's address from the metadata of the installed vramlab; None where it is not installed."""
-    from importlib import metadata
-
-    try:
-        urls = metadata.metadata("vramlab").get_all("Project-URL") or []
-    except metadata.PackageNotFoundError:  # imported from a path
-        return None
+    urls = (installed("vramlab") and metadata.metadata("vramlab").get_all("Project-URL")) or []
     return next((url.split(", ")[1] for url in urls if url.startswith("Repository")), None)
 
 
@@ -267,10 +260,18 @@ def _decode(kind: Any, value: Any, where: str) -> Any:
     if kind is Any or (value is None and NoneType in inner):
         return value
     if origin is UnionType:  # a number or an object, or None
-        part = (each for each in inner if dataclasses.is_dataclass(each) and isinstance(value, dict))
-        return _decode(next(part, inner[0]), value, where)
+        return _decode(Interval if Interval in inner and isinstance(value, dict) else inner[0], value, where)
     if dataclasses.is_dataclass(kind):
-        return _decode_dataclass(kind, _typed(value, dict, where), where)
+        types, fields = {field.name: field.type for field in dataclasses.fields(kind)}, _typed(value, dict, where)
+        values = {name: _decode(types.get(name, Any), v, f"{where}.{name}".lstrip(".")) for name, v in fields.items()}
+        total = values.pop("total", None) if kind is Bytes else None
+        try:
+            made = kind(**values)
+        except TypeError as error:  # names fields that are missing or unknown
+            raise ReportError(f"{where or 'A report'} has other fields than it must have: {error}.") from None
+        if total is not None and total != made.total:  # `Bytes` have one, their sum
+            raise _field_error(f"{where}.total", total, f"the sum of the categories, {made.total}")
+        return made
     if origin is dict:
         return {name: _decode(inner[1], v, f"{where}.{name}") for name, v in _typed(value, dict, where).items()}
     if origin in (list, tuple):
@@ -278,20 +279,6 @@ def _decode(kind: Any, value: Any, where: str) -> Any:
     if kind is not str and not where.endswith("unexplained") and not 0 <= _typed(value, kind, where) < float("inf"):
         raise _field_error(where, value, "at least 0, and finite")
     return _typed(value, kind, where)
-
-
-def _decode_dataclass(kind: Any, fields: dict[str, Any], where: str) -> Any:
-    """Return a dataclass from an object with its fields; `Bytes` also have a total, which must be their sum."""
-    types = {field.name: field.type for field in dataclasses.fields(kind)}
-    values = {name: _decode(types.get(name, Any), v, f"{where}.{name}".lstrip(".")) for name, v in fields.items()}
-    total = values.pop("total", None) if kind is Bytes else None
-    try:
-        made = kind(**values)
-    except TypeError as error:  # names fields that are missing or unknown
-        raise ReportError(f"{where or 'A report'} has other fields than it must have: {error}.") from None
-    if total is not None and total != made.total:
-        raise _field_error(f"{where}.total", total, f"the sum of the categories, {made.total}")
-    return made
 
 
 def _typed(value: Any, kind: type, where: str) -> Any:

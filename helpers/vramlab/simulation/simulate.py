@@ -20,7 +20,6 @@ from ..recipe import liger, lora_modules
 from ..recipe.evaluation import Evaluation
 from ..recipe.options import TRL
 from ..recipe.recipe import Loop, Recipe, as_recipe
-from ..report.collector import no_collection
 from ..report.errors import RecipeError, VramLabError, needing
 from ..report.report import MiB, Report
 from ..tracking.fake_tracker import FakeTracker
@@ -32,6 +31,7 @@ from ..training.activation_offloading import DEVICE, fake_accelerator
 from ..training.engines import engine_of
 from ..training.evaluation import evaluate
 from ..training.process_group import one_rank_of
+from ..training.quiet import no_collection
 from ..training.trl_trainers import trl_class
 from .any_module import ModuleStep, loop_notes
 from .cuda import CudaKernels

@@ -9,9 +9,9 @@ from unittest.mock import patch
 
 import torch
 
-from ..report.collector import no_collection
 from ..training.engine import Training, makes_fakes
 from ..training.patched import afterwards
+from ..training.quiet import no_collection
 from ..training.training import train_step
 from .tracker import ON_HOST, REFERENCE, Tracker, tensors_in
 

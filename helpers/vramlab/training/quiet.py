@@ -1,8 +1,12 @@
-"""Silence known, harmless messages of other packages by their text; any other is still shown."""
+"""Quiet for what loads and runs here: known, harmless messages of other packages are dropped by their text (any other
+is still shown), and Python's cycle collector is off where it costs time or frees at times that are not deterministic."""
 
+import contextlib
+import gc
 import json
 import logging
 import warnings
+from collections.abc import Iterator
 
 from ..report.data import data_path
 
@@ -18,3 +22,17 @@ def silence() -> None:
         warnings.filterwarnings("ignore", message=start)
     for name, start in KNOWN_LOGS:
         logging.getLogger(name).addFilter(lambda record, start=start: not record.getMessage().startswith(start))
+
+
+@contextlib.contextmanager
+def no_collection(before: bool = True) -> Iterator[None]:
+    """While entered, switch the cycle collector off; run it `before`. Libraries load a fifth faster without it."""
+    if before:
+        gc.collect()
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
