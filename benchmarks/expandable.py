@@ -5,7 +5,7 @@
 It needs no GPU: recipes of published runs and of those on the stand-in for a GPU are simulated, some 20 minutes of one
 core for all of them, and their requests run through the models of both allocators (`hardware/allocator.py`,
 `vramlab_course/expandable.py`, after PyTorch's source) with less and less memory. No published run says that it had
-expandable segments. `hardware/reserved.py` has the result as PAGES and MOST_PAGES.
+expandable segments. `formulas/reserved.py` has the result as PAGES and MOST_PAGES.
 """
 
 import json

@@ -17,8 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..hardware.gpu import Gpu
-from ..hardware.reserved import process
+from ..hardware.gpu import Gpu, process
 from ..hardware.snapshot import SnapshotError, read_snapshot
 from ..measurement.stand_in import StandInError, libraries, variables
 from ..report.report import Bytes, Interval, Report, environment, format_bytes

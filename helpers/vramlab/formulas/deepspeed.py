@@ -17,7 +17,6 @@ from math import ceil, prod
 from typing import Any
 
 from ..hardware.overhead import rounded
-from ..hardware.reserved import internal_fragmentation
 from ..recipe.deepspeed_config import HIDDEN
 from ..recipe.recipe import Recipe
 from . import model_states
@@ -25,6 +24,7 @@ from .ledger import Parameter, Tensor
 from .model import Model
 from .model_states import FP32, RankBytes, compute_recipe, parameter_table, weight_width
 from .param_coordinator import gathered
+from .reserved import internal_fragmentation
 from .step import copies
 
 SUB_GROUP = 1_000_000_000  # elements (`sub_group_size`, zero/config.py; zero/stage3.py, _create_fp16_sub_groups)

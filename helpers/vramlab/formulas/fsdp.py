@@ -19,11 +19,11 @@ from collections import defaultdict
 from dataclasses import dataclass, field
 from math import ceil, prod
 
-from ..hardware.reserved import internal_fragmentation
 from ..recipe.recipe import Recipe
 from .ledger import Block, Parameter
 from .model import EMBEDDING, ROOT, TAIL, Model
 from .model_states import FP32, parameter_table
+from .reserved import internal_fragmentation
 
 
 @dataclass

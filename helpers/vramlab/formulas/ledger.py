@@ -18,7 +18,7 @@ from weakref import ref
 from ..hardware.gpu import Chip
 from ..hardware.kernels import column_sums
 from ..hardware.overhead import rounded
-from ..hardware.reserved import internal_fragmentation
+from .reserved import internal_fragmentation
 
 # How an operator's backward formula makes the gradient for an input: a new block of the input's shape (OWN; BIAS: by
 # summing rows) or of the result's shape (FULL), then summed over what was broadcast; the incoming gradient itself, summed

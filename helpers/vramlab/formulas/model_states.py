@@ -11,13 +11,13 @@ from math import ceil, prod
 from typing import Any
 
 from ..hardware.overhead import rounded
-from ..hardware.reserved import pack
 from ..recipe import lora_modules
 from ..recipe.knobs import unchecked
 from ..recipe.optimizers import MODELLED, optimizer_arguments
 from ..recipe.options import LoRA, Quantization
 from ..recipe.recipe import Recipe
 from ..recipe.shapes import Shape
+from .reserved import pack
 
 FP32, HALF = 4, 2
 BLOCK = 64  # weights that share a scale in 4 bits (bitsandbytes.nn.Params4bit, blocksize)

@@ -11,15 +11,14 @@ The peak is the highest of these moments.
 from collections import Counter, defaultdict
 from typing import Any
 
-from ..hardware import reserved
-from ..hardware.gpu import DEFAULT_CHIP, Gpu, find_gpu
+from ..hardware.gpu import DEFAULT_CHIP, Gpu, find_gpu, process
 from ..hardware.overhead import cublas_workspace
 from ..recipe import liger, lora_modules
 from ..recipe.knobs import Refusals, refuse
 from ..recipe.options import HALF
 from ..recipe.recipe import LATER_OF_LORA, Recipe, as_recipe
 from ..report.report import CATEGORIES, Bytes, Phase, Report, TensorGroup
-from . import model_states, shards
+from . import model_states, reserved, shards
 from .account import Account, Groups, kept_account
 from .fused_head import with_its_adapters
 from .loading import loading_peak
@@ -64,7 +63,7 @@ def predict(recipe: Recipe | Any, gpu: str | Gpu | None = None) -> Report:
         peak_phase=name,
         largest=[TensorGroup(*key, where, count) for key, (count, where, _) in largest],
         reserved=inside,
-        process=reserved.process(inside, card),
+        process=process(inside, card),
         loading=loading_peak(recipe),
         notes=_notes(recipe, card),
     )

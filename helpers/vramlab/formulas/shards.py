@@ -14,12 +14,12 @@ from functools import lru_cache
 from math import prod
 
 from ..hardware.overhead import rounded
-from ..hardware.reserved import internal_fragmentation, pack
 from ..recipe.options import Sharding
 from ..recipe.recipe import Recipe
 from . import fsdp, model_states
 from .deepspeed import deepspeed_bytes
 from .model_states import RankBytes, Settings, tensors_in_order
+from .reserved import internal_fragmentation, pack
 from .step import step_temporaries
 
 # (stage, offload) that the formulas know, and plan tries, by engine; on one GPU only what takes bytes off it.

@@ -5,10 +5,10 @@ from math import prod
 
 from ..hardware.kernels import norms_scratch
 from ..hardware.overhead import rounded
-from ..hardware.reserved import internal_fragmentation
 from ..recipe.optimizers import MODELLED
 from ..recipe.recipe import Recipe
 from .model_states import FP32, HALF, ParameterRow, parameter_table
+from .reserved import internal_fragmentation
 
 
 def step_temporaries(recipe: Recipe, rows: tuple[ParameterRow, ...] | None = None) -> int:

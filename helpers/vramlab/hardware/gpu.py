@@ -151,6 +151,12 @@ def find_gpu(name: "str | Gpu") -> Gpu:
     raise GpuError(f"GPU {name!r} is not in the table: known are {', '.join(gpu_names())}.")
 
 
+def process(inside: Interval, card: Gpu | None) -> Interval:
+    """Estimate what NVML shows for the process: reserved segments and CUDA's context."""
+    context = card.context_interval if card else CONTEXT
+    return Interval(inside.low + context.low, inside.value + context.value, inside.high + context.high)
+
+
 class Device(NamedTuple):
     """What this process trains on: `kind` ("cuda" or "cpu"), name and, on CUDA, its `Gpu`."""
 

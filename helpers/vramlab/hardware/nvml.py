@@ -88,11 +88,7 @@ def nvml_snapshot(index: int = 0) -> Sensors:
 
 def all_sensors() -> Iterator[Sensors]:
     """The sensors of every GPU that this process may use; none on a machine without NVML."""
-    for index in range(64):
-        seen = nvml_snapshot(index)
-        if not seen.available:
-            return
-        yield seen
+    return itertools.takewhile(lambda seen: seen.available, map(nvml_snapshot, range(64)))
 
 
 def _handle(nvml: Any, index: int) -> Any:

@@ -16,8 +16,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 
+from ..formulas import reserved
 from ..formulas.predict import predict
-from ..hardware import reserved
+from ..hardware.gpu import process
 from ..recipe.from_transformers import build
 from ..recipe.knobs import unchecked
 from ..recipe.recipe import Recipe
@@ -80,7 +81,7 @@ class Candidate:
             inside = reserved.expandable(self._held, 1.0 if self.simulated else reserved.EXACT)
         else:
             inside = reserved.reserved(Counter(), self._held)
-        return getattr(reserved.process(inside, self.question.gpu), TIERS[tier])
+        return getattr(process(inside, self.question.gpu), TIERS[tier])
 
     @cached_property
     def _held(self) -> int:
@@ -112,7 +113,7 @@ class Candidate:
         if self.question.expandable_segments:
             peak = max(report.allocated or 0, report.peak.total)
             known = 1.0 if self.simulated else min(reserved.EXACT, (report.reserved.low + 1) / peak)
-            needs = reserved.process(reserved.expandable(peak, known), self.question.gpu)
+            needs = process(reserved.expandable(peak, known), self.question.gpu)
         more = max(report.loading.total - report.peak.total, 0) if report.loading else 0
         return Interval(needs.low + more, needs.value + more, needs.high + more)
 

@@ -8,8 +8,7 @@ from typing import Any
 import numpy as np
 
 from ..hardware.allocator import Replayed, replay
-from ..hardware.gpu import Gpu
-from ..hardware.reserved import process
+from ..hardware.gpu import Gpu, process
 from ..recipe.recipe import Recipe
 from ..report import report
 from ..report.report import CATEGORIES, Bytes, Interval, MiB, Moment, Phase, Report, TensorGroup

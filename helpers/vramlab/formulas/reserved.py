@@ -1,6 +1,6 @@
-"""Formulas for the caching allocator: internal fragmentation, reserved memory, and that of the whole process.
+"""Formulas for the caching allocator: internal fragmentation, reserved memory, and what expandable segments need.
 
-`allocator.py` has the rules, and runs sequences of requests that are known.
+`hardware/allocator.py` has the rules, and runs sequences of requests that are known.
 """
 
 import bisect
@@ -8,9 +8,8 @@ from collections import Counter
 from collections.abc import Iterable
 from functools import lru_cache
 
+from ..hardware.overhead import LARGE_REQUEST, LARGE_SEGMENT, SMALL_BLOCK, SMALL_SEGMENT, UNIT, segment
 from ..report.report import Interval, MiB
-from .gpu import Gpu
-from .overhead import CONTEXT, LARGE_REQUEST, LARGE_SEGMENT, SMALL_BLOCK, SMALL_SEGMENT, UNIT, segment
 
 # Reserved memory over the segments that the blocks alive at the peak need: median and 99th percentile of 300 simulated
 # steps (the grid of the tests) run through the allocator's model. Small models with few layers fragment most.
@@ -71,9 +70,3 @@ def reserved(blocks: Counter, peak: int) -> Interval:
 def expandable(peak: int, known: float = 1.0) -> Interval:
     """Estimate the memory that a peak of `peak` bytes, known to the share `known`, needs with expandable segments."""
     return Interval(int(peak * min(1, known / EXACT)), peak + PAGES, int(peak / known) + MOST_PAGES)
-
-
-def process(inside: Interval, card: Gpu | None) -> Interval:
-    """Estimate what NVML shows for the process: reserved segments and CUDA's context."""
-    context = card.context_interval if card else CONTEXT
-    return Interval(inside.low + context.low, inside.value + context.value, inside.high + context.high)
