@@ -15,7 +15,7 @@ CEILINGS = {
     "vramlab/formulas": 2858,
     "vramlab/simulation": 1950,
     "vramlab/measurement": 1245,
-    "vramlab/planning": 1318,
+    "vramlab/planning": 1300,
     "vramlab/faces": 2037,
     "vramlab_course/claims": 1200,
     "vramlab_course": 6000,

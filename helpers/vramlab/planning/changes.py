@@ -52,14 +52,11 @@ def cheapest(
     before = witness(recipe).peak.total
     seconds, found = _seconds(recipe, card), []
     for fields, same in _changes(recipe):
-        try:
+        with contextlib.suppress(RecipeError):  # this model or trainer cannot have it, or the formulas do not know it
             changed = recipe.replace(**fields)
-            saves = before - witness(changed).peak.total
-        except RecipeError:  # this model or trainer cannot have it, or the formulas do not know it
-            continue
-        after = _seconds(changed, card)
-        if saves > LEAST * before:
-            found.append(Change(fields, saves, after / seconds if after and seconds else None, same))
+            saves, after = before - witness(changed).peak.total, _seconds(changed, card)
+            if saves > LEAST * before:
+                found.append(Change(fields, saves, after / seconds if after and seconds else None, same))
     return sorted(found, key=lambda c: (c.saves < need, not c.same, c.time or 1.0, -c.saves))[:count]
 
 

@@ -122,9 +122,8 @@ class Plan:
         return "\n".join(line if "\n" in line else _wrapped(line) for line in lines)
 
     def _sources(self) -> str:
-        by: dict[str, list[str]] = {}
-        for choice in self.choices:
-            by.setdefault(choice.report.source, []).append(choice.method)
+        sources = dict.fromkeys(choice.report.source for choice in self.choices)
+        by = {source: [c.method for c in self.choices if c.report.source == source] for source in sources}
         told = ", expandable_segments:True" if self.question["expandable_segments"] else ""
         return "memory " + ", ".join(f"{source} ({', '.join(methods)})" for source, methods in by.items()) + told
 
@@ -151,19 +150,17 @@ def plan(model: object, gpu: str | Gpu | None = None, gpus: int = 1, *, confirm:
     """
     question = Question(model, gpu, gpus, **asked)
     search = Search(question)
-    choices, better = [], []
-    for method, (found, tier) in search.answers(confirm).items():
-        choices += [_with_epoch(found.choice(), question)] if found else []
-        more = search.better(method, tier, found)
-        better += [more.choice(tier)] if more else []
+    answers = search.answers(confirm)
+    choices = [_with_epoch(found.choice(), question) for found, _ in answers.values() if found]
     choices.sort(key=lambda choice: choice.order)
+    better = [(search.better(method, tier, found), tier) for method, (found, tier) in answers.items()]
     asked = {"model": question.plain.name, "gpu": question.gpu.name, "seq_len": question.plain.seq_len}
     same = ("gpus", "global_batch", "method", "tier", "expandable_segments", "packing")
     return Plan(
         question=asked | {name: getattr(question, name) for name in same},
         usable=question.usable,
         choices=tuple(choices),
-        better=tuple(better),
+        better=tuple(found.choice(tier) for found, tier in better if found),
         advice=() if choices else tuple(advise(question)),
         considered=len(search.candidates),
         predicted=search.predicted,
@@ -176,13 +173,11 @@ def _with_epoch(choice: Choice, question: Question) -> Choice:
     random, or packed."""
     if not question.lengths:
         return choice
-    longest, count, drawn = question.plain.seq_len, len(question.lengths), choice.recipe.batch_size
-    kept = [min(length, longest) for length in question.lengths]
-    width = sum(kept) / count
-    if not question.packing:
-        width = sum(n * (((i + 1) / count) ** drawn - (i / count) ** drawn) for i, n in enumerate(kept))
-    steps = count / question.global_batch
-    return dataclasses.replace(choice, epoch=choice.time.seconds * steps * width / longest)
+    longest, count = question.plain.seq_len, len(question.lengths)
+    drawn = 1 if question.packing else choice.recipe.batch_size
+    kept = enumerate(min(length, longest) for length in question.lengths)
+    width = sum(n * (((i + 1) / count) ** drawn - (i / count) ** drawn) for i, n in kept)
+    return dataclasses.replace(choice, epoch=choice.time.seconds * count / question.global_batch * width / longest)
 
 
 def _notes(question: Question, choices: list[Choice]) -> Iterator[str]:

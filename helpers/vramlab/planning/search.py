@@ -12,9 +12,8 @@ import signal
 import sys
 import threading
 from collections import Counter
-from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 
 from ..formulas import reserved
 from ..formulas.predict import predict
@@ -65,6 +64,7 @@ class Candidate:
 
     def __init__(self, question: Question, recipe: Recipe, family: int):
         self.question, self.recipe, self.family, self.method = question, recipe, family, method_of(recipe)
+        self.kind = self.method, _offloads(recipe)
         self.simulated: Report | None = None
         self.tried = False
 
@@ -93,17 +93,14 @@ class Candidate:
 
         Of rows of one length and padded ones, which need a mask, those that take more; `recipe` says which.
         """
-        card = self.question.gpu
-        try:
-            report = predict(self.recipe, card)
-            if lengths := self.question.lengths_of(self.recipe.batch_size):
-                padded = unchecked(self.recipe, lengths=lengths)
-                found = predict(padded, card)
-                if found.peak.total > report.peak.total:
-                    self.recipe, report = padded, found
+        rows = [self.recipe]
+        if lengths := self.question.lengths_of(self.recipe.batch_size):
+            rows.append(unchecked(self.recipe, lengths=lengths))
+        with contextlib.suppress(RecipeError):
+            found = [(predict(recipe, self.question.gpu), recipe) for recipe in rows]
+            report, self.recipe = max(found, key=lambda pair: pair[0].peak.total)
             return report
-        except RecipeError:
-            return None
+        return None
 
     @property
     def interval(self) -> Interval:
@@ -111,7 +108,7 @@ class Candidate:
         report = self.simulated or self.report
         needs = report.process
         if self.question.expandable_segments:
-            peak = max(report.allocated or 0, report.peak.total)
+            peak = max(report.allocated, report.peak.total)
             known = 1.0 if self.simulated else min(reserved.EXACT, (report.reserved.low + 1) / peak)
             needs = process(reserved.expandable(peak, known), self.question.gpu)
         more = max(report.loading.total - report.peak.total, 0) if report.loading else 0
@@ -144,14 +141,15 @@ class Candidate:
 
 
 class Search:
-    """The space of one question. `candidates`: its recipes."""
+    """The space of one question. `candidates`: its recipes; `ordered`: those of a kind, fastest first."""
 
     def __init__(self, question: Question):
         self.question, batches = question, micro_batches(question)
-        found = enumerate(family for method in question.methods for family in families(question, method))
-        self.candidates = [Candidate(question, with_micro_batch(family, n), i) for i, family in found for n in batches]
+        ways = enumerate(family for method in question.methods for family in families(question, method))
+        every = self.candidates = [Candidate(question, with_micro_batch(way, n), i) for i, way in ways for n in batches]
+        self.ordered = cache(lambda kind: sorted((c for c in every if c.kind == kind), key=lambda c: c.rank))
         # Memory is least at either end: the whole batch at once accumulates no gradients.
-        self.ends = [one for one in self.candidates if one.recipe.batch_size in (batches[0], batches[-1])]
+        self.ends = [one for one in every if one.recipe.batch_size in (batches[0], batches[-1])]
 
     @property
     def predicted(self) -> int:
@@ -161,16 +159,15 @@ class Search:
     def answers(self, confirmed: bool) -> dict[str, tuple[Candidate | None, str]]:
         """By method its answer; if `confirmed` each is simulated, and must fit then too."""
         found = {method: self.answer(method) for method in self.question.methods}
-        candidates = [candidate for candidate, _ in found.values() if candidate]
-        if not (confirmed and candidates):
-            return found
-        confirm(candidates)
-        return {method: self.answer(method, confirmed) for method in found}
+        if confirmed and (candidates := [candidate for candidate, _ in found.values() if candidate]):
+            confirm(candidates)
+            found = {method: self.answer(method, confirmed) for method in found}
+        return found
 
     def answer(self, method: str, confirmed: bool = False) -> tuple[Candidate | None, str]:
         """The fastest recipe that fits and the tier it does in: of the first of `WAYS` asked for that has one."""
         for offload, tier in WAYS:
-            for found in self._ordered(method, offload) if tier in self.question.tiers else ():
+            for found in self.ordered((method, offload)) if tier in self.question.tiers else ():
                 if found.fits(tier) and confirmed and not found.tried:
                     confirm([found])
                 if found.fits(tier):
@@ -180,23 +177,17 @@ class Search:
     def better(self, method: str, tier: str, answer: Candidate | None) -> Candidate | None:
         """What is faster than `answer`, or without one any recipe, and lacks the least in `tier`, at most NEAR."""
         if answer:
-            ordered = self._ordered(method, _offloads(answer.recipe))
-            chosen = [c for c in ordered if c.rank[0] < answer.rank[0] * FASTER]
+            chosen = [c for c in self.ordered(answer.kind) if c.rank[0] < answer.rank[0] * FASTER]
         else:
             chosen = [c for c in self.ends if c.method == method]
         near = [c for c in chosen if c.bound(tier) <= self.question.usable + NEAR and 0 < c.over(tier) <= NEAR]
         return min(near, key=lambda c: (c.over(tier), c.rank), default=None)
 
-    def _ordered(self, method: str, offload: bool) -> list[Candidate]:
-        """The candidates of `method`, with or without offload, fastest first."""
-        chosen = (c for c in self.candidates if c.method == method and _offloads(c.recipe) is offload)
-        return sorted(chosen, key=lambda c: c.rank)
-
     def any_fit(self) -> Recipe | None:
         """One of the lightest recipes that fit, without offload if there is one; None if none fits."""
         tier, usable = self.question.tiers[0], self.question.usable
         ends = [c for c in self.ends if least_bytes(c.recipe) <= usable]
-        ends.sort(key=lambda c: (_offloads(c.recipe), c.bound(tier)))
+        ends.sort(key=lambda c: (c.kind[1], c.bound(tier)))
         return next((candidate.recipe for candidate in ends if candidate.fits(tier)), None)
 
 
@@ -205,7 +196,7 @@ def confirm(candidates: list[Candidate]) -> None:
     """Simulate the candidates: several at once, in processes of their own, where this one may be forked."""
     forks = sys.platform == "linux" and "torch" not in sys.modules and threading.active_count() == 1
     workers = min(len(candidates), os.cpu_count() or 1)
-    reports: Iterable[Report | None] = [None] * len(candidates)
+    reports = [None] * len(candidates)
     with contextlib.suppress(VramLabError, ImportError):
         build(candidates[0].recipe.shape)  # loads the libraries once for all
         if forks and workers > 1:  # had torch been used, a forked process could wait for its threads
@@ -213,7 +204,7 @@ def confirm(candidates: list[Candidate]) -> None:
             with fork.Pool(workers, signal.signal, quiet) as pool:
                 reports = pool.map(Candidate.simulation, candidates, chunksize=1)
         else:
-            reports = map(Candidate.simulation, candidates)
+            reports = list(map(Candidate.simulation, candidates))
     for candidate, report in zip(candidates, reports, strict=True):
         candidate.simulated, candidate.tried = report, True
 

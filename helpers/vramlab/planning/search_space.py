@@ -4,6 +4,7 @@ A family is one way to train. Its recipes differ in the micro-batch only: a divi
 batch, so that micro-batch × accumulation × GPUs is always the global batch.
 """
 
+import contextlib
 import itertools
 from collections.abc import Iterator
 
@@ -59,13 +60,11 @@ def families(question: Question, method: str) -> Iterator[Recipe]:
             continue
         if method == "lora" and (half := HALF.get(chosen["precision"].removesuffix("-mixed"))):
             chosen["dtype"] = half  # autocast over a frozen fp32 base would cast it anew in every step
-        try:
+        with contextlib.suppress(RecipeError):  # the model, the base or the trainer cannot have it
             family = question.plain.replace(**fixed, **chosen)
             with_its_adapters(family)
-        except RecipeError:  # the model, the base or the trainer cannot have it
-            continue
-        if question.host_memory is None or host_bytes(family) <= question.host_memory:
-            yield family
+            if question.host_memory is None or host_bytes(family) <= question.host_memory:
+                yield family
 
 
 def with_micro_batch(family: Recipe, size: int) -> Recipe:
