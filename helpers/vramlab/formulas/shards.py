@@ -46,7 +46,8 @@ def rank_bytes(recipe: Recipe) -> RankBytes:
         "completion_lengths": None,
         "gradient_checkpointing": False,
     }
-    return _cached_rank_bytes(Settings(recipe, gradient_accumulation_steps=1, attn_implementation=None, **batch))
+    steps = min(recipe.gradient_accumulation_steps, 2)
+    return _cached_rank_bytes(Settings(recipe, gradient_accumulation_steps=steps, attn_implementation=None, **batch))
 
 
 @lru_cache(maxsize=512)
