@@ -12,7 +12,7 @@ CEILINGS = {
     "vramlab/recipe": 2099,
     "vramlab/training": 1868,
     "vramlab/tracking": 850,
-    "vramlab/formulas": 2858,
+    "vramlab/formulas": 2880,
     "vramlab/simulation": 1950,
     "vramlab/measurement": 1245,
     "vramlab/planning": 1300,

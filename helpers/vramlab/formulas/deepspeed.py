@@ -146,7 +146,7 @@ class DeepSpeedModel(Model):
         super().shard(asked, gradients_exist)
         self.sharding, self.gathered, self.sizes = asked.sharding, None, {}
         self.zero3_linear = asked.sharding.stage == 3  # `zero.Init`, memory_efficient_linear
-        self.in_fp32, self.kept = asked.precision.endswith("-true"), []
+        self.in_fp32, self.kept, self.added = asked.precision.endswith("-true"), [], gradients_exist
         table, ranks = parameter_table(asked), asked.sharding.world_size
         self.part = ceil(sum(prod(row.shape) * row.count for row in table if row.trained) / ranks)
         if self.zero3_linear:
@@ -183,8 +183,9 @@ class DeepSpeedModel(Model):
             return
         parameter.partial.entry.category = "gradients"
         elements, width = prod(parameter.shape), FP32 if self.in_fp32 else parameter.width
-        if self.sharding.stage == 1:  # it stays, in fp32
-            self.kept.append(self.group("to", [(elements * FP32, 1)], "gradients", FP32))
+        if self.sharding.stage == 1:  # it stays in fp32, or is added to that of earlier micro-batches
+            copy = self.group("to", [(elements * FP32, 1)], "gradients", FP32)
+            self.kept += [] if self.added else [copy]
         elif size := self._reduced(parameter, elements, width):
             self.group("reduced", [(size, 1)], "workspace", width)
         parameter.partial = None
