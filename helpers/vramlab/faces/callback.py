@@ -92,11 +92,9 @@ class WatchCallback(TrainerCallback):
         self.held.append((state.global_step, "checkpoint", *held_bytes()))
 
     def on_log(self, args, state, control, logs=None, **kwargs):
-        names = ("memory_gib", "memory_peak_gib")
-        found = {name: round(n / GiB, 3) for name, n in zip(names, held_bytes(), strict=True)}
-        for entry in (logs, state.log_history[-1] if state.log_history else None):
-            if entry is not None:
-                entry.update(found)
+        now, most = (round(n / GiB, 3) for n in held_bytes())
+        for entry in (logs, *state.log_history[-1:]):
+            entry.update(memory_gib=now, memory_peak_gib=most)
 
     def on_train_end(self, args, state, control, **kwargs):
         self.close()  # a callback may have stopped training between two micro-batches

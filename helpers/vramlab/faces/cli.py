@@ -95,7 +95,7 @@ def takes(known: Options, make: Callable[[str, dict[str, Any]], Any]) -> Callabl
         model = Annotated[str, typer.Argument(help="A name, such as gpt2, or a path to a config.json.")]
         parameters = [Parameter("model", Parameter.KEYWORD_ONLY, annotation=model)]
         parameters += [_parameter(name, *known[name]) for name in known]
-        own = list(inspect.signature(command).parameters.values())[1:]
+        _, *own = inspect.signature(command).parameters.values()
         parameters += [p.replace(kind=Parameter.KEYWORD_ONLY) for p in own]
         run.__signature__ = inspect.Signature(parameters)
         run.__annotations__ = {p.name: p.annotation for p in parameters}

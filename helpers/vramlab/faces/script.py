@@ -21,8 +21,7 @@ SAY = {name: f"--{o.replace('_', '-')}" for o, (_, knob) in OPTIONS.items() for 
 
 
 def instead(error: Exception, command: str | None) -> str:
-    """Return a sentence on the option that an `error` (click's NoSuchOption, or typer's own copy) does not find, where a
-    Trainer's arguments have it; "" where they do not have it either."""
+    """Return a sentence on the option that click's NoSuchOption names, "" unless a Trainer's arguments have it."""
     if not (option := getattr(error, "option_name", "")):
         return ""
     name, known = option.lstrip("-").replace("-", "_"), {o for each in error.ctx.command.params for o in each.opts}

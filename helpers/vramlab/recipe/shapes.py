@@ -245,9 +245,8 @@ def read_shape(
     """
     if isinstance(model, Mapping):
         model = plain(model)
-        text = json.dumps(model)
-        name = model.get("_name_or_path") or model.get("model_type") or "config"
-        return _shape(str(name), None, text, num_layers, task, num_labels)
+        name = str(model.get("_name_or_path") or model.get("model_type") or "config")
+        return _shape(name, None, json.dumps(model), num_layers, task, num_labels)
     if not isinstance(model, str):
         rest = "it must be a name, a path to a config.json or a configuration, such as a model's own `config`; "
         rest += "a module goes to simulate(model=...)"
