@@ -265,9 +265,9 @@ class Recipe:
     def to_dict(self) -> dict[str, Any]:
         """A JSON-ready dictionary; `Recipe(**d)` gives the recipe back."""
         # one recipe with one key, whether its dtype is said or not
-        left_out = ("shape", "dtype") if self.weights_dtype == self.implied_dtype else ("shape",)
-        said = ((name, value) for name, value in vars(self).items() if name not in left_out)
-        return {name: _as_json(value) for name, value in said if name not in LATER or value != LATER[name]}
+        left_out = ("shape", "dtype") if self.dtype in (None, self.implied_dtype) else ("shape",)
+        said = {name: value for name, value in vars(self).items() if name not in LATER or value != LATER[name]}
+        return {name: value and _as_json(value) for name, value in said.items() if name not in left_out}
 
     def to_json(self) -> str:
         return json.dumps(self.to_dict(), sort_keys=True)
@@ -293,8 +293,8 @@ class Recipe:
 
     def __str__(self) -> str:
         """One line that names everything a number depends on."""
-        implied = () if self.dtype != self.implied_dtype else ("dtype",)
-        parts = (said.words(getattr(self, name)) for name, said in knobs(Recipe).items() if name not in implied)
+        values = vars(self) | ({"dtype": None} if self.dtype == self.implied_dtype else {})
+        parts = (said.words(values[name]) for name, said in knobs(Recipe).items() if values[name])
         # TRL's trainers never prepare a base
         unprepared = self.quantization and not self.quantization.prepare and self.trainer not in TRL
         return " · ".join([self.name, *filter(None, parts), *["not prepared"] * bool(unprepared)])
@@ -326,7 +326,7 @@ def as_recipe(value: Any) -> Recipe:
 
 
 def _as_json(value: Any) -> Any:
-    if type(value) in PARTS.values():
+    if isinstance(value, (LoRA, Quantization, Sharding, Loop)):
         return {name: _as_json(one) for name, one in vars(value).items() if one or name not in LATER_OF_LORA}
     return list(value) if isinstance(value, tuple) else value
 
