@@ -16,7 +16,6 @@ from ..recipe.options import LoRA
 from ..recipe.recipe import Recipe
 from ..recipe.shapes import Shape
 from ..report.errors import RecipeError
-from ..report.report import CATEGORIES
 from . import model_states
 from .deepspeed import DeepSpeedModel
 from .fsdp import FsdpModel
@@ -29,6 +28,7 @@ ENGINES = {"fsdp": FsdpModel, "deepspeed": DeepSpeedModel}  # whose ledger is an
 Extra = tuple[tuple[int, int, int], ...]  # what layers that are not run add: (how many, between event, and event)
 Moment = tuple[int, Extra]  # an event, and what is added there
 Split = dict[str, int]  # category to bytes
+IN_LEDGER = ("gradients", "activations", "temporaries", "workspace")  # categories of its blocks
 Groups = dict[tuple, list]  # equal blocks: (bytes, category, shape, width, operator) to [how many, where the first is]
 
 
@@ -61,7 +61,8 @@ class Account:
         self.end = len(m.events)
         live, after = 0, [0]
         for event, entry in enumerate(m.events):
-            if entry.birth == event:
+            if entry.birth is None:
+                entry.birth = event
                 live += entry.allocated
             else:
                 entry.death = event
@@ -88,7 +89,7 @@ class Account:
         model = Model(frozen, _parameters(frozen), chip)
         for parameter in model.parameters.values():
             parameter.needs = recipe.has_reference  # nobody freezes it: autocast keeps copies of its weights
-        model.events, model.no_grad = self.m.events, True
+        model.events, model.happens, model.no_grad = self.m.events, self.m.happens, True
         model.logits_and_loss(model.hidden_states())
         model.casts.clear()
         model.nodes.clear()  # which refer to the model
@@ -122,15 +123,15 @@ class Account:
     @cached_property
     def moments(self) -> dict[str, Moment]:
         """Return each phase's highest moment."""
-        found = {}
+        found, live = {}, self.live
         for phase, pieces in self.pieces.items():
             best = -1
             for first, last, extra in pieces:
-                part = self.live[first : last + 1]
-                high = max(part)
-                total = high + sum(times * (self.live[b] - self.live[a]) for times, a, b in extra)
+                high = total = max(live[first : last + 1])
+                for times, a, b in extra:
+                    total += times * (live[b] - live[a])
                 if total > best:
-                    best, found[phase] = total, (first + part.index(high), extra)
+                    best, found[phase] = total, (live.index(high, first), extra)
         return found
 
     @cached_property
@@ -141,7 +142,7 @@ class Account:
     def splits(self, moments: list[Moment]) -> list[Split]:
         """Return the split at each of `moments`, with all layers."""
         wanted = {event for event, _ in moments} | {e for _, extra in moments for _, a, b in extra for e in (a, b)}
-        totals, at, begin, events = dict.fromkeys(CATEGORIES, 0), {}, 0, self.m.events
+        totals, at, begin, events = dict.fromkeys(IN_LEDGER, 0), {}, 0, self.m.events
         for stop in sorted(wanted):
             for entry in events[begin:stop]:
                 if entry.death >= stop:
@@ -156,7 +157,7 @@ class Account:
             split["gradients"] += self.m.other_gradients
             for times, a, b in extra:
                 before, after = at[a], at[b]
-                for category in after:
+                for category in IN_LEDGER:
                     split[category] += times * (after[category] - before[category])
             excess = min(split["activations"], 0)  # a layer's output that only the last one does not keep
             split["activations"] -= excess
@@ -171,8 +172,9 @@ class Account:
         (event, extra), events = self.moments[phase], self.m.events
         times = {entry: 1 for entry in events[:event] if entry.death >= event}
         for n, a, b in extra:
-            for i, entry in enumerate(events[a:b], a):
-                times[entry] = times.get(entry, 0) + (n if entry.birth == i else -n)
+            for entry in events[a:b]:
+                if entry.birth < a or entry.death >= b:  # it dies or is born there, and not both
+                    times[entry] = times.get(entry, 0) + (n if entry.death >= b else -n)
         found = self.at_peaks[phase] = {}
         for e in sorted((entry for entry, n in times.items() if n > 0), key=attrgetter("birth")):
             found.setdefault((e.size, e.category, e.shape, e.width, e.op), [0, e.where])[0] += times[e]

@@ -33,7 +33,7 @@ class Entry(ref):
     """What the ledger knows of one block: a weak reference to it, which joins the events again when the block is freed.
 
     size: bytes, rounded up as the allocator does; `allocated`: with its internal fragmentation. `birth`, `death`: numbers of
-    the events. `op`, `where`: the operator and the module that made it.
+    the events, known when all have happened. `op`, `where`: the operator and the module that made it.
     """
 
     __slots__ = ("allocated", "birth", "category", "death", "op", "shape", "size", "where", "width")
@@ -189,6 +189,7 @@ class Ledger:
 
     def __init__(self):
         self.events: list[Entry] = []
+        self.happens = self.events.append
         self.nodes: list[Node | Callable[[], None]] = []
         self.where = ""
         self.casts: dict[str, Tensor] = {}
@@ -198,13 +199,12 @@ class Ledger:
 
     def block(self, op: str, shape: tuple[int, ...], width: int, category: str = "temporaries") -> Block:
         """A new block of prod(shape) × width bytes, rounded up as the allocator does."""
-        block, events = Block(), self.events
-        happens = events.append
+        block, happens = Block(), self.happens
         block.entry = entry = Entry(block, happens)
         entry.size, entry.allocated = _block_sizes(shape, width)
         entry.op, entry.where, entry.category = op, self.where, category
         entry.shape, entry.width = shape, width
-        entry.birth, entry.death = len(events), NEVER
+        entry.birth, entry.death = None, NEVER
         happens(entry)
         return block
 
@@ -245,18 +245,17 @@ class Ledger:
         if refilled is not None and name == "linear" and saves and len(refilled) + 1 == self.replay.count:
             refilled.append([x.block for x in saves])
             raise Stop  # autograd saves a product's inputs, and the checkpoint ends, before the product is made
-        out = Tensor(self.block(name, shape, width) if view is None else view.block, shape, width)
-        if self.no_grad:
-            return out
-        if refilled is not None:
-            return self._refill(out, inputs, saves)
+        block = self.block(name, shape, width) if view is None else view.block
+        out = Tensor(block, shape, width)
+        if refilled is not None or self.no_grad:
+            return self._without_node(out, inputs, saves)
         edges = []
-        for x, how in zip(inputs, grads, strict=False):
+        for i, x in enumerate(inputs):
             if x.needs:
                 receiver = x.node
                 if receiver is None:  # a parameter
                     receiver, x.uses = x, x.uses + 1
-                edges.append((receiver, x.shape, x.width, how))
+                edges.append((receiver, x.shape, x.width, grads[i]))
         if not edges:
             return out
         out.needs = True
@@ -266,16 +265,18 @@ class Ledger:
         node.gradient = node.saved = None
         if saves:
             if self.replay is None:
-                node.saved = [out.block if x is True else x.block for x in saves]
+                node.saved = saved = []
+                for x in saves:
+                    saved.append(block if x is True else x.block)
             else:
                 node.saved = self.replay
                 self.replay.count += 1
         self.nodes.append(node)
         return out
 
-    def _refill(self, out: Tensor, inputs: list, saves: Sequence) -> Tensor:
-        """Recompute an operator: it is known, only what it saved is missing."""
-        out.needs = any(x.needs for x in inputs)
+    def _without_node(self, out: Tensor, inputs: list, saves: Sequence) -> Tensor:
+        """Run an operator without gradients; or again, where only what it saved is missing."""
+        out.needs = not self.no_grad and any([x.needs for x in inputs])
         if saves and out.needs:
             self.refilled.append([out.block if x is True else x.block for x in saves])
             if len(self.refilled) == self.replay.count:

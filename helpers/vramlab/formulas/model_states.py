@@ -134,16 +134,16 @@ def compute_recipe(recipe: Recipe) -> Recipe:
 
 def parameter_table(recipe: Recipe) -> tuple[ParameterRow, ...]:
     """List all tensors of `recipe`'s model, a row for equal ones, adapters last."""
-    return cached_table(recipe.shape, _format(recipe))
+    return cached_table(recipe.shape, table_format(recipe))
 
 
-def _format(r: Recipe) -> tuple:
+def table_format(r: Recipe) -> tuple:
     return r.weights_dtype, r.quantization, r.lora, r.optim, r.optim_args, r.loop.name == "trainer"
 
 
 @lru_cache(maxsize=512)
 def cached_table(shape: Shape, form: tuple) -> tuple[ParameterRow, ...]:
-    """Compute `parameter_table` of a `_format`. What PEFT trains whole is a trained copy beside the frozen module."""
+    """Compute `parameter_table` of a `table_format`. What PEFT trains whole is a trained copy beside the frozen module."""
     dtype, quantization, lora, optim, optim_args, trainer = form
     width, saved = weight_width(dtype, quantization), trained_whole(shape, lora)
     double = bool(quantization and quantization.double)
@@ -273,7 +273,7 @@ def fragmentation_bytes(recipe: Recipe) -> dict[str, int]:
 
 def tensors_in_order(recipe: Recipe) -> list[ParameterRow]:
     """List a row for each single tensor, in the order of `named_parameters()`, adapters and trained copies last."""
-    return _in_order(recipe.shape, *_format(recipe))
+    return _in_order(recipe.shape, *table_format(recipe))
 
 
 @lru_cache(maxsize=64)

@@ -46,12 +46,12 @@ class Operators(Ledger):
 
     def add(self, a: Tensor, b: Tensor | Parameter) -> Tensor:
         """Add: saves nothing; both get the incoming gradient itself, summed where they were broadcast."""
-        shape = a.shape if prod(a.shape) >= prod(b.shape) else b.shape
+        shape = a.shape if a.shape == b.shape or prod(a.shape) >= prod(b.shape) else b.shape
         return self.op("add", [a, b], shape, max(a.width, b.width), grads=(PASS, PASS))
 
     def mul(self, a: Tensor, b: Tensor | Parameter) -> Tensor:
         """Multiply: saves each factor for the other's gradient."""
-        shape = a.shape if prod(a.shape) >= prod(b.shape) else b.shape
+        shape = a.shape if a.shape == b.shape or prod(a.shape) >= prod(b.shape) else b.shape
         return self.op("mul", [a, b], shape, max(a.width, b.width), saves=_factors(a, b), grads=(FULL, FULL))
 
     def scale(self, x: Tensor, op: str = "mul") -> Tensor:
@@ -110,7 +110,7 @@ class Operators(Ledger):
 
     def cat(self, tensors: list[Tensor], *shape: int, width: int = 0) -> Tensor:
         """Concatenate into a new tensor; backward hands out views of the gradient."""
-        width = max(width, *(t.width for t in tensors))
+        width = max([width, *[t.width for t in tensors]])
         out = self.op("cat", tensors, shape, width, grads=(PART,) * len(tensors))
         out.packed = True
         return out
@@ -127,9 +127,9 @@ class Operators(Ledger):
 
     def product(self, x: Tensor, weight: Parameter, bias: Parameter | None = None) -> Tensor:
         """Compute x Wᵀ + b: saves x for the weight's gradient and W for that of x."""
-        weight_, bias_, x = self.cast(weight), self.cast(bias), self.cast(x)
+        weight, bias, x = self.cast(weight), self.cast(bias), self.cast(x)
         out = prod(weight.shape) // x.shape[-1]
-        inputs, saves = [x, weight_] if bias_ is None else [x, weight_, bias_], _factors(x, weight_)
+        inputs, saves = [x, weight] if bias is None else [x, weight, bias], _factors(x, weight)
         return self.op("linear", inputs, (*x.shape[:-1], out), x.width, saves=saves, grads=(OWN, OWN, BIAS))
 
     def layer_norm(self, x: Tensor, name: str) -> Tensor:

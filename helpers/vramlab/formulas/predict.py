@@ -9,6 +9,7 @@ The peak is the highest of these moments.
 """
 
 from collections import Counter, defaultdict
+from functools import lru_cache
 from typing import Any
 
 from ..hardware.gpu import DEFAULT_CHIP, Gpu, find_gpu, process
@@ -17,6 +18,7 @@ from ..recipe import liger, lora_modules
 from ..recipe.knobs import Refusals, refuse
 from ..recipe.options import HALF
 from ..recipe.recipe import LATER_OF_LORA, Recipe, as_recipe
+from ..recipe.shapes import Shape
 from ..report.report import CATEGORIES, Bytes, Phase, Report, TensorGroup
 from . import model_states, reserved, shards
 from .account import Account, Groups, kept_account
@@ -134,35 +136,45 @@ def _phases(recipe: Recipe, account: Account, rank: RankBytes) -> dict[str, Phas
     }
 
 
-def _bytes(*splits: Sizes) -> Bytes:
-    split = dict.fromkeys(CATEGORIES, 0)
-    for part in splits:
+def _bytes(first: Sizes, *others: Sizes) -> Bytes:
+    split = dict.fromkeys(CATEGORIES, 0) | first
+    for part in others:
         for category, n in part.items():
             if n:
                 split[category] = max(split[category] + n, 0)  # rests, times layers, may be freed more often than held
-    return Bytes(**split)
+    found = object.__new__(Bytes)  # whose `__init__` takes longer than all that
+    vars(found).update(split)
+    return found
 
 
 def _groups(recipe: Recipe, alive: Groups | None, peak: Bytes) -> dict[tuple, list]:
     """Group blocks by (bytes, category, shape, dtype, operator) to [how many, where, sizes]; `alive`: those of the ledger."""
     half = "float16" if recipe.precision.startswith("fp16") else "bfloat16"
-    groups: dict[tuple, list] = {}
+    form = model_states.table_format(recipe)
+    groups = dict(_held_groups(recipe.shape, form, half, recipe.has_reference, alive is None))
+    for (size, category, shape, width, op), (count, where) in (alive or {}).items():
+        dtype = half if width == 2 else "bool" if op == "native_dropout" and width == 1 else DTYPES[width]
+        groups[size, category, shape, dtype, op] = [count, where, (size,)]
+    return _own(groups, peak) if recipe.sharding else groups
+
+
+@lru_cache(maxsize=512)
+def _held_groups(shape: Shape, form: tuple, half: str, copied: bool, gradients: bool) -> dict[tuple, list]:
+    """Group the blocks of model states, with or without `gradients`; of weights there are two where they are `copied`."""
+    groups, optim = {}, form[3]
 
     def add(sizes: tuple[int, ...], category: str, shape: tuple, dtype: str, op: str, where: str, count: int) -> None:
         groups.setdefault((sum(sizes), category, shape, dtype, op), [0, where, sizes])[0] += count
 
-    for row in model_states.parameter_table(recipe):
+    for row in model_states.cached_table(shape, form):
         dtype = half if row.width == 2 else "float32"
-        as_loaded, count = "uint8" if row.quantized else dtype, row.count * (1 + recipe.has_reference)
-        add(row.blocks, "parameters", row.shape, as_loaded, "loaded", row.name, count)
+        as_loaded = "uint8" if row.quantized else dtype
+        add(row.blocks, "parameters", row.shape, as_loaded, "loaded", row.name, row.count * (1 + copied))
         if row.states:
-            add(row.states, "optimizer_states", row.shape, dtype, recipe.optim, row.name, row.count)
-        if row.trained and alive is None:
+            add(row.states, "optimizer_states", row.shape, dtype, optim, row.name, row.count)
+        if row.trained and gradients:
             add((row.size,), "gradients", row.shape, dtype, "backward", row.name, row.count)
-    for (size, category, shape, width, op), (count, where) in (alive or {}).items():
-        dtype = half if width == 2 else "bool" if op == "native_dropout" and width == 1 else DTYPES[width]
-        add((size,), category, shape, dtype, op, where, count)
-    return _own(groups, peak) if recipe.sharding else groups
+    return groups
 
 
 def _own(groups: dict[tuple, list], peak: Bytes) -> dict[tuple, list]:

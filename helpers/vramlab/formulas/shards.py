@@ -39,13 +39,7 @@ def is_known(sharding: Sharding) -> bool:
 
 def rank_bytes(recipe: Recipe) -> RankBytes:
     """Return the bytes that `recipe`'s rank holds, everything without sharding, from a cache for batches of any kind."""
-    batch = {
-        "batch_size": 1,
-        "seq_len": 1,
-        "lengths": None,
-        "completion_lengths": None,
-        "gradient_checkpointing": False,
-    }
+    batch = dict(batch_size=1, seq_len=1, lengths=None, completion_lengths=None, gradient_checkpointing=False)
     steps = min(recipe.gradient_accumulation_steps, 2)
     return _cached_rank_bytes(Settings(recipe, gradient_accumulation_steps=steps, attn_implementation=None, **batch))
 
