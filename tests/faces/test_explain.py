@@ -168,6 +168,14 @@ def test_a_script_is_read_without_running_it(tmp_path):
     assert "none of TrainingArguments" in run(str(path)).output
 
 
+def test_a_script_of_trl_says_how_its_model_is_loaded(tmp_path):
+    path = tmp_path / "sft.py"
+    options = "bf16=True, max_length=64, model_init_kwargs={'dtype': torch.bfloat16}"
+    path.write_text(f"trainer = SFTTrainer('gpt2', SFTConfig('out', {options}), peft_config=LoraConfig(r=4))")
+    found = run(str(path), "gpt2").output
+    assert "LoRA r=4 · bfloat16 weights · SFTTrainer" in found and "not read" not in found
+
+
 def test_a_program_of_plan_is_read_as_its_recipe(tmp_path):
     from vramlab import plan
 

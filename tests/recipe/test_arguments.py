@@ -199,7 +199,7 @@ def test_every_argument_is_classified():
 
     modelled = {name for part in (Recipe, Loop) for knob in knobs(part).values() for name in knob.elsewhere}
     tables = [
-        modelled | {"weight_decay", "max_length"},
+        modelled | {"weight_decay", "max_length", "model_init_kwargs"},
         *(arguments.CLASSIFIED[t] for t in ("neutral", "refused", "refused_in_ddp")),
     ]
     known = [name for table in tables for name in table]
@@ -302,7 +302,9 @@ def test_trl_config(trainer):
         ({"assistant_only_loss": True}, {"completion_lengths": (9,)}, "completion_lengths"),
         ({"router_aux_loss_coef": 0.0}, {}, "router_aux_loss_coef"),
         ({"packing": True, "packing_strategy": "wrapped"}, {}, "packing_strategy"),
-        ({"model_init_kwargs": {"dtype": "bfloat16"}}, {}, "model_init_kwargs"),
+        ({"model_init_kwargs": {"dtype": "bfloat16"}}, {"dtype": "float16"}, "model_init_kwargs.dtype"),
+        ({"model_init_kwargs": {"device_map": "auto"}}, {}, "model_init_kwargs.device_map"),
+        ({"model_init_kwargs": {"dtype": "auto"}}, {}, "dtype"),
         ({"max_length": None}, {}, "max_length"),
         ({}, {"trainer": "transformers"}, "trainer"),
     ],
@@ -314,6 +316,16 @@ def test_trl_config_that_is_not_modelled(changes, fields, field):
     with pytest.raises(RecipeError) as caught:
         Recipe.from_training_arguments(SFTConfig("out", use_cpu=True, **changes), "gpt2", **fields)
     assert caught.value.field == field and "\n" not in str(caught.value)
+
+
+def test_how_trl_loads_the_model_is_read():
+    import torch
+    from trl import SFTConfig
+
+    for dtype in ("bfloat16", torch.bfloat16):
+        args = SFTConfig("out", use_cpu=True, model_init_kwargs={"dtype": dtype, "attn_implementation": "eager"})
+        found = Recipe.from_training_arguments(args, "gpt2")
+        assert (found.dtype, found.attn_implementation) == ("bfloat16", "eager")
 
 
 @pytest.mark.parametrize("trainer", ["dpo", "kto", "reward"])

@@ -66,6 +66,8 @@ class _Script:
             return self.value(self.known[name], depth - 1)
         if isinstance(node, ast.BinOp) and type(node.op) in OPERATORS:
             return OPERATORS[type(node.op)](self.value(node.left), self.value(node.right))
+        if isinstance(node, ast.Dict) and None not in node.keys:
+            return {self.value(key): self.value(value) for key, value in zip(node.keys, node.values, strict=True)}
         if isinstance(node, ast.Tuple):
             return tuple(map(self.value, node.elts))
         return ast.literal_eval(node)

@@ -102,13 +102,11 @@ def to_recipe(kind: type, args: Any, model: Any, **fields: Any) -> Any:
     loop = {name: getattr(args, argument) for name, argument in _same_names(Loop).items()}
     loop["max_grad_norm"] = args.max_grad_norm or None
     if trainer != "transformers":
-        fields = _of_trl(args, trainer, fields)
-        loop["use_cache"] = False
-    checkpointing = ("activation_checkpointing", "gradient_checkpointing")
+        fields, loop["use_cache"] = _of_trl(args, trainer, fields), False
     said = {
         "model": model,
         **{name: getattr(args, argument) for name, argument in _same_names(kind, dir(args)).items()},
-        "gradient_checkpointing": any(getattr(args, name, None) for name in checkpointing),
+        "gradient_checkpointing": any(getattr(args, f"{of}_checkpointing", None) for of in ("activation", "gradient")),
         "optim": getattr(args.optim, "value", args.optim),
         "optim_args": _optim_args(args),
         "loop": Loop(**loop),
@@ -146,6 +144,10 @@ def _of_trl(args: Any, trainer: str, fields: dict[str, Any]) -> dict[str, Any]:
         raise RecipeError("trainer", fields["trainer"], f"the arguments are {TRL[trainer]}'s: leave it out")
     if fields["seq_len"] is None and not fields.get("lengths"):
         raise RecipeError("max_length", None, "samples are not cut: say seq_len, the longest one's")
+    for name, value in (args.model_init_kwargs or {}).items():
+        value = str(value).removeprefix("torch.")
+        if name not in ("dtype", "attn_implementation") or fields.setdefault(name, value) != value:
+            raise RecipeError(f"model_init_kwargs.{name}", value, "allowed are the recipe's dtype and attention")
     for name in ("completion_only_loss", "assistant_only_loss"):
         if getattr(args, name, None) and not fields.get("completion_lengths"):
             raise RecipeError(name, True, "say completion_lengths, the tokens of each sample that have a label")
