@@ -89,7 +89,7 @@ class Account:
         model = Model(frozen, _parameters(frozen), chip)
         for parameter in model.parameters.values():
             parameter.needs = recipe.has_reference  # nobody freezes it: autocast keeps copies of its weights
-        model.events, model.happens, model.no_grad = self.m.events, self.m.happens, True
+        model.events, model.no_grad = self.m.events, True
         model.logits_and_loss(model.hidden_states())
         model.casts.clear()
         model.nodes.clear()  # which refer to the model

@@ -62,6 +62,8 @@ class _Rank:
         rows = [row for row in model_states.tensors_in_order(recipe) if row.trained]
         self.sizes = [prod(row.shape) for row in rows]
         self.width = max(row.width for row in rows)  # bytes of a weight
+        # a tied embedding's gradient: the head's, the lookup's and their sum
+        self.tied_gradient = 3 * self.sizes[0] if recipe.shape.tied and not recipe.lora else 0
         # DeepSpeed's configuration has the precision, or it is fp32
         self.precision_set = asked.precision.endswith("-mixed") or self.width == FP32
         self.bucket = HIDDEN["reduce_bucket_size"](recipe.shape.hidden_size)  # where gradients are reduced
@@ -82,9 +84,8 @@ class _Rank:
         """Keep this rank's gradients to the step, whole where its partition begins or ends within one."""
         second, precision_set, pieces = self.sharding.stage == 2, self.precision_set, self._pieces()
         width, whole, kept = self.width if precision_set else FP32, sum(size for _, size in pieces), 0
-        if (
-            self.sharding.offload
-        ):  # what fp32 gradients are added to stays on the device (`_get_compact_grad_partition_buffer`)
+        if self.sharding.offload:
+            # fp32 gradients are added to a buffer that stays on the device (`_get_compact_grad_partition_buffer`)
             gradients = temporaries = 0 if precision_set else sum(self.parts) * FP32
             norm = FP64
         else:
@@ -95,18 +96,14 @@ class _Rank:
             # one buffer has the gradients of all groups, and goes when the last group's are flat
             soon = second and precision_set and self.one_group
             temporaries = max(gradients + fp64, flat) if soon else gradients + max(fp64, flat)
-        first = self.recipe.gradient_accumulation_steps == 1
-        # fp32 gradients of all micro-batches are added up in one buffer
-        reducing = gradients if precision_set or first else 0
+        # fp32 gradients of all micro-batches are added up in one buffer, which the first makes
+        exists = not precision_set and self.recipe.gradient_accumulation_steps > 1
+        reducing = 0 if exists else gradients
         if second:
             width = self.width if self.sharding.offload else width
             last = [size * width + norm * inside for inside, size in pieces]
-            if self.recipe.shape.tied and (
-                precision_set or not first or len(pieces) > 1
-            ):  # the buffer is there by then
-                last.append(
-                    3 * self.sizes[0] * self.width
-                )  # the embedding's gradient: the head's, the lookup's, their sum
+            if precision_set or exists or len(pieces) > 1:  # the buffer is there before the embedding's gradient
+                last.append(self.tied_gradient * self.width)
             reducing += max(last, default=0)
         elif not precision_set:  # gradients over the bucket's size of which this rank has nothing stay too
             kept = FP32 * max(0, sum(size for size in self.sizes if size > self.bucket) - whole)
@@ -185,7 +182,8 @@ class DeepSpeedModel(Model):
         elements, width = prod(parameter.shape), FP32 if self.in_fp32 else parameter.width
         if self.sharding.stage == 1:  # it stays in fp32, or is added to that of earlier micro-batches
             copy = self.group("to", [(elements * FP32, 1)], "gradients", FP32)
-            self.kept += [] if self.added else [copy]
+            if not self.added:
+                self.kept.append(copy)
         elif size := self._reduced(parameter, elements, width):
             self.group("reduced", [(size, 1)], "workspace", width)
         parameter.partial = None

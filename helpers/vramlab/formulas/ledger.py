@@ -189,7 +189,6 @@ class Ledger:
 
     def __init__(self):
         self.events: list[Entry] = []
-        self.happens = self.events.append
         self.nodes: list[Node | Callable[[], None]] = []
         self.where = ""
         self.casts: dict[str, Tensor] = {}
@@ -199,7 +198,7 @@ class Ledger:
 
     def block(self, op: str, shape: tuple[int, ...], width: int, category: str = "temporaries") -> Block:
         """A new block of prod(shape) × width bytes, rounded up as the allocator does."""
-        block, happens = Block(), self.happens
+        block, happens = Block(), self.events.append
         block.entry = entry = Entry(block, happens)
         entry.size, entry.allocated = _block_sizes(shape, width)
         entry.op, entry.where, entry.category = op, self.where, category
@@ -265,9 +264,7 @@ class Ledger:
         node.gradient = node.saved = None
         if saves:
             if self.replay is None:
-                node.saved = saved = []
-                for x in saves:
-                    saved.append(block if x is True else x.block)
+                node.saved = [block if x is True else x.block for x in saves]
             else:
                 node.saved = self.replay
                 self.replay.count += 1
@@ -276,7 +273,7 @@ class Ledger:
 
     def _without_node(self, out: Tensor, inputs: list, saves: Sequence) -> Tensor:
         """Run an operator without gradients; or again, where only what it saved is missing."""
-        out.needs = not self.no_grad and any([x.needs for x in inputs])
+        out.needs = not self.no_grad and any(x.needs for x in inputs)
         if saves and out.needs:
             self.refilled.append([out.block if x is True else x.block for x in saves])
             if len(self.refilled) == self.replay.count:

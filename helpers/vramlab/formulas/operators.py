@@ -110,7 +110,7 @@ class Operators(Ledger):
 
     def cat(self, tensors: list[Tensor], *shape: int, width: int = 0) -> Tensor:
         """Concatenate into a new tensor; backward hands out views of the gradient."""
-        width = max([width, *[t.width for t in tensors]])
+        width = max(width, *(t.width for t in tensors))
         out = self.op("cat", tensors, shape, width, grads=(PART,) * len(tensors))
         out.packed = True
         return out

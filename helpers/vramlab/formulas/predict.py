@@ -161,7 +161,7 @@ def _groups(recipe: Recipe, alive: Groups | None, peak: Bytes) -> dict[tuple, li
 @lru_cache(maxsize=512)
 def _held_groups(shape: Shape, form: tuple, half: str, copied: bool, gradients: bool) -> dict[tuple, list]:
     """Group the blocks of model states, with or without `gradients`; of weights there are two where they are `copied`."""
-    groups, optim = {}, form[3]
+    groups, (_, _, _, optim, *_) = {}, form
 
     def add(sizes: tuple[int, ...], category: str, shape: tuple, dtype: str, op: str, where: str, count: int) -> None:
         groups.setdefault((sum(sizes), category, shape, dtype, op), [0, where, sizes])[0] += count

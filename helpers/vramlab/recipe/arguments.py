@@ -147,7 +147,7 @@ def _of_trl(args: Any, trainer: str, fields: dict[str, Any]) -> dict[str, Any]:
     for name, value in (args.model_init_kwargs or {}).items():
         value = str(value).removeprefix("torch.")
         if name not in ("dtype", "attn_implementation") or fields.setdefault(name, value) != value:
-            raise RecipeError(f"model_init_kwargs.{name}", value, "allowed are the recipe's dtype and attention")
+            raise RecipeError(f"model_init_kwargs.{name}", value, "allowed: the recipe's dtype and attn_implementation")
     for name in ("completion_only_loss", "assistant_only_loss"):
         if getattr(args, name, None) and not fields.get("completion_lengths"):
             raise RecipeError(name, True, "say completion_lengths, the tokens of each sample that have a label")

@@ -19,11 +19,8 @@ FUSED = {"gate_proj", "up_proj", "down_proj", "gate_up_proj", "w1", "w2", "w3"}
 
 @lru_cache(maxsize=512)
 def modules(shape: Any) -> dict[str, tuple[str, int, int]]:
-    """Return every module that PEFT can adapt, a shared output head too: its name to (kind, inputs, outputs).
-
-    A rank-r adapter has r × (inputs + outputs) numbers; an embedding's inputs are its rows, a convolution's are channels ×
-    kernel.
-    """
+    """Return every module that PEFT can adapt, a shared output head too: its name to (kind, inputs, outputs). An adapter has
+    r × (inputs + outputs) numbers; an embedding's inputs are its rows, a convolution's are channels × kernel."""
     found = {}
     for weight in shape.weights():
         name, _, part = weight.name.rpartition(".")
@@ -46,7 +43,7 @@ def find(shape: Any, target_modules: Targets, modules_to_save: tuple[str, ...] |
     Raises RecipeError where PEFT has no default for this architecture, or the regular expression is not one.
     """
     candidates, target_modules = modules(shape), _default(shape) if target_modules is None else target_modules
-    if str(target_modules).lower() == "all-linear":
+    if _is_everywhere(target_modules):
         names = {name for name, (kind, _, _) in candidates.items() if kind in ("linear", "conv1d")}
         if shape.task != "image-classification":  # for PEFT an image classifier's head is a layer like any other
             names.discard(shape.head)
@@ -64,6 +61,10 @@ def find(shape: Any, target_modules: Targets, modules_to_save: tuple[str, ...] |
     return [(name, inside, out) for name, (_, inside, out) in candidates.items() if name in names]
 
 
+def _is_everywhere(target_modules: Targets) -> bool:
+    return str(target_modules).lower() == "all-linear"
+
+
 def trained_whole(shape: Any, modules_to_save: Iterable[str] | None) -> tuple[str, ...]:
     """Return the names of modules that PEFT trains whole, in a copy: those to save, and a sequence classifier's head."""
     heads = ("classifier", "score") if shape.task == "sequence-classification" else ()
@@ -72,8 +73,7 @@ def trained_whole(shape: Any, modules_to_save: Iterable[str] | None) -> tuple[st
 
 def notes(recipe: Any) -> list[str]:
     """Return what a report has to say of matrices that stay whole, and of adapters that PEFT places otherwise."""
-    everywhere = recipe.lora and str(recipe.lora.target_modules).lower() == "all-linear"
-    if not (everywhere and _has_experts(recipe.shape)):
+    if not (recipe.lora and _is_everywhere(recipe.lora.target_modules) and _has_experts(recipe.shape)):
         return unquantized(recipe)
     note = "all-linear adapts attention here; PEFT 0.21's own also adapts routers and fused experts, and needs more"
     return [*unquantized(recipe), note]

@@ -79,8 +79,7 @@ def simulate(
     Raises:
         RecipeError: the recipe or module needs something that has no simulation; it names the field and the line.
     """
-    if target not in ("cuda", "cpu"):
-        raise RecipeError("target", target, "allowed are 'cuda' and 'cpu'")
+    _check_target(target)
     if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
         raise RecipeError("steps", steps, "it must be a whole number of at least 1")
     card = find_gpu(gpu) if gpu else None
@@ -88,6 +87,11 @@ def simulate(
         return _of_recipe(as_recipe(recipe), target, card, steps, full)
     loop = Loop.named(loop) if isinstance(loop, str) else loop
     return _of_module(ModuleStep(model, batch, optimizer, loss, loop, precision), target, card, steps)
+
+
+def _check_target(target: str) -> None:
+    if target not in ("cuda", "cpu"):
+        raise RecipeError("target", target, "allowed are 'cuda' and 'cpu'")
 
 
 def _of_recipe(recipe: Recipe, target: str, card: Gpu | None, steps: int, full: bool) -> Report:
@@ -205,8 +209,7 @@ def simulate_evaluation(
     Raises:
         RecipeError: another trainer's evaluation, one among ranks, or a model that does not run on fake tensors.
     """
-    if target not in ("cuda", "cpu"):
-        raise RecipeError("target", target, "allowed are 'cuda' and 'cpu'")
+    _check_target(target)
     recipe, card = as_recipe(recipe), find_gpu(gpu) if gpu else None
     for field in ("trainer", "sharding", "lengths", "pad_to_multiple_of"):
         if (value := getattr(recipe, field)) != getattr(Recipe, field):
