@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 
 from vramlab import MiB, Recipe
-from vramlab.hardware.allocator import Allocator, AllocatorError, _replay
+from vramlab.hardware.allocator import Allocator, AllocatorError
 from vramlab.hardware.gpu import find_gpu
 from vramlab.simulation.simulate import trace
 from vramlab_course import published
@@ -34,18 +34,29 @@ def runs() -> list[tuple[Recipe, str]]:
     return list({(recipe.key, card): (recipe, card) for recipe, card in pairs}.values())
 
 
+def run(log: list, allocator: Allocator) -> Allocator:
+    """Run `log` through `allocator`. Raises AllocatorError beyond its limit."""
+    blocks = {}
+    for size, storage, _ in log:
+        if size > 0:
+            blocks[storage] = allocator.malloc(size, storage.stream)
+        else:
+            allocator.free(blocks.pop(storage))
+    return allocator
+
+
 def least(log: list, kind: type) -> tuple[int, int]:
     """(bytes allocated at the peak, least limit in which `log` runs)."""
-    free = _replay(log, kind())
-    low, high = free.allocated, free.reserved
+    free = run(log, kind())
+    low, high = free.peak_allocated, free.peak_reserved
     while high - low > STEP:
         middle = (low + high) // 2
         try:
-            _replay(log, kind(limit=middle))
+            run(log, kind(limit=middle))
             high = middle
         except AllocatorError:
             low = middle
-    return free.allocated, high
+    return free.peak_allocated, high
 
 
 def main(every: int = 1) -> None:

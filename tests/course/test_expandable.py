@@ -1,64 +1,25 @@
 """Expandable segments and a full card: invariants under any sequence, and sequences worked out by hand from the C++."""
 
-from itertools import pairwise
-
 import pytest
+from hardware.test_allocator import ACTIONS, check_pool, living
 from hypothesis import given
 from hypothesis import strategies as st
-from vramlab.hardware.allocator import Allocator, AllocatorError
-from vramlab.report.report import GiB, KiB, MiB
-from vramlab_course.expandable import ExpandableAllocator, Hole
-
-SIZES = st.one_of(st.integers(1, 4 * KiB), st.integers(1, 3 * MiB), st.integers(1 * MiB, 40 * MiB))
-ACTIONS = st.lists(
-    st.one_of(
-        SIZES.map(lambda n: ("malloc", n)),
-        st.integers(0, 99).map(lambda n: ("free", n)),
-        st.just(("empty_cache", 0)),
-    ),
-    max_size=120,
-)
-
-
-def chains(allocator):
-    """Every block and hole of each stretch, from its first address on."""
-    for pool, holes in allocator._holes.items():
-        block = holes[0]
-        while block.before:
-            block = block.before
-        chain = [block]
-        while chain[-1].after:
-            chain.append(chain[-1].after)
-        yield pool, chain
+from vramlab.hardware.allocator import ADDRESSES, Allocator, AllocatorError
+from vramlab.report.report import GiB, MiB
+from vramlab_course.expandable import ExpandableAllocator
 
 
 @given(ACTIONS, st.sampled_from([None, 100 * MiB]))
 def test_invariants(actions, limit):
-    allocator, alive = ExpandableAllocator(limit=limit), []
-    for what, number in actions:
-        if what == "malloc":
-            try:
-                alive.append(allocator.malloc(number))
-            except AllocatorError:
-                assert limit
-        elif what == "empty_cache":
-            allocator.empty_cache()
-        elif alive:
-            allocator.free(alive.pop(number % len(alive)))
-        assert allocator.allocated == sum(block.size for block in alive) <= allocator.reserved
-        assert limit is None or allocator.peak_reserved <= limit
+    allocator = ExpandableAllocator(limit=limit)
+    for alive in living(allocator, actions):
         mapped = 0
-        for pool, chain in chains(allocator):
-            page = (2 if pool[0] else 20) * MiB
-            assert all(a.address + a.size == b.address and b.before is a for a, b in pairwise(chain))
-            assert not any(a.free and b.free for a, b in pairwise(chain)), "free neighbours merge"
-            assert not any(isinstance(a, Hole) and isinstance(b, Hole) for a, b in pairwise(chain)), "and so do holes"
-            holes = [block for block in chain if isinstance(block, Hole)]
-            assert holes == sorted(allocator._holes[pool], key=lambda hole: hole.address)
-            assert all(hole.address % page == hole.size % page == 0 for hole in holes)
-            free = [block for block in chain if block.free]
-            assert {id(block) for block in free} == {id(block) for _, _, block in allocator._pools[pool]}
-            mapped += sum(block.size for block in chain if not isinstance(block, Hole))
+        for index, pool in allocator.pools.items():
+            page, start, holes = (2 if pool.small else 20) * MiB, ADDRESSES * (index + 1), pool.holes
+            check_pool(pool, {start: start + ADDRESSES}, alive, holes)
+            assert not set(holes) & set(holes.values()), "holes that touch are one"
+            assert all(start % page == end % page == 0 for start, end in holes.items())
+            mapped += ADDRESSES - sum(end - start for start, end in holes.items())
         assert mapped == allocator.reserved
 
 
@@ -89,21 +50,21 @@ def test_growing_requests_share_one_stretch():
     assert many.reserved == sum(range(1, 11)) * 20 * MiB == 1100 * MiB
 
 
-def test_the_end_that_can_grow_is_taken_last():
+def test_the_end_that_can_grow_is_taken_last_and_of_equal_ones_the_first():
     allocator = ExpandableAllocator()
-    first, wall, last = allocator.malloc(8 * MiB), allocator.malloc(4 * MiB), allocator.malloc(6 * MiB)
-    allocator.free(first)
-    allocator.free(last)  # 8 MiB free before the wall, 8 after it with all addresses behind
-    assert allocator.malloc(5 * MiB).address == first.address < wall.address
+    first, _, second, _, last = (allocator.malloc(n * MiB) for n in (6, 2, 6, 2, 3))
+    for block in (second, first, last):
+        allocator.free(block)  # 6 MiB free twice, 4 behind them with all addresses
+    assert [allocator.malloc(4 * MiB).address for _ in range(2)] == [first.address, second.address]
 
 
 def test_pages_in_the_middle_are_given_back_and_used_again():
     allocator = ExpandableAllocator(limit=100 * MiB)
     blocks = [allocator.malloc(20 * MiB) for _ in range(5)]
-    for block in blocks[1:4]:
-        allocator.free(block)
-    allocator.empty_cache()
-    assert allocator.reserved == 40 * MiB and allocator.given_back == 1
+    for index in (1, 3, 2):
+        allocator.free(blocks[index])
+        allocator.empty_cache()
+    assert (allocator.reserved, allocator.given_back, len(blocks[0].pool.holes)) == (40 * MiB, 3, 2)
     again = allocator.malloc(60 * MiB)
     assert again.address == blocks[1].address and allocator.reserved == 100 * MiB
 

@@ -3,57 +3,69 @@
 import time
 from itertools import pairwise
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from vramlab.hardware.allocator import Allocator, Block, replay
+from vramlab.hardware.allocator import Allocator, AllocatorError, replay
 from vramlab.report.report import KiB, MiB
-from vramlab.tracking.tracker import Storage
 
-# A request of a given size, or a free of the n-th living block.
 SIZES = st.one_of(st.integers(1, 4 * KiB), st.integers(1, 3 * MiB), st.integers(1 * MiB, 40 * MiB))
-FREE = st.integers(0, 99).map(lambda n: ("free", n))
-ACTIONS = st.lists(st.one_of(SIZES.map(lambda n: ("malloc", n)), FREE), max_size=120)
+MALLOC = st.tuples(st.just("malloc"), SIZES, st.integers(0, 1))  # bytes, stream
+FREE = st.tuples(st.just("free"), st.integers(0, 99), st.just(0))  # of the n-th living block
+ACTIONS = st.lists(st.one_of(MALLOC, FREE, st.just(("empty_cache", 0, 0))), max_size=120)
 
 
-def segments(blocks: list[Block]) -> list[list[Block]]:
-    """The chains that living blocks belong to, each from its segment's first block to its last."""
-    chains = {}
-    for block in blocks:
-        while block.before:
-            block = block.before
-        chain = [block]
-        while chain[-1].after:
-            chain.append(chain[-1].after)
-        chains[block.address] = chain
-    return list(chains.values())
+def check_pool(pool, stretches: dict[int, int], alive: list, more: dict[int, int]) -> None:
+    """The pool's blocks, free blocks and `more` tile its stretches of addresses; what is free is merged and found."""
+    free, blocks = pool.free, [(b.address, b.address + b.size) for b in alive if b.pool is pool]
+    spans = sorted([*blocks, *free.items(), *more.items()])
+    for begin, behind in sorted(stretches.items()):
+        inside = [spans.pop(0) for start, _ in list(spans) if start < behind]
+        assert [begin, *(end for _, end in inside)] == [*(start for start, _ in inside), behind], "no gap, no overlap"
+        assert not any(a in free and b in free for (a, _), (b, _) in pairwise(inside)), "free neighbours merge"
+    assert not spans and all(pool.starts[end] == start for start, end in free.items())
+    assert pool.sizes == sorted(pool.buckets) and all(starts == sorted(starts) for starts in pool.buckets.values())
+    assert sorted((a, a + size) for size, starts in pool.buckets.items() for a in starts) == sorted(free.items())
 
 
-@given(ACTIONS)
-def test_invariants(actions):
-    allocator, alive = Allocator(), []
-    for what, number in actions:
+def living(allocator: Allocator, actions: list):
+    """The living blocks after each of `actions`; what holds of any allocator is checked there."""
+    alive, limit = [], allocator.limit
+    for what, number, stream in actions:
         if what == "malloc":
-            block = allocator.malloc(number)
-            assert block.size >= number and block.size % 512 == 0 and block.address % 512 == 0
-            assert block.pool[0] == (-(-number // 512) * 512 <= MiB)
-            alive.append(block)
+            try:
+                alive.append(allocator.malloc(number, stream))
+                block, size = alive[-1], -(-number // 512) * 512
+                assert block.size % 512 == block.address % 512 == 0 and block.pool.small == (size <= MiB)
+                assert block.pool is allocator.pools[2 * stream + block.pool.small]
+                assert 0 <= block.size - size <= (0 if block.pool.small else MiB)
+            except AllocatorError as error:
+                assert limit and (error.allocated, error.reserved) == (allocator.allocated, allocator.reserved)
+        elif what == "empty_cache":
+            allocator.empty_cache()
         elif alive:
             allocator.free(alive.pop(number % len(alive)))
-        spans = sorted((b.address, b.address + b.size) for b in alive)
-        assert all(end <= start for (_, end), (start, _) in pairwise(spans))
-        assert allocator.allocated == sum(b.size for b in alive) <= allocator.reserved
-        assert allocator.peak_allocated >= allocator.allocated and allocator.peak_reserved == allocator.reserved
-        for chain in segments(alive):
-            assert all(a.address + a.size == b.address for a, b in pairwise(chain))
-            assert not any(a.free and b.free for a, b in pairwise(chain)), "free neighbours merge"
-            assert sum(b.size for b in chain) % (2 * MiB) == 0
+        assert allocator.allocated == sum(block.size for block in alive) <= allocator.reserved
+        assert allocator.peak_allocated >= allocator.allocated and allocator.peak_reserved >= allocator.reserved
+        assert limit is None or allocator.peak_reserved <= limit
+        yield alive
+
+
+@given(ACTIONS, st.sampled_from([None, 100 * MiB]))
+def test_invariants(actions, limit):
+    allocator, alive = Allocator(limit=limit), []
+    for alive in living(allocator, actions):
+        for pool in allocator.pools.values():
+            check_pool(pool, pool.segments, alive, {})
+        segments = [end - start for pool in allocator.pools.values() for start, end in pool.segments.items()]
+        assert (sum(segments), len(segments)) == (allocator.reserved, allocator.mallocs - allocator.given_back)
+        assert not any(size % (2 * MiB) for size in segments)
     for block in alive:
         allocator.free(block)
-    assert allocator.allocated == 0
-    free = [block for pool in allocator._pools.values() for _, _, block in pool]
-    assert sum(block.size for block in free) == allocator.reserved
-    assert all(block.before is None and block.after is None for block in free), "all merged back to whole segments"
+    assert all(pool.free == pool.segments for pool in allocator.pools.values()), "all merged back to whole segments"
+    allocator.empty_cache()
+    assert allocator.allocated == allocator.reserved == 0 and allocator.mallocs == allocator.given_back
 
 
 @pytest.mark.parametrize(
@@ -100,7 +112,7 @@ def test_pools_do_not_mix():
     allocator = Allocator()
     allocator.free(allocator.malloc(20 * MiB))
     small = allocator.malloc(512)
-    assert allocator.reserved == 22 * MiB and small.pool[0]
+    assert allocator.reserved == 22 * MiB and small.pool.small
     for _ in range(2 * MiB // 512 - 1):
         allocator.malloc(512)
     assert allocator.reserved == 22 * MiB
@@ -129,23 +141,48 @@ def test_neighbours_merge_from_both_sides():
     assert whole.address == a.address and allocator.reserved == 20 * MiB
 
 
-def log_of(*sizes: int) -> list:
-    """A log that makes a storage of each positive size and frees the n-th one for -n."""
+def log_of(*sizes: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """A log that makes a storage of each positive size, of one number after the other, and frees the n-th one for -n."""
     made, log = [], []
     for size in sizes:
         if size > 0:
-            made.append(Storage(-(-size // 512) * 512, size, None, "empty"))
-            log.append((made[-1].size, made[-1], "empty"))
-        else:
-            log.append((-made[-size - 1].size, made[-size - 1], "free"))
-    return log
+            made.append(-(-size // 512) * 512)
+        log.append((made[-1], len(made), 0) if size > 0 else (-made[-size - 1], -size, 0))
+    return tuple(np.array(log).T)
 
 
 def test_replay_says_what_blocks_hold_beyond_the_request():
-    replayed = replay(log_of(11 * MiB, 512, -1, 3 * MiB))
-    assert (replayed.requested, replayed.reserved) == (11 * MiB + 512, 14 * MiB)
-    assert replayed.allocated == 12 * MiB + 512
-    assert replayed.internal_fragmentation == [0, MiB, MiB, 0, 0]
+    replayed = replay(*log_of(11 * MiB, 512, -1, 3 * MiB))
+    assert (replayed.reserved, replayed.failed) == (14 * MiB, None)
+    assert replayed.internal_fragmentation.tolist() == [0, MiB, MiB, 0, 0]
+
+
+@given(ACTIONS, st.sampled_from([None, 60 * MiB, 100 * MiB]))
+def test_replay_is_the_allocator(actions, limit):
+    """The same events one by one, through an allocator with the limit, and without one where that fails."""
+    log, alive = [], []
+    for what, size, stream in actions:
+        if what == "malloc":  # a number that was freed is born again
+            key = min(set(range(121)) - {key for _, key, _ in alive})
+            alive.append((-(-size // 512) * 512, key, stream))
+            log.append(alive[-1])
+        elif what == "free" and alive:
+            size, *where = alive.pop(size % len(alive))
+            log.append((-size, *where))
+    replayed = replay(*np.array(log, dtype=np.int64).reshape(-1, 3).T, limit)
+    for allocator in (Allocator(limit=limit), Allocator()):
+        blocks, beyond, live = {}, [0], 0
+        try:
+            for size, key, stream in log:
+                blocks[key] = allocator.malloc(size, stream) if size > 0 else allocator.free(blocks[key])
+                live += size
+                beyond.append(allocator.allocated - live)
+            break
+        except AllocatorError as error:
+            failed = replayed.failed
+            assert (failed.event, failed.allocated, str(failed)) == (len(beyond) - 1, error.allocated, str(error))
+    assert (replayed.failed is None) == (allocator.limit == limit)
+    assert (replayed.reserved, replayed.internal_fragmentation.tolist()) == (allocator.peak_reserved, beyond)
 
 
 def test_replay_takes_a_hundred_thousand_events_in_seconds():
@@ -155,22 +192,20 @@ def test_replay_takes_a_hundred_thousand_events_in_seconds():
         alive.append(i)
         if i % 3:
             sizes.append(-(alive.pop((i * 31) % len(alive)) + 1))
+    log = log_of(*sizes)
     started = time.process_time()
-    replayed = replay(log_of(*sizes))
+    replayed = replay(*log)
     seconds = time.process_time() - started
-    assert len(sizes) > 80_000 and replayed.reserved >= replayed.allocated >= replayed.requested
+    assert len(sizes) > 80_000 and replayed.reserved >= log[0].cumsum().max()
     assert seconds < 10
 
 
 def test_replay_on_a_card_gives_back_unused_segments_before_it_fails():
     """30 MiB come and go, then 40: cached, the 30 would be reserved beside them."""
     log = log_of(30 * MiB, -1, 40 * MiB, -2)
-    assert replay(log).reserved == 70 * MiB
-    assert (replay(log, 64 * MiB).reserved, replay(log, 64 * MiB).failed) == (40 * MiB, None)
-    assert replay(log, 70 * MiB).reserved == 70 * MiB
-    too_small = replay(log, 39 * MiB)
-    assert (
-        (too_small.failed.event, too_small.failed.limit) == (2, 39 * MiB)
-        and too_small.reserved == 70 * MiB
-        and too_small.internal_fragmentation == replay(log).internal_fragmentation
-    )
+    assert replay(*log).reserved == 70 * MiB
+    assert (replay(*log, 64 * MiB).reserved, replay(*log, 64 * MiB).failed) == (40 * MiB, None)
+    assert replay(*log, 70 * MiB).reserved == 70 * MiB
+    too_small = replay(*log, 39 * MiB)
+    assert (too_small.failed.event, too_small.failed.limit, too_small.reserved) == (2, 39 * MiB, 70 * MiB)
+    assert (too_small.internal_fragmentation == replay(*log).internal_fragmentation).all()

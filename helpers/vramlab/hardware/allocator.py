@@ -10,21 +10,24 @@ Where the card has no room for a segment, every segment without a living block i
 (`release_cached_blocks`).
 """
 
-import bisect
-from collections import defaultdict
+import weakref
+from bisect import bisect_right, insort
+from collections import namedtuple
 from dataclasses import dataclass, field, replace
-from typing import Any
+from itertools import chain
+
+import numpy as np
 
 from ..report.errors import VramLabError
 from ..report.report import format_bytes
-from .overhead import SMALL_BLOCK, SMALL_SEGMENT, UNIT, segment
+from .overhead import LARGE_SEGMENT, SMALL_BLOCK, SMALL_SEGMENT, UNIT, segment
+
+ADDRESSES = LARGE_SEGMENT << 30  # of a pool: more than any card's memory, and whole segments of both kinds
+Block = namedtuple("Block", "address size pool")  # what `malloc` returns, in bytes
 
 
 class AllocatorError(VramLabError, MemoryError):
-    """The card has no room for a segment, even after all unused ones were released.
-
-    Sizes in bytes; `event` is the request's index in a log that was replayed.
-    """
+    """The card has no room for a segment, even after all unused ones were released. `event`: the index in a replayed log."""
 
     def __init__(self, segment: int, allocated: int, reserved: int, limit: int):
         self.allocated, self.reserved, self.limit, self.event = allocated, reserved, limit, -1
@@ -32,19 +35,74 @@ class AllocatorError(VramLabError, MemoryError):
         super().__init__(f"out of memory: {format_bytes(segment)} more beside {held} allocated, of {most}.")
 
 
-Pool = tuple[bool, int]  # (holds small blocks, stream)
+class Pool:
+    """One stream's segments for small requests (odd `number`) or for large ones, and the free blocks in them."""
 
+    def __init__(self, number: int, allocator: "Allocator"):
+        self.small, self.allocator, self._next = number % 2 == 1, allocator, ADDRESSES * (number + 1)
+        self.segments: dict[int, int] = {}  # start to end
+        self.free: dict[int, int] = {}  # start to end of each free block
+        self.starts: dict[int, int] = {}  # end to start, also of blocks that are not free any more
+        self.buckets: dict[int, list[int]] = {}  # size to starts of the free blocks, lowest first
+        self.sizes: list[int] = []  # of the buckets, in order; an empty one goes when a best fit meets it
 
-@dataclass(slots=True, eq=False)
-class Block:
-    """A piece of a segment, between its neighbours there."""
+    def take(self, size: int) -> tuple[int, int]:
+        """Return (start, end) of the smallest free block for `size` or a new segment, split (`should_split`)."""
+        free, buckets, sizes = self.free, self.buckets, self.sizes
+        if same := buckets.get(size):
+            start = same.pop(0)
+            return start, free.pop(start)
+        index = bisect_right(sizes, size)
+        while index < len(sizes) and not buckets[sizes[index]]:
+            del buckets[sizes.pop(index)]
+        if index < len(sizes):
+            start = buckets[sizes[index]].pop(0)
+            end = free.pop(start)
+        else:
+            start, end = self._next, self._next + (SMALL_SEGMENT if self.small else segment(size))
+            self.allocator.reserve(end - start)
+            self.segments[start], self._next = end, end + UNIT  # blocks of two segments do not touch
+        rest = end - start - size
+        if rest > SMALL_BLOCK or (rest and self.small):  # as `give`, without a free neighbour
+            cut = start + size
+            free[cut], self.starts[end] = end, cut
+            if rest in buckets:
+                insort(buckets[rest], cut)
+            else:
+                buckets[rest] = [cut]
+                insort(sizes, rest)
+            end = cut
+        return start, end
 
-    address: int
-    size: int
-    pool: Pool
-    before: "Block | None" = None
-    after: "Block | None" = None
-    free: bool = True
+    def give(self, block: tuple[int, int]) -> None:
+        """Make a block free, merged with free neighbours (`try_merge_blocks`)."""
+        start, end = block
+        free, starts, buckets = self.free, self.starts, self.buckets
+        if start in starts and free.get(starts[start]) == start:
+            start = starts[start]
+            buckets[free[start] - start].remove(start)
+        if end in free:
+            end = self.remove(end)
+        free[start], starts[end] = end, start
+        size = end - start
+        if size in buckets:
+            insort(buckets[size], start)
+        else:
+            buckets[size] = [start]
+            insort(self.sizes, size)
+
+    def remove(self, start: int) -> int:
+        """Take the free block at `start` out of the pool; return its end."""
+        end = self.free.pop(start)
+        self.buckets[end - start].remove(start)
+        return end
+
+    def release(self) -> list[int]:
+        """Release the segments without a living block; return their sizes."""
+        unused = [start for start, end in self.segments.items() if self.free.get(start) == end]
+        for start in unused:
+            self.remove(start)
+        return [self.segments.pop(start) - start for start in unused]
 
 
 @dataclass
@@ -55,6 +113,7 @@ class Allocator:
     cudaMalloc and cudaFree, which are slow; requests served from cached segments need none.
     """
 
+    kind = Pool
     allocated: int = 0
     reserved: int = 0
     peak_allocated: int = 0
@@ -62,137 +121,78 @@ class Allocator:
     limit: int | None = None
     mallocs: int = 0
     given_back: int = 0
-    _pools: dict[Pool, list[tuple[int, int, Block]]] = field(default_factory=lambda: defaultdict(list))
-    _next: int = 1 << 30
+    pools: dict[int, Pool] = field(default_factory=dict)
+
+    def pool(self, number: int) -> Pool:
+        """Return the pool for small requests (odd `number`) or large ones on stream `number // 2`."""
+        if number not in self.pools:
+            self.pools[number] = self.kind(number, weakref.proxy(self))
+        return self.pools[number]
 
     def malloc(self, size: int, stream: int = 0) -> Block:
         """Allocate a block from the stream's cached segments or a new one. Raises AllocatorError beyond `limit`."""
         size = -(-size // UNIT) * UNIT or UNIT
-        pool = size <= SMALL_BLOCK, stream
-        free = self._pools[pool]
-        index = self._best_fit(free, size)
-        block = free.pop(index)[2] if index < len(free) else self._segment(size, pool)
-        left = block.size - size
-        if self._splits(left, pool[0]):
-            rest = Block(block.address + size, left, pool, block, block.after)
-            if block.after:
-                block.after.before = rest
-            block.size, block.after = size, rest
-            bisect.insort(free, (left, rest.address, rest))
-        block.free = False
-        self.allocated += block.size
-        if self.allocated > self.peak_allocated:
-            self.peak_allocated = self.allocated
-        return block
+        pool = self.pool(2 * stream + (size <= SMALL_BLOCK))
+        start, end = pool.take(size)
+        self.allocated += end - start
+        self.peak_allocated = max(self.peak_allocated, self.allocated)
+        return Block(start, end - start, pool)
 
     def free(self, block: Block) -> None:
         """Return `block` to its pool, merged with free neighbours."""
         self.allocated -= block.size
-        self._release(block)
+        block.pool.give((block.address, block.address + block.size))
 
     def empty_cache(self) -> None:
         """Release every segment without a living block, as `torch.cuda.empty_cache()` does."""
-        for pool in self._pools.values():
-            whole = [item for item in pool if not item[2].before and not item[2].after]
-            pool[:] = [item for item in pool if item[2].before or item[2].after]
-            self.reserved -= sum(size for size, _, _ in whole)
-            self.given_back += len(whole)
+        for size in chain.from_iterable(pool.release() for pool in self.pools.values()):
+            self.reserved -= size
+            self.given_back += 1
 
-    def _release(self, block: Block) -> Block:
-        """Merge `block` with free neighbours and put the result into its pool."""
-        for side in (block.before, block.after):
-            if side and side.free:
-                self._take(side)
-                block, gone = (side, block) if side is block.before else (block, side)
-                block.size, block.after = block.size + gone.size, gone.after
-                if gone.after:
-                    gone.after.before = block
-        block.free = True
-        self._keep(block)
-        return block
-
-    def _keep(self, block: Block) -> None:
-        bisect.insort(self._pools[block.pool], (block.size, block.address, block))
-
-    def _take(self, block: Block) -> None:
-        pool = self._pools[block.pool]
-        del pool[bisect.bisect_left(pool, (block.size, block.address))]
-
-    def _best_fit(self, free: list[tuple[int, int, Block]], size: int) -> int:
-        """Return the index in `free` of the smallest block that holds `size`; its length when none does."""
-        return bisect.bisect_left(free, (size, 0))
-
-    def _splits(self, left: int, small: bool) -> bool:
-        """Tell whether the rest of a block becomes a block of its own."""
-        return left >= UNIT if small else left > SMALL_BLOCK
-
-    def _segment(self, size: int, pool: Pool) -> Block:
-        """Reserve a segment; return its only block, which is in no pool."""
-        block = Block(self._next, SMALL_SEGMENT if pool[0] else segment(size), pool)
-        self._reserve(block.size)
-        self._next += block.size
-        return block
-
-    def _reserve(self, total: int) -> None:
-        """Take `total` bytes more from the card."""
-        self._make_room(total)
+    def reserve(self, total: int) -> None:
+        """Take `total` bytes more from the card, which may release what is unused (`release_cached_blocks`)."""
+        if self.limit is not None and self.reserved + total > self.limit:
+            self.empty_cache()
+            if self.reserved + total > self.limit:
+                cached = sum(end - start for pool in self.pools.values() for start, end in pool.free.items())
+                raise AllocatorError(total, self.reserved - cached, self.reserved, self.limit)
         self.mallocs += 1
         self.reserved += total
         self.peak_reserved = max(self.peak_reserved, self.reserved)
 
-    def _make_room(self, total: int) -> None:
-        """Release what is unused if the card could not hold `total` bytes more."""
-        if self.limit is None or self.reserved + total <= self.limit:
-            return
-        self.empty_cache()
-        if self.reserved + total > self.limit:
-            raise AllocatorError(total, self.allocated, self.reserved, self.limit)
-
 
 @dataclass(frozen=True)
 class Replayed:
-    """Peaks of the allocator over a log, in bytes.
+    """The most bytes of segments over a log; `internal_fragmentation[p]`: what the blocks alive after the first p events
+    hold beyond the requests; `failed`: the error of the request that the card had no room for, if there is one."""
 
-    `internal_fragmentation[p]`: what the blocks alive after the first p events hold beyond the rounded requests.
-    `failed`: the error of the request that the card had no room for; None where its memory was enough.
-    """
-
-    requested: int
-    allocated: int
     reserved: int
-    internal_fragmentation: list[int]
+    internal_fragmentation: np.ndarray
     failed: AllocatorError | None = None
 
 
-def replay(log: list[tuple[int, Any, str]], limit: int | None = None) -> Replayed:
-    """Run a log, (+size or -size, `tracking.tracker.Storage`, operator), through the allocator.
-
-    Args:
-        limit: bytes of segments that the card can hold. If they do not suffice, the replay is that without a limit, and
-            `failed` says where it was not enough.
-    """
+def replay(sizes: np.ndarray, keys: np.ndarray, streams: np.ndarray, limit: int | None = None) -> Replayed:
+    """Run a log: of each event +bytes or -bytes (multiples of 512), the number of its storage, which may be born again after
+    its free, and the index of its stream. Where `limit`, the card's bytes for segments, does not suffice, `failed` says
+    where, and the rest is the replay without a limit."""
+    allocator, births = Allocator(limit=limit), sizes > 0
+    pools = np.array([allocator.pool(number) for number in range(2 * streams.max(initial=0) + 2)], dtype=object)
+    pools = pools[2 * streams + (abs(sizes) <= SMALL_BLOCK)]
+    numbers = np.cumsum(births) - 1  # of each event's block, in the order of births
+    order = np.argsort(keys, kind="stable")
+    frees = np.flatnonzero(~births[order])  # each right behind its birth
+    numbers[order[frees]] = numbers[order[frees - 1]]
+    blocks: list[tuple[int, int]] = []
     try:
-        return _replay(log, Allocator(limit=limit))
-    except AllocatorError as error:
-        return replace(_replay(log, Allocator()), failed=error)
-
-
-def _replay(log: list[tuple[int, Any, str]], allocator: Allocator) -> Replayed:
-    blocks: dict[Any, Block] = {}
-    malloc, free, requested, most, alive, beyond = allocator.malloc, allocator.free, 0, 0, 0, [0]
-    try:
-        for size, storage, _ in log:
-            if size > 0:
-                requested += storage.asked
-                if requested > most:
-                    most = requested
-                blocks[storage] = malloc(size, storage.stream)
+        for pool, event in zip(pools.tolist(), np.where(births, sizes, ~numbers).tolist(), strict=True):
+            if event > 0:
+                blocks.append(pool.take(event))
             else:
-                requested -= storage.asked
-                free(blocks.pop(storage))
-            alive += size
-            beyond.append(allocator.allocated - alive)
+                pool.give(blocks[~event])
     except AllocatorError as error:
-        error.event = len(beyond) - 1
-        raise
-    return Replayed(most, allocator.peak_allocated, allocator.peak_reserved, beyond)
+        error.event = int(np.flatnonzero(births)[len(blocks)])
+        return replace(replay(sizes, keys, streams), failed=error)
+    ends = np.fromiter(chain.from_iterable(blocks), np.int64, 2 * len(blocks))
+    rests = (ends[1::2] - ends[::2] - sizes[births])[numbers]
+    changes = np.where(births, rests, -rests)
+    return Replayed(allocator.peak_reserved, np.concatenate([[0], changes.cumsum()]))

@@ -30,16 +30,17 @@ class History:
     def __init__(self, log: list, marks: list, allocator: bool = False, card: Gpu | None = None, notes=()):
         self.log, self.notes = list(log), list(notes)
         room = card.total - card.context_interval.value if card else None
-        self.replayed = replay(self.log, room) if allocator else None
+        columns = np.array([(n, id(s), s.stream, s.asked) for n, s, _ in self.log], dtype=np.int64).reshape(-1, 4)
+        sizes, keys, streams, asked = columns.T.copy()
+        self.replayed = replay(sizes, keys, streams, room) if allocator else None
+        self.requested = int((np.sign(sizes) * asked).cumsum().max(initial=0))
         deltas = np.zeros((len(self.log) + 1, len(ATTRIBUTED)), dtype=np.int64)
-        columns = [INDEX[storage.category or "temporaries"] for _, storage, _ in self.log]
-        deltas[range(1, len(deltas)), columns] = [size for size, _, _ in self.log]
+        deltas[range(1, len(deltas)), [INDEX[s.category or "temporaries"] for _, s, _ in self.log]] = sizes
         self.splits = deltas.cumsum(axis=0)  # (events + 1, categories): bytes alive at each position
         if self.replayed:
             self.splits[:, INDEX["workspace"]] += self.replayed.internal_fragmentation
         self.live = self.splits.sum(axis=1)
-        starts = [(0, "load"), *marks]
-        ends = [position for position, _ in marks] + [len(self.log)]
+        starts, ends = [(0, "load"), *marks], [*(position for position, _ in marks), len(self.log)]
         # (phase, first position, last position), in order; the first is "load"
         self.stretches = [(name, start, end) for (start, name), end in zip(starts, ends, strict=True)]
 
@@ -124,9 +125,9 @@ def to_report(
     """The report of a replayed run, with its peak from position `since` on; of a simulated one also what is reserved."""
     at = history.highest(since)
     if source == "simulated" and history.replayed:
-        replayed = history.replayed
-        more |= {"allocated": replayed.allocated, "requested": replayed.requested} if not since else {}
-        more["reserved"], more["process"] = _reserved_and_process(replayed, card)
+        replayed, allocated = history.replayed, int(history.live.max())
+        more |= {"allocated": allocated, "requested": history.requested} if not since else {}
+        more["reserved"], more["process"] = _reserved_and_process(replayed, allocated, card)
         if card and replayed.failed:
             more["notes"] = [*more.get("notes", ()), f"does not fit {card.name}: {_failure(history)}"]
     return Report(
@@ -159,11 +160,11 @@ def _failure(history: History) -> str:
     )
 
 
-def _reserved_and_process(replayed: Replayed, card: Gpu | None) -> tuple[Interval, Interval]:
+def _reserved_and_process(replayed: Replayed, allocated: int, card: Gpu | None) -> tuple[Interval, Interval]:
     """Reserved memory, and that of the process with CUDA's context, as intervals around the allocator's model: 97 % of the
     published runs that say it lie below the upper end. A card that the step fits gives unused segments back before it
     is full."""
-    inside = Interval(replayed.allocated, replayed.reserved, replayed.reserved + max(replayed.reserved // 10, 64 * MiB))
+    inside = Interval(allocated, replayed.reserved, replayed.reserved + max(replayed.reserved // 10, 64 * MiB))
     if not card or replayed.failed:
         return inside, process(inside, card)
     inside = dataclasses.replace(inside, high=min(inside.high, card.total - card.context_interval.low))
