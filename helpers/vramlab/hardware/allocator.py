@@ -53,11 +53,12 @@ class Pool:
             start = same.pop(0)
             return start, free.pop(start)
         index = bisect_right(sizes, size)
-        while index < len(sizes) and not buckets[sizes[index]]:
+        while index < len(sizes):
+            if same := buckets[sizes[index]]:
+                start = same.pop(0)
+                end = free.pop(start)
+                break
             del buckets[sizes.pop(index)]
-        if index < len(sizes):
-            start = buckets[sizes[index]].pop(0)
-            end = free.pop(start)
         else:
             start, end = self._next, self._next + (SMALL_SEGMENT if self.small else segment(size))
             self.allocator.reserve(end - start)
@@ -194,5 +195,4 @@ def replay(sizes: np.ndarray, keys: np.ndarray, streams: np.ndarray, limit: int 
         return replace(replay(sizes, keys, streams), failed=error)
     ends = np.fromiter(chain.from_iterable(blocks), np.int64, 2 * len(blocks))
     rests = (ends[1::2] - ends[::2] - sizes[births])[numbers]
-    changes = np.where(births, rests, -rests)
-    return Replayed(allocator.peak_reserved, np.concatenate([[0], changes.cumsum()]))
+    return Replayed(allocator.peak_reserved, np.concatenate([[0], np.where(births, rests, -rests).cumsum()]))
