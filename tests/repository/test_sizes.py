@@ -13,7 +13,7 @@ CEILINGS = {
     "vramlab/training": 1868,
     "vramlab/tracking": 850,
     "vramlab/formulas": 2880,
-    "vramlab/simulation": 1950,
+    "vramlab/simulation": 1996,
     "vramlab/measurement": 1245,
     "vramlab/planning": 1300,
     "vramlab/faces": 2035,

@@ -12,14 +12,15 @@ from itertools import groupby, pairwise
 from typing import NamedTuple
 
 from ..tracking.tracker import Storage, Tracker
-from .repetition import MIDDLE, NotRegular, Repetition
+from .repetition import NotRegular, Repetition
 
 Events = list[tuple[int, Storage, str]]
 Marks = list[tuple[int, str]]
 Walk = list[tuple[int, int, int]]  # (group, first event, one past the last), in the log's order
 # Up or down over the groups. A group's events begin where it first occurs; later ones are its neighbours' business.
 WALKS = {
-    4: re.compile("(0*)(1+)(2[12]*)(3[23]*)?|(3*)(2+)(1[12]*)(0[01]*)?"),
+    3: re.compile("(0*)(1[01]*)(2[12]*)?|(2*)(1[12]*)(0[01]*)?"),
+    4: re.compile("(0*)(1[01]*)(2[12]*)(3[23]*)?|(3*)(2+)(1[12]*)(0[01]*)?"),
     5: re.compile("(0*)(1+)(2[12]*)(3[23]*)(4[34]*)?|(4*)(3+)(2[23]*)(1[12]*)(0[01]*)?"),
 }
 
@@ -32,10 +33,10 @@ class Place(NamedTuple):
 
 
 class Writer:
-    """Writes events into a longer `log`, in which the group MIDDLE comes `more` times more."""
+    """Writes events into a longer `log`, in which the group `middle` comes `more` times more."""
 
-    def __init__(self, events: Events, more: int):
-        self.events, self.more = events, more
+    def __init__(self, events: Events, middle: int, more: int):
+        self.events, self.middle, self.more = events, middle, more
         self.places: dict[Storage, Place] = {}
         self.longer: dict[Storage, Storage] = {}  # of no group, and larger in the longer log
         self.renamed: Callable[[str, int], str] = lambda name, groups: name  # so many groups further up
@@ -46,13 +47,13 @@ class Writer:
         for size, storage, op in self.events[first:end]:
             place = self.places.get(storage)
             if place is None:
-                if at == MIDDLE:
+                if at == self.middle:
                     raise NotRegular("a layer frees what no layer made")
                 storage = self.longer.get(storage, storage)
                 self.log.append((storage.size if size > 0 else -storage.size, storage, op))
                 continue
             group, alive = place
-            own = group + self.more if group > MIDDLE else group
+            own = group + self.more if group > self.middle else group
             # what is no neighbour's is the first or last layer's
             target = own if at is None or abs(group - at) > 1 else group + shift
             if size > 0:
@@ -80,7 +81,7 @@ def find_walks(slots: Iterable[tuple[int, int, int | None]], groups: int) -> Ite
 
 class _Deepener(Writer):
     def __init__(self, tracker: Tracker, repetition: Repetition, more: int):
-        super().__init__(tracker.log, more)
+        super().__init__(tracker.log, repetition.middle, more)
         self.marks, self.unit, self.groups = tracker.marks, tracker.round_to, repetition.groups
         self.group, self.renamed = cache(repetition.group), cache(repetition.renumbered)
         self.walks: list[Walk] = []
@@ -114,7 +115,8 @@ class _Deepener(Writer):
         """Note the places of what is born in `walk`: counterparts have one index within their groups."""
         self.walks.append(walk)
         born = {group: [s for size, s, _ in self.events[a:b] if size > 0] for group, a, b in walk}
-        sizes = [[storage.asked for storage in born[group]] for group in range(1, self.groups - 1)]
+        alike = {*range(1, self.groups - 1), *([walk[0][0]] if self.middle == 1 else ())}
+        sizes = [[storage.asked for storage in born.get(group, ())] for group in alike]
         if any(size != sizes[0] for size in sizes):
             raise NotRegular("layers of one kind do not all make the same")
         alive: list[dict[int, Storage]] = [{} for _ in range(max(map(len, born.values())))]
@@ -125,7 +127,7 @@ class _Deepener(Writer):
         """Note the vectors of clipping, which have entries for each gradient: norms are stacked, sharded ones also
         squared and added up over ranks, and the kernel has scratch (`norms_scratch`)."""
         gradients = {s.where for _, s, _ in self.events if s.category == "gradients"}
-        clipped = self.more * sum(self.group(where) == MIDDLE for where in gradients)
+        clipped = self.more * sum(self.group(where) == self.middle for where in gradients)
         events = (event for start, end in steps for event in self.events[start:end])
         for s in [s for size, s, _ in events if size > 0 and s not in self.places]:
             of_vectors = s.op in ("stack", "cat", "pow", "all_reduce", "_foreach_norm") and len(s.shape) < 2
@@ -142,11 +144,11 @@ class _Deepener(Writer):
             marks += [(len(self.log) + at - position, name) for at, name in self.marks[len(marks) :] if at <= start]
             self.write(position, start)
             for group, first, position in walk or ():
-                shifts = range(self.more + 1) if group == MIDDLE else [0 if group < MIDDLE else self.more]
-                for shift in shifts if walk[0][0] < MIDDLE else reversed(shifts):
+                shifts = range(self.more + 1) if group == self.middle else [0 if group < self.middle else self.more]
+                for shift in shifts if walk[0][0] < self.middle else reversed(shifts):
                     self.write(first, position, group, shift)
         for alive in {id(place.alive): place.alive for place in self.places.values()}.values():
-            if len({group in alive for group in range(MIDDLE, MIDDLE + self.more + 1)}) > 1:
+            if len({group in alive for group in range(self.middle, self.middle + self.more + 1)}) > 1:
                 storage = next(iter(alive.values()))
                 raise NotRegular(f"{storage.op} of {storage.where} has another fate than in other layers")
         return self.log, marks
@@ -157,19 +159,19 @@ def repeat(log: Events, marks: Marks, count: int) -> tuple[Events, Marks]:
 
     Raises NotRegular where the second frees or leaves other things than a third would.
     """
-    writer, marked = Writer(log, count - 2), []
+    writer, marked = Writer(log, 1, count - 2), []
     names, cuts = ["load", *(name for _, name in marks)], [0, *(at for at, _ in marks), len(log)]
     first, second, *others = (i for i, name in enumerate(names) if name == "forward")
     left = _left(log[cuts[second] : cuts[second + 2]])
     born = [storage for size, storage, _ in log[cuts[second] : cuts[second + 2]] if size > 0]
-    writer.places = {storage: Place(MIDDLE, {}) for storage in born}
+    writer.places = {storage: Place(1, {}) for storage in born}
     kinds = [_kind(storage) for storage in left]
     for batch in (first, *others):
         same = [storage for storage in _left(log[cuts[batch] : cuts[batch + 2]]) if _kind(storage) in kinds]
         if [*map(_kind, same)] != kinds:
             raise NotRegular("a micro-batch leaves other tensors than the next one frees")
         counterparts = [writer.places[storage].alive for storage in left]
-        writer.places |= {s: Place(MIDDLE - 1, alive) for s, alive in zip(same, counterparts, strict=True)}
+        writer.places |= {s: Place(0, alive) for s, alive in zip(same, counterparts, strict=True)}
 
     def write(phase: int, at: int, shift: int) -> None:
         marked.append((len(writer.log), names[phase]))
@@ -177,11 +179,11 @@ def repeat(log: Events, marks: Marks, count: int) -> tuple[Events, Marks]:
 
     for phase in range(len(names)):
         if phase not in (second, second + 1):
-            write(phase, MIDDLE + 1, writer.more)
+            write(phase, 2, writer.more)
         if phase - 1 in (first, *others):
             for shift in range(count - 1):
-                write(second, MIDDLE, shift)
-                write(second + 1, MIDDLE, shift)
+                write(second, 1, shift)
+                write(second + 1, 1, shift)
     return writer.log, marked[1:]
 
 

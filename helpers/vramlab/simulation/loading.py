@@ -25,7 +25,7 @@ from ..tracking.tracker import Storage
 from ..training import models
 from .deepen import deepen
 from .fakes import fake_world
-from .repetition import MIDDLE, NotRegular, cut, find
+from .repetition import NotRegular, cut, find
 
 
 class FileSlice:
@@ -61,7 +61,7 @@ def _highest(base: Recipe, target: str, stores_tied_head: bool) -> Bytes:
         shallow = cut(base.shape, layers.kept())
         tracker, pool = _load(base.replace(model=shallow.config, task=shallow.task), target, stores_tied_head)
         log, _ = deepen(tracker, layers, layers.more)
-        room = sum(size * (layers.more if layers.group(name) == MIDDLE else 0) for name, size in pool.items())
+        room = sum(size * (layers.more if layers.group(name) == layers.middle else 0) for name, size in pool.items())
     except NotRegular:
         (tracker, pool), room = _load(base, target, stores_tied_head), 0
         log = tracker.log

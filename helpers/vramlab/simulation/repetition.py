@@ -18,9 +18,7 @@ if TYPE_CHECKING:
 
     from ..recipe.shapes import Shape
 
-# Groups of layers in a shallow model, and the one that is repeated (`deepen.py`). Where FSDP frees late, a fifth keeps
-# the last layer's events apart.
-GROUPS, MIDDLE = 4, 2
+GROUPS = 4  # of a shallow model whose first and last layers may be of other kinds than those between
 
 
 class NotRegular(Exception):
@@ -29,7 +27,8 @@ class NotRegular(Exception):
 
 @dataclass(frozen=True)
 class Repetition:
-    """A model's layers as `groups`: the `first` layers, periods of which the second repeats, the `last` layers."""
+    """A model's layers as `groups` (`deepen.py`): the `first` layers, periods of which number `middle` repeats, the `last`
+    layers. The first period only shows what a middle one finds before it: where all layers are alike, the first does."""
 
     lists: tuple[str, ...]  # names of the module lists that hold the layers
     depth: int
@@ -37,6 +36,7 @@ class Repetition:
     period: int
     last: int
     groups: int = GROUPS
+    middle: int = 2
 
     @property
     def shallow(self) -> int:
@@ -50,7 +50,7 @@ class Repetition:
 
     def kept(self, extra: int = 0) -> list[int]:
         """The whole model's layers that make the shallow model, with `extra` more groups."""
-        cut = self.first + (MIDDLE + extra) * self.period
+        cut = self.first + (self.middle + extra) * self.period
         return [*range(cut), *range(cut + (self.more - extra) * self.period, self.depth)]
 
     @cached_property
@@ -74,8 +74,13 @@ class Repetition:
 
 
 @lru_cache(maxsize=64)
-def find(shape: "Shape", groups: int = GROUPS) -> Repetition:
-    """How the layers of `shape` repeat. Raises NotRegular where no shallow model can stand for the deep one."""
+def find(shape: "Shape", frees_late: bool = False, may_be_alike: bool = True) -> Repetition:
+    """How the layers of `shape` repeat. Raises NotRegular where no shallow model can stand for the deep one.
+
+    Args:
+        frees_late: as FSDP does: a group more keeps the last layer's events apart.
+        may_be_alike: whether layers that are all alike may make the fewest groups.
+    """
     depth = shape.num_layers
     if shape.num_decoder_layers not in (0, depth):
         raise NotRegular("encoder and decoder are not of one depth")
@@ -83,17 +88,20 @@ def find(shape: "Shape", groups: int = GROUPS) -> Repetition:
     lists, layers = _layers(model, depth)
     said = [value for value in vars(model.config).values() if isinstance(value, list) and len(value) == depth]
     known = [(layer, [of[i] for of in said]) for i, layer in enumerate(layers)]
-    found = longest_pattern([known.index(each) for each in known], groups)  # a kind is the number of its first layer
+    kinds = [known.index(each) for each in known]  # a kind is the number of its first layer
+    middle = 1 if may_be_alike and not any(kinds) else 2
+    groups = middle + 2 + frees_late
+    found = longest_pattern(kinds, groups)
     if found is None:
         raise NotRegular("the kinds of layers have no pattern that repeats often enough")
-    repetition = Repetition(tuple(lists), depth, *found, groups)
+    repetition = Repetition(tuple(lists), depth, *found, groups, middle)
     shallow = build(cut(shape, repetition.kept()))
     for kept, layer in zip(repetition.kept(), _layers(shallow, repetition.shallow)[1], strict=True):
         pairs = [(value, layer.get(key)) for key, value in layers[kept].items()]
         if len(pairs) != len(layer) or any(a != b and (a, b) != (depth, repetition.shallow) for a, b in pairs):
             raise NotRegular(f"a model of {repetition.shallow} layers has others")
     sizes = {name: parameter.numel() for name, parameter in shallow.named_parameters()}
-    missing = repetition.more * sum(size for name, size in sizes.items() if repetition.group(name) == MIDDLE)
+    missing = repetition.more * sum(size for name, size in sizes.items() if repetition.group(name) == middle)
     if sum(p.numel() for p in model.parameters()) != sum(sizes.values()) + missing:
         raise NotRegular("what stands outside the layers depends on their number")
     return repetition

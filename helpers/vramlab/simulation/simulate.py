@@ -40,7 +40,7 @@ from .deepen import deepen, repeat
 from .fakes import compiled_late, fake_world
 from .loading import loading_peak
 from .operators import keep_storage
-from .repetition import GROUPS, NotRegular, cut, find
+from .repetition import GROUPS, NotRegular, Repetition, cut, find
 from .values import Values, readable_values, reason_at
 
 
@@ -131,7 +131,8 @@ def trace(recipe: Recipe, target: str = "cuda", card: Gpu | None = None, steps: 
     notes = []
     if not full:
         try:
-            return _lengthened(recipe, target, card, steps)
+            # a fused loss leaves the first product of backward to the last layer
+            return _lengthened(recipe, target, card, steps, may_be_alike=not recipe.use_liger_kernel)
         except NotRegular as error:
             notes.append(f"all {recipe.shape.num_layers} layers were run, none repeated: {error}")
     tracker = _run(recipe, target, card, steps, full=True)
@@ -166,31 +167,42 @@ def _is_written_down(recipe: Recipe) -> bool:
     return shape.layout is not None and not routed and not any(shape.settings.get(name) for name in more)
 
 
-def _lengthened(recipe: Recipe, target: str, card: Gpu | None, steps: int) -> History:
+def _lengthened(recipe: Recipe, target: str, card: Gpu | None, steps: int, may_be_alike: bool) -> History:
     """The history of a run of few layers and micro-batches, made longer where that is the lesser work. Raises NotRegular."""
-    shape, is_checked = recipe.shape, not _is_written_down(recipe)
-    layers = find(shape, GROUPS + bool(recipe.sharding)) if may_be_deepened(recipe, target) else None
+    is_checked, layers = not _is_written_down(recipe), None
+    if may_be_deepened(recipe, target):
+        layers = find(recipe.shape, bool(recipe.sharding), may_be_alike)
     if layers is None or layers.depth <= layers.shallow * (1 + is_checked):
         tracker = _run(recipe, target, card, steps)
         log, marks = tracker.log, tracker.marks
     else:
-
-        def run(extra: int, steps: int) -> Tracker:
-            config = cut(shape, layers.kept(extra)).config
-            return _run(recipe.replace(model=config, num_layers=None, task=shape.task), target, card, steps)
-
-        tracker = run(0, steps)
-        log, marks = deepen(tracker, layers, layers.more)
-        if is_checked:  # one group more than needed, deepened and run
-            ran = run(1, 1)
-            tried, ran = (h.moments() for h in (History(*deepen(tracker, layers, 1)), History(ran.log, ran.marks)))
-            if tried[: len(ran) - 1] != ran[:-1]:  # all of a step but what follows it
-                raise NotRegular(
-                    f"{layers.shallow + layers.period} layers take something else than their repetition says"
-                )
+        try:
+            tracker, log, marks = _deepened(recipe, target, card, steps, layers, is_checked)
+        except NotRegular:
+            if layers.middle == 2:
+                raise
+            return _lengthened(recipe, target, card, steps, may_be_alike=False)
     if _is_abridged(recipe):
         log, marks = repeat(log, marks, recipe.gradient_accumulation_steps)
     return History(log, marks, target == "cuda", card, tracker.notes)
+
+
+def _deepened(
+    recipe: Recipe, target: str, card: Gpu | None, steps: int, layers: Repetition, is_checked: bool
+) -> tuple[Tracker, list, list]:
+    """The tracker of a shallow run, and its log and marks deepened. Raises NotRegular."""
+
+    def run(extra: int, steps: int) -> Tracker:
+        config = cut(recipe.shape, layers.kept(extra)).config
+        return _run(recipe.replace(model=config, num_layers=None, task=recipe.shape.task), target, card, steps)
+
+    tracker = run(0, steps)
+    if is_checked:  # one group more than needed, deepened and run
+        ran = run(1, 1)
+        tried, ran = (h.moments() for h in (History(*deepen(tracker, layers, 1)), History(ran.log, ran.marks)))
+        if tried[: len(ran) - 1] != ran[:-1]:  # all of a step but what follows it
+            raise NotRegular(f"{layers.shallow + layers.period} layers take something else than their repetition says")
+    return tracker, *deepen(tracker, layers, layers.more)
 
 
 @needing("simulate_evaluation")
