@@ -6,16 +6,19 @@ number 7, what number 6 made. `NotRegular` is raised where a log does not have t
 """
 
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache
 from itertools import groupby, pairwise
-from typing import NamedTuple
 
+import numpy as np
+
+from ..tracking.history import Log
 from ..tracking.tracker import Storage, Tracker
 from .repetition import NotRegular, Repetition
 
 Events = list[tuple[int, Storage, str]]
 Marks = list[tuple[int, str]]
+OUTSIDE = -9  # the group of what no layer makes
 Walk = list[tuple[int, int, int]]  # (group, first event, one past the last), in the log's order
 # Up or down over the groups. A group's events begin where it first occurs; later ones are its neighbours' business.
 WALKS = {
@@ -25,47 +28,52 @@ WALKS = {
 }
 
 
-class Place(NamedTuple):
-    """The group that makes a storage, and its counterparts of all groups that are made and not yet freed."""
-
-    group: int
-    alive: dict[int, Storage]
-
-
 class Writer:
-    """Writes events into a longer `log`, in which the group `middle` comes `more` times more."""
+    """Writes events into a longer log, in which the group `middle` comes `more` times more. `places`: the group that makes
+    a storage, and a number that it has in common with its counterparts of other groups."""
 
     def __init__(self, events: Events, middle: int, more: int):
-        self.events, self.middle, self.more = events, middle, more
-        self.places: dict[Storage, Place] = {}
-        self.longer: dict[Storage, Storage] = {}  # of no group, and larger in the longer log
-        self.renamed: Callable[[str, int], str] = lambda name, groups: name  # so many groups further up
-        self.log: Events = []
+        self.events, self.middle, self.more = list(events), middle, more
+        self.places: dict[Storage, tuple[int, int]] = {}
+        self.written: list[tuple[int, int, int | None, Iterable[int]]] = []
+        self.span = more - 2 * OUTSIDE  # more than there are groups
+        self.length = 0
 
-    def write(self, first: int, end: int, at: int | None = None, shift: int = 0) -> None:
-        """Write the events first…end for the group `shift` above group `at`; with None each group is itself."""
-        for size, storage, op in self.events[first:end]:
-            place = self.places.get(storage)
-            if place is None:
-                if at == self.middle:
-                    raise NotRegular("a layer frees what no layer made")
-                storage = self.longer.get(storage, storage)
-                self.log.append((storage.size if size > 0 else -storage.size, storage, op))
-                continue
-            group, alive = place
-            own = group + self.more if group > self.middle else group
+    def write(self, first: int, end: int, at: int | None = None, shifts: Sequence[int] = (0,)) -> None:
+        """Write the events first…end for each of the groups `shifts` above group `at`; with None each group is itself."""
+        self.written.append((first, end, at, shifts))
+        self.length += (end - first) * len(shifts)
+
+    def longer(self, renamed: Callable[[str, int], str]) -> tuple[Log, np.ndarray]:
+        """The log of all that was written, and the keys of what is not freed there: row × `span` + group. `renamed` gives
+        a module's name so many groups further up."""
+        numbered = enumerate(self.events, len(self.events) + 1)
+        places = {storage: (OUTSIDE, i) for i, (_, storage, _) in numbered} | self.places
+        group, row = np.array([places[storage] for _, storage, _ in self.events]).T
+        own = np.where(group > self.middle, group + self.more, group)
+        orders, targets = [], []
+        for first, end, at, shifts in self.written:
+            here = group[first:end]
+            if at == self.middle and OUTSIDE in here:
+                raise NotRegular("a layer frees what no layer made")
             # what is no neighbour's is the first or last layer's
-            target = own if at is None or abs(group - at) > 1 else group + shift
-            if size > 0:
-                copy = alive[target] = storage.copy(self.renamed(storage.where, target - group))
-            else:
-                copy = alive.pop(target, None) or alive.pop(own, None)  # or left by the last layer of an earlier walk
-                if copy is None or copy.size != -size:
-                    raise NotRegular(f"{storage.op} of {storage.where} has no counterpart further up")
-            self.log.append((size, copy, op))
+            near = abs(here - at) <= 1 if at is not None else False
+            target = np.where(near, here + np.array(shifts)[:, None], own[first:end])
+            targets.append(target.ravel())
+            orders.append(np.broadcast_to(np.arange(first, end), target.shape).ravel())
+        order, target = np.concatenate(orders), np.concatenate(targets)
+        log = Log(self.events, order, row[order] * self.span + target, target - group[order], renamed)
+        by_key = np.argsort(log.keys, kind="stable")
+        keys, sizes = log.keys[by_key], log.sizes[by_key]
+        freed = np.append((keys[1:] == keys[:-1]) & (sizes[1:] == -sizes[:-1]), False)  # by the next of the same key
+        lost = by_key[(sizes < 0) & ~np.roll(freed, 1)]
+        if len(lost):
+            storage = log.storage(min(lost))
+            raise NotRegular(f"{storage.op} of {storage.where} has no counterpart further up")
+        return log, np.unique(keys[(sizes > 0) & ~freed])
 
 
-def deepen(tracker: Tracker, repetition: Repetition, more: int) -> tuple[Events, Marks]:
+def deepen(tracker: Tracker, repetition: Repetition, more: int) -> tuple[Log, Marks]:
     """The log and marks of a model whose middle group comes `more` times more than in `tracker`. Raises NotRegular."""
     return _Deepener(tracker, repetition, more).deepened()
 
@@ -83,7 +91,7 @@ class _Deepener(Writer):
     def __init__(self, tracker: Tracker, repetition: Repetition, more: int):
         super().__init__(tracker.log, repetition.middle, more)
         self.marks, self.unit, self.groups = tracker.marks, tracker.round_to, repetition.groups
-        self.group, self.renamed = cache(repetition.group), cache(repetition.renumbered)
+        self.group, self.renamed = cache(repetition.group), repetition.renumbered
         self.walks: list[Walk] = []
         phases = [(0, "load"), *self.marks, (len(self.events), "")]
         calls = groupby(tracker.calls, key=lambda call: call[3])
@@ -103,13 +111,10 @@ class _Deepener(Writer):
             self._add(walk)
         for first, stop, _ in slots:
             if not any(walk[0][1] <= first and stop <= walk[-1][2] for walk in walks):
-                for _, run in groupby(range(first, stop), key=lambda i: self.events[i][0] > 0):
-                    for walk in find_walks(((i, i + 1, self._group_of(self.events[i][1])) for i in run), self.groups):
+                for _, run in groupby(enumerate(self.events[first:stop], first), key=lambda event: event[1][0] > 0):
+                    of = ((i, i + 1, self.places.get(s, [self.group(s.where)])[0]) for i, (_, s, _) in run)
+                    for walk in find_walks(of, self.groups):
                         self._add(walk)
-
-    def _group_of(self, storage: Storage) -> int | None:
-        place = self.places.get(storage)
-        return place.group if place else self.group(storage.where)
 
     def _add(self, walk: Walk) -> None:
         """Note the places of what is born in `walk`: counterparts have one index within their groups."""
@@ -119,63 +124,69 @@ class _Deepener(Writer):
         sizes = [[storage.asked for storage in born.get(group, ())] for group in alike]
         if any(size != sizes[0] for size in sizes):
             raise NotRegular("layers of one kind do not all make the same")
-        alive: list[dict[int, Storage]] = [{} for _ in range(max(map(len, born.values())))]
+        first = len(self.places)
         for group, storages in born.items():
-            self.places |= {s: Place(group, counterparts) for s, counterparts in zip(storages, alive, strict=False)}
+            self.places |= {storage: (group, row) for row, storage in enumerate(storages, first)}
 
     def _lengthen_vectors(self, steps: list[tuple[int, int]]) -> None:
-        """Note the vectors of clipping, which have entries for each gradient: norms are stacked, sharded ones also
+        """Lengthen the vectors of clipping, which have entries for each gradient: norms are stacked, sharded ones also
         squared and added up over ranks, and the kernel has scratch (`norms_scratch`)."""
         gradients = {s.where for _, s, _ in self.events if s.category == "gradients"}
         clipped = self.more * sum(self.group(where) == self.middle for where in gradients)
         events = (event for start, end in steps for event in self.events[start:end])
+        longer = {}
         for s in [s for size, s, _ in events if size > 0 and s not in self.places]:
             of_vectors = s.op in ("stack", "cat", "pow", "all_reduce", "_foreach_norm") and len(s.shape) < 2
             if of_vectors and s.asked % len(gradients) == 0:
-                vector = self.longer[s] = s.copy(s.where)
+                vector = longer[s] = s.copy(s.where)
                 vector.asked += s.asked // len(gradients) * clipped
                 vector.size = -(-vector.asked // self.unit) * self.unit
                 vector.shape = tuple(n + clipped for n in s.shape)
+        for i, (size, s, op) in enumerate(self.events):
+            if s in longer:
+                self.events[i] = (longer[s].size if size > 0 else -longer[s].size, longer[s], op)
 
-    def deepened(self) -> tuple[Events, Marks]:
+    def deepened(self) -> tuple[Log, Marks]:
         marks, position = [], 0
         for walk in [*self.walks, None]:
             start = walk[0][1] if walk else len(self.events)
-            marks += [(len(self.log) + at - position, name) for at, name in self.marks[len(marks) :] if at <= start]
+            marks += [(self.length + at - position, name) for at, name in self.marks[len(marks) :] if at <= start]
             self.write(position, start)
             for group, first, position in walk or ():
                 shifts = range(self.more + 1) if group == self.middle else [0 if group < self.middle else self.more]
-                for shift in shifts if walk[0][0] < self.middle else reversed(shifts):
-                    self.write(first, position, group, shift)
-        for alive in {id(place.alive): place.alive for place in self.places.values()}.values():
-            if len({group in alive for group in range(self.middle, self.middle + self.more + 1)}) > 1:
-                storage = next(iter(alive.values()))
-                raise NotRegular(f"{storage.op} of {storage.where} has another fate than in other layers")
-        return self.log, marks
+                self.write(first, position, group, shifts if walk[0][0] < self.middle else shifts[::-1])
+        log, left = self.longer(self.renamed)
+        rows, groups = np.divmod(left, self.span)
+        between = (groups >= self.middle) & (groups <= self.middle + self.more)
+        rows, counts = np.unique(rows[between], return_counts=True)
+        if any(counts <= self.more):
+            row = rows[np.argmin(counts)]
+            storage = next(storage for storage, (_, of) in self.places.items() if of == row)
+            raise NotRegular(f"{storage.op} of {storage.where} has another fate than in other layers")
+        return log, marks
 
 
-def repeat(log: Events, marks: Marks, count: int) -> tuple[Events, Marks]:
+def repeat(log: Iterable[tuple[int, Storage, str]], marks: Marks, count: int) -> tuple[Log, Marks]:
     """The log and marks of steps of `count` micro-batches, from those of a first step of two and further steps of one.
 
     Raises NotRegular where the second frees or leaves other things than a third would.
     """
     writer, marked = Writer(log, 1, count - 2), []
-    names, cuts = ["load", *(name for _, name in marks)], [0, *(at for at, _ in marks), len(log)]
+    log, names, cuts = writer.events, ["load", *(name for _, name in marks)], [0, *(at for at, _ in marks), len(log)]
     first, second, *others = (i for i, name in enumerate(names) if name == "forward")
-    left = _left(log[cuts[second] : cuts[second + 2]])
-    born = [storage for size, storage, _ in log[cuts[second] : cuts[second + 2]] if size > 0]
-    writer.places = {storage: Place(1, {}) for storage in born}
+    repeated = log[cuts[second] : cuts[second + 2]]
+    writer.places = {storage: (1, row) for row, (size, storage, _) in enumerate(repeated) if size > 0}
+    left = _left(repeated)
     kinds = [_kind(storage) for storage in left]
     for batch in (first, *others):
         same = [storage for storage in _left(log[cuts[batch] : cuts[batch + 2]]) if _kind(storage) in kinds]
         if [*map(_kind, same)] != kinds:
             raise NotRegular("a micro-batch leaves other tensors than the next one frees")
-        counterparts = [writer.places[storage].alive for storage in left]
-        writer.places |= {s: Place(0, alive) for s, alive in zip(same, counterparts, strict=True)}
+        writer.places |= {s: (0, writer.places[like][1]) for s, like in zip(same, left, strict=True)}
 
     def write(phase: int, at: int, shift: int) -> None:
-        marked.append((len(writer.log), names[phase]))
-        writer.write(cuts[phase], cuts[phase + 1], at, shift)
+        marked.append((writer.length, names[phase]))
+        writer.write(cuts[phase], cuts[phase + 1], at, [shift])
 
     for phase in range(len(names)):
         if phase not in (second, second + 1):
@@ -184,7 +195,7 @@ def repeat(log: Events, marks: Marks, count: int) -> tuple[Events, Marks]:
             for shift in range(count - 1):
                 write(second, 1, shift)
                 write(second + 1, 1, shift)
-    return writer.log, marked[1:]
+    return writer.longer(lambda name, groups: name)[0], marked[1:]
 
 
 def _left(events: Events) -> list[Storage]:

@@ -75,12 +75,8 @@ class Repetition:
 
 @lru_cache(maxsize=64)
 def find(shape: "Shape", frees_late: bool = False, may_be_alike: bool = True) -> Repetition:
-    """How the layers of `shape` repeat. Raises NotRegular where no shallow model can stand for the deep one.
-
-    Args:
-        frees_late: as FSDP does: a group more keeps the last layer's events apart.
-        may_be_alike: whether layers that are all alike may make the fewest groups.
-    """
+    """How the layers of `shape` repeat. Where they are freed late, as by FSDP, a group more keeps the last one's events
+    apart. Raises NotRegular where no shallow model can stand for the deep one."""
     depth = shape.num_layers
     if shape.num_decoder_layers not in (0, depth):
         raise NotRegular("encoder and decoder are not of one depth")

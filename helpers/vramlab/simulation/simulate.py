@@ -23,7 +23,7 @@ from ..recipe.recipe import Loop, Recipe, as_recipe
 from ..report.errors import RecipeError, VramLabError, needing
 from ..report.report import MiB, Report
 from ..tracking.fake_tracker import FakeTracker
-from ..tracking.history import History, to_report
+from ..tracking.history import History, Log, to_report
 from ..tracking.tracked import run_tracked
 from ..tracking.tracker import ON_HOST, Tracker
 from ..training import training as tr
@@ -144,7 +144,7 @@ def _is_abridged(recipe: Recipe) -> bool:
     return recipe.gradient_accumulation_steps > 1 and not (recipe.sharding or recipe.activation_offloading)
 
 
-def may_be_deepened(recipe: Recipe, target: str) -> bool:
+def may_be_deeper(recipe: Recipe, target: str) -> bool:
     """Whether a shallow run could say what `recipe` takes, and take less time."""
     if target == "cpu" and recipe.shape.config.get("sliding_window"):
         return False  # a sliding cache makes a scalar a layer before the layers run; on CUDA it is the host's
@@ -169,15 +169,15 @@ def _is_written_down(recipe: Recipe) -> bool:
 
 def _lengthened(recipe: Recipe, target: str, card: Gpu | None, steps: int, may_be_alike: bool) -> History:
     """The history of a run of few layers and micro-batches, made longer where that is the lesser work. Raises NotRegular."""
-    is_checked, layers = not _is_written_down(recipe), None
-    if may_be_deepened(recipe, target):
+    layers = None
+    if may_be_deeper(recipe, target):
         layers = find(recipe.shape, bool(recipe.sharding), may_be_alike)
-    if layers is None or layers.depth <= layers.shallow * (1 + is_checked):
+    if layers is None or layers.depth <= layers.shallow * (2 - _is_written_down(recipe)):
         tracker = _run(recipe, target, card, steps)
         log, marks = tracker.log, tracker.marks
     else:
         try:
-            tracker, log, marks = _deepened(recipe, target, card, steps, layers, is_checked)
+            tracker, log, marks = _deeper(recipe, target, card, steps, layers)
         except NotRegular:
             if layers.middle == 2:
                 raise
@@ -187,9 +187,7 @@ def _lengthened(recipe: Recipe, target: str, card: Gpu | None, steps: int, may_b
     return History(log, marks, target == "cuda", card, tracker.notes)
 
 
-def _deepened(
-    recipe: Recipe, target: str, card: Gpu | None, steps: int, layers: Repetition, is_checked: bool
-) -> tuple[Tracker, list, list]:
+def _deeper(recipe: Recipe, target: str, card: Gpu | None, steps: int, layers: Repetition) -> tuple[Tracker, Log, list]:
     """The tracker of a shallow run, and its log and marks deepened. Raises NotRegular."""
 
     def run(extra: int, steps: int) -> Tracker:
@@ -197,7 +195,7 @@ def _deepened(
         return _run(recipe.replace(model=config, num_layers=None, task=recipe.shape.task), target, card, steps)
 
     tracker = run(0, steps)
-    if is_checked:  # one group more than needed, deepened and run
+    if not _is_written_down(recipe):  # one group more than needed, deepened and run
         ran = run(1, 1)
         tried, ran = (h.moments() for h in (History(*deepen(tracker, layers, 1)), History(ran.log, ran.marks)))
         if tried[: len(ran) - 1] != ran[:-1]:  # all of a step but what follows it

@@ -1,7 +1,7 @@
 """A tracker's log, replayed: bytes by category after every event, peaks, phases, the timeline; and its report."""
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from functools import cached_property
 from typing import Any
 
@@ -18,6 +18,40 @@ ATTRIBUTED = tuple(name for name in CATEGORIES if name != "unexplained")  # cate
 INDEX = {name: i for i, name in enumerate(ATTRIBUTED)}
 
 
+class Log:
+    """A tracker's events in an `order` in which one may come for several groups of layers.
+
+    `keys` numbers the storages of all groups, `shifts` says for how many groups further up an event comes, and `renamed`
+    gives the name of a storage's module there.
+    """
+
+    def __init__(self, events: list, order=None, keys=None, shifts=None, renamed: Callable | None = None):
+        self.events, self.renamed = events, renamed
+        if order is None:
+            numbers: dict[Storage, int] = {}
+            keys = np.array([numbers.setdefault(storage, len(numbers)) for _, storage, _ in events], int)
+            order, shifts = np.arange(len(events)), np.zeros(len(events), int)
+        self.order, self.keys, self.shifts = order, keys, shifts
+        columns = np.array([(size, s.asked, s.stream) for size, s, _ in events], np.int64).reshape(-1, 3)
+        self.sizes, self.asked, self.streams = columns[order].T.copy()
+
+    def storage(self, at: int) -> Storage:
+        """The storage of an event, with its own module's name."""
+        storage = self.events[self.order[at]][1]
+        return storage.copy(self.renamed(storage.where, int(self.shifts[at]))) if self.renamed else storage
+
+    def __len__(self) -> int:
+        return len(self.order)
+
+    def __iter__(self) -> Iterator[tuple[int, Storage, str]]:
+        alive: dict[int, Storage] = {}
+        for at, (event, key) in enumerate(zip(self.order.tolist(), self.keys.tolist(), strict=True)):
+            size, _, op = self.events[event]
+            if size > 0:
+                alive[key] = self.storage(at)
+            yield size, alive[key], op
+
+
 class History:
     """A tracker's log and marks, replayed. Position p is the moment after the first p events.
 
@@ -27,15 +61,15 @@ class History:
         card: whose memory, besides CUDA's context, the allocator has; None: no limit.
     """
 
-    def __init__(self, log: list, marks: list, allocator: bool = False, card: Gpu | None = None, notes=()):
-        self.log, self.notes = list(log), list(notes)
+    def __init__(self, log: list | Log, marks: list, allocator: bool = False, card: Gpu | None = None, notes=()):
+        self.log, self.notes = log if isinstance(log, Log) else Log(list(log)), list(notes)
         room = card.total - card.context_interval.value if card else None
-        columns = np.array([(n, id(s), s.stream, s.asked) for n, s, _ in self.log], dtype=np.int64).reshape(-1, 4)
-        sizes, keys, streams, asked = columns.T.copy()
-        self.replayed = replay(sizes, keys, streams, room) if allocator else None
-        self.requested = int((np.sign(sizes) * asked).cumsum().max(initial=0))
-        deltas = np.zeros((len(self.log) + 1, len(ATTRIBUTED)), dtype=np.int64)
-        deltas[range(1, len(deltas)), [INDEX[s.category or "temporaries"] for _, s, _ in self.log]] = sizes
+        log = self.log
+        self.replayed = replay(log.sizes, log.keys, log.streams, room) if allocator else None
+        self.requested = int((np.sign(log.sizes) * log.asked).cumsum().max(initial=0))
+        deltas = np.zeros((len(log) + 1, len(ATTRIBUTED)), dtype=np.int64)
+        columns = np.array([INDEX[storage.category or "temporaries"] for _, storage, _ in log.events], int)
+        deltas[np.arange(1, len(deltas)), columns[log.order]] = log.sizes
         self.splits = deltas.cumsum(axis=0)  # (events + 1, categories): bytes alive at each position
         if self.replayed:
             self.splits[:, INDEX["workspace"]] += self.replayed.internal_fragmentation
@@ -75,17 +109,17 @@ class History:
 
     def largest(self, position: int, count: int = 24) -> list[TensorGroup]:
         """The largest groups of equal storages alive at `position`."""
-        alive: dict[Storage, None] = {}  # in the order of their births
-        for size, storage, _ in self.log[:position]:
-            if size > 0:
-                alive[storage] = None
-            else:
-                alive.pop(storage, None)
-        groups: dict[tuple, list[Storage]] = {}
-        for s in alive:
-            groups.setdefault((s.size, s.category or "temporaries", s.shape, s.dtype, s.op), []).append(s)
-        ranked = sorted(groups.items(), key=lambda item: (-item[0][0] * len(item[1]), str(item[0])))
-        return [TensorGroup(*key, where=found[0].where, count=len(found)) for key, found in ranked[:count]]
+        log, groups = self.log, {}
+        last = np.full(log.keys.max(initial=0) + 1, -1)  # event of each storage
+        last[log.keys[:position]] = np.arange(position)
+        alive = np.sort(last[last >= 0])
+        alive = alive[log.sizes[alive] > 0]  # in the order of their births
+        for event, at, times in zip(*np.unique(log.order[alive], return_index=True, return_counts=True), strict=True):
+            s = log.events[event][1]
+            group = groups.setdefault((s.size, s.category or "temporaries", s.shape, s.dtype, s.op), [len(alive), 0])
+            group[:] = min(group[0], at), group[1] + int(times)
+        ranked = sorted(groups.items(), key=lambda item: (-item[0][0] * item[1][1], str(item[0])))[:count]
+        return [TensorGroup(*key, log.storage(alive[at]).where, times) for key, (at, times) in ranked]
 
     def timeline(self, points: int = 400) -> list[Moment]:
         """The last step in about `points` moments: every high and low that shows at that resolution."""
@@ -150,7 +184,7 @@ def _failure(history: History) -> str:
     error = history.replayed.failed
     begun = [name for name, start, _ in history.stretches if start <= error.event]
     step = 1 + begun[:-1].count("between_steps")
-    asked, free = history.log[error.event][1].asked, error.limit - error.reserved
+    asked, free = history.log.storage(error.event).asked, error.limit - error.reserved
     sizes = (asked, free, error.limit, error.allocated, error.reserved - error.allocated)
     asked, free, limit, allocated, cached = (report.format_bytes(n, report.unit_for(n), 2) for n in sizes)
     return (
