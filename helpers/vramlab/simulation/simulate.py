@@ -144,7 +144,7 @@ def _is_abridged(recipe: Recipe) -> bool:
     return recipe.gradient_accumulation_steps > 1 and not (recipe.sharding or recipe.activation_offloading)
 
 
-def may_be_deeper(recipe: Recipe, target: str) -> bool:
+def may_be_deepened(recipe: Recipe, target: str) -> bool:
     """Whether a shallow run could say what `recipe` takes, and take less time."""
     if target == "cpu" and recipe.shape.config.get("sliding_window"):
         return False  # a sliding cache makes a scalar a layer before the layers run; on CUDA it is the host's
@@ -170,7 +170,7 @@ def _is_written_down(recipe: Recipe) -> bool:
 def _lengthened(recipe: Recipe, target: str, card: Gpu | None, steps: int, may_be_alike: bool) -> History:
     """The history of a run of few layers and micro-batches, made longer where that is the lesser work. Raises NotRegular."""
     layers = None
-    if may_be_deeper(recipe, target):
+    if may_be_deepened(recipe, target):
         layers = find(recipe.shape, bool(recipe.sharding), may_be_alike)
     if layers is None or layers.depth <= layers.shallow * (2 - _is_written_down(recipe)):
         tracker = _run(recipe, target, card, steps)
