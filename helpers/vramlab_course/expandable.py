@@ -7,7 +7,6 @@ on. `empty_cache` unmaps every page that lies wholly in a free block.
 """
 
 from bisect import bisect_left
-from dataclasses import dataclass
 
 from vramlab.hardware.allocator import ADDRESSES, Allocator, Pool
 from vramlab.hardware.overhead import LARGE_SEGMENT, SMALL_SEGMENT
@@ -87,7 +86,6 @@ class ExpandablePool(Pool):
         return start, self.remove(start)
 
 
-@dataclass
 class ExpandableAllocator(Allocator):
     """The allocator with expandable segments. `mallocs` and `given_back` count ranges of pages mapped and unmapped."""
 

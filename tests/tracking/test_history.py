@@ -1,8 +1,9 @@
 """What a log is replayed to: bytes by category at every moment, phases, peaks, the timeline."""
 
+import numpy as np
 import pytest
 from vramlab.report.report import Bytes, MiB, Phase
-from vramlab.tracking.history import History, merge
+from vramlab.tracking.history import History, Log, merge
 from vramlab.tracking.tracker import Storage
 
 
@@ -74,6 +75,22 @@ def test_a_micro_batch_has_its_phases_merged():
     low, high = Bytes(activations=1), Bytes(activations=5)
     phases = merge([("forward", high, low), ("backward", low, low), ("forward", low, high)])
     assert phases["forward"] == Phase(peak=high, end=high)
+
+
+def test_largest_counts_every_birth_that_no_free_follows():
+    """A micro-batch's storages have the same numbers in each step, and a module may keep what it made."""
+    events = [(700, PASSING, "mm"), (-700, PASSING, "free")]
+    order = np.array([0, 1, 0, 0, 1, 0, 0])
+    keys, shifts = np.array([0, 0, 0, 1, 1, 2, 0]), np.array([0, 0, 0, 1, 1, 2, 0])
+    history = History(Log(events, order, keys, shifts, lambda name, groups: f"layer {groups}"), [])
+    assert [[(g.count, g.where) for g in history.largest(at)] for at in (1, 2, 3, 4, 5, 7)] == [
+        [(1, "layer 0")],
+        [],
+        [(1, "layer 0")],
+        [(2, "layer 0")],
+        [(1, "layer 0")],
+        [(3, "layer 0")],
+    ]
 
 
 def test_largest_counts_equal_tensors_together_and_ranks_by_their_sum():

@@ -22,7 +22,7 @@ from ..report.errors import VramLabError
 from ..report.report import format_bytes
 from .overhead import LARGE_SEGMENT, SMALL_BLOCK, SMALL_SEGMENT, UNIT, segment
 
-ADDRESSES = LARGE_SEGMENT << 30  # of a pool: more than any card's memory, and whole segments of both kinds
+ADDRESSES = LARGE_SEGMENT << 30  # of a pool: more than any card has, in whole segments of both kinds
 Block = namedtuple("Block", "address size pool")  # what `malloc` returns, in bytes
 
 
@@ -127,7 +127,7 @@ class Allocator:
     def pool(self, number: int) -> Pool:
         """Return the pool for small requests (odd `number`) or large ones on stream `number // 2`."""
         if number not in self.pools:
-            self.pools[number] = self.kind(number, weakref.proxy(self))
+            self.pools[number] = self.kind(number, weakref.proxy(self))  # no cycle: simulate runs without the collector
         return self.pools[number]
 
     def malloc(self, size: int, stream: int = 0) -> Block:
@@ -173,9 +173,9 @@ class Replayed:
 
 
 def replay(sizes: np.ndarray, keys: np.ndarray, streams: np.ndarray, limit: int | None = None) -> Replayed:
-    """Run a log: of each event +bytes or -bytes (multiples of 512), the number of its storage, which may be born again after
-    its free, and the index of its stream. Where `limit`, the card's bytes for segments, does not suffice, `failed` says
-    where, and the rest is the replay without a limit."""
+    """Run a log: of each event +bytes at a birth or -bytes at its free (multiples of 512; each free has a birth before it),
+    the number of its storage, which may be used again then, and its stream's index. Where `limit`, the card's bytes for
+    segments, does not suffice, `failed` says where, and the rest is the replay without a limit."""
     allocator, births = Allocator(limit=limit), sizes > 0
     pools = np.array([allocator.pool(number) for number in range(2 * streams.max(initial=0) + 2)], dtype=object)
     pools = pools[2 * streams + (abs(sizes) <= SMALL_BLOCK)]

@@ -124,7 +124,7 @@ class Candidate:
     def simulation(self) -> Report | None:
         """The simulation, in which two micro-batches stand for any more; None for what has none here."""
         recipe = self.recipe
-        with contextlib.suppress(VramLabError, ImportError):
+        with contextlib.suppress(VramLabError, ModuleNotFoundError):
             from ..simulation.simulate import may_be_deepened, simulate
 
             if may_be_deepened(recipe, "cuda") or recipe.shape.num_layers <= DEEPEST:
@@ -197,7 +197,7 @@ def confirm(candidates: list[Candidate]) -> None:
     forks = sys.platform == "linux" and "torch" not in sys.modules and threading.active_count() == 1
     workers = min(len(candidates), os.cpu_count() or 1)
     reports = [None] * len(candidates)
-    with contextlib.suppress(VramLabError, ImportError):
+    with contextlib.suppress(VramLabError, ModuleNotFoundError):
         build(candidates[0].recipe.shape)  # loads the libraries once for all
         if forks and workers > 1:  # had torch been used, a forked process could wait for its threads
             fork, quiet = multiprocessing.get_context("fork"), (signal.SIGINT, signal.SIG_IGN)

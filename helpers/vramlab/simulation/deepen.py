@@ -18,25 +18,27 @@ from .repetition import NotRegular, Repetition
 
 Events = list[tuple[int, Storage, str]]
 Marks = list[tuple[int, str]]
-OUTSIDE = -9  # the group of what no layer makes
+OUTSIDE = -9  # the group of what no layer makes: no group's neighbour
 Walk = list[tuple[int, int, int]]  # (group, first event, one past the last), in the log's order
-# Up or down over the groups. A group's events begin where it first occurs; later ones are its neighbours' business.
+# A walk up or down, by the number of groups and the middle one. A group's stretch begins with its first event; what it
+# does later is in a neighbour's stretch.
 WALKS = {
-    3: re.compile("(0*)(1[01]*)(2[12]*)?|(2*)(1[12]*)(0[01]*)?"),
-    4: re.compile("(0*)(1[01]*)(2[12]*)(3[23]*)?|(3*)(2+)(1[12]*)(0[01]*)?"),
-    5: re.compile("(0*)(1+)(2[12]*)(3[23]*)(4[34]*)?|(4*)(3+)(2[23]*)(1[12]*)(0[01]*)?"),
+    (3, 1): re.compile("(0+)(1[01]*)(2[12]*)?|(2+)(1[12]*)(0[01]*)?"),
+    (4, 1): re.compile("(0+)(1[01]*)(2[12]*)(3[23]*)?|(3*)(2+)(1[12]*)(0[01]*)?"),
+    (4, 2): re.compile("(0*)(1+)(2[12]*)(3[23]*)?|(3*)(2+)(1[12]*)(0[01]*)?"),
+    (5, 2): re.compile("(0*)(1+)(2[12]*)(3[23]*)(4[34]*)?|(4*)(3+)(2[23]*)(1[12]*)(0[01]*)?"),
 }
 
 
 class Writer:
     """Writes events into a longer log, in which the group `middle` comes `more` times more. `places`: the group that makes
-    a storage, and a number that it has in common with its counterparts of other groups."""
+    a storage, and its row, a number that its counterparts of other groups share."""
 
     def __init__(self, events: Events, middle: int, more: int):
         self.events, self.middle, self.more = list(events), middle, more
         self.places: dict[Storage, tuple[int, int]] = {}
-        self.written: list[tuple[int, int, int | None, Iterable[int]]] = []
-        self.span = more - 2 * OUTSIDE  # more than there are groups
+        self.written: list[tuple[int, int, int | None, Sequence[int]]] = []
+        self.span = more - 2 * OUTSIDE  # so that keys of two rows differ
         self.length = 0
 
     def write(self, first: int, end: int, at: int | None = None, shifts: Sequence[int] = (0,)) -> None:
@@ -47,7 +49,7 @@ class Writer:
     def longer(self, renamed: Callable[[str, int], str]) -> tuple[Log, np.ndarray]:
         """The log of all that was written, and the keys of what is not freed there: row × `span` + group. `renamed` gives
         a module's name so many groups further up."""
-        numbered = enumerate(self.events, len(self.events) + 1)
+        numbered = enumerate(self.events, len(self.events))
         places = {storage: (OUTSIDE, i) for i, (_, storage, _) in numbered} | self.places
         group, row = np.array([places[storage] for _, storage, _ in self.events]).T
         own = np.where(group > self.middle, group + self.more, group)
@@ -78,10 +80,10 @@ def deepen(tracker: Tracker, repetition: Repetition, more: int) -> tuple[Log, Ma
     return _Deepener(tracker, repetition, more).deepened()
 
 
-def find_walks(slots: Iterable[tuple[int, int, int | None]], groups: int) -> Iterator[Walk]:
+def find_walks(slots: Iterable[tuple[int, int, int | None]], groups: int, middle: int) -> Iterator[Walk]:
     """The complete walks over `groups` in a sequence of (first event, one past the last, group)."""
     slots = [slot for slot in slots if slot[2] is not None]
-    for found in WALKS[groups].finditer("".join(str(group) for *_, group in slots)):
+    for found in WALKS[groups, middle].finditer("".join(str(group) for *_, group in slots)):
         starts = [found.start(part) for part in range(1, 2 * groups + 1) if found[part]]
         cuts = pairwise([*(slots[start][0] for start in starts), slots[found.end() - 1][1]])
         yield [(slots[start][2], *cut) for start, cut in zip(starts, cuts, strict=True)]
@@ -91,7 +93,7 @@ class _Deepener(Writer):
     def __init__(self, tracker: Tracker, repetition: Repetition, more: int):
         super().__init__(tracker.log, repetition.middle, more)
         self.marks, self.unit, self.groups = tracker.marks, tracker.round_to, repetition.groups
-        self.group, self.renamed = cache(repetition.group), repetition.renumbered
+        self.group, self.renamed = cache(repetition.group), cache(repetition.renumbered)
         self.walks: list[Walk] = []
         phases = [(0, "load"), *self.marks, (len(self.events), "")]
         calls = groupby(tracker.calls, key=lambda call: call[3])
@@ -106,20 +108,20 @@ class _Deepener(Writer):
         cuts = pairwise([start, *(position for position, _ in calls), end])
         groups = [None, *(self.group(where) for _, where in calls)]
         slots = [(*cut, group) for cut, group in zip(cuts, groups, strict=True)]
-        walks = list(find_walks(slots, self.groups))
+        walks = list(find_walks(slots, self.groups, self.middle))
         for walk in walks:
             self._add(walk)
         for first, stop, _ in slots:
             if not any(walk[0][1] <= first and stop <= walk[-1][2] for walk in walks):
                 for _, run in groupby(enumerate(self.events[first:stop], first), key=lambda event: event[1][0] > 0):
                     of = ((i, i + 1, self.places.get(s, [self.group(s.where)])[0]) for i, (_, s, _) in run)
-                    for walk in find_walks(of, self.groups):
+                    for walk in find_walks(of, self.groups, self.middle):
                         self._add(walk)
 
     def _add(self, walk: Walk) -> None:
-        """Note the places of what is born in `walk`: counterparts have one index within their groups."""
+        """Note the places of what is born in `walk`, but cuBLAS's workspace: counterparts have one index in their groups."""
         self.walks.append(walk)
-        born = {group: [s for size, s, _ in self.events[a:b] if size > 0] for group, a, b in walk}
+        born = {group: [s for size, s, _ in self.events[a:b] if size > 0 and s.op != "cublas"] for group, a, b in walk}
         alike = {*range(1, self.groups - 1), *([walk[0][0]] if self.middle == 1 else ())}
         sizes = [[storage.asked for storage in born.get(group, ())] for group in alike]
         if any(size != sizes[0] for size in sizes):
@@ -154,7 +156,7 @@ class _Deepener(Writer):
             self.write(position, start)
             for group, first, position in walk or ():
                 shifts = range(self.more + 1) if group == self.middle else [0 if group < self.middle else self.more]
-                self.write(first, position, group, shifts if walk[0][0] < self.middle else shifts[::-1])
+                self.write(first, position, group, shifts if walk[0][0] < 2 else shifts[::-1])
         log, left = self.longer(self.renamed)
         rows, groups = np.divmod(left, self.span)
         between = (groups >= self.middle) & (groups <= self.middle + self.more)

@@ -28,7 +28,7 @@ class NotRegular(Exception):
 @dataclass(frozen=True)
 class Repetition:
     """A model's layers as `groups` (`deepen.py`): the `first` layers, periods of which number `middle` repeats, the `last`
-    layers. The first period only shows what a middle one finds before it: where all layers are alike, the first does."""
+    layers. A middle group needs one like it before it: group 1, or the first layer where all are alike."""
 
     lists: tuple[str, ...]  # names of the module lists that hold the layers
     depth: int
@@ -75,8 +75,8 @@ class Repetition:
 
 @lru_cache(maxsize=64)
 def find(shape: "Shape", frees_late: bool = False, may_be_alike: bool = True) -> Repetition:
-    """How the layers of `shape` repeat. Where they are freed late, as by FSDP, a group more keeps the last one's events
-    apart. Raises NotRegular where no shallow model can stand for the deep one."""
+    """How the layers of `shape` repeat. `frees_late`, as FSDP does: one group more, which keeps the last one's events apart.
+    `may_be_alike`: let the first layer stand for group 1 where all are of one kind. Raises NotRegular."""
     depth = shape.num_layers
     if shape.num_decoder_layers not in (0, depth):
         raise NotRegular("encoder and decoder are not of one depth")

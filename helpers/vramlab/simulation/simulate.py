@@ -131,7 +131,7 @@ def trace(recipe: Recipe, target: str = "cuda", card: Gpu | None = None, steps: 
     notes = []
     if not full:
         try:
-            # a fused loss leaves the first product of backward to the last layer
+            # with a fused loss the first product of backward is in the last layer, which then differs from the others
             return _lengthened(recipe, target, card, steps, may_be_alike=not recipe.use_liger_kernel)
         except NotRegular as error:
             notes.append(f"all {recipe.shape.num_layers} layers were run, none repeated: {error}")

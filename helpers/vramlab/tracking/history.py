@@ -19,11 +19,8 @@ INDEX = {name: i for i, name in enumerate(ATTRIBUTED)}
 
 
 class Log:
-    """A tracker's events in an `order` in which one may come for several groups of layers.
-
-    `keys` numbers the storages of all groups, `shifts` says for how many groups further up an event comes, and `renamed`
-    gives the name of a storage's module there.
-    """
+    """A tracker's events in an `order` that may repeat an event for other layers. `keys`: a number for each storage;
+    `shifts`: how many groups of layers further up an event is; `renamed` gives a module's name there."""
 
     def __init__(self, events: list, order=None, keys=None, shifts=None, renamed: Callable | None = None):
         self.events, self.renamed = events, renamed
@@ -36,7 +33,7 @@ class Log:
         self.sizes, self.asked, self.streams = columns[order].T.copy()
 
     def storage(self, at: int) -> Storage:
-        """The storage of an event, with its own module's name."""
+        """The storage of event `at`, with the name of the layer that it stands for."""
         storage = self.events[self.order[at]][1]
         return storage.copy(self.renamed(storage.where, int(self.shifts[at]))) if self.renamed else storage
 
@@ -110,10 +107,9 @@ class History:
     def largest(self, position: int, count: int = 24) -> list[TensorGroup]:
         """The largest groups of equal storages alive at `position`."""
         log, groups = self.log, {}
-        last = np.full(log.keys.max(initial=0) + 1, -1)  # event of each storage
-        last[log.keys[:position]] = np.arange(position)
-        alive = np.sort(last[last >= 0])
-        alive = alive[log.sizes[alive] > 0]  # in the order of their births
+        by_key = np.argsort(log.keys[:position], kind="stable")
+        is_birth = log.sizes[by_key] > 0
+        alive = np.sort(by_key[is_birth & np.append(is_birth[1:], True)])  # births that no free follows
         for event, at, times in zip(*np.unique(log.order[alive], return_index=True, return_counts=True), strict=True):
             s = log.events[event][1]
             group = groups.setdefault((s.size, s.category or "temporaries", s.shape, s.dtype, s.op), [len(alive), 0])
