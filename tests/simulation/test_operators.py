@@ -148,6 +148,7 @@ KNOWN = (
     *("nn_functional_one_hot", "nn_functional_max_unpool2d", "tensordot", "nn_functional_embedding_bag"),
     *("nn_functional_unfold", "nn_functional_fold", "nn_functional_soft_margin_loss", "nn_functional_group_norm"),
 )
+MASKED = {"__getitem__ 14", "index_put 1", "index_put 3"}  # samples by a mask of booleans, which fakes take as full
 
 
 @pytest.mark.slow
@@ -157,7 +158,7 @@ def test_every_operator_of_torchs_table(dtypes):
     ran = subprocess.run([sys.executable, script, "40", *dtypes], capture_output=True, text=True, check=True)
     found = json.loads(ran.stdout.splitlines()[-1])
     assert found["swept"] > 2000
-    assert [name for name in found["different"] if not name.startswith(KNOWN)] == []
+    assert {name for name in found["different"] if not name.startswith(KNOWN)} == MASKED
 
 
 # --- losses in a step -------------------------------------------------------------------------------------------------
