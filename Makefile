@@ -9,6 +9,7 @@ NBVAL ?= --nbval
 GATE ?= gate
 NOTEBOOKS ?=
 COLAB ?=
+FRESH ?=
 
 BIN := .venv/bin
 TOOLS := tests/tools
@@ -18,7 +19,7 @@ INSTALLED := .venv/.installed
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help course lab site test test-all gate notebooks format figure repo-url constraints try-colab try-cuda clean
+.PHONY: help course lab site test test-all gate notebooks format figure repo-url constraints try-colab try-cuda try-fresh clean
 
 help:
 	@echo 'make course      run every chapter on this machine, then look at build/course/index.html'
@@ -32,6 +33,7 @@ help:
 	@echo 'make figure      draw the pictures of the README and the cheat sheet again'
 	@echo 'make try-colab   install into an empty environment as Colab does, and run a chapter there'
 	@echo 'make try-cuda    run every notebook as on a T4, an RTX 4090 and two H100, without a GPU (Linux, CUDA build of torch)'
+	@echo 'make try-fresh   build the wheel and run it in an empty environment with the newest of everything (gigabytes)'
 	@echo 'make repo-url    write the repository address (URL=https://github.com/OWNER/NAME) into badges and set-up cells'
 	@echo 'make constraints write constraints.txt from what .venv holds'
 	@echo 'make clean       remove .venv, build/ and caches'
@@ -41,6 +43,7 @@ help:
 	@echo 'PIP_FLAGS=…      more flags for pip. On Linux without an NVIDIA GPU, save gigabytes with'
 	@echo '                 PIP_FLAGS="--extra-index-url ADDRESS", the address being that of the CPU wheel index of PyTorch'
 	@echo 'COLAB=…          for try-colab: "--prefix FOLDER", a Python with the versions of tests/tools/colab.txt, and "--card T4"'
+	@echo 'FRESH=…          for try-fresh: "--write" stores the versions that passed as the newest tested ones'
 	@echo 'SITE_URL=…       for site: where it will stand, with a slash at its end; pages then name themselves and a picture'
 	@echo 'CONSTRAINTS=…    another version set for pip; empty for the newest of everything'
 
@@ -107,6 +110,9 @@ constraints: $(INSTALLED)
 
 try-colab: $(INSTALLED)
 	@$(BIN)/python $(TOOLS)/try_colab.py $(COLAB) $(NOTEBOOKS)
+
+try-fresh: $(INSTALLED)
+	@$(BIN)/python $(TOOLS)/try_fresh.py --pip-flags='$(PIP_FLAGS)' $(FRESH)
 
 try-cuda: $(INSTALLED)
 	@$(BIN)/python $(TOOLS)/try_cuda.py $(NOTEBOOKS)

@@ -3,8 +3,10 @@
 The environment is that of a GitHub Action, with COMMAND besides: what writes reports into the folder REPORTS.
 """
 
+import html
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -13,6 +15,8 @@ import urllib.request
 from pathlib import Path
 
 from vramlab import Report, diff, format_bytes
+from vramlab.report.files import read_text
+from vramlab.report.text import markdown
 
 MARKER = "<!-- memory of training steps -->"  # by which an earlier comment is found, and replaced
 
@@ -23,7 +27,7 @@ def reports(command: str, checkout: str | Path) -> dict[str, Report]:
         environment = {**os.environ, "REPORTS": folder}
         environment.pop("GITHUB_TOKEN", None)  # the command is the pull request's
         subprocess.run(["bash", "-ec", command], cwd=checkout, env=environment, check=True)
-        return {path.stem: Report.from_json(path.read_text("utf-8")) for path in sorted(Path(folder).glob("*.json"))}
+        return {path.stem: Report.from_json(read_text(path)) for path in sorted(Path(folder).glob("*.json"))}
 
 
 def of_base(command: str, commit: str) -> dict[str, Report]:
@@ -56,9 +60,16 @@ def body(before: dict[str, Report], after: dict[str, Report]) -> str:
             more, share = found.differences("peak total")["B"]
             change = f"{more:+,} B ({share:+.2%})" if more else "0"
             moved = any(found.differences(row.name).get("B", (0,))[0] for row in found.rows if row.name != "phase")
-            details += [f"<details><summary>{name}</summary>\n\n```\n{found}\n```\n</details>"] if moved else []
-        lines.append(f"| {name} | {sizes[0]} | {sizes[1]} | {change} |")
+            details += [_folded(name, str(found))] if moved else []
+        lines.append(f"| {markdown(name)} | {sizes[0]} | {sizes[1]} | {change} |")
     return "\n".join([*lines, "", *details])
+
+
+def _folded(name: str, text: str) -> str:
+    """The text as it is, folded under its name; a fence longer than any in it, so that it cannot end there."""
+    longest = max(map(len, re.findall("`+", text)), default=0)
+    fence = "`" * max(longest + 1, 3)
+    return f"<details><summary>{html.escape(name)}</summary>\n\n{fence}\n{text}\n{fence}\n</details>"
 
 
 def ask(method: str, path: str, content: dict | None = None):

@@ -3,8 +3,8 @@
     python benchmarks/records.py [EVERY]
 
 With EVERY, one record in so many. A line for each figure: what the allocator counted on the card, and how far off the
-witnesses are. The installed torch decides what cuBLAS's workspaces take, so run it with the records' own version, which is
-printed. Compiled steps are apart: simulate describes the eager one.
+witnesses are. Torch's version decides what cuBLAS's workspaces take, so each figure stands twice: by the rules of the
+torch that the record names, and by those of the installed one. Compiled steps are apart: simulate describes the eager one.
 """
 
 import contextlib
@@ -13,22 +13,24 @@ import sys
 from error_summary import summary
 from vramlab import Recipe, RecipeError, predict, simulate
 from vramlab.faces.measure import card_of
+from vramlab.hardware.overhead import rules_of
 from vramlab.measurement.records import load, measurements_folder
 from vramlab.report.report import Report, environment
 
 
-def errors(report: Report) -> dict[str, float]:
-    """What is compared to the relative error; without those that a witness refuses."""
+def errors(report: Report, torch: str) -> dict[str, float]:
+    """What is compared to the relative error by the rules of a version of torch; without those that a witness refuses."""
     recipe, card = Recipe(**report.recipe), card_of(report.environment)
-    said = simulate(recipe, gpu=card)
-    figures = {
-        "simulate, asked for": (said.requested, report.requested),
-        "simulate, allocated": (said.allocated, report.allocated),
-        "simulate, reserved": (said.reserved.value, report.reserved),
-        "simulate, the whole process": (said.process.value, report.process),
-    }
-    with contextlib.suppress(RecipeError):
-        figures["predict, allocated"] = (predict(recipe, gpu=card).peak.total, report.allocated)
+    with rules_of(torch):
+        said = simulate(recipe, gpu=card)
+        figures = {
+            "simulate, asked for": (said.requested, report.requested),
+            "simulate, allocated": (said.allocated, report.allocated),
+            "simulate, reserved": (said.reserved.value, report.reserved),
+            "simulate, the whole process": (said.process.value, report.process),
+        }
+        with contextlib.suppress(RecipeError):
+            figures["predict, allocated"] = (predict(recipe, gpu=card).peak.total, report.allocated)
     return {name: a / b - 1 for name, (a, b) in figures.items() if b}
 
 
@@ -36,14 +38,17 @@ def main(every: int = 1) -> None:
     for path in sorted(measurements_folder().glob("*.json")):
         reports = list(load(path).values())
         held = reports[0].environment
-        groups: dict[str, list[tuple[float, str]]] = {}
-        for report in [report for report in reports if report.status == "ok"][::every]:
-            kind = "compiled: " if report.recipe["torch_compile"] else ""
-            for name, error in errors(report).items():
-                groups.setdefault(kind + name, []).append((error, report.title))
-        print(f"{held['gpu']}, torch {held['torch']} ({environment()['torch']} here), driver {held['driver']}")
-        for name, found in groups.items():
-            print(f"  {name}: {summary(found)}")
+        print(f"{held['gpu']}, torch {held['torch']}, driver {held['driver']}")
+        measured = [report for report in reports if report.status == "ok"][::every]
+        for torch in dict.fromkeys((held["torch"], environment()["torch"])):
+            groups: dict[str, list[tuple[float, str]]] = {}
+            for report in measured:
+                kind = "compiled: " if report.recipe["torch_compile"] else ""
+                for name, error in errors(report, torch).items():
+                    groups.setdefault(kind + name, []).append((error, report.title))
+            print(f"  by the rules of torch {torch}")
+            for name, found in groups.items():
+                print(f"    {name}: {summary(found)}")
 
 
 if __name__ == "__main__":

@@ -8,11 +8,14 @@ Each tool is asked in its own terms, for the runs that it has an answer for, and
 `torch.cuda.max_memory_allocated()`; allowances for CUDA's context and fragmentation are left out where it names them.
 
 - predict, simulate (vramlab): as a user calls them, for the installed transformers; `published_runs.py` has `as_run`.
-- vramcalc: decoders with full or LoRA training, no quantized bases. 13 of the runs are its own, from its own loop.
-- fitcheck-llm: LoRA and 4-bit bases; no full training. Its constants are fitted to its own T4 runs, 71 of these.
-- In 42 runs the script or an older transformers differed (`as_run`), of which no tool is told; "plain" leaves them out.
-- accelerate estimate-memory: full training with Adam; weights, gradients and states, "for a batch size of 1".
-- DeepSpeed's estimate_zero2_model_states_mem_needs on one GPU without offloading: likewise states alone, mixed precision.
+- vramcalc: decoders with full or LoRA training, no quantized bases. 13 of the runs are its own, and set two constants.
+- fitcheck-llm: LoRA and 4-bit bases; no full training. 71 of the runs are its own: 49 set its allowance for context and
+  fragmentation, which is left out here, and 32 of those its copies of logits and scores, which are not.
+- accelerate estimate-memory: full training with Adam; weights, gradients and states, "for a batch size of 1". In bf16 it
+  describes mixed precision; for weights of 16 bits alone it has no answer.
+- DeepSpeed's estimate_zero2_model_states_mem_needs on one GPU without offloading: states alone, mixed precision alone.
+- In 42 runs the script or an older transformers differed (`as_run`), of which no tool is told; "plain" leaves them out,
+  "not fitted to" those that set the tool's own constants as well (`fitted_runs.py`).
 
 MemTracker (torch.distributed._tools) answers for real steps on fake tensors and takes a minute a run:
 `simulate_vs_memtracker.py`.
@@ -26,6 +29,7 @@ import fitcheck
 import vramcalc
 from accelerate.commands.estimate import estimate_training_usage
 from deepspeed.runtime.zero.stage_1_and_2 import estimate_zero2_model_states_mem_needs
+from fitted_runs import set_constants_of, stored
 from vramlab import predict, simulate
 from vramlab.report.report import MiB, text_table
 from vramlab_course.published import Run, runs
@@ -85,18 +89,18 @@ def by_fitcheck(run: Run) -> int | None:
 
 
 def by_accelerate(run: Run) -> int | None:
-    """The largest of its four figures for Adam."""
+    """The largest of its four figures for Adam; its 16-bit figures are those of mixed precision."""
     r = run.recipe
-    if r.lora:
+    dtype = {"fp32": "float32", "fp16-mixed": "float16", "bf16-mixed": "bfloat16"}.get(r.precision)
+    if r.lora or not dtype:
         return None
-    dtype = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}[r.precision.partition("-")[0]]
     return max(estimate_training_usage(4 * r.shape.num_parameters, dtype).values())
 
 
 def by_deepspeed(run: Run) -> int | None:
-    """Model states on one GPU."""
+    """Model states on one GPU: weights of 16 bits and their fp32 masters, which is mixed precision."""
     r = run.recipe
-    if r.lora:
+    if r.lora or not r.precision.endswith("mixed"):
         return None
     return int(estimate_zero2_model_states_mem_needs(r.shape.num_parameters, cpu_offload=False)[1])
 
@@ -111,21 +115,34 @@ TOOLS: dict[str, Callable[[Run], int | None]] = {
 
 
 def main(simulated: bool) -> None:
-    """Print a line for each tool: all runs that it answers; and those that ran plainly and are not its own."""
+    """Print a line for each tool: all runs that it answers, the plain ones, and of these those that it saw first here."""
     tools = dict(TOOLS)
     if simulated:
         tools["vramlab simulate"] = lambda run: simulate(run.recipe, gpu=run.gpu).peak.total
-    rows = [("tool", "runs", "mean", "median", "worst", "plain, of others", "mean", "median", "worst")]
+    three = ("mean", "median", "worst")
+    rows = [("tool", "runs", *three, "plain", *three, "not fitted to", *three)]
+    facts = stored()
     for tool, ask in tools.items():
-        asked = [(run, ask(run)) for run in runs()]
-        errors = [(run, abs(said / run.allocated - 1)) for run, said in asked if said is not None]
-        plain = [error for run, error in errors if run.source != tool and not run.as_run]
-        rows.append((tool, *figures([error for _, error in errors]), *figures(plain)))
+        found, plain, unseen = [], [], []
+        for run, fitted in zip(runs(), set_constants_of(tool, facts), strict=True):
+            said = ask(run)
+            if said is None:
+                continue
+            error = abs(said / run.allocated - 1)
+            found.append(error)
+            if run.as_run:
+                continue
+            plain.append(error)
+            if not fitted:
+                unseen.append(error)
+        rows.append((tool, *figures(found), *figures(plain), *figures(unseen)))
     print(text_table(rows))
 
 
 def figures(errors: list[float]) -> tuple[str, ...]:
     """How many there are, mean, median and worst."""
+    if not errors:
+        return "0", "", "", ""
     return str(len(errors)), *(f"{f(errors):.2%}" for f in (statistics.mean, statistics.median, max))
 
 

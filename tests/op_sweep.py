@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from vramlab.simulation.fakes import fake_world
 from vramlab.simulation.operators import keep_storage
 from vramlab.tracking.fake_tracker import FakeTracker
+from vramlab.tracking.tensors import tensors_in
 from vramlab.tracking.tracker import Tracker
 from vramlab.training.quiet import no_collection
 
@@ -27,6 +28,9 @@ from vramlab.training.quiet import no_collection
 def allocations(function: Callable, args: tuple, fake: bool, kwargs: dict | None = None) -> list[tuple[int, str, int]]:
     """Of each storage that `function(*args)` and its backward pass make: bytes, operator, bytes alive after its birth."""
     tracker = FakeTracker("cpu", keep_storage) if fake else Tracker("cpu")
+    tracker.claim_given(tensors_in([args, kwargs or {}]))
+    if isinstance(function, torch.nn.Module):
+        tracker.claim_given([*function.parameters(), *function.buffers()])
     with no_collection(before=False), tracker:
         tracker.begin("forward")
         made = function(*args, **(kwargs or {}))
@@ -37,6 +41,8 @@ def allocations(function: Callable, args: tuple, fake: bool, kwargs: dict | None
         del made, outputs
     alive, found = 0, []
     for size, storage, _ in tracker.finish().log:
+        if storage.op == "given":  # the arguments
+            continue
         alive += size
         if size > 0:
             found.append((size, storage.op, alive))

@@ -5,19 +5,28 @@ import io
 import json
 import os
 import runpy
+import socket
 import sys
+from collections import Counter
+from collections.abc import Sequence
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from vramlab.recipe.recipe import Recipe
+from vramlab.report.report import Report
+from vramlab.simulation.simulate import trace
+from vramlab.tracking.history import History, to_report
 
 STEPS = (3, 4)  # of the first run, and of the one that goes on from its checkpoint
+TRAINED = ("parameters", "gradients", "optimizer_states")  # whose dtype is what a precision means
+LEAST = 1024  # bytes of a dtype that is no matter of counters, flags and norms
 
 
-def run_script(folder: Path, *words: str, watched: int = 2) -> list[Any]:
-    """Run `train.py` of `folder` once for each of STEPS, each time on from the last checkpoint; the `watched` step."""
+def run_script(folder: Path, *words: str, watched: int = 2, steps: Sequence[int] = STEPS) -> list[Any]:
+    """Run `train.py` of `folder` once for each of `steps`, each time on from the last checkpoint; the `watched` step."""
     import torch
     from accelerate.state import AcceleratorState
     from torch.nn.parallel import DistributedDataParallel
@@ -33,10 +42,51 @@ def run_script(folder: Path, *words: str, watched: int = 2) -> list[Any]:
         for name in [name for name in os.environ if name.startswith(("ACCELERATE_", "FSDP_"))]:
             patch.delenv(name)  # what a Trainer before has left
         patch.chdir(folder)
-        for count in STEPS:
+        for count in steps:
             patch.setattr(sys, "argv", ["train.py", "--data", "train.jsonl", "--max-steps", str(count), *words])
             runpy.run_path(str(folder / "train.py"), run_name="__main__")
     return [each.report for each in seen]
+
+
+def simulated(recipe: Recipe, steps: int) -> Report:
+    """What `simulate` says of all layers on a CPU, with `dtypes` of it."""
+    history = trace(recipe, "cpu", None, steps, full=True)
+    report = to_report(history, "simulated", recipe, "cpu")
+    report.environment["dtypes"] = dtypes(history)
+    return report
+
+
+def dtypes(history: History) -> dict[str, dict[str, int]]:
+    """Bytes by category and dtype: "held" after the last step, and "made" in it."""
+    log, step = history.log, history.last_step
+    made = Counter()
+    for at in range(step[0][1], step[-1][2]):
+        if (size := int(log.sizes[at])) > 0:
+            storage = log.storage(at)
+            made[f"{storage.category or 'temporaries'} {storage.dtype}"] += size
+    held = Counter()
+    for group in history.largest(step[-1][2], count=sys.maxsize):
+        held[f"{group.category} {group.dtype}"] += group.size * group.count
+    return {"held": dict(held), "made": dict(made)}
+
+
+def differing_dtypes(ran: Report, said: Report) -> dict[str, Any]:
+    """Where a program and a simulation differ in what they hold of weights, gradients and states by dtype, and in the
+    dtypes of what they make."""
+    ours, theirs = ran.environment["dtypes"], said.environment["dtypes"]
+    found = {}
+    for name in ours["held"].keys() | theirs["held"].keys():
+        sizes = [each["held"].get(name, 0) for each in (ours, theirs)]
+        if name.startswith(TRAINED) and abs(sizes[0] - sizes[1]) > LEAST:
+            found[f"held {name}"] = sizes
+    for category in (*TRAINED, "activations"):
+        made = [
+            {name for name, n in each["made"].items() if name.startswith(category) and n > LEAST}
+            for each in (ours, theirs)
+        ]
+        if made[0] != made[1]:
+            found[f"made {category}"] = made
+    return found
 
 
 def _watch(step: int) -> Any:
@@ -45,6 +95,12 @@ def _watch(step: int) -> Any:
     from vramlab.faces.watch import watch
 
     class Kept(WatchCallback):
+        def on_step_end(self, *args: Any, **options: Any) -> None:
+            watched = self._entered
+            super().on_step_end(*args, **options)
+            if isinstance(watched, watch):
+                self.report.environment["dtypes"] = dtypes(watched.history)
+
         def _enter(self, watched: Any) -> None:
             super()._enter(watched)
             if not isinstance(watched, watch):
@@ -115,14 +171,27 @@ def preload(**unused: Any) -> None:
         getattr(transformers, name)
 
 
-def work(folder: str, watched: int) -> str:
+def work(folder: str, watched: int, steps: list[int]) -> str:
     """On a rank: the report of the first run as JSON."""
     import torch
+    from vramlab.training.engines.deepspeed import library
     from vramlab.training.process_group import one_gloo_thread
 
+    library()  # or DeepSpeed compiles its collectives
     torch.set_num_threads(1)
+    if "RANK" not in os.environ:  # a launcher of one rank leaves out what torchrun says
+        with socket.socket() as reserved:
+            reserved.bind(("127.0.0.1", 0))
+            port = str(reserved.getsockname()[1])
+        os.environ |= {
+            "RANK": "0",
+            "LOCAL_RANK": "0",
+            "WORLD_SIZE": "1",
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": port,
+        }
     with one_gloo_thread(), redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
-        seen = run_script(Path(folder), "--watch", watched=watched)
+        seen = run_script(Path(folder), "--watch", watched=watched, steps=steps)
         torch.distributed.barrier()
         gc.collect()  # destructors of tensors sent wait for Python, which waits for gloo's thread to end
         torch.distributed.destroy_process_group()

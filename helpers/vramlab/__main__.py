@@ -1,33 +1,74 @@
-"""The program `vramlab`, also `python -m vramlab`. Ctrl-C ends it quietly with status 130, while it loads too."""
+"""The program `vramlab`, also `python -m vramlab`. Ctrl-C ends it quietly with status 130, while it loads too.
+
+An output that cannot be written is a sentence and status 2; one that nobody reads any more, as of `| head`, is quiet.
+"""
 
 import atexit
 import contextlib
+import errno
 import os
 import sys
 from typing import NoReturn
+
+UNWRITABLE = (errno.ENOSPC, errno.EBADF, errno.EIO, errno.EFBIG, getattr(errno, "EDQUOT", errno.ENOSPC))
 
 
 def main() -> None:
     """Load and run the command line."""
     status = 0
     try:
+        _prepare_output()
+        if why := _refusal():
+            sys.exit(why)
         from .faces.cli import app
 
         app(prog_name="vramlab")
     except SystemExit as exiting:
-        status = int(exiting.code or 0)
+        status = exiting.code or 0
+        if isinstance(status, str):
+            print(status, file=sys.stderr)
+            status = 2
     except KeyboardInterrupt:
         print("Stopped.", file=sys.stderr)
         status = 130
+    except OSError as error:
+        if error.filename or error.errno not in UNWRITABLE:
+            raise
+        print(f"The output could not be written ({error.strerror}).", file=sys.stderr)
+        status = 2
     end(status)
+
+
+def _refusal() -> str:
+    """Return why nothing can run here, "" where it can."""
+    if sys.flags.optimize > 1:
+        return (
+            "python -OO strips docstrings, of which transformers makes its models' outputs: leave out -OO, or say -O."
+        )
+    try:
+        os.getcwd()
+    except OSError:
+        return "The working directory was removed, and torch does not load in one: change to another."
+    return ""
+
+
+def _prepare_output() -> None:
+    """Let an output whose encoding lacks a character have a plainer one. Raises OSError if standard output is closed."""
+    if sys.stdout is None:
+        raise OSError(errno.EBADF, "standard output is closed")
+    from .report.text import DEGRADE
+
+    for stream in filter(None, (sys.stdout, sys.stderr)):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors=DEGRADE)
 
 
 def end(status: int) -> NoReturn:
     """End the process without taking torch's modules apart, which takes a second or two."""
     atexit._run_exitfuncs()
-    with contextlib.suppress(BrokenPipeError):
-        sys.stdout.flush()
-        sys.stderr.flush()
+    for stream in filter(None, (sys.stdout, sys.stderr)):
+        with contextlib.suppress(OSError):  # said before, or nobody reads it
+            stream.flush()
     os._exit(status)
 
 

@@ -13,6 +13,8 @@ from torch.nn import functional as F
 from transformers import masking_utils
 from vramlab import LoRA, Quantization, Recipe, RecipeError, predict, simulate
 from vramlab.planning.search_space import notes_on
+from vramlab.planning.step_time import step_time
+from vramlab.report.report import GiB
 from vramlab_course.as_run import AS_RUN, as_it_ran, simulate_as_run
 from vramlab_course.published import Run, results, runs, scatter_error
 
@@ -21,6 +23,7 @@ STORED = results()["runs"]
 SOME = RUNS[::5]
 QUICK = [SOME[i] for i in (0, 12, 15)]  # one in 4 bits; of the others a tenth of a per cent is asked
 README = Path(__file__).resolve().parents[2] / "README.md"
+NOTEBOOK_00 = README.parent / "notebooks" / "00_know_your_machine.ipynb"
 
 
 def name(run: Run) -> str:
@@ -77,11 +80,44 @@ def test_an_older_transformers_as_it_ran_on_a_cpu(case, peaks):
     assert [note for note in report.notes if "transformers 4.57" in note]
 
 
+# Of real steps on a CPU under transformers 4.48.3, with re-entrant checkpointing: the step, forward and backward passes.
+SHIFTED = {
+    ("llama", False): (7_528_176, 7_528_176, 7_519_424),
+    ("llama", True): (7_093_368, 6_008_816, 6_636_160),
+}
+
+
+@pytest.mark.parametrize(("case", "peaks"), SHIFTED.items(), ids=lambda value: str(value))
+def test_the_loss_and_the_checkpoints_of_an_older_transformers_as_they_ran_on_a_cpu(case, peaks):
+    family, checkpointing = case
+    sizes = dict(batch_size=2, seq_len=48, num_layers=2)
+    recipe = Recipe(config(family), **sizes, loop="trainer", gradient_checkpointing=checkpointing)
+    report = simulate_as_run(recipe, "transformers 4.48", target="cpu")
+    second_copy = 2 * recipe.shape.rotary_dim  # of the rotary frequencies, which only transformers 5 has
+    found = (report.peak, report.phases["forward"].peak, report.phases["backward"].peak)
+    assert tuple(peak.total - second_copy for peak in found) == peaks
+    plain = simulate(recipe, target="cpu")
+    backward = plain.phases["backward"].peak.total
+    assert found[2].total > backward  # one copy of the logits more, and a layer's recomputation in a graph of its own
+
+
 @pytest.mark.parametrize(
     ("recipe", "as_run", "allowed"),
     [
-        (Recipe(config("llama"), seq_len=8), "transformers 4.30", "'repeated keys', 'transformers 4.56', "),
+        (
+            Recipe(config("llama"), seq_len=8),
+            "transformers 4.30",
+            "'transformers 4.48', 'repeated keys', 'transformers",
+        ),
         (Recipe(config("gpt2"), seq_len=8), "transformers 4.57", "gpt_neox, llama, mistral"),
+        (Recipe(config("qwen3"), seq_len=8), "transformers 4.48", "mistral, phi, qwen2, not for causal-lm of qwen3"),
+        (
+            Recipe(config("llama"), seq_len=8, attn_implementation="eager"),
+            "transformers 4.48",
+            "'sdpa', not for 'eager'",
+        ),
+        (Recipe(config("llama"), seq_len=8, trainer="sft"), "transformers 4.48", "leave trainer and Liger out"),
+        (Recipe(config("llama"), seq_len=8, loop="plain"), "transformers 4.48", "use_cache=False"),
         (Recipe(config("llama"), seq_len=8, task="sequence-classification"), "transformers 4.57", "causal-lm of"),
         (
             Recipe(config("llama"), seq_len=8, precision="bf16-true", attn_implementation="flash_attention_2"),
@@ -150,9 +186,26 @@ def test_errors_are_drawn_at_their_sizes_with_the_band(no_figure_stays):
 
 
 def test_what_four_bits_cost_on_the_card_that_chapter_08_names():
-    """Step times of runs that differ in NF4 only: 13 pairs, 1.35 to 2 times as long."""
+    """Step times of runs with and without NF4: 13 pairs, 1.35 to 2 times as long; all bases prepared, all in fp16-true."""
     timed = [run for run in RUNS if run.seconds and not run.as_run]
-    plain = {run.recipe: run.seconds for run in timed if not run.recipe.quantization}
-    four = [(run.recipe.replace(quantization=None), run.seconds) for run in timed if run.recipe.quantization]
-    ratios = [seconds / plain[recipe] for recipe, seconds in four if recipe in plain]
-    assert (len(ratios), round(min(ratios), 2), round(max(ratios), 2)) == (13, 1.35, 2.0)
+    plain = {run.recipe: run for run in timed if not run.recipe.quantization}
+    ratios, milder = [], 0
+    for run in timed:
+        other = plain.get(run.recipe.replace(quantization=None))
+        if not run.recipe.quantization or other is None:
+            continue
+        assert run.recipe.quantization.prepare and run.recipe.precision == "fp16-true"
+        estimates = [step_time(each.recipe, each.gpu).seconds for each in (run, other)]
+        ratios.append(run.seconds / other.seconds)
+        milder += estimates[0] / estimates[1] < ratios[-1]
+    assert (len(ratios), round(min(ratios), 2), round(max(ratios), 2), milder) == (13, 1.35, 2.0, 12)
+
+
+def test_one_shorter_text_gives_a_t4_the_kernel_that_shared_keys_lack():
+    """Chapters 00, 02 and 03 say so: with a mask transformers repeats the keys, and a kernel takes them."""
+    run = Recipe("qwen3-0.6b", 4, 512, "fp16-mixed", "adamw_torch_fused")
+    of_one_length, shorter = run, run.replace(lengths=(512, 512, 512, 500))
+    peaks = [predict(recipe, gpu="T4").peak.total / GiB for recipe in (of_one_length, shorter)]
+    assert peaks == pytest.approx([18.295, 15.947], abs=0.001)
+    text = NOTEBOOK_00.read_text(encoding="utf-8")
+    assert "the step takes 15.9 GiB, not 18.3" in text

@@ -11,6 +11,7 @@ from vramlab.faces import doctor as checks
 from vramlab.faces.doctor import MARKER, Check, Doctor, doctor, environment_stamp
 from vramlab.hardware import host
 from vramlab.hardware.nvml import Sensors
+from vramlab.report import versions
 from vramlab.report.report import GiB, MiB
 
 torch = pytest.importorskip("torch")
@@ -236,3 +237,17 @@ def test_stamp_loads_nothing_heavy():
     code = "import sys; from vramlab import environment_stamp; environment_stamp(); print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"
+
+
+def test_versions_outside_the_tested_range_are_named(monkeypatch):
+    """Newer ones, and those of extras that the course does without."""
+    installed = versions.installed
+    others = {"torch": "99.1.0", "deepspeed": "0.18.2"}
+    monkeypatch.setattr(versions, "installed", lambda name: others.get(name) or installed(name))
+    monkeypatch.setattr(checks, "installed", versions.installed)
+    found = run(checks.packages)
+    newest = versions.version_ranges()["torch"].newest
+    assert (found["torch"].status, found["torch"].value) == ("warn", "99.1.0")
+    assert found["torch"].advice.startswith(f"torch 99.1.0 is newer than {newest}, the newest tested: ")
+    assert found["deepspeed"].status == "warn" and "0.18.2 is older than 0.19.8" in found["deepspeed"].advice
+    assert found["transformers"].status == "ok" and Doctor(tuple(found.values())).ok

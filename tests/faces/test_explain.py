@@ -117,6 +117,22 @@ def test_the_command_takes_training_arguments(tmp_path):
     assert found.output.startswith(f"predicted: {recipe} · LoRA r=8\n")
 
 
+def test_arguments_of_trl_are_told_and_foreign_names_noted(tmp_path):
+    file = tmp_path / "args.json"
+    values = {"per_device_train_batch_size": 2, "max_length": 64, "packing": True, "foo": 3}
+    file.write_text(json.dumps(values))
+    note = "without foo: the arguments have no field of that name"
+    found = run("gpt2", str(file), "--num-layers", "2")
+    assert "64 tokens" in found.output and "SFTTrainer · packed" in found.output
+    assert found.output.endswith(f"\nnote: {note}\n")
+    assert json.loads(run("gpt2", str(file), "--json").output)["notes"] == [note]
+    file.write_text(json.dumps({"num_generations": 8, "per_device_train_batch_size": 2}))
+    found = run("gpt2", str(file))
+    assert found.exit_code == 2 and "GRPOConfig" in found.output and "only transformers' own" in found.output
+    file.write_text("[1]")
+    assert "must hold a JSON object" in run("gpt2", str(file)).output
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
@@ -132,19 +148,25 @@ def test_a_wrong_request_is_one_sentence(words, said):
 
 
 SCRIPT = """
+import argparse
 import torch
 from transformers import AutoModelForCausalLM, TrainingArguments, BitsAndBytesConfig
-from peft import LoraConfig
+from peft import LoraConfig, get_peft_model
+from transformers import AutoTokenizer, Trainer
 MODEL, ROWS = "gpt2", 4
 NAME = MODEL_OF_ELSEWHERE = "gpt2"
+parser = argparse.ArgumentParser()
 parser.add_argument("--steps", type=int, default=3)
+asked = parser.parse_args()
 base = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.bfloat16)
 model = AutoModelForCausalLM.from_pretrained(NAME, quantization_config=base, dtype=torch.bfloat16)
 adapters = LoraConfig(r=32, target_modules=["c_attn"])
 args = TrainingArguments("out", per_device_train_batch_size=2, bf16=True, learning_rate=rate(), optim=best(),
                          gradient_accumulation_steps=asked.steps)
-raise SystemExit("it was run")
+tokenizer = AutoTokenizer.from_pretrained(NAME)
 tokenizer("text", max_length=64)
+trainer = Trainer(get_peft_model(model, adapters), args)
+raise SystemExit("it was run")
 """
 
 
@@ -154,7 +176,10 @@ def test_a_script_is_read_without_running_it(tmp_path):
     found = run(str(path))
     recipe = "gpt2 · batch 2 · 64 tokens · bf16-mixed · adamw_torch_fused · accumulate ×3 · LoRA r=32 · nf4"
     assert f"predicted: {recipe}" in found.output
-    assert "only running finetune.py would tell: TrainingArguments(optim=…)\n" in found.output
+    note = "without line 15: `optim=best()`, whose value only running it would tell"
+    assert found.output.endswith(f"note: {note}\n")
+    assert json.loads(run(str(path), "--json").output)["notes"] == [note]
+    assert explain(path).notes == [note] and str(explain(path)) + "\n" == found.output
     assert "batch 8 · 16 tokens" in run("gpt2", str(path), "--batch-size", "8", "--seq-len", "16").output
     for said, other, field in (
         ("r=32", "init_lora_weights='pissa'", "init_lora_weights"),
@@ -165,7 +190,7 @@ def test_a_script_is_read_without_running_it(tmp_path):
     path.write_text("print(1")
     assert "must be a Python file" in run(str(path)).output
     path.write_text("print(1)")
-    assert "none of TrainingArguments" in run(str(path)).output
+    assert "none of Trainer, Seq2SeqTrainer" in run(str(path)).output
 
 
 def test_a_script_of_trl_says_how_its_model_is_loaded(tmp_path):

@@ -102,3 +102,19 @@ def test_reserved_is_inside_its_interval_nearly_always(pairs):
 def test_full_depth_is_within_three_percent(recipe):
     truth = simulated(recipe)
     assert abs(error(predict(recipe).peak.total, truth["peak"])) <= BOUND
+
+
+RECOMPUTED = [
+    Recipe("bert-base", batch_size=32, num_layers=3, gradient_checkpointing=True, trainer="reward"),
+    Recipe("gpt2", batch_size=16, num_layers=3, gradient_checkpointing=True, trainer="sft", precision="bf16-mixed"),
+    Recipe("gpt2", seq_len=32, num_layers=3, lora=LoRA(bias="all")),
+    Recipe("bert-base", seq_len=32, num_layers=3, lora=LoRA(bias="lora_only")),
+]
+
+
+@pytest.mark.parametrize("recipe", params(RECOMPUTED, RECOMPUTED[::2]), ids=str)
+def test_what_a_checkpoint_and_a_trained_bias_hold(recipe):
+    """What is recomputed goes before a bias's gradient is summed up; and "all" biases are those of norms too."""
+    predicted, truth = predict(recipe), simulated(recipe)
+    for name, size in truth["phases"].items():
+        assert abs(predicted.phases[name].peak.total - size) <= max(0.003 * size, UNSPLIT), name

@@ -11,8 +11,9 @@ from vramlab.hardware import gpu as gpu_module
 from vramlab.hardware import overhead
 from vramlab.hardware.gpu import Gpu, GpuError, current_device, find_gpu, gpu_names
 from vramlab.hardware.nvml import nvml_snapshot
-from vramlab.hardware.overhead import CONTEXT, cublas_workspace, torch_release
+from vramlab.hardware.overhead import CONTEXT, cublas_workspace, rules_of, torch_release
 from vramlab.recipe.recipe import PRECISIONS
+from vramlab.report import versions
 from vramlab.report.data import data_path
 from vramlab.report.errors import RecipeError
 from vramlab.report.report import GiB, MiB
@@ -158,9 +159,20 @@ def test_cublas_workspace(monkeypatch, capability, release, size):
     assert cublas_workspace(capability) == size
 
 
-def test_the_release_is_that_of_the_torch_that_is_here():
+def test_the_release_is_that_of_the_torch_that_is_here(monkeypatch):
     torch = pytest.importorskip("torch")
+    monkeypatch.setattr(overhead, "installed", versions.installed)
     assert list(torch_release()) == [int(part) for part in torch.__version__.split(".")[:2]]
+
+
+def test_a_records_own_torch_takes_the_place_of_the_one_that_is_here():
+    here = torch_release()
+    with rules_of("2.11.0+cu128"):
+        assert torch_release() == (2, 11) and cublas_workspace((10, 0)) == 8_519_680
+        with rules_of("2.12.1"):
+            assert torch_release() == (2, 12) and cublas_workspace((10, 0)) == 32 * MiB
+        assert torch_release() == (2, 11)
+    assert torch_release() == here
 
 
 def test_context_is_an_interval_with_the_cards_own_figure():

@@ -1,6 +1,7 @@
 """Records are written whole or not at all, name what is wrong with them, and are made from lists of recipes."""
 
 import dataclasses
+import datetime
 import errno
 import json
 import os
@@ -20,10 +21,10 @@ from tiny_models import config
 from vramlab import MeasurementError, Recipe, RecipeError, RecordError, Report, find_gpu, find_record
 from vramlab.hardware.gpu import Device
 from vramlab.measurement import records
-from vramlab.measurement.records import file_name, load, save, write_atomically
+from vramlab.measurement.records import file_name, load, save
 from vramlab.report.data import data_path
 
-H200 = {"gpu": "NVIDIA H200", "torch": "2.11.0+cu128", "transformers": "5.17.2", "date": "2026-02-01"}
+H200 = {"gpu": "NVIDIA H200", "torch": "2.11.0+cu128", "transformers": "5.17.2", "date": "2026-11-22"}
 H200_FILE = "nvidia-h200-torch2.11-transformers5.17.json"
 SMALL, OTHER, LARGE = (Recipe("gpt2", batch_size=n) for n in (1, 2, 4))
 
@@ -64,8 +65,8 @@ def test_what_is_saved_is_found(folder):
 def test_a_new_measurement_replaces_the_old_one_and_other_versions_stay():
     save(measured(allocated=1))
     save(measured(allocated=2))
-    save(measured(allocated=3, environment={**H200, "torch": "2.13.0", "date": "2026-03-01"}))
-    save(measured(allocated=4, environment={**H200, "gpu": "Tesla T4", "date": "2025-01-01"}))
+    save(measured(allocated=3, environment={**H200, "torch": "2.13.0", "date": "2026-11-23"}))
+    save(measured(allocated=4, environment={**H200, "gpu": "Tesla T4", "date": "2026-11-21"}))
     assert find_record(SMALL).allocated == 3, "the newest"
     assert find_record(SMALL, gpu="t4").allocated == 4
     with pytest.raises(RecordError, match="there is no recorded measurement of it on L4"):
@@ -168,11 +169,11 @@ def full(*_, **__):
     raise OSError(errno.ENOSPC, "No space left on device")
 
 
-@pytest.mark.parametrize("where", ["write_text", "replace"])
-def test_a_full_disk_leaves_the_old_file_and_one_message(folder, monkeypatch, where):
+@pytest.mark.parametrize(("place", "name"), [(os, "fsync"), (Path, "replace")], ids=["fsync", "replace"])
+def test_a_full_disk_leaves_the_old_file_and_one_message(folder, monkeypatch, place, name):
     save(measured(SMALL))
     before = contents(folder)
-    monkeypatch.setattr(Path, where, full)
+    monkeypatch.setattr(place, name, full)
     with pytest.raises(RecordError) as caught:
         save(measured(OTHER))
     monkeypatch.undo()
@@ -182,18 +183,6 @@ def test_a_full_disk_leaves_the_old_file_and_one_message(folder, monkeypatch, wh
 
 def keys(folder: Path) -> set[str]:
     return {key for path in folder.glob("*.json") for key in load(path)}
-
-
-def test_a_disk_that_fills_up_half_way(tmp_path):
-    """A real one: a device that is always full."""
-    if not os.access("/dev/full", os.W_OK):
-        pytest.skip("there is no /dev/full here")
-    target = tmp_path / "x.json"
-    target.write_text("old")
-    (tmp_path / f".x.json.{os.getpid()}.part").symlink_to("/dev/full")
-    with pytest.raises(RecordError, match=r"x\.json could not be written \(No space left on device\)"):
-        write_atomically(target, "new" * 100_000)
-    assert [path.name for path in tmp_path.iterdir()] == ["x.json"] and target.read_text() == "old"
 
 
 def test_an_interrupt_while_writing_loses_nothing(folder, monkeypatch):
@@ -218,6 +207,10 @@ BROKEN = [
     '{"reports": {"a": {}}}',
     '{"reports": {"a": [1]}}',
     "\x00",
+    '{"reports": {}, "reports": {}}',
+    '{"reports": {}, "more": {}}',
+    '{"reports": {"a": NaN}}',
+    '{"reports": {"a": 1e999}}',
 ]
 
 
@@ -231,12 +224,15 @@ def test_a_broken_file_is_named(folder, text):
     assert contents(folder) == {H200_FILE: text}, "it is not written over"
 
 
-def spoil(entry: dict, *path: str, value) -> dict:
+def spoil(entry: dict | list, *path: str | int, value) -> dict | list:
     """`entry` with the value at `path` changed."""
     name, *rest = path
+    if isinstance(entry, list):
+        return [spoil(each, *rest, value=value) if i == name else each for i, each in enumerate(entry)]
     return {**entry, name: spoil(entry[name], *rest, value=value) if rest else value}
 
 
+EMPTY = {"peak": {}, "end": {}}
 SPOILT = [
     (("peak",), "large", "Report field 'peak' is 'large', but it must be an object with names and values"),
     (("peak", "parameters"), "5", "'peak.parameters' is '5', but it must be a whole number"),
@@ -244,9 +240,23 @@ SPOILT = [
     (("peak", "total"), 5, "'peak.total' is 5, but it must be the sum of the categories"),
     (("phases", "step", "end"), None, "'phases.step.end' is None"),
     (("phases",), {"step": None}, "'phases.step' is None, but it must be an object"),
-    (("peak", "tensors"), 5, "peak has other fields than it must have: Bytes.__init__() got an unexpected"),
+    (("peak", "tensors"), 5, "Report field 'peak.tensors' is unknown: known there are parameters, gradients, "),
     (("environment",), None, "'environment' is None"),
-    (("speed",), {"median": float("nan"), "low": 1, "high": 1, "repeats": 1, "tokens_per_second": 1}, "speed.median"),
+    (("speed",), {"median": -1.0, "low": 1, "high": 1, "repeats": 1, "tokens_per_second": 1}, "'speed.median' is -1.0"),
+    (("speed",), {"median": 1.0}, "speed lacks low, high, repeats, tokens_per_second"),
+    (("peak", "inputs"), 2**64, "'peak.inputs' is 18446744073709551616, but it must be at least 0, and at most"),
+    (("notes",), ["x" * 30_000_000], "notes has a text of 30,000,000 characters, but 1,000 are the most"),
+    (("notes",), ["x"] * 31, "notes has 31 entries, but 30 are the most"),
+    (("notes",), ["\x1b]0;owned\x07"], "notes has the control character U+001B"),
+    (("largest", 0, "where"), "a\x9bb", "largest has the control character U+009B"),
+    (("phases",), {"ever": EMPTY}, "it has a phase 'ever', but phases are load, forward,"),
+    (("environment", "gpu"), "<b>T4", "environment's gpu is '<b>T4', which is none"),
+    (("environment", "driver"), "5 80", "environment's driver is '5 80', which is none"),
+    (("environment", "total_memory"), 10**15, "total_memory is 1000000000000000, but it must be from 1 to 17,"),
+    (("environment", "date"), "9999-99-99", "its date is '9999-99-99', but it must be a day from 2026-11-01 to this"),
+    (("environment", "date"), "9998-12-31", "its date is '9998-12-31'"),
+    (("environment", "date"), "2025-12-31", "its date is '2025-12-31'"),
+    (("environment", "date"), 5, "its date is 5"),
     (("status",), "fine", "'status' is 'fine', but it must be one of ok, oom, error"),
     (("source",), "simulated", "is a simulated report, but records are measured"),
     (("recipe",), None, "is the report of another recipe"),
@@ -254,7 +264,7 @@ SPOILT = [
 ]
 
 
-@pytest.mark.parametrize(("path", "value", "why"), SPOILT, ids=[".".join(path) for path, *_ in SPOILT])
+@pytest.mark.parametrize(("path", "value", "why"), SPOILT, ids=[".".join(map(str, path)) for path, *_ in SPOILT])
 def test_a_record_that_cannot_be_is_refused_in_one_sentence(folder, path, value, why):
     file = save(measured())
     entries = json.loads(file.read_text())["reports"]
@@ -265,6 +275,21 @@ def test_a_record_that_cannot_be_is_refused_in_one_sentence(folder, path, value,
             read()
         text = str(caught.value)
         assert why in text and SMALL.key in text and H200_FILE in text and "\n" not in text
+
+
+def test_a_clock_far_behind_reads_records_all_the_same(monkeypatch):
+    """And what it dates itself is refused before it spoils a file."""
+
+    class Behind(datetime.date):
+        @classmethod
+        def today(cls):
+            return cls(1970, 1, 1)
+
+    save(measured())
+    monkeypatch.setattr(records.datetime, "date", Behind)
+    assert find_record(SMALL).environment["date"] == H200["date"]
+    with pytest.raises(RecordError, match="what was measured cannot be recorded: its date is '1970-01-01'"):
+        save(measured(environment={**H200, "date": "1970-01-01"}))
 
 
 def test_a_run_that_failed_is_no_record(folder):

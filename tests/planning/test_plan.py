@@ -1,6 +1,7 @@
 """A plan's recipes really fit, nothing faster in the space does, and what it says can be pasted, stored and read."""
 
 import dataclasses
+import importlib
 import itertools
 import json
 import math
@@ -20,6 +21,7 @@ from vramlab.planning.question import Question, usable_memory
 from vramlab.planning.search import FASTER, NEAR, Search
 from vramlab.planning.search_space import families, held_bytes, method_of, micro_batches, with_micro_batch
 from vramlab.planning.step_time import _ratios, calibration, estimate
+from vramlab.recipe.shapes import catalogue
 from vramlab.report.errors import RecipeError
 from vramlab.report.report import TIERS, GiB, MiB, Report
 
@@ -482,3 +484,52 @@ def test_a_family_keeps_its_batch():
         assert recipe.batch_size == size and recipe.batch_size * recipe.gradient_accumulation_steps == 12
         assert recipe == family.replace(batch_size=size, gradient_accumulation_steps=12 // size)
         assert method_of(recipe) == "lora"
+
+
+@pytest.mark.parametrize("method", ["full", "lora", "qlora"])
+def test_deepspeeds_half_precision_has_one_name(method):
+    """Its programs keep fp32 copies under both, and at stage 3 only "-mixed" makes half-precision weights."""
+    ways = families(Question("qwen3-4b", "RTX 4090", 2, seq_len=64, global_batch=2, engines="deepspeed"), method)
+    assert {recipe.precision for recipe in ways} >= {"bf16-mixed"}
+    ways = families(Question("qwen3-4b", "RTX 4090", seq_len=64, global_batch=2, precisions="bf16-true"), method)
+    assert not [recipe for recipe in ways if recipe.sharding]
+    with pytest.raises(RecipeError, match="fp32 copies of such weights: take '-mixed'"):
+        Question("gpt2", "RTX 4090", 2, seq_len=64, engines="deepspeed", precisions=("bf16-true",))
+
+
+@pytest.mark.parametrize("model", ["gemma-2-2b", "gpt-oss-20b"])
+def test_a_model_without_sdpa_has_a_plan(model):
+    """A footnote asked what sdpa would take, of models that transformers has no sdpa for."""
+    asked = dict(method="lora", precisions="bf16-true", optims="adamw_torch", num_layers=2)
+    found = plan(model, "RTX 4090", seq_len=64, **asked, confirm=False)
+    assert found.best.recipe.attn_implementation == "eager"
+    assert not any("sdpa" in note for note in found.notes)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("card", ["T4", "RTX 4090", "H100"])
+@pytest.mark.parametrize("name", catalogue())
+def test_every_model_has_a_plan_or_a_sentence(name, card):
+    for method in ("full", "lora", "qlora"):
+        try:
+            found = plan(name, card, method=method, confirm=False)
+        except RecipeError as error:
+            assert error.field == "model" and "ask simulate" in str(error)  # no formula knows it
+        else:
+            assert found.choices or "Nothing fits." in str(found)
+
+
+def test_a_plan_that_could_not_simulate_says_so_first_and_why(monkeypatch):
+    def refuse(*args, **options):
+        raise RecipeError("model", "gpt2", "its training step does not run on fake tensors: a reason")
+
+    asked = {"seq_len": 64, "global_batch": 8}
+    assert plan("gpt2", "T4", method="lora", **asked).not_simulated == {}
+    monkeypatch.setattr(importlib.import_module("vramlab.simulation.simulate"), "simulate", refuse)
+    found = plan("gpt2", "T4", **asked)
+    first = str(found).partition("gpt2, 64 tokens")[0]
+    assert " ".join(first.split()).startswith("NOT SIMULATED (")
+    assert all(method in first for method in ("full", "lora", "qlora")) and "a reason" in first
+    name, reasons = next(iter(json.loads(found.to_json()).items()))
+    assert name == "not_simulated" and set(reasons) == {"full", "lora", "qlora"}
+    assert "NOT SIMULATED" not in str(plan("gpt2", "T4", confirm=False, **asked))

@@ -388,3 +388,14 @@ def test_defaults_of_transformers_are_readable():
     recipe = Recipe.from_training_arguments(TrainingArguments("out", use_cpu=True), "bert-large", seq_len=512)
     assert (recipe.batch_size, recipe.precision, recipe.optim) == (8, "fp32", "adamw_torch_fused")
     assert recipe.loop == Loop()
+
+
+@pytest.mark.parametrize("changes", [{"precision": "bf16-true"}, {"dtype": "bfloat16", "lora": LoRA(r=4)}], ids=str)
+def test_weights_that_zero_init_would_make_in_fp32_are_refused(changes):
+    """`deepspeed.zero.Init` reads the configuration's bf16 and fp16, and no dtype."""
+    third = Sharding(3, 2, "deepspeed")
+    with pytest.raises(RecipeError, match=r"makes fp32 of bfloat16 weights then: take 'bf16-mixed'"):
+        Recipe("gpt2", sharding=third, **changes).training_arguments()
+    arguments = Recipe("gpt2", sharding=third).training_arguments()
+    with pytest.raises(RecipeError, match=r"makes fp32 of bfloat16 weights then"):
+        Recipe.from_training_arguments(arguments, "gpt2", seq_len=64, sharding=third, **changes)

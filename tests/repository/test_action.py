@@ -2,6 +2,7 @@
 
 import json
 import os
+import runpy
 import subprocess
 import sys
 import threading
@@ -133,3 +134,15 @@ def test_the_action_runs_the_script_with_what_it_reads():
     assert step["run"] == 'python "$GITHUB_ACTION_PATH/comment.py"' and (ROOT / "action" / "comment.py").exists()
     assert step["env"] == {"COMMAND": "${{ inputs.command }}", "GITHUB_TOKEN": "${{ inputs.token }}"}
     assert action["inputs"].keys() == {"command", "token"}
+
+
+def test_nothing_of_a_report_is_markup_in_the_comment():
+    """The pull request writes them, and its comment is the repository's."""
+    comment = runpy.run_path(str(ROOT / "action" / "comment.py"))
+    old, new = (predict(Recipe("gpt2", batch_size=size)) for size in (1, 2))
+    new.title = "````\n<img src=x> @all \x1b[2J"
+    body = comment["body"]({"<b>a|b": old}, {"<b>a|b": new})
+    assert r"| \<b\>a\|b |" in body and "<summary>&lt;b&gt;a|b</summary>" in body and "\x1b" not in body
+    fences = [line for line in body.splitlines() if line == "`" * 5]
+    inside = body.split("`" * 5)[1]
+    assert len(fences) == 2 and "<img" in inside and body.count("<img") == inside.count("<img")

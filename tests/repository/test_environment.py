@@ -1,5 +1,6 @@
 """pyproject.toml, environment.yml and constraints.txt say the same, and CI runs what the README tells readers."""
 
+import json
 import os
 import re
 import subprocess
@@ -75,6 +76,15 @@ def test_floors_are_the_lowest_that_pyproject_admits():
     floors = pins.floors()
     assert "torch==2.11" in floors and "transformers==5.15" in floors
     assert len(floors) == len({canonicalize_name(requirement.name) for requirement in pins.direct()})
+
+
+def test_the_tested_range_that_the_wheel_carries_is_pyprojects_and_the_constraints():
+    """Written by `make try-fresh`: its newest versions may be newer than those of constraints.txt."""
+    carried = json.loads(pins.TESTED.read_text())
+    newest = {name: versions["newest"] for name, versions in carried.items()}
+    assert pins.tested(newest) == carried
+    assert all(Version(newest[name]) >= pin(name) for name in carried)
+    assert {"torch", "transformers", "peft", "trl", "deepspeed", "typer"} <= set(carried)
 
 
 def test_a_dependency_without_a_floor_is_refused():

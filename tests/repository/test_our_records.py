@@ -1,14 +1,19 @@
 """The project's own records of GPUs: in order, and what the witnesses say of them."""
 
+import statistics
+from collections import Counter
 from functools import cache
 
 import pytest
 import verify_record
 from vramlab import Recipe, RecipeError, predict, simulate
 from vramlab.faces.measure import card_of
+from vramlab.hardware.overhead import rules_of
 from vramlab.measurement.records import load
 from vramlab.report.data import data_path
-from vramlab.report.report import Report
+from vramlab.report.report import KiB, MiB, Report
+from vramlab_course.claims import judge, load_claims
+from vramlab_course.claims.ledger import UNDER
 
 FILES = sorted(data_path("measurements").glob("*.json"))
 # Without a bias no version of cuBLASLt matters (`simulate.make_tracker`), so the installed torch says what theirs held.
@@ -38,6 +43,43 @@ def test_simulate_says_every_byte_that_a_gpu_allocated_and_reserved(title):
     held = next(report for report in records().values() if report.title == title)
     said = simulate(Recipe(**held.recipe), gpu=card_of(held.environment))
     assert (said.requested, said.allocated, said.reserved.value) == (held.requested, held.allocated, held.reserved)
+
+
+def test_a_record_is_held_against_the_rules_of_its_own_torch():
+    """Up to torch 2.11 cuBLASLt, which multiplies where there is a bias, had a workspace of its own: 1 MiB a thread."""
+    held = next(r for r in records().values() if r.title == "gpt2 · batch 8 · 512 tokens · fp32 · sgd")
+    recipe, card = Recipe(**held.recipe), card_of(held.environment)
+    off = {}
+    for torch in (held.environment["torch"], "2.13.0"):
+        with rules_of(torch):
+            off[torch] = simulate(recipe, gpu=card).allocated - held.allocated
+    assert abs(off["2.11.0"]) < 16 * KiB and abs(off["2.13.0"]) > 1000 * KiB
+
+
+def test_the_context_of_an_h100_grows_with_flash_attentions_code():
+    """742 MiB, and 758 where the kernel is FlashAttention's; `data/gpus.json` says so."""
+    found = {True: Counter(), False: Counter()}
+    for held in records().values():
+        recipe = Recipe(**held.recipe)
+        half = recipe.precision not in ("fp32", "tf32")
+        flash = half and recipe.attn_implementation == "sdpa" and not recipe.quantization
+        found[flash][(held.process - held.reserved) // MiB] += 1
+    assert found[True].most_common(1) == [(758, 95)] and found[False].most_common(1) == [(742, 88)]
+    assert sum(found[True].values()) - 95 <= 1 and sum(found[False].values()) - 88 <= 4
+
+
+def test_what_checkpointing_costs_in_time():
+    """15 pairs of records that differ in nothing else, as chapter 03 says them, and the claim of 20 %."""
+    ratios = []
+    for held in records().values():
+        recipe = Recipe(**held.recipe)
+        other = records().get(recipe.replace(gradient_checkpointing=False).key)
+        if recipe.gradient_checkpointing and other and held.speed and other.speed:
+            ratios.append(held.speed.median / other.speed.median)
+    found = len(ratios), min(ratios), statistics.median(ratios), max(ratios)
+    assert found == (15, pytest.approx(1.08, abs=0.005), pytest.approx(1.53, abs=0.005), pytest.approx(2.08, abs=0.005))
+    verdict = judge(load_claims("03")["guide-checkpointing-20"])
+    assert (verdict.outcome, verdict.holding) == (UNDER, ["gpt2, fp32", "Llama 3.2 1B, bf16-mixed"])
 
 
 def test_predict_is_near_what_a_gpu_allocated():

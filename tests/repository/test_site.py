@@ -16,7 +16,7 @@ import site_links
 import site_pages
 import yaml
 from settings import ROOT
-from vramlab import GiB, Recipe, predict
+from vramlab import GiB, Recipe, Sharding, predict
 from vramlab.measurement.records import save
 from vramlab.report.report import Interval
 from vramlab_course.claims import Finding, Verdict, load_claims
@@ -329,7 +329,7 @@ def test_records_appear_by_themselves(tmp_path):
         tmp_path, 3
     )
     recipe = Recipe("gpt2", batch_size=2, seq_len=64)
-    about = {"gpu": "T4", "driver": "1.2", "torch": "2.13.0", "transformers": "5.23.0", "date": "2026-01-02"}
+    about = {"gpu": "T4", "driver": "1.2", "torch": "2.13.0", "transformers": "5.23.0", "date": "2026-11-22"}
     report = dataclasses.replace(
         predict(recipe, gpu="T4"), source="measured", environment=about, reserved=5 * GiB, process=6 * GiB
     )
@@ -337,7 +337,10 @@ def test_records_appear_by_themselves(tmp_path):
     page = site_evidence.records_page(tmp_path, 3)
     assert "## T4" in page and "driver 1.2, torch 2.13.0" in page and "t4-torch2.13-transformers5.23.json" in page
     (row,) = [line for line in page.splitlines() if line.startswith("| gpt2")]
-    assert "+0.00%" in row and "5.000 GiB" in row and row.endswith("2026-01-02 |")
+    assert "+0.00%" in row and "5.000 GiB" in row and row.endswith("2026-11-22 |")
+    sharded = dataclasses.replace(report, recipe=recipe.replace(sharding=Sharding(3, 8, "deepspeed")).to_dict())
+    table = site_evidence.records_table([report, sharded])
+    assert table.count("rank 0 alone, without communication") == 1
 
 
 def test_the_readme_says_the_figures_that_the_page_computes():

@@ -14,9 +14,9 @@ from tiny_models import config
 from vramlab import MiB, Recipe, RecordError, find_gpu, share, simulate
 from vramlab.faces.measure import simulated_beside
 from vramlab.measurement import share as sharing
-from vramlab.measurement.records import save
-from vramlab.measurement.share import CARD, VERSIONS
-from vramlab.report.report import Speed, environment
+from vramlab.measurement.records import VERSIONS, load, save
+from vramlab.measurement.share import CARD
+from vramlab.report.report import Speed, TensorGroup, environment
 
 RECIPE = Recipe("gpt2", batch_size=2, seq_len=128, num_layers=2)
 T4 = {"gpu": "Tesla T4", "compute_capability": "7.5", "multiprocessors": 40, "total_memory": 14912 * MiB}
@@ -136,7 +136,25 @@ def test_a_card_that_nobody_knows_is_taken(made_up):
     [
         ({"reserved": 3 * MiB}, "reserved 3,145,728 is no multiple of 2,097,152"),
         ({"reserved": 2 * MiB}, "is more than reserved 2,097,152"),
-        ({"process": 15000 * MiB, "reserved": 15000 * MiB}, "bytes"),
+        ({"process": 14912 * MiB}, "it holds 15,636,365,312 of 15,636,365,312 bytes, of which the driver keeps some"),
+        ({"process": 15000 * MiB, "reserved": 15000 * MiB}, "bytes, of which the driver keeps some"),
+        ({"process": 512}, "is more than process 512"),
+        (
+            {"largest": [TensorGroup(2**34, "activations", (2**32,), "float32", "aten::mm")]},
+            "the largest tensors: 17,179",
+        ),
+        ({"peak_phase": "load", "phases": {}}, "its peak is in 'load', of which it says nothing"),
+        ({"speed": Speed(0.05, 0.04, 0.06, 0, 256 / 0.05)}, "it was timed 0 times"),
+        ({"speed": Speed(0.05, 0.04, 0.06, 1, 256 / 0.05)}, "are not the times of 1 steps"),
+        ({"speed": Speed(0.05, 0.04, 0.09, 2, 256 / 0.05)}, "are not the times of 2 steps"),
+        ({"title": "gpt2 · twice as good"}, "and its recipe's is"),
+        ({"title": "<h1>gpt2"}, "and its recipe's is"),
+        ({"notes": ["<script>alert(1)</script>"]}, "has a character that no note or message of ours has"),
+        ({"notes": ["[x](y) `code`"]}, "has a character that no note"),
+        ({"notes": ["thanks to @torvalds"]}, "has a character that no note"),
+        ({"notes": ["two\nlines"]}, "has a character that no note"),
+        ({"largest": [TensorGroup(512, "activations", (2,), "float32", "<b>")]}, "has a character that no note"),
+        ({"versions": {"driver": None, "cuda": None, "torch": None}}, "the environment says nothing of torch"),
         ({"requested": None}, "the allocator's peaks are missing"),
         ({"allocated": 12800}, "the categories add up to"),
         ({"speed": Speed(1e-7, 1e-7, 1e-7, 3, 256 / 1e-7)}, "TFLOP/s are more than T4 can do"),
@@ -149,6 +167,62 @@ def test_a_card_that_nobody_knows_is_taken(made_up):
 def test_what_no_gpu_can_have_measured_is_refused(made_up, changes, why):
     verdict = verify_record.verify(made_up(**changes))
     assert verdict.outcome == "refused" and why in str(verdict)
+
+
+REFUSED_BY_FORM = [
+    (("environment", "date"), "9999-99-99", "its date is"),
+    (("environment", "date"), "9998-12-31", "its date is"),
+    (("environment", "gpu"), "Tesla T4<script>", "which is none"),
+    (("notes",), ["x" * 30_000_000], "a text of 30,000,000 characters"),
+    (("notes",), ["\x1b]0;owned\x07"], "the control character"),
+    (("speed", "median"), 1e999, "no number"),
+    (("colour",), 5, "is unknown"),
+    (("environment", "home"), "x", "which no submission has"),
+]
+
+
+@pytest.mark.parametrize(("path", "value", "why"), REFUSED_BY_FORM, ids=lambda value: str(value)[:20])
+def test_a_forged_form_is_refused_and_named_by_its_content_all_the_same(made_up, path, value, why):
+    """As somebody writes it who knows how `share` names files."""
+    file = made_up()
+    content = json.loads(file.read_text())
+    (entry,) = content["reports"].values()
+    place = entry
+    for name in path[:-1]:
+        place = place[name]
+    place[path[-1]] = value
+    text = json.dumps(content, indent=1) + "\n"
+    forged = file.with_name(sharing.content_name(entry["environment"], text))
+    forged.write_text(text)
+    verdict = verify_record.verify(forged)
+    assert verdict.outcome == "refused" and why in " ".join(verdict.reasons), verdict.reasons
+
+
+def test_nothing_of_a_file_is_markup_where_it_is_shown():
+    verdict = verify_record.Verdict("<b>.json", "refused", ["<script>alert(1)</script> @all [x](y)\n# z\x1b[2J"])
+    verdict.rows = [("a | <b>", 1, 1)]
+    shown = str(verdict)
+    assert r"\<script\>alert(1)\</script\> &#64;all \[x\](y) \# z\\x1b\[2J" in shown and r"a \| \<b\>" in shown
+    assert not {"\x1b", "@"} & set(shown) and "\n#" not in shown
+
+
+def test_a_step_is_as_fast_as_others_on_such_a_card(made_up):
+    """A time forged by 2.9, with all that follows from it: no honest step was ever so fast, or it was recorded before."""
+    (path,) = ROOT.glob("data/measurements/nvidia-h100*.json")
+    timed = [r for r in load(path).values() if r.speed and not r.recipe["torch_compile"]]
+    assert [r.title for r in timed if verify_record._beside_times(r, path)] == []
+    forged = [dataclasses.replace(r, speed=faster(r.speed, 2.9)) for r in timed[::9]]
+    caught = sum(bool(verify_record._beside_times(r, path)) for r in forged)
+    assert caught > 0.8 * len(forged) > 16
+    assert all("times as long as in nvidia-h100" in verify_record._beside_times(r, Path("other.json")) for r in forged)
+    usual = sum(verify_record.estimate(RECIPE, find_gpu("T4")).values())
+    verdict = verify_record.verify(made_up(speed=faster(Speed(usual, usual, usual, 3, RECIPE.tokens / usual), 2.9)))
+    assert verdict.outcome == "finding" and "times the estimate" in verdict.reasons[-1]
+
+
+def faster(speed: Speed, times: float) -> Speed:
+    seconds = (value / times for value in (speed.median, speed.low, speed.high))
+    return Speed(*seconds, speed.repeats, speed.tokens_per_second * times)
 
 
 def test_out_of_memory_is_believed_where_simulate_says_it_is_near(made_up):
@@ -176,13 +250,53 @@ def test_only_the_one_new_file_is_taken_from_a_pull_request(made_up, tmp_path):
     for command in (["init", "-q"], ["add", "data"], ["commit", "-qm", "Add a record"], ["rm", "-q", name]):
         subprocess.run([*git, *command], check=True)
 
-    def taken(paths: str) -> subprocess.CompletedProcess:
+    def taken(changes: str, commit: str = "HEAD") -> subprocess.CompletedProcess:
         environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
-        command = ["bash", "tests/tools/take_record.sh", paths, "HEAD"]
+        command = ["bash", "tests/tools/take_record.sh", changes, commit]
         return subprocess.run(command, cwd=clone, env=environment, capture_output=True, text=True)
 
-    for paths in (f"{name}\nhelpers/vramlab/__init__.py", "helpers/a.json", "data/measurements/../../a.json"):
-        assert taken(paths).returncode == 2 and not (clone / name).exists()
-    accepted = taken(name)
+    (clone / "data/measurements").mkdir(parents=True)
+    (clone / "data/measurements/link.json").symlink_to("/etc/passwd")
+    subprocess.run([*git, "add", "data/measurements/link.json"], check=True)
+    subprocess.run([*git, "commit", "-qm", "Add a link"], check=True)
+    (clone / "data/measurements/link.json").unlink()
+    added = f"added\t{name}"
+    for changes in (
+        f"{added}\nmodified\thelpers/vramlab/__init__.py",
+        f"modified\t{name}",
+        "added\thelpers/a.json",
+        "added\tdata/measurements/../../a.json",
+        "added\tdata/measurements/$(id).json",
+        "added\tdata/measurements/<script>.json",
+        "added\tdata/measurements/none.json",
+        "added\tdata/measurements/link.json",
+        "",
+    ):
+        answer = taken(changes)
+        assert answer.returncode == 2 and answer.stdout.startswith("**refused**") and "<" not in answer.stdout
+        assert [*(clone / "data/measurements").iterdir()] == []
+    before = subprocess.run([*git, "rev-parse", "HEAD~1"], check=True, capture_output=True, text=True).stdout.strip()
+    accepted = taken(added, before)
     assert accepted.returncode == 0 and "**accepted**" in accepted.stdout and (clone / name).exists(), accepted.stderr
-    assert taken(name).stdout.endswith("is there already.\n")
+    assert taken(added, before).stdout.endswith("is there already.\n")
+
+
+def test_the_workflow_holds_no_right_that_a_stranger_could_use():
+    """It judges one commit, executes nothing of it, and merges nothing: a person does."""
+    import yaml
+
+    text = (ROOT / ".github/workflows/records.yml").read_text(encoding="utf-8")
+    flow = yaml.safe_load(text)
+    assert flow["permissions"] == {} and "contents: write" not in text and "FETCH_HEAD" not in text
+    rights = {name: job["permissions"] for name, job in flow["jobs"].items()}
+    assert rights["judge"] == {"contents": "read"} and "contents" not in rights["answer"] | rights["withdraw"]
+    steps = [(name, step) for name, job in flow["jobs"].items() for step in job["steps"]]
+    commands = "\n".join(step["run"] for _, step in steps if "run" in step)
+    assert "${{" not in commands, "no text of an event stands in a shell's line"
+    assert not [line for line in commands.splitlines() if "merge" in line and "printf" not in line]
+    assert '"$COMMIT"' in commands and flow["env"]["COMMIT"] == "${{ github.event.pull_request.head.sha }}"
+    assert "--match-head-commit" in commands and "Judged commit: %s" in commands
+    checkouts = [(name, step["with"]) for name, step in steps if "checkout" in step.get("uses", "")]
+    assert checkouts == [
+        ("judge", {"ref": "${{ github.event.pull_request.base.sha }}", "persist-credentials": False})
+    ], "only the base's own files are run, and the token is not left for them"

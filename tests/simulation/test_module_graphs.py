@@ -206,10 +206,11 @@ def differences(nodes, loss, optimizer, precision) -> list[str]:
 
 
 def test_writing_into_a_view_is_noted():
-    layer = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU(inplace=True))
+    """A view that is one in every release: since torch 2.15 the result of a linear layer on three dimensions is none."""
+    layer = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Flatten(0, 1), nn.ReLU(inplace=True))
     batch = torch.rand(ROWS, LENGTH, WIDTH)
     said = simulate(model=layer, batch=batch, loss=LOSSES["sum"], optimizer=torch.optim.SGD, target="cpu")
-    assert said.notes == ["a view is written into (module '1'): its backward pass takes 480 bytes more for a moment"]
+    assert said.notes == ["a view is written into (module '2'): its backward pass takes 480 bytes more for a moment"]
 
 
 @pytest.mark.parametrize("kind", NODES)
@@ -234,6 +235,4 @@ def test_graphs(graph):
 @hypothesis.settings(max_examples=5000)
 @hypothesis.given(graphs)
 def test_many_graphs(graph):
-    # autocast on a CPU leaves a group norm's input in half precision, and its statistics are then fp32: not kept exact
-    hypothesis.assume(graph["precision"] != "bf16-mixed" or all(kind != "group norm" for kind, *_ in graph["nodes"]))
     assert not differences(**graph)

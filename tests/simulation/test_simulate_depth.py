@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 from predict_grid import families
 from quick import params
 from tiny_models import TINY, config
+from vramlab.hardware import overhead
 from vramlab.recipe.recipe import Loop, LoRA, Quantization, Recipe, Sharding
 from vramlab.recipe.shapes import read_shape
 from vramlab.report.report import CATEGORIES, GiB, Report
@@ -180,9 +181,7 @@ def test_a_log_that_is_not_regular_is_run_whole(monkeypatch):
 
 def test_cublas_workspace_in_the_first_layer_does_not_tell_it_from_the_others(monkeypatch, taken):
     """Where a product with a bias takes one of its own, as up to torch 2.11."""
-    import importlib
-
-    monkeypatch.setattr(importlib.import_module("vramlab.simulation.simulate"), "torch_release", lambda: (2, 11))
+    monkeypatch.setattr(overhead, "installed", lambda package: "2.11.0")
     assert_same(tiny("gpt2"), "cuda")
     assert taken == ["deepened"]
 

@@ -119,7 +119,9 @@ def really(make, batch, loss, optimizer, precision="fp32", loop="plain") -> dict
         precision=precision,
         **({"loss_of": loss} if loss else {}),
     )
-    tracker = run_tracked(training, Tracker("cpu"), 2, "cpu")
+    tracker = Tracker("cpu")
+    tracker.meets = True
+    run_tracked(training, tracker, 2, "cpu")
     return History(tracker.log, tracker.marks).phases()
 
 
@@ -188,6 +190,20 @@ def test_autocast_and_loops_too(case):
         model=model, batch=batch, loss=loss, optimizer=build(model.parameters()), target="cpu", **arguments
     )
     assert report.phases == really(make, batch, loss, build, **arguments)
+
+
+def test_a_group_norm_after_a_convolution_under_autocast():
+    """Its input is in half precision and its parameters are not: what it keeps and its gradient were counted in fp32."""
+
+    def make() -> nn.Module:
+        return nn.Sequential(nn.Conv2d(3, 8, 3), nn.GroupNorm(2, 8), nn.ReLU())
+
+    def loss(outputs, batch):
+        return outputs.float().sum()
+
+    batch, build = torch.rand(4, 3, 16, 16), OPTIMIZERS["momentum"]
+    report = simulate(model=make(), batch=batch, loss=loss, optimizer=build, target="cpu", precision="bf16-mixed")
+    assert report.phases == really(make, batch, loss, build, precision="bf16-mixed")
 
 
 def test_a_function_of_parameters_serves_as_optimizer():

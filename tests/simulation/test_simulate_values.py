@@ -74,6 +74,40 @@ def test_values_of_the_batch_decide_as_they_do_for_real(case):
     assert not said.notes
 
 
+def part_of(storage: torch.UntypedStorage, offset: int) -> torch.Tensor:
+    """A slice without a base, as what is loaded from a file."""
+    return torch.empty(0).set_(storage, offset, (8, 8))
+
+
+FUNCTIONAL = {
+    "grad": lambda layer, x: torch.func.grad(lambda y: layer(y).tanh().sum())(x) + layer(x),
+    "vmap": lambda layer, x: torch.vmap(layer)(x),
+}
+
+
+@pytest.mark.parametrize("kind", FUNCTIONAL)
+def test_functional_transforms(kind):
+    said, seen = both(lambda: Function(FUNCTIONAL[kind]), (X,), total)
+    assert said.phases == seen.phases
+
+
+LOADED = torch.rand(64 * 8).untyped_storage()
+SLICES = {
+    "views": (X.flatten(0, 1)[8:16], X.flatten(0, 1)[:8]),
+    "a column": (torch.rand(8, 64)[:, :8], torch.rand(8, 8)),
+    "expanded": (torch.rand(1, 8).expand(8, 8), torch.rand(8, 8)),
+    "without a base": (part_of(LOADED, 64), part_of(LOADED, 0)),
+}
+
+
+@pytest.mark.parametrize("kind", SLICES)
+def test_a_slice_counts_with_all_that_it_keeps_alive(kind):
+    said, seen = both(lambda: Function(lambda layer, a, b: layer(a) + layer(b)), SLICES[kind], total)
+    assert said.phases == seen.phases
+    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in SLICES[kind]}
+    assert said.phases["load"].end.inputs == sum(storages.values())
+
+
 def test_a_counter_in_a_buffer_is_counted():
     class Alternating(nn.Module):
         def __init__(self):

@@ -4,6 +4,7 @@
 that the project needs, direct or not, as this environment has it.
 """
 
+import json
 import re
 import sys
 import tomllib
@@ -11,11 +12,17 @@ from importlib import metadata
 
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
+from packaging.version import Version
 from settings import ROOT
 
 HEADER = """# The exact set that CI runs: what `pip install -e .[course,lab,site,test]` brings, written by `make constraints`.
 # Use it as `pip install -c constraints.txt …`. Versions carry no build tag, so any build of torch fits.
 """
+
+
+TESTED = ROOT / "data" / "tested_versions.json"
+# Extras whose libraries a user's figures depend on.
+OF_USERS = ("simulate", "quantization", "plot", "deepspeed", "schedulefree", "trl", "liger")
 
 
 def direct() -> list[Requirement]:
@@ -57,6 +64,34 @@ def installed() -> list[str]:
                 found[name, e] = version
                 pending += [(Requirement(line), e) for line in distribution.requires or []]
     return sorted({f"{name}=={version}" for (name, _), version in found.items()})
+
+
+def pinned() -> dict[str, str]:
+    """The version of each package in constraints.txt."""
+    lines = (ROOT / "constraints.txt").read_text().splitlines()
+    return dict(line.split("==") for line in lines if line and not line.startswith("#"))
+
+
+def tested(newest: dict[str, str]) -> dict[str, dict[str, str]]:
+    """What `data/tested_versions.json` holds: floor and newest tested version of each library that users install.
+
+    newest: versions of another environment that the tests or `make try-fresh` ran in; where they are newer they count.
+    """
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
+    lines = [*project["dependencies"], *(line for name in OF_USERS for line in extras[name])]
+    found = {}
+    for requirement in sorted(map(Requirement, lines), key=lambda requirement: requirement.name):
+        versions = [pinned()[requirement.name], newest.get(requirement.name, "0")]
+        found[requirement.name] = {"floor": floor(requirement), "newest": max(versions, key=Version)}
+    return found
+
+
+def write_tested(newest: dict[str, str]) -> None:
+    """Write `data/tested_versions.json`; what it already names as newest stays tested."""
+    before = json.loads(TESTED.read_text()) if TESTED.exists() else {}
+    known = {name: max(each["newest"], newest.get(name, "0"), key=Version) for name, each in before.items()}
+    TESTED.write_text(json.dumps(tested(newest | known), indent=2) + "\n")
 
 
 if __name__ == "__main__":

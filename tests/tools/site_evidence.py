@@ -115,14 +115,16 @@ def records_table(reports: Sequence[Report]) -> str:
     lines = ["| recipe | measured peak | predict | reserved | whole process | a step | date |"]
     lines.append("|---|--:|--:|--:|--:|--:|---|")
     for report in sorted(reports, key=lambda report: report.title):
-        date = str(report.environment.get("date", "–"))[:10]
+        date = plain(str(report.environment.get("date", "–"))[:10])
         if report.status == "oom":
             lines.append(f"| {plain(report.title)} | out of memory | {_predicted(report)} | – | – | – | {date} |")
             continue
         measured = report.allocated or report.peak.total
         sizes = [format_bytes(size) if isinstance(size, int) else "–" for size in (report.reserved, report.process)]
         step = f"{report.speed.median:.3g} s" if report.speed else "–"
-        cells = (plain(report.title), format_bytes(measured), _predicted(report, measured), *sizes, step, date)
+        sharding = report.recipe["sharding"]
+        alone = " (rank 0 alone, without communication)" if sharding and sharding["world_size"] > 1 else ""
+        cells = (plain(report.title) + alone, format_bytes(measured), _predicted(report, measured), *sizes, step, date)
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
 

@@ -4,19 +4,28 @@ import inspect
 import re
 from collections.abc import Collection, Iterable, Mapping
 
+from vramlab.report.text import markdown as plain
 from vramlab_course.claims import Verdict
-from vramlab_course.claims.ledger import HOLDS, NOT, UNDER, WAITS, WAS, quoted, shown, stored
+from vramlab_course.claims.ledger import HOLDS, NOT, UNDER, UNSEEN, WAITS, WAS, quoted, shown, stored
 
 # Those that do not hold come first.
 SECTIONS = {
     NOT: "Does not hold",
+    UNSEEN: "Not seen here",
     WAS: "Was so, and is not any more",
     UNDER: "Holds under some conditions",
     WAITS: "Waits for a record of a GPU",
     HOLDS: "Holds",
 }
 
-SIGNS = {NOT: ("✗", "not"), WAS: ("↺", "was"), UNDER: ("◐", "under"), WAITS: ("…", "waits"), HOLDS: ("✓", "holds")}
+SIGNS = {
+    NOT: ("✗", "not"),
+    UNSEEN: ("○", "unseen"),
+    WAS: ("↺", "was"),
+    UNDER: ("◐", "under"),
+    WAITS: ("…", "waits"),
+    HOLDS: ("✓", "holds"),
+}
 
 
 def claims_page(
@@ -40,14 +49,15 @@ def _summary(verdicts: list[Verdict]) -> str:
     for key, source in stored("sources").items():
         rows.append((source["name"], [v for v in verdicts if v.claim.source == key]))
     rows.append(("all five", verdicts))
-    lines = ["| source | claims | " + " | ".join(SECTIONS) + " |", "|---" * 7 + "|"]
+    lines = ["| source | claims | " + " | ".join(SECTIONS) + " |", "|---" * (2 + len(SECTIONS)) + "|"]
     for name, own in rows:
         numbers = [len(own), *(sum(v.outcome == outcome for v in own) for outcome in SECTIONS)]
         lines.append(f"| {plain(name)} | " + " | ".join(map(str, numbers)) + " |")
     titles = "; ".join(f"**{plain(s['name'])}** is {plain(s['title'])}" for s in stored("sources").values())
     return "\n".join(lines) + (
         f"\n\nOf the five, {titles}.\n\n"
-        "*Holds under* names the conditions under which the claim holds; under the others it does not. *Was so until* "
+        "*Holds under* names the conditions under which the claim holds; under the others it does not. *Not seen here*: the "
+        "source says that it can be so, and no case that was tried shows it. *Was so until* "
         "names the version up to which it was so. A finding is *derived* (arithmetic on specifications), *predicted* (closed "
         "formulas), *simulated* (the real step on tensors without contents), *measured* (here, on a CPU, when the page was "
         "made) or *recorded* (earlier). What waits for a GPU gets its verdict by itself as soon as `vramlab record`, or the "
@@ -90,11 +100,6 @@ def _found(verdict: Verdict) -> str:
     if shared:
         said.append(f"<small>{plain(configurations.pop())}</small>")
     return "<br>".join(said)
-
-
-def plain(text: str) -> str:
-    """Return text that means itself inside a Markdown table, on one line."""
-    return re.sub(r"([\\`*_{}\[\]<>|$~#])", r"\\\1", " ".join(text.split()))
 
 
 def reference_page() -> str:

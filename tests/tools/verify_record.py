@@ -1,32 +1,48 @@
-"""Judge record files that readers sent: their form, physics, and `simulate` of the same recipes beside them.
+"""Judge record files that readers sent: their form, physics, and what `simulate` and other records say beside them.
 
     python tests/tools/verify_record.py data/measurements/FILE.json … [--json]
 
-Exit status: 0 accepted, 1 a finding (simulate says something else: the difference is shown tensor by tensor), 2 refused.
+Exit status: 0 accepted, 1 a finding (simulate says something else, tensor by tensor; or no step on such a card was ever so
+fast: a person looks), 2 refused.
 """
 
 import argparse
 import json
+import re
 import sys
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 from vramlab import GiB, MiB, Recipe, RecipeError, RecordError, Report, diff, format_bytes, model_names, simulate
 from vramlab.faces.measure import card_of
-from vramlab.hardware.gpu import find_gpu
+from vramlab.hardware.gpu import Gpu, GpuError, find_gpu
+from vramlab.hardware.overhead import rules_of
 from vramlab.measurement.measure import operations
-from vramlab.measurement.records import load
-from vramlab.measurement.share import CARD, VERSIONS, content_name
+from vramlab.measurement.records import VERSIONS, load
+from vramlab.measurement.share import CARD, content_name
+from vramlab.planning.step_time import estimate
 from vramlab.recipe.knobs import rebuild
+from vramlab.report.data import data_path
+from vramlab.report.files import read_text
 from vramlab.report.report import environment
+from vramlab.report.text import markdown
 
 ACCEPTED, FINDING, REFUSED = "accepted", "finding", "refused"
 TOLERANCE = 0.01  # of the allocated peak, and at least one of the allocator's small segments
 LEAST = 2 * MiB
 DRIVER_SHARE = 0.1  # of the table's memory that a driver may report more or less than the reading there
 SIMULATED_FOR = ("torch", "transformers", "peft", "bitsandbytes", "accelerate")  # versions that move bytes
+# Letters of our own notes and of PyTorch's messages: nothing of HTML, Markdown's links and code, or other people's names.
+TEXT = re.compile(r"""[0-9A-Za-z ·×→−–…µΔ%()\[\],.:;=/_+*{}'"?#-]*""")
+MOST_REPEATS = 1000
+TRACKED = 0.1  # of the clean pass's peak that the tracked one may hold more: 4 % at most among our records
+# Measured over estimated seconds, by what takes longest, below which a person looks: a sixth under the least of the 187
+# timed records of an H100 (0.54, 0.46, 0.98, 1.09; paged optimizers that page nothing, 0.30).
+FASTEST = {"matmuls": 0.45, "memory": 0.38, "launches": 0.8, "optimizer": 0.9, "host": 0.25, "links": 0.25}
+ALIKE = 1.5  # times that the seconds of one recipe on two cards of a kind differ by
 OTHERS = GiB  # of a card that other processes may hold when a run goes out of memory
 
 
@@ -40,22 +56,22 @@ class Verdict:
     rows: list[tuple[str, int, int]] = field(default_factory=list)  # recipe, measured and simulated bytes allocated
 
     def __str__(self) -> str:
-        lines = [f"{self.file}: **{self.outcome}**", ""]
+        lines = [f"{markdown(self.file)}: **{self.outcome}**", ""]
         if self.rows:
             lines += ["| recipe | measured | simulated | difference |", "|---|---|---|---|"]
             for title, measured, simulated in self.rows:
                 off = f"{simulated / measured - 1:+.2%}"
-                lines.append(f"| {title} | {format_bytes(measured)} | {format_bytes(simulated)} | {off} |")
+                lines.append(f"| {markdown(title)} | {format_bytes(measured)} | {format_bytes(simulated)} | {off} |")
             lines.append("")
-        return "\n".join([*lines, *(f"- {reason}" for reason in self.reasons)])
+        return "\n".join([*lines, *(f"- {markdown(reason)}" for reason in self.reasons)])
 
 
 def verify(path: Path) -> Verdict:
     """Judge one file. Nothing in it is executed; it is JSON of numbers and names."""
     try:
-        text = path.read_text(encoding="utf-8")
+        text = read_text(path)
         reports = list(load(path).values())
-    except (OSError, UnicodeError, RecordError) as error:
+    except (OSError, RecordError) as error:
         return Verdict(path.name, REFUSED, [str(error)])
     wrong = list(_form(path.name, text, reports)) if reports else ["it holds no report"]
     wrong = wrong or [f"{report.title}: {why}" for report in reports for why in _physics(report)]
@@ -63,7 +79,7 @@ def verify(path: Path) -> Verdict:
         return Verdict(path.name, REFUSED, wrong)
     verdict = Verdict(path.name, ACCEPTED)
     for report in reports:
-        if told := _beside_simulated(report, verdict):
+        for told in filter(None, (_beside_simulated(report, verdict), _beside_times(report, path))):
             verdict.outcome = FINDING
             verdict.reasons.append(f"{report.title}: {told}")
     here, there = environment(), reports[0].environment
@@ -86,10 +102,29 @@ def _form(name: str, text: str, reports: list[Report]) -> Iterator[str]:
         if missing := [key for key in known if key not in report.environment]:
             yield f"the environment lacks {', '.join(missing)}: `vramlab share` writes them"
             return
+        if nothing := [key for key in (*CARD, "date", "torch", "transformers") if report.environment[key] is None]:
+            yield f"the environment says nothing of {', '.join(nothing)}"
+            return
+        yield from _texts(report)
     if len({tuple(report.environment[key] for key in CARD) for report in reports}) > 1:
         yield "one file holds records of one card, and this holds more"
     if name != content_name(reports[0].environment, text):
         yield "its name is not that of its content: it was changed after `vramlab share` wrote it"
+
+
+def _texts(report: Report) -> Iterator[str]:
+    """Say which texts are none that measuring writes."""
+    try:
+        title = str(rebuild(Recipe, "recipe", report.recipe))
+    except RecipeError as error:
+        yield f"its recipe cannot be: {error}"
+        return
+    if report.title != title:
+        yield f"its title is {report.title!r}, and its recipe's is {title!r}"
+    groups = (text for group in report.largest for text in (group.category, group.dtype, group.op, group.where))
+    for text in (report.message, report.target, *report.notes, *groups):
+        if not TEXT.fullmatch(text):
+            yield f"{text[:60]!r} has a character that no note or message of ours has"
 
 
 def _physics(report: Report) -> Iterator[str]:
@@ -107,17 +142,45 @@ def _physics(report: Report) -> Iterator[str]:
     if not {"requested", "allocated", "reserved"} <= known.keys():
         yield "the allocator's peaks are missing"
         return
-    if max(known.values()) > total:
-        yield f"it holds {max(known.values()):,} of {total:,} bytes"
+    if max(known.values()) >= total:
+        yield f"it holds {max(known.values()):,} of {total:,} bytes, of which the driver keeps some"
+    if known.get("process", total) <= known["reserved"]:
+        yield f"its process {known['process']:,} has no room for CUDA's context beside {known['reserved']:,} reserved"
     for name, unit in (("allocated", 512), ("reserved", 2 * MiB)):
         if known[name] % unit:
             yield f"{name} {known[name]:,} is no multiple of {unit:,}, which the caching allocator hands out"
     if report.peak.total != report.allocated:
         yield f"the categories add up to {report.peak.total:,}, and allocated is {report.allocated:,}"
+    yield from _moments(report)
     if report.speed is None:
         yield "it has no time"
         return
+    yield from _speed(report, card)
+
+
+def _moments(report: Report) -> Iterator[str]:
+    """Say which moment or tensors of the tracked pass are far above the peak; a compiled step is tracked as an eager one."""
+    if report.recipe["torch_compile"]:
+        return
+    moments = {name: phase.peak.total for name, phase in report.phases.items()}
+    moments |= {f"the end of {name}": phase.end.total for name, phase in report.phases.items()}
+    moments |= {f"moment {moment.index}": moment.bytes.total for moment in report.timeline}
+    moments["the largest tensors"] = sum(group.size * group.count for group in report.largest)
+    for name, size in moments.items():
+        if size > (1 + TRACKED) * report.allocated:
+            yield f"{name}: {size:,} bytes are more than the peak, {report.allocated:,}"
+    if report.peak_phase not in report.phases:
+        yield f"its peak is in {report.peak_phase!r}, of which it says nothing"
+
+
+def _speed(report: Report, card: Gpu) -> Iterator[str]:
+    """Say how its times contradict each other, its tokens or the card."""
     speed, recipe = report.speed, rebuild(Recipe, "recipe", report.recipe)
+    middle = {1: speed.high, 2: (speed.low + speed.high) / 2}.get(speed.repeats, speed.median)
+    if not 1 <= speed.repeats <= MOST_REPEATS:
+        yield f"it was timed {speed.repeats:,} times, and measure does so 1 to {MOST_REPEATS:,} times"
+    elif abs(middle - speed.median) > 1e-6 * speed.median or (speed.repeats == 1 and speed.low < speed.high):
+        yield f"{speed.low}, {speed.median} and {speed.high} are not the times of {speed.repeats} steps"
     if not 0 < speed.low <= speed.median <= speed.high:
         yield f"its seconds a step are {speed.low}, {speed.median} and {speed.high}"
     elif abs(speed.tokens_per_second * speed.median / recipe.tokens - 1) > 0.01:
@@ -133,7 +196,8 @@ def _beside_simulated(report: Report, verdict: Verdict) -> str:
         verdict.reasons.append(f"{report.title}: not compared, simulate describes the eager step")
         return ""
     try:
-        said = simulate(rebuild(Recipe, "recipe", report.recipe), gpu=card)
+        with rules_of(report.environment["torch"]):
+            said = simulate(rebuild(Recipe, "recipe", report.recipe), gpu=card)
     except RecipeError as error:
         return f"not simulated: {error}"
     if report.status == "oom":
@@ -146,6 +210,31 @@ def _beside_simulated(report: Report, verdict: Verdict) -> str:
         return ""
     seen = [note for note in diff(report, said).notes if note[0] in "+−"][:6]
     return "; ".join([f"simulate is off by {said.allocated / report.allocated - 1:+.2%}", *seen])
+
+
+_known = cache(load)
+
+
+def _beside_times(report: Report, path: Path) -> str:
+    """Return why its time is to be looked at, or "": faster than any step was, or unlike that of the same recipe on another
+    card of the kind."""
+    recipe, card = rebuild(Recipe, "recipe", report.recipe), card_of(report.environment)
+    if report.speed is None or recipe.torch_compile:
+        return ""
+    for other in sorted(data_path("measurements").glob("*.json")):
+        known = None if other.name == path.name else _known(other).get(recipe.key)
+        if known and known.speed and known.environment["gpu"] == report.environment["gpu"]:
+            ratio = report.speed.median / known.speed.median
+            if not 1 / ALIKE <= ratio <= ALIKE:
+                return f"a step takes {ratio:.2f} times as long as in {other.name}"
+    try:
+        parts = estimate(recipe, card)
+    except (RecipeError, GpuError):  # a model or a card that has no estimate
+        return ""
+    most, ratio = max(parts, key=parts.get), report.speed.median / sum(parts.values())
+    if ratio >= FASTEST[most]:
+        return ""
+    return f"a step takes {ratio:.2f} times the estimate, and where {most} take longest none took under {FASTEST[most]}"
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -9,6 +9,7 @@ import torch
 from quick import params
 from real_ranks import assert_learned_alike, cases, differing, learned, when_asked
 from tiny_models import config
+from vramlab.planning.search_space import host_bytes
 from vramlab.recipe.deepspeed_config import deepspeed_config, filled_in
 from vramlab.recipe.recipe import Loop, LoRA, Quantization, Recipe, Sharding
 from vramlab.report.errors import MissingExtra, RecipeError
@@ -145,6 +146,23 @@ def test_many_ranks(stage):
     assert end.optimizer_states == 12 * part + 2 * 4  # fp32 weights, two moments; and a counter for each group
     assert end.parameters == 2 * (sum(padded) if stage < 3 else part)
     assert report.phases["forward"].end.workspace >= (2 * groups[0] if stage == 3 else 0)
+
+
+@installed
+@pytest.mark.parametrize(
+    ("stage", "offload", "precision"),
+    params(
+        [(3, "parameters", "bf16-mixed"), (3, "parameters", "fp32"), (2, "optimizer", "bf16-mixed")],
+        [(3, "parameters", "bf16-mixed"), (2, "optimizer", "bf16-mixed")],
+    ),
+)
+def test_a_plan_counts_what_lies_on_the_host(stage, offload, precision):
+    sharding = Sharding(stage, 1, "deepspeed", offload)
+    recipe = Recipe(config("llama"), 2, 24, num_layers=2, precision=precision, sharding=sharding)
+    end = simulate(recipe, "cpu").phases["between_steps"].end
+    # below stage 3 the device keeps the weights, and the host a buffer as large
+    held = end.optimizer_states + end.gradients + end.parameters
+    assert host_bytes(recipe) == pytest.approx(held, rel=0.01)
 
 
 @installed

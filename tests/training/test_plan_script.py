@@ -1,5 +1,6 @@
 """What a plan writes trains: each kind of program on a tiny model, a few steps, then on from its checkpoint."""
 
+import contextlib
 import dataclasses
 import itertools
 import json
@@ -16,11 +17,13 @@ from quick import params
 from settings import ROOT
 from test_trainer_loop import SCALARS, assert_same_but_for_scalars
 from tiny_models import config
-from vramlab import Report, Sharding, plan, simulate
+from vramlab import Report, Sharding, plan
 from vramlab.formulas.model_states import tensors_in_order
+from vramlab.measurement.launch import Launcher
 from vramlab.report.data import data_path
+from vramlab.report.files import is_ours
 from vramlab.report.report import CATEGORIES
-from written_scripts import run_script, state
+from written_scripts import STEPS, differing_dtypes, run_script, simulated, state
 
 TOKENS = 32
 ASKED = dict(seq_len=TOKENS, global_batch=4, optims="adamw_torch", attention="sdpa", confirm=False, offload=False)
@@ -31,7 +34,12 @@ CASES = {
     for method in ("full", "lora", "qlora")
 }
 CASES |= {
-    "in bf16": dict(method="full", precisions="bf16-true"),
+    "full in bf16": dict(method="full", precisions="bf16-true"),
+    "lora in bf16": dict(method="lora", precisions="bf16-true", packing=True),
+    "qlora in bf16": dict(method="qlora", precisions="bf16-true", packing=True),
+    "full in fp32": dict(method="full", precisions="fp32"),
+    "lora in fp32": dict(method="lora", precisions="fp32"),
+    "packed full, mixed": dict(MIXED, method="full", packing=True),
     "packed full": dict(method="full", precisions="fp32", packing=True),
     "packed lora": dict(MIXED, method="lora", packing=True, checkpointing=True),
     "packed qlora": dict(MIXED, method="qlora", packing=True),
@@ -53,8 +61,16 @@ SHARDINGS = {  # FSDP offloads to pinned memory, which takes a GPU
 NOT_OFFERED = {  # packed weights, which DeepSpeed neither divides nor moves
     (name, "qlora") for name, s in SHARDINGS.items() if s.engine == "deepspeed" and (s.stage == 3 or s.offload)
 }
-SHARDED = [pair for pair in itertools.product(SHARDINGS, ("full", "lora", "qlora")) if pair not in NOT_OFFERED]
-QUICK_SHARDED = [("fsdp stage 3", "lora"), ("deepspeed stage 2", "full")]
+SHARDED = [
+    (sharding, method, precision)
+    for sharding, method in itertools.product(SHARDINGS, ("full", "lora", "qlora"))
+    for precision in ("fp32", "bf16-mixed", "bf16-true")
+    if (sharding, method) not in NOT_OFFERED
+    and not (method == "qlora" and precision == "fp32")
+    and not ("deepspeed" in sharding and precision == "bf16-true")  # which DeepSpeed's "bf16-mixed" is
+]
+QUICK_SHARDED = [("fsdp stage 3", "lora", "bf16-mixed"), ("deepspeed alone, stage 3", "full", "bf16-mixed")]
+RESUMED = [("full", "fp32"), ("lora", "bf16-mixed"), ("qlora", "bf16-mixed")]  # once for each sharding and method
 WORDS = ["def", "word", "in", "text", "return", "none", "for", "each", "of", "them", "while", "it", "is", "true", "or"]
 
 
@@ -92,7 +108,9 @@ def written(base: str, folder: Path, sharding: Sharding | None = None, **asked) 
         choice = dataclasses.replace(choice, recipe=choice.recipe.replace(sharding=sharding))
     rows = samples(asked.get("trainer", "transformers"))
     (folder / "train.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    return choice.recipe, found.write(folder / "train.py", choice)
+    files = found.write(folder / "train.py", choice)
+    assert is_ours(files[0]), "or the next plan would not replace it"
+    return choice.recipe, files
 
 
 def assert_trained(folder: Path, recipe) -> None:
@@ -111,8 +129,10 @@ def test_the_program_trains_saves_resumes_and_evaluates(name, base, tmp_path):
     steps = 1 if recipe.quantization else 2  # on the CPU bitsandbytes packs 4-bit weights anew in an evaluation
     seen, _ = run_script(tmp_path, "--watch", watched=steps)
     assert_trained(tmp_path, recipe)
+    said = simulated(recipe, steps)
+    assert differing_dtypes(seen, said) == {}
     if "packed" in name:  # rows of other programs differ in length
-        assert_same_but_for_scalars(seen, simulate(recipe, target="cpu", full=True, steps=steps))
+        assert_same_but_for_scalars(seen, said)
 
 
 @pytest.mark.parametrize("name", params(CASES, QUICK))
@@ -129,6 +149,17 @@ def test_the_program_is_laid_out_and_says_the_recipe(name, tmp_path):
         assert done.returncode == 0, done.stdout
     assert f"default={'2e-4' if recipe.lora else '2e-5'}" in text or recipe.trainer in ("dpo", "kto", "reward")
     assert "expandable_segments:True" in text and "$" not in text
+
+
+def test_a_configurations_name_is_not_run(tmp_path, monkeypatch, capsys):
+    named = config("llama") | {"_name_or_path": 'x"""\nimport os\nos.mkdir("taken")\n"""%(prog)s %d'}
+    plan(named, "T4", **ASKED, method="lora").write(tmp_path / "train.py")
+    monkeypatch.setattr(sys, "argv", ["train.py", "--help"])
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit, match=r"^0$"):
+        runpy.run_path(str(tmp_path / "train.py"), run_name="__main__")
+    assert "os.mkdir" in capsys.readouterr().out
+    assert not (tmp_path / "taken").exists()
 
 
 def test_a_package_that_is_not_installed_is_not_pinned(tmp_path, monkeypatch):
@@ -184,20 +215,27 @@ def test_the_program_trains_on_one_card_where_there_are_more(base, tmp_path, mon
 
 
 @pytest.mark.skipif("not __import__('importlib.util').util.find_spec('deepspeed')", reason="no deepspeed")
-@pytest.mark.parametrize(("sharding", "method"), params(SHARDED, QUICK_SHARDED))
-def test_ranks_train_and_go_on_and_hold_what_simulate_says(sharding, method, launcher, base, tmp_path):
-    asked = dict(method=method, packing=True, precisions="fp32" if method == "full" else "bf16-mixed")
+@pytest.mark.parametrize(("sharding", "method", "precision"), params(SHARDED, QUICK_SHARDED))
+def test_ranks_train_and_go_on_and_hold_what_simulate_says(sharding, method, precision, launcher, base, tmp_path):
+    asked = dict(method=method, packing=True, precisions=precision)
+    goes_on = (method, precision) in RESUMED
     recipe, files = written(base, tmp_path, SHARDINGS[sharding], checkpointing=method == "lora", **asked)
     engine, world = recipe.sharding.engine, recipe.sharding.world_size
     steps = 1 if recipe.quantization else 2  # as above
-    order = {"folder": str(tmp_path), "watched": steps}
-    ranks = launcher.run("written_scripts:work", order, world, timeout=300, preload="written_scripts:preload")
+    order = {"folder": str(tmp_path), "watched": steps, "steps": STEPS if goes_on else STEPS[:1]}
+    # A single rank is the launcher's child itself, and a Trainer leaves DeepSpeed's marks in its process: later ranks,
+    # forked from it, would build their models in parts.
+    with contextlib.nullcontext(launcher) if world > 1 else Launcher() as used:
+        ranks = used.run("written_scripts:work", order, world, timeout=150, preload="written_scripts:preload")
     names = {"train.py", *([f"train.{engine}.json"] if engine != "ddp" else []), *(["train.sbatch"] * (world > 1))}
     assert {path.name for path in files} == names
-    assert_trained(tmp_path, recipe)
-    for index, ran in enumerate(ranks):
+    if goes_on:
+        assert_trained(tmp_path, recipe)
+    for index, ran in enumerate(map(Report.from_json, ranks)):
         here = recipe.replace(sharding=dataclasses.replace(recipe.sharding, rank=index))
-        assert_held(Report.from_json(ran), simulate(here, target="cpu", full=True, steps=steps), recipe)
+        said = simulated(here, steps)
+        assert differing_dtypes(ran, said) == {}
+        assert_held(ran, said, recipe)
 
 
 def assert_held(ran: Report, simulated: Report, recipe) -> None:

@@ -12,7 +12,8 @@ from vramlab.recipe.families import TASKS
 from vramlab.recipe.options import TRL
 from vramlab.report.data import data_path
 from vramlab.report.report import CATEGORIES
-from vramlab.tracking.tracked import claim_model, tensors_in
+from vramlab.tracking.tensors import tensors_in
+from vramlab.tracking.tracked import claim_model
 from vramlab.tracking.tracker import REFERENCE
 from vramlab.training.models import build_model
 

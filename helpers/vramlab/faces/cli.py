@@ -10,6 +10,7 @@ import inspect
 import json
 import os
 import shlex
+import sys
 from collections.abc import Callable
 from dataclasses import asdict
 from inspect import Parameter
@@ -22,15 +23,18 @@ from typer.core import TyperGroup
 from .. import __version__
 from ..hardware.gpu import Gpu, find_gpu
 from ..planning.question import Question
-from ..recipe.configuration import read_json
+from ..recipe.argument_classes import DECLARED
+from ..recipe.configuration import read_json_file
 from ..recipe.evaluation import Evaluation
-from ..recipe.knobs import Knob, options
+from ..recipe.knobs import Knob, options, rebuild
 from ..recipe.recipe import Recipe
 from ..report.errors import RecipeError, VramLabError, needing
+from ..report.files import MOST_TEXT, NOT_OURS, is_ours, read_text, write_atomically
 from ..report.report import Interval, Report, format_bytes
+from ..report.text import printable
 from ..training.quiet import no_collection
 from .options import OPTIONS, Options, fields_of, fits_card, read_lengths, recipe_of, recipe_of_arguments, tokens_of
-from .script import instead, read_script
+from .script import instead, recipe_of_script
 
 FAILED, WRONG, OUT_OF_MEMORY, STOPPED = 1, 2, 3, 130
 
@@ -43,13 +47,13 @@ class Commands(TyperGroup):
             with needing(lambda: ctx.invoked_subcommand):
                 return super().invoke(ctx)
         except KeyboardInterrupt:
-            typer.echo("Stopped.", err=True)
+            say("Stopped.", err=True)
             raise typer.Exit(STOPPED) from None
         except Exception as error:
             why = str(error) if isinstance(error, VramLabError) else instead(error, ctx.invoked_subcommand)
             if not why:
                 raise
-            typer.echo(why, err=True)
+            say(why, err=True)
             raise typer.Exit(WRONG) from None
 
 
@@ -61,6 +65,11 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
     help="Predict, simulate and measure the GPU memory of training.",
 )
+
+
+def say(text: Any, err: bool = False) -> None:
+    """Print `text` without what a terminal would obey: it may quote a file of others."""
+    typer.echo(printable(str(text)), err=err)
 
 
 def option(kind: Any, text: str, *names: str, **rules: Any) -> Any:
@@ -134,35 +143,36 @@ def _recipe_and_evaluation(model: str, given: dict[str, Any]) -> tuple[Recipe, E
 @app.callback(invoke_without_command=True)
 def _version(version: option(bool, "Print the version.", "--version") = False) -> None:
     if version:
-        typer.echo(f"vramlab {__version__}")
+        say(f"vramlab {__version__}")
         raise typer.Exit()
 
 
-@app.command()
+@app.command(help="Memory by formula: about a millisecond, no torch; with --lengths over a run.")
 @takes_recipe
 def predict(
     recipe: Recipe,
     lengths: option(Path | None, "JSONL with each sample's length or input_ids: a whole run.") = None,
-    train_sampling_strategy: option(str, "With --lengths, as in TrainingArguments.") = "random",
+    train_sampling_strategy: option(str | None, "With --lengths, as in TrainingArguments: random if left out.") = None,
     gpu: GpuName = None,
     as_json: Json = False,
 ) -> None:
-    """Memory by formula: about a millisecond, no torch; with --lengths over a run."""
     from ..formulas.predict import predict
     from ..formulas.run import predict_run
 
     card = _card(gpu, recipe)
     if lengths is None:
+        if train_sampling_strategy is not None:
+            rest = "it orders the samples of --lengths: name their file too, or leave it out"
+            raise RecipeError("train_sampling_strategy", train_sampling_strategy, rest)
         _finish(predict(recipe, gpu=card), card, as_json)
         return
-    run = predict_run(recipe, read_lengths(lengths), train_sampling_strategy, gpu=card)
+    run = predict_run(recipe, read_lengths(lengths), train_sampling_strategy or "random", gpu=card)
     _finish(run.largest, card, as_json, run)
 
 
-@app.command()
+@app.command(help="Memory of the real training step on fake tensors: seconds, no GPU.")
 @takes_recipe
 def simulate(recipe: Recipe, target: Target = "cuda", gpu: GpuName = None, as_json: Json = False) -> None:
-    """Memory of the real training step on fake tensors: seconds, no GPU."""
     with no_collection(before=False):
         from ..simulation.simulate import simulate
 
@@ -170,12 +180,11 @@ def simulate(recipe: Recipe, target: Target = "cuda", gpu: GpuName = None, as_js
     _finish(simulate(recipe, target=target, gpu=card), card, as_json)
 
 
-@app.command()
+@app.command(help="Memory of the Trainer's evaluation between two steps of training, on fake tensors.")
 @takes(EVALUATION | OPTIONS, _recipe_and_evaluation)
 def evaluate(
     asked: tuple[Recipe, Evaluation], target: Target = "cuda", gpu: GpuName = None, as_json: Json = False
 ) -> None:
-    """Memory of the Trainer's evaluation between two steps of training, on fake tensors."""
     with no_collection(before=False):
         from ..simulation.simulate import simulate_evaluation
 
@@ -183,18 +192,19 @@ def evaluate(
     _finish(simulate_evaluation(*asked, target=target, gpu=card), card, as_json)
 
 
-@app.command()
+@app.command(help="Memory and time of the real training step on this machine, in a fresh process.")
 @takes_recipe
 def measure(
     recipe: Recipe, repeats: option(int, "Timed steps after warm-up.", parser=number) = 5, as_json: Json = False
 ) -> None:
-    """Memory and time of the real training step on this machine, in a fresh process."""
     from .measure import measure
 
     _finish(measure(recipe, repeats=repeats), None, as_json)
 
 
-@app.command()
+@app.command(
+    help="The best full, LoRA and QLoRA recipe for a GPU, and how sure it is that each fits. Exit status 3: none does.",
+)
 @takes(PLAN_OPTIONS, lambda model, given: {"model": model, **fields_of(PLAN_OPTIONS, given)})
 def plan(
     asked: dict[str, Any],
@@ -205,23 +215,25 @@ def plan(
     write: option(Path | None, "Write the best recipe as a program, such as train.py.") = None,
     as_json: Json = False,
 ) -> None:
-    """The best full, LoRA and QLoRA recipe for a GPU, and how sure it is that each fits. Exit status 3: none does."""
     from ..planning.plan import plan
 
     _check_written(write=write)
     if dataset:
         asked["lengths"] = read_lengths(dataset, functools.partial(tokens_of, asked["model"], pretrained))
     found = plan(gpu=gpu, confirm=confirm, **asked)
-    typer.echo(found.to_json(indent=2) if as_json else str(found))
+    say(found.to_json(indent=2) if as_json else str(found))
     if write and found.choices:
+        there = write.exists()
         files = ", ".join(map(str, found.write(write)))
         more = "; --method takes another" if len(found.choices) > 1 else ""
-        typer.echo(f"wrote {files}: {found.best.method}{more}", err=True)
+        say(f"{'replaced' if there else 'wrote'} {files}: {found.best.method}{more}", err=True)
     if not found.choices:
         raise typer.Exit(OUT_OF_MEMORY)
 
 
-@app.command()
+@app.command(
+    help="Measure every recipe on the list, beside what simulate says, and keep the reports for readers without this GPU.",
+)
 def record(
     paths: Annotated[list[Path] | None, typer.Argument(help="Lists of recipes; the course's when left out.")] = None,
     minutes: option(float, "From the first run; nothing goes on after that.", min=0) = 8,
@@ -229,65 +241,75 @@ def record(
     folder: option(Path | None, "Where records lie; the course's when left out.") = None,
     as_json: option(bool, "Print the list of what is missing, for a later run.", "--json") = False,
 ) -> None:
-    """Measure every recipe on the list, beside what simulate says, and keep the reports for readers without this GPU."""
     from .measure import record
 
-    progress = functools.partial(typer.echo, err=as_json)
+    progress = functools.partial(say, err=as_json)
     outcome = record(paths or None, minutes=minutes, folder=folder, dry_run=dry_run, progress=progress)
-    typer.echo(json.dumps([recipe.to_dict() for recipe, _ in outcome.missing], indent=1) if as_json else str(outcome))
+    say(json.dumps([recipe.to_dict() for recipe, _ in outcome.missing], indent=1) if as_json else outcome)
 
 
-@app.command()
+@app.command(
+    help="Show exactly what your records would tell others, without a name or a path, and where to send it.",
+)
 def share(
     source: Annotated[Path | None, typer.Argument(help="A record file or folder; the course's when left out.")] = None,
     folder: option(Path, "Where to write what may be sent.") = Path("."),
     browse: option(bool, "Open the page that takes it. Nothing is sent before you say so there.") = True,
 ) -> None:
-    """Show exactly what your records would tell others, without your name, your machine's or a path, and where to send it."""
     from ..measurement.share import share
 
     for made in share(source, folder):
-        typer.echo(str(made))
+        say(str(made))
         if browse and made.page:
             typer.launch(made.page)
 
 
-@app.command()
+@app.command(help="What this machine and environment can do, and what to do about what they cannot.")
 def doctor(as_json: Json = False) -> None:
-    """What this machine and environment can do, and what to do about what they cannot."""
     from .doctor import doctor
 
     found = doctor()
-    typer.echo(json.dumps(found.to_dict(), indent=2) if as_json else str(found))
+    say(json.dumps(found.to_dict(), indent=2) if as_json else str(found))
     if not found.ok:
         raise typer.Exit(FAILED)
 
 
-@app.command(context_settings={"ignore_unknown_options": True})
+@app.command(
+    context_settings={"ignore_unknown_options": True},
+    help="What filled, or would fill, the card, and the three cheapest changes.",
+)
 def explain(
     words: Annotated[list[str] | None, typer.Argument(metavar="[MESSAGE|SNAPSHOT] [RECIPE]", help=EXPLAINED)] = None,
     gpu: option(str | None, "A card by name, such as T4.", "--gpu") = None,
     as_json: Json = False,
 ) -> None:
-    """What filled, or would fill, the card, and the three cheapest changes."""
     from .explain import explain
 
     first, *rest = words or ["-"]
+    notes: list[str] = []
     if first == "-":
-        what = typer.get_text_stream("stdin").read()
+        what = _standard_input()
     elif first.endswith((".pickle", ".pkl")):
         what = Path(first)
     elif "out of memory" in first:
         what = first
     elif os.path.isfile(first) and not first.endswith((".json", ".py")):
-        what = Path(first).read_text(encoding="utf-8", errors="replace")
+        what = read_text(first, errors="replace")
     else:
-        what, rest = _said(words), []
-    found = explain(what, _said(rest) if rest else None, gpu)
-    typer.echo(json.dumps(vars(found), indent=2) if as_json else str(found))
+        (what, notes), rest = _said(words), []
+    recipe = None
+    if rest:
+        recipe, notes = _said(rest)
+    found = explain(what, recipe, gpu)
+    found.notes += notes
+    say(json.dumps(vars(found), indent=2) if as_json else str(found))
 
 
-@app.command("run", context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
+@app.command(
+    "run",
+    context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False},
+    help="Any script on any GPU without the GPU: what it holds there (Linux, experimental). Exit status: the script's.",
+)
 def run_script(
     gpu: option(str, "The card to be, by name, such as T4.", "--gpu"),
     command: Annotated[list[str], typer.Argument(metavar="-- COMMAND…", help="Such as python train.py.")],
@@ -295,66 +317,102 @@ def run_script(
     report: option(Path | None, "Write the report of the process that held most, as JSON.") = None,
     snapshot: option(Path | None, "Write its memory history, for pytorch.org/memory_viz.") = None,
 ) -> None:
-    """Any script on any GPU without the GPU: what it holds there (Linux, experimental). Exit status: the script's."""
     from .run import run
 
     _check_written(report=report, snapshot=snapshot)
     found = run(command, find_gpu(gpu), gpus, snapshot)
-    typer.echo(str(found))
+    say(str(found))
     if report and found.reports:
-        report.write_text(max(found.reports, key=lambda one: one.allocated).to_json(indent=2), encoding="utf-8")
+        write_atomically(report, max(found.reports, key=lambda one: one.allocated).to_json(indent=2))
     raise typer.Exit(found.status)
 
 
-@app.command()
+@app.command(help="Which bytes and tensors came and went: two recipes, or reports of two commits or environments.")
 def diff(
     a: Annotated[str, typer.Argument(help=DIFFERING)],
     b: Annotated[str, typer.Argument(help="Likewise; differences are B − A.")],
     target: Target = "cuda",
     as_json: Json = False,
 ) -> None:
-    """Which bytes and tensors came and went: two recipes, or reports of two commits or environments."""
     from ..report.compare import diff
     from .explain import report_of
 
-    said = (_said([text] if Path(text).is_file() else shlex.split(text)) for text in (a, b))
-    found = diff(*(report_of(each, target=target) for each in said))
-    typer.echo(json.dumps(asdict(found), indent=2) if as_json else str(found))
+    said = [_said(_words(text)) for text in (a, b)]
+    for text, (_, notes) in zip((a, b), said, strict=True):
+        for note in notes:
+            say(f"{text}: {note}", err=True)
+    found = diff(*(report_of(each, target=target) for each, _ in said))
+    say(json.dumps(asdict(found), indent=2) if as_json else str(found))
 
 
-def _said(words: list[str]) -> Recipe | Report:
-    """Return what words say: the JSON file of a report or a recipe, or MODEL and options as of `predict`, among them the
-    JSON file of a TrainingArguments or a Python script, which may name the model."""
-    rest, model, arguments, fields = list(words), None, None, {}
-    for word in (word for word in words if word.endswith(".py") or Path(word).is_file()):
+def _standard_input() -> str:
+    """Return what is piped in, at most MOST_TEXT bytes of it. Raises RecipeError where it is closed."""
+    if sys.stdin is None:
+        raise RecipeError("message", "-", "standard input is closed: pipe a message in, or name a file")
+    return typer.get_binary_stream("stdin").read(MOST_TEXT).decode("utf-8", "replace")
+
+
+def _words(text: str) -> list[str]:
+    """Return the words of one argument of `diff`. Raises RecipeError where a quote in it has no end."""
+    try:
+        return [text] if os.path.isfile(text) else shlex.split(text)
+    except ValueError as error:
+        raise RecipeError("recipe", text, f"it must be words as a shell takes them ({error})") from None
+
+
+def _said(words: list[str]) -> tuple[Recipe | Report, list[str]]:
+    """Return what words say, and notes on what of it is left out: the JSON file of a report or a recipe, or MODEL and
+    options as of `predict`, among them the JSON file of a TrainingArguments or a Python script, which may name the model."""
+    if len(words) == 1 and words[0].endswith(".json") and os.path.isfile(words[0]):
+        found = _object(words[0])
+        if "phases" in found:
+            return Report.from_dict(found), []
+        if "model" in found:
+            return rebuild(Recipe, "recipe", found), []
+    return _recipe_said(words)
+
+
+def _recipe_said(words: list[str]) -> tuple[Recipe, list[str]]:
+    """Return the recipe of MODEL and options, and notes, as `_said` does."""
+    rest, script, arguments = list(words), None, None
+    for word in words:
         if word.endswith(".py"):
-            model, arguments, fields, unread = read_script(Path(word))
+            script = Path(word)
             rest.remove(word)
-            typer.echo(unread, err=True) if unread else None
-        elif word.endswith(".json"):
-            text = Path(word).read_text("utf-8")
-            found = read_json("file", text, word)
-            if len(words) == 1 and "phases" in found:
-                return Report.from_dict(found)
-            if len(words) == 1 and "model" in found:
-                return Recipe.from_json(text)
-            if "per_device_train_batch_size" in found:
+        elif word.endswith(".json") and os.path.isfile(word):
+            found = _object(word)
+            if "model_type" not in found and DECLARED & found.keys():
                 rest.remove(word)
                 arguments = found
-    if arguments is not None and (not rest or rest[0].startswith("-")):
-        rest.insert(0, model or "")
+    if (script or arguments) and (not rest or rest[0].startswith("-")):
+        rest.insert(0, "")
     given = typer.main.get_command(app).commands["predict"].make_context("vramlab predict", rest).params
     known = {name: given[name] for name in OPTIONS}
+    if script:
+        return recipe_of_script(script, given["model"], known)
     if arguments is None:
-        return recipe_of(given["model"], known)
-    return recipe_of_arguments(given["model"], known, arguments, **fields)
+        return recipe_of(given["model"], known), []
+    recipe, foreign = recipe_of_arguments(given["model"], known, arguments)
+    named = [f"without {', '.join(foreign)}: the arguments have no field of that name"] if foreign else []
+    return recipe, named
+
+
+def _object(path: str) -> dict[str, Any]:
+    """Return the JSON object in a file. Raises RecipeError."""
+    found = read_json_file("file", path)
+    if not isinstance(found, dict):
+        raise RecipeError("file", path, "it must hold a JSON object: a report, a recipe or a TrainingArguments")
+    return found
 
 
 def _check_written(**files: Path | None) -> None:
-    """Raise RecipeError, before anything is computed, at the first of the options `files` that cannot be written."""
+    """Raise RecipeError, before anything is computed, at the first of the options `files` that cannot be written, or is
+    there already and not of our making."""
     for name, path in files.items():
-        if path and (path.is_dir() or not os.access(path.parent, os.W_OK)):
+        if path and (os.path.isdir(path) or not os.access(path.parent, os.W_OK)):
             raise RecipeError(name, str(path), "it must be the name of a file in a folder that can be written to")
+        if path and path.exists() and not is_ours(path):
+            raise RecipeError(name, str(path), NOT_OURS)
 
 
 def _card(name: str | None, recipe: Recipe) -> Gpu | None:
@@ -379,6 +437,6 @@ def _finish(report: Report, card: Gpu | None, as_json: bool, whole: Any = None) 
         report.notes += [sentence] if as_json else []
     whole = whole or report
     text = json.dumps(whole.to_dict(), indent=2) if as_json else "\n".join(filter(None, [str(whole), sentence]))
-    typer.echo(text)
+    say(text)
     if report.status != "ok" or fits is False:
         raise typer.Exit(OUT_OF_MEMORY if report.status == "oom" else FAILED)

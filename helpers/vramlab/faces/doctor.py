@@ -14,6 +14,7 @@ from ..hardware.gpu import current_device
 from ..hardware.nvml import all_sensors, nvml_snapshot
 from ..report.errors import MissingExtra
 from ..report.report import GiB, encode, environment, format_bytes, installed
+from ..report.versions import untested, version_ranges
 
 MARKER = "machine: "
 OK, WARN, MISSING = "ok", "warn", "missing"
@@ -107,7 +108,22 @@ def packages() -> Iterator[Check]:
         if name == "torch":  # on hosted notebooks it comes with the machine and fits its driver
             advice = "make a fresh environment, or take a newer runtime where torch comes with the machine"
         fits = SpecifierSet(specifier).contains(version, prereleases=True)
-        yield judged(name, version if fits else f"{version}, {specifier} needed", "" if fits else advice, required=True)
+        if fits:
+            yield judged(name, version, _newer(name, version), required=True)
+        else:
+            yield judged(name, f"{version}, {specifier} needed", advice, required=True)
+    listed = {name for name, _ in requirements()}
+    for tested, version in untested().items():  # of extras that the course does without
+        if tested.name not in listed:
+            yield judged(tested.name, version, tested.trouble(version))
+
+
+def _newer(name: str, version: str) -> str:
+    """Say that `version` is newer than what was tested, and what to do if that matters; "" where it is not."""
+    tested = version_ranges().get(name)
+    if not tested or not tested.is_newer(version):
+        return ""
+    return f"{tested.trouble(version)}: figures may differ; pip install '{name}=={tested.newest}' is a tested one"
 
 
 def may_have_gpu() -> bool:

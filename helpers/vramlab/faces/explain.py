@@ -26,13 +26,14 @@ class MessageError(VramLabError, ValueError):
 
 @dataclass
 class Explanation:
-    """Plain sentences, and the bytes that they rest on by name."""
+    """Plain sentences, the bytes that they rest on by name, and notes on what they leave out."""
 
     lines: list[str]
     bytes: dict[str, int] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
 
     def __str__(self) -> str:
-        return "\n".join(self.lines)
+        return "\n".join([*self.lines, *(f"note: {note}" for note in self.notes)])
 
 
 @needing("explain")
@@ -40,13 +41,20 @@ def explain(what: Any, recipe: Recipe | None = None, gpu: str | Gpu | None = Non
     """Say in plain lines what filled, or would fill, a card, and the three cheapest changes where a recipe is known.
 
     Args:
-        what: an exception or its text, the `Path` of a memory snapshot, or a recipe.
+        what: an exception or its text, the `Path` of a memory snapshot or of a script that trains, or a recipe.
         recipe: what ran when the message came.
         gpu: the card that it ran or is to run on.
     Raises:
         MessageError, SnapshotError: `what` is no such message or snapshot.
     """
     card = find_gpu(gpu) if gpu else None
+    if isinstance(what, Path) and what.suffix == ".py":
+        from .script import recipe_of_script
+
+        found, notes = recipe_of_script(what)
+        explained = _of_recipe(found, card, {})
+        explained.notes += notes
+        return explained
     if isinstance(what, Path):
         return Explanation(str(read_snapshot(what)).split("\n"))
     if isinstance(what, Recipe):

@@ -6,6 +6,7 @@ from typing import Any
 from ..formulas.model_states import gradient_bytes, optimizer_state_bytes, parameter_bytes
 from ..formulas.predict import predict
 from ..hardware.gpu import Gpu, seen_gpu
+from ..hardware.overhead import rules_of
 from ..measurement.measure import measure as _measure
 from ..measurement.record import Outcome
 from ..measurement.record import record as _record
@@ -49,8 +50,10 @@ def simulated_beside(report: Report) -> str:
     """Say what `simulate` says of a measured report: ", simulated 5.120 GiB (+0.02 %)"."""
     from ..simulation.simulate import simulate
 
+    recipe, card = rebuild(Recipe, "recipe", report.recipe), card_of(report.environment)
     try:
-        said = simulate(rebuild(Recipe, "recipe", report.recipe), report.target, card_of(report.environment)).allocated
+        with rules_of(report.environment["torch"]):
+            said = simulate(recipe, report.target, card).allocated
     except RecipeError:
         return ", not simulated"
     return f", simulated {format_bytes(said)} ({said / report.allocated - 1:+.2%})"

@@ -1,23 +1,29 @@
 """What the command line and the calculator share: options read from knobs, and whether a report fits a card."""
 
 import dataclasses
-import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 from ..hardware.gpu import Gpu
-from ..recipe.arguments import arguments_class
+from ..recipe.argument_classes import CONFIGS, TRAINERS, class_of, undeclared
+from ..recipe.arguments import CLASSIFIED, arguments_class
+from ..recipe.configuration import reason
 from ..recipe.knobs import Knob, options
-from ..recipe.options import STAGES
+from ..recipe.options import STAGES, TRL
 from ..recipe.recipe import Recipe
 from ..recipe.shapes import read_shape
 from ..report.errors import RecipeError, needing
+from ..report.files import read_text, strict_json
 from ..report.report import Interval, Report
 
+MOST_DATA = 2 * 1024**3  # bytes of a data set's JSONL
 ANSWERS = ("completion", "chosen", "rejected")
 LENGTHS = ("length", "input_ids")  # `TrainingArguments.length_column_name`, and what the Trainer counts without it
+
+# Two names of one argument, of which transformers would take the second without a word
+SAME = tuple((f"gradient_{name}", f"activation_{name}") for name in ("checkpointing", "checkpointing_kwargs"))
 
 # Option to the field of `Recipe` or of its part, ("lora", "r"), and what the recipe says of it.
 Options = dict[str, tuple[tuple[str, ...], Knob]]
@@ -47,31 +53,65 @@ def recipe_of(model: str, given: Mapping[str, Any]) -> Recipe:
     return Recipe(model, **fields)
 
 
-def recipe_of_arguments(model: str, given: Mapping[str, Any], values: Mapping[str, Any], **fields: Any) -> Recipe:
-    """Return the recipe of `TrainingArguments` that were written as JSON, with `fields` of the recipe, and the `given`
-    options where they are no default (a part's: not None). Raises RecipeError."""
+def recipe_of_arguments(
+    model: str, given: Mapping[str, Any], values: Mapping[str, Any], kind: str | None = None, **fields: Any
+) -> tuple[Recipe, list[str]]:
+    """Return the recipe of arguments that were written as JSON, and those of their names that no field has.
+
+    Args:
+        given: options, which count where they are no default (a part's: not None).
+        kind: the class of the arguments; None: the one that their names tell.
+        fields: others of the recipe.
+    Raises:
+        RecipeError: arguments of a trainer that no recipe models, or values that their class or recipe refuses.
+    """
     own = {name: n for name, n in given.items() if len(OPTIONS[name][0]) > 1 or n != OPTIONS[name][1].default}
     fields |= fields_of(OPTIONS, own)
-    with needing("TrainingArguments"):
-        import torch
+    kind = kind or class_of(values, fields.get("trainer"))
+    trainer = fields.setdefault("trainer", TRAINERS[kind])
+    if trainer not in (TRAINERS[kind], "sft"):
+        raise RecipeError("trainer", trainer, f"{TRL[trainer]} takes no {kind}: say a {CONFIGS[trainer]}")
+    for one, other in SAME:
+        if one in values and other in values and (values[one] or None) != (values[other] or None):
+            raise RecipeError(one, values[one], f"{other}, which is the same, is {values[other]!r}: say one of them")
+    foreign = undeclared(values, kind)
+    with needing(kind):
+        arguments = _made(TRAINERS[kind], {name: n for name, n in values.items() if name not in foreign})
+        if TRAINERS[kind] != trainer == "sft":  # SFTTrainer makes an SFTConfig of them
+            arguments = _made(trainer, arguments.to_dict())
+    return Recipe.from_training_arguments(arguments, model, **fields), foreign
 
-        kind = arguments_class(SimpleNamespace(trainer=fields.get("trainer", "transformers")))
-    known = {field.name for field in dataclasses.fields(kind) if field.init}
-    said = {name: value for name, value in values.items() if name in known and value is not None}
+
+def _made(trainer: str, values: Mapping[str, Any]) -> Any:
+    """Return the arguments of `trainer` with those of `values` that memory depends on. Raises RecipeError."""
+    import torch
+
+    kind = arguments_class(SimpleNamespace(trainer=trainer))
+    usual = {field.name: field.default for field in dataclasses.fields(kind)}
+    said = {}
+    for name, value in values.items():
+        if name not in CLASSIFIED["neutral"] and (value is not None or usual.get(name) is not None):
+            said[name] = value
+    # The class refuses tf32 without a GPU that has it
+    tf32 = said.pop("tf32", None)
     try:
-        arguments = kind(**said | {"use_cpu": not torch.accelerator.is_available()})
-    except (ValueError, TypeError) as error:
-        raise RecipeError("training_arguments", said, f"{kind.__name__} refuses it: {error}") from error
-    return Recipe.from_training_arguments(arguments, model, **fields)
+        arguments = kind(**said, use_cpu=not torch.accelerator.is_available())
+    except ModuleNotFoundError:
+        raise
+    except Exception as error:  # whatever their checks come upon
+        raise RecipeError("training_arguments", said, f"{kind.__name__} refuses it: {reason(error)}") from error
+    arguments.tf32 = tf32
+    return arguments
 
 
 def read_lengths(path: Path, tokens: Callable[[list[dict]], list[int]] | None = None) -> list[int]:
     """Return the tokens of each sample of a JSONL file: a number, a list of ids, or an object with one of LENGTHS a line;
     of other objects what `tokens` says of them. Raises RecipeError for a file that does not say them."""
     try:
-        rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+        lines = read_text(path, MOST_DATA).split("\n")  # and not at the other ends of lines, which a text may have
+        rows = [strict_json(line) for line in lines if line.strip()]
     except (OSError, ValueError) as error:
-        raise RecipeError("lengths", str(path), f"it must be a JSONL file ({error})") from error
+        raise RecipeError("lengths", str(path), f"it must be a JSONL file ({str(error).rstrip('.')})") from error
     values = [
         next((row[name] for name in LENGTHS if name in row), row) if isinstance(row, dict) else row for row in rows
     ]

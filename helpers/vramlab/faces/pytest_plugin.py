@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+from ..report.files import write_atomically
+
 UPDATE = "--update-memory-budgets"
 
 
@@ -46,11 +48,14 @@ def memory_budget(request: pytest.FixtureRequest) -> Callable[..., None]:
         budgets = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
         if request.config.getoption(UPDATE):
             budgets[name] = {"total": peak.total, **{part: n for part, n in peak.items() if n}}
-            path.write_text(json.dumps(budgets, indent=1, sort_keys=True) + "\n", encoding="utf-8")
+            write_atomically(path, json.dumps(budgets, indent=1, sort_keys=True) + "\n")
             return
-        assert name in budgets, f"{path.name} has no memory budget for {name}: run pytest {UPDATE}, and commit it"
+        if name not in budgets:
+            pytest.fail(f"{path.name} has no memory budget for {name}: run pytest {UPDATE}, and commit it")
         over = peak.total - budgets[name]["total"]
         grown = (f"{part} {n - budgets[name].get(part, 0):+,} B" for part, n in peak.items())
-        assert over <= 0, f"the peak is {over:,} B above its budget: {', '.join(t for t in grown if ' +0 ' not in t)}"
+        if over > 0:
+            changes = ", ".join(text for text in grown if " +0 " not in text)
+            pytest.fail(f"the peak is {over:,} B above its budget: {changes}")
 
     return check

@@ -20,6 +20,7 @@ from typing import Any
 from ..hardware.gpu import Gpu, process
 from ..hardware.snapshot import SnapshotError, read_snapshot
 from ..measurement.stand_in import StandInError, libraries, variables
+from ..report.files import write_atomically
 from ..report.report import Bytes, Interval, Report, environment, format_bytes
 from .in_script import FOLDER, SITE
 
@@ -73,7 +74,7 @@ def run(command: Sequence[str], card: Gpu, count: int = 1, snapshot: Path | None
         left = [(json.loads(path.read_text()), path.with_suffix(".pickle")) for path in Path(folder).glob("*.json")]
         left = sorted((one for one in left if one[0]["allocated"]), key=lambda one: one[0]["rank"])
         if snapshot and left:
-            shutil.copy(max(left, key=lambda one: one[0]["allocated"])[1], snapshot)
+            write_atomically(snapshot, max(left, key=lambda one: one[0]["allocated"])[1].read_bytes())
         reports = [_report(found, shlex.join(command), card, status) for found, _ in left]
         return ScriptRun(shlex.join(command), card, status, reports, [_history(path) for _, path in left])
 

@@ -1,19 +1,30 @@
-"""What a script says, read off its literals as a recipe; what the command line says of a Trainer's arguments."""
+"""What a script says, read off its syntax tree as a recipe; what the command line says of a Trainer's arguments."""
 
 import ast
-import operator
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..recipe.arguments import CLASSIFIED, CONFIGS, check_table
+from ..recipe.argument_classes import COMMON, CONFIGS, OWN, TRAINERS
+from ..recipe.arguments import CLASSIFIED, check_table
+from ..recipe.families import TASKS
 from ..recipe.knobs import knobs
-from ..recipe.options import LoRA
+from ..recipe.options import DTYPES, TRL, LoRA
+from ..recipe.recipe import Recipe
+from ..recipe.shapes import read_shape
 from ..report.errors import RecipeError
-from .options import OPTIONS
+from .options import OPTIONS, recipe_of_arguments
+from .script_lines import CASTS, WORDS, Lines
+from .script_tree import Tree, Unread
 
-ARGUMENTS = {"TrainingArguments": "transformers", "Seq2SeqTrainingArguments": "transformers"}
-ARGUMENTS |= {config: trainer for trainer, config in CONFIGS.items()}
-MODEL, DTYPES = "pretrained_model_name_or_path", ("dtype", "torch_dtype")
+# A Trainer's class to the recipe's trainer
+KINDS = {"Trainer": "transformers", "Seq2SeqTrainer": "transformers"} | {name: kind for kind, name in TRL.items()}
+HEADS = {task.auto_class.removeprefix("AutoModel"): name for name, task in TASKS.items()} | {"LMHeadModel": "causal-lm"}
+COLLATORS = re.compile("|".join([*WORDS["collators"], "default_data_collator"]))
+ONE_CARD = (None, "cuda", "cuda:0", 0, {"": 0}, {"": "cuda"}, {"": "cuda:0"})  # of `device_map`
+UNTOLD = "whose value only running it would tell"
 # What the command line says of a Trainer's argument that is no option.
 WHY_NOT = dict.fromkeys(CLASSIFIED["neutral"], "what {} answers does not depend on it, so leave it out")
 WHY_NOT |= {name: f"no recipe models it: {CLASSIFIED['reasons'][name]}" for name in CLASSIFIED["refused"]}
@@ -30,96 +41,352 @@ def instead(error: Exception, command: str | None) -> str:
     return f"There is no option {option}: {why}." if why and command else ""
 
 
-OPERATORS = {ast.Add: operator.add, ast.Mult: operator.mul}
+@dataclass
+class Script:
+    """What a script trains: `kind` is the class of its `arguments`, `fields` are the recipe's others, `notes` say which
+    lines are left out."""
+
+    model: str | None
+    kind: str
+    arguments: dict[str, Any]
+    fields: dict[str, Any]
+    notes: list[str]
 
 
-class _Script:
-    """What the script's calls say. `unread`: (call, argument) whose value is no literal, nor a name or option with one."""
+def read_script(path: Path) -> Script:
+    """Return what a script says. It is not executed, and constants are computed within bounds.
+
+    Raises RecipeError for what is no Python file, for one without a Trainer that a recipe models, and where a line
+    changes what is trained in a way that no recipe says, or more lines than a few are not understood.
+    """
+    try:
+        return _Reader(path).read()
+    except (RecursionError, Unread) as error:
+        raise RecipeError("script", str(path), "it is nested too deeply to be read") from error
+
+
+def recipe_of_script(path: Path, model: str = "", given: Mapping[str, Any] | None = None) -> tuple[Recipe, list[str]]:
+    """Return the recipe of a script, of another `model` and with `given` options where they are said, and notes on what of
+    the script it leaves out. Raises RecipeError as `read_script` does, and where no model is named."""
+    script, given = read_script(path), given or {}
+    model, fields, notes = model or script.model, dict(script.fields), list(script.notes)
+    if not model:
+        rest = f"{path.name} does not say it in so many words: put it first, as in vramlab explain MODEL {path.name}"
+        raise RecipeError("model", None, rest)
+    shape, patched = read_shape(model), fields.pop("liger_family", None)
+    if patched not in (None, shape.family):
+        notes.append(f"without Liger's kernels for {patched}: {model} is a {shape.family}")
+        script.arguments.pop("use_liger_kernel")
+    if fields.get("task") == shape.task:
+        fields.pop("task")
+    recipe, foreign = recipe_of_arguments(model, given, script.arguments, script.kind, **fields)
+    notes += [f"without {name}: {script.kind} has no field of that name" for name in foreign]
+    said = fields.get("seq_len") or fields.get("lengths") or given.get("seq_len") or given.get("lengths")
+    if recipe.trainer == "transformers" and not said and not shape.image_tokens:
+        notes.append(f"the tokens of a sample are not written in it: {recipe.seq_len} are taken")
+    return recipe, notes
+
+
+class _Reader:
+    """Follows what the call of the Trainer is given to where it comes from."""
 
     def __init__(self, path: Path):
-        try:
-            tree = ast.parse(path.read_text(encoding="utf-8"))
-        except (OSError, ValueError, SyntaxError) as error:
-            raise RecipeError("script", str(path), f"it must be a Python file ({error})") from error
-        self.known: dict[str, Any] = {}
-        self.unread: list[tuple[str, str]] = []
-        self.calls: dict[str, list[ast.Call]] = {}
-        for node in ast.walk(tree):
-            if isinstance(node, ast.Call):
-                name = getattr(node.func, "attr", getattr(node.func, "id", ""))
-                self.calls.setdefault(name, []).append(node)
-                if name == "from_pretrained" and node.args:
-                    node.keywords.insert(0, ast.keyword(MODEL, node.args[0]))
-            elif isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
-                self.known.setdefault(node.targets[0].id, node.value)
-        for call in self.calls.get("add_argument", ()):  # asked.model is the default of --model
-            default = next((word.value for word in call.keywords if word.arg == "default"), None)
-            for name in call.args if default else ():
-                self.known.setdefault("." + str(self.value(name)).lstrip("-").replace("-", "_"), default)
+        self.tree = Tree(path)
+        self.lines = Lines(self.tree)
+        self.fields, self.arguments = self.lines.fields, self.lines.arguments
+        self.model: str | None = None
 
-    def value(self, node: ast.AST, depth: int = 9) -> Any:
-        """The node's value; raise ValueError where only running the script would tell."""
-        name = node.id if isinstance(node, ast.Name) else f".{node.attr}" if isinstance(node, ast.Attribute) else None
-        if isinstance(node, ast.Attribute) and getattr(node.value, "id", "") == "torch":
-            return node.attr
-        if name in self.known and depth:
-            return self.value(self.known[name], depth - 1)
-        if isinstance(node, ast.BinOp) and type(node.op) in OPERATORS:
-            return OPERATORS[type(node.op)](self.value(node.left), self.value(node.right))
-        if isinstance(node, ast.Dict) and None not in node.keys:
-            return {self.value(key): self.value(value) for key, value in zip(node.keys, node.values, strict=True)}
-        if isinstance(node, ast.Tuple):
-            return tuple(map(self.value, node.elts))
-        return ast.literal_eval(node)
+    def read(self) -> Script:
+        self.lines.account_for_imports()
+        call, name = self._trainer()
+        self.lines.trainer = call
+        self.lines.understood.add(call)
+        self.fields["trainer"] = KINDS[name]
+        words = self._words(call, WORDS["positions"][name].split())
+        self._unseen()
+        kind = self._read_arguments(words.pop("args", None), name)
+        self._load(words.pop("model", words.pop("model_init", None)))
+        if KINDS[name] in TRL:
+            self._adapt(words.pop("peft_config", None))
+        for word, value in words.items():
+            self._trainer_word(word, value)
+        if self.fields["trainer"] == "transformers" and not self.fields.get("seq_len"):
+            self._read_length()
+        self.lines.account()
+        return Script(self.model, kind, self.arguments, self.fields, self.lines.listed())
 
-    def said(self, *names: str) -> dict[str, Any]:
-        """The keywords of the calls of `names`, of the first that says each."""
-        found: dict[str, Any] = {}
-        for word in (word for name in names for call in self.calls.get(name, ()) for word in call.keywords):
+    def _trainer(self) -> tuple[ast.Call, str]:
+        """Return the call that makes the Trainer, and its class or the one that the script's own is made from."""
+        found = [call for call in self.tree.calls if self.lines.is_trainer(call) and not self.tree.dead(call)]
+        if not found:
+            self.lines.refuse(None, f"none of {', '.join(KINDS)} is called in it")
+        call, *others = found
+        if others:
+            self.lines.refuse(others[0], "is a second Trainer")
+        name, whole = self.tree.name(call), self.tree.dotted(call.func)
+        if name in self.tree.classes:
+            own = self.tree.classes[name]
+            for method in own.body:
+                if isinstance(method, ast.FunctionDef) and method.name not in WORDS["trainer_overrides"]:
+                    self.lines.refuse(method, f"replaces what {name} does in a step, which no recipe says")
+            whole = self.tree.dotted(own.bases[0]) or ast.unparse(own.bases[0])
+            name = whole.rpartition(".")[2]
+        if name not in KINDS or (whole.partition(".")[0] or "trl") not in ("transformers", "trl", name):
+            self.lines.refuse(call, "is a trainer that no recipe models")
+        return call, name
+
+    def _words(self, call: ast.Call, positions: Sequence[str] = ()) -> dict[str, ast.expr]:
+        """Return what a call is given, by name. Raises RecipeError where only running it would tell."""
+        self.lines.understood.add(call)
+        if len(call.args) > len(positions) or any(isinstance(arg, ast.Starred) for arg in call.args):
+            self.lines.refuse(call, "has arguments without a name, which are not read")
+        found = dict(zip(positions, call.args, strict=False))
+        for word in call.keywords:
             if word.arg:
-                try:
-                    found.setdefault(word.arg, self.value(word.value))
-                except (ValueError, TypeError):
-                    self.unread.append((names[0], word.arg))
+                found[word.arg] = word.value
+                continue
+            held = self.tree.sources(word.value)
+            whole = held[0] if len(held) == 1 and not self.tree.is_written(held[0]) else None
+            if isinstance(whole, ast.Dict) and all(isinstance(key, ast.Constant) for key in whole.keys):
+                found |= {key.value: value for key, value in zip(whole.keys, whole.values, strict=True)}
+            elif isinstance(whole, ast.Call) and self.tree.name(whole) == "dict" and not whole.args:
+                found |= self._words(whole)
+            else:
+                self.lines.refuse(call, f"has {self.lines.text(word.value)} among its arguments, {UNTOLD}")
         return found
 
+    def _only(self, node: ast.expr | None, what: str) -> ast.expr | None:
+        """Return what an expression stands for. Raises RecipeError where that may be several things."""
+        found = self.tree.sources(node)
+        if len(found) != 1 or (found[0] is None and node is not None):
+            self.lines.refuse(node, f"does not say {what}: only running it would tell")
+        return found[0]
 
-def read_script(path: Path) -> tuple[str | None, dict[str, Any], dict[str, Any], str]:
-    """Return (model, arguments, other fields of the recipe, a sentence on what could not be read or ""). Raises RecipeError
-    for what is no Python file, or one that makes no arguments of a Trainer's."""
-    script = _Script(path)
-    kind = next((name for name in ARGUMENTS if name in script.calls), None)
-    if kind is None:
-        raise RecipeError("script", str(path), f"none of {', '.join(ARGUMENTS)} is called in it")
-    arguments, loaded = script.said(kind), script.said("from_pretrained")
-    config = script.said("LoraConfig")
-    check_table(config, CLASSIFIED["refused_in"]["LoraConfig"])
-    adapters = script.said("LoRA") or {name: value for name, value in config.items() if name in knobs(LoRA)}
-    fields = {"lora": adapters or None, "quantization": _quantization(script)}
-    fields |= {"sharding": script.said("Sharding") or None, "trainer": ARGUMENTS[kind]}
-    fields["dtype"] = next((loaded[name] for name in DTYPES if loaded.get(name, "auto") != "auto"), None)
-    fields["attn_implementation"], fields["num_layers"] = map(loaded.get, ("attn_implementation", "num_hidden_layers"))
-    given = script.said("from_training_arguments")
-    fields |= {name: given.get(name) for name in ("precision", "seq_len", "lengths")}
-    if fields["trainer"] == "transformers" and not fields["seq_len"]:
-        fields["seq_len"] = script.said("tokenizer", "tokenize").get("max_length")
-    quiet = {*CLASSIFIED["neutral"], MODEL, "use_cpu", "fsdp_config", "deepspeed", "quantization_config", "task_type"}
-    calls = (kind, "LoraConfig", "BitsAndBytesConfig", "from_pretrained")
-    unread = [f"{call}({name}=…)" for call, name in dict.fromkeys(script.unread) if call in calls and name not in quiet]
-    said = f"not read, since only running {path.name} would tell: {', '.join(unread)}" if unread else ""
-    if fields["sharding"]:  # the configuration is in a file of its own
-        arguments = {name: n for name, n in arguments.items() if name not in ("fsdp", "fsdp_config", "deepspeed")}
-    return loaded.get(MODEL), arguments, {name: n for name, n in fields.items() if n is not None}, said
+    def _value(self, name: str, node: ast.expr, quiet: bool = False) -> Any:
+        """Return a constant, or None with a note where only running the script would tell, unless that is `quiet`."""
+        try:
+            return self.tree.value(node)
+        except Unread:
+            if not quiet:
+                self._note(name, node, UNTOLD)
+            return None
 
+    def _note(self, name: str, node: ast.expr, why: str = "") -> None:
+        self.lines.understood.update(ast.walk(node))
+        self.lines.note(node, why, f"{name}={self.lines.text(node)}")
 
-def _quantization(script: _Script) -> dict[str, Any] | None:
-    if own := script.said("Quantization"):
-        return own
-    said = script.said("BitsAndBytesConfig")
-    check_table(said, CLASSIFIED["refused_in"]["BitsAndBytesConfig"])
-    if not said.get("load_in_4bit"):
-        return None
-    compute = said.get("bnb_4bit_compute_dtype", "float32")
-    found = {"quant_type": said.get("bnb_4bit_quant_type", "fp4"), "compute_dtype": compute}
-    found["double"] = said.get("bnb_4bit_use_double_quant", False)
-    return found | {"prepare": "prepare_model_for_kbit_training" in script.calls}
+    def _values(self, call: ast.Call, known: Any, quiet: Any = (), positions: Sequence[str] = ()) -> dict[str, Any]:
+        """Return the constants that a call of a configuration is given, with notes on the others."""
+        found = {}
+        for name, node in self._words(call, positions).items():
+            if name in quiet:
+                self.lines.understood.update(ast.walk(node))
+                continue
+            if name not in known:
+                self._note(name, node, f"which {self.tree.name(call)} does not have")
+                continue
+            try:
+                found[name] = self.tree.value(node)
+            except Unread:
+                self._note(name, node, UNTOLD)
+        return found
+
+    def _unseen(self) -> None:
+        """Take what a program of plan says beside the Trainer's arguments: its own check of the memory."""
+        call = next((call for call in self.tree.calls if self.tree.name(call) == "from_training_arguments"), None)
+        words = {word.arg: word.value for word in call.keywords} if call else {}
+        found = {name: self._value(name, words[name]) for name in ("precision", "seq_len", "lengths") if name in words}
+        if "sharding" in words:
+            sharding = self._only(words["sharding"], "the sharding")
+            found["sharding"] = {word.arg: self._value(word.arg, word.value) for word in sharding.keywords}
+        self.fields |= {name: value for name, value in found.items() if value is not None}
+
+    def _read_arguments(self, node: ast.expr | None, trainer: str) -> str:
+        """Take the constants of the Trainer's arguments and return their class."""
+        call = self._only(node, "the arguments") if node is not None else None
+        if call is None or (isinstance(call, ast.Constant) and call.value is None):
+            return CONFIGS.get(KINDS[trainer], "TrainingArguments")
+        kind = self.tree.name(call) if isinstance(call, ast.Call) else ""
+        if kind in self.tree.classes or kind not in OWN:
+            self.lines.refuse(call, "makes the Trainer's arguments, and does not say them")
+        if kind not in TRAINERS:
+            self.lines.refuse(call, "is of a trainer that no recipe models")
+        engine = ("fsdp", "fsdp_config", "deepspeed")  # in a file of its own, where the sharding is said
+        quiet = {*CLASSIFIED["neutral"], *(engine if self.fields.get("sharding") else ())}
+        self.arguments |= self._values(call, COMMON | OWN[kind], quiet, ("output_dir",))
+        return kind
+
+    def _load(self, node: ast.expr | None) -> None:
+        """Take what is said of the model that an expression gives, from the loading on."""
+        call = self._only(node, "the model")
+        if isinstance(call, ast.Constant | ast.JoinedStr | ast.BinOp) and self.fields["trainer"] in TRL:
+            self.model = self._value("model", call, quiet=True)
+            return
+        if not isinstance(call, ast.Call):
+            self.lines.refuse(node or self.lines.trainer, "does not say how the model is loaded")
+        self.lines.understood.add(call)
+        name, method = self.tree.name(call), isinstance(call.func, ast.Attribute) and not self.tree.dotted(call.func)
+        if name == "get_peft_model":
+            self._give_adapters(call)
+        elif name == "prepare_model_for_kbit_training":
+            self._prepare(call)
+        elif name in ("from_pretrained", "from_config") and isinstance(call.func, ast.Attribute):
+            self._read_loading(call, name)
+        elif method and (name in CASTS or name in ("to", "cuda", "train", "eval")):
+            self._load(call.func.value)
+            self.lines.cast(call, name)
+        else:
+            self.lines.refuse(call, "does not say how the model is loaded")
+
+    def _give_adapters(self, call: ast.Call) -> None:
+        words = self._words(call, ("model", "peft_config"))
+        self._load(words.pop("model", None))
+        self._adapt(words.pop("peft_config", None))
+        cast = words.pop("autocast_adapter_dtype", None)
+        if cast is not None and self.fields.get("lora") is not None:
+            self.fields["lora"]["autocast_adapter_dtype"] = self._value("autocast_adapter_dtype", cast)
+        for name, node in words.items():
+            self._note(name, node)
+
+    def _adapt(self, node: ast.expr | None) -> None:
+        """Take the adapters of a LoraConfig."""
+        call = self._only(node, "the adapters") if node is not None else None
+        if call is None or (isinstance(call, ast.Constant) and call.value is None):
+            return
+        if not isinstance(call, ast.Call) or self.tree.name(call) != "LoraConfig":
+            self.lines.refuse(call, "is no LoraConfig, the only one of PEFT's methods that a recipe says")
+        known = [name for knob in knobs(LoRA).values() for name in knob.elsewhere]
+        refused = CLASSIFIED["refused_in"]["LoraConfig"]
+        said = self._values(call, {*known, *refused}, CLASSIFIED["neutral_in"]["LoraConfig"])
+        check_table(said, refused)
+        self.fields["lora"] = {name: value for name, value in said.items() if name in known}
+
+    def _prepare(self, call: ast.Call) -> None:
+        """Take PEFT's preparation of a quantized base, which also switches checkpointing on unless it is told not to."""
+        words = self._words(call, ("model", "use_gradient_checkpointing", "gradient_checkpointing_kwargs"))
+        self._load(words.get("model"))
+        if not self.fields.get("quantization"):
+            self.lines.note(call)
+            return
+        self.fields["quantization"]["prepare"] = True
+        asked = words.get("use_gradient_checkpointing")
+        checkpoints = asked is None or self._value("use_gradient_checkpointing", asked)
+        names = ("activation_checkpointing", "gradient_checkpointing")
+        if checkpoints and not any(self.arguments.get(name) for name in names):
+            self.lines.checkpoint(words.get("gradient_checkpointing_kwargs"))
+            if "gradient_checkpointing_kwargs" not in words:
+                self.lines.note(call, "whose checkpointing is reentrant or not as PyTorch decides")
+
+    def _read_loading(self, call: ast.Call, method: str) -> None:
+        """Take what `from_pretrained` or `from_config` says of the model."""
+        owner = (self.tree.dotted(call.func.value) or ast.unparse(call.func.value)).rpartition(".")[2]
+        liger, head = "AutoLigerKernel", re.search(r"(For[A-Z]\w+|LMHeadModel)$", owner)
+        if not head or head[0] not in HEADS or re.search("Peft|Unsloth|AutoAWQ|AutoGPTQ", owner):
+            self.lines.refuse(call, "loads a model in a way that no recipe says")
+        if owner.startswith(liger):
+            self.arguments["use_liger_kernel"] = True
+        self.fields["task"] = HEADS[head[0]]
+        words = self._words(call, ("pretrained_model_name_or_path" if method == "from_pretrained" else "config",))
+        for name, node in words.items():
+            self._loading_word(name, node)
+
+    def _loading_word(self, name: str, node: ast.expr) -> None:
+        """Take one of the arguments with which a model is loaded, or note it."""
+        quiet = name in WORDS["loading"] or name == "pretrained_model_name_or_path"
+        if name == "quantization_config":
+            self._quantize(node)
+            return
+        if name == "config":
+            self._configure(node)
+            return
+        value = self._value(name, node, quiet)
+        if name == "pretrained_model_name_or_path":
+            self.model = value
+        elif name in ("dtype", "torch_dtype") and value in DTYPES:
+            self.fields["dtype"] = value
+        elif name == "attn_implementation" and value is not None:
+            self.fields[name] = value
+        elif name == "num_hidden_layers" and value is not None:
+            self.fields["num_layers"] = value
+        elif name in ("load_in_8bit", "load_in_4bit") and value is not False:
+            self.lines.refuse(node, f"asks for {name}, which a recipe reads in a BitsAndBytesConfig of 4 bits only")
+        elif not quiet and not self._is_usual(name, value):
+            self._note(name, node)
+
+    def _is_usual(self, name: str, value: Any) -> bool:
+        """Whether an argument of loading has the value that recipes are modelled with."""
+        labels = 1 if self.fields["trainer"] == "reward" else 2
+        usual = {"device_map": ONE_CARD, "num_labels": (labels,), "load_in_8bit": (False,), "load_in_4bit": (False,)}
+        return value in usual.get(name, (None,)) if not isinstance(value, bool) else value in usual.get(name, ())
+
+    def _configure(self, node: ast.expr) -> None:
+        """Take the model's name and layers from the configuration that it is loaded with."""
+        call = self._only(node, "the model's configuration")
+        if not isinstance(call, ast.Call) or self.lines.kind(call) != "config":
+            self.lines.refuse(node, "is a configuration that is not read")
+        for name, value in self._words(call, ("pretrained_model_name_or_path",)).items():
+            self._loading_word(name, value)
+
+    def _quantize(self, node: ast.expr) -> None:
+        """Take the 4 bits of a BitsAndBytesConfig."""
+        call = self._only(node, "the quantization")
+        if isinstance(call, ast.Constant) and call.value is None:
+            return
+        if not isinstance(call, ast.Call) or self.tree.name(call) != "BitsAndBytesConfig":
+            self.lines.refuse(node, "stores weights in a way that no recipe says, but BitsAndBytesConfig's 4 bits")
+        own, refused = "bnb_4bit_", CLASSIFIED["refused_in"]["BitsAndBytesConfig"]
+        names = {f"{own}quant_type", f"{own}use_double_quant", f"{own}compute_dtype", "load_in_4bit", *refused}
+        said = self._values(call, names, ("bnb_4bit_quant_storage",))
+        check_table(said, refused)
+        if said.get("load_in_4bit"):
+            found = {
+                "quant_type": said.get(f"{own}quant_type", "fp4"),
+                "double": said.get(f"{own}use_double_quant", False),
+            }
+            compute = said.get(f"{own}compute_dtype", "float32")
+            self.fields["quantization"] = found | {"compute_dtype": compute, "prepare": False}
+
+    def _trainer_word(self, name: str, node: ast.expr) -> None:
+        """Account for an argument of the Trainer beside its model and arguments."""
+        held = self.tree.sources(node)
+        empty = (
+            all(ast.unparse(one) in ("None", "(None, None)") for one in held if one is not None) and None not in held
+        )
+        if empty or name in WORDS["trainer_arguments"]:
+            return
+        made = (self.tree.name(one) if isinstance(one, ast.Call) else getattr(one, "id", "") for one in held)
+        if name == "data_collator" and all(map(COLLATORS.fullmatch, made)):
+            for one in held:
+                self._collate(one)
+        elif name == "ref_model" and self._is_the_model_again(held):
+            self.lines.understood.update(held)
+        else:
+            self._note(name, node)
+
+    def _collate(self, call: ast.AST) -> None:
+        """Take the multiple that a collator pads to."""
+        for word in call.keywords if isinstance(call, ast.Call) else ():
+            if word.arg == "pad_to_multiple_of":
+                self.fields[word.arg] = self._value(word.arg, word.value)
+
+    def _is_the_model_again(self, held: list[ast.expr | None]) -> bool:
+        """Whether a reference is loaded as the model is, which is what TRL does without one."""
+        known = (one for one in self.lines.understood if isinstance(one, ast.Call))
+        loads = {ast.dump(one) for one in known if self.lines.kind(one) == "model"}
+        return not self.fields.get("lora") and len(held) == 1 and held[0] is not None and ast.dump(held[0]) in loads
+
+    def _read_length(self) -> None:
+        """Take the length that the tokenizer cuts samples to."""
+        lengths = {}
+        for call in self.tree.calls:
+            by_name = self.tree.name(call) in ("tokenizer", "tokenize")
+            if self.tree.dead(call) or not (by_name or self.lines.kind(call.func) == "tokenizer"):
+                continue
+            for word in call.keywords:
+                if word.arg == "max_length":
+                    lengths[self._value(word.arg, word.value)] = word.value
+        lengths.pop(None, None)
+        if len(lengths) == 1:
+            self.fields["seq_len"] = next(iter(lengths))
+        for value in lengths.values() if len(lengths) > 1 else ():
+            self._note("max_length", value, "of several")

@@ -1,6 +1,7 @@
 """See where the memory of your own code goes: `with watch(model) as w: …`, then `print(w.report())`.
 
-Every storage made inside is followed, on the device the model is on. A forward pass of the model begins the phase
+Every storage made inside is followed, on the device the model is on; what is used inside and was made before (a teacher
+in the loss, labels) counts from the start. A forward pass of the model begins the phase
 "forward", `backward()` "backward", and its end "step", so that clipping, unscaling and the freeing of gradients directly
 after the update count there. Without an update (another micro-batch follows, or nothing) there was no step.
 """
@@ -8,7 +9,6 @@ after the update count there. Without an update (another micro-batch follows, or
 import contextlib
 from collections.abc import Callable
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
@@ -17,10 +17,12 @@ from ..hardware.gpu import witness
 from ..hardware.overhead import UNIT
 from ..report.errors import VramLabError
 from ..report.report import Report
-from ..simulation.any_module import is_compiled, lazy_parameter
+from ..simulation.any_module import SCRIPTED, is_compiled, lazy_parameter
 from ..tracking.history import History, to_report
-from ..tracking.tracked import claim_model, claim_states, fsdp_units_named, gradients_named, tensors_in
-from ..tracking.tracker import Tracker, plain_tensors
+from ..tracking.tensors import plain_tensors, tensors_in
+from ..tracking.tracked import claim_model, claim_states, fsdp_units_named, gradients_named
+from ..tracking.tracker import Tracker
+from ..training.patched import plain, replaced
 
 
 class watch:
@@ -43,6 +45,8 @@ class watch:
     ):
         if not isinstance(model, torch.nn.Module):
             raise VramLabError(f"watch follows a torch.nn.Module, and this is a {type(model).__name__}")
+        if any(isinstance(module, torch.jit.ScriptModule) for module in model.modules()):
+            raise VramLabError(f"watch {SCRIPTED}: watch the module that was scripted or traced")
         if (lazy := lazy_parameter(model)) is not None:
             raise VramLabError(f"watch needs every size, and {lazy!r} is lazy: call the module once before")
         self.model, self.batch, self.title = model, batch, title or type(model).__name__
@@ -57,6 +61,7 @@ class watch:
         if self.tracker is not None and self.history is None:
             raise VramLabError("this watch is running: take another one for a block inside its block")
         self.tracker = Tracker(self._device, round_to=UNIT if self.target == "cuda" else 1)
+        self.tracker.meets = True
         self.history = None
         self._parameters = {id(p) for p in self.model.parameters()}
         self._backwards, self._stepped = 0, False
@@ -68,7 +73,7 @@ class watch:
         add(register_optimizer_step_pre_hook(self._before_step).remove)
         add(register_optimizer_step_post_hook(self._after_step).remove)
         # Tensor.backward looks this name up at every call; hooks on the model's outputs would miss the loss's backward.
-        self._stack.enter_context(patch.object(torch.autograd, "backward", self._around(torch.autograd.backward)))
+        self._stack.enter_context(replaced(torch.autograd, "backward", self._around(plain(torch.autograd, "backward"))))
         named = gradients_named(self.tracker, self.model), fsdp_units_named(self.tracker)
         for follows in (*named, self.tracker.modules(self.model), self.tracker):
             self._stack.enter_context(follows)

@@ -10,6 +10,7 @@ from functools import cached_property, lru_cache
 from operator import attrgetter
 
 from ..hardware.gpu import DEFAULT_CHIP, Chip
+from ..hardware.overhead import torch_release
 from ..recipe import lora_modules
 from ..recipe.knobs import unchecked
 from ..recipe.options import LoRA
@@ -195,12 +196,12 @@ def kept_account(recipe: Recipe, chip: Chip) -> Account:
     if not recipe.loop.optimizer_in_backward:
         changes |= {"optim": "sgd", "optim_args": None}
     steps = min(recipe.gradient_accumulation_steps, 2)
-    return cached_account(Settings(recipe, gradient_accumulation_steps=steps, **changes), chip)
+    return cached_account(Settings(recipe, gradient_accumulation_steps=steps, **changes), chip, torch_release())
 
 
 @lru_cache(maxsize=32)
-def cached_account(settings: Settings, chip: Chip) -> Account:
-    """Make the account of `settings.recipe`."""
+def cached_account(settings: Settings, chip: Chip, release: tuple[int, int]) -> Account:
+    """Make the account of `settings.recipe` under the rules of torch's `release`, the one that holds now."""
     return Account(settings.recipe, chip)
 
 

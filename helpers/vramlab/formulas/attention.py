@@ -7,7 +7,7 @@ the matrix of scores, batch × heads × tokens².
 from math import prod
 
 from ..hardware.kernels import efficient_scratch, sdp_backend
-from ..hardware.overhead import rounded
+from ..hardware.overhead import efficient_takes_groups, rounded
 from .ledger import Tensor
 from .model_states import FP32, HALF
 from .operators import BOOL, INT64, Operators
@@ -36,7 +36,8 @@ class Attention(Operators):
         if mask is not None and mask.width == BOOL:  # made a bias of the queries' dtype, with rows of a multiple of 16
             mask = self.tensor("where", (*mask.shape[:-1], -(-m // 16) * 16), q.width)
         masked = mask is not None
-        options = (q.width, d, masked, fewer and grouping, self.bf16, self.chip.capability, p, values)
+        grouped = fewer and grouping and not efficient_takes_groups()
+        options = (q.width, d, masked, grouped, self.bf16, self.chip.capability, p, values)
         kernel = sdp_backend(*options, broadcast=fewer and not grouping)
         if self.implementation == "flash_attention_2":
             kernel = "flash"

@@ -20,7 +20,7 @@ from ..recipe.recipe import Recipe
 from . import model_states
 from .ledger import Parameter, Tensor
 from .model import Model
-from .model_states import FP32, RankBytes, compute_recipe, parameter_table, weight_width
+from .model_states import FP32, HALF, RankBytes, compute_recipe, parameter_table, weight_width
 from .param_coordinator import gathered
 from .reserved import internal_fragmentation
 from .step import copies
@@ -62,6 +62,8 @@ class _Rank:
         rows = [row for row in model_states.tensors_in_order(recipe) if row.trained]
         self.sizes = [prod(row.shape) for row in rows]
         self.width = max(row.width for row in rows)  # bytes of a weight
+        # bytes of a gradient at stage 3: adapters stay in fp32 there, and are reduced in the configuration's precision
+        self.reduced = HALF if asked.precision.endswith("-mixed") else self.width
         # a tied embedding's gradient: the head's, the lookup's and their sum
         self.tied_gradient = 3 * self.sizes[0] if recipe.shape.tied and not recipe.lora else 0
         # DeepSpeed's configuration has the precision, or it is fp32
@@ -117,9 +119,9 @@ class _Rank:
 
     def stage_3(self) -> tuple[dict[str, int], dict[str, Any]]:
         """Keep the partition's gradients at all times, and gather weights while the step needs them."""
-        gradients = rounded(sum(self.parts) * (self.width if self.precision_set else FP32))
+        gradients = rounded(sum(self.parts) * (self.reduced if self.precision_set else FP32))
         temporaries = (FP32 + max(FP32 * self.foreach, self.width)) * max(self.parts)
-        always = {"workspace": self.bucket * self.width}
+        always = {"workspace": self.bucket * self.reduced}
         if self.sharding.offload:
             return always, {"temporaries": 0}
         return always | {"gradients": gradients}, {"temporaries": temporaries}

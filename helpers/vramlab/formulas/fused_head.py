@@ -74,13 +74,16 @@ def log_probabilities(m: Operators, x: Tensor, weight: Parameter, bias: Paramete
         [min(most, length - begin) * h * width for begin in range(0, length, most)] if own != width else [0]
         for length, most, own in ((rows[0], TOKENS, x.width), (weight.shape[0], COLUMNS, weight.width))
     )
+    if not rows[0]:  # the token of each sample is its first: no tile is computed
+        parts, columns = [0], [0]
     statistics, most = STATISTICS * [rows[0] * FP32], max([parts[0], columns[0]], parts[:2], key=sum)
-    m.scratch((*statistics, tile, *most), "fused_head")
+    product = m.workspaces[:1]
+    m.scratch((*statistics, tile, *most, *product), "fused_head")
     saved = [hidden, targets, m.tensor("add", rows, FP32), m.tensor("sub", rows, FP32), mask]
     inputs = [t for t in (hidden, weight, bias) if t is not None]
     trained = [t for t in inputs if t.needs]
     sums = [FP32 * prod(t.shape) for t in trained]  # of gradients
     most = max([parts[0], *columns[:2]], [*parts[:2], columns[-1]], key=sum)
     kept = [size for size, t in zip(sums, trained, strict=True) if t.width != FP32]
-    spike, kept = (*sums, tile, *most), [*kept, tile]
+    spike, kept = (*sums, tile, *most, *product), [*kept, tile]
     return m.op("fused_head", inputs, rows, FP32, saves=saved, grads=(CAST,) * 3, spike=spike, extra=kept)

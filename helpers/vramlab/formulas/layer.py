@@ -8,6 +8,7 @@ What GPT-2's layer saves in fp32 with a fused kernel, in bytes a token: 4 · (2 
 from math import prod
 
 from ..hardware.gpu import Chip
+from ..hardware.overhead import CUBLASLT_WORKSPACE, cublas_workspace, frees_workspaces
 from ..recipe.liger import kernels
 from ..recipe.recipe import Recipe
 from . import liger
@@ -25,6 +26,8 @@ class Layer(Attention):
         shape, precision, quantization = recipe.shape, recipe.precision, recipe.quantization
         self.recipe, self.shape, self.layout, self.setting = recipe, shape, shape.layout, shape.settings.get
         self.parameters, self.chip, self.cast_entries = parameters, chip, []
+        if frees_workspaces():
+            self.workspaces = cublas_workspace(chip.capability), CUBLASLT_WORKSPACE
         (self.batch, self.tokens), self.checkpoints = recipe.rows, recipe.gradient_checkpointing
         self.autocast = HALF if precision.endswith("-mixed") else None
         self.compute, self.loaded = weight_width(recipe.implied_dtype), weight_width(recipe.weights_dtype)

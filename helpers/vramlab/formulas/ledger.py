@@ -26,6 +26,7 @@ from .reserved import internal_fragmentation
 # tensor, which is written over.
 OWN, BIAS, FULL, PASS, PART, CAST = "own", "bias", "full", "pass", "part", "cast"
 ALL_OWN = (OWN,) * 8
+PRODUCTS = ("linear", "bmm", "gemm_4bit")  # operators that are multiplied by cuBLAS, backward too
 NEVER = 1 << 60  # death of a block that is still alive
 
 
@@ -99,18 +100,21 @@ class Node:
         elif self.gradient is None:
             self.gradient = gradient
 
-    def run(self, ledger: "Ledger") -> None:
-        """Make the gradients for the inputs, free what that took, and hand them on."""
+    def run(self, ledger: "Ledger", recomputed: bool = False) -> None:
+        """Make the gradients for the inputs, free what that took, and hand them on.
+
+        `recomputed`: what was saved comes from a checkpoint, which keeps it no longer than the formula runs.
+        """
         ledger.where = self.where
         if self.spike:
             ledger.scratch(self.spike, self.op)
-        made = self._gradients(ledger)[::-1]
+        made = self._gradients(ledger, recomputed)[::-1]
         self.gradient = self.saved = None
         for receiver, _, _, _ in self.edges:
             if receiver.receive(ledger, made.pop()):
                 ledger.complete(receiver)
 
-    def _gradients(self, ledger: "Ledger") -> list[Block]:
+    def _gradients(self, ledger: "Ledger", recomputed: bool) -> list[Block]:
         """Make a gradient for each edge; then cast or sum what is not like the input."""
         gradient, op, made, unlike = self.gradient, self.op, [], []
         extra = ledger.scratch(self.extra, op) if self.extra else None
@@ -128,7 +132,16 @@ class Node:
                 made.append(ledger.block(op, shape, width))
             else:
                 made.append(ledger.block(op, self.shape, width) if how is FULL else gradient)
+        if op in PRODUCTS and any(how is OWN for *_, how in self.edges):
+            ledger.product_workspace()  # the last one's: by then all results are there
         del extra
+        if recomputed:  # nothing else holds it (torch.utils.checkpoint, unpack_hook)
+            self.saved = None
+        self._fit(ledger, made, unlike, width)
+        return made
+
+    def _fit(self, ledger: "Ledger", made: list[Block], unlike: list[tuple], width: int) -> None:
+        """Sum and cast those of `made` that are not like their input: (place, shape and width of the input, how)."""
         for i, shape, own_width, how in unlike:
             if how is BIAS:
                 ledger.column_sum_scratch(self.shape, shape, width)
@@ -137,7 +150,6 @@ class Node:
                 made[i] = ledger.block("sum", shape, width)
             if width != own_width:
                 made[i] = ledger.block("to", shape, own_width)
-        return made
 
 
 class Leaf:
@@ -181,10 +193,12 @@ class Ledger:
 
     nodes: operators in order, and between them functions that backward calls. `where`: the module that runs. `casts`:
     autocast's cache of half-precision weights. `no_grad`: nothing is kept for a backward pass. `zero3_linear`: linear layers
-    are those that DeepSpeed puts into the model at stage 3.
+    are those that DeepSpeed puts into the model at stage 3. `workspaces`: bytes that a product without and one with a bias
+    allocate while they run; () where cuBLAS's workspaces last (`frees_workspaces`).
     """
 
     chip: Chip
+    workspaces: tuple[int, ...] = ()
     zero3_linear = no_grad = False
 
     def __init__(self):
@@ -225,6 +239,11 @@ class Ledger:
         if type(size) is int:
             return self.block(op, (size,), 1, category) if size else None
         return self.group(op, [(n, 1) for n in size], category)
+
+    def product_workspace(self, with_bias: bool = False) -> None:
+        """Scratch memory of one matrix product, whose result has been made."""
+        if self.workspaces:
+            self.scratch(self.workspaces[with_bias], "mm", "workspace")
 
     def column_sum_scratch(self, whole: tuple[int, ...], shape: tuple[int, ...], width: int) -> None:
         """Scratch memory of the kernel that sums a gradient of shape `whole` down to `shape`, over first dimensions."""
@@ -317,6 +336,7 @@ class Ledger:
                 node()
                 continue
             if node.gradient is not None:
-                if type(node.saved) is Replay:
+                recomputed = type(node.saved) is Replay
+                if recomputed:
                     node.saved = node.saved.give(self)
-                node.run(self)
+                node.run(self, recomputed)

@@ -47,19 +47,21 @@ def head_loss(m: Operators, x: Tensor, weight: Parameter) -> Tensor:
         gradients.append(m.tensor("zeros_like", weight.shape, weight.width))
     labels += m.tensor("zeros", (rows,), FP32), m.tensor("ne", (rows,), BOOL)
     chunk = -(-rows // -(-vocabulary // h))
-    _chunk(m, x, weight, min(rows, 1 << (chunk - 1).bit_length()))
+    _chunks(m, x, weight, min(rows, 1 << (chunk - 1).bit_length()))
     del labels
     return m.op("liger_loss", [x, weight], (), FP32, saves=gradients, grads=(0, 1))
 
 
-def _chunk(m: Operators, x: Tensor, weight: Parameter, chunk: int) -> None:
-    """Make the logits of `chunk` tokens and, in their place, the gradients; all chunks are like the second."""
+def _chunks(m: Operators, x: Tensor, weight: Parameter, chunk: int) -> None:
+    """Make the logits of `chunk` tokens and, in their place, the gradients; later ones are like the second."""
     h, vocabulary, width = x.shape[-1], weight.shape[0], m.autocast or x.width
     tensor_cores = width == HALF and m.chip.capability >= (8, 0)  # then the product is added where the gradient is
-    for _ in range(2):
+    rows = prod(x.shape[:-1])
+    for _ in range(min(-(-rows // chunk), 2)):
         given = ((chunk, h), x.width), (weight.shape, weight.width)
         casts = [m.tensor("to", shape, width) for shape, own in given if own != width]
         logits = m.block("mm", (chunk, vocabulary), width)
+        m.product_workspace()
         del casts
         if weight.needs and weight.width != width and weight.name not in m.casts:  # which autocast keeps
             m.casts[weight.name] = m.tensor("to", weight.shape, width)

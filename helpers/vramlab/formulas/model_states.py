@@ -127,7 +127,7 @@ def compute_recipe(recipe: Recipe) -> Recipe:
         precision=recipe.precision.replace("-mixed", "-true"),
         quantization=recipe.quantization and replace(recipe.quantization, prepare=False),
         # adapters of a quantized base too are gathered in half precision, or cast; DeepSpeed's stage 3 leaves them in fp32
-        lora=recipe.lora if third else recipe.lora and unchecked(recipe.lora, autocast_adapter_dtype=None),
+        lora=recipe.lora and unchecked(recipe.lora, autocast_adapter_dtype=third or None),
         dtype=None,
     )
 
@@ -154,11 +154,11 @@ def cached_table(shape: Shape, form: tuple) -> tuple[ParameterRow, ...]:
     for weight in shape.weights():
         name, kind = starred_name(weight.name), weight.kind
         quantized = quantization.quant_type if quantization and _can_quantize(shape, weight) else None
-        biases = lora is None or lora.bias == "all" or (lora.bias == "lora_only" and weight.name[:-5] in adapted)
-        trained = lora is None or (kind == "bias" and biases)
+        copied = is_trained_whole(weight.name, saved)  # its original is used no more
+        trained = lora is None or (not copied and lora_modules.trains_bias(weight.name, lora.bias, adapted))
         decayed = kind not in ("norm", "bias") and "bias" not in name and "norm" not in f".{name}".split(".")[-2]
         rows[name, weight.shape, kind, width, trained, quantized, decayed] += 1
-        if is_trained_whole(weight.name, saved):
+        if copied:
             copies[name + COPY, weight.shape, kind, width, True, None, decayed] += 1
         if kind == "embedding" and weight.shape[0] == shape.vocab_size and is_tied_head_copied(shape, saved):
             copies[f"{shape.head}.weight{COPY}", weight.shape, "linear", width, True, None, True] += 1

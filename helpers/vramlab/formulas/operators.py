@@ -16,6 +16,11 @@ OF_INPUT = ("gelu", "gelu_pytorch_tanh", "hardswish", "leaky_relu", "mish", "rel
 WRITTEN_OUT = ("gelu_accurate", "gelu_new", "gelu_python_tanh")  # 0.5 · x · (1 + tanh(√(2/π) · (x + 0.044715 · x³)))
 
 
+def broadcast(a: tuple[int, ...], b: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the larger shape; a weight has as many numbers as one token, and fewer dimensions."""
+    return max(a, b, key=lambda shape: (prod(shape), len(shape)))
+
+
 class Operators(Ledger):
     """A ledger with a method for each of PyTorch's operators.
 
@@ -46,12 +51,12 @@ class Operators(Ledger):
 
     def add(self, a: Tensor, b: Tensor | Parameter) -> Tensor:
         """Add: saves nothing; both get the incoming gradient itself, summed where they were broadcast."""
-        shape = a.shape if a.shape == b.shape or prod(a.shape) >= prod(b.shape) else b.shape
+        shape = a.shape if a.shape == b.shape else broadcast(a.shape, b.shape)
         return self.op("add", [a, b], shape, max(a.width, b.width), grads=(PASS, PASS))
 
     def mul(self, a: Tensor, b: Tensor | Parameter) -> Tensor:
         """Multiply: saves each factor for the other's gradient."""
-        shape = a.shape if a.shape == b.shape or prod(a.shape) >= prod(b.shape) else b.shape
+        shape = a.shape if a.shape == b.shape else broadcast(a.shape, b.shape)
         return self.op("mul", [a, b], shape, max(a.width, b.width), saves=_factors(a, b), grads=(FULL, FULL))
 
     def scale(self, x: Tensor, op: str = "mul") -> Tensor:
@@ -123,14 +128,18 @@ class Operators(Ledger):
     def matmul(self, a: Tensor, b: Tensor, *shape: int) -> Tensor:
         """Multiply two activations, batched (`torch.bmm`): saves both."""
         a, b = self.cast(a), self.cast(b)
-        return self.op("bmm", [a, b], shape, a.width, saves=_factors(a, b))
+        y = self.op("bmm", [a, b], shape, a.width, saves=_factors(a, b))
+        self.product_workspace()
+        return y
 
     def product(self, x: Tensor, weight: Parameter, bias: Parameter | None = None) -> Tensor:
         """Compute x Wᵀ + b: saves x for the weight's gradient and W for that of x."""
         weight, bias, x = self.cast(weight), self.cast(bias), self.cast(x)
         out = prod(weight.shape) // x.shape[-1]
         inputs, saves = [x, weight] if bias is None else [x, weight, bias], _factors(x, weight)
-        return self.op("linear", inputs, (*x.shape[:-1], out), x.width, saves=saves, grads=(OWN, OWN, BIAS))
+        y = self.op("linear", inputs, (*x.shape[:-1], out), x.width, saves=saves, grads=(OWN, OWN, BIAS))
+        self.product_workspace(bias is not None)
+        return y
 
     def layer_norm(self, x: Tensor, name: str) -> Tensor:
         """LayerNorm keeps its input, mean and deviation of each row in fp32, and what autocast made of half weights."""
@@ -188,7 +197,8 @@ class Operators(Ledger):
         a, n = self.to(x, self.compute), prod(weight.shape)
         whole, scales = n * self.compute, 2 * FP32 * ceil(n / BLOCK) if self.nested else 0
         unpacked = n * self.loaded + max(scales, whole if self.loaded != self.compute else 0)
-        temporary = self.block("gemm_4bit", (whole + scales,), 1, "workspace")
+        workspace = self.workspaces[bias is not None] if self.workspaces else 0  # when scales are gone
+        temporary = self.block("gemm_4bit", (whole + max(scales, workspace),), 1, "workspace")
         inputs, shape = [a] if bias is None else [a, bias], (*x.shape[:-1], n // x.shape[-1])
         y = self.op("gemm_4bit", inputs, shape, self.compute, grads=(OWN, BIAS), extra=whole, spike=unpacked)
         del temporary

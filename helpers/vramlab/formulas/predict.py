@@ -13,7 +13,7 @@ from functools import lru_cache
 from typing import Any
 
 from ..hardware.gpu import DEFAULT_CHIP, Gpu, find_gpu, process
-from ..hardware.overhead import cublas_workspace
+from ..hardware.overhead import cublas_workspace, frees_workspaces
 from ..recipe import liger, lora_modules
 from ..recipe.knobs import Refusals, refuse
 from ..recipe.options import HALF
@@ -104,7 +104,8 @@ def _phases(recipe: Recipe, account: Account, rank: RankBytes) -> dict[str, Phas
     if recipe.has_reference:
         sizes |= {name: 2 * sizes[name] for name in ("parameters", "buffers", "workspace")}
     states = {"optimizer_states": rank.optimizer_states, "workspace": rests.get("optimizer_states", 0)}
-    handles = {"workspace": 2 * cublas_workspace(account.m.chip.capability)}  # in forward's thread and in backward's
+    lasting = 0 if frees_workspaces() else 2  # in forward's thread and in backward's
+    handles = {"workspace": lasting * cublas_workspace(account.m.chip.capability)}
     always = vars(_bytes(rank.always, sizes, states, handles))
     if not loop.optimizer_in_backward:
         gradients = {"gradients": rank.gradients, "workspace": rests.get("gradients", 0)}

@@ -1,6 +1,9 @@
 """What torch and CUDA take for themselves on a GPU: rounding and workspaces in the allocator, the context outside it."""
 
 import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import cache
 
 from ..report.report import Interval, MiB, installed
@@ -38,14 +41,59 @@ def cublas_workspace(compute_capability: tuple[int, int]) -> int:
     elsewhere; since 2.12 (PyTorch pull request 175344) 32 MiB on Blackwell too. CUBLAS_WORKSPACE_CONFIG overrides both.
 
     A handle belongs to a thread (`DeviceThreadHandlePool`), and backward runs on autograd's own: a training step on
-    one stream holds two workspaces, from the first matmul of forward and of backward on, to the end of the process.
-    After 2.14 (PyTorch pull request 194311) they are allocated for each call.
+    one stream holds two workspaces, from the first matmul of forward and of backward on, to the end of the process;
+    since 2.15 none, see `frees_workspaces`.
     """
     large = (9, 10, 12) if torch_release() >= (2, 12) else (9,)
     return 4096 * 8 * 1024 if compute_capability[0] in large else 4096 * 1024 * 2 + 16 * 1024 * 8
 
 
-@cache
+# What cuBLASLt, which multiplies with a bias, is given: `parseCUDABlasLtWorkspaceSize` of the same file.
+CUBLASLT_WORKSPACE = 1 * MiB
+
+
+def has_lt_workspaces() -> bool:
+    """Return whether cuBLASLt keeps workspaces of its own: since 2.12 it shares cuBLAS's (PyTorch pull request 168175)."""
+    return torch_release() < (2, 12)
+
+
+def frees_workspaces() -> bool:
+    """Return whether each product allocates its workspace and frees it: since 2.15 (PyTorch pull request 194311).
+
+    cuBLASLt does not share cuBLAS's then. TORCH_CUBLAS_WORKSPACE_CACHE=1 brings back what was before.
+    """
+    return torch_release() >= (2, 15)
+
+
+def efficient_takes_groups() -> bool:
+    """Return whether memory-efficient attention takes fewer key heads than query heads: since 2.14 (pull 191085)."""
+    return torch_release() >= (2, 14)
+
+
 def torch_release() -> tuple[int, int]:
-    """Return (2, 13) where torch 2.13.0+cu130 is installed; without a torch the newest known here."""
-    return tuple(int(part) for part in re.findall(r"\d+", installed("torch") or "2.13")[:2])
+    """Return (2, 13) where torch 2.13.0+cu130 is installed, or what `rules_of` named; without a torch the newest known."""
+    return _asked.get() or _installed_release(installed)
+
+
+@contextmanager
+def rules_of(version: str) -> Iterator[None]:
+    """While entered, torch's workspaces are those of `version`, such as "2.11.0+cu128": what a record's own torch held."""
+    token = _asked.set(_release(version))
+    try:
+        yield
+    finally:
+        _asked.reset(token)
+
+
+_asked: ContextVar[tuple[int, int] | None] = ContextVar("torch_release", default=None)
+
+
+@cache
+def _installed_release(version_of: Callable[[str], str | None]) -> tuple[int, int]:
+    """Read once: a package's metadata are a file, and a prediction asks often."""
+    return _release(version_of("torch") or "2.13")
+
+
+@cache
+def _release(version: str) -> tuple[int, int]:
+    return tuple(int(part) for part in re.findall(r"\d+", version)[:2])

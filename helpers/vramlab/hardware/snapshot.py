@@ -5,20 +5,26 @@ torch.cuda.memory._dump_snapshot("memory.pickle")    # after it, or when memory 
 print(read_snapshot("memory.pickle"))
 """
 
+import io
 import linecache
 import os
 import pickle
 from collections.abc import Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..report.errors import VramLabError
+from ..report.files import read_bytes, read_text
 from ..report.report import format_bytes, unit_for
+from ..report.text import one_line
 
 TORCH, PYTHON, INSTALLED = f"{os.sep}torch{os.sep}", f"lib{os.sep}python3", ("site-packages", "dist-packages")
 OURS = str(Path(__file__).parents[1]) + os.sep
+MOST_CODE = 4 * 1024**2  # bytes of a Python file that are read to show a line
+MOST_SNAPSHOT = 2 * 1024**3  # bytes of a snapshot: 100,000 events with their lines are some 100 MiB
+MOST_LETTERS = 200  # of a name or a line that is shown
 BLOCKS = {"alloc": 1, "free_completed": -1}
 SEGMENTS = {"segment_alloc": 1, "segment_map": 1, "segment_free": -1, "segment_unmap": -1}
 
@@ -167,9 +173,21 @@ def user_line(frames: Sequence[Mapping[str, Any]]) -> Line:
     if frame is None:
         return UNKNOWN
     name, number = frame["filename"], int(frame["line"])
-    text = frame.get("text") or linecache.getline(name, number).strip()
     cell = "ipykernel" in name or name.startswith("<ipython")
-    return Line("cell" if cell else Path(name).name, number, frame["name"], text)
+    known = linecache.getlines(name) if name in linecache.cache else _lines(name)  # a notebook's cells are there
+    text = frame.get("text") or "".join(known[number - 1 : number])
+    words = ("cell" if cell else Path(name).name, frame["name"], text)
+    file, function, text = (one_line(word)[:MOST_LETTERS] for word in words)
+    return Line(file, number, function, text)
+
+
+@lru_cache
+def _lines(name: str) -> list[str]:
+    """Return the lines of a Python file, none where it is no file that can be read: a snapshot may name anything."""
+    try:
+        return read_text(name, MOST_CODE).splitlines() if name.endswith(".py") else []
+    except (OSError, ValueError):
+        return []
 
 
 def is_users(name: str) -> bool:
@@ -189,9 +207,12 @@ class PlainUnpickler(pickle.Unpickler):
 def read_snapshot(path: str | os.PathLike) -> Snapshot:
     """Return the snapshot in a `.pickle` of `_dump_snapshot`; raise SnapshotError for anything else."""
     try:
-        with open(path, "rb") as file:
-            return Snapshot(PlainUnpickler(file).load())
+        found = Snapshot(PlainUnpickler(io.BytesIO(read_bytes(path, MOST_SNAPSHOT))).load())
+        str(found)  # what is wrong in an event or a frame shows here, and not later
+        return found
     except SnapshotError:
         raise
     except Exception as error:  # whatever broken bytes make of it
-        raise SnapshotError(f"{path} is no memory snapshot ({type(error).__name__}: {error}).") from error
+        raise SnapshotError(
+            f"{path} is no memory snapshot ({type(error).__name__}: {str(error).rstrip('.')})."
+        ) from error

@@ -1,6 +1,5 @@
 """Measure every recipe of a list, cheapest first, and keep the reports for readers without this GPU."""
 
-import json
 import os
 import time
 from collections.abc import Callable, Iterable
@@ -13,6 +12,7 @@ from ..recipe.knobs import rebuild
 from ..recipe.recipe import Recipe
 from ..report.data import data_path
 from ..report.errors import MeasurementError, RecipeError, RecordError
+from ..report.files import read_text, strict_json
 from ..report.report import Report, environment, format_bytes
 from .measure import CPU_FLOPS, cannot, measure, operations, too_much
 from .records import file_name, load, measurements_folder, save
@@ -90,11 +90,11 @@ def read_list(path: Path) -> list[Recipe]:
     """Return the recipes of a JSON list of objects with the fields of `Recipe`; RecordError, which names the entry, if it is
     none. A list as a field takes each of its values: `{"model": "gpt2", "batch_size": [4, 8]}` stands for two recipes."""
     try:
-        entries = json.loads(path.read_text(encoding="utf-8"))
+        entries = strict_json(read_text(path))
         if not isinstance(entries, list):
             raise ValueError("it is not a list")
-    except (OSError, ValueError, RecursionError) as error:
-        why = getattr(error, "strerror", None) or error
+    except (OSError, ValueError) as error:
+        why = getattr(error, "strerror", None) or str(error).rstrip(".")
         raise RecordError(f"{path.name} is no list of recipes: {why}.") from error
     recipes = []
     for number, entry in enumerate(entries, 1):

@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import dataclasses
+import datetime
 import json
 import os
 import re
@@ -14,11 +15,24 @@ from typing import Any
 from ..recipe.knobs import rebuild
 from ..recipe.recipe import Recipe, key_of
 from ..report.data import data_path
-from ..report.errors import RecordError, ReportError
-from ..report.report import Report
+from ..report.errors import FileError, RecordError, ReportError
+from ..report.files import read_text, strict_json, write_atomically
+from ..report.report import PHASES, Report
+from ..report.text import CONTROLS
 
 MOMENTS = 60  # of the timeline that are kept
 LOCK_SECONDS = 300  # to wait for other writers
+MOST_FILE = 32 * 1024**2  # bytes of a record file; one with 189 reports has 4 MiB
+MOST_LETTERS = {"message": 4000, "notes": 1000, "title": 1000}  # of one text, by field
+MOST_ENTRIES = {"largest": 100, "timeline": 2 * MOMENTS + 1, "notes": 30}
+FIRST_DAY = datetime.date(2026, 11, 1)  # the project is no older
+# What an environment says in every record, each with what it may be; None is allowed too.
+VERSION = re.compile(r"[0-9A-Za-z][0-9A-Za-z.+_-]{0,39}")
+VERSIONS = ("python", "system", "torch", "transformers", "peft", "bitsandbytes", "accelerate", "cuda", "driver")
+GPU_NAME = re.compile(r"[0-9A-Za-z][0-9A-Za-z ()/.+_-]{0,63}")
+FORMS = dict.fromkeys(VERSIONS, VERSION)
+FORMS |= {"gpu": GPU_NAME, "compute_capability": re.compile(r"[0-9]{1,2}\.[0-9]")}
+MOST_NUMBER = {"multiprocessors": 10_000, "total_memory": 2**44}
 
 
 def measurements_folder() -> Path:
@@ -43,18 +57,86 @@ def load(path: str | os.PathLike, missing_ok: bool = False) -> dict[str, Report]
     if missing_ok and not path.exists():
         return {}
     try:
-        reports = json.loads(path.read_text(encoding="utf-8"))["reports"]
+        content = strict_json(read_text(path, MOST_FILE))
+        reports = content["reports"]
+        if len(content) > 1:
+            raise ValueError("it says more than 'reports'")
         for key, entry in reports.items():
             reports[key] = report = Report.from_dict(entry)
             if report.recipe is None or key_of(report.recipe) != key:
                 raise ReportError(f"it is the report of another recipe: {report.title}")
             if report.source != "measured":
                 raise ReportError(f"it is a {report.source} report, but records are measured")
+            check(report)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         where = f"entry {key}: " if isinstance(error, ReportError) else ""
         why = f"({type(error).__name__}: {where}{str(error).rstrip('.')}): mend or remove it"
         raise RecordError(f"the record file {path.name} cannot be read {why}.") from error
     return reports
+
+
+def check(report: Report) -> None:
+    """Raise ReportError unless what a measured report says beside its bytes has the form of a record: its environment, its
+    date, and the length and letters of its texts. Whether it can be true is not judged here."""
+    _check_environment(report.environment)
+    if unknown := {*report.phases, report.peak_phase} - {*PHASES, ""}:
+        raise ReportError(f"it has a phase {min(unknown)!r:.60}, but phases are {', '.join(PHASES)}")
+    for name, most in MOST_ENTRIES.items():
+        if len(getattr(report, name)) > most:
+            raise ReportError(f"its {name} has {len(getattr(report, name)):,} entries, but {most} are the most")
+    for field, text in _texts(report):
+        most = MOST_LETTERS.get(field, 300)
+        if len(text) > most:
+            raise ReportError(f"its {field} has a text of {len(text):,} characters, but {most:,} are the most")
+        if found := CONTROLS.search(text):
+            raise ReportError(f"its {field} has the control character U+{ord(found[0]):04X}")
+
+
+def _check_environment(about: dict[str, Any]) -> None:
+    """Raise ReportError unless each of the names that records have is there as what it must be, or is left out."""
+    for name, form in FORMS.items():
+        value = about.get(name)
+        if value is not None and not (isinstance(value, str) and form.fullmatch(value)):
+            raise ReportError(f"its environment's {name} is {value!r:.60}, which is none")
+    for name, most in MOST_NUMBER.items():
+        value = about.get(name)
+        if value is not None and (type(value) is not int or not 0 < value <= most):
+            raise ReportError(f"its environment's {name} is {value!r:.60}, but it must be from 1 to {most:,}")
+    if about.get("date") is not None:
+        check_date(about["date"])
+
+
+def _texts(report: Report) -> Iterator[tuple[str, str]]:
+    """Return each text of a report with its field."""
+    yield from ((name, getattr(report, name)) for name in ("title", "target", "message"))
+    yield from (("notes", note) for note in report.notes)
+    yield from (("timeline", moment.phase) for moment in report.timeline)
+    for group in report.largest:
+        yield from (("largest", text) for text in (group.category, group.dtype, group.op, group.where))
+    yield from (("recipe", text) for text in _leaves(report.recipe))
+
+
+def _leaves(value: Any) -> Iterator[str]:
+    if isinstance(value, dict):
+        value = [*value, *value.values()]
+    if isinstance(value, list):
+        for each in value:
+            yield from _leaves(each)
+    elif isinstance(value, str):
+        yield value
+
+
+def check_date(said: Any) -> None:
+    """Raise ReportError unless `said` is a day like "2026-11-23", from the project's first to this one (or the next, as it
+    is somewhere already). A clock that is behind the project's first day judges no future."""
+    try:
+        day = datetime.date.fromisoformat(said) if re.fullmatch(r"\d{4}-\d\d-\d\d", said) else None
+    except (TypeError, ValueError):
+        day = None
+    today = datetime.date.today()
+    last = today + datetime.timedelta(days=1) if today >= FIRST_DAY else datetime.date.max
+    if day is None or not FIRST_DAY <= day <= last:
+        raise ReportError(f"its date is {said!r:.60}, but it must be a day from {FIRST_DAY} to this one")
 
 
 def save(report: Report, folder: str | os.PathLike | None = None) -> Path:
@@ -76,6 +158,10 @@ def save(report: Report, folder: str | os.PathLike | None = None) -> Path:
     recipe = rebuild(Recipe, "recipe", report.recipe)
     timeline = report.timeline[:: max(1, len(report.timeline) // MOMENTS)]
     short = dataclasses.replace(report, recipe=recipe.to_dict(), timeline=timeline)
+    try:
+        check(short)
+    except ReportError as error:
+        raise RecordError(f"what was measured cannot be recorded: {str(error).rstrip('.')}.") from error
     lock = filelock.FileLock(path.with_name(f".{path.name}.lock"), timeout=LOCK_SECONDS, mode=0o666)
     with writing(path), lock:
         reports = {**load(path, missing_ok=True), recipe.key: short}
@@ -91,20 +177,11 @@ def writing(path: Path) -> Iterator[None]:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         yield
+    except FileError as error:
+        raise RecordError(str(error)) from error
     except (OSError, NotImplementedError) as error:  # filelock.Timeout is an OSError
         why = getattr(error, "strerror", None) or error
         raise RecordError(f"{path.name} could not be written ({why}); it is as it was before.") from error
-
-
-def write_atomically(path: Path, text: str) -> None:
-    """Write `text` to `path` so that a reader sees the old content or the new, never a part. Raises RecordError."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.part")
-    with writing(path):
-        try:
-            temporary.write_text(text, encoding="utf-8")
-            temporary.replace(path)
-        finally:
-            temporary.unlink(missing_ok=True)
 
 
 @lru_cache

@@ -11,11 +11,11 @@ from typing import Any
 from ..recipe.recipe import key_of
 from ..recipe.shapes import model_names
 from ..report.errors import RecordError
+from ..report.files import write_atomically
 from ..report.report import Report, format_bytes, repository, text_table
-from .records import file_name, load, measurements_folder, write_atomically
+from .records import VERSIONS, file_name, load, measurements_folder, writing
 
-# All that is told of the machine: no name, no user, no path.
-VERSIONS = ("python", "system", "torch", "transformers", "peft", "bitsandbytes", "accelerate", "cuda", "driver")
+# All that is told of the machine, with VERSIONS: no name, no user, no path.
 CARD = ("gpu", "compute_capability", "multiprocessors", "total_memory")
 PATH = re.compile(r"(?<![\w./\\])(?:~|[A-Za-z]:)?[\\/](?:[^\s\\/'\",:;]+[\\/])*[^\s\\/'\",:;]+")
 
@@ -94,7 +94,8 @@ def _written(reports: list[Report], left_out: list[str], folder: Path) -> Submis
         entries[key_of(report.recipe)] = entry
     text = json.dumps({"reports": dict(sorted(entries.items()))}, indent=1) + "\n"
     path = folder / content_name(reports[0].environment, text)
-    write_atomically(path, text)
+    with writing(path):
+        write_atomically(path, text)
     return Submission(path, tuple(load(path).values()), tuple(left_out))
 
 

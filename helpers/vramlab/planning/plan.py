@@ -11,6 +11,7 @@ likely figure is, *tight* if only the lower end is. Memory is `predict`'s, then 
 
 import dataclasses
 import json
+import os
 import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ from ..recipe.knobs import unchecked
 from ..recipe.recipe import Recipe
 from ..report import __version__
 from ..report.errors import RecipeError
+from ..report.files import NOT_OURS, is_ours, write_files
 from ..report.report import encode, format_bytes, text_table
 from .changes import advise
 from .plan_script import scripts, words
@@ -63,9 +65,14 @@ class Plan:
             raise RecipeError("gpu", self.question["gpu"], why)
         return self.choices[0]
 
+    @property
+    def not_simulated(self) -> dict[str, str]:
+        """By method why the formulas answer where a simulation was asked for."""
+        return {choice.method: choice.unsimulated for choice in self.choices if choice.unsimulated}
+
     def to_dict(self) -> dict[str, Any]:
         """A JSON-ready dictionary; sizes in bytes, times in seconds."""
-        return encode(vars(self))
+        return {"not_simulated": self.not_simulated, **encode(vars(self))}
 
     def to_json(self, indent: int | None = None) -> str:
         """The plan as JSON text."""
@@ -74,16 +81,20 @@ class Plan:
     def write(self, path: str | Path, choice: Choice | None = None) -> list[Path]:
         """Write `choice`, or the best, as a program that trains so, and what it takes along; return the files.
 
-        For several GPUs that is a configuration and a Slurm script. Raises RecipeError where there is no such program.
+        For several GPUs that is a configuration and a Slurm script. Raises RecipeError where there is no such program, or
+        a file of that name that vramlab did not write; FileError where one cannot be written: all are then as before.
         """
         path, choice, q = Path(path), choice or self.best, self.question
         sizes = {"peak": choice.report.peak.total, "process": choice.needs.value, "usable": self.usable}
         said = {name: format_bytes(size, digits=2) for name, size in sizes.items()}  # in the program's head
         said |= {"version": __version__, "source": choice.report.source, "tier": choice.tier, "cards": self._cards}
         texts = scripts(choice.recipe, path.name, said | {name: q[name] for name in ("packing", "expandable_segments")})
-        for name, text in texts.items():
-            path.with_name(name).write_text(text, encoding="utf-8")
-        return [path.with_name(name) for name in texts]
+        files = {path.with_name(name): text for name, text in texts.items()}
+        if not is_ours(path):
+            for taken in filter(os.path.exists, files):
+                raise RecipeError("write", str(taken), NOT_OURS)
+        write_files(files)
+        return [*files]
 
     @property
     def _cards(self) -> str:
@@ -107,7 +118,8 @@ class Plan:
     def __str__(self) -> str:
         q, room = self.question, format_bytes(self.usable, digits=2)
         room += " each" if q["gpus"] > 1 else ""
-        lines = [f"{q['model']}, {q['seq_len']:,} tokens, global batch {q['global_batch']}, on {self._cards}, {room}"]
+        lines = self._warnings()
+        lines += [f"{q['model']}, {q['seq_len']:,} tokens, global batch {q['global_batch']}, on {self._cards}, {room}"]
         lines += ["", self.table(), ""] if self.choices else [f"Nothing {q['tier'] or ''} fits.".replace("  ", " ")]
         lines += [self._lacking(better) for better in self.better]
         lines += [f"- {advice}" for advice in self.advice]
@@ -120,6 +132,12 @@ class Plan:
             lines += [f"{word}: {meaning}" for word, meaning in WORDS.items() if word in said]
             lines.append(f"{self._sources()}; speed {self.choices[0].time.basis.split(':')[0]}")
         return "\n".join(line if "\n" in line else _wrapped(line) for line in lines)
+
+    def _warnings(self) -> list[str]:
+        """What is said first: whose memory is not simulated, and why, each reason once."""
+        found = self.not_simulated
+        by = {why: [method for method, reason in found.items() if reason == why] for why in found.values()}
+        return [f"NOT SIMULATED ({', '.join(methods)}), formulas only: {why}" for why, methods in by.items()]
 
     def _sources(self) -> str:
         sources = dict.fromkeys(choice.report.source for choice in self.choices)
@@ -141,7 +159,7 @@ def plan(model: object, gpu: str | Gpu | None = None, gpus: int = 1, *, confirm:
         model, gpu, gpus: as in `Recipe`; a name of the GPU table or a `Gpu`, None for this machine's or that with
             `memory`; how many of them.
         confirm: whether to simulate each answer, some seconds each; one that does not fit then is none. Without the
-            libraries that `simulate` needs, formulas answer.
+            libraries that `simulate` needs, formulas answer, and the first line says so.
         asked: what is wanted and what may be used, the other fields of `vramlab.planning.question.Question`:
             global_batch, seq_len, method, precisions, optims, attention, checkpointing, engines, offload, lora, task,
             num_layers, trainer, memory, host_memory, tier, expandable_segments, lengths, packing, link.
@@ -187,6 +205,7 @@ def _notes(question: Question, choices: list[Choice]) -> Iterator[str]:
         said = format_bytes(question.usable, digits=2)
         yield f"what {question.gpu.name} reports is not known: {said} is the least part of its box that any card reports"
     eager = [choice.recipe for choice in choices if choice.recipe.attn_implementation == "eager"]
+    eager = [recipe for recipe in eager if recipe.shape.attention != "eager"]  # others have no sdpa
     if any(not walk(unchecked(recipe, attn_implementation="sdpa"), question.gpu.chip).fused for recipe in eager):
         yield f"eager: sdpa has no fused kernel for this model on {question.gpu.name}, and computes in fp32 without one"
     if lengths := question.lengths:

@@ -2,12 +2,18 @@
 
 For several GPUs there is also FSDP's or DeepSpeed's configuration and a Slurm script. What decides the memory is said
 once, in the arguments; the program reads its recipe off them and stops where the card cannot hold it.
+
+Names come from configurations that others wrote, so no template writes text as it is: see `_filled`.
 """
 
+import ast
 import dataclasses
 import json
 import re
+import shlex
 import textwrap
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +24,7 @@ from ..recipe.options import TRL, LoRA
 from ..recipe.recipe import Recipe
 from ..report.errors import RecipeError, needing
 from ..report.report import installed, repository
+from .source_text import Code, docstring, identifier, literal
 
 TEMPLATES = Path(__file__).parent / "templates"
 # By trainer: what its samples have, what becomes of longer ones, the learning rate of full training (TRL's own where
@@ -35,26 +42,34 @@ def scripts(recipe: Recipe, name: str, planned: dict[str, Any]) -> dict[str, str
     `planned`: of the plan version, cards, peak, source, process, tier, usable, packing, expandable_segments. Raises
     RecipeError where there is no template or the `Trainer` cannot train like this.
     """
+    if not name.isprintable():
+        rest = "line breaks and control characters cannot stand in the lines that start the program"
+        raise RecipeError("path", name, rest)
     if recipe.shape.task != "causal-lm" and recipe.trainer != "reward":
         raise RecipeError("task", recipe.shape.task, "programs are written for causal-lm")
     sharding, lora, stem = recipe.sharding, recipe.lora, Path(name).stem
     beside = f"{stem}.{sharding.engine}.json" if sharding and sharding.engine != "ddp" else ""
     ranks = sharding.world_size if sharding else 1
-    launch = f"torchrun --nproc-per-node {ranks} {name}" if ranks > 1 or beside else f"python {name}"
+    starter = f"torchrun --nproc-per-node {ranks}" if ranks > 1 or beside else "python"
+    if ranks > PER_NODE:
+        starter, started = "sbatch", f"{stem}.sbatch"
+    else:
+        started = name
     arguments, config = _arguments(recipe)
     own = PROGRAMS["trainers"][recipe.trainer]
     rate = own["learning_rate"] * (ADAPTERS_TIMES if lora else 1)
     said = planned | dict(
         recipe=recipe,
         own=own,
+        longer=Code(own["longer"]),
         trl=TRL.get(recipe.trainer),
         beside=beside,
-        launch=f"sbatch {stem}.sbatch" if ranks > PER_NODE else launch,
+        launch=f"{starter} {shlex.quote(started)}",
         words=words(recipe),
         pins=textwrap.wrap(" ".join(_pins(recipe)), 100, subsequent_indent=" " * 8, break_on_hyphens=False),
         model=recipe.shape.hub_id or (recipe.model if isinstance(recipe.model, str) else "path/to/the/model"),
         model_class=TASKS[recipe.shape.task].auto_class,
-        learning_rate=f"{rate:.0e}".replace("e-0", "e-"),
+        learning_rate=Code(f"{rate:.0e}".replace("e-0", "e-")),
         arguments_class=arguments_class(recipe).__name__,
         arguments=arguments,
         unseen=_unseen(recipe),
@@ -62,24 +77,47 @@ def scripts(recipe: Recipe, name: str, planned: dict[str, Any]) -> dict[str, str
         # TRL's trainers give the model its adapters themselves, in PEFT's default dtype
         gives_adapters=recipe.trainer in TRL and lora and (lora.autocast_adapter_dtype or recipe.quantization),
     )
-    found = {name: _filled("train.py", said, imports=_imports(_filled("train.py", said, imports="")))}
+    head = _filled("train.txt", said, write=str)
+    said["head"] = head.replace("%(prog)", "%[prog]")  # argparse would fill it in, and fail at other percent signs
+    program = _filled("train.py", said | {"imports": Code()}, write=literal)
+    found = {name: _filled("train.py", said | {"imports": _imports(program)}, write=literal)}
     if beside:
         found[beside] = json.dumps(config, indent=2) + "\n"
     if ranks > 1:
         nodes = next(n for n in range(1, ranks + 1) if ranks % n == 0 and ranks // n <= PER_NODE)
-        slurm = dict(script=name, sbatch=f"{stem}.sbatch", stem=stem, gpus=ranks, nodes=nodes, per_node=ranks // nodes)
-        found[f"{stem}.sbatch"] = _filled("train.sbatch", slurm)
+        slurm = dict(script=name, sbatch=f"{stem}.sbatch", gpus=ranks, nodes=nodes, per_node=ranks // nodes)
+        slurm["job"] = re.sub(r"[^\w.-]+", "-", stem, flags=re.ASCII)  # Slurm reads % in a file's name
+        found[f"{stem}.sbatch"] = _filled("train.sbatch", slurm, write=_shell_word)
     return found
 
 
-def _filled(name: str, said: dict[str, Any], **more: str) -> str:
-    """The template `name` with what is `said`."""
+def _filled(name: str, said: dict[str, Any], write: Callable[[Any], str]) -> str:
+    """The template `name` with what is `said`; `write` makes text of each value but `Code`, whatever the template."""
+    return _templates(write).get_template(f"{name}.jinja").render(said)
+
+
+@cache
+def _templates(write: Callable[[Any], str]) -> Any:
     import jinja2
 
-    layout = {"trim_blocks": True, "keep_trailing_newline": True, "undefined": jinja2.StrictUndefined}
-    files = jinja2.Environment(loader=jinja2.FileSystemLoader(TEMPLATES), **layout)
-    files.filters["python"] = _text
-    return files.get_template(f"{name}.jinja").render(said, **more)
+    def written(value: Any) -> str:
+        if isinstance(value, jinja2.Undefined):
+            return str(value)  # raises an error that names it
+        return value if isinstance(value, Code) else write(value)
+
+    files = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(TEMPLATES),
+        trim_blocks=True,
+        keep_trailing_newline=True,
+        undefined=jinja2.StrictUndefined,
+        finalize=written,
+    )
+    files.filters |= {"docstring": docstring, "identifier": identifier}
+    return files
+
+
+def _shell_word(value: Any) -> str:
+    return shlex.quote(str(value))
 
 
 def _pins(recipe: Recipe) -> list[str]:
@@ -98,17 +136,18 @@ def words(recipe: Recipe) -> str:
     return f"{said} · padded" if recipe.lengths else said
 
 
-def _imports(text: str) -> str:
-    """The imports of what the program `text` calls."""
+def _imports(program: str) -> Code:
+    """The imports of what the program calls."""
+    named = {node.id for node in ast.walk(ast.parse(program)) if isinstance(node, ast.Name)}
     lines = []
     for module, names in PROGRAMS["imports"].items():
-        used = [name for name in names.split() if re.search(rf"\b{name}[(.]", text)]
+        used = [name for name in names.split() if name in named]
         listed = "(\n    " + ",\n    ".join(used) + ",\n)" if module == "transformers" else ", ".join(used)
         lines += [f"from {module} import {listed}"] if used else []
-    return "\n".join(lines)
+    return Code("\n".join(lines))
 
 
-def _arguments(recipe: Recipe) -> tuple[dict[str, str], dict[str, Any]]:
+def _arguments(recipe: Recipe) -> tuple[dict[str, Any], dict[str, Any]]:
     """(arguments that are not the defaults of their class, and those that memory always depends on; the content of the
     configuration's file, which they name)."""
     usual = {field.name: field.default for field in dataclasses.fields(arguments_class(recipe))}
@@ -116,29 +155,29 @@ def _arguments(recipe: Recipe) -> tuple[dict[str, str], dict[str, Any]]:
     if recipe.trainer in TRL:  # whose defaults are other ones
         usual |= dict.fromkeys(("bf16", "activation_checkpointing", "gradient_checkpointing"), ...)
     wanted = {name: value for name, value in settings(recipe).items() if value != (usual.get(name) or False)}
-    found = {name: _text(value) for name, value in wanted.items() if value is not None}
+    found = {name: value for name, value in wanted.items() if value is not None}
     config = {}
     for name in {"fsdp_config", "deepspeed"} & found.keys():
-        found[name], config = "CONFIG", wanted[name]
+        found[name], config = Code("CONFIG"), wanted[name]
     if recipe.sharding and recipe.sharding.engine == "deepspeed" and recipe.sharding.stage == 3:  # else none is saved
         config["zero_optimization"] = config["zero_optimization"] | {"stage3_gather_16bit_weights_on_model_save": True}
     if "fsdp_config" in found:  # one rank reads the weights, the others get their shards from it
         config = config | {"cpu_ram_efficient_loading": True, "state_dict_type": "FULL_STATE_DICT"}
     if "max_length" in found:
-        found["max_length"] = "TOKENS"
+        found["max_length"] = Code("TOKENS")
     return found, config
 
 
-def _unseen(recipe: Recipe) -> dict[str, str]:
+def _unseen(recipe: Recipe) -> dict[str, Any]:
     """What `Recipe.from_training_arguments` cannot see in the arguments."""
     names = ("dtype", "attn_implementation", "lora", "quantization", "sharding")
     usual = Recipe(recipe.model, recipe.batch_size, trainer=recipe.trainer)
-    found = {} if recipe.trainer in TRL else {"seq_len": "TOKENS"}
-    found |= {"precision": _text(recipe.precision)} if recipe.precision.endswith("-true") else {}
+    found = {} if recipe.trainer in TRL else {"seq_len": Code("TOKENS")}
+    found |= {"precision": recipe.precision} if recipe.precision.endswith("-true") else {}
     if recipe.lengths:
-        found["lengths"] = f"(TOKENS,) * {recipe.batch_size - 1} + ({recipe.lengths[-1]},)"
-    said = dict(line.split("=", 1) for line in python_arguments(recipe, usual))
-    return found | {name: said[name].replace("'", '"') for name in names if name in said}
+        found["lengths"] = Code(f"(TOKENS,) * {recipe.batch_size - 1} + ({int(recipe.lengths[-1])},)")
+    said = dict(line.split("=", 1) for line in python_arguments(recipe, usual, literal=literal))
+    return found | {name: Code(said[name]) for name in names if name in said}
 
 
 def _adapters(recipe: Recipe) -> dict[str, object]:
@@ -149,10 +188,3 @@ def _adapters(recipe: Recipe) -> dict[str, object]:
         if name in ("r", "lora_alpha") or (knob.elsewhere and value != knob.default):
             found[name] = list(value) if isinstance(value, tuple) else value
     return found | {"task_type": TASKS[recipe.shape.task].peft}
-
-
-def _text(value: object) -> str:
-    """The value as Python text with double quotes."""
-    if isinstance(value, float) and value.is_integer():
-        value = int(value)
-    return json.dumps(value) if isinstance(value, str) else repr(value).replace("'", '"')

@@ -80,6 +80,10 @@ class Question:
             lora_modules.adapted(self.plain.shape, self.lora)
         for precision in self.precisions or ():
             self.gpu.require(precision)
+        halves = [precision.endswith("-true") for precision in self.precisions or ("",)]
+        if self.gpus > 1 and self.engines == ("deepspeed",) and all(halves):
+            rest = "DeepSpeed keeps fp32 copies of such weights: take '-mixed', or another engine"
+            raise RecipeError("precisions", self.precisions, rest)
 
     def _check_knob(self, name: str) -> None:
         said, value = knobs(Question)[name], getattr(self, name)

@@ -21,7 +21,7 @@ from ..hardware.gpu import process
 from ..recipe.from_transformers import build
 from ..recipe.knobs import unchecked
 from ..recipe.recipe import Recipe
-from ..report.errors import RecipeError, VramLabError
+from ..report.errors import RecipeError, VramLabError, needing
 from ..report.report import TIERS, GiB, Interval, Report
 from ..training.quiet import no_collection
 from .question import Question
@@ -47,6 +47,7 @@ class Choice:
     over: int = 0  # bytes that it lacks in the tier asked for
     notes: tuple[str, ...] = ()  # what to know before choosing it
     epoch: float | None = None  # seconds of one over the data set, where its lengths are known
+    unsimulated: str = ""  # why the formulas answer where a simulation was asked for
 
     @property
     def method(self) -> str:
@@ -66,7 +67,7 @@ class Candidate:
         self.question, self.recipe, self.family, self.method = question, recipe, family, method_of(recipe)
         self.kind = self.method, _offloads(recipe)
         self.simulated: Report | None = None
-        self.tried = False
+        self.tried, self.unsimulated = False, ""
 
     @cached_property
     def rank(self) -> tuple:
@@ -121,23 +122,28 @@ class Candidate:
     def fits(self, tier: str) -> bool:
         return self.bound(tier) <= self.question.usable and self.over(tier) <= 0
 
-    def simulation(self) -> Report | None:
-        """The simulation, in which two micro-batches stand for any more; None for what has none here."""
-        recipe = self.recipe
-        with contextlib.suppress(VramLabError, ModuleNotFoundError):
-            from ..simulation.simulate import may_be_deepened, simulate
+    def simulation(self) -> Report | str:
+        """The simulation, in which two micro-batches stand for any more; or why there is none here."""
+        recipe, layers = self.recipe, self.recipe.shape.num_layers
+        try:
+            with needing("a simulation"):
+                from ..simulation.simulate import may_be_deepened, simulate
 
-            if may_be_deepened(recipe, "cuda") or recipe.shape.num_layers <= DEEPEST:
-                steps = min(2, recipe.gradient_accumulation_steps)
-                return simulate(recipe.replace(gradient_accumulation_steps=steps), gpu=self.question.gpu)
-        return None
+            if layers > DEEPEST and not may_be_deepened(recipe, "cuda"):
+                return f"none of {layers} layers can stand for another in this recipe; plan simulates up to {DEEPEST}"
+            steps = min(2, recipe.gradient_accumulation_steps)
+            return simulate(recipe.replace(gradient_accumulation_steps=steps), gpu=self.question.gpu)
+        except (VramLabError, ImportError) as error:
+            return str(error)
 
     def choice(self, tier: str | None = None) -> Choice:
         """It as an answer; `tier`: the one in which bytes are missing, if any are."""
         found = next((name for name in TIERS if self.fits(name)), "")
         time = step_time(self.recipe, self.question.gpu, self.question.link)
         report, over = self.simulated or self.report, self.over(tier or found or "tight")
-        return Choice(self.recipe, report, time, self.interval, found, max(0, int(over)), tuple(notes_on(self.recipe)))
+        notes = tuple(notes_on(self.recipe))
+        lacks = max(0, int(over))
+        return Choice(self.recipe, report, time, self.interval, found, lacks, notes, unsimulated=self.unsimulated)
 
 
 class Search:
@@ -196,17 +202,23 @@ def confirm(candidates: list[Candidate]) -> None:
     """Simulate the candidates: several at once, in processes of their own, where this one may be forked."""
     forks = sys.platform == "linux" and "torch" not in sys.modules and threading.active_count() == 1
     workers = min(len(candidates), os.cpu_count() or 1)
-    reports = [None] * len(candidates)
-    with contextlib.suppress(VramLabError, ModuleNotFoundError):
-        build(candidates[0].recipe.shape)  # loads the libraries once for all
+    try:
+        with needing("a simulation"):
+            build(candidates[0].recipe.shape)  # loads the libraries once for all
         if forks and workers > 1:  # had torch been used, a forked process could wait for its threads
             fork, quiet = multiprocessing.get_context("fork"), (signal.SIGINT, signal.SIG_IGN)
             with fork.Pool(workers, signal.signal, quiet) as pool:
                 reports = pool.map(Candidate.simulation, candidates, chunksize=1)
         else:
             reports = list(map(Candidate.simulation, candidates))
+    except (VramLabError, ImportError) as error:
+        reports = [str(error)] * len(candidates)
     for candidate, report in zip(candidates, reports, strict=True):
-        candidate.simulated, candidate.tried = report, True
+        candidate.tried = True
+        if isinstance(report, str):
+            candidate.unsimulated = report
+        else:
+            candidate.simulated = report
 
 
 def _offloads(recipe: Recipe) -> bool:

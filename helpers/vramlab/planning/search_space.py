@@ -7,6 +7,7 @@ batch, so that micro-batch × accumulation × GPUs is always the global batch.
 import contextlib
 import itertools
 from collections.abc import Iterator
+from math import prod
 
 from ..formulas import model_states, shards
 from ..formulas.fused_head import with_its_adapters
@@ -56,7 +57,7 @@ def families(question: Question, method: str) -> Iterator[Recipe]:
     fixed = {"batch_size": question.samples_per_gpu, "lora": None if method == "full" else question.lora}
     for values in itertools.product(*options.values()):
         chosen = dict(zip(options, values, strict=True))
-        if not _runs(chosen["optim"], chosen["quantization"], chosen["sharding"]):
+        if not _runs(chosen["optim"], chosen["quantization"], chosen["sharding"], chosen["precision"]):
             continue
         if method == "lora" and (half := HALF.get(chosen["precision"].removesuffix("-mixed"))):
             chosen["dtype"] = half  # autocast over a frozen fp32 base would cast it anew in every step
@@ -82,8 +83,20 @@ def host_bytes(recipe: Recipe) -> int:
     """Bytes that all ranks together offload to the host's memory or may page there."""
     if not (recipe.sharding and recipe.sharding.offload):
         return paged_bytes(recipe)
+    held = recipe
     moved = model_states.optimizer_state_bytes(recipe) + model_states.gradient_bytes(recipe)
-    return moved + (model_states.parameter_bytes(recipe) if recipe.sharding.offload == "parameters" else 0)
+    if recipe.sharding.engine == "deepspeed":
+        # fp32 weights with their gradients beside the states, and a buffer for what the device
+        # sends or gets: gradients at stage 3 (zero/stage3.py, grad_partitions_flat_buffer), weights
+        # below (zero/stage_1_and_2.py, param_buffer_of_bit16_for_cpu_offload_groups)
+        held = model_states.compute_recipe(recipe)
+        rows = [row for row in model_states.parameter_table(recipe) if row.trained]
+        numbers = sum(row.count * prod(row.shape) for row in rows)
+        buffer = model_states.gradient_bytes(held)
+        moved = model_states.optimizer_state_bytes(recipe) + 2 * model_states.FP32 * numbers + buffer
+    if recipe.sharding.offload == "parameters":
+        moved += model_states.parameter_bytes(held)
+    return moved
 
 
 def notes_on(recipe: Recipe) -> Iterator[str]:
@@ -132,10 +145,13 @@ def _shardings(question: Question) -> Iterator[Sharding | None]:
                 yield Sharding(stage, question.gpus, engine, offload)
 
 
-def _runs(optim: str, base: Quantization | None, sharding: Sharding | None) -> bool:
+def _runs(optim: str, base: Quantization | None, sharding: Sharding | None, precision: str) -> bool:
     """Whether a combination runs, and is not another one under a second name."""
     if sharding is None:
         return True
+    if sharding.engine == "deepspeed" and precision.endswith("-true"):
+        # DeepSpeed keeps fp32 copies of half-precision weights either way: that is "-mixed", in no more bytes
+        return False
     if sharding.offload:  # DeepSpeed updates by its own CPU Adam, FSDP on the CPU; DeepSpeed moves no packed weights
         return optim == "adamw_torch" and not (base and sharding.engine == "deepspeed")
     return sharding.stage == 0 or optim in SHARDED_OPTIMS

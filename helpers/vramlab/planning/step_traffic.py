@@ -65,6 +65,8 @@ def to_host(recipe: Recipe) -> tuple[float, float]:
     if not (sharding and sharding.offload):
         return crossing, 0.0
     numbers = sum(row.count * prod(row.shape) for row in parameter_table(recipe) if row.trained)
+    if sharding.engine == "deepspeed":  # whose device has half-precision weights in "-mixed"
+        recipe = model_states.compute_recipe(recipe)
     crossing += 2 * model_states.gradient_bytes(recipe) / sharding.world_size
     if sharding.offload == "parameters":
         times = 2 * recipe.gradient_accumulation_steps

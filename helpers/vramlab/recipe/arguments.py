@@ -7,19 +7,18 @@ length, adapters, quantization, attention kernel and the number of ranks are sai
 import dataclasses
 import json
 from collections.abc import Iterable
-from pathlib import Path
 from typing import Any
 
 from ..report.data import data_path
 from ..report.errors import RecipeError, needing
-from .configuration import read_json
-from .deepspeed_config import deepspeed_config
+from .argument_classes import CONFIGS, unmodelled
+from .configuration import read_json_file
+from .deepspeed_config import check_dtype, deepspeed_config
 from .knobs import knobs
 from .optimizers import DROPPED, MODELLED, OWN, optimizer_arguments
 from .options import TRL, Loop, Sharding
 
 # What moves memory and no recipe says, and what moves none; every field is in one of these or in a recipe's own.
-CONFIGS = {trainer: name.replace("Trainer", "Config") for trainer, name in TRL.items()}
 CLASSIFIED = json.loads(data_path("training_arguments.json").read_text(encoding="utf-8"))
 
 
@@ -65,6 +64,7 @@ def settings(recipe: Any) -> dict[str, Any]:
             raise RecipeError(f"loop.{name}", getattr(loop, name), rest)
     if loop.use_cache is None:
         raise RecipeError("loop.use_cache", None, "the Trainer always sets it: say True or False")
+    check_dtype(recipe)
     if lost := [name for name in options if name in DROPPED]:
         takes = ", ".join(name for name in MODELLED[recipe.optim].arguments if name not in DROPPED)
         rest = f"the Trainer gives {recipe.optim} only {takes}, not {lost[0]}"
@@ -113,7 +113,9 @@ def to_recipe(kind: type, args: Any, model: Any, **fields: Any) -> Any:
     }
     if args.fsdp or args.deepspeed:
         _check_sharding(args, fields.get("sharding"))
-    return kind(**said | fields | {"precision": _precision(args, fields.get("precision"))})
+    recipe = kind(**said | fields | {"precision": _precision(args, fields.get("precision"))})
+    check_dtype(recipe)
+    return recipe
 
 
 def _same_names(part: type, known: Iterable[str] | None = None) -> dict[str, str]:
@@ -132,9 +134,7 @@ def _trainer(args: Any) -> str:
         return package
     if trainer := known.get((package, kind.__name__)):
         return trainer
-    allowed = f"only transformers' own TrainingArguments and TRL's {', '.join(CONFIGS.values())} are modelled: another "
-    allowed += "Trainer's loss, second model or batch moves the peak, so measure that Trainer with WatchCallback"
-    raise RecipeError("args", f"{kind.__module__}.{kind.__qualname__}", allowed)
+    raise RecipeError("args", f"{kind.__module__}.{kind.__qualname__}", unmodelled())
 
 
 def _of_trl(args: Any, trainer: str, fields: dict[str, Any]) -> dict[str, Any]:
@@ -175,7 +175,7 @@ def _check_sharding(args: Any, sharding: Sharding | None) -> None:
         raise RecipeError("sharding", sharding, rest)
     if engine == "deepspeed":
         found = args.deepspeed
-        found = read_json("deepspeed", Path(found).read_text(encoding="utf-8")) if isinstance(found, str) else found
+        found = read_json_file("deepspeed", found) if isinstance(found, str) else found
         _check_entries("deepspeed", found, deepspeed_config(sharding))
     else:
         usual = CLASSIFIED["fsdp_defaults"]

@@ -5,12 +5,14 @@ What it leaves unsaid is in the family's record (`families`). transformers itsel
 
 import contextlib
 import json
+import os
 import textwrap
 from collections.abc import Mapping
 from typing import Any
 
 from ..report.data import data_path
 from ..report.errors import RecipeError, needing
+from ..report.files import read_text
 from .families import FAMILIES, REQUIRED, TASKS, Family
 from .knobs import Knob
 
@@ -71,6 +73,16 @@ def read_json(field: str, text: Any, name: str | None = None) -> Any:
     except (RecursionError, TypeError, ValueError) as error:
         why = "it is nested too deeply" if isinstance(error, RecursionError) else error
         raise RecipeError(field, text if name is None else name, f"it is not JSON: {why}") from None
+
+
+def read_json_file(field: str, path: str | os.PathLike) -> Any:
+    """Return what a JSON file says. Raises RecipeError about `field` if it cannot be read, or is none."""
+    try:
+        text = read_text(path)
+    except (OSError, ValueError) as error:
+        why = getattr(error, "strerror", None) or str(error).rstrip(".")
+        raise RecipeError(field, str(path), f"it must be a JSON file that can be read ({why})") from None
+    return read_json(field, text, str(path))
 
 
 def plain(config: Mapping) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from ..report.errors import RecipeError
 from .options import Sharding
 
 HIDDEN = {  # what `HfTrainerDeepSpeedConfig.trainer_config_finalize` gives for "auto", of a model's hidden size
@@ -29,12 +30,30 @@ def deepspeed_config(sharding: Sharding) -> dict[str, Any]:
     return config | ({"zero_force_ds_cpu_optimizer": False} if sharding.offload else {})
 
 
+def check_dtype(recipe: Any) -> None:
+    """Raise RecipeError where the `Trainer` would train weights of another dtype than `recipe` says.
+
+    At stage 3 `from_pretrained` makes the weights inside `deepspeed.zero.Init`, which takes their dtype from this
+    configuration alone (`_set_dtype` in zero/partition_parameters.py; transformers/modeling_utils.py gives it no other).
+    Quantized weights are not made so (`get_init_context` there).
+    """
+    sharding, dtype = recipe.sharding, recipe.weights_dtype
+    third = sharding is not None and (sharding.engine, sharding.stage) == ("deepspeed", 3)
+    if not third or recipe.quantization or recipe.precision.endswith("-mixed") or dtype == "float32":
+        return
+    mixed = "fp16-mixed" if dtype == "float16" else "bf16-mixed"
+    rest = f"at DeepSpeed's stage 3 from_pretrained makes fp32 of {dtype} weights then: take "
+    rest += f"{mixed!r}, whose weights are {dtype} beside DeepSpeed's fp32 copies, or 'fp32'"
+    raise RecipeError("precision", recipe.precision, rest)
+
+
 def filled_in(recipe: Any) -> dict[str, Any]:
     """Return the configuration of `recipe` as `Trainer` and accelerate complete it.
 
     Sources: `HfTrainerDeepSpeedConfig.trainer_config_process` and `.trainer_config_finalize`
     (transformers/integrations/deepspeed.py), `DeepSpeedPlugin.__post_init__` and `Accelerator._prepare_deepspeed`.
-    A "-true" precision is the model's own dtype, and neither fp16 nor bf16 for DeepSpeed, as for the `Trainer`.
+    A "-true" precision is the model's own dtype, and neither fp16 nor bf16 for DeepSpeed, as for the `Trainer`, which
+    cannot make such a model at stage 3 (`check_dtype`).
     """
     config = deepspeed_config(recipe.sharding)
     zero = config["zero_optimization"]

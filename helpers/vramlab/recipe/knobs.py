@@ -150,23 +150,26 @@ def unchecked(part: Any, **changes: Any) -> Any:
     return found
 
 
-def python_arguments(part: Any, usual: Any, always: tuple[str, ...] = ()) -> list[str]:
-    """Return as Python the arguments of `part` that differ from those of `usual`, and those in `always`."""
+def python_arguments(
+    part: Any, usual: Any, always: tuple[str, ...] = (), literal: Callable[[Any], str] = repr
+) -> list[str]:
+    """Return as Python the arguments of `part` that differ from those of `usual`, and those in `always`; `literal` writes
+    each value."""
     found = []
     for field in dataclasses.fields(part):
         value = getattr(part, field.name)
         if field.init and field.name != "model" and (field.name in always or value != getattr(usual, field.name)):
-            found.append(f"{field.name}={_python(value, knobs(type(part)).get(field.name, Knob()).choices)}")
+            found.append(f"{field.name}={_python(value, knobs(type(part)).get(field.name, Knob()).choices, literal)}")
     return found
 
 
-def _python(value: Any, names: tuple) -> str:
+def _python(value: Any, names: tuple, literal: Callable[[Any], str]) -> str:
     """Return `value` as Python; a part with one of `names`, such as a loop, by its name."""
     if not dataclasses.is_dataclass(value):
-        return repr(value)
+        return literal(value)
     kind = type(value)
-    name = next((repr(name) for name in names if kind.named(name) == value), "")
-    return name or f"{kind.__name__}({', '.join(python_arguments(value, kind()))})"
+    name = next((literal(name) for name in names if kind.named(name) == value), "")
+    return name or f"{kind.__name__}({', '.join(python_arguments(value, kind(), literal=literal))})"
 
 
 def rebuild(kind: type, name: str, values: Mapping) -> Any:

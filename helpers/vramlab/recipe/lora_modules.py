@@ -65,6 +65,12 @@ def _is_everywhere(target_modules: Targets) -> bool:
     return str(target_modules).lower() == "all-linear"
 
 
+def trains_bias(name: str, bias: str, adapted: set[str]) -> bool:
+    """Tell whether `LoRA.bias` trains the tensor `name` (peft, _mark_only_adapters_as_trainable): norms' biases too."""
+    module, _, part = name.rpartition(".")
+    return part == "bias" and (bias == "all" or (bias == "lora_only" and module in adapted))
+
+
 def trained_whole(shape: Any, modules_to_save: Iterable[str] | None) -> tuple[str, ...]:
     """Return the names of modules that PEFT trains whole, in a copy: those to save, and a sequence classifier's head."""
     heads = ("classifier", "score") if shape.task == "sequence-classification" else ()

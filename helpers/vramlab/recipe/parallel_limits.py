@@ -2,9 +2,11 @@
 
 from typing import Any
 
+from . import lora_modules
 from .families import FAMILIES
 from .knobs import Refusals
 from .optimizers import MODELLED
+from .options import HALF
 
 OPTIMIZERS = ("adamw_torch", "adamw_torch_fused", "sgd", "rmsprop", "adagrad")  # those that work on DTensors
 
@@ -27,8 +29,25 @@ def refusals(recipe: Any) -> Refusals:
         yield f"lora.{name}", engine in ("fsdp", "deepspeed") and getattr(lora, name), allowed
     allowed = "DeepSpeed's stage 3 does not divide quantized weights: use stage 2 or engine 'fsdp'"
     yield "sharding.stage", engine == "deepspeed" and sharding.stage == 3 and recipe.quantization, allowed
+    third = engine == "deepspeed" and sharding.stage == 3
+    allowed = (
+        "DeepSpeed's stage 3 trains one format: fp32 adapters beside weights in half precision need stage 2 or 'fp32'"
+    )
+    yield "sharding.stage", third and lora and _trains_two_formats(recipe), allowed
     if engine in ("tensor", "pipeline"):
         yield from _divided(recipe, sharding.world_size, sharding.micro_batches)
+
+
+def _trains_two_formats(recipe: Any) -> bool:
+    """Tell whether adapters stay in fp32 beside half-precision weights that are trained (zero/utils.py, defragment)."""
+    form, _, kind = recipe.precision.partition("-")
+    shape, lora = recipe.shape, recipe.lora
+    if form not in HALF or (kind == "true" and not lora.autocast_adapter_dtype):
+        return False
+    if lora_modules.trained_whole(shape, lora.modules_to_save):
+        return True
+    adapted = {name for name, _, _ in lora_modules.adapted(shape, lora)}
+    return any(lora_modules.trains_bias(weight.name, lora.bias, adapted) for weight in shape.weights())
 
 
 def _divided(recipe: Any, ranks: int, parts: int) -> Refusals:

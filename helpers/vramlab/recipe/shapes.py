@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from ..report.data import data_path
-from ..report.errors import RecipeError, needing
+from ..report.errors import FileError, RecipeError, needing
+from ..report.files import read_text
 from . import configuration, lora_modules
 from .configuration import plain
 from .families import TASKS, Layout, layout_of
@@ -256,8 +257,11 @@ def read_shape(
     path = Path(model)
     try:
         path = path / "config.json" if path.is_dir() else path
-        text = path.read_text(encoding="utf-8")
-    except (OSError, ValueError):  # no text, or a zero byte in a name
+        text = read_text(path)
+    except FileError as error:
+        rest = f"{str(error).rstrip('.')}: it must be a name, or the path of a config.json"
+        raise RecipeError("model", model, rest) from None
+    except (OSError, ValueError):  # no such file, or a zero byte in a name
         near = difflib.get_close_matches(model.lower().rpartition("/")[2], _spellings(), n=1)
         hint = f"did you mean {near[0]!r}? " if near else ""
         rest = "vramlab.model_names() lists the names, and the path of any config.json works too"
@@ -266,10 +270,15 @@ def read_shape(
     return _shape(name, None, text, num_layers, task, num_labels)
 
 
+def _shown(name: str) -> str:
+    """Return `name`, which anybody may have written, without what a terminal takes for an order or cannot print."""
+    return "".join(char if char.isprintable() else "\N{REPLACEMENT CHARACTER}" for char in name)
+
+
 @lru_cache(maxsize=512)
 def _shape(name: str, *said: Any) -> Shape:
     try:
-        return _described(name, *said)
+        return _described(_shown(name), *said)
     except RecipeError:
         raise
     except (ArithmeticError, AttributeError, TypeError, ValueError) as error:  # a value of another kind than its key's

@@ -8,6 +8,7 @@ from itertools import groupby
 
 from .errors import ReportError
 from .report import CATEGORIES, PHASES, SOURCES, UNITS, Interval, Report, format_bytes, in_unit, text_table, unit_for
+from .text import printable
 
 
 @dataclass(frozen=True)
@@ -49,7 +50,7 @@ class Comparison:
         lines = [self.title, text_table(self._table())] if self.rows else [self.title]
         if len(self.labels) > 1:
             lines.append(f"Δ is taken against {self.against}; a plain 0 is equality to the byte.")
-        return "\n".join([*lines, *self.failed, *(f"note: {note}" for note in self.notes)])
+        return printable("\n".join([*lines, *self.failed, *(f"note: {note}" for note in self.notes)]))
 
     __repr__ = __str__
 

@@ -2,10 +2,17 @@
 
 import contextlib
 from collections.abc import Callable, Iterator
+from importlib.util import find_spec
+
+from .text import printable
+from .versions import untested, version_trouble
 
 
 class VramLabError(Exception):
-    """Base class of every error this package raises on purpose."""
+    """Base class of every error this package raises on purpose; its text has nothing that a terminal obeys."""
+
+    def __str__(self) -> str:
+        return printable(super().__str__())
 
 
 class RecipeError(VramLabError, ValueError):
@@ -32,6 +39,10 @@ class RecordError(VramLabError, LookupError):
     """A missing recorded measurement, or a record file that cannot be read or written."""
 
 
+class FileError(VramLabError, OSError):
+    """A file that cannot be read as what it must be, or cannot be written."""
+
+
 class ReportError(VramLabError, ValueError):
     """A report with a field that is missing, unknown or has an impossible value."""
 
@@ -52,14 +63,43 @@ class MissingExtra(VramLabError, ImportError):
     """A package is not installed; the message names the extra that installs it."""
 
 
+class UntestedVersion(VramLabError, ImportError):
+    """A library lacks what is needed of it, and its version is outside the range that the message names."""
+
+
 @contextlib.contextmanager
 def needing(what: str | Callable[[], str]) -> Iterator[None]:
-    """Raise MissingExtra, which says that `what` needs it, where a package in EXTRAS is not installed. Decorates too."""
+    """Say in one sentence which library `what` needs, where it is missing or its version does not fit. Decorates too.
+
+    Raises:
+        MissingExtra: a package in EXTRAS is not installed; the message names the extra.
+        UntestedVersion: one is installed, but is too old, or lacks a name and is newer than what was tested.
+    """
     try:
         yield
-    except ModuleNotFoundError as error:
-        package = (error.name or "").partition(".")[0]
-        if package not in EXTRAS:
-            raise
+    except VramLabError:
+        raise
+    except (ImportError, AttributeError) as error:
         name = what if isinstance(what, str) else what()
-        raise MissingExtra(f"{name} needs {package}: pip install 'vramlab[{EXTRAS[package]}]'", name=package) from error
+        package = (getattr(error, "name", None) or "").partition(".")[0] if isinstance(error, ImportError) else ""
+        if package in EXTRAS and find_spec(package) is None:
+            needed = f"{name} needs {package}: pip install 'vramlab[{EXTRAS[package]}]'"
+            raise MissingExtra(needed, name=package) from error
+        _refuse_versions(name, package, error)
+        raise
+
+
+def _refuse_versions(name: str, package: str, error: Exception) -> None:
+    """Raise UntestedVersion where an old library explains `error`, or a new one an import that fails from `package`."""
+    found = untested()
+    old = [tested for tested, version in found.items() if tested.is_older(version)]
+    if old:
+        wanted = " ".join(f"'{tested.name}>={tested.floor}'" for tested in old)
+        said = f"{name} needs newer libraries{version_trouble()}: pip install --upgrade {wanted}"
+        raise UntestedVersion(said, name=package) from error
+    new = [tested for tested in found if tested.name.replace("-", "_") == package]
+    if new:
+        wanted = " ".join(f"'{tested.name}<={tested.newest}'" for tested in new)
+        why = " ".join(str(error).split())
+        said = f"{name} does not work with these libraries ({why}){version_trouble()}: pip install {wanted}"
+        raise UntestedVersion(said, name=package) from error

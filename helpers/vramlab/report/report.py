@@ -11,11 +11,15 @@ from types import NoneType, UnionType
 from typing import Any, get_args, get_origin
 
 from .errors import ReportError
+from .files import strict_json
+from .text import printable
+from .versions import installed
 
 PHASES = ("load", "forward", "backward", "step", "between_steps")
 SOURCES = ("predicted", "simulated", "emulated", "recorded", "measured")  # the weakest witness first
 KiB, MiB, GiB = 1024, 1024**2, 1024**3
 UNITS = {"GiB": GiB, "MiB": MiB, "KiB": KiB, "B": 1}
+MOST = 2**63  # bytes, and any other number of a report
 TIERS = {"safe": "high", "likely": "value", "tight": "low"}  # which end of a process's interval has to fit the card
 
 
@@ -197,13 +201,16 @@ class Report:
     def from_json(cls, text: str) -> "Report":
         """Return the report that `to_json` wrote. Raises ReportError as `from_dict`, and for text that is no JSON."""
         try:
-            values = json.loads(text)
-        except (ValueError, TypeError, RecursionError) as error:
+            values = strict_json(text)
+        except (ValueError, TypeError) as error:
             raise ReportError(f"This is no report, because it is no JSON ({error}).") from None
         return cls.from_dict(values)
 
     def __str__(self) -> str:
         """Return the report as a text table: phases down, categories across."""
+        return printable(self._text())
+
+    def _text(self) -> str:
         if self.status != "ok":
             return f"{self.source}: {self.title}\n{self.status}: {self.message}"
         unit = unit_for(self.peak.total)
@@ -240,14 +247,6 @@ def environment(**more: Any) -> dict[str, Any]:
     return {**machine, **libraries, "date": time.strftime("%Y-%m-%d"), **more}
 
 
-def installed(package: str) -> str | None:
-    """Return the version of a package without importing it; None where it is not installed."""
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
-
-
 def repository() -> str | None:
     """Return the project's address from the metadata of the installed vramlab; None where it is not installed."""
     urls = (installed("vramlab") and metadata.metadata("vramlab").get_all("Project-URL")) or []
@@ -263,12 +262,16 @@ def _decode(kind: Any, value: Any, where: str) -> Any:
         return _decode(Interval if Interval in inner and isinstance(value, dict) else inner[0], value, where)
     if dataclasses.is_dataclass(kind):
         types, fields = {field.name: field.type for field in dataclasses.fields(kind)}, _typed(value, dict, where)
+        extra = {"total"} if kind is Bytes else set()
+        if unknown := sorted(fields.keys() - types.keys() - extra):
+            name = f"{where}.{unknown[0]}".lstrip(".")
+            raise ReportError(f"Report field {name!r} is unknown: known there are {', '.join(types)}.")
         values = {name: _decode(types.get(name, Any), v, f"{where}.{name}".lstrip(".")) for name, v in fields.items()}
-        total = values.pop("total", None) if kind is Bytes else None
-        try:
-            made = kind(**values)
-        except TypeError as error:  # names fields that are missing or unknown
-            raise ReportError(f"{where or 'A report'} has other fields than it must have: {error}.") from None
+        total = values.pop("total", None)
+        needed = (field.name for field in dataclasses.fields(kind) if _is_required(field))
+        if missing := [name for name in needed if name not in values]:
+            raise ReportError(f"{where or 'A report'} lacks {', '.join(missing)}.")
+        made = kind(**values)
         if total is not None and total != made.total:  # `Bytes` have one, their sum
             raise _field_error(f"{where}.total", total, f"the sum of the categories, {made.total}")
         return made
@@ -276,9 +279,15 @@ def _decode(kind: Any, value: Any, where: str) -> Any:
         return {name: _decode(inner[1], v, f"{where}.{name}") for name, v in _typed(value, dict, where).items()}
     if origin in (list, tuple):
         return origin(_decode(inner[0], v, f"{where}[{i}]") for i, v in enumerate(_typed(value, list, where)))
-    if kind is not str and not where.endswith("unexplained") and not 0 <= _typed(value, kind, where) < float("inf"):
-        raise _field_error(where, value, "at least 0, and finite")
+    least = -MOST if where.endswith("unexplained") else 0
+    if kind is not str and not least <= _typed(value, kind, where) <= MOST:
+        raise _field_error(where, value, "at least 0, and at most 2 to the 63" if least == 0 else "within 64 bits")
     return _typed(value, kind, where)
+
+
+def _is_required(field: dataclasses.Field) -> bool:
+    missing = dataclasses.MISSING
+    return field.default is missing and field.default_factory is missing
 
 
 def _typed(value: Any, kind: type, where: str) -> Any:

@@ -1,7 +1,6 @@
 """The training step of any nn.Module made ready for simulation: fake tensors in place of its own, and its optimizer again."""
 
 import contextlib
-import inspect
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -11,15 +10,15 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.parameter import UninitializedTensorMixin
-from torch.utils._pytree import tree_map_only
 
 from ..recipe.knobs import Refusals, refuse
 from ..recipe.recipe import PRECISIONS, Loop
 from ..report.errors import RecipeError
-from ..tracking.tracked import tensors_in
+from ..tracking.tensors import tensors_in
 from ..training import training as tr
-from .values import Values, reason_at
+from .values import StandIns, Values, reason_at
 
+SCRIPTED = "cannot follow a TorchScript module, whose interpreter runs its forward out of Python's sight"
 WATCH = "`watch` measures a step that really runs"
 
 
@@ -42,6 +41,8 @@ class ModuleStep:
         """What comes later may need what came before."""
         model, optimizers = self.model, _listed(self.optimizer)
         yield "model", not isinstance(model, nn.Module), "it must be a torch.nn.Module, if there is no recipe"
+        scripted = any(isinstance(module, torch.jit.ScriptModule) for module in model.modules())
+        yield "model", scripted, f"simulate {SCRIPTED}: give the module that was scripted or traced"
         lazy = lazy_parameter(model)
         yield "model", lazy, f"its parameter {lazy!r} is lazy and has no shape: call the module once on a batch before"
         yield "model", not any(p.requires_grad for p in model.parameters()), "no parameter of it requires a gradient"
@@ -64,18 +65,17 @@ class ModuleStep:
         precision; afterwards each of its modules has the attributes that it had before."""
         model = getattr(self.model, "_orig_mod", self.model)  # of torch.compile
         dtype = {"fp16-true": torch.float16, "bf16-true": torch.bfloat16}.get(self.precision)
-        values, loop, before = Values(mode), self.loop, [(m, dict(vars(m))) for m in _modules(model, self.loss)]
+        values, loop = Values(mode), self.loop
         caches = loop.use_cache is not None and hasattr(getattr(model, "config", None), "use_cache")
         try:
-            own = [t for m, _ in before for t in (*m.parameters(recurse=False), *m.buffers(recurse=False))]
-            for tensor in (*own, *tensors_in(self.batch)):
+            for tensor in (*model.parameters(), *model.buffers(), *tensors_in(self.batch)):
                 values.stand_in(tensor, dtype)
-            for module, held in before:
-                vars(module).update(tree_map_only(torch.Tensor, values.stand_in, held))
+            batch = values.copied(self.batch)
+            values.take_place(model)
             training = tr.Training(
                 model=model,
                 optimizer=None,
-                batch=values.copied(self.batch),
+                batch=batch,
                 device=torch.device("cpu"),
                 multi_tensor=target == "cuda",
                 loop=loop,
@@ -84,12 +84,11 @@ class ModuleStep:
                 scaler=torch.amp.GradScaler("cpu", init_scale=1.0) if self.precision == "fp16-mixed" else None,
             )
             self._attach_optimizers(training, values)
-            with patch.object(model.config, "use_cache", loop.use_cache) if caches else contextlib.nullcontext():
+            caching = patch.object(model.config, "use_cache", loop.use_cache) if caches else contextlib.nullcontext()
+            with caching, StandIns(values):
                 yield training, values
         finally:
-            for module, held in before:
-                vars(module).clear()
-                vars(module).update(held)
+            values.restore()
 
     def _scalar(self, outputs: Any, batch: Any) -> torch.Tensor:
         """The loss, held to be one number."""
@@ -147,16 +146,6 @@ class ModuleStep:
     def notes(self) -> list[str]:
         """What the simulation leaves out."""
         return ["torch.compile: the eager step is simulated"] * is_compiled(self.model) + loop_notes(self.loop)
-
-
-def _modules(model: nn.Module, loss: Any) -> list[nn.Module]:
-    """The modules in `model`, and in `loss` and the variables that it refers to (a teacher)."""
-    roots = [model, loss]
-    if inspect.isfunction(loss):
-        names = inspect.getclosurevars(loss)
-        roots += [*names.nonlocals.values(), *names.globals.values()]
-    found = (module for root in roots if isinstance(root, nn.Module) for module in root.modules())
-    return list(dict.fromkeys(found))
 
 
 class Together:

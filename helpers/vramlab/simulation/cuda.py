@@ -1,16 +1,15 @@
 """Where CUDA differs from CPU: how `target="cuda"` is simulated on fake CPU tensors.
 
 Fake tensors of device "cuda" need a CUDA build of PyTorch, so the step runs on fake CPU tensors, and PyTorch's
-dispatcher finds here the kernels that differ: attention, dropout, softmax, RMS norm and autocast's casts
-(`cuda_autocast.py`). What kernels allocate while they run is in `cuda_scratch.py`, results of other sizes in `operators.py`.
+dispatcher finds here the kernels that differ, for this thread only (`own_kernels.py`): attention, dropout, softmax, RMS
+norm and autocast's casts (`cuda_autocast.py`). What kernels allocate while they run is in `cuda_scratch.py`, results of
+other sizes in `operators.py`.
 """
 
 import contextlib
 import math
-import warnings
 from collections.abc import Callable, Iterator
-from functools import partial
-from unittest.mock import patch
+from functools import cache, partial
 
 import torch
 from torch.autograd.graph import _engine_run_backward
@@ -19,8 +18,9 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from ..hardware.kernels import sdp_backend
-from ..hardware.overhead import torch_release
-from . import cuda_autocast
+from ..hardware.overhead import efficient_takes_groups
+from ..training.patched import plain, replaced
+from . import cuda_autocast, own_kernels
 
 FACTORIES = {torch.tensor, torch.arange, torch.zeros, torch.ones, torch.full, torch.empty, torch.linspace}
 HALF = (torch.float16, torch.bfloat16)
@@ -38,7 +38,7 @@ def attention_kernel(
     if dtype not in (*HALF, torch.float32):
         return "math"
     options = {"masked": False, "value_dim": value_dim, "capability": capability, **options}
-    options["grouped"] = options.get("grouped", False) and torch_release() < (2, 14)
+    options["grouped"] = options.get("grouped", False) and not efficient_takes_groups()
     return sdp_backend(dtype.itemsize, head_dim, bf16=dtype == torch.bfloat16, **options)
 
 
@@ -78,30 +78,37 @@ class CudaKernels(TorchFunctionMode):
             _engine_run_backward((loss,), (start,), False, False, (), allow_unreachable=True, accumulate_grad=True)
 
 
+_capability = [(8, 0)]  # of the GPU that is simulated; one simulation runs at a time
+
+
 @contextlib.contextmanager
 def cuda_kernels(compute_capability: tuple[int, int] = (8, 0)) -> Iterator[CudaKernels]:
-    """While entered, CPU tensors of all threads get what CUDA tensors of such a GPU would get."""
-    library, mode = Library("aten", "IMPL"), CudaKernels()
+    """While entered, CPU tensors of this thread, and of autograd's that work for it, get what CUDA tensors of such a GPU
+    would get."""
+    _install()
+    _capability[0] = compute_capability
+    # without a device it is asked for CUDA (PEFT's 4-bit layers, Liger)
+    enabled = plain(torch, "is_autocast_enabled")
+    asked = replaced(torch, "is_autocast_enabled", lambda device="cpu": enabled(device))
+    mode = CudaKernels()
+    with asked, cuda_autocast.followed(), own_kernels.in_this_thread(own_kernels.KERNELS), mode:
+        yield mode
+
+
+@cache
+def _install() -> list[Library]:
+    """Register the kernels for the life of the process; only threads that `cuda_kernels` is entered in have them."""
     kernels = {
-        "scaled_dot_product_attention": partial(_attention, compute_capability),
+        "scaled_dot_product_attention": lambda *args, **kwargs: _attention(_capability[0], *args, **kwargs),
         "dropout": _dropout,
         "softmax.int": partial(_softmax, aten._softmax),
         "log_softmax.int": partial(_softmax, aten._log_softmax),
         "rms_norm": _rms_norm,
     }
-    try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="Warning only once for all operators")
-            for name, kernel in kernels.items():
-                library.impl(name, kernel, "AutogradCPU")
-            cuda_autocast.install(library)
-        # without a device it is asked for CUDA (PEFT's 4-bit layers, Liger)
-        enabled = torch.is_autocast_enabled
-        asked = patch.object(torch, "is_autocast_enabled", lambda device="cpu": enabled(device))
-        with asked, mode:
-            yield mode
-    finally:
-        library._destroy()
+    library = own_kernels.library(own_kernels.KERNELS)
+    for name, kernel in kernels.items():
+        own_kernels.register(library, name, kernel)
+    return [library, cuda_autocast.install()]
 
 
 def _attention(capability, query, key, value, *options, scale=None, enable_gqa=False):

@@ -8,7 +8,13 @@ import torch
 
 from ..hardware.gpu import DEFAULT_CHIP, Chip
 from ..hardware.kernels import efficient_scratch, norms_scratch, reduction_scratch
-from ..hardware.overhead import rounded
+from ..hardware.overhead import (
+    CUBLASLT_WORKSPACE,
+    cublas_workspace,
+    frees_workspaces,
+    has_lt_workspaces,
+    rounded,
+)
 
 CONVOLUTIONS = "convolutions: the workspace that cuDNN's heuristics choose at run time is not counted"
 
@@ -16,14 +22,25 @@ CONVOLUTIONS = "convolutions: the workspace that cuDNN's heuristics choose at ru
 def kernel_scratch(chip: Chip = DEFAULT_CHIP, note: Callable[[str], None] = str) -> Callable[[str, Sequence], int]:
     """A function of an operator's name and arguments to the bytes of its kernel's scratch memory, all blocks but the last
     rounded up as the caching allocator does (the tracker rounds the sum). `note` is called with what it leaves out."""
+    kernels = BLOCKS | PRODUCTS if frees_workspaces() else BLOCKS
 
     def scratch(name: str, args: Sequence) -> int:
         if name == "convolution" and (args[6] or args[8] == 1 or args[8] != args[0].shape[1]):
             note(CONVOLUTIONS)  # torch runs depthwise ones itself (`Conv_v8.cpp`)
-        blocks = BLOCKS[name](args, chip) if name in BLOCKS else []
+        blocks = kernels[name](args, chip) if name in kernels else []
         return sum(map(rounded, blocks[:-1])) + sum(blocks[-1:])
 
     return scratch
+
+
+def lasting_workspaces(chip: Chip) -> dict[str, int]:
+    """The workspaces that a thread keeps from its first product on: an operator that takes one, to bytes."""
+    if frees_workspaces():
+        return {}
+    sizes = {"mm": cublas_workspace(chip.capability)}
+    if has_lt_workspaces():
+        sizes["addmm"] = CUBLASLT_WORKSPACE
+    return sizes
 
 
 def _argument(args: Sequence, place: int, default: Any = None) -> Any:
@@ -96,4 +113,41 @@ BLOCKS: dict[str, Callable[[Sequence, Chip], list[int]]] = {
     "_softmax_backward_data": lambda args, chip: [args[0].numel() * args[0].element_size()],
     "embedding_dense_backward": _embedding_backward,
     **dict.fromkeys(("gemm_4bit", "bitsandbytes::gemm_4bit"), _dequantized),
+}
+
+
+def _product(args: Sequence, chip: Chip) -> list[int]:
+    """The workspace of one call of cuBLAS, which is not called for a product without numbers in it (`Blas.cpp`)."""
+    is_empty = any(isinstance(tensor, torch.Tensor) and not tensor.numel() for tensor in args)
+    return [] if is_empty else [cublas_workspace(chip.capability)]
+
+
+def _product_with_bias(args: Sequence, chip: Chip) -> list[int]:
+    """cuBLASLt adds a bias, and a whole matrix to a half-precision product (`isInputCompliesAddmmCudaLt`).
+
+    Where the sum is weighted (`beta`), which no layer's is, cuBLAS does it.
+    """
+    added, _, second = args[:3]
+    is_vector = added.dim() == 1 and added.is_contiguous()
+    is_half_matrix = added.dim() == 2 and added.itemsize == 2 and added.is_contiguous()
+    if (is_vector or is_half_matrix) and min(second.shape) > 1:
+        return _product(args, chip) and [CUBLASLT_WORKSPACE]
+    return _product(args, chip)
+
+
+def _dequantized_product(args: Sequence, chip: Chip) -> list[int]:
+    """The same for what `_dequantized` unpacks: the product comes when its scales are gone."""
+    unpacked = _dequantized(args, chip)
+    if not unpacked:
+        return []
+    weight, *scales = unpacked
+    workspace = cublas_workspace(chip.capability) if _argument(args, 6) is None else CUBLASLT_WORKSPACE
+    return [weight, max(sum(map(rounded, scales)), workspace)]
+
+
+PRODUCTS: dict[str, Callable[[Sequence, Chip], list[int]]] = {
+    **dict.fromkeys(("mm", "bmm", "baddbmm", "mv", "addmv", "dot"), _product),
+    "addmm": _product_with_bias,
+    "_scaled_mm": lambda args, chip: [CUBLASLT_WORKSPACE],
+    **dict.fromkeys(("gemm_4bit", "bitsandbytes::gemm_4bit"), _dequantized_product),
 }

@@ -3,97 +3,37 @@
 import contextlib
 import functools
 import inspect
-import logging
+import os
 import sys
 import threading
-import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
-from unittest.mock import patch
 
 import torch
-from torch._subclasses import fake_tensor
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ..hardware.gpu import DEFAULT_CHIP, Gpu
 from ..training.models import restore_after_liger
+from ..training.patched import plain, replaced
+from ..training.quiet import unheard, unlogged
 from .cuda import CudaKernels, cuda_kernels
+from .fake_mode import fake_mode
 from .flash_attn import flash_attention
-from .operators import fake_operators
 from .triton_kernels import fused_head, unlaunched
 
-lock = threading.RLock()  # what is put in place below is the process's, so one simulation runs at a time
-
-aten = torch.ops.aten
-# Of this process, by target: torch's entries by operator and arguments, None where it makes none.
-CACHED: dict[str, dict[tuple, Any]] = {"cuda": {}, "cpu": {}}
-PLAIN = (type(None), bool, int, float, str, torch.dtype, torch.device, torch.layout, torch.memory_format)
+# One simulation runs at a time, another thread's waits: they share the table below, and torch has one describer of fake
+# tensors. Threads that train do not wait.
+lock = threading.RLock()
 
 
-class QuickFakeMode(FakeTensorMode):
-    """A FakeTensorMode that caches results for `target` by a shorter key than torch's, which took 40 % of a simulation."""
-
-    _should_skip_dynamo = staticmethod(lambda: False)  # no guard against torch.compile around each operator
-
-    def __init__(self, target: str):
-        super().__init__(allow_non_fake_inputs=True)
-        self.cache_enabled, self._entries = False, CACHED[target]
-        empty = torch.empty(0, device="meta")
-        self._attributes = functools.cache(lambda device: vars(FakeTensor(self, empty, device)))
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
-        if func is aten._unsafe_view.default:
-            func = aten.view.default  # which torch caches
-        try:
-            key = func, torch.get_default_dtype(), _described(args), _described(kwargs.items())
-            entry = self._entries.get(key)
-        except TypeError:  # for torch to judge
-            return self.dispatch(func, types, args, kwargs)
-        if entry:
-            return self._output_from_cache_entry(None, entry, None, func, args)
-        result = self.dispatch(func, types, args, kwargs)
-        if key not in self._entries:
-            self._entries[key] = None
-            if isinstance(result, torch.Tensor | tuple):
-                with contextlib.suppress(fake_tensor._BypassDispatchCache):
-                    state = fake_tensor._CacheKeyState()
-                    self._entries[key] = self._make_cache_entry(state, None, func, args, kwargs, result)
-        return result
-
-    def _get_output_tensor_from_cache_entry(self, state, entry, key, func, args):
-        """As torch's own, of which `FakeTensor()` and guards take most of the time."""
-        made = entry.metadata
-        if made is None or made.is_conj or made.is_neg:
-            return super()._get_output_tensor_from_cache_entry(state, entry, key, func, args)
-        meta = torch.empty_strided(made.shape, made.stride, dtype=made.dtype, device="meta")
-        if func.is_view:
-            meta.set_(args[entry.view_idx].untyped_storage(), made.storage_offset, made.shape, made.stride)
-        keys = {"dispatch_device": True, "device_for_backend_keys": made.device}
-        fake = torch.Tensor._make_subclass(FakeTensor, meta, made.requires_grad, **keys)
-        torch._C._set_warn_deprecated_on_mutable_data_ptr(fake)
-        vars(fake).update(self._attributes(made.device))
-        return fake
-
-    def _validate_cache_key(self, func, args, kwargs):
-        if getattr(func, "namespace", "") != "bitsandbytes":  # torch caches its own operators only
-            super()._validate_cache_key(func, args, kwargs)
+def _free_lock() -> None:
+    """In a forked process: the thread that held the lock is not there."""
+    global lock
+    lock = threading.RLock()
 
 
-def _described(values: Any) -> tuple:
-    """What of an operator's arguments decides its fake result. Raises TypeError where that is not all to be seen here."""
-    found = []
-    for value in values:
-        if isinstance(value, FakeTensor) and value.constant is None and value.layout is torch.strided:
-            sizes = value.shape, value.stride(), value.storage_offset()
-            found.append((*sizes, value.dtype, value.fake_device, value.requires_grad, value.is_conj(), value.is_neg()))
-        elif isinstance(value, list | tuple):
-            found.append((type(value), _described(value)))
-        elif isinstance(value, PLAIN):
-            found.append((type(value), value))
-        else:
-            raise TypeError
-    return tuple(found)
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_free_lock)
 
 
 @contextlib.contextmanager
@@ -104,9 +44,9 @@ def fake_world(target: str, card: Gpu | None = None) -> Iterator[tuple[FakeTenso
     """
     with lock, contextlib.ExitStack() as stack:
         stack.callback(restore_after_liger)
-        for context in (*_real_branches(), fake_operators(target)):
+        for context in _real_branches():
             stack.enter_context(context)
-        mode, kernels, chip = stack.enter_context(QuickFakeMode(target)), None, None
+        mode, kernels, chip = stack.enter_context(fake_mode(target)), None, None
         if target == "cuda":
             capability, chip = (card.compute_capability, card.chip) if card else ((8, 0), DEFAULT_CHIP)
             kernels = stack.enter_context(cuda_kernels(capability))
@@ -114,9 +54,6 @@ def fake_world(target: str, card: Gpu | None = None) -> Iterator[tuple[FakeTenso
                 stack.enter_context(context)
         for context in unlaunched(chip):
             stack.enter_context(context)
-        stack.enter_context(warnings.catch_warnings())
-        warnings.filterwarnings("ignore", message="Paged optimizers are not supported on CPU")
-        warnings.filterwarnings("ignore", "`gradient_checkpointing_", FutureWarning)  # TRL calls it by its old name
         yield mode, kernels
 
 
@@ -130,9 +67,9 @@ def _cuda_branches(capability: tuple[int, int], kernels: CudaKernels) -> Iterato
 
     yield flash_attention(capability)
     yield from fused_head()
-    yield patch.object(hub_kernels.logger, "warning_once", warn)
+    yield replaced(hub_kernels.logger, "warning_once", warn)
     if capability < (8, 0):  # experts are multiplied one by one, with a gradient for frozen weights too
-        yield patch.object(moe, "_can_use_grouped_mm", lambda *args: False)
+        yield replaced(moe, "_can_use_grouped_mm", lambda *args: False)
 
 
 def _real_branches() -> Iterator[contextlib.AbstractContextManager]:
@@ -142,18 +79,31 @@ def _real_branches() -> Iterator[contextlib.AbstractContextManager]:
 
     # transformers takes a fake tensor for a sign of tracing and then builds causal masks that it skips otherwise
     # (`masking_utils._ignore_causal_mask_sdpa`), which changes the attention kernel too
-    yield patch.object(import_utils, "is_fake_tensor", lambda tensor: False)
+    yield replaced(import_utils, "is_fake_tensor", lambda tensor: False)
     # DistributedDataParallel sends shapes and values of the parameters around, and leaves no storage behind
     for name in ("_verify_param_shape_across_processes", "_sync_module_states"):
-        yield patch.object(distributed, name, lambda *args, **kwargs: None)
+        yield replaced(distributed, name, lambda *args, **kwargs: None)
     if sys.modules.get("bitsandbytes"):
         from bitsandbytes.nn import modules
 
-        yield patch.object(modules, "fix_4bit_weight_quant_state_from_module", _give_statistics_back)
-    if "torch._dynamo" in sys.modules:  # functions that a module has compiled run as they are written
-        yield torch.compiler.set_stance("force_eager")
-    # it prints a traceback of what a sentence says later
-    yield patch.object(logging.getLogger("torch._subclasses.fake_tensor"), "disabled", True)
+        yield replaced(modules, "fix_4bit_weight_quant_state_from_module", _give_statistics_back)
+    yield _eager()
+    # a recomputation begins with the generator of its forward pass: the generator is the process's
+    for owner in (torch, torch.random):
+        yield replaced(owner, "set_rng_state", lambda state: None)
+    yield unlogged("torch._subclasses.fake_tensor")  # it prints a traceback of what a sentence says later
+    yield unheard("Paged optimizers are not supported on CPU")
+    yield unheard("`gradient_checkpointing_", category=FutureWarning)  # TRL calls it by its old name
+
+
+def _eager() -> contextlib.AbstractContextManager:
+    """While entered, functions that a module has compiled run as they are written."""
+    frames = sys.modules.get("torch._dynamo.eval_frame")
+    if frames is None:
+        return contextlib.nullcontext()
+    if not hasattr(frames, "_callback_from_stance"):  # in the whole process then
+        return torch.compiler.set_stance("force_eager")
+    return replaced(frames, "_callback_from_stance", lambda callback: None)
 
 
 def _give_statistics_back(module: torch.nn.Module) -> None:
@@ -171,5 +121,5 @@ def compiled_late() -> contextlib.AbstractContextManager:
         made = functools.cache(lambda: compiled(function, **options))
         return functools.wraps(function)(lambda *args, **kwargs: made()(*args, **kwargs))
 
-    compiled = torch.compile
-    return patch.object(torch, "compile", late)
+    compiled = plain(torch, "compile")
+    return replaced(torch, "compile", late)

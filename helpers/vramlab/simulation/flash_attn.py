@@ -3,11 +3,13 @@
 import contextlib
 import math
 from collections.abc import Iterator
-from unittest.mock import patch
+from functools import cache
+from typing import Any
 
 import torch
 
 from ..report.errors import RecipeError
+from ..training.patched import plain, replaced
 from .cuda import HALF, pad_head
 
 NAME = "flash_attention_2"
@@ -15,11 +17,12 @@ NAME = "flash_attention_2"
 
 @contextlib.contextmanager
 def flash_attention(capability: tuple[int, int]) -> Iterator[None]:
-    """While entered, transformers finds flash-attn; `capability` is the GPU's."""
-    from transformers import PreTrainedModel
+    """While entered, transformers finds flash-attn in this thread; `capability` is the GPU's."""
+    from transformers import PreTrainedModel, modeling_utils
     from transformers import modeling_flash_attention_utils as utils
 
-    check, imports = PreTrainedModel._flash_attn_can_dispatch, utils._lazy_imports
+    check, imports = PreTrainedModel._flash_attn_can_dispatch, plain(utils, "_lazy_imports")
+    find = plain(utils, "lazy_import_flash_attention")
 
     def can_dispatch(model, flash_attn_version, **kwargs):
         return (flash_attn_version == 2 and model._supports_flash_attn) or check(model, flash_attn_version, **kwargs)
@@ -31,16 +34,28 @@ def flash_attention(capability: tuple[int, int]) -> Iterator[None]:
             raise RecipeError("attn_implementation", NAME, "flash-attn 2 needs a GPU of Ampere or newer: take 'sdpa'")
         return flash_attn_func, flash_attn_varlen_func, None, utils._pad_input, utils._unpad_input
 
-    utils._loaded_implementation = None  # transformers keeps the one that it loaded last
-    try:
-        with (
-            patch.object(PreTrainedModel, "_flash_attn_can_dispatch", can_dispatch),
-            patch.dict(utils.FLASH_ATTENTION_COMPATIBILITY_MATRIX[2], general_availability_check=lambda: True),
-            patch.object(utils, "_lazy_imports", lazy_imports),
-        ):
-            yield
-    finally:
+    @cache
+    def found() -> Any:
+        """What transformers finds, without what it keeps of that: the implementation that it loaded last."""
+        kept = {name: value for name, value in vars(utils).items() if name.endswith(("_fn", "_loaded_implementation"))}
         utils._loaded_implementation = None
+        try:
+            return find(NAME)
+        finally:
+            vars(utils).update(kept)
+
+    def lazy_import(implementation, *args, **kwargs):
+        return found() if implementation == NAME else find(implementation, *args, **kwargs)
+
+    installed = utils.FLASH_ATTENTION_COMPATIBILITY_MATRIX[2]
+    with (
+        replaced(PreTrainedModel, "_flash_attn_can_dispatch", can_dispatch),
+        replaced(installed, "general_availability_check", lambda: True),
+        replaced(utils, "_lazy_imports", lazy_imports),
+        replaced(utils, "lazy_import_flash_attention", lazy_import),
+        replaced(modeling_utils, "lazy_import_flash_attention", lazy_import),
+    ):
+        yield
 
 
 def flash_attn_func(q, k, v, dropout_p=0.0, softmax_scale=None, causal=False, **unused):

@@ -11,7 +11,6 @@ import contextlib
 from collections.abc import Callable, Iterator
 from functools import lru_cache, partial
 from typing import Any
-from unittest.mock import patch
 
 import torch
 
@@ -23,6 +22,7 @@ from ..tracking.history import History
 from ..tracking.tracked import claim_model
 from ..tracking.tracker import Storage
 from ..training import models
+from ..training.patched import replaced
 from .deepen import deepen
 from .fakes import fake_world
 from .repetition import NotRegular, cut, find
@@ -97,7 +97,7 @@ def _load(base: Recipe, target: str, stores_tied_head: bool) -> tuple[FakeTracke
     state = model.state_dict()  # which torch 2.11 refuses among fake tensors
     pool = {n: t.numel() * quantizer.param_element_size(model, n, t) for n, t in state.items() if n not in tied}
     options = LoadStateDictConfig(device_map={"": "cpu"}, dtype=dtype, hf_quantizer=quantizer, weight_mapping=mapping)
-    kept = patch.object(model, "state_dict", lambda: state)
+    kept = replaced(model, "state_dict", lambda: state)
     with kept, fake_world(target), _quantizing(loader, target), tracker:
         loader.convert_and_load_state_dict_in_model(model, files, options, None)  # up to 5.15 a plan has to be given
         # a head's bias is tied before its weight, for which transformers pads it
@@ -110,7 +110,7 @@ def _load(base: Recipe, target: str, stores_tied_head: bool) -> tuple[FakeTracke
         claim_model(tracker, model)
         tracker.begin("prepare")  # a walk over the layers of its own
         if base.quantization.prepare:
-            with patch.object(model, "parameters", lambda: _named_in_turn(model, tracker)):
+            with replaced(model, "parameters", lambda: _named_in_turn(model, tracker)):
                 prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
             claim_model(tracker, model)
         return tracker.finish(), pool
@@ -144,8 +144,8 @@ def _quantizing(loader: Any, target: str) -> Iterator[None]:
         return True
 
     with (
-        patch.object(torch, "equal", equal),
-        patch.object(bnb.Bnb4bitQuantize, "convert", convert),
-        patch.object(loader, "tqdm", lambda items, **_: items),
+        replaced(torch, "equal", equal),
+        replaced(bnb.Bnb4bitQuantize, "convert", convert),
+        replaced(loader, "tqdm", lambda items, **_: items),
     ):
         yield

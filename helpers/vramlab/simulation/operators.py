@@ -1,40 +1,25 @@
 """Fake operators that allocate what real ones do, where torch's own rules for fake tensors do not: one table."""
 
-import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
-from unittest.mock import patch
 
 import torch
-from torch._decomp import decomposition_table
 from torch._prims_common import suggest_memory_format
-from torch._subclasses import FakeTensorMode, fake_impls
 
 aten = torch.ops.aten
 CONTIGUOUS = torch.contiguous_format
 _target = ["cpu"]  # target device of the simulation that runs, or ran last, in this process
 
 
-@contextlib.contextmanager
-def fake_operators(target: str) -> Iterator[None]:
-    """While entered, fake tensors follow the rules for `target`."""
-    rules = {name: partial(_in_mode, rule) for name, rule in (RULES | (CUDA if target == "cuda" else {})).items()}
+def rules_of(target: str) -> dict[Any, Callable]:
+    """The rules that fake tensors follow for `target`, which the simulation that runs now is for."""
     _target[0] = target
-    with patch.dict(fake_impls.op_implementations_dict, rules), patch.dict(decomposition_table):
-        for operator in rules:
-            decomposition_table.pop(operator, None)  # which would be preferred
-        yield
+    return RULES | (CUDA if target == "cuda" else CPU)
 
 
 def is_cuda() -> bool:
     """Whether the simulation that runs describes a GPU."""
     return _target[0] == "cuda"
-
-
-def _in_mode(rule: Callable, mode: FakeTensorMode, func: Any, *args: Any, **kwargs: Any) -> Any:
-    with mode:
-        return rule(*args, **kwargs)
 
 
 def _statistics(input, shape, parameters) -> tuple[torch.Tensor, torch.Tensor]:
@@ -73,6 +58,16 @@ def _batch_norm_backward(gradient, input, weight, *others):
     return tuple(tensor if wanted else None for tensor, wanted in zip(made, others[-1], strict=True))
 
 
+def _group_norm(input, weight, bias, rows, channels, size, groups, eps):
+    """Of the input's dtype also where the parameters are fp32, as under CPU's autocast (`group_norm.cpp`)."""
+    return _like(input), *_statistics(input, (rows, groups), (weight, bias))
+
+
+def _group_norm_backward(gradient, input, mean, deviation, weight, *others):
+    made = _like(input), *(None if weight is None else torch.empty_like(weight) for _ in range(2))
+    return tuple(tensor if wanted else None for tensor, wanted in zip(made, others[-1], strict=True))
+
+
 def _grouped_mm(a, b, offs=None, bias=None, out_dtype=None):
     """Of any dtype, where torch's own rule takes bf16. Groups run along the rows of a, or along both matrices' shared
     dimension (weight gradients; `GroupedMMUtils.h`)."""
@@ -102,14 +97,29 @@ RULES = {
     # gives the tensor itself; torch's own rule gives another one
     torch.ops._c10d_functional.wait_tensor.default: lambda tensor: tensor,
 }
+CPU = {
+    aten.native_group_norm.default: _group_norm,
+    aten.native_group_norm_backward.default: _group_norm_backward,
+}
 CUDA = {aten._flash_attention_forward.default: _flash_forward}
-LOSSES = (aten.mse_loss.default, aten.smooth_l1_loss.default, aten.binary_cross_entropy.default)
+LOSSES = (
+    aten.mse_loss.default,
+    aten.smooth_l1_loss.default,
+    aten.binary_cross_entropy.default,
+    aten.soft_margin_loss.default,
+)
+PATCHES = (aten.im2col.default, aten.col2im.default)
 
 
 def keep_storage(func: torch._ops.OpOverload, args: Sequence, kwargs: Mapping, result: Any) -> None:
-    """Give the fake `result` of `func` the storage that a real one keeps: the elements' losses are written into it before
-    it is resized to one number, and `resize_` never gives memory back (`Loss.cpp`, `Loss.cu`)."""
+    """Give the fake `result` of `func` the storage that a real one keeps, as `resize_` never gives memory back: elements'
+    losses are written into it before it becomes one number (`Loss.cpp`, `Loss.cu`), and `unfold` and `fold` begin with a
+    result of their input's size (`im2col_cpu`, `col2im_cpu`, `Im2Col.cu`, `Col2Im.cu`)."""
     if func in LOSSES:
         size = torch.broadcast_shapes(args[0].shape, args[1].shape).numel() * result.element_size()
-        if size > result.untyped_storage().nbytes():
-            result.untyped_storage().resize_(size)
+    elif func in PATCHES:
+        size = args[0].numel() * result.element_size()
+    else:
+        return
+    if size > result.untyped_storage().nbytes():
+        result.untyped_storage().resize_(size)

@@ -15,13 +15,13 @@ import torch
 from torch.utils._pytree import tree_map_only
 
 from ..hardware.gpu import DEFAULT_CHIP, Gpu, find_gpu
-from ..hardware.overhead import UNIT, cublas_workspace, torch_release
+from ..hardware.overhead import UNIT
 from ..recipe import liger, lora_modules
 from ..recipe.evaluation import Evaluation
 from ..recipe.options import TRL
 from ..recipe.recipe import Loop, Recipe, as_recipe
 from ..report.errors import RecipeError, VramLabError, needing
-from ..report.report import MiB, Report
+from ..report.report import Report
 from ..tracking.fake_tracker import FakeTracker
 from ..tracking.history import History, Log, to_report
 from ..tracking.tracked import run_tracked
@@ -33,9 +33,10 @@ from ..training.evaluation import evaluate
 from ..training.process_group import one_rank_of
 from ..training.quiet import no_collection
 from ..training.trl_trainers import trl_class
+from . import fakes
 from .any_module import ModuleStep, loop_notes
 from .cuda import CudaKernels
-from .cuda_scratch import kernel_scratch
+from .cuda_scratch import kernel_scratch, lasting_workspaces
 from .deepen import deepen, repeat
 from .fakes import compiled_late, fake_world
 from .loading import loading_peak
@@ -71,7 +72,9 @@ def simulate(
             Small tensors of it keep their values; an unknown value that is read becomes a note.
         optimizer: one built on the model's parameters, a list of them, or a function of parameters to one.
         precision: of a module; a "-true" one also converts its parameters, buffers and floating inputs.
-        loss: a function of (outputs, batch) to a scalar; None takes `outputs["loss"]`.
+        loss: a function of (outputs, batch) to a scalar; None takes `outputs["loss"]`. What it holds besides counts from
+            the start: of a module that it calls (a teacher) every parameter and buffer, used or not, of other tensors
+            those that an operator takes, as inputs. What the step does not touch is not counted.
         steps: optimizer steps to run; the phases of the last are reported, the peak is that of all.
         full: run all layers and micro-batches instead of repeating some in the log (equal, and slower).
     Returns:
@@ -115,6 +118,7 @@ def _of_module(step: ModuleStep, target: str, card: Gpu | None, steps: int) -> R
             with readable_values(), step.prepared(target, mode) as (training, values):
                 tracker = make_tracker(training, card, kernels)
                 tracker.values = values
+                tracker.meets = True
                 run_tracked(training, tracker, steps, target)
         except RecipeError:
             raise
@@ -254,6 +258,7 @@ def _run(
     offloads = recipe.activation_offloading and target == "cuda"
     device = DEVICE if offloads else engine.fake_gpu if target == "cuda" else "cpu"
     with (
+        fakes.lock,
         one_rank_of(recipe.sharding),
         engine.without_peers(target),
         fake_accelerator() if offloads else nullcontext(),
@@ -290,10 +295,9 @@ def make_tracker(training: tr.Training, card: Gpu | None, kernels: CudaKernels |
     if kernels:
         kernels.on_host, kernels.is_on_host = partial(tracker.claim, category=ON_HOST), tracker.is_on_host
         tracker.round_to = UNIT
-        tracker.scratch = kernel_scratch(card.chip if card else DEFAULT_CHIP, kernels.note)
-        sizes = {"mm": cublas_workspace((card.chip if card else DEFAULT_CHIP).capability)}
-        if torch_release() < (2, 12):  # with a bias cuBLASLt multiplies, whose own is shared later (pull 168175)
-            sizes["addmm"] = 1 * MiB
+        chip = card.chip if card else DEFAULT_CHIP
+        tracker.scratch = kernel_scratch(chip, kernels.note)
+        sizes = lasting_workspaces(chip)
         tracker.workspaces = {phase: dict(sizes) for phase in ("forward", "backward")}  # a thread each
         tracker.notes = kernels.notes
     return tracker

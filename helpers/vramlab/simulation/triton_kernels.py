@@ -6,13 +6,13 @@ Those of TRL's head (`trl/kernels/chunked_logprob.py`), Liger and flash-linear-a
 import contextlib
 import sys
 from collections.abc import Callable, Iterator
-from types import SimpleNamespace
+from types import FunctionType, SimpleNamespace
 from typing import Any
-from unittest.mock import patch
 
 import torch
 
 from ..hardware.gpu import Chip
+from ..training.patched import plain, replaced
 
 
 class NotLaunched:
@@ -29,17 +29,18 @@ def fused_head() -> Iterator[contextlib.AbstractContextManager]:
     from trl.kernels import chunked_logprob
     from trl.trainer import utils
 
-    add_up = chunked_logprob._addmm_fp32
+    add_up = plain(chunked_logprob, "_addmm_fp32")
 
     def addmm_fp32(acc: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
         if a.dtype == torch.float32:
             add_up(acc, a, b)  # CUDA adds half-precision products into fp32 where it is (`addmm(out_dtype=…, out=acc)`)
 
-    on_gpu = {"_use_triton": lambda device: True}
     kernels = {"_forward_kernel": NotLaunched(), "_backward_kernel": NotLaunched(), "_addmm_fp32": addmm_fp32}
     kernels["triton"] = SimpleNamespace(cdiv=lambda a, b: -(-a // b))  # which may not be installed
-    yield patch.multiple(utils, **on_gpu)
-    yield patch.multiple(chunked_logprob, create=True, **on_gpu, **kernels)
+    for owner in (utils, chunked_logprob):
+        yield replaced(owner, "_use_triton", lambda device: True)
+    for name, kernel in kernels.items():
+        yield replaced(chunked_logprob, name, kernel)
 
 
 def unlaunched(chip: Chip | None) -> Iterator[contextlib.AbstractContextManager]:
@@ -48,7 +49,7 @@ def unlaunched(chip: Chip | None) -> Iterator[contextlib.AbstractContextManager]
         return
     from triton.runtime.jit import KernelInterface
 
-    yield patch.object(KernelInterface, "__getitem__", NotLaunched.__getitem__)
+    yield replaced(KernelInterface, "__getitem__", NotLaunched.__getitem__)
     if "liger_kernel.ops" in sys.modules:
         yield from _liger(chip)
 
@@ -76,6 +77,9 @@ def _liger(chip: Chip | None) -> Iterator[contextlib.AbstractContextManager]:
     head = {"equal": lambda a, b: False}  # it multiplies in place unless a gradient is one: no size depends on that
     if chip:
         head["mm"] = mm
-        yield patch.object(rms_norm, "torch", SimpleNamespace(**vars(torch) | {"empty": empty}))
-        yield patch.object(fused_linear_cross_entropy, "_can_use_mm_out", can_use_mm_out)
-    yield patch.object(fused_linear_cross_entropy, "torch", SimpleNamespace(**vars(torch) | head))
+        backward = plain(rms_norm, "rms_norm_backward")  # in forward one row is a token
+        own = vars(rms_norm) | {"torch": SimpleNamespace(**vars(torch) | {"empty": empty})}
+        on_gpu = FunctionType(backward.__code__, own, argdefs=backward.__defaults__)
+        yield replaced(rms_norm, "rms_norm_backward", on_gpu)
+        yield replaced(fused_linear_cross_entropy, "_can_use_mm_out", can_use_mm_out)
+    yield replaced(fused_linear_cross_entropy, "torch", SimpleNamespace(**vars(torch) | head))

@@ -9,17 +9,22 @@ import copy
 import linecache
 import os
 import traceback
+import weakref
 from collections.abc import Iterable
 from functools import partial
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensor, FakeTensorMode
+from torch.nn.utils import stateless
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils.weak import WeakIdKeyDictionary
 
+from ..report.versions import version_trouble
+from ..training.patched import plain, replaced
 from .operators import is_cuda
 
 LIMIT = 2**16  # elements of a tensor whose content is kept
@@ -37,13 +42,30 @@ class Values:
     def __init__(self, mode: FakeTensorMode, limit: int = LIMIT):
         self.mode, self.limit = mode, max(limit, LIMIT)
         self.notes: list[str] = []  # a sentence for each line that read an unknown value
-        self.made: dict[int, torch.Tensor] = {}  # fake tensors by the real one's id: a memo for copy.deepcopy
+        self._made = WeakIdKeyDictionary()  # fake tensors by the real one, as long as that is there
+        self._placed: dict[int, weakref.ref] = {}  # those that modules hold, as long as they do, by the real one's id
+        self._before: list[tuple[torch.nn.Module, dict]] = []  # modules with fake tensors, and the attributes they had
+        self._gradients: list[tuple[torch.Tensor, torch.Tensor | None]] = []  # of real leaves of the step's graph
 
     def stand_in(self, real: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
         """The fake CPU tensor for `real`, made once, with its hooks; of `dtype` if it is floating."""
-        if id(real) in self.made:
-            return self.made[id(real)]
-        fake, dtype = self.copied(real), dtype if dtype and real.is_floating_point() else real.dtype
+        if not _is_real(real):
+            return real
+        placed = self._placed.get(id(real))
+        fake = placed() if placed else self._made.get(real)
+        if fake is not None:
+            return fake
+        with torch._C.DisableTorchFunction(), _disable_current_modes(), self.mode:
+            fake = self._made[real] = self._new_stand_in(real, dtype)
+        return fake
+
+    def _new_stand_in(self, real: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
+        fake = self.mode.from_tensor(real, static_shapes=True)
+        fake.grad = None
+        room = real.untyped_storage().nbytes()  # torch's has no more than the elements of a tensor that is no view
+        if fake.untyped_storage().nbytes() < room:
+            fake.untyped_storage().resize_(room)
+        dtype = dtype if dtype and real.is_floating_point() else real.dtype
         if (fake.device.type, fake.dtype) != ("cpu", dtype):
             moved = torch.empty_like(fake, device="cpu", dtype=dtype)
             fake = torch.nn.Parameter(moved, fake.requires_grad) if isinstance(fake, torch.nn.Parameter) else moved
@@ -52,13 +74,44 @@ class Values:
         for hook in (real._post_accumulate_grad_hooks or {}).values():
             fake.register_post_accumulate_grad_hook(hook)
         self.know(fake, real)
-        self.made[id(real)] = fake
+        if real.requires_grad and real.is_leaf:
+            self._gradients.append((real, real.grad))  # an autograd.Function takes the real one
         return fake
+
+    def stand_ins(self, values: Any) -> Any:
+        """`values` with fake tensors in the place of real ones."""
+        return tree_map_only(torch.Tensor, self.stand_in, values) if _has_real(values) else values
 
     def copied(self, value: Any) -> Any:
         """A copy of `value` with fake tensors."""
+        memo = {key: fake for key, ref in self._placed.items() if (fake := ref()) is not None}
+        memo |= {id(real): fake for real, fake in self._made.items()}
         with FakeCopyMode(self.mode):
-            return copy.deepcopy(value, dict(self.made))
+            return copy.deepcopy(value, memo)
+
+    def take_place(self, module: torch.nn.Module) -> None:
+        """Put fake tensors in the place of all real ones that the modules in `module` hold, until `restore`."""
+        if any(frame.f_code.co_filename == stateless.__file__ for frame, _ in traceback.walk_stack(None)):
+            return  # `functional_call` writes what the module holds afterwards into the caller's own mapping
+        known = {id(part) for part, _ in self._before}
+        for part in module.modules():
+            held = dict(vars(part))
+            tensors = _tensors(held)
+            if id(part) in known or any(isinstance(tensor, FakeTensor) for tensor in tensors):
+                continue  # the latter was made in the step
+            self._before.append((part, held))
+            vars(part).update(tree_map_only(torch.Tensor, self.stand_in, held))
+            for tensor in tensors:
+                if (fake := self._made.pop(tensor, None)) is not None:
+                    self._placed[id(tensor)] = weakref.ref(fake)
+
+    def restore(self) -> None:
+        """Give modules and real tensors back what they had."""
+        for module, held in self._before:
+            vars(module).clear()
+            vars(module).update(held)
+        for real, gradient in self._gradients:
+            real.grad = gradient
 
     def know(self, fake: torch.Tensor, real: torch.Tensor) -> None:
         """Give `fake` the content of `real`, where that is small, on the CPU and needs no gradient."""
@@ -148,21 +201,35 @@ class Values:
             self.notes.append(note)
 
 
+class StandIns(TorchFunctionMode):
+    """While entered, torch's functions get the fake tensor for a real one that a loss or hook holds: so does autograd."""
+
+    def __init__(self, values: Values):
+        super().__init__()
+        self.values = values
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        args, kwargs = self.values.stand_ins((args, kwargs or {}))
+        return func(*args, **kwargs)
+
+
 def readable_values() -> contextlib.AbstractContextManager:
     """While entered, `torch.tensor` takes a list with fake tensors in it, of which it would read the storage."""
-    make = torch.tensor
+    make = plain(torch, "tensor")
 
     def tensor(data: Any, **kwargs: Any) -> torch.Tensor:
         return make(tree_map_only(FakeTensor, FakeTensor.tolist, data) if isinstance(data, list) else data, **kwargs)
 
-    return patch.object(torch, "tensor", tensor)
+    return replaced(torch, "tensor", tensor)
 
 
 def reason_at(error: Exception) -> str:
-    """The first line of what `error` says, and the user's line that it came from."""
+    """The first line of what `error` says, the user's line that it came from, and libraries in untested versions."""
     text = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
+    if "Couldn't swap" in text:
+        text = "a module is cast or moved inside the step, which swaps its parameters, and fake ones cannot be swapped"
     line = user_line(list(traceback.walk_tb(error.__traceback__))[::-1])
-    return f"{text} ({line})" if line else text
+    return (f"{text} ({line})" if line else text) + version_trouble()
 
 
 def user_line(frames: Iterable[tuple[Any, int]]) -> str:
@@ -179,3 +246,17 @@ def user_line(frames: Iterable[tuple[Any, int]]) -> str:
 
 def _tensors(values: Any) -> list[torch.Tensor]:
     return [value for value in tree_leaves(values) if isinstance(value, torch.Tensor)]
+
+
+def _is_real(tensor: torch.Tensor) -> bool:
+    """Whether `tensor` is neither fake nor what `torch.func` wraps around one."""
+    return not isinstance(tensor, FakeTensor) and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+
+
+def _has_real(values: Any) -> bool:
+    """Whether there is a tensor in nested sequences and mappings that is not fake."""
+    if isinstance(values, torch.Tensor):
+        return _is_real(values)
+    if isinstance(values, dict):
+        return any(map(_has_real, values.values()))
+    return isinstance(values, list | tuple) and any(map(_has_real, values))

@@ -31,7 +31,16 @@ class FakeTracker(Tracker):
         if func is DEVICE_QUERY and isinstance(args[0], FakeTensor):  # most calls are this, from autograd's engine
             return args[0].fake_device
         with torch._C.DisableTorchFunction():  # the simulation's, for each size that is asked for
-            return self.dispatch(func, types, args, kwargs or {})
+            kwargs = kwargs or {}
+            if self.values and func is not aten.lift_fresh.default:
+                args, kwargs = self.values.stand_ins((args, kwargs))
+            return self.dispatch(func, types, args, kwargs)
+
+    def meet_module(self, module: torch.nn.Module) -> None:
+        """Log what a module outside of the model holds, of which fake tensors take the place."""
+        if self.values:
+            self.values.take_place(module)
+        super().meet_module(module)
 
     def run(self, func: torch._ops.OpOverload, args: tuple, kwargs: dict) -> Any:
         """The fake result of an operator."""

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 
 from ..hardware.snapshot import Group, Groups, Line, is_users, user_line
-from .tracker import Storage, Tracker, tensors_in
+from .tensors import tensors_in
+from .tracker import Storage, Tracker
 
 OWN = (__file__, str(Path(__file__).with_name("tracker.py")))
 

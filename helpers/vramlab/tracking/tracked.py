@@ -5,15 +5,15 @@ import functools
 import sys
 from collections.abc import Callable
 from typing import Any
-from unittest.mock import patch
 
 import torch
 
 from ..training.engine import Training, makes_fakes
-from ..training.patched import afterwards
+from ..training.patched import afterwards, replaced
 from ..training.quiet import no_collection
 from ..training.training import train_step
-from .tracker import ON_HOST, REFERENCE, Tracker, tensors_in
+from .tensors import tensors_in
+from .tracker import ON_HOST, REFERENCE, Tracker
 
 
 def run_tracked(
@@ -103,7 +103,7 @@ def fsdp_units_named(tracker: Tracker):
 
     with (
         afterwards(FSDPParam, "init_unsharded_param", gathered),
-        patch.object(FSDPParamGroup, "post_backward", post_backward),
+        replaced(FSDPParamGroup, "post_backward", post_backward),
     ):
         yield
 

@@ -7,22 +7,20 @@ a gradient is an anonymous result until autograd gives it to its parameter.
 
 import sys
 import weakref
-from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, is_dataclass
+from dataclasses import dataclass
 from functools import cache
 from itertools import accumulate, chain, groupby, pairwise
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from torch._C import _storage_Use_Count
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, is_traceable_wrapper_subclass
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from ..report.errors import VramLabError
-from ..training.patched import afterwards
+from ..training.patched import afterwards, only_here, replaced
 from ..training.process_group import group_of
+from .tensors import plain_tensors, tensors_in
 
 aten = torch.ops.aten
 DEVICE_QUERY, READ_SCALAR = torch.ops.prim.device.default, aten._local_scalar_dense.default
@@ -83,6 +81,11 @@ class Tracker(TorchDispatchMode):
         self.workspaces: dict[str, dict[str, int]] = {}  # phase to operator to bytes that stay: `_log_workspace`
         self.only_device: torch.device | None = None  # the only one of its type to count; None counts all
         self.notes: list[str] = []
+        # Whether to log what a step is given and none of it made: a recipe's is known, and what else there is (code tables
+        # of bitsandbytes, DDP's maps, FSDP's emptied units) is no part of it.
+        self.meets = False
+        self.given: list[Storage] = []  # met in the step and made before it: they are there from the start
+        self._others = weakref.WeakSet()  # modules outside of the model that were called
         self._streams = {id(torch.cpu.current_stream()): 0}
         self._recomputed: list[Storage] = []
         self._over_gloo, self._group = False, None  # group: that of a collective which was the last operator
@@ -97,7 +100,7 @@ class Tracker(TorchDispatchMode):
         enter(afterwards(torch.UntypedStorage, "resize_", lambda result, handle, size: self._resized(handle)))
         if propagation := sys.modules.get("torch.distributed.tensor._sharding_prop"):  # of shapes, on fake tensors
             owner, name = propagation.ShardingPropagator, "_propagate_tensor_meta_non_cached"
-            enter(patch.object(owner, name, _disable_current_modes()(getattr(owner, name))))
+            enter(replaced(owner, name, _disable_current_modes()(getattr(owner, name))))
         if self.device == "cpu" and self.round_to == 1:  # a checkpoint keeps one, of 5,056 bytes
             enter(afterwards(torch, "get_rng_state", self._generator_state))
         return super().__enter__()
@@ -136,6 +139,20 @@ class Tracker(TorchDispatchMode):
                 if storage and storage.category != ON_HOST:
                     storage.category, storage.where = category, where or storage.where
 
+    def claim_given(self, tensors: Iterable[torch.Tensor], category: str | None = None, where: str = "") -> None:
+        """Log storages that are not known yet as there from the start: they were made before the tracker was entered.
+
+        Without a category parameters are known by their class, and all else (labels, masks, queues) is input.
+        """
+        for tensor in plain_tensors(tensors):
+            if self._counts(tensor) and self._storage(tensor) is None:
+                named = category or ("parameters" if isinstance(tensor, torch.nn.Parameter) else "inputs")
+                position = len(self.log)
+                if storage := self.log_birth(tensor, "given", where):
+                    del self.log[position]
+                    storage.category = named
+                    self.given.append(storage)
+
     def claim_storages(self, storages: Iterable[torch.UntypedStorage], category: str, where: str) -> None:
         """Log storages that no tensor is known of."""
         for handle in storages:
@@ -159,21 +176,34 @@ class Tracker(TorchDispatchMode):
         names = {id(m): name for name, m in (*model.named_modules(), *also)}
 
         def enter(module, args):
+            if not is_here():
+                return
+            if self.meets and id(module) not in names and module not in self._others:
+                self._others.update(module.modules())
+                self.meet_module(module)
             self._modules.append(names.get(id(module), self._modules[-1] if self._modules else ""))
 
         def leave(module, args, output):
-            if self._modules:
+            if self._modules and is_here():
                 self._modules.pop()
 
         # always_call: a checkpoint stops its recomputation early, by an exception that skips ordinary hooks
         hooks = torch.nn.modules.module
-        with hooks.register_module_forward_pre_hook(enter), hooks.register_module_forward_hook(leave, always_call=True):
+        with (
+            only_here() as is_here,  # such hooks run in every thread
+            hooks.register_module_forward_pre_hook(enter),
+            hooks.register_module_forward_hook(leave, always_call=True),
+        ):
             yield
 
     def finish(self) -> "Tracker":
         """Close the log, without the host's storages. Consecutive frees, whose order may be a hash table's, are sorted
         by birth. Returns self."""
         self.live.clear()
+        self.log[:0] = [(storage.size, storage, storage.op) for storage in self.given]
+        self.marks = [(len(self.given) + old, phase) for old, phase in self.marks]
+        self.calls = [(len(self.given) + old, *call) for old, *call in self.calls]
+        self.given = []
         position = [0, *accumulate(storage.category != ON_HOST for _, storage, _ in self.log)]  # by the old one
         self.log = [event for event in self.log if event[1].category != ON_HOST]
         self.marks = [(position[old], phase) for old, phase in self.marks]
@@ -202,6 +232,7 @@ class Tracker(TorchDispatchMode):
             self._keep_recomputed()
         if func is aten.add.Tensor and self.phase == "backward" and _accumulates(*args, **kwargs):
             func = aten.add_.Tensor
+        self.meet(func, args, kwargs)
         name, is_collective, buffers = _about(func)
         start, where = len(self.log), self._where(args)
         block = self._log_scratch(name, args, where)
@@ -217,6 +248,19 @@ class Tracker(TorchDispatchMode):
         if block:
             self.log.append((-block.size, block, name))
         return result
+
+    def meet(self, func: torch._ops.OpOverload, args: tuple, kwargs: dict) -> None:
+        """Log what an operator is given and none has made: a teacher's weights, a queue, labels that a loss holds."""
+        if self.meets and func is not aten.lift_fresh.default:  # of what `torch.tensor` makes at that moment
+            self.claim_given(tensors_in([args, kwargs]))
+
+    def meet_module(self, module: torch.nn.Module) -> None:
+        """Log what a called module holds that is no part of the model, such as a teacher in the loss: all of it."""
+        kind = type(module).__name__
+        for name, parameter in module.named_parameters(kind):
+            self.claim_given([parameter], "parameters", name)
+        for name, buffer in module.named_buffers(kind):
+            self.claim_given([buffer], "buffers", name)
 
     def run(self, func: torch._ops.OpOverload, args: tuple, kwargs: dict) -> Any:
         """The result of an operator."""
@@ -346,38 +390,11 @@ class Tracker(TorchDispatchMode):
         return -(-size // self.round_to) * self.round_to
 
 
-def plain_tensors(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    """`tensors`, with what a wrapper such as DTensor wraps in its place."""
-    found = []
-    for tensor in tensors:
-        if tensor.layout not in (torch.strided, torch.jagged):
-            raise VramLabError(f"neither simulate nor watch follows {tensor.layout} tensors")
-        if is_traceable_wrapper_subclass(tensor):
-            inner = (getattr(tensor, name) for name in tensor.__tensor_flatten__()[0])  # a mesh is no tensor
-            found += plain_tensors(part for part in inner if isinstance(part, torch.Tensor))
-        else:
-            found.append(tensor)
-    return found
-
-
 @cache
 def _about(func: torch._ops.OpOverload) -> tuple[str, bool, tuple[int | str, ...]]:
     """Name of an operator, whether all ranks enter it, and the places of its arguments that are buffers."""
     qualified = func.overloadpacket._qualified_op_name
     return qualified.rpartition("::")[2], qualified in COLLECTIVES, BUFFERS.get(qualified, ())
-
-
-def tensors_in(values: Any) -> list[torch.Tensor]:
-    """The tensors in nested mappings, sequences and dataclasses."""
-    if isinstance(values, torch.Tensor):
-        return [values]
-    if isinstance(values, Mapping):
-        values = values.values()
-    elif is_dataclass(values) and not isinstance(values, type):
-        values = vars(values).values()
-    elif not isinstance(values, list | tuple | set | frozenset | deque):
-        return []
-    return [tensor for value in values for tensor in tensors_in(value)]
 
 
 def gloo_scratch(name: str, args: tuple[Any, ...]) -> int:

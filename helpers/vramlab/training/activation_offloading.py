@@ -3,9 +3,10 @@
 import contextlib
 from collections.abc import Iterator
 from types import SimpleNamespace
-from unittest.mock import patch
 
 import torch
+
+from .patched import replaced
 
 DEVICE = "cpu:0"  # fake tensors of this device are the GPU's, those of "cpu" the host's
 
@@ -36,8 +37,8 @@ def fake_accelerator() -> Iterator[None]:
     found = SimpleNamespace(current_accelerator=lambda: SimpleNamespace(type=Accelerator(DEVICE)))
     seen = SimpleNamespace(**{**vars(torch), "accelerator": found, "get_device_module": lambda name: STREAMS})
     with (
-        patch.object(trl_code, "torch", seen),
-        patch.object(torch.UntypedStorage, "data_ptr", lambda storage: storage._cdata << 32),
-        patch.object(torch.Tensor, "record_stream", lambda tensor, stream: None),
+        replaced(trl_code, "torch", seen),
+        replaced(torch.UntypedStorage, "data_ptr", lambda storage: storage._cdata << 32),
+        replaced(torch.Tensor, "record_stream", lambda tensor, stream: None),
     ):
         yield

@@ -6,13 +6,13 @@ import functools
 import tempfile
 from collections.abc import Callable, Iterator
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from torch.utils._pytree import tree_map
 
 from ..recipe.evaluation import Evaluation
 from .engine import Training
+from .patched import replaced
 from .training import forward
 
 
@@ -71,10 +71,11 @@ def _trainer(training: Training, evaluation: Evaluation) -> Iterator[Any]:
     samples, _, preprocess = map(asked.pop, others)
     with contextlib.ExitStack() as stack:
         for state in (PartialState, AcceleratorState, GradientState):
-            stack.enter_context(patch.dict(state._shared_state, clear=True))
-        stack.enter_context(patch.object(trainer_pt_utils, "nested_numpify", lambda tensors: None))
-        stack.enter_context(patch.object(Trainer, "_move_model_to_device", lambda *args: None))
-        stack.enter_context(patch.object(trainer_module, "validate_quantization_for_training", lambda model: None))
+            stack.enter_context(replaced(state, "_shared_state", {}))
+        stack.enter_context(replaced(trainer_pt_utils, "nested_numpify", lambda tensors: None))
+        stack.enter_context(replaced(Trainer, "_move_model_to_device", lambda *args: None))
+        stack.enter_context(replaced(trainer_module, "validate_quantization_for_training", lambda model: None))
+        stack.enter_context(replaced(trainer_module, "set_seed", lambda seed: None))  # of the process's generators
         folder = stack.enter_context(tempfile.TemporaryDirectory())
         asked |= {"use_cache": training.model.config.use_cache, "report_to": "none", "disable_tqdm": True}
         args = TrainingArguments(folder, use_cpu=training.device.type == "cpu", **asked)

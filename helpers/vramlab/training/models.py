@@ -4,11 +4,10 @@ The model, its quantized layers and adapters are built on the meta device, which
 storage on the wanted device, one tensor at a time, as `from_pretrained` loads a checkpoint; fake under `FakeTensorMode`.
 """
 
+import contextlib
 import dataclasses
 import math
 import sys
-import warnings
-from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import unset_fake_temporarily
@@ -21,7 +20,10 @@ from ..recipe.liger import kernels
 from ..recipe.recipe import Recipe
 from ..report.errors import RecipeError, needing
 from . import trl_trainers
+from .default_dtype import own_default_dtype
 from .engine import makes_fakes
+from .patched import caught
+from .quiet import unheard
 
 
 def weight_dtype(recipe: Recipe) -> torch.dtype:
@@ -71,7 +73,8 @@ def _prepared(model: torch.nn.Module, recipe: Recipe) -> torch.nn.Module:
 def meta_model(recipe: Recipe) -> torch.nn.Module:
     """The recipe's model on the meta device, in its weights' dtype, neither quantized nor adapted."""
     dtype = weight_dtype(recipe)
-    model = make(recipe.shape, dtype=dtype, attn_implementation=recipe.attn_implementation)
+    with own_default_dtype():
+        model = make(recipe.shape, dtype=dtype, attn_implementation=recipe.attn_implementation)
     kept = set(getattr(model, "_keep_in_fp32_modules_strict", None) or ())
     if dtype == torch.float16:  # T5's `wo`
         kept |= set(getattr(model, "_keep_in_fp32_modules", None) or ())
@@ -96,7 +99,7 @@ def quantize_layers(model: torch.nn.Module, recipe: Recipe) -> None:
         bnb_4bit_compute_dtype=recipe.implied_dtype,
     )
     # weights and biases have the loading dtype, like a checkpoint's before they are quantized
-    with torch.device("meta"), local_torch_dtype(dtype):
+    with own_default_dtype(), torch.device("meta"), local_torch_dtype(dtype):
         # transformers names the bias of a head that has one; the head is trained, so it must not be quantized
         keep = [*get_keys_to_not_convert(model), *(getattr(model, "_keep_in_fp32_modules", None) or ())]
         keep += [n for n, m in model.named_modules() if f"{n}.bias" in keep and isinstance(m, torch.nn.Linear)]
@@ -106,6 +109,20 @@ def quantize_layers(model: torch.nn.Module, recipe: Recipe) -> None:
     model.is_loaded_in_4bit = model.is_quantized = True
     model.quantization_method = "bitsandbytes"
     model.config.quantization_config = config
+
+
+def _take_base_dtype(model: torch.nn.Module) -> None:
+    """Give each adapter its layer's dtype, which PEFT does not where the adapter is on the meta device."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    for module in model.modules():
+        if not isinstance(module, BaseTunerLayer):
+            continue
+        dtype = getattr(module.get_base_layer(), "weight", torch.empty(0)).dtype
+        for name in module.adapter_layer_names:
+            held = getattr(module, name, None)
+            if isinstance(held, torch.nn.Module):
+                held.to(dtype)
 
 
 def _adapters(model: torch.nn.Module, recipe: Recipe) -> torch.nn.Module:
@@ -118,17 +135,19 @@ def _adapters(model: torch.nn.Module, recipe: Recipe) -> torch.nn.Module:
     # by name, so that PEFT adapts what the shape says (its "all-linear" would take Mixtral's experts whole)
     values["target_modules"] = [name for name, _, _ in lora_modules.adapted(recipe.shape, recipe.lora)]
     values["task_type"] = TASKS[recipe.shape.task].peft
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".*fan_in_fan_out.*")  # GPT-2's Conv1D; PEFT sets it right itself
+    with unheard(".*fan_in_fan_out.*"):  # GPT-2's Conv1D; PEFT sets it right itself
         # adapters take their layer's dtype unless it is quantized, which it will be
         cast = cast or recipe.quantization is not None
         try:
-            model = get_peft_model(model, LoraConfig(**values), autocast_adapter_dtype=cast)
+            with torch.device("meta"):  # PEFT would draw values, of the process's generator, and drop them
+                model = get_peft_model(model, LoraConfig(**values), autocast_adapter_dtype=cast)
         except (TypeError, ValueError) as error:  # layers and names that PEFT does not adapt
             rest = f"PEFT refuses it for {recipe.name}: {reason(error)}"
             raise RecipeError("lora.target_modules", recipe.lora.target_modules, rest) from error
         except ImportError as error:  # of what is there beside it, such as Colab's torchao 0.10
             raise RecipeError("lora", recipe.lora, f"PEFT makes no adapters here: {reason(error)}") from error
+    if not cast:
+        _take_base_dtype(model)
     if recipe.trainer != "transformers" and recipe.quantization:
         for name, parameter in model.named_parameters():  # TRL converts what is trained beside a quantized base
             if parameter.requires_grad and "lora_magnitude_vector" not in name:
@@ -205,29 +224,24 @@ def _start_values(model: torch.nn.Module) -> None:
                 parameter.zero_()
 
 
-_replaced: dict[tuple[Any, str], Any] = {}  # (module, name) to what was there before Liger
+_liger = contextlib.ExitStack()  # undoes what Liger replaced
 
 
 @needing("use_liger_kernel")
 def apply_liger(model: torch.nn.Module, recipe: Recipe) -> None:
-    """Do what `Trainer.train` does to `model`; under SFTTrainer Liger leaves the head alone."""
+    """Do what `Trainer.train` does to `model`; under SFTTrainer Liger leaves the head alone. What Liger replaces in modules
+    (classes, rotary positions, the loss) is so for this thread, until `restore_after_liger`."""
     from transformers.integrations.liger import apply_liger_kernel
     from transformers.trainer_utils import unwrap_peft_model
 
     home = sys.modules[type(unwrap_peft_model(model)).__module__]
-    before = [(home, dict(vars(home))), (torch.nn.functional, {"cross_entropy": torch.nn.functional.cross_entropy})]
     config = {"fused_linear_cross_entropy": False} if recipe.trainer == "sft" else {}
     import liger_kernel.transformers  # noqa: F401 — transformers says in other words that it is missing
 
-    apply_liger_kernel(model, config)
-    for module, names in before:
-        for name, value in names.items():
-            if getattr(module, name) is not value:
-                _replaced.setdefault((module, name), value)
+    with caught(_liger, home, torch.nn.functional):
+        apply_liger_kernel(model, config)
 
 
 def restore_after_liger() -> None:
-    """Undo what Liger replaced in modules for every model of the process: classes, rotary positions, the loss."""
-    while _replaced:
-        (module, name), value = _replaced.popitem()
-        setattr(module, name, value)
+    """Undo what Liger replaced."""
+    _liger.close()

@@ -2,15 +2,22 @@
 
 import contextlib
 import gc
+import itertools
 import os
 import sys
 from collections.abc import Iterator
+from typing import Any
 from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 
 from ..recipe.recipe import Sharding
+from .patched import plain, replaced
+
+FIRST_GROUP = (
+    10**6
+)  # groups are named by number, in one table for the whole process: those of other threads count from 0
 
 
 @contextlib.contextmanager
@@ -23,6 +30,7 @@ def one_rank_of(sharding: Sharding | None) -> Iterator[None]:
     if sharding is None:
         yield
         return
+    from torch.distributed import _meta_registrations, distributed_c10d
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     if "torch.distributed.tensor" in sys.modules:  # DTensor's caches assume that a process has one rank all its life
@@ -30,11 +38,37 @@ def one_rank_of(sharding: Sharding | None) -> Iterator[None]:
 
         DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache_clear()
         getattr(torch._C, "_clear_DTensor_sharding_propagator_cache", lambda: None)()  # in newer releases
-    dist.init_process_group("fake", rank=sharding.rank, world_size=sharding.world_size, store=FakeStore())
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
+    world, hook = _ThreadsWorld(plain(distributed_c10d, "_world")), sys.excepthook
+    with (
+        replaced(distributed_c10d, "_world", world),
+        replaced(distributed_c10d, "_unregister_all_process_groups", world.unregister),
+        # fake works are numbered by Python's generator, which is the process's
+        replaced(_meta_registrations, "generate_unique_id", itertools.count(1).__next__),
+    ):
+        dist.init_process_group("fake", rank=sharding.rank, world_size=sharding.world_size, store=FakeStore())
+        sys.excepthook = hook  # the group's would name its rank before every error of the process
+        try:
+            yield
+        finally:
+            world.names += world.pg_names.values()
+            dist.destroy_process_group()
+
+
+class _ThreadsWorld:
+    """What torch keeps of process groups (`distributed_c10d._World`), for one thread: others have no group, or their own."""
+
+    def __init__(self, others: Any):
+        for name in dir(others):  # newer releases keep more
+            if not name.startswith("_") and name != "pg_config_info":  # which is computed of the rest
+                setattr(self, name, type(getattr(others, name))())
+        self.default_pg, self.group_count = None, FIRST_GROUP
+        self.names: list[str] = []  # of groups that are to be forgotten
+
+    def unregister(self) -> None:
+        """Forget this thread's groups, where torch would forget those of all threads."""
+        for name in self.names:
+            torch._C._distributed_c10d._unregister_process_group(name)
+        self.names.clear()
 
 
 @contextlib.contextmanager
@@ -62,11 +96,14 @@ def one_gloo_thread() -> Iterator[None]:
     plain = distributed_c10d.ProcessGroupGloo
 
     class OneThread(plain):
-        def __init__(self, store, rank, size, timeout):
-            options = plain._Options()
-            options._threads, options._timeout = 1, timeout
-            options._devices = [plain.create_device(hostname="127.0.0.1")]  # all ranks are here
-            super().__init__(store, rank, size, options)
+        def __init__(self, store, rank, size, timeout, **more):  # more: since torch 2.15
+            try:
+                options = plain._Options()
+                options._threads, options._timeout = 1, timeout
+                options._devices = [plain.create_device(hostname="127.0.0.1")]  # all ranks are here
+                super().__init__(store, rank, size, options)
+            except (AttributeError, TypeError):  # where the private options are others: torch's own, two threads
+                super().__init__(store, rank, size, timeout=timeout, **more)
 
     with patch.object(distributed_c10d, "ProcessGroupGloo", OneThread):
         yield

@@ -62,7 +62,7 @@ def build(recipe: Recipe, device: str = "cpu", target: str | None = None) -> Tra
     if recipe.precision == "fp16-mixed":
         # the default of 65,536 overflows at once with random weights, and a skipped step makes no optimizer states
         training.scaler = torch.amp.GradScaler(training.device.type, init_scale=1.0)
-    if recipe.precision == "tf32" and target == "cuda":
+    if recipe.precision == "tf32" and target == "cuda" and not makes_fakes():
         torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
     engine.start(training)
     return training
@@ -91,20 +91,22 @@ def make_batch(recipe: Recipe, device: str = "cpu") -> dict[str, torch.Tensor]:
 
 def collated(recipe: Recipe, device: str = "cpu") -> dict[str, torch.Tensor]:
     """One micro-batch of random samples with the recipe's lengths: real tensors, on the CPU where others are fake."""
+    # what a simulation draws is not of the process's generator, which is for who trains
+    generator = torch.Generator() if makes_fakes() else None
     device = "cpu" if makes_fakes() else device
     with real_tensors():
-        batch = _by_trl(recipe) if recipe.trainer == "sft" else _padded(recipe)
+        batch = (_by_trl if recipe.trainer == "sft" else _padded)(recipe, generator)
         return {name: t.to(device) if hasattr(t, "to") else t for name, t in batch.items()}
 
 
 @needing("trainer='sft'")
-def _by_trl(recipe: Recipe) -> dict[str, torch.Tensor]:
+def _by_trl(recipe: Recipe, generator: torch.Generator | None) -> dict[str, torch.Tensor]:
     """What `SFTTrainer.__init__` makes for its arguments (trl 1.16), on packed rows joined to one."""
     from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
     multiple = recipe.pad_to_multiple_of
     collator = DataCollatorForLanguageModeling(0, padding_free=recipe.joins, pad_to_multiple_of=multiple)
-    ids = [torch.randint(recipe.shape.vocab_size, (length,)) for length in recipe.samples]
+    ids = [torch.randint(recipe.shape.vocab_size, (length,), generator=generator) for length in recipe.samples]
     labels = [sample.clone() for sample in ids]
     for sample, count in zip(labels, recipe.completion_lengths or recipe.samples, strict=True):
         sample[: len(sample) - count] = -100
@@ -114,14 +116,14 @@ def _by_trl(recipe: Recipe) -> dict[str, torch.Tensor]:
     return collator([{"input_ids": i.tolist(), "labels": label.tolist()} for i, label in zip(ids, labels, strict=True)])
 
 
-def _padded(recipe: Recipe) -> dict[str, torch.Tensor]:
+def _padded(recipe: Recipe, generator: torch.Generator | None) -> dict[str, torch.Tensor]:
     """Ids, mask and labels as `transformers.DataCollatorForLanguageModeling` pads them; or a label for each sample."""
     size, shape = recipe.rows, recipe.shape
     mask = torch.arange(size[1]) < torch.tensor(recipe.samples)[:, None]
-    inputs = torch.randint(shape.vocab_size, size) * mask
+    inputs = torch.randint(shape.vocab_size, size, generator=generator) * mask
     labels = inputs.masked_fill(~mask, -100)
     if shape.task == "sequence-classification":
-        labels = torch.randint(shape.num_labels, size[:1])
+        labels = torch.randint(shape.num_labels, size[:1], generator=generator)
     return {"input_ids": inputs, "attention_mask": mask.long(), "labels": labels}
 
 

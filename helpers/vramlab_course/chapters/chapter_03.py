@@ -41,9 +41,12 @@ def requests() -> Requests:
 
 
 @cache
-def replayed(empty_cache: str = "", limit: int | None = None) -> Followed:
-    """The steps of LENGTHS through the allocator's model; see `follow`. Raises AllocatorError when `limit` is too low."""
-    return follow(requests(), LENGTHS, Allocator(limit=limit), empty_cache)
+def replayed(empty_cache: str = "", limit: int | None = None, lengths: tuple[int, ...] = ()) -> Followed:
+    """The steps of `lengths` (LENGTHS) through the allocator's model; see `follow`.
+
+    Raises AllocatorError when `limit` is too low.
+    """
+    return follow(requests(), lengths or LENGTHS, Allocator(limit=limit), empty_cache)
 
 
 def steps(runs: Mapping[str, Report], title: str, about: str):

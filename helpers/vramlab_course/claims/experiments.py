@@ -4,7 +4,7 @@ Reports give facts by phase: "before.step.end.optimizer_states", "after.peak", "
 An experiment raises RecordError, "Waits for …", where only a GPU can answer and no record of one is there.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import cache
 from typing import Any
@@ -234,21 +234,24 @@ def allocator(runs: Mapping[str, str], spare: float | None = None, endless: bool
     return Facts(names, "simulated", about)
 
 
-def emptied(spare: float | None = None) -> Facts:
+def emptied(spare: float | None = None, lengths: Sequence[int] = ()) -> Facts:
     """Runs with the cache left alone and emptied before each backward pass, as the Trainer does; `fails`: whether they do
-    on a card with room for `spare` more than is allocated at the peak."""
-    usual = chapter_03.replayed()
+    on a card with room for `spare` more than is allocated at the peak. `lengths`: chapter 03's in another order."""
+    order = tuple(lengths)
+    usual = chapter_03.replayed(lengths=order)
     limit = int((1 + spare) * usual.peak_allocated) if spare is not None else None
     names: dict[str, Any] = {}
     for name, when in (("left", ""), ("emptied", "before backward")):
         try:
-            run = chapter_03.replayed(when, limit)
+            run = chapter_03.replayed(when, limit, order)
             sizes = {"allocated": run.peak_allocated, "reserved": run.peak_reserved, "between": max(run.between)}
             names[name] = {**sizes, "fails": False}
         except AllocatorError:
             names[name] = {"fails": True}
     return Facts(
-        names, "simulated", f"gpt2, {len(chapter_03.LENGTHS)} lengths, {format_bytes(limit or usual.peak_reserved)}"
+        names,
+        "simulated",
+        f"gpt2, {len(order or chapter_03.LENGTHS)} lengths, {format_bytes(limit or usual.peak_reserved)}",
     )
 
 

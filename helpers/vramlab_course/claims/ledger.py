@@ -17,6 +17,7 @@ from vramlab.report.report import Interval
 from .expressions import evaluate, stored
 
 HOLDS, UNDER, NOT, WAS, WAITS = "holds", "holds under", "does not hold", "was so until", "waits for a GPU record"
+UNSEEN = "not seen here"  # of "can be so": cases in which it is not so do not refute it
 RULES = ("equals", "at least", "within", "is")
 OWN = ("quoted", "until", "value")  # what a case may say otherwise than its claim
 ON_A_PAGE = 8  # claims that a chapter shows at most
@@ -174,12 +175,14 @@ class Verdict:
 
     @property
     def outcome(self) -> str:
-        """One of HOLDS, UNDER (conditions), NOT, WAS (so until a version) and WAITS."""
+        """One of HOLDS, UNDER (conditions), NOT, UNSEEN (of some cases), WAS (so until a version) and WAITS."""
         if self.holding:
             return HOLDS if self.claim.some or len(self.holding) == len(self.findings) else UNDER
         if None in self.findings.values():
             return WAITS
-        return WAS if len(self.outdated) == len(self.findings) else NOT
+        if len(self.outdated) == len(self.findings):
+            return WAS
+        return UNSEEN if self.claim.some else NOT
 
     @property
     def text(self) -> str:

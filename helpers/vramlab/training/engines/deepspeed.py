@@ -10,14 +10,13 @@ import os
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
-from unittest.mock import patch
 
 import torch
 
 from ...recipe.deepspeed_config import filled_in
 from ...report.errors import needing
 from ..engine import Engine, Training
-from ..patched import afterwards
+from ..patched import afterwards, assign, replaced
 
 
 class DeepSpeed(Engine):
@@ -130,15 +129,15 @@ def _adapters_as_they_are() -> Iterator[None]:
     DeepSpeed casts no model of which anything is divided already; adapters are made after that, in fp32."""
     from deepspeed.runtime.engine import DeepSpeedEngine
 
-    plain = DeepSpeedEngine._cast_module_mixed_precision
+    cast_all = DeepSpeedEngine._cast_module_mixed_precision
 
     def cast(engine: Any, *args: Any, **options: Any) -> None:
         kept = {p: p.data for name, p in engine.module.named_parameters() if "lora_" in name}
-        plain(engine, *args, **options)
+        cast_all(engine, *args, **options)
         for parameter, data in kept.items():
             parameter.data = data
 
-    with patch.object(DeepSpeedEngine, "_cast_module_mixed_precision", cast):
+    with replaced(DeepSpeedEngine, "_cast_module_mixed_precision", cast):
         yield
 
 
@@ -157,8 +156,8 @@ def library() -> Any:
 
 def choose_accelerator(device: str) -> None:
     """Replace DeepSpeed's accelerator, which it chooses once, by that of the model's device; fake tensors are on CPU."""
-    from deepspeed.accelerator import get_accelerator, set_accelerator
+    from deepspeed.accelerator import get_accelerator, real_accelerator
 
     if get_accelerator().device_name() != device:
         home = importlib.import_module(f"deepspeed.accelerator.{device}_accelerator")
-        set_accelerator(getattr(home, f"{device.upper()}_Accelerator")())
+        assign(real_accelerator, "ds_accelerator", getattr(home, f"{device.upper()}_Accelerator")())

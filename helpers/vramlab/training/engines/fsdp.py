@@ -4,7 +4,6 @@ import contextlib
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
-from unittest.mock import patch
 
 import torch
 from torch.distributed.device_mesh import init_device_mesh
@@ -14,6 +13,7 @@ from torch.distributed.fsdp._fully_shard import _fsdp_param, _fully_shard
 from ...recipe.recipe import Recipe
 from ..engine import AUTOCAST, Engine, Training, makes_fakes
 from ..models import real_tensors
+from ..patched import replaced
 
 
 class FSDP(Engine):
@@ -132,8 +132,8 @@ class _Chunks:
 def _of_fake_tensors(model: torch.nn.Module, device: torch.device) -> Iterator[None]:
     """Shard fake tensors of `device` with the same allocations, but without a thousand fake chunks."""
     with (
-        patch.object(_fsdp_param, "_chunk_with_empty", _Chunks),
-        patch.object(_fully_shard, "_get_device_from_mesh", lambda mesh: device),
+        replaced(_fsdp_param, "_chunk_with_empty", _Chunks),
+        replaced(_fully_shard, "_get_device_from_mesh", lambda mesh: device),
     ):
         yield
     for module in model.modules():  # it would pad shards again whose address is another, and fake storages have none

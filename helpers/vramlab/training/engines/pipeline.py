@@ -10,7 +10,6 @@ import contextlib
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -20,6 +19,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGP
 from ...recipe.recipe import Recipe
 from ..engine import Engine, Training, autocast
 from ..models import real_tensors
+from ..patched import plain, replaced
 from ..process_group import is_fake_group
 
 NORMS = ("norm", "final_layernorm", "final_layer_norm")  # names of the final norm
@@ -162,10 +162,10 @@ class Stage(PipelineStage):
 def sends_held(until_waited: bool) -> Iterator[None]:
     """Keep what is sent alive as real ranks do: as long as the transfer lives, as gloo's works do, or until it is waited
     for, as NCCL's; a fake group's transfers hold nothing."""
-    plain = dist.isend
+    send = plain(dist, "isend")
 
     def isend(tensor, *args, **kwargs):
-        work, held = plain(tensor, *args, **kwargs), [tensor]
+        work, held = send(tensor, *args, **kwargs), [tensor]
 
         def wait() -> None:
             work.wait()
@@ -175,5 +175,5 @@ def sends_held(until_waited: bool) -> Iterator[None]:
         return SimpleNamespace(wait=wait, held=held)
 
     # P2POp compares with the one, schedules with the other
-    with patch.object(dist, "isend", isend), patch.object(dist.distributed_c10d, "isend", isend):
+    with replaced((dist, dist.distributed_c10d), "isend", isend):
         yield

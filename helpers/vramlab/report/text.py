@@ -1,0 +1,39 @@
+"""Text of others, made safe for where it is shown: a terminal, a comment or a page. And ours where letters are few."""
+
+import codecs
+import re
+
+# Control characters other than the end of a line and a tab, marks that turn or hide what follows, and half characters.
+CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200b-\u200f\u2028-\u202e\u2060-\u2069\ufeff\ud800-\udfff]")
+MARKUP = re.compile(r"([\\`*_{}\[\]<>|$~#])")
+ENTITIES = {"&": "&amp;", "@": "&#64;"}  # no HTML's character, and nobody is called by name
+# Characters of our own output, for streams whose encoding lacks them.
+PLAIN = {"─": "-", "–": "-", "−": "-", "·": "-", "×": "x", "←": "<-", "→": "->", "…": "...", "µ": "u", "≤": "<="}
+PLAIN |= {"≥": ">=", "²": "2", "✓": "+", "✗": "x"}
+DEGRADE = "vramlab.degrade"  # an error handler, as `sys.stdout.reconfigure(errors=…)` takes it
+
+
+def printable(text: str) -> str:
+    r"""Return `text` with each control character as its number, such as \x1b: terminals obey those, and names have them."""
+    return CONTROLS.sub(lambda found: found[0].encode("unicode_escape", "surrogatepass").decode(), text)
+
+
+def one_line(text: str) -> str:
+    """Return `text` on one line and `printable`."""
+    return printable(" ".join(text.split()))
+
+
+def markdown(text: str) -> str:
+    """Return text that means itself in Markdown and inside a table, on one line."""
+    text = MARKUP.sub(r"\\\1", one_line(text))
+    return "".join(ENTITIES.get(letter, letter) for letter in text)
+
+
+def _degrade(error: UnicodeError) -> tuple[str, int]:
+    if not isinstance(error, UnicodeEncodeError):
+        raise error
+    text = error.object[error.start : error.end]
+    return "".join(PLAIN.get(letter, "?") for letter in text), error.end
+
+
+codecs.register_error(DEGRADE, _degrade)

@@ -1,0 +1,74 @@
+"""Kernels for CPU tensors that one thread has and the others have not.
+
+A kernel of the key AutogradCPU or AutocastCPU would be everybody's, and could not be taken away while another thread is in
+it. So they are registered once, under two dispatch keys that nothing else in PyTorch uses (`c10/core/DispatchKey.h`), which
+come before those two. Only a thread that includes such a key meets its kernels, and so do autograd's threads for it. Where
+an operator would not have come to the key that is stood for, its kernel hands it on.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch.library import Library, fallthrough_kernel
+
+KERNELS, RULES = "DeferredInit", "TESTING_ONLY_GenericMode"  # before AutogradCPU, and before AutocastCPU
+AUTOGRAD, AUTOCAST = torch._C.DispatchKey.AutogradCPU, torch._C.DispatchKey.AutocastCPU
+_fallbacks: dict[str, Library] = {}  # by key: there can be one
+
+
+def key_of(name: str) -> Any:
+    """The dispatch key of that name; Python has no names for these."""
+    return torch._C._dispatch_key_parse(name)
+
+
+def library(name: str) -> Library:
+    """A library for kernels of the key of that name; all other operators pass it."""
+    if name not in _fallbacks:
+        _fallbacks[name] = Library("_", "IMPL")
+        _fallbacks[name].fallback(fallthrough_kernel, name)
+    return Library("aten", "IMPL", name)
+
+
+@contextlib.contextmanager
+def in_this_thread(name: str) -> Iterator[None]:
+    """While entered, this thread has the kernels of that key."""
+    with torch._C._IncludeDispatchKeyGuard(key_of(name)):
+        yield
+
+
+def register(library: Library, name: str, kernel: Callable) -> None:
+    """Register `kernel` of an operator of aten for what AutogradCPU's would get."""
+    operator = operator_of(name)
+    below = torch._C._dispatch_keyset_full_after(key_of(KERNELS))
+    is_cast = torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", "AutocastCPU")
+
+    def at_key(keys: Any, *args: Any, **kwargs: Any) -> Any:
+        if not keys.has(AUTOGRAD) or (is_cast and keys.has(AUTOCAST)):  # autocast's kernel calls it once more
+            return operator.redispatch(keys & below, *args, **kwargs)
+        return kernel(*args, **kwargs)
+
+    library.impl(name, at_key, KERNELS, with_keyset=True)
+
+
+def register_cast(library: Library, name: str, rule: Callable | None) -> None:
+    """Register the `rule` for an operator of aten under autocast, in the place of AutocastCPU's; None: it casts nothing."""
+    operator = operator_of(name)
+    below = torch._C._dispatch_keyset_full_after(key_of(RULES))
+    is_off = torch._C._dispatch_tls_is_dispatch_key_excluded
+    without_cast = below - torch._C.DispatchKeySet(AUTOCAST)
+
+    def at_key(keys: Any, *args: Any, **kwargs: Any) -> Any:
+        # `keys` lack those that the operator has no kernel for, as AutocastCPU often: the thread's own say if it is on
+        if rule is None or is_off(AUTOCAST) or not keys.has(torch._C.DispatchKey.CPU):
+            return operator.redispatch(keys & (below if rule else without_cast), *args, **kwargs)
+        return rule(*args, **kwargs)
+
+    library.impl(name, at_key, RULES, with_keyset=True)
+
+
+def operator_of(name: str) -> torch._ops.OpOverload:
+    """The operator of aten with that name, "name" or "name.overload"."""
+    packet, _, overload = name.partition(".")
+    return getattr(getattr(torch.ops.aten, packet), overload or "default")

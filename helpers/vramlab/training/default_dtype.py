@@ -1,0 +1,55 @@
+"""A default dtype for one thread. `torch.set_default_dtype`, which transformers calls to build a model in half precision, is
+for the whole process: what another thread makes in the meantime would be in half precision too."""
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
+
+from .patched import replaced
+
+CASTS = {torch.Tensor.to, torch.Tensor.float, torch.Tensor.double, torch.Tensor.half, torch.Tensor.bfloat16}
+CASTS |= {torch.Tensor.type, torch.Tensor.view}
+
+
+class _Default(TorchFunctionMode):
+    """Gives `dtype` to floating tensors that would have the process's default: those that nothing says a dtype for."""
+
+    def __init__(self):
+        super().__init__()
+        self.of_process = self.dtype = torch.get_default_dtype()
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        if self.dtype == self.of_process or not isinstance(result, torch.Tensor) or func in CASTS:
+            return result
+        if result.dtype != self.of_process or any(map(_says_dtype, tree_leaves((args, kwargs)))):
+            return result
+        if isinstance(result, torch.nn.Parameter):
+            return torch.nn.Parameter(result.to(self.dtype), result.requires_grad)
+        return result.to(self.dtype)
+
+
+def _says_dtype(value: Any) -> bool:
+    is_floating = isinstance(value, torch.Tensor) and (value.is_floating_point() or value.is_complex())
+    return is_floating or isinstance(value, torch.dtype)
+
+
+@contextlib.contextmanager
+def own_default_dtype() -> Iterator[None]:
+    """While entered, `torch.set_default_dtype` sets this thread's default for what Python makes."""
+    mode = _Default()
+
+    def set_default_dtype(dtype: torch.dtype) -> None:
+        mode.dtype = dtype
+
+    with (
+        replaced(torch, "set_default_dtype", set_default_dtype),
+        replaced(torch, "get_default_dtype", lambda: mode.dtype),
+        mode,
+    ):
+        yield

@@ -1,0 +1,108 @@
+"""Try the built wheel as a stranger gets it: an empty environment, no constraints, the newest of everything that is served.
+
+The wheel is built from a copy of this working tree, installed with the extras `simulate`, `quantization` and `trl` outside
+of it, and run there: the command line, then `fresh_checks.py`. With --write the versions that passed become the newest
+tested ones, which the wheel carries (`data/tested_versions.json`, read by `vramlab doctor`).
+"""
+
+import argparse
+import json
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+import venv
+from pathlib import Path
+
+import pins
+import settings
+
+EXTRAS = "simulate,quantization,trl"
+COMMANDS = (
+    "doctor",
+    "predict gpt2",
+    "simulate gpt2",
+    "simulate gpt2 --gpu T4 --lora-r 8 --precision fp16-mixed",
+    "simulate gpt2 --gpu T4 --lora-r 8 --quantization nf4",
+    "simulate gpt2 --gpu T4 --trainer sft",
+    "plan gpt2 --gpu T4 --method lora",
+    "measure gpt2 --num-layers 1 --seq-len 16",
+)
+IGNORED = shutil.ignore_patterns(
+    ".git", ".venv", "build", "dist", "*.egg-info", "__pycache__", ".*_cache", "base_model"
+)
+VERSIONS = """import json
+from importlib import metadata
+print(json.dumps({each.name.lower().replace("_", "-"): each.version for each in metadata.distributions()}))"""
+
+
+def built_wheel(root: Path, folder: Path, pip_flags: list[str]) -> Path:
+    """Build the wheel of a copy of `root` in `folder`."""
+    shutil.copytree(root, folder / "source", ignore=IGNORED)
+    build = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", *pip_flags, "-w", folder, folder / "source"]
+    subprocess.run(build, check=True)
+    shutil.rmtree(folder / "source")
+    (wheel,) = folder.glob("vramlab-*.whl")
+    return wheel
+
+
+def surroundings(scripts: Path) -> dict[str, str]:
+    """The variables of a shell in the environment whose programs are in `scripts`, none of which show the checkout."""
+    shown = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
+    return {**shown, "PATH": f"{scripts}{os.pathsep}{os.environ['PATH']}", "COLUMNS": "120", **settings.OFFLINE}
+
+
+def installed(wheel: Path, folder: Path, pip_flags: list[str]) -> Path:
+    """Make an environment at `folder` and install the wheel with its extras, without constraints; its interpreter."""
+    venv.create(folder, with_pip=True)
+    python = folder / "bin" / "python"
+    install = [python, "-m", "pip", "install", "-q", "--disable-pip-version-check", *pip_flags, f"{wheel}[{EXTRAS}]"]
+    subprocess.run(install, check=True, env=surroundings(python.parent), cwd=folder)
+    return python
+
+
+def failures(python: Path, elsewhere: Path) -> list[str]:
+    """Run everything in the empty folder `elsewhere`; a line for each thing that failed."""
+    wrong, where = [], {"env": surroundings(python.parent), "cwd": elsewhere}
+    for command in COMMANDS:
+        print(f"$ vramlab {command}", flush=True)
+        run = subprocess.run([python.parent / "vramlab", *command.split()], **where, capture_output=True, text=True)
+        print(run.stdout + run.stderr, flush=True)
+        # doctor fails where what the course needs is missing, as matplotlib here
+        if (run.returncode and command != "doctor") or "Traceback" in run.stderr or not run.stdout:
+            wrong.append(f"vramlab {command} ended with {run.returncode}")
+        if any(word in run.stdout for word in ("could not be checked", "NOT SIMULATED")):
+            wrong.append(f"vramlab {command}: {run.stdout.splitlines()[0]}")
+    print("$ python fresh_checks.py", flush=True)
+    shutil.copy(settings.TOOLS / "fresh_checks.py", elsewhere)
+    if subprocess.run([python, "fresh_checks.py"], **where).returncode:
+        wrong.append("fresh_checks.py failed")
+    return wrong
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--pip-flags", default="", help="more flags for pip, in one word")
+    parser.add_argument("--environment", type=Path, help="where to make the environment, which then stays")
+    parser.add_argument("--write", action="store_true", help="if all passes, write data/tested_versions.json")
+    given = parser.parse_args()
+    flags = shlex.split(given.pip_flags)
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        wheel = built_wheel(settings.ROOT, folder, flags)
+        python = installed(wheel, given.environment or folder / "environment", flags)
+        (folder / "elsewhere").mkdir()
+        wrong = failures(python, folder / "elsewhere")
+        found = subprocess.run([python, "-c", VERSIONS], check=True, capture_output=True, text=True, cwd=folder).stdout
+    versions = json.loads(found)
+    print("versions:", *(f"{name} {versions[name]}" for name in pins.tested({}) if name in versions), sep="\n  ")
+    if given.write and not wrong:
+        pins.write_tested(versions)
+    print(*wrong, sep="\n", file=sys.stderr)
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
