@@ -17,6 +17,7 @@ from vramlab.recipe.recipe import OPTIMIZERS
 from vramlab.report.report import Report
 
 BOUND, PHASE_BOUND = 0.03, 0.05  # of the simulated peak; of a phase's, or for one rank of many of the peak
+CUT = 4  # times as much where the model has so few layers that what stands beside them is most of it
 UNSPLIT = 5 << 20  # bytes of blocks that the allocator does not split
 MODELS = (  # one of each kind of layer, small ones more often
     *("gpt2", "gpt2", "pythia-160m", "opt-125m", "qwen3-0.6b", "qwen2.5-0.5b", "bert-base", "bert-base", "vit-base"),
@@ -24,6 +25,7 @@ MODELS = (  # one of each kind of layer, small ones more often
     *("granite-3.3-2b", "mistral-7b", "mixtral-8x7b", "qwen3-30b-a3b", "gpt-oss-20b"),
 )
 TRAINERS = ("transformers", "transformers", "transformers", "sft", "sft", "dpo", "kto", "reward")
+OPTIM_ARGS = ("amsgrad=True", "momentum=0.9", "momentum=0.9,nesterov=True", "centered=True")
 ENGINES = (
     *(("ddp", 0, None), ("fsdp", 2, None), ("fsdp", 3, None), ("fsdp", 3, "parameters")),
     *(("deepspeed", 1, None), ("deepspeed", 2, None), ("deepspeed", 3, None)),
@@ -55,12 +57,13 @@ def _fields(draw: random.Random) -> dict[str, Any]:
     tokens = pick((1, 2, 16, 37, 128, 256, 512))
     fields = {
         "model": pick(MODELS),
-        "num_layers": pick((1, 2, 2, 3)),
+        "num_layers": pick((None, None, None, 1, 2, 3)),
         "batch_size": pick((1, 1, 2, 3, 4, 8, 32)),
         "seq_len": tokens,
         "precision": pick(PRECISIONS),
         "dtype": pick((None, None, None, *DTYPES)),
         "optim": pick(("adamw_torch", "adamw_torch", *OPTIMIZERS)),
+        "optim_args": pick((None, None, None, None, *OPTIM_ARGS)),
         "task": pick((None, None, None, "sequence-classification", "masked-lm")),
         "gradient_accumulation_steps": pick((1, 1, 1, 2, 3)),
         "gradient_checkpointing": pick((False, True)),
@@ -68,6 +71,8 @@ def _fields(draw: random.Random) -> dict[str, Any]:
         "trainer": pick(TRAINERS),
         "precompute_ref_log_probs": pick((False, False, False, True)),
         "use_liger_kernel": pick((False, False, False, True)),
+        "torch_compile": draw.random() < 0.05,
+        "activation_offloading": draw.random() < 0.1,
         "loop": _loop(draw),
     }
     if fields["model"] == "vit-base":
@@ -91,6 +96,7 @@ def _loop(draw: random.Random) -> Any:
         "use_cache": draw.choice((None, True, False)),
         "foreach": draw.choice((None, None, False)),
         "max_grad_norm": draw.choice((None, 1.0)),
+        "empty_cache_steps": draw.choice((None, None, 1, 2)),
     }
     return Loop.named(draw.choice(("trainer", "plain")), **changes)
 
@@ -143,6 +149,8 @@ def held(recipe: Recipe, bound: float = BOUND, phase_bound: float = PHASE_BOUND)
             return Outcome(recipe, said)
     if not predicted or not simulated:
         return Outcome(recipe)
+    if recipe.num_layers:
+        bound, phase_bound = CUT * bound, CUT * phase_bound
     truth = simulated.peak.total
     error = predicted.peak.total / truth - 1
     if simulated.notes or predicted.reserved is None:

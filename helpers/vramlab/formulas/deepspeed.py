@@ -95,9 +95,12 @@ class _Rank:
             gradients = (whole if precision_set else sum(self.parts)) * width
             flat = max(self.parts) * FP32 * (precision_set + self.foreach)
             fp64 = max((inside for inside, _ in pieces), default=0) * FP64
+            # half-precision gradients are joined, then copied to fp32 while both are there
+            joined = max(self.parts) * (self.width + FP32) if precision_set else 0
             # one buffer has the gradients of all groups, and goes when the last group's are flat
             soon = second and precision_set and self.one_group
-            temporaries = max(gradients + fp64, flat) if soon else gradients + max(fp64, flat)
+            first = gradients + max(fp64, joined)
+            temporaries = max(first, flat) if soon else max(first, gradients + flat)
         # fp32 gradients of all micro-batches are added up in one buffer, which the first makes
         exists = not precision_set and self.recipe.gradient_accumulation_steps > 1
         reducing = 0 if exists else gradients

@@ -83,11 +83,30 @@ class FsdpModel(Model):
 
     def _enter_whole_gradients(self) -> None:
         """Enter gradients that earlier micro-batches left whole."""
-        trained = (row for row in parameter_table(self.recipe) if row.trained)
-        self.other_gradients = sum((row.size + internal_fragmentation(row.size)) * row.count for row in trained)
+        self.other_gradients = self._whole_gradients()
         for weight in (weight for unit in self.units.values() for weight in unit.weights if weight.needs):
             weight.gradient = self.block("backward", weight.shape, weight.width, "gradients")
             self.other_gradients -= weight.gradient.entry.allocated
+
+    def _whole_gradients(self) -> int:
+        trained = (row for row in parameter_table(self.recipe) if row.trained)
+        return sum((row.size + internal_fragmentation(row.size)) * row.count for row in trained)
+
+    def unreduced(self, steps: int) -> dict[str, int]:
+        """Return the bytes at the end of the backward pass of a micro-batch that is not the last of `steps`: it reduces
+        nothing, so all gradients are whole when the embedding's comes, whose unit is still gathered.
+
+        A tied head's gradient waits for the lookup's, and their sum is made beside both; it is the gradient itself in the
+        first micro-batch, and is added to that in later ones.
+        """
+        found = {"gradients": self._whole_gradients()}
+        table = self.parameters.get(f"{self.embeddings[0]}.weight") if self.embeddings else None
+        if table is not None and table.needs:
+            tied = self.recipe.shape.tied and not self.recipe.lora
+            copies = (2 if tied else 0) + (1 if steps > 2 else 0)
+            found["temporaries"] = copies * prod(table.shape) * table.width
+            found["workspace"] = sum(map(self._whole, self.units[self.first_unit].weights))
+        return found
 
     def _gather(self, unit: Unit) -> None:
         """All-gather `unit` into its flat buffer."""

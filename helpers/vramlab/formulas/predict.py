@@ -15,7 +15,7 @@ from typing import Any
 from ..hardware.gpu import DEFAULT_CHIP, Gpu, find_gpu, process
 from ..hardware.overhead import cublas_workspace, frees_workspaces
 from ..recipe import liger, lora_modules
-from ..recipe.knobs import Refusals, refuse
+from ..recipe.knobs import Refusals, refuse, unchecked
 from ..recipe.options import HALF
 from ..recipe.recipe import LATER_OF_LORA, Recipe, as_recipe
 from ..recipe.shapes import Shape
@@ -47,7 +47,7 @@ def predict(recipe: Recipe | Any, gpu: str | Gpu | None = None) -> Report:
     if card and recipe.attn_implementation == "flash_attention_2":
         card.require("flash_attention_2", "attn_implementation")
     refuse(recipe, _refusals(recipe))
-    part = with_its_adapters(recipe)
+    part = with_its_adapters(_as_stepped(recipe))
     account = kept_account(part, card.chip if card else DEFAULT_CHIP)
     phases = _phases(part, account, shards.rank_bytes(part))
     name = max(phases, key=lambda phase: phases[phase].peak.total)
@@ -96,6 +96,14 @@ def _refusals(recipe: Recipe) -> Refusals:
     yield "dtype", recipe.dtype and halves >= {*HALF.values()}, allowed
 
 
+def _as_stepped(recipe: Recipe) -> Recipe:
+    """Return `recipe` with DeepSpeed's own loop: its `step` frees the gradients, whatever the loop around it says."""
+    sharding, loop = recipe.sharding, recipe.loop
+    if not sharding or sharding.engine != "deepspeed" or (loop.zero_grad, loop.set_to_none) == ("end", True):
+        return recipe
+    return unchecked(recipe, loop=unchecked(loop, zero_grad="end", set_to_none=True))
+
+
 def _phases(recipe: Recipe, account: Account, rank: RankBytes) -> dict[str, Phase]:
     """Return each phase of a rank's steady step, from the bytes it holds and the account of a micro-batch."""
     loop, rests, gradients = recipe.loop, rank.fragmentation, {}
@@ -124,6 +132,10 @@ def _phases(recipe: Recipe, account: Account, rank: RankBytes) -> dict[str, Phas
     peaks = [_bytes(always, during, backward, rank.backward)]
     if rank.reducing:
         peaks.append(_bytes(always, during, end, {"workspace": rank.reducing}))
+    steps = recipe.gradient_accumulation_steps
+    if account.m.gathers_layers and steps > 1:
+        outputs_only = {category: n for category, n in end.items() if category != "gradients"}
+        peaks.append(_bytes(always, outputs_only, account.m.unreduced(steps)))
     if rank.backward_end:  # gradients are divided by then
         during, end = {}, end | {"gradients": 0}
     load = _bytes(rank.always, sizes, states if recipe.optim == "adagrad" else {})  # which makes them when it is made

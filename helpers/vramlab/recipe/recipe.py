@@ -127,8 +127,8 @@ class Recipe:
         if self.loop.optimizer_in_backward:
             allowed = "with optimizer_in_backward no gradient survives to accumulate: use 1"
             yield "gradient_accumulation_steps", self.gradient_accumulation_steps > 1, allowed
-            sharded = self.sharding and self.sharding.world_size > 1
-            yield "loop", sharded, "optimizer_in_backward is modelled for one device only"
+            sharded = self.sharding and (self.sharding.world_size > 1 or self.sharding.engine == "deepspeed")
+            yield "loop", sharded, "optimizer_in_backward is modelled for one device only, and not under DeepSpeed"
         yield from self._dtype_refusals()
         yield from samples.refusals(self)
         yield from self._trl_refusals() if trainer != "transformers" else ()

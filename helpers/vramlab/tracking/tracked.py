@@ -131,7 +131,8 @@ def claim_states(tracker: Tracker, optimizers: list[Any], target: str) -> None:
     """Claim the optimizers' states. On CUDA, paged ones of 100,000 elements or more are in unified memory
     (`bitsandbytes.optim.Optimizer8bit.get_state_buffer`)."""
     for optimizer in optimizers:
-        paged = target == "cuda" and getattr(optimizer, "is_paged", False)
+        own = getattr(optimizer, "optimizer", optimizer)  # DeepSpeed's and accelerate's wrappers lead to its states
+        paged = target == "cuda" and getattr(own, "is_paged", False)
         for parameter, state in optimizer.state.items():
             for name, value in state.items():
                 if paged and name in ("state1", "state2") and parameter.numel() >= 1e5:

@@ -58,7 +58,8 @@ def build(recipe: Recipe, device: str = "cpu", target: str | None = None) -> Tra
         training.optimizer = engine.optimizer(_groups(recipe, model), make)
         if "8bit" in recipe.optim and loop.name == "trainer":  # Trainer.create_optimizer: fp32 states of embeddings
             for module in filter(lambda module: isinstance(module, torch.nn.Embedding), model.modules()):
-                training.optimizer.mng.register_module_override(module, "weight", {"optim_bits": 32})
+                for optimizer in training.optimizers:
+                    optimizer.mng.register_module_override(module, "weight", {"optim_bits": 32})
     if recipe.precision == "fp16-mixed":
         # the default of 65,536 overflows at once with random weights, and a skipped step makes no optimizer states
         training.scaler = torch.amp.GradScaler(training.device.type, init_scale=1.0)

@@ -46,7 +46,7 @@ class DeepSpeed(Engine):
         dtype = next(model.parameters()).dtype
         if self.recipe.precision.endswith("-mixed"):
             for batch in (training.batch, *training.further):  # Trainer._prepare_input: inputs in the weights' dtype
-                batch.update({name: t.to(dtype) for name, t in batch.items() if t.is_floating_point()})
+                batch.update({name: value.to(dtype) for name, value in batch.items() if _is_floating(value)})
 
     def without_peers(self, target: str) -> contextlib.AbstractContextManager:
         library()
@@ -69,10 +69,12 @@ class DeepSpeed(Engine):
         gathered, flat = ("workspace", "gathered weights"), ("gradients", "flat gradients")
         reduced = claims("workspace", "reduce bucket", lambda o: [t for b in o.ipg_buckets.values() for t in b.buffer])
         part = claims("gradients", "gradients in the part", lambda o, *_: _held(o, "grads_in_partition"))
+        compact = claims(*flat, lambda optimizer, group: [optimizer.averaged_gradients[group].flat_partition])
         of_group = claims(*flat, lambda optimizer, group: [optimizer.fp32_partitioned_groups_flat[group].grad])
         with (
             afterwards(Stage12, "setup_buckets", reduced),
             afterwards(Stage12, "copy_grads_in_partition", part),
+            afterwards(Stage12, "_get_compact_grad_partition_buffer", compact),
             afterwards(Stage12, "unscale_and_clip_grads", claims(*flat, lambda optimizer, grads, *_: grads)),
             afterwards(Stage3, "_prepare_fp32_grad_for_sub_group", of_group),
             afterwards(AllGatherHandle, "wait", claims(*gathered, lambda h, *_: [h._AllGatherHandle__param.data])),
@@ -95,6 +97,11 @@ class DeepSpeed(Engine):
 
     def zero_grad(self, training: Training) -> None:
         """`update` has done it."""
+
+
+def _is_floating(value: Any) -> bool:
+    """Tell whether `value` is a tensor of floating-point numbers; a packed batch also has lengths that are plain ints."""
+    return isinstance(value, torch.Tensor) and value.is_floating_point()
 
 
 def held(engine: Any) -> Iterator[tuple[str, str, list[torch.Tensor]]]:
