@@ -16,9 +16,9 @@ from vramlab.recipe.options import ATTENTION, DTYPES, LOOPS, PRECISIONS
 from vramlab.recipe.recipe import OPTIMIZERS
 from vramlab.report.report import Report
 
-BOUND, PHASE_BOUND = 0.03, 0.05  # of the simulated peak; of a phase's, or for one rank of many of the peak
+BOUND, PHASE_BOUND = 0.04, 0.05  # of the simulated peak; of a phase's, or for one rank of many of the peak
 CUT = 4  # times as much where the model has so few layers that what stands beside them is most of it
-UNSPLIT = 5 << 20  # bytes of blocks that the allocator does not split
+UNSPLIT = 10 << 20  # bytes of blocks that the allocator does not split, and of a workspace of cuBLAS
 MODELS = (  # one of each kind of layer, small ones more often
     *("gpt2", "gpt2", "pythia-160m", "opt-125m", "qwen3-0.6b", "qwen2.5-0.5b", "bert-base", "bert-base", "vit-base"),
     *("llama-3.2-1b", "gemma-3-270m", "gemma-2-2b", "olmo-2-1b", "phi-2", "falcon-7b", "smollm3-3b", "phi-3-mini"),

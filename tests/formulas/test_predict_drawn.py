@@ -1,9 +1,80 @@
 """The recipes that `python tests/drawn_recipes.py SEED COUNT` holds: the same each time, and one line each."""
 
-from drawn_recipes import Outcome, drawn, line, main, smaller
-from vramlab import Recipe
+import pytest
+from drawn_recipes import Outcome, drawn, held, line, main, smaller
+from vramlab import Loop, Recipe, Sharding
 
-SEED = 20261123
+SEED, COUNT = 20261123, 2000
+FOUND = {  # by drawing: what predict got wrong
+    "DeepSpeed joins half-precision gradients before it copies them to fp32": Recipe(
+        "gpt2",
+        seq_len=16,
+        precision="bf16-mixed",
+        optim="adamw_torch_fused",
+        sharding=Sharding(2, 2, "deepspeed"),
+    ),
+    "a micro-batch that FSDP does not reduce": Recipe(
+        "qwen3-0.6b",
+        seq_len=16,
+        precision="bf16-mixed",
+        gradient_accumulation_steps=3,
+        sharding=Sharding(3, 8),
+    ),
+    "layers that run again under stage 3": Recipe(
+        "llama-3.2-1b",
+        seq_len=16,
+        precision="bf16-mixed",
+        gradient_checkpointing=True,
+        sharding=Sharding(3, 2, "deepspeed", "parameters"),
+    ),
+    "Falcon's own linear class, whose casts autocast does not keep": Recipe(
+        "falcon-7b",
+        seq_len=64,
+        precision="bf16-mixed",
+        optim="sgd",
+        gradient_checkpointing=True,
+        trainer="dpo",
+    ),
+    "DeepSpeed's step frees gradients, whatever the loop says": Recipe(
+        "gpt2",
+        seq_len=16,
+        precision="bf16-mixed",
+        sharding=Sharding(1, 2, "deepspeed"),
+        loop=Loop(zero_grad="before_backward"),
+    ),
+    "paged states under DeepSpeed are not the device's": Recipe(
+        "pythia-160m",
+        seq_len=16,
+        precision="bf16-mixed",
+        optim="paged_adamw_8bit",
+        sharding=Sharding(2, 8, "deepspeed"),
+    ),
+    "schedule-free SGD makes nothing, one by one": Recipe(
+        "gpt2",
+        seq_len=16,
+        precision="bf16-true",
+        optim="schedule_free_sgd",
+        loop=Loop(foreach=False),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FOUND)
+def test_what_was_found_by_drawing_is_held(name):
+    outcome = held(FOUND[name], bound=0.015, phase_bound=0.03)
+    assert outcome.fault == ""
+    assert outcome.error is not None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("first", range(0, COUNT, 100))
+def test_no_draw_shows_a_fault(first):
+    faults = [
+        (line(outcome.recipe), outcome.fault)
+        for n in range(first, first + 100)
+        if (outcome := held(drawn(SEED, n))).fault
+    ]
+    assert faults == []
 
 
 def test_a_draw_is_the_same_each_time_and_is_read_from_its_line():

@@ -153,9 +153,9 @@ class DeepSpeedModel(Model):
         self.part = ceil(sum(prod(row.shape) * row.count for row in table if row.trained) / ranks)
         if self.zero3_linear:
             width = weight_width(self.recipe.weights_dtype, self.recipe.quantization)
-            self.sizes = {part: n * width for part, n in gathered(self.recipe.shape).items()}
-            if asked.sharding.offload == "parameters":  # a rank's part is copied to the device, then gathered
-                self.sizes["forward"] += width * max(ceil(prod(row.shape) / ranks) for row in table)
+            copies = ranks if asked.sharding.offload == "parameters" else 0
+            elements = gathered(self.recipe.shape, self.checkpoints, copies)
+            self.sizes = {part: n * width for part, n in elements.items()}
 
     def hidden_states(self) -> Tensor:
         self._gather("forward")

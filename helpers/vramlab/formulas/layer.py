@@ -26,6 +26,8 @@ class Layer(Attention):
         shape, precision, quantization = recipe.shape, recipe.precision, recipe.quantization
         self.recipe, self.shape, self.layout, self.setting = recipe, shape, shape.layout, shape.settings.get
         self.parameters, self.chip, self.cast_entries = parameters, chip, []
+        own_class = not shape.layout.quantizable
+        self.uncached = {name.removesuffix(".weight") for name in parameters} - {shape.head} if own_class else set()
         if frees_workspaces():
             self.workspaces = cublas_workspace(chip.capability), CUBLASLT_WORKSPACE
         (self.batch, self.tokens), self.checkpoints = recipe.rows, recipe.gradient_checkpointing

@@ -24,7 +24,8 @@ def broadcast(a: tuple[int, ...], b: tuple[int, ...]) -> tuple[int, ...]:
 class Operators(Ledger):
     """A ledger with a method for each of PyTorch's operators.
 
-    autocast: the width that autocast computes matrix products in, or None; `cast_entries`: copies of weights that it cached.
+    autocast: the width that autocast computes matrix products in, or None; `cast_entries`: copies of weights that it cached;
+    `uncached`: linear layers that multiply by a view of their weight, which it casts anew (`FalconLinear`).
     compute, loaded: the widths in which quantized layers compute and had been loaded; `nested`: scales are quantized too.
     """
 
@@ -169,8 +170,11 @@ class Operators(Ledger):
         """Apply the linear layer `name` (`nn.Linear` or `Conv1D`) with the recipe's quantization and adapter."""
         outer, self.where = self.where, name
         weight, bias = self.parameters[f"{name}.weight"], self.parameters.get(f"{name}.bias")
-        base = [self.in_4_bits(x, weight, bias) if weight.quantized else self.product(x, weight, bias)]
-        y = self.adapted(x, base, name, bool(weight.quantized)) if f"{name}.lora_A" in self.parameters else base.pop()
+        if self.autocast and name in self.uncached and weight.width == FP32:
+            weight = self.to(weight, self.autocast)
+        quantized = bool(self.parameters[f"{name}.weight"].quantized)
+        base = [self.in_4_bits(x, weight, bias) if quantized else self.product(x, weight, bias)]
+        y = self.adapted(x, base, name, quantized) if f"{name}.lora_A" in self.parameters else base.pop()
         self.where = outer
         return y
 

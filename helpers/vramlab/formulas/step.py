@@ -27,7 +27,11 @@ def step_temporaries(recipe: Recipe, rows: tuple[ParameterRow, ...] | None = Non
             most = max(most, before + single_temporaries(recipe, row.shape, row.width))
             before = rounded(FP32 * prod(row.shape))
     elif loop.foreach is False:
-        most = max(most, (copies(recipe)[1] + remembers) * max((row.size for row in rows), default=0))
+        single = copies(recipe)[1]
+        for row in rows:
+            remembered = before if row.count == 1 else single * row.size  # by a name, until the next one's is made
+            most = max(most, single * row.size + (remembered if remembers else 0))
+            before = single * row.size
     else:
         groups: dict[bool, Counter] = {}  # what is updated together: by dtype within the Trainer's two parameter groups
         for row in rows:
