@@ -65,6 +65,9 @@ class Candidate:
 
     def __init__(self, question: Question, recipe: Recipe, family: int):
         self.question, self.recipe, self.family, self.method = question, recipe, family, method_of(recipe)
+        self.rows = [recipe]  # what its micro-batches may be: of one length, or padded
+        if lengths := question.lengths_of(recipe.batch_size):
+            self.rows.append(unchecked(recipe, lengths=lengths))
         self.kind = self.method, _offloads(recipe)
         self.simulated: Report | None = None
         self.tried, self.unsimulated = False, ""
@@ -72,8 +75,8 @@ class Candidate:
     @cached_property
     def rank(self) -> tuple:
         """Sort key, smallest for the fastest to three digits (the rest is noise), then for the simplest family and the
-        larger micro-batch."""
-        seconds = sum(estimate(self.recipe, self.question.gpu, self.question.link).values())
+        larger micro-batch. Rows are padded, unless they cannot be."""
+        seconds = sum(estimate(self.rows[-1], self.question.gpu, self.question.link).values())
         return float(f"{seconds:.3g}"), self.family, -self.recipe.batch_size
 
     def bound(self, tier: str) -> int:
@@ -86,7 +89,7 @@ class Candidate:
 
     @cached_property
     def _held(self) -> int:
-        return held_bytes(self.recipe, self.question.gpu.chip)
+        return held_bytes(self.rows[0], self.question.gpu.chip)
 
     @cached_property
     def report(self) -> Report | None:
@@ -94,11 +97,8 @@ class Candidate:
 
         Of rows of one length and padded ones, which need a mask, those that take more; `recipe` says which.
         """
-        rows = [self.recipe]
-        if lengths := self.question.lengths_of(self.recipe.batch_size):
-            rows.append(unchecked(self.recipe, lengths=lengths))
         with contextlib.suppress(RecipeError):
-            found = [(predict(recipe, self.question.gpu), recipe) for recipe in rows]
+            found = [(predict(recipe, self.question.gpu), recipe) for recipe in self.rows]
             report, self.recipe = max(found, key=lambda pair: pair[0].peak.total)
             return report
         return None
@@ -139,7 +139,7 @@ class Candidate:
     def choice(self, tier: str | None = None) -> Choice:
         """It as an answer; `tier`: the one in which bytes are missing, if any are."""
         found = next((name for name in TIERS if self.fits(name)), "")
-        time = step_time(self.recipe, self.question.gpu, self.question.link)
+        time = step_time(self.rows[-1], self.question.gpu, self.question.link)
         report, over = self.simulated or self.report, self.over(tier or found or "tight")
         notes = tuple(notes_on(self.recipe))
         lacks = max(0, int(over))
