@@ -24,14 +24,16 @@ from ..recipe.recipe import Recipe
 from ..report import __version__
 from ..report.errors import RecipeError
 from ..report.files import NOT_OURS, is_ours, write_files
-from ..report.report import encode, format_bytes, text_table
+from ..report.report import GiB, encode, format_bytes, text_table
 from .changes import advise
 from .plan_script import scripts, words
 from .question import Question
 from .search import Choice, Search
+from .search_space import to_install
 from .step_time import walk
 
 WIDTH = 80  # characters of a line in a terminal
+LEAST_SAVED = 0.9  # packing is worth naming where an epoch takes at most so much of its time
 COLUMNS = "peak: GiB of all tensors; process: with CUDA's own; at most: its upper end"
 MEANING = {
     "safe": "fits at the highest figures seen of allocator and context",
@@ -123,6 +125,7 @@ class Plan:
         lines += ["", self.table(), ""] if self.choices else [f"Nothing {q['tier'] or ''} fits.".replace("  ", " ")]
         lines += [self._lacking(better) for better in self.better]
         lines += [f"- {advice}" for advice in self.advice]
+        lines += [_costs(choice) for choice in self.choices if choice.without]
         noted = [(choice.method, note) for choice in self.choices for note in choice.notes]
         lines += [f"{method}: {note}" for method, note in noted] + [f"note: {note}" for note in self.notes]
         if self.choices:
@@ -130,6 +133,8 @@ class Plan:
             lines += [f"{tier}: {MEANING[tier]}" for tier in dict.fromkeys(choice.tier for choice in self.choices)]
             said = " ".join(words(choice.recipe) for choice in self.choices)
             lines += [f"{word}: {meaning}" for word, meaning in WORDS.items() if word in said]
+            packages = dict.fromkeys(name for choice in self.choices for name in to_install(choice.recipe))
+            lines += [f"to install: {', '.join(packages)}"] if packages else []
             lines.append(f"{self._sources()}; speed {self.choices[0].time.basis.split(':')[0]}")
         return "\n".join(line if "\n" in line else _wrapped(line) for line in lines)
 
@@ -198,6 +203,15 @@ def _with_epoch(choice: Choice, question: Question) -> Choice:
     return dataclasses.replace(choice, epoch=choice.time.seconds * count / question.global_batch * width / longest)
 
 
+def _packed(choice: Choice, question: Question) -> str:
+    """What an epoch of `choice` would take with packed rows, where padding is a tenth of them or more; else ""."""
+    whole = dataclasses.replace(question, packing=True)
+    seconds = _with_epoch(choice, whole).epoch
+    if question.packing or seconds > LEAST_SAVED * choice.epoch:
+        return ""
+    return f"packing (--packing) would make an epoch of {choice.method} {choice.epoch / seconds:.1f} times as fast"
+
+
 def _notes(question: Question, choices: list[Choice]) -> Iterator[str]:
     if question.assumed:
         yield f"no card is named: speed and kernels are {question.gpu.name}'s, the table's least with so much memory"
@@ -212,11 +226,19 @@ def _notes(question: Question, choices: list[Choice]) -> Iterator[str]:
         cut, middle = sum(length > question.plain.seq_len for length in lengths), lengths[len(lengths) // 2]
         rest = f"; {cut:,} are cut to {question.plain.seq_len:,}" if cut else ""
         yield f"data: {len(lengths):,} samples of {lengths[0]:,} to {lengths[-1]:,} tokens, median {middle:,}{rest}"
+        if choices and question.plain.trainer in ("transformers", "sft") and (better := _packed(choices[0], question)):
+            yield better
 
 
 def _wrapped(line: str, indent: str = "    ") -> str:
     """The line in pieces of at most WIDTH characters, all but the first indented."""
     return textwrap.fill(line, WIDTH, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
+
+
+def _costs(choice: Choice) -> str:
+    """What leaving out each switch of a choice would add to its peak."""
+    added = [f"{name} {size / GiB:+.2f}" for name, size in choice.without.items()]
+    return f"{choice.method} without: {', '.join(added)} GiB"
 
 
 def _short(recipe: Recipe) -> str:

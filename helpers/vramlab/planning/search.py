@@ -12,7 +12,7 @@ import signal
 import sys
 import threading
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache, cached_property
 
 from ..formulas import reserved
@@ -25,7 +25,16 @@ from ..report.errors import RecipeError, VramLabError, needing
 from ..report.report import TIERS, GiB, Interval, Report
 from ..training.quiet import no_collection
 from .question import Question
-from .search_space import families, held_bytes, least_bytes, method_of, micro_batches, notes_on, with_micro_batch
+from .search_space import (
+    families,
+    held_bytes,
+    least_bytes,
+    method_of,
+    micro_batches,
+    notes_on,
+    with_micro_batch,
+    without_switches,
+)
 from .step_time import StepTime, estimate, step_time
 
 NEAR, FASTER = 2 * GiB, 0.95  # a better recipe is worth naming if it lacks at most so much, and takes less of the time
@@ -47,6 +56,7 @@ class Choice:
     over: int = 0  # bytes that it lacks in the tier asked for
     notes: tuple[str, ...] = ()  # what to know before choosing it
     epoch: float | None = None  # seconds of one over the data set, where its lengths are known
+    without: dict[str, int] = field(default_factory=dict)  # by switch that is on: bytes that leaving it out adds
     unsimulated: str = ""  # why the formulas answer where a simulation was asked for
 
     @property
@@ -141,9 +151,17 @@ class Candidate:
         found = next((name for name in TIERS if self.fits(name)), "")
         time = step_time(self.rows[-1], self.question.gpu, self.question.link)
         report, over = self.simulated or self.report, self.over(tier or found or "tight")
-        notes = tuple(notes_on(self.recipe))
-        lacks = max(0, int(over))
-        return Choice(self.recipe, report, time, self.interval, found, lacks, notes, unsimulated=self.unsimulated)
+        return Choice(
+            recipe=self.recipe,
+            report=report,
+            time=time,
+            needs=self.interval,
+            tier=found,
+            over=max(0, int(over)),
+            notes=tuple(notes_on(self.recipe)),
+            without=without_switches(self.recipe, self.question.gpu),
+            unsimulated=self.unsimulated,
+        )
 
 
 class Search:

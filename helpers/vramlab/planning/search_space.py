@@ -5,16 +5,20 @@ batch, so that micro-batch × accumulation × GPUs is always the global batch.
 """
 
 import contextlib
+import dataclasses
 import itertools
 from collections.abc import Iterator
 from math import prod
+from typing import Any
 
 from ..formulas import model_states, shards
 from ..formulas.fused_head import with_its_adapters
+from ..formulas.predict import predict
 from ..hardware.gpu import Chip, Gpu
+from ..recipe import liger
 from ..recipe.knobs import unchecked
 from ..recipe.lora_modules import unquantized
-from ..recipe.options import HALF, Quantization, Sharding
+from ..recipe.options import HALF, TRL, Quantization, Sharding
 from ..recipe.recipe import Recipe
 from ..report.errors import RecipeError
 from ..report.report import format_bytes
@@ -47,6 +51,7 @@ def families(question: Question, method: str) -> Iterator[Recipe]:
     prepares = (True, False) if question.gpus == 1 else (False,)  # prepared shards would have two dtypes in one unit
     bases = [Quantization("nf4", double, prepare=prepare) for prepare in prepares for double in (False, True)]
     options = {
+        "use_liger_kernel": (True, False) if question.liger_is_possible() else (False,),
         "sharding": tuple(_shardings(question)),
         "gradient_checkpointing": question.checkpointing,
         "optim": question.optims,
@@ -59,6 +64,8 @@ def families(question: Question, method: str) -> Iterator[Recipe]:
         chosen = dict(zip(options, values, strict=True))
         if not _runs(chosen["optim"], chosen["quantization"], chosen["sharding"], chosen["precision"]):
             continue
+        if chosen["use_liger_kernel"] and chosen["sharding"]:
+            continue  # the formulas do not know it
         if method == "lora" and (half := HALF.get(chosen["precision"].removesuffix("-mixed"))):
             chosen["dtype"] = half  # autocast over a frozen fp32 base would cast it anew in every step
         with contextlib.suppress(RecipeError):  # the model, the base or the trainer cannot have it
@@ -114,6 +121,45 @@ def notes_on(recipe: Recipe) -> Iterator[str]:
         yield f"{sharding.offload} offloaded: {format_bytes(host_bytes(recipe), digits=0)} of host memory for all ranks"
     if sharding and sharding.world_size > 8:
         yield "more than 8 GPUs are several machines: say link=, the bytes a second of one GPU's network"
+
+
+def without_switches(recipe: Recipe, card: Gpu) -> dict[str, int]:
+    """Return by switch that is on in `recipe` what leaving it out adds to the predicted peak, in bytes."""
+    before, found = predict(recipe, card).peak.total, {}
+    for name, fields in _switches(recipe):
+        with contextlib.suppress(RecipeError):  # the trainer needs it, or the formulas do not know the recipe without
+            found[name] = predict(recipe.replace(**fields), card).peak.total - before
+    return found
+
+
+def _switches(recipe: Recipe) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The name of each switch that is on, and the fields that leave it out."""
+    if recipe.use_liger_kernel:
+        yield "Liger's kernels", {"use_liger_kernel": False}
+    if recipe.gradient_checkpointing:
+        yield "checkpointing", {"gradient_checkpointing": False}
+    if recipe.activation_offloading:
+        yield "offloaded activations", {"activation_offloading": False}
+    if "8bit" in recipe.optim:
+        yield "8-bit states", {"optim": "adamw_torch_fused"}
+    if recipe.quantization and recipe.quantization.double:
+        yield "double quantization", {"quantization": dataclasses.replace(recipe.quantization, double=False)}
+    if recipe.quantization and recipe.lora:
+        yield "the 4-bit base", {"quantization": None, "dtype": recipe.weights_dtype}
+
+
+def to_install(recipe: Recipe) -> Iterator[str]:
+    """Return what `recipe` needs that a plain Trainer does not, as pip knows it."""
+    if liger.kernels(recipe):
+        yield "liger-kernel"
+    if recipe.lora:
+        yield "peft"
+    if recipe.quantization or "bit" in recipe.optim:
+        yield "bitsandbytes"
+    if recipe.trainer in TRL:
+        yield "trl"
+    if recipe.sharding and recipe.sharding.engine == "deepspeed":
+        yield "deepspeed"
 
 
 def least_bytes(recipe: Recipe) -> int:
