@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 from vramlab import LoRA, Recipe, Sharding, find_gpu, plan, predict, step_time
 from vramlab.faces.cli import app
 from vramlab.hardware.gpu import GpuError
-from vramlab.planning.question import Question, usable_memory
+from vramlab.planning.question import RANK, Question, usable_memory
 from vramlab.planning.search import FASTER, NEAR, Search
 from vramlab.planning.search_space import families, held_bytes, method_of, micro_batches, with_micro_batch
 from vramlab.planning.step_time import _ratios, calibration, estimate
@@ -274,6 +274,36 @@ def test_nothing_fits_and_each_piece_of_advice_is_true():
     assert smaller.total < find_gpu(card).total and not plan("llama-3.1-8b", smaller, **again).choices
     with pytest.raises(RecipeError, match="no recipe fits"):
         found.best  # noqa: B018
+
+
+def test_the_nearest_try_is_named_where_nothing_fits():
+    found = plan("llama-3.1-8b", "T4", seq_len=16384, offload=False, confirm=False)
+    question = Question("llama-3.1-8b", "T4", seq_len=16384, offload=False, tier="tight")
+    assert not found.choices and sorted(near.method for near in found.better) == ["full", "lora", "qlora"]
+    for near in found.better:
+        least = min(over for _, over in every(question, near.method))
+        assert near.over == int(least) > NEAR
+        assert f"{near.method}: the nearest lacks {near.over / GiB:.2f} GiB" in " ".join(str(found).split())
+
+
+def test_the_rule_that_refused_is_named_and_what_lifts_it():
+    found = plan("gpt2", "T4", seq_len=512, trainer="sft", method="qlora", confirm=False)
+    text = " ".join(str(found).split())
+    assert "qlora: no recipe, because precision 'fp16-mixed': the loss scaler refuses the bfloat16 adapters" in text
+    assert "ask simulate" not in text
+    kinds = [line.partition("=")[0] for line in found.advice]
+    assert kinds == ["method", "trainer"]  # 124M parameters need no larger card
+
+
+@pytest.mark.parametrize(
+    ("lora", "words"),
+    [({"use_dora": True}, "DoRA r=16"), ({"lora_bias": True}, "LoRA r=16")],
+)
+def test_adapters_that_no_formula_knows_are_simulated(lora, words):
+    asked = dict(seq_len=128, method="lora", num_layers=2, lora=lora, offload=False)
+    found = plan("llama-3.2-1b", "RTX 4090", **asked)
+    assert found.best.report.source == "simulated" and found.best.tier == "safe"
+    assert found.best.recipe.lora == dataclasses.replace(RANK, **lora) and words in str(found)
 
 
 def test_what_lacks_least_is_named_where_nothing_fits():

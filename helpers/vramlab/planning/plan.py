@@ -14,7 +14,7 @@ import json
 import os
 import textwrap
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +55,7 @@ class Plan:
     choices: tuple[Choice, ...]  # the best recipe of each method that fits, the best of them first (`search.WAYS`)
     better: tuple[Choice, ...] = ()  # of each method, what is faster and at most 2 GiB short, or else the lightest
     advice: tuple[str, ...] = ()  # when nothing fits, what would: one computed sentence each
+    refused: dict[str, tuple[str, ...]] = field(default_factory=dict)  # by method without any recipe: the rules
     considered: int = 0  # recipes in the space
     predicted: int = 0  # how many of them were predicted
     notes: tuple[str, ...] = ()  # what to know about the question itself
@@ -124,6 +125,7 @@ class Plan:
         lines += [f"{q['model']}, {q['seq_len']:,} tokens, global batch {q['global_batch']}, on {self._cards}, {room}"]
         lines += ["", self.table(), ""] if self.choices else [f"Nothing {q['tier'] or ''} fits.".replace("  ", " ")]
         lines += [self._lacking(better) for better in self.better]
+        lines += [f"{method}: no recipe, because {'; '.join(rules)}" for method, rules in self.refused.items()]
         lines += [f"- {advice}" for advice in self.advice]
         lines += [_costs(choice) for choice in self.choices if choice.without]
         noted = [(choice.method, note) for choice in self.choices for note in choice.notes]
@@ -154,6 +156,8 @@ class Plan:
         now = next((choice for choice in self.choices if choice.method == better.method), None)
         said = (f" to be {now.tier}" if now else "") + (f" ({better.tier} as it is)" if better.tier else "")
         rate, lacks = f"{better.time.tokens_per_second:,.0f} tokens/s", format_bytes(better.over, digits=2)
+        if now is None:
+            return f"{better.method}: the nearest lacks {lacks}{said}: {_short(better.recipe)}"
         return f"{better.method} at {rate} lacks {lacks}{said}: {_short(better.recipe)}"
 
 
@@ -176,6 +180,8 @@ def plan(model: object, gpu: str | Gpu | None = None, gpus: int = 1, *, confirm:
     answers = search.answers(confirm)
     choices = [_with_epoch(found.choice(), question) for found, _ in answers.values() if found]
     choices.sort(key=lambda choice: choice.order)
+    tried = {candidate.method for candidate in search.candidates}
+    refused = {method: _rules(found) for method, found in search.refused.items() if method not in tried}
     better = [(search.better(method, tier, found), tier) for method, (found, tier) in answers.items()]
     asked = {"model": question.plain.name, "gpu": question.gpu.name, "seq_len": question.plain.seq_len}
     same = ("gpus", "global_batch", "method", "tier", "expandable_segments", "packing")
@@ -185,10 +191,19 @@ def plan(model: object, gpu: str | Gpu | None = None, gpus: int = 1, *, confirm:
         choices=tuple(choices),
         better=tuple(found.choice(tier) for found, tier in better if found),
         advice=() if choices else tuple(advise(question)),
+        refused=refused,
         considered=len(search.candidates),
         predicted=search.predicted,
         notes=tuple(_notes(question, choices)),
     )
+
+
+def _rules(refused: list[str]) -> tuple[str, ...]:
+    """Each rule that left nothing to try once, but for those that a variant of the same recipe keeps; what formulas do
+    not know only where no library's rule is in the way."""
+    rules = dict.fromkeys(rule for rule in refused if not rule.startswith("quantization.prepare"))
+    of_libraries = [rule for rule in rules if not rule.endswith("ask simulate")]
+    return tuple(of_libraries or rules)
 
 
 def _with_epoch(choice: Choice, question: Question) -> Choice:

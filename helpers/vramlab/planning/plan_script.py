@@ -24,7 +24,7 @@ from ..recipe.options import TRL, LoRA
 from ..recipe.recipe import Recipe
 from ..report.errors import RecipeError, needing
 from ..report.report import installed, repository
-from .search_space import to_install
+from .search_space import counted_as, to_install
 from .source_text import Code, docstring, identifier, literal
 
 TEMPLATES = Path(__file__).parent / "templates"
@@ -75,6 +75,7 @@ def scripts(recipe: Recipe, name: str, planned: dict[str, Any]) -> dict[str, str
         arguments_class=arguments_class(recipe).__name__,
         arguments=arguments,
         unseen=_unseen(recipe),
+        witness=Code("predict" if counted_as(recipe) is recipe else "simulate"),
         adapters=_adapters(recipe) if lora else {},
         # TRL's trainers give the model its adapters themselves, in PEFT's default dtype
         gives_adapters=recipe.trainer in TRL and lora and (lora.autocast_adapter_dtype or recipe.quantization),
@@ -163,6 +164,8 @@ def _arguments(recipe: Recipe) -> tuple[dict[str, Any], dict[str, Any]]:
         config["zero_optimization"] = config["zero_optimization"] | {"stage3_gather_16bit_weights_on_model_save": True}
     if "fsdp_config" in found:  # one rank reads the weights, the others get their shards from it
         config = config | {"cpu_ram_efficient_loading": True, "state_dict_type": "FULL_STATE_DICT"}
+    if "use_liger_kernel" in found:  # Triton compiles for no CPU
+        found["use_liger_kernel"] = Code("torch.cuda.is_available()")
     if "max_length" in found:
         found["max_length"] = Code("TOKENS")
     return found, config

@@ -8,6 +8,7 @@ import contextlib
 import dataclasses
 import itertools
 from collections.abc import Iterator
+from functools import lru_cache
 from math import prod
 from typing import Any
 
@@ -15,11 +16,12 @@ from ..formulas import model_states, shards
 from ..formulas.fused_head import with_its_adapters
 from ..formulas.predict import predict
 from ..hardware.gpu import Chip, Gpu
-from ..recipe import liger
+from ..recipe import liger, lora_modules
 from ..recipe.knobs import unchecked
 from ..recipe.lora_modules import unquantized
-from ..recipe.options import HALF, TRL, Quantization, Sharding
-from ..recipe.recipe import Recipe
+from ..recipe.options import HALF, TRL, LoRA, Quantization, Sharding
+from ..recipe.recipe import LATER_OF_LORA, Recipe
+from ..recipe.shapes import Shape
 from ..report.errors import RecipeError
 from ..report.report import format_bytes
 from .question import Question
@@ -44,8 +46,10 @@ def micro_batches(question: Question) -> tuple[int, ...]:
     return tuple(n for n in range(samples, least - 1, -1) if samples % n == 0)
 
 
-def families(question: Question, method: str) -> Iterator[Recipe]:
-    """Every way to train by `method`, the simpler ones first, with the largest micro-batch."""
+def families(question: Question, method: str, refused: list[str] | None = None) -> Iterator[Recipe]:
+    """Every way to train by `method`, the simpler ones first, with the largest micro-batch; why others are none is added
+    to `refused`."""
+    refused = [] if refused is None else refused
     flash = "sdpa" not in question.attention and question.gpu.compute_capability >= (8, 0)  # sdpa takes it by itself
     kernels = (name for name in question.attention if name != "flash_attention_2" or flash)
     prepares = (True, False) if question.gpus == 1 else (False,)  # prepared shards would have two dtypes in one unit
@@ -68,11 +72,32 @@ def families(question: Question, method: str) -> Iterator[Recipe]:
             continue  # the formulas do not know it
         if method == "lora" and (half := HALF.get(chosen["precision"].removesuffix("-mixed"))):
             chosen["dtype"] = half  # autocast over a frozen fp32 base would cast it anew in every step
-        with contextlib.suppress(RecipeError):  # the model, the base or the trainer cannot have it
+        try:  # the model, the base or the trainer cannot have it
             family = question.plain.replace(**fixed, **chosen)
             with_its_adapters(family)
-            if question.host_memory is None or host_bytes(family) <= question.host_memory:
-                yield family
+        except RecipeError as error:
+            refused.append(f"{error.field} {error.value!r}: {error.allowed}")
+            continue
+        if question.host_memory is None or host_bytes(family) <= question.host_memory:
+            yield family
+        else:
+            refused.append(f"what may move to the host is more than its {format_bytes(question.host_memory, digits=2)}")
+
+
+def counted_as(recipe: Recipe) -> Recipe:
+    """The recipe by which formulas count: adapters that they do not know stand as plain ones on all linear layers."""
+    lora = recipe.lora
+    if lora is None or not _is_unknown(recipe.shape, lora):
+        return recipe
+    plain = dataclasses.replace(lora, target_modules="all-linear", **dict.fromkeys(LATER_OF_LORA[:2], False))
+    return unchecked(recipe, lora=dataclasses.replace(plain, target_parameters=None))
+
+
+@lru_cache(maxsize=64)
+def _is_unknown(shape: Shape, lora: LoRA) -> bool:
+    """Whether no formula knows these adapters."""
+    later = any(getattr(lora, name) for name in LATER_OF_LORA)
+    return later or lora_modules.differ_by_layer(shape, lora) or lora_modules.adapts_experts(shape, lora)
 
 
 def with_micro_batch(family: Recipe, size: int) -> Recipe:
@@ -125,7 +150,8 @@ def notes_on(recipe: Recipe) -> Iterator[str]:
 
 def without_switches(recipe: Recipe, card: Gpu) -> dict[str, int]:
     """Return by switch that is on in `recipe` what leaving it out adds to the predicted peak, in bytes."""
-    before, found = predict(recipe, card).peak.total, {}
+    recipe, found = counted_as(recipe), {}
+    before = predict(recipe, card).peak.total
     for name, fields in _switches(recipe):
         with contextlib.suppress(RecipeError):  # the trainer needs it, or the formulas do not know the recipe without
             found[name] = predict(recipe.replace(**fields), card).peak.total - before
