@@ -27,7 +27,7 @@ def features(run: Run) -> tuple[float, float, float]:
     """Seconds at the whole peak and at the whole bandwidth, and kernels."""
     card, recipe = find_gpu(run.gpu), run.recipe
     walked = walk(recipe, card.chip)
-    computing = sum(n / card.flops(form) for form, n in operations(recipe, walked.fused).items())
+    computing = sum(n / card.flops(form) for form, n in operations(recipe, walked).items())
     return computing, (TRANSFERS * walked.written + optimizer_traffic(recipe)) / card.bandwidth, walked.kernels
 
 

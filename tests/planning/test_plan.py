@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 from vramlab import LoRA, Recipe, Sharding, find_gpu, plan, predict, step_time
 from vramlab.faces.cli import app
 from vramlab.hardware.gpu import GpuError
-from vramlab.planning.question import Question, usable_memory
+from vramlab.planning.question import RANK, Question, usable_memory
 from vramlab.planning.search import FASTER, NEAR, Search
 from vramlab.planning.search_space import families, held_bytes, method_of, micro_batches, with_micro_batch
 from vramlab.planning.step_time import _ratios, calibration, estimate
@@ -25,6 +25,7 @@ from vramlab.recipe.shapes import catalogue
 from vramlab.report.errors import RecipeError
 from vramlab.report.report import TIERS, GiB, MiB, Report
 
+LIGER = "Liger's kernels"
 SMALL = dict(num_layers=2, seq_len=64, lora=LoRA(r=4))
 
 
@@ -96,11 +97,51 @@ def test_every_choice_is_predicted_to_fit_and_keeps_the_global_batch():
 
 
 def test_what_likely_fits_goes_before_what_waits_for_the_host():
-    asked = dict(seq_len=4096, confirm=False)
+    asked = dict(seq_len=4096, confirm=False, liger=False)
     for method in ("lora", "any"):
         found = plan("llama-3.1-8b", "RTX 4090", method=method, **asked)
         assert next(c.tier for c in found.choices if c.method == "lora" and not c.recipe.sharding) == "likely"
     assert [(c.method, c.tier) for c in found.choices] == [("qlora", "safe"), ("lora", "likely"), ("full", "safe")]
+
+
+def test_the_fused_loss_is_searched_and_its_worth_is_said():
+    asked = dict(seq_len=4096, confirm=False)
+    found = plan("llama-3.1-8b", "RTX 4090", method="qlora", **asked)
+    assert found.best.recipe.use_liger_kernel and found.best.report.peak.total < 8.8 * GiB
+    for choice in found.choices:
+        whole = predict(choice.recipe.replace(use_liger_kernel=False), "RTX 4090").peak.total
+        assert choice.without[LIGER] == whole - choice.report.peak.total > 0
+    text = " ".join(str(found).split())
+    assert f"qlora without: Liger's kernels {found.best.without[LIGER] / GiB:+.2f}" in text
+    assert "to install: liger-kernel, peft" in text
+    long = plan("qwen2.5-0.5b", "RTX 4090", seq_len=16384, confirm=False)
+    assert {choice.tier for choice in long.choices} == {"safe"} and len(long.choices) == 3
+    assert not plan("llama-3.1-8b", "RTX 4090", liger=False, method="qlora", **asked).best.recipe.use_liger_kernel
+
+
+@pytest.mark.parametrize(
+    ("model", "card", "asked"),
+    [
+        ("llama-3.2-1b", "T4", {}),  # Triton's kernels start at 8.0
+        ("gpt2", "RTX 4090", {}),  # which Liger does not patch
+        ("llama-3.2-1b", "RTX 4090", {"gpus": 2}),
+        ("llama-3.2-1b", "RTX 4090", {"trainer": "sft"}),
+    ],
+)
+def test_liger_is_not_proposed_where_it_does_not_run(model, card, asked):
+    question = Question(model, card, seq_len=512, **asked)
+    for method in ("full", "qlora"):
+        assert not any(family.use_liger_kernel for family in families(question, method))
+
+
+def test_packing_is_named_where_lengths_differ():
+    asked = dict(seq_len=1024, method="lora", confirm=False, global_batch=8)
+    lengths = [1000] * 10 + [100] * 90
+    padded = plan("gpt2", "RTX 4090", lengths=lengths, **asked)
+    packed = plan("gpt2", "RTX 4090", lengths=lengths, packing=True, **asked)
+    assert any("packing (--packing) would make an epoch" in note for note in padded.notes)
+    assert not any("--packing" in note for note in packed.notes)
+    assert packed.best.epoch < 0.9 * padded.best.epoch
 
 
 def test_the_surest_tier_is_taken_and_a_lower_one_on_request():
@@ -164,7 +205,6 @@ def test_what_is_faster_is_explained_in_bytes():
     assert better.over == better.needs.high - found.usable > 0
     text = " ".join(str(found).split())
     assert f"lacks {better.over / GiB:.2f} GiB to be safe" in text
-    assert "note: eager: sdpa has no fused kernel for this model on T4" in text  # heads share keys
 
 
 def test_a_data_set_gives_lengths_and_an_epoch():
@@ -234,6 +274,36 @@ def test_nothing_fits_and_each_piece_of_advice_is_true():
     assert smaller.total < find_gpu(card).total and not plan("llama-3.1-8b", smaller, **again).choices
     with pytest.raises(RecipeError, match="no recipe fits"):
         found.best  # noqa: B018
+
+
+def test_the_nearest_try_is_named_where_nothing_fits():
+    found = plan("llama-3.1-8b", "T4", seq_len=16384, offload=False, confirm=False)
+    question = Question("llama-3.1-8b", "T4", seq_len=16384, offload=False, tier="tight")
+    assert not found.choices and sorted(near.method for near in found.better) == ["full", "lora", "qlora"]
+    for near in found.better:
+        least = min(over for _, over in every(question, near.method))
+        assert near.over == int(least) > NEAR
+        assert f"{near.method}: the nearest lacks {near.over / GiB:.2f} GiB" in " ".join(str(found).split())
+
+
+def test_the_rule_that_refused_is_named_and_what_lifts_it():
+    found = plan("gpt2", "T4", seq_len=512, trainer="sft", method="qlora", confirm=False)
+    text = " ".join(str(found).split())
+    assert "qlora: no recipe, because precision 'fp16-mixed': the loss scaler refuses the bfloat16 adapters" in text
+    assert "ask simulate" not in text
+    kinds = [line.partition("=")[0] for line in found.advice]
+    assert kinds == ["method", "trainer"]  # 124M parameters need no larger card
+
+
+@pytest.mark.parametrize(
+    ("lora", "words"),
+    [({"use_dora": True}, "DoRA r=16"), ({"lora_bias": True}, "LoRA r=16")],
+)
+def test_adapters_that_no_formula_knows_are_simulated(lora, words):
+    asked = dict(seq_len=128, method="lora", num_layers=2, lora=lora, offload=False)
+    found = plan("llama-3.2-1b", "RTX 4090", **asked)
+    assert found.best.report.source == "simulated" and found.best.tier == "safe"
+    assert found.best.recipe.lora == dataclasses.replace(RANK, **lora) and words in str(found)
 
 
 def test_what_lacks_least_is_named_where_nothing_fits():
@@ -395,7 +465,7 @@ def test_autocast_over_adapters_has_a_half_precision_base():
 
 
 def test_a_plan_of_trls_trainer_has_no_logits():
-    asked = dict(seq_len=2048, method="full", optims=("adamw_torch_fused",), checkpointing=(True,))
+    asked = dict(seq_len=2048, method="full", optims=("adamw_torch_fused",), checkpointing=(True,), liger=False)
     plain, fused = (
         plan("qwen3-0.6b", "RTX 4090", **asked, trainer=name, confirm=False).best.recipe
         for name in ("transformers", "sft")

@@ -102,7 +102,7 @@ def samples(trainer: str) -> list[dict]:
 
 def written(base: str, folder: Path, sharding: Sharding | None = None, **asked) -> tuple:
     """The recipe of the program that the plan's best answer, or the same with `sharding`, was written as; its files."""
-    found = plan(base, "A100 80GB", **{**ASKED, **asked})
+    found = plan(base, "A100 80GB", **{"liger": False, **ASKED, **asked})  # Triton compiles for no CPU
     choice = found.best
     if sharding:
         choice = dataclasses.replace(choice, recipe=choice.recipe.replace(sharding=sharding))
@@ -111,6 +111,20 @@ def written(base: str, folder: Path, sharding: Sharding | None = None, **asked) 
     files = found.write(folder / "train.py", choice)
     assert is_ours(files[0]), "or the next plan would not replace it"
     return choice.recipe, files
+
+
+def test_ligers_kernels_are_on_where_there_is_a_card(base, tmp_path):
+    recipe, files = written(base, tmp_path, liger=True, method="lora")
+    program = files[0].read_text()
+    assert recipe.use_liger_kernel and "use_liger_kernel=torch.cuda.is_available()," in program
+    assert "liger-kernel==" in program and "peft==" in program
+
+
+def test_a_program_asks_simulate_of_what_formulas_do_not_know(base, tmp_path):
+    recipe, _ = written(base, tmp_path, method="lora", lora={"r": 4, "use_dora": True}, packing=True)
+    assert recipe.lora.use_dora
+    assert "needed = simulate(recipe).peak.total" in (tmp_path / "train.py").read_text()
+    run_script(tmp_path, "--watch", watched=2)
 
 
 def assert_trained(folder: Path, recipe) -> None:

@@ -186,7 +186,8 @@ class Account:
         sections = [s for model in (self.m, *(model for model, _ in self.passes)) for s in model.sections]
         for e in dict.fromkeys(self.m.events):
             inside = (s for s in sections if s.begin <= e.birth < s.end or s.top <= e.birth < s.bottom)
-            yield 1 + sum(section.more for section in inside), e
+            times = 1 + sum(section.more for section in inside)
+            yield times + sum(more for begin, end, more in self.m.repeats if begin <= e.birth < end), e
 
 
 def kept_account(recipe: Recipe, chip: Chip) -> Account:

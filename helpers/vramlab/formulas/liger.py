@@ -56,8 +56,11 @@ def _chunks(m: Operators, x: Tensor, weight: Parameter, chunk: int) -> None:
     """Make the logits of `chunk` tokens and, in their place, the gradients; later ones are like the second."""
     h, vocabulary, width = x.shape[-1], weight.shape[0], m.autocast or x.width
     tensor_cores = width == HALF and m.chip.capability >= (8, 0)  # then the product is added where the gradient is
-    rows = prod(x.shape[:-1])
-    for _ in range(min(-(-rows // chunk), 2)):
+    chunks = -(-prod(x.shape[:-1]) // chunk)
+    if weight.needs:  # each chunk's share is added to its gradient in place
+        m.rewritten += chunks * h * vocabulary * weight.width
+    for i in range(min(chunks, 2)):
+        begin = len(m.events)
         given = ((chunk, h), x.width), (weight.shape, weight.width)
         casts = [m.tensor("to", shape, width) for shape, own in given if own != width]
         logits = m.block("mm", (chunk, vocabulary), width)
@@ -68,3 +71,5 @@ def _chunks(m: Operators, x: Tensor, weight: Parameter, chunk: int) -> None:
         if weight.needs and not tensor_cores:
             m.block("mm", weight.shape, width)
         del logits
+        if i:
+            m.repeats.append((begin, len(m.events), chunks - 2))

@@ -35,6 +35,8 @@ class Model(Layer):
         super().__init__(recipe, parameters, chip)
         # of layers that stand for `more` others: events that `begin` and `end` forward, and at `top` and `bottom` of backward
         self.sections: list[SimpleNamespace] = []
+        self.rewritten = 0  # bytes that operators write over what is there, for which there is no event
+        self.repeats: list[tuple[int, int, int]] = []  # (first event, last event, how many more are like these)
         self.leaves: list[Leaf] = []  # which the graph holds, and so the loss, as long as the loop keeps that
         self.embeddings = [name for name, kind in recipe.shape.layout.modules if kind == "embedding"]
 

@@ -88,20 +88,38 @@ def _changes(recipe: Recipe) -> Iterator[tuple[dict[str, Any], bool]]:
 
 
 def advise(question: Question) -> Iterator[str]:
-    """The least change of each kind that makes something fit: method, offload, sequences, GPUs, card. Of recipes that
-    differ in checkpointing alone, only the lighter is tried."""
+    """The least change of each kind that makes something fit: method, trainer, offload, sequences, GPUs, card. Of recipes
+    that differ in checkpointing alone, only the lighter is tried. Where a rule refused all, no memory is missing, and what
+    is under another rule comes alone."""
     question = dataclasses.replace(question, checkpointing=max(question.checkpointing))
+    refused, found = not Search(question).candidates, False
+    for changes in _under_other_rules(question):
+        for said in _first_fit(question, changes):
+            found = True
+            yield said
+    if refused and found:
+        return
     for changes in _wider(question):
-        for change in changes:
-            with contextlib.suppress(RecipeError):
-                if recipe := Search(dataclasses.replace(question, **change)).any_fit():
-                    yield f"{', '.join(f'{name}={value!r}' for name, value in change.items())} fits: {recipe}"
-                    break
+        yield from _first_fit(question, changes)
+
+
+def _first_fit(question: Question, changes: list[dict[str, Any]]) -> Iterator[str]:
+    """The first of `changes` that makes something fit, and what."""
+    for change in changes:
+        with contextlib.suppress(RecipeError):
+            if recipe := Search(dataclasses.replace(question, **change)).any_fit():
+                yield f"{', '.join(f'{name}={value!r}' for name, value in change.items())} fits: {recipe}"
+                return
+
+
+def _under_other_rules(question: Question) -> Iterator[list[dict[str, Any]]]:
+    """For each kind of change that another method's or trainer's rules come with, the fields that it changes."""
+    yield [{"method": method} for method in ("lora", "qlora") if question.method not in ("any", method)]
+    yield [{"trainer": "transformers"}] if question.trainer == "sft" else []
 
 
 def _wider(question: Question) -> Iterator[list[dict[str, Any]]]:
     """For each kind of change the fields that it changes, the least change first."""
-    yield [{"method": method} for method in ("lora", "qlora") if question.method not in ("any", method)]
     yield [] if question.offload else [{"offload": True}]
     if question.plain.shape.task != "image-classification":
         yield [{"seq_len": n} for i in range(1, 32) if (n := question.plain.seq_len >> i) >= SHORTEST]

@@ -14,7 +14,7 @@ import json
 import os
 import textwrap
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -24,14 +24,16 @@ from ..recipe.recipe import Recipe
 from ..report import __version__
 from ..report.errors import RecipeError
 from ..report.files import NOT_OURS, is_ours, write_files
-from ..report.report import encode, format_bytes, text_table
+from ..report.report import GiB, encode, format_bytes, text_table
 from .changes import advise
 from .plan_script import scripts, words
 from .question import Question
 from .search import Choice, Search
+from .search_space import to_install
 from .step_time import walk
 
 WIDTH = 80  # characters of a line in a terminal
+LEAST_SAVED = 0.9  # packing is worth naming where an epoch takes at most so much of its time
 COLUMNS = "peak: GiB of all tensors; process: with CUDA's own; at most: its upper end"
 MEANING = {
     "safe": "fits at the highest figures seen of allocator and context",
@@ -53,6 +55,7 @@ class Plan:
     choices: tuple[Choice, ...]  # the best recipe of each method that fits, the best of them first (`search.WAYS`)
     better: tuple[Choice, ...] = ()  # of each method, what is faster and at most 2 GiB short, or else the lightest
     advice: tuple[str, ...] = ()  # when nothing fits, what would: one computed sentence each
+    refused: dict[str, tuple[str, ...]] = field(default_factory=dict)  # by method without any recipe: the rules
     considered: int = 0  # recipes in the space
     predicted: int = 0  # how many of them were predicted
     notes: tuple[str, ...] = ()  # what to know about the question itself
@@ -122,7 +125,9 @@ class Plan:
         lines += [f"{q['model']}, {q['seq_len']:,} tokens, global batch {q['global_batch']}, on {self._cards}, {room}"]
         lines += ["", self.table(), ""] if self.choices else [f"Nothing {q['tier'] or ''} fits.".replace("  ", " ")]
         lines += [self._lacking(better) for better in self.better]
+        lines += [f"{method}: no recipe, because {'; '.join(rules)}" for method, rules in self.refused.items()]
         lines += [f"- {advice}" for advice in self.advice]
+        lines += [_costs(choice) for choice in self.choices if choice.without]
         noted = [(choice.method, note) for choice in self.choices for note in choice.notes]
         lines += [f"{method}: {note}" for method, note in noted] + [f"note: {note}" for note in self.notes]
         if self.choices:
@@ -130,6 +135,8 @@ class Plan:
             lines += [f"{tier}: {MEANING[tier]}" for tier in dict.fromkeys(choice.tier for choice in self.choices)]
             said = " ".join(words(choice.recipe) for choice in self.choices)
             lines += [f"{word}: {meaning}" for word, meaning in WORDS.items() if word in said]
+            packages = dict.fromkeys(name for choice in self.choices for name in to_install(choice.recipe))
+            lines += [f"to install: {', '.join(packages)}"] if packages else []
             lines.append(f"{self._sources()}; speed {self.choices[0].time.basis.split(':')[0]}")
         return "\n".join(line if "\n" in line else _wrapped(line) for line in lines)
 
@@ -149,6 +156,8 @@ class Plan:
         now = next((choice for choice in self.choices if choice.method == better.method), None)
         said = (f" to be {now.tier}" if now else "") + (f" ({better.tier} as it is)" if better.tier else "")
         rate, lacks = f"{better.time.tokens_per_second:,.0f} tokens/s", format_bytes(better.over, digits=2)
+        if now is None:
+            return f"{better.method}: the nearest lacks {lacks}{said}: {_short(better.recipe)}"
         return f"{better.method} at {rate} lacks {lacks}{said}: {_short(better.recipe)}"
 
 
@@ -171,6 +180,8 @@ def plan(model: object, gpu: str | Gpu | None = None, gpus: int = 1, *, confirm:
     answers = search.answers(confirm)
     choices = [_with_epoch(found.choice(), question) for found, _ in answers.values() if found]
     choices.sort(key=lambda choice: choice.order)
+    tried = {candidate.method for candidate in search.candidates}
+    refused = {method: _rules(found) for method, found in search.refused.items() if method not in tried}
     better = [(search.better(method, tier, found), tier) for method, (found, tier) in answers.items()]
     asked = {"model": question.plain.name, "gpu": question.gpu.name, "seq_len": question.plain.seq_len}
     same = ("gpus", "global_batch", "method", "tier", "expandable_segments", "packing")
@@ -180,10 +191,19 @@ def plan(model: object, gpu: str | Gpu | None = None, gpus: int = 1, *, confirm:
         choices=tuple(choices),
         better=tuple(found.choice(tier) for found, tier in better if found),
         advice=() if choices else tuple(advise(question)),
+        refused=refused,
         considered=len(search.candidates),
         predicted=search.predicted,
         notes=tuple(_notes(question, choices)),
     )
+
+
+def _rules(refused: list[str]) -> tuple[str, ...]:
+    """Each rule that left nothing to try once, but for those that a variant of the same recipe keeps; what formulas do
+    not know only where no library's rule is in the way."""
+    rules = dict.fromkeys(rule for rule in refused if not rule.startswith("quantization.prepare"))
+    of_libraries = [rule for rule in rules if not rule.endswith("ask simulate")]
+    return tuple(of_libraries or rules)
 
 
 def _with_epoch(choice: Choice, question: Question) -> Choice:
@@ -196,6 +216,15 @@ def _with_epoch(choice: Choice, question: Question) -> Choice:
     kept = enumerate(min(length, longest) for length in question.lengths)
     width = sum(n * (((i + 1) / count) ** drawn - (i / count) ** drawn) for i, n in kept)
     return dataclasses.replace(choice, epoch=choice.time.seconds * count / question.global_batch * width / longest)
+
+
+def _packed(choice: Choice, question: Question) -> str:
+    """What an epoch of `choice` would take with packed rows, where padding is a tenth of them or more; else ""."""
+    whole = dataclasses.replace(question, packing=True)
+    seconds = _with_epoch(choice, whole).epoch
+    if question.packing or seconds > LEAST_SAVED * choice.epoch:
+        return ""
+    return f"packing (--packing) would make an epoch of {choice.method} {choice.epoch / seconds:.1f} times as fast"
 
 
 def _notes(question: Question, choices: list[Choice]) -> Iterator[str]:
@@ -212,11 +241,19 @@ def _notes(question: Question, choices: list[Choice]) -> Iterator[str]:
         cut, middle = sum(length > question.plain.seq_len for length in lengths), lengths[len(lengths) // 2]
         rest = f"; {cut:,} are cut to {question.plain.seq_len:,}" if cut else ""
         yield f"data: {len(lengths):,} samples of {lengths[0]:,} to {lengths[-1]:,} tokens, median {middle:,}{rest}"
+        if choices and question.plain.trainer in ("transformers", "sft") and (better := _packed(choices[0], question)):
+            yield better
 
 
 def _wrapped(line: str, indent: str = "    ") -> str:
     """The line in pieces of at most WIDTH characters, all but the first indented."""
     return textwrap.fill(line, WIDTH, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
+
+
+def _costs(choice: Choice) -> str:
+    """What leaving out each switch of a choice would add to its peak."""
+    added = [f"{name} {size / GiB:+.2f}" for name, size in choice.without.items()]
+    return f"{choice.method} without: {', '.join(added)} GiB"
 
 
 def _short(recipe: Recipe) -> str:

@@ -24,6 +24,7 @@ from ..recipe.options import TRL, LoRA
 from ..recipe.recipe import Recipe
 from ..report.errors import RecipeError, needing
 from ..report.report import installed, repository
+from .search_space import counted_as, to_install
 from .source_text import Code, docstring, identifier, literal
 
 TEMPLATES = Path(__file__).parent / "templates"
@@ -31,7 +32,8 @@ TEMPLATES = Path(__file__).parent / "templates"
 # preferences are learned). By module: what a program may import.
 PROGRAMS = json.loads((TEMPLATES / "programs.json").read_text(encoding="utf-8"))
 ADAPTERS_TIMES = 10  # the learning rate of full training (chapter 05)
-TESTED = ("torch", "transformers", "accelerate", "datasets", "peft", "trl", "bitsandbytes", "deepspeed")
+OPTIONAL = ("peft", "trl", "bitsandbytes", "deepspeed", "liger-kernel")
+TESTED = ("torch", "transformers", "accelerate", "datasets", *OPTIONAL)
 PER_NODE = 8  # GPUs
 
 
@@ -73,6 +75,7 @@ def scripts(recipe: Recipe, name: str, planned: dict[str, Any]) -> dict[str, str
         arguments_class=arguments_class(recipe).__name__,
         arguments=arguments,
         unseen=_unseen(recipe),
+        witness=Code("predict" if counted_as(recipe) is recipe else "simulate"),
         adapters=_adapters(recipe) if lora else {},
         # TRL's trainers give the model its adapters themselves, in PEFT's default dtype
         gives_adapters=recipe.trainer in TRL and lora and (lora.autocast_adapter_dtype or recipe.quantization),
@@ -122,10 +125,8 @@ def _shell_word(value: Any) -> str:
 
 def _pins(recipe: Recipe) -> list[str]:
     """What pip is to install, with the versions that are installed here; vramlab itself only where it is installed."""
-    used: dict[str, Any] = {"peft": recipe.lora, "trl": recipe.trainer in TRL}
-    used["bitsandbytes"] = recipe.quantization or "bit" in recipe.optim
-    used["deepspeed"] = recipe.sharding and recipe.sharding.engine == "deepspeed"
-    versions = {name: installed(name) for name in TESTED if used.get(name, True)}
+    needed = [name for name in TESTED if name not in OPTIONAL] + [*to_install(recipe)]
+    versions = {name: installed(name) for name in TESTED if name in needed}
     pins = [f"{name}=={version.partition('+')[0]}" if version else name for name, version in versions.items()]
     return ["psutil", *pins, *(f"git+{address}" for address in [repository()] if address)]
 
@@ -163,6 +164,8 @@ def _arguments(recipe: Recipe) -> tuple[dict[str, Any], dict[str, Any]]:
         config["zero_optimization"] = config["zero_optimization"] | {"stage3_gather_16bit_weights_on_model_save": True}
     if "fsdp_config" in found:  # one rank reads the weights, the others get their shards from it
         config = config | {"cpu_ram_efficient_loading": True, "state_dict_type": "FULL_STATE_DICT"}
+    if "use_liger_kernel" in found:  # Triton compiles for no CPU
+        found["use_liger_kernel"] = Code("torch.cuda.is_available()")
     if "max_length" in found:
         found["max_length"] = Code("TOKENS")
     return found, config

@@ -8,7 +8,7 @@ from typing import Any
 
 from ..formulas.fused_head import with_its_adapters
 from ..hardware.gpu import Gpu, current_device, find_gpu, gpu_names
-from ..recipe import lora_modules
+from ..recipe import liger, lora_modules
 from ..recipe.knobs import documented, knob, knobs, same_knob
 from ..recipe.options import LoRA
 from ..recipe.recipe import ATTENTION, LEAST_BATCH, OPTIMIZERS, PRECISIONS, Recipe
@@ -19,6 +19,8 @@ from ..report.report import TIERS
 METHODS = ("full", "lora", "qlora")
 UNITS = {"": 1, "mb": 10**6, "gb": 10**9, "mib": 1 << 20, "gib": 1 << 30, "tib": 1 << 40}
 OPTIMS = ("adamw_torch_fused", "adamw_torch", "adamw_bnb_8bit", "paged_adamw_8bit")  # AdamW in four implementations
+# Triton's README, "Supported Hardware": NVIDIA GPUs of compute capability 8.0 and more, since Triton 3.3 (torch 2.7)
+LIGER_SINCE = (8, 0)
 ENGINES = ("ddp", "fsdp", "deepspeed")
 RANK = LoRA(r=16, lora_alpha=32, target_modules="all-linear")  # all linear layers: Dettmers et al. 2023, section 4
 
@@ -44,6 +46,7 @@ class Question:
     checkpointing: tuple[bool, ...] = knob((False, True), choices=(False, True), many=True)
     engines: tuple[str, ...] = knob(ENGINES, choices=ENGINES, many=True)
     offload: bool = knob(True)
+    liger: bool = knob(True)
     lora: LoRA = knob(RANK)
     task: str | None = same_knob(Recipe, "task")
     num_layers: int | None = None
@@ -117,6 +120,13 @@ class Question:
         if not enough:
             raise RecipeError("memory", self.memory, "no card of the table has so much: name the GPU")
         return min(enough, key=lambda card: (card.memory_gb, card.total, card.name))
+
+    def liger_is_possible(self) -> bool:
+        """Whether Liger's kernels are known for the model and run on the card. TRL's trainers make no logits without
+        them, and deprecate them (trl 1.16); on several cards the formulas do not know them."""
+        known = liger.FAMILIES.get(self.plain.shape.family) and self.plain.shape.task == "causal-lm"
+        alone = self.gpus == 1 and self.plain.trainer == "transformers"
+        return bool(self.liger and known and alone and self.gpu.compute_capability >= LIGER_SINCE)
 
     def lengths_of(self, size: int) -> tuple[int, ...] | None:
         """The highest padded micro-batch of `size` samples: the longest, and a shorter one; None where none is padded."""

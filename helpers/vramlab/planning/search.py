@@ -12,7 +12,7 @@ import signal
 import sys
 import threading
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache, cached_property
 
 from ..formulas import reserved
@@ -25,7 +25,17 @@ from ..report.errors import RecipeError, VramLabError, needing
 from ..report.report import TIERS, GiB, Interval, Report
 from ..training.quiet import no_collection
 from .question import Question
-from .search_space import families, held_bytes, least_bytes, method_of, micro_batches, notes_on, with_micro_batch
+from .search_space import (
+    counted_as,
+    families,
+    held_bytes,
+    least_bytes,
+    method_of,
+    micro_batches,
+    notes_on,
+    with_micro_batch,
+    without_switches,
+)
 from .step_time import StepTime, estimate, step_time
 
 NEAR, FASTER = 2 * GiB, 0.95  # a better recipe is worth naming if it lacks at most so much, and takes less of the time
@@ -47,6 +57,7 @@ class Choice:
     over: int = 0  # bytes that it lacks in the tier asked for
     notes: tuple[str, ...] = ()  # what to know before choosing it
     epoch: float | None = None  # seconds of one over the data set, where its lengths are known
+    without: dict[str, int] = field(default_factory=dict)  # by switch that is on: bytes that leaving it out adds
     unsimulated: str = ""  # why the formulas answer where a simulation was asked for
 
     @property
@@ -61,10 +72,18 @@ class Choice:
 
 
 class Candidate:
-    """One recipe of the space; its figures are computed when they are first asked for."""
+    """One recipe of the space; its figures are computed when they are first asked for.
+
+    Where formulas do not know its adapters, plain ones stand for them until it is simulated, and only then it fits.
+    """
 
     def __init__(self, question: Question, recipe: Recipe, family: int):
         self.question, self.recipe, self.family, self.method = question, recipe, family, method_of(recipe)
+        counted = counted_as(recipe)
+        self.must_be_simulated = counted is not recipe
+        self.rows = [counted]  # what its micro-batches may be: of one length, or padded
+        if lengths := question.lengths_of(recipe.batch_size):
+            self.rows.append(unchecked(counted, lengths=lengths))
         self.kind = self.method, _offloads(recipe)
         self.simulated: Report | None = None
         self.tried, self.unsimulated = False, ""
@@ -72,8 +91,8 @@ class Candidate:
     @cached_property
     def rank(self) -> tuple:
         """Sort key, smallest for the fastest to three digits (the rest is noise), then for the simplest family and the
-        larger micro-batch."""
-        seconds = sum(estimate(self.recipe, self.question.gpu, self.question.link).values())
+        larger micro-batch. Rows are padded, unless they cannot be."""
+        seconds = sum(estimate(self.rows[-1], self.question.gpu, self.question.link).values())
         return float(f"{seconds:.3g}"), self.family, -self.recipe.batch_size
 
     def bound(self, tier: str) -> int:
@@ -86,7 +105,7 @@ class Candidate:
 
     @cached_property
     def _held(self) -> int:
-        return held_bytes(self.recipe, self.question.gpu.chip)
+        return held_bytes(self.rows[0], self.question.gpu.chip)
 
     @cached_property
     def report(self) -> Report | None:
@@ -94,12 +113,10 @@ class Candidate:
 
         Of rows of one length and padded ones, which need a mask, those that take more; `recipe` says which.
         """
-        rows = [self.recipe]
-        if lengths := self.question.lengths_of(self.recipe.batch_size):
-            rows.append(unchecked(self.recipe, lengths=lengths))
         with contextlib.suppress(RecipeError):
-            found = [(predict(recipe, self.question.gpu), recipe) for recipe in rows]
-            report, self.recipe = max(found, key=lambda pair: pair[0].peak.total)
+            found = [(predict(recipe, self.question.gpu), recipe.lengths) for recipe in self.rows]
+            report, lengths = max(found, key=lambda pair: pair[0].peak.total)
+            self.recipe = unchecked(self.recipe, lengths=lengths)
             return report
         return None
 
@@ -116,8 +133,11 @@ class Candidate:
         return Interval(needs.low + more, needs.value + more, needs.high + more)
 
     def over(self, tier: str) -> float:
-        """Bytes that it lacks in `tier`, negative where it fits; infinite without a prediction."""
-        return getattr(self.interval, TIERS[tier]) - self.question.usable if self.report else math.inf
+        """Bytes that it lacks in `tier`, negative where it fits; infinite without a prediction, or a simulation that it
+        needs."""
+        if self.report is None or (self.must_be_simulated and self.tried and not self.simulated):
+            return math.inf
+        return getattr(self.interval, TIERS[tier]) - self.question.usable
 
     def fits(self, tier: str) -> bool:
         return self.bound(tier) <= self.question.usable and self.over(tier) <= 0
@@ -139,11 +159,19 @@ class Candidate:
     def choice(self, tier: str | None = None) -> Choice:
         """It as an answer; `tier`: the one in which bytes are missing, if any are."""
         found = next((name for name in TIERS if self.fits(name)), "")
-        time = step_time(self.recipe, self.question.gpu, self.question.link)
+        time = step_time(self.rows[-1], self.question.gpu, self.question.link)
         report, over = self.simulated or self.report, self.over(tier or found or "tight")
-        notes = tuple(notes_on(self.recipe))
-        lacks = max(0, int(over))
-        return Choice(self.recipe, report, time, self.interval, found, lacks, notes, unsimulated=self.unsimulated)
+        return Choice(
+            recipe=self.recipe,
+            report=report,
+            time=time,
+            needs=self.interval,
+            tier=found,
+            over=max(0, int(over)),
+            notes=tuple(notes_on(self.recipe)),
+            without=without_switches(self.recipe, self.question.gpu),
+            unsimulated=self.unsimulated,
+        )
 
 
 class Search:
@@ -151,8 +179,10 @@ class Search:
 
     def __init__(self, question: Question):
         self.question, batches = question, micro_batches(question)
-        ways = enumerate(family for method in question.methods for family in families(question, method))
-        every = self.candidates = [Candidate(question, with_micro_batch(way, n), i) for i, way in ways for n in batches]
+        self.refused: dict[str, list[str]] = {method: [] for method in question.methods}  # why there are no others
+        ways = [family for method in self.refused for family in families(question, method, self.refused[method])]
+        sizes = [(way, i, size) for i, way in enumerate(ways) for size in batches]
+        every = self.candidates = [Candidate(question, with_micro_batch(way, size), i) for way, i, size in sizes]
         self.ordered = cache(lambda kind: sorted((c for c in every if c.kind == kind), key=lambda c: c.rank))
         # Memory is least at either end: the whole batch at once accumulates no gradients.
         self.ends = [one for one in every if one.recipe.batch_size in (batches[0], batches[-1])]
@@ -165,7 +195,8 @@ class Search:
     def answers(self, confirmed: bool) -> dict[str, tuple[Candidate | None, str]]:
         """By method its answer; if `confirmed` each is simulated, and must fit then too."""
         found = {method: self.answer(method) for method in self.question.methods}
-        if confirmed and (candidates := [candidate for candidate, _ in found.values() if candidate]):
+        candidates = [candidate for candidate, _ in found.values() if candidate and not candidate.tried]
+        if confirmed and candidates:
             confirm(candidates)
             found = {method: self.answer(method, confirmed) for method in found}
         return found
@@ -174,27 +205,41 @@ class Search:
         """The fastest recipe that fits and the tier it does in: of the first of `WAYS` asked for that has one."""
         for offload, tier in WAYS:
             for found in self.ordered((method, offload)) if tier in self.question.tiers else ():
-                if found.fits(tier) and confirmed and not found.tried:
+                if found.fits(tier) and (confirmed or found.must_be_simulated) and not found.tried:
                     confirm([found])
                 if found.fits(tier):
                     return found, tier
         return None, self.question.tiers[-1]
 
     def better(self, method: str, tier: str, answer: Candidate | None) -> Candidate | None:
-        """What is faster than `answer`, or without one any recipe, and lacks the least in `tier`, at most NEAR."""
-        if answer:
-            chosen = [c for c in self.ordered(answer.kind) if c.rank[0] < answer.rank[0] * FASTER]
-        else:
-            chosen = [c for c in self.ends if c.method == method]
+        """What is faster than `answer` and lacks the least in `tier`, at most NEAR; without an answer what lacks least."""
+        if answer is None:
+            return self.nearest(method, tier)
+        chosen = [c for c in self.ordered(answer.kind) if c.rank[0] < answer.rank[0] * FASTER]
         near = [c for c in chosen if c.bound(tier) <= self.question.usable + NEAR and 0 < c.over(tier) <= NEAR]
         return min(near, key=lambda c: (c.over(tier), c.rank), default=None)
+
+    def nearest(self, method: str, tier: str) -> Candidate | None:
+        """What lacks the least in `tier` though nothing of the method fits."""
+        best, least = None, math.inf
+        for found in sorted((c for c in self.ends if c.method == method), key=lambda c: c.bound(tier)):
+            if found.bound(tier) - self.question.usable > least:
+                break
+            if 0 < found.over(tier) < least:
+                best, least = found, found.over(tier)
+        return best
 
     def any_fit(self) -> Recipe | None:
         """One of the lightest recipes that fit, without offload if there is one; None if none fits."""
         tier, usable = self.question.tiers[0], self.question.usable
         ends = [c for c in self.ends if least_bytes(c.recipe) <= usable]
         ends.sort(key=lambda c: (c.kind[1], c.bound(tier)))
-        return next((candidate.recipe for candidate in ends if candidate.fits(tier)), None)
+        for candidate in ends:
+            if candidate.fits(tier) and candidate.must_be_simulated:
+                confirm([candidate])
+            if candidate.fits(tier):
+                return candidate.recipe
+        return None
 
 
 @no_collection(before=False)

@@ -5,17 +5,23 @@ batch, so that micro-batch × accumulation × GPUs is always the global batch.
 """
 
 import contextlib
+import dataclasses
 import itertools
 from collections.abc import Iterator
+from functools import lru_cache
 from math import prod
+from typing import Any
 
 from ..formulas import model_states, shards
 from ..formulas.fused_head import with_its_adapters
+from ..formulas.predict import predict
 from ..hardware.gpu import Chip, Gpu
+from ..recipe import liger, lora_modules
 from ..recipe.knobs import unchecked
 from ..recipe.lora_modules import unquantized
-from ..recipe.options import HALF, Quantization, Sharding
-from ..recipe.recipe import Recipe
+from ..recipe.options import HALF, TRL, LoRA, Quantization, Sharding
+from ..recipe.recipe import LATER_OF_LORA, Recipe
+from ..recipe.shapes import Shape
 from ..report.errors import RecipeError
 from ..report.report import format_bytes
 from .question import Question
@@ -40,13 +46,16 @@ def micro_batches(question: Question) -> tuple[int, ...]:
     return tuple(n for n in range(samples, least - 1, -1) if samples % n == 0)
 
 
-def families(question: Question, method: str) -> Iterator[Recipe]:
-    """Every way to train by `method`, the simpler ones first, with the largest micro-batch."""
+def families(question: Question, method: str, refused: list[str] | None = None) -> Iterator[Recipe]:
+    """Every way to train by `method`, the simpler ones first, with the largest micro-batch; why others are none is added
+    to `refused`."""
+    refused = [] if refused is None else refused
     flash = "sdpa" not in question.attention and question.gpu.compute_capability >= (8, 0)  # sdpa takes it by itself
     kernels = (name for name in question.attention if name != "flash_attention_2" or flash)
     prepares = (True, False) if question.gpus == 1 else (False,)  # prepared shards would have two dtypes in one unit
     bases = [Quantization("nf4", double, prepare=prepare) for prepare in prepares for double in (False, True)]
     options = {
+        "use_liger_kernel": (True, False) if question.liger_is_possible() else (False,),
         "sharding": tuple(_shardings(question)),
         "gradient_checkpointing": question.checkpointing,
         "optim": question.optims,
@@ -59,13 +68,36 @@ def families(question: Question, method: str) -> Iterator[Recipe]:
         chosen = dict(zip(options, values, strict=True))
         if not _runs(chosen["optim"], chosen["quantization"], chosen["sharding"], chosen["precision"]):
             continue
+        if chosen["use_liger_kernel"] and chosen["sharding"]:
+            continue  # the formulas do not know it
         if method == "lora" and (half := HALF.get(chosen["precision"].removesuffix("-mixed"))):
             chosen["dtype"] = half  # autocast over a frozen fp32 base would cast it anew in every step
-        with contextlib.suppress(RecipeError):  # the model, the base or the trainer cannot have it
+        try:  # the model, the base or the trainer cannot have it
             family = question.plain.replace(**fixed, **chosen)
             with_its_adapters(family)
-            if question.host_memory is None or host_bytes(family) <= question.host_memory:
-                yield family
+        except RecipeError as error:
+            refused.append(f"{error.field} {error.value!r}: {error.allowed}")
+            continue
+        if question.host_memory is None or host_bytes(family) <= question.host_memory:
+            yield family
+        else:
+            refused.append(f"what may move to the host is more than its {format_bytes(question.host_memory, digits=2)}")
+
+
+def counted_as(recipe: Recipe) -> Recipe:
+    """The recipe by which formulas count: adapters that they do not know stand as plain ones on all linear layers."""
+    lora = recipe.lora
+    if lora is None or not _is_unknown(recipe.shape, lora):
+        return recipe
+    plain = dataclasses.replace(lora, target_modules="all-linear", **dict.fromkeys(LATER_OF_LORA[:2], False))
+    return unchecked(recipe, lora=dataclasses.replace(plain, target_parameters=None))
+
+
+@lru_cache(maxsize=64)
+def _is_unknown(shape: Shape, lora: LoRA) -> bool:
+    """Whether no formula knows these adapters."""
+    later = any(getattr(lora, name) for name in LATER_OF_LORA)
+    return later or lora_modules.differ_by_layer(shape, lora) or lora_modules.adapts_experts(shape, lora)
 
 
 def with_micro_batch(family: Recipe, size: int) -> Recipe:
@@ -114,6 +146,46 @@ def notes_on(recipe: Recipe) -> Iterator[str]:
         yield f"{sharding.offload} offloaded: {format_bytes(host_bytes(recipe), digits=0)} of host memory for all ranks"
     if sharding and sharding.world_size > 8:
         yield "more than 8 GPUs are several machines: say link=, the bytes a second of one GPU's network"
+
+
+def without_switches(recipe: Recipe, card: Gpu) -> dict[str, int]:
+    """Return by switch that is on in `recipe` what leaving it out adds to the predicted peak, in bytes."""
+    recipe, found = counted_as(recipe), {}
+    before = predict(recipe, card).peak.total
+    for name, fields in _switches(recipe):
+        with contextlib.suppress(RecipeError):  # the trainer needs it, or the formulas do not know the recipe without
+            found[name] = predict(recipe.replace(**fields), card).peak.total - before
+    return found
+
+
+def _switches(recipe: Recipe) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The name of each switch that is on, and the fields that leave it out."""
+    if recipe.use_liger_kernel:
+        yield "Liger's kernels", {"use_liger_kernel": False}
+    if recipe.gradient_checkpointing:
+        yield "checkpointing", {"gradient_checkpointing": False}
+    if recipe.activation_offloading:
+        yield "offloaded activations", {"activation_offloading": False}
+    if "8bit" in recipe.optim:
+        yield "8-bit states", {"optim": "adamw_torch_fused"}
+    if recipe.quantization and recipe.quantization.double:
+        yield "double quantization", {"quantization": dataclasses.replace(recipe.quantization, double=False)}
+    if recipe.quantization and recipe.lora:
+        yield "the 4-bit base", {"quantization": None, "dtype": recipe.weights_dtype}
+
+
+def to_install(recipe: Recipe) -> Iterator[str]:
+    """Return what `recipe` needs that a plain Trainer does not, as pip knows it."""
+    if liger.kernels(recipe):
+        yield "liger-kernel"
+    if recipe.lora:
+        yield "peft"
+    if recipe.quantization or "bit" in recipe.optim:
+        yield "bitsandbytes"
+    if recipe.trainer in TRL:
+        yield "trl"
+    if recipe.sharding and recipe.sharding.engine == "deepspeed":
+        yield "deepspeed"
 
 
 def least_bytes(recipe: Recipe) -> int:

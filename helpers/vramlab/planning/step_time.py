@@ -21,9 +21,11 @@ from typing import NamedTuple
 
 from ..formulas.account import Account
 from ..formulas.fused_head import with_its_adapters
+from ..formulas.model_states import Settings
 from ..hardware.gpu import Chip, Gpu, GpuError, find_gpu
 from ..measurement.records import load, measurements_folder
-from ..recipe.options import FUSED, LoRA
+from ..recipe import liger
+from ..recipe.options import FUSED, LOOPS, LoRA
 from ..recipe.recipe import LEAST_BATCH, Recipe
 from ..recipe.shapes import Shape
 from ..report.errors import RecipeError
@@ -38,7 +40,6 @@ SHARES = {"matmuls": (UTILISATION, 0.70, 0.30), "memory": (BANDWIDTH, 1.0, 0.6),
 HIDDEN = (0.5, 1.0, 0.0)  # what part of the computing time hides communication, likewise
 WAITS = ("links", "host")
 FEW = 5  # records, below which their spread says little
-WALKED = "seq_len precision dtype gradient_checkpointing attn_implementation lora quantization trainer"
 ASSUMED = (
     f"uncalibrated: {UTILISATION:.0%} of the card's peak, {BANDWIDTH:.0%} of its bandwidth and {LAUNCH * 1e6:.0f} µs "
     "a kernel, as fitted to published runs on a T4; the interval takes 30 to 70 %, 60 to 100 % and 5 to 25 µs"
@@ -95,7 +96,7 @@ def estimate(recipe: Recipe, card: Gpu, link: float | None = None, which: int = 
     peak, memory, launch = (SHARES[name][which] for name in ("matmuls", "memory", "launches"))
     times, bandwidth = recipe.gradient_accumulation_steps, memory * _known(card, "bandwidth", card.bandwidth)
     walked = walk(recipe, card.chip)
-    products = operations(recipe, walked.fused).items()
+    products = operations(recipe, walked).items()
     parts = {
         "matmuls": times * sum(n / (peak * _known(card, form, card.flops(form))) for form, n in products),
         "memory": times * TRANSFERS * walked.written / bandwidth,
@@ -109,16 +110,17 @@ def estimate(recipe: Recipe, card: Gpu, link: float | None = None, which: int = 
     return parts
 
 
-def operations(recipe: Recipe, fused: bool) -> dict[str, int]:
+def operations(recipe: Recipe, walked: "Walk") -> dict[str, int]:
     """Format to floating-point operations of one micro-batch's matrix products.
 
     2 per weight and token (Kaplan et al. 2020, sec. 2.1) for each of: forward, backward to the input, backward to a trained
     weight, and recomputation: under checkpointing, and of TRL's fused head; and for passes without gradients. Attention
-    has 4 · tokens² per channel, of which a fused causal kernel does half. With a 4-bit base the head and the adapters
-    compute in fp32 unless autocast is on.
+    has 4 · tokens² per channel, of which a fused causal kernel does half where no mask is given to it. With a 4-bit base
+    the head and the adapters compute in fp32 unless autocast is on.
     """
     shape, lora, quantization = recipe.shape, recipe.lora, recipe.quantization
-    tokens, (body, head, channels) = recipe.sequences * recipe.seq_len, _sizes(shape)
+    body, head, channels = _sizes(shape)
+    tokens = recipe.tokens // recipe.gradient_accumulation_steps
     mixed, half = recipe.precision.endswith("-mixed"), recipe.precision[:4] in ("fp16", "bf16")
     form = base = recipe.precision[:4] if half else recipe.precision
     again, trained, more = int(recipe.gradient_checkpointing), int(lora is None), recipe.passes_without_gradients
@@ -131,10 +133,20 @@ def operations(recipe: Recipe, fused: bool) -> dict[str, int]:
     if lora:
         wide = not mixed and (lora.autocast_adapter_dtype or quantization)
         found["fp32" if wide else form] += 2 * tokens * _adapters(shape, lora) * (3 + again)
-    causal = 0.5 if fused and "lm" in shape.task and shape.task != "masked-lm" else 1
-    scores = int(4 * tokens * recipe.seq_len * channels * (3 + again + more) * causal)
-    found[form if fused or recipe.attn_implementation == "eager" else "fp32"] += scores  # "math" computes in fp32
+    causal = walked.fused and not walked.masked and "lm" in shape.task and shape.task != "masked-lm"
+    scores = int(4 * _pairs(recipe) * channels * (3 + again + more) * (0.5 if causal else 1))
+    # sdpa without a fused kernel ("math") computes in fp32
+    found[form if walked.fused or recipe.attn_implementation == "eager" else "fp32"] += scores
     return {name: n for name, n in found.items() if n}
+
+
+def _pairs(recipe: Recipe) -> int:
+    """Pairs of tokens of a micro-batch that attention compares: of each row, or of each sample where FlashAttention is
+    given their ends."""
+    if recipe.attn_implementation == "flash_attention_2" and recipe.is_ragged:
+        return sum(length**2 for length in recipe.samples)
+    rows, width = recipe.rows
+    return rows * recipe.sequences // recipe.batch_size * width**2
 
 
 @lru_cache(maxsize=512)
@@ -166,31 +178,46 @@ class Walk(NamedTuple):
     kept: int  # bytes of activations at the end of forward
     kernels: int  # how many operators there are
     fused: bool  # attention is one kernel
+    masked: bool  # it is given a mask
 
 
 def walk(recipe: Recipe, chip: Chip) -> Walk:
     """The walk of `recipe`, which depends on no optimizer, accumulation or sharding.
 
-    It is affine in the micro-batch (but for the rounding of blocks), so two walks give all.
+    Everything else that the account reads is read here too. Rows of one length are affine in the micro-batch (but for the
+    rounding of blocks), so two walks give all sizes. Samples of several lengths are not, nor are Liger's chunks, of which
+    there are about as many for a large micro-batch as for a small one: those are walked as they are.
     """
-    options = tuple((name, getattr(recipe, name)) for name in WALKED.split())
+    if recipe.is_ragged or liger.kernels(recipe):
+        return _walk(_walked(recipe, recipe.batch_size), chip)
     least = LEAST_BATCH.get(recipe.trainer, 1)
-    one, two = (_walk(recipe.shape, size, options, chip) for size in (least, least + 1))
-    bytes_ = (a + (b - a) * (recipe.batch_size - least) for a, b in zip(one[:2], two[:2], strict=True))
-    return Walk(*bytes_, one.kernels, one.fused)
+    one, two = (_walk(_walked(recipe, size), chip) for size in (least, least + 1))
+    more = recipe.batch_size - least
+    return Walk(
+        written=one.written + (two.written - one.written) * more,
+        kept=one.kept + (two.kept - one.kept) * more,
+        kernels=one.kernels,
+        fused=one.fused,
+        masked=one.masked,
+    )
+
+
+def _walked(recipe: Recipe, batch_size: int) -> Settings:
+    """`recipe` without what no walk depends on, with micro-batches of `batch_size` samples, as the key of a cache."""
+    same = {"optim": "sgd", "optim_args": None, "gradient_accumulation_steps": 1, "sharding": None}
+    return Settings(recipe, batch_size=batch_size, loop=LOOPS["trainer"], **same)
 
 
 @lru_cache(maxsize=4096)
-def _walk(shape: Shape, batch_size: int, options: tuple[tuple[str, object], ...], chip: Chip) -> Walk:
+def _walk(settings: Settings, chip: Chip) -> Walk:
     """The ledger of one micro-batch, each layer that it writes out counted as often as there are such layers."""
-    values = dict(options)
-    if shape.task == "image-classification":
-        values["seq_len"] = None
-    account = Account(with_its_adapters(Recipe(shape.config, batch_size, task=shape.task, **values)), chip)
+    account = Account(with_its_adapters(settings.recipe), chip)
     rows = [row for row in account.births() if (row[1].op, row[1].category) != ("sum", "workspace")]  # far too large
-    size, count = sum(times * entry.size for times, entry in rows), sum(times for times, _ in rows)
+    size = account.m.rewritten + sum(times * entry.size for times, entry in rows)
+    count = sum(times for times, _ in rows)
     fused = any(entry.op.endswith("_attention") for _, entry in rows)
-    return Walk(size, account.phases[2]["activations"], count, fused)
+    masked = any(entry.op == "mask" for _, entry in rows)
+    return Walk(size, account.phases[2]["activations"], count, fused, masked)
 
 
 def _known(card: Gpu, what: str, rate: float | None) -> float:
