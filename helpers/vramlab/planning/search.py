@@ -184,8 +184,13 @@ class Search:
         sizes = [(way, i, size) for i, way in enumerate(ways) for size in batches]
         every = self.candidates = [Candidate(question, with_micro_batch(way, size), i) for way, i, size in sizes]
         self.ordered = cache(lambda kind: sorted((c for c in every if c.kind == kind), key=lambda c: c.rank))
-        # Memory is least at either end: the whole batch at once accumulates no gradients.
-        self.ends = [one for one in every if one.recipe.batch_size in (batches[0], batches[-1])]
+        # Memory is least at either end: the whole batch at once accumulates no gradients. The second of two micro-batches
+        # alone is reduced as it comes, which saves a tied head's third gradient.
+        self.ends = [
+            one
+            for one in every
+            if one.recipe.batch_size in (batches[0], batches[-1]) or one.recipe.gradient_accumulation_steps == 2
+        ]
 
     @property
     def predicted(self) -> int:
