@@ -30,7 +30,7 @@ from typing import Any
 
 import vramlab
 
-from .answers import Check, Choice, Feedback, Function, Judge, Mistake, Number, Table
+from .answers import Check, Choice, Feedback, Function, Judge, Mistake, Number, Table, Unclear
 from .judges import same_tensor
 
 IMPORTS = {"vramlab": vramlab.__all__, "math": ["ceil", "floor", "log2", "sqrt"]}
@@ -102,8 +102,8 @@ class Imports(dict):
 def read_exercises(path: Path) -> dict[str, dict[str, Any]]:
     """The entries of a file by name, their text with names filled in and `check` made of what their kind needs."""
     stored = tomllib.loads(path.read_text(encoding="utf-8"))
-    imports = Imports({**IMPORTS, **stored.pop("imports", {})})
-    names = Names(stored.pop("names", {}), imports)
+    stored.pop("blanks", None)
+    names = _shared_names(stored)
     return {
         name: {
             "question": entry["question"].format_map(names),
@@ -113,6 +113,46 @@ def read_exercises(path: Path) -> dict[str, dict[str, Any]]:
             "check": KINDS[entry["kind"]](entry, names),
         }
         for name, entry in stored.items()
+    }
+
+
+def read_blanks(path: Path) -> dict[str, dict[str, Any]]:
+    """The blanks of a file by name: `solution`, `hints`, `own` (makes the course's piece), `check` and `mistakes`.
+
+    `mistakes` are pairs of a maker of a wrong piece and the condition whose sentence it has to be told.
+    """
+    stored = tomllib.loads(path.read_text(encoding="utf-8"))
+    blanks = stored.pop("blanks", {})
+    names = _shared_names(stored)
+    return {name: _blank(name, entry, names) for name, entry in blanks.items()}
+
+
+def _shared_names(stored: dict[str, Any]) -> Names:
+    """The names of a file; takes `[imports]` and `[names]` out of it."""
+    imports = Imports({**IMPORTS, **stored.pop("imports", {})})
+    return Names(stored.pop("names", {}), imports)
+
+
+def _blank(name: str, entry: Mapping[str, Any], names: Names) -> dict[str, Any]:
+    def make(source: str) -> Any:
+        written: dict[str, Any] = {}
+        exec(entry.get("needs", "") + "\n" + source, written)
+        return written[name]
+
+    solution = entry["solution"].strip("\n")
+    mistakes = []
+    for condition in entry["conditions"]:
+        for old, new in condition["mistakes"]:
+            if old not in solution:
+                raise ValueError(f"blank {name}: its solution has no text {old!r} to make a mistake of.")
+            mistakes.append((partial(make, solution.replace(old, new)), condition["says"]))
+    conditions = [(condition["must"], condition["says"]) for condition in entry["conditions"]]
+    return {
+        "solution": solution,
+        "hints": tuple(entry["hints"]),
+        "own": partial(make, solution),
+        "check": _conditions({**entry, "conditions": conditions}, names),
+        "mistakes": mistakes,
     }
 
 
@@ -168,6 +208,8 @@ def _holds(condition: str, known: Names) -> bool:
     """Whether a condition is true; where the answer makes it fail, it is not."""
     try:
         return bool(known.evaluate(condition))
+    except Unclear:  # the check says what it says
+        raise
     except Exception:
         return False
 

@@ -98,7 +98,7 @@ def check(name: str, answer: Any = None) -> bool:
     unknown exercise.
     """
     feedback = judge(find(name), answer)
-    print(_wrapped(f"{name}: {feedback}"))
+    print(wrapped(f"{name}: {feedback}"))
     if feedback.right:
         _passed.add(name)
     return feedback.right
@@ -109,10 +109,10 @@ def hint(name: str) -> None:
     exercise = find(name)
     given = _hints_given[name] = _hints_given.get(name, 0) + 1
     if given <= 2:
-        print(_wrapped(f"{name}, hint {given} of 2: {exercise.hints[given - 1]}"))
+        print(wrapped(f"{name}, hint {given} of 2: {exercise.hints[given - 1]}"))
     else:
         where = f"notebooks/solutions, chapter {name.split('.')[0]}"
-        print(_wrapped(f"{name}: those were both hints. The solution is in {where}."))
+        print(wrapped(f"{name}: those were both hints. The solution is in {where}."))
 
 
 def certificate(number: str, name: str) -> bool:
@@ -123,7 +123,7 @@ def certificate(number: str, name: str) -> bool:
     asked = list(chapter(number))
     if missing := [each for each in asked if each not in _passed]:
         print(
-            _wrapped(
+            wrapped(
                 f"Chapter {number}: of {len(asked)} checks these have not passed in this session: {', '.join(missing)}."
             )
         )
@@ -135,16 +135,23 @@ def certificate(number: str, name: str) -> bool:
 
 def judge(exercise: Exercise, answer: Any) -> Feedback:
     """What `check` prints, as a value."""
-    return NOT_ANSWERED if answer is None or answer is ... or _is_empty(answer) else exercise.check(answer)
+    return NOT_ANSWERED if answer is None or answer is ... or is_empty(answer) else exercise.check(answer)
 
 
-def _is_empty(answer: Any) -> bool:
+def is_empty(answer: Any) -> bool:
     """Whether `answer` is a function that does nothing, like the one that the notebooks start with."""
 
     def empty(): ...
 
+    def described():
+        """The text is the first constant of the code."""
+
     code = getattr(answer, "__code__", None)
-    return code is not None and (code.co_code, code.co_consts) == (empty.__code__.co_code, empty.__code__.co_consts)
+    if code is None:
+        return False
+    like = described.__code__ if answer.__doc__ else empty.__code__
+    constants = (answer.__doc__, *like.co_consts[1:]) if answer.__doc__ else like.co_consts
+    return (code.co_code, code.co_consts) == (like.co_code, constants)
 
 
 def _boxed(head: str, text: str) -> str:
@@ -153,5 +160,6 @@ def _boxed(head: str, text: str) -> str:
     return "\n".join([f"╭─{head}{'─' * (WIDTH - 3 - len(head))}╮", *body, f"╰{'─' * (WIDTH - 2)}╯"])
 
 
-def _wrapped(text: str) -> str:
+def wrapped(text: str) -> str:
+    """`text` in lines of at most WIDTH characters."""
     return "\n".join(textwrap.fill(line, WIDTH) for line in text.splitlines())

@@ -12,6 +12,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import hands
 import nbformat
 from IPython.core.inputtransformer2 import TransformerManager
 from nbformat import NotebookNode
@@ -126,6 +127,7 @@ def problems(path: Path, url: str | None = None) -> list[str]:
         return [f"has format {nb.nbformat}.{nb.nbformat_minor}, not 4.5"]
     url = url or repository_url()
     found = list(_notebook_problems(nb, len(raw.encode()), url, notebook_name(path)))
+    found += [] if "/solutions/" in notebook_name(path) else hands.problems(nb)
     count = 0
     for number, cell in enumerate(nb.cells, 1):
         kinds = list(_cell_problems(cell))

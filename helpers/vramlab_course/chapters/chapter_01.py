@@ -1,9 +1,26 @@
-"""Chapter 01: a network deep enough for fp16 to lose its gradients."""
+"""Chapter 01: what the base model writes, and a network deep enough for fp16 to lose its gradients."""
 
 import itertools
 
 import torch
 from torch import Tensor, nn
+
+from ..base_model import load_base_tokenizer
+
+
+def continued(model: nn.Module, *beginnings: str, tokens: int = 12) -> list[str]:
+    """Each beginning and the `tokens` tokens that the model thinks likeliest after it, one line each."""
+    tokenizer = load_base_tokenizer()
+    lines = []
+    for beginning in beginnings:
+        written = torch.tensor([[tokenizer.bos_token_id, *tokenizer(beginning)["input_ids"]]])
+        for _ in range(tokens):
+            with torch.no_grad():
+                likeliest = model(input_ids=written, use_cache=False).logits[0, -1].argmax()
+            written = torch.cat([written, likeliest.reshape(1, 1)], 1)
+        text = tokenizer.decode(written[0, 1:]).removeprefix(beginning)
+        lines.append(f"{beginning} → {text!r}")
+    return lines
 
 
 def deep_network(layers: int = 20) -> tuple[nn.Module, Tensor, Tensor]:

@@ -1,0 +1,84 @@
+"""Guesses: the reader names a number before the chapter shows it.
+
+    cost = guess("How much worse does the model get in 4 bits?", "%", mine=None)   # the reader's number for None
+    ...
+    cost.compare(11.2)      # found 11.2 % · your guess: 30 %, 2.7 times too high
+    print(score())          # at the chapter's end: how many were close
+
+Left at None a guess changes nothing, so that a chapter prints the same for everybody who does not guess. The gate
+(`tests/tools/canonical.py`) refuses a chapter that gives the number away above the cell that compares.
+"""
+
+import math
+from dataclasses import dataclass
+from numbers import Real
+
+from .exercises import wrapped
+from .live import live
+
+CLOSE, NEAR = 1.25, 2.0  # factors between a guess and what was found
+
+_guesses: dict[str, "Guess"] = {}
+
+
+@dataclass
+class Guess:
+    """A question, the reader's number, None without one, and what was found, None before."""
+
+    question: str
+    unit: str
+    mine: float | None
+    found: float | None = None
+
+    def compare(self, found: float, form: str = ",.3g", of_this_run: bool = False) -> None:
+        """Print what was found beside the guess. `form` formats numbers; `of_this_run`: a time, that no run repeats."""
+        self.found = float(found)
+        said = "none" if self.mine is None else f"{self._shown(self.mine, ',g')}, {self.verdict()}"
+        show = live if of_this_run else print
+        show(f"found {self._shown(self.found, form)} · your guess: {said}")
+
+    @property
+    def factor(self) -> float:
+        """How many times too high the guess is, under 1 if too low; infinite where one of the two is zero."""
+        if self.mine == self.found:
+            return 1.0
+        return self.mine / self.found if self.mine * self.found > 0 else math.inf
+
+    def verdict(self) -> str:
+        """How far off the guess is, in words."""
+        off = max(self.factor, 1 / self.factor)
+        if off <= CLOSE:
+            return "which is close"
+        if math.isinf(off):
+            return "which is off"
+        return f"{off:,.2g} times too {'high' if self.mine > self.found else 'low'}"
+
+    def _shown(self, number: float, form: str) -> str:
+        return f"{number:{form}} {self.unit}".strip()
+
+
+def guess(question: str, unit: str, mine: float | None = None) -> Guess:
+    """Keep the reader's number `mine`, and print the question."""
+    if mine is not None and (isinstance(mine, bool) or not isinstance(mine, Real)):
+        print(wrapped(f"A guess is a number of {unit} or None, not {mine!r}."))
+        mine = None
+    said = f"You say {mine:,g} {unit}." if mine is not None else f"Put your guess, in {unit}, in place of None."
+    print(wrapped(f"{question} {said}"))
+    _guesses[question] = made = Guess(question, unit, mine)
+    return made
+
+
+def score() -> str:
+    """How well the reader guessed in this session, in a sentence or two."""
+    asked = [each for each in _guesses.values() if each.found is not None]
+    made = [each for each in asked if each.mine is not None]
+    if not made:
+        return f"You guessed none of the {len(asked)} numbers. Put yours in place of None, and run the cells again."
+    factors = [max(each.factor, 1 / each.factor) for each in made]
+    close = sum(factor <= CLOSE for factor in factors)
+    near = sum(CLOSE < factor <= NEAR for factor in factors)
+    high = sum(each.mine > each.found for each in made)
+    return wrapped(
+        f"You guessed {len(made)} of the {len(asked)} numbers: {close} within a quarter, {near} more within a factor of two, "
+        f"{len(made) - close - near} further off. {high} of them were too high."
+    )

@@ -1,0 +1,90 @@
+"""What the gate asks of a chapter's blanks and guesses: they are left to the reader, and no number is given away."""
+
+import ast
+import re
+from collections.abc import Iterator, Mapping
+
+from IPython.core.inputtransformer2 import TransformerManager
+from nbformat import NotebookNode
+
+# The line that vramlab_course.guesses prints: "found 11.2 % · your guess: none".
+FOUND = re.compile(
+    r"^(?:live: )?found (?P<number>-?[\d.,]*\d)(?: (?P<unit>.+?))? · your guess: (?P<mine>.*)$", re.MULTILINE
+)
+
+
+def problems(nb: NotebookNode) -> Iterator[str]:
+    """What is wrong with the blanks and guesses of a chapter, a sentence each."""
+    guessed: dict[str, int] = {}
+    above: list[str] = []
+    for number, cell in enumerate(nb.cells, 1):
+        tree = _tree(cell)
+        for problem in [*_filled(tree), *_early(tree, guessed, number), *_given_away(cell, "\n".join(above))]:
+            yield f"cell {number}: {problem}"
+        above += [cell.source, *output_texts(cell)]
+    for name, number in guessed.items():
+        yield f"cell {number}: the guess {name!r} is compared with nothing"
+
+
+def output_texts(cell: NotebookNode) -> Iterator[str]:
+    """Whatever a reader sees, or hears read out, of a cell's outputs."""
+    for output in cell.get("outputs", []):
+        yield output.get("text", "")
+        for mime, data in output.get("data", {}).items():
+            if mime.startswith("text/"):
+                yield str(data)
+        for about in output.get("metadata", {}).values():
+            yield about.get("alt", "") if isinstance(about, Mapping) else ""
+
+
+def _tree(cell: NotebookNode) -> ast.Module:
+    """The syntax of a code cell; empty for text, and for code that is none."""
+    if cell.cell_type == "code":
+        try:
+            return ast.parse(TransformerManager().transform_cell(cell.source))
+        except SyntaxError:
+            pass
+    return ast.Module([], [])
+
+
+def _calls(tree: ast.Module, function: str) -> Iterator[ast.Call]:
+    """Calls such as `blank.check(…)` or `guess(…)`."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == function:
+            yield node
+
+
+def _filled(tree: ast.Module) -> Iterator[str]:
+    """Blanks that a cell does not define itself, or in which somebody has written."""
+    written = {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef | ast.ClassDef)}
+    for call in _calls(tree, "blank.check"):
+        name, answer = map(ast.unparse, call.args)
+        if answer not in written:
+            yield f"the blank {name} is not defined in the cell that checks it"
+        elif not any(isinstance(node, ast.Constant) and node.value is ... for node in ast.walk(written[answer])):
+            yield f"the blank {name} is filled in"
+
+
+def _early(tree: ast.Module, guessed: dict[str, int], number: int) -> Iterator[str]:
+    """Guesses that are made already, or compared before the reader can make them; keeps those not compared in `guessed`."""
+    for statement in tree.body:
+        for call in _calls(ast.Module([statement], []), "guess"):
+            mine = next((given.value for given in call.keywords if given.arg == "mine"), None)
+            if mine is None or ast.unparse(mine) != "None":
+                yield "a guess without 'mine=None', which the reader edits"
+            if isinstance(statement, ast.Assign):
+                guessed[ast.unparse(statement.targets[0])] = number
+    for name in [name for name in guessed if any(_calls(tree, f"{name}.compare"))]:
+        if guessed.pop(name) == number:
+            yield f"the guess {name!r} is compared in its own cell, so nobody can make it first"
+
+
+def _given_away(cell: NotebookNode, above: str) -> Iterator[str]:
+    """Numbers that a cell compares with a guess, and that stand in the cells above it."""
+    for found in FOUND.finditer("\n".join(output_texts(cell))):
+        unit = rf"[\s-]*{re.escape(found['unit'])}" if found["unit"] else r"(?![.,]?\d)"
+        if re.search(rf"(?<![\d.,]){re.escape(found['number'])}{unit}", above):
+            shown = " ".join(filter(None, (found["number"], found["unit"])))
+            yield f"{shown} is to be guessed, and stands in a cell above already"
+        if found["mine"] != "none":
+            yield f"a guess is stored with the notebook: {found['mine']}"
