@@ -21,8 +21,8 @@ from typing import Any
 
 from vramlab.report.data import data_path
 
-from .answers import Check, Feedback, Unclear
-from .exercise_data import read_blanks
+from .answers import Check, Feedback
+from .exercise_data import BrokenPiece, read_blanks
 from .exercises import ExerciseError, is_empty, wrapped
 
 _hints_given: dict[str, int] = {}
@@ -132,9 +132,9 @@ def _guarded(answer: Any) -> Any:
         try:
             found = answer(*arguments, **named)
         except Exception as error:
-            raise Unclear(f"Your {answer.__name__} fails with {type(error).__name__}: {error}.") from None
+            raise BrokenPiece(f"Your {answer.__name__} fails with {type(error).__name__}: {error}.") from None
         if found is None:
-            raise Unclear(f"Your {answer.__name__} returns nothing.")
+            raise BrokenPiece(f"Your {answer.__name__} returns nothing.")
         return found
 
     return call

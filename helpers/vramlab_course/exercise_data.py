@@ -51,6 +51,10 @@ RECIPE_NAMES = {
 IS_RECIPE = ("isinstance(answer, Recipe)", "A Recipe was expected, not a {kind}.")
 
 
+class BrokenPiece(Unclear):
+    """A piece of the reader's that fails or returns nothing, whatever a condition asks of its result."""
+
+
 class UnknownName(NameError):
     """A name that is neither defined nor imported."""
 
@@ -208,7 +212,7 @@ def _holds(condition: str, known: Names) -> bool:
     """Whether a condition is true; where the answer makes it fail, it is not."""
     try:
         return bool(known.evaluate(condition))
-    except Unclear:  # the check says what it says
+    except BrokenPiece:
         raise
     except Exception:
         return False

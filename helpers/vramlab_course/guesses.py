@@ -62,8 +62,7 @@ def guess(question: str, unit: str, mine: float | None = None) -> Guess:
     if mine is not None and (isinstance(mine, bool) or not isinstance(mine, Real)):
         print(wrapped(f"A guess is a number of {unit} or None, not {mine!r}."))
         mine = None
-    said = f"You say {mine:,g} {unit}." if mine is not None else f"Put your guess, in {unit}, in place of None."
-    print(wrapped(f"{question} {said}"))
+    print(wrapped(f"{question} Your guess in {unit}: {'none yet' if mine is None else f'{mine:,g}'}."))
     _guesses[question] = made = Guess(question, unit, mine)
     return made
 

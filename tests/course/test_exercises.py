@@ -7,6 +7,7 @@ import re
 from datetime import date
 from fractions import Fraction
 
+import nbformat
 import numpy as np
 import pytest
 import settings
@@ -502,6 +503,19 @@ def test_a_chapter_says_how_long_its_exercises_take(path):
     said = re.search(r"\*\*Time:\*\* .* and (\d+) for the exercises", path.read_text(encoding="utf-8"))
     minutes = sum(exercise.minutes for exercise in exercises.chapter(path.name[:2]).values())
     assert said and abs(int(said[1]) - minutes) <= 3
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_a_notebook_asks_the_question_of_the_file(name):
+    """By `exercises.ask`, or in text that is the file's, above the cell that checks it."""
+    (path,) = [path for path in settings.chapters() if path.name.startswith(name[:2])]
+    above = ""
+    for cell in nbformat.read(path, as_version=4).cells:
+        above += cell.source
+        if f'exercises.check("{name}"' in cell.source:
+            break
+    assert f'exercises.check("{name}"' in above
+    assert f'exercises.ask("{name}")' in above or EVERY[name].question.strip() in above
 
 
 def test_no_question_is_asked_twice():

@@ -3,25 +3,20 @@
 import pytest
 from vramlab import plot
 from vramlab_course.chapters import figures_01
-from vramlab_course.numerics import FORMATS, FP16
+from vramlab_course.numerics import FORMATS
 from vramlab_course.quantizers import NF4
 
 pytestmark = pytest.mark.usefixtures("no_figure_stays")
 
 
-@pytest.mark.parametrize("number", [0.1, -6.5])
-def test_every_bit_is_drawn_once_in_the_colour_of_its_part(number):
-    figure = figures_01.bits(number, "a title")
-    drawn = [text.get_text() for text in figure.axes[0].texts]
-    assert drawn == list("".join(f.bits_of(number).replace(" ", "") for f in FORMATS))
-    colours = [bar.get_facecolor() for bar in figure.axes[0].patches]
-    assert len(colours) == len(drawn) == sum(f.bits for f in FORMATS)
-    assert [colours.count(colour) for colour in dict.fromkeys(colours)] == [
-        len(FORMATS),
-        sum(f.exponent_bits for f in FORMATS),
-        sum(f.fraction_bits for f in FORMATS),
-    ]
-    assert FP16.bits_of(number) in plot.table(figure)
+def test_a_format_reaches_from_its_smallest_to_its_largest_number():
+    figure = figures_01.ranges()
+    subnormal, normal = figure.axes[0].patches[::2], figure.axes[0].patches[1::2]
+    for f, low, high, label in zip(FORMATS, subnormal, normal, figure.axes[0].texts, strict=True):
+        assert low.get_x() == pytest.approx(f.smallest) and high.get_x() == pytest.approx(f.smallest_normal)
+        assert high.get_x() + high.get_width() == pytest.approx(f.max)
+        assert label.get_text().strip() == f"1/{2**f.fraction_bits:,}"
+    assert "fp16 1 + 5 + 10 6.0e-08 6.55e+04 1/1,024" in " ".join(plot.table(figure).split())
 
 
 def test_the_bell_stands_on_the_tables_numbers():
@@ -33,13 +28,7 @@ def test_the_bell_stands_on_the_tables_numbers():
 
 
 def test_costs_are_drawn_from_the_least_to_the_most():
-    stores = {"b, one scale": (4, 11.2), "a, blocks": (4.5, 0.9), "c": (16, -0.01)}
-    figure = figures_01.costs(stores)
-    assert [row[0] for row in figure.rows[1:]] == ["c", "a, blocks", "b, one scale"]
+    stores = {"b, one scale": (4, 11.2), "a, blocks of 64": (4.5, 0.9), "c": (16, -0.01)}
+    figure = figures_01.costs(stores, "a title")
+    assert [row[0] for row in figure.rows[1:]] == ["c", "a, blocks of 64", "b, one scale"]
     assert [text.get_text() for text in figure.axes[0].texts] == ["0.0 %", "0.9 %", "11.2 %"]
-
-
-def test_every_run_has_its_line_of_losses():
-    curves = {name: [1.4, 1.0] for name in ("fp32", "fp16", "bf16", "fp16, loss × 1,024")}
-    labels = [line.get_label() for line in figures_01.losses(curves, 1.35).axes[0].lines]
-    assert labels[1:] == list(curves)

@@ -21,7 +21,7 @@ def test_the_question_asks_for_a_number_until_there_is_one(capsys):
     guess("How much?", "GiB")
     guess("How much?", "GiB", mine=12.5)
     asked, given = capsys.readouterr().out.splitlines()
-    assert asked == "How much? Put your guess, in GiB, in place of None." and given == "How much? You say 12.5 GiB."
+    assert asked == "How much? Your guess in GiB: none yet." and given == "How much? Your guess in GiB: 12.5."
 
 
 @pytest.mark.parametrize("mine", ["12", True, [12]])

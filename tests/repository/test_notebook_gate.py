@@ -326,3 +326,79 @@ def test_gate_as_a_command(tmp_path, good):
     path.write_text(path.read_text().replace('"name": "python3"', '"name": "mine"'))
     run = subprocess.run(command, capture_output=True, text=True)
     assert run.returncode == 1 and "notebooks/99_scratch.ipynb: has other metadata" in run.stdout
+
+
+# Blanks and guesses
+
+
+STUB = """def double(number):
+    ...
+
+
+double = blank.check("99.double", double)"""
+GUESS = 'cost = guess("How much?", "%", mine=None)'
+COMPARE = "cost.compare(11.18)"
+FOUND = "found 11.2 % · your guess: none\n"
+
+
+def with_hands(nb, stub=STUB, asked=GUESS, compared=COMPARE, printed=FOUND):
+    """The good notebook and three cells: a blank, a guess, and what is compared with it."""
+    for source, text in ((stub, ""), (asked, ""), (compared, printed)):
+        cell = new_code_cell(source, execution_count=len(nb.cells))
+        cell.id, cell.outputs = f"cell-{len(nb.cells) + 1:02d}", [new_output("stream", text=text)] if text else []
+        nb.cells.append(cell)
+    return nb
+
+
+def test_blanks_and_guesses_left_to_the_reader_pass(notebook, gate):
+    assert gate(with_hands(notebook)) == ""
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"stub": STUB.replace("...", "return 2 * number")}, "cell 6: the blank '99.double' is filled in"),
+        ({"stub": STUB[STUB.index("double = ") :]}, "the blank '99.double' is not defined in the cell that checks it"),
+        ({"asked": GUESS.replace("None", "12")}, "cell 7: a guess without 'mine=None'"),
+        ({"asked": GUESS.replace(", mine=None", "")}, "cell 7: a guess without 'mine=None'"),
+        (
+            {"asked": GUESS + "\n" + COMPARE, "compared": "1 + 1"},
+            "cell 7: the guess 'cost' is compared in its own cell",
+        ),
+        ({"compared": "1 + 1", "printed": ""}, "cell 7: the guess 'cost' is compared with nothing"),
+        ({"printed": FOUND.replace("none", "12 %, which is close")}, "a guess is stored with the notebook: 12 %"),
+    ],
+)
+def test_a_blank_or_guess_that_is_taken_from_the_reader_is_refused(changes, words, notebook, gate):
+    assert words in gate(with_hands(notebook, **changes))
+
+
+@pytest.mark.parametrize(
+    ("text", "away"),
+    [
+        ("Four bits cost 11.2 %.", True),
+        ("It is 11.2% worse", True),
+        ("an 11.2-% loss", True),
+        ("Four bits cost 111.2 %.", False),
+        ("Four bits cost 11.2 GiB.", False),
+        ("version 1.11.2 % of", False),
+    ],
+)
+@pytest.mark.parametrize("where", ["text", "output", "alternative text"])
+def test_a_number_that_is_given_away_above_is_refused(text, away, where, notebook, gate):
+    if where == "text":
+        notebook.cells[0].source += f"\n\n{text}"
+    elif where == "output":
+        code(notebook, "claim").outputs[0].text += f"{text}\n"
+    else:
+        code(notebook, "plot").outputs[-1].metadata["image/png"]["alt"] = text
+    found = gate(with_hands(notebook))
+    assert ("cell 8: 11.2 % is to be guessed, and stands in a cell above already" in found) == away, found
+
+
+def test_a_number_without_a_unit_is_looked_for_whole(notebook, gate):
+    notebook.cells[0].source += "\n\nThere are 160 and 16.5 and 1,016."
+    printed = "found 16 · your guess: none\n"
+    assert gate(with_hands(notebook, printed=printed)) == ""
+    notebook.cells[0].source += " And 16."
+    assert "16 is to be guessed" in gate(notebook)

@@ -17,7 +17,7 @@ INK = "#222222"
 
 def ranges():
     """Draw how far each format reaches, from its smallest positive number to its largest, with its step at 1."""
-    rows = [("format", "sign, exponent, fraction", "smallest", "largest", "step at 1")]
+    rows = [("format", "bits", "smallest", "largest", "step at 1")]
     for f in FORMATS:
         fields = f"1 + {f.exponent_bits} + {f.fraction_bits}"
         rows.append((f.name, fields, f"{f.smallest:.1e}", f"{f.max:.3g}", f"1/{1 / f.epsilon:,.0f}"))
@@ -46,8 +46,8 @@ def ranges():
 def bell(table: Sequence[float], deviations: float):
     """Draw the share of normal numbers between neighbouring codes; 1 is so many standard deviations."""
     normal, rows = NormalDist(0, 1 / deviations), [("from", "to", "share of the numbers")]
-    title = "Between two NF4 codes lies about the same share of the numbers"
-    said = f"A bell curve, cut by {len(table)} codes into slices of 6 to 7 %. Below it int4's codes, in even steps."
+    title = "Between two NF4 levels lies about the same share of the numbers"
+    said = f"A bell curve, cut by {len(table)} levels into slices of 6 to 7 %. Below it int4's codes, in even steps."
     about = f"derived: normal numbers, 1 is {deviations:.2f} deviations; slices of 5.8 and 6.7 %"
     with canvas(title, said, about, rows) as ax:
         for i, (a, b) in enumerate(itertools.pairwise(table)):

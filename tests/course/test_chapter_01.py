@@ -1,0 +1,73 @@
+"""Chapter 01's own functions: the 4-bit formats that its cells write agree with their specifications, number by number."""
+
+import math
+
+import nbformat
+import pytest
+import settings
+import torch
+from vramlab_course.base_model import load_base_model
+from vramlab_course.chapters.chapter_01 import continued
+from vramlab_course.numerics import E2M1, E4M3FN
+from vramlab_course.quantizers import NF4, blockwise
+
+
+@pytest.fixture(scope="module")
+def ways():
+    """The functions of the cell that defines nvfp4, and of the one that defines nearest."""
+    notebook = nbformat.read(next(settings.NOTEBOOKS.glob("01_*.ipynb")), as_version=4)
+    cells = [cell.source for cell in notebook.cells if cell.cell_type == "code"]
+    names = {"torch": torch, "NF4": NF4}
+    nearest = next(source for source in cells if "def nearest" in source)
+    exec(nearest[nearest.index("def nearest") : nearest.index("def quantiles")], names)
+    formats = next(source for source in cells if "def nvfp4" in source)
+    exec(formats[: formats.index("\nbest = guess")], names)
+    return names
+
+
+@pytest.fixture(params=[0, 1, 2])
+def numbers(request):
+    """Normal numbers, the same much smaller and with an outlier, and numbers halfway between two of fp4's."""
+    drawn = torch.randn(64, 64, generator=torch.Generator().manual_seed(request.param))
+    if request.param == 1:
+        drawn = drawn / 1000
+        drawn[3, 5] = 0.2
+    if request.param == 2:
+        drawn = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0, 6.0] * 512).reshape(64, 64)
+    return drawn
+
+
+def test_mxfp4_is_that_of_the_specification(ways, numbers):
+    """OCP MX 1.0, section 6.3: the scale is the largest power of two within the block's largest magnitude, divided by
+    the largest power of two of the elements' format; elements round to nearest, ties to even, and saturate."""
+    for block, found in zip(numbers.reshape(-1, 32), ways["mxfp4"](numbers).reshape(-1, 32), strict=True):
+        exponent = math.frexp(block.abs().max().item())[1] - 1
+        scale = 2.0 ** (exponent - 2)
+        assert found.tolist() == [E2M1.round(x / scale) * scale for x in block.tolist()]
+
+
+def test_nvfp4_has_scales_of_e4m3_within_one_of_fp32(ways, numbers):
+    """As Transformer Engine and torchao compute them: amax / (6 · 448) for the tensor, amax / 6 for a block in e4m3."""
+    whole = numbers.abs().max() / (6 * 448)
+    for block, found in zip(numbers.reshape(-1, 16), ways["nvfp4"](numbers).reshape(-1, 16), strict=True):
+        fraction = (block.abs().max() / 6 / whole).item()
+        scale = torch.tensor(E4M3FN.round(max(fraction, 2.0**-6))) * whole
+        levels = [E2M1.round(x) for x in (block / scale).tolist()]
+        assert torch.equal(found, torch.tensor(levels) * scale)
+
+
+def test_fp8_uses_its_whole_range(ways, numbers):
+    found = ways["fp8"](numbers)
+    assert found.abs().max() == pytest.approx(numbers.abs().max().item(), rel=1e-6)
+    assert ((found - numbers).abs() <= numbers.abs() * 2**-4 + numbers.abs().max() * 2**-10 / 448).all()
+
+
+def test_nf4_is_that_of_bitsandbytes(ways, numbers):
+    assert torch.allclose(ways["nf4"](numbers), blockwise(numbers, NF4, 64).dequantize())
+
+
+def test_a_beginning_is_continued_by_the_likeliest_tokens():
+    model = load_base_model()
+    (line,) = continued(model, "class Error(", tokens=3)
+    generated = continued(model, "class Error(", tokens=6)[0]
+    assert line.startswith("class Error( → ") and generated.startswith(line[:-1])
