@@ -249,6 +249,20 @@ def record(
 
 
 @app.command(
+    help="All that the project wants from a card, the most worth a second first: records, contexts, power, a run that dies.",
+)
+def card(
+    paths: Annotated[list[Path] | None, typer.Argument(help="Lists of pieces; the project's when left out.")] = None,
+    minutes: option(float, "From now; nothing goes on after that.", min=0) = 30,
+    dry_run: option(bool, "Only say what is left to do.", "--dry-run") = False,
+    folder: option(Path, "Where the record file lies.") = Path("my_records"),
+) -> None:
+    from .measure import run_card
+
+    say(run_card(paths or None, minutes=minutes, folder=folder, dry_run=dry_run, progress=say))
+
+
+@app.command(
     help="Show exactly what your records would tell others, without a name or a path, and where to send it.",
 )
 def share(
