@@ -23,7 +23,7 @@ from ..report.files import read_text, strict_json
 from ..report.report import Report, environment, format_bytes
 from .facts import ASKED, Fact
 from .launch import Launcher
-from .measure import cannot, measure
+from .measure import cannot, run_here
 from .record import START, each_choice, read_list, recipes_of, seconds_for
 from .records import RecordFile, add, file_name, measurements_folder, read_records, save
 
@@ -37,6 +37,7 @@ SEEN = 0.1  # of its worth that an answer keeps which the project has of such a 
 NEEDS_AMPERE = ("flash attention", "cuDNN attention")  # `context`'s, as `flash_attention_2` in `gpu.NEEDS`
 ALLOCATOR = "PYTORCH_ALLOC_CONF"
 LINES = 24  # characters of the bar
+IDLE_CORES = 8  # from so many on, loading libraries leaves a step its own
 
 
 @dataclass(frozen=True)
@@ -72,14 +73,20 @@ class Piece:
             return ""
         return cannot(self.recipe, "cuda") or card.why_not(self.recipe.precision)
 
-    def run(self, timeout: float) -> Report | Fact:
-        """Return what the card says. Raises MeasurementError or RecipeError."""
-        if self.kind == "recipe":
-            return measure(self.recipe, repeats=self.repeats, recorded=False, timeout=timeout)
+    def start(self) -> Launcher:
+        """Start a process that will run it, and loads its libraries meanwhile."""
         settings = {}
         if "expandable" in self.asked:
             settings[ALLOCATOR] = f"expandable_segments:{self.asked['expandable']}"
-        with patch.dict(os.environ, settings), Launcher() as child:
+        with patch.dict(os.environ, settings):
+            return Launcher().start()
+
+    def run(self, launcher: Launcher, timeout: float) -> Report | Fact:
+        """Return what the card says, by the process that was started for it. Raises MeasurementError or RecipeError."""
+        if self.kind == "recipe":
+            order = {"recipe": self.recipe, "repeats": self.repeats, "warmup": 2, "device": "cuda"}
+            return run_here(order, timeout, launcher)
+        with launcher as child:
             return child.run(WORK, {"kind": self.kind, "asked": self.asked}, 1, "cuda", timeout)[0]
 
 
@@ -96,7 +103,7 @@ class CardRun:
 
     def __str__(self) -> str:
         lines = [f"{len(self.done)} pieces done now, {self.before} before, in {self.file}"]
-        lines += [f"failed: {piece.title}: {why}" for piece, why in self.failed]
+        lines += [f"failed: {piece.title}: {why.splitlines()[0]}" for piece, why in self.failed]
         if self.not_here:
             lines.append(f"{len(self.not_here)} that this card cannot do, the first: {self.not_here[0][1]}")
         if self.left:
@@ -239,29 +246,35 @@ def _seen_of(card: str) -> RecordFile:
 
 
 def _do_all(run: CardRun, deadline: float, progress: Callable[[str], None]) -> None:
-    """Do what is left in its order, as far as the time goes."""
+    """Do what is left in its order, as far as the time goes; where cores are idle, the next process loads meanwhile."""
     start = time.monotonic()
-    total = len(run.left)
-    for number, (piece, seconds) in enumerate(list(run.left), 1):
-        begun = time.monotonic()
-        if seconds > deadline - begun:
-            continue  # what follows may be shorter
-        done, said = _do(piece, run.file, deadline - begun)
-        run.left.remove((piece, seconds))
-        (run.done if done else run.failed).append((piece, said))
-        now = time.monotonic()
-        bar = ("█" * (number * LINES // total)).ljust(LINES, "░")
-        clock = f"{(now - start) / 60:.1f} of {(deadline - start) / 60:.0f} min"
-        line = f"{bar} {number}/{total} · {clock} · {now - begun:5.1f} s · {said.splitlines()[0]} · {piece.title}"
-        progress(line)
-        with contextlib.suppress(OSError), open(run.file.with_name("card.log"), "a", encoding="utf-8") as log:
-            log.write(f"{line}\n" + ("" if done else f"{said}\n"))
+    pieces = list(run.left)
+    with contextlib.ExitStack() as stack:
+        ready: dict[str, Launcher] = {}
+        for number, (piece, seconds) in enumerate(pieces, 1):
+            begun = time.monotonic()
+            if seconds > deadline - begun:
+                continue  # what follows may be shorter
+            launcher = ready.pop(piece.key, None) or piece.start()
+            if number < len(pieces) and (os.cpu_count() or 1) >= IDLE_CORES:
+                following = pieces[number][0]
+                ready[following.key] = stack.enter_context(following.start())
+            done, said = _do(piece, launcher, run.file, deadline - begun)
+            run.left.remove((piece, seconds))
+            (run.done if done else run.failed).append((piece, said))
+            now = time.monotonic()
+            bar = ("█" * (number * LINES // len(pieces))).ljust(LINES, "░")
+            clock = f"{(now - start) / 60:.1f} of {(deadline - start) / 60:.0f} min"
+            line = f"{bar} {number}/{len(pieces)} · {clock} · {now - begun:5.1f} s · {said.splitlines()[0]} · {piece.title}"
+            progress(line)
+            with contextlib.suppress(OSError), open(run.file.with_name("card.log"), "a", encoding="utf-8") as log:
+                log.write(f"{line}\n" + ("" if done else f"{said}\n"))
 
 
-def _do(piece: Piece, file: Path, timeout: float) -> tuple[bool, str]:
+def _do(piece: Piece, launcher: Launcher, file: Path, timeout: float) -> tuple[bool, str]:
     """Do one piece and save what it says. Return whether that went well, and the result or the reason in words."""
     try:
-        result = piece.run(timeout)
+        result = piece.run(launcher, timeout)
         if result.source == "measured" and isinstance(result, Report):
             save(result, file.parent)
         else:
@@ -270,7 +283,7 @@ def _do(piece: Piece, file: Path, timeout: float) -> tuple[bool, str]:
         return False, str(error).strip() or type(error).__name__
     if isinstance(result, Report):
         return True, format_bytes(result.allocated) if result.status == "ok" else result.status
-    return True, "found"
+    return True, result.words
 
 
 def _free() -> str:

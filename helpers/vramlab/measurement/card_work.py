@@ -89,7 +89,7 @@ def attend(kernel: str) -> None:
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
     q = torch.ones(2, 8, 256, 64, device="cuda", dtype=torch.float16, requires_grad=True)
-    with sdpa_kernel(SDPBackend[kernel]):
+    with sdpa_kernel(getattr(SDPBackend, kernel)):
         torch.nn.functional.scaled_dot_product_attention(q, q, q, is_causal=True).sum().backward()
 
 

@@ -12,6 +12,7 @@ from typing import Any
 from ..recipe.knobs import rebuild
 from ..recipe.recipe import Recipe
 from ..report.errors import RecipeError, ReportError
+from ..report.report import format_bytes
 from ..report.text import CONTROLS
 
 Check = Callable[[Any], bool]
@@ -138,6 +139,23 @@ class Fact:
         """Return what was asked, in words."""
         said = [str(rebuild(Recipe, name, value)) if name == "recipe" else f"{name} {value}" for name, value in self.asked.items()]
         return f"{self.kind.replace('_', ' ')} · {' · '.join(said)}"
+
+    @property
+    def outside(self) -> int | None:
+        """Return the bytes of the device that this process took outside torch's allocator; None where nobody tells."""
+        if self.found.get("process") is not None:
+            return self.found["process"] - self.found["reserved"]
+        if self.found.get("used_before") is None or self.found.get("used_after") is None:
+            return None
+        return self.found["used_after"] - self.found["used_before"] - self.found["reserved"]
+
+    @property
+    def words(self) -> str:
+        """Return the main of what was found in a few words."""
+        if self.kind == "out_of_memory":
+            return f"dies at batch {self.found['batch_size']}"
+        outside = "unknown" if self.outside is None else format_bytes(self.outside)
+        return f"{format_bytes(self.found['allocated'])} allocated, {outside} outside the allocator"
 
     @classmethod
     def from_dict(cls, said: Any) -> "Fact":

@@ -188,8 +188,9 @@ def add(found: Report | Fact, path: Path) -> Path:
     """Add one result to the record file at `path`, all of whose entries have its source, as `save` does. Return the file."""
     import filelock
 
-    key = found.key if isinstance(found, Fact) else ""
-    if not key:
+    if isinstance(found, Fact):
+        found, key = _as_read(found), found.key
+    else:
         found = _shortened(found)
         key = key_of(found.recipe)
     lock = filelock.FileLock(path.with_name(f".{path.name}.lock"), timeout=LOCK_SECONDS, mode=0o666)
@@ -200,6 +201,15 @@ def add(found: Report | Fact, path: Path) -> Path:
         write_atomically(path, records.to_json())
     _files.cache_clear()
     return path
+
+
+def _as_read(fact: Fact) -> Fact:
+    """Return a fact as it is read from its file. Raises RecordError for one that no reader would take."""
+    try:
+        _check_environment(fact.environment)
+        return Fact.from_dict(json.loads(json.dumps(fact.to_dict())))
+    except (ReportError, TypeError) as error:
+        raise RecordError(f"what was found cannot be recorded: {str(error).rstrip('.')}.") from error
 
 
 def _shortened(report: Report) -> Report:
