@@ -36,7 +36,7 @@ def keep(path: Path, out: Path, deadline: float) -> str:
         return f"{path.stem}  not started: the time is over"
     run = execute.run(path, timeout=left)
     nbformat.write(run.notebook, out / path.name if not run.error else out / f"{path.stem}.failed.ipynb")
-    return f"{path.stem}  {run.seconds:.0f} s  {run.error and execute.failures([run])[0] or 'ok'}"
+    return f"{path.stem}  {run.seconds:.0f} s  {execute.failures([run])[0] if run.error else 'ok'}"
 
 
 def main() -> int:

@@ -15,7 +15,6 @@ from unittest.mock import patch
 
 from ..hardware.gpu import Device, Gpu, current_device, witness
 from ..hardware.nvml import nvml_snapshot
-from ..recipe.knobs import rebuild
 from ..recipe.recipe import Recipe
 from ..report.data import data_path
 from ..report.errors import MeasurementError, RecipeError, RecordError
@@ -140,7 +139,9 @@ def run_card(
     deadline = time.monotonic() + 60 * minutes
     here = current_device()
     if here.kind != "cuda" and not dry_run:
-        raise RecordError("there is no CUDA device here: `vramlab doctor` says why; --dry-run lists what would be done.")
+        raise RecordError(
+            "there is no CUDA device here: `vramlab doctor` says why; --dry-run lists what would be done."
+        )
     folder = Path(folder or FOLDER)
     source = witness(here.kind) if here.kind == "cuda" else "measured"
     name = file_name(environment(gpu=here.name if here.kind == "cuda" else None))
@@ -203,7 +204,9 @@ def _pieces(entry: dict[str, Any], path: Path) -> Iterator[Piece]:
                 continue
             chosen |= {"recipe": recipe.to_dict()} if recipe else {}
             if kind not in ASKED or chosen.keys() != ASKED[kind].keys():
-                raise RecipeError("kind", kind, f"a {kind} has other fields, or kinds are recipe, list, {', '.join(ASKED)}")
+                raise RecipeError(
+                    "kind", kind, f"a {kind} has other fields, or kinds are recipe, list, {', '.join(ASKED)}"
+                )
             yield Piece(kind, worth, recipe, asked=chosen)
 
 

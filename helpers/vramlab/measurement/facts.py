@@ -137,8 +137,10 @@ class Fact:
     @property
     def title(self) -> str:
         """Return what was asked, in words."""
-        said = [str(rebuild(Recipe, name, value)) if name == "recipe" else f"{name} {value}" for name, value in self.asked.items()]
-        return f"{self.kind.replace('_', ' ')} · {' · '.join(said)}"
+        said = [self.kind.replace("_", " ")]
+        for name, value in self.asked.items():
+            said.append(str(rebuild(Recipe, name, value)) if name == "recipe" else f"{name} {value}")
+        return " · ".join(said)
 
     @property
     def outside(self) -> int | None:
@@ -159,7 +161,7 @@ class Fact:
 
     @classmethod
     def from_dict(cls, said: Any) -> "Fact":
-        """Return the fact that a JSON object says. Raises ReportError unless it is one, with each of its fields and no other."""
+        """Return the fact that a JSON object says. Raises ReportError unless it has each field of one and no other."""
         if not isinstance(said, dict) or said.keys() != {"kind", "asked", "found", "source", "environment"}:
             raise ReportError("it is no fact: one has kind, asked, found, source and environment")
         if said["kind"] not in ASKED:
