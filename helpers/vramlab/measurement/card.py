@@ -74,7 +74,7 @@ class Piece:
 
     def start(self) -> Launcher:
         """Start a process that will run it, and loads its libraries meanwhile."""
-        settings = {}
+        settings = {"HF_HUB_OFFLINE": "1"}  # models come from shapes, and a request would wait for its time to be over
         if "expandable" in self.asked:
             settings[ALLOCATOR] = f"expandable_segments:{self.asked['expandable']}"
         with patch.dict(os.environ, settings):
