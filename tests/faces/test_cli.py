@@ -488,7 +488,7 @@ def test_help_names_every_command_and_costs_no_torch():
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "[]\n"
     text = run("--help").stdout
-    for command in ("predict", "simulate", "measure", "record", "doctor", "run"):
+    for command in ("predict", "simulate", "measure", "record", "card", "doctor", "run"):
         assert command in text
         assert run(command, "-h").exit_code == 0
 

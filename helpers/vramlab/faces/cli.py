@@ -256,10 +256,15 @@ def card(
     minutes: option(float, "From now; nothing goes on after that.", min=0) = 30,
     dry_run: option(bool, "Only say what is left to do.", "--dry-run") = False,
     folder: option(Path, "Where the record file lies.") = Path("my_records"),
+    compare: option(bool, "Print what simulate says beside each report, which takes time.", "--compare") = False,
 ) -> None:
     from .measure import run_card
 
-    say(run_card(paths or None, minutes=minutes, folder=folder, dry_run=dry_run, progress=say))
+    run = run_card(paths or None, minutes, folder, dry_run, progress=say, compare=compare)
+    if dry_run:
+        for piece, seconds in run.left:
+            say(f"{seconds:6,.0f} s  {piece.title}")
+    say(run)
 
 
 @app.command(

@@ -121,6 +121,7 @@ def run_card(
     dry_run: bool = False,
     progress: Callable[[str], None] = print,
     estimate: Callable[[Recipe], int] | None = None,
+    beside: Callable[[Report], str] | None = None,
 ) -> CardRun:
     """Do on this card what the project still wants from such a one, and save each result at once.
 
@@ -131,6 +132,7 @@ def run_card(
         dry_run: do nothing, only say what is left; without a card as an unknown one would have it.
         progress: takes a line for each piece.
         estimate: gives a recipe's peak in bytes, so that what is larger than the card is left out.
+        beside: gives what to print after each report that has figures.
     Returns:
         What was done and what is left. On a stand-in for a GPU all is done, into a file that no record can be made of.
     Raises:
@@ -150,7 +152,7 @@ def run_card(
     _sort(run, pieces_of(paths), here, known, estimate)
     if not dry_run:
         progress(f"{here.name}: {_free()} · {_versions()}")
-        _do_all(run, deadline, progress)
+        _do_all(run, deadline, progress, beside or (lambda report: ""))
     return run
 
 
@@ -248,7 +250,7 @@ def _seen_of(card: str) -> RecordFile:
     return found
 
 
-def _do_all(run: CardRun, deadline: float, progress: Callable[[str], None]) -> None:
+def _do_all(run: CardRun, deadline: float, progress: Callable, beside: Callable) -> None:
     """Do what is left in its order, as far as the time goes; where cores are idle, the next process loads meanwhile."""
     start = time.monotonic()
     pieces = list(run.left)
@@ -262,7 +264,7 @@ def _do_all(run: CardRun, deadline: float, progress: Callable[[str], None]) -> N
             if number < len(pieces) and (os.cpu_count() or 1) >= IDLE_CORES:
                 following = pieces[number][0]
                 ready[following.key] = stack.enter_context(following.start())
-            done, said = _do(piece, launcher, run.file, deadline - begun)
+            done, said = _do(piece, launcher, run.file, deadline - begun, beside)
             run.left.remove((piece, seconds))
             (run.done if done else run.failed).append((piece, said))
             now = time.monotonic()
@@ -274,7 +276,7 @@ def _do_all(run: CardRun, deadline: float, progress: Callable[[str], None]) -> N
                 log.write(f"{line}\n" + ("" if done else f"{said}\n"))
 
 
-def _do(piece: Piece, launcher: Launcher, file: Path, timeout: float) -> tuple[bool, str]:
+def _do(piece: Piece, launcher: Launcher, file: Path, timeout: float, beside: Callable) -> tuple[bool, str]:
     """Do one piece and save what it says. Return whether that went well, and the result or the reason in words."""
     try:
         result = piece.run(launcher, timeout)
@@ -284,9 +286,11 @@ def _do(piece: Piece, launcher: Launcher, file: Path, timeout: float) -> tuple[b
             add(result, file)
     except (MeasurementError, RecipeError, RecordError, OSError) as error:
         return False, str(error).strip() or type(error).__name__
-    if isinstance(result, Report):
-        return True, format_bytes(result.allocated) if result.status == "ok" else result.status
-    return True, result.words
+    if isinstance(result, Fact):
+        return True, result.words
+    if result.status != "ok":
+        return True, result.status
+    return True, format_bytes(result.allocated) + beside(result)
 
 
 def _free() -> str:
