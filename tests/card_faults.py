@@ -4,6 +4,7 @@ import os
 import signal
 
 from vramlab.measurement.facts import Fact
+from vramlab.recipe.recipe import Recipe
 from vramlab.report.errors import MeasurementError
 from vramlab.report.report import MiB, environment
 
@@ -36,3 +37,50 @@ def find(kind: str, asked: dict) -> Fact:
     if asked["loaded"] == "cuDNN":
         raise MeasurementError("CUDA out of memory. Tried to allocate 2.00 GiB.")
     return context(asked["loaded"])
+
+
+def steps(recipe: Recipe, allocated: int, **changes) -> Fact:
+    """What ten steps of `recipe` show on a T4 whose allocator held so many bytes."""
+    reserved = -(-allocated // (2 * MiB)) * 2 * MiB
+    found = {
+        "used_before": BASE,
+        "used_after": BASE + CONTEXT + reserved,
+        "smi_used": None,
+        "process": None,
+        "allocated": allocated,
+        "reserved": reserved,
+        "requested": allocated - 512,
+        "seconds": [0.05 + 0.001 * number for number in range(10)],
+        "power": [60.0, 69.5],
+        "power_limit": 70.0,
+        "clock": [1200, 1590],
+        "temperature": [61],
+        "throttle": ["software power cap"],
+    }
+    asked = {"recipe": recipe.to_dict(), "expandable": False, "repeats": 10}
+    return Fact("steps", asked, found | changes, "measured", versions() | T4)
+
+
+def out_of_memory(recipe: Recipe, batch_size: int, **changes) -> Fact:
+    """What a T4 says when `recipe` dies at a batch size."""
+    found = {
+        "batch_size": batch_size,
+        "step": 1,
+        "message": "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 14.56 GiB of which "
+        "5.00 MiB is free.",
+        "free": TOTAL - 2 * BASE,
+        "total": TOTAL,
+        "allocated": 512,
+        "reserved": 2 * MiB,
+        "peak_allocated": TOTAL - 600 * MiB,
+        "peak_reserved": TOTAL - 400 * MiB,
+    }
+    return Fact("out_of_memory", {"recipe": recipe.to_dict()}, found | changes, "measured", versions() | T4)
+
+
+def loading(recipe: Recipe, allocated: int, **changes) -> Fact:
+    """What loading the 4-bit base of `recipe` takes on a T4."""
+    state = steps(recipe, allocated).found
+    names = ("used_before", "used_after", "smi_used", "process", "allocated", "reserved", "requested")
+    found = {name: state[name] for name in names} | {"kept": allocated - 512, "file": 10**9, "seconds": 2.0}
+    return Fact("loading", {"recipe": recipe.to_dict()}, found | changes, "measured", versions() | T4)
