@@ -2,6 +2,7 @@
 
 import os
 import signal
+from pathlib import Path
 
 from vramlab.measurement.facts import Fact
 from vramlab.recipe.recipe import Recipe
@@ -30,9 +31,10 @@ def context(loaded: str, source: str = "measured", **changes) -> Fact:
     return Fact("context", {"loaded": loaded}, found | changes, source, versions() | T4)
 
 
-def find(kind: str, asked: dict) -> Fact:
-    """Killed while it loads cuBLAS, out of memory with cuDNN, as any card otherwise."""
+def find(kind: str, asked: dict, scratch: str) -> Fact:
+    """Killed with a file half written while it loads cuBLAS, out of memory with cuDNN, as any card otherwise."""
     if asked["loaded"] == "cuBLAS":
+        Path(scratch, "half").write_bytes(b"0" * MiB)
         os.kill(os.getpid(), signal.SIGKILL)
     if asked["loaded"] == "cuDNN":
         raise MeasurementError("CUDA out of memory. Tried to allocate 2.00 GiB.")

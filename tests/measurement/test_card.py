@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -156,12 +157,16 @@ def test_a_kill_and_out_of_memory_lose_only_their_piece(four, tmp_path, monkeypa
     on_a_t4(monkeypatch)
     monkeypatch.setattr(module, "WORK", "card_faults:find")
     monkeypatch.setattr(module, "IDLE_CORES", 1)
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(temporary))
     lines: list[str] = []
     done = run_card([four], folder=tmp_path, progress=lines.append)
     assert found(tmp_path) == {"bare", "training"} and len(done.done) == 2 and done.left == []
     reasons = {piece.asked["loaded"]: why for piece, why in done.failed}
     assert "was killed by SIGKILL" in reasons["cuBLAS"] or "when RAM runs out" in reasons["cuBLAS"]
     assert reasons["cuDNN"] == "CUDA out of memory. Tried to allocate 2.00 GiB."
+    assert list(temporary.iterdir()) == [], "what the killed process wrote is gone"
     assert len(lines) == 5 and lines[-1].startswith("████████████████████████ 4/4 · ")
     assert (tmp_path / "card.log").read_text().count("\n") >= 4
 

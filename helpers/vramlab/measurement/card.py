@@ -6,6 +6,7 @@ comes first is worth most a second. Each piece is saved as it ends, and one that
 
 import contextlib
 import os
+import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -85,8 +86,10 @@ class Piece:
         if self.kind == "recipe":
             order = {"recipe": self.recipe, "repeats": self.repeats, "warmup": 2, "device": "cuda"}
             return run_here(order, timeout, launcher)
-        with launcher as child:
-            return child.run(WORK, {"kind": self.kind, "asked": self.asked}, 1, "cuda", timeout)[0]
+        # what a process that is killed had written is removed here
+        with launcher as child, tempfile.TemporaryDirectory(prefix="vramlab-") as scratch:
+            order = {"kind": self.kind, "asked": self.asked, "scratch": scratch}
+            return child.run(WORK, order, 1, "cuda", timeout)[0]
 
 
 @dataclass

@@ -31,8 +31,12 @@ MOST_DOUBLINGS = 12
 SIDE = 1024  # of the matrices that load a kernel
 
 
-def find(kind: str, asked: dict[str, Any]) -> Fact:
-    """Return the fact of `kind` that was `asked`. Raises MeasurementError where this card or disk cannot tell."""
+def find(kind: str, asked: dict[str, Any], scratch: str) -> Fact:
+    """Return the fact of `kind` that was `asked`. Temporary files go into the folder `scratch`.
+
+    Raises MeasurementError where this card or disk cannot tell.
+    """
+    tempfile.tempdir = scratch
     before = nvml_snapshot()
     found = WORK[kind](before, **asked)
     return Fact(kind, asked, found, witness("cuda"), card_environment(before))
