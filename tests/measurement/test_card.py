@@ -200,6 +200,20 @@ def test_a_disk_that_is_full_for_a_moment_loses_one_piece(gpu, four, tmp_path, m
     assert piece.asked["loaded"] == "cuBLAS" and "No space left on device" in why and "as it was before" in why
 
 
+def test_a_disk_that_is_full_when_a_process_starts_loses_one_piece(gpu, four, tmp_path, monkeypatch):
+    starts = []
+
+    def start(piece):
+        starts.append(piece.asked["loaded"])
+        if starts[-1] == "cuBLAS":
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(Piece, "start", start)
+    done = run_card([four], folder=tmp_path, progress=quiet)
+    assert found(tmp_path) == {"bare", "cuDNN", "training"} and len(done.failed) == 1
+    assert "No space left on device" in done.failed[0][1]
+
+
 def test_the_program_itself_is_killed(four, tmp_path):
     """The second piece ends this very program without a word; what was saved before is there, whole."""
     program = f"""

@@ -263,10 +263,11 @@ def _do_all(run: CardRun, deadline: float, progress: Callable, beside: Callable)
             begun = time.monotonic()
             if seconds > deadline - begun:
                 continue  # what follows may be shorter
-            launcher = ready.pop(piece.key, None) or piece.start()
+            launcher = ready.pop(piece.key, None)
             if number < len(pieces) and (os.cpu_count() or 1) >= IDLE_CORES:
                 following = pieces[number][0]
-                ready[following.key] = stack.enter_context(following.start())
+                with contextlib.suppress(OSError):  # a full disk: it is tried again when its turn has come
+                    ready[following.key] = stack.enter_context(following.start())
             done, said = _do(piece, launcher, run.file, deadline - begun, beside)
             run.left.remove((piece, seconds))
             (run.done if done else run.failed).append((piece, said))
@@ -279,10 +280,10 @@ def _do_all(run: CardRun, deadline: float, progress: Callable, beside: Callable)
                 log.write(f"{line}\n" + ("" if done else f"{said}\n"))
 
 
-def _do(piece: Piece, launcher: Launcher, file: Path, timeout: float, beside: Callable) -> tuple[bool, str]:
+def _do(piece: Piece, launcher: Launcher | None, file: Path, timeout: float, beside: Callable) -> tuple[bool, str]:
     """Do one piece and save what it says. Return whether that went well, and the result or the reason in words."""
     try:
-        result = piece.run(launcher, timeout)
+        result = piece.run(launcher or piece.start(), timeout)
         if result.source == "measured" and isinstance(result, Report):
             save(result, file.parent)
         else:
