@@ -35,7 +35,7 @@ _PUBLIC = {
     "faces.callback": "WatchCallback",
     "faces.doctor": "doctor environment_stamp",
     "faces.explain": "assert_fits explain",
-    "faces.measure": "measure record",
+    "faces.measure": "measure record run_card",
     "faces.watch": "watch",
 }
 _HOME = {name: module for module, names in _PUBLIC.items() for name in names.split()}
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from .faces.callback import WatchCallback
     from .faces.doctor import doctor, environment_stamp
     from .faces.explain import assert_fits, explain
-    from .faces.measure import measure, record
+    from .faces.measure import measure, record, run_card
     from .faces.watch import watch
     from .formulas.predict import predict
     from .formulas.run import predict_run

@@ -483,12 +483,26 @@ def test_doctor_loads_no_torch_where_no_gpu_is():
     assert "torch build" in done.stdout and not {"torch", "bitsandbytes"} & set(done.stderr.split())
 
 
+def test_a_card_is_asked_for_in_a_sentence_and_a_dry_run_lists_what_is_left(tmp_path):
+    entries = [{"kind": "context", "worth": 1, "why": "", "loaded": ["bare", "cuBLAS"]}]
+    (tmp_path / "list.json").write_text(json.dumps(entries))
+    from vramlab.faces.doctor import may_have_gpu
+
+    listed = run("card", str(tmp_path / "list.json"), "--dry-run", "--folder", str(tmp_path))
+    assert listed.exit_code == 0
+    assert listed.stdout.splitlines()[:2] == ["    15 s  context · loaded bare", "    15 s  context · loaded cuBLAS"]
+    if may_have_gpu():
+        pytest.skip("torch is asked about the GPU of this machine")
+    refused = run("card", str(tmp_path / "list.json"))
+    assert (refused.exit_code, refused.stdout) == (2, "") and "there is no CUDA device here" in refused.stderr
+
+
 def test_help_names_every_command_and_costs_no_torch():
     code = "import sys, vramlab.faces.cli; print(sorted({'torch', 'transformers', 'pynvml'} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "[]\n"
     text = run("--help").stdout
-    for command in ("predict", "simulate", "measure", "record", "doctor", "run"):
+    for command in ("predict", "simulate", "measure", "record", "card", "doctor", "run"):
         assert command in text
         assert run(command, "-h").exit_code == 0
 

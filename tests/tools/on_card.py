@@ -3,11 +3,13 @@
     PYTHONPATH=helpers python tests/tools/on_card.py --out FOLDER [--minutes 5] [--jobs 2] [NOTEBOOK …]
 
 Needs the course's packages, nbclient, ipykernel and rich; nothing is installed and no page is made. A notebook that was
-kept before is not run again, one that does not end in time is left out. What ran is packed into one file, FOLDER.tar.gz.
+kept before is not run again, one that does not end in time is left out. What ran is packed into one file, FOLDER.tar.gz;
+`card_outputs.py FOLDER` stores of it what the card changes.
 """
 
 import argparse
 import concurrent.futures
+import json
 import multiprocessing
 import os
 import sys
@@ -19,6 +21,7 @@ import execute
 import nbformat
 import settings
 from vramlab.hardware.nvml import nvml_snapshot
+from vramlab.report.report import environment
 
 # Those first that show most of a card: its allocator and profiler, measured against simulated, the roofline, its sensors.
 FIRST = ("07", "08", "00", "09", "05", "01", "02", "03", "06", "04")
@@ -51,6 +54,9 @@ def main() -> int:
     seen = nvml_snapshot()  # and not torch, whose context would take memory from the chapters
     print(f"{seen.name or seen.reason}, driver {seen.driver}, {os.cpu_count()} cores", flush=True)
     given.out.mkdir(parents=True, exist_ok=True)
+    seen_versions = environment(gpu=seen.name, driver=seen.driver)
+    told = {name: seen_versions[name] for name in ("gpu", "driver", "python", "torch", "transformers", "date")}
+    (given.out / "about.json").write_text(json.dumps(told, indent=1) + "\n")
     paths = [path for path in in_order(given.notebooks or settings.chapters()) if not (given.out / path.name).exists()]
     fresh = multiprocessing.get_context("spawn")
     with concurrent.futures.ProcessPoolExecutor(given.jobs, fresh) as pool:

@@ -4,16 +4,12 @@ Exit status: 0 done, 1 the run failed, the recipe does not fit --gpu, or doctor 
 request (one sentence on stderr), 3 out of memory (the report says how much, or that no plan fits), 130 stopped with Ctrl-C.
 """
 
-import contextlib
 import functools
-import inspect
 import json
 import os
 import shlex
 import sys
-from collections.abc import Callable
 from dataclasses import asdict
-from inspect import Parameter
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -26,13 +22,14 @@ from ..planning.question import Question
 from ..recipe.argument_classes import DECLARED
 from ..recipe.configuration import read_json_file
 from ..recipe.evaluation import Evaluation
-from ..recipe.knobs import Knob, options, rebuild
+from ..recipe.knobs import options, rebuild
 from ..recipe.recipe import Recipe
 from ..report.errors import RecipeError, VramLabError, needing
 from ..report.files import MOST_TEXT, NOT_OURS, is_ours, read_text, write_atomically
 from ..report.report import Interval, Report, format_bytes
 from ..report.text import printable
 from ..training.quiet import no_collection
+from .command_options import number, option, takes
 from .options import OPTIONS, Options, fields_of, fits_card, read_lengths, recipe_of, recipe_of_arguments, tokens_of
 from .script import instead, recipe_of_script
 
@@ -72,62 +69,12 @@ def say(text: Any, err: bool = False) -> None:
     typer.echo(printable(str(text)), err=err)
 
 
-def option(kind: Any, text: str, *names: str, **rules: Any) -> Any:
-    """Return the annotation of an option of a command, named as its parameter unless there are `names`."""
-    return Annotated[kind, typer.Option(*names, help=text, **rules)]
-
-
-def number(text: str) -> int | float | str:
-    """Return the number that `text` says, or `text` itself for the check that says what is allowed."""
-    for kind in (int, float):
-        with contextlib.suppress(ValueError):
-            return kind(text)
-    return text
-
-
 Json = option(bool, "Print JSON; sizes are bytes, times seconds.", "--json")
 DIFFERING = "A recipe's or report's JSON file, or in quotes what predict takes: 'gpt2 --batch-size 8'."
 EXPLAINED = "An out-of-memory message (its words, a file, or -) or a memory snapshot's .pickle; then or alone MODEL "
 EXPLAINED += "with options, the JSON file of a recipe or of a TrainingArguments, or the script that trains."
 GpuName = option(str | None, "A card by name, such as T4. Exit status 1: does not fit.", "--gpu")
 Target = option(str, "Whose kernels and rounding: cuda or cpu.", "--target")
-
-
-def takes(known: Options, make: Callable[[str, dict[str, Any]], Any]) -> Callable[[Callable], Callable]:
-    """Give `command(made, …)` the argument MODEL and the `known` options, of which `make` makes its first argument."""
-
-    def decorate(command: Callable[..., None]) -> Callable[..., None]:
-        @functools.wraps(command)
-        def run(model: str, **values: Any) -> None:
-            command(make(model, {name: values.pop(name) for name in known}), **values)
-
-        model = Annotated[str, typer.Argument(help="A name, such as gpt2, or a path to a config.json.")]
-        parameters = [Parameter("model", Parameter.KEYWORD_ONLY, annotation=model)]
-        parameters += [_parameter(name, *known[name]) for name in known]
-        _, *own = inspect.signature(command).parameters.values()
-        parameters += [p.replace(kind=Parameter.KEYWORD_ONLY) for p in own]
-        run.__signature__ = inspect.Signature(parameters)
-        run.__annotations__ = {p.name: p.annotation for p in parameters}
-        return run
-
-    return decorate
-
-
-def _parameter(name: str, path: tuple[str, ...], knob: Knob) -> Parameter:
-    """An option as typer wants it; lists and a part's options are None where they are not given."""
-    text = ": ".join(filter(None, [knob.help.rstrip("."), ", ".join(c for c in knob.choices if isinstance(c, str))]))
-    dashed = name.replace("_", "-")
-    if knob.kind is bool:
-        default = bool(knob.default)
-        kind = option(bool, text, f"--{dashed}/--no-{dashed}" if default else f"--{dashed}")
-    else:
-        default = None if len(path) > 1 or knob.many else knob.default
-        kind = list[str] if knob.many else knob.kind if knob.kind in (int, float) else str
-        text += ". May be repeated" if knob.many else ""
-        names = ("--seq-len", "--tokens") if name == "seq_len" else ()
-        rules = {"parser": number} if kind in (int, float) else {}
-        kind = option(kind if default is not None else kind | None, text, *names, **rules)
-    return Parameter(name, Parameter.KEYWORD_ONLY, annotation=kind, default=default)
 
 
 takes_recipe = takes(OPTIONS, recipe_of)
@@ -256,10 +203,15 @@ def card(
     minutes: option(float, "From now; nothing goes on after that.", min=0) = 30,
     dry_run: option(bool, "Only say what is left to do.", "--dry-run") = False,
     folder: option(Path, "Where the record file lies.") = Path("my_records"),
+    compare: option(bool, "Print what simulate says beside each report, which takes time.", "--compare") = False,
 ) -> None:
     from .measure import run_card
 
-    say(run_card(paths or None, minutes=minutes, folder=folder, dry_run=dry_run, progress=say))
+    run = run_card(paths or None, minutes, folder, dry_run, progress=say, compare=compare)
+    if dry_run:
+        for piece, seconds in run.left:
+            say(f"{seconds:6,.0f} s  {piece.title}")
+    say(run)
 
 
 @app.command(

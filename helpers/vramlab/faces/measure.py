@@ -32,8 +32,10 @@ def record(*args: Any, **options: Any) -> Outcome:
 
 @needing("card")
 @functools.wraps(_run_card)
-def run_card(*args: Any, **options: Any) -> CardRun:
-    return _run_card(*args, **{"estimate": peak_bytes, **options})
+def run_card(*args: Any, compare: bool = False, **options: Any) -> CardRun:
+    """As `measurement.card.run_card`; `compare` prints beside each report what simulate says, which takes some seconds."""
+    beside = simulated_beside if compare else None
+    return _run_card(*args, **{"estimate": peak_bytes, "beside": beside, **options})
 
 
 def peak_bytes(recipe: Recipe) -> int:

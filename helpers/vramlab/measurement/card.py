@@ -6,6 +6,7 @@ comes first is worth most a second. Each piece is saved as it ends, and one that
 
 import contextlib
 import os
+import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -74,7 +75,7 @@ class Piece:
 
     def start(self) -> Launcher:
         """Start a process that will run it, and loads its libraries meanwhile."""
-        settings = {}
+        settings = {"HF_HUB_OFFLINE": "1"}  # models come from shapes, and a request would wait for its time to be over
         if "expandable" in self.asked:
             settings[ALLOCATOR] = f"expandable_segments:{self.asked['expandable']}"
         with patch.dict(os.environ, settings):
@@ -85,8 +86,10 @@ class Piece:
         if self.kind == "recipe":
             order = {"recipe": self.recipe, "repeats": self.repeats, "warmup": 2, "device": "cuda"}
             return run_here(order, timeout, launcher)
-        with launcher as child:
-            return child.run(WORK, {"kind": self.kind, "asked": self.asked}, 1, "cuda", timeout)[0]
+        # what a process that is killed had written is removed here
+        with launcher as child, tempfile.TemporaryDirectory(prefix="vramlab-") as scratch:
+            order = {"kind": self.kind, "asked": self.asked, "scratch": scratch}
+            return child.run(WORK, order, 1, "cuda", timeout)[0]
 
 
 @dataclass
@@ -121,6 +124,7 @@ def run_card(
     dry_run: bool = False,
     progress: Callable[[str], None] = print,
     estimate: Callable[[Recipe], int] | None = None,
+    beside: Callable[[Report], str] | None = None,
 ) -> CardRun:
     """Do on this card what the project still wants from such a one, and save each result at once.
 
@@ -131,6 +135,7 @@ def run_card(
         dry_run: do nothing, only say what is left; without a card as an unknown one would have it.
         progress: takes a line for each piece.
         estimate: gives a recipe's peak in bytes, so that what is larger than the card is left out.
+        beside: gives what to print after each report that has figures.
     Returns:
         What was done and what is left. On a stand-in for a GPU all is done, into a file that no record can be made of.
     Raises:
@@ -150,7 +155,7 @@ def run_card(
     _sort(run, pieces_of(paths), here, known, estimate)
     if not dry_run:
         progress(f"{here.name}: {_free()} · {_versions()}")
-        _do_all(run, deadline, progress)
+        _do_all(run, deadline, progress, beside or (lambda report: ""))
     return run
 
 
@@ -248,7 +253,7 @@ def _seen_of(card: str) -> RecordFile:
     return found
 
 
-def _do_all(run: CardRun, deadline: float, progress: Callable[[str], None]) -> None:
+def _do_all(run: CardRun, deadline: float, progress: Callable, beside: Callable) -> None:
     """Do what is left in its order, as far as the time goes; where cores are idle, the next process loads meanwhile."""
     start = time.monotonic()
     pieces = list(run.left)
@@ -258,11 +263,12 @@ def _do_all(run: CardRun, deadline: float, progress: Callable[[str], None]) -> N
             begun = time.monotonic()
             if seconds > deadline - begun:
                 continue  # what follows may be shorter
-            launcher = ready.pop(piece.key, None) or piece.start()
+            launcher = ready.pop(piece.key, None)
             if number < len(pieces) and (os.cpu_count() or 1) >= IDLE_CORES:
                 following = pieces[number][0]
-                ready[following.key] = stack.enter_context(following.start())
-            done, said = _do(piece, launcher, run.file, deadline - begun)
+                with contextlib.suppress(OSError):  # a full disk: it is tried again when its turn has come
+                    ready[following.key] = stack.enter_context(following.start())
+            done, said = _do(piece, launcher, run.file, deadline - begun, beside)
             run.left.remove((piece, seconds))
             (run.done if done else run.failed).append((piece, said))
             now = time.monotonic()
@@ -274,19 +280,21 @@ def _do_all(run: CardRun, deadline: float, progress: Callable[[str], None]) -> N
                 log.write(f"{line}\n" + ("" if done else f"{said}\n"))
 
 
-def _do(piece: Piece, launcher: Launcher, file: Path, timeout: float) -> tuple[bool, str]:
+def _do(piece: Piece, launcher: Launcher | None, file: Path, timeout: float, beside: Callable) -> tuple[bool, str]:
     """Do one piece and save what it says. Return whether that went well, and the result or the reason in words."""
     try:
-        result = piece.run(launcher, timeout)
+        result = piece.run(launcher or piece.start(), timeout)
         if result.source == "measured" and isinstance(result, Report):
             save(result, file.parent)
         else:
             add(result, file)
     except (MeasurementError, RecipeError, RecordError, OSError) as error:
         return False, str(error).strip() or type(error).__name__
-    if isinstance(result, Report):
-        return True, format_bytes(result.allocated) if result.status == "ok" else result.status
-    return True, result.words
+    if isinstance(result, Fact):
+        return True, result.words
+    if result.status != "ok":
+        return True, result.status
+    return True, format_bytes(result.allocated) + beside(result)
 
 
 def _free() -> str:

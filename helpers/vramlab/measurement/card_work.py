@@ -31,8 +31,12 @@ MOST_DOUBLINGS = 12
 SIDE = 1024  # of the matrices that load a kernel
 
 
-def find(kind: str, asked: dict[str, Any]) -> Fact:
-    """Return the fact of `kind` that was `asked`. Raises MeasurementError where this card or disk cannot tell."""
+def find(kind: str, asked: dict[str, Any], scratch: str) -> Fact:
+    """Return the fact of `kind` that was `asked`. Temporary files go into the folder `scratch`.
+
+    Raises MeasurementError where this card or disk cannot tell.
+    """
+    tempfile.tempdir = scratch
     before = nvml_snapshot()
     found = WORK[kind](before, **asked)
     return Fact(kind, asked, found, witness("cuda"), card_environment(before))
@@ -60,13 +64,15 @@ def state(before: Sensors) -> dict[str, Any]:
 
 
 def nvidia_smi() -> int | None:
-    """Return what nvidia-smi shows as the first visible card's memory in use; None where there is no such program."""
+    """Return what nvidia-smi shows as this card's memory in use; None where there is no such program, or it cannot tell."""
     if not shutil.which("nvidia-smi"):
         return None
-    uuid = f"GPU-{torch.cuda.get_device_properties(0).uuid}"
-    command = ["nvidia-smi", f"--id={uuid}", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
-    said = subprocess.run(command, capture_output=True, text=True, timeout=60).stdout.strip()
-    return int(said) * MiB if said.isdigit() else None
+    command = ["nvidia-smi", "--query-gpu=uuid,memory.used", "--format=csv,noheader,nounits"]
+    lines = subprocess.run(command, capture_output=True, text=True, timeout=60).stdout.strip().splitlines()
+    uuid = str(torch.cuda.get_device_properties(0).uuid)
+    own = [line for line in lines if len(lines) == 1 or uuid in line]
+    used = own[0].split(",")[-1].strip() if own else ""
+    return int(used) * MiB if used.isdigit() else None
 
 
 def multiply() -> None:

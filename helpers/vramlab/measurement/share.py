@@ -66,7 +66,7 @@ def share(source: str | os.PathLike | None = None, folder: str | os.PathLike = "
         RecordError: there is no record that can be shared, or a file cannot be read or written.
     """
     source, made = Path(source or measurements_folder()), []
-    why = "there is no record of a GPU in it, and `vramlab record` on a GPU makes one"
+    why = "there is no record of a GPU in it, and `vramlab card` on a GPU makes one"
     for path in [source] if source.suffix == ".json" else sorted(source.glob("*.json")):
         records = read_records(path)
         left_out = []
