@@ -172,12 +172,24 @@ def predict(
 
 @app.command(help="Memory of the real training step on fake tensors: seconds, no GPU.")
 @takes_recipe
-def simulate(recipe: Recipe, target: Target = "cuda", gpu: GpuName = None, as_json: Json = False) -> None:
+def simulate(
+    recipe: Recipe,
+    target: Target = "cuda",
+    gpu: GpuName = None,
+    transformers: option(str | None, "An older version whose ways are known, such as 4.48.") = None,
+    as_json: Json = False,
+) -> None:
     with no_collection(before=False):
         from ..simulation.simulate import simulate
 
     card = _card(gpu, recipe)
-    _finish(simulate(recipe, target=target, gpu=card), card, as_json)
+    if transformers is None:
+        report = simulate(recipe, target=target, gpu=card)
+    else:
+        from ..simulation.as_run import of_release, simulate_as_run
+
+        report = simulate_as_run(recipe, of_release(transformers), target=target, gpu=card)
+    _finish(report, card, as_json)
 
 
 @app.command(help="Memory of the Trainer's evaluation between two steps of training, on fake tensors.")
