@@ -6,8 +6,8 @@ the rotary frequencies (2 bytes a rotated channel), which transformers 5 adds:
     4.48.3              FAMILIES_4_48 with sdpa. The loss shifted the logits and not the labels, one more fp32 copy of them.
     4.56.2, 4.57.6      FAMILIES with sdpa and eager. 4.53 to 4.55 make the same masks, but also copy queries and keys and
                         keep other caches: they are not known.
-    5.12.0, 5.16.0      DELTA_NETS without flash-linear-attention, qwen3_next to 320 bytes. The delta rule solved its triangles
-                        row by row and autograd kept the rows; since 5.17.0 `torch.linalg.solve_triangular` does it.
+    5.12.0, 5.16.0      DELTA_NETS without flash-linear-attention, qwen3_next to 320 bytes. The delta rule solved triangles
+                        row by row, and autograd kept the rows; since 5.17.0 `torch.linalg.solve_triangular` does it.
 
 Before transformers 5 checkpointing was re-entrant where a script did not say otherwise (`gradient_checkpointing_enable`).
 """
