@@ -207,7 +207,7 @@ def test_the_readme_says_how_many_runs_were_not_plain():
     ],
 )
 def test_weights_that_stay_unquantized_are_said(family, prepare, said):
-    """bitsandbytes swaps nn.Linear and nothing else; most of a mixture's weights are fused experts."""
+    """transformers' loader swaps nn.Linear and nothing else; most of a mixture's weights are fused experts."""
     base = Quantization("nf4", prepare=prepare)
     recipe = Recipe(config(family), seq_len=8, num_layers=1, precision="bf16-true", quantization=base, lora=LoRA())
     for notes in (predict(recipe).notes, simulate(recipe).notes, notes_on(recipe)):
