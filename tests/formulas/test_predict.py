@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from predict_grid import written_down
 from quick import params
 from vramlab import Loop, LoRA, Quantization, Recipe, RecipeError, Report, Sharding
-from vramlab.formulas import account, model, model_states, operators
+from vramlab.formulas import account, model, model_states, operators, parameters
 from vramlab.formulas.predict import predict
 from vramlab.hardware.overhead import rounded
 from vramlab.recipe.options import QUANT_TYPES
@@ -555,7 +555,7 @@ def test_a_written_out_stack_equals_the_multiplied_one():
         x = first.pop()
         for i in range(start, start + count):
             x = layer(f"{name}.{i}", x)
-            self.layer_holds.clear()
+            self.ledger.layer_holds.clear()
         return x
 
     def every(shape, layers=2):
@@ -563,10 +563,10 @@ def test_a_written_out_stack_equals_the_multiplied_one():
 
     short = account.Account(recipe)
     assert len(every(recipe.shape)) > len(model_states.first_layers(recipe.shape))
-    account._parameter_settings.cache_clear()
+    parameters._settings.cache_clear()
     with patch.object(model.Model, "stack", whole), patch.object(model_states, "first_layers", every):
         long = account.Account(recipe)
-    account._parameter_settings.cache_clear()
+    parameters._settings.cache_clear()
     for phase in ("forward", "backward"):
         (split,), (other,) = short.splits([short.moments[phase]]), long.splits([long.moments[phase]])
         assert sum(split.values()) == sum(other.values())

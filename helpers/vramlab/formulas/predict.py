@@ -113,12 +113,12 @@ def _phases(recipe: Recipe, account: Account, rank: RankBytes) -> dict[str, Phas
         sizes |= {name: 2 * sizes[name] for name in ("parameters", "buffers", "workspace")}
     states = {"optimizer_states": rank.optimizer_states, "workspace": rests.get("optimizer_states", 0)}
     lasting = 0 if frees_workspaces() else 2  # in forward's thread and in backward's
-    handles = {"workspace": lasting * cublas_workspace(account.m.chip.capability)}
+    handles = {"workspace": lasting * cublas_workspace(account.ledger.chip.capability)}
     always = vars(_bytes(rank.always, sizes, states, handles))
     if not loop.optimizer_in_backward:
         gradients = {"gradients": rank.gradients, "workspace": rests.get("gradients", 0)}
     # FSDP's are whole, in the account
-    exist = account.gradients_exist and not (account.m.gathers_layers and loop.set_to_none)
+    exist = account.gradients_exist and not (account.engine.gathers_layers and loop.set_to_none)
     existing = gradients if rank.existing is None else {"gradients": rank.existing}
     during = existing if exist else {}
     before = existing if exist or loop.zero_grad == "before_backward" else {}
@@ -133,9 +133,9 @@ def _phases(recipe: Recipe, account: Account, rank: RankBytes) -> dict[str, Phas
     if rank.reducing:
         peaks.append(_bytes(always, during, end, {"workspace": rank.reducing}))
     steps = recipe.gradient_accumulation_steps
-    if account.m.gathers_layers and steps > 1:
+    if account.engine.gathers_layers and steps > 1:
         outputs_only = {category: n for category, n in end.items() if category != "gradients"}
-        peaks.append(_bytes(always, outputs_only, account.m.unreduced(steps)))
+        peaks.append(_bytes(always, outputs_only, account.engine.unreduced(steps)))
     if rank.backward_end:  # gradients are divided by then
         during, end = {}, end | {"gradients": 0}
     load = _bytes(rank.always, sizes, states if recipe.optim == "adagrad" else {})  # which makes them when it is made

@@ -1,0 +1,118 @@
+"""A layer's feed-forward part: wide and narrow again, gated or not, or of experts."""
+
+from math import prod
+
+from ..recipe.shapes import Shape
+from . import liger
+from .ledger import Tensor
+from .model_states import FP32
+from .numerics import INT64
+from .operators import Operators
+from .self_attention import Modules
+
+
+class FeedForward:
+    """The feed-forward part of a model of `shape`."""
+
+    def __init__(self, operators: Operators, shape: Shape):
+        self.operators = operators
+        self.shape = shape
+        self.layout = shape.layout
+
+    def run(self, at: Modules, x: Tensor) -> Tensor:
+        """Compute down(act(up(x))), or down(act(gate(x)) · up(x)), which saves four wide tensors, or `_experts`."""
+        if "router" in at:
+            return self._experts(at, x)
+        m = self.operators
+        activation = self.shape.activation
+        if "gate_up" in at:
+            half = (*x.shape[:-1], self.shape.intermediate_size)
+            parts = m.split(m.linear(x, at["gate_up"]), half, half)
+            z = m.mul(m.activation(parts.pop(0), activation), parts.pop())
+        elif "gate" in at:
+            z = self._gated(at, x)
+        else:
+            z = m.activation(m.linear(x, at["up"]), activation)
+        if self.layout.held_feed_forward:
+            m.ledger.layer_holds.append(z)
+        return m.linear(z, at["down"])
+
+    def _gated(self, at: Modules, x: Tensor) -> Tensor:
+        """Compute act(gate(x)) · up(x)."""
+        m = self.operators
+        if m.numerics.liger & {"swiglu", "geglu"}:
+            gate = m.linear(x, at["gate"])
+            up = m.linear(x, at["up"])
+            return liger.gated(m, gate, up)
+        gate = m.activation(m.linear(x, at["gate"]), self.shape.activation)
+        up = m.linear(x, at["up"])
+        return m.mul(gate, up)
+
+    def _experts(self, at: Modules, x: Tensor) -> Tensor:
+        """Run `MixtralSparseMoeBlock` with grouped products: a token's row is copied to each expert it goes to."""
+        m = self.operators
+        b, tokens, hidden = x.shape
+        rows = b * tokens
+        chosen = self.shape.experts_per_token
+        down = m.parameters[at["experts_down"]]
+        wide = prod(down.shape) // (self.shape.num_experts * hidden)
+        flat = x.view(rows, hidden)
+        router = m.parameters[at["router"]]
+        if self.layout.sigmoid_router:
+            logits = m.product(m.to(flat, FP32), m.to(router, FP32))
+            probabilities = m.unary("sigmoid", logits)
+        else:
+            logits = m.product(flat, router)
+            probabilities = m.probabilities(logits, True, FP32)
+        del logits
+        places = m.ledger.tensor("topk", (rows, chosen), INT64)
+        top = m.op("topk", [probabilities], (rows, chosen), FP32, saves=[places])
+        del places
+        weights = m.op("div", [top], (rows, chosen), FP32, saves=[top])
+        order = m.ledger.tensor("sort", (rows * chosen,), INT64)
+        # What is nested here is not named, so that each result is freed as soon as the next one is made.
+        both = self._grouped(self._index(flat, order, hidden), at["experts_up"], 2 * wide)
+        gate, up = m.split(both, (rows * chosen, wide), (rows * chosen, wide))
+        del both
+        if f"{at['experts_up']}_bias" in m.parameters:
+            # GPT-OSS: gate · σ(α · gate) · (up + 1), both clamped first
+            gate, up = [m.op("clamp", [t], t.shape, t.width, saves=[t]) for t in (gate, up)]
+            glu = m.mul(gate, m.unary("sigmoid", m.scale(gate)))
+            inner = [m.mul(m.scale(up, "add"), glu)]
+        else:
+            inner = [m.mul(m.activation(gate, self.shape.activation), up)]
+        out = self._grouped(inner.pop(), at["experts_down"], hidden)
+        weighted = self._index(m.mul(out, self._index(weights, order, 1)), order, hidden)
+        y = m.to(m.reduce(weighted, (rows, hidden), "sum"), x.width).view(b, tokens, hidden)
+        if "shared_up" not in at:
+            return y
+        del out, weighted, gate, up
+        shared = {part: at[f"shared_{part}"] for part in ("gate", "up", "down")}
+        return m.add(y, self.run(shared, x))
+
+    def _index(self, x: Tensor, order: Tensor, width: int) -> Tensor:
+        """Gather rows of `width` numbers in the experts' order, or back."""
+        return self.operators.op("index", [x], (order.shape[0], width), x.width, saves=[order])
+
+    def _grouped(self, x: Tensor, name: str, out: int) -> Tensor:
+        """Multiply each expert's rows by its part of `name`; autocast leaves that alone, x takes the weight's dtype."""
+        m = self.operators
+        weight = m.parameters[name]
+        x = m.to(x, weight.width)
+        one_by_one = m.numerics.chip.capability < (8, 0)  # transformers' fallback
+        saves = []
+        if weight.needs or one_by_one:
+            saves.append(x)
+        if x.needs:
+            saves.append(weight)
+        unused = 0
+        if one_by_one and not weight.needs:  # the gradient that the fallback makes all the same
+            unused = prod(weight.shape) * weight.width
+        return m.op(
+            "grouped_mm",
+            [x, weight],
+            (x.shape[0], out),
+            weight.width,
+            saves=saves,
+            extra=unused,
+        )
