@@ -1,9 +1,9 @@
-"""Bytes by category at the peak and end of forward and backward, from a ledger with one or two layers of each stack.
+"""Bytes by category at the peaks and ends of a micro-batch, from one or two layers of each stack.
 
-One of the layers that are run stands for all others like it. With L layers, S bytes that one saves in the
-forward pass and D that one adds in the backward pass, the bytes at a moment are those of the ledger plus
-(L - 2) · S from the second layer on, and plus (L - 2) · (S + D) below it on the way back. Between top and
-bottom of a stack backward is affine.
+One of the layers that are run stands for all others like it. With L layers, S bytes that one saves
+in the forward pass and D that one adds in the backward pass, the bytes at a moment are those of
+the ledger plus (L - 2) · S from the second layer on, and plus (L - 2) · (S + D) below it on the
+way back. Between top and bottom of a stack backward is affine.
 """
 
 from collections.abc import Iterator
@@ -52,10 +52,12 @@ class Account:
     """The forward and backward pass of one micro-batch; attributes that end in "end" are events.
 
     Attributes:
-        gradients_exist: new gradients are added to those of an earlier micro-batch, or zeroed in place.
+        gradients_exist: new gradients are added to those of an earlier micro-batch, or zeroed in
+            place.
         live: bytes before the first event, and after each.
         passes: (model, event at which it is over) of models that run without gradients.
-        pieces: by phase, its events in stretches to which the same is added for layers that are not run.
+        pieces: by phase, its events in stretches to which the same is added for layers that are
+            not run.
     """
 
     def __init__(self, recipe: Recipe, chip: Chip = DEFAULT_CHIP):
@@ -108,7 +110,7 @@ class Account:
         return loss
 
     def _without_gradients(self, chip: Chip) -> tuple[Model, int]:
-        """Run the reference model while what the policy saved is there; return (model, event at which it is over)."""
+        """Run the reference model beside what the policy saved; return an item of `passes`."""
         frozen = reference_recipe(self.recipe)
         parameters = parameters_of(frozen)
         for parameter in parameters.values():
@@ -123,7 +125,11 @@ class Account:
         return model, len(ledger.events)
 
     def _forward_pieces(self) -> tuple[list[Piece], Extra]:
-        """Cut the forward pass where a layer that stands for others begins; return what is added at its end, too."""
+        """Cut the forward pass where a layer that stands for others begins.
+
+        Returns:
+            The pieces, and what is added at the end of the pass.
+        """
         pieces = []
         first = 0
         extra: Extra = ()
@@ -197,7 +203,8 @@ class Account:
                 after = at[end]
                 for category in IN_LEDGER:
                     split[category] += times * (after[category] - before[category])
-            # A layer's output that only the last one does not keep counts as one less of each other layer.
+            # A layer's output that only the last one does not keep counts as one less of each
+            # other.
             missing = min(split["activations"], 0)
             split["activations"] -= missing
             split["temporaries"] = max(split["temporaries"] + missing, 0)
@@ -205,7 +212,7 @@ class Account:
         return splits
 
     def _totals(self, stops: list[int]) -> dict[int, Split]:
-        """Return the ledger's bytes by category before each event of `stops`, in one walk over the events."""
+        """Return the ledger's bytes by category before each event of `stops`, in one walk."""
         events = self.ledger.events
         totals = dict.fromkeys(IN_LEDGER, 0)
         at = {}
@@ -218,12 +225,13 @@ class Account:
                     totals[entry.category] -= entry.size
             begin = stop
             split = dict(totals)
-            split["workspace"] += self.live[stop] - sum(totals.values())  # what blocks hold beyond their sizes
+            # What blocks hold beyond their sizes is in `live` alone.
+            split["workspace"] += self.live[stop] - sum(totals.values())
             at[stop] = split
         return at
 
     def alive(self, phase: str) -> Groups | None:
-        """Group the blocks alive at the phase's peak, with all layers; None but for forward and backward."""
+        """Group the blocks alive at the peak of forward or backward, with all layers; else None."""
         if phase not in self.moments or phase in self.at_peaks:
             return self.at_peaks.get(phase)
         event, extra = self.moments[phase]
@@ -263,7 +271,7 @@ class Account:
 
 
 def _number(events: list[Entry]) -> list[int]:
-    """Give each entry its birth and death; return the bytes before the first event, and after each."""
+    """Give each entry its birth and death; return `Account.live`."""
     live = 0
     after = [0]
     for event, entry in enumerate(events):
@@ -278,7 +286,7 @@ def _number(events: list[Entry]) -> list[int]:
 
 
 def _dropped_casts(model: Model, over: int) -> Extra:
-    """Take off autocast's copies that nothing kept when the context ended at `over` (checkpointing)."""
+    """Take off autocast's copies that nothing kept when its context ended at `over`."""
     dropped: Extra = ()
     for section in model.sections:
         for entry in model.ledger.cast_entries:
@@ -288,7 +296,10 @@ def _dropped_casts(model: Model, over: int) -> Extra:
 
 
 def kept_account(recipe: Recipe, chip: Chip) -> Account:
-    """Return the account from a cache of the last few: recipes that differ only in optimizer or rank share one."""
+    """Return the account from a cache of the last few.
+
+    Recipes that differ only in optimizer or rank share one.
+    """
     sharding = recipe.sharding
     if sharding and sharding.engine == "ddp":
         sharding = None
@@ -304,5 +315,5 @@ def kept_account(recipe: Recipe, chip: Chip) -> Account:
 
 @lru_cache(maxsize=32)
 def cached_account(settings: Settings, chip: Chip, release: tuple[int, int]) -> Account:
-    """Make the account of `settings.recipe` under the rules of torch's `release`, the one that holds now."""
+    """Make the account of `settings.recipe` under the rules of torch's `release`."""
     return Account(settings.recipe, chip)

@@ -1,7 +1,7 @@
 """The kernels of attention: what each saves for the backward pass and needs while it runs.
 
-Fused kernels save queries, keys, values, their output and one number a row; single operators ("eager",
-and sdpa's "math") the matrix of scores, batch × heads × tokens².
+Fused kernels save queries, keys, values, their output and one number a row; single operators
+("eager", and sdpa's "math") the matrix of scores, batch × heads × tokens².
 """
 
 from math import prod
@@ -21,7 +21,10 @@ def _multiple(number: int, of: int) -> int:
 
 
 class AttentionKernels:
-    """Attention of queries (batch × heads × tokens × channels) to keys and values, which may have fewer heads."""
+    """Attention of queries, batch × heads × tokens × channels, to keys and values.
+
+    These may have fewer heads.
+    """
 
     def __init__(self, operators: Operators, shape: Shape, rows: Rows):
         self.operators = operators
@@ -40,7 +43,8 @@ class AttentionKernels:
     ) -> Tensor:
         """Attend with the recipe's kernel; return batch × tokens × (heads · channels).
 
-        `sinks`: the softmax has a column more, cut off afterwards (GPT-OSS), which eager attention knows alone.
+        `sinks`: the softmax has a column more, cut off afterwards (GPT-OSS); only eager attention
+        does so.
         """
         implementation = self.operators.numerics.attention
         if implementation == "eager":
@@ -52,9 +56,12 @@ class AttentionKernels:
         return self._fused(q, k, v, mask, joined=self.rows.joined)
 
     def _fused(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, joined: int) -> Tensor:
-        """Attend with one kernel, or with PyTorch's own fallback; `joined`: sequences in a row, 0 if it is one."""
+        """Attend with one kernel, or with PyTorch's own fallback.
+
+        `joined`: sequences in a row, 0 if rows are samples.
+        """
         m = self.operators
-        b, heads, tokens, channels = q.shape
+        b, heads, tokens, _ = q.shape
         grouping = self.layout.grouped_keys
         if mask is not None and grouping:  # then transformers repeats shared keys and values itself
             k, v = [m.repeat(x, heads) for x in (k, v)]
@@ -87,8 +94,8 @@ class AttentionKernels:
             extra=extra,
         )
         if kernel == "flash" and head_by_head:
-            # `out = at::empty_like(q_padded)` (flash_api.cpp, mha_fwd) lies as q does, and the projection
-            # takes a copy of it.
+            # `out = at::empty_like(q_padded)` (flash_api.cpp, mha_fwd) lies as q does, and the
+            # projection takes a copy of it.
             return m.copy(y)
         return y
 
@@ -112,9 +119,10 @@ class AttentionKernels:
         )
 
     def _flash_scratch(self, q: Tensor, k: Tensor, joined: int) -> int:
-        """Return the bytes of flash-attn's backward pass (flash_api.cpp, mha_bwd and mha_varlen_bwd)."""
+        """Return the bytes of flash-attn's backward pass (flash_api.cpp, mha_varlen_bwd)."""
         b, heads, tokens, channels = q.shape
-        # dQ is summed up in fp32, beside one number a row; rows of tiles, or one tile more a sequence.
+        # dQ is summed up in fp32, beside one number a row; rows of tiles, or one tile more a
+        # sequence.
         wide = FP32 * _multiple(channels, 32) + FP32
         lines = tokens + 128 * joined if joined else _multiple(tokens, 128)
         scratch = b * heads * lines * wide
@@ -136,7 +144,7 @@ class AttentionKernels:
         return sum(rounded(block) for block in blocks)
 
     def _unpadded(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Attend to the rows that are no padding, and put the result back (`_upad_input`, `pad_input`)."""
+        """Attend to rows that are no padding, and put the result back (`_upad_input`)."""
         m = self.operators
         padded = self.rows.padded
         places = m.ledger.tensor("nonzero", (sum(padded),), INT64)
@@ -163,7 +171,10 @@ class AttentionKernels:
         )
 
     def _math(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-        """Attend in fp32 with `_scaled_dot_product_attention_math` (attention.cpp), inside which autocast is off."""
+        """Attend in fp32 with `_scaled_dot_product_attention_math`.
+
+        Autocast is off inside it (attention.cpp).
+        """
         m = self.operators
         width = q.width
         b, heads, tokens, _ = q.shape
@@ -197,7 +208,7 @@ class AttentionKernels:
         mask: Tensor | None,
         sinks: bool,
     ) -> Tensor:
-        """Compute softmax(q kᵀ · scale + mask) v in single operators, as `eager_attention_forward` of transformers."""
+        """Compute softmax(q kᵀ · scale + mask) v step by step (`eager_attention_forward`)."""
         m = self.operators
         b, heads, tokens, _ = q.shape
         in_place = self.layout.scores_in_place

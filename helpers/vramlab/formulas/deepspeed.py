@@ -1,14 +1,14 @@
-"""What a rank holds under DeepSpeed: flat partitions, gradients reduced in a bucket, a step in fp32.
+"""What a rank holds under DeepSpeed: flat partitions, a bucket for gradients, a step in fp32.
 
-Ψ: trained parameters, N: ranks, w: bytes of a weight, "part": what a rank has, ⌈Ψ/N⌉ elements at stages
-1 and 2, the sum of ⌈p/N⌉ at stage 3. The Trainer's two parameter groups are counted as one.
+Ψ: trained parameters, N: ranks, w: bytes of a weight, "part": what a rank has, ⌈Ψ/N⌉ elements at
+stages 1 and 2, the sum of ⌈p/N⌉ at stage 3. The Trainer's two parameter groups are counted as one.
 
     weights      stages 1, 2 in one flat tensor, w · N part; 3 w · part
     states       fp32 weights (4 part) and the optimizer's states of those
     gradients    1 all to the end of backward; 2, 3 one after the other, and 3 always w · part
     gathered     3: see `param_coordinator`; too much in the lower layers
-    step         an fp64 copy of the largest gradient for the norm, then fp32 gradients and the optimizer's
-                 temporaries
+    step         an fp64 copy of the largest gradient for the norm, then fp32 gradients and the
+                 optimizer's temporaries
 """
 
 from itertools import accumulate
@@ -27,7 +27,8 @@ from .param_coordinator import gathered
 from .reserved import internal_fragmentation
 from .step import copies
 
-SUB_GROUP = 1_000_000_000  # elements (`sub_group_size`, zero/config.py; zero/stage3.py, _create_fp16_sub_groups)
+# Elements (`sub_group_size`, zero/config.py; zero/stage3.py, _create_fp16_sub_groups).
+SUB_GROUP = 1_000_000_000
 FP64 = 8
 NORM_ELEMENTS = 250_000_000  # of a norm that is computed at a time
 
@@ -48,13 +49,20 @@ def deepspeed_bytes(asked: Recipe) -> RankBytes:
     else:
         weights = [part * rank.width * rank.ranks for part in rank.parts]
 
-    # The optimizer updates fp32 copies of the parts. Stage 3 could do without of fp32 weights, but compares a
-    # device with its name (zero/stage3.py, _create_fp32_partitions; DeepSpeed 0.19.8).
+    # The optimizer updates fp32 copies of the parts. Stage 3 could do without of fp32 weights, but
+    # compares a device with its name (zero/stage3.py, _create_fp32_partitions; DeepSpeed 0.19.8).
     updated = [] if offload else rank.parts
     masters = [rounded(FP32 * part) for part in updated]
     states = []
     for part in updated:
-        states += model_states.state_sizes((part,), "linear", FP32, recipe.optim, recipe.optim_args, trainer=False)
+        states += model_states.state_sizes(
+            (part,),
+            "linear",
+            FP32,
+            recipe.optim,
+            recipe.optim_args,
+            trainer=False,
+        )
     rests = 0
     for size in (*weights, *states, *masters):
         rests += internal_fragmentation(rounded(size))
@@ -80,7 +88,8 @@ class _Rank:
     Attributes:
         sizes: elements of each trained tensor; `parts`: of each partition.
         width: bytes of a weight. `reduced`: of a gradient at stage 3.
-        tied_gradient: elements of a tied embedding's gradients: the head's, the lookup's and their sum.
+        tied_gradient: elements of a tied embedding's gradients: the head's, the lookup's and their
+            sum.
         precision_set: DeepSpeed's configuration has the model's precision, or the model is in fp32.
         bucket: elements that gradients are reduced in.
         foreach: how many temporaries of the optimizer are as large as the weights.
@@ -110,7 +119,7 @@ class _Rank:
             self.parts = [ceil(sum(self.sizes) / self.ranks)]
 
     def _sub_groups(self) -> list[int]:
-        """List the rank's parts at stage 3, which updates `sub_group_size` elements after the other."""
+        """List the rank's parts at stage 3, which updates `sub_group_size` elements at a time."""
         parts = [0]
         for size in self.sizes:
             if parts[-1] >= SUB_GROUP:
@@ -119,7 +128,7 @@ class _Rank:
         return parts
 
     def stage_1_or_2(self) -> tuple[dict[str, int], dict[str, Any]]:
-        """Keep this rank's gradients to the step, whole where its partition begins or ends within one.
+        """Keep this rank's gradients to the step, whole where its partition ends within one.
 
         Returns:
             What is added in every phase, and the other fields of `RankBytes`.
@@ -158,7 +167,7 @@ class _Rank:
         }
 
     def _gradients(self, whole: int, width: int) -> int:
-        """Return the bytes of gradients that stay on the device, `whole` elements of them or the partition's."""
+        """Return the bytes of gradients on the device: of `whole` elements or the partition's."""
         if not self.precision_set:
             # Offloaded ones too: they are added to a buffer that stays on the device
             # (`_get_compact_grad_partition_buffer`).
@@ -186,7 +195,7 @@ class _Rank:
         return max(before, gradients + flat)
 
     def stage_3(self) -> tuple[dict[str, int], dict[str, Any]]:
-        """Keep the partition's gradients at all times, and gather weights while the step needs them.
+        """Keep the partition's gradients at all times, and gather weights while they are needed.
 
         Returns:
             What is added in every phase, and the other fields of `RankBytes`.
@@ -196,7 +205,8 @@ class _Rank:
             return always, {"temporaries": 0}
         width = self.reduced if self.precision_set else FP32
         always["gradients"] = rounded(sum(self.parts) * width)
-        # An fp32 gradient, with the optimizer's temporaries and then with the cast of the updated weights.
+        # An fp32 gradient, with the optimizer's temporaries and then with the cast of the updated
+        # weights.
         numbers = FP32 + max(FP32 * self.foreach, self.width)
         return always, {"temporaries": numbers * max(self.parts)}
 
@@ -213,16 +223,18 @@ class _Rank:
 
 
 class DeepSpeedEngine(Engine):
-    """An engine that frees gradients one by one (`reduce_independent_p_g_buckets_and_remove_grads`).
+    """An engine that frees gradients one by one.
 
-    Stages 1 and 2 reduce a copy, in fp32 and in pieces where DeepSpeed does not know that the model is in half
-    precision. Stage 3 scatters the gradient; offloaded, the rank's part comes back and is copied to fp64
-    (`partition_grads`).
+    It does so in `reduce_independent_p_g_buckets_and_remove_grads`.
+    Stages 1 and 2 reduce a copy, in fp32 and in pieces where DeepSpeed does not know that the
+    model is in half precision. Stage 3 scatters the gradient; offloaded, the rank's part comes
+    back and is copied to fp64 (`partition_grads`).
 
     Attributes:
         gathered: what stage 3 has gathered; `sizes`: bytes of that in each part of the step.
         in_fp32: DeepSpeed reduces in fp32, as it knows of no other precision.
-        kept: fp32 copies of complete gradients. `added`: they are added to those of earlier micro-batches.
+        kept: fp32 copies of complete gradients. `added`: they are added to those of earlier
+            micro-batches.
         part: elements of the rank's partition.
     """
 
@@ -284,7 +296,9 @@ class DeepSpeedEngine(Engine):
             return
         parameter.partial.entry.category = "gradients"
         elements = prod(parameter.shape)
-        if self.sharding.stage == 1:  # it stays in fp32, or is added to that of earlier micro-batches
+        if (
+            self.sharding.stage == 1
+        ):  # it stays in fp32, or is added to that of earlier micro-batches
             copy = self.ledger.group("to", [(elements * FP32, 1)], "gradients", FP32)
             if not self.added:
                 self.kept.append(copy)
@@ -296,7 +310,7 @@ class DeepSpeedEngine(Engine):
         parameter.partial = None
 
     def _reduced(self, parameter: Parameter, elements: int, width: int) -> int:
-        """Return the bytes beside a complete gradient while it is reduced, in numbers of `width` bytes."""
+        """Return what a complete gradient takes to be reduced in numbers of `width` bytes."""
         if self.sharding.stage == 2:
             if self.in_fp32:
                 elements = min(elements, self.part)

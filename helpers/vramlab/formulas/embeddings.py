@@ -12,7 +12,7 @@ BERT_NORM = "bert.embeddings.LayerNorm"
 
 
 class Embeddings:
-    """The embeddings of `recipe`'s model, the modules `names` of which the first one is of words."""
+    """The embeddings of `recipe`'s model: the modules `names`, that of words first."""
 
     def __init__(
         self,
@@ -30,13 +30,13 @@ class Embeddings:
         self.names = names
 
     def run(self) -> tuple[Tensor, Tensor | None]:
-        """Return the hidden states before the first layer, and what a decoder names until it returns."""
+        """Return the first layer's input, and what a decoder names until it returns."""
         if self.shape.image_tokens:
             return self._image(), None
         return self._tokens()
 
     def _tokens(self) -> tuple[Tensor, Tensor | None]:
-        """Embed tokens, times a factor (Gemma), plus learned positions (GPT-2, OPT, BERT), with dropout."""
+        """Embed tokens, times a factor (Gemma), plus learned positions (GPT-2, OPT, BERT)."""
         m = self.operators
         layout = self.shape.layout
         words, *others = self.names
@@ -68,7 +68,7 @@ class Embeddings:
         return Tensor(block, shape, INT64)
 
     def _image(self) -> Tensor:
-        """Embed an image: patches by a convolution, the class token before them, learned positions."""
+        """Embed an image: patches by a convolution, the class token first, learned positions."""
         m = self.operators
         prefix = "vit.embeddings"
         hidden = self.shape.hidden_size
@@ -96,6 +96,6 @@ class Embeddings:
         return m.dropout(placed, self.shape.hidden_dropout)
 
     def _require_gradient(self, x: Tensor) -> None:
-        """Make the embedding require a gradient with LoRA and checkpointing (`enable_input_require_grads`)."""
+        """Make the embedding a leaf with LoRA and checkpointing (`enable_input_require_grads`)."""
         if self.recipe.lora and self.recipe.gradient_checkpointing and not x.needs:
             self.operators.ledger.require_gradient(x)

@@ -1,6 +1,7 @@
-"""What an engine does around a model's forward and backward pass: on one device, and for DDP's ranks, little.
+"""What an engine does around a model's forward and backward pass: little on one device or DDP.
 
-`fsdp.FsdpEngine` and `deepspeed.DeepSpeedEngine` gather weights and reduce gradients in the same places.
+`fsdp.FsdpEngine` and `deepspeed.DeepSpeedEngine` gather weights and reduce gradients in the same
+places.
 """
 
 from ..recipe.recipe import Recipe
@@ -14,7 +15,7 @@ TAIL = "tail"  # the last norm with the head
 
 
 class Engine:
-    """The engine of the recipe `asked`, whose forward pass computes as `recipe` does (`compute_recipe`).
+    """The engine of the recipe `asked`, which computes as `recipe` does (`compute_recipe`).
 
     Attributes:
         gathers_layers: each layer gathers its own weights, and prefetches the next one's.
@@ -40,7 +41,7 @@ class Engine:
         self.embeddings = [name for name, kind in modules if kind == "embedding"]
 
     def begin(self, gradients_exist: bool) -> None:
-        """Begin the micro-batch; `gradients_exist`: enter those that there are, to which new ones are added."""
+        """Begin the micro-batch; `gradients_exist`: new gradients are added to others."""
         if gradients_exist:
             for parameter in self.parameters.values():
                 parameter.gradient = True
@@ -74,5 +75,5 @@ class Engine:
         """End the backward pass."""
 
     def unreduced(self, steps: int) -> dict[str, int] | None:
-        """Return the bytes at the end of a micro-batch that is not the last of `steps`, where they are others."""
+        """Return the end of a micro-batch that is not the last of `steps`, where it differs."""
         return None

@@ -20,7 +20,7 @@ class FeedForward:
         self.layout = shape.layout
 
     def run(self, at: Modules, x: Tensor) -> Tensor:
-        """Compute down(act(up(x))), or down(act(gate(x)) · up(x)), which saves four wide tensors, or `_experts`."""
+        """Compute down(act(up(x))), or down(act(gate(x)) · up(x)) with four wide tensors saved."""
         if "router" in at:
             return self._experts(at, x)
         m = self.operators
@@ -49,7 +49,10 @@ class FeedForward:
         return m.mul(gate, up)
 
     def _experts(self, at: Modules, x: Tensor) -> Tensor:
-        """Run `MixtralSparseMoeBlock` with grouped products: a token's row is copied to each expert it goes to."""
+        """Run `MixtralSparseMoeBlock` with grouped products.
+
+        A token's row is copied to each expert that it goes to.
+        """
         m = self.operators
         b, tokens, hidden = x.shape
         rows = b * tokens
@@ -70,7 +73,7 @@ class FeedForward:
         del places
         weights = m.op("div", [top], (rows, chosen), FP32, saves=[top])
         order = m.ledger.tensor("sort", (rows * chosen,), INT64)
-        # What is nested here is not named, so that each result is freed as soon as the next one is made.
+        # What is nested here has no name, so each result is freed as soon as the next one is made.
         both = self._grouped(self._index(flat, order, hidden), at["experts_up"], 2 * wide)
         gate, up = m.split(both, (rows * chosen, wide), (rows * chosen, wide))
         del both
@@ -95,7 +98,10 @@ class FeedForward:
         return self.operators.op("index", [x], (order.shape[0], width), x.width, saves=[order])
 
     def _grouped(self, x: Tensor, name: str, out: int) -> Tensor:
-        """Multiply each expert's rows by its part of `name`; autocast leaves that alone, x takes the weight's dtype."""
+        """Multiply each expert's rows by its part of `name`.
+
+        Autocast leaves that alone; x takes the weight's dtype.
+        """
         m = self.operators
         weight = m.parameters[name]
         x = m.to(x, weight.width)

@@ -1,20 +1,22 @@
 """FSDP2's rank: what it gathers, copies and reduces, when `fully_shard`'s hooks do it.
 
-With N ranks a weight of d₀ rows is divided by rows: ⌈d₀/N⌉ on each rank, so N·⌈d₀/N⌉ with padding when it is gathered.
+With N ranks a weight of d₀ rows is divided by rows: ⌈d₀/N⌉ on each rank, so N·⌈d₀/N⌉ with padding
+when it is gathered.
 
     before a unit's forward     a flat buffer of all its weights, and the weights copied out of it;
                                 then the flat buffer of the unit before is freed
                                 (`FSDPParamGroup.wait_for_unshard`)
-    after it                    the weights are freed at stage 3, unless the unit is kept (`reshard`)
-    before its backward         gathered again if it was freed; then the flat buffer of the unit whose
-                                forward ran before it (`_backward_prefetch`), which is copied out when
-                                its turn comes
-    after its backward          weights freed, the last unit's reduce-scatter input too; whole gradients
-                                copied into this unit's, freed, one shard of them left
+    after it                    the weights are freed at stage 3, unless the unit is kept
+                                (`reshard`)
+    before its backward         gathered again if it was freed; then the flat buffer of the unit
+                                whose forward ran before it (`_backward_prefetch`), which is copied
+                                out when its turn comes
+    after its backward          weights freed, the last unit's reduce-scatter input too; whole
+                                gradients copied into this unit's, freed, one shard of them left
                                 (`post_backward`, `foreach_reduce`)
 
-A "-mixed" precision gathers and reduces in half precision, from and to fp32 shards. A unit whose inputs
-need no gradient is divided when the whole backward pass is over. Sources:
+A "-mixed" precision gathers and reduces in half precision, from and to fp32 shards. A unit whose
+inputs need no gradient is divided when the whole backward pass is over. Sources:
 torch/distributed/fsdp/_fully_shard/.
 """
 
@@ -44,26 +46,30 @@ class Unit:
 
 
 def padded(shape: tuple[int, ...], ranks: int) -> int:
-    """Return how many numbers a rank's shard of a weight has with padding: rows in equal chunks (`Shard(0)`)."""
+    """Return how many numbers a shard has with padding: rows in equal chunks (`Shard(0)`)."""
     if not shape:
         return 1
     return ceil(shape[0] / ranks) * prod(shape[1:])
 
 
 def own(shape: tuple[int, ...], ranks: int, rank: int) -> tuple[int, ...]:
-    """Return the shape of `rank`'s shard of a weight: the last ranks may have fewer rows, or none."""
+    """Return the shape of `rank`'s shard: the last ranks may have fewer rows, or none."""
     chunk = ceil(shape[0] / ranks)
     rows = min(chunk, max(0, shape[0] - rank * chunk))
     return (rows, *shape[1:])
 
 
 def unit_of(name: str, recipe: Recipe) -> str:
-    """Return the key of a weight's unit (* may be a layer's number): a layer's prefix, TAIL, ROOT or a module."""
+    """Return the key of a weight's unit: a layer's prefix, TAIL, ROOT or a module.
+
+    `name` may have * for the layer's number.
+    """
     if layer := re.match(r".*?\.(\d+|\*)(?=\.)", name):
         return layer[0]
     if recipe.loop.name != "trainer":
         return ROOT
-    # accelerate gives units to the embedding and to the last norm and head; a tied embedding is in the latter.
+    # accelerate gives units to the embedding and to the last norm and head, which has a tied
+    # embedding.
     shape = recipe.shape
     module = name.rpartition(".")[0]
     embedding = shape.layout.modules[0][0]
@@ -121,7 +127,12 @@ class FsdpEngine(Engine):
         for unit in self.units.values():
             for weight in unit.weights:
                 if weight.needs:
-                    gradient = self.ledger.block("backward", weight.shape, weight.width, "gradients")
+                    gradient = self.ledger.block(
+                        "backward",
+                        weight.shape,
+                        weight.width,
+                        "gradients",
+                    )
                     weight.gradient = gradient
                     self.other_gradients -= gradient.entry.allocated
 
@@ -134,11 +145,12 @@ class FsdpEngine(Engine):
         return total
 
     def unreduced(self, steps: int) -> dict[str, int]:
-        """Return the bytes at the end of the backward pass of a micro-batch that is not the last of `steps`.
+        """Return the bytes at the end of a micro-batch that is not the last of `steps`.
 
-        It reduces nothing, so all gradients are whole when the embedding's comes, whose unit is still
-        gathered. A tied head's gradient waits for the lookup's, and their sum is made beside both; it is
-        the gradient itself in the first micro-batch, and is added to that in later ones.
+        It reduces nothing, so all gradients are whole when the embedding's comes, whose unit is
+        still gathered. A tied head's gradient waits for the lookup's, and their sum is made beside
+        both; it is the gradient itself in the first micro-batch, and is added to that in later
+        ones.
         """
         sizes = {"gradients": self._whole_gradients()}
         if not self.embeddings:

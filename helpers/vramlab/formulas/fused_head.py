@@ -26,7 +26,9 @@ DROPOUTS = ("hidden_dropout", "embedding_dropout", "attention_dropout")  # field
 
 
 def with_its_adapters(recipe: Recipe) -> Recipe:
-    """Return `recipe` as TRL's trainer runs it: adapters of a quantized base in bf16, pairs as sequences.
+    """Return `recipe` as TRL's trainer runs it.
+
+    Adapters of a quantized base are in bf16, and pairs are sequences.
 
     Raises:
         RecipeError: what the formulas do not know of the trainer.
@@ -59,11 +61,13 @@ def _refuse_unknown(recipe: Recipe) -> None:
     """Raise RecipeError for what the formulas do not know of TRL's trainers."""
     if recipe.shape.experts_per_token:
         name = TRL[recipe.trainer]
-        allowed = f"the formulas do not know the balancing loss that {name} adds for a mixture: ask simulate"
+        unknown = f"the balancing loss that {name} adds for a mixture"
+        allowed = f"the formulas do not know {unknown}: ask simulate"
         raise RecipeError("trainer", recipe.trainer, allowed)
     written_out = recipe.attn_implementation == "eager"
     if recipe.shape.family == "falcon" and written_out and recipe.passes_without_gradients:
-        allowed = "the formulas do not know what Falcon's loop keeps of scores without gradients: ask simulate"
+        unknown = "what Falcon's loop keeps of scores without gradients"
+        allowed = f"the formulas do not know {unknown}: ask simulate"
         raise RecipeError("attn_implementation", "eager", allowed)
 
 
@@ -71,8 +75,8 @@ def _refuse_unknown(recipe: Recipe) -> None:
 def _without_dropout(shape: Shape, reference: bool = False) -> Shape:
     """Return `shape` without the dropout that is a module's (`disable_dropout_in_model`).
 
-    Families call a function or a module: of some all dropout goes, of some none. A `reference` model has
-    none at all.
+    Families call a function or a module: of some all dropout goes, of some none. A `reference`
+    model has none at all.
     """
     if reference or shape.family in ("gpt2", "bert"):
         names = DROPOUTS
@@ -84,7 +88,7 @@ def _without_dropout(shape: Shape, reference: bool = False) -> Shape:
 
 
 def reference_recipe(recipe: Recipe) -> Recipe:
-    """Return the frozen model of `recipe`, as `with_its_adapters` gives it, that runs without gradients."""
+    """Return the frozen model of `recipe`, as `with_its_adapters` gives it."""
     shape = _without_dropout(recipe.shape, True)
     return unchecked(recipe, lora=None, gradient_checkpointing=False, shape=shape)
 
@@ -108,7 +112,9 @@ def log_probabilities(
         (labelled, hidden_size),
         x.width,
         saves=[mask],
-        extra=labelled * hidden_size * x.width,  # the gradient is put into zeros, in a copy of those
+        extra=labelled
+        * hidden_size
+        * x.width,  # the gradient is put into zeros, in a copy of those
     )
     targets = tensor("index", (labelled,), INT64)
     tile = min(labelled, TILE_TOKENS) * TILE_COLUMNS * width
@@ -156,7 +162,7 @@ def log_probabilities(
 
 
 def _copies(length: int, tile: int, hidden_size: int, own_width: int, width: int) -> list[int]:
-    """List the bytes of the copy of each tile of `length` rows in the product's width; [0] without copies."""
+    """List the bytes of each tile's copy in the product's width; [0] where nothing is cast."""
     if own_width == width:
         return [0]
     sizes = []

@@ -31,8 +31,8 @@ class Head:
     def run(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Return (what the model returns besides the loss, the loss).
 
-        The cross entropy needs logits in fp32 and saves their log-softmax; backward has two more such tensors
-        at once.
+        The cross entropy needs logits in fp32 and saves their log-softmax; backward has two more
+        such tensors at once.
         """
         m = self.operators
         shape = self.shape
@@ -81,14 +81,17 @@ class Head:
         return logits, self._cross_entropy(logits)
 
     def _cross_entropy(self, logits: Tensor) -> Tensor:
-        """Take log-softmax in the logits' dtype, and the mean of the labels' entries, in fp32 under autocast."""
+        """Take log-softmax in the logits' dtype, and the labels' mean, in fp32 under autocast."""
         m = self.operators
         labels = m.ledger.tensor("labels", (prod(logits.shape[:-1]),), INT64)
         log = m.fp32(m.unary("log_softmax", logits))
         return m.op("nll_loss", [log], (), log.width, saves=[log, labels])
 
     def returned(self, logits: Tensor) -> Tensor:
-        """Return the logits as the loop gets them: accelerate copies half-precision outputs of autocast to fp32."""
+        """Return the logits as the loop gets them.
+
+        accelerate copies half-precision outputs of autocast to fp32.
+        """
         m = self.operators
         copied = m.numerics.autocast and self.recipe.loop.outputs_to_fp32
         if copied and logits.width != FP32:

@@ -1,12 +1,12 @@
-"""Autograd with sizes instead of numbers: a ledger of what a step allocates, keeps for backward and frees.
+"""Autograd with sizes instead of numbers: what a step allocates, keeps for backward and frees.
 
-A `Tensor` has a shape, a width (bytes an element) and a block of memory, but no content. An operator
-enters its result in the ledger and keeps what its backward formula needs.
+A `Tensor` has a shape, a width (bytes an element) and a block of memory, but no content. An
+operator enters its result in the ledger and keeps what its backward formula needs.
 
-The backward pass follows `torch/csrc/autograd/engine.cpp`: operators in reverse order; gradients for
-the inputs are computed while the incoming one and the saved tensors live, then summed or cast to the
-input's shape and dtype (`validate_outputs`), then those are freed; a second gradient is added in place;
-a parameter keeps its gradient.
+The backward pass follows `torch/csrc/autograd/engine.cpp`: operators in reverse order; gradients
+for the inputs are computed while the incoming one and the saved tensors live, then summed or cast
+to the input's shape and dtype (`validate_outputs`), then those are freed; a second gradient is
+added in place; a parameter keeps its gradient.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,8 +16,8 @@ from math import prod
 from ..hardware.gpu import Chip
 from .memory import Block, Entry, Memory
 
-# How an operator's backward formula makes the gradient for an input. A number instead of one of these
-# names a saved tensor, which the gradient is written over.
+# How an operator's backward formula makes the gradient for an input. A number instead of one of
+# these names a saved tensor, which the gradient is written over.
 OWN = "own"  # a new block of the input's shape
 BIAS = "bias"  # a new block of the input's shape, by summing rows
 FULL = "full"  # a new block of the result's shape, then summed over what was broadcast
@@ -33,7 +33,8 @@ class Tensor:
 
     Attributes:
         node: the operator that made it. `needs`: it requires a gradient.
-        packed: its numbers lie in the order of its shape, so a batched product takes them without a copy.
+        packed: its numbers lie in the order of its shape; a batched product takes them without a
+            copy.
     """
 
     __slots__ = ("block", "needs", "node", "packed", "shape", "width")
@@ -109,10 +110,11 @@ class Parameter:
 
 
 class Node:
-    """An operator of the forward pass, as the backward pass sees it; `extra` and `spike` as in `Ledger.op`.
+    """An operator of the forward pass, as the backward pass sees it.
 
     Attributes:
-        edges: for each input that requires a gradient (who receives it, shape, width, how it is made).
+        edges: for each input that requires a gradient (receiver, shape, width, how it is made).
+        extra, spike: as in `Ledger.op`.
         saved: blocks that backward needs, or the `Replay` that makes them.
         gradient: the incoming one; of a split a list, one for each piece.
     """
@@ -136,7 +138,7 @@ class Node:
 
         Args:
             complete: called with a parameter whose gradient is complete.
-            recomputed: what was saved comes from a checkpoint, which keeps it only while the formula runs.
+            recomputed: what was saved comes from a checkpoint, and goes when the formula has run.
         """
         ledger.where = self.where
         if self.spike:
@@ -159,7 +161,7 @@ class Node:
         made = []
         unlike = []
         for _, shape, own_width, how in self.edges:
-            if how is OWN and width == own_width:  # most are, and this runs for every edge of a step
+            if how is OWN and width == own_width:  # most are, and this runs for every edge
                 made.append(ledger.block(op, shape, width))
                 continue
             if how is CAST:
@@ -193,7 +195,10 @@ class Node:
         unlike: list[tuple],
         width: int,
     ) -> None:
-        """Sum and cast those of `made` that differ from their input: (place, its shape and width, how)."""
+        """Sum and cast those of `made` that differ from their input.
+
+        `unlike`: of each (place in `made`, shape and width of the input, how it was made).
+        """
         for place, shape, own_width, how in unlike:
             if how is BIAS:
                 ledger.column_sum_scratch(self.shape, shape, width)
@@ -205,7 +210,10 @@ class Node:
 
 
 class Leaf:
-    """A tensor made to require a gradient (`requires_grad_()`): the graph holds its block and its gradient."""
+    """A tensor made to require a gradient (`requires_grad_()`).
+
+    The graph holds its block and its gradient.
+    """
 
     def __init__(self, block: Block | None):
         self.block = block
@@ -219,7 +227,9 @@ class Leaf:
 
 
 class Replay:
-    """A checkpointed piece of the forward pass: `function(x)` runs again when backward needs what it saves.
+    """A checkpointed piece of the forward pass.
+
+    `function(x)` runs again when backward needs what it saves.
 
     Attributes:
         count: how many of its operators save something.
@@ -249,7 +259,7 @@ class Ledger(Memory):
     Attributes:
         nodes: operators in order, and between them functions that backward calls.
         no_grad: nothing is kept for a backward pass.
-        adds_linear_in_place: so are linear layers' gradients where DeepSpeed puts its own into the model.
+        adds_linear_in_place: linear layers' gradients are no views where DeepSpeed puts in its own.
         casts: autocast's cache of half-precision weights, which lives until its context ends.
         cast_entries: entries of the copies that it ever held.
         layer_holds: what modules return or name: it lives to the end of the layer.
@@ -297,7 +307,7 @@ class Ledger(Memory):
         """Run one operator on `inputs`; return its result, a new block or a `view` of an input's.
 
         Args:
-            saves: tensors that the backward formula needs, and True for the result; a checkpoint drops them.
+            saves: tensors that the backward formula needs, and True for the result.
             grads: how each input's gradient is made, see OWN.
             extra: bytes that the backward formula needs besides the gradients it makes.
             spike: bytes that it needs before it makes them.
@@ -337,7 +347,7 @@ class Ledger(Memory):
         return out
 
     def _saved(self, block: Block, saves: Sequence[Tensor | bool]) -> "list[Block] | Replay | None":
-        """Return what a node keeps: the blocks of `saves`, or the checkpoint that will make them again."""
+        """Return what a node keeps: blocks of `saves`, or the checkpoint that makes them again."""
         if not saves:
             return None
         if self.replay is not None:
@@ -351,7 +361,7 @@ class Ledger(Memory):
         inputs: Sequence[Tensor | Parameter],
         saves: Sequence[Tensor | bool],
     ) -> Tensor:
-        """Finish an operator without gradients; or one that runs again, where only what it saved is missing."""
+        """Finish an operator without gradients; or one that runs again, for what it saved."""
         out.needs = not self.no_grad and any(x.needs for x in inputs)
         if saves and out.needs:
             self.refilled.append([out.block if x is True else x.block for x in saves])
@@ -360,7 +370,10 @@ class Ledger(Memory):
         return out
 
     def checkpoint(self, function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-        """Return `function(x)` without keeping what its operators save; backward runs it again (Chen et al. 2016)."""
+        """Return `function(x)` without keeping what its operators save.
+
+        Backward runs it again (Chen et al. 2016).
+        """
         self.replay = Replay(function, x)
         out = function(x)
         self.replay = None
@@ -395,7 +408,7 @@ class Ledger(Memory):
             parameter.gradient = block
 
     def backward(self, tensor: Tensor, complete: Callable[[Parameter], None]) -> None:
-        """Run all operators in reverse, from a gradient for `tensor`; `complete` as in `Node.run`."""
+        """Run all operators in reverse, from a gradient for `tensor`; see `Node.run`."""
         tensor.node.gradient = self.block("ones_like", tensor.shape, tensor.width)
         del tensor
         nodes = self.nodes

@@ -1,9 +1,9 @@
-"""Liger's kernels: gradients written over what is not needed any more, and a head that makes no logits.
+"""Liger's kernels: gradients written over what is no more needed, and a head without logits.
 
-After `liger_kernel/ops` of liger-kernel 0.8.5. With T tokens, hidden size h, vocabulary V and w bytes a
-number that is computed, the head keeps its gradients, made going forward: w·T·h and, where it is trained,
-V·h numbers of its weight's format. Besides it takes w·C·V for C tokens at once, the power of two from
-T / ⌈V/h⌉ up.
+After `liger_kernel/ops` of liger-kernel 0.8.5. With T tokens, hidden size h, vocabulary V and w
+bytes a number that is computed, the head keeps its gradients, made going forward: w·T·h and, where
+it is trained, V·h numbers of its weight's format. Besides it takes w·C·V for C tokens at once, the
+power of two from T / ⌈V/h⌉ up.
 """
 
 from math import ceil, prod
@@ -16,7 +16,7 @@ from .operators import Operators
 
 
 def rms_norm(m: Operators, family: str, x: Tensor, name: str) -> Tensor:
-    """Keep the input and one number a row; sum the weight's gradient up in a row for each multiprocessor."""
+    """Keep the input and one number a row; sum the weight's gradient in a row a multiprocessor."""
     weight = m.parameters[f"{name}.weight"]
     rows = m.ledger.tensor("empty", (prod(x.shape[:-1]),), FP32)
     sums = 0
@@ -55,7 +55,10 @@ def turned(m: Operators, q: Tensor, k: Tensor) -> list[Tensor]:
 
 
 def head_loss(m: Operators, x: Tensor, weight: Parameter) -> Tensor:
-    """Return the sum of the losses. Gradients are made going forward, and handed on when backward comes."""
+    """Return the sum of the losses.
+
+    Gradients are made going forward, and handed on when backward comes.
+    """
     b, tokens, hidden = x.shape
     rows = b * tokens
     tensor = m.ledger.tensor
@@ -68,7 +71,7 @@ def head_loss(m: Operators, x: Tensor, weight: Parameter) -> Tensor:
         gradients.append(tensor("zeros_like", weight.shape, weight.width))
     labels.append(tensor("zeros", (rows,), FP32))
     labels.append(tensor("ne", (rows,), BOOL))
-    # As many chunks as the vocabulary is wider than the hidden size, so that logits take as much as x.
+    # As many chunks as the vocabulary is wider than x, so that logits take about as much as x.
     chunks = ceil(weight.shape[0] / hidden)
     chunk = ceil(rows / chunks)
     power_of_two = 1 << (chunk - 1).bit_length()
@@ -78,7 +81,10 @@ def head_loss(m: Operators, x: Tensor, weight: Parameter) -> Tensor:
 
 
 def _chunks(m: Operators, x: Tensor, weight: Parameter, chunk: int) -> None:
-    """Make the logits of `chunk` tokens and, in their place, the gradients; later ones are like the second."""
+    """Make the logits of `chunk` tokens and, in their place, the gradients.
+
+    The first two chunks are entered; later ones are like the second.
+    """
     ledger = m.ledger
     hidden = x.shape[-1]
     vocabulary = weight.shape[0]

@@ -1,4 +1,6 @@
-"""The memory that a training step allocates and frees, event by event, with sizes instead of numbers.
+"""The memory that a training step allocates and frees, event by event.
+
+Blocks have sizes and no contents.
 
 A block is freed when the last reference to it goes, by Python's own reference counting, as PyTorch
 frees memory. Nobody has to say when.
@@ -18,7 +20,7 @@ NEVER = 1 << 60  # death of a block that is still alive
 
 
 class Entry(ref):
-    """What is known of one block: a weak reference to it, which joins the events when the block is freed.
+    """What is known of a block: a weak reference to it, which joins the events when it is freed.
 
     Attributes:
         size: bytes, rounded up as the allocator does; `allocated`: with its internal fragmentation.
@@ -61,8 +63,8 @@ class Memory:
 
     Attributes:
         chip: the processor whose kernels run.
-        workspaces: bytes that a product without and one with a bias allocate while they run; () where
-            cuBLAS's workspaces last (`frees_workspaces`).
+        workspaces: bytes that a product without and one with a bias allocate while they run; ()
+            where cuBLAS's workspaces last (`frees_workspaces`).
         where: the module that runs.
         rewritten: bytes that operators write over what is there, for which there is no event.
         repeats: (first event, last event, how many more are like these) of what is entered once.
@@ -109,7 +111,7 @@ class Memory:
         category: str,
         width: int = 1,
     ) -> Block:
-        """Return one block for many that come and go together: `sizes` are (bytes of one, how many)."""
+        """Return one block for many that come and go together; `sizes`: (bytes, how many)."""
         block = self.block(op, (0,), 1, category)
         entry = block.entry
         total = 0
@@ -131,7 +133,7 @@ class Memory:
         op: str,
         category: str = "temporaries",
     ) -> Block | None:
-        """Allocate `size` bytes, or several sizes that come and go together, while the result lives."""
+        """Allocate `size` bytes, or several sizes at once, while the result lives."""
         if type(size) is not int:
             return self.group(op, [(part, 1) for part in size], category)
         if size == 0:
@@ -150,7 +152,10 @@ class Memory:
         shape: tuple[int, ...],
         width: int,
     ) -> None:
-        """Allocate and free the scratch of summing a gradient of shape `whole` to `shape`, over first dimensions."""
+        """Allocate and free the scratch of summing a gradient down to `shape`.
+
+        `whole`: its shape, whose first dimensions are summed over.
+        """
         columns = prod(shape)
         if columns > 1:
             rows = prod(whole) // columns

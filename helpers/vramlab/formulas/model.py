@@ -1,7 +1,7 @@
-"""A recipe's whole model, read from top to bottom: embeddings, stacks of layers, head and loss, as in transformers 5.23.
+"""A recipe's model from top to bottom: embeddings, layers, head and loss, as in transformers 5.23.
 
-Each part is in a module of its own (`embeddings`, `layer`, `head`). All compute with `operators`, which
-enter what they do in the `ledger`.
+Each part is in a module of its own (`embeddings`, `layer`, `head`). All compute with `operators`,
+which enter what they do in the `ledger`.
 """
 
 from collections import Counter
@@ -25,7 +25,7 @@ from .numerics import BOOL, Numerics, Rows
 from .operators import Operators
 from .self_attention import SelfAttention, Table
 
-SLIDING = "sliding_attention"  # the kind of layers whose tokens look back `sliding_window` tokens only
+SLIDING = "sliding_attention"  # the kind of layers that look back `sliding_window` tokens only
 
 
 @dataclass(slots=True)
@@ -115,21 +115,28 @@ class Model:
         del named
         return x
 
-    def _run_layer(self, parts: dict[str, str], mask: Tensor | None, name: str, x: Tensor) -> Tensor:
+    def _run_layer(
+        self,
+        parts: dict[str, str],
+        mask: Tensor | None,
+        name: str,
+        x: Tensor,
+    ) -> Tensor:
         # The table is looked up when the layer runs: a recomputation takes the last one's.
         return self.layer.run(name, parts, x, mask, self.table)
 
     def _mask(self, kind: str) -> Tensor | None:
-        """Make the attention mask of a kind of layers, if there is one: a number for each pair of tokens and sequence.
+        """Make the attention mask of a kind of layers, if there is one.
 
-        sdpa needs one for padding, joined samples and a sliding window
-        (`masking_utils._ignore_causal_mask_sdpa`).
+        It has a number for each pair of tokens and sequence. sdpa needs one for padding, joined
+        samples and a sliding window (`masking_utils._ignore_causal_mask_sdpa`).
         """
         kernel = self.recipe.attn_implementation
         if kernel == "flash_attention_2":
             return None
         tokens = self.rows.tokens
-        joined = self.rows.joined > 1 and self.shape.family != "opt"  # OPT gives itself a mask of ones
+        # OPT gives itself a mask of ones, so it sees joined samples as one.
+        joined = self.rows.joined > 1 and self.shape.family != "opt"
         apart = joined or bool(self.rows.padded)
         if not (self.layout.causal or apart):
             return None
@@ -144,7 +151,7 @@ class Model:
         return self.ledger.tensor("mask", shape, self.operators.numerics.hidden)
 
     def _tables(self, kinds: list[str]) -> dict[str, Table]:
-        """Make the rotary tables: one for each kind of layers where they differ, or one under ""."""
+        """Make the rotary tables: one for each kind of layers if they differ, or one under ""."""
         if not self.shape.rotary_dim:
             return {}
         if not self.layout.kinds_tables:
@@ -152,7 +159,7 @@ class Model:
         return {kind: self._table() for kind in kinds}
 
     def _table(self) -> Table:
-        """Make cos and sin of every position, computed in fp32 and kept in the hidden states' dtype."""
+        """Make cos and sin of every position in fp32, and cast them as the hidden states are."""
         dims = self.shape.rotary_dim
         if self.layout.halved_rotary:
             dims //= 2
@@ -167,7 +174,7 @@ class Model:
         stacks: list[Stack],
         masks: dict[str, Tensor | None],
     ) -> list[tuple[Stack, str, int, int]]:
-        """List (stack, kind, first number, count) of equal layers: those with a mask together, and those without."""
+        """List (stack, kind, first number, count) of equal layers, one kind after the other."""
         kinds = self.layout.kinds or tuple(masks)
         masked = {mask is not None for mask in masks.values()}
         if len(stacks) > 1 or len(masked) == 1:
@@ -184,7 +191,8 @@ class Model:
         sharding = self.recipe.sharding
         if len(runs) > 1 and sharding and sharding.engine != "ddp":
             name = self.shape.name
-            allowed = f"the formulas shard equal layers, and those of {name} differ here: ask simulate"
+            unlike = f"those of {name} differ here"
+            allowed = f"the formulas shard equal layers, and {unlike}: ask simulate"
             raise RecipeError("sharding.engine", sharding.engine, allowed)
         return runs
 
@@ -198,8 +206,8 @@ class Model:
     ) -> Tensor:
         """Run as few of `count` layers, from `start`, as say what all do.
 
-        One stands for others; those that differ run too. The first differs where its input requires no
-        gradient (LoRA). `states` has the input, freed with the layer.
+        One stands for others; those that differ run too. The first differs where its input requires
+        no gradient (LoRA). `states` has the input, freed with the layer.
         """
         ledger = self.ledger
         engine = self.engine
@@ -241,7 +249,7 @@ class Model:
         section.top = len(self.ledger.events)
 
     def _come_back(self, x: Tensor) -> None:
-        """Let the first layer's input go with that layer, as others' do, so that it is like them; and then come back."""
+        """Let the first layer's input go with that layer, as others' do, and then come back."""
         leaf = x.node
         shape = x.shape
         width = x.width
@@ -261,7 +269,7 @@ class Model:
 
 
 def _caches(recipe: Recipe) -> list[Tensor] | None:
-    """Return an empty list for keys and values where the model caches them; checkpoints exclude a cache."""
+    """Return an empty list for keys and values where the model caches them."""
     caching = recipe.loop.use_cache
     if caching is None:
         caching = recipe.shape.settings.get("use_cache", True)

@@ -25,7 +25,8 @@ class Norms:
     def layer_norm(self, x: Tensor, name: str) -> Tensor:
         """Apply a LayerNorm.
 
-        It keeps its input, mean and deviation of each row in fp32, and what autocast made of half weights.
+        It keeps its input, mean and deviation of each row in fp32, and autocast's copies of
+        weights.
         """
         m = self.operators
         x = m.fp32(x)
@@ -52,8 +53,8 @@ class Norms:
     def rms_norm(self, x: Tensor, name: str) -> Tensor:
         """Compute x / √(mean x² + ε) · w in single operators on fp32 copies.
 
-        As `LlamaRMSNorm`, `Gemma2RMSNorm` or (of the kind "rmsnorm in fp32", cast back after the weight)
-        `Olmo2RMSNorm` does.
+        As `LlamaRMSNorm`, `Gemma2RMSNorm` or (of the kind "rmsnorm in fp32", cast back after the
+        weight) `Olmo2RMSNorm` does.
         """
         m = self.operators
         weight = m.parameters[f"{name}.weight"]

@@ -1,4 +1,4 @@
-"""The numeric settings of a step: in which formats it computes, with which kernels, on which rows."""
+"""The numeric settings of a step: its formats, its kernels, and the rows it computes on."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -49,7 +49,7 @@ class Numerics:
         bf16: half precision is bf16.
         attention: `attn_implementation`.
         liger: names of Liger's kernels that replace modules.
-        views: linear layers that multiply by a view of their weight, which autocast casts anew each time.
+        views: linear layers that multiply by a view of their weight, which autocast casts anew.
     """
 
     chip: Chip

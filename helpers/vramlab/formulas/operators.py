@@ -1,7 +1,7 @@
 """PyTorch's operators: the memory that each allocates, saves for the backward pass and needs there.
 
-A method saves what `tools/autograd/derivatives.yaml` names; dtypes follow PyTorch's promotion, autocast's
-two lists (`aten/src/ATen/autocast_mode.h`) and the modules' own casts.
+A method saves what `tools/autograd/derivatives.yaml` names; dtypes follow PyTorch's promotion,
+autocast's two lists (`aten/src/ATen/autocast_mode.h`) and the modules' own casts.
 """
 
 from math import ceil, prod
@@ -32,7 +32,7 @@ def broadcast(a: tuple[int, ...], b: tuple[int, ...]) -> tuple[int, ...]:
 
 
 class Operators:
-    """A method for each operator, which enters in `ledger` what it does under the settings of `numerics`."""
+    """A method for each operator, which enters in `ledger` what it does as `numerics` say."""
 
     def __init__(self, ledger: Ledger, numerics: Numerics, parameters: dict[str, Parameter]):
         self.ledger = ledger
@@ -47,7 +47,10 @@ class Operators:
         return self.op("to", [x], x.shape, width, grads=(CAST,))
 
     def cast(self, x: Tensor | Parameter | None) -> Tensor | Parameter | None:
-        """Cast an argument of a product under autocast, which caches copies of trained weights (`cached_cast`)."""
+        """Cast an argument of a product under autocast.
+
+        Copies of trained weights are cached (`cached_cast`).
+        """
         autocast = self.numerics.autocast
         if autocast is None or x is None or x.width != FP32:
             return x
@@ -67,7 +70,7 @@ class Operators:
         return self.to(x, FP32)
 
     def add(self, a: Tensor, b: Tensor | Parameter) -> Tensor:
-        """Add: saves nothing; both get the incoming gradient itself, summed where they were broadcast."""
+        """Add: saves nothing; both get the incoming gradient, summed where they were broadcast."""
         shape = a.shape if a.shape == b.shape else broadcast(a.shape, b.shape)
         width = max(a.width, b.width)
         return self.op("add", [a, b], shape, width, grads=(PASS, PASS))
@@ -89,7 +92,10 @@ class Operators:
         return self.op(name, [x], x.shape, x.width, saves=(saved,))
 
     def softmax(self, x: Tensor, width: int | None = None) -> Tensor:
-        """Save the result, in `width`; backward first multiplies it with the gradient (`SoftMax.cu`), as large again."""
+        """Save the result, in `width`.
+
+        Backward first multiplies it with the gradient, as large again (`SoftMax.cu`).
+        """
         width = width or x.width
         how = OWN if width == x.width else CAST
         product = prod(x.shape) * width
@@ -104,7 +110,10 @@ class Operators:
         )
 
     def probabilities(self, x: Tensor, fp32: bool | None, width: int) -> Tensor:
-        """Take a softmax, with `fp32` (or under autocast) in fp32, and cast it to `width`; with False nothing is cast."""
+        """Take a softmax, with `fp32` (or under autocast) in fp32, and cast it to `width`.
+
+        With False nothing is cast.
+        """
         if not fp32:
             y = self.softmax(self.fp32(x))
             return y if fp32 is False else self.to(y, width)
@@ -114,18 +123,22 @@ class Operators:
         return self.to(y, width)
 
     def reduce(self, x: Tensor, shape: tuple[int, ...], name: str = "mean") -> Tensor:
-        """Sum or average down to `shape`: saves nothing; the gradient is expanded into a new tensor."""
+        """Sum or average to `shape`: saves nothing; the gradient is expanded to a new tensor."""
         return self.op(name, [x], shape, x.width)
 
     def dropout(self, x: Tensor, p: float) -> Tensor:
-        """Drop elements: CUDA's fused kernel saves a mask of one byte an element (`Dropout.cpp`)."""
+        """Drop elements: the fused kernel saves a mask of one byte an element (`Dropout.cpp`)."""
         if not p:
             return x
         mask = self.ledger.tensor("native_dropout", x.shape, BOOL)
         return self.op("native_dropout", [x], x.shape, x.width, saves=[mask])
 
     def activation(self, x: Tensor, name: str) -> Tensor:
-        """Apply transformers' `ACT2FN[name]`. Raises RecipeError for those that are not written down."""
+        """Apply transformers' `ACT2FN[name]`.
+
+        Raises:
+            RecipeError: the activation is not written down.
+        """
         if name in WRITTEN_OUT:
             return self._gelu(x)
         if name not in OF_RESULT and name not in OF_INPUT:
@@ -137,7 +150,7 @@ class Operators:
         """Compute the activations of `WRITTEN_OUT`."""
         half = self.scale(x)
         cubed = self.scale(self.power(self.fp32(x)))
-        # One name for all that follows: each result is freed when the next one has been made from it.
+        # One name for all that follows: each result is freed when the next one has been made.
         y = self.add(x, cubed)
         del cubed
         y = self.scale(y)
@@ -151,18 +164,18 @@ class Operators:
         return self.op("pow", [x], x.shape, x.width, saves=[x], extra=factors)
 
     def copy(self, x: Tensor, shape: tuple[int, ...] | None = None) -> Tensor:
-        """Copy with `contiguous` or `clone`: a new block forward, the incoming gradient itself backward."""
+        """Copy with `contiguous` or `clone`; the incoming gradient itself is that for `x`."""
         out = self.op("clone", [x], shape or x.shape, x.width, grads=(PASS,))
         out.packed = True
         return out
 
     def split(self, x: Tensor, *shapes: tuple[int, ...]) -> list[Tensor]:
-        """Split into views (`torch.split`, `chunk`); backward joins their gradients in a new tensor."""
+        """Split into views (`torch.split`); backward joins their gradients in a new tensor."""
         whole = self.op("split", [x], x.shape, x.width, view=x)
         return [Tensor(x.block, shape, x.width, whole.node, whole.needs) for shape in shapes]
 
     def slice(self, x: Tensor, *shape: int) -> Tensor:
-        """Take a view such as x[..., :n]; backward writes its gradient into zeros as large as `x`."""
+        """Take a view such as x[..., :n]; backward writes its gradient into zeros like `x`."""
         return self.op("slice", [x], shape, x.width, view=x)
 
     def cat(self, tensors: list[Tensor], *shape: int, width: int = 0) -> Tensor:
@@ -179,7 +192,10 @@ class Operators:
         return self.op("embedding", [weight], shape, weight.width, saves=[ids])
 
     def repeat(self, x: Tensor, heads: int) -> Tensor:
-        """Copy keys or values to every query head; their gradients are summed. A single head is only viewed as many."""
+        """Copy keys or values to every query head; their gradients are summed.
+
+        A single head is only viewed as many.
+        """
         b, few, tokens, channels = x.shape
         if few == heads:
             return x
@@ -237,7 +253,7 @@ class Operators:
         return y
 
     def linear(self, x: Tensor, name: str) -> Tensor:
-        """Apply the linear layer `name` (`nn.Linear` or `Conv1D`) with the recipe's quantization and adapter."""
+        """Apply the linear layer `name` with the recipe's quantization and adapter."""
         ledger = self.ledger
         parameters = self.parameters
         outer = ledger.where
@@ -255,7 +271,10 @@ class Operators:
         return y
 
     def adapted(self, x: Tensor, base: list[Tensor], name: str, quantized: bool) -> Tensor:
-        """Add B(A(dropout(x))) · α/r, which saves x in the adapter's dtype, and r numbers a token (peft, lora.Linear)."""
+        """Add B(A(dropout(x))) · α/r to a layer's result, which is in the list `base`.
+
+        It saves x in the adapter's dtype, and r numbers a token (peft, lora.Linear).
+        """
         down = self.parameters[f"{name}.lora_A"]
         up = self.parameters[f"{name}.lora_B"]
         autocast = self.numerics.autocast
@@ -275,10 +294,10 @@ class Operators:
         return self.to(y, width)
 
     def in_4_bits(self, x: Tensor, weight: Parameter, bias: Parameter | None) -> Tensor:
-        """Unpack the weight whole for each product, forward and backward (`bitsandbytes.autograd.MatMul4Bit`).
+        """Unpack the weight whole for each product, forward and backward.
 
-        Backward unpacks into the dtype that it was loaded in, and casts that; nested scales into two fp32
-        temporaries.
+        Backward unpacks into the dtype that it was loaded in, and casts that; nested scales into
+        two fp32 temporaries (`bitsandbytes.autograd.MatMul4Bit`).
         """
         numerics = self.numerics
         a = self.to(x, numerics.compute)

@@ -29,8 +29,13 @@ def gathered(shape: Shape, checkpoints: bool, ranks: int = 0) -> dict[str, int]:
     for layer, inside in groupby(reversed(modules), key=lambda module: module[0]):
         backward = [(place, weights) for _, place, weights in inside]
         runs += backward[::-1] + backward if checkpoints and layer else backward
-    passed = [0, *accumulate(sum(weights.values()) for _, weights in runs)]  # elements until each module runs
-    coming = deque((step, weight) for step, (_, weights) in enumerate(runs) for weight in weights.items())
+    passed = [
+        0,
+        *accumulate(sum(weights.values()) for _, weights in runs),
+    ]  # elements until each module runs
+    coming = deque(
+        (step, weight) for step, (_, weights) in enumerate(runs) for weight in weights.items()
+    )
     uses: dict[str, list[int]] = {}
     for step, (name, _) in coming:
         uses.setdefault(name, []).append(step)
@@ -52,7 +57,9 @@ def gathered(shape: Shape, checkpoints: bool, ranks: int = 0) -> dict[str, int]:
         for name in weights:
             again = next((use for use in uses[name] if use > step), None)
             soon = again is not None and passed[again] - passed[step + 1] < MOST
-            if not soon and fetched[name] <= step + 1:  # else it was not prefetched because it was still gathered
+            if (
+                not soon and fetched[name] <= step + 1
+            ):  # else it was not prefetched because it was still gathered
                 del live[name]
     return most
 
@@ -70,7 +77,9 @@ def _modules(shape: Shape) -> list[tuple[str, str, dict[str, int]]]:
         if (size := prod(weight.shape)) > persistent:
             found[names[-1]][1][weight.name] = size
     if shape.tied:
-        found.setdefault(shape.head, ("head", next(weights for _, weights in found.values() if weights)))
+        found.setdefault(
+            shape.head, ("head", next(weights for _, weights in found.values() if weights))
+        )
     return [(_layer(name), *about) for name, about in found.items()]
 
 

@@ -1,4 +1,4 @@
-"""The weights that a ledger's model computes with: those outside the layers, and those of the layers that it runs."""
+"""The weights that a ledger's model computes with, of the layers that it runs and outside them."""
 
 from functools import lru_cache
 
@@ -14,7 +14,8 @@ def parameters_of(recipe: Recipe) -> dict[str, Parameter]:
     """Return them by name; a tied head is another name for the embedding."""
     shape = recipe.shape
     sharded = recipe.sharding and recipe.sharding.engine == "fsdp"
-    layers = 3 if sharded else 2  # FSDP prefetches a layer, so the first of three differs from the second
+    # FSDP prefetches the next layer, so two more stand beside the one that others are like.
+    layers = 3 if sharded else 2
     rows = _settings(shape, recipe.weights_dtype, recipe.quantization, recipe.lora, layers)
     parameters = {row[0]: Parameter(*row) for row in rows}
     head = f"{shape.head}.weight"
@@ -41,7 +42,9 @@ def _first_of(parameters: dict[str, Parameter], rows: int) -> str | None:
 
 
 @lru_cache(maxsize=512)
-def _settings(shape: Shape, dtype: str, quantization, lora: LoRA | None, layers: int) -> list[tuple]:
+def _settings(
+    shape: Shape, dtype: str, quantization, lora: LoRA | None, layers: int
+) -> list[tuple]:
     """List (name, shape, width, trained, quantized) of each, adapters last."""
     table = model_states.cached_table(shape, (dtype, quantization, lora, "sgd", None, False))
     rows = {(row.name, row.shape): row for row in table}

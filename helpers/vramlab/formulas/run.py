@@ -72,7 +72,9 @@ def predict_run(
     """
     recipe, lengths = as_recipe(recipe), samples.check_lengths("lengths", list(lengths))
     if train_sampling_strategy not in SAMPLING:
-        raise RecipeError("train_sampling_strategy", train_sampling_strategy, "allowed are " + ", ".join(SAMPLING))
+        raise RecipeError(
+            "train_sampling_strategy", train_sampling_strategy, "allowed are " + ", ".join(SAMPLING)
+        )
     uncut = recipe.padding_free and not recipe.packing  # which SFTTrainer does not cut
     kept = [length if uncut else min(length, recipe.seq_len) for length in lengths]
     dealt = _dealt(recipe, kept, train_sampling_strategy, seed)
@@ -95,7 +97,9 @@ def predict_run(
     if len({*tokens}) > 1:
         grown = Interval(grown.low, int(grown.value * TYPICAL), int(grown.value * WORST))
     trained, typical = sum(map(sum, dealt)), report(ranked[len(ranked) // 2]).peak.total
-    return Run(largest, grown, typical, len(dealt), trained, sum(tokens) - trained, sum(lengths) - trained)
+    return Run(
+        largest, grown, typical, len(dealt), trained, sum(tokens) - trained, sum(lengths) - trained
+    )
 
 
 def _dealt(recipe: Recipe, lengths: list[int], strategy: str, seed: int) -> list[Samples]:
@@ -110,7 +114,9 @@ def _dealt(recipe: Recipe, lengths: list[int], strategy: str, seed: int) -> list
     if strategy == "group_by_length":
         order = LengthGroupedSampler(together, lengths=[*map(sum, rows)], generator=generator)
     elif strategy == "random":
-        order = RandomSampler(rows, generator=generator)  # as accelerate's SeedableRandomSampler in the first epoch
+        order = RandomSampler(
+            rows, generator=generator
+        )  # as accelerate's SeedableRandomSampler in the first epoch
     order = [rows[i] for i in order]
     batches = [order[i : i + recipe.batch_size] for i in range(0, len(order), recipe.batch_size)]
     return [tuple(length for row in batch for length in row) for batch in batches]
@@ -119,7 +125,12 @@ def _dealt(recipe: Recipe, lengths: list[int], strategy: str, seed: int) -> list
 def _packed(recipe: Recipe, lengths: list[int]) -> list[Samples]:
     """Return the samples in each row that TRL packs."""
     import numpy as np
-    from datasets import Dataset, are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
+    from datasets import (
+        Dataset,
+        are_progress_bars_disabled,
+        disable_progress_bars,
+        enable_progress_bars,
+    )
     from trl import pack_dataset
 
     data = Dataset.from_dict({"input_ids": [np.zeros(length, np.int8) for length in lengths]})

@@ -1,4 +1,4 @@
-"""A layer's attention: projections to queries, keys and values, rotary positions, the cache, the way back."""
+"""A layer's attention: projections, rotary positions, a cache, attention itself, the way back."""
 
 from ..recipe.shapes import Shape
 from . import liger
@@ -12,7 +12,10 @@ Modules = dict[str, str]  # role in a layer to the module's name
 
 
 class SelfAttention:
-    """Attention of a model of `shape`; `caches`: keys and values of each layer that ran, None where none is kept."""
+    """Attention of a model of `shape`.
+
+    `caches`: keys and values of each layer that ran, None where none is kept.
+    """
 
     def __init__(
         self,
@@ -44,7 +47,7 @@ class SelfAttention:
         elif table:
             q, k = [self._turned(x, table) for x in (q, k)]
         if self.caches is not None:
-            # `use_cache` copies keys and values (`DynamicLayer.update`); the cache takes the keys' dtype.
+            # `use_cache` copies both (`DynamicLayer.update`); the cache takes the keys' dtype.
             copy = m.cat([k], *k.shape)
             v = m.cat([v], *v.shape, width=k.width)
             k = copy
@@ -76,7 +79,10 @@ class SelfAttention:
         return q, k, v
 
     def _latent(self, at: Modules, x: Tensor, table: Table) -> tuple[Tensor, Tensor, Tensor]:
-        """Expand queries, keys and values from compressed ones (DeepSeek-V2, section 2.1), which are what is cached."""
+        """Expand queries, keys and values from compressed ones (DeepSeek-V2, section 2.1).
+
+        The compressed ones are what is cached.
+        """
         m = self.operators
         setting = self.shape.settings.get
         b, tokens, _ = x.shape
@@ -119,10 +125,10 @@ class SelfAttention:
         return self._rotary(x, table, dims, partial)
 
     def _rotary(self, x: Tensor, table: Table, dims: int, partial: bool) -> Tensor:
-        """Compute x · cos + rotate_half(x) · sin on the first `dims` channels (Su et al. 2021); saves cos and sin only.
+        """Compute x · cos + rotate_half(x) · sin on the first `dims` channels (Su et al. 2021).
 
-        `partial`: the family joins rotated and other channels, even if there are no others, so the result
-        lies head by head.
+        It saves cos and sin only. `partial`: the family joins rotated and other channels, even if
+        there are no others, so the result lies head by head.
         """
         m = self.operators
         cos, sin = table
