@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from predict_grid import written_down
 from quick import params
 from vramlab import Loop, LoRA, Quantization, Recipe, RecipeError, Report, Sharding
-from vramlab.formulas import account, model, model_states, operators, parameters
+from vramlab.formulas import account, model, model_states, operators, parameters, tensor_sizes
 from vramlab.formulas.predict import predict
 from vramlab.hardware.overhead import rounded
 from vramlab.recipe.options import QUANT_TYPES
@@ -211,7 +211,7 @@ def test_lora_counts_what_peft_counts():
 
 
 def test_four_bits_are_four_and_a_half_and_four_point_127():
-    plain, double = (sum(model_states.stored_sizes((4096, 4096), 2, "nf4", nested)) for nested in (False, True))
+    plain, double = (sum(tensor_sizes.stored_sizes((4096, 4096), 2, "nf4", nested)) for nested in (False, True))
     assert abs(8 * plain / 4096**2 - 4.5) < 0.001
     assert abs(8 * double / 4096**2 - 4.127) < 0.001
 

@@ -117,7 +117,12 @@ class Account:
             # Nobody freezes a model of its own, so autocast keeps copies of its weights.
             parameter.needs = self.recipe.has_reference
         ledger = Ledger(chip, self.ledger.events, no_grad=True)
-        model = Model(frozen, parameters, ledger, Engine(ledger, parameters, frozen, frozen))
+        model = Model(
+            frozen,
+            parameters,
+            ledger,
+            Engine(ledger, parameters, frozen, frozen),
+        )
         model.forward()
         ledger.casts.clear()
         ledger.nodes.clear()  # which refer to the model

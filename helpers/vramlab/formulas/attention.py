@@ -10,9 +10,9 @@ from ..hardware.kernels import efficient_scratch, sdp_backend
 from ..hardware.overhead import efficient_takes_groups, rounded
 from ..recipe.shapes import Shape
 from .ledger import Tensor
-from .model_states import FP32
 from .numerics import BOOL, INT64, Rows
 from .operators import Operators
+from .tensor_sizes import FP32
 
 
 def _multiple(number: int, of: int) -> int:
@@ -155,7 +155,13 @@ class AttentionKernels:
         del taken
         b, _, tokens, _ = q.shape
         shape = (b, tokens, y.shape[-1])
-        return m.op("index_put", [y], shape, y.width, saves=[places])
+        return m.op(
+            "index_put",
+            [y],
+            shape,
+            y.width,
+            saves=[places],
+        )
 
     def _taken(self, x: Tensor, places: Tensor) -> Tensor:
         """Take the rows `places` of a batch, as one row."""
@@ -179,6 +185,7 @@ class AttentionKernels:
         width = q.width
         b, heads, tokens, _ = q.shape
         seen = k.shape[2]
+        by_head = (b, heads, tokens, v.shape[-1])
         q, k, v = [m.to(x, FP32) for x in (q, k, v)]
         scaled = m.scale(q)
         if mask is None and self.layout.causal:
@@ -191,12 +198,13 @@ class AttentionKernels:
         scaled.packed = q.packed
         if b > 1:  # a product copies what is broadcast
             turned, v = [m.repeat(x, heads) for x in (turned, v)]
-        scores = m.bmm(m.contiguous(scaled), m.contiguous(turned), b, heads, tokens, seen)
+        pairs = (b, heads, tokens, seen)
+        scores = m.bmm(m.contiguous(scaled), m.contiguous(turned), pairs)
         del turned
         if mask is not None:
             scores = m.add(scores, mask)
         scores = m.dropout(m.softmax(scores), self.dropout)
-        y = m.bmm(scores, m.contiguous(v), b, heads, tokens, v.shape[-1])
+        y = m.bmm(scores, m.contiguous(v), by_head)
         side_by_side = m.copy(y, shape=(b, tokens, heads * v.shape[-1]))
         return m.to(side_by_side, width)
 
@@ -211,10 +219,12 @@ class AttentionKernels:
         """Compute softmax(q kᵀ · scale + mask) v step by step (`eager_attention_forward`)."""
         m = self.operators
         b, heads, tokens, _ = q.shape
+        pairs = (b, heads, tokens, k.shape[2])
+        by_head = (b, heads, tokens, v.shape[-1])
         in_place = self.layout.scores_in_place
         if not (in_place and b == 1):
             k, v = [m.repeat(x, heads) for x in (k, v)]
-        scores = m.matmul(m.factor(q), m.factor(k), b, heads, tokens, k.shape[2])
+        scores = m.matmul(m.factor(q), m.factor(k), pairs)
         if not in_place:
             scores = m.scale(scores)
         if self.softcapped:
@@ -224,12 +234,13 @@ class AttentionKernels:
         if mask is not None:
             scores = m.add(scores, mask)
         if sinks:
-            scores = m.scale(m.cat([scores], b, heads, tokens, k.shape[2] + 1), "add")
+            with_sink = (b, heads, tokens, k.shape[2] + 1)
+            scores = m.scale(m.cat([scores], with_sink), "add")
             scores = m.softmax(scores)
         else:
             scores = m.probabilities(scores, self.layout.fp32_softmax, q.width)
         del unmasked
         scores = m.dropout(scores, self.dropout)
         m.ledger.layer_holds.append(scores)  # returned beside the output
-        y = m.matmul(scores, m.factor(v), b, heads, tokens, v.shape[-1])
+        y = m.matmul(scores, m.factor(v), by_head)
         return m.copy(y, shape=(b, tokens, heads * v.shape[-1]))

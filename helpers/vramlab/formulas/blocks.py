@@ -1,4 +1,4 @@
-"""The blocks alive at a report's peak, grouped: the largest of them, and how many there are of each size."""
+"""The blocks alive at a report's peak: the largest of them, and how many there are of each size."""
 
 from collections import Counter, defaultdict
 from functools import lru_cache
@@ -8,7 +8,8 @@ from ..recipe.shapes import Shape
 from ..report.report import Bytes, TensorGroup
 from . import model_states
 from .account import Groups as LedgerGroups
-from .model_states import HALF, Format
+from .model_states import Format
+from .tensor_sizes import HALF
 
 LISTED = 8  # of the largest tensors
 DTYPES = {8: "int64", 4: "float32", 1: "uint8"}
@@ -17,10 +18,16 @@ Groups = dict[tuple, list]
 
 
 def groups(recipe: Recipe, alive: LedgerGroups | None, peak: Bytes) -> Groups:
-    """Group the blocks of a peak; `alive`: those of the ledger, None outside forward and backward."""
+    """Group the blocks of a peak; `alive`: the ledger's, None outside forward and backward."""
     half = "float16" if recipe.precision.startswith("fp16") else "bfloat16"
     form = model_states.table_format(recipe)
-    held = _held(recipe.shape, form, half, recipe.has_reference, alive is None)
+    held = _held(
+        recipe.shape,
+        form,
+        half,
+        recipe.has_reference,
+        alive is None,
+    )
     if alive is None:
         alive = {}
     found = dict(held)
@@ -39,20 +46,38 @@ def groups(recipe: Recipe, alive: LedgerGroups | None, peak: Bytes) -> Groups:
 
 @lru_cache(maxsize=512)
 def _held(shape: Shape, form: Format, half: str, copied: bool, gradients: bool) -> Groups:
-    """Group the blocks of model states, with or without `gradients`; weights are twice there where `copied`."""
+    """Group the blocks of model states, with `gradients` or without; `copied`: of two models."""
     found: Groups = {}
     copies = 2 if copied else 1
     for row in model_states.cached_table(shape, form):
         dtype = half if row.width == HALF else "float32"
         stored = "uint8" if row.quantized else dtype
         about = ("parameters", row.shape, stored, "loaded")
-        _add(found, about, row.blocks, row.name, row.count * copies)
+        _add(
+            found,
+            about,
+            row.blocks,
+            row.name,
+            row.count * copies,
+        )
         if row.states:
             about = ("optimizer_states", row.shape, dtype, form.optim)
-            _add(found, about, row.states, row.name, row.count)
+            _add(
+                found,
+                about,
+                row.states,
+                row.name,
+                row.count,
+            )
         if row.trained and gradients:
             about = ("gradients", row.shape, dtype, "backward")
-            _add(found, about, (row.size,), row.name, row.count)
+            _add(
+                found,
+                about,
+                (row.size,),
+                row.name,
+                row.count,
+            )
     return found
 
 
@@ -80,7 +105,13 @@ def _of_rank(whole: Groups, peak: Bytes) -> Groups:
         share = min(1.0, getattr(peak, category) / totals[category])
         if share:
             scaled = tuple(int(size * share) for size in sizes)
-            _add(found, (category, *about), scaled, where, count)
+            _add(
+                found,
+                (category, *about),
+                scaled,
+                where,
+                count,
+            )
     return found
 
 

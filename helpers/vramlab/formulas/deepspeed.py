@@ -22,10 +22,11 @@ from . import model_states
 from .engine import EMBEDDING, Engine
 from .ledger import Ledger, Parameter
 from .memory import Block
-from .model_states import FP32, HALF, RankBytes, compute_recipe, parameter_table, weight_width
+from .model_states import RankBytes, compute_recipe, parameter_table
 from .param_coordinator import gathered
 from .reserved import internal_fragmentation
 from .step import copies
+from .tensor_sizes import FP32, HALF, state_sizes, weight_width
 
 # Elements (`sub_group_size`, zero/config.py; zero/stage3.py, _create_fp16_sub_groups).
 SUB_GROUP = 1_000_000_000
@@ -55,7 +56,7 @@ def deepspeed_bytes(asked: Recipe) -> RankBytes:
     masters = [rounded(FP32 * part) for part in updated]
     states = []
     for part in updated:
-        states += model_states.state_sizes(
+        states += state_sizes(
             (part,),
             "linear",
             FP32,
@@ -299,14 +300,24 @@ class DeepSpeedEngine(Engine):
         if (
             self.sharding.stage == 1
         ):  # it stays in fp32, or is added to that of earlier micro-batches
-            copy = self.ledger.group("to", [(elements * FP32, 1)], "gradients", FP32)
+            copy = self.ledger.group(
+                "to",
+                [(elements * FP32, 1)],
+                "gradients",
+                FP32,
+            )
             if not self.added:
                 self.kept.append(copy)
         else:
             width = FP32 if self.in_fp32 else parameter.width
             size = self._reduced(parameter, elements, width)
             if size:
-                self.ledger.group("reduced", [(size, 1)], "workspace", width)
+                self.ledger.group(
+                    "reduced",
+                    [(size, 1)],
+                    "workspace",
+                    width,
+                )
         parameter.partial = None
 
     def _reduced(self, parameter: Parameter, elements: int, width: int) -> int:

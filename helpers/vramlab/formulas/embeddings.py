@@ -2,10 +2,10 @@
 
 from ..recipe.recipe import Recipe
 from .ledger import FULL, Tensor
-from .model_states import FP32, HALF
 from .norms import Norms
 from .numerics import INT64, Rows
 from .operators import Operators
+from .tensor_sizes import FP32, HALF
 
 PROJECTION = "model.decoder.project_in"  # OPT's, from a narrower embedding
 BERT_NORM = "bert.embeddings.LayerNorm"
@@ -90,8 +90,15 @@ class Embeddings:
         self._require_gradient(patches)
         token = m.parameters[f"{prefix}.cls_token"]
         shape = (batch, 1, hidden)
-        token = m.op("expand", [token], shape, token.width, view=token, grads=(FULL,))
-        x = m.cat([token, patches], batch, tokens, hidden)
+        token = m.op(
+            "expand",
+            [token],
+            shape,
+            token.width,
+            view=token,
+            grads=(FULL,),
+        )
+        x = m.cat([token, patches], (batch, tokens, hidden))
         placed = m.add(x, m.parameters[f"{prefix}.position_embeddings"])
         return m.dropout(placed, self.shape.hidden_dropout)
 

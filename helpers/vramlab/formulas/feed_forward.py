@@ -5,10 +5,10 @@ from math import prod
 from ..recipe.shapes import Shape
 from . import liger
 from .ledger import Tensor
-from .model_states import FP32
 from .numerics import INT64
 from .operators import Operators
 from .self_attention import Modules
+from .tensor_sizes import FP32
 
 
 class FeedForward:
@@ -60,6 +60,39 @@ class FeedForward:
         down = m.parameters[at["experts_down"]]
         wide = prod(down.shape) // (self.shape.num_experts * hidden)
         flat = x.view(rows, hidden)
+        # The block names all of these until it returns; the last ones are the weights.
+        routed = self._routed(at, flat)
+        order = m.ledger.tensor("sort", (rows * chosen,), INT64)
+        # What is nested here has no name, so each result is freed as soon as the next one is made.
+        both = self._grouped(self._index(flat, order, hidden), at["experts_up"], 2 * wide)
+        half = (rows * chosen, wide)
+        gate, up = m.split(both, half, half)
+        del both
+        if f"{at['experts_up']}_bias" in m.parameters:
+            # GPT-OSS: gate · σ(α · gate) · (up + 1), both clamped first
+            gate, up = [self._clamped(half) for half in (gate, up)]
+            glu = m.mul(gate, m.unary("sigmoid", m.scale(gate)))
+            inner = [m.mul(m.scale(up, "add"), glu)]
+        else:
+            inner = [m.mul(m.activation(gate, self.shape.activation), up)]
+        out = self._grouped(inner.pop(), at["experts_down"], hidden)
+        weights = self._index(routed[-1], order, 1)
+        scaled = m.mul(out, weights)
+        del weights
+        weighted = self._index(scaled, order, hidden)
+        del scaled
+        y = m.to(m.reduce(weighted, (rows, hidden), "sum"), x.width)
+        y = y.view(b, tokens, hidden)
+        if "shared_up" not in at:
+            return y
+        del out, weighted, gate, up
+        shared = {part: at[f"shared_{part}"] for part in ("gate", "up", "down")}
+        return m.add(y, self.run(shared, x))
+
+    def _routed(self, at: Modules, flat: Tensor) -> list[Tensor]:
+        """Return each token's probabilities of all experts, of those chosen, and their weights."""
+        m = self.operators
+        chosen = (flat.shape[0], self.shape.experts_per_token)
         router = m.parameters[at["router"]]
         if self.layout.sigmoid_router:
             logits = m.product(m.to(flat, FP32), m.to(router, FP32))
@@ -68,34 +101,25 @@ class FeedForward:
             logits = m.product(flat, router)
             probabilities = m.probabilities(logits, True, FP32)
         del logits
-        places = m.ledger.tensor("topk", (rows, chosen), INT64)
-        top = m.op("topk", [probabilities], (rows, chosen), FP32, saves=[places])
+        places = m.ledger.tensor("topk", chosen, INT64)
+        top = m.op("topk", [probabilities], chosen, FP32, saves=[places])
         del places
-        weights = m.op("div", [top], (rows, chosen), FP32, saves=[top])
-        order = m.ledger.tensor("sort", (rows * chosen,), INT64)
-        # What is nested here has no name, so each result is freed as soon as the next one is made.
-        both = self._grouped(self._index(flat, order, hidden), at["experts_up"], 2 * wide)
-        gate, up = m.split(both, (rows * chosen, wide), (rows * chosen, wide))
-        del both
-        if f"{at['experts_up']}_bias" in m.parameters:
-            # GPT-OSS: gate · σ(α · gate) · (up + 1), both clamped first
-            gate, up = [m.op("clamp", [t], t.shape, t.width, saves=[t]) for t in (gate, up)]
-            glu = m.mul(gate, m.unary("sigmoid", m.scale(gate)))
-            inner = [m.mul(m.scale(up, "add"), glu)]
-        else:
-            inner = [m.mul(m.activation(gate, self.shape.activation), up)]
-        out = self._grouped(inner.pop(), at["experts_down"], hidden)
-        weighted = self._index(m.mul(out, self._index(weights, order, 1)), order, hidden)
-        y = m.to(m.reduce(weighted, (rows, hidden), "sum"), x.width).view(b, tokens, hidden)
-        if "shared_up" not in at:
-            return y
-        del out, weighted, gate, up
-        shared = {part: at[f"shared_{part}"] for part in ("gate", "up", "down")}
-        return m.add(y, self.run(shared, x))
+        weights = m.op("div", [top], chosen, FP32, saves=[top])
+        return [probabilities, top, weights]
 
     def _index(self, x: Tensor, order: Tensor, width: int) -> Tensor:
         """Gather rows of `width` numbers in the experts' order, or back."""
-        return self.operators.op("index", [x], (order.shape[0], width), x.width, saves=[order])
+        return self.operators.op(
+            "index",
+            [x],
+            (order.shape[0], width),
+            x.width,
+            saves=[order],
+        )
+
+    def _clamped(self, x: Tensor) -> Tensor:
+        """Clamp, which saves the input."""
+        return self.operators.op("clamp", [x], x.shape, x.width, saves=[x])
 
     def _grouped(self, x: Tensor, name: str, out: int) -> Tensor:
         """Multiply each expert's rows by its part of `name`.

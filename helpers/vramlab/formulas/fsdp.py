@@ -30,8 +30,9 @@ from ..recipe.recipe import Recipe
 from .engine import EMBEDDING, ROOT, TAIL, Engine
 from .ledger import Ledger, Parameter
 from .memory import Block
-from .model_states import FP32, parameter_table
+from .model_states import parameter_table
 from .reserved import internal_fragmentation
+from .tensor_sizes import FP32
 
 
 @dataclass
@@ -252,9 +253,19 @@ class FsdpEngine(Engine):
         self.reducing = group("reduce_scatter", [(whole, 1)], "workspace", width)
         for weight in trained:
             weight.gradient = None
-        result = group("reduce_scatter", [(shard * width, 1)], "gradients", width)
+        result = group(
+            "reduce_scatter",
+            [(shard * width, 1)],
+            "gradients",
+            width,
+        )
         if self.mixed:
-            result = group("to", [(shard * FP32, 1)], "gradients", FP32)
+            result = group(
+                "to",
+                [(shard * FP32, 1)],
+                "gradients",
+                FP32,
+            )
         if self.asked.sharding.offload is None and self.asked.loop.set_to_none:
             self.shards.append(result)
 

@@ -15,9 +15,9 @@ from ..recipe.recipe import Recipe
 from ..recipe.shapes import Shape
 from ..report.errors import RecipeError
 from .ledger import CAST, Parameter, Tensor
-from .model_states import FP32
 from .numerics import BOOL, INT64
 from .operators import Operators
+from .tensor_sizes import FP32
 
 TILE_TOKENS = 4096  # TOKEN_CHUNK_SIZE
 TILE_COLUMNS = 32768  # _CHUNKED_LOGPROB_CHUNK_SIZE
@@ -51,7 +51,8 @@ def with_its_adapters(recipe: Recipe) -> Recipe:
         return changed
     others = {recipe.implied_dtype, recipe.weights_dtype} - {"bfloat16"}
     if others:
-        allowed = f"the formulas do not know its bf16 adapters beside {others.pop()}: ask simulate"
+        # Of two the first one by name, so that the sentence is the same each time.
+        allowed = f"the formulas do not know its bf16 adapters beside {min(others)}: ask simulate"
         raise RecipeError("trainer", recipe.trainer, allowed)
     # Without a dtype of their own adapters are as wide as everything else (`compute_recipe`).
     return unchecked(changed, lora=unchecked(changed.lora, autocast_adapter_dtype=None))
@@ -105,28 +106,23 @@ def log_probabilities(
     b, tokens, hidden_size = x.shape
     width = m.numerics.autocast or x.width
     mask = tensor("ne", (b, tokens - 1), BOOL)
-    sliced = m.slice(x, b, tokens - 1, hidden_size)
-    hidden = m.op(
-        "index",
-        [sliced],
-        (labelled, hidden_size),
-        x.width,
-        saves=[mask],
-        extra=labelled
-        * hidden_size
-        * x.width,  # the gradient is put into zeros, in a copy of those
-    )
+    hidden = _labelled(m, x, mask, labelled)
     targets = tensor("index", (labelled,), INT64)
     tile = min(labelled, TILE_TOKENS) * TILE_COLUMNS * width
-    row_copies = _copies(labelled, TILE_TOKENS, hidden_size, x.width, width)
-    column_copies = _copies(weight.shape[0], TILE_COLUMNS, hidden_size, weight.width, width)
+    rows = _copies(labelled, TILE_TOKENS, hidden_size * width, x.width != width)
+    columns = _copies(
+        weight.shape[0],
+        TILE_COLUMNS,
+        hidden_size * width,
+        weight.width != width,
+    )
     if not labelled:  # the token of each sample is its first: no tile is computed
-        row_copies = [0]
-        column_copies = [0]
+        rows = [0]
+        columns = [0]
     workspace = m.ledger.workspaces[:1]
 
     # Copies of two tiles' rows or columns are there at once: the last one's until the next is made.
-    copies = max([row_copies[0], column_copies[0]], row_copies[:2], key=sum)
+    copies = max([rows[0], columns[0]], rows[:2], key=sum)
     statistics = STATISTICS * [labelled * FP32]
     m.ledger.scratch((*statistics, tile, *copies, *workspace), "fused_head")
     saved = [
@@ -140,12 +136,8 @@ def log_probabilities(
     if bias is not None:
         inputs.append(bias)
 
-    # Backward goes over columns for each tile of rows, and sums gradients up in fp32.
-    copies = max(
-        [row_copies[0], *column_copies[:2]],
-        [*row_copies[:2], column_copies[-1]],
-        key=sum,
-    )
+    # Backward goes over all columns for each tile of rows, and sums gradients up in fp32.
+    copies = max([rows[0], *columns[:2]], [*rows[:2], columns[-1]], key=sum)
     trained = [one for one in inputs if one.needs]
     sums = [FP32 * prod(one.shape) for one in trained]
     kept = [FP32 * prod(one.shape) for one in trained if one.width != FP32]
@@ -161,11 +153,24 @@ def log_probabilities(
     )
 
 
-def _copies(length: int, tile: int, hidden_size: int, own_width: int, width: int) -> list[int]:
-    """List the bytes of each tile's copy in the product's width; [0] where nothing is cast."""
-    if own_width == width:
+def _labelled(m: Operators, x: Tensor, mask: Tensor, labelled: int) -> Tensor:
+    """Take the hidden states of the tokens that have a label."""
+    b, tokens, hidden_size = x.shape
+    sliced = m.slice(x, (b, tokens - 1, hidden_size))
+    # The gradient is put into zeros, in a copy of those.
+    copy = labelled * hidden_size * x.width
+    return m.op(
+        "index",
+        [sliced],
+        (labelled, hidden_size),
+        x.width,
+        saves=[mask],
+        extra=copy,
+    )
+
+
+def _copies(length: int, tile: int, row: int, cast: bool) -> list[int]:
+    """List the bytes of the copy of each tile of `length` rows; [0] without a cast."""
+    if not cast:
         return [0]
-    sizes = []
-    for begin in range(0, length, tile):
-        sizes.append(min(tile, length - begin) * hidden_size * width)
-    return sizes
+    return [min(tile, length - begin) * row for begin in range(0, length, tile)]

@@ -9,10 +9,10 @@ from . import liger
 from .engine import TAIL, Engine
 from .fused_head import log_probabilities
 from .ledger import CAST, Tensor
-from .model_states import FP32
 from .norms import Norms
 from .numerics import INT64
 from .operators import Operators
+from .tensor_sizes import FP32
 
 TRANSFORM = "cls.predictions.transform"  # BERT's, before its language model's head
 POOLER = "bert.pooler.dense"
@@ -70,12 +70,17 @@ class Head:
         shape = self.shape
         b, _, hidden = x.shape
         if not shape.layout.causal:  # the first token's hidden state, in BERT through a tanh layer
-            x = m.slice(x, b, hidden)
+            x = m.slice(x, (b, hidden))
             if f"{POOLER}.weight" in m.parameters:
                 x = m.dropout(m.unary("tanh", m.linear(x, POOLER)), shape.hidden_dropout)
         logits = m.linear(x, shape.head)
         if shape.layout.causal:  # a score for every token, of which the last one's counts
-            logits = m.op("index", [logits], (b, shape.num_labels), logits.width)
+            logits = m.op(
+                "index",
+                [logits],
+                (b, shape.num_labels),
+                logits.width,
+            )
         if self.recipe.trainer == "reward":  # of the differences of pairs
             return logits, m.reduce(m.unary("log_sigmoid", logits), (), "mean")
         return logits, self._cross_entropy(logits)
@@ -85,7 +90,13 @@ class Head:
         m = self.operators
         labels = m.ledger.tensor("labels", (prod(logits.shape[:-1]),), INT64)
         log = m.fp32(m.unary("log_softmax", logits))
-        return m.op("nll_loss", [log], (), log.width, saves=[log, labels])
+        return m.op(
+            "nll_loss",
+            [log],
+            (),
+            log.width,
+            saves=[log, labels],
+        )
 
     def returned(self, logits: Tensor) -> Tensor:
         """Return the logits as the loop gets them.
@@ -95,5 +106,11 @@ class Head:
         m = self.operators
         copied = m.numerics.autocast and self.recipe.loop.outputs_to_fp32
         if copied and logits.width != FP32:
-            return m.op("to", [logits], logits.shape, FP32, grads=(CAST,))
+            return m.op(
+                "to",
+                [logits],
+                logits.shape,
+                FP32,
+                grads=(CAST,),
+            )
         return logits

@@ -1,9 +1,9 @@
 """One layer of a recipe's model: attention, feed-forward part, norms and residual sums.
 
-One code serves decoders and encoders: the family's layout (`vramlab.recipe.families`) names the module
-for each role. What GPT-2's layer saves in fp32 with a fused kernel, in bytes a token: 4 · (2 norms · h
-+ 3h queries, keys, values + h attention + 2h inputs of norms + 4 · 4h gelu_new + 4h its result)
-+ 2h dropout masks: about 109 h.
+One code serves decoders and encoders: the family's layout (`vramlab.recipe.families`) names the
+module for each role. What GPT-2's layer saves in fp32 with a fused kernel, in bytes a token: 4 ·
+(2 norms · h + 3h queries, keys, values + h attention + 2h inputs of norms + 4 · 4h gelu_new + 4h
+its result) + 2h dropout masks: about 109 h.
 """
 
 from ..recipe.shapes import Shape

@@ -10,9 +10,9 @@ from math import ceil, prod
 
 from ..recipe.liger import FAMILIES
 from .ledger import OWN, PASS, Leaf, Parameter, Tensor
-from .model_states import FP32, HALF
 from .numerics import BOOL, INT64
 from .operators import Operators
+from .tensor_sizes import FP32, HALF
 
 
 def rms_norm(m: Operators, family: str, x: Tensor, name: str) -> Tensor:
@@ -38,14 +38,27 @@ def rms_norm(m: Operators, family: str, x: Tensor, name: str) -> Tensor:
 def gated(m: Operators, gate: Tensor, up: Tensor) -> Tensor:
     """Compute act(gate) · up; its gradients are written over both."""
     inputs = [gate, up]
-    return m.op("liger_glu", inputs, gate.shape, gate.width, saves=inputs, grads=(0, 1))
+    return m.op(
+        "liger_glu",
+        inputs,
+        gate.shape,
+        gate.width,
+        saves=inputs,
+        grads=(0, 1),
+    )
 
 
 def turned(m: Operators, q: Tensor, k: Tensor) -> list[Tensor]:
     """Turn queries and keys where they lie; their gradients are copied."""
     results = []
     for x in (q, k):
-        y = m.op("liger_rope", [x], x.shape, x.width, view=x)
+        y = m.op(
+            "liger_rope",
+            [x],
+            x.shape,
+            x.width,
+            view=x,
+        )
         if not y.needs and (q.needs or k.needs):
             # Both are results of one function, so both require a gradient if an input does.
             y.needs = True
@@ -77,7 +90,14 @@ def head_loss(m: Operators, x: Tensor, weight: Parameter) -> Tensor:
     power_of_two = 1 << (chunk - 1).bit_length()
     _chunks(m, x, weight, min(rows, power_of_two))
     del labels
-    return m.op("liger_loss", [x, weight], (), FP32, saves=gradients, grads=(0, 1))
+    return m.op(
+        "liger_loss",
+        [x, weight],
+        (),
+        FP32,
+        saves=gradients,
+        grads=(0, 1),
+    )
 
 
 def _chunks(m: Operators, x: Tensor, weight: Parameter, chunk: int) -> None:

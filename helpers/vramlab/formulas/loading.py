@@ -1,9 +1,9 @@
-"""The highest moment while a quantized base is loaded: a sum over its tensors in the order they come.
+"""The highest moment while a quantized base is loaded, one tensor after the other.
 
-`transformers.core_model_loading` quantizes one tensor at a time, in the natural order of their names, and
-has a layer's experts twice while it merges them. Preparing makes fp32 copies of what stays in 16 bits. A
-tied head that the file has too comes first, and goes when a mask of its size says that it equals the
-embedding (`tie_weights`).
+`transformers.core_model_loading` quantizes one tensor at a time, in the natural order of their
+names, and has a layer's experts twice while it merges them. Preparing makes fp32 copies of what
+stays in 16 bits. A tied head that the file has too comes first, and goes when a mask of its size
+says that it equals the embedding (`tie_weights`).
 """
 
 from functools import lru_cache
@@ -15,18 +15,11 @@ from ..recipe.options import Quantization
 from ..recipe.recipe import Recipe
 from ..recipe.shapes import Shape
 from ..report.report import Bytes
-from .model_states import (
-    BLOCK,
-    FP32,
-    HALF,
-    ParameterRow,
-    buffer_bytes,
-    cached_table,
-    starred_name,
-)
+from .model_states import ParameterRow, buffer_bytes, cached_table, starred_name
+from .tensor_sizes import BLOCK, FP32, HALF
 
-# Parts of names that sort otherwise in the published checkpoints (`transformers.conversion_mapping`):
-# w1 and w3 before w2.
+# Parts of names that sort otherwise in the published checkpoints
+# (`transformers.conversion_mapping`): w1 and w3 before w2.
 STORED_AS = {"mixtral": {"mlp": "block_sparse_moe", "gate_up_proj": "a", "down_proj": "b"}}
 
 
@@ -99,10 +92,9 @@ def _working(row: ParameterRow) -> int:
     if row.quantized is None:
         return 2 * result if row.kind == "expert" else result
     scales = rounded(FP32 * ceil(prod(row.shape) / BLOCK))
-    if len(row.blocks) > 3:  # double quantization
-        extra = 2 * scales  # fp32 scales and their distances from the mean
-    else:
-        extra = 2 * rounded(1)  # 16 magnitudes and their maximum
+    extra = 2 * rounded(1)  # 16 magnitudes and their maximum
+    if len(row.blocks) > 3:  # double quantization: fp32 scales and their distances from the mean
+        extra = 2 * scales
     if row.kind == "conv1d":  # it is transposed first
         extra += row.size
     return row.size + result + extra

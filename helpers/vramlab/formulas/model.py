@@ -19,11 +19,11 @@ from .feed_forward import FeedForward
 from .head import Head
 from .layer import Layer
 from .ledger import Ledger, Parameter, Tensor
-from .model_states import FP32
 from .norms import Norms
 from .numerics import BOOL, Numerics, Rows
 from .operators import Operators
 from .self_attention import SelfAttention, Table
+from .tensor_sizes import FP32
 
 SLIDING = "sliding_attention"  # the kind of layers that look back `sliding_window` tokens only
 

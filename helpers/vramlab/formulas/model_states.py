@@ -1,4 +1,6 @@
-"""Bytes of model states (parameters, gradients, optimizer states), buffers and inputs, over a parameter table.
+"""Bytes of model states (parameters, gradients, optimizer states), buffers and inputs.
+
+Model states are sums over a parameter table, which has a row for equal tensors.
 
 Every tensor is rounded up to 512 bytes, as PyTorch's allocator does.
 """
@@ -7,25 +9,18 @@ from collections import Counter
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import accumulate
-from math import ceil, prod
+from math import prod
 from typing import Any, NamedTuple
 
 from ..hardware.overhead import rounded
 from ..recipe import lora_modules
 from ..recipe.knobs import unchecked
-from ..recipe.optimizers import MODELLED, optimizer_arguments
 from ..recipe.options import LoRA, Quantization
 from ..recipe.recipe import Recipe
 from ..recipe.shapes import Shape, Weight
 from .reserved import pack
+from .tensor_sizes import FP32, HALF, state_sizes, stored_sizes, weight_width
 
-FP32 = 4
-HALF = 2
-BLOCK = 64  # weights that share a scale in 4 bits (bitsandbytes.nn.Params4bit, blocksize)
-NESTED_BLOCK = 256  # scales that share a scale with double quantization (bitsandbytes.functional.quantize_4bit)
-SMALLEST_IN_8_BITS = 4096  # bitsandbytes: tensors under `min_8bit_size` keep fp32 states
-STATE_BLOCK = 256  # and 8-bit states have one fp32 scale for so many numbers
-SMALLEST_PAGED = 100_000  # `Optimizer8bit.get_state_buffer`: larger states go to unified memory
 COPY = " (trained copy)"  # ends the name of what PEFT trains whole
 # Bytes of a buffer's number, 4 where its dtype is not here.
 BUFFER_WIDTHS = {"int64": 8, "bool": 1, "float16": 2, "bfloat16": 2}
@@ -77,7 +72,7 @@ class RankBytes:
 
 @dataclass(frozen=True)
 class ParameterRow:
-    """`count` tensors of the model that have the same shape, and the same name but for the layer's number.
+    """`count` tensors that have the same shape, and the same name but for the layer's number.
 
     Attributes:
         name: with * for the layer's number.
@@ -115,94 +110,11 @@ class Format(NamedTuple):
     trainer: bool
 
 
-def weight_width(dtype: str, quantization: Quantization | None = None) -> int:
-    """Return the bytes of a weight that is loaded in `dtype` and not quantized.
-
-    They are 4 after `prepare_model_for_kbit_training`.
-    """
-    prepared = quantization is not None and quantization.prepare
-    return FP32 if dtype == "float32" or prepared else HALF
-
-
-def stored_sizes(
-    shape: tuple[int, ...],
-    width: int,
-    quantized: str | None,
-    double: bool = False,
-) -> tuple[int, ...]:
-    """Return the bytes of each block that one tensor is stored in: its numbers, scales and codes.
-
-    4 bits (Dettmers et al. 2023, section 3): half a byte a number, an fp32 scale for 64 of them, or 8 bits
-    and an fp32 scale for 256 of those (`double`: 4.5 and 4.127 bits a number), the format's 16 values, and
-    for double 256 codes and an offset.
-    """
-    numbers = prod(shape)
-    if quantized is None:
-        return (rounded(numbers * width),)
-    scales = ceil(numbers / BLOCK)
-    sizes = [ceil(numbers / 2)]
-    if double:
-        sizes += [scales, FP32 * ceil(scales / NESTED_BLOCK), FP32 * 256, FP32]
-    else:
-        sizes += [FP32 * scales]
-    sizes += [FP32 * 16]
-    return tuple(rounded(size) for size in sizes)
-
-
-def state_sizes(
-    shape: tuple[int, ...],
-    kind: str,
-    width: int,
-    optim: str,
-    optim_args: str | None,
-    trainer: bool,
-) -> tuple[int, ...]:
-    """Return the bytes of each block of one trained tensor's states, but those paged to unified memory."""
-    numbers = prod(shape)
-    optimizer = MODELLED[optim]
-    if optim == "adafactor":
-        return _factored_sizes(shape)
-    if optimizer.width is None:
-        return _states_like_weights(numbers * width, optim, optim_args)
-    state = optimizer.width
-    # The Trainer keeps embeddings' out of 8 bits.
-    if state == 1 and (numbers < SMALLEST_IN_8_BITS or (kind == "embedding" and trainer)):
-        state = FP32
-    paged = optim.startswith("paged") and numbers >= SMALLEST_PAGED
-    sizes = []
-    for times in optimizer.states:
-        if numbers and not paged:  # FSDP's last ranks may have none
-            sizes.append(rounded(times * numbers * state))
-        if state == 1:
-            scales = ceil(numbers / STATE_BLOCK)
-            sizes.append(rounded(times * FP32 * scales))
-    return tuple(sizes)
-
-
-def _factored_sizes(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Return Adafactor's states: a number a row and a column (Shazeer, Stern 2018, section 4)."""
-    if len(shape) < 2:
-        return (rounded(FP32 * prod(shape)),)
-    rows = prod(shape[:-1])
-    columns = prod(shape[:-2]) * shape[-1]
-    return rounded(FP32 * rows), rounded(FP32 * columns)
-
-
-def _states_like_weights(size: int, optim: str, optim_args: str | None) -> tuple[int, ...]:
-    """Return the states of an optimizer of PyTorch's, as large as the weights."""
-    given = optimizer_arguments(optim, optim_args)
-    count = len(MODELLED[optim].states)
-    for name in ("momentum", "centered", "amsgrad"):
-        if given.get(name):
-            count += 1
-    sizes = [rounded(size)] * count
-    if optim == "adamw_torch_fused":  # its kernel reads the step's number on the device
-        sizes.append(rounded(FP32))
-    return tuple(sizes)
-
-
 def compute_recipe(recipe: Recipe) -> Recipe:
-    """Return `recipe` as its forward pass computes: "-mixed" is a half-precision model under FSDP and DeepSpeed."""
+    """Return `recipe` as its forward pass computes.
+
+    "-mixed" is a half-precision model under FSDP and DeepSpeed.
+    """
     sharding = recipe.sharding
     if not recipe.precision.endswith("-mixed") or not sharding or sharding.engine == "ddp":
         return recipe
@@ -211,8 +123,8 @@ def compute_recipe(recipe: Recipe) -> Recipe:
         quantization = replace(quantization, prepare=False)
     lora = recipe.lora
     if lora:
-        # Adapters of a quantized base too are gathered in half precision, or cast; DeepSpeed's stage 3
-        # leaves them in fp32.
+        # Adapters of a quantized base too are gathered in half precision, or cast; DeepSpeed's
+        # stage 3 leaves them in fp32.
         third = sharding.engine == "deepspeed" and sharding.stage == 3
         lora = unchecked(lora, autocast_adapter_dtype=True if third else None)
     return unchecked(
@@ -284,13 +196,22 @@ def _weights(shape: Shape, form: Format) -> Counter[_Kind]:
         trained = lora is None
         if lora and not copied:
             trained = lora_modules.trains_bias(weight.name, lora.bias, adapted)
-        decayed = _is_decayed(name, kind)
-        originals[_Kind(name, weight.shape, kind, width, trained, quantized, decayed)] += 1
+        original = _Kind(
+            name=name,
+            shape=weight.shape,
+            kind=kind,
+            width=width,
+            trained=trained,
+            quantized=quantized,
+            decayed=_is_decayed(name, kind),
+        )
+        originals[original] += 1
+        copy = original._replace(trained=True, quantized=None)
         if copied:
-            copies[_Kind(name + COPY, weight.shape, kind, width, True, None, decayed)] += 1
+            copies[copy._replace(name=name + COPY)] += 1
         if copies_head and kind == "embedding" and weight.shape[0] == shape.vocab_size:
             head = f"{shape.head}.weight{COPY}"
-            copies[_Kind(head, weight.shape, "linear", width, True, None, True)] += 1
+            copies[copy._replace(name=head, kind="linear", decayed=True)] += 1
     originals.update(copies)
     return originals
 
@@ -314,8 +235,16 @@ def _adapters(shape: Shape, form: Format) -> Counter[_Kind]:
         width = FP32
     for name, inside, out in lora_modules.adapted(shape, lora):
         starred = starred_name(name)
-        down = _Kind(f"{starred}.lora_A", (lora.r, inside), "lora", width, True, None, True)
-        up = _Kind(f"{starred}.lora_B", (out, lora.r), "lora", width, True, None, True)
+        down = _Kind(
+            name=f"{starred}.lora_A",
+            shape=(lora.r, inside),
+            kind="lora",
+            width=width,
+            trained=True,
+            quantized=None,
+            decayed=True,
+        )
+        up = down._replace(name=f"{starred}.lora_B", shape=(out, lora.r))
         kinds[down] += 1
         kinds[up] += 1
     return kinds
@@ -385,7 +314,7 @@ def _can_quantize(shape: Shape, weight: Weight) -> bool:
 
 @lru_cache(maxsize=512)
 def first_layers(shape: Shape, layers: int = 2) -> tuple[tuple[str, str, tuple[int, ...]], ...]:
-    """List (name, starred name, shape) of the weights outside the layers and of each stack's first layers."""
+    """List (name, starred name, shape) of weights outside layers and in the first layers."""
     stacks = shape.layout.stacks
     if len(set(shape.layout.kinds)) > 1:  # each kind of attention has first layers
         layers *= 2
@@ -495,7 +424,7 @@ def fragmentation_bytes(recipe: Recipe) -> dict[str, int]:
 
 
 def tensors_in_order(recipe: Recipe) -> list[ParameterRow]:
-    """List a row for each single tensor, in the order of `named_parameters()`, adapters and copies last."""
+    """List a row for each tensor in the order of `named_parameters()`, adapters and copies last."""
     return _in_order(recipe.shape, table_format(recipe))
 
 

@@ -3,8 +3,8 @@
 from ..recipe.shapes import Shape
 from . import liger
 from .ledger import Tensor
-from .model_states import FP32
 from .operators import Operators
+from .tensor_sizes import FP32
 
 
 class Norms:

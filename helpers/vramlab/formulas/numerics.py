@@ -7,7 +7,8 @@ from ..hardware.gpu import Chip
 from ..recipe.liger import kernels
 from ..recipe.recipe import Recipe
 from .ledger import Parameter
-from .model_states import HALF, joined_samples, weight_width
+from .model_states import joined_samples
+from .tensor_sizes import HALF, weight_width
 
 BOOL = 1
 INT64 = 8

@@ -8,8 +8,8 @@ from math import ceil, prod
 
 from ..report.errors import RecipeError
 from .ledger import BIAS, CAST, FULL, OWN, PART, PASS, Ledger, Parameter, Tensor
-from .model_states import BLOCK, FP32, HALF
 from .numerics import BOOL, Numerics
+from .tensor_sizes import BLOCK, FP32, HALF
 
 OF_RESULT = ("relu", "sigmoid", "tanh")  # activations whose backward needs their result
 OF_INPUT = (
@@ -44,7 +44,13 @@ class Operators:
         """Cast with `x.to(dtype)`: saves nothing; the gradient is cast back."""
         if x.width == width:
             return x
-        return self.op("to", [x], x.shape, width, grads=(CAST,))
+        return self.op(
+            "to",
+            [x],
+            x.shape,
+            width,
+            grads=(CAST,),
+        )
 
     def cast(self, x: Tensor | Parameter | None) -> Tensor | Parameter | None:
         """Cast an argument of a product under autocast.
@@ -73,23 +79,48 @@ class Operators:
         """Add: saves nothing; both get the incoming gradient, summed where they were broadcast."""
         shape = a.shape if a.shape == b.shape else broadcast(a.shape, b.shape)
         width = max(a.width, b.width)
-        return self.op("add", [a, b], shape, width, grads=(PASS, PASS))
+        return self.op(
+            "add",
+            [a, b],
+            shape,
+            width,
+            grads=(PASS, PASS),
+        )
 
     def mul(self, a: Tensor | Parameter, b: Tensor | Parameter) -> Tensor:
         """Multiply: saves each factor for the other's gradient."""
         shape = a.shape if a.shape == b.shape else broadcast(a.shape, b.shape)
         width = max(a.width, b.width)
-        return self.op("mul", [a, b], shape, width, saves=_factors(a, b), grads=(FULL, FULL))
+        return self.op(
+            "mul",
+            [a, b],
+            shape,
+            width,
+            saves=_factors(a, b),
+            grads=(FULL, FULL),
+        )
 
     def scale(self, x: Tensor, op: str = "mul") -> Tensor:
         """Multiply by, divide by or ("add") add a number: saves nothing, makes a new tensor."""
         how = PASS if op == "add" else OWN
-        return self.op(op, [x], x.shape, x.width, grads=(how,))
+        return self.op(
+            op,
+            [x],
+            x.shape,
+            x.width,
+            grads=(how,),
+        )
 
     def unary(self, name: str, x: Tensor) -> Tensor:
         """Apply a function to each element; save its input (silu) or its result (tanh)."""
         saved = x if name in OF_INPUT else True
-        return self.op(name, [x], x.shape, x.width, saves=(saved,))
+        return self.op(
+            name,
+            [x],
+            x.shape,
+            x.width,
+            saves=(saved,),
+        )
 
     def softmax(self, x: Tensor, width: int | None = None) -> Tensor:
         """Save the result, in `width`.
@@ -131,7 +162,13 @@ class Operators:
         if not p:
             return x
         mask = self.ledger.tensor("native_dropout", x.shape, BOOL)
-        return self.op("native_dropout", [x], x.shape, x.width, saves=[mask])
+        return self.op(
+            "native_dropout",
+            [x],
+            x.shape,
+            x.width,
+            saves=[mask],
+        )
 
     def activation(self, x: Tensor, name: str) -> Tensor:
         """Apply transformers' `ACT2FN[name]`.
@@ -161,27 +198,67 @@ class Operators:
     def power(self, x: Tensor) -> Tensor:
         """Raise to a power: saves x; backward needs n · x ** (n - 1) besides its result."""
         factors = 2 * prod(x.shape) * x.width
-        return self.op("pow", [x], x.shape, x.width, saves=[x], extra=factors)
+        return self.op(
+            "pow",
+            [x],
+            x.shape,
+            x.width,
+            saves=[x],
+            extra=factors,
+        )
 
     def copy(self, x: Tensor, shape: tuple[int, ...] | None = None) -> Tensor:
         """Copy with `contiguous` or `clone`; the incoming gradient itself is that for `x`."""
-        out = self.op("clone", [x], shape or x.shape, x.width, grads=(PASS,))
+        out = self.op(
+            "clone",
+            [x],
+            shape or x.shape,
+            x.width,
+            grads=(PASS,),
+        )
         out.packed = True
         return out
 
     def split(self, x: Tensor, *shapes: tuple[int, ...]) -> list[Tensor]:
         """Split into views (`torch.split`); backward joins their gradients in a new tensor."""
-        whole = self.op("split", [x], x.shape, x.width, view=x)
-        return [Tensor(x.block, shape, x.width, whole.node, whole.needs) for shape in shapes]
+        whole = self.op(
+            "split",
+            [x],
+            x.shape,
+            x.width,
+            view=x,
+        )
+        return [
+            Tensor(
+                x.block,
+                shape,
+                x.width,
+                whole.node,
+                whole.needs,
+            )
+            for shape in shapes
+        ]
 
-    def slice(self, x: Tensor, *shape: int) -> Tensor:
+    def slice(self, x: Tensor, shape: tuple[int, ...]) -> Tensor:
         """Take a view such as x[..., :n]; backward writes its gradient into zeros like `x`."""
-        return self.op("slice", [x], shape, x.width, view=x)
+        return self.op(
+            "slice",
+            [x],
+            shape,
+            x.width,
+            view=x,
+        )
 
-    def cat(self, tensors: list[Tensor], *shape: int, width: int = 0) -> Tensor:
+    def cat(self, tensors: list[Tensor], shape: tuple[int, ...], width: int = 0) -> Tensor:
         """Concatenate into a new tensor; backward hands out views of the gradient."""
         width = max(width, *(tensor.width for tensor in tensors))
-        out = self.op("cat", tensors, shape, width, grads=(PART,) * len(tensors))
+        out = self.op(
+            "cat",
+            tensors,
+            shape,
+            width,
+            grads=(PART,) * len(tensors),
+        )
         out.packed = True
         return out
 
@@ -189,7 +266,13 @@ class Operators:
         """Look up a row for each id; the gradient is as large as the table."""
         weight = self.parameters[f"{name}.weight"]
         shape = (*ids.shape, weight.shape[-1])
-        return self.op("embedding", [weight], shape, weight.width, saves=[ids])
+        return self.op(
+            "embedding",
+            [weight],
+            shape,
+            weight.width,
+            saves=[ids],
+        )
 
     def repeat(self, x: Tensor, heads: int) -> Tensor:
         """Copy keys or values to every query head; their gradients are summed.
@@ -201,7 +284,13 @@ class Operators:
             return x
         shape = (b, heads, tokens, channels)
         if few == 1:
-            return self.op("expand", [x], shape, x.width, view=x)
+            return self.op(
+                "expand",
+                [x],
+                shape,
+                x.width,
+                view=x,
+            )
         out = self.op("repeat_kv", [x], shape, x.width)
         out.packed = True
         return out
@@ -217,14 +306,20 @@ class Operators:
         x = self.cast(x)
         return self.contiguous(x)
 
-    def matmul(self, a: Tensor, b: Tensor, *shape: int) -> Tensor:
+    def matmul(self, a: Tensor, b: Tensor, shape: tuple[int, ...]) -> Tensor:
         """Multiply two activations as `bmm`, in autocast's format."""
         a, b = [self.cast(x) for x in (a, b)]
-        return self.bmm(a, b, *shape)
+        return self.bmm(a, b, shape)
 
-    def bmm(self, a: Tensor, b: Tensor, *shape: int) -> Tensor:
+    def bmm(self, a: Tensor, b: Tensor, shape: tuple[int, ...]) -> Tensor:
         """Multiply two activations, batched (`torch.bmm`): saves both."""
-        y = self.op("bmm", [a, b], shape, a.width, saves=_factors(a, b))
+        y = self.op(
+            "bmm",
+            [a, b],
+            shape,
+            a.width,
+            saves=_factors(a, b),
+        )
         self.ledger.product_workspace()
         return y
 

@@ -16,7 +16,13 @@ def parameters_of(recipe: Recipe) -> dict[str, Parameter]:
     sharded = recipe.sharding and recipe.sharding.engine == "fsdp"
     # FSDP prefetches the next layer, so two more stand beside the one that others are like.
     layers = 3 if sharded else 2
-    rows = _settings(shape, recipe.weights_dtype, recipe.quantization, recipe.lora, layers)
+    rows = _settings(
+        shape,
+        recipe.weights_dtype,
+        recipe.quantization,
+        recipe.lora,
+        layers,
+    )
     parameters = {row[0]: Parameter(*row) for row in rows}
     head = f"{shape.head}.weight"
     words = _first_of(parameters, shape.vocab_size)

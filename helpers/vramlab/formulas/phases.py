@@ -11,7 +11,7 @@ from .model_states import RankBytes, Sizes
 
 
 class Phases:
-    """The phases of a step of `recipe`, from what its rank holds and the account of a micro-batch."""
+    """The phases of a step, from what a rank holds and the account of a micro-batch."""
 
     def __init__(self, recipe: Recipe, account: Account, rank: RankBytes):
         self.recipe = recipe
@@ -37,7 +37,7 @@ class Phases:
         return Phase(held, held)
 
     def _forward(self) -> Phase:
-        """Return the forward pass, beside the outputs of the step before that the loop still names."""
+        """Return the forward pass, with outputs of the step before that the loop still names."""
         splits = self.account.phases
         kept = {}
         if self.loop.keep_outputs is True:
@@ -55,7 +55,14 @@ class Phases:
         end = splits.backward_end
         if self.loop.keep_outputs == "backward":
             end = {"gradients": end["gradients"]}
-        peaks = [total(self._always, self._existing, splits.backward, rank.backward)]
+        peaks = [
+            total(
+                self._always,
+                self._existing,
+                splits.backward,
+                rank.backward,
+            )
+        ]
         if rank.reducing:
             reducing = {"workspace": rank.reducing}
             peaks.append(total(self._always, self._existing, end, reducing))
@@ -96,7 +103,14 @@ class Phases:
         if not frees_workspaces():
             workspaces = 2 * cublas_workspace(self.account.ledger.chip.capability)
         handles = {"workspace": workspaces}
-        return vars(total(self.rank.always, self._model, self._states, handles))
+        return vars(
+            total(
+                self.rank.always,
+                self._model,
+                self._states,
+                handles,
+            )
+        )
 
     @cached_property
     def _model(self) -> Sizes:
@@ -138,7 +152,7 @@ class Phases:
 
     @cached_property
     def _existing(self) -> Sizes:
-        """Return the gradients that are there all through the micro-batch, and that new ones are added to."""
+        """Return the gradients that are there all the time, and that new ones are added to."""
         account = self.account
         # Those of FSDP are whole, and in the account, unless they are zeroed in place.
         in_account = account.engine.gathers_layers and self.loop.set_to_none

@@ -1,9 +1,11 @@
-"""Predict the bytes of a training step from the model's shape: no torch, no model, about a millisecond.
+"""Predict the bytes of a training step from the model's shape, without torch, in a millisecond.
 
     held       parameters + buffers + inputs + gradients + optimizer states + workspaces
                (`model_states`, `shards`)
-    forward    + what a layer saves × layers + the last one's temporaries, then logits and loss (`account`)
-    backward   + the loss's gradients, then layer by layer less saved, and more gradients (`account`)
+    forward    + what a layer saves × layers + the last one's temporaries, then logits and loss
+               (`account`)
+    backward   + the loss's gradients, then layer by layer less saved, and more gradients
+    (`account`)
     step       + the optimizer's temporaries (`step`)
 
 The peak is the highest of these moments.
@@ -34,7 +36,8 @@ def predict(recipe: Recipe | Any, gpu: str | Gpu | None = None) -> Report:
         A report with source "predicted", of a steady step; `reserved` and `process` are intervals.
     Raises:
         GpuError: no such card.
-        RecipeError: what the formulas do not know and `simulate` does; FlashAttention on a card without.
+        RecipeError: what the formulas do not know and `simulate` does; FlashAttention on a card
+            without.
     """
     recipe = as_recipe(recipe)
     card = find_gpu(gpu) if gpu else None

@@ -48,11 +48,20 @@ class SelfAttention:
             q, k = [self._turned(x, table) for x in (q, k)]
         if self.caches is not None:
             # `use_cache` copies both (`DynamicLayer.update`); the cache takes the keys' dtype.
-            copy = m.cat([k], *k.shape)
-            v = m.cat([v], *v.shape, width=k.width)
+            copy = m.cat([k], k.shape)
+            v = m.cat([v], v.shape, width=k.width)
             k = copy
             self.caches += [k, v]
-        return m.linear(self.kernels.attend(q, k, v, mask, "sinks" in at), at["out"])
+        return m.linear(
+            self.kernels.attend(
+                q,
+                k,
+                v,
+                mask,
+                "sinks" in at,
+            ),
+            at["out"],
+        )
 
     def _joint(self, at: Modules, x: Tensor) -> list[Tensor]:
         """Project to queries, keys and values with one matrix."""
@@ -89,26 +98,28 @@ class SelfAttention:
         heads = self.shape.num_heads
         rope = self.shape.head_dim
         nope = setting("qk_nope_head_dim")
-        rank = setting("kv_lora_rank")
+        # Queries and keys of a head have a part without positions, and one that is rotated.
+        plain = (b, heads, tokens, nope)
+        rotated = (b, heads, tokens, rope)
+        both = (b, heads, tokens, nope + rope)
+        values = (b, heads, tokens, setting("v_head_dim"))
+        compressed = (b, tokens, setting("kv_lora_rank"))
+        shared = (b, 1, tokens, rope)  # all heads share the rotated part of the keys
 
         q = self._latent_queries(at, x)
-        q, turned = m.split(q, (b, heads, tokens, nope), (b, heads, tokens, rope))
-        kv, key = m.split(m.linear(x, at["kv_a"]), (b, tokens, rank), (b, 1, tokens, rope))
+        q, turned = m.split(q, plain, rotated)
+        kv, key = m.split(m.linear(x, at["kv_a"]), compressed, shared)
         kv = self.norms.apply(kv, at["kv_a_norm"])
         turned, key = [self._rotary(x, table, rope, False) for x in (turned, key)]
         if self.caches is not None:
-            copy = m.cat([kv], *kv.shape)
-            key = m.cat([key], *key.shape, width=kv.width)
+            copy = m.cat([kv], kv.shape)
+            key = m.cat([key], key.shape, width=kv.width)
             kv = copy
             self.caches += [kv, key]
-        q = m.cat([q, turned], b, heads, tokens, nope + rope)
+        q = m.cat([q, turned], both)
         del turned
-        k, v = m.split(
-            m.linear(kv, at["kv_b"]),
-            (b, heads, tokens, nope),
-            (b, heads, tokens, setting("v_head_dim")),
-        )
-        k = m.cat([k, key], b, heads, tokens, nope + rope)
+        k, v = m.split(m.linear(kv, at["kv_b"]), plain, values)
+        k = m.cat([k, key], both)
         return q, k, v
 
     def _latent_queries(self, at: Modules, x: Tensor) -> Tensor:
@@ -116,7 +127,8 @@ class SelfAttention:
         m = self.operators
         if "q" in at:
             return m.linear(x, at["q"])
-        return m.linear(self.norms.apply(m.linear(x, at["q_a"]), at["q_a_norm"]), at["q_b"])
+        narrow = self.norms.apply(m.linear(x, at["q_a"]), at["q_a_norm"])
+        return m.linear(narrow, at["q_b"])
 
     def _turned(self, x: Tensor, table: Table) -> Tensor:
         """Rotate queries or keys as the family does."""
@@ -136,12 +148,12 @@ class SelfAttention:
         turned = x
         passed = []
         if dims < channels:
-            turned = m.slice(x, *rest, dims)
-            passed = [m.slice(x, *rest, channels - dims)]
+            turned = m.slice(x, (*rest, dims))
+            passed = [m.slice(x, (*rest, channels - dims))]
         first = m.mul(turned, cos)
-        left = m.slice(turned, *rest, dims // 2)
-        right = m.slice(turned, *rest, dims - dims // 2)
-        half = m.cat([m.scale(right, "neg"), left], *rest, dims)
+        left = m.slice(turned, (*rest, dims // 2))
+        right = m.slice(turned, (*rest, dims - dims // 2))
+        half = m.cat([m.scale(right, "neg"), left], turned.shape)
         del left, right
         second = m.mul(half, sin)
         del half
@@ -149,7 +161,7 @@ class SelfAttention:
         del first, second
         if not partial:
             return out
-        return m.cat([out, *passed], *rest, channels)
+        return m.cat([out, *passed], x.shape)
 
     def _heads(self, x: Tensor, count: int) -> Tensor:
         """View batch × tokens × (heads · channels) as batch × heads × tokens × channels."""

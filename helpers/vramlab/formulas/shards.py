@@ -1,12 +1,14 @@
-"""What one rank of many holds: ZeRO (Rajbhandari et al. 2020, figure 1) as DDP, FSDP2 and DeepSpeed do it.
+"""What one rank of many holds: ZeRO as DDP, FSDP2 and DeepSpeed do it.
+
+After Rajbhandari et al. 2020, figure 1:
 
     stage 0   P + G + S             each rank holds everything (plain data parallel)
     stage 1   P + G + S / N         optimizer states are divided among N ranks
     stage 2   P + (G + S) / N       and gradients
     stage 3   (P + G + S) / N + U   and parameters: U is what is gathered at a time
 
-FSDP2 divides rows of every tensor (`fsdp`), DeepSpeed flat partitions (`deepspeed`). NCCL's buffers are
-not counted.
+FSDP2 divides rows of every tensor (`fsdp`), DeepSpeed flat partitions (`deepspeed`). NCCL's
+buffers are not counted.
 """
 
 from collections import Counter
@@ -22,6 +24,7 @@ from .deepspeed import deepspeed_bytes
 from .model_states import ParameterRow, RankBytes, Settings, tensors_in_order
 from .reserved import internal_fragmentation, pack
 from .step import step_temporaries
+from .tensor_sizes import state_sizes
 
 # (stage, offload) that the formulas know, and plan tries, by engine.
 ON_SEVERAL = {
@@ -89,7 +92,10 @@ def _whole(recipe: Recipe) -> RankBytes:
 
 
 def _ddp(recipe: Recipe) -> RankBytes:
-    """Hold a replica and a copy of its gradients in buckets (reducer.cpp, `compute_bucket_assignment_by_size`)."""
+    """Hold a replica and a copy of its gradients in buckets.
+
+    After reducer.cpp, `compute_bucket_assignment_by_size`.
+    """
     buckets = []
     current = 0
     limit = FIRST_BUCKET
@@ -109,7 +115,7 @@ def _ddp(recipe: Recipe) -> RankBytes:
 
 
 def _fsdp(recipe: Recipe) -> RankBytes:
-    """Hold padded shards of the weights, states of this rank's rows, a flat shard of each unit's gradients."""
+    """Hold padded shards of weights, states of this rank's rows, flat shards of gradients."""
     if recipe.sharding.offload:
         return RankBytes(0, 0, 0, 0)
     shards = []
@@ -149,7 +155,7 @@ def _shard(row: ParameterRow, recipe: Recipe) -> ParameterRow:
         blocks = (rounded(fsdp.padded(row.shape, ranks) * row.width),)
     states = ()
     if row.trained:
-        states = model_states.state_sizes(
+        states = state_sizes(
             shape,
             row.kind,
             row.width,

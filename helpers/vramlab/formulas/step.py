@@ -1,4 +1,7 @@
-"""Bytes of the optimizer step's temporaries: multi-tensor ("foreach") kernels have √v of all parameters."""
+"""Bytes of the optimizer step's temporaries.
+
+Multi-tensor ("foreach") kernels have √v of all parameters at once.
+"""
 
 from collections import Counter
 from math import prod
@@ -7,12 +10,13 @@ from ..hardware.kernels import norms_scratch
 from ..hardware.overhead import rounded
 from ..recipe.optimizers import MODELLED
 from ..recipe.recipe import Recipe
-from .model_states import FP32, HALF, ParameterRow, parameter_table
+from .model_states import ParameterRow, parameter_table
 from .reserved import internal_fragmentation
+from .tensor_sizes import FP32, HALF
 
 
 def step_temporaries(recipe: Recipe, rows: tuple[ParameterRow, ...] | None = None) -> int:
-    """Return the peak of the step's temporaries, for all tensors or for those in `rows`, one rank's."""
+    """Return the peak of the step's temporaries, for all tensors or for `rows`, one rank's."""
     if recipe.loop.optimizer_in_backward:
         return 0
     if rows is None:
@@ -51,7 +55,7 @@ def _adafactor(recipe: Recipe, rows: list[ParameterRow]) -> int:
 
 
 def _one_by_one(recipe: Recipe, rows: list[ParameterRow]) -> int:
-    """Return the most that one tensor takes; schedule-free optimizers name it until the next one's is made."""
+    """Return the most that one tensor takes; some optimizers remember the last one's."""
     remembers = _remembers(recipe)
     _, single = copies(recipe)
     most = 0
@@ -67,7 +71,7 @@ def _one_by_one(recipe: Recipe, rows: list[ParameterRow]) -> int:
 
 
 def _foreach(recipe: Recipe, rows: list[ParameterRow]) -> int:
-    """Return the most of what is updated together: by dtype within the Trainer's two parameter groups."""
+    """Return the most that is updated together, by dtype within the Trainer's parameter groups."""
     one_group = recipe.loop.name != "trainer"
     groups: dict[bool, Counter[int]] = {}
     for row in rows:
