@@ -82,10 +82,12 @@ class Account:
             self.passes.append(self._without_gradients(chip))
         self.forward_end = len(ledger.events)
         for entry in ledger.events:
+            # What lives into backward was saved for it.
             if entry.category == "temporaries" and entry() is not None:
                 entry.category = "activations"
         ledger.backward(loss, self.engine.complete)
         del loss
+        # The graph goes with the loss, and its leaves with it.
         if not recipe.loop.keep_outputs:
             ledger.leaves.clear()
         self.engine.finish()
@@ -100,6 +102,7 @@ class Account:
         ledger = self.ledger
         model = self.model
         logits, loss = model.forward()
+        # Autocast's context ends after the model, and its cache with it.
         ledger.casts.clear()
         self.autocast_end = len(ledger.events)
         logits = model.head.returned(logits)
@@ -248,6 +251,7 @@ class Account:
                 if entry.birth < begin or survives:  # it dies or is born there, and not both
                     change = count if survives else -count
                     times[entry] = times.get(entry, 0) + change
+        # What each layer that is not run frees comes to less than nothing.
         alive = [entry for entry, count in times.items() if count > 0]
         groups: Groups = {}
         for entry in sorted(alive, key=attrgetter("birth")):
@@ -264,6 +268,7 @@ class Account:
         sections = [section for model in models for section in model.sections]
         for entry in dict.fromkeys(self.ledger.events):
             times = 1
+            # A block of a layer that stands for others is born in each of them.
             for section in sections:
                 forward = section.begin <= entry.birth < section.end
                 backward = section.top <= entry.birth < section.bottom

@@ -49,8 +49,10 @@ class AttentionKernels:
         implementation = self.operators.numerics.attention
         if implementation == "eager":
             return self._eager(q, k, v, mask, sinks)
+        # sdpa takes joined samples for one row, with a mask.
         if implementation != "flash_attention_2":
             return self._fused(q, k, v, mask, joined=0)
+        # flash-attn takes no mask: padding is left out of what it sees.
         if self.rows.padded:
             return self._unpadded(q, k, v)
         return self._fused(q, k, v, mask, joined=self.rows.joined)
@@ -65,6 +67,8 @@ class AttentionKernels:
         grouping = self.layout.grouped_keys
         if mask is not None and grouping:  # then transformers repeats shared keys and values itself
             k, v = [m.repeat(x, heads) for x in (k, v)]
+        # Queries that an operator wrote anew lie head by head, those of a projection token by
+        # token.
         head_by_head = q.packed and heads > 1 and tokens > 1
         q, k, v, mask = [m.cast(x) for x in (q, k, v, mask)]
         if mask is not None and mask.width == BOOL:
@@ -72,12 +76,14 @@ class AttentionKernels:
             columns = _multiple(k.shape[2], 16)
             mask = m.ledger.tensor("where", (*mask.shape[:-1], columns), q.width)
         kernel = self._kernel(q, k, v, mask)
+        # No fused kernel takes this card, dtype or head size.
         if kernel == "math":
             return self._math(q, k, v, mask)
         if kernel == "flash":
             lines = tokens
             extra = self._flash_scratch(q, k, joined)
         else:
+            # Rows of the log-sum-exp are aligned (kAlignLSE).
             lines = _multiple(tokens, 32)
             extra = self._efficient_scratch(q, k, v)
         name = f"{kernel}_attention"
@@ -187,6 +193,7 @@ class AttentionKernels:
         seen = k.shape[2]
         by_head = (b, heads, tokens, v.shape[-1])
         q, k, v = [m.to(x, FP32) for x in (q, k, v)]
+        # Queries and keys are both scaled, by the root, before the product.
         scaled = m.scale(q)
         if mask is None and self.layout.causal:
             mask = m.ledger.tensor("where", (tokens, seen), FP32)
@@ -234,6 +241,7 @@ class AttentionKernels:
         if mask is not None:
             scores = m.add(scores, mask)
         if sinks:
+            # The sink is a score more for each row, which takes part in the softmax.
             with_sink = (b, heads, tokens, k.shape[2] + 1)
             scores = m.scale(m.cat([scores], with_sink), "add")
             scores = m.softmax(scores)

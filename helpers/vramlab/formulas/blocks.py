@@ -30,10 +30,13 @@ def groups(recipe: Recipe, alive: LedgerGroups | None, peak: Bytes) -> Groups:
     )
     if alive is None:
         alive = {}
+    # The cached groups serve other recipes, so they are copied.
     found = dict(held)
     for (size, category, shape, width, op), (count, where) in alive.items():
+        # The ledger knows widths alone: two bytes are the recipe's half precision.
         if width == HALF:
             dtype = half
+        # Dropout's mask is the only bool that backward keeps.
         elif width == 1 and op == "native_dropout":
             dtype = "bool"
         else:
@@ -44,6 +47,7 @@ def groups(recipe: Recipe, alive: LedgerGroups | None, peak: Bytes) -> Groups:
     return found
 
 
+# All recipes of a sweep over batches share them.
 @lru_cache(maxsize=512)
 def _held(shape: Shape, form: Format, half: str, copied: bool, gradients: bool) -> Groups:
     """Group the blocks of model states, with `gradients` or without; `copied`: of two models."""
@@ -102,6 +106,7 @@ def _of_rank(whole: Groups, peak: Bytes) -> Groups:
     for (_, category, *about), (count, where, sizes) in whole.items():
         if totals[category] == 0:
             continue
+        # The table has the whole model; what the rank holds is in the report.
         share = min(1.0, getattr(peak, category) / totals[category])
         if share:
             scaled = tuple(int(size * share) for size in sizes)
@@ -117,8 +122,17 @@ def _of_rank(whole: Groups, peak: Bytes) -> Groups:
 
 def largest(found: Groups) -> list[TensorGroup]:
     """List the groups that take the most bytes together."""
-    by_bytes = sorted(found.items(), key=lambda item: -item[0][0] * item[1][0])
-    return [TensorGroup(*key, where, count) for key, (count, where, _) in by_bytes[:LISTED]]
+
+    def together(key: tuple) -> int:
+        size, *_ = key
+        count, *_ = found[key]
+        return size * count
+
+    listed = []
+    for key in sorted(found, key=together, reverse=True)[:LISTED]:
+        count, where, _ = found[key]
+        listed.append(TensorGroup(*key, where, count))
+    return listed
 
 
 def counts(found: Groups, peak: Bytes) -> dict[int, int]:

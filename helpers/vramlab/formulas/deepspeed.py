@@ -109,7 +109,9 @@ class _Rank:
         self.width = max(row.width for row in rows)
         # Adapters stay in fp32 at stage 3, and are reduced in the configuration's precision.
         self.reduced = HALF if mixed else self.width
-        self.tied_gradient = 3 * self.sizes[0] if shape.tied and not recipe.lora else 0
+        self.tied_gradient = 0
+        if shape.tied and not recipe.lora:
+            self.tied_gradient = 3 * self.sizes[0]
         self.precision_set = mixed or self.width == FP32
         self.bucket = HIDDEN["reduce_bucket_size"](shape.hidden_size)
         self.foreach, _ = copies(recipe)
@@ -284,6 +286,7 @@ class DeepSpeedEngine(Engine):
     def _gather(self, part: str) -> None:
         """Replace what is gathered by the most that is gathered in `part` of the step."""
         self.gathered = None
+        # Stages 1 and 2 gather nothing.
         if self.sizes:
             self.gathered = self.ledger.group("all_gather", [(self.sizes[part], 1)], "workspace")
 

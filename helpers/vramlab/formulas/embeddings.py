@@ -40,6 +40,7 @@ class Embeddings:
         m = self.operators
         layout = self.shape.layout
         words, *others = self.names
+        # Ids are inputs of the step, and counted there.
         ids = Tensor(None, (self.rows.batch, self.rows.tokens), INT64)
         x = m.embedding(ids, words)
         self._require_gradient(x)
@@ -75,11 +76,13 @@ class Embeddings:
         batch = self.rows.batch
         tokens = self.rows.tokens
         width = HALF if self.recipe.precision.endswith("-true") else FP32
+        # Pixels come in fp32 from the processor, or in the model's own half precision.
         given = Tensor(None, (batch, *self.shape.features[1]), width)
         pixels = m.to(given, m.numerics.hidden)
         image = m.cast(pixels)
         weight = m.cast(m.parameters[f"{prefix}.patch_embeddings.projection.weight"])
         bias = m.cast(m.parameters[f"{prefix}.patch_embeddings.projection.bias"])
+        # All tokens but the class token are patches.
         patches = m.op(
             "convolution",
             [image, weight, bias],

@@ -27,6 +27,7 @@ class FeedForward:
         activation = self.shape.activation
         if "gate_up" in at:
             half = (*x.shape[:-1], self.shape.intermediate_size)
+            # Popped, so that no name here keeps a half alive.
             parts = m.split(m.linear(x, at["gate_up"]), half, half)
             z = m.mul(m.activation(parts.pop(0), activation), parts.pop())
         elif "gate" in at:
@@ -72,6 +73,7 @@ class FeedForward:
             # GPT-OSS: gate · σ(α · gate) · (up + 1), both clamped first
             gate, up = [self._clamped(half) for half in (gate, up)]
             glu = m.mul(gate, m.unary("sigmoid", m.scale(gate)))
+            # In a list, so that no name keeps it alive in the next product.
             inner = [m.mul(m.scale(up, "add"), glu)]
         else:
             inner = [m.mul(m.activation(gate, self.shape.activation), up)]
@@ -86,6 +88,7 @@ class FeedForward:
         if "shared_up" not in at:
             return y
         del out, weighted, gate, up
+        # Experts that every token goes to, beside those that it is routed to.
         shared = {part: at[f"shared_{part}"] for part in ("gate", "up", "down")}
         return m.add(y, self.run(shared, x))
 
@@ -101,6 +104,7 @@ class FeedForward:
             logits = m.product(flat, router)
             probabilities = m.probabilities(logits, True, FP32)
         del logits
+        # Indices of the experts, which backward scatters the gradient by.
         places = m.ledger.tensor("topk", chosen, INT64)
         top = m.op("topk", [probabilities], chosen, FP32, saves=[places])
         del places

@@ -122,6 +122,7 @@ class FsdpEngine(Engine):
 
     def begin(self, gradients_exist: bool) -> None:
         """Enter gradients that earlier micro-batches left whole."""
+        # Without micro-batches before it what is left is shards, which `shards` counts.
         if not gradients_exist or self.asked.gradient_accumulation_steps == 1:
             return
         self.other_gradients = self._whole_gradients()
@@ -197,9 +198,11 @@ class FsdpEngine(Engine):
         if needs and not tied_tail:
             self.ledger.nodes.append(partial(self._reduce, key))
         unit = self.units.get(self.first_unit if key == EMBEDDING else key)
+        # A unit that was kept is gathered already.
         if unit and unit.copied is None and unit.weights:
             self._gather(unit)
             self._copy_out(unit)
+            # It is freed when the next unit is gathered (`wait_for_unshard`).
             self.flat = unit.flat
             unit.flat = None
 
@@ -213,6 +216,7 @@ class FsdpEngine(Engine):
         if unit and unit.weights:
             if self.asked.sharding.stage == 3 and not unit.keep:
                 unit.copied = None
+            # Backward prefetches against this order.
             self.order.append(unit)
         if key == ROOT:
             self.flat = None
@@ -251,6 +255,7 @@ class FsdpEngine(Engine):
         shard = sum(padded(weight.shape, self.ranks) for weight in trained)
         whole = shard * width * self.ranks
         self.reducing = group("reduce_scatter", [(whole, 1)], "workspace", width)
+        # They were copied into the input of the reduce-scatter.
         for weight in trained:
             weight.gradient = None
         result = group(
@@ -259,6 +264,7 @@ class FsdpEngine(Engine):
             "gradients",
             width,
         )
+        # Shards of the weights are in fp32, and so are their gradients.
         if self.mixed:
             result = group(
                 "to",

@@ -8,6 +8,7 @@ w · min(T, 4,096) · 32,768, backward's also 4·T·h and, where the head is tra
 import dataclasses
 from functools import lru_cache
 from math import prod
+from typing import NamedTuple
 
 from ..recipe.knobs import unchecked
 from ..recipe.options import TRL
@@ -103,28 +104,17 @@ def log_probabilities(
 ) -> Tensor:
     """Return those of the `labelled` tokens, in fp32, as one function with its backward pass."""
     tensor = m.ledger.tensor
-    b, tokens, hidden_size = x.shape
+    b, tokens, _ = x.shape
     width = m.numerics.autocast or x.width
     mask = tensor("ne", (b, tokens - 1), BOOL)
     hidden = _labelled(m, x, mask, labelled)
     targets = tensor("index", (labelled,), INT64)
     tile = min(labelled, TILE_TOKENS) * TILE_COLUMNS * width
-    rows = _copies(labelled, TILE_TOKENS, hidden_size * width, x.width != width)
-    columns = _copies(
-        weight.shape[0],
-        TILE_COLUMNS,
-        hidden_size * width,
-        weight.width != width,
-    )
-    if not labelled:  # the token of each sample is its first: no tile is computed
-        rows = [0]
-        columns = [0]
+    copies = _Copies.of(m, x, weight, labelled)
     workspace = m.ledger.workspaces[:1]
 
-    # Copies of two tiles' rows or columns are there at once: the last one's until the next is made.
-    copies = max([rows[0], columns[0]], rows[:2], key=sum)
     statistics = STATISTICS * [labelled * FP32]
-    m.ledger.scratch((*statistics, tile, *copies, *workspace), "fused_head")
+    m.ledger.scratch((*statistics, tile, *copies.forward, *workspace), "fused_head")
     saved = [
         hidden,
         targets,
@@ -136,8 +126,7 @@ def log_probabilities(
     if bias is not None:
         inputs.append(bias)
 
-    # Backward goes over all columns for each tile of rows, and sums gradients up in fp32.
-    copies = max([rows[0], *columns[:2]], [*rows[:2], columns[-1]], key=sum)
+    # Backward sums gradients up in fp32, and casts those that are to be in half precision.
     trained = [one for one in inputs if one.needs]
     sums = [FP32 * prod(one.shape) for one in trained]
     kept = [FP32 * prod(one.shape) for one in trained if one.width != FP32]
@@ -148,7 +137,7 @@ def log_probabilities(
         FP32,
         saves=saved,
         grads=(CAST, CAST, CAST),
-        spike=(*sums, tile, *copies, *workspace),
+        spike=(*sums, tile, *copies.backward, *workspace),
         extra=[*kept, tile],
     )
 
@@ -169,8 +158,41 @@ def _labelled(m: Operators, x: Tensor, mask: Tensor, labelled: int) -> Tensor:
     )
 
 
-def _copies(length: int, tile: int, row: int, cast: bool) -> list[int]:
-    """List the bytes of the copy of each tile of `length` rows; [0] without a cast."""
-    if not cast:
-        return [0]
+class _Copies(NamedTuple):
+    """Bytes of the copies of hidden states and weight in the product's dtype, tile by tile."""
+
+    rows: list[int]
+    columns: list[int]
+
+    @classmethod
+    def of(cls, m: Operators, x: Tensor, weight: Parameter, labelled: int) -> "_Copies":
+        """Return those of the head's products."""
+        if not labelled:  # the token of each sample is its first: no tile is computed
+            return cls([0], [0])
+        width = m.numerics.autocast or x.width
+        row = x.shape[-1] * width
+        rows = [0]
+        if x.width != width:
+            rows = _tiles(labelled, TILE_TOKENS, row)
+        columns = [0]
+        if weight.width != width:
+            columns = _tiles(weight.shape[0], TILE_COLUMNS, row)
+        return cls(rows, columns)
+
+    @property
+    def forward(self) -> list[int]:
+        """Return what is there at once: a copy lives until the next tile's has been made."""
+        rows = self.rows
+        return max([rows[0], self.columns[0]], rows[:2], key=sum)
+
+    @property
+    def backward(self) -> list[int]:
+        """Return the same where all columns are gone over for each tile of rows."""
+        rows = self.rows
+        columns = self.columns
+        return max([rows[0], *columns[:2]], [*rows[:2], columns[-1]], key=sum)
+
+
+def _tiles(length: int, tile: int, row: int) -> list[int]:
+    """List the bytes of each tile of `length` rows."""
     return [min(tile, length - begin) * row for begin in range(0, length, tile)]

@@ -44,6 +44,7 @@ class Head:
             x = m.activation(m.linear(x, f"{TRANSFORM}.dense"), shape.activation)
             x = self.norms.layer_norm(x, f"{TRANSFORM}.LayerNorm")
         weight = m.parameters.get(f"{shape.head}.weight")
+        # Fused heads take the hidden states, and make no logits that anyone sees.
         if self.recipe.trainer in FUSED:
             bias = m.parameters.get(f"{shape.head}.bias")
             loss = log_probabilities(m, x, weight, bias, self.recipe.labelled)

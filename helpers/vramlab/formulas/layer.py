@@ -58,6 +58,7 @@ class Layer:
         m = self.operators
         normed = self.norms.apply(x, at["norm1"])
         y = m.dropout(self.attention.run(at, normed, mask, table), self.dropout)
+        # Some families norm each branch by itself (GPT-NeoX), others once for both.
         if "norm2" in at:
             normed = self.norms.apply(x, at["norm2"])
         z = self.feed_forward.run(at, normed)

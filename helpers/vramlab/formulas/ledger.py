@@ -78,6 +78,8 @@ class Parameter:
         "uses",
         "width",
     )
+    # As a tensor has them, so that operators take both: its memory is elsewhere, and nothing made
+    # it.
     block = None
     node = None
 
@@ -123,6 +125,7 @@ class Node:
 
     def receive(self, ledger: "Ledger", gradient: Block) -> None:
         """Add up the gradients of all uses, in place; those of a split's pieces are joined."""
+        # A split waits for the gradients of its pieces, and joins them when it runs.
         if self.op == "split":
             self.gradient = [*(self.gradient or ()), gradient]
         elif self.gradient is None:
@@ -141,9 +144,11 @@ class Node:
             recomputed: what was saved comes from a checkpoint, and goes when the formula has run.
         """
         ledger.where = self.where
+        # It comes and goes before the gradients are made.
         if self.spike:
             ledger.scratch(self.spike, self.op)
         made = self._gradients(ledger, recomputed)
+        # Popped from the end, a gradient is freed as soon as its receiver has no use for it.
         made.reverse()
         self.gradient = None
         self.saved = None
@@ -155,6 +160,7 @@ class Node:
         """Make a gradient for each edge; then cast or sum what is not like the input."""
         gradient = self.gradient
         op = self.op
+        # It lives until the gradients are made, and goes before they are cast.
         extra = ledger.scratch(self.extra, op) if self.extra else None
         first = gradient[0] if op == "split" else gradient
         width = first.entry.width
@@ -205,6 +211,7 @@ class Node:
             elif (how is PASS or how is FULL) and prod(shape) != prod(self.shape):
                 ledger.column_sum_scratch(self.shape, shape, width)
                 made[place] = ledger.block("sum", shape, width)
+            # A cast comes last: the sum is in the incoming gradient's dtype.
             if width != own_width:
                 made[place] = ledger.block("to", shape, own_width)
 
@@ -326,10 +333,12 @@ class Ledger(Memory):
         for x, how in zip(inputs, grads, strict=False):
             if x.needs:
                 receiver = x.node
+                # What no operator made is a parameter, which counts its uses.
                 if receiver is None:  # a parameter
                     receiver = x
                     x.uses += 1
                 edges.append((receiver, x.shape, x.width, how))
+        # Nothing before it requires a gradient, so backward never comes here.
         if not edges:
             return out
         node = Node()
@@ -350,6 +359,7 @@ class Ledger(Memory):
         """Return what a node keeps: blocks of `saves`, or the checkpoint that makes them again."""
         if not saves:
             return None
+        # A checkpoint keeps its input alone, and counts what it will have to make again.
         if self.replay is not None:
             self.replay.count += 1
             return self.replay
@@ -365,6 +375,7 @@ class Ledger(Memory):
         out.needs = not self.no_grad and any(x.needs for x in inputs)
         if saves and out.needs:
             self.refilled.append([out.block if x is True else x.block for x in saves])
+            # That was the last operator whose inputs backward needs.
             if len(self.refilled) == self.replay.count:
                 raise Stop
         return out
@@ -393,6 +404,7 @@ class Ledger(Memory):
         self.casts = casts
         self.replay = None
         self.refilled = None
+        # They live into backward, as what a forward pass saves does.
         for blocks in refilled:
             for block in blocks:
                 if block is not None and block.entry.category == "temporaries":
@@ -403,6 +415,7 @@ class Ledger(Memory):
         """Keep a complete gradient, unless it is added to one that the parameter has."""
         block = parameter.partial
         parameter.partial = None
+        # Else it is added in place to the one that is there, and freed.
         if parameter.gradient is None:
             block.entry.category = "gradients"
             parameter.gradient = block
@@ -410,13 +423,16 @@ class Ledger(Memory):
     def backward(self, tensor: Tensor, complete: Callable[[Parameter], None]) -> None:
         """Run all operators in reverse, from a gradient for `tensor`; see `Node.run`."""
         tensor.node.gradient = self.block("ones_like", tensor.shape, tensor.width)
+        # The loss lives as long as the caller names it.
         del tensor
         nodes = self.nodes
         while nodes:
             node = nodes.pop()
+            # An engine's hook, or a note of where a layer begins or ends.
             if type(node) is not Node:
                 node()
                 continue
+            # The loss does not depend on its result.
             if node.gradient is None:
                 continue
             recomputed = type(node.saved) is Replay

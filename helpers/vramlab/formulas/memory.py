@@ -51,6 +51,7 @@ class Block:
     __slots__ = ("__weakref__", "entry")
 
 
+# Layers are alike, so the same few shapes come again and again.
 @lru_cache(maxsize=1 << 14)
 def _block_sizes(shape: tuple[int, ...], width: int) -> tuple[int, int]:
     """Return `Entry.size` and `Entry.allocated` of a block."""
@@ -98,6 +99,7 @@ class Memory:
         entry.category = category
         entry.shape = shape
         entry.width = width
+        # Events are numbered when the last one has happened (`account`).
         entry.birth = None
         entry.death = NEVER
         block.entry = entry
@@ -118,6 +120,7 @@ class Memory:
         entry.size = 0
         fragments = 0
         for size, count in sizes:
+            # Each is a request of its own, rounded up by itself.
             whole = rounded(size)
             total += size * count
             entry.size += whole * count
@@ -136,6 +139,7 @@ class Memory:
         """Allocate `size` bytes, or several sizes at once, while the result lives."""
         if type(size) is not int:
             return self.group(op, [(part, 1) for part in size], category)
+        # An empty tensor has no block.
         if size == 0:
             return None
         return self.block(op, (size,), 1, category)
@@ -143,6 +147,7 @@ class Memory:
     def product_workspace(self, with_bias: bool = False) -> None:
         """Allocate and free the workspace of one matrix product, whose result has been made."""
         if self.workspaces:
+            # A product with a bias is cuBLASLt's, which has a workspace of another size.
             without, biased = self.workspaces
             self.scratch(biased if with_bias else without, "mm", "workspace")
 

@@ -99,6 +99,7 @@ class Model:
         engine.leave(EMBEDDING)
 
         kinds = self.layout.kinds or (SLIDING,)
+        # All layers of a kind share one mask.
         masks = {kind: self._mask(kind) for kind in dict.fromkeys(kinds)}
         tables = self._tables(list(masks))
         for stack, kind, start, count in self._runs(stacks, masks):
@@ -215,7 +216,9 @@ class Model:
         x = states.pop()
         if x.node in ledger.leaves:
             self._come_back(x)
+        # The first layer's input may need no gradient; the second is like all that follow.
         typical = 1 if engine.gathers_layers or not x.needs else 0
+        # With FSDP a typical layer has one before it and one after it, which prefetch.
         written = min(count, typical + 1 + engine.gathers_layers)
 
         def run(x: Tensor, name: str) -> Tensor:
@@ -227,6 +230,7 @@ class Model:
             inner = f"{name}.{start + number}"
             ledger.where = inner
             section = Section(more=count - written, begin=len(ledger.events))
+            # Backward runs nodes in reverse: this one comes when the layer is done.
             ledger.nodes.append(partial(self._note_bottom, section))
             engine.enter(inner, x.needs)
             inside = partial(run, name=inner)
@@ -257,6 +261,7 @@ class Model:
         def come_back() -> None:
             leaf.block = self.ledger.block("embedding", shape, width, "activations")
 
+        # The graph holds it again when the layer's backward pass is over.
         leaf.block = None
         self.ledger.nodes.append(come_back)
 

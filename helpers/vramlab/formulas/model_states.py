@@ -209,6 +209,7 @@ def _weights(shape: Shape, form: Format) -> Counter[_Kind]:
         copy = original._replace(trained=True, quantized=None)
         if copied:
             copies[copy._replace(name=name + COPY)] += 1
+        # The copy of a tied head is a matrix of its own.
         if copies_head and kind == "embedding" and weight.shape[0] == shape.vocab_size:
             head = f"{shape.head}.weight{COPY}"
             copies[copy._replace(name=head, kind="linear", decayed=True)] += 1
@@ -262,6 +263,7 @@ def _row(kind: _Kind, count: int, form: Format) -> ParameterRow:
             form.optim_args,
             form.trainer,
         )
+    # Only a quantized tensor asks for it.
     double = form.quantization is not None and form.quantization.double
     return ParameterRow(
         name=kind.name,
@@ -384,6 +386,7 @@ def input_bytes(recipe: Recipe) -> int:
         # KTO has one a sequence, DPO one a pair.
         logarithms = batch if recipe.trainer == "kto" else batch // 2
         size += 2 * rounded(FP32 * logarithms)
+    # Samples that lie in one row are told apart by numbers, not by a mask.
     joined = joined_samples(recipe)
     if joined:
         # Positions in place of a mask, the number of each sample and, twice, where samples end.

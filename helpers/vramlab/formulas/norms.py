@@ -29,6 +29,7 @@ class Norms:
         weights.
         """
         m = self.operators
+        # LayerNorm is on autocast's fp32 list.
         x = m.fp32(x)
         inputs = [x]
         copies = []
@@ -37,6 +38,7 @@ class Norms:
             if affine is not None:
                 affine = m.fp32(affine)
                 inputs.append(affine)
+                # A parameter is saved without memory of its own; a copy of one has some.
                 if type(affine) is Tensor:
                     copies.append(affine)
         rows = (*x.shape[:-1], 1)
@@ -65,6 +67,7 @@ class Norms:
         factor = m.unary("rsqrt", mean)
         del mean
         y = m.mul(y, factor)
+        # Families cast back at different places, which decides how wide the last tensors are.
         if self.shape.layout.rms_norm == "gemma":
             shifted = m.scale(m.to(weight, FP32), "add")
             weighted = m.mul(y, shifted)

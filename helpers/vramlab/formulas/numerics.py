@@ -32,6 +32,7 @@ class Rows(NamedTuple):
     def of(cls, recipe: Recipe) -> "Rows":
         """Return the rows of `recipe`'s micro-batch."""
         batch, tokens = recipe.rows
+        # Rows of one length need no mask, and nothing is left out of them.
         padded = ()
         if not recipe.joins and min(recipe.samples) < tokens:
             padded = recipe.samples
@@ -69,6 +70,7 @@ class Numerics:
     def of(cls, recipe: Recipe, parameters: dict[str, Parameter], chip: Chip) -> "Numerics":
         """Return the settings of `recipe`'s step."""
         shape = recipe.shape
+        # A "-true" precision computes in half precision without autocast.
         precision = recipe.precision
         quantization = recipe.quantization
         views = frozenset()

@@ -28,6 +28,8 @@ WRITTEN_OUT = ("gelu_accurate", "gelu_new", "gelu_python_tanh")
 
 def broadcast(a: tuple[int, ...], b: tuple[int, ...]) -> tuple[int, ...]:
     """Return the larger shape; a weight has as many numbers as one token, and fewer dimensions."""
+    if a == b:  # most are
+        return a
     return max(a, b, key=lambda shape: (prod(shape), len(shape)))
 
 
@@ -42,6 +44,7 @@ class Operators:
 
     def to(self, x: Tensor | Parameter, width: int) -> Tensor | Parameter:
         """Cast with `x.to(dtype)`: saves nothing; the gradient is cast back."""
+        # `Tensor.to` returns the tensor itself then.
         if x.width == width:
             return x
         return self.op(
@@ -60,6 +63,7 @@ class Operators:
         autocast = self.numerics.autocast
         if autocast is None or x is None or x.width != FP32:
             return x
+        # Only leaves that require a gradient are cached.
         if type(x) is not Parameter or not x.needs:
             return self.to(x, autocast)
         ledger = self.ledger
@@ -77,7 +81,7 @@ class Operators:
 
     def add(self, a: Tensor, b: Tensor | Parameter) -> Tensor:
         """Add: saves nothing; both get the incoming gradient, summed where they were broadcast."""
-        shape = a.shape if a.shape == b.shape else broadcast(a.shape, b.shape)
+        shape = broadcast(a.shape, b.shape)
         width = max(a.width, b.width)
         return self.op(
             "add",
@@ -89,7 +93,7 @@ class Operators:
 
     def mul(self, a: Tensor | Parameter, b: Tensor | Parameter) -> Tensor:
         """Multiply: saves each factor for the other's gradient."""
-        shape = a.shape if a.shape == b.shape else broadcast(a.shape, b.shape)
+        shape = broadcast(a.shape, b.shape)
         width = max(a.width, b.width)
         return self.op(
             "mul",
@@ -102,6 +106,7 @@ class Operators:
 
     def scale(self, x: Tensor, op: str = "mul") -> Tensor:
         """Multiply by, divide by or ("add") add a number: saves nothing, makes a new tensor."""
+        # Adding a number leaves the gradient as it is.
         how = PASS if op == "add" else OWN
         return self.op(
             op,
@@ -113,6 +118,7 @@ class Operators:
 
     def unary(self, name: str, x: Tensor) -> Tensor:
         """Apply a function to each element; save its input (silu) or its result (tanh)."""
+        # A formula reads what is at hand: 1 - y² for tanh, x for silu.
         saved = x if name in OF_INPUT else True
         return self.op(
             name,
@@ -159,6 +165,7 @@ class Operators:
 
     def dropout(self, x: Tensor, p: float) -> Tensor:
         """Drop elements: the fused kernel saves a mask of one byte an element (`Dropout.cpp`)."""
+        # `at::dropout` returns its input then.
         if not p:
             return x
         mask = self.ledger.tensor("native_dropout", x.shape, BOOL)
@@ -197,6 +204,7 @@ class Operators:
 
     def power(self, x: Tensor) -> Tensor:
         """Raise to a power: saves x; backward needs n · x ** (n - 1) besides its result."""
+        # x ** (n - 1), and n times that.
         factors = 2 * prod(x.shape) * x.width
         return self.op(
             "pow",
@@ -221,6 +229,7 @@ class Operators:
 
     def split(self, x: Tensor, *shapes: tuple[int, ...]) -> list[Tensor]:
         """Split into views (`torch.split`); backward joins their gradients in a new tensor."""
+        # One node for all pieces, which are views of one block.
         whole = self.op(
             "split",
             [x],
@@ -251,6 +260,7 @@ class Operators:
 
     def cat(self, tensors: list[Tensor], shape: tuple[int, ...], width: int = 0) -> Tensor:
         """Concatenate into a new tensor; backward hands out views of the gradient."""
+        # `torch.cat` promotes to the widest dtype.
         width = max(width, *(tensor.width for tensor in tensors))
         out = self.op(
             "cat",
@@ -351,11 +361,13 @@ class Operators:
         """Apply the linear layer `name` with the recipe's quantization and adapter."""
         ledger = self.ledger
         parameters = self.parameters
+        # What runs inside is named after this layer in the report.
         outer = ledger.where
         ledger.where = name
         weight = parameters[f"{name}.weight"]
         bias = parameters.get(f"{name}.bias")
         quantized = bool(weight.quantized)
+        # A view of the weight is no leaf, so autocast's cache does not take it.
         if name in self.numerics.views and weight.width == FP32 and self.numerics.autocast:
             weight = self.to(weight, self.numerics.autocast)
         # The list hands the result on, so that no name here keeps it alive while the adapter runs.
@@ -375,6 +387,7 @@ class Operators:
         autocast = self.numerics.autocast
         y = base.pop()
         width = y.width
+        # PEFT clones it, as backward may fail on a view that is changed (peft, lora/bnb.py).
         if quantized:
             y = self.copy(y)
         if not (quantized and autocast):  # then PEFT leaves it to autocast
@@ -382,6 +395,7 @@ class Operators:
         update = self.product(self.dropout(x, self.numerics.lora_dropout), down)
         update = self.product(update, up)
         update = self.scale(update)
+        # PEFT adds the update in the base's dtype.
         if quantized and not autocast:
             update = self.to(update, width)
         y = self.add(y, update)
@@ -399,6 +413,7 @@ class Operators:
         numbers = prod(weight.shape)
         whole = numbers * numerics.compute
         scales = 2 * FP32 * ceil(numbers / BLOCK) if numerics.nested else 0
+        # Backward casts what it unpacked where the dtypes differ.
         cast = whole if numerics.unpacked != numerics.compute else 0
         # The workspace is allocated when the scales are gone, so the larger of the two counts.
         workspace = 0

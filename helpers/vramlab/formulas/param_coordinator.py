@@ -34,6 +34,14 @@ class Module(NamedTuple):
     weights: Weights
 
 
+class Use(NamedTuple):
+    """A weight of `size` elements that the module of a step needs."""
+
+    step: int
+    name: str
+    size: int
+
+
 Run = tuple[str, Weights]  # the part of the step that a module runs in, and what it needs
 
 
@@ -47,14 +55,15 @@ def gathered(shape: Shape, checkpoints: bool, ranks: int = 0) -> dict[str, int]:
     """
     runs = _runs(_modules(shape), checkpoints)
     bucket = HIDDEN["stage3_prefetch_bucket_size"](shape.hidden_size)
-    coming = deque()
+    coming: deque[Use] = deque()
     uses: dict[str, list[int]] = {}
     for step, (_, weights) in enumerate(runs):
         for name, size in weights.items():
-            coming.append((step, name, size))
+            coming.append(Use(step, name, size))
             uses.setdefault(name, []).append(step)
     # Elements of all modules before each step, to tell how far away the next use of a weight is.
-    passed = list(accumulate((sum(weights.values()) for _, weights in runs), initial=0))
+    elements = [sum(weights.values()) for _, weights in runs]
+    passed = list(accumulate(elements, initial=0))
 
     live: Weights = {}
     fetched: dict[str, int] = {}  # the step that a weight was last fetched for
@@ -64,20 +73,22 @@ def gathered(shape: Shape, checkpoints: bool, ranks: int = 0) -> dict[str, int]:
         live |= weights
         ahead = 0
         room = min(MOST - sum(live.values()), bucket)
-        while coming and (coming[0][0] <= step or ahead < room):
-            used, name, size = coming.popleft()
-            fetched[name] = used
-            if name not in live:
-                live[name] = size
-                ahead += size
-                new.append(size)
+        while coming and (coming[0].step <= step or ahead < room):
+            use = coming.popleft()
+            fetched[use.name] = use.step
+            if use.name not in live:
+                live[use.name] = use.size
+                ahead += use.size
+                new.append(use.size)
         copied = 0
         if ranks:
             copied = ceil(max(new, default=0) / ranks)
         most[part] = max(most[part], sum(live.values()) + copied)
         for name in weights:
-            again = next((use for use in uses[name] if use > step), None)
-            soon = again is not None and passed[again] - passed[step + 1] < MOST
+            again = next((other for other in uses[name] if other > step), None)
+            soon = False
+            if again is not None:
+                soon = passed[again] - passed[step + 1] < MOST
             # One that was fetched for later was not prefetched, because it was still gathered.
             if not soon and fetched[name] <= step + 1:
                 del live[name]
@@ -121,7 +132,10 @@ def _modules(shape: Shape) -> list[Module]:
     if shape.tied:
         embedding = next(weights for _, weights in found.values() if weights)
         found.setdefault(shape.head, ("head", embedding))
-    return [Module(_layer(name), part, weights) for name, (part, weights) in found.items()]
+    modules = []
+    for name, (part, weights) in found.items():
+        modules.append(Module(_layer(name), part, weights))
+    return modules
 
 
 def _layer(module: str) -> str:

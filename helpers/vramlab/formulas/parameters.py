@@ -52,6 +52,7 @@ def _settings(
     shape: Shape, dtype: str, quantization, lora: LoRA | None, layers: int
 ) -> list[tuple]:
     """List (name, shape, width, trained, quantized) of each, adapters last."""
+    # Any optimizer does: only widths and what is trained are read.
     table = model_states.cached_table(shape, (dtype, quantization, lora, "sgd", None, False))
     rows = {(row.name, row.shape): row for row in table}
     whole = model_states.trained_whole(shape, lora)
@@ -63,8 +64,10 @@ def _settings(
         quantized = None if copied else row.quantized
         settings.append((name, size, row.width, row.trained or copied, quantized))
         names.add(name)
+    # All adapters have one width.
     width = next((row.width for row in table if row.kind == "lora"), 0)
     for name, inside, out in lora_modules.adapted(shape, lora):
+        # Adapters of layers that do not run are left out.
         if f"{name}.weight" in names or name == shape.head:
             settings.append((f"{name}.lora_A", (lora.r, inside), width, True, None))
             settings.append((f"{name}.lora_B", (out, lora.r), width, True, None))

@@ -45,6 +45,7 @@ class Phases:
         before = self._existing
         if self.loop.zero_grad == "before_backward":
             before = self._left
+        # Outputs of the step before go when the new ones have their name.
         peak = total(self._always, before, kept, splits.forward)
         return Phase(peak, total(self._always, self._existing, splits.forward_end))
 
@@ -53,6 +54,7 @@ class Phases:
         splits = self.account.phases
         rank = self.rank
         end = splits.backward_end
+        # The loop lets go of the outputs when backward is over.
         if self.loop.keep_outputs == "backward":
             end = {"gradients": end["gradients"]}
         peaks = [
@@ -63,10 +65,12 @@ class Phases:
                 rank.backward,
             )
         ]
+        # DeepSpeed reduces what is left in its buffers then.
         if rank.reducing:
             reducing = {"workspace": rank.reducing}
             peaks.append(total(self._always, self._existing, end, reducing))
         steps = self.recipe.gradient_accumulation_steps
+        # Only the last micro-batch reduces; others hold all gradients whole.
         if self.account.engine.gathers_layers and steps > 1:
             unreduced = self.account.engine.unreduced(steps)
             peaks.append(total(self._always, _without_gradients(end), unreduced))
@@ -122,6 +126,7 @@ class Phases:
         }
         if self.recipe.has_reference:
             sizes = {category: 2 * size for category, size in sizes.items()}
+        # Both models read the same inputs.
         sizes["inputs"] = model_states.input_bytes(self.recipe)
         return sizes
 
@@ -146,6 +151,7 @@ class Phases:
     @cached_property
     def _left(self) -> Sizes:
         """Return the gradients that an earlier micro-batch left."""
+        # An engine that divides gradients may keep others than the step reads.
         if self.rank.existing is None:
             return self._gradients
         return {"gradients": self.rank.existing}

@@ -45,6 +45,7 @@ def predict(recipe: Recipe | Any, gpu: str | Gpu | None = None) -> Report:
         card.require("flash_attention_2", "attn_implementation")
     refuse(recipe, _refusals(recipe))
 
+    # The report names the recipe that was asked for, not the one that is computed.
     stepped = with_its_adapters(_as_stepped(recipe))
     account = kept_account(stepped, card.chip if card else DEFAULT_CHIP)
     phases = Phases(stepped, account, shards.rank_bytes(stepped)).all()
@@ -78,6 +79,7 @@ def _refusals(recipe: Recipe) -> Refusals:
     allowed = "the formulas know of ddp, fsdp and deepspeed the ways that plan tries: ask simulate"
     yield "sharding", unknown, allowed
 
+    # One layer stands for all others in the account.
     unlike = lora_modules.differ_by_layer(shape, lora)
     same = "every layer has to get the same adapters"
     allowed = f"the formulas multiply one layer, so {same}: ask simulate"
@@ -97,21 +99,25 @@ def _refusals(recipe: Recipe) -> Refusals:
             yield f"lora.{name}", getattr(lora, name), allowed
 
     kernels = liger.kernels(recipe)
+    # No formula says how ranks divide the heads of TRL and Liger.
     of_libraries = sharding and (recipe.trainer != "transformers" or kernels)
     allowed = (
         "the formulas know TRL's trainers and Liger's kernels on one device only: ask simulate"
     )
     yield "sharding", of_libraries, allowed
 
+    # Liger has kernels for the family, of which the table says nothing.
     unknown = kernels and liger.FAMILIES[shape.family] is None
     allowed = f"the formulas do not know what Liger does in a {shape.family}: ask simulate"
     yield "use_liger_kernel", unknown, allowed
 
+    # Under DDP and the lower stages each rank has whole copies.
     divided = sharding and (sharding.stage == 3 or sharding.engine == "fsdp")
     unplaced = lora and lora.modules_to_save and divided
     allowed = "the formulas do not know where copies are among shards: ask simulate"
     yield "lora.modules_to_save", unplaced, allowed
 
+    # Two halves of the same width are no difference to a formula, but a cast is one.
     precision = recipe.precision.partition("-")[0]
     halves = {recipe.weights_dtype, recipe.implied_dtype, HALF.get(precision)}
     mixed = recipe.dtype and halves >= {*HALF.values()}

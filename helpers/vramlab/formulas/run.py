@@ -165,6 +165,7 @@ def _packed(recipe: Recipe, lengths: list[int]) -> list[Samples]:
     )
     from trl import pack_dataset
 
+    # TRL packs a data set; what the tokens are does not matter.
     data = Dataset.from_dict({"input_ids": [np.zeros(length, np.int8) for length in lengths]})
     shown = not are_progress_bars_disabled()
     disable_progress_bars()

@@ -34,15 +34,28 @@ class SelfAttention:
 
     def run(self, at: Modules, x: Tensor, mask: Tensor | None, table: Table | None) -> Tensor:
         """Project, rotate and cache where the model does, attend, and project back."""
-        m = self.operators
         if "kv_a" in at:
             q, k, v = self._latent(at, x, table)
-            return m.linear(self.kernels.attend(q, k, v, mask), at["out"])
+        else:
+            q, k, v = self._by_head(at, x, table)
+        sinks = "sinks" in at
+        y = self.kernels.attend(q, k, v, mask, sinks)
+        return self.operators.linear(y, at["out"])
+
+    def _by_head(
+        self,
+        at: Modules,
+        x: Tensor,
+        table: Table | None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return queries, keys and values; the latter are what is cached."""
+        m = self.operators
         if "qkv" in at:
             q, k, v = self._joint(at, x)
         else:
             q, k, v = self._separate(at, x)
         if table and "rope" in m.numerics.liger:
+            # One kernel turns both where they lie.
             q, k = liger.turned(m, q, k)
         elif table:
             q, k = [self._turned(x, table) for x in (q, k)]
@@ -52,22 +65,14 @@ class SelfAttention:
             v = m.cat([v], v.shape, width=k.width)
             k = copy
             self.caches += [k, v]
-        return m.linear(
-            self.kernels.attend(
-                q,
-                k,
-                v,
-                mask,
-                "sinks" in at,
-            ),
-            at["out"],
-        )
+        return q, k, v
 
     def _joint(self, at: Modules, x: Tensor) -> list[Tensor]:
         """Project to queries, keys and values with one matrix."""
         m = self.operators
         qkv = m.linear(x, at["qkv"])
         queries = self.shape.num_heads
+        # What is left of the width is keys and values in equal parts.
         others = qkv.shape[-1] // self.shape.head_dim - queries
         counts = (queries, others // 2, others // 2)
         shapes = [self._heads(qkv, count).shape for count in counts]
@@ -82,7 +87,9 @@ class SelfAttention:
         q = self._heads(q, self.shape.num_heads)
         k = self._head_norm(m.linear(x, at["k"]), at, "k_norm")
         # Norms of each head leave the keys head by head.
-        count = k.shape[-1] // self.shape.head_dim if len(k.shape) == 3 else k.shape[2]
+        count = k.shape[2]
+        if len(k.shape) == 3:
+            count //= self.shape.head_dim
         k = self._heads(k, count)
         v = self._heads(m.linear(x, at["v"]), count)
         return q, k, v
@@ -151,6 +158,7 @@ class SelfAttention:
             turned = m.slice(x, (*rest, dims))
             passed = [m.slice(x, (*rest, channels - dims))]
         first = m.mul(turned, cos)
+        # rotate_half: the second half, negated, before the first.
         left = m.slice(turned, (*rest, dims // 2))
         right = m.slice(turned, (*rest, dims - dims // 2))
         half = m.cat([m.scale(right, "neg"), left], turned.shape)
@@ -173,6 +181,7 @@ class SelfAttention:
             return x
         b, tokens, width = x.shape
         weight = self.operators.parameters[f"{at[role]}.weight"]
+        # A weight as wide as all heads norms them at once.
         if weight.shape == (width,):
             return self.norms.apply(x, at[role])
         channels = self.shape.head_dim

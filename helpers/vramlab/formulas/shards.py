@@ -59,6 +59,7 @@ def rank_bytes(recipe: Recipe) -> RankBytes:
 
     They come from a cache for micro-batches of any kind.
     """
+    # None of these changes what a rank holds between micro-batches; two of them stand for more.
     settings = Settings(
         recipe,
         gradient_accumulation_steps=min(recipe.gradient_accumulation_steps, 2),
@@ -106,6 +107,7 @@ def _ddp(recipe: Recipe) -> RankBytes:
                 buckets.append(current)
                 current = 0
                 limit = BUCKET
+    # The last one has what is left.
     buckets.append(current)
     workspace = 0
     for bucket in buckets:
@@ -116,6 +118,7 @@ def _ddp(recipe: Recipe) -> RankBytes:
 
 def _fsdp(recipe: Recipe) -> RankBytes:
     """Hold padded shards of weights, states of this rank's rows, flat shards of gradients."""
+    # All of it is on the host.
     if recipe.sharding.offload:
         return RankBytes(0, 0, 0, 0)
     shards = []
@@ -177,6 +180,7 @@ def _unit_gradients(recipe: Recipe) -> list[int]:
             units[fsdp.unit_of(row.name, recipe)] += shard * row.count
     sizes = []
     for key, size in units.items():
+        # A unit's gradients are one flat tensor, rounded as a whole.
         layers = recipe.shape.num_layers if "*" in key else 1
         sizes += layers * [rounded(size // layers)]
     return sizes

@@ -22,6 +22,7 @@ def step_temporaries(recipe: Recipe, rows: tuple[ParameterRow, ...] | None = Non
     if rows is None:
         rows = parameter_table(recipe)
     trained = [row for row in rows if row.trained]
+    # Norms are gone when the update begins, so the larger of the two counts.
     clipping = 0
     # The Trainer logs the norm even where it does not clip.
     if recipe.loop.max_grad_norm is not None or recipe.loop.name == "trainer":
@@ -48,6 +49,7 @@ def _adafactor(recipe: Recipe, rows: list[ParameterRow]) -> int:
     in_groups = recipe.loop.name == "trainer"
     most = 0
     before = 0
+    # The Trainer updates decayed weights first.
     for row in sorted(rows, key=lambda row: in_groups and not row.decayed):
         most = max(most, before + single_temporaries(recipe, row.shape, row.width))
         before = rounded(FP32 * prod(row.shape))
@@ -76,6 +78,7 @@ def _foreach(recipe: Recipe, rows: list[ParameterRow]) -> int:
     groups: dict[bool, Counter[int]] = {}
     for row in rows:
         group = groups.setdefault(row.decayed or one_group, Counter())
+        # Temporaries are as large as the weights, and rounded as they are.
         size = row.size + internal_fragmentation(row.size)
         group[row.width] += row.count * size
     temporaries, _ = copies(recipe)
