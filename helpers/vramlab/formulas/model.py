@@ -123,6 +123,7 @@ class Model:
         name: str,
         x: Tensor,
     ) -> Tensor:
+        """Run the layer `name` with the rotary table of now."""
         # The table is looked up when the layer runs: a recomputation takes the last one's.
         return self.layer.run(name, parts, x, mask, self.table)
 
@@ -219,7 +220,8 @@ class Model:
         # The first layer's input may need no gradient; the second is like all that follow.
         typical = 1 if engine.gathers_layers or not x.needs else 0
         # With FSDP a typical layer has one before it and one after it, which prefetch.
-        written = min(count, typical + 1 + engine.gathers_layers)
+        after = 2 if engine.gathers_layers else 1
+        written = min(count, typical + after)
 
         def run(x: Tensor, name: str) -> Tensor:
             x = layer(name, x)
