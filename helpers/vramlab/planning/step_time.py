@@ -213,7 +213,7 @@ def _walk(settings: Settings, chip: Chip) -> Walk:
     """The ledger of one micro-batch, each layer that it writes out counted as often as there are such layers."""
     account = Account(with_its_adapters(settings.recipe), chip)
     rows = [row for row in account.births() if (row[1].op, row[1].category) != ("sum", "workspace")]  # far too large
-    size = account.m.rewritten + sum(times * entry.size for times, entry in rows)
+    size = account.ledger.rewritten + sum(times * entry.size for times, entry in rows)
     count = sum(times for times, _ in rows)
     fused = any(entry.op.endswith("_attention") for _, entry in rows)
     masked = any(entry.op == "mask" for _, entry in rows)

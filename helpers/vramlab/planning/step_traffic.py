@@ -14,6 +14,7 @@ from math import prod
 
 from ..formulas import model_states
 from ..formulas.model_states import parameter_table
+from ..formulas.tensor_sizes import SMALLEST_PAGED
 from ..hardware.gpu import Gpu
 from ..hardware.links import pcie_bandwidth
 from ..recipe.optimizers import MODELLED
@@ -79,7 +80,7 @@ def paged_bytes(recipe: Recipe) -> int:
     if not recipe.optim.startswith("paged"):
         return 0
     optimizer = MODELLED[recipe.optim]
-    large = (row for row in parameter_table(recipe) if row.trained and prod(row.shape) >= model_states.SMALLEST_PAGED)
+    large = (row for row in parameter_table(recipe) if row.trained and prod(row.shape) >= SMALLEST_PAGED)
     return sum(sum(optimizer.states) * optimizer.width * row.count * prod(row.shape) for row in large)
 
 
