@@ -22,7 +22,7 @@ from typer.core import TyperGroup
 
 from .. import __version__
 from ..hardware.gpu import Gpu, find_gpu
-from ..planning.question import Question
+from ..planning.question import Question, size_of
 from ..recipe.argument_classes import DECLARED
 from ..recipe.configuration import read_json_file
 from ..recipe.evaluation import Evaluation
@@ -90,6 +90,10 @@ DIFFERING = "A recipe's or report's JSON file, or in quotes what predict takes: 
 EXPLAINED = "An out-of-memory message (its words, a file, or -) or a memory snapshot's .pickle; then or alone MODEL "
 EXPLAINED += "with options, the JSON file of a recipe or of a TrainingArguments, or the script that trains."
 GpuName = option(str | None, "A card by name, such as T4. Exit status 1: does not fit.", "--gpu")
+OtherMemory = option(
+    str | None, "Of --gpu's memory what a display or other processes hold: 1GiB, or bytes.", "--other-memory"
+)
+Expandable = option(bool, "The allocator has PYTORCH_ALLOC_CONF=expandable_segments:True.", "--expandable-segments")
 Target = option(str, "Whose kernels and rounding: cuda or cpu.", "--target")
 
 
@@ -154,30 +158,41 @@ def predict(
     lengths: option(Path | None, "JSONL with each sample's length or input_ids: a whole run.") = None,
     train_sampling_strategy: option(str | None, "With --lengths, as in TrainingArguments: random if left out.") = None,
     gpu: GpuName = None,
+    other_memory: OtherMemory = None,
+    expandable_segments: Expandable = False,
     as_json: Json = False,
 ) -> None:
     from ..formulas.predict import predict
     from ..formulas.run import predict_run
 
     card = _card(gpu, recipe)
+    granted = _granted(card, other_memory, expandable_segments)
     if lengths is None:
         if train_sampling_strategy is not None:
             rest = "it orders the samples of --lengths: name their file too, or leave it out"
             raise RecipeError("train_sampling_strategy", train_sampling_strategy, rest)
-        _finish(predict(recipe, gpu=card), card, as_json)
+        _finish(predict(recipe, gpu=card, **granted), card, as_json)
         return
-    run = predict_run(recipe, read_lengths(lengths), train_sampling_strategy or "random", gpu=card)
+    run = predict_run(recipe, read_lengths(lengths), train_sampling_strategy or "random", gpu=card, **granted)
     _finish(run.largest, card, as_json, run)
 
 
 @app.command(help="Memory of the real training step on fake tensors: seconds, no GPU.")
 @takes_recipe
-def simulate(recipe: Recipe, target: Target = "cuda", gpu: GpuName = None, as_json: Json = False) -> None:
+def simulate(
+    recipe: Recipe,
+    target: Target = "cuda",
+    gpu: GpuName = None,
+    other_memory: OtherMemory = None,
+    expandable_segments: Expandable = False,
+    as_json: Json = False,
+) -> None:
     with no_collection(before=False):
         from ..simulation.simulate import simulate
 
     card = _card(gpu, recipe)
-    _finish(simulate(recipe, target=target, gpu=card), card, as_json)
+    granted = _granted(card, other_memory, expandable_segments)
+    _finish(simulate(recipe, target=target, gpu=card, **granted), card, as_json)
 
 
 @app.command(help="Memory of the Trainer's evaluation between two steps of training, on fake tensors.")
@@ -281,6 +296,8 @@ def doctor(as_json: Json = False) -> None:
 def explain(
     words: Annotated[list[str] | None, typer.Argument(metavar="[MESSAGE|SNAPSHOT] [RECIPE]", help=EXPLAINED)] = None,
     gpu: option(str | None, "A card by name, such as T4.", "--gpu") = None,
+    other_memory: OtherMemory = None,
+    expandable_segments: Expandable = False,
     as_json: Json = False,
 ) -> None:
     from .explain import explain
@@ -300,7 +317,8 @@ def explain(
     recipe = None
     if rest:
         recipe, notes = _said(rest)
-    found = explain(what, recipe, gpu)
+    card = find_gpu(gpu) if gpu is not None else None
+    found = explain(what, recipe, card, **_granted(card, other_memory, expandable_segments))
     found.notes += notes
     say(json.dumps(vars(found), indent=2) if as_json else str(found))
 
@@ -423,17 +441,26 @@ def _card(name: str | None, recipe: Recipe) -> Gpu | None:
     return card
 
 
+def _granted(card: Gpu | None, other_memory: str | None, expandable_segments: bool) -> dict[str, Any]:
+    """Return what the process is granted. Raises RecipeError for memory of no card."""
+    size = size_of("other_memory", other_memory) or 0
+    if size and card is None:
+        raise RecipeError("other_memory", other_memory, "it is of a card's memory: say --gpu too")
+    return {"other_memory": size, "expandable_segments": expandable_segments}
+
+
 def _finish(report: Report, card: Gpu | None, as_json: bool, whole: Any = None) -> None:
     """Print the report, or the `whole` that it is of, and whether it fits the card; exit with what its status and that mean.
 
-    In JSON the answer is `environment.fits`: true, false, or null where the card lies within the interval.
+    In JSON the answer is `environment.tier`, in a word, and `environment.fits`: true, false, or null where the card lies
+    within the interval.
     """
     fits, sentence = True, ""
-    if card and report.process is not None:
-        fits, answer = fits_card(report, card)
-        has, needs = format_bytes(card.total), Interval.of(report.process)
-        sentence = f"{answer}: {card.name} has {has}, the process needs {needs}"
-        report.environment |= {"gpu": card.name, "fits": fits}
+    if card and report.verdict:
+        fits = fits_card(report)
+        has, needs = format_bytes(report.usable), Interval.of(report.process)
+        sentence = f"{report.verdict}: {card.name} has {has}, the process needs {needs}"
+        report.environment |= {"gpu": card.name, "fits": fits, "tier": report.verdict}
         report.notes += [sentence] if as_json else []
     whole = whole or report
     text = json.dumps(whole.to_dict(), indent=2) if as_json else "\n".join(filter(None, [str(whole), sentence]))

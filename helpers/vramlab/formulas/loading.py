@@ -1,4 +1,6 @@
-"""The highest moment while a quantized base is loaded: a sum over its tensors in the order in which they come.
+"""What loading takes, of the device and of the host.
+
+On the device the highest moment while a quantized base is loaded: a sum over its tensors in the order in which they come.
 
 `transformers.core_model_loading` quantizes one tensor at a time, in the natural order of their names, and has a layer's
 experts twice while it merges them. Preparing makes fp32 copies of what stays in 16 bits. A tied head that the file has too
@@ -9,22 +11,50 @@ from functools import lru_cache
 from math import ceil, prod
 
 from ..hardware.overhead import rounded
+from ..recipe.knobs import unchecked
 from ..recipe.options import Quantization
+from ..recipe.process_context import loads_whole
 from ..recipe.recipe import Recipe
 from ..recipe.shapes import Shape
 from ..report.report import Bytes
-from .model_states import BLOCK, FP32, HALF, ParameterRow, buffer_bytes, cached_table, starred_name
+from .model_states import (
+    BLOCK,
+    FP32,
+    HALF,
+    ParameterRow,
+    buffer_bytes,
+    cached_table,
+    parameter_bytes,
+    starred_name,
+    weight_width,
+)
 
 # Parts of names that sort otherwise in the published checkpoints (`transformers.conversion_mapping`): w1 and w3 before w2.
 STORED_AS = {"mixtral": {"mlp": "block_sparse_moe", "gate_up_proj": "a", "down_proj": "b"}}
 
 
 def loading_peak(recipe: Recipe) -> Bytes | None:
-    """Return the split at that moment; None without quantization, where the device never holds more than the result."""
+    """Return the split at that moment; None where the device never holds more than the result."""
+    if loads_whole(recipe):
+        whole = parameter_bytes(unchecked(recipe, sharding=None))
+        return Bytes(parameters=whole, buffers=buffer_bytes(recipe.shape))
     if recipe.quantization is None:
         return None
     parameters, buffers, temporaries = _highest(recipe.shape, recipe.weights_dtype, recipe.quantization)
     return Bytes(parameters=parameters, buffers=buffers, temporaries=temporaries)
+
+
+def loaded_on_host(recipe: Recipe) -> int:
+    """Return the bytes of weights that all ranks together hold in host memory while they load.
+
+    `from_pretrained` makes a model there and moves it. A quantized one goes to the device tensor by tensor. Of FSDP's
+    ranks one reads (`cpu_ram_efficient_loading`, which the programs of `plan` set), of others each.
+    """
+    if recipe.quantization:
+        return 0
+    weights = sum(prod(weight.shape) for weight in recipe.shape.weights()) * weight_width(recipe.weights_dtype)
+    sharding = recipe.sharding
+    return weights * (sharding.world_size if sharding and sharding.engine != "fsdp" else 1)
 
 
 @lru_cache(maxsize=256)

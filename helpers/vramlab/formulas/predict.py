@@ -12,11 +12,13 @@ from collections import Counter, defaultdict
 from functools import lru_cache
 from typing import Any
 
-from ..hardware.gpu import DEFAULT_CHIP, Gpu, find_gpu, process
+from ..hardware.allocator import expandable
+from ..hardware.gpu import DEFAULT_CHIP, Gpu, find_gpu
 from ..hardware.overhead import cublas_workspace, frees_workspaces
 from ..recipe import liger, lora_modules
 from ..recipe.knobs import Refusals, refuse, unchecked
 from ..recipe.options import HALF
+from ..recipe.process_context import context_of, room_on
 from ..recipe.recipe import LATER_OF_LORA, Recipe, as_recipe
 from ..recipe.shapes import Shape
 from ..report.report import CATEGORIES, Bytes, Phase, Report, TensorGroup
@@ -30,14 +32,23 @@ LISTED = 8  # of the largest tensors
 DTYPES = {8: "int64", 4: "float32", 1: "uint8"}
 
 
-def predict(recipe: Recipe | Any, gpu: str | Gpu | None = None) -> Report:
+def predict(
+    recipe: Recipe | Any,
+    gpu: str | Gpu | None = None,
+    *,
+    other_memory: int = 0,
+    expandable_segments: bool = False,
+) -> Report:
     """Predict what `recipe` needs in memory on a CUDA device.
 
     Args:
         recipe: a recipe; or what `Recipe` takes for a model, with every other field at its default.
         gpu: a name of the GPU table, for what depends on the card; None takes an A100's kernels.
+        other_memory: bytes of the card that a display or other processes hold.
+        expandable_segments: the allocator has PYTORCH_ALLOC_CONF=expandable_segments:True.
     Returns:
-        A report with source "predicted", of a steady step; `reserved` and `process` are intervals.
+        A report with source "predicted", of a steady step; `reserved` and `process` are intervals, of loading too. With
+        a card its `verdict` says how sure it is that it fits.
     Raises:
         GpuError: no such card.
         RecipeError: what the formulas do not know and `simulate` does; FlashAttention on a card without.
@@ -46,6 +57,7 @@ def predict(recipe: Recipe | Any, gpu: str | Gpu | None = None) -> Report:
     card = find_gpu(gpu) if gpu else None
     if card and recipe.attn_implementation == "flash_attention_2":
         card.require("flash_attention_2", "attn_implementation")
+    room = room_on(recipe, card, other_memory, expandable_segments)
     refuse(recipe, _refusals(recipe))
     part = with_its_adapters(_as_stepped(recipe))
     account = kept_account(part, card.chip if card else DEFAULT_CHIP)
@@ -54,7 +66,13 @@ def predict(recipe: Recipe | Any, gpu: str | Gpu | None = None) -> Report:
     peak = phases[name].peak
     groups = _groups(part, account.alive(name), peak)
     largest = sorted(groups.items(), key=lambda item: -item[0][0] * item[1][0])[:LISTED]
-    inside = reserved.reserved(_blocks(groups, peak), peak.total)
+    loading = loading_peak(recipe)
+    highest = max(peak.total, loading.total if loading else 0)
+    if expandable_segments:
+        inside = expandable(highest, reserved.EXACT)
+    else:
+        inside = reserved.reserved(_blocks(groups, peak), peak.total)
+        inside = inside.at_least(reserved.reserved(Counter(), highest))
     return Report(
         source="predicted",
         recipe=recipe.to_dict(),
@@ -65,8 +83,9 @@ def predict(recipe: Recipe | Any, gpu: str | Gpu | None = None) -> Report:
         peak_phase=name,
         largest=[TensorGroup(*key, where, count) for key, (count, where, _) in largest],
         reserved=inside,
-        process=process(inside, card),
-        loading=loading_peak(recipe),
+        process=inside + context_of(recipe, card),
+        usable=room.usable if room else None,
+        loading=loading,
         notes=_notes(recipe, card),
     )
 

@@ -1,4 +1,4 @@
-"""Formulas for the caching allocator: internal fragmentation, reserved memory, and what expandable segments need.
+"""Formulas for the caching allocator: internal fragmentation and reserved memory.
 
 `hardware/allocator.py` has the rules, and runs sequences of requests that are known.
 """
@@ -8,17 +8,13 @@ from collections import Counter
 from collections.abc import Iterable
 from functools import lru_cache
 
+from ..hardware.allocator import EXACT
 from ..hardware.overhead import LARGE_REQUEST, LARGE_SEGMENT, SMALL_BLOCK, SMALL_SEGMENT, UNIT, segment
-from ..report.report import Interval, MiB
+from ..report.report import Interval
 
 # Reserved memory over the segments that the blocks alive at the peak need: median and 99th percentile of 300 simulated
 # steps (the grid of the tests) run through the allocator's model. Small models with few layers fragment most.
 TYPICAL, WORST = 1.05, 1.40
-# Bytes beyond the peak in the least memory that held a simulated step with `expandable_segments:True`, in the allocator's
-# model (`benchmarks/expandable.py`): median of 114, and half as much again as the worst. Whole unused pages go back before
-# memory is full; what is left over is in pages that are partly used. No published run says so.
-PAGES, MOST_PAGES = 80 * MiB, 512 * MiB
-EXACT = 0.97  # a predicted peak is known to 3 %
 
 
 @lru_cache(maxsize=4096)
@@ -65,8 +61,3 @@ def reserved(blocks: Counter, peak: int) -> Interval:
             total += -(-count // shared) * segment(size)
     low = max(peak, total + -(-small // SMALL_SEGMENT) * SMALL_SEGMENT)
     return Interval(int(peak * EXACT), int(low * TYPICAL), int(low * WORST) + LARGE_SEGMENT)
-
-
-def expandable(peak: int, known: float = 1.0) -> Interval:
-    """Estimate the memory that a peak of `peak` bytes, known to the share `known`, needs with expandable segments."""
-    return Interval(int(peak * min(1, known / EXACT)), peak + PAGES, int(peak / known) + MOST_PAGES)

@@ -1,4 +1,4 @@
-"""What torch and CUDA take for themselves on a GPU: rounding and workspaces in the allocator, the context outside it."""
+"""What torch and CUDA take for themselves on a GPU: rounding and workspaces in the allocator."""
 
 import re
 from collections.abc import Callable, Iterator
@@ -6,22 +6,13 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import cache
 
-from ..report.report import Interval, MiB, installed
+from ..report.report import MiB, installed
 
 # torch's allocator (c10/cuda/CUDACachingAllocator.cpp): kMinBlockSize; kSmallSize and kSmallBuffer; kMinLargeAlloc and
 # kLargeBuffer; kRoundLarge. `allocator.py` says what they are for.
 UNIT = 512
 SMALL_BLOCK, SMALL_SEGMENT = 1 * MiB, 2 * MiB
 LARGE_REQUEST, LARGE_SEGMENT, ROUND_LARGE = 10 * MiB, 20 * MiB, 2 * MiB
-
-# What a process holds outside torch's allocator: CUDA's context, the code of loaded kernels, library handles. torch sets
-# CUDA_MODULE_LOADING=LAZY, so a kernel's code is loaded at its first use. The bare context is the low end; cuBLAS,
-# cuDNN, bitsandbytes and NCCL add to it; it grows with the multiprocessors and changes with the driver. Published:
-# 140.875 MiB on a T4 (fitcheck-llm 0.3.1); 128 to 256 MiB, by card and driver (InvokeAI pull request 9447);
-# 287,047,680 bytes with lazy loading against 666,632,192 without (PyTorch pull request 86509, the likely value here);
-# 1,008 MiB on a Titan V before lazy loading (PyTorch issue 28394); 1.79 GiB with a server's kernels loaded
-# on an H100 (vLLM pull request 10511).
-CONTEXT = Interval(133 * MiB, 287_047_680, 1823 * MiB)
 
 
 def rounded(size: int) -> int:
