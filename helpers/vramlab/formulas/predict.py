@@ -12,9 +12,8 @@ from collections import Counter, defaultdict
 from functools import lru_cache
 from typing import Any
 
-from ..hardware.allocator import expandable
 from ..hardware.gpu import DEFAULT_CHIP, Gpu, find_gpu
-from ..hardware.overhead import cublas_workspace, frees_workspaces
+from ..hardware.overhead import cublas_workspace, expandable, frees_workspaces
 from ..recipe import liger, lora_modules
 from ..recipe.knobs import Refusals, refuse, unchecked
 from ..recipe.options import HALF
@@ -71,8 +70,9 @@ def predict(
     if expandable_segments:
         inside = expandable(highest, reserved.EXACT)
     else:
-        inside = reserved.reserved(_blocks(groups, peak), peak.total)
-        inside = inside.at_least(reserved.reserved(Counter(), highest))
+        sharded = recipe.sharding is not None
+        inside = reserved.reserved(_blocks(groups, peak), peak.total, sharded)
+        inside = inside.at_least(reserved.reserved(Counter(), highest, sharded))
     return Report(
         source="predicted",
         recipe=recipe.to_dict(),

@@ -19,14 +19,9 @@ from itertools import chain
 import numpy as np
 
 from ..report.errors import VramLabError
-from ..report.report import Interval, MiB, format_bytes
+from ..report.report import format_bytes
 from .overhead import LARGE_SEGMENT, SMALL_BLOCK, SMALL_SEGMENT, UNIT, segment
 
-# Bytes beyond the peak in the least memory that held a simulated step with `expandable_segments:True`, in the allocator's
-# model (`benchmarks/expandable.py`): median of 114, and half as much again as the worst. Whole unused pages go back before
-# memory is full; what is left over is in pages that are partly used. No published run says so.
-PAGES, MOST_PAGES = 80 * MiB, 512 * MiB
-EXACT = 0.97  # a predicted peak is known to 3 %
 ADDRESSES = LARGE_SEGMENT << 30  # of a pool: more than any card has, in whole segments of both kinds
 Block = namedtuple("Block", "address size pool")  # what `malloc` returns, in bytes
 
@@ -203,8 +198,3 @@ def replay(sizes: np.ndarray, keys: np.ndarray, streams: np.ndarray, limit: int 
     ends = np.fromiter(chain.from_iterable(blocks), np.int64, 2 * len(blocks))
     rests = (ends[1::2] - ends[::2] - sizes[births])[numbers]
     return Replayed(allocator.peak_reserved, np.concatenate([[0], np.where(births, rests, -rests).cumsum()]))
-
-
-def expandable(peak: int, known: float = 1.0) -> Interval:
-    """Estimate the memory that a peak of `peak` bytes, known to the share `known`, needs with expandable segments."""
-    return Interval(int(peak * min(1, known / EXACT)), peak + PAGES, int(peak / known) + MOST_PAGES)

@@ -101,13 +101,18 @@ def context_on(card: Gpu | None = None, loaded: str = TRAINING, ranks: int = 1) 
     pools = _pools(every, card)
     spread = next((pool for pool in pools[:2] if len(pool) >= ENOUGH), every)
     usual = _middle(next(filter(None, pools)), loaded)
-    nearest = next(filter(None, [*pools[1:], every]))
-    low = min(one.size - one.off for one in [*nearest, *_bare(card)])
+    low = min(one.size - one.off for one in [*next(filter(None, [*pools[1:], every])), *_bare(card)])
     high = max(one.size + one.off for one in spread)
     if several:  # NCCL's buffers are on top of what one rank has
         alone = context_on(card, loaded)
         return Interval(low, usual, high).at_least(alone)
     return Interval(min(low, usual), usual, high)
+
+
+def nearest(card: Gpu) -> list[Reading]:
+    """Return the readings of one rank's training on `card` and its like, or on its nearest kin."""
+    every = [one for one in readings() if one.ranks == 1 and one.loaded not in (BARE, CONVOLUTIONS)]
+    return next(filter(None, _pools(every, card)[1:]))
 
 
 def _pools(every: list[Reading], card: Gpu | None) -> list[list[Reading]]:

@@ -17,8 +17,8 @@ from functools import cache, cached_property
 
 from ..formulas import reserved
 from ..formulas.predict import predict
-from ..hardware.allocator import expandable
 from ..hardware.gpu import usable_memory
+from ..hardware.overhead import expandable
 from ..recipe.from_transformers import build
 from ..recipe.knobs import unchecked
 from ..recipe.process_context import context_of
@@ -105,7 +105,7 @@ class Candidate:
         if self.question.expandable_segments:
             inside = expandable(self._held, 1.0 if self.simulated else reserved.EXACT)
         else:
-            inside = reserved.reserved(Counter(), self._held)
+            inside = reserved.reserved(Counter(), self._held, self.recipe.sharding is not None)
         return getattr(inside + self._context, TIERS[tier])
 
     @cached_property

@@ -7,8 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from ..hardware.allocator import AllocatorError, Replayed, expandable, replay
+from ..hardware.allocator import AllocatorError, Replayed, replay
 from ..hardware.contexts import Room, context_on
+from ..hardware.overhead import expandable
 from ..recipe.recipe import Recipe
 from ..report import report
 from ..report.report import CATEGORIES, Bytes, Interval, MiB, Moment, Phase, Report, TensorGroup
