@@ -202,7 +202,7 @@ def test_answers_simulated_side_by_side_are_the_same():
 
 
 def test_what_is_faster_is_explained_in_bytes():
-    found = plan("llama-3.1-8b", "T4", seq_len=1024, method="qlora", confirm=False)
+    found = plan("llama-3.1-8b", "RTX 4090", seq_len=4096, method="qlora", confirm=False)
     (better,) = found.better
     assert better.time.seconds < 0.96 * found.best.time.seconds
     assert better.over == better.needs.high - found.usable > 0

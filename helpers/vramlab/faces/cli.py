@@ -21,7 +21,7 @@ import typer
 from typer.core import TyperGroup
 
 from .. import __version__
-from ..hardware.gpu import Gpu, find_gpu
+from ..hardware.gpu import Gpu, find_gpu, usable_memory
 from ..planning.question import Question, size_of
 from ..recipe.argument_classes import DECLARED
 from ..recipe.configuration import read_json_file
@@ -456,7 +456,8 @@ def _finish(report: Report, card: Gpu | None, as_json: bool, whole: Any = None) 
     within the interval.
     """
     fits, sentence = True, ""
-    if card and report.verdict:
+    if card and report.process is not None:
+        report.usable = usable_memory(card) if report.usable is None else report.usable
         fits = fits_card(report)
         has, needs = format_bytes(report.usable), Interval.of(report.process)
         sentence = f"{report.verdict}: {card.name} has {has}, the process needs {needs}"
