@@ -9,7 +9,6 @@ import functools
 import inspect
 import json
 import os
-import shlex
 import sys
 from collections.abc import Callable
 from dataclasses import asdict
@@ -23,18 +22,17 @@ from typer.core import TyperGroup
 from .. import __version__
 from ..hardware.gpu import Gpu, find_gpu, usable_memory
 from ..planning.question import Question, size_of
-from ..recipe.argument_classes import DECLARED
-from ..recipe.configuration import read_json_file
 from ..recipe.evaluation import Evaluation
-from ..recipe.knobs import Knob, options, rebuild
+from ..recipe.knobs import Knob, options
 from ..recipe.recipe import Recipe
 from ..report.errors import RecipeError, VramLabError, needing
 from ..report.files import MOST_TEXT, NOT_OURS, is_ours, read_text, write_atomically
 from ..report.report import Interval, Report, format_bytes
 from ..report.text import printable
 from ..training.quiet import no_collection
-from .options import OPTIONS, Options, fields_of, fits_card, read_lengths, recipe_of, recipe_of_arguments, tokens_of
-from .script import instead, recipe_of_script
+from .options import OPTIONS, Options, fields_of, fits_card, read_lengths, recipe_of, tokens_of
+from .script import instead
+from .words import said, words_of
 
 FAILED, WRONG, OUT_OF_MEMORY, STOPPED = 1, 2, 3, 130
 
@@ -313,10 +311,10 @@ def explain(
     elif os.path.isfile(first) and not first.endswith((".json", ".py")):
         what = read_text(first, errors="replace")
     else:
-        (what, notes), rest = _said(words), []
+        (what, notes), rest = said(words, _predict_options), []
     recipe = None
     if rest:
-        recipe, notes = _said(rest)
+        recipe, notes = said(rest, _predict_options)
     card = find_gpu(gpu) if gpu is not None else None
     found = explain(what, recipe, card, **_granted(card, other_memory, expandable_segments))
     found.notes += notes
@@ -355,11 +353,11 @@ def diff(
     from ..report.compare import diff
     from .explain import report_of
 
-    said = [_said(_words(text)) for text in (a, b)]
-    for text, (_, notes) in zip((a, b), said, strict=True):
+    both = [said(words_of(text), _predict_options) for text in (a, b)]
+    for text, (_, notes) in zip((a, b), both, strict=True):
         for note in notes:
             say(f"{text}: {note}", err=True)
-    found = diff(*(report_of(each, target=target) for each, _ in said))
+    found = diff(*(report_of(each, target=target) for each, _ in both))
     say(json.dumps(asdict(found), indent=2) if as_json else str(found))
 
 
@@ -370,57 +368,9 @@ def _standard_input() -> str:
     return typer.get_binary_stream("stdin").read(MOST_TEXT).decode("utf-8", "replace")
 
 
-def _words(text: str) -> list[str]:
-    """Return the words of one argument of `diff`. Raises RecipeError where a quote in it has no end."""
-    try:
-        return [text] if os.path.isfile(text) else shlex.split(text)
-    except ValueError as error:
-        raise RecipeError("recipe", text, f"it must be words as a shell takes them ({error})") from None
-
-
-def _said(words: list[str]) -> tuple[Recipe | Report, list[str]]:
-    """Return what words say, and notes on what of it is left out: the JSON file of a report or a recipe, or MODEL and
-    options as of `predict`, among them the JSON file of a TrainingArguments or a Python script, which may name the model."""
-    if len(words) == 1 and words[0].endswith(".json") and os.path.isfile(words[0]):
-        found = _object(words[0])
-        if "phases" in found:
-            return Report.from_dict(found), []
-        if "model" in found:
-            return rebuild(Recipe, "recipe", found), []
-    return _recipe_said(words)
-
-
-def _recipe_said(words: list[str]) -> tuple[Recipe, list[str]]:
-    """Return the recipe of MODEL and options, and notes, as `_said` does."""
-    rest, script, arguments = list(words), None, None
-    for word in words:
-        if word.endswith(".py"):
-            script = Path(word)
-            rest.remove(word)
-        elif word.endswith(".json") and os.path.isfile(word):
-            found = _object(word)
-            if "model_type" not in found and DECLARED & found.keys():
-                rest.remove(word)
-                arguments = found
-    if (script or arguments) and (not rest or rest[0].startswith("-")):
-        rest.insert(0, "")
-    given = typer.main.get_command(app).commands["predict"].make_context("vramlab predict", rest).params
-    known = {name: given[name] for name in OPTIONS}
-    if script:
-        return recipe_of_script(script, given["model"], known)
-    if arguments is None:
-        return recipe_of(given["model"], known), []
-    recipe, foreign = recipe_of_arguments(given["model"], known, arguments)
-    named = [f"without {', '.join(foreign)}: the arguments have no field of that name"] if foreign else []
-    return recipe, named
-
-
-def _object(path: str) -> dict[str, Any]:
-    """Return the JSON object in a file. Raises RecipeError."""
-    found = read_json_file("file", path)
-    if not isinstance(found, dict):
-        raise RecipeError("file", path, "it must hold a JSON object: a report, a recipe or a TrainingArguments")
-    return found
+def _predict_options(rest: list[str]) -> dict[str, Any]:
+    """Return what `predict` would be told by the words `rest`."""
+    return typer.main.get_command(app).commands["predict"].make_context("vramlab predict", rest).params
 
 
 def _check_written(**files: Path | None) -> None:

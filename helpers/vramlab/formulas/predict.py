@@ -70,7 +70,7 @@ def predict(
     if expandable_segments:
         inside = expandable(highest, reserved.EXACT)
     else:
-        sharded = recipe.sharding is not None
+        sharded = bool(recipe.sharding and recipe.sharding.stage)
         inside = reserved.reserved(_blocks(groups, peak), peak.total, sharded)
         inside = inside.at_least(reserved.reserved(Counter(), highest, sharded))
     return Report(
@@ -236,7 +236,9 @@ def _blocks(groups: dict[tuple, list], peak: Bytes) -> dict[int, int]:
 def _notes(recipe: Recipe, card: Gpu | None) -> list[str]:
     sharding, notes = recipe.sharding, []
     if sharding and sharding.world_size > 1:
-        notes.append(f"rank {sharding.rank} of {sharding.world_size}: buffers of NCCL are not counted")
+        notes.append(
+            f"rank {sharding.rank} of {sharding.world_size}: buffers of NCCL are in the process, not in the peak"
+        )
     if sharding and sharding.offload:
         notes.append(f"{sharding.offload} offloaded to host memory, which needs them in full")
     notes += lora_modules.notes(recipe)

@@ -105,7 +105,8 @@ class Candidate:
         if self.question.expandable_segments:
             inside = expandable(self._held, 1.0 if self.simulated else reserved.EXACT)
         else:
-            inside = reserved.reserved(Counter(), self._held, self.recipe.sharding is not None)
+            sharding = self.recipe.sharding
+            inside = reserved.reserved(Counter(), self._held, bool(sharding and sharding.stage))
         return getattr(inside + self._context, TIERS[tier])
 
     @cached_property
