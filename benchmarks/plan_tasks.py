@@ -1,7 +1,8 @@
 """Tasks drawn at random: the tier that `plan` says, the peak simulated, and whether PyTorch's allocator holds the step.
 
     python benchmarks/plan_tasks.py draw TASKS.json [COUNT SEED TIER]     (adds to TASKS.json; TIER: draw until it is said)
-    LD_PRELOAD=$(python -m vramlab.measurement.stand_in build/stand_in) python benchmarks/plan_tasks.py run TASKS.json
+    export LD_PRELOAD=$(python -m vramlab.measurement.stand_in build/stand_in) TRITON_LIBCUDA_PATH=$PWD/build/stand_in
+    python benchmarks/plan_tasks.py run TASKS.json
     python benchmarks/plan_tasks.py show [TASKS.json]
 
 Each task is a model, a card, a number of tokens, a method and the least tier that will do. `run` needs PyTorch's CUDA build

@@ -178,6 +178,7 @@ class Report:
     reserved: int | Interval | None = None  # the allocator's segments
     process: int | Interval | None = None  # NVML's figure
     usable: int | None = None  # of the card's bytes what the process may have, where a card was named
+    granted: str = ""  # what of it the allocator was given in the simulation, in words
     rss: int | None = None  # on a CPU run, the process's peak resident set
     loading: Bytes | None = None  # the highest moment of loading a quantized base; None: not above phase "load"
     speed: Speed | None = None
@@ -244,6 +245,7 @@ class Report:
         for name in ("reserved", "process", "rss"):
             if (value := getattr(self, name)) is not None:
                 lines.append(f"{name} {Interval.of(value).text(unit_for(int(value)))}")
+        lines += [self.granted] if self.granted else []
         if self.loading and self.loading.total > self.peak.total:
             lines.append(f"loading peaks at {format_bytes(self.loading.total, unit)}, above all of training")
         if self.speed:

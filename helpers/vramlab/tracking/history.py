@@ -162,9 +162,10 @@ def to_report(
         more |= {"allocated": allocated, "requested": history.requested} if not since else {}
         more["reserved"], more["process"], failed = _reserved_and_process(history, allocated, more.get("loading"))
         if room:
-            said = f"does not fit {room.card.name}: {_failure(history, failed)}" if failed else str(room)
+            more |= {"usable": room.usable, "granted": str(room)}
+        if failed:
+            said = f"does not fit {room.card.name}: {_failure(history, failed)}"
             more["notes"] = [*more.get("notes", ()), said]
-            more["usable"] = room.usable
     return Report(
         source=source,
         recipe=recipe.to_dict() if recipe else None,
