@@ -620,7 +620,7 @@ def test_what_others_hold_of_this_machines_card_is_left_out(monkeypatch):
     assert (named.other_memory, named.usable) == (0, find_gpu("T4").total)
     assert question.Question("gpt2", other_memory="0").usable == find_gpu("T4").total
     assert question.Question("gpt2", "T4", other_memory="1GiB").usable == named.usable - GiB
-    with pytest.raises(RecipeError, match="other_memory.*leaves nothing of T4"):
+    with pytest.raises(RecipeError, match=r"other_memory.*leaves nothing of T4"):
         question.Question("gpt2", "T4", other_memory="15GiB")
 
 
