@@ -1,14 +1,15 @@
 """Tasks drawn at random: the tier that `plan` says, the peak simulated, and whether PyTorch's allocator holds the step.
 
     python benchmarks/plan_tasks.py draw TASKS.json [COUNT SEED TIER]     (adds to TASKS.json; TIER: draw until it is said)
-    LD_PRELOAD=$(python -m vramlab.measurement.stand_in build/stand_in) python benchmarks/plan_tasks.py run TASKS.json
+    export LD_PRELOAD=$(python -m vramlab.measurement.stand_in build/stand_in) TRITON_LIBCUDA_PATH=$PWD/build/stand_in
+    python benchmarks/plan_tasks.py run TASKS.json
     python benchmarks/plan_tasks.py show [TASKS.json]
 
 Each task is a model, a card, a number of tokens, a method and the least tier that will do. `run` needs PyTorch's CUDA build
 (`data/stand_in/README.md`): it trains the recipe on a stand-in for the card, whose memory is the limit, with expandable
 segments, as the script that `plan` writes. A padded recipe takes there what rows of one length do: on the stand-in every mask
-selects everything, so transformers leaves it out. The process's context has the largest size published for a safe answer,
-the usual one for the others.
+selects everything, so transformers leaves it out. The process's context is a reading of the card or its like, drawn from
+`data/contexts.json`.
 """
 
 import json
@@ -20,6 +21,7 @@ from pathlib import Path
 from statistics import mean, median
 
 from vramlab import GiB, MiB, Recipe, find_gpu, plan
+from vramlab.hardware.contexts import nearest
 from vramlab.planning.plan import Plan
 
 ROOT = Path(__file__).parent.parent
@@ -49,20 +51,20 @@ def draw(path: Path, count: int = 30, seed: int = 0, said: str = "") -> None:
             if not found.choices or said not in ("", found.best.tier):
                 break
         else:
-            tasks.append(task_of(found))
+            tasks.append(task_of(found, rng.choice(nearest(find_gpu(card))).size))
             print(tasks[-1]["tier"], card, found.best.recipe, flush=True)
             path.write_text(lines(tasks))
 
 
-def task_of(found: Plan) -> dict:
-    """What is to be run, and what `plan` said of it."""
-    best, context = found.best, find_gpu(found.question["gpu"]).context_interval
+def task_of(found: Plan, context: int) -> dict:
+    """What is to be run beside a context of so many bytes, and what `plan` said of it."""
+    best = found.best
     recipe = best.recipe.replace(gradient_accumulation_steps=min(2, best.recipe.gradient_accumulation_steps))
     return {
         "card": found.question["gpu"],
         "tier": best.tier,
         "usable": found.usable,
-        "context": context.high if best.tier == "safe" else context.value,
+        "context": context,
         "simulated": best.report.allocated,
         "recipe": {name: value for name, value in recipe.to_dict().items() if value is not None},
     }

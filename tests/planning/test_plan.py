@@ -8,6 +8,7 @@ import math
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given, settings
@@ -202,7 +203,7 @@ def test_answers_simulated_side_by_side_are_the_same():
 
 
 def test_what_is_faster_is_explained_in_bytes():
-    found = plan("llama-3.1-8b", "T4", seq_len=1024, method="qlora", confirm=False)
+    found = plan("llama-3.1-8b", "RTX 4090", seq_len=4096, method="qlora", confirm=False)
     (better,) = found.better
     assert better.time.seconds < 0.96 * found.best.time.seconds
     assert better.over == better.needs.high - found.usable > 0
@@ -606,3 +607,30 @@ def test_a_plan_that_could_not_simulate_says_so_first_and_why(monkeypatch):
     name, reasons = next(iter(json.loads(found.to_json()).items()))
     assert name == "not_simulated" and set(reasons) == {"full", "lora", "qlora"}
     assert "NOT SIMULATED" not in str(plan("gpt2", "T4", confirm=False, **asked))
+
+
+def test_what_others_hold_of_this_machines_card_is_left_out(monkeypatch):
+    """Without a name the card is this machine's, of which NVML says what a display or other processes hold."""
+    from vramlab.planning import question
+
+    monkeypatch.setattr(question, "held_by_others", lambda: 3 * GiB)
+    monkeypatch.setattr(question, "current_device", lambda: SimpleNamespace(gpu=find_gpu("T4")))
+    live, named = question.Question("gpt2"), question.Question("gpt2", "T4")
+    assert (live.other_memory, live.usable) == (3 * GiB, find_gpu("T4").total - 3 * GiB)
+    assert (named.other_memory, named.usable) == (0, find_gpu("T4").total)
+    assert question.Question("gpt2", other_memory="0").usable == find_gpu("T4").total
+    assert question.Question("gpt2", "T4", other_memory="1GiB").usable == named.usable - GiB
+    with pytest.raises(RecipeError, match=r"other_memory.*leaves nothing of T4"):
+        question.Question("gpt2", "T4", other_memory="15GiB")
+
+
+def test_a_plan_says_both_settings_of_the_allocator_and_the_hosts_memory():
+    found = plan("llama-3.1-8b", "RTX 4090", seq_len=1024, method="lora", offload=False, confirm=False)
+    best, said = found.best, " ".join(str(found).split())
+    assert best.by_default.high > best.needs.high
+    assert f"without expandable segments: lora {best.by_default.verdict(found.usable)}, at most" in said
+    weights = 2 * best.recipe.shape.num_parameters
+    assert best.host == pytest.approx(weights, rel=0.01)
+    assert f"lora: {best.tier} with {best.host / GiB:.1f} GiB of host memory free (free Colab has 12.7)" in said
+    colab = plan("llama-3.1-8b", "RTX 4090", seq_len=1024, method="lora", confirm=False, host_memory="12.7GiB")
+    assert not colab.choices and "what the host has to hold" in str(colab)

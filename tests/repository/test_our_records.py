@@ -9,6 +9,8 @@ import verify_record
 from settings import ROOT
 from vramlab import Recipe, RecipeError, predict, simulate
 from vramlab.faces.measure import card_of
+from vramlab.hardware.contexts import context_on
+from vramlab.hardware.gpu import find_gpu
 from vramlab.hardware.overhead import rules_of
 from vramlab.measurement.records import load
 from vramlab.report.data import data_path
@@ -58,7 +60,7 @@ def test_a_record_is_held_against_the_rules_of_its_own_torch():
 
 
 def test_the_context_of_an_h100_grows_with_flash_attentions_code():
-    """742 MiB, and 758 where the kernel is FlashAttention's; `data/gpus.json` says so."""
+    """742 MiB, and 758 where the kernel is FlashAttention's; `data/contexts.json` says so."""
     found = {True: Counter(), False: Counter()}
     for held in records().values():
         recipe = Recipe(**held.recipe)
@@ -67,6 +69,11 @@ def test_the_context_of_an_h100_grows_with_flash_attentions_code():
         found[flash][(held.process - held.reserved) // MiB] += 1
     assert found[True].most_common(1) == [(758, 95)] and found[False].most_common(1) == [(742, 88)]
     assert sum(found[True].values()) - 95 <= 1 and sum(found[False].values()) - 88 <= 4
+    h100 = find_gpu("H100 SXM")
+    flash, without = (context_on(h100, loaded) for loaded in ("flash", "cublas"))
+    assert abs(flash.value // MiB - 758) <= 1 and without.value == 742 * MiB
+    one_rank = [held for held in records().values() if not held.recipe["sharding"]]
+    assert max(held.process - held.reserved for held in one_rank) <= flash.high
 
 
 def test_what_checkpointing_costs_in_time():

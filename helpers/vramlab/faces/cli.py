@@ -7,7 +7,6 @@ request (one sentence on stderr), 3 out of memory (the report says how much, or 
 import functools
 import json
 import os
-import shlex
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -17,12 +16,10 @@ import typer
 from typer.core import TyperGroup
 
 from .. import __version__
-from ..hardware.gpu import Gpu, find_gpu
-from ..planning.question import Question
-from ..recipe.argument_classes import DECLARED
-from ..recipe.configuration import read_json_file
+from ..hardware.gpu import Gpu, find_gpu, usable_memory
+from ..planning.question import Question, size_of
 from ..recipe.evaluation import Evaluation
-from ..recipe.knobs import options, rebuild
+from ..recipe.knobs import options
 from ..recipe.recipe import Recipe
 from ..report.errors import RecipeError, VramLabError, needing
 from ..report.files import MOST_TEXT, NOT_OURS, is_ours, read_text, write_atomically
@@ -30,8 +27,9 @@ from ..report.report import Interval, Report, format_bytes
 from ..report.text import printable
 from ..training.quiet import no_collection
 from .command_options import number, option, takes
-from .options import OPTIONS, Options, fields_of, fits_card, read_lengths, recipe_of, recipe_of_arguments, tokens_of
-from .script import instead, recipe_of_script
+from .options import OPTIONS, Options, fields_of, fits_card, read_lengths, recipe_of, tokens_of
+from .script import instead
+from .words import said, words_of
 
 FAILED, WRONG, OUT_OF_MEMORY, STOPPED = 1, 2, 3, 130
 
@@ -75,6 +73,10 @@ EXPLAINED = "An out-of-memory message (its words, a file, or -) or a memory snap
 EXPLAINED += "with options, the JSON file of a recipe or of a TrainingArguments, or the script that trains."
 GpuName = option(str | None, "A card by name, such as T4. Exit status 1: does not fit.", "--gpu")
 Release = option(str | None, "An older version whose ways are known, such as 4.48.", "--transformers")
+OtherMemory = option(
+    str | None, "Of --gpu's memory what a display or other processes hold: 1GiB, or bytes.", "--other-memory"
+)
+Expandable = option(bool, "The allocator has PYTORCH_ALLOC_CONF=expandable_segments:True.", "--expandable-segments")
 Target = option(str, "Whose kernels and rounding: cuda or cpu.", "--target")
 
 
@@ -102,26 +104,35 @@ def predict(
     lengths: option(Path | None, "JSONL with each sample's length or input_ids: a whole run.") = None,
     train_sampling_strategy: option(str | None, "With --lengths, as in TrainingArguments: random if left out.") = None,
     gpu: GpuName = None,
+    other_memory: OtherMemory = None,
+    expandable_segments: Expandable = False,
     as_json: Json = False,
 ) -> None:
     from ..formulas.predict import predict
     from ..formulas.run import predict_run
 
     card = _card(gpu, recipe)
+    granted = _granted(card, other_memory, expandable_segments)
     if lengths is None:
         if train_sampling_strategy is not None:
             rest = "it orders the samples of --lengths: name their file too, or leave it out"
             raise RecipeError("train_sampling_strategy", train_sampling_strategy, rest)
-        _finish(predict(recipe, gpu=card), card, as_json)
+        _finish(predict(recipe, gpu=card, **granted), card, as_json)
         return
-    run = predict_run(recipe, read_lengths(lengths), train_sampling_strategy or "random", gpu=card)
+    run = predict_run(recipe, read_lengths(lengths), train_sampling_strategy or "random", gpu=card, **granted)
     _finish(run.largest, card, as_json, run)
 
 
 @app.command(help="Memory of the real training step on fake tensors: seconds, no GPU.")
 @takes_recipe
 def simulate(
-    recipe: Recipe, target: Target = "cuda", gpu: GpuName = None, transformers: Release = None, as_json: Json = False
+    recipe: Recipe,
+    target: Target = "cuda",
+    gpu: GpuName = None,
+    other_memory: OtherMemory = None,
+    expandable_segments: Expandable = False,
+    transformers: Release = None,
+    as_json: Json = False,
 ) -> None:
     with no_collection(before=False):
         from ..simulation.simulate import simulate
@@ -131,7 +142,8 @@ def simulate(
 
         simulate = functools.partial(simulate_as_run, as_run=of_release(transformers))
     card = _card(gpu, recipe)
-    _finish(simulate(recipe, target=target, gpu=card), card, as_json)
+    granted = _granted(card, other_memory, expandable_segments)
+    _finish(simulate(recipe, target=target, gpu=card, **granted), card, as_json)
 
 
 @app.command(help="Memory of the Trainer's evaluation between two steps of training, on fake tensors.")
@@ -254,6 +266,8 @@ def doctor(as_json: Json = False) -> None:
 def explain(
     words: Annotated[list[str] | None, typer.Argument(metavar="[MESSAGE|SNAPSHOT] [RECIPE]", help=EXPLAINED)] = None,
     gpu: option(str | None, "A card by name, such as T4.", "--gpu") = None,
+    other_memory: OtherMemory = None,
+    expandable_segments: Expandable = False,
     as_json: Json = False,
 ) -> None:
     from .explain import explain
@@ -269,11 +283,12 @@ def explain(
     elif os.path.isfile(first) and not first.endswith((".json", ".py")):
         what = read_text(first, errors="replace")
     else:
-        (what, notes), rest = _said(words), []
+        (what, notes), rest = said(words, _predict_options), []
     recipe = None
     if rest:
-        recipe, notes = _said(rest)
-    found = explain(what, recipe, gpu)
+        recipe, notes = said(rest, _predict_options)
+    card = find_gpu(gpu) if gpu is not None else None
+    found = explain(what, recipe, card, **_granted(card, other_memory, expandable_segments))
     found.notes += notes
     say(json.dumps(vars(found), indent=2) if as_json else str(found))
 
@@ -310,11 +325,11 @@ def diff(
     from ..report.compare import diff
     from .explain import report_of
 
-    said = [_said(_words(text)) for text in (a, b)]
-    for text, (_, notes) in zip((a, b), said, strict=True):
+    both = [said(words_of(text), _predict_options) for text in (a, b)]
+    for text, (_, notes) in zip((a, b), both, strict=True):
         for note in notes:
             say(f"{text}: {note}", err=True)
-    found = diff(*(report_of(each, target=target) for each, _ in said))
+    found = diff(*(report_of(each, target=target) for each, _ in both))
     say(json.dumps(asdict(found), indent=2) if as_json else str(found))
 
 
@@ -325,57 +340,9 @@ def _standard_input() -> str:
     return typer.get_binary_stream("stdin").read(MOST_TEXT).decode("utf-8", "replace")
 
 
-def _words(text: str) -> list[str]:
-    """Return the words of one argument of `diff`. Raises RecipeError where a quote in it has no end."""
-    try:
-        return [text] if os.path.isfile(text) else shlex.split(text)
-    except ValueError as error:
-        raise RecipeError("recipe", text, f"it must be words as a shell takes them ({error})") from None
-
-
-def _said(words: list[str]) -> tuple[Recipe | Report, list[str]]:
-    """Return what words say, and notes on what of it is left out: the JSON file of a report or a recipe, or MODEL and
-    options as of `predict`, among them the JSON file of a TrainingArguments or a Python script, which may name the model."""
-    if len(words) == 1 and words[0].endswith(".json") and os.path.isfile(words[0]):
-        found = _object(words[0])
-        if "phases" in found:
-            return Report.from_dict(found), []
-        if "model" in found:
-            return rebuild(Recipe, "recipe", found), []
-    return _recipe_said(words)
-
-
-def _recipe_said(words: list[str]) -> tuple[Recipe, list[str]]:
-    """Return the recipe of MODEL and options, and notes, as `_said` does."""
-    rest, script, arguments = list(words), None, None
-    for word in words:
-        if word.endswith(".py"):
-            script = Path(word)
-            rest.remove(word)
-        elif word.endswith(".json") and os.path.isfile(word):
-            found = _object(word)
-            if "model_type" not in found and DECLARED & found.keys():
-                rest.remove(word)
-                arguments = found
-    if (script or arguments) and (not rest or rest[0].startswith("-")):
-        rest.insert(0, "")
-    given = typer.main.get_command(app).commands["predict"].make_context("vramlab predict", rest).params
-    known = {name: given[name] for name in OPTIONS}
-    if script:
-        return recipe_of_script(script, given["model"], known)
-    if arguments is None:
-        return recipe_of(given["model"], known), []
-    recipe, foreign = recipe_of_arguments(given["model"], known, arguments)
-    named = [f"without {', '.join(foreign)}: the arguments have no field of that name"] if foreign else []
-    return recipe, named
-
-
-def _object(path: str) -> dict[str, Any]:
-    """Return the JSON object in a file. Raises RecipeError."""
-    found = read_json_file("file", path)
-    if not isinstance(found, dict):
-        raise RecipeError("file", path, "it must hold a JSON object: a report, a recipe or a TrainingArguments")
-    return found
+def _predict_options(rest: list[str]) -> dict[str, Any]:
+    """Return what `predict` would be told by the words `rest`."""
+    return typer.main.get_command(app).commands["predict"].make_context("vramlab predict", rest).params
 
 
 def _check_written(**files: Path | None) -> None:
@@ -396,17 +363,27 @@ def _card(name: str | None, recipe: Recipe) -> Gpu | None:
     return card
 
 
+def _granted(card: Gpu | None, other_memory: str | None, expandable_segments: bool) -> dict[str, Any]:
+    """Return what the process is granted. Raises RecipeError for memory of no card."""
+    size = size_of("other_memory", other_memory) or 0
+    if size and card is None:
+        raise RecipeError("other_memory", other_memory, "it is of a card's memory: say --gpu too")
+    return {"other_memory": size, "expandable_segments": expandable_segments}
+
+
 def _finish(report: Report, card: Gpu | None, as_json: bool, whole: Any = None) -> None:
     """Print the report, or the `whole` that it is of, and whether it fits the card; exit with what its status and that mean.
 
-    In JSON the answer is `environment.fits`: true, false, or null where the card lies within the interval.
+    In JSON the answer is `environment.tier`, in a word, and `environment.fits`: true, false, or null where the card lies
+    within the interval.
     """
     fits, sentence = True, ""
     if card and report.process is not None:
-        fits, answer = fits_card(report, card)
-        has, needs = format_bytes(card.total), Interval.of(report.process)
-        sentence = f"{answer}: {card.name} has {has}, the process needs {needs}"
-        report.environment |= {"gpu": card.name, "fits": fits}
+        report.usable = usable_memory(card) if report.usable is None else report.usable
+        fits = fits_card(report)
+        has, needs = format_bytes(report.usable), Interval.of(report.process)
+        sentence = f"{report.verdict}: {card.name} has {has}, the process needs {needs}"
+        report.environment |= {"gpu": card.name, "fits": fits, "tier": report.verdict}
         report.notes += [sentence] if as_json else []
     whole = whole or report
     text = json.dumps(whole.to_dict(), indent=2) if as_json else "\n".join(filter(None, [str(whole), sentence]))

@@ -1,4 +1,6 @@
-"""The highest moment while a quantized base is loaded, one tensor after the other.
+"""What loading takes, of the device and of the host.
+
+On the device it is the highest moment while a quantized base is loaded, one tensor after the other.
 
 `transformers.core_model_loading` quantizes one tensor at a time, in the natural order of their
 names, and has a layer's experts twice while it merges them. Preparing makes fp32 copies of what
@@ -11,12 +13,14 @@ from math import ceil, prod
 from typing import NamedTuple
 
 from ..hardware.overhead import rounded
+from ..recipe.knobs import unchecked
 from ..recipe.options import Quantization
+from ..recipe.process_context import loads_whole
 from ..recipe.recipe import Recipe
 from ..recipe.shapes import Shape
 from ..report.report import Bytes
-from .model_states import ParameterRow, buffer_bytes, cached_table, starred_name
-from .tensor_sizes import BLOCK, FP32, HALF
+from .model_states import ParameterRow, buffer_bytes, cached_table, parameter_bytes, starred_name
+from .tensor_sizes import BLOCK, FP32, HALF, weight_width
 
 # Parts of names that sort otherwise in the published checkpoints
 # (`transformers.conversion_mapping`): w1 and w3 before w2.
@@ -34,12 +38,32 @@ class Moment(NamedTuple):
 def loading_peak(recipe: Recipe) -> Bytes | None:
     """Return the split at that moment.
 
-    None without quantization, where the device never holds more than the result.
+    None where the device never holds more than the result.
     """
+    if loads_whole(recipe):
+        whole = parameter_bytes(unchecked(recipe, sharding=None))
+        return Bytes(parameters=whole, buffers=buffer_bytes(recipe.shape))
     if recipe.quantization is None:
         return None
     highest = _highest(recipe.shape, recipe.weights_dtype, recipe.quantization)
     return Bytes(**highest._asdict())
+
+
+def loaded_on_host(recipe: Recipe) -> int:
+    """Return the bytes of weights that all ranks together hold in host memory while they load.
+
+    `from_pretrained` makes a model there and moves it. A quantized one goes to the device tensor by
+    tensor. Of FSDP's ranks one reads (`cpu_ram_efficient_loading`, which `plan`'s programs set), of
+    others each.
+    """
+    if recipe.quantization:
+        return 0
+    numbers = sum(prod(weight.shape) for weight in recipe.shape.weights())
+    weights = numbers * weight_width(recipe.weights_dtype)
+    sharding = recipe.sharding
+    if sharding and sharding.engine != "fsdp":
+        return weights * sharding.world_size
+    return weights
 
 
 @lru_cache(maxsize=256)

@@ -11,12 +11,15 @@
 The peak is the highest of these moments.
 """
 
+from collections import Counter
 from typing import Any
 
-from ..hardware.gpu import DEFAULT_CHIP, Gpu, find_gpu, process
+from ..hardware.gpu import DEFAULT_CHIP, Gpu, find_gpu
+from ..hardware.overhead import expandable
 from ..recipe import liger, lora_modules
 from ..recipe.knobs import Refusals, refuse, unchecked
 from ..recipe.options import HALF
+from ..recipe.process_context import context_of, room_on
 from ..recipe.recipe import LATER_OF_LORA, Recipe, as_recipe
 from ..report.report import Report
 from . import blocks, reserved, shards
@@ -26,14 +29,23 @@ from .loading import loading_peak
 from .phases import Phases
 
 
-def predict(recipe: Recipe | Any, gpu: str | Gpu | None = None) -> Report:
+def predict(
+    recipe: Recipe | Any,
+    gpu: str | Gpu | None = None,
+    *,
+    other_memory: int = 0,
+    expandable_segments: bool = False,
+) -> Report:
     """Predict what `recipe` needs in memory on a CUDA device.
 
     Args:
         recipe: a recipe; or what `Recipe` takes for a model, with every other field at its default.
         gpu: a name of the GPU table, for what depends on the card; None takes an A100's kernels.
+        other_memory: bytes of the card that a display or other processes hold.
+        expandable_segments: the allocator has PYTORCH_ALLOC_CONF=expandable_segments:True.
     Returns:
-        A report with source "predicted", of a steady step; `reserved` and `process` are intervals.
+        A report with source "predicted", of a steady step; `reserved` and `process` are intervals,
+        of loading too. With a card its `verdict` says how sure it is that it fits.
     Raises:
         GpuError: no such card.
         RecipeError: what the formulas do not know and `simulate` does; FlashAttention on a card
@@ -43,6 +55,7 @@ def predict(recipe: Recipe | Any, gpu: str | Gpu | None = None) -> Report:
     card = find_gpu(gpu) if gpu else None
     if card and recipe.attn_implementation == "flash_attention_2":
         card.require("flash_attention_2", "attn_implementation")
+    room = room_on(recipe, card, other_memory, expandable_segments)
     refuse(recipe, _refusals(recipe))
 
     # The report names the recipe that was asked for, not the one that is computed.
@@ -52,7 +65,16 @@ def predict(recipe: Recipe | Any, gpu: str | Gpu | None = None) -> Report:
     highest = max(phases, key=lambda name: phases[name].peak.total)
     peak = phases[highest].peak
     groups = blocks.groups(stepped, account.alive(highest), peak)
-    segments = reserved.reserved(blocks.counts(groups, peak), peak.total)
+    loading = loading_peak(recipe)
+    most = max(peak.total, loading.total if loading else 0)
+    if expandable_segments:
+        segments = expandable(most, reserved.EXACT)
+    else:
+        sharded = bool(recipe.sharding and recipe.sharding.stage)
+        alive = blocks.counts(groups, peak)
+        segments = reserved.reserved(alive, peak.total, sharded)
+        # Nothing is known of the blocks that loading holds.
+        segments = segments.at_least(reserved.reserved(Counter(), most, sharded))
     return Report(
         source="predicted",
         recipe=recipe.to_dict(),
@@ -63,8 +85,9 @@ def predict(recipe: Recipe | Any, gpu: str | Gpu | None = None) -> Report:
         peak_phase=highest,
         largest=blocks.largest(groups),
         reserved=segments,
-        process=process(segments, card),
-        loading=loading_peak(recipe),
+        process=segments + context_of(recipe, card),
+        usable=room.usable if room else None,
+        loading=loading,
         notes=_notes(recipe, card),
     )
 
@@ -154,7 +177,7 @@ def _notes(recipe: Recipe, card: Gpu | None) -> list[str]:
     notes = []
     if sharding and sharding.world_size > 1:
         rank = f"rank {sharding.rank} of {sharding.world_size}"
-        notes.append(f"{rank}: buffers of NCCL are not counted")
+        notes.append(f"{rank}: buffers of NCCL are in the process, not in the peak")
     if sharding and sharding.offload:
         notes.append(f"{sharding.offload} offloaded to host memory, which needs them in full")
     notes += lora_modules.notes(recipe)

@@ -69,12 +69,14 @@ def predict_run(
     train_sampling_strategy: str = "random",
     seed: int = 42,
     gpu: str | Gpu | None = None,
+    **granted: Any,
 ) -> Run:
     """Predict the highest peak of an epoch over samples of `lengths` tokens, and the median's.
 
     Args:
         recipe: makes the micro-batches; seq_len is the longest sample kept whole.
         train_sampling_strategy, seed: as in `TrainingArguments`; orders are the Trainer's.
+        gpu, granted: as for `predict`.
     Raises:
         RecipeError: no lengths, one that is no whole number from 1 on, or what `predict` does not
             know.
@@ -97,7 +99,7 @@ def predict_run(
 
     def report(batch: Samples) -> Report:
         count = recipe.batch_size if recipe.packing else len(batch)
-        return predict(recipe.replace(lengths=batch, batch_size=count), gpu)
+        return predict(recipe.replace(lengths=batch, batch_size=count), gpu, **granted)
 
     def has_mask(batch: Samples) -> bool:
         rows, width = shape(batch)

@@ -6,7 +6,8 @@
     found.write("train.py")
 
 An answer is *safe* if the upper end of the interval of its process is within the card's usable memory, *likely* if the
-likely figure is, *tight* if only the lower end is. Memory is `predict`'s, then `simulate`'s; seconds are `step_time`'s.
+likely figure is, *tight* if only the lower end is: `hardware.contexts` says what is assumed of the context. Memory is
+`predict`'s, then `simulate`'s; seconds are `step_time`'s.
 """
 
 import dataclasses
@@ -40,6 +41,7 @@ MEANING = {
     "likely": "fits at the usual ones",
     "tight": "fits at the lowest only",
 }
+HOSTS = {"free Colab": 12.7, "Kaggle": 30}  # GiB of host memory, as their machines show it
 WORDS = {
     "not prepared": "without PEFT's prepare_model_for_kbit_training, which makes norms, embeddings and head fp32",
     "padded": "one sample of the micro-batch is shorter, which takes a mask: more here than rows of one length",
@@ -121,6 +123,7 @@ class Plan:
     def __str__(self) -> str:
         q, room = self.question, format_bytes(self.usable, digits=2)
         room += " each" if q["gpus"] > 1 else ""
+        room += f" beside {format_bytes(q['other_memory'], digits=2)} of others" if q["other_memory"] else ""
         lines = self._warnings()
         lines += [f"{q['model']}, {q['seq_len']:,} tokens, global batch {q['global_batch']}, on {self._cards}, {room}"]
         lines += ["", self.table(), ""] if self.choices else [f"Nothing {q['tier'] or ''} fits.".replace("  ", " ")]
@@ -128,6 +131,8 @@ class Plan:
         lines += [f"{method}: no recipe, because {'; '.join(rules)}" for method, rules in self.refused.items()]
         lines += [f"- {advice}" for advice in self.advice]
         lines += [_costs(choice) for choice in self.choices if choice.without]
+        lines += [self._by_default()] if self.choices and q["expandable_segments"] else []
+        lines += [_host(choice) for choice in self.choices if choice.host >= GiB]
         noted = [(choice.method, note) for choice in self.choices for note in choice.notes]
         lines += [f"{method}: {note}" for method, note in noted] + [f"note: {note}" for note in self.notes]
         if self.choices:
@@ -152,6 +157,14 @@ class Plan:
         told = ", expandable_segments:True" if self.question["expandable_segments"] else ""
         return "memory " + ", ".join(f"{source} ({', '.join(methods)})" for source, methods in by.items()) + told
 
+    def _by_default(self) -> str:
+        """What counts for a script of one's own, whose allocator has its default settings."""
+        said = []
+        for choice in self.choices:
+            needs = choice.by_default
+            said.append(f"{choice.method} {needs.verdict(self.usable)}, at most {needs.high / GiB:.2f}")
+        return f"without expandable segments: {'; '.join(said)} GiB"
+
     def _lacking(self, better: Choice) -> str:
         now = next((choice for choice in self.choices if choice.method == better.method), None)
         said = (f" to be {now.tier}" if now else "") + (f" ({better.tier} as it is)" if better.tier else "")
@@ -171,7 +184,7 @@ def plan(model: object, gpu: str | Gpu | None = None, gpus: int = 1, *, confirm:
             libraries that `simulate` needs, formulas answer, and the first line says so.
         asked: what is wanted and what may be used, the other fields of `vramlab.planning.question.Question`:
             global_batch, seq_len, method, precisions, optims, attention, checkpointing, engines, offload, lora, task,
-            num_layers, trainer, memory, host_memory, tier, expandable_segments, lengths, packing, link.
+            num_layers, trainer, memory, host_memory, other_memory, tier, expandable_segments, lengths, packing, link.
     Raises:
         RecipeError, GpuError: one sentence that says which argument was wrong.
     """
@@ -184,7 +197,7 @@ def plan(model: object, gpu: str | Gpu | None = None, gpus: int = 1, *, confirm:
     refused = {method: _rules(found) for method, found in search.refused.items() if method not in tried}
     better = [(search.better(method, tier, found), tier) for method, (found, tier) in answers.items()]
     asked = {"model": question.plain.name, "gpu": question.gpu.name, "seq_len": question.plain.seq_len}
-    same = ("gpus", "global_batch", "method", "tier", "expandable_segments", "packing")
+    same = ("gpus", "global_batch", "method", "tier", "expandable_segments", "packing", "other_memory")
     return Plan(
         question=asked | {name: getattr(question, name) for name in same},
         usable=question.usable,
@@ -248,6 +261,13 @@ def _notes(question: Question, choices: list[Choice]) -> Iterator[str]:
 def _wrapped(line: str, indent: str = "    ") -> str:
     """The line in pieces of at most WIDTH characters, all but the first indented."""
     return textwrap.fill(line, WIDTH, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
+
+
+def _host(choice: Choice) -> str:
+    """How much host memory the tier supposes, and where there is not so much."""
+    fewer = [f"{name} has {size:g}" for name, size in HOSTS.items() if size * GiB < choice.host]
+    rest = f" ({', '.join(fewer)})" if fewer else ""
+    return f"{choice.method}: {choice.tier} with {choice.host / GiB:.1f} GiB of host memory free{rest}"
 
 
 def _costs(choice: Choice) -> str:

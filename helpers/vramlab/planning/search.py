@@ -17,9 +17,11 @@ from functools import cache, cached_property
 
 from ..formulas import reserved
 from ..formulas.predict import predict
-from ..hardware.gpu import process
+from ..hardware.gpu import usable_memory
+from ..hardware.overhead import expandable
 from ..recipe.from_transformers import build
 from ..recipe.knobs import unchecked
+from ..recipe.process_context import context_of
 from ..recipe.recipe import Recipe
 from ..report.errors import RecipeError, VramLabError, needing
 from ..report.report import TIERS, GiB, Interval, Report
@@ -29,6 +31,7 @@ from .search_space import (
     counted_as,
     families,
     held_bytes,
+    host_memory,
     least_bytes,
     method_of,
     micro_batches,
@@ -53,7 +56,9 @@ class Choice:
     report: Report  # the simulation where there was one, else the prediction
     time: StepTime
     needs: Interval  # bytes of the process with the allocator's settings that were asked for
+    by_default: Interval  # the same with the allocator's default settings, for a script of one's own
     tier: str  # the surest in which it fits, "" where it fits in none
+    host: int = 0  # bytes of host memory that have to be free for all ranks
     over: int = 0  # bytes that it lacks in the tier asked for
     notes: tuple[str, ...] = ()  # what to know before choosing it
     epoch: float | None = None  # seconds of one over the data set, where its lengths are known
@@ -98,10 +103,15 @@ class Candidate:
     def bound(self, tier: str) -> int:
         """A lower bound of the upper end of `interval` for `tier`."""
         if self.question.expandable_segments:
-            inside = reserved.expandable(self._held, 1.0 if self.simulated else reserved.EXACT)
+            inside = expandable(self._held, 1.0 if self.simulated else reserved.EXACT)
         else:
-            inside = reserved.reserved(Counter(), self._held)
-        return getattr(process(inside, self.question.gpu), TIERS[tier])
+            sharding = self.recipe.sharding
+            inside = reserved.reserved(Counter(), self._held, bool(sharding and sharding.stage))
+        return getattr(inside + self._context, TIERS[tier])
+
+    @cached_property
+    def _context(self) -> Interval:
+        return context_of(self.recipe, self.question.gpu)
 
     @cached_property
     def _held(self) -> int:
@@ -122,15 +132,18 @@ class Candidate:
 
     @property
     def interval(self) -> Interval:
-        """Bytes of the process, simulated if it was, else predicted; where loading takes more, by so much more."""
+        """Bytes of the process, simulated if it was, else predicted, with the allocator's settings that were asked for."""
+        return self.interval_with(self.question.expandable_segments)
+
+    def interval_with(self, expandable_segments: bool) -> Interval:
+        """The same with the allocator's setting."""
         report = self.simulated or self.report
-        needs = report.process
-        if self.question.expandable_segments:
-            peak = max(report.allocated, report.peak.total)
-            known = 1.0 if self.simulated else min(reserved.EXACT, (report.reserved.low + 1) / peak)
-            needs = process(reserved.expandable(peak, known), self.question.gpu)
-        more = max(report.loading.total - report.peak.total, 0) if report.loading else 0
-        return Interval(needs.low + more, needs.value + more, needs.high + more)
+        if not expandable_segments:
+            return report.process
+        peak = max(report.allocated, report.peak.total)
+        known = 1.0 if self.simulated else min(reserved.EXACT, (report.reserved.low + 1) / peak)
+        loading = report.loading.total if report.loading else 0
+        return expandable(max(peak, loading), known) + self._context
 
     def over(self, tier: str) -> float:
         """Bytes that it lacks in `tier`, negative where it fits; infinite without a prediction, or a simulation that it
@@ -152,7 +165,9 @@ class Candidate:
             if layers > DEEPEST and not may_be_deepened(recipe, "cuda"):
                 return f"none of {layers} layers can stand for another in this recipe; plan simulates up to {DEEPEST}"
             steps = min(2, recipe.gradient_accumulation_steps)
-            return simulate(recipe.replace(gradient_accumulation_steps=steps), gpu=self.question.gpu)
+            other = max(0, usable_memory(self.question.gpu) - self.question.usable)
+            asked = {"gpu": self.question.gpu, "other_memory": other}
+            return simulate(recipe.replace(gradient_accumulation_steps=steps), **asked)
         except (VramLabError, ImportError) as error:
             return str(error)
 
@@ -166,7 +181,9 @@ class Candidate:
             report=report,
             time=time,
             needs=self.interval,
+            by_default=self.interval_with(False),
             tier=found,
+            host=host_memory(self.recipe),
             over=max(0, int(over)),
             notes=tuple(notes_on(self.recipe)),
             without=without_switches(self.recipe, self.question.gpu),

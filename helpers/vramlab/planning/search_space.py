@@ -14,6 +14,7 @@ from typing import Any
 
 from ..formulas import model_states, shards
 from ..formulas.fused_head import with_its_adapters
+from ..formulas.loading import loaded_on_host
 from ..formulas.predict import predict
 from ..hardware.gpu import Chip, Gpu
 from ..recipe import liger, lora_modules
@@ -78,10 +79,10 @@ def families(question: Question, method: str, refused: list[str] | None = None) 
         except RecipeError as error:
             refused.append(f"{error.field} {error.value!r}: {error.allowed}")
             continue
-        if question.host_memory is None or host_bytes(family) <= question.host_memory:
+        if question.host_memory is None or host_memory(family) <= question.host_memory:
             yield family
         else:
-            refused.append(f"what may move to the host is more than its {format_bytes(question.host_memory, digits=2)}")
+            refused.append(f"what the host has to hold is more than its {format_bytes(question.host_memory, digits=2)}")
 
 
 def counted_as(recipe: Recipe) -> Recipe:
@@ -129,6 +130,11 @@ def host_bytes(recipe: Recipe) -> int:
     if recipe.sharding.offload == "parameters":
         moved += model_states.parameter_bytes(held)
     return moved
+
+
+def host_memory(recipe: Recipe) -> int:
+    """Bytes of host memory that all ranks together need: for the weights while they load, then for what is there."""
+    return max(loaded_on_host(recipe), host_bytes(recipe))
 
 
 def notes_on(recipe: Recipe) -> Iterator[str]:
