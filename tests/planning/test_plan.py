@@ -17,13 +17,13 @@ from vramlab import LoRA, Recipe, Sharding, find_gpu, plan, predict, step_time
 from vramlab.faces.cli import app
 from vramlab.hardware.gpu import GpuError
 from vramlab.planning.question import RANK, Question, usable_memory
-from vramlab.planning.search import FASTER, NEAR, Search
-from vramlab.planning.search_space import families, held_bytes, method_of, micro_batches, with_micro_batch
+from vramlab.planning.search import FASTER, NEAR, Search, best_first, is_as_fast
+from vramlab.planning.search_space import families, held_bytes, is_sound, method_of, micro_batches, with_micro_batch
 from vramlab.planning.step_time import _ratios, estimate
 from vramlab.planning.step_traffic import link_of, waits
 from vramlab.recipe.shapes import catalogue
 from vramlab.report.errors import RecipeError
-from vramlab.report.report import TIERS, GiB, MiB, Report
+from vramlab.report.report import TIERS, GiB, MiB, Report, format_bytes
 
 LIGER = "Liger's kernels"
 SMALL = dict(num_layers=2, seq_len=64, lora=LoRA(r=4))
@@ -58,9 +58,12 @@ def test_nothing_faster_in_the_space_fits(memory, gpus, parts, method, card, tie
     search = Search(question)
     found, said = search.answer(method)
     assert said == tier
-    if not fitting:
+    sound = [candidate for candidate in fitting if is_sound(candidate.recipe)]
+    if not fitting or (not sound and found.recipe.sharding and found.recipe.sharding.offload):
         assert found is None or found.recipe.sharding.offload
         return
+    needs = [pair for pair in needs if is_sound(pair[0].recipe) == bool(sound)]
+    fitting = sound or fitting
     assert (found.rank, found.recipe) == min((candidate.rank, candidate.recipe) for candidate in fitting)
     near = [over for candidate, over in needs if 0 < over <= NEAR and candidate.rank[0] < FASTER * found.rank[0]]
     better = search.better(method, tier, found)
@@ -95,8 +98,36 @@ def test_every_choice_is_predicted_to_fit_and_keeps_the_global_batch():
         assert predict(choice.recipe, "RTX 4070").peak == choice.report.peak
         assert choice.recipe.batch_size * choice.recipe.gradient_accumulation_steps == 12
         assert choice.time.tokens == 12 * 256
-    ranks = [choice.order for choice in found.choices]
-    assert ranks == sorted(ranks) and found.best is found.choices[0]
+    assert found.best is found.choices[0]
+    for first, second in itertools.pairwise(found.choices):
+        assert first.order[0] <= second.order[0] and (first.order < second.order or is_as_fast(first, second))
+
+
+def test_updates_that_are_rounded_away_come_after_all_that_are_not():
+    """Full training in bf16-true was the answer wherever it was faster, and QLoRA in fp16-true a T4's for a small model."""
+    full = plan("llama-3.2-1b", "RTX 4090", seq_len=1024, method="full", confirm=False).best
+    assert full.recipe.precision == "bf16-mixed" and full.tier == "safe"
+    shards = plan("qwen2.5-32b", "H100", 8, seq_len=2048, method="full", confirm=False).best
+    assert shards.recipe.precision == "bf16-mixed" and shards.tier == "safe"
+    small = plan("qwen2.5-0.5b", "T4", seq_len=512, confirm=False)
+    assert small.best.method == "lora" and {c.recipe.precision for c in small.choices} == {"fp16-mixed"}
+    asked = dict(precisions="bf16-true", seq_len=1024, method="full", confirm=False)
+    rounded = plan("llama-3.2-1b", "RTX 4090", **asked)
+    text = " ".join(str(rounded).split())
+    assert "an update below about 1/256 of a weight is rounded away" in text
+    mixed = predict(rounded.best.recipe.replace(precision="bf16-mixed"), "RTX 4090").peak.total
+    more = format_bytes(mixed - rounded.best.report.peak.total, digits=2)
+    assert f"what helps: fp32 weights (bf16-mixed), {more} more; adapters in fp32 (method lora)" in text
+
+
+def test_of_methods_as_fast_as_each_other_the_simpler_comes_first():
+    found = plan("llama-3.1-8b", "A100 80GB", seq_len=1024, confirm=False)
+    lora, qlora = (next(c for c in found.choices if c.method == method) for method in ("lora", "qlora"))
+    assert qlora.seconds < lora.seconds * 1.3 and found.choices.index(lora) < found.choices.index(qlora)
+    assert any("lora and qlora: about as fast" in note for note in found.notes)
+    seconds = 3 * qlora.time.seconds
+    slow = dataclasses.replace(lora, time=dataclasses.replace(lora.time, seconds=seconds, high=1.3 * seconds))
+    assert [choice.method for choice in best_first([slow, qlora])] == ["qlora", "lora"]
 
 
 def test_what_likely_fits_goes_before_what_waits_for_the_host():
@@ -137,8 +168,42 @@ def test_liger_is_not_proposed_where_it_does_not_run(model, card, asked):
         assert not any(family.use_liger_kernel for family in families(question, method))
 
 
+def test_trls_fused_loss_is_searched_where_ligers_kernels_do_not_run():
+    """GPT-2 on a T4: Liger patches no GPT-2, and Triton compiles for no T4; SFTTrainer's head makes no logits either."""
+    found = plan("gpt2", "T4", seq_len=1024, confirm=False)
+    trl = [choice for choice in found.choices if choice.recipe.trainer == "sft"]
+    assert trl and found.best in trl
+    for choice in trl:
+        whole = predict(choice.recipe.replace(trainer="transformers"), "T4").peak.total
+        assert choice.without["SFTTrainer's loss"] == whole - choice.report.peak.total > 0
+    assert "to install: trl" in str(found)
+    alone = plan("gpt2", "T4", seq_len=1024, liger=False, confirm=False)
+    assert {choice.recipe.trainer for choice in alone.choices} == {"transformers"}
+
+
+def test_samples_of_several_lengths_are_ranked_by_the_epoch_and_joined_where_that_is_faster():
+    lengths = [1000] * 10 + [100] * 90
+    asked = dict(lengths=lengths, method="lora", trainer="sft", global_batch=16, confirm=False)
+    best = plan("qwen2.5-0.5b", "RTX 4090", **asked).best
+    assert best.recipe.padding_free and best.recipe.attn_implementation == "flash_attention_2"
+    padded = plan("qwen2.5-0.5b", "RTX 4090", attention="sdpa", **asked).best
+    assert not padded.recipe.padding_free and padded.epoch > best.epoch
+    assert padded.recipe.batch_size < 16  # the more samples, the longer the longest of them
+    alike = plan("qwen2.5-0.5b", "RTX 4090", **asked | {"lengths": [1000] * 100}).best.recipe
+    cut = plan("qwen2.5-0.5b", "RTX 4090", **asked, seq_len=500).best.recipe
+    old = plan("qwen2.5-0.5b", "T4", **asked).best.recipe
+    assert not (alike.padding_free or cut.padding_free or old.padding_free)
+
+
+@pytest.mark.slow
+def test_activations_go_to_the_host_where_nothing_else_fits():
+    found = plan("qwen2.5-14b", "RTX 4090", seq_len=24576, method="qlora", global_batch=4, confirm=False)
+    assert not found.choices
+    assert any(advice.startswith("activation_offloading=True fits (SFTTrainer)") for advice in found.advice)
+
+
 def test_packing_is_named_where_lengths_differ():
-    asked = dict(seq_len=1024, method="lora", confirm=False, global_batch=8)
+    asked = dict(seq_len=1024, method="lora", confirm=False, global_batch=8, liger=False)
     lengths = [1000] * 10 + [100] * 90
     padded = plan("gpt2", "RTX 4090", lengths=lengths, **asked)
     packed = plan("gpt2", "RTX 4090", lengths=lengths, packing=True, **asked)
@@ -211,10 +276,10 @@ def test_what_is_faster_is_explained_in_bytes():
 
 
 def test_a_data_set_gives_lengths_and_an_epoch():
-    asked = dict(lengths=[100] * 60 + [50] * 30 + [700] * 10, method="lora", global_batch=4, confirm=False)
+    asked = dict(lengths=[100] * 60 + [50] * 30 + [700] * 10, method="lora", global_batch=4, confirm=False, liger=False)
     padded = plan("gpt2", "T4", **asked).best
     assert padded.recipe.seq_len == 700
-    if padded.recipe.batch_size > 1:
+    if padded.recipe.lengths:
         assert set(padded.recipe.lengths) == {700, 50}
     packed = plan("gpt2", "T4", packing=True, **asked).best
     assert packed.recipe.lengths is None and packed.epoch <= padded.epoch
@@ -459,18 +524,26 @@ def test_autocast_over_adapters_has_a_half_precision_base():
 def test_a_plan_of_trls_trainer_has_no_logits():
     asked = dict(seq_len=2048, method="full", optims=("adamw_torch_fused",), checkpointing=(True,), liger=False)
     plain, fused = (
-        plan("qwen3-0.6b", "RTX 4090", **asked, trainer=name, confirm=False).best.recipe
-        for name in ("transformers", "sft")
+        plan("qwen3-0.6b", "RTX 4090", **asked, trainer=name, confirm=False).best for name in ("transformers", "sft")
     )
-    assert fused.trainer == "sft" and fused.batch_size > plain.batch_size
+    assert fused.recipe.trainer == "sft" and fused.report.peak.total < plain.report.peak.total - 2 * GiB
     for model, gpus, field, name in (
         ("mixtral-8x7b", 1, "trainer", "sft"),
-        ("gpt2", 2, "gpus", "sft"),
         ("gpt2", 2, "gpus", "dpo"),
     ):
         with pytest.raises(RecipeError) as caught:
             plan(model, "RTX 4090", gpus, trainer=name)
         assert caught.value.field == field
+
+
+def test_trls_sft_trainer_has_a_plan_on_several_gpus(tmp_path):
+    found = plan("llama-3.1-8b", "A100", 4, trainer="sft", seq_len=2048, confirm=False)
+    assert [choice.tier for choice in found.choices] == ["safe"] * 3
+    assert {choice.recipe.trainer for choice in found.choices} == {"sft"}
+    assert all(choice.recipe.sharding.world_size == 4 for choice in found.choices)
+    for choice in found.choices:
+        (program, *_) = found.write(tmp_path / f"{choice.method}.py", choice)
+        assert "SFTTrainer(" in program.read_text(encoding="utf-8")
 
 
 # --- the command line -------------------------------------------------------------------------------------------------

@@ -83,9 +83,9 @@ def _refusals(recipe: Recipe) -> Refusals:
     yield "lora.target_modules", lora_modules.adapts_experts(shape, lora), allowed
     for name in LATER_OF_LORA if lora else ():
         yield f"lora.{name}", getattr(lora, name), "the formulas know adapters of two matrices on modules: ask simulate"
-    allowed = "the formulas know TRL's trainers and Liger's kernels on one device only: ask simulate"
+    allowed = "the formulas know TRL's trainers but 'sft', and Liger's kernels, on one device only: ask simulate"
     kernels = liger.kernels(recipe)
-    yield "sharding", sharding and (recipe.trainer != "transformers" or kernels), allowed
+    yield "sharding", sharding and (recipe.trainer not in ("transformers", "sft") or kernels), allowed
     allowed = f"the formulas do not know what Liger does in a {shape.family}: ask simulate"
     yield "use_liger_kernel", kernels and liger.FAMILIES[shape.family] is None, allowed
     unplaced = sharding and (sharding.stage == 3 or sharding.engine == "fsdp")
