@@ -2,11 +2,12 @@
 
     python benchmarks/step_times.py
 
-35 published runs on a T4 (those of `data/published_runs.json` that state seconds and ran as `predict` describes them) and
-our records of an H100 (`data/measurements`: on one card, not compiled) give for each card U, the share of the peak that
-matrix products reach, V, that of the bandwidth, and τ, the seconds that the host takes for an operator; the H100 also σ,
-what bitsandbytes' optimizers wait for each tensor. Least squares of the logarithm of estimated over measured seconds. To see
-what a fit is worth on a model that it has not seen, it is repeated without each model in turn.
+61 published runs on a T4 (those of `data/published_runs.json` that state seconds and ran as `predict` describes them, 26 of
+them with repeated keys) and our records of an H100 (`data/measurements`: on one card, not compiled) give for each card U,
+the share of the peak that matrix products reach, W, that in a fused kernel of attention, V, that of the bandwidth, and τ,
+the seconds that the host takes for an operator; the H100 also σ, what bitsandbytes' optimizers wait for each tensor: least
+squares of the logarithm of estimated over measured seconds. To see what a fit is worth on a model that it has not seen, it
+is repeated without each model in turn.
 """
 
 import statistics
@@ -16,10 +17,22 @@ from functools import cache
 
 import numpy as np
 from vramlab import Recipe, find_gpu
-from vramlab.planning.step_time import RATES, TRANSFERS, USUAL, WAITING_TENSOR, operations, timed_records, walk
+from vramlab.planning.step_time import (
+    RATES,
+    TRANSFERS,
+    USUAL,
+    WAITING_TENSOR,
+    attention_operations,
+    form_of,
+    operations,
+    timed_records,
+    walk,
+)
 from vramlab.planning.step_traffic import optimizer_traffic, waiting_tensors
+from vramlab.recipe.options import REPEATED
 from vramlab_course.published import runs
 
+AS_RUN = "repeated keys"  # which is a kernel of the recipe
 CARDS = ("T4", "H100 SXM")
 OUTSIDE = 20  # one part in so many on either side is left out of an interval
 ROUNDS, DAMPING = 60, 1e-2  # of Levenberg and Marquardt's method
@@ -38,34 +51,39 @@ class Timed:
 @cache
 def chosen(card: str) -> tuple[Timed, ...]:
     """The runs on a card that say their seconds and ran plainly."""
-    published = [run for run in runs() if run.seconds and not run.as_run and find_gpu(run.gpu).name == card]
-    found = [Timed(card, run.recipe, run.seconds) for run in published]
+    found = []
+    for run in runs():
+        if run.seconds and run.as_run in (None, AS_RUN) and find_gpu(run.gpu).name == card:
+            kernel = REPEATED if run.as_run else run.recipe.attn_implementation
+            found.append(Timed(card, run.recipe.replace(attn_implementation=kernel), run.seconds))
     return (*found, *(Timed(card, recipe, seconds) for recipe, seconds in timed_records(card)))
 
 
 @cache
-def features(run: Timed) -> tuple[float, float, float, float]:
-    """Seconds at the whole peak and at the whole bandwidth, operators, and tensors that are waited for."""
+def features(run: Timed) -> tuple[float, ...]:
+    """Seconds at the whole peak, in fused attention too, and at the whole bandwidth; operators; tensors waited for."""
     card, recipe = find_gpu(run.card), run.recipe
     walked, times = walk(recipe, card.chip), recipe.gradient_accumulation_steps
     computing = times * sum(n / card.flops(form) for form, n in operations(recipe, walked).items())
+    fused = times * attention_operations(recipe, walked) / card.flops(form_of(recipe)) if walked.fused else 0.0
     moved = times * TRANSFERS * walked.written + optimizer_traffic(recipe)
-    return computing, moved / card.bandwidth, times * walked.kernels, waiting_tensors(recipe)
+    return computing - fused, fused, moved / card.bandwidth, times * walked.kernels, waiting_tensors(recipe)
 
 
 def estimated(x: np.ndarray, constants: Sequence[float]) -> np.ndarray:
-    """Seconds by (U, V, τ, σ): the longer of computing and issuing, and what is waited for."""
-    u, v, issue, waiting = constants
-    return np.maximum(x[:, 0] / u + x[:, 1] / v, x[:, 2] * issue) + x[:, 3] * waiting
+    """Seconds by (U, W, V, τ, σ): the longer of computing and issuing, and what is waited for."""
+    *shares, issue, waiting = constants
+    computing = (x[:, :3] / np.array(shares)).sum(axis=1)
+    return np.maximum(computing, x[:, 3] * issue) + x[:, 4] * waiting
 
 
-def in_use(card: str) -> tuple[float, float, float, float]:
+def in_use(card: str) -> tuple[float, ...]:
     """The constants that `step_time` has for a card."""
     return (*RATES.get(card, USUAL), WAITING_TENSOR)
 
 
 def fit(found: Sequence[Timed]) -> tuple[float, ...]:
-    """(U, V, τ, σ), by Levenberg and Marquardt's method on the logarithm of the ratio; σ as it is where no run waits."""
+    """(U, W, V, τ, σ), by Levenberg and Marquardt's method on the logarithm of the ratio; σ as it is where no run waits."""
     x, measured = np.array([features(run) for run in found]), np.log([run.seconds for run in found])
     start = np.log(in_use(found[0].card))
 
@@ -128,8 +146,9 @@ def summary(found: Sequence[float]) -> str:
 
 def main() -> None:
     for card in CARDS:
-        for label, (u, v, issue, waiting) in (("fitted", fit(chosen(card))), ("in use", in_use(card))):
-            print(f"{card}, {label}: U = {u:.3f}, V = {v:.3f}, τ = {issue * 1e6:.1f} µs, σ = {waiting * 1e6:.0f} µs")
+        for label, (u, w, v, issue, waiting) in (("fitted", fit(chosen(card))), ("in use", in_use(card))):
+            shares = f"U = {u:.3f}, W = {w:.4f}, V = {v:.3f}"
+            print(f"{card}, {label}: {shares}, τ = {issue * 1e6:.1f} µs, σ = {waiting * 1e6:.0f} µs")
         print(f"{card}, fitted: {summary(ratios(chosen(card), fit(chosen(card))))}")
         print(f"{card}, model held out: {summary([ratio for _, ratio in held_out(card)])}")
     print(f"card held out: {summary(elsewhere())}")

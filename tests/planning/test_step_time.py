@@ -81,7 +81,7 @@ def test_the_intervals_are_those_of_what_no_fit_has_seen(step_times):
     assert step_times.spread(step_times.elsewhere()) == pytest.approx(SPREAD_ELSEWHERE, abs=0.01)
 
 
-@pytest.mark.parametrize(("card", "count", "mean", "worst"), [("T4", 35, 0.09, 0.26), ("H100 SXM", 184, 0.165, 1.2)])
+@pytest.mark.parametrize(("card", "count", "mean", "worst"), [("T4", 61, 0.1, 0.42), ("H100 SXM", 184, 0.16, 1.2)])
 def test_seconds_come_to_those_measured_on_models_that_the_fit_has_not_seen(step_times, card, count, mean, worst):
     found = step_times.held_out(card)
     errors = [abs(1 / ratio - 1) for _, ratio in found]
@@ -99,3 +99,15 @@ def test_bitsandbytes_waits_for_each_tensor():
         step_time(recipe.replace(optim=name), "H100").seconds for name in ("adamw_torch", "adamw_bnb_8bit")
     )
     assert waiting > plain + 290 * 0.9 * WAITING_TENSOR - 0.02
+
+
+def test_the_kernel_that_ran_is_timed():
+    """TinyLlama, 8 × 1,024 tokens in fp16 on a T4, as published: 8.69 s written out, 6.17 s with repeated keys."""
+    lora = LoRA(r=32, target_modules="all-linear")
+    recipe = Recipe("tinyllama-1.1b", 8, 1024, "fp16-true", "adamw_torch", gradient_checkpointing=True, lora=lora)
+    seconds = {
+        name: step_time(recipe.replace(attn_implementation=name), "T4").seconds
+        for name in ("sdpa_repeated", "eager", "sdpa")
+    }
+    assert list(seconds) == sorted(seconds, key=seconds.get)
+    assert 1.2 < seconds["eager"] / seconds["sdpa_repeated"] < 2

@@ -13,7 +13,7 @@ from ..hardware.gpu import DEFAULT_CHIP, Chip
 from ..hardware.overhead import torch_release
 from ..recipe import lora_modules
 from ..recipe.knobs import unchecked
-from ..recipe.options import LoRA
+from ..recipe.options import REPEATED, LoRA
 from ..recipe.recipe import Recipe
 from ..recipe.shapes import Shape
 from ..report.errors import RecipeError
@@ -24,6 +24,7 @@ from .fused_head import reference_recipe
 from .ledger import Entry, Parameter, Tensor
 from .model import ROOT, Model
 from .model_states import Settings
+from .repeated_keys import repeating
 
 ENGINES = {"fsdp": FsdpModel, "deepspeed": DeepSpeedModel}  # whose ledger is another; DDP's ranks have the plain one
 Extra = tuple[tuple[int, int, int], ...]  # what layers that are not run add: (how many, between event, and event)
@@ -45,6 +46,7 @@ class Account:
         if recipe.shape.layout is None:
             raise RecipeError("model", recipe.name, f"predict does not know {recipe.shape.family}: ask simulate")
         kind = ENGINES.get(recipe.sharding and recipe.sharding.engine, Model)
+        kind = repeating(kind) if recipe.attn_implementation == REPEATED else kind
         self.m = m = kind(recipe, _parameters(recipe), chip)
         m.shard(asked, self.gradients_exist)
         loss = self._forward()
@@ -87,7 +89,8 @@ class Account:
     def _without_gradients(self, recipe: Recipe, chip: Chip) -> tuple[Model, int]:
         """Run the reference model while what the policy saved is there; return (model, event at which it is over)."""
         frozen = reference_recipe(recipe)
-        model = Model(frozen, _parameters(frozen), chip)
+        kind = repeating(Model) if recipe.attn_implementation == REPEATED else Model
+        model = kind(frozen, _parameters(frozen), chip)
         for parameter in model.parameters.values():
             parameter.needs = recipe.has_reference  # nobody freezes it: autocast keeps copies of its weights
         model.events, model.no_grad = self.m.events, True

@@ -20,6 +20,7 @@ from typing import Any
 
 from ..hardware.gpu import Gpu
 from ..recipe.knobs import unchecked
+from ..recipe.options import REPEATED
 from ..recipe.recipe import Recipe
 from ..report import __version__
 from ..report.errors import RecipeError
@@ -234,7 +235,9 @@ def _notes(question: Question, choices: list[Choice]) -> Iterator[str]:
     eager = [choice.recipe for choice in choices if choice.recipe.attn_implementation == "eager"]
     eager = [recipe for recipe in eager if recipe.shape.attention != "eager"]  # others have no sdpa
     if any(not walk(unchecked(recipe, attn_implementation="sdpa"), question.gpu.chip).fused for recipe in eager):
-        yield f"eager: sdpa has no fused kernel for this model on {question.gpu.name}, and computes in fp32 without one"
+        yield f"eager: for rows of one length sdpa has no fused kernel for this model on {question.gpu.name}"
+    if any(choice.recipe.attn_implementation == REPEATED for choice in choices):
+        yield f"{REPEATED}: repeat_shared_keys() of vramlab, or {question.gpu.name} has no fused kernel for shared keys"
     if lengths := question.lengths:
         cut, middle = sum(length > question.plain.seq_len for length in lengths), lengths[len(lengths) // 2]
         rest = f"; {cut:,} are cut to {question.plain.seq_len:,}" if cut else ""

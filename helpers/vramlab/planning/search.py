@@ -306,7 +306,7 @@ def epoch_of(question: Question, recipe: Recipe, parts: dict[str, float]) -> flo
     seconds, steps = sum(parts.values()), len(question.lengths) / question.global_batch
     if packed:
         return steps * share * seconds
-    return steps * (seconds - (1 - share) * (parts["matmuls"] + parts["memory"]))
+    return steps * (seconds - (1 - share) * (parts["matmuls"] + parts["attention"] + parts["memory"]))
 
 
 def best_first(choices: Sequence[Choice]) -> list[Choice]:

@@ -19,7 +19,7 @@ from ..hardware.gpu import Chip, Gpu
 from ..recipe import liger, lora_modules
 from ..recipe.knobs import unchecked
 from ..recipe.lora_modules import unquantized
-from ..recipe.options import HALF, TRL, LoRA, Quantization, Sharding
+from ..recipe.options import HALF, REPEATED, TRL, LoRA, Quantization, Sharding
 from ..recipe.recipe import LATER_OF_LORA, Recipe
 from ..recipe.shapes import Shape
 from ..report.errors import RecipeError
@@ -36,6 +36,7 @@ PRECISIONS_OF = {
     "lora": ("half-true", "half-mixed", "fp32"),
     "qlora": ("half-true", "half-mixed"),
 }
+PREFERRED = ("sdpa", REPEATED, "eager", "flash_attention_2")  # kernels of attention, by what they ask of a program
 SURE = 0.98  # of the saved activations interpolated from two micro-batches: rounding of blocks is not affine
 ROUNDING = {"bf16-true": "1/256", "fp16-true": "1/2048"}  # half the least relative step of the format: 2^-8, 2^-11
 
@@ -91,9 +92,12 @@ def _kernels(question: Question) -> list[str]:
     each is several samples, and on request."""
     joins = question.can_be_joined() and "sft" in question.trainers()
     tries_flash = joins or "sdpa" not in question.attention
-    flash = tries_flash and question.gpu.compute_capability >= FLASH_SINCE
-    kernels = (name for name in question.attention if name != "flash_attention_2" or flash)
-    return sorted(kernels, key=lambda name: name != "sdpa")
+    since = question.gpu.compute_capability >= FLASH_SINCE
+    left_out = {REPEATED} if since else set()  # from Ampere on sdpa has a kernel for shared keys
+    if not (since and tries_flash):
+        left_out.add("flash_attention_2")
+    kernels = [name for name in question.attention if name not in left_out or question.attention == (name,)]
+    return sorted(kernels, key=PREFERRED.index)
 
 
 def counted_as(recipe: Recipe) -> Recipe:

@@ -1,19 +1,21 @@
 """How long a training step takes, by roofline: what has to be computed and moved, or issued, each over its rate.
 
-    computing = A × (operations / (U × peak) + 3 × bytes written / (V × bandwidth)) + bytes of the optimizer / (V × bandwidth)
+    computing = A × (operations / (U × peak) + attention's / (W × peak) + 3 × bytes written / (V × bandwidth))
+              + bytes of the optimizer / (V × bandwidth)
     seconds   = max(computing, A × operators × τ) + tensors × σ + links + host          (`step_traffic.py`)
 
 for A micro-batches. Kernels run one after the other, so their times add up (within one kernel it is the larger of two,
 Williams et al. 2009), while the host issues the next ones: the longer of both counts. The bytes written and the operators
 are those of `predict`'s ledger. bitsandbytes' optimizers wait for the GPU after each tensor (`optim/optimizer.py`,
-`sync_gpu`), which takes σ.
+`sync_gpu`), which takes σ. A fused kernel of attention has a share W of its own: the memory-efficient one reaches little
+on a T4.
 
-U, V, τ and σ are least-squares fits (`benchmarks/step_times.py`): to 35 published runs on a T4 with step times
-(`data/published_runs.json`: LoRA and QLoRA with checkpointing, 0.1 to 7 billion parameters) and to our records of an
-H100 (`data/measurements`). How far off the estimate is of a model that the fit has not seen is its interval. For another
-card the middle of both is an assumption, and the interval is that of each card's runs by the other's rates: whole training
-steps reach 38 to 52 % of the peak on A100, H100 and TPUs (Narayanan et al. 2021, table 1; Chowdhery et al. 2022, table 3;
-Dubey et al. 2024, table 4).
+U, W, V, τ and σ are least-squares fits (`benchmarks/step_times.py`): to 61 published runs on a T4 with step times
+(`data/published_runs.json`: LoRA and QLoRA with checkpointing, 0.1 to 7 billion parameters, 26 with repeated keys) and to
+our records of an H100 (`data/measurements`). How far off the estimate is of a model that the fit has not seen is its
+interval. For another card the middle of both is an assumption, and the interval is that of each card's runs by the other's
+rates: whole training steps reach 38 to 52 % of the peak on A100, H100 and TPUs (Narayanan et al. 2021, table 1; Chowdhery
+et al. 2022, table 3; Dubey et al. 2024, table 4).
 """
 
 import contextlib
@@ -35,24 +37,25 @@ from ..report.errors import RecipeError
 from .step_traffic import optimizer_traffic, waiting_tensors, waits
 
 TRANSFERS = 3  # of each byte that an operator writes: it reads about two to write one
-WAITING_TENSOR = 157e-6  # seconds, σ
+WAITING_TENSOR = 160e-6  # seconds, σ
 
 
 class Rates(NamedTuple):
     """What whole training steps reach on a card."""
 
     matmuls: float  # share of the peak, U
+    attention: float  # share of the peak in a fused kernel, W
     memory: float  # share of the bandwidth, V
     issue: float  # seconds that the host takes for an operator, τ
 
 
-RATES = {"T4": Rates(0.397, 0.912, 48.8e-6), "H100 SXM": Rates(0.719, 0.680, 42.1e-6)}
-USUAL = Rates(0.534, 0.787, 45.3e-6)  # the geometric mean of both, for other cards
+RATES = {"T4": Rates(0.417, 0.0574, 0.884, 47.7e-6), "H100 SXM": Rates(0.849, 0.164, 0.651, 42e-6)}
+USUAL = Rates(0.595, 0.0971, 0.759, 44.8e-6)  # the geometric mean of both, for other cards
 # Measured over estimated seconds of nine tenths of the runs, (least, most): each model left out of the fit in turn; for
 # other cards each of the two cards by the other's rates.
-SPREAD = {"T4": (0.82, 1.26), "H100 SXM": (0.72, 1.43)}
-SPREAD_ELSEWHERE = (0.62, 1.30)
-BASIS = {"T4": "fitted to 35 published runs on a T4", "H100 SXM": "fitted to our records of an H100"}
+SPREAD = {"T4": (0.79, 1.19), "H100 SXM": (0.72, 1.42)}
+SPREAD_ELSEWHERE = (0.55, 1.36)
+BASIS = {"T4": "fitted to 61 published runs on a T4", "H100 SXM": "fitted to our records of an H100"}
 HIDDEN = (0.5, 1.0, 0.0)  # what part of the computing time hides communication, for the likely, the least and the most
 WAITS = ("links", "host")
 FEW = 5  # records, below which their spread says little
@@ -66,8 +69,8 @@ class StepTime:
     seconds: float
     low: float
     high: float
-    # "matmuls", "memory", "launches" (what issuing takes longer than computing), "optimizer", "links" that are not
-    # hidden, "host"
+    # "matmuls", "attention" (in a fused kernel), "memory", "launches" (what issuing takes longer than computing),
+    # "optimizer", "links" that are not hidden, "host"
     parts: dict[str, float]
     tokens: int  # that all ranks together read in the step
     basis: str  # what the figure rests on, one sentence
@@ -113,9 +116,11 @@ def _computed(recipe: Recipe, card: Gpu) -> dict[str, float]:
     rates, times = RATES.get(card.name, USUAL), recipe.gradient_accumulation_steps
     bandwidth = rates.memory * _known(card, "bandwidth", card.bandwidth)
     walked = walk(recipe, card.chip)
+    fused = attention_operations(recipe, walked) / card.flops(form_of(recipe)) if walked.fused else 0.0
     at_peak = (n / _known(card, form, card.flops(form)) for form, n in operations(recipe, walked).items())
     parts = {
-        "matmuls": times * sum(at_peak) / rates.matmuls,
+        "matmuls": times * (sum(at_peak) - fused) / rates.matmuls,
+        "attention": times * fused / rates.attention,
         "memory": times * TRANSFERS * walked.written / bandwidth,
         "optimizer": optimizer_traffic(recipe) / bandwidth,
     }
@@ -145,10 +150,10 @@ def operations(recipe: Recipe, walked: "Walk") -> dict[str, int]:
     the head and the adapters compute in fp32 unless autocast is on.
     """
     shape, lora, quantization = recipe.shape, recipe.lora, recipe.quantization
-    body, head, channels = _sizes(shape)
+    body, head, _ = _sizes(shape)
     tokens = recipe.tokens // recipe.gradient_accumulation_steps
-    mixed, half = recipe.precision.endswith("-mixed"), recipe.precision[:4] in ("fp16", "bf16")
-    form = base = recipe.precision[:4] if half else recipe.precision
+    mixed = recipe.precision.endswith("-mixed")
+    form = base = form_of(recipe)
     again, trained, more = int(recipe.gradient_checkpointing), int(lora is None), recipe.passes_without_gradients
     if quantization and quantization.compute_dtype and not mixed:
         base = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}[quantization.compute_dtype]
@@ -159,11 +164,25 @@ def operations(recipe: Recipe, walked: "Walk") -> dict[str, int]:
     if lora:
         wide = not mixed and (lora.autocast_adapter_dtype or quantization)
         found["fp32" if wide else form] += 2 * tokens * _adapters(shape, lora) * (3 + again)
-    causal = walked.fused and not walked.masked and "lm" in shape.task and shape.task != "masked-lm"
-    scores = int(4 * _pairs(recipe) * channels * (3 + again + more) * (0.5 if causal else 1))
     # sdpa without a fused kernel ("math") computes in fp32
-    found[form if walked.fused or recipe.attn_implementation == "eager" else "fp32"] += scores
+    found[form if walked.fused or recipe.attn_implementation == "eager" else "fp32"] += attention_operations(
+        recipe, walked
+    )
     return {name: n for name, n in found.items() if n}
+
+
+def attention_operations(recipe: Recipe, walked: "Walk") -> int:
+    """Those of `operations` that are attention's products with pairs of tokens."""
+    *_, channels = _sizes(recipe.shape)
+    task = recipe.shape.task
+    causal = walked.fused and not walked.masked and "lm" in task and task != "masked-lm"
+    passes = 3 + int(recipe.gradient_checkpointing) + recipe.passes_without_gradients
+    return int(4 * _pairs(recipe) * channels * passes * (0.5 if causal else 1))
+
+
+def form_of(recipe: Recipe) -> str:
+    """The format that matrix products of what is not quantized compute in."""
+    return recipe.precision[:4] if recipe.precision[:4] in ("fp16", "bf16") else recipe.precision
 
 
 def _pairs(recipe: Recipe) -> int:
