@@ -46,8 +46,6 @@ def test_a_t4_gets_the_kernel_that_its_batches_have(tmp_path):
     assert {choice.recipe.attn_implementation for choice in found.choices} == {"sdpa_repeated"}
     eager = plan("qwen3-0.6b", "T4", seq_len=2048, attention="eager", confirm=False)
     assert found.best.time.tokens_per_second > 1.5 * eager.best.time.tokens_per_second
-    long = plan("llama-3.2-1b", "T4", seq_len=32768, method="lora", confirm=False)
-    assert long.best.tier == "safe"
     program = found.write(tmp_path / "train.py")[0].read_text(encoding="utf-8")
     assert "attn_implementation=repeat_shared_keys()," in program and "repeat_shared_keys" in program.split("def ")[0]
     question = Question("qwen3-0.6b", "RTX 4090", seq_len=2048)  # which has a kernel for shared keys

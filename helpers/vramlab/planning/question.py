@@ -131,8 +131,11 @@ class Question:
         return bool(self.liger and known and alone and self.gpu.compute_capability >= LIGER_SINCE)
 
     def trainers(self) -> tuple[str, ...]:
-        """The trainers to try: SFTTrainer too, whose loss makes no logits, where Liger's kernels do not run."""
+        """The trainers to try: SFTTrainer too, whose loss makes no logits, where Liger's kernels do not run. It launches
+        kernels of Triton's too (trl/kernels/chunked_logprob.py)."""
         plain = self.plain
+        if self.gpu.compute_capability < LIGER_SINCE:
+            return (plain.trainer,)
         is_possible = self.liger and plain.trainer == "transformers" and plain.shape.task == "causal-lm"
         also = is_possible and not self.liger_is_possible() and not plain.shape.image_tokens
         return (plain.trainer, "sft") if also else (plain.trainer,)
