@@ -14,9 +14,9 @@ others.
     python benchmarks/plan_tasks.py answers [OUT.json]
 
 `questions` asks `plan` by itself, as people do, for all methods or one, also for TRL's trainer, and trains the best answer
-with rows of one length and with padded ones. Triton's kernels find the driver by TRITON_LIBCUDA_PATH, the stand-in's folder. Of
-the first ten it also tries every recipe of the space: is there one that fits as surely, is as sound, and faster by more than
-the error that is stated?
+with rows of one length and with padded ones. Triton's kernels find the driver by TRITON_LIBCUDA_PATH, the stand-in's folder.
+Of the first ten it also tries every recipe of the space: is there one that fits as surely, is as sound, and faster by more
+than the error that is stated?
 
 """
 
