@@ -2,6 +2,8 @@
 
 import pytest
 import torch
+from tiny_models import config
+from transformers import LlamaConfig
 from vramlab import Recipe, RecipeError, plan, predict, simulate
 from vramlab.planning.question import Question
 from vramlab.planning.search_space import families
@@ -13,7 +15,9 @@ SHARED = dict(num_layers=2, batch_size=3, seq_len=64, attn_implementation="sdpa_
 
 @pytest.mark.parametrize("lengths", [None, (64, 50, 10)])
 def test_losses_are_those_of_sdpa(lengths):
-    recipe = Recipe("qwen2.5-0.5b", **SHARED, lengths=lengths)
+    sizes = dict(num_attention_heads=4, num_key_value_heads=2, head_dim=16, hidden_size=64)
+    tiny = LlamaConfig(**config("llama", **sizes))
+    recipe = Recipe(tiny, **SHARED, lengths=lengths)
     losses = []
     for name in ("sdpa", "sdpa_repeated"):
         torch.manual_seed(0)
