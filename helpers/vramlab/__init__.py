@@ -28,6 +28,7 @@ _PUBLIC = {
     "simulation.simulate": "simulate simulate_evaluation",
     "measurement.records": "find_record",
     "measurement.share": "share",
+    "training.repeated_keys": "repeat_shared_keys",
     "planning.plan": "Plan plan",
     "planning.step_time": "step_time",
     "hardware.gpu": "find_gpu gpu_names",
@@ -63,6 +64,7 @@ if TYPE_CHECKING:
     from .report.errors import MeasurementError, RecipeError, RecordError, ReportError, VramLabError
     from .report.report import Bytes, GiB, MiB, Phase, Report, format_bytes
     from .simulation.simulate import simulate, simulate_evaluation
+    from .training.repeated_keys import repeat_shared_keys
 
 
 def __getattr__(name: str):

@@ -71,6 +71,7 @@ def assemble(source: Path, notebooks: Sequence[Path], verdicts: Iterable[Verdict
         "reference": site_pages.reference_page(),
         "accuracy": site_evidence.summary(),
         "published": site_evidence.runs_table(),
+        "speed": site_evidence.speed_page(source / "static" / "step_times.png", "/static/step_times.png"),
         "records": site_evidence.records_page(measurements_folder(), site_evidence.wanted()),
     }
     generated = source / "generated"

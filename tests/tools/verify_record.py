@@ -40,9 +40,17 @@ SIMULATED_FOR = ("torch", "transformers", "peft", "bitsandbytes", "accelerate") 
 TEXT = re.compile(r"""[0-9A-Za-z ·×→−–…µΔ%()\[\],.:;=/_+*{}'"?#-]*""")
 MOST_REPEATS = 1000
 TRACKED = 0.1  # of the clean pass's peak that the tracked one may hold more: 4 % at most among our records
-# Measured over estimated seconds, by what takes longest, below which a person looks: a sixth under the least of the 187
-# timed records of an H100 (0.54, 0.46, 0.98, 1.09; paged optimizers that page nothing, 0.30).
-FASTEST = {"matmuls": 0.45, "memory": 0.38, "launches": 0.8, "optimizer": 0.9, "host": 0.25, "links": 0.25}
+# Measured over estimated seconds, by what takes longest, below which a person looks: a sixth under the least of the 184
+# timed records of an H100 (0.65, 0.66, 0.49, 0.88; paged optimizers that page nothing, 0.31).
+FASTEST = {
+    "matmuls": 0.54,
+    "attention": 0.54,
+    "memory": 0.55,
+    "launches": 0.41,
+    "optimizer": 0.73,
+    "host": 0.25,
+    "links": 0.25,
+}
 ALIKE = 1.5  # times that the seconds of one recipe on two cards of a kind differ by
 OTHERS = GiB  # of a card that other processes may hold when a run goes out of memory
 MOST_OUTSIDE = (

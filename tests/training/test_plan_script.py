@@ -111,6 +111,14 @@ def written(base: str, folder: Path, sharding: Sharding | None = None, **asked) 
     return choice.recipe, files
 
 
+def test_a_program_with_repeated_keys_trains(base, tmp_path):
+    """As for a T4: its recipe has that kernel, which the program registers."""
+    asked = dict(attention="sdpa_repeated", method="lora", precisions="fp32")
+    recipe, files = written(base, tmp_path, **asked)
+    assert recipe.attn_implementation == "sdpa_repeated" and "    repeat_shared_keys()" in files[0].read_text()
+    run_script(tmp_path, steps=STEPS[:1])
+
+
 def test_ligers_kernels_are_on_where_there_is_a_card(base, tmp_path):
     recipe, files = written(base, tmp_path, liger=True, method="lora")
     program = files[0].read_text()

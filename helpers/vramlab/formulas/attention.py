@@ -46,7 +46,11 @@ class AttentionKernels:
         `sinks`: the softmax has a column more, cut off afterwards (GPT-OSS); only eager attention
         does so.
         """
-        implementation = self.operators.numerics.attention
+        m = self.operators
+        implementation = m.numerics.attention
+        if m.numerics.repeats_keys:
+            heads = q.shape[1]
+            k, v = [m.repeat(x, heads) for x in (k, v)]
         if implementation == "eager":
             return self._eager(q, k, v, mask, sinks)
         # sdpa takes joined samples for one row, with a mask.

@@ -133,7 +133,7 @@ class Model:
         It has a number for each pair of tokens and sequence. sdpa needs one for padding, joined
         samples and a sliding window (`masking_utils._ignore_causal_mask_sdpa`).
         """
-        kernel = self.recipe.attn_implementation
+        kernel = self.operators.numerics.attention
         if kernel == "flash_attention_2":
             return None
         tokens = self.rows.tokens

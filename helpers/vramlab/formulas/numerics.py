@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 from ..hardware.gpu import Chip
 from ..recipe.liger import kernels
+from ..recipe.options import REPEATED
 from ..recipe.recipe import Recipe
 from .ledger import Parameter
 from .model_states import joined_samples
@@ -49,7 +50,8 @@ class Numerics:
         unpacked: width in which quantized weights had been loaded, and are unpacked.
         compute: width in which their layers multiply. `nested`: their scales are quantized too.
         bf16: half precision is bf16.
-        attention: `attn_implementation`.
+        attention: `attn_implementation`, "sdpa" where keys are repeated for it.
+        repeats_keys: they are, before the kernel (`training/repeated_keys.py`).
         liger: names of Liger's kernels that replace modules.
         views: linear layers that multiply by a view of their weight, which autocast casts anew.
     """
@@ -62,6 +64,7 @@ class Numerics:
     nested: bool
     bf16: bool
     attention: str
+    repeats_keys: bool
     lora_dropout: float
     liger: frozenset[str]
     views: frozenset[str]
@@ -73,6 +76,8 @@ class Numerics:
         # A "-true" precision computes in half precision without autocast.
         precision = recipe.precision
         quantization = recipe.quantization
+        attention = recipe.attn_implementation
+        repeats_keys = attention == REPEATED
         views = frozenset()
         if not shape.layout.quantizable:  # a class of its own (`FalconLinear`), all but the head
             modules = {name.removesuffix(".weight") for name in parameters}
@@ -85,7 +90,8 @@ class Numerics:
             compute=weight_width(recipe.implied_dtype),
             nested=bool(quantization and quantization.double),
             bf16=not precision.startswith("fp16"),
-            attention=recipe.attn_implementation,
+            attention="sdpa" if repeats_keys else attention,
+            repeats_keys=repeats_keys,
             lora_dropout=recipe.lora.lora_dropout if recipe.lora else 0.0,
             liger=kernels(recipe),
             views=views,

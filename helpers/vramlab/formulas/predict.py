@@ -129,10 +129,10 @@ def _refusals(recipe: Recipe) -> Refusals:
 
     kernels = liger.kernels(recipe)
     # No formula says how ranks divide the heads of TRL and Liger.
-    of_libraries = sharding and (recipe.trainer != "transformers" or kernels)
-    allowed = (
-        "the formulas know TRL's trainers and Liger's kernels on one device only: ask simulate"
-    )
+    known = recipe.trainer in ("transformers", "sft") and not kernels
+    of_libraries = sharding and not known
+    names = "TRL's trainers but 'sft', and Liger's kernels,"
+    allowed = f"the formulas know {names} on one device only: ask simulate"
     yield "sharding", of_libraries, allowed
 
     # Liger has kernels for the family, of which the table says nothing.

@@ -52,6 +52,7 @@ class Gpu:
     peak: dict[str, float] = field(default_factory=dict, hash=False)  # by format: dense operations per second
     nvlink: float | None = None  # bytes per second over all links, both directions added; None without NVLink
     pcie: str = ""
+    peer_to_peer: bool = True  # False: without NVLink, what goes from card to card goes through the host's memory
     tdp: int | None = None  # watts
     multiprocessors: int = DEFAULT_CHIP.multiprocessors
 

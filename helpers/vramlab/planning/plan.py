@@ -14,13 +14,14 @@ import dataclasses
 import json
 import os
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from ..hardware.gpu import Gpu
 from ..recipe.knobs import unchecked
+from ..recipe.options import REPEATED
 from ..recipe.recipe import Recipe
 from ..report import __version__
 from ..report.errors import RecipeError
@@ -29,7 +30,7 @@ from ..report.report import GiB, encode, format_bytes, text_table
 from .changes import advise
 from .plan_script import scripts, words
 from .question import Question
-from .search import Choice, Search
+from .search import Choice, Search, best_first, epoch_of, is_as_fast
 from .search_space import to_install
 from .step_time import walk
 
@@ -191,8 +192,7 @@ def plan(model: object, gpu: str | Gpu | None = None, gpus: int = 1, *, confirm:
     question = Question(model, gpu, gpus, **asked)
     search = Search(question)
     answers = search.answers(confirm)
-    choices = [_with_epoch(found.choice(), question) for found, _ in answers.values() if found]
-    choices.sort(key=lambda choice: choice.order)
+    choices = best_first([found.choice() for found, _ in answers.values() if found])
     tried = {candidate.method for candidate in search.candidates}
     refused = {method: _rules(found) for method, found in search.refused.items() if method not in tried}
     better = [(search.better(method, tier, found), tier) for method, (found, tier) in answers.items()]
@@ -219,28 +219,27 @@ def _rules(refused: list[str]) -> tuple[str, ...]:
     return tuple(of_libraries or rules)
 
 
-def _with_epoch(choice: Choice, question: Question) -> Choice:
-    """The choice with the seconds of an epoch over the data set; rows are padded to the longest of a micro-batch drawn at
-    random, or packed."""
-    if not question.lengths:
-        return choice
-    longest, count = question.plain.seq_len, len(question.lengths)
-    drawn = 1 if question.packing else choice.recipe.batch_size
-    kept = enumerate(min(length, longest) for length in question.lengths)
-    width = sum(n * (((i + 1) / count) ** drawn - (i / count) ** drawn) for i, n in kept)
-    return dataclasses.replace(choice, epoch=choice.time.seconds * count / question.global_batch * width / longest)
-
-
 def _packed(choice: Choice, question: Question) -> str:
     """What an epoch of `choice` would take with packed rows, where padding is a tenth of them or more; else ""."""
-    whole = dataclasses.replace(question, packing=True)
-    seconds = _with_epoch(choice, whole).epoch
-    if question.packing or seconds > LEAST_SAVED * choice.epoch:
+    if question.packing:
+        return ""
+    recipe = unchecked(choice.recipe, padding_free=False, packing=choice.recipe.trainer == "sft")
+    seconds = epoch_of(dataclasses.replace(question, packing=True), recipe, choice.time.parts)
+    if seconds > LEAST_SAVED * choice.epoch:
         return ""
     return f"packing (--packing) would make an epoch of {choice.method} {choice.epoch / seconds:.1f} times as fast"
 
 
+def _as_fast(choices: Sequence[Choice]) -> Iterator[str]:
+    """Which choices are about as fast as the first: their times differ by no more than the error of an estimate."""
+    fastest = min(choices, key=lambda choice: choice.seconds, default=None)
+    alike = [choice.method for choice in choices if is_as_fast(choice, fastest)]
+    if len(alike) > 1:
+        yield f"{' and '.join(alike)}: about as fast, within the error of the estimate; the simpler first"
+
+
 def _notes(question: Question, choices: list[Choice]) -> Iterator[str]:
+    yield from _as_fast(choices)
     if question.assumed:
         yield f"no card is named: speed and kernels are {question.gpu.name}'s, the table's least with so much memory"
     if not (question.memory or question.gpu.total_known):
@@ -249,7 +248,9 @@ def _notes(question: Question, choices: list[Choice]) -> Iterator[str]:
     eager = [choice.recipe for choice in choices if choice.recipe.attn_implementation == "eager"]
     eager = [recipe for recipe in eager if recipe.shape.attention != "eager"]  # others have no sdpa
     if any(not walk(unchecked(recipe, attn_implementation="sdpa"), question.gpu.chip).fused for recipe in eager):
-        yield f"eager: sdpa has no fused kernel for this model on {question.gpu.name}, and computes in fp32 without one"
+        yield f"eager: for rows of one length sdpa has no fused kernel for this model on {question.gpu.name}"
+    if any(choice.recipe.attn_implementation == REPEATED for choice in choices):
+        yield f"{REPEATED}: repeat_shared_keys() of vramlab, or {question.gpu.name} has no fused kernel for shared keys"
     if lengths := question.lengths:
         cut, middle = sum(length > question.plain.seq_len for length in lengths), lengths[len(lengths) // 2]
         rest = f"; {cut:,} are cut to {question.plain.seq_len:,}" if cut else ""

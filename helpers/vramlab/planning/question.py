@@ -23,6 +23,7 @@ OPTIMS = ("adamw_torch_fused", "adamw_torch", "adamw_bnb_8bit", "paged_adamw_8bi
 # Triton's README, "Supported Hardware": NVIDIA GPUs of compute capability 8.0 and more, since Triton 3.3 (torch 2.7)
 LIGER_SINCE = (8, 0)
 SIZES = ("memory", "host_memory", "other_memory")
+FLASH_SINCE = (8, 0)  # flash-attn's README, "NVIDIA CUDA Support"
 ENGINES = ("ddp", "fsdp", "deepspeed")
 RANK = LoRA(r=16, lora_alpha=32, target_modules="all-linear")  # all linear layers: Dettmers et al. 2023, section 4
 
@@ -78,9 +79,10 @@ class Question:
         self.methods = METHODS if self.method == "any" else (self.method,)
         self.tiers = (self.tier,) if self.tier else tuple(TIERS)  # in which an answer is looked for, in this order
         self.usable = self._usable()  # bytes of one card that a process can have
+        self._widths: dict[int, float] = {}
         self.plain = self._plain()
         with_its_adapters(self.plain)
-        if self.trainer != "transformers" and self.gpus > 1:
+        if self.trainer not in ("transformers", "sft") and self.gpus > 1:
             raise RecipeError("gpus", self.gpus, f"with trainer={self.trainer!r} one device is modelled so far")
         if self.method != "full":
             lora_modules.adapted(self.plain.shape, self.lora)
@@ -143,6 +145,31 @@ class Question:
         known = liger.FAMILIES.get(self.plain.shape.family) and self.plain.shape.task == "causal-lm"
         alone = self.gpus == 1 and self.plain.trainer == "transformers"
         return bool(self.liger and known and alone and self.gpu.compute_capability >= LIGER_SINCE)
+
+    def trainers(self) -> tuple[str, ...]:
+        """The trainers to try: SFTTrainer too, whose loss makes no logits, where Liger's kernels do not run. It launches
+        kernels of Triton's too (trl/kernels/chunked_logprob.py)."""
+        plain = self.plain
+        if self.gpu.compute_capability < LIGER_SINCE:
+            return (plain.trainer,)
+        is_possible = self.liger and plain.trainer == "transformers" and plain.shape.task == "causal-lm"
+        also = is_possible and not self.liger_is_possible() and not plain.shape.image_tokens
+        return (plain.trainer, "sft") if also else (plain.trainer,)
+
+    def can_be_joined(self) -> bool:
+        """Whether the samples of a micro-batch may become one row: of several lengths, none of which is cut, which
+        SFTTrainer does not do then, and FlashAttention to keep them apart."""
+        fits = self.lengths and self.lengths[0] < self.lengths[-1] <= self.plain.seq_len and not self.packing
+        return bool(fits and self.gpu.compute_capability >= FLASH_SINCE and self.plain.shape.task == "causal-lm")
+
+    def mean_width(self, drawn: int) -> float:
+        """Mean tokens of the longest of `drawn` samples of the data set, drawn at random."""
+        if drawn not in self._widths:
+            longest, count = self.plain.seq_len, len(self.lengths)
+            kept = enumerate(min(length, longest) for length in self.lengths)
+            parts = (n * (((i + 1) / count) ** drawn - (i / count) ** drawn) for i, n in kept)
+            self._widths[drawn] = sum(parts)
+        return self._widths[drawn]
 
     def lengths_of(self, size: int) -> tuple[int, ...] | None:
         """The highest padded micro-batch of `size` samples: the longest, and a shorter one; None where none is padded."""

@@ -5,6 +5,7 @@ activations alone are too large is dropped without a prediction.
 """
 
 import contextlib
+import itertools
 import math
 import multiprocessing
 import os
@@ -12,6 +13,7 @@ import signal
 import sys
 import threading
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cache, cached_property
 
@@ -26,12 +28,13 @@ from ..recipe.recipe import Recipe
 from ..report.errors import RecipeError, VramLabError, needing
 from ..report.report import TIERS, GiB, Interval, Report
 from ..training.quiet import no_collection
-from .question import Question
+from .question import METHODS, Question
 from .search_space import (
     counted_as,
     families,
     held_bytes,
     host_memory,
+    is_sound,
     least_bytes,
     method_of,
     micro_batches,
@@ -42,9 +45,15 @@ from .search_space import (
 from .step_time import StepTime, estimate, step_time
 
 NEAR, FASTER = 2 * GiB, 0.95  # a better recipe is worth naming if it lacks at most so much, and takes less of the time
-# Whether it offloads, and its tier, the best first: a step that waits for the host takes several times as long, so what is
-# likely to fit without goes before it, and what fits at the lowest figures only after it.
-WAYS = [(False, "safe"), (False, "likely"), (True, "safe"), (True, "likely"), (False, "tight"), (True, "tight")]
+# Whether it is sound (`search_space.is_sound`), whether it offloads, and its tier, the best first. A step that waits for the
+# host takes several times as long, so what is likely to fit without goes before it; updates that are rounded away are never
+# made up for, so what rounds them goes after both. What fits at the lowest figures only is no answer while there is another.
+SURE, TIGHT = ("safe", "likely"), ("tight",)
+WAYS = [
+    (sound, offloads, tier)
+    for tiers in (SURE, TIGHT)
+    for sound, offloads, tier in itertools.product((True, False), (False, True), tiers)
+]
 DEEPEST = 24  # layers of a recipe that is simulated though none of its layers can stand for another
 
 
@@ -73,7 +82,12 @@ class Choice:
     @property
     def order(self) -> tuple:
         """Sort key, smallest for the best: by `WAYS`, then by time."""
-        return WAYS.index((_offloads(self.recipe), self.tier)), self.time.seconds
+        return WAYS.index((is_sound(self.recipe), _offloads(self.recipe), self.tier)), self.seconds
+
+    @property
+    def seconds(self) -> float:
+        """Of an epoch where the data's lengths are known, else of a step."""
+        return self.epoch or self.time.seconds
 
 
 class Candidate:
@@ -89,15 +103,17 @@ class Candidate:
         self.rows = [counted]  # what its micro-batches may be: of one length, or padded
         if lengths := question.lengths_of(recipe.batch_size):
             self.rows.append(unchecked(counted, lengths=lengths))
-        self.kind = self.method, _offloads(recipe)
+        self.kind = self.method, is_sound(recipe), _offloads(recipe)
         self.simulated: Report | None = None
         self.tried, self.unsimulated = False, ""
 
     @cached_property
     def rank(self) -> tuple:
         """Sort key, smallest for the fastest to three digits (the rest is noise), then for the simplest family and the
-        larger micro-batch. Rows are padded, unless they cannot be."""
-        seconds = sum(estimate(self.rows[-1], self.question.gpu, self.question.link).values())
+        larger micro-batch: by an epoch where the data's lengths are known, else by a step, whose rows are padded, unless
+        they cannot be."""
+        parts = estimate(self.rows[-1], self.question.gpu, self.question.link)
+        seconds = epoch_of(self.question, self.recipe, parts) or sum(parts.values())
         return float(f"{seconds:.3g}"), self.family, -self.recipe.batch_size
 
     def bound(self, tier: str) -> int:
@@ -156,20 +172,8 @@ class Candidate:
         return self.bound(tier) <= self.question.usable and self.over(tier) <= 0
 
     def simulation(self) -> Report | str:
-        """The simulation, in which two micro-batches stand for any more; or why there is none here."""
-        recipe, layers = self.recipe, self.recipe.shape.num_layers
-        try:
-            with needing("a simulation"):
-                from ..simulation.simulate import may_be_deepened, simulate
-
-            if layers > DEEPEST and not may_be_deepened(recipe, "cuda"):
-                return f"none of {layers} layers can stand for another in this recipe; plan simulates up to {DEEPEST}"
-            steps = min(2, recipe.gradient_accumulation_steps)
-            other = max(0, usable_memory(self.question.gpu) - self.question.usable)
-            asked = {"gpu": self.question.gpu, "other_memory": other}
-            return simulate(recipe.replace(gradient_accumulation_steps=steps), **asked)
-        except (VramLabError, ImportError) as error:
-            return str(error)
+        """Its simulation, or why there is none here."""
+        return simulate_briefly(self.recipe, self.question)
 
     def choice(self, tier: str | None = None) -> Choice:
         """It as an answer; `tier`: the one in which bytes are missing, if any are."""
@@ -185,7 +189,8 @@ class Candidate:
             tier=found,
             host=host_memory(self.recipe),
             over=max(0, int(over)),
-            notes=tuple(notes_on(self.recipe)),
+            notes=tuple(notes_on(self.recipe, self.question.gpu)),
+            epoch=epoch_of(self.question, self.recipe, time.parts),
             without=without_switches(self.recipe, self.question.gpu),
             unsimulated=self.unsimulated,
         )
@@ -225,8 +230,8 @@ class Search:
 
     def answer(self, method: str, confirmed: bool = False) -> tuple[Candidate | None, str]:
         """The fastest recipe that fits and the tier it does in: of the first of `WAYS` asked for that has one."""
-        for offload, tier in WAYS:
-            for found in self.ordered((method, offload)) if tier in self.question.tiers else ():
+        for sound, offload, tier in WAYS:
+            for found in self.ordered((method, sound, offload)) if tier in self.question.tiers else ():
                 if found.fits(tier) and (confirmed or found.must_be_simulated) and not found.tried:
                     confirm([found])
                 if found.fits(tier):
@@ -252,16 +257,34 @@ class Search:
         return best
 
     def any_fit(self) -> Recipe | None:
-        """One of the lightest recipes that fit, without offload if there is one; None if none fits."""
+        """One of the lightest recipes that fit, sound and without offload if there is one; None if none fits."""
         tier, usable = self.question.tiers[0], self.question.usable
         ends = [c for c in self.ends if least_bytes(c.recipe) <= usable]
-        ends.sort(key=lambda c: (c.kind[1], c.bound(tier)))
+        ends.sort(key=lambda c: (not c.kind[1], c.kind[-1], c.bound(tier)))
         for candidate in ends:
             if candidate.fits(tier) and candidate.must_be_simulated:
                 confirm([candidate])
             if candidate.fits(tier):
                 return candidate.recipe
         return None
+
+
+def simulate_briefly(recipe: Recipe, question: Question, deepest: int = DEEPEST) -> Report | str:
+    """The simulation, in which two micro-batches stand for any more; or why there is none here: `deepest` layers at most
+    where none can stand for another."""
+    layers = recipe.shape.num_layers
+    try:
+        with needing("a simulation"):
+            from ..simulation.simulate import may_be_deepened, simulate
+
+        if layers > deepest and not may_be_deepened(recipe, "cuda"):
+            return f"none of {layers} layers can stand for another in this recipe; plan simulates up to {deepest}"
+        steps = min(2, recipe.gradient_accumulation_steps)
+        other = max(0, usable_memory(question.gpu) - question.usable)
+        asked = {"gpu": question.gpu, "other_memory": other}
+        return simulate(recipe.replace(gradient_accumulation_steps=steps), **asked)
+    except (VramLabError, ImportError) as error:
+        return str(error)
 
 
 @no_collection(before=False)
@@ -286,6 +309,38 @@ def confirm(candidates: list[Candidate]) -> None:
             candidate.unsimulated = report
         else:
             candidate.simulated = report
+
+
+def epoch_of(question: Question, recipe: Recipe, parts: dict[str, float]) -> float | None:
+    """Seconds of an epoch over the data set, whose steps take `parts` where all samples are the longest; None where no
+    lengths are known. Rows are padded to the longest of a micro-batch drawn at random, joined, or packed: then there are
+    fewer."""
+    if not question.lengths:
+        return None
+    packed = question.packing and (recipe.packing or recipe.trainer == "transformers")
+    drawn = 1 if packed or recipe.padding_free else recipe.batch_size
+    share = question.mean_width(drawn) / question.plain.seq_len
+    seconds, steps = sum(parts.values()), len(question.lengths) / question.global_batch
+    if packed:
+        return steps * share * seconds
+    return steps * (seconds - (1 - share) * (parts["matmuls"] + parts["attention"] + parts["memory"]))
+
+
+def best_first(choices: Sequence[Choice]) -> list[Choice]:
+    """The choices by `WAYS`, then by time; of those as fast as the fastest within the error of its time the simplest method
+    first."""
+    left, found = sorted(choices, key=lambda choice: choice.order), []
+    while left:
+        alike = [choice for choice in left if is_as_fast(choice, left[0])]
+        found.append(min(alike, key=lambda choice: METHODS.index(choice.method)))
+        left.remove(found[-1])
+    return found
+
+
+def is_as_fast(choice: Choice, other: Choice) -> bool:
+    """Whether `choice`, as good a way as `other`, takes as long within the error of the other's time."""
+    error = other.time.high / other.time.seconds
+    return choice.order[0] == other.order[0] and choice.seconds <= error * other.seconds
 
 
 def _offloads(recipe: Recipe) -> bool:

@@ -7,7 +7,8 @@ from ..report.errors import RecipeError
 from .knobs import Refusals, check, documented, knob, refuse
 
 PRECISIONS = ("fp32", "tf32", "fp16-mixed", "bf16-mixed", "fp16-true", "bf16-true")
-ATTENTION = ("eager", "sdpa", "flash_attention_2")
+REPEATED = "sdpa_repeated"  # sdpa on keys that are repeated for the query heads which share them
+ATTENTION = ("eager", "sdpa", REPEATED, "flash_attention_2")
 # TRL's, by the name of their Recipe; of dpo and reward a sample is a pair of sequences
 TRL = {"sft": "SFTTrainer", "dpo": "DPOTrainer", "kto": "KTOTrainer", "reward": "RewardTrainer"}
 FUSED = ("sft", "dpo", "kto")  # whose head makes no logits

@@ -20,7 +20,7 @@ from .configuration import MOST_LAYERS, plain, read_json
 from .families import TASKS
 from .knobs import Refusals, check, documented, knob, knobs, rebuild, refuse
 from .optimizers import ALIASES, OPTIMIZERS, REFUSED, optimizer_arguments
-from .options import ATTENTION, DTYPES, HALF, LOOPS, PRECISIONS, TRL, Loop, LoRA, Quantization, Sharding
+from .options import ATTENTION, DTYPES, HALF, LOOPS, PRECISIONS, REPEATED, TRL, Loop, LoRA, Quantization, Sharding
 from .shapes import Shape, read_shape
 
 LEAST_BATCH = {"kto": 2}  # samples
@@ -113,8 +113,12 @@ class Recipe:
             raise RecipeError("seq_len", self.seq_len, f"{shape.name} has {longest} positions")
         if self.attn_implementation is None:
             self._set("attn_implementation", shape.attention)
-        elif self.attn_implementation == "sdpa" and shape.attention == "eager":
-            raise RecipeError("attn_implementation", "sdpa", f"transformers has none for a {shape.family}: use 'eager'")
+        elif self.attn_implementation in ("sdpa", REPEATED) and shape.attention == "eager":
+            allowed = f"transformers has none for a {shape.family}: use 'eager'"
+            raise RecipeError("attn_implementation", self.attn_implementation, allowed)
+        if self.attn_implementation == REPEATED and not shape.shares_keys:
+            allowed = "it repeats keys that query heads share and a known family hands on as they are: use 'sdpa'"
+            raise RecipeError("attn_implementation", REPEATED, allowed)
         lora_modules.adapted(shape, self.lora)
 
     def _refusals(self) -> Refusals:
