@@ -5,8 +5,10 @@ values are kept where torch hands them to the threads of autograd that work for 
 """
 
 import contextlib
+import ctypes
 import functools
 import os
+import sys
 import threading
 import types
 from collections.abc import Callable, Iterator, Sequence
@@ -27,10 +29,27 @@ def _values() -> dict["_Attribute", Any]:
 
 
 def _keep(values: dict["_Attribute", Any]) -> None:
-    if values:
-        torch._C._stash_obj_in_tls(TLS_KEY, values)
+    if values or not hasattr(torch._C, "_remove_obj_from_tls"):  # torch 2.11 has none
+        torch._C._stash_obj_in_tls(TLS_KEY, owned(values, torch._C._stash_obj_in_tls))
     elif torch._C._is_key_in_tls(TLS_KEY):
         torch._C._remove_obj_from_tls(TLS_KEY)
+
+
+def owned(values: Any, stash: Callable[[str, Any], None]) -> Any:
+    """Return `values` with a reference for `stash` to keep, where it counts none of its own and lets go of one later: so in
+    torch 2.11, where what nobody else held would be freed while it is in use."""
+    if _borrows(stash):
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(values))
+    return values
+
+
+@functools.cache
+def _borrows(stash: Callable[[str, Any], None]) -> bool:
+    probe = object()
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(probe))  # never freed, whatever `stash` does with it
+    before = sys.getrefcount(probe)
+    stash(f"{TLS_KEY}, a probe", probe)
+    return sys.getrefcount(probe) == before
 
 
 class _Attribute:
