@@ -56,6 +56,7 @@ def main() -> int:
     given.out.mkdir(parents=True, exist_ok=True)
     seen_versions = environment(gpu=seen.name, driver=seen.driver)
     told = {name: seen_versions[name] for name in ("gpu", "driver", "python", "torch", "transformers", "date")}
+    told["jobs"] = given.jobs
     (given.out / "about.json").write_text(json.dumps(told, indent=1) + "\n")
     paths = [path for path in in_order(given.notebooks or settings.chapters()) if not (given.out / path.name).exists()]
     fresh = multiprocessing.get_context("spawn")
