@@ -6,6 +6,7 @@ from functools import cache
 
 import pytest
 import verify_record
+from settings import ROOT
 from vramlab import Recipe, RecipeError, predict, simulate
 from vramlab.faces.measure import card_of
 from vramlab.hardware.overhead import rules_of
@@ -78,6 +79,14 @@ def test_what_checkpointing_costs_in_time():
             ratios.append(held.speed.median / other.speed.median)
     found = len(ratios), min(ratios), statistics.median(ratios), max(ratios)
     assert found == (15, pytest.approx(1.08, abs=0.005), pytest.approx(1.53, abs=0.005), pytest.approx(2.08, abs=0.005))
+    number, least, middle, most = (f"{value:.3g}" for value in found)
+    (chapter,) = (ROOT / "notebooks").glob("03_*.ipynb")
+    text = chapter.read_text(encoding="utf-8")
+    said = f"{number} pairs of runs recorded on an H100 took {least} to {most} times as long with checkpointing, {middle} in"
+    assert said in text
+    assert f"in seconds, on an H100, {100 * (found[1] - 1):.0f} to {100 * (found[3] - 1):.0f} %" in text
+    glossary = " ".join((ROOT / "site" / "glossary.md").read_text(encoding="utf-8").split())
+    assert f"Steps took {least} to {most} times as long on an H100" in glossary
     verdict = judge(load_claims("03")["guide-checkpointing-20"])
     assert (verdict.outcome, verdict.holding) == (UNDER, ["gpt2, fp32", "Llama 3.2 1B, bf16-mixed"])
 

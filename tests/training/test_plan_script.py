@@ -1,6 +1,5 @@
 """What a plan writes trains: each kind of program on a tiny model, a few steps, then on from its checkpoint."""
 
-import contextlib
 import dataclasses
 import itertools
 import json
@@ -19,7 +18,6 @@ from test_trainer_loop import SCALARS, assert_same_but_for_scalars
 from tiny_models import config
 from vramlab import Report, Sharding, plan
 from vramlab.formulas.model_states import tensors_in_order
-from vramlab.measurement.launch import Launcher
 from vramlab.report.data import data_path
 from vramlab.report.files import is_ours
 from vramlab.report.report import CATEGORIES
@@ -237,10 +235,7 @@ def test_ranks_train_and_go_on_and_hold_what_simulate_says(sharding, method, pre
     engine, world = recipe.sharding.engine, recipe.sharding.world_size
     steps = 1 if recipe.quantization else 2  # as above
     order = {"folder": str(tmp_path), "watched": steps, "steps": STEPS if goes_on else STEPS[:1]}
-    # A single rank is the launcher's child itself, and a Trainer leaves DeepSpeed's marks in its process: later ranks,
-    # forked from it, would build their models in parts.
-    with contextlib.nullcontext(launcher) if world > 1 else Launcher() as used:
-        ranks = used.run("written_scripts:work", order, world, timeout=150, preload="written_scripts:preload")
+    ranks = launcher.run("written_scripts:work", order, world, timeout=150, preload="written_scripts:preload")
     names = {"train.py", *([f"train.{engine}.json"] if engine != "ddp" else []), *(["train.sbatch"] * (world > 1))}
     assert {path.name for path in files} == names
     if goes_on:

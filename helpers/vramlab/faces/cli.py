@@ -74,6 +74,7 @@ DIFFERING = "A recipe's or report's JSON file, or in quotes what predict takes: 
 EXPLAINED = "An out-of-memory message (its words, a file, or -) or a memory snapshot's .pickle; then or alone MODEL "
 EXPLAINED += "with options, the JSON file of a recipe or of a TrainingArguments, or the script that trains."
 GpuName = option(str | None, "A card by name, such as T4. Exit status 1: does not fit.", "--gpu")
+Release = option(str | None, "An older version whose ways are known, such as 4.48.", "--transformers")
 Target = option(str, "Whose kernels and rounding: cuda or cpu.", "--target")
 
 
@@ -119,10 +120,16 @@ def predict(
 
 @app.command(help="Memory of the real training step on fake tensors: seconds, no GPU.")
 @takes_recipe
-def simulate(recipe: Recipe, target: Target = "cuda", gpu: GpuName = None, as_json: Json = False) -> None:
+def simulate(
+    recipe: Recipe, target: Target = "cuda", gpu: GpuName = None, transformers: Release = None, as_json: Json = False
+) -> None:
     with no_collection(before=False):
         from ..simulation.simulate import simulate
 
+    if transformers is not None:
+        from ..simulation.as_run import of_release, simulate_as_run
+
+        simulate = functools.partial(simulate_as_run, as_run=of_release(transformers))
     card = _card(gpu, recipe)
     _finish(simulate(recipe, target=target, gpu=card), card, as_json)
 

@@ -23,7 +23,7 @@ from .model import Model
 from .model_states import FP32, HALF, RankBytes, compute_recipe, parameter_table, weight_width
 from .param_coordinator import gathered
 from .reserved import internal_fragmentation
-from .step import copies
+from .step import single_temporaries
 
 SUB_GROUP = 1_000_000_000  # elements (`sub_group_size`, zero/config.py; zero/stage3.py, _create_fp16_sub_groups)
 FP64, AT_ONCE = 8, 250_000_000  # elements of a norm that is computed at a time
@@ -69,9 +69,9 @@ class _Rank:
         # DeepSpeed's configuration has the precision, or it is fp32
         self.precision_set = asked.precision.endswith("-mixed") or self.width == FP32
         self.bucket = HIDDEN["reduce_bucket_size"](recipe.shape.hidden_size)  # where gradients are reduced
-        self.foreach = copies(recipe)[0]  # temporaries as large as the weights
         self.one_group = recipe.loop.name != "trainer" or all(row.decayed for row in rows)  # else norms are apart
         self.parts = self._sub_groups() if sharding.stage == 3 else [ceil(sum(self.sizes) / self.ranks)]
+        self.updating = single_temporaries(recipe, (max(self.parts),), FP32)  # the optimizer's, of one flat part
 
     def _sub_groups(self) -> list[int]:
         """List the rank's parts at stage 3, which updates `sub_group_size` elements after the other."""
@@ -92,13 +92,17 @@ class _Rank:
             norm = FP64
         else:
             norm = 0  # later, in the step
+            alone = len(pieces) == 1  # flattening one tensor makes no copy of it
+            view = alone and precision_set and width == FP32  # and neither does its cast: the gradient stays
             gradients = (whole if precision_set else sum(self.parts)) * width
-            flat = max(self.parts) * FP32 * (precision_set + self.foreach)
+            flat = self.updating
+            if precision_set and not view:
+                flat += max(self.parts) * FP32
             fp64 = max((inside for inside, _ in pieces), default=0) * FP64
             # half-precision gradients are joined, then copied to fp32 while both are there
-            joined = max(self.parts) * (self.width + FP32) if precision_set else 0
+            joined = max(self.parts) * (self.width * (not alone) + FP32) if precision_set and not view else 0
             # one buffer has the gradients of all groups, and goes when the last group's are flat
-            soon = second and precision_set and self.one_group
+            soon = second and precision_set and self.one_group and not view
             first = gradients + max(fp64, joined)
             temporaries = max(first, flat) if soon else max(first, gradients + flat)
         # fp32 gradients of all micro-batches are added up in one buffer, which the first makes
@@ -122,8 +126,12 @@ class _Rank:
 
     def stage_3(self) -> tuple[dict[str, int], dict[str, Any]]:
         """Keep the partition's gradients at all times, and gather weights while the step needs them."""
-        gradients = rounded(sum(self.parts) * (self.reduced if self.precision_set else FP32))
-        temporaries = (FP32 + max(FP32 * self.foreach, self.width)) * max(self.parts)
+        width = self.reduced if self.precision_set else FP32
+        gradients = rounded(sum(self.parts) * width)
+        norm = ceil(max(self.sizes) / self.ranks) * FP64  # get_grad_norm_direct, before anything is flat
+        # joined in their own dtype, then copied to fp32 if they are not (_prepare_fp32_grad_for_sub_group)
+        joined = max(self.parts) * width if width < FP32 else 0
+        temporaries = max(norm, max(self.parts) * FP32 + max(joined, self.updating))
         always = {"workspace": self.bucket * self.reduced}
         if self.sharding.offload:
             return always, {"temporaries": 0}

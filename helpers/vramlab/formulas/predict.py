@@ -83,6 +83,10 @@ def _refusals(recipe: Recipe) -> Refusals:
     yield "lora.target_modules", lora_modules.adapts_experts(shape, lora), allowed
     for name in LATER_OF_LORA if lora else ():
         yield f"lora.{name}", getattr(lora, name), "the formulas know adapters of two matrices on modules: ask simulate"
+    later = sharding and sharding.engine == "deepspeed" and sharding.stage in (1, 2) and sharding.rank > 0
+    unset = recipe.precision in ("fp16-true", "bf16-true") and shape.tied and not lora
+    allowed = "what a later rank reduces of tied weights in such half precision is not known: ask simulate"
+    yield "sharding.rank", later and unset, allowed
     allowed = "the formulas know TRL's trainers and Liger's kernels on one device only: ask simulate"
     kernels = liger.kernels(recipe)
     yield "sharding", sharding and (recipe.trainer != "transformers" or kernels), allowed
@@ -93,7 +97,9 @@ def _refusals(recipe: Recipe) -> Refusals:
     yield "lora.modules_to_save", lora and lora.modules_to_save and unplaced, allowed
     halves = {recipe.weights_dtype, recipe.implied_dtype, HALF.get(recipe.precision.partition("-")[0])}
     allowed = "the formulas know sizes, not which of two half-precision formats is cast to the other: ask simulate"
-    yield "dtype", recipe.dtype and halves >= {*HALF.values()}, allowed
+    mixed = halves >= {*HALF.values()}
+    yield "dtype", recipe.dtype and mixed, allowed
+    yield "quantization.compute_dtype", recipe.quantization and recipe.quantization.compute_dtype and mixed, allowed
 
 
 def _as_stepped(recipe: Recipe) -> Recipe:

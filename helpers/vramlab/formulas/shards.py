@@ -34,7 +34,8 @@ ON_SEVERAL = {
 def is_known(sharding: Sharding) -> bool:
     """Tell whether the formulas know what a rank holds."""
     ways = ON_SEVERAL | (ON_ONE_GPU if sharding.world_size == 1 else {})
-    return (sharding.stage, sharding.offload) in ways.get(sharding.engine, ()) and sharding.wrap == "layers"
+    by_default = sharding.wrap == "layers" and not sharding.reshard_root and sharding.memory_efficient_linear
+    return by_default and (sharding.stage, sharding.offload) in ways.get(sharding.engine, ())
 
 
 def rank_bytes(recipe: Recipe) -> RankBytes:

@@ -28,6 +28,7 @@ MOST_MICRO_BATCHES = 2**16  # each of them is run
 PARTS = {"lora": LoRA, "quantization": Quantization, "sharding": Sharding, "loop": Loop}
 # Fields that stored keys of recipes do not know, and LATER, are left out at their defaults.
 LATER_OF_LORA = ("use_dora", "lora_bias", "target_parameters")
+LATER_OF_PARTS = {**dict.fromkeys(LATER_OF_LORA), "reshard_root": False, "memory_efficient_linear": True}
 
 
 @documented
@@ -327,7 +328,10 @@ def as_recipe(value: Any) -> Recipe:
 
 def _as_json(value: Any) -> Any:
     if isinstance(value, (LoRA, Quantization, Sharding, Loop)):
-        return {name: _as_json(one) for name, one in vars(value).items() if one or name not in LATER_OF_LORA}
+        said = {
+            name: one for name, one in vars(value).items() if (one or None) != (LATER_OF_PARTS.get(name, ...) or None)
+        }
+        return {name: _as_json(one) for name, one in said.items()}
     return list(value) if isinstance(value, tuple) else value
 
 

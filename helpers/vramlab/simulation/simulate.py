@@ -158,6 +158,8 @@ def may_be_deepened(recipe: Recipe, target: str) -> bool:
     sharding = recipe.sharding
     if sharding and sharding.engine != "tensor" and (sharding.engine, sharding.wrap) != ("fsdp", "layers"):
         return False
+    if sharding and sharding.reshard_root:
+        return False
     if lora_modules.differ_by_layer(recipe.shape, recipe.lora):
         return False
     return recipe.shape.num_layers > GROUPS + bool(sharding)

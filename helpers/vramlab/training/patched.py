@@ -28,28 +28,19 @@ def _values() -> dict["_Attribute", Any]:
     return torch._C._get_obj_in_tls(TLS_KEY) if torch._C._is_key_in_tls(TLS_KEY) else {}
 
 
+def _stash(values: dict["_Attribute", Any]) -> None:
+    """Keep `values` for this thread. torch 2.11 takes the caller's reference instead of one of its own."""
+    before = sys.getrefcount(values)
+    torch._C._stash_obj_in_tls(TLS_KEY, values)
+    if sys.getrefcount(values) == before:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(values))
+
+
 def _keep(values: dict["_Attribute", Any]) -> None:
-    if values or not hasattr(torch._C, "_remove_obj_from_tls"):  # torch 2.11 has none
-        torch._C._stash_obj_in_tls(TLS_KEY, owned(values, torch._C._stash_obj_in_tls))
+    if values or not hasattr(torch._C, "_remove_obj_from_tls"):  # torch 2.11 cannot remove
+        _stash(values)
     elif torch._C._is_key_in_tls(TLS_KEY):
         torch._C._remove_obj_from_tls(TLS_KEY)
-
-
-def owned(values: Any, stash: Callable[[str, Any], None]) -> Any:
-    """Return `values` with a reference for `stash` to keep, where it counts none of its own and lets go of one later: so in
-    torch 2.11, where what nobody else held would be freed while it is in use."""
-    if _borrows(stash):
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(values))
-    return values
-
-
-@functools.cache
-def _borrows(stash: Callable[[str, Any], None]) -> bool:
-    probe = object()
-    ctypes.pythonapi.Py_IncRef(ctypes.py_object(probe))  # never freed, whatever `stash` does with it
-    before = sys.getrefcount(probe)
-    stash(f"{TLS_KEY}, a probe", probe)
-    return sys.getrefcount(probe) == before
 
 
 class _Attribute:
