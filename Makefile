@@ -9,6 +9,8 @@ NBVAL ?= --nbval
 GATE ?= gate
 NOTEBOOKS ?=
 COLAB ?=
+MINUTES ?= 30
+CARD ?=
 FRESH ?=
 
 BIN := .venv/bin
@@ -19,10 +21,11 @@ INSTALLED := .venv/.installed
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help course lab site test test-all gate notebooks format figure repo-url constraints try-colab try-cuda try-fresh clean
+.PHONY: help card course lab site test test-all gate notebooks format figure repo-url constraints try-card try-colab try-cuda try-fresh clean
 
 help:
 	@echo 'make course      run every chapter on this machine, then look at build/course/index.html'
+	@echo 'make card        all that the project wants from this GPU, MINUTES=30 of it: again to go on; ends with a file to send'
 	@echo 'make lab         open the notebooks in JupyterLab'
 	@echo 'make site        the course as web pages from the stored outputs: build/site/index.html'
 	@echo 'make test        what CI runs: the gate, the unit tests, every notebook with its outputs compared (CPU only)'
@@ -33,6 +36,7 @@ help:
 	@echo 'make figure      draw the pictures of the README and the cheat sheet again'
 	@echo 'make try-colab   install into an empty environment as Colab does, and run a chapter there'
 	@echo 'make try-cuda    run every notebook as on a T4, an RTX 4090 and two H100, without a GPU (Linux, CUDA build of torch)'
+	@echo 'make try-card    make card as on a T4, an RTX 4090 and an H100, without a GPU: hours'
 	@echo 'make try-fresh   build the wheel and run it in an empty environment with the newest of everything (gigabytes)'
 	@echo 'make repo-url    write the repository address (URL=https://github.com/OWNER/NAME) into badges and set-up cells'
 	@echo 'make constraints write constraints.txt from what .venv holds'
@@ -42,6 +46,7 @@ help:
 	@echo 'PYTHON=…         the interpreter that .venv is made with (found by itself: 3.11 or newer)'
 	@echo 'PIP_FLAGS=…      more flags for pip. On Linux without an NVIDIA GPU, save gigabytes with'
 	@echo '                 PIP_FLAGS="--extra-index-url ADDRESS", the address being that of the CPU wheel index of PyTorch'
+	@echo 'CARD=…           for try-card: "--card T4" takes only that one'
 	@echo 'COLAB=…          for try-colab: "--prefix FOLDER", a Python with the versions of tests/tools/colab.txt, and "--card T4"'
 	@echo 'FRESH=…          for try-fresh: "--write" stores the versions that passed as the newest tested ones'
 	@echo 'SITE_URL=…       for site: where it will stand, with a slash at its end; pages then name themselves and a picture'
@@ -64,6 +69,10 @@ $(INSTALLED): pyproject.toml $(wildcard $(CONSTRAINTS))
 
 course: $(INSTALLED)
 	@$(BIN)/python $(TOOLS)/course.py $(NOTEBOOKS)
+
+card: $(INSTALLED)
+	@$(BIN)/vramlab card --minutes $(MINUTES) --folder build/card
+	@$(BIN)/vramlab share build/card --folder build/card/to_send --no-browse
 
 lab: $(INSTALLED)
 	$(BIN)/jupyter lab notebooks
@@ -116,6 +125,9 @@ try-fresh: $(INSTALLED)
 
 try-cuda: $(INSTALLED)
 	@$(BIN)/python $(TOOLS)/try_cuda.py $(NOTEBOOKS)
+
+try-card: $(INSTALLED)
+	@$(BIN)/python $(TOOLS)/try_card.py $(CARD)
 
 clean:
 	rm -rf .venv build .pytest_cache .ruff_cache .hypothesis helpers/*.egg-info

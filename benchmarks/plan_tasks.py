@@ -1,14 +1,24 @@
 """Tasks drawn at random: the tier that `plan` says, the peak simulated, and whether PyTorch's allocator holds the step.
 
     python benchmarks/plan_tasks.py draw TASKS.json [COUNT SEED TIER]     (adds to TASKS.json; TIER: draw until it is said)
-    LD_PRELOAD=$(python -m vramlab.measurement.stand_in build/stand_in) python benchmarks/plan_tasks.py run TASKS.json
+    export LD_PRELOAD=$(python -m vramlab.measurement.stand_in build/stand_in) TRITON_LIBCUDA_PATH=$PWD/build/stand_in
+    python benchmarks/plan_tasks.py run TASKS.json
     python benchmarks/plan_tasks.py show [TASKS.json]
 
 Each task is a model, a card, a number of tokens, a method and the least tier that will do. `run` needs PyTorch's CUDA build
 (`data/stand_in/README.md`): it trains the recipe on a stand-in for the card, whose memory is the limit, with expandable
-segments, as the script that `plan` writes. A padded recipe takes there what rows of one length do: on the stand-in every mask
-selects everything, so transformers leaves it out. The process's context has the largest size published for a safe answer,
-the usual one for the others.
+segments, as the script that `plan` writes. Every mask selects everything there, so transformers would leave a padded batch's
+out: it is made to keep it. The process's context is a reading of the card or its like, drawn
+from `data/contexts.json`.
+
+    LD_PRELOAD=… python benchmarks/plan_tasks.py questions OUT.json [COUNT SEED]          (goes on where it was stopped)
+    python benchmarks/plan_tasks.py answers [OUT.json]
+
+`questions` asks `plan` by itself, as people do, for all methods or one, also for TRL's trainer, and trains the best answer
+with rows of one length and with padded ones. Triton's kernels find the driver by TRITON_LIBCUDA_PATH, the stand-in's folder.
+Of the first ten it also tries every recipe of the space: is there one that fits as surely, is as sound, and faster by more
+than the error that is stated?
+
 """
 
 import json
@@ -20,10 +30,14 @@ from pathlib import Path
 from statistics import mean, median
 
 from vramlab import GiB, MiB, Recipe, find_gpu, plan
+from vramlab.hardware.contexts import nearest
 from vramlab.planning.plan import Plan
+from vramlab.planning.question import Question
+from vramlab.planning.search import WAYS, Choice, Search
 
 ROOT = Path(__file__).parent.parent
 RESULT = ROOT / "tests" / "stand_in" / "plan_tasks.json"
+ANSWERS = ROOT / "tests" / "stand_in" / "plan_questions.json"
 MODELS = ("gpt2", "pythia-160m", "qwen2.5-0.5b", "llama-3.2-1b", "polyglot-ko-1.3b", "gemma-2-2b", "llama-3.2-3b",
           "qwen3-4b", "qwen2.5-7b", "llama-3.1-8b", "qwen2.5-14b")  # fmt: skip
 CARDS = ("T4", "RTX 4070", "RTX 4090", "A100 40GB", "L40S", "H100 SXM")
@@ -32,6 +46,7 @@ LONGEST = {"gpt2": 1024, "pythia-160m": 2048, "polyglot-ko-1.3b": 2048}
 METHODS = ("full", "lora", "qlora")
 TIERS = ("safe", "likely", "tight")
 SECONDS = 240  # for one task
+EXHAUSTIVE = 10  # questions
 
 
 def draw(path: Path, count: int = 30, seed: int = 0, said: str = "") -> None:
@@ -49,20 +64,21 @@ def draw(path: Path, count: int = 30, seed: int = 0, said: str = "") -> None:
             if not found.choices or said not in ("", found.best.tier):
                 break
         else:
-            tasks.append(task_of(found))
+            tasks.append(task_of(found, rng.choice(nearest(find_gpu(card))).size))
             print(tasks[-1]["tier"], card, found.best.recipe, flush=True)
             path.write_text(lines(tasks))
 
 
-def task_of(found: Plan) -> dict:
-    """What is to be run, and what `plan` said of it."""
-    best, context = found.best, find_gpu(found.question["gpu"]).context_interval
-    recipe = best.recipe.replace(gradient_accumulation_steps=min(2, best.recipe.gradient_accumulation_steps))
+def task_of(found: Plan, context: int, recipe: Recipe | None = None) -> dict:
+    """What is to be run beside a context of so many bytes, the best answer or another recipe, and what `plan` said."""
+    best = found.best
+    recipe = recipe or best.recipe
+    recipe = recipe.replace(gradient_accumulation_steps=min(2, recipe.gradient_accumulation_steps))
     return {
         "card": found.question["gpu"],
         "tier": best.tier,
         "usable": found.usable,
-        "context": context.high if best.tier == "safe" else context.value,
+        "context": context,
         "simulated": best.report.allocated,
         "recipe": {name: value for name, value in recipe.to_dict().items() if value is not None},
     }
@@ -99,6 +115,77 @@ def one(task: dict) -> dict:
     return json.loads(answer.stdout.splitlines()[-1])
 
 
+def questions(path: Path, count: int = 60, seed: int = 2026) -> None:
+    """Ask `count` questions, of which `path` has the first, and train each best answer."""
+    rng, contexts = random.Random(seed), random.Random(f"{seed} contexts")
+    found = json.loads(path.read_text()) if path.exists() else []
+    for index in range(count):
+        model, card, tokens = map(rng.choice, (MODELS, CARDS, TOKENS))
+        asked = {
+            "seq_len": min(tokens, LONGEST.get(model, tokens)),
+            "method": rng.choice(("any", *METHODS)),
+            "trainer": rng.choice(("transformers", "transformers", "sft")),
+            "offload": False,
+        }
+        if index < len(found):
+            continue
+        answer = plan(model, card, **asked)
+        entry = {"model": model, "card": card, "asked": asked, "runs": []}
+        if answer.choices:
+            best = answer.best
+            entry |= {"tier": best.tier, "method": best.method, "simulated": best.report.allocated}
+            for recipe in rows_of(Question(model, card, **asked), best.recipe):
+                task = task_of(answer, contexts.choice(nearest(find_gpu(card))).size, recipe)
+                entry["runs"].append(task | one(task))
+            if index < EXHAUSTIVE:
+                entry["faster"] = faster(Question(model, card, **asked), best)
+        found.append(entry)
+        path.write_text(lines(found))
+        held = [run.get("allocated", "failed") for run in entry["runs"]]
+        print(index, entry.get("tier", "nothing fits"), card, model, asked, held, entry.get("faster"), flush=True)
+
+
+def rows_of(question: Question, recipe: Recipe) -> list[Recipe]:
+    """The recipe with rows of one length, and with padded ones where its micro-batch can have them."""
+    padded = question.lengths_of(recipe.batch_size)
+    lengths = (None, padded) if padded and not recipe.joins else (recipe.lengths,)
+    return [recipe.replace(lengths=each) for each in lengths]
+
+
+def faster(question: Question, best: Choice) -> dict:
+    """How many recipes were tried, and the least seconds of those that are as good a way as `best`, over its own: below 1 by
+    more than its error, the search has missed one. The answer's own method."""
+    error = best.time.seconds / best.time.low
+    tried, least = 0, 1.0
+    for candidate in Search(question).candidates:
+        if candidate.method != best.method:
+            continue
+        tried += 1
+        tier = next((name for name in TIERS if candidate.fits(name)), "")
+        way = (candidate.kind[1], candidate.kind[2], tier)
+        if tier and WAYS.index(way) <= best.order[0]:
+            least = min(least, candidate.rank[0] / best.time.seconds)
+    return {"tried": tried, "least": round(least, 4), "error": round(error, 3)}
+
+
+def answers(path: Path = ANSWERS) -> None:
+    """What became of the questions."""
+    found = json.loads(path.read_text())
+    for tier in TIERS:
+        of_tier = [entry for entry in found if entry.get("tier") == tier]
+        runs = [run for entry in of_tier for run in entry["runs"] if "allocated" in run]
+        padded = sum("lengths" in run["recipe"] for run in runs)
+        died = sum(run["allocated"] is None for run in runs)
+        print(f"{tier}: {len(of_tier)} answers, {len(runs)} steps run, {padded} of them padded, {died} out of memory")
+    print(f"nothing fits: {sum('tier' not in entry for entry in found)} of {len(found)} questions")
+    tried = [entry["faster"] for entry in found if "faster" in entry]
+    missed = [each for each in tried if each["least"] < 1 / each["error"]]
+    recipes = sum(each["tried"] for each in tried)
+    print(
+        f"exhaustive: {len(tried)} questions, {recipes:,} recipes, {len(missed)} with one faster by more than the error"
+    )
+
+
 def lines(tasks: list[dict]) -> str:
     """JSON with a line for each task."""
     return "[\n" + ",\n".join("  " + json.dumps(task) for task in tasks) + "\n]\n"
@@ -125,4 +212,4 @@ def show(path: Path = RESULT) -> None:
 if __name__ == "__main__":
     mode, *rest = sys.argv[1:]
     given = [Path(value) if value.endswith(".json") else int(value) if value.isdigit() else value for value in rest]
-    {"draw": draw, "run": run, "show": show}[mode](*given)
+    {"draw": draw, "run": run, "show": show, "questions": questions, "answers": answers}[mode](*given)

@@ -26,7 +26,7 @@ def main(plainly: bool) -> None:
     found = runs()
     for run in found:
         as_run = None if plainly else run.as_run
-        simulated = simulate_as_run(run.recipe, as_run, gpu=run.gpu)
+        simulated = simulate_as_run(run.recipe, as_run, run.use_reentrant, gpu=run.gpu)
         row = [f"{run.gpu}: {run.recipe}" + (f" · {as_run}" if as_run else ""), f"{run.allocated / GiB:.3f} GiB"]
         row.append(note(errors["simulate, allocated"], simulated.peak.total / run.allocated - 1))
         plain = predict(run.recipe, gpu=run.gpu).peak.total / run.allocated - 1
@@ -54,7 +54,7 @@ def write() -> None:
     """Store every run's bytes by each witness in `data/published_results.json`, with the versions that said them."""
     found = []
     for run in runs():
-        simulated = simulate_as_run(run.recipe, run.as_run, gpu=run.gpu)
+        simulated = simulate_as_run(run.recipe, run.as_run, run.use_reentrant, gpu=run.gpu)
         plain = simulate(run.recipe, gpu=run.gpu) if run.as_run else simulated
         found.append(
             {

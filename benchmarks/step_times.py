@@ -1,73 +1,157 @@
-"""The estimate of a step's seconds against the step times that others published, and the fit of its three constants.
+"""The estimate of a step's seconds against measured step times, and the fit of its constants.
 
     python benchmarks/step_times.py
 
-35 runs on a T4 (those of `data/published_runs.json` that state seconds and ran as `predict` describes them) give
-U, the share of the peak that matrix products reach, V, that of the bandwidth, and τ, the seconds a kernel costs: least
-squares of the logarithm of estimated over published seconds. To see what the fit is worth on a model that it has not
-seen, it is repeated without each model in turn.
+61 published runs on a T4 (those of `data/published_runs.json` that state seconds and ran as `predict` describes them, 26 of
+them with repeated keys) and our records of an H100 (`data/measurements`: on one card, not compiled) give for each card U,
+the share of the peak that matrix products reach, W, that in a fused kernel of attention, V, that of the bandwidth, and τ,
+the seconds that the host takes for an operator; the H100 also σ, what bitsandbytes' optimizers wait for each tensor: least
+squares of the logarithm of estimated over measured seconds. To see what a fit is worth on a model that it has not seen, it
+is repeated without each model in turn.
 """
 
-import math
+import statistics
 from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
 
 import numpy as np
-from vramlab import find_gpu
-from vramlab.planning.step_time import BANDWIDTH, LAUNCH, TRANSFERS, UTILISATION, operations, walk
-from vramlab.planning.step_traffic import optimizer_traffic
-from vramlab_course.published import Run, runs
+from vramlab import Recipe, find_gpu
+from vramlab.planning.step_time import (
+    RATES,
+    TRANSFERS,
+    USUAL,
+    WAITING_TENSOR,
+    attention_operations,
+    form_of,
+    operations,
+    timed_records,
+    walk,
+)
+from vramlab.planning.step_traffic import optimizer_traffic, waiting_tensors
+from vramlab.recipe.options import REPEATED
+from vramlab_course.published import runs
+
+AS_RUN = "repeated keys"  # which is a kernel of the recipe
+CARDS = ("T4", "H100 SXM")
+OUTSIDE = 20  # one part in so many on either side is left out of an interval
+ROUNDS, DAMPING = 60, 1e-2  # of Levenberg and Marquardt's method
+STEP = 1e-5
 
 
-def chosen() -> list[Run]:
-    """The published runs that say their seconds and ran plainly."""
-    return [run for run in runs() if run.seconds and not run.as_run]
+@dataclass(frozen=True)
+class Timed:
+    """A run whose step was timed on `card`."""
+
+    card: str
+    recipe: Recipe
+    seconds: float
 
 
-def features(run: Run) -> tuple[float, float, float]:
-    """Seconds at the whole peak and at the whole bandwidth, and kernels."""
-    card, recipe = find_gpu(run.gpu), run.recipe
-    walked = walk(recipe, card.chip)
-    computing = sum(n / card.flops(form) for form, n in operations(recipe, walked).items())
-    return computing, (TRANSFERS * walked.written + optimizer_traffic(recipe)) / card.bandwidth, walked.kernels
+@cache
+def chosen(card: str) -> tuple[Timed, ...]:
+    """The runs on a card that say their seconds and ran plainly."""
+    found = []
+    for run in runs():
+        if run.seconds and run.as_run in (None, AS_RUN) and find_gpu(run.gpu).name == card:
+            kernel = REPEATED if run.as_run else run.recipe.attn_implementation
+            found.append(Timed(card, run.recipe.replace(attn_implementation=kernel), run.seconds))
+    return (*found, *(Timed(card, recipe, seconds) for recipe, seconds in timed_records(card)))
 
 
-def fit(runs: Sequence[Run]) -> tuple[float, float, float]:
-    """(U, V, τ), by Gauss and Newton's method on the logarithm of the ratio."""
-    x = np.array([features(run) for run in runs])
-    published = np.log([run.seconds for run in runs])
-    rates = np.log([1 / UTILISATION, 1 / BANDWIDTH, LAUNCH])
-    for _ in range(50):
-        parts = x * np.exp(rates)
-        total = parts.sum(axis=1)
-        rates += np.linalg.lstsq(parts / total[:, None], published - np.log(total), rcond=None)[0]
-    u, v, launch = np.exp(rates)
-    return 1 / u, 1 / v, launch
+@cache
+def features(run: Timed) -> tuple[float, ...]:
+    """Seconds at the whole peak, in fused attention too, and at the whole bandwidth; operators; tensors waited for."""
+    card, recipe = find_gpu(run.card), run.recipe
+    walked, times = walk(recipe, card.chip), recipe.gradient_accumulation_steps
+    computing = times * sum(n / card.flops(form) for form, n in operations(recipe, walked).items())
+    fused = times * attention_operations(recipe, walked) / card.flops(form_of(recipe)) if walked.fused else 0.0
+    moved = times * TRANSFERS * walked.written + optimizer_traffic(recipe)
+    return computing - fused, fused, moved / card.bandwidth, times * walked.kernels, waiting_tensors(recipe)
 
 
-def ratios(runs: Sequence[Run], constants: tuple[float, float, float]) -> list[float]:
-    """Published over estimated seconds."""
-    u, v, launch = constants
-    return [run.seconds / (a / u + b / v + c * launch) for run in runs for a, b, c in [features(run)]]
+def estimated(x: np.ndarray, constants: Sequence[float]) -> np.ndarray:
+    """Seconds by (U, W, V, τ, σ): the longer of computing and issuing, and what is waited for."""
+    *shares, issue, waiting = constants
+    computing = (x[:, :3] / np.array(shares)).sum(axis=1)
+    return np.maximum(computing, x[:, 3] * issue) + x[:, 4] * waiting
+
+
+def in_use(card: str) -> tuple[float, ...]:
+    """The constants that `step_time` has for a card."""
+    return (*RATES.get(card, USUAL), WAITING_TENSOR)
+
+
+def fit(found: Sequence[Timed]) -> tuple[float, ...]:
+    """(U, W, V, τ, σ), by Levenberg and Marquardt's method on the logarithm of the ratio; σ as it is where no run waits."""
+    x, measured = np.array([features(run) for run in found]), np.log([run.seconds for run in found])
+    start = np.log(in_use(found[0].card))
+
+    def off(logarithms: np.ndarray) -> np.ndarray:
+        return np.log(estimated(x, np.exp(logarithms))) - measured
+
+    at, damping = start, DAMPING
+    errors = off(at)
+    for _ in range(ROUNDS):
+        slopes = np.stack([(off(at + STEP * one) - errors) / STEP for one in np.eye(len(at))], axis=1)
+        change = np.linalg.solve(slopes.T @ slopes + damping * np.eye(len(at)), -slopes.T @ errors)
+        tried = off(at + change)
+        if tried @ tried < errors @ errors:
+            at, errors, damping = at + change, tried, damping / 3
+        else:
+            damping *= 4
+    return tuple(np.exp(at))
+
+
+def ratios(found: Sequence[Timed], constants: Sequence[float]) -> list[float]:
+    """Measured over estimated seconds."""
+    said = estimated(np.array([features(run) for run in found]), constants)
+    return [run.seconds / seconds for run, seconds in zip(found, said, strict=True)]
+
+
+@cache
+def held_out(card: str) -> tuple[tuple[Timed, float], ...]:
+    """Each run with measured over estimated seconds, by the constants of all other models' runs on its card."""
+    found, pairs = chosen(card), []
+    for name in sorted({run.recipe.name for run in found}):
+        rest = fit([run for run in found if run.recipe.name != name])
+        own = [run for run in found if run.recipe.name == name]
+        pairs += zip(own, ratios(own, rest), strict=True)
+    return tuple(pairs)
+
+
+def spread(found: Sequence[float]) -> tuple[float, float]:
+    """(least, most) of all but the outermost twentieth on either side."""
+    ordered, out = sorted(found), len(found) // OUTSIDE
+    return ordered[out], ordered[-1 - out]
+
+
+def elsewhere() -> list[float]:
+    """`ratios` of each card's runs by the constants of the other: of a card that no fit has seen."""
+    (one, other), found = CARDS, []
+    for card, rates in ((one, other), (other, one)):
+        found += ratios(chosen(card), in_use(rates))
+    return found
+
+
+def summary(found: Sequence[float]) -> str:
+    """Mean and worst error of the estimate, relative to the measured seconds, and the spread of nine tenths."""
+    off = [abs(1 / ratio - 1) for ratio in found]
+    least, most = spread(found)
+    return (
+        f"{len(found)} runs, off by {statistics.mean(off):.1%} on average, {max(off):.0%} at worst; "
+        f"nine tenths measured {least:.2f} to {most:.2f} times the estimate"
+    )
 
 
 def main() -> None:
-    found = chosen()
-    constants = fit(found)
-    for label, (u, v, launch) in (("fitted", constants), ("in use", (UTILISATION, BANDWIDTH, LAUNCH))):
-        print(f"{label}: U = {u:.3f}, V = {v:.3f}, τ = {launch * 1e6:.2f} µs")
-    for label, errors in (("fitted", ratios(found, constants)), ("model held out", held_out(found))):
-        off = math.sqrt(sum(math.log(r) ** 2 for r in errors) / len(errors))
-        spread = f"published over estimated {min(errors):.2f} to {max(errors):.2f}"
-        print(f"{label}: {len(errors)} runs, root mean square {off:.1%}, {spread}")
-
-
-def held_out(found: Sequence[Run]) -> list[float]:
-    """`ratios` of each model's runs with the constants of all the others'."""
-    errors = []
-    for name in sorted({run.recipe.name for run in found}):
-        rest = fit([run for run in found if run.recipe.name != name])
-        errors += ratios([run for run in found if run.recipe.name == name], rest)
-    return errors
+    for card in CARDS:
+        for label, (u, w, v, issue, waiting) in (("fitted", fit(chosen(card))), ("in use", in_use(card))):
+            shares = f"U = {u:.3f}, W = {w:.4f}, V = {v:.3f}"
+            print(f"{card}, {label}: {shares}, τ = {issue * 1e6:.1f} µs, σ = {waiting * 1e6:.0f} µs")
+        print(f"{card}, fitted: {summary(ratios(chosen(card), fit(chosen(card))))}")
+        print(f"{card}, model held out: {summary([ratio for _, ratio in held_out(card)])}")
+    print(f"card held out: {summary(elsewhere())}")
 
 
 if __name__ == "__main__":

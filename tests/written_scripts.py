@@ -13,6 +13,7 @@ from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 from vramlab.recipe.recipe import Recipe
@@ -32,7 +33,7 @@ def run_script(folder: Path, *words: str, watched: int = 2, steps: Sequence[int]
     from torch.nn.parallel import DistributedDataParallel
 
     seen = []
-    with pytest.MonkeyPatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch, mock.patch.dict(os.environ):  # in which a Trainer leaves variables
         patch.setattr("vramlab.WatchCallback", lambda: seen.append(_watch(watched)) or seen[-1])
         patch.setattr(DistributedDataParallel, "__init__", _seen_buckets(DistributedDataParallel.__init__))
         if not torch.cuda.is_available():
@@ -40,7 +41,7 @@ def run_script(folder: Path, *words: str, watched: int = 2, steps: Sequence[int]
         patch.setattr(AcceleratorState, "__init__", _sharding_on_cpus(AcceleratorState.__init__))
         patch.setenv("HF_DATASETS_CACHE", str(folder / "cache"))
         for name in [name for name in os.environ if name.startswith(("ACCELERATE_", "FSDP_"))]:
-            patch.delenv(name)  # what a Trainer before has left
+            patch.delenv(name)  # what another test's Trainer has left
         patch.chdir(folder)
         for count in steps:
             patch.setattr(sys, "argv", ["train.py", "--data", "train.jsonl", "--max-steps", str(count), *words])

@@ -16,7 +16,7 @@ API int nvmlInit_v2() { return OK; }
 API int nvmlInitWithFlags(unsigned flags) { return OK; }
 API int nvmlShutdown() { return OK; }
 API const char *nvmlErrorString(int error) { return error == NO_SUPPORT ? "Not Supported" : "an error of the stand-in"; }
-API int nvmlSystemGetDriverVersion(char *text, unsigned size) { return snprintf(text, size, "580.0 (stand-in)"), OK; }
+API int nvmlSystemGetDriverVersion(char *text, unsigned size) { return snprintf(text, size, "580.0-stand-in"), OK; }
 API int nvmlSystemGetCudaDriverVersion_v2(int *version) { return *version = 13000, OK; }
 API int nvmlDeviceGetCount_v2(unsigned *count) { return *count = cards(), OK; }
 API int nvmlDeviceGetHandleByIndex_v2(unsigned index, void **handle) {

@@ -28,6 +28,7 @@ _PUBLIC = {
     "simulation.simulate": "simulate simulate_evaluation",
     "measurement.records": "find_record",
     "measurement.share": "share",
+    "training.repeated_keys": "repeat_shared_keys",
     "planning.plan": "Plan plan",
     "planning.step_time": "step_time",
     "hardware.gpu": "find_gpu gpu_names",
@@ -35,7 +36,7 @@ _PUBLIC = {
     "faces.callback": "WatchCallback",
     "faces.doctor": "doctor environment_stamp",
     "faces.explain": "assert_fits explain",
-    "faces.measure": "measure record",
+    "faces.measure": "measure record run_card",
     "faces.watch": "watch",
 }
 _HOME = {name: module for module, names in _PUBLIC.items() for name in names.split()}
@@ -46,7 +47,7 @@ if TYPE_CHECKING:
     from .faces.callback import WatchCallback
     from .faces.doctor import doctor, environment_stamp
     from .faces.explain import assert_fits, explain
-    from .faces.measure import measure, record
+    from .faces.measure import measure, record, run_card
     from .faces.watch import watch
     from .formulas.predict import predict
     from .formulas.run import predict_run
@@ -63,6 +64,7 @@ if TYPE_CHECKING:
     from .report.errors import MeasurementError, RecipeError, RecordError, ReportError, VramLabError
     from .report.report import Bytes, GiB, MiB, Phase, Report, format_bytes
     from .simulation.simulate import simulate, simulate_evaluation
+    from .training.repeated_keys import repeat_shared_keys
 
 
 def __getattr__(name: str):

@@ -5,7 +5,7 @@ from functools import cached_property
 from typing import Any
 
 from vramlab.faces import plot
-from vramlab.faces.options import OPTIONS, fits_card, recipe_of
+from vramlab.faces.options import OPTIONS, recipe_of
 from vramlab.faces.plot.splits import label_of, used
 from vramlab.formulas.predict import predict
 from vramlab.hardware.gpu import find_gpu, gpu_names
@@ -17,7 +17,8 @@ from vramlab.report.report import format_bytes, in_unit, text_table
 
 UNSET = "–"  # leaves an option at its default, and a part of the recipe out
 SIZES = tuple(sorted({2**k for k in range(18)} | {3 * 2**k for k in range(9)}))
-LABELS = {"model": "Model", "gpu": "GPU"} | {option: knob.label for option, (_, knob) in OPTIONS.items() if knob.label}
+LABELS = {"model": "Model", "gpu": "GPU", "expandable_segments": "Expandable segments"}
+LABELS |= {option: knob.label for option, (_, knob) in OPTIONS.items() if knob.label}
 # The first control of each part of a recipe: while it is unset, the part's other controls change nothing.
 SWITCHES = {path[0]: option for option, (path, _) in reversed(OPTIONS.items()) if len(path) > 1 and option in LABELS}
 
@@ -30,7 +31,7 @@ def _values(option: str) -> tuple:
     return (UNSET, *values) if values and (knob.optional or SWITCHES.get(path[0]) == option) else values
 
 
-CONTROLS = {"model": tuple(model_names()), "gpu": tuple(gpu_names())}
+CONTROLS = {"model": tuple(model_names()), "gpu": tuple(gpu_names()), "expandable_segments": (False, True)}
 CONTROLS |= {option: _values(option) for option in LABELS if option in OPTIONS}
 START = {name: values[0] if values else "" for name, values in CONTROLS.items()} | {
     "model": "polyglot-ko-1.3b", "gpu": "T4", "batch_size": 4, "seq_len": 256, "precision": "fp16-true",
@@ -53,13 +54,14 @@ def recipe_in(state: Mapping[str, Any]) -> Recipe:
     return recipe_of(state["model"], {name: state[name] for name in given if state[name] != UNSET})
 
 
-def code_of(recipe: Recipe, gpu: str) -> str:
+def code_of(recipe: Recipe, gpu: str, expandable_segments: bool = False) -> str:
     """Return Python that predicts `recipe` on `gpu`; what is as usual for the model is left out."""
     always = ("batch_size", "precision", "optim", *(() if recipe.shape.image_tokens else ("seq_len",)))
     lines = [repr(recipe.model), *python_arguments(recipe, Recipe(recipe.model), always)]
     text = "recipe = Recipe(\n" + "".join(f"    {line},\n" for line in lines) + ")\n"
     names = [name for name in ("LoRA", "Loop", "Quantization", "Recipe", "Sharding") if f"{name}(" in text]
-    return f"from vramlab import {', '.join(names)}, predict\n\n{text}print(predict(recipe, gpu={gpu!r}))"
+    rest = ", expandable_segments=True" if expandable_segments else ""
+    return f"from vramlab import {', '.join(names)}, predict\n\n{text}print(predict(recipe, gpu={gpu!r}{rest}))"
 
 
 class Calculator:
@@ -98,7 +100,8 @@ class Calculator:
         self.state |= state
         try:
             recipe, card = recipe_in(self.state), find_gpu(self.state["gpu"])
-            self.recipe, self.card, self.report, self.error = recipe, card, predict(recipe, gpu=card), None
+            report = predict(recipe, gpu=card, expandable_segments=self.state["expandable_segments"])
+            self.recipe, self.card, self.report, self.error = recipe, card, report, None
         except RecipeError as error:
             self.error = error
 
@@ -110,13 +113,12 @@ class Calculator:
         """The recipe or what is wrong, the peak, whether the card can hold it, notes, a table."""
         report, split, total = self.report, dict(self.report.peak.items()), self.report.peak.total
         part, size = max(split.items(), key=lambda item: item[1])
-        _, fits = fits_card(report, self.card)
         lines = [
             f"{self.error} The picture is still that of: {self.recipe}." if self.error else str(self.recipe),
             f"Predicted peak {format_bytes(total)}, in phase {report.peak_phase}; "
             f"largest: {label_of(part)}, {format_bytes(size)} ({size / total:.0%}).",
-            f"The whole process is likely to take {report.process}; {self.card.name} has "
-            f"{format_bytes(self.card.total)}: it {fits}.",
+            f"{report.verdict.capitalize()}: the process takes {report.process}, {self.card.name} has "
+            f"{format_bytes(report.usable)}.",
             *(f"Note: {note}." for note in report.notes),
         ]
         rows = [(label_of(key), in_unit(split[key]), f"{split[key] / total:.1%}") for key in used([split])]

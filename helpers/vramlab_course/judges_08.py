@@ -49,7 +49,8 @@ def on_the_front(answer: Callable) -> Feedback:
 @cache
 def best_seconds(model: str, gpu: str, seq_len: int, global_batch: int) -> float | None:
     """Seconds of a step of the fastest recipe that is safe; None where none is."""
-    strict = dict(tier="safe", expandable_segments=False, offload=False, packing=True)
+    strict = dict(tier="safe", expandable_segments=False, offload=False, packing=True, liger=False)
+    strict["attention"] = ("sdpa", "eager")
     search = Search(Question(model, gpu, seq_len=seq_len, global_batch=global_batch, **strict))
     found = [search.answer(method)[0] for method in METHODS]
     return min((each.choice().time.seconds for each in found if each), default=None)

@@ -1,7 +1,7 @@
 """Training runs on real GPUs that other projects measured and published, from `data/published_runs.json`.
 
-`as_run.simulate_as_run(run.recipe, run.as_run, gpu=run.gpu)` simulates one. Nothing in the package is fitted to them: where a
-prediction was off, the missing mechanism was found in the library's source and added.
+`as_run.simulate_as_run(run.recipe, run.as_run, run.use_reentrant, gpu=run.gpu)` simulates one. Nothing in the package is
+fitted to them: where a prediction was off, the missing mechanism was found in the library's source and added.
 """
 
 import itertools
@@ -28,6 +28,7 @@ class Run:
         loading: the peak until then, None if not published.
         seconds: of one optimizer step, the mean of some after a warm-up; None if not published.
         as_run: what differed from the installed transformers, a name of `as_run.AS_RUN`, or None.
+        use_reentrant: what the source's script asks of checkpointing; None: nothing.
         made_with: GPU, torch, transformers, date.
     """
 
@@ -40,6 +41,7 @@ class Run:
     loading: int | None
     seconds: float | None
     as_run: str | None
+    use_reentrant: bool | None
     made_with: str
 
 
@@ -62,6 +64,7 @@ def runs() -> list[Run]:
                 loading=run.get("loading"),
                 seconds=run.get("seconds"),
                 as_run=run.get("as_run"),
+                use_reentrant=stored["sources"][run["source"]].get("use_reentrant"),
                 made_with=f"{run['gpu']}, torch {run['torch']}, transformers {run['transformers']}, {run['date']}",
             )
         )

@@ -53,7 +53,6 @@ document.addEventListener("DOMContentLoaded", () => {
   const place = document.getElementById("quick");
   if (!place) return;
   const { cards, ways, needs, start } = JSON.parse(place.querySelector("script").textContent);
-  const words = { safe: "It fits safely", likely: "It is likely to fit", tight: "It fits only with luck", no: "It does not fit" };
   const form = document.createElement("form");
   const choose = (title, names, first) => {
     const label = document.createElement("label"), select = document.createElement("select");
@@ -73,10 +72,11 @@ document.addEventListener("DOMContentLoaded", () => {
   const tell = () => {
     const [low, likely, high, tier] = needs[model.value][way.value][card.value], total = cards[card.value] / 2 ** 30;
     const scale = 100 / Math.max(total * 1.1, Math.min(high, total * 2));
-    said.className = `tier ${tier}`;
-    said.innerHTML = `<strong>${words[tier]}</strong>: ${likely.toFixed(1)} GiB (${low.toFixed(1)} to ${high.toFixed(1)}) of the card's ${total.toFixed(1)} GiB.`;
-    const span = (kind, from, to) => `<i class="${kind}" style="left:${Math.min(from * scale, 100)}%;width:${Math.max(0, Math.min(to * scale, 100) - Math.min(from * scale, 100))}%"></i>`;
-    bar.innerHTML = span(`need ${tier}`, 0, likely) + span("interval", low, high) + span("card", total, total);
+    const kind = tier.split(" ")[0];  // "does" of "does not fit"
+    said.className = `tier ${kind}`;
+    said.innerHTML = `<strong>${tier}</strong>: ${likely.toFixed(1)} GiB (${low.toFixed(1)} to ${high.toFixed(1)}) of the card's ${total.toFixed(1)} GiB.`;
+    const span = (look, from, to) => `<i class="${look}" style="left:${Math.min(from * scale, 100)}%;width:${Math.max(0, Math.min(to * scale, 100) - Math.min(from * scale, 100))}%"></i>`;
+    bar.innerHTML = span(`need ${kind}`, 0, likely) + span("interval", low, high) + span("card", total, total);
     const state = new URLSearchParams({ model: model.value, gpu: card.value, ...ways[way.value] });
     more.href = `calculator.html#${state}`;
   };

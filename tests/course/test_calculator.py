@@ -107,7 +107,7 @@ def test_an_invalid_change_keeps_the_picture_and_says_why():
 def test_a_bad_beginning_is_refused():
     with pytest.raises(RecipeError, match="quantized weights cannot be trained"):
         Calculator(quantization="nf4")
-    with pytest.raises(ValueError, match="no control rank; it has model, gpu, batch_size"):
+    with pytest.raises(ValueError, match="no control rank; it has model, gpu, expandable_segments, batch_size"):
         Calculator(rank=8)
     with pytest.raises(RecipeError, match=r"sharding.stage.* is 4, but allowed are 0, 1, 2, 3"):
         Calculator(stage=4)
@@ -122,12 +122,12 @@ def sizes(shown: Calculator) -> list[float]:
 
 def test_the_sentences_name_total_largest_and_whether_it_fits():
     small, tight, large = Calculator(model="gpt2", batch_size=1), Calculator(), Calculator(batch_size=64)
-    for shown, fits in ((small, "it fits."), (tight, "it may not fit."), (large, "it does not fit.")):
+    for shown, fits in ((small, "Safe"), (tight, "Likely"), (large, "Does not fit")):
         text, report = str(shown), shown.report
         part = max(dict(report.peak.items()), key=lambda key: getattr(report.peak, key))
         assert f"Predicted peak {report.peak.total / GiB:,.3f} GiB, in phase {report.peak_phase}; " in text
         assert f"; largest: {part.replace('_', ' ')}, {getattr(report.peak, part) / GiB:,.3f} GiB (" in text
-        assert f"T4 has 14.562 GiB: {fits}" in text
+        assert f"{fits}: the process takes {report.process}, T4 has 14.562 GiB." in text
     assert "Note: T4 has compute capability 7.5 and bf16" in str(Calculator(precision="bf16-true"))
     *parts, total = sizes(tight)
     assert sum(parts) == pytest.approx(total, abs=0.004)
@@ -193,8 +193,16 @@ def test_a_page_gets_controls_and_everything_else_the_text(no_figure_stays):
 
 
 def test_every_labelled_option_has_a_control_that_starts_with_something_it_offers():
-    assert set(CONTROLS) - {"model", "gpu"} == {option for option, (_, knob) in OPTIONS.items() if knob.label}
+    assert set(CONTROLS) - {"model", "gpu", "expandable_segments"} == {
+        option for option, (_, knob) in OPTIONS.items() if knob.label
+    }
     assert all(START[name] in values for name, values in CONTROLS.items() if values)
+
+
+def test_expandable_segments_are_a_control_and_stand_in_the_code():
+    by_default, expandable = Calculator(), Calculator(expandable_segments=True)
+    assert expandable.report.process.high < by_default.report.process.high
+    assert "expandable_segments=True" in calculator.code_of(expandable.recipe, "T4", True)
 
 
 def test_a_prediction_loads_no_heavy_library():

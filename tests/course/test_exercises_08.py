@@ -18,7 +18,7 @@ def accumulation(global_batch, gpus, most):
 
 
 def seconds(operations, written, kernels, peak, bandwidth):
-    return operations / (0.425 * peak) + 3 * written / (0.922 * bandwidth) + kernels * 13.35e-6
+    return max(operations / (0.417 * peak) + 3 * written / (0.884 * bandwidth), kernels * 47.7e-6)
 
 
 def fitting(**changes):

@@ -7,14 +7,20 @@ was loaded in 4 bits, what the loading left in unsplit blocks differs from run t
 from pathlib import Path
 
 import pytest
+import transformers
 from quick import params
 from tiny_models import config
 from torch.nn import functional as F
-from transformers import masking_utils
+from transformers import masking_utils, modeling_utils
+from transformers.loss import loss_utils
+from transformers.models.qwen3_5 import modeling_qwen3_5
+from typer.testing import CliRunner
 from vramlab import LoRA, Quantization, Recipe, RecipeError, predict, simulate
+from vramlab.faces.cli import app
 from vramlab.planning.search_space import notes_on
 from vramlab.planning.step_time import step_time
 from vramlab.report.report import GiB
+from vramlab.simulation.as_run import of_release
 from vramlab_course.as_run import AS_RUN, as_it_ran, simulate_as_run
 from vramlab_course.published import Run, results, runs, scatter_error
 
@@ -37,7 +43,7 @@ def stored(run: Run, witness: str, report) -> None:
 
 @pytest.mark.parametrize("run", params(SOME, QUICK), ids=name)
 def test_simulated_peaks_are_the_published_ones(run):
-    report = simulate_as_run(run.recipe, run.as_run, gpu=run.gpu)
+    report = simulate_as_run(run.recipe, run.as_run, run.use_reentrant, gpu=run.gpu)
     assert abs(report.peak.total / run.allocated - 1) < (0.012 if run.recipe.quantization else 0.001)
     if run.reserved:
         assert report.reserved.low <= run.reserved <= report.reserved.high * 1.06
@@ -74,31 +80,62 @@ def test_an_older_transformers_as_it_ran_on_a_cpu(case, peaks):
     family, loop, checkpointing = case
     sizes = dict(batch_size=2, seq_len=48, num_layers=2)
     recipe = Recipe(config(family), **sizes, loop=loop, gradient_checkpointing=checkpointing)
-    report = simulate_as_run(recipe, "transformers 4.57", target="cpu")
+    report = simulate_as_run(recipe, "transformers 4.57", use_reentrant=False, target="cpu")
     second_copy = 2 * recipe.shape.rotary_dim  # of the rotary frequencies, which only transformers 5 has
     assert tuple(n - second_copy for n in (report.peak.total, report.phases["backward"].peak.total)) == peaks
     assert [note for note in report.notes if "transformers 4.57" in note]
 
 
-# Of real steps on a CPU under transformers 4.48.3, with re-entrant checkpointing: the step, forward and backward passes.
-SHIFTED = {
-    ("llama", False): (7_528_176, 7_528_176, 7_519_424),
-    ("llama", True): (7_093_368, 6_008_816, 6_636_160),
+# The same with the checkpointing that a script gets which asks for none: (version, family, checkpointing), bytes of the step,
+# of its forward and backward passes. Under 4.48.3 the loss copies the shifted logits; 5.12.0 and 5.16.0 solve by rows.
+DELTA_NET = {
+    "model_type": "qwen3_5_text",
+    **{"vocab_size": 500, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "head_dim": 16},
+    **{"num_attention_heads": 4, "num_key_value_heads": 2, "linear_num_value_heads": 4, "linear_num_key_heads": 2},
+    **{"linear_key_head_dim": 16, "linear_value_head_dim": 24, "layer_types": ["linear_attention", "full_attention"]},
+}
+BY_DEFAULT = {
+    ("4.48.3", "llama", False): (7_528_176, 7_528_176, 7_519_424),
+    ("4.48.3", "llama", True): (7_093_368, 6_008_816, 6_636_160),
+    ("4.57.6", "llama", True): (7_093_368, 5_646_224, 6_622_336),
+    ("4.57.6", "qwen3", True): (6_513_580, 5_091_772, 6_513_580),
+    ("5.12.0", "delta", False): (7_482_284, 7_291_836, 7_482_284),
+    ("5.12.0", "delta", True): (6_682_476, 2_860_996, 6_682_476),
 }
 
 
-@pytest.mark.parametrize(("case", "peaks"), SHIFTED.items(), ids=lambda value: str(value))
-def test_the_loss_and_the_checkpoints_of_an_older_transformers_as_they_ran_on_a_cpu(case, peaks):
-    family, checkpointing = case
-    sizes = dict(batch_size=2, seq_len=48, num_layers=2)
-    recipe = Recipe(config(family), **sizes, loop="trainer", gradient_checkpointing=checkpointing)
-    report = simulate_as_run(recipe, "transformers 4.48", target="cpu")
-    second_copy = 2 * recipe.shape.rotary_dim  # of the rotary frequencies, which only transformers 5 has
+@pytest.mark.parametrize(("case", "peaks"), BY_DEFAULT.items(), ids=lambda value: str(value))
+def test_an_older_transformers_by_its_defaults_as_it_ran_on_a_cpu(case, peaks):
+    release, family, checkpointing = case
+    model = DELTA_NET if family == "delta" else config(family, num_hidden_layers=2)
+    recipe = Recipe(model, batch_size=2, seq_len=48, loop="trainer", gradient_checkpointing=checkpointing)
+    as_run = of_release(release)
+    report = simulate_as_run(recipe, as_run, target="cpu")
+    # of the rotary frequencies, which only transformers 5 has
+    second_copy = 2 * recipe.shape.rotary_dim if release.startswith("4") else 0
     found = (report.peak, report.phases["forward"].peak, report.phases["backward"].peak)
     assert tuple(peak.total - second_copy for peak in found) == peaks
-    plain = simulate(recipe, target="cpu")
-    backward = plain.phases["backward"].peak.total
-    assert found[2].total > backward  # one copy of the logits more, and a layer's recomputation in a graph of its own
+    assert ("re-entrant" in report.notes[0]) is (checkpointing and release.startswith("4"))
+    plain = simulate(recipe, target="cpu").phases["backward"].peak
+    assert found[2].total > plain.total
+    if checkpointing and release.startswith("4"):
+        lean = simulate_as_run(recipe, as_run, use_reentrant=False, target="cpu").phases["backward"].peak
+        assert found[2].total > lean.total  # the recomputed layer's input has a copy, and a graph of its own
+
+
+@pytest.mark.parametrize("release", ["4.52", "4.5", "4.480", "newest", "repeated keys"])
+def test_a_release_that_nobody_compared_is_refused(release):
+    with pytest.raises(RecipeError, match=r"known are 4\.48, 4\.56, 4\.57, 5\.12, .* and the installed "):
+        of_release(release)
+
+
+def test_the_installed_release_is_simulated_as_it_is():
+    assert of_release(transformers.__version__) is None
+    answer = CliRunner().invoke(app, ["simulate", "gpt2", "--tokens", "8", "--transformers", "4.57"])
+    assert answer.exit_code == 2 and "not for causal-lm of gpt2" in " ".join(answer.output.split())
+    words = ["simulate", "llama-3.2-1b", "--tokens", "8", "--num-layers", "1", "--transformers"]
+    older, now = (CliRunner().invoke(app, [*words, release]).output for release in ("4.48.3", transformers.__version__))
+    assert "as_run 'transformers 4.48': the loss copies" in " ".join(older.split()) and "as_run" not in now
 
 
 @pytest.mark.parametrize(
@@ -132,13 +169,20 @@ def test_what_is_not_known_of_older_versions_is_refused(recipe, as_run, allowed)
     assert "as_run" in str(raised.value) and allowed in str(raised.value) and "\n" not in str(raised.value)
 
 
+def replaceable():
+    """What a name in AS_RUN may replace."""
+    of_modules = F.scaled_dot_product_attention, masking_utils.find_packed_sequence_indices, modeling_utils.checkpoint
+    return *of_modules, loss_utils.LOSS_MAPPING["ForCausalLM"], modeling_qwen3_5.torch_chunk_gated_delta_rule
+
+
 @pytest.mark.parametrize("kind", AS_RUN)
 def test_nothing_stays_replaced(kind):
-    before = F.scaled_dot_product_attention, masking_utils.find_packed_sequence_indices
-    with pytest.raises(KeyError), as_it_ran(kind):
-        assert (F.scaled_dot_product_attention, masking_utils.find_packed_sequence_indices) != before
+    before = replaceable()
+    with pytest.raises(KeyError), as_it_ran(kind, reentrant=True):
+        differing = [one is not other for one, other in zip(replaceable(), before, strict=True)]
+        assert sum(differing) == (3 if kind == "transformers 4.48" else 2)
         raise KeyError
-    assert (F.scaled_dot_product_attention, masking_utils.find_packed_sequence_indices) == before
+    assert replaceable() == before
 
 
 def test_each_run_says_where_it_is_from():
@@ -163,7 +207,7 @@ def test_the_readme_says_how_many_runs_were_not_plain():
     ],
 )
 def test_weights_that_stay_unquantized_are_said(family, prepare, said):
-    """bitsandbytes swaps nn.Linear and nothing else; most of a mixture's weights are fused experts."""
+    """transformers' loader swaps nn.Linear and nothing else; most of a mixture's weights are fused experts."""
     base = Quantization("nf4", prepare=prepare)
     recipe = Recipe(config(family), seq_len=8, num_layers=1, precision="bf16-true", quantization=base, lora=LoRA())
     for notes in (predict(recipe).notes, simulate(recipe).notes, notes_on(recipe)):

@@ -130,10 +130,19 @@ def test_witnesses_get_their_options(asked):
     run("simulate", "gpt2", "--target", "cpu", "--gpu", "L4")
     run("measure", "gpt2", "--repeats", "2")
     assert asked.options == [
-        ("predicted", {"gpu": find_gpu("T4")}),
-        ("simulated", {"target": "cpu", "gpu": find_gpu("L4")}),
+        ("predicted", {"gpu": find_gpu("T4"), "other_memory": 0, "expandable_segments": False}),
+        ("simulated", {"target": "cpu", "gpu": find_gpu("L4"), "other_memory": 0, "expandable_segments": False}),
         ("measured", {"repeats": 2}),
     ]
+
+
+@pytest.mark.parametrize("witness", ["predict", "simulate"])
+def test_what_is_granted_reaches_the_witness(asked, witness):
+    run(witness, "gpt2", "--gpu", "T4", "--other-memory", "1GiB", "--expandable-segments")
+    ((_, options),) = asked.options
+    assert (options["other_memory"], options["expandable_segments"]) == (GiB, True)
+    refused = run(witness, "gpt2", "--other-memory", "1GiB")
+    assert refused.exit_code == 2 and "say --gpu too" in refused.output
 
 
 def test_json_is_the_report_and_nothing_else(asked):
@@ -151,21 +160,23 @@ def test_text_is_the_reports_own(asked):
     [
         (
             {"process": Interval(8 * GiB, 9 * GiB, 10 * GiB)},
-            "fits: T4 has 14.562 GiB, the process needs 9.000 GiB (8",
+            "safe: T4 has 14.562 GiB, the process needs 9.000 GiB (8",
         ),
-        ({"process": Interval(14 * GiB, 15 * GiB, 16 * GiB)}, "may not fit: T4"),
+        ({"process": Interval(13 * GiB, 14 * GiB, 16 * GiB)}, "likely: T4"),
+        ({"process": Interval(14 * GiB, 15 * GiB, 16 * GiB)}, "tight: T4"),
         ({"process": Interval(15 * GiB, 16 * GiB, 17 * GiB)}, "does not fit: T4"),
-        ({"process": 14 * GiB}, "fits: T4 has 14.562 GiB, the process needs 14.000 GiB"),
+        ({"process": 14 * GiB}, "safe: T4 has 14.562 GiB, the process needs 14.000 GiB"),
     ],
 )
 def test_verdict_on_a_gpu(stand_in, needs, answer):
-    stand_in("predict", lambda recipe, gpu: report(recipe=recipe, **needs))
+    stand_in("predict", lambda recipe, gpu, **granted: report(recipe=recipe, **needs))
     shown, code = run("predict", "gpt2", "--gpu", "T4"), 1 if answer.startswith("does not fit") else 0
     assert shown.stdout.splitlines()[-1].startswith(answer) and shown.exit_code == code
     shown = run("predict", "gpt2", "--gpu", "T4", "--json")
     found = Report.from_json(shown.stdout)
-    fits = {"fits": True, "does": False, "may": None}[answer.split()[0].rstrip(":")]
-    assert (found.environment, shown.exit_code) == ({"gpu": "T4", "fits": fits}, code)
+    tier = answer.partition(":")[0]
+    fits = {"safe": True, "does not fit": False}.get(tier)
+    assert (found.environment, shown.exit_code) == ({"gpu": "T4", "fits": fits, "tier": tier}, code)
     assert found.notes[-1].startswith(answer)
 
 
@@ -195,6 +206,7 @@ def test_options_make_the_question(monkeypatch, words, fields):
     result = run("plan", "gpt2", "--gpu", "T4", *words.split())
     assert result.exit_code == 0, result.output
     usual = {"gpus": 1, "global_batch": 16, "method": "any", "offload": True, "trainer": "transformers"}
+    usual["liger"] = True
     usual["expandable_segments"] = True
     assert asked == [{"model": "gpt2", "gpu": "T4", "confirm": True, **usual, **fields}]
     Question("gpt2", "T4", **{**usual, **fields})
@@ -483,12 +495,26 @@ def test_doctor_loads_no_torch_where_no_gpu_is():
     assert "torch build" in done.stdout and not {"torch", "bitsandbytes"} & set(done.stderr.split())
 
 
+def test_a_card_is_asked_for_in_a_sentence_and_a_dry_run_lists_what_is_left(tmp_path):
+    entries = [{"kind": "context", "worth": 1, "why": "", "loaded": ["bare", "cuBLAS"]}]
+    (tmp_path / "list.json").write_text(json.dumps(entries))
+    from vramlab.faces.doctor import may_have_gpu
+
+    listed = run("card", str(tmp_path / "list.json"), "--dry-run", "--folder", str(tmp_path))
+    assert listed.exit_code == 0
+    assert listed.stdout.splitlines()[:2] == ["    15 s  context · loaded bare", "    15 s  context · loaded cuBLAS"]
+    if may_have_gpu():
+        pytest.skip("torch is asked about the GPU of this machine")
+    refused = run("card", str(tmp_path / "list.json"))
+    assert (refused.exit_code, refused.stdout) == (2, "") and "there is no CUDA device here" in refused.stderr
+
+
 def test_help_names_every_command_and_costs_no_torch():
     code = "import sys, vramlab.faces.cli; print(sorted({'torch', 'transformers', 'pynvml'} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "[]\n"
     text = run("--help").stdout
-    for command in ("predict", "simulate", "measure", "record", "doctor", "run"):
+    for command in ("predict", "simulate", "measure", "record", "card", "doctor", "run"):
         assert command in text
         assert run(command, "-h").exit_code == 0
 
@@ -512,7 +538,7 @@ def test_real_prediction_equals_the_function():
 
     shown = Report.from_json(run("predict", *SMALL, "--json").stdout)
     assert shown.source == "predicted" and shown.peak == predict(RECIPE).peak
-    assert run("predict", *SMALL, "--gpu", "T4").stdout.splitlines()[-1].startswith("fits: T4")
+    assert run("predict", *SMALL, "--gpu", "T4").stdout.splitlines()[-1].startswith("safe: T4")
     too_much = run("predict", "llama-3.1-70b", "--gpu", "T4")
     assert too_much.exit_code == 1 and too_much.stdout.splitlines()[-1].startswith("does not fit: T4")
 

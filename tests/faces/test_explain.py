@@ -84,7 +84,7 @@ def test_an_exception_is_read_as_its_text():
 
 def test_a_recipe_is_explained_and_what_predict_refuses_is_simulated():
     said = str(explain(RECIPE, gpu="T4"))
-    assert said.startswith(f"predicted: {RECIPE}\npeak in ") and "T4 has 14.562 GiB; the process needs" in said
+    assert said.startswith(f"predicted: {RECIPE}\npeak in ") and "safe: T4 has 14.562 GiB, the process needs" in said
     assert "the cheapest changes:\n  " in said
     offloaded = RECIPE.replace(loop="plain", optim="sgd", optim_args="momentum=0.9")
     assert str(explain(offloaded)).split(":")[0] in ("predicted", "simulated")

@@ -150,8 +150,8 @@ def test_needs_are_intervals_against_the_line_of_their_card():
     figure = plot.fits(needs, CARD, "One is safe", "simulated")
     ax = figure.axes[0]
     bars = [(bar.get_x(), bar.get_width()) for container in ax.containers for bar in container]
-    assert bars == [(8, 4), (14, 6)] and texts(figure, "tier") == ["safe", "too much"]
-    assert figure.rows[2] == ("b c", "14.00", "15.00", "20.00", "a card: 13.00", "too much")
+    assert bars == [(8, 4), (14, 6)] and texts(figure, "tier") == ["safe", "does not fit"]
+    assert figure.rows[2] == ("b c", "14.00", "15.00", "20.00", "a card: 13.00", "does not fit")
     assert [text.get_text() for text in figure.legends[0].get_texts()] == ["a card: 13.0 GiB"]
     both = plot.fits(needs, ["T4", "RTX 4090"], "Both are safe")
     assert texts(both, "tier") == ["safe\non T4", "safe\non RTX 4090"] and len(both.legends[0].get_texts()) == 2

@@ -2,7 +2,8 @@
 
 import matplotlib.pyplot as plt
 import pytest
-from vramlab import plot
+from tiny_models import config
+from vramlab import Recipe, plot, predict
 from vramlab.faces.plot import style
 
 pytestmark = pytest.mark.usefixtures("no_figure_stays")
@@ -25,3 +26,15 @@ def test_a_failing_cell_leaves_the_readers_settings():
     with pytest.raises(ZeroDivisionError), plot.canvas("A title", "Words."):
         1 / 0  # noqa: B018
     assert dict(plt.rcParams) == before
+
+
+def test_a_dollar_in_a_name_is_no_formula():
+    """Matplotlib would read the words between two as one, and fail at what is none."""
+    report = predict(Recipe(config("llama") | {"_name_or_path": r"$\frac{$ a_$x^$b"}, 2, seq_len=16))
+    plot.compare(report)
+    with plot.canvas(r"$\frac{$", "Words.", r"$x^$") as ax:
+        ax.bar([r"$\frac{$", "b"], [1, 2], label=r"$x^$")
+        ax.text(0, 0, r"$\frac{$")
+    with plot.canvas("A title", "Words.") as ax:
+        ax.set(xscale="log", xlim=(1, 100))
+    assert ax.get_xticklabels()[1].get_parse_math()

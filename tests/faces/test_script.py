@@ -213,6 +213,13 @@ NOTED = {  # what is listed: changes, and words of the note
     "adapters' cast": ([*at("model", LORA + "\nmodel.to(torch.bfloat16)")], "a cast of adapters"),
     "input grads": (at("model", "model.enable_input_require_grads()"), "enable_input_require_grads"),
     "no length": ([(", max_length=256", "")], "512 are taken"),
+    "a module that patches": (at("imports", "import my_patches"), "which is run for what it changes"),
+    "a name that nobody reads": (at("imports", "from .patches import done"), "which is run for what it changes"),
+    "a method handed over": (at("model", "import threading\nthreading.Thread(target=model.half).start()"), "Thread"),
+    "a callback's model": (
+        at("args", "class Half(TrainerCallback):\n    def on_train_begin(self, *a, model=None, **k):\n        model.half()"),
+        "model.half()",
+    ),
     "overridden option": (
         [("bs = 4", "class C:\n    bs = 4\nc = C()\nc.bs = 8"), ("size=bs", "size=c.bs")],
         "per_device_train_batch_size=c.bs",
@@ -295,6 +302,8 @@ HARMLESS = {
     "GPU queries": at("model", "print(torch.cuda.get_device_name(0), torch.cuda.max_memory_allocated() / 2**30)"),
     "token": at("imports", "from huggingface_hub import login\nimport os\nlogin(os.environ.get('HF_TOKEN'))"),
     "main": [("trainer.train()", "if __name__ == '__main__':\n    trainer.train()")],
+    "libraries": at("imports", "import numpy as np, bitsandbytes as bnb, torch.nn as nn, email.message"),
+    "helpers of its own": at("imports", "from my_code import greeting\nprint(greeting)"),
     "list": at("model", "names = []\nnames.append('a')\nnames = sorted(set(names))\nprint(', '.join(names).upper())"),
     "saved configuration": at("args", "import json\nopen('a.json', 'w').write(json.dumps(args.to_dict()))"),
     "logging subclass": [

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from predict_grid import written_down
 from quick import params
 from vramlab import Loop, LoRA, Quantization, Recipe, RecipeError, Report, Sharding
-from vramlab.formulas import account, model, model_states, operators
+from vramlab.formulas import account, model, model_states, operators, parameters, tensor_sizes
 from vramlab.formulas.predict import predict
 from vramlab.hardware.overhead import rounded
 from vramlab.recipe.options import QUANT_TYPES
@@ -211,7 +211,7 @@ def test_lora_counts_what_peft_counts():
 
 
 def test_four_bits_are_four_and_a_half_and_four_point_127():
-    plain, double = (sum(model_states.stored_sizes((4096, 4096), 2, "nf4", nested)) for nested in (False, True))
+    plain, double = (sum(tensor_sizes.stored_sizes((4096, 4096), 2, "nf4", nested)) for nested in (False, True))
     assert abs(8 * plain / 4096**2 - 4.5) < 0.001
     assert abs(8 * double / 4096**2 - 4.127) < 0.001
 
@@ -555,7 +555,7 @@ def test_a_written_out_stack_equals_the_multiplied_one():
         x = first.pop()
         for i in range(start, start + count):
             x = layer(f"{name}.{i}", x)
-            self.layer_holds.clear()
+            self.ledger.layer_holds.clear()
         return x
 
     def every(shape, layers=2):
@@ -563,10 +563,10 @@ def test_a_written_out_stack_equals_the_multiplied_one():
 
     short = account.Account(recipe)
     assert len(every(recipe.shape)) > len(model_states.first_layers(recipe.shape))
-    account._parameter_settings.cache_clear()
+    parameters._settings.cache_clear()
     with patch.object(model.Model, "stack", whole), patch.object(model_states, "first_layers", every):
         long = account.Account(recipe)
-    account._parameter_settings.cache_clear()
+    parameters._settings.cache_clear()
     for phase in ("forward", "backward"):
         (split,), (other,) = short.splits([short.moments[phase]]), long.splits([long.moments[phase]])
         assert sum(split.values()) == sum(other.values())

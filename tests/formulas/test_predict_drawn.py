@@ -2,7 +2,7 @@
 
 import pytest
 from drawn_recipes import Outcome, drawn, held, line, main, smaller
-from vramlab import Loop, Recipe, Sharding
+from vramlab import Loop, LoRA, Quantization, Recipe, RecipeError, Sharding, predict
 
 SEED, COUNT = 20261123, 2000
 FOUND = {  # by drawing: what predict got wrong
@@ -57,6 +57,26 @@ FOUND = {  # by drawing: what predict got wrong
         loop=Loop(foreach=False),
     ),
 }
+REFUSED = {  # by formulas: what drawing found them wrong in
+    "quantization.compute_dtype": Recipe(
+        "gpt2",
+        num_layers=1,
+        precision="fp16-mixed",
+        lora=LoRA(r=1),
+        quantization=Quantization("nf4", compute_dtype="bfloat16"),
+    ),
+    "sharding.rank": Recipe(
+        "granite-3.3-2b",
+        precision="fp16-true",
+        sharding=Sharding(1, 8, "deepspeed", rank=7),
+    ),
+}
+
+
+@pytest.mark.parametrize("field", REFUSED)
+def test_what_formulas_do_not_know_is_refused(field):
+    with pytest.raises(RecipeError, match=f"{field}.*ask simulate"):
+        predict(REFUSED[field])
 
 
 @pytest.mark.parametrize("name", FOUND)
@@ -78,8 +98,6 @@ def test_no_draw_shows_a_fault(first):
 
 
 def test_a_draw_is_the_same_each_time_and_is_read_from_its_line():
-    from vramlab import Loop, LoRA, Quantization, Sharding
-
     names = {"Recipe": Recipe, "Loop": Loop, "LoRA": LoRA, "Sharding": Sharding, "Quantization": Quantization}
     for number in range(8):
         recipe = drawn(SEED, number)

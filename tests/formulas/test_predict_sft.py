@@ -1,9 +1,12 @@
 """predict against simulate for TRL's SFTTrainer: a recipe of every causal family and size that is written down."""
 
+import itertools
+
 import pytest
 from predict_grid import assert_still_said, packed_grid, sft_grid, simulated, stored
+from quick import params
 from test_predict_grid import error, worst
-from vramlab import LoRA, Quantization, Recipe, RecipeError, predict, simulate
+from vramlab import LoRA, Quantization, Recipe, RecipeError, Sharding, predict, simulate
 
 GRID, PACKED = sft_grid(), packed_grid()
 SAMPLE = 20
@@ -39,6 +42,41 @@ def test_the_peak_is_what_simulate_says():
     print(f"\n{len(rows)} recipes, mean error {100 * mean:.3f} %, worst:\n{worst(rows)}")
     assert len(rows) > 35 and mean <= 0.001
     assert max(abs(e) for e, _ in rows) <= 0.01, worst(rows)
+
+
+ENGINES = [("ddp", 0), ("fsdp", 2), ("fsdp", 3), ("deepspeed", 1), ("deepspeed", 2)]
+SHARDED = [*itertools.product(ENGINES, ("full", "lora", "qlora"), (False, True), (1, 3))]
+
+
+@pytest.mark.parametrize(
+    ("engine", "method", "checkpointing", "steps"),
+    params(SHARDED, [(("fsdp", 3), "full", True, 1), (("ddp", 0), "qlora", False, 3)]),
+    ids=str,
+)
+def test_the_peak_of_a_rank_is_what_simulate_says(engine, method, checkpointing, steps):
+    name, stage = engine
+    if name == "deepspeed":
+        pytest.importorskip("deepspeed")
+    lora = LoRA(r=16, target_modules="all-linear")
+    ways = {
+        "full": {},
+        "lora": dict(lora=lora, dtype="bfloat16"),
+        "qlora": dict(lora=lora, quantization=Quantization("nf4", prepare=False)),
+    }
+    recipe = Recipe(
+        "qwen2.5-0.5b",
+        2,
+        512,
+        "bf16-mixed",
+        trainer="sft",
+        num_layers=4,
+        sharding=Sharding(stage, 4, name),
+        gradient_checkpointing=checkpointing,
+        gradient_accumulation_steps=steps,
+        **ways[method],
+    )
+    peaks = [witness(recipe, gpu="A100").peak.total for witness in (predict, simulate)]
+    assert peaks[0] == pytest.approx(peaks[1], rel=0.006)
 
 
 def test_no_logits_are_predicted():

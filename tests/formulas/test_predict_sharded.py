@@ -130,6 +130,24 @@ def test_stage_3_lets_go_of_the_layers_before_the_embeddings_gradient(layers):
         assert abs(error(report.phases[name].peak.total, sum(truth["phases"][name][0].values()))) < 0.005, name
 
 
+STEPS = {  # (stage, precision, optimizer), each of two ranks
+    "the norm of the largest gradient in fp64": (3, "fp32", "sgd"),
+    "gradients that DeepSpeed has in fp32, which its configuration does not say": (3, "bf16-true", "sgd"),
+    "Adafactor's two copies of a flat part": (3, "bf16-mixed", "adafactor"),
+    "one gradient is its own flat part": (2, "fp32", "adafactor"),
+}
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_the_step_of_deepspeed_has(name):
+    pytest.importorskip("deepspeed")
+    stage, precision, optim = STEPS[name]
+    sharding = Sharding(stage, 2, "deepspeed")
+    recipe = Recipe("gpt2", seq_len=16, num_layers=3, precision=precision, optim=optim, sharding=sharding)
+    report, truth = predict(recipe), simulated(recipe)
+    assert abs(error(report.phases["step"].peak.total, sum(truth["phases"]["step"][0].values()))) < 0.01
+
+
 REFUSED = [
     Sharding(0, 2, "tensor"),
     Sharding(0, 2, "pipeline", schedule="gpipe"),

@@ -11,7 +11,7 @@ from vramlab.hardware import gpu as gpu_module
 from vramlab.hardware import overhead
 from vramlab.hardware.gpu import Gpu, GpuError, current_device, find_gpu, gpu_names
 from vramlab.hardware.nvml import nvml_snapshot
-from vramlab.hardware.overhead import CONTEXT, cublas_workspace, rules_of, torch_release
+from vramlab.hardware.overhead import cublas_workspace, rules_of, torch_release
 from vramlab.recipe.recipe import PRECISIONS
 from vramlab.report import versions
 from vramlab.report.data import data_path
@@ -173,13 +173,6 @@ def test_a_records_own_torch_takes_the_place_of_the_one_that_is_here():
             assert torch_release() == (2, 12) and cublas_workspace((10, 0)) == 32 * MiB
         assert torch_release() == (2, 11)
     assert torch_release() == here
-
-
-def test_context_is_an_interval_with_the_cards_own_figure():
-    t4, h100, a100 = found = [find_gpu(name).context_interval for name in ("T4", "H100", "A100")]
-    assert {(i.low, i.high) for i in found} == {(133 * MiB, 1823 * MiB)}
-    assert (t4.value, h100.value, a100.value) == (141 * MiB, 758 * MiB, CONTEXT.value)
-    assert all(i.low <= i.value <= i.high for i in found)
 
 
 def test_gpu_is_a_plain_value():

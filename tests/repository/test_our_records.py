@@ -6,8 +6,11 @@ from functools import cache
 
 import pytest
 import verify_record
+from settings import ROOT
 from vramlab import Recipe, RecipeError, predict, simulate
 from vramlab.faces.measure import card_of
+from vramlab.hardware.contexts import context_on
+from vramlab.hardware.gpu import find_gpu
 from vramlab.hardware.overhead import rules_of
 from vramlab.measurement.records import load
 from vramlab.report.data import data_path
@@ -57,15 +60,22 @@ def test_a_record_is_held_against_the_rules_of_its_own_torch():
 
 
 def test_the_context_of_an_h100_grows_with_flash_attentions_code():
-    """742 MiB, and 758 where the kernel is FlashAttention's; `data/gpus.json` says so."""
+    """742 MiB, and 758 where the kernel is FlashAttention's; `data/contexts.json` says so."""
     found = {True: Counter(), False: Counter()}
     for held in records().values():
+        if "H100" not in held.environment["gpu"]:
+            continue
         recipe = Recipe(**held.recipe)
         half = recipe.precision not in ("fp32", "tf32")
         flash = half and recipe.attn_implementation == "sdpa" and not recipe.quantization
         found[flash][(held.process - held.reserved) // MiB] += 1
     assert found[True].most_common(1) == [(758, 95)] and found[False].most_common(1) == [(742, 88)]
     assert sum(found[True].values()) - 95 <= 1 and sum(found[False].values()) - 88 <= 4
+    h100 = find_gpu("H100 SXM")
+    flash, without = (context_on(h100, loaded) for loaded in ("flash", "cublas"))
+    assert abs(flash.value // MiB - 758) <= 1 and without.value == 742 * MiB
+    one_rank = [held for held in records().values() if not held.recipe["sharding"]]
+    assert max(held.process - held.reserved for held in one_rank) <= flash.high
 
 
 def test_what_checkpointing_costs_in_time():
@@ -78,6 +88,14 @@ def test_what_checkpointing_costs_in_time():
             ratios.append(held.speed.median / other.speed.median)
     found = len(ratios), min(ratios), statistics.median(ratios), max(ratios)
     assert found == (15, pytest.approx(1.08, abs=0.005), pytest.approx(1.53, abs=0.005), pytest.approx(2.08, abs=0.005))
+    number, least, middle, most = (f"{value:.3g}" for value in found)
+    (chapter,) = (ROOT / "notebooks").glob("03_*.ipynb")
+    text = chapter.read_text(encoding="utf-8")
+    said = f"{number} pairs of runs recorded on an H100 took {least} to {most} times as long with checkpointing, {middle} in"
+    assert said in text
+    assert f"in seconds, on an H100, {100 * (found[1] - 1):.0f} to {100 * (found[3] - 1):.0f} %" in text
+    glossary = " ".join((ROOT / "site" / "glossary.md").read_text(encoding="utf-8").split())
+    assert f"Steps took {least} to {most} times as long on an H100" in glossary
     verdict = judge(load_claims("03")["guide-checkpointing-20"])
     assert (verdict.outcome, verdict.holding) == (UNDER, ["gpt2, fp32", "Llama 3.2 1B, bf16-mixed"])
 

@@ -7,14 +7,15 @@ import subprocess
 import sys
 from pathlib import Path
 
+import card_faults
 import pytest
 import verify_record
 from settings import ROOT
 from tiny_models import config
-from vramlab import MiB, Recipe, RecordError, find_gpu, share, simulate
+from vramlab import LoRA, MiB, Quantization, Recipe, RecordError, find_gpu, share, simulate
 from vramlab.faces.measure import simulated_beside
 from vramlab.measurement import share as sharing
-from vramlab.measurement.records import VERSIONS, load, save
+from vramlab.measurement.records import VERSIONS, add, load, save
 from vramlab.measurement.share import CARD
 from vramlab.report.report import Speed, TensorGroup, environment
 
@@ -237,6 +238,93 @@ def test_record_prints_what_simulate_says_beside(made_up, simulated):
     report = dataclasses.replace(simulated, environment={**environment(), **T4})
     assert simulated_beside(report).endswith("(+0.00%)")
     assert find_gpu("T4").total == T4["total_memory"]
+
+
+# --- facts ------------------------------------------------------------------------------------------------------------
+
+BASE_4_BITS = Recipe("gpt2", seq_len=128, num_layers=2, lora=LoRA(r=8), quantization=Quantization("nf4", prepare=False))
+
+
+@pytest.fixture(scope="module")
+def four_bits():
+    return simulate(BASE_4_BITS, gpu="T4")
+
+
+def judged(folder: Path, *facts) -> verify_record.Verdict:
+    """The verdict on a file of these facts, as share writes it."""
+    path = folder / "facts.json"
+    path.unlink(missing_ok=True)
+    for fact in facts:
+        add(fact, path)
+    return verify_record.verify(share(path, folder)[0].file)
+
+
+def test_facts_are_accepted_with_what_simulate_says_beside(tmp_path, simulated, four_bits):
+    peak = four_bits.loading.total // 512 * 512
+    facts = [
+        card_faults.context("cuBLAS"),
+        card_faults.steps(RECIPE, simulated.allocated),
+        card_faults.out_of_memory(RECIPE.replace(seq_len=1024), 64),
+        card_faults.loading(BASE_4_BITS, peak),
+    ]
+    found = judged(tmp_path, *facts)
+    assert (found.outcome, found.reasons) == ("accepted", [])
+    titles = {title.split(" · ")[0]: simulated_bytes for title, _, simulated_bytes in found.rows}
+    assert titles == {"steps": simulated.allocated, "loading": four_bits.loading.total}
+
+
+def test_a_fact_that_simulate_does_not_expect_is_a_finding(tmp_path, simulated, four_bits):
+    large = int(1.03 * simulated.allocated) // 512 * 512
+    found = judged(tmp_path, card_faults.steps(RECIPE, large))
+    assert found.outcome == "finding" and "simulate is off by -2.9" in found.reasons[0]
+    found = judged(tmp_path, card_faults.out_of_memory(RECIPE, 4))
+    assert found.outcome == "finding" and "it ran out of memory, and simulate says at most" in found.reasons[0]
+    found = judged(tmp_path, card_faults.loading(BASE_4_BITS, four_bits.loading.total // 512 * 512 + 64 * MiB))
+    assert found.outcome == "finding"
+
+
+@pytest.mark.parametrize(
+    ("make", "changes", "why"),
+    [
+        ("context", {"used_after": 5 * 2**30}, "bytes outside the allocator are no context of CUDA"),
+        ("context", {"used_after": None}, "neither NVML's process nor its memory in use is there"),
+        ("context", {"reserved": 3 * MiB + 512}, "its allocator hands out no such blocks"),
+        ("context", {"allocated": 4 * MiB}, "≤ 2,097,152 ≤ 15,636,365,312 does not hold"),
+        ("context", {"smi_used": 2**40}, "smi_used 1,099,511,627,776 is more than the card's"),
+        ("steps", {"seconds": [0.05] * 9}, "9 times are not those of 10 steps"),
+        ("steps", {"seconds": [1e-6] * 10}, "is faster than T4 computes"),
+        ("steps", {"power": [90.0]}, "90 W are more than its limit of 70 W"),
+        ("steps", {"requested": 2**34}, "does not hold"),
+        ("steps", {"throttle": ["<img>"]}, "has a character that no note or message of ours has"),
+        ("loading", {"kept": 2**34}, "it kept more than its peak"),
+        ("out_of_memory", {"message": "CUDA out of memory. Sorry."}, "PyTorch says nothing like"),
+        ("out_of_memory", {"total": 2**34}, "of a card with 15,636,365,312 bytes"),
+        ("out_of_memory", {"peak_allocated": 0}, "its peaks are not between"),
+    ],
+)
+def test_a_fact_that_no_card_can_have_shown_is_refused(tmp_path, make, changes, why):
+    made = {
+        "context": lambda: card_faults.context("bare", **changes),
+        "steps": lambda: card_faults.steps(RECIPE, 2**30, **changes),
+        "loading": lambda: card_faults.loading(BASE_4_BITS, 2**30, **changes),
+        "out_of_memory": lambda: card_faults.out_of_memory(RECIPE, 64, **changes),
+    }
+    found = judged(tmp_path, made[make]())
+    assert found.outcome == "refused" and why in " ".join(found.reasons)
+
+
+def test_facts_of_another_card_or_edited_by_hand_are_refused(tmp_path):
+    other = card_faults.context("cuBLAS")
+    other.environment["multiprocessors"] = 41
+    found = judged(tmp_path, card_faults.context("bare"), other)
+    assert found.outcome == "refused" and "one file holds records of one card" in found.reasons[0]
+    path = tmp_path / "facts.json"
+    path.unlink()
+    add(card_faults.context("bare"), path)
+    sent = share(path, tmp_path)[0].file
+    sent.write_text(sent.read_text().replace('"allocated": 512', '"allocated": 1024'))
+    found = verify_record.verify(sent)
+    assert found.outcome == "refused" and "its name is not that of its content" in found.reasons[0]
 
 
 def test_only_the_one_new_file_is_taken_from_a_pull_request(made_up, tmp_path):

@@ -9,9 +9,11 @@ import gc
 import itertools
 import os
 import random
+import sys
 import threading
 import traceback
 import warnings
+import weakref
 
 import pytest
 import torch
@@ -23,7 +25,7 @@ from vramlab.recipe.recipe import LoRA, Quantization, Recipe, Sharding
 from vramlab.simulation import fakes
 from vramlab.simulation.simulate import simulate
 from vramlab.tracking.tracker import Tracker
-from vramlab.training import models
+from vramlab.training import models, patched
 
 SIZES = {"num_layers": 2, "batch_size": 2, "seq_len": 16}
 EVERYWHERE = LoRA(r=4, target_modules="all-linear")
@@ -313,3 +315,21 @@ def test_the_lock_is_free_after_an_error():
         raise ZeroDivisionError
     assert in_thread(lambda: fakes.lock.acquire(blocking=False) and not fakes.lock.release())
     assert in_thread(process_state)["a new tensor"] == torch.float32
+
+
+def test_what_a_thread_keeps_lives_as_long_as_it_is_kept():
+    """torch 2.11 takes the caller's reference to what it stashes: a process died of it."""
+
+    class Values(dict):
+        pass
+
+    for _ in range(20):
+        values = Values({"attribute": 1})
+        alive = weakref.ref(values)
+        patched._keep(values)
+        references = sys.getrefcount(values)
+        del values
+        assert alive() is patched._values()
+        assert references >= 3  # `values`, the call's argument, and torch's own
+        patched._keep({})
+        assert alive() is None

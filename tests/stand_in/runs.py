@@ -19,6 +19,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 import torch
+from transformers import masking_utils
 from vramlab import Recipe
 from vramlab.hardware.nvml import nvml_snapshot
 from vramlab.measurement.measurement_passes import clean_pass
@@ -39,6 +40,14 @@ warnings.filterwarnings("ignore")
 torch.backends.cuda.enable_cudnn_sdp(False)  # no stand-in for cuDNN: flash attention in its place
 full = torch.library.Library("aten", "IMPL")  # every mask is: those of labels choose all tokens
 full.impl("nonzero", lambda t: torch.zeros((t.dim(), t.numel()), dtype=torch.int64, device=t.device).t(), "CUDA")
+_ignore_mask = masking_utils._ignore_causal_mask_sdpa
+
+
+def _ignore_mask_of_no_batch(padding_mask, *args, **options):
+    """transformers leaves a mask out that selects everything, as every mask does here: a batch's own stays."""
+    return padding_mask is None and _ignore_mask(None, *args, **options)
+
+
 assert "libcudart" in os.environ.get("LD_PRELOAD", ""), "the stand-in is not loaded"
 
 
@@ -87,7 +96,10 @@ def apart(recipe: Recipe, each: dict) -> dict:
 
 
 def peaks(recipe: Recipe, each: dict) -> dict:
-    """The allocator's peaks of training, of an evaluation after one step, or of loading."""
+    """The allocator's peaks of training, of an evaluation after one step, or of loading. Where samples of several lengths
+    are padded, attention gets their mask."""
+    is_padded = recipe.lengths and not recipe.joins
+    masking_utils._ignore_causal_mask_sdpa = _ignore_mask_of_no_batch if is_padded else _ignore_mask
     if "loading" in each:
         load(recipe)
     elif "evaluation" in each:

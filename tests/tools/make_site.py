@@ -16,6 +16,7 @@ from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 import canonical
+import card_outputs
 import nbformat
 import settings
 import site_evidence
@@ -59,6 +60,7 @@ def assemble(source: Path, notebooks: Sequence[Path], verdicts: Iterable[Verdict
             tested |= site_links.link_claims(notebook.cells, load_claims(chapter[1]).values())
         target = source / place
         target.parent.mkdir(parents=True, exist_ok=True)
+        card_outputs.show(notebook, target)
         nbformat.write(notebook, target)
     text = site_links.link_back(glossary.read_text(encoding="utf-8"), uses, places)
     glossary.write_text(site_links.link_mentions(text, "glossary.md", places), encoding="utf-8")
@@ -69,6 +71,7 @@ def assemble(source: Path, notebooks: Sequence[Path], verdicts: Iterable[Verdict
         "reference": site_pages.reference_page(),
         "accuracy": site_evidence.summary(),
         "published": site_evidence.runs_table(),
+        "speed": site_evidence.speed_page(source / "static" / "step_times.png", "/static/step_times.png"),
         "records": site_evidence.records_page(measurements_folder(), site_evidence.wanted()),
     }
     generated = source / "generated"

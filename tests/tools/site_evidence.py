@@ -1,9 +1,12 @@
 """The site's pages of evidence, made of the data: how exact the witnesses are on others' runs, and our own records."""
 
+import importlib.util
 import json
 import statistics
 from collections.abc import Iterable, Sequence
+from functools import cache
 from pathlib import Path
+from types import ModuleType
 
 import settings
 from site_pages import plain
@@ -80,6 +83,68 @@ def runs_table() -> str:
         cells = (about, run.gpu, f"{run.allocated / GiB:.3f}", *off, *held)
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines) + "\n"
+
+
+# --- seconds ------------------------------------------------------------------------------------------------------------
+
+
+@cache
+def step_times() -> ModuleType:
+    """`benchmarks/step_times.py`, which fits the constants and holds each model out in turn."""
+    spec = importlib.util.spec_from_file_location("step_times", settings.ROOT / "benchmarks" / "step_times.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def speed_page(path: Path, link: str) -> str:
+    """Draw measured against estimated seconds into `path`; the figure under `link`, and what it shows in words."""
+    bench = step_times()
+    found = {card: bench.held_out(card) for card in bench.CARDS}
+    speed_figure(found, path)
+    rows = ["| card | runs | off on average | at worst | nine tenths measured |", "|---|--:|--:|--:|--:|"]
+    for card, pairs_of in found.items():
+        rows.append(_speed_row(card, [ratio for _, ratio in pairs_of]))
+    rows.append(_speed_row("either card by the other's constants", bench.elsewhere()))
+    count = sum(map(len, found.values()))
+    alt = f"Measured against estimated seconds of {count} training steps on {' and '.join(found)}, by constants fitted "
+    alt += "without the step's own model: the points lie about the diagonal over two orders of magnitude."
+    return f"![{alt}]({link})\n\n" + "\n".join(rows) + "\n"
+
+
+def _speed_row(name: str, ratios: Sequence[float]) -> str:
+    off = [abs(1 / ratio - 1) for ratio in ratios]
+    least, most = step_times().spread(ratios)
+    spread = f"{least:.2f} to {most:.2f} times the estimate"
+    return f"| {name} | {len(off)} | **{statistics.mean(off):.1%}** | {max(off):.0%} | {spread} |"
+
+
+def speed_figure(found: dict[str, Sequence[tuple]], path: Path) -> None:
+    """Draw measured against estimated seconds, both logarithmic, a marker for each card."""
+    import matplotlib.pyplot as plt
+
+    with style.styled():
+        figure, axes = plt.subplots(figsize=style.SIZE, dpi=style.DPI)
+        reach = []
+        for (colour, marker, _), (card, pairs_of) in zip(style.LINES, found.items(), strict=False):
+            measured = [run.seconds for run, _ in pairs_of]
+            estimated = [run.seconds / ratio for run, ratio in pairs_of]
+            label = f"{card}, {len(measured)} runs"
+            axes.plot(estimated, measured, linestyle="", marker=marker, color=colour, alpha=0.7, label=label)
+            reach += measured + estimated
+        ends = [min(reach), max(reach)]
+        axes.plot(ends, ends, color=style.INK, linewidth=0.8, zorder=0)
+        axes.set_xscale("log")
+        axes.set_yscale("log")
+        for axis in (axes.xaxis, axes.yaxis):
+            axis.set_major_formatter("{x:,.6g}")
+        axes.set_xlabel("estimated, seconds a step")
+        axes.set_ylabel("measured, seconds a step")
+        axes.set_title("A step's time, of models that the fit has not seen")
+        axes.legend()
+        path.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(path)
+        plt.close(figure)
 
 
 # --- our own records ----------------------------------------------------------------------------------------------

@@ -136,6 +136,6 @@ def usual_answers() -> str:
         for fields in ways.values():
             recipe = Recipe(model, 1, 2048, "bf16-mixed", gradient_checkpointing=True, trainer="sft", **fields)
             need = predict(recipe, gpu=card).process
-            cells.append(f"{need.value / GiB:.1f} {need.tier(card.total) or 'no'}")
+            cells.append(f"{need.value / GiB:.1f} {need.verdict(card.total)}")
         lines.append(f"| {model} | {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"

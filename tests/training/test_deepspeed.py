@@ -9,6 +9,7 @@ import torch
 from quick import params
 from real_ranks import assert_learned_alike, cases, differing, learned, when_asked
 from tiny_models import config
+from vramlab.formulas.predict import predict
 from vramlab.planning.search_space import host_bytes
 from vramlab.recipe.deepspeed_config import deepspeed_config, filled_in
 from vramlab.recipe.recipe import Loop, LoRA, Quantization, Recipe, Sharding
@@ -54,6 +55,14 @@ TABLE: dict[str, tuple[str, dict[str, Any], int, str | None, dict[str, Any]]] = 
     ),
     "stage 3, RewardTrainer": ("llama", {"pad_token_id": 0}, 3, None, {"trainer": "reward"}),
     "stage 3, bf16-true": ("llama", {}, 3, None, {"precision": "bf16-true"}),
+    "stage 3, plain linear layers": ("llama", {}, 3, None, {}),
+    "stage 3, plain linear layers, checkpointing, bf16-mixed": (
+        "llama",
+        {},
+        3,
+        None,
+        {"gradient_checkpointing": True, **HALF},
+    ),
 }
 LEARNED = [name for name, row in TABLE.items() if "precision" not in row[4] and "Reward" not in name]
 HALVED = "stage 1, bf16-mixed, offloaded"
@@ -75,7 +84,8 @@ installed = pytest.mark.skipif("not __import__('importlib.util').util.find_spec(
 
 def recipe_of(name: str, world_size: int = 2) -> Recipe:
     family, changes, stage, offload, options = TABLE[name]
-    sharding = Sharding(stage, world_size, "deepspeed", offload=offload)
+    efficient = "plain linear" not in name
+    sharding = Sharding(stage, world_size, "deepspeed", offload=offload, memory_efficient_linear=efficient)
     return Recipe(config(family, **changes), 2, 24, num_layers=2, sharding=sharding, **options)
 
 
@@ -223,6 +233,21 @@ def test_what_is_offloaded_is_not_on_the_gpu(stage, offload):
     )
     assert here.optimizer_states > 0 and there.optimizer_states == there.gradients == 0
     assert here.parameters > 0 and there.parameters == (0 if offload == "parameters" else here.parameters)
+
+
+@installed
+def test_plain_linear_layers_keep_what_they_gathered():
+    """Where weights are freed at all: stage 3 keeps a thousand million (`stage3_max_live_parameters`)."""
+    recipe = Recipe("llama-3.1-8b", 1, 8, "bf16-mixed", num_layers=6, sharding=Sharding(3, 8, "deepspeed"))
+    plain = recipe.replace(sharding=Sharding(3, 8, "deepspeed", memory_efficient_linear=False))
+    lean, full = (simulate(each).phases["forward"].end for each in (recipe, plain))
+    layer = 2 * sum(weight.size for weight in recipe.shape.weights() if "layers.0." in weight.name)
+    assert full.workspace - lean.workspace > 3 * layer and full.activations == lean.activations
+    with pytest.raises(RecipeError, match="ask simulate"):
+        predict(plain)
+    assert deepspeed_config(plain.sharding)["zero_optimization"]["memory_efficient_linear"] is False
+    with pytest.raises(RecipeError, match="only stage 3 gathers"):
+        Sharding(2, 8, "deepspeed", memory_efficient_linear=False)
 
 
 @installed

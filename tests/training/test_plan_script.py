@@ -1,6 +1,5 @@
 """What a plan writes trains: each kind of program on a tiny model, a few steps, then on from its checkpoint."""
 
-import contextlib
 import dataclasses
 import itertools
 import json
@@ -19,7 +18,6 @@ from test_trainer_loop import SCALARS, assert_same_but_for_scalars
 from tiny_models import config
 from vramlab import Report, Sharding, plan
 from vramlab.formulas.model_states import tensors_in_order
-from vramlab.measurement.launch import Launcher
 from vramlab.report.data import data_path
 from vramlab.report.files import is_ours
 from vramlab.report.report import CATEGORIES
@@ -111,6 +109,14 @@ def written(base: str, folder: Path, sharding: Sharding | None = None, **asked) 
     files = found.write(folder / "train.py", choice)
     assert is_ours(files[0]), "or the next plan would not replace it"
     return choice.recipe, files
+
+
+def test_a_program_with_repeated_keys_trains(base, tmp_path):
+    """As for a T4: its recipe has that kernel, which the program registers."""
+    asked = dict(attention="sdpa_repeated", method="lora", precisions="fp32")
+    recipe, files = written(base, tmp_path, **asked)
+    assert recipe.attn_implementation == "sdpa_repeated" and "    repeat_shared_keys()" in files[0].read_text()
+    run_script(tmp_path, steps=STEPS[:1])
 
 
 def test_ligers_kernels_are_on_where_there_is_a_card(base, tmp_path):
@@ -237,10 +243,7 @@ def test_ranks_train_and_go_on_and_hold_what_simulate_says(sharding, method, pre
     engine, world = recipe.sharding.engine, recipe.sharding.world_size
     steps = 1 if recipe.quantization else 2  # as above
     order = {"folder": str(tmp_path), "watched": steps, "steps": STEPS if goes_on else STEPS[:1]}
-    # A single rank is the launcher's child itself, and a Trainer leaves DeepSpeed's marks in its process: later ranks,
-    # forked from it, would build their models in parts.
-    with contextlib.nullcontext(launcher) if world > 1 else Launcher() as used:
-        ranks = used.run("written_scripts:work", order, world, timeout=150, preload="written_scripts:preload")
+    ranks = launcher.run("written_scripts:work", order, world, timeout=150, preload="written_scripts:preload")
     names = {"train.py", *([f"train.{engine}.json"] if engine != "ddp" else []), *(["train.sbatch"] * (world > 1))}
     assert {path.name for path in files} == names
     if goes_on:

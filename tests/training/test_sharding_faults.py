@@ -189,6 +189,15 @@ def test_a_timeout_ends_ranks_that_ignore_everything(launcher, tmp_path):
     launcher.end()
 
 
+def test_no_order_finds_what_an_earlier_one_or_a_trainer_has_left(launcher, monkeypatch):
+    """Else a rank built its model in parts ("'weight' must be 2-D") when a Trainer had run before it."""
+    for name in ("ACCELERATE_USE_FSDP", "FSDP_CPU_RAM_EFFICIENT_LOADING"):
+        monkeypatch.setenv(name, "true")
+    launcher.end()
+    for world in (1, 2):
+        assert launcher.run("rank_faults:traces", {"mark": "left"}, world) == [(None, [])] * world
+
+
 ASKING = """
 import sys
 sys.path.insert(0, {tests!r})

@@ -14,6 +14,7 @@ from allocator_events import LITERALS
 from quick import params
 from real_ranks import assert_learned_alike, births, cases, differing, learned, when_asked
 from tiny_models import config
+from vramlab.formulas.predict import predict
 from vramlab.recipe.recipe import Loop, LoRA, Recipe, Sharding
 from vramlab.report.errors import RecipeError
 from vramlab.simulation.simulate import simulate, trace
@@ -32,6 +33,8 @@ TABLE: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "llama, stage 2": ("llama", {}, FSDP2, {}),
     "llama, stage 3, plain loop": ("llama", {}, FSDP3, {"loop": "plain"}),
     "llama, one unit": ("llama", {}, {**FSDP3, "wrap": "model"}, {}),
+    "llama, resharded root": ("llama", {}, {**FSDP3, "reshard_root": True}, {}),
+    "gpt2, resharded root, plain loop": ("gpt2", {}, {**FSDP3, "reshard_root": True}, {"loop": "plain"}),
     "gpt2, tied, stage 3": ("gpt2", {}, FSDP3, {}),
     "gpt2, tied, stage 2, plain loop": ("gpt2", {}, FSDP2, {"loop": "plain"}),
     "gpt2, sizes that nothing divides": ("gpt2", {"n_embd": 66, "vocab_size": 1001, "n_positions": 37}, FSDP3, {}),
@@ -355,6 +358,19 @@ def test_wrapping_a_plain_module(launcher):
         assert plain["gathered"] == 0
         assert 4 * whole <= plain["peak"] <= one["peak"]  # so one unit saves nothing
         assert each["peak"] <= 2 * whole + 6 * whole // 100
+
+
+def test_a_resharded_root_is_freed_after_its_forward_pass():
+    """`fully_shard(model, reshard_after_forward=True)`, as accelerate said before 1.14; by default the root is kept."""
+    kept = Recipe(config("llama"), **SMALL, loop="plain", sharding=Sharding(**FSDP3, world_size=2))
+    freed = kept.replace(sharding=Sharding(**FSDP3, world_size=2, reshard_root=True))
+    before, after = (simulate(each, "cpu").phases["forward"].end for each in (kept, freed))
+    root = 4 * sum(weight.size for weight in kept.shape.weights() if ".layers." not in weight.name)
+    assert before.total - after.total == before.workspace == root and after.workspace == 0
+    with pytest.raises(RecipeError, match="ask simulate"):
+        predict(freed)
+    with pytest.raises(RecipeError, match="only engine 'fsdp' knows it"):
+        Sharding(3, 2, "deepspeed", reshard_root=True)
 
 
 def test_recipes_that_no_engine_runs_are_refused():

@@ -4,16 +4,11 @@ Exit status: 0 done, 1 the run failed, the recipe does not fit --gpu, or doctor 
 request (one sentence on stderr), 3 out of memory (the report says how much, or that no plan fits), 130 stopped with Ctrl-C.
 """
 
-import contextlib
 import functools
-import inspect
 import json
 import os
-import shlex
 import sys
-from collections.abc import Callable
 from dataclasses import asdict
-from inspect import Parameter
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -21,20 +16,20 @@ import typer
 from typer.core import TyperGroup
 
 from .. import __version__
-from ..hardware.gpu import Gpu, find_gpu
-from ..planning.question import Question
-from ..recipe.argument_classes import DECLARED
-from ..recipe.configuration import read_json_file
+from ..hardware.gpu import Gpu, find_gpu, usable_memory
+from ..planning.question import Question, size_of
 from ..recipe.evaluation import Evaluation
-from ..recipe.knobs import Knob, options, rebuild
+from ..recipe.knobs import options
 from ..recipe.recipe import Recipe
 from ..report.errors import RecipeError, VramLabError, needing
 from ..report.files import MOST_TEXT, NOT_OURS, is_ours, read_text, write_atomically
 from ..report.report import Interval, Report, format_bytes
 from ..report.text import printable
 from ..training.quiet import no_collection
-from .options import OPTIONS, Options, fields_of, fits_card, read_lengths, recipe_of, recipe_of_arguments, tokens_of
-from .script import instead, recipe_of_script
+from .command_options import number, option, takes
+from .options import OPTIONS, Options, fields_of, fits_card, read_lengths, recipe_of, tokens_of
+from .script import instead
+from .words import said, words_of
 
 FAILED, WRONG, OUT_OF_MEMORY, STOPPED = 1, 2, 3, 130
 
@@ -72,62 +67,17 @@ def say(text: Any, err: bool = False) -> None:
     typer.echo(printable(str(text)), err=err)
 
 
-def option(kind: Any, text: str, *names: str, **rules: Any) -> Any:
-    """Return the annotation of an option of a command, named as its parameter unless there are `names`."""
-    return Annotated[kind, typer.Option(*names, help=text, **rules)]
-
-
-def number(text: str) -> int | float | str:
-    """Return the number that `text` says, or `text` itself for the check that says what is allowed."""
-    for kind in (int, float):
-        with contextlib.suppress(ValueError):
-            return kind(text)
-    return text
-
-
 Json = option(bool, "Print JSON; sizes are bytes, times seconds.", "--json")
 DIFFERING = "A recipe's or report's JSON file, or in quotes what predict takes: 'gpt2 --batch-size 8'."
 EXPLAINED = "An out-of-memory message (its words, a file, or -) or a memory snapshot's .pickle; then or alone MODEL "
 EXPLAINED += "with options, the JSON file of a recipe or of a TrainingArguments, or the script that trains."
 GpuName = option(str | None, "A card by name, such as T4. Exit status 1: does not fit.", "--gpu")
+Release = option(str | None, "An older version whose ways are known, such as 4.48.", "--transformers")
+OtherMemory = option(
+    str | None, "Of --gpu's memory what a display or other processes hold: 1GiB, or bytes.", "--other-memory"
+)
+Expandable = option(bool, "The allocator has PYTORCH_ALLOC_CONF=expandable_segments:True.", "--expandable-segments")
 Target = option(str, "Whose kernels and rounding: cuda or cpu.", "--target")
-
-
-def takes(known: Options, make: Callable[[str, dict[str, Any]], Any]) -> Callable[[Callable], Callable]:
-    """Give `command(made, …)` the argument MODEL and the `known` options, of which `make` makes its first argument."""
-
-    def decorate(command: Callable[..., None]) -> Callable[..., None]:
-        @functools.wraps(command)
-        def run(model: str, **values: Any) -> None:
-            command(make(model, {name: values.pop(name) for name in known}), **values)
-
-        model = Annotated[str, typer.Argument(help="A name, such as gpt2, or a path to a config.json.")]
-        parameters = [Parameter("model", Parameter.KEYWORD_ONLY, annotation=model)]
-        parameters += [_parameter(name, *known[name]) for name in known]
-        _, *own = inspect.signature(command).parameters.values()
-        parameters += [p.replace(kind=Parameter.KEYWORD_ONLY) for p in own]
-        run.__signature__ = inspect.Signature(parameters)
-        run.__annotations__ = {p.name: p.annotation for p in parameters}
-        return run
-
-    return decorate
-
-
-def _parameter(name: str, path: tuple[str, ...], knob: Knob) -> Parameter:
-    """An option as typer wants it; lists and a part's options are None where they are not given."""
-    text = ": ".join(filter(None, [knob.help.rstrip("."), ", ".join(c for c in knob.choices if isinstance(c, str))]))
-    dashed = name.replace("_", "-")
-    if knob.kind is bool:
-        default = bool(knob.default)
-        kind = option(bool, text, f"--{dashed}/--no-{dashed}" if default else f"--{dashed}")
-    else:
-        default = None if len(path) > 1 or knob.many else knob.default
-        kind = list[str] if knob.many else knob.kind if knob.kind in (int, float) else str
-        text += ". May be repeated" if knob.many else ""
-        names = ("--seq-len", "--tokens") if name == "seq_len" else ()
-        rules = {"parser": number} if kind in (int, float) else {}
-        kind = option(kind if default is not None else kind | None, text, *names, **rules)
-    return Parameter(name, Parameter.KEYWORD_ONLY, annotation=kind, default=default)
 
 
 takes_recipe = takes(OPTIONS, recipe_of)
@@ -154,30 +104,46 @@ def predict(
     lengths: option(Path | None, "JSONL with each sample's length or input_ids: a whole run.") = None,
     train_sampling_strategy: option(str | None, "With --lengths, as in TrainingArguments: random if left out.") = None,
     gpu: GpuName = None,
+    other_memory: OtherMemory = None,
+    expandable_segments: Expandable = False,
     as_json: Json = False,
 ) -> None:
     from ..formulas.predict import predict
     from ..formulas.run import predict_run
 
     card = _card(gpu, recipe)
+    granted = _granted(card, other_memory, expandable_segments)
     if lengths is None:
         if train_sampling_strategy is not None:
             rest = "it orders the samples of --lengths: name their file too, or leave it out"
             raise RecipeError("train_sampling_strategy", train_sampling_strategy, rest)
-        _finish(predict(recipe, gpu=card), card, as_json)
+        _finish(predict(recipe, gpu=card, **granted), card, as_json)
         return
-    run = predict_run(recipe, read_lengths(lengths), train_sampling_strategy or "random", gpu=card)
+    run = predict_run(recipe, read_lengths(lengths), train_sampling_strategy or "random", gpu=card, **granted)
     _finish(run.largest, card, as_json, run)
 
 
 @app.command(help="Memory of the real training step on fake tensors: seconds, no GPU.")
 @takes_recipe
-def simulate(recipe: Recipe, target: Target = "cuda", gpu: GpuName = None, as_json: Json = False) -> None:
+def simulate(
+    recipe: Recipe,
+    target: Target = "cuda",
+    gpu: GpuName = None,
+    other_memory: OtherMemory = None,
+    expandable_segments: Expandable = False,
+    transformers: Release = None,
+    as_json: Json = False,
+) -> None:
     with no_collection(before=False):
         from ..simulation.simulate import simulate
 
+    if transformers is not None:
+        from ..simulation.as_run import of_release, simulate_as_run
+
+        simulate = functools.partial(simulate_as_run, as_run=of_release(transformers))
     card = _card(gpu, recipe)
-    _finish(simulate(recipe, target=target, gpu=card), card, as_json)
+    granted = _granted(card, other_memory, expandable_segments)
+    _finish(simulate(recipe, target=target, gpu=card, **granted), card, as_json)
 
 
 @app.command(help="Memory of the Trainer's evaluation between two steps of training, on fake tensors.")
@@ -249,6 +215,25 @@ def record(
 
 
 @app.command(
+    help="All that the project wants from a card, the most worth a second first: records, contexts, power, a run that dies.",
+)
+def card(
+    paths: Annotated[list[Path] | None, typer.Argument(help="Lists of pieces; the project's when left out.")] = None,
+    minutes: option(float, "From now; nothing goes on after that.", min=0) = 30,
+    dry_run: option(bool, "Only say what is left to do.", "--dry-run") = False,
+    folder: option(Path, "Where the record file lies.") = Path("my_records"),
+    compare: option(bool, "Print what simulate says beside each report, which takes time.", "--compare") = False,
+) -> None:
+    from .measure import run_card
+
+    run = run_card(paths or None, minutes, folder, dry_run, progress=say, compare=compare)
+    if dry_run:
+        for piece, seconds in run.left:
+            say(f"{seconds:6,.0f} s  {piece.title}")
+    say(run)
+
+
+@app.command(
     help="Show exactly what your records would tell others, without a name or a path, and where to send it.",
 )
 def share(
@@ -281,6 +266,8 @@ def doctor(as_json: Json = False) -> None:
 def explain(
     words: Annotated[list[str] | None, typer.Argument(metavar="[MESSAGE|SNAPSHOT] [RECIPE]", help=EXPLAINED)] = None,
     gpu: option(str | None, "A card by name, such as T4.", "--gpu") = None,
+    other_memory: OtherMemory = None,
+    expandable_segments: Expandable = False,
     as_json: Json = False,
 ) -> None:
     from .explain import explain
@@ -296,11 +283,12 @@ def explain(
     elif os.path.isfile(first) and not first.endswith((".json", ".py")):
         what = read_text(first, errors="replace")
     else:
-        (what, notes), rest = _said(words), []
+        (what, notes), rest = said(words, _predict_options), []
     recipe = None
     if rest:
-        recipe, notes = _said(rest)
-    found = explain(what, recipe, gpu)
+        recipe, notes = said(rest, _predict_options)
+    card = find_gpu(gpu) if gpu is not None else None
+    found = explain(what, recipe, card, **_granted(card, other_memory, expandable_segments))
     found.notes += notes
     say(json.dumps(vars(found), indent=2) if as_json else str(found))
 
@@ -337,11 +325,11 @@ def diff(
     from ..report.compare import diff
     from .explain import report_of
 
-    said = [_said(_words(text)) for text in (a, b)]
-    for text, (_, notes) in zip((a, b), said, strict=True):
+    both = [said(words_of(text), _predict_options) for text in (a, b)]
+    for text, (_, notes) in zip((a, b), both, strict=True):
         for note in notes:
             say(f"{text}: {note}", err=True)
-    found = diff(*(report_of(each, target=target) for each, _ in said))
+    found = diff(*(report_of(each, target=target) for each, _ in both))
     say(json.dumps(asdict(found), indent=2) if as_json else str(found))
 
 
@@ -352,57 +340,9 @@ def _standard_input() -> str:
     return typer.get_binary_stream("stdin").read(MOST_TEXT).decode("utf-8", "replace")
 
 
-def _words(text: str) -> list[str]:
-    """Return the words of one argument of `diff`. Raises RecipeError where a quote in it has no end."""
-    try:
-        return [text] if os.path.isfile(text) else shlex.split(text)
-    except ValueError as error:
-        raise RecipeError("recipe", text, f"it must be words as a shell takes them ({error})") from None
-
-
-def _said(words: list[str]) -> tuple[Recipe | Report, list[str]]:
-    """Return what words say, and notes on what of it is left out: the JSON file of a report or a recipe, or MODEL and
-    options as of `predict`, among them the JSON file of a TrainingArguments or a Python script, which may name the model."""
-    if len(words) == 1 and words[0].endswith(".json") and os.path.isfile(words[0]):
-        found = _object(words[0])
-        if "phases" in found:
-            return Report.from_dict(found), []
-        if "model" in found:
-            return rebuild(Recipe, "recipe", found), []
-    return _recipe_said(words)
-
-
-def _recipe_said(words: list[str]) -> tuple[Recipe, list[str]]:
-    """Return the recipe of MODEL and options, and notes, as `_said` does."""
-    rest, script, arguments = list(words), None, None
-    for word in words:
-        if word.endswith(".py"):
-            script = Path(word)
-            rest.remove(word)
-        elif word.endswith(".json") and os.path.isfile(word):
-            found = _object(word)
-            if "model_type" not in found and DECLARED & found.keys():
-                rest.remove(word)
-                arguments = found
-    if (script or arguments) and (not rest or rest[0].startswith("-")):
-        rest.insert(0, "")
-    given = typer.main.get_command(app).commands["predict"].make_context("vramlab predict", rest).params
-    known = {name: given[name] for name in OPTIONS}
-    if script:
-        return recipe_of_script(script, given["model"], known)
-    if arguments is None:
-        return recipe_of(given["model"], known), []
-    recipe, foreign = recipe_of_arguments(given["model"], known, arguments)
-    named = [f"without {', '.join(foreign)}: the arguments have no field of that name"] if foreign else []
-    return recipe, named
-
-
-def _object(path: str) -> dict[str, Any]:
-    """Return the JSON object in a file. Raises RecipeError."""
-    found = read_json_file("file", path)
-    if not isinstance(found, dict):
-        raise RecipeError("file", path, "it must hold a JSON object: a report, a recipe or a TrainingArguments")
-    return found
+def _predict_options(rest: list[str]) -> dict[str, Any]:
+    """Return what `predict` would be told by the words `rest`."""
+    return typer.main.get_command(app).commands["predict"].make_context("vramlab predict", rest).params
 
 
 def _check_written(**files: Path | None) -> None:
@@ -423,17 +363,27 @@ def _card(name: str | None, recipe: Recipe) -> Gpu | None:
     return card
 
 
+def _granted(card: Gpu | None, other_memory: str | None, expandable_segments: bool) -> dict[str, Any]:
+    """Return what the process is granted. Raises RecipeError for memory of no card."""
+    size = size_of("other_memory", other_memory) or 0
+    if size and card is None:
+        raise RecipeError("other_memory", other_memory, "it is of a card's memory: say --gpu too")
+    return {"other_memory": size, "expandable_segments": expandable_segments}
+
+
 def _finish(report: Report, card: Gpu | None, as_json: bool, whole: Any = None) -> None:
     """Print the report, or the `whole` that it is of, and whether it fits the card; exit with what its status and that mean.
 
-    In JSON the answer is `environment.fits`: true, false, or null where the card lies within the interval.
+    In JSON the answer is `environment.tier`, in a word, and `environment.fits`: true, false, or null where the card lies
+    within the interval.
     """
     fits, sentence = True, ""
     if card and report.process is not None:
-        fits, answer = fits_card(report, card)
-        has, needs = format_bytes(card.total), Interval.of(report.process)
-        sentence = f"{answer}: {card.name} has {has}, the process needs {needs}"
-        report.environment |= {"gpu": card.name, "fits": fits}
+        report.usable = usable_memory(card) if report.usable is None else report.usable
+        fits = fits_card(report)
+        has, needs = format_bytes(report.usable), Interval.of(report.process)
+        sentence = f"{report.verdict}: {card.name} has {has}, the process needs {needs}"
+        report.environment |= {"gpu": card.name, "fits": fits, "tier": report.verdict}
         report.notes += [sentence] if as_json else []
     whole = whole or report
     text = json.dumps(whole.to_dict(), indent=2) if as_json else "\n".join(filter(None, [str(whole), sentence]))

@@ -37,13 +37,14 @@ class Explanation:
 
 
 @needing("explain")
-def explain(what: Any, recipe: Recipe | None = None, gpu: str | Gpu | None = None) -> Explanation:
+def explain(what: Any, recipe: Recipe | None = None, gpu: str | Gpu | None = None, **granted: Any) -> Explanation:
     """Say in plain lines what filled, or would fill, a card, and the three cheapest changes where a recipe is known.
 
     Args:
         what: an exception or its text, the `Path` of a memory snapshot or of a script that trains, or a recipe.
         recipe: what ran when the message came.
         gpu: the card that it ran or is to run on.
+        granted: `other_memory` and `expandable_segments`, as for `simulate`.
     Raises:
         MessageError, SnapshotError: `what` is no such message or snapshot.
     """
@@ -52,15 +53,15 @@ def explain(what: Any, recipe: Recipe | None = None, gpu: str | Gpu | None = Non
         from .script import recipe_of_script
 
         found, notes = recipe_of_script(what)
-        explained = _of_recipe(found, card, {})
+        explained = _of_recipe(found, card, {}, granted)
         explained.notes += notes
         return explained
     if isinstance(what, Path):
         return Explanation(str(read_snapshot(what)).split("\n"))
     if isinstance(what, Recipe):
-        return _of_recipe(what, card, {})
+        return _of_recipe(what, card, {}, granted)
     found = read_message(str(what))
-    rest = _of_recipe(recipe, card, found).lines if recipe else []
+    rest = _of_recipe(recipe, card, found, granted).lines if recipe else []
     return Explanation([*_of_message(found), *rest], found)
 
 
@@ -110,22 +111,23 @@ def _of_message(found: dict[str, int]) -> Iterator[str]:
         yield f"fragmentation: {sizes['unallocated']} would do, but not in one piece; {advice}"
 
 
-def _of_recipe(recipe: Recipe, card: Gpu | None, found: dict[str, int]) -> Explanation:
+def _of_recipe(recipe: Recipe, card: Gpu | None, found: dict[str, int], granted: dict[str, Any]) -> Explanation:
     """Say what fills the recipe's peak, and what would make room for what it, or the request `found`, lacks."""
     witness = predict
     try:
-        report = predict(recipe, gpu=card)
+        report = predict(recipe, gpu=card, **granted)
     except RecipeError:
         from ..simulation.simulate import simulate as witness
 
-        report = witness(recipe, gpu=card)
+        report = witness(recipe, gpu=card, **granted)
     peak, lines = report.peak, [f"{report.source}: {recipe}", *parts(report)]
     needs = [found.get("lack", found.get("asked", 0))]
     if "allocated" in found:
         needs.append(peak.total - found["allocated"] - found.get("free", 0))
     if card:
-        needs.append(int(report.process) - card.total)
-        lines.append(f"{card.name} has {format_bytes(card.total)}; the process needs {report.process}")
+        needs.append(int(report.process) - report.usable)
+        has = format_bytes(report.usable)
+        lines.append(f"{report.verdict}: {card.name} has {has}, the process needs {report.process}")
     need = max(needs)
     lack = f", {format_bytes(need, unit_for(need), 2)} being missing" if need > 0 else ""
     changes = cheapest(recipe, card, need, witness=witness) or ["none takes much off the peak"]
@@ -146,7 +148,8 @@ def assert_fits(what: Any, gpu: str | Gpu = "T4", tier: str = "likely", **given:
     """Raise AssertionError, which names the largest parts, unless the training step fits the card; return its report.
 
     Args:
-        what: a recipe, a module, a mapping of what `simulate` takes, or a report; `given`: what else `simulate` takes.
+        what: a recipe, a module, a mapping of what `simulate` takes, or a report; `given`: what else `simulate` takes,
+            such as expandable_segments=True or other_memory.
         tier: "safe", "likely" or "tight": which end of the interval of what the process holds is within the card's memory.
     Raises:
         RecipeError, GpuError: an unknown tier or card, or something that cannot be simulated.
@@ -156,9 +159,10 @@ def assert_fits(what: Any, gpu: str | Gpu = "T4", tier: str = "likely", **given:
         raise RecipeError("tier", tier, f"allowed are {', '.join(map(repr, TIERS))}")
     report = report_of(what, gpu=card, **given)
     needs = Interval.of(report.peak.total if report.process is None else report.process)
-    over = getattr(needs, TIERS[tier]) - card.total
+    usable = card.total if report.usable is None else report.usable
+    over = getattr(needs, TIERS[tier]) - usable
     if report.status != "ok" or over > 0:
-        has = format_bytes(card.total)
+        has = format_bytes(usable)
         why = report.message or f"it needs {needs}, {card.name} has {has}: {format_bytes(over)} too much"
         raise AssertionError("\n".join([f"{report.title} does not fit {card.name} ({tier}): {why}", *parts(report)]))
     return report

@@ -7,6 +7,8 @@ from ..formulas.model_states import gradient_bytes, optimizer_state_bytes, param
 from ..formulas.predict import predict
 from ..hardware.gpu import Gpu, seen_gpu
 from ..hardware.overhead import rules_of
+from ..measurement.card import CardRun
+from ..measurement.card import run_card as _run_card
 from ..measurement.measure import measure as _measure
 from ..measurement.record import Outcome
 from ..measurement.record import record as _record
@@ -26,6 +28,14 @@ def measure(recipe: Recipe | Any, *args: Any, **options: Any) -> Report:
 @functools.wraps(_record)
 def record(*args: Any, **options: Any) -> Outcome:
     return _record(*args, **{"estimate": peak_bytes, "beside": simulated_beside, **options})
+
+
+@needing("card")
+@functools.wraps(_run_card)
+def run_card(*args: Any, compare: bool = False, **options: Any) -> CardRun:
+    """As `measurement.card.run_card`; `compare` prints beside each report what simulate says, which takes some seconds."""
+    beside = simulated_beside if compare else None
+    return _run_card(*args, **{"estimate": peak_bytes, "beside": beside, **options})
 
 
 def peak_bytes(recipe: Recipe) -> int:

@@ -6,7 +6,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from ..hardware.gpu import Gpu
 from ..recipe.argument_classes import CONFIGS, TRAINERS, class_of, undeclared
 from ..recipe.arguments import CLASSIFIED, arguments_class
 from ..recipe.configuration import reason
@@ -16,7 +15,7 @@ from ..recipe.recipe import Recipe
 from ..recipe.shapes import read_shape
 from ..report.errors import RecipeError, needing
 from ..report.files import read_text, strict_json
-from ..report.report import Interval, Report
+from ..report.report import NO_TIER, Report
 
 MOST_DATA = 2 * 1024**3  # bytes of a data set's JSONL
 ANSWERS = ("completion", "chosen", "rejected")
@@ -150,7 +149,6 @@ def tokens_of(model: str, pretrained: bool, rows: list[dict]) -> list[int]:
         raise RecipeError("dataset", ", ".join(rows[0]), rest) from error
 
 
-def fits_card(report: Report, card: Gpu) -> tuple[bool | None, str]:
-    """Return whether the process of `report` fits, None where the card lies within the interval; and in words."""
-    tier = Interval.of(report.process).tier(card.total)
-    return {"safe": (True, "fits"), "": (False, "does not fit")}.get(tier, (None, "may not fit"))
+def fits_card(report: Report) -> bool | None:
+    """Return whether the process of `report` fits its card, None where that lies within the interval."""
+    return {"safe": True, NO_TIER: False}.get(report.verdict)

@@ -17,7 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..hardware.gpu import Gpu, process
+from ..hardware.contexts import context_on
+from ..hardware.gpu import Gpu
 from ..hardware.snapshot import SnapshotError, read_snapshot
 from ..measurement.stand_in import StandInError, libraries, variables
 from ..report.files import write_atomically
@@ -104,7 +105,7 @@ def _report(found: dict[str, Any], command: str, card: Gpu, status: int) -> Repo
         message=message,
         allocated=found["allocated"],
         reserved=found["reserved"],
-        process=process(Interval.of(found["reserved"]), card),
+        process=Interval.of(found["reserved"]) + context_on(card),
         environment=environment(gpu=card.name, rank=found["rank"]),
         notes=[*LIMITS],
     )

@@ -6,6 +6,7 @@ What is known to move none is in `data/script_calls.json`.
 import ast
 import json
 import re
+import sys
 import textwrap
 from pathlib import Path
 from typing import Any, NoReturn
@@ -217,7 +218,8 @@ class Lines:
         if whole.startswith(("os.environ.", "os.putenv")) and name != "get" and not self._sets_known(call):
             return False
         # such as copy.deepcopy and wandb.watch
-        copies = self._is_of_modules(whole) and any(self.kind(arg) == "model" for arg in call.args)
+        given = [*call.args, *(word.value for word in call.keywords)]
+        copies = self._is_of_modules(whole) and any(self.kind(arg) == "model" for arg in given)
         copies = copies and not whole.startswith("vramlab.")
         on_card = whole.startswith("torch.") and any(word.arg == "device" for word in call.keywords)
         return self._is_harmless_name(whole, name) and not copies and not on_card
@@ -346,3 +348,10 @@ class Lines:
                 self.refuse(node, f"is not modelled: {why}")
         if modules[-1] == "*" and not self._is_of_modules(modules[0]):
             self.note(node, "whose names are not known")
+            return
+        roots = {name.name.partition(".")[0] for name in node.names} if isinstance(node, ast.Import) else {modules[0]}
+        known = sys.stdlib_module_names.union(WORDS["libraries"])
+        foreign = [root for root in roots if root.partition(".")[0] not in known and not self._is_of_modules(root)]
+        names = {name.asname or name.name.partition(".")[0] for name in node.names}
+        if foreign and not names & self.tree.names:
+            self.note(node, "which is run for what it changes, and not read")

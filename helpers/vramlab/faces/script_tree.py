@@ -114,8 +114,14 @@ class Tree:
                 starred = None in keywords or any(isinstance(arg, ast.Starred) for arg in call.args)
                 value = None if starred else place or keywords.get(one.arg, defaults.get(one.arg))
                 found.append(Binding(value, function))
-            if not calls:
-                found.append(Binding(defaults.get(one.arg), function))
+            if not calls:  # a method is called by others, with what they have; a function by Fire, say
+                is_method = isinstance(self.parents.get(function), ast.ClassDef)
+                found.append(Binding(None if is_method else defaults.get(one.arg), function))
+
+    @cached_property
+    def names(self) -> set[str]:
+        """All names that are read or bound, but for those of imports."""
+        return {node.id for node in self.nodes if isinstance(node, ast.Name)}
 
     @cached_property
     def calls(self) -> list[ast.Call]:

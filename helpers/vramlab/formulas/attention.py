@@ -1,167 +1,258 @@
-"""Attention in the ledger: what each kernel saves for the backward pass and needs while it runs.
+"""The kernels of attention: what each saves for the backward pass and needs while it runs.
 
-Fused kernels save queries, keys, values, their output and one number a row; single operators ("eager", and sdpa's "math")
-the matrix of scores, batch × heads × tokens².
+Fused kernels save queries, keys, values, their output and one number a row; single operators
+("eager", and sdpa's "math") the matrix of scores, batch × heads × tokens².
 """
 
 from math import prod
 
 from ..hardware.kernels import efficient_scratch, sdp_backend
 from ..hardware.overhead import efficient_takes_groups, rounded
+from ..recipe.shapes import Shape
 from .ledger import Tensor
-from .model_states import FP32, HALF
-from .operators import BOOL, INT64, Operators
+from .numerics import BOOL, INT64, Rows
+from .operators import Operators
+from .tensor_sizes import FP32
 
 
-class Attention(Operators):
-    """A ledger with operators of attention. q is batch × heads × tokens × channels; k and v may have fewer heads.
+def _multiple(number: int, of: int) -> int:
+    """Return the least multiple of `of` that is no less than `number`."""
+    return -(-number // of) * of
 
-    joined_samples: sequences that one row is joined of, 0 if rows are samples. `padded`: tokens of each sample, where rows
-    are padded. `bf16`: half precision is bf16. `layout`, `setting`: the family's layout, and the configuration's `get`.
+
+class AttentionKernels:
+    """Attention of queries, batch × heads × tokens × channels, to keys and values.
+
+    These may have fewer heads.
     """
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, p: float, sinks: bool = False) -> Tensor:
-        """Attend with dropout `p`; return batch × tokens × (heads · channels). `sinks`: see `eager_attention`."""
-        if self.implementation == "eager":
-            return self.eager_attention(q, k, v, mask, p, sinks)
-        b, heads, n, d = q.shape
-        if self.implementation == "flash_attention_2" and self.padded:
-            return self.unpadded_attention(q, k, v, p)
+    def __init__(self, operators: Operators, shape: Shape, rows: Rows):
+        self.operators = operators
+        self.layout = shape.layout
+        self.dropout = shape.attention_dropout
+        self.softcapped = bool(shape.settings.get("attn_logit_softcapping"))  # Gemma 2
+        self.rows = rows
+
+    def attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: Tensor | None,
+        sinks: bool = False,
+    ) -> Tensor:
+        """Attend with the recipe's kernel; return batch × tokens × (heads · channels).
+
+        `sinks`: the softmax has a column more, cut off afterwards (GPT-OSS); only eager attention
+        does so.
+        """
+        m = self.operators
+        implementation = m.numerics.attention
+        if m.numerics.repeats_keys:
+            heads = q.shape[1]
+            k, v = [m.repeat(x, heads) for x in (k, v)]
+        if implementation == "eager":
+            return self._eager(q, k, v, mask, sinks)
+        # sdpa takes joined samples for one row, with a mask.
+        if implementation != "flash_attention_2":
+            return self._fused(q, k, v, mask, joined=0)
+        # flash-attn takes no mask: padding is left out of what it sees.
+        if self.rows.padded:
+            return self._unpadded(q, k, v)
+        return self._fused(q, k, v, mask, joined=self.rows.joined)
+
+    def _fused(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, joined: int) -> Tensor:
+        """Attend with one kernel, or with PyTorch's own fallback.
+
+        `joined`: sequences in a row, 0 if rows are samples.
+        """
+        m = self.operators
+        b, heads, tokens, _ = q.shape
         grouping = self.layout.grouped_keys
         if mask is not None and grouping:  # then transformers repeats shared keys and values itself
-            k, v = self.repeat(k, heads), self.repeat(v, heads)
-        head_by_head = q.packed and heads > 1 and n > 1
-        q, k, v, mask = self.cast(q), self.cast(k), self.cast(v), self.cast(mask)
-        m, fewer, values = k.shape[2], k.shape[1] != heads, v.shape[-1]
-        if mask is not None and mask.width == BOOL:  # made a bias of the queries' dtype, with rows of a multiple of 16
-            mask = self.tensor("where", (*mask.shape[:-1], -(-m // 16) * 16), q.width)
-        masked = mask is not None
-        grouped = fewer and grouping and not efficient_takes_groups()
-        options = (q.width, d, masked, grouped, self.bf16, self.chip.capability, p, values)
-        kernel = sdp_backend(*options, broadcast=fewer and not grouping)
-        if self.implementation == "flash_attention_2":
-            kernel = "flash"
+            k, v = [m.repeat(x, heads) for x in (k, v)]
+        # Queries that an operator wrote anew lie head by head, those of a projection token by
+        # token.
+        head_by_head = q.packed and heads > 1 and tokens > 1
+        q, k, v, mask = [m.cast(x) for x in (q, k, v, mask)]
+        if mask is not None and mask.width == BOOL:
+            # It is made a bias of the queries' dtype, whose rows are aligned to 16 numbers.
+            columns = _multiple(k.shape[2], 16)
+            mask = m.ledger.tensor("where", (*mask.shape[:-1], columns), q.width)
+        kernel = self._kernel(q, k, v, mask)
+        # No fused kernel takes this card, dtype or head size.
         if kernel == "math":
-            return self.math_attention(q, k, v, mask, p)
-        wide, lines = FP32 * -(-d // 32) * 32, (b, heads, n)  # dQ is summed up in fp32
-        if kernel == "flash":  # flash_api.cpp, mha_bwd and mha_varlen_bwd
-            joined = self.joined_samples if self.implementation == "flash_attention_2" else 0
-            extra = b * heads * (n + 128 * joined if joined else -(-n // 128) * 128) * (wide + FP32)
-            if fewer:  # dK, dV exist for every query head before they are summed
-                extra += 2 * b * heads * m * d * k.width
+            return self._math(q, k, v, mask)
+        if kernel == "flash":
+            lines = tokens
+            extra = self._flash_scratch(q, k, joined)
         else:
-            blocks = efficient_scratch(b * heads, (n, m), (d, v.shape[-1]), q.width, p > 0, self.chip)
-            extra, lines = sum(map(rounded, blocks)), (b, heads, -(-n // 32) * 32)
+            # Rows of the log-sum-exp are aligned (kAlignLSE).
+            lines = _multiple(tokens, 32)
+            extra = self._efficient_scratch(q, k, v)
         name = f"{kernel}_attention"
-        sums, inputs = self.tensor(name, lines, FP32), [q, k, v, mask] if masked else [q, k, v]
-        y = self.op(name, inputs, (b, n, heads * values), q.width, saves=[*inputs, True, sums], extra=extra)
-        # flash_api.cpp, mha_fwd: `out = at::empty_like(q_padded)` lies as q does, and the projection takes a copy of it
-        return self.copy(y) if kernel == "flash" and head_by_head else y
-
-    def unpadded_attention(self, q: Tensor, k: Tensor, v: Tensor, p: float) -> Tensor:
-        """Attend with flash-attn to the rows that are no padding, and put the result back (`_upad_input`, `pad_input`)."""
-        (b, _, n, d), (rows, samples) = q.shape, (sum(self.padded), self.padded)
-        places = self.tensor("nonzero", (rows,), INT64)
-
-        def taken(x: Tensor) -> Tensor:
-            flat = self.copy(x) if x.packed and x.shape[1] > 1 else x
-            shape, extra = (1, x.shape[1], rows, d), prod(x.shape) * x.width
-            return self.op("index", [flat], shape, x.width, saves=[places], extra=extra)
-
-        inputs = [taken(x) for x in (self.cast(q), self.cast(k), self.cast(v))]
-        del q, k, v
-        self.joined_samples, self.padded = len(samples), ()
-        y = self.attend(*inputs, None, p)
-        del inputs
-        self.joined_samples, self.padded = 0, samples
-        return self.op("index_put", [y], (b, n, y.shape[-1]), y.width, saves=[places])
-
-    def math_attention(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, p: float) -> Tensor:
-        """Attend in fp32 with `_scaled_dot_product_attention_math` (attention.cpp), inside which autocast is off."""
-        width, (b, heads, n, _), m = q.width, q.shape, k.shape[2]
-        autocast, self.autocast = self.autocast, None
-        q, k, v = self.to(q, FP32), self.to(k, FP32), self.to(v, FP32)
-        scaled = self.scale(q)
-        if mask is None and self.layout.causal:
-            mask = self.tensor("where", (n, m), FP32)
-        if self.layout.grouped_keys:
-            k, v = self.repeat(k, heads), self.repeat(v, heads)
-        turned = self.scale(k)
-        turned.packed, scaled.packed = k.packed, q.packed
-        if b > 1:
-            turned, v = self.repeat(turned, heads), self.repeat(v, heads)  # a product copies what is broadcast
-        scores = self.matmul(self.copied(scaled), self.copied(turned), b, heads, n, m)
-        del turned
-        scores = scores if mask is None else self.add(scores, mask)
-        scores = self.dropout(self.softmax(scores), p)
-        y = self.matmul(scores, self.copied(v), b, heads, n, v.shape[-1])
-        y = self.to(self.copy(y, shape=(b, n, heads * v.shape[-1])), width)
-        self.autocast = autocast
+        sums = m.ledger.tensor(name, (b, heads, lines), FP32)
+        inputs = [q, k, v]
+        if mask is not None:
+            inputs.append(mask)
+        y = m.op(
+            name,
+            inputs,
+            (b, tokens, heads * v.shape[-1]),
+            q.width,
+            saves=[*inputs, True, sums],
+            extra=extra,
+        )
+        if kernel == "flash" and head_by_head:
+            # `out = at::empty_like(q_padded)` (flash_api.cpp, mha_fwd) lies as q does, and the
+            # projection takes a copy of it.
+            return m.copy(y)
         return y
 
-    def eager_attention(self, q, k, v, mask, p: float, sinks: bool) -> Tensor:
-        """Compute softmax(q kᵀ · scale + mask) v in single operators, as transformers' `eager_attention_forward`.
+    def _kernel(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> str:
+        """Return which kernel runs: "flash", "efficient" or "math"."""
+        numerics = self.operators.numerics
+        if numerics.attention == "flash_attention_2":
+            return "flash"
+        fewer = k.shape[1] != q.shape[1]
+        grouping = self.layout.grouped_keys
+        return sdp_backend(
+            q.width,
+            q.shape[3],
+            mask is not None,
+            fewer and grouping and not efficient_takes_groups(),
+            numerics.bf16,
+            numerics.chip.capability,
+            self.dropout,
+            v.shape[-1],
+            broadcast=fewer and not grouping,
+        )
 
-        `sinks`: a column more, cut off after the softmax (GPT-OSS).
+    def _flash_scratch(self, q: Tensor, k: Tensor, joined: int) -> int:
+        """Return the bytes of flash-attn's backward pass (flash_api.cpp, mha_varlen_bwd)."""
+        b, heads, tokens, channels = q.shape
+        # dQ is summed up in fp32, beside one number a row; rows of tiles, or one tile more a
+        # sequence.
+        wide = FP32 * _multiple(channels, 32) + FP32
+        lines = tokens + 128 * joined if joined else _multiple(tokens, 128)
+        scratch = b * heads * lines * wide
+        if k.shape[1] != heads:  # dK, dV exist for every query head before they are summed
+            scratch += 2 * b * heads * k.shape[2] * channels * k.width
+        return scratch
+
+    def _efficient_scratch(self, q: Tensor, k: Tensor, v: Tensor) -> int:
+        """Return the bytes of the memory-efficient kernel's backward pass."""
+        b, heads, tokens, channels = q.shape
+        blocks = efficient_scratch(
+            b * heads,
+            (tokens, k.shape[2]),
+            (channels, v.shape[-1]),
+            q.width,
+            self.dropout > 0,
+            self.operators.numerics.chip,
+        )
+        return sum(rounded(block) for block in blocks)
+
+    def _unpadded(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Attend to rows that are no padding, and put the result back (`_upad_input`)."""
+        m = self.operators
+        padded = self.rows.padded
+        places = m.ledger.tensor("nonzero", (sum(padded),), INT64)
+        given = [m.cast(x) for x in (q, k, v)]
+        taken = [self._taken(x, places) for x in given]
+        del given
+        y = self._fused(*taken, None, joined=len(padded))
+        del taken
+        b, _, tokens, _ = q.shape
+        shape = (b, tokens, y.shape[-1])
+        return m.op(
+            "index_put",
+            [y],
+            shape,
+            y.width,
+            saves=[places],
+        )
+
+    def _taken(self, x: Tensor, places: Tensor) -> Tensor:
+        """Take the rows `places` of a batch, as one row."""
+        m = self.operators
+        flat = m.copy(x) if x.packed and x.shape[1] > 1 else x
+        return m.op(
+            "index",
+            [flat],
+            (1, x.shape[1], places.shape[0], x.shape[3]),
+            x.width,
+            saves=[places],
+            extra=prod(x.shape) * x.width,
+        )
+
+    def _math(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+        """Attend in fp32 with `_scaled_dot_product_attention_math`.
+
+        Autocast is off inside it (attention.cpp).
         """
-        (b, heads, n, _), in_place = q.shape, self.layout.scores_in_place
+        m = self.operators
+        width = q.width
+        b, heads, tokens, _ = q.shape
+        seen = k.shape[2]
+        by_head = (b, heads, tokens, v.shape[-1])
+        q, k, v = [m.to(x, FP32) for x in (q, k, v)]
+        # Queries and keys are both scaled, by the root, before the product.
+        scaled = m.scale(q)
+        if mask is None and self.layout.causal:
+            mask = m.ledger.tensor("where", (tokens, seen), FP32)
+        if self.layout.grouped_keys:
+            k, v = [m.repeat(x, heads) for x in (k, v)]
+        turned = m.scale(k)
+        # Numbers of a result lie as those of its input do.
+        turned.packed = k.packed
+        scaled.packed = q.packed
+        if b > 1:  # a product copies what is broadcast
+            turned, v = [m.repeat(x, heads) for x in (turned, v)]
+        pairs = (b, heads, tokens, seen)
+        scores = m.bmm(m.contiguous(scaled), m.contiguous(turned), pairs)
+        del turned
+        if mask is not None:
+            scores = m.add(scores, mask)
+        scores = m.dropout(m.softmax(scores), self.dropout)
+        y = m.bmm(scores, m.contiguous(v), by_head)
+        side_by_side = m.copy(y, shape=(b, tokens, heads * v.shape[-1]))
+        return m.to(side_by_side, width)
+
+    def _eager(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: Tensor | None,
+        sinks: bool,
+    ) -> Tensor:
+        """Compute softmax(q kᵀ · scale + mask) v step by step (`eager_attention_forward`)."""
+        m = self.operators
+        b, heads, tokens, _ = q.shape
+        pairs = (b, heads, tokens, k.shape[2])
+        by_head = (b, heads, tokens, v.shape[-1])
+        in_place = self.layout.scores_in_place
         if not (in_place and b == 1):
-            k, v = self.repeat(k, heads), self.repeat(v, heads)
-        scores = self.matmul(self.copied(q), self.copied(k), b, heads, n, k.shape[2])
+            k, v = [m.repeat(x, heads) for x in (k, v)]
+        scores = m.matmul(m.factor(q), m.factor(k), pairs)
         if not in_place:
-            scores = self.scale(scores)
-        if self.setting("attn_logit_softcapping", None):  # Gemma 2
-            scores = self.scale(self.unary("tanh", self.scale(scores)))
+            scores = m.scale(scores)
+        if self.softcapped:
+            scores = m.scale(m.unary("tanh", m.scale(scores)))
+        # Scores in place are a name of the module's, which lives until it has probabilities.
         unmasked = scores if in_place else None
         if mask is not None:
-            scores = self.add(scores, mask)
+            scores = m.add(scores, mask)
         if sinks:
-            scores = self.scale(self.cat([scores], b, heads, n, k.shape[2] + 1), "add")
-        scores = self.softmax(scores) if sinks else self.probabilities(scores, self.layout.fp32_softmax, q.width)
+            # The sink is a score more for each row, which takes part in the softmax.
+            with_sink = (b, heads, tokens, k.shape[2] + 1)
+            scores = m.scale(m.cat([scores], with_sink), "add")
+            scores = m.softmax(scores)
+        else:
+            scores = m.probabilities(scores, self.layout.fp32_softmax, q.width)
         del unmasked
-        scores = self.dropout(scores, p)
-        self.layer_holds.append(scores)  # returned beside the output
-        y = self.matmul(scores, self.copied(v), b, heads, n, v.shape[-1])
-        return self.copy(y, shape=(b, n, heads * v.shape[-1]))
-
-    def repeat(self, x: Tensor, heads: int) -> Tensor:
-        """Copy keys or values to every query head; their gradients are summed. A single head is only viewed as many."""
-        b, few, m, d = x.shape
-        if few == heads:
-            return x
-        if few == 1:
-            return self.op("expand", [x], (b, heads, m, d), x.width, view=x)
-        out = self.op("repeat_kv", [x], (b, heads, m, d), x.width)
-        out.packed = True
-        return out
-
-    def copied(self, x: Tensor) -> Tensor:
-        """Copy a view whose batch and heads do not lie in order, as a batched product needs."""
-        x = self.cast(x)
-        return x if x.packed or x.shape[0] == 1 else self.copy(x)
-
-    def probabilities(self, x: Tensor, fp32: bool | None, width: int) -> Tensor:
-        """Take a softmax, with `fp32` (or under autocast) in fp32, and cast it to `width`; with False nothing is cast."""
-        if not fp32:
-            y = self.softmax(self.fp32(x))
-            return y if fp32 is False else self.to(y, width)
-        fused = x.width == HALF and not self.bf16  # one kernel reads fp16 and writes fp32 (SoftMax.cpp, half_to_float)
-        return self.to(self.softmax(x if fused else self.to(x, FP32), FP32), width)
-
-    def rotary(self, x: Tensor, dims: int, partial: bool) -> Tensor:
-        """Compute x · cos + rotate_half(x) · sin on the first `dims` channels (Su et al. 2021); saves cos and sin only.
-
-        `partial`: the family joins rotated and other channels, even if there are no others, so the result lies head by head.
-        """
-        (*rest, d), table = x.shape, self.table
-        turned = self.slice(x, *rest, dims) if dims < d else x
-        passed = self.slice(x, *rest, d - dims) if dims < d else None
-        first = self.mul(turned, table[0])
-        left, right = self.slice(turned, *rest, dims // 2), self.slice(turned, *rest, dims - dims // 2)
-        half = self.cat([self.scale(right, "neg"), left], *rest, dims)
-        del left, right
-        second = self.mul(half, table[1])
-        del half
-        out = self.add(first, second)
-        del first, second
-        return self.cat([out] if passed is None else [out, passed], *rest, d) if partial else out
+        scores = m.dropout(scores, self.dropout)
+        m.ledger.layer_holds.append(scores)  # returned beside the output
+        y = m.matmul(scores, m.factor(v), by_head)
+        return m.copy(y, shape=(b, tokens, heads * v.shape[-1]))

@@ -1,13 +1,14 @@
-"""TRL's fused head in the ledger: no logits, but a tile of them, and gradients that are summed up in fp32.
+"""TRL's fused head: no logits, but a tile of them, and gradients that are summed up in fp32.
 
-After `trl/kernels/chunked_logprob.py` of trl 1.16. With T tokens that have a label, hidden size h, vocabulary V and w bytes
-a number that is computed: kept are w·T·h; forward's peak adds a tile of w · min(T, 4,096) · 32,768, backward's also 4·T·h
-and, where the head is trained, 4·V·h.
+After `trl/kernels/chunked_logprob.py` of trl 1.16. With T tokens that have a label, hidden size h,
+vocabulary V and w bytes a number that is computed: kept are w·T·h; forward's peak adds a tile of
+w · min(T, 4,096) · 32,768, backward's also 4·T·h and, where the head is trained, 4·V·h.
 """
 
 import dataclasses
 from functools import lru_cache
 from math import prod
+from typing import NamedTuple
 
 from ..recipe.knobs import unchecked
 from ..recipe.options import TRL
@@ -15,75 +16,183 @@ from ..recipe.recipe import Recipe
 from ..recipe.shapes import Shape
 from ..report.errors import RecipeError
 from .ledger import CAST, Parameter, Tensor
-from .model_states import FP32
-from .operators import BOOL, INT64, Operators
+from .numerics import BOOL, INT64
+from .operators import Operators
+from .tensor_sizes import FP32
 
-TOKENS, COLUMNS = 4096, 32768  # of a tile: TOKEN_CHUNK_SIZE, _CHUNKED_LOGPROB_CHUNK_SIZE
+TILE_TOKENS = 4096  # TOKEN_CHUNK_SIZE
+TILE_COLUMNS = 32768  # _CHUNKED_LOGPROB_CHUNK_SIZE
 STATISTICS = 7  # fp32 numbers a token that the forward pass folds tiles into
+DROPOUTS = ("hidden_dropout", "embedding_dropout", "attention_dropout")  # fields of a shape
 
 
 def with_its_adapters(recipe: Recipe) -> Recipe:
-    """`recipe` as TRL's trainer runs it: adapters of a quantized base in bf16, pairs as sequences. Raises RecipeError."""
+    """Return `recipe` as TRL's trainer runs it.
+
+    Adapters of a quantized base are in bf16, and pairs are sequences.
+
+    Raises:
+        RecipeError: what the formulas do not know of the trainer.
+    """
     if recipe.trainer == "transformers":
         return recipe
+    _refuse_unknown(recipe)
+    changed = recipe
+    if recipe.trainer != "sft":
+        lora = recipe.lora
+        if lora:
+            lora = dataclasses.replace(lora, lora_dropout=0.0)
+        changed = unchecked(
+            recipe,
+            batch_size=recipe.sequences,
+            shape=_without_dropout(recipe.shape),
+            lora=lora,
+        )
+    if recipe.quantization is None:
+        return changed
+    others = {recipe.implied_dtype, recipe.weights_dtype} - {"bfloat16"}
+    if others:
+        # Of two the first one by name, so that the sentence is the same each time.
+        allowed = f"the formulas do not know its bf16 adapters beside {min(others)}: ask simulate"
+        raise RecipeError("trainer", recipe.trainer, allowed)
+    # Without a dtype of their own adapters are as wide as everything else (`compute_recipe`).
+    return unchecked(changed, lora=unchecked(changed.lora, autocast_adapter_dtype=None))
+
+
+def _refuse_unknown(recipe: Recipe) -> None:
+    """Raise RecipeError for what the formulas do not know of TRL's trainers."""
     if recipe.shape.experts_per_token:
         name = TRL[recipe.trainer]
-        allowed = f"the formulas do not know the balancing loss that {name} adds for a mixture: ask simulate"
+        unknown = f"the balancing loss that {name} adds for a mixture"
+        allowed = f"the formulas do not know {unknown}: ask simulate"
         raise RecipeError("trainer", recipe.trainer, allowed)
-    if recipe.shape.family == "falcon" and recipe.attn_implementation == "eager" and recipe.passes_without_gradients:
-        allowed = "the formulas do not know what Falcon's loop keeps of scores without gradients: ask simulate"
+    written_out = recipe.attn_implementation == "eager"
+    if recipe.shape.family == "falcon" and written_out and recipe.passes_without_gradients:
+        unknown = "what Falcon's loop keeps of scores without gradients"
+        allowed = f"the formulas do not know {unknown}: ask simulate"
         raise RecipeError("attn_implementation", "eager", allowed)
-    found = recipe
-    if recipe.trainer != "sft":
-        lora = recipe.lora and dataclasses.replace(recipe.lora, lora_dropout=0.0)
-        found = unchecked(recipe, batch_size=recipe.sequences, shape=_without_dropout(recipe.shape), lora=lora)
-    if recipe.quantization is None:
-        return found
-    if others := {recipe.implied_dtype, recipe.weights_dtype} - {"bfloat16"}:
-        allowed = f"the formulas do not know its bf16 adapters beside {others.pop()}: ask simulate"
-        raise RecipeError("trainer", recipe.trainer, allowed)
-    # adapters as wide as everything else (`compute_recipe`)
-    return unchecked(found, lora=unchecked(found.lora, autocast_adapter_dtype=None))
 
 
 @lru_cache(maxsize=64)
 def _without_dropout(shape: Shape, reference: bool = False) -> Shape:
-    """`shape` without the dropout that is a module's (`disable_dropout_in_model`); a `reference` model has none at all."""
-    none = {"hidden_dropout": 0.0, "embedding_dropout": 0.0, "attention_dropout": 0.0}
-    if not (reference or shape.family in ("gpt2", "bert")):
-        none = {name: 0.0 for name in (*none,)[:2] if shape.family in ("gpt_neox", "phi")}
-    return dataclasses.replace(shape, **none)
+    """Return `shape` without the dropout that is a module's (`disable_dropout_in_model`).
+
+    Families call a function or a module: of some all dropout goes, of some none. A `reference`
+    model has none at all.
+    """
+    if reference or shape.family in ("gpt2", "bert"):
+        names = DROPOUTS
+    elif shape.family in ("gpt_neox", "phi"):
+        names = ("hidden_dropout", "embedding_dropout")
+    else:
+        names = ()
+    return dataclasses.replace(shape, **dict.fromkeys(names, 0.0))
 
 
 def reference_recipe(recipe: Recipe) -> Recipe:
-    """The frozen model of `recipe`, as `with_its_adapters` gives it, that runs without gradients."""
+    """Return the frozen model of `recipe`, as `with_its_adapters` gives it."""
     shape = _without_dropout(recipe.shape, True)
     return unchecked(recipe, lora=None, gradient_checkpointing=False, shape=shape)
 
 
-def log_probabilities(m: Operators, x: Tensor, weight: Parameter, bias: Parameter | None) -> Tensor:
-    """Return those of the tokens that have a label, in fp32, as one function with its backward pass."""
-    (b, n, h), rows, width = x.shape, (m.recipe.labelled,), m.autocast or x.width
-    mask, sliced = m.tensor("ne", (b, n - 1), BOOL), m.slice(x, b, n - 1, h)
-    # its gradient is put into zeros, in a copy of those
-    hidden = m.op("index", [sliced], (*rows, h), x.width, saves=[mask], extra=rows[0] * h * x.width)
-    targets = m.tensor("index", rows, INT64)
-    # tiles of the product, and copies of the last two tiles' rows and columns in its dtype
-    tile = min(rows[0], TOKENS) * COLUMNS * width
-    parts, columns = (
-        [min(most, length - begin) * h * width for begin in range(0, length, most)] if own != width else [0]
-        for length, most, own in ((rows[0], TOKENS, x.width), (weight.shape[0], COLUMNS, weight.width))
+def log_probabilities(
+    m: Operators,
+    x: Tensor,
+    weight: Parameter,
+    bias: Parameter | None,
+    labelled: int,
+) -> Tensor:
+    """Return those of the `labelled` tokens, in fp32, as one function with its backward pass."""
+    tensor = m.ledger.tensor
+    b, tokens, _ = x.shape
+    width = m.numerics.autocast or x.width
+    mask = tensor("ne", (b, tokens - 1), BOOL)
+    hidden = _labelled(m, x, mask, labelled)
+    targets = tensor("index", (labelled,), INT64)
+    tile = min(labelled, TILE_TOKENS) * TILE_COLUMNS * width
+    copies = _Copies.of(m, x, weight, labelled)
+    workspace = m.ledger.workspaces[:1]
+
+    statistics = STATISTICS * [labelled * FP32]
+    m.ledger.scratch((*statistics, tile, *copies.forward, *workspace), "fused_head")
+    saved = [
+        hidden,
+        targets,
+        tensor("add", (labelled,), FP32),
+        tensor("sub", (labelled,), FP32),
+        mask,
+    ]
+    inputs = [hidden, weight]
+    if bias is not None:
+        inputs.append(bias)
+
+    # Backward sums gradients up in fp32, and casts those that are to be in half precision.
+    trained = [one for one in inputs if one.needs]
+    sums = [FP32 * prod(one.shape) for one in trained]
+    kept = [FP32 * prod(one.shape) for one in trained if one.width != FP32]
+    return m.op(
+        "fused_head",
+        inputs,
+        (labelled,),
+        FP32,
+        saves=saved,
+        grads=(CAST, CAST, CAST),
+        spike=(*sums, tile, *copies.backward, *workspace),
+        extra=[*kept, tile],
     )
-    if not rows[0]:  # the token of each sample is its first: no tile is computed
-        parts, columns = [0], [0]
-    statistics, most = STATISTICS * [rows[0] * FP32], max([parts[0], columns[0]], parts[:2], key=sum)
-    product = m.workspaces[:1]
-    m.scratch((*statistics, tile, *most, *product), "fused_head")
-    saved = [hidden, targets, m.tensor("add", rows, FP32), m.tensor("sub", rows, FP32), mask]
-    inputs = [t for t in (hidden, weight, bias) if t is not None]
-    trained = [t for t in inputs if t.needs]
-    sums = [FP32 * prod(t.shape) for t in trained]  # of gradients
-    most = max([parts[0], *columns[:2]], [*parts[:2], columns[-1]], key=sum)
-    kept = [size for size, t in zip(sums, trained, strict=True) if t.width != FP32]
-    spike, kept = (*sums, tile, *most, *product), [*kept, tile]
-    return m.op("fused_head", inputs, rows, FP32, saves=saved, grads=(CAST,) * 3, spike=spike, extra=kept)
+
+
+def _labelled(m: Operators, x: Tensor, mask: Tensor, labelled: int) -> Tensor:
+    """Take the hidden states of the tokens that have a label."""
+    b, tokens, hidden_size = x.shape
+    sliced = m.slice(x, (b, tokens - 1, hidden_size))
+    # The gradient is put into zeros, in a copy of those.
+    copy = labelled * hidden_size * x.width
+    return m.op(
+        "index",
+        [sliced],
+        (labelled, hidden_size),
+        x.width,
+        saves=[mask],
+        extra=copy,
+    )
+
+
+class _Copies(NamedTuple):
+    """Bytes of the copies of hidden states and weight in the product's dtype, tile by tile."""
+
+    rows: list[int]
+    columns: list[int]
+
+    @classmethod
+    def of(cls, m: Operators, x: Tensor, weight: Parameter, labelled: int) -> "_Copies":
+        """Return those of the head's products."""
+        if not labelled:  # the token of each sample is its first: no tile is computed
+            return cls([0], [0])
+        width = m.numerics.autocast or x.width
+        row = x.shape[-1] * width
+        rows = [0]
+        if x.width != width:
+            rows = _tiles(labelled, TILE_TOKENS, row)
+        columns = [0]
+        if weight.width != width:
+            columns = _tiles(weight.shape[0], TILE_COLUMNS, row)
+        return cls(rows, columns)
+
+    @property
+    def forward(self) -> list[int]:
+        """Return what is there at once: a copy lives until the next tile's has been made."""
+        rows = self.rows
+        return max([rows[0], self.columns[0]], rows[:2], key=sum)
+
+    @property
+    def backward(self) -> list[int]:
+        """Return the same where all columns are gone over for each tile of rows."""
+        rows = self.rows
+        columns = self.columns
+        return max([rows[0], *columns[:2]], [*rows[:2], columns[-1]], key=sum)
+
+
+def _tiles(length: int, tile: int, row: int) -> list[int]:
+    """List the bytes of each tile of `length` rows."""
+    return [min(tile, length - begin) * row for begin in range(0, length, tile)]

@@ -1,63 +1,58 @@
-"""Autograd with sizes instead of numbers: a ledger of the memory that a training step allocates and frees.
+"""Autograd with sizes instead of numbers: what a step allocates, keeps for backward and frees.
 
-A `Tensor` has a shape, a width (bytes an element) and a block of memory, but no content. An operator enters its result in
-the ledger and keeps what its backward formula needs. A block is freed when the last reference to it goes, by Python's own
-reference counting, as PyTorch frees memory.
+A `Tensor` has a shape, a width (bytes an element) and a block of memory, but no content. An
+operator enters its result in the ledger and keeps what its backward formula needs.
 
-The backward pass follows `torch/csrc/autograd/engine.cpp`: operators in reverse order; gradients for the inputs are
-computed while the incoming one and the saved tensors live, then summed or cast to the input's shape and dtype
-(`validate_outputs`), then those are freed; a second gradient is added in place; a parameter keeps its gradient.
+The backward pass follows `torch/csrc/autograd/engine.cpp`: operators in reverse order; gradients
+for the inputs are computed while the incoming one and the saved tensors live, then summed or cast
+to the input's shape and dtype (`validate_outputs`), then those are freed; a second gradient is
+added in place; a parameter keeps its gradient.
 """
 
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from functools import lru_cache
 from math import prod
-from weakref import ref
 
 from ..hardware.gpu import Chip
-from ..hardware.kernels import column_sums
-from ..hardware.overhead import rounded
-from .reserved import internal_fragmentation
+from .memory import Block, Entry, Memory
 
-# How an operator's backward formula makes the gradient for an input: a new block of the input's shape (OWN; BIAS: by
-# summing rows) or of the result's shape (FULL), then summed over what was broadcast; the incoming gradient itself, summed
-# likewise (PASS), or a view of a part of it (PART); or a copy in the input's dtype (CAST); or, by its number, a saved
-# tensor, which is written over.
-OWN, BIAS, FULL, PASS, PART, CAST = "own", "bias", "full", "pass", "part", "cast"
+# How an operator's backward formula makes the gradient for an input. A number instead of one of
+# these names a saved tensor, which the gradient is written over.
+OWN = "own"  # a new block of the input's shape
+BIAS = "bias"  # a new block of the input's shape, by summing rows
+FULL = "full"  # a new block of the result's shape, then summed over what was broadcast
+PASS = "pass"  # the incoming gradient itself, summed over what was broadcast
+PART = "part"  # a view of a part of the incoming gradient
+CAST = "cast"  # a copy of the incoming gradient in the input's dtype
 ALL_OWN = (OWN,) * 8
-PRODUCTS = ("linear", "bmm", "gemm_4bit")  # operators that are multiplied by cuBLAS, backward too
-NEVER = 1 << 60  # death of a block that is still alive
-
-
-class Entry(ref):
-    """What the ledger knows of one block: a weak reference to it, which joins the events again when the block is freed.
-
-    size: bytes, rounded up as the allocator does; `allocated`: with its internal fragmentation. `birth`, `death`: numbers of
-    the events, known when all have happened. `op`, `where`: the operator and the module that made it.
-    """
-
-    __slots__ = ("allocated", "birth", "category", "death", "op", "shape", "size", "where", "width")
-    __hash__ = object.__hash__  # a freed block has none
-
-
-class Block:
-    """Memory that is freed when the last reference goes."""
-
-    __slots__ = ("__weakref__", "entry")
+PRODUCTS = ("linear", "bmm", "gemm_4bit")  # operators that cuBLAS multiplies, backward too
 
 
 class Tensor:
-    """A view of a block. `node`: the operator that made it. `needs`: it requires a gradient.
+    """A view of a block.
 
-    `packed`: its numbers lie in the order of its shape, so that a batched product takes them without a copy.
+    Attributes:
+        node: the operator that made it. `needs`: it requires a gradient.
+        packed: its numbers lie in the order of its shape; a batched product takes them without a
+            copy.
     """
 
     __slots__ = ("block", "needs", "node", "packed", "shape", "width")
 
-    def __init__(self, block: Block | None, shape: tuple[int, ...], width: int, node=None, needs: bool = False):
-        self.block, self.shape, self.width = block, shape, width
-        self.node, self.needs, self.packed = node, needs, False
+    def __init__(
+        self,
+        block: Block | None,
+        shape: tuple[int, ...],
+        width: int,
+        node: "Node | Leaf | None" = None,
+        needs: bool = False,
+    ):
+        self.block = block
+        self.shape = shape
+        self.width = width
+        self.node = node
+        self.needs = needs
+        self.packed = False
 
     def view(self, *shape: int) -> "Tensor":
         """Return the same block under another shape."""
@@ -65,98 +60,172 @@ class Tensor:
 
 
 class Parameter:
-    """A weight, whose own memory is counted elsewhere. `uses`: how many gradients it still waits for."""
+    """A weight, whose own memory is counted elsewhere.
 
-    __slots__ = ("gradient", "name", "needs", "partial", "quantized", "shape", "uses", "width")
-    block = node = None
+    Attributes:
+        quantized: "nf4" or "fp4" where it is stored in 4 bits.
+        uses: how many gradients it still waits for. `partial`: the sum of those that came.
+        gradient: the complete one, or True where an earlier micro-batch left it.
+    """
 
-    def __init__(self, name: str, shape: tuple[int, ...], width: int, needs: bool = True, quantized: str | None = None):
-        self.name, self.shape, self.width, self.needs, self.quantized = name, shape, width, needs, quantized
-        self.uses, self.partial, self.gradient = 0, None, None
+    __slots__ = (
+        "gradient",
+        "name",
+        "needs",
+        "partial",
+        "quantized",
+        "shape",
+        "uses",
+        "width",
+    )
+    # As a tensor has them, so that operators take both: its memory is elsewhere, and nothing made
+    # it.
+    block = None
+    node = None
+
+    def __init__(
+        self,
+        name: str,
+        shape: tuple[int, ...],
+        width: int,
+        needs: bool = True,
+        quantized: str | None = None,
+    ):
+        self.name = name
+        self.shape = shape
+        self.width = width
+        self.needs = needs
+        self.quantized = quantized
+        self.uses = 0
+        self.partial: Block | None = None
+        self.gradient: Block | bool | None = None
 
     def receive(self, ledger: "Ledger", gradient: Block) -> bool:
-        """Add up the gradients of all uses, in place but to a linear layer's transposed view; True with the last one."""
+        """Add `gradient` to those of other uses; return True with the last one."""
         if self.partial is None:
             self.partial = gradient
-        elif self.partial.entry.op == "linear" and not ledger.zero3_linear:
+        elif self.partial.entry.op == "linear" and not ledger.adds_linear_in_place:
+            # A linear layer's gradient is a transposed view, which is not added to in place.
             self.partial = ledger.block("add", self.shape, self.width)
         self.uses -= 1
         return self.uses <= 0
 
 
 class Node:
-    """An operator of the forward pass, as the backward pass sees it; `extra` and `spike` as in `Ledger.op`.
+    """An operator of the forward pass, as the backward pass sees it.
 
-    edges: for each input that requires a gradient (who receives it, shape, width, how it is made). `saved`: blocks that
-    backward needs, or the `Replay` that makes them.
+    Attributes:
+        edges: for each input that requires a gradient (receiver, shape, width, how it is made).
+        extra, spike: as in `Ledger.op`.
+        saved: blocks that backward needs, or the `Replay` that makes them.
+        gradient: the incoming one; of a split a list, one for each piece.
     """
 
     __slots__ = ("edges", "extra", "gradient", "op", "saved", "shape", "spike", "where")
 
     def receive(self, ledger: "Ledger", gradient: Block) -> None:
         """Add up the gradients of all uses, in place; those of a split's pieces are joined."""
+        # A split waits for the gradients of its pieces, and joins them when it runs.
         if self.op == "split":
             self.gradient = [*(self.gradient or ()), gradient]
         elif self.gradient is None:
             self.gradient = gradient
 
-    def run(self, ledger: "Ledger", recomputed: bool = False) -> None:
+    def run(
+        self,
+        ledger: "Ledger",
+        complete: Callable[[Parameter], None],
+        recomputed: bool = False,
+    ) -> None:
         """Make the gradients for the inputs, free what that took, and hand them on.
 
-        `recomputed`: what was saved comes from a checkpoint, which keeps it no longer than the formula runs.
+        Args:
+            complete: called with a parameter whose gradient is complete.
+            recomputed: what was saved comes from a checkpoint, and goes when the formula has run.
         """
         ledger.where = self.where
+        # It comes and goes before the gradients are made.
         if self.spike:
             ledger.scratch(self.spike, self.op)
-        made = self._gradients(ledger, recomputed)[::-1]
-        self.gradient = self.saved = None
+        made = self._gradients(ledger, recomputed)
+        # Popped from the end, a gradient is freed as soon as its receiver has no use for it.
+        made.reverse()
+        self.gradient = None
+        self.saved = None
         for receiver, _, _, _ in self.edges:
             if receiver.receive(ledger, made.pop()):
-                ledger.complete(receiver)
+                complete(receiver)
 
     def _gradients(self, ledger: "Ledger", recomputed: bool) -> list[Block]:
         """Make a gradient for each edge; then cast or sum what is not like the input."""
-        gradient, op, made, unlike = self.gradient, self.op, [], []
+        gradient = self.gradient
+        op = self.op
+        # It lives until the gradients are made, and goes before they are cast.
         extra = ledger.scratch(self.extra, op) if self.extra else None
-        width = (gradient[0] if op == "split" else gradient).entry.width
+        first = gradient[0] if op == "split" else gradient
+        width = first.entry.width
+        made = []
+        unlike = []
         for _, shape, own_width, how in self.edges:
-            if how is OWN and width == own_width:  # most are
+            if how is OWN and width == own_width:  # most are, and this runs for every edge
                 made.append(ledger.block(op, shape, width))
                 continue
-            if how is CAST or type(how) is int:
-                made.append(ledger.block("to", shape, own_width) if how is CAST else self.saved[how])
+            if how is CAST:
+                made.append(ledger.block("to", shape, own_width))
+                continue
+            if type(how) is int:
+                made.append(self.saved[how])
                 continue
             if width != own_width or how is BIAS or shape != self.shape:
                 unlike.append((len(made), shape, own_width, how))
             if how is OWN or how is BIAS:
                 made.append(ledger.block(op, shape, width))
+            elif how is FULL:
+                made.append(ledger.block(op, self.shape, width))
             else:
-                made.append(ledger.block(op, self.shape, width) if how is FULL else gradient)
-        if op in PRODUCTS and any(how is OWN for *_, how in self.edges):
-            ledger.product_workspace()  # the last one's: by then all results are there
+                made.append(gradient)
+        if op in PRODUCTS and any(how is OWN for _, _, _, how in self.edges):
+            # Only that of the last product counts: by then all results are there.
+            ledger.product_workspace()
         del extra
-        if recomputed:  # nothing else holds it (torch.utils.checkpoint, unpack_hook)
+        if recomputed:
+            # Nothing else holds it (torch.utils.checkpoint, unpack_hook).
             self.saved = None
         self._fit(ledger, made, unlike, width)
         return made
 
-    def _fit(self, ledger: "Ledger", made: list[Block], unlike: list[tuple], width: int) -> None:
-        """Sum and cast those of `made` that are not like their input: (place, shape and width of the input, how)."""
-        for i, shape, own_width, how in unlike:
+    def _fit(
+        self,
+        ledger: "Ledger",
+        made: list[Block],
+        unlike: list[tuple],
+        width: int,
+    ) -> None:
+        """Sum and cast those of `made` that differ from their input.
+
+        `unlike`: of each (place in `made`, shape and width of the input, how it was made).
+        """
+        for place, shape, own_width, how in unlike:
             if how is BIAS:
                 ledger.column_sum_scratch(self.shape, shape, width)
             elif (how is PASS or how is FULL) and prod(shape) != prod(self.shape):
                 ledger.column_sum_scratch(self.shape, shape, width)
-                made[i] = ledger.block("sum", shape, width)
+                made[place] = ledger.block("sum", shape, width)
+            # A cast comes last: the sum is in the incoming gradient's dtype.
             if width != own_width:
-                made[i] = ledger.block("to", shape, own_width)
+                made[place] = ledger.block("to", shape, own_width)
 
 
 class Leaf:
-    """A tensor made to require a gradient (`requires_grad_()`): the graph holds its block and its gradient."""
+    """A tensor made to require a gradient (`requires_grad_()`).
+
+    The graph holds its block and its gradient.
+    """
 
     def __init__(self, block: Block | None):
-        self.block, self.gradient, self.keeps = block, None, block is not None
+        self.block = block
+        self.gradient: Block | None = None
+        self.keeps = block is not None
 
     def receive(self, ledger: "Ledger", gradient: Block) -> None:
         """Keep the first part; others are added in place."""
@@ -165,178 +234,208 @@ class Leaf:
 
 
 class Replay:
-    """A checkpointed piece of the forward pass: `function(x)` runs again when backward needs what it saves."""
+    """A checkpointed piece of the forward pass.
+
+    `function(x)` runs again when backward needs what it saves.
+
+    Attributes:
+        count: how many of its operators save something.
+        filled: what each of them saved when it ran again.
+    """
 
     def __init__(self, function: Callable[[Tensor], Tensor], x: Tensor):
-        self.function, self.x, self.count, self.filled = function, x, 0, None
+        self.function = function
+        self.x = x
+        self.count = 0
+        self.filled: list[list[Block]] | None = None
 
     def give(self, ledger: "Ledger") -> list[Block]:
-        """What the next operator saved, last one first."""
+        """Return what the next operator saved, the last one's first."""
         if self.filled is None:
             self.filled = ledger.recompute(self)
         return self.filled.pop()
-
-
-@lru_cache(maxsize=1 << 14)
-def _block_sizes(shape: tuple[int, ...], width: int) -> tuple[int, int]:
-    """Return `Entry.size` and `Entry.allocated` of a block."""
-    size = rounded(prod(shape) * width)
-    return size, size + internal_fragmentation(size)
 
 
 class Stop(Exception):
     """A recomputation has everything it needs (`torch.utils.checkpoint`, early stop)."""
 
 
-class Ledger:
-    """The events of one step: the entry of a block when it is allocated, and again when it is freed.
+class Ledger(Memory):
+    """Memory and the backward pass.
 
-    nodes: operators in order, and between them functions that backward calls. `where`: the module that runs. `casts`:
-    autocast's cache of half-precision weights. `no_grad`: nothing is kept for a backward pass. `zero3_linear`: linear layers
-    are those that DeepSpeed puts into the model at stage 3. `workspaces`: bytes that a product without and one with a bias
-    allocate while they run; () where cuBLAS's workspaces last (`frees_workspaces`).
+    Attributes:
+        nodes: operators in order, and between them functions that backward calls.
+        no_grad: nothing is kept for a backward pass.
+        adds_linear_in_place: linear layers' gradients are no views where DeepSpeed puts in its own.
+        casts: autocast's cache of half-precision weights, which lives until its context ends.
+        cast_entries: entries of the copies that it ever held.
+        layer_holds: what modules return or name: it lives to the end of the layer.
+        replay: that of the checkpointed piece that runs.
+        refilled: what a recomputation has saved so far.
+        leaves: which the graph holds, and so the loss, as long as the loop keeps that.
     """
 
-    chip: Chip
-    workspaces: tuple[int, ...] = ()
-    zero3_linear = no_grad = False
-
-    def __init__(self):
-        self.events: list[Entry] = []
+    def __init__(self, chip: Chip, events: list[Entry] | None = None, no_grad: bool = False):
+        super().__init__(chip, events)
         self.nodes: list[Node | Callable[[], None]] = []
-        self.where = ""
+        self.no_grad = no_grad
+        self.adds_linear_in_place = False
         self.casts: dict[str, Tensor] = {}
-        self.layer_holds: list[Tensor] = []  # what modules return or name: it lives to the end of the layer
-        self.replay: Replay | None = None  # that of the checkpointed piece that runs
-        self.refilled: list[list[Block]] | None = None  # what a recomputation has saved so far
+        self.cast_entries: list[Entry] = []
+        self.layer_holds: list[Tensor] = []
+        self.replay: Replay | None = None
+        self.refilled: list[list[Block]] | None = None
+        self.leaves: list[Leaf] = []
 
-    def block(self, op: str, shape: tuple[int, ...], width: int, category: str = "temporaries") -> Block:
-        """A new block of prod(shape) × width bytes, rounded up as the allocator does."""
-        block, happens = Block(), self.events.append
-        block.entry = entry = Entry(block, happens)
-        entry.size, entry.allocated = _block_sizes(shape, width)
-        entry.op, entry.where, entry.category = op, self.where, category
-        entry.shape, entry.width = shape, width
-        entry.birth, entry.death = None, NEVER
-        happens(entry)
-        return block
-
-    def group(self, op: str, sizes: list[tuple[int, int]], category: str, width: int = 1) -> Block:
-        """One block for many that come and go together: `sizes` are (bytes of one, how many)."""
-        block = self.block(op, (0,), 1, category)
-        entry, rows = block.entry, [(rounded(size), count) for size, count in sizes]
-        entry.size = sum(size * count for size, count in rows)
-        entry.allocated = entry.size + sum(internal_fragmentation(size) * count for size, count in rows)
-        entry.shape, entry.width = (sum(size * count for size, count in sizes) // width,), width
-        return block
+    def require_gradient(self, x: Tensor) -> None:
+        """Make `x` a leaf that requires a gradient (`requires_grad_()`)."""
+        leaf = Leaf(x.block)
+        x.needs = True
+        x.node = leaf
+        self.leaves.append(leaf)
 
     def tensor(self, op: str, shape: tuple[int, ...], width: int) -> Tensor:
-        """A new tensor that requires no gradient."""
+        """Return a new tensor that requires no gradient."""
         return Tensor(self.block(op, shape, width), shape, width)
 
-    def scratch(self, size: int | Sequence[int], op: str, category: str = "temporaries") -> Block | None:
-        """Allocate `size` bytes, or several sizes that come and go together, while the result lives."""
-        if type(size) is int:
-            return self.block(op, (size,), 1, category) if size else None
-        return self.group(op, [(n, 1) for n in size], category)
-
-    def product_workspace(self, with_bias: bool = False) -> None:
-        """Scratch memory of one matrix product, whose result has been made."""
-        if self.workspaces:
-            self.scratch(self.workspaces[with_bias], "mm", "workspace")
-
-    def column_sum_scratch(self, whole: tuple[int, ...], shape: tuple[int, ...], width: int) -> None:
-        """Scratch memory of the kernel that sums a gradient of shape `whole` down to `shape`, over first dimensions."""
-        columns = prod(shape)
-        if columns > 1:
-            self.scratch(column_sums(prod(whole) // columns, columns, width, self.chip), "sum", "workspace")
-
-    def op(self, name, inputs, shape, width, *, saves=(), grads=ALL_OWN, extra=0, spike=0, view=None) -> Tensor:
-        """Run one operator on `inputs`, tensors and parameters; return its result, a new block or a `view` of one's.
+    def op(
+        self,
+        name: str,
+        inputs: Sequence[Tensor | Parameter],
+        shape: tuple[int, ...],
+        width: int,
+        *,
+        saves: Sequence[Tensor | bool] = (),
+        grads: tuple[str | int, ...] = ALL_OWN,
+        extra: int | Sequence[int] = 0,
+        spike: int | Sequence[int] = 0,
+        view: Tensor | Parameter | None = None,
+    ) -> Tensor:
+        """Run one operator on `inputs`; return its result, a new block or a `view` of an input's.
 
         Args:
-            saves: tensors that the backward formula needs, and True for the result; a checkpoint drops them.
+            saves: tensors that the backward formula needs, and True for the result.
             grads: how each input's gradient is made, see OWN.
-            extra: bytes that the backward formula needs besides the gradients it makes; `spike`: before it makes them.
+            extra: bytes that the backward formula needs besides the gradients it makes.
+            spike: bytes that it needs before it makes them.
         """
         refilled = self.refilled
-        if refilled is not None and name == "linear" and saves and len(refilled) + 1 == self.replay.count:
+        product = refilled is not None and name == "linear" and saves
+        if product and len(refilled) + 1 == self.replay.count:
+            # Autograd saves a product's inputs, and the checkpoint ends, before it is made.
             refilled.append([x.block for x in saves])
-            raise Stop  # autograd saves a product's inputs, and the checkpoint ends, before the product is made
+            raise Stop
         block = self.block(name, shape, width) if view is None else view.block
         out = Tensor(block, shape, width)
         if refilled is not None or self.no_grad:
             return self._without_node(out, inputs, saves)
         edges = []
-        for i, x in enumerate(inputs):
+        for x, how in zip(inputs, grads, strict=False):
             if x.needs:
                 receiver = x.node
+                # What no operator made is a parameter, which counts its uses.
                 if receiver is None:  # a parameter
-                    receiver, x.uses = x, x.uses + 1
-                edges.append((receiver, x.shape, x.width, grads[i]))
+                    receiver = x
+                    x.uses += 1
+                edges.append((receiver, x.shape, x.width, how))
+        # Nothing before it requires a gradient, so backward never comes here.
         if not edges:
             return out
+        node = Node()
+        node.op = name
+        node.where = self.where
+        node.shape = shape
+        node.edges = edges
+        node.extra = extra
+        node.spike = spike
+        node.gradient = None
+        node.saved = self._saved(block, saves)
+        out.node = node
         out.needs = True
-        node = out.node = Node()
-        node.op, node.where, node.shape = name, self.where, shape
-        node.edges, node.extra, node.spike = edges, extra, spike
-        node.gradient = node.saved = None
-        if saves:
-            if self.replay is None:
-                node.saved = [block if x is True else x.block for x in saves]
-            else:
-                node.saved = self.replay
-                self.replay.count += 1
         self.nodes.append(node)
         return out
 
-    def _without_node(self, out: Tensor, inputs: list, saves: Sequence) -> Tensor:
-        """Run an operator without gradients; or again, where only what it saved is missing."""
+    def _saved(self, block: Block, saves: Sequence[Tensor | bool]) -> "list[Block] | Replay | None":
+        """Return what a node keeps: blocks of `saves`, or the checkpoint that makes them again."""
+        if not saves:
+            return None
+        # A checkpoint keeps its input alone, and counts what it will have to make again.
+        if self.replay is not None:
+            self.replay.count += 1
+            return self.replay
+        return [block if x is True else x.block for x in saves]
+
+    def _without_node(
+        self,
+        out: Tensor,
+        inputs: Sequence[Tensor | Parameter],
+        saves: Sequence[Tensor | bool],
+    ) -> Tensor:
+        """Finish an operator without gradients; or one that runs again, for what it saved."""
         out.needs = not self.no_grad and any(x.needs for x in inputs)
         if saves and out.needs:
             self.refilled.append([out.block if x is True else x.block for x in saves])
+            # That was the last operator whose inputs backward needs.
             if len(self.refilled) == self.replay.count:
                 raise Stop
         return out
 
     def checkpoint(self, function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-        """`function(x)` without keeping what its operators save; backward runs it again (Chen et al. 2016)."""
+        """Return `function(x)` without keeping what its operators save.
+
+        Backward runs it again (Chen et al. 2016).
+        """
         self.replay = Replay(function, x)
         out = function(x)
         self.replay = None
         return out
 
     def recompute(self, replay: Replay) -> list[list[Block]]:
-        """Run `replay` again; return what its operators save. Autocast's weight copies are its own."""
-        casts, self.casts, self.replay, self.refilled = self.casts, {}, replay, []
+        """Run `replay` again; return what its operators save."""
+        # Autocast keeps copies of weights for each run of its context, and a recomputation is one.
+        casts = self.casts
+        self.casts = {}
+        self.replay = replay
+        self.refilled = []
         with suppress(Stop):
             replay.function(replay.x)
         self.layer_holds.clear()
-        refilled, self.casts, self.replay, self.refilled = self.refilled, casts, None, None
-        for block in (block for blocks in refilled for block in blocks if block is not None):
-            if block.entry.category == "temporaries":
-                block.entry.category = "activations"
+        refilled = self.refilled
+        self.casts = casts
+        self.replay = None
+        self.refilled = None
+        # They live into backward, as what a forward pass saves does.
+        for blocks in refilled:
+            for block in blocks:
+                if block is not None and block.entry.category == "temporaries":
+                    block.entry.category = "activations"
         return refilled
 
-    def complete(self, parameter: Parameter) -> None:
+    def keep(self, parameter: Parameter) -> None:
         """Keep a complete gradient, unless it is added to one that the parameter has."""
-        block, parameter.partial = parameter.partial, None
+        block = parameter.partial
+        parameter.partial = None
+        # Else it is added in place to the one that is there, and freed.
         if parameter.gradient is None:
             block.entry.category = "gradients"
             parameter.gradient = block
 
-    def backward(self, tensor: Tensor) -> None:
-        """Run all operators in reverse, from a gradient for `tensor`."""
-        node, nodes = tensor.node, self.nodes
-        node.gradient = self.block("ones_like", tensor.shape, tensor.width)
+    def backward(self, tensor: Tensor, complete: Callable[[Parameter], None]) -> None:
+        """Run all operators in reverse, from a gradient for `tensor`; see `Node.run`."""
+        tensor.node.gradient = self.block("ones_like", tensor.shape, tensor.width)
+        # The loss lives as long as the caller names it.
         del tensor
+        nodes = self.nodes
         while nodes:
             node = nodes.pop()
+            # An engine's hook, or a note of where a layer begins or ends.
             if type(node) is not Node:
                 node()
                 continue
-            if node.gradient is not None:
-                recomputed = type(node.saved) is Replay
-                if recomputed:
-                    node.saved = node.saved.give(self)
-                node.run(self, recomputed)
+            # The loss does not depend on its result.
+            if node.gradient is None:
+                continue
+            recomputed = type(node.saved) is Replay
+            if recomputed:
+                node.saved = node.saved.give(self)
+            node.run(self, complete, recomputed)

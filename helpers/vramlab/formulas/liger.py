@@ -1,75 +1,133 @@
-"""Liger's kernels in the ledger: gradients written over what is not needed any more, and a head that makes no logits.
+"""Liger's kernels: gradients written over what is no more needed, and a head without logits.
 
-After `liger_kernel/ops` of liger-kernel 0.8.5. With T tokens, hidden size h, vocabulary V and w bytes a number that is
-computed, the head keeps its gradients, made going forward: w·T·h and, where it is trained, V·h numbers of its weight's
-format. Besides it takes w·C·V for C tokens at once, the power of two from T / ⌈V/h⌉ up.
+After `liger_kernel/ops` of liger-kernel 0.8.5. With T tokens, hidden size h, vocabulary V and w
+bytes a number that is computed, the head keeps its gradients, made going forward: w·T·h and, where
+it is trained, V·h numbers of its weight's format. Besides it takes w·C·V for C tokens at once, the
+power of two from T / ⌈V/h⌉ up.
 """
 
-from math import prod
+from math import ceil, prod
 
 from ..recipe.liger import FAMILIES
 from .ledger import OWN, PASS, Leaf, Parameter, Tensor
-from .model_states import FP32, HALF
-from .operators import BOOL, INT64, Operators
+from .numerics import BOOL, INT64
+from .operators import Operators
+from .tensor_sizes import FP32, HALF
 
 
-def rms_norm(m: Operators, x: Tensor, name: str) -> Tensor:
-    """Keep the input and one number a row; sum the weight's gradient up in a row for each multiprocessor."""
-    weight, rows = m.parameters[f"{name}.weight"], m.tensor("empty", (prod(x.shape[:-1]),), FP32)
-    sums = m.chip.multiprocessors * x.shape[-1] * FP32 if weight.needs else 0
-    ways = (PASS if (FAMILIES[m.shape.family] or {}).get("in_place") else OWN, OWN)
-    return m.op("liger_rms_norm", [x, weight], x.shape, x.width, saves=[x, rows], grads=ways, extra=sums)
+def rms_norm(m: Operators, family: str, x: Tensor, name: str) -> Tensor:
+    """Keep the input and one number a row; sum the weight's gradient in a row a multiprocessor."""
+    weight = m.parameters[f"{name}.weight"]
+    rows = m.ledger.tensor("empty", (prod(x.shape[:-1]),), FP32)
+    sums = 0
+    if weight.needs:
+        sums = m.numerics.chip.multiprocessors * x.shape[-1] * FP32
+    about = FAMILIES[family] or {}
+    how = PASS if about.get("in_place") else OWN
+    return m.op(
+        "liger_rms_norm",
+        [x, weight],
+        x.shape,
+        x.width,
+        saves=[x, rows],
+        grads=(how, OWN),
+        extra=sums,
+    )
 
 
 def gated(m: Operators, gate: Tensor, up: Tensor) -> Tensor:
     """Compute act(gate) · up; its gradients are written over both."""
-    return m.op("liger_glu", [gate, up], gate.shape, gate.width, saves=[gate, up], grads=(0, 1))
+    inputs = [gate, up]
+    return m.op(
+        "liger_glu",
+        inputs,
+        gate.shape,
+        gate.width,
+        saves=inputs,
+        grads=(0, 1),
+    )
 
 
 def turned(m: Operators, q: Tensor, k: Tensor) -> list[Tensor]:
     """Turn queries and keys where they lie; their gradients are copied."""
-    found = []
+    results = []
     for x in (q, k):
-        y = m.op("liger_rope", [x], x.shape, x.width, view=x)
-        if not y.needs and (q.needs or k.needs):  # a result of one function, of which the other input needs a gradient
-            y.needs, y.node = True, Leaf(None)
-        found.append(y)
-    return found
+        y = m.op(
+            "liger_rope",
+            [x],
+            x.shape,
+            x.width,
+            view=x,
+        )
+        if not y.needs and (q.needs or k.needs):
+            # Both are results of one function, so both require a gradient if an input does.
+            y.needs = True
+            y.node = Leaf(None)
+        results.append(y)
+    return results
 
 
 def head_loss(m: Operators, x: Tensor, weight: Parameter) -> Tensor:
-    """Return the sum of the losses. Gradients are made going forward, and handed on when backward comes."""
-    b, n, h = x.shape
-    rows, vocabulary = b * n, weight.shape[0]
-    labels = [m.tensor("constant_pad_nd", (b, n + 1), INT64), m.tensor("clone", (b, n), INT64)]
-    gradients = [m.tensor("zeros_like", (rows, h), x.width)]
+    """Return the sum of the losses.
+
+    Gradients are made going forward, and handed on when backward comes.
+    """
+    b, tokens, hidden = x.shape
+    rows = b * tokens
+    tensor = m.ledger.tensor
+    labels = [
+        tensor("constant_pad_nd", (b, tokens + 1), INT64),
+        tensor("clone", (b, tokens), INT64),
+    ]
+    gradients = [tensor("zeros_like", (rows, hidden), x.width)]
     if weight.needs:
-        gradients.append(m.tensor("zeros_like", weight.shape, weight.width))
-    labels += m.tensor("zeros", (rows,), FP32), m.tensor("ne", (rows,), BOOL)
-    chunk = -(-rows // -(-vocabulary // h))
-    _chunks(m, x, weight, min(rows, 1 << (chunk - 1).bit_length()))
+        gradients.append(tensor("zeros_like", weight.shape, weight.width))
+    labels.append(tensor("zeros", (rows,), FP32))
+    labels.append(tensor("ne", (rows,), BOOL))
+    # As many chunks as the vocabulary is wider than x, so that logits take about as much as x.
+    chunks = ceil(weight.shape[0] / hidden)
+    chunk = ceil(rows / chunks)
+    power_of_two = 1 << (chunk - 1).bit_length()
+    _chunks(m, x, weight, min(rows, power_of_two))
     del labels
-    return m.op("liger_loss", [x, weight], (), FP32, saves=gradients, grads=(0, 1))
+    return m.op(
+        "liger_loss",
+        [x, weight],
+        (),
+        FP32,
+        saves=gradients,
+        grads=(0, 1),
+    )
 
 
 def _chunks(m: Operators, x: Tensor, weight: Parameter, chunk: int) -> None:
-    """Make the logits of `chunk` tokens and, in their place, the gradients; later ones are like the second."""
-    h, vocabulary, width = x.shape[-1], weight.shape[0], m.autocast or x.width
-    tensor_cores = width == HALF and m.chip.capability >= (8, 0)  # then the product is added where the gradient is
-    chunks = -(-prod(x.shape[:-1]) // chunk)
+    """Make the logits of `chunk` tokens and, in their place, the gradients.
+
+    The first two chunks are entered; later ones are like the second.
+    """
+    ledger = m.ledger
+    hidden = x.shape[-1]
+    vocabulary = weight.shape[0]
+    width = m.numerics.autocast or x.width
+    # Tensor cores add the product where the gradient is; others need room for it.
+    tensor_cores = width == HALF and ledger.chip.capability >= (8, 0)
+    chunks = ceil(prod(x.shape[:-1]) / chunk)
     if weight.needs:  # each chunk's share is added to its gradient in place
-        m.rewritten += chunks * h * vocabulary * weight.width
-    for i in range(min(chunks, 2)):
-        begin = len(m.events)
-        given = ((chunk, h), x.width), (weight.shape, weight.width)
-        casts = [m.tensor("to", shape, width) for shape, own in given if own != width]
-        logits = m.block("mm", (chunk, vocabulary), width)
-        m.product_workspace()
+        ledger.rewritten += chunks * hidden * vocabulary * weight.width
+    for number in range(min(chunks, 2)):
+        begin = len(ledger.events)
+        casts = []
+        for shape, own_width in (((chunk, hidden), x.width), (weight.shape, weight.width)):
+            if own_width != width:
+                casts.append(ledger.tensor("to", shape, width))
+        logits = ledger.block("mm", (chunk, vocabulary), width)
+        ledger.product_workspace()
         del casts
-        if weight.needs and weight.width != width and weight.name not in m.casts:  # which autocast keeps
-            m.casts[weight.name] = m.tensor("to", weight.shape, width)
+        if weight.needs and weight.width != width and weight.name not in ledger.casts:
+            # Autocast keeps the copy of a trained weight.
+            ledger.casts[weight.name] = ledger.tensor("to", weight.shape, width)
         if weight.needs and not tensor_cores:
-            m.block("mm", weight.shape, width)
+            ledger.block("mm", weight.shape, width)
         del logits
-        if i:
-            m.repeats.append((begin, len(m.events), chunks - 2))
+        if number == 1:
+            ledger.repeats.append((begin, len(ledger.events), chunks - 2))

@@ -1,252 +1,285 @@
-"""A recipe's whole model in the ledger: embeddings, stacks of layers, head and loss, as in transformers 5.23."""
+"""A recipe's model from top to bottom: embeddings, layers, head and loss, as in transformers 5.23.
+
+Each part is in a module of its own (`embeddings`, `layer`, `head`). All compute with `operators`,
+which enter what they do in the `ledger`.
+"""
 
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
-from math import prod
-from types import SimpleNamespace
 
-from ..hardware.gpu import Chip
 from ..recipe.families import Stack
-from ..recipe.liger import HEAD
-from ..recipe.options import FUSED
 from ..recipe.recipe import Recipe
 from ..report.errors import RecipeError
-from . import liger
-from .fused_head import log_probabilities
+from .attention import AttentionKernels
+from .embeddings import Embeddings
+from .engine import EMBEDDING, ROOT, TAIL, Engine
+from .feed_forward import FeedForward
+from .head import Head
 from .layer import Layer
-from .ledger import CAST, FULL, Leaf, Parameter, Tensor
-from .model_states import FP32, HALF
-from .operators import BOOL, INT64
-from .step import single_temporaries
+from .ledger import Ledger, Parameter, Tensor
+from .norms import Norms
+from .numerics import BOOL, Numerics, Rows
+from .operators import Operators
+from .self_attention import SelfAttention, Table
+from .tensor_sizes import FP32
 
-# Keys of `enter` and `leave` besides layers' names: the whole model, the input embedding, the last norm with the head.
-ROOT, EMBEDDING, TAIL = "", "embedding", "tail"
+SLIDING = "sliding_attention"  # the kind of layers that look back `sliding_window` tokens only
 
 
-class Model(Layer):
-    """The ledger of one micro-batch; engines for many ranks override its first methods."""
+@dataclass(slots=True)
+class Section:
+    """The events of a layer that stands for `more` others, as it runs forward and backward."""
 
-    gathers_layers = False  # each layer gathers its own weights, and prefetches the next one's
-    other_gradients = 0  # bytes of gradients that no entry has
-    inputs: Tensor | None = None  # a decoder's embedded tokens, named until it returns, where the first layer is apart
+    more: int
+    begin: int
+    end: int = 0
+    top: int = 0
+    bottom: int = 0
 
-    def __init__(self, recipe: Recipe, parameters: dict[str, Parameter], chip: Chip):
-        super().__init__(recipe, parameters, chip)
-        # of layers that stand for `more` others: events that `begin` and `end` forward, and at `top` and `bottom` of backward
-        self.sections: list[SimpleNamespace] = []
-        self.rewritten = 0  # bytes that operators write over what is there, for which there is no event
-        self.repeats: list[tuple[int, int, int]] = []  # (first event, last event, how many more are like these)
-        self.leaves: list[Leaf] = []  # which the graph holds, and so the loss, as long as the loop keeps that
-        self.embeddings = [name for name, kind in recipe.shape.layout.modules if kind == "embedding"]
 
-    def shard(self, asked: Recipe, gradients_exist: bool) -> None:
-        """Prepare for the engine of `asked`; enter gradients that exist, to which new ones are added."""
-        if gradients_exist:
-            for parameter in self.parameters.values():
-                parameter.gradient = True
+class Model:
+    """The model of one micro-batch.
 
-    def enter(self, key: str, needs: bool = False) -> None:
-        """Begin the forward pass of `key` (a layer, ROOT, EMBEDDING or TAIL); `needs`: its input requires a gradient."""
+    Attributes:
+        sections: of layers that stand for others.
+        table: cos and sin of rotary positions for the layers that run; None without.
+    """
 
-    def leave(self, key: str) -> None:
-        """End the forward pass of `key`."""
+    def __init__(
+        self,
+        recipe: Recipe,
+        parameters: dict[str, Parameter],
+        ledger: Ledger,
+        engine: Engine,
+    ):
+        shape = recipe.shape
+        rows = Rows.of(recipe)
+        numerics = Numerics.of(recipe, parameters, ledger.chip)
+        operators = Operators(ledger, numerics, parameters)
+        norms = Norms(operators, shape)
+        kernels = AttentionKernels(operators, shape, rows)
+        attention = SelfAttention(operators, norms, kernels, shape, _caches(recipe))
+        feed_forward = FeedForward(operators, shape)
 
-    def finish(self) -> None:
-        """End the backward pass."""
+        self.recipe = recipe
+        self.shape = shape
+        self.layout = shape.layout
+        self.rows = rows
+        self.ledger = ledger
+        self.engine = engine
+        self.operators = operators
+        self.norms = norms
+        self.embeddings = Embeddings(operators, norms, recipe, rows, engine.embeddings)
+        self.layer = Layer(operators, norms, attention, feed_forward, shape)
+        self.head = Head(operators, norms, engine, recipe)
+        self.sections: list[Section] = []
+        self.table: Table | None = None
 
-    def complete(self, parameter: Parameter) -> None:
-        if not self.recipe.loop.optimizer_in_backward:
-            super().complete(parameter)
-            return
-        parameter.partial.entry.category = "gradients"
-        self.scratch(single_temporaries(self.recipe, parameter.shape, parameter.width), "optimizer")
-        parameter.partial = None
+    def forward(self) -> tuple[Tensor, Tensor]:
+        """Run the whole model; return (what it returns besides the loss, the loss)."""
+        # In a list, so that no name here keeps the head's input alive.
+        states = [self._hidden_states()]
+        self.engine.before_head()
+        return self.head.run(states.pop())
 
-    def mask(self, kind: str = "sliding_attention") -> Tensor | None:
-        """Make the attention mask of a kind of layers, if there is one: a number for each pair of tokens and sequence.
+    def _hidden_states(self) -> Tensor:
+        """Run everything before the output head."""
+        engine = self.engine
+        engine.before_forward()
+        stacks = self.layout.stacks
+        self.ledger.where = stacks[0].prefix
+        engine.enter(ROOT)
+        engine.enter(EMBEDDING)
+        x, named = self.embeddings.run()
+        # Handed on in a list, so that no name here keeps a layer's input alive.
+        states = [x]
+        del x
+        engine.leave(EMBEDDING)
 
-        sdpa needs one for padding, joined samples and a sliding window (`masking_utils._ignore_causal_mask_sdpa`).
+        kinds = self.layout.kinds or (SLIDING,)
+        # All layers of a kind share one mask.
+        masks = {kind: self._mask(kind) for kind in dict.fromkeys(kinds)}
+        tables = self._tables(list(masks))
+        for stack, kind, start, count in self._runs(stacks, masks):
+            self.table = tables.get(kind, tables.get(""))
+            layer = partial(self._run_layer, stack.parts, masks[kind])
+            states.append(self.stack(stack.prefix, count, layer, states, start))
+
+        x = states.pop()
+        self.ledger.where = stacks[0].prefix
+        engine.enter(TAIL, x.needs)
+        if not self.layout.post_norm:
+            norms = [name for name, kind in self.layout.modules if kind == "norm"]
+            x = self.norms.apply(x, norms[-1])
+        del named
+        return x
+
+    def _run_layer(
+        self,
+        parts: dict[str, str],
+        mask: Tensor | None,
+        name: str,
+        x: Tensor,
+    ) -> Tensor:
+        """Run the layer `name` with the rotary table of now."""
+        # The table is looked up when the layer runs: a recomputation takes the last one's.
+        return self.layer.run(name, parts, x, mask, self.table)
+
+    def _mask(self, kind: str) -> Tensor | None:
+        """Make the attention mask of a kind of layers, if there is one.
+
+        It has a number for each pair of tokens and sequence. sdpa needs one for padding, joined
+        samples and a sliding window (`masking_utils._ignore_causal_mask_sdpa`).
         """
-        n, window = self.tokens, self.shape.sliding_window if kind == "sliding_attention" else None
-        joined = self.joined_samples > 1 and self.shape.family != "opt"  # which gives itself a mask of ones
-        apart, kernel = joined or bool(self.padded), self.implementation
-        without = kernel == "sdpa" and not apart and (window is None or n < window)
-        if without or kernel == "flash_attention_2" or not (self.layout.causal or apart):
+        kernel = self.operators.numerics.attention
+        if kernel == "flash_attention_2":
             return None
-        seen = self.tensor("mask", (self.batch, 1, n, n), BOOL)
-        return seen if kernel == "sdpa" else self.tensor("mask", (self.batch, 1, n, n), self.hidden_width)
+        tokens = self.rows.tokens
+        # OPT gives itself a mask of ones, so it sees joined samples as one.
+        joined = self.rows.joined > 1 and self.shape.family != "opt"
+        apart = joined or bool(self.rows.padded)
+        if not (self.layout.causal or apart):
+            return None
+        window = self.shape.sliding_window if kind == SLIDING else None
+        windowed = window is not None and tokens >= window
+        if kernel == "sdpa" and not apart and not windowed:
+            return None
+        shape = (self.rows.batch, 1, tokens, tokens)
+        allowed = self.ledger.tensor("mask", shape, BOOL)
+        if kernel == "sdpa":
+            return allowed
+        return self.ledger.tensor("mask", shape, self.operators.numerics.hidden)
+
+    def _tables(self, kinds: list[str]) -> dict[str, Table]:
+        """Make the rotary tables: one for each kind of layers if they differ, or one under ""."""
+        if not self.shape.rotary_dim:
+            return {}
+        if not self.layout.kinds_tables:
+            kinds = [""]
+        return {kind: self._table() for kind in kinds}
+
+    def _table(self) -> Table:
+        """Make cos and sin of every position in fp32, and cast them as the hidden states are."""
+        dims = self.shape.rotary_dim
+        if self.layout.halved_rotary:
+            dims //= 2
+        shape = (1, self.rows.tokens, dims)
+        cos = self.ledger.tensor("cos", shape, FP32)
+        sin = self.ledger.tensor("sin", shape, FP32)
+        width = self.operators.numerics.hidden
+        return self.operators.to(cos, width), self.operators.to(sin, width)
+
+    def _runs(
+        self,
+        stacks: list[Stack],
+        masks: dict[str, Tensor | None],
+    ) -> list[tuple[Stack, str, int, int]]:
+        """List (stack, kind, first number, count) of equal layers, one kind after the other."""
+        kinds = self.layout.kinds or tuple(masks)
+        masked = {mask is not None for mask in masks.values()}
+        if len(stacks) > 1 or len(masked) == 1:
+            runs = [(stack, kinds[0], stack.first, stack.count) for stack in stacks]
+        else:
+            # The first layer has its own kind; the last one's kind comes last.
+            others = Counter(kinds[1:])
+            last = others.pop(kinds[-1])
+            runs = []
+            start = 0
+            for kind, count in [(kinds[0], 1), *others.items(), (kinds[-1], last)]:
+                runs.append((stacks[0], kind, start, count))
+                start += min(count, 2)  # `stack` writes out so many
+        sharding = self.recipe.sharding
+        if len(runs) > 1 and sharding and sharding.engine != "ddp":
+            name = self.shape.name
+            unlike = f"those of {name} differ here"
+            allowed = f"the formulas shard equal layers, and {unlike}: ask simulate"
+            raise RecipeError("sharding.engine", sharding.engine, allowed)
+        return runs
 
     def stack(
-        self, name: str, count: int, layer: Callable[[str, Tensor], Tensor], first: list[Tensor], start: int = 0
+        self,
+        name: str,
+        count: int,
+        layer: Callable[[str, Tensor], Tensor],
+        states: list[Tensor],
+        start: int = 0,
     ) -> Tensor:
-        """Run as few of `count` layers, from `start`, as say what all do: one that stands for others, and those that differ.
+        """Run as few of `count` layers, from `start`, as say what all do.
 
-        The first differs where its input requires no gradient (LoRA). `first` has the input, freed with the layer.
+        One stands for others; those that differ run too. The first differs where its input requires
+        no gradient (LoRA). `states` has the input, freed with the layer.
         """
-        x = first.pop()
-        if x.node in self.leaves:
-            self._comes_back(x)
-        typical = int(self.gathers_layers or not x.needs)
-        written = min(count, typical + 1 + self.gathers_layers)
+        ledger = self.ledger
+        engine = self.engine
+        checkpoints = self.recipe.gradient_checkpointing
+        x = states.pop()
+        if x.node in ledger.leaves:
+            self._come_back(x)
+        # The first layer's input may need no gradient; the second is like all that follow.
+        typical = 1 if engine.gathers_layers or not x.needs else 0
+        # With FSDP a typical layer has one before it and one after it, which prefetch.
+        after = 2 if engine.gathers_layers else 1
+        written = min(count, typical + after)
 
         def run(x: Tensor, name: str) -> Tensor:
             x = layer(name, x)
-            self.layer_holds.clear()
+            ledger.layer_holds.clear()
             return x
 
-        for i in range(written):
-            inner = self.where = f"{name}.{start + i}"
-            section = SimpleNamespace(more=count - written, begin=len(self.events), top=0, bottom=0)  # no backward yet
-            self.nodes.append(lambda section=section: setattr(section, "bottom", len(self.events)))
-            self.enter(inner, x.needs)
-            x = self.checkpoint(partial(run, name=inner), x) if self.checkpoints else run(x, inner)
-            self.leave(inner)
-            if i == min(typical, written - 1):
-                section.end = len(self.events)
-                if section.more and self.checkpoints:  # the next layer's checkpoint holds it
+        for number in range(written):
+            inner = f"{name}.{start + number}"
+            ledger.where = inner
+            section = Section(more=count - written, begin=len(ledger.events))
+            # Backward runs nodes in reverse: this one comes when the layer is done.
+            ledger.nodes.append(partial(self._note_bottom, section))
+            engine.enter(inner, x.needs)
+            inside = partial(run, name=inner)
+            x = ledger.checkpoint(inside, x) if checkpoints else inside(x)
+            engine.leave(inner)
+            if number == min(typical, written - 1):
+                section.end = len(ledger.events)
+                if section.more and checkpoints:  # the next layer's checkpoint holds it
                     x.block.entry.category = "activations"
                 self.sections.append(section)
-                self.nodes.append(lambda section=section: setattr(section, "top", len(self.events)))
+                ledger.nodes.append(partial(self._note_top, section))
         return x
 
-    def _comes_back(self, x: Tensor) -> None:
-        """The first layer's input goes with that layer, as others' do, so that it is like them; and then comes back."""
-        leaf, shape, width = x.node, x.shape, x.width
+    def _note_bottom(self, section: Section) -> None:
+        """Note where the backward pass of a layer ends."""
+        section.bottom = len(self.ledger.events)
+
+    def _note_top(self, section: Section) -> None:
+        """Note where the backward pass of a layer begins."""
+        section.top = len(self.ledger.events)
+
+    def _come_back(self, x: Tensor) -> None:
+        """Let the first layer's input go with that layer, as others' do, and then come back."""
+        leaf = x.node
+        shape = x.shape
+        width = x.width
+
+        def come_back() -> None:
+            leaf.block = self.ledger.block("embedding", shape, width, "activations")
+
+        # The graph holds it again when the layer's backward pass is over.
         leaf.block = None
-        self.nodes.append(lambda: setattr(leaf, "block", self.block("embedding", shape, width, "activations")))
+        self.ledger.nodes.append(come_back)
 
-    def hidden_states(self) -> Tensor:
-        """Run everything before the output head."""
-        s, stacks = self.shape, self.layout.stacks
-        self.where = stacks[0].prefix
-        self.enter(ROOT)
-        self.enter(EMBEDDING)
-        first = [self.embed_image() if s.image_tokens else self.embed()]
-        self.leave(EMBEDDING)
-        kinds = s.layout.kinds or ("sliding_attention",)
-        masks = {kind: self.mask(kind) for kind in dict.fromkeys(kinds)}
-        tables = {kind: self.rotary_table() for kind in (masks if s.layout.kinds_tables else [""]) if s.rotary_dim}
-        for run, kind, start, count in self.runs(stacks, masks):
-            self.table = tables.get(kind, tables.get(""))
-            layer = partial(self.layer, run.parts, masks[kind])
-            first.append(self.stack(run.prefix, count, layer, first, start))
-        x = first.pop()
-        self.where = stacks[0].prefix
-        self.enter(TAIL, x.needs)
-        if not s.layout.post_norm:
-            x = self.norm(x, [name for name, kind in s.layout.modules if kind == "norm"][-1])
-        self.inputs = None
-        return x
+    def take_caches(self) -> list[Tensor]:
+        """Return the keys and values that the model returns, and let go of them."""
+        attention = self.layer.attention
+        caches = attention.caches or []
+        attention.caches = None
+        return caches
 
-    def rotary_table(self) -> tuple[Tensor, Tensor]:
-        """Make cos and sin of every position, computed in fp32 and kept in the hidden states' dtype."""
-        rows = (1, self.tokens, self.shape.rotary_dim // (2 if self.layout.halved_rotary else 1))
-        cos, sin = self.tensor("cos", rows, FP32), self.tensor("sin", rows, FP32)
-        return self.to(cos, self.hidden_width), self.to(sin, self.hidden_width)
 
-    def runs(self, stacks: list[Stack], masks: dict[str, Tensor | None]) -> list[tuple[Stack, str, int, int]]:
-        """List (stack, kind, first number, count) of equal layers; those with a mask are put together, and those without."""
-        kinds = self.layout.kinds or tuple(masks)
-        if len(stacks) > 1 or len({mask is None for mask in masks.values()}) == 1:
-            found = [(stack, kinds[0], stack.first, stack.count) for stack in stacks]
-        else:
-            rest, found = Counter(kinds[1:]), []
-            for kind, count in [(kinds[0], 1), *sorted(rest.items(), key=lambda row: row[0] == kinds[-1])]:
-                found.append((stacks[0], kind, sum(min(row[-1], 2) for row in found), count))
-        if len(found) > 1 and self.recipe.sharding and self.recipe.sharding.engine != "ddp":
-            allowed = f"the formulas shard equal layers, and those of {self.shape.name} differ here: ask simulate"
-            raise RecipeError("sharding.engine", self.recipe.sharding.engine, allowed)
-        return found
-
-    def first(self, x: Tensor) -> Tensor:
-        """Make the embedding require a gradient with LoRA and checkpointing (`enable_input_require_grads`)."""
-        if self.recipe.lora and self.checkpoints and not x.needs:
-            x.needs, x.node = True, Leaf(x.block)
-            self.leaves.append(x.node)
-        return x
-
-    def embed(self) -> Tensor:
-        """Embed tokens, times a factor (Gemma), plus learned positions (GPT-2, OPT, BERT), with dropout."""
-        s, b, n, (words, *others) = self.shape, self.batch, self.tokens, self.embeddings
-        x = self.first(self.embedding(Tensor(None, (b, n), INT64), words))
-        self.inputs = x if s.layout.causal and not x.needs else None
-        if s.layout.scaled_embedding:
-            x = self.scale(x)
-        if "model.decoder.project_in.weight" in self.parameters:  # OPT
-            x = self.linear(x, "model.decoder.project_in")
-        for name in sorted(others, reverse=True):  # BERT's token types come before its positions
-            shape = (1, n) if s.layout.shared_positions and "type" not in name else (b, n)
-            block = None if "type" in name else self.block("positions", shape, INT64)
-            x = self.add(x, self.embedding(Tensor(block, shape, INT64), name))
-        if "bert.embeddings.LayerNorm.weight" in self.parameters:
-            x = self.layer_norm(x, "bert.embeddings.LayerNorm")
-        return self.dropout(x, s.embedding_dropout)
-
-    def embed_image(self) -> Tensor:
-        """Embed an image: patches by a convolution, the class token before them, learned positions."""
-        s, b, n, prefix = self.shape, self.batch, self.tokens, "vit.embeddings"
-        width = HALF if self.recipe.precision.endswith("-true") else FP32
-        pixels = self.to(Tensor(None, (b, *s.features[1]), width), self.hidden_width)
-        weight, bias = (self.parameters[f"{prefix}.patch_embeddings.projection.{part}"] for part in ("weight", "bias"))
-        a, w, bias = self.cast(pixels), self.cast(weight), self.cast(bias)
-        patches = self.first(self.op("convolution", [a, w, bias], (b, s.hidden_size, n - 1), a.width, saves=[a, w]))
-        token = self.parameters[f"{prefix}.cls_token"]
-        token = self.op("expand", [token], (b, 1, s.hidden_size), token.width, view=token, grads=(FULL,))
-        x = self.cat([token, patches], b, n, s.hidden_size)
-        return self.dropout(self.add(x, self.parameters[f"{prefix}.position_embeddings"]), s.hidden_dropout)
-
-    def logits_and_loss(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Run the recipe's head; return (what the model returns besides the loss, the loss).
-
-        The cross entropy needs logits in fp32 and saves their log-softmax; backward has two more such tensors at once.
-        """
-        s, (b, n, _) = self.shape, x.shape
-        self.where = s.head
-        if "classification" in s.task:
-            return self._classified(x)
-        if s.task == "masked-lm":
-            x = self.activation(self.linear(x, "cls.predictions.transform.dense"), s.activation)
-            x = self.layer_norm(x, "cls.predictions.transform.LayerNorm")
-        weight, bias = (self.parameters.get(f"{s.head}.{part}") for part in ("weight", "bias"))
-        if self.recipe.trainer in FUSED:
-            loss = self.reduce(log_probabilities(self, x, weight, bias), (), "sum")
-            self.leave(TAIL)
-            return loss, loss
-        if HEAD in self.liger:
-            return (liger.head_loss(self, x, weight),) * 2
-        logits = self.linear(x, s.head)
-        self.leave(TAIL)
-        if self.setting("logits_scaling", None):  # Granite
-            logits = self.scale(logits, "div")
-        if self.setting("final_logit_softcapping", None):
-            logits = self.scale(self.unary("tanh", self.scale(logits, "div")))
-        self.where = "loss"
-        rows = self.to(logits, FP32) if s.task == "causal-lm" else logits  # BERT does without
-        return logits, self.cross_entropy(rows.view(b * n, rows.shape[-1]))
-
-    def _classified(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Run a classifier's head: the scores, and their cross entropy or, of a reward model, the loss of pairs."""
-        s, (b, _, h) = self.shape, x.shape
-        if not s.layout.causal:  # the first token's hidden state, in BERT through a tanh layer
-            x = self.slice(x, b, h)
-            if "bert.pooler.dense.weight" in self.parameters:
-                x = self.dropout(self.unary("tanh", self.linear(x, "bert.pooler.dense")), s.hidden_dropout)
-        logits = self.linear(x, s.head)
-        if s.layout.causal:  # a score for every token, of which the last one's counts
-            logits = self.op("index", [logits], (b, s.num_labels), logits.width)
-        if self.recipe.trainer == "reward":  # of the differences of pairs
-            return logits, self.reduce(self.unary("log_sigmoid", logits), (), "mean")
-        return logits, self.cross_entropy(logits)
-
-    def cross_entropy(self, logits: Tensor) -> Tensor:
-        """Take log-softmax in the logits' dtype, and the mean of the labels' entries, in fp32 under autocast."""
-        labels = self.tensor("labels", (prod(logits.shape[:-1]),), INT64)
-        log = self.fp32(self.unary("log_softmax", logits))
-        return self.op("nll_loss", [log], (), log.width, saves=[log, labels])
-
-    def returned(self, logits: Tensor) -> Tensor:
-        """Return the logits as the loop gets them: accelerate copies half-precision outputs of autocast to fp32."""
-        if self.autocast and self.recipe.loop.outputs_to_fp32 and logits.width != FP32:
-            return self.op("to", [logits], logits.shape, FP32, grads=(CAST,))
-        return logits
+def _caches(recipe: Recipe) -> list[Tensor] | None:
+    """Return an empty list for keys and values where the model caches them."""
+    caching = recipe.loop.use_cache
+    if caching is None:
+        caching = recipe.shape.settings.get("use_cache", True)
+    if caching and not recipe.gradient_checkpointing and recipe.shape.layout.causal:
+        return []
+    return None

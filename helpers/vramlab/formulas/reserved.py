@@ -1,4 +1,4 @@
-"""Formulas for the caching allocator: internal fragmentation, reserved memory, and what expandable segments need.
+"""Formulas for the caching allocator: internal fragmentation and reserved memory.
 
 `hardware/allocator.py` has the rules, and runs sequences of requests that are known.
 """
@@ -8,17 +8,13 @@ from collections import Counter
 from collections.abc import Iterable
 from functools import lru_cache
 
-from ..hardware.overhead import LARGE_REQUEST, LARGE_SEGMENT, SMALL_BLOCK, SMALL_SEGMENT, UNIT, segment
-from ..report.report import Interval, MiB
+from ..hardware.overhead import EXACT, LARGE_REQUEST, LARGE_SEGMENT, SMALL_BLOCK, SMALL_SEGMENT, UNIT, segment
+from ..report.report import Interval
 
-# Reserved memory over the segments that the blocks alive at the peak need: median and 99th percentile of 300 simulated
-# steps (the grid of the tests) run through the allocator's model. Small models with few layers fragment most.
-TYPICAL, WORST = 1.05, 1.40
-# Bytes beyond the peak in the least memory that held a simulated step with `expandable_segments:True`, in the allocator's
-# model (`benchmarks/expandable.py`): median of 114, and half as much again as the worst. Whole unused pages go back before
-# memory is full; what is left over is in pages that are partly used. No published run says so.
-PAGES, MOST_PAGES = 80 * MiB, 512 * MiB
-EXACT = 0.97  # a predicted peak is known to 3 %
+# Reserved memory over the segments that the blocks alive at the peak need, of 618 steps that PyTorch's own allocator ran
+# on the stand-in (`benchmarks/tiers.py`): the median; above all that are not sharded, as above all published runs and
+# records; above 98 % of those that are, whose units come and go in segments of other sizes.
+TYPICAL, WORST, WORST_SHARDED = 1.076, 1.5, 2.0
 
 
 @lru_cache(maxsize=4096)
@@ -50,7 +46,7 @@ def pack(sizes: Iterable[int]) -> int:
     return total
 
 
-def reserved(blocks: Counter, peak: int) -> Interval:
+def reserved(blocks: Counter, peak: int, sharded: bool = False) -> Interval:
     """Estimate the peak of `torch.cuda.memory_reserved` from the blocks (size to count) of a peak of `peak` bytes.
 
     Blocks freed in other phases do not fit the requests of this one: see TYPICAL and WORST. Sequences of varying length
@@ -64,9 +60,5 @@ def reserved(blocks: Counter, peak: int) -> Interval:
             shared = LARGE_SEGMENT // size if size < LARGE_REQUEST else 1
             total += -(-count // shared) * segment(size)
     low = max(peak, total + -(-small // SMALL_SEGMENT) * SMALL_SEGMENT)
-    return Interval(int(peak * EXACT), int(low * TYPICAL), int(low * WORST) + LARGE_SEGMENT)
-
-
-def expandable(peak: int, known: float = 1.0) -> Interval:
-    """Estimate the memory that a peak of `peak` bytes, known to the share `known`, needs with expandable segments."""
-    return Interval(int(peak * min(1, known / EXACT)), peak + PAGES, int(peak / known) + MOST_PAGES)
+    worst = WORST_SHARDED if sharded else WORST
+    return Interval(int(peak * EXACT), int(low * TYPICAL), int(low * worst) + LARGE_SEGMENT)

@@ -1,94 +1,191 @@
-"""What one rank of many holds: ZeRO (Rajbhandari et al. 2020, figure 1) as DDP, FSDP2 and DeepSpeed implement it.
+"""What one rank of many holds: ZeRO as DDP, FSDP2 and DeepSpeed do it.
+
+After Rajbhandari et al. 2020, figure 1:
 
     stage 0   P + G + S             each rank holds everything (plain data parallel)
     stage 1   P + G + S / N         optimizer states are divided among N ranks
     stage 2   P + (G + S) / N       and gradients
     stage 3   (P + G + S) / N + U   and parameters: U is what is gathered at a time
 
-FSDP2 divides rows of every tensor (`fsdp`), DeepSpeed flat partitions (`deepspeed`). NCCL's buffers are not counted.
+FSDP2 divides rows of every tensor (`fsdp`), DeepSpeed flat partitions (`deepspeed`). NCCL's
+buffers are not counted.
 """
 
 from collections import Counter
 from dataclasses import replace
 from functools import lru_cache
-from math import prod
+from math import ceil, prod
 
 from ..hardware.overhead import rounded
 from ..recipe.options import Sharding
 from ..recipe.recipe import Recipe
 from . import fsdp, model_states
 from .deepspeed import deepspeed_bytes
-from .model_states import RankBytes, Settings, tensors_in_order
+from .model_states import ParameterRow, RankBytes, Settings, tensors_in_order
 from .reserved import internal_fragmentation, pack
 from .step import step_temporaries
+from .tensor_sizes import state_sizes
 
-# (stage, offload) that the formulas know, and plan tries, by engine; on one GPU only what takes bytes off it.
-ON_ONE_GPU = {"deepspeed": ((2, "optimizer"), (3, "parameters"))}
+# (stage, offload) that the formulas know, and plan tries, by engine.
 ON_SEVERAL = {
     "ddp": ((0, None),),
     "fsdp": ((2, None), (3, None), (3, "parameters")),
-    "deepspeed": ((1, None), (2, None), (3, None), (2, "optimizer"), (3, "optimizer"), (3, "parameters")),
+    "deepspeed": (
+        (1, None),
+        (2, None),
+        (3, None),
+        (2, "optimizer"),
+        (3, "optimizer"),
+        (3, "parameters"),
+    ),
 }
+# On one GPU only what takes bytes off it.
+ON_ONE_GPU = {"deepspeed": ((2, "optimizer"), (3, "parameters"))}
+# Bytes that fill a bucket of DDP's (reducer.hpp, kDefaultFirstBucketBytes; `bucket_cap_mb`).
+FIRST_BUCKET = 1 << 20
+BUCKET = 25 << 20
 
 
 def is_known(sharding: Sharding) -> bool:
     """Tell whether the formulas know what a rank holds."""
-    ways = ON_SEVERAL | (ON_ONE_GPU if sharding.world_size == 1 else {})
-    return (sharding.stage, sharding.offload) in ways.get(sharding.engine, ()) and sharding.wrap == "layers"
+    ways = ON_SEVERAL.get(sharding.engine, ())
+    if sharding.world_size == 1:
+        ways = ON_ONE_GPU.get(sharding.engine, ways)
+    in_layers = sharding.wrap == "layers" and not sharding.reshard_root
+    by_default = in_layers and sharding.memory_efficient_linear
+    return by_default and (sharding.stage, sharding.offload) in ways
 
 
 def rank_bytes(recipe: Recipe) -> RankBytes:
-    """Return the bytes that `recipe`'s rank holds, everything without sharding, from a cache for batches of any kind."""
-    batch = dict(batch_size=1, seq_len=1, lengths=None, completion_lengths=None, gradient_checkpointing=False)
-    steps = min(recipe.gradient_accumulation_steps, 2)
-    return _cached_rank_bytes(Settings(recipe, gradient_accumulation_steps=steps, attn_implementation=None, **batch))
+    """Return the bytes that `recipe`'s rank holds, everything without sharding.
+
+    They come from a cache for micro-batches of any kind.
+    """
+    # None of these changes what a rank holds between micro-batches; two of them stand for more.
+    settings = Settings(
+        recipe,
+        gradient_accumulation_steps=min(recipe.gradient_accumulation_steps, 2),
+        attn_implementation=None,
+        gradient_checkpointing=False,
+        batch_size=1,
+        seq_len=1,
+        lengths=None,
+        completion_lengths=None,
+    )
+    return _cached_rank_bytes(settings)
 
 
 @lru_cache(maxsize=512)
 def _cached_rank_bytes(settings: Settings) -> RankBytes:
     recipe = settings.recipe
-    return ENGINES[recipe.sharding.engine](recipe) if recipe.sharding else _whole(recipe)
+    if recipe.sharding is None:
+        return _whole(recipe)
+    return ENGINES[recipe.sharding.engine](recipe)
 
 
 def _whole(recipe: Recipe) -> RankBytes:
-    sums = model_states.parameter_bytes, model_states.gradient_bytes, model_states.optimizer_state_bytes
-    return RankBytes(*(of(recipe) for of in (*sums, step_temporaries, model_states.fragmentation_bytes)))
+    """Hold everything."""
+    return RankBytes(
+        parameters=model_states.parameter_bytes(recipe),
+        gradients=model_states.gradient_bytes(recipe),
+        optimizer_states=model_states.optimizer_state_bytes(recipe),
+        temporaries=step_temporaries(recipe),
+        fragmentation=model_states.fragmentation_bytes(recipe),
+    )
 
 
 def _ddp(recipe: Recipe) -> RankBytes:
-    """Hold a replica and a copy of its gradients in buckets (reducer.cpp, `compute_bucket_assignment_by_size`)."""
-    sizes, current, limit = [], 0, 1 << 20  # of the first; a bucket is full with the tensor that reaches its limit
+    """Hold a replica and a copy of its gradients in buckets.
+
+    After reducer.cpp, `compute_bucket_assignment_by_size`.
+    """
+    buckets = []
+    current = 0
+    limit = FIRST_BUCKET
     for row in reversed(tensors_in_order(recipe)):
         if row.trained:
             current += prod(row.shape) * row.width
-            if current >= limit:
-                sizes.append(current)
-                current, limit = 0, 25 << 20
-    buckets = (rounded(size) + internal_fragmentation(rounded(size)) for size in (*sizes, current))
-    return replace(_whole(recipe), always={"workspace": sum(buckets)})
+            if current >= limit:  # a bucket is full with the tensor that reaches its limit
+                buckets.append(current)
+                current = 0
+                limit = BUCKET
+    # The last one has what is left.
+    buckets.append(current)
+    workspace = 0
+    for bucket in buckets:
+        size = rounded(bucket)
+        workspace += size + internal_fragmentation(size)
+    return replace(_whole(recipe), always={"workspace": workspace})
 
 
 def _fsdp(recipe: Recipe) -> RankBytes:
-    """Hold padded shards of the weights, states of this rank's rows, and a flat shard of each unit's gradients."""
-    sharding, trainer = recipe.sharding, recipe.loop.name == "trainer"
-    if sharding.offload:
+    """Hold padded shards of weights, states of this rank's rows, flat shards of gradients."""
+    # All of it is on the host.
+    if recipe.sharding.offload:
         return RankBytes(0, 0, 0, 0)
-    ranks, rows, units = sharding.world_size, [], Counter()  # bytes of the rank's gradients by unit, * for all layers
+    shards = []
     for row in model_states.parameter_table(recipe):
-        shape, states, shard = fsdp.own(row.shape, ranks, sharding.rank), (), fsdp.padded(row.shape, ranks) * row.width
-        blocks = (rounded(-(-row.blocks[0] // ranks)), *row.blocks[1:]) if row.quantized else (rounded(shard),)
-        if row.trained:
-            states = model_states.state_sizes(shape, row.kind, row.width, recipe.optim, recipe.optim_args, trainer)
-            units[fsdp.unit_of(row.name, recipe)] += shard * row.count
-        rows.append(replace(row, shape=shape, blocks=blocks, states=states, size=rounded(prod(shape) * row.width)))
-    layers = {key: recipe.shape.num_layers if "*" in key else 1 for key in units}
-    sizes = {
-        "parameters": [size for row in rows for size in row.blocks for _ in range(row.count)],
-        "gradients": [rounded(size // layers[key]) for key, size in units.items() for _ in range(layers[key])],
-        "optimizer_states": [size for row in rows for size in row.states for _ in range(row.count)],
+        shards.append(_shard(row, recipe))
+    parameters = []
+    states = []
+    for shard in shards:
+        for size in shard.blocks:
+            parameters += shard.count * [size]
+        for size in shard.states:
+            states += shard.count * [size]
+    gradients = _unit_gradients(recipe)
+    fragmentation = {
+        "parameters": pack(parameters) - sum(parameters),
+        "gradients": pack(gradients) - sum(gradients),
+        "optimizer_states": pack(states) - sum(states),
     }
-    fragmentation = {name: pack(found) - sum(found) for name, found in sizes.items()}
-    return RankBytes(*(sum(found) for found in sizes.values()), step_temporaries(recipe, tuple(rows)), fragmentation)
+    return RankBytes(
+        parameters=sum(parameters),
+        gradients=sum(gradients),
+        optimizer_states=sum(states),
+        temporaries=step_temporaries(recipe, tuple(shards)),
+        fragmentation=fragmentation,
+    )
+
+
+def _shard(row: ParameterRow, recipe: Recipe) -> ParameterRow:
+    """Return what the recipe's rank has of the tensors of `row`."""
+    sharding = recipe.sharding
+    ranks = sharding.world_size
+    shape = fsdp.own(row.shape, ranks, sharding.rank)
+    if row.quantized:
+        numbers, *scales = row.blocks
+        blocks = (rounded(ceil(numbers / ranks)), *scales)  # the quantization state is not divided
+    else:
+        blocks = (rounded(fsdp.padded(row.shape, ranks) * row.width),)
+    states = ()
+    if row.trained:
+        states = state_sizes(
+            shape,
+            row.kind,
+            row.width,
+            recipe.optim,
+            recipe.optim_args,
+            trainer=recipe.loop.name == "trainer",
+        )
+    size = rounded(prod(shape) * row.width)
+    return replace(row, shape=shape, blocks=blocks, states=states, size=size)
+
+
+def _unit_gradients(recipe: Recipe) -> list[int]:
+    """List the bytes of each unit's shard of gradients."""
+    ranks = recipe.sharding.world_size
+    units: Counter[str] = Counter()  # with * for the number of a layer, all layers together
+    for row in model_states.parameter_table(recipe):
+        if row.trained:
+            shard = fsdp.padded(row.shape, ranks) * row.width
+            units[fsdp.unit_of(row.name, recipe)] += shard * row.count
+    sizes = []
+    for key, size in units.items():
+        # A unit's gradients are one flat tensor, rounded as a whole.
+        layers = recipe.shape.num_layers if "*" in key else 1
+        sizes += layers * [rounded(size // layers)]
+    return sizes
 
 
 ENGINES = {"ddp": _ddp, "fsdp": _fsdp, "deepspeed": deepspeed_bytes}

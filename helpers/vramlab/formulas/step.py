@@ -1,4 +1,7 @@
-"""Bytes of the optimizer step's temporaries: multi-tensor ("foreach") kernels have √v of every parameter at once."""
+"""Bytes of the optimizer step's temporaries.
+
+Multi-tensor ("foreach") kernels have √v of all parameters at once.
+"""
 
 from collections import Counter
 from math import prod
@@ -7,42 +10,94 @@ from ..hardware.kernels import norms_scratch
 from ..hardware.overhead import rounded
 from ..recipe.optimizers import MODELLED
 from ..recipe.recipe import Recipe
-from .model_states import FP32, HALF, ParameterRow, parameter_table
+from .model_states import ParameterRow, parameter_table
 from .reserved import internal_fragmentation
+from .tensor_sizes import FP32, HALF
 
 
 def step_temporaries(recipe: Recipe, rows: tuple[ParameterRow, ...] | None = None) -> int:
-    """Return the peak of the step's temporaries, for all tensors or for those in `rows`, one rank's."""
-    loop, rows = recipe.loop, [row for row in (parameter_table(recipe) if rows is None else rows) if row.trained]
-    if loop.optimizer_in_backward:
+    """Return the peak of the step's temporaries, for all tensors or for `rows`, one rank's."""
+    if recipe.loop.optimizer_in_backward:
         return 0
-    most, before, trainer = 0, 0, loop.name == "trainer"
-    remembers = MODELLED[recipe.optim].library == "schedulefree"  # the last group's until the next one's are made
-    if loop.max_grad_norm is not None or trainer:  # the Trainer logs the norm even where it does not clip
-        count, largest = sum(row.count for row in rows), max((prod(row.shape) for row in rows), default=0)
-        # each gradient's norm has a block of its own, and there is their stack
-        most = count * rounded(FP32) + rounded(max(FP32 * count, norms_scratch(count, largest)))
-    if recipe.optim == "adafactor":  # tensor by tensor, and the last one's update lives on beside the next
-        for row in sorted(rows, key=lambda row: trainer and not row.decayed):
-            most = max(most, before + single_temporaries(recipe, row.shape, row.width))
-            before = rounded(FP32 * prod(row.shape))
-    elif loop.foreach is False:
-        single = copies(recipe)[1]
-        for row in rows:
-            remembered = before if row.count == 1 else single * row.size  # by a name, until the next one's is made
-            most = max(most, single * row.size + (remembered if remembers else 0))
-            before = single * row.size
+    if rows is None:
+        rows = parameter_table(recipe)
+    trained = [row for row in rows if row.trained]
+    # Norms are gone when the update begins, so the larger of the two counts.
+    clipping = 0
+    # The Trainer logs the norm even where it does not clip.
+    if recipe.loop.max_grad_norm is not None or recipe.loop.name == "trainer":
+        clipping = _norms(trained)
+    if recipe.optim == "adafactor":
+        update = _adafactor(recipe, trained)
+    elif recipe.loop.foreach is False:
+        update = _one_by_one(recipe, trained)
     else:
-        groups: dict[bool, Counter] = {}  # what is updated together: by dtype within the Trainer's two parameter groups
-        for row in rows:
-            group = groups.setdefault(row.decayed or not trainer, Counter())
-            group[row.width] += row.count * (row.size + internal_fragmentation(row.size))
-        for group in groups.values():
-            n, before = copies(recipe)[0], before if remembers else 0
-            for size in group.values():  # names hold one go's temporaries until the next has made its own, one by one
-                most = max(most, *((n - i) * before + (i + 1) * size for i in range(n)), 0)
-                before = size
+        update = _foreach(recipe, trained)
+    return max(clipping, update)
+
+
+def _norms(rows: list[ParameterRow]) -> int:
+    """Return the bytes of all gradients' norms, each in a block of its own, and of their stack."""
+    count = sum(row.count for row in rows)
+    largest = max((prod(row.shape) for row in rows), default=0)
+    stack = max(FP32 * count, norms_scratch(count, largest))
+    return count * rounded(FP32) + rounded(stack)
+
+
+def _adafactor(recipe: Recipe, rows: list[ParameterRow]) -> int:
+    """Return the most that one tensor takes while the last one's update lives on beside it."""
+    in_groups = recipe.loop.name == "trainer"
+    most = 0
+    before = 0
+    # The Trainer updates decayed weights first.
+    for row in sorted(rows, key=lambda row: in_groups and not row.decayed):
+        most = max(most, before + single_temporaries(recipe, row.shape, row.width))
+        before = rounded(FP32 * prod(row.shape))
     return most
+
+
+def _one_by_one(recipe: Recipe, rows: list[ParameterRow]) -> int:
+    """Return the most that one tensor takes; some optimizers remember the last one's."""
+    remembers = _remembers(recipe)
+    _, single = copies(recipe)
+    most = 0
+    before = 0
+    for row in rows:
+        own = single * row.size
+        remembered = 0
+        if remembers:
+            remembered = before if row.count == 1 else own
+        most = max(most, own + remembered)
+        before = own
+    return most
+
+
+def _foreach(recipe: Recipe, rows: list[ParameterRow]) -> int:
+    """Return the most that is updated together, by dtype within the Trainer's parameter groups."""
+    one_group = recipe.loop.name != "trainer"
+    groups: dict[bool, Counter[int]] = {}
+    for row in rows:
+        group = groups.setdefault(row.decayed or one_group, Counter())
+        # Temporaries are as large as the weights, and rounded as they are.
+        size = row.size + internal_fragmentation(row.size)
+        group[row.width] += row.count * size
+    temporaries, _ = copies(recipe)
+    most = 0
+    before = 0
+    for group in groups.values():
+        if not _remembers(recipe):
+            before = 0
+        for size in group.values():
+            # Names hold the temporaries of one dtype until the next has made its own, one by one.
+            for made in range(temporaries):
+                most = max(most, (temporaries - made) * before + (made + 1) * size)
+            before = size
+    return most
+
+
+def _remembers(recipe: Recipe) -> bool:
+    """Tell whether the last group's temporaries live until the next one's are made."""
+    return MODELLED[recipe.optim].library == "schedulefree"
 
 
 def copies(recipe: Recipe) -> tuple[int, int]:
@@ -50,14 +105,22 @@ def copies(recipe: Recipe) -> tuple[int, int]:
     foreach, single = MODELLED[recipe.optim].copies or (0, 0)  # kernels that need none
     given = recipe.optimizer_arguments()
     if recipe.optim in ("sgd", "rmsprop", "adagrad") and given.get("weight_decay"):
-        foreach, single = foreach + (recipe.optim != "adagrad"), single + 1
-    return foreach, single + bool(given.get("nesterov"))
+        # The gradient with the decayed weight, which foreach Adagrad has anyway.
+        single += 1
+        if recipe.optim != "adagrad":
+            foreach += 1
+    if given.get("nesterov"):
+        single += 1
+    return foreach, single
 
 
 def single_temporaries(recipe: Recipe, shape: tuple[int, ...], width: int) -> int:
-    """Return the bytes that updating one tensor needs. Adafactor: g² and g² + ε, and fp32 copies of halves."""
+    """Return the bytes that updating one tensor needs."""
     numbers = prod(shape)
     if recipe.optim == "adafactor":
-        return (4 if width == HALF else 2) * rounded(FP32 * numbers)
+        # g² and g² + ε, and fp32 copies of halves.
+        count = 4 if width == HALF else 2
+        return count * rounded(FP32 * numbers)
     foreach, single = copies(recipe)
-    return (single if recipe.loop.foreach is False else foreach) * numbers * width
+    count = single if recipe.loop.foreach is False else foreach
+    return count * numbers * width

@@ -27,10 +27,12 @@ Block = namedtuple("Block", "address size pool")  # what `malloc` returns, in by
 
 
 class AllocatorError(VramLabError, MemoryError):
-    """The card has no room for a segment, even after all unused ones were released. `event`: the index in a replayed log."""
+    """The card has no room for a segment, even after all unused ones were released. `event`: the index in a replayed log;
+    `needed`: bytes of segments with which there would have been."""
 
     def __init__(self, segment: int, allocated: int, reserved: int, limit: int):
         self.allocated, self.reserved, self.limit, self.event = allocated, reserved, limit, -1
+        self.needed = reserved + segment
         held, most = format_bytes(allocated), format_bytes(limit)
         super().__init__(f"out of memory: {format_bytes(segment)} more beside {held} allocated, of {most}.")
 

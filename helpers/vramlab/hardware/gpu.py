@@ -10,8 +10,7 @@ from typing import NamedTuple
 
 from ..report.data import data_path
 from ..report.errors import RecipeError, VramLabError
-from ..report.report import GiB, Interval, MiB, format_bytes
-from .overhead import CONTEXT
+from ..report.report import GiB, MiB, format_bytes
 
 # Lowest compute capability for each format: tensor-core data types in NVIDIA's CUDA C++ Programming Guide (compute
 # capabilities), fp16 arithmetic in its table of arithmetic instructions. And FlashAttention-2's (`flash_api.cpp`:
@@ -53,8 +52,8 @@ class Gpu:
     peak: dict[str, float] = field(default_factory=dict, hash=False)  # by format: dense operations per second
     nvlink: float | None = None  # bytes per second over all links, both directions added; None without NVLink
     pcie: str = ""
+    peer_to_peer: bool = True  # False: without NVLink, what goes from card to card goes through the host's memory
     tdp: int | None = None  # watts
-    context: int | None = None  # published bytes of a bare CUDA context on this card
     multiprocessors: int = DEFAULT_CHIP.multiprocessors
 
     def flops(self, precision: str) -> float | None:
@@ -91,11 +90,6 @@ class Gpu:
         """Return what kernels choose their algorithm by."""
         return Chip(self.compute_capability, self.multiprocessors)
 
-    @property
-    def context_interval(self) -> Interval:
-        """Return `overhead.CONTEXT`, with this card's own figure, where there is one, as the most likely."""
-        return dataclasses.replace(CONTEXT, value=self.context) if self.context else CONTEXT
-
     def __str__(self) -> str:
         """One line: name, memory, bandwidth, bf16 or fp16 rate, compute capability."""
         parts = [self.name, format_bytes(self.total, digits=2) + ("" if self.total_known else " (nominal)")]
@@ -126,10 +120,10 @@ def _index() -> dict[str, Gpu]:
     """Key of each name to its GPU, oldest architecture first."""
     found: dict[str, Gpu] = {}
     for entry in json.loads(data_path("gpus.json").read_text(encoding="utf-8"))["gpus"]:
-        total, context = entry["total_mib"], entry.get("context_mib")
+        total = entry["total_mib"]
         values = {field.name: entry[field.name] for field in dataclasses.fields(Gpu) if field.name in entry}
         values |= {"total": total * MiB if total else entry["memory_gb"] * GiB, "total_known": total is not None}
-        values |= {"compute_capability": tuple(entry["compute_capability"]), "context": context and int(context * MiB)}
+        values |= {"compute_capability": tuple(entry["compute_capability"])}
         found |= dict.fromkeys(map(_key, (entry["name"], *entry["aliases"])), Gpu(**values))
     return found
 
@@ -151,10 +145,12 @@ def find_gpu(name: "str | Gpu") -> Gpu:
     raise GpuError(f"GPU {name!r} is not in the table: known are {', '.join(gpu_names())}.")
 
 
-def process(inside: Interval, card: Gpu | None) -> Interval:
-    """Estimate what NVML shows for the process: reserved segments and CUDA's context."""
-    context = card.context_interval if card else CONTEXT
-    return Interval(inside.low + context.low, inside.value + context.value, inside.high + context.high)
+def usable_memory(card: Gpu) -> int:
+    """Bytes that torch reports as the card's total; if unknown, its nominal size times the least known such share."""
+    if card.total_known:
+        return card.total
+    known = [gpu for gpu in map(find_gpu, gpu_names()) if gpu.total_known]
+    return int(card.total * min(gpu.total / (gpu.memory_gb << 30) for gpu in known))
 
 
 class Device(NamedTuple):

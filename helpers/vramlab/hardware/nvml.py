@@ -91,6 +91,12 @@ def all_sensors() -> Iterator[Sensors]:
     return itertools.takewhile(lambda seen: seen.available, map(nvml_snapshot, range(64)))
 
 
+def held_by_others(index: int = 0) -> int:
+    """Return bytes of that GPU that a display or other processes hold; 0 where NVML does not say."""
+    seen = nvml_snapshot(index)
+    return max(0, (seen.used or 0) - (seen.process or 0))
+
+
 def _handle(nvml: Any, index: int) -> Any:
     """NVML's handle of the `index`-th entry of CUDA_VISIBLE_DEVICES, which holds numbers or UUIDs."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")

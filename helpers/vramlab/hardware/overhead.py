@@ -1,4 +1,4 @@
-"""What torch and CUDA take for themselves on a GPU: rounding and workspaces in the allocator, the context outside it."""
+"""What torch and CUDA take for themselves on a GPU: rounding and workspaces in the allocator."""
 
 import re
 from collections.abc import Callable, Iterator
@@ -14,14 +14,11 @@ UNIT = 512
 SMALL_BLOCK, SMALL_SEGMENT = 1 * MiB, 2 * MiB
 LARGE_REQUEST, LARGE_SEGMENT, ROUND_LARGE = 10 * MiB, 20 * MiB, 2 * MiB
 
-# What a process holds outside torch's allocator: CUDA's context, the code of loaded kernels, library handles. torch sets
-# CUDA_MODULE_LOADING=LAZY, so a kernel's code is loaded at its first use. The bare context is the low end; cuBLAS,
-# cuDNN, bitsandbytes and NCCL add to it; it grows with the multiprocessors and changes with the driver. Published:
-# 140.875 MiB on a T4 (fitcheck-llm 0.3.1); 128 to 256 MiB, by card and driver (InvokeAI pull request 9447);
-# 287,047,680 bytes with lazy loading against 666,632,192 without (PyTorch pull request 86509, the likely value here);
-# 1,008 MiB on a Titan V before lazy loading (PyTorch issue 28394); 1.79 GiB with a server's kernels loaded
-# on an H100 (vLLM pull request 10511).
-CONTEXT = Interval(133 * MiB, 287_047_680, 1823 * MiB)
+# Bytes beyond the peak in the least memory that held a simulated step with `expandable_segments:True`, in the allocator's
+# model (`benchmarks/expandable.py`): median of 114, and half as much again as the worst. Whole unused pages go back before
+# memory is full; what is left over is in pages that are partly used. No published run says so.
+PAGES, MOST_PAGES = 80 * MiB, 512 * MiB
+EXACT = 0.97  # a predicted peak is known to 3 %
 
 
 def rounded(size: int) -> int:
@@ -32,6 +29,11 @@ def rounded(size: int) -> int:
 def segment(size: int) -> int:
     """Return the bytes of the segment for a request of over 1 MiB where no free block fits."""
     return LARGE_SEGMENT if size < LARGE_REQUEST else -(-size // ROUND_LARGE) * ROUND_LARGE
+
+
+def expandable(peak: int, known: float = 1.0) -> Interval:
+    """Estimate the memory that a peak of `peak` bytes, known to the share `known`, needs with expandable segments."""
+    return Interval(int(peak * min(1, known / EXACT)), peak + PAGES, int(peak / known) + MOST_PAGES)
 
 
 def cublas_workspace(compute_capability: tuple[int, int]) -> int:

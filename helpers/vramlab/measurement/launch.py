@@ -21,6 +21,8 @@ from ..report.errors import MeasurementError
 
 COMMAND = [sys.executable, "-P", "-m", "vramlab.measurement.ranks"]  # -P: ignore a torch.py in the current folder
 SIGKILL = -9  # as an exit code
+# What a Trainer sets in its process (accelerate's plugins), and libraries of ranks would take for orders of theirs.
+TRAINERS = ("ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_")
 
 
 class RankError(MeasurementError):
@@ -34,10 +36,13 @@ class RankError(MeasurementError):
 class Launcher:
     """A child process that has loaded its libraries and runs functions on request; leave its with-block to end it.
 
-    It is always killed together with its process group. Should this process be killed, it ends by itself.
+    It is always killed together with its process group. Should this process be killed, it ends by itself. A child that was a
+    single rank runs nothing else: what libraries leave in a process that trained, such as transformers' reference to
+    DeepSpeed's stage 3, would change how the next ranks, forked from it, build their models.
     """
 
     _child: subprocess.Popen | None = None
+    _ran_alone = False  # the child was a single rank
 
     def start(self) -> "Launcher":
         """Start to load the libraries, unless that has been done."""
@@ -45,6 +50,7 @@ class Launcher:
             self.end()
             paths = [str(Path(__file__).resolve().parents[2]), os.environ.get("PYTHONPATH")]
             own = {"TOKENIZERS_PARALLELISM": "false", "PYTHONPATH": os.pathsep.join(filter(None, paths))}
+            others = {name: value for name, value in os.environ.items() if not name.startswith(TRAINERS)}
             self._output = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115 (closed in `end`)
             self._child = subprocess.Popen(
                 COMMAND,
@@ -52,14 +58,14 @@ class Launcher:
                 stdout=self._output,
                 stderr=self._output,
                 start_new_session=True,
-                env={**os.environ, **own},
+                env={**others, **own},
                 text=True,
             )
         return self
 
     def end(self, *error: Any) -> None:
         """Kill the child and all that it started; the next run starts a new one."""
-        child, self._child = self._child, None
+        child, self._child, self._ran_alone = self._child, None, False
         if child:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(child.pid, signal.SIGKILL) if hasattr(os, "killpg") else child.kill()
@@ -89,7 +95,10 @@ class Launcher:
         Raises RankError with the traceback of the rank that failed first, the package's own errors as they are, and
         MeasurementError if they took too long or did not start.
         """
+        if self._ran_alone:
+            self.end()
         self.start()
+        self._ran_alone = world_size == 1
         order = {"call": pickle.dumps((function, dict(arguments or {}))), "preload": preload, "path": sys.path}
         order |= {"world_size": world_size, "device": device}
         with tempfile.TemporaryDirectory(prefix="vramlab-") as folder:

@@ -109,9 +109,10 @@ def operations(recipe: Recipe) -> int:
     return (8 if recipe.gradient_checkpointing else 6) * recipe.shape.num_parameters * recipe.tokens
 
 
-def run_here(order: dict[str, Any], timeout: float = 1800) -> Report:
+def run_here(order: dict[str, Any], timeout: float = 1800, launcher: Launcher | None = None) -> Report:
     """Have fresh processes measure `order`, the arguments of `worker.run`: all ranks, or one where there are fewer GPUs.
-    Return the report of the recipe's rank; memory that runs out on any gives status "oom"."""
+    Return the report of the recipe's rank; memory that runs out on any gives status "oom". `launcher`: one that has run
+    nothing yet, and is ended here."""
     import torch
 
     recipe, device = order["recipe"], order["device"]
@@ -120,7 +121,7 @@ def run_here(order: dict[str, Any], timeout: float = 1800) -> Report:
         ranks = 1
     function, kills = "run_rank" if ranks > 1 else "run", oom_kills()
     try:
-        with Launcher() as child:
+        with launcher or Launcher() as child:
             reports = child.run(f"{WORKER}:{function}", order, ranks, device, timeout, f"{WORKER}:preload")
     except MeasurementError as error:
         if device == "cpu" and getattr(error, "code", None) == SIGKILL and oom_kills() > kills:

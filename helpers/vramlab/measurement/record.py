@@ -2,10 +2,11 @@
 
 import os
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 from ..hardware.gpu import Device, Gpu, current_device, witness
 from ..recipe.knobs import rebuild
@@ -99,14 +100,24 @@ def read_list(path: Path) -> list[Recipe]:
     recipes = []
     for number, entry in enumerate(entries, 1):
         try:
-            if not isinstance(entry, dict) or "model" not in entry:
-                raise RecipeError("recipe", entry, "it must be an object with a model and the fields of Recipe")
-            choices = [value if isinstance(value, list) else [value] for value in entry.values()]
-            for chosen in product(*choices):
-                recipes.append(rebuild(Recipe, "recipe", dict(zip(entry, chosen, strict=True))))
+            recipes += recipes_of(entry)
         except RecipeError as error:
             raise RecordError(f"{path.name}, entry {number}: {error}") from error
     return recipes
+
+
+def recipes_of(entry: Any) -> list[Recipe]:
+    """Return the recipes that an entry of a list stands for. Raises RecipeError."""
+    if not isinstance(entry, dict) or "model" not in entry:
+        raise RecipeError("recipe", entry, "it must be an object with a model and the fields of Recipe")
+    return [rebuild(Recipe, "recipe", chosen) for chosen in each_choice(entry)]
+
+
+def each_choice(entry: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Return an object for each combination of the values that lists in `entry` give a field."""
+    choices = [value if isinstance(value, list) else [value] for value in entry.values()]
+    for chosen in product(*choices):
+        yield dict(zip(entry, chosen, strict=True))
 
 
 def _plan(recipes: list[Recipe], folder: Path, here: Device, dry_run: bool, estimate: Callable | None) -> Outcome:

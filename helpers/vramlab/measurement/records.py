@@ -1,4 +1,5 @@
-"""Recorded measurements: one JSON file per GPU and versions, keyed by recipe, made by `measure` and nothing else."""
+"""Recorded measurements: one JSON file per GPU and versions, of reports keyed by recipe, made by `measure` and nothing else,
+and of facts (`facts.py`), made by `vramlab card`."""
 
 import contextlib
 import copy
@@ -19,6 +20,7 @@ from ..report.errors import FileError, RecordError, ReportError
 from ..report.files import read_text, strict_json, write_atomically
 from ..report.report import PHASES, Report
 from ..report.text import CONTROLS
+from .facts import Fact
 
 MOMENTS = 60  # of the timeline that are kept
 LOCK_SECONDS = 300  # to wait for other writers
@@ -48,31 +50,60 @@ def file_name(environment: dict[str, Any]) -> str:
     return "-".join(parts) + ".json"
 
 
-def load(path: str | os.PathLike, missing_ok: bool = False) -> dict[str, Report]:
-    """Return the reports of one record file by recipe key.
+@dataclasses.dataclass
+class RecordFile:
+    """The content of a record file: reports by recipe key, facts by theirs."""
 
-    Raises RecordError if the file cannot be read, or an entry is no measured report of the recipe that its key means.
+    reports: dict[str, Report] = dataclasses.field(default_factory=dict)
+    facts: dict[str, Fact] = dataclasses.field(default_factory=dict)
+
+    def to_json(self) -> str:
+        """Return the file's text. A file without facts says nothing of them."""
+        content = {"reports": {key: self.reports[key].to_dict() for key in sorted(self.reports)}}
+        if self.facts:
+            content["facts"] = {key: self.facts[key].to_dict() for key in sorted(self.facts)}
+        return json.dumps(content, indent=1) + "\n"
+
+
+def load(path: str | os.PathLike, missing_ok: bool = False) -> dict[str, Report]:
+    """Return the reports of one record file by recipe key. Raises RecordError as `read_records`."""
+    return read_records(path, missing_ok).reports
+
+
+def read_records(path: str | os.PathLike, missing_ok: bool = False, source: str = "measured") -> RecordFile:
+    """Return what one record file holds.
+
+    Raises RecordError if the file cannot be read, or an entry is no report or fact of that `source`, or not of the recipe
+    or question that its key means.
     """
     path = Path(path)
     if missing_ok and not path.exists():
-        return {}
+        return RecordFile()
+    key = ""
     try:
         content = strict_json(read_text(path, MOST_FILE))
-        reports = content["reports"]
-        if len(content) > 1:
-            raise ValueError("it says more than 'reports'")
-        for key, entry in reports.items():
-            reports[key] = report = Report.from_dict(entry)
+        found = RecordFile(content["reports"], content.get("facts", {}))
+        if content.keys() - {"reports", "facts"}:
+            raise ValueError("it says more than 'reports' and 'facts'")
+        for key, entry in found.reports.items():
+            found.reports[key] = report = Report.from_dict(entry)
             if report.recipe is None or key_of(report.recipe) != key:
                 raise ReportError(f"it is the report of another recipe: {report.title}")
-            if report.source != "measured":
-                raise ReportError(f"it is a {report.source} report, but records are measured")
+            if report.source != source:
+                raise ReportError(f"it is a {report.source} report, but records are {source}")
             check(report)
+        for key, entry in found.facts.items():
+            found.facts[key] = fact = Fact.from_dict(entry)
+            if fact.key != key:
+                raise ReportError(f"it is another fact: {fact.key}")
+            if fact.source != source:
+                raise ReportError(f"it is a fact that was {fact.source}, but records are {source}")
+            _check_environment(fact.environment)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         where = f"entry {key}: " if isinstance(error, ReportError) else ""
         why = f"({type(error).__name__}: {where}{str(error).rstrip('.')}): mend or remove it"
         raise RecordError(f"the record file {path.name} cannot be read {why}.") from error
-    return reports
+    return found
 
 
 def check(report: Report) -> None:
@@ -147,14 +178,44 @@ def save(report: Report, folder: str | os.PathLike | None = None) -> Path:
     """
     if report.source != "measured" or not report.recipe:
         raise RecordError(f"only measured reports of a recipe are recorded, and this one is {report.source}.")
-    if report.status not in ("ok", "oom"):
-        raise RecordError(f"a run that failed is not recorded: {report.message}")
-    import filelock
-
     folder = Path(folder or measurements_folder())
     if report.target != "cuda" and folder.resolve() == data_path("measurements").resolve():
         raise RecordError("the course's records are a GPU's, and this was measured on a CPU: name another folder.")
-    path = folder / file_name(report.environment)
+    return add(report, folder / file_name(report.environment))
+
+
+def add(found: Report | Fact, path: Path) -> Path:
+    """Add one result to the record file at `path`, all of whose entries have its source, as `save` does. Return the file."""
+    import filelock
+
+    if isinstance(found, Fact):
+        found, key = _as_read(found), found.key
+    else:
+        found = _shortened(found)
+        key = key_of(found.recipe)
+    lock = filelock.FileLock(path.with_name(f".{path.name}.lock"), timeout=LOCK_SECONDS, mode=0o666)
+    with writing(path), lock:
+        records = read_records(path, missing_ok=True, source=found.source)
+        kind = records.facts if isinstance(found, Fact) else records.reports
+        kind[key] = found
+        write_atomically(path, records.to_json())
+    _files.cache_clear()
+    return path
+
+
+def _as_read(fact: Fact) -> Fact:
+    """Return a fact as it is read from its file. Raises RecordError for one that no reader would take."""
+    try:
+        _check_environment(fact.environment)
+        return Fact.from_dict(json.loads(json.dumps(fact.to_dict())))
+    except (ReportError, TypeError) as error:
+        raise RecordError(f"what was found cannot be recorded: {str(error).rstrip('.')}.") from error
+
+
+def _shortened(report: Report) -> Report:
+    """Return a report as it is recorded. Raises RecordError for one that failed or has not a record's form."""
+    if report.status not in ("ok", "oom"):
+        raise RecordError(f"a run that failed is not recorded: {report.message}")
     recipe = rebuild(Recipe, "recipe", report.recipe)
     timeline = report.timeline[:: max(1, len(report.timeline) // MOMENTS)]
     short = dataclasses.replace(report, recipe=recipe.to_dict(), timeline=timeline)
@@ -162,13 +223,7 @@ def save(report: Report, folder: str | os.PathLike | None = None) -> Path:
         check(short)
     except ReportError as error:
         raise RecordError(f"what was measured cannot be recorded: {str(error).rstrip('.')}.") from error
-    lock = filelock.FileLock(path.with_name(f".{path.name}.lock"), timeout=LOCK_SECONDS, mode=0o666)
-    with writing(path), lock:
-        reports = {**load(path, missing_ok=True), recipe.key: short}
-        entries = {key: reports[key].to_dict() for key in sorted(reports)}
-        write_atomically(path, json.dumps({"reports": entries}, indent=1) + "\n")
-    _files.cache_clear()
-    return path
+    return short
 
 
 @contextlib.contextmanager

@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..recipe.recipe import key_of
 from ..recipe.shapes import model_names
 from ..report.errors import RecordError
 from ..report.files import write_atomically
 from ..report.report import Report, format_bytes, repository, text_table
-from .records import VERSIONS, file_name, load, measurements_folder, writing
+from .facts import Fact
+from .records import VERSIONS, RecordFile, file_name, measurements_folder, read_records, writing
 
 # All that is told of the machine, with VERSIONS: no name, no user, no path.
 CARD = ("gpu", "compute_capability", "multiprocessors", "total_memory")
@@ -22,11 +22,12 @@ PATH = re.compile(r"(?<![\w./\\])(?:~|[A-Za-z]:)?[\\/](?:[^\s\\/'\",:;]+[\\/])*[
 
 @dataclass(frozen=True)
 class Submission:
-    """A file that may be sent: where it lies, its reports, and what was left out and why."""
+    """A file that may be sent: where it lies, its reports and facts, and what was left out and why."""
 
     file: Path
     reports: tuple[Report, ...]
     left_out: tuple[str, ...] = ()
+    facts: tuple[Fact, ...] = ()
 
     @property
     def page(self) -> str | None:
@@ -35,7 +36,7 @@ class Submission:
         return f"{address}/upload/main/data/measurements" if address and "your--account" not in address else None
 
     def __str__(self) -> str:
-        seen = self.reports[0].environment
+        seen = (*self.reports, *self.facts)[0].environment
         rows = [("recipe", "allocated", "reserved")]
         for report in self.reports:
             sizes = (format_bytes(n) if n else report.status for n in (report.allocated, report.reserved))
@@ -46,6 +47,7 @@ class Submission:
             [
                 f"{self.file}, {self.file.stat().st_size:,} bytes: {len(self.reports)} reports, with the split of each",
                 text_table(rows),
+                *(f"{fact.title}: {fact.words}" for fact in self.facts),
                 *(f"left out: {reason}" for reason in self.left_out),
                 f"Of your machine it tells: {told}.",
                 "Nothing else is in it (it is text: open it), and nothing has been sent.",
@@ -64,39 +66,48 @@ def share(source: str | os.PathLike | None = None, folder: str | os.PathLike = "
         RecordError: there is no record that can be shared, or a file cannot be read or written.
     """
     source, made = Path(source or measurements_folder()), []
-    why = "there is no record of a GPU in it, and `vramlab record` on a GPU makes one"
+    why = "there is no record of a GPU in it, and `vramlab card` on a GPU makes one"
     for path in [source] if source.suffix == ".json" else sorted(source.glob("*.json")):
-        reasons = [(report, _private(report)) for report in load(path).values()]
-        left_out = [f"{report.title}: {reason}" for report, reason in reasons if reason]
+        records = read_records(path)
+        left_out = []
+        for kind in (records.reports, records.facts):
+            for key, entry in list(kind.items()):
+                if reason := _private(entry):
+                    left_out.append(f"{entry.title}: {reason}")
+                    del kind[key]
         why = "; ".join(left_out) or why
-        if reports := [report for report, reason in reasons if not reason]:
-            made.append(_written(reports, left_out, Path(folder)))
+        if records.reports or records.facts:
+            made.append(_written(records, left_out, Path(folder)))
     if not made:
         raise RecordError(f"nothing in {source} can be shared: {why}.")
     return made
 
 
-def _private(report: Report) -> str:
-    """Say why a report is not for others; "" when it is."""
-    if report.target != "cuda":
+def _private(entry: Report | Fact) -> str:
+    """Say why a report or a fact is not for others; "" when it is."""
+    recipe = entry.asked.get("recipe") if isinstance(entry, Fact) else entry.recipe
+    if isinstance(entry, Report) and entry.target != "cuda":
         return "it was measured on a CPU"
-    if report.recipe["model"] not in model_names():
+    if recipe and recipe["model"] not in model_names():
         return "its model is not of the catalogue, so nobody else could run it"
-    missing = [name for name in CARD if not report.environment.get(name)]
+    missing = [name for name in CARD if not entry.environment.get(name)]
     return f"it does not say the card's {', '.join(missing)}" if missing else ""
 
 
-def _written(reports: list[Report], left_out: list[str], folder: Path) -> Submission:
-    entries = {}
-    for report in reports:
-        entry = _cleaned(report.to_dict())
-        entry["environment"] = {name: entry["environment"].get(name) for name in (*VERSIONS, *CARD, "date")}
-        entries[key_of(report.recipe)] = entry
-    text = json.dumps({"reports": dict(sorted(entries.items()))}, indent=1) + "\n"
-    path = folder / content_name(reports[0].environment, text)
+def _written(records: RecordFile, left_out: list[str], folder: Path) -> Submission:
+    content: dict[str, dict[str, Any]] = {"reports": {}}
+    for kind, entries in vars(records).items():
+        for key, entry in sorted(entries.items()):
+            said = _cleaned(entry.to_dict())
+            said["environment"] = {name: said["environment"].get(name) for name in (*VERSIONS, *CARD, "date")}
+            content.setdefault(kind, {})[key] = said
+    text = json.dumps(content, indent=1) + "\n"
+    first = next(iter((*records.reports.values(), *records.facts.values())))
+    path = folder / content_name(first.environment, text)
     with writing(path):
         write_atomically(path, text)
-    return Submission(path, tuple(load(path).values()), tuple(left_out))
+    sent = read_records(path)
+    return Submission(path, tuple(sent.reports.values()), tuple(left_out), tuple(sent.facts.values()))
 
 
 def _cleaned(value: Any) -> Any:

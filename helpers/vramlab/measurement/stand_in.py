@@ -17,6 +17,7 @@ from pathlib import Path
 
 import filelock
 
+from ..hardware.contexts import context_on
 from ..hardware.gpu import Gpu
 from ..report.data import data_path
 from ..report.errors import VramLabError
@@ -81,7 +82,7 @@ def variables(card: Gpu, count: int = 1) -> dict[str, str]:
         "CAPABILITY": "".join(map(str, card.compute_capability)),
         "MULTIPROCESSORS": card.multiprocessors,
         "BYTES": card.total,
-        "CONTEXT": card.context_interval.value,
+        "CONTEXT": context_on(card).value,
         "COUNT": count,
     }
     visible = ",".join(map(str, range(count)))

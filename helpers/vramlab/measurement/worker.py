@@ -75,18 +75,21 @@ def _both_passes(recipe: Recipe, repeats: int, warmup: int, device: str, before:
         report = Report.failed(witness(device), recipe, device, "oom", message)
         if device == "cuda":
             report.allocated, report.reserved = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
-    report.environment = environment()
-    if device == "cuda":
-        properties = torch.cuda.get_device_properties(0)
-        report.environment |= {
-            "gpu": properties.name,
-            "compute_capability": f"{properties.major}.{properties.minor}",
-            "multiprocessors": properties.multi_processor_count,
-            "total_memory": properties.total_memory,
-            "driver": before.driver,
-            "cuda": torch.version.cuda,
-        }
+    report.environment = card_environment(before) if device == "cuda" else environment()
     return report
+
+
+def card_environment(sensors: Sensors) -> dict[str, Any]:
+    """Return the environment of what is measured on this process's card; `sensors` know its driver."""
+    properties = torch.cuda.get_device_properties(0)
+    return environment(
+        gpu=properties.name,
+        compute_capability=f"{properties.major}.{properties.minor}",
+        multiprocessors=properties.multi_processor_count,
+        total_memory=properties.total_memory,
+        driver=sensors.driver,
+        cuda=torch.version.cuda,
+    )
 
 
 def import_libraries(recipe: Recipe) -> None:

@@ -8,19 +8,23 @@ from typing import Any
 
 from ..formulas.predict import predict
 from ..hardware.gpu import Gpu, GpuError, find_gpu, gpu_names
+from ..hardware.overhead import expandable
 from ..recipe.knobs import knobs
 from ..recipe.options import Quantization
+from ..recipe.process_context import context_of
 from ..recipe.recipe import Recipe
 from ..report.errors import RecipeError
 from ..report.report import Report, format_bytes, unit_for
 from .question import RANK, Question
-from .search import Search
+from .search import Search, simulate_briefly
+from .search_space import least_bytes
 from .step_time import estimate
 
 USUAL_CARD = "A100 80GB"  # for relative times where no card is named
 LEAST = 0.01  # of the peak: less is no help
 SLOW_CHANGE = 0.02  # of the step: less is not said
 SHORTEST, MOST_GPUS = 64, 1024  # tokens, GPUs
+OFFLOADED_LAYERS = 48  # that are simulated one by one, half a minute
 
 
 @dataclass(frozen=True)
@@ -99,8 +103,30 @@ def advise(question: Question) -> Iterator[str]:
             yield said
     if refused and found:
         return
+    with contextlib.suppress(RecipeError):
+        yield from _with_offloaded_activations(question)
     for changes in _wider(question):
         yield from _first_fit(question, changes)
+
+
+def _with_offloaded_activations(question: Question) -> Iterator[str]:
+    """The lightest recipe of SFTTrainer with its activations in host memory, if that fits: formulas do not know it, so it
+    is simulated."""
+    trained = {question.plain.trainer, *question.trainers()}
+    if question.gpus > 1 or not question.offload or not trained & {"transformers", "sft"}:
+        return
+    changed = dataclasses.replace(question, trainer="sft", checkpointing=True, offload=False)
+    lightest = min(Search(changed).ends, key=lambda one: one.bound("safe"), default=None)
+    if lightest is None or least_bytes(lightest.recipe) > question.usable:
+        return
+    recipe = lightest.recipe.replace(activation_offloading=True)
+    found = simulate_briefly(recipe, question, deepest=OFFLOADED_LAYERS)
+    if isinstance(found, str):
+        return
+    held = expandable(max(found.allocated, found.peak.total), 1.0)
+    needs = held + context_of(recipe, question.gpu)
+    if needs.high <= question.usable:
+        yield f"activation_offloading=True fits (SFTTrainer): {recipe}"
 
 
 def _first_fit(question: Question, changes: list[dict[str, Any]]) -> Iterator[str]:

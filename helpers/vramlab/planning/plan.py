@@ -6,20 +6,22 @@
     found.write("train.py")
 
 An answer is *safe* if the upper end of the interval of its process is within the card's usable memory, *likely* if the
-likely figure is, *tight* if only the lower end is. Memory is `predict`'s, then `simulate`'s; seconds are `step_time`'s.
+likely figure is, *tight* if only the lower end is: `hardware.contexts` says what is assumed of the context. Memory is
+`predict`'s, then `simulate`'s; seconds are `step_time`'s.
 """
 
 import dataclasses
 import json
 import os
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from ..hardware.gpu import Gpu
 from ..recipe.knobs import unchecked
+from ..recipe.options import REPEATED
 from ..recipe.recipe import Recipe
 from ..report import __version__
 from ..report.errors import RecipeError
@@ -28,7 +30,7 @@ from ..report.report import GiB, encode, format_bytes, text_table
 from .changes import advise
 from .plan_script import scripts, words
 from .question import Question
-from .search import Choice, Search
+from .search import Choice, Search, best_first, epoch_of, is_as_fast
 from .search_space import to_install
 from .step_time import walk
 
@@ -40,6 +42,7 @@ MEANING = {
     "likely": "fits at the usual ones",
     "tight": "fits at the lowest only",
 }
+HOSTS = {"free Colab": 12.7, "Kaggle": 30}  # GiB of host memory, as their machines show it
 WORDS = {
     "not prepared": "without PEFT's prepare_model_for_kbit_training, which makes norms, embeddings and head fp32",
     "padded": "one sample of the micro-batch is shorter, which takes a mask: more here than rows of one length",
@@ -121,6 +124,7 @@ class Plan:
     def __str__(self) -> str:
         q, room = self.question, format_bytes(self.usable, digits=2)
         room += " each" if q["gpus"] > 1 else ""
+        room += f" beside {format_bytes(q['other_memory'], digits=2)} of others" if q["other_memory"] else ""
         lines = self._warnings()
         lines += [f"{q['model']}, {q['seq_len']:,} tokens, global batch {q['global_batch']}, on {self._cards}, {room}"]
         lines += ["", self.table(), ""] if self.choices else [f"Nothing {q['tier'] or ''} fits.".replace("  ", " ")]
@@ -128,6 +132,8 @@ class Plan:
         lines += [f"{method}: no recipe, because {'; '.join(rules)}" for method, rules in self.refused.items()]
         lines += [f"- {advice}" for advice in self.advice]
         lines += [_costs(choice) for choice in self.choices if choice.without]
+        lines += [self._by_default()] if self.choices and q["expandable_segments"] else []
+        lines += [_host(choice) for choice in self.choices if choice.host >= GiB]
         noted = [(choice.method, note) for choice in self.choices for note in choice.notes]
         lines += [f"{method}: {note}" for method, note in noted] + [f"note: {note}" for note in self.notes]
         if self.choices:
@@ -152,6 +158,14 @@ class Plan:
         told = ", expandable_segments:True" if self.question["expandable_segments"] else ""
         return "memory " + ", ".join(f"{source} ({', '.join(methods)})" for source, methods in by.items()) + told
 
+    def _by_default(self) -> str:
+        """What counts for a script of one's own, whose allocator has its default settings."""
+        said = []
+        for choice in self.choices:
+            needs = choice.by_default
+            said.append(f"{choice.method} {needs.verdict(self.usable)}, at most {needs.high / GiB:.2f}")
+        return f"without expandable segments: {'; '.join(said)} GiB"
+
     def _lacking(self, better: Choice) -> str:
         now = next((choice for choice in self.choices if choice.method == better.method), None)
         said = (f" to be {now.tier}" if now else "") + (f" ({better.tier} as it is)" if better.tier else "")
@@ -171,20 +185,19 @@ def plan(model: object, gpu: str | Gpu | None = None, gpus: int = 1, *, confirm:
             libraries that `simulate` needs, formulas answer, and the first line says so.
         asked: what is wanted and what may be used, the other fields of `vramlab.planning.question.Question`:
             global_batch, seq_len, method, precisions, optims, attention, checkpointing, engines, offload, lora, task,
-            num_layers, trainer, memory, host_memory, tier, expandable_segments, lengths, packing, link.
+            num_layers, trainer, memory, host_memory, other_memory, tier, expandable_segments, lengths, packing, link.
     Raises:
         RecipeError, GpuError: one sentence that says which argument was wrong.
     """
     question = Question(model, gpu, gpus, **asked)
     search = Search(question)
     answers = search.answers(confirm)
-    choices = [_with_epoch(found.choice(), question) for found, _ in answers.values() if found]
-    choices.sort(key=lambda choice: choice.order)
+    choices = best_first([found.choice() for found, _ in answers.values() if found])
     tried = {candidate.method for candidate in search.candidates}
     refused = {method: _rules(found) for method, found in search.refused.items() if method not in tried}
     better = [(search.better(method, tier, found), tier) for method, (found, tier) in answers.items()]
     asked = {"model": question.plain.name, "gpu": question.gpu.name, "seq_len": question.plain.seq_len}
-    same = ("gpus", "global_batch", "method", "tier", "expandable_segments", "packing")
+    same = ("gpus", "global_batch", "method", "tier", "expandable_segments", "packing", "other_memory")
     return Plan(
         question=asked | {name: getattr(question, name) for name in same},
         usable=question.usable,
@@ -206,28 +219,27 @@ def _rules(refused: list[str]) -> tuple[str, ...]:
     return tuple(of_libraries or rules)
 
 
-def _with_epoch(choice: Choice, question: Question) -> Choice:
-    """The choice with the seconds of an epoch over the data set; rows are padded to the longest of a micro-batch drawn at
-    random, or packed."""
-    if not question.lengths:
-        return choice
-    longest, count = question.plain.seq_len, len(question.lengths)
-    drawn = 1 if question.packing else choice.recipe.batch_size
-    kept = enumerate(min(length, longest) for length in question.lengths)
-    width = sum(n * (((i + 1) / count) ** drawn - (i / count) ** drawn) for i, n in kept)
-    return dataclasses.replace(choice, epoch=choice.time.seconds * count / question.global_batch * width / longest)
-
-
 def _packed(choice: Choice, question: Question) -> str:
     """What an epoch of `choice` would take with packed rows, where padding is a tenth of them or more; else ""."""
-    whole = dataclasses.replace(question, packing=True)
-    seconds = _with_epoch(choice, whole).epoch
-    if question.packing or seconds > LEAST_SAVED * choice.epoch:
+    if question.packing:
+        return ""
+    recipe = unchecked(choice.recipe, padding_free=False, packing=choice.recipe.trainer == "sft")
+    seconds = epoch_of(dataclasses.replace(question, packing=True), recipe, choice.time.parts)
+    if seconds > LEAST_SAVED * choice.epoch:
         return ""
     return f"packing (--packing) would make an epoch of {choice.method} {choice.epoch / seconds:.1f} times as fast"
 
 
+def _as_fast(choices: Sequence[Choice]) -> Iterator[str]:
+    """Which choices are about as fast as the first: their times differ by no more than the error of an estimate."""
+    fastest = min(choices, key=lambda choice: choice.seconds, default=None)
+    alike = [choice.method for choice in choices if is_as_fast(choice, fastest)]
+    if len(alike) > 1:
+        yield f"{' and '.join(alike)}: about as fast, within the error of the estimate; the simpler first"
+
+
 def _notes(question: Question, choices: list[Choice]) -> Iterator[str]:
+    yield from _as_fast(choices)
     if question.assumed:
         yield f"no card is named: speed and kernels are {question.gpu.name}'s, the table's least with so much memory"
     if not (question.memory or question.gpu.total_known):
@@ -236,7 +248,9 @@ def _notes(question: Question, choices: list[Choice]) -> Iterator[str]:
     eager = [choice.recipe for choice in choices if choice.recipe.attn_implementation == "eager"]
     eager = [recipe for recipe in eager if recipe.shape.attention != "eager"]  # others have no sdpa
     if any(not walk(unchecked(recipe, attn_implementation="sdpa"), question.gpu.chip).fused for recipe in eager):
-        yield f"eager: sdpa has no fused kernel for this model on {question.gpu.name}, and computes in fp32 without one"
+        yield f"eager: for rows of one length sdpa has no fused kernel for this model on {question.gpu.name}"
+    if any(choice.recipe.attn_implementation == REPEATED for choice in choices):
+        yield f"{REPEATED}: repeat_shared_keys() of vramlab, or {question.gpu.name} has no fused kernel for shared keys"
     if lengths := question.lengths:
         cut, middle = sum(length > question.plain.seq_len for length in lengths), lengths[len(lengths) // 2]
         rest = f"; {cut:,} are cut to {question.plain.seq_len:,}" if cut else ""
@@ -248,6 +262,13 @@ def _notes(question: Question, choices: list[Choice]) -> Iterator[str]:
 def _wrapped(line: str, indent: str = "    ") -> str:
     """The line in pieces of at most WIDTH characters, all but the first indented."""
     return textwrap.fill(line, WIDTH, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
+
+
+def _host(choice: Choice) -> str:
+    """How much host memory the tier supposes, and where there is not so much."""
+    fewer = [f"{name} has {size:g}" for name, size in HOSTS.items() if size * GiB < choice.host]
+    rest = f" ({', '.join(fewer)})" if fewer else ""
+    return f"{choice.method}: {choice.tier} with {choice.host / GiB:.1f} GiB of host memory free{rest}"
 
 
 def _costs(choice: Choice) -> str:

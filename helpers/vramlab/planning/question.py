@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..formulas.fused_head import with_its_adapters
-from ..hardware.gpu import Gpu, current_device, find_gpu, gpu_names
+from ..hardware.gpu import Gpu, current_device, find_gpu, gpu_names, usable_memory
+from ..hardware.nvml import held_by_others
 from ..recipe import liger, lora_modules
 from ..recipe.knobs import documented, knob, knobs, same_knob
 from ..recipe.options import LoRA
@@ -21,6 +22,8 @@ UNITS = {"": 1, "mb": 10**6, "gb": 10**9, "mib": 1 << 20, "gib": 1 << 30, "tib":
 OPTIMS = ("adamw_torch_fused", "adamw_torch", "adamw_bnb_8bit", "paged_adamw_8bit")  # AdamW in four implementations
 # Triton's README, "Supported Hardware": NVIDIA GPUs of compute capability 8.0 and more, since Triton 3.3 (torch 2.7)
 LIGER_SINCE = (8, 0)
+SIZES = ("memory", "host_memory", "other_memory")
+FLASH_SINCE = (8, 0)  # flash-attn's README, "NVIDIA CUDA Support"
 ENGINES = ("ddp", "fsdp", "deepspeed")
 RANK = LoRA(r=16, lora_alpha=32, target_modules="all-linear")  # all linear layers: Dettmers et al. 2023, section 4
 
@@ -53,6 +56,7 @@ class Question:
     trainer: str = same_knob(Recipe, "trainer")
     memory: str | int | None = knob(None)
     host_memory: str | int | None = knob(None)
+    other_memory: str | int | None = knob(None)
     tier: str | None = knob(None, choices=tuple(TIERS))
     expandable_segments: bool = knob(True)
     lengths: tuple[int, ...] | None = knob(None)
@@ -60,24 +64,25 @@ class Question:
     link: float | None = knob(None)
 
     def __post_init__(self):
-        self.memory, self.host_memory = size_of("memory", self.memory), size_of("host_memory", self.host_memory)
+        self._read_sizes()
         self.assumed = self.memory is not None and self.gpu is None
         self.gpu = find_gpu(self.gpu) if self.gpu is not None else self._card()
         if isinstance(self.lora, Mapping):  # of what differs from RANK
             self.lora = dataclasses.replace(RANK, **{"lora_alpha": 2 * self.lora.get("r", RANK.r), **self.lora})
         if self.lengths is not None:
             self.lengths = tuple(sorted(check_lengths("lengths", list(self.lengths))))
-        for name in knobs(Question).keys() - {"memory", "host_memory", "lengths"}:
+        for name in knobs(Question).keys() - {*SIZES, "lengths"}:
             self._check_knob(name)
         if self.global_batch % self.gpus:
             raise RecipeError("global_batch", self.global_batch, f"{self.gpus} GPUs share it: take a multiple")
         self.samples_per_gpu = self.global_batch // self.gpus
         self.methods = METHODS if self.method == "any" else (self.method,)
         self.tiers = (self.tier,) if self.tier else tuple(TIERS)  # in which an answer is looked for, in this order
-        self.usable = self.memory or usable_memory(self.gpu)  # bytes of one card that a process can have
+        self.usable = self._usable()  # bytes of one card that a process can have
+        self._widths: dict[int, float] = {}
         self.plain = self._plain()
         with_its_adapters(self.plain)
-        if self.trainer != "transformers" and self.gpus > 1:
+        if self.trainer not in ("transformers", "sft") and self.gpus > 1:
             raise RecipeError("gpus", self.gpus, f"with trainer={self.trainer!r} one device is modelled so far")
         if self.method != "full":
             lora_modules.adapted(self.plain.shape, self.lora)
@@ -87,6 +92,19 @@ class Question:
         if self.gpus > 1 and self.engines == ("deepspeed",) and all(halves):
             rest = "DeepSpeed keeps fp32 copies of such weights: take '-mixed', or another engine"
             raise RecipeError("precisions", self.precisions, rest)
+
+    def _read_sizes(self) -> None:
+        """Read what may be said as "24GiB"; of this machine's card NVML says what others hold."""
+        for name in SIZES:
+            setattr(self, name, size_of(name, getattr(self, name)))
+        if self.other_memory is None:
+            self.other_memory = held_by_others() if self.gpu is None and self.memory is None else 0
+
+    def _usable(self) -> int:
+        found = (self.memory or usable_memory(self.gpu)) - self.other_memory
+        if found <= 0:
+            raise RecipeError("other_memory", self.other_memory, f"it leaves nothing of {self.gpu.name}")
+        return found
 
     def _check_knob(self, name: str) -> None:
         said, value = knobs(Question)[name], getattr(self, name)
@@ -128,6 +146,31 @@ class Question:
         alone = self.gpus == 1 and self.plain.trainer == "transformers"
         return bool(self.liger and known and alone and self.gpu.compute_capability >= LIGER_SINCE)
 
+    def trainers(self) -> tuple[str, ...]:
+        """The trainers to try: SFTTrainer too, whose loss makes no logits, where Liger's kernels do not run. It launches
+        kernels of Triton's too (trl/kernels/chunked_logprob.py)."""
+        plain = self.plain
+        if self.gpu.compute_capability < LIGER_SINCE:
+            return (plain.trainer,)
+        is_possible = self.liger and plain.trainer == "transformers" and plain.shape.task == "causal-lm"
+        also = is_possible and not self.liger_is_possible() and not plain.shape.image_tokens
+        return (plain.trainer, "sft") if also else (plain.trainer,)
+
+    def can_be_joined(self) -> bool:
+        """Whether the samples of a micro-batch may become one row: of several lengths, none of which is cut, which
+        SFTTrainer does not do then, and FlashAttention to keep them apart."""
+        fits = self.lengths and self.lengths[0] < self.lengths[-1] <= self.plain.seq_len and not self.packing
+        return bool(fits and self.gpu.compute_capability >= FLASH_SINCE and self.plain.shape.task == "causal-lm")
+
+    def mean_width(self, drawn: int) -> float:
+        """Mean tokens of the longest of `drawn` samples of the data set, drawn at random."""
+        if drawn not in self._widths:
+            longest, count = self.plain.seq_len, len(self.lengths)
+            kept = enumerate(min(length, longest) for length in self.lengths)
+            parts = (n * (((i + 1) / count) ** drawn - (i / count) ** drawn) for i, n in kept)
+            self._widths[drawn] = sum(parts)
+        return self._widths[drawn]
+
     def lengths_of(self, size: int) -> tuple[int, ...] | None:
         """The highest padded micro-batch of `size` samples: the longest, and a shorter one; None where none is padded."""
         plain, shape = self.plain, self.plain.shape
@@ -142,15 +185,7 @@ def size_of(name: str, value: str | int | None) -> int | None:
     if value is None:
         return None
     found = re.fullmatch(r"(\d+\.?\d*) *([a-z]*)", str(value).strip().lower())
-    size = int(float(found[1]) * UNITS.get(found[2], 0)) if found else 0
-    if size < UNITS["mib"]:
+    size = int(float(found[1]) * UNITS.get(found[2], 0)) if found else -1
+    if size < (0 if name == "other_memory" else UNITS["mib"]):
         raise RecipeError(name, value, "it must be a size such as '24GiB', or bytes, a MiB at least")
     return size
-
-
-def usable_memory(card: Gpu) -> int:
-    """Bytes that torch reports as the card's total; if unknown, its nominal size times the least known such share."""
-    if card.total_known:
-        return card.total
-    known = [gpu for gpu in map(find_gpu, gpu_names()) if gpu.total_known]
-    return int(card.total * min(gpu.total / (gpu.memory_gb << 30) for gpu in known))

@@ -5,6 +5,7 @@ activations alone are too large is dropped without a prediction.
 """
 
 import contextlib
+import itertools
 import math
 import multiprocessing
 import os
@@ -12,23 +13,28 @@ import signal
 import sys
 import threading
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cache, cached_property
 
 from ..formulas import reserved
 from ..formulas.predict import predict
-from ..hardware.gpu import process
+from ..hardware.gpu import usable_memory
+from ..hardware.overhead import expandable
 from ..recipe.from_transformers import build
 from ..recipe.knobs import unchecked
+from ..recipe.process_context import context_of
 from ..recipe.recipe import Recipe
 from ..report.errors import RecipeError, VramLabError, needing
 from ..report.report import TIERS, GiB, Interval, Report
 from ..training.quiet import no_collection
-from .question import Question
+from .question import METHODS, Question
 from .search_space import (
     counted_as,
     families,
     held_bytes,
+    host_memory,
+    is_sound,
     least_bytes,
     method_of,
     micro_batches,
@@ -39,9 +45,15 @@ from .search_space import (
 from .step_time import StepTime, estimate, step_time
 
 NEAR, FASTER = 2 * GiB, 0.95  # a better recipe is worth naming if it lacks at most so much, and takes less of the time
-# Whether it offloads, and its tier, the best first: a step that waits for the host takes several times as long, so what is
-# likely to fit without goes before it, and what fits at the lowest figures only after it.
-WAYS = [(False, "safe"), (False, "likely"), (True, "safe"), (True, "likely"), (False, "tight"), (True, "tight")]
+# Whether it is sound (`search_space.is_sound`), whether it offloads, and its tier, the best first. A step that waits for the
+# host takes several times as long, so what is likely to fit without goes before it; updates that are rounded away are never
+# made up for, so what rounds them goes after both. What fits at the lowest figures only is no answer while there is another.
+SURE, TIGHT = ("safe", "likely"), ("tight",)
+WAYS = [
+    (sound, offloads, tier)
+    for tiers in (SURE, TIGHT)
+    for sound, offloads, tier in itertools.product((True, False), (False, True), tiers)
+]
 DEEPEST = 24  # layers of a recipe that is simulated though none of its layers can stand for another
 
 
@@ -53,7 +65,9 @@ class Choice:
     report: Report  # the simulation where there was one, else the prediction
     time: StepTime
     needs: Interval  # bytes of the process with the allocator's settings that were asked for
+    by_default: Interval  # the same with the allocator's default settings, for a script of one's own
     tier: str  # the surest in which it fits, "" where it fits in none
+    host: int = 0  # bytes of host memory that have to be free for all ranks
     over: int = 0  # bytes that it lacks in the tier asked for
     notes: tuple[str, ...] = ()  # what to know before choosing it
     epoch: float | None = None  # seconds of one over the data set, where its lengths are known
@@ -68,7 +82,12 @@ class Choice:
     @property
     def order(self) -> tuple:
         """Sort key, smallest for the best: by `WAYS`, then by time."""
-        return WAYS.index((_offloads(self.recipe), self.tier)), self.time.seconds
+        return WAYS.index((is_sound(self.recipe), _offloads(self.recipe), self.tier)), self.seconds
+
+    @property
+    def seconds(self) -> float:
+        """Of an epoch where the data's lengths are known, else of a step."""
+        return self.epoch or self.time.seconds
 
 
 class Candidate:
@@ -84,24 +103,31 @@ class Candidate:
         self.rows = [counted]  # what its micro-batches may be: of one length, or padded
         if lengths := question.lengths_of(recipe.batch_size):
             self.rows.append(unchecked(counted, lengths=lengths))
-        self.kind = self.method, _offloads(recipe)
+        self.kind = self.method, is_sound(recipe), _offloads(recipe)
         self.simulated: Report | None = None
         self.tried, self.unsimulated = False, ""
 
     @cached_property
     def rank(self) -> tuple:
         """Sort key, smallest for the fastest to three digits (the rest is noise), then for the simplest family and the
-        larger micro-batch. Rows are padded, unless they cannot be."""
-        seconds = sum(estimate(self.rows[-1], self.question.gpu, self.question.link).values())
+        larger micro-batch: by an epoch where the data's lengths are known, else by a step, whose rows are padded, unless
+        they cannot be."""
+        parts = estimate(self.rows[-1], self.question.gpu, self.question.link)
+        seconds = epoch_of(self.question, self.recipe, parts) or sum(parts.values())
         return float(f"{seconds:.3g}"), self.family, -self.recipe.batch_size
 
     def bound(self, tier: str) -> int:
         """A lower bound of the upper end of `interval` for `tier`."""
         if self.question.expandable_segments:
-            inside = reserved.expandable(self._held, 1.0 if self.simulated else reserved.EXACT)
+            inside = expandable(self._held, 1.0 if self.simulated else reserved.EXACT)
         else:
-            inside = reserved.reserved(Counter(), self._held)
-        return getattr(process(inside, self.question.gpu), TIERS[tier])
+            sharding = self.recipe.sharding
+            inside = reserved.reserved(Counter(), self._held, bool(sharding and sharding.stage))
+        return getattr(inside + self._context, TIERS[tier])
+
+    @cached_property
+    def _context(self) -> Interval:
+        return context_of(self.recipe, self.question.gpu)
 
     @cached_property
     def _held(self) -> int:
@@ -122,15 +148,18 @@ class Candidate:
 
     @property
     def interval(self) -> Interval:
-        """Bytes of the process, simulated if it was, else predicted; where loading takes more, by so much more."""
+        """Bytes of the process, simulated if it was, else predicted, with the allocator's settings that were asked for."""
+        return self.interval_with(self.question.expandable_segments)
+
+    def interval_with(self, expandable_segments: bool) -> Interval:
+        """The same with the allocator's setting."""
         report = self.simulated or self.report
-        needs = report.process
-        if self.question.expandable_segments:
-            peak = max(report.allocated, report.peak.total)
-            known = 1.0 if self.simulated else min(reserved.EXACT, (report.reserved.low + 1) / peak)
-            needs = process(reserved.expandable(peak, known), self.question.gpu)
-        more = max(report.loading.total - report.peak.total, 0) if report.loading else 0
-        return Interval(needs.low + more, needs.value + more, needs.high + more)
+        if not expandable_segments:
+            return report.process
+        peak = max(report.allocated, report.peak.total)
+        known = 1.0 if self.simulated else min(reserved.EXACT, (report.reserved.low + 1) / peak)
+        loading = report.loading.total if report.loading else 0
+        return expandable(max(peak, loading), known) + self._context
 
     def over(self, tier: str) -> float:
         """Bytes that it lacks in `tier`, negative where it fits; infinite without a prediction, or a simulation that it
@@ -143,18 +172,8 @@ class Candidate:
         return self.bound(tier) <= self.question.usable and self.over(tier) <= 0
 
     def simulation(self) -> Report | str:
-        """The simulation, in which two micro-batches stand for any more; or why there is none here."""
-        recipe, layers = self.recipe, self.recipe.shape.num_layers
-        try:
-            with needing("a simulation"):
-                from ..simulation.simulate import may_be_deepened, simulate
-
-            if layers > DEEPEST and not may_be_deepened(recipe, "cuda"):
-                return f"none of {layers} layers can stand for another in this recipe; plan simulates up to {DEEPEST}"
-            steps = min(2, recipe.gradient_accumulation_steps)
-            return simulate(recipe.replace(gradient_accumulation_steps=steps), gpu=self.question.gpu)
-        except (VramLabError, ImportError) as error:
-            return str(error)
+        """Its simulation, or why there is none here."""
+        return simulate_briefly(self.recipe, self.question)
 
     def choice(self, tier: str | None = None) -> Choice:
         """It as an answer; `tier`: the one in which bytes are missing, if any are."""
@@ -166,9 +185,12 @@ class Candidate:
             report=report,
             time=time,
             needs=self.interval,
+            by_default=self.interval_with(False),
             tier=found,
+            host=host_memory(self.recipe),
             over=max(0, int(over)),
-            notes=tuple(notes_on(self.recipe)),
+            notes=tuple(notes_on(self.recipe, self.question.gpu)),
+            epoch=epoch_of(self.question, self.recipe, time.parts),
             without=without_switches(self.recipe, self.question.gpu),
             unsimulated=self.unsimulated,
         )
@@ -208,8 +230,8 @@ class Search:
 
     def answer(self, method: str, confirmed: bool = False) -> tuple[Candidate | None, str]:
         """The fastest recipe that fits and the tier it does in: of the first of `WAYS` asked for that has one."""
-        for offload, tier in WAYS:
-            for found in self.ordered((method, offload)) if tier in self.question.tiers else ():
+        for sound, offload, tier in WAYS:
+            for found in self.ordered((method, sound, offload)) if tier in self.question.tiers else ():
                 if found.fits(tier) and (confirmed or found.must_be_simulated) and not found.tried:
                     confirm([found])
                 if found.fits(tier):
@@ -235,16 +257,34 @@ class Search:
         return best
 
     def any_fit(self) -> Recipe | None:
-        """One of the lightest recipes that fit, without offload if there is one; None if none fits."""
+        """One of the lightest recipes that fit, sound and without offload if there is one; None if none fits."""
         tier, usable = self.question.tiers[0], self.question.usable
         ends = [c for c in self.ends if least_bytes(c.recipe) <= usable]
-        ends.sort(key=lambda c: (c.kind[1], c.bound(tier)))
+        ends.sort(key=lambda c: (not c.kind[1], c.kind[-1], c.bound(tier)))
         for candidate in ends:
             if candidate.fits(tier) and candidate.must_be_simulated:
                 confirm([candidate])
             if candidate.fits(tier):
                 return candidate.recipe
         return None
+
+
+def simulate_briefly(recipe: Recipe, question: Question, deepest: int = DEEPEST) -> Report | str:
+    """The simulation, in which two micro-batches stand for any more; or why there is none here: `deepest` layers at most
+    where none can stand for another."""
+    layers = recipe.shape.num_layers
+    try:
+        with needing("a simulation"):
+            from ..simulation.simulate import may_be_deepened, simulate
+
+        if layers > deepest and not may_be_deepened(recipe, "cuda"):
+            return f"none of {layers} layers can stand for another in this recipe; plan simulates up to {deepest}"
+        steps = min(2, recipe.gradient_accumulation_steps)
+        other = max(0, usable_memory(question.gpu) - question.usable)
+        asked = {"gpu": question.gpu, "other_memory": other}
+        return simulate(recipe.replace(gradient_accumulation_steps=steps), **asked)
+    except (VramLabError, ImportError) as error:
+        return str(error)
 
 
 @no_collection(before=False)
@@ -269,6 +309,38 @@ def confirm(candidates: list[Candidate]) -> None:
             candidate.unsimulated = report
         else:
             candidate.simulated = report
+
+
+def epoch_of(question: Question, recipe: Recipe, parts: dict[str, float]) -> float | None:
+    """Seconds of an epoch over the data set, whose steps take `parts` where all samples are the longest; None where no
+    lengths are known. Rows are padded to the longest of a micro-batch drawn at random, joined, or packed: then there are
+    fewer."""
+    if not question.lengths:
+        return None
+    packed = question.packing and (recipe.packing or recipe.trainer == "transformers")
+    drawn = 1 if packed or recipe.padding_free else recipe.batch_size
+    share = question.mean_width(drawn) / question.plain.seq_len
+    seconds, steps = sum(parts.values()), len(question.lengths) / question.global_batch
+    if packed:
+        return steps * share * seconds
+    return steps * (seconds - (1 - share) * (parts["matmuls"] + parts["attention"] + parts["memory"]))
+
+
+def best_first(choices: Sequence[Choice]) -> list[Choice]:
+    """The choices by `WAYS`, then by time; of those as fast as the fastest within the error of its time the simplest method
+    first."""
+    left, found = sorted(choices, key=lambda choice: choice.order), []
+    while left:
+        alike = [choice for choice in left if is_as_fast(choice, left[0])]
+        found.append(min(alike, key=lambda choice: METHODS.index(choice.method)))
+        left.remove(found[-1])
+    return found
+
+
+def is_as_fast(choice: Choice, other: Choice) -> bool:
+    """Whether `choice`, as good a way as `other`, takes as long within the error of the other's time."""
+    error = other.time.high / other.time.seconds
+    return choice.order[0] == other.order[0] and choice.seconds <= error * other.seconds
 
 
 def _offloads(recipe: Recipe) -> bool:

@@ -14,17 +14,18 @@ from typing import Any
 
 from ..formulas import model_states, shards
 from ..formulas.fused_head import with_its_adapters
+from ..formulas.loading import loaded_on_host
 from ..formulas.predict import predict
 from ..hardware.gpu import Chip, Gpu
 from ..recipe import liger, lora_modules
 from ..recipe.knobs import unchecked
 from ..recipe.lora_modules import unquantized
-from ..recipe.options import HALF, TRL, LoRA, Quantization, Sharding
+from ..recipe.options import HALF, REPEATED, TRL, LoRA, Quantization, Sharding
 from ..recipe.recipe import LATER_OF_LORA, Recipe
 from ..recipe.shapes import Shape
 from ..report.errors import RecipeError
 from ..report.report import format_bytes
-from .question import Question
+from .question import FLASH_SINCE, Question
 from .step_time import walk
 from .step_traffic import paged_bytes
 
@@ -36,6 +37,7 @@ PRECISIONS_OF = {
     "lora": ("half-true", "half-mixed", "fp32"),
     "qlora": ("half-true", "half-mixed"),
 }
+PREFERRED = ("sdpa", REPEATED, "eager", "flash_attention_2")  # kernels of attention, by what they ask of a program
 SURE = 0.98  # of the saved activations interpolated from two micro-batches: rounding of blocks is not affine
 ROUNDING = {"bf16-true": "1/256", "fp16-true": "1/2048"}  # half the least relative step of the format: 2^-8, 2^-11
 
@@ -50,16 +52,15 @@ def families(question: Question, method: str, refused: list[str] | None = None) 
     """Every way to train by `method`, the simpler ones first, with the largest micro-batch; why others are none is added
     to `refused`."""
     refused = [] if refused is None else refused
-    flash = "sdpa" not in question.attention and question.gpu.compute_capability >= (8, 0)  # sdpa takes it by itself
-    kernels = (name for name in question.attention if name != "flash_attention_2" or flash)
     prepares = (True, False) if question.gpus == 1 else (False,)  # prepared shards would have two dtypes in one unit
     bases = [Quantization("nf4", double, prepare=prepare) for prepare in prepares for double in (False, True)]
     options = {
         "use_liger_kernel": (True, False) if question.liger_is_possible() else (False,),
+        "trainer": question.trainers(),
         "sharding": tuple(_shardings(question)),
         "gradient_checkpointing": question.checkpointing,
         "optim": question.optims,
-        "attn_implementation": sorted(kernels, key=lambda name: name != "sdpa"),
+        "attn_implementation": _kernels(question),
         "precision": question.precisions or _precisions(question.gpu, method),
         "quantization": bases if method == "qlora" else (None,),
     }
@@ -72,16 +73,32 @@ def families(question: Question, method: str, refused: list[str] | None = None) 
             continue  # the formulas do not know it
         if method == "lora" and (half := HALF.get(chosen["precision"].removesuffix("-mixed"))):
             chosen["dtype"] = half  # autocast over a frozen fp32 base would cast it anew in every step
+        if chosen["trainer"] == "sft":
+            chosen["packing"] = question.packing
+            chosen["padding_free"] = chosen["attn_implementation"] == "flash_attention_2" and question.can_be_joined()
         try:  # the model, the base or the trainer cannot have it
             family = question.plain.replace(**fixed, **chosen)
             with_its_adapters(family)
         except RecipeError as error:
             refused.append(f"{error.field} {error.value!r}: {error.allowed}")
             continue
-        if question.host_memory is None or host_bytes(family) <= question.host_memory:
+        if question.host_memory is None or host_memory(family) <= question.host_memory:
             yield family
         else:
-            refused.append(f"what may move to the host is more than its {format_bytes(question.host_memory, digits=2)}")
+            refused.append(f"what the host has to hold is more than its {format_bytes(question.host_memory, digits=2)}")
+
+
+def _kernels(question: Question) -> list[str]:
+    """Attention's kernels to try, sdpa first, which takes FlashAttention by itself. flash-attn's own is for rows of which
+    each is several samples, and on request."""
+    joins = question.can_be_joined() and "sft" in question.trainers()
+    tries_flash = joins or "sdpa" not in question.attention
+    since = question.gpu.compute_capability >= FLASH_SINCE
+    left_out = {REPEATED} if since else set()  # from Ampere on sdpa has a kernel for shared keys
+    if not (since and tries_flash):
+        left_out.add("flash_attention_2")
+    kernels = [name for name in question.attention if name not in left_out or question.attention == (name,)]
+    return sorted(kernels, key=PREFERRED.index)
 
 
 def counted_as(recipe: Recipe) -> Recipe:
@@ -131,11 +148,23 @@ def host_bytes(recipe: Recipe) -> int:
     return moved
 
 
-def notes_on(recipe: Recipe) -> Iterator[str]:
+def host_memory(recipe: Recipe) -> int:
+    """Bytes of host memory that all ranks together need: for the weights while they load, then for what is there."""
+    return max(loaded_on_host(recipe), host_bytes(recipe))
+
+
+def is_sound(recipe: Recipe) -> bool:
+    """Whether what is trained is kept in fp32, and fp16's gradients are scaled: no update is lost to a format."""
+    full_in_half = recipe.precision in ROUNDING and recipe.lora is None
+    return not (full_in_half or recipe.precision == "fp16-true")
+
+
+def notes_on(recipe: Recipe, card: Gpu) -> Iterator[str]:
     """Say what to know before choosing `recipe` that ranking by speed does not weigh, one sentence each."""
     precision, full = recipe.precision, recipe.lora is None
     if precision in ROUNDING and full:
         yield f"{precision}: an update below about {ROUNDING[precision]} of a weight is rounded away (chapter 01)"
+        yield f"what helps: {'; '.join(_cures(recipe, card))}"
     if precision == "fp16-true":
         yield "fp16-true: nothing scales the loss, so gradients under 6e-8 become zero (chapter 01)"
     if recipe.optim.startswith("paged"):
@@ -146,6 +175,15 @@ def notes_on(recipe: Recipe) -> Iterator[str]:
         yield f"{sharding.offload} offloaded: {format_bytes(host_bytes(recipe), digits=0)} of host memory for all ranks"
     if sharding and sharding.world_size > 8:
         yield "more than 8 GPUs are several machines: say link=, the bytes a second of one GPU's network"
+
+
+def _cures(recipe: Recipe, card: Gpu) -> Iterator[str]:
+    """What keeps small updates, instead of training all weights in half precision."""
+    mixed = recipe.precision.replace("-true", "-mixed")
+    with contextlib.suppress(RecipeError):
+        peaks = [predict(each, card).peak.total for each in (recipe, recipe.replace(precision=mixed))]
+        yield f"fp32 weights ({mixed}), {format_bytes(peaks[1] - peaks[0], digits=2)} more"
+    yield "adapters in fp32 (method lora)"
 
 
 def without_switches(recipe: Recipe, card: Gpu) -> dict[str, int]:
@@ -162,6 +200,8 @@ def _switches(recipe: Recipe) -> Iterator[tuple[str, dict[str, Any]]]:
     """The name of each switch that is on, and the fields that leave it out."""
     if recipe.use_liger_kernel:
         yield "Liger's kernels", {"use_liger_kernel": False}
+    if recipe.trainer == "sft":
+        yield "SFTTrainer's loss", {"trainer": "transformers", "packing": False, "padding_free": False}
     if recipe.gradient_checkpointing:
         yield "checkpointing", {"gradient_checkpointing": False}
     if recipe.activation_offloading:
@@ -184,6 +224,8 @@ def to_install(recipe: Recipe) -> Iterator[str]:
         yield "bitsandbytes"
     if recipe.trainer in TRL:
         yield "trl"
+    if recipe.attn_implementation == "flash_attention_2":
+        yield "flash-attn"
     if recipe.sharding and recipe.sharding.engine == "deepspeed":
         yield "deepspeed"
 

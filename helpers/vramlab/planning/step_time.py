@@ -1,16 +1,21 @@
-"""How long a training step takes, by roofline: what has to be computed, moved and launched, each over its rate.
+"""How long a training step takes, by roofline: what has to be computed and moved, or issued, each over its rate.
 
-    seconds = operations / (U × peak) + 3 × bytes written / (V × bandwidth) + kernels × τ       for each micro-batch
-            + bytes of the optimizer / (V × bandwidth) + links + host                          (`step_traffic.py`)
+    computing = A × (operations / (U × peak) + attention's / (W × peak) + 3 × bytes written / (V × bandwidth))
+              + bytes of the optimizer / (V × bandwidth)
+    seconds   = max(computing, A × operators × τ) + tensors × σ + links + host          (`step_traffic.py`)
 
-Kernels run one after the other, so the parts add up (within one kernel it is the larger of two, Williams et al. 2009).
-The bytes written and the kernels are those of `predict`'s ledger.
+for A micro-batches. Kernels run one after the other, so their times add up (within one kernel it is the larger of two,
+Williams et al. 2009), while the host issues the next ones: the longer of both counts. The bytes written and the operators
+are those of `predict`'s ledger. bitsandbytes' optimizers wait for the GPU after each tensor (`optim/optimizer.py`,
+`sync_gpu`), which takes σ. A fused kernel of attention has a share W of its own: the memory-efficient one reaches little
+on a T4.
 
-U, V and τ are the least-squares fit (`benchmarks/step_times.py`) to 35 published runs on a T4 with step times
-(`data/published_runs.json`: LoRA and QLoRA with checkpointing, 0.1 to 7 billion parameters). For another card the same
-shares of its peak and bandwidth are an assumption, and the interval is wide: whole training steps reach 38 to 52 % of
-the peak on A100, H100 and TPUs (Narayanan et al. 2021, table 1; Chowdhery et al. 2022, table 3; Dubey et al. 2024,
-table 4).
+U, W, V, τ and σ are least-squares fits (`benchmarks/step_times.py`): to 61 published runs on a T4 with step times
+(`data/published_runs.json`: LoRA and QLoRA with checkpointing, 0.1 to 7 billion parameters, 26 with repeated keys) and to
+our records of an H100 (`data/measurements`). How far off the estimate is of a model that the fit has not seen is its
+interval. For another card the middle of both is an assumption, and the interval is that of each card's runs by the other's
+rates: whole training steps reach 38 to 52 % of the peak on A100, H100 and TPUs (Narayanan et al. 2021, table 1; Chowdhery
+et al. 2022, table 3; Dubey et al. 2024, table 4).
 """
 
 import contextlib
@@ -29,21 +34,32 @@ from ..recipe.options import FUSED, LOOPS, LoRA
 from ..recipe.recipe import LEAST_BATCH, Recipe
 from ..recipe.shapes import Shape
 from ..report.errors import RecipeError
-from .step_traffic import optimizer_traffic, waits
+from .step_traffic import optimizer_traffic, waiting_tensors, waits
 
 TRANSFERS = 3  # of each byte that an operator writes: it reads about two to write one
-UTILISATION, BANDWIDTH, LAUNCH = 0.425, 0.922, 13.35e-6  # of the peak, of the bandwidth, seconds a kernel
-# Measured over estimated seconds, (likely, least, most): the extremes when each model is left out of the fit in turn.
-FITTED_ON, FITTED = "T4", (1, 0.79, 1.54)
-# Elsewhere, for the likely, the least and the most seconds: share of the peak, of the bandwidth, seconds a kernel.
-SHARES = {"matmuls": (UTILISATION, 0.70, 0.30), "memory": (BANDWIDTH, 1.0, 0.6), "launches": (LAUNCH, 5e-6, 25e-6)}
-HIDDEN = (0.5, 1.0, 0.0)  # what part of the computing time hides communication, likewise
+WAITING_TENSOR = 160e-6  # seconds, σ
+
+
+class Rates(NamedTuple):
+    """What whole training steps reach on a card."""
+
+    matmuls: float  # share of the peak, U
+    attention: float  # share of the peak in a fused kernel, W
+    memory: float  # share of the bandwidth, V
+    issue: float  # seconds that the host takes for an operator, τ
+
+
+RATES = {"T4": Rates(0.417, 0.0574, 0.884, 47.7e-6), "H100 SXM": Rates(0.849, 0.164, 0.651, 42e-6)}
+USUAL = Rates(0.595, 0.0971, 0.759, 44.8e-6)  # the geometric mean of both, for other cards
+# Measured over estimated seconds of nine tenths of the runs, (least, most): each model left out of the fit in turn; for
+# other cards each of the two cards by the other's rates.
+SPREAD = {"T4": (0.79, 1.19), "H100 SXM": (0.72, 1.42)}
+SPREAD_ELSEWHERE = (0.55, 1.36)
+BASIS = {"T4": "fitted to 61 published runs on a T4", "H100 SXM": "fitted to our records of an H100"}
+HIDDEN = (0.5, 1.0, 0.0)  # what part of the computing time hides communication, for the likely, the least and the most
 WAITS = ("links", "host")
 FEW = 5  # records, below which their spread says little
-ASSUMED = (
-    f"uncalibrated: {UTILISATION:.0%} of the card's peak, {BANDWIDTH:.0%} of its bandwidth and {LAUNCH * 1e6:.0f} µs "
-    "a kernel, as fitted to published runs on a T4; the interval takes 30 to 70 %, 60 to 100 % and 5 to 25 µs"
-)
+ASSUMED = "uncalibrated: the middle of what a T4 and an H100 reach; the interval is that of each by the other"
 
 
 @dataclass(frozen=True)
@@ -53,7 +69,9 @@ class StepTime:
     seconds: float
     low: float
     high: float
-    parts: dict[str, float]  # "matmuls", "memory", "launches", "optimizer", "links" that are not hidden, "host"
+    # "matmuls", "attention" (in a fused kernel), "memory", "launches" (what issuing takes longer than computing),
+    # "optimizer", "links" that are not hidden, "host"
+    parts: dict[str, float]
     tokens: int  # that all ranks together read in the step
     basis: str  # what the figure rests on, one sentence
 
@@ -78,34 +96,47 @@ def step_time(recipe: Recipe, gpu: str | Gpu, link: float | None = None) -> Step
     """
     card = find_gpu(gpu)
     card.require(recipe.precision)
-    parts, basis = [estimate(recipe, card, link, which) for which in range(3)], ASSUMED
-    largest = max(likely := parts[0], key=parts[0].get)
-    if found := calibration(card.name, largest):  # of the likely parts; it does not see links and host
-        factors, basis = found
-        for i, factor in enumerate(factors):
-            parts[i] = {name: parts[i][name] if name in WAITS else factor * n for name, n in likely.items()}
+    factors, basis = calibration(card.name)
+    computed, waited = _computed(recipe, card), waits(recipe, card, link)
+    parts = [_with_waits(computed, waited, which, factor) for which, factor in enumerate(factors)]
     if waiting := [name for name in WAITS if name in parts[0]]:
-        basis += f"; {' and '.join(waiting)}: assumed, 30 to 90 % of the datasheet's rates"
+        basis += f"; {' and '.join(waiting)}: at shares of the line rate that others measured"
     seconds = (sum(each.values()) for each in parts)
     ranks = recipe.sharding.world_size if recipe.sharding else 1
     return StepTime(*seconds, parts[0], recipe.tokens * ranks, basis)
 
 
-def estimate(recipe: Recipe, card: Gpu, link: float | None = None, which: int = 0) -> dict[str, float]:
-    """Part of the step to seconds, uncalibrated: the likely (`which` 0), the least (1) or the most (2) figures."""
-    peak, memory, launch = (SHARES[name][which] for name in ("matmuls", "memory", "launches"))
-    times, bandwidth = recipe.gradient_accumulation_steps, memory * _known(card, "bandwidth", card.bandwidth)
+def estimate(recipe: Recipe, card: Gpu, link: float | None = None) -> dict[str, float]:
+    """Part of the step to its most likely seconds, whatever a card's own records say."""
+    return _with_waits(_computed(recipe, card), waits(recipe, card, link), 0, 1.0)
+
+
+def _computed(recipe: Recipe, card: Gpu) -> dict[str, float]:
+    """Part of the step to seconds, without links and host."""
+    rates, times = RATES.get(card.name, USUAL), recipe.gradient_accumulation_steps
+    bandwidth = rates.memory * _known(card, "bandwidth", card.bandwidth)
     walked = walk(recipe, card.chip)
-    products = operations(recipe, walked).items()
+    fused = attention_operations(recipe, walked) / card.flops(form_of(recipe)) if walked.fused else 0.0
+    at_peak = (n / _known(card, form, card.flops(form)) for form, n in operations(recipe, walked).items())
     parts = {
-        "matmuls": times * sum(n / (peak * _known(card, form, card.flops(form))) for form, n in products),
+        "matmuls": times * (sum(at_peak) - fused) / rates.matmuls,
+        "attention": times * fused / rates.attention,
         "memory": times * TRANSFERS * walked.written / bandwidth,
-        "launches": times * walked.kernels * launch,
+        "optimizer": optimizer_traffic(recipe) / bandwidth,
     }
-    computing = sum(parts.values())
-    parts["optimizer"] = optimizer_traffic(recipe) / bandwidth
-    for name, seconds in waits(recipe, card, link).items():
-        hidden = min(seconds[which], computing) * HIDDEN[which] if name == "links" else 0.0
+    parts["launches"] = max(0.0, times * walked.kernels * rates.issue - sum(parts.values()))
+    parts["optimizer"] += WAITING_TENSOR * waiting_tensors(recipe)
+    return parts
+
+
+def _with_waits(
+    computed: dict[str, float], waited: dict[str, tuple[float, float, float]], which: int, factor: float
+) -> dict[str, float]:
+    """All parts, those computed times `factor`: the likely (`which` 0), the least (1) or the most (2) figures."""
+    parts = {name: factor * seconds for name, seconds in computed.items()}
+    hides = HIDDEN[which] * (sum(parts.values()) - parts["optimizer"])
+    for name, seconds in waited.items():
+        hidden = min(seconds[which], hides) if name == "links" else 0.0
         parts[name] = seconds[which] - hidden
     return parts
 
@@ -119,10 +150,10 @@ def operations(recipe: Recipe, walked: "Walk") -> dict[str, int]:
     the head and the adapters compute in fp32 unless autocast is on.
     """
     shape, lora, quantization = recipe.shape, recipe.lora, recipe.quantization
-    body, head, channels = _sizes(shape)
+    body, head, _ = _sizes(shape)
     tokens = recipe.tokens // recipe.gradient_accumulation_steps
-    mixed, half = recipe.precision.endswith("-mixed"), recipe.precision[:4] in ("fp16", "bf16")
-    form = base = recipe.precision[:4] if half else recipe.precision
+    mixed = recipe.precision.endswith("-mixed")
+    form = base = form_of(recipe)
     again, trained, more = int(recipe.gradient_checkpointing), int(lora is None), recipe.passes_without_gradients
     if quantization and quantization.compute_dtype and not mixed:
         base = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}[quantization.compute_dtype]
@@ -133,11 +164,25 @@ def operations(recipe: Recipe, walked: "Walk") -> dict[str, int]:
     if lora:
         wide = not mixed and (lora.autocast_adapter_dtype or quantization)
         found["fp32" if wide else form] += 2 * tokens * _adapters(shape, lora) * (3 + again)
-    causal = walked.fused and not walked.masked and "lm" in shape.task and shape.task != "masked-lm"
-    scores = int(4 * _pairs(recipe) * channels * (3 + again + more) * (0.5 if causal else 1))
     # sdpa without a fused kernel ("math") computes in fp32
-    found[form if walked.fused or recipe.attn_implementation == "eager" else "fp32"] += scores
+    found[form if walked.fused or recipe.attn_implementation == "eager" else "fp32"] += attention_operations(
+        recipe, walked
+    )
     return {name: n for name, n in found.items() if n}
+
+
+def attention_operations(recipe: Recipe, walked: "Walk") -> int:
+    """Those of `operations` that are attention's products with pairs of tokens."""
+    *_, channels = _sizes(recipe.shape)
+    task = recipe.shape.task
+    causal = walked.fused and not walked.masked and "lm" in task and task != "masked-lm"
+    passes = 3 + int(recipe.gradient_checkpointing) + recipe.passes_without_gradients
+    return int(4 * _pairs(recipe) * channels * passes * (0.5 if causal else 1))
+
+
+def form_of(recipe: Recipe) -> str:
+    """The format that matrix products of what is not quantized compute in."""
+    return recipe.precision[:4] if recipe.precision[:4] in ("fp16", "bf16") else recipe.precision
 
 
 def _pairs(recipe: Recipe) -> int:
@@ -213,7 +258,7 @@ def _walk(settings: Settings, chip: Chip) -> Walk:
     """The ledger of one micro-batch, each layer that it writes out counted as often as there are such layers."""
     account = Account(with_its_adapters(settings.recipe), chip)
     rows = [row for row in account.births() if (row[1].op, row[1].category) != ("sum", "workspace")]  # far too large
-    size = account.m.rewritten + sum(times * entry.size for times, entry in rows)
+    size = account.ledger.rewritten + sum(times * entry.size for times, entry in rows)
     count = sum(times for times, _ in rows)
     fused = any(entry.op.endswith("_attention") for _, entry in rows)
     masked = any(entry.op == "mask" for _, entry in rows)
@@ -226,33 +271,38 @@ def _known(card: Gpu, what: str, rate: float | None) -> float:
     return rate
 
 
-def calibration(name: str, largest: str) -> tuple[tuple[float, float, float], str] | None:
-    """((likely, least, most) measured over estimated seconds, what that rests on) for a card; None if nothing does.
+def calibration(name: str) -> tuple[tuple[float, float, float], str]:
+    """((likely, least, most) measured over estimated seconds, what that rests on) for a card.
 
-    Our own records of that card come first, those whose `largest` part is the same before all; then the published runs
-    that the constants were fitted to.
+    That of the fit where the card has one, else of its own records if there are a few.
     """
-    factors, by = (FITTED, f"fitted to 35 published runs on a {name}") if name == FITTED_ON else (None, "")
-    alike = [ratio for part, ratio in _ratios(name) if part == largest]
-    ratios = sorted(alike if len(alike) >= FEW else [ratio for _, ratio in _ratios(name)])
+    ratios = sorted(_ratios(name)) if name not in RATES else []
     if len(ratios) >= FEW:
         out = len(ratios) // 20  # on both sides
-        factors, by = (median(ratios), ratios[out], ratios[-1 - out]), f"calibrated by {len(ratios)} records of {name}"
-        by += f", where {largest} take longest" if len(alike) >= FEW else ""
-    return factors and (factors, f"{by}: measured {factors[1]:.2f} to {factors[2]:.2f} times the estimate")
+        factors = (median(ratios), ratios[out], ratios[-1 - out])
+        by = f"calibrated by {len(ratios)} records of {name}"
+    else:
+        factors, by = (1.0, *SPREAD.get(name, SPREAD_ELSEWHERE)), BASIS.get(name, ASSUMED)
+    return factors, f"{by}: measured {factors[1]:.2f} to {factors[2]:.2f} times the estimate"
 
 
 @lru_cache(maxsize=64)
-def _ratios(name: str) -> list[tuple[str, float]]:
-    """(largest part, measured over estimated seconds) of each record of a card that ran on one, not compiled."""
+def _ratios(name: str) -> list[float]:
+    """Measured over estimated seconds of each record of a card. Paged states stay on one that is not full, as none was."""
+    return [seconds / sum(_computed(recipe, find_gpu(name)).values()) for recipe, seconds in timed_records(name)]
+
+
+def timed_records(name: str) -> list[tuple[Recipe, float]]:
+    """(recipe, seconds of a step) of each record of a card that ran on one and was not compiled, and that `predict` knows."""
     found, card = [], find_gpu(name)
     for path in sorted(measurements_folder().glob("*.json")):
         with contextlib.suppress(GpuError):  # of a card that the table does not know
             reports = load(path).values() if find_gpu(path.stem.partition("-torch")[0]) == card else ()
-            timed = [(Recipe(**report.recipe), report.speed.median) for report in reports if report.speed]
-            for recipe, seconds in timed:
-                if not recipe.torch_compile and (recipe.sharding is None or recipe.sharding.world_size == 1):
-                    with contextlib.suppress(RecipeError):  # predict does not know its model
-                        parts = estimate(recipe, card)
-                        found.append((max(parts, key=parts.get), seconds / sum(parts.values())))
+            for report in reports:
+                recipe = Recipe(**report.recipe) if report.speed else None
+                if recipe is None or recipe.torch_compile or recipe.sharding:
+                    continue
+                with contextlib.suppress(RecipeError):  # predict does not know its model
+                    walk(recipe, card.chip)
+                    found.append((recipe, report.speed.median))
     return found

@@ -14,15 +14,15 @@ from math import prod
 
 from ..formulas import model_states
 from ..formulas.model_states import parameter_table
+from ..formulas.tensor_sizes import SMALLEST_PAGED
 from ..hardware.gpu import Gpu
-from ..hardware.links import pcie_bandwidth
+from ..hardware.links import NETWORK_SHARE, NVLINK_SHARE, PCIE_SHARE, THROUGH_HOST_SHARE, pcie_bandwidth
 from ..recipe.optimizers import MODELLED
 from ..recipe.recipe import Recipe
 
 # Passes over what is updated, each a read or a write of a tensor of the weight's size, without states (torch/optim/*.py):
 # gradient read, weight read and written; the foreach AdamW's eight kernels also make and read √v.
 FUSED, FOREACH, CLIPPING = 3, {"adamw_torch": 12, "rmsprop": 9, "adagrad": 12, "adafactor": 14}, 3
-LINK, LINK_RANGE = 0.75, (0.9, 0.3)  # of a link's rate; the least where GeForce cards go through host memory
 HOST_BANDWIDTH, HOST_RANGE = 40e9, (200e9, 15e9)  # of the host's memory: two channels of DDR4-3200 have 51 GB/s
 CPU_ADAM = 28  # bytes a number that DeepSpeed's CPU Adam reads and writes: fp32 weight, two states, gradient
 
@@ -38,6 +38,14 @@ def optimizer_traffic(recipe: Recipe) -> float:
     states = sum(row.count * sum(row.states) for row in rows)
     again = 4 if recipe.optim in FOREACH else 2  # a foreach update reads and writes its states several times
     return (passes * weights + again * states) * (1 / sharding.world_size if sharding and sharding.stage else 1)
+
+
+def waiting_tensors(recipe: Recipe) -> int:
+    """Tensors after each of which bitsandbytes' optimizers wait for one rank's GPU, in a step; 0 for other optimizers."""
+    sharding = recipe.sharding
+    if MODELLED[recipe.optim].library != "bitsandbytes" or (sharding and sharding.offload):
+        return 0
+    return sum(row.count for row in parameter_table(recipe) if row.trained)
 
 
 def sent(recipe: Recipe) -> float:
@@ -79,7 +87,7 @@ def paged_bytes(recipe: Recipe) -> int:
     if not recipe.optim.startswith("paged"):
         return 0
     optimizer = MODELLED[recipe.optim]
-    large = (row for row in parameter_table(recipe) if row.trained and prod(row.shape) >= model_states.SMALLEST_PAGED)
+    large = (row for row in parameter_table(recipe) if row.trained and prod(row.shape) >= SMALLEST_PAGED)
     return sum(sum(optimizer.states) * optimizer.width * row.count * prod(row.shape) for row in large)
 
 
@@ -88,11 +96,19 @@ def waits(recipe: Recipe, card: Gpu, link: float | None) -> dict[str, tuple[floa
     crossing, through = to_host(recipe)
     found = {}
     if moved := sent(recipe):
-        # half of NVLink's datasheet figure, which adds both directions
-        rate = link or (card.nvlink / 2 if card.nvlink else pcie_bandwidth(card.pcie))
-        found["links"] = tuple(moved / (rate * share) for share in (LINK, *LINK_RANGE))
+        rate, shares = link_of(card, link)
+        found["links"] = tuple(moved / (rate * share) for share in shares)
     if crossing or through:
         pcie = pcie_bandwidth(card.pcie)
-        rates = zip((LINK, *LINK_RANGE), (HOST_BANDWIDTH, *HOST_RANGE), strict=True)
+        rates = zip(PCIE_SHARE, (HOST_BANDWIDTH, *HOST_RANGE), strict=True)
         found["host"] = tuple(crossing / (pcie * share) + through / memory for share, memory in rates)
     return found
+
+
+def link_of(card: Gpu, link: float | None = None) -> tuple[float, tuple[float, float, float]]:
+    """Bytes a second in one direction from card to card by the datasheet, or `link`; (likely, best, worst) share of it."""
+    if link:
+        return link, NETWORK_SHARE
+    if card.nvlink:
+        return card.nvlink / 2, NVLINK_SHARE  # the datasheet adds both directions
+    return pcie_bandwidth(card.pcie), PCIE_SHARE if card.peer_to_peer else THROUGH_HOST_SHARE

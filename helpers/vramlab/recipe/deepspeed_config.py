@@ -25,6 +25,8 @@ def deepspeed_config(sharding: Sharding) -> dict[str, Any]:
     if sharding.offload == "parameters":
         zero["offload_param"] = {"device": "cpu"}
     auto = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping")
+    if not sharding.memory_efficient_linear:
+        zero["memory_efficient_linear"] = False
     config = {"zero_optimization": zero, **dict.fromkeys(auto, "auto")}
     config |= {name: {"enabled": "auto"} for name in ("fp16", "bf16")}
     return config | ({"zero_force_ds_cpu_optimizer": False} if sharding.offload else {})

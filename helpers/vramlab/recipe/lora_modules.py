@@ -142,7 +142,7 @@ def unquantized(recipe: Any) -> list[str]:
     cast = ", and prepare_model_for_kbit_training casts them to fp32" if recipe.quantization.prepare else ""
     kept, total = sum(w.size for w in left), shape.num_parameters
     sizes = f"{kept / 1e9:,.1f} of {total / 1e9:,.1f} billion" if total >= 1e9 else f"{kept:,} of {total:,}"
-    return [*notes, f"{sizes} weights are not quantized: bitsandbytes takes nn.Linear layers, {what}{cast}"]
+    return [*notes, f"{sizes} weights are not quantized: transformers' loader takes nn.Linear layers, {what}{cast}"]
 
 
 def _default(shape: Any) -> Targets:

@@ -7,7 +7,8 @@ from ..report.errors import RecipeError
 from .knobs import Refusals, check, documented, knob, refuse
 
 PRECISIONS = ("fp32", "tf32", "fp16-mixed", "bf16-mixed", "fp16-true", "bf16-true")
-ATTENTION = ("eager", "sdpa", "flash_attention_2")
+REPEATED = "sdpa_repeated"  # sdpa on keys that are repeated for the query heads which share them
+ATTENTION = ("eager", "sdpa", REPEATED, "flash_attention_2")
 # TRL's, by the name of their Recipe; of dpo and reward a sample is a pair of sequences
 TRL = {"sft": "SFTTrainer", "dpo": "DPOTrainer", "kto": "KTOTrainer", "reward": "RewardTrainer"}
 FUSED = ("sft", "dpo", "kto")  # whose head makes no logits
@@ -82,6 +83,8 @@ class Sharding:
     offload: str | None = knob(None, choices=("optimizer", "parameters"))
     rank: int = knob(0, least=0)
     wrap: str = knob("layers", choices=("layers", "model"))
+    reshard_root: bool = knob(False)
+    memory_efficient_linear: bool = knob(True)
     schedule: str = knob("1f1b", choices=("gpipe", "1f1b"))
     micro_batches: int = knob(1, most=2**16)
 
@@ -99,13 +102,20 @@ class Sharding:
         yield "offload", self.offload and self.offload not in offloads, allowed
         third = self.offload == "parameters" and self.stage < 3
         yield "offload", third, "parameters can be offloaded at stage 3 only"
-        for name, engine in (("schedule", "pipeline"), ("micro_batches", "pipeline"), ("wrap", "fsdp")):
+        of_one = {"schedule": "pipeline", "micro_batches": "pipeline", "wrap": "fsdp", "reshard_root": "fsdp"}
+        of_one["memory_efficient_linear"] = "deepspeed"
+        for name, engine in of_one.items():
             changed = getattr(self, name) != getattr(type(self), name)
             yield name, changed and self.engine != engine, f"only engine {engine!r} knows it"
+        for name in ("reshard_root", "memory_efficient_linear"):
+            changed = getattr(self, name) != getattr(type(self), name)
+            yield name, changed and self.stage != 3, "only stage 3 gathers weights for each pass: leave it out"
 
     def words(self) -> str:
         offload = f" · {self.offload} offloaded" if self.offload else ""
-        return f"{self.engine} stage {self.stage} × {self.world_size}{offload}"
+        root = " · root resharded" if self.reshard_root else ""
+        linear = "" if self.memory_efficient_linear else " · plain linear layers"
+        return f"{self.engine} stage {self.stage} × {self.world_size}{offload}{root}{linear}"
 
 
 @documented

@@ -20,7 +20,7 @@ from .configuration import MOST_LAYERS, plain, read_json
 from .families import TASKS
 from .knobs import Refusals, check, documented, knob, knobs, rebuild, refuse
 from .optimizers import ALIASES, OPTIMIZERS, REFUSED, optimizer_arguments
-from .options import ATTENTION, DTYPES, HALF, LOOPS, PRECISIONS, TRL, Loop, LoRA, Quantization, Sharding
+from .options import ATTENTION, DTYPES, HALF, LOOPS, PRECISIONS, REPEATED, TRL, Loop, LoRA, Quantization, Sharding
 from .shapes import Shape, read_shape
 
 LEAST_BATCH = {"kto": 2}  # samples
@@ -28,6 +28,7 @@ MOST_MICRO_BATCHES = 2**16  # each of them is run
 PARTS = {"lora": LoRA, "quantization": Quantization, "sharding": Sharding, "loop": Loop}
 # Fields that stored keys of recipes do not know, and LATER, are left out at their defaults.
 LATER_OF_LORA = ("use_dora", "lora_bias", "target_parameters")
+LATER_OF_PARTS = {**dict.fromkeys(LATER_OF_LORA), "reshard_root": False, "memory_efficient_linear": True}
 
 
 @documented
@@ -112,8 +113,12 @@ class Recipe:
             raise RecipeError("seq_len", self.seq_len, f"{shape.name} has {longest} positions")
         if self.attn_implementation is None:
             self._set("attn_implementation", shape.attention)
-        elif self.attn_implementation == "sdpa" and shape.attention == "eager":
-            raise RecipeError("attn_implementation", "sdpa", f"transformers has none for a {shape.family}: use 'eager'")
+        elif self.attn_implementation in ("sdpa", REPEATED) and shape.attention == "eager":
+            allowed = f"transformers has none for a {shape.family}: use 'eager'"
+            raise RecipeError("attn_implementation", self.attn_implementation, allowed)
+        if self.attn_implementation == REPEATED and not shape.shares_keys:
+            allowed = "it repeats keys that query heads share and a known family hands on as they are: use 'sdpa'"
+            raise RecipeError("attn_implementation", REPEATED, allowed)
         lora_modules.adapted(shape, self.lora)
 
     def _refusals(self) -> Refusals:
@@ -327,7 +332,10 @@ def as_recipe(value: Any) -> Recipe:
 
 def _as_json(value: Any) -> Any:
     if isinstance(value, (LoRA, Quantization, Sharding, Loop)):
-        return {name: _as_json(one) for name, one in vars(value).items() if one or name not in LATER_OF_LORA}
+        said = {
+            name: one for name, one in vars(value).items() if (one or None) != (LATER_OF_PARTS.get(name, ...) or None)
+        }
+        return {name: _as_json(one) for name, one in said.items()}
     return list(value) if isinstance(value, tuple) else value
 
 

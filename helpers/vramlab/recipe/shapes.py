@@ -160,6 +160,11 @@ class Shape:
         return sum(weight.size for weight in self.weights())
 
     @property
+    def shares_keys(self) -> bool:
+        """Whether query heads share keys that a known family hands to the kernel as they are."""
+        return bool(self.layout and self.layout.grouped_keys and self.num_kv_heads < self.num_heads)
+
+    @property
     def stores_tied_head(self) -> bool:
         """Whether the published checkpoint has the head's matrix too, though it is the embedding's."""
         entry = catalogue().get(self.name, {})

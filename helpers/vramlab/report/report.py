@@ -21,6 +21,7 @@ KiB, MiB, GiB = 1024, 1024**2, 1024**3
 UNITS = {"GiB": GiB, "MiB": MiB, "KiB": KiB, "B": 1}
 MOST = 2**63  # bytes, and any other number of a report
 TIERS = {"safe": "high", "likely": "value", "tight": "low"}  # which end of a process's interval has to fit the card
+NO_TIER = "does not fit"
 
 
 def format_bytes(n: int | float, unit: str = "GiB", digits: int = 3) -> str:
@@ -103,6 +104,18 @@ class Interval:
         """Return the surest of TIERS in which it fits `total` bytes, "" if none."""
         return next((name for name, end in TIERS.items() if getattr(self, end) <= total), "")
 
+    def verdict(self, total: int) -> str:
+        """Return the same in words, which for none are NO_TIER."""
+        return self.tier(total) or NO_TIER
+
+    def __add__(self, other: "Interval") -> "Interval":
+        """Return the sum, end by end."""
+        return Interval(self.low + other.low, self.value + other.value, self.high + other.high)
+
+    def at_least(self, other: "Interval") -> "Interval":
+        """Return the higher of the two, end by end."""
+        return Interval(max(self.low, other.low), max(self.value, other.value), max(self.high, other.high))
+
     def __int__(self) -> int:
         return self.value
 
@@ -164,12 +177,20 @@ class Report:
     requested: int | None = None  # the same before the allocator rounded, where known
     reserved: int | Interval | None = None  # the allocator's segments
     process: int | Interval | None = None  # NVML's figure
+    usable: int | None = None  # of the card's bytes what the process may have, where a card was named
+    granted: str = ""  # what of it the allocator was given in the simulation, in words
     rss: int | None = None  # on a CPU run, the process's peak resident set
     loading: Bytes | None = None  # the highest moment of loading a quantized base; None: not above phase "load"
     speed: Speed | None = None
     timeline: list[Moment] = field(default_factory=list, repr=False)
     environment: dict[str, Any] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
+
+    @property
+    def verdict(self) -> str:
+        """One of TIERS or NO_TIER: how sure it is that the process fits the card; "" without a card."""
+        known = self.usable is not None and self.process is not None
+        return Interval.of(self.process).verdict(self.usable) if known else ""
 
     def __post_init__(self):
         for name, allowed in (("source", SOURCES), ("status", ("ok", "oom", "error"))):
@@ -224,6 +245,7 @@ class Report:
         for name in ("reserved", "process", "rss"):
             if (value := getattr(self, name)) is not None:
                 lines.append(f"{name} {Interval.of(value).text(unit_for(int(value)))}")
+        lines += [self.granted] if self.granted else []
         if self.loading and self.loading.total > self.peak.total:
             lines.append(f"loading peaks at {format_bytes(self.loading.total, unit)}, above all of training")
         if self.speed:

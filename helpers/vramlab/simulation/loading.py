@@ -4,7 +4,7 @@
 has one by one are there twice while they are merged; a tied head that the checkpoint has too is there until it equals
 the embedding. Then `prepare_model_for_kbit_training` copies what is left to fp32.
 Deep models are loaded shallow, and the log is deepened. Unquantized models are loaded in host memory and moved tensor by
-tensor: the device never holds more than the result.
+tensor: the device never holds more than the result, unless FSDP shards it later.
 """
 
 import contextlib
@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from ..hardware.overhead import UNIT, rounded
+from ..recipe.process_context import loads_whole
 from ..recipe.recipe import Recipe
 from ..report.report import Bytes
 from ..tracking.fake_tracker import FakeTracker
@@ -45,6 +46,8 @@ class FileSlice:
 
 def loading_peak(recipe: Recipe, target: str) -> Bytes | None:
     """The split at the highest moment while the base is loaded, whole on every rank; None: never above its end."""
+    if loads_whole(recipe):
+        return _whole(recipe, UNIT if target == "cuda" else 1)
     if recipe.quantization is None:
         return None
     dtype, adapters = recipe.weights_dtype, {"target_modules": "all-linear"}
@@ -52,6 +55,16 @@ def loading_peak(recipe: Recipe, target: str) -> Bytes | None:
     fields = {"task": recipe.shape.task, "dtype": dtype, "precision": precision, "lora": adapters}
     base = Recipe(recipe.shape.config, quantization=recipe.quantization, **fields)
     return _highest(base, target, recipe.shape.stores_tied_head)
+
+
+def _whole(recipe: Recipe, unit: int) -> Bytes:
+    """The split of the model before it is sharded, whose tensors take multiples of `unit` bytes."""
+    with fake_world("cpu"):
+        model = models.build_model(recipe.replace(sharding=None), "cpu")
+    sizes = []
+    for tensors in (model.parameters(), model.buffers()):
+        sizes.append(sum(-(-tensor.nbytes // unit) * unit for tensor in tensors))
+    return Bytes(parameters=sizes[0], buffers=sizes[1])
 
 
 @lru_cache(maxsize=64)

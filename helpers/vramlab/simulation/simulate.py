@@ -14,11 +14,13 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map_only
 
+from ..hardware.contexts import Room
 from ..hardware.gpu import DEFAULT_CHIP, Gpu, find_gpu
 from ..hardware.overhead import UNIT
 from ..recipe import liger, lora_modules
 from ..recipe.evaluation import Evaluation
 from ..recipe.options import TRL
+from ..recipe.process_context import room_on
 from ..recipe.recipe import Loop, Recipe, as_recipe
 from ..report.errors import RecipeError, VramLabError, needing
 from ..report.report import Report
@@ -60,6 +62,8 @@ def simulate(
     precision: str = "fp32",
     steps: int = 2,
     full: bool = False,
+    other_memory: int = 0,
+    expandable_segments: bool = False,
 ) -> Report:
     """Where every byte of a training step would be, without a GPU and without the memory.
 
@@ -77,8 +81,10 @@ def simulate(
             those that an operator takes, as inputs. What the step does not touch is not counted.
         steps: optimizer steps to run; the phases of the last are reported, the peak is that of all.
         full: run all layers and micro-batches instead of repeating some in the log (equal, and slower).
+        other_memory: bytes of the card that a display or other processes hold.
+        expandable_segments: the allocator has PYTORCH_ALLOC_CONF=expandable_segments:True.
     Returns:
-        A report with source "simulated"; sizes in bytes.
+        A report with source "simulated"; sizes in bytes. With a card its `verdict` says how sure it is that it fits.
     Raises:
         RecipeError: the recipe or module needs something that has no simulation; it names the field and the line.
     """
@@ -86,10 +92,12 @@ def simulate(
     if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
         raise RecipeError("steps", steps, "it must be a whole number of at least 1")
     card = find_gpu(gpu) if gpu else None
+    recipe = None if recipe is None else as_recipe(recipe)
+    room = room_on(recipe, card, other_memory, expandable_segments)
     if recipe is not None:
-        return _of_recipe(as_recipe(recipe), target, card, steps, full)
+        return _of_recipe(recipe, target, card, steps, full, room)
     loop = Loop.named(loop) if isinstance(loop, str) else loop
-    return _of_module(ModuleStep(model, batch, optimizer, loss, loop, precision), target, card, steps)
+    return _of_module(ModuleStep(model, batch, optimizer, loss, loop, precision), target, card, steps, room)
 
 
 def _check_target(target: str) -> None:
@@ -97,19 +105,19 @@ def _check_target(target: str) -> None:
         raise RecipeError("target", target, "allowed are 'cuda' and 'cpu'")
 
 
-def _of_recipe(recipe: Recipe, target: str, card: Gpu | None, steps: int, full: bool) -> Report:
+def _of_recipe(recipe: Recipe, target: str, card: Gpu | None, steps: int, full: bool, room: Room | None) -> Report:
     notes = ["torch_compile: the eager step is simulated"] if recipe.torch_compile else []
     if recipe.activation_offloading:
         notes.append("activation_offloading: reserved is that of one stream, where the copies use a second one")
     notes += loop_notes(recipe.loop) + lora_modules.notes(recipe)
     if card and (why := card.why_not(recipe.precision)):
         notes.append(why)
-    history = trace(recipe, target, card, steps, full)
+    history = trace(recipe, target, card, steps, full, room)
     more = {"notes": notes + history.notes, "loading": loading_peak(recipe, target)}
-    return to_report(history, "simulated", recipe, target, card=card, **more)
+    return to_report(history, "simulated", recipe, target, **more)
 
 
-def _of_module(step: ModuleStep, target: str, card: Gpu | None, steps: int) -> Report:
+def _of_module(step: ModuleStep, target: str, card: Gpu | None, steps: int, room: Room | None) -> Report:
     """The same for any module, which holds fake tensors while it runs."""
     step.check()
     tracker = None
@@ -124,23 +132,30 @@ def _of_module(step: ModuleStep, target: str, card: Gpu | None, steps: int) -> R
             raise
         except Exception as error:  # a module has its own ways to refuse a batch
             raise step.failed(tracker.phase if tracker else "load", error) from error
-    history = History(tracker.log, tracker.marks, target == "cuda", card)
+    history = History(tracker.log, tracker.marks, target == "cuda", room)
     more = {"title": type(step.model).__name__, "notes": step.notes() + values.notes + tracker.notes}
-    return to_report(history, "simulated", None, target, card=card, **more)
+    return to_report(history, "simulated", None, target, **more)
 
 
-def trace(recipe: Recipe, target: str = "cuda", card: Gpu | None = None, steps: int = 2, full: bool = False) -> History:
+def trace(
+    recipe: Recipe,
+    target: str = "cuda",
+    card: Gpu | None = None,
+    steps: int = 2,
+    full: bool = False,
+    room: Room | None = None,
+) -> History:
     """The history of every storage over `steps` optimizer steps of `recipe`: of a shallow run, deepened, where that is
     the lesser work, and of few micro-batches, unless `full`. `History.notes` says where layers do not repeat."""
     notes = []
     if not full:
         try:
             # with a fused loss the first product of backward is in the last layer, which then differs from the others
-            return _lengthened(recipe, target, card, steps, may_be_alike=not recipe.use_liger_kernel)
+            return _lengthened(recipe, target, card, steps, room, may_be_alike=not recipe.use_liger_kernel)
         except NotRegular as error:
             notes.append(f"all {recipe.shape.num_layers} layers were run, none repeated: {error}")
     tracker = _run(recipe, target, card, steps, full=True)
-    return History(tracker.log, tracker.marks, target == "cuda", card, notes + tracker.notes)
+    return History(tracker.log, tracker.marks, target == "cuda", room, notes + tracker.notes)
 
 
 def _is_abridged(recipe: Recipe) -> bool:
@@ -158,6 +173,8 @@ def may_be_deepened(recipe: Recipe, target: str) -> bool:
     sharding = recipe.sharding
     if sharding and sharding.engine != "tensor" and (sharding.engine, sharding.wrap) != ("fsdp", "layers"):
         return False
+    if sharding and sharding.reshard_root:
+        return False
     if lora_modules.differ_by_layer(recipe.shape, recipe.lora):
         return False
     return recipe.shape.num_layers > GROUPS + bool(sharding)
@@ -171,7 +188,9 @@ def _is_written_down(recipe: Recipe) -> bool:
     return shape.layout is not None and not routed and not any(shape.settings.get(name) for name in more)
 
 
-def _lengthened(recipe: Recipe, target: str, card: Gpu | None, steps: int, may_be_alike: bool) -> History:
+def _lengthened(
+    recipe: Recipe, target: str, card: Gpu | None, steps: int, room: Room | None, may_be_alike: bool
+) -> History:
     """The history of a run of few layers and micro-batches, made longer where that is the lesser work. Raises NotRegular."""
     layers = None
     if may_be_deepened(recipe, target):
@@ -185,10 +204,10 @@ def _lengthened(recipe: Recipe, target: str, card: Gpu | None, steps: int, may_b
         except NotRegular:
             if layers.middle == 2:
                 raise
-            return _lengthened(recipe, target, card, steps, may_be_alike=False)
+            return _lengthened(recipe, target, card, steps, room, may_be_alike=False)
     if _is_abridged(recipe):
         log, marks = repeat(log, marks, recipe.gradient_accumulation_steps)
-    return History(log, marks, target == "cuda", card, tracker.notes)
+    return History(log, marks, target == "cuda", room, tracker.notes)
 
 
 def _deeper(recipe: Recipe, target: str, card: Gpu | None, steps: int, layers: Repetition) -> tuple[Tracker, Log, list]:
@@ -230,9 +249,9 @@ def simulate_evaluation(
             rest = f"the evaluation of transformers' own Trainer is simulated with {getattr(Recipe, field)!r} only"
             raise RecipeError(field, value, rest)
     tracker = _run(recipe, target, card, 1, evaluation, full)
-    history = History(tracker.log, tracker.marks, target == "cuda", card)
+    history = History(tracker.log, tracker.marks, target == "cuda", room_on(recipe, card))
     more = {"since": history.last_step[0][1], "title": f"{recipe} · evaluation", "notes": tracker.notes}
-    return to_report(history, "simulated", recipe, target, card=card, **more)
+    return to_report(history, "simulated", recipe, target, **more)
 
 
 def _run(

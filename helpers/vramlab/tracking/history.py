@@ -7,8 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from ..hardware.allocator import Replayed, replay
-from ..hardware.gpu import Gpu, process
+from ..hardware.allocator import AllocatorError, Replayed, replay
+from ..hardware.contexts import Room, context_on
+from ..hardware.overhead import expandable
 from ..recipe.recipe import Recipe
 from ..report import report
 from ..report.report import CATEGORIES, Bytes, Interval, MiB, Moment, Phase, Report, TensorGroup
@@ -55,14 +56,13 @@ class History:
     Args:
         allocator: also run the log through the model of CUDA's caching allocator (`replayed`). What its blocks hold
             beyond the requests is then workspace, and the total is what `torch.cuda.memory_allocated` says.
-        card: whose memory, besides CUDA's context, the allocator has; None: no limit.
+        room: what the allocator has of a card, where the context is as usual; None: no limit.
     """
 
-    def __init__(self, log: list | Log, marks: list, allocator: bool = False, card: Gpu | None = None, notes=()):
+    def __init__(self, log: list | Log, marks: list, allocator: bool = False, room: Room | None = None, notes=()):
         self.log, self.notes = log if isinstance(log, Log) else Log(list(log)), list(notes)
-        room = card.total - card.context_interval.value if card else None
-        log = self.log
-        self.replayed = replay(log.sizes, log.keys, log.streams, room) if allocator else None
+        log, self.room = self.log, room
+        self.replayed = self.replay(room.left("value") if room else None) if allocator else None
         self.requested = int((np.sign(log.sizes) * log.asked).cumsum().max(initial=0))
         deltas = np.zeros((len(log) + 1, len(ATTRIBUTED)), dtype=np.int64)
         columns = np.array([INDEX[storage.category or "temporaries"] for _, storage, _ in log.events], int)
@@ -74,6 +74,10 @@ class History:
         starts, ends = [(0, "load"), *marks], [*(position for position, _ in marks), len(self.log)]
         # (phase, first position, last position), in order; the first is "load"
         self.stretches = [(name, start, end) for (start, name), end in zip(starts, ends, strict=True)]
+
+    def replay(self, limit: int | None) -> Replayed:
+        """The log in CUDA's caching allocator, which has at most `limit` bytes; None: any."""
+        return replay(self.log.sizes, self.log.keys, self.log.streams, limit)
 
     def highest(self, start: int = 0, end: int | None = None) -> int:
         """The first position from `start` to `end` with the most bytes alive."""
@@ -148,18 +152,20 @@ def to_report(
     source: str,
     recipe: Recipe | None,
     target: str,
-    card: Gpu | None = None,
     since: int = 0,
     **more: Any,
 ) -> Report:
     """The report of a replayed run, with its peak from position `since` on; of a simulated one also what is reserved."""
-    at = history.highest(since)
+    at, room = history.highest(since), history.room
     if source == "simulated" and history.replayed:
-        replayed, allocated = history.replayed, int(history.live.max())
+        allocated = int(history.live.max())
         more |= {"allocated": allocated, "requested": history.requested} if not since else {}
-        more["reserved"], more["process"] = _reserved_and_process(replayed, allocated, card)
-        if card and replayed.failed:
-            more["notes"] = [*more.get("notes", ()), f"does not fit {card.name}: {_failure(history)}"]
+        more["reserved"], more["process"], failed = _reserved_and_process(history, allocated, more.get("loading"))
+        if room:
+            more |= {"usable": room.usable, "granted": str(room)}
+        if failed:
+            said = f"does not fit {room.card.name}: {_failure(history, failed)}"
+            more["notes"] = [*more.get("notes", ()), said]
     return Report(
         source=source,
         recipe=recipe.to_dict() if recipe else None,
@@ -170,14 +176,13 @@ def to_report(
         peak_phase=history.phase_at(at),
         largest=history.largest(at),
         timeline=history.timeline(),
-        environment=report.environment(gpu=card.name if card else None),
+        environment=report.environment(gpu=room.card.name if room else None),
         **more,
     )
 
 
-def _failure(history: History) -> str:
+def _failure(history: History, error: AllocatorError) -> str:
     """Which request of a run found no room, and what filled the card then, in the words of PyTorch's own message."""
-    error = history.replayed.failed
     begun = [name for name, start, _ in history.stretches if start <= error.event]
     step = 1 + begun[:-1].count("between_steps")
     asked, free = history.log.storage(error.event).asked, error.limit - error.reserved
@@ -190,13 +195,30 @@ def _failure(history: History) -> str:
     )
 
 
-def _reserved_and_process(replayed: Replayed, allocated: int, card: Gpu | None) -> tuple[Interval, Interval]:
-    """Reserved memory, and that of the process with CUDA's context, as intervals around the allocator's model: 97 % of the
-    published runs that say it lie below the upper end. A card that the step fits gives unused segments back before it
-    is full."""
-    inside = Interval(allocated, replayed.reserved, replayed.reserved + max(replayed.reserved // 10, 64 * MiB))
-    if not card or replayed.failed:
-        return inside, process(inside, card)
-    inside = dataclasses.replace(inside, high=min(inside.high, card.total - card.context_interval.low))
-    around = process(inside, card)
-    return inside, dataclasses.replace(around, high=min(around.high, card.total))
+def _reserved_and_process(
+    history: History, allocated: int, loading: Bytes | None
+) -> tuple[Interval, Interval, AllocatorError | None]:
+    """Reserved memory, that of the process, and what failed where the context is least.
+
+    The log is replayed in what each end of the context leaves. Without expandable segments 97 % of the published runs
+    that say it lie below the upper end, a tenth above the replay; what does not fit is shown as on a larger card.
+    """
+    room = history.room
+    held = room.context if room else context_on()
+    highest = max(allocated, loading.total if loading else 0)
+    if room and room.expandable_segments:
+        inside = expandable(highest)
+        return inside, inside + held, None
+    usual, failed = history.replayed, None
+    least = most = usual
+    if room and usual.failed:
+        least = history.replay(room.left("low"))
+        failed = least.failed
+    elif room and usual.reserved > room.left("high"):
+        most = history.replay(room.left("high"))
+    value, high = (max(each.reserved, highest) for each in (usual, most))
+    inside = Interval(highest, value, high + max(high // 10, 64 * MiB))
+    around = inside + held
+    if failed:  # the least that would have done for the request
+        around = dataclasses.replace(around, low=max(around.low, failed.needed + held.low))
+    return inside, around, failed

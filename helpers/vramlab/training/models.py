@@ -17,6 +17,7 @@ from ..recipe.configuration import reason
 from ..recipe.families import TASKS
 from ..recipe.from_transformers import make
 from ..recipe.liger import kernels
+from ..recipe.options import REPEATED
 from ..recipe.recipe import Recipe
 from ..report.errors import RecipeError, needing
 from . import trl_trainers
@@ -24,6 +25,7 @@ from .default_dtype import own_default_dtype
 from .engine import makes_fakes
 from .patched import caught
 from .quiet import unheard
+from .repeated_keys import repeat_shared_keys
 
 
 def weight_dtype(recipe: Recipe) -> torch.dtype:
@@ -73,6 +75,8 @@ def _prepared(model: torch.nn.Module, recipe: Recipe) -> torch.nn.Module:
 def meta_model(recipe: Recipe) -> torch.nn.Module:
     """The recipe's model on the meta device, in its weights' dtype, neither quantized nor adapted."""
     dtype = weight_dtype(recipe)
+    if recipe.attn_implementation == REPEATED:
+        repeat_shared_keys()
     with own_default_dtype():
         model = make(recipe.shape, dtype=dtype, attn_implementation=recipe.attn_implementation)
     kept = set(getattr(model, "_keep_in_fp32_modules_strict", None) or ())

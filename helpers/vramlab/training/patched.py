@@ -5,8 +5,10 @@ values are kept where torch hands them to the threads of autograd that work for 
 """
 
 import contextlib
+import ctypes
 import functools
 import os
+import sys
 import threading
 import types
 from collections.abc import Callable, Iterator, Sequence
@@ -26,9 +28,17 @@ def _values() -> dict["_Attribute", Any]:
     return torch._C._get_obj_in_tls(TLS_KEY) if torch._C._is_key_in_tls(TLS_KEY) else {}
 
 
+def _stash(values: dict["_Attribute", Any]) -> None:
+    """Keep `values` for this thread. torch 2.11 takes the caller's reference instead of one of its own."""
+    before = sys.getrefcount(values)
+    torch._C._stash_obj_in_tls(TLS_KEY, values)
+    if sys.getrefcount(values) == before:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(values))
+
+
 def _keep(values: dict["_Attribute", Any]) -> None:
-    if values:
-        torch._C._stash_obj_in_tls(TLS_KEY, values)
+    if values or not hasattr(torch._C, "_remove_obj_from_tls"):  # torch 2.11 cannot remove
+        _stash(values)
     elif torch._C._is_key_in_tls(TLS_KEY):
         torch._C._remove_obj_from_tls(TLS_KEY)
 

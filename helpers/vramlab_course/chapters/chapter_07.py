@@ -5,6 +5,7 @@ from functools import cache
 
 from vramlab.formulas.predict import predict
 from vramlab.hardware.allocator import Allocator
+from vramlab.hardware.contexts import context_on
 from vramlab.hardware.gpu import find_gpu
 from vramlab.recipe.recipe import LoRA, Quantization, Recipe
 
@@ -39,7 +40,7 @@ def room() -> int:
     """Bytes that RECIPE's segments may take: the card without CUDA's context and without WHOLE's other layers."""
     card = find_gpu(CARD)
     others = predict(WHOLE, gpu=CARD).peak.total - predict(RECIPE, gpu=CARD).peak.total
-    return card.total - card.context_interval.value - others
+    return card.total - context_on(card).value - others
 
 
 @cache

@@ -30,6 +30,7 @@ MODELS = (
     "qwen2.5-32b", "llama-3.1-70b",
 )  # fmt: skip
 METHODS = ("full", "lora", "qlora")
+SAID = {"bf16-true": "bf16", "fp16-true": "fp16"}  # of full training; else weights are fp32
 INDENT = -0.23  # tables begin where the bars' labels do
 PAGE, MARGIN = (8.27, 11.69), 10 / 25.4  # inches
 HEAD = ("largest part of the peak", "what to do", "chapter")
@@ -45,13 +46,13 @@ RULES = (
     "peak  = weights + gradients + states + activations + temporaries at the highest moment, not what is left after the step",
     "fits  = upper end of the predicted process (segments + context) ≤ usable: the card's reported total (4070: estimated)",
     "batch = micro-batch × accumulation × GPUs: memory follows the first, learning the product",
-    "time  = operations / (U · peak) + 3 · bytes written / (V · bandwidth) + kernels · τ; the optimizer once a step",
+    "time  = max(operations / (U · peak) + 3 · bytes written / (V · bandwidth), kernels · τ); the optimizer once a step",
     "ranks = ZeRO 1: P + G + S / N · ZeRO 2: P + (G + S) / N · ZeRO 3: (P + G + S) / N + what is gathered; never activations",
 )
 LETTERS = (
-    "U, V: parts of the card's peak rate and bandwidth that kernels reach · τ: seconds to start a kernel",
+    "U, V: parts of the card's peak rate and bandwidth that kernels reach · τ: seconds to issue a kernel",
     "P, G, S: bytes of parameters, gradients, optimizer states · N: GPUs · r: the adapters' rank",
-    "table 3: AdamW's states may be paged to the host, nothing else; a T4 has no bf16: full training keeps fp32 weights",
+    "table 3: states may be 8-bit and paged; (mixed): fp32 weights; (bf16): all in bf16, which rounds small updates away",
 )
 
 
@@ -109,14 +110,18 @@ def ladder_rows() -> tuple[tuple[str, dict[str, int], float], ...]:
 
 @cache
 def largest_model(card: str, method: str) -> str:
-    """The largest of MODELS that `method` trains on `card` ("8 × RTX 4090": on eight), "–" if none."""
+    """The largest of MODELS that `method` trains on `card` ("8 × RTX 4090": on eight), "–" if none; of full training also
+    whether its weights are fp32 ("mixed")."""
     number, _, name = card.rpartition(" × ")
-    gpus, low, high = int(number or 1), 0, len(MODELS)
+    gpus, low, high, said = int(number or 1), 0, len(MODELS), "–"
     while low < high:  # models below `low` fit, from `high` on they do not
         middle = (low + high) // 2
         question = Question(MODELS[middle], name, gpus, global_batch=8, seq_len=TOKENS, method=method, offload=False)
-        low, high = (middle + 1, high) if Search(question).any_fit() else (low, middle)
-    return MODELS[low - 1] if low else "–"
+        recipe = Search(question).any_fit()
+        low, high = (middle + 1, high) if recipe else (low, middle)
+        if recipe:
+            said = MODELS[middle] + (f" ({SAID.get(recipe.precision, 'mixed')})" if method == "full" else "")
+    return said
 
 
 def matrix() -> list[tuple[str, ...]]:

@@ -11,9 +11,10 @@ from typing import Any
 
 from vramlab.formulas.predict import predict
 from vramlab.hardware.allocator import AllocatorError
+from vramlab.hardware.contexts import context_on
 from vramlab.hardware.gpu import find_gpu
 from vramlab.hardware.links import pcie_bandwidth
-from vramlab.hardware.overhead import CONTEXT, cublas_workspace
+from vramlab.hardware.overhead import cublas_workspace
 from vramlab.measurement.records import find_record
 from vramlab.planning.question import Question, usable_memory
 from vramlab.planning.search import Search
@@ -117,7 +118,7 @@ def reports(
     found = {name: recorded_report(recipe, gpu, target) for name, recipe in made.items()}
     if None in (cards := {report and report.environment["gpu"] for report in found.values()}) or len(cards) > 1:
         found = {name: witness(recipe, by, gpu, target) for name, recipe in made.items()}
-    names: dict[str, Any] = {"GiB": GiB, "MiB": MiB, "context": _ends(CONTEXT)}
+    names: dict[str, Any] = {"GiB": GiB, "MiB": MiB, "context": _ends(context_on())}
     names.update({name: {**shape_facts(made[name]), **report_facts(report)} for name, report in found.items()})
     if gpu:
         names["card"] = card_facts(gpu)

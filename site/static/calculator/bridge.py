@@ -74,7 +74,8 @@ def answer(given: str) -> str:
     try:
         card = find_gpu(state["gpu"])
         recipe = recipe_in(state)
-        report = predict(recipe, gpu=card)
+        expandable = state["expandable_segments"]
+        report = predict(recipe, gpu=card, expandable_segments=expandable)
     except (VramLabError, ImportError) as error:
         return json.dumps({"error": _why(error)})
     need = report.process
@@ -82,9 +83,9 @@ def answer(given: str) -> str:
         {
             "recipe": str(recipe), "peak": report.peak.total, "phase": report.peak_phase,
             "parts": [[name, size] for name, size in report.peak.items() if size],
-            "process": [need.low, need.value, need.high], "card": [card.name, card.total],
-            "tier": need.tier(card.total) or "no",
-            "idle": sorted(idle(state)), "notes": report.notes, "code": code_of(recipe, card.name),
+            "process": [need.low, need.value, need.high], "card": [card.name, report.usable],
+            "tier": report.verdict,
+            "idle": sorted(idle(state)), "notes": report.notes, "code": code_of(recipe, card.name, expandable),
             "command": _command(state, recipe), "arguments": _arguments(recipe),
         }
     )  # fmt: skip
@@ -97,6 +98,7 @@ def _command(state: dict, recipe) -> str:
         if value in (UNSET, "", False) or (not part and value == knob.default and name != "batch_size"):
             continue
         words.append(f"--{name.replace('_', '-')}" + ("" if value is True else f" {value}"))
+    words += ["--expandable-segments"] if state["expandable_segments"] else []
     return " \\\n  ".join([words[0], *sorted(words[1:]), f"--gpu '{state['gpu']}'"])
 
 

@@ -1,12 +1,6 @@
 // The calculator's page: controls made from what vramlab says of them, an answer drawn as a bar, the state in the address.
 const GiB = 2 ** 30;
 const place = document.getElementById("calculator");
-const TIERS = {
-  safe: "fits safely",
-  likely: "is likely to fit",
-  tight: "fits only with luck (tight)",
-  no: "does not fit",
-};
 const gib = (bytes, digits = 2) => (bytes / GiB).toFixed(digits);
 const element = (tag, attributes = {}, ...children) => {
   const svg = ["svg", "g", "rect", "line", "circle", "text", "title"].includes(tag);
@@ -136,7 +130,7 @@ function draw(answer) {
     const change = drawn ? answer.peak - drawn.peak : 0;
     const moved = change ? `, ${change > 0 ? "+" : "−"}${gib(Math.abs(change))} GiB` : "";
     said.replaceChildren(
-      element("p", { class: `tier ${answer.tier}` }, element("strong", {}, `${card}: ${TIERS[answer.tier]}.`)),
+      element("p", { class: `tier ${answer.tier.split(" ")[0]}` }, element("strong", {}, `${card}: ${answer.tier}.`)),
       element("p", {}, `Peak ${gib(answer.peak)} GiB${moved}, in phase ${answer.phase.replace("_", " ")}. The whole process is likely to ` +
         `take ${gib(likely)} GiB (${gib(low)} to ${gib(high)}) of ${gib(limit)}.`),
       ...answer.notes.map((note) => element("p", { class: "note" }, `Note: ${note}.`)));

@@ -5,7 +5,7 @@ import textwrap
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ...hardware.gpu import find_gpu
+from ...hardware.gpu import find_gpu, usable_memory
 from ...report.compare import check_unit, column_labels, failure
 from ...report.report import TIERS, Bytes, Interval, Moment, Report, TensorGroup
 from . import style
@@ -80,18 +80,19 @@ def fits(needs: Mapping[str, Interval], limit, title: str, subtitle: str = "", u
     size, (figure, ax) = check_unit(unit), style.start(title, subtitle)
     rows = [(unit, "at least", "likely", "at most", "card", "fits")]
     dashes = dict(zip(dict.fromkeys(card.name for card in cards), itertools.cycle(["--", ":", "-."]), strict=False))
-    tiers = [need.tier(card.total) or "too much" for need, card in zip(needs.values(), cards, strict=True)]
+    rooms = [usable_memory(card) for card in cards]
+    tiers = [need.verdict(room) for need, room in zip(needs.values(), rooms, strict=True)]
     said = [tier + f"\non {card.name}" * (len(dashes) > 1) for tier, card in zip(tiers, cards, strict=True)]
     widths = [0.02 * (1 + max(map(len, words.split("\n")))) for words in said]  # a letter is 1/50 of the axes, about
-    right = max(*(need.high for need in needs.values()), *(card.total for card in cards)) / (1 - max(widths))
-    for y, ((name, need), card, tier) in enumerate(zip(needs.items(), cards, tiers, strict=True)):
+    right = max(*(need.high for need in needs.values()), *rooms) / (1 - max(widths))
+    for y, ((name, need), card, room, tier) in enumerate(zip(needs.items(), cards, rooms, tiers, strict=True)):
         ax.barh(y, (need.high - need.low) / size, 0.45, need.low / size, color=style.PROCESS)
         ax.plot(need.value / size, y, "o", color=style.INK, markersize=5)
         draw_limit(lambda x, y=y, **look: ax.plot([x, x], [y - 0.5, y + 0.5], **look), card, unit, dashes[card.name])
-        clear = card.total if need.high <= card.total <= need.high + widths[y] * right else need.high
+        clear = room if need.high <= room <= need.high + widths[y] * right else need.high
         look = {"color": style.INK if tier in TIERS else style.ALARM, "va": "center", "bbox": style.PATCH}
         ax.annotate(said[y], (clear / size, y), (5, 0), textcoords="offset points", gid="tier", **look)
-        bounds = [f"{n / size:,.2f}" for n in (need.low, need.value, need.high, card.total)]
+        bounds = [f"{n / size:,.2f}" for n in (need.low, need.value, need.high, room)]
         rows.append((" ".join(name.split()), *bounds[:3], f"{card.name}: {bounds[3]}", tier))
     ax.set_yticks(range(len(needs)), needs)
     words = f"{unit} that the process takes; the dot is the likely figure"

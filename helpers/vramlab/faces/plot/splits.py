@@ -4,7 +4,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ...hardware.gpu import Gpu, find_gpu
+from ...hardware.gpu import Gpu, find_gpu, usable_memory
 from ...report.compare import check_unit, failure
 from ...report.report import CATEGORIES, Bytes, Report, in_unit
 from . import style
@@ -62,7 +62,8 @@ def draw_limit(line, card: Gpu | str | None, unit: str, dash: Any = (0, (6, 3)))
     """Draw a line where a card is full with `ax.axhline` or another, named in the legend; none without a card."""
     if card is not None:
         card, look = find_gpu(card), {"color": style.ALARM, "linewidth": 1.4, "linestyle": dash}
-        line(card.total / check_unit(unit), label=f"{card.name}: {amount(card.total, unit)} {unit}", **look)
+        room = usable_memory(card)
+        line(room / check_unit(unit), label=f"{card.name}: {amount(room, unit)} {unit}", **look)
 
 
 def shared_title(reports: Sequence[Report]) -> str:

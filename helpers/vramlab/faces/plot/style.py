@@ -68,9 +68,10 @@ def start(heading: str, subtitle: str = "", rows: int = 1, **options: Any):
 
     figure = plt.figure(FigureClass=figure_class(), figsize=SIZE, dpi=DPI, layout="constrained")
     figure.heading = heading
-    figure.suptitle(heading, x=0.01, ha="left", fontweight="bold", fontsize=11.5)
+    figure.suptitle(heading, x=0.01, ha="left", fontweight="bold", fontsize=11.5, parse_math=False)
     axes = figure.subplots(rows, 1, squeeze=False, **options)[:, 0]
-    axes[0].set_title(textwrap.fill(subtitle, 78), loc="left", color="#444444", linespacing=1.25)
+    title = textwrap.fill(subtitle, 78)
+    axes[0].set_title(title, loc="left", color="#444444", linespacing=1.25, parse_math=False)
     for ax in axes:
         ax.grid(axis="y", color="#DDDDDD", linewidth=0.6)
         # Tick labels are made after the block, under the reader's settings: set their font now.
@@ -87,8 +88,24 @@ def finish(figure, rows: Sequence[tuple[str, ...]], alt: str, say_rows: bool = F
     if handles:
         figure.legend(handles.values(), handles, loc="outside lower left", ncols=3, handlelength=1.8, columnspacing=1.4)
     figure.rows, figure.alt = list(rows), " ".join((alt + (_in_words(rows) if say_rows else "")).split())
+    for text in _names(figure):
+        text.set_parse_math(False)
     figure.draw_without_rendering()  # makes tick labels in this style
     return figure
+
+
+def _names(figure) -> list[Any]:
+    """Texts that may name a model, in which a $ begins no formula; numbers of a logarithmic axis are formulas."""
+    from matplotlib.category import StrCategoryFormatter
+    from matplotlib.ticker import FixedFormatter
+
+    found = [text for legend in figure.legends for text in legend.get_texts()]
+    for ax in figure.axes:
+        found += ax.texts
+        for axis in (ax.xaxis, ax.yaxis):
+            if isinstance(axis.get_major_formatter(), FixedFormatter | StrCategoryFormatter):
+                found += axis.get_ticklabels()
+    return found
 
 
 def _in_words(rows: Sequence[tuple[str, ...]]) -> str:

@@ -34,7 +34,7 @@ class FSDP(Engine):
         sharding = self.recipe.sharding
         return shard(
             model,
-            units(model, sharding.wrap, as_accelerate=self.recipe.loop.name == "trainer"),
+            units(model, sharding.wrap, self.recipe.loop.name == "trainer", sharding.reshard_root),
             reshard_after_forward=sharding.stage == 3,
             half=AUTOCAST.get(self.recipe.precision),
             offload=sharding.offload is not None,
@@ -52,13 +52,17 @@ class Unit(NamedTuple):
     keep: bool = False
 
 
-def units(model: torch.nn.Module, wrap: str = "layers", as_accelerate: bool = True) -> list[Unit]:
+def units(
+    model: torch.nn.Module, wrap: str = "layers", as_accelerate: bool = True, reshard_root: bool = False
+) -> list[Unit]:
     """The units of a transformer, in the order in which to make them; the last is the root and has the rest.
 
     Each transformer layer (`_no_split_modules`) is a unit, with `wrap="model"` none; `as_accelerate` also makes one of the
     input embedding, and one of the last norm and the head, with the embedding if tied, and keeps this
-    (`accelerate.utils.fsdp_utils.fsdp2_prepare_model`). The root is kept, as by `fully_shard`'s default.
+    (`accelerate.utils.fsdp_utils.fsdp2_prepare_model`). The root is kept, as by `fully_shard`'s default, unless
+    `reshard_root`: `fully_shard(model, reshard_after_forward=True)`, as accelerate said before 1.14, without those units.
     """
+    root = Unit((model,), keep=not reshard_root)
     if wrap == "model":
         return [Unit((model,))]
     owners = [(id(p), module) for module in model.modules() for p in module._parameters.values() if p is not None]
@@ -68,7 +72,7 @@ def units(model: torch.nn.Module, wrap: str = "layers", as_accelerate: bool = Tr
     layers = [module for module in model.modules() if type(module).__name__ in kinds]
     layers = [layer for layer in layers if len({module in set(layer.modules()) for module in shared}) < 2]
     found = [Unit((layer,)) for layer in layers]
-    if as_accelerate:
+    if as_accelerate and not reshard_root:
         taken = {inner for layer in layers for inner in layer.modules()}
         embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
         if embedding is not None and embedding not in {*shared, *taken}:  # BERT's is in a unit already
@@ -76,7 +80,7 @@ def units(model: torch.nn.Module, wrap: str = "layers", as_accelerate: bool = Tr
         tied = sorted((m for m in shared if m is not head), key=lambda module: module is not embedding)
         tail = tuple(m for m in (_last_norm(model), *tied, head) if m is not None and m not in taken)
         found += [Unit(tail, keep=True)] if tail else []
-    return [*found, Unit((model,), keep=True)]
+    return [*found, root]
 
 
 def _last_norm(model: torch.nn.Module) -> torch.nn.Module | None:

@@ -1,0 +1,114 @@
+"""How right the tiers are: safe, likely and tight against what real processes took, and against PyTorch's own allocator.
+
+    python benchmarks/tiers.py                  # published runs, the records, PyTorch's allocator on the stand-in; 6 minutes
+    python benchmarks/tiers.py contexts         # how often a reading lies below the likely context, and above the high one
+    python benchmarks/tiers.py plans TASKS.json # random plans that `plan_tasks.py run` trained on the stand-in
+
+A row is a run whose process, or whose segments and card, are known. Cards are drawn for it: of as many bytes as lie
+between the ends of its interval, evenly. On a card where the answer is *safe* it is right if the process fits, on those
+where it is *likely* too, and of those where it is *tight* at least half should be too small. Widths are those of the
+interval over the process.
+"""
+
+import contextlib
+import json
+import random
+import statistics
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from vramlab import MiB, Recipe, RecipeError, find_gpu, predict, simulate
+from vramlab.faces.measure import card_of
+from vramlab.hardware.contexts import BARE, context_on, readings
+from vramlab.hardware.overhead import rules_of
+from vramlab.measurement.records import load, measurements_folder
+from vramlab.report.report import TIERS, Interval, Report
+from vramlab_course import published
+from vramlab_course.as_run import simulate_as_run
+
+ROOT = Path(__file__).parent.parent
+STAND_IN = {"h200": "H200", "h100": "H100 SXM", "rtx-3090": "RTX 3090", "rtx-4090": "RTX 4090", "t4": "T4"}
+DRAWS = 200  # cards for a row
+Row = tuple[Interval, int]  # what was said of the process, and what it took
+
+
+def of_published(witness: str) -> Iterator[Row]:
+    """Yield published runs that say what was reserved, with the readings of their card for the context."""
+    for run in published.runs():
+        if run.reserved is None or (witness == "predict" and run.as_run):
+            continue
+        said = simulate_as_run(run.recipe, run.as_run) if witness == "simulate" else predict(run.recipe)
+        yield said.reserved, run.reserved
+
+
+def of_records(witness: Callable[..., Report]) -> Iterator[Row]:
+    """Yield the records of GPUs, whose processes NVML measured."""
+    for path in sorted(measurements_folder().glob("*.json")):
+        for report in load(path).values():
+            if report.status != "ok" or not report.process or report.recipe["torch_compile"]:
+                continue
+            card = card_of(report.environment)
+            with rules_of(report.environment["torch"]), contextlib.suppress(RecipeError):
+                yield witness(Recipe(**report.recipe), gpu=card).process, report.process
+
+
+def of_stand_in() -> Iterator[Row]:
+    """Yield predictions against what PyTorch's own allocator reserved without a limit (`tests/stand_in`)."""
+    for name, card in STAND_IN.items():
+        for run in json.loads((ROOT / "tests" / "stand_in" / f"{name}.json").read_text())["runs"]:
+            if run.get("reserved"):
+                with contextlib.suppress(RecipeError):
+                    yield predict(Recipe(**run["recipe"]), gpu=card).reserved, run["reserved"]
+
+
+def judge(name: str, rows: list[Row], seed: int = 0) -> None:
+    """Print how right each tier is over cards drawn for each row, and how wide the intervals are."""
+    rng = random.Random(seed)
+    said: dict[str, list[bool]] = {tier: [] for tier in TIERS}
+    for needs, took in rows:
+        for _ in range(DRAWS):
+            card = rng.uniform(needs.low, 1.1 * needs.high)
+            said[needs.tier(int(card))].append(took <= card)
+    low = sum(needs.value < took for needs, took in rows)
+    above = sum(needs.high < took for needs, took in rows)
+    width = statistics.median((needs.high - needs.low) / took for needs, took in rows)
+    print(f"{name}: {len(rows)} runs; likely is low in {low}, at most in {above}; width {width:.0%} (median)")
+    for tier, right in said.items():
+        print(f"    {tier}: fits on {sum(right) / len(right):.1%} of {len(right)} cards")
+
+
+def contexts() -> None:
+    """Print how each reading lies in the interval of its card, from all readings and without itself."""
+    usual = [one for one in readings() if one.loaded not in (BARE, "convolutions")]
+    held = [(one, context_on(find_gpu(one.gpu), one.loaded, one.ranks)) for one in usual if one.gpu != "L40"]
+    alone = [pair for pair in held if pair[0].ranks == 1]
+    for name, pairs in (("one rank", alone), ("several", [pair for pair in held if pair not in alone])):
+        low = sum(needs.value < one.size for one, needs in pairs)
+        above = sum(needs.high < one.size for one, needs in pairs)
+        widths = [(needs.high - needs.low) / MiB for _, needs in pairs]
+        print(f"{name}: {len(pairs)} readings; likely is low in {low}, high in {above}", end="; ")
+        print(f"width {statistics.median(widths):.0f} MiB (median)")
+
+
+def plans(path: Path) -> None:
+    """Print of each tier how many random plans PyTorch's allocator held on a card with a context drawn from the table."""
+    tasks = [task for task in json.loads(path.read_text()) if "allocated" in task]
+    for tier in TIERS:
+        of_tier = [task for task in tasks if task["tier"] == tier]
+        died = sum(not task["allocated"] for task in of_tier)
+        print(f"{tier}: {len(of_tier)} plans, {died} out of memory")
+
+
+def main() -> None:
+    contexts()
+    judge("predict, PyTorch's allocator on the stand-in", list(of_stand_in()))
+    judge("predict, records", list(of_records(predict)))
+    judge("predict, published", list(of_published("predict")))
+    judge("simulate, records", list(of_records(simulate)))
+    judge("simulate, published", list(of_published("simulate")))
+
+
+if __name__ == "__main__":
+    mode, *rest = sys.argv[1:] or ["main"]
+    {"main": main, "contexts": contexts, "plans": plans}[mode](*map(Path, rest))

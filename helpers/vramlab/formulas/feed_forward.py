@@ -1,0 +1,152 @@
+"""A layer's feed-forward part: wide and narrow again, gated or not, or of experts."""
+
+from math import prod
+
+from ..recipe.shapes import Shape
+from . import liger
+from .ledger import Tensor
+from .numerics import INT64
+from .operators import Operators
+from .self_attention import Modules
+from .tensor_sizes import FP32
+
+
+class FeedForward:
+    """The feed-forward part of a model of `shape`."""
+
+    def __init__(self, operators: Operators, shape: Shape):
+        self.operators = operators
+        self.shape = shape
+        self.layout = shape.layout
+
+    def run(self, at: Modules, x: Tensor) -> Tensor:
+        """Compute down(act(up(x))), or down(act(gate(x)) · up(x)) with four wide tensors saved."""
+        if "router" in at:
+            return self._experts(at, x)
+        m = self.operators
+        activation = self.shape.activation
+        if "gate_up" in at:
+            half = (*x.shape[:-1], self.shape.intermediate_size)
+            # Popped, so that no name here keeps a half alive.
+            parts = m.split(m.linear(x, at["gate_up"]), half, half)
+            z = m.mul(m.activation(parts.pop(0), activation), parts.pop())
+        elif "gate" in at:
+            z = self._gated(at, x)
+        else:
+            z = m.activation(m.linear(x, at["up"]), activation)
+        if self.layout.held_feed_forward:
+            m.ledger.layer_holds.append(z)
+        return m.linear(z, at["down"])
+
+    def _gated(self, at: Modules, x: Tensor) -> Tensor:
+        """Compute act(gate(x)) · up(x)."""
+        m = self.operators
+        if m.numerics.liger & {"swiglu", "geglu"}:
+            gate = m.linear(x, at["gate"])
+            up = m.linear(x, at["up"])
+            return liger.gated(m, gate, up)
+        gate = m.activation(m.linear(x, at["gate"]), self.shape.activation)
+        up = m.linear(x, at["up"])
+        return m.mul(gate, up)
+
+    def _experts(self, at: Modules, x: Tensor) -> Tensor:
+        """Run `MixtralSparseMoeBlock` with grouped products.
+
+        A token's row is copied to each expert that it goes to.
+        """
+        m = self.operators
+        b, tokens, hidden = x.shape
+        rows = b * tokens
+        chosen = self.shape.experts_per_token
+        down = m.parameters[at["experts_down"]]
+        wide = prod(down.shape) // (self.shape.num_experts * hidden)
+        flat = x.view(rows, hidden)
+        # The block names all of these until it returns; the last ones are the weights.
+        routed = self._routed(at, flat)
+        order = m.ledger.tensor("sort", (rows * chosen,), INT64)
+        # What is nested here has no name, so each result is freed as soon as the next one is made.
+        both = self._grouped(self._index(flat, order, hidden), at["experts_up"], 2 * wide)
+        half = (rows * chosen, wide)
+        gate, up = m.split(both, half, half)
+        del both
+        if f"{at['experts_up']}_bias" in m.parameters:
+            # GPT-OSS: gate · σ(α · gate) · (up + 1), both clamped first
+            gate, up = [self._clamped(half) for half in (gate, up)]
+            glu = m.mul(gate, m.unary("sigmoid", m.scale(gate)))
+            # In a list, so that no name keeps it alive in the next product.
+            inner = [m.mul(m.scale(up, "add"), glu)]
+        else:
+            inner = [m.mul(m.activation(gate, self.shape.activation), up)]
+        out = self._grouped(inner.pop(), at["experts_down"], hidden)
+        weights = self._index(routed[-1], order, 1)
+        scaled = m.mul(out, weights)
+        del weights
+        weighted = self._index(scaled, order, hidden)
+        del scaled
+        y = m.to(m.reduce(weighted, (rows, hidden), "sum"), x.width)
+        y = y.view(b, tokens, hidden)
+        if "shared_up" not in at:
+            return y
+        del out, weighted, gate, up
+        # Experts that every token goes to, beside those that it is routed to.
+        shared = {part: at[f"shared_{part}"] for part in ("gate", "up", "down")}
+        return m.add(y, self.run(shared, x))
+
+    def _routed(self, at: Modules, flat: Tensor) -> list[Tensor]:
+        """Return each token's probabilities of all experts, of those chosen, and their weights."""
+        m = self.operators
+        chosen = (flat.shape[0], self.shape.experts_per_token)
+        router = m.parameters[at["router"]]
+        if self.layout.sigmoid_router:
+            logits = m.product(m.to(flat, FP32), m.to(router, FP32))
+            probabilities = m.unary("sigmoid", logits)
+        else:
+            logits = m.product(flat, router)
+            probabilities = m.probabilities(logits, True, FP32)
+        del logits
+        # Indices of the experts, which backward scatters the gradient by.
+        places = m.ledger.tensor("topk", chosen, INT64)
+        top = m.op("topk", [probabilities], chosen, FP32, saves=[places])
+        del places
+        weights = m.op("div", [top], chosen, FP32, saves=[top])
+        return [probabilities, top, weights]
+
+    def _index(self, x: Tensor, order: Tensor, width: int) -> Tensor:
+        """Gather rows of `width` numbers in the experts' order, or back."""
+        return self.operators.op(
+            "index",
+            [x],
+            (order.shape[0], width),
+            x.width,
+            saves=[order],
+        )
+
+    def _clamped(self, x: Tensor) -> Tensor:
+        """Clamp, which saves the input."""
+        return self.operators.op("clamp", [x], x.shape, x.width, saves=[x])
+
+    def _grouped(self, x: Tensor, name: str, out: int) -> Tensor:
+        """Multiply each expert's rows by its part of `name`.
+
+        Autocast leaves that alone; x takes the weight's dtype.
+        """
+        m = self.operators
+        weight = m.parameters[name]
+        x = m.to(x, weight.width)
+        one_by_one = m.numerics.chip.capability < (8, 0)  # transformers' fallback
+        saves = []
+        if weight.needs or one_by_one:
+            saves.append(x)
+        if x.needs:
+            saves.append(weight)
+        unused = 0
+        if one_by_one and not weight.needs:  # the gradient that the fallback makes all the same
+            unused = prod(weight.shape) * weight.width
+        return m.op(
+            "grouped_mm",
+            [x, weight],
+            (x.shape[0], out),
+            weight.width,
+            saves=saves,
+            extra=unused,
+        )

@@ -1,0 +1,296 @@
+"""What finds each kind of fact (`facts.py`), on CUDA in a process of its own that has not touched the card yet."""
+
+import gc
+import shutil
+import statistics
+import subprocess
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..hardware.gpu import witness
+from ..hardware.nvml import Sensors, nvml_snapshot
+from ..recipe.knobs import rebuild
+from ..recipe.recipe import Recipe
+from ..report.errors import MeasurementError
+from ..report.report import MiB, format_bytes
+from ..training.engine import Training
+from ..training.models import meta_model, weight_dtype
+from ..training.training import build, train_step
+from .facts import Fact
+from .worker import card_environment, import_libraries, out_of_memory
+
+SAMPLED = 3.0  # seconds of steps during which sensors are read
+BETWEEN = 0.1  # seconds between two readings
+MOST_DOUBLINGS = 12
+SIDE = 1024  # of the matrices that load a kernel
+
+
+def find(kind: str, asked: dict[str, Any], scratch: str) -> Fact:
+    """Return the fact of `kind` that was `asked`. Temporary files go into the folder `scratch`.
+
+    Raises MeasurementError where this card or disk cannot tell.
+    """
+    tempfile.tempdir = scratch
+    before = nvml_snapshot()
+    found = WORK[kind](before, **asked)
+    return Fact(kind, asked, found, witness("cuda"), card_environment(before))
+
+
+def context(before: Sensors, loaded: str) -> dict[str, Any]:
+    """What the device holds once this process has used CUDA in one way."""
+    torch.empty(1, device="cuda")
+    LOADS[loaded]()
+    return state(before)
+
+
+def state(before: Sensors) -> dict[str, Any]:
+    """Read `facts.STATE`."""
+    torch.cuda.synchronize()
+    now = nvml_snapshot()
+    return {
+        "used_before": before.used,
+        "used_after": now.used,
+        "smi_used": nvidia_smi(),
+        "process": now.process or None,
+        "allocated": torch.cuda.memory_allocated(),
+        "reserved": torch.cuda.memory_reserved(),
+    }
+
+
+def nvidia_smi() -> int | None:
+    """Return what nvidia-smi shows as this card's memory in use; None where there is no such program, or it cannot tell."""
+    if not shutil.which("nvidia-smi"):
+        return None
+    command = ["nvidia-smi", "--query-gpu=uuid,memory.used", "--format=csv,noheader,nounits"]
+    lines = subprocess.run(command, capture_output=True, text=True, timeout=60).stdout.strip().splitlines()
+    uuid = str(torch.cuda.get_device_properties(0).uuid)
+    own = [line for line in lines if len(lines) == 1 or uuid in line]
+    used = own[0].split(",")[-1].strip() if own else ""
+    return int(used) * MiB if used.isdigit() else None
+
+
+def multiply() -> None:
+    a = torch.ones(SIDE, SIDE, device="cuda", dtype=torch.float16)
+    a @ a
+
+
+def multiply_with_bias() -> None:
+    torch.nn.Linear(SIDE, SIDE, device="cuda", dtype=torch.float16)(
+        torch.ones(SIDE, SIDE, device="cuda", dtype=torch.float16)
+    )
+
+
+def convolve() -> None:
+    torch.nn.Conv2d(8, 8, 3, device="cuda")(torch.ones(4, 8, 64, 64, device="cuda")).sum().backward()
+
+
+def attend(kernel: str) -> None:
+    """Run one kernel of attention, forward and backward."""
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    q = torch.ones(2, 8, 256, 64, device="cuda", dtype=torch.float16, requires_grad=True)
+    with sdpa_kernel(getattr(SDPBackend, kernel)):
+        torch.nn.functional.scaled_dot_product_attention(q, q, q, is_causal=True).sum().backward()
+
+
+def import_bitsandbytes() -> None:
+    import bitsandbytes  # noqa: F401
+
+
+def quantize() -> None:
+    from bitsandbytes.functional import dequantize_4bit, quantize_4bit
+
+    dequantize_4bit(*quantize_4bit(torch.ones(SIDE, SIDE, device="cuda", dtype=torch.float16), quant_type="nf4"))
+
+
+def step_in_8_bits() -> None:
+    from bitsandbytes.optim import AdamW8bit
+
+    weight = torch.nn.Parameter(torch.ones(SIDE, SIDE, device="cuda"))
+    weight.grad = torch.ones_like(weight)
+    AdamW8bit([weight]).step()
+
+
+def compile_kernel() -> None:
+    torch.compile(lambda a: a.sin() + a)(torch.ones(SIDE, device="cuda"))
+
+
+def gather() -> None:
+    import torch.distributed as dist
+
+    dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
+    dist.all_reduce(torch.ones(SIDE, device="cuda"))
+
+
+def train() -> None:
+    """Train two layers of GPT-2, as a step of the course does."""
+    training = build(Recipe("gpt2", num_layers=2, seq_len=128, precision="fp16-mixed"), "cuda")
+    for _ in range(2):
+        train_step(training)
+
+
+LOADS: dict[str, Callable[[], None]] = {
+    "bare": lambda: None,
+    "cuBLAS": multiply,
+    "cuBLASLt": multiply_with_bias,
+    "cuDNN": convolve,
+    "math attention": lambda: attend("MATH"),
+    "efficient attention": lambda: attend("EFFICIENT_ATTENTION"),
+    "flash attention": lambda: attend("FLASH_ATTENTION"),
+    "cuDNN attention": lambda: attend("CUDNN_ATTENTION"),
+    "bitsandbytes imported": import_bitsandbytes,
+    "bitsandbytes 4 bits": quantize,
+    "bitsandbytes 8-bit optimizer": step_in_8_bits,
+    "Triton": compile_kernel,
+    "NCCL": gather,
+    "training": train,
+}
+
+
+def steps(before: Sensors, recipe: dict[str, Any], expandable: bool, repeats: int) -> dict[str, Any]:
+    """Time `repeats` steps, then read the sensors during some more. `expandable`: `card.py` has set the allocator so."""
+    recipe = rebuild(Recipe, "recipe", recipe)
+    if torch.cuda.memory._snapshot()["allocator_settings"]["expandable_segments"] != expandable:
+        raise MeasurementError("this allocator does not take expandable_segments.")
+    import_libraries(recipe)
+    training = build(recipe, "cuda")
+    if recipe.torch_compile:
+        training.model.compile()
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    for _ in range(2):
+        train_step(training)
+    torch.cuda.synchronize()
+    seconds = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        train_step(training)
+        torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - start)
+    stats = torch.cuda.memory_stats()
+    peaks = {kind: stats[f"{kind}_bytes.all.peak"] for kind in ("allocated", "requested", "reserved")}
+    return state(before) | peaks | {"seconds": seconds} | under_load(training, statistics.median(seconds))
+
+
+def under_load(training: Training, seconds: float) -> dict[str, Any]:
+    """Sensors read every BETWEEN seconds while steps of so many `seconds` run, for SAMPLED seconds at least."""
+    read: list[Sensors] = []
+    done = threading.Event()
+
+    def watch() -> None:
+        while not done.wait(BETWEEN):
+            read.append(nvml_snapshot())
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    try:
+        for _ in range(max(1, int(SAMPLED / seconds))):
+            train_step(training)
+        torch.cuda.synchronize()
+    finally:
+        done.set()
+        watcher.join()
+    found: dict[str, Any] = {}
+    for name in ("power", "clock", "temperature"):
+        found[name] = [value for sensors in read if (value := getattr(sensors, name))]
+    found["power_limit"] = nvml_snapshot().power_limit
+    found["throttle"] = sorted({reason for sensors in read for reason in sensors.throttle or ()})
+    return found
+
+
+def run_out_of_memory(before: Sensors, recipe: dict[str, Any]) -> dict[str, Any]:
+    """Double the recipe's batch until a step fails for want of memory, which gives PyTorch's own message."""
+    recipe = rebuild(Recipe, "recipe", recipe)
+    for _ in range(MOST_DOUBLINGS):
+        if found := failed_step(recipe):
+            return found
+        gc.collect()
+        torch.cuda.empty_cache()
+        recipe = recipe.replace(batch_size=2 * recipe.batch_size)
+    raise MeasurementError(f"{recipe} still fits this card.")
+
+
+def failed_step(recipe: Recipe) -> dict[str, Any]:
+    """Train two steps; return which failed, its message and the card before it, or {} if both passed."""
+    torch.cuda.reset_peak_memory_stats()
+    found: dict[str, Any] = {"batch_size": recipe.batch_size}
+    try:
+        training = build(recipe, "cuda")
+        for step in (1, 2):
+            torch.cuda.synchronize()
+            free, total = torch.cuda.mem_get_info()
+            found |= {"step": step, "free": free, "total": total}
+            found |= {"allocated": torch.cuda.memory_allocated(), "reserved": torch.cuda.memory_reserved()}
+            train_step(training)
+        torch.cuda.synchronize()
+    except RuntimeError as error:
+        message = out_of_memory(error, "cuda")
+        if not message or "step" not in found:
+            raise
+        peaks = {"peak_allocated": torch.cuda.max_memory_allocated(), "peak_reserved": torch.cuda.max_memory_reserved()}
+        return found | peaks | {"message": message}
+    return {}
+
+
+def loading(before: Sensors, recipe: dict[str, Any]) -> dict[str, Any]:
+    """Load the 4-bit base of `recipe` with `from_pretrained`, from a checkpoint of zeros in the published layout."""
+    recipe = rebuild(Recipe, "recipe", recipe)
+    import_libraries(recipe)
+    from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+
+    dtype, asked = weight_dtype(recipe), recipe.quantization
+    config = BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type=asked.quant_type,
+        bnb_4bit_use_double_quant=asked.double,
+        bnb_4bit_compute_dtype=dtype,
+    )
+    with tempfile.TemporaryDirectory(prefix="vramlab-") as folder:
+        size = write_checkpoint(recipe, Path(folder), dtype)
+        torch.empty(1, device="cuda")
+        torch.cuda.reset_peak_memory_stats()
+        start = time.perf_counter()
+        model = AutoModelForCausalLM.from_pretrained(
+            folder, quantization_config=config, dtype=dtype, device_map={"": 0}
+        )
+        torch.cuda.synchronize()
+        seconds = time.perf_counter() - start
+    stats = torch.cuda.memory_stats()
+    peaks = {kind: stats[f"{kind}_bytes.all.peak"] for kind in ("allocated", "requested", "reserved")}
+    kept = torch.cuda.memory_allocated()
+    found = state(before) | peaks | {"kept": kept, "file": size, "seconds": seconds}
+    del model
+    return found
+
+
+def write_checkpoint(recipe: Recipe, folder: Path, dtype: torch.dtype) -> int:
+    """Write zeros as the weights of the unquantized model; return their bytes. MeasurementError if the disk lacks room."""
+    from huggingface_hub import save_torch_state_dict
+
+    precision = {torch.float16: "fp16-true", torch.bfloat16: "bf16-true"}.get(dtype, "fp32")
+    model = meta_model(recipe.replace(quantization=None, lora=None, dtype=None, precision=precision))
+    named = dict(model.named_parameters())  # a tied head once
+    size = sum(parameter.numel() * dtype.itemsize for parameter in named.values())
+    free = shutil.disk_usage(folder).free
+    if size > 0.9 * free:
+        have = format_bytes(free)
+        raise MeasurementError(f"its checkpoint has {format_bytes(size)}, and {have} of the disk of {folder} are free.")
+    model.config.save_pretrained(folder)
+    zeros = {name: torch.zeros(parameter.shape, dtype=dtype) for name, parameter in named.items()}
+    save_torch_state_dict(zeros, folder, max_shard_size="5GB")
+    return size
+
+
+WORK: dict[str, Callable[..., dict[str, Any]]] = {
+    "context": context,
+    "steps": steps,
+    "out_of_memory": run_out_of_memory,
+    "loading": loading,
+}

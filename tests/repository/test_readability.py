@@ -1,0 +1,64 @@
+"""What a reader meets in the lines of packages that are unfolded, and what the script counts."""
+
+import sys
+
+import pytest
+from settings import ROOT
+
+sys.path.append(str(ROOT / "benchmarks"))
+from readability import Counts, counted
+
+MOST_NODES = 9.2  # in a line of code; nanochat has 9.1
+MOST_PACKED = 5  # in 1,000 statements
+FEWEST_COMMENTS = 7  # in 100 lines of code, as httpx has
+UNFOLDED = ("formulas",)
+PACKED = {
+    "a, b = 1, f()": 1,
+    "a = b, c = 1, 2": 1,
+    "a, b = b, a": 0,
+    "a, b = f()": 0,
+    "a, b = [f(x) for x in y]": 0,
+    "a = 1, 2": 0,
+}
+CONDITIONAL = {
+    "f() if a else g()": 1,
+    "n += 1 if a else 0": 1,
+    "for x in xs if a else ():\n    f(x)": 1,
+    "n = 1 if a else 0": 0,
+    "f(1 if a else 0)": 0,
+}
+
+
+@pytest.mark.parametrize("package", UNFOLDED)
+def test_a_package_stays_open(package):
+    counts = counted(ROOT / "helpers/vramlab" / package)
+    statements = counts.nodes["statements"]
+    assert counts.nodes["nodes"] / counts.lines <= MOST_NODES
+    assert 1000 * counts.nodes["packed"] / statements <= MOST_PACKED
+    assert counts.nodes["conditional"] == 0
+    assert 100 * counts.comments / counts.lines >= FEWEST_COMMENTS
+
+
+def counts_of(text: str) -> Counts:
+    """Return the counts of one file."""
+    counts = Counts()
+    counts.add(text)
+    return counts
+
+
+@pytest.mark.parametrize("text", PACKED)
+def test_a_packed_assignment_is_no_swap_and_no_unpacking(text):
+    assert counts_of(text).nodes["packed"] == PACKED[text]
+
+
+@pytest.mark.parametrize("text", CONDITIONAL)
+def test_a_conditional_statement_stands_for_an_if(text):
+    assert counts_of(text).nodes["conditional"] == CONDITIONAL[text]
+
+
+def test_docstrings_comments_and_blank_lines_are_no_code():
+    text = '"""Two\n\nlines."""\n\n# why\nx = 1  # where from\n'
+    counts = counts_of(text)
+    assert (counts.lines, counts.all_lines, counts.comments) == (1, 6, 2)
+    assert counts.nodes["nodes"] == 5  # module, assignment, name with its context, constant
+    assert counts_of("x = '" + 100 * "y" + "'").wide == 1

@@ -1,0 +1,82 @@
+"""Tiers of simulate: the log is replayed in what each end of the context leaves, and nothing is clipped at the card."""
+
+import dataclasses
+
+import pytest
+from vramlab import GiB, LoRA, MiB, Quantization, Recipe, predict, simulate
+from vramlab.hardware.allocator import replay
+from vramlab.hardware.gpu import find_gpu
+from vramlab.recipe.options import Sharding
+from vramlab.recipe.process_context import room_on
+from vramlab.simulation.simulate import trace
+from vramlab.tracking.history import History, to_report
+
+POLYGLOT = Recipe("polyglot-ko-1.3b", 11, 256, "fp16-true")
+QWEN = Recipe("qwen3-0.6b", 2, 512, "fp16-mixed", "adamw_torch_fused")
+LLAMA = Recipe("llama-3.1-8b", 4, 1024, "bf16-true", "adamw_torch_fused", lora=LoRA(r=16), gradient_checkpointing=True)
+
+
+CASES = [(POLYGLOT, "T4"), (QWEN, "T4"), (LLAMA, "RTX 4090")]
+
+
+@pytest.mark.parametrize(("recipe", "card"), CASES)
+def test_a_run_that_just_fits_is_not_safe_with_the_allocators_default_segments(recipe, card):
+    by_default, expandable = simulate(recipe, gpu=card), simulate(recipe, gpu=card, expandable_segments=True)
+    assert by_default.verdict == "likely" and by_default.process.high > find_gpu(card).total
+    assert expandable.verdict == "safe" and expandable.process.high < by_default.process.high
+
+
+def made(usable):
+    """The report of POLYGLOT on a T4 that has so many bytes, and the log's history."""
+    t4 = find_gpu("T4")
+    room = dataclasses.replace(room_on(POLYGLOT, t4), usable=usable)
+    whole = trace(POLYGLOT, "cuda", t4)
+    history = History(whole.log, [(start, name) for name, start, _ in whole.stretches[1:]], True, room)
+    return to_report(history, "simulated", POLYGLOT, "cuda"), history
+
+
+def test_each_tier_is_a_replay_in_the_room_that_its_context_leaves():
+    _, history = made(find_gpu("T4").total)
+    log, room = history.log, history.room
+    low, high = 13 * GiB, 16 * GiB  # the least in which it runs lies between
+    while high - low > MiB:
+        middle = (low + high) // 2
+        if replay(log.sizes, log.keys, log.streams, middle).failed:
+            low = middle
+        else:
+            high = middle
+    for room_for, verdict in (("value", "likely"), ("low", "tight")):
+        report, _ = made(high + getattr(room.context, room_for))
+        assert report.verdict == verdict and report.granted.startswith("granted to the allocator")
+    report, _ = made(low - 8 * MiB + room.context.low)
+    assert report.verdict == "does not fit" and report.process.low > report.usable
+    assert any(note.startswith("does not fit T4: in step") for note in report.notes)
+
+
+def test_what_others_hold_changes_the_verdict():
+    small = Recipe("gpt2", 4, 256)
+    assert simulate(small, gpu="T4").verdict == "safe"
+    crowded = simulate(small, gpu="T4", other_memory=12 * GiB)
+    assert crowded.verdict == "does not fit" and crowded.usable == find_gpu("T4").total - 12 * GiB
+
+
+def test_loading_counts():
+    """Each of FSDP's ranks loads a 4-bit base whole, which is more than all of training its shard."""
+    base = Quantization("nf4", double=True, prepare=False)
+    sharded = {"lora": LoRA(r=8), "quantization": base, "sharding": Sharding(3, 8, "fsdp")}
+    recipe = Recipe("llama-3.1-8b", 1, 16, "bf16-mixed", "adamw_torch_fused", gradient_checkpointing=True, **sharded)
+    for witness in (predict, simulate):
+        report = witness(recipe, gpu="RTX 3060")
+        assert report.loading.total > report.peak.total
+        assert report.reserved.value >= report.loading.total
+        assert report.process.low > report.loading.total
+
+
+def test_ranks_of_fsdp_that_load_the_whole_model_need_room_for_it():
+    pair = Recipe("pythia-410m", 1, 64, "bf16-true", "sgd", sharding=Sharding(3, 2, "fsdp"))
+    own = pair.replace(loop="plain")
+    assert predict(pair).loading is None and simulate(pair).loading is None
+    said, seen = predict(own), simulate(own)
+    assert said.loading.total == pytest.approx(seen.loading.total, rel=0.01)
+    assert seen.loading.total > 1.9 * seen.peak.parameters
+    assert said.process.value > said.loading.total and seen.process.value > seen.loading.total

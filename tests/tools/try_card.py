@@ -1,0 +1,72 @@
+"""`make card` as if this machine had a T4, an RTX 4090 or an H100: PyTorch's CUDA build on the stand-in (`data/stand_in/`).
+
+Every piece of the list that the card can do has to end well, a second call has to find nothing left to do, and what came out
+must be refused as a record. No kernel computes anything, so the figures mean nothing and are thrown away.
+"""
+
+import argparse
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import execute
+import try_cuda
+from vramlab.measurement.card import run_card
+from vramlab.measurement.records import load
+from vramlab.measurement.share import share
+from vramlab.report.errors import RecordError, VramLabError
+
+CARDS = ("T4", "RTX 4090", "H100")
+MINUTES = 230
+
+
+def rehearse(lists: list[str], minutes: float) -> list[str]:
+    """Do all of the lists on the card that this process sees; return what went wrong."""
+    with tempfile.TemporaryDirectory(prefix="vramlab-") as folder:
+        run = run_card(lists or None, minutes, folder, progress=lambda line: print(line, flush=True))
+        wrong = [f"{piece.title}: {why}" for piece, why in run.failed]
+        wrong += [f"{piece.title}: not done in {minutes:g} minutes" for piece, _ in run.left]
+        again = run_card(lists or None, minutes, folder, dry_run=True)
+        if again.before != len(run.done):
+            wrong.append(f"{len(run.done)} were done and {again.before} of them are found again")
+        for refuses in (load, lambda path: share(path, folder)):
+            try:
+                refuses(run.file)
+                wrong.append(f"{run.file.name} was taken for a record")
+            except RecordError as error:
+                print(error)
+        return wrong
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("lists", nargs="*", help="lists of pieces; the project's when none is named")
+    parser.add_argument("--card", action="append", help=f"may be given more than once; else {', '.join(CARDS)}")
+    parser.add_argument("--minutes", type=float, default=MINUTES, help="for each card")
+    parser.add_argument("--here", action="store_true", help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    if given.here:
+        wrong = rehearse(given.lists, given.minutes)
+        print(*wrong, sep="\n", file=sys.stderr)
+        return 1 if wrong else 0
+    failed = []
+    for card in given.card or CARDS:
+        print(card, flush=True)
+        try:
+            surroundings = try_cuda.surroundings(card)
+        except VramLabError as error:  # no such card, or a part of the stand-in is missing
+            sys.exit(str(error))
+        failed.append(started(given, surroundings))
+    return max(failed)
+
+
+def started(given: argparse.Namespace, surroundings: dict[str, str]) -> int:
+    """Run this script on the stand-in, whose libraries a process has from its start; return its exit status."""
+    command = [sys.executable, str(Path(__file__).resolve()), *given.lists, "--here", f"--minutes={given.minutes}"]
+    return subprocess.run(command, env={**os.environ, **surroundings}).returncode
+
+
+if __name__ == "__main__":
+    execute.exit_with(main)
