@@ -12,14 +12,14 @@ from unittest.mock import patch
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.nn.parameter import UninitializedTensorMixin
+from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-defined]
 
 from ..recipe.knobs import Refusals, refuse
 from ..recipe.recipe import PRECISIONS, Loop
 from ..report.errors import RecipeError
 from ..tracking.tensors import tensors_in
 from ..training import training as tr
+from .fake_mode import RuledFakeMode
 from .values import StandIns, Values, reason_at
 
 SCRIPTED = "cannot follow a TorchScript module, "
@@ -70,7 +70,7 @@ class ModuleStep:
         return bool(given) and all(fitting)
 
     @contextlib.contextmanager
-    def prepared(self, target: str, mode: FakeTensorMode) -> Iterator[tuple[tr.Training, Values]]:
+    def prepared(self, target: str, mode: RuledFakeMode) -> Iterator[tuple[tr.Training, Values]]:
         """Yield the training and what is known of values.
 
         While entered the model holds fake tensors, of the dtype of a "-true" precision; afterwards

@@ -110,8 +110,8 @@ class QuickFakeMode(RuledFakeMode):
             return None
         with contextlib.suppress(fake_tensor._BypassDispatchCache):
             state = fake_tensor._CacheKeyState()
-            no_key: Any = None
-            entry: Any = self._make_cache_entry(state, no_key, func, args, kwargs, result)
+            make: Any = self._make_cache_entry
+            entry = make(state, None, func, args, kwargs, result)
             for output in entry.output_infos:
                 made = output.metadata
                 if made and (made.is_conj or made.is_neg):

@@ -131,7 +131,7 @@ def _load(
         if stores_tied_head:
             # buffers come before the comparison
             models.materialise(model, torch.device("cpu"))
-        missing = set() if stores_tied_head else None
+        missing: set[str] | None = set() if stores_tied_head else None
         model.tie_weights(missing_keys=missing, recompute_mapping=False)
         models.materialise(model, torch.device("cpu"))  # buffers
         claim_model(tracker, model)
@@ -160,7 +160,7 @@ def _quantized_state(model: Any, base: Recipe) -> tuple[dict[str, torch.Tensor],
     from transformers.modeling_utils import LoadStateDictConfig
     from transformers.quantizers.auto import AutoHfQuantizer
 
-    mapping = get_model_conversion_mapping(model)
+    mapping: Any = get_model_conversion_mapping(model)
     models.quantize_layers(model, base)
     config = model.config.quantization_config
     options = LoadStateDictConfig(

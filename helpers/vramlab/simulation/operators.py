@@ -16,7 +16,7 @@ Pair = tuple[torch.Tensor, torch.Tensor]
 def rules_of(target: str) -> dict[Any, Callable]:
     """Return the rules that fake tensors follow for `target`, by operator."""
     norms = _Norms(is_cuda=target == "cuda")
-    rules = {
+    rules: dict[Any, Callable] = {
         aten.native_layer_norm.default: norms.layer_norm,
         aten.native_batch_norm.default: norms.batch_norm,
         # of which torch may make it
@@ -25,7 +25,8 @@ def rules_of(target: str) -> dict[Any, Callable]:
     }
     if target == "cuda":
         return RULES | CUDA | rules
-    return RULES | CPU | rules | {aten.native_group_norm.default: norms.group_norm}
+    rules[aten.native_group_norm.default] = norms.group_norm
+    return RULES | CPU | rules
 
 
 class _Norms:
@@ -108,7 +109,7 @@ def _wanted(made: Sequence[torch.Tensor | None], mask: Sequence[bool]) -> tuple:
 def _layer_norm_backward(gradient: torch.Tensor, input: torch.Tensor, *others: Any) -> tuple:
     """Return gradients that are contiguous whatever the strides of their tensors are."""
     *_, weight, bias, mask = others
-    gradients = []
+    gradients: list[torch.Tensor | None] = []
     for tensor, is_wanted in zip((input, weight, bias), mask, strict=True):
         if is_wanted and tensor is not None:
             gradients.append(torch.empty_like(tensor, memory_format=CONTIGUOUS))

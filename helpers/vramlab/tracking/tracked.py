@@ -4,7 +4,7 @@ import contextlib
 import functools
 import sys
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -15,17 +15,18 @@ from ..training.training import train_step
 from .tensors import tensors_in
 from .tracker import ON_HOST, REFERENCE, Tracker
 
+Followed = TypeVar("Followed", bound=Tracker)
 LEAST_PAGED = 100_000  # elements of a state that bitsandbytes puts into unified memory
 
 
 def run_tracked(
     training: Training,
-    tracker: Tracker,
+    tracker: Followed,
     steps: int,
     target: str,
     at_phase: Callable[[], None] | None = None,
     then: Callable[[], None] | None = None,
-) -> Tracker:
+) -> Followed:
     """Run `steps` optimizer steps of `training` under `tracker`, and return it.
 
     `at_phase` is called before a phase's first event, `then` after the steps, as one more forward

@@ -13,7 +13,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cache
 from itertools import accumulate, groupby, pairwise
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch._C import _storage_Use_Count
@@ -142,7 +142,7 @@ class Tracker(TorchDispatchMode):
         self._made_in: dict[int, str] = {}
         self._entered = ExitStack()
 
-    def __enter__(self) -> "Tracker":
+    def __enter__(self) -> Self:
         distributed = torch.distributed
         is_grouped = distributed.is_available() and distributed.is_initialized()
         self._over_gloo = is_grouped and distributed.get_backend() == "gloo"
@@ -296,7 +296,7 @@ class Tracker(TorchDispatchMode):
         ):
             yield
 
-    def finish(self) -> "Tracker":
+    def finish(self) -> Self:
         """Close the log, without the host's storages, and return self.
 
         Consecutive frees, whose order may be a hash table's, are sorted by birth.
