@@ -24,7 +24,7 @@ from ..formulas.fused_head import with_its_adapters
 from ..formulas.model_states import Settings
 from ..hardware.gpu import Chip, Gpu, GpuError, find_gpu
 from ..measurement.records import load, measurements_folder
-from ..recipe import liger, lora_modules
+from ..recipe import liger
 from ..recipe.options import FUSED, LOOPS, LoRA
 from ..recipe.recipe import LEAST_BATCH, Recipe
 from ..recipe.shapes import Shape
@@ -168,8 +168,7 @@ def _sizes(shape: Shape) -> tuple[int, int, int]:
 
 @lru_cache(maxsize=512)
 def _adapters(shape: Shape, lora: LoRA) -> int:
-    modules = lora_modules.find(shape, lora.target_modules)
-    return sum(lora.r * (inside + out) for _, inside, out in modules)
+    return sum(lora.r * (inside + out) for _, inside, out in shape.lora_targets(lora.target_modules))
 
 
 class Walk(NamedTuple):

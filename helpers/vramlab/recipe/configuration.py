@@ -154,6 +154,9 @@ def parse(name: str, text: str) -> dict[str, Any]:
         if is_said and not _is_size(value, 0):
             rest = f"it must be a whole number from 0 to {MOST_SIZE:,}"
             raise RecipeError(f"model.{key}", value, rest)
+    if isinstance(config.get("text_config"), dict) and "hidden_size" not in config:
+        rest = f"it reads more than text: give its 'text_config' for the language part, or {BUILT}"
+        raise RecipeError("model", name, rest)
     for key in ("quantization_config", "compression_config"):
         if config.get(key):
             rest = "weights stored so are not described: leave it out, and say Quantization('nf4') "

@@ -83,7 +83,7 @@ class Layout:
     """What a model is made of, in order, and how a layer differs from Llama's.
 
     `items` are "module kind size …; …" outside the layers, and stacks of layers. Sizes are the
-    words of `shapes._sizes_by_word`.
+    words of `weights._sizes_by_word`.
     """
 
     items: tuple[str | Stack, ...]

@@ -7,13 +7,12 @@ import re
 from collections import Counter
 from collections.abc import Iterable
 from functools import lru_cache
-from typing import Any
+from typing import Any, Protocol
 
 from ..report.errors import RecipeError, needing
 from .families import FAMILIES
-from .fields import RecipeFields
-from .options import LoRA
-from .shapes import Shape, Weight
+from .options import LoRA, Quantization, Sharding
+from .weights import ModelWeights, Weight
 
 Module = tuple[str, int, int]  # name, inputs, outputs
 Targets = tuple[str, ...] | list[str] | set[str] | str
@@ -25,8 +24,21 @@ ADAPTABLE = ("linear", "conv1d", "embedding", "conv")  # kinds of weights
 BILLION = 1e9
 
 
+class WithAdapters(Protocol):
+    """What of a recipe decides which matrices are adapted and which quantized."""
+
+    @property
+    def shape(self) -> ModelWeights: ...
+    @property
+    def lora(self) -> LoRA | None: ...
+    @property
+    def quantization(self) -> Quantization | None: ...
+    @property
+    def sharding(self) -> Sharding | None: ...
+
+
 @lru_cache(maxsize=512)
-def modules(shape: Shape) -> dict[str, tuple[str, int, int]]:
+def modules(shape: ModelWeights) -> dict[str, tuple[str, int, int]]:
     """Return every module that PEFT can adapt: its name to (kind, inputs, outputs).
 
     A shared output head is one too. An adapter has r × (inputs + outputs) numbers; an embedding's
@@ -49,7 +61,7 @@ def modules(shape: Shape) -> dict[str, tuple[str, int, int]]:
 
 
 def find(
-    shape: Shape,
+    shape: ModelWeights,
     target_modules: Targets | None,
     modules_to_save: tuple[str, ...] | None = None,
 ) -> list[Module]:
@@ -78,7 +90,7 @@ def find(
     return [(name, inside, out) for name, (_, inside, out) in candidates.items() if name in names]
 
 
-def _linear_layers(shape: Shape) -> set[str]:
+def _linear_layers(shape: ModelWeights) -> set[str]:
     """Return what "all-linear" means."""
     names = set()
     for name, (kind, _, _) in modules(shape).items():
@@ -114,7 +126,7 @@ def trains_bias(name: str, bias: str, adapted: set[str]) -> bool:
     return bias == "all" or (bias == "lora_only" and module in adapted)
 
 
-def trained_whole(shape: Shape, modules_to_save: Iterable[str] | None) -> tuple[str, ...]:
+def trained_whole(shape: ModelWeights, modules_to_save: Iterable[str] | None) -> tuple[str, ...]:
     """Return the names of modules that PEFT trains whole, in a copy.
 
     They are those to save, and a sequence classifier's head.
@@ -123,7 +135,7 @@ def trained_whole(shape: Shape, modules_to_save: Iterable[str] | None) -> tuple[
     return (*(modules_to_save or ()), *heads)
 
 
-def notes(recipe: RecipeFields) -> list[str]:
+def notes(recipe: WithAdapters) -> list[str]:
     """Return what a report has to say of a recipe's matrices.
 
     Of those that stay whole, and of adapters that PEFT places otherwise.
@@ -136,12 +148,12 @@ def notes(recipe: RecipeFields) -> list[str]:
     return found
 
 
-def _has_experts(shape: Shape) -> bool:
+def _has_experts(shape: ModelWeights) -> bool:
     return any(weight.kind == "expert" for weight in shape.weights())
 
 
 @lru_cache(maxsize=512)
-def adapted(shape: Shape, lora: LoRA | None) -> tuple[Module, ...]:
+def adapted(shape: ModelWeights, lora: LoRA | None) -> tuple[Module, ...]:
     """Return what `lora` adapts, as `find` does; () without one.
 
     Raises RecipeError unless it fits something of `shape`.
@@ -163,12 +175,12 @@ def adapted(shape: Shape, lora: LoRA | None) -> tuple[Module, ...]:
     return tuple(targets)
 
 
-def is_adapted(shape: Shape, lora: LoRA | None, module: str) -> bool:
+def is_adapted(shape: ModelWeights, lora: LoRA | None, module: str) -> bool:
     """Tell whether the module of that name gets an adapter."""
     return any(name == module for name, _, _ in adapted(shape, lora))
 
 
-def adapts_experts(shape: Shape, lora: LoRA | None) -> bool:
+def adapts_experts(shape: ModelWeights, lora: LoRA | None) -> bool:
     """Tell whether a linear layer beside fused experts is adapted under a name of theirs.
 
     PEFT gives these the same name.
@@ -179,7 +191,7 @@ def adapts_experts(shape: Shape, lora: LoRA | None) -> bool:
 
 
 @lru_cache(maxsize=512)
-def differ_by_layer(shape: Shape, lora: LoRA | None) -> bool:
+def differ_by_layer(shape: ModelWeights, lora: LoRA | None) -> bool:
     """Tell whether some layers get other adapters than the rest.
 
     A pattern with a layer's number asks for that.
@@ -193,7 +205,7 @@ def _without_number(name: str) -> str:
     return re.sub(r"\.\d+\.", ".*.", name)
 
 
-def unquantized(recipe: RecipeFields) -> list[str]:
+def unquantized(recipe: WithAdapters) -> list[str]:
     """Return notes on matrices that a 4-bit base keeps in 16 or 32 bits, and on sharding it.
 
     `transformers.integrations.bitsandbytes.replace_with_bnb_linear` takes modules whose type is
@@ -235,7 +247,7 @@ def _share(count: int, total: int) -> str:
     return f"{count:,} of {total:,}"
 
 
-def _default(shape: Shape) -> Targets:
+def _default(shape: ModelWeights) -> Targets:
     """Return PEFT's choice for the architecture."""
     targets: Targets | None
     if shape.family in FAMILIES:
@@ -253,6 +265,6 @@ def _default(shape: Shape) -> Targets:
     return targets
 
 
-def _endings(shape: Shape) -> str:
+def _endings(shape: ModelWeights) -> str:
     """Return the last parts of the names that can be adapted."""
     return ", ".join(dict.fromkeys(name.rpartition(".")[2] for name in modules(shape)))

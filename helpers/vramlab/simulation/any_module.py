@@ -256,7 +256,7 @@ def loop_notes(loop: Loop) -> list[str]:
     if not loop.empty_cache_steps:
         return []
     return [
-        "loop.empty_cache_steps: what is reserved is that of a run that never empties the cache"
+        "loop.empty_cache_steps: what is reserved is that of a run that never empties the cache",
     ]
 
 

@@ -91,7 +91,11 @@ class CudaKernels(TorchFunctionMode):
             self.notes.append(text)
 
     def __torch_function__(
-        self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
+        self,
+        func: Any,
+        types: Any,
+        args: tuple = (),
+        kwargs: dict | None = None,
     ) -> Any:
         kwargs = kwargs or {}
         if func is torch.Tensor.backward:
@@ -278,7 +282,10 @@ def _dropout(input: torch.Tensor, p: float, train: bool) -> torch.Tensor:
 
 
 def _softmax(
-    operator: Callable, input: torch.Tensor, dim: int, dtype: torch.dtype | None = None
+    operator: Callable,
+    input: torch.Tensor,
+    dim: int,
+    dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
     """Run it in one kernel of fp16 with an fp32 result (`SoftMax.cpp`, half_to_float)."""
     converts = input.dtype == torch.float16 and dtype == torch.float32
@@ -292,7 +299,10 @@ class FusedRMSNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, input: torch.Tensor, shape: list[int], weight: torch.Tensor | None
+        ctx: Any,
+        input: torch.Tensor,
+        shape: list[int],
+        weight: torch.Tensor | None,
     ) -> torch.Tensor:
         """Return the normed input."""
         rows = input.shape[: input.dim() - len(shape)]

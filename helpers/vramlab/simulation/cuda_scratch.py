@@ -37,7 +37,8 @@ def _ignore(note: str) -> None:
 
 
 def kernel_scratch(
-    chip: Chip = DEFAULT_CHIP, note: Callable[[str], None] = _ignore
+    chip: Chip = DEFAULT_CHIP,
+    note: Callable[[str], None] = _ignore,
 ) -> Callable[[str, Sequence], int]:
     """Return a function of an operator's name and arguments to its kernel's scratch bytes.
 

@@ -80,7 +80,11 @@ class Writer:
         self.length = 0
 
     def write(
-        self, first: int, end: int, at: int | None = None, shifts: Sequence[int] = (0,)
+        self,
+        first: int,
+        end: int,
+        at: int | None = None,
+        shifts: Sequence[int] = (0,),
     ) -> None:
         """Write the events first…end for each of the groups `shifts` above group `at`.
 

@@ -224,7 +224,7 @@ def _described(values: Iterable[Any]) -> tuple:
                     value.requires_grad,
                     value.is_conj(),
                     value.is_neg(),
-                )
+                ),
             )
         elif isinstance(value, list | tuple):
             described.append((type(value), _described(value)))

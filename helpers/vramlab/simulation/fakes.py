@@ -37,7 +37,8 @@ if hasattr(os, "register_at_fork"):
 
 @contextlib.contextmanager
 def fake_world(
-    target: str, card: Gpu | None = None
+    target: str,
+    card: Gpu | None = None,
 ) -> Iterator[tuple[RuledFakeMode, CudaKernels | None]]:
     """Yield a FakeTensorMode, and CUDA's kernels if those are the `target`'s.
 
@@ -63,7 +64,8 @@ def fake_world(
 
 
 def _cuda_branches(
-    capability: tuple[int, int], kernels: CudaKernels
+    capability: tuple[int, int],
+    kernels: CudaKernels,
 ) -> Iterator[contextlib.AbstractContextManager]:
     """Return contexts in which libraries do what they do on a GPU of `capability`."""
     from transformers.integrations import hub_kernels, moe

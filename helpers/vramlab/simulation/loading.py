@@ -105,7 +105,9 @@ def _expected(pool: Mapping[str, float], layers: Repetition) -> float:
 
 
 def _load(
-    base: Recipe, target: str, stores_tied_head: bool
+    base: Recipe,
+    target: str,
+    stores_tied_head: bool,
 ) -> tuple[FakeTracker, dict[str, float]]:
     """Return the tracker of `from_pretrained`, and the bytes that each tensor is expected to take.
 
@@ -174,7 +176,9 @@ def _quantized_state(model: Any, base: Recipe) -> tuple[dict[str, torch.Tensor],
 
 
 def _expected_sizes(
-    model: Any, state: Mapping[str, torch.Tensor], quantizer: Any
+    model: Any,
+    state: Mapping[str, torch.Tensor],
+    quantizer: Any,
 ) -> dict[str, float]:
     """Return the bytes that transformers expects of each tensor but tied ones."""
     sizes = {}

@@ -119,7 +119,10 @@ def _layer_norm_backward(gradient: torch.Tensor, input: torch.Tensor, *others: A
 
 
 def _batch_norm_backward(
-    gradient: torch.Tensor, input: torch.Tensor, weight: torch.Tensor | None, *others: Any
+    gradient: torch.Tensor,
+    input: torch.Tensor,
+    weight: torch.Tensor | None,
+    *others: Any,
 ) -> tuple:
     mask = others[-1]
     dtype = input.dtype if weight is None else weight.dtype
@@ -184,7 +187,9 @@ def _foreach_sqrt(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def _foreach_norm(
-    tensors: Sequence[torch.Tensor], ord: float = 2, dtype: torch.dtype | None = None
+    tensors: Sequence[torch.Tensor],
+    ord: float = 2,
+    dtype: torch.dtype | None = None,
 ) -> list[torch.Tensor]:
     return [tensor.new_empty((), dtype=dtype) for tensor in tensors]
 

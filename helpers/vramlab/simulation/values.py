@@ -240,7 +240,7 @@ class Values:
                 line = user_line(traceback.walk_stack(None)) or where
                 self._note(
                     f"a view is written into ({line}): its backward pass takes {base.nbytes:,} "
-                    "bytes more for a moment"
+                    "bytes more for a moment",
                 )
 
     def _all_places(self, indices: Iterable[torch.Tensor | None]) -> list[torch.Tensor | None]:
@@ -281,7 +281,11 @@ class StandIns(TorchFunctionMode):
         self.values = values
 
     def __torch_function__(
-        self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
+        self,
+        func: Any,
+        types: Any,
+        args: tuple = (),
+        kwargs: dict | None = None,
     ) -> Any:
         args, kwargs = self.values.stand_ins((args, kwargs or {}))
         return func(*args, **(kwargs or {}))

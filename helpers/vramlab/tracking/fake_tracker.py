@@ -50,14 +50,20 @@ class FakeTracker(Tracker):
     _should_skip_dynamo = staticmethod(lambda: False)
 
     def __init__(
-        self, device: str = "cpu", keep_storage: Callable[..., None] | None = None
+        self,
+        device: str = "cpu",
+        keep_storage: Callable[..., None] | None = None,
     ) -> None:
         super().__init__(device)
         self.keep_storage = keep_storage
         self.values: KnownValues | None = None
 
     def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
+        self,
+        func: Any,
+        types: Any,
+        args: tuple = (),
+        kwargs: dict | None = None,
     ) -> Any:
         # most calls are this one, from autograd's engine
         if func is DEVICE_QUERY and isinstance(args[0], FakeTensor):

@@ -332,7 +332,9 @@ def _in_words(size: int) -> str:
 
 
 def _reserved_and_process(
-    replayed: Replayed, allocated: int, card: Gpu | None
+    replayed: Replayed,
+    allocated: int,
+    card: Gpu | None,
 ) -> tuple[Interval, Interval]:
     """Return reserved memory, and the process's with CUDA's context, as intervals.
 

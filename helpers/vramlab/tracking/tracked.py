@@ -81,7 +81,8 @@ def gradients_named(tracker: Tracker, model: torch.nn.Module) -> Iterator[None]:
 
 
 def _first_hook(
-    parameter: torch.nn.Parameter, hook: Callable[[torch.Tensor], None]
+    parameter: torch.nn.Parameter,
+    hook: Callable[[torch.Tensor], None],
 ) -> contextlib.AbstractContextManager:
     """Register `hook` before those that the parameter has, and return its handle.
 

@@ -10,90 +10,31 @@ import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
-from functools import cache
-from itertools import accumulate, groupby, pairwise
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 import torch
-from torch._C import _storage_Use_Count
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from ..training.patched import afterwards, only_here, replaced
-from ..training.process_group import group_of
+from .events import ON_HOST, Call, Event, EventLog, Mark, Storage
+from .gloo import LastCollective, gloo_scratch
 from .tensors import plain_tensors, tensors_in
+from .tracked_operators import (
+    DEVICE_QUERY,
+    READ_SCALAR,
+    about,
+    accumulates,
+    aten,
+    is_wrapper,
+    operands_of,
+    workspaces_taken,
+)
 
-aten = torch.ops.aten
-DEVICE_QUERY = torch.ops.prim.device.default
-READ_SCALAR = aten._local_scalar_dense.default
-# Buffers of FSDP and of collectives: operator to the places of its arguments that are one.
-BUFFERS: dict[str, tuple[int | str, ...]] = {
-    "fsdp::all_gather_copy_in": (0, 1),
-    "fsdp::chunk_cat": ("out",),
-    "c10d::_allgather_base_": (0,),
-    "c10d::_reduce_scatter_base_": (0, 1),
-    "c10d::allreduce_": (0,),
-}
-# Operators that all ranks of a group enter.
-COLLECTIVES = {
-    "c10d::_allgather_base_",
-    "c10d::_reduce_scatter_base_",
-    "c10d::allreduce_",
-    "c10d::broadcast_",
-    "_c10d_functional::all_reduce",
-    "_c10d_functional::all_gather_into_tensor",
-    "_c10d_functional::wait_tensor",
-}
-# Operators whose kernels are cuBLAS's, which has a workspace.
-PRODUCTS = {"mm", "addmm", "bmm", "baddbmm", "mv", "addmv", "dot", "_scaled_mm"}
+__all__ = ["DEVICE_QUERY", "ON_HOST", "REFERENCE", "Event", "Mark", "Storage", "Tracker", "aten"]
 REFERENCE = "reference"  # before the names of a reference model's modules and parameters
-# Category of what is in host or unified memory: seen, and left out of the finished log.
-ON_HOST = "on host"
 
 
-@dataclass(slots=True, eq=False)
-class Storage:
-    """One block of memory: what it holds, what made it and where, and whether it is alive."""
-
-    size: int  # bytes that it takes, rounded
-    asked: int  # bytes that were asked for
-    category: str | None
-    op: str  # the operator that made it
-    where: str = ""  # the module or parameter that it belongs to
-    shape: tuple[int, ...] = ()
-    dtype: str = ""
-    stream: int = 0  # the index of the stream on which it was made
-    alive: bool = True
-    ref: weakref.ref | None = None
-
-    def copy(self, where: str) -> "Storage":
-        """Return the same storage for another layer."""
-        return Storage(
-            size=self.size,
-            asked=self.asked,
-            category=self.category,
-            op=self.op,
-            where=where,
-            shape=self.shape,
-            dtype=self.dtype,
-            stream=self.stream,
-        )
-
-
-Event = tuple[int, Storage, str]  # +size or -size, storage, operator
-Mark = tuple[int, str]  # a position in the log, and the phase that begins there
-
-
-class Call(NamedTuple):
-    """An operator that ran."""
-
-    position: int  # in the log, at its begin
-    op: str
-    where: str  # the module
-    marks: int  # phases that had begun
-
-
-class Tracker(TorchDispatchMode):
+class Tracker(EventLog, TorchDispatchMode):
     """Logs births and frees of storages on `device` while it is entered.
 
     Enter it inside a FakeTensorMode, not around it. Sizes are rounded up to a multiple of
@@ -113,9 +54,6 @@ class Tracker(TorchDispatchMode):
         if scratch is None and device == "cpu":
             scratch = gloo_scratch
         self.scratch = scratch
-        self.log: list[Event] = []
-        self.marks: list[Mark] = []
-        self.calls: list[Call] = []
         self.live: dict[int, Storage] = {}  # by the address of torch's own object
         self.phase = "load"
         # phase to operator to bytes that stay: `_log_workspace`
@@ -127,25 +65,19 @@ class Tracker(TorchDispatchMode):
         # else there is (code tables of bitsandbytes, DDP's maps, FSDP's emptied units) is no part
         # of it.
         self.meets = False
-        # met in the step and made before it: they are there from the start
-        self.given: list[Storage] = []
         # modules outside of the model that were called
         self._others: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
         self._streams = {id(torch.cpu.current_stream()): 0}
         # made while a checkpoint recomputes, whose results are kept for backward
         self._recomputed: list[Storage] = []
-        self._over_gloo = False
-        # the group of a collective which was the last operator
-        self._group: torch.distributed.ProcessGroup | None = None
+        self._collective = LastCollective()
         self._modules: list[str] = []  # names of those that are running, innermost last
         # autograd's number of an operator to the module that called it
         self._made_in: dict[int, str] = {}
         self._entered = ExitStack()
 
     def __enter__(self) -> Self:
-        distributed = torch.distributed
-        is_grouped = distributed.is_available() and distributed.is_initialized()
-        self._over_gloo = is_grouped and distributed.get_backend() == "gloo"
+        self._collective = LastCollective()
         for patch in self._patches():
             self._entered.enter_context(patch)
         return super().__enter__()
@@ -169,13 +101,13 @@ class Tracker(TorchDispatchMode):
             yield afterwards(torch, "get_rng_state", self._generator_state)
 
     def __exit__(self, *error: Any) -> None:
-        self._group = None
+        self._collective = LastCollective()
         super().__exit__(*error)
         self._entered.close()
 
     def begin(self, phase: str) -> None:
         """Begin a phase. What the forward pass made and still holds when it ends is activations."""
-        self._wait_for_gloo()
+        self._collective.wait()
         self._keep_recomputed()
         # an optimizer's closure has a forward pass inside the step
         if self.phase == "forward":
@@ -193,19 +125,9 @@ class Tracker(TorchDispatchMode):
             storage.category = storage.category or category
 
     def _log_workspace(self, operator: str) -> None:
-        """Log cuBLAS's workspace, which stays.
-
-        Forward's is made as the phase begins, backward's with its first product, after the
-        gradients of the logits.
-        """
-        if operator not in PRODUCTS:
-            return
-        sizes = self.workspaces.get(self.phase, {})
-        for name in ("mm", operator):
-            size = sizes.pop(name, None)
-            if size is not None:
-                storage = Storage(size, size, "workspace", "cublas")
-                self.log.append((size, storage, "cublas"))
+        """Log cuBLAS's workspace, which stays."""
+        for size in workspaces_taken(self.workspaces.get(self.phase, {}), operator):
+            self.log.append((size, Storage(size, size, "workspace", "cublas"), "cublas"))
 
     def claim(self, tensors: Iterable[torch.Tensor], category: str, where: str = "") -> None:
         """Give the storages of `tensors` a category, from their birth on.
@@ -221,7 +143,10 @@ class Tracker(TorchDispatchMode):
                 storage.where = where or storage.where
 
     def claim_given(
-        self, tensors: Iterable[torch.Tensor], category: str | None = None, where: str = ""
+        self,
+        tensors: Iterable[torch.Tensor],
+        category: str | None = None,
+        where: str = "",
     ) -> None:
         """Log storages that are not known yet as there from the start.
 
@@ -242,7 +167,10 @@ class Tracker(TorchDispatchMode):
                 self.given.append(storage)
 
     def claim_storages(
-        self, storages: Iterable[torch.UntypedStorage], category: str, where: str
+        self,
+        storages: Iterable[torch.UntypedStorage],
+        category: str,
+        where: str,
     ) -> None:
         """Log storages that no tensor is known of."""
         for handle in storages:
@@ -262,7 +190,9 @@ class Tracker(TorchDispatchMode):
 
     @contextmanager
     def modules(
-        self, model: torch.nn.Module, reference: torch.nn.Module | None = None
+        self,
+        model: torch.nn.Module,
+        reference: torch.nn.Module | None = None,
     ) -> Iterator[None]:
         """While entered, give storages the name of the module that made them.
 
@@ -297,60 +227,23 @@ class Tracker(TorchDispatchMode):
             yield
 
     def finish(self) -> Self:
-        """Close the log, without the host's storages, and return self.
-
-        Consecutive frees, whose order may be a hash table's, are sorted by birth.
-        """
+        """Close the log, and return self."""
         self.live.clear()
-        self._put_given_first()
-        self._leave_out_host()
-        self._sort_frees()
+        self.close_log()
         return self
 
-    def _put_given_first(self) -> None:
-        """Log the births of what a step was given before all others."""
-        births = [(storage.size, storage, storage.op) for storage in self.given]
-        self.log[:0] = births
-        self._move(lambda position: position + len(births))
-        self.given = []
-
-    def _leave_out_host(self) -> None:
-        is_kept = [storage.category != ON_HOST for _, storage, _ in self.log]
-        moved = [0, *accumulate(is_kept)]  # new positions by old ones
-        self.log = [event for event, kept in zip(self.log, is_kept, strict=True) if kept]
-        self._move(moved.__getitem__)
-
-    def _move(self, moved: Callable[[int], int]) -> None:
-        """Move the marks' and calls' positions as the log's events have moved."""
-        self.marks = [(moved(position), phase) for position, phase in self.marks]
-        self.calls = [call._replace(position=moved(call.position)) for call in self.calls]
-
-    def _sort_frees(self) -> None:
-        births = {}
-        for position, (size, storage, _) in enumerate(self.log):
-            if size > 0:
-                births[storage] = position
-        cuts = {0, len(self.log)}
-        cuts.update(call.position for call in self.calls)
-        cuts.update(position for position, _ in self.marks)
-        # only frees between two operators have no order of their own
-        for first, last in pairwise(sorted(cuts)):
-            in_order: list[Event] = []
-            for is_birth, run in groupby(self.log[first:last], key=lambda event: event[0] > 0):
-                if is_birth:
-                    in_order += run
-                else:
-                    in_order += sorted(run, key=lambda event: births[event[1]])
-            self.log[first:last] = in_order
-
     def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
+        self,
+        func: Any,
+        types: Any,
+        args: tuple = (),
+        kwargs: dict | None = None,
     ) -> Any:
         return self.dispatch(func, types, args, kwargs or {})
 
     def dispatch(self, func: torch._ops.OpOverload, types: tuple, args: tuple, kwargs: dict) -> Any:
         """Run an operator and log what it makes."""
-        if any(map(_is_wrapper, types)):
+        if any(map(is_wrapper, types)):
             return NotImplemented  # such as DTensor: its own operators come here next
         if func is DEVICE_QUERY:
             return func(*args, **kwargs)
@@ -358,34 +251,34 @@ class Tracker(TorchDispatchMode):
             value = self.scalar(args[0])
             if value is not None:
                 return value
-        self._wait_for_gloo()
+        self._collective.wait()
         if self._recomputed and not torch.is_grad_enabled():
             self._keep_recomputed()
-        if func is aten.add.Tensor and self.phase == "backward" and _accumulates(*args, **kwargs):
+        if func is aten.add.Tensor and self.phase == "backward" and accumulates(*args, **kwargs):
             func = aten.add_.Tensor
         self.meet(func, args, kwargs)
         return self._run_logged(func, args, kwargs)
 
     def _run_logged(self, func: torch._ops.OpOverload, args: tuple, kwargs: dict) -> Any:
         """Run an operator, and log its scratch, its results and its buffers."""
-        about = _about(func)
+        known = about(func)
         start = len(self.log)
         where = self._where(args)
-        block = self._log_scratch(about.name, args, where)
-        if about.is_collective and self._over_gloo:
-            self._group = group_of(args)
+        block = self._log_scratch(known.name, args, where)
+        if known.is_collective:
+            self._collective.begin(args)
         result = self.run(func, args, kwargs)
-        self.calls.append(Call(start, about.name, where, len(self.marks)))
-        self._record(result, about.name, where, args)
-        self._log_workspace(about.name)
-        for place in about.buffers:
+        self.calls.append(Call(start, known.name, where, len(self.marks)))
+        self._record(result, known.name, where, args)
+        self._log_workspace(known.name)
+        for place in known.buffers:
             buffer = args[place] if isinstance(place, int) else kwargs[place]
             for tensor in tensors_in(buffer):
                 storage = self._storage(tensor)
                 if storage:
                     storage.category = storage.category or "workspace"
         if block:
-            self.log.append((-block.size, block, about.name))
+            self.log.append((-block.size, block, known.name))
         return result
 
     def meet(self, func: torch._ops.OpOverload, args: tuple, kwargs: dict) -> None:
@@ -451,7 +344,7 @@ class Tracker(TorchDispatchMode):
                 if not is_known and self._counts(tensor):
                     self.log_birth(tensor, op, where)
         elif isinstance(result, list | tuple):
-            operands = _operands(result, args)
+            operands = operands_of(result, args)
             for index, item in enumerate(result):
                 owner = self.owner(operands[index]) if operands else where
                 self._record(item, op, owner)
@@ -467,7 +360,7 @@ class Tracker(TorchDispatchMode):
 
     def _generator_state(self, state: torch.Tensor) -> None:
         """Log a copy of the CPU generator's state, which is made without the dispatcher."""
-        self._wait_for_gloo()
+        self._collective.wait()
         where = self._where(())
         self.calls.append(Call(len(self.log), "get_rng_state", where, len(self.marks)))
         self._record(state, "get_rng_state", where)
@@ -476,18 +369,8 @@ class Tracker(TorchDispatchMode):
         """Log the storage of `tensor`, made by operator `op`; None if it has no memory."""
         handle = tensor.untyped_storage()
         asked = handle.nbytes()
-        storage = self._log_birth(
-            handle,
-            Storage(
-                size=self._round(asked),
-                asked=asked,
-                category=None,
-                op=op,
-                where=where,
-                shape=tuple(tensor.shape),
-                dtype=str(tensor.dtype).removeprefix("torch."),
-            ),
-        )
+        born = Storage.of(tensor, self._round(asked), asked, op, where)
+        storage = self._log_birth(handle, born)
         if storage and self.phase == "backward" and torch.is_grad_enabled():
             self._recomputed.append(storage)
         return storage
@@ -524,7 +407,7 @@ class Tracker(TorchDispatchMode):
 
         FSDP does so with what it gathers.
         """
-        self._wait_for_gloo()
+        self._collective.wait()
         storage = self.live.get(handle._cdata)
         size = self._round(handle.nbytes())
         if storage is None:
@@ -542,17 +425,6 @@ class Tracker(TorchDispatchMode):
             filled.ref = storage.ref
             self.live[handle._cdata] = filled
             self.log.append((size, filled, "resize"))
-
-    def _wait_for_gloo(self) -> None:
-        """Run another collective after the last one, so that frees are deterministic.
-
-        By then gloo's one thread has let go of the last one's tensors.
-        """
-        if self._group is not None:
-            group = self._group
-            self._group = None
-            with _disable_current_modes():
-                group.allreduce([torch.zeros(1)]).wait()
 
     def _keep_recomputed(self) -> None:
         """Name what is still held at the end of a checkpoint's recomputation.
@@ -575,60 +447,3 @@ class Tracker(TorchDispatchMode):
 
     def _round(self, size: int) -> int:
         return -(-size // self.round_to) * self.round_to
-
-
-@cache
-def _is_wrapper(kind: type) -> bool:
-    return hasattr(kind, "__tensor_flatten__")
-
-
-def _operands(results: list | tuple, args: tuple) -> list | tuple | None:
-    """Return the first arguments of a multi-tensor kernel, one for each result.
-
-    Each result belongs where its own operand does.
-    """
-    if args and isinstance(args[0], list | tuple) and len(args[0]) == len(results):
-        return args[0]
-    return None
-
-
-class _About(NamedTuple):
-    """What the tracker wants to know of an operator."""
-
-    name: str
-    is_collective: bool  # all ranks enter it
-    buffers: tuple[int | str, ...]  # the places of its arguments that are buffers
-
-
-@cache
-def _about(func: torch._ops.OpOverload) -> _About:
-    qualified = func.overloadpacket._qualified_op_name
-    name = qualified.rpartition("::")[2]
-    return _About(name, qualified in COLLECTIVES, BUFFERS.get(qualified, ()))
-
-
-def gloo_scratch(name: str, args: tuple[Any, ...]) -> int:
-    """Return the bytes of torch's CPU allocator that gloo takes for a collective.
-
-    It makes a flat result when it gathers (`AsyncAllgatherWork::allgather`), and a copy of what it
-    reduces and scatters (`reduce_scatter_tensor_coalesced`).
-    """
-    if name == "_allgather_base_":
-        return args[0].nbytes
-    if name == "_reduce_scatter_base_":
-        return args[1].nbytes
-    return 0
-
-
-def _accumulates(held: Any, new: Any, **options: Any) -> bool:
-    """Tell whether autograd would add `new` in place to a gradient that only its buffer holds.
-
-    It does so where no dispatch mode is active (`can_accumulate_inplace` in input_buffer.cpp).
-    """
-    if torch.is_grad_enabled() or options or not isinstance(new, torch.Tensor):
-        return False
-    storage = held.untyped_storage()
-    is_dense = held.nbytes == storage.nbytes()
-    is_alike = held.shape == new.shape and held.dtype == new.dtype
-    # two hold the storage here: the tensor, and the handle that is asked
-    return is_dense and is_alike and _storage_Use_Count(storage._cdata) == 2

@@ -38,7 +38,11 @@ class _Default(TorchFunctionMode):
         self.dtype = self.of_process
 
     def __torch_function__(
-        self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
+        self,
+        func: Any,
+        types: Any,
+        args: tuple = (),
+        kwargs: dict | None = None,
     ) -> Any:
         kwargs = kwargs or {}
         result = func(*args, **kwargs)

@@ -4,7 +4,7 @@ So others which train in this process see no difference. Whoever reads a replace
 object, the same in all threads, that gives each thread its own value. The values are kept where
 torch hands them to the threads of autograd that work for this one (`at::ThreadLocalState`).
 
-PRIVATE_PARTS
+Which private parts of libraries are reached at all, and what guards each, is in CONTRIBUTING.md.
 """
 
 import contextlib
@@ -255,7 +255,9 @@ def only_here() -> Iterator[Callable[[], bool]]:
 
 
 def afterwards(
-    owner: Any, name: str, call: Callable[..., Any]
+    owner: Any,
+    name: str,
+    call: Callable[..., Any],
 ) -> contextlib.AbstractContextManager:
     """While entered, follow `owner`'s function by `call(result, *its arguments)` in this thread."""
     before = plain(owner, name)

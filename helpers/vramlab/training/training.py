@@ -267,7 +267,10 @@ def _two_states(parameter: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def _schedule_free(
-    recipe: Recipe, kind: str, parameters: list, options: dict[str, Any]
+    recipe: Recipe,
+    kind: str,
+    parameters: list,
+    options: dict[str, Any],
 ) -> torch.optim.Optimizer:
     """Return a schedule-free optimizer in training mode.
 

@@ -116,7 +116,11 @@ class _Buckets(TorchDispatchMode):
         self.agreed = agreed
 
     def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
+        self,
+        func: Any,
+        types: Any,
+        args: tuple = (),
+        kwargs: dict | None = None,
     ) -> Any:
         kwargs = kwargs or {}
         with self._mode(args, kwargs):

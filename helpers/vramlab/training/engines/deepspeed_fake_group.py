@@ -144,7 +144,11 @@ class Healthy(TorchDispatchMode):
     """Answers reads of values in DeepSpeed's step: no overflow flag is set, and every norm is 1."""
 
     def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
+        self,
+        func: Any,
+        types: Any,
+        args: tuple = (),
+        kwargs: dict | None = None,
     ) -> Any:
         if func is torch.ops.aten._local_scalar_dense.default and args[0].dtype in HEALTHY:
             return HEALTHY[args[0].dtype]
