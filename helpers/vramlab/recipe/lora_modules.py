@@ -49,6 +49,7 @@ def modules(shape: ModelWeights) -> dict[str, tuple[str, int, int]]:
         name, _, part = weight.name.rpartition(".")
         if part != "weight" or weight.kind not in ADAPTABLE:
             continue
+        # a convolution's rest is channels × kernel
         first = weight.shape[0]
         rest = weight.size // first
         if weight.kind in ("conv1d", "embedding"):  # stored transposed

@@ -57,6 +57,7 @@ def _trains_two_formats(recipe: RecipeFields, lora: LoRA) -> bool:
     shape = recipe.shape
     if form not in HALF or (kind == "true" and not lora.autocast_adapter_dtype):
         return False
+    # copies of whole modules have the base's format
     if lora_modules.trained_whole(shape, lora.modules_to_save):
         return True
     adapted = {name for name, _, _ in lora_modules.adapted(shape, lora)}

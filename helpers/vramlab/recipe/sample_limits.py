@@ -22,6 +22,7 @@ def filled_in(recipe: RecipeFields) -> dict[str, Any]:
             fields[name] = check_lengths(name, value)
     if fields and not recipe.packing:
         first = next(iter(fields.values()))
+        # 1 is the default: the lengths say how many samples there are
         fields["batch_size"] = len(first) if recipe.batch_size == 1 else recipe.batch_size
         if "lengths" in fields:
             fields["seq_len"] = recipe.seq_len or max(fields["lengths"])

@@ -184,6 +184,7 @@ class ModuleStep:
         attributes.pop("step", None)
         vars(new).update(values.copied(attributes), state=type(given.state)(dict))
         trained = {id(each) for each in self.model.parameters() if each.requires_grad}
+        # with a step in the backward pass, those that have optimizers of their own
         left_out = trained.difference(map(id, parameters))
         for group in new.param_groups:
             group["params"] = [each for each in group["params"] if id(each) not in left_out]

@@ -129,7 +129,7 @@ class Writer:
         here = group[written.first : written.end]
         if written.at == self.middle and OUTSIDE in here:
             raise NotRegular("a layer frees what no layer made")
-        # what is no neighbour's is the first or last layer's
+        # a layer frees what its neighbours made: what is no neighbour's is the first or last one's
         own = np.where(here > self.middle, here + self.more, here)
         shifts = np.array(written.shifts)
         if written.at is None:
@@ -186,6 +186,7 @@ class _Deepener(Writer):
         self.marks = tracker.marks
         self.unit = tracker.round_to
         self.groups = repetition.groups
+        # asked for every event, and there are few names
         self.group = cache(repetition.group)
         self.renamed = cache(repetition.renumbered)
         self.walks: list[Walk] = []
@@ -210,6 +211,7 @@ class _Deepener(Writer):
         for (first, stop), group in zip(pairwise(cuts), groups, strict=True):
             slots.append(Slot(first, stop, group))
         walks = list(find_walks(slots, self.groups, self.middle))
+        # before the other calls, whose frees are of what these have made
         for walk in walks:
             self._add(walk)
         for slot in slots:
@@ -274,6 +276,7 @@ class _Deepener(Writer):
                 is_vector = storage.op in OF_VECTORS and len(storage.shape) < 2
                 if size <= 0 or storage in self.places or not is_vector:
                     continue
+                # an entry for each gradient, or it is another vector
                 if storage.asked % len(gradients) == 0:
                     entry = storage.asked // len(gradients)
                     longer[storage] = self._longer_vector(storage, entry, clipped)

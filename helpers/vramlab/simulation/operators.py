@@ -69,6 +69,7 @@ class _Norms:
     ) -> tuple[torch.Tensor, ...]:
         """Return the normed input and its statistics, one a channel."""
         *running, training, _, _ = others
+        # in evaluation nothing is kept for a backward pass
         columns = (input.shape[1] if training else 0,)
         parameters = (weight, bias, *running)
         return _like(input), *self._statistics(input, columns, parameters)

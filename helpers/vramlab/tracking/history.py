@@ -58,6 +58,7 @@ class Log:
         self.shifts = shifts
         rows = [(size, storage.asked, storage.stream) for size, storage, _ in events]
         columns = np.array(rows, np.int64).reshape(-1, 3)
+        # copied, so that each column is contiguous for what is summed over it
         self.sizes, self.asked, self.streams = columns[order].T.copy()
 
     def storage(self, at: int) -> Storage:
@@ -75,6 +76,7 @@ class Log:
         pairs = zip(self.order.tolist(), self.keys.tolist(), strict=True)
         for at, (event, key) in enumerate(pairs):
             size, _, op = self.events[event]
+            # a free is of the very object that was born, under the name that it had then
             if size > 0:
                 alive[key] = self.storage(at)
             yield size, alive[key], op
@@ -109,6 +111,7 @@ class History:
         self.log = log if isinstance(log, Log) else Log(list(log))
         self.notes = list(notes)
         self.replayed = self._replay(card) if allocator else None
+        # without the tracker's rounding: torch calls these the requested bytes
         asked = np.sign(self.log.sizes) * self.log.asked
         self.requested = int(asked.cumsum().max(initial=0))
         # bytes alive at each position: (events + 1, categories)
@@ -126,6 +129,7 @@ class History:
         log = self.log
         categories = [storage.category or "temporaries" for _, storage, _ in log.events]
         columns = np.array([INDEX[category] for category in categories], int)
+        # one row more than events: at position 0 nothing is alive
         changes = np.zeros((len(log) + 1, len(ATTRIBUTED)), dtype=np.int64)
         rows = np.arange(1, len(changes))
         changes[rows, columns[log.order]] = log.sizes
@@ -205,6 +209,7 @@ class History:
 
     def _births_alive(self, position: int) -> np.ndarray:
         """Return the events before `position` that are births which no free follows."""
+        # stable: a storage's events stay in their order
         by_key = np.argsort(self.log.keys[:position], kind="stable")
         is_birth = self.log.sizes[by_key] > 0
         is_followed_by_birth = np.append(is_birth[1:], True)
@@ -225,6 +230,7 @@ class History:
         end = step[-1].end
         chosen = {begin, end}
         chosen.update(stretch.end for stretch in step)
+        # two points of each window are kept
         width = max(1, (end - begin) * 2 // points)
         for left in range(begin, end, width):
             right = min(left + width, end)
