@@ -64,7 +64,8 @@ def _fitting(able: list[str], said: frozenset[str]) -> list[str]:
     exact = [name for name in able if OWN[name] == said]
     if exact:
         return exact
-    least = [name for name in able if all(OWN[name] <= OWN[other] for other in able)]
+    in_all = frozenset.intersection(*(OWN[name] for name in able))
+    least = [name for name in able if OWN[name] == in_all]
     return least or able
 
 

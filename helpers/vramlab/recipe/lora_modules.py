@@ -141,12 +141,12 @@ def notes(recipe: WithAdapters) -> list[str]:
 
     Of those that stay whole, and of adapters that PEFT places otherwise.
     """
-    found = unquantized(recipe)
+    said = unquantized(recipe)
     lora = recipe.lora
     if lora and _is_everywhere(lora.target_modules) and _has_experts(recipe.shape):
         note = "all-linear adapts attention here; PEFT 0.21's own also adapts routers and fused "
-        found.append(note + "experts, and needs more")
-    return found
+        said.append(note + "experts, and needs more")
+    return said
 
 
 def _has_experts(shape: ModelWeights) -> bool:

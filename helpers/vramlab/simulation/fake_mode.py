@@ -199,11 +199,11 @@ def _trial(mode: FakeTensorMode) -> list[tuple]:
         normed.sum().backward()
         made = [x, product, view, in_place, normed, *statistics, x.grad]
         address = product.untyped_storage()._cdata
-        found = []
+        results = []
         for tensor in made:
             (described,) = _described([tensor])
-            found.append((described, tensor.untyped_storage()._cdata == address))
-    return found
+            results.append((described, tensor.untyped_storage()._cdata == address))
+    return results
 
 
 def _described(values: Iterable[Any]) -> tuple:

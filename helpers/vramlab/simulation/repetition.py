@@ -123,7 +123,9 @@ def _kinds(layers: list[Description], config: Any) -> list[int]:
     for value in vars(config).values():
         if isinstance(value, list) and len(value) == depth:
             lists.append(value)
-    described = [(layer, [each[i] for each in lists]) for i, layer in enumerate(layers)]
+    described = []
+    for i, layer in enumerate(layers):
+        described.append((layer, [values[i] for values in lists]))
     return [described.index(layer) for layer in described]
 
 
