@@ -170,7 +170,11 @@ def whole_gradients(training: Training) -> dict[str, torch.Tensor]:
 
 def gradients(training: Training) -> Iterator[tuple[str, torch.Tensor]]:
     """(name as in the whole model, whole gradient) before the update. All ranks have to ask: shards are gathered."""
-    recipe, whole = training.engine.recipe, lambda parameter: parameter.grad
+    recipe = getattr(training.engine, "recipe", None)  # of one rank alone there is none
+
+    def whole(parameter: torch.nn.Parameter) -> torch.Tensor | None:
+        return parameter.grad
+
     if recipe and recipe.sharding.engine == "deepspeed" and recipe.sharding.stage:
         from deepspeed.utils import safe_get_full_grad as whole
 

@@ -11,7 +11,7 @@ from settings import ROOT
 HELPERS = ROOT / "helpers"
 # Nodes of `ast.walk`. A new ability may raise a ceiling; the commit that does says by how much.
 CEILINGS = {
-    "vramlab": 202_000,
+    "vramlab": 215_000,
     "vramlab_course": 54_500,
 }
 PACKAGES = {
@@ -49,4 +49,4 @@ def test_no_file_is_too_long():
 
 def test_the_idea_is_seen_at_a_glance():
     entries = {path.name for path in (HELPERS / "vramlab").iterdir() if path.name != "__pycache__"}
-    assert entries == {"__init__.py", "__main__.py", *PACKAGES}
+    assert entries == {"__init__.py", "__main__.py", "py.typed", *PACKAGES}

@@ -1,6 +1,7 @@
-"""From a configuration, as published or as transformers writes it, to the sizes and settings that formulas need.
+"""From a configuration to the sizes and settings that formulas need.
 
-What it leaves unsaid is in the family's record (`families`). transformers itself is asked about other architectures.
+It is read as published or as transformers writes it. What it leaves unsaid is in the
+family's record (`families`). transformers itself is asked about other architectures.
 """
 
 import contextlib
@@ -17,57 +18,94 @@ from .families import FAMILIES, REQUIRED, TASKS, Family
 from .knobs import Knob
 
 FEW = 4  # a configuration's other lists are as short as this: image sizes, colours
-MOST_LAYERS = 1000  # every weight is listed by name; the deepest model of the catalogue has 126 layers
+MOST_LAYERS = (
+    1000  # every weight is listed by name; the deepest model of the catalogue has 126 layers
+)
 KEYS = json.loads(data_path("config_keys.json").read_text(encoding="utf-8"))
-SIZES = KEYS["sizes"]  # configurations name the same size differently; the first name found counts
+# Configurations name the same size differently; the first name that they say counts.
+SIZES = KEYS["sizes"]
 MOST_SIZE = 2**23  # so that PyTorch can count the bytes of every tensor in signed 64 bits
-MOST = {"num_layers": MOST_LAYERS, "num_decoder_layers": MOST_LAYERS, "num_experts": 2**12, "image_size": 2**16}
-MOST |= {"max_positions": 2**31, "sliding_window": 2**31}
+MOST = {
+    "num_layers": MOST_LAYERS,
+    "num_decoder_layers": MOST_LAYERS,
+    "num_experts": 2**12,
+    "image_size": 2**16,
+    "max_positions": 2**31,
+    "sliding_window": 2**31,
+}
 BUILT = "build it yourself and ask simulate(model=..., batch=..., optimizer=...)"
 
 
 def family_of(name: str, config: dict[str, Any]) -> Family:
-    """Return the family of `config`; where it has no record, what transformers says, which also completes `config`.
+    """Return the family of `config`.
 
-    Raises RecipeError if that cannot read it either, or has no head for it that can be trained.
+    Where it has no record, it is what transformers says, which also completes `config`. Raises
+    RecipeError if that cannot read it either, or has no head for it that can be trained.
     """
     if config["model_type"] in FAMILIES:
         return FAMILIES[config["model_type"]]
     with needing(f"The model type {config['model_type']!r}"):
         from transformers import AutoConfig
-        from transformers.models.auto import modeling_auto
 
     try:
         full = AutoConfig.for_model(**config)
         completed = full.to_dict()
     except Exception as error:  # each configuration class has its own ways to refuse
-        raise RecipeError("model", name, f"transformers cannot read its configuration: {reason(error)}") from error
-    tables = {task: getattr(modeling_auto, f"MODEL_FOR_{t.table}_MAPPING_NAMES", {}) for task, t in TASKS.items()}
-    found = {task: table[full.model_type] for task, table in tables.items() if full.model_type in table}
-    classes = {task: c if isinstance(c, str) else c[0] for task, c in found.items()}
-    if getattr(full, "is_encoder_decoder", False) or "masked-lm" in classes:
-        classes.pop("causal-lm", None)  # half of the model, or an encoder made to look back only
-    if not completed.keys() >= {"num_mel_bins", "max_source_positions"}:
-        classes.pop("speech-seq2seq", None)  # it hears something else than Whisper's features
+        rest = f"transformers cannot read its configuration: {reason(error)}"
+        raise RecipeError("model", name, rest) from error
+    classes = _classes(full, completed)
     if not classes:
-        raise RecipeError("model", name, f"recipes train {', '.join(TASKS)}, and a {full.model_type} does not: {BUILT}")
+        tasks = ", ".join(TASKS)
+        rest = f"recipes train {tasks}, and a {full.model_type} does not: {BUILT}"
+        raise RecipeError("model", name, rest)
     config.update({**completed, **config})
-    for key in ("hidden_size", "num_hidden_layers", "num_attention_heads", "head_dim"):  # other names of the same
-        with contextlib.suppress(Exception):  # Gemma 4 refuses to name one value of what differs by layer
-            if isinstance(value := getattr(full, key, None), int):
+    # other names of the same
+    for key in ("hidden_size", "num_hidden_layers", "num_attention_heads", "head_dim"):
+        # Gemma 4 refuses to name one value of what differs by layer
+        with contextlib.suppress(Exception):
+            value = getattr(full, key, None)
+            if isinstance(value, int):
                 config.setdefault(key, value)
-    required = REQUIRED[:3] if "image-classification" in classes else REQUIRED[:4]
-    return Family(classes, tied=bool(getattr(full, "tie_word_embeddings", False)), required=required)
+    needed = 3 if "image-classification" in classes else 4
+    tied = bool(getattr(full, "tie_word_embeddings", False))
+    return Family(classes, tied=tied, required=REQUIRED[:needed])
+
+
+def _classes(full: Any, completed: Mapping[str, Any]) -> dict[str, str]:
+    """Return transformers' class for each head of a configuration that can be trained."""
+    from transformers.models.auto import modeling_auto
+
+    classes = {}
+    for name, task in TASKS.items():
+        table = getattr(modeling_auto, f"MODEL_FOR_{task.table}_MAPPING_NAMES", {})
+        if full.model_type in table:
+            known = table[full.model_type]
+            classes[name] = known if isinstance(known, str) else known[0]
+    # half of the model, or an encoder made to look back only
+    if getattr(full, "is_encoder_decoder", False) or "masked-lm" in classes:
+        classes.pop("causal-lm", None)
+    # it hears something else than Whisper's features
+    if not completed.keys() >= {"num_mel_bins", "max_source_positions"}:
+        classes.pop("speech-seq2seq", None)
+    return classes
 
 
 def reason(error: Exception) -> str:
-    """Return the line of another library's error that says what is wrong, shortened; its class if it says nothing."""
+    """Return the line of another library's error that says what is wrong, shortened.
+
+    It is the error's class if it says nothing.
+    """
     text = str(error.__cause__ or error).strip()
-    return textwrap.shorten(text.splitlines()[0].rstrip("."), 300, placeholder=" …") if text else type(error).__name__
+    if not text:
+        return type(error).__name__
+    return textwrap.shorten(text.splitlines()[0].rstrip("."), 300, placeholder=" …")
 
 
 def read_json(field: str, text: Any, name: str | None = None) -> Any:
-    """Return what the JSON `text` says. Raises RecipeError about `field` (called `name`) if it is none."""
+    """Return what the JSON `text` says.
+
+    Raises RecipeError about `field` (called `name`) if it is none.
+    """
     try:
         return json.loads(text)
     except (RecursionError, TypeError, ValueError) as error:
@@ -76,17 +114,24 @@ def read_json(field: str, text: Any, name: str | None = None) -> Any:
 
 
 def read_json_file(field: str, path: str | os.PathLike) -> Any:
-    """Return what a JSON file says. Raises RecipeError about `field` if it cannot be read, or is none."""
+    """Return what a JSON file says.
+
+    Raises RecipeError about `field` if it cannot be read, or is none.
+    """
     try:
         text = read_text(path)
     except (OSError, ValueError) as error:
         why = getattr(error, "strerror", None) or str(error).rstrip(".")
-        raise RecipeError(field, str(path), f"it must be a JSON file that can be read ({why})") from None
+        rest = f"it must be a JSON file that can be read ({why})"
+        raise RecipeError(field, str(path), rest) from None
     return read_json(field, text, str(path))
 
 
 def plain(config: Mapping) -> dict[str, Any]:
-    """Return `config` as JSON gives it back, with text for a torch.dtype and the like. Raises RecipeError."""
+    """Return `config` as JSON gives it back, with text for a torch.dtype and the like.
+
+    Raises RecipeError.
+    """
     try:
         return json.loads(json.dumps(dict(config), default=str))
     except (TypeError, ValueError, RecursionError) as error:
@@ -95,113 +140,196 @@ def plain(config: Mapping) -> dict[str, Any]:
 
 
 def parse(name: str, text: str) -> dict[str, Any]:
-    """Return the configuration in `text`. Raises RecipeError if it is none, or not of one language or image model."""
+    """Return the configuration in `text`.
+
+    Raises RecipeError if it is none, or not of one language or image model.
+    """
     config = read_json("model", text, name)
     if not isinstance(config, dict) or not config.get("model_type"):
-        raise RecipeError("model", name, "its configuration must say a 'model_type', as every config.json does")
+        rest = "its configuration must say a 'model_type', as every config.json does"
+        raise RecipeError("model", name, rest)
     for key in KEYS["counts"]:
         value = config.get(key)
-        if (value is not None or (key in config and key in KEYS["never_null"])) and not _is_size(value, 0):
-            raise RecipeError(f"model.{key}", value, f"it must be a whole number from 0 to {MOST_SIZE:,}")
+        is_said = value is not None or (key in config and key in KEYS["never_null"])
+        if is_said and not _is_size(value, 0):
+            rest = f"it must be a whole number from 0 to {MOST_SIZE:,}"
+            raise RecipeError(f"model.{key}", value, rest)
     if isinstance(config.get("text_config"), dict) and "hidden_size" not in config:
         rest = f"it reads more than text: give its 'text_config' for the language part, or {BUILT}"
         raise RecipeError("model", name, rest)
     for key in ("quantization_config", "compression_config"):
         if config.get(key):
-            rest = "weights stored so are not described: leave it out, and say Quantization('nf4') for 4 bits"
-            raise RecipeError(f"model.{key}", config[key], rest)
+            rest = "weights stored so are not described: leave it out, and say Quantization('nf4') "
+            raise RecipeError(f"model.{key}", config[key], rest + "for 4 bits")
     return config
 
 
 def _is_size(value: Any, least: int = 1, most: int = MOST_SIZE) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and least <= value <= most
+    is_whole = isinstance(value, int) and not isinstance(value, bool)
+    return is_whole and least <= value <= most
 
 
-def keep_layers(config: dict[str, Any], kept: list[int] | int) -> None:
-    """Leave the layers `kept`, or the first so many, in every place of `config` that counts or lists them; a number
-    beyond the depth goes through them again."""
-    keys = [key for key in (*SIZES["num_layers"], *SIZES["num_decoder_layers"]) if config.get(key) is not None]
-    depth = len(config.get("layer_types") or ()) or next((config[key] for key in keys), None)
-    kept = range(kept) if isinstance(kept, int) else kept
+def keep_layers(config: dict[str, Any], layers: list[int] | int) -> None:
+    """Leave some layers in every place of `config` that counts or lists them.
+
+    They are those numbers, or the first so many; a number beyond the depth goes through them again.
+    """
+    kept = list(range(layers)) if isinstance(layers, int) else layers
+    names = (*SIZES["num_layers"], *SIZES["num_decoder_layers"])
+    keys = [key for key in names if config.get(key) is not None]
+    depth: Any = len(config.get("layer_types") or ())
+    if not depth:
+        depth = next((config[key] for key in keys), None)
     for key, value in config.items():
-        if isinstance(value, list) and len(value) == depth and (depth > FEW or key == "layer_types"):
+        if not isinstance(value, list) or len(value) != depth:
+            continue
+        if depth > FEW or key == "layer_types":
             config[key] = [value[i % depth] for i in kept]
-    if said := {int(i): value for i, value in (config.get("per_layer_config") or {}).items()}:  # keyed by "05"
-        config["per_layer_config"] = {str(n): said[i % depth] for n, i in enumerate(kept) if i % depth in said}
-    if shared := config.get("num_kv_shared_layers"):  # the last ones
-        config["num_kv_shared_layers"] = sum(i % depth >= depth - shared for i in kept)
+    _keep_per_layer(config, kept, depth)
     for key in keys:
         config[key] = len(kept)
-    for key in ("stage_names", "out_features", "out_indices"):  # a backbone's, made from its depth
+    # a backbone's, made from its depth
+    for key in ("stage_names", "out_features", "out_indices"):
         config.pop(key, None)
 
 
+def _keep_per_layer(config: dict[str, Any], kept: list[int], depth: Any) -> None:
+    """Leave layers in what is said of some of them alone."""
+    per_layer = config.get("per_layer_config")
+    if per_layer:
+        said = {int(i): value for i, value in per_layer.items()}  # keyed by "05"
+        left = {}
+        for number, i in enumerate(kept):
+            if i % depth in said:
+                left[str(number)] = said[i % depth]
+        config["per_layer_config"] = left
+    shared = config.get("num_kv_shared_layers")  # the last ones
+    if shared:
+        config["num_kv_shared_layers"] = sum(i % depth >= depth - shared for i in kept)
+
+
 def read(name: str, config: dict[str, Any], family: Family, task: str) -> dict[str, Any]:
-    """Return the fields of `Shape` that the configuration says or implies. Raises RecipeError on impossible sizes."""
+    """Return the fields of `Shape` that the configuration says or implies.
+
+    Raises RecipeError on impossible sizes.
+    """
     sizes = _sizes(name, config, family)
-    others = {}
-    for name, keys in KEYS["settings"].items():
-        found = ((key, config[key]) for key in family.keys.get(name, keys) if config.get(key) is not None)
-        key, others[name] = next(found, (name, family.defaults.get(name)))
-        if name != "activation":
-            Knob(share=True).check(f"model.{key}", others[name] or 0)
-    rope = config.get("rope_parameters") or {}  # the rotated share of a head, under the names of all ages
-    share = rope.get("partial_rotary_factor", config.get("partial_rotary_factor", config.get("rotary_pct")))
+    others = _settings(config, family)
+    rates = {key: float(value or 0) for key, value in others.items() if key != "activation"}
+    is_classifier = "classification" in task
+    labels = config.get("num_labels") or 2
+    if config.get("id2label"):
+        labels = len(config["id2label"])
+    tied = config.get("tie_word_embeddings", family.tied)
     return {
         **sizes,
-        "num_labels": len(config["id2label"]) if config.get("id2label") else config.get("num_labels") or 2,
-        "tied": bool(config.get("tie_word_embeddings", family.tied)) and "classification" not in task,
-        "activation": others.pop("activation") or "gelu",
+        "num_labels": labels,
+        "tied": bool(tied) and not is_classifier,
+        "activation": others["activation"] or "gelu",
         "norm": family.norm,
-        "rotary_dim": int(sizes["head_dim"] * (family.rotary if share is None else share)) if family.rotary else 0,
-        **{key: float(value or 0) for key, value in others.items()},
+        "rotary_dim": _rotary_dim(config, family, sizes["head_dim"]),
+        **rates,
         "image_tokens": sizes["max_positions"] if task == "image-classification" else 0,
         "attention": "sdpa" if family.sdpa else "eager",
     }
+
+
+def _settings(config: Mapping[str, Any], family: Family) -> dict[str, Any]:
+    """Return the activation and the rates of dropout. Raises RecipeError on impossible rates."""
+    settings = {}
+    for name, usual_keys in KEYS["settings"].items():
+        key = name
+        value = family.defaults.get(name)
+        for own_key in reversed(family.keys.get(name, usual_keys)):
+            if config.get(own_key) is not None:
+                key = own_key
+                value = config[own_key]
+        if name != "activation":
+            Knob(share=True).check(f"model.{key}", value or 0)
+        settings[name] = value
+    return settings
+
+
+def _rotary_dim(config: Mapping[str, Any], family: Family, head_dim: int) -> int:
+    """Return the channels of a head that are rotated."""
+    if not family.rotary:
+        return 0
+    # the rotated share of a head, under the names of all ages
+    share = config.get("partial_rotary_factor", config.get("rotary_pct"))
+    share = (config.get("rope_parameters") or {}).get("partial_rotary_factor", share)
+    return int(head_dim * (family.rotary if share is None else share))
 
 
 def _size(name: str, config: Mapping, size: str, family: Family) -> int | None:
     """Return one size of `config`, None when it may be absent and is."""
     keys = family.keys.get(size, SIZES[size]) or [""]
     key = next((key for key in keys if config.get(key) is not None), keys[0])
-    value, most = config.get(key), MOST.get(size, MOST_SIZE)
+    value = config.get(key)
     otherwise = "" if family.layout_options is not None else f"; or {BUILT}"
     if value is None and size in family.required:
-        raise RecipeError(f"model.{key}", None, f"the configuration of {name} must say it{otherwise}")
+        rest = f"the configuration of {name} must say it{otherwise}"
+        raise RecipeError(f"model.{key}", None, rest)
     if value is None or (size == "sliding_window" and not value):
         return None if key in config else family.defaults.get(size)
+    most = MOST.get(size, MOST_SIZE)
     if not _is_size(value, 1, most):
-        raise RecipeError(f"model.{key}", value, f"it must be a whole number from 1 to {most:,}{otherwise}")
+        rest = f"it must be a whole number from 1 to {most:,}{otherwise}"
+        raise RecipeError(f"model.{key}", value, rest)
     return value
 
 
-def _sizes(name: str, config: Mapping, family: Family) -> dict[str, int | None]:
-    """Return the sizes that a configuration says, and those that follow as in transformers; checks that the heads fit."""
-    sizes = {size: _size(name, config, size, family) for size in SIZES}
-    h, heads = sizes["hidden_size"], sizes["num_heads"]
-    written = family.layout_options is not None
-    if h % heads and written and not sizes["head_dim"]:
-        raise RecipeError("model.hidden_size", h, f"it must be a multiple of the {heads} heads")
-    sizes["head_dim"] = d = sizes["head_dim"] or h // heads
-    if family.multi_query and not config.get("new_decoder_architecture"):
-        sizes["num_kv_heads"] = 1 if config.get("multi_query", True) else heads
-    sizes["num_kv_heads"] = kv = sizes["num_kv_heads"] or heads
-    if family.rotary == 1 and written and d % 2 and d > 4:
-        raise RecipeError("model.head_dim", d, "rotary positions turn pairs of channels: it must be even")
-    if heads % kv:
-        raise RecipeError("model.num_key_value_heads", kv, f"it must divide the {heads} heads")
-    sizes["intermediate_size"] = sizes["intermediate_size"] or 4 * h
+def _sizes(name: str, config: Mapping, family: Family) -> dict[str, Any]:
+    """Return the sizes that a configuration says, and those that follow as in transformers.
+
+    Raises RecipeError where the heads do not fit.
+    """
+    sizes: dict[str, Any] = {size: _size(name, config, size, family) for size in SIZES}
+    _fill_in_heads(sizes, config, family)
+    sizes["intermediate_size"] = sizes["intermediate_size"] or 4 * sizes["hidden_size"]
     if not family.window and not config.get("use_sliding_window"):
         sizes["sliding_window"] = None
     if "seq2seq-lm" in family.classes:
         sizes["num_decoder_layers"] = sizes["num_decoder_layers"] or sizes["num_layers"]
-    if "image-classification" in family.classes or (config.get("image_size") and config.get("patch_size")):
-        # the patches of one image and the class token (Dosovitskiy et al. 2021, section 3.1)
-        side, patch = (config.get(key, usual) for key, usual in (("image_size", 224), ("patch_size", 16)))
-        if not isinstance(side, int) or not isinstance(patch, int) or not 0 < patch <= side <= MOST["image_size"]:
-            rest = f"it and image_size, {side!r}, must be whole and fit each other"
-            raise RecipeError("model.patch_size", patch, rest)
-        sizes["max_positions"] = (side // patch) ** 2 + 1
+    has_patches = config.get("image_size") and config.get("patch_size")
+    if "image-classification" in family.classes or has_patches:
+        sizes["max_positions"] = _image_tokens(config)
     for size in ("num_decoder_layers", "num_experts", "experts_per_token", "vocab_size"):
         sizes[size] = sizes[size] or 0
     return sizes
+
+
+def _fill_in_heads(sizes: dict[str, Any], config: Mapping, family: Family) -> None:
+    """Fill in the number and width of heads, and check that they fit. Raises RecipeError."""
+    hidden = sizes["hidden_size"]
+    heads = sizes["num_heads"]
+    is_written = family.layout_options is not None
+    if hidden % heads and is_written and not sizes["head_dim"]:
+        rest = f"it must be a multiple of the {heads} heads"
+        raise RecipeError("model.hidden_size", hidden, rest)
+    width = sizes["head_dim"] or hidden // heads
+    sizes["head_dim"] = width
+    if family.multi_query and not config.get("new_decoder_architecture"):
+        sizes["num_kv_heads"] = 1 if config.get("multi_query", True) else heads
+    key_heads = sizes["num_kv_heads"] or heads
+    sizes["num_kv_heads"] = key_heads
+    is_rotated_whole = family.rotary == 1 and is_written
+    if is_rotated_whole and width % 2 and width > 4:
+        rest = "rotary positions turn pairs of channels: it must be even"
+        raise RecipeError("model.head_dim", width, rest)
+    if heads % key_heads:
+        rest = f"it must divide the {heads} heads"
+        raise RecipeError("model.num_key_value_heads", key_heads, rest)
+
+
+def _image_tokens(config: Mapping) -> int:
+    """Return the patches of one image and the class token. Raises RecipeError.
+
+    Source: Dosovitskiy et al. 2021, section 3.1.
+    """
+    side = config.get("image_size", 224)
+    patch = config.get("patch_size", 16)
+    are_whole = isinstance(side, int) and isinstance(patch, int)
+    if not are_whole or not 0 < patch <= side <= MOST["image_size"]:
+        rest = f"it and image_size, {side!r}, must be whole and fit each other"
+        raise RecipeError("model.patch_size", patch, rest)
+    return (side // patch) ** 2 + 1

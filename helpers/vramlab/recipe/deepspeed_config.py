@@ -1,11 +1,15 @@
 """DeepSpeed's configuration of a recipe, the same for the `Trainer` and for the training step."""
 
+from collections.abc import Callable
 from typing import Any
 
 from ..report.errors import RecipeError
+from .fields import RecipeFields
 from .options import Sharding
 
-HIDDEN = {  # what `HfTrainerDeepSpeedConfig.trainer_config_finalize` gives for "auto", of a model's hidden size
+# What `HfTrainerDeepSpeedConfig.trainer_config_finalize` gives for "auto", of a model's hidden
+# size.
+HIDDEN: dict[str, Callable[[int], int]] = {
     "reduce_bucket_size": lambda hidden: hidden * hidden,
     "stage3_prefetch_bucket_size": lambda hidden: int(0.9 * hidden * hidden),
     "stage3_param_persistence_threshold": lambda hidden: 10 * hidden,
@@ -13,35 +17,50 @@ HIDDEN = {  # what `HfTrainerDeepSpeedConfig.trainer_config_finalize` gives for 
 
 
 def deepspeed_config(sharding: Sharding) -> dict[str, Any]:
-    """Return what goes into `TrainingArguments.deepspeed`; "auto" is filled in by the `Trainer`, and by `filled_in`.
+    """Return what goes into `TrainingArguments.deepspeed`.
 
-    Bucket sizes follow the hidden size: DeepSpeed's default of 500 million elements alone would be 1 GB of bf16. Offloaded
-    states are updated by the recipe's optimizer: DeepSpeed's CPU Adam has to be compiled and holds the same bytes.
+    "auto" is filled in by the `Trainer`, and by `filled_in`. Bucket sizes follow the hidden size:
+    DeepSpeed's default of 500 million elements alone would be 1 GB of bf16. Offloaded states are
+    updated by the recipe's optimizer: DeepSpeed's CPU Adam has to be compiled and holds the same
+    bytes.
     """
     zero: dict[str, Any] = {"stage": sharding.stage}
-    zero |= {name: "auto" for name in HIDDEN if sharding.stage >= (3 if name.startswith("stage3") else 1)}
+    for name in HIDDEN:
+        first_stage = 3 if name.startswith("stage3") else 1
+        if sharding.stage >= first_stage:
+            zero[name] = "auto"
     if sharding.offload:
         zero["offload_optimizer"] = {"device": "cpu"}
     if sharding.offload == "parameters":
         zero["offload_param"] = {"device": "cpu"}
-    auto = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping")
     if not sharding.memory_efficient_linear:
         zero["memory_efficient_linear"] = False
-    config = {"zero_optimization": zero, **dict.fromkeys(auto, "auto")}
-    config |= {name: {"enabled": "auto"} for name in ("fp16", "bf16")}
-    return config | ({"zero_force_ds_cpu_optimizer": False} if sharding.offload else {})
+    config: dict[str, Any] = {
+        "zero_optimization": zero,
+        "train_micro_batch_size_per_gpu": "auto",
+        "gradient_accumulation_steps": "auto",
+        "gradient_clipping": "auto",
+        "fp16": {"enabled": "auto"},
+        "bf16": {"enabled": "auto"},
+    }
+    if sharding.offload:
+        config["zero_force_ds_cpu_optimizer"] = False
+    return config
 
 
-def check_dtype(recipe: Any) -> None:
-    """Raise RecipeError where the `Trainer` would train weights of another dtype than `recipe` says.
+def check_dtype(recipe: RecipeFields) -> None:
+    """Raise RecipeError where the `Trainer` would train weights of another dtype.
 
-    At stage 3 `from_pretrained` makes the weights inside `deepspeed.zero.Init`, which takes their dtype from this
-    configuration alone (`_set_dtype` in zero/partition_parameters.py; transformers/modeling_utils.py gives it no other).
-    Quantized weights are not made so (`get_init_context` there).
+    At stage 3 `from_pretrained` makes the weights inside `deepspeed.zero.Init`, which takes their
+    dtype from this configuration alone (`_set_dtype` in zero/partition_parameters.py;
+    transformers/modeling_utils.py gives it no other). Quantized weights are not made so
+    (`get_init_context` there).
     """
-    sharding, dtype = recipe.sharding, recipe.weights_dtype
-    third = sharding is not None and (sharding.engine, sharding.stage) == ("deepspeed", 3)
-    if not third or recipe.quantization or recipe.precision.endswith("-mixed") or dtype == "float32":
+    sharding = recipe.sharding
+    dtype = recipe.weights_dtype
+    if sharding is None or (sharding.engine, sharding.stage) != ("deepspeed", 3):
+        return
+    if recipe.quantization or recipe.precision.endswith("-mixed") or dtype == "float32":
         return
     mixed = "fp16-mixed" if dtype == "float16" else "bf16-mixed"
     rest = f"at DeepSpeed's stage 3 from_pretrained makes fp32 of {dtype} weights then: take "
@@ -49,17 +68,21 @@ def check_dtype(recipe: Any) -> None:
     raise RecipeError("precision", recipe.precision, rest)
 
 
-def filled_in(recipe: Any) -> dict[str, Any]:
+def filled_in(recipe: RecipeFields) -> dict[str, Any]:
     """Return the configuration of `recipe` as `Trainer` and accelerate complete it.
 
     Sources: `HfTrainerDeepSpeedConfig.trainer_config_process` and `.trainer_config_finalize`
-    (transformers/integrations/deepspeed.py), `DeepSpeedPlugin.__post_init__` and `Accelerator._prepare_deepspeed`.
-    A "-true" precision is the model's own dtype, and neither fp16 nor bf16 for DeepSpeed, as for the `Trainer`, which
-    cannot make such a model at stage 3 (`check_dtype`).
+    (transformers/integrations/deepspeed.py), `DeepSpeedPlugin.__post_init__` and
+    `Accelerator._prepare_deepspeed`. A "-true" precision is the model's own dtype, and neither fp16
+    nor bf16 for DeepSpeed, as for the `Trainer`, which cannot make such a model at stage 3
+    (`check_dtype`).
     """
+    assert recipe.sharding is not None  # it is DeepSpeed's
     config = deepspeed_config(recipe.sharding)
     zero = config["zero_optimization"]
-    zero |= {name: HIDDEN[name](recipe.shape.hidden_size) for name, value in zero.items() if value == "auto"}
+    for name, value in zero.items():
+        if value == "auto":
+            zero[name] = HIDDEN[name](recipe.shape.hidden_size)
     return config | {
         "train_micro_batch_size_per_gpu": recipe.batch_size,
         "gradient_accumulation_steps": recipe.gradient_accumulation_steps,

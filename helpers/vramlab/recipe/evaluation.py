@@ -9,7 +9,10 @@ from .knobs import check, documented, knob
 @documented
 @dataclass(frozen=True)
 class Evaluation:
-    """What `Trainer.evaluate` does during training; names and defaults are those of `TrainingArguments` and `Trainer`."""
+    """What `Trainer.evaluate` does during training.
+
+    Names and defaults are those of `TrainingArguments` and `Trainer`.
+    """
 
     samples: int = knob(8)
     per_device_eval_batch_size: int = knob(8)
@@ -20,12 +23,14 @@ class Evaluation:
     include_for_metrics: tuple[str, ...] = knob((), choices=("inputs", "loss"), many=True)
     preprocess_logits_for_metrics: Callable | None = knob(None)
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         check(self, "evaluation.")
 
     @property
     def sizes(self) -> list[int]:
         """Samples of each batch until predictions first go to the host; later ones repeat these."""
         size = self.per_device_eval_batch_size
-        batches = min(-(-self.samples // size), self.eval_accumulation_steps or self.samples)
+        batches = -(-self.samples // size)
+        if self.eval_accumulation_steps:
+            batches = min(batches, self.eval_accumulation_steps)
         return [min(size, self.samples - i * size) for i in range(batches)]

@@ -1,4 +1,7 @@
-"""Weights and buffers of any architecture, read off its transformers model on the meta device: shapes, no storage."""
+"""Weights and buffers of any architecture, read off its transformers model on the meta device.
+
+It has shapes and no storage.
+"""
 
 import re
 from functools import lru_cache
@@ -7,67 +10,114 @@ from typing import Any
 from ..report.errors import RecipeError
 from .configuration import reason
 from .families import TASKS
+from .sizes import Sizes
+
+Row = tuple[str, tuple[int, ...], str, int | None]  # the fields of a `Weight`
+Buffer = tuple[str, tuple[int, ...], str]  # name, shape, dtype
 
 
 @lru_cache(maxsize=32)
-def read_off(s: Any) -> tuple[tuple, tuple]:
-    """Return the fields of every `Weight`, and every buffer as (name, shape, dtype). Raises RecipeError as `build` does."""
-    import torch
-
-    model = build(s)
-    modules = sorted(model.modules(), key=lambda module: isinstance(module, torch.nn.Embedding))
-    owner = {id(p): module for module in modules for p in module.parameters(recurse=False)}  # if shared, the embedding
+def read_off(sizes: Sizes) -> tuple[tuple[Row, ...], tuple[Buffer, ...]]:
+    """Return the fields of every `Weight`, and every buffer. Raises RecipeError as `build` does."""
+    model = build(sizes)
+    owners = _owners(model)
     weights = []
     for name, parameter in model.named_parameters():
-        layer = re.search(r"\.(\d+)\.", name)
-        kind = _kind(name, parameter, owner[id(parameter)])
-        weights.append((name, tuple(parameter.shape), kind, int(layer.group(1)) if layer else None))
-    buffers = ((name, tuple(b.shape), str(b.dtype).removeprefix("torch.")) for name, b in model.named_buffers())
+        number = re.search(r"\.(\d+)\.", name)
+        layer = int(number.group(1)) if number else None
+        kind = _kind(name, parameter, owners[id(parameter)])
+        weights.append((name, tuple(parameter.shape), kind, layer))
+    buffers = []
+    for name, buffer in model.named_buffers():
+        dtype = str(buffer.dtype).removeprefix("torch.")
+        buffers.append((name, tuple(buffer.shape), dtype))
     return tuple(weights), tuple(buffers)
 
 
-def describe(s: Any) -> dict[str, object]:
-    """Return the fields of `Shape` that only the model shows. Raises RecipeError as `read_off` does."""
-    weights, _ = read_off(s)
-    model = build(s)
-    found = {"attention": "sdpa" if getattr(model, "_supports_sdpa", True) else "eager"}
-    output = model.get_output_embeddings()
-    heads = (name for name, module in model.named_modules() if module is output or name in ("score", "classifier"))
-    found["head"] = next(heads, s.head)
+def _owners(model: Any) -> dict[int, Any]:
+    """Return the module of each parameter by its id: of a shared one the embedding."""
+    import torch
+
+    owners = {}
+    # the last one counts
+    for module in sorted(model.modules(), key=lambda each: isinstance(each, torch.nn.Embedding)):
+        for parameter in module.parameters(recurse=False):
+            owners[id(parameter)] = module
+    return owners
+
+
+def describe(sizes: Sizes) -> dict[str, Any]:
+    """Return the fields of `Shape` that only the model shows. Raises RecipeError as `read_off`."""
+    weights, _ = read_off(sizes)
+    model = build(sizes)
+    fields: dict[str, Any] = {
+        "attention": "sdpa" if getattr(model, "_supports_sdpa", True) else "eager",
+        "head": _head(model, sizes.head),
+    }
     for name, module in model.named_modules():
-        if "position_embedding" in name and getattr(module, "padding_idx", None) is not None:
+        padding = getattr(module, "padding_idx", None)
+        if "position_embedding" in name and padding is not None:
             # RoBERTa counts positions from the one after the padding's
-            found["max_positions"] = module.num_embeddings - module.padding_idx - 1
-    if s.image_tokens:  # some models have more tokens than patches and a class
-        tables = [shape[-2] for name, shape, _, _ in weights if "position_embedding" in name and len(shape) > 1]
-        found["image_tokens"] = found["max_positions"] = tables[0] if tables else s.image_tokens
-    return found
+            fields["max_positions"] = module.num_embeddings - padding - 1
+    if sizes.image_tokens:
+        # some models have more tokens than patches and a class
+        tokens = sizes.image_tokens
+        for name, shape, _, _ in reversed(weights):
+            if "position_embedding" in name and len(shape) > 1:
+                tokens = shape[-2]
+        fields["image_tokens"] = tokens
+        fields["max_positions"] = tokens
+    return fields
+
+
+def _head(model: Any, usual: str) -> str:
+    """Return the name of the output module."""
+    output = model.get_output_embeddings()
+    for name, module in model.named_modules():
+        if module is output or name in ("score", "classifier"):
+            return name
+    return usual
 
 
 @lru_cache(maxsize=4)
-def build(s: Any) -> Any:
-    """Return the transformers model of `s` in fp32 on the meta device, for all who ask. Raises RecipeError as `make` does."""
+def build(sizes: Sizes) -> Any:
+    """Return the transformers model in fp32 on the meta device, one for all who ask.
+
+    Raises RecipeError as `make` does.
+    """
     import torch
 
-    return make(s, dtype=torch.float32)
+    return make(sizes, dtype=torch.float32)
 
 
-def make(s: Any, **options: Any) -> Any:
-    """Return a new transformers model of `s` on the meta device (`from_config`). Raises RecipeError if it fails."""
+def make(sizes: Sizes, **options: Any) -> Any:
+    """Return a new transformers model on the meta device (`from_config`).
+
+    Raises RecipeError if it fails.
+    """
     import torch
     import transformers
 
     try:
-        config = transformers.AutoConfig.for_model(**s.config)
-        if "seq2seq" in s.task and getattr(config, "decoder_start_token_id", None) is None:
+        config = transformers.AutoConfig.for_model(**sizes.config)
+        has_start = getattr(config, "decoder_start_token_id", None) is not None
+        if "seq2seq" in sizes.task and not has_start:
             config.decoder_start_token_id = config.pad_token_id or 0
+        auto_class = getattr(transformers, TASKS[sizes.task].auto_class)
         with torch.device("meta"):
-            return getattr(transformers, TASKS[s.task].auto_class).from_config(config, **options)
+            return auto_class.from_config(config, **options)
     except Exception as error:  # each model class has its own ways to refuse
-        raise RecipeError("model", s.name, f"transformers cannot build it for {s.task}: {reason(error)}") from error
+        rest = f"transformers cannot build it for {sizes.task}: {reason(error)}"
+        raise RecipeError("model", sizes.name, rest) from error
 
 
-KINDS = {"Embedding": "embedding", "Linear": "linear", "_ConvNd": "conv", "Conv1D": "conv1d"}  # by a base's name
+# A weight's kind by the name of its module's class, or of one of that's bases.
+KINDS = {
+    "Embedding": "embedding",
+    "Linear": "linear",
+    "_ConvNd": "conv",
+    "Conv1D": "conv1d",
+}
 
 
 def _kind(name: str, parameter: Any, module: Any) -> str:
@@ -75,5 +125,7 @@ def _kind(name: str, parameter: Any, module: Any) -> str:
         return "norm"
     if name.endswith("bias"):
         return "bias"
-    known = (KINDS[base.__name__] for base in type(module).__mro__ if base.__name__ in KINDS)
-    return next(known, "expert" if parameter.dim() == 3 and "expert" in name else "other")
+    for base in type(module).__mro__:
+        if base.__name__ in KINDS:
+            return KINDS[base.__name__]
+    return "expert" if parameter.dim() == 3 and "expert" in name else "other"

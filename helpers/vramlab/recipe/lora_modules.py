@@ -1,165 +1,272 @@
-"""Which modules LoRA adapts, by the rules of PEFT 0.21, and which a 4-bit base leaves; without PEFT or a model."""
+"""Which modules LoRA adapts, by the rules of PEFT 0.21, and which a 4-bit base leaves.
+
+Neither PEFT nor a model is needed.
+"""
 
 import re
 from collections import Counter
 from collections.abc import Iterable
 from functools import lru_cache
-from typing import Any
+from typing import Any, Protocol
 
 from ..report.errors import RecipeError, needing
 from .families import FAMILIES
-from .options import LoRA
+from .options import LoRA, Quantization, Sharding
+from .weights import ModelWeights, Weight
 
-Module = tuple[str, int, int]
-Targets = tuple[str, ...] | list[str] | set[str] | str | None
+Module = tuple[str, int, int]  # name, inputs, outputs
+Targets = tuple[str, ...] | list[str] | set[str] | str
 
-# What PEFT takes to mean a mixture's fused experts (`transformers_weight_conversion.py`, _MOE_TARGET_MODULE_MAPPING).
+# What PEFT takes to mean a mixture's fused experts (`transformers_weight_conversion.py`,
+# _MOE_TARGET_MODULE_MAPPING).
 FUSED = {"gate_proj", "up_proj", "down_proj", "gate_up_proj", "w1", "w2", "w3"}
+ADAPTABLE = ("linear", "conv1d", "embedding", "conv")  # kinds of weights
+BILLION = 1e9
+
+
+class WithAdapters(Protocol):
+    """What of a recipe decides which matrices are adapted and which quantized."""
+
+    @property
+    def shape(self) -> ModelWeights: ...
+    @property
+    def lora(self) -> LoRA | None: ...
+    @property
+    def quantization(self) -> Quantization | None: ...
+    @property
+    def sharding(self) -> Sharding | None: ...
 
 
 @lru_cache(maxsize=512)
-def modules(shape: Any) -> dict[str, tuple[str, int, int]]:
-    """Return every module that PEFT can adapt, a shared output head too: its name to (kind, inputs, outputs). An adapter has
-    r × (inputs + outputs) numbers; an embedding's inputs are its rows, a convolution's are channels × kernel."""
-    found = {}
+def modules(shape: ModelWeights) -> dict[str, tuple[str, int, int]]:
+    """Return every module that PEFT can adapt: its name to (kind, inputs, outputs).
+
+    A shared output head is one too. An adapter has r × (inputs + outputs) numbers; an embedding's
+    inputs are its rows, a convolution's are channels × kernel.
+    """
+    adaptable = {}
     for weight in shape.weights():
         name, _, part = weight.name.rpartition(".")
-        if part != "weight" or weight.kind not in ("linear", "conv1d", "embedding", "conv"):
+        if part != "weight" or weight.kind not in ADAPTABLE:
             continue
-        first, rest = weight.shape[0], weight.size // weight.shape[0]
-        transposed = weight.kind in ("conv1d", "embedding")
-        found[name] = (weight.kind, first, rest) if transposed else (weight.kind, rest, first)
-    if shape.tied and shape.head not in found:
-        found[shape.head] = ("linear", shape.hidden_size, shape.vocab_size)
-    return found
+        # a convolution's rest is channels × kernel
+        first = weight.shape[0]
+        rest = weight.size // first
+        if weight.kind in ("conv1d", "embedding"):  # stored transposed
+            adaptable[name] = (weight.kind, first, rest)
+        else:
+            adaptable[name] = (weight.kind, rest, first)
+    if shape.tied and shape.head not in adaptable:
+        adaptable[shape.head] = ("linear", shape.hidden_size, shape.vocab_size)
+    return adaptable
 
 
-def find(shape: Any, target_modules: Targets, modules_to_save: tuple[str, ...] | None = None) -> list[Module]:
-    """Return the (name, inputs, outputs) of what `peft.get_peft_model` adapts; empty when nothing matches.
+def find(
+    shape: ModelWeights,
+    target_modules: Targets | None,
+    modules_to_save: tuple[str, ...] | None = None,
+) -> list[Module]:
+    """Return the (name, inputs, outputs) of what `peft.get_peft_model` adapts.
 
-    `target_modules`: None takes PEFT's default for the architecture; "all-linear" every linear layer but the output head,
-    and no routers and fused experts; other text is a regular expression for the whole name; a list holds names or their
-    last parts. `modules_to_save` are trained whole, as a sequence classifier's head always is (task type SEQ_CLS).
-    Raises RecipeError where PEFT has no default for this architecture, or the regular expression is not one.
+    It is empty when nothing matches. `target_modules`: None takes PEFT's default for the
+    architecture; "all-linear" every linear layer but the output head, and no routers and fused
+    experts; other text is a regular expression for the whole name; a list holds names or their last
+    parts. `modules_to_save` are trained whole, as a sequence classifier's head always is (task type
+    SEQ_CLS). Raises RecipeError where PEFT has no default for this architecture, or the regular
+    expression is not one.
     """
-    candidates, target_modules = modules(shape), _default(shape) if target_modules is None else target_modules
+    candidates = modules(shape)
+    if target_modules is None:
+        target_modules = _default(shape)
     if _is_everywhere(target_modules):
-        names = {name for name, (kind, _, _) in candidates.items() if kind in ("linear", "conv1d")}
-        if shape.task != "image-classification":  # for PEFT an image classifier's head is a layer like any other
-            names.discard(shape.head)
+        names = _linear_layers(shape)
     elif isinstance(target_modules, str):
-        try:
-            names = {name for name in candidates if re.fullmatch(target_modules, name)}
-        except re.error as error:
-            rest = f"it is not a regular expression: {error}"
-            raise RecipeError("lora.target_modules", target_modules, rest) from None
+        names = _matching(candidates, target_modules)
     else:
         endings = tuple(f".{target}" for target in target_modules)
         names = {name for name in candidates if name in target_modules or name.endswith(endings)}
     for saved in trained_whole(shape, modules_to_save):
-        names = {name for name in names if not re.match(rf"(^|.*\.){saved}($|\..*)", name)}
+        is_saved = re.compile(rf"(^|.*\.){saved}($|\..*)")
+        names = {name for name in names if not is_saved.match(name)}
     return [(name, inside, out) for name, (_, inside, out) in candidates.items() if name in names]
 
 
-def _is_everywhere(target_modules: Targets) -> bool:
+def _linear_layers(shape: ModelWeights) -> set[str]:
+    """Return what "all-linear" means."""
+    names = set()
+    for name, (kind, _, _) in modules(shape).items():
+        if kind in ("linear", "conv1d"):
+            names.add(name)
+    # for PEFT an image classifier's head is a layer like any other
+    if shape.task != "image-classification":
+        names.discard(shape.head)
+    return names
+
+
+def _matching(names: Iterable[str], expression: str) -> set[str]:
+    """Return the names that a regular expression matches. Raises RecipeError if it is none."""
+    try:
+        return {name for name in names if re.fullmatch(expression, name)}
+    except re.error as error:
+        rest = f"it is not a regular expression: {error}"
+        raise RecipeError("lora.target_modules", expression, rest) from None
+
+
+def _is_everywhere(target_modules: Targets | None) -> bool:
     return str(target_modules).lower() == "all-linear"
 
 
 def trains_bias(name: str, bias: str, adapted: set[str]) -> bool:
-    """Tell whether `LoRA.bias` trains the tensor `name` (peft, _mark_only_adapters_as_trainable): norms' biases too."""
+    """Tell whether `LoRA.bias` trains the tensor `name`, norms' biases too.
+
+    Source: peft, _mark_only_adapters_as_trainable.
+    """
     module, _, part = name.rpartition(".")
-    return part == "bias" and (bias == "all" or (bias == "lora_only" and module in adapted))
+    if part != "bias":
+        return False
+    return bias == "all" or (bias == "lora_only" and module in adapted)
 
 
-def trained_whole(shape: Any, modules_to_save: Iterable[str] | None) -> tuple[str, ...]:
-    """Return the names of modules that PEFT trains whole, in a copy: those to save, and a sequence classifier's head."""
+def trained_whole(shape: ModelWeights, modules_to_save: Iterable[str] | None) -> tuple[str, ...]:
+    """Return the names of modules that PEFT trains whole, in a copy.
+
+    They are those to save, and a sequence classifier's head.
+    """
     heads = ("classifier", "score") if shape.task == "sequence-classification" else ()
     return (*(modules_to_save or ()), *heads)
 
 
-def notes(recipe: Any) -> list[str]:
-    """Return what a report has to say of matrices that stay whole, and of adapters that PEFT places otherwise."""
-    if not (recipe.lora and _is_everywhere(recipe.lora.target_modules) and _has_experts(recipe.shape)):
-        return unquantized(recipe)
-    note = "all-linear adapts attention here; PEFT 0.21's own also adapts routers and fused experts, and needs more"
-    return [*unquantized(recipe), note]
+def notes(recipe: WithAdapters) -> list[str]:
+    """Return what a report has to say of a recipe's matrices.
+
+    Of those that stay whole, and of adapters that PEFT places otherwise.
+    """
+    said = unquantized(recipe)
+    lora = recipe.lora
+    if lora and _is_everywhere(lora.target_modules) and _has_experts(recipe.shape):
+        note = "all-linear adapts attention here; PEFT 0.21's own also adapts routers and fused "
+        said.append(note + "experts, and needs more")
+    return said
 
 
-def _has_experts(shape: Any) -> bool:
+def _has_experts(shape: ModelWeights) -> bool:
     return any(weight.kind == "expert" for weight in shape.weights())
 
 
 @lru_cache(maxsize=512)
-def adapted(shape: Any, lora: LoRA | None) -> tuple[Module, ...]:
-    """Return what `lora` adapts, as `find` does; () without one. Raises RecipeError unless it fits something of `shape`."""
+def adapted(shape: ModelWeights, lora: LoRA | None) -> tuple[Module, ...]:
+    """Return what `lora` adapts, as `find` does; () without one.
+
+    Raises RecipeError unless it fits something of `shape`.
+    """
     if not lora:
         return ()
-    wanted, targets = lora.target_modules, find(shape, lora.target_modules, lora.modules_to_save)
-    names = FUSED.intersection(() if isinstance(wanted, str | None) else wanted)
-    if _has_experts(shape) and (lost := names - {name.rpartition(".")[2] for name, _, _ in targets}):
-        rest = f"{', '.join(sorted(lost))} are fused experts of {shape.name}, which no adapter takes here"
-        raise RecipeError("lora.target_modules", wanted, rest)
+    wanted = lora.target_modules
+    targets = find(shape, wanted, lora.modules_to_save)
+    if wanted is not None and not isinstance(wanted, str) and _has_experts(shape):
+        adapted_parts = {name.rpartition(".")[2] for name, _, _ in targets}
+        lost = FUSED.intersection(wanted) - adapted_parts
+        if lost:
+            names = ", ".join(sorted(lost))
+            rest = f"{names} are fused experts of {shape.name}, which no adapter takes here"
+            raise RecipeError("lora.target_modules", wanted, rest)
     if not targets:
-        raise RecipeError("lora.target_modules", wanted, f"nothing in {shape.name} matches; it has {_endings(shape)}")
+        rest = f"nothing in {shape.name} matches; it has {_endings(shape)}"
+        raise RecipeError("lora.target_modules", wanted, rest)
     return tuple(targets)
 
 
-def is_adapted(shape: Any, lora: LoRA | None, module: str) -> bool:
-    """Return whether the module of that name gets an adapter."""
+def is_adapted(shape: ModelWeights, lora: LoRA | None, module: str) -> bool:
+    """Tell whether the module of that name gets an adapter."""
     return any(name == module for name, _, _ in adapted(shape, lora))
 
 
-def adapts_experts(shape: Any, lora: LoRA | None) -> bool:
-    """Return whether a linear layer beside fused experts is adapted under a name that PEFT gives to these too."""
-    return bool(shape.num_experts) and any(name.rpartition(".")[2] in FUSED for name, _, _ in adapted(shape, lora))
+def adapts_experts(shape: ModelWeights, lora: LoRA | None) -> bool:
+    """Tell whether a linear layer beside fused experts is adapted under a name of theirs.
+
+    PEFT gives these the same name.
+    """
+    if not shape.num_experts:
+        return False
+    return any(name.rpartition(".")[2] in FUSED for name, _, _ in adapted(shape, lora))
 
 
 @lru_cache(maxsize=512)
-def differ_by_layer(shape: Any, lora: LoRA | None) -> bool:
-    """Return whether some layers get other adapters than the rest, as a pattern with a layer's number asks for."""
-    found = [name for name, _, _ in adapted(shape, lora)]
-    some, every = (Counter(re.sub(r"\.\d+\.", ".*.", name) for name in names) for names in (found, modules(shape)))
+def differ_by_layer(shape: ModelWeights, lora: LoRA | None) -> bool:
+    """Tell whether some layers get other adapters than the rest.
+
+    A pattern with a layer's number asks for that.
+    """
+    every = Counter(map(_without_number, modules(shape)))
+    some = Counter(_without_number(name) for name, _, _ in adapted(shape, lora))
     return any(count < every[role] for role, count in some.items())
 
 
-def unquantized(recipe: Any) -> list[str]:
+def _without_number(name: str) -> str:
+    return re.sub(r"\.\d+\.", ".*.", name)
+
+
+def unquantized(recipe: WithAdapters) -> list[str]:
     """Return notes on matrices that a 4-bit base keeps in 16 or 32 bits, and on sharding it.
 
-    `transformers.integrations.bitsandbytes.replace_with_bnb_linear` takes modules whose type is `nn.Linear` or `Conv1D`.
+    `transformers.integrations.bitsandbytes.replace_with_bnb_linear` takes modules whose type is
+    `nn.Linear` or `Conv1D`.
     """
     if not recipe.quantization:
         return []
-    shape, own = recipe.shape, bool(recipe.shape.layout) and not recipe.shape.layout.quantizable
-    left = [w for w in shape.weights() if w.kind == "expert" or (own and w.kind == "linear" and w.layer is not None)]
     notes = []
     if recipe.sharding and recipe.sharding.engine == "fsdp":
         # accelerate 1.15, utils/fsdp_utils.py: fsdp2_prepare_model
         stored = "if bnb_4bit_quant_storage is a floating dtype, as here, not uint8"
-        notes = [f"accelerate's FSDP shards 4-bit weights {stored}"]
+        notes.append(f"accelerate's FSDP shards 4-bit weights {stored}")
+    shape = recipe.shape
+    has_own_class = shape.layout is not None and not shape.layout.quantizable
+    left = [weight for weight in shape.weights() if _is_left(weight, has_own_class)]
     if not left:
         return notes
-    what = "Falcon's own linear class is none" if own else "transformers 5 fuses experts in 3-D parameters"
-    cast = ", and prepare_model_for_kbit_training casts them to fp32" if recipe.quantization.prepare else ""
-    kept, total = sum(w.size for w in left), shape.num_parameters
-    sizes = f"{kept / 1e9:,.1f} of {total / 1e9:,.1f} billion" if total >= 1e9 else f"{kept:,} of {total:,}"
-    return [*notes, f"{sizes} weights are not quantized: transformers' loader takes nn.Linear layers, {what}{cast}"]
+    what = "transformers 5 fuses experts in 3-D parameters"
+    if has_own_class:
+        what = "Falcon's own linear class is none"
+    if recipe.quantization.prepare:
+        what += ", and prepare_model_for_kbit_training casts them to fp32"
+    kept = sum(weight.size for weight in left)
+    sizes = _share(kept, shape.num_parameters)
+    note = f"{sizes} weights are not quantized: "
+    note += f"transformers' loader takes nn.Linear layers, {what}"
+    return [*notes, note]
 
 
-def _default(shape: Any) -> Targets:
+def _is_left(weight: Weight, has_own_class: bool) -> bool:
+    """Tell whether bitsandbytes leaves a matrix as it is."""
+    is_own_linear = has_own_class and weight.kind == "linear" and weight.layer is not None
+    return weight.kind == "expert" or is_own_linear
+
+
+def _share(count: int, total: int) -> str:
+    """Say how many of how many."""
+    if total >= BILLION:
+        return f"{count / BILLION:,.1f} of {total / BILLION:,.1f} billion"
+    return f"{count:,} of {total:,}"
+
+
+def _default(shape: ModelWeights) -> Targets:
     """Return PEFT's choice for the architecture."""
+    targets: Targets | None
     if shape.family in FAMILIES:
-        found = FAMILIES[shape.family].lora
+        targets = FAMILIES[shape.family].lora
     else:
-        with needing(f"PEFT's default for {shape.family}"):  # it takes seconds to load
-            from peft.utils.constants import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING as mapping
+        # it takes seconds to load
+        with needing(f"PEFT's default for {shape.family}"):
+            from peft.utils import constants
 
-        found = mapping.get(shape.family)
-    if not found:
-        rest = f"PEFT has no default for {shape.family}: name modules ({_endings(shape)}) or say 'all-linear'"
-        raise RecipeError("lora.target_modules", None, rest)
-    return found
+        known: Any = constants.TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING
+        targets = known.get(shape.family)
+    if not targets:
+        rest = f"PEFT has no default for {shape.family}: name modules ({_endings(shape)}) or say "
+        raise RecipeError("lora.target_modules", None, rest + "'all-linear'")
+    return targets
 
 
-def _endings(shape: Any) -> str:
+def _endings(shape: ModelWeights) -> str:
     """Return the last parts of the names that can be adapted."""
     return ", ".join(dict.fromkeys(name.rpartition(".")[2] for name in modules(shape)))

@@ -2,6 +2,7 @@
 
 import dataclasses
 from dataclasses import dataclass
+from typing import Any
 
 from ..report.errors import RecipeError
 from .knobs import Refusals, check, documented, knob, refuse
@@ -12,10 +13,27 @@ ATTENTION = ("eager", "sdpa", REPEATED, "flash_attention_2")
 # TRL's, by the name of their Recipe; of dpo and reward a sample is a pair of sequences
 TRL = {"sft": "SFTTrainer", "dpo": "DPOTrainer", "kto": "KTOTrainer", "reward": "RewardTrainer"}
 FUSED = ("sft", "dpo", "kto")  # whose head makes no logits
-HALF = {"fp16": "float16", "bf16": "bfloat16"}  # of a precision's name before "-true" or "-mixed"
+# Of a precision's name before "-true" or "-mixed".
+HALF = {"fp16": "float16", "bf16": "bfloat16"}
 DTYPES = ("float32", "float16", "bfloat16")
 QUANT_TYPES = ("nf4", "fp4")
-STAGES = {"ddp": (0, 1), "fsdp": (2, 3), "deepspeed": (0, 1, 2, 3), "tensor": (0,), "pipeline": (0,)}
+STAGES = {
+    "ddp": (0, 1),
+    "fsdp": (2, 3),
+    "deepspeed": (0, 1, 2, 3),
+    "tensor": (0,),
+    "pipeline": (0,),
+}
+OFFLOADS = {"fsdp": ("parameters",), "deepspeed": ("optimizer", "parameters")}
+# Fields that one engine alone knows.
+OF_ENGINE = {
+    "schedule": "pipeline",
+    "micro_batches": "pipeline",
+    "wrap": "fsdp",
+    "reshard_root": "fsdp",
+    "memory_efficient_linear": "deepspeed",
+}
+AT_STAGE_3 = ("reshard_root", "memory_efficient_linear")
 
 
 @documented
@@ -35,35 +53,45 @@ class LoRA:
     lora_bias: bool = knob(False)
     target_parameters: tuple[str, ...] | None = knob(None)
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         for name in ("target_modules", "modules_to_save", "target_parameters"):
-            if isinstance(value := getattr(self, name), list | set | frozenset):
-                object.__setattr__(self, name, tuple(value if isinstance(value, list) else sorted(value)))
-            if isinstance(value, str) and name != "target_modules":
-                raise RecipeError(f"lora.{name}", value, f"it must be a list of names, such as [{value!r}]")
+            value = getattr(self, name)
+            if isinstance(value, list):
+                object.__setattr__(self, name, tuple(value))
+            elif isinstance(value, set | frozenset):
+                object.__setattr__(self, name, tuple(sorted(value)))
+            elif isinstance(value, str) and name != "target_modules":
+                rest = f"it must be a list of names, such as [{value!r}]"
+                raise RecipeError(f"lora.{name}", value, rest)
         check(self, "lora.")
-        for name in ("lora_alpha", "lora_dropout"):  # 8 and 8.0 are one recipe, with one key
+        # 8 and 8.0 are one recipe, with one key
+        for name in ("lora_alpha", "lora_dropout"):
             object.__setattr__(self, name, float(getattr(self, name)))
 
     def words(self) -> str:
         """Return its part of `str(recipe)`, as the other parts' `words` do."""
-        return f"{'DoRA' if self.use_dora else 'LoRA'} r={self.r}"
+        kind = "DoRA" if self.use_dora else "LoRA"
+        return f"{kind} r={self.r}"
 
 
 @documented
 @dataclass(frozen=True)
 class Quantization:
-    """A frozen base in few bits (Dettmers et al. 2023), as `transformers.BitsAndBytesConfig` makes it."""
+    """A frozen base in few bits (Dettmers et al. 2023).
+
+    `transformers.BitsAndBytesConfig` makes it so.
+    """
 
     quant_type: str = knob("nf4", choices=QUANT_TYPES)
     double: bool = knob(False)
     compute_dtype: str | None = knob(None, choices=DTYPES)
     prepare: bool = knob(True)
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         check(self, "quantization.")
 
     def words(self) -> str:
+        """Return its part of `str(recipe)`."""
         return self.quant_type + (" double" if self.double else "")
 
 
@@ -72,9 +100,9 @@ class Quantization:
 class Sharding:
     """Who holds what among `world_size` ranks (Rajbhandari et al. 2020).
 
-    Engines "ddp" (stages 0, 1), "fsdp" (2, 3) and "deepspeed" (0 to 3) divide the batch; "tensor" and "pipeline" (0) give
-    each rank a slice of every layer, or some of the layers, and all work on the same batch. Offloaded parameters take the
-    optimizer with them.
+    Engines "ddp" (stages 0, 1), "fsdp" (2, 3) and "deepspeed" (0 to 3) divide the batch; "tensor"
+    and "pipeline" (0) give each rank a slice of every layer, or some of the layers, and all work on
+    the same batch. Offloaded parameters take the optimizer with them.
     """
 
     stage: int = knob(3, choices=(0, 1, 2, 3))
@@ -88,30 +116,34 @@ class Sharding:
     schedule: str = knob("1f1b", choices=("gpipe", "1f1b"))
     micro_batches: int = knob(1, most=2**16)
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         check(self, "sharding.")
         refuse(self, self._refusals(), "sharding.")
 
     def _refusals(self) -> Refusals:
-        allowed = f"ranks of {self.world_size} go from 0 to {self.world_size - 1}"
-        yield "rank", self.rank >= self.world_size, allowed
+        engine = f"engine {self.engine!r}"
+        last = self.world_size - 1
+        allowed = f"ranks of {self.world_size} go from 0 to {last}"
+        yield "rank", self.rank > last, allowed
         stages = STAGES[self.engine]
-        yield "stage", self.stage not in stages, f"engine {self.engine!r} has stage {' or '.join(map(str, stages))}"
-        offloads = {"fsdp": ("parameters",), "deepspeed": ("optimizer", "parameters")}.get(self.engine, ())
-        allowed = f"engine {self.engine!r} offloads {' or '.join(offloads) or 'nothing'}"
-        yield "offload", self.offload and self.offload not in offloads, allowed
-        third = self.offload == "parameters" and self.stage < 3
-        yield "offload", third, "parameters can be offloaded at stage 3 only"
-        of_one = {"schedule": "pipeline", "micro_batches": "pipeline", "wrap": "fsdp", "reshard_root": "fsdp"}
-        of_one["memory_efficient_linear"] = "deepspeed"
-        for name, engine in of_one.items():
-            changed = getattr(self, name) != getattr(type(self), name)
-            yield name, changed and self.engine != engine, f"only engine {engine!r} knows it"
-        for name in ("reshard_root", "memory_efficient_linear"):
-            changed = getattr(self, name) != getattr(type(self), name)
-            yield name, changed and self.stage != 3, "only stage 3 gathers weights for each pass: leave it out"
+        known = " or ".join(map(str, stages))
+        yield "stage", self.stage not in stages, f"{engine} has stage {known}"
+        offloads = OFFLOADS.get(self.engine, ())
+        known = " or ".join(offloads) or "nothing"
+        is_other = self.offload and self.offload not in offloads
+        yield "offload", is_other, f"{engine} offloads {known}"
+        is_early = self.offload == "parameters" and self.stage < 3
+        yield "offload", is_early, "parameters can be offloaded at stage 3 only"
+        for name, owner in OF_ENGINE.items():
+            is_changed = getattr(self, name) != getattr(type(self), name)
+            yield name, is_changed and self.engine != owner, f"only engine {owner!r} knows it"
+        for name in AT_STAGE_3:
+            is_changed = getattr(self, name) != getattr(type(self), name)
+            allowed = "only stage 3 gathers weights for each pass: leave it out"
+            yield name, is_changed and self.stage != 3, allowed
 
     def words(self) -> str:
+        """Return its part of `str(recipe)`."""
         offload = f" · {self.offload} offloaded" if self.offload else ""
         root = " · root resharded" if self.reshard_root else ""
         linear = "" if self.memory_efficient_linear else " · plain linear layers"
@@ -121,9 +153,10 @@ class Sharding:
 @documented
 @dataclass(frozen=True)
 class Loop:
-    """The training loop as far as memory sees it; the same object drives the run and the prediction.
+    """The training loop as far as memory sees it.
 
-    The loop named "trainer" also has all micro-batches of a step on the device at once, as `Trainer` fetches them.
+    The same object drives the run and the prediction. The loop named "trainer" also has all
+    micro-batches of a step on the device at once, as `Trainer` fetches them.
     """
 
     name: str = knob("trainer")
@@ -137,28 +170,46 @@ class Loop:
     optimizer_in_backward: bool = knob(False)
     empty_cache_steps: int | None = knob(None)
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         check(self, "loop.")
         if self.optimizer_in_backward and self.max_grad_norm is not None:
-            rest = "clipping needs all gradients at once, which optimizer_in_backward never has: set it to None"
-            raise RecipeError("loop.max_grad_norm", self.max_grad_norm, rest)
+            rest = "clipping needs all gradients at once, which optimizer_in_backward never has: "
+            raise RecipeError("loop.max_grad_norm", self.max_grad_norm, rest + "set it to None")
 
     def words(self) -> str:
+        """Return its part of `str(recipe)`."""
         if self == LOOPS["trainer"]:
             return ""
-        return f"{self.name} loop" + ("" if self == LOOPS.get(self.name) else " (changed)")
+        is_named = self == LOOPS.get(self.name)
+        return f"{self.name} loop" + ("" if is_named else " (changed)")
 
     @classmethod
-    def named(cls, name: str, **changes) -> "Loop":
-        """Return the loop called `name`: "trainer", "plain" or "optimizer_in_backward", with `changes` applied."""
+    def named(cls, name: str, **changes: Any) -> "Loop":
+        """Return the loop called `name`, with `changes` applied.
+
+        Names are "trainer", "plain" and "optimizer_in_backward".
+        """
         if name not in LOOPS:
-            raise RecipeError("loop", name, "allowed are " + ", ".join(map(repr, LOOPS)) + " or a Loop")
+            known = ", ".join(map(repr, LOOPS))
+            raise RecipeError("loop", name, f"allowed are {known} or a Loop")
         return dataclasses.replace(LOOPS[name], **changes) if changes else LOOPS[name]
 
 
-_PLAIN = Loop("plain", zero_grad="start", keep_outputs=True, outputs_to_fp32=False, use_cache=None, max_grad_norm=None)
+# What PyTorch's tutorials do.
+_PLAIN = Loop(
+    "plain",
+    zero_grad="start",
+    keep_outputs=True,
+    outputs_to_fp32=False,
+    use_cache=None,
+    max_grad_norm=None,
+)
 LOOPS = {
     "trainer": Loop(),
     "plain": _PLAIN,
-    "optimizer_in_backward": dataclasses.replace(_PLAIN, name="optimizer_in_backward", optimizer_in_backward=True),
+    "optimizer_in_backward": dataclasses.replace(
+        _PLAIN,
+        name="optimizer_in_backward",
+        optimizer_in_backward=True,
+    ),
 }

@@ -1,73 +1,112 @@
 """What can be cut by tensors or by layers, into how many parts, and what trains shards."""
 
-from typing import Any
-
 from . import lora_modules
 from .families import FAMILIES
+from .fields import RecipeFields
 from .knobs import Refusals
 from .optimizers import MODELLED
-from .options import HALF
+from .options import HALF, LoRA, Sharding
 
-OPTIMIZERS = ("adamw_torch", "adamw_torch_fused", "sgd", "rmsprop", "adagrad")  # those that work on DTensors
+# Those that work on DTensors.
+OPTIMIZERS = ("adamw_torch", "adamw_torch_fused", "sgd", "rmsprop", "adagrad")
 
 
-def refusals(recipe: Any) -> Refusals:
-    """What cannot be cut as its sharding says."""
-    sharding, lora = recipe.sharding, recipe.lora
+def refusals(recipe: RecipeFields) -> Refusals:
+    """Return what cannot be cut as a recipe's sharding says."""
+    sharding = recipe.sharding
     if not sharding:
         return
     engine = sharding.engine
-    allowed = f"{engine} cuts weights into DTensors, which are trained with {', '.join(OPTIMIZERS)}"
-    yield "optim", engine in ("fsdp", "tensor") and recipe.optim not in OPTIMIZERS, allowed
+    known = ", ".join(OPTIMIZERS)
+    allowed = f"{engine} cuts weights into DTensors, which are trained with {known}"
+    is_cut = engine in ("fsdp", "tensor")
+    yield "optim", is_cut and recipe.optim not in OPTIMIZERS, allowed
+    is_kept = engine == "deepspeed" and not recipe.loop.set_to_none
     allowed = "engine 'deepspeed' frees gradients by itself: leave it True"
-    yield "loop.set_to_none", engine == "deepspeed" and not recipe.loop.set_to_none, allowed
-    schedule_free = MODELLED[recipe.optim].library == "schedulefree"
+    yield "loop.set_to_none", is_kept, allowed
+    is_schedule_free = MODELLED[recipe.optim].library == "schedulefree"
     allowed = "schedule-free optimizers are modelled for one device only"
-    yield "optim", sharding.world_size > 1 and schedule_free, allowed
-    allowed = "it is modelled where weights are whole: one device, or 'ddp'"
-    for name in ("use_dora", "target_parameters") if lora else ():  # read the base's weights outside their layers
-        yield f"lora.{name}", engine in ("fsdp", "deepspeed") and getattr(lora, name), allowed
+    yield "optim", sharding.world_size > 1 and is_schedule_free, allowed
+    if recipe.lora:
+        yield from _adapter_refusals(recipe.lora, engine)
+    is_third = engine == "deepspeed" and sharding.stage == 3
     allowed = "DeepSpeed's stage 3 does not divide quantized weights: use stage 2 or engine 'fsdp'"
-    yield "sharding.stage", engine == "deepspeed" and sharding.stage == 3 and recipe.quantization, allowed
-    third = engine == "deepspeed" and sharding.stage == 3
-    allowed = (
-        "DeepSpeed's stage 3 trains one format: fp32 adapters beside weights in half precision need stage 2 or 'fp32'"
-    )
-    yield "sharding.stage", third and lora and _trains_two_formats(recipe), allowed
+    yield "sharding.stage", is_third and recipe.quantization, allowed
+    has_two_formats = is_third and recipe.lora and _trains_two_formats(recipe, recipe.lora)
+    allowed = "DeepSpeed's stage 3 trains one format: fp32 adapters beside weights in half "
+    allowed += "precision need stage 2 or 'fp32'"
+    yield "sharding.stage", has_two_formats, allowed
     if engine in ("tensor", "pipeline"):
-        yield from _divided(recipe, sharding.world_size, sharding.micro_batches)
+        yield from _divided(recipe, sharding)
 
 
-def _trains_two_formats(recipe: Any) -> bool:
-    """Tell whether adapters stay in fp32 beside half-precision weights that are trained (zero/utils.py, defragment)."""
+def _adapter_refusals(lora: LoRA, engine: str) -> Refusals:
+    """Return adapters that read the base's weights outside their layers."""
+    allowed = "it is modelled where weights are whole: one device, or 'ddp'"
+    is_divided = engine in ("fsdp", "deepspeed")
+    for name in ("use_dora", "target_parameters"):
+        yield f"lora.{name}", is_divided and getattr(lora, name), allowed
+
+
+def _trains_two_formats(recipe: RecipeFields, lora: LoRA) -> bool:
+    """Tell whether adapters stay in fp32 beside half-precision weights that are trained.
+
+    Source: zero/utils.py, defragment.
+    """
     form, _, kind = recipe.precision.partition("-")
-    shape, lora = recipe.shape, recipe.lora
+    shape = recipe.shape
     if form not in HALF or (kind == "true" and not lora.autocast_adapter_dtype):
         return False
+    # copies of whole modules have the base's format
     if lora_modules.trained_whole(shape, lora.modules_to_save):
         return True
     adapted = {name for name, _, _ in lora_modules.adapted(shape, lora)}
-    return any(lora_modules.trains_bias(weight.name, lora.bias, adapted) for weight in shape.weights())
+    names = [weight.name for weight in shape.weights()]
+    return any(lora_modules.trains_bias(name, lora.bias, adapted) for name in names)
 
 
-def _divided(recipe: Any, ranks: int, parts: int) -> Refusals:
-    """What engines "tensor" and "pipeline" do not divide."""
-    shape, sharding = recipe.shape, recipe.sharding
+def _divided(recipe: RecipeFields, sharding: Sharding) -> Refusals:
+    """Return what engines "tensor" and "pipeline" do not divide."""
+    shape = recipe.shape
     divisible = [name for name, family in FAMILIES.items() if family.divisible]
-    allowed = f"it divides causal models of {', '.join(divisible)}, and {shape.name} is a {shape.family}"
-    yield "sharding.engine", shape.family not in divisible or shape.task != "causal-lm", f"{allowed} for {shape.task}"
+    is_other = shape.family not in divisible or shape.task != "causal-lm"
+    known = ", ".join(divisible)
+    allowed = f"it divides causal models of {known}, and {shape.name} is a {shape.family} for "
+    yield "sharding.engine", is_other, allowed + str(shape.task)
     for name in ("lora", "quantization"):
-        yield "sharding.engine", getattr(recipe, name), f"it is for full fine-tuning: leave {name} out"
+        allowed = f"it is for full fine-tuning: leave {name} out"
+        yield "sharding.engine", getattr(recipe, name), allowed
     if sharding.engine == "tensor":
-        sizes = {"heads": shape.num_heads, "key/value heads": shape.num_kv_heads, "channels": shape.intermediate_size}
-        for what, size in sizes.items():
-            yield "sharding.world_size", size % ranks, f"it must divide the {size:,} {what} of {shape.name}"
-        return
+        yield from _uneven(recipe, sharding.world_size)
+    else:
+        yield from _stages(recipe, sharding)
+
+
+def _uneven(recipe: RecipeFields, ranks: int) -> Refusals:
+    """Return sizes that do not divide into a slice for each rank."""
+    shape = recipe.shape
+    sizes = {
+        "heads": shape.num_heads,
+        "key/value heads": shape.num_kv_heads,
+        "channels": shape.intermediate_size,
+    }
+    for what, size in sizes.items():
+        allowed = f"it must divide the {size:,} {what} of {shape.name}"
+        yield "sharding.world_size", size % ranks, allowed
+
+
+def _stages(recipe: RecipeFields, sharding: Sharding) -> Refusals:
+    """Return layers and batches that do not divide into stages and parts."""
+    shape = recipe.shape
+    ranks = sharding.world_size
+    parts = sharding.micro_batches
     allowed = f"{shape.name} has {shape.num_layers} layers, and each stage needs one at least"
     yield "sharding.world_size", ranks > shape.num_layers, allowed
     allowed = f"a batch of {recipe.batch_size} samples does not divide into {parts} equal parts"
     yield "sharding.micro_batches", recipe.batch_size % parts, allowed
-    allowed = f"1f1b needs a micro-batch for each of the {ranks} stages at least; schedule='gpipe' takes fewer"
+    allowed = f"1f1b needs a micro-batch for each of the {ranks} stages at least; "
+    allowed += "schedule='gpipe' takes fewer"
     yield "sharding.micro_batches", sharding.schedule == "1f1b" and parts < ranks, allowed
-    allowed = "each stage would scale its own loss: use 'bf16-mixed', or a precision without a loss scale"
+    allowed = "each stage would scale its own loss: use 'bf16-mixed', or a precision without a "
+    allowed += "loss scale"
     yield "precision", recipe.precision == "fp16-mixed", allowed

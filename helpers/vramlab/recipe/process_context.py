@@ -1,5 +1,5 @@
-"""What a recipe's process holds outside torch's allocator: its libraries and ranks, as `hardware.contexts` asks for them;
-and what it may have of a card."""
+"""What a recipe's process holds outside torch's allocator: its libraries and ranks, as
+`hardware.contexts` asks for them; and what it may have of a card."""
 
 from ..hardware.contexts import CONVOLUTIONS, TRAINING, Room, context_on
 from ..hardware.gpu import Gpu, usable_memory
@@ -8,11 +8,16 @@ from ..report.report import Interval
 from .options import HALF
 from .recipe import Recipe
 
-FLASH_SINCE = (8, 0)  # compute capability from which sdpa's fused kernel on 16-bit queries is FlashAttention's
+FLASH_SINCE = (
+    8,
+    0,
+)  # compute capability from which sdpa's fused kernel on 16-bit queries is FlashAttention's
 
 
 def context_of(recipe: Recipe | None, card: Gpu | None) -> Interval:
-    """Return the bytes outside the allocator of one rank of `recipe`; None: of any training on `card`."""
+    """Return the bytes outside the allocator of one rank of `recipe`; None: of any training on
+    `card`.
+    """
     if recipe is None:
         return context_on(card)
     ranks = recipe.sharding.world_size if recipe.sharding else 1
@@ -32,8 +37,9 @@ def _loaded(recipe: Recipe, card: Gpu | None) -> str:
 
 
 def loads_whole(recipe: Recipe) -> bool:
-    """Return whether each of FSDP's ranks holds the whole model until it is sharded: a loop of one's own moves it to the
-    device first. The Trainer leaves that to `fully_shard`, which moves one unit at a time and shards it
+    """Return whether each of FSDP's ranks holds the whole model until it is sharded: a loop of
+    one's own moves it to the device first. The Trainer leaves that to `fully_shard`, which moves
+    one unit at a time and shards it
     (`torch.distributed.fsdp._fully_shard._fsdp_init._move_states_to_device`)."""
     sharding = recipe.sharding
     own = bool(sharding) and sharding.engine == "fsdp" and recipe.loop.name != "trainer"
@@ -41,9 +47,13 @@ def loads_whole(recipe: Recipe) -> bool:
 
 
 def room_on(
-    recipe: Recipe | None, card: Gpu | None, other_memory: int = 0, expandable_segments: bool = False
+    recipe: Recipe | None,
+    card: Gpu | None,
+    other_memory: int = 0,
+    expandable_segments: bool = False,
 ) -> Room | None:
-    """Return what the process may have of `card`, of which others hold `other_memory` bytes; None without a card.
+    """Return what the process may have of `card`, of which others hold `other_memory` bytes; None
+    without a card.
 
     Raises RecipeError where others hold all of it.
     """
@@ -51,5 +61,7 @@ def room_on(
         return None
     whole = usable_memory(card)
     if not 0 <= other_memory < whole:
-        raise RecipeError("other_memory", other_memory, f"it must be less than the {whole} bytes of {card.name}")
+        raise RecipeError(
+            "other_memory", other_memory, f"it must be less than the {whole} bytes of {card.name}"
+        )
     return Room(card, whole - other_memory, context_of(recipe, card), expandable_segments)

@@ -1,25 +1,33 @@
-"""The training step of any nn.Module made ready for simulation: fake tensors in place of its own, and its optimizer again."""
+"""The training step of any nn.Module made ready for simulation.
+
+Fake tensors take the place of the module's own, and its optimizer is made again.
+"""
 
 import contextlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.nn.parameter import UninitializedTensorMixin
+from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-defined]
 
 from ..recipe.knobs import Refusals, refuse
 from ..recipe.recipe import PRECISIONS, Loop
 from ..report.errors import RecipeError
 from ..tracking.tensors import tensors_in
 from ..training import training as tr
+from .fake_mode import RuledFakeMode
 from .values import StandIns, Values, reason_at
 
-SCRIPTED = "cannot follow a TorchScript module, whose interpreter runs its forward out of Python's sight"
+SCRIPTED = "cannot follow a TorchScript module, "
+SCRIPTED += "whose interpreter runs its forward out of Python's sight"
 WATCH = "`watch` measures a step that really runs"
+UNSIMULATED = "no recurrent layers, embedding bags or sparse tensors are simulated: "
+UNSIMULATED += f"{WATCH}, if none is sparse"
+IN_HALF = {"fp16-true": torch.float16, "bf16-true": torch.bfloat16}
 
 
 @dataclass
@@ -38,147 +46,235 @@ class ModuleStep:
         refuse(self, self._refusals())
 
     def _refusals(self) -> Refusals:
-        """What comes later may need what came before."""
-        model, optimizers = self.model, _listed(self.optimizer)
-        yield "model", not isinstance(model, nn.Module), "it must be a torch.nn.Module, if there is no recipe"
-        scripted = any(isinstance(module, torch.jit.ScriptModule) for module in model.modules())
-        yield "model", scripted, f"simulate {SCRIPTED}: give the module that was scripted or traced"
-        lazy = lazy_parameter(model)
-        yield "model", lazy, f"its parameter {lazy!r} is lazy and has no shape: call the module once on a batch before"
-        yield "model", not any(p.requires_grad for p in model.parameters()), "no parameter of it requires a gradient"
-        kinds = nn.RNNBase | nn.RNNCellBase | nn.EmbeddingBag
-        others = any(isinstance(module, kinds) or getattr(module, "sparse", False) for module in model.modules())
-        allowed = f"no recurrent layers, embedding bags or sparse tensors are simulated: {WATCH}, if none is sparse"
-        yield "model", others, allowed
-        yield "batch", any(tensor.layout != torch.strided for tensor in tensors_in(self.batch)), allowed
-        yield "batch", self.batch is None, "a module needs what its forward takes: a mapping, a tuple or a tensor"
-        allowed = "it must be a torch.optim.Optimizer, a list of them, or a function that makes one from parameters"
-        made = optimizers and all(isinstance(o, torch.optim.Optimizer) or callable(o) for o in optimizers)
-        yield "optimizer", not made, allowed
-        yield "loop", not isinstance(self.loop, Loop), "it must be a Loop, or the name of one such as 'plain'"
+        """Return what is refused; what comes later may need what came before."""
+        model = self.model
+        allowed = "it must be a torch.nn.Module, if there is no recipe"
+        yield "model", not isinstance(model, nn.Module), allowed
+        yield from _module_refusals(model)
+        is_sparse = any(tensor.layout != torch.strided for tensor in tensors_in(self.batch))
+        yield "batch", is_sparse, UNSIMULATED
+        allowed = "a module needs what its forward takes: a mapping, a tuple or a tensor"
+        yield "batch", self.batch is None, allowed
+        allowed = "it must be a torch.optim.Optimizer, a list of them, or a function that makes "
+        allowed += "one from parameters"
+        yield "optimizer", not self._has_optimizer(), allowed
+        allowed = "it must be a Loop, or the name of one such as 'plain'"
+        yield "loop", not isinstance(self.loop, Loop), allowed
         yield "loop.foreach", self.loop.foreach is not None, "say it to the module's optimizer"
-        yield "precision", self.precision not in PRECISIONS, "allowed are " + ", ".join(map(repr, PRECISIONS))
+        allowed = "allowed are " + ", ".join(map(repr, PRECISIONS))
+        yield "precision", self.precision not in PRECISIONS, allowed
+
+    def _has_optimizer(self) -> bool:
+        given = _listed(self.optimizer)
+        fitting = [isinstance(one, torch.optim.Optimizer) or callable(one) for one in given]
+        return bool(given) and all(fitting)
 
     @contextlib.contextmanager
-    def prepared(self, target: str, mode: FakeTensorMode) -> Iterator[tuple[tr.Training, Values]]:
-        """The training and what is known of values. While entered the model holds fake tensors, of the dtype of a "-true"
-        precision; afterwards each of its modules has the attributes that it had before."""
+    def prepared(self, target: str, mode: RuledFakeMode) -> Iterator[tuple[tr.Training, Values]]:
+        """Yield the training and what is known of values.
+
+        While entered the model holds fake tensors, of the dtype of a "-true" precision; afterwards
+        each of its modules has the attributes that it had before.
+        """
         model = getattr(self.model, "_orig_mod", self.model)  # of torch.compile
-        dtype = {"fp16-true": torch.float16, "bf16-true": torch.bfloat16}.get(self.precision)
-        values, loop = Values(mode), self.loop
-        caches = loop.use_cache is not None and hasattr(getattr(model, "config", None), "use_cache")
+        values = Values(mode)
         try:
-            for tensor in (*model.parameters(), *model.buffers(), *tensors_in(self.batch)):
-                values.stand_in(tensor, dtype)
-            batch = values.copied(self.batch)
-            values.take_place(model)
-            training = tr.Training(
-                model=model,
-                optimizer=None,
-                batch=batch,
-                device=torch.device("cpu"),
-                multi_tensor=target == "cuda",
-                loop=loop,
-                precision=self.precision,
-                loss_of=self._scalar,
-                scaler=torch.amp.GradScaler("cpu", init_scale=1.0) if self.precision == "fp16-mixed" else None,
-            )
+            training = self._training(model, values, target)
             self._attach_optimizers(training, values)
-            caching = patch.object(model.config, "use_cache", loop.use_cache) if caches else contextlib.nullcontext()
-            with caching, StandIns(values):
+            with self._caching(model), StandIns(values):
                 yield training, values
         finally:
             values.restore()
 
+    def _training(self, model: nn.Module, values: Values, target: str) -> tr.Training:
+        """Put fake tensors into `model`, and return its training without an optimizer."""
+        dtype = IN_HALF.get(self.precision)
+        for tensor in (*model.parameters(), *model.buffers(), *tensors_in(self.batch)):
+            values.stand_in(tensor, dtype)
+        batch = values.copied(self.batch)
+        values.take_place(model)
+        scaler = None
+        if self.precision == "fp16-mixed":
+            scaler = torch.amp.GradScaler("cpu", init_scale=1.0)
+        return tr.Training(
+            model=model,
+            optimizer=None,
+            batch=batch,
+            device=torch.device("cpu"),
+            multi_tensor=target == "cuda",
+            loop=self.loop,
+            precision=self.precision,
+            loss_of=self._scalar,
+            scaler=scaler,
+        )
+
+    def _caching(self, model: Any) -> contextlib.AbstractContextManager:
+        """While entered, the model's cache of keys and values is on or off as the loop says."""
+        use_cache = self.loop.use_cache
+        if use_cache is None or not hasattr(getattr(model, "config", None), "use_cache"):
+            return contextlib.nullcontext()
+        return patch.object(model.config, "use_cache", use_cache)
+
     def _scalar(self, outputs: Any, batch: Any) -> torch.Tensor:
-        """The loss, held to be one number."""
-        if self.loss is None and not (isinstance(outputs, Mapping) and "loss" in outputs):
-            raise RecipeError("loss", None, "the module returns no mapping with a 'loss': give a function")
+        """Return the loss, held to be one number."""
+        has_loss = isinstance(outputs, Mapping) and "loss" in outputs
+        if self.loss is None and not has_loss:
+            rest = "the module returns no mapping with a 'loss': give a function"
+            raise RecipeError("loss", None, rest)
         value = outputs["loss"] if self.loss is None else self.loss(outputs, batch)
-        if not isinstance(value, torch.Tensor) or value.numel() != 1 or not value.requires_grad:
+        is_number = isinstance(value, torch.Tensor) and value.numel() == 1
+        if not is_number or not value.requires_grad:
             raise RecipeError("loss", self.loss, "it must give one number to go backward from")
         return value
 
     def _attach_optimizers(self, training: tr.Training, values: Values) -> None:
-        """Give `training` its optimizer, or one for each parameter where the loop steps in the backward pass."""
+        """Give `training` its optimizer.
 
-        def made(parameters: list) -> Any:
-            found = [self._fitted(given, parameters, values) for given in _listed(self.optimizer)]
-            found = [optimizer for optimizer in found if optimizer.param_groups]
-            for group in (group for optimizer in found for group in optimizer.param_groups):
-                if any(id(parameter) not in own for parameter in group["params"]):
-                    raise RecipeError("optimizer", self.optimizer, "it must hold the module's parameters and no others")
+        There is one for each parameter where the loop steps in the backward pass.
+        """
+        parameters = list(training.model.parameters())
+        trained = [parameter for parameter in parameters if parameter.requires_grad]
+        make = partial(self._made, training, {id(parameter) for parameter in parameters}, values)
+        if training.loop.optimizer_in_backward:
+            tr.step_in_backward(training, lambda parameter: make([parameter]), trained)
+        else:
+            training.optimizer = make(trained)
+
+    def _made(
+        self,
+        training: tr.Training,
+        own: set[int],
+        values: Values,
+        parameters: list,
+    ) -> Any:
+        """Return the optimizer of `parameters`, several as one, None where it would have none.
+
+        `own` are the ids of the module's parameters.
+        """
+        optimizers = []
+        for given in _listed(self.optimizer):
+            optimizer = self._fitted(given, parameters, values)
+            if optimizer.param_groups:
+                optimizers.append(optimizer)
+        for optimizer in optimizers:
+            for group in optimizer.param_groups:
+                if not own.issuperset(map(id, group["params"])):
+                    rest = "it must hold the module's parameters and no others"
+                    raise RecipeError("optimizer", self.optimizer, rest)
+                # None leaves the choice to torch, which looks at the device of real tensors
                 if group.get("foreach", False) is None and not group.get("fused"):
                     group["foreach"] = training.multi_tensor
-            return Together(found) if len(found) > 1 else next(iter(found), None)
-
-        own = set(map(id, training.model.parameters()))
-        trained = [parameter for parameter in training.model.parameters() if parameter.requires_grad]
-        if training.loop.optimizer_in_backward:
-            tr.step_in_backward(training, lambda parameter: made([parameter]), trained)
-        else:
-            training.optimizer = made(trained)
+        if len(optimizers) > 1:
+            return Together(optimizers)
+        return optimizers[0] if optimizers else None
 
     def _fitted(self, given: Any, parameters: list, values: Values) -> torch.optim.Optimizer:
-        """What the function `given` makes of fake `parameters`; or the optimizer `given` again, without its states, on
-        those of its parameters whose fake ones they are."""
+        """Return what the function `given` makes of fake `parameters`.
+
+        An optimizer is made again, without its states, on those of its parameters whose fake ones
+        they are.
+        """
         if not isinstance(given, torch.optim.Optimizer):
             with tr.real_tensors():
                 return given(parameters)
         new = object.__new__(type(given))
-        held = {name: value for name, value in vars(given).items() if name not in ("state", "step")}
-        vars(new).update(values.copied(held), state=type(given.state)(dict))
-        left_out = {id(p) for p in self.model.parameters() if p.requires_grad} - set(map(id, parameters))
+        attributes = dict(vars(given))
+        # the states are of real tensors, and `step` is bound to `given`
+        attributes.pop("state", None)
+        attributes.pop("step", None)
+        vars(new).update(values.copied(attributes), state=type(given.state)(dict))
+        trained = {id(each) for each in self.model.parameters() if each.requires_grad}
+        # with a step in the backward pass, those that have optimizers of their own
+        left_out = trained.difference(map(id, parameters))
         for group in new.param_groups:
-            group["params"] = [p for p in group["params"] if id(p) not in left_out]
+            group["params"] = [each for each in group["params"] if id(each) not in left_out]
         new.param_groups = [group for group in new.param_groups if group["params"]]
-        if type(given) is torch.optim.Adagrad and new.param_groups:  # which has its states from the start
+        # Adagrad has its states from the start
+        if type(given) is torch.optim.Adagrad and new.param_groups:
             with tr.real_tensors():
                 return torch.optim.Adagrad(new.param_groups, **given.defaults)
         return new
 
     def failed(self, phase: str, error: Exception) -> RecipeError:
-        """The error of a step that does not run on fake tensors, with its phase and the user's line."""
+        """Return the error of a step that does not run on fake tensors.
+
+        It names the phase and the user's line.
+        """
         field = "model" if phase in ("forward", "backward") else "optimizer"
-        said = f"its {phase} fails on fake tensors: {type(error).__name__}: {reason_at(error)}; {WATCH}"
+        reason = f"{type(error).__name__}: {reason_at(error)}"
+        said = f"its {phase} fails on fake tensors: {reason}; {WATCH}"
         return RecipeError(field, getattr(self, field), said)
 
     def notes(self) -> list[str]:
-        """What the simulation leaves out."""
-        return ["torch.compile: the eager step is simulated"] * is_compiled(self.model) + loop_notes(self.loop)
+        """Return what the simulation leaves out."""
+        notes = loop_notes(self.loop)
+        if is_compiled(self.model):
+            return ["torch.compile: the eager step is simulated", *notes]
+        return notes
+
+
+def _module_refusals(model: nn.Module) -> Refusals:
+    modules = list(model.modules())
+    is_scripted = any(isinstance(module, torch.jit.ScriptModule) for module in modules)
+    allowed = f"simulate {SCRIPTED}: give the module that was scripted or traced"
+    yield "model", is_scripted, allowed
+    lazy = lazy_parameter(model)
+    allowed = f"its parameter {lazy!r} is lazy and has no shape: call the module once on a batch "
+    allowed += "before"
+    yield "model", lazy, allowed
+    is_trained = any(parameter.requires_grad for parameter in model.parameters())
+    yield "model", not is_trained, "no parameter of it requires a gradient"
+    yield "model", any(map(_is_unsimulated, modules)), UNSIMULATED
+
+
+def _is_unsimulated(module: nn.Module) -> bool:
+    kinds = nn.RNNBase | nn.RNNCellBase | nn.EmbeddingBag
+    return isinstance(module, kinds) or bool(getattr(module, "sparse", False))
 
 
 class Together:
     """Several optimizers as one."""
 
-    def __init__(self, members: list[torch.optim.Optimizer]):
+    def __init__(self, members: list[torch.optim.Optimizer]) -> None:
         self.members = members
-        self.param_groups = [group for member in members for group in member.param_groups]
+        self.param_groups: list[dict] = []
+        for member in members:
+            self.param_groups += member.param_groups
 
     def step(self) -> None:
+        """Step all of them."""
         for member in self.members:
             member.step()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear the gradients of all."""
         for member in self.members:
             member.zero_grad(set_to_none)
 
 
 def loop_notes(loop: Loop) -> list[str]:
-    """What the simulation leaves out of `loop`."""
-    note = "loop.empty_cache_steps: what is reserved is that of a run that never empties the cache"
-    return [note] if loop.empty_cache_steps else []
+    """Return what the simulation leaves out of `loop`."""
+    if not loop.empty_cache_steps:
+        return []
+    return [
+        "loop.empty_cache_steps: what is reserved is that of a run that never empties the cache",
+    ]
 
 
 def lazy_parameter(model: nn.Module) -> str | None:
-    """The name of a parameter or buffer of `model` that has no shape yet."""
-    named = [*model.named_parameters(), *model.named_buffers()]
-    return next((name for name, tensor in named if isinstance(tensor, UninitializedTensorMixin)), None)
+    """Return the name of a parameter or buffer of `model` that has no shape yet."""
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if isinstance(tensor, UninitializedTensorMixin):
+            return name
+    return None
 
 
 def is_compiled(model: nn.Module) -> bool:
-    """Whether `model` or a part of it is run by torch.compile."""
-    return any(hasattr(module, "_orig_mod") or module._compiled_call_impl for module in model.modules())
+    """Tell whether `model` or a part of it is run by torch.compile."""
+    for module in model.modules():
+        if hasattr(module, "_orig_mod") or module._compiled_call_impl:
+            return True
+    return False
 
 
 def _listed(value: Any) -> list:

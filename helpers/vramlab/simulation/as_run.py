@@ -1,15 +1,21 @@
-"""Simulate what a run did that the installed transformers does not do: an older version's ways, or a script's.
+"""Simulate what a run did that the installed transformers does not do: an older version's ways, or
+a script's.
 
-Held against real CPU steps of the Trainer's loop under each version, forward and backward to the byte, less a second copy of
-the rotary frequencies (2 bytes a rotated channel), which transformers 5 adds:
+Held against real CPU steps of the Trainer's loop under each version, forward and backward to the
+byte, less a second copy of the rotary frequencies (2 bytes a rotated channel), which transformers 5
+adds:
 
-    4.48.3              FAMILIES_4_48 with sdpa. The loss shifted the logits and not the labels, one more fp32 copy of them.
-    4.56.2, 4.57.6      FAMILIES with sdpa and eager. 4.53 to 4.55 make the same masks, but also copy queries and keys and
+    4.48.3              FAMILIES_4_48 with sdpa. The loss shifted the logits and not the labels, one
+    more fp32 copy of them. 4.56.2, 4.57.6      FAMILIES with sdpa and eager. 4.53 to 4.55 make the
+    same masks, but also copy queries and keys and
                         keep other caches: they are not known.
-    5.12.0, 5.16.0      DELTA_NETS without flash-linear-attention, qwen3_next to 320 bytes. The delta rule solved triangles
-                        row by row, and autograd kept the rows; since 5.17.0 `torch.linalg.solve_triangular` does it.
+    5.12.0, 5.16.0      DELTA_NETS without flash-linear-attention, qwen3_next to 320 bytes. The
+    delta rule solved triangles
+                        row by row, and autograd kept the rows; since 5.17.0
+                        `torch.linalg.solve_triangular` does it.
 
-Before transformers 5 checkpointing was re-entrant where a script did not say otherwise (`gradient_checkpointing_enable`).
+Before transformers 5 checkpointing was re-entrant where a script did not say otherwise
+(`gradient_checkpointing_enable`).
 """
 
 import contextlib
@@ -38,14 +44,15 @@ FAMILIES = ("gpt_neox", "llama", "mistral", "phi", "qwen2", "qwen3")
 FAMILIES_4_48 = ("llama", "mistral", "phi", "qwen2")
 DELTA_NETS = ("qwen3_next", "qwen3_5_text")
 _ALL = ("sdpa", "eager")
-_MASKS = (
-    "a batch without attention_mask gets a causal mask where no cache is kept; with an all-ones one leave as_run out"
-)
+_MASKS = "a batch without attention_mask gets a causal mask where no cache is kept; with an "
+_MASKS += "all-ones one leave as_run out"
 
 
 @dataclass(frozen=True)
 class Ways:
-    """What ran otherwise, in words, and for which recipes real steps were compared; `reentrant` is the default."""
+    """What ran otherwise, in words, and for which recipes real steps were compared; `reentrant` is
+    the default.
+    """
 
     words: str
     enter: Callable[[], contextlib.AbstractContextManager]
@@ -58,19 +65,24 @@ class Ways:
 def _as_4_48() -> Iterator[None]:
     with (
         replaced(loss_utils.LOSS_MAPPING, "ForCausalLM", _shifted_loss),
-        replaced(F, "scaled_dot_product_attention", _contiguous(plain(F, "scaled_dot_product_attention"))),
+        replaced(
+            F, "scaled_dot_product_attention", _contiguous(plain(F, "scaled_dot_product_attention"))
+        ),
     ):
         yield
 
 
 def _as_4_57() -> contextlib.AbstractContextManager:
-    # `masking_utils` of transformers 4.53 to 4.57 kept the mask once it had looked for packed sequences; shared keys and
-    # values are repeated then, and the kernel keeps mask and copies for its backward pass
+    # `masking_utils` of transformers 4.53 to 4.57 kept the mask once it had looked for packed
+    # sequences; shared keys and values are repeated then, and the kernel keeps mask and copies for
+    # its backward pass
     return replaced(masking_utils, "find_packed_sequence_indices", _find)
 
 
 def _repeated_keys() -> contextlib.AbstractContextManager:
-    return replaced(F, "scaled_dot_product_attention", _repeating(plain(F, "scaled_dot_product_attention")))
+    return replaced(
+        F, "scaled_dot_product_attention", _repeating(plain(F, "scaled_dot_product_attention"))
+    )
 
 
 @contextlib.contextmanager
@@ -84,28 +96,39 @@ def _as_5_16() -> Iterator[None]:
         yield
 
 
-_SHIFTED = "the loss copies the shifted logits in fp32, sdpa gets contiguous copies of query, repeated keys and values"
-_SHARED = "keys and values that query heads share are repeated before sdpa, so that every kernel takes them"
+_SHIFTED = "the loss copies the shifted logits in fp32, sdpa gets contiguous copies of query, "
+_SHIFTED += "repeated keys and values"
+_SHARED = "keys and values that query heads share are repeated before sdpa, so that every kernel "
+_SHARED += "takes them"
 _ROWS = "the delta rule solves its triangles row by row, and autograd keeps the rows"
 WAYS = {
     "transformers 4.48": Ways(_SHIFTED, _as_4_48, FAMILIES_4_48, ("sdpa",), reentrant=True),
     REPEATED: Ways(_SHARED, _repeated_keys),
-    **{f"transformers {v}": Ways(_MASKS, _as_4_57, FAMILIES, reentrant=True) for v in ("4.56", "4.57")},
+    **{
+        f"transformers {v}": Ways(_MASKS, _as_4_57, FAMILIES, reentrant=True)
+        for v in ("4.56", "4.57")
+    },
     **{f"transformers 5.{minor}": Ways(_ROWS, _as_5_16, DELTA_NETS) for minor in range(12, 17)},
 }
 AS_RUN = {name: ways.words for name, ways in WAYS.items()}
 
 
-def simulate_as_run(recipe: Recipe, as_run: str | None, use_reentrant: bool | None = None, **options: Any) -> Report:
-    """Return `simulate(recipe, **options)` as it ran: `as_run` is a name in AS_RUN, or None for the installed library.
+def simulate_as_run(
+    recipe: Recipe, as_run: str | None, use_reentrant: bool | None = None, **options: Any
+) -> Report:
+    """Return `simulate(recipe, **options)` as it ran: `as_run` is a name in AS_RUN, or None for the
+    installed library.
 
-    `use_reentrant`: what the script asked of checkpointing; None: nothing, so the version's default. Raises RecipeError
+    `use_reentrant`: what the script asked of checkpointing; None: nothing, so the version's
+        default. Raises RecipeError
     where the name is unknown, or was not compared for such a recipe.
     """
     if as_run is None:
         return simulate(recipe, **options)
     if as_run not in WAYS:
-        raise RecipeError("as_run", as_run, "known are " + ", ".join(map(repr, WAYS)) + ", and None, as installed")
+        raise RecipeError(
+            "as_run", as_run, "known are " + ", ".join(map(repr, WAYS)) + ", and None, as installed"
+        )
     ways = WAYS[as_run]
     _check(recipe, as_run, ways)
     reentrant = ways.reentrant if use_reentrant is None else use_reentrant
@@ -119,8 +142,8 @@ def simulate_as_run(recipe: Recipe, as_run: str | None, use_reentrant: bool | No
 
 
 def of_release(text: str) -> str | None:
-    """Return the name in AS_RUN of a version such as "4.48" or "4.48.3"; None where it is the installed one. Raises
-    RecipeError where neither is so."""
+    """Return the name in AS_RUN of a version such as "4.48" or "4.48.3"; None where it is the
+    installed one. Raises RecipeError where neither is so."""
     installed = version("transformers")
     found = re.match(r"(\d+\.\d+)(\.|$)", text)
     name = f"transformers {found[1]}" if found else ""
@@ -137,20 +160,33 @@ def _check(recipe: Recipe, as_run: str, ways: Ways) -> None:
     shape, kind = recipe.shape, recipe.attn_implementation
     if kind not in ways.kernels:
         known = " and ".join(map(repr, ways.kernels))
-        raise RecipeError("as_run", as_run, f"it is known for attn_implementation {known}, not for {kind!r}")
+        raise RecipeError(
+            "as_run", as_run, f"it is known for attn_implementation {known}, not for {kind!r}"
+        )
     if ways.families and (shape.family not in ways.families or shape.task != "causal-lm"):
-        allowed = f"it is known for causal-lm of {', '.join(ways.families)}, not for {shape.task} of {shape.family}"
+        known = ", ".join(ways.families)
+        what = f"{shape.task} of {shape.family}"
+        allowed = f"it is known for causal-lm of {known}, not for {what}"
         raise RecipeError("as_run", as_run, allowed)
     if ways.enter is _as_4_48:
         if recipe.trainer != "transformers" or recipe.use_liger_kernel:
-            raise RecipeError("as_run", as_run, "it is known for transformers' own loss: leave trainer and Liger out")
+            raise RecipeError(
+                "as_run",
+                as_run,
+                "it is known for transformers' own loss: leave trainer and Liger out",
+            )
         if recipe.loop.use_cache is not False and not recipe.gradient_checkpointing:
-            raise RecipeError("as_run", as_run, "it keeps other caches: take a loop with use_cache=False")
+            raise RecipeError(
+                "as_run", as_run, "it keeps other caches: take a loop with use_cache=False"
+            )
 
 
 @contextlib.contextmanager
 def as_it_ran(as_run: str, reentrant: bool = False) -> Iterator[None]:
-    """While entered, transformers does what AS_RUN says, and checkpoints re-entrantly if asked to."""
+    """While entered, transformers does what AS_RUN says.
+
+    It checkpoints re-entrantly if asked to.
+    """
     with contextlib.ExitStack() as stack:
         stack.enter_context(WAYS[as_run].enter())
         if reentrant:
@@ -169,11 +205,13 @@ def _repeating(original: Any) -> Any:
 
 
 def _shifted_loss(logits, labels, vocab_size, num_items_in_batch=None, ignore_index=-100, **kwargs):
-    """`ForCausalLMLoss` of 4.48 (transformers/loss/loss_utils.py): the shifted logits are a copy."""
+    """`ForCausalLMLoss` of 4.48 (transformers/loss/loss_utils.py): shifted logits are a copy."""
     logits = logits.float()
     shifted = logits[..., :-1, :].contiguous().view(-1, vocab_size)
     labels = labels[..., 1:].contiguous().view(-1)
-    return loss_utils.fixed_cross_entropy(shifted, labels, num_items_in_batch, ignore_index, **kwargs)
+    return loss_utils.fixed_cross_entropy(
+        shifted, labels, num_items_in_batch, ignore_index, **kwargs
+    )
 
 
 def _contiguous(original: Any) -> Any:

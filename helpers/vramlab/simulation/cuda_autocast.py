@@ -1,5 +1,7 @@
-"""CUDA's autocast rules in the place of CPU's: the lists of `ATen/autocast_mode.h` where they differ
-(`data/cuda_autocast.json`)."""
+"""CUDA's autocast rules in the place of CPU's.
+
+These are the lists of `ATen/autocast_mode.h` where they differ (`data/cuda_autocast.json`).
+"""
 
 import contextlib
 import json
@@ -18,28 +20,51 @@ from .own_kernels import operator_of
 
 AUTOCAST = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
 LISTS = json.loads(data_path("cuda_autocast.json").read_text())
-FP32, FP32_BY_DTYPE, LOWER, PROMOTE = (frozenset(LISTS[key]) for key in ("fp32", "fp32_by_dtype", "lower", "promote"))
+FP32 = frozenset(LISTS["fp32"])
+FP32_BY_DTYPE = frozenset(LISTS["fp32_by_dtype"])
+LOWER = frozenset(LISTS["lower"])
+PROMOTE = frozenset(LISTS["promote"])
 # AT_FORALL_DIFFERENT_REDISPATCH_SIGNATURE: fp32 by the overload that takes a dtype
-WITH_DTYPE = {"norm.Scalar": "norm.ScalarOpt_dtype", "norm.ScalarOpt_dim": "norm.ScalarOpt_dim_dtype"}
+WITH_DTYPE = {
+    "norm.Scalar": "norm.ScalarOpt_dtype",
+    "norm.ScalarOpt_dim": "norm.ScalarOpt_dim_dtype",
+}
 
 
 def install() -> Library:
     """Register the rules for the threads of `followed`; they go with what is returned."""
-    rules = {name: _cast(operator_of(name), torch.float32) for name in filter(on_cuda, FP32)}  # torch 2.11: no rms_norm
-    rules |= {name: _cast(operator_of(name), None) for name in LOWER}
-    rules |= {name: _cast(operator_of(name), torch.float32, only_mixed=True) for name in PROMOTE}
-    rules |= {name: _ask_for_fp32(name, WITH_DTYPE.get(name, name)) for name in (*FP32_BY_DTYPE, *WITH_DTYPE)}
     library = own_kernels.library(own_kernels.RULES)
-    for name, rule in (rules | dict.fromkeys(cpu_only())).items():
+    for name, rule in _rules().items():
         own_kernels.register_cast(library, name, rule)
     return library
 
 
+def _rules() -> dict[str, Callable | None]:
+    """Return the rule of each operator; None for one that CUDA's autocast leaves alone."""
+    rules: dict[str, Callable | None] = {}
+    for name in FP32:
+        if on_cuda(name):  # torch 2.11 has no rms_norm
+            rules[name] = _cast(operator_of(name), torch.float32)
+    for name in LOWER:
+        rules[name] = _cast(operator_of(name), None)
+    for name in PROMOTE:
+        rules[name] = _cast(operator_of(name), torch.float32, only_mixed=True)
+    for name in (*FP32_BY_DTYPE, *WITH_DTYPE):
+        rules[name] = _ask_for_fp32(name, WITH_DTYPE.get(name, name))
+    for name in cpu_only():
+        rules[name] = None
+    return rules
+
+
 @contextlib.contextmanager
 def followed() -> Iterator[None]:
-    """While entered, this thread's autocast on CPUs follows CUDA's rules; without autocast nothing meets them."""
+    """While entered, this thread's autocast on CPUs follows CUDA's rules.
+
+    Without autocast nothing meets them.
+    """
     key = own_kernels.key_of(own_kernels.RULES)
-    switch, include = plain(torch, "set_autocast_enabled"), torch._C._dispatch_tls_set_dispatch_key_included
+    switch = plain(torch, "set_autocast_enabled")
+    include = torch._C._dispatch_tls_set_dispatch_key_included
 
     def set_autocast_enabled(device: str, enabled: bool) -> None:
         switch(device, enabled)
@@ -56,43 +81,72 @@ def followed() -> Iterator[None]:
 
 @cache
 def cpu_only() -> tuple[str, ...]:
-    """Operators that autocast casts on CPU and leaves alone on CUDA."""
-    names = (n.removeprefix("aten::") for n in torch._C._dispatch_get_all_op_names() if n.startswith("aten::"))
-    return tuple(name for name in names if on_cuda(name, "AutocastCPU") and not on_cuda(name))
+    """Return the operators that autocast casts on CPU and leaves alone on CUDA."""
+    names = []
+    for qualified in torch._C._dispatch_get_all_op_names():
+        name = qualified.removeprefix("aten::")
+        is_of_aten = qualified.startswith("aten::")
+        if is_of_aten and on_cuda(name, "AutocastCPU") and not on_cuda(name):
+            names.append(name)
+    return tuple(names)
 
 
 def on_cuda(name: str, key: str = "AutocastCUDA") -> bool:
-    """Whether the installed torch has a rule for this operator under CUDA's autocast; its CPU builds know too."""
+    """Tell whether the installed torch has a rule for this operator under CUDA's autocast.
+
+    Its CPU builds know too.
+    """
     return torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", key)
 
 
 def _eligible(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.is_floating_point() and value.dtype != torch.float64
+    """Tell whether autocast casts `value`."""
+    if not isinstance(value, torch.Tensor):
+        return False
+    return value.is_floating_point() and value.dtype != torch.float64
 
 
 def _cast(operator: Callable, dtype: torch.dtype | None, only_mixed: bool = False) -> Callable:
-    """`operator` on arguments cast to `dtype`, None is autocast's own; `only_mixed`: if one of them has it already."""
+    """Return `operator` on arguments cast to `dtype`; None is autocast's own.
 
-    def kernel(*args, **kwargs):
+    With `only_mixed` they are cast if one of them has that dtype already.
+    """
+
+    def kernel(*args: Any, **kwargs: Any) -> Any:
         wanted = dtype or torch.get_autocast_dtype("cpu")
-        if not only_mixed or any(_eligible(t) and t.dtype == wanted for t in tree_leaves((args, kwargs))):
-            args, kwargs = tree_map(lambda t: t.to(wanted) if _eligible(t) else t, (args, kwargs))
+
+        def cast(value: Any) -> Any:
+            return value.to(wanted) if _eligible(value) else value
+
+        if not only_mixed or _has_dtype((args, kwargs), wanted):
+            args, kwargs = tree_map(cast, (args, kwargs))
         with torch._C._ExcludeDispatchKeyGuard(AUTOCAST):
             return operator(*args, **kwargs)
 
     return kernel
 
 
-def _ask_for_fp32(name: str, overload: str) -> Callable:
-    """Operator `name`, run by the `overload` that takes a dtype: fp32 unless the caller asks for another."""
-    operator = operator_of(overload)
-    defaults = {a.name: a.default_value for a in operator_of(name)._schema.arguments[1:]}
+def _has_dtype(arguments: tuple, dtype: torch.dtype) -> bool:
+    """Tell whether one of the tensors that autocast casts has `dtype`."""
+    return any(_eligible(leaf) and leaf.dtype == dtype for leaf in tree_leaves(arguments))
 
-    def kernel(tensor, *args, **kwargs):
-        named = defaults | dict(zip(defaults, args, strict=False)) | kwargs
+
+def _ask_for_fp32(name: str, overload: str) -> Callable:
+    """Return operator `name`, run by the `overload` that takes a dtype.
+
+    It is asked for fp32 unless the caller asks for another.
+    """
+    operator = operator_of(overload)
+    _, *arguments = operator_of(name)._schema.arguments
+    defaults = {argument.name: argument.default_value for argument in arguments}
+
+    def kernel(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        named = {"dtype": tensor.dtype, **defaults}
+        named.update(zip(defaults, args, strict=False))
+        named.update(kwargs)
         if _eligible(tensor):
             named["dtype"] = named.get("dtype") or torch.float32
         with torch._C._ExcludeDispatchKeyGuard(AUTOCAST):
-            return operator(tensor, **({"dtype": tensor.dtype} | named))
+            return operator(tensor, **named)
 
     return kernel

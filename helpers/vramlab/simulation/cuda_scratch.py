@@ -1,4 +1,7 @@
-"""What CUDA kernels allocate besides their results while they run: bytes by block, of arguments and the GPU's chip."""
+"""What CUDA kernels allocate besides their results while they run.
+
+Each function here gives bytes by block, of an operator's arguments and the GPU's chip.
+"""
 
 import math
 from collections.abc import Callable, Sequence
@@ -16,25 +19,60 @@ from ..hardware.overhead import (
     rounded,
 )
 
-CONVOLUTIONS = "convolutions: the workspace that cuDNN's heuristics choose at run time is not counted"
+CONVOLUTIONS = (
+    "convolutions: the workspace that cuDNN's heuristics choose at run time is not counted"
+)
+FP32 = 4  # bytes
+FLASH_ROWS = 128  # rows of queries that flash attention's backward takes at once
+FLASH_CHANNELS = 32
+MOST_UNSORTED = 3072  # indices of an embedding's backward that one kernel takes as they are
+ROWS_A_BLOCK = 10  # NROWS_PER_THREAD in EmbeddingBackwardKernel.cu
+FEW_ROWS = 8  # bitsandbytes multiplies them with the 4-bit weight as it is
+
+Blocks = Callable[[Sequence, Chip], list[int]]  # of an operator's arguments and the chip
 
 
-def kernel_scratch(chip: Chip = DEFAULT_CHIP, note: Callable[[str], None] = str) -> Callable[[str, Sequence], int]:
-    """A function of an operator's name and arguments to the bytes of its kernel's scratch memory, all blocks but the last
-    rounded up as the caching allocator does (the tracker rounds the sum). `note` is called with what it leaves out."""
+def _ignore(note: str) -> None:
+    """Stand for who does not want notes."""
+
+
+def kernel_scratch(
+    chip: Chip = DEFAULT_CHIP,
+    note: Callable[[str], None] = _ignore,
+) -> Callable[[str, Sequence], int]:
+    """Return a function of an operator's name and arguments to its kernel's scratch bytes.
+
+    All blocks but the last are rounded up as the caching allocator does (the tracker rounds the
+    sum). `note` is called with what it leaves out.
+    """
     kernels = BLOCKS | PRODUCTS if frees_workspaces() else BLOCKS
 
     def scratch(name: str, args: Sequence) -> int:
-        if name == "convolution" and (args[6] or args[8] == 1 or args[8] != args[0].shape[1]):
-            note(CONVOLUTIONS)  # torch runs depthwise ones itself (`Conv_v8.cpp`)
-        blocks = kernels[name](args, chip) if name in kernels else []
-        return sum(map(rounded, blocks[:-1])) + sum(blocks[-1:])
+        if name == "convolution" and not _is_depthwise(args):
+            note(CONVOLUTIONS)
+        if name not in kernels:
+            return 0
+        blocks = kernels[name](args, chip)
+        if not blocks:
+            return 0
+        *others, last = blocks
+        return sum(map(rounded, others)) + last
 
     return scratch
 
 
+def _is_depthwise(args: Sequence) -> bool:
+    """Tell whether torch runs a convolution itself (`Conv_v8.cpp`): one with a group a channel."""
+    is_transposed = args[6]
+    groups = args[8]
+    return not is_transposed and groups != 1 and groups == args[0].shape[1]
+
+
 def lasting_workspaces(chip: Chip) -> dict[str, int]:
-    """The workspaces that a thread keeps from its first product on: an operator that takes one, to bytes."""
+    """Return the workspaces that a thread keeps from its first product on.
+
+    An operator that takes one, to bytes.
+    """
     if frees_workspaces():
         return {}
     sizes = {"mm": cublas_workspace(chip.capability)}
@@ -48,106 +86,210 @@ def _argument(args: Sequence, place: int, default: Any = None) -> Any:
 
 
 def _reduction(args: Sequence, chip: Chip, place: int = 1) -> list[int]:
-    """Thread blocks add up in global memory what they found (`hardware/scratch.py`); `place` is that of the dimensions."""
-    tensor, dims = args[0], _argument(args, place)
+    """Return the blocks of a sum over the dimensions that the argument at `place` names.
+
+    Thread blocks add up in global memory what they found (`hardware/kernels.py`).
+    """
+    tensor = args[0]
     if not tensor.is_floating_point() or not tensor.numel():
         return []
-    dims = [dims] if isinstance(dims, int) else dims or []
-    return reduction_scratch(tensor.shape, tensor.stride(), dims, tensor.element_size(), chip)
+    dims = _argument(args, place)
+    if isinstance(dims, int):
+        dims = [dims]
+    itemsize = tensor.element_size()
+    return reduction_scratch(tensor.shape, tensor.stride(), dims or [], itemsize, chip)
+
+
+def _vector_norm(args: Sequence, chip: Chip) -> list[int]:
+    """Return the same for a norm, whose dimensions come after its order."""
+    return _reduction(args, chip, place=2)
+
+
+def _norms(args: Sequence, chip: Chip) -> list[int]:
+    tensors = args[0]
+    return [norms_scratch(len(tensors), max(tensor.numel() for tensor in tensors))]
 
 
 def _loss(args: Sequence, chip: Chip) -> list[int]:
-    """Every element's loss is computed into a tensor of its own before they are reduced (`Loss.cpp`, `Loss.cu`)."""
-    if _argument(args, 2, 1) == 0:
+    """Return the blocks of a loss, which is computed element by element before it is reduced.
+
+    The elements' losses are a tensor of their own (`Loss.cpp`, `Loss.cu`).
+    """
+    reduction = _argument(args, 2, 1)
+    if reduction == 0:  # none
         return []
-    size, itemsize = torch.broadcast_shapes(args[0].shape, args[1].shape), args[0].element_size()
-    adding_up = reduction_scratch(size, torch.empty(size, device="meta").stride(), (), itemsize, chip)
-    return [math.prod(size) * itemsize, *adding_up]
+    shape = torch.broadcast_shapes(args[0].shape, args[1].shape)
+    itemsize = args[0].element_size()
+    strides = torch.empty(shape, device="meta").stride()
+    adding_up = reduction_scratch(shape, strides, (), itemsize, chip)
+    return [math.prod(shape) * itemsize, *adding_up]
 
 
-def _flash_backward(args: Sequence, chip: Chip, heads_first: bool = True) -> list[int]:
-    """dQ is accumulated in fp32 over padded sizes; with fewer key heads than query heads dK and dV are made for every
-    query head before summing (`flash_api.cpp`, mha_bwd)."""
-    query, key = (t if heads_first else t.reshape(-1, *t.shape[-3:]).transpose(1, 2) for t in args[1:3])
-    batch, heads, length, dim = query.shape
-    ends = None if heads_first else args[6]  # of sequences joined to one row (mha_varlen_bwd)
-    row = 4 * batch * heads * (-(-length // 128) * 128 if ends is None else length + 128 * (ends.numel() - 1))
-    copies = [batch * heads * key.shape[2] * dim * key.element_size()] * 2 if key.shape[1] != heads else []
-    return [row, row * -(-dim // 32) * 32, *copies]
+def _flash_backward(args: Sequence, chip: Chip) -> list[int]:
+    """Return the blocks of flash attention's backward (`flash_api.cpp`, mha_bwd).
+
+    dQ is accumulated in fp32 over padded sizes; with fewer key heads than query heads dK and dV are
+    made for every query head before summing.
+    """
+    _, query, key, *_ = args
+    length = query.shape[2]
+    return _flash_blocks(query, key, -(-length // FLASH_ROWS) * FLASH_ROWS)
+
+
+def _flash_backward_of_package(args: Sequence, chip: Chip) -> list[int]:
+    """Return the same for tensors as the package flash-attn takes them: heads come third.
+
+    In mha_varlen_bwd sequences are joined to one row, which the argument at 6 divides.
+    """
+    query, key = (_heads_first(tensor) for tensor in args[1:3])
+    ends = args[6]
+    length = query.shape[2]
+    if ends is None:
+        rows = -(-length // FLASH_ROWS) * FLASH_ROWS
+    else:
+        rows = length + FLASH_ROWS * (ends.numel() - 1)
+    return _flash_blocks(query, key, rows)
+
+
+def _heads_first(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.reshape(-1, *tensor.shape[-3:]).transpose(1, 2)
+
+
+def _flash_blocks(query: torch.Tensor, key: torch.Tensor, rows: int) -> list[int]:
+    batch, heads, _, channels = query.shape
+    _, key_heads, key_length, _ = key.shape
+    numbers = FP32 * batch * heads * rows  # one a row
+    blocks = [numbers, numbers * -(-channels // FLASH_CHANNELS) * FLASH_CHANNELS]
+    if key_heads != heads:
+        copy = batch * heads * key_length * channels * key.element_size()
+        blocks += [copy, copy]
+    return blocks
 
 
 def _efficient_backward(args: Sequence, chip: Chip) -> list[int]:
-    query, key, value = args[1:4]
-    batch, heads, length, dim = query.shape
-    sizes = batch * heads, (length, key.shape[-2]), (dim, value.shape[-1]), query.element_size()
-    return efficient_scratch(*sizes, _argument(args, 8, 0) > 0, chip)
+    _, query, key, value, *_ = args
+    batch, heads, length, channels = query.shape
+    dropout = _argument(args, 8, 0)
+    return efficient_scratch(
+        batch * heads,
+        (length, key.shape[-2]),
+        (channels, value.shape[-1]),
+        query.element_size(),
+        dropout > 0,
+        chip,
+    )
+
+
+def _softmax_backward(args: Sequence, chip: Chip) -> list[int]:
+    """Return the product of gradient and result (`SoftMax.cu`).
+
+    It is as large as the scores where attention is written out.
+    """
+    gradient = args[0]
+    return [gradient.numel() * gradient.element_size()]
 
 
 def _embedding_backward(args: Sequence, chip: Chip) -> list[int]:
-    """More than 3,072 indices are sorted, and rows are summed up in fp32, ten a thread block (`Embedding.cu`,
-    embedding_dense_backward; `EmbeddingBackwardKernel.cu`, grad_weight_per_segment, NROWS_PER_THREAD)."""
-    gradient, count = args[0], args[1].numel()
-    rows = min(count, args[2])  # different indices, at most
-    partial = count // 10 + rows
-    return [8 * (3 * count + 2 * rows + partial) + 4 * partial * gradient.shape[-1]] if count > 3072 else []
+    """Return the block in which many indices are sorted and rows summed up.
+
+    The sums are in fp32, so many rows a thread block (`Embedding.cu`, embedding_dense_backward;
+    `EmbeddingBackwardKernel.cu`, grad_weight_per_segment).
+    """
+    gradient, indices, vocabulary, *_ = args
+    count = indices.numel()
+    if count <= MOST_UNSORTED:
+        return []
+    different = min(count, vocabulary)  # indices, at most
+    partial = count // ROWS_A_BLOCK + different
+    sorting = 8 * (3 * count + 2 * different + partial)
+    return [sorting + FP32 * partial * gradient.shape[-1]]
 
 
 def _dequantized(args: Sequence, chip: Chip) -> list[int]:
-    """A 4-bit weight is dequantized whole and multiplied by cuBLAS, except for a handful of rows (bitsandbytes 0.50,
-    backends/cuda/ops.py). Some cards have a fused kernel for some shapes of up to 1,536 rows: this is too much then."""
-    activation, size = args[0], math.prod(args[2])
-    nested = 4 * math.ceil(size / args[4]) if _argument(args, 7) is not None else 0
-    few = activation.numel() // activation.shape[-1] <= 8
-    return [] if few else [size * activation.element_size(), nested, nested]
+    """Return the blocks of a 4-bit weight that is dequantized whole, for cuBLAS to multiply.
+
+    It is, except for a handful of rows (bitsandbytes 0.50, backends/cuda/ops.py). Some cards have a
+    fused kernel for some shapes of up to 1,536 rows: this is too much then.
+    """
+    activation = args[0]
+    size = math.prod(args[2])
+    block_size = args[4]
+    has_nested = _argument(args, 7) is not None
+    if activation.numel() // activation.shape[-1] <= FEW_ROWS:
+        return []
+    scales = FP32 * math.ceil(size / block_size) if has_nested else 0
+    return [size * activation.element_size(), scales, scales]
 
 
-BLOCKS: dict[str, Callable[[Sequence, Chip], list[int]]] = {
-    **dict.fromkeys(("sum", "mean"), _reduction),
-    "linalg_vector_norm": lambda args, chip: _reduction(args, chip, 2),  # after the order of the norm
-    "_foreach_norm": lambda args, chip: [norms_scratch(len(args[0]), max(tensor.numel() for tensor in args[0]))],
-    **dict.fromkeys(("mse_loss", "smooth_l1_loss", "huber_loss"), _loss),
+BLOCKS: dict[str, Blocks] = {
+    "sum": _reduction,
+    "mean": _reduction,
+    "linalg_vector_norm": _vector_norm,
+    "_foreach_norm": _norms,
+    "mse_loss": _loss,
+    "smooth_l1_loss": _loss,
+    "huber_loss": _loss,
     "_scaled_dot_product_flash_attention_backward": _flash_backward,
-    "_flash_attention_backward": lambda args, chip: _flash_backward(args, chip, heads_first=False),
+    "_flash_attention_backward": _flash_backward_of_package,
     "_scaled_dot_product_efficient_attention_backward": _efficient_backward,
-    # gradient times result, as large as the scores where attention is written out (`SoftMax.cu`)
-    "_softmax_backward_data": lambda args, chip: [args[0].numel() * args[0].element_size()],
+    "_softmax_backward_data": _softmax_backward,
     "embedding_dense_backward": _embedding_backward,
-    **dict.fromkeys(("gemm_4bit", "bitsandbytes::gemm_4bit"), _dequantized),
+    "gemm_4bit": _dequantized,
+    "bitsandbytes::gemm_4bit": _dequantized,
 }
 
 
 def _product(args: Sequence, chip: Chip) -> list[int]:
-    """The workspace of one call of cuBLAS, which is not called for a product without numbers in it (`Blas.cpp`)."""
-    is_empty = any(isinstance(tensor, torch.Tensor) and not tensor.numel() for tensor in args)
-    return [] if is_empty else [cublas_workspace(chip.capability)]
+    """Return the workspace of one call of cuBLAS.
+
+    It is not called for a product without numbers in it (`Blas.cpp`).
+    """
+    for tensor in args:
+        if isinstance(tensor, torch.Tensor) and not tensor.numel():
+            return []
+    return [cublas_workspace(chip.capability)]
 
 
 def _product_with_bias(args: Sequence, chip: Chip) -> list[int]:
-    """cuBLASLt adds a bias, and a whole matrix to a half-precision product (`isInputCompliesAddmmCudaLt`).
+    """Return the workspace of a product that something is added to.
 
-    Where the sum is weighted (`beta`), which no layer's is, cuBLAS does it.
+    cuBLASLt adds a bias, and a whole matrix to a half-precision product
+    (`isInputCompliesAddmmCudaLt`). Where the sum is weighted (`beta`), which no layer's is, cuBLAS
+    does it.
     """
-    added, _, second = args[:3]
+    added, _, second, *_ = args
+    workspace = _product(args, chip)
     is_vector = added.dim() == 1 and added.is_contiguous()
     is_half_matrix = added.dim() == 2 and added.itemsize == 2 and added.is_contiguous()
     if (is_vector or is_half_matrix) and min(second.shape) > 1:
-        return _product(args, chip) and [CUBLASLT_WORKSPACE]
-    return _product(args, chip)
+        return [CUBLASLT_WORKSPACE] if workspace else []
+    return workspace
+
+
+def _scaled_product(args: Sequence, chip: Chip) -> list[int]:
+    return [CUBLASLT_WORKSPACE]
 
 
 def _dequantized_product(args: Sequence, chip: Chip) -> list[int]:
-    """The same for what `_dequantized` unpacks: the product comes when its scales are gone."""
+    """Return the same for what `_dequantized` unpacks: the product comes after them."""
     unpacked = _dequantized(args, chip)
     if not unpacked:
         return []
     weight, *scales = unpacked
-    workspace = cublas_workspace(chip.capability) if _argument(args, 6) is None else CUBLASLT_WORKSPACE
+    bias = _argument(args, 6)
+    workspace = cublas_workspace(chip.capability) if bias is None else CUBLASLT_WORKSPACE
     return [weight, max(sum(map(rounded, scales)), workspace)]
 
 
-PRODUCTS: dict[str, Callable[[Sequence, Chip], list[int]]] = {
-    **dict.fromkeys(("mm", "bmm", "baddbmm", "mv", "addmv", "dot"), _product),
+PRODUCTS: dict[str, Blocks] = {
+    "mm": _product,
+    "bmm": _product,
+    "baddbmm": _product,
+    "mv": _product,
+    "addmv": _product,
+    "dot": _product,
     "addmm": _product_with_bias,
-    "_scaled_mm": lambda args, chip: [CUBLASLT_WORKSPACE],
-    **dict.fromkeys(("gemm_4bit", "bitsandbytes::gemm_4bit"), _dequantized_product),
+    "_scaled_mm": _scaled_product,
+    "gemm_4bit": _dequantized_product,
+    "bitsandbytes::gemm_4bit": _dequantized_product,
 }

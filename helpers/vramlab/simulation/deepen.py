@@ -1,27 +1,29 @@
-"""Make a tracker's log longer to the byte: of a shallow model for a deep one, of few micro-batches for many.
+"""Make a tracker's log longer to the byte.
 
-A stretch of the log, the middle group of layers (`repetition.py`) or a step's second micro-batch, is written again as
-often as it is missing, with storages of its own: what it frees of the stretch before becomes, in the copy that stands for
-number 7, what number 6 made. `NotRegular` is raised where a log does not have this form.
+That is of a shallow model for a deep one, and of few micro-batches for many. A stretch of the log,
+the middle group of layers (`repetition.py`) or a step's second micro-batch, is written again as
+often as it is missing, with storages of its own: what it frees of the stretch before becomes, in
+the copy that stands for number 7, what number 6 made. `NotRegular` is raised where a log does not
+have this form.
 """
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache
 from itertools import groupby, pairwise
+from typing import NamedTuple
 
 import numpy as np
 
 from ..tracking.history import Log
-from ..tracking.tracker import Storage, Tracker
+from ..tracking.tracker import Event, Mark, Storage, Tracker
 from .repetition import NotRegular, Repetition
 
-Events = list[tuple[int, Storage, str]]
-Marks = list[tuple[int, str]]
 OUTSIDE = -9  # the group of what no layer makes: no group's neighbour
-Walk = list[tuple[int, int, int]]  # (group, first event, one past the last), in the log's order
-# A walk up or down, by the number of groups and the middle one. A group's stretch begins with its first event; what it
-# does later is in a neighbour's stretch.
+# Operators that make the vectors of clipping, with an entry for each gradient.
+OF_VECTORS = ("stack", "cat", "pow", "all_reduce", "_foreach_norm")
+# A walk up or down, by the number of groups and the middle one. A group's stretch begins with its
+# first event; what it does later is in a neighbour's stretch.
 WALKS = {
     (3, 1): re.compile("(0+)(1[01]*)(2[12]*)?|(2+)(1[12]*)(0[01]*)?"),
     (4, 1): re.compile("(0+)(1[01]*)(2[12]*)(3[23]*)?|(3*)(2+)(1[12]*)(0[01]*)?"),
@@ -30,181 +32,399 @@ WALKS = {
 }
 
 
-class Writer:
-    """Writes events into a longer log, in which the group `middle` comes `more` times more. `places`: the group that makes
-    a storage, and its row, a number that its counterparts of other groups share."""
+class Slot(NamedTuple):
+    """Some events in a row, of one group of layers or of none."""
 
-    def __init__(self, events: Events, middle: int, more: int):
-        self.events, self.middle, self.more = list(events), middle, more
-        self.places: dict[Storage, tuple[int, int]] = {}
-        self.written: list[tuple[int, int, int | None, Sequence[int]]] = []
+    first: int
+    end: int  # one past the last event
+    group: int | None
+
+
+class Part(NamedTuple):
+    """A group's events in a walk."""
+
+    group: int
+    first: int
+    end: int  # one past the last event
+
+
+Walk = list[Part]  # in the log's order
+
+
+class Place(NamedTuple):
+    """What a storage is a counterpart of."""
+
+    group: int  # that makes it
+    row: int  # a number that its counterparts of other groups share
+
+
+class Written(NamedTuple):
+    """Events that are written, once for each of the groups `shifts` above group `at`."""
+
+    first: int
+    end: int
+    at: int | None  # with None each group is itself
+    shifts: Sequence[int]
+
+
+class Writer:
+    """Writes events into a longer log, in which the group `middle` comes `more` times more."""
+
+    def __init__(self, events: list[Event], middle: int, more: int) -> None:
+        self.events = list(events)
+        self.middle = middle
+        self.more = more
+        self.places: dict[Storage, Place] = {}
+        self.written: list[Written] = []
         self.span = more - 2 * OUTSIDE  # so that keys of two rows differ
         self.length = 0
 
-    def write(self, first: int, end: int, at: int | None = None, shifts: Sequence[int] = (0,)) -> None:
-        """Write the events first…end for each of the groups `shifts` above group `at`; with None each group is itself."""
-        self.written.append((first, end, at, shifts))
+    def write(
+        self,
+        first: int,
+        end: int,
+        at: int | None = None,
+        shifts: Sequence[int] = (0,),
+    ) -> None:
+        """Write the events first…end for each of the groups `shifts` above group `at`.
+
+        With None each group is itself.
+        """
+        self.written.append(Written(first, end, at, shifts))
         self.length += (end - first) * len(shifts)
 
     def longer(self, renamed: Callable[[str, int], str]) -> tuple[Log, np.ndarray]:
-        """The log of all that was written, and the keys of what is not freed there: row × `span` + group. `renamed` gives
-        a module's name so many groups further up."""
-        numbered = enumerate(self.events, len(self.events))
-        places = {storage: (OUTSIDE, i) for i, (_, storage, _) in numbered} | self.places
-        group, row = np.array([places[storage] for _, storage, _ in self.events]).T
-        own = np.where(group > self.middle, group + self.more, group)
-        orders, targets = [], []
-        for first, end, at, shifts in self.written:
-            here = group[first:end]
-            if at == self.middle and OUTSIDE in here:
-                raise NotRegular("a layer frees what no layer made")
-            # what is no neighbour's is the first or last layer's
-            near = abs(here - at) <= 1 if at is not None else False
-            target = np.where(near, here + np.array(shifts)[:, None], own[first:end])
+        """Return the log of all that was written, and the keys of what is not freed there.
+
+        A key is row × `span` + group. `renamed` gives a module's name so many groups further up.
+        """
+        group, row = self._groups_and_rows()
+        orders = []
+        targets = []
+        for written in self.written:
+            target = self._targets(written, group)
+            events = np.arange(written.first, written.end)
+            orders.append(np.broadcast_to(events, target.shape).ravel())
             targets.append(target.ravel())
-            orders.append(np.broadcast_to(np.arange(first, end), target.shape).ravel())
-        order, target = np.concatenate(orders), np.concatenate(targets)
-        log = Log(self.events, order, row[order] * self.span + target, target - group[order], renamed)
-        by_key = np.argsort(log.keys, kind="stable")
-        keys, sizes = log.keys[by_key], log.sizes[by_key]
-        freed = np.append((keys[1:] == keys[:-1]) & (sizes[1:] == -sizes[:-1]), False)  # by the next of the same key
-        lost = by_key[(sizes < 0) & ~np.roll(freed, 1)]
-        if len(lost):
-            storage = log.storage(min(lost))
-            raise NotRegular(f"{storage.op} of {storage.where} has no counterpart further up")
-        return log, np.unique(keys[(sizes > 0) & ~freed])
+        order = np.concatenate(orders)
+        target = np.concatenate(targets)
+        keys = row[order] * self.span + target
+        log = Log(self.events, order, keys, target - group[order], renamed)
+        return log, _never_freed(log)
+
+    def _groups_and_rows(self) -> tuple[np.ndarray, np.ndarray]:
+        """Return the group and the row of each event's storage.
+
+        One without a place is of no group, and in a row of its own.
+        """
+        places: dict[Storage, Place] = {}
+        for number, (_, storage, _) in enumerate(self.events, len(self.events)):
+            places[storage] = Place(OUTSIDE, number)
+        places.update(self.places)
+        group, row = np.array([places[storage] for _, storage, _ in self.events]).T
+        return group, row
+
+    def _targets(self, written: Written, group: np.ndarray) -> np.ndarray:
+        """Return the groups that written events are of in the longer log: (shifts, events)."""
+        here = group[written.first : written.end]
+        if written.at == self.middle and OUTSIDE in here:
+            raise NotRegular("a layer frees what no layer made")
+        # a layer frees what its neighbours made: what is no neighbour's is the first or last one's
+        own = np.where(here > self.middle, here + self.more, here)
+        shifts = np.array(written.shifts)
+        if written.at is None:
+            return np.broadcast_to(own, (len(shifts), len(own)))
+        is_near = abs(here - written.at) <= 1
+        return np.where(is_near, here + shifts[:, None], own)
 
 
-def deepen(tracker: Tracker, repetition: Repetition, more: int) -> tuple[Log, Marks]:
-    """The log and marks of a model whose middle group comes `more` times more than in `tracker`. Raises NotRegular."""
+def _never_freed(log: Log) -> np.ndarray:
+    """Return the keys of births that no free follows.
+
+    Raises NotRegular where a free follows no birth.
+    """
+    by_key = np.argsort(log.keys, kind="stable")
+    keys = log.keys[by_key]
+    sizes = log.sizes[by_key]
+    is_freed_next = (keys[1:] == keys[:-1]) & (sizes[1:] == -sizes[:-1])
+    is_freed = np.append(is_freed_next, False)
+    follows_birth = np.roll(is_freed, 1)
+    lost = by_key[np.flatnonzero((sizes < 0) & ~follows_birth)]
+    if len(lost):
+        storage = log.storage(min(lost))
+        raise NotRegular(f"{storage.op} of {storage.where} has no counterpart further up")
+    return np.unique(keys[np.flatnonzero((sizes > 0) & ~is_freed)])
+
+
+def deepen(tracker: Tracker, repetition: Repetition, more: int) -> tuple[Log, list[Mark]]:
+    """Return the log and marks of a model whose middle group comes `more` times more.
+
+    Raises NotRegular.
+    """
     return _Deepener(tracker, repetition, more).deepened()
 
 
-def find_walks(slots: Iterable[tuple[int, int, int | None]], groups: int, middle: int) -> Iterator[Walk]:
-    """The complete walks over `groups` in a sequence of (first event, one past the last, group)."""
-    slots = [slot for slot in slots if slot[2] is not None]
-    for found in WALKS[groups, middle].finditer("".join(str(group) for *_, group in slots)):
-        starts = [found.start(part) for part in range(1, 2 * groups + 1) if found[part]]
-        cuts = pairwise([*(slots[start][0] for start in starts), slots[found.end() - 1][1]])
-        yield [(slots[start][2], *cut) for start, cut in zip(starts, cuts, strict=True)]
+def find_walks(slots: Iterable[Slot], groups: int, middle: int) -> Iterator[Walk]:
+    """Yield the complete walks over `groups` in a sequence of slots."""
+    in_layers = [slot for slot in slots if slot.group is not None]
+    letters = "".join(str(slot.group) for slot in in_layers)
+    for match in WALKS[groups, middle].finditer(letters):
+        # a part of the pattern that has matched begins a group's stretch
+        parts = [part for part in range(1, 2 * groups + 1) if match[part]]
+        begins = [in_layers[match.start(part)] for part in parts]
+        ends = [*(slot.first for slot in begins[1:]), in_layers[match.end() - 1].end]
+        walk = []
+        for slot, end in zip(begins, ends, strict=True):
+            assert slot.group is not None  # left out above
+            walk.append(Part(slot.group, slot.first, end))
+        yield walk
 
 
 class _Deepener(Writer):
-    def __init__(self, tracker: Tracker, repetition: Repetition, more: int):
+    def __init__(self, tracker: Tracker, repetition: Repetition, more: int) -> None:
         super().__init__(tracker.log, repetition.middle, more)
-        self.marks, self.unit, self.groups = tracker.marks, tracker.round_to, repetition.groups
-        self.group, self.renamed = cache(repetition.group), cache(repetition.renumbered)
+        self.marks = tracker.marks
+        self.unit = tracker.round_to
+        self.groups = repetition.groups
+        # asked for every event, and there are few names
+        self.group = cache(repetition.group)
+        self.renamed = cache(repetition.renumbered)
         self.walks: list[Walk] = []
-        phases = [(0, "load"), *self.marks, (len(self.events), "")]
-        calls = groupby(tracker.calls, key=lambda call: call[3])
-        calls = {phase: [(position, where) for position, _, where, _ in made] for phase, made in calls}
-        for phase, ((start, _), (end, _)) in enumerate(pairwise(phases)):
+        calls = _calls_by_phase(tracker)
+        starts = [(0, "load"), *self.marks, (len(self.events), "")]
+        steps = []
+        for phase, ((start, name), (end, _)) in enumerate(pairwise(starts)):
             self._find_walks(start, end, calls.get(phase, []))
-        self.walks.sort(key=lambda walk: walk[0][1])
-        self._lengthen_vectors([(a, b) for (a, name), (b, _) in pairwise(phases) if name == "step"])
+            if name == "step":
+                steps.append((start, end))
+        self.walks.sort(key=lambda walk: walk[0].first)
+        self._lengthen_vectors(steps)
 
     def _find_walks(self, start: int, end: int, calls: list[tuple[int, str]]) -> None:
-        """The walks of one phase: over calls made in layers, and over what other calls make or free of layers."""
-        cuts = pairwise([start, *(position for position, _ in calls), end])
+        """Find the walks of one phase.
+
+        They are over calls made in layers, and over what other calls make or free of layers.
+        """
+        cuts = [start, *(position for position, _ in calls), end]
         groups = [None, *(self.group(where) for _, where in calls)]
-        slots = [(*cut, group) for cut, group in zip(cuts, groups, strict=True)]
+        slots = []
+        for (first, stop), group in zip(pairwise(cuts), groups, strict=True):
+            slots.append(Slot(first, stop, group))
         walks = list(find_walks(slots, self.groups, self.middle))
+        # before the other calls, whose frees are of what these have made
         for walk in walks:
             self._add(walk)
-        for first, stop, _ in slots:
-            if not any(walk[0][1] <= first and stop <= walk[-1][2] for walk in walks):
-                for _, run in groupby(enumerate(self.events[first:stop], first), key=lambda event: event[1][0] > 0):
-                    of = ((i, i + 1, self.places.get(s, [self.group(s.where)])[0]) for i, (_, s, _) in run)
-                    for walk in find_walks(of, self.groups, self.middle):
-                        self._add(walk)
+        for slot in slots:
+            if not any(walk[0].first <= slot.first and slot.end <= walk[-1].end for walk in walks):
+                self._find_walks_within(slot)
+
+    def _find_walks_within(self, slot: Slot) -> None:
+        """Find the walks over the births, or over the frees, of one call outside the layers."""
+        numbered = enumerate(self.events[slot.first : slot.end], slot.first)
+        for _, run in groupby(numbered, key=_is_birth):
+            slots = []
+            for i, (_, storage, _) in run:
+                slots.append(Slot(i, i + 1, self._group_of(storage)))
+            for walk in find_walks(slots, self.groups, self.middle):
+                self._add(walk)
+
+    def _group_of(self, storage: Storage) -> int | None:
+        place = self.places.get(storage)
+        return place.group if place else self.group(storage.where)
 
     def _add(self, walk: Walk) -> None:
-        """Note the places of what is born in `walk`, but cuBLAS's workspace: counterparts have one index in their groups."""
+        """Note the places of what is born in `walk`, but cuBLAS's workspace.
+
+        Counterparts have one index in their groups.
+        """
         self.walks.append(walk)
-        born = {group: [s for size, s, _ in self.events[a:b] if size > 0 and s.op != "cublas"] for group, a, b in walk}
-        alike = {*range(1, self.groups - 1), *([walk[0][0]] if self.middle == 1 else ())}
-        sizes = [[storage.asked for storage in born.get(group, ())] for group in alike]
+        born = {part.group: self._born(part) for part in walk}
+        alike = set(range(1, self.groups - 1))
+        if self.middle == 1:  # then the first layer is like the others
+            alike.add(walk[0].group)
+        sizes = []
+        for group in alike:
+            sizes.append([storage.asked for storage in born.get(group, ())])
         if any(size != sizes[0] for size in sizes):
             raise NotRegular("layers of one kind do not all make the same")
         first = len(self.places)
         for group, storages in born.items():
-            self.places |= {storage: (group, row) for row, storage in enumerate(storages, first)}
+            for row, storage in enumerate(storages, first):
+                self.places[storage] = Place(group, row)
+
+    def _born(self, part: Part) -> list[Storage]:
+        storages = []
+        for size, storage, _ in self.events[part.first : part.end]:
+            if size > 0 and storage.op != "cublas":
+                storages.append(storage)
+        return storages
 
     def _lengthen_vectors(self, steps: list[tuple[int, int]]) -> None:
-        """Lengthen the vectors of clipping, which have entries for each gradient: norms are stacked, sharded ones also
-        squared and added up over ranks, and the kernel has scratch (`norms_scratch`)."""
-        gradients = {s.where for _, s, _ in self.events if s.category == "gradients"}
-        clipped = self.more * sum(self.group(where) == self.middle for where in gradients)
-        events = (event for start, end in steps for event in self.events[start:end])
-        longer = {}
-        for s in [s for size, s, _ in events if size > 0 and s not in self.places]:
-            of_vectors = s.op in ("stack", "cat", "pow", "all_reduce", "_foreach_norm") and len(s.shape) < 2
-            if of_vectors and s.asked % len(gradients) == 0:
-                vector = longer[s] = s.copy(s.where)
-                vector.asked += s.asked // len(gradients) * clipped
-                vector.size = -(-vector.asked // self.unit) * self.unit
-                vector.shape = tuple(n + clipped for n in s.shape)
-        for i, (size, s, op) in enumerate(self.events):
-            if s in longer:
-                self.events[i] = (longer[s].size if size > 0 else -longer[s].size, longer[s], op)
+        """Lengthen the vectors of clipping, which have entries for each gradient.
 
-    def deepened(self) -> tuple[Log, Marks]:
-        marks, position = [], 0
-        for walk in [*self.walks, None]:
-            start = walk[0][1] if walk else len(self.events)
-            marks += [(self.length + at - position, name) for at, name in self.marks[len(marks) :] if at <= start]
-            self.write(position, start)
-            for group, first, position in walk or ():
-                shifts = range(self.more + 1) if group == self.middle else [0 if group < self.middle else self.more]
-                self.write(first, position, group, shifts if walk[0][0] < 2 else shifts[::-1])
+        Norms are stacked, sharded ones also squared and added up over ranks, and the kernel has
+        scratch (`norms_scratch`).
+        """
+        gradients = set()
+        for _, storage, _ in self.events:
+            if storage.category == "gradients":
+                gradients.add(storage.where)
+        clipped = self.more * sum(self.group(where) == self.middle for where in gradients)
+        longer = {}
+        for start, end in steps:
+            for size, storage, _ in self.events[start:end]:
+                is_vector = storage.op in OF_VECTORS and len(storage.shape) < 2
+                if size <= 0 or storage in self.places or not is_vector:
+                    continue
+                # an entry for each gradient, or it is another vector
+                if storage.asked % len(gradients) == 0:
+                    entry = storage.asked // len(gradients)
+                    longer[storage] = self._longer_vector(storage, entry, clipped)
+        for i, (size, storage, op) in enumerate(self.events):
+            vector = longer.get(storage)
+            if vector is not None:
+                self.events[i] = (vector.size if size > 0 else -vector.size, vector, op)
+
+    def _longer_vector(self, storage: Storage, entry: int, clipped: int) -> Storage:
+        """Return `storage` with as many entries more, of `entry` bytes each."""
+        vector = storage.copy(storage.where)
+        vector.asked += entry * clipped
+        vector.size = -(-vector.asked // self.unit) * self.unit
+        vector.shape = tuple(length + clipped for length in storage.shape)
+        return vector
+
+    def deepened(self) -> tuple[Log, list[Mark]]:
+        """Return the longer log and its marks."""
+        marks: list[Mark] = []
+        position = 0
+        for walk in self.walks:
+            self._write_until(walk[0].first, position, marks)
+            for part in walk:
+                shifts = self._shifts(part.group)
+                # a walk down comes to the uppermost copy first
+                is_up = walk[0].group < 2
+                self.write(part.first, part.end, part.group, shifts if is_up else shifts[::-1])
+            position = walk[-1].end
+        self._write_until(len(self.events), position, marks)
         log, left = self.longer(self.renamed)
-        rows, groups = np.divmod(left, self.span)
-        between = (groups >= self.middle) & (groups <= self.middle + self.more)
-        rows, counts = np.unique(rows[between], return_counts=True)
-        if any(counts <= self.more):
-            row = rows[np.argmin(counts)]
-            storage = next(storage for storage, (_, of) in self.places.items() if of == row)
-            raise NotRegular(f"{storage.op} of {storage.where} has another fate than in other layers")
+        self._check_left(left)
         return log, marks
 
+    def _write_until(self, end: int, position: int, marks: list[Mark]) -> None:
+        """Write what is outside of walks, and the `marks` on the way."""
+        for at, name in self.marks[len(marks) :]:
+            if at <= end:
+                marks.append((self.length + at - position, name))
+        self.write(position, end)
 
-def repeat(log: Iterable[tuple[int, Storage, str]], marks: Marks, count: int) -> tuple[Log, Marks]:
-    """The log and marks of steps of `count` micro-batches, from those of a first step of two and further steps of one.
+    def _shifts(self, group: int) -> Sequence[int]:
+        """Return how far up a group's events are written."""
+        if group == self.middle:
+            return range(self.more + 1)
+        return [0 if group < self.middle else self.more]
 
-    Raises NotRegular where the second frees or leaves other things than a third would.
+    def _check_left(self, left: np.ndarray) -> None:
+        """Raise NotRegular where not all copies of a storage are left, or none of them."""
+        rows, groups = np.divmod(left, self.span)
+        is_middle = (groups >= self.middle) & (groups <= self.middle + self.more)
+        middle_rows, counts = np.unique(rows[np.flatnonzero(is_middle)], return_counts=True)
+        if any(counts <= self.more):
+            row = middle_rows[np.argmin(counts)]
+            of_row = [storage for storage, place in self.places.items() if place.row == row]
+            storage = of_row[0]
+            what = f"{storage.op} of {storage.where}"
+            raise NotRegular(f"{what} has another fate than in other layers")
+
+
+def _calls_by_phase(tracker: Tracker) -> dict[int, list[tuple[int, str]]]:
+    """Return position and module of each call, by the number of phases that had begun."""
+    calls: dict[int, list[tuple[int, str]]] = {}
+    for call in tracker.calls:
+        calls.setdefault(call.marks, []).append((call.position, call.where))
+    return calls
+
+
+def _is_birth(numbered: tuple[int, Event]) -> bool:
+    _, (size, _, _) = numbered
+    return size > 0
+
+
+def repeat(log: Iterable[Event], marks: list[Mark], count: int) -> tuple[Log, list[Mark]]:
+    """Return the log and marks of steps of `count` micro-batches.
+
+    They are made from those of a first step of two and further steps of one. Raises NotRegular
+    where the second frees or leaves other things than a third would.
     """
-    writer, marked = Writer(log, 1, count - 2), []
-    log, names, cuts = writer.events, ["load", *(name for _, name in marks)], [0, *(at for at, _ in marks), len(log)]
-    first, second, *others = (i for i, name in enumerate(names) if name == "forward")
-    repeated = log[cuts[second] : cuts[second + 2]]
-    writer.places = {storage: (1, row) for row, (size, storage, _) in enumerate(repeated) if size > 0}
-    left = _left(repeated)
-    kinds = [_kind(storage) for storage in left]
-    for batch in (first, *others):
-        same = [storage for storage in _left(log[cuts[batch] : cuts[batch + 2]]) if _kind(storage) in kinds]
-        if [*map(_kind, same)] != kinds:
-            raise NotRegular("a micro-batch leaves other tensors than the next one frees")
-        writer.places |= {s: (0, writer.places[like][1]) for s, like in zip(same, left, strict=True)}
-
-    def write(phase: int, at: int, shift: int) -> None:
-        marked.append((writer.length, names[phase]))
-        writer.write(cuts[phase], cuts[phase + 1], at, [shift])
-
-    for phase in range(len(names)):
-        if phase not in (second, second + 1):
-            write(phase, 2, writer.more)
-        if phase - 1 in (first, *others):
-            for shift in range(count - 1):
-                write(second, 1, shift)
-                write(second + 1, 1, shift)
-    return writer.longer(lambda name, groups: name)[0], marked[1:]
+    return _Repeater(log, marks, count).repeated()
 
 
-def _left(events: Events) -> list[Storage]:
-    """The storages that `events` make and do not free."""
+class _Repeater(Writer):
+    """Writes a first step's second micro-batch again, for all that are missing."""
+
+    def __init__(self, log: Iterable[Event], marks: list[Mark], count: int) -> None:
+        super().__init__(list(log), 1, count - 2)
+        self.count = count
+        self.names = ["load", *(name for _, name in marks)]
+        self.cuts = [0, *(position for position, _ in marks), len(self.events)]
+        self.marks: list[Mark] = []
+        forwards = [phase for phase, name in enumerate(self.names) if name == "forward"]
+        first, self.second, *others = forwards
+        self.others = [first, *others]
+        self._note_counterparts()
+
+    def _micro_batch(self, forward: int) -> list[Event]:
+        """Return the events of a micro-batch: those of the phase `forward` and its backward."""
+        return self.events[self.cuts[forward] : self.cuts[forward + 2]]
+
+    def _note_counterparts(self) -> None:
+        """Note the places of what the second micro-batch makes, and of what others leave for it."""
+        repeated = self._micro_batch(self.second)
+        for row, (size, storage, _) in enumerate(repeated):
+            if size > 0:
+                self.places[storage] = Place(1, row)
+        left = _left(repeated)
+        kinds = [_kind(storage) for storage in left]
+        for forward in self.others:
+            left_alike = []
+            for storage in _left(self._micro_batch(forward)):
+                if _kind(storage) in kinds:
+                    left_alike.append(storage)
+            if [_kind(storage) for storage in left_alike] != kinds:
+                raise NotRegular("a micro-batch leaves other tensors than the next one frees")
+            for storage, counterpart in zip(left_alike, left, strict=True):
+                self.places[storage] = Place(0, self.places[counterpart].row)
+
+    def repeated(self) -> tuple[Log, list[Mark]]:
+        """Return the longer log and its marks."""
+        for phase in range(len(self.names)):
+            if phase not in (self.second, self.second + 1):
+                self._write_phase(phase, 2, self.more)
+            # a micro-batch has just ended
+            if phase - 1 in self.others:
+                for shift in range(self.count - 1):
+                    self._write_phase(self.second, 1, shift)
+                    self._write_phase(self.second + 1, 1, shift)
+        log, _ = self.longer(lambda name, groups: name)
+        return log, self.marks[1:]
+
+    def _write_phase(self, phase: int, at: int, shift: int) -> None:
+        self.marks.append((self.length, self.names[phase]))
+        self.write(self.cuts[phase], self.cuts[phase + 1], at, [shift])
+
+
+def _left(events: list[Event]) -> list[Storage]:
+    """Return the storages that `events` make and do not free."""
     freed = {storage for size, storage, _ in events if size < 0}
     return [storage for size, storage, _ in events if size > 0 and storage not in freed]
 
 
 def _kind(storage: Storage) -> tuple:
-    return storage.asked, storage.op, storage.where, storage.shape, storage.dtype, storage.stream
+    """Return what is equal of counterparts."""
+    return (
+        storage.asked,
+        storage.op,
+        storage.where,
+        storage.shape,
+        storage.dtype,
+        storage.stream,
+    )

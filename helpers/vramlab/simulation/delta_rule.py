@@ -16,10 +16,12 @@ def gated_delta_rule(
     output_final_state: bool = False,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """`torch_chunk_gated_delta_rule` of 5.12 (transformers/models/qwen3_next/modeling_qwen3_next.py), in training: from no
-    earlier state, with normalized queries and keys.
+    """`torch_chunk_gated_delta_rule` of 5.12
+    (transformers/models/qwen3_next/modeling_qwen3_next.py), in training: from no earlier state,
+    with normalized queries and keys.
 
-    Keys that value heads share were repeated before it. Names are used again where the original does, as that frees tensors.
+    Keys that value heads share were repeated before it. Names are used again where the original
+    does, as that frees tensors.
     """
     initial_dtype = query.dtype
     if (groups := value.shape[2] // key.shape[2]) > 1:
@@ -42,10 +44,13 @@ def gated_delta_rule(
     v_beta = value * beta.unsqueeze(-1)
     k_beta = key * beta.unsqueeze(-1)
     query, key, value, k_beta, v_beta = [
-        x.reshape(x.shape[0], x.shape[1], -1, chunk_size, x.shape[-1]) for x in (query, key, value, k_beta, v_beta)
+        x.reshape(x.shape[0], x.shape[1], -1, chunk_size, x.shape[-1])
+        for x in (query, key, value, k_beta, v_beta)
     ]
     g = g.reshape(batch_size, heads, -1, chunk_size)
-    mask = torch.triu(torch.ones(chunk_size, chunk_size, dtype=torch.bool, device=query.device), diagonal=0)
+    mask = torch.triu(
+        torch.ones(chunk_size, chunk_size, dtype=torch.bool, device=query.device), diagonal=0
+    )
 
     g = g.cumsum(dim=-1)
     decay_mask = ((g.unsqueeze(-1) - g.unsqueeze(-2)).tril().exp().float()).tril()
@@ -57,7 +62,9 @@ def gated_delta_rule(
     attn = attn + torch.eye(chunk_size, dtype=attn.dtype, device=attn.device)
     value = attn @ v_beta
     k_cumdecay = attn @ (k_beta * g.exp().unsqueeze(-1))
-    state = torch.zeros(batch_size, heads, key_width, value.shape[-1], dtype=value.dtype, device=value.device)
+    state = torch.zeros(
+        batch_size, heads, key_width, value.shape[-1], dtype=value.dtype, device=value.device
+    )
     result = torch.zeros_like(value)
     for i in range(query.shape[2]):
         q_i, k_i, v_i = query[:, :, i], key[:, :, i], value[:, :, i]

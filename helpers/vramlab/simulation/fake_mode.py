@@ -1,8 +1,8 @@
-"""The mode that makes fake tensors: a quick one where it fits the installed torch, else torch's own."""
+"""The mode that makes fake tensors: a quick one where it fits the installed torch, else torch's."""
 
 import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -14,23 +14,43 @@ from .operators import rules_of
 aten = torch.ops.aten
 # Of this process, by target: torch's entries by operator and arguments, None where it makes none.
 CACHED: dict[str, dict[tuple, Any]] = {"cuda": {}, "cpu": {}}
-PLAIN = (type(None), bool, int, float, str, torch.dtype, torch.device, torch.layout, torch.memory_format)
+PLAIN = (
+    type(None),
+    bool,
+    int,
+    float,
+    str,
+    torch.dtype,
+    torch.device,
+    torch.layout,
+    torch.memory_format,
+)
 
 
-def fake_mode(target: str) -> FakeTensorMode:
-    """Return a new mode for `target`: a `QuickFakeMode` if it fits the installed torch, else torch's own, which is slower."""
+def fake_mode(target: str) -> "RuledFakeMode":
+    """Return a new mode for `target`.
+
+    It is a `QuickFakeMode` if that fits the installed torch, else torch's own, which is slower.
+    """
     rules = rules_of(target)
-    return QuickFakeMode(CACHED[target], rules) if quick_mode_fits() else RuledFakeMode(rules)
+    if quick_mode_fits():
+        return QuickFakeMode(CACHED[target], rules, target)
+    return RuledFakeMode(rules, target)
 
 
 class RuledFakeMode(FakeTensorMode):
-    """torch's own FakeTensorMode with `rules` for some operators; torch's table of such is every thread's."""
+    """torch's own FakeTensorMode with `rules` for some operators.
 
-    def __init__(self, rules: dict[Any, Callable]):
+    torch's table of such is every thread's. `target` is "cuda" where the tensors stand for a GPU's.
+    """
+
+    def __init__(self, rules: dict[Any, Callable], target: str = "cpu") -> None:
         super().__init__(allow_non_fake_inputs=True)
+        self.target = target
         self._rules = rules
 
-    def dispatch(self, func, types, args=(), kwargs=None):
+    def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Return the fake result of an operator."""
         rule = self._rules.get(func)
         if rule is None or any(kind is not FakeTensor for kind in types):
             return super().dispatch(func, types, args, kwargs)
@@ -39,27 +59,40 @@ class RuledFakeMode(FakeTensorMode):
 
 
 class QuickFakeMode(RuledFakeMode):
-    """A FakeTensorMode that caches results by a shorter key than torch's, which took 40 % of a simulation.
+    """A FakeTensorMode that caches results by a shorter key than torch's.
 
-    It leans on private parts of torch (`_make_cache_entry` and what its entries hold, `FakeTensor`'s attributes), which
-    change without notice: make it by `fake_mode`, which tries it before.
+    torch's took 40 % of a simulation. It leans on private parts of torch (`_make_cache_entry` and
+    what its entries hold, `FakeTensor`'s attributes), which change without notice: make it by
+    `fake_mode`, which tries it before.
     """
 
-    _should_skip_dynamo = staticmethod(lambda: False)  # no guard against torch.compile around each operator
+    # no guard against torch.compile around each operator
+    _should_skip_dynamo = staticmethod(lambda: False)
 
-    def __init__(self, entries: dict[tuple, Any], rules: dict[Any, Callable]):
-        super().__init__(rules)
+    def __init__(
+        self,
+        entries: dict[tuple, Any],
+        rules: dict[Any, Callable],
+        target: str = "cpu",
+    ) -> None:
+        super().__init__(rules, target)
         self.cache_enabled = False  # torch's
         self._entries = entries
         empty = torch.empty(0, device="meta")
-        self._attributes = functools.cache(lambda device: vars(FakeTensor(self, empty, device)))
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        @functools.cache
+        def attributes(device: torch.device) -> dict[str, Any]:
+            return vars(FakeTensor(self, empty, device))
+
+        self._attributes = attributes
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is aten._unsafe_view.default:
             func = aten.view.default  # which torch caches
         try:
-            key = func, torch.get_default_dtype(), _described(args), _described(kwargs.items())
+            described = _described(args), _described(kwargs.items())
+            key = (func, torch.get_default_dtype(), *described)
             entry = self._entries.get(key)
         except TypeError:  # for torch to judge
             return self.dispatch(func, types, args, kwargs)
@@ -71,44 +104,66 @@ class QuickFakeMode(RuledFakeMode):
             self._entries[key] = self._entry(func, args, kwargs, result)
         return result
 
-    def _entry(self, func, args, kwargs, result):
-        """What torch would cache of `result`, or None."""
+    def _entry(self, func: Any, args: Any, kwargs: Any, result: Any) -> Any:
+        """Return what torch would cache of `result`, or None."""
         if not isinstance(result, torch.Tensor | tuple):
             return None
         with contextlib.suppress(fake_tensor._BypassDispatchCache):
             state = fake_tensor._CacheKeyState()
-            entry = self._make_cache_entry(state, None, func, args, kwargs, result)
-            tensors = [output.metadata for output in entry.output_infos if output.metadata]
-            if not (any(tensor.is_conj or tensor.is_neg for tensor in tensors) or _has_room(entry, result)):
+            make: Any = self._make_cache_entry
+            entry = make(state, None, func, args, kwargs, result)
+            for output in entry.output_infos:
+                made = output.metadata
+                if made and (made.is_conj or made.is_neg):
+                    return None
+            if not _has_room(entry, result):
                 return entry
         return None
 
-    def _output(self, output, args):
-        """One result of a cached operator. As torch's own, of which `FakeTensor()` and guards take most of the time."""
+    def _output(self, output: Any, args: Any) -> Any:
+        """Return one result of a cached operator.
+
+        It is made as torch makes it, without `FakeTensor()` and guards, which take most of the
+        time.
+        """
         made = output.metadata
         if made is None:
-            return output.constant_value if output.inplace_idx is None else args[output.inplace_idx]
+            if output.inplace_idx is None:
+                return output.constant_value
+            return args[output.inplace_idx]
         meta = torch.empty_strided(made.shape, made.stride, dtype=made.dtype, device="meta")
         if output.view_idx is not None:
             storage = args[output.view_idx].untyped_storage()
             meta.set_(storage, made.storage_offset, made.shape, made.stride)
-        keys = {"dispatch_device": True, "device_for_backend_keys": made.device}
-        fake = torch.Tensor._make_subclass(FakeTensor, meta, made.requires_grad, **keys)
+        make: Any = torch.Tensor._make_subclass
+        fake = make(
+            FakeTensor,
+            meta,
+            made.requires_grad,
+            dispatch_device=True,
+            device_for_backend_keys=made.device,
+        )
         torch._C._set_warn_deprecated_on_mutable_data_ptr(fake)
         vars(fake).update(self._attributes(made.device))
         return fake
 
-    def _validate_cache_key(self, func, args, kwargs):
-        if getattr(func, "namespace", "") != "bitsandbytes":  # torch caches its own operators only
+    def _validate_cache_key(self, func: Any, args: Any, kwargs: Any) -> None:
+        # torch caches its own operators only
+        if getattr(func, "namespace", "") != "bitsandbytes":
             super()._validate_cache_key(func, args, kwargs)
 
 
 def _has_room(entry: Any, result: torch.Tensor | tuple) -> bool:
-    """Whether a new tensor's storage is larger than its elements, which an entry does not say: `hann_window` makes 65."""
-    made = result if isinstance(result, tuple) else (result,)
-    for output, tensor in zip(entry.output_infos, made, strict=True):
-        if output.view_idx is None and output.inplace_idx is None and isinstance(tensor, torch.Tensor):
-            fresh = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+    """Tell whether a new tensor's storage is larger than its elements.
+
+    An entry does not say so: `hann_window` makes 65 for 64.
+    """
+    results = result if isinstance(result, tuple) else (result,)
+    for output, tensor in zip(entry.output_infos, results, strict=True):
+        is_new = output.view_idx is None and output.inplace_idx is None
+        if is_new and isinstance(tensor, torch.Tensor):
+            strides = tensor.stride()
+            fresh = torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device="meta")
             if fresh.untyped_storage().nbytes() < tensor.untyped_storage().nbytes():
                 return True
     return False
@@ -116,17 +171,25 @@ def _has_room(entry: Any, result: torch.Tensor | tuple) -> bool:
 
 @functools.cache
 def quick_mode_fits() -> bool:
-    """Whether `QuickFakeMode` works with the installed torch: a trial finds what torch's own mode finds, twice."""
+    """Tell whether `QuickFakeMode` works with the installed torch.
+
+    A trial has to find what torch's own mode finds, twice: the second time from the cache.
+    """
     expected = _trial(FakeTensorMode(allow_non_fake_inputs=True))
     try:
         quick = QuickFakeMode({}, {})
-        return [_trial(quick), _trial(quick)] == [expected] * 2  # the second time from the cache
+        first = _trial(quick)
+        second = _trial(quick)
     except Exception:  # whatever a changed private part raises
         return False
+    return first == expected and second == expected
 
 
 def _trial(mode: FakeTensorMode) -> list[tuple]:
-    """What a few operators give under `mode`: a new tensor, a view, a result in place, a tuple, a gradient."""
+    """Return what a few operators give under `mode`.
+
+    A new tensor, a view, a result in place, a tuple, a gradient.
+    """
     with mode, torch.inference_mode(False), torch.enable_grad():
         x = torch.empty(4, 6, requires_grad=True)
         product = x @ torch.empty(6, 8)
@@ -135,22 +198,43 @@ def _trial(mode: FakeTensorMode) -> list[tuple]:
         normed, *statistics = aten.native_layer_norm(product, [8], None, None, 1e-5)
         normed.sum().backward()
         made = [x, product, view, in_place, normed, *statistics, x.grad]
-        shared = [tensor.untyped_storage()._cdata == product.untyped_storage()._cdata for tensor in made]
-    described = [_described([tensor])[0] for tensor in made]
-    return [*zip(described, shared, strict=True)]
+        address = product.untyped_storage()._cdata
+        results = []
+        for tensor in made:
+            (described,) = _described([tensor])
+            results.append((described, tensor.untyped_storage()._cdata == address))
+    return results
 
 
-def _described(values: Any) -> tuple:
-    """What of an operator's arguments decides its fake result. Raises TypeError where that is not all to be seen here."""
-    found = []
+def _described(values: Iterable[Any]) -> tuple:
+    """Return what of an operator's arguments decides its fake result.
+
+    Raises TypeError where that is not all to be seen here.
+    """
+    described: list[tuple] = []
     for value in values:
-        if isinstance(value, FakeTensor) and value.constant is None and value.layout is torch.strided:
-            sizes = value.shape, value.stride(), value.storage_offset()
-            found.append((*sizes, value.dtype, value.fake_device, value.requires_grad, value.is_conj(), value.is_neg()))
+        if isinstance(value, FakeTensor) and _is_plain(value):
+            described.append(
+                (
+                    value.shape,
+                    value.stride(),
+                    value.storage_offset(),
+                    value.dtype,
+                    value.fake_device,
+                    value.requires_grad,
+                    value.is_conj(),
+                    value.is_neg(),
+                ),
+            )
         elif isinstance(value, list | tuple):
-            found.append((type(value), _described(value)))
+            described.append((type(value), _described(value)))
         elif isinstance(value, PLAIN):
-            found.append((type(value), value))
+            described.append((type(value), value))
         else:
             raise TypeError
-    return tuple(found)
+    return tuple(described)
+
+
+def _is_plain(tensor: FakeTensor) -> bool:
+    """Tell whether sizes and dtype say all of a fake tensor."""
+    return tensor.constant is None and tensor.layout is torch.strided

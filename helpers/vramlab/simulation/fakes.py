@@ -10,19 +10,18 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ..hardware.gpu import DEFAULT_CHIP, Gpu
 from ..training.models import restore_after_liger
 from ..training.patched import plain, replaced
 from ..training.quiet import unheard, unlogged
-from .cuda import CudaKernels, cuda_kernels
-from .fake_mode import fake_mode
+from .cuda import AMPERE, CudaKernels, cuda_kernels
+from .fake_mode import RuledFakeMode, fake_mode
 from .flash_attn import flash_attention
 from .triton_kernels import fused_head, unlaunched
 
-# One simulation runs at a time, another thread's waits: they share the table below, and torch has one describer of fake
-# tensors. Threads that train do not wait.
+# One simulation runs at a time, another thread's waits: they share tables, and torch has one
+# describer of fake tensors. Threads that train do not wait.
 lock = threading.RLock()
 
 
@@ -37,18 +36,25 @@ if hasattr(os, "register_at_fork"):
 
 
 @contextlib.contextmanager
-def fake_world(target: str, card: Gpu | None = None) -> Iterator[tuple[FakeTensorMode, CudaKernels | None]]:
-    """A FakeTensorMode with the kernels of `target` in place, in which models take the branches of real tensors.
+def fake_world(
+    target: str,
+    card: Gpu | None = None,
+) -> Iterator[tuple[RuledFakeMode, CudaKernels | None]]:
+    """Yield a FakeTensorMode, and CUDA's kernels if those are the `target`'s.
 
-    Libraries that are slow to load (bitsandbytes, TRL, Liger, …) are changed only if they were imported before.
+    While entered models take the branches of real tensors. Libraries that are slow to load
+    (bitsandbytes, TRL, Liger, …) are changed only if they were imported before.
     """
     with lock, contextlib.ExitStack() as stack:
         stack.callback(restore_after_liger)
         for context in _real_branches():
             stack.enter_context(context)
-        mode, kernels, chip = stack.enter_context(fake_mode(target)), None, None
+        mode = stack.enter_context(fake_mode(target))
+        kernels = None
+        chip = None
         if target == "cuda":
-            capability, chip = (card.compute_capability, card.chip) if card else ((8, 0), DEFAULT_CHIP)
+            chip = card.chip if card else DEFAULT_CHIP
+            capability = card.compute_capability if card else AMPERE
             kernels = stack.enter_context(cuda_kernels(capability))
             for context in _cuda_branches(capability, kernels):
                 stack.enter_context(context)
@@ -57,43 +63,53 @@ def fake_world(target: str, card: Gpu | None = None) -> Iterator[tuple[FakeTenso
         yield mode, kernels
 
 
-def _cuda_branches(capability: tuple[int, int], kernels: CudaKernels) -> Iterator[contextlib.AbstractContextManager]:
-    """Contexts in which libraries do what they do on a GPU of `capability`."""
+def _cuda_branches(
+    capability: tuple[int, int],
+    kernels: CudaKernels,
+) -> Iterator[contextlib.AbstractContextManager]:
+    """Return contexts in which libraries do what they do on a GPU of `capability`."""
     from transformers.integrations import hub_kernels, moe
 
-    def warn(text: str, *args: Any) -> None:  # where a kernel's package is missing (Gated DeltaNet, Mamba)
+    def warn(text: str, *args: Any) -> None:
+        # where a kernel's package is missing (Gated DeltaNet, Mamba)
         if "falling back" in text:
             kernels.note(text)
 
     yield flash_attention(capability)
     yield from fused_head()
     yield replaced(hub_kernels.logger, "warning_once", warn)
-    if capability < (8, 0):  # experts are multiplied one by one, with a gradient for frozen weights too
+    if capability < AMPERE:
+        # experts are multiplied one by one, with a gradient for frozen weights too
         yield replaced(moe, "_can_use_grouped_mm", lambda *args: False)
 
 
 def _real_branches() -> Iterator[contextlib.AbstractContextManager]:
-    """Contexts in which libraries do with fake tensors what they do with real ones."""
+    """Return contexts in which libraries do with fake tensors what they do with real ones."""
     from torch.nn.parallel import distributed
     from transformers.utils import import_utils
 
-    # transformers takes a fake tensor for a sign of tracing and then builds causal masks that it skips otherwise
-    # (`masking_utils._ignore_causal_mask_sdpa`), which changes the attention kernel too
+    # transformers takes a fake tensor for a sign of tracing and then builds causal masks that it
+    # skips otherwise (`masking_utils._ignore_causal_mask_sdpa`), which changes the attention kernel
+    # too
     yield replaced(import_utils, "is_fake_tensor", lambda tensor: False)
-    # DistributedDataParallel sends shapes and values of the parameters around, and leaves no storage behind
+    # DistributedDataParallel sends shapes and values of the parameters around, and leaves no
+    # storage behind
     for name in ("_verify_param_shape_across_processes", "_sync_module_states"):
         yield replaced(distributed, name, lambda *args, **kwargs: None)
     if sys.modules.get("bitsandbytes"):
         from bitsandbytes.nn import modules
 
-        yield replaced(modules, "fix_4bit_weight_quant_state_from_module", _give_statistics_back)
+        fix = "fix_4bit_weight_quant_state_from_module"
+        yield replaced(modules, fix, _give_statistics_back)
     yield _eager()
     # a recomputation begins with the generator of its forward pass: the generator is the process's
     for owner in (torch, torch.random):
         yield replaced(owner, "set_rng_state", lambda state: None)
-    yield unlogged("torch._subclasses.fake_tensor")  # it prints a traceback of what a sentence says later
+    # it prints a traceback of what a sentence says later
+    yield unlogged("torch._subclasses.fake_tensor")
     yield unheard("Paged optimizers are not supported on CPU")
-    yield unheard("`gradient_checkpointing_", category=FutureWarning)  # TRL calls it by its old name
+    # TRL calls it by its old name
+    yield unheard("`gradient_checkpointing_", category=FutureWarning)
 
 
 def _eager() -> contextlib.AbstractContextManager:
@@ -106,20 +122,31 @@ def _eager() -> contextlib.AbstractContextManager:
     return replaced(frames, "_callback_from_stance", lambda callback: None)
 
 
-def _give_statistics_back(module: torch.nn.Module) -> None:
-    """What bitsandbytes does to 4-bit weights that FSDP has gathered, but they stay plain parameters, as fake ones are."""
+def _give_statistics_back(module: Any) -> None:
+    """Do what bitsandbytes does to 4-bit weights that FSDP has gathered.
+
+    They stay plain parameters, as fake ones are.
+    """
     if getattr(module.weight, "quant_state", None) is None:
         module.weight.quant_state = module.quant_state
 
 
 def compiled_late() -> contextlib.AbstractContextManager:
-    """While entered, a compiled function loads Inductor, half a second, when it is first called: bitsandbytes has some."""
+    """While entered, let a compiled function load Inductor when it is first called.
+
+    That takes half a second, and bitsandbytes has some such functions.
+    """
+    compiled = plain(torch, "compile")
 
     def late(function: Callable | None = None, **options: Any) -> Callable:
-        if not inspect.isfunction(function):
+        if function is None or not inspect.isfunction(function):
             return compiled(function, **options)
-        made = functools.cache(lambda: compiled(function, **options))
-        return functools.wraps(function)(lambda *args, **kwargs: made()(*args, **kwargs))
+        make = functools.cache(functools.partial(compiled, function, **options))
 
-    compiled = plain(torch, "compile")
+        @functools.wraps(function)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            return make()(*args, **kwargs)
+
+        return call
+
     return replaced(torch, "compile", late)

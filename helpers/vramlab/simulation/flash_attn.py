@@ -1,16 +1,20 @@
-"""The package flash-attn on fake tensors: torch's copy of its host code (`flash_api.cpp`) runs in its place."""
+"""The package flash-attn on fake tensors.
+
+torch's copy of its host code (`flash_api.cpp`) runs in its place.
+"""
 
 import contextlib
 import math
-from collections.abc import Iterator
-from functools import cache
+from collections.abc import Callable, Iterator
+from functools import cache, partial
+from types import ModuleType
 from typing import Any
 
 import torch
 
 from ..report.errors import RecipeError
 from ..training.patched import plain, replaced
-from .cuda import HALF, pad_head
+from .cuda import AMPERE, FLASH_MULTIPLE, HALF, pad_last
 
 NAME = "flash_attention_2"
 
@@ -21,31 +25,30 @@ def flash_attention(capability: tuple[int, int]) -> Iterator[None]:
     from transformers import PreTrainedModel, modeling_utils
     from transformers import modeling_flash_attention_utils as utils
 
-    check, imports = PreTrainedModel._flash_attn_can_dispatch, plain(utils, "_lazy_imports")
+    check: Any = PreTrainedModel._flash_attn_can_dispatch
+    imports = plain(utils, "_lazy_imports")
     find = plain(utils, "lazy_import_flash_attention")
 
-    def can_dispatch(model, flash_attn_version, **kwargs):
-        return (flash_attn_version == 2 and model._supports_flash_attn) or check(model, flash_attn_version, **kwargs)
+    def can_dispatch(model: Any, flash_attn_version: int, **kwargs: Any) -> bool:
+        if flash_attn_version == 2 and model._supports_flash_attn:
+            return True
+        return check(model, flash_attn_version, **kwargs)
 
-    def lazy_imports(implementation, *args, **kwargs):
+    def lazy_imports(implementation: str | None, *args: Any, **kwargs: Any) -> tuple:
         if implementation != NAME:
             return imports(implementation, *args, **kwargs)
-        if capability < (8, 0):
-            raise RecipeError("attn_implementation", NAME, "flash-attn 2 needs a GPU of Ampere or newer: take 'sdpa'")
-        return flash_attn_func, flash_attn_varlen_func, None, utils._pad_input, utils._unpad_input
+        if capability < AMPERE:
+            rest = "flash-attn 2 needs a GPU of Ampere or newer: take 'sdpa'"
+            raise RecipeError("attn_implementation", NAME, rest)
+        padding = (utils._pad_input, utils._unpad_input)
+        return flash_attn_func, flash_attn_varlen_func, None, *padding
 
-    @cache
-    def found() -> Any:
-        """What transformers finds, without what it keeps of that: the implementation that it loaded last."""
-        kept = {name: value for name, value in vars(utils).items() if name.endswith(("_fn", "_loaded_implementation"))}
-        utils._loaded_implementation = None
-        try:
-            return find(NAME)
-        finally:
-            vars(utils).update(kept)
+    stand_in = cache(partial(_found_by, find, utils))
 
-    def lazy_import(implementation, *args, **kwargs):
-        return found() if implementation == NAME else find(implementation, *args, **kwargs)
+    def lazy_import(implementation: str | None, *args: Any, **kwargs: Any) -> Any:
+        if implementation == NAME:
+            return stand_in()
+        return find(implementation, *args, **kwargs)
 
     installed = utils.FLASH_ATTENTION_COMPATIBILITY_MATRIX[2]
     with (
@@ -58,26 +61,91 @@ def flash_attention(capability: tuple[int, int]) -> Iterator[None]:
         yield
 
 
-def flash_attn_func(q, k, v, dropout_p=0.0, softmax_scale=None, causal=False, **unused):
-    """The package's function: batch × tokens × heads × channels."""
-    return _forward((q, k, v), None, (q.shape[1], k.shape[1]), dropout_p, causal, softmax_scale)
+def _found_by(find: Callable, utils: ModuleType) -> Any:
+    """Return what transformers finds, without what it keeps of that.
+
+    It keeps the implementation that it loaded last.
+    """
+    kept = {}
+    for name, value in vars(utils).items():
+        if name.endswith(("_fn", "_loaded_implementation")):
+            kept[name] = value
+    vars(utils)["_loaded_implementation"] = None
+    try:
+        return find(NAME)
+    finally:
+        vars(utils).update(kept)
+
+
+def flash_attn_func(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    **unused: Any,
+) -> torch.Tensor:
+    """Stand for the package's function: batch × tokens × heads × channels."""
+    lengths = (q.shape[1], k.shape[1])
+    return _forward((q, k, v), None, lengths, dropout_p, causal, softmax_scale)
 
 
 # transformers reads from the signature what it can pass
-def flash_attn_varlen_func(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p=0.0,
-                           softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0,
-                           deterministic=False):  # fmt: skip
-    """The package's function for sequences that are joined to one row: tokens × heads × channels."""
-    return _forward((q, k, v), cu_seqlens_q, (int(max_seqlen_q), int(max_seqlen_k)), dropout_p, causal, softmax_scale)
+def flash_attn_varlen_func(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    deterministic: bool = False,
+) -> torch.Tensor:
+    """Stand for the package's function for sequences that are joined to one row.
+
+    Tensors are tokens × heads × channels.
+    """
+    lengths = (int(max_seqlen_q), int(max_seqlen_k))
+    return _forward((q, k, v), cu_seqlens_q, lengths, dropout_p, causal, softmax_scale)
 
 
-def _forward(tensors, ends, lengths, dropout_p, causal, scale):
-    """Attention over whole rows, or over the sequences of one row, which `ends` divides."""
-    q = tensors[0]
-    if q.dtype not in HALF:
-        raise RecipeError("attn_implementation", NAME, f"flash-attn takes fp16 and bf16, not {q.dtype}: take 'sdpa'")
-    width, scale = q.shape[-1], scale or 1 / math.sqrt(q.shape[-1])
-    q, k, v = (pad_head(t if t.stride(-1) == 1 else t.contiguous(), 8) for t in tensors)
-    options = *lengths, dropout_p, causal, False
-    out = torch.ops.aten._flash_attention_forward(q, k, v, ends, ends, *options, scale=scale)[0]
+def _forward(
+    tensors: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    ends: torch.Tensor | None,
+    lengths: tuple[int, int],
+    dropout: float,
+    causal: bool,
+    scale: float | None,
+) -> torch.Tensor:
+    """Run attention over whole rows, or over the sequences of one row, which `ends` divides."""
+    dtype = tensors[0].dtype
+    if dtype not in HALF:
+        rest = f"flash-attn takes fp16 and bf16, not {dtype}: take 'sdpa'"
+        raise RecipeError("attn_implementation", NAME, rest)
+    width = tensors[0].shape[-1]
+    query, key, value = map(_padded, tensors)
+    out = torch.ops.aten._flash_attention_forward(
+        query,
+        key,
+        value,
+        ends,
+        ends,
+        *lengths,
+        dropout,
+        causal,
+        False,
+        scale=scale or 1 / math.sqrt(width),
+    )[0]
     return out[..., :width]
+
+
+def _padded(tensor: torch.Tensor) -> torch.Tensor:
+    """Return `tensor` with contiguous channels, as many as the kernel takes."""
+    is_contiguous = tensor.stride(-1) == 1
+    return pad_last(tensor if is_contiguous else tensor.contiguous(), FLASH_MULTIPLE)

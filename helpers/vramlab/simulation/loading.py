@@ -1,59 +1,77 @@
-"""What the device holds while a quantized base is loaded: transformers' own loader and PEFT's casts on fake tensors.
+"""What the device holds while a quantized base is loaded.
 
-`from_pretrained` moves one tensor of the checkpoint to the device, keeps its codes and frees it; experts that the checkpoint
-has one by one are there twice while they are merged; a tied head that the checkpoint has too is there until it equals
-the embedding. Then `prepare_model_for_kbit_training` copies what is left to fp32.
-Deep models are loaded shallow, and the log is deepened. Unquantized models are loaded in host memory and moved tensor by
-tensor: the device never holds more than the result, unless FSDP shards it later.
+transformers' own loader and PEFT's casts run on fake tensors. `from_pretrained` moves one tensor of
+the checkpoint to the device, keeps its codes and frees it; experts that the checkpoint has one by
+one are there twice while they are merged; a tied head that the checkpoint has too is there until it
+equals the embedding. Then `prepare_model_for_kbit_training` copies what is left to fp32.
+
+Deep models are loaded shallow, and the log is deepened. Unquantized models are loaded in host
+memory and moved tensor by tensor: the device never holds more than the result, unless FSDP shards
+it later.
 """
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import lru_cache, partial
 from typing import Any
 
 import torch
 
 from ..hardware.overhead import UNIT, rounded
+from ..recipe.options import LoRA
 from ..recipe.process_context import loads_whole
 from ..recipe.recipe import Recipe
 from ..report.report import Bytes
 from ..tracking.fake_tracker import FakeTracker
-from ..tracking.history import History
+from ..tracking.history import History, Log
 from ..tracking.tracked import claim_model
-from ..tracking.tracker import Storage
+from ..tracking.tracker import Event, Storage
 from ..training import models
 from ..training.patched import replaced
 from .deepen import deepen
 from .fakes import fake_world
-from .repetition import NotRegular, cut, find
+from .repetition import NotRegular, Repetition, cut, find
+
+TRUE_PRECISION = {"float16": "fp16-true", "bfloat16": "bf16-true"}
 
 
 class FileSlice:
     """A tensor in a checkpoint's file, of host memory until it is moved; `begun` is called then."""
 
-    def __init__(self, like: torch.Tensor, begun: Callable[[], None]):
-        self.like, self.begun = like, begun
+    def __init__(self, like: torch.Tensor, begun: Callable[[], None]) -> None:
+        self.like = like
+        self.begun = begun
 
     def __getitem__(self, whole: Any) -> "FileSlice":
         return self
 
     def to(self, device: Any, dtype: torch.dtype) -> torch.Tensor:
-        """The tensor on the device; dtypes are converted on the host (`Copy.cu`, blocking copies)."""
+        """Return the tensor on the device.
+
+        Dtypes are converted on the host (`Copy.cu`, blocking copies).
+        """
         self.begun()
         return torch.empty(self.like.shape, dtype=dtype, device=device)
 
 
 def loading_peak(recipe: Recipe, target: str) -> Bytes | None:
-    """The split at the highest moment while the base is loaded, whole on every rank; None: never above its end."""
+    """Return the split at the highest moment while the base is loaded, whole on every rank.
+
+    None: it is never above its end.
+    """
     if loads_whole(recipe):
         return _whole(recipe, UNIT if target == "cuda" else 1)
     if recipe.quantization is None:
         return None
-    dtype, adapters = recipe.weights_dtype, {"target_modules": "all-linear"}
-    precision = {"float16": "fp16-true", "bfloat16": "bf16-true"}.get(dtype, "fp32")
-    fields = {"task": recipe.shape.task, "dtype": dtype, "precision": precision, "lora": adapters}
-    base = Recipe(recipe.shape.config, quantization=recipe.quantization, **fields)
+    # any adapters will do, for they are made later; a recipe asks for some
+    base = Recipe(
+        recipe.shape.config,
+        quantization=recipe.quantization,
+        task=recipe.shape.task,
+        dtype=recipe.weights_dtype,
+        precision=TRUE_PRECISION.get(recipe.weights_dtype, "fp32"),
+        lora=LoRA(target_modules="all-linear"),
+    )
     return _highest(base, target, recipe.shape.stores_tied_head)
 
 
@@ -69,67 +87,133 @@ def _whole(recipe: Recipe, unit: int) -> Bytes:
 
 @lru_cache(maxsize=64)
 def _highest(base: Recipe, target: str, stores_tied_head: bool) -> Bytes:
+    log: Log | list[Event]
     try:
         layers = find(base.shape)
         shallow = cut(base.shape, layers.kept())
-        tracker, pool = _load(base.replace(model=shallow.config, task=shallow.task), target, stores_tied_head)
+        recipe = base.replace(model=shallow.config, task=shallow.task)
+        tracker, pool = _load(recipe, target, stores_tied_head)
         log, _ = deepen(tracker, layers, layers.more)
-        room = sum(size * (layers.more if layers.group(name) == layers.middle else 0) for name, size in pool.items())
+        expected = _expected(pool, layers)
     except NotRegular:
-        (tracker, pool), room = _load(base, target, stores_tied_head), 0
+        tracker, pool = _load(base, target, stores_tied_head)
         log = tracker.log
-    if target == "cuda":  # `caching_allocator_warmup` takes one segment for all of it, and frees it to the allocator
-        asked = int(room + sum(pool.values()))
+        expected = sum(pool.values())
+    if target == "cuda":
+        # `caching_allocator_warmup` takes one segment for all of it, and frees it to the allocator
+        asked = int(expected)
         segment = Storage(rounded(asked), asked, None, "empty")
-        log = [(segment.size, segment, "empty"), (-segment.size, segment, "free"), *log]
+        warm_up: list[Event] = [(segment.size, segment, "empty"), (-segment.size, segment, "free")]
+        log = [*warm_up, *log]
     history = History(log, [], allocator=target == "cuda")
     return history.split(history.highest())
 
 
-def _load(base: Recipe, target: str, stores_tied_head: bool) -> tuple[FakeTracker, dict[str, float]]:
-    """The tracker of `from_pretrained` and, if the recipe says so, `prepare_model_for_kbit_training`; and the bytes that
-    transformers thinks each tensor will take."""
-    from peft import prepare_model_for_kbit_training
+def _expected(pool: Mapping[str, float], layers: Repetition) -> float:
+    """Return the bytes that transformers expects of the whole model, from a shallow one's."""
+    missing = 0.0
+    for name, size in pool.items():
+        if layers.group(name) == layers.middle:
+            missing += size * layers.more
+    return missing + sum(pool.values())
+
+
+def _load(
+    base: Recipe,
+    target: str,
+    stores_tied_head: bool,
+) -> tuple[FakeTracker, dict[str, float]]:
+    """Return the tracker of `from_pretrained`, and the bytes that each tensor is expected to take.
+
+    `prepare_model_for_kbit_training` is run too, if the recipe says so.
+    """
     from transformers import core_model_loading as loader
-    from transformers.conversion_mapping import get_model_conversion_mapping
-    from transformers.modeling_utils import LoadStateDictConfig
-    from transformers.quantizers.auto import AutoHfQuantizer
 
     models.make_code_table()
-    tracker, dtype = FakeTracker("cpu"), models.weight_dtype(base)
+    tracker = FakeTracker("cpu")
     tracker.round_to = UNIT if target == "cuda" else 1
     model = models.meta_model(base)
-    stored = loader.revert_weight_conversion(model, model.state_dict())
-
     tied = model.all_tied_weights_keys
-    absent = () if stores_tied_head else tied
-    files = {n: FileSlice(like, partial(tracker.name_module, n)) for n, like in stored.items() if n not in absent}
-    mapping = get_model_conversion_mapping(model)
-    models.quantize_layers(model, base)
-    quantizer = AutoHfQuantizer.from_config(model.config.quantization_config, pre_quantized=False)
-    state = model.state_dict()  # which torch 2.11 refuses among fake tensors
-    pool = {n: t.numel() * quantizer.param_element_size(model, n, t) for n, t in state.items() if n not in tied}
-    options = LoadStateDictConfig(device_map={"": "cpu"}, dtype=dtype, hf_quantizer=quantizer, weight_mapping=mapping)
+    files = _files(model, tracker, absent=() if stores_tied_head else tied)
+    state, options = _quantized_state(model, base)
+    pool = _expected_sizes(model, state, options.hf_quantizer)
     kept = replaced(model, "state_dict", lambda: state)
     with kept, fake_world(target), _quantizing(loader, target), tracker:
-        loader.convert_and_load_state_dict_in_model(model, files, options, None)  # up to 5.15 a plan has to be given
+        # up to 5.15 a plan has to be given
+        loader.convert_and_load_state_dict_in_model(model, files, options, None)
         # a head's bias is tied before its weight, for which transformers pads it
         model.all_tied_weights_keys = dict(reversed(tied.items()))
         tracker.name_module("")
         if stores_tied_head:
-            models.materialise(model, torch.device("cpu"))  # buffers come before the comparison
-        model.tie_weights(missing_keys=set() if stores_tied_head else None, recompute_mapping=False)
+            # buffers come before the comparison
+            models.materialise(model, torch.device("cpu"))
+        missing: set[str] | None = set() if stores_tied_head else None
+        model.tie_weights(missing_keys=missing, recompute_mapping=False)
         models.materialise(model, torch.device("cpu"))  # buffers
         claim_model(tracker, model)
-        tracker.begin("prepare")  # a walk over the layers of its own
-        if base.quantization.prepare:
-            with replaced(model, "parameters", lambda: _named_in_turn(model, tracker)):
-                prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
-            claim_model(tracker, model)
+        # a walk over the layers of its own
+        tracker.begin("prepare")
+        if base.quantization and base.quantization.prepare:
+            _prepare(model, tracker)
         return tracker.finish(), pool
 
 
-def _named_in_turn(model: torch.nn.Module, tracker: FakeTracker) -> Iterator[torch.nn.Parameter]:
+def _files(model: Any, tracker: FakeTracker, absent: Any) -> dict[str, FileSlice]:
+    """Return the checkpoint's tensors by name, but those that are `absent`."""
+    from transformers import core_model_loading as loader
+
+    stored = loader.revert_weight_conversion(model, model.state_dict())
+    files = {}
+    for name, like in stored.items():
+        if name not in absent:
+            files[name] = FileSlice(like, partial(tracker.name_module, name))
+    return files
+
+
+def _quantized_state(model: Any, base: Recipe) -> tuple[dict[str, torch.Tensor], Any]:
+    """Give `model` its 4-bit layers; return its state and the options of transformers' loader."""
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.modeling_utils import LoadStateDictConfig
+    from transformers.quantizers.auto import AutoHfQuantizer
+
+    mapping: Any = get_model_conversion_mapping(model)
+    models.quantize_layers(model, base)
+    config = model.config.quantization_config
+    options = LoadStateDictConfig(
+        device_map={"": "cpu"},
+        dtype=models.weight_dtype(base),
+        hf_quantizer=AutoHfQuantizer.from_config(config, pre_quantized=False),
+        weight_mapping=mapping,
+    )
+    # torch 2.11 refuses it among fake tensors
+    return model.state_dict(), options
+
+
+def _expected_sizes(
+    model: Any,
+    state: Mapping[str, torch.Tensor],
+    quantizer: Any,
+) -> dict[str, float]:
+    """Return the bytes that transformers expects of each tensor but tied ones."""
+    sizes = {}
+    for name, tensor in state.items():
+        if name not in model.all_tied_weights_keys:
+            width = quantizer.param_element_size(model, name, tensor)
+            sizes[name] = tensor.numel() * width
+    return sizes
+
+
+def _prepare(model: Any, tracker: FakeTracker) -> None:
+    """Cast as PEFT does what is not quantized."""
+    from peft import prepare_model_for_kbit_training
+
+    with replaced(model, "parameters", lambda: _named_in_turn(model, tracker)):
+        prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
+    claim_model(tracker, model)
+
+
+def _named_in_turn(model: Any, tracker: FakeTracker) -> Iterator[torch.nn.Parameter]:
+    """Yield the parameters; what is made while one is used has its name."""
     for name, parameter in model.named_parameters():
         tracker.name_module(name)
         yield parameter
@@ -137,23 +221,28 @@ def _named_in_turn(model: torch.nn.Module, tracker: FakeTracker) -> Iterator[tor
 
 @contextlib.contextmanager
 def _quantizing(loader: Any, target: str) -> Iterator[None]:
-    """While entered, transformers' loader quantizes and compares fake tensors like real ones, and shows no progress."""
+    """While entered, transformers' loader quantizes and compares fake tensors like real ones.
+
+    It shows no progress.
+    """
     from transformers.integrations import bitsandbytes as bnb
     from transformers.pytorch_utils import Conv1D
 
-    def convert(operation: Any, input_dict: dict, model: torch.nn.Module, **unused: Any) -> dict:
-        found = {}
+    def convert(operation: Any, input_dict: dict, model: Any, **unused: Any) -> dict:
+        quantized = {}
         for name, value in input_dict.items():
             value = value[0] if isinstance(value, list) else value
-            old = model.get_parameter_or_buffer(name)
-            if issubclass(model.get_submodule(name.rpartition(".")[0]).source_cls, Conv1D):
+            meta = model.get_parameter_or_buffer(name)
+            module = model.get_submodule(name.rpartition(".")[0])
+            if issubclass(module.source_cls, Conv1D):
                 value = value.T
-            found[name] = models.quantized_parameter(old, value.contiguous())
-        return found
+            quantized[name] = models.quantized_parameter(meta, value.contiguous())
+        return quantized
 
     def equal(first: torch.Tensor, second: torch.Tensor) -> bool:
         if target == "cuda":
-            (first == second).all()  # as `ReduceOps.cpp`, cuda_equal; a CPU takes no memory for it
+            # as `ReduceOps.cpp`, cuda_equal; a CPU takes no memory for it
+            (first == second).all()
         return True
 
     with (

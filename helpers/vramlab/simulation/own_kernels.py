@@ -1,34 +1,46 @@
 """Kernels for CPU tensors that one thread has and the others have not.
 
-A kernel of the key AutogradCPU or AutocastCPU would be everybody's, and could not be taken away while another thread is in
-it. So they are registered once, under two dispatch keys that nothing else in PyTorch uses (`c10/core/DispatchKey.h`), which
-come before those two. Only a thread that includes such a key meets its kernels, and so do autograd's threads for it. Where
-an operator would not have come to the key that is stood for, its kernel hands it on.
+A kernel of the key AutogradCPU or AutocastCPU would be everybody's, and could not be taken away
+while another thread is in it. So they are registered once, under two dispatch keys that nothing
+else in PyTorch uses (`c10/core/DispatchKey.h`), which come before those two. Only a thread that
+includes such a key meets its kernels, and so do autograd's threads for it. Where an operator would
+not have come to the key that is stood for, its kernel hands it on.
 """
 
 import contextlib
 from collections.abc import Callable, Iterator
+from functools import cache
 from typing import Any
 
 import torch
 from torch.library import Library, fallthrough_kernel
 
-KERNELS, RULES = "DeferredInit", "TESTING_ONLY_GenericMode"  # before AutogradCPU, and before AutocastCPU
-AUTOGRAD, AUTOCAST = torch._C.DispatchKey.AutogradCPU, torch._C.DispatchKey.AutocastCPU
-_fallbacks: dict[str, Library] = {}  # by key: there can be one
+KERNELS = "DeferredInit"  # comes before AutogradCPU
+RULES = "TESTING_ONLY_GenericMode"  # comes before AutocastCPU
+AUTOGRAD = torch._C.DispatchKey.AutogradCPU
+AUTOCAST = torch._C.DispatchKey.AutocastCPU
 
 
 def key_of(name: str) -> Any:
-    """The dispatch key of that name; Python has no names for these."""
+    """Return the dispatch key of that name; Python has no names for these."""
     return torch._C._dispatch_key_parse(name)
 
 
 def library(name: str) -> Library:
-    """A library for kernels of the key of that name; all other operators pass it."""
-    if name not in _fallbacks:
-        _fallbacks[name] = Library("_", "IMPL")
-        _fallbacks[name].fallback(fallthrough_kernel, name)
+    """Return a library for kernels of the key of that name; all other operators pass it."""
+    _let_pass(name)
     return Library("aten", "IMPL", name)
+
+
+@cache
+def _let_pass(name: str) -> Library:
+    """Register that operators without a kernel pass the key, for the process's life.
+
+    There can be one such rule for a key.
+    """
+    fallback = Library("_", "IMPL")
+    fallback.fallback(fallthrough_kernel, name)
+    return fallback
 
 
 @contextlib.contextmanager
@@ -45,7 +57,9 @@ def register(library: Library, name: str, kernel: Callable) -> None:
     is_cast = torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", "AutocastCPU")
 
     def at_key(keys: Any, *args: Any, **kwargs: Any) -> Any:
-        if not keys.has(AUTOGRAD) or (is_cast and keys.has(AUTOCAST)):  # autocast's kernel calls it once more
+        # autocast's kernel calls it once more
+        comes_again = is_cast and keys.has(AUTOCAST)
+        if not keys.has(AUTOGRAD) or comes_again:
             return operator.redispatch(keys & below, *args, **kwargs)
         return kernel(*args, **kwargs)
 
@@ -53,22 +67,27 @@ def register(library: Library, name: str, kernel: Callable) -> None:
 
 
 def register_cast(library: Library, name: str, rule: Callable | None) -> None:
-    """Register the `rule` for an operator of aten under autocast, in the place of AutocastCPU's; None: it casts nothing."""
+    """Register the `rule` for an operator of aten under autocast, in the place of AutocastCPU's.
+
+    None: it casts nothing.
+    """
     operator = operator_of(name)
     below = torch._C._dispatch_keyset_full_after(key_of(RULES))
     is_off = torch._C._dispatch_tls_is_dispatch_key_excluded
     without_cast = below - torch._C.DispatchKeySet(AUTOCAST)
 
     def at_key(keys: Any, *args: Any, **kwargs: Any) -> Any:
-        # `keys` lack those that the operator has no kernel for, as AutocastCPU often: the thread's own say if it is on
+        # `keys` lack those that the operator has no kernel for, as AutocastCPU often: the thread's
+        # own say if it is on
         if rule is None or is_off(AUTOCAST) or not keys.has(torch._C.DispatchKey.CPU):
-            return operator.redispatch(keys & (below if rule else without_cast), *args, **kwargs)
+            rest = keys & (below if rule else without_cast)
+            return operator.redispatch(rest, *args, **kwargs)
         return rule(*args, **kwargs)
 
     library.impl(name, at_key, RULES, with_keyset=True)
 
 
 def operator_of(name: str) -> torch._ops.OpOverload:
-    """The operator of aten with that name, "name" or "name.overload"."""
+    """Return the operator of aten with that name, "name" or "name.overload"."""
     packet, _, overload = name.partition(".")
     return getattr(getattr(torch.ops.aten, packet), overload or "default")

@@ -1,13 +1,13 @@
 """How a model's layers repeat, found from the layers themselves on the meta device.
 
-Two layers are of one kind if their modules have the same classes, settings, parameters and buffers, and the
-configuration's lists with an entry a layer say the same of both.
+Two layers are of one kind if their modules have the same classes, settings, parameters and buffers,
+and the configuration's lists with an entry a layer say the same of both.
 """
 
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
-from itertools import accumulate
+from functools import cache, cached_property, lru_cache
 from typing import TYPE_CHECKING, Any
 
 from ..recipe import configuration
@@ -18,7 +18,9 @@ if TYPE_CHECKING:
 
     from ..recipe.shapes import Shape
 
-GROUPS = 4  # of a shallow model whose first and last layers may be of other kinds than those between
+# Groups of a shallow model whose first and last layers may be of other kinds than those between.
+GROUPS = 4
+Description = dict[tuple[str, str, str], Any]  # a layer's settings and tensors
 
 
 class NotRegular(Exception):
@@ -27,8 +29,11 @@ class NotRegular(Exception):
 
 @dataclass(frozen=True)
 class Repetition:
-    """A model's layers as `groups` (`deepen.py`): the `first` layers, periods of which number `middle` repeats, the `last`
-    layers. A middle group needs one like it before it: group 1, or the first layer where all are alike."""
+    """A model's layers as `groups` (`deepen.py`).
+
+    They are the `first` layers, periods of which number `middle` repeats, and the `last` layers. A
+    middle group needs one like it before it: group 1, or the first layer where all are alike.
+    """
 
     lists: tuple[str, ...]  # names of the module lists that hold the layers
     depth: int
@@ -49,62 +54,112 @@ class Repetition:
         return (self.depth - self.shallow) // self.period
 
     def kept(self, extra: int = 0) -> list[int]:
-        """The whole model's layers that make the shallow model, with `extra` more groups."""
-        cut = self.first + (self.middle + extra) * self.period
-        return [*range(cut), *range(cut + (self.more - extra) * self.period, self.depth)]
+        """Return the whole model's layers that make the shallow model, with `extra` more groups."""
+        end = self.first + (self.middle + extra) * self.period
+        left_out = (self.more - extra) * self.period
+        return [*range(end), *range(end + left_out, self.depth)]
 
     @cached_property
     def _numbered(self) -> re.Pattern:
-        return re.compile(rf"((?:.*?\.)?(?:{'|'.join(map(re.escape, self.lists))})\.)(\d+)((?:\..*)?)")
+        """Matches a name inside a layer: what is before its number, the number, what is after."""
+        names = "|".join(map(re.escape, self.lists))
+        return re.compile(rf"((?:.*?\.)?(?:{names})\.)(\d+)((?:\..*)?)")
 
     def group(self, name: str) -> int | None:
-        """The shallow model's group to which the module or parameter `name` belongs, None outside the layers."""
-        found = self._numbered.fullmatch(name)
-        if not found:
+        """Return the shallow model's group of the module or parameter `name`.
+
+        It is None outside the layers.
+        """
+        match = self._numbered.fullmatch(name)
+        if not match:
             return None
-        number = int(found[2])
+        number = int(match[2])
         if number < self.first:
             return 0
-        return self.groups - 1 if number >= self.shallow - self.last else 1 + (number - self.first) // self.period
+        if number >= self.shallow - self.last:
+            return self.groups - 1
+        return 1 + (number - self.first) // self.period
 
     def renumbered(self, name: str, groups: int) -> str:
-        """The module's or parameter's `name` so many groups further up."""
-        found = self._numbered.fullmatch(name)
-        return f"{found[1]}{int(found[2]) + groups * self.period}{found[3]}" if found else name
+        """Return the module's or parameter's `name` so many groups further up."""
+        match = self._numbered.fullmatch(name)
+        if not match:
+            return name
+        number = int(match[2]) + groups * self.period
+        return f"{match[1]}{number}{match[3]}"
 
 
 @lru_cache(maxsize=64)
 def find(shape: "Shape", frees_late: bool = False, may_be_alike: bool = True) -> Repetition:
-    """How the layers of `shape` repeat. `frees_late`, as FSDP does: one group more, which keeps the last one's events apart.
-    `may_be_alike`: let the first layer stand for group 1 where all are of one kind. Raises NotRegular."""
+    """Return how the layers of `shape` repeat. Raises NotRegular.
+
+    Args:
+        frees_late: as FSDP does: one group more, which keeps the last one's events apart.
+        may_be_alike: let the first layer stand for group 1 where all are of one kind.
+    """
     depth = shape.num_layers
     if shape.num_decoder_layers not in (0, depth):
         raise NotRegular("encoder and decoder are not of one depth")
     model = build(shape)
     lists, layers = _layers(model, depth)
-    said = [value for value in vars(model.config).values() if isinstance(value, list) and len(value) == depth]
-    known = [(layer, [of[i] for of in said]) for i, layer in enumerate(layers)]
-    kinds = [known.index(each) for each in known]  # a kind is the number of its first layer
-    middle = 1 if may_be_alike and not any(kinds) else 2
+    kinds = _kinds(layers, model.config)
+    are_alike = not any(kinds)
+    middle = 1 if may_be_alike and are_alike else 2
     groups = middle + 2 + frees_late
-    found = longest_pattern(kinds, groups)
-    if found is None:
+    pattern = longest_pattern(kinds, groups)
+    if pattern is None:
         raise NotRegular("the kinds of layers have no pattern that repeats often enough")
-    repetition = Repetition(tuple(lists), depth, *found, groups, middle)
+    repetition = Repetition(tuple(lists), depth, *pattern, groups, middle)
     shallow = build(cut(shape, repetition.kept()))
-    for kept, layer in zip(repetition.kept(), _layers(shallow, repetition.shallow)[1], strict=True):
-        pairs = [(value, layer.get(key)) for key, value in layers[kept].items()]
-        if len(pairs) != len(layer) or any(a != b and (a, b) != (depth, repetition.shallow) for a, b in pairs):
-            raise NotRegular(f"a model of {repetition.shallow} layers has others")
-    sizes = {name: parameter.numel() for name, parameter in shallow.named_parameters()}
-    missing = repetition.more * sum(size for name, size in sizes.items() if repetition.group(name) == middle)
-    if sum(p.numel() for p in model.parameters()) != sum(sizes.values()) + missing:
-        raise NotRegular("what stands outside the layers depends on their number")
+    _check_layers(repetition, layers, shallow)
+    _check_rest(repetition, model, shallow)
     return repetition
 
 
+def _kinds(layers: list[Description], config: Any) -> list[int]:
+    """Return the kind of each layer: the number of the first one that is like it."""
+    depth = len(layers)
+    lists = []
+    for value in vars(config).values():
+        if isinstance(value, list) and len(value) == depth:
+            lists.append(value)
+    described = []
+    for i, layer in enumerate(layers):
+        described.append((layer, [values[i] for values in lists]))
+    return [described.index(layer) for layer in described]
+
+
+def _check_layers(repetition: Repetition, layers: list[Description], shallow: Any) -> None:
+    """Raise NotRegular unless the shallow model's layers are those of the whole one."""
+    _, shallow_layers = _layers(shallow, repetition.shallow)
+    depths = (repetition.depth, repetition.shallow)
+    for number, shallow_layer in zip(repetition.kept(), shallow_layers, strict=True):
+        layer = layers[number]
+        is_like = layer.keys() == shallow_layer.keys()
+        for key in layer.keys() & shallow_layer.keys():
+            pair = (layer[key], shallow_layer[key])
+            # a setting may be the model's depth
+            if pair[0] != pair[1] and pair != depths:
+                is_like = False
+        if not is_like:
+            raise NotRegular(f"a model of {repetition.shallow} layers has others")
+
+
+def _check_rest(repetition: Repetition, model: Any, shallow: Any) -> None:
+    """Raise NotRegular unless the models differ by the middle group's parameters alone."""
+    size = 0
+    in_middle = 0
+    for name, parameter in shallow.named_parameters():
+        size += parameter.numel()
+        if repetition.group(name) == repetition.middle:
+            in_middle += parameter.numel()
+    whole = sum(parameter.numel() for parameter in model.parameters())
+    if whole != size + repetition.more * in_middle:
+        raise NotRegular("what stands outside the layers depends on their number")
+
+
 def cut(shape: "Shape", kept: list[int]) -> "Shape":
-    """`shape` with the layers `kept` alone."""
+    """Return `shape` with the layers `kept` alone."""
     from ..recipe.shapes import read_shape
 
     config = shape.config
@@ -113,49 +168,89 @@ def cut(shape: "Shape", kept: list[int]) -> "Shape":
 
 
 def longest_pattern(kinds: list[int], groups: int = GROUPS) -> tuple[int, int, int] | None:
-    """(first, period, last) of the shallowest model with so many groups that can stand for layers of these kinds."""
-    depth, best = len(kinds), None
+    """Return (first, period, last) of the shallowest model that can stand for such layers.
+
+    It has so many groups.
+    """
+    depth = len(kinds)
+    best = None
+    least = depth + 1  # layers of the best one
     for period in range(1, (depth - 2) // (groups - 1) + 1):
-        # how many layers before i, and i, are like the one a period later
-        like_next = (kinds[i] == kinds[i + period] for i in range(depth - period))
-        runs = accumulate(like_next, lambda n, same: n + 1 if same else 0)
-        length, end = max((n, i + 1) for i, n in enumerate(runs))
+        length, end = _longest_run(kinds, period)
         first = max(end - length, 1)
         times = (min(end + period, depth - 1) - first) // period
         last = depth - first - times * period
         shallow = first + (groups - 2) * period + last
-        if times >= groups - 1 and (best is None or shallow < best[0]):
-            best = shallow, (first, period, last)
-    return best and best[1]
+        if times >= groups - 1 and shallow < least:
+            least = shallow
+            best = (first, period, last)
+    return best
 
 
-def _layers(model: "torch.nn.Module", depth: int) -> tuple[list[str], list[dict[tuple, Any]]]:
-    """The names of the lists that hold the layers of `model`, and each layer's settings and tensors."""
+def _longest_run(kinds: list[int], period: int) -> tuple[int, int]:
+    """Return the most layers in a row that are like the one a period later, and the run's end.
+
+    Of several as long it is the last.
+    """
+    run = 0
+    longest = (0, 1)
+    for i in range(len(kinds) - period):
+        run = run + 1 if kinds[i] == kinds[i + period] else 0
+        longest = max(longest, (run, i + 1))
+    return longest
+
+
+def _layers(model: "torch.nn.Module", depth: int) -> tuple[list[str], list[Description]]:
+    """Return the names of the lists that hold the layers of `model`, and each layer described."""
     from torch import nn
 
-    lists, layers = [], [{} for _ in range(depth)]
-    bare = {*vars(nn.Module()), "layer_idx"}
+    lists: list[str] = []
+    layers: list[Description] = [{} for _ in range(depth)]
     for name, module in model.named_modules():
         is_list = isinstance(module, nn.ModuleList | nn.Sequential) and len(module) == depth
-        if not is_list or name.startswith(tuple(f"{outer}." for outer in lists)):
+        # a list inside a layer is the layer's
+        is_inner = name.startswith(tuple(f"{outer}." for outer in lists))
+        if not is_list or is_inner:
             continue
         lists.append(name)
-        for layer, (inside, part) in (
-            (layers[i], each) for i, top in enumerate(module) for each in top.named_modules()
-        ):
-            tensors = (*part._parameters.items(), *part._buffers.items())
-            sizes = [(key, t if t is None else (t.shape, t.dtype)) for key, t in tensors]
-            layer[name, inside, ""] = type(part).__qualname__, sizes
-            layer |= {(name, inside, key): _setting(value) for key, value in vars(part).items() if key not in bare}
+        tops: Any = module
+        for layer, top in zip(layers, tops, strict=True):
+            for inside, part in top.named_modules():
+                for key, setting in _settings(part):
+                    layer[name, inside, key] = setting
     if not lists:
         raise NotRegular("the model has no list with a module for each layer")
     return lists, layers
 
 
+def _settings(part: "torch.nn.Module") -> Iterator[tuple[str, Any]]:
+    """Return what is said of a module: its class and tensors as "", and its attributes by name."""
+    tensors = []
+    for key, tensor in (*part._parameters.items(), *part._buffers.items()):
+        tensors.append((key, None if tensor is None else (tensor.shape, tensor.dtype)))
+    yield "", (type(part).__qualname__, tensors)
+    for key, value in vars(part).items():
+        if key not in _says_nothing():
+            yield key, _setting(value)
+
+
+@cache
+def _says_nothing() -> set[str]:
+    """Return the attributes that every module has, and a layer's number."""
+    from torch import nn
+
+    return {*vars(nn.Module()), "layer_idx"}
+
+
 def _setting(value: Any) -> Any:
-    """What a module's attribute says of its kind; of a rate or scale only whether it is zero."""
+    """Return what a module's attribute says of its kind.
+
+    Of a rate or scale that is only whether it is zero.
+    """
     if isinstance(value, float):
         return bool(value)
     if isinstance(value, list | tuple):
         return repr(value)
-    return value if isinstance(value, int | str | None) else getattr(value, "__qualname__", type(value).__qualname__)
+    if value is None or isinstance(value, int | str):
+        return value
+    return getattr(value, "__qualname__", type(value).__qualname__)

@@ -1,8 +1,8 @@
 """The real training step on fake tensors: no GPU, no memory, seconds.
 
-`training.train_step` runs twice on storages that have a size and no content, and what the tracker saw is replayed. Deep
-models are run shallow and steps of many micro-batches with few, and their log is made longer (`deepen.py`). With
-`recipe.sharding` it is the step of one rank.
+`training.train_step` runs twice on storages that have a size and no content, and what the tracker
+saw is replayed. Deep models are run shallow and steps of many micro-batches with few, and their log
+is made longer (`deepen.py`). With `recipe.sharding` it is the step of one rank.
 """
 
 import math
@@ -27,7 +27,7 @@ from ..report.report import Report
 from ..tracking.fake_tracker import FakeTracker
 from ..tracking.history import History, Log, to_report
 from ..tracking.tracked import run_tracked
-from ..tracking.tracker import ON_HOST, Tracker
+from ..tracking.tracker import ON_HOST, Event, Mark, Tracker
 from ..training import training as tr
 from ..training.activation_offloading import DEVICE, fake_accelerator
 from ..training.engines import engine_of
@@ -45,6 +45,9 @@ from .loading import loading_peak
 from .operators import keep_storage
 from .repetition import GROUPS, NotRegular, Repetition, cut, find
 from .values import Values, readable_values, reason_at
+
+# What a model returns besides, where its configuration asks for it.
+MORE_OUTPUTS = ("output_hidden_states", "output_attentions", "output_router_logits")
 
 
 @needing("simulate")
@@ -65,28 +68,38 @@ def simulate(
     other_memory: int = 0,
     expandable_segments: bool = False,
 ) -> Report:
-    """Where every byte of a training step would be, without a GPU and without the memory.
+    """Return where every byte of a training step would be, without a GPU and without the memory.
 
     Args:
-        recipe: a `Recipe` or a model's name; or leave it out and give any module by `model`, `batch` and `optimizer`.
+        recipe: a `Recipe` or a model's name; or leave it out and give any module by `model`,
+            `batch` and `optimizer`.
         target: "cuda" describes a GPU's kernels and rounding, "cpu" this machine's.
-        gpu: a name of the GPU table, for what depends on the card (attention kernel, cuBLAS workspace).
-        model: it is as it was afterwards; what your own hooks or loss keep elsewhere, such as a list of outputs, is fake.
-        batch: keyword arguments (mapping), positional ones (tuple) or the only one (tensor) of the model's forward.
-            Small tensors of it keep their values; an unknown value that is read becomes a note.
-        optimizer: one built on the model's parameters, a list of them, or a function of parameters to one.
-        precision: of a module; a "-true" one also converts its parameters, buffers and floating inputs.
-        loss: a function of (outputs, batch) to a scalar; None takes `outputs["loss"]`. What it holds besides counts from
-            the start: of a module that it calls (a teacher) every parameter and buffer, used or not, of other tensors
-            those that an operator takes, as inputs. What the step does not touch is not counted.
+        gpu: a name of the GPU table, for what depends on the card (attention kernel, cuBLAS
+            workspace).
+        model: it is as it was afterwards; what your own hooks or loss keep elsewhere, such as a
+            list of outputs, is fake.
+        batch: keyword arguments (mapping), positional ones (tuple) or the only one (tensor) of the
+            model's forward. Small tensors of it keep their values; an unknown value that is read
+            becomes a note.
+        optimizer: one built on the model's parameters, a list of them, or a function of parameters
+            to one.
+        precision: of a module; a "-true" one also converts its parameters, buffers and floating
+            inputs.
+        loss: a function of (outputs, batch) to a scalar; None takes `outputs["loss"]`. What it
+            holds besides counts from the start: of a module that it calls (a teacher) every
+            parameter and buffer, used or not, of other tensors those that an operator takes, as
+            inputs. What the step does not touch is not counted.
         steps: optimizer steps to run; the phases of the last are reported, the peak is that of all.
-        full: run all layers and micro-batches instead of repeating some in the log (equal, and slower).
+        full: run all layers and micro-batches instead of repeating some in the log (equal, and
+            slower).
         other_memory: bytes of the card that a display or other processes hold.
         expandable_segments: the allocator has PYTORCH_ALLOC_CONF=expandable_segments:True.
     Returns:
-        A report with source "simulated"; sizes in bytes. With a card its `verdict` says how sure it is that it fits.
+        A report with source "simulated"; sizes in bytes. With a card its `verdict` says how sure it
+        is that it fits.
     Raises:
-        RecipeError: the recipe or module needs something that has no simulation; it names the field and the line.
+        RecipeError: the recipe or module needs something that has no simulation; it names the field
+            and the line.
     """
     _check_target(target)
     if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
@@ -97,7 +110,13 @@ def simulate(
     if recipe is not None:
         return _of_recipe(recipe, target, card, steps, full, room)
     loop = Loop.named(loop) if isinstance(loop, str) else loop
-    return _of_module(ModuleStep(model, batch, optimizer, loss, loop, precision), target, card, steps, room)
+    return _of_module(
+        ModuleStep(model, batch, optimizer, loss, loop, precision),
+        target,
+        card,
+        steps,
+        room,
+    )
 
 
 def _check_target(target: str) -> None:
@@ -105,20 +124,31 @@ def _check_target(target: str) -> None:
         raise RecipeError("target", target, "allowed are 'cuda' and 'cpu'")
 
 
-def _of_recipe(recipe: Recipe, target: str, card: Gpu | None, steps: int, full: bool, room: Room | None) -> Report:
+def _of_recipe(
+    recipe: Recipe, target: str, card: Gpu | None, steps: int, full: bool, room: Room | None
+) -> Report:
     notes = ["torch_compile: the eager step is simulated"] if recipe.torch_compile else []
     if recipe.activation_offloading:
-        notes.append("activation_offloading: reserved is that of one stream, where the copies use a second one")
+        note = "activation_offloading: reserved is that of one stream, "
+        notes.append(note + "where the copies use a second one")
     notes += loop_notes(recipe.loop) + lora_modules.notes(recipe)
     if card and (why := card.why_not(recipe.precision)):
         notes.append(why)
     history = trace(recipe, target, card, steps, full, room)
-    more = {"notes": notes + history.notes, "loading": loading_peak(recipe, target)}
-    return to_report(history, "simulated", recipe, target, **more)
+    return to_report(
+        history,
+        "simulated",
+        recipe,
+        target,
+        notes=notes + history.notes,
+        loading=loading_peak(recipe, target),
+    )
 
 
-def _of_module(step: ModuleStep, target: str, card: Gpu | None, steps: int, room: Room | None) -> Report:
-    """The same for any module, which holds fake tensors while it runs."""
+def _of_module(
+    step: ModuleStep, target: str, card: Gpu | None, steps: int, room: Room | None
+) -> Report:
+    """Return the report of any module, which holds fake tensors while it runs."""
     step.check()
     tracker = None
     with fake_world(target, card) as (mode, kernels):
@@ -133,8 +163,14 @@ def _of_module(step: ModuleStep, target: str, card: Gpu | None, steps: int, room
         except Exception as error:  # a module has its own ways to refuse a batch
             raise step.failed(tracker.phase if tracker else "load", error) from error
     history = History(tracker.log, tracker.marks, target == "cuda", room)
-    more = {"title": type(step.model).__name__, "notes": step.notes() + values.notes + tracker.notes}
-    return to_report(history, "simulated", None, target, **more)
+    return to_report(
+        history,
+        "simulated",
+        None,
+        target,
+        title=type(step.model).__name__,
+        notes=step.notes() + values.notes + tracker.notes,
+    )
 
 
 def trace(
@@ -145,34 +181,48 @@ def trace(
     full: bool = False,
     room: Room | None = None,
 ) -> History:
-    """The history of every storage over `steps` optimizer steps of `recipe`: of a shallow run, deepened, where that is
-    the lesser work, and of few micro-batches, unless `full`. `History.notes` says where layers do not repeat."""
+    """Return the history of every storage over `steps` optimizer steps of `recipe`.
+
+    Unless `full` it is that of a shallow run, deepened, where that is the lesser work, and of few
+    micro-batches. `History.notes` says where layers do not repeat.
+    """
     notes = []
     if not full:
         try:
-            # with a fused loss the first product of backward is in the last layer, which then differs from the others
-            return _lengthened(recipe, target, card, steps, room, may_be_alike=not recipe.use_liger_kernel)
+            # with a fused loss the first product of backward is in the last layer, which then
+            # differs from the others
+            may_be_alike = not recipe.use_liger_kernel
+            return _lengthened(recipe, target, card, steps, room, may_be_alike)
         except NotRegular as error:
-            notes.append(f"all {recipe.shape.num_layers} layers were run, none repeated: {error}")
+            depth = recipe.shape.num_layers
+            notes.append(f"all {depth} layers were run, none repeated: {error}")
     tracker = _run(recipe, target, card, steps, full=True)
     return History(tracker.log, tracker.marks, target == "cuda", room, notes + tracker.notes)
 
 
 def _is_abridged(recipe: Recipe) -> bool:
-    """Whether two micro-batches are run for all of a step's: an engine of many ranks does something else in the last."""
-    return recipe.gradient_accumulation_steps > 1 and not (recipe.sharding or recipe.activation_offloading)
+    """Tell whether two micro-batches are run for all of a step's.
+
+    An engine of many ranks does something else in the last.
+    """
+    differs = recipe.sharding or recipe.activation_offloading
+    return recipe.gradient_accumulation_steps > 1 and not differs
 
 
 def may_be_deepened(recipe: Recipe, target: str) -> bool:
-    """Whether a shallow run could say what `recipe` takes, and take less time."""
+    """Tell whether a shallow run could say what `recipe` takes, and take less time."""
     if target == "cpu" and recipe.shape.config.get("sliding_window"):
-        return False  # a sliding cache makes a scalar a layer before the layers run; on CUDA it is the host's
+        # a sliding cache makes a scalar a layer before the layers run; on CUDA it is the host's
+        return False
     if recipe.activation_offloading:
         return False  # copies come one node late, and a storage is copied once
-    # DDP's buckets and DeepSpeed's flat buffers run across layers, one unit has all of them, a pipeline deals them out
+    # DDP's buckets and DeepSpeed's flat buffers run across layers, one unit has all of them, a
+    # pipeline deals them out
     sharding = recipe.sharding
-    if sharding and sharding.engine != "tensor" and (sharding.engine, sharding.wrap) != ("fsdp", "layers"):
-        return False
+    if sharding and sharding.engine != "tensor":
+        by_layers = (sharding.engine, sharding.wrap) == ("fsdp", "layers")
+        if not by_layers:
+            return False
     if sharding and sharding.reshard_root:
         return False
     if lora_modules.differ_by_layer(recipe.shape, recipe.lora):
@@ -181,23 +231,39 @@ def may_be_deepened(recipe: Recipe, target: str) -> bool:
 
 
 def _is_written_down(recipe: Recipe) -> bool:
-    """Whether the architecture is one whose deepened log the tests hold against the whole run, and returns no more."""
+    """Tell whether the tests hold the architecture's deepened log against the whole run.
+
+    It may return no more than they ask for.
+    """
     shape = recipe.shape
-    more = ("output_hidden_states", "output_attentions", "output_router_logits")
-    routed = recipe.trainer in TRL and shape.experts_per_token  # it asks for the router's logits
-    return shape.layout is not None and not routed and not any(shape.settings.get(name) for name in more)
+    # TRL asks for the router's logits
+    if shape.layout is None or (recipe.trainer in TRL and shape.experts_per_token):
+        return False
+    return not any(shape.settings.get(name) for name in MORE_OUTPUTS)
 
 
 def _lengthened(
-    recipe: Recipe, target: str, card: Gpu | None, steps: int, room: Room | None, may_be_alike: bool
+    recipe: Recipe,
+    target: str,
+    card: Gpu | None,
+    steps: int,
+    room: Room | None,
+    may_be_alike: bool,
 ) -> History:
-    """The history of a run of few layers and micro-batches, made longer where that is the lesser work. Raises NotRegular."""
+    """Return the history of a run of few layers and micro-batches, made longer. Raises NotRegular.
+
+    Layers are run whole where that is the lesser work.
+    """
+    log: Log | list[Event]
     layers = None
     if may_be_deepened(recipe, target):
         layers = find(recipe.shape, bool(recipe.sharding), may_be_alike)
-    if layers is None or layers.depth <= layers.shallow * (2 - _is_written_down(recipe)):
+    # another architecture's is run twice: `_deeper`
+    runs = 1 if _is_written_down(recipe) else 2
+    if layers is None or layers.depth <= layers.shallow * runs:
         tracker = _run(recipe, target, card, steps)
-        log, marks = tracker.log, tracker.marks
+        log = tracker.log
+        marks = tracker.marks
     else:
         try:
             tracker, log, marks = _deeper(recipe, target, card, steps, layers)
@@ -210,48 +276,76 @@ def _lengthened(
     return History(log, marks, target == "cuda", room, tracker.notes)
 
 
-def _deeper(recipe: Recipe, target: str, card: Gpu | None, steps: int, layers: Repetition) -> tuple[Tracker, Log, list]:
-    """The tracker of a shallow run, and its log and marks deepened. Raises NotRegular."""
+def _deeper(
+    recipe: Recipe,
+    target: str,
+    card: Gpu | None,
+    steps: int,
+    layers: Repetition,
+) -> tuple[Tracker, Log, list[Mark]]:
+    """Return the tracker of a shallow run, and its log and marks deepened. Raises NotRegular."""
 
     def run(extra: int, steps: int) -> Tracker:
         config = cut(recipe.shape, layers.kept(extra)).config
-        return _run(recipe.replace(model=config, num_layers=None, task=recipe.shape.task), target, card, steps)
+        shallow = recipe.replace(model=config, num_layers=None, task=recipe.shape.task)
+        return _run(shallow, target, card, steps)
 
     tracker = run(0, steps)
-    if not _is_written_down(recipe):  # one group more than needed, deepened and run
-        ran = run(1, 1)
-        tried, ran = (h.moments() for h in (History(*deepen(tracker, layers, 1)), History(ran.log, ran.marks)))
-        if tried[: len(ran) - 1] != ran[:-1]:  # all of a step but what follows it
-            raise NotRegular(f"{layers.shallow + layers.period} layers take something else than their repetition says")
-    return tracker, *deepen(tracker, layers, layers.more)
+    if not _is_written_down(recipe):
+        # one group more than needed, deepened and run
+        whole = run(1, 1)
+        deepened = History(*deepen(tracker, layers, 1)).moments()
+        ran = History(whole.log, whole.marks).moments()
+        # all of a step but what follows it
+        if deepened[: len(ran) - 1] != ran[:-1]:
+            depth = layers.shallow + layers.period
+            raise NotRegular(f"{depth} layers take something else than their repetition says")
+    log, marks = deepen(tracker, layers, layers.more)
+    return tracker, log, marks
 
 
 @needing("simulate_evaluation")
 @no_collection(before=False)
 def simulate_evaluation(
-    recipe: Recipe | Any, evaluation: Evaluation, target: str = "cuda", gpu: str | None = None, full: bool = False
+    recipe: Recipe | Any,
+    evaluation: Evaluation,
+    target: str = "cuda",
+    gpu: str | None = None,
+    full: bool = False,
 ) -> Report:
-    """Where every byte would be while `Trainer.evaluate` runs between two steps of training.
+    """Return where every byte would be while `Trainer.evaluate` runs between two steps of training.
 
-    The Trainer's own evaluation loop runs on fake tensors. The report's "forward" phase is the whole evaluation, "load"
-    and "between_steps" are what training keeps; its peak is the evaluation's, `reserved` that of the process after both.
+    The Trainer's own evaluation loop runs on fake tensors. The report's "forward" phase is the
+    whole evaluation, "load" and "between_steps" are what training keeps; its peak is the
+    evaluation's, `reserved` that of the process after both.
 
     Args:
         recipe: the training that is interrupted. target, gpu: as for `simulate`.
         full: run the model on every batch, not only where the peak can be (equal, and slower).
     Raises:
-        RecipeError: another trainer's evaluation, one among ranks, or a model that does not run on fake tensors.
+        RecipeError: another trainer's evaluation, one among ranks, or a model that does not run on
+            fake tensors.
     """
     _check_target(target)
-    recipe, card = as_recipe(recipe), find_gpu(gpu) if gpu else None
+    recipe = as_recipe(recipe)
+    card = find_gpu(gpu) if gpu else None
     for field in ("trainer", "sharding", "lengths", "pad_to_multiple_of"):
-        if (value := getattr(recipe, field)) != getattr(Recipe, field):
-            rest = f"the evaluation of transformers' own Trainer is simulated with {getattr(Recipe, field)!r} only"
-            raise RecipeError(field, value, rest)
+        value = getattr(recipe, field)
+        usual = getattr(Recipe, field)
+        if value != usual:
+            rest = "the evaluation of transformers' own Trainer is simulated with "
+            raise RecipeError(field, value, f"{rest}{usual!r} only")
     tracker = _run(recipe, target, card, 1, evaluation, full)
     history = History(tracker.log, tracker.marks, target == "cuda", room_on(recipe, card))
-    more = {"since": history.last_step[0][1], "title": f"{recipe} · evaluation", "notes": tracker.notes}
-    return to_report(history, "simulated", recipe, target, **more)
+    return to_report(
+        history,
+        "simulated",
+        recipe,
+        target,
+        since=history.last_step[0].start,
+        title=f"{recipe} · evaluation",
+        notes=tracker.notes,
+    )
 
 
 def _run(
@@ -262,20 +356,12 @@ def _run(
     evaluation: Evaluation | None = None,
     full: bool = False,
 ) -> Tracker:
-    with compiled_late():
-        if recipe.quantization:
-            import bitsandbytes  # noqa: F401 — before fake_world, which then replaces some of its functions
-        elif recipe.lora:
-            import peft  # noqa: F401 — which imports it too
-    if recipe.trainer != "transformers":
-        trl_class(TRL[recipe.trainer])  # likewise
-    if liger.kernels(recipe):
-        with needing("use_liger_kernel"):
-            import liger_kernel.transformers  # noqa: F401 — likewise
-
+    _load_libraries(recipe)
     engine = engine_of(recipe)
     offloads = recipe.activation_offloading and target == "cuda"
-    device = DEVICE if offloads else engine.fake_gpu if target == "cuda" else "cpu"
+    device = engine.fake_gpu if target == "cuda" else "cpu"
+    if offloads:
+        device = DEVICE
     with (
         fakes.lock,
         one_rank_of(recipe.sharding),
@@ -288,8 +374,10 @@ def _run(
             training.abridged = not (full or evaluation) and _is_abridged(recipe)
             tracker = make_tracker(training, card, kernels)
             if recipe.is_ragged:
-                tracker.values = values = Values(mode, 8 * math.prod(recipe.rows))
-                batches, fake = [training.batch, *training.further], partial(values.faked, device)
+                values = Values(mode, 8 * math.prod(recipe.rows))
+                tracker.values = values
+                fake = partial(values.faked, device)
+                batches = [training.batch, *training.further]
                 training.batch, *training.further = tree_map_only(torch.Tensor, fake, batches)
 
             def batch(samples: int) -> dict[str, torch.Tensor]:
@@ -297,26 +385,50 @@ def _run(
                 tracker.claim(made.values(), "inputs")
                 return made
 
-            then = partial(evaluate, training, evaluation, batch, full) if evaluation else None
+            then = None
+            if evaluation:
+                then = partial(evaluate, training, evaluation, batch, full)
             return run_tracked(training, tracker, steps, target, then=then)
         except VramLabError:
             raise
-        except Exception as error:  # each model class has its own ways to fail, and to read values that a fake lacks
+        # each model class has its own ways to fail, and to read values that a fake lacks
+        except Exception as error:
             why = f"its training step does not run on fake tensors: {reason_at(error)}"
-            raise RecipeError("model", recipe.name, f"{why}; measure(recipe) runs it for real") from error
+            rest = f"{why}; measure(recipe) runs it for real"
+            raise RecipeError("model", recipe.name, rest) from error
 
 
-def make_tracker(training: tr.Training, card: Gpu | None, kernels: CudaKernels | None) -> FakeTracker:
-    """A tracker for fake tensors that knows rounding and scratch of CUDA's `kernels`."""
+def _load_libraries(recipe: Recipe) -> None:
+    """Import what the recipe needs before `fake_world`, which replaces some functions of it."""
+    with compiled_late():
+        if recipe.quantization:
+            import bitsandbytes  # noqa: F401
+        elif recipe.lora:
+            import peft  # noqa: F401 — which imports it too
+    if recipe.trainer != "transformers":
+        trl_class(TRL[recipe.trainer])
+    if liger.kernels(recipe):
+        with needing("use_liger_kernel"):
+            import liger_kernel.transformers  # noqa: F401
+
+
+def make_tracker(
+    training: tr.Training,
+    card: Gpu | None,
+    kernels: CudaKernels | None,
+) -> FakeTracker:
+    """Return a tracker for fake tensors that knows rounding and scratch of CUDA's `kernels`."""
     tracker = FakeTracker("cpu", keep_storage)
     if training.device.index is not None:  # another is the host's
         tracker.only_device = training.device
     if kernels:
-        kernels.on_host, kernels.is_on_host = partial(tracker.claim, category=ON_HOST), tracker.is_on_host
+        kernels.on_host = partial(tracker.claim, category=ON_HOST)
+        kernels.is_on_host = tracker.is_on_host
         tracker.round_to = UNIT
         chip = card.chip if card else DEFAULT_CHIP
         tracker.scratch = kernel_scratch(chip, kernels.note)
         sizes = lasting_workspaces(chip)
-        tracker.workspaces = {phase: dict(sizes) for phase in ("forward", "backward")}  # a thread each
+        # a thread each
+        tracker.workspaces = {"forward": dict(sizes), "backward": dict(sizes)}
         tracker.notes = kernels.notes
     return tracker

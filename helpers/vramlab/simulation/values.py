@@ -1,7 +1,9 @@
-"""What a simulated step of any module knows of values: those of its batch, its buffers, and what follows from them.
+"""What a simulated step of any module knows of values.
 
-Lengths, masks and counters decide sizes, so small tensors keep their real content beside the fake one, and operators on
-such tensors alone are also run for real. What is read without being known is taken as one, and noted.
+Those are the values of its batch, its buffers, and what follows from them. Lengths, masks and
+counters decide sizes, so small tensors keep their real content beside the fake one, and operators
+on such tensors alone are also run for real. What is read without being known is taken as one, and
+noted.
 """
 
 import contextlib
@@ -12,11 +14,12 @@ import traceback
 import weakref
 from collections.abc import Iterable
 from functools import partial
+from types import FrameType
 from typing import Any
 
 import torch
 from torch._subclasses import fake_tensor
-from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensor
 from torch.nn.utils import stateless
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
@@ -25,11 +28,13 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from ..report.versions import version_trouble
 from ..training.patched import plain, replaced
-from .operators import is_cuda
+from .fake_mode import RuledFakeMode
 
 LIMIT = 2**16  # elements of a tensor whose content is kept
-TORCH, HERE = os.path.dirname(torch.__file__) + os.sep, os.path.dirname(os.path.dirname(__file__)) + os.sep
-UNFAKED = (  # operators whose result depends on content that nobody knows
+TORCH = os.path.dirname(torch.__file__) + os.sep
+HERE = os.path.dirname(os.path.dirname(__file__)) + os.sep
+# Raised for operators whose result depends on content that nobody knows.
+UNFAKED = (
     fake_tensor.DataDependentOutputException,
     fake_tensor.DynamicOutputShapeException,
     fake_tensor.UnsupportedOperatorException,
@@ -37,18 +42,29 @@ UNFAKED = (  # operators whose result depends on content that nobody knows
 
 
 class Values:
-    """Runs operators on fake tensors, and on the content of those whose content is known, of up to `limit` elements."""
+    """Runs operators on fake tensors, and on the content of those whose content is known.
 
-    def __init__(self, mode: FakeTensorMode, limit: int = LIMIT):
-        self.mode, self.limit = mode, max(limit, LIMIT)
+    Contents are of up to `limit` elements.
+    """
+
+    def __init__(self, mode: RuledFakeMode, limit: int = LIMIT) -> None:
+        self.mode = mode
+        self.limit = max(limit, LIMIT)
         self.notes: list[str] = []  # a sentence for each line that read an unknown value
-        self._made = WeakIdKeyDictionary()  # fake tensors by the real one, as long as that is there
-        self._placed: dict[int, weakref.ref] = {}  # those that modules hold, as long as they do, by the real one's id
-        self._before: list[tuple[torch.nn.Module, dict]] = []  # modules with fake tensors, and the attributes they had
-        self._gradients: list[tuple[torch.Tensor, torch.Tensor | None]] = []  # of real leaves of the step's graph
+        # fake tensors by the real one, as long as that is there
+        self._made: WeakIdKeyDictionary = WeakIdKeyDictionary()
+        # those that modules hold, as long as they do, by the real one's id
+        self._placed: dict[int, weakref.ref] = {}
+        # modules with fake tensors, and the attributes they had
+        self._before: list[tuple[torch.nn.Module, dict]] = []
+        # gradients of real leaves of the step's graph
+        self._gradients: list[tuple[torch.Tensor, torch.Tensor | None]] = []
 
     def stand_in(self, real: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """The fake CPU tensor for `real`, made once, with its hooks; of `dtype` if it is floating."""
+        """Return the fake CPU tensor for `real`, made once, with its hooks.
+
+        It is of `dtype` if it is floating.
+        """
         if not _is_real(real):
             return real
         placed = self._placed.get(id(real))
@@ -56,117 +72,153 @@ class Values:
         if fake is not None:
             return fake
         with torch._C.DisableTorchFunction(), _disable_current_modes(), self.mode:
-            fake = self._made[real] = self._new_stand_in(real, dtype)
+            fake = self._new_stand_in(real, dtype)
+            self._made[real] = fake
         return fake
 
     def _new_stand_in(self, real: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
-        fake = self.mode.from_tensor(real, static_shapes=True)
+        fake: torch.Tensor = self.mode.from_tensor(real, static_shapes=True)
         fake.grad = None
-        room = real.untyped_storage().nbytes()  # torch's has no more than the elements of a tensor that is no view
+        # torch's has no more than the elements of a tensor that is no view
+        room = real.untyped_storage().nbytes()
         if fake.untyped_storage().nbytes() < room:
             fake.untyped_storage().resize_(room)
         dtype = dtype if dtype and real.is_floating_point() else real.dtype
         if (fake.device.type, fake.dtype) != ("cpu", dtype):
             moved = torch.empty_like(fake, device="cpu", dtype=dtype)
-            fake = torch.nn.Parameter(moved, fake.requires_grad) if isinstance(fake, torch.nn.Parameter) else moved
+            if isinstance(fake, torch.nn.Parameter):
+                moved = torch.nn.Parameter(moved, fake.requires_grad)
+            fake = moved
         for hook in (real._backward_hooks or {}).values():
             fake.register_hook(hook)
         for hook in (real._post_accumulate_grad_hooks or {}).values():
             fake.register_post_accumulate_grad_hook(hook)
         self.know(fake, real)
+        # an autograd.Function takes the real one
         if real.requires_grad and real.is_leaf:
-            self._gradients.append((real, real.grad))  # an autograd.Function takes the real one
+            self._gradients.append((real, real.grad))
         return fake
 
     def stand_ins(self, values: Any) -> Any:
-        """`values` with fake tensors in the place of real ones."""
-        return tree_map_only(torch.Tensor, self.stand_in, values) if _has_real(values) else values
+        """Return `values` with fake tensors in the place of real ones."""
+        if not _has_real(values):
+            return values
+        return tree_map_only(torch.Tensor, self.stand_in, values)
 
     def copied(self, value: Any) -> Any:
-        """A copy of `value` with fake tensors."""
-        memo = {key: fake for key, ref in self._placed.items() if (fake := ref()) is not None}
-        memo |= {id(real): fake for real, fake in self._made.items()}
+        """Return a copy of `value` with fake tensors."""
+        memo = {}
+        for key, reference in self._placed.items():
+            fake = reference()
+            if fake is not None:
+                memo[key] = fake
+        for real, fake in self._made.items():
+            memo[id(real)] = fake
         with FakeCopyMode(self.mode):
             return copy.deepcopy(value, memo)
 
     def take_place(self, module: torch.nn.Module) -> None:
-        """Put fake tensors in the place of all real ones that the modules in `module` hold, until `restore`."""
-        if any(frame.f_code.co_filename == stateless.__file__ for frame, _ in traceback.walk_stack(None)):
-            return  # `functional_call` writes what the module holds afterwards into the caller's own mapping
+        """Put fake tensors in the place of all real ones that the modules in `module` hold.
+
+        They stay until `restore`.
+        """
+        # `functional_call` writes what the module holds afterwards into the caller's own mapping
+        for frame, _ in traceback.walk_stack(None):
+            if frame.f_code.co_filename == stateless.__file__:
+                return
         known = {id(part) for part, _ in self._before}
         for part in module.modules():
-            held = dict(vars(part))
-            tensors = _tensors(held)
-            if id(part) in known or any(isinstance(tensor, FakeTensor) for tensor in tensors):
-                continue  # the latter was made in the step
-            self._before.append((part, held))
-            vars(part).update(tree_map_only(torch.Tensor, self.stand_in, held))
+            attributes = dict(vars(part))
+            tensors = _tensors(attributes)
+            is_made_in_step = any(isinstance(tensor, FakeTensor) for tensor in tensors)
+            if id(part) in known or is_made_in_step:
+                continue
+            self._before.append((part, attributes))
+            vars(part).update(tree_map_only(torch.Tensor, self.stand_in, attributes))
             for tensor in tensors:
-                if (fake := self._made.pop(tensor, None)) is not None:
+                fake = self._made.pop(tensor, None)
+                if fake is not None:
                     self._placed[id(tensor)] = weakref.ref(fake)
 
     def restore(self) -> None:
         """Give modules and real tensors back what they had."""
-        for module, held in self._before:
+        for module, attributes in self._before:
             vars(module).clear()
-            vars(module).update(held)
+            vars(module).update(attributes)
         for real, gradient in self._gradients:
             real.grad = gradient
 
-    def know(self, fake: torch.Tensor, real: torch.Tensor) -> None:
-        """Give `fake` the content of `real`, where that is small, on the CPU and needs no gradient."""
-        if real.numel() <= self.limit and real.device.type == "cpu" and not real.requires_grad:
+    def know(self, fake: Any, real: torch.Tensor) -> None:
+        """Give `fake` the content of `real`, where that is small and needs no gradient."""
+        is_small = real.numel() <= self.limit
+        if is_small and real.device.type == "cpu" and not real.requires_grad:
             with _disable_current_modes():
                 fake._content = real.to(fake.dtype, copy=True)
 
     def faked(self, device: str, real: torch.Tensor) -> torch.Tensor:
-        """A real CPU tensor as a fake one on `device`, with its content; on a GPU it has a storage of its own."""
+        """Return a real CPU tensor as a fake one on `device`, with its content.
+
+        On a GPU it has a storage of its own.
+        """
         with _disable_current_modes():
-            moved = real.clone() if is_cuda() else real
+            moved = real.clone() if self.mode.target == "cuda" else real
         fake = self.mode.from_tensor(moved, static_shapes=True).to(device)
         self.know(fake, real)
         return fake
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor | None:
-        """The content of `tensor` if it is known, as a real tensor to be left alone."""
+        """Return the content of `tensor` if it is known, as a real tensor to be left alone."""
         if not isinstance(tensor, FakeTensor):
             with _disable_current_modes():
                 return tensor.detach().clone() if tensor.numel() <= self.limit else None
         real = getattr(tensor, "_content", None)
-        lost = real is not None and real.numel() and not real.untyped_storage().nbytes()
-        return None if lost else real
+        if real is None:
+            return None
+        # `_written` has given it up
+        is_lost = real.numel() and not real.untyped_storage().nbytes()
+        return None if is_lost else real
 
     def read(self, tensor: torch.Tensor, guess: Any, where: str) -> Any:
-        """What `tensor.item()` gives: its value if it is known, else `guess`, which is noted."""
-        if (real := self.of(tensor)) is not None:
+        """Return what `tensor.item()` gives: its value if it is known, else `guess`.
+
+        A guess is noted.
+        """
+        real = self.of(tensor)
+        if real is not None:
             with _disable_current_modes():
                 return real.item()
-        if line := user_line(traceback.walk_stack(None)) or where:
-            self._note(f"a value that the simulation does not know is read, and taken as {guess} ({line})")
+        line = user_line(traceback.walk_stack(None)) or where
+        if line:
+            what = "a value that the simulation does not know is read"
+            self._note(f"{what}, and taken as {guess} ({line})")
         return guess
 
     def run(self, func: Any, args: tuple, kwargs: dict, where: str) -> Any:
-        """The fake result of `func`; with its content, where that of all arguments is known."""
+        """Return the fake result of `func`; with its content, where all arguments' is known."""
         unknown = [tensor for tensor in _tensors((args, kwargs)) if self.of(tensor) is None]
         if func is torch.ops.aten.index.Tensor:
-            args = (args[0], [place for index in args[1] for place in self._places(index)])
+            args = (args[0], self._all_places(args[1]))
         try:
             result = func(*args, **kwargs)
         except UNFAKED:
             if unknown:
                 raise
-            return tree_map_only(torch.Tensor, partial(self.faked, "cpu"), self._really(func, args, kwargs))
-        made, known = _tensors(result), not unknown and torch.Tag.nondeterministic_seeded not in func.tags
-        if known and all(tensor.numel() <= self.limit for tensor in made):
-            for fake, real in zip(made, _tensors(self._really(func, args, kwargs)), strict=True):
+            fake_of = partial(self.faked, "cpu")
+            return tree_map_only(torch.Tensor, fake_of, self._really(func, args, kwargs))
+        made = _tensors(result)
+        is_drawn = torch.Tag.nondeterministic_seeded in func.tags
+        is_small = all(tensor.numel() <= self.limit for tensor in made)
+        if not unknown and not is_drawn and is_small:
+            contents = _tensors(self._really(func, args, kwargs))
+            for fake, real in zip(made, contents, strict=True):
                 if isinstance(fake, FakeTensor) and fake.shape == real.shape:
-                    fake._content = real
+                    _set_content(fake, real)
         elif func._schema.is_mutable:
             self._written(_tensors((args[:1], kwargs.get("out"))), where)
         return result
 
     def _really(self, func: Any, args: tuple, kwargs: dict) -> Any:
-        """The result of `func` on the content of its tensors, in place too."""
+        """Return the result of `func` on the content of its tensors, in place too."""
         with _disable_current_modes(), torch._C.DisableTorchFunction(), torch.no_grad():
             args, kwargs = tree_map_only(torch.Tensor, self.of, (args, kwargs))
             return func(*args, **kwargs)
@@ -174,69 +226,110 @@ class Values:
     def _written(self, tensors: list[torch.Tensor], where: str) -> None:
         """Give up the content of `tensors` that were written into, and of every view of them.
 
-        Of real tensors autograd finds the gradient of such a view by AsStridedBackward, which makes one of the base's size;
-        fake ones have the view's own backward (torch/csrc/autograd/variable.cpp, grad_fn).
+        Of real tensors autograd finds the gradient of such a view by AsStridedBackward, which makes
+        one of the base's size; fake ones have the view's own backward
+        (torch/csrc/autograd/variable.cpp, grad_fn).
         """
         for tensor in tensors:
-            if isinstance(tensor, FakeTensor) and (real := self.of(tensor)) is not None:
+            real = self.of(tensor) if isinstance(tensor, FakeTensor) else None
+            if real is not None:
                 with _disable_current_modes():
                     real.untyped_storage().resize_(0)
-            if (base := tensor._base) is not None and base.requires_grad and torch.is_grad_enabled():
+            base = tensor._base
+            if base is not None and base.requires_grad and torch.is_grad_enabled():
                 line = user_line(traceback.walk_stack(None)) or where
                 self._note(
-                    f"a view is written into ({line}): its backward pass takes {base.nbytes:,} bytes more for a moment"
+                    f"a view is written into ({line}): its backward pass takes {base.nbytes:,} "
+                    "bytes more for a moment",
                 )
 
-    def _places(self, index: torch.Tensor | None) -> list[torch.Tensor | None]:
-        """An index of `aten.index`; a mask that is known as one fake index for each of its dimensions."""
-        is_mask = index is not None and index.dtype in (torch.bool, torch.uint8)
-        if not is_mask or (mask := self.of(index)) is None:
-            return [index]
-        with _disable_current_modes():
-            places = mask.nonzero().unbind(-1)
-        return [self.faked("cpu", place) for place in places]
+    def _all_places(self, indices: Iterable[torch.Tensor | None]) -> list[torch.Tensor | None]:
+        """Return the indices of `aten.index`.
+
+        A mask that is known becomes one fake index for each of its dimensions.
+        """
+        places: list[torch.Tensor | None] = []
+        for index in indices:
+            is_mask = index is not None and index.dtype in (torch.bool, torch.uint8)
+            mask = self.of(index) if index is not None and is_mask else None
+            if mask is None:
+                places.append(index)
+                continue
+            with _disable_current_modes():
+                coordinates = mask.nonzero().unbind(-1)
+            for coordinate in coordinates:
+                places.append(self.faked("cpu", coordinate))
+        return places
 
     def _note(self, note: str) -> None:
         if note not in self.notes:
             self.notes.append(note)
 
 
-class StandIns(TorchFunctionMode):
-    """While entered, torch's functions get the fake tensor for a real one that a loss or hook holds: so does autograd."""
+def _set_content(fake: Any, real: torch.Tensor) -> None:
+    fake._content = real
 
-    def __init__(self, values: Values):
+
+class StandIns(TorchFunctionMode):
+    """While entered, give torch's functions the fake tensor for a real one, and autograd too.
+
+    A loss or a hook may hold real ones.
+    """
+
+    def __init__(self, values: Values) -> None:
         super().__init__()
         self.values = values
 
-    def __torch_function__(self, func, types, args=(), kwargs=None):
+    def __torch_function__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple = (),
+        kwargs: dict | None = None,
+    ) -> Any:
         args, kwargs = self.values.stand_ins((args, kwargs or {}))
-        return func(*args, **kwargs)
+        return func(*args, **(kwargs or {}))
 
 
 def readable_values() -> contextlib.AbstractContextManager:
-    """While entered, `torch.tensor` takes a list with fake tensors in it, of which it would read the storage."""
+    """While entered, let `torch.tensor` take a list with fake tensors in it.
+
+    It would read their storage.
+    """
     make = plain(torch, "tensor")
 
     def tensor(data: Any, **kwargs: Any) -> torch.Tensor:
-        return make(tree_map_only(FakeTensor, FakeTensor.tolist, data) if isinstance(data, list) else data, **kwargs)
+        if isinstance(data, list):
+            data = tree_map_only(FakeTensor, FakeTensor.tolist, data)
+        return make(data, **kwargs)
 
     return replaced(torch, "tensor", tensor)
 
 
 def reason_at(error: Exception) -> str:
-    """The first line of what `error` says, the user's line that it came from, and libraries in untested versions."""
-    text = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
+    """Return the first line of what `error` says, and the user's line that it came from.
+
+    Libraries in untested versions are named too.
+    """
+    said = str(error).strip() or type(error).__name__
+    text = said.splitlines()[0].rstrip(".")
     if "Couldn't swap" in text:
-        text = "a module is cast or moved inside the step, which swaps its parameters, and fake ones cannot be swapped"
-    line = user_line(list(traceback.walk_tb(error.__traceback__))[::-1])
+        text = "a module is cast or moved inside the step, which swaps its parameters, and fake "
+        text += "ones cannot be swapped"
+    outermost_first = list(traceback.walk_tb(error.__traceback__))
+    line = user_line(reversed(outermost_first))
     return (f"{text} ({line})" if line else text) + version_trouble()
 
 
-def user_line(frames: Iterable[tuple[Any, int]]) -> str:
-    """File, line and text of the innermost of `frames` (as `traceback.walk_stack` gives them) that is not torch's, or ""."""
+def user_line(frames: Iterable[tuple[FrameType, int]]) -> str:
+    """Return file, line and text of the innermost of `frames` that is not torch's, or "".
+
+    The frames are as `traceback.walk_stack` gives them.
+    """
     for frame, number in frames:
         file = frame.f_code.co_filename
-        if file.startswith(HERE + "training"):  # which calls the module: outside is the call of `simulate`
+        # it calls the module: outside is the call of `simulate`
+        if file.startswith(HERE + "training"):
             return ""
         if not file.startswith((TORCH, HERE, "<")) and not file.endswith("contextlib.py"):
             name = "a cell" if "ipykernel" in file else os.path.basename(file)
@@ -249,12 +342,14 @@ def _tensors(values: Any) -> list[torch.Tensor]:
 
 
 def _is_real(tensor: torch.Tensor) -> bool:
-    """Whether `tensor` is neither fake nor what `torch.func` wraps around one."""
-    return not isinstance(tensor, FakeTensor) and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+    """Tell whether `tensor` is neither fake nor what `torch.func` wraps around one."""
+    if isinstance(tensor, FakeTensor):
+        return False
+    return not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
 
 
 def _has_real(values: Any) -> bool:
-    """Whether there is a tensor in nested sequences and mappings that is not fake."""
+    """Tell whether there is a tensor in nested sequences and mappings that is not fake."""
     if isinstance(values, torch.Tensor):
         return _is_real(values)
     if isinstance(values, dict):

@@ -1,8 +1,11 @@
-"""The tracker of a simulated step: it answers reads of values that fake tensors lack, and runs operators faster."""
+"""The tracker of a simulated step.
 
-from collections.abc import Callable
+It answers reads of values that fake tensors lack, and runs operators faster.
+"""
+
+from collections.abc import Callable, Sequence
 from functools import cache
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
@@ -11,26 +14,62 @@ from .tracker import DEVICE_QUERY, Tracker, aten
 
 FAKE = torch._C._TorchDispatchModeKey.FAKE
 # Every mask is full, every count is one, and no gradient overflowed.
-ASSUMED = {
+ASSUMED: dict[torch.dtype, bool | float | int] = {
     torch.bool: True,
-    **dict.fromkeys((torch.float32, torch.float16, torch.bfloat16), 1.0),
-    **dict.fromkeys((torch.int64, torch.int32), 1),
+    torch.float32: 1.0,
+    torch.float16: 1.0,
+    torch.bfloat16: 1.0,
+    torch.int64: 1,
+    torch.int32: 1,
 }
 
 
+class KnownValues(Protocol):
+    """The values of some fake tensors (`simulation.values.Values`)."""
+
+    def stand_ins(self, arguments: tuple) -> tuple:
+        """Return an operator's (arguments, keyword arguments) with fakes for real tensors."""
+
+    def run(self, func: torch._ops.OpOverload, args: tuple, kwargs: dict, where: str) -> Any:
+        """Return an operator's result, and remember its values where they are known."""
+
+    def read(self, tensor: torch.Tensor, guess: Any, where: str) -> Any:
+        """Return the value of `tensor`, or `guess` and a note."""
+
+    def take_place(self, module: torch.nn.Module) -> None:
+        """Put fake tensors in the place of a module's own."""
+
+
 class FakeTracker(Tracker):
-    """A `Tracker` for fake tensors; `values` knows the content of some, `keep_storage` is given each operator's result."""
+    """A `Tracker` for fake tensors.
 
-    _should_skip_dynamo = staticmethod(lambda: False)  # no guard against torch.compile around each operator
+    Its `values` know the content of some, `keep_storage` is given each operator's result.
+    """
 
-    def __init__(self, device: str = "cpu", keep_storage: Callable[..., None] | None = None):
+    # no guard against torch.compile around each operator
+    _should_skip_dynamo = staticmethod(lambda: False)
+
+    def __init__(
+        self,
+        device: str = "cpu",
+        keep_storage: Callable[..., None] | None = None,
+    ) -> None:
         super().__init__(device)
-        self.keep_storage, self.values = keep_storage, None
+        self.keep_storage = keep_storage
+        self.values: KnownValues | None = None
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func is DEVICE_QUERY and isinstance(args[0], FakeTensor):  # most calls are this, from autograd's engine
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple = (),
+        kwargs: dict | None = None,
+    ) -> Any:
+        # most calls are this one, from autograd's engine
+        if func is DEVICE_QUERY and isinstance(args[0], FakeTensor):
             return args[0].fake_device
-        with torch._C.DisableTorchFunction():  # the simulation's, for each size that is asked for
+        # torch functions are the simulation's own, which would run for each size that is asked for
+        with torch._C.DisableTorchFunction():
             kwargs = kwargs or {}
             if self.values and func is not aten.lift_fresh.default:
                 args, kwargs = self.values.stand_ins((args, kwargs))
@@ -43,48 +82,84 @@ class FakeTracker(Tracker):
         super().meet_module(module)
 
     def run(self, func: torch._ops.OpOverload, args: tuple, kwargs: dict) -> Any:
-        """The fake result of an operator."""
+        """Return the fake result of an operator."""
         if self.values:
             result = self.values.run(func, args, kwargs, self.running_module())
         elif _only_writes(func):
             return None  # nothing is made; torch would look at every tensor of the model
-        elif func is aten.lift_fresh.default and not args[0].dim() and args[0].dtype in ASSUMED:
-            result = torch.empty((), dtype=args[0].dtype, device=args[0].device)  # torch would keep the number too
-        elif func is aten.nonzero.default:  # half of a batch's labels (KTO's), rounded up; of their negation the rest
-            n, given = args[0].numel(), self._storage(args[0]).category == "inputs"
-            result = args[0].new_empty((n - n // 2 if given else n // 2, args[0].dim()), dtype=torch.int64)
         else:
-            result = _unmasked(func, args, kwargs)
+            result = self._fake_result(func, args, kwargs)
         if self.keep_storage:
             self.keep_storage(func, args, kwargs, result)
         return result
 
+    def _fake_result(self, func: torch._ops.OpOverload, args: tuple, kwargs: dict) -> Any:
+        if func is aten.lift_fresh.default:
+            number = args[0]
+            # torch would keep the number itself beside the fake scalar
+            if not number.dim() and number.dtype in ASSUMED:
+                return torch.empty((), dtype=number.dtype, device=number.device)
+        if func is aten.nonzero.default:
+            return self._nonzero(args[0])
+        return _unmasked(func, args, kwargs)
+
+    def _nonzero(self, mask: torch.Tensor) -> torch.Tensor:
+        """Return the indices of half of `mask`.
+
+        KTO asks for the answers that are desirable, half of a batch's labels rounded up, and then
+        by the labels' negation for the rest.
+        """
+        storage = self._storage(mask)
+        assert storage is not None  # every argument was born before
+        half = mask.numel() // 2
+        count = mask.numel() - half if storage.category == "inputs" else half
+        return mask.new_empty((count, mask.dim()), dtype=torch.int64)
+
     def scalar(self, tensor: torch.Tensor) -> Any:
-        """The value of `tensor` if it is known, else an assumed one; None for a dtype without."""
+        """Return the value of `tensor` if it is known, else an assumed one.
+
+        None stands for a dtype without an assumption.
+        """
         if not self.values and tensor.dtype not in ASSUMED:
             return None
-        # what a module draws is not below its rate: LayerDrop drops no layer
-        is_draw = tensor.dtype == torch.bool and self.calls and self.calls[-1][1] in ("lt", "le")
-        guess = False if is_draw else ASSUMED.get(tensor.dtype, 1)
-        return self.values.read(tensor, guess, self.running_module()) if self.values else guess
+        guess = False if self._is_draw(tensor) else ASSUMED.get(tensor.dtype, 1)
+        if self.values:
+            return self.values.read(tensor, guess, self.running_module())
+        return guess
+
+    def _is_draw(self, tensor: torch.Tensor) -> bool:
+        """Tell whether a module draws a number and asks if it is below a rate, as LayerDrop does.
+
+        It is not: no layer is dropped.
+        """
+        if tensor.dtype != torch.bool or not self.calls:
+            return False
+        return self.calls[-1].op in ("lt", "le")
 
 
 def _unmasked(func: torch._ops.OpOverload, args: tuple, kwargs: dict) -> Any:
-    """The fake result of an operator, where a mask chooses every element."""
-    if func is aten.index.Tensor and any(place is not None and place.dtype == torch.bool for place in args[1]):
-        (mask,), x = args[1], args[0]
-        return x.new_empty(mask.numel(), *x.shape[mask.dim() :])
+    """Return the fake result of an operator, where a mask chooses every element."""
+    if func is aten.index.Tensor and _has_mask(args[1]):
+        values = args[0]
+        (mask,) = args[1]
+        return values.new_empty(mask.numel(), *values.shape[mask.dim() :])
     mode = torch._C._unset_dispatch_mode(FAKE)
     if mode is None:  # switched off, as in FSDP's hooks
         return func(*args, **kwargs)
-    try:  # what that comes to, without the way through the dispatcher
+    try:
+        # what the call of `func` comes to, without the way through the dispatcher
         return mode.__torch_dispatch__(func, (FakeTensor,), args, kwargs)
     finally:
         torch._C._set_dispatch_mode(mode)
 
 
+def _has_mask(indices: Sequence[torch.Tensor | None]) -> bool:
+    return any(index is not None and index.dtype == torch.bool for index in indices)
+
+
 @cache
 def _only_writes(func: torch._ops.OpOverload) -> bool:
-    """Whether `func` is an optimizer's multi-tensor kernel that works in place and returns nothing."""
+    """Tell whether `func` is an optimizer's multi-tensor kernel, in place and without a result."""
     name = func.overloadpacket.__name__
-    return name.startswith(("_foreach_", "_fused_")) and name.endswith("_") and not func._schema.returns
+    is_multi_tensor = name.startswith(("_foreach_", "_fused_"))
+    return is_multi_tensor and name.endswith("_") and not func._schema.returns

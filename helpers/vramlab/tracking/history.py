@@ -1,9 +1,12 @@
-"""A tracker's log, replayed: bytes by category after every event, peaks, phases, the timeline; and its report."""
+"""A tracker's log, replayed.
+
+It gives bytes by category after every event, peaks, phases and the timeline; and the report.
+"""
 
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -13,134 +16,256 @@ from ..hardware.overhead import expandable
 from ..recipe.recipe import Recipe
 from ..report import report
 from ..report.report import CATEGORIES, Bytes, Interval, MiB, Moment, Phase, Report, TensorGroup
-from .tracker import Storage
+from .tracker import Event, Mark, Storage
 
-ATTRIBUTED = tuple(name for name in CATEGORIES if name != "unexplained")  # categories that a log knows
+# The categories that a log knows.
+ATTRIBUTED = tuple(name for name in CATEGORIES if name != "unexplained")
 INDEX = {name: i for i, name in enumerate(ATTRIBUTED)}
+LEAST_SPARE = 64 * MiB  # of segments, above what the allocator's model says
+BEFORE_A_STEP = ("load", "between_steps")
+
+
+class Stretch(NamedTuple):
+    """A phase, from one position of the log to another; the first is "load"."""
+
+    name: str
+    start: int
+    end: int
 
 
 class Log:
-    """A tracker's events in an `order` that may repeat an event for other layers. `keys`: a number for each storage;
-    `shifts`: how many groups of layers further up an event is; `renamed` gives a module's name there."""
+    """A tracker's events in an `order` that may repeat an event for other layers.
 
-    def __init__(self, events: list, order=None, keys=None, shifts=None, renamed: Callable | None = None):
-        self.events, self.renamed = events, renamed
-        if order is None:
-            numbers: dict[Storage, int] = {}
-            keys = np.array([numbers.setdefault(storage, len(numbers)) for _, storage, _ in events], int)
-            order, shifts = np.arange(len(events)), np.zeros(len(events), int)
-        self.order, self.keys, self.shifts = order, keys, shifts
-        columns = np.array([(size, s.asked, s.stream) for size, s, _ in events], np.int64).reshape(-1, 3)
+    `keys` is a number for each storage, `shifts` says how many groups of layers further up an
+    event is, `renamed` gives a module's name there. Without an order the events are as they came.
+    """
+
+    def __init__(
+        self,
+        events: list[Event],
+        order: np.ndarray | None = None,
+        keys: np.ndarray | None = None,
+        shifts: np.ndarray | None = None,
+        renamed: Callable[[str, int], str] | None = None,
+    ) -> None:
+        self.events = events
+        self.renamed = renamed
+        if order is None or keys is None or shifts is None:
+            order = np.arange(len(events))
+            keys = _numbered([storage for _, storage, _ in events])
+            shifts = np.zeros(len(events), int)
+        self.order = order
+        self.keys = keys
+        self.shifts = shifts
+        rows = [(size, storage.asked, storage.stream) for size, storage, _ in events]
+        columns = np.array(rows, np.int64).reshape(-1, 3)
+        # copied, so that each column is contiguous for what is summed over it
         self.sizes, self.asked, self.streams = columns[order].T.copy()
 
     def storage(self, at: int) -> Storage:
-        """The storage of event `at`, with the name of the layer that it stands for."""
-        storage = self.events[self.order[at]][1]
-        return storage.copy(self.renamed(storage.where, int(self.shifts[at]))) if self.renamed else storage
+        """Return the storage of event `at`, with the name of the layer that it stands for."""
+        _, storage, _ = self.events[self.order[at]]
+        if self.renamed is None:
+            return storage
+        return storage.copy(self.renamed(storage.where, int(self.shifts[at])))
 
     def __len__(self) -> int:
         return len(self.order)
 
-    def __iter__(self) -> Iterator[tuple[int, Storage, str]]:
+    def __iter__(self) -> Iterator[Event]:
         alive: dict[int, Storage] = {}
-        for at, (event, key) in enumerate(zip(self.order.tolist(), self.keys.tolist(), strict=True)):
+        pairs = zip(self.order.tolist(), self.keys.tolist(), strict=True)
+        for at, (event, key) in enumerate(pairs):
             size, _, op = self.events[event]
+            # a free is of the very object that was born, under the name that it had then
             if size > 0:
                 alive[key] = self.storage(at)
             yield size, alive[key], op
+
+
+def _numbered(storages: list[Storage]) -> np.ndarray:
+    """Return a number for each storage, in the order of first appearance."""
+    numbers: dict[Storage, int] = {}
+    for storage in storages:
+        numbers.setdefault(storage, len(numbers))
+    return np.array([numbers[storage] for storage in storages], int)
 
 
 class History:
     """A tracker's log and marks, replayed. Position p is the moment after the first p events.
 
     Args:
-        allocator: also run the log through the model of CUDA's caching allocator (`replayed`). What its blocks hold
-            beyond the requests is then workspace, and the total is what `torch.cuda.memory_allocated` says.
+        allocator: also run the log through the model of CUDA's caching allocator (`replayed`). What
+            its blocks hold beyond the requests is then workspace, and the total is what
+            `torch.cuda.memory_allocated` says.
         room: what the allocator has of a card, where the context is as usual; None: no limit.
     """
 
-    def __init__(self, log: list | Log, marks: list, allocator: bool = False, room: Room | None = None, notes=()):
-        self.log, self.notes = log if isinstance(log, Log) else Log(list(log)), list(notes)
-        log, self.room = self.log, room
-        self.replayed = self.replay(room.left("value") if room else None) if allocator else None
-        self.requested = int((np.sign(log.sizes) * log.asked).cumsum().max(initial=0))
-        deltas = np.zeros((len(log) + 1, len(ATTRIBUTED)), dtype=np.int64)
-        columns = np.array([INDEX[storage.category or "temporaries"] for _, storage, _ in log.events], int)
-        deltas[np.arange(1, len(deltas)), columns[log.order]] = log.sizes
-        self.splits = deltas.cumsum(axis=0)  # (events + 1, categories): bytes alive at each position
+    def __init__(
+        self,
+        log: list[Event] | Log,
+        marks: list[Mark],
+        allocator: bool = False,
+        room: Room | None = None,
+        notes: Iterable[str] = (),
+    ) -> None:
+        self.log = log if isinstance(log, Log) else Log(list(log))
+        self.notes = list(notes)
+        self.room = room
+        limit = room.left("value") if room else None
+        self.replayed = self.replay(limit) if allocator else None
+        # without the tracker's rounding: torch calls these the requested bytes
+        asked = np.sign(self.log.sizes) * self.log.asked
+        self.requested = int(asked.cumsum().max(initial=0))
+        # bytes alive at each position: (events + 1, categories)
+        self.splits = self._split_all()
         if self.replayed:
             self.splits[:, INDEX["workspace"]] += self.replayed.internal_fragmentation
         self.live = self.splits.sum(axis=1)
-        starts, ends = [(0, "load"), *marks], [*(position for position, _ in marks), len(self.log)]
-        # (phase, first position, last position), in order; the first is "load"
-        self.stretches = [(name, start, end) for (start, name), end in zip(starts, ends, strict=True)]
+        self.stretches = self._stretches(marks)
+
+    def _split_all(self) -> np.ndarray:
+        log = self.log
+        categories = [storage.category or "temporaries" for _, storage, _ in log.events]
+        columns = np.array([INDEX[category] for category in categories], int)
+        # one row more than events: at position 0 nothing is alive
+        changes = np.zeros((len(log) + 1, len(ATTRIBUTED)), dtype=np.int64)
+        rows = np.arange(1, len(changes))
+        changes[rows, columns[log.order]] = log.sizes
+        return changes.cumsum(axis=0)
+
+    def _stretches(self, marks: list[Mark]) -> list[Stretch]:
+        """Return the phases in order; each ends where the next one begins."""
+        starts = [(0, "load"), *marks]
+        ends = [*(position for position, _ in marks), len(self.log)]
+        stretches = []
+        for (start, name), end in zip(starts, ends, strict=True):
+            stretches.append(Stretch(name, start, end))
+        return stretches
 
     def replay(self, limit: int | None) -> Replayed:
         """The log in CUDA's caching allocator, which has at most `limit` bytes; None: any."""
         return replay(self.log.sizes, self.log.keys, self.log.streams, limit)
 
     def highest(self, start: int = 0, end: int | None = None) -> int:
-        """The first position from `start` to `end` with the most bytes alive."""
+        """Return the first position from `start` to `end` with the most bytes alive."""
         end = len(self.log) if end is None else end
         return start + int(np.argmax(self.live[start : end + 1]))
 
     def split(self, position: int) -> Bytes:
-        """The bytes by category at `position`."""
+        """Return the bytes by category at `position`."""
         return Bytes(*map(int, self.splits[position]))
 
     def phase_at(self, position: int) -> str:
-        """The phase whose events lead to `position`."""
-        return next(name for name, start, end in self.stretches if position <= end and (position > start or start == 0))
+        """Return the phase whose events lead to `position`."""
+        for name, start, end in self.stretches:
+            # at a stretch's start the events of the one before have led there
+            if position <= end and (position > start or start == 0):
+                return name
+        raise IndexError(f"the log ends before position {position}")
 
     @cached_property
-    def last_step(self) -> list[tuple[str, int, int]]:
-        """The stretches of the last optimizer step: from its first "forward" to its "between_steps"."""
-        names = [name for name, _, _ in self.stretches]
-        starts = [i for i, n in enumerate(names) if n == "forward" and names[i - 1] in ("load", "between_steps")]
-        return self.stretches[max(starts, default=0) :]
+    def last_step(self) -> list[Stretch]:
+        """The stretches of the last optimizer step: from its first "forward" on."""
+        first = 0
+        for i, stretch in enumerate(self.stretches):
+            before = self.stretches[i - 1].name
+            if stretch.name == "forward" and before in BEFORE_A_STEP:
+                first = i
+        return self.stretches[first:]
 
     def phases(self) -> dict[str, Phase]:
-        """Each phase of the last step (its highest micro-batch), and the moment after loading."""
-        load = self.split(self.stretches[0][2])
+        """Return each phase of the last step (its highest micro-batch), and the end of loading."""
+        load = self.split(self.stretches[0].end)
         return {"load": Phase(load, load), **merge(self.moments(self.last_step))}
 
-    def moments(self, stretches: list[tuple[str, int, int]] | None = None) -> list[tuple[str, Bytes, Bytes]]:
-        """(phase, peak, end) of each of `stretches`, by default of all."""
-        return [(name, self.split(self.highest(a, b)), self.split(b)) for name, a, b in stretches or self.stretches]
+    def moments(self, stretches: Sequence[Stretch] = ()) -> list[tuple[str, Bytes, Bytes]]:
+        """Return (phase, peak, end) of each of `stretches`, by default of all."""
+        moments = []
+        for name, start, end in stretches or self.stretches:
+            peak = self.split(self.highest(start, end))
+            moments.append((name, peak, self.split(end)))
+        return moments
 
     def largest(self, position: int, count: int = 24) -> list[TensorGroup]:
-        """The largest groups of equal storages alive at `position`."""
-        log, groups = self.log, {}
-        by_key = np.argsort(log.keys[:position], kind="stable")
-        is_birth = log.sizes[by_key] > 0
-        alive = np.sort(by_key[is_birth & np.append(is_birth[1:], True)])  # births that no free follows
-        for event, at, times in zip(*np.unique(log.order[alive], return_index=True, return_counts=True), strict=True):
-            s = log.events[event][1]
-            group = groups.setdefault((s.size, s.category or "temporaries", s.shape, s.dtype, s.op), [len(alive), 0])
-            group[:] = min(group[0], at), group[1] + int(times)
-        ranked = sorted(groups.items(), key=lambda item: (-item[0][0] * item[1][1], str(item[0])))[:count]
-        return [TensorGroup(*key, log.storage(alive[at]).where, times) for key, (at, times) in ranked]
+        """Return the largest groups of equal storages alive at `position`."""
+        log = self.log
+        alive = self._births_alive(position)
+        # a storage that stands for many layers is one event, many times
+        events, firsts, times = np.unique(log.order[alive], return_index=True, return_counts=True)
+        groups: dict[tuple, _Group] = {}
+        for event, at, number in zip(events, firsts, times, strict=True):
+            _, storage, _ = log.events[event]
+            category = storage.category or "temporaries"
+            key = (storage.size, category, storage.shape, storage.dtype, storage.op)
+            group = groups.setdefault(key, _Group(first=len(alive)))
+            group.first = min(group.first, at)
+            group.count += int(number)
+
+        def rank(item: tuple[tuple, _Group]) -> tuple[int, str]:
+            key, group = item
+            size = key[0]
+            return -size * group.count, str((key, [group.first, group.count]))
+
+        ranked = sorted(groups.items(), key=rank)
+        return [self._described(key, alive[group.first], group) for key, group in ranked[:count]]
+
+    def _births_alive(self, position: int) -> np.ndarray:
+        """Return the events before `position` that are births which no free follows."""
+        # stable: a storage's events stay in their order
+        by_key = np.argsort(self.log.keys[:position], kind="stable")
+        is_birth = self.log.sizes[by_key] > 0
+        is_followed_by_birth = np.append(is_birth[1:], True)
+        return np.sort(by_key[np.flatnonzero(is_birth & is_followed_by_birth)])
+
+    def _described(self, key: tuple, at: int, group: "_Group") -> TensorGroup:
+        size, category, shape, dtype, op = key
+        where = self.log.storage(at).where
+        return TensorGroup(size, category, shape, dtype, op, where, group.count)
 
     def timeline(self, points: int = 400) -> list[Moment]:
-        """The last step in about `points` moments: every high and low that shows at that resolution."""
+        """Return the last step in about `points` moments.
+
+        Every high and low is among them that shows at that resolution.
+        """
         step = self.last_step
-        begin, end = step[0][1], step[-1][2]
-        chosen = {begin, end, *(stop for _, _, stop in step)}
+        begin = step[0].start
+        end = step[-1].end
+        chosen = {begin, end}
+        chosen.update(stretch.end for stretch in step)
+        # two points of each window are kept
         width = max(1, (end - begin) * 2 // points)
         for left in range(begin, end, width):
-            window = self.live[left : min(left + width, end) + 1]
-            chosen |= {left + int(np.argmax(window)), left + int(np.argmin(window))}
-        names = [(start, name) for name, start, _ in step]
-        return [
-            Moment(p - begin, next(n for start, n in reversed(names) if start < p or start == begin), self.split(p))
-            for p in sorted(chosen)
-        ]
+            right = min(left + width, end)
+            window = self.live[left : right + 1]
+            chosen.add(left + int(np.argmax(window)))
+            chosen.add(left + int(np.argmin(window)))
+        moments = []
+        for position in sorted(chosen):
+            phase = _phase_before(position, step)
+            moments.append(Moment(position - begin, phase, self.split(position)))
+        return moments
 
 
-def merge(stretches: Iterable[tuple[str, Bytes, Bytes]]) -> dict[str, Phase]:
-    """One `Phase` for each name among (phase, peak, end): the highest peak, the last end."""
+@dataclasses.dataclass
+class _Group:
+    """Equal storages: the index of the first among those alive, and how many there are."""
+
+    first: int
+    count: int = 0
+
+
+def _phase_before(position: int, step: list[Stretch]) -> str:
+    """Return the last phase of a step that begins before `position`, or at the step's begin."""
+    begin = step[0].start
+    names = [name for name, start, _ in step if start < position or start == begin]
+    return names[-1]
+
+
+def merge(moments: Iterable[tuple[str, Bytes, Bytes]]) -> dict[str, Phase]:
+    """Return one `Phase` for each name among (phase, peak, end): the highest peak, the last end."""
     phases: dict[str, Phase] = {}
-    for name, peak, end in stretches:
+    for name, peak, end in moments:
         if name in phases and phases[name].peak.total >= peak.total:
             peak = phases[name].peak
         phases[name] = Phase(peak, end)
@@ -155,17 +280,29 @@ def to_report(
     since: int = 0,
     **more: Any,
 ) -> Report:
-    """The report of a replayed run, with its peak from position `since` on; of a simulated one also what is reserved."""
-    at, room = history.highest(since), history.room
+    """Return the report of a replayed run, with its peak from position `since` on.
+
+    That of a simulated run also says what is reserved.
+    """
+    at = history.highest(since)
+    room = history.room
     if source == "simulated" and history.replayed:
         allocated = int(history.live.max())
-        more |= {"allocated": allocated, "requested": history.requested} if not since else {}
-        more["reserved"], more["process"], failed = _reserved_and_process(history, allocated, more.get("loading"))
+        # from a later position on the allocator's own peak would be another one's
+        if not since:
+            more["allocated"] = allocated
+            more["requested"] = history.requested
+        loading = more.get("loading")
+        reserved, of_process, failed = _reserved_and_process(history, allocated, loading)
+        more["reserved"] = reserved
+        more["process"] = of_process
         if room:
-            more |= {"usable": room.usable, "granted": str(room)}
-        if failed:
-            said = f"does not fit {room.card.name}: {_failure(history, failed)}"
-            more["notes"] = [*more.get("notes", ()), said]
+            more["usable"] = room.usable
+            more["granted"] = str(room)
+        if room and failed:
+            failure = _failure(history, failed)
+            note = f"does not fit {room.card.name}: {failure}"
+            more["notes"] = [*more.get("notes", ()), note]
     return Report(
         source=source,
         recipe=recipe.to_dict() if recipe else None,
@@ -182,43 +319,62 @@ def to_report(
 
 
 def _failure(history: History, error: AllocatorError) -> str:
-    """Which request of a run found no room, and what filled the card then, in the words of PyTorch's own message."""
+    """Say which request of a run found no room, and what filled the card then.
+
+    The words are those of PyTorch's own message.
+    """
     begun = [name for name, start, _ in history.stretches if start <= error.event]
-    step = 1 + begun[:-1].count("between_steps")
-    asked, free = history.log.storage(error.event).asked, error.limit - error.reserved
-    sizes = (asked, free, error.limit, error.allocated, error.reserved - error.allocated)
-    asked, free, limit, allocated, cached = (report.format_bytes(n, report.unit_for(n), 2) for n in sizes)
+    if begun == ["load"]:
+        moment = "load"
+    else:
+        step = 1 + begun[:-1].count("between_steps")
+        moment = f"step {step}, {begun[-1]},"
+    asked = _in_words(history.log.storage(error.event).asked)
+    free = _in_words(error.limit - error.reserved)
+    limit = _in_words(error.limit)
+    allocated = _in_words(error.allocated)
+    cached = _in_words(error.reserved - error.allocated)
     return (
-        f"in {'load' if begun == ['load'] else f'step {step}, {begun[-1]},'} it tries to allocate {asked}, and {free} are "
-        f"free. Of {limit}, {allocated} are allocated, {cached} reserved but unallocated. The figure for reserved "
-        "memory is that of a larger card"
+        f"in {moment} it tries to allocate {asked}, and {free} are free. Of {limit}, {allocated} "
+        f"are allocated, {cached} reserved but unallocated. The figure for reserved memory is that "
+        "of a larger card"
     )
 
 
-def _reserved_and_process(
-    history: History, allocated: int, loading: Bytes | None
-) -> tuple[Interval, Interval, AllocatorError | None]:
-    """Reserved memory, that of the process, and what failed where the context is least.
+def _in_words(size: int) -> str:
+    return report.format_bytes(size, report.unit_for(size), 2)
 
-    The log is replayed in what each end of the context leaves. Without expandable segments 97 % of the published runs
-    that say it lie below the upper end, a tenth above the replay; what does not fit is shown as on a larger card.
+
+def _reserved_and_process(
+    history: History,
+    allocated: int,
+    loading: Bytes | None,
+) -> tuple[Interval, Interval, AllocatorError | None]:
+    """Return reserved memory, that of the process, and what failed where the context is least.
+
+    The log is replayed in what each end of the context leaves. Without expandable segments 97 % of
+    the published runs that say it lie below the upper end, a tenth above the replay; what does not
+    fit is shown as on a larger card.
     """
     room = history.room
-    held = room.context if room else context_on()
+    context = room.context if room else context_on()
     highest = max(allocated, loading.total if loading else 0)
     if room and room.expandable_segments:
         inside = expandable(highest)
-        return inside, inside + held, None
-    usual, failed = history.replayed, None
-    least = most = usual
+        return inside, inside + context, None
+    usual = history.replayed
+    assert usual is not None  # only a log of CUDA has reserved memory
+    failed = None
+    most = usual
     if room and usual.failed:
-        least = history.replay(room.left("low"))
-        failed = least.failed
+        failed = history.replay(room.left("low")).failed
     elif room and usual.reserved > room.left("high"):
         most = history.replay(room.left("high"))
-    value, high = (max(each.reserved, highest) for each in (usual, most))
-    inside = Interval(highest, value, high + max(high // 10, 64 * MiB))
-    around = inside + held
-    if failed:  # the least that would have done for the request
-        around = dataclasses.replace(around, low=max(around.low, failed.needed + held.low))
+    value = max(usual.reserved, highest)
+    high = max(most.reserved, highest)
+    inside = Interval(highest, value, high + max(high // 10, LEAST_SPARE))
+    around = inside + context
+    if failed:
+        # the least that would have done for the request
+        around = dataclasses.replace(around, low=max(around.low, failed.needed + context.low))
     return inside, around, failed

@@ -10,23 +10,27 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ..report.errors import VramLabError
 
+WITH_STORAGE = (torch.strided, torch.jagged)  # layouts of tensors that lie in one storage
+
 
 def plain_tensors(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    """`tensors`, with what a wrapper such as DTensor wraps in its place."""
-    found = []
+    """Return `tensors`, with what a wrapper such as DTensor wraps in its place."""
+    unwrapped = []
     for tensor in tensors:
-        if tensor.layout not in (torch.strided, torch.jagged):
+        if tensor.layout not in WITH_STORAGE:
             raise VramLabError(f"neither simulate nor watch follows {tensor.layout} tensors")
         if is_traceable_wrapper_subclass(tensor):
-            inner = (getattr(tensor, name) for name in tensor.__tensor_flatten__()[0])  # a mesh is no tensor
-            found += plain_tensors(part for part in inner if isinstance(part, torch.Tensor))
+            names, _ = tensor.__tensor_flatten__()
+            wrapped = [getattr(tensor, name) for name in names]
+            # a wrapper also names what is no tensor, such as DTensor's mesh
+            unwrapped += plain_tensors(part for part in wrapped if isinstance(part, torch.Tensor))
         else:
-            found.append(tensor)
-    return found
+            unwrapped.append(tensor)
+    return unwrapped
 
 
 def tensors_in(values: Any) -> list[torch.Tensor]:
-    """The tensors in nested mappings, sequences and dataclasses."""
+    """Return the tensors in nested mappings, sequences and dataclasses."""
     if isinstance(values, torch.Tensor):
         return [values]
     if isinstance(values, Mapping):
@@ -35,4 +39,7 @@ def tensors_in(values: Any) -> list[torch.Tensor]:
         values = vars(values).values()
     elif not isinstance(values, list | tuple | set | frozenset | deque):
         return []
-    return [tensor for value in values for tensor in tensors_in(value)]
+    tensors = []
+    for value in values:
+        tensors += tensors_in(value)
+    return tensors

@@ -3,8 +3,8 @@
 import contextlib
 import functools
 import sys
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
 
 import torch
 
@@ -15,25 +15,30 @@ from ..training.training import train_step
 from .tensors import tensors_in
 from .tracker import ON_HOST, REFERENCE, Tracker
 
+Followed = TypeVar("Followed", bound=Tracker)
+LEAST_PAGED = 100_000  # elements of a state that bitsandbytes puts into unified memory
+
 
 def run_tracked(
     training: Training,
-    tracker: Tracker,
+    tracker: Followed,
     steps: int,
     target: str,
     at_phase: Callable[[], None] | None = None,
     then: Callable[[], None] | None = None,
-) -> Tracker:
+) -> Followed:
     """Run `steps` optimizer steps of `training` under `tracker`, and return it.
 
-    `at_phase` is called before a phase's first event, `then` after the steps, as one more forward phase.
+    `at_phase` is called before a phase's first event, `then` after the steps, as one more forward
+    phase.
     """
     claim_model(tracker, training.model)
     if training.reference is not None:
         claim_model(tracker, training.reference, REFERENCE)
     for batch in (training.batch, *training.further):
         tracker.claim(tensors_in(batch), "inputs")
-    claim_states(tracker, training.optimizers, target)  # Adagrad makes its own before the first step
+    # Adagrad makes its states before the first step
+    claim_states(tracker, training.optimizers, target)
 
     def on_phase(name: str) -> None:
         if name == "between_steps":
@@ -60,29 +65,44 @@ def run_tracked(
 
 
 @contextlib.contextmanager
-def gradients_named(tracker: Tracker, model: torch.nn.Module):
+def gradients_named(tracker: Tracker, model: torch.nn.Module) -> Iterator[None]:
     """While entered, claim each gradient as soon as it is complete, and existing ones now."""
 
     def claim(name: str, parameter: torch.Tensor) -> None:
         if parameter.grad is not None:
             tracker.claim([parameter.grad], "gradients", name)
 
-    with contextlib.ExitStack() as handles:
+    with contextlib.ExitStack() as hooks:
         for name, parameter in model.named_parameters():
             claim(name, parameter)
             if parameter.requires_grad:
-                hooks = parameter._post_accumulate_grad_hooks or {}
-                others = list(hooks)
-                own = parameter.register_post_accumulate_grad_hook(functools.partial(claim, name))
-                handles.enter_context(own)
-                for other in others:  # the loop's own go last: they may step on the gradient and free it
-                    hooks[other] = hooks.pop(other)
+                hooks.enter_context(_first_hook(parameter, functools.partial(claim, name)))
         yield
 
 
+def _first_hook(
+    parameter: torch.nn.Parameter,
+    hook: Callable[[torch.Tensor], None],
+) -> contextlib.AbstractContextManager:
+    """Register `hook` before those that the parameter has, and return its handle.
+
+    The loop's own hooks have to come last: they may step on the gradient and free it.
+    """
+    hooks = parameter._post_accumulate_grad_hooks or {}
+    earlier = list(hooks)
+    handle = parameter.register_post_accumulate_grad_hook(hook)
+    for key in earlier:
+        hooks[key] = hooks.pop(key)
+    return handle
+
+
 @contextlib.contextmanager
-def fsdp_units_named(tracker: Tracker):
-    """While entered, claim what FSDP gathers as workspace, and the full gradients before it divides them."""
+def fsdp_units_named(tracker: Tracker) -> Iterator[None]:
+    """While entered, claim what FSDP gathers as workspace, and full gradients before the division.
+
+    FSDP divides a gradient among the ranks as soon as the unit's backward pass has ended.
+    """
+    # a run that has not imported FSDP has no units, and the import takes a second
     if "torch.distributed.fsdp" not in sys.modules:
         yield
         return
@@ -97,8 +117,10 @@ def fsdp_units_named(tracker: Tracker):
     def post_backward(group: FSDPParamGroup, *unused: Any) -> None:
         for part in group.fsdp_params:
             whole = getattr(part, "_unsharded_param", None)
-            gradients = (part.unsharded_accumulated_grad, None if whole is None else whole.grad)
-            tracker.claim((g for g in gradients if g is not None), "gradients", part._param_fqn or "")
+            accumulated = part.unsharded_accumulated_grad
+            last = None if whole is None else whole.grad
+            gradients = [gradient for gradient in (accumulated, last) if gradient is not None]
+            tracker.claim(gradients, "gradients", part._param_fqn or "")
         divide(group, *unused)
 
     with (
@@ -109,33 +131,47 @@ def fsdp_units_named(tracker: Tracker):
 
 
 def claim_model(tracker: Tracker, model: torch.nn.Module, prefix: str = "") -> None:
-    """Claim the model's parameters (with the statistics of quantized ones) and buffers; names begin with `prefix`."""
+    """Claim the model's parameters, with the statistics of quantized ones, and its buffers.
+
+    Their names begin with `prefix`.
+    """
     for name, parameter in model.named_parameters(prefix):
         tracker.claim([parameter, *quantization_statistics(parameter)], "parameters", name)
-    for name, module in model.named_modules():  # FSDP's shards have none of their own
+    # of 4-bit weights that FSDP has divided the layer has the statistics: its shards have none
+    for name, module in model.named_modules():
         tracker.claim(quantization_statistics(module), "parameters", f"{name}.weight")
     for name, buffer in model.named_buffers(prefix):
         tracker.claim([buffer], "buffers", name)
 
 
 def quantization_statistics(owner: torch.nn.Parameter | torch.nn.Module) -> list[torch.Tensor]:
-    """What a bitsandbytes weight or its layer keeps besides the codes: scales, their own codes and scales, offset."""
+    """Return what a bitsandbytes weight or its layer keeps besides the codes.
+
+    These are the scales, the scales' own codes and scales, and an offset.
+    """
     state = getattr(owner, "quant_state", None)
     if state is None:
         return tensors_in([getattr(owner, "SCB", None)])
-    nested = [state.state2.absmax, state.state2.code] if state.state2 is not None else []
-    return tensors_in([state.absmax, state.code, state.offset, *nested])
+    statistics = [state.absmax, state.code, state.offset]
+    if state.state2 is not None:  # double quantization
+        statistics += [state.state2.absmax, state.state2.code]
+    return tensors_in(statistics)
 
 
 def claim_states(tracker: Tracker, optimizers: list[Any], target: str) -> None:
-    """Claim the optimizers' states. On CUDA, paged ones of 100,000 elements or more are in unified memory
-    (`bitsandbytes.optim.Optimizer8bit.get_state_buffer`)."""
+    """Claim the optimizers' states.
+
+    On CUDA, paged ones of `LEAST_PAGED` elements or more are in unified memory
+    (`bitsandbytes.optim.Optimizer8bit.get_state_buffer`).
+    """
     for optimizer in optimizers:
-        own = getattr(optimizer, "optimizer", optimizer)  # DeepSpeed's and accelerate's wrappers lead to its states
-        paged = target == "cuda" and getattr(own, "is_paged", False)
+        # DeepSpeed's and accelerate's wrappers lead to the one that pages
+        own = getattr(optimizer, "optimizer", optimizer)
+        is_paged = target == "cuda" and getattr(own, "is_paged", False)
         for parameter, state in optimizer.state.items():
+            is_large = parameter.numel() >= LEAST_PAGED
             for name, value in state.items():
-                if paged and name in ("state1", "state2") and parameter.numel() >= 1e5:
+                if is_paged and is_large and name in ("state1", "state2"):
                     tracker.claim(tensors_in(value), ON_HOST)
                 else:
                     tracker.claim(tensors_in(value), "optimizer_states", tracker.owner(parameter))

@@ -1,1 +1,4 @@
-"""The one training step, and the engines that divide it among ranks. `simulate` and `measure` run exactly this."""
+"""The one training step, and the engines that divide it among ranks.
+
+`simulate` and `measure` run exactly this.
+"""

@@ -1,4 +1,7 @@
-"""TRL's own activation offloading (`trl/models/activation_offloading.py`) on fake tensors, with streams that never wait."""
+"""TRL's own activation offloading on fake tensors, with streams that never wait.
+
+The code that runs is `trl/models/activation_offloading.py`.
+"""
 
 import contextlib
 from collections.abc import Iterator
@@ -25,19 +28,29 @@ class Stream(torch.cpu.Stream):
 
 
 STREAMS = SimpleNamespace(
-    Stream=Stream, current_stream=Stream, stream=contextlib.nullcontext, empty_cache=lambda: None, __name__="streams"
+    Stream=Stream,
+    current_stream=Stream,
+    stream=contextlib.nullcontext,
+    empty_cache=lambda: None,
+    __name__="streams",
 )
 
 
 @contextlib.contextmanager
 def fake_accelerator() -> Iterator[None]:
-    """While entered, TRL's context offloads from `DEVICE`; storages of fake tensors can be told apart by address."""
+    """While entered, TRL's context offloads from `DEVICE`.
+
+    Storages of fake tensors can be told apart by address.
+    """
     from trl.models import activation_offloading as trl_code
 
-    found = SimpleNamespace(current_accelerator=lambda: SimpleNamespace(type=Accelerator(DEVICE)))
-    seen = SimpleNamespace(**{**vars(torch), "accelerator": found, "get_device_module": lambda name: STREAMS})
+    device = SimpleNamespace(type=Accelerator(DEVICE))
+    accelerator = SimpleNamespace(current_accelerator=lambda: device)
+    stand_ins = {"accelerator": accelerator, "get_device_module": lambda name: STREAMS}
+    # TRL's module alone sees them: other code that runs meanwhile has torch itself
+    torch_with_accelerator = SimpleNamespace(**{**vars(torch), **stand_ins})
     with (
-        replaced(trl_code, "torch", seen),
+        replaced(trl_code, "torch", torch_with_accelerator),
         replaced(torch.UntypedStorage, "data_ptr", lambda storage: storage._cdata << 32),
         replaced(torch.Tensor, "record_stream", lambda tensor, stream: None),
     ):

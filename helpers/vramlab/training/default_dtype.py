@@ -1,5 +1,8 @@
-"""A default dtype for one thread. `torch.set_default_dtype`, which transformers calls to build a model in half precision, is
-for the whole process: what another thread makes in the meantime would be in half precision too."""
+"""A default dtype for one thread.
+
+`torch.set_default_dtype`, which transformers calls to build a model in half precision, is for the
+whole process: what another thread makes in the meantime would be in half precision too.
+"""
 
 import contextlib
 from collections.abc import Iterator
@@ -11,23 +14,42 @@ from torch.utils._pytree import tree_leaves
 
 from .patched import replaced
 
-CASTS = {torch.Tensor.to, torch.Tensor.float, torch.Tensor.double, torch.Tensor.half, torch.Tensor.bfloat16}
-CASTS |= {torch.Tensor.type, torch.Tensor.view}
+# Functions whose result has the dtype that they were asked for.
+CASTS = {
+    torch.Tensor.to,
+    torch.Tensor.float,
+    torch.Tensor.double,
+    torch.Tensor.half,
+    torch.Tensor.bfloat16,
+    torch.Tensor.type,
+    torch.Tensor.view,
+}
 
 
 class _Default(TorchFunctionMode):
-    """Gives `dtype` to floating tensors that would have the process's default: those that nothing says a dtype for."""
+    """Gives `dtype` to floating tensors that would have the process's default.
 
-    def __init__(self):
+    Those are the ones that nothing says a dtype for.
+    """
+
+    def __init__(self) -> None:
         super().__init__()
-        self.of_process = self.dtype = torch.get_default_dtype()
+        self.of_process = torch.get_default_dtype()
+        self.dtype = self.of_process
 
-    def __torch_function__(self, func, types, args=(), kwargs=None):
+    def __torch_function__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple = (),
+        kwargs: dict | None = None,
+    ) -> Any:
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         if self.dtype == self.of_process or not isinstance(result, torch.Tensor) or func in CASTS:
             return result
-        if result.dtype != self.of_process or any(map(_says_dtype, tree_leaves((args, kwargs)))):
+        is_said = any(map(_says_dtype, tree_leaves((args, kwargs))))
+        if result.dtype != self.of_process or is_said:
             return result
         if isinstance(result, torch.nn.Parameter):
             return torch.nn.Parameter(result.to(self.dtype), result.requires_grad)
@@ -35,8 +57,10 @@ class _Default(TorchFunctionMode):
 
 
 def _says_dtype(value: Any) -> bool:
-    is_floating = isinstance(value, torch.Tensor) and (value.is_floating_point() or value.is_complex())
-    return is_floating or isinstance(value, torch.dtype)
+    """Tell whether an argument decides on the dtype: a floating tensor, or a dtype itself."""
+    if isinstance(value, torch.Tensor):
+        return value.is_floating_point() or value.is_complex()
+    return isinstance(value, torch.dtype)
 
 
 @contextlib.contextmanager

@@ -1,4 +1,7 @@
-"""What a step works on (`Training`), and who runs it (`Engine`): one process here, many ranks in `engines`."""
+"""What a step works on (`Training`), and who runs it (`Engine`).
+
+That is one process here, and many ranks in `engines`.
+"""
 
 import contextlib
 from collections.abc import Callable
@@ -7,81 +10,114 @@ from typing import Any
 
 import torch
 
-from ..recipe.options import Loop
+from ..recipe.options import Loop, Sharding
 from ..recipe.recipe import Recipe
 from .process_group import is_fake_group
 
 AUTOCAST = {"fp16-mixed": "float16", "bf16-mixed": "bfloat16"}
+# A transformers model, perhaps in a wrapper of PEFT, torch or DeepSpeed that has its attributes.
+Model = Any
 
 
 class Engine:
     """A single process that holds everything; engines of many ranks override the rest."""
 
-    autocasts = True  # runs a "-mixed" precision under `torch.autocast`; False where the engine casts by itself
-    fake_gpu = "cpu"  # device of fake tensors that stand for a GPU's; "cpu:0" keeps them apart from the host's "cpu"
+    # runs a "-mixed" precision under `torch.autocast`; False where the engine casts by itself
+    autocasts = True
+    # device of fake tensors that stand for a GPU's; "cpu:0" keeps them apart from the host's "cpu"
+    fake_gpu = "cpu"
 
-    def __init__(self, recipe: Recipe | None = None):
-        self.recipe = recipe
-
-    def wrap(self, model: torch.nn.Module) -> torch.nn.Module:
-        """`model` as this rank holds it. The optimizer is made from its parameters."""
+    def wrap(self, model: Model) -> Model:
+        """Return `model` as this rank holds it. The optimizer is made from its parameters."""
         return model
 
     def optimizer(self, parameters: list, make: Callable[[list], Any]) -> Any:
-        """The optimizer of `parameters` (groups or a list); `make(parameters)` is the recipe's."""
+        """Return the optimizer of `parameters` (groups or a list); `make` gives the recipe's."""
         return make(parameters)
 
     def start(self, training: "Training") -> None:
-        """Called once model and optimizer are built; an engine may replace them."""
+        """Finish what is built: an engine may replace model and optimizer."""
 
     def without_peers(self, target: str) -> contextlib.AbstractContextManager:
-        """While entered, the engine's library runs under a fake process group, whose other ranks never answer."""
+        """While entered, the engine's library runs in a fake process group.
+
+        Its other ranks never answer.
+        """
         return contextlib.nullcontext()
 
     def follow(self, training: "Training", tracker: Any) -> contextlib.AbstractContextManager:
-        """Tell a `tracking.tracker.Tracker` what the engine holds besides model and optimizer and, while entered, makes."""
+        """Tell a `tracking.tracker.Tracker` what the engine holds besides model and optimizer.
+
+        While entered, also tell it what the engine makes.
+        """
         return contextlib.nullcontext()
 
     def micro_batch(self, training: "Training", last: bool) -> contextlib.AbstractContextManager:
-        """Around one micro-batch; gradients need to be averaged after the `last` only."""
+        """Run one micro-batch inside; gradients need to be averaged after the `last` only."""
         return contextlib.nullcontext()
 
     def run_micro_batches(self, training: "Training", on_phase: Callable[[str], None]) -> bool:
-        """Run all micro-batches by the engine's own schedule and return True; False leaves it to the plain loop."""
+        """Run all micro-batches by the engine's own schedule and return True.
+
+        False leaves it to the plain loop.
+        """
         return False
 
     def backward(self, training: "Training", loss: torch.Tensor) -> None:
+        """Run the backward pass of a micro-batch's loss."""
         loss.backward()
 
     def clip(self, training: "Training", norm: float) -> None:
         """Clip the gradients of the whole model, over all ranks, to `norm`."""
         # torch takes the multi-tensor path by itself on CUDA, but not on fake CPU tensors
-        torch.nn.utils.clip_grad_norm_(training.model.parameters(), norm, foreach=training.multi_tensor)
+        parameters = training.model.parameters()
+        torch.nn.utils.clip_grad_norm_(parameters, norm, foreach=training.multi_tensor)
 
     def update(self, training: "Training") -> None:
         """Step the optimizer, through the loss scaler where there is one."""
-        if scaler := training.scaler:
-            if makes_fakes() or is_fake_group():  # values are missing: it may look like an overflow
-                scaler._maybe_opt_step = lambda optimizer, state, *args, **kwargs: optimizer.step(*args, **kwargs)
-            scaler.step(training.optimizer)
-            scaler.update()
-        else:
+        scaler = training.scaler
+        if not scaler:
             training.optimizer.step()
+            return
+        if makes_fakes() or is_fake_group():
+            # values are missing: it may look like an overflow
+            scaler._maybe_opt_step = _always_step
+        scaler.step(training.optimizer)
+        scaler.update()
 
     def zero_grad(self, training: "Training") -> None:
+        """Clear the gradients as the loop does."""
         training.optimizer.zero_grad(set_to_none=training.loop.set_to_none)
 
 
+class ShardedEngine(Engine):
+    """One rank of many."""
+
+    def __init__(self, recipe: Recipe) -> None:
+        assert recipe.sharding is not None  # `engine_of` asks for it
+        self.recipe = recipe
+        self.sharding: Sharding = recipe.sharding
+
+
+def _always_step(optimizer: Any, state: Any, *args: Any, **kwargs: Any) -> Any:
+    """Stand for the scaler's `_maybe_opt_step`: no gradient overflowed."""
+    return optimizer.step(*args, **kwargs)
+
+
 def makes_fakes() -> bool:
-    """Whether a FakeTensorMode is active."""
+    """Tell whether a FakeTensorMode is active."""
     return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
+
+
+def _loss_in(outputs: Any, batch: Any) -> torch.Tensor:
+    return outputs["loss"]
 
 
 @dataclass
 class Training:
     """Everything one step needs."""
 
-    model: torch.nn.Module
+    model: Model
     optimizer: Any
     batch: Any
     device: torch.device
@@ -90,14 +126,18 @@ class Training:
     precision: str = "fp32"
     accumulation: int = 1  # micro-batches in a step
     abridged: bool = False  # run two of them in the first step, then one
-    loss_of: Callable[[Any, Any], torch.Tensor] = lambda outputs, batch: outputs["loss"]
-    reference: torch.nn.Module | None = None  # frozen, which the loss needs too
-    compute_loss: Callable[[Callable, Any], torch.Tensor] | None = None  # a trainer's own, instead of `loss_of`
+    loss_of: Callable[[Any, Any], torch.Tensor] = _loss_in
+    reference: Model | None = None  # frozen, which the loss needs too
+    # a trainer's own, instead of `loss_of`
+    compute_loss: Callable[[Callable, Any], torch.Tensor] | None = None
     scaler: Any = None
     engine: Engine = field(default_factory=Engine)
-    per_parameter: dict = field(default_factory=dict)  # parameter to its own optimizer, with optimizer_in_backward
-    further: list = field(default_factory=list)  # other micro-batches, where the loop has all on the device at once
-    around: contextlib.AbstractContextManager = field(default_factory=contextlib.nullcontext)  # each micro-batch
+    # parameter to its own optimizer, with optimizer_in_backward
+    per_parameter: dict = field(default_factory=dict)
+    # other micro-batches, where the loop has all on the device at once
+    further: list = field(default_factory=list)
+    # entered for each micro-batch
+    around: contextlib.AbstractContextManager = field(default_factory=contextlib.nullcontext)
     outputs: Any = None  # what the loop keeps alive between steps, as `loss`
     loss: Any = None
     steps: int = 0
@@ -105,20 +145,29 @@ class Training:
     @property
     def optimizers(self) -> list:
         """All optimizers that hold state: one, or one per parameter with optimizer_in_backward."""
+        if self.per_parameter:
+            return list(self.per_parameter.values())
+        members = getattr(self.optimizer, "members", None)
+        if members:
+            return members
         # ZeroRedundancyOptimizer keeps its state in the optimizer of this rank's shard, `optim`
-        several = list(self.per_parameter.values()) or getattr(self.optimizer, "members", None)
-        return several or [getattr(self.optimizer, "optim", self.optimizer)]
+        return [getattr(self.optimizer, "optim", self.optimizer)]
 
 
 def autocast(device_type: str, precision: str) -> contextlib.AbstractContextManager:
-    """`torch.autocast` in the dtype of a "-mixed" precision, a null context for the others."""
+    """Return `torch.autocast` in the dtype of a "-mixed" precision, else a null context."""
     if precision not in AUTOCAST:
         return contextlib.nullcontext()
     return torch.autocast(device_type, getattr(torch, AUTOCAST[precision]))
 
 
-def autocast_inside(model: torch.nn.Module, device_type: str, precision: str) -> None:
-    """Autocast `model.forward` itself as `Accelerator.prepare_model` does, which copies outputs to fp32."""
+def autocast_inside(model: Model, device_type: str, precision: str) -> None:
+    """Autocast `model.forward` itself as `Accelerator.prepare_model` does.
+
+    Its outputs are copied to fp32.
+    """
     from accelerate.utils import convert_outputs_to_fp32
 
-    model.forward = convert_outputs_to_fp32(autocast(device_type, precision)(model.forward))
+    dtype = getattr(torch, AUTOCAST[precision])
+    in_half = torch.autocast(device_type, dtype)(model.forward)
+    model.forward = convert_outputs_to_fp32(in_half)

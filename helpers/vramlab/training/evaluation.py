@@ -15,9 +15,15 @@ from .engine import Training
 from .patched import replaced
 from .training import forward
 
+# Fields of `Evaluation` that are no arguments of `TrainingArguments`.
+NO_ARGUMENTS = ("samples", "compute_metrics", "preprocess_logits_for_metrics")
+
 
 class Batches(list):
-    """The Trainer's data loader, a list of batches' sizes: `make` gives each batch when it is asked for."""
+    """The Trainer's data loader, a list of batches' sizes.
+
+    `make` gives each batch when it is asked for.
+    """
 
     make: Callable[[int], dict[str, torch.Tensor]]
 
@@ -25,63 +31,122 @@ class Batches(list):
         return map(self.make, super().__iter__())
 
 
-def evaluate(training: Training, evaluation: Evaluation, make: Callable[[int], Any], full: bool = False) -> None:
-    """Run `Trainer.evaluation_loop` up to where predictions first go to the host; `make` gives a batch of so many samples.
+def evaluate(
+    training: Training,
+    evaluation: Evaluation,
+    make: Callable[[int], Any],
+    full: bool = False,
+) -> None:
+    """Run `Trainer.evaluation_loop` up to where predictions first go to the host.
 
-    Unless `full` the model runs on the first batch and the last two only: what is kept grows from batch to batch, what the
-    model takes does not, so the others only make what is kept of the first.
+    `make` gives a batch of so many samples. Unless `full` the model runs on the first batch and the
+    last two only: what is kept grows from batch to batch, what the model takes does not, so the
+    others only make what is kept of the first.
     """
-    sizes, made = Batches(evaluation.sizes), []
-    sizes.make = make
-
-    def maker(tensor: torch.Tensor | None) -> Callable[[], torch.Tensor] | None:
-        """What makes a tensor like `tensor` without keeping that."""
-        if tensor is not None:
-            return functools.partial(torch.empty, tuple(tensor.shape), dtype=tensor.dtype, device=tensor.device)
-
+    batches = Batches(evaluation.sizes)
+    batches.make = make
     with _trainer(training, evaluation) as trainer:
-        step = trainer.prediction_step
-
-        def prediction_step(model: Any, inputs: dict, *args: Any, **kwargs: Any) -> tuple:
-            made.append(None)
-            if not full and 1 < len(made) < len(sizes) - 1:
-                return *tree_map(lambda make: make and make(), made[0]), inputs["labels"] if made[0][1] else None
-            loss, logits, labels = step(model, inputs, *args, **kwargs)
-            made[0] = made[0] or tree_map(maker, (loss, logits))
-            return loss, logits, labels
-
-        trainer.prediction_step = prediction_step
+        trainer.prediction_step = _Predictions(trainer.prediction_step, len(batches), full)
         training.model.eval()
-        for module in training.model.modules():  # 4-bit layers would pack their weights for this CPU
+        for module in training.model.modules():
+            # 4-bit layers would pack their weights for this CPU
             if hasattr(module, "support_avx512bf16_for_cpu"):
                 module.support_avx512bf16_for_cpu = False
-        trainer.evaluation_loop(sizes, "Evaluation", None if evaluation.compute_metrics else True)
+        prediction_loss_only = None if evaluation.compute_metrics else True
+        trainer.evaluation_loop(batches, "Evaluation", prediction_loss_only)
         training.model.train()
+
+
+class _Predictions:
+    """The Trainer's `prediction_step`, which skips the model where its peak has been seen."""
+
+    def __init__(self, step: Callable, batches: int, full: bool) -> None:
+        self.step = step
+        self.batches = batches
+        self.full = full
+        self.asked = 0  # how many batches
+        # what makes the loss and the logits of the first batch again, without the model
+        self.again: tuple | None = None
+
+    def __call__(self, model: Any, inputs: dict, *args: Any, **kwargs: Any) -> tuple:
+        """Return loss, logits and labels of a batch."""
+        self.asked += 1
+        if self.again is not None and not self.full and 1 < self.asked < self.batches - 1:
+            return self._as_the_first(inputs, self.again)
+        loss, logits, labels = self.step(model, inputs, *args, **kwargs)
+        if self.again is None:
+            self.again = tree_map(_maker, (loss, logits))
+        return loss, logits, labels
+
+    def _as_the_first(self, inputs: dict, makers: tuple) -> tuple:
+        loss, logits = tree_map(_call_if_any, makers)
+        has_logits = bool(makers[1])
+        return loss, logits, inputs["labels"] if has_logits else None
+
+
+def _maker(tensor: torch.Tensor | None) -> Callable[[], torch.Tensor] | None:
+    """Return what makes a tensor like `tensor` without keeping that."""
+    if tensor is None:
+        return None
+    shape = tuple(tensor.shape)
+    return functools.partial(torch.empty, shape, dtype=tensor.dtype, device=tensor.device)
+
+
+def _call_if_any(make: Callable[[], torch.Tensor] | None) -> torch.Tensor | None:
+    return make and make()
 
 
 @contextlib.contextmanager
 def _trainer(training: Training, evaluation: Evaluation) -> Iterator[Any]:
-    """A Trainer whose model's forward pass is that of the training step; the process keeps its own accelerator."""
+    """Yield a Trainer whose model's forward pass is that of the training step.
+
+    The process keeps its own accelerator.
+    """
+    from transformers import Trainer, TrainingArguments
+
+    arguments: dict[str, Any] = {
+        "use_cache": training.model.config.use_cache,
+        "report_to": "none",
+        "disable_tqdm": True,
+    }
+    for field in dataclasses.fields(evaluation):
+        if field.name not in NO_ARGUMENTS:
+            arguments[field.name] = getattr(evaluation, field.name)
+    with contextlib.ExitStack() as stack:
+        for patch in _patches():
+            stack.enter_context(patch)
+        folder = stack.enter_context(tempfile.TemporaryDirectory())
+        use_cpu = training.device.type == "cpu"
+        trainer: Any = Trainer(
+            training.model,
+            TrainingArguments(folder, use_cpu=use_cpu, **arguments),
+            preprocess_logits_for_metrics=evaluation.preprocess_logits_for_metrics,
+        )
+        trainer.optimizer = training.optimizer
+        trainer.is_in_train = True
+        trainer.num_examples = lambda loader: evaluation.samples
+
+        def wrapped(model: Any, **options: Any) -> Callable:
+            return lambda **inputs: forward(training, inputs)
+
+        trainer._wrap_model = wrapped
+        # so that it is not prepared again
+        trainer.accelerator._models.append(training.model)
+        yield trainer
+
+
+def _patches() -> Iterator[contextlib.AbstractContextManager]:
+    """Return what a Trainer would change of the process, or do to fake tensors, replaced."""
     from accelerate.state import AcceleratorState, GradientState, PartialState
-    from transformers import Trainer, TrainingArguments, trainer_pt_utils
+    from transformers import Trainer, trainer_pt_utils
     from transformers import trainer as trainer_module
 
-    asked = {f.name: getattr(evaluation, f.name) for f in dataclasses.fields(evaluation)}
-    others = ("samples", "compute_metrics", "preprocess_logits_for_metrics")
-    samples, _, preprocess = map(asked.pop, others)
-    with contextlib.ExitStack() as stack:
-        for state in (PartialState, AcceleratorState, GradientState):
-            stack.enter_context(replaced(state, "_shared_state", {}))
-        stack.enter_context(replaced(trainer_pt_utils, "nested_numpify", lambda tensors: None))
-        stack.enter_context(replaced(Trainer, "_move_model_to_device", lambda *args: None))
-        stack.enter_context(replaced(trainer_module, "validate_quantization_for_training", lambda model: None))
-        stack.enter_context(replaced(trainer_module, "set_seed", lambda seed: None))  # of the process's generators
-        folder = stack.enter_context(tempfile.TemporaryDirectory())
-        asked |= {"use_cache": training.model.config.use_cache, "report_to": "none", "disable_tqdm": True}
-        args = TrainingArguments(folder, use_cpu=training.device.type == "cpu", **asked)
-        trainer = Trainer(training.model, args, preprocess_logits_for_metrics=preprocess)
-        trainer.optimizer, trainer.is_in_train = training.optimizer, True
-        trainer.num_examples = lambda loader: samples
-        trainer._wrap_model = lambda model, **options: lambda **inputs: forward(training, inputs)
-        trainer.accelerator._models.append(training.model)  # so that it is not prepared again
-        yield trainer
+    for state in (PartialState, AcceleratorState, GradientState):
+        yield replaced(state, "_shared_state", {})
+    # fake tensors have no values to give
+    yield replaced(trainer_pt_utils, "nested_numpify", lambda tensors: None)
+    # the model is where it belongs, and trained as it is
+    yield replaced(Trainer, "_move_model_to_device", lambda *args: None)
+    yield replaced(trainer_module, "validate_quantization_for_training", lambda model: None)
+    # it would seed the process's generators
+    yield replaced(trainer_module, "set_seed", lambda seed: None)

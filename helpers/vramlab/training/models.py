@@ -1,13 +1,17 @@
 """Build `transformers` models from named shapes, without downloads.
 
-The model, its quantized layers and adapters are built on the meta device, which costs nothing. Then each parameter gets a
-storage on the wanted device, one tensor at a time, as `from_pretrained` loads a checkpoint; fake under `FakeTensorMode`.
+The model, its quantized layers and adapters are built on the meta device, which costs nothing. Then
+each parameter gets a storage on the wanted device, one tensor at a time, as `from_pretrained` loads
+a checkpoint; fake under `FakeTensorMode`.
 """
 
 import contextlib
 import dataclasses
 import math
 import sys
+import threading
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import unset_fake_temporarily
@@ -17,26 +21,31 @@ from ..recipe.configuration import reason
 from ..recipe.families import TASKS
 from ..recipe.from_transformers import make
 from ..recipe.liger import kernels
-from ..recipe.options import REPEATED
+from ..recipe.options import REPEATED, LoRA
 from ..recipe.recipe import Recipe
 from ..report.errors import RecipeError, needing
 from . import trl_trainers
 from .default_dtype import own_default_dtype
-from .engine import makes_fakes
+from .engine import Model, makes_fakes
 from .patched import caught
 from .quiet import unheard
 from .repeated_keys import repeat_shared_keys
 
+INITIAL_DEVIATION = 0.02  # of the values of matrices, as most architectures initialize them
+# Leaves an active FakeTensorMode: adapters and code tables cannot be fake.
+real_tensors: Callable[[], contextlib.AbstractContextManager] = unset_fake_temporarily
+
 
 def weight_dtype(recipe: Recipe) -> torch.dtype:
-    """The dtype in which weights that are not quantized are loaded."""
+    """Return the dtype in which weights that are not quantized are loaded."""
     return getattr(torch, recipe.weights_dtype)
 
 
-def build_model(recipe: Recipe, device: str | torch.device = "cpu") -> torch.nn.Module:
-    """The model of `recipe` in training mode on `device`, with random weights; fake if a FakeTensorMode is active.
+def build_model(recipe: Recipe, device: str | torch.device = "cpu") -> Model:
+    """Return the model of `recipe` in training mode on `device`, with random weights.
 
-    Raises RecipeError if transformers has no such architecture, or it lacks the wanted attention.
+    It is fake if a FakeTensorMode is active. Raises RecipeError if transformers has no such
+    architecture, or it lacks the wanted attention.
     """
     restore_after_liger()
     with real_tensors():
@@ -47,11 +56,11 @@ def build_model(recipe: Recipe, device: str | torch.device = "cpu") -> torch.nn.
     return model.train()
 
 
-real_tensors = unset_fake_temporarily  # leaves an active FakeTensorMode: adapters and code tables cannot be fake
+def _prepared(model: Model, recipe: Recipe) -> Model:
+    """Return `model` with all that the recipe changes of it.
 
-
-def _prepared(model: torch.nn.Module, recipe: Recipe) -> torch.nn.Module:
-    """`model` with the recipe's cache setting, quantized layers, checkpointing, trainer's head and adapters."""
+    That is the cache setting, quantized layers, checkpointing, the trainer's head and adapters.
+    """
     if recipe.loop.use_cache is not None:
         model.config.use_cache = recipe.loop.use_cache
     if recipe.quantization:
@@ -61,41 +70,58 @@ def _prepared(model: torch.nn.Module, recipe: Recipe) -> torch.nn.Module:
 
             prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
     if recipe.gradient_checkpointing:
-        model.config.use_cache = False  # the Trainer and every model's forward do the same
-        # transformers renamed the method in 5.2x; the old name warns there, the new one is missing before
-        enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
-        enable({"use_reentrant": False})
+        _checkpoint(model)
         if recipe.lora:
             model.enable_input_require_grads()
     if recipe.trainer != "transformers":
         trl_trainers.prepare(model, recipe.trainer)
-    return _adapters(model, recipe) if recipe.lora else model
+    return _adapted(model, recipe, recipe.lora) if recipe.lora else model
 
 
-def meta_model(recipe: Recipe) -> torch.nn.Module:
-    """The recipe's model on the meta device, in its weights' dtype, neither quantized nor adapted."""
+def _checkpoint(model: Model) -> None:
+    """Let `model` recompute its layers in the backward pass."""
+    # the Trainer and every model's forward do the same
+    model.config.use_cache = False
+    # transformers renamed the method in 5.2x; the old name warns there, the new one is missing
+    # before
+    enable = getattr(model, "activation_checkpointing_enable", None)
+    if enable is None:
+        enable = model.gradient_checkpointing_enable
+    enable({"use_reentrant": False})
+
+
+def meta_model(recipe: Recipe) -> Model:
+    """Return the recipe's model on the meta device, in its weights' dtype.
+
+    It is neither quantized nor adapted.
+    """
     dtype = weight_dtype(recipe)
     if recipe.attn_implementation == REPEATED:
         repeat_shared_keys()
     with own_default_dtype():
         model = make(recipe.shape, dtype=dtype, attn_implementation=recipe.attn_implementation)
+    if dtype == torch.float32:
+        return model
     kept = set(getattr(model, "_keep_in_fp32_modules_strict", None) or ())
     if dtype == torch.float16:  # T5's `wo`
         kept |= set(getattr(model, "_keep_in_fp32_modules", None) or ())
     for name, parameter in model.named_parameters():
-        if dtype != torch.float32 and kept.intersection(name.split(".")):
+        if kept.intersection(name.split(".")):
             parameter.data = parameter.data.float()
     return model
 
 
-def quantize_layers(model: torch.nn.Module, recipe: Recipe) -> None:
-    """Replace linear layers but the head by bitsandbytes' ones, as `from_pretrained(quantization_config=...)` does."""
+def quantize_layers(model: Model, recipe: Recipe) -> None:
+    """Replace linear layers but the head by bitsandbytes' ones.
+
+    `from_pretrained(quantization_config=...)` does the same.
+    """
     from transformers import BitsAndBytesConfig
     from transformers.integrations.bitsandbytes import replace_with_bnb_linear
     from transformers.modeling_utils import local_torch_dtype
-    from transformers.quantizers.base import get_keys_to_not_convert
 
-    quantization, dtype = recipe.quantization, weight_dtype(recipe)
+    quantization = recipe.quantization
+    assert quantization is not None  # the caller has asked
     config = BitsAndBytesConfig(
         load_in_4bit=True,
         bnb_4bit_quant_type=quantization.quant_type,
@@ -103,20 +129,80 @@ def quantize_layers(model: torch.nn.Module, recipe: Recipe) -> None:
         bnb_4bit_compute_dtype=recipe.implied_dtype,
     )
     # weights and biases have the loading dtype, like a checkpoint's before they are quantized
-    with own_default_dtype(), torch.device("meta"), local_torch_dtype(dtype):
-        # transformers names the bias of a head that has one; the head is trained, so it must not be quantized
-        keep = [*get_keys_to_not_convert(model), *(getattr(model, "_keep_in_fp32_modules", None) or ())]
-        keep += [n for n, m in model.named_modules() if f"{n}.bias" in keep and isinstance(m, torch.nn.Linear)]
-        replace_with_bnb_linear(model, modules_to_not_convert=keep, quantization_config=config)
+    loading_dtype = local_torch_dtype(weight_dtype(recipe))
+    with own_default_dtype(), torch.device("meta"), loading_dtype:
+        replace_with_bnb_linear(
+            model,
+            modules_to_not_convert=_never_quantized(model),
+            quantization_config=config,
+        )
     for parameter in model.parameters():
         parameter.requires_grad_(False)
-    model.is_loaded_in_4bit = model.is_quantized = True
+    model.is_loaded_in_4bit = True
+    model.is_quantized = True
     model.quantization_method = "bitsandbytes"
     model.config.quantization_config = config
 
 
-def _take_base_dtype(model: torch.nn.Module) -> None:
-    """Give each adapter its layer's dtype, which PEFT does not where the adapter is on the meta device."""
+def _never_quantized(model: Model) -> list[str]:
+    """Return the names of modules that stay as they are: the head, and what is kept in fp32."""
+    from transformers.quantizers.base import get_keys_to_not_convert
+
+    names = list(get_keys_to_not_convert(model))
+    names += getattr(model, "_keep_in_fp32_modules", None) or ()
+    # transformers names the bias of a head that has one; the head is trained, so it must not be
+    # quantized
+    heads = []
+    for name, module in model.named_modules():
+        if isinstance(module, torch.nn.Linear) and f"{name}.bias" in names:
+            heads.append(name)
+    return names + heads
+
+
+def _adapted(model: Model, recipe: Recipe, lora: LoRA) -> Model:
+    """Return `model` with PEFT's adapters, on the meta device."""
+    from peft import LoraConfig, get_peft_model
+
+    # adapters take their layer's dtype unless it is quantized, which it will be
+    in_fp32 = lora.autocast_adapter_dtype or recipe.quantization is not None
+    config = LoraConfig(**_lora_arguments(recipe, lora))
+    with unheard(".*fan_in_fan_out.*"):  # GPT-2's Conv1D; PEFT sets it right itself
+        try:
+            # elsewhere PEFT would draw values, of the process's generator, and drop them
+            with torch.device("meta"):
+                model = get_peft_model(model, config, autocast_adapter_dtype=in_fp32)
+        except (TypeError, ValueError) as error:  # layers and names that PEFT does not adapt
+            rest = f"PEFT refuses it for {recipe.name}: {reason(error)}"
+            raise RecipeError("lora.target_modules", lora.target_modules, rest) from error
+        except ImportError as error:  # of what else is installed, such as Colab's torchao 0.10
+            rest = f"PEFT makes no adapters here: {reason(error)}"
+            raise RecipeError("lora", lora, rest) from error
+    if not in_fp32:
+        _take_base_dtype(model)
+    if recipe.trainer != "transformers" and recipe.quantization:
+        _train_in_bfloat16(model)
+    return model
+
+
+def _lora_arguments(recipe: Recipe, lora: LoRA) -> dict[str, Any]:
+    """Return the arguments of PEFT's `LoraConfig`."""
+    arguments = dataclasses.asdict(lora)
+    del arguments["autocast_adapter_dtype"]
+    for name in ("modules_to_save", "target_parameters"):
+        arguments[name] = list(arguments[name]) if arguments[name] else None
+    # by name, so that PEFT adapts what the shape says (its "all-linear" would take Mixtral's
+    # experts whole)
+    modules = lora_modules.adapted(recipe.shape, lora)
+    arguments["target_modules"] = [name for name, _, _ in modules]
+    arguments["task_type"] = TASKS[recipe.shape.task].peft
+    return arguments
+
+
+def _take_base_dtype(model: Model) -> None:
+    """Give each adapter its layer's dtype.
+
+    PEFT does not where the adapter is on the meta device.
+    """
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     for module in model.modules():
@@ -124,82 +210,79 @@ def _take_base_dtype(model: torch.nn.Module) -> None:
             continue
         dtype = getattr(module.get_base_layer(), "weight", torch.empty(0)).dtype
         for name in module.adapter_layer_names:
-            held = getattr(module, name, None)
-            if isinstance(held, torch.nn.Module):
-                held.to(dtype)
+            part = getattr(module, name, None)
+            if isinstance(part, torch.nn.Module):
+                part.to(dtype)
 
 
-def _adapters(model: torch.nn.Module, recipe: Recipe) -> torch.nn.Module:
-    from peft import LoraConfig, get_peft_model
-
-    values = dataclasses.asdict(recipe.lora)
-    cast = values.pop("autocast_adapter_dtype")
-    for name in ("modules_to_save", "target_parameters"):
-        values[name] = list(values[name]) if values[name] else None
-    # by name, so that PEFT adapts what the shape says (its "all-linear" would take Mixtral's experts whole)
-    values["target_modules"] = [name for name, _, _ in lora_modules.adapted(recipe.shape, recipe.lora)]
-    values["task_type"] = TASKS[recipe.shape.task].peft
-    with unheard(".*fan_in_fan_out.*"):  # GPT-2's Conv1D; PEFT sets it right itself
-        # adapters take their layer's dtype unless it is quantized, which it will be
-        cast = cast or recipe.quantization is not None
-        try:
-            with torch.device("meta"):  # PEFT would draw values, of the process's generator, and drop them
-                model = get_peft_model(model, LoraConfig(**values), autocast_adapter_dtype=cast)
-        except (TypeError, ValueError) as error:  # layers and names that PEFT does not adapt
-            rest = f"PEFT refuses it for {recipe.name}: {reason(error)}"
-            raise RecipeError("lora.target_modules", recipe.lora.target_modules, rest) from error
-        except ImportError as error:  # of what is there beside it, such as Colab's torchao 0.10
-            raise RecipeError("lora", recipe.lora, f"PEFT makes no adapters here: {reason(error)}") from error
-    if not cast:
-        _take_base_dtype(model)
-    if recipe.trainer != "transformers" and recipe.quantization:
-        for name, parameter in model.named_parameters():  # TRL converts what is trained beside a quantized base
-            if parameter.requires_grad and "lora_magnitude_vector" not in name:
-                parameter.data = parameter.data.to(torch.bfloat16)
-    return model
+def _train_in_bfloat16(model: Model) -> None:
+    """Convert what is trained beside a quantized base, as TRL does."""
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and "lora_magnitude_vector" not in name:
+            parameter.data = parameter.data.to(torch.bfloat16)
 
 
-def materialise(model: torch.nn.Module, device: torch.device) -> None:
-    """Give every meta parameter and buffer of `model` a storage on `device`; tied ones stay tied, 4-bit ones are packed."""
-    done: dict[int, torch.Tensor] = {}
+def materialise(model: Model, device: torch.device) -> None:
+    """Give every meta parameter and buffer of `model` a storage on `device`.
+
+    Tied ones stay tied, 4-bit ones are packed.
+    """
+    made: dict[int, Any] = {}  # by the id of the meta tensor
     for module in model.modules():
-        for held in (module._parameters, module._buffers):
-            for name, old in held.items():
-                if old is None or not old.is_meta:
+        for tensors in (module._parameters, module._buffers):
+            for name, meta in tensors.items():
+                if meta is None or not meta.is_meta:
                     continue
-                if id(old) not in done:
-                    done[id(old)] = _made(name, old, device)
-                held[name] = done[id(old)]
-                if hasattr(held[name], "quant_state"):
-                    module.quant_state = held[name].quant_state
+                if id(meta) not in made:
+                    made[id(meta)] = _made(name, meta, device)
+                real = made[id(meta)]
+                tensors[name] = real
+                if hasattr(real, "quant_state"):
+                    module.quant_state = real.quant_state
     if not makes_fakes():
         _start_values(model)
 
 
-def _made(name: str, old: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Make the buffer or parameter `old` on `device`: matrices normal with deviation 0.02, biases 0, scales 1."""
-    if not isinstance(old, torch.nn.Parameter):
-        return torch.zeros_like(old, device=device)
-    data = torch.empty(old.shape, dtype=old.dtype, device=device)  # fake modes of torch 2.11 take no subclass's .data
+def _made(name: str, meta: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Return the buffer or parameter `meta` on `device`.
+
+    Matrices are normal, biases 0, scales 1.
+    """
+    if not isinstance(meta, torch.nn.Parameter):
+        return torch.zeros_like(meta, device=device)
+    # fake modes of torch 2.11 take no subclass's .data
+    data = torch.empty(meta.shape, dtype=meta.dtype, device=device)
     if not makes_fakes() and data.is_floating_point():
-        data.normal_(0, 0.02) if data.dim() > 1 else data.fill_(0.0 if "bias" in name else 1.0)
-    if type(old).__name__ == "Params4bit":
-        return quantized_parameter(old, data)
-    return torch.nn.Parameter(data, requires_grad=old.requires_grad)
+        if data.dim() > 1:
+            data.normal_(0, INITIAL_DEVIATION)
+        else:
+            data.fill_(0.0 if "bias" in name else 1.0)
+    if type(meta).__name__ == "Params4bit":
+        return quantized_parameter(meta, data)
+    return torch.nn.Parameter(data, requires_grad=meta.requires_grad)
 
 
-def quantized_parameter(old: torch.nn.Parameter, data: torch.Tensor) -> torch.nn.Parameter:
-    """`data` quantized by bitsandbytes; a fake one in a plain parameter with the same storages and attributes."""
+def quantized_parameter(meta: Any, data: torch.Tensor) -> torch.nn.Parameter:
+    """Return `data` quantized by bitsandbytes, as the parameter `meta` says.
+
+    A fake one is a plain parameter with the same storages and attributes.
+    """
     import bitsandbytes as bnb
 
-    options = {k: getattr(old, k) for k in ("compress_statistics", "quant_type", "quant_storage")}
+    options = {
+        "compress_statistics": meta.compress_statistics,
+        "quant_type": meta.quant_type,
+        "quant_storage": meta.quant_storage,
+    }
     if not makes_fakes():
         return bnb.nn.Params4bit(data, requires_grad=False, **options)._quantize(data.device)
     make_code_table()
-    packed, state = bnb.functional.quantize_4bit(data, blocksize=old.blocksize, **options)
-    new = torch.nn.Parameter(packed, requires_grad=False)
-    new.quant_state, new.bnb_quantized, new.module = state, True, None
-    return new
+    packed, state = bnb.functional.quantize_4bit(data, blocksize=meta.blocksize, **options)
+    parameter: Any = torch.nn.Parameter(packed, requires_grad=False)
+    parameter.quant_state = state
+    parameter.bnb_quantized = True
+    parameter.module = None
+    return parameter
 
 
 def make_code_table() -> None:
@@ -211,8 +294,8 @@ def make_code_table() -> None:
             functional.name2qmap["dynamic"] = functional.create_dynamic_map()
 
 
-def _start_values(model: torch.nn.Module) -> None:
-    """Compute the values of buffers (rotary frequencies, position ids, scales) and the start values of adapters."""
+def _start_values(model: Model) -> None:
+    """Compute the values of buffers (rotary frequencies, position ids, scales) and of adapters."""
     from transformers import PreTrainedModel
 
     owner = next(module for module in model.modules() if isinstance(module, PreTrainedModel))
@@ -228,24 +311,35 @@ def _start_values(model: torch.nn.Module) -> None:
                 parameter.zero_()
 
 
-_liger = contextlib.ExitStack()  # undoes what Liger replaced
-
-
 @needing("use_liger_kernel")
-def apply_liger(model: torch.nn.Module, recipe: Recipe) -> None:
-    """Do what `Trainer.train` does to `model`; under SFTTrainer Liger leaves the head alone. What Liger replaces in modules
-    (classes, rotary positions, the loss) is so for this thread, until `restore_after_liger`."""
+def apply_liger(model: Model, recipe: Recipe) -> None:
+    """Do what `Trainer.train` does to `model`; under SFTTrainer Liger leaves the head alone.
+
+    What Liger replaces in modules (classes, rotary positions, the loss) is so for this thread,
+    until `restore_after_liger`.
+    """
     from transformers.integrations.liger import apply_liger_kernel
     from transformers.trainer_utils import unwrap_peft_model
 
     home = sys.modules[type(unwrap_peft_model(model)).__module__]
     config = {"fused_linear_cross_entropy": False} if recipe.trainer == "sft" else {}
-    import liger_kernel.transformers  # noqa: F401 — transformers says in other words that it is missing
+    # transformers says in other words that it is missing
+    import liger_kernel.transformers  # noqa: F401
 
-    with caught(_liger, home, torch.nn.functional):
+    with caught(_liger.undo, home, torch.nn.functional):
         apply_liger_kernel(model, config)
 
 
 def restore_after_liger() -> None:
     """Undo what Liger replaced."""
-    _liger.close()
+    _liger.undo.close()
+
+
+class _Liger(threading.local):
+    """What Liger replaced, which is so for one thread."""
+
+    def __init__(self) -> None:
+        self.undo = contextlib.ExitStack()
+
+
+_liger = _Liger()

@@ -1,7 +1,10 @@
-"""Replace attributes of other libraries for one thread, so that others which train in this process see no difference.
+"""Replace attributes of other libraries for one thread.
 
-Whoever reads a replaced attribute gets one object, the same in all threads, that gives each thread its own value. The
-values are kept where torch hands them to the threads of autograd that work for this one (`at::ThreadLocalState`).
+So others which train in this process see no difference. Whoever reads a replaced attribute gets one
+object, the same in all threads, that gives each thread its own value. The values are kept where
+torch hands them to the threads of autograd that work for this one (`at::ThreadLocalState`).
+
+Which private parts of libraries are reached at all, and what guards each, is in CONTRIBUTING.md.
 """
 
 import contextlib
@@ -11,7 +14,7 @@ import os
 import sys
 import threading
 import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,68 +22,130 @@ import torch
 TLS_KEY = "vramlab: replaced attributes"
 FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, types.MethodType)
 ABSENT = object()
-_shared: dict[tuple[int, str], "_Attribute"] = {}  # by the owner's id and the attribute's name
-_lock = threading.Lock()  # while an attribute is put in place or removed
 
 
-def _values() -> dict["_Attribute", Any]:
-    """What is replaced in this thread."""
-    return torch._C._get_obj_in_tls(TLS_KEY) if torch._C._is_key_in_tls(TLS_KEY) else {}
+class _Shared:
+    """The attributes that are replaced now in any thread, by the owner's id and their names."""
+
+    def __init__(self) -> None:
+        self.attributes: dict[tuple[int, str], _Attribute] = {}
+        # held while an attribute is put in place or removed
+        self.lock = threading.Lock()
+
+    def find(self, owner: Any, name: str) -> "_Attribute | None":
+        """Return the attribute if a thread has replaced it."""
+        return self.attributes.get((id(owner), name))
+
+    def use(self, owner: Any, name: str, also: Sequence[Any]) -> "_Attribute":
+        """Return the attribute, put in place if no thread had replaced it."""
+        with self.lock:
+            attribute = self.find(owner, name)
+            if attribute is None:
+                attribute = _Attribute(owner, name, also)
+                self.attributes[id(owner), name] = attribute
+                attribute.install()
+            attribute.users += 1
+            return attribute
+
+    def leave(self, attribute: "_Attribute") -> None:
+        """Remove the attribute after the last thread has left it."""
+        key = (id(attribute.owner), attribute.name)
+        with self.lock:
+            attribute.users -= 1
+            if attribute.users < 1 and key in self.attributes:
+                del self.attributes[key]
+                attribute.remove()
+
+    def keep_own(self) -> None:
+        """In a forked process: undo what was replaced for threads that are not there."""
+        # one of those threads may have held the lock
+        self.lock = threading.Lock()
+        own = _values()
+        for key, attribute in list(self.attributes.items()):
+            attribute.users = int(attribute in own)
+            if not attribute.users:
+                attribute.remove()
+                del self.attributes[key]
 
 
-def _stash(values: dict["_Attribute", Any]) -> None:
-    """Keep `values` for this thread. torch 2.11 takes the caller's reference instead of one of its own."""
+_shared = _Shared()
+
+
+def _values() -> Mapping[Any, Any]:
+    """Return what is replaced in this thread: attributes, and marks, by value."""
+    if torch._C._is_key_in_tls(TLS_KEY):
+        return torch._C._get_obj_in_tls(TLS_KEY)
+    return {}
+
+
+def _stash(values: Mapping[Any, Any]) -> None:
+    """Keep `values` for this thread."""
     before = sys.getrefcount(values)
     torch._C._stash_obj_in_tls(TLS_KEY, values)
     if sys.getrefcount(values) == before:
+        # torch 2.11 takes the caller's reference instead of one of its own
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(values))
 
 
-def _keep(values: dict["_Attribute", Any]) -> None:
-    if values or not hasattr(torch._C, "_remove_obj_from_tls"):  # torch 2.11 cannot remove
+def _keep(values: Mapping[Any, Any]) -> None:
+    # torch 2.11 cannot remove
+    if values or not hasattr(torch._C, "_remove_obj_from_tls"):
         _stash(values)
     elif torch._C._is_key_in_tls(TLS_KEY):
         torch._C._remove_obj_from_tls(TLS_KEY)
 
 
-class _Attribute:
-    """An attribute with a value of its own in some threads; a dictionary's item where the owner is one. Modules that have
-    the same function by that name, and compare it, are `also` owners."""
+def _without(key: Any) -> dict[Any, Any]:
+    """Return this thread's values but one."""
+    return {other: value for other, value in _values().items() if other is not key}
 
-    def __init__(self, owner: Any, name: str, also: Sequence[Any] = ()):
-        self.owner, self.name, self.also, self.users = owner, name, also, 0
-        held = owner if isinstance(owner, dict) else vars(owner)
-        self.original = held.get(name, ABSENT)  # as it is stored: of a class without binding it
+
+class _Attribute:
+    """An attribute with a value of its own in some threads.
+
+    It is a dictionary's item where the owner is one. Modules that have the same function by that
+    name, and compare it, are `also` owners.
+    """
+
+    def __init__(self, owner: Any, name: str, also: Sequence[Any] = ()) -> None:
+        self.owner = owner
+        self.name = name
+        self.also = also
+        self.users = 0
+        # as it is stored: of a class without binding it
+        self.original = _names_of(owner).get(name, ABSENT)
+        self.is_inherited = self.original is ABSENT
         if self.original is ABSENT and not isinstance(owner, type):
-            self.original = getattr(owner, name, ABSENT)  # of an instance it may be its class's
+            # an instance may have its class's
+            self.original = getattr(owner, name, ABSENT)
             self.is_inherited = self.original is not ABSENT
-        else:
-            self.is_inherited = self.original is ABSENT
         self.stand_in = self._make()
 
     def _make(self) -> Any:
+        """Return the object that every thread finds in the attribute's place."""
         if isinstance(self.owner, type):
             return _OfClass(self)
-        if not isinstance(self.original, FUNCTIONS):
+        original: Any = self.original
+        if not isinstance(original, FUNCTIONS):
             return _Object(self)
 
-        @functools.wraps(self.original)
+        @functools.wraps(original)
         def function(*args: Any, **options: Any) -> Any:
-            return _values().get(self, self.original)(*args, **options)
+            return _values().get(self, original)(*args, **options)
 
         return function
 
     def value(self) -> Any:
-        """The value in this thread."""
+        """Return the value in this thread."""
         return _values().get(self, self.original)
 
     def install(self) -> None:
+        """Put the stand-in into the attribute's place."""
         self._put(self.stand_in)
 
     def remove(self) -> None:
         """Put the original back, unless somebody else has replaced the attribute since."""
-        held = self.owner if isinstance(self.owner, dict) else vars(self.owner)
-        if held.get(self.name) is not self.stand_in:
+        if _names_of(self.owner).get(self.name) is not self.stand_in:
             return
         if self.is_inherited or self.original is ABSENT:
             delattr(self.owner, self.name)
@@ -89,16 +154,25 @@ class _Attribute:
 
     def _put(self, value: Any) -> None:
         for owner in (self.owner, *self.also):
-            if isinstance(owner, dict | types.ModuleType):  # a module may catch assignments
-                (owner if isinstance(owner, dict) else vars(owner))[self.name] = value
+            # a module may catch assignments, so it is not assigned to
+            if isinstance(owner, dict | types.ModuleType):
+                _names_of(owner)[self.name] = value
             else:
                 setattr(owner, self.name, value)
 
 
-class _OfClass:
-    """What stands in a class: functions are bound, descriptors asked, as if they stood there themselves."""
+def _names_of(owner: Any) -> Any:
+    """Return the mapping in which an owner's own attributes, or items, are."""
+    return owner if isinstance(owner, dict) else vars(owner)
 
-    def __init__(self, attribute: _Attribute):
+
+class _OfClass:
+    """What stands in a class.
+
+    Functions are bound, descriptors asked, as if they stood there themselves.
+    """
+
+    def __init__(self, attribute: _Attribute) -> None:
         self.attribute = attribute
 
     def __get__(self, instance: Any, owner: type) -> Any:
@@ -114,12 +188,14 @@ class _OfClass:
 class _Object:
     """What stands for a module, a class, a kernel or any other object that is no function."""
 
-    def __init__(self, attribute: _Attribute):
+    def __init__(self, attribute: _Attribute) -> None:
+        # `__setattr__` is the value's
         object.__setattr__(self, "_attribute", attribute)
 
     def _value(self) -> Any:
         attribute = object.__getattribute__(self, "_attribute")
-        if (value := attribute.value()) is ABSENT:
+        value = attribute.value()
+        if value is ABSENT:
             raise NameError(f"name {attribute.name!r} is not defined")
         return value
 
@@ -140,8 +216,8 @@ class _Object:
 
 
 def plain(owner: Any, name: str) -> Any:
-    """What `owner`'s attribute is in this thread now, for a replacement that calls it."""
-    attribute = _shared.get((id(owner), name))
+    """Return what `owner`'s attribute is in this thread now, for a replacement that calls it."""
+    attribute = _shared.find(owner, name)
     if attribute is None or isinstance(owner, type):
         return owner[name] if isinstance(owner, dict) else getattr(owner, name)
     return attribute.value()
@@ -149,50 +225,53 @@ def plain(owner: Any, name: str) -> Any:
 
 @contextlib.contextmanager
 def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """While entered, `owner`'s attribute (a dictionary's item, or that of several modules) is `value` in this thread, and
-    for others what it was."""
+    """While entered, `owner`'s attribute is `value` in this thread, and for others what it was.
+
+    The owner is an object, a dictionary with an item of that name, or several modules.
+    """
     owner, *also = owner if isinstance(owner, tuple) else (owner,)
-    with _lock:
-        attribute = _shared.get((id(owner), name))
-        if attribute is None:
-            attribute = _shared[id(owner), name] = _Attribute(owner, name, also)
-            attribute.install()
-        attribute.users += 1
+    attribute = _shared.use(owner, name, also)
     before = _values().get(attribute, ABSENT)
-    _keep(_values() | {attribute: value})
+    _keep({**_values(), attribute: value})
     try:
         yield
     finally:
-        left = {other: held for other, held in _values().items() if other is not attribute}
-        _keep(left if before is ABSENT else left | {attribute: before})
-        with _lock:
-            attribute.users -= 1
-            if attribute.users < 1 and _shared.pop((id(owner), name), None):
-                attribute.remove()
+        left = _without(attribute)
+        if before is not ABSENT:
+            left[attribute] = before
+        _keep(left)
+        _shared.leave(attribute)
 
 
 def assign(owner: Any, name: str, value: Any) -> None:
     """Set `owner`'s attribute: of this thread, where it is replaced in it."""
-    attribute = _shared.get((id(owner), name))
+    attribute = _shared.find(owner, name)
     if attribute in _values():
-        _keep(_values() | {attribute: value})
+        _keep({**_values(), attribute: value})
     else:
         setattr(owner, name, value)
 
 
 @contextlib.contextmanager
 def only_here() -> Iterator[Callable[[], bool]]:
-    """While entered, what is yielded says whether it is called by this thread, or one of autograd's that works for it."""
+    """Yield what says whether it is called by this thread.
+
+    One of autograd's threads that works for this one counts too.
+    """
     mark = object()
-    _keep(_values() | {mark: True})
+    _keep({**_values(), mark: True})
     try:
         yield lambda: mark in _values()
     finally:
-        _keep({other: held for other, held in _values().items() if other is not mark})
+        _keep(_without(mark))
 
 
-def afterwards(owner: Any, name: str, call: Callable[..., Any]) -> contextlib.AbstractContextManager:
-    """While entered, `owner`'s function of that name is followed by `call(result, *its arguments)` in this thread."""
+def afterwards(
+    owner: Any,
+    name: str,
+    call: Callable[..., Any],
+) -> contextlib.AbstractContextManager:
+    """While entered, follow `owner`'s function by `call(result, *its arguments)` in this thread."""
     before = plain(owner, name)
 
     @functools.wraps(before)
@@ -205,7 +284,10 @@ def afterwards(owner: Any, name: str, call: Callable[..., Any]) -> contextlib.Ab
 
 
 class _Module(types.ModuleType):
-    """A module some of whose attributes a library assigns: those of a thread that catches them are its own."""
+    """A module some of whose attributes a library assigns.
+
+    Those of a thread that catches them are its own.
+    """
 
     def __setattr__(self, name: str, value: Any) -> None:
         stack = getattr(_catching, "stacks", {}).get(self.__name__)
@@ -215,15 +297,20 @@ class _Module(types.ModuleType):
             stack.enter_context(replaced(self, name, value))
 
 
-_catching = threading.local()  # `stacks`: by a module's name, where this thread's assignments end
+# `stacks`: by a module's name, where this thread's assignments end
+_catching = threading.local()
 
 
 @contextlib.contextmanager
 def caught(stack: contextlib.ExitStack, *modules: types.ModuleType) -> Iterator[None]:
-    """While entered, what this thread assigns to attributes of `modules` holds for this thread, until `stack` is closed."""
+    """While entered, keep what this thread assigns to attributes of `modules` for this thread.
+
+    It holds until `stack` is closed.
+    """
     before = getattr(_catching, "stacks", {})
     for module in modules:
-        if type(module) is types.ModuleType:  # for good: it changes nothing where no thread catches
+        # for good: it changes nothing where no thread catches
+        if type(module) is types.ModuleType:
             module.__class__ = _Module
     _catching.stacks = before | {module.__name__: stack for module in modules}
     try:
@@ -232,17 +319,5 @@ def caught(stack: contextlib.ExitStack, *modules: types.ModuleType) -> Iterator[
         _catching.stacks = before
 
 
-def _keep_own() -> None:
-    """In a forked process: undo what was replaced for threads that are not there."""
-    global _lock
-    _lock = threading.Lock()
-    own = _values()
-    for key, attribute in list(_shared.items()):
-        attribute.users = int(attribute in own)
-        if not attribute.users:
-            attribute.remove()
-            del _shared[key]
-
-
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_keep_own)
+    os.register_at_fork(after_in_child=_shared.keep_own)

@@ -1,4 +1,7 @@
-"""The process group of a rank: torchrun's for real ranks, torch's fake one for a single rank of many."""
+"""The process group of a rank.
+
+It is torchrun's for real ranks, and torch's fake one for a single rank of many.
+"""
 
 import contextlib
 import gc
@@ -15,17 +18,19 @@ import torch.distributed as dist
 from ..recipe.recipe import Sharding
 from .patched import plain, replaced
 
-FIRST_GROUP = (
-    10**6
-)  # groups are named by number, in one table for the whole process: those of other threads count from 0
+# Groups are named by number, in one table for the whole process: those of other threads count
+# from 0.
+FIRST_GROUP = 10**6
+REDUCTIONS = ("sum", "avg", "min", "max", "product")
 
 
 @contextlib.contextmanager
 def one_rank_of(sharding: Sharding | None) -> Iterator[None]:
-    """While entered, this process is rank `sharding.rank` of `sharding.world_size`, in a fake group; None: no group.
+    """While entered, this process is one rank of many, in a fake group; None: no group.
 
-    Its collectives return at once and move nothing (`torch.testing._internal.distributed.fake_pg`), so bytes are those
-    of a real rank and values are not.
+    It is rank `sharding.rank` of `sharding.world_size`. The group's collectives return at once and
+    move nothing (`torch.testing._internal.distributed.fake_pg`), so bytes are those of a real rank
+    and values are not.
     """
     if sharding is None:
         yield
@@ -33,20 +38,23 @@ def one_rank_of(sharding: Sharding | None) -> Iterator[None]:
     from torch.distributed import _meta_registrations, distributed_c10d
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    if "torch.distributed.tensor" in sys.modules:  # DTensor's caches assume that a process has one rank all its life
-        from torch.distributed.tensor import DTensor
-
-        DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache_clear()
-        getattr(torch._C, "_clear_DTensor_sharding_propagator_cache", lambda: None)()  # in newer releases
-    world, hook = _ThreadsWorld(plain(distributed_c10d, "_world")), sys.excepthook
+    _forget_dtensor_shards()
+    world = _ThreadsWorld(plain(distributed_c10d, "_world"))
+    hook = sys.excepthook
     with (
         replaced(distributed_c10d, "_world", world),
         replaced(distributed_c10d, "_unregister_all_process_groups", world.unregister),
         # fake works are numbered by Python's generator, which is the process's
         replaced(_meta_registrations, "generate_unique_id", itertools.count(1).__next__),
     ):
-        dist.init_process_group("fake", rank=sharding.rank, world_size=sharding.world_size, store=FakeStore())
-        sys.excepthook = hook  # the group's would name its rank before every error of the process
+        dist.init_process_group(
+            "fake",
+            rank=sharding.rank,
+            world_size=sharding.world_size,
+            store=FakeStore(),
+        )
+        # the group's would name its rank before every error of the process
+        sys.excepthook = hook
         try:
             yield
         finally:
@@ -54,55 +62,95 @@ def one_rank_of(sharding: Sharding | None) -> Iterator[None]:
             dist.destroy_process_group()
 
 
-class _ThreadsWorld:
-    """What torch keeps of process groups (`distributed_c10d._World`), for one thread: others have no group, or their own."""
+def _forget_dtensor_shards() -> None:
+    """Clear DTensor's caches, which assume that a process has one rank all its life."""
+    if "torch.distributed.tensor" not in sys.modules:
+        return
+    from torch.distributed.tensor import DTensor
 
-    def __init__(self, others: Any):
+    propagator = DTensor._op_dispatcher.sharding_propagator
+    propagator.propagate_op_sharding.cache_clear()
+    # newer releases have a second cache, in C++
+    clear = getattr(torch._C, "_clear_DTensor_sharding_propagator_cache", None)
+    if clear is not None:
+        clear()
+
+
+class _ThreadsWorld:
+    """What torch keeps of process groups (`distributed_c10d._World`), for one thread.
+
+    Other threads have no group, or their own.
+    """
+
+    pg_names: dict[Any, str]
+
+    def __init__(self, others: Any) -> None:
         for name in dir(others):  # newer releases keep more
-            if not name.startswith("_") and name != "pg_config_info":  # which is computed of the rest
-                setattr(self, name, type(getattr(others, name))())
-        self.default_pg, self.group_count = None, FIRST_GROUP
+            # `pg_config_info` is computed of the rest
+            if not name.startswith("_") and name != "pg_config_info":
+                kind = type(getattr(others, name))
+                setattr(self, name, kind())
+        self.default_pg = None
+        self.group_count = FIRST_GROUP
         self.names: list[str] = []  # of groups that are to be forgotten
 
     def unregister(self) -> None:
         """Forget this thread's groups, where torch would forget those of all threads."""
+        c10d: Any = torch._C._distributed_c10d
         for name in self.names:
-            torch._C._distributed_c10d._unregister_process_group(name)
+            c10d._unregister_process_group(name)
         self.names.clear()
 
 
 @contextlib.contextmanager
 def real_rank(device: str) -> Iterator[int]:
-    """While entered, this process is the rank, which is yielded, of torchrun's environment: NCCL for GPUs, gloo for CPUs."""
+    """While entered, this process is the rank, which is yielded, of torchrun's environment.
+
+    NCCL moves what is on GPUs, gloo what is on CPUs.
+    """
     with one_gloo_thread():
         if device == "cuda":
             torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
             dist.init_process_group("cpu:gloo,cuda:nccl")  # gloo for what is offloaded
         else:
             dist.init_process_group("gloo")
-        yield dist.get_rank()  # after an error the others wait in a collective: the group ends with the process
-        # free DDP's reducer first: as the last owner of the group it would join gloo's threads while it holds the GIL,
-        # for which they may wait (torch 2.13; pytorch/pytorch issue 56297)
+        # after an error the others wait in a collective: the group ends with the process
+        yield dist.get_rank()
+        # free DDP's reducer first: as the last owner of the group it would join gloo's threads
+        # while it holds the GIL, for which they may wait (torch 2.13; pytorch/pytorch issue 56297)
         gc.collect()
         dist.destroy_process_group()
 
 
 @contextlib.contextmanager
 def one_gloo_thread() -> Iterator[None]:
-    """Give gloo's groups one thread instead of two, so that what is held, and when, is deterministic: a thread frees what it
-    has sent when it begins the next transfer. `init_process_group` ignores options for gloo (torch 2.13)."""
+    """Give gloo's groups one thread instead of two.
+
+    So what is held, and when, is deterministic: a thread frees what it has sent when it begins the
+    next transfer. `init_process_group` ignores options for gloo (torch 2.13).
+    """
     from torch.distributed import distributed_c10d
 
-    plain = distributed_c10d.ProcessGroupGloo
+    torchs_own: Any = distributed_c10d.ProcessGroupGloo
 
-    class OneThread(plain):
-        def __init__(self, store, rank, size, timeout, **more):  # more: since torch 2.15
+    class OneThread(torchs_own):
+        def __init__(
+            self,
+            store: Any,
+            rank: int,
+            size: int,
+            timeout: Any,
+            **more: Any,  # since torch 2.15
+        ) -> None:
             try:
-                options = plain._Options()
-                options._threads, options._timeout = 1, timeout
-                options._devices = [plain.create_device(hostname="127.0.0.1")]  # all ranks are here
+                options = torchs_own._Options()
+                options._threads = 1
+                options._timeout = timeout
+                # all ranks are here
+                options._devices = [torchs_own.create_device(hostname="127.0.0.1")]
                 super().__init__(store, rank, size, options)
-            except (AttributeError, TypeError):  # where the private options are others: torch's own, two threads
+            except (AttributeError, TypeError):
+                # where the private options are others: torch's own, two threads
                 super().__init__(store, rank, size, timeout=timeout, **more)
 
     with patch.object(distributed_c10d, "ProcessGroupGloo", OneThread):
@@ -110,19 +158,23 @@ def one_gloo_thread() -> Iterator[None]:
 
 
 def is_fake_group() -> bool:
-    """Whether the process group is a fake one, whose collectives move nothing."""
+    """Tell whether the process group is a fake one, whose collectives move nothing."""
     return dist.is_available() and dist.is_initialized() and dist.get_backend() == "fake"
 
 
-def group_of(args: tuple) -> "dist.ProcessGroup":
-    """The process group among an operator's arguments, given as an object or by name; else the default group."""
-    from torch.distributed.distributed_c10d import _resolve_process_group
+def group_of(args: tuple) -> "dist.ProcessGroup | None":
+    """Return the process group among an operator's arguments, given as an object or by name.
 
+    Without one it is the default group.
+    """
+    from torch.distributed import distributed_c10d
+
+    resolve: Any = distributed_c10d._resolve_process_group
     for value in reversed(args):
         if isinstance(value, dist.ProcessGroup):
             return value
         if isinstance(value, torch.ScriptObject) and "ProcessGroup" in str(value._type()):
             return dist.ProcessGroup.unbox(value)
-        if isinstance(value, str) and value not in ("sum", "avg", "min", "max", "product"):
-            return _resolve_process_group(value)
+        if isinstance(value, str) and value not in REDUCTIONS:
+            return resolve(value)
     return dist.group.WORLD

@@ -1,8 +1,9 @@
 """sdpa on keys and values that are repeated for the query heads that share them.
 
-Without a mask transformers hands shared keys to torch as they are (`use_gqa_in_sdpa`, integrations/sdpa_attention.py), and
-before Ampere torch has no fused kernel for that: "math" computes in fp32 and keeps all scores. Repeated keys go to the
-memory-efficient kernel, as those of a padded batch do, which transformers repeats itself.
+Without a mask transformers hands shared keys to torch as they are (`use_gqa_in_sdpa`,
+integrations/sdpa_attention.py), and before Ampere torch has no fused kernel for that: "math"
+computes in fp32 and keeps all scores. Repeated keys go to the memory-efficient kernel, as those of
+a padded batch do, which transformers repeats itself.
 """
 
 from types import SimpleNamespace
@@ -23,7 +24,9 @@ def repeat_shared_keys() -> str:
     return REPEATED
 
 
-def _attention(module: Any, query: Any, key: Any, value: Any, attention_mask: Any, **options: Any) -> tuple[Any, None]:
+def _attention(
+    module: Any, query: Any, key: Any, value: Any, attention_mask: Any, **options: Any
+) -> tuple[Any, None]:
     """transformers' own sdpa, for a module whose query heads share no keys."""
     from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
 

@@ -1,7 +1,8 @@
-"""TRL's SFTTrainer, DPOTrainer, KTOTrainer and RewardTrainer as far as memory sees them, in their own code.
+"""TRL's SFTTrainer, DPOTrainer, KTOTrainer and RewardTrainer as far as memory sees them.
 
-What their `__init__` does to the model is said here again (trl 1.16, `trl/trainer/*_trainer.py`); the fused head and
-`compute_loss` are called. Of a sequence of DPO and KTO all tokens but the first are the answer.
+It is their own code that runs. What their `__init__` does to the model is said here again (trl
+1.16, `trl/trainer/*_trainer.py`); the fused head and `compute_loss` are called. Of a sequence of
+DPO and KTO all tokens but the first are the answer.
 """
 
 import contextlib
@@ -16,10 +17,15 @@ import torch
 from ..recipe.options import TRL
 from ..recipe.recipe import Recipe
 from ..report.errors import RecipeError, needing
-from .engine import AUTOCAST, Training, autocast_inside
+from .engine import AUTOCAST, Model, Training, autocast_inside
 
-REFERENCE = {"dpo": ("ref_chosen_logps", "ref_rejected_logps"), "kto": ("ref_logps", "ref_KL_logps")}
-OUTPUTS = {  # of the fused head that each asks for
+# What the reference model said of a batch, where that was computed before.
+REFERENCE = {
+    "dpo": ("ref_chosen_logps", "ref_rejected_logps"),
+    "kto": ("ref_logps", "ref_KL_logps"),
+}
+# Outputs of the fused head that each trainer asks for.
+OUTPUTS = {
     "sft": ("log_probs", "entropy", "is_top1"),
     "dpo": ("log_probs", "entropy", "mean_logits", "is_top1"),
     "kto": ("log_probs", "entropy", "mean_logits"),
@@ -28,15 +34,18 @@ OUTPUTS = {  # of the fused head that each asks for
 
 @needing("A trainer of TRL")
 def trl_class(name: str) -> type:
-    """TRL's class `name`."""
+    """Return TRL's class `name`."""
     import trl
 
     return getattr(trl, name)
 
 
 @needing("A trainer of TRL")
-def prepare(model: torch.nn.Module, trainer: str) -> None:
-    """Give `model` what the `__init__` of TRL's `trainer` gives it: the fused head, a balancing loss, a padding token."""
+def prepare(model: Model, trainer: str) -> None:
+    """Give `model` what the `__init__` of TRL's `trainer` gives it.
+
+    That is the fused head, a balancing loss or a padding token.
+    """
     from trl.trainer.utils import add_fused_lm_head
 
     config = model.config.get_text_config()
@@ -48,48 +57,91 @@ def prepare(model: torch.nn.Module, trainer: str) -> None:
         config.output_router_logits = _balances(config)
 
 
-def offloading(model: torch.nn.Module, device: torch.device) -> contextlib.AbstractContextManager:
-    """TRL's context in which activations of `model` are offloaded from `device`."""
+def offloading(model: Model, device: torch.device) -> contextlib.AbstractContextManager:
+    """Return TRL's context in which activations of `model` are offloaded from `device`."""
     from trl.models.activation_offloading import get_act_offloading_ctx_manager
 
-    if device.type == "cpu" and device.index is None:  # with an index it stands for a GPU
-        raise RecipeError("activation_offloading", True, "TRL offloads from a GPU only: simulate it for target='cuda'")
-    return get_act_offloading_ctx_manager(model, use_pin_memory=device.type != "cpu", warn_if_no_head=False)
+    # with an index the CPU stands for a GPU
+    if device.type == "cpu" and device.index is None:
+        rest = "TRL offloads from a GPU only: simulate it for target='cuda'"
+        raise RecipeError("activation_offloading", True, rest)
+    is_real = device.type != "cpu"
+    return get_act_offloading_ctx_manager(model, use_pin_memory=is_real, warn_if_no_head=False)
 
 
-def start(training: Training, recipe: Recipe, model: torch.nn.Module, build_model: Callable) -> None:
-    """Make the frozen reference model, if there is one, and let TRL's trainer of `model` compute the loss of `training`."""
-    trainer = object.__new__(trl_class(TRL[recipe.trainer]))
-    from trl.trainer.utils import add_fused_lm_head, disable_dropout_in_model
+def start(
+    training: Training,
+    recipe: Recipe,
+    model: Model,
+    build_model: Callable[[Recipe, torch.device], Model],
+) -> None:
+    """Let TRL's trainer of `model` compute the loss of `training`.
 
+    Makes the frozen reference model, if there is one.
+    """
+    trainer: Any = object.__new__(trl_class(TRL[recipe.trainer]))
     if recipe.trainer == "sft":
         training.compute_loss = lambda forward, batch: trainer.compute_loss(forward, dict(batch))
     else:
-        training.compute_loss = lambda forward, batch: trainer.compute_loss(training.model, dict(batch))
+
+        def compute_loss(forward: Callable, batch: Any) -> torch.Tensor:
+            return trainer.compute_loss(training.model, dict(batch))
+
+        training.compute_loss = compute_loss
         if recipe.has_reference:
-            plain = recipe.replace(trainer="transformers", gradient_checkpointing=False, activation_offloading=False)
-            training.reference = build_model(plain, training.device).eval()
-            add_fused_lm_head(training.reference)
-        for each in filter(None, (training.reference, model)):
-            disable_dropout_in_model(each)
-            if training.precision in AUTOCAST and training.engine.autocasts:
-                autocast_inside(each, training.device.type, training.precision)
+            training.reference = _reference_model(training, recipe, build_model)
+        _prepare_pair(training, model)
     vars(trainer).update(_fields(training, recipe, model))
 
 
-def _fields(training: Training, recipe: Recipe, model: torch.nn.Module) -> dict[str, Any]:
-    """What `compute_loss` reads of the recipe's trainer: defaults of its arguments, and what `__init__` makes."""
-    fields = dataclasses.fields(trl_class(TRL[recipe.trainer].replace("Trainer", "Config")))
-    usual = {field.name: field.default for field in fields if field.default is not dataclasses.MISSING}
+def _reference_model(training: Training, recipe: Recipe, build_model: Callable) -> Model:
+    """Return the model that the trained one is held against, with the same fused head."""
+    from trl.trainer.utils import add_fused_lm_head
+
+    # TRL loads it by the same arguments, and trains nothing of it
+    plain = recipe.replace(
+        trainer="transformers",
+        gradient_checkpointing=False,
+        activation_offloading=False,
+    )
+    reference = build_model(plain, training.device).eval()
+    add_fused_lm_head(reference)
+    return reference
+
+
+def _prepare_pair(training: Training, model: Model) -> None:
+    """Prepare the reference and the trained model alike: no dropout, and autocast within."""
+    from trl.trainer.utils import disable_dropout_in_model
+
+    for each in (training.reference, model):
+        if each is None:
+            continue
+        disable_dropout_in_model(each)
+        if training.precision in AUTOCAST and training.engine.autocasts:
+            autocast_inside(each, training.device.type, training.precision)
+
+
+def _fields(training: Training, recipe: Recipe, model: Model) -> dict[str, Any]:
+    """Return what `compute_loss` reads of the recipe's trainer.
+
+    These are defaults of its arguments, and what its `__init__` makes.
+    """
+    defaults = _argument_defaults(recipe)
     config = model.config.get_text_config()
-    accelerator = {"device": training.device, "parallelism_config": None}
-    accelerator |= dict.fromkeys(("gather", "gather_for_metrics"), lambda value: value)
-    accelerator["unwrap_model"] = lambda wrapped: model
-    return usual | {
+    accelerator = SimpleNamespace(
+        device=training.device,
+        parallelism_config=None,
+        # this rank's values stand for all ranks'
+        gather=lambda value: value,
+        gather_for_metrics=lambda value: value,
+        unwrap_model=lambda wrapped: model,
+    )
+    arguments = defaults | {"gradient_checkpointing_kwargs": {"use_reentrant": False}}
+    return defaults | {
         "model": model,
         "ref_model": training.reference,
-        "args": SimpleNamespace(**usual | {"gradient_checkpointing_kwargs": {"use_reentrant": False}}),
-        "accelerator": SimpleNamespace(**accelerator),
+        "args": SimpleNamespace(**arguments),
+        "accelerator": accelerator,
         "compute_loss_func": None,
         "label_smoother": None,
         "precompute_ref_logps": recipe.precompute_ref_log_probs,
@@ -104,26 +156,50 @@ def _fields(training: Training, recipe: Recipe, model: torch.nn.Module) -> dict[
     }
 
 
+def _argument_defaults(recipe: Recipe) -> dict[str, Any]:
+    """Return the defaults of the arguments of the recipe's trainer, by name."""
+    arguments = trl_class(TRL[recipe.trainer].replace("Trainer", "Config"))
+    defaults = {}
+    for field in dataclasses.fields(arguments):
+        if field.default is not dataclasses.MISSING:
+            defaults[field.name] = field.default
+    return defaults
+
+
 def _balances(config: Any) -> bool:
-    """Whether TRL adds the balancing loss of a mixture of experts with `config`."""
-    return hasattr(config, "output_router_logits") and getattr(config, "router_aux_loss_coef", 0.0) != 0.0
+    """Tell whether TRL adds the balancing loss of a mixture of experts with `config`."""
+    has_router = hasattr(config, "output_router_logits")
+    return has_router and getattr(config, "router_aux_loss_coef", 0.0) != 0.0
 
 
 def make_pairs(recipe: Recipe, device: str) -> dict[str, torch.Tensor]:
-    """What TRL's collator makes of preferences without padding: of a pair the chosen answers come first."""
-    size = recipe.sequences, recipe.seq_len
+    """Return what TRL's collator makes of preferences without padding.
 
-    def sequences() -> dict[str, torch.Tensor]:
-        answer = torch.ones(size, dtype=torch.int64, device=device)
-        answer[:, 0] = 0
-        ids = torch.randint(1, recipe.shape.vocab_size, size, device=device)
-        return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "completion_mask": answer}
-
-    batch = sequences()
+    Of a pair the chosen answers come first.
+    """
+    batch = _sequences(recipe, device)
     if recipe.trainer == "reward":
         del batch["completion_mask"]
-    names = REFERENCE.get(recipe.trainer, ()) if recipe.precompute_ref_log_probs else ()
     if recipe.trainer == "kto":
-        batch |= {f"KL_{name}": tensor for name, tensor in sequences().items()}
-        batch["label"] = torch.arange(recipe.batch_size, device=device) < -(-recipe.batch_size // 2)
-    return batch | {name: torch.zeros(recipe.batch_size, device=device) for name in names}
+        # the same prompts with others' answers, for the KL term
+        for name, tensor in _sequences(recipe, device).items():
+            batch[f"KL_{name}"] = tensor
+        desirable = -(-recipe.batch_size // 2)
+        batch["label"] = torch.arange(recipe.batch_size, device=device) < desirable
+    if recipe.precompute_ref_log_probs:
+        for name in REFERENCE.get(recipe.trainer, ()):
+            batch[name] = torch.zeros(recipe.batch_size, device=device)
+    return batch
+
+
+def _sequences(recipe: Recipe, device: str) -> dict[str, torch.Tensor]:
+    """Return random token ids and their masks, for all sequences of a micro-batch."""
+    size = (recipe.sequences, recipe.seq_len)
+    answer = torch.ones(size, dtype=torch.int64, device=device)
+    answer[:, 0] = 0
+    ids = torch.randint(1, recipe.shape.vocab_size, size, device=device)
+    return {
+        "input_ids": ids,
+        "attention_mask": torch.ones_like(ids),
+        "completion_mask": answer,
+    }

@@ -1,4 +1,7 @@
-"""Data parallel: `DistributedDataParallel` (Li et al. 2020), and with it ZeRO stage 1 by `ZeroRedundancyOptimizer`."""
+"""Data parallel: `DistributedDataParallel` (Li et al. 2020).
+
+With it comes ZeRO stage 1 by `ZeroRedundancyOptimizer`.
+"""
 
 import contextlib
 import weakref
@@ -11,40 +14,53 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from ...recipe.recipe import Recipe
-from ..engine import AUTOCAST, Engine, Training, autocast_inside
+from ..engine import AUTOCAST, Model, ShardedEngine, Training, autocast_inside
 from ..models import real_tensors
 from ..process_group import is_fake_group
 
+# Trainers whose model is not under autocast by itself.
+WITHOUT_OWN_AUTOCAST = ("transformers", "sft")
 
-class DDP(Engine):
-    """Every rank holds the whole model; gradients are averaged in buckets during the backward pass."""
 
-    def __init__(self, recipe: Recipe):
+class DDP(ShardedEngine):
+    """Every rank holds the whole model.
+
+    Gradients are averaged in buckets during the backward pass.
+    """
+
+    def __init__(self, recipe: Recipe) -> None:
         super().__init__(recipe)
         self._buckets: list[weakref.ref] = []  # their storages
 
-    def wrap(self, model: torch.nn.Module) -> torch.nn.Module:
-        # the Trainer looks for parameters without gradients unless layers are recomputed, and always with PEFT
-        # (`Trainer._build_accelerator_args`): it costs a copy of the outputs, and buckets are not made anew
-        recomputed = self.recipe.gradient_checkpointing and not self.recipe.lora
-        unused = self.recipe.loop.name == "trainer" and not recomputed
+    def wrap(self, model: Model) -> Model:
+        """Return `model` in DDP, whose buckets are known from the start."""
+        # the Trainer looks for parameters without gradients unless layers are recomputed, and
+        # always with PEFT (`Trainer._build_accelerator_args`): it costs a copy of the outputs, and
+        # buckets are not made anew
+        is_recomputed = self.recipe.gradient_checkpointing and not self.recipe.lora
+        looks_for_unused = self.recipe.loop.name == "trainer" and not is_recomputed
         with _Buckets(self._buckets):
-            ddp = DistributedDataParallel(model, find_unused_parameters=unused)
+            ddp: Any = DistributedDataParallel(model, find_unused_parameters=looks_for_unused)
         if is_fake_group():
             ddp.register_comm_hook(None, _all_reduce)
         ddp.reducer = _Reducer(ddp.reducer, self._buckets)
         return ddp
 
     def start(self, training: Training) -> None:
-        """Autocast inside DDP as accelerate does: what DDP copies of outputs is in fp32 by then."""
-        inside = training.loop.outputs_to_fp32 and self.recipe.trainer in ("transformers", "sft")  # others do it anyway
-        if inside and training.precision in AUTOCAST:
+        """Autocast inside DDP as accelerate does.
+
+        What DDP copies of outputs is in fp32 by then.
+        """
+        if training.precision not in AUTOCAST or not training.loop.outputs_to_fp32:
+            return
+        if self.recipe.trainer in WITHOUT_OWN_AUTOCAST:
             autocast_inside(training.model.module, training.device.type, training.precision)
             self.autocasts = False
 
     def _live_buckets(self) -> list[torch.UntypedStorage]:
-        """The reducer's buckets, which no attribute leads to."""
-        return [storage for storage in (reference() for reference in self._buckets) if storage is not None]
+        """Return the reducer's buckets, which no attribute leads to."""
+        storages = [reference() for reference in self._buckets]
+        return [storage for storage in storages if storage is not None]
 
     @contextlib.contextmanager
     def follow(self, training: Training, tracker: Any) -> Iterator[None]:
@@ -52,52 +68,81 @@ class DDP(Engine):
         tracker.claim_storages(self._live_buckets(), "workspace", "buckets")
         yield
         for handle in self._live_buckets():
-            if storage := tracker.live.get(handle._cdata):
-                storage.category, storage.where = "workspace", "buckets"
+            storage = tracker.live.get(handle._cdata)
+            if storage:
+                storage.category = "workspace"
+                storage.where = "buckets"
 
     def optimizer(self, parameters: list, make: Callable[[list], Any]) -> Any:
-        if self.recipe.sharding.stage == 0:
+        """Return the optimizer; at stage 1 each rank has that of its shard."""
+        if self.sharding.stage == 0:
             return make(parameters)
         from torch.distributed.optim import ZeroRedundancyOptimizer
 
         # it wants a class and its arguments; ours is made by a function
-        return ZeroRedundancyOptimizer(parameters, optimizer_class=lambda params, **_: make(params))
+        def of_shard(params: list, **unused: Any) -> Any:
+            return make(params)
+
+        make_sharded: Any = ZeroRedundancyOptimizer
+        return make_sharded(parameters, optimizer_class=of_shard)
 
     def micro_batch(self, training: Training, last: bool) -> contextlib.AbstractContextManager:
+        """Average gradients after the last micro-batch only."""
         return contextlib.nullcontext() if last else training.model.no_sync()
 
 
-def _all_reduce(state, bucket):  # DDP refuses annotations that are not its own
-    """All-reduce a bucket in a fake group, whose work has no result although DDP asks for it."""
+# DDP refuses annotations that are not its own
+def _all_reduce(state, bucket):  # type: ignore[no-untyped-def]
+    """All-reduce a bucket in a fake group.
+
+    Its work has no result although DDP asks for it.
+    """
     torch.distributed.all_reduce(bucket.buffer(), async_op=True)
-    future = torch.futures.Future()
+    future: torch.futures.Future = torch.futures.Future()
     future.set_result(bucket.buffer())
     return future
 
 
 class _Buckets(TorchDispatchMode):
-    """Collects the storages that C++ makes with `at::empty`, floats only: those of buckets. With `agreed`, int32 tensors are
-    real under a FakeTensorMode too: the reducer agrees on the order of new buckets by reading such."""
+    """Collects the storages that C++ makes with `at::empty`, floats only: those of buckets.
 
-    def __init__(self, found: list[weakref.ref], agreed: bool = False):
+    With `agreed`, int32 tensors are real under a FakeTensorMode too: the reducer agrees on the
+    order of new buckets by reading such.
+    """
+
+    def __init__(self, storages: list[weakref.ref], agreed: bool = False) -> None:
         super().__init__()
-        self.found, self.agreed = found, agreed
+        self.storages = storages
+        self.agreed = agreed
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple = (),
+        kwargs: dict | None = None,
+    ) -> Any:
         kwargs = kwargs or {}
-        dtypes = [kwargs.get("dtype"), *(getattr(t, "dtype", None) for t in tree_leaves((args, kwargs)))]
-        with real_tensors() if self.agreed and torch.int32 in dtypes else contextlib.nullcontext():
+        with self._mode(args, kwargs):
             result = func(*args, **kwargs)
         if func is torch.ops.aten.empty.memory_format and result.is_floating_point():
-            self.found.append(weakref.ref(result.untyped_storage()))
+            self.storages.append(weakref.ref(result.untyped_storage()))
         return result
+
+    def _mode(self, args: tuple, kwargs: dict) -> contextlib.AbstractContextManager:
+        if not self.agreed:
+            return contextlib.nullcontext()
+        leaves = tree_leaves((args, kwargs))
+        dtypes = [kwargs.get("dtype"), *(getattr(leaf, "dtype", None) for leaf in leaves)]
+        return real_tensors() if torch.int32 in dtypes else contextlib.nullcontext()
 
 
 class _Reducer:
     """DDP's reducer, whose new buckets are collected too."""
 
-    def __init__(self, reducer: Any, buckets: list[weakref.ref]):
-        self._reducer, self._buckets = reducer, buckets
+    def __init__(self, reducer: Any, buckets: list[weakref.ref]) -> None:
+        self._reducer = reducer
+        self._buckets = buckets
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._reducer, name)

@@ -1,6 +1,7 @@
-"""ZeRO stages 0 to 3 by DeepSpeed (`deepspeed.initialize`; Rajbhandari et al. 2020, 2021), an optional extra.
+"""ZeRO stages 0 to 3 by DeepSpeed (`deepspeed.initialize`; Rajbhandari et al. 2020, 2021).
 
-`deepspeed_fake_group.py` answers for ranks that do not exist. Sizes of what a rank holds are in `formulas/deepspeed.py`.
+DeepSpeed is an optional extra. `deepspeed_fake_group.py` answers for ranks that do not exist. Sizes
+of what a rank holds are in `formulas/deepspeed.py`.
 """
 
 import contextlib
@@ -15,115 +16,188 @@ import torch
 
 from ...recipe.deepspeed_config import filled_in
 from ...report.errors import needing
-from ..engine import Engine, Training
+from ..engine import ShardedEngine, Training
 from ..patched import afterwards, assign, replaced
 
+FLAT_GRADIENTS = "flat gradients"
+PART_OF_GRADIENTS = "gradients in the part"
+REDUCE_BUCKET = "reduce bucket"
+GATHERED = "gathered weights"
 
-class DeepSpeed(Engine):
-    """DeepSpeed's engine owns model and optimizer: it averages, clips, steps and clears gradients by itself.
 
-    It also casts by itself, as under accelerate (`Accelerator.native_amp` is False): in a "-mixed" precision weights are
-    half precision for good, and each rank updates an fp32 copy of its shard.
+class DeepSpeed(ShardedEngine):
+    """DeepSpeed's engine owns model and optimizer.
+
+    It averages, clips, steps and clears gradients by itself. It also casts by itself, as under
+    accelerate (`Accelerator.native_amp` is False): in a "-mixed" precision weights are half
+    precision for good, and each rank updates an fp32 copy of its shard.
     """
 
     autocasts = False
     fake_gpu = "cpu:0"
 
     def start(self, training: Training) -> None:
+        """Give model and optimizer to DeepSpeed's engine."""
         deepspeed = library()
         choose_accelerator(training.device.type)
-        model, config = training.model, filled_in(self.recipe)
-        # the default of 65,536 overflows at once with random weights, and a skipped step makes no states
-        config["fp16"]["initial_scale_power"] = 0
         from .deepspeed_fake_group import forget
 
+        model = training.model
+        config = filled_in(self.recipe)
+        # the default of 65,536 overflows at once with random weights, and a skipped step makes no
+        # states
+        config["fp16"]["initial_scale_power"] = 0
         forget()
-        with _adapters_as_they_are() if self.recipe.sharding.stage == 3 else contextlib.nullcontext():
-            engine, training.optimizer, _, _ = deepspeed.initialize(
-                model=model, optimizer=training.optimizer, config=config, dist_init_required=False
+        is_divided = self.sharding.stage == 3
+        with _adapters_as_they_are() if is_divided else contextlib.nullcontext():
+            engine, optimizer, _, _ = deepspeed.initialize(
+                model=model,
+                optimizer=training.optimizer,
+                config=config,
+                dist_init_required=False,
             )
-        training.model, training.scaler = engine, None
-        dtype = next(model.parameters()).dtype
+        training.model = engine
+        training.optimizer = optimizer
+        training.scaler = None
         if self.recipe.precision.endswith("-mixed"):
-            for batch in (training.batch, *training.further):  # Trainer._prepare_input: inputs in the weights' dtype
-                batch.update({name: value.to(dtype) for name, value in batch.items() if _is_floating(value)})
+            # Trainer._prepare_input: inputs in the weights' dtype
+            dtype = next(model.parameters()).dtype
+            for batch in (training.batch, *training.further):
+                for name, value in batch.items():
+                    if _is_floating(value):
+                        batch[name] = value.to(dtype)
 
     def without_peers(self, target: str) -> contextlib.AbstractContextManager:
+        """While entered, DeepSpeed runs on one rank of a fake group."""
         library()
         from .deepspeed_fake_group import without_peers
 
-        return without_peers({"cuda": self.fake_gpu, "cpu": "cpu"}[target])
+        return without_peers(self.fake_gpu if target == "cuda" else "cpu")
 
     @contextlib.contextmanager
     def follow(self, training: Training, tracker: Any) -> Iterator[None]:
-        from deepspeed.runtime.zero.partition_parameters import AllGatherCoalescedHandle, AllGatherHandle
-        from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3 as Stage3
-        from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer as Stage12
-
+        """Name what DeepSpeed holds, and its buffers as it fills them."""
         for category, where, tensors in held(training.model):
             tracker.claim(tensors, category, where)
 
         def claims(category: str, where: str, tensors_of: Callable) -> Callable:
-            return lambda _, *args, **options: tracker.claim(tensors_of(*args), category, where)
+            def claim(result: Any, *args: Any, **options: Any) -> None:
+                tracker.claim(tensors_of(*args), category, where)
 
-        gathered, flat = ("workspace", "gathered weights"), ("gradients", "flat gradients")
-        reduced = claims("workspace", "reduce bucket", lambda o: [t for b in o.ipg_buckets.values() for t in b.buffer])
-        part = claims("gradients", "gradients in the part", lambda o, *_: _held(o, "grads_in_partition"))
-        compact = claims(*flat, lambda optimizer, group: [optimizer.averaged_gradients[group].flat_partition])
-        of_group = claims(*flat, lambda optimizer, group: [optimizer.fp32_partitioned_groups_flat[group].grad])
-        with (
-            afterwards(Stage12, "setup_buckets", reduced),
-            afterwards(Stage12, "copy_grads_in_partition", part),
-            afterwards(Stage12, "_get_compact_grad_partition_buffer", compact),
-            afterwards(Stage12, "unscale_and_clip_grads", claims(*flat, lambda optimizer, grads, *_: grads)),
-            afterwards(Stage3, "_prepare_fp32_grad_for_sub_group", of_group),
-            afterwards(AllGatherHandle, "wait", claims(*gathered, lambda h, *_: [h._AllGatherHandle__param.data])),
-            afterwards(AllGatherCoalescedHandle, "wait", claims(*gathered, lambda h, *_: [p.data for p in h.params])),
-        ):
+            return claim
+
+        with contextlib.ExitStack() as stack:
+            for patch in _followed(claims):
+                stack.enter_context(patch)
             yield
 
     def micro_batch(self, training: Training, last: bool) -> contextlib.AbstractContextManager:
+        """Reduce gradients after the last micro-batch only."""
         training.model.set_gradient_accumulation_boundary(last)
         return contextlib.nullcontext()
 
     def backward(self, training: Training, loss: torch.Tensor) -> None:
-        training.model.backward(loss, scale_wrt_gas=False)  # the loop has divided by the number of micro-batches
+        """Run DeepSpeed's backward pass."""
+        # the loop has divided by the number of micro-batches
+        training.model.backward(loss, scale_wrt_gas=False)
 
     def clip(self, training: Training, norm: float) -> None:
-        """`update` clips: the norm is in the configuration."""
+        """Leave it to `update`: the norm is in the configuration."""
 
     def update(self, training: Training) -> None:
+        """Clip, step and clear."""
         training.model.step()
 
     def zero_grad(self, training: Training) -> None:
-        """`update` has done it."""
+        """Leave it to `update`, which has done it."""
+
+
+def _followed(claims: Callable) -> Iterator[contextlib.AbstractContextManager]:
+    """Return patches of DeepSpeed's methods; after each call the tracker claims what they made."""
+    from deepspeed.runtime.zero.partition_parameters import (
+        AllGatherCoalescedHandle,
+        AllGatherHandle,
+    )
+    from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3 as Stage3
+    from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer as Stage12
+
+    def buckets(optimizer: Any) -> list[torch.Tensor]:
+        tensors = []
+        for bucket in optimizer.ipg_buckets.values():
+            tensors += bucket.buffer
+        return tensors
+
+    def in_partition(optimizer: Any, *unused: Any) -> list[torch.Tensor]:
+        return _attribute(optimizer, "grads_in_partition")
+
+    def compact(optimizer: Any, group: int) -> list[torch.Tensor]:
+        return [optimizer.averaged_gradients[group].flat_partition]
+
+    def unscaled(optimizer: Any, gradients: list[torch.Tensor], *unused: Any) -> list[torch.Tensor]:
+        return gradients
+
+    def of_sub_group(optimizer: Any, group: int) -> list[torch.Tensor]:
+        return [optimizer.fp32_partitioned_groups_flat[group].grad]
+
+    def gathered_one(handle: Any, *unused: Any) -> list[torch.Tensor]:
+        return [handle._AllGatherHandle__param.data]
+
+    def gathered_all(handle: Any, *unused: Any) -> list[torch.Tensor]:
+        return [parameter.data for parameter in handle.params]
+
+    flat = ("gradients", FLAT_GRADIENTS)
+    gathered = ("workspace", GATHERED)
+    in_part = ("gradients", PART_OF_GRADIENTS)
+    yield afterwards(Stage12, "setup_buckets", claims("workspace", REDUCE_BUCKET, buckets))
+    yield afterwards(Stage12, "copy_grads_in_partition", claims(*in_part, in_partition))
+    yield afterwards(Stage12, "_get_compact_grad_partition_buffer", claims(*flat, compact))
+    yield afterwards(Stage12, "unscale_and_clip_grads", claims(*flat, unscaled))
+    yield afterwards(Stage3, "_prepare_fp32_grad_for_sub_group", claims(*flat, of_sub_group))
+    yield afterwards(AllGatherHandle, "wait", claims(*gathered, gathered_one))
+    yield afterwards(AllGatherCoalescedHandle, "wait", claims(*gathered, gathered_all))
 
 
 def _is_floating(value: Any) -> bool:
-    """Tell whether `value` is a tensor of floating-point numbers; a packed batch also has lengths that are plain ints."""
+    """Tell whether `value` is a tensor of floating-point numbers.
+
+    A packed batch also has lengths that are plain ints.
+    """
     return isinstance(value, torch.Tensor) and value.is_floating_point()
 
 
 def held(engine: Any) -> Iterator[tuple[str, str, list[torch.Tensor]]]:
-    """(category, name, tensors) before the first step. fp32 weights count as optimizer states, as in ZeRO."""
+    """Return (category, name, tensors) of what DeepSpeed's engine holds before the first step.
+
+    fp32 weights count as optimizer states, as in ZeRO.
+    """
     optimizer = engine.optimizer
-    weights = _held(optimizer, "single_partition_of_fp32_groups") + _held(optimizer, "fp32_partitioned_groups_flat")
-    weights += [p for group in _held(optimizer, "fp32_groups") for p in group]
+    weights = _attribute(optimizer, "single_partition_of_fp32_groups")
+    weights += _attribute(optimizer, "fp32_partitioned_groups_flat")
+    for group in _attribute(optimizer, "fp32_groups"):
+        weights += group
     yield "optimizer_states", "fp32 weights", weights
-    yield "gradients", "flat gradients", [p.grad for p in weights if p.grad is not None]
-    yield "gradients", "gradients in the part", _held(optimizer, "grad_partitions_flat_buffer")
-    shards = [p.ds_tensor for p in engine.module.parameters() if hasattr(p, "ds_tensor")]
-    yield "parameters", "flat weights", shards + _held(optimizer, "param_groups_fp16_flat_cpu_memory")
-    buckets = getattr(optimizer, "ipg_buckets", {}).values()
-    yield "workspace", "reduce bucket", [b.buffer for b in buckets if hasattr(b.buffer, "untyped_storage")]
-    yield "workspace", "overflow flag", _held(optimizer, "inf_or_nan_tracker")
-    offload = ("param_buffer_of_bit16_for_cpu_offload_groups", "temp_grad_buffer_for_cpu_offload")
-    for name in (*offload, "temp_grad_buffer_for_gpu_offload"):
-        yield "workspace", name, _held(optimizer, name)
+    gradients = [weight.grad for weight in weights if weight.grad is not None]
+    yield "gradients", FLAT_GRADIENTS, gradients
+    yield "gradients", PART_OF_GRADIENTS, _attribute(optimizer, "grad_partitions_flat_buffer")
+    parameters = engine.module.parameters()
+    shards = [each.ds_tensor for each in parameters if hasattr(each, "ds_tensor")]
+    shards += _attribute(optimizer, "param_groups_fp16_flat_cpu_memory")
+    yield "parameters", "flat weights", shards
+    buckets = [bucket.buffer for bucket in getattr(optimizer, "ipg_buckets", {}).values()]
+    # before `setup_buckets` it is an empty list
+    buffers = [buffer for buffer in buckets if hasattr(buffer, "untyped_storage")]
+    yield "workspace", REDUCE_BUCKET, buffers
+    yield "workspace", "overflow flag", _attribute(optimizer, "inf_or_nan_tracker")
+    for name in (
+        "param_buffer_of_bit16_for_cpu_offload_groups",
+        "temp_grad_buffer_for_cpu_offload",
+        "temp_grad_buffer_for_gpu_offload",
+    ):
+        yield "workspace", name, _attribute(optimizer, name)
 
 
-def _held(optimizer: Any, name: str) -> list[Any]:
-    """What `optimizer` holds by that name, as a list."""
+def _attribute(optimizer: Any, name: str) -> list[Any]:
+    """Return what `optimizer` holds by that name, as a list; stages hold different things."""
     value = getattr(optimizer, name, None)
     if value is None:
         return []
@@ -132,16 +206,22 @@ def _held(optimizer: Any, name: str) -> list[Any]:
 
 @contextlib.contextmanager
 def _adapters_as_they_are() -> Iterator[None]:
-    """While entered, adapters are not cast. At stage 3 `from_pretrained` divides the base (`deepspeed.zero.Init`), and
-    DeepSpeed casts no model of which anything is divided already; adapters are made after that, in fp32."""
+    """While entered, adapters are not cast.
+
+    At stage 3 `from_pretrained` divides the base (`deepspeed.zero.Init`), and DeepSpeed casts no
+    model of which anything is divided already; adapters are made after that, in fp32.
+    """
     from deepspeed.runtime.engine import DeepSpeedEngine
 
     cast_all = DeepSpeedEngine._cast_module_mixed_precision
 
     def cast(engine: Any, *args: Any, **options: Any) -> None:
-        kept = {p: p.data for name, p in engine.module.named_parameters() if "lora_" in name}
+        adapters = {}
+        for name, parameter in engine.module.named_parameters():
+            if "lora_" in name:
+                adapters[parameter] = parameter.data
         cast_all(engine, *args, **options)
-        for parameter, data in kept.items():
+        for parameter, data in adapters.items():
             parameter.data = data
 
     with replaced(DeepSpeedEngine, "_cast_module_mixed_precision", cast):
@@ -149,7 +229,10 @@ def _adapters_as_they_are() -> Iterator[None]:
 
 
 def library() -> Any:
-    """The package `deepspeed`, quiet. Raises MissingExtra with the command that installs it."""
+    """Return the package `deepspeed`, quiet.
+
+    Raises MissingExtra with the command that installs it.
+    """
     # it looks for an accelerator at its first import, and warns if it finds none
     os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")
     with needing("sharding.engine='deepspeed'"):
@@ -162,9 +245,14 @@ def library() -> Any:
 
 
 def choose_accelerator(device: str) -> None:
-    """Replace DeepSpeed's accelerator, which it chooses once, by that of the model's device; fake tensors are on CPU."""
+    """Replace DeepSpeed's accelerator, which it chooses once, by that of the model's device.
+
+    Fake tensors are on CPU.
+    """
     from deepspeed.accelerator import get_accelerator, real_accelerator
 
-    if get_accelerator().device_name() != device:
-        home = importlib.import_module(f"deepspeed.accelerator.{device}_accelerator")
-        assign(real_accelerator, "ds_accelerator", getattr(home, f"{device.upper()}_Accelerator")())
+    if get_accelerator().device_name() == device:
+        return
+    home = importlib.import_module(f"deepspeed.accelerator.{device}_accelerator")
+    accelerator = getattr(home, f"{device.upper()}_Accelerator")
+    assign(real_accelerator, "ds_accelerator", accelerator())

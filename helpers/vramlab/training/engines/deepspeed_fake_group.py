@@ -1,6 +1,7 @@
-"""DeepSpeed under torch's fake process group: answers to what it asks of other ranks and of fake tensors' values.
+"""DeepSpeed under torch's fake process group.
 
-Each answer is that of a healthy run, and allocates what the question would. Nothing else of DeepSpeed is replaced.
+Here is what answers for other ranks, and for fake tensors' values. Each answer is that of a healthy
+run, and allocates what the question would. Nothing else of DeepSpeed is replaced.
 """
 
 import contextlib
@@ -22,101 +23,161 @@ from ..quiet import unheard
 def without_peers(device: str) -> Iterator[None]:
     """While entered, DeepSpeed runs on one rank of a fake group, with `device` as its accelerator.
 
-    Where fake tensors stand for a GPU's, `device` is not "cpu", which is the host (`cuda.CudaKernels`).
+    Where fake tensors stand for a GPU's, `device` is not "cpu", which is the host
+    (`cuda.CudaKernels`).
     """
-    from deepspeed.accelerator import get_accelerator, real_accelerator
     from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
     from deepspeed.comm import comm
-    from deepspeed.comm import utils as comm_utils
-    from deepspeed.runtime import engine
-    from deepspeed.runtime.engine import DeepSpeedEngine
-    from deepspeed.runtime.zero import linear, partition_parameters, partitioned_param_coordinator, utils
-    from deepspeed.runtime.zero.partition_parameters import AllGatherCoalescedHandle
-    from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
     if comm.cdb is not None:
-        rest = "this process trains with DeepSpeed, which keeps one process group for all threads: take another process"
+        rest = "this process trains with DeepSpeed, which keeps one process group for all threads: "
+        rest += "take another process"
         raise RecipeError("sharding.engine", "deepspeed", rest)
-    stays = {"dont_change_device": True}
-    # DeepSpeed requires a local rank; torchrun sets it for real ranks
-    environment = {"LOCAL_RANK": "0", **os.environ}
-    own_os = SimpleNamespace(**vars(os) | {"environ": environment})
-    kind = SimpleNamespace(device_name=lambda: "cpu")  # of device, for autocast
-    ours = (
-        # `choose_accelerator` may replace it
-        replaced(real_accelerator, "ds_accelerator", get_accelerator()),
-        *(replaced(module, "os", own_os) for module in (comm_utils, engine, partition_parameters, utils)),
-        # no gradient overflowed, and every norm is 1
-        _healthy(DeepSpeedEngine, "_take_model_step"),
-        _healthy(DeepSpeedZeroOptimizer, "update_offload_overflow_tracker"),
-        # every rank saw the modules in the same order
-        replaced(partitioned_param_coordinator, "assert_ints_same_as_other_ranks", _same_everywhere),
-        # it puts together as many pieces as there are ranks
-        afterwards(AllGatherCoalescedHandle, "__init__", _share_views),
-        # the model is on its device already, and a fake parameter that is referred to cannot be moved
-        afterwards(DeepSpeedEngine, "_set_client_model", lambda _, engine, model: vars(engine).update(stays)),
-        # `device` is text, as of its accelerators: stage 3 finds no device equal to it
-        replaced(CPU_Accelerator, "device_name", lambda *index: device),
-        replaced(CPU_Accelerator, "current_device_name", lambda *index: device),
-        replaced(CPU_Accelerator, "on_accelerator", lambda _, t: t.device == torch.device(device)),
-        replaced(linear, "get_accelerator", lambda: kind),
-        *(_streams(CPU_Accelerator) if device != "cpu" else ()),
-        # it checks the alignment of its partitions; the address of a fake one is 0, which is aligned
-        unheard("Accessing the data pointer of FakeTensor"),
-    )
     with contextlib.ExitStack() as stack:
-        for each in ours:
-            stack.enter_context(each)
+        for patch in (
+            *_process(),
+            *_answers(),
+            *_placement(CPU_Accelerator, device),
+            *(_streams(CPU_Accelerator) if device != "cpu" else ()),
+        ):
+            stack.enter_context(patch)
         # stage 3 puts another linear layer there
         stack.enter_context(caught(stack, torch.nn.functional))
         stack.callback(forget)
         yield
 
 
+def _process() -> Iterator[contextlib.AbstractContextManager]:
+    """Return what DeepSpeed keeps and reads of the process, replaced for this thread."""
+    from deepspeed.accelerator import get_accelerator, real_accelerator
+    from deepspeed.comm import utils as comm_utils
+    from deepspeed.runtime import engine
+    from deepspeed.runtime.zero import partition_parameters, utils
+
+    # `choose_accelerator` may replace it
+    yield replaced(real_accelerator, "ds_accelerator", get_accelerator())
+    # DeepSpeed requires a local rank; torchrun sets it for real ranks
+    environment = {"LOCAL_RANK": "0", **os.environ}
+    own_os = SimpleNamespace(**vars(os) | {"environ": environment})
+    for module in (comm_utils, engine, partition_parameters, utils):
+        yield replaced(module, "os", own_os)
+
+
+def _answers() -> Iterator[contextlib.AbstractContextManager]:
+    """Return answers to what DeepSpeed asks of other ranks and of values."""
+    from deepspeed.runtime.engine import DeepSpeedEngine
+    from deepspeed.runtime.zero import partitioned_param_coordinator
+    from deepspeed.runtime.zero.partition_parameters import AllGatherCoalescedHandle
+    from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+
+    # no gradient overflowed, and every norm is 1
+    yield _healthy(DeepSpeedEngine, "_take_model_step")
+    yield _healthy(DeepSpeedZeroOptimizer, "update_offload_overflow_tracker")
+    # every rank saw the modules in the same order
+    yield replaced(
+        partitioned_param_coordinator,
+        "assert_ints_same_as_other_ranks",
+        _same_everywhere,
+    )
+    # it puts together as many pieces as there are ranks
+    yield afterwards(AllGatherCoalescedHandle, "__init__", _share_views)
+    # it checks the alignment of its partitions; the address of a fake one is 0, which is aligned
+    yield unheard("Accessing the data pointer of FakeTensor")
+
+
+def _placement(accelerator: type, device: str) -> Iterator[contextlib.AbstractContextManager]:
+    """Return what makes `device` DeepSpeed's accelerator, with the model on it already."""
+    from deepspeed.runtime.engine import DeepSpeedEngine
+    from deepspeed.runtime.zero import linear
+
+    # a fake parameter that is referred to cannot be moved
+    yield afterwards(DeepSpeedEngine, "_set_client_model", _keep_device)
+    # `device` is text, as of its accelerators: stage 3 finds no device equal to it
+    yield replaced(accelerator, "device_name", lambda *index: device)
+    yield replaced(accelerator, "current_device_name", lambda *index: device)
+
+    def on_accelerator(itself: Any, tensor: torch.Tensor) -> bool:
+        return tensor.device == torch.device(device)
+
+    yield replaced(accelerator, "on_accelerator", on_accelerator)
+    kind = SimpleNamespace(device_name=lambda: "cpu")  # of device, for autocast
+    yield replaced(linear, "get_accelerator", lambda: kind)
+
+
+def _keep_device(result: None, engine: Any, model: Any) -> None:
+    vars(engine).update(dont_change_device=True)
+
+
 def _streams(accelerator: type) -> Iterator[contextlib.AbstractContextManager]:
-    """A GPU's streams, which stage 3 gathers and reduces on: torch's for CPUs, whose work is done when it is asked for."""
+    """Return a GPU's streams, which stage 3 gathers and reduces on.
+
+    They are torch's for CPUs, whose work is done when it is asked for.
+    """
     yield replaced(torch.cpu.Stream, "synchronize", lambda stream: None)
     yield replaced(torch.Tensor, "record_stream", lambda tensor, stream: None)
-    for name, kind in (("Stream", torch.cpu.Stream), ("Event", torch.cpu.Event)):
-        yield replaced(accelerator, name, kind)
+    yield replaced(accelerator, "Stream", torch.cpu.Stream)
+    yield replaced(accelerator, "Event", torch.cpu.Event)
     for name in ("stream", "current_stream"):
         yield replaced(accelerator, name, staticmethod(getattr(torch.cpu, name)))
     yield replaced(accelerator, "default_stream", staticmethod(torch.cpu.current_stream))
     yield replaced(accelerator, "is_fp16_supported", lambda accelerator: True)
-    for name in ("is_synchronized_device", "resolves_data_dependency", "handles_memory_backpressure"):
+    for name in (
+        "is_synchronized_device",
+        "resolves_data_dependency",
+        "handles_memory_backpressure",
+    ):
         yield replaced(accelerator, name, lambda accelerator: False)
 
 
-HEALTHY = dict.fromkeys((torch.float64, torch.float32, torch.float16, torch.bfloat16), 1.0)
-HEALTHY |= {torch.bool: False, torch.uint8: 0}
+# What a value is that DeepSpeed's step reads: a norm, or a flag of an overflow.
+HEALTHY: dict[torch.dtype, float | bool | int] = {
+    torch.float64: 1.0,
+    torch.float32: 1.0,
+    torch.float16: 1.0,
+    torch.bfloat16: 1.0,
+    torch.bool: False,
+    torch.uint8: 0,
+}
 
 
 class Healthy(TorchDispatchMode):
-    """Answer reads of values in DeepSpeed's step: no overflow flag is set, and every norm is 1."""
+    """Answers reads of values in DeepSpeed's step: no overflow flag is set, and every norm is 1."""
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple = (),
+        kwargs: dict | None = None,
+    ) -> Any:
         if func is torch.ops.aten._local_scalar_dense.default and args[0].dtype in HEALTHY:
             return HEALTHY[args[0].dtype]
         return func(*args, **(kwargs or {}))
 
 
 def _healthy(owner: Any, name: str) -> contextlib.AbstractContextManager:
+    """Return a patch of a method, which then runs under `Healthy`."""
     method = getattr(owner, name)
 
+    @functools.wraps(method)
     def inner(*args: Any, **options: Any) -> Any:
         with Healthy():
             return method(*args, **options)
 
-    return replaced(owner, name, functools.wraps(method)(inner))
+    return replaced(owner, name, inner)
 
 
 def _same_everywhere(ints: list[int]) -> None:
-    """Allocate what the comparison does: the list's length, then the list (`deepspeed/runtime/zero/utils.py`)."""
+    """Allocate what the comparison of a list among ranks does (`deepspeed/runtime/zero/utils.py`).
+
+    That is the list's length, then the list.
+    """
     from deepspeed.accelerator import get_accelerator
 
-    device = torch.device(get_accelerator().device_name(os.environ.get("LOCAL_RANK", "0")))
+    local_rank = os.environ.get("LOCAL_RANK", "0")
+    device = torch.device(get_accelerator().device_name(local_rank))
     torch.tensor(len(ints), device=device)
-    torch.tensor(ints, dtype=int, device=device)
+    torch.tensor(ints, dtype=torch.int64, device=device)
 
 
 def _share_views(result: None, handle: Any, **fields: Any) -> None:
@@ -124,9 +185,12 @@ def _share_views(result: None, handle: Any, **fields: Any) -> None:
 
 
 class _Parts:
-    """The ranks' parts of what was gathered: views of one size are one view of the first rank's."""
+    """The ranks' parts of what was gathered.
 
-    def __init__(self, part: torch.Tensor):
+    Views of one size are one view of the first rank's.
+    """
+
+    def __init__(self, part: torch.Tensor) -> None:
         self.narrow = functools.cache(part.narrow)
 
     def __getitem__(self, rank: int) -> "_Parts":
@@ -134,11 +198,17 @@ class _Parts:
 
 
 def forget() -> None:
-    """Reset what DeepSpeed keeps for the process's life: its first process group, and stage 3's linear layer."""
+    """Reset what DeepSpeed keeps for the process's life.
+
+    That is its first process group, and stage 3's linear layer.
+    """
     from deepspeed.comm import comm
     from deepspeed.runtime.zero import partition_parameters
     from deepspeed.utils import groups
 
-    comm.cdb = groups._WORLD_GROUP = None
-    if torch.nn.functional.linear is partition_parameters.zero3_linear_wrap:
-        torch.nn.functional.linear = partition_parameters.InsertPostInitMethodToModuleSubClasses.linear_bk
+    comm.cdb = None
+    groups._WORLD_GROUP = None
+    functional = torch.nn.functional
+    if functional.linear is partition_parameters.zero3_linear_wrap:
+        original = partition_parameters.InsertPostInitMethodToModuleSubClasses.linear_bk
+        functional.linear = original

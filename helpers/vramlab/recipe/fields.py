@@ -1,0 +1,167 @@
+"""The fields of a recipe, and what follows from them alone.
+
+`recipe.Recipe` adds what may not be. The modules that say so read these fields.
+"""
+
+import math
+from dataclasses import field
+from typing import Any
+
+from . import samples
+from .configuration import MOST_LAYERS
+from .families import TASKS
+from .knobs import FilledIn, frozen, knob
+from .optimizers import OPTIMIZERS, optimizer_arguments
+from .options import (
+    ATTENTION,
+    DTYPES,
+    HALF,
+    LOOPS,
+    PRECISIONS,
+    TRL,
+    Loop,
+    LoRA,
+    Quantization,
+    Sharding,
+)
+from .shapes import Shape
+
+MOST_MICRO_BATCHES = 2**16  # each of them is run
+WITH_PAIRS = ("dpo", "reward")  # trainers of which a sample is a pair of sequences
+WITH_REFERENCE = ("dpo", "kto")  # trainers that hold the model against a frozen one
+
+
+def _lengths_in_words(lengths: tuple[int, ...]) -> str:
+    return f"{len(lengths)} samples of {min(lengths):,} to {max(lengths):,}"
+
+
+def _labels_in_words(lengths: tuple[int, ...]) -> str:
+    return f"{sum(lengths):,} tokens with a label"
+
+
+@frozen
+class RecipeFields:
+    """What is trained and how, with every field filled in."""
+
+    model: Any
+    batch_size: int = knob(1)
+    seq_len: FilledIn[int | None, int] = knob(None)
+    precision: str = knob("fp32", choices=PRECISIONS)
+    optim: str = knob("adamw_torch", choices=OPTIMIZERS)
+    optim_args: str | None = knob(None)
+    task: str | None = knob(None, choices=tuple(TASKS))
+    num_layers: int | None = knob(None, most=MOST_LAYERS)
+    gradient_accumulation_steps: int = knob(1, most=MOST_MICRO_BATCHES)
+    gradient_checkpointing: bool = knob(False)
+    attn_implementation: FilledIn[str | None, str] = knob(None, choices=ATTENTION)
+    lora: LoRA | None = knob(None, shown=LoRA.words)
+    quantization: Quantization | None = knob(None, shown=Quantization.words)
+    sharding: Sharding | None = knob(None, shown=Sharding.words)
+    dtype: str | None = knob(None, choices=DTYPES)
+    torch_compile: bool = knob(False)
+    loop: FilledIn[Loop | str, Loop] = knob("trainer", choices=tuple(LOOPS), shown=Loop.words)
+    trainer: str = knob("transformers", choices=("transformers", *TRL), shown=TRL.get)
+    precompute_ref_log_probs: bool = knob(False)
+    activation_offloading: bool = knob(False)
+    packing: bool = knob(False)
+    padding_free: bool = knob(False)
+    pad_to_multiple_of: int | None = knob(None)
+    lengths: tuple[int, ...] | None = knob(None, shown=_lengths_in_words)
+    completion_lengths: tuple[int, ...] | None = knob(None, shown=_labels_in_words)
+    use_liger_kernel: bool = knob(False)
+    shape: Shape = field(init=False, repr=False, compare=False)
+
+    @property
+    def name(self) -> str:
+        """The model's short name."""
+        return self.shape.name
+
+    @property
+    def weights_dtype(self) -> str:
+        """The format in which weights that are not quantized are loaded."""
+        return self.dtype or self.implied_dtype
+
+    @property
+    def implied_dtype(self) -> str:
+        """`weights_dtype` where no `dtype` is said.
+
+        That is what 4-bit layers compute in, half for "-true" precisions, else fp32.
+        """
+        if self.quantization and self.quantization.compute_dtype:
+            return self.quantization.compute_dtype
+        form, _, kind = self.precision.partition("-")
+        if kind == "true" or self.quantization:
+            return HALF.get(form, "float32")
+        return "float32"
+
+    @property
+    def is_ragged(self) -> bool:
+        """Whether a micro-batch is something else than rows of seq_len tokens."""
+        is_cut = self.lengths or self.completion_lengths
+        return bool(is_cut or self.joins or self.pad_to_multiple_of)
+
+    @property
+    def joins(self) -> bool:
+        """Whether a micro-batch is one row, of samples put together whole."""
+        return self.padding_free or self.packing
+
+    @property
+    def samples(self) -> tuple[int, ...]:
+        """Tokens of each sample of a micro-batch.
+
+        Without `lengths` packed rows are full, of two samples each.
+        """
+        if self.lengths:
+            return self.lengths
+        row: tuple[int, ...] = (self.seq_len,)
+        if self.packing and self.seq_len > 1:
+            half = self.seq_len // 2
+            row = (self.seq_len - half, half)
+        return row * self.batch_size
+
+    @property
+    def labelled(self) -> int:
+        """Tokens of a micro-batch that have a label; a sample's first never has."""
+        counts = self.completion_lengths or self.samples
+        pairs = zip(counts, self.samples, strict=True)
+        return sum(min(count, length - 1) for count, length in pairs)
+
+    @property
+    def rows(self) -> tuple[int, int]:
+        """Rows of a micro-batch and tokens in each, as the collator makes them."""
+        return samples.shape_of(self.samples, self.joins, self.pad_to_multiple_of)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that one optimizer step reads on one device."""
+        micro_batch = math.prod(self.rows) * self.sequences // self.batch_size
+        return micro_batch * self.gradient_accumulation_steps
+
+    @property
+    def sequences(self) -> int:
+        """Sequences of a micro-batch that are trained on: of pairs both."""
+        return 2 * self.batch_size if self.trainer in WITH_PAIRS else self.batch_size
+
+    @property
+    def has_reference(self) -> bool:
+        """Whether a frozen copy of the model stays beside it.
+
+        Adapters are switched off instead.
+        """
+        is_needed = self.trainer in WITH_REFERENCE
+        return is_needed and not (self.lora or self.precompute_ref_log_probs)
+
+    @property
+    def passes_without_gradients(self) -> int:
+        """Forward passes of a micro-batch besides the one that is trained on.
+
+        They are of KTO's other answers, and the reference's.
+        """
+        own = 1 if self.trainer == "kto" else 0
+        if self.trainer in WITH_REFERENCE and not self.precompute_ref_log_probs:
+            return own + own + 1
+        return own
+
+    def optimizer_arguments(self) -> dict[str, float]:
+        """Return `optim_args` as a dictionary, {} when there are none."""
+        return optimizer_arguments(self.optim, self.optim_args)
