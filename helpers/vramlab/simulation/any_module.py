@@ -16,6 +16,7 @@ from ..recipe.recipe import PRECISIONS, Loop
 from ..report.errors import RecipeError
 from ..tracking.tensors import tensors_in
 from ..training import training as tr
+from .users_objects import Remembered
 from .values import StandIns, Values, reason_at
 
 SCRIPTED = "cannot follow a TorchScript module, whose interpreter runs its forward out of Python's sight"
@@ -62,10 +63,11 @@ class ModuleStep:
     @contextlib.contextmanager
     def prepared(self, target: str, mode: FakeTensorMode) -> Iterator[tuple[tr.Training, Values]]:
         """The training and what is known of values. While entered the model holds fake tensors, of the dtype of a "-true"
-        precision; afterwards each of its modules has the attributes that it had before."""
+        precision; afterwards each of its modules and what the loss holds are as they were."""
         model = getattr(self.model, "_orig_mod", self.model)  # of torch.compile
         dtype = {"fp16-true": torch.float16, "bf16-true": torch.bfloat16}.get(self.precision)
         values, loop = Values(mode), self.loop
+        remembered = Remembered(self.loss, self.model)
         caches = loop.use_cache is not None and hasattr(getattr(model, "config", None), "use_cache")
         try:
             for tensor in (*model.parameters(), *model.buffers(), *tensors_in(self.batch)):
@@ -89,6 +91,10 @@ class ModuleStep:
                 yield training, values
         finally:
             values.restore()
+            if fakes := remembered.restore():
+                values.notes.append(
+                    f"the loss keeps tensors of the simulation ({', '.join(fakes)}): make it anew to train"
+                )
 
     def _scalar(self, outputs: Any, batch: Any) -> torch.Tensor:
         """The loss, held to be one number."""
