@@ -99,8 +99,9 @@ class _Rank:
             if precision_set and not view:
                 flat += max(self.parts) * FP32
             fp64 = max((inside for inside, _ in pieces), default=0) * FP64
-            # half-precision gradients are joined, then copied to fp32 while both are there
-            joined = max(self.parts) * (self.width * (not alone) + FP32) if precision_set and not view else 0
+            # gradients are joined; those in half precision then copied to fp32 while both are there
+            widths = self.width * (not alone) + (FP32 if self.width < FP32 else 0)
+            joined = max(self.parts) * widths if precision_set else 0
             # one buffer has the gradients of all groups, and goes when the last group's are flat
             soon = second and precision_set and self.one_group and not view
             first = gradients + max(fp64, joined)
@@ -109,10 +110,13 @@ class _Rank:
         exists = not precision_set and self.recipe.gradient_accumulation_steps > 1
         reducing = 0 if exists else gradients
         if second:
-            width = self.width if self.sharding.offload else width
-            last = [size * width + norm * inside for inside, size in pieces]
+            tied = self.tied_gradient * self.width
+            if precision_set or self.sharding.offload:
+                last = [size * self.width + norm * inside for inside, size in pieces]
+            else:
+                last, tied = [self._last_in_fp32(whole)], self._others(whole) + tied
             if precision_set or exists or len(pieces) > 1:  # the buffer is there before the embedding's gradient
-                last.append(self.tied_gradient * self.width)
+                last.append(tied)
             reducing += max(last, default=0)
         elif not precision_set:  # gradients over the bucket's size of which this rank has nothing stay too
             kept = FP32 * max(0, sum(size for size in self.sizes if size > self.bucket) - whole)
@@ -123,6 +127,19 @@ class _Rank:
             "reducing": reducing,
             "existing": gradients if second else sum(self.sizes) * width,
         }
+
+    def _others(self, whole: int) -> int:
+        """Return the bytes of this rank's gradients but the first tensor's, of `whole` elements with it: where the
+        configuration has no half precision they stay beside their fp32 copies until backward ends."""
+        first = self.sizes[0]
+        has_it = self.sharding.rank * max(self.parts) < first
+        return (whole - first if has_it else whole) * self.width
+
+    def _last_in_fp32(self, whole: int) -> int:
+        """Return the bytes while the first tensor's gradient, the last one, is reduced: it is there, and of it a slice
+        of up to a rank's part in fp32 (zero/stage_1_and_2.py, average_tensor and allreduce_no_retain)."""
+        first = self.sizes[0]
+        return self._others(whole) + first * self.width + min(first, max(self.parts)) * FP32
 
     def stage_3(self) -> tuple[dict[str, int], dict[str, Any]]:
         """Keep the partition's gradients at all times, and gather weights while the step needs them."""

@@ -83,9 +83,9 @@ def _refusals(recipe: Recipe) -> Refusals:
     yield "lora.target_modules", lora_modules.adapts_experts(shape, lora), allowed
     for name in LATER_OF_LORA if lora else ():
         yield f"lora.{name}", getattr(lora, name), "the formulas know adapters of two matrices on modules: ask simulate"
-    later = sharding and sharding.engine == "deepspeed" and sharding.stage in (1, 2) and sharding.rank > 0
+    later = sharding and sharding.engine == "deepspeed" and sharding.stage == 1 and sharding.rank > 0
     unset = recipe.precision in ("fp16-true", "bf16-true") and shape.tied and not lora
-    allowed = "what a later rank reduces of tied weights in such half precision is not known: ask simulate"
+    allowed = "what a later rank reduces of tied weights at stage 1 in such half precision is not known: ask simulate"
     yield "sharding.rank", later and unset, allowed
     allowed = "the formulas know TRL's trainers and Liger's kernels on one device only: ask simulate"
     kernels = liger.kernels(recipe)
