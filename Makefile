@@ -37,7 +37,7 @@ help:
 	@echo 'make try-colab   install into an empty environment as Colab does, and run a chapter there'
 	@echo 'make try-cuda    run every notebook as on a T4, an RTX 4090 and two H100, without a GPU (Linux, CUDA build of torch)'
 	@echo 'make try-card    make card as on a T4, an RTX 4090 and an H100, without a GPU: hours'
-	@echo 'make try-fresh   build the wheel and run it in an empty environment with the newest of everything (gigabytes)'
+	@echo 'make try-fresh   build the wheel and run it in an empty environment with the newest of everything, or the floors (gigabytes)'
 	@echo 'make repo-url    write the repository address (URL=https://github.com/OWNER/NAME) into badges and set-up cells'
 	@echo 'make constraints write constraints.txt from what .venv holds'
 	@echo 'make clean       remove .venv, build/ and caches'
@@ -48,7 +48,8 @@ help:
 	@echo '                 PIP_FLAGS="--extra-index-url ADDRESS", the address being that of the CPU wheel index of PyTorch'
 	@echo 'CARD=…           for try-card: "--card T4" takes only that one'
 	@echo 'COLAB=…          for try-colab: "--prefix FOLDER", a Python with the versions of tests/tools/colab.txt, and "--card T4"'
-	@echo 'FRESH=…          for try-fresh: "--write" stores the versions that passed as the newest tested ones'
+	@echo 'FRESH=…          for try-fresh: "--floor" takes the lowest versions that pyproject.toml allows,'
+	@echo '                 "--write" stores the versions that passed as the newest tested ones'
 	@echo 'SITE_URL=…       for site: where it will stand, with a slash at its end; pages then name themselves and a picture'
 	@echo 'CONSTRAINTS=…    another version set for pip; empty for the newest of everything'
 

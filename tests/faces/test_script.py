@@ -16,7 +16,7 @@ import torch
 from datasets import load_dataset
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig, DataCollatorForLanguageModeling
-from transformers import Trainer, TrainingArguments
+from transformers import Trainer, TrainerCallback, TrainingArguments
 # imports
 
 MODEL = "llama-3.2-1b"
@@ -42,7 +42,9 @@ trainer.save_model("final")
 # after
 """
 LORA = "model = get_peft_model(model, LoraConfig(r=16))"
-SFT = [("import Trainer, TrainingArguments", "import AutoModel\nfrom trl import SFTConfig, SFTTrainer")]
+SFT = [
+    ("import Trainer, TrainerCallback, TrainingArguments", "import AutoModel\nfrom trl import SFTConfig, SFTTrainer")
+]
 SFT += [
     ("Trainer(model=model", "SFTTrainer(model=model"),
     ('TrainingArguments("out"', 'SFTConfig("out", max_length=256'),
@@ -220,6 +222,73 @@ NOTED = {  # what is listed: changes, and words of the note
         at("args", "class Half(TrainerCallback):\n    def on_train_begin(self, *a, model=None, **k):\n        model.half()"),
         "model.half()",
     ),
+    "map of a method": (at("model", "list(map(torch.nn.Module.half, [model]))"), "torch.nn.Module.half"),
+    "map of a caller": (at("model", "import operator as o\n[*map(o.methodcaller('half'), [model])]"), "methodcaller"),
+    "sorted by a method": (at("model", "sorted([model], key=torch.nn.Module.half)"), "torch.nn.Module.half"),
+    "a bound method": (at("model", "next(iter(model.half, None))"), "model.half"),
+    "data that change the model": (
+        [("return tokenizer(", "model.half()\n    return tokenizer(")],
+        "without line 17: `model.half()`",
+    ),
+    "data that set the model": (
+        [("return tokenizer(", "model.lm_head = None\n    return tokenizer(")],
+        "model.lm_head = None",
+    ),
+    "data by a lambda": ([("data.map(tokenize,", "data.map(lambda r: model.half() and r).map(tokenize,")], "model.half()"),
+    "data that get the model": (
+        [("data.map(tokenize,", "data.map(encode, fn_kwargs={'by': model}).map(tokenize,")],
+        "fn_kwargs={'by': model}",
+    ),
+    "metrics that change the arguments": (
+        [("args=args,", "args=args, compute_metrics=score,"), *at("args", "def score(p):\n    args.optim = 'sgd'")],
+        "args.optim = 'sgd'",
+    ),
+    "a loader's decorator": (
+        [
+            *at("imports", "from my_code import halved"),
+            ("model = Auto", "@halved\ndef load():\n    return Auto"),
+            ("model=model", "model=load()"),
+        ],
+        "`halved`, a decorator that is not read",
+    ),
+    "a loader's own decorator": (
+        [
+            *at("imports", "def halved(f):\n    return lambda: f().half()"),
+            ("model = Auto", "@halved\ndef load():\n    return Auto"),
+            ("model=model", "model=load()"),
+        ],
+        "`halved`, a decorator that is not read",
+    ),
+    "a Trainer's decorator": (
+        [
+            *at("imports", "from my_code import fused"),
+            *at("args", "@fused(2)\nclass Mine(Trainer):\n    pass"),
+            ("= Trainer(", "= Mine("),
+        ],
+        "`fused(2)`, a decorator that is not read",
+    ),
+    "a callback of others": (
+        [*at("imports", "from my_code import HalfCallback"), ("args=args,", "args=args, callbacks=[HalfCallback()],")],
+        "HalfCallback",
+    ),
+    "a callback of nobody": ([("args=args,", "args=args, callbacks=[HalfCallback],")], "callbacks=[HalfCallback]"),
+    "an added callback": (at("trainer", "trainer.add_callback(HalfCallback)"), "trainer.add_callback(HalfCallback)"),
+    "a callback's base": (
+        [
+            *at("imports", "from my_code import Half"),
+            *at("args", "class Mine(Half):\n    pass"),
+            ("args=args,", "args=args, callbacks=[Mine()],"),
+        ],
+        "`Half`, a class that is not read",
+    ),
+    "another's model class": (
+        [
+            *at("imports", "from my_code import SparseForCausalLM"),
+            ("AutoModelForCausalLM.from", "SparseForCausalLM.from"),
+        ],
+        "of my_code.SparseForCausalLM, which is not read",
+    ),
+    "another's arguments": (at("imports", "from my_code import TrainingArguments"), "of my_code.TrainingArguments"),
     "overridden option": (
         [("bs = 4", "class C:\n    bs = 4\nc = C()\nc.bs = 8"), ("size=bs", "size=c.bs")],
         "per_device_train_batch_size=c.bs",
@@ -241,6 +310,21 @@ REFUSED = {  # changes, and words of the sentence
     "GPTQ": (loaded("quantization_config=GPTQConfig(bits=4)"), "in a way that no recipe says"),
     "AWQ": (loaded("quantization_config=AwqConfig(bits=4)"), "in a way that no recipe says"),
     "subclass": ([*at("args", SUBCLASS), ("= Trainer(", "= Mine(")], "replaces what Mine does in a step"),
+    "another method": (
+        [*at("args", "class Mine(Trainer):\n    compute_loss = focal"), ("= Trainer(", "= Mine(")],
+        "replaces what Mine does in a step",
+    ),
+    "two bases": (
+        [*at("args", "class Mine(Trainer, Fused):\n    pass"), ("= Trainer(", "= Mine(")],
+        "is a second class that Mine is made from",
+    ),
+    "model class": (
+        [
+            *at("imports", "class MineForCausalLM(AutoModelForCausalLM):\n    pass"),
+            ("AutoModelForCausalLM.from", "MineForCausalLM.from"),
+        ],
+        "is of a class of its own",
+    ),
     "GRPO": (
         [("= Trainer(", "= GRPOTrainer("), *at("imports", "from trl import GRPOConfig, GRPOTrainer")],
         "is a trainer that no recipe models",
@@ -311,6 +395,18 @@ HARMLESS = {
         ("= Trainer(", "= Mine("),
     ],
     "dataset class": at("model", ROWS),
+    "decorators": at(
+        "imports",
+        "import functools\nfrom dataclasses import dataclass\n@dataclass\nclass Asked:\n    rank: int = 3\n"
+        "    @property\n    def twice(self):\n        return 2 * self.rank\n@torch.no_grad()\n@functools.cache\n"
+        "def f():\n    pass",
+    ),
+    "own decorator": [*at("imports", "def timed(f):\n    return f"), ("def tokenize", "@timed\ndef tokenize")],
+    "functions over parameters": at("model", "print(sum(map(torch.numel, filter(None, model.parameters()))))"),
+    "callbacks of libraries": [
+        *at("imports", "from transformers import EarlyStoppingCallback\nfrom vramlab import WatchCallback"),
+        ("args=args,", "args=args, callbacks=[EarlyStoppingCallback(3), WatchCallback],"),
+    ],
 }  # fmt: skip
 
 

@@ -49,6 +49,27 @@ FOUND = {  # by drawing: what predict got wrong
         optim="paged_adamw_8bit",
         sharding=Sharding(2, 8, "deepspeed"),
     ),
+    "a last rank whose configuration lacks bf16 keeps gradients to the end of backward": Recipe(
+        "pythia-160m",
+        num_layers=3,
+        seq_len=16,
+        precision="bf16-true",
+        sharding=Sharding(2, 2, "deepspeed", rank=1),
+    ),
+    "a later rank whose configuration lacks bf16 has a piece of a tied table": Recipe(
+        "qwen3-0.6b",
+        num_layers=4,
+        seq_len=16,
+        precision="bf16-true",
+        sharding=Sharding(2, 8, "deepspeed", rank=3),
+    ),
+    "fp32 gradients are joined and not copied": Recipe(
+        "gpt2",
+        num_layers=3,
+        seq_len=16,
+        optim="sgd",
+        sharding=Sharding(1, 2, "deepspeed", rank=1),
+    ),
     "schedule-free SGD makes nothing, one by one": Recipe(
         "gpt2",
         seq_len=16,

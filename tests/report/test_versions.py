@@ -74,7 +74,16 @@ def test_an_import_that_fails_from_a_newer_version_names_it(having):
     assert str(caught.value).endswith(f"pip install 'torch<={newest}'")
 
 
-@pytest.mark.parametrize("error", [AttributeError("x"), ImportError("of the user's", name="my_module")])
+def test_an_import_that_trl_reports_in_its_own_way(having):
+    """Its lazy modules raise a RuntimeError from what an import raised, as pyarrow's for an old NumPy."""
+    having(numpy="1.26.0")
+    with pytest.raises(UntestedVersion, match=r"pip install --upgrade 'numpy>=2\.0'"), needing("A trainer of TRL"):
+        raise RuntimeError("Failed to import") from ImportError("pyarrow requires NumPy 2.0 or newer, found 1.26.0")
+
+
+@pytest.mark.parametrize(
+    "error", [AttributeError("x"), ImportError("of the user's", name="my_module"), RuntimeError("CUDA error")]
+)
 def test_another_error_is_left_alone(having, error):
     having(torch=newer("torch"))
     with pytest.raises(type(error)) as caught, needing("simulate"):

@@ -6,9 +6,11 @@ import re
 import subprocess
 import tomllib
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 
 import pins
 import pytest
+import try_fresh
 import yaml
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
@@ -76,6 +78,25 @@ def test_floors_are_the_lowest_that_pyproject_admits():
     floors = pins.floors()
     assert "torch==2.11" in floors and "transformers==5.15" in floors
     assert len(floors) == len({canonicalize_name(requirement.name) for requirement in pins.direct()})
+
+
+def test_floors_are_tried_as_pyproject_says_them(tmp_path):
+    """`make try-fresh FRESH=--floor`: pip gets each floor, and another version there is a failure."""
+    flag, constraints = try_fresh.floor_flags(tmp_path)
+    assert flag == "-c" and Path(constraints).read_text().splitlines() == pins.floors()
+    floors = {"torch": "2.11.0+cu130", "transformers": "5.15.0", "some-other": "1.0"}
+    assert try_fresh.not_at_the_floor(floors) == []
+    assert try_fresh.not_at_the_floor(floors | {"torch": "2.11.1"}) == ["torch 2.11.1 is not the floor, 2.11"]
+
+
+def test_what_is_tried_is_what_pyproject_requires_and_the_oldest_python():
+    """The schedule tries the newest of everything, and the floors with the oldest Python that is allowed."""
+    jobs = yaml.safe_load((ROOT / ".github" / "workflows" / "test.yml").read_text())["jobs"]
+    tried = {each["versions"]: each for each in jobs["fresh"]["strategy"]["matrix"]["include"]}
+    assert tried["floors"] == {"versions": "floors", "python": "3.11", "flags": "--floor"}
+    assert tried["newest"]["flags"] == ""
+    assert "FRESH=${{ matrix.flags }}" in jobs["fresh"]["steps"][-1]["run"]
+    assert {each["set"]: each["python"] for each in jobs["range"]["strategy"]["matrix"]["include"]}["floors"] == "3.11"
 
 
 def test_the_tested_range_that_the_wheel_carries_is_pyprojects_and_the_constraints():

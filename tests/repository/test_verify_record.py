@@ -205,6 +205,8 @@ def test_nothing_of_a_file_is_markup_where_it_is_shown():
     shown = str(verdict)
     assert r"\<script\>alert(1)\</script\> &#64;all \[x\](y) \# z\\x1b\[2J" in shown and r"a \| \<b\>" in shown
     assert not {"\x1b", "@"} & set(shown) and "\n#" not in shown
+    verdict.reasons = ["see https://evil.example or www.evil.example: now"]  # which GitHub links by itself
+    assert "see https&#58;//evil.example or www&#46;evil.example: now" in str(verdict)
 
 
 def test_a_step_is_as_fast_as_others_on_such_a_card(made_up):

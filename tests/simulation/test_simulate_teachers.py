@@ -1,13 +1,14 @@
 """What a loss holds besides the model (teachers, queues, labels) is counted, however it is held, and is as it was."""
 
 import functools
+from typing import ClassVar
 
 import pytest
 import torch
 from test_simulate_module import mlp, really
 from torch import nn
 from torch.nn import functional as F
-from vramlab import simulate, watch
+from vramlab import VramLabError, simulate, watch
 
 X, LABELS = torch.rand(8, 64), torch.arange(8)
 ALL_LABELS = LABELS.repeat(100)
@@ -212,6 +213,95 @@ def test_what_a_loss_holds_is_as_it_was():
     simulate(model=mlp(), batch=X, loss=loss, optimizer=sgd)
     assert bank.held is held and not bank.seen and weight.grad is None
     assert weights.keys() == before.keys() and all(weights[name] is p for name, p in before.items())
+
+
+class Lazy:
+    """Makes its teacher at the first call, as an object, a class or a dictionary holds it."""
+
+    shared = None
+    known: ClassVar[dict] = {}
+
+    def __init__(self):
+        self.own, self.ready, self.queue = None, False, torch.ones(8, 10)
+
+    def __call__(self, outputs, batch):
+        if not self.ready:
+            self.own, self.ready = teacher(), True
+            type(self).shared = teacher()
+            self.known["teacher"] = teacher()
+        self.queue = outputs.detach()
+        taught = sum(one(batch) for one in (self.own, self.shared, self.known["teacher"]))
+        return F.mse_loss(outputs, taught + self.queue)
+
+
+def lazy_function():
+    held = None
+
+    def loss(outputs, batch):
+        nonlocal held
+        held = held or teacher()
+        return distilled(held, outputs, batch)
+
+    return loss, lambda: held
+
+
+@functools.cache
+def cached_teacher():
+    return teacher()
+
+
+def global_loss(outputs, batch):
+    global NEW_TEACHER
+    NEW_TEACHER = globals().get("NEW_TEACHER") or teacher()
+    return distilled(NEW_TEACHER, outputs, batch)
+
+
+def fails_afterwards(outputs, batch):
+    LAST.append(outputs.detach())
+    raise ValueError("as a loss may")
+
+
+LAST = []
+
+
+def test_what_a_loss_makes_at_its_first_call_is_made_again_by_the_users_step():
+    lazy, (inner, held) = Lazy(), lazy_function()
+    queued = lazy.queue
+    cached = functools.partial(lambda outputs, batch: distilled(cached_teacher(), outputs, batch))
+    for loss in (lazy, lazy.__call__, inner, cached, global_loss):
+        simulate(model=mlp(), batch=X, loss=loss, optimizer=sgd)
+    assert (lazy.own, lazy.ready, Lazy.shared, Lazy.known, held()) == (None, False, None, {}, None)
+    assert lazy.queue is queued and "NEW_TEACHER" not in globals() and not cached_teacher.cache_info().currsize
+    with pytest.raises(VramLabError):
+        simulate(model=mlp(), batch=X, loss=fails_afterwards, optimizer=sgd)
+    assert LAST == []
+    for loss in (lazy, inner, cached, global_loss):
+        assert really(mlp, X, loss, sgd)["backward"].peak.total
+    del globals()["NEW_TEACHER"]
+
+
+def test_what_cannot_be_given_back_is_said():
+    """A list is not remembered with its tensors: they would live on, and a step's do not."""
+    held = [torch.ones(8, 10)]
+
+    def loss(outputs, batch):
+        held[0] = outputs.detach()
+        return F.mse_loss(outputs, held[0])
+
+    said = simulate(model=mlp(), batch=X, loss=loss, optimizer=sgd)
+    assert said.notes == ["the loss keeps tensors of the simulation (list.0): make it anew to train"]
+
+
+def test_what_a_loss_counts_is_counted_on():
+    """Only what has become fake is given back."""
+    calls = []
+
+    def loss(outputs, batch):
+        calls.append(len(calls))
+        return outputs.sum()
+
+    simulate(model=mlp(), batch=X, loss=loss, optimizer=sgd)
+    assert calls
 
 
 def test_a_teacher_takes_no_memory_of_this_machine():

@@ -2,7 +2,8 @@
 
 The wheel is built from a copy of this working tree, installed with the extras `simulate`, `quantization` and `trl` outside
 of it, and run there: the command line, then `fresh_checks.py`. With --write the versions that passed become the newest
-tested ones, which the wheel carries (`data/tested_versions.json`, read by `vramlab doctor`).
+tested ones, which the wheel carries (`data/tested_versions.json`, read by `vramlab doctor`). With --floor every library that
+pyproject.toml names has the lowest version that it allows, as where a library was there before and pip left it.
 """
 
 import argparse
@@ -18,6 +19,7 @@ from pathlib import Path
 
 import pins
 import settings
+from packaging.version import Version
 
 EXTRAS = "simulate,quantization,trl"
 COMMANDS = (
@@ -54,8 +56,25 @@ def surroundings(scripts: Path) -> dict[str, str]:
     return {**shown, "PATH": f"{scripts}{os.pathsep}{os.environ['PATH']}", "COLUMNS": "120", **settings.OFFLINE}
 
 
+def floor_flags(folder: Path) -> list[str]:
+    """The flags with which pip takes the lowest version of each library that pyproject.toml allows."""
+    constraints = folder / "floors.txt"
+    constraints.write_text("\n".join(pins.floors()) + "\n")
+    return ["-c", str(constraints)]
+
+
+def not_at_the_floor(versions: dict[str, str]) -> list[str]:
+    """A line for each library that pyproject.toml names and that is installed in another version than its lowest."""
+    floors = dict(line.split("==") for line in pins.floors())
+    return [
+        f"{name} {versions[name]} is not the floor, {floor}"
+        for name, floor in floors.items()
+        if name in versions and Version(Version(versions[name]).public) != Version(floor)
+    ]
+
+
 def installed(wheel: Path, folder: Path, pip_flags: list[str]) -> Path:
-    """Make an environment at `folder` and install the wheel with its extras, without constraints; its interpreter."""
+    """Make an environment at `folder` and install the wheel with its extras; its interpreter."""
     venv.create(folder, with_pip=True)
     python = folder / "bin" / "python"
     install = [python, "-m", "pip", "install", "-q", "--disable-pip-version-check", *pip_flags, f"{wheel}[{EXTRAS}]"]
@@ -86,17 +105,22 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--pip-flags", default="", help="more flags for pip, in one word")
     parser.add_argument("--environment", type=Path, help="where to make the environment, which then stays")
-    parser.add_argument("--write", action="store_true", help="if all passes, write data/tested_versions.json")
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--write", action="store_true", help="if all passes, write data/tested_versions.json")
+    which.add_argument("--floor", action="store_true", help="the lowest versions that pyproject.toml allows")
     given = parser.parse_args()
     flags = shlex.split(given.pip_flags)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         wheel = built_wheel(settings.ROOT, folder, flags)
-        python = installed(wheel, given.environment or folder / "environment", flags)
+        chosen = floor_flags(folder) if given.floor else []
+        python = installed(wheel, given.environment or folder / "environment", [*flags, *chosen])
         (folder / "elsewhere").mkdir()
         wrong = failures(python, folder / "elsewhere")
         found = subprocess.run([python, "-c", VERSIONS], check=True, capture_output=True, text=True, cwd=folder).stdout
     versions = json.loads(found)
+    if given.floor:
+        wrong += not_at_the_floor(versions)
     print("versions:", *(f"{name} {versions[name]}" for name in pins.tested({}) if name in versions), sep="\n  ")
     if given.write and not wrong:
         pins.write_tested(versions)

@@ -16,7 +16,8 @@ from ..recipe.recipe import Recipe
 from ..recipe.shapes import read_shape
 from ..report.errors import RecipeError
 from .options import OPTIONS, recipe_of_arguments
-from .script_lines import CASTS, WORDS, Lines
+from .script_lines import CASTS, Lines
+from .script_names import WORDS
 from .script_tree import Tree, Unread
 
 # A Trainer's class to the recipe's trainer
@@ -126,9 +127,13 @@ class _Reader:
         name, whole = self.tree.name(call), self.tree.dotted(call.func)
         if name in self.tree.classes:
             own = self.tree.classes[name]
-            for method in own.body:
-                if isinstance(method, ast.FunctionDef) and method.name not in WORDS["trainer_overrides"]:
-                    self.lines.refuse(method, f"replaces what {name} does in a step, which no recipe says")
+            for line in own.body:
+                is_text = isinstance(line, ast.Expr) and isinstance(line.value, ast.Constant)
+                says_nothing = isinstance(line, ast.Pass) or is_text
+                if not says_nothing and getattr(line, "name", "") not in WORDS["trainer_overrides"]:
+                    self.lines.refuse(line, f"replaces what {name} does in a step, which no recipe says")
+            for other in own.bases[1:]:
+                self.lines.refuse(other, f"is a second class that {name} is made from, which no recipe says")
             whole = self.tree.dotted(own.bases[0]) or ast.unparse(own.bases[0])
             name = whole.rpartition(".")[2]
         if name not in KINDS or (whole.partition(".")[0] or "trl") not in ("transformers", "trl", name):
@@ -138,6 +143,7 @@ class _Reader:
     def _words(self, call: ast.Call, positions: Sequence[str] = ()) -> dict[str, ast.expr]:
         """Return what a call is given, by name. Raises RecipeError where only running it would tell."""
         self.lines.understood.add(call)
+        self._account_for_library(call)
         if len(call.args) > len(positions) or any(isinstance(arg, ast.Starred) for arg in call.args):
             self.lines.refuse(call, "has arguments without a name, which are not read")
         found = dict(zip(positions, call.args, strict=False))
@@ -154,6 +160,17 @@ class _Reader:
             else:
                 self.lines.refuse(call, f"has {self.lines.text(word.value)} among its arguments, {UNTOLD}")
         return found
+
+    def _account_for_library(self, call: ast.Call) -> None:
+        """Note a class of a name that is known which another library has. Raises RecipeError for one of the script's own."""
+        owner = (
+            call.func.value if isinstance(call.func, ast.Attribute) and not self.tree.dotted(call.func) else call.func
+        )
+        if getattr(owner, "id", "") in self.tree.classes and call is not self.lines.trainer:
+            self.lines.refuse(call, "is of a class of its own, which no recipe says")
+        whole = self.tree.dotted(owner).removesuffix(".from_pretrained").removesuffix(".from_config")
+        if whole and self.lines.names.is_foreign(whole):
+            self.lines.note(call, f"of {whole}, which is not read")
 
     def _only(self, node: ast.expr | None, what: str) -> ast.expr | None:
         """Return what an expression stands for. Raises RecipeError where that may be several things."""
@@ -352,6 +369,8 @@ class _Reader:
         empty = (
             all(ast.unparse(one) in ("None", "(None, None)") for one in held if one is not None) and None not in held
         )
+        if name == "callbacks" and self.lines.names.unread_callback(node):
+            self._note(name, node)
         if empty or name in WORDS["trainer_arguments"]:
             return
         made = (self.tree.name(one) if isinstance(one, ast.Call) else getattr(one, "id", "") for one in held)

@@ -1,12 +1,10 @@
 """Every line of a script accounted for: it is in the recipe, known to move no memory of a step, or listed.
 
-What is known to move none is in `data/script_calls.json`.
+What is known to move none is in `data/script_calls.json` (`script_names.py`).
 """
 
 import ast
-import json
 import re
-import sys
 import textwrap
 from pathlib import Path
 from typing import Any, NoReturn
@@ -14,20 +12,20 @@ from typing import Any, NoReturn
 from ..recipe.argument_classes import OWN
 from ..recipe.arguments import CLASSIFIED
 from ..recipe.options import DTYPES
-from ..report.data import data_path
 from ..report.errors import RecipeError
 from ..report.text import one_line
+from .script_names import WORDS, Names
 from .script_tree import FUNCTIONS, SCOPES, Tree, Unread, start_of
 
-WORDS = json.loads(data_path("script_calls.json").read_text(encoding="utf-8"))
-HARMLESS = re.compile("|".join(WORDS["patterns"]))
 TOKENIZERS = re.compile(r"\w*(Tokenizer|TokenizerFast|Processor|FeatureExtractor)")
 BUILT_IN = (str, bytes, list, tuple, dict, set, frozenset, int, float, Path)
 METHODS = {name for kind in BUILT_IN for name in dir(kind) if not name.startswith("__")}
 CASTS = {"half": "float16", "float": "float32", "bfloat16": "bfloat16"}
 CHECKPOINTING = ("gradient_checkpointing_enable", "activation_checkpointing_enable")
+CHANGING_MODELS = {*CASTS, *CHECKPOINTING, *WORDS["refused"], "to", "cuda", "cpu", "to_empty"}
 HANDED_OVER = ("map", "filter", "set_transform", "with_transform", "from_generator", "sort", "starmap", "apply")
 MOST_NOTES = 3
+TAKING_FUNCTIONS = ("map", "filter", "sorted", "min", "max")  # built in ones
 LITERALS = (ast.Constant, ast.JoinedStr, ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp, ast.BinOp)
 LITERALS += (ast.Compare, ast.UnaryOp, ast.Lambda, ast.Dict, ast.Set)
 
@@ -36,13 +34,14 @@ class Lines:
     """The lines of a script: what each expression stands for, which are understood, and notes on those that are not."""
 
     def __init__(self, tree: Tree):
-        self.tree = tree
+        self.tree, self.names = tree, Names(tree)
         self.understood: set[ast.AST] = set()
         self.notes: dict[ast.AST, dict[str, int]] = {}  # by statement: texts and their lines
         self.kinds: dict[ast.AST | None, str] = {}
         self.arguments: dict[str, Any] = {}  # of the Trainer's
         self.fields: dict[str, Any] = {}  # of the recipe
         self.trainer: ast.Call | None = None
+        self.of_data: set[ast.AST] = set()  # nodes of functions that prepare data or evaluate, which others call
 
     def text(self, node: ast.AST) -> str:
         """The source of a node in one short line that every terminal can show."""
@@ -99,7 +98,7 @@ class Lines:
         if isinstance(node, ast.List | ast.Tuple | ast.BoolOp):
             parts = {self.kind(one) for one in getattr(node, "elts", getattr(node, "values", ()))}
             return "model" if "model" in parts else "data"
-        if isinstance(node, LITERALS) or (node is not None and self._is_of_modules(self.tree.dotted(node))):
+        if isinstance(node, LITERALS) or (node is not None and self.names.is_of_modules(self.tree.dotted(node))):
             return "data"
         return "data" if isinstance(node, ast.Name) and node.id in self.tree.classes else ""
 
@@ -124,7 +123,7 @@ class Lines:
             return "model" if modules else "data"
         if isinstance(call.func, ast.Attribute) and not whole:
             return self.kind(call.func.value)
-        return given or ("data" if self._is_harmless_name(whole, name) else "")
+        return given or ("data" if self.names.is_harmless_name(whole, name) else "")
 
     def is_trainer(self, call: ast.Call) -> bool:
         """Whether a call makes a Trainer, of a library's class or of the script's own."""
@@ -133,19 +132,13 @@ class Lines:
         ends = [name, *(self.text(base) for base in bases)]
         return name not in self.tree.functions and any(one.endswith("Trainer") for one in ends)
 
-    def _is_of_modules(self, whole: str) -> bool:
-        """Whether a dotted name is of a module that moves nothing."""
-        return any(whole == one or whole.startswith(f"{one}.") for one in WORDS["modules"])
-
-    def _is_harmless_name(self, whole: str, name: str) -> bool:
-        known = name in WORDS["calls"] or HARMLESS.fullmatch(name) is not None
-        return self._is_of_modules(whole) or known or (not whole and name in WORDS["builtins"])
-
     def account(self) -> None:
         """Note every line that is neither understood nor known to move nothing. Raises RecipeError as `refuse` does."""
-        outside = self._outside()
+        outside, self.of_data = self._outside()
         for node in self.tree.nodes:
             if node in outside or self.tree.dead(node) is True:
+                continue
+            if node in self.of_data and not self._touches_training(node):
                 continue
             if isinstance(node, ast.Call) and node not in self.understood:
                 self._account_for_call(node)
@@ -154,27 +147,86 @@ class Lines:
                     self._account_for_target(target, node)
             elif isinstance(node, ast.Delete) and any(self._is_of_model(one) for one in node.targets):
                 self.note(node)
-            elif isinstance(node, ast.ClassDef) and any(self.text(one).endswith("Module") for one in node.bases):
-                self.note(node, "a module of its own")
+            elif isinstance(node, ast.Attribute):
+                self._account_for_method_as_value(node)
+            elif isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+                self._account_for_definition(node)
 
     def _is_of_model(self, node: ast.expr) -> bool:
         return isinstance(node, ast.Attribute | ast.Subscript) and self.kind(node.value) == "model"
 
-    def _outside(self) -> set[ast.AST]:
-        """Nodes that are no part of training: after it, and in functions that prepare data or evaluate."""
+    def _touches_training(self, node: ast.AST) -> bool:
+        """Whether a node in a function that prepares data or evaluates is about the model, the Trainer or its arguments."""
+        parts: list[ast.AST] = []
+        if isinstance(node, ast.Call):
+            parts = [node.func, *node.args, *(word.value for word in node.keywords)]
+            if self.tree.name(node) in WORDS["refused"]:
+                return True
+        elif isinstance(node, ast.Assign | ast.AnnAssign | ast.AugAssign):
+            parts = getattr(node, "targets", None) or [node.target]
+        elif isinstance(node, ast.Delete):
+            parts = node.targets
+        elif isinstance(node, ast.Attribute):
+            parts = [node]
+        holders = [getattr(part, "value", part) for part in parts]
+        is_switch = any(getattr(part, "attr", "") == "requires_grad" for part in parts)
+        return is_switch or any(self.kind(one) in ("model", "trainer", "args") for one in holders)
+
+    def _account_for_method_as_value(self, node: ast.Attribute) -> None:
+        """Note a method that changes a model and is not called here but handed over, such as torch.nn.Module.half."""
+        parent = self.tree.parents.get(node)
+        if isinstance(node.ctx, ast.Store) or (isinstance(parent, ast.Call) and parent.func is node):
+            return
+        of_torch = self.tree.dotted(node).startswith("torch.") and self.text(node.value).endswith("Module")
+        if node.attr in CHANGING_MODELS and (of_torch or self.kind(node.value) == "model"):
+            self.note(node)
+
+    def _account_for_definition(self, node: ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) -> None:
+        """Note what a class or function is made from and what it is wrapped in, where that is not read."""
+        for decorator in node.decorator_list:
+            if not self._is_known_decorator(decorator, node):
+                self.note(decorator, "a decorator that is not read")
+        bases = getattr(node, "bases", ())
+        if any(self.text(base).endswith("Module") for base in bases):
+            self.note(node, "a module of its own")
+            return
+        for base in [*bases, *(word.value for word in getattr(node, "keywords", ()))]:
+            if not self.names.is_known_class(base):
+                self.note(base, "a class that is not read")
+
+    def _is_known_decorator(self, decorator: ast.expr, node: ast.AST) -> bool:
+        """Whether a decorator is of a module that moves nothing, or the script's own, which is read, on what gives neither
+        model nor Trainer."""
+        called = decorator.func if isinstance(decorator, ast.Call) else decorator
+        whole, name = self.tree.dotted(called), self.text(called).rpartition(".")[2]
+        if whole or name in WORDS["builtins"]:
+            return self.names.is_harmless_name(whole, name)
+        if isinstance(called, ast.Attribute):
+            return name in ("setter", "getter", "deleter")
+        given = self.tree.returns(node) if isinstance(node, FUNCTIONS) else node.bases
+        makes = any(self.kind(one) in ("model", "trainer", "args") for one in given)
+        own = name in self.tree.functions or name in self.tree.classes
+        return own and not makes and not any(self.text(one).endswith("Trainer") for one in given)
+
+    def _outside(self) -> tuple[set[ast.AST], set[ast.AST]]:
+        """Nodes that are no part of training: those after it, and those of functions that prepare data or evaluate."""
+        after: set[ast.AST] = set()
         found: set[ast.AST] = set()
         for call in self.tree.calls:
             method = call.func.attr if isinstance(call.func, ast.Attribute) else ""
             if method == "train" and self.kind(call.func.value) == "trainer":
-                found.update(self._after(self.statement(call)))
+                after.update(self._after(self.statement(call)))
             values = [word.value for word in call.keywords if word.arg in WORDS["trainer_arguments"]]
             if method in HANDED_OVER and self.kind(call.func.value) != "model":
                 values += [*call.args, *(word.value for word in call.keywords)]
+                given = next((word.value for word in call.keywords if word.arg == "fn_kwargs"), None)
+                if given is not None and any(self.kind(one) == "model" for one in ast.walk(given)):
+                    self.note(call)
             for value in values:
                 function = self.tree.functions.get(getattr(value, "id", ""), value)
                 if isinstance(function, (*FUNCTIONS, ast.Lambda)):
                     found.update(ast.walk(function))
-        return found
+        return after, found
 
     def _after(self, statement: ast.AST) -> set[ast.AST]:
         """Nodes of the statements that follow in the same blocks, unless they train again."""
@@ -217,12 +269,23 @@ class Lines:
             return True
         if whole.startswith(("os.environ.", "os.putenv")) and name != "get" and not self._sets_known(call):
             return False
-        # such as copy.deepcopy and wandb.watch
+        if name.endswith("Callback"):
+            return self.names.is_known_class(call.func)
         given = [*call.args, *(word.value for word in call.keywords)]
-        copies = self._is_of_modules(whole) and any(self.kind(arg) == "model" for arg in given)
+        with_model = any(self.kind(arg) == "model" for arg in given)
+        if not whole and name in TAKING_FUNCTIONS and with_model and not all(map(self._is_harmless_function, given)):
+            return False
+        copies = self.names.is_of_modules(whole) and with_model  # such as copy.deepcopy and wandb.watch
         copies = copies and not whole.startswith("vramlab.")
         on_card = whole.startswith("torch.") and any(word.arg == "device" for word in call.keywords)
-        return self._is_harmless_name(whole, name) and not copies and not on_card
+        return self.names.is_harmless_name(whole, name) and not copies and not on_card
+
+    def _is_harmless_function(self, node: ast.expr) -> bool:
+        """Whether an argument is no function, or one that is read or changes nothing of what it is given."""
+        whole, name = self.tree.dotted(node), self.text(node).rpartition(".")[2]
+        read = isinstance(node, ast.Lambda | ast.Constant) or (not whole and name in self.tree.functions)
+        reads = name in WORDS["model_methods"] or self.names.is_harmless_name(whole, name)
+        return read or self.kind(node) == "model" or (isinstance(node, ast.Name | ast.Attribute) and reads)
 
     def _sets_known(self, call: ast.Call) -> bool:
         """Whether a call sets environment variables that move nothing only."""
@@ -233,7 +296,7 @@ class Lines:
 
     def _account_for_method(self, call: ast.Call, owner: ast.expr, name: str) -> None:
         """A method of a model, a Trainer, its arguments, a tokenizer, data, or of something unknown."""
-        kind, certain = self.kind(owner), self.tree.dead(call) is False
+        kind, certain = self.kind(owner), self.tree.dead(call) is False and call not in self.of_data
         if kind == "model" and certain and name in CHECKPOINTING:
             self.checkpoint(next((word.value for word in call.keywords), None) or next(iter(call.args), None))
         elif kind == "model" and certain and (name in CASTS or name in ("to", "cuda")):
@@ -245,7 +308,7 @@ class Lines:
         else:
             known = {"model": "model_methods", "trainer": "trainer_methods", "args": "arguments_methods"}
             names = WORDS[known[kind]] if kind in known else METHODS.union(WORDS["calls"])
-            if name not in names:
+            if name not in names or (name == "add_callback" and any(map(self.names.unread_callback, call.args))):
                 self.note(call)
 
     def checkpoint(self, options: ast.expr | None) -> None:
@@ -313,7 +376,9 @@ class Lines:
         elif kind in ("model", "config") and name in WORDS["model_attributes"]:
             return
         elif (
-            kind not in ("tokenizer", "data") and not self._is_of_modules(whole) and ast.unparse(target.value) != "self"
+            kind not in ("tokenizer", "data")
+            and not self.names.is_of_modules(whole)
+            and ast.unparse(target.value) != "self"
         ):
             self.note(node)
 
@@ -325,6 +390,7 @@ class Lines:
         if (
             name in WORDS["settable"]
             and before
+            and node not in self.of_data
             and self.tree.dead(node) is False
             and not isinstance(node, ast.AugAssign)
         ):
@@ -346,12 +412,11 @@ class Lines:
         for module in modules:
             if why := WORDS["refused_imports"].get(module.partition(".")[0]):
                 self.refuse(node, f"is not modelled: {why}")
-        if modules[-1] == "*" and not self._is_of_modules(modules[0]):
+        if modules[-1] == "*" and not self.names.is_of_modules(modules[0]):
             self.note(node, "whose names are not known")
             return
         roots = {name.name.partition(".")[0] for name in node.names} if isinstance(node, ast.Import) else {modules[0]}
-        known = sys.stdlib_module_names.union(WORDS["libraries"])
-        foreign = [root for root in roots if root.partition(".")[0] not in known and not self._is_of_modules(root)]
+        foreign = [root for root in roots if self.names.is_foreign(root)]
         names = {name.asname or name.name.partition(".")[0] for name in node.names}
         if foreign and not names & self.tree.names:
             self.note(node, "which is run for what it changes, and not read")

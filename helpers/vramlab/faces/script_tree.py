@@ -190,8 +190,8 @@ class Tree:
         if test not in self.decided:
             self.decided[test] = None  # while it is looked at, as a name in it may be bound under it
             try:
-                always = ast.unparse(test) in ("__name__ == '__main__'", "torch.cuda.is_available()")
-                self.decided[test] = always or bool(self.value(test))
+                is_main = ast.unparse(test) == "__name__ == '__main__'"
+                self.decided[test] = is_main or bool(self.value(test))
             except Unread:
                 pass
         return self.decided[test]
@@ -307,6 +307,8 @@ class Tree:
     def _constant(self, node: ast.expr | None, depth: int) -> Any:
         if isinstance(node, ast.Constant):
             return node.value
+        if isinstance(node, ast.Call) and ast.unparse(node) == "torch.cuda.is_available()":
+            return True
         if isinstance(node, ast.Attribute) and self.dotted(node).startswith("torch."):
             return node.attr  # a dtype
         if isinstance(node, ast.Attribute) and getattr(node.value, "id", "") == "torch":

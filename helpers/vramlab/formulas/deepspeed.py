@@ -149,12 +149,16 @@ class _Rank:
         kept = 0
         if second:
             # The norm of what is offloaded is computed now, else later, in the step.
-            reduced_width = self.width if offload else width
             norm = FP64 if offload else 0
-            last = [size * reduced_width + inside * norm for inside, size in pieces]
+            tied = self.tied_gradient * self.width
+            if precision_set or offload:
+                last = [size * self.width + inside * norm for inside, size in pieces]
+            else:
+                last = [self._last_in_fp32(whole)]
+                tied += self._others(whole)
             if precision_set or exists or len(pieces) > 1:
                 # The buffer is there before the embedding's gradient, which comes last.
-                last.append(self.tied_gradient * self.width)
+                last.append(tied)
             reducing += max(last, default=0)
         elif not precision_set:
             # Gradients over the bucket's size of which this rank has nothing stay too.
@@ -192,16 +196,38 @@ class _Rank:
         joined = 0
         if copied:
             flat += part * FP32
+        if self.precision_set and not alone:
+            joined += part * self.width
+        if self.precision_set and self.width < FP32:
             # Half-precision gradients are joined, then copied to fp32 while both are there.
-            joined = part * FP32
-            if not alone:
-                joined += part * self.width
+            joined += part * FP32
         norm = max((inside for inside, _ in pieces), default=0) * FP64
         before = gradients + max(norm, joined)
         if self.sharding.stage == 2 and copied and self.one_group:
             # One buffer has the gradients of all groups, and goes when the last group's are flat.
             return max(before, flat)
         return max(before, gradients + flat)
+
+    def _others(self, whole: int) -> int:
+        """Return the bytes of this rank's gradients but the first tensor's.
+
+        `whole` elements are all of them. Where the configuration has no half precision they stay
+        beside their fp32 copies until backward ends.
+        """
+        first = self.sizes[0]
+        has_first = self.sharding.rank * max(self.parts) < first
+        others = whole - first if has_first else whole
+        return others * self.width
+
+    def _last_in_fp32(self, whole: int) -> int:
+        """Return the bytes while the first tensor's gradient, the last one, is reduced.
+
+        It is there, and of it a slice of up to a rank's part in fp32
+        (zero/stage_1_and_2.py, average_tensor and allreduce_no_retain).
+        """
+        first = self.sizes[0]
+        in_fp32 = min(first, max(self.parts)) * FP32
+        return self._others(whole) + first * self.width + in_fp32
 
     def stage_3(self) -> tuple[dict[str, int], dict[str, Any]]:
         """Keep the partition's gradients at all times, and gather weights while they are needed.

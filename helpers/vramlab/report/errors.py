@@ -79,7 +79,10 @@ def needing(what: str | Callable[[], str]) -> Iterator[None]:
         yield
     except VramLabError:
         raise
-    except (ImportError, AttributeError) as error:
+    except (ImportError, AttributeError, RuntimeError) as raised:
+        error = raised.__cause__ if isinstance(raised.__cause__, ImportError) else raised  # TRL raises a RuntimeError
+        if isinstance(error, RuntimeError):
+            raise
         name = what if isinstance(what, str) else what()
         package = (getattr(error, "name", None) or "").partition(".")[0] if isinstance(error, ImportError) else ""
         if package in EXTRAS and find_spec(package) is None:

@@ -6,6 +6,7 @@ import re
 # Control characters other than the end of a line and a tab, marks that turn or hide what follows, and half characters.
 CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200b-\u200f\u2028-\u202e\u2060-\u2069\ufeff\ud800-\udfff]")
 MARKUP = re.compile(r"([\\`*_{}\[\]<>|$~#])")
+LINKS = re.compile(r"(?<=www)\.|:(?=//)")  # of an address that GitHub links by itself
 ENTITIES = {"&": "&amp;", "@": "&#64;"}  # no HTML's character, and nobody is called by name
 # Characters of our own output, for streams whose encoding lacks them.
 PLAIN = {"─": "-", "–": "-", "−": "-", "·": "-", "×": "x", "←": "<-", "→": "->", "…": "...", "µ": "u", "≤": "<="}
@@ -26,7 +27,8 @@ def one_line(text: str) -> str:
 def markdown(text: str) -> str:
     """Return text that means itself in Markdown and inside a table, on one line."""
     text = MARKUP.sub(r"\\\1", one_line(text))
-    return "".join(ENTITIES.get(letter, letter) for letter in text)
+    text = "".join(ENTITIES.get(letter, letter) for letter in text)
+    return LINKS.sub(lambda found: f"&#{ord(found[0])};", text)
 
 
 def _degrade(error: UnicodeError) -> tuple[str, int]:

@@ -20,6 +20,7 @@ from ..report.errors import RecipeError
 from ..tracking.tensors import tensors_in
 from ..training import training as tr
 from .fake_mode import RuledFakeMode
+from .users_objects import Remembered
 from .values import StandIns, Values, reason_at
 
 SCRIPTED = "cannot follow a TorchScript module, "
@@ -74,10 +75,11 @@ class ModuleStep:
         """Yield the training and what is known of values.
 
         While entered the model holds fake tensors, of the dtype of a "-true" precision; afterwards
-        each of its modules has the attributes that it had before.
+        each of its modules and what the loss holds are as they were.
         """
         model = getattr(self.model, "_orig_mod", self.model)  # of torch.compile
         values = Values(mode)
+        remembered = Remembered(self.loss, self.model)
         try:
             training = self._training(model, values, target)
             self._attach_optimizers(training, values)
@@ -85,6 +87,10 @@ class ModuleStep:
                 yield training, values
         finally:
             values.restore()
+            fakes = ", ".join(remembered.restore())
+            if fakes:
+                note = f"the loss keeps tensors of the simulation ({fakes}): make it anew to train"
+                values.notes.append(note)
 
     def _training(self, model: nn.Module, values: Values, target: str) -> tr.Training:
         """Put fake tensors into `model`, and return its training without an optimizer."""
