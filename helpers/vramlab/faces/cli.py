@@ -271,6 +271,7 @@ def explain(
     as_json: Json = False,
 ) -> None:
     from .explain import explain
+    from .explain_recipe import says_no_method
 
     first, *rest = words or ["-"]
     notes: list[str] = []
@@ -278,17 +279,21 @@ def explain(
         what = _standard_input()
     elif first.endswith((".pickle", ".pkl")):
         what = Path(first)
-    elif "out of memory" in first:
+    elif "out of memory" in first or (" " in first.strip() and not os.path.isfile(first)):
         what = first
     elif os.path.isfile(first) and not first.endswith((".json", ".py")):
         what = read_text(first, errors="replace")
     else:
         (what, notes), rest = said(words, _predict_options), []
     recipe = None
+    assumed = False
     if rest:
         recipe, notes = said(rest, _predict_options)
+        read_from_file = any(word.endswith((".py", ".json")) for word in rest)
+        assumed = not read_from_file and says_no_method(recipe)
     card = find_gpu(gpu) if gpu is not None else None
-    found = explain(what, recipe, card, **_granted(card, other_memory, expandable_segments))
+    granted = _granted(card, other_memory, expandable_segments)
+    found = explain(what, recipe, card, assumed, **granted)
     found.notes += notes
     say(json.dumps(vars(found), indent=2) if as_json else str(found))
 
